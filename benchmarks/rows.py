@@ -1,0 +1,72 @@
+"""Rows: one JSON object a line in `benchmarks/results/`, written by the benchmark that measured it."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import platform
+import shlex
+import statistics
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def write_row(
+    file: str,
+    *,
+    bench: str,
+    case: Mapping[str, Any],
+    unit: str,
+    samples: Sequence[float],
+    device: str | None = None,
+    floor: float | None = None,
+    baselines: Mapping[str, float] | None = None,
+    predicted: float | None = None,
+    noisy: bool = False,
+) -> dict[str, Any]:
+    """Append one row to `results/FILE`: the median of `samples`, its range and how it was made."""
+    row = {
+        "bench": bench,
+        "case": dict(case),
+        "value": statistics.median(samples),
+        "unit": unit,
+        "n": len(samples),
+        "spread": [min(samples), max(samples)],
+        "floor": floor,
+        "baselines": dict(baselines or {}),
+        "predicted": predicted,
+        "noisy": noisy,
+        "device": device or f"{platform.machine()} CPU",
+        "versions": versions(),
+        "commit": commit(),
+        "command": "python " + shlex.join(sys.argv),
+        "date": datetime.date.today().isoformat(),
+    }
+    RESULTS.mkdir(exist_ok=True)
+    with (RESULTS / file).open("a") as out:
+        out.write(json.dumps(row) + "\n")
+    return row
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of the packages that matter, where installed."""
+    found = {"python": platform.python_version()}
+    for name in ("torch", "triton", "ray", "transformers", "highspy", "pulp"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def commit() -> str:
+    """Return the short commit of the tree, `-dirty` if it has changes."""
+    command = ["git", "describe", "--always", "--dirty"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=RESULTS.parent, check=False)
+    return done.stdout.strip() or "unknown"

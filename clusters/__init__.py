@@ -1,0 +1,1 @@
+"""Cluster descriptions and the device table, as data files."""

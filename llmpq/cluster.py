@@ -1,0 +1,249 @@
+"""The devices people have: nodes, devices, links, read from a cluster YAML.
+
+A device's `profile_kind` is the key its measured costs are stored under: the card's name, with what
+changes its speed (threads of a CPU stage, SMs of an emulated GPU) after an `@`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self
+
+import yaml
+from pydantic import Field, model_validator
+
+from llmpq.device_spec import DeviceSpec, canonical_kind, device_specs
+from llmpq.errors import nearest, unknown_name
+from llmpq.file_form import FileForm
+from llmpq.units import Size
+
+
+class Emulate(FileForm):
+    """Make a GPU behave as a smaller one: a share of its SMs and a memory cap."""
+
+    sms: int | None = Field(default=None, gt=0)
+    memory: Size | None = None
+
+
+class DeviceGroup(FileForm):
+    """`count` equal devices of one node."""
+
+    kind: str
+    count: int = Field(default=1, gt=0)
+    memory: Size | None = None
+    """Memory of each device, instead of the table's."""
+    reserve: Size = 0
+    """Memory of each device that stays free for others."""
+    threads: int | None = Field(default=None, gt=0)
+    """Threads of a CPU stage; the field is an error on a GPU."""
+    emulate: Emulate | None = None
+    spec: DeviceSpec | None = None
+    """Inline description of a kind that is not in the table."""
+
+
+class Link(FileForm):
+    """A connection: 1e9 bits per second one way, and latency of one message."""
+
+    gbps: float = Field(gt=0)
+    latency_us: float = Field(ge=0)
+
+    def seconds(self, num_bytes: float) -> float:
+        """Return the time one message of `num_bytes` takes."""
+        return self.latency_us * 1e-6 + num_bytes * 8 / (self.gbps * 1e9)
+
+
+class PairLink(Link):
+    """A link between two named nodes (or within one, named twice)."""
+
+    between: tuple[str, str]
+
+
+class Links(FileForm):
+    """How nodes are connected; a pair overrides the defaults."""
+
+    between_nodes: Link = Link(gbps=10, latency_us=50)
+    within_node: Link = Link(gbps=64, latency_us=20)
+    pairs: tuple[PairLink, ...] = ()
+
+
+class Node(FileForm):
+    """One machine."""
+
+    name: str
+    host: str = "127.0.0.1"
+    devices: tuple[DeviceGroup, ...] = ()
+    accelerators: str | None = None
+    """Short form of one device group, `T4:3`."""
+    labels: Mapping[str, str] = {}
+    """Ray node labels a stage's bundle must match."""
+    model_dir: str | None = None
+    """Where this node keeps the model, if not where the command says."""
+
+    @model_validator(mode="after")
+    def _has_devices(self) -> Self:
+        if bool(self.devices) == bool(self.accelerators):
+            raise ValueError(f"node '{self.name}': give either 'devices' or 'accelerators'")
+        return self
+
+    def groups(self) -> tuple[DeviceGroup, ...]:
+        """Return the device groups, the short form expanded."""
+        if self.accelerators is None:
+            return self.devices
+        kind, _, count = self.accelerators.partition(":")
+        if count and not count.isdigit():
+            raise ValueError(
+                f"node '{self.name}': accelerators must be KIND:COUNT, got '{self.accelerators}'"
+            )
+        return (DeviceGroup(kind=kind, count=int(count or 1)),)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """One device a stage can run on."""
+
+    name: str
+    """Unique in the cluster: `T4-0`, `T4-1`, `V100-32GB-0`."""
+    kind: str
+    profile_kind: str
+    node: str
+    index: int
+    """Number of the device on its node."""
+    spec: DeviceSpec
+    memory_bytes: int
+    reserve_bytes: int
+    threads: int | None
+    emulate: Emulate | None
+
+    @property
+    def limit_bytes(self) -> int:
+        """Memory a stage may use, the framework's context included."""
+        return self.memory_bytes - self.reserve_bytes
+
+
+class PlanningHints(FileForm):
+    """What the cluster's author recommends for planning; command-line flags override it."""
+
+    model: str | None = None
+    theta: float | None = None
+    omega_file: str | None = None
+    note: str = ""
+
+
+class Cluster(FileForm):
+    """A named set of nodes and links."""
+
+    schema_version: int = Field(default=1, alias="schema", ge=1, le=1)
+    name: str
+    nodes: tuple[Node, ...] = Field(min_length=1)
+    links: Links = Links()
+    planning: PlanningHints = PlanningHints()
+
+    @model_validator(mode="after")
+    def _names_are_unique_and_known(self) -> Self:
+        names = [node.name for node in self.nodes]
+        if len(set(names)) != len(names):
+            raise ValueError(f"node names must differ, got {names}")
+        for pair in self.links.pairs:
+            for end in pair.between:
+                if end not in names:
+                    raise ValueError(
+                        f"links.pairs: unknown node '{end}': {nearest(end, names)}nodes: "
+                        f"{', '.join(names)}"
+                    )
+        _ = self.devices
+        return self
+
+    @cached_property
+    def devices(self) -> tuple[Device, ...]:
+        """Every device, in file order."""
+        counts: dict[str, int] = {}
+        devices = []
+        for node in self.nodes:
+            index = 0
+            for group in node.groups():
+                for _ in range(group.count):
+                    devices.append(_resolve(node, group, index, counts))
+                    index += 1
+        return tuple(devices)
+
+    def device(self, name: str) -> Device:
+        """Return a device by name (`T4-1`) or by place (`node:index`)."""
+        for device in self.devices:
+            if name in (device.name, f"{device.node}:{device.index}"):
+                return device
+        raise unknown_name("device", name, [d.name for d in self.devices])
+
+    def link(self, source: Device, target: Device) -> Link:
+        """Return the link between the nodes of two devices."""
+        ends = {source.node, target.node}
+        for pair in self.links.pairs:
+            if set(pair.between) == ends:
+                return Link(gbps=pair.gbps, latency_us=pair.latency_us)
+        return self.links.within_node if len(ends) == 1 else self.links.between_nodes
+
+    def fingerprint(self) -> str:
+        """Return a short hash of devices and links; names of the file and hosts do not count."""
+        devices = [
+            [d.name, d.profile_kind, d.memory_bytes, d.reserve_bytes, d.node] for d in self.devices
+        ]
+        content = {"devices": devices, "links": self.links.model_dump(mode="json")}
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+
+    @classmethod
+    def load(cls, path: str | Path) -> Cluster:
+        """Read a cluster YAML; `ValueError` names the file, the key and the nearest valid one."""
+        try:
+            data = yaml.safe_load(Path(path).read_text())
+        except FileNotFoundError:
+            raise ValueError(f"no such cluster file: '{path}'") from None
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise ValueError(f"'{path}' is not valid YAML: {error}") from None
+        return cls.parse_data(data, where=str(path))
+
+    @classmethod
+    def from_counts(cls, names: Sequence[str], counts: Sequence[int]) -> Cluster:
+        """Build the paper's form, `--device_names T4 V100 --device_numbers 3 1`: a node per kind."""
+        if len(names) != len(counts):
+            raise ValueError(
+                f"--device_names has {len(names)} names and --device_numbers {len(counts)} numbers;"
+                " expected as many of each"
+            )
+        nodes: list[dict[str, Any]] = [
+            {"name": f"node-{i}", "devices": [{"kind": canonical_kind(name), "count": count}]}
+            for i, (name, count) in enumerate(zip(names, counts, strict=True))
+        ]
+        title = "-".join(f"{n}x{c}" for n, c in zip(names, counts, strict=True))
+        return cls.parse_data({"name": title, "nodes": nodes}, where="--device_names")
+
+
+def _resolve(node: Node, group: DeviceGroup, index: int, counts: dict[str, int]) -> Device:
+    """Turn one member of a group into a device, numbering devices per kind."""
+    kind = group.kind if group.spec is not None else canonical_kind(group.kind)
+    spec = group.spec or device_specs()[kind]
+    if group.threads is not None and not spec.is_cpu:
+        raise ValueError(f"node '{node.name}': 'threads' is for CPU devices, {kind} is a GPU")
+    threads = (group.threads or 1) if spec.is_cpu else None
+    emulate = group.emulate
+    suffix = f"@{threads}t" if threads else f"@{emulate.sms}sm" if emulate and emulate.sms else ""
+    memory = (emulate.memory if emulate else None) or group.memory or spec.memory
+    if group.reserve >= memory:
+        raise ValueError(f"node '{node.name}': reserve leaves nothing of {kind}'s memory")
+    number = counts.get(kind, 0)
+    counts[kind] = number + 1
+    return Device(
+        name=f"{kind}-{number}",
+        kind=kind,
+        profile_kind=kind + suffix,
+        node=node.name,
+        index=index,
+        spec=spec,
+        memory_bytes=memory,
+        reserve_bytes=group.reserve,
+        threads=threads,
+        emulate=emulate,
+    )

@@ -1,0 +1,182 @@
+"""Measured or estimated costs: how long a layer, an embedding, a head or a message takes.
+
+Latency of one decoder layer is linear in shape terms (paper sec. 4.1):
+    prefill  1, v, s, v*s, v*s^2          v micro-batch size, s prompt length
+    decode   1, v, v*(t+s), t+s           t+s tokens in the cache
+    verify   1, v, v*q, v*(t+s), t+s      q new tokens a request
+An entry may hold several regimes (launch floor, memory bound, compute bound); its time is their
+maximum, which stays linear for the planner once v is fixed. Times in seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+from functools import cached_property
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from llmpq.errors import nearest
+from llmpq.file_form import FileForm
+from llmpq.precision import KVPrecision, Precision
+from llmpq.workload import Dtype
+
+
+class Phase(Enum):
+    """Which pass is timed."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    VERIFY = "verify"
+
+
+Part = Literal["layer", "embedding", "head"]
+
+
+class ErrorStats(FileForm):
+    """Relative error of a fit on samples it has not seen."""
+
+    mean: float
+    p95: float
+    samples: int
+
+
+class Regime(FileForm):
+    """Non-negative coefficients of the shape terms, in seconds."""
+
+    terms: Mapping[str, float]
+
+
+TERMS: Mapping[Phase, tuple[str, ...]] = {
+    Phase.PREFILL: ("1", "v", "s", "v*s", "v*s^2"),
+    Phase.DECODE: ("1", "v", "v*(t+s)", "t+s"),
+    Phase.VERIFY: ("1", "v", "v*q", "v*(t+s)", "t+s"),
+}
+
+
+def term_values(phase: Phase, *, v: int, length: float, q_len: int = 1) -> dict[str, float]:
+    """Return the value of each shape term; `length` is s in prefill and t+s otherwise."""
+    values = {
+        "1": 1.0,
+        "v": float(v),
+        "v*q": float(v * q_len),
+        "s": length,
+        "v*s": v * length,
+        "v*s^2": v * length * length,
+        "v*(t+s)": v * length,
+        "t+s": length,
+    }
+    return {term: values[term] for term in TERMS[phase]}
+
+
+class LatencyEntry(FileForm):
+    """Latency of one part on one device kind at one precision and phase."""
+
+    device_kind: str
+    part: Part
+    phase: Phase
+    precision: Precision
+    kv: KVPrecision = KVPrecision.KV16
+    dtype: Dtype
+    regimes: tuple[Regime, ...] = Field(min_length=1)
+    sampled_v: tuple[int, int] | None = None
+    """Smallest and largest micro-batch that was measured; None for an estimate."""
+    sampled_length: tuple[int, int] | None = None
+    held_out_error: ErrorStats | None = None
+    source: Literal["profile", "estimated"]
+
+    @model_validator(mode="after")
+    def _terms_are_known(self) -> Self:
+        for regime in self.regimes:
+            for term, value in regime.terms.items():
+                if term not in TERMS[self.phase]:
+                    raise ValueError(
+                        f"unknown term '{term}' of {self.phase.value}: "
+                        f"{nearest(term, TERMS[self.phase])}terms: {', '.join(TERMS[self.phase])}"
+                    )
+                if not value >= 0:
+                    raise ValueError(f"term '{term}' must be >= 0 seconds, got {value}")
+        return self
+
+    def seconds(self, *, v: int, length: float, q_len: int = 1) -> float:
+        """Return the time of one micro-batch of v requests."""
+        values = term_values(self.phase, v=v, length=length, q_len=q_len)
+        return max(sum(c * values[t] for t, c in regime.terms.items()) for regime in self.regimes)
+
+    def extrapolates(self, *, v: int, length: float) -> bool:
+        """Whether a shape lies outside the sampled range."""
+        if self.sampled_v is None or self.sampled_length is None:
+            return False
+        low_v, high_v = self.sampled_v
+        low, high = self.sampled_length
+        return not (low_v <= v <= high_v and low <= length <= high)
+
+
+class LinkCost(FileForm):
+    """Time of one message: alpha_s + bytes * beta_s_per_byte, between two device kinds."""
+
+    source_kind: str
+    target_kind: str
+    same_node: bool = True
+    alpha_s: float = Field(ge=0)
+    beta_s_per_byte: float = Field(ge=0)
+
+
+class CostModel(FileForm):
+    """All costs of one model on a set of device kinds."""
+
+    schema_version: int = Field(default=1, alias="schema", ge=1, le=1)
+    model: str
+    model_fingerprint: str
+    entries: tuple[LatencyEntry, ...]
+    links: tuple[LinkCost, ...] = ()
+    versions: Mapping[str, str] = {}
+
+    @cached_property
+    def _by_key(self) -> dict[tuple[object, ...], LatencyEntry]:
+        return {
+            (e.device_kind, e.part, e.phase, e.precision, e.kv, e.dtype): e for e in self.entries
+        }
+
+    @property
+    def device_kinds(self) -> tuple[str, ...]:
+        """The device kinds that have entries, sorted."""
+        return tuple(sorted({e.device_kind for e in self.entries}))
+
+    def find(
+        self,
+        device_kind: str,
+        *,
+        part: Part = "layer",
+        phase: Phase,
+        precision: Precision = Precision.W16A16,
+        kv: KVPrecision = KVPrecision.KV16,
+        dtype: Dtype,
+    ) -> LatencyEntry | None:
+        """Return the entry for a key, or None if it was never measured or estimated.
+
+        Embedding and head do not touch the cache: they are stored under kv16 and w16a16.
+        """
+        if part != "layer":
+            precision, kv = Precision.W16A16, KVPrecision.KV16
+        return self._by_key.get((device_kind, part, phase, precision, kv, dtype))
+
+    def link(self, source_kind: str, target_kind: str, *, same_node: bool) -> LinkCost | None:
+        """Return the measured link between two device kinds, either way round."""
+        for cost in self.links:
+            ends = {cost.source_kind, cost.target_kind}
+            if ends == {source_kind, target_kind} and cost.same_node == same_node:
+                return cost
+        return None
+
+    def merged(self, other: CostModel) -> CostModel:
+        """Return both models' entries; `other` wins where both have one."""
+        if other.model_fingerprint != self.model_fingerprint:
+            raise ValueError(
+                f"cost files of different models cannot be merged: {self.model} and {other.model}"
+            )
+        entries = {**self._by_key, **other._by_key}
+        return self.model_copy(
+            update={"entries": tuple(entries.values()), "links": self.links + other.links}
+        )

@@ -1,0 +1,75 @@
+"""Outcomes a command can end with, and how a bad name is explained.
+
+Every command ends with one of `ExitCode`; an `LlmpqError` carries the code of its outcome.
+A plain `ValueError` is the user's input (exit code 2).
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """Process exit codes, the same for every command (README, "Exit codes")."""
+
+    DONE = 0
+    USAGE = 2
+    BAD_PLAN = 3
+    MISMATCH = 4
+    DOES_NOT_FIT = 5
+    STAGE_LOST = 6
+    DEADLINE = 7
+    SOME_ROWS_FAILED = 8
+    INTERRUPTED = 130
+
+
+class LlmpqError(Exception):
+    """An outcome with an exit code; the message is one sentence and what to do next."""
+
+    exit_code = ExitCode.USAGE
+
+
+class BadPlanError(LlmpqError):
+    """The plan file breaks its schema or is not a complete, ordered partition."""
+
+    exit_code = ExitCode.BAD_PLAN
+
+
+class PlanMismatchError(LlmpqError):
+    """The plan was made for another model, cluster or device."""
+
+    exit_code = ExitCode.MISMATCH
+
+
+class DoesNotFitError(LlmpqError):
+    """No plan fits the devices, or a device ran out of memory."""
+
+    exit_code = ExitCode.DOES_NOT_FIT
+
+
+class StageLostError(LlmpqError):
+    """A stage died, could not be placed or could not start."""
+
+    exit_code = ExitCode.STAGE_LOST
+
+
+class DeadlineError(LlmpqError):
+    """Something did not answer before its deadline."""
+
+    exit_code = ExitCode.DEADLINE
+
+
+def nearest(name: str, options: Iterable[str]) -> str:
+    """Return `did you mean 'x'? ` for the option closest to `name`, or an empty string."""
+    by_lower = {option.lower(): option for option in options}
+    close = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.5)
+    return f"did you mean '{by_lower[close[0]]}'? " if close else ""
+
+
+def unknown_name(what: str, name: str, options: Iterable[str]) -> ValueError:
+    """Build the error for a name that is not among `options`."""
+    known = sorted(options)
+    shown = ", ".join(known[:40]) + (", ..." if len(known) > 40 else "")
+    return ValueError(f"unknown {what} '{name}': {nearest(name, known)}known: {shown}")

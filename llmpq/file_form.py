@@ -1,0 +1,89 @@
+"""The base of every type that is a file: frozen, strict, with errors that name the nearest key."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from llmpq.errors import nearest
+
+
+class FileForm(BaseModel):
+    """A frozen file type. Unknown keys are errors; units stand in the key names."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+
+    @classmethod
+    def parse_data(cls, data: object, *, where: str) -> Self:
+        """Validate plain data; `ValueError` names the file, the key and what was expected."""
+        if not isinstance(data, dict):
+            raise ValueError(f"{where}: expected a mapping at the top, got {type(data).__name__}")
+        try:
+            return cls.model_validate(data)
+        except ValidationError as error:
+            raise ValueError(f"{where}: {explain(error, cls)}") from None
+
+    @classmethod
+    def load_json(cls, path: str | Path) -> Self:
+        """Read the type from a JSON file."""
+        return cls.parse_data(read_json(path), where=str(path))
+
+    def dump_json(self) -> str:
+        """Write the type as indented JSON; the same value gives the same text."""
+        return json.dumps(self.model_dump(mode="json", by_alias=True), indent=1) + "\n"
+
+    def save_json(self, path: str | Path) -> None:
+        """Write the JSON form to `path`, creating its folder."""
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(self.dump_json())
+
+
+def read_json(path: str | Path) -> object:
+    """Read a JSON file; `ValueError` if it is missing or not JSON (a pickle, say)."""
+    try:
+        return json.loads(Path(path).read_text())
+    except FileNotFoundError:
+        raise ValueError(f"no such file: '{path}'") from None
+    except IsADirectoryError:
+        raise ValueError(f"'{path}' is a directory, expected a JSON file") from None
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"'{path}' is not JSON ({error}); llmpq reads no pickle files") from None
+
+
+def explain(error: ValidationError, model: type[BaseModel]) -> str:
+    """Return the first validation error as one sentence."""
+    first = error.errors()[0]
+    place = ".".join(str(part) for part in first["loc"]) or "top level"
+    if first["type"] == "extra_forbidden":
+        key = str(first["loc"][-1])
+        known = _keys_near(model, first["loc"])
+        return f"unknown key '{place}': {nearest(key, known)}valid keys: {', '.join(known)}"
+    message = first["msg"].removeprefix("Value error, ")
+    got = first.get("input")
+    shown = "" if first["type"] == "missing" or isinstance(got, (dict, list)) else f" (got {got!r})"
+    return f"'{place}': {message}{shown}"
+
+
+def _keys_near(model: type[BaseModel], loc: tuple[int | str, ...]) -> list[str]:
+    """Return the valid keys beside the offending one, walking the model along `loc`."""
+    current: Any = model
+    for part in loc[:-1]:
+        if isinstance(part, str) and part in current.model_fields:
+            inner = _inner_model(current.model_fields[part].annotation)
+            if inner is None:
+                break
+            current = inner
+    return sorted(field.alias or name for name, field in current.model_fields.items())
+
+
+def _inner_model(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    for argument in getattr(annotation, "__args__", ()):
+        found = _inner_model(argument)
+        if found is not None:
+            return found
+    return None

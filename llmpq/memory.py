@@ -1,0 +1,116 @@
+"""Bytes a stage holds: the planner predicts with these functions and the runtime allocates by them.
+
+    stage = layer weights (packed, with scales and zeros)
+          + embedding on the first stage, final norm and head on the last
+          + KV of the whole batch + the largest temporary of either phase + the framework's context
+
+Paper sec. 4.1 (memory cost model), corrected for GQA, gated FFN, quantisation metadata and for where
+embedding and head really live.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from llmpq.kv_format import kv_cache_bytes
+from llmpq.model_spec import ModelSpec
+from llmpq.precision import KVPrecision, Precision, WeightScheme, default_scheme
+from llmpq.workload import Workload
+from llmpq.workspace import workspace_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantization:
+    """How quantised layers are stored: one setting for a whole plan."""
+
+    group_size: int | None = 128
+    symmetric: bool = False
+
+    def scheme(self, precision: Precision) -> WeightScheme | None:
+        """Return the scheme of a precision, None for unquantised weights."""
+        return default_scheme(precision, group_size=self.group_size, symmetric=self.symmetric)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageMemory:
+    """The parts of one stage's memory, in bytes."""
+
+    weights_bytes: int
+    embedding_bytes: int
+    """Embedding, final norm and head, as far as this stage has them."""
+    kv_bytes: int
+    workspace_bytes: int
+    context_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Sum of all parts."""
+        return (
+            self.weights_bytes
+            + self.embedding_bytes
+            + self.kv_bytes
+            + self.workspace_bytes
+            + self.context_bytes
+        )
+
+
+def layer_weight_bytes(
+    spec: ModelSpec, precision: Precision, quantization: Quantization, dtype_bytes: int
+) -> int:
+    """Return the bytes of one decoder layer's weights, norms and biases included."""
+    scheme = quantization.scheme(precision)
+    if scheme is None:
+        return spec.layer_params * dtype_bytes
+    packed = sum(scheme.nbytes(s.out_features, s.in_features, dtype_bytes) for s in spec.linears())
+    unquantised = spec.layer_params - sum(s.num_weights for s in spec.linears())
+    return packed + unquantised * dtype_bytes
+
+
+def embedding_bytes(spec: ModelSpec, *, first: bool, last: bool, dtype_bytes: int) -> int:
+    """Return the bytes of embedding and head; a tied matrix is held once where both are."""
+    params = (spec.embedding_params if first else 0) + (spec.head_params if last else 0)
+    if first and last and spec.tied_embeddings:
+        params -= spec.vocab * spec.hidden
+    return params * dtype_bytes
+
+
+def stage_memory(
+    spec: ModelSpec,
+    workload: Workload,
+    precisions: Iterable[Precision],
+    *,
+    first: bool,
+    last: bool,
+    prefill_microbatch: int,
+    decode_microbatch: int,
+    quantization: Quantization,
+    kv: KVPrecision = KVPrecision.KV16,
+    context_bytes: int = 0,
+) -> StageMemory:
+    """Return the memory of a stage that holds layers of the given precisions."""
+    layers = tuple(precisions)
+    dtype_bytes = workload.dtype_bytes
+    weights = sum(layer_weight_bytes(spec, p, quantization, dtype_bytes) for p in layers)
+    return StageMemory(
+        weights_bytes=weights,
+        embedding_bytes=embedding_bytes(spec, first=first, last=last, dtype_bytes=dtype_bytes),
+        kv_bytes=len(layers)
+        * kv_cache_bytes(
+            kv,
+            slots=workload.batch,
+            max_len=workload.max_len,
+            kv_heads=spec.kv_heads,
+            head_dim=spec.head_dim,
+            dtype_bytes=dtype_bytes,
+        ),
+        workspace_bytes=workspace_bytes(
+            spec,
+            workload,
+            precisions=layers,
+            last=last,
+            prefill_microbatch=prefill_microbatch,
+            decode_microbatch=decode_microbatch,
+        ),
+        context_bytes=context_bytes,
+    )

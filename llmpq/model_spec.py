@@ -1,0 +1,173 @@
+"""What a model is made of: the shapes that decide bytes, time and wiring.
+
+Read from a Hugging Face `config.json` (`ModelSpec.from_directory`) or by name from `models.yaml`
+(`ModelSpec.by_name`). Anything the code relies on is checked here, once, with a helpful error.
+
+Symbols: L layers, h hidden, H query heads, G key/value heads, D head_dim, F ffn, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from llmpq.errors import unknown_name
+
+Family = Literal["opt", "bloom", "llama", "qwen3"]
+Positions = Literal["learned", "alibi", "rotary"]
+Norm = Literal["layernorm", "rmsnorm"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearShape:
+    """One fused weight matrix of a decoder layer, [out_features, in_features]."""
+
+    name: str
+    out_features: int
+    in_features: int
+    bias: bool
+
+    @property
+    def num_weights(self) -> int:
+        """Number of elements of the matrix."""
+        return self.out_features * self.in_features
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """Llama 3's frequency scaling of rotary positions; None elsewhere."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_positions: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """The architecture of one decoder-only model; equal specs run the same plans."""
+
+    name: str
+    family: Family
+    num_layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    max_positions: int
+    positions: Positions
+    norm: Norm
+    norm_eps: float
+    activation: Literal["relu", "gelu", "silu"]
+    gated: bool
+    qkv_bias: bool
+    linear_bias: bool
+    tied_embeddings: bool
+    qk_norm: bool = False
+    embedding_norm: bool = False
+    rope_theta: float | None = None
+    rope_scaling: RopeScaling | None = None
+    dtype: Literal["float16", "bfloat16", "float32"] = "float16"
+    eos_token_ids: tuple[int, ...] = field(default=(), compare=False)
+
+    def linears(self) -> tuple[LinearShape, ...]:
+        """Return the four fused matrices of one decoder layer: qkv, o, up (or gate and up), down."""
+        q_out, kv_out = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        up_out = 2 * self.ffn if self.gated else self.ffn
+        shapes = (
+            ("qkv", q_out + 2 * kv_out, self.hidden, self.qkv_bias),
+            ("o", self.hidden, q_out, self.linear_bias),
+            ("gate_up" if self.gated else "up", up_out, self.hidden, self.linear_bias),
+            ("down", self.hidden, self.ffn, self.linear_bias),
+        )
+        return tuple(
+            LinearShape(name=name, out_features=n, in_features=k, bias=bias)
+            for name, n, k, bias in shapes
+        )
+
+    @property
+    def norm_params(self) -> int:
+        """Parameters of one norm over the hidden size: weight, and bias where it has one."""
+        return self.hidden * (2 if self.norm == "layernorm" else 1)
+
+    @property
+    def layer_params(self) -> int:
+        """Parameters of one decoder layer, biases and norms included."""
+        linear = sum(s.num_weights + (s.out_features if s.bias else 0) for s in self.linears())
+        qk = 2 * self.head_dim if self.qk_norm else 0
+        return linear + 2 * self.norm_params + qk
+
+    @property
+    def embedding_params(self) -> int:
+        """Parameters the first stage owns beyond its layers: tokens, positions, embedding norm."""
+        learned = (self.max_positions + 2) * self.hidden if self.positions == "learned" else 0
+        norm = self.norm_params if self.embedding_norm else 0
+        return self.vocab * self.hidden + learned + norm
+
+    @property
+    def head_params(self) -> int:
+        """Parameters the last stage owns beyond its layers: final norm and output matrix.
+
+        Tied embeddings are counted here as well: with several stages the matrix exists twice.
+        """
+        return self.vocab * self.hidden + self.norm_params
+
+    @property
+    def num_params(self) -> int:
+        """Parameters of the whole model, tied embeddings counted once."""
+        tied = self.vocab * self.hidden if self.tied_embeddings else 0
+        return self.num_layers * self.layer_params + self.embedding_params + self.head_params - tied
+
+    def fingerprint(self) -> str:
+        """Return a short hash of the architecture; name and end-of-text ids do not count."""
+        content = {k: v for k, v in asdict(self).items() if k not in ("name", "eos_token_ids")}
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+
+    @classmethod
+    def from_directory(cls, path: str | Path) -> ModelSpec:
+        """Read `config.json` of a local Hugging Face model directory."""
+        config_path = Path(path) / "config.json"
+        try:
+            config = json.loads(config_path.read_text())
+        except FileNotFoundError:
+            raise ValueError(
+                f"no config.json in '{path}': expected a local Hugging Face model directory"
+            ) from None
+        except json.JSONDecodeError as error:
+            raise ValueError(f"'{config_path}' is not valid JSON: {error}") from None
+        return cls.from_config(config, name=Path(path).resolve().name)
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], *, name: str) -> ModelSpec:
+        """Read the keys of a Hugging Face config; `ValueError` names what is not supported."""
+        from llmpq.model_config import spec_fields
+
+        return cls(**spec_fields(config, name))
+
+    @classmethod
+    def by_name(cls, name: str, size: str | None = None) -> ModelSpec:
+        """Return a built-in spec: `opt-30b`, or the paper's `opt` and `30b`."""
+        full = f"{name}-{size}" if size else name
+        full = full.lower().rsplit("/", 1)[-1]
+        known = builtin_configs()
+        if full not in known:
+            raise unknown_name("model", full, known)
+        return cls.from_config(known[full], name=full)
+
+
+@lru_cache(maxsize=1)
+def builtin_configs() -> Mapping[str, Mapping[str, Any]]:
+    """Return the configs shipped in `models.yaml`, by name."""
+    text = resources.files("llmpq").joinpath("models.yaml").read_text()
+    configs: Mapping[str, Mapping[str, Any]] = yaml.safe_load(text)
+    return configs

@@ -1,0 +1,204 @@
+"""The plan: which device runs which layers at which precision, in which micro-batches.
+
+A plan is a file (`plan.json`, `schema: 1`). It can be written by hand: what the planner predicts
+(times, memory, solver) is optional, what the runtime needs is not.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from llmpq.errors import BadPlanError, PlanMismatchError
+from llmpq.file_form import FileForm
+from llmpq.memory import Quantization
+from llmpq.model_spec import ModelSpec
+from llmpq.precision import Precision
+from llmpq.workload import Workload
+
+
+class ModelRef(FileForm):
+    """The model a plan was made for."""
+
+    name: str
+    num_layers: int = Field(gt=0)
+    fingerprint: str
+    path: str | None = None
+    """Directory the planner read it from; the runtime uses it unless told otherwise."""
+
+
+class ClusterRef(FileForm):
+    """The cluster a plan was made for."""
+
+    name: str
+    fingerprint: str
+
+
+class QuantizationForm(FileForm):
+    """File form of `Quantization`."""
+
+    group_size: int | None = 128
+    symmetric: bool = False
+
+    def settings(self) -> Quantization:
+        """Return the value the byte formulas take."""
+        return Quantization(group_size=self.group_size, symmetric=self.symmetric)
+
+
+class MemoryForm(FileForm):
+    """Predicted memory of a stage, in bytes, and the device's limit."""
+
+    weights_bytes: int
+    embedding_bytes: int
+    kv_bytes: int
+    workspace_bytes: int
+    context_bytes: int
+    total_bytes: int
+    limit_bytes: int
+
+
+class StagePlan(FileForm):
+    """One stage: a device and the half-open range of layers it runs."""
+
+    device: str
+    node: str
+    device_index: int = 0
+    kind: str
+    profile_kind: str
+    threads: int | None = None
+    """Threads of a CPU stage."""
+    sms: int | None = None
+    """SMs of an emulated GPU."""
+    layers: tuple[int, int]
+    """`[start, end)`."""
+    precisions: tuple[Precision, ...]
+    memory: MemoryForm | None = None
+    prefill_s: float | None = None
+    """Predicted time of one prefill micro-batch, hop to the next stage included."""
+    decode_s: float | None = None
+    """Predicted mean time of one decode micro-batch, hop included."""
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers of the stage."""
+        return self.layers[1] - self.layers[0]
+
+
+class Predicted(FileForm):
+    """What the planner expects of the whole job."""
+
+    prefill_s: float
+    decode_s: float
+    total_s: float
+    output_tokens_per_s: float
+    sum_omega: float
+    bottleneck: str
+    """Device of the stage that bounds the longer phase."""
+    estimated: bool = False
+    """Whether any cost came from the roofline estimate instead of a profile."""
+
+
+class SolverReport(FileForm):
+    """Who made the plan and how good it is known to be."""
+
+    method: str
+    status: Literal["optimal", "feasible", "heuristic", "baseline", "hand-written"]
+    objective: Literal["makespan", "paper"] = "makespan"
+    theta: float = 0.0
+    value: float | None = None
+    """Seconds plus theta times sum of omega."""
+    bound: float | None = None
+    gap: float | None = None
+    seconds: float | None = None
+    version: str = ""
+    sensitivity: str = "none"
+    note: str = ""
+
+
+class Speculation(FileForm):
+    """Draft settings the planner chose (issue of the engine); absent means plain decoding."""
+
+    mode: Literal["qspec", "w4kv4", "planes", "kv4", "ngram"]
+    gamma: int = Field(gt=0, le=16)
+    acceptance: float = Field(ge=0, le=1)
+    extra_bytes: int = 0
+    predicted_speedup: float | None = None
+
+
+class Plan(FileForm):
+    """A complete, ordered partition of a model over devices, with its micro-batches."""
+
+    schema_version: int = Field(default=1, alias="schema", ge=1, le=1)
+    model: ModelRef
+    cluster: ClusterRef
+    workload: Workload
+    quantization: QuantizationForm = QuantizationForm()
+    prefill_microbatch: int = Field(gt=0)
+    decode_microbatch: int = Field(gt=0)
+    stages: tuple[StagePlan, ...] = Field(min_length=1)
+    speculation: Speculation | None = None
+    predicted: Predicted | None = None
+    solver: SolverReport = SolverReport(method="hand", status="hand-written")
+
+    @model_validator(mode="after")
+    def _is_a_partition(self) -> Self:
+        expected = 0
+        for stage in self.stages:
+            start, end = stage.layers
+            if start != expected:
+                kind = "gap" if start > expected else "overlap"
+                raise ValueError(
+                    f"stage {stage.device}: layers [{start}, {end}) leave a {kind}; expected to "
+                    f"start at layer {expected}"
+                )
+            if end <= start:
+                raise ValueError(f"stage {stage.device}: layers [{start}, {end}) are empty")
+            if len(stage.precisions) != end - start:
+                raise ValueError(
+                    f"stage {stage.device}: {len(stage.precisions)} precisions for "
+                    f"{end - start} layers"
+                )
+            expected = end
+        if expected != self.model.num_layers:
+            raise ValueError(
+                f"the stages cover layers [0, {expected}), the model has {self.model.num_layers}"
+            )
+        devices = [stage.device for stage in self.stages]
+        if len(set(devices)) != len(devices):
+            raise ValueError(f"a device has more than one stage: {devices}")
+        for name in ("prefill_microbatch", "decode_microbatch"):
+            if getattr(self, name) > self.workload.batch:
+                raise ValueError(f"{name} is larger than the batch of {self.workload.batch}")
+        return self
+
+    @property
+    def precisions(self) -> tuple[Precision, ...]:
+        """Precision of every layer, in order."""
+        return tuple(p for stage in self.stages for p in stage.precisions)
+
+    def require_model(self, spec: ModelSpec) -> None:
+        """Raise `PlanMismatchError` unless the plan was made for this architecture."""
+        if spec.fingerprint() != self.model.fingerprint:
+            raise PlanMismatchError(
+                f"the plan was made for model {self.model.name} ({self.model.num_layers} layers, "
+                f"{self.model.fingerprint}), got {spec.name} ({spec.num_layers} layers, "
+                f"{spec.fingerprint()}); re-plan with llmpq-algo --model"
+            )
+
+    def require_cluster(self, name: str, fingerprint: str) -> None:
+        """Raise `PlanMismatchError` unless the plan was made for this cluster."""
+        if fingerprint != self.cluster.fingerprint:
+            raise PlanMismatchError(
+                f"the plan was made for cluster {self.cluster.name} ({self.cluster.fingerprint}), "
+                f"got {name} ({fingerprint}); re-plan with llmpq-algo --cluster"
+            )
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read a plan file; `BadPlanError` names what is wrong with it."""
+        try:
+            return cls.load_json(path)
+        except ValueError as error:
+            raise BadPlanError(str(error)) from None

@@ -1,0 +1,128 @@
+"""How many bits a layer's weights, activations and KV cache have, and what that costs in bytes.
+
+Standard library only, so that kernels can import it on any machine.
+K = in_features, N = out_features of a linear layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from llmpq.errors import unknown_name
+
+K_PADDING = 128
+"""Packed weights pad K up to a multiple of this, whatever the group size (kernels/formats.py)."""
+
+
+class Precision(Enum):
+    """Weight and activation bits of one decoder layer: `w4a16` is 4-bit weights, 16-bit activations."""
+
+    W16A16 = "w16a16"
+    W8A16 = "w8a16"
+    W4A16 = "w4a16"
+    W3A16 = "w3a16"
+    W8A8 = "w8a8"
+    W4A4 = "w4a4"
+
+    @classmethod
+    def parse(cls, text: str) -> Precision:
+        """Read `w4a16`, or the paper's plain weight bits `16`, `8`, `4`, `3`."""
+        name = text.strip().lower()
+        name = {"16": "w16a16", "8": "w8a16", "4": "w4a16", "3": "w3a16"}.get(name, name)
+        try:
+            return cls(name)
+        except ValueError:
+            raise unknown_name("precision", text, [p.value for p in cls]) from None
+
+    @property
+    def weight_bits(self) -> int:
+        """Bits of one stored weight; 16 means unquantised, in the model's own dtype."""
+        return int(self.value[1 : self.value.index("a")])
+
+    @property
+    def activation_bits(self) -> int:
+        """Bits of one activation as the matrix product reads it."""
+        return int(self.value[self.value.index("a") + 1 :])
+
+
+WEIGHT_ONLY = (Precision.W16A16, Precision.W8A16, Precision.W4A16, Precision.W3A16)
+"""The paper's choices {16, 8, 4, 3}, from precise to small: what the planner may use by default."""
+
+
+class KVPrecision(Enum):
+    """Bits of one element of the KV cache; kv16 means unquantised, in the model's own dtype."""
+
+    KV16 = "kv16"
+    KV8 = "kv8"
+    KV4 = "kv4"
+    KV2 = "kv2"
+
+    @classmethod
+    def parse(cls, text: str) -> KVPrecision:
+        """Read `kv4`, `4`, or the servers' spelling `int4`; `fp16`/`bf16` mean kv16."""
+        name = text.strip().lower()
+        aliases = {"fp16": "kv16", "bf16": "kv16", "float16": "kv16", "bfloat16": "kv16"}
+        name = aliases.get(name, name)
+        if name.startswith("int"):
+            name = "kv" + name[3:]
+        if name.isdigit():
+            name = "kv" + name
+        try:
+            return cls(name)
+        except ValueError:
+            raise unknown_name("KV cache dtype", text, [p.value for p in cls]) from None
+
+    @property
+    def bits(self) -> int:
+        """Bits of one cached element."""
+        return int(self.value[2:])
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightScheme:
+    """How a weight matrix is quantised: round-to-nearest on a grid per (row, group of K).
+
+    `group_size` None means one group per row (per-channel). Symmetric grids store a scale,
+    asymmetric ones a scale and a zero. `clip_search` shrinks each group's range to the one with
+    the least squared error before rounding.
+    """
+
+    bits: int
+    group_size: int | None = 128
+    symmetric: bool = False
+    clip_search: bool = True
+
+    def __post_init__(self) -> None:
+        if self.bits not in (3, 4, 8):
+            raise ValueError(f"weight bits must be 3, 4 or 8, got {self.bits}")
+        if self.group_size is not None and (self.group_size <= 0 or self.group_size % 32):
+            raise ValueError(f"group size must be a multiple of 32, got {self.group_size}")
+
+    def num_groups(self, in_features: int) -> int:
+        """Return the number of groups along the padded K."""
+        padded = padded_k(in_features)
+        return 1 if self.group_size is None else -(-padded // self.group_size)
+
+    def nbytes(self, out_features: int, in_features: int, scale_bytes: int) -> int:
+        """Return the bytes of one packed [N, K] weight with its scales (and zeros).
+
+        `scale_bytes` is the size of one scale: the activation dtype's size.
+        """
+        packed = out_features * padded_k(in_features) * self.bits // 8
+        per_group = scale_bytes * (1 if self.symmetric else 2)
+        return packed + out_features * self.num_groups(in_features) * per_group
+
+
+def padded_k(in_features: int) -> int:
+    """Round K up to `K_PADDING`."""
+    return -(-in_features // K_PADDING) * K_PADDING
+
+
+def default_scheme(
+    precision: Precision, *, group_size: int | None = 128, symmetric: bool = False
+) -> WeightScheme | None:
+    """Return the scheme a precision's weights are stored in, or None when they stay unquantised."""
+    if precision.weight_bits == 16:
+        return None
+    return WeightScheme(bits=precision.weight_bits, group_size=group_size, symmetric=symmetric)

@@ -1,0 +1,79 @@
+"""How much each layer's quality suffers at each precision: omega, the paper's indicator.
+
+A larger omega is worse; w16a16 and kv16 are zero. Theta in the objective is seconds per unit of
+omega. A group of layers has the sum of its layers' omega.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from llmpq.file_form import FileForm
+from llmpq.precision import KVPrecision, Precision
+
+
+class Sensitivity(FileForm):
+    """omega[precision][layer] and omega[KV bits][layer], with where the numbers come from."""
+
+    schema_version: int = Field(default=1, alias="schema", ge=1, le=1)
+    indicator: str
+    """Name of the method: `variance`, `hessian`, `random`, `synthetic`."""
+    model: str
+    num_layers: int = Field(gt=0)
+    weights: Mapping[Precision, tuple[float, ...]]
+    kv: Mapping[KVPrecision, tuple[float, ...]] = {}
+    note: str = ""
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        for table in (self.weights, self.kv):
+            for precision, values in table.items():
+                if len(values) != self.num_layers:
+                    raise ValueError(
+                        f"omega of {precision.value} has {len(values)} layers, expected "
+                        f"{self.num_layers}"
+                    )
+                if any(not v >= 0 for v in values):
+                    raise ValueError(f"omega of {precision.value} must be finite and >= 0")
+        return self
+
+    def omega(self, layer: int, precision: Precision) -> float:
+        """Return omega of one layer; unquantised is zero, an unlisted precision is an error."""
+        if precision in self.weights:
+            return self.weights[precision][layer]
+        if precision is Precision.W16A16:
+            return 0.0
+        listed = ", ".join(p.value for p in self.weights)
+        raise ValueError(
+            f"the omega file has no {precision.value} (it lists {listed}); "
+            "re-make it with llmpq-profile indicator, or leave the precision out with --bits"
+        )
+
+    def kv_omega(self, layer: int, kv: KVPrecision) -> float:
+        """Return omega of one layer's KV cache; kv16 is zero, an unlisted one is an error."""
+        if kv in self.kv:
+            return self.kv[kv][layer]
+        if kv is KVPrecision.KV16:
+            return 0.0
+        raise ValueError(f"the omega file has no entry for {kv.value}; re-make it to trade KV bits")
+
+    @classmethod
+    def load(cls, path: str | Path, *, num_layers: int) -> Sensitivity:
+        """Read an omega JSON and check that it fits a model of `num_layers`."""
+        sensitivity = cls.load_json(path)
+        if sensitivity.num_layers != num_layers:
+            raise ValueError(
+                f"'{path}' was made for {sensitivity.num_layers} layers ({sensitivity.model}), "
+                f"the model has {num_layers}"
+            )
+        return sensitivity
+
+    @classmethod
+    def zero(cls, model: str, num_layers: int, precisions: tuple[Precision, ...]) -> Sensitivity:
+        """Return a table of zeros: plan for speed alone."""
+        weights = {p: (0.0,) * num_layers for p in precisions}
+        return cls(indicator="none", model=model, num_layers=num_layers, weights=weights)

@@ -1,0 +1,51 @@
+"""Sizes as people write them ("14.8 GiB") and as tables show them."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+from pydantic import BeforeValidator
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
+
+
+def parse_size(value: object) -> int:
+    """Return bytes from an integer or a text such as `14.8 GiB`, `40MiB`, `80 GB`."""
+    if isinstance(value, bool) or not isinstance(value, (int, str)):
+        raise ValueError(f"expected a size such as '14.8 GiB' or a number of bytes, got {value!r}")
+    if isinstance(value, int):
+        size = float(value)
+    else:
+        match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*", value)
+        if match is None or match[2].lower() not in _UNITS:
+            raise ValueError(f"expected a size such as '14.8 GiB', got {value!r}")
+        size = float(match[1]) * _UNITS[match[2].lower()]
+    if size < 0:
+        raise ValueError(f"a size cannot be negative, got {value!r}")
+    return int(size)
+
+
+def format_size(num_bytes: float) -> str:
+    """Return bytes in the largest binary unit below the value: `1.3 GiB`, `40.0 MiB`."""
+    sign, size = ("-" if num_bytes < 0 else ""), abs(float(num_bytes))
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{sign}{size:.0f} B" if unit == "B" else f"{sign}{size:.1f} {unit}"
+        size /= 1024
+    return f"{sign}{size:.1f} TiB"
+
+
+Size = Annotated[int, BeforeValidator(parse_size)]
+"""A number of bytes in a file form; texts with units are accepted."""

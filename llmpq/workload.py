@@ -1,0 +1,38 @@
+"""The job to run: how many requests, how long, on what arithmetic.
+
+Symbols: B batch (requests), s prompt length, n tokens to generate, all per request and padded to
+the longest.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from llmpq.file_form import FileForm
+from llmpq.precision import KVPrecision
+
+Dtype = Literal["float16", "bfloat16", "float32"]
+DTYPE_BYTES: dict[str, int] = {"float16": 2, "bfloat16": 2, "float32": 4}
+
+
+class Workload(FileForm):
+    """LLM-PQ's offline job: B prompts of s tokens, n new tokens each."""
+
+    batch: int = Field(gt=0)
+    prompt_len: int = Field(gt=0)
+    gen_len: int = Field(gt=0)
+    kv: KVPrecision = KVPrecision.KV16
+    dtype: Dtype = "float16"
+    """Dtype of activations, of unquantised weights and of the 16-bit KV cache (float32 allowed)."""
+
+    @property
+    def max_len(self) -> int:
+        """Tokens one request's KV slot must hold (the last token is never cached)."""
+        return self.prompt_len + self.gen_len - 1
+
+    @property
+    def dtype_bytes(self) -> int:
+        """Bytes of one activation."""
+        return DTYPE_BYTES[self.dtype]

@@ -1,0 +1,1 @@
+"""Nouns in, Plan out: the room that decides (never imports torch)."""

@@ -1,0 +1,1 @@
+"""A real device in, CostModel and Sensitivity out."""

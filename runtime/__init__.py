@@ -1,0 +1,1 @@
+"""Plan in, tokens out: models, caches, stages, the pipeline and its scheduler."""
