@@ -207,7 +207,7 @@ class Cluster(FileForm):
 
     @classmethod
     def from_counts(cls, names: Sequence[str], counts: Sequence[int]) -> Cluster:
-        """Build the paper's form, `--device_names T4 V100 --device_numbers 3 1`: a node per kind."""
+        """Read the paper's `--device_names T4 V100 --device_numbers 3 1`; a node per kind."""
         if len(names) != len(counts):
             raise ValueError(
                 f"--device_names has {len(names)} names and --device_numbers {len(counts)} numbers;"

@@ -4,8 +4,8 @@
           + embedding on the first stage, final norm and head on the last
           + KV of the whole batch + the largest temporary of either phase + the framework's context
 
-Paper sec. 4.1 (memory cost model), corrected for GQA, gated FFN, quantisation metadata and for where
-embedding and head really live.
+Paper sec. 4.1 (memory cost model), corrected for GQA, gated FFN, quantisation metadata and for
+where embedding and head really live.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ def spec_fields(config: Config, name: str) -> dict[str, Any]:
     fields.setdefault("head_dim", hidden // heads)
     if fields["heads"] % fields["kv_heads"]:
         raise ValueError(
-            f"model '{name}': {heads} query heads do not share {fields['kv_heads']} key/value heads "
-            "evenly; expected a multiple"
+            f"model '{name}': {heads} query heads do not share {fields['kv_heads']} key/value "
+            "heads evenly; expected a multiple"
         )
     eos = config.get("eos_token_id")
     eos_ids = tuple(eos) if isinstance(eos, list) else (() if eos is None else (int(eos),))

@@ -81,7 +81,7 @@ class ModelSpec:
     eos_token_ids: tuple[int, ...] = field(default=(), compare=False)
 
     def linears(self) -> tuple[LinearShape, ...]:
-        """Return the four fused matrices of one decoder layer: qkv, o, up (or gate and up), down."""
+        """Return the four fused matrices of a decoder layer: qkv, o, up (or gate and up), down."""
         q_out, kv_out = self.heads * self.head_dim, self.kv_heads * self.head_dim
         up_out = 2 * self.ffn if self.gated else self.ffn
         shapes = (

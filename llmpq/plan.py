@@ -148,9 +148,9 @@ class Plan(FileForm):
         for stage in self.stages:
             start, end = stage.layers
             if start != expected:
-                kind = "gap" if start > expected else "overlap"
+                kind = "a gap" if start > expected else "an overlap"
                 raise ValueError(
-                    f"stage {stage.device}: layers [{start}, {end}) leave a {kind}; expected to "
+                    f"stage {stage.device}: layers [{start}, {end}) leave {kind}; expected to "
                     f"start at layer {expected}"
                 )
             if end <= start:

@@ -16,7 +16,7 @@ K_PADDING = 128
 
 
 class Precision(Enum):
-    """Weight and activation bits of one decoder layer: `w4a16` is 4-bit weights, 16-bit activations."""
+    """Bits of one decoder layer: `w4a16` is 4-bit weights, 16-bit activations."""
 
     W16A16 = "w16a16"
     W8A16 = "w8a16"

@@ -1,0 +1,46 @@
+# make demo   set up, profile this machine, plan the bundled model over two unequal stages, run the plan
+# make test   every test tier that this machine can run
+# make lint   ruff and mypy          make clean   remove what make made
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+CPU_INDEX := https://download.pytorch.org/whl/cpu
+OUT := out/demo
+
+.PHONY: demo test test-cpu test-interpret test-compile test-cluster lint clean setup
+setup: $(VENV)/.installed
+
+# torch first and pinned: an unpinned install pulls gigabytes of CUDA on a machine without a GPU.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit("llmpq needs Python 3.11 or newer, got " + sys.version) if sys.version_info < (3, 11) else 0'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	if command -v nvidia-smi >/dev/null 2>&1 || ! $(PYTHON) -c 'import urllib.request as u; u.urlopen("$(CPU_INDEX)/torch/", timeout=5)' 2>/dev/null; then \
+	  $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt torch; \
+	else \
+	  $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt --index-url $(CPU_INDEX) --extra-index-url https://pypi.org/simple torch; \
+	fi
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[run,dev]'
+	touch $@
+
+demo: setup
+	$(BIN)/python examples/demo.py --out $(OUT)
+
+test: test-cpu test-interpret test-compile test-cluster
+
+# `gpu` tests skip themselves with the reason where there is no CUDA device.
+test-cpu: setup
+	$(BIN)/python -m pytest -q -m "not interpret and not compile and not cluster"
+test-interpret: setup
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -m interpret
+test-compile: setup
+	$(BIN)/python -m pytest -q -m compile
+test-cluster: setup
+	$(BIN)/python -m pytest -q -m cluster
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
