@@ -1,0 +1,140 @@
+"""Write the tables of the README files from the rows in `benchmarks/results/`.
+
+    python benchmarks/tables.py            rewrite every table in place
+    python benchmarks/tables.py --check    exit 1 if a table differs from its rows
+
+A table stands between `<!-- table NAME -->` and `<!-- end NAME -->`; NAME is a key of `TABLES`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pivot:
+    """A table with one line per `index` case and one column per value of the case key `column`."""
+
+    file: str
+    bench: str
+    index: tuple[str, ...]
+    column: str | None = None
+    where: dict[str, Any] = field(default_factory=dict)
+    show: Callable[[Row], str] = lambda row: f"{row['value']:.4g}"
+    value_title: str = "value"
+    order: tuple[str, ...] = ()
+    """Columns in this order first."""
+
+    def render(self) -> str:
+        """Return the table as Markdown; the newest row of a case wins."""
+        latest: dict[tuple[str, ...], dict[str, str]] = {}
+        columns: list[str] = list(self.order)
+        for row in load(self.file, self.bench, self.where):
+            key = tuple(str(row["case"].get(k, "")) for k in self.index)
+            name = str(row["case"].get(self.column, "")) if self.column else self.value_title
+            if name not in columns:
+                columns.append(name)
+            latest.setdefault(key, {})[name] = self.show(row)
+        columns = [c for c in columns if any(c in cells for cells in latest.values())]
+        head = [*self.index, *columns]
+        body = [[*key, *(cells.get(c, "") for c in columns)] for key, cells in latest.items()]
+        return markdown(head, body)
+
+
+def markdown(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table."""
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    lines += ["| " + " | ".join(line) + " |" for line in body]
+    return "\n".join(lines)
+
+
+def load(file: str, bench: str, where: dict[str, Any]) -> list[Row]:
+    """Return the rows of a results file that match, oldest first."""
+    path = RESULTS / file
+    if not path.exists():
+        return []
+    rows = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+    return [
+        r
+        for r in rows
+        if r["bench"] == bench and all(r["case"].get(k) == v for k, v in where.items())
+    ]
+
+
+def ratio_to_baseline(name: str) -> Callable[[Row], str]:
+    """Show the value and its ratio to a baseline of the same row."""
+
+    def show(row: Row) -> str:
+        base = row["baselines"].get(name)
+        return f"{row['value']:.4g}" + (f" ({row['value'] / base:.2f}x)" if base else "")
+
+    return show
+
+
+TABLES: dict[str, Pivot] = {
+    "quality": Pivot(
+        file="quality.jsonl",
+        bench="perplexity",
+        index=("precision", "rounding"),
+        column="model",
+        show=ratio_to_baseline("w16a16"),
+    ),
+    "hf_generate": Pivot(
+        file="hf_generate.jsonl",
+        bench="hf_generate",
+        index=("model", "batch", "threads"),
+        value_title="tokens/s (ratio to Hugging Face generate)",
+        show=ratio_to_baseline("hf"),
+    ),
+}
+
+
+def rewrite(text: str) -> str:
+    """Return `text` with every marked table rendered anew."""
+
+    def table(match: re.Match[str]) -> str:
+        name = match[1]
+        if name not in TABLES:
+            raise ValueError(f"unknown table '{name}': known: {', '.join(TABLES)}")
+        return f"<!-- table {name} -->\n{TABLES[name].render()}\n<!-- end {name} -->"
+
+    return re.sub(r"<!-- table (\S+) -->.*?<!-- end \1 -->", table, text, flags=re.S)
+
+
+def main() -> int:
+    """Rewrite or check every README of the tree."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="change nothing, exit 1 on a difference"
+    )
+    args = parser.parse_args()
+    stale = []
+    for path in sorted([*ROOT.glob("*.md"), *ROOT.glob("*/*.md")]):
+        if ".venv" in path.parts:
+            continue
+        old = path.read_text()
+        new = rewrite(old)
+        if new != old:
+            stale.append(path.relative_to(ROOT))
+            if not args.check:
+                path.write_text(new)
+    for path in stale:
+        print(f"{'stale' if args.check else 'rewrote'}: {path}")
+    return 1 if args.check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
