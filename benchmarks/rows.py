@@ -1,4 +1,4 @@
-"""Rows: one JSON object a line in `benchmarks/results/`, written by the benchmark that measured it."""
+"""Rows: one JSON object a line in `benchmarks/results/`, written by what measured it."""
 
 from __future__ import annotations
 
