@@ -1,4 +1,14 @@
-"""Bytes of a KV cache, per layer, for each KV precision.
+"""Bytes of a KV cache, per layer, and where the line between packed and 16-bit keys lies.
+
+A request's tokens are packed in blocks of `BLOCK_TOKENS`; the newest tokens stay in 16 bits in a ring.
+The query at position p sees the keys below `packed_end(p)` packed and the others in 16 bits: a
+function of p alone, so a step of several tokens sees what as many steps of one token would.
+
+    0 ........... packed_end(p) ........................... p
+    |   packed    |   16 bits: HOLDBACK .. BLOCK + HOLDBACK - 1 older tokens, and p itself
+
+The last `HOLDBACK_TOKENS` tokens are never packed: drafted tokens can be overwritten, and a block is
+packed from verified tokens only, as long as a step has at most `HOLDBACK_TOKENS` tokens.
 
 Standard library only, so that kernels can import it on any machine.
 """
@@ -7,20 +17,70 @@ from __future__ import annotations
 
 from llmpq.precision import KVPrecision
 
-GROUP_TOKENS = 128
-"""Tokens that share one key scale and zero, and the size of the 16-bit residual block."""
+BLOCK_TOKENS = 128
+"""Tokens packed at once; key scales cover a block or an even part of it."""
+
+HOLDBACK_TOKENS = 16
+"""The newest tokens that are never packed: the longest draft plus one that a step may verify."""
+
+RING_TOKENS = BLOCK_TOKENS + 2 * HOLDBACK_TOKENS
+"""16-bit tokens kept per request: what any query of a step still sees, and room for that step."""
+
+HEAD_DIM_PADDING = 32
+"""Packed heads are padded with zero channels up to a multiple of this (kernels/kv_formats.py)."""
+
+PARAM_BYTES = 4
+"""One 16-bit scale and one 16-bit zero."""
+
+
+def packed_end(position: int) -> int:
+    """Return how many of the first tokens the query at `position` sees packed."""
+    return max(0, (position - HOLDBACK_TOKENS) // BLOCK_TOKENS) * BLOCK_TOKENS
+
+
+def packed_blocks(max_len: int) -> int:
+    """Return how many blocks of a request of `max_len` tokens are ever packed."""
+    return packed_end(max_len - 1) // BLOCK_TOKENS
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """Round a head's channels up to `HEAD_DIM_PADDING`."""
+    return -(-head_dim // HEAD_DIM_PADDING) * HEAD_DIM_PADDING
+
+
+def block_bytes(
+    kv: KVPrecision, *, kv_heads: int, head_dim: int, key_group: int | None = BLOCK_TOKENS
+) -> int:
+    """Return the bytes of one packed block of one layer, keys and values.
+
+    `key_group` is the number of tokens that share a channel's key scale (KC); None means one scale
+    per token (KT). Values always have one scale per token.
+    """
+    channels = padded_head_dim(head_dim)
+    codes = 2 * BLOCK_TOKENS * channels * kv.bits // 8
+    key_params = BLOCK_TOKENS if key_group is None else BLOCK_TOKENS // key_group * channels
+    return kv_heads * (codes + (key_params + BLOCK_TOKENS) * PARAM_BYTES)
 
 
 def kv_cache_bytes(
-    kv: KVPrecision, *, slots: int, max_len: int, kv_heads: int, head_dim: int, dtype_bytes: int
+    kv: KVPrecision,
+    *,
+    slots: int,
+    max_len: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype_bytes: int,
+    key_group: int | None = BLOCK_TOKENS,
 ) -> int:
-    """Return the bytes of one layer's keys and values for `slots` requests of `max_len` tokens."""
-    elements = 2 * kv_heads * head_dim
+    """Return the bytes of one layer's keys and values for `slots` requests of `max_len` tokens.
+
+    kv16:  slots * max_len * 2 * kv_heads * head_dim * dtype_bytes
+    else:  slots * (packed_blocks(max_len) * block_bytes + the same with RING_TOKENS for max_len)
+    """
+    token = 2 * kv_heads * head_dim * dtype_bytes
     if kv is KVPrecision.KV16:
-        return slots * max_len * elements * dtype_bytes
-    pages = -(-max_len // GROUP_TOKENS)
-    packed = pages * GROUP_TOKENS * elements * kv.bits // 8
-    key_params = pages * kv_heads * head_dim * 4
-    value_params = pages * GROUP_TOKENS * kv_heads * 4
-    residual = GROUP_TOKENS * elements * dtype_bytes
-    return slots * (packed + key_params + value_params + residual)
+        return slots * max_len * token
+    packed = packed_blocks(max_len) * block_bytes(
+        kv, kv_heads=kv_heads, head_dim=head_dim, key_group=key_group
+    )
+    return slots * (packed + RING_TOKENS * token)

@@ -1,0 +1,175 @@
+"""The packed block of the low-bit KV cache: 128 tokens of one key-value head, drawn.
+
+Knows nothing of devices or attention: torch in, torch out, plain and slow enough to be read.
+
+A block is two tiles of 64 tokens. A tile of keys is a matrix [64 tokens, D channels], a tile of
+values is transposed, [D channels, 64 tokens]; both are the left operand of a tensor-core product
+(scores = K q, output = V p), and are stored in the order in which its registers want them, so that a
+thread loads 16 contiguous bytes and needs no shuffle and no shared memory.
+
+    octet   16 rows x 8 columns; thread 4g+t holds  rows g, g+8  x  columns 2t, 2t+1
+    plane   bits i*b .. i*b+b-1 of each byte of a 32-bit word; 8/b planes, one octet each:
+
+            bit 31 ........ 24 | 23 ........ 16 | 15 ......... 8 | 7 .......... 0
+                row g+8,       | row g,         | row g+8,       | row g,
+                column 2t+1    | column 2t+1    | column 2t      | column 2t
+                4 bits:  plane1 plane0 | plane1 plane0 | plane1 plane0 | plane1 plane0
+
+    word    W of thread 4g+t:  W = m * (columns * b / 64) + o   (m: 16 rows, o: 8/b octets)
+    tile    word address = (W // 4) * 128 + (4g + t) * 4 + W % 4      (16 bytes a thread)
+
+`word & 0x000f000f` is then two fp16 subnormals n * 2**-24 in one instruction, and the other plane is
+`word & 0x00f000f0`, n * 2**-20: no conversion and no offset to subtract, only powers of two that
+fold into the scales. Which channel or token is which row or column is free to choose, and chosen so
+that the scales of a thread's elements are contiguous too:
+
+    keys     row m*16 + r*8 + g = token 8g + 2m + r       octet o, column 2t+h = channel t*D/4 + 2o + h
+    values   row m*16 + r*8 + g = channel g*D/8 + 2m + r  octet o, column 2t+h = token 16t + 8h + o
+
+Scales and zeros are fp16 planes, x = code * scale + zero, zero = the least value of the group:
+
+    keys KC   [128 / group, 2, D]   one pair per channel and `group` tokens (group 32, 64 or 128)
+    keys KT   [2, 128]              one pair per token
+    values    [2, 128]              one pair per token
+
+b: bits (8, 4, 2).  D: head_dim, padded with zeros to a multiple of 32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from llmpq.kv_format import BLOCK_TOKENS, block_bytes, padded_head_dim
+from llmpq.precision import KVPrecision
+
+TILE_TOKENS = 64
+"""Tokens of one tile, two to a block."""
+
+KEY_GROUPS = (32, 64, 128)
+"""Tokens that may share a channel's key scale."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVFormat:
+    """How keys and values are quantised: `key_group` tokens per channel (KC), or None per token (KT)."""
+
+    precision: KVPrecision
+    head_dim: int
+    key_group: int | None = BLOCK_TOKENS
+
+    def __post_init__(self) -> None:
+        if self.precision is KVPrecision.KV16:
+            raise ValueError("kv16 is not a packed format; use a plain 16-bit cache")
+        if self.key_group is not None and self.key_group not in KEY_GROUPS:
+            raise ValueError(
+                f"key group must be one of {KEY_GROUPS} tokens, or None for one scale per token; "
+                f"got {self.key_group}"
+            )
+
+    @property
+    def bits(self) -> int:
+        """Bits of one code."""
+        return self.precision.bits
+
+    @property
+    def channels(self) -> int:
+        """head_dim, padded."""
+        return padded_head_dim(self.head_dim)
+
+    @property
+    def block_words(self) -> int:
+        """32-bit words of a packed block of keys (values have as many)."""
+        return BLOCK_TOKENS * self.channels * self.bits // 32
+
+    @property
+    def key_param_shape(self) -> tuple[int, ...]:
+        """Shape of a block's key scales and zeros."""
+        if self.key_group is None:
+            return (2, BLOCK_TOKENS)
+        return (BLOCK_TOKENS // self.key_group, 2, self.channels)
+
+    def block_bytes(self, kv_heads: int) -> int:
+        """Bytes of one block of `kv_heads` heads, keys and values."""
+        return block_bytes(
+            self.precision, kv_heads=kv_heads, head_dim=self.head_dim, key_group=self.key_group
+        )
+
+
+def quantize(x: Tensor, bits: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Round `x` to `2**bits` levels between its least and greatest value along `dim`.
+
+    Returns uint8 codes, fp16 scale and fp16 zero (`dim` kept, of size 1). Codes are rounded against
+    the fp16 scale and zero that are stored, so that dequantising makes no second error.
+    """
+    x32 = x.float()
+    low, high = x32.amin(dim, keepdim=True), x32.amax(dim, keepdim=True)
+    levels = 2**bits - 1
+    scale = ((high - low) * (1.0 / levels)).to(torch.float16)
+    zero = low.to(torch.float16)
+    step = scale.float()
+    inverse = torch.where(step > 0, 1.0 / step.clamp(min=1e-30), 0.0)
+    codes = ((x32 - zero.float()) * inverse + 0.5).floor().clamp(0, levels)
+    return codes.to(torch.uint8), scale, zero
+
+
+def pack_keys(codes: Tensor, bits: int) -> Tensor:
+    """Pack key codes [..., 128 tokens, D] into int32 words [..., block_words]."""
+    *lead, tokens, channels = codes.shape
+    # token 8g + 2m + r of tile n; channel t*D/4 + 2*(O*I + i) + h
+    x = codes.reshape(*lead, tokens // TILE_TOKENS, 8, 4, 2, 4, channels * bits // 64, 8 // bits, 2)
+    return _to_words(x, "n g m r t o i h", bits).reshape(*lead, -1)
+
+
+def unpack_keys(words: Tensor, bits: int, channels: int) -> Tensor:
+    """Invert `pack_keys`: uint8 codes [..., 128 tokens, D]."""
+    lead = words.shape[:-1]
+    x = _from_words(words, 4, channels * bits // 64, "n g m r t o i h", bits)
+    return x.reshape(*lead, BLOCK_TOKENS, channels)
+
+
+def pack_values(codes: Tensor, bits: int) -> Tensor:
+    """Pack value codes [..., 128 tokens, D] into int32 words [..., block_words]."""
+    *lead, tokens, channels = codes.shape
+    # token 16t + 8h + O*I + i of tile n; channel g*D/8 + 2m + r
+    x = codes.reshape(*lead, tokens // TILE_TOKENS, 4, 2, bits, 8 // bits, 8, channels // 16, 2)
+    return _to_words(x, "n t h o i g m r", bits).reshape(*lead, -1)
+
+
+def unpack_values(words: Tensor, bits: int, channels: int) -> Tensor:
+    """Invert `pack_values`: uint8 codes [..., 128 tokens, D]."""
+    lead = words.shape[:-1]
+    x = _from_words(words, channels // 16, bits, "n t h o i g m r", bits)
+    return x.reshape(*lead, BLOCK_TOKENS, channels)
+
+
+def _axes(order: str, names: str, lead: int) -> list[int]:
+    """Return the permutation that brings axes named `order` into the sequence `names`."""
+    have = order.split()
+    return list(range(lead)) + [lead + have.index(name) for name in names.split()]
+
+
+def _to_words(x: Tensor, order: str, bits: int) -> Tensor:
+    """Put axes (tile n, m, o, g, t, h, r, plane i) into words [tile, W // 4, thread, W % 4]."""
+    lead = x.dim() - 8
+    x = x.permute(_axes(order, "n m o g t h r i", lead))
+    *head, m, o, g, t, _, _, planes = x.shape
+    shift = torch.arange(planes, device=x.device, dtype=torch.uint8) * bits
+    byte = (x << shift).sum(-1, dtype=torch.uint8).contiguous()
+    words = byte.reshape(*head, m, o, g * t, 4).view(torch.int32)
+    words = words.reshape(*head, m * o // 4, 4, g * t).transpose(-1, -2)
+    return words.contiguous()
+
+
+def _from_words(words: Tensor, m: int, o: int, order: str, bits: int) -> Tensor:
+    """Invert `_to_words`, returning the axes in `order`."""
+    planes = 8 // bits
+    tiles = (BLOCK_TOKENS // TILE_TOKENS, m * o // 4)
+    byte = words.contiguous().view(torch.uint8).reshape(*words.shape[:-1], *tiles, 32, 4, 4)
+    byte = byte.transpose(-2, -3).reshape(*words.shape[:-1], tiles[0], m, o, 8, 4, 2, 2)
+    codes = torch.stack([(byte >> (bits * i)) & (2**bits - 1) for i in range(planes)], -1)
+    lead = codes.dim() - 8
+    names = "n m o g t h r i"
+    return codes.permute(_axes(names, order, lead))
