@@ -1,0 +1,86 @@
+"""The process that times: exactly the threads, GPU or share of a GPU a stage would have.
+
+Reads one JSON message a line from stdin (`SetUp` first, then `Case` or `LinkJob`) and answers each
+with one line. Started as `python -m llmpq.profiler.child`; ends with its parent's pipe.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+from pathlib import Path
+from typing import TextIO
+
+import torch
+
+from llmpq.file_form import FileForm
+from llmpq.memory import Quantization
+from llmpq.profiler.messages import Case, Failed, LinkJob, Ready, SetUp, model_spec
+from llmpq.profiler.subject import Subject
+from llmpq.profiler.timing import Effort
+
+
+def serve(requests: TextIO, answers: TextIO) -> None:
+    """Answer requests until the pipe closes."""
+    set_up = SetUp.parse_data(json.loads(requests.readline()), where="set-up")
+    device, _alive = claim_device(set_up)
+    subject = Subject(model_spec(set_up.model), device, Quantization())
+    effort = Effort(seconds=set_up.seconds_per_case, min_repeats=set_up.min_repeats)
+    _answer(answers, Ready(machine=machine(device), device_name=device_name(device)))
+    for line in requests:
+        data = json.loads(line)
+        try:
+            if "rank" in data:
+                from llmpq.profiler.link_child import run_link
+
+                _answer(answers, run_link(LinkJob.parse_data(data, where="link")))
+            else:
+                _answer(answers, subject.time(Case.parse_data(data, where="case"), effort))
+        except (RuntimeError, ValueError) as error:
+            _answer(answers, Failed(error=f"{type(error).__name__}: {error}"))
+
+
+def claim_device(set_up: SetUp) -> tuple[torch.device, object]:
+    """Set the threads, or take the GPU; return the device and what must stay alive with it.
+
+    A share of a GPU's SMs is taken before any other CUDA work of the process.
+    """
+    torch.set_num_threads(set_up.threads)
+    if not set_up.cuda:
+        return torch.device("cpu"), None
+    if set_up.sms is None:
+        return torch.device("cuda", 0), None
+    from torch.cuda.green_contexts import GreenContext
+
+    context = GreenContext.create(num_sms=set_up.sms, device_id=0)
+    context.set_context()
+    return torch.device("cuda", 0), context
+
+
+def machine(device: torch.device) -> str:
+    """Return what decides whether old samples still hold: processor or GPU, and torch."""
+    return f"{device_name(device)}, torch {torch.__version__}"
+
+
+def device_name(device: torch.device) -> str:
+    """Return the name of the GPU, or of the processor."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    for line in Path("/proc/cpuinfo").read_text().splitlines() if _has_cpuinfo() else ():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _has_cpuinfo() -> bool:
+    return Path("/proc/cpuinfo").exists()
+
+
+def _answer(answers: TextIO, message: FileForm) -> None:
+    answers.write(json.dumps(message.model_dump(mode="json")) + "\n")
+    answers.flush()
+
+
+if __name__ == "__main__":
+    serve(sys.stdin, sys.stdout)

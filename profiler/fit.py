@@ -1,0 +1,148 @@
+"""Linear latency models from samples, by scikit-learn: non-negative, on relative error, held out.
+
+One regime is tried first. Where its held-out error misses the target, two regimes are fitted whose
+maximum is the time (a floor and a slope, say), and kept if they are clearly better on held-out
+samples. Knows no torch: numbers in, coefficients out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmpq.cost_model import TERMS, ErrorStats, Phase, Regime, term_values
+
+Array = NDArray[np.float64]
+
+TARGET_ERROR = 0.05
+"""Mean held-out error above which a second regime is tried."""
+CLEARLY = 0.8
+"""A second regime must bring the held-out error below this share of the first one's."""
+FOLDS = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """A measured shape: v requests, length s or t+s, q new tokens."""
+
+    v: int
+    length: int
+    q_len: int = 1
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """Regimes whose maximum is the time, and their error on samples they were not fitted to."""
+
+    regimes: tuple[Regime, ...]
+    held_out: ErrorStats
+
+
+def fit_latency(
+    phase: Phase,
+    points: Sequence[Point],
+    *,
+    terms: Sequence[str] | None = None,
+    target: float = TARGET_ERROR,
+) -> Fit:
+    """Fit one or two regimes to the points; `terms` limits the shape terms used."""
+    names = tuple(terms or TERMS[phase])
+    if len(points) < 3:
+        raise ValueError(
+            f"{len(points)} samples are too few to fit {phase.value} times to {len(names)} terms; "
+            "take at least 3 shapes (larger --max-batch or --max-len)"
+        )
+    rows = [term_values(phase, v=p.v, length=p.length, q_len=p.q_len) for p in points]
+    x_SK = np.array([[row[name] for name in names] for row in rows])
+    y_S = np.array([p.seconds for p in points])
+    one = _cross_check(x_SK, y_S, 1)
+    count, held_out = 1, one
+    if one.mean() > target and len(points) >= 8:
+        two = _cross_check(x_SK, y_S, 2)
+        if two.mean() < CLEARLY * one.mean():
+            count, held_out = 2, two
+    coefficients = _fit_max(x_SK, y_S, count)
+    return Fit(
+        regimes=tuple(_regime(names, c_K) for c_K in coefficients),
+        held_out=ErrorStats(
+            mean=float(held_out.mean()),
+            p95=float(np.quantile(held_out, 0.95)),
+            samples=len(points),
+        ),
+    )
+
+
+def fit_link(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
+    """Return alpha_s and beta_s_per_byte of messages, non-negative, on relative error."""
+    x_SK = np.array([[1.0, float(size)] for size in sizes])
+    alpha, beta = _solve(x_SK, np.array(seconds, dtype=float))
+    return float(alpha), float(beta)
+
+
+def _regime(names: Sequence[str], c_K: Array) -> Regime:
+    terms = {name: float(c) for name, c in zip(names, c_K, strict=True) if c > 0}
+    return Regime(terms=terms or {"1": 0.0})
+
+
+def _solve(x_SK: Array, y_S: Array) -> Array:
+    """Return the c >= 0 with the least sum of ((x c - y) / y)^2."""
+    from sklearn.linear_model import LinearRegression
+
+    scale_K = x_SK.max(axis=0)
+    scale_K[scale_K == 0] = 1.0
+    relative = x_SK / scale_K / y_S[:, None]
+    fitted = LinearRegression(fit_intercept=False, positive=True).fit(relative, np.ones(len(y_S)))
+    coefficients: Array = fitted.coef_ / scale_K
+    return coefficients
+
+
+def _errors(coefficients: Sequence[Array], x_SK: Array, y_S: Array) -> Array:
+    """Return the relative error of the regimes' maximum at each sample."""
+    predicted = np.max([x_SK @ c_K for c_K in coefficients], axis=0)
+    errors: Array = np.abs(predicted - y_S) / y_S
+    return errors
+
+
+def _fit_max(x_SK: Array, y_S: Array, count: int) -> list[Array]:
+    """Fit `count` regimes so that their maximum meets the samples.
+
+    Two regimes: split the samples by each shape term and by time, fit each side, hand every sample
+    to the regime that is larger there, and repeat; the best of all starts is kept.
+    """
+    single = [_solve(x_SK, y_S)]
+    if count == 1:
+        return single
+    best, best_loss = single, _loss(single, x_SK, y_S)
+    starts = [y_S, *(x_SK[:, k] for k in range(x_SK.shape[1]) if np.ptp(x_SK[:, k]) > 0)]
+    for key_S in starts:
+        upper_S = key_S > np.median(key_S)
+        for _ in range(6):
+            if min(upper_S.sum(), (~upper_S).sum()) < 3:
+                break
+            pair = [_solve(x_SK[upper_S], y_S[upper_S]), _solve(x_SK[~upper_S], y_S[~upper_S])]
+            loss = _loss(pair, x_SK, y_S)
+            if loss < best_loss:
+                best, best_loss = pair, loss
+            assigned_S = x_SK @ pair[0] > x_SK @ pair[1]
+            if (assigned_S == upper_S).all():
+                break
+            upper_S = assigned_S
+    return best
+
+
+def _loss(coefficients: Sequence[Array], x_SK: Array, y_S: Array) -> float:
+    return float(np.square(_errors(coefficients, x_SK, y_S)).mean())
+
+
+def _cross_check(x_SK: Array, y_S: Array, count: int) -> Array:
+    """Return each sample's relative error under a fit to the other folds (seeded shuffle)."""
+    order = np.random.default_rng(0).permutation(len(y_S))
+    errors = np.zeros(len(y_S))
+    for fold in np.array_split(order, min(FOLDS, len(y_S))):
+        rest = np.setdiff1d(order, fold)
+        errors[fold] = _errors(_fit_max(x_SK[rest], y_S[rest], count), x_SK[fold], y_S[fold])
+    return errors

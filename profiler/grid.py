@@ -1,0 +1,133 @@
+"""Which shapes are timed: a grid of micro-batch sizes and lengths per target.
+
+Knows no torch and no clock. The grid is geometric, since the fit minimises relative error; sizes in
+between (3, 48, ...) keep it from resting on powers of two alone, where kernels are at their best.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from llmpq.cost_model import Phase
+from llmpq.model_spec import ModelSpec
+from llmpq.precision import KVPrecision, Precision
+from llmpq.profiler.messages import Case, Target
+from llmpq.workload import Dtype
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """Micro-batch sizes and lengths to time, and the most tokens of one case."""
+
+    prefill_v: tuple[int, ...]
+    prefill_length: tuple[int, ...]
+    decode_v: tuple[int, ...]
+    decode_length: tuple[int, ...]
+    verify_q: tuple[int, ...] = field(default=())
+    max_tokens: int
+
+
+def make_grid(
+    spec: ModelSpec,
+    *,
+    quick: bool,
+    max_batch: int,
+    max_len: int | None = None,
+    max_tokens: int,
+    verify_q: Sequence[int] = (),
+) -> Grid:
+    """Return the grid up to `max_batch` requests of `max_len` tokens.
+
+    By default the longest is what the model allows, at most 512 in a quick run and 2048 otherwise.
+    """
+    longest = min(max_len or (512 if quick else 2048), spec.max_positions)
+    if longest < 16:
+        raise ValueError(f"--max-len must be at least 16 tokens, got {longest}")
+    if quick:
+        prefill_v, decode_v = (1, 3, 8), (1, 2, 5, 16)
+        prefill_length, decode_length = (16, 48, 144), (24, 128, 512)
+    else:
+        prefill_v, decode_v = (1, 2, 3, 4, 8, 16), (1, 2, 3, 4, 8, 16, 32, 64)
+        prefill_length, decode_length = (32, 96, 128, 256, 512, 1024), (64, 192, 512, 1024, 2048)
+    return Grid(
+        prefill_v=_up_to(prefill_v, max_batch),
+        prefill_length=_up_to(prefill_length, longest),
+        decode_v=_up_to(decode_v, max_batch),
+        decode_length=_up_to(decode_length, longest),
+        verify_q=tuple(verify_q),
+        max_tokens=max_tokens,
+    )
+
+
+def cases(
+    grid: Grid,
+    *,
+    device_kind: str,
+    dtype: Dtype,
+    precisions: Sequence[Precision],
+    kv: Sequence[KVPrecision],
+) -> list[Case]:
+    """Return every case of one device kind, the cases of one target together."""
+    found: list[Case] = []
+    phases = (Phase.PREFILL, Phase.DECODE) + ((Phase.VERIFY,) if grid.verify_q else ())
+    for precision in precisions:
+        for kv_bits in kv:
+            for phase in phases:
+                target = Target(
+                    device_kind=device_kind,
+                    part="layer",
+                    phase=phase,
+                    precision=precision,
+                    kv=kv_bits,
+                    dtype=dtype,
+                )
+                found += _layer_cases(grid, target)
+    for part in ("embedding", "head"):
+        for phase in phases:
+            target = Target(device_kind=device_kind, part=part, phase=phase, dtype=dtype)
+            found += _end_cases(grid, target)
+    return found
+
+
+def fitted_terms(target: Target) -> tuple[str, ...] | None:
+    """Return the shape terms a target can depend on; None is all of its phase.
+
+    Embedding and head see the new tokens only, never the cache.
+    """
+    if target.part == "layer":
+        return None
+    return {
+        Phase.PREFILL: ("1", "v", "v*s"),
+        Phase.DECODE: ("1", "v"),
+        Phase.VERIFY: ("1", "v", "v*q"),
+    }[target.phase]
+
+
+def _layer_cases(grid: Grid, target: Target) -> Iterator[Case]:
+    if target.phase is Phase.PREFILL:
+        shapes = [(v, s, 1) for v in grid.prefill_v for s in grid.prefill_length]
+    else:
+        q_lens = grid.verify_q if target.phase is Phase.VERIFY else (1,)
+        shapes = [(v, t, q) for q in q_lens for v in grid.decode_v for t in grid.decode_length]
+    for v, length, q in shapes:
+        case = Case(target=target, v=v, length=max(length, q), q_len=q)
+        if v * length <= grid.max_tokens:
+            yield case
+
+
+def _end_cases(grid: Grid, target: Target) -> Iterator[Case]:
+    """Return the cases of embedding or head: the past length is one value, it plays no part."""
+    if target.phase is Phase.PREFILL:
+        yield from _layer_cases(grid, target)
+        return
+    length = grid.decode_length[len(grid.decode_length) // 2]
+    for q in grid.verify_q if target.phase is Phase.VERIFY else (1,):
+        for v in grid.decode_v:
+            if v * length <= grid.max_tokens:
+                yield Case(target=target, v=v, length=max(length, q), q_len=q)
+
+
+def _up_to(values: tuple[int, ...], limit: int) -> tuple[int, ...]:
+    """Return the values below the limit, and the limit itself as the last."""
+    return (*(v for v in values if v < limit), limit)

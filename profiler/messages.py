@@ -1,0 +1,128 @@
+"""What the profiler's processes say to each other and keep on disk: cases, samples, set-ups.
+
+One JSON object a line, over pipes and in `samples.jsonl`. Knows no torch. v is the micro-batch
+size, `length` the prompt length s in prefill and the attended tokens t+s otherwise, q the new
+tokens of one request.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from llmpq.cost_model import Part, Phase
+from llmpq.file_form import FileForm
+from llmpq.model_spec import ModelSpec
+from llmpq.precision import KVPrecision, Precision
+from llmpq.workload import Dtype
+
+
+class Target(FileForm):
+    """What one latency entry is about: a part of the model on a device kind, in one phase."""
+
+    device_kind: str
+    part: Part
+    phase: Phase
+    precision: Precision = Precision.W16A16
+    kv: KVPrecision = KVPrecision.KV16
+    dtype: Dtype
+
+    @property
+    def title(self) -> str:
+        """Return the short name shown beside the progress bar."""
+        layer = f" {self.precision.value} {self.kv.value}" if self.part == "layer" else ""
+        return f"{self.device_kind} {self.part}{layer} {self.phase.value}"
+
+
+class Case(FileForm):
+    """One shape of a target: what is timed."""
+
+    target: Target
+    v: int = Field(gt=0)
+    length: int = Field(gt=0)
+    q_len: int = Field(default=1, gt=0)
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens that pass through the part."""
+        return self.v * (self.length if self.target.phase is Phase.PREFILL else self.q_len)
+
+
+class Timing(FileForm):
+    """How long one call took: the median of `repeats`, and the middle half's ends."""
+
+    seconds: float = Field(gt=0)
+    low_s: float = Field(gt=0)
+    high_s: float = Field(gt=0)
+    repeats: int = Field(gt=0)
+    layers: int = Field(default=1, gt=0)
+    """Distinct layers the call went through; `seconds` is per layer."""
+    how: Literal["eager", "graph"] = "eager"
+
+    @property
+    def noise(self) -> float:
+        """Half the interquartile range over the median."""
+        return (self.high_s - self.low_s) / 2 / self.seconds
+
+
+class Sample(FileForm):
+    """A line of `samples.jsonl`: a case, its timing, and where it was taken."""
+
+    model_fingerprint: str
+    machine: str
+    copies: int = Field(gt=0)
+    """Processes that ran the same case at once; the timing is the median over them."""
+    case: Case
+    timing: Timing
+
+
+class SetUp(FileForm):
+    """First line to a child: which model on which device."""
+
+    model: str
+    """Directory or built-in name; only its config is read."""
+    threads: int = Field(default=1, gt=0)
+    """Threads of a CPU child."""
+    cuda: bool = False
+    """Whether the child takes the GPU it can see; otherwise the CPU."""
+    sms: int | None = None
+    """SMs of an emulated GPU."""
+    seconds_per_case: float = Field(default=0.1, gt=0)
+    min_repeats: int = Field(default=5, gt=0)
+
+
+class LinkJob(FileForm):
+    """Line that makes two children exchange messages: rank 0 sends first, rank 1 echoes."""
+
+    rank: Literal[0, 1]
+    port: int
+    hidden: int = Field(gt=0)
+    """Size of one token's hidden states."""
+    seconds: float = Field(gt=0)
+
+
+class Ready(FileForm):
+    """Answer to `SetUp`: what the child runs on."""
+
+    machine: str
+    device_name: str
+
+
+class LinkTimings(FileForm):
+    """Answer to `LinkJob`: one-way seconds by message size in bytes."""
+
+    sizes: tuple[int, ...]
+    seconds: tuple[float, ...]
+
+
+class Failed(FileForm):
+    """Answer when a job could not be done."""
+
+    error: str
+
+
+def model_spec(model: str) -> ModelSpec:
+    """Return the spec of a model directory, or of a built-in name."""
+    return ModelSpec.from_directory(model) if Path(model).is_dir() else ModelSpec.by_name(model)

@@ -1,0 +1,170 @@
+"""The parent's side of the timing processes: start them, keep them in step, notice their death.
+
+K copies of a child time the same case at the same time, as K stages of one host would run at once;
+the case's timing is the median copy's. Knows no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Self, TypeVar
+
+from llmpq.cluster import Device
+from llmpq.file_form import FileForm
+from llmpq.profiler.messages import (
+    Case,
+    Failed,
+    LinkJob,
+    LinkTimings,
+    Ready,
+    SetUp,
+    Timing,
+)
+
+Answer = TypeVar("Answer", bound=FileForm)
+
+
+class Child:
+    """One timing process; a method that sends is followed by one that receives."""
+
+    def __init__(self, set_up: SetUp, *, gpu: int | None) -> None:
+        threads = str(set_up.threads)
+        env = {**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
+        if gpu is not None:
+            env["CUDA_VISIBLE_DEVICES"] = str(gpu)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "llmpq.profiler.child"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=env,
+        )
+        self.send(set_up)
+
+    def send(self, message: FileForm) -> None:
+        """Send one message."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(message.model_dump(mode="json")) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise RuntimeError(self._death()) from None
+
+    def receive(self, kind: type[Answer]) -> Answer:
+        """Wait for one answer; `RuntimeError` if the child failed at the job or died."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(self._death())
+        data = json.loads(line)
+        if "error" in data:
+            raise JobFailedError(Failed.parse_data(data, where="child").error)
+        return kind.parse_data(data, where="child")
+
+    def close(self) -> None:
+        """End the child: close its pipes, kill it if it does not leave."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        if self._process.poll() is None:
+            self._process.kill()
+        self._process.wait()
+        self._process.stdin.close()
+        self._process.stdout.close()
+
+    def _death(self) -> str:
+        code = self._process.wait()
+        return (
+            f"a profiling process ended with code {code} (its message stands above); "
+            "out of memory, perhaps: use --max-batch or --max-len, then run again to resume"
+        )
+
+
+class JobFailedError(RuntimeError):
+    """A child could not do a job, and goes on."""
+
+
+class Group:
+    """Copies of a child for one device kind, working in step."""
+
+    def __init__(self, set_up: SetUp, *, copies: int, gpus: Sequence[int | None]) -> None:
+        self.children = [Child(set_up, gpu=gpus[i % len(gpus)]) for i in range(copies)]
+        self._ready: Ready | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for child in self.children:
+            child.close()
+
+    @property
+    def ready(self) -> Ready:
+        """What the children run on, once all have started."""
+        if self._ready is None:
+            self._ready = [child.receive(Ready) for child in self.children][0]
+        return self._ready
+
+    def time(self, case: Case) -> Timing:
+        """Time a case on all copies at once; return the median copy's timing."""
+        for child in self.children:
+            child.send(case)
+        timings, failed = [], None
+        for child in self.children:
+            try:
+                timings.append(child.receive(Timing))
+            except JobFailedError as error:
+                failed = error
+        if failed is not None:
+            raise failed
+        return sorted(timings, key=lambda t: t.seconds)[len(timings) // 2]
+
+
+def time_link(first: Child, second: Child, *, hidden: int, seconds: float) -> LinkTimings:
+    """Return one-way times of messages between two children that are ready."""
+    port = free_port()
+    jobs = [
+        LinkJob(rank=0, port=port, hidden=hidden, seconds=seconds),
+        LinkJob(rank=1, port=port, hidden=hidden, seconds=seconds),
+    ]
+    for child, job in zip((first, second), jobs, strict=True):
+        child.send(job)
+    answers = [child.receive(LinkTimings) for child in (first, second)]
+    return answers[0]
+
+
+def set_up_for(device: Device, model: str, *, seconds_per_case: float, min_repeats: int) -> SetUp:
+    """Return the set-up of a child that stands for a device of the cluster."""
+    return SetUp(
+        model=model,
+        threads=device.threads or 1,
+        cuda=not device.spec.is_cpu,
+        sms=device.emulate.sms if device.emulate else None,
+        seconds_per_case=seconds_per_case,
+        min_repeats=min_repeats,
+    )
+
+
+def free_port() -> int:
+    """Return a TCP port of this host that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+@lru_cache(maxsize=1)
+def visible_gpus() -> tuple[str, ...]:
+    """Return the names of this host's GPUs in order, as a fresh process sees them."""
+    code = (
+        "import json, sys, torch; n = torch.cuda.device_count();"
+        "json.dump([torch.cuda.get_device_name(i) for i in range(n)], sys.stdout)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"torch could not list the GPUs:\n{done.stderr.strip()}")
+    return tuple(json.loads(done.stdout))

@@ -1,0 +1,173 @@
+"""`llmpq-profile run` and `merge`: arguments in, costs.json and a table out."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from functools import reduce
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from llmpq.cluster import Cluster, Device
+from llmpq.cost_model import CostModel
+from llmpq.errors import ExitCode
+from llmpq.model_spec import ModelSpec
+from llmpq.precision import WEIGHT_ONLY, KVPrecision, Precision
+from llmpq.profiler.grid import cases, make_grid
+from llmpq.profiler.messages import Case, model_spec
+from llmpq.profiler.samples import SampleLog
+from llmpq.profiler.session import Job, Outcome, default_copies, devices_here, run
+from llmpq.profiler.tables import links_table, profile_table
+from llmpq.workload import DTYPE_BYTES, Dtype
+
+log = logging.getLogger(__name__)
+
+QUICK_TOKENS = 1024
+CPU_TOKENS = 4096
+GPU_TOKENS = 65536
+"""Most tokens of one case: quick runs, CPUs, GPUs."""
+NOISY = 0.15
+"""Median noise above which the run is called noisy."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `run`."""
+    bits = ",".join(str(p.weight_bits) for p in WEIGHT_ONLY)
+    parser.add_argument("--model", required=True, help="model directory, or a built-in name")
+    parser.add_argument("--cluster", type=Path, required=True, help="cluster YAML")
+    parser.add_argument("-o", "--output", type=Path, required=True, help="costs.json to write")
+    parser.add_argument("--samples", type=Path, help="samples.jsonl to resume from and append to")
+    parser.add_argument("--device", help="only this device kind (default: all kinds present here)")
+    parser.add_argument(
+        "--dtype", choices=DTYPE_BYTES, help="activations (default: float32 on CPU, else the model)"
+    )
+    parser.add_argument("--bits", default=bits, help=f"precisions to time (default {bits})")
+    parser.add_argument("--kv", default="kv16", help="KV precisions to time (default kv16)")
+    parser.add_argument("--verify", default="", help="also time verifying of this many tokens: 2,4")
+    parser.add_argument("--quick", action="store_true", help="few shapes, short repeats")
+    parser.add_argument("--max-batch", type=int, help="largest micro-batch (default 16 quick, 32)")
+    parser.add_argument("--max-len", type=int, help="longest prompt or cache (default 512, 2048)")
+    parser.add_argument(
+        "--copies",
+        type=int,
+        help="processes that time at once (default: CPU stages of the node, as cores allow)",
+    )
+    parser.set_defaults(main=main)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Profile and write costs.json; exit 8 if some targets could not be timed."""
+    job = make_job(args)
+    samples_path = args.samples or args.output.with_suffix(".samples.jsonl")
+    with SampleLog(samples_path) as samples, _progress(job) as progress:
+        task = progress.add_task("starting", total=_num_cases(job))
+
+        def on_case(case: Case, skipped: bool) -> None:
+            progress.update(task, advance=1, description=case.target.title)
+
+        outcome = run(job, samples, on_case)
+    outcome.costs.save_json(args.output)
+    report(outcome)
+    log.info("wrote %s (samples: %s)", args.output, samples_path)
+    return ExitCode.SOME_ROWS_FAILED if outcome.failed else ExitCode.DONE
+
+
+def merge(args: argparse.Namespace) -> int:
+    """Join cost files."""
+    models = [CostModel.load_json(path) for path in args.files]
+    reduce(CostModel.merged, models).save_json(args.output)
+    log.info(
+        "wrote %s: %s", args.output, ", ".join(sorted({k for m in models for k in m.device_kinds}))
+    )
+    return ExitCode.DONE
+
+
+def make_job(args: argparse.Namespace) -> Job:
+    """Check the arguments and resolve model, cluster and grid."""
+    spec, cluster = model_spec(args.model), Cluster.load(args.cluster)
+    devices = devices_here(cluster, args.device)
+    on_gpu = any(not d.spec.is_cpu for d in devices)
+    max_batch = args.max_batch or (16 if args.quick else 32)
+    for name in ("max_batch", "max_len", "copies"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    return Job(
+        model=args.model,
+        spec=spec,
+        devices=devices,
+        copies={d.profile_kind: args.copies or default_copies(cluster, d) for d in devices},
+        precisions=tuple(Precision.parse(b) for b in args.bits.split(",")),
+        kv=tuple(KVPrecision.parse(b) for b in args.kv.split(",")),
+        dtype=args.dtype or default_dtype(spec, devices),
+        grid=make_grid(
+            spec,
+            quick=args.quick,
+            max_batch=max_batch,
+            max_len=args.max_len,
+            max_tokens=QUICK_TOKENS if args.quick else GPU_TOKENS if on_gpu else CPU_TOKENS,
+            verify_q=_counts(args.verify),
+        ),
+        seconds_per_case=0.04 if args.quick else 0.2,
+        min_repeats=5,
+    )
+
+
+def default_dtype(spec: ModelSpec, devices: tuple[Device, ...]) -> Dtype:
+    """Return float32 for CPUs, which compute fastest in it, and the model's own dtype for GPUs."""
+    return "float32" if all(d.spec.is_cpu for d in devices) else spec.dtype
+
+
+def report(outcome: Outcome) -> None:
+    """Print the tables, and say what failed or was noisy."""
+    console = Console()
+    console.print(profile_table(outcome))
+    if outcome.costs.links:
+        console.print(links_table(outcome.costs))
+    for target, error in outcome.failed.items():
+        log.warning("left out %s: %s", target.title, error)
+    noise = sorted(outcome.noise.values())
+    if noise and noise[len(noise) // 2] > NOISY:
+        log.warning(
+            "the times are noisy (median +-%.0f %%): other programs are running; profile again on "
+            "an idle machine",
+            100 * noise[len(noise) // 2],
+        )
+
+
+def _progress(job: Job) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+    )
+
+
+def _num_cases(job: Job) -> int:
+    total = 0
+    for device in job.devices:
+        kind = device.profile_kind
+        total += len(
+            cases(
+                job.grid,
+                device_kind=kind,
+                dtype=job.dtype,
+                precisions=job.precisions,
+                kv=job.kv,
+            )
+        )
+    return total
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    try:
+        counts = tuple(int(part) for part in text.split(",") if part)
+    except ValueError:
+        raise ValueError(f"--verify: expected numbers such as 2,4, got '{text}'") from None
+    if any(count < 2 for count in counts):
+        raise ValueError(f"--verify: a verify step has at least 2 tokens, got '{text}'")
+    return counts

@@ -1,0 +1,77 @@
+"""`samples.jsonl`: one line a sample, appended as it is taken, so that a stopped run resumes.
+
+A line cut short by a kill is dropped when the file is opened again; any other bad line is an error.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from llmpq.profiler.messages import Case, Sample
+
+
+class SampleLog:
+    """The samples already on disk, and a place to append more.
+
+    Only samples of the same model, machine and number of copies count as done: times of another
+    machine are kept in the file and left alone.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = Path(path)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._samples = list(_read(self._path))
+        self._file = self._path.open("a")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._file.close()
+
+    def append(self, sample: Sample) -> None:
+        """Write one sample through to the file."""
+        self._samples.append(sample)
+        self._file.write(json.dumps(sample.model_dump(mode="json")) + "\n")
+        self._file.flush()
+
+    def taken(
+        self, wanted: Iterable[Case], *, model_fingerprint: str, machine: str, copies: int
+    ) -> dict[Case, Sample]:
+        """Return the newest sample of each wanted case taken under these conditions."""
+        conditions = (model_fingerprint, machine, copies)
+        cases = set(wanted)
+        return {
+            s.case: s
+            for s in self._samples
+            if (s.model_fingerprint, s.machine, s.copies) == conditions and s.case in cases
+        }
+
+
+def _read(path: Path) -> Iterator[Sample]:
+    """Yield the samples of a file; a last line without its newline is cut off the file."""
+    if not path.exists():
+        return
+    data = path.read_bytes()
+    whole = data.rfind(b"\n") + 1
+    if whole < len(data):
+        with path.open("r+b") as file:
+            file.truncate(whole)
+    for number, line in enumerate(data[:whole].decode(errors="replace").splitlines(), start=1):
+        try:
+            content = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(
+                f"{path}:{number}: not a sample ({error}); expected one JSON object a line. "
+                "Remove the line, or give another file with --samples"
+            ) from None
+        yield Sample.parse_data(content, where=f"{path}:{number}")

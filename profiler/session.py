@@ -1,0 +1,258 @@
+"""A profiling run: which devices are here, time what is missing, fit, measure links.
+
+Knows no torch: the timing happens in child processes, which are closed when the run ends or fails.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from llmpq import __version__
+from llmpq.cluster import Cluster, Device
+from llmpq.cost_model import CostModel, LatencyEntry, LinkCost
+from llmpq.device_spec import canonical_kind
+from llmpq.errors import unknown_name
+from llmpq.model_spec import ModelSpec
+from llmpq.precision import KVPrecision, Precision
+from llmpq.profiler.fit import Point, fit_latency, fit_link
+from llmpq.profiler.grid import Grid, cases, fitted_terms
+from llmpq.profiler.messages import Case, Sample, Target
+from llmpq.profiler.processes import Group, JobFailedError, set_up_for, time_link, visible_gpus
+from llmpq.profiler.samples import SampleLog
+from llmpq.workload import Dtype
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What to profile, and how hard."""
+
+    model: str
+    """Directory or built-in name, as the children read it."""
+    spec: ModelSpec
+    devices: tuple[Device, ...]
+    """One device per profile kind."""
+    copies: dict[str, int]
+    """Profile kind -> processes that time at once."""
+    precisions: tuple[Precision, ...]
+    kv: tuple[KVPrecision, ...]
+    dtype: Dtype
+    grid: Grid
+    seconds_per_case: float
+    min_repeats: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a run found."""
+
+    costs: CostModel
+    noise: dict[Target, float]
+    """Median over an entry's samples of their interquartile half-width, relative."""
+    copies: dict[str, int]
+    failed: dict[Target, str]
+    """Targets left out, with the first error."""
+
+
+OnCase = Callable[[Case, bool], None]
+"""Hears of every case: (case, whether its sample was on disk already)."""
+
+
+def run(job: Job, samples: SampleLog, on_case: OnCase) -> Outcome:
+    """Time every device kind in turn, then the links between them, and fit."""
+    entries: list[LatencyEntry] = []
+    noise: dict[Target, float] = {}
+    failed: dict[Target, str] = {}
+    versions: dict[str, str] = {"llmpq": __version__}
+    links: tuple[LinkCost, ...] = ()
+    with ExitStack() as stack:
+        groups = {}
+        for device in job.devices:
+            kind = device.profile_kind
+            groups[kind] = stack.enter_context(_group(job, device))
+            machine = groups[kind].ready.machine
+            versions[kind] = f"{machine}, {job.copies[kind]} at once"
+            taken = _take(job, device, groups[kind], samples, on_case, failed)
+            for target, found in _by_target(taken).items():
+                entries.append(_entry(target, found))
+                noise[target] = _median([s.timing.noise for s in found])
+        links = tuple(_links(job, groups))
+    costs = CostModel(
+        model=job.spec.name,
+        model_fingerprint=job.spec.fingerprint(),
+        entries=tuple(entries),
+        links=links,
+        versions=versions,
+    )
+    return Outcome(costs=costs, noise=noise, copies=job.copies, failed=failed)
+
+
+def devices_here(cluster: Cluster, wanted: str | None) -> tuple[Device, ...]:
+    """Return one device per profile kind that this host can stand for.
+
+    `wanted` is a kind or profile kind of the cluster; asking for one that is not here is an error.
+    """
+    first = {d.profile_kind: d for d in reversed(cluster.devices)}
+    gpus = visible_gpus() if any(not d.spec.is_cpu for d in first.values()) else ()
+    here = {
+        kind: device
+        for kind, device in sorted(first.items())
+        if device.spec.is_cpu or any(_is_kind(name, device) for name in gpus)
+    }
+    if wanted is not None:
+        chosen = {k: d for k, d in first.items() if wanted.lower() in (k.lower(), d.kind.lower())}
+        if not chosen:
+            raise unknown_name("device kind", wanted, first)
+        here = {kind: device for kind, device in here.items() if kind in chosen}
+    if not here:
+        found = ", ".join(gpus) or "no GPU"
+        raise ValueError(
+            f"none of {', '.join(sorted(first))} is on this host (found: its CPU, {found}); run "
+            "llmpq-profile on a host that has them and join the files with llmpq-profile merge"
+        )
+    for kind in sorted(set(first) - set(here)):
+        log.info("%s is not profiled here; join its costs later: llmpq-profile merge", kind)
+    return tuple(here.values())
+
+
+def default_copies(cluster: Cluster, device: Device) -> int:
+    """Return how many stages of this device's node share its cores or its host's GPUs.
+
+    CPU stages of one node run at once and share memory bandwidth, so they are timed at once; GPUs
+    have their own memory and are timed one at a time.
+    """
+    if not device.spec.is_cpu:
+        return 1
+    stages = sum(d.node == device.node and d.spec.is_cpu for d in cluster.devices)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, min(stages, (cores or 1) // (device.threads or 1)))
+
+
+def _group(job: Job, device: Device) -> Group:
+    set_up = set_up_for(
+        device,
+        job.model,
+        seconds_per_case=job.seconds_per_case,
+        min_repeats=job.min_repeats,
+    )
+    gpus: Sequence[int | None] = (None,)
+    if not device.spec.is_cpu:
+        gpus = [i for i, name in enumerate(visible_gpus()) if _is_kind(name, device)]
+    return Group(set_up, copies=job.copies[device.profile_kind], gpus=gpus)
+
+
+def _take(
+    job: Job,
+    device: Device,
+    group: Group,
+    samples: SampleLog,
+    on_case: OnCase,
+    failed: dict[Target, str],
+) -> list[Sample]:
+    """Return the samples of a device kind, timing those that are not on disk."""
+    wanted = cases(
+        job.grid,
+        device_kind=device.profile_kind,
+        dtype=job.dtype,
+        precisions=job.precisions,
+        kv=job.kv,
+    )
+    copies = job.copies[device.profile_kind]
+    done = samples.taken(
+        wanted,
+        model_fingerprint=job.spec.fingerprint(),
+        machine=group.ready.machine,
+        copies=copies,
+    )
+    for case in wanted:
+        if case in done or case.target in failed:
+            on_case(case, True)
+            continue
+        try:
+            timing = group.time(case)
+        except JobFailedError as error:
+            failed[case.target] = str(error)
+            on_case(case, True)
+            continue
+        done[case] = Sample(
+            model_fingerprint=job.spec.fingerprint(),
+            machine=group.ready.machine,
+            copies=copies,
+            case=case,
+            timing=timing,
+        )
+        samples.append(done[case])
+        on_case(case, False)
+    return [s for case, s in done.items() if case.target not in failed]
+
+
+def _by_target(samples: Sequence[Sample]) -> dict[Target, list[Sample]]:
+    found: dict[Target, list[Sample]] = {}
+    for sample in samples:
+        found.setdefault(sample.case.target, []).append(sample)
+    return found
+
+
+def _entry(target: Target, samples: Sequence[Sample]) -> LatencyEntry:
+    """Fit one entry; the past length of embedding and head in decode is no part of its range."""
+    points = [
+        Point(v=s.case.v, length=s.case.length, q_len=s.case.q_len, seconds=s.timing.seconds)
+        for s in samples
+    ]
+    terms = fitted_terms(target)
+    fit = fit_latency(target.phase, points, terms=terms)
+    lengths = [p.length for p in points]
+    has_length = terms is None or "v*s" in terms
+    return LatencyEntry(
+        device_kind=target.device_kind,
+        part=target.part,
+        phase=target.phase,
+        precision=target.precision,
+        kv=target.kv,
+        dtype=target.dtype,
+        regimes=fit.regimes,
+        sampled_v=(min(p.v for p in points), max(p.v for p in points)),
+        sampled_length=(min(lengths), max(lengths)) if has_length else None,
+        held_out_error=fit.held_out,
+        source="profile",
+    )
+
+
+def _links(job: Job, groups: dict[str, Group]) -> Iterator[LinkCost]:
+    """Measure every pair of kinds, one kind with itself included where it has two copies."""
+    kinds = sorted(groups)
+    for i, source in enumerate(kinds):
+        for target in kinds[i:]:
+            children = groups[source].children[:1] + groups[target].children[-1:]
+            if source == target and len(groups[source].children) < 2:
+                continue
+            timings = time_link(
+                children[0],
+                children[1],
+                hidden=job.spec.hidden,
+                seconds=10 * job.seconds_per_case,
+            )
+            alpha_s, beta_s_per_byte = fit_link(timings.sizes, timings.seconds)
+            yield LinkCost(
+                source_kind=source,
+                target_kind=target,
+                alpha_s=alpha_s,
+                beta_s_per_byte=beta_s_per_byte,
+            )
+
+
+def _is_kind(name: str, device: Device) -> bool:
+    """Whether a GPU's driver name is the device's kind."""
+    try:
+        return canonical_kind(name) == device.kind
+    except ValueError:
+        return name.lower() == device.kind.lower()
+
+
+def _median(values: Sequence[float]) -> float:
+    return sorted(values)[len(values) // 2]

@@ -1,0 +1,117 @@
+"""Time one call: warm-up, then repeats until a share of a second is spent; medians, never means.
+
+On a GPU the call is captured in a CUDA graph where it can be, as the runtime does in decode, and
+replayed between events; otherwise the host runs ahead between two events.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from llmpq.profiler.messages import Timing
+
+WARM_UP = 3
+MAX_REPEATS = 1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effort:
+    """How long one case is repeated."""
+
+    seconds: float
+    min_repeats: int
+
+
+def time_call(
+    call: Callable[[], object], *, device: torch.device, effort: Effort, layers: int, graph: bool
+) -> Timing:
+    """Return the median seconds of `call`, divided by the `layers` it goes through."""
+    if device.type == "cuda":
+        how: Literal["eager", "graph"] = "graph" if graph else "eager"
+        samples = _cuda_samples(call, effort, graph=graph)
+    else:
+        how, samples = "eager", _cpu_samples(call, effort)
+    return summarise([s / layers for s in samples], layers=layers, how=how)
+
+
+def summarise(
+    samples: list[float], *, layers: int = 1, how: Literal["eager", "graph"] = "eager"
+) -> Timing:
+    """Return the median and the quartiles of repeated times."""
+    ordered = sorted(samples)
+    last = len(ordered) - 1
+    return Timing(
+        seconds=statistics.median(ordered),
+        low_s=ordered[last // 4],
+        high_s=ordered[last - last // 4],
+        repeats=len(ordered),
+        layers=layers,
+        how=how,
+    )
+
+
+def _cpu_samples(call: Callable[[], object], effort: Effort) -> list[float]:
+    """Time each call alone; a call longer than the whole effort is not warmed up more than once."""
+    begin = time.perf_counter()
+    for _ in range(WARM_UP):
+        call()
+        if time.perf_counter() - begin > effort.seconds:
+            break
+    samples: list[float] = []
+    begin = time.perf_counter()
+    while _goes_on(samples, time.perf_counter() - begin, effort):
+        start = time.perf_counter()
+        call()
+        samples.append(time.perf_counter() - start)
+    return samples
+
+
+def _goes_on(samples: list[float], spent: float, effort: Effort) -> bool:
+    """Whether another repeat is due: long calls stop after two, the rest after `min_repeats`."""
+    if spent > 10 * effort.seconds and len(samples) >= 2:
+        return False
+    return len(samples) < effort.min_repeats or (
+        spent < effort.seconds and len(samples) < MAX_REPEATS
+    )
+
+
+def _cuda_samples(call: Callable[[], object], effort: Effort, *, graph: bool) -> list[float]:
+    """Time bursts between events, so that launch gaps of the host do not count."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(WARM_UP):
+            call()
+        stream.synchronize()
+        run = _captured(call, stream) if graph else call
+        once = _burst(run, stream, 1)
+        burst = max(1, min(50, int(effort.seconds / max(once, 1e-6) / effort.min_repeats)))
+        samples: list[float] = []
+        begin = time.perf_counter()
+        while _goes_on(samples, time.perf_counter() - begin, effort):
+            samples.append(_burst(run, stream, burst))
+    return samples
+
+
+def _captured(call: Callable[[], object], stream: torch.cuda.Stream) -> Callable[[], object]:
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured, stream=stream):
+        call()
+    return captured.replay
+
+
+def _burst(run: Callable[[], object], stream: torch.cuda.Stream, count: int) -> float:
+    """Return the device seconds of one of `count` back-to-back runs."""
+    start = torch.cuda.Event(enable_timing=True)
+    end = torch.cuda.Event(enable_timing=True)
+    start.record(stream)
+    for _ in range(count):
+        run()
+    end.record(stream)
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3 / count
