@@ -1,0 +1,124 @@
+"""Tiny random models of every family, made with transformers, the oracle of the runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+VOCAB, HIDDEN, LAYERS, POSITIONS = 199, 64, 3, 128
+
+
+def _config(kind: str) -> Any:
+    """Return a transformers config: shapes that differ where mistakes hide."""
+    import transformers
+
+    rotary = {
+        "vocab_size": VOCAB,
+        "hidden_size": HIDDEN,
+        "intermediate_size": 96,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4,
+        "max_position_embeddings": POSITIONS,
+    }
+    llama3 = {
+        "rope_type": "llama3",
+        "rope_theta": 10000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    }
+    if kind == "llama":
+        return transformers.LlamaConfig(
+            **rotary, num_key_value_heads=2, tie_word_embeddings=False, rope_parameters=llama3
+        )
+    if kind == "qwen3":
+        return transformers.Qwen3Config(
+            **rotary, num_key_value_heads=1, head_dim=32, tie_word_embeddings=True
+        )
+    if kind == "opt":
+        return transformers.OPTConfig(
+            vocab_size=VOCAB,
+            hidden_size=HIDDEN,
+            word_embed_proj_dim=HIDDEN,
+            ffn_dim=96,
+            num_hidden_layers=LAYERS,
+            num_attention_heads=4,
+            max_position_embeddings=POSITIONS,
+        )
+    # Six heads: ALiBi's slopes of a count that is not a power of two.
+    return transformers.BloomConfig(vocab_size=VOCAB, hidden_size=96, n_layer=LAYERS, n_head=6)
+
+
+class TinyModels:
+    """Makes each model once per session: its directory, and the transformers model itself."""
+
+    kinds = ("opt", "bloom", "llama", "qwen3")
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._made: dict[str, Any] = {}
+
+    def reference(self, kind: str) -> Any:
+        """Return the transformers model in float32."""
+        import torch
+        import transformers
+
+        if kind not in self._made:
+            torch.set_num_threads(1)
+            torch.manual_seed(len(kind))
+            model = transformers.AutoModelForCausalLM.from_config(_config(kind)).eval()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    noise = torch.randn_like(parameter) * 0.1
+                    parameter.copy_(noise if parameter.ndim > 1 else parameter + noise)
+            model.save_pretrained(self._folder / kind)
+            self._made[kind] = model
+        return self._made[kind]
+
+    def directory(self, kind: str) -> Path:
+        """Return the directory with config.json and model.safetensors."""
+        self.reference(kind)
+        return self._folder / kind
+
+    def greedy(self, kind: str, prompts: list[list[int]], max_new: int) -> list[list[int]]:
+        """Return what transformers generates, one prompt at a time."""
+        import torch
+
+        def one(prompt: list[int]) -> list[int]:
+            tokens = self.reference(kind).generate(
+                torch.tensor([prompt]),
+                max_new_tokens=max_new,
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=0,
+            )
+            return tokens[0, len(prompt) :].tolist()
+
+        return [one(prompt) for prompt in prompts]
+
+
+@pytest.fixture(scope="session")
+def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> TinyModels:
+    return TinyModels(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def demo_model() -> Path:
+    """Return the bundled trained model."""
+    return Path(__file__).parents[1] / "examples" / "demo-7m"
+
+
+@pytest.fixture(scope="session")
+def random_prompts() -> Callable[..., list[list[int]]]:
+    """Return a maker of seeded prompts of given lengths."""
+    import random
+
+    def make(*lengths: int, vocab: int = VOCAB, seed: int = 0) -> list[list[int]]:
+        rng = random.Random(seed)
+        return [[rng.randrange(3, vocab) for _ in range(length)] for length in lengths]
+
+    return make
