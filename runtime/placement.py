@@ -1,0 +1,163 @@
+"""Ray for placement: start it or join it, reserve one bundle per stage, say what is missing.
+
+A bundle that no node can hold stays pending for ever without a word, so every reservation is
+checked against the nodes first and has a deadline.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+
+from llmpq.cluster import Cluster
+from llmpq.device_spec import device_specs
+from llmpq.errors import StageLostError
+from llmpq.plan import Plan, StagePlan
+
+LOCAL_HOST = "127.0.0.1"
+_CPU_SHARE = 0.001
+"""CPU a CPU stage's bundle asks for: a bundle may not be empty, and stages may share cores."""
+
+
+@contextmanager
+def ray_cluster(address: str | None) -> Iterator[None]:
+    """Join the Ray at `address`, or start one on 127.0.0.1 that ends with the block.
+
+    A Ray this process has joined before is used and left running.
+    """
+    if ray.is_initialized():
+        yield
+        return
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    common: dict[str, Any] = {
+        "log_to_driver": False,
+        "logging_level": logging.ERROR,
+        "namespace": "llmpq",
+    }
+    try:
+        if address is not None:
+            ray.init(address=address, **common)
+        else:
+            ray.init(
+                include_dashboard=False,
+                object_store_memory=80 * 2**20,
+                _node_ip_address=LOCAL_HOST,
+                **common,
+            )
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        where = f"at '{address}'" if address is not None else "on this machine"
+        raise StageLostError(
+            f"could not {'join' if address else 'start'} Ray {where}: {error}; check it with: "
+            "ray status"
+        ) from None
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def bundle_of(stage: StagePlan) -> dict[str, float]:
+    """Return the resources of a stage's bundle: a GPU, or a token share of a CPU."""
+    if is_cpu(stage):
+        return {"CPU": _CPU_SHARE}
+    return {"GPU": 1, "CPU": _CPU_SHARE}
+
+
+def is_cpu(stage: StagePlan) -> bool:
+    """Whether a stage runs on the host's cores."""
+    spec = device_specs().get(stage.kind)
+    return stage.threads is not None or (spec is not None and spec.is_cpu)
+
+
+def reserve(plan: Plan, cluster: Cluster | None, *, timeout_s: float) -> PlacementGroup:
+    """Reserve one bundle per stage, in stage order; `StageLostError` names what is missing."""
+    bundles = [bundle_of(stage) for stage in plan.stages]
+    selectors = [_labels(cluster, stage) for stage in plan.stages]
+    _check_resources(plan, selectors)
+    group = placement_group(
+        bundles, strategy="PACK", bundle_label_selector=selectors if any(selectors) else None
+    )
+    if not group.wait(timeout_seconds=timeout_s):
+        remove_placement_group(group)
+        raise StageLostError(
+            f"the {len(bundles)} stages could not be placed within {timeout_s:.0f} s: "
+            f"{_wanted(plan, selectors)}; {_offered()}. Add nodes, free resources "
+            "or re-plan with llmpq-algo --cluster"
+        )
+    return group
+
+
+def _labels(cluster: Cluster | None, stage: StagePlan) -> dict[str, str]:
+    if cluster is None:
+        return {}
+    for node in cluster.nodes:
+        if node.name == stage.node:
+            return dict(node.labels)
+    return {}
+
+
+def _check_resources(plan: Plan, selectors: Sequence[Mapping[str, str]]) -> None:
+    """Refuse at once what the cluster as a whole does not have."""
+    gpus_wanted = sum(not is_cpu(stage) for stage in plan.stages)
+    gpus = int(ray.cluster_resources().get("GPU", 0))
+    if gpus_wanted > gpus:
+        names = ", ".join(stage.device for stage in plan.stages if not is_cpu(stage))
+        raise StageLostError(
+            f"the plan needs {gpus_wanted} GPUs ({names}), Ray's cluster has {gpus}; add nodes "
+            "with: ray start --address HOST:PORT, or re-plan for the devices there are"
+        )
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    for stage, wanted in zip(plan.stages, selectors, strict=True):
+        if wanted and not any(wanted.items() <= node.get("Labels", {}).items() for node in alive):
+            raise StageLostError(
+                f"stage {stage.device} needs a node with labels {dict(wanted)}, none of the "
+                f"{len(alive)} nodes has them; start it with: ray start --address HOST:PORT "
+                f"--labels {','.join(f'{k}={v}' for k, v in wanted.items())}"
+            )
+
+
+def _wanted(plan: Plan, selectors: Sequence[Mapping[str, str]]) -> str:
+    parts = []
+    for stage, labels in zip(plan.stages, selectors, strict=True):
+        what = "a CPU" if is_cpu(stage) else "1 GPU"
+        parts.append(f"{stage.device} needs {what}" + (f" on {dict(labels)}" if labels else ""))
+    return ", ".join(parts)
+
+
+def _offered() -> str:
+    total, free = ray.cluster_resources(), ray.available_resources()
+    return "; ".join(
+        f"{name}: {free.get(name, 0):g} free of {total.get(name, 0):g}" for name in ("CPU", "GPU")
+    )
+
+
+def listening_socket(host: str, port: int) -> socket.socket:
+    """Bind a listening socket on this host only; port 0 lets the system choose."""
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise StageLostError(
+            f"cannot listen on {host}:{port} ({error.strerror}); choose another --master_port"
+        ) from None
+    listener.listen()
+    return listener
+
+
+def loopback_interface() -> str:
+    """Return the name of the loopback network interface."""
+    for _, name in socket.if_nameindex():
+        if name.startswith("lo"):
+            return name
+    return "lo"

@@ -1,0 +1,94 @@
+"""One request on its way through the engine, and the micro-batches it travels in.
+
+Knows nothing of devices or text: tokens in, tokens out. Standard library only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Literal
+
+from llmpq.runtime.sampling_params import SamplingParams
+
+FinishReason = Literal["stop", "length"]
+
+
+class StepKind(IntEnum):
+    """What a micro-batch does; the number travels in message headers and names trace events."""
+
+    STOP = 0
+    PREFILL = 1
+    DECODE = 2
+    DRAFT = 3
+    VERIFY = 4
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Request:
+    """A prompt and what has been generated for it so far."""
+
+    id: int
+    prompt: tuple[int, ...]
+    max_new: int
+    stop_ids: frozenset[int] = frozenset()
+    stop_texts: tuple[str, ...] = ()
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    slot: int = -1
+    """KV slot while running, -1 otherwise."""
+    output: list[int] = field(default_factory=list)
+    drafts: list[int] = field(default_factory=list)
+    """Tokens proposed after `output` and not verified yet."""
+    finish_reason: FinishReason | None = None
+
+    @property
+    def num_cached(self) -> int:
+        """Tokens whose KV is final: all but the newest one."""
+        return len(self.prompt) + len(self.output) - 1
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that may still be generated."""
+        return self.max_new - len(self.output)
+
+
+@dataclass(eq=False, slots=True)
+class Round:
+    """The steps one group of decoding requests takes together: drafts, then a verify.
+
+    Plain decoding is the round of one step (`gamma` 0).
+    """
+
+    requests: list[Request]
+    gamma: int = 0
+    drafts_done: int = 0
+
+    @property
+    def next_kind(self) -> StepKind:
+        """The kind of the round's next micro-batch."""
+        if self.gamma == 0:
+            return StepKind.DECODE
+        return StepKind.DRAFT if self.drafts_done < self.gamma else StepKind.VERIFY
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MicroBatch:
+    """One unit of work for the pipeline: `tokens[b]` are the new tokens of `requests[b]`."""
+
+    seq: int
+    kind: StepKind
+    requests: list[Request]
+    starts: list[int]
+    """Tokens in each request's cache before this step."""
+    tokens: list[list[int]]
+    round: Round | None = None
+
+    @property
+    def q_len(self) -> int:
+        """Width of the padded token table."""
+        return max(len(tokens) for tokens in self.tokens)
+
+    @property
+    def max_end(self) -> int:
+        """Longest cache after this step."""
+        return max(s + len(t) for s, t in zip(self.starts, self.tokens, strict=True))

@@ -1,0 +1,261 @@
+"""Decides the next micro-batch: which requests, which phase, which KV slots. Pure Python.
+
+Continuous batching as in ORCA (OSDI 2022): a request joins as soon as a slot is free and leaves
+the moment it ends. LLM-PQ's offline job is the special case of all requests present at the start:
+prompts run in micro-batches of `prefill_microbatch`, tokens in micro-batches of
+`decode_microbatch`, both from the plan, several in flight so that every stage has work.
+
+The caller asks `next_micro_batch()` as often as it likes and reports each result, in the order the
+micro-batches were issued, with `complete()`. Knows nothing of devices, text or time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from typing import Literal, Protocol
+
+from llmpq.runtime.request import MicroBatch, Request, Round, StepKind
+
+MAX_PADDING = 0.5
+"""Prompts share a prefill micro-batch while at most this share of its tokens is padding."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What the plan allows: slots, lengths and micro-batch sizes."""
+
+    num_slots: int
+    prompt_len: int
+    """Longest prompt the plan's memory was computed for."""
+    max_len: int
+    """Tokens one KV slot holds."""
+    prefill_microbatch: int
+    decode_microbatch: int
+    batching: Literal["continuous", "static"] = "continuous"
+    """`static` refills slots only when every running request has ended (for comparison)."""
+
+    def check(self, request: Request) -> None:
+        """Raise `ValueError` if a request can never run under these limits."""
+        length = len(request.prompt)
+        if length == 0:
+            raise ValueError("the prompt has no tokens; expected at least one")
+        if length > self.prompt_len:
+            raise ValueError(
+                f"the prompt has {length} tokens, the plan was made for prompts of at most "
+                f"{self.prompt_len}; re-plan with llmpq-algo --s {length}"
+            )
+        if request.max_new < 1:
+            raise ValueError(f"max_tokens must be at least 1, got {request.max_new}")
+        if length + request.max_new - 1 > self.max_len:
+            raise ValueError(
+                f"a prompt of {length} tokens and {request.max_new} new ones need "
+                f"{length + request.max_new - 1} cache positions, the plan has {self.max_len} a "
+                f"slot; ask for at most {self.max_len - length + 1} tokens or re-plan with a "
+                "larger --n"
+            )
+
+
+class Drafter(Protocol):
+    """Chooses how many tokens a group drafts before it verifies, and may supply them itself."""
+
+    def gamma(self, requests: Sequence[Request]) -> int:
+        """Return the draft length for a group; 0 means plain decoding."""
+        ...
+
+    def propose(self, request: Request, gamma: int) -> list[int] | None:
+        """Return up to `gamma` tokens found without the model, None if the model drafts."""
+        ...
+
+    def observe(self, num_drafted: int, num_accepted: int) -> None:
+        """Take note of one request's verify."""
+        ...
+
+
+class Scheduler:
+    """Continuous batching over the KV slots of a plan."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        *,
+        drafter: Drafter | None = None,
+        ends_in_stop_text: Callable[[Request], bool] | None = None,
+    ) -> None:
+        self.limits = limits
+        self._drafter = drafter
+        self._ends_in_stop_text = ends_in_stop_text
+        self._waiting: deque[Request] = deque()
+        self._ready: deque[Request] = deque()
+        self._resumable: deque[Round] = deque()
+        self._free_slots = list(range(limits.num_slots))
+        self._seq = 0
+        self._joining = 0
+        self._rounds = 0
+        self._rows_in_rounds = 0
+        self.generated_tokens = 0
+        """Tokens appended to all requests so far."""
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that have no slot yet."""
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold a slot."""
+        return self.limits.num_slots - len(self._free_slots)
+
+    @property
+    def idle(self) -> bool:
+        """Whether every submitted request has ended."""
+        return not self._waiting and self.num_running == 0
+
+    def submit(self, request: Request) -> None:
+        """Queue a request, first come first served; `ValueError` if it can never run."""
+        self.limits.check(request)
+        self._waiting.append(request)
+
+    def next_micro_batch(self) -> MicroBatch | None:
+        """Return the next unit of work, or None until another one completes."""
+        if self._resumable:
+            return self._continue_round(self._resumable.popleft())
+        if self._waiting and self._may_refill():
+            return self._prefill()
+        size = self._decode_group_size()
+        if size == 0:
+            return None
+        group = [self._ready.popleft() for _ in range(size)]
+        group.sort(key=lambda request: request.slot)  # neighbouring slots are read in place
+        return self._start_round(group)
+
+    def complete(self, micro_batch: MicroBatch, tokens: Sequence[Sequence[int]]) -> list[Request]:
+        """Take the new tokens of each row; return the requests that ended, their slots free."""
+        round_ = micro_batch.round
+        if micro_batch.kind is StepKind.DRAFT:
+            assert round_ is not None
+            for request, drafted in zip(micro_batch.requests, tokens, strict=True):
+                request.drafts.extend(drafted)
+            round_.drafts_done += 1
+            self._resumable.append(round_)
+            return []
+        if round_ is None:
+            self._joining -= len(micro_batch.requests)
+        else:
+            self._rounds -= 1
+            self._rows_in_rounds -= len(round_.requests)
+        finished = []
+        for request, new in zip(micro_batch.requests, tokens, strict=True):
+            if micro_batch.kind is StepKind.VERIFY and self._drafter is not None:
+                self._drafter.observe(len(request.drafts), len(new) - 1)
+            request.drafts.clear()
+            if self._append(request, new):
+                finished.append(request)
+            else:
+                self._ready.append(request)
+        return finished
+
+    def _may_refill(self) -> bool:
+        if not self._free_slots:
+            return False
+        static = self.limits.batching == "static"
+        return not static or self.num_running == self._joining
+
+    def _prefill(self) -> MicroBatch:
+        """Take waiting requests in order while slots, the plan's size and padding allow."""
+        group: list[Request] = []
+        longest = total = 0
+        while self._waiting and self._free_slots and len(group) < self.limits.prefill_microbatch:
+            length = len(self._waiting[0].prompt)
+            longest, total = max(longest, length), total + length
+            if group and total < (1 - MAX_PADDING) * longest * (len(group) + 1):
+                break
+            request = self._waiting.popleft()
+            request.slot = heappop(self._free_slots)
+            group.append(request)
+        self._joining += len(group)
+        return self._issue(
+            StepKind.PREFILL, group, [0] * len(group), [list(r.prompt) for r in group], None
+        )
+
+    def _decode_group_size(self) -> int:
+        """Return how many ready requests decode next; 0 to wait for others to join them.
+
+        The requests that can decode are split evenly into as few groups as the plan's micro-batch
+        allows, and no more groups than that are in flight, so that groups that shrink merge.
+        Prompts in flight are worth waiting for when they would at least double the group.
+        """
+        ready = len(self._ready)
+        decodable = ready + self._rows_in_rounds + self._joining
+        num_groups = -(-decodable // self.limits.decode_microbatch)
+        if ready == 0 or self._rounds >= num_groups:
+            return 0
+        size = -(-decodable // num_groups)
+        if ready < size and self._joining >= ready:
+            return 0
+        return min(ready, size)
+
+    def _start_round(self, requests: list[Request]) -> MicroBatch:
+        gamma = self._drafter.gamma(requests) if self._drafter is not None else 0
+        gamma = min(gamma, max(request.remaining for request in requests) - 1)
+        round_ = Round(requests, gamma)
+        self._rounds += 1
+        self._rows_in_rounds += len(requests)
+        if gamma > 0 and self._drafter is not None:
+            self._propose(round_, self._drafter)
+        return self._continue_round(round_)
+
+    def _propose(self, round_: Round, drafter: Drafter) -> None:
+        """Take drafts that need no model; a group without any decodes plainly."""
+        modelless = False
+        for request in round_.requests:
+            proposed = drafter.propose(request, min(round_.gamma, request.remaining - 1))
+            if proposed is not None:
+                modelless = True
+                request.drafts.extend(proposed)
+        if modelless:
+            round_.gamma = max(len(request.drafts) for request in round_.requests)
+            round_.drafts_done = round_.gamma
+
+    def _continue_round(self, round_: Round) -> MicroBatch:
+        kind, requests = round_.next_kind, round_.requests
+        if kind is StepKind.DRAFT:
+            requests = [r for r in requests if r.remaining - 1 > round_.drafts_done]
+            tokens = [[r.drafts[-1] if r.drafts else r.output[-1]] for r in requests]
+            starts = [r.num_cached + round_.drafts_done for r in requests]
+        else:
+            tokens = [[r.output[-1], *r.drafts] for r in requests]
+            starts = [r.num_cached for r in requests]
+        return self._issue(kind, requests, starts, tokens, round_)
+
+    def _issue(
+        self,
+        kind: StepKind,
+        requests: list[Request],
+        starts: list[int],
+        tokens: list[list[int]],
+        round_: Round | None,
+    ) -> MicroBatch:
+        self._seq += 1
+        return MicroBatch(self._seq, kind, requests, starts, tokens, round_)
+
+    def _append(self, request: Request, new: Sequence[int]) -> bool:
+        """Append tokens up to the first stop or the limit; free the slot if the request ended."""
+        for token in new:
+            request.output.append(token)
+            self.generated_tokens += 1
+            if token in request.stop_ids or (
+                request.stop_texts
+                and self._ends_in_stop_text is not None
+                and self._ends_in_stop_text(request)
+            ):
+                request.finish_reason = "stop"
+            elif request.remaining == 0:
+                request.finish_reason = "length"
+            if request.finish_reason is not None:
+                heappush(self._free_slots, request.slot)
+                request.slot = -1
+                return True
+        return False

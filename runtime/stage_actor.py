@@ -1,0 +1,227 @@
+"""One stage as a Ray actor: loads its slice, joins the others, runs its loop, answers the driver.
+
+The driver starts it, watches it and reads results; between stages nothing passes through Ray. The
+loop runs in one of the actor's threads while others answer `poll` and `health`.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import socket
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from llmpq.device_spec import canonical_kind
+from llmpq.errors import PlanMismatchError
+from llmpq.model_spec import ModelSpec
+from llmpq.plan import Plan, StagePlan
+from llmpq.runtime.loader import CheckpointSource
+from llmpq.runtime.placement import is_cpu, listening_socket, loopback_interface
+from llmpq.runtime.request import Request
+from llmpq.runtime.sampling_params import SamplingParams
+from llmpq.runtime.scheduler import Limits, Scheduler
+from llmpq.runtime.stage_compute import StageCompute, build_stage
+from llmpq.runtime.stage_loop import FirstStage, Mailbox, max_in_flight, run_following_stage
+from llmpq.runtime.stage_model import DTYPES
+from llmpq.runtime.trace import Recorder
+from llmpq.runtime.transport import GlooTransport, join_gloo
+
+WARM_UP_TOKENS = 16
+JOIN_LIMIT = datetime.timedelta(seconds=60)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageSettings:
+    """What a stage needs to know beyond the plan."""
+
+    model_dir: str
+    trace: bool = False
+    batching: str = "continuous"
+
+
+def limits_of(plan: Plan, batching: str = "continuous") -> Limits:
+    """Return the scheduler's limits under a plan."""
+    assert batching in ("continuous", "static")
+    return Limits(
+        num_slots=plan.workload.batch,
+        prompt_len=plan.workload.prompt_len,
+        max_len=plan.workload.max_len,
+        prefill_microbatch=plan.prefill_microbatch,
+        decode_microbatch=plan.decode_microbatch,
+        batching="static" if batching == "static" else "continuous",
+    )
+
+
+class StageActor:
+    """Holds one stage; every method answers with plain values or JSON text."""
+
+    def __init__(self, index: int, plan_json: str, settings: dict[str, Any]) -> None:
+        self._index = index
+        self._plan = Plan.parse_data(json.loads(plan_json), where="plan")
+        self._settings = StageSettings(**settings)
+        self._recorder = Recorder(keep_events=self._settings.trace)
+        self._mailbox = Mailbox()
+        self._compute: StageCompute | None = None
+        self._listener: socket.socket | None = None
+        self._store: dist.Store | None = None
+
+    @property
+    def _stage(self) -> StagePlan:
+        return self._plan.stages[self._index]
+
+    def identity(self) -> dict[str, Any]:
+        """Return the process and host of this stage."""
+        return {"pid": os.getpid(), "host": socket.gethostname()}
+
+    def load(self) -> dict[str, Any]:
+        """Check the device, load the stage's slice, warm it up; returns what it allocated."""
+        self._use_threads()
+        device = self._device()
+        spec = ModelSpec.from_directory(self._settings.model_dir)
+        self._plan.require_model(spec)
+        source = CheckpointSource(self._settings.model_dir, spec)
+        self._compute, report = build_stage(self._plan, self._index, spec, source, device)
+        workload = self._plan.workload
+        rows = min(self._plan.decode_microbatch, workload.batch)
+        self._compute.warm_up(rows, min(WARM_UP_TOKENS, workload.prompt_len, workload.max_len))
+        return asdict(report)
+
+    def open_rendezvous(self, host: str, port: int) -> int:
+        """Open the meeting point of the stages (first stage only) and return its port."""
+        self._listener = listening_socket(host, port)
+        port = int(self._listener.getsockname()[1])
+        self._store = dist.TCPStore(
+            host,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=JOIN_LIMIT,
+            master_listen_fd=self._listener.detach(),
+        )
+        return port
+
+    def join(self, host: str, port: int) -> None:
+        """Join the stages' process group."""
+        if host.startswith("127."):
+            os.environ["GLOO_SOCKET_IFNAME"] = loopback_interface()
+        store = self._store or dist.TCPStore(host, port, is_master=False, timeout=JOIN_LIMIT)
+        self._store = store
+        join_gloo(dist.PrefixStore("stages", store), self._index, len(self._plan.stages))
+
+    def run(self) -> None:
+        """Run the stage's loop until the job ends."""
+        self._use_threads()
+        assert self._compute is not None
+        num_stages = len(self._plan.stages)
+        transport = self._transport() if num_stages > 1 else None
+        if self._index == 0:
+            scheduler = Scheduler(limits_of(self._plan, self._settings.batching))
+            FirstStage(
+                scheduler,
+                self._compute,
+                transport,
+                self._mailbox,
+                self._recorder,
+                num_stages=num_stages,
+            ).run()
+        else:
+            assert transport is not None
+            last = self._index == num_stages - 1
+            run_following_stage(self._compute, transport, self._recorder, last=last)
+
+    def submit(self, requests_json: str) -> None:
+        """Queue requests (first stage only)."""
+        for fields in json.loads(requests_json):
+            self._mailbox.requests.put(read_request(fields))
+
+    def finish_submitting(self) -> None:
+        """Let the loop end once all submitted requests have."""
+        self._mailbox.requests.put(None)
+
+    def poll(self, timeout_s: float) -> str:
+        """Return requests that ended since the last poll, and counters."""
+        finished = self._mailbox.collect(timeout_s)
+        return json.dumps(
+            {
+                "finished": [asdict(request) for request in finished],
+                "progress": asdict(self._mailbox.progress),
+            }
+        )
+
+    def health(self) -> dict[str, Any]:
+        """Return what the loop is doing and for how long."""
+        current = self._recorder.current
+        return {
+            "kind": current[0] if current is not None else None,
+            "stuck_s": self._recorder.stuck_s(),
+        }
+
+    def record(self) -> str:
+        """Return what the stage recorded."""
+        return self._recorder.record().to_json()
+
+    def _transport(self) -> GlooTransport:
+        assert self._compute is not None
+        max_rows = max(self._plan.prefill_microbatch, self._plan.decode_microbatch)
+        return GlooTransport(
+            hidden=self._compute.model.spec.hidden,
+            dtype=DTYPES[self._plan.workload.dtype],
+            max_rows=max_rows,
+            max_pending=3 * max_in_flight(len(self._plan.stages)),
+        )
+
+    def _use_threads(self) -> None:
+        """Set the plan's number of threads; OpenMP keeps it per thread, so each caller must."""
+        if self._stage.threads is not None and torch.get_num_threads() != self._stage.threads:
+            torch.set_num_threads(self._stage.threads)
+
+    def _device(self) -> torch.device:
+        """Return the device Ray gave this actor, or refuse a plan made for another kind."""
+        stage = self._stage
+        if is_cpu(stage):
+            return torch.device("cpu")
+        if not torch.cuda.is_available():
+            raise PlanMismatchError(
+                f"stage {stage.device} was planned for {stage.kind}, host {socket.gethostname()} "
+                "offers this process no GPU; re-plan with llmpq-algo --cluster"
+            )
+        found = torch.cuda.get_device_name(0)
+        try:
+            kind = canonical_kind(found)
+        except ValueError:
+            kind = found
+        if kind != stage.kind:
+            raise PlanMismatchError(
+                f"stage {stage.device} was planned for {stage.kind}, got '{found}' on host "
+                f"{socket.gethostname()}; re-plan with llmpq-algo --cluster"
+            )
+        return torch.device("cuda", 0)
+
+
+def write_request(request: Request) -> dict[str, Any]:
+    """Return a request's fields as JSON data."""
+    return {
+        "id": request.id,
+        "prompt": list(request.prompt),
+        "max_new": request.max_new,
+        "stop_ids": sorted(request.stop_ids),
+        "stop_texts": list(request.stop_texts),
+        "sampling": asdict(request.sampling),
+    }
+
+
+def read_request(fields: dict[str, Any]) -> Request:
+    """Return the request `write_request` wrote."""
+    return Request(
+        id=fields["id"],
+        prompt=tuple(fields["prompt"]),
+        max_new=fields["max_new"],
+        stop_ids=frozenset(fields["stop_ids"]),
+        stop_texts=tuple(fields["stop_texts"]),
+        sampling=SamplingParams(**fields["sampling"]),
+    )

@@ -1,0 +1,153 @@
+"""The arithmetic of one stage of a plan: its slice of the model, its KV cache, its sampler."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from llmpq.errors import DoesNotFitError
+from llmpq.model_spec import ModelSpec
+from llmpq.plan import Plan
+from llmpq.precision import KVPrecision
+from llmpq.runtime.kv_cache import KVCache, PlainKVCache
+from llmpq.runtime.loader import TensorSource
+from llmpq.runtime.message import StepMessage
+from llmpq.runtime.request import StepKind
+from llmpq.runtime.sampling import sample
+from llmpq.runtime.sampling_params import SamplingParams
+from llmpq.runtime.stage_model import DTYPES, StageModel
+from llmpq.runtime.step import Step
+from llmpq.units import format_size
+
+MEMORY_TOLERANCE = 0.05
+"""Weights and KV cache may differ from the plan's prediction by this share."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadReport:
+    """What a stage allocated."""
+
+    weights_bytes: int
+    """Layers, and embedding and head where the stage has them."""
+    kv_bytes: int
+    seconds: float
+
+
+class StageCompute:
+    """One stage, ready to run micro-batches."""
+
+    def __init__(
+        self, model: StageModel, kv: KVCache, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self.model, self.kv, self._device, self._dtype = model, kv, device, dtype
+
+    @torch.inference_mode()
+    def run(self, message: StepMessage, hidden_BQH: Tensor | None) -> Tensor:
+        """Return hidden states on the host, or on the last stage the table of sampled tokens."""
+        step = message.step(self._device)
+        x = message.tokens_BQ() if hidden_BQH is None else hidden_BQH
+        output = self.model(x.to(self._device), step, self.kv)
+        if self.model.head is None:
+            return output.cpu()
+        return self._pick(output, step, message).cpu()
+
+    def _pick(self, hidden_BQH: Tensor, step: Step, message: StepMessage) -> Tensor:
+        logits_BV = self.model.logits(hidden_BQH, step)
+        return sample(logits_BV, message.sampling, message.sample_steps)[:, None]
+
+    def warm_up(self, rows: int, prompt_len: int) -> None:
+        """Run one small step of each phase through slot 0 on, so that first times count as others.
+
+        What it leaves in the cache is overwritten by the first prompts.
+        """
+        for kind, start, q_len in ((StepKind.PREFILL, 0, prompt_len), (StepKind.DECODE, 0, 1)):
+            message = StepMessage(
+                kind=kind,
+                slots=range(rows),
+                starts=[start] * rows,
+                num_new=[q_len] * rows,
+                sample_steps=[0] * rows,
+                sampling=[SamplingParams()] * rows,
+                tokens=[[0] * q_len] * rows,
+            )
+            hidden = None
+            if self.model.embedding is None:
+                hidden = torch.zeros((rows, q_len, self.model.spec.hidden), dtype=self._dtype)
+            self.run(message, hidden)
+
+
+def build_stage(
+    plan: Plan, index: int, spec: ModelSpec, source: TensorSource, device: torch.device
+) -> tuple[StageCompute, LoadReport]:
+    """Load a stage's slice and allocate its cache; `DoesNotFitError` if the plan foresaw otherwise."""
+    stage, last = plan.stages[index], index == len(plan.stages) - 1
+    dtype = DTYPES[plan.workload.dtype]
+    started_s = time.perf_counter()
+    try:
+        model = StageModel.build(
+            spec,
+            range(*stage.layers),
+            stage.precisions,
+            first=index == 0,
+            last=last,
+            dtype=dtype,
+            device=device,
+            scheme=plan.quantization.settings().scheme,
+            source=source,
+        )
+        kv = build_cache(plan, spec, stage.num_layers, dtype, device)
+    except torch.OutOfMemoryError as error:
+        raise DoesNotFitError(
+            f"stage {stage.device} ran out of memory while loading layers {stage.layers[0]} to "
+            f"{stage.layers[1]}: {error}; re-plan with a larger reserve for this device"
+        ) from None
+    report = LoadReport(
+        weights_bytes=model.weight_nbytes,
+        kv_bytes=kv.nbytes,
+        seconds=time.perf_counter() - started_s,
+    )
+    check_memory(plan, index, report)
+    return StageCompute(model, kv, device, dtype), report
+
+
+def build_cache(
+    plan: Plan, spec: ModelSpec, num_layers: int, dtype: torch.dtype, device: torch.device
+) -> KVCache:
+    """Allocate the KV slots of one stage, as many and as long as the plan says."""
+    workload = plan.workload
+    if workload.kv is not KVPrecision.KV16:
+        raise ValueError(f"a {workload.kv.value} cache is not available; re-plan with kv16")
+    return PlainKVCache(
+        spec,
+        num_layers=num_layers,
+        slots=workload.batch,
+        max_len=workload.max_len,
+        dtype=dtype,
+        device=device,
+    )
+
+
+def check_memory(plan: Plan, index: int, report: LoadReport) -> None:
+    """Compare what was allocated with what the plan predicts, within `MEMORY_TOLERANCE`."""
+    stage = plan.stages[index]
+    if stage.memory is None:
+        return
+    parts = (
+        (
+            "weights",
+            report.weights_bytes,
+            stage.memory.weights_bytes + stage.memory.embedding_bytes,
+        ),
+        ("KV cache", report.kv_bytes, stage.memory.kv_bytes),
+    )
+    for name, got, predicted in parts:
+        if abs(got - predicted) > MEMORY_TOLERANCE * predicted:
+            raise DoesNotFitError(
+                f"stage {stage.device}: the {name} of layers {stage.layers[0]} to "
+                f"{stage.layers[1]} take {format_size(got)}, the plan predicts "
+                f"{format_size(predicted)} (tolerance {MEMORY_TOLERANCE:.0%}); re-plan with this "
+                "version of llmpq-algo"
+            )

@@ -1,0 +1,219 @@
+"""The loops that stages run: receive, forward, send.
+
+The first stage also holds the scheduler: it issues micro-batches while it may have more in flight,
+then waits for the oldest one's tokens. Knows nothing of Ray or processes; the links are a
+`Transport`, so the same loops run as actors and as threads of one process.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+from llmpq.runtime.message import STOP, StepMessage, describe
+from llmpq.runtime.request import MicroBatch, Request, StepKind
+from llmpq.runtime.scheduler import Scheduler
+from llmpq.runtime.trace import Recorder
+from llmpq.runtime.transport import Transport
+
+
+class Compute(Protocol):
+    """The arithmetic of one stage."""
+
+    def run(self, message: StepMessage, hidden_BQH: Tensor | None) -> Tensor:
+        """Return hidden states, or on the last stage the result table of sampled tokens."""
+        ...
+
+
+def max_in_flight(num_stages: int) -> int:
+    """Return how many micro-batches may be under way: each stage computes one and queues one."""
+    return 1 if num_stages == 1 else 2 * num_stages
+
+
+def result_width(kind: StepKind, q_len: int) -> int:
+    """Return the columns of a result: one token, or for a verify a count and up to Q tokens."""
+    return 1 + q_len if kind is StepKind.VERIFY else 1
+
+
+def result_tokens(kind: StepKind, result_BK: Tensor) -> list[list[int]]:
+    """Return the new tokens of each row."""
+    rows: list[list[int]] = result_BK.tolist()
+    if kind is StepKind.VERIFY:
+        return [row[1 : 1 + row[0]] for row in rows]
+    return rows
+
+
+def run_following_stage(
+    compute: Compute, transport: Transport, recorder: Recorder, *, last: bool
+) -> None:
+    """Serve every stage but the first until STOP passes through."""
+    while True:
+        message, hidden_BQH = transport.receive_step()
+        if message.kind is StepKind.STOP:
+            break
+        with recorder.step(message.kind, message.seq, message.num_rows, message.q_len):
+            output = compute.run(message, hidden_BQH)
+        if last:
+            transport.send_tokens(output)
+        else:
+            transport.send_step(message, output)
+    if not last:
+        transport.send_step(STOP, None)
+    transport.close()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finished:
+    """A request that ended, with its times since it was submitted."""
+
+    id: int
+    tokens: list[int]
+    finish_reason: str
+    first_token_s: float
+    total_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """Counters of a running job."""
+
+    waiting: int = 0
+    running: int = 0
+    finished: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    phase: str = "idle"
+
+
+@dataclass
+class Mailbox:
+    """Where the driver's threads and the first stage's loop meet."""
+
+    requests: queue.Queue[Request | None] = field(default_factory=queue.Queue)
+    """Submissions; None closes: the loop ends when all submitted requests have ended."""
+    finished: deque[Finished] = field(default_factory=deque)
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    progress: Progress = field(default_factory=Progress)
+
+    def collect(self, timeout_s: float) -> list[Finished]:
+        """Return requests that ended since the last call, waiting up to `timeout_s` for one."""
+        with self.changed:
+            if not self.finished:
+                self.changed.wait(timeout_s)
+            done = list(self.finished)
+            self.finished.clear()
+            return done
+
+
+class FirstStage:
+    """The loop of the first stage; with one stage it is the whole engine."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        compute: Compute,
+        transport: Transport | None,
+        mailbox: Mailbox,
+        recorder: Recorder,
+        *,
+        num_stages: int,
+    ) -> None:
+        assert (transport is None) == (num_stages == 1)
+        self._scheduler, self._compute, self._transport = scheduler, compute, transport
+        self._mailbox, self._recorder = mailbox, recorder
+        self._max_in_flight = max_in_flight(num_stages)
+        self._in_flight: deque[tuple[MicroBatch, Tensor | None]] = deque()
+        self._closed = False
+        self._submitted_s: dict[int, float] = {}
+        self._first_token_s: dict[int, float] = {}
+        self._num_finished = self._prompt_tokens = 0
+
+    def run(self) -> None:
+        """Serve requests until the mailbox is closed and all of them have ended."""
+        while True:
+            self._take_submissions(wait=self._scheduler.idle and not self._in_flight)
+            while len(self._in_flight) < self._max_in_flight:
+                micro_batch = self._scheduler.next_micro_batch()
+                if micro_batch is None:
+                    break
+                self._issue(micro_batch)
+            if self._in_flight:
+                self._finish_oldest()
+            elif self._closed and self._scheduler.idle:
+                break
+        if self._transport is not None:
+            self._transport.send_step(STOP, None)
+            self._transport.close()
+
+    def _take_submissions(self, *, wait: bool) -> None:
+        """Move submitted requests to the scheduler, waiting for one if there is nothing to do."""
+        while not self._closed:
+            try:
+                request = self._mailbox.requests.get(block=wait)
+            except queue.Empty:
+                return
+            wait = False
+            if request is None:
+                self._closed = True
+                return
+            self._submitted_s[request.id] = time.perf_counter()
+            self._scheduler.submit(request)
+
+    def _issue(self, micro_batch: MicroBatch) -> None:
+        message = describe(micro_batch)
+        with self._recorder.step(message.kind, message.seq, message.num_rows, message.q_len):
+            output = self._compute.run(message, None)
+        if self._transport is None:
+            self._in_flight.append((micro_batch, output))
+        else:
+            self._transport.send_step(message, output)
+            self._in_flight.append((micro_batch, None))
+
+    def _finish_oldest(self) -> None:
+        micro_batch, result_BK = self._in_flight.popleft()
+        kind = micro_batch.kind
+        if result_BK is None:
+            assert self._transport is not None
+            width = result_width(kind, micro_batch.q_len)
+            result_BK = self._transport.receive_tokens(len(micro_batch.requests), width)
+        finished = self._scheduler.complete(micro_batch, result_tokens(kind, result_BK))
+        now_s = time.perf_counter()
+        if kind is StepKind.PREFILL:
+            self._prompt_tokens += sum(len(tokens) for tokens in micro_batch.tokens)
+            for request in micro_batch.requests:
+                self._first_token_s[request.id] = now_s
+        self._publish(kind, finished, now_s)
+
+    def _publish(self, kind: StepKind, finished: Sequence[Request], now_s: float) -> None:
+        done = []
+        for request in finished:
+            submitted_s = self._submitted_s.pop(request.id)
+            done.append(
+                Finished(
+                    id=request.id,
+                    tokens=request.output,
+                    finish_reason=request.finish_reason or "length",
+                    first_token_s=self._first_token_s.pop(request.id) - submitted_s,
+                    total_s=now_s - submitted_s,
+                )
+            )
+        self._num_finished += len(done)
+        with self._mailbox.changed:
+            self._mailbox.progress = Progress(
+                waiting=self._scheduler.num_waiting,
+                running=self._scheduler.num_running,
+                finished=self._num_finished,
+                prompt_tokens=self._prompt_tokens,
+                generated_tokens=self._scheduler.generated_tokens,
+                phase=kind.name.lower(),
+            )
+            if done:
+                self._mailbox.finished.extend(done)
+                self._mailbox.changed.notify_all()

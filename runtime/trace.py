@@ -1,0 +1,152 @@
+"""What each stage did when: totals for the report, and events for a Chrome/Perfetto trace.
+
+Standard library only. Times are seconds since the epoch, so that processes of one host line up.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from llmpq.runtime.request import StepKind
+
+MAX_EVENTS = 200_000
+"""Events one stage keeps; later ones only count in the totals."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One micro-batch on one stage."""
+
+    kind: str
+    seq: int
+    rows: int
+    q_len: int
+    start_s: float
+    end_s: float
+
+
+@dataclass(slots=True)
+class KindTotals:
+    """Sums over the micro-batches of one kind."""
+
+    steps: int = 0
+    rows: int = 0
+    busy_s: float = 0.0
+
+    @property
+    def mean_s(self) -> float | None:
+        """Mean time of one micro-batch, None if there was none."""
+        return self.busy_s / self.steps if self.steps else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageRecord:
+    """Everything one stage recorded, as the driver gets it."""
+
+    totals: Mapping[str, KindTotals]
+    events: Sequence[Event] = ()
+
+    @property
+    def busy_s(self) -> float:
+        """Time the stage computed."""
+        return sum(total.busy_s for total in self.totals.values())
+
+    def to_json(self) -> str:
+        """Write the record as text, the form in which it leaves the stage."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> StageRecord:
+        """Read what `to_json` wrote."""
+        data = json.loads(text)
+        return cls(
+            totals={kind: KindTotals(**total) for kind, total in data["totals"].items()},
+            events=[Event(**event) for event in data["events"]],
+        )
+
+
+@dataclass
+class Recorder:
+    """Records the micro-batches of one stage; used by one thread, read by others."""
+
+    keep_events: bool = False
+    totals: dict[str, KindTotals] = field(default_factory=dict)
+    events: list[Event] = field(default_factory=list)
+    current: tuple[str, float] | None = None
+    """Kind and start of the micro-batch being computed, None while waiting."""
+    _epoch_s: float = field(default_factory=lambda: time.time() - time.perf_counter())
+
+    @contextmanager
+    def step(self, kind: StepKind, seq: int, rows: int, q_len: int) -> Iterator[None]:
+        """Record the block as one micro-batch."""
+        name = kind.name.lower()
+        start_s = time.perf_counter()
+        self.current = (name, start_s)
+        yield
+        end_s = time.perf_counter()
+        self.current = None
+        total = self.totals.setdefault(name, KindTotals())
+        total.steps += 1
+        total.rows += rows
+        total.busy_s += end_s - start_s
+        if self.keep_events and len(self.events) < MAX_EVENTS:
+            start_s, end_s = start_s + self._epoch_s, end_s + self._epoch_s
+            self.events.append(Event(name, seq, rows, q_len, start_s, end_s))
+
+    def stuck_s(self) -> float:
+        """Return how long the micro-batch being computed has been running, 0 while waiting."""
+        current = self.current
+        return 0.0 if current is None else time.perf_counter() - current[1]
+
+    def record(self) -> StageRecord:
+        """Return what was recorded so far."""
+        return StageRecord(totals=dict(self.totals), events=tuple(self.events))
+
+
+_COLOURS = {
+    "prefill": "thread_state_running",
+    "decode": "rail_response",
+    "draft": "rail_animation",
+    "verify": "rail_load",
+}
+
+
+def chrome_trace(stage_names: Sequence[str], records: Sequence[StageRecord]) -> dict[str, Any]:
+    """Return the trace as Chrome's JSON object format: one track per stage."""
+    starts = [event.start_s for record in records for event in record.events]
+    origin_s = min(starts, default=0.0)
+    events: list[dict[str, Any]] = []
+    for pid, (name, record) in enumerate(zip(stage_names, records, strict=True)):
+        events.append({"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}})
+        events.append(
+            {"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": pid}}
+        )
+        events += [
+            {
+                "name": f"{event.kind} x{event.rows}",
+                "cat": event.kind,
+                "cname": _COLOURS.get(event.kind, "generic_work"),
+                "ph": "X",
+                "pid": pid,
+                "tid": 0,
+                "ts": round((event.start_s - origin_s) * 1e6, 3),
+                "dur": round((event.end_s - event.start_s) * 1e6, 3),
+                "args": {"micro_batch": event.seq, "rows": event.rows, "q_len": event.q_len},
+            }
+            for event in record.events
+        ]
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def write_chrome_trace(
+    path: str | Path, stage_names: Sequence[str], records: Sequence[StageRecord]
+) -> None:
+    """Write the trace for chrome://tracing or ui.perfetto.dev."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(json.dumps(chrome_trace(stage_names, records)))

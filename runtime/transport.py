@@ -1,0 +1,171 @@
+"""How stages exchange messages: gloo point-to-point between processes, queues between threads.
+
+Stage i sends headers and hidden states to stage i + 1, the last stage sends sampled tokens to the
+first. Sends never wait for the receiver: gloo's do, and a ring of stages that all wait in a send
+would stand still for ever, so a send keeps its tensors alive until it is known to be complete.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections import deque
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from llmpq.runtime.message import StepMessage, header_size, pack_header, unpack_header
+from llmpq.runtime.request import StepKind
+
+_IDLE_LIMIT = timedelta(hours=24)
+"""A receive may wait this long for work; whether a stage still lives is the driver's to watch."""
+
+
+class Transport(Protocol):
+    """The links of one stage."""
+
+    def send_step(self, message: StepMessage, hidden_BQH: Tensor | None) -> None:
+        """Send a micro-batch to the next stage; a STOP has no hidden states."""
+        ...
+
+    def receive_step(self) -> tuple[StepMessage, Tensor | None]:
+        """Wait for the next micro-batch of the previous stage."""
+        ...
+
+    def send_tokens(self, tokens_BK: Tensor) -> None:
+        """Send sampled tokens from the last stage to the first."""
+        ...
+
+    def receive_tokens(self, rows: int, width: int) -> Tensor:
+        """Wait for the sampled tokens [rows, width] of the oldest micro-batch in flight."""
+        ...
+
+    def close(self) -> None:
+        """Wait until everything sent has arrived, then leave."""
+        ...
+
+
+class GlooTransport:
+    """torch.distributed point-to-point over gloo; the process group is joined already."""
+
+    def __init__(self, *, hidden: int, dtype: torch.dtype, max_rows: int, max_pending: int) -> None:
+        self._rank, self._world = dist.get_rank(), dist.get_world_size()
+        self._hidden, self._dtype = hidden, dtype
+        self._max_rows, self._max_pending = max_rows, max_pending
+        self._pending: deque[tuple[dist.Work, Tensor]] = deque()
+
+    def send_step(self, message: StepMessage, hidden_BQH: Tensor | None) -> None:
+        """Send a micro-batch to the next stage; a STOP has no hidden states."""
+        target = self._rank + 1
+        self._send(pack_header(message, self._max_rows), target)
+        if hidden_BQH is not None:
+            self._send(hidden_BQH, target)
+        if message.kind is StepKind.VERIFY:
+            self._send(message.tokens_BQ(), target)
+
+    def receive_step(self) -> tuple[StepMessage, Tensor | None]:
+        """Wait for the next micro-batch of the previous stage."""
+        source = self._rank - 1
+        header = self._receive((header_size(self._max_rows),), torch.long, source)
+        message = unpack_header(header)
+        if message.kind is StepKind.STOP:
+            return message, None
+        shape = (message.num_rows, message.q_len, self._hidden)
+        hidden_BQH = self._receive(shape, self._dtype, source)
+        if message.kind is StepKind.VERIFY:
+            tokens = self._receive(shape[:2], torch.long, source).tolist()
+            message = with_tokens(message, tokens)
+        return message, hidden_BQH
+
+    def send_tokens(self, tokens_BK: Tensor) -> None:
+        """Send sampled tokens from the last stage to the first."""
+        self._send(tokens_BK, 0)
+
+    def receive_tokens(self, rows: int, width: int) -> Tensor:
+        """Wait for the sampled tokens [rows, width] of the oldest micro-batch in flight."""
+        return self._receive((rows, width), torch.long, self._world - 1)
+
+    def close(self) -> None:
+        """Wait until everything sent has arrived, then leave."""
+        while self._pending:
+            self._pending.popleft()[0].wait()
+
+    def _send(self, tensor: Tensor, target: int) -> None:
+        tensor = tensor.contiguous()
+        work = dist.isend(tensor, target)
+        assert work is not None
+        self._pending.append((work, tensor))
+        # Older sends have been received: no more micro-batches than this are in flight.
+        while len(self._pending) > self._max_pending:
+            self._pending.popleft()[0].wait()
+
+    def _receive(self, shape: tuple[int, ...], dtype: torch.dtype, source: int) -> Tensor:
+        tensor = torch.empty(shape, dtype=dtype)
+        dist.recv(tensor, source)
+        return tensor
+
+
+def with_tokens(message: StepMessage, tokens: list[list[int]]) -> StepMessage:
+    """Return a message with the table of its new tokens, padding cut off."""
+    rows = [row[:n] for row, n in zip(tokens, message.num_new, strict=True)]
+    return replace(message, tokens=rows)
+
+
+@dataclass(frozen=True)
+class Ring:
+    """The queues that connect the threads of one process; the simplest transport."""
+
+    steps: tuple[queue.Queue[tuple[Tensor, Tensor | None, Tensor | None]], ...]
+    tokens: queue.Queue[Tensor]
+
+    @classmethod
+    def of(cls, num_stages: int) -> Ring:
+        """Build the queues for `num_stages` stages."""
+        return cls(tuple(queue.Queue() for _ in range(num_stages)), queue.Queue())
+
+
+class ThreadTransport:
+    """The links of one stage that is a thread: what the gloo transport is tested against.
+
+    Headers are packed here too, so that both transports carry the same bytes.
+    """
+
+    def __init__(self, ring: Ring, rank: int, *, max_rows: int) -> None:
+        self._ring, self._rank, self._max_rows = ring, rank, max_rows
+
+    def send_step(self, message: StepMessage, hidden_BQH: Tensor | None) -> None:
+        """Send a micro-batch to the next stage; a STOP has no hidden states."""
+        tokens = message.tokens_BQ() if message.kind is StepKind.VERIFY else None
+        header = pack_header(message, self._max_rows)
+        self._ring.steps[self._rank + 1].put((header, hidden_BQH, tokens))
+
+    def receive_step(self) -> tuple[StepMessage, Tensor | None]:
+        """Wait for the next micro-batch of the previous stage."""
+        header, hidden_BQH, tokens = self._ring.steps[self._rank].get()
+        message = unpack_header(header)
+        if tokens is not None:
+            message = with_tokens(message, tokens.tolist())
+        return message, hidden_BQH
+
+    def send_tokens(self, tokens_BK: Tensor) -> None:
+        """Send sampled tokens from the last stage to the first."""
+        self._ring.tokens.put(tokens_BK)
+
+    def receive_tokens(self, rows: int, width: int) -> Tensor:
+        """Wait for the sampled tokens of the oldest micro-batch in flight."""
+        tokens = self._ring.tokens.get()
+        assert tokens.shape == (rows, width)
+        return tokens
+
+    def close(self) -> None:
+        """Nothing is pending between threads."""
+
+
+def join_gloo(store: dist.Store, rank: int, num_stages: int) -> None:
+    """Join the stages' process group; returns when all have joined."""
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=num_stages, timeout=_IDLE_LIMIT
+    )
