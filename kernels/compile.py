@@ -1,0 +1,57 @@
+"""Compile a Triton kernel to a cubin for a listed architecture, on a machine without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+ARCHITECTURES = (80, 86, 89, 90, 100)
+"""sm_80 A100, sm_86 A10/3090, sm_89 L4/4090, sm_90 H100/H200, sm_100 B200."""
+
+# Shared memory a block may use, in bytes (CUDA C programming guide, "maximum amount of shared
+# memory per thread block").
+SHARED_LIMIT = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448}
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What the compiler made: machine code, PTX and the resources it asks for."""
+
+    cubin: bytes
+    ptx: str
+    ttgir: str
+    shared_bytes: int
+
+
+def compile_kernel(
+    kernel: Any,
+    arch: int,
+    arguments: Mapping[str, str],
+    constants: Mapping[str, Any],
+    *,
+    aligned: tuple[str, ...] = (),
+    options: Mapping[str, Any] | None = None,
+) -> Compiled:
+    """Compile `kernel` for sm_`arch`.
+
+    `arguments` maps run-time arguments to Triton types ("*fp16", "i32"), `constants` the
+    constexpr ones to values; `aligned` names pointers and sizes divisible by 16, as a launch with
+    real tensors would find them to be.
+    """
+    names = kernel.arg_names
+    signature = {name: arguments.get(name, "constexpr") for name in names}
+    attrs = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=dict(constants), attrs=attrs)
+    target = GPUTarget("cuda", arch, 32)
+    made = triton.compile(source, target=target, options=dict(options or {}))
+    return Compiled(
+        cubin=made.asm["cubin"],
+        ptx=made.asm["ptx"],
+        ttgir=made.asm["ttgir"],
+        shared_bytes=made.metadata.shared,
+    )

@@ -1,0 +1,22 @@
+"""linear(x, qweight): the one call the runtime makes. Picks the execution path by device."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from llmpq.kernels.cpu_linear import linear_cpu
+from llmpq.kernels.qweight import QuantizedWeight
+
+__all__ = ["QuantizedWeight", "linear"]
+
+
+def linear(x: Tensor, qweight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
+    """y = x w^T + bias, x [..., K] in fp16, bf16 or (CPU) fp32; y [..., N] in x's dtype."""
+    if x.shape[-1] != qweight.in_features or x.device.type != qweight.device.type:
+        raise ValueError(
+            f"linear: got x with K = {x.shape[-1]} on {x.device}, expected K = "
+            f"{qweight.in_features} on {qweight.device}. Move one with .to(device)."
+        )
+    x_MK = x.reshape(-1, qweight.in_features)
+    y = linear_cpu(x_MK, qweight, bias)
+    return y.view(*x.shape[:-1], qweight.out_features)

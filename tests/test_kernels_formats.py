@@ -1,0 +1,149 @@
+"""Packing, quantisation and the CPU paths of quantised linear layers."""
+
+import itertools
+
+import pytest
+import torch
+
+from llmpq.kernels import formats
+from llmpq.kernels.formats import Layout
+from llmpq.kernels.linear import linear
+from llmpq.kernels.quantize import quantize_weight
+from llmpq.kernels.qweight import best_layout
+from llmpq.kernels.reference import high_plane_reference, linear_reference, relative_error
+from llmpq.precision import WeightScheme
+
+pytestmark = pytest.mark.cpu
+
+SCHEMES = list(itertools.product((3, 4, 8), (128, None), (True, False)))
+# float32 sums of 384 products; bfloat16 operands, output and, for grouped int8, partial products.
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 4e-3}
+
+
+def _weight(n, k, bits, group=128, symmetric=False, dtype=torch.float32, layout=None, clip=False):
+    w = torch.randn(n, k, generator=torch.Generator().manual_seed(n * k))
+    scheme = WeightScheme(bits=bits, group_size=group, symmetric=symmetric, clip_search=clip)
+    return w, scheme, quantize_weight(w, scheme, dtype=dtype, layout=layout)
+
+
+@pytest.mark.parametrize("bits", [3, 4, 8])
+@pytest.mark.parametrize("layout", [Layout.ROWS, Layout.FRAGMENT])
+def test_codes_survive_packing(bits, layout):
+    codes = torch.randint(0, 2**bits, (37, 256), dtype=torch.uint8)
+    planes = formats.pack(codes, bits, layout)
+    assert sum(p.numel() for p in planes) == 37 * 256 * bits // 8
+    assert torch.equal(formats.unpack(planes, bits, layout, 37), codes)
+
+
+def test_fragment_bytes_lie_as_drawn():
+    """Row 8*r3 + r, byte 16*jj + 8*k3 + 2*c + k0 of a 4-bit block: the drawing, spelt out."""
+    codes = torch.randint(0, 16, (16, 256), dtype=torch.uint8)
+    (plane,) = formats.pack(codes, 4, Layout.FRAGMENT)
+    for r3, r, jj, k3, c, k0, group in [(1, 5, 3, 1, 2, 1, 1), (0, 7, 2, 0, 3, 0, 0)]:
+        byte = 16 * jj + 8 * k3 + 2 * c + k0
+        row, k = 8 * r3 + r, 128 * group + byte
+        at = group * 1024 + jj // 2 * 512 + (4 * r + c) * 16 + jj % 2 * 8 + k3 * 4 + r3 * 2 + k0
+        assert plane[at] == codes[row, k] | codes[row, k + 64] << 4
+
+
+def test_high_plane_of_8_bits_is_a_4_bit_weight():
+    codes = torch.randint(0, 256, (16, 128), dtype=torch.uint8)
+    high, low = formats.pack(codes, 8, Layout.FRAGMENT)
+    assert torch.equal(high, formats.pack(codes >> 4, 4, Layout.FRAGMENT)[0])
+    assert torch.equal(low, formats.pack(codes & 15, 4, Layout.FRAGMENT)[0])
+
+
+@pytest.mark.parametrize("bits,group,symmetric", SCHEMES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bytes_equal_the_planners_formula(bits, group, symmetric, dtype):
+    for n, k in [(80, 256), (33, 200)]:
+        _, scheme, q = _weight(n, k, bits, group, symmetric, dtype)
+        assert q.nbytes == scheme.nbytes(n, k, dtype.itemsize)
+        assert q.symmetric == symmetric and q.groups == scheme.num_groups(k)
+
+
+@pytest.mark.parametrize("bits,group,symmetric", SCHEMES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_linear_on_cpu_matches_its_twin(bits, group, symmetric, dtype):
+    for (n, k), m in itertools.product([(80, 256), (33, 200), (192, 384)], (1, 20, 70)):
+        _, _, q = _weight(n, k, bits, group, symmetric, dtype)
+        x, bias = torch.randn(m, k).to(dtype), torch.randn(n).to(dtype)
+        exact = linear_reference(x, q, bias, exact=True)
+        y = linear(x, q, bias)
+        assert y.dtype == dtype
+        assert relative_error(y, exact) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_planted_bugs_exceed_the_tolerance(dtype):
+    _, _, q = _weight(80, 256, 4, dtype=dtype)
+    x = torch.randn(3, 256).to(dtype)
+    exact = linear_reference(x, q, exact=True)
+    q.scale[5] *= 1.5
+    assert relative_error(linear(x, q), exact) > TOLERANCE[dtype]
+    q.scale[5] /= 1.5
+    q.planes[0].view(-1)[64] = ~q.planes[0].view(-1)[64] & 255
+    assert relative_error(linear(x, q), exact) > TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("bits", [3, 4, 8])
+def test_large_weights_dequantise_in_pieces(bits, monkeypatch):
+    monkeypatch.setattr("llmpq.kernels.cpu_linear._CHUNK_WEIGHTS", 64 * 256)
+    _, _, q = _weight(200, 256, bits)
+    x, bias = torch.randn(100, 256), torch.randn(200)
+    exact = linear_reference(x, q, bias, exact=True)
+    assert relative_error(linear(x, q, bias), exact) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("bits", [3, 4, 8])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_clip_search_lowers_the_error(bits, symmetric):
+    w, _, plain = _weight(64, 512, bits, symmetric=symmetric)
+    _, _, clipped = _weight(64, 512, bits, symmetric=symmetric, clip=True)
+    error = relative_error(plain.dequantize(torch.float32), w)
+    searched = relative_error(clipped.dequantize(torch.float32), w)
+    assert searched <= error * (0.97 if bits < 8 else 1.0)
+    # Rounding error of b bits over a Gaussian group of 128 (range near 5.4 sigma).
+    assert searched < {3: 0.22, 4: 0.105, 8: 0.0065}[bits]
+
+
+def test_extreme_groups_stay_finite():
+    w = torch.zeros(4, 128)
+    w[1], w[2, 3], w[3] = 1e-9, -1e4, torch.linspace(5, 6, 128)
+    for symmetric, dtype in itertools.product((True, False), (torch.float32, torch.float16)):
+        q = quantize_weight(w, WeightScheme(bits=4, symmetric=symmetric), dtype=dtype)
+        dense = q.dequantize(torch.float32)
+        assert torch.isfinite(dense).all() and torch.equal(dense[0], w[0])
+        assert abs(dense[2, 3] + 1e4) < 1e3
+
+
+def test_layouts_agree_and_cpu_ones_are_chosen():
+    for bits in (3, 4, 8):
+        _, _, rows = _weight(80, 256, bits, layout=Layout.ROWS, dtype=torch.bfloat16)
+        _, _, fragment = _weight(80, 256, bits, layout=Layout.FRAGMENT, dtype=torch.bfloat16)
+        _, _, best = _weight(80, 256, bits, dtype=torch.bfloat16)
+        assert best.layout is best_layout(torch.device("cpu"), bits, 80, torch.bfloat16)
+        for other in (fragment, best):
+            assert torch.equal(other.codes(), rows.codes())
+            assert torch.equal(other.dequantize(torch.float32), rows.dequantize(torch.float32))
+
+
+def test_high_plane_is_a_coarser_weight():
+    _, _, q = _weight(64, 256, 8)
+    x = torch.randn(2, 256)
+    exact = linear_reference(x, q, exact=True)
+    assert 0.01 < relative_error(high_plane_reference(x, q), exact) < 0.2
+
+
+def test_errors_say_what_to_do():
+    with pytest.raises(ValueError, match="expected 128 or None"):
+        quantize_weight(
+            torch.randn(8, 128), WeightScheme(bits=4, group_size=64), dtype=torch.float32
+        )
+    with pytest.raises(ValueError, match="expected floats"):
+        quantize_weight(
+            torch.ones(8, 128, dtype=torch.int8), WeightScheme(bits=4), dtype=torch.half
+        )
+    _, _, q = _weight(16, 128, 4)
+    with pytest.raises(ValueError, match="expected K = 128"):
+        linear(torch.randn(2, 64), q)
