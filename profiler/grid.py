@@ -7,13 +7,16 @@ between (3, 48, ...) keep it from resting on powers of two alone, where kernels 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from llmpq.cost_model import Phase
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
 from llmpq.profiler.messages import Case, Target
 from llmpq.workload import Dtype
+
+CACHED = 16
+"""Tokens a cache may hold, per new token a case may have: attention reads, a layer computes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,8 +27,9 @@ class Grid:
     prefill_length: tuple[int, ...]
     decode_v: tuple[int, ...]
     decode_length: tuple[int, ...]
-    verify_q: tuple[int, ...] = field(default=())
+    verify_q: tuple[int, ...] = ()
     max_tokens: int
+    """Most new tokens of a prefill case; a cache may hold `CACHED` times as many."""
 
 
 def make_grid(
@@ -45,8 +49,8 @@ def make_grid(
     if longest < 16:
         raise ValueError(f"--max-len must be at least 16 tokens, got {longest}")
     if quick:
-        prefill_v, decode_v = (1, 3, 8), (1, 2, 5, 16)
-        prefill_length, decode_length = (16, 48, 144), (24, 128, 512)
+        prefill_v, decode_v = (1, 2, 4, 8), (1, 2, 4, 8, 16)
+        prefill_length, decode_length = (16, 64, 160), (24, 128, 512)
     else:
         prefill_v, decode_v = (1, 2, 3, 4, 8, 16), (1, 2, 3, 4, 8, 16, 32, 64)
         prefill_length, decode_length = (32, 96, 128, 256, 512, 1024), (64, 192, 512, 1024, 2048)
@@ -106,26 +110,25 @@ def fitted_terms(target: Target) -> tuple[str, ...] | None:
 
 def _layer_cases(grid: Grid, target: Target) -> Iterator[Case]:
     if target.phase is Phase.PREFILL:
-        shapes = [(v, s, 1) for v in grid.prefill_v for s in grid.prefill_length]
-    else:
-        q_lens = grid.verify_q if target.phase is Phase.VERIFY else (1,)
-        shapes = [(v, t, q) for q in q_lens for v in grid.decode_v for t in grid.decode_length]
-    for v, length, q in shapes:
-        case = Case(target=target, v=v, length=max(length, q), q_len=q)
-        if v * length <= grid.max_tokens:
-            yield case
+        for v in grid.prefill_v:
+            for s in grid.prefill_length:
+                if v * s <= grid.max_tokens:
+                    yield Case(target=target, v=v, length=s)
+        return
+    for q in grid.verify_q if target.phase is Phase.VERIFY else (1,):
+        for v in grid.decode_v:
+            for length in grid.decode_length:
+                if v * length <= CACHED * grid.max_tokens:
+                    yield Case(target=target, v=v, length=max(length, q), q_len=q)
 
 
 def _end_cases(grid: Grid, target: Target) -> Iterator[Case]:
-    """Return the cases of embedding or head: the past length is one value, it plays no part."""
+    """Return the cases of embedding or head: the past plays no part, so its length is one value."""
     if target.phase is Phase.PREFILL:
         yield from _layer_cases(grid, target)
         return
     length = grid.decode_length[len(grid.decode_length) // 2]
-    for q in grid.verify_q if target.phase is Phase.VERIFY else (1,):
-        for v in grid.decode_v:
-            if v * length <= grid.max_tokens:
-                yield Case(target=target, v=v, length=max(length, q), q_len=q)
+    yield from (case for case in _layer_cases(grid, target) if case.length == length)
 
 
 def _up_to(values: tuple[int, ...], limit: int) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 """The parent's side of the timing processes: start them, keep them in step, notice their death.
 
 K copies of a child time the same case at the same time, as K stages of one host would run at once;
-the case's timing is the median copy's. Knows no torch.
+the case's timing is the median over them. Knows no torch.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -110,7 +111,7 @@ class Group:
         return self._ready
 
     def time(self, case: Case) -> Timing:
-        """Time a case on all copies at once; return the median copy's timing."""
+        """Time a case on all copies at once; return the median over the copies."""
         for child in self.children:
             child.send(case)
         timings, failed = [], None
@@ -121,7 +122,12 @@ class Group:
                 failed = error
         if failed is not None:
             raise failed
-        return sorted(timings, key=lambda t: t.seconds)[len(timings) // 2]
+        return timings[0].model_copy(
+            update={
+                name: statistics.median(getattr(timing, name) for timing in timings)
+                for name in ("seconds", "low_s", "high_s")
+            }
+        )
 
 
 def time_link(first: Child, second: Child, *, hidden: int, seconds: float) -> LinkTimings:

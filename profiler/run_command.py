@@ -24,7 +24,7 @@ from llmpq.workload import DTYPE_BYTES, Dtype
 
 log = logging.getLogger(__name__)
 
-QUICK_TOKENS = 1024
+QUICK_TOKENS = 640
 CPU_TOKENS = 4096
 GPU_TOKENS = 65536
 """Most tokens of one case: quick runs, CPUs, GPUs."""
@@ -64,7 +64,7 @@ def main(args: argparse.Namespace) -> int:
     with SampleLog(samples_path) as samples, _progress(job) as progress:
         task = progress.add_task("starting", total=_num_cases(job))
 
-        def on_case(case: Case, skipped: bool) -> None:
+        def on_case(case: Case) -> None:
             progress.update(task, advance=1, description=case.target.title)
 
         outcome = run(job, samples, on_case)
@@ -110,8 +110,8 @@ def make_job(args: argparse.Namespace) -> Job:
             max_tokens=QUICK_TOKENS if args.quick else GPU_TOKENS if on_gpu else CPU_TOKENS,
             verify_q=_counts(args.verify),
         ),
-        seconds_per_case=0.04 if args.quick else 0.2,
-        min_repeats=5,
+        seconds_per_case=0.02 if args.quick else 0.1,
+        min_repeats=3,
     )
 
 

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import groupby
 
 from llmpq import __version__
 from llmpq.cluster import Cluster, Device
@@ -20,7 +21,7 @@ from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
 from llmpq.profiler.fit import Point, fit_latency, fit_link
 from llmpq.profiler.grid import Grid, cases, fitted_terms
-from llmpq.profiler.messages import Case, Sample, Target
+from llmpq.profiler.messages import Case, Sample, Target, Timing
 from llmpq.profiler.processes import Group, JobFailedError, set_up_for, time_link, visible_gpus
 from llmpq.profiler.samples import SampleLog
 from llmpq.workload import Dtype
@@ -59,8 +60,8 @@ class Outcome:
     """Targets left out, with the first error."""
 
 
-OnCase = Callable[[Case, bool], None]
-"""Hears of every case: (case, whether its sample was on disk already)."""
+OnCase = Callable[[Case], None]
+"""Hears of every case whose sample is there."""
 
 
 def run(job: Job, samples: SampleLog, on_case: OnCase) -> Outcome:
@@ -163,32 +164,39 @@ def _take(
         kv=job.kv,
     )
     copies = job.copies[device.profile_kind]
-    done = samples.taken(
-        wanted,
-        model_fingerprint=job.spec.fingerprint(),
-        machine=group.ready.machine,
-        copies=copies,
-    )
-    for case in wanted:
-        if case in done or case.target in failed:
-            on_case(case, True)
-            continue
+    fingerprint, machine = job.spec.fingerprint(), group.ready.machine
+    done = samples.taken(wanted, model_fingerprint=fingerprint, machine=machine, copies=copies)
+    for target, together in groupby(wanted, key=lambda case: case.target):
+        missing = []
+        for case in together:
+            if case in done:
+                on_case(case)
+            else:
+                missing.append(case)
         try:
-            timing = group.time(case)
+            for case, timing in _rounds(group, missing):
+                done[case] = Sample(
+                    model_fingerprint=fingerprint,
+                    machine=machine,
+                    copies=copies,
+                    case=case,
+                    timing=timing,
+                )
+                samples.append(done[case])
+                on_case(case)
         except JobFailedError as error:
-            failed[case.target] = str(error)
-            on_case(case, True)
-            continue
-        done[case] = Sample(
-            model_fingerprint=job.spec.fingerprint(),
-            machine=group.ready.machine,
-            copies=copies,
-            case=case,
-            timing=timing,
-        )
-        samples.append(done[case])
-        on_case(case, False)
-    return [s for case, s in done.items() if case.target not in failed]
+            failed[target] = str(error)
+    return [sample for case, sample in done.items() if case.target not in failed]
+
+
+def _rounds(group: Group, missing: Sequence[Case]) -> Iterator[tuple[Case, Timing]]:
+    """Time the cases of a target in two rounds and keep the faster timing of each.
+
+    Other programs only add time, and seldom at both moments.
+    """
+    first = {case: group.time(case) for case in missing}
+    for case in missing:
+        yield case, min(first[case], group.time(case), key=lambda timing: timing.seconds)
 
 
 def _by_target(samples: Sequence[Sample]) -> dict[Target, list[Sample]]:
