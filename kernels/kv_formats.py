@@ -23,14 +23,14 @@ thread loads 16 contiguous bytes and needs no shuffle and no shared memory.
 fold into the scales. Which channel or token is which row or column is free to choose, and chosen so
 that the scales of a thread's elements are contiguous too:
 
-    keys     row m*16 + r*8 + g = token 8g + 2m + r       octet o, column 2t+h = channel t*D/4 + 2o + h
-    values   row m*16 + r*8 + g = channel g*D/8 + 2m + r  octet o, column 2t+h = token 16t + 8h + o
+    keys     row m*16 + r*8 + g = token 16m + 2g + r      octet o, column 2t+h = channel t*D/4 + 2o + h
+    values   row m*16 + r*8 + g = channel g*D/8 + 2m + r  octet 2m+r, column u = token 16m + 2u + r
 
 Scales and zeros are fp16 planes, x = code * scale + zero, zero = the least value of the group:
 
     keys KC   [128 / group, 2, D]   one pair per channel and `group` tokens (group 32, 64 or 128)
-    keys KT   [2, 128]              one pair per token
-    values    [2, 128]              one pair per token
+    keys KT   [2, 128]              one pair per token, in thread order:
+    values    [2, 128]              token 16m + 2g + r of a tile at 8g + 2m + r
 
 b: bits (8, 4, 2).  D: head_dim, padded with zeros to a multiple of 32.
 """
@@ -118,31 +118,49 @@ def quantize(x: Tensor, bits: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
 def pack_keys(codes: Tensor, bits: int) -> Tensor:
     """Pack key codes [..., 128 tokens, D] into int32 words [..., block_words]."""
     *lead, tokens, channels = codes.shape
-    # token 8g + 2m + r of tile n; channel t*D/4 + 2*(O*I + i) + h
-    x = codes.reshape(*lead, tokens // TILE_TOKENS, 8, 4, 2, 4, channels * bits // 64, 8 // bits, 2)
-    return _to_words(x, "n g m r t o i h", bits).reshape(*lead, -1)
+    # token 16m + 2g + r of tile n; channel t*D/4 + 2*(o*I + i) + h
+    x = codes.reshape(*lead, tokens // TILE_TOKENS, 4, 8, 2, 4, channels * bits // 64, 8 // bits, 2)
+    return _to_words(x, _KEY_AXES, bits).reshape(*lead, -1)
 
 
 def unpack_keys(words: Tensor, bits: int, channels: int) -> Tensor:
     """Invert `pack_keys`: uint8 codes [..., 128 tokens, D]."""
     lead = words.shape[:-1]
-    x = _from_words(words, 4, channels * bits // 64, "n g m r t o i h", bits)
+    x = _from_words(words, 4, channels * bits // 64, _KEY_AXES, bits)
     return x.reshape(*lead, BLOCK_TOKENS, channels)
 
 
 def pack_values(codes: Tensor, bits: int) -> Tensor:
     """Pack value codes [..., 128 tokens, D] into int32 words [..., block_words]."""
     *lead, tokens, channels = codes.shape
-    # token 16t + 8h + O*I + i of tile n; channel g*D/8 + 2m + r
-    x = codes.reshape(*lead, tokens // TILE_TOKENS, 4, 2, bits, 8 // bits, 8, channels // 16, 2)
-    return _to_words(x, "n t h o i g m r", bits).reshape(*lead, -1)
+    # token 16m + 4t + 2h + r of tile n, octet 2m + r; channel g*D/8 + 2*row + r
+    x = codes.reshape(*lead, tokens // TILE_TOKENS, 4, 4, 2, 2, 8, channels // 16, 2)
+    x = x.permute(_axes("n M t h R g m r", "n M R t h g m r", len(lead)))
+    x = x.reshape(*lead, tokens // TILE_TOKENS, bits, 8 // bits, 4, 2, 8, channels // 16, 2)
+    return _to_words(x, _VALUE_AXES, bits).reshape(*lead, -1)
 
 
 def unpack_values(words: Tensor, bits: int, channels: int) -> Tensor:
     """Invert `pack_values`: uint8 codes [..., 128 tokens, D]."""
     lead = words.shape[:-1]
-    x = _from_words(words, channels // 16, bits, "n t h o i g m r", bits)
+    x = _from_words(words, channels // 16, bits, _VALUE_AXES, bits)
+    x = x.reshape(*lead, BLOCK_TOKENS // TILE_TOKENS, 4, 2, 4, 2, channels)
+    x = x.permute(_axes("n M R t h c", "n M t h R c", len(lead)))
     return x.reshape(*lead, BLOCK_TOKENS, channels)
+
+
+def to_thread_order(x: Tensor) -> Tensor:
+    """Reorder per-token values [..., 128] as the kernels' threads read them (drawing, last lines)."""
+    return x.unflatten(-1, (-1, 4, 8, 2)).transpose(-2, -3).flatten(-4)
+
+
+def from_thread_order(x: Tensor) -> Tensor:
+    """Invert `to_thread_order`."""
+    return x.unflatten(-1, (-1, 8, 4, 2)).transpose(-2, -3).flatten(-4)
+
+
+_KEY_AXES = "n m g r t o i h"
+_VALUE_AXES = "n o i t h g m r"
 
 
 def _axes(order: str, names: str, lead: int) -> list[int]:

@@ -19,9 +19,11 @@ from torch import Tensor
 
 from llmpq.kernels.kv_formats import (
     KVFormat,
+    from_thread_order,
     pack_keys,
     pack_values,
     quantize,
+    to_thread_order,
     unpack_keys,
     unpack_values,
 )
@@ -46,13 +48,13 @@ def pack_block(fmt: KVFormat, k_TD: Tensor, v_TD: Tensor) -> tuple[Tensor, Tenso
     v_codes, v_scale, v_zero = quantize(v_TD, fmt.bits, -1)
     if fmt.key_group is None:
         k_codes, k_scale, k_zero = quantize(k_TD, fmt.bits, -1)
-        k_params = torch.stack([k_scale, k_zero], -3).squeeze(-1)
+        k_params = to_thread_order(torch.stack([k_scale, k_zero], -3).squeeze(-1))
     else:
         groups = k_TD.unflatten(-2, (BLOCK_TOKENS // fmt.key_group, fmt.key_group))
         codes, k_scale, k_zero = quantize(groups, fmt.bits, -2)
         k_codes = codes.flatten(-3, -2)
         k_params = F.pad(torch.cat([k_scale, k_zero], -2), (0, pad))
-    v_params = torch.stack([v_scale, v_zero], -3).squeeze(-1)
+    v_params = to_thread_order(torch.stack([v_scale, v_zero], -3).squeeze(-1))
     k_words = pack_keys(F.pad(k_codes, (0, pad)), fmt.bits)
     v_words = pack_values(F.pad(v_codes, (0, pad)), fmt.bits)
     return k_words, k_params, v_words, v_params
@@ -62,11 +64,13 @@ def unpack_block(
     fmt: KVFormat, layer: KVLayer, pages: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Dequantise pages [...] to keys and values [..., G, 128, D]."""
-    k_params, v_params = layer.k_params_PG[pages].to(dtype), layer.v_params_PG[pages].to(dtype)
+    k_params = layer.k_params_PG[pages].to(dtype)
+    v_params = from_thread_order(layer.v_params_PG[pages].to(dtype))
     k = unpack_keys(layer.k_words_PGW[pages], fmt.bits, fmt.channels)[..., : fmt.head_dim].to(dtype)
     v = unpack_values(layer.v_words_PGW[pages], fmt.bits, fmt.channels)[..., : fmt.head_dim]
     v = torch.addcmul(v_params[..., 1, :, None], v.to(dtype), v_params[..., 0, :, None])
     if fmt.key_group is None:
+        k_params = from_thread_order(k_params)
         return torch.addcmul(k_params[..., 1, :, None], k, k_params[..., 0, :, None]), v
     k = k.unflatten(-2, (-1, fmt.key_group))
     k_params = k_params[..., : fmt.head_dim]
@@ -93,7 +97,9 @@ def append(
     if todo:
         b_X, n_X = torch.tensor(todo, device=k_BQGD.device).unbind(-1)
         pos_XT = n_X[:, None] * BLOCK_TOKENS + torch.arange(BLOCK_TOKENS, device=k_BQGD.device)
-        at = tuple(_recent(ring, new, rows, b_X, pos_XT) for ring, new in _sources(layer, k_BQGD, v_BQGD))
+        at = tuple(
+            _recent(ring, new, rows, b_X, pos_XT) for ring, new in _sources(layer, k_BQGD, v_BQGD)
+        )
         pages = table_SN[rows.slots_B[b_X], n_X].long()
         packed = pack_block(fmt, *at)
         pools = (layer.k_words_PGW, layer.k_params_PG, layer.v_words_PGW, layer.v_params_PG)
@@ -167,7 +173,14 @@ def append_and_attend(
     old_pos = torch.arange(blocks * BLOCK_TOKENS, device=device).expand(len(ends), -1)
     is_packed = torch.arange(k.shape[2], device=device) < blocks * BLOCK_TOKENS
     return _attention(
-        q_BQHD.to(dtype), k, v, torch.cat([old_pos, pos_BT], 1), is_packed, rows, scale, alibi_slopes_H
+        q_BQHD.to(dtype),
+        k,
+        v,
+        torch.cat([old_pos, pos_BT], 1),
+        is_packed,
+        rows,
+        scale,
+        alibi_slopes_H,
     ).to(q_BQHD.dtype)
 
 

@@ -7,6 +7,7 @@ from llmpq.kernels.kv_formats import (
     pack_keys,
     pack_values,
     quantize,
+    to_thread_order,
     unpack_keys,
     unpack_values,
 )
@@ -70,13 +71,14 @@ def test_the_drawing_is_the_layout(bits):
         codes = torch.zeros(128, channels, dtype=torch.uint8)
         codes[token, channel] = 2**bits - 1
         tile, in_tile = divmod(token, 64)
-        # keys: token 8g + 2m + r, channel t*D/4 + 2o + h
-        g, m, r = in_tile // 8, in_tile % 8 // 2, in_tile % 2
+        # keys: token 16m + 2g + r, channel t*D/4 + 2o + h
+        m, g, r = in_tile // 16, in_tile % 16 // 2, in_tile % 2
+        assert to_thread_order(torch.arange(128))[tile * 64 + 8 * g + 2 * m + r] == token
         t, octet, h = channel // 32, channel % 32 // 2, channel % 2
         key = (tile, 4, channels // 8, m, octet, g, t, h, r)
-        # values: channel g*D/8 + 2m + r, token 16t + 8h + o
+        # values: channel g*D/8 + 2m + r, token 16m + 2(2t + h) + r of octet 2m + r
+        octet, t, h = 2 * m + r, g // 2, g % 2
         g, m, r = channel // 16, channel % 16 // 2, channel % 2
-        t, h, octet = in_tile // 16, in_tile % 16 // 8, in_tile % 8
         value = (tile, channels // 16, 8, m, octet, g, t, h, r)
         for pack, (tile, rows, octets, m, octet, g, t, h, r) in ((pack_keys, key), (pack_values, value)):
             word, plane = divmod(octet, planes)
