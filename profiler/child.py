@@ -10,7 +10,7 @@ import json
 import platform
 import sys
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import torch
 
@@ -53,7 +53,7 @@ def claim_device(set_up: SetUp) -> tuple[torch.device, object]:
         return torch.device("cuda", 0), None
     from torch.cuda.green_contexts import GreenContext
 
-    context = GreenContext.create(num_sms=set_up.sms, device_id=0)
+    context: Any = GreenContext.create(num_sms=set_up.sms, device_id=0)
     context.set_context()
     return torch.device("cuda", 0), context
 

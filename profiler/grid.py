@@ -32,35 +32,46 @@ class Grid:
     """Most new tokens of a prefill case; a cache may hold `CACHED` times as many."""
 
 
+_QUICK = Grid(
+    prefill_v=(1, 3, 8),
+    prefill_length=(16, 64),
+    decode_v=(1, 2, 4, 8),
+    decode_length=(24, 128),
+    max_tokens=640,
+)
+_FULL = Grid(
+    prefill_v=(1, 2, 3, 4, 8, 16),
+    prefill_length=(32, 96, 128, 256, 512, 1024),
+    decode_v=(1, 2, 3, 4, 8, 16, 32, 64),
+    decode_length=(64, 192, 512, 1024, 2048),
+    max_tokens=4096,
+)
+
+
 def make_grid(
     spec: ModelSpec,
     *,
     quick: bool,
     max_batch: int,
     max_len: int | None = None,
-    max_tokens: int,
+    max_tokens: int | None = None,
     verify_q: Sequence[int] = (),
 ) -> Grid:
     """Return the grid up to `max_batch` requests of `max_len` tokens.
 
-    By default the longest is what the model allows, at most 512 in a quick run and 2048 otherwise.
+    By default the longest is what the model allows, at most 256 in a quick run and 2048 otherwise.
     """
-    longest = min(max_len or (512 if quick else 2048), spec.max_positions)
+    longest = min(max_len or (256 if quick else 2048), spec.max_positions)
     if longest < 16:
         raise ValueError(f"--max-len must be at least 16 tokens, got {longest}")
-    if quick:
-        prefill_v, decode_v = (1, 2, 4, 8), (1, 2, 4, 8, 16)
-        prefill_length, decode_length = (16, 64, 160), (24, 128, 512)
-    else:
-        prefill_v, decode_v = (1, 2, 3, 4, 8, 16), (1, 2, 3, 4, 8, 16, 32, 64)
-        prefill_length, decode_length = (32, 96, 128, 256, 512, 1024), (64, 192, 512, 1024, 2048)
+    shapes = _QUICK if quick else _FULL
     return Grid(
-        prefill_v=_up_to(prefill_v, max_batch),
-        prefill_length=_up_to(prefill_length, longest),
-        decode_v=_up_to(decode_v, max_batch),
-        decode_length=_up_to(decode_length, longest),
+        prefill_v=_up_to(shapes.prefill_v, max_batch),
+        prefill_length=_up_to(shapes.prefill_length, longest),
+        decode_v=_up_to(shapes.decode_v, max_batch),
+        decode_length=_up_to(shapes.decode_length, longest),
         verify_q=tuple(verify_q),
-        max_tokens=max_tokens,
+        max_tokens=max_tokens or shapes.max_tokens,
     )
 
 

@@ -24,10 +24,8 @@ from llmpq.workload import DTYPE_BYTES, Dtype
 
 log = logging.getLogger(__name__)
 
-QUICK_TOKENS = 640
-CPU_TOKENS = 4096
 GPU_TOKENS = 65536
-"""Most tokens of one case: quick runs, CPUs, GPUs."""
+"""Most new tokens of one case on a GPU."""
 NOISY = 0.15
 """Median noise above which the run is called noisy."""
 
@@ -48,7 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--verify", default="", help="also time verifying of this many tokens: 2,4")
     parser.add_argument("--quick", action="store_true", help="few shapes, short repeats")
     parser.add_argument("--max-batch", type=int, help="largest micro-batch (default 16 quick, 32)")
-    parser.add_argument("--max-len", type=int, help="longest prompt or cache (default 512, 2048)")
+    parser.add_argument(
+        "--max-len", type=int, help="longest prompt or cache (default 2048, quick 256)"
+    )
     parser.add_argument(
         "--copies",
         type=int,
@@ -107,11 +107,11 @@ def make_job(args: argparse.Namespace) -> Job:
             quick=args.quick,
             max_batch=max_batch,
             max_len=args.max_len,
-            max_tokens=QUICK_TOKENS if args.quick else GPU_TOKENS if on_gpu else CPU_TOKENS,
+            max_tokens=GPU_TOKENS if on_gpu and not args.quick else None,
             verify_q=_counts(args.verify),
         ),
         seconds_per_case=0.02 if args.quick else 0.1,
-        min_repeats=3,
+        min_repeats=2 if args.quick else 3,
     )
 
 

@@ -16,7 +16,7 @@ import torch
 
 from llmpq.profiler.messages import Timing
 
-WARM_UP = 3
+WARM_UP = 2
 MAX_REPEATS = 1000
 
 
