@@ -34,6 +34,12 @@ class DeviceSpec(FileForm):
     """CUDA compute capability such as `8.0`; None where it is not an NVIDIA GPU."""
     context: Size = 0
     """Memory the framework takes before the first tensor (CUDA context, libraries)."""
+    matmul_efficiency: float = Field(default=0.55, gt=0, le=1)
+    """Share of the peak rate that large matrix products reach; used by the roofline estimate."""
+    memory_efficiency: float = Field(default=0.7, gt=0, le=1)
+    """Share of the bandwidth that reading weights reaches; used by the roofline estimate."""
+    sms: int | None = Field(default=None, gt=0)
+    """Streaming multiprocessors (compute units on AMD); an emulated share is scaled by it."""
     aliases: tuple[str, ...] = ()
     """Other names of the same card, as drivers, clouds and papers spell it."""
     source: str = ""

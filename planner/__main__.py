@@ -1,0 +1,33 @@
+"""`llmpq-algo`: reads the command line, nothing else; the work is in planner/cli.py."""
+
+from __future__ import annotations
+
+import sys
+
+from llmpq.planner.arguments import (
+    COMMANDS,
+    check_parser,
+    devices_parser,
+    export_parser,
+    plan_parser,
+)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    command = words.pop(0) if words and words[0] in COMMANDS else "plan"
+    parsers = {
+        "plan": plan_parser,
+        "check": check_parser,
+        "export": export_parser,
+        "devices": devices_parser,
+    }
+    args = parsers[command]().parse_args(words)
+    from llmpq.planner import cli
+
+    return cli.run(command, args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

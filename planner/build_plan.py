@@ -1,0 +1,143 @@
+"""From a solver's assignment to the plan file: names devices, predicts memory and times.
+
+The plan is deterministic: the same inputs give the same bytes, except `solver.seconds`, which is
+left out of the file unless asked for.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Iterator
+
+from llmpq.cluster import Device
+from llmpq.memory import stage_memory
+from llmpq.plan import (
+    ClusterRef,
+    MemoryForm,
+    ModelRef,
+    Plan,
+    Predicted,
+    QuantizationForm,
+    SolverReport,
+    StagePlan,
+)
+from llmpq.planner.outcome import Assignment, Outcome, Stage
+from llmpq.planner.pipeline_time import StageTimes, job_time, stage_times, sum_omega
+from llmpq.planner.problem import Problem
+from llmpq.precision import Precision
+
+
+def build_plan(p: Problem, outcome: Outcome, *, model_path: str | None = None) -> Plan:
+    """Return the plan of an outcome."""
+    a = outcome.assignment
+    times = stage_times(p, a)
+    devices = list(_devices(p, a))
+    stages = tuple(
+        _stage_plan(p, a, position, device, times) for position, device in enumerate(devices)
+    )
+    return Plan(
+        model=ModelRef(
+            name=p.spec.name,
+            num_layers=p.spec.num_layers,
+            fingerprint=p.spec.fingerprint(),
+            path=model_path,
+        ),
+        cluster=ClusterRef(name=p.cluster.name, fingerprint=p.cluster.fingerprint()),
+        workload=p.workload,
+        quantization=QuantizationForm(
+            group_size=p.quantization.group_size, symmetric=p.quantization.symmetric
+        ),
+        prefill_microbatch=a.prefill_microbatch,
+        decode_microbatch=a.decode_microbatch,
+        stages=stages,
+        predicted=_predicted(p, a, times, devices),
+        solver=_solver_report(p, outcome),
+    )
+
+
+def stage_precisions(p: Problem, stage: Stage) -> tuple[Precision, ...]:
+    """Return the precision of every layer of a stage, groups expanded."""
+    found: list[Precision] = []
+    for group, choice in zip(range(stage.start, stage.end), stage.choices, strict=True):
+        start, end = p.groups[group]
+        found += [p.choices[choice]] * (end - start)
+    return tuple(found)
+
+
+def _devices(p: Problem, a: Assignment) -> Iterator[Device]:
+    """Give each stage the next unused device of its class."""
+    unused = [list(cls.devices) for cls in p.classes]
+    for stage in a.stages:
+        yield unused[stage.cls].pop(0)
+
+
+def _stage_plan(
+    p: Problem, a: Assignment, position: int, device: Device, times: StageTimes
+) -> StagePlan:
+    stage = a.stages[position]
+    precisions = stage_precisions(p, stage)
+    memory = stage_memory(
+        p.spec,
+        p.workload,
+        precisions,
+        first=position == 0,
+        last=position == len(a.stages) - 1,
+        prefill_microbatch=a.prefill_microbatch,
+        decode_microbatch=a.decode_microbatch,
+        quantization=p.quantization,
+        kv=p.workload.kv,
+        context_bytes=device.spec.context,
+    )
+    return StagePlan(
+        device=device.name,
+        node=device.node,
+        device_index=device.index,
+        kind=device.kind,
+        profile_kind=device.profile_kind,
+        threads=device.threads,
+        sms=device.emulate.sms if device.emulate else None,
+        layers=(p.groups[stage.start][0], p.groups[stage.end - 1][1]),
+        precisions=precisions,
+        memory=MemoryForm(
+            weights_bytes=memory.weights_bytes,
+            embedding_bytes=memory.embedding_bytes,
+            kv_bytes=memory.kv_bytes,
+            workspace_bytes=memory.workspace_bytes,
+            context_bytes=memory.context_bytes,
+            total_bytes=memory.total_bytes,
+            limit_bytes=device.limit_bytes,
+        ),
+        prefill_s=times.prefill_s[position],
+        decode_s=times.decode_s[position],
+    )
+
+
+def _predicted(p: Problem, a: Assignment, times: StageTimes, devices: list[Device]) -> Predicted:
+    job = job_time(p, a)
+    longer = times.decode_s if job.decode_s >= job.prefill_s else times.prefill_s
+    slowest = max(range(len(devices)), key=lambda j: longer[j])
+    used = tuple(sorted({p.choices[b] for b in a.choices}, key=lambda c: c.value))
+    return Predicted(
+        prefill_s=job.prefill_s,
+        decode_s=job.decode_s,
+        total_s=job.total_s,
+        output_tokens_per_s=p.workload.batch * p.workload.gen_len / job.total_s,
+        sum_omega=sum_omega(p, a),
+        bottleneck=devices[slowest].name,
+        estimated=any(p.costs.estimated(d, used, p.workload) for d in devices),
+    )
+
+
+def _solver_report(p: Problem, outcome: Outcome) -> SolverReport:
+    return SolverReport(
+        method=outcome.method,
+        status=outcome.status,
+        objective=p.objective,
+        theta=p.theta,
+        value=outcome.value,
+        bound=outcome.bound,
+        gap=outcome.gap,
+        version=outcome.version or importlib.metadata.version("llmpq"),
+        sensitivity=p.sensitivity.indicator,
+        note=outcome.note,
+    )

@@ -1,0 +1,154 @@
+"""The costs a problem is built from: measured where there is a profile, estimated elsewhere.
+
+Decode times are means over the n-1 decode steps, each at its true cache length s + t.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from llmpq.cluster import Cluster, Device
+from llmpq.cost_model import CostModel, LatencyEntry, Part, Phase
+from llmpq.errors import nearest
+from llmpq.precision import KVPrecision, Precision
+from llmpq.workload import Workload
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostBook:
+    """A profile (possibly of a few device kinds only) over an estimate of all of them."""
+
+    estimate: CostModel
+    profile: CostModel | None = None
+    scale: dict[str, float] = field(default_factory=dict)
+    """Device kind -> factor on its times: what the +-10 % study changes."""
+
+    def entry(
+        self,
+        device: Device,
+        part: Part,
+        phase: Phase,
+        work: Workload,
+        precision: Precision = Precision.W16A16,
+    ) -> LatencyEntry:
+        """Return the measured entry of a key, else the estimated one."""
+        kinds = [work.kv] if work.kv is KVPrecision.KV16 else [work.kv, KVPrecision.KV16]
+        if part == "layer" and phase is Phase.DECODE:
+            kinds = kinds[:1]  # a cache of other bits reads other bytes: no stand-in
+        for model in (self.profile, self.estimate):
+            for kv in kinds if model is not None else ():
+                assert model is not None
+                found = model.find(
+                    device.profile_kind,
+                    part=part,
+                    phase=phase,
+                    precision=precision,
+                    kv=kv,
+                    dtype=work.dtype,
+                )
+                if found is not None:
+                    return found
+        raise ValueError(
+            f"no cost of {device.profile_kind} {part} {phase.value} {precision.value} "
+            f"{work.kv.value} {work.dtype}: profile it with llmpq-profile, or leave the precision "
+            "out with --bits"
+        )
+
+    def estimated(self, device: Device, precisions: tuple[Precision, ...], work: Workload) -> bool:
+        """Whether any layer time of a device at these precisions is an estimate."""
+        return any(
+            self.entry(device, "layer", phase, work, precision).source == "estimated"
+            for precision in precisions
+            for phase in (Phase.PREFILL, Phase.DECODE)
+        )
+
+    def factor(self, device: Device) -> float:
+        """Return the factor on a device's times."""
+        return self.scale.get(device.profile_kind, 1.0)
+
+    def layer_prefill_s(self, device: Device, b: Precision, work: Workload, eta: int) -> float:
+        """Time of one layer for one prefill micro-batch."""
+        entry = self.entry(device, "layer", Phase.PREFILL, work, b)
+        return entry.seconds(v=eta, length=work.prompt_len) * self.factor(device)
+
+    def layer_decode_s(self, device: Device, b: Precision, work: Workload, xi: int) -> float:
+        """Mean time of one layer for one decode micro-batch over t = 1..n-1."""
+        entry = self.entry(device, "layer", Phase.DECODE, work, b)
+        return mean_decode_s(entry, work, xi) * self.factor(device)
+
+    def ends_prefill_s(self, device: Device, work: Workload, eta: int) -> tuple[float, float]:
+        """Times of the embedding and of the head for one prefill micro-batch."""
+        embedding = self.entry(device, "embedding", Phase.PREFILL, work)
+        head = self.entry(device, "head", Phase.PREFILL, work)
+        factor, length = self.factor(device), work.prompt_len
+        return (
+            embedding.seconds(v=eta, length=length) * factor,
+            head.seconds(v=eta, length=length) * factor,
+        )
+
+    def ends_decode_s(self, device: Device, work: Workload, xi: int) -> tuple[float, float]:
+        """Times of the embedding and of the head for one decode micro-batch."""
+        factor = self.factor(device)
+        embedding = self.entry(device, "embedding", Phase.DECODE, work)
+        head = self.entry(device, "head", Phase.DECODE, work)
+        return (
+            mean_decode_s(embedding, work, xi) * factor,
+            mean_decode_s(head, work, xi) * factor,
+        )
+
+    def hop_s(self, cluster: Cluster, source: Device, target: Device, num_bytes: float) -> float:
+        """Time of one message between two devices, measured if it was."""
+        same_node = source.node == target.node
+        for model in (self.profile,):
+            cost = model and model.link(
+                source.profile_kind, target.profile_kind, same_node=same_node
+            )
+            if cost:
+                return cost.alpha_s + cost.beta_s_per_byte * num_bytes
+        return cluster.link(source, target).seconds(num_bytes)
+
+    def warnings(self, devices: tuple[Device, ...], work: Workload) -> list[str]:
+        """Name the device kinds whose shapes lie outside what was sampled."""
+        found = []
+        for device in {d.profile_kind: d for d in devices}.values():
+            entry = self.profile and self.profile.find(
+                device.profile_kind, phase=Phase.DECODE, dtype=work.dtype
+            )
+            if entry and entry.extrapolates(v=work.batch, length=work.prompt_len + work.gen_len):
+                found.append(
+                    f"{device.profile_kind}: batch {work.batch} x {work.prompt_len + work.gen_len} "
+                    "tokens lies outside the profile's samples; times are extrapolated"
+                )
+        return found
+
+    def unprofiled(self, devices: tuple[Device, ...]) -> list[str]:
+        """Explain which device kinds the profile does not know."""
+        if self.profile is None:
+            return []
+        known = self.profile.device_kinds
+        return [
+            f"the profile has no '{kind}': {nearest(kind, known)}its times are estimated"
+            for kind in sorted({d.profile_kind for d in devices} - set(known))
+        ]
+
+
+def mean_decode_s(entry: LatencyEntry, work: Workload, xi: int) -> float:
+    """Return the mean of an entry over the decode steps t = 1..n-1 (zero when there are none)."""
+    steps = work.gen_len - 1
+    if steps < 1:
+        return 0.0
+    lengths = work.prompt_len + np.arange(1, steps + 1, dtype=np.float64)
+    return float(np.mean(decode_times(entry, lengths, xi)))
+
+
+def decode_times(entry: LatencyEntry, lengths: np.ndarray, xi: int) -> np.ndarray:
+    """Return the time of a decode entry at each cache length."""
+    times = []
+    for regime in entry.regimes:
+        terms = regime.terms
+        constant = terms.get("1", 0.0) + xi * terms.get("v", 0.0)
+        slope = xi * terms.get("v*(t+s)", 0.0) + terms.get("t+s", 0.0)
+        times.append(constant + slope * lengths)
+    return np.max(np.stack(times), axis=0)

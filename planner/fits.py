@@ -1,0 +1,31 @@
+"""Whether an assignment fits memory, pins and device counts, in the problem's numbers."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from llmpq.planner.outcome import Assignment
+from llmpq.planner.problem import Problem
+
+
+def fits(p: Problem, a: Assignment) -> bool:
+    """Whether every stage is allowed and has the memory."""
+    used = Counter(stage.cls for stage in a.stages)
+    if any(count > p.classes[cls].count for cls, count in used.items()):
+        return False
+    if len(a.stages) > p.max_stages:
+        return False
+    return all(
+        spare_bytes(p, a, position) >= 0 and p.allowed(stage.cls, stage.start, stage.end)
+        for position, stage in enumerate(a.stages)
+    )
+
+
+def spare_bytes(p: Problem, a: Assignment, position: int) -> int:
+    """Return the memory a stage leaves free; negative when it is short."""
+    x = p.numbers(a.prefill_microbatch, a.decode_microbatch)
+    stage = a.stages[position]
+    first, last = int(position == 0), int(position == len(a.stages) - 1)
+    layers = range(stage.start, stage.end)
+    used = sum(int(x.layer_bytes[i, b]) for i, b in zip(layers, stage.choices, strict=True))
+    return int(x.capacity[stage.cls, first, last]) - used

@@ -1,0 +1,138 @@
+"""The paper's method: an integer program for every device order and pair of micro-batch sizes.
+
+Algorithm 1, made exact: all orders (devices may be left out), all pairs, each pruned by the linear
+relaxation of its program against the best plan so far. Any time it stops, the smallest bound of what
+was not closed is the bound of the answer.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import time
+from collections.abc import Iterator
+
+from llmpq.planner.fits import fits
+from llmpq.planner.ilp_backends import Backend, solve_milp
+from llmpq.planner.ilp_model import StageIlp, build_ilp
+from llmpq.planner.orders import device_orders
+from llmpq.planner.outcome import Assignment, Infeasible, Outcome
+from llmpq.planner.pipeline_time import sum_omega, value
+from llmpq.planner.problem import Problem
+
+Key = tuple[tuple[int, ...], int, int]
+
+
+def solve_ilp(
+    p: Problem,
+    *,
+    backend: Backend = "highs",
+    time_limit_s: float = 60.0,
+    gap: float = 1e-6,
+    incumbent: Assignment | None = None,
+    budget: float | None = None,
+) -> Outcome:
+    """Minimise pipeline latency plus theta times quality loss; `budget` caps the loss instead."""
+    if budget is not None:
+        p = p.with_changes(theta=0.0)
+    search = _Search(p, backend, time.perf_counter() + time_limit_s, gap, budget)
+    start = time.perf_counter()
+    if incumbent is not None:
+        search.offer(incumbent)
+    search.run()
+    if search.best is None:
+        if search.closed:
+            raise Infeasible(no_plan_fits(p))
+        raise Infeasible(f"no plan found within {time_limit_s:.0f} s; give a longer --time-limit")
+    bound = min(search.bound, search.value)
+    proven = search.value - bound <= gap * abs(search.value)
+    return Outcome(
+        method="ilp",
+        status="optimal" if proven else "feasible",
+        assignment=search.best,
+        value=search.value,
+        bound=bound if math.isfinite(bound) else None,
+        seconds=time.perf_counter() - start,
+        version=backend,
+        note=search.note,
+    )
+
+
+def no_plan_fits(p: Problem) -> str:
+    """Return the sentence for a problem without any feasible plan."""
+    return (
+        f"{p.spec.name} does not fit the {len(p.cluster.devices)} devices of {p.cluster.name} at "
+        f"batch {p.workload.batch}"
+    )
+
+
+class _Search:
+    """Best-bound search over (order, pair) programs."""
+
+    def __init__(
+        self, p: Problem, backend: Backend, deadline: float, gap: float, budget: float | None
+    ) -> None:
+        self.p, self.backend, self.deadline, self.gap = p, backend, deadline, gap
+        self.budget = budget
+        self.best: Assignment | None = None
+        self.value = math.inf
+        self.bound = math.inf
+        self.closed = False
+        self.note = ""
+
+    def offer(self, a: Assignment) -> None:
+        """Keep a better assignment, valued by the closed form rather than by the solver."""
+        if not fits(self.p, a):
+            return
+        if self.budget is not None and sum_omega(self.p, a) > self.budget * (1 + 1e-9):
+            return
+        worth = value(self.p, a)
+        if worth < self.value:
+            self.best, self.value = a, worth
+
+    def run(self) -> None:
+        """Relax every program, then solve them from the smallest bound up."""
+        queue: list[tuple[float, int, Key]] = []
+        pending: list[float] = []
+        for number, key in enumerate(self._keys()):
+            if time.perf_counter() > self.deadline:
+                self.bound = -math.inf
+                return
+            relaxed = solve_milp(self._build(key).model, relax=True)
+            if relaxed.status != "infeasible":
+                heapq.heappush(queue, (relaxed.value, number, key))
+        while queue:
+            lower, _, key = heapq.heappop(queue)
+            if lower >= self.value * (1 - self.gap):
+                pending.append(lower)
+                break
+            left = self.deadline - time.perf_counter()
+            if left <= 0:
+                pending.append(lower)
+                break
+            pending.append(self._solve(key, lower, left))
+        else:
+            self.closed = True
+        self.bound = min(pending, default=math.inf)
+
+    def _solve(self, key: Key, lower: float, left: float) -> float:
+        """Solve one program; return the bound it leaves behind."""
+        ilp = self._build(key)
+        result = solve_milp(
+            ilp.model, backend=self.backend, time_limit_s=left, gap=self.gap / 10, cutoff=self.value
+        )
+        self.note = result.note or self.note
+        if result.values is not None:
+            self.offer(ilp.assignment(result.values))
+        if result.status == "infeasible":
+            return self.value
+        return max(lower, result.bound)
+
+    def _build(self, key: Key) -> StageIlp:
+        order, eta, xi = key
+        return build_ilp(self.p, order, eta, xi, budget=self.budget)
+
+    def _keys(self) -> Iterator[Key]:
+        for order in device_orders(self.p):
+            for eta, xi in self.p.pairs:
+                yield order, eta, xi

@@ -1,0 +1,31 @@
+"""Which micro-batch sizes are worth trying: one for every number of micro-batches.
+
+Sizes with the same ceil(B / size) have the same number of micro-batches; the smallest of them is
+never slower and never takes more memory, so it stands for all (66 pairs at B = 32).
+"""
+
+from __future__ import annotations
+
+
+def distinct_sizes(batch: int) -> tuple[int, ...]:
+    """Return the smallest micro-batch size for each possible number of micro-batches, ascending."""
+    return tuple(sorted({-(-batch // -(-batch // size)) for size in range(1, batch + 1)}))
+
+
+def microbatch_pairs(
+    batch: int, *, prefill: int | None = None, decode: int | None = None
+) -> tuple[tuple[int, int], ...]:
+    """Return (prefill, decode) sizes with prefill <= decode (paper, optimization 1), or as fixed."""
+    sizes = distinct_sizes(batch)
+    return tuple(
+        (eta, xi)
+        for xi in ((decode,) if decode else sizes)
+        for eta in ((prefill,) if prefill else sizes)
+        if eta <= xi or prefill is not None or decode is not None
+    )
+
+
+def sizes_of(batch: int, microbatch: int) -> tuple[int, ...]:
+    """Return the sizes the batch is cut into; the last one may be ragged."""
+    full, rest = divmod(batch, microbatch)
+    return (microbatch,) * full + ((rest,) if rest else ())

@@ -1,0 +1,62 @@
+"""What a solver returns: an assignment of layers to devices, and how good it is known to be.
+
+Choices are indices into `Problem.choices`, classes into `Problem.classes`; layers count groups.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from llmpq.errors import DoesNotFitError
+
+Status = Literal["optimal", "feasible", "heuristic", "baseline"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """One stage: a class of device, the half-open range of groups, a choice for each."""
+
+    cls: int
+    start: int
+    end: int
+    choices: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assignment:
+    """A complete plan in the solver's numbers."""
+
+    prefill_microbatch: int
+    decode_microbatch: int
+    stages: tuple[Stage, ...]
+
+    @property
+    def choices(self) -> tuple[int, ...]:
+        """The choice of every group, in order."""
+        return tuple(b for stage in self.stages for b in stage.choices)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """A solver's answer; `bound` is a proven lower bound of the objective, None if it has none."""
+
+    method: str
+    status: Status
+    assignment: Assignment
+    value: float
+    bound: float | None
+    seconds: float
+    version: str = ""
+    note: str = ""
+
+    @property
+    def gap(self) -> float | None:
+        """Relative distance of the value to the bound."""
+        if self.bound is None:
+            return None
+        return max(0.0, (self.value - self.bound) / abs(self.value)) if self.value else 0.0
+
+
+class Infeasible(DoesNotFitError):
+    """No plan fits; the command explains it with `planner/advice.py`."""

@@ -1,0 +1,279 @@
+"""From nouns to numbers: what a solver sees of a model, a cluster and a workload.
+
+Knows nothing of solvers. Equal devices of one node form a class; a stage runs on one device of a
+class. Symbols: L layers (or groups of layers), C classes, B choices of precision, eta and xi the
+prefill and decode micro-batch sizes, P and D the slowest stage's time in either phase.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmpq.cluster import Cluster, Device
+from llmpq.kv_format import kv_cache_bytes
+from llmpq.memory import Quantization, embedding_bytes, layer_weight_bytes
+from llmpq.model_spec import ModelSpec
+from llmpq.planner.costs import CostBook
+from llmpq.planner.microbatch import microbatch_pairs
+from llmpq.precision import KVPrecision, Precision
+from llmpq.sensitivity import Sensitivity
+from llmpq.workload import Workload
+from llmpq.workspace import workspace_bytes
+
+Floats = NDArray[np.float64]
+Objective = Literal["makespan", "paper"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceClass:
+    """Devices that are interchangeable in a plan: same kind, node, limit and pins."""
+
+    devices: tuple[Device, ...]
+    pinned: tuple[int, int] | None = None
+    """Layers `[start, end)` that must be on this (single) device."""
+
+    @property
+    def first(self) -> Device:
+        """A representative of the class."""
+        return self.devices[0]
+
+    @property
+    def count(self) -> int:
+        """Number of devices."""
+        return len(self.devices)
+
+    @property
+    def name(self) -> str:
+        """Readable name: the kind, with the node where a kind is on several."""
+        return f"{self.first.kind}@{self.first.node}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairNumbers:
+    """Times in seconds and sizes in bytes for one pair of micro-batch sizes."""
+
+    eta: int
+    xi: int
+    prefill_s: Floats
+    """[L, C, B] one layer, one prefill micro-batch."""
+    decode_s: Floats
+    """[L, C, B] one layer, one decode micro-batch, mean over t = 1..n-1."""
+    ends_prefill_s: Floats
+    """[C, 2] embedding (as first stage) and head (as last stage)."""
+    ends_decode_s: Floats
+    hop_prefill_s: Floats
+    """[C, C] from a stage of one class to the next stage of another."""
+    hop_decode_s: Floats
+    back_prefill_s: Floats
+    """[C, C] sampled tokens from the last stage's class to the first stage's."""
+    back_decode_s: Floats
+    layer_bytes: NDArray[np.int64]
+    """[L, B] weights and the whole batch's KV."""
+    capacity: NDArray[np.int64]
+    """[C, 2, 2] bytes left for layers: index 1 says whether it is the first, 2 the last stage."""
+
+    @cached_property
+    def uniform(self) -> bool:
+        """Whether all layers take equal time and memory, so that only omega tells them apart."""
+        tables = (self.prefill_s, self.decode_s, self.layer_bytes)
+        return all(bool(np.all(t == t[:1])) for t in tables)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """Everything that decides which plan is best, for one KV precision."""
+
+    spec: ModelSpec
+    cluster: Cluster
+    workload: Workload
+    choices: tuple[Precision, ...]
+    sensitivity: Sensitivity
+    costs: CostBook
+    theta: float
+    objective: Objective = "makespan"
+    quantization: Quantization = Quantization()
+    group: int = 1
+    max_devices: int | None = None
+    pins: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """Device name -> layers `[start, end)` it must hold."""
+    prefill_microbatch: int | None = None
+    decode_microbatch: int | None = None
+
+    @cached_property
+    def groups(self) -> tuple[tuple[int, int], ...]:
+        """The half-open layer ranges that share a precision; single layers unless `group` > 1."""
+        total, size = self.spec.num_layers, self.group
+        return tuple((i, min(i + size, total)) for i in range(0, total, size))
+
+    @property
+    def num_layers(self) -> int:
+        """L: number of layers, or of groups."""
+        return len(self.groups)
+
+    @cached_property
+    def classes(self) -> tuple[DeviceClass, ...]:
+        """Interchangeable devices, in the cluster's order."""
+        members: dict[tuple[object, ...], list[Device]] = {}
+        for device in self.cluster.devices:
+            pinned = device.name if device.name in self.pins else ""
+            key = (
+                device.profile_kind,
+                device.node,
+                device.limit_bytes,
+                device.spec.context,
+                pinned,
+            )
+            members.setdefault(key, []).append(device)
+        return tuple(
+            DeviceClass(devices=tuple(devices), pinned=self._pinned_groups(devices[0].name))
+            for devices in members.values()
+        )
+
+    def _pinned_groups(self, device: str) -> tuple[int, int] | None:
+        if device not in self.pins:
+            return None
+        start, end = self.pins[device]
+        return start // self.group, -(-end // self.group)
+
+    @property
+    def max_stages(self) -> int:
+        """Largest number of stages a plan may have."""
+        most = min(len(self.cluster.devices), self.num_layers)
+        return most if self.max_devices is None else min(most, self.max_devices)
+
+    @cached_property
+    def omega(self) -> Floats:
+        """[L, B] quality loss of each layer (group) at each choice, the KV cache's included."""
+        kv = self.workload.kv
+        table = np.array(
+            [
+                [
+                    self.sensitivity.omega(i, p) + self.sensitivity.kv_omega(i, kv)
+                    for p in self.choices
+                ]
+                for i in range(self.spec.num_layers)
+            ]
+        )
+        return np.array([table[start:end].sum(axis=0) for start, end in self.groups])
+
+    @cached_property
+    def pairs(self) -> tuple[tuple[int, int], ...]:
+        """The micro-batch sizes to try, (prefill, decode)."""
+        return microbatch_pairs(
+            self.workload.batch, prefill=self.prefill_microbatch, decode=self.decode_microbatch
+        )
+
+    def counts(self, eta: int, xi: int) -> tuple[int, int]:
+        """Return the numbers of prefill and decode micro-batches."""
+        return -(-self.workload.batch // eta), -(-self.workload.batch // xi)
+
+    @property
+    def kv(self) -> KVPrecision:
+        """Precision of the KV cache."""
+        return self.workload.kv
+
+    def allowed(self, cls: int, start: int, end: int) -> bool:
+        """Whether the pins let a stage of a class hold groups `[start, end)`."""
+        for index, other in enumerate(self.classes):
+            if other.pinned is None:
+                continue
+            low, high = other.pinned
+            if index == cls and not (start <= low and high <= end):
+                return False
+            if index != cls and start < high and low < end:
+                return False
+        return True
+
+    def with_changes(self, **changes: object) -> Problem:
+        """Return the problem with some fields replaced (what-if, pareto, budget)."""
+        return replace(self, **changes)  # type: ignore[arg-type]
+
+    @cached_property
+    def _numbers(self) -> dict[tuple[int, int], PairNumbers]:
+        return {}
+
+    def numbers(self, eta: int, xi: int) -> PairNumbers:
+        """Return the numbers for a pair of micro-batch sizes."""
+        if (eta, xi) not in self._numbers:
+            self._numbers[eta, xi] = _pair_numbers(self, eta, xi)
+        return self._numbers[eta, xi]
+
+
+def _pair_numbers(p: Problem, eta: int, xi: int) -> PairNumbers:
+    work, costs = p.workload, p.costs
+    firsts = [c.first for c in p.classes]
+    sizes = np.array([end - start for start, end in p.groups], dtype=np.int64)
+    prefill = np.array(
+        [[costs.layer_prefill_s(d, b, work, eta) for b in p.choices] for d in firsts]
+    )
+    decode = np.array([[costs.layer_decode_s(d, b, work, xi) for b in p.choices] for d in firsts])
+    hidden = p.spec.hidden * work.dtype_bytes
+    token = 8
+    return PairNumbers(
+        eta=eta,
+        xi=xi,
+        prefill_s=sizes[:, None, None] * prefill,
+        decode_s=sizes[:, None, None] * decode,
+        ends_prefill_s=np.array([costs.ends_prefill_s(d, work, eta) for d in firsts]),
+        ends_decode_s=np.array([costs.ends_decode_s(d, work, xi) for d in firsts]),
+        hop_prefill_s=_hops(p, eta * work.prompt_len * hidden),
+        hop_decode_s=_hops(p, xi * hidden),
+        back_prefill_s=_hops(p, eta * token),
+        back_decode_s=_hops(p, xi * token),
+        layer_bytes=sizes[:, None] * layer_bytes(p)[None, :],
+        capacity=capacity(p, eta, xi),
+    )
+
+
+def _hops(p: Problem, message_bytes: float) -> Floats:
+    """[C, C] time of one message; a stage sends nothing to itself."""
+    firsts = [c.first for c in p.classes]
+    return np.array(
+        [[p.costs.hop_s(p.cluster, a, b, message_bytes) for b in firsts] for a in firsts]
+    )
+
+
+def layer_bytes(p: Problem) -> NDArray[np.int64]:
+    """[B] weights and KV of one layer."""
+    work = p.workload
+    kv = kv_cache_bytes(
+        work.kv,
+        slots=work.batch,
+        max_len=work.max_len,
+        kv_heads=p.spec.kv_heads,
+        head_dim=p.spec.head_dim,
+        dtype_bytes=work.dtype_bytes,
+    )
+    weights = [layer_weight_bytes(p.spec, b, p.quantization, work.dtype_bytes) for b in p.choices]
+    return np.array([w + kv for w in weights], dtype=np.int64)
+
+
+def capacity(p: Problem, eta: int, xi: int) -> NDArray[np.int64]:
+    """[C, 2, 2] limit minus context, embedding or head, and the largest workspace of any choice."""
+    table = np.zeros((len(p.classes), 2, 2), dtype=np.int64)
+    for first in (False, True):
+        for last in (False, True):
+            ends = embedding_bytes(
+                p.spec, first=first, last=last, dtype_bytes=p.workload.dtype_bytes
+            )
+            workspace = max(
+                workspace_bytes(
+                    p.spec,
+                    p.workload,
+                    precisions=(choice,),
+                    last=last,
+                    prefill_microbatch=eta,
+                    decode_microbatch=xi,
+                )
+                for choice in p.choices
+            )
+            for index, cls in enumerate(p.classes):
+                fixed = cls.first.spec.context + ends + workspace
+                table[index, int(first), int(last)] = cls.first.limit_bytes - fixed
+    return table

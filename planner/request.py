@@ -1,0 +1,242 @@
+"""From the command's flags to a `Problem`: reads files, fills in what was not said.
+
+Knows nothing of solvers. Every error names the flag and what to do.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from llmpq.cluster import Cluster
+from llmpq.cost_model import CostModel
+from llmpq.memory import Quantization
+from llmpq.model_spec import ModelSpec, builtin_configs
+from llmpq.planner.costs import CostBook
+from llmpq.planner.problem import Problem
+from llmpq.planner.roofline import estimate_costs
+from llmpq.precision import WEIGHT_ONLY, KVPrecision, Precision
+from llmpq.sensitivity import Sensitivity
+from llmpq.units import parse_size
+from llmpq.workload import Workload
+
+GENERIC_NOTE = (
+    "no --omega-file: quality is priced by a generic table, equal for all layers "
+    "(1 = every layer at 4 bits); measure it with llmpq-profile indicator"
+)
+
+
+def read_model(args: argparse.Namespace) -> tuple[ModelSpec, str | None]:
+    """Return the model and the directory it was read from."""
+    if args.model and (args.model_name or args.model_size):
+        raise ValueError("give either --model or --model-name with --model-size, not both")
+    if args.model_name:
+        return ModelSpec.by_name(args.model_name, args.model_size), None
+    if not args.model:
+        raise ValueError("--model is missing: a Hugging Face directory, or a name such as opt-30b")
+    if Path(args.model).is_dir():
+        return ModelSpec.from_directory(args.model), str(args.model)
+    if "/" in args.model and args.model.rsplit("/", 1)[-1].lower() not in builtin_configs():
+        raise ValueError(f"no such model directory: '{args.model}'")
+    return ModelSpec.by_name(args.model), None
+
+
+def read_cluster(args: argparse.Namespace) -> Cluster:
+    """Return the cluster, with `--reserve` taken off every device."""
+    given = [bool(args.cluster), bool(args.device_names), bool(args.from_ray)]
+    if sum(given) != 1:
+        raise ValueError(
+            "give the devices in one way: --cluster FILE, --device-names with --device-numbers, "
+            "or --from-ray"
+        )
+    if args.from_ray:
+        from llmpq.planner.discovery import cluster_from_ray
+
+        cluster = cluster_from_ray(args.from_ray)
+    elif args.device_names:
+        cluster = Cluster.from_counts(args.device_names, args.device_numbers or ())
+    else:
+        cluster = Cluster.load(args.cluster)
+    reserve = getattr(args, "reserve", None)
+    return with_reserve(cluster, parse_size(reserve)) if reserve else cluster
+
+
+def with_reserve(cluster: Cluster, extra_bytes: int) -> Cluster:
+    """Return the cluster with this much memory kept free on every device."""
+    nodes = []
+    for node in cluster.nodes:
+        groups = tuple(
+            group.model_copy(update={"reserve": group.reserve + extra_bytes})
+            for group in node.groups()
+        )
+        nodes.append(node.model_copy(update={"devices": groups, "accelerators": None}))
+    data = cluster.model_copy(update={"nodes": tuple(nodes)})
+    return Cluster.parse_data(data.model_dump(by_alias=True), where="--reserve")
+
+
+def make_problem(args: argparse.Namespace) -> tuple[Problem, str | None, list[str]]:
+    """Return the problem, the model's directory, and notes for the user."""
+    spec, path = read_model(args)
+    cluster = read_cluster(args)
+    dtype = args.dtype
+    if dtype == "auto":
+        cpus = all(d.spec.is_cpu for d in cluster.devices)
+        dtype = "float32" if cpus else spec.dtype
+    profile = read_costs(args.costs, spec) if args.costs else None
+    omega = _omega_path(args, cluster, spec)
+    listed = Sensitivity.load(omega, num_layers=spec.num_layers) if omega else None
+    choices = parse_bits(args.bits) if args.bits else default_bits(listed, profile, cluster)
+    sensitivity = listed or generic_sensitivity(spec, choices, parse_kv(args.kv))
+    quantization = Quantization(group_size=args.weight_group_size or None, symmetric=args.symmetric)
+    workload = Workload(
+        batch=_positive("--global-bz", args.global_bz),
+        prompt_len=_positive("--s", args.s),
+        gen_len=_positive("--n", args.n),
+        kv=parse_kv(args.kv)[0],
+        dtype=dtype,
+    )
+    if workload.max_len > spec.max_positions and spec.positions == "learned":
+        raise ValueError(
+            f"--s {args.s} plus --n {args.n} is beyond the {spec.max_positions} positions of "
+            f"{spec.name}"
+        )
+    kvs = parse_kv(args.kv)
+    estimate = estimate_costs(
+        spec,
+        cluster.devices,
+        dtype=dtype,
+        precisions=choices,
+        kvs=kvs,
+        quantization=quantization,
+    )
+    costs = CostBook(estimate=estimate, profile=profile)
+    problem = Problem(
+        spec=spec,
+        cluster=cluster,
+        workload=workload,
+        choices=choices,
+        sensitivity=sensitivity,
+        costs=costs,
+        theta=_theta(args, cluster),
+        objective=args.objective,
+        quantization=quantization,
+        group=_positive("--group", args.group),
+        max_devices=args.max_devices,
+        pins=parse_pins(args.pin, cluster, spec),
+        prefill_microbatch=_within("--prefill-microbatch", args.prefill_microbatch, args.global_bz),
+        decode_microbatch=_within("--decode-microbatch", args.decode_microbatch, args.global_bz),
+    )
+    notes = [] if listed else [GENERIC_NOTE]
+    notes += costs.unprofiled(cluster.devices) + costs.warnings(cluster.devices, workload)
+    return problem, path, notes
+
+
+def read_costs(path: str, spec: ModelSpec) -> CostModel:
+    """Read a profile and check that it was made for this model."""
+    profile = CostModel.load_json(path)
+    if profile.model_fingerprint != spec.fingerprint():
+        raise ValueError(
+            f"'{path}' was profiled for model {profile.model} ({profile.model_fingerprint}), got "
+            f"{spec.name} ({spec.fingerprint()}); profile it with llmpq-profile --model"
+        )
+    return profile
+
+
+def parse_bits(text: str) -> tuple[Precision, ...]:
+    """Read `3,4,8,16` or `w8a8,w4a16`."""
+    found = dict.fromkeys(Precision.parse(part) for part in text.replace(" ", "").split(","))
+    return tuple(found)
+
+
+def parse_kv(text: str) -> tuple[KVPrecision, ...]:
+    """Read `16,8`; most precise first."""
+    found = {KVPrecision.parse(part) for part in text.replace(" ", "").split(",")}
+    return tuple(sorted(found, key=lambda kv: -kv.bits))
+
+
+def default_bits(
+    sensitivity: Sensitivity | None, profile: CostModel | None, cluster: Cluster
+) -> tuple[Precision, ...]:
+    """Return the weight-only precisions that the omega file and the profile both know."""
+    allowed = [p for p in WEIGHT_ONLY]
+    if sensitivity is not None:
+        listed = {*sensitivity.weights, Precision.W16A16}
+        allowed = [p for p in allowed if p in listed]
+    kinds = {d.profile_kind for d in cluster.devices}
+    for kind in kinds & set(profile.device_kinds if profile else ()):
+        assert profile is not None
+        known = {
+            e.precision for e in profile.entries if e.device_kind == kind and e.part == "layer"
+        }
+        allowed = [p for p in allowed if p in known]
+    if not allowed:
+        raise ValueError("the costs and the omega file have no precision in common; give --bits")
+    return tuple(allowed)
+
+
+def generic_sensitivity(
+    spec: ModelSpec, choices: Sequence[Precision], kvs: Sequence[KVPrecision]
+) -> Sensitivity:
+    """Return omega = (15 / (2^bits - 1))^2 / L: the variance of rounding, equal for all layers."""
+    layers = spec.num_layers
+
+    def column(bits: int) -> tuple[float, ...]:
+        return ((0.0 if bits >= 16 else (15 / (2**bits - 1)) ** 2 / layers),) * layers
+
+    return Sensitivity(
+        indicator="generic",
+        model=spec.name,
+        num_layers=layers,
+        weights={p: column(min(p.weight_bits, p.activation_bits)) for p in choices},
+        kv={kv: tuple(x / 4 for x in column(kv.bits)) for kv in kvs},
+    )
+
+
+def parse_pins(
+    texts: Sequence[str], cluster: Cluster, spec: ModelSpec
+) -> dict[str, tuple[int, int]]:
+    """Read `0-3=T4-0` (inclusive) or `5=node:1`; a device's pins are joined."""
+    pins: dict[str, tuple[int, int]] = {}
+    for text in texts:
+        layers, equals, name = text.partition("=")
+        low, _, high = layers.partition("-")
+        if not (equals and low.isdigit() and (high or low).isdigit()):
+            raise ValueError(f"--pin {text}: expected LAYERS=DEVICE, such as 0-3=T4-0")
+        start, end = int(low), int(high or low) + 1
+        if not start < end <= spec.num_layers:
+            raise ValueError(f"--pin {text}: {spec.name} has layers 0-{spec.num_layers - 1}")
+        device = cluster.device(name).name
+        old = pins.get(device, (start, end))
+        pins[device] = (min(start, old[0]), max(end, old[1]))
+    return pins
+
+
+def _omega_path(args: argparse.Namespace, cluster: Cluster, spec: ModelSpec) -> Path | None:
+    """Return the omega file: the flag, or the cluster's hint when it is for this model."""
+    if args.omega_file:
+        return Path(args.omega_file)
+    hint = cluster.planning
+    if args.cluster and hint.omega_file and hint.model == spec.name:
+        return Path(args.cluster).parent / hint.omega_file
+    return None
+
+
+def _theta(args: argparse.Namespace, cluster: Cluster) -> float:
+    theta = args.theta if args.theta is not None else cluster.planning.theta
+    theta = 1.0 if theta is None else theta
+    if not theta >= 0:
+        raise ValueError(f"--theta must be >= 0 seconds per unit of omega, got {theta}")
+    return float(theta)
+
+
+def _positive(flag: str, value: int) -> int:
+    if value <= 0:
+        raise ValueError(f"{flag} must be a positive number, got {value}")
+    return value
+
+
+def _within(flag: str, value: int | None, batch: int) -> int | None:
+    if value is not None and not 1 <= value <= batch:
+        raise ValueError(f"{flag} must be between 1 and the batch of {batch}, got {value}")
+    return value

@@ -1,0 +1,176 @@
+"""Estimated costs of a device nobody has profiled, from its peak rates in `gpus.yaml`.
+
+Knows nothing of the runtime's kernels. Every entry is marked `source: estimated`; a profile of the
+same key replaces it. Per decoder layer, with v requests of s (or one) new tokens:
+
+    prefill  max(weight bytes / bandwidth + activations / bandwidth, flops / rate)
+    decode   max(weight bytes / bandwidth, flops / rate) + KV bytes / bandwidth
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from llmpq.cluster import Device
+from llmpq.cost_model import CostModel, LatencyEntry, Part, Phase, Regime
+from llmpq.device_spec import DeviceSpec
+from llmpq.kv_format import kv_cache_bytes
+from llmpq.memory import Quantization, layer_weight_bytes
+from llmpq.model_spec import ModelSpec
+from llmpq.precision import KVPrecision, Precision
+from llmpq.workload import DTYPE_BYTES, Dtype
+
+GPU_FLOOR_S = 40e-6
+"""Launch latency of one layer's kernels when nothing else limits it."""
+CPU_FLOOR_S = 100e-6
+DEQUANT_SLOWDOWN = 1.1
+"""Weight-only kernels unpack before they multiply; costs about 10 % once compute-bound."""
+
+
+def estimate_costs(
+    spec: ModelSpec,
+    devices: Iterable[Device],
+    *,
+    dtype: Dtype,
+    precisions: Sequence[Precision],
+    kvs: Sequence[KVPrecision] = (KVPrecision.KV16,),
+    quantization: Quantization = Quantization(),
+) -> CostModel:
+    """Return a cost model of every device kind, from specifications alone."""
+    entries: list[LatencyEntry] = []
+    seen: set[str] = set()
+    for device in devices:
+        if device.profile_kind in seen:
+            continue
+        seen.add(device.profile_kind)
+        for precision in precisions:
+            entries.append(_prefill(spec, device, precision, dtype, quantization))
+            entries += [_decode(spec, device, precision, kv, dtype, quantization) for kv in kvs]
+        entries += _ends(spec, device, dtype)
+    return CostModel(model=spec.name, model_fingerprint=spec.fingerprint(), entries=tuple(entries))
+
+
+def rate_flops(device: Device, precision: Precision, dtype: Dtype) -> float:
+    """Return the matrix rate a precision reaches on a device, in flop/s."""
+    spec = device.spec
+    peak = spec.fp16_tflops
+    if dtype == "float32":
+        peak = spec.fp32_tflops or spec.fp16_tflops / 2
+    elif precision is Precision.W8A8:
+        peak = spec.int8_tops or spec.fp16_tflops
+    elif precision is Precision.W4A4:
+        peak = spec.int4_tops or spec.int8_tops or spec.fp16_tflops
+    slowdown = DEQUANT_SLOWDOWN if precision.weight_bits < 16 else 1.0
+    return peak * 1e12 * spec.matmul_efficiency * _share(device) / slowdown
+
+
+def bandwidth(device: Device) -> float:
+    """Return the memory bandwidth a device reaches, in bytes/s."""
+    return device.spec.mem_gbps * 1e9 * device.spec.memory_efficiency
+
+
+def _share(device: Device) -> float:
+    """Return how many times the spec's compute a device has: CPU threads, or a share of the SMs."""
+    if device.threads:
+        return float(device.threads)
+    if device.emulate is not None and device.emulate.sms and device.spec.sms:
+        return min(1.0, device.emulate.sms / device.spec.sms)
+    return 1.0
+
+
+def _floor(spec: DeviceSpec) -> float:
+    return CPU_FLOOR_S if spec.is_cpu else GPU_FLOOR_S
+
+
+def _linear_flops(spec: ModelSpec) -> float:
+    """Flops of one token through one layer's matrices."""
+    return 2.0 * sum(shape.num_weights for shape in spec.linears())
+
+
+def _prefill(
+    spec: ModelSpec, device: Device, precision: Precision, dtype: Dtype, quantization: Quantization
+) -> LatencyEntry:
+    width = DTYPE_BYTES[dtype]
+    weights = layer_weight_bytes(spec, precision, quantization, width)
+    activations = 12.0 * spec.hidden * width
+    attention = 2.0 * spec.heads * spec.head_dim  # causal: half of 4 * heads * head_dim
+    floor, rate, speed = (
+        _floor(device.spec),
+        rate_flops(device, precision, dtype),
+        bandwidth(device),
+    )
+    plain = rate_flops(device, Precision.W16A16, dtype)
+    memory = {"1": floor + weights / speed, "v*s": activations / speed}
+    compute = {"1": floor, "v*s": _linear_flops(spec) / rate, "v*s^2": attention / plain}
+    return _entry(device, "layer", Phase.PREFILL, precision, dtype, memory, compute)
+
+
+def _decode(
+    spec: ModelSpec,
+    device: Device,
+    precision: Precision,
+    kv: KVPrecision,
+    dtype: Dtype,
+    quantization: Quantization,
+) -> LatencyEntry:
+    width = DTYPE_BYTES[dtype]
+    weights = layer_weight_bytes(spec, precision, quantization, width)
+    tokens = 1024
+    kv_token = (
+        kv_cache_bytes(
+            kv,
+            slots=1,
+            max_len=tokens,
+            kv_heads=spec.kv_heads,
+            head_dim=spec.head_dim,
+            dtype_bytes=width,
+        )
+        / tokens
+    )
+    floor, rate, speed = (
+        _floor(device.spec),
+        rate_flops(device, precision, dtype),
+        bandwidth(device),
+    )
+    reading = {"v*(t+s)": kv_token / speed}
+    memory = {"1": floor + weights / speed, **reading}
+    compute = {"1": floor, "v": _linear_flops(spec) / rate, **reading}
+    return _entry(device, "layer", Phase.DECODE, precision, dtype, memory, compute, kv=kv)
+
+
+def _ends(spec: ModelSpec, device: Device, dtype: Dtype) -> list[LatencyEntry]:
+    """Embedding and head, both phases; the head works on the last position of each request."""
+    width, speed = DTYPE_BYTES[dtype], bandwidth(device)
+    floor = _floor(device.spec)
+    rate = rate_flops(device, Precision.W16A16, dtype)
+    token = 3.0 * spec.hidden * width / speed
+    head_memory = {"1": floor + spec.head_params * width / speed}
+    head_compute = {"1": floor, "v": 2.0 * spec.vocab * spec.hidden / rate}
+    plain = Precision.W16A16
+    return [
+        _entry(device, "embedding", Phase.PREFILL, plain, dtype, {"1": floor / 4, "v*s": token}),
+        _entry(device, "embedding", Phase.DECODE, plain, dtype, {"1": floor / 4, "v": token}),
+        _entry(device, "head", Phase.PREFILL, plain, dtype, head_memory, head_compute),
+        _entry(device, "head", Phase.DECODE, plain, dtype, head_memory, head_compute),
+    ]
+
+
+def _entry(
+    device: Device,
+    part: Part,
+    phase: Phase,
+    precision: Precision,
+    dtype: Dtype,
+    *regimes: dict[str, float],
+    kv: KVPrecision = KVPrecision.KV16,
+) -> LatencyEntry:
+    return LatencyEntry(
+        device_kind=device.profile_kind,
+        part=part,
+        phase=phase,
+        precision=precision,
+        kv=kv,
+        dtype=dtype,
+        regimes=tuple(Regime(terms=terms) for terms in regimes),
+        source="estimated",
+    )
