@@ -76,9 +76,9 @@ class StagePlan(FileForm):
     precisions: tuple[Precision, ...]
     memory: MemoryForm | None = None
     prefill_s: float | None = None
-    """Predicted time of one prefill micro-batch, hop to the next stage included."""
+    """Predicted time of one prefill micro-batch, the hop to the next stage not included."""
     decode_s: float | None = None
-    """Predicted mean time of one decode micro-batch, hop included."""
+    """Predicted mean time of one decode micro-batch, hops not included."""
 
     @property
     def num_layers(self) -> int:
