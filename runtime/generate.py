@@ -6,7 +6,7 @@ and `llmpq-dist eval` run.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
-from llmpq.precision import Precision
+from llmpq.precision import Precision, WeightScheme
 from llmpq.runtime.kv_cache import KVCache, PlainKVCache
 from llmpq.runtime.loader import CheckpointSource, TensorSource
 from llmpq.runtime.sampling import SamplingParams, sample
@@ -42,11 +42,14 @@ class LocalPipeline:
         *,
         splits: Sequence[int] = (),
         precisions: Sequence[Precision] | None = None,
-        quantization: Quantization | None = None,
+        scheme: Callable[[Precision], WeightScheme | None] | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> LocalPipeline:
-        """Build the stages between `splits` (layer numbers); all 16-bit unless told otherwise."""
+        """Build the stages between `splits` (layer numbers); all 16-bit unless told otherwise.
+
+        `scheme` says how a precision is stored; by default as a plan's default `Quantization`.
+        """
         chosen = tuple(precisions or [Precision.W16A16] * spec.num_layers)
         bounds = [0, *splits, spec.num_layers]
         stages = tuple(
@@ -58,7 +61,7 @@ class LocalPipeline:
                 last=end == spec.num_layers,
                 dtype=dtype,
                 device=device,
-                scheme=(quantization or Quantization()).scheme,
+                scheme=scheme or Quantization().scheme,
                 source=source,
             )
             for start, end in zip(bounds, bounds[1:], strict=False)
