@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 
 import ray
 
@@ -28,15 +27,13 @@ def is_consequence(error: Exception) -> bool:
     )
 
 
-def lost_stage(
-    error: Exception, plan: Plan, index: int, *, phase: str, pid: Sequence[int]
-) -> Exception:
-    """Return the outcome of a stage's failure."""
+def lost_stage(error: Exception, plan: Plan, index: int, *, phase: str, pid: int) -> Exception:
+    """Return the outcome of a stage's failure; `pid` 0 where it is not known."""
     cause = getattr(error, "cause", None)
     if isinstance(cause, (LlmpqError, ValueError)):
         return cause
     stage = plan.stages[index]
-    process = f", pid {pid[0]}" if pid and pid[0] else ""
+    process = f", pid {pid}" if pid else ""
     who = f"stage {index} ({stage.device} on {stage.node}{process})"
     if cause is not None and type(cause).__name__ == "OutOfMemoryError":
         return DoesNotFitError(

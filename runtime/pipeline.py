@@ -132,6 +132,8 @@ class Pipeline:
                 self._result(ref, self._running[ref])
                 del self._running[ref]
             self._check_health()
+        if poll is not None:
+            yield self._read_poll(poll)
         yield self._read_poll(self._actors[0].poll.remote(0.0))
 
     def records(self) -> list[StageRecord]:
@@ -226,7 +228,8 @@ class Pipeline:
         return self._describe(error, index)
 
     def _describe(self, error: Exception, index: int) -> Exception:
-        return lost_stage(error, self.plan, index, phase=self._phase, pid=self._pids[index : index + 1])
+        pid = self._pids[index] if self._pids else 0
+        return lost_stage(error, self.plan, index, phase=self._phase, pid=pid)
 
     def _read_poll(self, ref: Any) -> Update:
         data = json.loads(self._result(ref, 0))

@@ -82,7 +82,7 @@ class StageCompute:
 def build_stage(
     plan: Plan, index: int, spec: ModelSpec, source: TensorSource, device: torch.device
 ) -> tuple[StageCompute, LoadReport]:
-    """Load a stage's slice and allocate its cache; `DoesNotFitError` if the plan foresaw otherwise."""
+    """Load a stage's slice and allocate its cache; `DoesNotFitError` if the plan erred."""
     stage, last = plan.stages[index], index == len(plan.stages) - 1
     dtype = DTYPES[plan.workload.dtype]
     started_s = time.perf_counter()

@@ -1,0 +1,76 @@
+"""`llmpq-dist`: run a plan, convert a checkpoint, evaluate a precision.
+
+    llmpq-dist [run] --strat_file_name plan.json --model DIR -i prompts.jsonl -o outputs.jsonl
+    llmpq-dist convert ... | eval ...
+
+Every failure ends with one sentence on stderr and the exit code of its outcome.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import logging
+import signal
+import sys
+from collections.abc import Sequence
+from types import FrameType
+
+from llmpq.errors import ExitCode, LlmpqError
+
+COMMANDS = {
+    "run": ("llmpq.runtime.run_command", "run a batch file through a plan (the default)"),
+    "convert": ("llmpq.runtime.convert", "turn pytorch_model.bin into safetensors"),
+    "eval": ("llmpq.runtime.evaluate", "perplexity of a model on a text"),
+}
+"""Subcommand -> module with `add_arguments(parser)` and `main(args) -> int`, and its help."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or (words[0] not in COMMANDS and words[0] not in ("-h", "--help")):
+        words.insert(0, "run")
+    logging.basicConfig(format="%(message)s", level=logging.WARNING, stream=sys.stderr)
+    logging.getLogger("llmpq").setLevel(logging.INFO)
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        return _dispatch(words)
+    except LlmpqError as error:
+        return _end(str(error), error.exit_code)
+    except ValueError as error:
+        return _end(str(error), ExitCode.USAGE)
+    except KeyboardInterrupt:
+        return _end(
+            "interrupted; finished rows are in the output file, continue with: llmpq-dist run "
+            "--resume and the same arguments",
+            ExitCode.INTERRUPTED,
+        )
+
+
+def _dispatch(words: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="llmpq-dist", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    for name, (module_name, text) in COMMANDS.items():
+        command = commands.add_parser(name, help=text, description=text)
+        # Only the command that is asked for is imported: torch and Ray take seconds.
+        if words[0] == name:
+            module = importlib.import_module(module_name)
+            module.add_arguments(command)
+    args = parser.parse_args(words)
+    return int(importlib.import_module(COMMANDS[args.command][0]).main(args))
+
+
+def _end(message: str, code: ExitCode) -> int:
+    sys.stderr.write(f"llmpq-dist: {' '.join(message.split())}\n")
+    return code
+
+
+def _interrupt(signum: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,162 @@
+"""Batch files: rows in, answers out, in input order and as soon as the order allows.
+
+The output is a JSON line per row. It is appended to while the job runs and never holds half a
+row that counts: what an interrupted job has written is what `--resume` starts from.
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from llmpq.runtime.batch_rows import Defaults, Row, error_line, json_row, text_row
+
+_JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
+
+
+def read_rows(path: str | Path, defaults: Defaults) -> list[Row]:
+    """Read a batch file: JSON lines, or one prompt a line in any other file; blank lines drop."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ValueError(f"no such input file: '{path}'") from None
+    except IsADirectoryError:
+        raise ValueError(f"'{path}' is a directory, expected a file of prompts") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"'{path}' is not UTF-8 text: {error}") from None
+    make = json_row if Path(path).suffix.lower() in _JSON_SUFFIXES else text_row
+    lines = [line for line in text.split("\n") if line.strip()]
+    rows = [make(index, line.rstrip("\r"), defaults) for index, line in enumerate(lines)]
+    if not rows:
+        raise ValueError(f"'{path}' has no rows; expected one prompt a line")
+    return _refuse_duplicates(rows)
+
+
+def _refuse_duplicates(rows: Sequence[Row]) -> list[Row]:
+    """Give every row whose id was seen before an error."""
+    seen: dict[str, int] = {}
+    checked = []
+    for row in rows:
+        if row.row_id is not None and row.row_id in seen and row.error is None:
+            first = seen[row.row_id] + 1
+            row = replace(
+                row, error=f"line {row.index + 1}: id '{row.row_id}' was used in line {first}"
+            )
+        elif row.row_id is not None:
+            seen.setdefault(row.row_id, row.index)
+        checked.append(row)
+    return checked
+
+
+def finished_lines(path: str | Path, rows: Sequence[Row]) -> dict[int, dict[str, Any]]:
+    """Return the answers an earlier run left, by row index, without failed rows and torn lines.
+
+    `ValueError` if the file was made from another input.
+    """
+    done: dict[int, dict[str, Any]] = {}
+    if not Path(path).exists():
+        return done
+    by_id = {row.row_id: row.index for row in rows if row.form in ("completion", "chat")}
+    for line in Path(path).read_text(encoding="utf-8").split("\n"):
+        try:
+            data = json.loads(line)
+        except json.JSONDecodeError:
+            continue  # a line torn by a crash: its row runs again
+        if not isinstance(data, dict) or data.get("error") is not None:
+            continue
+        index = by_id.get(data["custom_id"]) if "custom_id" in data else data.get("index")
+        if not isinstance(index, int) or not 0 <= index < len(rows):
+            raise ValueError(f"'{path}' has a row that '{line[:80]}' is not from this input file")
+        row = rows[index]
+        shown = list(row.prompt) if isinstance(row.prompt, tuple) else row.prompt
+        if "prompt" in data and data["prompt"] != shown:
+            raise ValueError(
+                f"'{path}' answers another input: its row {index} has another prompt; give the "
+                "same -i as before, or another -o"
+            )
+        done[index] = data
+    return done
+
+
+class OrderedWriter:
+    """Writes rows in input order as soon as all before them are there.
+
+    Leaving the block early (a failure, an interrupt) writes the finished rows beyond the gap too.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        num_rows: int,
+        *,
+        done: Mapping[int, Mapping[str, Any]] | None = None,
+    ) -> None:
+        self._path, self._num_rows = Path(path), num_rows
+        self._done: dict[int, Mapping[str, Any]] = dict(done or {})
+        self._held: dict[int, Mapping[str, Any]] = dict(self._done)
+        self._next = 0
+
+    def __enter__(self) -> Self:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        if self._done:
+            # Rows of an earlier run stay on disk beyond the ordered part until the job is over.
+            self._replace(self._done)
+        self._file = self._path.open("a" if self._done else "w", encoding="utf-8")
+        if not self._done:
+            self._advance()
+        return self
+
+    def write(self, index: int, line: Mapping[str, Any]) -> None:
+        """Take the answer of a row."""
+        assert index not in self._held and 0 <= index < self._num_rows
+        self._held[index] = line
+        if self._done:
+            self._put(line)
+        else:
+            self._advance()
+
+    @property
+    def num_finished(self) -> int:
+        """Rows that have an answer or an error."""
+        return len(self._held)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._file.close()
+        if self._done or self._next < len(self._held):
+            self._replace(self._held)
+
+    def _advance(self) -> None:
+        while self._next in self._held:
+            self._put(self._held[self._next])
+            self._next += 1
+
+    def _put(self, line: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(line, ensure_ascii=False) + "\n")
+        self._file.flush()
+
+    def _replace(self, lines: Mapping[int, Mapping[str, Any]]) -> None:
+        """Write all lines in order to a new file and put it in place of the old one."""
+        temporary = self._path.with_name(self._path.name + ".tmp")
+        with temporary.open("w", encoding="utf-8") as out:
+            for index in sorted(lines):
+                out.write(json.dumps(lines[index], ensure_ascii=False) + "\n")
+        os.replace(temporary, self._path)
+
+
+def write_errors(writer: OrderedWriter, rows: Sequence[Row]) -> int:
+    """Write the rows that cannot be requests; return how many there are."""
+    failed = [row for row in rows if row.error is not None]
+    for row in failed:
+        writer.write(row.index, error_line(row, row.error or ""))
+    return len(failed)
