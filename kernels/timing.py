@@ -1,0 +1,60 @@
+"""GPU timings: CUDA graphs of many launches, inputs rotated past the L2, samples per launch.
+
+A graph holds `launches` calls; call i uses input set i % copies, and `copies` sets together exceed
+the L2 several times, so that each call finds its weights (or its KV) in device memory, as a layer
+of a model does.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+
+import torch
+
+COLD_BYTES = 200_000_000
+"""Unique bytes touched between two uses of the same line; an H200's L2 holds 60 MB."""
+
+
+def copies_for(nbytes: int) -> int:
+    """How many input sets of `nbytes` to rotate so that none is found in the L2."""
+    return COLD_BYTES // max(1, nbytes) + 2
+
+
+def time_launches(
+    call: Callable[[int], None], copies: int, *, launches: int = 0, repeats: int = 20
+) -> list[float]:
+    """Return `repeats` samples, each the mean microseconds of one launch of a replayed graph."""
+    launches = launches or max(20, copies)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        for i in range(min(copies, 3)):  # compile, load modules and set attributes outside capture
+            call(i)
+        stream.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            for i in range(launches):
+                call(i % copies)
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    graph.replay()
+    events[0].record()
+    for event in events[1:]:
+        graph.replay()
+        event.record()
+    torch.cuda.synchronize()
+    times = [a.elapsed_time(b) for a, b in zip(events[:-1], events[1:], strict=True)]
+    return [ms * 1e3 / launches for ms in times]
+
+
+def median_us(call: Callable[[int], None], copies: int, *, repeats: int = 20) -> float:
+    """Return the median of `time_launches`."""
+    return statistics.median(time_launches(call, copies, repeats=repeats))
+
+
+def copy_bandwidth(nbytes: int = 1 << 31) -> float:
+    """Return bytes read plus bytes written a second of a large device-to-device copy."""
+    source = torch.empty(nbytes, dtype=torch.uint8, device="cuda").random_()
+    target = torch.empty_like(source)
+    us = statistics.median(time_launches(lambda _: target.copy_(source), 1, launches=4, repeats=8))
+    return 2 * nbytes / (us * 1e-6)
