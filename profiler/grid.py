@@ -34,7 +34,7 @@ class Grid:
 
 _QUICK = Grid(
     prefill_v=(1, 3, 8),
-    prefill_length=(16, 64),
+    prefill_length=(16, 64, 128),
     decode_v=(1, 2, 4, 8),
     decode_length=(24, 128),
     max_tokens=640,
