@@ -19,7 +19,7 @@ from typing import Literal, Protocol
 
 from llmpq.runtime.request import MicroBatch, Request, Round, StepKind
 
-MAX_PADDING = 0.5
+MAX_PADDING = 0.3
 """Prompts share a prefill micro-batch while at most this share of its tokens is padding."""
 
 

@@ -8,10 +8,11 @@ would stand still for ever, so a send keeps its tensors alive until it is known 
 from __future__ import annotations
 
 import queue
+import threading
 from collections import deque
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,9 @@ from llmpq.runtime.request import StepKind
 
 _IDLE_LIMIT = timedelta(hours=24)
 """A receive may wait this long for work; whether a stage still lives is the driver's to watch."""
+
+
+_T = TypeVar("_T")
 
 
 class Transport(Protocol):
@@ -120,11 +124,23 @@ class Ring:
 
     steps: tuple[queue.Queue[tuple[Tensor, Tensor | None, Tensor | None]], ...]
     tokens: queue.Queue[Tensor]
+    broken: threading.Event
+    """Set when a stage's thread failed, so that the others do not wait for it."""
 
     @classmethod
     def of(cls, num_stages: int) -> Ring:
         """Build the queues for `num_stages` stages."""
-        return cls(tuple(queue.Queue() for _ in range(num_stages)), queue.Queue())
+        steps = tuple(queue.Queue() for _ in range(num_stages))  # type: ignore[var-annotated]
+        return cls(steps, queue.Queue(), threading.Event())
+
+    def take(self, source: queue.Queue[_T]) -> _T:
+        """Wait for the next item of a queue."""
+        while True:
+            try:
+                return source.get(timeout=0.5)
+            except queue.Empty:
+                if self.broken.is_set():
+                    raise ConnectionError("another stage's thread failed") from None
 
 
 class ThreadTransport:
@@ -144,7 +160,7 @@ class ThreadTransport:
 
     def receive_step(self) -> tuple[StepMessage, Tensor | None]:
         """Wait for the next micro-batch of the previous stage."""
-        header, hidden_BQH, tokens = self._ring.steps[self._rank].get()
+        header, hidden_BQH, tokens = self._ring.take(self._ring.steps[self._rank])
         message = unpack_header(header)
         if tokens is not None:
             message = with_tokens(message, tokens.tolist())
@@ -156,7 +172,7 @@ class ThreadTransport:
 
     def receive_tokens(self, rows: int, width: int) -> Tensor:
         """Wait for the sampled tokens of the oldest micro-batch in flight."""
-        tokens = self._ring.tokens.get()
+        tokens = self._ring.take(self._ring.tokens)
         assert tokens.shape == (rows, width)
         return tokens
 

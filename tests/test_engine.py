@@ -1,0 +1,128 @@
+"""The engine with threads for stages: tokens equal transformers for every family and split."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from llmpq.model_spec import ModelSpec
+from llmpq.plan import Plan
+from llmpq.runtime.loader import CheckpointSource
+from llmpq.runtime.message import StepMessage, describe, pack_header, unpack_header
+from llmpq.runtime.request import MicroBatch, Request, StepKind
+from llmpq.runtime.sampling_params import SamplingParams
+from llmpq.runtime.scheduler import Scheduler
+from llmpq.runtime.stage_actor import limits_of, read_request, write_request
+from llmpq.runtime.thread_engine import ThreadEngine
+
+pytestmark = pytest.mark.cpu
+KINDS = ("opt", "bloom", "llama", "qwen3")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    torch.set_num_threads(1)
+
+
+def engine(make_plan, model, splits, **workload) -> ThreadEngine:
+    spec = ModelSpec.from_directory(model)
+    plan = make_plan(model, splits, **workload)
+    return ThreadEngine(plan, spec, CheckpointSource(model, spec))
+
+
+def serve(runner: ThreadEngine, requests: list[Request], **options) -> list[list[int]]:
+    done = runner.run(Scheduler(limits_of(runner.plan), **options), requests)
+    return [done.tokens[request.id] for request in requests]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_equal_transformers_over_one_two_and_three_stages(
+    tiny_models, random_prompts, make_plan, kind
+):
+    prompts = random_prompts(5, 12, 1, 9, 3, 16)
+    expected = tiny_models.greedy(kind, prompts, 10)
+    for splits in ((), (1,), (1, 2)):
+        # Four slots for six requests: two of them reuse slots.
+        runner = engine(
+            make_plan, tiny_models.directory(kind), splits, batch=4, prompt_len=16, gen_len=10
+        )
+        requests = [Request(id=i, prompt=tuple(p), max_new=10) for i, p in enumerate(prompts)]
+        assert serve(runner, requests) == expected
+
+
+def test_sampled_tokens_do_not_depend_on_stages_or_batch_mates(
+    tiny_models, random_prompts, make_plan
+):
+    prompts = random_prompts(5, 12, 3, 9)
+
+    def requests() -> list[Request]:
+        return [
+            Request(
+                id=i,
+                prompt=tuple(p),
+                max_new=10,
+                sampling=SamplingParams(temperature=1.5, top_k=50, top_p=0.9, seed=i),
+            )
+            for i, p in enumerate(prompts)
+        ]
+
+    model = tiny_models.directory("llama")
+    shape = {"prompt_len": 16, "gen_len": 10}
+    together = serve(engine(make_plan, model, (), batch=4, **shape), requests())
+    split = serve(engine(make_plan, model, (1, 2), batch=4, **shape), requests())
+    alone = serve(engine(make_plan, model, (), batch=1, **shape), requests())
+    assert together == split == alone
+    assert len({tuple(row) for row in together}) == len(prompts)
+
+
+def test_a_failing_stage_ends_the_run(tiny_models, make_plan):
+    runner = engine(make_plan, tiny_models.directory("llama"), (1,), prompt_len=8, gen_len=4)
+    runner.computes[1].kv = None  # type: ignore[assignment]
+    with pytest.raises(AttributeError):
+        serve(runner, [Request(id=0, prompt=(5, 6), max_new=4)])
+
+
+def test_headers_carry_every_field():
+    rng = random.Random(0)
+    for rows in (1, 3, 8):
+        message = StepMessage(
+            kind=StepKind.DRAFT,
+            seq=rng.randrange(10**6),
+            slots=[rng.randrange(64) for _ in range(rows)],
+            starts=[rng.randrange(4096) for _ in range(rows)],
+            num_new=[rng.randrange(1, 5) for _ in range(rows)],
+            sample_steps=[rng.randrange(512) for _ in range(rows)],
+            sampling=[
+                SamplingParams(temperature=0.7 * i, top_k=i or None, top_p=0.95, seed=2**62 + i)
+                for i in range(rows)
+            ],
+        )
+        assert unpack_header(pack_header(message, max_rows=8)) == message
+
+
+def test_draft_steps_sample_at_their_own_index():
+    request = Request(id=0, prompt=(1, 2), max_new=9, slot=3, output=[7, 8], drafts=[9])
+    message = describe(MicroBatch(1, StepKind.DRAFT, [request], [4], [[9]]))
+    assert message.sample_steps == [3]
+    assert describe(MicroBatch(1, StepKind.DECODE, [request], [3], [[8]])).sample_steps == [2]
+
+
+def test_requests_survive_the_way_to_the_first_stage():
+    request = Request(
+        id=4,
+        prompt=(1, 2, 3),
+        max_new=9,
+        stop_ids=frozenset({2, 5}),
+        stop_texts=("\n\n",),
+        sampling=SamplingParams(temperature=0.5, top_k=4, top_p=0.9, seed=11),
+    )
+    copy = read_request(write_request(request))
+    assert write_request(copy) == write_request(request)
+    assert (copy.sampling, copy.stop_ids) == (request.sampling, request.stop_ids)
+
+
+def test_plans_of_the_fixture_are_complete(make_plan, demo_model):
+    plan = make_plan(demo_model, (3,))
+    assert isinstance(plan, Plan) and [s.layers for s in plan.stages] == [(0, 3), (3, 8)]

@@ -1,0 +1,268 @@
+"""The scheduler without devices: the plan's micro-batches, slot reuse, fairness, drafts, speed."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import deque
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llmpq.runtime.request import MicroBatch, Request, StepKind
+from llmpq.runtime.scheduler import Limits, Scheduler
+
+pytestmark = pytest.mark.pure
+
+
+def limits(**changes) -> Limits:
+    values = {
+        "num_slots": 8,
+        "prompt_len": 16,
+        "max_len": 32,
+        "prefill_microbatch": 2,
+        "decode_microbatch": 4,
+    }
+    return Limits(**(values | changes))
+
+
+def request(number: int, length: int = 5, max_new: int = 6, **more) -> Request:
+    return Request(id=number, prompt=tuple(range(1, length + 1)), max_new=max_new, **more)
+
+
+def true_token(request_id: int, position: int) -> int:
+    """What the 'model' says at a position: depends on nothing else."""
+    return (request_id * 31 + position * 7) % 97
+
+
+class FakePipeline:
+    """Runs a scheduler: `depth` micro-batches in flight, results in the order of issue."""
+
+    def __init__(self, scheduler: Scheduler, depth: int, right_drafts: float = 1.0) -> None:
+        self.scheduler, self.depth, self.right = scheduler, depth, right_drafts
+        self.issued: list[MicroBatch] = []
+        self.finished: list[Request] = []
+        self.cached: dict[int, list[int]] = {}
+        self._rng = random.Random(0)
+
+    def run(self) -> None:
+        in_flight: deque[MicroBatch] = deque()
+        while True:
+            while len(in_flight) < self.depth:
+                micro_batch = self.scheduler.next_micro_batch()
+                if micro_batch is None:
+                    break
+                self._check(micro_batch, in_flight)
+                self.issued.append(micro_batch)
+                in_flight.append(micro_batch)
+            if not in_flight:
+                return
+            done = in_flight.popleft()
+            self.finished += self.scheduler.complete(done, self._results(done))
+
+    def _check(self, micro_batch: MicroBatch, in_flight: deque[MicroBatch]) -> None:
+        flying = {r.id for other in in_flight for r in other.requests}
+        assert not flying & {r.id for r in micro_batch.requests}, "a request is in flight twice"
+        slots = [r.slot for r in micro_batch.requests]
+        assert len(set(slots)) == len(slots) and min(slots) >= 0
+        assert len(slots) <= self.scheduler.limits.num_slots
+        for r, start, tokens in zip(*_rows(micro_batch), strict=True):
+            # The slot holds this request's tokens, in order and without holes, before the new ones.
+            cache = self.cached.setdefault(r.slot, [])
+            assert start <= len(cache) or start == 0
+            del cache[start:]
+            cache.extend(tokens)
+            known = [*r.prompt, *r.output, *r.drafts]
+            assert cache == known[: len(cache)]
+
+    def _results(self, micro_batch: MicroBatch) -> list[list[int]]:
+        return [self._row(micro_batch.kind, *row) for row in zip(*_rows(micro_batch), strict=True)]
+
+    def _row(self, kind: StepKind, r: Request, start: int, tokens: list[int]) -> list[int]:
+        first = 0 if kind is StepKind.PREFILL else start + 1 - len(r.prompt)
+        if kind is StepKind.VERIFY:  # the longest right prefix and one more
+            right = [d == true_token(r.id, first + k) for k, d in enumerate(r.drafts)]
+            accepted = right.index(False) if False in right else len(right)
+            return [true_token(r.id, first + k) for k in range(accepted + 1)]
+        if kind is StepKind.DRAFT and self._rng.random() > self.right:
+            return [98]
+        return [true_token(r.id, first)]
+
+
+def _rows(micro_batch: MicroBatch):
+    return micro_batch.requests, micro_batch.starts, micro_batch.tokens
+
+
+class EveryGamma:
+    """A drafter that always drafts `gamma` tokens with the model, or proposes right ones."""
+
+    def __init__(self, gamma: int, *, proposes: bool = False) -> None:
+        self._gamma, self._proposes = gamma, proposes
+        self.seen: list[tuple[int, int]] = []
+
+    def gamma(self, requests):
+        return self._gamma
+
+    def propose(self, request, gamma):
+        if not self._proposes:
+            return None
+        first = len(request.output)
+        return [true_token(request.id, first + k) for k in range(min(gamma, request.id % 4))]
+
+    def observe(self, num_drafted, num_accepted):
+        self.seen.append((num_drafted, num_accepted))
+
+
+def expected_output(r: Request) -> list[int]:
+    return [true_token(r.id, position) for position in range(r.max_new)]
+
+
+def test_a_fixed_batch_runs_in_the_plans_micro_batches():
+    pipeline = FakePipeline(Scheduler(limits()), depth=4)
+    for number in range(8):
+        pipeline.scheduler.submit(request(number))
+    pipeline.run()
+    sizes = [(mb.kind, len(mb.requests)) for mb in pipeline.issued]
+    assert sizes[:4] == [(StepKind.PREFILL, 2)] * 4
+    assert sizes[4:] == [(StepKind.DECODE, 4)] * (2 * 5)
+    assert [r.output for r in pipeline.finished] == [expected_output(r) for r in pipeline.finished]
+    assert pipeline.scheduler.idle and pipeline.scheduler.generated_tokens == 8 * 6
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 16), st.integers(1, 16)), min_size=1, max_size=40),
+    st.integers(1, 4),
+    st.integers(1, 8),
+    st.integers(1, 8),
+    st.sampled_from(["continuous", "static"]),
+    st.sampled_from([0, 1, 3]),
+    st.booleans(),
+)
+@settings(max_examples=150, deadline=None)
+def test_every_request_gets_its_tokens(sizes, depth, prefill, decode, batching, gamma, proposes):
+    drafter = EveryGamma(gamma, proposes=proposes) if gamma else None
+    shape = limits(prefill_microbatch=prefill, decode_microbatch=decode, batching=batching)
+    pipeline = FakePipeline(Scheduler(shape, drafter=drafter), depth, right_drafts=0.6)
+    requests = [request(i, length, new) for i, (length, new) in enumerate(sizes)]
+    for r in requests:
+        pipeline.scheduler.submit(r)
+    pipeline.run()
+    assert {r.id for r in pipeline.finished} == {r.id for r in requests}
+    assert all(r.output == expected_output(r) for r in requests)
+    assert all(r.finish_reason == "length" and r.slot == -1 for r in requests)
+    for micro_batch in pipeline.issued:
+        prompt = micro_batch.kind is StepKind.PREFILL
+        assert len(micro_batch.requests) <= (prefill if prompt else decode)
+        assert micro_batch.max_end <= shape.max_len
+
+
+def test_a_free_slot_is_refilled_at_once_and_first_come_is_first_served():
+    pipeline = FakePipeline(Scheduler(limits(num_slots=2, decode_microbatch=2)), depth=2)
+    for number, new in enumerate((2, 9, 2, 2, 2)):
+        pipeline.scheduler.submit(request(number, max_new=new))
+    pipeline.run()
+    prompts = [r.id for mb in pipeline.issued if mb.kind is StepKind.PREFILL for r in mb.requests]
+    assert prompts == [0, 1, 2, 3, 4]
+    assert [r.id for r in pipeline.finished][-1] == 1, "the long one must not hold up the others"
+
+
+def test_static_batching_waits_for_the_whole_batch():
+    pipeline = FakePipeline(Scheduler(limits(num_slots=2, batching="static")), depth=2)
+    for number, new in enumerate((2, 9, 2, 2)):
+        pipeline.scheduler.submit(request(number, max_new=new))
+    pipeline.run()
+    assert [r.id for r in pipeline.finished] == [0, 1, 2, 3]
+
+
+def test_groups_that_shrink_merge():
+    pipeline = FakePipeline(Scheduler(limits()), depth=2)
+    for number in range(8):
+        pipeline.scheduler.submit(request(number, max_new=2 if number % 2 else 12))
+    pipeline.run()
+    tail = [len(mb.requests) for mb in pipeline.issued[-9:]]
+    assert tail[:-1] == [4] * 8, "the four that are left decode together, not two and two"
+
+
+def test_very_unequal_prompts_do_not_share_a_padded_micro_batch():
+    pipeline = FakePipeline(Scheduler(limits(prefill_microbatch=4)), depth=1)
+    for number, length in enumerate((16, 1, 1, 1)):
+        pipeline.scheduler.submit(request(number, length))
+    pipeline.run()
+    prompts = [mb for mb in pipeline.issued if mb.kind is StepKind.PREFILL]
+    assert [len(mb.requests) for mb in prompts] == [1, 3]
+
+
+def test_end_of_text_and_stop_texts_end_a_request_and_free_its_slot():
+    stop = true_token(1, 2)
+    scheduler = Scheduler(limits(), ends_in_stop_text=lambda r: len(r.output) == 4)
+    pipeline = FakePipeline(scheduler, depth=2)
+    requests = [
+        request(0),
+        request(1, stop_ids=frozenset({stop})),
+        request(2, stop_texts=("x",)),
+    ]
+    for r in requests:
+        scheduler.submit(r)
+    pipeline.run()
+    assert [len(r.output) for r in requests] == [6, 3, 4]
+    assert [r.finish_reason for r in requests] == ["length", "stop", "stop"]
+
+
+def test_a_stop_inside_an_accepted_draft_cuts_the_rest():
+    stop = true_token(3, 2)
+    pipeline = FakePipeline(Scheduler(limits(), drafter=EveryGamma(4)), depth=2)
+    r = request(3, stop_ids=frozenset({stop}))
+    pipeline.scheduler.submit(r)
+    pipeline.run()
+    assert r.output == expected_output(r)[:3] and r.finish_reason == "stop"
+
+
+def test_rounds_draft_then_verify_and_never_beyond_the_limit():
+    drafter = EveryGamma(3)
+    pipeline = FakePipeline(Scheduler(limits(), drafter=drafter), depth=2)
+    for number, new in enumerate((6, 3)):
+        pipeline.scheduler.submit(request(number, max_new=new))
+    pipeline.run()
+    kinds = [(mb.kind.name, [len(t) for t in mb.tokens]) for mb in pipeline.issued]
+    assert kinds == [
+        ("PREFILL", [5, 5]),
+        ("DRAFT", [1, 1]),
+        ("DRAFT", [1]),
+        ("DRAFT", [1]),
+        ("VERIFY", [4, 2]),
+        ("DECODE", [1]),
+    ]
+    assert drafter.seen == [(3, 3), (1, 1)]
+
+
+@pytest.mark.parametrize(
+    ("r", "message"),
+    [
+        (request(0, 17), "17 tokens, the plan was made for prompts of at most 16"),
+        (request(0, 16, 18), "need 33 cache positions, the plan has 32"),
+        (request(0, 0), "no tokens"),
+        (request(0, 5, 0), "at least 1, got 0"),
+    ],
+)
+def test_requests_that_can_never_run_are_refused(r, message):
+    with pytest.raises(ValueError, match=message):
+        Scheduler(limits()).submit(r)
+
+
+def test_a_step_costs_little_with_ten_thousand_waiting():
+    shape = limits(num_slots=256, prefill_microbatch=256, decode_microbatch=256)
+    scheduler = Scheduler(shape)
+    for number in range(10_256):
+        scheduler.submit(request(number, max_new=16))
+    rng = random.Random(0)
+    best_s = float("inf")
+    for _ in range(40):  # the quickest of 40 steps: other processes share this machine
+        started_s = time.perf_counter()
+        micro_batch = scheduler.next_micro_batch()
+        assert micro_batch is not None
+        scheduler.complete(micro_batch, [[rng.randrange(97)] for _ in micro_batch.requests])
+        elapsed_s = time.perf_counter() - started_s
+        if len(micro_batch.requests) == 256:
+            best_s = min(best_s, elapsed_s)
+    assert best_s / 256 <= 20e-6
