@@ -34,6 +34,7 @@ TILE = tl.constexpr(64)
 RING_PARTS = tl.constexpr(-(-RING_TOKENS // 64))
 P_SHIFT = tl.constexpr(6.0)
 """Probabilities are kept times 2**6: a plane divides them by up to 2**6, and fp16 ends at 2**-14."""
+LOG2_E = tl.constexpr(1.4426950408889634)
 MASKED = tl.constexpr(-3.0e30)
 LOWEST = tl.constexpr(-1.0e30)
 MOVMATRIX = tl.constexpr("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;")
@@ -154,25 +155,27 @@ def attend_split(
     if part < RING_PARTS:
         since = packed_line(start) + part * TILE
         if since < end:
-            # ---- 16-bit keys: two steps of 32 tokens, operands through Triton's own layouts
+            # ---- 16-bit keys: two steps of 32 tokens, operands through Triton's own layouts; bf16
+            # goes through fp16, whose three more bits keep the probabilities' error below 2**-11
             cols = first_col + tl.arange(0, R)
             q_pos = _column_positions(cols, start, end, C)
             q_line = packed_line(q_pos)
             d = tl.arange(0, D)
             q_at = ((b * Q + cols // C) * H + head * C + cols % C) * D
             q = tl.load(q_ptr + q_at[None, :] + d[:, None], mask=(cols < C * Q)[None, :], other=0.0)
+            q = q.to(tl.float16)
             m_i = tl.full([R], LOWEST, tl.float32)
             l_i = tl.zeros([R], tl.float32)
             acc = tl.zeros([D, R], tl.float32)
             if ALIBI:
-                slope = tl.load(slopes + head * C + cols % C)
+                slope = tl.load(slopes + head * C + cols % C) * LOG2_E
             ring_at = (slot * G + head) * RING * D
             for step in tl.range(0, TILE, 32, num_stages=1):
                 pos = since + step + tl.arange(0, 32)
                 live = pos < end
                 at = ring_at + (pos % RING)[:, None] * D + d[None, :]
                 k = tl.load(k_ring + at, mask=live[:, None], other=0.0)
-                x = tl.dot(k, q) * score_scale
+                x = tl.dot(k.to(tl.float16), q) * score_scale
                 if ALIBI:
                     x += slope[None, :] * (pos[:, None] - q_pos[None, :]).to(tl.float32)
                 seen = (pos[:, None] >= q_line[None, :]) & (pos[:, None] <= q_pos[None, :])
@@ -183,7 +186,7 @@ def attend_split(
                 m_i = m_new
                 l_i = l_i * alpha + tl.sum(p, 0)
                 v = tl.load(v_ring + at, mask=live[:, None], other=0.0)
-                acc = tl.dot(tl.trans(v), p.to(v.dtype), acc * alpha[None, :])
+                acc = tl.dot(tl.trans(v.to(tl.float16)), p.to(tl.float16), acc * alpha[None, :])
             norm = 1.0 / tl.maximum(l_i, 1e-30)
             lse = tl.where(l_i > 0, m_i + tl.log2(tl.maximum(l_i, 1e-30)), MASKED)
             c = tl.arange(0, R)
@@ -217,7 +220,7 @@ def attend_split(
                 ones = tl.full([16, D], 1.0, tl.float16)
                 q_sum = tl.max(tl.dot(ones, q_plain), 0)
             if ALIBI:
-                slope = tl.load(slopes + head * C + cols % C)
+                slope = tl.load(slopes + head * C + cols % C) * LOG2_E
             row = tl.arange(0, 64)
             row_token = row // 16 * 16 + row % 8 * 2 + row // 8 % 2
             token_factor = _plane_factor(tl.arange(0, 8), BITS)

@@ -31,6 +31,10 @@ HEAD_DIMS = (32, 64, 128, 256)
 MAX_Q_LEN = HOLDBACK_TOKENS
 """New tokens of one step that the decode kernels take."""
 
+WORD_K_WIDTH = 4 if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7) else 2
+"""Consecutive columns of an operand a thread holds, as Triton picks them for unpacked words. Another
+value is right but shuffles: 3.6 halves the source's width at each join, 3.9 does not (compiled)."""
+
 PROGRAMS_PER_SM = 12
 """One-warp programs resident on an SM: 65536 registers / (168 * 32)."""
 
@@ -187,7 +191,7 @@ def kv_attend(
         slopes if slopes is not None else part_lse, part_out, part_lse,
         scale * 1.4426950408889634, chunk, table.shape[1], parts,
         **shape, BITS=bits, KEY_GROUP=key_group, PAGED=paged, ALIBI=slopes is not None,
-        KW=4, KW0=2, STAGES=stages, PDL=pdl, EMULATE=q.device.type == "cpu", num_warps=1,
+        KW=WORD_K_WIDTH, KW0=2, STAGES=stages, PDL=pdl, EMULATE=q.device.type == "cpu", num_warps=1,
     )  # fmt: skip
     d_step = min(dim, 64)
     combine_parts[(kv_heads * wanted, dim // d_step, batch)](

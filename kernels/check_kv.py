@@ -1,0 +1,191 @@
+"""`python -m llmpq.kernels check kv`: every low-bit KV variant against its twin and the definition.
+
+A case is a few steps (start, new tokens) of some requests; each step is appended and attended by
+the kernels. Packed words are compared with the plain-torch twin's, outputs with attention
+recomputed in float64 from the whole history (kv_oracle.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from llmpq.kernels import kv_reference
+from llmpq.kernels.kv_formats import KVFormat
+from llmpq.kernels.kv_ops import MAX_Q_LEN, DeviceRows, plan_attend, run_append, run_attend
+from llmpq.kernels.kv_oracle import attend_from_history, relative_error
+from llmpq.kernels.kv_storage import allocate_layer
+from llmpq.kv_format import packed_blocks
+from llmpq.precision import KVPrecision
+
+TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 2e-3}
+"""fp16 operands round at 2**-11; a bf16 output rounds at 2**-9 / sqrt(3) = 1.1e-3 by itself."""
+
+WORDS_EQUAL = 0.995
+"""Share of packed words equal to the twin's: a tie may round the other way, a layout error does not."""
+
+Steps = Sequence[Sequence[tuple[int, int]]]
+"""Per step, per request: tokens before it, new tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One variant of the kernels and what is done with it."""
+
+    fmt: KVFormat
+    heads: int
+    kv_heads: int
+    dtype: torch.dtype
+    steps: Steps
+    paged: bool = True
+    alibi: bool = False
+
+    @property
+    def max_len(self) -> int:
+        """Tokens of the longest request."""
+        return max(start + count for step in self.steps for start, count in step)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The worst of a case."""
+
+    error: float
+    """||kernel - float64|| / ||float64|| of one request's output."""
+    words_equal: float
+
+
+def run_case(case: Case, device: torch.device, seed: int = 0) -> Outcome:
+    """Run one case's steps on `device`."""
+    fmt, slots = case.fmt, len(case.steps[0])
+    blocks = packed_blocks(case.max_len)
+    gen = torch.Generator().manual_seed(seed)
+    order = torch.randperm(slots * blocks, generator=gen)
+    if not case.paged:
+        order = order.sort().values
+    table = order.int().reshape(slots, blocks).to(device)
+    layer, twin = (
+        allocate_layer(
+            fmt,
+            pages=slots * blocks,
+            slots=slots,
+            kv_heads=case.kv_heads,
+            dtype=case.dtype,
+            device=device,
+        )
+        for _ in range(2)
+    )
+    slopes = torch.linspace(0.01, 0.1, case.heads, device=device) if case.alibi else None
+    shape = (2, slots, case.max_len, case.kv_heads, fmt.head_dim)
+    past = torch.zeros(shape, dtype=case.dtype, device=device)
+    worst, equal = 0.0, 1.0
+    for step in case.steps:
+        start, count = (torch.tensor(x, device=device) for x in zip(*step, strict=True))
+        q_len = int(count.max())
+        q = torch.randn(slots, q_len, case.heads, fmt.head_dim, generator=gen)
+        kv = torch.randn(2, slots, q_len, case.kv_heads, fmt.head_dim, generator=gen)
+        q, kv = q.to(device, case.dtype), kv.to(device, case.dtype)
+        for b, (first, num) in enumerate(step):
+            past[:, b, first : first + num] = kv[:, b, :num]
+        index = torch.arange(slots, device=device)
+        rows = DeviceRows(slots=index.int(), starts=start.int(), counts=count.int())
+        run_append(fmt, layer, table, kv[0], kv[1], rows, paged=case.paged)
+        twin_rows = kv_reference.Rows(slots_B=index, start_B=start, num_new_B=count)
+        kv_reference.append(fmt, twin, table, kv[0], kv[1], twin_rows)
+        if not torch.equal(layer.k_ring_SGRD, twin.k_ring_SGRD):
+            equal = 0.0
+        for ours, theirs in (
+            (layer.k_words_PGW, twin.k_words_PGW),
+            (layer.v_words_PGW, twin.v_words_PGW),
+            (layer.k_params_PG, twin.k_params_PG),
+            (layer.v_params_PG, twin.v_params_PG),
+        ):
+            if ours.numel():
+                equal = min(equal, (ours == theirs).float().mean().item())
+        if q_len > MAX_Q_LEN:
+            continue
+        plan = plan_attend(
+            batch=slots,
+            q_len=q_len,
+            heads=case.heads,
+            kv_heads=case.kv_heads,
+            max_end=max(first + num for first, num in step),
+            device=device,
+        )
+        scale = fmt.head_dim**-0.5
+        got = run_attend(
+            fmt, layer, table, q, rows, plan, scale=scale, paged=case.paged, slopes=slopes
+        )
+        for b, (first, num) in enumerate(step):
+            want = attend_from_history(
+                fmt, q[b, :num], past[0, b], past[1, b], start=first, scale=scale, alibi_slopes_H=slopes
+            )
+            worst = max(worst, relative_error(got[b, :num], want))
+    return Outcome(worst, equal)
+
+
+STEPS: Steps = [[(0, 400), (0, 20), (0, 1)], [(400, 1), (20, 1), (1, 1)], [(401, 4), (21, 3), (2, 4)]]
+LONG: Steps = [[(0, 3000), (0, 130)], [(3000, 1), (130, 1)], [(3001, 8), (131, 8)]]
+EDGES = (127, 128, 143, 144, 145, 271, 272, 273, 400)
+
+
+def cases() -> Iterator[Case]:
+    """All variants: formats x types, then heads, q_len, layouts, lengths."""
+    fp16, bf16 = torch.float16, torch.bfloat16
+    for precision in (KVPrecision.KV8, KVPrecision.KV4, KVPrecision.KV2):
+        for group in (128, 64, 32, None):
+            for dim in (64, 128):
+                fmt = KVFormat(precision=precision, head_dim=dim, key_group=group)
+                yield Case(fmt=fmt, heads=8, kv_heads=2, dtype=fp16, steps=STEPS)
+                yield Case(fmt=fmt, heads=4, kv_heads=2, dtype=bf16, steps=STEPS, paged=False)
+    kv4 = KVFormat(precision=KVPrecision.KV4, head_dim=128)
+    for heads, kv_heads in ((8, 2), (4, 4), (8, 1), (12, 2), (16, 2)):
+        yield Case(fmt=kv4, heads=heads, kv_heads=kv_heads, dtype=fp16, steps=LONG)
+    yield Case(fmt=kv4, heads=8, kv_heads=2, dtype=fp16, steps=LONG, alibi=True)
+    for length in EDGES:
+        steps = [[(0, length), (0, 1)], [(length, 2), (1, 2)]]
+        yield Case(fmt=kv4, heads=8, kv_heads=2, dtype=fp16, steps=steps)
+    chunks = [[(0, 100)], [(100, 200)], [(300, 1)], [(301, 500)], [(801, 1)]]
+    yield Case(fmt=kv4, heads=8, kv_heads=2, dtype=fp16, steps=chunks)
+
+
+def describe(case: Case) -> str:
+    """Return one line that names the variant."""
+    fmt = case.fmt
+    keys = "KT" if fmt.key_group is None else f"KC{fmt.key_group}"
+    layout = "paged" if case.paged else "contiguous"
+    kind = str(case.dtype).removeprefix("torch.")
+    alibi = " alibi" if case.alibi else ""
+    return (
+        f"{fmt.precision.value} {keys} d{fmt.head_dim} {kind} {case.heads}/{case.kv_heads} {layout}"
+        f"{alibi} steps {case.steps[-1]}"
+    )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `check kv`."""
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--only", default="", help="run the variants whose line contains this text")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Check all variants; 1 if one fails."""
+    failed = total = 0
+    for case in cases():
+        line = describe(case)
+        if args.only not in line:
+            continue
+        total += 1
+        outcome = run_case(case, torch.device(args.device))
+        good = outcome.error < TOLERANCE[case.dtype] and outcome.words_equal > WORDS_EQUAL
+        failed += not good
+        sys.stdout.write(
+            f"{'ok  ' if good else 'FAIL'} error {outcome.error:.1e} words equal "
+            f"{outcome.words_equal:.5f}  {line}\n"
+        )
+    sys.stdout.write(f"{total - failed} of {total} variants right\n")
+    return 1 if failed else 0
