@@ -20,8 +20,8 @@ POWER_STEPS = 100
 class HessianSum:
     """H of one operator, summed over batches in float32 [K, K]."""
 
-    def __init__(self, in_features: int) -> None:
-        self._sum_KK = torch.zeros(in_features, in_features)
+    def __init__(self, in_features: int, device: torch.device | str = "cpu") -> None:
+        self._sum_KK = torch.zeros(in_features, in_features, device=device)
         self._tokens = 0
 
     def add(self, x: Tensor) -> None:
@@ -33,7 +33,8 @@ class HessianSum:
     def top_eigenvalue(self) -> float:
         """Return lambda_max by power iteration from a seeded start."""
         h_KK = self._sum_KK * (2 / self._tokens)
-        x_K = torch.randn(h_KK.shape[0], generator=torch.Generator().manual_seed(0))
+        generator = torch.Generator().manual_seed(0)
+        x_K = torch.randn(h_KK.shape[0], generator=generator).to(h_KK.device)
         value = 0.0
         for _ in range(POWER_STEPS):
             y_K = h_KK @ (x_K / x_K.norm())

@@ -39,9 +39,9 @@ class InputStats:
     """Sum over tokens of the token's largest magnitude, squared."""
 
     @classmethod
-    def empty(cls, in_features: int) -> InputStats:
+    def empty(cls, in_features: int, device: torch.device | str = "cpu") -> InputStats:
         """Return the sums of no tokens."""
-        zero = torch.zeros(in_features, dtype=torch.float64)
+        zero = torch.zeros(in_features, dtype=torch.float64, device=device)
         return cls(tokens=0, sum_K=zero, square_K=zero, largest_square=0.0)
 
     def plus(self, x: Tensor) -> InputStats:

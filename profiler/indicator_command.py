@@ -1,9 +1,144 @@
-"""`llmpq-profile indicator`."""
+"""`llmpq-profile indicator`: a model and a text in, omega.json and a table out."""
 
 from __future__ import annotations
 
 import argparse
+import logging
+import time
+from pathlib import Path
+
+from rich.console import Console
+
+from llmpq.errors import ExitCode
+from llmpq.memory import Quantization
+from llmpq.model_spec import ModelSpec
+from llmpq.precision import WEIGHT_ONLY, KVPrecision, Precision
+from llmpq.profiler.messages import model_spec
+from llmpq.profiler.tables import omega_table
+from llmpq.sensitivity import Sensitivity
+
+log = logging.getLogger(__name__)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add."""
+    """Add the arguments of `indicator`."""
+    bits = ",".join(str(p.weight_bits) for p in WEIGHT_ONLY)
+    kinds = ("variance", "hessian", "random")
+    parser.add_argument("--kind", choices=kinds, default=kinds[0], help="method")
+    parser.add_argument("--model", required=True, help="model directory (random: or a name)")
+    parser.add_argument("--text", type=Path, help="calibration text, UTF-8 (not for random)")
+    parser.add_argument("-o", "--output", type=Path, required=True, help="omega.json to write")
+    parser.add_argument("--bits", default=bits, help=f"precisions (default {bits})")
+    parser.add_argument("--kv", default="kv8,kv4,kv2", help="KV precisions (default kv8,kv4,kv2)")
+    parser.add_argument(
+        "--rounding", choices=("deterministic", "stochastic"), default="deterministic"
+    )
+    parser.add_argument(
+        "--granularity",
+        choices=("group", "tensor"),
+        default="group",
+        help="a step per stored group of weights, or the paper's one per matrix (default group)",
+    )
+    parser.add_argument("--windows", type=int, default=16, help="calibration windows (default 16)")
+    parser.add_argument("--window", type=int, default=256, help="tokens of one (default 256)")
+    parser.add_argument("--symmetric", action="store_true", help="grids without zero points")
+    parser.add_argument("--device", default="cpu", help="torch device (default cpu)")
+    parser.add_argument("--seed", type=int, default=0, help="of --kind random (default 0)")
+    parser.set_defaults(main=main)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Compute omega and write it."""
+    spec = model_spec(args.model)
+    precisions = tuple(Precision.parse(b) for b in args.bits.split(","))
+    kv = tuple(KVPrecision.parse(b) for b in args.kv.split(",") if b)
+    started = time.perf_counter()
+    if args.kind == "random":
+        sensitivity = _random(args, spec, precisions, kv)
+    else:
+        sensitivity = _observed(args, spec, precisions, kv)
+    seconds = time.perf_counter() - started
+    sensitivity.save_json(args.output)
+    Console().print(omega_table(sensitivity))
+    log.info("wrote %s (%s indicator, %.1f s)", args.output, args.kind, seconds)
+    return ExitCode.DONE
+
+
+def _random(
+    args: argparse.Namespace,
+    spec: ModelSpec,
+    precisions: tuple[Precision, ...],
+    kv: tuple[KVPrecision, ...],
+) -> Sensitivity:
+    from llmpq.profiler.omega import random_tables
+
+    weights, caches = random_tables(spec.num_layers, precisions, kv, seed=args.seed)
+    return Sensitivity(
+        indicator="random",
+        model=spec.name,
+        num_layers=spec.num_layers,
+        weights={p: tuple(values) for p, values in weights.items()},
+        kv={k: tuple(values) for k, values in caches.items()},
+        note=f"uniform random numbers, seed {args.seed}: says nothing about the model",
+    )
+
+
+def _observed(
+    args: argparse.Namespace,
+    spec: ModelSpec,
+    precisions: tuple[Precision, ...],
+    kv: tuple[KVPrecision, ...],
+) -> Sensitivity:
+    import torch
+
+    from llmpq.profiler.calibration import cut_windows, observe
+    from llmpq.profiler.omega import HessianObserver, VarianceObserver
+    from llmpq.runtime.loader import CheckpointSource
+
+    if not Path(args.model).is_dir():
+        raise ValueError(
+            f"--kind {args.kind} reads real weights: --model must be a model directory, got "
+            f"'{args.model}'; a built-in name works with --kind random"
+        )
+    quantization = Quantization(symmetric=args.symmetric)
+    length = min(args.window, spec.max_positions)
+    windows = cut_windows(_tokens(args), count=args.windows, length=length, where=args.text)
+    observer: HessianObserver | VarianceObserver
+    if args.kind == "hessian":
+        observer = HessianObserver(precisions, kv, quantization)
+        how = "top eigenvalue of 2 X^T X / T, times |Q(W) - W|^2"
+    else:
+        observer = VarianceObserver(precisions, kv, args.rounding, args.granularity, quantization)
+        how = f"eq. (3), {args.rounding} rounding, a step per {args.granularity}"
+    observe(
+        spec,
+        CheckpointSource(args.model, spec),
+        windows,
+        observer,
+        device=torch.device(args.device),
+        on_layer=lambda index: log.info("layer %d of %d", index + 1, spec.num_layers),
+    )
+    return Sensitivity(
+        indicator=args.kind,
+        model=spec.name,
+        num_layers=spec.num_layers,
+        weights={p: tuple(values) for p, values in observer.table.items()},
+        kv={k: tuple(values) for k, values in observer.kv_table.items()},
+        note=f"{how}; {len(windows)} windows of {length} tokens of {args.text.name}",
+    )
+
+
+def _tokens(args: argparse.Namespace) -> list[int]:
+    """Read and tokenise the calibration text."""
+    from llmpq.runtime.tokenizer import Tokenizer
+
+    if args.text is None:
+        raise ValueError(f"--kind {args.kind} needs calibration text: give --text FILE")
+    for name in ("windows", "window"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name} must be at least 1, got {getattr(args, name)}")
+    try:
+        text = args.text.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--text '{args.text}' cannot be read as UTF-8 text: {error}") from None
+    return Tokenizer(args.model).encode(text, special=False)

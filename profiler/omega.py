@@ -1,0 +1,140 @@
+"""Omega tables of a whole model: the variance and Hessian observers, and the random one.
+
+An observer keeps sums of one layer at a time; its table grows by a row a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from torch import Tensor
+
+from llmpq.memory import Quantization
+from llmpq.precision import KVPrecision, Precision
+from llmpq.profiler.hessian import HessianSum, squared_error
+from llmpq.profiler.indicator import (
+    Granularity,
+    InputStats,
+    Rounding,
+    activation_omega,
+    weight_omega,
+)
+from llmpq.profiler.kv_indicator import key_step_square, kv_omega, value_step_square
+
+Table = dict[Precision, list[float]]
+KVTable = dict[KVPrecision, list[float]]
+
+
+@dataclass
+class VarianceObserver:
+    """Paper eq. (3) for every precision, and the same variance for cached keys and values."""
+
+    precisions: Sequence[Precision]
+    kv: Sequence[KVPrecision]
+    rounding: Rounding
+    granularity: Granularity
+    quantization: Quantization
+    table: Table = field(default_factory=dict)
+    kv_table: KVTable = field(default_factory=dict)
+    _weights: Mapping[str, Tensor] = field(default_factory=dict)
+    _stats: dict[str, InputStats] = field(default_factory=dict)
+    _kv_sums: dict[KVPrecision, list[float]] = field(default_factory=dict)
+
+    def begin(self, index: int, weights: Mapping[str, Tensor]) -> None:
+        """Start a layer."""
+        self._weights, self._stats = weights, {}
+        self._kv_sums = {kv: [] for kv in self.kv}
+
+    def on_input(self, name: str, x: Tensor) -> None:
+        """Add a batch to the operator's sums."""
+        if name not in self._stats:
+            self._stats[name] = InputStats.empty(x.shape[-1], x.device)
+        self._stats[name] = self._stats[name].plus(x)
+
+    def on_cache(self, k_TGD: Tensor, v_TGD: Tensor) -> None:
+        """Add a window's variance at each KV precision."""
+        for kv, values in self._kv_sums.items():
+            values.append(kv_omega(k_TGD, v_TGD, kv, self.rounding))
+
+    def end(self) -> None:
+        """Append the layer's omegas."""
+        for precision in self.precisions:
+            self.table.setdefault(precision, []).append(self._omega(precision))
+        for kv, values in self._kv_sums.items():
+            self.kv_table.setdefault(kv, []).append(sum(values) / len(values))
+
+    def _omega(self, precision: Precision) -> float:
+        scheme = self.quantization.scheme(precision)
+        total = 0.0
+        for name, weight in self._weights.items():
+            stats = self._stats[name]
+            if scheme is not None:
+                total += weight_omega(
+                    weight, stats, scheme, rounding=self.rounding, granularity=self.granularity
+                )
+            if precision.activation_bits < 16:
+                total += activation_omega(weight, stats, precision.activation_bits, self.rounding)
+        return total
+
+
+@dataclass
+class HessianObserver:
+    """Top eigenvalue times squared weight error; keys and values with the identity's, 2."""
+
+    precisions: Sequence[Precision]
+    kv: Sequence[KVPrecision]
+    quantization: Quantization
+    table: Table = field(default_factory=dict)
+    kv_table: KVTable = field(default_factory=dict)
+    _weights: Mapping[str, Tensor] = field(default_factory=dict)
+    _sums: dict[str, HessianSum] = field(default_factory=dict)
+    _kv_sums: dict[KVPrecision, list[float]] = field(default_factory=dict)
+
+    def begin(self, index: int, weights: Mapping[str, Tensor]) -> None:
+        """Start a layer."""
+        self._weights = weights
+        self._sums = {name: HessianSum(w.shape[1], w.device) for name, w in weights.items()}
+        self._kv_sums = {kv: [] for kv in self.kv}
+
+    def on_input(self, name: str, x: Tensor) -> None:
+        """Add a batch to the operator's Hessian."""
+        self._sums[name].add(x)
+
+    def on_cache(self, k_TGD: Tensor, v_TGD: Tensor) -> None:
+        """Add a window's squared error at each KV precision: S^2 / 12 an element."""
+        for kv, values in self._kv_sums.items():
+            square = key_step_square(k_TGD, kv.bits) + value_step_square(v_TGD, kv.bits)
+            values.append(2 * square / 12)
+
+    def end(self) -> None:
+        """Append the layer's omegas."""
+        eigenvalues = {name: total.top_eigenvalue() for name, total in self._sums.items()}
+        for precision in self.precisions:
+            scheme = self.quantization.scheme(precision)
+            omega = 0.0
+            for name, weight in self._weights.items():
+                if scheme is not None:
+                    omega += eigenvalues[name] * squared_error(weight, scheme)
+            self.table.setdefault(precision, []).append(omega)
+        for kv, values in self._kv_sums.items():
+            self.kv_table.setdefault(kv, []).append(sum(values) / len(values))
+
+
+def random_tables(
+    num_layers: int, precisions: Sequence[Precision], kv: Sequence[KVPrecision], *, seed: int
+) -> tuple[Table, KVTable]:
+    """Return uniform numbers in (0, 1), smaller for more bits within a layer (paper sec. 6.5)."""
+    rng = np.random.default_rng(seed)
+    weights: Table = {precision: [] for precision in precisions}
+    caches: KVTable = {bits: [] for bits in kv}
+    by_bits = sorted(precisions, key=lambda p: (p.weight_bits, p.activation_bits))
+    for _ in range(num_layers):
+        draws = sorted(rng.random(len(by_bits)).tolist(), reverse=True)
+        for precision, value in zip(by_bits, draws, strict=True):
+            weights[precision].append(0.0 if precision is Precision.W16A16 else value)
+        draws = sorted(rng.random(len(kv)).tolist(), reverse=True)
+        for bits, value in zip(sorted(kv, key=lambda k: k.bits), draws, strict=True):
+            caches[bits].append(value)
+    return weights, caches
