@@ -72,7 +72,10 @@ def finished_lines(path: str | Path, rows: Sequence[Row]) -> dict[int, dict[str,
             continue
         index = by_id.get(data["custom_id"]) if "custom_id" in data else data.get("index")
         if not isinstance(index, int) or not 0 <= index < len(rows):
-            raise ValueError(f"'{path}' has a row that '{line[:80]}' is not from this input file")
+            raise ValueError(
+                f"'{path}' has a row that is not from this input file: {line[:80]}; give the same "
+                "-i as before, or another -o"
+            )
         row = rows[index]
         shown = list(row.prompt) if isinstance(row.prompt, tuple) else row.prompt
         if "prompt" in data and data["prompt"] != shown:

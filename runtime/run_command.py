@@ -226,6 +226,10 @@ def _run(
         job.plan, settings, cluster=cluster, deadlines=deadlines, launch=launch
     ) as pipeline:
         startup_s = time.monotonic() - started_s
+        for index, (stage, pid) in enumerate(
+            zip(job.plan.stages, pipeline.stage_pids(), strict=True)
+        ):
+            _log.info("stage %d: %s on %s, pid %d", index, stage.device, stage.node, pid)
         with ProgressReporter(len(job.rows), quiet=args.json) as progress:
             pipeline.submit(job.requests)
             for update in pipeline.updates():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -169,3 +169,14 @@ def make_plan() -> Callable[..., Any]:
         return Plan.parse_data(data, where="make_plan")
 
     return make
+
+
+@pytest.fixture(scope="session")
+def ray_session() -> Iterator[str]:
+    """Start one Ray for all cluster tests; return its address for commands that join it."""
+    import ray
+
+    from llmpq.runtime.placement import ray_cluster
+
+    with ray_cluster(None):
+        yield ray.get_runtime_context().gcs_address

@@ -1,0 +1,179 @@
+"""Batch files: every form of row, every kind of bad row, order of output, resuming."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from llmpq.runtime.batch_io import OrderedWriter, finished_lines, read_rows
+from llmpq.runtime.batch_rows import Answer, Defaults, answer_line, error_line, json_row
+from llmpq.runtime.sampling_params import SamplingParams
+
+pytestmark = pytest.mark.pure
+ANSWER = Answer(text=" world", tokens=[4, 5], finish_reason="length", prompt_tokens=3)
+
+
+def openai(url: str = "/v1/completions", **body) -> str:
+    body = body or {"prompt": "hello"}
+    return json.dumps({"custom_id": "a", "method": "POST", "url": url, "body": body})
+
+
+def test_an_openai_completion_and_its_answer():
+    row = json_row(
+        0, openai(prompt="hello", max_tokens=7, temperature=0.5, stop=["x"], n=1), Defaults()
+    )
+    assert (row.form, row.row_id, row.prompt) == ("completion", "a", "hello")
+    assert (row.max_tokens, row.stop) == (7, ("x",))
+    assert row.sampling == SamplingParams(temperature=0.5)
+    line = answer_line(row, ANSWER, "demo")
+    body = line["response"]["body"]
+    assert line["custom_id"] == "a" and line["error"] is None
+    assert line["response"]["status_code"] == 200
+    assert body["object"] == "text_completion" and body["model"] == "demo"
+    assert body["choices"][0]["text"] == " world"
+    assert body["usage"] == {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
+
+
+def test_an_openai_chat_and_its_answer():
+    messages = [{"role": "user", "content": "hi"}]
+    row = json_row(0, openai("/v1/chat/completions", messages=messages), Defaults())
+    assert row.form == "chat" and list(row.messages) == messages
+    body = answer_line(row, ANSWER, "demo")["response"]["body"]
+    assert body["object"] == "chat.completion"
+    assert body["choices"][0]["message"] == {"role": "assistant", "content": " world"}
+
+
+def test_the_short_form_is_answered_like_the_long_one():
+    row = json_row(0, '{"custom_id": "a", "prompt": "hello", "max_tokens": 3}', Defaults())
+    assert (row.form, row.prompt, row.max_tokens) == ("completion", "hello", 3)
+
+
+def test_plain_rows_token_prompts_and_text(tmp_path):
+    plain = json_row(3, '{"prompt": [5, 6], "id": 9, "seed": 12}', Defaults(temperature=1.0))
+    assert (plain.form, plain.prompt, plain.row_id) == ("plain", (5, 6), "9")
+    assert plain.sampling == SamplingParams(temperature=1.0, seed=12)
+    line = answer_line(plain, ANSWER, "demo")
+    assert (line["index"], line["id"], line["prompt"]) == (3, "9", [5, 6])
+    assert (line["text"], line["tokens"]) == (" world", [4, 5])
+    path = tmp_path / "prompts.txt"
+    path.write_text("one\n\n  two\n")
+    rows = read_rows(path, Defaults(seed=40))
+    assert [row.prompt for row in rows] == ["one", "  two"]
+    assert [row.sampling.seed for row in rows] == [40, 41], "equal prompts draw differently"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"prompt": "x"', "line 1 is not JSON"),
+        ("[1]", "expected an object, got list"),
+        ('{"promt": "x"}', "did you mean 'prompt'"),
+        ('{"prompt": "x", "temprature": 1}', "did you mean 'temperature'"),
+        ('{"prompt": 3}', "one text or one list of token ids"),
+        ('{"prompt": "x", "max_tokens": 0}', "at least 1, got 0"),
+        ('{"prompt": "x", "temperature": -1}', "temperature"),
+        ('{"prompt": "x", "top_p": 0}', "top_p"),
+        ('{"prompt": "x", "top_k": "many"}', "whole number"),
+        ('{"prompt": "x", "n": 2}', "'n' is not supported"),
+        ('{"prompt": "x", "stop": [""]}', "'stop'"),
+        (openai("/v1/embeddings"), "url must be"),
+        ('{"custom_id": "a", "url": "/v1/completions"}', "'body' must be an object"),
+        ('{"body": {"prompt": "x"}}', "custom_id"),
+        (openai("/v1/chat/completions", prompt="x"), "needs 'messages'"),
+        (openai("/v1/chat/completions", messages=[{"role": "user"}]), "'content'"),
+    ],
+)
+def test_a_bad_line_becomes_an_error_row(line, message):
+    row = json_row(0, line, Defaults())
+    assert row.error is not None and message in row.error
+    assert message in error_line(row, row.error)["error"]["message"]
+
+
+def test_an_id_may_be_used_once(tmp_path):
+    path = tmp_path / "in.jsonl"
+    path.write_text(openai() + "\n" + openai() + "\n")
+    first, second = read_rows(path, Defaults())
+    assert first.error is None and second.error is not None
+    assert "'a' was used in line 1" in second.error
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [(None, "no such input file"), ("\n\n", "has no rows")]
+)
+def test_unusable_input_files(tmp_path, text, message):
+    path = tmp_path / "in.jsonl"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        read_rows(path, Defaults())
+
+
+def lines(path) -> list[int]:
+    return [json.loads(line)["index"] for line in path.read_text().splitlines()]
+
+
+def test_output_streams_in_input_order(tmp_path):
+    path = tmp_path / "out.jsonl"
+    with OrderedWriter(path, 4) as writer:
+        writer.write(1, {"index": 1})
+        assert path.read_text() == ""
+        writer.write(0, {"index": 0})
+        assert lines(path) == [0, 1]
+        writer.write(3, {"index": 3})
+        writer.write(2, {"index": 2})
+        assert lines(path) == [0, 1, 2, 3]
+
+
+def test_an_interrupt_keeps_rows_beyond_the_gap(tmp_path):
+    path = tmp_path / "out.jsonl"
+    with pytest.raises(KeyboardInterrupt), OrderedWriter(path, 4) as writer:
+        writer.write(0, {"index": 0})
+        writer.write(2, {"index": 2})
+        raise KeyboardInterrupt
+    assert lines(path) == [0, 2]
+
+
+def plain_rows(tmp_path, count: int = 4):
+    path = tmp_path / "in.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"p{i}"}) + "\n" for i in range(count)))
+    return read_rows(path, Defaults())
+
+
+def test_resuming_keeps_finished_rows_and_repeats_failed_and_torn_ones(tmp_path):
+    rows = plain_rows(tmp_path)
+    path = tmp_path / "out.jsonl"
+    with OrderedWriter(path, 4) as writer:
+        writer.write(0, answer_line(rows[0], ANSWER, "demo"))
+        writer.write(1, error_line(rows[1], "too long"))
+    whole = json.dumps(answer_line(rows[2], ANSWER, "demo"))
+    path.write_text(path.read_text() + whole[: len(whole) // 2])
+    done = finished_lines(path, rows)
+    assert sorted(done) == [0]
+    with OrderedWriter(path, 4, done=done) as writer:
+        for index in (3, 2, 1):
+            writer.write(index, answer_line(rows[index], ANSWER, "demo"))
+            on_disk = {json.loads(line)["index"] for line in path.read_text().splitlines()}
+            assert 0 in on_disk and index in on_disk, "a second crash must lose nothing"
+    assert lines(path) == [0, 1, 2, 3]
+
+
+def test_resuming_refuses_the_output_of_another_input(tmp_path):
+    rows = plain_rows(tmp_path)
+    path = tmp_path / "out.jsonl"
+    path.write_text(json.dumps({"index": 1, "prompt": "other", "text": "", "error": None}) + "\n")
+    with pytest.raises(ValueError, match="another prompt"):
+        finished_lines(path, rows)
+    path.write_text(json.dumps({"index": 9, "prompt": "p9", "text": "", "error": None}) + "\n")
+    with pytest.raises(ValueError, match="not from this input"):
+        finished_lines(path, rows)
+
+
+def test_resuming_openai_rows_goes_by_custom_id(tmp_path):
+    path = tmp_path / "in.jsonl"
+    path.write_text(openai() + "\n")
+    rows = read_rows(path, Defaults())
+    out = tmp_path / "out.jsonl"
+    with OrderedWriter(out, 1) as writer:
+        writer.write(0, answer_line(rows[0], ANSWER, "demo"))
+    assert sorted(finished_lines(out, rows)) == [0]

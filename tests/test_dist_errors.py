@@ -1,0 +1,288 @@
+"""`llmpq-dist` when things go wrong: the message, the exit code, no orphans, nothing lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from llmpq.cluster import Cluster
+from llmpq.errors import DeadlineError, DoesNotFitError, ExitCode, StageLostError
+from llmpq.runtime.pipeline import Deadlines, Pipeline
+from llmpq.runtime.request import Request
+from llmpq.runtime.stage_actor import StageSettings
+
+pytestmark = pytest.mark.cluster
+NAMED_WITHIN_S = 15
+
+
+def command(plan: Path, *more: object) -> list[str]:
+    words = ["run", "--strat_file_name", plan, *more]
+    return [sys.executable, "-m", "llmpq.runtime", *map(str, words)]
+
+
+def run(plan: Path, *more: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command(plan, *more), capture_output=True, text=True, timeout=90)
+
+
+def last_line(done: subprocess.CompletedProcess[str]) -> str:
+    return done.stderr.strip().splitlines()[-1]
+
+
+def gone(pids: list[int], within_s: float = 10) -> bool:
+    """Whether every process ends in time."""
+    end_s = time.monotonic() + within_s
+    while time.monotonic() < end_s:
+        if not any(_alive(pid) for pid in pids):
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.fixture
+def plan_file(tmp_path, make_plan, demo_model):
+    """Return a writer of plan files."""
+
+    def write(splits=(3,), **shape) -> Path:
+        path = tmp_path / "plan.json"
+        make_plan(demo_model, splits, **shape).save_json(path)
+        return path
+
+    return write
+
+
+@pytest.fixture
+def prompts(tmp_path) -> Path:
+    path = tmp_path / "in.jsonl"
+    rows = [{"prompt": "import os\n"}, {"prompt": "x " * 99}, {"prompt": "def main():\n"}]
+    lines = [json.dumps(row) for row in rows]
+    path.write_text("\n".join([lines[0], "{not json", lines[1], lines[2]]) + "\n")
+    return path
+
+
+def test_bad_rows_get_an_error_and_the_rest_finishes(ray_session, plan_file, prompts, tmp_path):
+    out = tmp_path / "out.jsonl"
+    done = run(plan_file(), "-i", prompts, "-o", out, "--ray-address", ray_session)
+    assert done.returncode == ExitCode.SOME_ROWS_FAILED, done.stderr
+    assert last_line(done) == f"2 of 4 rows failed; see their 'error' in {out}"
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row["index"] for row in rows] == [0, 1, 2, 3]
+    assert [row["error"] is None for row in rows] == [True, False, False, True]
+    assert "not JSON" in rows[1]["error"]["message"]
+    assert "the plan was made for prompts of at most 32" in rows[2]["error"]["message"]
+    assert rows[0]["text"] and rows[3]["completion_tokens"] == 16
+    assert "tokens/s" in done.stdout
+
+
+@pytest.mark.parametrize("what", ["model", "cluster"])
+def test_a_plan_for_something_else_is_refused(plan_file, prompts, tiny_models, tmp_path, what):
+    wrong: list[object] = ["--model", tiny_models.directory("opt")]
+    if what == "cluster":
+        other = tmp_path / "cluster.yaml"
+        other.write_text("schema: 1\nname: other\nnodes: [{name: n, accelerators: 'T4:2'}]\n")
+        Cluster.load(other)
+        wrong = ["--cluster", other]
+    done = run(plan_file(), "-i", prompts, "-o", tmp_path / "out.jsonl", *wrong)
+    assert done.returncode == ExitCode.MISMATCH
+    assert f"the plan was made for {what}" in last_line(done) and "re-plan" in last_line(done)
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "code"), [("{}", ExitCode.BAD_PLAN), (None, ExitCode.BAD_PLAN)], ids=["empty", "none"]
+)
+def test_an_unusable_plan_file(prompts, tmp_path, text, code):
+    path = tmp_path / "bad.json"
+    if text is not None:
+        path.write_text(text)
+    done = run(path, "-i", prompts, "-o", tmp_path / "out.jsonl")
+    assert done.returncode == code and "bad.json" in last_line(done)
+
+
+def broken_copy(demo_model: Path, folder: Path, damage: str) -> Path:
+    shutil.copytree(demo_model, folder)
+    weights = folder / "model.safetensors"
+    if damage == "missing":
+        weights.unlink()
+    elif damage == "truncated":
+        os.truncate(weights, weights.stat().st_size // 2)
+    else:
+        from safetensors.torch import load_file, save_file
+
+        tensors = load_file(weights)
+        del tensors["model.layers.5.mlp.up_proj.weight"]
+        save_file(tensors, weights)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ("missing", "model.safetensors"),
+        ("truncated", "is truncated"),
+        ("tensor", "'model.layers.5.mlp.up_proj.weight' is missing"),
+    ],
+)
+def test_unusable_weights_are_named(ray_session, demo_model, make_plan, tmp_path, damage, message):
+    folder = broken_copy(demo_model, tmp_path / "model", damage)
+    settings = StageSettings(model_dir=str(folder))
+    with (
+        pytest.raises(ValueError, match=message),
+        Pipeline.start(make_plan(demo_model, (3,)), settings),
+    ):
+        pass
+
+
+def test_memory_that_differs_from_the_plan_is_refused(ray_session, demo_model, make_plan):
+    plan = make_plan(demo_model, ())
+    sizes = dict.fromkeys(
+        ("embedding_bytes", "workspace_bytes", "context_bytes", "total_bytes", "limit_bytes"), 0
+    )
+    memory = sizes | {"weights_bytes": 10**6, "kv_bytes": 10**6}
+    stage = plan.stages[0].model_dump(mode="json") | {"memory": memory}
+    wrong = plan.parse_data(plan.model_dump(mode="json", by_alias=True) | {"stages": [stage]},
+                            where="test")  # fmt: skip
+    with (
+        pytest.raises(DoesNotFitError, match=r"weights of layers 0 to 8 take .* plan predicts 976"),
+        Pipeline.start(wrong, StageSettings(model_dir=str(demo_model))),
+    ):
+        pass
+
+
+def long_job(make_plan, demo_model) -> tuple[object, list[Request]]:
+    """Return a job of seconds: many prompts, then many tokens."""
+    plan = make_plan(
+        demo_model, (4,), batch=48, prompt_len=96, gen_len=200, prefill_microbatch=1,
+        decode_microbatch=24,
+    )  # fmt: skip
+    requests = [Request(id=i, prompt=tuple(range(3, 99)), max_new=200) for i in range(48)]
+    return plan, requests
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_stage_is_named_with_its_cause(ray_session, demo_model, make_plan, phase, victim):
+    plan, requests = long_job(make_plan, demo_model)
+    killed_s, pids = 0.0, []
+    with (
+        pytest.raises(StageLostError) as lost,
+        Pipeline.start(plan, StageSettings(model_dir=str(demo_model))) as pipeline,
+    ):
+        pids = pipeline.stage_pids()
+        pipeline.submit(requests)
+        for update in pipeline.updates():
+            if not killed_s and update.progress.phase in (
+                phase,
+                "idle" if phase == "prefill" else "",
+            ):
+                killed_s = time.monotonic()
+                os.kill(pids[victim], signal.SIGKILL)
+    assert killed_s and time.monotonic() - killed_s < NAMED_WITHIN_S
+    text = str(lost.value)
+    assert f"stage {victim} (CPU-{victim} on local, pid {pids[victim]}) was lost" in text
+    assert f"during {phase}" in text and "SIGKILL" in text and "--resume" in text
+    assert gone(pids), "no process is left behind"
+
+
+def test_a_stopped_stage_is_named_at_its_step_deadline(ray_session, demo_model, make_plan):
+    plan, requests = long_job(make_plan, demo_model)
+    stopped_s, pids = 0.0, []
+    with (
+        pytest.raises(DeadlineError, match=r"stage 1 \(CPU-1 on local, pid \d+\) has not answered"),
+        Pipeline.start(
+            plan, StageSettings(model_dir=str(demo_model)), deadlines=Deadlines(step_s=3)
+        ) as pipeline,
+    ):
+        pids = pipeline.stage_pids()
+        pipeline.submit(requests)
+        for update in pipeline.updates():
+            if not stopped_s and update.progress.phase == "decode":
+                stopped_s = time.monotonic()
+                os.kill(pids[1], signal.SIGSTOP)
+    assert stopped_s and time.monotonic() - stopped_s < 3 + 5
+    assert gone(pids), "a stopped process is killed, too"
+
+
+def test_a_placement_that_can_never_be_met_says_so(ray_session, demo_model, make_plan):
+    data = make_plan(demo_model, (4,)).model_dump(mode="json", by_alias=True)
+    data["stages"][1] |= {"device": "T4-0", "kind": "T4", "profile_kind": "T4", "threads": None}
+    plan = type(make_plan(demo_model, ())).parse_data(data, where="test")
+    started_s = time.monotonic()
+    with (
+        pytest.raises(StageLostError, match=r"needs 1 GPUs \(T4-0\), Ray's cluster has 0"),
+        Pipeline.start(plan, StageSettings(model_dir=str(demo_model))),
+    ):
+        pass
+    labelled = Cluster.parse_data(
+        {"name": "c", "nodes": [{"name": "local", "accelerators": "CPU:2", "labels": {"a": "b"}}]},
+        where="test",
+    )
+    with (
+        pytest.raises(StageLostError, match=r"labels \{'a': 'b'\}, none of the 1 nodes has them"),
+        Pipeline.start(
+            make_plan(demo_model, (4,)), StageSettings(model_dir=str(demo_model)), cluster=labelled
+        ),
+    ):
+        pass
+    assert time.monotonic() - started_s < 30
+
+
+def test_ctrl_c_keeps_what_is_done_and_resume_finishes_it(plan_file, tmp_path):
+    """The one test whose command starts its own Ray: nothing of that may stay either."""
+    plan = plan_file((4,), batch=2, gen_len=160, prompt_len=8)
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    rows = [{"prompt": "import os\n", "max_tokens": 8 if i == 0 else 160} for i in range(7)]
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = command(plan, "-i", source, "-o", out, "--ignore-eos")
+    process = subprocess.Popen(
+        words, stderr=subprocess.PIPE, text=True, start_new_session=True, stdout=subprocess.DEVNULL
+    )
+    end_s = time.monotonic() + 60
+    while time.monotonic() < end_s and not (out.exists() and out.read_text()):
+        time.sleep(0.05)
+    children = descendants(process.pid)
+    assert len(children) >= 2
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=30)
+    assert process.returncode == ExitCode.INTERRUPTED, stderr
+    assert "--resume" in stderr.strip().splitlines()[-1]
+    kept = [json.loads(line) for line in out.read_text().splitlines()]
+    assert 1 <= len(kept) < 7 and kept[0]["index"] == 0
+    assert gone(children), "no process is left behind"
+    done = run(plan, "-i", source, "-o", out, "--ignore-eos", "--resume")
+    assert done.returncode == 0, done.stderr
+    resumed = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row["index"] for row in resumed] == list(range(7))
+    assert all(row in resumed for row in kept)
+    assert len({row["text"] for row in resumed[1:]}) == 1, "equal prompts, equal greedy text"
+
+
+def descendants(pid: int) -> list[int]:
+    """Return all processes below one, by the parents in /proc."""
+    parents = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            parents[int(entry.name)] = int(fields[1])
+    found, level = [], [pid]
+    while level:
+        level = [child for child, parent in parents.items() if parent in level]
+        found += level
+    return found
