@@ -1,8 +1,8 @@
 """The paper's method: an integer program for every device order and pair of micro-batch sizes.
 
 Algorithm 1, made exact: all orders (devices may be left out), all pairs, each pruned by the linear
-relaxation of its program against the best plan so far. Any time it stops, the smallest bound of what
-was not closed is the bound of the answer.
+relaxation of its program against the best plan so far. Any time it stops, the smallest bound of
+what was not closed is the bound of the answer.
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ def every_stage_used(m: StageIlp) -> None:
 
 
 def contiguous(m: StageIlp) -> None:
-    """sum_{k<=j} x[i+1,k] <= sum_{k<=j} x[i,k] for each i < L-1, j < J-1.  ((L-1)(J-1) constraints)"""
+    """sum_{k<=j} x[i+1,k] <= sum_{k<=j} x[i,k] for i < L-1, j < J-1.  ((L-1)(J-1) constraints)"""
     for i in range(m.z.shape[0] - 1):
         for j in range(m.z.shape[1] - 1):
             after = [(int(v), 1.0) for v in m.z[i + 1, : j + 1].ravel()]

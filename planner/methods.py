@@ -20,6 +20,10 @@ def solve(
         from llmpq.planner.baselines import solve_uniform
 
         return solve_uniform(p)
-    from llmpq.planner.ilp import solve_ilp
+    if method == "ilp":
+        from llmpq.planner.ilp import solve_ilp
 
-    return solve_ilp(p, backend=backend, time_limit_s=time_limit_s, gap=gap)
+        return solve_ilp(p, backend=backend, time_limit_s=time_limit_s, gap=gap)
+    from llmpq.planner.exact.search import solve_exact
+
+    return solve_exact(p, time_limit_s=time_limit_s, gap=gap)

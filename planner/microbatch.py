@@ -15,7 +15,7 @@ def distinct_sizes(batch: int) -> tuple[int, ...]:
 def microbatch_pairs(
     batch: int, *, prefill: int | None = None, decode: int | None = None
 ) -> tuple[tuple[int, int], ...]:
-    """Return (prefill, decode) sizes with prefill <= decode (paper, optimization 1), or as fixed."""
+    """Return (prefill, decode) sizes with prefill <= decode (the paper's pruning), or as fixed."""
     sizes = distinct_sizes(batch)
     return tuple(
         (eta, xi)

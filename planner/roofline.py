@@ -34,7 +34,7 @@ def estimate_costs(
     dtype: Dtype,
     precisions: Sequence[Precision],
     kvs: Sequence[KVPrecision] = (KVPrecision.KV16,),
-    quantization: Quantization = Quantization(),
+    quantization: Quantization,
 ) -> CostModel:
     """Return a cost model of every device kind, from specifications alone."""
     entries: list[LatencyEntry] = []

@@ -1,0 +1,1 @@
+"""The exact planner: order-free label setting with Lagrangian bounds."""

@@ -1,0 +1,352 @@
+"""Label setting: the exact optimum of one pair of micro-batch sizes.
+
+A label is a partial plan of layers [0, a) in a state (first class, devices used, last class):
+
+    P, D    slowest stage or hop so far
+    S       decode times and hops so far
+    cost    everything additive: sum tp + wS S + theta omega
+
+A label is dropped when its completion bound (at any kappa) reaches the best plan, or when another
+label of its state is at least as good for every completion: with prices A and Bd per second of P and
+D that the other has more of, in both linear forms of F (kappa = 0 and 1), since F is their maximum.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from llmpq.planner.exact.completion import Completion
+from llmpq.planner.outcome import Assignment, Stage
+from llmpq.planner.problem import Floats, Problem
+
+Key = tuple[int, int, int]
+"""(first class, state, last class)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """When to give up on a pair."""
+
+    deadline: float
+    max_labels: int = 3_000_000
+
+
+class GaveUp(Exception):
+    """The pair needs more labels or time than allowed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bucket:
+    """Labels of one state at one boundary."""
+
+    p: Floats
+    d: Floats
+    s: Floats
+    cost: Floats
+    parent: np.ndarray
+    stage: np.ndarray
+    """[n, 4] class, start, layers, column of the last stage."""
+
+    def pick(self, rows: np.ndarray) -> Bucket:
+        """Return some of the labels."""
+        return Bucket(
+            p=self.p[rows],
+            d=self.d[rows],
+            s=self.s[rows],
+            cost=self.cost[rows],
+            parent=self.parent[rows],
+            stage=self.stage[rows],
+        )
+
+
+def _join(buckets: Sequence[Bucket]) -> Bucket:
+    return Bucket(
+        p=np.concatenate([b.p for b in buckets]),
+        d=np.concatenate([b.d for b in buckets]),
+        s=np.concatenate([b.s for b in buckets]),
+        cost=np.concatenate([b.cost for b in buckets]),
+        parent=np.concatenate([b.parent for b in buckets]),
+        stage=np.concatenate([b.stage for b in buckets]),
+    )
+
+
+class LabelSearch:
+    """Finds the best plan of a pair below a value, or proves that there is none."""
+
+    def __init__(self, p: Problem, bounds: Sequence[Completion], limits: Limits) -> None:
+        self.p, self.bounds, self.limits = p, bounds, limits
+        self.form, self.space, self.columns = bounds[0].form, bounds[0].space, bounds[0].columns
+        self.times = [
+            [
+                (k @ self.form.numbers.prefill_s[0, c], k @ self.form.numbers.decode_s[0, c])
+                for k in self.columns.counts
+            ]
+            for c in range(len(p.classes))
+        ]
+        self.cells: list[dict[Key, list[Bucket]]] = [{} for _ in range(p.num_layers)]
+        self.kept: list[Bucket] = []
+        self.offsets: list[int] = [0]
+        self.count = 0
+        self.best: tuple[float, int, np.ndarray] | None = None
+
+    def run(self, below: float) -> tuple[float, Assignment] | None:
+        """Return the best plan with F < below, None if there is none."""
+        self.below = below
+        start = Bucket(
+            p=np.zeros(1),
+            d=np.zeros(1),
+            s=np.zeros(1),
+            cost=np.zeros(1),
+            parent=np.array([-1]),
+            stage=np.zeros((1, 4), dtype=np.int64),
+        )
+        self._expand_all(0, {(-1, 0, -1): (start, 0)})
+        for a in range(1, self.p.num_layers):
+            ready: dict[Key, tuple[Bucket, int]] = {}
+            for key, buckets in sorted(self.cells[a].items()):
+                bucket = self._settle(_join(buckets), key, a)
+                if len(bucket.p):
+                    ready[key] = (bucket, self._keep(bucket))
+            self.cells[a] = {}
+            if ready:
+                self._expand_all(a, ready)
+        if self.best is None:
+            return None
+        return self.best[0], self._assignment()
+
+    def _settle(self, bucket: Bucket, key: Key, a: int) -> Bucket:
+        """Drop labels that the best plan found since has made useless, and dominated ones."""
+        lower = self._bound(bucket, key[1], key[2], a)
+        bucket = bucket.pick(np.flatnonzero(lower < self.below))
+        return bucket.pick(self._undominated(bucket))
+
+    def _keep(self, bucket: Bucket) -> int:
+        offset = self.count
+        self.kept.append(bucket)
+        self.count += len(bucket.p)
+        self.offsets.append(self.count)
+        if self.count > self.limits.max_labels or time.perf_counter() > self.limits.deadline:
+            raise GaveUp
+        return offset
+
+    def _bound(self, b: Bucket, state: int, last: int, a: int) -> Floats:
+        """Largest completion bound over the kappas."""
+        lower = np.full(len(b.p), -np.inf)
+        for bound in self.bounds:
+            rest_p, rest_d = bound.remaining
+            extra = bound.form.s_weight(bound.prices.kappa) - self.form.ws
+            value = b.cost + extra * b.s + rest_p[state] * b.p + rest_d[state] * b.d
+            np.maximum(lower, value + bound.finish[state, last, a], out=lower)
+        return lower
+
+    def _expand_all(self, a: int, ready: dict[Key, tuple[Bucket, int]]) -> None:
+        """Extend every label at a boundary by one stage of every class."""
+        for c in range(len(self.p.classes)):
+            reach = self._reach(a, c, ready)
+            if reach is None:
+                continue
+            columns = self._live_columns(a, c, reach)
+            if columns is None:
+                continue
+            for key, (bucket, offset) in ready.items():
+                after = int(self.space.after[key[1], c])
+                if after >= 0:
+                    self._expand(a, c, key, after, bucket, offset, columns)
+
+    def _reach(self, a: int, c: int, ready: dict[Key, tuple[Bucket, int]]) -> Floats | None:
+        """[L+1] how much a stage [a, a') of class c may cost, priced, over all labels here."""
+        bound = self.bounds[0]
+        extra = bound.form.s_weight(bound.prices.kappa) - self.form.ws
+        rest_p, rest_d = bound.remaining
+        reach = np.full(self.p.num_layers + 1, -np.inf)
+        for (_, state, last), (b, _) in ready.items():
+            after = self.space.after[state, c]
+            if after < 0:
+                continue
+            # P and D so far are priced by what is left after this stage.
+            done = b.cost + extra * b.s + rest_p[state] * b.p + rest_d[state] * b.d
+            hop = bound.hops[last, c] if last >= 0 else 0.0
+            np.maximum(
+                reach, self.below - float(done.min()) - hop - bound.finish[after, c], out=reach
+            )
+        return None if not np.any(reach > -np.inf) else reach
+
+    def _live_columns(self, a: int, c: int, reach: Floats) -> tuple[np.ndarray, ...] | None:
+        """Columns of stages [a, a + m) that some label here can still use."""
+        bound, numbers, layers = self.bounds[0], self.form.numbers, self.p.num_layers
+        live: list[tuple[np.ndarray, ...]] = []
+        for m in range(1, min(self.columns.most, layers - a) + 1):
+            end = a + m
+            if bound.stage[c, a, end] > reach[end]:
+                continue
+            first, last = int(a == 0), int(end == layers)
+            room = numbers.capacity[c, first, last]
+            fits = int(np.searchsorted(self.columns.num_bytes[m], room, side="right"))
+            omega = self.p.theta * self.columns.least[m][a, :fits]
+            extra = first * bound.ends[c, 0] + last * bound.ends[c, 1]
+            keep = np.flatnonzero(omega + bound.base[c][m][:fits] + extra <= reach[end])
+            if not len(keep):
+                continue
+            tp, td = self.times[c][m]
+            ends_p, ends_d = numbers.ends_prefill_s[c], numbers.ends_decode_s[c]
+            live.append(
+                (
+                    np.full(len(keep), m),
+                    keep,
+                    tp[keep] + first * ends_p[0] + last * ends_p[1],
+                    td[keep] + first * ends_d[0] + last * ends_d[1],
+                    omega[keep],
+                )
+            )
+        if not live:
+            return None
+        return tuple(np.concatenate(part) for part in zip(*live, strict=True))
+
+    def _expand(
+        self,
+        a: int,
+        c: int,
+        key: Key,
+        after: int,
+        bucket: Bucket,
+        offset: int,
+        columns: tuple[np.ndarray, ...],
+    ) -> None:
+        """Combine labels and columns; store what may still beat the best plan."""
+        first, _, last = key
+        x, form, layers = self.form.numbers, self.form, self.p.num_layers
+        m, column, tp, td, omega = columns
+        hop_p = float(x.hop_prefill_s[last, c]) if last >= 0 else 0.0
+        hop_d = float(x.hop_decode_s[last, c]) if last >= 0 else 0.0
+        in_sums = 1.0 if form.hops_in_sums else 0.0
+        chunk = max(1, 400_000 // len(m))
+        for low in range(0, len(bucket.p), chunk):
+            rows = slice(low, low + chunk)
+            p = np.maximum(np.maximum(bucket.p[rows], hop_p)[:, None], tp[None, :])
+            d = np.maximum(np.maximum(bucket.d[rows], hop_d)[:, None], td[None, :])
+            s = (bucket.s[rows] + in_sums * hop_d)[:, None] + td[None, :]
+            cost = (bucket.cost[rows] + in_sums * (hop_p + form.ws * hop_d))[:, None]
+            cost = cost + (tp + form.ws * td + omega)[None, :]
+            lower = np.full(cost.shape, -np.inf)
+            for bound in self.bounds:
+                rest_p, rest_d = bound.remaining
+                extra = form.s_weight(bound.prices.kappa) - form.ws
+                value = cost + extra * s + rest_p[after] * p + rest_d[after] * d
+                value += bound.finish[after, c, a + m][None, :]
+                np.maximum(lower, value, out=lower)
+            label, which = np.nonzero(lower < self.below)
+            if not len(label):
+                continue
+            made = Bucket(
+                p=p[label, which],
+                d=d[label, which],
+                s=s[label, which],
+                cost=cost[label, which],
+                parent=offset + low + label,
+                stage=np.stack(
+                    [
+                        np.full(len(label), c),
+                        np.full(len(label), a),
+                        m[which],
+                        column[which],
+                    ],
+                    axis=1,
+                ),
+            )
+            self._file(made, (first if first >= 0 else c, after, c), a + m[which], layers)
+
+    def _file(self, made: Bucket, key: Key, ends: np.ndarray, layers: int) -> None:
+        """Put labels into the cells of their boundary; whole plans are valued at once."""
+        for end in np.unique(ends):
+            part = made.pick(np.flatnonzero(ends == end))
+            if end == layers:
+                self._finish(part, key)
+            else:
+                self.cells[int(end)].setdefault(key, []).append(part)
+
+    def _finish(self, b: Bucket, key: Key) -> None:
+        """Value whole plans by F itself; keep the best."""
+        first, _, last = key
+        x, form = self.form.numbers, self.form
+        alone = b.stage[:, 1] == 0
+        back = np.where(alone, 0.0, x.back_decode_s[last, first])
+        value = b.cost + form.back * back
+        if form.hops_in_sums and self.p.workload.gen_len > 1:
+            value = value + np.where(alone, 0.0, x.back_prefill_s[last, first])
+        d = np.maximum(b.d, back) if form.back_bounds else b.d
+        value = value + form.a * b.p + form.bd * d
+        value = value + form.z * np.maximum(form.md * d, b.s + back)
+        best = int(np.argmin(value))
+        if value[best] < self.below:
+            self.below = float(value[best])
+            self.best = (self.below, int(b.parent[best]), b.stage[best])
+
+    def _undominated(self, b: Bucket) -> np.ndarray:
+        """Indices of labels that no other label of the state makes useless."""
+        form = self.form
+        order = np.lexsort((b.s, b.cost))
+        if len(order) < 2:
+            return order
+        low = np.stack([b.p, b.d, b.cost, b.cost + form.z * b.s], axis=1)[order]
+        weights = (form.bd + form.z * form.md, form.bd)
+        kept = np.empty((0, 4))
+        rows: list[np.ndarray] = []
+        block = 256
+        for start in range(0, len(low), block):
+            part = low[start : start + block]
+            alive = ~_dominated(part, kept, form.a, weights, strict=False)
+            index = np.flatnonzero(alive)
+            part = part[index]
+            inner = ~_dominated(part, part, form.a, weights, strict=True)
+            index, part = index[inner], part[inner]
+            kept = np.concatenate([kept, part])
+            rows.append(order[start + index])
+        return np.concatenate(rows)
+
+    def _assignment(self) -> Assignment:
+        """Walk the parents of the best plan."""
+        assert self.best is not None
+        _, parent, stage = self.best
+        stages: list[Stage] = []
+        while True:
+            c, a, m, column = (int(v) for v in stage)
+            choices = self.columns.choices(a, m, column)
+            stages.append(Stage(cls=c, start=a, end=a + m, choices=choices))
+            if a == 0:
+                break
+            where = int(np.searchsorted(self.offsets, parent, side="right")) - 1
+            bucket = self.kept[where]
+            row = parent - self.offsets[where]
+            parent, stage = int(bucket.parent[row]), bucket.stage[row]
+        numbers = self.form.numbers
+        return Assignment(
+            prefill_microbatch=numbers.eta,
+            decode_microbatch=numbers.xi,
+            stages=tuple(reversed(stages)),
+        )
+
+
+def _dominated(
+    part: Floats, by: Floats, a: float, weights: tuple[float, float], *, strict: bool
+) -> np.ndarray:
+    """[n] whether a row of `by` is as good as each row of `part` for every completion.
+
+    Rows are P, D, cost at kappa = 1, cost at kappa = 0. `strict`: the same rows are compared with
+    themselves; of equal ones the first stays.
+    """
+    if not len(by) or not len(part):
+        return np.zeros(len(part), dtype=bool)
+    worse_p = a * np.clip(by[None, :, 0] - part[:, None, 0], 0, None)
+    worse_d = np.clip(by[None, :, 1] - part[:, None, 1], 0, None)
+    full = by[None, :, 2] - part[:, None, 2] + worse_p + weights[0] * worse_d
+    empty = by[None, :, 3] - part[:, None, 3] + worse_p + weights[1] * worse_d
+    covered = (full <= 0) & (empty <= 0)
+    if strict:
+        number = np.arange(len(part))
+        mutual = covered & covered.T & (number[:, None] <= number[None, :])
+        covered &= ~mutual
+    return covered.any(axis=1)
