@@ -36,9 +36,9 @@ def main() -> int:
         f"llmpq-profile indicator --kind variance --model {model} --text {HERE}/heldout.txt"
         f" -o {out}/omega.json",
         f"llmpq-algo --cluster {cluster} --model {model} --costs {out}/costs.json"
-        f" --omega_file {out}/omega.json {workload} --theta 0.01 -o {out}/plan.json",
+        f" --omega_file {out}/omega.json {workload} --theta 0.01 --bits 16,4 -o {out}/plan.json",
         f"llmpq-dist --strat_file_name {out}/plan.json --model {model} -i {HERE}/prompts.jsonl"
-        f" -o {out}/outputs.jsonl --max_tokens {GEN_LEN} --ignore-eos --trace {out}/trace.json"
+        f" -o {out}/outputs.jsonl --max_tokens {GEN_LEN} --ignore-eos --temperature 0.7 --top-p 0.9 --seed 1 --trace {out}/trace.json"
         f" --report {out}/report.json",
     )
     started = time.monotonic()
