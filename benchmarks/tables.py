@@ -82,13 +82,23 @@ def ratio_to_baseline(name: str) -> Callable[[Row], str]:
     return show
 
 
+def increase_over_baseline(name: str) -> Callable[[Row], str]:
+    """Show the value and by how much it exceeds a baseline of the same row."""
+
+    def show(row: Row) -> str:
+        base = row["baselines"].get(name)
+        return f"{row['value']:.3f}" + (f" ({row['value'] / base - 1:+.2%})" if base else "")
+
+    return show
+
+
 TABLES: dict[str, Pivot] = {
     "quality": Pivot(
         file="quality.jsonl",
         bench="perplexity",
         index=("precision", "rounding"),
         column="model",
-        show=ratio_to_baseline("w16a16"),
+        show=increase_over_baseline("w16a16"),
     ),
     "hf_generate": Pivot(
         file="hf_generate.jsonl",

@@ -1,0 +1,82 @@
+"""Perplexity of a model per precision, rounding and grid, as rows of `quality.jsonl`.
+
+    python benchmarks/perplexity.py                     the demo model on examples/heldout.txt
+    python benchmarks/perplexity.py --model DIR --text FILE --dtype bfloat16
+
+Every row states the 16-bit perplexity of the same run as its baseline.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from rows import write_row
+
+from llmpq.model_spec import ModelSpec
+from llmpq.precision import Precision, WeightScheme
+from llmpq.runtime.evaluate import perplexity
+from llmpq.runtime.generate import LocalPipeline
+from llmpq.runtime.loader import CheckpointSource
+from llmpq.runtime.stage_model import DTYPES
+from llmpq.runtime.tokenizer import Tokenizer
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+BITS = (8, 4, 3)
+
+
+def schemes() -> Iterator[WeightScheme]:
+    """Yield every scheme that is compared."""
+    for bits in BITS:
+        for symmetric in (False, True):
+            for clip_search in (True, False):
+                yield WeightScheme(bits=bits, symmetric=symmetric, clip_search=clip_search)
+
+
+def main() -> None:
+    """Measure and append the rows."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default=str(EXAMPLES / "demo-7m"))
+    parser.add_argument("--text", default=str(EXAMPLES / "heldout.txt"))
+    parser.add_argument("--dtype", choices=sorted(DTYPES), default="float32")
+    parser.add_argument("--threads", type=int, default=1)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    spec = ModelSpec.from_directory(args.model)
+    tokens = Tokenizer(args.model).encode(Path(args.text).read_text(), special=False)
+
+    def measure(bits: int, scheme: WeightScheme | None) -> float:
+        pipeline = LocalPipeline.build(
+            spec,
+            CheckpointSource(args.model, spec),
+            precisions=[Precision.parse(str(bits))] * spec.num_layers,
+            scheme=lambda precision: scheme,
+            dtype=DTYPES[args.dtype],
+        )
+        return perplexity(pipeline, tokens).value
+
+    base = measure(16, None)
+    write = functools.partial(
+        write_row,
+        "quality.jsonl",
+        bench="perplexity",
+        unit="perplexity",
+        baselines={"w16a16": base},
+    )
+    case = {"model": spec.name, "text": Path(args.text).name, "dtype": args.dtype}
+    write(case=case | {"precision": "w16a16", "rounding": "none"}, samples=[base])
+    print(f"w16a16  {'':25} {base:.4f}")
+    for scheme in schemes():
+        value = measure(scheme.bits, scheme)
+        precision = Precision.parse(str(scheme.bits)).value
+        rounding = "symmetric" if scheme.symmetric else "asymmetric"
+        rounding += ", clip search" if scheme.clip_search else ", nearest"
+        write(case=case | {"precision": precision, "rounding": rounding}, samples=[value])
+        print(f"{precision}  {rounding:25} {value:.4f}  {value / base - 1:+.2%}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""llmpq-dist convert: old pickled checkpoints become safetensors, or are refused."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from llmpq.runtime import convert as command
+from llmpq.runtime.convert import convert
+from llmpq.runtime.generate import LocalPipeline
+
+pytestmark = pytest.mark.cpu
+
+
+@pytest.fixture
+def pickled(tiny_models, tmp_path):
+    """Return a maker of a directory as OPT ships: config.json and pytorch_model.bin (shards)."""
+
+    def make(shards: int = 1, **options) -> Path:
+        directory = tmp_path / "pickled"
+        directory.mkdir()
+        shutil.copy(tiny_models.directory("opt") / "config.json", directory)
+        state = tiny_models.reference("opt").state_dict()
+        names = list(state)
+        if shards == 1:
+            torch.save(state, directory / "pytorch_model.bin", **options)
+            return directory
+        weight_map = {}
+        for number in range(shards):
+            file = f"pytorch_model-{number + 1:05}-of-{shards:05}.bin"
+            part = {name: state[name] for name in names[number::shards]}
+            torch.save(part, directory / file)
+            weight_map |= dict.fromkeys(part, file)
+        index = {"metadata": {}, "weight_map": weight_map}
+        (directory / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+        return directory
+
+    return make
+
+
+@pytest.mark.parametrize(
+    "shards, options", [(1, {}), (3, {}), (1, {"_use_new_zipfile_serialization": False})]
+)
+def test_a_converted_model_generates_the_same(
+    tiny_models, random_prompts, pickled, tmp_path, shards, options
+):
+    directory = pickled(shards, **options)
+    done = convert(directory, tmp_path / "out")
+    assert len(done.files) == shards
+    assert not list((tmp_path / "out").glob("*.bin*"))
+    prompts = random_prompts(5, 8)
+    expected = tiny_models.greedy("opt", prompts, 6)
+    assert LocalPipeline.from_directory(tmp_path / "out").generate(prompts, max_new=6) == expected
+
+
+def test_the_command_says_what_it_wrote(pickled, tmp_path, capsys):
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    assert command.main(parser.parse_args([str(pickled()), str(tmp_path / "out")])) == 0
+    assert "tensors" in capsys.readouterr().out
+
+
+class Payload:
+    """Unpickling this would create a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return (Path.touch, (self.path,))
+
+
+def test_code_in_a_checkpoint_is_refused_and_not_run(pickled, tmp_path):
+    directory, trace = pickled(), tmp_path / "ran"
+    torch.save({"w": torch.ones(2), "x": Payload(trace)}, directory / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="more than tensors.*could run code"):
+        convert(directory, tmp_path / "out")
+    assert not trace.exists()
+
+
+def test_a_truncated_checkpoint(pickled, tmp_path):
+    path = pickled() / "pytorch_model.bin"
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    assert not zipfile.is_zipfile(path)
+    with pytest.raises(ValueError, match="truncated perhaps.*Download it again"):
+        convert(path.parent, tmp_path / "out")
+
+
+def test_something_else_than_named_tensors(pickled, tmp_path):
+    directory = pickled()
+    torch.save({"step": 3}, directory / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="'step' is a int, expected a tensor"):
+        convert(directory, tmp_path / "out")
+    torch.save([torch.ones(1)], directory / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="holds a list"):
+        convert(directory, tmp_path / "out2")
+
+
+def test_directories_that_cannot_be_converted(pickled, tmp_path):
+    with pytest.raises(ValueError, match=r"no pytorch_model\.bin"):
+        convert(tmp_path, tmp_path / "out")
+    directory = pickled(2)
+    (directory / "pytorch_model-00002-of-00002.bin").unlink()
+    with pytest.raises(ValueError, match="00002-of-00002.bin' is missing"):
+        convert(directory, tmp_path / "out")
+
+
+def test_a_full_target_is_left_alone(pickled):
+    directory = pickled()
+    with pytest.raises(ValueError, match="not empty"):
+        convert(directory, directory)
