@@ -10,6 +10,9 @@ from typing import Literal
 
 from llmpq.errors import DoesNotFitError
 
+OPTIMAL_GAP = 2e-6
+"""Relative gap up to which a plan is called optimal; a looser proof is a bound."""
+
 Status = Literal["optimal", "feasible", "heuristic", "baseline"]
 
 

@@ -1,8 +1,8 @@
 """Every way to fill a stage: how many layers get each choice, and the least omega that costs.
 
 Layers take equal time and memory, so a stage of m layers starting at layer a is described by counts
-(how many layers get each choice) and W[a, counts], the least sum of omega over assignments with these
-counts. W is exact for any omega:
+(how many layers get each choice) and W[a, counts], the least sum of omega over assignments with
+these counts. W is exact for any omega:
 
     W_m[a, k] = min_b  W_{m-1}[a, k - e_b] + omega[a + m - 1, b]
 
@@ -63,9 +63,17 @@ class TooManyColumns(Exception):
 
 
 def make_columns(
-    omega: Floats, layer_bytes: NDArray[np.int64], capacity: int, *, only_whole: bool = False
+    omega: Floats,
+    layer_bytes: NDArray[np.int64],
+    capacity: int,
+    *,
+    only_whole: bool = False,
+    longest: int | None = None,
 ) -> Columns:
-    """Return the table for stages of at most `capacity` bytes; `only_whole`: one stage of all."""
+    """Return the table for stages of at most `capacity` bytes.
+
+    `only_whole`: one stage has all layers. `longest`: leave out stages of more layers.
+    """
     num_layers, num_choices = omega.shape
     counts = [np.zeros((1, num_choices), dtype=np.int64)]
     sizes = [np.zeros(1, dtype=np.int64)]
@@ -73,7 +81,7 @@ def make_columns(
     previous = [np.full((1, num_choices), -1, dtype=np.int64)]
     base = np.int64(num_layers + 1) ** np.arange(num_choices, dtype=np.int64)
     entries = 0
-    for m in range(1, num_layers + 1):
+    for m in range(1, min(num_layers, longest or num_layers) + 1):
         vectors = _next_vectors(counts[-1], sizes[-1], layer_bytes, capacity, base)
         if not len(vectors):
             break

@@ -1,20 +1,22 @@
 """Lower bounds on finishing a partial plan, for one pair, one kappa and its prices.
 
-With prices lambda, mu a stage costs (1 + lambda) tp + (wS' + mu) td + theta omega, whatever else the
-plan does; the cheapest way to finish from every state is a dynamic program over
+With prices lambda, mu a stage costs (1 + lambda) tp + (wS' + mu) td + theta omega, whatever else
+the plan does; the cheapest way to finish from every state is a dynamic program over
 
-    state (how many devices of each class are used, the last class), layer boundary a
+    state s (how many devices of each class are used), last class c, layer boundary a
 
-    B[s, c, a] = min over next class c', boundary a' of  hop(c, c') + T[c', a, a'] + B[s + c', c', a']
+    B[s, c, a] = min over c', a' of  hop(c, c') + T[c', a, a'] + B[s + c', c', a']
 
-T is the cheapest filling of a stage that fits its memory (embedding and head where they live). Since
-P is at least any stage so far, F >= cost + (A - rem lambda) P + (D's weight - rem mu) D + B, rem being
-the prices of the devices still unused.
+T is the cheapest filling of a stage that fits its memory (embedding and head where they live). As P
+is at least any stage so far, F >= cost + (A - rem lambda) P + (D's weight - rem mu) D + B, where
+rem sums the prices of the devices still unused.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -24,6 +26,9 @@ from llmpq.planner.exact.columns import Columns
 from llmpq.planner.exact.form import Form
 from llmpq.planner.exact.relaxation import Prices
 from llmpq.planner.problem import Floats, Problem
+
+MAX_STATES = 1500
+"""Largest space searched over all device orders; larger ones keep a class's devices together."""
 
 
 class Space:
@@ -47,6 +52,44 @@ class Space:
         required = [c for c, cls in enumerate(p.classes) if cls.pinned is not None]
         self.complete = np.array([all(t[c] for c in required) for t in self.used])
         """[S] whether every pinned device has its stage."""
+
+
+def num_states(p: Problem) -> int:
+    """Return the size of the space over all device orders."""
+    return math.prod(cls.count + 1 for cls in p.classes)
+
+
+class ChainSpace(Space):
+    """States of plans that use the classes in one sequence, each class's devices in a row.
+
+    Classes may be used in part or left out. State 0 is the start; others are (position, used).
+    """
+
+    def __init__(self, p: Problem, sequence: Sequence[int]) -> None:
+        classes = len(p.classes)
+        states = [(k, used) for k, c in enumerate(sequence) for used in range(p.classes[c].count)]
+        number = {state: i + 1 for i, state in enumerate(states)}
+        self.after = np.full((len(states) + 1, classes), -1, dtype=np.int64)
+        self.unused = np.zeros((len(states) + 1, classes), dtype=np.int64)
+        self.unused[0] = [cls.count for cls in p.classes]
+        self.complete = np.ones(len(states) + 1, dtype=bool)
+        pinned = [k for k, c in enumerate(sequence) if p.classes[c].pinned is not None]
+        for i, (k, used) in enumerate([(-1, 0), *states]):
+            blocked = min((q for q in pinned if q > k), default=len(sequence))
+            self.complete[i] = blocked == len(sequence)
+            if k >= 0:
+                left = p.classes[sequence[k]].count - used - 1
+                self.unused[i, sequence[k]] = left
+                if left:
+                    self.after[i, sequence[k]] = number[k, used + 1]
+            for later in range(k + 1, min(blocked + 1, len(sequence))):
+                self.after[i, sequence[later]] = number[later, 0]
+                self.unused[i, sequence[later]] = p.classes[sequence[later]].count
+            if k >= 0:
+                for later in range(k + 1, len(sequence)):
+                    self.unused[i, sequence[later]] = p.classes[sequence[later]].count
+        self.used = [(0,) * classes] * (len(states) + 1)
+        self.allowed = _allowed(p)
 
 
 def _allowed(p: Problem) -> np.ndarray:

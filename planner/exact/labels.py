@@ -7,8 +7,8 @@ A label is a partial plan of layers [0, a) in a state (first class, devices used
     cost    everything additive: sum tp + wS S + theta omega
 
 A label is dropped when its completion bound (at any kappa) reaches the best plan, or when another
-label of its state is at least as good for every completion: with prices A and Bd per second of P and
-D that the other has more of, in both linear forms of F (kappa = 0 and 1), since F is their maximum.
+label of its state is at least as good for every completion: what the other has more of P and D is
+charged at its full weight, in both linear forms of F (kappa = 0 and 1), since F is their maximum.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class LabelSearch:
         self.count = 0
         self.best: tuple[float, int, np.ndarray] | None = None
 
-    def run(self, below: float) -> tuple[float, Assignment] | None:
+    def run(self, below: float) -> Assignment | None:
         """Return the best plan with F < below, None if there is none."""
         self.below = below
         start = Bucket(
@@ -114,9 +114,11 @@ class LabelSearch:
             self.cells[a] = {}
             if ready:
                 self._expand_all(a, ready)
-        if self.best is None:
-            return None
-        return self.best[0], self._assignment()
+        return self.found()
+
+    def found(self) -> Assignment | None:
+        """Return the best plan so far."""
+        return None if self.best is None else self._assignment()
 
     def _settle(self, bucket: Bucket, key: Key, a: int) -> Bucket:
         """Drop labels that the best plan found since has made useless, and dominated ones."""

@@ -1,7 +1,7 @@
 """The class relaxation: a small linear program whose duals price every device's time.
 
-Contiguity is dropped and the devices of a class are merged, so the program is valid for every device
-order, with or without devices left out:
+Contiguity is dropped and the devices of a class are merged, so the program is valid for every
+device order, with or without devices left out:
 
     min A P + Bd D + sum (tp + wS td + theta omega) y + Z z
     sum_cb y[l,c,b] = 1                                   each layer once

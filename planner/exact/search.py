@@ -5,6 +5,10 @@
 3. If it is still the smallest, close it: label setting below the best plan, in widening windows, so
    that the first window with a plan in it ends the pair.
 4. Stop when the smallest bound reaches the best plan: the plan is proven optimal.
+
+Clusters with too many classes of devices for all orders, or models with too many ways to fill a
+stage, are searched in part (a class's devices in a row, layers in groups); the bound is then the
+relaxation's, which holds for every plan.
 """
 
 from __future__ import annotations
@@ -12,16 +16,17 @@ from __future__ import annotations
 import heapq
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from llmpq.planner.exact.columns import Columns, make_columns
-from llmpq.planner.exact.completion import Completion, Space
+from llmpq.planner.exact.columns import Columns, TooManyColumns, make_columns
+from llmpq.planner.exact.completion import MAX_STATES, ChainSpace, Completion, Space, num_states
 from llmpq.planner.exact.form import Form, make_form
 from llmpq.planner.exact.labels import GaveUp, LabelSearch, Limits
-from llmpq.planner.exact.relaxation import ClassRelaxation
+from llmpq.planner.exact.relaxation import ClassRelaxation, Prices
 from llmpq.planner.fits import fits
-from llmpq.planner.ilp import no_plan_fits
-from llmpq.planner.outcome import Assignment, Infeasible, Outcome, Stage
+from llmpq.planner.ilp import no_plan_fits, solve_ilp
+from llmpq.planner.outcome import OPTIMAL_GAP, Assignment, Infeasible, Outcome, Stage
 from llmpq.planner.pipeline_time import value
 from llmpq.planner.problem import Problem
 
@@ -35,6 +40,7 @@ class Pair:
 
     form: Form
     bound: float
+    prices: Prices
     completions: list[Completion] = field(default_factory=list)
     window: int = 0
 
@@ -42,15 +48,28 @@ class Pair:
 class Search:
     """State of the best-bound search."""
 
-    def __init__(self, p: Problem, deadline: float, gap: float) -> None:
-        self.p, self.deadline, self.gap = p, deadline, gap
+    def __init__(
+        self, p: Problem, space: Space, deadline: float, gap: float, longest: int | None = None
+    ) -> None:
+        self.p, self.space, self.deadline, self.gap = p, space, deadline, gap
         self.relaxation = ClassRelaxation(p)
-        self.space = Space(p)
-        self.columns: Columns | None = None
+        self.columns = self._columns(longest)
         self.best: Assignment | None = None
         self.value = math.inf
+        self.relaxed = math.inf
+        """Smallest bound of any pair's relaxation: valid for every plan."""
         self.labels = 0
         self.stuck: list[float] = []
+
+    def _columns(self, longest: int | None) -> Columns:
+        numbers = [self.p.numbers(eta, xi) for eta, xi in self.p.pairs]
+        return make_columns(
+            self.p.omega,
+            numbers[0].layer_bytes[0],
+            max(int(x.capacity.max()) for x in numbers),
+            only_whole=self.p.max_stages == 1,
+            longest=longest,
+        )
 
     def offer(self, a: Assignment) -> None:
         """Keep a better plan."""
@@ -65,99 +84,90 @@ class Search:
         return self.value * (1 - self.gap) if math.isfinite(self.value) else math.inf
 
     def run(self) -> float:
-        """Search; return the proven lower bound."""
+        """Search; return the proven lower bound over the space."""
         heap: list[tuple[float, int, Pair]] = []
         for number, (eta, xi) in enumerate(self.p.pairs):
             form = make_form(self.p, eta, xi)
-            relaxed = self.relaxation.solve(form)
-            if relaxed.value < math.inf:
-                pair = Pair(form=form, bound=relaxed.value * (1 - 1e-9))
+            prices = self.relaxation.solve(form)
+            if prices.value < math.inf:
+                # The solver's own tolerance is 1e-7; bounds that decide are recomputed later.
+                pair = Pair(form=form, bound=prices.value * (1 - 1e-7), prices=prices)
                 heapq.heappush(heap, (pair.bound, number, pair))
-        while heap:
+                self.relaxed = min(self.relaxed, pair.bound)
+        while heap and heap[0][0] < self.target:
             bound, number, pair = heapq.heappop(heap)
-            if bound >= self.target:
-                heapq.heappush(heap, (bound, number, pair))
-                break
-            if time.perf_counter() > self.deadline:
+            if time.perf_counter() > self.deadline and self.best is not None:
                 self.stuck.append(bound)
-                continue
+                break
             if not pair.completions:
                 self._tighten(pair)
             else:
                 self._close(pair)
             if pair.bound < math.inf:
                 heapq.heappush(heap, (pair.bound, number, pair))
-        open_bounds = self.stuck + [bound for bound, _, _ in heap]
-        return min([self.target, *open_bounds])
+        return min([self.target, *self.stuck, *(bound for bound, _, _ in heap)])
 
     def _tighten(self, pair: Pair) -> None:
         """Replace the relaxation's bound by the completion program's; take its plan."""
-        prices = self.relaxation.solve(pair.form)
-        bound = self._completion(pair.form, prices)
+        bound = self._completion(pair.form, pair.prices)
         pair.completions.append(bound)
         pair.bound = max(pair.bound, bound.value)
         if math.isfinite(bound.value):
             self.offer(_greedy_plan(bound))
 
-    def _completion(self, form: Form, prices: object) -> Completion:
-        if self.columns is None:
-            self.columns = make_columns(
-                self.p.omega,
-                form.numbers.layer_bytes[0],
-                int(form.numbers.capacity.max()) if False else self._most_bytes(),
-                only_whole=self.p.max_stages == 1,
-            )
+    def _completion(self, form: Form, prices: Prices) -> Completion:
         return Completion(
-            p=self.p,
-            form=form,
-            prices=prices,
-            columns=self.columns,
-            space=self.space,  # type: ignore[arg-type]
+            p=self.p, form=form, prices=prices, columns=self.columns, space=self.space
         )
-
-    def _most_bytes(self) -> int:
-        return max(int(self.p.numbers(eta, xi).capacity.max()) for eta, xi in self.p.pairs)
 
     def _close(self, pair: Pair) -> None:
         """Widen the window until a plan is found in it or the pair is proven useless."""
         if len(pair.completions) == 1 and pair.form.z:
-            middle = pair.completions[0].prices.kappa
+            middle = pair.prices.kappa
             for kappa in sorted({0.0, middle / 2, (1 + middle) / 2, 1.0} - {middle}):
                 prices = self.relaxation.solve(pair.form, kappa)
                 pair.completions.append(self._completion(pair.form, prices))
             pair.bound = max(pair.bound, *(c.value for c in pair.completions))
             if pair.bound >= self.target:
                 return
-        width = WINDOWS[pair.window]
+        below = min(self.target, pair.bound + abs(pair.bound) * WINDOWS[pair.window])
         pair.window += 1
-        below = min(self.target, pair.bound + abs(pair.bound) * width)
-        limits = Limits(deadline=self.deadline)
-        search = LabelSearch(self.p, pair.completions, limits)
+        search = LabelSearch(self.p, pair.completions, Limits(deadline=self.deadline))
         try:
             found = search.run(below)
         except GaveUp:
             self.stuck.append(pair.bound)
             pair.bound = math.inf
-            if search.best is not None:
-                self.offer(search._assignment())
-            return
-        finally:
-            self.labels += search.count
-        if found is not None:
-            self.offer(found[1])
-            pair.bound = math.inf
+            found = search.found()
         else:
-            pair.bound = below if below < self.target else math.inf
+            pair.bound = below if found is None and below < self.target else math.inf
+        self.labels += search.count
+        if found is not None:
+            self.offer(found)
 
 
 def solve_exact(p: Problem, *, time_limit_s: float = 60.0, gap: float = 1e-6) -> Outcome:
     """Return the best plan over all orders and pairs, with its proof."""
     start = time.perf_counter()
-    search = Search(p, start + time_limit_s, gap)
+    if not p.numbers(*p.pairs[0]).uniform:
+        return solve_ilp(p, time_limit_s=time_limit_s, gap=gap)
+    deadline = start + time_limit_s
+    if num_states(p) > MAX_STATES:
+        return _solve_part(p, start, deadline, gap)
+    try:
+        search = Search(p, Space(p), deadline, gap)
+    except TooManyColumns:
+        return _solve_part(p, start, deadline, gap)
     bound = search.run()
+    return _outcome(p, search, bound, start, gap, f"{search.labels} labels")
+
+
+def _outcome(
+    p: Problem, search: Search, bound: float, start: float, gap: float, note: str
+) -> Outcome:
     if search.best is None:
         raise Infeasible(no_plan_fits(p))
-    proven = search.value - bound <= gap * 1.01 * abs(search.value)
+    proven = search.value - bound <= OPTIMAL_GAP * abs(search.value)
     return Outcome(
         method="exact",
         status="optimal" if proven else "feasible",
@@ -165,7 +175,94 @@ def solve_exact(p: Problem, *, time_limit_s: float = 60.0, gap: float = 1e-6) ->
         value=search.value,
         bound=bound,
         seconds=time.perf_counter() - start,
-        note=f"{search.labels} labels",
+        note=note,
+    )
+
+
+def _solve_part(p: Problem, start: float, deadline: float, gap: float) -> Outcome:
+    """Search chains of classes with short stages; bound by the relaxation over all plans."""
+    full = num_states(p) <= MAX_STATES
+    best: Search | None = None
+    relaxed = math.inf
+    for sequence in _sequences(p):
+        for longest in _lengths(p):
+            space = Space(p) if full else ChainSpace(p, sequence)
+            now = time.perf_counter()
+            try:
+                part = Search(p, space, now + (deadline - now) / 2, max(gap, 1e-3), longest)
+            except TooManyColumns:
+                break
+            if best is not None and best.best is not None:
+                part.offer(best.best)
+            part.run()
+            relaxed = min(relaxed, part.relaxed)
+            if best is None or part.value < best.value:
+                best = part
+            if part.best is not None:
+                break
+        if full:
+            break
+    if best is None or best.best is None:
+        return _solve_grouped(p, start, deadline, gap)
+    note = "searched in part (each class's devices in a row); the bound holds for every plan"
+    return _outcome(p, best, min(relaxed, best.value), start, gap, note)
+
+
+def _lengths(p: Problem) -> list[int]:
+    """Longest stages to allow, in layers: a few times an even share, then more."""
+    share = -(-p.num_layers // len(p.cluster.devices))
+    return sorted({min(p.num_layers, max(4, k * share)) for k in (6, 12, 24)})
+
+
+def _sequences(p: Problem) -> list[Sequence[int]]:
+    """Two sequences of classes: by speed, slow first and fast first."""
+    x = p.numbers(*p.pairs[0])
+    speed = sorted(range(len(p.classes)), key=lambda c: float(x.decode_s[0, c].min()))
+    return [speed, speed[::-1]]
+
+
+def _solve_grouped(p: Problem, start: float, deadline: float, gap: float) -> Outcome:
+    """Let pairs (then more) of layers share a choice; bound by the relaxation of single layers."""
+    relaxation = ClassRelaxation(p)
+    bound = min(relaxation.solve(make_form(p, *pair)).value for pair in p.pairs)
+    for size in (2, 3, 4, 6, 8):
+        if p.group > 1 or p.spec.num_layers % size:
+            continue
+        grouped = p.with_changes(group=size)
+        left = max(1.0, deadline - time.perf_counter())
+        try:
+            found = solve_exact(grouped, time_limit_s=left, gap=gap)
+        except Infeasible:
+            continue
+        a = _ungrouped(found.assignment, size)
+        worth = value(p, a)
+        return Outcome(
+            method="exact",
+            status="feasible",
+            assignment=a,
+            value=worth,
+            bound=min(bound * (1 - 1e-7), worth),
+            seconds=time.perf_counter() - start,
+            note=f"searched in part (groups of {size} layers); the bound holds for every plan",
+        )
+    left = max(1.0, deadline - time.perf_counter())
+    return solve_ilp(p, time_limit_s=left, gap=gap)
+
+
+def _ungrouped(a: Assignment, size: int) -> Assignment:
+    stages = tuple(
+        Stage(
+            cls=s.cls,
+            start=s.start * size,
+            end=s.end * size,
+            choices=tuple(b for b in s.choices for _ in range(size)),
+        )
+        for s in a.stages
+    )
+    return Assignment(
+        prefill_microbatch=a.prefill_microbatch,
+        decode_microbatch=a.decode_microbatch,
+        stages=stages,
     )
 
 
