@@ -44,6 +44,10 @@ class HessianSum:
             x_K, value = y_K, new
         return value
 
+    def mean_eigenvalue(self) -> float:
+        """Return trace(H) / K: what an error in a random direction costs."""
+        return float(self._sum_KK.diagonal().double().mean()) * 2 / self._tokens
+
 
 def squared_error(w_NK: Tensor, scheme: WeightScheme) -> float:
     """Return |Q(W) - W|^2 of the runtime's quantiser."""

@@ -81,7 +81,12 @@ class VarianceObserver:
 
 @dataclass
 class HessianObserver:
-    """Top eigenvalue times squared weight error; keys and values with the identity's, 2."""
+    """Top eigenvalue times squared weight error, and cached keys and values on the same scale.
+
+    The top eigenvalue prices every weight error as if it pointed the worst way; keys and values,
+    whose Hessian is 2 times the identity, are raised by the layer's ratio of top to mean
+    eigenvalue, so that weight and KV bits can be traded.
+    """
 
     precisions: Sequence[Precision]
     kv: Sequence[KVPrecision]
@@ -110,16 +115,17 @@ class HessianObserver:
 
     def end(self) -> None:
         """Append the layer's omegas."""
-        eigenvalues = {name: total.top_eigenvalue() for name, total in self._sums.items()}
+        top = {name: total.top_eigenvalue() for name, total in self._sums.items()}
+        mean = {name: total.mean_eigenvalue() for name, total in self._sums.items()}
+        worst_ratio = sum(top.values()) / sum(mean.values())
         for precision in self.precisions:
-            scheme = self.quantization.scheme(precision)
-            omega = 0.0
+            scheme, omega = self.quantization.scheme(precision), 0.0
             for name, weight in self._weights.items():
                 if scheme is not None:
-                    omega += eigenvalues[name] * squared_error(weight, scheme)
+                    omega += top[name] * squared_error(weight, scheme)
             self.table.setdefault(precision, []).append(omega)
         for kv, values in self._kv_sums.items():
-            self.kv_table.setdefault(kv, []).append(sum(values) / len(values))
+            self.kv_table.setdefault(kv, []).append(worst_ratio * sum(values) / len(values))
 
 
 def random_tables(

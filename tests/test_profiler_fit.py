@@ -1,0 +1,98 @@
+"""Fits find the coefficients that made the samples, and say so when the form is wrong."""
+
+import numpy as np
+import pytest
+
+from llmpq.cost_model import Phase, term_values
+from llmpq.profiler.fit import Fit, Point, fit_latency, fit_link
+
+pytestmark = pytest.mark.pure
+
+PREFILL = {"1": 3e-5, "v": 2e-6, "s": 4e-8, "v*s": 1e-6, "v*s^2": 2e-9}
+DECODE = {"1": 1e-4, "v": 3e-6, "v*(t+s)": 2e-8, "t+s": 5e-9}
+SHAPES = [(v, s) for v in (1, 2, 4, 8, 16, 32) for s in (32, 96, 256, 512, 1024)]
+
+
+def points(phase: Phase, terms: dict[str, float], *, noise: float = 0.0) -> list[Point]:
+    rng = np.random.default_rng(7)
+    made = []
+    for v, length in SHAPES:
+        values = term_values(phase, v=v, length=length)
+        seconds = sum(c * values[t] for t, c in terms.items())
+        seconds *= 1 + noise * rng.standard_normal()
+        made.append(Point(v=v, length=length, seconds=seconds))
+    return made
+
+
+def predicted(fit: Fit, phase: Phase, v: int, length: int) -> float:
+    values = term_values(phase, v=v, length=length)
+    return max(sum(c * values[t] for t, c in r.terms.items()) for r in fit.regimes)
+
+
+@pytest.mark.parametrize(("phase", "terms"), [(Phase.PREFILL, PREFILL), (Phase.DECODE, DECODE)])
+def test_coefficients_are_recovered(phase: Phase, terms: dict[str, float]) -> None:
+    fit = fit_latency(phase, points(phase, terms))
+    assert len(fit.regimes) == 1
+    assert fit.regimes[0].terms == pytest.approx(terms, rel=1e-4)
+    assert fit.held_out.mean < 1e-4
+    assert fit.held_out.samples == len(SHAPES)
+
+
+def test_a_few_percent_of_noise_stay_a_few_percent() -> None:
+    fit = fit_latency(Phase.PREFILL, points(Phase.PREFILL, PREFILL, noise=0.03))
+    assert 0.01 < fit.held_out.mean < 0.06
+    for v, s in ((3, 48), (24, 700)):
+        true = sum(c * term_values(Phase.PREFILL, v=v, length=s)[t] for t, c in PREFILL.items())
+        assert predicted(fit, Phase.PREFILL, v, s) == pytest.approx(true, rel=0.05)
+
+
+def test_small_shapes_count_as_much_as_large_ones() -> None:
+    """An absolute least-squares fit of these samples is off by more than 20 % at 1 x 32."""
+    made = points(Phase.PREFILL, PREFILL, noise=0.05)
+    small = next(p for p in made if (p.v, p.length) == (1, 32))
+    fit = fit_latency(Phase.PREFILL, made)
+    assert predicted(fit, Phase.PREFILL, 1, 32) == pytest.approx(small.seconds, rel=0.15)
+
+
+def test_coefficients_are_never_negative() -> None:
+    falling = [Point(v=v, length=s, seconds=1e-3 / v) for v, s in SHAPES]
+    fit = fit_latency(Phase.DECODE, falling)
+    assert all(c >= 0 for r in fit.regimes for c in r.terms.values())
+
+
+def test_a_wrong_form_is_reported() -> None:
+    """Time that grows with v^2 has no term: the held-out error must say so."""
+    wrong = [Point(v=v, length=s, seconds=1e-5 * v * v) for v, s in SHAPES]
+    fit = fit_latency(Phase.DECODE, wrong)
+    assert fit.held_out.mean > 0.15
+
+
+def test_a_floor_and_a_slope_are_two_regimes() -> None:
+    made = [
+        Point(v=v, length=s, seconds=max(2e-4, 1e-5 * v + 3e-8 * v * s)) for v, s in SHAPES
+    ]
+    fit = fit_latency(Phase.DECODE, made)
+    assert len(fit.regimes) == 2
+    assert fit.held_out.mean < 0.05
+    assert predicted(fit, Phase.DECODE, 1, 48) == pytest.approx(2e-4, rel=0.05)
+    assert predicted(fit, Phase.DECODE, 24, 900) == pytest.approx(24e-5 + 3e-8 * 21600, rel=0.05)
+    one = fit_latency(Phase.DECODE, made, target=1.0)
+    assert one.held_out.mean > 2 * fit.held_out.mean
+
+
+def test_terms_can_be_limited() -> None:
+    made = [Point(v=v, length=100, seconds=1e-5 + 2e-6 * v) for v in (1, 2, 4, 8)]
+    fit = fit_latency(Phase.DECODE, made, terms=("1", "v"))
+    assert fit.regimes[0].terms == pytest.approx({"1": 1e-5, "v": 2e-6}, rel=1e-6)
+
+
+def test_too_few_samples() -> None:
+    with pytest.raises(ValueError, match="2 samples are too few to fit decode times to 4 terms"):
+        fit_latency(Phase.DECODE, points(Phase.DECODE, DECODE)[:2])
+
+
+def test_link_latency_and_bandwidth() -> None:
+    sizes = (64, 4096, 65536, 1 << 20)
+    alpha_s, beta = fit_link(sizes, [4e-5 + size / 2e9 for size in sizes])
+    assert alpha_s == pytest.approx(4e-5, rel=1e-6)
+    assert beta == pytest.approx(5e-10, rel=1e-6)

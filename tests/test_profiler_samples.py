@@ -1,0 +1,109 @@
+"""Samples survive a stop, and the grid covers what was asked."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from llmpq.cost_model import Phase
+from llmpq.model_spec import ModelSpec
+from llmpq.precision import KVPrecision, Precision
+from llmpq.profiler.grid import Grid, cases, fitted_terms, make_grid
+from llmpq.profiler.messages import Case, Sample, Target, Timing
+from llmpq.profiler.samples import SampleLog
+
+pytestmark = pytest.mark.pure
+
+TARGET = Target(device_kind="CPU@1t", part="layer", phase=Phase.DECODE, dtype="float32")
+CASES = [Case(target=TARGET, v=v, length=64) for v in (1, 2, 4)]
+
+
+def sample(case: Case, *, machine: str = "here", seconds: float = 1e-3) -> Sample:
+    timing = Timing(seconds=seconds, low_s=seconds, high_s=seconds, repeats=5)
+    return Sample(model_fingerprint="f", machine=machine, copies=2, case=case, timing=timing)
+
+
+def taken(log: SampleLog, **changed: object) -> dict[Case, Sample]:
+    conditions = {"model_fingerprint": "f", "machine": "here", "copies": 2, **changed}
+    return log.taken(CASES, **conditions)  # type: ignore[arg-type]
+
+
+def test_a_stopped_run_resumes_after_a_truncated_line(tmp_path: Path) -> None:
+    path = tmp_path / "samples.jsonl"
+    with SampleLog(path) as log:
+        log.append(sample(CASES[0]))
+        log.append(sample(CASES[1]))
+    whole = path.read_text()
+    path.write_text(whole[: len(whole) - 30])
+    with SampleLog(path) as log:
+        assert set(taken(log)) == {CASES[0]}
+        log.append(sample(CASES[2]))
+    assert [json.loads(line)["case"]["v"] for line in path.read_text().splitlines()] == [1, 4]
+    with SampleLog(path) as log:
+        assert set(taken(log)) == {CASES[0], CASES[2]}
+
+
+def test_only_samples_taken_under_the_same_conditions_count(tmp_path: Path) -> None:
+    with SampleLog(tmp_path / "s.jsonl") as log:
+        log.append(sample(CASES[0], machine="elsewhere"))
+        assert not taken(log)
+        assert taken(log, machine="elsewhere")
+        assert not taken(log, machine="elsewhere", copies=1)
+        assert not taken(log, machine="elsewhere", model_fingerprint="g")
+
+
+def test_the_newest_sample_of_a_case_counts(tmp_path: Path) -> None:
+    with SampleLog(tmp_path / "s.jsonl") as log:
+        log.append(sample(CASES[0], seconds=1.0))
+        log.append(sample(CASES[0], seconds=2.0))
+        assert taken(log)[CASES[0]].timing.seconds == 2.0
+
+
+def test_a_line_that_is_no_sample_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "s.jsonl"
+    path.write_text("{}\nnot json\n")
+    with pytest.raises(ValueError, match=r"s.jsonl:1: 'model_fingerprint': Field required"):
+        SampleLog(path)
+    path.write_text("not json\n")
+    with pytest.raises(ValueError, match=r"s.jsonl:1: not a sample .* expected one JSON object"):
+        SampleLog(path)
+
+
+def grid_cases(grid: Grid) -> list[Case]:
+    return cases(
+        grid,
+        device_kind="T4",
+        dtype="float16",
+        precisions=(Precision.W16A16, Precision.W4A16),
+        kv=(KVPrecision.KV16,),
+    )
+
+
+@pytest.mark.parametrize("quick", [True, False])
+def test_the_grid_covers_what_was_asked(quick: bool) -> None:
+    spec = ModelSpec.by_name("opt-30b")
+    found = grid_cases(make_grid(spec, quick=quick, max_batch=24, max_len=300, verify_q=(2, 5)))
+    assert len(set(found)) == len(found)
+    targets = {case.target for case in found}
+    assert len(targets) == 2 * 3 + 2 * 3, "two precisions and two ends, three phases each"
+    assert max(case.v for case in found) == 24
+    assert max(case.length for case in found) == 300
+    assert {case.q_len for case in found if case.target.phase is Phase.VERIFY} == {2, 5}
+    for target in targets:
+        shapes = {(c.v, c.length, c.q_len) for c in found if c.target == target}
+        terms = fitted_terms(target)
+        assert len(shapes) >= (5 if terms is None else len(terms)), target.title
+
+
+def test_the_grid_respects_the_model_and_the_token_limit() -> None:
+    spec = ModelSpec.by_name("opt-30b")
+    grid = make_grid(spec, quick=False, max_batch=64, max_len=100_000, max_tokens=2048)
+    found = grid_cases(grid)
+    assert max(case.length for case in found) == spec.max_positions
+    prefills = [c for c in found if c.target.phase is Phase.PREFILL]
+    assert max(case.new_tokens for case in prefills) == 2048
+
+
+def test_a_length_too_short_to_fit() -> None:
+    with pytest.raises(ValueError, match="--max-len must be at least 16 tokens, got 8"):
+        make_grid(ModelSpec.by_name("opt-30b"), quick=True, max_batch=4, max_len=8)
