@@ -1,0 +1,74 @@
+"""The whole command with its timing processes: a tiny model, two copies, stop and resume."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmpq.cost_model import CostModel, Phase
+from llmpq.precision import Precision
+from llmpq.profiler.__main__ import main
+from llmpq.profiler.messages import Case, SetUp, Target
+from llmpq.profiler.processes import Group, JobFailedError
+
+pytestmark = pytest.mark.cluster
+
+CLUSTER = """
+schema: 1
+name: unequal
+nodes:
+  - name: here
+    devices:
+      - {kind: CPU, threads: 1, memory: 1 GiB}
+      - {kind: CPU, threads: 1, memory: 2 GiB}
+"""
+
+
+def test_profile_stop_and_resume(tmp_path: Path, tiny_models: Any) -> None:
+    cluster, out, samples = tmp_path / "c.yaml", tmp_path / "costs.json", tmp_path / "s.jsonl"
+    cluster.write_text(CLUSTER)
+    arguments = (
+        f"--model {tiny_models.directory('qwen3')} --cluster {cluster} --quick --bits 16,4"
+        f" --max-batch 4 --max-len 48 --copies 2 --samples {samples} -o {out}"
+    ).split()
+    assert main(arguments) == 0
+    costs = CostModel.load_json(out)
+    assert costs.device_kinds == ("CPU@1t",)
+    assert len(costs.entries) == 2 * 2 + 2 * 2, "two precisions and two ends, two phases each"
+    for phase in (Phase.PREFILL, Phase.DECODE):
+        for precision in (Precision.W16A16, Precision.W4A16):
+            entry = costs.find("CPU@1t", phase=phase, precision=precision, dtype="float32")
+            assert entry is not None and entry.held_out_error is not None
+            assert 1e-6 < entry.seconds(v=2, length=32) < 0.1
+            assert entry.sampled_v == (1, 4) and entry.sampled_length[1] == 48
+    link = costs.link("CPU@1t", "CPU@1t", same_node=True)
+    assert link is not None and 1e-6 < link.alpha_s < 0.1
+    assert CostModel.parse_data(json.loads(costs.dump_json()), where="again") == costs
+
+    lines = samples.read_text().splitlines(keepends=True)
+    samples.write_text("".join(lines[:-3]) + lines[-3][:40])
+    assert main(arguments) == 0
+    resumed = samples.read_text().splitlines(keepends=True)
+    assert resumed[: len(lines) - 3] == lines[:-3], "what was there is not taken again"
+    assert len(resumed) == len(lines)
+
+
+def case(**changed: Any) -> Case:
+    target = Target(
+        device_kind="CPU@1t", part="layer", phase=Phase.DECODE, dtype="float32", **changed
+    )
+    return Case(target=target, v=1, length=16)
+
+
+def test_a_failed_job_and_a_dead_child_are_told_apart(tiny_models: Any) -> None:
+    set_up = SetUp(model=str(tiny_models.directory("opt")), seconds_per_case=0.005)
+    with Group(set_up, copies=1, gpus=[None]) as group:
+        assert "torch" in group.ready.machine
+        too_long = case().model_copy(update={"length": 4096})
+        with pytest.raises(JobFailedError, match="ValueError: .*positions"):
+            group.time(too_long)
+        assert group.time(case()).repeats >= 5
+        group.children[0]._process.kill()
+        with pytest.raises(RuntimeError, match="a profiling process ended with code -9"):
+            group.time(case())

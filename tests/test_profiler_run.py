@@ -1,0 +1,190 @@
+"""Profiling a tiny model: shapes that were not sampled are predicted, errors are explained."""
+
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from llmpq.cost_model import CostModel, LatencyEntry, LinkCost, Phase, Regime
+from llmpq.memory import Quantization
+from llmpq.model_spec import ModelSpec
+from llmpq.precision import KVPrecision, Precision
+from llmpq.profiler.__main__ import main
+from llmpq.profiler.fit import Point, fit_latency
+from llmpq.profiler.grid import cases, make_grid
+from llmpq.profiler.messages import Case, Target
+from llmpq.profiler.subject import Subject, micro_batch
+from llmpq.profiler.timing import Effort, summarise
+
+pytestmark = pytest.mark.cpu
+
+CLUSTER = """
+schema: 1
+name: two
+nodes:
+  - name: here
+    devices:
+      - {kind: CPU, threads: 1, memory: 1 GiB, count: 2}
+"""
+
+
+def seconds(fit: Any, phase: Phase, case: Case) -> float:
+    entry = LatencyEntry(
+        device_kind="CPU@1t",
+        part="layer",
+        phase=phase,
+        precision=case.target.precision,
+        dtype="float32",
+        regimes=fit.regimes,
+        source="profile",
+    )
+    return entry.seconds(v=case.v, length=case.length, q_len=case.q_len)
+
+
+def ratios(
+    directory: Path, phase: Phase, scale: Callable[[float], float] = lambda s: s
+) -> list[float]:
+    """Fit a small grid of one layer's times; return predicted over measured at other shapes."""
+    torch.set_num_threads(1)
+    spec = ModelSpec.from_directory(directory)
+    subject = Subject(spec, torch.device("cpu"), Quantization())
+    effort = Effort(seconds=0.01, min_repeats=5)
+    found = cases(
+        make_grid(spec, quick=True, max_batch=8, max_len=96),
+        device_kind="CPU@1t",
+        dtype="float32",
+        precisions=[Precision.W8A16],
+        kv=[KVPrecision.KV16],
+    )
+    target = Target(
+        device_kind="CPU@1t",
+        part="layer",
+        phase=phase,
+        precision=Precision.W8A16,
+        dtype="float32",
+    )
+    points = [
+        Point(v=case.v, length=case.length, seconds=scale(subject.time(case, effort).seconds))
+        for case in found
+        if case.target == target
+    ]
+    fit = fit_latency(phase, points)
+    unseen = [Case(target=target, v=v, length=s) for v, s in ((2, 40), (5, 30), (6, 80), (7, 50))]
+    return [seconds(fit, phase, c) / subject.time(c, effort).seconds for c in unseen]
+
+
+@pytest.mark.parametrize("phase", [Phase.PREFILL, Phase.DECODE])
+def test_unseen_shapes_are_predicted(phase: Phase, tiny_models: Any) -> None:
+    found = ratios(tiny_models.directory("llama"), phase)
+    assert 0.5 < statistics.median(found) < 2.0, found
+
+
+def test_milliseconds_taken_for_seconds_are_noticed(tiny_models: Any) -> None:
+    found = ratios(tiny_models.directory("llama"), Phase.DECODE, scale=lambda s: s * 1e3)
+    assert statistics.median(found) > 100
+
+
+def test_a_layer_is_timed_alone(tiny_models: Any) -> None:
+    """The time of a stage of several layers is divided by their number."""
+    spec = ModelSpec.from_directory(tiny_models.directory("opt"))
+    subject = Subject(spec, torch.device("cpu"), Quantization())
+    target = Target(device_kind="c", part="layer", phase=Phase.DECODE, dtype="float32")
+    timing = subject.time(Case(target=target, v=2, length=16), Effort(seconds=0.005, min_repeats=3))
+    assert timing.layers == spec.num_layers == 3
+    assert summarise([0.3, 0.1, 0.2], layers=1).seconds == 0.2
+    assert summarise([5.0, 1.0, 2.0, 3.0, 4.0]).noise == pytest.approx(1 / 3)
+
+
+def test_micro_batches_have_unequal_rows() -> None:
+    def shape(phase: Phase, **sizes: int) -> tuple[list[int], list[int]]:
+        target = Target(device_kind="c", part="layer", phase=phase, dtype="float32")
+        message = micro_batch(Case(target=target, **sizes))
+        return list(message.starts), list(message.num_new)
+
+    assert shape(Phase.PREFILL, v=3, length=9) == ([0, 0, 0], [9, 8, 9])
+    assert shape(Phase.DECODE, v=3, length=9) == ([8, 7, 8], [1, 1, 1])
+    assert shape(Phase.VERIFY, v=2, length=9, q_len=4) == ([5, 4], [4, 4])
+    assert shape(Phase.VERIFY, v=2, length=4, q_len=4) == ([0, 0], [4, 4])
+
+
+def entry(kind: str, seconds_per_v: float) -> LatencyEntry:
+    return LatencyEntry(
+        device_kind=kind,
+        part="layer",
+        phase=Phase.DECODE,
+        precision=Precision.W4A16,
+        dtype="float16",
+        regimes=(Regime(terms={"v": seconds_per_v}),),
+        sampled_v=(1, 8),
+        sampled_length=(16, 64),
+        source="profile",
+    )
+
+
+def costs(*entries: LatencyEntry, model: str = "m", fingerprint: str = "f") -> CostModel:
+    link = LinkCost(source_kind="T4", target_kind="T4", alpha_s=1e-5, beta_s_per_byte=1e-9)
+    return CostModel(model=model, model_fingerprint=fingerprint, entries=entries, links=(link,))
+
+
+def test_cost_files_of_hosts_are_merged(tmp_path: Path) -> None:
+    a, b, out = tmp_path / "a.json", tmp_path / "b.json", tmp_path / "c.json"
+    costs(entry("T4", 1e-3), entry("V100-32GB", 3e-3)).save_json(a)
+    costs(entry("T4", 2e-3)).save_json(b)
+    assert main(["merge", str(a), str(b), "-o", str(out)]) == 0
+    merged = CostModel.load_json(out)
+    assert merged.device_kinds == ("T4", "V100-32GB")
+    found = merged.find("T4", phase=Phase.DECODE, precision=Precision.W4A16, dtype="float16")
+    assert found is not None and found.seconds(v=4, length=10) == pytest.approx(8e-3)
+    assert found.extrapolates(v=9, length=32) and not found.extrapolates(v=8, length=32)
+
+
+def test_costs_of_different_models_do_not_merge(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a, b = tmp_path / "a.json", tmp_path / "b.json"
+    costs(entry("T4", 1e-3)).save_json(a)
+    costs(entry("T4", 2e-3), model="n", fingerprint="g").save_json(b)
+    assert main(["merge", str(a), str(b), "-o", str(tmp_path / "c.json")]) == 2
+    assert "cost files of different models cannot be merged: m and n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--model opt-31b", "unknown model 'opt-31b': did you mean 'opt-30b'?"),
+        ("--model opt-13b --cluster none.yaml", "no such cluster file: 'none.yaml'"),
+        ("--model opt-13b --device T5", "unknown device kind 'T5'"),
+        ("--model opt-13b --bits 7", "unknown precision '7'"),
+        ("--model opt-13b --verify x", "--verify: expected numbers such as 2,4, got 'x'"),
+        ("--model opt-13b --verify 1", "--verify: a verify step has at least 2 tokens, got '1'"),
+        ("--model opt-13b --copies 0", "--copies must be at least 1, got 0"),
+        ("--model opt-13b --max-len 4", "--max-len must be at least 16 tokens, got 4"),
+    ],
+)
+def test_errors_name_the_argument(
+    options: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster = tmp_path / "two.yaml"
+    cluster.write_text(CLUSTER)
+    arguments = options.split()
+    if "--cluster" not in arguments:
+        arguments += ["--cluster", str(cluster)]
+    assert main([*arguments, "-o", str(tmp_path / "costs.json")]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_cluster_of_other_hosts_cannot_be_profiled_here(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this host has a GPU")
+    cluster = tmp_path / "far.yaml"
+    cluster.write_text("schema: 1\nname: far\nnodes: [{name: a, accelerators: 'T4:2'}]\n")
+    arguments = f"--model opt-13b --cluster {cluster} -o {tmp_path / 'costs.json'}".split()
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert "none of T4 is on this host (found: its CPU, no GPU)" in error
+    assert "llmpq-profile merge" in error
