@@ -51,6 +51,8 @@ def ray_cluster(address: str | None) -> Iterator[None]:
                 include_dashboard=False,
                 object_store_memory=80 * 2**20,
                 _node_ip_address=LOCAL_HOST,
+                # Ray starts workers at nice +15, where stages lose to everything else.
+                _system_config={"worker_niceness": 0},
                 **common,
             )
     except (ConnectionError, RuntimeError, ValueError) as error:

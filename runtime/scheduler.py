@@ -34,6 +34,7 @@ class Limits:
     """Tokens one KV slot holds."""
     prefill_microbatch: int
     decode_microbatch: int
+    num_stages: int = 1
     batching: Literal["continuous", "static"] = "continuous"
     """`static` refills slots only when every running request has ended (for comparison)."""
 
@@ -56,6 +57,11 @@ class Limits:
                 f"slot; ask for at most {self.max_len - length + 1} tokens or re-plan with a "
                 "larger --n"
             )
+
+
+def max_in_flight(num_stages: int) -> int:
+    """Return how many micro-batches may be under way: each stage computes one and queues one."""
+    return 1 if num_stages == 1 else 2 * num_stages
 
 
 class Drafter(Protocol):
@@ -92,6 +98,7 @@ class Scheduler:
         self._resumable: deque[Round] = deque()
         self._free_slots = list(range(limits.num_slots))
         self._seq = 0
+        self._filling = True
         self._joining = 0
         self._rounds = 0
         self._rows_in_rounds = 0
@@ -158,10 +165,10 @@ class Scheduler:
         return finished
 
     def _may_refill(self) -> bool:
-        if not self._free_slots:
-            return False
-        static = self.limits.batching == "static"
-        return not static or self.num_running == self._joining
+        if self.limits.batching == "static":
+            self._filling = self._filling or self.num_running == 0
+            return self._filling and bool(self._free_slots)
+        return bool(self._free_slots)
 
     def _prefill(self) -> MicroBatch:
         """Take waiting requests in order while slots, the plan's size and padding allow."""
@@ -183,13 +190,13 @@ class Scheduler:
     def _decode_group_size(self) -> int:
         """Return how many ready requests decode next; 0 to wait for others to join them.
 
-        The requests that can decode are split evenly into as few groups as the plan's micro-batch
-        allows, and no more groups than that are in flight, so that groups that shrink merge.
-        Prompts in flight are worth waiting for when they would at least double the group.
+        The requests that can decode are split evenly, and no more groups than that are in flight,
+        so that groups that shrink merge. Prompts in flight are worth waiting for when they would
+        at least double the group.
         """
         ready = len(self._ready)
         decodable = ready + self._rows_in_rounds + self._joining
-        num_groups = -(-decodable // self.limits.decode_microbatch)
+        num_groups = self._num_groups(decodable)
         if ready == 0 or self._rounds >= num_groups:
             return 0
         size = -(-decodable // num_groups)
@@ -197,7 +204,20 @@ class Scheduler:
             return 0
         return min(ready, size)
 
+    def _num_groups(self, decodable: int) -> int:
+        """Return into how many groups the decoding requests are split.
+
+        As few as the plan's micro-batch allows; but where the plan keeps several stages at work
+        with a full batch, fewer requests go on doing so: D groups of v/D take no longer than one
+        group of v that visits D stages in turn.
+        """
+        limits = self.limits
+        planned = -(-limits.num_slots // limits.decode_microbatch)
+        at_work = min(limits.num_stages, planned, decodable)
+        return max(-(-decodable // limits.decode_microbatch), at_work)
+
     def _start_round(self, requests: list[Request]) -> MicroBatch:
+        self._filling = False
         gamma = self._drafter.gamma(requests) if self._drafter is not None else 0
         gamma = min(gamma, max(request.remaining for request in requests) - 1)
         round_ = Round(requests, gamma)

@@ -24,10 +24,11 @@ from llmpq.runtime.loader import CheckpointSource
 from llmpq.runtime.placement import is_cpu, listening_socket, loopback_interface
 from llmpq.runtime.request import Request
 from llmpq.runtime.sampling_params import SamplingParams
-from llmpq.runtime.scheduler import Limits, Scheduler
+from llmpq.runtime.scheduler import Limits, Scheduler, max_in_flight
 from llmpq.runtime.stage_compute import StageCompute, build_stage
-from llmpq.runtime.stage_loop import FirstStage, Mailbox, max_in_flight, run_following_stage
+from llmpq.runtime.stage_loop import FirstStage, Mailbox, run_following_stage
 from llmpq.runtime.stage_model import DTYPES
+from llmpq.runtime.stop_texts import StopTexts
 from llmpq.runtime.trace import Recorder
 from llmpq.runtime.transport import GlooTransport, join_gloo
 
@@ -53,6 +54,7 @@ def limits_of(plan: Plan, batching: str = "continuous") -> Limits:
         max_len=plan.workload.max_len,
         prefill_microbatch=plan.prefill_microbatch,
         decode_microbatch=plan.decode_microbatch,
+        num_stages=len(plan.stages),
         batching="static" if batching == "static" else "continuous",
     )
 
@@ -120,7 +122,10 @@ class StageActor:
         num_stages = len(self._plan.stages)
         transport = self._transport() if num_stages > 1 else None
         if self._index == 0:
-            scheduler = Scheduler(limits_of(self._plan, self._settings.batching))
+            scheduler = Scheduler(
+                limits_of(self._plan, self._settings.batching),
+                ends_in_stop_text=StopTexts(self._settings.model_dir),
+            )
             FirstStage(
                 scheduler,
                 self._compute,

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from llmpq.runtime.message import STOP, StepMessage, describe
 from llmpq.runtime.request import MicroBatch, Request, StepKind
-from llmpq.runtime.scheduler import Scheduler
+from llmpq.runtime.scheduler import Scheduler, max_in_flight
 from llmpq.runtime.trace import Recorder
 from llmpq.runtime.transport import Transport
 
@@ -30,11 +30,6 @@ class Compute(Protocol):
     def run(self, message: StepMessage, hidden_BQH: Tensor | None) -> Tensor:
         """Return hidden states, or on the last stage the result table of sampled tokens."""
         ...
-
-
-def max_in_flight(num_stages: int) -> int:
-    """Return how many micro-batches may be under way: each stage computes one and queues one."""
-    return 1 if num_stages == 1 else 2 * num_stages
 
 
 def result_width(kind: StepKind, q_len: int) -> int:

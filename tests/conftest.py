@@ -128,45 +128,22 @@ def random_prompts() -> Callable[..., list[list[int]]]:
 def make_plan() -> Callable[..., Any]:
     """Return a maker of hand-written plans over CPU stages between `splits`."""
     from llmpq.model_spec import ModelSpec
-    from llmpq.plan import Plan
+    from llmpq.precision import Precision
+    from llmpq.runtime.hand_plan import hand_plan
+    from llmpq.workload import Workload
 
     def make(model: Path, splits: tuple[int, ...] = (), *, bits: str = "w16a16", **shape: Any):
-        spec = ModelSpec.from_directory(model)
-        bounds = [0, *splits, spec.num_layers]
-        batch = shape.get("batch", 4)
-        stages = [
-            {
-                "device": f"CPU-{index}",
-                "node": "local",
-                "device_index": index,
-                "kind": "CPU",
-                "profile_kind": "CPU@1t",
-                "threads": 1,
-                "layers": [start, end],
-                "precisions": [bits] * (end - start),
-            }
-            for index, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False))
-        ]
-        data = {
-            "model": {
-                "name": spec.name,
-                "num_layers": spec.num_layers,
-                "fingerprint": spec.fingerprint(),
-                "path": str(model),
-            },
-            "cluster": {"name": "hand-written", "fingerprint": "0" * 16},
-            "workload": {
-                "batch": batch,
-                "prompt_len": shape.get("prompt_len", 32),
-                "gen_len": shape.get("gen_len", 16),
-                "dtype": shape.get("dtype", "float32"),
-                "kv": shape.get("kv", "kv16"),
-            },
-            "prefill_microbatch": shape.get("prefill_microbatch", min(2, batch)),
-            "decode_microbatch": shape.get("decode_microbatch", min(2, batch)),
-            "stages": stages,
-        }
-        return Plan.parse_data(data, where="make_plan")
+        values = {"batch": 4, "prompt_len": 32, "gen_len": 16, "dtype": "float32"} | shape
+        half = min(2, values["batch"])
+        return hand_plan(
+            ModelSpec.from_directory(model),
+            splits=splits,
+            precision=Precision.parse(bits),
+            prefill_microbatch=values.pop("prefill_microbatch", half),
+            decode_microbatch=values.pop("decode_microbatch", half),
+            model_dir=str(model),
+            workload=Workload.parse_data(values, where="make_plan"),
+        )
 
     return make
 

@@ -1,0 +1,150 @@
+"""Continuous against static batching in the same engine, as rows of `engine.jsonl`.
+
+    python benchmarks/continuous_batching.py            64 requests through the demo model
+
+Requests of unequal length (lognormal, medians 64 and 48, sigma 0.8, clipped to 16..400) on one
+stage, both ways in turn; the value is continuous tokens/s, the baseline static. Then two stages in
+simulated time at the step costs just measured: the share of the time the stages are at work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from rows import write_row
+
+from llmpq.model_spec import ModelSpec
+from llmpq.plan import Plan
+from llmpq.runtime.hand_plan import hand_plan
+from llmpq.runtime.loader import CheckpointSource
+from llmpq.runtime.request import MicroBatch, Request, StepKind
+from llmpq.runtime.schedule_replay import Replay, StageCost, replay
+from llmpq.runtime.scheduler import Scheduler
+from llmpq.runtime.stage_actor import limits_of
+from llmpq.runtime.thread_engine import EngineRun, ThreadEngine
+from llmpq.runtime.trace import Event
+from llmpq.workload import Workload
+
+MODEL = Path(__file__).resolve().parents[1] / "examples" / "demo-7m"
+SHORTEST, LONGEST = 16, 400
+
+
+def requests(count: int, vocab: int, seed: int) -> list[Request]:
+    """Return requests whose prompts and outputs have lognormal lengths."""
+    rng = random.Random(seed)
+
+    def length(median: int) -> int:
+        drawn = round(rng.lognormvariate(math.log(median), 0.8))
+        return min(LONGEST, max(SHORTEST, drawn))
+
+    return [
+        Request(
+            id=number,
+            prompt=tuple(rng.randrange(3, vocab) for _ in range(length(64))),
+            max_new=length(48),
+        )
+        for number in range(count)
+    ]
+
+
+def fitted_cost(events: Sequence[Event], num_stages: int) -> StageCost:
+    """Fit seconds = a + b * rows * q_len per kind to measured steps, shared by equal stages."""
+    fits = {}
+    for kind in ("prefill", "decode"):
+        steps = [event for event in events if event.kind == kind]
+        work = np.array([[1.0, event.rows * event.q_len] for event in steps])
+        seconds = np.array([event.end_s - event.start_s for event in steps])
+        fits[kind] = np.linalg.lstsq(work, seconds, rcond=None)[0]
+
+    def cost(micro_batch: MicroBatch) -> float:
+        kind = "prefill" if micro_batch.kind is StepKind.PREFILL else "decode"
+        base, slope = fits[kind]
+        elements = len(micro_batch.requests) * micro_batch.q_len
+        return float(max(base + slope * elements, 1e-6)) / num_stages
+
+    return cost
+
+
+def simulate(plan: Plan, batching: str, job: Sequence[Request], cost: StageCost) -> Replay:
+    """Replay a job on the plan's stages, all of the same cost."""
+    scheduler = Scheduler(limits_of(plan, batching))
+    return replay(scheduler, job, [cost] * len(plan.stages))
+
+
+def rate(run: EngineRun) -> float:
+    """Return generated tokens per second."""
+    tokens = sum(len(request.tokens) for request in run.finished)
+    return tokens / max(request.total_s for request in run.finished)
+
+
+def main() -> None:
+    """Measure and append the rows."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default=str(MODEL))
+    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--slots", type=int, default=32)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    spec = ModelSpec.from_directory(args.model)
+    workload = Workload(batch=args.slots, prompt_len=LONGEST, gen_len=LONGEST, dtype="float32")
+
+    def plan(num_stages: int) -> Plan:
+        return hand_plan(
+            spec,
+            workload,
+            splits=[spec.num_layers // num_stages] if num_stages > 1 else [],
+            decode_microbatch=args.slots // num_stages,
+        )
+
+    engine = ThreadEngine(plan(1), spec, CheckpointSource(args.model, spec))
+    rates: dict[str, list[float]] = {"continuous": [], "static": []}
+    events: list[Event] = []
+    for repeat in range(args.repeats):
+        for batching in rates:
+            job = requests(args.requests, spec.vocab, args.seed)
+            done = engine.run(Scheduler(limits_of(engine.plan, batching)), job, keep_events=True)
+            rates[batching].append(rate(done))
+            events += done.records[0].events
+            print(f"{repeat} {batching:10} {rates[batching][-1]:.0f} tokens/s")
+    case = {"model": spec.name, "requests": args.requests, "slots": args.slots, "dtype": "float32"}
+    static = statistics.median(rates["static"])
+    row = write_row(
+        "engine.jsonl",
+        bench="continuous_batching",
+        case=case | {"stages": 1, "measure": "throughput"},
+        unit="tokens/s",
+        samples=rates["continuous"],
+        baselines={"static": static},
+    )
+    print(f"one stage: continuous / static = {row['value'] / static:.2f}")
+    cost = fitted_cost(events, 2)
+    simulated = {
+        batching: simulate(plan(2), batching, requests(args.requests, spec.vocab, args.seed), cost)
+        for batching in rates
+    }
+    write_row(
+        "engine.jsonl",
+        bench="continuous_batching",
+        case=case | {"stages": 2, "measure": "busy share, simulated time"},
+        unit="share",
+        samples=[simulated["continuous"].busy_share],
+        baselines={"static": simulated["static"].busy_share},
+    )
+    for batching, run in simulated.items():
+        rate_s = run.tokens / run.makespan_s
+        print(
+            f"two stages, simulated: {batching:10} busy {run.busy_share:.0%}, {rate_s:.0f} tokens/s"
+        )
+
+
+if __name__ == "__main__":
+    main()
