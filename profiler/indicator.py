@@ -46,13 +46,14 @@ class InputStats:
 
     def plus(self, x: Tensor) -> InputStats:
         """Return the sums with the tokens of x [..., K] added."""
-        x_TK = x.detach().reshape(-1, x.shape[-1]).double()
+        x_TK = x.reshape(-1, x.shape[-1])
+        largest_T = torch.maximum(x_TK.amax(dim=1), -x_TK.amin(dim=1))
         return replace(
             self,
             tokens=self.tokens + x_TK.shape[0],
-            sum_K=self.sum_K + x_TK.sum(0),
-            square_K=self.square_K + x_TK.square().sum(0),
-            largest_square=self.largest_square + float(x_TK.abs().amax(dim=1).square().sum()),
+            sum_K=self.sum_K + x_TK.sum(0, dtype=torch.float64),
+            square_K=self.square_K + x_TK.float().square().sum(0, dtype=torch.float64),
+            largest_square=self.largest_square + float(largest_T.double().square().sum()),
         )
 
     def gain_K(self, rounding: Rounding) -> Tensor:

@@ -9,7 +9,6 @@ T tokens, G key/value heads, D head_dim.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from llmpq.kv_format import BLOCK_TOKENS
@@ -20,25 +19,26 @@ KEY_BLOCK = BLOCK_TOKENS
 """Tokens that share a key channel's step."""
 
 
-def kv_omega(k_TGD: Tensor, v_TGD: Tensor, kv: KVPrecision, rounding: Rounding) -> float:
+def kv_omega(range_square: float, kv: KVPrecision, rounding: Rounding) -> float:
     """Return the extra variance of one token's keys and values, all heads summed."""
     if kv is KVPrecision.KV16:
         return 0.0
-    return share(rounding) * (key_step_square(k_TGD, kv.bits) + value_step_square(v_TGD, kv.bits))
+    return share(rounding) * range_square / (2**kv.bits - 1) ** 2
 
 
-def key_step_square(k_TGD: Tensor, bits: int) -> float:
-    """Return the sum over heads and channels of the squared step, averaged over tokens."""
+def range_square(k_TGD: Tensor, v_TGD: Tensor) -> float:
+    """Return the squared ranges (max - min) that share a step, summed over a token's elements."""
+    return _key_range_square(k_TGD) + _value_range_square(v_TGD)
+
+
+def _key_range_square(k_TGD: Tensor) -> float:
     total = 0.0
     for block in k_TGD.split(KEY_BLOCK):
-        low, high = block.aminmax(dim=0)
-        step_GD = (high - low).double() / (2**bits - 1)
-        total += float(step_GD.square().sum()) * block.shape[0]
+        low, high = block.amin(dim=0), block.amax(dim=0)
+        total += float((high - low).double().square().sum()) * block.shape[0]
     return total / k_TGD.shape[0]
 
 
-def value_step_square(v_TGD: Tensor, bits: int) -> float:
-    """Return the sum over heads and channels of the squared step, averaged over tokens."""
-    low, high = torch.aminmax(v_TGD, dim=2)
-    step_TG = (high - low).double() / (2**bits - 1)
-    return float(step_TG.square().sum(1).mean()) * v_TGD.shape[2]
+def _value_range_square(v_TGD: Tensor) -> float:
+    low, high = v_TGD.amin(dim=2), v_TGD.amax(dim=2)
+    return float((high - low).double().square().sum(1).mean()) * v_TGD.shape[2]

@@ -21,7 +21,7 @@ from llmpq.profiler.indicator import (
     activation_omega,
     weight_omega,
 )
-from llmpq.profiler.kv_indicator import key_step_square, kv_omega, value_step_square
+from llmpq.profiler.kv_indicator import kv_omega, range_square
 
 Table = dict[Precision, list[float]]
 KVTable = dict[KVPrecision, list[float]]
@@ -40,12 +40,11 @@ class VarianceObserver:
     kv_table: KVTable = field(default_factory=dict)
     _weights: Mapping[str, Tensor] = field(default_factory=dict)
     _stats: dict[str, InputStats] = field(default_factory=dict)
-    _kv_sums: dict[KVPrecision, list[float]] = field(default_factory=dict)
+    _range_squares: list[float] = field(default_factory=list)
 
     def begin(self, index: int, weights: Mapping[str, Tensor]) -> None:
         """Start a layer."""
-        self._weights, self._stats = weights, {}
-        self._kv_sums = {kv: [] for kv in self.kv}
+        self._weights, self._stats, self._range_squares = weights, {}, []
 
     def on_input(self, name: str, x: Tensor) -> None:
         """Add a batch to the operator's sums."""
@@ -54,16 +53,16 @@ class VarianceObserver:
         self._stats[name] = self._stats[name].plus(x)
 
     def on_cache(self, k_TGD: Tensor, v_TGD: Tensor) -> None:
-        """Add a window's variance at each KV precision."""
-        for kv, values in self._kv_sums.items():
-            values.append(kv_omega(k_TGD, v_TGD, kv, self.rounding))
+        """Add a window's ranges."""
+        self._range_squares.append(range_square(k_TGD, v_TGD))
 
     def end(self) -> None:
         """Append the layer's omegas."""
         for precision in self.precisions:
             self.table.setdefault(precision, []).append(self._omega(precision))
-        for kv, values in self._kv_sums.items():
-            self.kv_table.setdefault(kv, []).append(sum(values) / len(values))
+        mean = sum(self._range_squares) / len(self._range_squares)
+        for kv in self.kv:
+            self.kv_table.setdefault(kv, []).append(kv_omega(mean, kv, self.rounding))
 
     def _omega(self, precision: Precision) -> float:
         scheme = self.quantization.scheme(precision)
@@ -95,23 +94,21 @@ class HessianObserver:
     kv_table: KVTable = field(default_factory=dict)
     _weights: Mapping[str, Tensor] = field(default_factory=dict)
     _sums: dict[str, HessianSum] = field(default_factory=dict)
-    _kv_sums: dict[KVPrecision, list[float]] = field(default_factory=dict)
+    _range_squares: list[float] = field(default_factory=list)
 
     def begin(self, index: int, weights: Mapping[str, Tensor]) -> None:
         """Start a layer."""
         self._weights = weights
         self._sums = {name: HessianSum(w.shape[1], w.device) for name, w in weights.items()}
-        self._kv_sums = {kv: [] for kv in self.kv}
+        self._range_squares = []
 
     def on_input(self, name: str, x: Tensor) -> None:
         """Add a batch to the operator's Hessian."""
         self._sums[name].add(x)
 
     def on_cache(self, k_TGD: Tensor, v_TGD: Tensor) -> None:
-        """Add a window's squared error at each KV precision: S^2 / 12 an element."""
-        for kv, values in self._kv_sums.items():
-            square = key_step_square(k_TGD, kv.bits) + value_step_square(v_TGD, kv.bits)
-            values.append(2 * square / 12)
+        """Add a window's ranges."""
+        self._range_squares.append(range_square(k_TGD, v_TGD))
 
     def end(self) -> None:
         """Append the layer's omegas."""
@@ -124,8 +121,11 @@ class HessianObserver:
                 if scheme is not None:
                     omega += top[name] * squared_error(weight, scheme)
             self.table.setdefault(precision, []).append(omega)
-        for kv, values in self._kv_sums.items():
-            self.kv_table.setdefault(kv, []).append(worst_ratio * sum(values) / len(values))
+        mean_square = sum(self._range_squares) / len(self._range_squares)
+        for kv in self.kv:
+            # The squared error of rounding is S^2 / 12; times the Hessian's 2 that is S^2 / 6.
+            omega = worst_ratio * kv_omega(mean_square, kv, "stochastic")
+            self.kv_table.setdefault(kv, []).append(omega)
 
 
 def random_tables(

@@ -18,7 +18,7 @@ from llmpq.profiler.__main__ import main
 from llmpq.profiler.calibration import cut_windows, observe
 from llmpq.profiler.hessian import HessianSum, squared_error
 from llmpq.profiler.indicator import InputStats, Rounding, activation_omega, weight_omega
-from llmpq.profiler.kv_indicator import kv_omega
+from llmpq.profiler.kv_indicator import kv_omega, range_square
 from llmpq.profiler.omega import HessianObserver, VarianceObserver, random_tables
 from llmpq.runtime.loader import CheckpointSource
 from llmpq.sensitivity import Sensitivity
@@ -124,8 +124,10 @@ def test_kv_variance_by_hand() -> None:
     v_TGD = torch.tensor([[0.0, 6.0], [1.0, 1.0], [3.0, 0.0]]).view(3, 1, 2)
     # Keys: one channel, step 3 / 3 = 1. Values: steps 2, 0, 1 a token, two channels each.
     by_hand = (1.0 + 2 * (4.0 + 0.0 + 1.0) / 3) / 4
-    assert kv_omega(k_TGD, v_TGD, KVPrecision.KV2, "deterministic") == pytest.approx(by_hand)
-    assert kv_omega(k_TGD, v_TGD, KVPrecision.KV16, "deterministic") == 0
+    square = range_square(k_TGD, v_TGD)
+    assert kv_omega(square, KVPrecision.KV2, "deterministic") == pytest.approx(by_hand)
+    assert kv_omega(square, KVPrecision.KV2, "stochastic") == pytest.approx(by_hand * 4 / 6)
+    assert kv_omega(square, KVPrecision.KV16, "deterministic") == 0
 
 
 def test_top_eigenvalue_and_weight_error(layer: tuple[Tensor, Tensor]) -> None:
