@@ -23,7 +23,7 @@ from llmpq.runtime.transport import GlooTransport, join_gloo
 ROWS = 8
 TOKENS = (1, 4, 16, 64, 256)
 """Tokens per row of the messages: from a decode step's to a prefill's."""
-BLOCKS = 3
+BLOCKS = 5
 """Blocks of rounds per size; the fastest counts, since others only add time."""
 JOIN_LIMIT = timedelta(seconds=60)
 
@@ -51,7 +51,7 @@ def run_link(job: LinkJob) -> LinkTimings:
 
 
 def _round_seconds(transport: GlooTransport, job: LinkJob, tokens: int) -> float:
-    """Return the lower quartile of rounds of `tokens` a row; rank 0 decides how many rounds.
+    """Return the lowest tenth of rounds of `tokens` a row; rank 0 decides how many rounds.
 
     Not the median: a wake-up that waits for another program's time slice takes milliseconds.
     """
@@ -85,7 +85,7 @@ def _round_seconds(transport: GlooTransport, job: LinkJob, tokens: int) -> float
         transport.send_step(last if done else message, hidden)
         transport.receive_tokens(ROWS, 1)
         samples.append(time.perf_counter() - start)
-    return sorted(samples)[len(samples) // 4]
+    return sorted(samples)[len(samples) // 10]
 
 
 def _echo(transport: GlooTransport) -> float:

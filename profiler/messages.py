@@ -32,8 +32,9 @@ class Target(FileForm):
     @property
     def title(self) -> str:
         """Return the short name shown beside the progress bar."""
-        layer = f" {self.precision.value} {self.kv.value}" if self.part == "layer" else ""
-        return f"{self.device_kind} {self.part}{layer} {self.phase.value}"
+        kv = "" if self.kv is KVPrecision.KV16 else f" {self.kv.value}"
+        layer = f" {self.precision.value}{kv}" if self.part == "layer" else ""
+        return f"{self.device_kind} {self.part} {self.phase.value}{layer}"
 
 
 class Case(FileForm):

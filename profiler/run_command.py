@@ -19,7 +19,7 @@ from llmpq.profiler.grid import cases, make_grid
 from llmpq.profiler.messages import Case, model_spec
 from llmpq.profiler.samples import SampleLog
 from llmpq.profiler.session import Job, Outcome, default_copies, devices_here, run
-from llmpq.profiler.tables import links_table, profile_table
+from llmpq.profiler.tables import links_table, profile_tables
 from llmpq.workload import DTYPE_BYTES, Dtype
 
 log = logging.getLogger(__name__)
@@ -123,7 +123,8 @@ def default_dtype(spec: ModelSpec, devices: tuple[Device, ...]) -> Dtype:
 def report(outcome: Outcome) -> None:
     """Print the tables, and say what failed or was noisy."""
     console = Console()
-    console.print(profile_table(outcome))
+    for table in profile_tables(outcome):
+        console.print(table)
     if outcome.costs.links:
         console.print(links_table(outcome.costs))
     for target, error in outcome.failed.items():

@@ -243,7 +243,7 @@ def _links(job: Job, groups: dict[str, Group]) -> Iterator[LinkCost]:
                 children[0],
                 children[1],
                 hidden=job.spec.hidden,
-                seconds=10 * job.seconds_per_case,
+                seconds=50 * job.seconds_per_case,
             )
             alpha_s, beta_s_per_byte = fit_link(timings.sizes, timings.seconds)
             yield LinkCost(

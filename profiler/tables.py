@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rich.box import SIMPLE
 from rich.table import Table
 
 from llmpq.cost_model import CostModel, LatencyEntry, Phase
@@ -10,22 +11,26 @@ from llmpq.profiler.session import Outcome
 from llmpq.sensitivity import Sensitivity
 
 
-def profile_table(outcome: Outcome) -> Table:
-    """Return one line an entry: an example time, held-out error, noise, sampled range."""
-    table = Table(title=f"{outcome.costs.model}: measured costs")
-    for name in ("device", "part", "phase", "weights", "KV"):
-        table.add_column(name)
-    for name in ("samples", "error", "p95", "noise", "regimes", "example"):
-        table.add_column(name, justify="right")
-    table.add_column("sampled v x length")
-    for entry in outcome.costs.entries:
-        table.add_row(*_entry_cells(entry, outcome.noise))
-    return table
+def profile_tables(outcome: Outcome) -> list[Table]:
+    """Return a table a device kind, one line an entry: held-out error, noise, example, range."""
+    tables = []
+    for kind in outcome.costs.device_kinds:
+        title = f"{outcome.costs.model} on {kind}, {outcome.copies[kind]} at once"
+        table = Table(title=title, box=SIMPLE)
+        table.add_column("part", no_wrap=True)
+        for name in ("error", "p95", "noise", "example"):
+            table.add_column(name, justify="right", no_wrap=True)
+        table.add_column("sampled", no_wrap=True)
+        for entry in outcome.costs.entries:
+            if entry.device_kind == kind:
+                table.add_row(*_entry_cells(entry, outcome.noise))
+        tables.append(table)
+    return tables
 
 
 def links_table(costs: CostModel) -> Table:
     """Return one line a link: latency and bandwidth of one message."""
-    table = Table(title="links between two processes of this host")
+    table = Table(title="links between two processes of this host", box=SIMPLE)
     for name in ("from", "to"):
         table.add_column(name)
     for name in ("latency", "bandwidth"):
@@ -38,7 +43,9 @@ def links_table(costs: CostModel) -> Table:
 
 def omega_table(sensitivity: Sensitivity) -> Table:
     """Return one line a layer: omega of each weight and KV precision."""
-    table = Table(title=f"{sensitivity.model}: omega, {sensitivity.indicator} indicator")
+    table = Table(
+        title=f"{sensitivity.model}: omega, {sensitivity.indicator} indicator", box=SIMPLE
+    )
     table.add_column("layer", justify="right")
     columns = {**{p.value: v for p, v in sensitivity.weights.items()}}
     columns.update({kv.value: v for kv, v in sensitivity.kv.items()})
@@ -66,21 +73,15 @@ def _entry_cells(entry: LatencyEntry, noise: dict[Target, float]) -> tuple[str, 
         kv=entry.kv,
         dtype=entry.dtype,
     )
-    is_layer, error = entry.part == "layer", entry.held_out_error
-    v, length = _example(entry)
+    error, (v, length) = entry.held_out_error, _example(entry)
     assert error is not None and entry.sampled_v is not None
+    seconds = format_time(entry.seconds(v=v, length=length))
     return (
-        entry.device_kind,
-        entry.part,
-        entry.phase.value,
-        entry.precision.value if is_layer else "",
-        entry.kv.value if is_layer else "",
-        str(error.samples),
+        target.title.removeprefix(f"{entry.device_kind} "),
         f"{error.mean:.1%}",
-        f"{error.p95:.1%}",
+        f"{error.p95:.0%}",
         f"{noise[target]:.1%}",
-        str(len(entry.regimes)),
-        f"{format_time(entry.seconds(v=v, length=length))} at {v}x{length}",
+        f"{v}x{length}: {seconds}" if entry.sampled_length else f"{v}: {seconds}",
         _range(entry.sampled_v) + (f" x {_range(r)}" if (r := entry.sampled_length) else ""),
     )
 
@@ -92,4 +93,4 @@ def _example(entry: LatencyEntry) -> tuple[int, int]:
 
 
 def _range(ends: tuple[int, int]) -> str:
-    return str(ends[0]) if ends[0] == ends[1] else f"{ends[0]}..{ends[1]}"
+    return str(ends[0]) if ends[0] == ends[1] else f"{ends[0]}-{ends[1]}"
