@@ -15,7 +15,7 @@ from llmpq.planner.arguments import (
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    words = _joined(list(sys.argv[1:] if argv is None else argv))
     command = words.pop(0) if words and words[0] in COMMANDS else "plan"
     parsers = {
         "plan": plan_parser,
@@ -27,6 +27,17 @@ def main(argv: list[str] | None = None) -> int:
     from llmpq.planner import cli
 
     return cli.run(command, args)
+
+
+def _joined(words: list[str]) -> list[str]:
+    """Join `--what-if -T4-0` to one word, which argparse would take for two flags."""
+    joined: list[str] = []
+    for word in words:
+        if joined and joined[-1] in ("--what-if", "--what_if"):
+            joined[-1] += f"={word}"
+        else:
+            joined.append(word)
+    return joined
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ def solve_uniform(p: Problem, *, time_limit_s: float | None = None) -> Outcome:
     """Return the even split at the highest precision that fits, with its fastest micro-batches."""
     start = time.perf_counter()
     order = [index for index, cls in enumerate(p.classes) for _ in cls.devices][: p.max_stages]
-    for b in _by_precision(p):
+    for b in by_precision(p):
         found = [a for a in _even(p, order, b) if fits(p, a)]
         if found:
             best = min(found, key=lambda a: job_time(p, a).total_s)
@@ -34,12 +34,12 @@ def solve_uniform(p: Problem, *, time_limit_s: float | None = None) -> Outcome:
             )
     raise Infeasible(
         f"uniform: an even split of {p.spec.num_layers} layers over {len(order)} devices does not "
-        f"fit at {p.choices[_by_precision(p)[-1]].value}; use --method exact"
+        f"fit at {p.choices[by_precision(p)[-1]].value}; use --method exact"
     )
 
 
-def _by_precision(p: Problem) -> list[int]:
-    """Choices from the most bits to the fewest."""
+def by_precision(p: Problem) -> list[int]:
+    """Return the choices from the most bits to the fewest."""
     bits = [(c.weight_bits, c.activation_bits) for c in p.choices]
     return sorted(range(len(p.choices)), key=lambda b: bits[b], reverse=True)
 

@@ -4,44 +4,117 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from llmpq.errors import DoesNotFitError
 from llmpq.plan import Plan
 from llmpq.planner.advice import explain_infeasible
 from llmpq.planner.build_plan import build_plan
 from llmpq.planner.check import check_plan
-from llmpq.planner.methods import solve
+from llmpq.planner.ilp_backends import Backend
+from llmpq.planner.methods import PLANNERS, solve
 from llmpq.planner.outcome import Infeasible, Outcome
 from llmpq.planner.problem import Problem
-from llmpq.planner.request import make_problem
+from llmpq.planner.request import make_problem, parse_kv
+from llmpq.precision import KVPrecision
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wish:
+    """How to solve, from the flags."""
+
+    method: str
+    time_limit_s: float
+    gap: float
+    backend: Backend
+    budget: float | None
+    kvs: tuple[KVPrecision, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """A solved problem and its checked plan."""
+
+    problem: Problem
+    outcome: Outcome
+    plan: Plan
 
 
 def make_and_show(args: argparse.Namespace) -> None:
     """Plan, check, write `-o`, and print."""
     problem, path, notes = make_problem(args)
-    method = "heuristic" if args.shaq_efficient else args.method
-    try:
-        outcome = solve(
-            problem, method, time_limit_s=args.time_limit, gap=args.gap, backend=args.solver
-        )
-    except Infeasible:
-        raise DoesNotFitError(explain_infeasible(problem)) from None
-    plan = checked_plan(problem, outcome, path)
-    if args.output:
-        plan.save_json(args.output)
-    if args.json:
-        sys.stdout.write(plan.dump_json())
+    wish = Wish(
+        method="heuristic" if args.shaq_efficient else args.method,
+        time_limit_s=args.time_limit,
+        gap=args.gap,
+        backend=args.solver,
+        budget=args.quality_budget,
+        kvs=parse_kv(args.kv),
+    )
+    if args.pareto:
+        _show_front(args, problem, path)
         return
-    from rich.console import Console
-
+    everything = wish.method == "all"
+    best = answer(problem, wish, path) if not everything else _compare(args, problem, wish, path)
+    if args.output:
+        best.plan.save_json(args.output)
+    if args.json:
+        sys.stdout.write(best.plan.dump_json())
+        return
+    console = _console()
     from llmpq.planner.report import print_plan
 
-    console = Console(soft_wrap=False, width=None if sys.stdout.isatty() else 160)
-    print_plan(console, plan, seconds=outcome.seconds)
-    for note in notes + ([outcome.note] if outcome.note else []):
+    print_plan(console, best.plan, seconds=best.outcome.seconds)
+    if args.explain:
+        _explain(console, best)
+    for change in args.what_if:
+        _what_if(console, change, best, wish, path)
+    for note in notes + ([best.outcome.note] if best.outcome.note else []):
         console.print(f"note: {note}", highlight=False, soft_wrap=True)
     if args.output:
         console.print(f"wrote {args.output}", highlight=False)
+
+
+def answer(problem: Problem, wish: Wish, path: str | None) -> Answer:
+    """Return the best plan over the KV precisions allowed; explain it when nothing fits."""
+    best: Answer | None = None
+    for kv in wish.kvs:
+        work = problem.workload.model_copy(update={"kv": kv})
+        priced = problem.with_changes(workload=work)
+        try:
+            outcome = _solve(priced, wish)
+        except Infeasible as error:
+            refusal = str(error)
+            continue
+        if best is None or outcome.value < best.outcome.value:
+            best = Answer(problem=priced, outcome=outcome, plan=checked_plan(priced, outcome, path))
+    if best is None:
+        if wish.method not in ("exact", "ilp") or wish.budget is not None:
+            _raise_unless_smaller(problem, refusal)
+        raise DoesNotFitError(explain_infeasible(problem)) from None
+    return best
+
+
+def _raise_unless_smaller(problem: Problem, refusal: str) -> None:
+    """Report a method's own refusal when the model as such would fit."""
+    from llmpq.planner.advice import room
+
+    if room(problem).layers >= problem.spec.num_layers:
+        raise DoesNotFitError(refusal)
+
+
+def _solve(problem: Problem, wish: Wish) -> Outcome:
+    if wish.budget is not None:
+        from llmpq.planner.quality import solve_budget
+
+        return solve_budget(problem, wish.budget, time_limit_s=wish.time_limit_s, gap=wish.gap)
+    return solve(
+        problem, wish.method, time_limit_s=wish.time_limit_s, gap=wish.gap, backend=wish.backend
+    )
 
 
 def checked_plan(problem: Problem, outcome: Outcome, path: str | None) -> Plan:
@@ -49,3 +122,89 @@ def checked_plan(problem: Problem, outcome: Outcome, path: str | None) -> Plan:
     plan = build_plan(problem, outcome, model_path=path)
     check_plan(plan, spec=problem.spec, cluster=problem.cluster, costs=problem.costs)
     return plan
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else 160)
+
+
+def _compare(args: argparse.Namespace, problem: Problem, wish: Wish, path: str | None) -> Answer:
+    """Solve with every method, print them side by side, return the best."""
+    from dataclasses import replace
+
+    from llmpq.planner.flexgen import estimate_flexgen
+    from llmpq.planner.report import comparison_table
+
+    answers: dict[str, Answer | str] = {}
+    for method in PLANNERS:
+        try:
+            answers[method] = answer(problem, replace(wish, method=method), path)
+        except DoesNotFitError as error:
+            answers[method] = str(error)
+    found = [a for a in answers.values() if isinstance(a, Answer)]
+    if not found:
+        raise DoesNotFitError(explain_infeasible(problem))
+    if not args.json:
+        offload = estimate_flexgen(problem)
+        rows = {m: a.plan if isinstance(a, Answer) else a for m, a in answers.items()}
+        seconds = {m: a.outcome.seconds for m, a in answers.items() if isinstance(a, Answer)}
+        _console().print(comparison_table(rows, seconds, offload))
+    return min(found, key=lambda a: a.outcome.value)
+
+
+def _explain(console: Console, best: Answer) -> None:
+    from llmpq.planner.explain import cost_error_study, explain_plan, regret_lines
+
+    names = [stage.device for stage in best.plan.stages]
+    lines = explain_plan(best.problem, best.outcome.assignment, names)
+    lines += regret_lines(cost_error_study(best.problem, best.outcome))
+    for line in lines:
+        console.print(f"- {line}", highlight=False, soft_wrap=True)
+
+
+def _what_if(console: Console, change: str, best: Answer, wish: Wish, path: str | None) -> None:
+    from llmpq.planner.what_if import changed_problem
+
+    try:
+        other = answer(changed_problem(best.problem, change), wish, path)
+    except DoesNotFitError as error:
+        console.print(f"what if {change}: {error}", highlight=False, soft_wrap=True)
+        return
+    before, after = best.plan.predicted, other.plan.predicted
+    assert before is not None and after is not None, "the planner always predicts"
+    console.print(
+        f"what if {change}: {after.total_s:.3f} s ({after.total_s / before.total_s - 1:+.1%}), "
+        f"{after.output_tokens_per_s:.1f} tokens/s "
+        f"({after.output_tokens_per_s / before.output_tokens_per_s - 1:+.1%}), "
+        f"sum omega {after.sum_omega:.4g} (now {before.sum_omega:.4g})",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _show_front(args: argparse.Namespace, problem: Problem, path: str | None) -> None:
+    """Print the front; write its plans to `-o` as one JSON list."""
+    import json
+
+    from llmpq.planner.quality import pareto_front
+    from llmpq.planner.report import front_table
+
+    try:
+        points = pareto_front(problem, time_limit_s=args.time_limit)
+    except Infeasible:
+        raise DoesNotFitError(explain_infeasible(problem)) from None
+    plans = [
+        checked_plan(problem.with_changes(theta=point.theta), point.outcome, path)
+        for point in points
+    ]
+    content = [json.loads(plan.dump_json()) for plan in plans]
+    if args.output:
+        from pathlib import Path
+
+        Path(args.output).write_text(json.dumps(content, indent=1) + "\n")
+    if args.json:
+        sys.stdout.write(json.dumps(content, indent=1) + "\n")
+        return
+    _console().print(front_table(plans))

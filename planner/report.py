@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from llmpq.planner.flexgen import OffloadEstimate
+
 
 def bits_text(stage: StagePlan) -> str:
     """Return a stage's precisions run by run: `8 x w4a16, 2 x w8a16`."""
@@ -130,3 +132,60 @@ def _ms(seconds: float | None) -> str:
     if seconds is None:
         return ""
     return f"{seconds * 1e3:.2f} ms" if seconds < 10 else f"{seconds:.1f} s"
+
+
+def comparison_table(
+    rows: dict[str, Plan | str], seconds: dict[str, float], offload: OffloadEstimate
+) -> Table:
+    """Return the methods side by side; flexgen is an estimate without a plan."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("method")
+    for name in ("objective", "time", "sum omega", "tokens/s", "against best", "solved in"):
+        table.add_column(name, justify="right")
+    values = [
+        plan.solver.value
+        for plan in rows.values()
+        if isinstance(plan, Plan) and plan.solver.value is not None
+    ]
+    best = min(values)
+    for method, plan in rows.items():
+        if isinstance(plan, str) or plan.predicted is None or plan.solver.value is None:
+            table.add_row(method, "does not fit", "", "", "", "", "")
+            continue
+        table.add_row(
+            method,
+            f"{plan.solver.value:.4f}",
+            f"{plan.predicted.total_s:.3f} s",
+            f"{plan.predicted.sum_omega:.4g}",
+            f"{plan.predicted.output_tokens_per_s:.1f}",
+            f"{plan.solver.value / best:.3f}x",
+            f"{seconds[method]:.2f} s",
+        )
+    table.add_row("flexgen (estimate)", "", f"{offload.total_s:.3f} s", "0", "", "", "")
+    return table
+
+
+def front_table(plans: list[Plan]) -> Table:
+    """Return the front of time against sum omega, fastest first."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("time", "sum omega", "theta", "tokens/s", "micro-batches", "stages"):
+        table.add_column(name, justify="left" if name == "stages" else "right")
+    for plan in plans:
+        if plan.predicted is None:
+            continue
+        stages = " | ".join(f"{s.device} {s.layers[0]}-{s.layers[1] - 1}" for s in plan.stages)
+        table.add_row(
+            f"{plan.predicted.total_s:.3f} s",
+            f"{plan.predicted.sum_omega:.4g}",
+            f"{plan.solver.theta:.3g}",
+            f"{plan.predicted.output_tokens_per_s:.1f}",
+            f"{plan.prefill_microbatch}, {plan.decode_microbatch}",
+            stages,
+        )
+    return table

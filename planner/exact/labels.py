@@ -9,6 +9,9 @@ A label is a partial plan of layers [0, a) in a state (first class, devices used
 A label is dropped when its completion bound (at any kappa) reaches the best plan, or when another
 label of its state is at least as good for every completion: what the other has more of P and D is
 charged at its full weight, in both linear forms of F (kappa = 0 and 1), since F is their maximum.
+
+With a quality budget Q the search minimises time subject to sum omega <= Q: theta is then a
+multiplier, time = F - theta omega, and a completion bound counts once it reaches best + theta Q.
 """
 
 from __future__ import annotations
@@ -47,6 +50,7 @@ class Bucket:
     d: Floats
     s: Floats
     cost: Floats
+    omega: Floats
     parent: np.ndarray
     stage: np.ndarray
     """[n, 4] class, start, layers, column of the last stage."""
@@ -58,6 +62,7 @@ class Bucket:
             d=self.d[rows],
             s=self.s[rows],
             cost=self.cost[rows],
+            omega=self.omega[rows],
             parent=self.parent[rows],
             stage=self.stage[rows],
         )
@@ -69,6 +74,7 @@ def _join(buckets: Sequence[Bucket]) -> Bucket:
         d=np.concatenate([b.d for b in buckets]),
         s=np.concatenate([b.s for b in buckets]),
         cost=np.concatenate([b.cost for b in buckets]),
+        omega=np.concatenate([b.omega for b in buckets]),
         parent=np.concatenate([b.parent for b in buckets]),
         stage=np.concatenate([b.stage for b in buckets]),
     )
@@ -77,8 +83,14 @@ def _join(buckets: Sequence[Bucket]) -> Bucket:
 class LabelSearch:
     """Finds the best plan of a pair below a value, or proves that there is none."""
 
-    def __init__(self, p: Problem, bounds: Sequence[Completion], limits: Limits) -> None:
-        self.p, self.bounds, self.limits = p, bounds, limits
+    def __init__(
+        self,
+        p: Problem,
+        bounds: Sequence[Completion],
+        limits: Limits,
+        budget: float | None = None,
+    ) -> None:
+        self.p, self.bounds, self.limits, self.budget = p, bounds, limits, budget
         self.form, self.space, self.columns = bounds[0].form, bounds[0].space, bounds[0].columns
         self.times = [
             [
@@ -101,6 +113,7 @@ class LabelSearch:
             d=np.zeros(1),
             s=np.zeros(1),
             cost=np.zeros(1),
+            omega=np.zeros(1),
             parent=np.array([-1]),
             stage=np.zeros((1, 4), dtype=np.int64),
         )
@@ -188,9 +201,11 @@ class LabelSearch:
             first, last = int(a == 0), int(end == layers)
             room = numbers.capacity[c, first, last]
             fits = int(np.searchsorted(self.columns.num_bytes[m], room, side="right"))
-            omega = self.p.theta * self.columns.least[m][a, :fits]
+            omega = self.columns.least[m][a, :fits]
             extra = first * bound.ends[c, 0] + last * bound.ends[c, 1]
-            keep = np.flatnonzero(omega + bound.base[c][m][:fits] + extra <= reach[end])
+            keep = np.flatnonzero(
+                self.p.theta * omega + bound.base[c][m][:fits] + extra <= reach[end]
+            )
             if not len(keep):
                 continue
             tp, td = self.times[c][m]
@@ -232,7 +247,7 @@ class LabelSearch:
             d = np.maximum(np.maximum(bucket.d[rows], hop_d)[:, None], td[None, :])
             s = (bucket.s[rows] + in_sums * hop_d)[:, None] + td[None, :]
             cost = (bucket.cost[rows] + in_sums * (hop_p + form.ws * hop_d))[:, None]
-            cost = cost + (tp + form.ws * td + omega)[None, :]
+            cost = cost + (tp + form.ws * td + self.p.theta * omega)[None, :]
             lower = np.full(cost.shape, -np.inf)
             for bound in self.bounds:
                 rest_p, rest_d = bound.remaining
@@ -248,6 +263,7 @@ class LabelSearch:
                 d=d[label, which],
                 s=s[label, which],
                 cost=cost[label, which],
+                omega=bucket.omega[low + label] + omega[which],
                 parent=offset + low + label,
                 stage=np.stack(
                     [
@@ -282,6 +298,10 @@ class LabelSearch:
         d = np.maximum(b.d, back) if form.back_bounds else b.d
         value = value + form.a * b.p + form.bd * d
         value = value + form.z * np.maximum(form.md * d, b.s + back)
+        if self.budget is not None:
+            # Worth is time + theta Q, so that it compares with completion bounds.
+            worth = value + self.p.theta * (self.budget - b.omega)
+            value = np.where(b.omega <= self.budget, worth, np.inf)
         best = int(np.argmin(value))
         if value[best] < self.below:
             self.below = float(value[best])
@@ -293,9 +313,11 @@ class LabelSearch:
         order = np.lexsort((b.s, b.cost))
         if len(order) < 2:
             return order
-        low = np.stack([b.p, b.d, b.cost, b.cost + form.z * b.s], axis=1)[order]
+        time_only = b.cost if self.budget is None else b.cost - self.p.theta * b.omega
+        spent = np.zeros(len(order)) if self.budget is None else b.omega
+        low = np.stack([b.p, b.d, time_only, time_only + form.z * b.s, spent], axis=1)[order]
         weights = (form.bd + form.z * form.md, form.bd)
-        kept = np.empty((0, 4))
+        kept = np.empty((0, 5))
         rows: list[np.ndarray] = []
         block = 256
         for start in range(0, len(low), block):
@@ -337,8 +359,8 @@ def _dominated(
 ) -> np.ndarray:
     """[n] whether a row of `by` is as good as each row of `part` for every completion.
 
-    Rows are P, D, cost at kappa = 1, cost at kappa = 0. `strict`: the same rows are compared with
-    themselves; of equal ones the first stays.
+    Rows are P, D, cost at kappa = 1, cost at kappa = 0, omega that a budget counts. `strict`: the
+    same rows are compared with themselves; of equal ones the first stays.
     """
     if not len(by) or not len(part):
         return np.zeros(len(part), dtype=bool)
@@ -346,7 +368,7 @@ def _dominated(
     worse_d = np.clip(by[None, :, 1] - part[:, None, 1], 0, None)
     full = by[None, :, 2] - part[:, None, 2] + worse_p + weights[0] * worse_d
     empty = by[None, :, 3] - part[:, None, 3] + worse_p + weights[1] * worse_d
-    covered = (full <= 0) & (empty <= 0)
+    covered = (full <= 0) & (empty <= 0) & (by[None, :, 4] <= part[:, None, 4])
     if strict:
         number = np.arange(len(part))
         mutual = covered & covered.T & (number[:, None] <= number[None, :])

@@ -27,7 +27,7 @@ from llmpq.planner.exact.relaxation import ClassRelaxation, Prices
 from llmpq.planner.fits import fits
 from llmpq.planner.ilp import no_plan_fits, solve_ilp
 from llmpq.planner.outcome import OPTIMAL_GAP, Assignment, Infeasible, Outcome, Stage
-from llmpq.planner.pipeline_time import value
+from llmpq.planner.pipeline_time import sum_omega, value
 from llmpq.planner.problem import Problem
 
 WINDOWS = (0.002, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, math.inf)
@@ -49,9 +49,17 @@ class Search:
     """State of the best-bound search."""
 
     def __init__(
-        self, p: Problem, space: Space, deadline: float, gap: float, longest: int | None = None
+        self,
+        p: Problem,
+        space: Space,
+        deadline: float,
+        gap: float,
+        *,
+        longest: int | None = None,
+        budget: float | None = None,
     ) -> None:
         self.p, self.space, self.deadline, self.gap = p, space, deadline, gap
+        self.budget = budget
         self.relaxation = ClassRelaxation(p)
         self.columns = self._columns(longest)
         self.best: Assignment | None = None
@@ -72,16 +80,22 @@ class Search:
         )
 
     def offer(self, a: Assignment) -> None:
-        """Keep a better plan."""
+        """Keep a better plan; under a budget its worth is time + theta * budget."""
         if fits(self.p, a):
             worth = value(self.p, a)
+            if self.budget is not None:
+                spare = self.budget - sum_omega(self.p, a)
+                worth = worth + self.p.theta * spare if spare >= 0 else math.inf
             if worth < self.value:
                 self.best, self.value = a, worth
 
     @property
     def target(self) -> float:
         """Bounds at or above this are as good as closed."""
-        return self.value * (1 - self.gap) if math.isfinite(self.value) else math.inf
+        if not math.isfinite(self.value):
+            return math.inf
+        priced = self.p.theta * self.budget if self.budget is not None else 0.0
+        return self.value - self.gap * (self.value - priced)
 
     def run(self) -> float:
         """Search; return the proven lower bound over the space."""
@@ -132,7 +146,8 @@ class Search:
                 return
         below = min(self.target, pair.bound + abs(pair.bound) * WINDOWS[pair.window])
         pair.window += 1
-        search = LabelSearch(self.p, pair.completions, Limits(deadline=self.deadline))
+        limits = Limits(deadline=self.deadline)
+        search = LabelSearch(self.p, pair.completions, limits, self.budget)
         try:
             found = search.run(below)
         except GaveUp:
@@ -189,7 +204,7 @@ def _solve_part(p: Problem, start: float, deadline: float, gap: float) -> Outcom
             space = Space(p) if full else ChainSpace(p, sequence)
             now = time.perf_counter()
             try:
-                part = Search(p, space, now + (deadline - now) / 2, max(gap, 1e-3), longest)
+                part = Search(p, space, now + (deadline - now) / 2, max(gap, 1e-3), longest=longest)
             except TooManyColumns:
                 break
             if best is not None and best.best is not None:
