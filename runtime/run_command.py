@@ -219,7 +219,8 @@ def _run(
     deadlines = Deadlines(
         placement_s=args.placement_timeout, load_s=args.load_timeout, step_s=args.step_timeout
     )
-    _log.info("starting %d stages", len(job.plan.stages))
+    num_stages = len(job.plan.stages)
+    _log.info("starting %d stage%s", num_stages, "" if num_stages == 1 else "s")
     requests = {request.id: request for request in job.requests}
     finished: list[Finished] = []
     with Pipeline.start(

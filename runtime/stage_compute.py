@@ -12,12 +12,15 @@ from llmpq.errors import DoesNotFitError
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
 from llmpq.precision import KVPrecision
+from llmpq.runtime.acceptance import accept, draft_tokens
+from llmpq.runtime.draft_model import Draft, build_draft
 from llmpq.runtime.kv_cache import KVCache, PlainKVCache
 from llmpq.runtime.loader import TensorSource
 from llmpq.runtime.message import StepMessage
 from llmpq.runtime.request import StepKind
 from llmpq.runtime.sampling import sample
 from llmpq.runtime.sampling_params import SamplingParams
+from llmpq.runtime.speculate import SpeculationMode
 from llmpq.runtime.stage_model import DTYPES, StageModel
 from llmpq.runtime.step import Step
 from llmpq.units import format_size
@@ -43,20 +46,59 @@ class StageCompute:
         self, model: StageModel, kv: KVCache, device: torch.device, dtype: torch.dtype
     ) -> None:
         self.model, self.kv, self._device, self._dtype = model, kv, device, dtype
+        self.draft: Draft | None = None
+        self._truncates = False
+        self._draft_probs: dict[int, list[Tensor]] = {}
+        """Slot -> the distributions its unverified drafts were drawn from (last stage)."""
+
+    def enable_speculation(self, mode: SpeculationMode) -> int:
+        """Prepare for drafts of a mode; return the bytes they take beyond the stage's own."""
+        self._truncates = True
+        if mode == "ngram":
+            return 0
+        self.draft = build_draft(mode, self.model, self.kv)
+        return self.draft.extra_bytes
 
     @torch.inference_mode()
     def run(self, message: StepMessage, hidden_BQH: Tensor | None) -> Tensor:
         """Return hidden states on the host, or on the last stage the table of sampled tokens."""
         step = message.step(self._device)
         x = message.tokens_BQ() if hidden_BQH is None else hidden_BQH
-        output = self.model(x.to(self._device), step, self.kv)
+        if self._truncates and message.kind is not StepKind.PREFILL:
+            self.kv.truncate(step.slots_B, step.start_B)
+        model, kv = self.model, self.kv
+        if message.kind is StepKind.DRAFT:
+            assert self.draft is not None, "drafts need enable_speculation"
+            model, kv = self.draft.model, self.draft.kv
+        output = model(x.to(self._device), step, kv)
         if self.model.head is None:
             return output.cpu()
         return self._pick(output, step, message).cpu()
 
     def _pick(self, hidden_BQH: Tensor, step: Step, message: StepMessage) -> Tensor:
+        """Return the result table of the last stage (see `stage_loop.result_tokens`)."""
+        if message.kind is StepKind.VERIFY:
+            return self._verify(hidden_BQH, step, message)
         logits_BV = self.model.logits(hidden_BQH, step)
-        return sample(logits_BV, message.sampling, message.sample_steps)[:, None]
+        if message.kind is not StepKind.DRAFT:
+            return sample(logits_BV, message.sampling, message.sample_steps)[:, None]
+        tokens_B, probs = draft_tokens(logits_BV, message.sampling, message.sample_steps)
+        for slot, q_V in zip(message.slots, probs, strict=True):
+            if q_V is not None:
+                self._draft_probs.setdefault(slot, []).append(q_V)
+        return tokens_B[:, None]
+
+    def _verify(self, hidden_BQH: Tensor, step: Step, message: StepMessage) -> Tensor:
+        logits_BQV = self.model.logits(hidden_BQH, step, all_positions=True)
+        rows = accept(
+            logits_BQV,
+            [tokens[1:] for tokens in message.tokens],
+            [self._draft_probs.pop(slot, None) for slot in message.slots],
+            message.sampling,
+            message.sample_steps,
+        )
+        width = message.q_len
+        return torch.tensor([[len(row), *row, *[0] * (width - len(row))] for row in rows])
 
     def warm_up(self, rows: int, prompt_len: int) -> None:
         """Run one small step of each phase through slot 0 on, so that first times count as others.

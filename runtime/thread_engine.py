@@ -17,6 +17,7 @@ from llmpq.plan import Plan
 from llmpq.runtime.loader import TensorSource
 from llmpq.runtime.request import Request
 from llmpq.runtime.scheduler import Scheduler
+from llmpq.runtime.speculate import SpeculationMode
 from llmpq.runtime.stage_compute import StageCompute, build_stage
 from llmpq.runtime.stage_loop import Finished, FirstStage, Mailbox, run_following_stage
 from llmpq.runtime.trace import Recorder, StageRecord
@@ -39,12 +40,22 @@ class EngineRun:
 class ThreadEngine:
     """The loaded stages of a plan, on the CPU."""
 
-    def __init__(self, plan: Plan, spec: ModelSpec, source: TensorSource) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        spec: ModelSpec,
+        source: TensorSource,
+        *,
+        speculate: SpeculationMode | None = None,
+    ) -> None:
         self.plan = plan
         self.computes: list[StageCompute] = [
             build_stage(plan, index, spec, source, torch.device("cpu"))[0]
             for index in range(len(plan.stages))
         ]
+        for compute in self.computes:
+            if speculate is not None:
+                compute.enable_speculation(speculate)
 
     def run(
         self, scheduler: Scheduler, requests: Sequence[Request], *, keep_events: bool = False

@@ -1,0 +1,143 @@
+"""Cheap ways of running the very model that is served: views of a stage with other linears.
+
+    qspec   4-bit weights meet activations rounded to 4 bits (the target: 16-bit activations)
+    w4kv4   16- and 8-bit layers get a 4-bit copy; the KV cache is read at 4 bits
+    planes  8-bit weights are read by their upper nibbles only
+    kv4     the same weights; the KV cache is read at 4 bits
+
+A view shares norms, embedding, head and KV slots with its stage; what it adds in bytes is stated.
+The verifier overwrites the KV that a draft leaves.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal, TypeVar, get_args
+
+import torch
+from torch import Tensor, nn
+
+from llmpq.kernels.atom_formats import AtomWeight
+from llmpq.kernels.atom_reference import rounded
+from llmpq.kernels.atom_scheme import AtomScheme
+from llmpq.kernels.linear import linear
+from llmpq.kernels.quantize import quantize_weight
+from llmpq.kernels.qweight import QuantizedWeight, from_codes
+from llmpq.precision import WeightScheme
+from llmpq.runtime.kv_cache import KVCache
+from llmpq.runtime.layers import Linear
+from llmpq.runtime.rounded_kv import RoundedKV
+from llmpq.runtime.stage_model import StageModel
+
+DraftMode = Literal["qspec", "w4kv4", "planes", "kv4"]
+DRAFT_MODES: tuple[str, ...] = get_args(DraftMode)
+KV_BITS = 4
+_DRAFT_WEIGHT = WeightScheme(bits=4)
+_ACTIVATIONS = AtomScheme(weight_bits=4, activation_bits=4)
+
+_Module = TypeVar("_Module", bound=nn.Module)
+
+
+@dataclass(frozen=True)
+class Draft:
+    """The draft's way through a stage."""
+
+    model: StageModel
+    kv: KVCache
+    extra_bytes: int
+    """Weights the draft holds beyond its stage's."""
+
+
+class RoundedLinear(nn.Module):
+    """A linear whose input is rounded to 4 bits, dynamically, per token and group of 128."""
+
+    def __init__(self, weight: QuantizedWeight, bias: Tensor | None) -> None:
+        super().__init__()
+        self.weight, self.bias = weight, bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return y [..., N] in x's dtype."""
+        flat = rounded(x.reshape(-1, x.shape[-1]), _ACTIVATIONS)
+        return linear(flat.view(x.shape), self.weight, self.bias)
+
+
+def build_draft(mode: DraftMode, model: StageModel, kv: KVCache) -> Draft:
+    """Return a stage's draft view; layers that the mode cannot make cheaper stay as they are."""
+    held: list[QuantizedWeight] = []
+
+    def keep(weight: QuantizedWeight) -> QuantizedWeight:
+        held.append(weight)
+        return weight
+
+    swaps: dict[str, Callable[[Linear], nn.Module]] = {
+        "qspec": round_input,
+        "w4kv4": lambda part: to_four_bits(part, keep),
+        "planes": lambda part: upper_plane(part, keep),
+        "kv4": lambda part: part,
+    }
+    view = copy.copy(model)
+    view._modules = dict(model._modules)
+    view.layers = nn.ModuleList([_with_linears(layer, swaps[mode]) for layer in model.layers])
+    cache = RoundedKV(kv, bits=KV_BITS) if mode in ("w4kv4", "kv4") else kv
+    return Draft(view, cache, sum(weight.nbytes for weight in held))
+
+
+def is_cheaper(mode: DraftMode, weight_bits: int, activation_bits: int = 16) -> bool:
+    """Whether a mode reads or computes less on a layer of these bits, the KV cache left aside."""
+    if mode == "qspec":
+        return weight_bits == 4 and activation_bits == 16
+    return {"w4kv4": weight_bits >= 8, "planes": weight_bits == 8, "kv4": False}[mode]
+
+
+def round_input(part: Linear) -> nn.Module:
+    """Return a 4-bit linear that rounds its input, too."""
+    weight = part.weight
+    if isinstance(weight, AtomWeight) and weight.scheme.activation_bits == 16:
+        return Linear(replace(weight, scheme=replace(weight.scheme, activation_bits=4)), part.bias)
+    if isinstance(weight, QuantizedWeight) and weight.bits == 4:
+        return RoundedLinear(weight, part.bias)
+    return part
+
+
+def to_four_bits(part: Linear, keep: Callable[[QuantizedWeight], QuantizedWeight]) -> nn.Module:
+    """Return a 4-bit copy of a 16- or 8-bit linear."""
+    weight = part.weight
+    if isinstance(weight, AtomWeight) or (isinstance(weight, QuantizedWeight) and weight.bits < 8):
+        return part
+    dense = weight if isinstance(weight, Tensor) else weight.dequantize(torch.float32)
+    dtype = weight.dtype if isinstance(weight, Tensor) else weight.scale.dtype
+    return Linear(keep(quantize_weight(dense, _DRAFT_WEIGHT, dtype=dtype)), part.bias)
+
+
+def upper_plane(part: Linear, keep: Callable[[QuantizedWeight], QuantizedWeight]) -> nn.Module:
+    """Return an 8-bit linear read by its upper nibbles.
+
+    Code 16 h + l is taken as 16 h + 7.5, so w = (h - (z - 7.5) / 16) * 16 s: a 4-bit weight. On
+    the CPU it is a copy; where weights are stored as two planes, it is one of them.
+    """
+    weight = part.weight
+    if not isinstance(weight, QuantizedWeight) or weight.bits != 8:
+        return part
+    half = from_codes(
+        weight.codes() >> 4,
+        weight.scale_NG() * 16,
+        (weight.zero_NG() - 7.5) / 16,
+        bits=4,
+        group_size=weight.group_size,
+        in_features=weight.in_features,
+    )
+    return Linear(keep(half), part.bias)
+
+
+def _with_linears(module: _Module, swap: Callable[[Linear], nn.Module]) -> _Module:
+    """Return a copy of a module whose linears are swapped; everything else is shared."""
+    view = copy.copy(module)
+    view._modules = {
+        name: swap(child)
+        if isinstance(child, Linear)
+        else (None if child is None else _with_linears(child, swap))
+        for name, child in module._modules.items()
+    }
+    return view

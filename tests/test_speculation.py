@@ -1,0 +1,289 @@
+"""Speculation loses nothing: greedy tokens, sampled distributions and the KV cache are those of
+plain decoding, in every mode, over one to three stages."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from llmpq.model_spec import ModelSpec
+from llmpq.runtime import acceptance, ngram
+from llmpq.runtime.draft_model import build_draft, upper_plane
+from llmpq.runtime.loader import CheckpointSource
+from llmpq.runtime.message import StepMessage
+from llmpq.runtime.request import Request, StepKind
+from llmpq.runtime.sampling import probabilities
+from llmpq.runtime.sampling_params import SamplingParams
+from llmpq.runtime.scheduler import Scheduler
+from llmpq.runtime.speculate import FixedDrafter
+from llmpq.runtime.stage_actor import limits_of
+from llmpq.runtime.thread_engine import ThreadEngine
+
+pytestmark = pytest.mark.cpu
+TARGET_BITS = {
+    "qspec": "w4a16",
+    "w4kv4": "w16a16",
+    "planes": "w8a16",
+    "kv4": "w16a16",
+    "ngram": "w16a16",
+}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def engines(demo_model, make_plan):
+    """Return a maker of engines of the demo model, each made once."""
+    made = {}
+
+    def engine(bits: str, splits=(), mode=None, **shape) -> ThreadEngine:
+        key = (bits, splits, mode, *sorted(shape.items()))
+        if key not in made:
+            values = {"batch": 3, "prompt_len": 160, "gen_len": 24} | shape
+            plan = make_plan(demo_model, splits, bits=bits, **values)
+            spec = ModelSpec.from_directory(demo_model)
+            source = CheckpointSource(demo_model, spec)
+            made[key] = ThreadEngine(plan, spec, source, speculate=mode)
+        return made[key]
+
+    return engine
+
+
+@pytest.fixture(scope="module")
+def texts(demo_model):
+    """Return token prompts of unequal length, one beyond a KV block, that continue well."""
+    from llmpq.runtime.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer(demo_model)
+    long = "def area(self):\n    return self.width * self.height\n\n" * 12
+    prompts = [
+        "import argparse\nimport os\nimport sys\n\n\ndef main():\n    parser = argparse.",
+        "class Stack:\n    def __init__(self):\n",
+        long,
+        "for i in range(10):\n    print(i)\nfor i in range(10):\n    print(",
+        "NAME\n       ls - list",
+    ]
+    return [tuple(tokenizer.encode(text)[:160]) for text in prompts]
+
+
+def requests(texts, **more) -> list[Request]:
+    lengths = (24, 5, 20, 13, 2)
+    return [Request(id=i, prompt=text, max_new=lengths[i], **more) for i, text in enumerate(texts)]
+
+
+def serve(engine: ThreadEngine, jobs: list[Request], drafter=None) -> list[list[int]]:
+    done = engine.run(Scheduler(limits_of(engine.plan), drafter=drafter), jobs)
+    return [done.tokens[job.id] for job in jobs]
+
+
+@pytest.mark.parametrize("mode", sorted(TARGET_BITS))
+@pytest.mark.parametrize("splits", [(), (3,), (2, 5)], ids=["1 stage", "2 stages", "3 stages"])
+def test_greedy_tokens_are_those_of_plain_decoding(engines, texts, mode, splits):
+    """Ragged batch, slots reused (5 requests, 3 slots), limits inside drafts, blocks of KV."""
+    bits = TARGET_BITS[mode]
+    plain = serve(engines(bits), requests(texts))
+    drafter = FixedDrafter(mode, 4)
+    assert serve(engines(bits, splits, mode), requests(texts), drafter) == plain
+    rate = drafter.acceptance.rate
+    assert rate is not None and rate > 0.25, "a trained model's drafts must mostly be accepted"
+
+
+def test_an_end_of_text_inside_a_draft_ends_the_request(engines, texts):
+    plain = serve(engines("w4a16"), requests(texts))
+    stops = frozenset({plain[0][9], plain[2][6]})
+    expected = serve(engines("w4a16"), requests(texts, stop_ids=stops))
+    assert len(expected[0]) < 24
+    got = serve(
+        engines("w4a16", (3,), "qspec"), requests(texts, stop_ids=stops), FixedDrafter("qspec", 7)
+    )
+    assert got == expected
+
+
+def test_sampled_tokens_do_not_depend_on_the_number_of_stages(engines, texts):
+    params = SamplingParams(temperature=0.8, top_p=0.95, seed=5)
+    runs = [
+        serve(
+            engines("w16a16", splits, "w4kv4", batch=5, decode_microbatch=5),
+            requests(texts, sampling=params),
+            FixedDrafter("w4kv4", 3),
+        )
+        for splits in ((), (3,))
+    ]
+    assert runs[0] == runs[1]
+
+
+def slot_kv(engine: ThreadEngine, slot: int, length: int) -> torch.Tensor:
+    return torch.cat(
+        [
+            torch.stack([compute.kv.k[:, slot, :, :length], compute.kv.v[:, slot, :, :length]])
+            for compute in engine.computes
+        ],
+        dim=1,
+    )
+
+
+@pytest.mark.parametrize("mode", ["qspec", "w4kv4", "planes"])
+def test_the_cache_after_speculation_is_that_of_plain_decoding(engines, texts, mode):
+    bits = TARGET_BITS[mode]
+    jobs = [Request(id=0, prompt=texts[2], max_new=20)]
+    plain_engine, engine = engines(bits), engines(bits, (3,), mode)
+    plain = serve(plain_engine, jobs)[0]
+    length = len(texts[2]) + 19
+    wanted = slot_kv(plain_engine, 0, length).clone()
+    drafter = FixedDrafter(mode, 4)
+    assert serve(engine, [Request(id=0, prompt=texts[2], max_new=20)], drafter) == [plain]
+    got = slot_kv(engine, 0, length)
+    assert relative(got, wanted) < 1e-5
+    broken = got.clone()
+    broken[:, -1, :, len(texts[2]) + 3] *= 1.01  # one position left as a draft wrote it
+    assert relative(broken, wanted) > 1e-5
+
+
+def relative(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((got - wanted).norm() / wanted.norm())
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=6))
+@settings(
+    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_any_sequence_of_drafts_and_verifies_leaves_the_plain_cache(engines, texts, rounds):
+    """Bit for bit against a run that computes the same positions in the same shapes, no drafts."""
+    engine = engines("w4a16", (), "qspec", batch=1)
+    compute = engine.computes[0]
+    history = list(texts[0])
+    rng = random.Random(str(rounds))
+
+    def step(kind: StepKind, start: int, tokens: list[int]) -> torch.Tensor:
+        message = StepMessage(
+            kind=kind, slots=[0], starts=[start], num_new=[len(tokens)], sample_steps=[0],
+            sampling=[SamplingParams()], tokens=[tokens],
+        )  # fmt: skip
+        return compute.run(message, None)
+
+    def play(*, drafting: bool) -> torch.Tensor:
+        rng.seed(str(rounds))
+        text = list(history)
+        step(StepKind.PREFILL, 0, text)
+        text.append(7)
+        for num_drafts, accepted in rounds:
+            start = len(text) - 1
+            drafts = [rng.randrange(3, 4000) for _ in range(num_drafts)]
+            for place in range(num_drafts if drafting else 0):
+                step(StepKind.DRAFT, start + place, [[text[-1], *drafts][place]])
+            step(StepKind.VERIFY, start, [text[-1], *drafts])
+            text += [*drafts[: min(accepted, num_drafts)], rng.randrange(3, 4000)]
+        return slot_kv(engine, 0, len(text) - 1).clone()
+
+    assert torch.equal(play(drafting=True), play(drafting=False))
+
+
+VOCAB, DRAWS = 6, 3000
+
+
+def _verified_tokens(accept, q_logits, p_logits, gamma: int) -> torch.Tensor:
+    """Return how often each first token came out over many seeds."""
+    counts = torch.zeros(VOCAB)
+    for seed in range(DRAWS):
+        params = [SamplingParams(temperature=1.0, seed=seed)]
+        drafts, probs = [], []
+        for place in range(gamma):
+            token, kept = acceptance.draft_tokens(q_logits[None], params, [place])
+            drafts.append(int(token))
+            probs.append(kept[0])
+        counts[
+            accept(p_logits.expand(1, gamma + 1, VOCAB), [drafts], [probs], params, [0])[0][0]
+        ] += 1
+    return counts
+
+
+def chi_square(counts: torch.Tensor, p: torch.Tensor) -> float:
+    expected = p * counts.sum()
+    return float(((counts - expected) ** 2 / expected).sum())
+
+
+@pytest.mark.parametrize("gamma", [0, 1, 2])
+def test_sampling_follows_the_verifiers_distribution(gamma):
+    generator = torch.Generator().manual_seed(1)
+    q_logits, p_logits = torch.randn(2, VOCAB, generator=generator)
+    p = probabilities(p_logits[None], [SamplingParams(temperature=1.0)])[0]
+    critical = 20.5  # chi-square, 5 degrees of freedom, p = 0.001
+    assert chi_square(_verified_tokens(acceptance.accept, q_logits, p_logits, gamma), p) < critical
+
+
+def test_an_acceptance_bug_fails_the_distribution_test(monkeypatch):
+    generator = torch.Generator().manual_seed(1)
+    q_logits, p_logits = torch.randn(2, VOCAB, generator=generator)
+    p = probabilities(p_logits[None], [SamplingParams(temperature=1.0)])[0]
+    # The bug: a refused draft is replaced by a draw from p instead of max(p - q, 0).
+    original = acceptance._accept_sampled
+
+    def buggy(p_QV, drafted, q, seed, step):
+        result = original(p_QV, drafted, q, seed, step)
+        if len(result) <= len(drafted) and result[-1] != drafted[len(result) - 1]:
+            number = acceptance.uniform(seed, step, acceptance.REPLACE_STREAM)
+            result[-1] = acceptance._draw(p_QV[len(result) - 1], number)
+        return result
+
+    monkeypatch.setattr(acceptance, "_accept_sampled", buggy)
+    assert chi_square(_verified_tokens(acceptance.accept, q_logits, p_logits, 1), p) > 40
+
+
+def test_certain_drafts_are_verified_like_drawn_ones():
+    """N-gram drafts: kept with probability p(x), replaced from p without x."""
+    p_logits = torch.tensor([0.0, 1.0, 2.0, -1.0, 0.5, 0.3])
+    p = probabilities(p_logits[None], [SamplingParams(temperature=1.0)])[0]
+    counts = torch.zeros(VOCAB)
+    for seed in range(DRAWS):
+        params = [SamplingParams(temperature=1.0, seed=seed)]
+        logits = p_logits.expand(1, 2, VOCAB)
+        counts[acceptance.accept(logits, [[2]], [None], params, [0])[0][0]] += 1
+    assert chi_square(counts, p) < 20.5
+
+
+def test_greedy_acceptance_keeps_the_longest_agreeing_prefix():
+    logits = torch.nn.functional.one_hot(torch.tensor([[3, 1, 4, 1, 5]]), 9).float()
+    greedy = [SamplingParams()]
+    for drafts, tokens in (
+        ([3, 1, 4, 1], [3, 1, 4, 1, 5]),
+        ([3, 1, 5, 1], [3, 1, 4]),
+        ([2, 1, 4, 1], [3]),
+        ([], [3]),
+    ):
+        assert acceptance.accept(logits, [drafts], [None], greedy, [0]) == [tokens]
+
+
+def test_prompt_lookup_continues_the_latest_copy():
+    assert ngram.propose([1, 2, 3, 9, 1, 2, 3, 7, 5, 1, 2, 3], 3) == [7, 5, 1]
+    assert ngram.propose([8, 2, 3, 4, 1, 2, 3], 2) == [4, 1]
+    assert ngram.propose([1, 2, 3], 3) == [] == ngram.propose([5, 5, 5], 0)
+
+
+def test_the_upper_plane_is_that_of_the_kernels_reference(engines):
+    from llmpq.kernels.reference import high_plane_reference, relative_error
+
+    part = engines("w8a16").computes[0].model.layers[0].mlp.down
+    x = torch.randn(5, part.weight.in_features, generator=torch.Generator().manual_seed(0))
+    exact = high_plane_reference(x, part.weight, part.bias)
+    assert relative_error(upper_plane(part, lambda weight: weight)(x), exact) < 1e-5
+    assert relative_error(part(x), exact) > 1e-3, "one plane is not the whole weight"
+
+
+def test_what_a_draft_holds_beyond_its_stage(engines):
+    compute = engines("w16a16").computes[0]
+    extra = {m: build_draft(m, compute.model, compute.kv).extra_bytes for m in ("w4kv4", "kv4")}
+    layers = sum(
+        part.weight.nbytes
+        for layer in compute.model.layers
+        for part in layer.modules()
+        if hasattr(part, "weight") and getattr(part.weight, "ndim", 0) == 2
+    )
+    assert extra["kv4"] == 0
+    assert extra["w4kv4"] == pytest.approx(layers * (4 + 64 / 128) / 32, rel=0.01)
