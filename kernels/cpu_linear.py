@@ -68,6 +68,7 @@ def dequantize_product(x_MK: Tensor, qweight: QuantizedWeight, bias: Tensor | No
         stop = min(n, start + step)
         w = dequantize_rows(qweight, x_MK.dtype, start, stop)
         y[:, start:stop] = functional.linear(x_MK, w, None if bias is None else bias[start:stop])
+        del w  # or two pieces are alive at once
     return y
 
 

@@ -46,6 +46,13 @@ def _grid(low, high, BITS: tl.constexpr):
 
 
 @triton.jit
+def _gained(scale, octet, BITS: tl.constexpr):
+    """A scale as it is stored: kv_formats.channel_gain, token_gain."""
+    plane = octet % (8 // BITS)
+    return scale * tl.exp2((8 - BITS - plane * BITS).to(tl.float32)).to(tl.float16)
+
+
+@triton.jit
 def _codes(x, zero, inverse, BITS: tl.constexpr):
     """Round to the grid."""
     q = tl.floor((x - zero.to(tl.float32)) * inverse + 0.5)
@@ -99,6 +106,8 @@ def _pack_block(
     token = tl.arange(0, 64)
     WORDS: tl.constexpr = 2 * D * BITS  # of a tile
     first = block * BLOCK
+    channel_octet = d % (D // 4) // 2
+    token_octet = token // 16 * 2 + token % 2
     if KEY_GROUP == 128:
         low = tl.full([D], float("inf"), tl.float32)
         high = tl.full([D], float("-inf"), tl.float32)
@@ -107,7 +116,7 @@ def _pack_block(
             low = tl.minimum(low, tl.min(k, 0))
             high = tl.maximum(high, tl.max(k, 0))
         scale, zero, inverse = _grid(low, high, BITS)
-        tl.store(k_params + at * (2 * D) + d, scale)
+        tl.store(k_params + at * (2 * D) + d, _gained(scale, channel_octet, BITS))
         tl.store(k_params + at * (2 * D) + D + d, zero)
     for tile in range(2):
         pos = first + tile * 64 + token
@@ -127,12 +136,13 @@ def _pack_block(
             codes = _codes(groups, g_zero[:, None, :], g_inverse[:, None, :], BITS)
             codes = tl.reshape(codes, (64, D))
             group_at = (at * (2 * N) + tile * N + tl.arange(0, N)) * (2 * D)
+            g_scale = _gained(g_scale, channel_octet[None, :], BITS)
             tl.store(k_params + group_at[:, None] + d[None, :], g_scale)
             tl.store(k_params + group_at[:, None] + D + d[None, :], g_zero)
         _pack_keys(codes, k_words + (at * 2 + tile) * WORDS, D, BITS)
         v = _rows(v_new, v_ring, pos, start, stride_t, D, READ_NEW)
         v_scale, v_zero, v_inverse = _grid(tl.min(v, 1), tl.max(v, 1), BITS)
-        tl.store(v_params + params, v_scale)
+        tl.store(v_params + params, _gained(v_scale, token_octet, BITS))
         tl.store(v_params + params + BLOCK, v_zero)
         codes = _codes(v, v_zero[:, None], v_inverse[:, None], BITS)
         _pack_values(codes, v_words + (at * 2 + tile) * WORDS, D, BITS)

@@ -7,13 +7,14 @@ Keys and values are the left operand (16 rows a tile, always full); the R = 8 or
 query heads of one key-value head times the q_len new tokens, so GQA and a verify of several tokens
 read each byte once. Scales never touch the unpacked elements: a channel's key scale folds into q, a
 token's into p; zeros are one extra row of products (keys) and one sum (values). One warp a program,
-no shared memory in the packed loop: words go from global memory to the operand's registers.
+no shared memory in the packed loop: words go from global memory to the operand's registers. GAIN:
+stored scales make up for a plane's power of two (kv_formats.py), sums are then GAIN times too large.
 
 Cost per output: D * bits/4 + (scales) bytes of keys and values per token and key-value head,
 0.63 integer instructions per 4-bit element, 1 mma.m16n8k16 per 256 elements.
 
-Programs: (3 + splits, G * column chunks, B). The first 3 take 64-token tiles of the ring (16-bit), the
-others `chunk` packed tiles each; each writes its normalised output and log2-sum-exp, `combine` merges.
+Programs: (5 + splits, G * column chunks, B). The first 5 take 32 tokens of the 16-bit ring each, the
+others `chunk` packed blocks; each writes its normalised output and log2-sum-exp, `combine` merges.
 
 B: requests.  Q: new tokens.  H: query heads.  G: key-value heads.  D: head_dim.  X: parts.
 g, t, h, r, m, s: see kv_formats.py; thread 4g + t of the warp.
@@ -31,9 +32,11 @@ BLOCK = tl.constexpr(BLOCK_TOKENS)
 HOLDBACK = tl.constexpr(HOLDBACK_TOKENS)
 RING = tl.constexpr(RING_TOKENS)
 TILE = tl.constexpr(64)
-RING_PARTS = tl.constexpr(-(-RING_TOKENS // 64))
-P_SHIFT = tl.constexpr(6.0)
-"""Probabilities are kept times 2**6: a plane divides them by up to 2**6, and fp16 ends at 2**-14."""
+RING_STEP = tl.constexpr(32)
+RING_PARTS = tl.constexpr(-(-RING_TOKENS // 32))
+P_SHIFT = tl.constexpr(4.0)
+"""Probabilities are kept times 2**4: fp16 keeps its precision down to 2**-14."""
+WORD_CACHE = tl.constexpr("")
 LOG2_E = tl.constexpr(1.4426950408889634)
 MASKED = tl.constexpr(-3.0e30)
 LOWEST = tl.constexpr(-1.0e30)
@@ -110,17 +113,26 @@ def _probability_operand(p, R: tl.constexpr, KW: tl.constexpr, EMULATE: tl.const
 
 
 @triton.jit
-def _plane_factor(index, BITS: tl.constexpr):
-    """2**-(BITS * plane) of an octet's index."""
-    I: tl.constexpr = 8 // BITS
-    return tl.exp2(-BITS * (index % I).to(tl.float32))
+def _words(ptr, V: tl.constexpr):
+    """Load V * 32 * 4 words as int16 halves [V*32, 8], 16 bytes a thread."""
+    halves = ptr.to(tl.pointer_type(tl.int16))
+    row = tl.arange(0, V * 32)[:, None]
+    return tl.load(halves + row * 8 + tl.arange(0, 8)[None, :], cache_modifier=WORD_CACHE)
 
 
 @triton.jit
-def _words(ptr, V: tl.constexpr):
-    """Load [V, 32, 4] words, 16 bytes a thread."""
-    row = tl.arange(0, V * 32)[:, None]
-    return tl.reshape(tl.load(ptr + row * 4 + tl.arange(0, 4)[None, :]), (V, 32, 4))
+def _fold_keys(kp_at, q_plain, q_thread, GAIN: tl.constexpr, D: tl.constexpr, R: tl.constexpr, KW: tl.constexpr, KW0: tl.constexpr):
+    """Queries times a group's key scales [D, R], and the group's zeros' scores [16, R] to start from."""
+    scale = _lane_vector(kp_at, D // 32, D // 4)
+    zero = _lane_vector(kp_at + D, D // 32, D // 4)
+    q_mat = _right_operand(q_thread * scale[None, :, :, :], D, R, KW)
+    return q_mat, tl.dot(_zero_rows(zero, D, KW0), q_plain) * (GAIN / TWO_24)
+
+
+@triton.jit
+def _from_zero(init, R: tl.constexpr):
+    """[16, R] equal rows -> [64, R]."""
+    return tl.reshape(tl.broadcast_to(tl.reshape(init, (1, 16, R)), (4, 16, R)), (64, R))
 
 
 @triton.jit
@@ -153,40 +165,31 @@ def attend_split(
     out_at = ((b * G * CHUNKS + tl.program_id(1)) * num_parts + part).to(tl.int64)
 
     if part < RING_PARTS:
-        since = packed_line(start) + part * TILE
+        since = packed_line(start) + part * RING_STEP
         if since < end:
-            # ---- 16-bit keys: two steps of 32 tokens, operands through Triton's own layouts; bf16
-            # goes through fp16, whose three more bits keep the probabilities' error below 2**-11
+            # ---- 16-bit keys: 32 tokens, operands through Triton's own layouts; bf16 goes through
+            # fp16, whose three more bits keep the probabilities' error below 2**-11
             cols = first_col + tl.arange(0, R)
             q_pos = _column_positions(cols, start, end, C)
             q_line = packed_line(q_pos)
             d = tl.arange(0, D)
             q_at = ((b * Q + cols // C) * H + head * C + cols % C) * D
             q = tl.load(q_ptr + q_at[None, :] + d[:, None], mask=(cols < C * Q)[None, :], other=0.0)
-            q = q.to(tl.float16)
-            m_i = tl.full([R], LOWEST, tl.float32)
-            l_i = tl.zeros([R], tl.float32)
-            acc = tl.zeros([D, R], tl.float32)
+            pos = since + tl.arange(0, RING_STEP)
+            live = (pos < end)[:, None]
+            at = (slot * G + head) * RING * D + (pos % RING)[:, None] * D + d[None, :]
+            k = tl.load(k_ring + at, mask=live, other=0.0)
+            v = tl.load(v_ring + at, mask=live, other=0.0)
+            x = tl.dot(k.to(tl.float16), q.to(tl.float16)) * score_scale
             if ALIBI:
                 slope = tl.load(slopes + head * C + cols % C) * LOG2_E
-            ring_at = (slot * G + head) * RING * D
-            for step in tl.range(0, TILE, 32, num_stages=1):
-                pos = since + step + tl.arange(0, 32)
-                live = pos < end
-                at = ring_at + (pos % RING)[:, None] * D + d[None, :]
-                k = tl.load(k_ring + at, mask=live[:, None], other=0.0)
-                x = tl.dot(k.to(tl.float16), q) * score_scale
-                if ALIBI:
-                    x += slope[None, :] * (pos[:, None] - q_pos[None, :]).to(tl.float32)
-                seen = (pos[:, None] >= q_line[None, :]) & (pos[:, None] <= q_pos[None, :])
-                x = tl.where(seen & live[:, None], x, MASKED)
-                m_new = tl.maximum(m_i, tl.max(x, 0))
-                alpha = tl.exp2(m_i - m_new)
-                p = tl.exp2(x - m_new[None, :])
-                m_i = m_new
-                l_i = l_i * alpha + tl.sum(p, 0)
-                v = tl.load(v_ring + at, mask=live[:, None], other=0.0)
-                acc = tl.dot(tl.trans(v.to(tl.float16)), p.to(tl.float16), acc * alpha[None, :])
+                x += slope[None, :] * (pos[:, None] - q_pos[None, :]).to(tl.float32)
+            seen = (pos[:, None] >= q_line[None, :]) & (pos[:, None] <= q_pos[None, :]) & live
+            x = tl.where(seen, x, MASKED)
+            m_i = tl.maximum(tl.max(x, 0), LOWEST)
+            p = tl.exp2(x - m_i[None, :])
+            l_i = tl.sum(p, 0)
+            acc = tl.dot(tl.trans(v.to(tl.float16)), p.to(tl.float16))
             norm = 1.0 / tl.maximum(l_i, 1e-30)
             lse = tl.where(l_i > 0, m_i + tl.log2(tl.maximum(l_i, 1e-30)), MASKED)
             c = tl.arange(0, R)
@@ -194,109 +197,112 @@ def attend_split(
             o_at = part_out + (out_at * R + c[None, :]) * D + d[:, None]
             tl.store(o_at, acc * norm[None, :])
     else:
-        tile0 = (part - RING_PARTS) * chunk
-        tile1 = tl.minimum(tile0 + chunk, line // TILE)
-        if tile0 < tile1:
+        block0 = (part - RING_PARTS) * chunk
+        block1 = tl.minimum(block0 + chunk, line // BLOCK)
+        if block0 < block1:
             NC: tl.constexpr = D // 32
             NB: tl.constexpr = R // 8
-            OW: tl.constexpr = D * BITS // 64
-            KV_VECS: tl.constexpr = D * BITS // 64
+            VECS: tl.constexpr = D * BITS // 64  # 16-byte loads a thread needs for a tile
+            GAIN: tl.constexpr = 2 ** (8 - BITS)
             # ---- queries by thread: column 8n + g, channels t*D/4 + 8c + j
             row = tl.arange(0, NB * NC * 32)[:, None]
             channel = row % 4 * (D // 4) + row // 32 % NC * 8 + tl.arange(0, 8)[None, :]
             q_col = first_col + row // (32 * NC) * 8 + row // 4 % 8
             q_at = ((b * Q + q_col // C) * H + head * C + q_col % C) * D
             q_raw = tl.load(q_ptr + q_at + channel, mask=q_col < C * Q, other=0.0)
-            q_raw = tl.reshape(q_raw, (NB, NC, 32, 8))
-            q_thread = q_raw.to(tl.float16)
-            fold = _plane_factor((tl.arange(0, 8) // 2) % 4, BITS).to(tl.float16)
-            q_fold = q_thread * fold[None, None, None, :]
-            q_plain = _right_operand(q_thread, D, R, KW0)
+            q_thread = tl.reshape(q_raw, (NB, NC, 32, 8)).to(tl.float16)
             cols = first_col + tl.arange(0, R)
             q_pos = _column_positions(cols, start, end, C)
             q_line = packed_line(q_pos)
+            q_plain = _right_operand(q_thread, D, R, KW0)
             if KEY_GROUP == 0:
-                q_codes = _right_operand(q_fold, D, R, KW)
-                ones = tl.full([16, D], 1.0, tl.float16)
-                q_sum = tl.max(tl.dot(ones, q_plain), 0)
+                plane = (tl.arange(0, 8) // 2) % (8 // BITS)
+                fold = tl.exp2(-BITS * plane.to(tl.float32)).to(tl.float16)
+                q_codes = _right_operand(q_thread * fold[None, None, None, :], D, R, KW)
+                q_sum = tl.max(tl.dot(tl.full([16, D], 1.0, tl.float16), q_plain), 0)
+            # scores stay in the product's units, and become exponents of 2 in the exponential
+            unit = score_scale if KEY_GROUP == 0 else score_scale * (TWO_24 / GAIN)
             if ALIBI:
-                slope = tl.load(slopes + head * C + cols % C) * LOG2_E
+                slope = tl.load(slopes + head * C + cols % C) * LOG2_E / unit
             row = tl.arange(0, 64)
             row_token = row // 16 * 16 + row % 8 * 2 + row // 8 % 2
-            token_factor = _plane_factor(tl.arange(0, 8), BITS)
 
             m_i = tl.full([R], LOWEST, tl.float32)
             l_g = tl.zeros([8, R], tl.float32)
             z_g = tl.zeros([8, R], tl.float32)
             acc = tl.zeros([D, R], tl.float32)
-            for tile in tl.range(tile0, tile1, num_stages=STAGES):
-                block = tile // 2
+            for block in tl.range(block0, block1, num_stages=STAGES):
                 if PAGED:
                     page = tl.load(table + slot * table_width + block).to(tl.int64)
                 else:
                     page = slot * table_width + block
                 at = page * G + head
-                half = tile % 2
-                kw_at = k_words + at * (2 * KV_VECS * 128) + half * (KV_VECS * 128)
-                vw_at = v_words + at * (2 * KV_VECS * 128) + half * (KV_VECS * 128)
-                vp_at = v_params + at * (2 * BLOCK) + half * TILE
-                # ---- scores
+                kw_at = k_words + at * (2 * VECS * 128)
+                vw_at = v_words + at * (2 * VECS * 128)
+                vp_at = v_params + at * (2 * BLOCK)
+                # ---- scores of two tiles
+                k0 = unpack(_words(kw_at, VECS), 4, D // 16, BITS, KW, EMULATE)
+                k1 = unpack(_words(kw_at + VECS * 128, VECS), 4, D // 16, BITS, KW, EMULATE)
                 if KEY_GROUP == 0:
-                    kp_at = k_params + at * (2 * BLOCK) + half * TILE
-                    k_mat = unpack(_words(kw_at, KV_VECS), 4, D // 16, BITS, KW, EMULATE)
-                    scores = tl.dot(k_mat, q_codes) * TWO_24
-                    k_scale = _over_scores(_token_vector(kp_at).to(tl.float32), R)
-                    k_zero = _over_scores(_token_vector(kp_at + BLOCK).to(tl.float32), R)
-                    scores = scores * k_scale + q_sum[None, :] * k_zero
-                    x = scores * score_scale
+                    kp_at = k_params + at * (2 * BLOCK)
+                    x0 = tl.dot(k0, q_codes) * TWO_24
+                    x0 = x0 * _over_scores(_token_vector(kp_at).to(tl.float32), R)
+                    x0 += q_sum[None, :] * _over_scores(_token_vector(kp_at + BLOCK).to(tl.float32), R)
+                    x1 = tl.dot(k1, q_codes) * TWO_24
+                    x1 = x1 * _over_scores(_token_vector(kp_at + TILE).to(tl.float32), R)
+                    zero1 = _token_vector(kp_at + BLOCK + TILE).to(tl.float32)
+                    x1 += q_sum[None, :] * _over_scores(zero1, R)
                 else:
-                    PER_TILE: tl.constexpr = 64 // KEY_GROUP if KEY_GROUP < 64 else 1
-                    ROWS: tl.constexpr = 64 // PER_TILE
                     kp_at = k_params + at * (BLOCK // KEY_GROUP * 2 * D)
-                    kp_at += half * TILE // KEY_GROUP * (2 * D)
-                    k_scale = _lane_vector(kp_at, NC, D // 4)
-                    k_zero = _lane_vector(kp_at + D, NC, D // 4)
-                    q_mat = _right_operand(q_fold * k_scale[None, :, :, :], D, R, KW)
-                    init = tl.dot(_zero_rows(k_zero, D, KW0), q_plain) * (1.0 / TWO_24)
-                    k_mat = unpack(_words(kw_at, KV_VECS // PER_TILE), ROWS // 16, D // 16, BITS, KW, EMULATE)
-                    init = tl.broadcast_to(tl.reshape(init, (1, 16, R)), (ROWS // 16, 16, R))
-                    scores = tl.dot(k_mat, q_mat, tl.reshape(init, (ROWS, R)))
-                    if PER_TILE == 2:
-                        k_scale = _lane_vector(kp_at + 2 * D, NC, D // 4)
-                        k_zero = _lane_vector(kp_at + 3 * D, NC, D // 4)
-                        q_mat = _right_operand(q_fold * k_scale[None, :, :, :], D, R, KW)
-                        init = tl.dot(_zero_rows(k_zero, D, KW0), q_plain) * (1.0 / TWO_24)
-                        kw2 = kw_at + KV_VECS // PER_TILE * 128
-                        k_mat = unpack(_words(kw2, KV_VECS // PER_TILE), ROWS // 16, D // 16, BITS, KW, EMULATE)
-                        init = tl.broadcast_to(tl.reshape(init, (1, 16, R)), (ROWS // 16, 16, R))
-                        more = tl.dot(k_mat, q_mat, tl.reshape(init, (ROWS, R)))
-                        scores = tl.permute(tl.join(scores, more), (2, 0, 1)).reshape(64, R)
-                    x = scores * (score_scale * TWO_24)
+                    q_mat, init = _fold_keys(kp_at, q_plain, q_thread, GAIN, D, R, KW, KW0)
+                    x0 = tl.dot(k0, q_mat, _from_zero(init, R))
+                    if KEY_GROUP == 32:
+                        q_mat, init = _fold_keys(kp_at + 2 * D, q_plain, q_thread, GAIN, D, R, KW, KW0)
+                        x0 = tl.where((row < 32)[:, None], x0, tl.dot(k0, q_mat, _from_zero(init, R)))
+                    if KEY_GROUP < 128:
+                        kp1 = kp_at + BLOCK // KEY_GROUP * D
+                        q_mat, init = _fold_keys(kp1, q_plain, q_thread, GAIN, D, R, KW, KW0)
+                    x1 = tl.dot(k1, q_mat, _from_zero(init, R))
+                    if KEY_GROUP == 32:
+                        kp1 = kp_at + 6 * D
+                        q_mat, init = _fold_keys(kp1, q_plain, q_thread, GAIN, D, R, KW, KW0)
+                        x1 = tl.where((row < 32)[:, None], x1, tl.dot(k1, q_mat, _from_zero(init, R)))
                 if ALIBI:
-                    pos = tile * TILE + row_token
-                    x += slope[None, :] * (pos[:, None] - q_pos[None, :]).to(tl.float32)
+                    pos = block * BLOCK + row_token
+                    x0 += slope[None, :] * (pos[:, None] - q_pos[None, :]).to(tl.float32)
+                    x1 += slope[None, :] * (pos[:, None] + TILE - q_pos[None, :]).to(tl.float32)
+                # ---- softmax
+                top = tl.max(tl.maximum(x0, x1), 0)
+                if Q > 1:  # the last block may lie beyond the line of the first queries
+                    seen = q_line > block * BLOCK
+                    top = tl.where(seen, top, LOWEST)
+                m_new = tl.maximum(m_i, top)
+                alpha = tl.exp2((m_i - m_new) * unit)
+                shift = m_new * unit - P_SHIFT
                 if Q > 1:
-                    x += tl.where(block * BLOCK < q_line, 0.0, MASKED)[None, :]
-                # ---- softmax, with probabilities kept times 2**P_SHIFT
-                m_new = tl.maximum(m_i, tl.max(x, 0))
-                alpha = tl.exp2(m_i - m_new)
-                p = tl.exp2(x - (m_new - P_SHIFT)[None, :])
+                    shift = tl.where(seen, shift, -MASKED)
+                shift = shift[None, :]
+                p0 = tl.exp2(x0 * unit - shift)
+                p1 = tl.exp2(x1 * unit - shift)
                 m_i = m_new
-                v_scale = _token_vector(vp_at).to(tl.float32) * token_factor[None, :]
-                v_zero = _token_vector(vp_at + BLOCK).to(tl.float32)
-                pz = p * _over_scores(v_zero, R)
-                l_g = l_g * alpha[None, :] + tl.sum(tl.reshape(p, (8, 8, R)), 0)
+                pz = p0 * _over_scores(_token_vector(vp_at + BLOCK).to(tl.float32), R)
+                pz += p1 * _over_scores(_token_vector(vp_at + BLOCK + TILE).to(tl.float32), R)
+                l_g = l_g * alpha[None, :] + tl.sum(tl.reshape(p0 + p1, (8, 8, R)), 0)
                 z_g = z_g * alpha[None, :] + tl.sum(tl.reshape(pz, (8, 8, R)), 0)
                 # ---- output
-                pv = (p * _over_scores(v_scale, R)).to(tl.float16)
-                p_mat = _probability_operand(pv, R, KW, EMULATE)
-                v_mat = unpack(_words(vw_at, KV_VECS), D // 16, 4, BITS, KW, EMULATE)
-                acc = tl.dot(v_mat, p_mat, acc * alpha[None, :])
+                p0 = p0 * _over_scores(_token_vector(vp_at).to(tl.float32), R)
+                p1 = p1 * _over_scores(_token_vector(vp_at + TILE).to(tl.float32), R)
+                p0 = _probability_operand(p0.to(tl.float16), R, KW, EMULATE)
+                p1 = _probability_operand(p1.to(tl.float16), R, KW, EMULATE)
+                v0 = unpack(_words(vw_at, VECS), D // 16, 4, BITS, KW, EMULATE)
+                acc = tl.dot(v0, p0, acc * alpha[None, :])
+                v1 = unpack(_words(vw_at + VECS * 128, VECS), D // 16, 4, BITS, KW, EMULATE)
+                acc = tl.dot(v1, p1, acc)
             l_i = tl.sum(l_g, 0)
             z_i = tl.sum(z_g, 0)
             norm = 1.0 / tl.maximum(l_i, 1e-30)
-            out = (acc * TWO_24 + z_i[None, :]) * norm[None, :]
-            lse = tl.where(l_i > 0, m_i - P_SHIFT + tl.log2(tl.maximum(l_i, 1e-30)), MASKED)
+            out = (acc * (TWO_24 / GAIN) + z_i[None, :]) * norm[None, :]
+            lse = tl.where(l_i > 0, m_i * unit - P_SHIFT + tl.log2(tl.maximum(l_i, 1e-30)), MASKED)
             out = tl.permute(tl.reshape(out, (D // 16, 2, 8, R)), (3, 2, 0, 1)).reshape(R, D)
             c1 = tl.arange(0, R)
             tl.store(part_lse + out_at * R + c1, lse)
@@ -320,8 +326,7 @@ def combine_parts(
     start = tl.load(starts + b)
     end = start + tl.load(counts + b)
     since = packed_line(start)
-    tiles = packed_line(end - 1) // TILE
-    parts = tl.where(tiles > 0, RING_PARTS + (tiles + chunk - 1) // chunk, RING_PARTS)
+    parts = RING_PARTS + (packed_line(end - 1) // BLOCK + chunk - 1) // chunk
     first = ((b * G + head) * CHUNKS + col // R).to(tl.int64) * num_parts
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -330,7 +335,7 @@ def combine_parts(
     acc = tl.zeros([D_STEP], tl.float32)
     for x0 in range(0, parts, X_STEP):
         x = x0 + tl.arange(0, X_STEP)
-        live = tl.where(x < RING_PARTS, since + x * TILE < end, x < parts)
+        live = tl.where(x < RING_PARTS, since + x * RING_STEP < end, x < parts)
         at = (first + x) * R + col % R
         lse = tl.load(part_lse + at, mask=live, other=MASKED)
         m_new = tl.maximum(m_i, tl.max(lse, 0))

@@ -32,6 +32,10 @@ Scales and zeros are fp16 planes, x = code * scale + zero, zero = the least valu
     keys KT   [2, 128]              one pair per token, in thread order:
     values    [2, 128]              token 16m + 2g + r of a tile at 8g + 2m + r
 
+The scale that stands in memory is the scale times 2**(8 - b - i*b), i being the plane of its channel
+(KC) or token (values), not for KT: planes come out of the mask 2**(i*b) times too large, and all
+products shall be the same 2**(8 - b) times too large. A power of two costs no precision upwards.
+
 b: bits (8, 4, 2).  D: head_dim, padded with zeros to a multiple of 32.
 """
 
@@ -157,6 +161,22 @@ def to_thread_order(x: Tensor) -> Tensor:
 def from_thread_order(x: Tensor) -> Tensor:
     """Invert `to_thread_order`."""
     return x.unflatten(-1, (-1, 8, 4, 2)).transpose(-2, -3).flatten(-4)
+
+
+def channel_gain(fmt: KVFormat, device: torch.device | None = None) -> Tensor:
+    """Return [D]: what each channel's stored key scale (KC) is multiplied by."""
+    channel = torch.arange(fmt.channels, device=device)
+    return _gain(channel % (fmt.channels // 4) // 2, fmt.bits)
+
+
+def token_gain(fmt: KVFormat, device: torch.device | None = None) -> Tensor:
+    """Return [128]: what each token's stored value scale is multiplied by."""
+    token = torch.arange(BLOCK_TOKENS, device=device)
+    return _gain(token % TILE_TOKENS // 16 * 2 + token % 2, fmt.bits)
+
+
+def _gain(octet: Tensor, bits: int) -> Tensor:
+    return 2.0 ** (8 - bits - octet % (8 // bits) * bits)
 
 
 _KEY_AXES = "n m g r t o i h"

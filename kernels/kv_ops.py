@@ -45,7 +45,7 @@ class AttendPlan:
 
     columns: int
     """Query heads x new tokens a program takes: 8 or 16."""
-    chunk_tiles: int
+    chunk_blocks: int
     splits: int
     stages: int
     pdl: bool
@@ -72,28 +72,27 @@ def plan_attend(
     columns = 8 if wanted <= 8 else 16
     on_gpu = device.type == "cuda"
     resident = _sm_count(device) * PROGRAMS_PER_SM if on_gpu else 4
-    tiles = packed_end(max_end - 1) // 64
+    blocks = packed_end(max_end - 1) // BLOCK_TOKENS
     rows = batch * kv_heads * -(-wanted // columns)
-    chunk = choose_chunk(tiles, rows, resident)
+    chunk = choose_chunk(blocks, rows, resident)
     return AttendPlan(
         columns=columns,
-        chunk_tiles=chunk,
-        splits=-(-tiles // chunk),
+        chunk_blocks=chunk,
+        splits=-(-blocks // chunk),
         stages=1,
         pdl=on_gpu and _capability(device) >= (9, 0),
     )
 
 
-def choose_chunk(tiles: int, rows: int, resident: int) -> int:
-    """Return the tiles a program takes: the longest chunk that still fills `resident` programs.
+def choose_chunk(blocks: int, rows: int, resident: int) -> int:
+    """Return the blocks a program takes: the longest chunk that still fills `resident` programs.
 
-    Chunks stay within 32 tiles (2048 tokens), so that one long request among short ones is spread.
+    Chunks stay within 16 blocks (2048 tokens), so that one long request among short ones is spread.
     """
-    if tiles == 0:
+    if blocks == 0:
         return 1
-    splits = max(1, min(tiles, resident // rows))
-    return max(1, min(32, -(-tiles // splits)))
-
+    splits = max(1, min(blocks, resident // rows - RING_PARTS.value))
+    return max(1, min(16, -(-blocks // splits)))
 
 
 def _strides(x: Tensor) -> tuple[int, int, int]:
@@ -244,6 +243,6 @@ def run_attend(
         q, layer.k_ring_SGRD, layer.v_ring_SGRD, layer.k_words_PGW, layer.k_params_PG,
         layer.v_words_PGW, layer.v_params_PG, table, rows.slots, rows.starts, rows.counts, slopes,
         scale, fmt.bits, fmt.key_group or 0, paged,
-        plan.columns, plan.chunk_tiles, plan.splits, plan.stages, plan.pdl,
+        plan.columns, plan.chunk_blocks, plan.splits, plan.stages, plan.pdl,
     )  # fmt: skip
     return result

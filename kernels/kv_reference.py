@@ -19,11 +19,13 @@ from torch import Tensor
 
 from llmpq.kernels.kv_formats import (
     KVFormat,
+    channel_gain,
     from_thread_order,
     pack_keys,
     pack_values,
     quantize,
     to_thread_order,
+    token_gain,
     unpack_keys,
     unpack_values,
 )
@@ -54,7 +56,10 @@ def pack_block(fmt: KVFormat, k_TD: Tensor, v_TD: Tensor) -> tuple[Tensor, Tenso
         codes, k_scale, k_zero = quantize(groups, fmt.bits, -2)
         k_codes = codes.flatten(-3, -2)
         k_params = F.pad(torch.cat([k_scale, k_zero], -2), (0, pad))
-    v_params = to_thread_order(torch.stack([v_scale, v_zero], -3).squeeze(-1))
+        k_params[..., 0, :] *= channel_gain(fmt, k_TD.device)
+    v_params = torch.stack([v_scale, v_zero], -3).squeeze(-1)
+    v_params[..., 0, :] *= token_gain(fmt, v_TD.device)
+    v_params = to_thread_order(v_params)
     k_words = pack_keys(F.pad(k_codes, (0, pad)), fmt.bits)
     v_words = pack_values(F.pad(v_codes, (0, pad)), fmt.bits)
     return k_words, k_params, v_words, v_params
@@ -66,12 +71,14 @@ def unpack_block(
     """Dequantise pages [...] to keys and values [..., G, 128, D]."""
     k_params = layer.k_params_PG[pages].to(dtype)
     v_params = from_thread_order(layer.v_params_PG[pages].to(dtype))
+    v_params[..., 0, :] /= token_gain(fmt, v_params.device)
     k = unpack_keys(layer.k_words_PGW[pages], fmt.bits, fmt.channels)[..., : fmt.head_dim].to(dtype)
     v = unpack_values(layer.v_words_PGW[pages], fmt.bits, fmt.channels)[..., : fmt.head_dim]
     v = torch.addcmul(v_params[..., 1, :, None], v.to(dtype), v_params[..., 0, :, None])
     if fmt.key_group is None:
         k_params = from_thread_order(k_params)
         return torch.addcmul(k_params[..., 1, :, None], k, k_params[..., 0, :, None]), v
+    k_params[..., 0, :] /= channel_gain(fmt, k_params.device)
     k = k.unflatten(-2, (-1, fmt.key_group))
     k_params = k_params[..., : fmt.head_dim]
     k = torch.addcmul(k_params[..., 1, :].unsqueeze(-2), k, k_params[..., 0, :].unsqueeze(-2))

@@ -19,21 +19,18 @@ TWO_24 = tl.constexpr(16777216.0)
 
 
 def _assembly(bits: int) -> tl.constexpr:
-    """Return PTX that splits a word into 8/bits planes x 2 rows x 2 columns of fp16."""
+    """Return PTX that splits a word into 8/bits planes x 2 rows of fp16 pairs."""
     planes = 8 // bits
-    source = 4 * planes
-    lines = [".reg .b32 y, f;", f"shr.b32 y, ${source}, 8;"]
+    source = f"${2 * planes}"
+    lines = [".reg .b32 y;", f"shr.b32 y, {source}, 8;"]
     for plane in range(planes):
         mask = ((2**bits - 1) << (bits * plane)) * 0x00010001
-        for row, word in enumerate((f"${source}", "y")):
-            first = 4 * plane + 2 * row
-            lines.append(f"and.b32 f, {word}, {mask:#010x};")
-            lines.append(f"mov.b32 {{${first}, ${first + 1}}}, f;")
+        lines += [f"and.b32 ${2 * plane}, {source}, {mask:#010x};", f"and.b32 ${2 * plane + 1}, y, {mask:#010x};"]
     return tl.constexpr("{\n" + "\n".join(lines) + "\n}")
 
 
 def _constraints(bits: int) -> tl.constexpr:
-    return tl.constexpr(",".join(["=&h"] * (32 // bits)) + ",r")
+    return tl.constexpr(",".join(["=&r"] * (16 // bits)) + ",r")
 
 
 ASM_8 = _assembly(8)
@@ -45,60 +42,38 @@ REGS_2 = _constraints(2)
 
 
 @triton.jit
-def _field(x, SHIFT: tl.constexpr, MASK: tl.constexpr, HI: tl.constexpr):
-    """One column of one row of one plane, as an fp16 subnormal."""
-    bits = ((x >> (SHIFT + 16 * HI)) & MASK).to(tl.int16)
-    return bits.to(tl.float16, bitcast=True)
-
-
-@triton.jit
 def _plane(x, PLANE: tl.constexpr, BITS: tl.constexpr):
-    """Emulate one plane: [...] int32 -> [..., h, r] fp16."""
+    """Emulate one plane: [...] halves of words -> [..., r] fp16 subnormals."""
     MASK: tl.constexpr = (2**BITS - 1) << (BITS * PLANE)
-    r0 = tl.join(_field(x, 0, MASK, 0), _field(x, 0, MASK, 1))
-    r1 = tl.join(_field(x, 8, MASK, 0), _field(x, 8, MASK, 1))
+    r0 = (x & MASK).to(tl.int16).to(tl.float16, bitcast=True)
+    r1 = ((x >> 8) & MASK).to(tl.int16).to(tl.float16, bitcast=True)
     return tl.join(r0, r1)
 
 
 @triton.jit
 def _fields(x, BITS: tl.constexpr, EMULATE: tl.constexpr):
-    """[...] int32 -> [..., h, r, 8/BITS planes] fp16 (8 bits: [..., h, r])."""
+    """[...] int16 halves of words -> [..., r, 8/BITS planes] fp16 (8 bits: [..., r])."""
     if BITS == 8:
         if EMULATE:
             return _plane(x, 0, 8)
-        a, b, c, d = tl.inline_asm_elementwise(
-            ASM_8, REGS_8, [x], dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=1
-        )
-        return tl.join(tl.join(a, b), tl.join(c, d))
+        a, b = tl.inline_asm_elementwise(ASM_8, REGS_8, [x], dtype=(tl.float16, tl.float16), is_pure=True, pack=2)
+        return tl.join(a, b)
     elif BITS == 4:
         if EMULATE:
             return tl.join(_plane(x, 0, 4), _plane(x, 1, 4))
-        a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
-            ASM_4, REGS_4, [x], dtype=(tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=1
+        a, b, c, d = tl.inline_asm_elementwise(
+            ASM_4, REGS_4, [x], dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2
         )
-        p0 = tl.join(tl.join(a, b), tl.join(c, d))
-        p1 = tl.join(tl.join(e, f), tl.join(g, h))
-        return tl.join(p0, p1)
+        return tl.join(tl.join(a, b), tl.join(c, d))
     else:
         if EMULATE:
             even = tl.join(_plane(x, 0, 2), _plane(x, 2, 2))
             return tl.join(even, tl.join(_plane(x, 1, 2), _plane(x, 3, 2)))
-        a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p = tl.inline_asm_elementwise(
-            ASM_2,
-            REGS_2,
-            [x],
-            dtype=(
-                tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16,
-                tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16,
-            ),
-            is_pure=True,
-            pack=1,
-        )  # fmt: skip
-        p0 = tl.join(tl.join(a, b), tl.join(c, d))
-        p1 = tl.join(tl.join(e, f), tl.join(g, h))
-        p2 = tl.join(tl.join(i, j), tl.join(k, l))
-        p3 = tl.join(tl.join(m, n), tl.join(o, p))
-        return tl.join(tl.join(p0, p2), tl.join(p1, p3))
+        a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
+            ASM_2, REGS_2, [x], dtype=(tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2
+        )
+        even = tl.join(tl.join(a, b), tl.join(e, f))
+        return tl.join(even, tl.join(tl.join(c, d), tl.join(g, h)))
 
 
 @triton.jit
@@ -113,12 +88,12 @@ def order_columns(x, M: tl.constexpr, S: tl.constexpr, KW: tl.constexpr):
 
 
 @triton.jit
-def unpack(words, M: tl.constexpr, S: tl.constexpr, BITS: tl.constexpr, KW: tl.constexpr, EMULATE: tl.constexpr):
-    """Words [V, 32, 4] of a tile (kv_formats.py) -> fp16 matrix [M*16, S*16], planes unscaled."""
+def unpack(halves, M: tl.constexpr, S: tl.constexpr, BITS: tl.constexpr, KW: tl.constexpr, EMULATE: tl.constexpr):
+    """Halves of words [V*32, 8] of a tile (kv_formats.py) -> fp16 [M*16, S*16], planes unscaled."""
     I: tl.constexpr = 8 // BITS
     O: tl.constexpr = 2 * S // I
-    x = _fields(words, BITS, EMULATE)
     V: tl.constexpr = M * O // 4
+    x = _fields(halves, BITS, EMULATE)
     x = tl.reshape(x, (V, 8, 4, 4, 2, 2, I))  # v g t w h r i
     x = tl.permute(x, (0, 3, 1, 2, 4, 5, 6))  # v w g t h r i
     x = tl.reshape(x, (M, O, 8, 4, 2, 2, I))  # m o g t h r i
