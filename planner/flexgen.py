@@ -90,12 +90,13 @@ def _stage(p: Problem, device: Device, layers: int) -> tuple[float, float, float
         model.at_most(f"room_{where}", used, limit / 2**30)
     # Per micro-batch: weights are read once per token for the block, KV of this micro-batch only.
     per_step = {"weights": weights * micro / work.batch, "kv": kv * micro / work.batch}
-    for name, speed, places in (
+    roads: tuple[tuple[str, float, tuple[str, ...]], ...] = (
         ("pcie", PCIE_GBPS, ("host", "disk")),
         ("disk", DISK_GBPS, ("disk",)),
-    ):
+    )
+    for name, speed, sources in roads:
         moved = [
-            (shares[what, w], -per_step[what] / (speed * 1e9)) for what in sizes for w in places
+            (shares[what, w], -per_step[what] / (speed * 1e9)) for what in sizes for w in sources
         ]
         model.at_least(name, [(time_left, 1.0), *moved], 0.0)
     model.at_least("compute", [(time_left, 1.0)], compute_decode)

@@ -103,7 +103,7 @@ def _costs(
                     entries.append(
                         LatencyEntry(
                             device_kind=f"K{k}",
-                            part=part,  # type: ignore[arg-type]
+                            part=part,
                             phase=phase,
                             precision=precision,
                             dtype="float16",
@@ -119,7 +119,7 @@ def _sensitivity(
 ) -> Sensitivity:
     layers = spec.num_layers
     weights = [rng.uniform(0.2, 2.0) for _ in range(layers)]
-    tables = {}
+    tables: dict[Precision, tuple[float, ...]] = {}
     for choice in choices:
         loss = 1e-2 / (2 ** (choice.weight_bits - 3))
         if choice is Precision.W16A16:

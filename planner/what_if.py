@@ -37,7 +37,7 @@ def _with_cluster(p: Problem, cluster: Cluster) -> Problem:
         cluster.devices,
         dtype=p.workload.dtype,
         precisions=p.choices,
-        kvs=(p.kv,),
+        kvs=sorted({e.kv for e in p.costs.estimate.entries}, key=lambda kv: kv.bits),
         quantization=p.quantization,
     )
     costs = CostBook(estimate=estimate, profile=p.costs.profile, scale=p.costs.scale)

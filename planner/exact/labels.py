@@ -373,4 +373,4 @@ def _dominated(
         number = np.arange(len(part))
         mutual = covered & covered.T & (number[:, None] <= number[None, :])
         covered &= ~mutual
-    return covered.any(axis=1)
+    return np.asarray(covered.any(axis=1))

@@ -1,0 +1,205 @@
+"""Which devices there are: on this machine, in a Ray cluster, or in the shipped table.
+
+Asks `nvidia-smi` and `/proc`, never torch; Ray is imported only for `--from-ray`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from llmpq.cluster import Cluster
+from llmpq.device_spec import canonical_kind, device_specs
+from llmpq.units import format_size
+
+MIB = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """A device of this machine; `kind` is None when the table does not know it."""
+
+    reported: str
+    kind: str | None
+    count: int
+    memory_bytes: int
+
+
+def local_devices() -> list[Found]:
+    """Return this machine's GPUs, or its CPU when it has none."""
+    gpus = _nvidia_smi()
+    return gpus or [_cpu()]
+
+
+def _nvidia_smi() -> list[Found]:
+    query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
+    except (FileNotFoundError, subprocess.TimeoutExpired):
+        return []
+    return parse_smi(done.stdout) if done.returncode == 0 else []
+
+
+def parse_smi(text: str) -> list[Found]:
+    """Read nvidia-smi's `name, MiB` lines; equal neighbours become one entry with a count."""
+    found: list[Found] = []
+    for line in text.strip().splitlines():
+        name, _, mib = line.rpartition(",")
+        memory = int(float(mib)) * MIB
+        kind = kind_of(name.strip(), memory)
+        if found and (found[-1].reported, found[-1].memory_bytes) == (name.strip(), memory):
+            last = found.pop()
+            found.append(
+                Found(
+                    reported=last.reported,
+                    kind=last.kind,
+                    count=last.count + 1,
+                    memory_bytes=last.memory_bytes,
+                )
+            )
+        else:
+            found.append(Found(reported=name.strip(), kind=kind, count=1, memory_bytes=memory))
+    return found
+
+
+def kind_of(reported: str, memory_bytes: int | None = None) -> str | None:
+    """Return the table's kind for a driver's or Ray's name, by name and memory."""
+    spellings = [reported, reported.split(" (")[0]]
+    words = reported.replace("NVIDIA ", "").replace("Tesla ", "").split()
+    spellings += ["-".join(words), words[0] if words else ""]
+    if memory_bytes is not None:
+        gib = round(memory_bytes / 2**30)
+        spellings.insert(0, f"{words[0].split('-')[0]}-{_marketed(gib)}GB" if words else "")
+    for spelling in spellings:
+        try:
+            return canonical_kind(spelling)
+        except ValueError:
+            continue
+    return None
+
+
+def _marketed(gib: int) -> int:
+    """Return the size a card is sold as: what drivers report is a little less."""
+    sizes = (8, 11, 12, 16, 24, 32, 40, 48, 64, 80, 94, 96, 141, 180, 192)
+    return min((size for size in sizes if size >= gib), default=gib)
+
+
+def _cpu() -> Found:
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    name = "CPU"
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            name = line.partition(":")[2].strip()
+            break
+    return Found(reported=name, kind="CPU", count=1, memory_bytes=memory)
+
+
+def cluster_yaml(found: list[Found]) -> str:
+    """Return a cluster YAML of this machine to start from."""
+    groups: list[dict[str, Any]] = []
+    for device in found:
+        if device.kind is None:
+            continue
+        group: dict[str, Any] = {"kind": device.kind, "count": device.count}
+        if device.kind == "CPU":
+            group["threads"] = os.cpu_count() or 1
+        group["memory"] = f"{device.memory_bytes // MIB} MiB"
+        groups.append(group)
+    if not groups:
+        raise ValueError(
+            "no device here is in the table; describe it with 'spec' in a cluster YAML"
+        )
+    data = {"schema": 1, "name": "this-machine", "nodes": [{"name": "here", "devices": groups}]}
+    return yaml.safe_dump(data, sort_keys=False)
+
+
+def cluster_from_ray(address: str) -> Cluster:
+    """Return the cluster of a running Ray: a node per Ray node, GPUs by accelerator type."""
+    try:
+        import ray
+    except ImportError:
+        raise ValueError("--from-ray needs Ray: pip install 'llmpq[run]'") from None
+    try:
+        ray.init(address=address, logging_level="ERROR", log_to_driver=False)
+    except ConnectionError:
+        raise ValueError(
+            f"no Ray cluster at '{address}'; start one with ray start --head, or give its address"
+        ) from None
+    try:
+        return cluster_of_nodes(ray.nodes())
+    finally:
+        ray.shutdown()
+
+
+def cluster_of_nodes(nodes: list[dict[str, Any]]) -> Cluster:
+    """Build a cluster from `ray.nodes()` entries."""
+    described: list[dict[str, Any]] = []
+    for node in nodes:
+        if not node.get("Alive", False):
+            continue
+        resources = node.get("Resources", {})
+        group: dict[str, Any]
+        if resources.get("GPU"):
+            types = [k.partition(":")[2] for k in resources if k.startswith("accelerator_type:")]
+            kind = kind_of(types[0]) if types else None
+            if kind is None:
+                raise ValueError(
+                    f"node {node['NodeManagerAddress']}: GPU type {types or 'not reported'} is not "
+                    "in the table; write a cluster YAML with 'spec'"
+                )
+            group = {"kind": kind, "count": int(resources["GPU"])}
+        else:
+            threads = max(1, int(resources.get("CPU", 1)))
+            memory = int(resources.get("memory", 0)) or int(resources.get("object_store_memory", 0))
+            group = {"kind": "CPU", "threads": threads, "memory": memory}
+        name = f"{node['NodeManagerAddress']}-{len(described)}"
+        described.append({"name": name, "host": node["NodeManagerAddress"], "devices": [group]})
+    return Cluster.parse_data({"name": "ray", "nodes": described}, where="--from-ray")
+
+
+def show_devices(args: argparse.Namespace) -> None:
+    """Print the devices found (or known) as a table, JSON or a cluster YAML."""
+    if args.known:
+        _show_known(args.json)
+        return
+    if args.from_ray:
+        cluster = cluster_from_ray(args.from_ray)
+        rows = [
+            {"name": d.name, "node": d.node, "memory_bytes": d.memory_bytes}
+            for d in cluster.devices
+        ]
+        text = "".join(f"{r['name']} on {r['node']}\n" for r in rows)
+        sys.stdout.write(json.dumps(rows, indent=1) + "\n" if args.json else text)
+        return
+    found = local_devices()
+    if args.yaml:
+        sys.stdout.write(cluster_yaml(found))
+    elif args.json:
+        sys.stdout.write(json.dumps([asdict(f) for f in found], indent=1) + "\n")
+    else:
+        for device in found:
+            known = device.kind or "not in the table: describe it with 'spec' in a cluster YAML"
+            sys.stdout.write(
+                f"{device.count} x {device.reported}, {format_size(device.memory_bytes)}: {known}\n"
+            )
+
+
+def _show_known(as_json: bool) -> None:
+    specs = device_specs()
+    if as_json:
+        rows = {kind: spec.model_dump(mode="json") for kind, spec in specs.items()}
+        sys.stdout.write(json.dumps(rows, indent=1) + "\n")
+        return
+    for kind, spec in specs.items():
+        sys.stdout.write(
+            f"{kind:14s} {format_size(spec.memory):>10s} {spec.mem_gbps:6.0f} GB/s "
+            f"{spec.fp16_tflops:7.1f} TFLOP/s fp16  {spec.source}\n"
+        )
