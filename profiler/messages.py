@@ -68,6 +68,21 @@ class Timing(FileForm):
         return (self.high_s - self.low_s) / 2 / self.seconds
 
 
+class Sampling(FileForm):
+    """How the job picks its tokens, which the head's time depends on; temperature 0 is greedy."""
+
+    temperature: float = Field(default=0.0, ge=0)
+    top_k: int | None = Field(default=None, gt=0)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+
+    @property
+    def title(self) -> str:
+        """Return `greedy`, or the parameters."""
+        if self.temperature == 0:
+            return "greedy"
+        return f"temperature {self.temperature}, top-k {self.top_k or 'all'}, top-p {self.top_p}"
+
+
 class Sample(FileForm):
     """A line of `samples.jsonl`: a case, its timing, and where it was taken."""
 
@@ -75,6 +90,7 @@ class Sample(FileForm):
     machine: str
     copies: int = Field(gt=0)
     """Processes that ran the same case at once; the timing is the median over them."""
+    sampling: Sampling = Sampling()
     case: Case
     timing: Timing
 
@@ -90,6 +106,7 @@ class SetUp(FileForm):
     """Whether the child takes the GPU it can see; otherwise the CPU."""
     sms: int | None = None
     """SMs of an emulated GPU."""
+    sampling: Sampling = Sampling()
     seconds_per_case: float = Field(default=0.1, gt=0)
     min_repeats: int = Field(default=5, gt=0)
 

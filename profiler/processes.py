@@ -24,6 +24,7 @@ from llmpq.profiler.messages import (
     LinkJob,
     LinkTimings,
     Ready,
+    Sampling,
     SetUp,
     Timing,
 )
@@ -143,13 +144,16 @@ def time_link(first: Child, second: Child, *, hidden: int, seconds: float) -> Li
     return answers[0]
 
 
-def set_up_for(device: Device, model: str, *, seconds_per_case: float, min_repeats: int) -> SetUp:
+def set_up_for(
+    device: Device, model: str, *, sampling: Sampling, seconds_per_case: float, min_repeats: int
+) -> SetUp:
     """Return the set-up of a child that stands for a device of the cluster."""
     return SetUp(
         model=model,
         threads=device.threads or 1,
         cuda=not device.spec.is_cpu,
         sms=device.emulate.sms if device.emulate else None,
+        sampling=sampling,
         seconds_per_case=seconds_per_case,
         min_repeats=min_repeats,
     )

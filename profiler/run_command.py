@@ -16,7 +16,7 @@ from llmpq.errors import ExitCode
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import WEIGHT_ONLY, KVPrecision, Precision
 from llmpq.profiler.grid import cases, make_grid
-from llmpq.profiler.messages import Case, model_spec
+from llmpq.profiler.messages import Case, Sampling, model_spec
 from llmpq.profiler.samples import SampleLog
 from llmpq.profiler.session import Job, Outcome, default_copies, devices_here, run
 from llmpq.profiler.tables import links_table, profile_tables
@@ -44,6 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bits", default=bits, help=f"precisions to time (default {bits})")
     parser.add_argument("--kv", default="kv16", help="KV precisions to time (default kv16)")
     parser.add_argument("--verify", default="", help="also time verifying of this many tokens: 2,4")
+    parser.add_argument("--temperature", type=float, default=0.0, help="time sampled tokens")
+    parser.add_argument("--top-k", type=int, help="with --temperature (default: all tokens)")
+    parser.add_argument("--top-p", type=float, default=1.0, help="with --temperature")
     parser.add_argument("--quick", action="store_true", help="few shapes, short repeats")
     parser.add_argument("--max-batch", type=int, help="largest micro-batch (default 16 quick, 32)")
     parser.add_argument(
@@ -109,6 +112,10 @@ def make_job(args: argparse.Namespace) -> Job:
             max_len=args.max_len,
             max_tokens=GPU_TOKENS if on_gpu and not args.quick else None,
             verify_q=_counts(args.verify),
+        ),
+        sampling=Sampling.parse_data(
+            {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p},
+            where="sampling",
         ),
         seconds_per_case=0.02 if args.quick else 0.1,
         min_repeats=2 if args.quick else 3,

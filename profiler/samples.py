@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from llmpq.profiler.messages import Case, Sample
+from llmpq.profiler.messages import Case, Sample, Sampling
 
 
 class SampleLog:
@@ -45,7 +45,13 @@ class SampleLog:
         self._file.flush()
 
     def taken(
-        self, wanted: Iterable[Case], *, model_fingerprint: str, machine: str, copies: int
+        self,
+        wanted: Iterable[Case],
+        *,
+        model_fingerprint: str,
+        machine: str,
+        copies: int,
+        sampling: Sampling,
     ) -> dict[Case, Sample]:
         """Return the newest sample of each wanted case taken under these conditions."""
         conditions = (model_fingerprint, machine, copies)
@@ -53,7 +59,9 @@ class SampleLog:
         return {
             s.case: s
             for s in self._samples
-            if (s.model_fingerprint, s.machine, s.copies) == conditions and s.case in cases
+            if (s.model_fingerprint, s.machine, s.copies) == conditions
+            and s.case in cases
+            and (s.sampling == sampling or s.case.target.part != "head")
         }
 
 

@@ -21,7 +21,7 @@ from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
 from llmpq.profiler.fit import Point, fit_latency, fit_link
 from llmpq.profiler.grid import Grid, cases, fitted_terms
-from llmpq.profiler.messages import Case, Sample, Target, Timing
+from llmpq.profiler.messages import Case, Sample, Sampling, Target, Timing
 from llmpq.profiler.processes import Group, JobFailedError, set_up_for, time_link, visible_gpus
 from llmpq.profiler.samples import SampleLog
 from llmpq.workload import Dtype
@@ -44,6 +44,7 @@ class Job:
     kv: tuple[KVPrecision, ...]
     dtype: Dtype
     grid: Grid
+    sampling: Sampling
     seconds_per_case: float
     min_repeats: int
 
@@ -69,7 +70,7 @@ def run(job: Job, samples: SampleLog, on_case: OnCase) -> Outcome:
     entries: list[LatencyEntry] = []
     noise: dict[Target, float] = {}
     failed: dict[Target, str] = {}
-    versions: dict[str, str] = {"llmpq": __version__}
+    versions: dict[str, str] = {"llmpq": __version__, "sampling": job.sampling.title}
     links: tuple[LinkCost, ...] = ()
     with ExitStack() as stack:
         groups = {}
@@ -138,6 +139,7 @@ def _group(job: Job, device: Device) -> Group:
     set_up = set_up_for(
         device,
         job.model,
+        sampling=job.sampling,
         seconds_per_case=job.seconds_per_case,
         min_repeats=job.min_repeats,
     )
@@ -165,7 +167,13 @@ def _take(
     )
     copies = job.copies[device.profile_kind]
     fingerprint, machine = job.spec.fingerprint(), group.ready.machine
-    done = samples.taken(wanted, model_fingerprint=fingerprint, machine=machine, copies=copies)
+    done = samples.taken(
+        wanted,
+        model_fingerprint=fingerprint,
+        machine=machine,
+        copies=copies,
+        sampling=job.sampling,
+    )
     for target, together in groupby(wanted, key=lambda case: case.target):
         missing = []
         for case in together:
@@ -179,6 +187,7 @@ def _take(
                     model_fingerprint=fingerprint,
                     machine=machine,
                     copies=copies,
+                    sampling=job.sampling,
                     case=case,
                     timing=timing,
                 )

@@ -19,7 +19,7 @@ from llmpq.cost_model import Phase
 from llmpq.memory import Quantization, layer_weight_bytes
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
-from llmpq.profiler.messages import Case, Target, Timing
+from llmpq.profiler.messages import Case, Sampling, Target, Timing
 from llmpq.profiler.timing import Effort, time_call
 from llmpq.runtime.kv_cache import PlainKVCache
 from llmpq.runtime.loader import RandomSource
@@ -45,16 +45,26 @@ _KINDS = {
 class Subject:
     """The model on one device; parts are built when first timed, one stage is kept at a time."""
 
-    def __init__(self, spec: ModelSpec, device: torch.device, quantization: Quantization) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        device: torch.device,
+        quantization: Quantization,
+        sampling: Sampling,
+    ) -> None:
         self.spec, self.device, self.quantization = spec, device, quantization
+        self._sampling = SamplingParams(
+            temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p
+        )
         self._built: tuple[object, StageModel] | None = None
 
     def time(self, case: Case, effort: Effort) -> Timing:
         """Time one case: per layer, where it is one of layers."""
         target = case.target
         layers = self.num_layers(target) if target.part == "layer" else 1
-        # A graph stands for decode and verify, as in the runtime; prompts vary and run eagerly.
-        graph = self.device.type == "cuda" and target.phase is not Phase.PREFILL
+        # A graph stands for decode and verify; prompts and random numbers vary and run eagerly.
+        sampled = target.part == "head" and not self._sampling.greedy
+        graph = self.device.type == "cuda" and target.phase is not Phase.PREFILL and not sampled
         with torch.inference_mode():
             call = self._call(case, graph=graph)
             return time_call(call, device=self.device, effort=effort, layers=layers, graph=graph)
@@ -70,7 +80,7 @@ class Subject:
         """Return the stage's work on one micro-batch; in a graph, on inputs that stay in place."""
         stage, dtype = self._stage(case.target), DTYPES[case.target.dtype]
         kv = self._cache(case, len(stage.layers))
-        message = micro_batch(case)
+        message = micro_batch(case, self._sampling)
         hidden_BQh = None
         if case.target.part != "embedding":
             shape = (case.v, message.q_len, self.spec.hidden)
@@ -125,8 +135,8 @@ class Subject:
         )
 
 
-def micro_batch(case: Case) -> StepMessage:
-    """Return the greedy micro-batch of a case in slots 0..v-1, every other row a token shorter."""
+def micro_batch(case: Case, sampling: SamplingParams) -> StepMessage:
+    """Return the micro-batch of a case in slots 0..v-1, every other row a token shorter."""
     lengths = [max(case.q_len, case.length - row % 2) for row in range(case.v)]
     if case.target.phase is Phase.PREFILL:
         starts, num_new = [0] * case.v, lengths
@@ -138,6 +148,6 @@ def micro_batch(case: Case) -> StepMessage:
         starts=starts,
         num_new=num_new,
         sample_steps=[0] * case.v,
-        sampling=[SamplingParams()] * case.v,
+        sampling=[sampling] * case.v,
         tokens=[[0] * count for count in num_new],
     )

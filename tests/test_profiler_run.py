@@ -15,9 +15,10 @@ from llmpq.precision import KVPrecision, Precision
 from llmpq.profiler.__main__ import main
 from llmpq.profiler.fit import Point, fit_latency
 from llmpq.profiler.grid import cases, make_grid
-from llmpq.profiler.messages import Case, Target
+from llmpq.profiler.messages import Case, Sampling, Target
 from llmpq.profiler.subject import Subject, micro_batch
 from llmpq.profiler.timing import Effort, summarise
+from llmpq.runtime.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.cpu
 
@@ -50,7 +51,7 @@ def ratios(
     """Fit a small grid of one layer's times; return predicted over measured at other shapes."""
     torch.set_num_threads(1)
     spec = ModelSpec.from_directory(directory)
-    subject = Subject(spec, torch.device("cpu"), Quantization())
+    subject = Subject(spec, torch.device("cpu"), Quantization(), Sampling())
     effort = Effort(seconds=0.01, min_repeats=5)
     found = cases(
         make_grid(spec, quick=True, max_batch=8, max_len=96),
@@ -90,7 +91,7 @@ def test_milliseconds_taken_for_seconds_are_noticed(tiny_models: Any) -> None:
 def test_a_layer_is_timed_alone(tiny_models: Any) -> None:
     """The time of a stage of several layers is divided by their number."""
     spec = ModelSpec.from_directory(tiny_models.directory("opt"))
-    subject = Subject(spec, torch.device("cpu"), Quantization())
+    subject = Subject(spec, torch.device("cpu"), Quantization(), Sampling())
     target = Target(device_kind="c", part="layer", phase=Phase.DECODE, dtype="float32")
     timing = subject.time(Case(target=target, v=2, length=16), Effort(seconds=0.005, min_repeats=3))
     assert timing.layers == spec.num_layers == 3
@@ -101,7 +102,7 @@ def test_a_layer_is_timed_alone(tiny_models: Any) -> None:
 def test_micro_batches_have_unequal_rows() -> None:
     def shape(phase: Phase, **sizes: int) -> tuple[list[int], list[int]]:
         target = Target(device_kind="c", part="layer", phase=phase, dtype="float32")
-        message = micro_batch(Case(target=target, **sizes))
+        message = micro_batch(Case(target=target, **sizes), SamplingParams())
         return list(message.starts), list(message.num_new)
 
     assert shape(Phase.PREFILL, v=3, length=9) == ([0, 0, 0], [9, 8, 9])
@@ -160,6 +161,7 @@ def test_costs_of_different_models_do_not_merge(
         ("--model opt-13b --bits 7", "unknown precision '7'"),
         ("--model opt-13b --verify x", "--verify: expected numbers such as 2,4, got 'x'"),
         ("--model opt-13b --verify 1", "--verify: a verify step has at least 2 tokens, got '1'"),
+        ("--model opt-13b --top-p 2", "sampling: 'top_p': Input should be less than or equal to 1"),
         ("--model opt-13b --copies 0", "--copies must be at least 1, got 0"),
         ("--model opt-13b --max-len 4", "--max-len must be at least 16 tokens, got 4"),
     ],

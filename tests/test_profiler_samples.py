@@ -9,12 +9,13 @@ from llmpq.cost_model import Phase
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
 from llmpq.profiler.grid import Grid, cases, fitted_terms, make_grid
-from llmpq.profiler.messages import Case, Sample, Target, Timing
+from llmpq.profiler.messages import Case, Sample, Sampling, Target, Timing
 from llmpq.profiler.samples import SampleLog
 
 pytestmark = pytest.mark.pure
 
 TARGET = Target(device_kind="CPU@1t", part="layer", phase=Phase.DECODE, dtype="float32")
+GREEDY, NUCLEUS = Sampling(), Sampling(temperature=0.7, top_p=0.9)
 CASES = [Case(target=TARGET, v=v, length=64) for v in (1, 2, 4)]
 
 
@@ -24,8 +25,8 @@ def sample(case: Case, *, machine: str = "here", seconds: float = 1e-3) -> Sampl
 
 
 def taken(log: SampleLog, **changed: object) -> dict[Case, Sample]:
-    conditions = {"model_fingerprint": "f", "machine": "here", "copies": 2, **changed}
-    return log.taken(CASES, **conditions)  # type: ignore[arg-type]
+    conditions = {"model_fingerprint": "f", "machine": "here", "copies": 2, "sampling": GREEDY}
+    return log.taken(CASES, **conditions | changed)  # type: ignore[arg-type]
 
 
 def test_a_stopped_run_resumes_after_a_truncated_line(tmp_path: Path) -> None:
@@ -50,6 +51,22 @@ def test_only_samples_taken_under_the_same_conditions_count(tmp_path: Path) -> N
         assert taken(log, machine="elsewhere")
         assert not taken(log, machine="elsewhere", copies=1)
         assert not taken(log, machine="elsewhere", model_fingerprint="g")
+
+
+def test_how_tokens_are_picked_matters_to_the_head_alone(tmp_path: Path) -> None:
+    head = CASES[0].model_copy(update={"target": TARGET.model_copy(update={"part": "head"})})
+    with SampleLog(tmp_path / "s.jsonl") as log:
+        log.append(sample(CASES[0]))
+        log.append(sample(head))
+        for sampling, found in ((GREEDY, {CASES[0], head}), (NUCLEUS, {CASES[0]})):
+            done = log.taken(
+                [CASES[0], head],
+                model_fingerprint="f",
+                machine="here",
+                copies=2,
+                sampling=sampling,
+            )
+            assert set(done) == found
 
 
 def test_the_newest_sample_of_a_case_counts(tmp_path: Path) -> None:
