@@ -17,6 +17,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 BATCH, PROMPT_LEN, GEN_LEN = 8, 64, 64
+SAMPLING = "--temperature 0.7 --top-p 0.9"
 
 
 def main() -> int:
@@ -32,13 +33,14 @@ def main() -> int:
     workload = f"--global_bz {BATCH} --s {PROMPT_LEN} --n {GEN_LEN}"
     steps = (
         f"llmpq-profile --model {model} --cluster {cluster} --dtype float32 --quick"
+        f" {SAMPLING}"
         f" --samples {out}/samples.jsonl -o {out}/costs.json",
         f"llmpq-profile indicator --kind variance --model {model} --text {HERE}/heldout.txt"
         f" -o {out}/omega.json",
         f"llmpq-algo --cluster {cluster} --model {model} --costs {out}/costs.json"
         f" --omega_file {out}/omega.json {workload} --theta 0.01 --bits 16,4 -o {out}/plan.json",
         f"llmpq-dist --strat_file_name {out}/plan.json --model {model} -i {HERE}/prompts.jsonl"
-        f" -o {out}/outputs.jsonl --max_tokens {GEN_LEN} --ignore-eos --temperature 0.7 --top-p 0.9 --seed 1 --trace {out}/trace.json"
+        f" -o {out}/outputs.jsonl --max_tokens {GEN_LEN} --ignore-eos {SAMPLING} --seed 1 --trace {out}/trace.json"
         f" --report {out}/report.json",
     )
     started = time.monotonic()
