@@ -33,15 +33,15 @@ def main() -> int:
     workload = f"--global_bz {BATCH} --s {PROMPT_LEN} --n {GEN_LEN}"
     steps = (
         f"llmpq-profile --model {model} --cluster {cluster} --dtype float32 --quick"
-        f" {SAMPLING}"
+        f" --bits 16,4 {SAMPLING}"
         f" --samples {out}/samples.jsonl -o {out}/costs.json",
         f"llmpq-profile indicator --kind variance --model {model} --text {HERE}/heldout.txt"
         f" -o {out}/omega.json",
         f"llmpq-algo --cluster {cluster} --model {model} --costs {out}/costs.json"
         f" --omega_file {out}/omega.json {workload} --theta 0.01 --bits 16,4 -o {out}/plan.json",
         f"llmpq-dist --strat_file_name {out}/plan.json --model {model} -i {HERE}/prompts.jsonl"
-        f" -o {out}/outputs.jsonl --max_tokens {GEN_LEN} --ignore-eos {SAMPLING} --seed 1 --trace {out}/trace.json"
-        f" --report {out}/report.json",
+        f" -o {out}/outputs.jsonl --max_tokens {GEN_LEN} --ignore-eos {SAMPLING} --seed 1"
+        f" --trace {out}/trace.json --report {out}/report.json",
     )
     started = time.monotonic()
     for step in steps:
