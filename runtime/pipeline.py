@@ -142,6 +142,13 @@ class Pipeline:
         texts = self._gather(refs, range(len(refs)), self._deadlines.step_s)
         return [StageRecord.from_json(text) for text in texts]
 
+    def speculation(self) -> dict[str, Any] | None:
+        """Return what came of the drafts, None without any."""
+        ref = self._actors[0].speculation.remote()
+        (text,) = self._gather([ref], [0], self._deadlines.step_s)
+        report: dict[str, Any] | None = json.loads(text)
+        return report
+
     def stage_pids(self) -> list[int]:
         """Return the process of every stage."""
         return list(self._pids)

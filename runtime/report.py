@@ -32,6 +32,8 @@ class JobResult:
     num_failed: int
     prompt_tokens: int
     startup_s: float
+    speculation: dict[str, Any] | None = None
+    """What came of the drafts."""
 
     @property
     def wall_s(self) -> float:
@@ -47,7 +49,10 @@ class JobResult:
 def build_report(job: JobResult) -> dict[str, Any]:
     """Return the report as JSON data; times in seconds unless the name says milliseconds."""
     plan, wall_s = job.plan, job.wall_s
-    prefill_s = max((request.first_token_s for request in job.finished), default=0.0)
+    # With more requests than slots prompts and tokens are interleaved: there are no two phases.
+    fixed = len(job.finished) <= plan.workload.batch
+    prefill_s = max((r.first_token_s for r in job.finished), default=0.0) if fixed else None
+    decode_s = wall_s - prefill_s if prefill_s is not None else None
     per_s = 1 / wall_s if wall_s > 0 else 0.0
     predicted = plan.predicted.model_dump(mode="json") if plan.predicted is not None else None
     return {
@@ -63,15 +68,31 @@ def build_report(job: JobResult) -> dict[str, Any]:
         "total_output_tokens": job.generated_tokens,
         "startup_s": job.startup_s,
         "predicted": predicted,
-        "measured": {"prefill_s": prefill_s, "decode_s": wall_s - prefill_s, "total_s": wall_s},
+        "measured": {"prefill_s": prefill_s, "decode_s": decode_s, "total_s": wall_s},
         "request_throughput": len(job.finished) * per_s,
         "output_throughput": job.generated_tokens * per_s,
         "total_token_throughput": (job.generated_tokens + job.prompt_tokens) * per_s,
         **_latencies(job.finished),
+        "speculation": _speculation(job),
         "stages": [
             _stage(stage, load, record, wall_s)
             for stage, load, record in zip(plan.stages, job.loads, job.records, strict=True)
         ],
+    }
+
+
+def _speculation(job: JobResult) -> dict[str, Any] | None:
+    """Add to what came of the drafts how the stages' working time was spent."""
+    if job.speculation is None:
+        return None
+    busy_s: dict[str, float] = {}
+    for record in job.records:
+        for kind, totals in record.totals.items():
+            busy_s[kind] = busy_s.get(kind, 0.0) + totals.busy_s
+    whole_s = sum(busy_s.values()) or 1.0
+    return job.speculation | {
+        "draft_bytes": sum(load.draft_bytes for load in job.loads),
+        "time_share": {kind: seconds / whole_s for kind, seconds in busy_s.items()},
     }
 
 
@@ -159,10 +180,22 @@ def print_summary(report: Mapping[str, Any], console: Console) -> None:
         for name, key in (("prefill", "prefill_s"), ("decode", "decode_s"), ("total", "total_s"))
     ]
     console.print("time (predicted / measured): " + ", ".join(parts))
+    if report["speculation"] is not None:
+        console.print(_speculation_line(report["speculation"]))
     console.print(
         f"{report['completed']} rows done, {report['failed']} failed; "
         f"{report['total_output_tokens']} tokens generated, "
         f"{report['output_throughput']:.0f} tokens/s"
+    )
+
+
+def _speculation_line(seen: Mapping[str, Any]) -> str:
+    if not seen["verifies"]:
+        return f"speculation {seen['mode']}: off throughout, it would not have paid"
+    shares = ", ".join(f"{kind} {share:.0%}" for kind, share in seen["time_share"].items())
+    return (
+        f"speculation {seen['mode']}, gamma {seen['gamma']}: {seen['acceptance']:.0%} of drafted "
+        f"tokens accepted, {seen['tokens_per_verify']:.2f} tokens a verify; time: {shares}"
     )
 
 

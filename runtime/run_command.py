@@ -29,6 +29,7 @@ from llmpq.runtime.progress import ProgressReporter
 from llmpq.runtime.report import JobResult, build_report, print_summary
 from llmpq.runtime.request import Request
 from llmpq.runtime.scheduler import Limits
+from llmpq.runtime.speculation_choice import add_speculation_arguments, choose_speculation
 from llmpq.runtime.stage_actor import StageSettings, limits_of
 from llmpq.runtime.stage_loop import Finished
 from llmpq.runtime.tokenizer import Tokenizer
@@ -55,6 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     job.add_argument("--report", metavar="FILE", help="write the report as JSON")
     job.add_argument("--json", action="store_true", help="print the report as JSON, not as tables")
     _add_sampling(parser.add_argument_group("tokens (rows may say otherwise)"))
+    add_speculation_arguments(parser.add_argument_group("speculation"))
     _add_launch(parser.add_argument_group("launch"))
 
 
@@ -207,9 +209,13 @@ def _run(
 ) -> dict[str, Any]:
     """Start the pipeline, write answers as they come, return the report."""
     started_s = time.monotonic()
+    drafts = choose_speculation(job.plan, args.speculate, args.gamma, args.costs)
     settings = StageSettings(
         model_dir=str(Path(args.model or job.plan.model.path or "").resolve()),
         trace=args.trace is not None,
+        speculate=drafts.mode,
+        gamma=drafts.gamma,
+        costs=drafts.costs,
     )
     launch = Launch(
         ray_address=args.ray_address or ("auto" if args.no_auto else None),
@@ -253,6 +259,7 @@ def _run(
                 num_failed=len(job.errors),
                 prompt_tokens=sum(len(request.prompt) for request in job.requests),
                 startup_s=startup_s,
+                speculation=pipeline.speculation(),
             )
         )
 

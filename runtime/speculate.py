@@ -1,77 +1,26 @@
 """How many tokens to draft before verifying, and what came of it.
 
-With acceptance a per token, a round of gamma drafts yields E = (1 - a^(gamma+1)) / (1 - a) tokens
-and takes gamma drafts and one verify of gamma + 1 positions. The expected speed-up over plain
-decoding is
-
-    S(gamma) = E * decode / (gamma * draft + verify(gamma + 1))
-
-`AutoDrafter` takes the times from a cost model, the acceptance from what it observes, and drafts
-only where S is above 1. Standard library only.
+`FixedDrafter` always drafts as many; `AutoDrafter` asks the formulas of `llmpq.speculation` for the
+length that pays at this batch and context, with the acceptance it has observed, 0 included.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, get_args
+from typing import Any
 
 from llmpq.runtime import ngram
 from llmpq.runtime.request import Request
+from llmpq.speculation import (
+    MAX_GAMMA,
+    PRIOR_ACCEPTANCE,
+    SpeculationMode,
+    StepTimes,
+    best_gamma,
+)
 
-SpeculationMode = Literal["qspec", "w4kv4", "planes", "kv4", "ngram"]
-MODES: tuple[str, ...] = get_args(SpeculationMode)
 DEFAULT_GAMMA = 3
-MAX_GAMMA = 7
-PRIOR_ACCEPTANCE = {"qspec": 0.8, "w4kv4": 0.9, "planes": 0.95, "kv4": 0.97, "ngram": 0.3}
-"""Per token, until it is observed (trained models at 4 bits, round to nearest)."""
-WORTHWHILE = 1.02
-"""Least predicted speed-up that is worth drafting for: cost models err by a few percent."""
-
-
-class StepTimes(Protocol):
-    """Seconds of a micro-batch of `rows` requests with `context` tokens in the cache."""
-
-    def decode_s(self, rows: int, context: float) -> float:
-        """One plain decode step."""
-        ...
-
-    def draft_s(self, rows: int, context: float) -> float:
-        """One draft step; 0 where drafts need no model."""
-        ...
-
-    def verify_s(self, rows: int, context: float, q_len: int) -> float:
-        """One verify of `q_len` positions a request."""
-        ...
-
-
-def expected_tokens(acceptance: float, gamma: int) -> float:
-    """Return the mean number of tokens one round yields."""
-    if acceptance >= 1:
-        return gamma + 1.0
-    return (1 - acceptance ** (gamma + 1)) / (1 - acceptance)
-
-
-def predicted_speedup(
-    times: StepTimes, acceptance: float, gamma: int, *, rows: int, context: float
-) -> float:
-    """Return S(gamma) over plain decoding; 1 for gamma 0."""
-    if gamma == 0:
-        return 1.0
-    spent_s = gamma * times.draft_s(rows, context) + times.verify_s(rows, context, gamma + 1)
-    return expected_tokens(acceptance, gamma) * times.decode_s(rows, context) / spent_s
-
-
-def best_gamma(
-    times: StepTimes, acceptance: float, *, rows: int, context: float, limit: int = MAX_GAMMA
-) -> tuple[int, float]:
-    """Return the draft length of the highest predicted speed-up, and that; (0, 1) if none."""
-    best = (0, 1.0)
-    for gamma in range(1, limit + 1):
-        speedup = predicted_speedup(times, acceptance, gamma, rows=rows, context=context)
-        if speedup > max(best[1], WORTHWHILE):
-            best = (gamma, speedup)
-    return best
 
 
 @dataclass
@@ -164,13 +113,15 @@ class AutoDrafter(FixedDrafter):
             self.estimate = self.MEMORY * self.estimate + (1 - self.MEMORY) * hit
 
 
-def choose_mode(
-    times: dict[SpeculationMode, StepTimes], *, rows: int, context: float
-) -> tuple[SpeculationMode, float] | None:
-    """Return the mode of the highest predicted speed-up with it, None where none is above 1."""
-    best: tuple[SpeculationMode, float] | None = None
-    for mode, mode_times in times.items():
-        _, speedup = best_gamma(mode_times, PRIOR_ACCEPTANCE[mode], rows=rows, context=context)
-        if speedup >= WORTHWHILE and (best is None or speedup > best[1]):
-            best = (mode, speedup)
-    return best
+def speculation_report(drafter: FixedDrafter) -> dict[str, Any]:
+    """Return what came of the drafts, as JSON data."""
+    seen = drafter.acceptance
+    return {
+        "mode": drafter.mode,
+        "gamma": "auto" if isinstance(drafter, AutoDrafter) else drafter.gamma(()),
+        "rounds_by_gamma": drafter.chosen if isinstance(drafter, AutoDrafter) else {},
+        "verifies": seen.verifies,
+        "acceptance": seen.rate,
+        "acceptance_by_place": seen.per_place(),
+        "tokens_per_verify": seen.tokens_per_verify(),
+    }

@@ -10,12 +10,13 @@ import datetime
 import json
 import os
 import socket
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from llmpq.cost_model import CostModel
 from llmpq.device_spec import canonical_kind
 from llmpq.errors import PlanMismatchError
 from llmpq.model_spec import ModelSpec
@@ -25,12 +26,14 @@ from llmpq.runtime.placement import is_cpu, listening_socket, loopback_interface
 from llmpq.runtime.request import Request
 from llmpq.runtime.sampling_params import SamplingParams
 from llmpq.runtime.scheduler import Limits, Scheduler, max_in_flight
+from llmpq.runtime.speculate import AutoDrafter, FixedDrafter, speculation_report
 from llmpq.runtime.stage_compute import StageCompute, build_stage
 from llmpq.runtime.stage_loop import FirstStage, Mailbox, run_following_stage
 from llmpq.runtime.stage_model import DTYPES
 from llmpq.runtime.stop_texts import StopTexts
 from llmpq.runtime.trace import Recorder
 from llmpq.runtime.transport import GlooTransport, join_gloo
+from llmpq.speculation import PlanTimes, SpeculationMode
 
 WARM_UP_TOKENS = 16
 JOIN_LIMIT = datetime.timedelta(seconds=60)
@@ -43,6 +46,10 @@ class StageSettings:
     model_dir: str
     trace: bool = False
     batching: str = "continuous"
+    speculate: SpeculationMode | None = None
+    gamma: int | None = None
+    """Draft length; None lets the cost model of `costs` choose it, again and again."""
+    costs: str | None = None
 
 
 def limits_of(plan: Plan, batching: str = "continuous") -> Limits:
@@ -59,6 +66,17 @@ def limits_of(plan: Plan, batching: str = "continuous") -> Limits:
     )
 
 
+def make_drafter(plan: Plan, settings: StageSettings) -> FixedDrafter | None:
+    """Return the drafter of the settings, None for plain decoding."""
+    if settings.speculate is None:
+        return None
+    if settings.gamma is not None:
+        return FixedDrafter(settings.speculate, settings.gamma)
+    assert settings.costs is not None, "an automatic draft length needs a cost model"
+    costs = CostModel.load_json(settings.costs)
+    return AutoDrafter(settings.speculate, PlanTimes(plan, costs, settings.speculate))
+
+
 class StageActor:
     """Holds one stage; every method answers with plain values or JSON text."""
 
@@ -71,6 +89,7 @@ class StageActor:
         self._compute: StageCompute | None = None
         self._listener: socket.socket | None = None
         self._store: dist.Store | None = None
+        self._drafter = make_drafter(self._plan, self._settings) if index == 0 else None
 
     @property
     def _stage(self) -> StagePlan:
@@ -88,6 +107,9 @@ class StageActor:
         self._plan.require_model(spec)
         source = CheckpointSource(self._settings.model_dir, spec)
         self._compute, report = build_stage(self._plan, self._index, spec, source, device)
+        if self._settings.speculate is not None:
+            extra = self._compute.enable_speculation(self._settings.speculate)
+            report = replace(report, draft_bytes=extra)
         workload = self._plan.workload
         rows = min(self._plan.decode_microbatch, workload.batch)
         self._compute.warm_up(rows, min(WARM_UP_TOKENS, workload.prompt_len, workload.max_len))
@@ -124,6 +146,7 @@ class StageActor:
         if self._index == 0:
             scheduler = Scheduler(
                 limits_of(self._plan, self._settings.batching),
+                drafter=self._drafter,
                 ends_in_stop_text=StopTexts(self._settings.model_dir),
             )
             FirstStage(
@@ -169,6 +192,10 @@ class StageActor:
     def record(self) -> str:
         """Return what the stage recorded."""
         return self._recorder.record().to_json()
+
+    def speculation(self) -> str:
+        """Return what came of the drafts, JSON null without any (first stage only)."""
+        return json.dumps(speculation_report(self._drafter) if self._drafter else None)
 
     def _transport(self) -> GlooTransport:
         assert self._compute is not None

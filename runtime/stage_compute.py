@@ -20,9 +20,9 @@ from llmpq.runtime.message import StepMessage
 from llmpq.runtime.request import StepKind
 from llmpq.runtime.sampling import sample
 from llmpq.runtime.sampling_params import SamplingParams
-from llmpq.runtime.speculate import SpeculationMode
 from llmpq.runtime.stage_model import DTYPES, StageModel
 from llmpq.runtime.step import Step
+from llmpq.speculation import SpeculationMode
 from llmpq.units import format_size
 
 MEMORY_TOLERANCE = 0.05
@@ -37,6 +37,8 @@ class LoadReport:
     """Layers, and embedding and head where the stage has them."""
     kv_bytes: int
     seconds: float
+    draft_bytes: int = 0
+    """What drafts hold beyond the above."""
 
 
 class StageCompute:

@@ -17,11 +17,11 @@ from llmpq.plan import Plan
 from llmpq.runtime.loader import TensorSource
 from llmpq.runtime.request import Request
 from llmpq.runtime.scheduler import Scheduler
-from llmpq.runtime.speculate import SpeculationMode
 from llmpq.runtime.stage_compute import StageCompute, build_stage
 from llmpq.runtime.stage_loop import Finished, FirstStage, Mailbox, run_following_stage
 from llmpq.runtime.trace import Recorder, StageRecord
 from llmpq.runtime.transport import Ring, ThreadTransport
+from llmpq.speculation import SpeculationMode
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -62,3 +62,25 @@ def test_actors_give_the_tokens_of_transformers(
         total.steps for record in records for total in record.totals.values()
     )
     json.dumps(events)
+
+
+def test_speculation_over_actors_gives_the_same_tokens(
+    ray_session, demo_model, make_plan, expected
+):
+    prompts, outputs = expected
+    plan = make_plan(demo_model, (2, 5), batch=4, prompt_len=24, gen_len=MAX_NEW)
+    settings = StageSettings(model_dir=str(demo_model), speculate="w4kv4", gamma=3)
+    tokens = {}
+    with Pipeline.start(plan, settings) as pipeline:
+        pipeline.submit(
+            [Request(id=i, prompt=tuple(p), max_new=MAX_NEW) for i, p in enumerate(prompts)]
+        )
+        for update in pipeline.updates():
+            tokens |= {done.id: done.tokens for done in update.finished}
+        report = pipeline.speculation()
+        records = pipeline.records()
+    assert [tokens[i] for i in range(len(prompts))] == outputs
+    assert report is not None and report["mode"] == "w4kv4" and report["acceptance"] > 0.3
+    for record in records:
+        assert {"prefill", "draft", "verify"} <= set(record.totals)
+    assert all(load.draft_bytes > 0 for load in pipeline.load_reports)

@@ -1,0 +1,201 @@
+"""What speculation costs and gains: the formulas the planner predicts with and the runtime obeys.
+
+With acceptance a per token, a round of gamma drafts yields E = (1 - a^(gamma+1)) / (1 - a) tokens
+and takes gamma drafts and one verify of gamma + 1 positions. The speed-up over plain decoding is
+
+    S(gamma) = E * decode / (gamma * draft + verify(gamma + 1))
+
+Times come from a cost model, summed over the stages of a plan. Standard library and nouns only.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, Protocol, get_args
+
+from llmpq.cost_model import CostModel, LatencyEntry, Phase
+from llmpq.plan import Plan, StagePlan
+from llmpq.precision import KVPrecision, Precision
+
+SpeculationMode = Literal["qspec", "w4kv4", "planes", "kv4", "ngram"]
+MODES: tuple[SpeculationMode, ...] = get_args(SpeculationMode)
+MAX_GAMMA = 7
+PRIOR_ACCEPTANCE: Mapping[SpeculationMode, float] = {
+    "qspec": 0.8,
+    "w4kv4": 0.9,
+    "planes": 0.95,
+    "kv4": 0.97,
+    "ngram": 0.3,
+}
+"""Per token, until it is observed: trained models at 4 bits, round to nearest."""
+WORTHWHILE = 1.02
+"""Least predicted speed-up worth drafting for: cost models err by a few percent."""
+
+DRAFT_PRECISION: Mapping[SpeculationMode, Mapping[Precision, Precision]] = {
+    "qspec": {Precision.W4A16: Precision.W4A4},
+    "w4kv4": {Precision.W16A16: Precision.W4A16, Precision.W8A16: Precision.W4A16},
+    "planes": {Precision.W8A16: Precision.W4A16},
+    "kv4": {},
+    "ngram": {},
+}
+"""Mode -> what a layer of a precision is drafted as; others run as they are."""
+READS_KV4 = ("w4kv4", "kv4")
+
+
+class StepTimes(Protocol):
+    """Seconds of a micro-batch of `rows` requests with `context` tokens in the cache."""
+
+    def decode_s(self, rows: int, context: float) -> float:
+        """One plain decode step."""
+        ...
+
+    def draft_s(self, rows: int, context: float) -> float:
+        """One draft step; 0 where drafts need no model."""
+        ...
+
+    def verify_s(self, rows: int, context: float, q_len: int) -> float:
+        """One verify of `q_len` positions a request."""
+        ...
+
+
+def expected_tokens(acceptance: float, gamma: int) -> float:
+    """Return the mean number of tokens one round yields."""
+    if acceptance >= 1:
+        return gamma + 1.0
+    return (1 - acceptance ** (gamma + 1)) / (1 - acceptance)
+
+
+def predicted_speedup(
+    times: StepTimes, acceptance: float, gamma: int, *, rows: int, context: float
+) -> float:
+    """Return S(gamma) over plain decoding; 1 for gamma 0."""
+    if gamma == 0:
+        return 1.0
+    spent_s = gamma * times.draft_s(rows, context) + times.verify_s(rows, context, gamma + 1)
+    return expected_tokens(acceptance, gamma) * times.decode_s(rows, context) / spent_s
+
+
+def best_gamma(
+    times: StepTimes, acceptance: float, *, rows: int, context: float, limit: int = MAX_GAMMA
+) -> tuple[int, float]:
+    """Return the draft length of the highest predicted speed-up, and that; (0, 1) if none."""
+    best = (0, 1.0)
+    for gamma in range(1, limit + 1):
+        speedup = predicted_speedup(times, acceptance, gamma, rows=rows, context=context)
+        if speedup > max(best[1], WORTHWHILE):
+            best = (gamma, speedup)
+    return best
+
+
+def choose_mode(
+    times: Mapping[SpeculationMode, StepTimes], *, rows: int, context: float
+) -> tuple[SpeculationMode, int, float] | None:
+    """Return the mode of the highest predicted speed-up, its gamma and speed-up; None if none."""
+    best: tuple[SpeculationMode, int, float] | None = None
+    for mode, mode_times in times.items():
+        acceptance = PRIOR_ACCEPTANCE[mode]
+        gamma, speedup = best_gamma(mode_times, acceptance, rows=rows, context=context)
+        if gamma > 0 and (best is None or speedup > best[2]):
+            best = (mode, gamma, speedup)
+    return best
+
+
+def usable_modes(plan: Plan) -> tuple[SpeculationMode, ...]:
+    """Return the modes that make something of this plan cheaper."""
+    plain_cache = plan.workload.kv is KVPrecision.KV16
+
+    def usable(mode: SpeculationMode) -> bool:
+        if mode == "ngram":
+            return True
+        if mode in READS_KV4 and not plain_cache:
+            return False
+        return mode == "kv4" or any(p in DRAFT_PRECISION[mode] for p in plan.precisions)
+
+    return tuple(mode for mode in MODES if usable(mode))
+
+
+@dataclass(frozen=True)
+class PlanTimes:
+    """The step times of a plan under a cost model.
+
+    What was not profiled is taken at its target's cost, which never flatters speculation: a draft
+    as the layer it drafts for, a verify of q positions as a decode of q times as many requests.
+    """
+
+    plan: Plan
+    costs: CostModel
+    mode: SpeculationMode
+
+    def decode_s(self, rows: int, context: float) -> float:
+        """One plain decode step."""
+        return sum(
+            count * entry.seconds(v=rows, length=context)
+            for entry, count in self._entries["decode"]
+        )
+
+    def draft_s(self, rows: int, context: float) -> float:
+        """One draft step; 0 where drafts need no model."""
+        if self.mode == "ngram":
+            return 0.0
+        entries = self._entries["draft"]
+        return sum(count * entry.seconds(v=rows, length=context) for entry, count in entries)
+
+    def verify_s(self, rows: int, context: float, q_len: int) -> float:
+        """One verify of `q_len` positions a request."""
+        total_s = 0.0
+        for entry, count in self._entries["verify"]:
+            many = rows if entry.phase is Phase.VERIFY else rows * q_len
+            total_s += count * entry.seconds(v=many, length=context, q_len=q_len)
+        return total_s
+
+    @cached_property
+    def _entries(self) -> dict[str, list[tuple[LatencyEntry, int]]]:
+        """Return the cost entries of a decode, a draft and a verify, and how often each counts."""
+        found: dict[str, list[tuple[LatencyEntry, int]]] = {"decode": [], "draft": [], "verify": []}
+        last = len(self.plan.stages) - 1
+        for index, stage in enumerate(self.plan.stages):
+            parts: list[Literal["embedding", "head"]] = []
+            parts += ["embedding"] if index == 0 else []
+            parts += ["head"] if index == last else []
+            for part in parts:
+                entry = self.costs.find(
+                    stage.profile_kind,
+                    part=part,
+                    phase=Phase.DECODE,
+                    dtype=self.plan.workload.dtype,
+                )
+                if entry is not None:
+                    for entries in found.values():
+                        entries.append((entry, 1))
+            for precision, count in Counter(stage.precisions).items():
+                for kind, entry in self._layer(stage, precision).items():
+                    found[kind].append((entry, count))
+        return found
+
+    def _layer(self, stage: StagePlan, precision: Precision) -> dict[str, LatencyEntry]:
+        workload = self.plan.workload
+
+        def find(phase: Phase, as_precision: Precision, kv: KVPrecision) -> LatencyEntry | None:
+            return self.costs.find(
+                stage.profile_kind,
+                phase=phase,
+                precision=as_precision,
+                kv=kv,
+                dtype=workload.dtype,
+            )
+
+        decode = find(Phase.DECODE, precision, workload.kv)
+        if decode is None:
+            raise ValueError(
+                f"the cost model has no decode time of {precision.value} layers with "
+                f"{workload.kv.value} in {workload.dtype} on {stage.profile_kind}; profile it with "
+                "llmpq-profile"
+            )
+        drafted = DRAFT_PRECISION[self.mode].get(precision, precision)
+        kv = KVPrecision.KV4 if self.mode in READS_KV4 else workload.kv
+        draft = find(Phase.DECODE, drafted, kv) or find(Phase.DECODE, drafted, workload.kv)
+        verify = find(Phase.VERIFY, precision, workload.kv)
+        return {"decode": decode, "draft": draft or decode, "verify": verify or decode}

@@ -1,0 +1,115 @@
+"""Turns `--speculate`, `--gamma` and what the plan says into one decision."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+from llmpq.cost_model import CostModel
+from llmpq.errors import unknown_name
+from llmpq.plan import Plan
+from llmpq.speculation import (
+    MAX_GAMMA,
+    MODES,
+    READS_KV4,
+    PlanTimes,
+    SpeculationMode,
+    StepTimes,
+    choose_mode,
+    usable_modes,
+)
+
+_log = logging.getLogger("llmpq.run")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drafts:
+    """The decision: no mode means plain decoding, no gamma one that is chosen while running."""
+
+    mode: SpeculationMode | None = None
+    gamma: int | None = None
+    costs: str | None = None
+
+
+def add_speculation_arguments(group: argparse._ArgumentGroup) -> None:
+    """Declare the flags."""
+    group.add_argument(
+        "--speculate", metavar="MODE",
+        help=f"{', '.join(MODES)}, auto (what the cost model says pays, if anything) or off; "
+        "default: what the plan says. The tokens are those of plain decoding",
+    )  # fmt: skip
+    group.add_argument(
+        "--gamma", default="auto", metavar="N",
+        help=f"tokens drafted per verify, 1..{MAX_GAMMA}, or auto (needs --costs)",
+    )  # fmt: skip
+    group.add_argument("--costs", metavar="FILE", help="costs.json of llmpq-profile, for auto")
+
+
+def choose_speculation(plan: Plan, mode: str | None, gamma: str, costs: str | None) -> Drafts:
+    """Return the decision; `ValueError` says why a wish cannot be met."""
+    if mode == "off" or (mode is None and plan.speculation is None):
+        return Drafts()
+    length = None if gamma == "auto" else _parse_gamma(gamma)
+    if mode is None and plan.speculation is not None:
+        mode = plan.speculation.mode
+        length = length or (None if costs is not None else plan.speculation.gamma)
+    if mode == "auto":
+        return _automatic(plan, costs)
+    if mode not in MODES:
+        raise unknown_name("speculation mode", str(mode), [*MODES, "auto", "off"])
+    known = mode
+    _require_usable(plan, known)
+    if length is None and costs is None:
+        raise ValueError(
+            f"--gamma auto needs a cost model to weigh drafts of {known}: add --costs costs.json "
+            f"(llmpq-profile), or give --gamma 1..{MAX_GAMMA}"
+        )
+    return Drafts(mode=known, gamma=length, costs=_absolute(costs))
+
+
+def _automatic(plan: Plan, costs: str | None) -> Drafts:
+    """Choose the mode with the highest predicted speed-up in the middle of the job."""
+    if costs is None:
+        raise ValueError("--speculate auto needs --costs costs.json (llmpq-profile)")
+    model = CostModel.load_json(costs)
+    times: dict[SpeculationMode, StepTimes] = {
+        mode: PlanTimes(plan, model, mode) for mode in usable_modes(plan)
+    }
+    context = plan.workload.prompt_len + plan.workload.gen_len / 2
+    best = choose_mode(times, rows=plan.decode_microbatch, context=context)
+    if best is None:
+        _log.info("speculation: off, no draft is predicted to pay at this batch and context")
+        return Drafts()
+    mode, gamma, speedup = best
+    _log.info("speculation: %s, gamma %d to start with, predicted %.2fx", mode, gamma, speedup)
+    return Drafts(mode=mode, costs=_absolute(costs))
+
+
+def _require_usable(plan: Plan, mode: SpeculationMode) -> None:
+    if mode in usable_modes(plan):
+        return
+    held = ", ".join(sorted({precision.value for precision in plan.precisions}))
+    needs = {
+        "qspec": "4-bit layers (w4a16)",
+        "w4kv4": "16- or 8-bit layers and a 16-bit KV cache",
+        "planes": "8-bit layers (w8a16)",
+        "kv4": "a 16-bit KV cache",
+    }[mode]
+    also = f" with {plan.workload.kv.value}" if mode in READS_KV4 else ""
+    raise ValueError(
+        f"--speculate {mode} needs {needs}, the plan has {held}{also}; choose one of "
+        f"{', '.join(usable_modes(plan))}"
+    )
+
+
+def _parse_gamma(text: str) -> int:
+    if not text.isdigit() or not 1 <= int(text) <= MAX_GAMMA:
+        raise ValueError(f"--gamma must be 1..{MAX_GAMMA} or auto, got '{text}'")
+    return int(text)
+
+
+def _absolute(path: str | None) -> str | None:
+    """Return a path that stages find from any working directory."""
+    return None if path is None else str(Path(path).resolve())

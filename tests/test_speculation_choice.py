@@ -1,0 +1,224 @@
+"""When drafting pays: the formulas, the automatic choice, and what the command line allows."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import pytest
+
+from llmpq.cost_model import CostModel, LatencyEntry, Phase, Regime
+from llmpq.precision import KVPrecision, Precision
+from llmpq.runtime.request import Request
+from llmpq.runtime.speculate import AutoDrafter, FixedDrafter, speculation_report
+from llmpq.runtime.speculation_choice import Drafts, choose_speculation
+from llmpq.speculation import (
+    MAX_GAMMA,
+    PRIOR_ACCEPTANCE,
+    PlanTimes,
+    best_gamma,
+    choose_mode,
+    expected_tokens,
+    predicted_speedup,
+    usable_modes,
+)
+
+pytestmark = pytest.mark.pure
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Artificial: weights are read once a step, compute grows with rows, a draft reads less."""
+
+    weights_s: float = 8e-3
+    kv_s: float = 1e-6
+    """Per row and token of context."""
+    compute_s: float = 2e-4
+    """Per row and position, hidden behind the reads."""
+    draft_share: float = 0.3
+
+    def decode_s(self, rows, context):
+        return self.verify_s(rows, context, 1)
+
+    def draft_s(self, rows, context):
+        reads_s = self.draft_share * (self.weights_s + self.kv_s * rows * context)
+        return max(reads_s, self.compute_s * rows)
+
+    def verify_s(self, rows, context, q_len):
+        reads_s = self.weights_s + self.kv_s * rows * context
+        return max(reads_s, self.compute_s * rows * q_len)
+
+
+def group(rows: int, context: int) -> list[Request]:
+    return [Request(id=i, prompt=(1,) * context, max_new=9, output=[1]) for i in range(rows)]
+
+
+def test_the_speed_up_formula_on_the_published_figures():
+    """E at alpha 0.9, gamma 3 is 3.44; QSpec's L20 numbers (c 0.47) give 1.45."""
+    assert expected_tokens(0.9, 3) == pytest.approx(3.44, abs=0.005)
+    assert expected_tokens(1.0, 5) == 6
+
+    class Published:
+        def decode_s(self, rows, context):
+            return 1.0
+
+        def draft_s(self, rows, context):
+            return 0.47
+
+        def verify_s(self, rows, context, q_len):
+            return 1.0
+
+    got = predicted_speedup(Published(), 0.91, 3, rows=1, context=0)
+    assert got == pytest.approx(1.45, abs=0.02)
+
+
+def test_the_best_length_is_the_best_of_all():
+    rng = random.Random(0)
+    for _ in range(200):
+        machine = Machine(draft_share=rng.uniform(0.05, 1.2), compute_s=rng.uniform(1e-5, 2e-3))
+        rows, context, alpha = rng.randint(1, 64), rng.randint(0, 4000), rng.random()
+        gamma, speedup = best_gamma(machine, alpha, rows=rows, context=context)
+        every = [
+            predicted_speedup(machine, alpha, g, rows=rows, context=context)
+            for g in range(MAX_GAMMA + 1)
+        ]
+        assert speedup == every[gamma] >= 1.0, "never below plain decoding"
+        assert speedup >= max(every) / 1.02
+
+
+def test_auto_switches_off_and_on_as_the_batch_changes():
+    drafter = AutoDrafter("w4kv4", Machine(), acceptance=0.9)
+    lengths = [drafter.gamma(group(rows, 100)) for rows in (1, 8, 40, 160, 40, 1)]
+    assert lengths[0] >= 3 and lengths[1] >= 3, "memory bound: positions are free"
+    assert lengths[3] == 0, "compute bound: every position costs"
+    assert lengths[2] == lengths[4] and lengths[5] == lengths[0], "and back on again"
+
+
+def test_auto_switches_on_as_the_context_grows():
+    """A KV4 draft saves nothing on weights: it pays where the cache is what is read."""
+
+    class Kv4Draft(Machine):
+        def draft_s(self, rows, context):
+            return self.weights_s + 0.28 * self.kv_s * rows * context
+
+    drafter = AutoDrafter("kv4", Kv4Draft(compute_s=1e-6), acceptance=0.97)
+    assert drafter.gamma(group(8, 100)) == 0
+    assert drafter.gamma(group(8, 30_000)) > 0
+
+
+def test_auto_learns_from_refused_drafts_and_gives_up():
+    drafter = AutoDrafter("w4kv4", Machine(), acceptance=0.9)
+    assert drafter.gamma(group(1, 100)) > 0
+    for _ in range(300):
+        drafter.observe(3, 0)
+    assert drafter.estimate < 0.05 and drafter.gamma(group(1, 100)) == 0
+    assert drafter.acceptance.rate == 0
+
+
+def test_only_judged_drafts_count_in_the_estimate():
+    drafter = AutoDrafter("w4kv4", Machine(), acceptance=0.5)
+    for _ in range(3000):  # two accepted, one refused, four never looked at: 2/3
+        drafter.observe(7, 2)
+    assert drafter.estimate == pytest.approx(2 / 3, abs=0.03)
+
+
+def test_what_came_of_the_drafts():
+    drafter = FixedDrafter("qspec", 3)
+    for accepted in (3, 1, 0, 3):
+        drafter.observe(3, accepted)
+    drafter.observe(0, 0)  # a plain step inside a verify
+    report = speculation_report(drafter)
+    assert report["acceptance_by_place"] == [0.75, 0.5, 0.5]
+    assert report["tokens_per_verify"] == (4 + 2 + 1 + 4) / 4
+    assert report["acceptance"] == pytest.approx(7 / 12)
+
+
+def test_no_mode_is_chosen_that_does_not_pay():
+    rows = {"rows": 4, "context": 100.0}
+    slow, fast = Machine(draft_share=1.1), Machine(draft_share=0.2)
+    assert choose_mode({"qspec": slow, "kv4": slow}, **rows) is None
+    chosen = choose_mode({"qspec": slow, "w4kv4": fast}, **rows)
+    assert chosen is not None and chosen[0] == "w4kv4" and chosen[2] > 1.5
+    assert set(PRIOR_ACCEPTANCE) == {"qspec", "w4kv4", "planes", "kv4", "ngram"}
+
+
+def entry(precision: str, phase: Phase, seconds: float, kv: str = "kv16") -> LatencyEntry:
+    return LatencyEntry(
+        device_kind="CPU@1t",
+        part="layer",
+        phase=phase,
+        precision=Precision.parse(precision),
+        kv=KVPrecision.parse(kv),
+        dtype="float32",
+        regimes=(Regime(terms={"1": seconds}),),
+        source="profile",
+    )
+
+
+@pytest.fixture
+def costs(demo_model, make_plan):
+    """Decode 10 ms a 16-bit layer, 4 ms at 4 bits, verify 11 ms."""
+    plan = make_plan(demo_model, (3,))
+    entries = (
+        entry("w16a16", Phase.DECODE, 0.010),
+        entry("w4a16", Phase.DECODE, 0.004),
+        entry("w16a16", Phase.VERIFY, 0.011),
+    )
+    return CostModel(
+        model=plan.model.name, model_fingerprint=plan.model.fingerprint, entries=entries
+    )
+
+
+def test_step_times_of_a_plan(costs, demo_model, make_plan):
+    plan = make_plan(demo_model, (3,))
+    times = PlanTimes(plan, costs, "w4kv4")
+    assert times.decode_s(2, 50) == pytest.approx(8 * 0.010)
+    assert times.draft_s(2, 50) == pytest.approx(8 * 0.004)
+    assert times.verify_s(2, 50, 4) == pytest.approx(8 * 0.011)
+    assert PlanTimes(plan, costs, "ngram").draft_s(2, 50) == 0
+    unprofiled = PlanTimes(plan, costs, "kv4")
+    assert unprofiled.draft_s(2, 50) == unprofiled.decode_s(2, 50), "never flattered"
+    with pytest.raises(ValueError, match=r"no decode time of w8a16 .* llmpq-profile"):
+        PlanTimes(make_plan(demo_model, bits="w8a16"), costs, "planes").decode_s(1, 1)
+
+
+def test_the_command_line_decides(costs, demo_model, make_plan, tmp_path):
+    path = tmp_path / "costs.json"
+    costs.save_json(path)
+    plan = make_plan(demo_model, (3,))
+    assert choose_speculation(plan, None, "auto", None) == Drafts()
+    assert choose_speculation(plan, "off", "3", None) == Drafts()
+    assert choose_speculation(plan, "ngram", "5", None) == Drafts(mode="ngram", gamma=5)
+    automatic = choose_speculation(plan, "auto", "auto", str(path))
+    assert automatic == Drafts(mode="w4kv4", costs=str(path))
+    planned = plan.model_validate(
+        plan.model_dump() | {"speculation": {"mode": "ngram", "gamma": 2, "acceptance": 0.4}}
+    )
+    assert choose_speculation(planned, None, "auto", None) == Drafts(mode="ngram", gamma=2)
+    assert choose_speculation(planned, "off", "auto", None) == Drafts()
+
+
+@pytest.mark.parametrize(
+    ("mode", "gamma", "message"),
+    [
+        ("qspek", "3", "did you mean 'qspec'"),
+        ("ngram", "9", "--gamma must be 1..7"),
+        ("ngram", "auto", "add --costs"),
+        ("auto", "auto", "needs --costs"),
+        (
+            "qspec",
+            "3",
+            "needs 4-bit layers .* the plan has w16a16; choose one of w4kv4, kv4, ngram",
+        ),
+        ("planes", "3", "needs 8-bit layers"),
+    ],
+)
+def test_wishes_that_cannot_be_met(demo_model, make_plan, mode, gamma, message):
+    with pytest.raises(ValueError, match=message):
+        choose_speculation(make_plan(demo_model), mode, gamma, None)
+
+
+def test_usable_modes_by_plan(demo_model, make_plan):
+    assert usable_modes(make_plan(demo_model, bits="w8a16")) == ("w4kv4", "planes", "kv4", "ngram")
+    assert usable_modes(make_plan(demo_model, bits="w4a16")) == ("qspec", "kv4", "ngram")
+    assert usable_modes(make_plan(demo_model, kv="kv4")) == ("ngram",)
