@@ -267,6 +267,7 @@ def capacity(p: Problem, eta: int, xi: int) -> NDArray[np.int64]:
                     p.spec,
                     p.workload,
                     precisions=(choice,),
+                    first=first,
                     last=last,
                     prefill_microbatch=eta,
                     decode_microbatch=xi,

@@ -92,8 +92,8 @@ class PlainKVCache:
             )
         return attend_cached(
             q_BQHD,
-            _rows(k, step),
-            _rows(v, step),
+            k,
+            v,
             step,
             scale=scale,
             alibi_slopes_H=alibi_slopes_H,
@@ -103,22 +103,15 @@ class PlainKVCache:
         """Nothing to do: tokens beyond a request's start are never read and get overwritten."""
 
 
-def _rows(cache_SGTD: Tensor, step: Step) -> Tensor:
-    """Return [B, G, max_end, D]: the rows' slots, in place when they are consecutive."""
-    seen = cache_SGTD[:, :, : step.max_end]
-    if step.first_slot is not None:
-        return seen.narrow(0, step.first_slot, step.batch)
-    return seen.index_select(0, step.slots_B)
-
-
 def _append(cache_SGTD: Tensor, new_BQGD: Tensor, step: Step) -> None:
     """Write the rows' new tokens at their positions."""
-    if step.first_slot is not None and (step.fresh or step.uniform):
+    if step.fresh or step.uniform:
         start = step.max_end - step.q_len
-        rows = cache_SGTD.narrow(0, step.first_slot, step.batch)
-        rows[:, :, start : step.max_end].copy_(new_BQGD.transpose(1, 2))
+        for row, slot, count in step.runs:
+            place = cache_SGTD[slot : slot + count, :, start : step.max_end]
+            place.copy_(new_BQGD[row : row + count].transpose(1, 2))
         return
-    if not (step.uniform or step.q_len == 1):
+    if step.q_len > 1:
         # Padding must not land anywhere: it repeats the row's last valid token in place.
         source_BQ = step.once("append_source", lambda: _source(step))
         new_BQGD = new_BQGD[torch.arange(step.batch, device=new_BQGD.device)[:, None], source_BQ]

@@ -15,10 +15,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from llmpq.kernels.atom_linear import AtomWeight, atom_linear
 from llmpq.kernels.linear import QuantizedWeight, linear
 from llmpq.model_spec import ModelSpec, RopeScaling
 from llmpq.runtime.kv_cache import KVCache
 from llmpq.runtime.step import Step
+
+Weight = Tensor | QuantizedWeight | AtomWeight
+"""A dense weight, one of few bits, or one of few bits that meets rounded activations."""
+
+
+_LARGE = 1 << 14
+"""Elements from which passes over memory cost more than calls (8 x 256: 7 us against 22)."""
 
 
 class Norm(nn.Module):
@@ -31,15 +39,27 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x normalised, in x's dtype."""
-        if self.bias is None:
+        if self.bias is not None:
+            return functional.layer_norm(x, self.shape, self.weight, self.bias, self.eps)
+        if x.is_cuda or x.numel() < _LARGE:
             return functional.rms_norm(x, self.shape, self.weight, self.eps)
-        return functional.layer_norm(x, self.shape, self.weight, self.bias, self.eps)
+        return _rms_norm(x, self.weight, self.eps)
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm with one float32 temporary; the CPU's own makes three.
+
+    (8, 64, 4096), one core: float32 1.09 ms against 1.82, bfloat16 2.56 against 3.17.
+    """
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+    inverse = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    return (x * inverse).to(x.dtype).mul_(weight)
 
 
 class Linear(nn.Module):
     """y = x W^T + b with a dense or a quantised W [N, K]."""
 
-    def __init__(self, weight: Tensor | QuantizedWeight, bias: Tensor | None) -> None:
+    def __init__(self, weight: Weight, bias: Tensor | None) -> None:
         super().__init__()
         self.weight, self.bias = weight, bias
 
@@ -47,6 +67,8 @@ class Linear(nn.Module):
         """Return y [..., N] in x's dtype."""
         if isinstance(self.weight, Tensor):
             return functional.linear(x, self.weight, self.bias)
+        if isinstance(self.weight, AtomWeight):
+            return atom_linear(x, self.weight, self.bias)
         return linear(x, self.weight, self.bias)
 
 
@@ -143,9 +165,8 @@ class MLP(nn.Module):
     def forward(self, x_BQh: Tensor) -> Tensor:
         """Return [B, Q, h]."""
         up = self.up(x_BQh)
-        if self.activation == "relu":
-            return self.down(up.relu_())
-        return self.down(functional.gelu(up, approximate="tanh"))
+        up = up.relu_() if self.activation == "relu" else functional.gelu(up, approximate="tanh")
+        return self.down(up)
 
 
 class GatedMLP(nn.Module):
@@ -158,8 +179,10 @@ class GatedMLP(nn.Module):
     def forward(self, x_BQh: Tensor) -> Tensor:
         """Return [B, Q, h]."""
         gate, up = self.gate_up(x_BQh).chunk(2, dim=-1)
-        # Out of place: the halves are strided views, and a dense result feeds `down` directly.
-        return self.down(functional.silu(gate).mul_(up))
+        # Out of place: the halves are strided views, and `down` wants rows without gaps.
+        hidden = functional.silu(gate).mul_(up)
+        del gate, up
+        return self.down(hidden)
 
 
 class DecoderLayer(nn.Module):
@@ -198,11 +221,11 @@ class Embedding(nn.Module):
         return x if self.norm is None else self.norm(x)
 
 
-def held_weights(part: nn.Module) -> list[Tensor | QuantizedWeight]:
+def held_weights(part: nn.Module) -> list[Weight]:
     """Return the weights a part itself holds, those of the parts inside it left out."""
     if not isinstance(part, (Norm, Linear, Embedding)):
         return []
-    return [held for held in vars(part).values() if isinstance(held, (Tensor, QuantizedWeight))]
+    return [held for held in vars(part).values() if isinstance(held, Weight)]
 
 
 class Head(nn.Module):

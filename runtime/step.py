@@ -32,8 +32,9 @@ class Step:
     """The largest start + num_new: keys beyond it are not read."""
     fresh: bool
     """Every start is 0: attention needs the new tokens only."""
-    first_slot: int | None = None
-    """Set when the slots are consecutive: the cache is then read in place, not gathered."""
+    runs: tuple[tuple[int, int, int], ...]
+    """Rows whose slots are consecutive, as (first row, first slot, rows): the cache is read in
+    place, a run at a time."""
     uniform: bool = False
     """Every row has the same start and `q_len` valid tokens."""
     memo: dict[str, Tensor] = field(default_factory=dict, compare=False, repr=False)
@@ -56,7 +57,6 @@ class Step:
             )
         if min(num_new) < 1 or min(starts) < 0:
             raise ValueError(f"a row needs a new token and a start >= 0, got {num_new}, {starts}")
-        consecutive = all(slot == slots[0] + row for row, slot in enumerate(slots))
         rows = torch.tensor([slots, starts, num_new], dtype=torch.long).to(device)
         return cls(
             slots_B=rows[0],
@@ -65,7 +65,7 @@ class Step:
             q_len=max(num_new),
             max_end=max(s + n for s, n in zip(starts, num_new, strict=True)),
             fresh=max(starts) == 0,
-            first_slot=slots[0] if consecutive else None,
+            runs=_runs(slots),
             uniform=len(set(starts)) == 1 and len(set(num_new)) == 1,
         )
 
@@ -95,3 +95,10 @@ class Step:
     def _positions(self) -> Tensor:
         start = self.start_B[:1] if self.fresh or self.uniform else self.start_B
         return start[:, None] + torch.arange(self.q_len, device=start.device)
+
+
+def _runs(slots: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
+    """Return the maximal runs of consecutive slots: (first row, first slot, rows)."""
+    starts = [row for row, slot in enumerate(slots) if row == 0 or slot != slots[row - 1] + 1]
+    ends = [*starts[1:], len(slots)]
+    return tuple((a, slots[a], b - a) for a, b in zip(starts, ends, strict=True))

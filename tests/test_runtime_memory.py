@@ -1,0 +1,235 @@
+"""Predicted bytes against tensors: weights and cache to the byte, temporaries within 5 %."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from llmpq.kernels import cpu_linear
+from llmpq.kv_format import kv_cache_bytes
+from llmpq.memory import Quantization, embedding_bytes, layer_weight_bytes, stage_memory
+from llmpq.model_spec import ModelSpec
+from llmpq.precision import KVPrecision, Precision
+from llmpq.runtime.generate import LocalPipeline
+from llmpq.runtime.loader import RandomSource
+from llmpq.runtime.stage_model import DTYPES, StageModel
+from llmpq.runtime.step import Step
+from llmpq.workload import Workload
+from llmpq.workspace import DEQUANTIZE_WEIGHTS, workspace_bytes
+
+pytestmark = pytest.mark.cpu
+MODELS = ("opt-13b", "bloom-560m", "llama-3.1-8b", "qwen3-8b")
+PRECISIONS = ("w16a16", "w8a16", "w4a16", "w3a16")
+LAYERS, BATCH, PROMPT, NEW = 3, 4, 48, 6
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    torch.set_num_threads(1)
+
+
+def small(name: str, **changes: Any) -> ModelSpec:
+    """Return the architecture with fewer features: every kind of part, some odd sizes."""
+    kv_heads = {"llama-3.1-8b": 2, "qwen3-8b": 1}.get(name, 6)
+    shapes = {"hidden": 384, "heads": 6, "kv_heads": kv_heads, "head_dim": 64, "ffn": 1152}
+    return dataclasses.replace(
+        ModelSpec.by_name(name), **shapes | {"num_layers": LAYERS, "vocab": 700} | changes
+    )
+
+
+def local(spec: ModelSpec, precision: str, dtype: str, splits=(), **options) -> LocalPipeline:
+    return LocalPipeline.build(
+        spec,
+        RandomSource(spec),
+        splits=splits,
+        precisions=[Precision.parse(precision)] * spec.num_layers,
+        dtype=DTYPES[dtype],
+        **options,
+    )
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "precision, symmetric, group_size",
+    [
+        ("w16a16", False, 128),
+        ("w8a16", True, None),
+        ("w4a16", False, 128),
+        ("w4a16", True, 128),
+        ("w3a16", False, 128),
+    ],
+)
+def test_weights_have_the_predicted_bytes(name, precision, symmetric, group_size):
+    spec, dtype = small(name), "bfloat16"
+    quantization = Quantization(symmetric=symmetric, group_size=group_size)
+    for splits in ((), (1, 2)):
+        pipeline = local(spec, precision, dtype, splits, scheme=quantization.scheme)
+        for stage in pipeline.stages:
+            layer = layer_weight_bytes(spec, Precision.parse(precision), quantization, 2)
+            ends = embedding_bytes(
+                spec,
+                first=stage is pipeline.stages[0],
+                last=stage is pipeline.stages[-1],
+                dtype_bytes=2,
+            )
+            assert stage.weight_nbytes == len(stage.layers) * layer + ends
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_cache_has_the_predicted_bytes(name, dtype):
+    spec = small(name)
+    caches = local(spec, "w16a16", dtype, (1,)).caches(5, 37)
+    for cache, layers in zip(caches, (1, 2), strict=True):
+        assert cache.nbytes == layers * kv_cache_bytes(
+            KVPrecision.KV16,
+            slots=5,
+            max_len=37,
+            kv_heads=spec.kv_heads,
+            head_dim=spec.head_dim,
+            dtype_bytes=DTYPES[dtype].itemsize,
+        )
+
+
+@pytest.mark.parametrize(
+    "name", ["opt-125m", "bloom-560m", "llama-2-7b", "llama-3.1-8b", "qwen3-8b"]
+)
+def test_parameters_are_those_of_transformers(name):
+    """On the meta device, so nothing is allocated; GQA, gated MLPs and tied matrices included."""
+    import transformers
+
+    from llmpq.model_spec import builtin_configs
+
+    config = transformers.AutoConfig.for_model(**builtin_configs()[name])
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    model.tie_weights()
+    assert ModelSpec.by_name(name).num_params == sum(p.numel() for p in model.parameters())
+
+
+class LiveTensors(TorchDispatchMode):
+    """Counts the bytes of all storages that operators made and that still live."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sizes: dict[int, int] = {}
+        self.now = self.peak = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        given = {id_of(t) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and id_of(tensor) not in given:
+                self._add(tensor.untyped_storage())
+        self.peak = max(self.peak, self.now)
+        return result
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        if storage._cdata not in self._sizes:
+            self._sizes[storage._cdata] = storage.nbytes()
+            self.now += storage.nbytes()
+            weakref.finalize(storage, self._drop, storage._cdata)
+
+    def _drop(self, key: int) -> None:
+        self.now -= self._sizes.pop(key)
+
+
+def id_of(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def measured_peak(pipeline: LocalPipeline, stage_index: int) -> int:
+    """Return the peak of a stage's temporaries over a prefill and the last decode step."""
+    stage, spec = pipeline.stages[stage_index], pipeline.spec
+    cache = pipeline.caches(BATCH, PROMPT + NEW - 1)[stage_index]
+    ragged = [PROMPT + NEW - 2, *[PROMPT] * (BATCH - 1)]
+    peak = 0
+    for step in (
+        Step.of(range(BATCH), [0] * BATCH, [PROMPT] * BATCH),
+        Step.of(range(BATCH), ragged, [1] * BATCH),
+    ):
+        received, x = 0, torch.zeros((BATCH, step.q_len), dtype=torch.long)
+        if stage.embedding is None:
+            x = torch.zeros((BATCH, step.q_len, spec.hidden), dtype=pipeline.dtype)
+            received = x.nbytes
+        # Not in inference mode, which hides the temporaries of composite operators.
+        with torch.no_grad(), LiveTensors() as tensors:
+            hidden = StageModel.forward.__wrapped__(stage, x, step, cache)
+            if stage.head is not None:
+                StageModel.logits.__wrapped__(stage, hidden, step)
+        peak = max(peak, received + tensors.peak)
+    return peak
+
+
+CASES = [(name, precision, 700) for name in MODELS for precision in PRECISIONS]
+CASES += [("llama-3.1-8b", "w16a16", 60_000), ("llama-3.1-8b", "w4a16", 60_000)]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name, precision, vocab", CASES)
+def test_temporaries_are_predicted_within_5_percent(name, precision, vocab, dtype):
+    spec = small(name, vocab=vocab)
+    workload = Workload(batch=BATCH, prompt_len=PROMPT, gen_len=NEW, dtype=dtype)
+    pipeline = local(spec, precision, dtype)
+    predicted = workspace_bytes(
+        spec,
+        workload,
+        precisions=pipeline_precisions(precision),
+        first=True,
+        last=True,
+        prefill_microbatch=BATCH,
+        decode_microbatch=BATCH,
+    )
+    assert predicted == pytest.approx(measured_peak(pipeline, 0), rel=0.05)
+
+
+def pipeline_precisions(precision: str) -> tuple[Precision, ...]:
+    return (Precision.parse(precision),) * LAYERS
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_stage_memory_is_predicted_within_5_percent(name):
+    """Weights, cache and temporaries together, of a last stage that receives hidden states."""
+    spec = small(name)
+    workload = Workload(batch=BATCH, prompt_len=PROMPT, gen_len=NEW, dtype="float32")
+    pipeline = local(spec, "w4a16", "float32", splits=(1,))
+    stage, cache = pipeline.stages[1], pipeline.caches(BATCH, workload.max_len)[1]
+    predicted = stage_memory(
+        spec,
+        workload,
+        pipeline_precisions("w4a16")[1:],
+        first=False,
+        last=True,
+        prefill_microbatch=BATCH,
+        decode_microbatch=BATCH,
+        quantization=Quantization(),
+    ).total_bytes
+    held = stage.weight_nbytes + cache.nbytes + measured_peak(pipeline, 1)
+    assert predicted == pytest.approx(held, rel=0.05)
+
+
+def test_a_forgotten_temporary_is_noticed(monkeypatch):
+    """Planted: the MLP keeps its input twice; the 5 % must not hide that."""
+    from llmpq.runtime import layers
+
+    forward = layers.GatedMLP.forward
+
+    def wasteful(self, x):
+        kept = [x.clone(), x.clone()]
+        result = forward(self, x)
+        kept.clear()
+        return result
+
+    monkeypatch.setattr(layers.GatedMLP, "forward", wasteful)
+    with pytest.raises(AssertionError):
+        test_temporaries_are_predicted_within_5_percent("llama-3.1-8b", "w16a16", 700, "float32")
+
+
+def test_the_planner_and_the_kernel_agree_on_the_piece_that_is_dequantised():
+    assert cpu_linear._CHUNK_WEIGHTS == DEQUANTIZE_WEIGHTS
