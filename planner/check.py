@@ -104,11 +104,11 @@ def recomputed_seconds(
             hp.append(costs.hop_s(cluster, device, devices[j + 1], eta * work.prompt_len * hidden))
             hd.append(costs.hop_s(cluster, device, devices[j + 1], xi * hidden))
     mp, md, n = -(-work.batch // eta), -(-work.batch // xi), work.gen_len
-    total = (mp - 1) * max(tp + hp) + sum(tp) + sum(hp)
-    if n == 1:
-        return total
     ring = [costs.hop_s(cluster, devices[-1], devices[0], v * 8.0) for v in (eta, xi)]
     rp, rd = ring if last else (0.0, 0.0)
+    if n == 1:
+        return (mp - 1) * max(tp + hp) + sum(tp) + sum(hp)
+    total = (mp - 1) * max([*tp, *hp, rp]) + sum(tp) + sum(hp)
     slowest = max(td + hd + ([rd] if n > 2 else []))
     through = sum(td) + sum(hd)
     total += rp + through + (md - 1) * slowest

@@ -168,6 +168,8 @@ def slowest_stage(m: StageIlp) -> None:
     hops = [(a, b) for a, b in zip(m.order, m.order[1:], strict=False)]
     floor_p = max([0.0] + [float(x.hop_prefill_s[h]) for h in hops])
     floor_d = max([0.0] + [float(x.hop_decode_s[h]) for h in hops])
+    if makespan and n > 1 and hops:
+        floor_p = max(floor_p, float(x.back_prefill_s[m.order[-1], m.order[0]]))
     if makespan and n > 2 and hops:
         floor_d = max(floor_d, float(x.back_decode_s[m.order[-1], m.order[0]]))
     m.model.at_least("hops_prefill", [(m.slowest_prefill, 1.0)], floor_p)

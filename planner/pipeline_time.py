@@ -5,12 +5,15 @@ hp, hd   each hop's time to the next stage (sent while the next micro-batch comp
 rp, rd   the sampled tokens' way from the last stage back to the first
 mp, md   numbers of prefill and decode micro-batches; n tokens a request
 
-    P = max(tp, hp)   D = max(td, hd, rd)   S = sum td + sum hd
+    P = max(tp, hp, rp)   D = max(td, hd, rd)   S = sum td + sum hd
 
     T = (mp-1) P + sum tp + sum hp + rp                   prefill, first token (rp only if n >= 2)
       + (n-2) max(md D, S + rd) + S + (md-1) D            the other n-1 tokens (n >= 2)
 
-Exact for equal micro-batches (planner/simulate.py agrees); an upper bound with a ragged last one.
+rp counts in P only if n >= 2 and rd in D only if n > 2: nothing travels back after the last token.
+
+Exact for equal micro-batches (planner/simulate.py agrees); an upper bound with a ragged last one, or
+where the way back is slower than every stage.
 """
 
 from __future__ import annotations
@@ -48,17 +51,17 @@ class PhaseTimes:
 
 def makespan(t: StageTimes, *, mp: int, md: int, n: int) -> PhaseTimes:
     """Return the time of the job (formula in the module's docstring)."""
-    slowest_prefill = max(*t.prefill_s, *t.hop_prefill_s, 0.0)
-    prefill = (mp - 1) * slowest_prefill + sum(t.prefill_s) + sum(t.hop_prefill_s)
+    first_back = t.back_prefill_s if n > 1 else 0.0
+    slowest_prefill = max(*t.prefill_s, *t.hop_prefill_s, first_back)
+    prefill = (mp - 1) * slowest_prefill + sum(t.prefill_s) + sum(t.hop_prefill_s) + first_back
     if n < 2:
         return PhaseTimes(prefill_s=prefill, decode_s=0.0)
     once = sum(t.decode_s) + sum(t.hop_decode_s)
-    # With one decode step no token travels back, so that hop cannot be the slowest.
     back = t.back_decode_s if n > 2 else 0.0
     slowest = max(*t.decode_s, *t.hop_decode_s, back)
     period = max(md * slowest, once + t.back_decode_s)
     decode = (n - 2) * period + once + (md - 1) * slowest
-    return PhaseTimes(prefill_s=prefill + t.back_prefill_s, decode_s=decode)
+    return PhaseTimes(prefill_s=prefill, decode_s=decode)
 
 
 def paper_time(t: StageTimes, *, mp: int, md: int, n: int) -> PhaseTimes:

@@ -184,10 +184,12 @@ class LabelSearch:
                 continue
             # P and D so far are priced by what is left after this stage.
             done = b.cost + extra * b.s + rest_p[state] * b.p + rest_d[state] * b.d
-            hop = bound.hops[last, c] if last >= 0 else 0.0
-            np.maximum(
-                reach, self.below - float(done.min()) - hop - bound.finish[after, c], out=reach
-            )
+            hop = float(bound.hops[last, c]) if last >= 0 else 0.0
+            # Below may be infinite, and so is the way on from a boundary that cannot be finished.
+            onward = bound.finish[after, c]
+            room = np.where(np.isfinite(onward), self.below - float(done.min()) - hop, -np.inf)
+            onward = np.where(np.isfinite(onward), onward, 0.0)
+            np.maximum(reach, room - onward, out=reach)
         return None if not np.any(reach > -np.inf) else reach
 
     def _live_columns(self, a: int, c: int, reach: Floats) -> tuple[np.ndarray, ...] | None:
@@ -294,9 +296,12 @@ class LabelSearch:
         back = np.where(alone, 0.0, x.back_decode_s[last, first])
         value = b.cost + form.back * back
         if form.hops_in_sums and self.p.workload.gen_len > 1:
-            value = value + np.where(alone, 0.0, x.back_prefill_s[last, first])
+            first_back = np.where(alone, 0.0, x.back_prefill_s[last, first])
+            value = value + first_back + form.a * np.maximum(b.p, first_back)
+        else:
+            value = value + form.a * b.p
         d = np.maximum(b.d, back) if form.back_bounds else b.d
-        value = value + form.a * b.p + form.bd * d
+        value = value + form.bd * d
         value = value + form.z * np.maximum(form.md * d, b.s + back)
         if self.budget is not None:
             # Worth is time + theta Q, so that it compares with completion bounds.

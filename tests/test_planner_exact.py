@@ -1,0 +1,184 @@
+"""exact = integer program = brute force, for both objectives, any omega, tight memory."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import numpy as np
+import pytest
+
+from llmpq.planner.brute_force import assignments, brute_force
+from llmpq.planner.exact import search as exact_search
+from llmpq.planner.exact.columns import make_columns
+from llmpq.planner.exact.search import solve_exact
+from llmpq.planner.fits import fits
+from llmpq.planner.ilp import solve_ilp
+from llmpq.planner.outcome import Infeasible, Outcome
+from llmpq.planner.pipeline_time import sum_omega, value
+from llmpq.planner.problem import Problem
+from llmpq.planner.quality import pareto_front, solve_budget
+from llmpq.planner.random_problems import random_problem
+
+pytestmark = pytest.mark.pure
+TINY = {"layers": (3, 5), "kinds": (1, 2), "devices": (1, 2), "precisions": 2}
+
+
+def _problem(seed: int, **sizes: object) -> Problem:
+    rng = random.Random(seed)
+    objective = rng.choice(["makespan", "paper"])
+    separable = rng.random() < 0.5
+    return random_problem(rng, objective=objective, separable=separable, **sizes)  # type: ignore[arg-type]
+
+
+def _exact(p: Problem, gap: float = 1e-9) -> Outcome | None:
+    try:
+        return solve_exact(p, gap=gap)
+    except Infeasible:
+        return None
+
+
+def test_exact_is_brute_force_on_tiny_problems() -> None:
+    infeasible = 0
+    for seed in range(100):
+        p = _problem(seed, **TINY)
+        best, _ = brute_force(p)
+        found = _exact(p)
+        infeasible += found is None
+        got = math.inf if found is None else found.value
+        assert got == pytest.approx(best, rel=1e-8), f"seed {seed}"
+        assert found is None or (found.bound is not None and found.bound <= best * (1 + 1e-9))
+    assert 0 < infeasible < 50
+
+
+def test_exact_is_the_integer_program_on_500_problems() -> None:
+    for seed in range(1000, 1500):
+        p = _problem(seed, layers=(3, 6), kinds=(1, 2), devices=(1, 2), batch=2)
+        found = _exact(p)
+        try:
+            other = solve_ilp(p, gap=1e-9).value
+        except Infeasible:
+            other = math.inf
+        got = math.inf if found is None else found.value
+        assert got == pytest.approx(other, rel=1e-6), f"seed {seed}"
+
+
+def test_a_planted_bug_would_be_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With dominance that ignores D, some of the same problems come out wrong."""
+    from llmpq.planner.exact import labels
+
+    honest = labels._dominated
+
+    def careless(part, by, a, weights, *, strict):  # type: ignore[no-untyped-def]
+        return honest(part, by, a, (0.0, 0.0), strict=strict)
+
+    monkeypatch.setattr(labels, "_dominated", careless)
+    wrong = 0
+    for seed in range(300):
+        p = _problem(seed, layers=(4, 6), kinds=(2, 2), devices=(1, 2), precisions=2)
+        found = _exact(p)
+        monkeypatch.setattr(labels, "_dominated", honest)
+        right = _exact(p)
+        monkeypatch.setattr(labels, "_dominated", careless)
+        if found and right and found.value > right.value * (1 + 1e-7):
+            wrong += 1
+            break
+    assert wrong
+
+
+def test_same_problem_same_plan() -> None:
+    for seed in range(20):
+        p = _problem(seed)
+        first, second = _exact(p, 1e-6), _exact(p, 1e-6)
+        assert (first and first.assignment) == (second and second.assignment)
+
+
+def test_budget_is_brute_force_within_the_budget() -> None:
+    rng = random.Random(5)
+    solved = 0
+    for seed in range(25):
+        p = _problem(seed, **TINY).with_changes(objective="makespan", theta=0.0)
+        plans = [a for a in assignments(p) if fits(p, a)]
+        if not plans:
+            continue
+        budget = sum_omega(p, rng.choice(plans))
+        best = min(value(p, a) for a in plans if sum_omega(p, a) <= budget)
+        found = solve_budget(p, budget, gap=1e-9)
+        assert sum_omega(p, found.assignment) <= budget
+        assert found.value == pytest.approx(best, rel=1e-7), f"seed {seed}"
+        assert found.bound is not None and found.bound <= best * (1 + 1e-9)
+        solved += 1
+    assert solved >= 15
+
+
+def test_front_is_undominated_and_each_point_is_optimal_for_its_theta() -> None:
+    p = _problem(11, **TINY).with_changes(objective="makespan")
+    points = pareto_front(p)
+    times = [point.time_s for point in points]
+    omegas = [point.omega for point in points]
+    assert times == sorted(times) and omegas == sorted(omegas, reverse=True)
+    for point in points:
+        best, _ = brute_force(p.with_changes(theta=point.theta))
+        assert point.outcome.value == pytest.approx(best, rel=2e-4)
+
+
+def test_pins_and_device_limits_are_kept() -> None:
+    for seed in range(40):
+        p = _problem(seed, layers=(4, 6), kinds=(2, 2), devices=(1, 2), precisions=2, batch=2)
+        device = p.cluster.devices[-1].name
+        pinned = p.with_changes(pins={device: (1, 2)}, max_devices=2)
+        best, _ = brute_force(pinned)
+        found = _exact(pinned)
+        assert (math.inf if found is None else found.value) == pytest.approx(best, rel=1e-8)
+        if found is not None:
+            assert len(found.assignment.stages) <= 2
+            holder = next(s for s in found.assignment.stages if s.start <= 1 < s.end)
+            assert pinned.classes[holder.cls].first.name == device
+
+
+def test_groups_share_a_choice() -> None:
+    p = _problem(2, layers=(6, 6), kinds=(2, 2), devices=(1, 1), precisions=3).with_changes(group=2)
+    found = _exact(p)
+    assert found is not None and found.value == pytest.approx(brute_force(p)[0], rel=1e-8)
+
+
+def test_ragged_groups_go_to_the_integer_program() -> None:
+    p = _problem(4, layers=(5, 5), kinds=(2, 2), devices=(1, 1), precisions=2).with_changes(group=2)
+    assert not p.numbers(*p.pairs[0]).uniform
+    found = _exact(p)
+    assert found is not None and found.method == "ilp"
+    assert found.value == pytest.approx(brute_force(p)[0], rel=1e-6)
+
+
+def test_searching_in_part_keeps_a_valid_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exact_search, "MAX_STATES", 0)
+    for seed in range(30):
+        p = _problem(seed, layers=(4, 6), kinds=(2, 3), devices=(1, 2), precisions=2)
+        part = _exact(p)
+        monkeypatch.setattr(exact_search, "MAX_STATES", 1500)
+        whole = _exact(p)
+        monkeypatch.setattr(exact_search, "MAX_STATES", 0)
+        if part is None or whole is None:
+            continue
+        assert part.bound is not None and part.bound <= whole.value * (1 + 1e-7)
+        assert part.value >= whole.value * (1 - 1e-7)
+
+
+def test_no_time_still_gives_a_plan_and_its_bound() -> None:
+    p = _problem(8, layers=(8, 8), kinds=(2, 2), devices=(2, 2))
+    hurried, whole = solve_exact(p, time_limit_s=0.0), solve_exact(p)
+    assert hurried.bound is not None and hurried.bound <= whole.value * (1 + 1e-9)
+    assert hurried.value >= whole.value * (1 - 1e-9)
+
+
+def test_least_omega_of_counts_is_exact_for_any_omega() -> None:
+    rng = np.random.default_rng(0)
+    omega = rng.uniform(size=(5, 3))
+    columns = make_columns(omega, np.array([3, 2, 1]), 100)
+    for m in (1, 3, 5):
+        for start in range(5 - m + 1):
+            for column, counts in enumerate(columns.counts[m]):
+                choices = columns.choices(start, m, column)
+                assert np.bincount(choices, minlength=3).tolist() == counts.tolist()
+                cost = sum(omega[start + i, b] for i, b in enumerate(choices))
+                assert cost == pytest.approx(columns.least[m][start, column])

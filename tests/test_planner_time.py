@@ -1,0 +1,148 @@
+"""The closed form against the event simulation, and against real runs of the paper."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from llmpq.planner.fits import fits
+from llmpq.planner.microbatch import distinct_sizes, microbatch_pairs, sizes_of
+from llmpq.planner.outcome import Assignment, Stage
+from llmpq.planner.pipeline_time import (
+    StageTimes,
+    job_time,
+    makespan,
+    paper_time,
+    published_code_time,
+)
+from llmpq.planner.problem import Problem
+from llmpq.planner.random_problems import random_problem
+from llmpq.planner.replay import replay
+from llmpq.planner.simulate import simulate
+
+pytestmark = pytest.mark.pure
+
+REAL = {
+    # Stage times (ms) of four plans on 3 x T4 + V100, OPT-30b, and what they took (s): paper table 4
+    # and its planner's log. mp, md, prefill, decode, measured.
+    "adabits": (4, 4, (1476.978, 1823.149, 1823.149, 1795.027), (66.6795, 83.26, 83.26, 187.0563), 94.31),
+    "llm_pq": (4, 4, (1610.98, 1730.854, 1730.854, 1730.854), (156.129, 82.9021, 82.9021, 82.9021), 80.60),
+    "pipeedge": (4, 4, (1384.683, 1730.854, 1730.854, 1840.467), (66.3217, 82.9021, 82.9021, 309.2736), 146.40),
+    "uniform": (4, 4, (134006.318, 134006.318, 134006.318, 27353.071), (291.8848, 291.8848, 291.8848, 72.7309), 948.90),
+}  # fmt: skip
+
+
+def _random_times(rng: random.Random, stages: int) -> StageTimes:
+    def draw(count: int, scale: float) -> tuple[float, ...]:
+        return tuple(rng.uniform(0, 1) ** 2 * scale for _ in range(count))
+
+    hop, back = rng.choice([0.0, 0.05, 2.0]), rng.choice([0.0, 1e-3, 1e-2])
+    return StageTimes(
+        prefill_s=draw(stages, 1.0),
+        decode_s=draw(stages, 1.0),
+        hop_prefill_s=draw(stages - 1, hop),
+        hop_decode_s=draw(stages - 1, hop),
+        back_prefill_s=back * rng.random() if stages > 1 else 0.0,
+        back_decode_s=back * rng.random() if stages > 1 else 0.0,
+    )
+
+
+def _ring(stages: tuple[float, ...], hops: tuple[float, ...], back: float) -> list[float]:
+    ring = [t for pair in zip(stages, (*hops, 0.0), strict=True) for t in pair][:-1]
+    return [*ring, back]
+
+
+def _simulated(t: StageTimes, mp: int, md: int, n: int) -> float:
+    prefill = _ring(t.prefill_s, t.hop_prefill_s, t.back_prefill_s)
+    decode = _ring(t.decode_s, t.hop_decode_s, t.back_decode_s)
+    return simulate(lambda i, step: prefill, lambda i, step: decode, mp=mp, md=md, n=n).total_s
+
+
+def test_closed_form_is_never_below_the_simulation() -> None:
+    rng = random.Random(0)
+    for _ in range(1000):
+        t = _random_times(rng, rng.randint(1, 8))
+        mp, md, n = rng.randint(1, 9), rng.randint(1, 9), rng.choice([1, 2, 3, 12, 40])
+        exact, closed = _simulated(t, mp, md, n), makespan(t, mp=mp, md=md, n=n).total_s
+        assert closed >= exact * (1 - 1e-9)
+
+
+def test_closed_form_is_the_simulation_within_a_thousandth() -> None:
+    rng = random.Random(1)
+    worst = 0.0
+    for _ in range(1000):
+        t = _random_times(rng, rng.randint(1, 8))
+        mp, md = rng.randint(1, 9), rng.randint(1, 9)
+        exact, closed = _simulated(t, mp, md, 100), makespan(t, mp=mp, md=md, n=100).total_s
+        worst = max(worst, abs(closed / exact - 1))
+    assert worst <= 1e-3, worst
+
+
+def test_the_papers_form_would_fail_that_test() -> None:
+    rng = random.Random(1)
+    worst = 0.0
+    for _ in range(100):
+        t = _random_times(rng, rng.randint(2, 8))
+        exact = _simulated(t, 4, 4, 100)
+        worst = max(worst, abs(paper_time(t, mp=4, md=4, n=100).total_s / exact - 1))
+    assert worst > 0.1
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_real_runs_of_the_paper(name: str) -> None:
+    mp, md, prefill, decode, measured = REAL[name]
+    t = StageTimes(
+        prefill_s=tuple(x / 1e3 for x in prefill), decode_s=tuple(x / 1e3 for x in decode)
+    )
+    ours = makespan(t, mp=mp, md=md, n=100).total_s
+    theirs = published_code_time(t, mp=mp, md=md, n=100).total_s
+    assert abs(ours / measured - 1) <= 0.10
+    if name != "uniform":
+        assert abs(theirs / measured - 1) > 0.25
+
+
+def _random_plan(rng: random.Random, p: Problem, *, equal: bool) -> Assignment:
+    order = [c for c, cls in enumerate(p.classes) for _ in cls.devices]
+    rng.shuffle(order)
+    order = order[: rng.randint(1, p.max_stages)]
+    cuts = sorted(rng.sample(range(1, p.num_layers), len(order) - 1))
+    bounds = [0, *cuts, p.num_layers]
+    stages = tuple(
+        Stage(cls=c, start=a, end=b, choices=tuple(rng.randrange(len(p.choices)) for _ in range(a, b)))
+        for c, a, b in zip(order, bounds, bounds[1:], strict=False)
+    )
+    batch = p.workload.batch
+    sizes = [s for s in range(1, batch + 1) if (batch % s == 0) == equal]
+    return Assignment(
+        prefill_microbatch=rng.choice(sizes), decode_microbatch=rng.choice(sizes), stages=stages
+    )
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_predicted_time_of_random_plans_against_their_replay(equal: bool) -> None:
+    """True cache lengths and true micro-batch sizes: within 0.1 %, or an upper bound if ragged."""
+    rng = random.Random(7)
+    for _ in range(250):
+        p = random_problem(rng, batch=5 if not equal else rng.choice([4, 6]))
+        work = p.workload.model_copy(update={"prompt_len": 512, "gen_len": 100})
+        p = p.with_changes(workload=work)
+        a = _random_plan(rng, p, equal=equal)
+        predicted, replayed = job_time(p, a).total_s, replay(p, a).total_s
+        assert replayed <= predicted * 1.001
+        if equal:
+            assert predicted == pytest.approx(replayed, rel=1e-3)
+
+
+def test_66_pairs_at_batch_32_one_size_per_count() -> None:
+    assert distinct_sizes(32) == (1, 2, 3, 4, 5, 6, 7, 8, 11, 16, 32)
+    assert len(microbatch_pairs(32)) == 66
+    assert sizes_of(32, 11) == (11, 11, 10)
+    assert all(sum(sizes_of(32, s)) == 32 for s in distinct_sizes(32))
+
+
+def test_a_plan_that_does_not_fit_is_seen() -> None:
+    p = random_problem(random.Random(3))
+    a = _random_plan(random.Random(3), p, equal=True)
+    huge = p.workload.model_copy(update={"batch": 10**6})
+    assert not fits(p.with_changes(workload=huge, prefill_microbatch=1, decode_microbatch=1), a)
