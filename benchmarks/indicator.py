@@ -3,8 +3,9 @@
     python benchmarks/indicator.py --model examples/demo-7m --text examples/heldout.txt
 
 Rows `bench: indicator`: processor seconds of the variance and the Hessian indicator on the same
-windows, on one thread (loading included, the tokeniser's not). Rows `bench: indicator-rank`: Spearman correlation of each
-indicator's omega with the loss that quantising that layer alone really costs, in nats a token.
+windows, on one thread (loading included, the tokeniser's not). Rows `bench: indicator-rank`:
+Spearman correlation of each indicator's omega with the loss that quantising that layer alone
+really costs, in nats a token.
 """
 
 from __future__ import annotations

@@ -1,0 +1,36 @@
+"""On a GPU: graphs are timed, and a share of its SMs is slower than all of them."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from llmpq.cost_model import Phase
+from llmpq.profiler.messages import Case, SetUp, Target, Timing
+from llmpq.profiler.processes import Group
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+
+
+def time_layer(model: str, phase: Phase, *, sms: int | None, v: int, length: int) -> Timing:
+    target = Target(device_kind="gpu", part="layer", phase=phase, dtype="float16")
+    with Group(SetUp(model=model, cuda=True, sms=sms), copies=1, gpus=[0]) as group:
+        assert group.ready.device_name == torch.cuda.get_device_name(0)
+        return group.time(Case(target=target, v=v, length=length))
+
+
+def test_decode_is_timed_from_a_graph() -> None:
+    timing = time_layer("opt-13b", Phase.DECODE, sms=None, v=8, length=512)
+    assert timing.how == "graph"
+    assert 1e-5 < timing.seconds < 1e-2
+    assert time_layer("opt-13b", Phase.PREFILL, sms=None, v=1, length=64).how == "eager"
+
+
+def test_fewer_sms_are_slower() -> None:
+    options: dict[str, Any] = {"v": 4, "length": 512}
+    whole = time_layer("opt-13b", Phase.PREFILL, sms=None, **options)
+    share = time_layer("opt-13b", Phase.PREFILL, sms=16, **options)
+    assert share.seconds > 3 * whole.seconds
