@@ -12,8 +12,8 @@ mp, md   numbers of prefill and decode micro-batches; n tokens a request
 
 rp counts in P only if n >= 2 and rd in D only if n > 2: nothing travels back after the last token.
 
-Exact for equal micro-batches (planner/simulate.py agrees); an upper bound with a ragged last one, or
-where the way back is slower than every stage.
+Exact for equal micro-batches (planner/simulate.py agrees); an upper bound with a ragged last one,
+or where the way back is slower than every stage.
 """
 
 from __future__ import annotations
