@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from llmpq.kernels.atom_formats import AtomWeight
 from llmpq.kernels.atom_reference import rounded
 from llmpq.kernels.atom_scheme import AtomScheme
+from llmpq.kernels.cpu_dense import plain_dense
 from llmpq.kernels.linear import linear
 from llmpq.kernels.quantize import quantize_weight
 from llmpq.kernels.qweight import QuantizedWeight, from_codes
@@ -106,7 +107,7 @@ def to_four_bits(part: Linear, keep: Callable[[QuantizedWeight], QuantizedWeight
     weight = part.weight
     if isinstance(weight, AtomWeight) or (isinstance(weight, QuantizedWeight) and weight.bits < 8):
         return part
-    dense = weight if isinstance(weight, Tensor) else weight.dequantize(torch.float32)
+    dense = plain_dense(weight) if isinstance(weight, Tensor) else weight.dequantize(torch.float32)
     dtype = weight.dtype if isinstance(weight, Tensor) else weight.scale.dtype
     return Linear(keep(quantize_weight(dense, _DRAFT_WEIGHT, dtype=dtype)), part.bias)
 

@@ -30,16 +30,25 @@ class Acceptance:
     drafted: list[int] = field(default_factory=lambda: [0] * 16)
     accepted: list[int] = field(default_factory=lambda: [0] * 16)
     verifies: int = 0
+    refusals: int = 0
+    """Verifies that refused a draft."""
     tokens: int = 0
     """Tokens that verifies yielded, each verify's own one included."""
 
     def add(self, num_drafted: int, num_accepted: int) -> None:
         """Count one request's verify."""
         self.verifies += 1
+        self.refusals += num_accepted < num_drafted
         self.tokens += num_accepted + 1
         for place in range(num_drafted):
             self.drafted[place] += 1
             self.accepted[place] += place < num_accepted
+
+    @property
+    def per_token(self) -> float | None:
+        """Share of the judged drafts that were accepted: those up to the first refused one."""
+        judged = sum(self.accepted) + self.refusals
+        return sum(self.accepted) / judged if judged else None
 
     @property
     def rate(self) -> float | None:
@@ -122,6 +131,7 @@ def speculation_report(drafter: FixedDrafter) -> dict[str, Any]:
         "rounds_by_gamma": drafter.chosen if isinstance(drafter, AutoDrafter) else {},
         "verifies": seen.verifies,
         "acceptance": seen.rate,
+        "acceptance_per_token": seen.per_token,
         "acceptance_by_place": seen.per_place(),
         "tokens_per_verify": seen.tokens_per_verify(),
     }

@@ -131,6 +131,7 @@ def test_what_came_of_the_drafts():
     assert report["acceptance_by_place"] == [0.75, 0.5, 0.5]
     assert report["tokens_per_verify"] == (4 + 2 + 1 + 4) / 4
     assert report["acceptance"] == pytest.approx(7 / 12)
+    assert report["acceptance_per_token"] == pytest.approx(7 / 9), "three places were never judged"
 
 
 def test_no_mode_is_chosen_that_does_not_pay():

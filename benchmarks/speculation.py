@@ -1,0 +1,184 @@
+"""Acceptance and speed of every speculation mode, as rows of `speculation.jsonl`.
+
+    python benchmarks/speculation.py                    the demo model on examples/heldout.txt
+    python benchmarks/speculation.py --model DIR --text FILE --gammas 3
+
+`acceptance`: at many places of held-out text, draft gamma tokens once and verify them, greedily;
+the value is the share of judged drafts (those up to the first refused one) that are accepted. Free
+running text would flatter: small models repeat themselves. `speculation`: tokens/s of free running
+greedy decoding, the baseline is the same engine on the same target without drafts, in the same run.
+On the CPU most drafts save no time: rounding and unpacking cost more than the bytes they save.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rows import write_row
+
+from llmpq.model_spec import ModelSpec
+from llmpq.precision import Precision
+from llmpq.runtime.hand_plan import hand_plan
+from llmpq.runtime.loader import CheckpointSource
+from llmpq.runtime.request import Request
+from llmpq.runtime.scheduler import Scheduler
+from llmpq.runtime.speculate import Acceptance, FixedDrafter
+from llmpq.runtime.stage_actor import limits_of
+from llmpq.runtime.thread_engine import EngineRun, ThreadEngine
+from llmpq.runtime.tokenizer import Tokenizer
+from llmpq.speculation import SpeculationMode
+from llmpq.workload import Workload
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A way of drafting, and the target it drafts for."""
+
+    name: SpeculationMode
+    target: Precision
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What is run."""
+
+    tokens: Sequence[int]
+    windows: int
+    """Places of the text at which drafts are judged."""
+    requests: int
+    prompt_len: int
+    max_new: int
+
+
+MODES = (
+    Mode("qspec", Precision.W4A16),
+    Mode("w4kv4", Precision.W16A16),
+    Mode("w4kv4", Precision.W8A16),
+    Mode("planes", Precision.W8A16),
+    Mode("kv4", Precision.W16A16),
+    Mode("ngram", Precision.W16A16),
+)
+
+
+def jobs(tokens: Sequence[int], count: int, prompt_len: int, max_new: int) -> list[Request]:
+    """Return evenly spaced windows of a text as prompts."""
+    stride = (len(tokens) - prompt_len) // count
+    return [
+        Request(id=i, prompt=tuple(tokens[i * stride : i * stride + prompt_len]), max_new=max_new)
+        for i in range(count)
+    ]
+
+
+def rate(run: EngineRun) -> float:
+    """Return generated tokens per second."""
+    tokens = sum(len(request.tokens) for request in run.finished)
+    return tokens / max(request.total_s for request in run.finished)
+
+
+def measure_acceptance(engine: ThreadEngine, mode: Mode, gamma: int, work: Work) -> Acceptance:
+    """Draft and verify once behind every window."""
+    drafter = FixedDrafter(mode.name, gamma)
+    windows = jobs(work.tokens, work.windows, work.prompt_len, gamma + 2)
+    engine.run(Scheduler(limits_of(engine.plan), drafter=drafter), windows)
+    return drafter.acceptance
+
+
+def measure_speed(
+    engine: ThreadEngine, mode: Mode, gamma: int, work: Work
+) -> tuple[list[float], list[float]]:
+    """Return tokens/s with drafts and without, in turn; the tokens must be the same."""
+    rates: tuple[list[float], list[float]] = ([], [])
+    for _ in range(3):
+        runs = []
+        for place, drafter in enumerate((FixedDrafter(mode.name, gamma), None)):
+            requests = jobs(work.tokens, work.requests, work.prompt_len, work.max_new)
+            runs.append(engine.run(Scheduler(limits_of(engine.plan), drafter=drafter), requests))
+            rates[place].append(rate(runs[-1]))
+        assert engine.plan.workload.dtype != "float32" or runs[0].tokens == runs[1].tokens
+    return rates
+
+
+def main() -> None:
+    """Measure and append the rows."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default=str(EXAMPLES / "demo-7m"))
+    parser.add_argument("--text", default=str(EXAMPLES / "heldout.txt"))
+    parser.add_argument("--gammas", type=int, nargs="+", default=[2, 3, 4, 5, 6, 7])
+    parser.add_argument("--speed-gamma", type=int, default=3)
+    parser.add_argument("--windows", type=int, default=128)
+    parser.add_argument("--requests", type=int, default=8)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--prompt-len", type=int, default=192)
+    parser.add_argument("--max-new", type=int, default=64)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    spec = ModelSpec.from_directory(args.model)
+    work = Work(
+        tokens=Tokenizer(args.model).encode(Path(args.text).read_text(), special=False),
+        windows=args.windows,
+        requests=args.requests,
+        prompt_len=args.prompt_len,
+        max_new=args.max_new,
+    )
+    workload = Workload(
+        batch=args.batch, prompt_len=args.prompt_len, gen_len=args.max_new, dtype=args.dtype
+    )
+    for mode in MODES:
+        plan = hand_plan(
+            spec,
+            workload,
+            precision=mode.target,
+            prefill_microbatch=args.batch,
+            decode_microbatch=args.batch,
+        )
+        engine = ThreadEngine(plan, spec, CheckpointSource(args.model, spec), speculate=mode.name)
+        case = {
+            "model": spec.name,
+            "text": Path(args.text).name,
+            "mode": f"{mode.name} on {mode.target.value}",
+            "batch": args.batch,
+            "dtype": args.dtype,
+        }
+        for gamma in args.gammas:
+            write_acceptance(case | {"gamma": gamma}, measure_acceptance(engine, mode, gamma, work))
+        fast, plain = measure_speed(engine, mode, args.speed_gamma, work)
+        write_row(
+            "speculation.jsonl",
+            bench="speculation",
+            case=case | {"gamma": args.speed_gamma},
+            unit="tokens/s",
+            samples=fast,
+            baselines={"plain": statistics.median(plain)},
+        )
+        ratio = statistics.median(fast) / statistics.median(plain)
+        print(f"{case['mode']:16} gamma {args.speed_gamma}: {ratio:.2f}x plain decoding")
+
+
+def write_acceptance(case: dict[str, object], seen: Acceptance) -> None:
+    """Append one acceptance row."""
+    if seen.per_token is None or seen.tokens_per_verify() is None:
+        return
+    write_row(
+        "speculation.jsonl",
+        bench="acceptance",
+        case=case,
+        unit="share",
+        samples=[seen.per_token],
+        baselines={"drafted": sum(seen.drafted), "verifies": seen.verifies},
+    )
+    print(
+        f"{case['mode']:16} gamma {case['gamma']}: accepted {seen.per_token:.3f} per token, "
+        f"{seen.tokens_per_verify():.2f} tokens a verify"
+    )
+
+
+if __name__ == "__main__":
+    main()
