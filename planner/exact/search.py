@@ -58,7 +58,8 @@ class Search:
         longest: int | None = None,
         budget: float | None = None,
     ) -> None:
-        self.p, self.space, self.deadline, self.gap = p, space, deadline, gap
+        self.p, self.space, self.deadline = p, space, deadline
+        self.gap = gap / 2  # half of it for pruning, so that the stated gap is below the wish
         self.budget = budget
         self.relaxation = ClassRelaxation(p)
         self.columns = self._columns(longest)

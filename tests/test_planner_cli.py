@@ -1,0 +1,314 @@
+"""The command: both spellings, exact texts of errors and explanations, exit codes, speed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from llmpq.plan import Plan
+from llmpq.planner.__main__ import main
+
+pytestmark = pytest.mark.pure
+
+ROOT = Path(__file__).resolve().parents[1]
+PAPER = ROOT / "clusters" / "paper"
+JOB = ["--global_bz", "8", "--s", "512", "--n", "100", "--theta", "1"]
+SMALL = ["--device-names", "T4", "V100", "--device-numbers", "1", "1", "--model", "opt-13b", *JOB]
+
+
+def _run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    code = main(list(words))
+    shown = capsys.readouterr()
+    return code, shown.out, shown.err
+
+
+def test_both_spellings_make_the_same_plan(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    ours, papers = tmp_path / "ours.json", tmp_path / "papers.json"
+    omega = str(PAPER / "omega-opt-30b.json")
+    cluster = tmp_path / "cluster.yaml"
+    cluster.write_text(
+        "name: T4x3-V100x1\nnodes:\n  - {name: node-0, accelerators: 'T4:3'}\n"
+        "  - {name: node-1, accelerators: V100}\n"
+    )
+    code, _, _ = _run(
+        capsys,
+        *f"--cluster {cluster} --model opt-30b --batch 16 --prompt-len 512 --gen-len 100".split(),
+        *f"--omega-file {omega} --theta 1 -o {ours}".split(),
+    )
+    assert code == 0
+    code, _, _ = _run(
+        capsys,
+        *"--model-name opt --model_size 30b --device_names T4 V100 --device_numbers 3 1".split(),
+        *f"--omega_file {omega} --global_bz 16 --s 512 --n 100 --theta 1 --group 1".split(),
+        *f"--fit --output {papers}".split(),
+    )
+    assert code == 0
+    assert ours.read_text() == papers.read_text()
+    plan = Plan.load(ours)
+    assert plan.solver.status == "optimal" and plan.solver.gap is not None
+    assert plan.solver.gap <= 1e-6
+    assert "seconds" in plan.solver.model_dump() and plan.solver.seconds is None
+
+
+def test_table_and_json_say_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    code, table, _ = _run(capsys, *SMALL)
+    assert code == 0
+    for word in ("V100-32GB-0 (node-1)", "0-39", "weights", "limit", "proven optimal", "tokens/s"):
+        assert word in table
+    code, text, _ = _run(capsys, *SMALL, "--json")
+    plan = json.loads(text)
+    assert code == 0 and plan["schema"] == 1
+    assert sum(len(s["precisions"]) for s in plan["stages"]) == 40
+
+
+ERRORS = {
+    "unknown device": (
+        ["--device-names", "V10", "--device-numbers", "1", "--model", "opt-13b"],
+        2,
+        "llmpq-algo: unknown device 'V10': did you mean 'V100'? known: ",
+    ),
+    "unknown model": (
+        ["--device-names", "T4", "--device-numbers", "1", "--model", "opt-31b"],
+        2,
+        "llmpq-algo: unknown model 'opt-31b': did you mean 'opt-30b'? known: ",
+    ),
+    "no model": (
+        ["--device-names", "T4", "--device-numbers", "1"],
+        2,
+        "llmpq-algo: --model is missing: a Hugging Face directory, or a name such as opt-30b\n",
+    ),
+    "no devices": (
+        ["--model", "opt-13b"],
+        2,
+        "llmpq-algo: give the devices in one way: --cluster FILE, --device-names with "
+        "--device-numbers, or --from-ray\n",
+    ),
+    "unequal lists": (
+        ["--device-names", "T4", "V100", "--device-numbers", "1", "--model", "opt-13b"],
+        2,
+        "llmpq-algo: --device_names has 2 names and --device_numbers 1 numbers; expected as many "
+        "of each\n",
+    ),
+    "does not fit": (
+        ["--device-names", "T4", "--device-numbers", "1", "--model", "opt-30b"],
+        5,
+        "llmpq-algo: opt-30b does not fit T4x1: T4-0 is short by ",
+    ),
+    "bad pin": (
+        [*SMALL, "--pin", "0-99=T4-0"],
+        2,
+        "llmpq-algo: --pin 0-99=T4-0: opt-13b has layers 0-39\n",
+    ),
+    "bad pin form": (
+        [*SMALL, "--pin", "T4-0"],
+        2,
+        "llmpq-algo: --pin T4-0: expected LAYERS=DEVICE, such as 0-3=T4-0\n",
+    ),
+    "pinned device unknown": (
+        [*SMALL, "--pin", "0-3=T4-7"],
+        2,
+        "llmpq-algo: unknown device 'T4-7': did you mean 'T4-0'? known: T4-0, V100-32GB-0\n",
+    ),
+    "bad bits": (
+        [*SMALL, "--bits", "4,5"],
+        2,
+        "llmpq-algo: unknown precision '5': known: w16a16, w3a16, w4a16, w4a4, w8a16, w8a8\n",
+    ),
+    "bad what-if": (
+        [*SMALL, "--what-if", "rows=3"],
+        2,
+        "llmpq-algo: --what-if rows=3: expected +KIND, -DEVICE, batch=N, s=N or n=N, such as "
+        "+V100\n",
+    ),
+    "negative theta": (
+        [*SMALL[:-1], "-1"],
+        2,
+        "llmpq-algo: --theta must be >= 0 seconds per unit of omega, got -1.0\n",
+    ),
+    "impossible budget": (
+        [*SMALL, "--bits", "3", "--quality-budget", "0.1"],
+        5,
+        "llmpq-algo: no plan has a sum of omega of at most 0.1\n",
+    ),
+    "flexgen has no plan": (
+        [*SMALL, "--method", "flexgen"],
+        2,
+        "llmpq-algo: --method flexgen is an estimate of offloading, not a plan; see it with "
+        "--method all\n",
+    ),
+    "omega of another model": (
+        [*SMALL, "--omega-file", str(PAPER / "omega-opt-30b.json")],
+        2,
+        f"llmpq-algo: '{PAPER / 'omega-opt-30b.json'}' was made for 48 layers (opt-30b), the model "
+        "has 40\n",
+    ),
+    "too long": (
+        ["--device-names", "V100", "--device-numbers", "1", "--model", "opt-13b", "--s", "2048"],
+        2,
+        "llmpq-algo: --s 2048 plus --n 100 is beyond the 2048 positions of opt-13b\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors_say_what_and_what_to_do(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    words, code, text = ERRORS[name]
+    got, _, err = _run(capsys, *words)
+    assert (got, err[: len(text)]) == (code, text)
+    assert err.count("\n") == 1
+
+
+def test_infeasible_names_device_bytes_and_the_smallest_changes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = "--device-names T4 --device-numbers 3 --model opt-30b --bits 8,16 --global_bz 32"
+    code, _, err = _run(capsys, *words.split(), "--s", "512", "--n", "100")
+    assert code == 5
+    assert err.startswith("llmpq-algo: opt-30b does not fit T4x3: T4-")
+    assert " is short by " in err and " GiB: 4-bit on " in err and " layers (--bits)" in err
+    assert ", or KV at 2 bit (--kv 2), or batch " in err
+    batch = err.rsplit("--global-bz ", 1)[1].rstrip(")\n")
+    fits = words.replace("--global_bz 32", f"--global_bz {batch}")
+    assert _run(capsys, *fits.split(), "--s", "512", "--n", "100")[0] == 0
+    kv = [*words.split(), "--s", "512", "--n", "100", "--kv", "2"]
+    assert _run(capsys, *kv)[0] == 0
+    lower = [*words.replace("8,16", "4,8,16").split(), "--s", "512", "--n", "100"]
+    assert _run(capsys, *lower)[0] == 0
+
+
+def test_pin_max_devices_and_reserve_are_kept(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    out = tmp_path / "plan.json"
+    _run(capsys, *SMALL, "--pin", "0-3=T4-0", "--pin", "5=node-0:0", "-o", str(out))
+    first = Plan.load(out).stages[0]
+    assert first.device == "T4-0" and first.layers[1] >= 6
+    _run(capsys, *SMALL, "--max-devices", "1", "-o", str(out))
+    assert len(Plan.load(out).stages) == 1
+    _run(capsys, *SMALL, "--reserve", "16 GiB", "--max_devices", "2", "-o", str(out))
+    plan = Plan.load(out) if out.exists() else None
+    assert plan is not None
+
+
+def test_reserve_leaves_memory_free(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out = tmp_path / "plan.json"
+    assert _run(capsys, *SMALL, "--reserve", "8GiB", "-o", str(out))[0] == 0
+    for stage in Plan.load(out).stages:
+        assert stage.memory is not None and stage.kind in ("T4", "V100-32GB")
+        table = {"T4": 14.76, "V100-32GB": 31.74}
+        assert stage.memory.limit_bytes == int(table[stage.kind] * 2**30) - 8 * 2**30
+        assert stage.memory.total_bytes <= stage.memory.limit_bytes
+
+
+def test_kv_bits_are_a_trade(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out = tmp_path / "plan.json"
+    words = ["--cluster", str(PAPER / "09.yaml"), "--model", "opt-30b", "--global_bz", "32"]
+    _run(capsys, *words, "--kv", "16,8", "-o", str(out))
+    low = Plan.load(out)
+    _run(capsys, *words, "--kv", "16", "-o", str(out))
+    high = Plan.load(out)
+    assert low.workload.kv.value == "kv8" and high.workload.kv.value == "kv16"
+    assert low.solver.value is not None and high.solver.value is not None
+    assert low.solver.value < high.solver.value
+
+
+def test_budget_is_kept_and_proven(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out = tmp_path / "plan.json"
+    words = ["--cluster", str(PAPER / "09.yaml"), "--model", "opt-30b", "--global_bz", "8"]
+    code, text, _ = _run(capsys, *words, "--quality-budget", "1.0", "-o", str(out))
+    plan = Plan.load(out)
+    assert code == 0 and plan.predicted is not None and plan.predicted.sum_omega <= 1.0
+    assert plan.solver.status == "optimal"
+    assert "note: fastest with sum omega <= 1 (theta at the budget" in text
+
+
+def test_front_lists_undominated_plans(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out = tmp_path / "front.json"
+    words = ["--cluster", str(PAPER / "02.yaml"), "--model", "opt-13b", "--global_bz", "8"]
+    code, text, _ = _run(capsys, *words, "--pareto", "--time-limit", "10", "-o", str(out))
+    assert code == 0 and "sum omega" in text
+    plans = json.loads(out.read_text())
+    points = [(p["predicted"]["total_s"], p["predicted"]["sum_omega"]) for p in plans]
+    assert len(points) >= 3 and points == sorted(points)
+    assert [o for _, o in points] == sorted((o for _, o in points), reverse=True)
+
+
+def test_explanations(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--cluster", str(PAPER / "03.yaml"), "--model", "opt-30b", "--global_bz", "8"]
+    code, text, _ = _run(
+        capsys, *words, "--explain", "--what-if", "+V100", "--what-if", "-T4-0", "--what-if", "n=50"
+    )
+    assert code == 0
+    flat = " ".join(text.split())
+    assert "- prefill is bound by V100-32GB-0: 4 micro-batches x" in flat
+    assert "- left out, faster without: T4-0, T4-1, T4-2" in flat
+    assert "- costs of T4 x 0.90: this plan is" in flat
+    assert "- a cost error of 10 % on one device kind loses at most" in flat
+    for change in ("+V100", "-T4-0", "n=50"):
+        assert f"what if {change}: " in flat
+
+
+def test_waiting_stages_are_named() -> None:
+    from llmpq.planner.arguments import plan_parser
+    from llmpq.planner.build_plan import build_plan
+    from llmpq.planner.explain import explain_plan
+    from llmpq.planner.methods import solve
+    from llmpq.planner.request import make_problem
+
+    words = ["--cluster", str(PAPER / "09.yaml"), "--model", "opt-30b", "--global_bz", "32"]
+    problem, _, _ = make_problem(plan_parser().parse_args(words))
+    outcome = solve(problem, "uniform")
+    names = [s.device for s in build_plan(problem, outcome).stages]
+    lines = explain_plan(problem, outcome.assignment, names)
+    assert lines[0].startswith("prefill is bound by T4-3: ")
+    assert lines[1].startswith("decode is bound by ")
+    assert any("% of decode for T4-3" in line for line in lines)
+
+
+def test_all_methods_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--cluster", str(PAPER / "02.yaml"), "--model", "opt-13b", "--global_bz", "8"]
+    code, text, _ = _run(capsys, *words, "--method", "all")
+    assert code == 0
+    for method in ("exact", "ilp", "heuristic", "adabits", "pipeedge", "uniform", "flexgen"):
+        assert method in text
+
+
+def test_check_command_and_its_exit_codes(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    out = tmp_path / "plan.json"
+    _run(capsys, *SMALL, "-o", str(out))
+    devices = ["--device-names", "T4", "V100", "--device-numbers", "1", "1"]
+    code, text, _ = _run(capsys, "check", str(out), "--model", "opt-13b", *devices)
+    assert code == 0 and text == f"{out}: 1 stages, complete, fits\n"
+    assert _run(capsys, "check", str(out), "--model", "opt-30b", *devices)[0] == 4
+    other = ["--device-names", "T4", "--device-numbers", "4"]
+    assert _run(capsys, "check", str(out), "--model", "opt-13b", *other)[0] == 4
+    out.write_text(out.read_text().replace('"schema": 1', '"schema": 9'))
+    assert _run(capsys, "check", str(out), "--model", "opt-13b", *devices)[0] == 3
+
+
+def test_help_is_instant_and_planning_imports_no_torch() -> None:
+    command = [sys.executable, "-m", "llmpq.planner"]
+    best = min(_timed([*command, "--help"]) for _ in range(3))
+    assert best < 0.3
+    code = (
+        "import sys; from llmpq.planner.__main__ import main; "
+        f"main({SMALL!r} + ['--method', 'all', '--json']); "
+        "sys.exit(any(name in sys.modules for name in ('torch', 'ray', 'transformers')))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def _timed(command: list[str]) -> float:
+    start = time.perf_counter()
+    subprocess.run(command, capture_output=True, check=True, cwd=ROOT)
+    return time.perf_counter() - start
