@@ -17,8 +17,10 @@ from functools import cached_property
 from typing import Literal, Protocol, get_args
 
 from llmpq.cost_model import CostModel, LatencyEntry, Phase
+from llmpq.kv_format import kv_cache_bytes
+from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan, StagePlan
-from llmpq.precision import KVPrecision, Precision
+from llmpq.precision import KVPrecision, Precision, WeightScheme
 
 SpeculationMode = Literal["qspec", "w4kv4", "planes", "kv4", "ngram"]
 MODES: tuple[SpeculationMode, ...] = get_args(SpeculationMode)
@@ -199,3 +201,32 @@ class PlanTimes:
         draft = find(Phase.DECODE, drafted, kv) or find(Phase.DECODE, drafted, workload.kv)
         verify = find(Phase.VERIFY, precision, workload.kv)
         return {"decode": decode, "draft": draft or decode, "verify": verify or decode}
+
+
+def draft_bytes(plan: Plan, spec: ModelSpec, index: int, mode: SpeculationMode) -> int:
+    """Return what a stage's drafts hold beyond the stage itself.
+
+    A 4-bit copy of its 16- and 8-bit layers (w4kv4), a 4-bit copy of its KV cache (w4kv4, kv4). The
+    upper nibbles of an 8-bit weight are part of it where weights are stored as planes; CPU stages
+    hold a copy.
+    """
+    stage, workload = plan.stages[index], plan.workload
+    copied = DRAFT_PRECISION[mode] if mode == "w4kv4" or stage.threads is not None else {}
+    scheme = WeightScheme(
+        bits=4, group_size=plan.quantization.group_size if mode == "planes" else 128
+    )
+    of_a_layer = sum(
+        scheme.nbytes(s.out_features, s.in_features, workload.dtype_bytes) for s in spec.linears()
+    )
+    weights = sum(of_a_layer for p in stage.precisions if p in copied) if mode != "qspec" else 0
+    if mode not in READS_KV4:
+        return weights
+    cache = kv_cache_bytes(
+        KVPrecision.KV4,
+        slots=workload.batch,
+        max_len=workload.max_len,
+        kv_heads=spec.kv_heads,
+        head_dim=spec.head_dim,
+        dtype_bytes=workload.dtype_bytes,
+    )
+    return weights + stage.num_layers * cache

@@ -125,6 +125,12 @@ def _how_to_solve(parser: argparse.ArgumentParser) -> None:
     _flag(group, "--solver", choices=solvers, default="highs", help="for --method ilp")
     _flag(group, "--gap", "--ilp-tolerance", type=float, default=1e-6, help="relative gap to prove")
     _flag(group, "--time-limit", "--ilp-time-limit", type=float, default=60.0, help="seconds")
+    _flag(
+        group,
+        "--speculate",
+        metavar="MODE",
+        help="add drafts to the plan: auto (if any fit and pay), qspec, w4kv4, planes, kv4, ngram",
+    )
 
 
 def _what_to_print(parser: argparse.ArgumentParser) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from llmpq.errors import DoesNotFitError
@@ -17,6 +17,7 @@ from llmpq.planner.methods import PLANNERS, solve
 from llmpq.planner.outcome import Infeasible, Outcome
 from llmpq.planner.problem import Problem
 from llmpq.planner.request import make_problem, parse_kv
+from llmpq.planner.speculation import describe, with_speculation
 from llmpq.precision import KVPrecision
 
 if TYPE_CHECKING:
@@ -60,6 +61,11 @@ def make_and_show(args: argparse.Namespace) -> None:
         return
     everything = wish.method == "all"
     best = answer(problem, wish, path) if not everything else _compare(args, problem, wish, path)
+    if args.speculate is not None:
+        costs = problem.costs.estimate
+        costs = costs if problem.costs.profile is None else costs.merged(problem.costs.profile)
+        best = replace(best, plan=with_speculation(best.plan, problem.spec, costs, args.speculate))
+        notes = [*notes, describe(best.plan)]
     if args.output:
         best.plan.save_json(args.output)
     if args.json:
@@ -132,8 +138,6 @@ def _console() -> Console:
 
 def _compare(args: argparse.Namespace, problem: Problem, wish: Wish, path: str | None) -> Answer:
     """Solve with every method, print them side by side, return the best."""
-    from dataclasses import replace
-
     from llmpq.planner.flexgen import estimate_flexgen
     from llmpq.planner.report import comparison_table
 
