@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from llmpq.kernels.cpu_dense import dense_linear
 from llmpq.kernels.formats import GROUP, Layout
 from llmpq.kernels.qweight import QuantizedWeight
 from llmpq.precision import padded_k
@@ -62,12 +63,12 @@ def dequantize_product(x_MK: Tensor, qweight: QuantizedWeight, bias: Tensor | No
     n = qweight.out_features
     step = max(64, _CHUNK_WEIGHTS // qweight.in_features // 64 * 64)
     if step >= n:
-        return functional.linear(x_MK, dequantize_rows(qweight, x_MK.dtype, 0, n), bias)
+        return dense_linear(x_MK, dequantize_rows(qweight, x_MK.dtype, 0, n), bias)
     y = x_MK.new_empty(x_MK.shape[0], n)
     for start in range(0, n, step):
         stop = min(n, start + step)
         w = dequantize_rows(qweight, x_MK.dtype, start, stop)
-        y[:, start:stop] = functional.linear(x_MK, w, None if bias is None else bias[start:stop])
+        y[:, start:stop] = dense_linear(x_MK, w, None if bias is None else bias[start:stop])
         del w  # or two pieces are alive at once
     return y
 

@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from llmpq.kernels.cpu_dense import plain_dense
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import Precision
@@ -144,4 +145,4 @@ def _step(x: Tensor) -> Step:
 
 def _dense(module: Linear) -> Tensor:
     assert isinstance(module.weight, Tensor)
-    return module.weight
+    return plain_dense(module.weight)

@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from llmpq.kernels.atom_linear import AtomWeight, atom_linear
+from llmpq.kernels.cpu_dense import dense_linear
 from llmpq.kernels.linear import QuantizedWeight, linear
 from llmpq.model_spec import ModelSpec, RopeScaling
 from llmpq.runtime.kv_cache import KVCache
 from llmpq.runtime.step import Step
 
 Weight = Tensor | QuantizedWeight | AtomWeight
-"""A dense weight, one of few bits, or one of few bits that meets rounded activations."""
-
+"""A dense weight (kernels/cpu_dense.py), one of few bits, or one that meets rounded activations."""
 
 _LARGE = 1 << 14
 """Elements from which passes over memory cost more than calls (8 x 256: 7 us against 22)."""
@@ -66,7 +66,7 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return y [..., N] in x's dtype."""
         if isinstance(self.weight, Tensor):
-            return functional.linear(x, self.weight, self.bias)
+            return dense_linear(x, self.weight, self.bias)
         if isinstance(self.weight, AtomWeight):
             return atom_linear(x, self.weight, self.bias)
         return linear(x, self.weight, self.bias)

@@ -7,10 +7,11 @@ Legend: B rows, Q new tokens, h hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -83,7 +84,7 @@ class StageModel(nn.Module):
         head = None
         if last:
             tied = {"output.weight": embedding.tokens_Vh} if shares_output and embedding else {}
-            head = builder.head(next(parts) | tied)
+            head = builder.head(next(parts), tied)
         return cls(spec, built, embedding, head)
 
     @torch.inference_mode()
@@ -138,12 +139,18 @@ class _Builder:
     def embedding(self, tensors: dict[str, Tensor]) -> Embedding:
         return self.wiring.embedding(self._parts(tensors, None))
 
-    def head(self, tensors: dict[str, Tensor]) -> Head:
-        return self.wiring.head(self._parts(tensors, None))
+    def head(self, tensors: dict[str, Tensor], tied: dict[str, Tensor]) -> Head:
+        return self.wiring.head(self._parts(tensors, None, tied))
 
-    def _parts(self, tensors: dict[str, Tensor], scheme: WeightScheme | None) -> Parts:
+    def _parts(
+        self,
+        tensors: dict[str, Tensor],
+        scheme: WeightScheme | None,
+        tied: Mapping[str, Tensor] = MappingProxyType({}),
+    ) -> Parts:
         return Parts(
-            tensors=tensors,
+            tensors={**tensors, **tied},
+            shared=frozenset(tied),
             scheme=scheme,
             dtype=self.dtype,
             device=self.device,

@@ -123,9 +123,9 @@ class LiveTensors(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        given = {id_of(t) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and id_of(tensor) not in given:
+        given = {t.untyped_storage()._cdata for t in strided((args, kwargs))}
+        for tensor in strided(result):
+            if tensor.untyped_storage()._cdata not in given:
                 self._add(tensor.untyped_storage())
         self.peak = max(self.peak, self.now)
         return result
@@ -140,8 +140,9 @@ class LiveTensors(TorchDispatchMode):
         self.now -= self._sizes.pop(key)
 
 
-def id_of(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+def strided(values: Any) -> list[torch.Tensor]:
+    """Return the tensors among values that have a storage; packed weights are opaque."""
+    return [t for t in tree_leaves(values) if isinstance(t, torch.Tensor) and not t.is_mkldnn]
 
 
 def measured_peak(pipeline: LocalPipeline, stage_index: int) -> int:

@@ -8,25 +8,33 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from llmpq.kernels.atom_formats import quantize_atom
+from llmpq.kernels.atom_scheme import atom_scheme
+from llmpq.kernels.cpu_dense import pack_dense
 from llmpq.kernels.quantize import quantize_weight
 from llmpq.precision import WeightScheme
-from llmpq.runtime.layers import Linear, Norm
+from llmpq.runtime.layers import Linear, Norm, Weight
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
     """Host tensors by part name, and how linears made of them are stored."""
 
-    tensors: Mapping[str, Tensor]
+    tensors: Mapping[str, Weight]
+    """Only a linear's weight may come quantised already."""
     scheme: WeightScheme | None
     """None keeps linears dense."""
     dtype: torch.dtype
     device: torch.device
     norm_eps: float
+    shared: frozenset[str] = frozenset()
+    """Parts that something else holds, too (a tied output matrix): left as they are."""
 
     def tensor(self, name: str) -> Tensor:
         """Return a part on the stage's device, in the stage's dtype."""
-        return self.tensors[name].to(self.device, self.dtype)
+        tensor = self.tensors[name]
+        assert isinstance(tensor, Tensor)
+        return tensor.to(self.device, self.dtype)
 
     def optional(self, name: str) -> Tensor | None:
         """Return a part, or None where the architecture has none."""
@@ -39,7 +47,15 @@ class Parts:
     def linear(self, name: str) -> Linear:
         """Return a linear, quantised on the stage's device when the layer has a scheme."""
         bias = self.optional(f"{name}.bias")
+        weight = self.tensors[f"{name}.weight"]
+        if not isinstance(weight, Tensor):
+            return Linear(weight.to(self.device), bias)
         if self.scheme is None:
-            return Linear(self.tensor(f"{name}.weight"), bias)
-        weight_NK = self.tensors[f"{name}.weight"].to(self.device)
+            dense = self.tensor(f"{name}.weight")
+            return Linear(dense if f"{name}.weight" in self.shared else pack_dense(dense), bias)
+        weight_NK = weight.to(self.device)
+        if self.scheme.activation_bits < 16:
+            return Linear(
+                quantize_atom(weight_NK, atom_scheme(self.scheme), dtype=self.dtype), bias
+            )
         return Linear(quantize_weight(weight_NK, self.scheme, dtype=self.dtype), bias)

@@ -1,0 +1,46 @@
+"""Unquantised products on the CPU: the packed weight is the same matrix in the same bytes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from llmpq.kernels.cpu_dense import dense_linear, pack_dense, plain_dense
+
+pytestmark = pytest.mark.cpu
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("n, k", [(128, 256), (200, 96), (7, 33)])
+@pytest.mark.parametrize("rows", [1, 8, 70])
+@pytest.mark.parametrize("biased", [False, True])
+def test_products_equal_float64(dtype, n, k, rows, biased):
+    torch.manual_seed(0)
+    weight, x = torch.randn(n, k).to(dtype), torch.randn(2, rows, k).to(dtype)
+    bias = torch.randn(n).to(dtype) if biased else None
+    exact = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    # Rounding of the inputs' products to the dtype, over sums of k terms.
+    limit = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 1e-3}[dtype]
+
+    def error(w: torch.Tensor) -> float:
+        return float((dense_linear(x, w, bias).double() - exact).norm() / exact.norm())
+
+    assert error(weight) < limit
+    assert error(pack_dense(weight)) < limit
+    assert error(weight.roll(1, dims=0)) > limit, "rows in another order must not pass"
+
+
+@pytest.mark.parametrize("n, k", [(128, 256), (200, 96), (7, 33)])
+def test_packing_keeps_values_shape_and_bytes(n, k):
+    weight = torch.randn(n, k)
+    packed = pack_dense(weight)
+    assert packed.shape == weight.shape and packed.nbytes == weight.nbytes
+    if packed.is_mkldnn:
+        assert torch.ops.mkldnn._nbytes(packed) == weight.nbytes
+    assert torch.equal(plain_dense(packed), weight)
+
+
+def test_rows_with_gaps_are_read_where_they_lie():
+    weight, x = pack_dense(torch.randn(64, 64)), torch.randn(5, 3, 128)[:, -1, ::2]
+    expected = x @ plain_dense(weight).T
+    torch.testing.assert_close(dense_linear(x, weight, None), expected)
