@@ -19,6 +19,9 @@ from llmpq.precision import KVPrecision, Precision, WeightScheme, default_scheme
 from llmpq.workload import Workload
 from llmpq.workspace import workspace_bytes
 
+INDEX_BYTES = 4
+"""One entry of a channel order, int32."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Quantization:
@@ -26,10 +29,17 @@ class Quantization:
 
     group_size: int | None = 128
     symmetric: bool = False
+    outliers: int = 0
+    """Input channels of w4a4 layers that keep 8 bits (a calibrated checkpoint says how many)."""
 
     def scheme(self, precision: Precision) -> WeightScheme | None:
         """Return the scheme of a precision, None for unquantised weights."""
-        return default_scheme(precision, group_size=self.group_size, symmetric=self.symmetric)
+        return default_scheme(
+            precision,
+            group_size=self.group_size,
+            symmetric=self.symmetric,
+            outliers=self.outliers,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +73,9 @@ def layer_weight_bytes(
     if scheme is None:
         return spec.layer_params * dtype_bytes
     packed = sum(scheme.nbytes(s.out_features, s.in_features, dtype_bytes) for s in spec.linears())
+    if scheme.outliers:
+        # The order of the input channels; `down` needs none, the rows before it are reordered.
+        packed += sum(INDEX_BYTES * s.in_features for s in spec.linears() if s.name != "down")
     unquantised = spec.layer_params - sum(s.num_weights for s in spec.linears())
     return packed + unquantised * dtype_bytes
 
@@ -108,6 +121,7 @@ def stage_memory(
             spec,
             workload,
             precisions=layers,
+            first=first,
             last=last,
             prefill_microbatch=prefill_microbatch,
             decode_microbatch=decode_microbatch,

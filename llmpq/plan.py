@@ -41,10 +41,13 @@ class QuantizationForm(FileForm):
 
     group_size: int | None = 128
     symmetric: bool = False
+    outliers: int = 0
 
     def settings(self) -> Quantization:
         """Return the value the byte formulas take."""
-        return Quantization(group_size=self.group_size, symmetric=self.symmetric)
+        return Quantization(
+            group_size=self.group_size, symmetric=self.symmetric, outliers=self.outliers
+        )
 
 
 class MemoryForm(FileForm):

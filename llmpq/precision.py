@@ -86,22 +86,29 @@ class WeightScheme:
     `group_size` None means one group per row (per-channel). Symmetric grids store a scale,
     asymmetric ones a scale and a zero. `clip_search` shrinks each group's range to the one with
     the least squared error before rounding.
+
+    Below 16 `activation_bits` the layer's input is rounded too, each token anew, the grid is
+    symmetric, and the last `outliers` input channels keep 8 bits (kernels/atom_scheme.py).
     """
 
     bits: int
     group_size: int | None = 128
     symmetric: bool = False
     clip_search: bool = True
+    activation_bits: int = 16
+    outliers: int = 0
 
     def __post_init__(self) -> None:
         if self.bits not in (3, 4, 8):
             raise ValueError(f"weight bits must be 3, 4 or 8, got {self.bits}")
         if self.group_size is not None and (self.group_size <= 0 or self.group_size % 32):
             raise ValueError(f"group size must be a multiple of 32, got {self.group_size}")
+        if self.activation_bits < 16 and not self.symmetric:
+            raise ValueError("weights that meet rounded activations are symmetric; set symmetric")
 
     def num_groups(self, in_features: int) -> int:
-        """Return the number of groups along the padded K."""
-        padded = padded_k(in_features)
+        """Return the number of groups along the padded K, the outliers left out."""
+        padded = padded_k(in_features - self.outliers)
         return 1 if self.group_size is None else -(-padded // self.group_size)
 
     def nbytes(self, out_features: int, in_features: int, scale_bytes: int) -> int:
@@ -109,9 +116,10 @@ class WeightScheme:
 
         `scale_bytes` is the size of one scale: the activation dtype's size.
         """
-        packed = out_features * padded_k(in_features) * self.bits // 8
+        packed = out_features * padded_k(in_features - self.outliers) * self.bits // 8
         per_group = scale_bytes * (1 if self.symmetric else 2)
-        return packed + out_features * self.num_groups(in_features) * per_group
+        kept = out_features * (self.outliers + scale_bytes) if self.outliers else 0
+        return packed + out_features * self.num_groups(in_features) * per_group + kept
 
 
 def padded_k(in_features: int) -> int:
@@ -120,9 +128,22 @@ def padded_k(in_features: int) -> int:
 
 
 def default_scheme(
-    precision: Precision, *, group_size: int | None = 128, symmetric: bool = False
+    precision: Precision,
+    *,
+    group_size: int | None = 128,
+    symmetric: bool = False,
+    outliers: int = 0,
 ) -> WeightScheme | None:
-    """Return the scheme a precision's weights are stored in, or None when they stay unquantised."""
+    """Return the scheme a precision's weights are stored in, or None when they stay unquantised.
+
+    w4a4 keeps `outliers` channels in 8 bits; w8a8 needs none and has one scale per row and token.
+    """
     if precision.weight_bits == 16:
         return None
+    if precision is Precision.W8A8:
+        return WeightScheme(bits=8, group_size=None, symmetric=True, activation_bits=8)
+    if precision is Precision.W4A4:
+        return WeightScheme(
+            bits=4, group_size=group_size, symmetric=True, activation_bits=4, outliers=outliers
+        )
     return WeightScheme(bits=precision.weight_bits, group_size=group_size, symmetric=symmetric)

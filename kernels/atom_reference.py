@@ -1,0 +1,51 @@
+"""Plain-torch twin of the Atom products: rounds the input as the scheme says, then multiplies.
+
+    y = restore(round(x[..., index_K])) @ w^T + bias
+
+It is the oracle of the Triton kernels and what the CPU runs: the products of restored values equal
+the integer products times the scales but for float rounding.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from llmpq.kernels.atom_formats import AtomWeight
+from llmpq.kernels.atom_quantize import restore, round_activations
+from llmpq.kernels.atom_scheme import AtomScheme
+
+
+def atom_linear_reference(x: Tensor, weight: AtomWeight, bias: Tensor | None = None) -> Tensor:
+    """y = x w^T + bias, x [..., K]; y [..., N] in x's dtype."""
+    if weight.index_K is not None:
+        x = x.index_select(-1, weight.index_K)
+    x_MK = x.reshape(-1, weight.in_features)
+    w_NK = weight.dequantize_reordered(x.dtype)
+    y = functional.linear(rounded(x_MK, weight.scheme), w_NK, bias)
+    return y.view(*x.shape[:-1], weight.out_features)
+
+
+def rounded(x_MK: Tensor, scheme: AtomScheme) -> Tensor:
+    """Return reordered activations as the product sees them, in x's dtype."""
+    if scheme.activation_bits == 16:
+        return x_MK
+    return restore(round_activations(x_MK, scheme)).to(x_MK.dtype)
+
+
+def integer_product(x_MK: Tensor, weight: AtomWeight) -> Tensor:
+    """Return x w^T [M, N] in float64 by exact integer products per group, as the kernels form it.
+
+    x comes reordered; the weight's outliers have 8 bits.
+    """
+    x, w = round_activations(x_MK, weight.scheme), weight.unpacked()
+    assert x.outlier_scale is not None and w.outlier_scale is not None
+    groups = w.scale.shape[1]
+    x_MGk = x.codes.view(x_MK.shape[0], groups, -1).double()
+    w_NGk = w.codes.view(weight.out_features, groups, -1).double()
+    products_GMN = torch.einsum("mgk,ngk->gmn", x_MGk, w_NGk)
+    scales_GMN = torch.einsum("mg,ng->gmn", x.scale.double(), w.scale.double())
+    y_MN = (products_GMN * scales_GMN).sum(0)
+    outliers_MN = x.outliers.double() @ w.outliers.double().t()
+    return y_MN + outliers_MN * x.outlier_scale.double()[:, None] * w.outlier_scale.double()

@@ -1,0 +1,86 @@
+"""Atom's choices for one linear layer: bits, groups, outlier channels and clips, as data.
+
+Zhao et al., "Atom: low-bit quantization for efficient and accurate LLM serving" (MLSys 2024). The
+input channels with the largest sums of squares, the *outliers*, come last and keep 8 bits; all
+others are rounded to few bits, a scale per (row, group of K). Activations get their scales when
+the layer runs, weights when the model is quantised.
+
+    weights       scale = clip * 2 max|w| / (2^b - 1)            the paper's eq. (1), clip 0.85
+    activations   scale = clip * max|x| / (2^(b-1) - 1)          as the authors' code, clip 0.9
+    e2m1          scale = clip * max|.| / 12                     4-bit floats, codes are twice them
+
+Two additions of ours, both off in the paper's recipe and free in the matrix product:
+
+    signed_scale  scale = -clip * x_max / 2^(b-1), x_max the value with max|x|: the scale takes the
+                  sign that puts it on the code -2^(b-1), which a symmetric grid otherwise wastes
+    rotation      normal channels are multiplied by a Hadamard matrix per 128 before rounding, the
+                  weight's too, so that one large value of a token is spread over its group
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from llmpq.precision import WeightScheme
+
+Number = Literal["int", "e2m1"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AtomScheme:
+    """How a linear layer's weight and input are rounded; 16 activation bits leave the input be."""
+
+    weight_bits: int = 4
+    activation_bits: int = 4
+    group_size: int | None = 128
+    """Consecutive input channels that share a scale; None means one scale per row and token."""
+    outliers: int = 0
+    """Input channels at the end that keep `outlier_bits`."""
+    outlier_bits: Literal[8, 16] = 8
+    weight_clip: float | None = 0.85
+    """None searches the least squared error per group."""
+    activation_clip: float = 0.9
+    number: Number = "int"
+    signed_scale: bool = False
+    rotation: bool = False
+
+    def __post_init__(self) -> None:
+        if self.weight_bits not in (3, 4, 8):
+            raise ValueError(f"weight bits: got {self.weight_bits}, expected 3, 4 or 8")
+        if self.activation_bits not in (3, 4, 8, 16):
+            raise ValueError(f"activation bits: got {self.activation_bits}, expected 3, 4, 8 or 16")
+        if self.group_size not in (None, 32, 64, 128):
+            raise ValueError(
+                f"group size: got {self.group_size}, expected 32, 64, 128 or None (per channel)"
+            )
+        if self.number == "e2m1" and {self.weight_bits, self.activation_bits} - {4, 16}:
+            raise ValueError("e2m1 numbers have 4 bits; use weight_bits=4 and activation_bits=4")
+        if self.number == "e2m1" and self.signed_scale:
+            raise ValueError("signed_scale uses the spare code of integers; e2m1 has none")
+        clips = (self.activation_clip, 1.0 if self.weight_clip is None else self.weight_clip)
+        if self.outliers < 0 or not all(0 < clip <= 1 for clip in clips):
+            raise ValueError(
+                f"outliers must be >= 0 and clips in (0, 1], got {self.outliers} and {clips}"
+            )
+
+    def normal_features(self, in_features: int) -> int:
+        """Return K without the outliers."""
+        if self.outliers >= in_features:
+            raise ValueError(
+                f"{self.outliers} outlier channels of {in_features}: no channel would be left; "
+                "ask for fewer outliers"
+            )
+        return in_features - self.outliers
+
+
+def atom_scheme(scheme: WeightScheme) -> AtomScheme:
+    """Return the Atom form of a weight scheme that has rounded activations."""
+    return AtomScheme(
+        weight_bits=scheme.bits,
+        activation_bits=scheme.activation_bits,
+        group_size=scheme.group_size,
+        outliers=scheme.outliers,
+        weight_clip=None if scheme.clip_search else 1.0,
+        activation_clip=1.0 if scheme.activation_bits == 8 else 0.9,
+    )

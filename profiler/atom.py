@@ -1,0 +1,112 @@
+"""One layer quantised by a recipe: Atom's channel order, folds and rounding, or plain GPTQ.
+
+Channel order (w4a4): input channels of each linear sorted by their sum of squares, so that the
+outliers come last. Who puts them there:
+
+    qkv, gate_up    a gather where the norm's output is rounded; q, k, v share it, gate, up too
+    o               a gather of the attention output
+    down            nobody at run time: the rows of gate and up (their biases too) are stored in
+                    its order, which passes through the elementwise activation
+
+K = in_features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from llmpq.kernels.atom_formats import atom_weight
+from llmpq.kernels.atom_quantize import round_weight
+from llmpq.kernels.atom_scheme import AtomScheme
+from llmpq.kernels.quantize import quantize_codes
+from llmpq.kernels.qweight import from_codes
+from llmpq.precision import WeightScheme
+from llmpq.profiler.calibrate import LayerView
+from llmpq.profiler.gptq import DAMPING, gptq_atom, gptq_codes
+from llmpq.runtime.layers import Weight
+
+FOLDED = {"down": ("gate_up", "up")}
+"""Linear whose channel order is folded -> the linears whose rows take it, where they exist."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How the linears of a layer are quantised."""
+
+    scheme: AtomScheme | WeightScheme
+    method: Literal["rtn", "gptq"] = "gptq"
+    damping: float = DAMPING
+
+    @property
+    def reorders(self) -> bool:
+        """Whether input channels are sorted by their sums of squares."""
+        return isinstance(self.scheme, AtomScheme) and self.scheme.outliers > 0
+
+
+def quantize_layer(view: LayerView, recipe: Recipe, *, dtype: torch.dtype) -> dict[str, Weight]:
+    """Return the layer's tensors with every linear's weight quantised; `dtype` is the scales'."""
+    tensors: dict[str, Tensor] = dict(view.tensors)
+    orders: dict[str, Tensor] = {}
+    if recipe.reorders:
+        orders = {name: channel_order(h.sum_KK) for name, h in view.hessians.items()}
+        for folded, before in FOLDED.items():
+            for name in before:
+                _reorder_rows(tensors, name, orders[folded])
+    quantized: dict[str, Weight] = {**tensors}
+    for name, hessian in view.hessians.items():
+        device = hessian.sum_KK.device
+        weight_NK, h_KK = tensors[f"{name}.weight"].to(device), hessian.sum_KK
+        order = orders.get(name)
+        if order is not None:
+            weight_NK, h_KK = weight_NK[:, order], h_KK[order][:, order]
+        index = None if name in FOLDED else order
+        quantized[f"{name}.weight"] = quantize_linear(weight_NK, h_KK, recipe, dtype, index)
+    return quantized
+
+
+def quantize_linear(
+    weight_NK: Tensor, h_KK: Tensor, recipe: Recipe, dtype: torch.dtype, index_K: Tensor | None
+) -> Weight:
+    """Quantise one weight whose channels are in their final order."""
+    scheme = recipe.scheme
+    if isinstance(scheme, AtomScheme):
+        if recipe.method == "rtn":
+            return atom_weight(round_weight(weight_NK, scheme, scale_dtype=dtype), scheme, index_K)
+        codes = gptq_atom(weight_NK, h_KK, scheme, scale_dtype=dtype, damping=recipe.damping)
+        return atom_weight(codes, scheme, index_K)
+    if recipe.method == "rtn":
+        found = quantize_codes(weight_NK, scheme, scale_dtype=dtype)
+    else:
+        found = gptq_codes(weight_NK, h_KK, scheme, scale_dtype=dtype, damping=recipe.damping)
+    return from_codes(
+        *found,
+        bits=scheme.bits,
+        group_size=scheme.group_size,
+        in_features=weight_NK.shape[1],
+    )
+
+
+def channel_order(h_KK: Tensor) -> Tensor:
+    """Return the channels sorted by their sum of squares, the largest last."""
+    return h_KK.diagonal().argsort(stable=True)
+
+
+def _reorder_rows(tensors: dict[str, Tensor], name: str, order_K: Tensor) -> None:
+    """Put the output rows of a linear in order; gate and up one below the other, each."""
+    for kind in ("weight", "bias"):
+        rows = tensors.get(f"{name}.{kind}")
+        if rows is None:
+            continue
+        order = order_K.to(rows.device)
+        whole = torch.cat([order + start for start in range(0, rows.shape[0], len(order))])
+        tensors[f"{name}.{kind}"] = rows[whole]
+
+
+def layer_bytes(tensors: Mapping[str, Weight]) -> int:
+    """Return the bytes of a layer's tensors."""
+    return sum(tensor.nbytes for tensor in tensors.values())
