@@ -22,11 +22,8 @@ from torch import Tensor
 from llmpq.kernels.kv_append import append_step, pack_blocks, write_ring
 from llmpq.kernels.kv_attend import RING_PARTS, attend_split, combine_parts
 from llmpq.kernels.kv_formats import KVFormat
-from llmpq.kernels.kv_storage import KVLayer
+from llmpq.kernels.kv_storage import DeviceRows, KVLayer
 from llmpq.kv_format import BLOCK_TOKENS, HOLDBACK_TOKENS, RING_TOKENS, packed_end
-
-HEAD_DIMS = (32, 64, 128, 256)
-"""head_dims the kernels take; others use the plain-torch path."""
 
 MAX_Q_LEN = HOLDBACK_TOKENS
 """New tokens of one step that the decode kernels take."""
@@ -204,15 +201,6 @@ def kv_attend(
 @kv_attend.register_fake
 def _(q: Tensor, *args: object) -> Tensor:
     return torch.empty_like(q)
-
-
-@dataclass(frozen=True, kw_only=True)
-class DeviceRows:
-    """A step's requests as the kernels read them: int32, on the device."""
-
-    slots: Tensor
-    starts: Tensor
-    counts: Tensor
 
 
 def run_append(

@@ -152,11 +152,12 @@ def append_and_attend(
     scale: float,
     alibi_slopes_H: Tensor | None = None,
     compute_dtype: torch.dtype | None = None,
+    exact_prompt: bool = False,
 ) -> Tensor:
     """Append, then attend; a step may have any number of new tokens. Returns [B, Q, H, D].
 
     The 16-bit keys are read before the ring is overwritten, so that the first queries of a long
-    step still see them.
+    step still see them. With `exact_prompt` requests that start at 0 see themselves in 16 bits.
     """
     dtype = compute_dtype or q_BQHD.dtype
     ends = (rows.start_B + rows.num_new_B).tolist()
@@ -188,6 +189,7 @@ def append_and_attend(
         rows,
         scale,
         alibi_slopes_H,
+        exact_prompt,
     ).to(q_BQHD.dtype)
 
 
@@ -200,6 +202,7 @@ def _attention(
     rows: Rows,
     scale: float,
     alibi_slopes_H: Tensor | None,
+    exact_prompt: bool,
 ) -> Tensor:
     """Attend with the mask that positions alone decide; the heads of a group share one product."""
     batch, q_len, heads, dim = q_BQHD.shape
@@ -208,6 +211,8 @@ def _attention(
     q_pos = torch.minimum(q_pos, (rows.start_B + rows.num_new_B - 1)[:, None])[..., None]
     line = (q_pos - HOLDBACK_TOKENS).div(BLOCK_TOKENS, rounding_mode="floor").clamp(min=0)
     line = line * BLOCK_TOKENS
+    if exact_prompt:
+        line = line.masked_fill((rows.start_B == 0)[:, None, None], 0)
     pos = pos_BT[:, None, :]
     seen_BQT = torch.where(is_packed_T, pos < line, (pos >= line) & (pos <= q_pos))
     bias = torch.zeros(seen_BQT.shape, dtype=q_BQHD.dtype, device=q_BQHD.device)

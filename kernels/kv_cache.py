@@ -1,0 +1,224 @@
+"""A low-bit KV cache for all layers of a stage: kernels on a GPU, plain torch elsewhere.
+
+    plan(rows)       once per step: what the host knows becomes device tensors and launch sizes
+    run(plan, ...)   once per layer: append the step's keys and values, return its attention
+
+Which way a step goes depends on its shape alone:
+
+    fresh prompt           torch's causal attention over the 16-bit tokens at hand, then one packing
+                           pass; `exact_prompt=False` gives prompts the packed view instead, query by
+                           query, which is what perplexity measurements want
+    up to 16 new tokens    the decode kernels
+    longer chunks          plain torch over dequantised blocks
+
+Truncation needs no work: positions alone say what is packed, so the next step starts where the
+caller says. It may forget the newest HOLDBACK tokens, or everything.
+
+B: requests.  Q: new tokens of each, right padded.  H: query heads.  G: key-value heads.  D: head_dim.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from llmpq.kernels import kv_reference
+from llmpq.kernels.kv_formats import KVFormat
+from llmpq.kernels.kv_storage import DeviceRows, allocate_layer, contiguous_table
+from llmpq.kv_format import HOLDBACK_TOKENS, packed_blocks
+
+MAX_Q_LEN = HOLDBACK_TOKENS
+"""New tokens of one step that the decode kernels take."""
+
+KERNEL_HEAD_DIMS = (32, 64, 128, 256)
+"""head_dims the kernels take; others use plain torch on any device."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPlan:
+    """One step, ready for every layer."""
+
+    rows: kv_reference.Rows
+    fresh: bool
+    max_end: int
+    device_rows: DeviceRows
+
+
+class QuantizedKVCache:
+    """Keys and values of `slots` requests of up to `max_len` tokens, `num_layers` layers."""
+
+    def __init__(
+        self,
+        fmt: KVFormat,
+        *,
+        num_layers: int,
+        kv_heads: int,
+        slots: int,
+        max_len: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        table_SN: Tensor | None = None,
+        pages: int | None = None,
+        exact_prompt: bool = True,
+    ) -> None:
+        self.fmt, self.kv_heads, self.max_len = fmt, kv_heads, max_len
+        self.device = torch.device(device)
+        self.exact_prompt = exact_prompt
+        self.paged = table_SN is not None
+        blocks = packed_blocks(max_len)
+        if table_SN is None:
+            table_SN = contiguous_table(slots, blocks, self.device)
+        if table_SN.shape != (slots, blocks) or table_SN.dtype != torch.int32:
+            raise ValueError(
+                f"the page table must be int32 [{slots}, {blocks}] for {slots} slots of {max_len} "
+                f"tokens, got {table_SN.dtype} {list(table_SN.shape)}"
+            )
+        self.table_SN = table_SN
+        self.layers = [
+            allocate_layer(
+                fmt,
+                pages=pages if pages is not None else slots * blocks,
+                slots=slots,
+                kv_heads=kv_heads,
+                dtype=dtype,
+                device=self.device,
+            )
+            for _ in range(num_layers)
+        ]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of packed blocks, scales and rings, all layers."""
+        return sum(layer.nbytes for layer in self.layers)
+
+    @property
+    def uses_kernels(self) -> bool:
+        """Whether the Triton kernels run; plain torch otherwise."""
+        return self.device.type == "cuda" and self.fmt.head_dim in KERNEL_HEAD_DIMS
+
+    def plan(
+        self, slots_B: Tensor, start_B: Tensor, num_new_B: Tensor, *, fresh: bool, max_end: int
+    ) -> StepPlan:
+        """Prepare a step; `max_end` is the host's largest start + count."""
+        if max_end > self.max_len:
+            raise ValueError(
+                f"a step ends at token {max_end}, the KV cache holds {self.max_len} a request; "
+                "plan a longer workload or send shorter requests"
+            )
+        return StepPlan(
+            rows=kv_reference.Rows(slots_B=slots_B, start_B=start_B, num_new_B=num_new_B),
+            fresh=fresh,
+            max_end=max_end,
+            device_rows=DeviceRows(
+                slots=slots_B.to(torch.int32),
+                starts=start_B.to(torch.int32),
+                counts=num_new_B.to(torch.int32),
+            ),
+        )
+
+    def run(
+        self,
+        plan: StepPlan,
+        layer: int,
+        q_BQHD: Tensor,
+        k_BQGD: Tensor,
+        v_BQGD: Tensor,
+        *,
+        scale: float,
+        alibi_slopes_H: Tensor | None = None,
+    ) -> Tensor:
+        """Append the step's keys and values to a layer and return its attention [B, Q, H, D]."""
+        if plan.fresh and self.exact_prompt:
+            self.append(plan, layer, k_BQGD, v_BQGD)
+            return prompt_attention(
+                q_BQHD, k_BQGD, v_BQGD, scale=scale, alibi_slopes_H=alibi_slopes_H
+            )
+        if self.uses_kernels and q_BQHD.shape[1] <= MAX_Q_LEN:
+            self.append(plan, layer, k_BQGD, v_BQGD)
+            return self._decode(plan, layer, q_BQHD, scale, alibi_slopes_H)
+        return kv_reference.append_and_attend(
+            self.fmt,
+            self.layers[layer],
+            self.table_SN,
+            q_BQHD,
+            k_BQGD,
+            v_BQGD,
+            plan.rows,
+            scale=scale,
+            alibi_slopes_H=alibi_slopes_H,
+            exact_prompt=self.exact_prompt,
+        )
+
+    def append(self, plan: StepPlan, layer: int, k_BQGD: Tensor, v_BQGD: Tensor) -> None:
+        """Write the step's tokens and pack the blocks they complete."""
+        tensors = self.layers[layer]
+        if not self.uses_kernels:
+            kv_reference.append(self.fmt, tensors, self.table_SN, k_BQGD, v_BQGD, plan.rows)
+            return
+        kv_ops = _kernels()
+        kv_ops.run_append(
+            self.fmt, tensors, self.table_SN, k_BQGD, v_BQGD, plan.device_rows, paged=self.paged
+        )
+
+    def _decode(
+        self,
+        plan: StepPlan,
+        layer: int,
+        q_BQHD: Tensor,
+        scale: float,
+        alibi_slopes_H: Tensor | None,
+    ) -> Tensor:
+        kv_ops = _kernels()
+        batch, q_len, heads, _ = q_BQHD.shape
+        attend = kv_ops.plan_attend(
+            batch=batch,
+            q_len=q_len,
+            heads=heads,
+            kv_heads=self.kv_heads,
+            max_end=plan.max_end,
+            device=self.device,
+            bits=self.fmt.bits,
+        )
+        return kv_ops.run_attend(
+            self.fmt,
+            self.layers[layer],
+            self.table_SN,
+            q_BQHD,
+            plan.device_rows,
+            attend,
+            scale=scale,
+            paged=self.paged,
+            slopes=alibi_slopes_H,
+        )
+
+
+def _kernels() -> ModuleType:
+    """Import what needs Triton, only where a GPU runs it."""
+    return importlib.import_module("llmpq.kernels.kv_ops")
+
+
+def prompt_attention(
+    q_BQHD: Tensor,
+    k_BQGD: Tensor,
+    v_BQGD: Tensor,
+    *,
+    scale: float,
+    alibi_slopes_H: Tensor | None = None,
+) -> Tensor:
+    """Causal attention of prompts over their own 16-bit tokens; padding on the right is harmless."""
+    q, k, v = (x.transpose(1, 2) for x in (q_BQHD, k_BQGD, v_BQGD))
+    gqa = q.shape[1] != k.shape[1]
+    if alibi_slopes_H is None:
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=gqa)
+        return out.transpose(1, 2)
+    pos = torch.arange(q.shape[2], device=q.device)
+    distance = (pos[None, :] - pos[:, None]).to(q.dtype)
+    bias = alibi_slopes_H.to(q.dtype)[:, None, None] * distance
+    bias = bias.masked_fill(distance > 0, float("-inf"))[None]
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale, enable_gqa=gqa)
+    return out.transpose(1, 2)
