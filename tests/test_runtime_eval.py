@@ -1,0 +1,157 @@
+"""Perplexity: the stated protocol, the stated quality per precision, and the command."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from llmpq.errors import PlanMismatchError
+from llmpq.model_spec import ModelSpec
+from llmpq.plan import ClusterRef, ModelRef, Plan, StagePlan
+from llmpq.precision import Precision
+from llmpq.runtime import evaluate
+from llmpq.runtime.evaluate import describe, perplexity
+from llmpq.runtime.generate import LocalPipeline
+from llmpq.runtime.tokenizer import Tokenizer
+from llmpq.workload import Workload
+
+pytestmark = pytest.mark.cpu
+TEXT = Path(__file__).parents[1] / "examples" / "heldout.txt"
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def tokens(demo_model):
+    return Tokenizer(demo_model).encode(TEXT.read_text(), special=False)
+
+
+def test_perplexity_is_that_of_transformers(demo_model, tokens):
+    import transformers
+
+    reference = transformers.AutoModelForCausalLM.from_pretrained(demo_model, dtype=torch.float32)
+    some, loss, count = tokens[:1500], 0.0, 0
+    for start in range(0, len(some), 600):
+        window = torch.tensor([some[start : start + 600]])
+        with torch.no_grad():
+            mean = float(reference(window, labels=window).loss)
+        loss, count = loss + mean * (window.numel() - 1), count + window.numel() - 1
+    result = perplexity(LocalPipeline.from_directory(demo_model), some, window=600)
+    assert (result.num_windows, result.num_tokens) == (3, count)
+    assert result.value == pytest.approx(math.exp(loss / count), rel=1e-5)
+    shifted = perplexity(LocalPipeline.from_directory(demo_model), some[1:], window=600)
+    assert shifted.value != pytest.approx(result.value, rel=1e-4)
+
+
+def test_quantised_demo_model_keeps_its_quality(demo_model, tokens):
+    """8 bits within 0.5 %, 4 bits (group 128, asymmetric, clip search) within 5 % of 16 bits."""
+
+    def value(name: str) -> float:
+        precisions = [Precision.parse(name)] * 8
+        return perplexity(
+            LocalPipeline.from_directory(demo_model, precisions=precisions), tokens
+        ).value
+
+    whole = value("w16a16")
+    assert 3.5 < whole < 4.5
+    assert value("w8a16") == pytest.approx(whole, rel=0.005)
+    assert whole * 1.005 < value("w4a16") < whole * 1.05
+
+
+def run(capsys, *arguments: str) -> str:
+    parser = argparse.ArgumentParser()
+    evaluate.add_arguments(parser)
+    assert evaluate.main(parser.parse_args(list(arguments))) == 0
+    return capsys.readouterr().out
+
+
+@pytest.fixture
+def short_text(tmp_path) -> Path:
+    path = tmp_path / "short.txt"
+    path.write_text(TEXT.read_text()[:3000])
+    return path
+
+
+def plan_for(spec: ModelSpec, precisions: tuple[Precision, ...]) -> Plan:
+    stage = StagePlan(
+        device="cpu0",
+        node="a",
+        kind="cpu",
+        profile_kind="cpu",
+        layers=(0, spec.num_layers),
+        precisions=precisions,
+    )
+    return Plan(
+        model=ModelRef(name="x", num_layers=spec.num_layers, fingerprint=spec.fingerprint()),
+        cluster=ClusterRef(name="c", fingerprint="f"),
+        workload=Workload(batch=1, prompt_len=8, gen_len=2, dtype="bfloat16"),
+        prefill_microbatch=1,
+        decode_microbatch=1,
+        stages=(stage,),
+    )
+
+
+def test_the_command_prints_value_and_protocol(demo_model, short_text, capsys):
+    out = run(capsys, "--model", str(demo_model), "--text", str(short_text))
+    assert out.startswith("perplexity ") and "w16a16 x8, float32" in out
+    assert "non-overlapping windows of at most 1024 tokens" in out
+
+
+def test_a_plan_says_precisions_and_dtype(demo_model, short_text, tmp_path, capsys):
+    w4, w8 = Precision.W4A16, Precision.W8A16
+    plan = plan_for(ModelSpec.from_directory(demo_model), (w8, w8, w4, w4, w4, w4, w4, w8))
+    plan.save_json(tmp_path / "plan.json")
+    common = ["--model", str(demo_model), "--text", str(short_text), "--json"]
+    planned = json.loads(run(capsys, *common, "--strat_file_name", str(tmp_path / "plan.json")))
+    assert planned["precision"] == "w8a16 x2, w4a16 x5, w8a16 x1"
+    assert planned["dtype"] == "bfloat16"
+    named = "8,8,4,4,4,4,4,8"
+    same = json.loads(run(capsys, *common, "--precision", named, "--dtype", "bfloat16"))
+    assert same["value"] == planned["value"]
+    dense = json.loads(run(capsys, *common, "--dtype", "bfloat16"))
+    assert dense["value"] != planned["value"]
+
+
+def test_a_plan_for_another_model_is_refused(tiny_models, demo_model, short_text, tmp_path, capsys):
+    spec = ModelSpec.from_directory(tiny_models.directory("llama"))
+    plan_for(spec, (Precision.W16A16,) * 3).save_json(tmp_path / "plan.json")
+    arguments = ["--model", str(demo_model), "--text", str(short_text)]
+    with pytest.raises(PlanMismatchError, match="re-plan"):
+        run(capsys, *arguments, "--strat_file_name", str(tmp_path / "plan.json"))
+    with pytest.raises(ValueError, match="leave out the other options"):
+        plan = str(tmp_path / "plan.json")
+        run(capsys, *arguments, "--strat_file_name", plan, "--precision", "4")
+
+
+def test_bad_input_is_explained(demo_model, short_text, tmp_path, capsys):
+    with pytest.raises(ValueError, match="names 2 layers, demo-7m has 8"):
+        run(capsys, "--model", str(demo_model), "--text", str(short_text), "--precision", "4,8")
+    with pytest.raises(ValueError, match="cannot be read as UTF-8"):
+        run(capsys, "--model", str(demo_model), "--text", str(tmp_path / "none.txt"))
+    with pytest.raises(ValueError, match="at least 2 tokens"):
+        perplexity(LocalPipeline.from_directory(demo_model), [5])
+    (tmp_path / "m").mkdir()
+    with pytest.raises(ValueError, match=r"no tokenizer\.json"):
+        Tokenizer(tmp_path / "m")
+
+
+def test_tokenizer_round_trip_and_chat(demo_model):
+    tokenizer = Tokenizer(demo_model)
+    text = "def main(args):\n    return 0\n"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert not tokenizer.has_chat_template
+    with pytest.raises(ValueError, match="no chat template"):
+        tokenizer.encode_chat([{"role": "user", "content": "hello"}])
+
+
+def test_runs_of_equal_precisions_are_named_once():
+    w4, w8 = Precision.W4A16, Precision.W8A16
+    assert describe([w4, w4, w8, w4]) == "w4a16 x2, w8a16 x1, w4a16 x1"
