@@ -16,7 +16,7 @@ from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
 from llmpq.sensitivity import Sensitivity
 
-TOTAL_3BIT = {"opt-13b": 20.0, "opt-30b": 40.0, "opt-66b": 60.0, "bloom-176b": 80.0}
+TOTAL_3BIT = {"opt-13b": 5.0, "opt-30b": 30.0, "opt-66b": 30.0, "bloom-176b": 40.0}
 FOLDER = Path(__file__).parent.parent / "clusters" / "paper"
 
 

@@ -45,7 +45,18 @@ def test_both_spellings_make_the_same_plan(
     assert code == 0
     code, _, _ = _run(
         capsys,
-        *"--model-name opt --model_size 30b --device_names T4 V100 --device_numbers 3 1".split(),
+        *[
+            "--model-name",
+            "opt",
+            "--model_size",
+            "30b",
+            "--device_names",
+            "T4",
+            "V100",
+            "--device_numbers",
+            "3",
+            "1",
+        ],
         *f"--omega_file {omega} --global_bz 16 --s 512 --n 100 --theta 1 --group 1".split(),
         *f"--fit --output {papers}".split(),
     )

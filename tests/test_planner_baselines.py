@@ -1,0 +1,106 @@
+"""Baselines are what they claim: honest uniform, balanced pipeedge, best-quality adabits."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from llmpq.planner.adabits import kind_orders
+from llmpq.planner.arguments import plan_parser
+from llmpq.planner.brute_force import assignments
+from llmpq.planner.exact.completion import Space
+from llmpq.planner.fits import fits
+from llmpq.planner.flexgen import estimate_flexgen
+from llmpq.planner.methods import solve
+from llmpq.planner.outcome import Infeasible
+from llmpq.planner.pipeedge import _balanced
+from llmpq.planner.pipeline_time import job_time, stage_times, sum_omega
+from llmpq.planner.problem import Problem
+from llmpq.planner.random_problems import random_problem
+from llmpq.planner.replay import replay
+from llmpq.planner.request import make_problem
+
+pytestmark = pytest.mark.pure
+PAPER = Path(__file__).resolve().parents[1] / "clusters" / "paper"
+
+
+def _paper(number: int, model: str) -> Problem:
+    words = f"--cluster {PAPER}/{number:02d}.yaml --model {model} --global_bz 32 --s 512 --n 100"
+    return make_problem(plan_parser().parse_args(words.split()))[0]
+
+
+def test_uniform_takes_its_best_microbatch() -> None:
+    p = _paper(9, "opt-30b")
+    found = solve(p, "uniform").assignment
+    assert len(set(found.choices)) == 1 and [s.end - s.start for s in found.stages] == [12] * 4
+    best = job_time(p, found).total_s
+    for eta, xi in p.pairs:
+        other = type(found)(prefill_microbatch=eta, decode_microbatch=xi, stages=found.stages)
+        assert not fits(p, other) or job_time(p, other).total_s >= best
+
+
+def test_pipeedge_balances_as_brute_force_does() -> None:
+    compared = 0
+    for seed in range(40):
+        p = random_problem(
+            random.Random(seed), layers=(3, 5), kinds=(1, 2), devices=(1, 2), precisions=2, batch=2
+        )
+        work = p.workload.model_copy(update={"gen_len": 1})
+        p = p.with_changes(workload=work, prefill_microbatch=1, decode_microbatch=1, theta=0.0)
+        found = _balanced(p, Space(p), p.numbers(1, 1), 1, "prefill")
+        same = [a for a in assignments(p) if set(a.choices) == {1} and fits(p, a)]
+        if found is None:
+            assert not same
+            continue
+        times = [stage_times(p, a) for a in (found, *same)]
+        slowest = [max(*t.prefill_s, *t.hop_prefill_s, 0.0) for t in times]
+        assert fits(p, found) and slowest[0] <= min(slowest[1:]) * (1 + 1e-9)
+        compared += 1
+    assert compared >= 20
+
+
+def test_adabits_has_the_least_omega_of_its_orders() -> None:
+    compared = 0
+    for seed in range(40):
+        p = random_problem(
+            random.Random(seed), layers=(3, 5), kinds=(1, 2), devices=(1, 1), precisions=2, batch=2
+        ).with_changes(prefill_microbatch=1, decode_microbatch=1, theta=1e6)
+        try:
+            found = solve(p, "adabits").assignment
+        except Infeasible:
+            continue
+        orders = set(kind_orders(p))
+        best = min(
+            sum_omega(p, a)
+            for a in assignments(p)
+            if tuple(s.cls for s in a.stages) in orders and fits(p, a)
+        )
+        assert sum_omega(p, found) == pytest.approx(best, rel=1e-9, abs=1e-12)
+        compared += 1
+    assert compared >= 20
+
+
+@pytest.mark.parametrize("number, model", [(3, "opt-30b"), (4, "opt-30b"), (8, "bloom-176b")])
+def test_exact_beats_the_baselines_in_simulated_time(number: int, model: str) -> None:
+    p = _paper(number, model)
+
+    def score(method: str) -> float:
+        a = solve(p, method).assignment
+        return replay(p, a).total_s + p.theta * sum_omega(p, a)
+
+    exact = score("exact")
+    for method in ("adabits", "pipeedge", "uniform"):
+        assert exact <= score(method) * 1.001
+    assert exact < 0.9 * score("uniform")
+
+
+def test_offloading_slows_down_with_less_memory() -> None:
+    p = _paper(9, "opt-30b")
+    roomy = _paper(3, "opt-30b")
+    ours, theirs = estimate_flexgen(p), estimate_flexgen(roomy)
+    assert 0 < ours.on_device < 1
+    assert ours.total_s > job_time(p, solve(p, "exact").assignment).total_s
+    small = _paper(1, "opt-13b")
+    assert estimate_flexgen(small).on_device > theirs.on_device * 0.5
