@@ -19,6 +19,8 @@ from llmpq.runtime.sampling_params import SamplingParams
 __all__ = ["SamplingParams", "draw", "probabilities", "sample", "uniform"]
 
 _MASK = (1 << 64) - 1
+_ELEMENTS_AT_ONCE = 1 << 20
+"""Logits sampled together: about ten float copies of them live at once, which no plan counts."""
 
 
 def sample(logits_BV: Tensor, params: Sequence[SamplingParams], steps: Sequence[int]) -> Tensor:
@@ -29,12 +31,12 @@ def sample(logits_BV: Tensor, params: Sequence[SamplingParams], steps: Sequence[
         )
     tokens_B = logits_BV.argmax(dim=-1)
     rows = [row for row, p in enumerate(params) if not p.greedy]
-    if not rows:
-        return tokens_B
-    probs = probabilities(logits_BV[rows], [params[row] for row in rows])
-    numbers = [uniform(params[row].seed, steps[row]) for row in rows]
-    uniforms = torch.tensor(numbers, dtype=torch.float64).to(logits_BV.device)
-    tokens_B[rows] = draw(probs, uniforms)
+    at_once = max(1, _ELEMENTS_AT_ONCE // logits_BV.shape[-1])
+    for start in range(0, len(rows), at_once):
+        some = rows[start : start + at_once]
+        probs = probabilities(logits_BV[some], [params[row] for row in some])
+        numbers = [uniform(params[row].seed, steps[row]) for row in some]
+        tokens_B[some] = draw(probs, torch.tensor(numbers, dtype=torch.float64).to(probs.device))
     return tokens_B
 
 
