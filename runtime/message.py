@@ -81,6 +81,11 @@ def describe(micro_batch: MicroBatch) -> StepMessage:
     )
 
 
+def result_width(kind: StepKind, q_len: int) -> int:
+    """Return the columns of a result: one token, or for a verify a count and up to Q tokens."""
+    return 1 + q_len if kind is StepKind.VERIFY else 1
+
+
 def header_size(max_rows: int) -> int:
     """Return the number of int64 of a header for at most `max_rows` rows."""
     return _WIDTH * (1 + max_rows)

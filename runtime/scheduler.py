@@ -191,8 +191,7 @@ class Scheduler:
         """Return how many ready requests decode next; 0 to wait for others to join them.
 
         The requests that can decode are split evenly, and no more groups than that are in flight,
-        so that groups that shrink merge. Prompts in flight are worth waiting for when they would
-        at least double the group.
+        so that groups that shrink merge.
         """
         ready = len(self._ready)
         decodable = ready + self._rows_in_rounds + self._joining
@@ -200,7 +199,10 @@ class Scheduler:
         if ready == 0 or self._rounds >= num_groups:
             return 0
         size = -(-decodable // num_groups)
-        if ready < size and self._joining >= ready:
+        # Before the first tokens of a batch, or where they would double the group, prompts in
+        # flight are worth waiting for: a smaller group costs a whole step of its own.
+        fresh = all(len(request.output) == 1 for request in self._ready)
+        if ready < size and self._joining > 0 and (fresh or self._joining >= ready):
             return 0
         return min(ready, size)
 

@@ -33,7 +33,7 @@ from llmpq.runtime.stage_model import DTYPES
 from llmpq.runtime.stop_texts import StopTexts
 from llmpq.runtime.trace import Recorder
 from llmpq.runtime.transport import GlooTransport, join_gloo
-from llmpq.speculation import PlanTimes, SpeculationMode
+from llmpq.speculation import MAX_GAMMA, PlanTimes, SpeculationMode
 
 WARM_UP_TOKENS = 16
 JOIN_LIMIT = datetime.timedelta(seconds=60)
@@ -199,12 +199,18 @@ class StageActor:
 
     def _transport(self) -> GlooTransport:
         assert self._compute is not None
-        max_rows = max(self._plan.prefill_microbatch, self._plan.decode_microbatch)
+        plan, workload = self._plan, self._plan.workload
+        max_rows = max(plan.prefill_microbatch, plan.decode_microbatch)
+        longest_round = min(workload.max_len, MAX_GAMMA + 1)
         return GlooTransport(
             hidden=self._compute.model.spec.hidden,
             dtype=DTYPES[self._plan.workload.dtype],
             max_rows=max_rows,
-            max_pending=3 * max_in_flight(len(self._plan.stages)),
+            max_tokens=max(
+                plan.prefill_microbatch * workload.prompt_len,
+                plan.decode_microbatch * longest_round,
+            ),
+            max_pending=max_in_flight(len(self._plan.stages)),
         )
 
     def _use_threads(self) -> None:

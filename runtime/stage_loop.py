@@ -17,7 +17,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from llmpq.runtime.message import STOP, StepMessage, describe
+from llmpq.runtime.message import STOP, StepMessage, describe, result_width
 from llmpq.runtime.request import MicroBatch, Request, StepKind
 from llmpq.runtime.scheduler import Scheduler, max_in_flight
 from llmpq.runtime.trace import Recorder
@@ -30,11 +30,6 @@ class Compute(Protocol):
     def run(self, message: StepMessage, hidden_BQH: Tensor | None) -> Tensor:
         """Return hidden states, or on the last stage the result table of sampled tokens."""
         ...
-
-
-def result_width(kind: StepKind, q_len: int) -> int:
-    """Return the columns of a result: one token, or for a verify a count and up to Q tokens."""
-    return 1 + q_len if kind is StepKind.VERIFY else 1
 
 
 def result_tokens(kind: StepKind, result_BK: Tensor) -> list[list[int]]:
