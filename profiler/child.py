@@ -26,7 +26,9 @@ def serve(requests: TextIO, answers: TextIO) -> None:
     set_up = SetUp.parse_data(json.loads(requests.readline()), where="set-up")
     device, _alive = claim_device(set_up)
     subject = Subject(model_spec(set_up.model), device, Quantization(), set_up.sampling)
-    effort = Effort(seconds=set_up.seconds_per_case, min_repeats=set_up.min_repeats)
+    effort = Effort(
+        seconds=set_up.seconds_per_case, min_repeats=set_up.min_repeats, rest_s=set_up.rest_s
+    )
     _answer(answers, Ready(machine=machine(device), device_name=device_name(device)))
     for line in requests:
         data = json.loads(line)

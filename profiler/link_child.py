@@ -1,15 +1,17 @@
 """Latency and bandwidth of the runtime's own transport between two processes.
 
 Rank 0 plays the first stage: it sends a micro-batch of hidden states to rank 1, which answers with
-one token a row, as the last stage does. A round of the smallest message, halved, is the one-way
-time alpha; larger ones add their bytes. What the ends do to pack and unpack is part of it.
+one token a row, as the last stage does. Each computes for a moment before it sends, so that the
+other one waits as a stage waits: long enough for its core to go to sleep. Half the rest of a round
+of the smallest message is alpha; larger ones add their bytes. What the ends do to pack and unpack
+is part of it.
 """
 
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from datetime import timedelta
-from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -21,37 +23,46 @@ from llmpq.runtime.sampling_params import SamplingParams
 from llmpq.runtime.transport import GlooTransport, join_gloo
 
 ROWS = 8
-TOKENS = (1, 4, 16, 64, 256)
+TOKENS = (1, 8, 64, 256)
 """Tokens per row of the messages: from a decode step's to a prefill's."""
-BLOCKS = 5
+COMPUTE_S = 5e-3
+"""How long each end computes between messages."""
+BLOCKS = 3
 """Blocks of rounds per size; the fastest counts, since others only add time."""
 JOIN_LIMIT = timedelta(seconds=60)
 
 
 def run_link(job: LinkJob) -> LinkTimings:
-    """Exchange messages with the other child; both return the one-way seconds by size."""
+    """Exchange messages with the other child; return the one-way seconds by size (rank 0's)."""
     store = dist.TCPStore(
         "127.0.0.1", job.port, world_size=2, is_master=job.rank == 0, timeout=JOIN_LIMIT
     )
     join_gloo(store, job.rank, 2)
     transport = GlooTransport(hidden=job.hidden, dtype=torch.float32, max_rows=ROWS, max_pending=8)
+    sizes = tuple(ROWS * tokens * job.hidden * 4 for tokens in TOKENS)
     try:
+        if job.rank == 1:
+            for _ in range(len(TOKENS) * BLOCKS):
+                _echo(transport)
+            return LinkTimings(sizes=sizes, seconds=(0.0,) * len(sizes))
+        budget_s = job.seconds / len(TOKENS) / BLOCKS
         rounds = [
-            min(_round_seconds(transport, job, tokens) for _ in range(BLOCKS)) for tokens in TOKENS
+            min(_round_seconds(transport, job.hidden, tokens, budget_s) for _ in range(BLOCKS))
+            for tokens in TOKENS
         ]
     finally:
         transport.close()
         dist.destroy_process_group()
-    sizes = [ROWS * tokens * job.hidden * 4 for tokens in TOKENS]
     back = rounds[0] / 2
     return LinkTimings(
-        sizes=tuple(sizes),
-        seconds=(back, *(max(seconds - back, back) for seconds in rounds[1:])),
+        sizes=sizes, seconds=(back, *(max(seconds - back, back) for seconds in rounds[1:]))
     )
 
 
-def _round_seconds(transport: GlooTransport, job: LinkJob, tokens: int) -> float:
-    """Return the lowest tenth of rounds of `tokens` a row; rank 0 decides how many rounds.
+def _round_seconds(
+    transport: GlooTransport, hidden_size: int, tokens: int, budget_s: float
+) -> float:
+    """Return the lower quartile of rounds of `tokens` a row, computing left out.
 
     Not the median: a wake-up that waits for another program's time slice takes milliseconds.
     """
@@ -63,38 +74,32 @@ def _round_seconds(transport: GlooTransport, job: LinkJob, tokens: int) -> float
         sample_steps=[0] * ROWS,
         sampling=[SamplingParams()] * ROWS,
     )
-    last = StepMessage(
-        kind=StepKind.DECODE,
-        slots=message.slots,
-        starts=message.starts,
-        num_new=message.num_new,
-        sample_steps=message.sample_steps,
-        sampling=message.sampling,
-    )
-    hidden = torch.zeros(ROWS, tokens, job.hidden)
-    if job.rank == 1:
-        return _echo(transport)
+    hidden_BQH = torch.zeros(ROWS, tokens, hidden_size)
     samples: list[float] = []
-    begin = time.perf_counter()
-    done = False
+    begin, done = time.perf_counter(), False
     while not done:
-        done = (
-            time.perf_counter() - begin > job.seconds / len(TOKENS) / BLOCKS and len(samples) >= 5
-        )
+        done = time.perf_counter() - begin > budget_s and len(samples) >= 5
+        _compute()
         start = time.perf_counter()
-        transport.send_step(last if done else message, hidden)
-        transport.receive_tokens(ROWS, 1)
-        samples.append(time.perf_counter() - start)
-    return sorted(samples)[len(samples) // 10]
+        # A DECODE message tells the other end that its size is done.
+        transport.send_step(replace(message, kind=StepKind.DECODE) if done else message, hidden_BQH)
+        theirs_ns = int(transport.receive_tokens(ROWS, 1)[0, 0])
+        samples.append(time.perf_counter() - start - theirs_ns / 1e9)
+    return max(sorted(samples)[len(samples) // 4], 1e-9)
 
 
-def _echo(transport: GlooTransport) -> float:
-    """Answer every message with its rows' tokens; a DECODE message is the last of its size."""
-    times = [time.perf_counter()]
-    answer = torch.zeros(ROWS, 1, dtype=torch.long)
-    while True:
+def _echo(transport: GlooTransport) -> None:
+    """Answer messages with how long was computed, up to a DECODE message."""
+    last = False
+    while not last:
         message, _ = transport.receive_step()
-        transport.send_tokens(answer)
-        times.append(time.perf_counter())
-        if message.kind is StepKind.DECODE:
-            return min(b - a for a, b in pairwise(times))
+        last = message.kind is StepKind.DECODE
+        transport.send_tokens(torch.full((ROWS, 1), _compute(), dtype=torch.long))
+
+
+def _compute() -> int:
+    """Do what a stage does between messages; return the nanoseconds it took."""
+    start, x = time.perf_counter_ns(), torch.eye(64)
+    while time.perf_counter_ns() - start < COMPUTE_S * 1e9:
+        x = x @ x
+    return time.perf_counter_ns() - start

@@ -83,14 +83,22 @@ class Sampling(FileForm):
         return f"temperature {self.temperature}, top-k {self.top_k or 'all'}, top-p {self.top_p}"
 
 
-class Sample(FileForm):
-    """A line of `samples.jsonl`: a case, its timing, and where it was taken."""
+class Conditions(FileForm):
+    """What a sample was taken under; under other conditions it is taken again."""
 
     model_fingerprint: str
     machine: str
     copies: int = Field(gt=0)
     """Processes that ran the same case at once; the timing is the median over them."""
+    rest_s: float = Field(default=0.0, ge=0)
+    """Pause before every call, in which a stage would wait for the others."""
     sampling: Sampling = Sampling()
+
+
+class Sample(FileForm):
+    """A line of `samples.jsonl`: a case, its timing, and what it was taken under."""
+
+    conditions: Conditions
     case: Case
     timing: Timing
 
@@ -107,6 +115,8 @@ class SetUp(FileForm):
     sms: int | None = None
     """SMs of an emulated GPU."""
     sampling: Sampling = Sampling()
+    rest_s: float = Field(default=0.0, ge=0)
+    """Pause before every call."""
     seconds_per_case: float = Field(default=0.1, gt=0)
     min_repeats: int = Field(default=5, gt=0)
 

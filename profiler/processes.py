@@ -145,7 +145,13 @@ def time_link(first: Child, second: Child, *, hidden: int, seconds: float) -> Li
 
 
 def set_up_for(
-    device: Device, model: str, *, sampling: Sampling, seconds_per_case: float, min_repeats: int
+    device: Device,
+    model: str,
+    *,
+    sampling: Sampling,
+    rest_s: float,
+    seconds_per_case: float,
+    min_repeats: int,
 ) -> SetUp:
     """Return the set-up of a child that stands for a device of the cluster."""
     return SetUp(
@@ -154,6 +160,7 @@ def set_up_for(
         cuda=not device.spec.is_cpu,
         sms=device.emulate.sms if device.emulate else None,
         sampling=sampling,
+        rest_s=rest_s if device.spec.is_cpu else 0.0,
         seconds_per_case=seconds_per_case,
         min_repeats=min_repeats,
     )

@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 
 GPU_TOKENS = 65536
 """Most new tokens of one case on a GPU."""
+REST_S = 5e-3
+"""Pause before a timed call where there will be several stages: each waits for the others."""
 NOISY = 0.15
 """Median noise above which the run is called noisy."""
 
@@ -117,8 +119,9 @@ def make_job(args: argparse.Namespace) -> Job:
             {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p},
             where="sampling",
         ),
+        rest_s=REST_S if len(cluster.devices) > 1 else 0.0,
         seconds_per_case=0.02 if args.quick else 0.1,
-        min_repeats=2 if args.quick else 3,
+        min_repeats=3,
     )
 
 

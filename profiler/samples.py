@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from llmpq.profiler.messages import Case, Sample, Sampling
+from llmpq.profiler.messages import Case, Conditions, Sample
 
 
 class SampleLog:
@@ -44,24 +44,19 @@ class SampleLog:
         self._file.write(json.dumps(sample.model_dump(mode="json")) + "\n")
         self._file.flush()
 
-    def taken(
-        self,
-        wanted: Iterable[Case],
-        *,
-        model_fingerprint: str,
-        machine: str,
-        copies: int,
-        sampling: Sampling,
-    ) -> dict[Case, Sample]:
-        """Return the newest sample of each wanted case taken under these conditions."""
-        conditions = (model_fingerprint, machine, copies)
+    def taken(self, wanted: Iterable[Case], conditions: Conditions) -> dict[Case, Sample]:
+        """Return the newest sample of each wanted case taken under these conditions.
+
+        How tokens are sampled is a condition of the head's times only.
+        """
         cases = set(wanted)
+        other = conditions.model_copy(update={"sampling": None})
         return {
             s.case: s
             for s in self._samples
-            if (s.model_fingerprint, s.machine, s.copies) == conditions
-            and s.case in cases
-            and (s.sampling == sampling or s.case.target.part != "head")
+            if s.case in cases
+            and s.conditions.model_copy(update={"sampling": None}) == other
+            and (s.case.target.part != "head" or s.conditions.sampling == conditions.sampling)
         }
 
 

@@ -21,7 +21,7 @@ from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
 from llmpq.profiler.fit import Point, fit_latency, fit_link
 from llmpq.profiler.grid import Grid, cases, fitted_terms
-from llmpq.profiler.messages import Case, Sample, Sampling, Target, Timing
+from llmpq.profiler.messages import Case, Conditions, Sample, Sampling, Target, Timing
 from llmpq.profiler.processes import Group, JobFailedError, set_up_for, time_link, visible_gpus
 from llmpq.profiler.samples import SampleLog
 from llmpq.workload import Dtype
@@ -45,6 +45,7 @@ class Job:
     dtype: Dtype
     grid: Grid
     sampling: Sampling
+    rest_s: float
     seconds_per_case: float
     min_repeats: int
 
@@ -140,6 +141,7 @@ def _group(job: Job, device: Device) -> Group:
         device,
         job.model,
         sampling=job.sampling,
+        rest_s=job.rest_s,
         seconds_per_case=job.seconds_per_case,
         min_repeats=job.min_repeats,
     )
@@ -165,15 +167,14 @@ def _take(
         precisions=job.precisions,
         kv=job.kv,
     )
-    copies = job.copies[device.profile_kind]
-    fingerprint, machine = job.spec.fingerprint(), group.ready.machine
-    done = samples.taken(
-        wanted,
-        model_fingerprint=fingerprint,
-        machine=machine,
-        copies=copies,
+    conditions = Conditions(
+        model_fingerprint=job.spec.fingerprint(),
+        machine=group.ready.machine,
+        copies=job.copies[device.profile_kind],
+        rest_s=job.rest_s,
         sampling=job.sampling,
     )
+    done = samples.taken(wanted, conditions)
     for target, together in groupby(wanted, key=lambda case: case.target):
         missing = []
         for case in together:
@@ -183,14 +184,7 @@ def _take(
                 missing.append(case)
         try:
             for case, timing in _rounds(group, missing):
-                done[case] = Sample(
-                    model_fingerprint=fingerprint,
-                    machine=machine,
-                    copies=copies,
-                    sampling=job.sampling,
-                    case=case,
-                    timing=timing,
-                )
+                done[case] = Sample(conditions=conditions, case=case, timing=timing)
                 samples.append(done[case])
                 on_case(case)
         except JobFailedError as error:

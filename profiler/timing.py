@@ -26,6 +26,8 @@ class Effort:
 
     seconds: float
     min_repeats: int
+    rest_s: float = 0.0
+    """Pause before every call on a CPU: a stage that has waited starts with cold caches."""
 
 
 def time_call(
@@ -69,8 +71,10 @@ def _cpu_samples(call: Callable[[], object], effort: Effort) -> list[float]:
         if clock() - begin > effort.seconds:
             break
     samples: list[float] = []
-    begin = clock()
-    while _goes_on(samples, clock() - begin, effort):
+    begin = time.perf_counter()
+    while _goes_on(samples, time.perf_counter() - begin, effort):
+        if effort.rest_s:
+            time.sleep(effort.rest_s)
         start = clock()
         call()
         samples.append(clock() - start)

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -9,7 +10,7 @@ from llmpq.cost_model import Phase
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
 from llmpq.profiler.grid import Grid, cases, fitted_terms, make_grid
-from llmpq.profiler.messages import Case, Sample, Sampling, Target, Timing
+from llmpq.profiler.messages import Case, Conditions, Sample, Sampling, Target, Timing
 from llmpq.profiler.samples import SampleLog
 
 pytestmark = pytest.mark.pure
@@ -19,14 +20,16 @@ GREEDY, NUCLEUS = Sampling(), Sampling(temperature=0.7, top_p=0.9)
 CASES = [Case(target=TARGET, v=v, length=64) for v in (1, 2, 4)]
 
 
-def sample(case: Case, *, machine: str = "here", seconds: float = 1e-3) -> Sample:
+HERE = Conditions(model_fingerprint="f", machine="here", copies=2)
+
+
+def sample(case: Case, *, seconds: float = 1e-3, **changed: Any) -> Sample:
     timing = Timing(seconds=seconds, low_s=seconds, high_s=seconds, repeats=5)
-    return Sample(model_fingerprint="f", machine=machine, copies=2, case=case, timing=timing)
+    return Sample(conditions=HERE.model_copy(update=changed), case=case, timing=timing)
 
 
-def taken(log: SampleLog, **changed: object) -> dict[Case, Sample]:
-    conditions = {"model_fingerprint": "f", "machine": "here", "copies": 2, "sampling": GREEDY}
-    return log.taken(CASES, **conditions | changed)  # type: ignore[arg-type]
+def taken(log: SampleLog, **changed: Any) -> dict[Case, Sample]:
+    return log.taken(CASES, HERE.model_copy(update=changed))
 
 
 def test_a_stopped_run_resumes_after_a_truncated_line(tmp_path: Path) -> None:
@@ -51,6 +54,7 @@ def test_only_samples_taken_under_the_same_conditions_count(tmp_path: Path) -> N
         assert taken(log, machine="elsewhere")
         assert not taken(log, machine="elsewhere", copies=1)
         assert not taken(log, machine="elsewhere", model_fingerprint="g")
+        assert not taken(log, machine="elsewhere", rest_s=1e-3)
 
 
 def test_how_tokens_are_picked_matters_to_the_head_alone(tmp_path: Path) -> None:
@@ -59,14 +63,8 @@ def test_how_tokens_are_picked_matters_to_the_head_alone(tmp_path: Path) -> None
         log.append(sample(CASES[0]))
         log.append(sample(head))
         for sampling, found in ((GREEDY, {CASES[0], head}), (NUCLEUS, {CASES[0]})):
-            done = log.taken(
-                [CASES[0], head],
-                model_fingerprint="f",
-                machine="here",
-                copies=2,
-                sampling=sampling,
-            )
-            assert set(done) == found
+            conditions = HERE.model_copy(update={"sampling": sampling})
+            assert set(log.taken([CASES[0], head], conditions)) == found
 
 
 def test_the_newest_sample_of_a_case_counts(tmp_path: Path) -> None:
@@ -79,7 +77,7 @@ def test_the_newest_sample_of_a_case_counts(tmp_path: Path) -> None:
 def test_a_line_that_is_no_sample_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "s.jsonl"
     path.write_text("{}\nnot json\n")
-    with pytest.raises(ValueError, match=r"s.jsonl:1: 'model_fingerprint': Field required"):
+    with pytest.raises(ValueError, match=r"s.jsonl:1: 'conditions': Field required"):
         SampleLog(path)
     path.write_text("not json\n")
     with pytest.raises(ValueError, match=r"s.jsonl:1: not a sample .* expected one JSON object"):
