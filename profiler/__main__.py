@@ -28,10 +28,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     try:
         return int(args.main(args))
-    except (ValueError, RuntimeError) as error:
-        code = error.exit_code if isinstance(error, LlmpqError) else ExitCode.USAGE
+    except ValueError as error:
         sys.stderr.write(f"llmpq-profile: {error}\n")
-        return code
+        return ExitCode.USAGE
     except LlmpqError as error:
         sys.stderr.write(f"llmpq-profile: {error}\n")
         return error.exit_code

@@ -38,7 +38,13 @@ def run_link(job: LinkJob) -> LinkTimings:
         "127.0.0.1", job.port, world_size=2, is_master=job.rank == 0, timeout=JOIN_LIMIT
     )
     join_gloo(store, job.rank, 2)
-    transport = GlooTransport(hidden=job.hidden, dtype=torch.float32, max_rows=ROWS, max_pending=8)
+    transport = GlooTransport(
+        hidden=job.hidden,
+        dtype=torch.float32,
+        max_rows=ROWS,
+        max_tokens=ROWS * max(TOKENS),
+        max_pending=2,
+    )
     sizes = tuple(ROWS * tokens * job.hidden * 4 for tokens in TOKENS)
     try:
         if job.rank == 1:

@@ -17,6 +17,7 @@ from functools import lru_cache
 from typing import Self, TypeVar
 
 from llmpq.cluster import Device
+from llmpq.errors import StageLostError
 from llmpq.file_form import FileForm
 from llmpq.profiler.messages import (
     Case,
@@ -56,14 +57,14 @@ class Child:
             self._process.stdin.write(json.dumps(message.model_dump(mode="json")) + "\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            raise RuntimeError(self._death()) from None
+            raise StageLostError(self._death()) from None
 
     def receive(self, kind: type[Answer]) -> Answer:
-        """Wait for one answer; `RuntimeError` if the child failed at the job or died."""
+        """Wait for one answer; `StageLostError` if the child died, `JobFailedError` if not."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError(self._death())
+            raise StageLostError(self._death())
         data = json.loads(line)
         if "error" in data:
             raise JobFailedError(Failed.parse_data(data, where="child").error)
@@ -183,5 +184,5 @@ def visible_gpus() -> tuple[str, ...]:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     if done.returncode:
-        raise RuntimeError(f"torch could not list the GPUs:\n{done.stderr.strip()}")
+        raise StageLostError(f"torch could not list the GPUs:\n{done.stderr.strip()}")
     return tuple(json.loads(done.stdout))

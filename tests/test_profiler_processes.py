@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from llmpq.cost_model import CostModel, Phase
+from llmpq.errors import StageLostError
 from llmpq.precision import Precision
 from llmpq.profiler.__main__ import main
 from llmpq.profiler.messages import Case, SetUp, Target
@@ -70,5 +71,5 @@ def test_a_failed_job_and_a_dead_child_are_told_apart(tiny_models: Any) -> None:
             group.time(too_long)
         assert group.time(case()).repeats >= 5
         group.children[0]._process.kill()
-        with pytest.raises(RuntimeError, match="a profiling process ended with code -9"):
+        with pytest.raises(StageLostError, match="a profiling process ended with code -9"):
             group.time(case())
