@@ -42,9 +42,10 @@ def dense_linear(x: Tensor, weight_NK: Tensor, bias: Tensor | None) -> Tensor:
     if not weight_NK.is_mkldnn:
         rows = x.numel() // x.shape[-1]
         plain_wins = rows >= _PLAIN_ROWS and weight_NK.dtype == torch.float32
-        if not (plain_wins and _usable(weight_NK)):
+        # Rows with gaps send oneDNN to its reference loops, a hundred times slower.
+        if not (plain_wins and weight_NK.is_contiguous() and _usable(weight_NK)):
             return functional.linear(x, weight_NK, bias)
-    x_MK = x.reshape(-1, x.shape[-1])
+    x_MK = x.reshape(-1, x.shape[-1]).contiguous()
     y_MN: Tensor = torch.ops.mkldnn._linear_pointwise(x_MK, weight_NK, bias, "none", [], "")
     return y_MN.view(*x.shape[:-1], y_MN.shape[-1])
 
