@@ -11,6 +11,7 @@ Legend: B rows, Q new tokens, h hidden.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -18,10 +19,11 @@ from torch import Tensor
 from llmpq.cost_model import Phase
 from llmpq.memory import Quantization, layer_weight_bytes
 from llmpq.model_spec import ModelSpec
-from llmpq.precision import KVPrecision, Precision
+from llmpq.precision import Precision
 from llmpq.profiler.messages import Case, Sampling, Target, Timing
 from llmpq.profiler.timing import Effort, time_call
-from llmpq.runtime.kv_cache import PlainKVCache
+from llmpq.runtime.kv_cache import KVCache
+from llmpq.runtime.kv_factory import make_kv_cache
 from llmpq.runtime.loader import RandomSource
 from llmpq.runtime.message import StepMessage
 from llmpq.runtime.request import StepKind
@@ -65,6 +67,8 @@ class Subject:
         # A graph stands for decode and verify; prompts and random numbers vary and run eagerly.
         sampled = target.part == "head" and not self._sampling.greedy
         graph = self.device.type == "cuda" and target.phase is not Phase.PREFILL and not sampled
+        if target.part == "head":
+            effort = replace(effort, rest_s=0.0)  # it follows layers at once; they have waited
         with torch.inference_mode():
             call = self._call(case, graph=graph)
             return time_call(call, device=self.device, effort=effort, layers=layers, graph=graph)
@@ -101,11 +105,10 @@ class Subject:
 
         return replayed
 
-    def _cache(self, case: Case, num_layers: int) -> PlainKVCache:
-        if case.target.kv is not KVPrecision.KV16:
-            raise ValueError(f"a {case.target.kv.value} cache is not available; use --kv kv16")
-        return PlainKVCache(
+    def _cache(self, case: Case, num_layers: int) -> KVCache:
+        return make_kv_cache(
             self.spec,
+            case.target.kv,
             num_layers=num_layers,
             slots=case.v,
             max_len=case.length,

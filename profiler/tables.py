@@ -80,9 +80,9 @@ def _entry_cells(entry: LatencyEntry, noise: dict[Target, float]) -> tuple[str, 
         target.title.removeprefix(f"{entry.device_kind} "),
         f"{error.mean:.1%}",
         f"{error.p95:.0%}",
-        f"{noise[target]:.1%}",
+        f"{noise[target]:.0%}",
         f"{v}x{length}: {seconds}" if entry.sampled_length else f"{v}: {seconds}",
-        _range(entry.sampled_v) + (f" x {_range(r)}" if (r := entry.sampled_length) else ""),
+        _range(entry.sampled_v) + (f"x{_range(r)}" if (r := entry.sampled_length) else ""),
     )
 
 
