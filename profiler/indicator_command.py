@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import time
 from pathlib import Path
 
 from rich.console import Console
+from rich.progress import Progress
 
 from llmpq.errors import ExitCode
 from llmpq.memory import Quantization
@@ -100,6 +102,8 @@ def _observed(
             f"--kind {args.kind} reads real weights: --model must be a model directory, got "
             f"'{args.model}'; a built-in name works with --kind random"
         )
+    # Half the cores: with all of them taken, OpenMP's threads spin while other programs run.
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // 2))
     quantization = Quantization(symmetric=args.symmetric)
     length = min(args.window, spec.max_positions)
     windows = cut_windows(_tokens(args), count=args.windows, length=length, where=args.text)
@@ -110,14 +114,16 @@ def _observed(
     else:
         observer = VarianceObserver(precisions, kv, args.rounding, args.granularity, quantization)
         how = f"eq. (3), {args.rounding} rounding, a step per {args.granularity}"
-    observe(
-        spec,
-        CheckpointSource(args.model, spec),
-        windows,
-        observer,
-        device=torch.device(args.device),
-        on_layer=lambda index: log.info("layer %d of %d", index + 1, spec.num_layers),
-    )
+    with Progress(console=Console(stderr=True)) as progress:
+        task = progress.add_task("layers", total=spec.num_layers)
+        observe(
+            spec,
+            CheckpointSource(args.model, spec),
+            windows,
+            observer,
+            device=torch.device(args.device),
+            on_layer=lambda _: progress.advance(task),
+        )
     return Sensitivity(
         indicator=args.kind,
         model=spec.name,
