@@ -10,13 +10,23 @@ from llmpq.kernels.qweight import QuantizedWeight
 __all__ = ["QuantizedWeight", "linear"]
 
 
-def linear(x: Tensor, qweight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
-    """y = x w^T + bias, x [..., K] in fp16, bf16 or (CPU) fp32; y [..., N] in x's dtype."""
+def linear(
+    x: Tensor, qweight: QuantizedWeight, bias: Tensor | None = None, residual: Tensor | None = None
+) -> Tensor:
+    """y = x w^T + bias + residual, x [..., K] in fp16, bf16 or (CPU) fp32; y [..., N] like x."""
     if x.shape[-1] != qweight.in_features or x.device.type != qweight.device.type:
         raise ValueError(
             f"linear: got x with K = {x.shape[-1]} on {x.device}, expected K = "
             f"{qweight.in_features} on {qweight.device}. Move one with .to(device)."
         )
     x_MK = x.reshape(-1, qweight.in_features)
-    y = linear_cpu(x_MK, qweight, bias)
+    flat = None if residual is None else residual.reshape(-1, qweight.out_features)
+    if x.is_cuda:
+        # Triton is not imported where there is no GPU.
+        from llmpq.kernels.gemm import linear_gpu
+
+        y = linear_gpu(x_MK, qweight, bias, flat)
+    else:
+        y = linear_cpu(x_MK, qweight, bias)
+        y = y if flat is None else y + flat
     return y.view(*x.shape[:-1], qweight.out_features)

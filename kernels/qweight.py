@@ -64,6 +64,62 @@ class QuantizedWeight:
             return cpu_formats.unpack_int4(rows[0], stop - start)
         return formats.unpack(rows, self.bits, self.layout, stop - start)
 
+    @classmethod
+    def fragment(
+        cls,
+        planes: list[Tensor],
+        scale: Tensor,
+        zero: Tensor | None,
+        bits: int,
+        per_channel: bool,
+        out_features: int,
+        in_features: int,
+    ) -> QuantizedWeight:
+        """Rebuild a FRAGMENT weight from what a custom op can carry."""
+        return cls(
+            bits=bits,
+            group_size=None if per_channel else GROUP,
+            out_features=out_features,
+            in_features=in_features,
+            planes=tuple(planes),
+            scale=scale,
+            zero=zero,
+            layout=Layout.FRAGMENT,
+        )
+
+    def row_slice(self, start: int, stop: int) -> QuantizedWeight:
+        """Return rows start..stop of a ROWS or FRAGMENT weight, sharing memory.
+
+        `start` is a multiple of 16. Rows past a FRAGMENT weight's last full block are ROWS.
+        """
+        full = self.out_features // formats.BLOCK_ROWS * formats.BLOCK_ROWS
+
+        def run(flat: Tensor) -> Tensor:
+            return flat[self._row_run(flat, start, stop)]
+
+        return replace(
+            self,
+            out_features=stop - start,
+            planes=tuple(run(plane) for plane in self.planes),
+            scale=run(self.scale),
+            zero=None if self.zero is None else run(self.zero),
+            layout=Layout.ROWS if start >= full else self.layout,
+        )
+
+    def block_words(self) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
+        """Return planes, scales and zeros of the full 16-row blocks of a FRAGMENT weight as int32.
+
+        A symmetric weight has no zeros; its scales stand in, so that kernels get some pointer.
+        """
+        full = self.out_features // formats.BLOCK_ROWS * formats.BLOCK_ROWS
+
+        def words(flat: Tensor) -> Tensor:
+            return flat[: flat.numel() // self.out_features * full].view(torch.int32)
+
+        planes = tuple(words(plane) for plane in self.planes)
+        scale = words(self.scale)
+        return planes, scale, scale if self.zero is None else words(self.zero)
+
     def _row_run(self, plane: Tensor, start: int, stop: int) -> slice:
         row_bytes = plane.numel() // self.out_features
         return slice(start * row_bytes, stop * row_bytes)

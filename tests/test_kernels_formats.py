@@ -35,15 +35,21 @@ def test_codes_survive_packing(bits, layout):
     assert torch.equal(formats.unpack(planes, bits, layout, 37), codes)
 
 
-def test_fragment_bytes_lie_as_drawn():
-    """Row 8*r3 + r, byte 16*jj + 8*k3 + 2*c + k0 of a 4-bit block: the drawing, spelt out."""
-    codes = torch.randint(0, 16, (16, 256), dtype=torch.uint8)
-    (plane,) = formats.pack(codes, 4, Layout.FRAGMENT)
-    for r3, r, jj, k3, c, k0, group in [(1, 5, 3, 1, 2, 1, 1), (0, 7, 2, 0, 3, 0, 0)]:
-        byte = 16 * jj + 8 * k3 + 2 * c + k0
-        row, k = 8 * r3 + r, 128 * group + byte
-        at = group * 1024 + jj // 2 * 512 + (4 * r + c) * 16 + jj % 2 * 8 + k3 * 4 + r3 * 2 + k0
-        assert plane[at] == codes[row, k] | codes[row, k + 64] << 4
+def test_fragment_words_lie_as_drawn():
+    """Row 8*r3 + r, k = 64*h + 16*jj + 8*k3 + 2*c + k0: the drawing, spelt out."""
+    codes = torch.randint(0, 8, (16, 256), dtype=torch.uint8)
+    words4 = formats.pack(codes, 4, Layout.FRAGMENT)[0].view(torch.int32).view(2, 256)
+    words3 = formats.pack(codes, 3, Layout.FRAGMENT)[0].view(torch.int32).view(2, 3, 64)
+    for r3, r, h, jj, k3, c, k0 in itertools.product(*(range(s) for s in (2, 8, 2, 4, 2, 4, 2))):
+        code = codes[8 * r3 + r, 128 + 64 * h + 16 * jj + 8 * k3 + 2 * c + k0]
+        lane, pair = 4 * r + c, 4 * jj + 2 * k3 + r3
+        word = words4[1, (jj // 2 * 32 + lane) * 4 + jj % 2 * 2 + k3]
+        assert word >> (16 * k0 + 4 * (2 * h + r3)) & 15 == code
+        halves = words3[1, :, 2 * lane + h] >> (16 * k0)
+        if pair < 15:
+            assert halves[pair // 5] >> (3 * (pair % 5)) & 7 == code
+        else:
+            assert (halves >> 15 & 1) @ torch.tensor([1, 2, 4], dtype=torch.int32) == code
 
 
 def test_high_plane_of_8_bits_is_a_4_bit_weight():

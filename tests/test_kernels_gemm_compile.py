@@ -1,0 +1,87 @@
+"""Every weight kernel compiles to machine code for every listed architecture, without a GPU."""
+
+import itertools
+
+import pytest
+
+from llmpq.kernels.compile import ARCHITECTURES, SHARED_LIMIT, compile_kernel
+from llmpq.kernels.dequantize import fragment_dequantize_kernel, rows_dequantize_kernel
+from llmpq.kernels.gemm_kernels import rows_kernel, tile_kernel
+
+pytestmark = pytest.mark.compile
+
+VARIANTS = [(4, "fp16", True), (4, "bf16", False), (3, "fp16", False), (8, "bf16", True)]
+SIZES = ("M", "N", "K", "blocks", "groups", "split", "rows")
+
+
+def _compile(kernel, arch, dtype, constants, **options):
+    types = {"P0": "*i32", "P1": "*i32", "S": "*i32", "Z": "*i32", "PARTIAL": "*fp32"}
+    types |= {"ARRIVED": "*i32"} | dict.fromkeys(SIZES, "i32")
+    types |= dict.fromkeys(("X", "Y", "OUT", "BIAS", "RESIDUAL"), f"*{dtype}")
+    if kernel is rows_dequantize_kernel:
+        types |= {"P0": "*u8", "P1": "*u8", "S": f"*{dtype}", "Z": f"*{dtype}"}
+    arguments = {name: types[name] for name in kernel.arg_names if name in types}
+    aligned = [n for n, t in arguments.items() if t.startswith("*")]
+    aligned += [n for n in ("N", "K") if n in arguments]
+    constants = {name: v for name, v in constants.items() if name in kernel.arg_names}
+    made = compile_kernel(
+        kernel, arch, arguments, constants, aligned=tuple(aligned), options=options
+    )
+    assert made.cubin and made.shared_bytes <= SHARED_LIMIT[arch]
+    return made
+
+
+def _constants(bits, symmetric, arch):
+    return {
+        "BITS": bits,
+        "GROUPED": True,
+        "SYMMETRIC": symmetric,
+        "EVEN_K": True,
+        "EVEN_G": True,
+        "HAS_BIAS": True,
+        "HAS_RESIDUAL": False,
+        "SPLIT": True,
+        "PDL": arch >= 90,
+        "KWIDTH4": arch < 90,
+        "INTERPRET": False,
+    }
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("bits,dtype,symmetric", VARIANTS)
+def test_rows_kernel_compiles(arch, bits, dtype, symmetric):
+    constants = _constants(bits, symmetric, arch)
+    constants |= {"BH": 1, "WM": 4, "STEPS": 3, "D": 2, "XD": 1}
+    made = _compile(rows_kernel, arch, dtype, constants, num_warps=4, num_stages=1)
+    assert "mma.sync" in made.ptx
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("bits,dtype,symmetric", VARIANTS)
+@pytest.mark.parametrize("stages", [1, 3])
+def test_tile_kernel_compiles(arch, bits, dtype, symmetric, stages):
+    constants = _constants(bits, symmetric, arch)
+    constants |= {"BH": 1, "WM": 4, "BM": 16, "D": 2 if stages == 1 else 1, "STAGES": stages}
+    constants |= {"SCALE_W": stages == 3}
+    made = _compile(tile_kernel, arch, dtype, constants, num_warps=4, num_stages=stages)
+    if arch == 90:
+        assert "wgmma" in made.ptx
+    elif arch < 90:
+        assert "mma.sync" in made.ptx
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_dequantise_compiles(arch):
+    for bits, symmetric in itertools.product((3, 4, 8), (True, False)):
+        constants = _constants(bits, symmetric, arch) | {"BH": 1, "WM": 2}
+        _compile(fragment_dequantize_kernel, arch, "fp16", constants, num_warps=2)
+    _compile(rows_dequantize_kernel, arch, "fp16", _constants(3, True, arch))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_weights_reach_the_tensor_core_without_shared_memory(bits):
+    """The layout's whole point: rows_kernel has no shared-memory load before the final sum."""
+    constants = _constants(bits, True, 90) | {"BH": 1, "WM": 4, "STEPS": 4, "D": 4, "XD": 2}
+    made = _compile(rows_kernel, 90, "fp16", constants, num_warps=4, num_stages=1)
+    before_last_product = made.ptx[: made.ptx.rindex("mma.sync")]
+    assert "ld.shared" not in before_last_product and "shfl" not in before_last_product

@@ -1,0 +1,94 @@
+"""The Triton weight kernels, in the interpreter, against their plain-torch twins."""
+
+import itertools
+
+import pytest
+import torch
+from triton import knobs
+
+from llmpq.kernels.dequantize import dequantize_triton
+from llmpq.kernels.formats import Layout
+from llmpq.kernels.gemm import DENSE, Config, make_plan, run
+from llmpq.kernels.quantize import quantize_weight
+from llmpq.kernels.reference import linear_reference, relative_error
+from llmpq.precision import WeightScheme
+
+pytestmark = [
+    pytest.mark.interpret,
+    pytest.mark.skipif(not knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1"),
+]
+
+# float16: rounding of the output alone is 2.1e-4; the products are exact, the sums float32.
+TOLERANCE = {torch.float16: 5e-4, torch.bfloat16: 4e-3}
+
+
+def _weight(n, k, bits, group=128, symmetric=True, dtype=torch.float16):
+    w = torch.randn(n, k, generator=torch.Generator().manual_seed(n + k))
+    scheme = WeightScheme(bits=bits, group_size=group, symmetric=symmetric, clip_search=False)
+    return quantize_weight(w, scheme, dtype=dtype, layout=Layout.FRAGMENT)
+
+
+@pytest.mark.parametrize("bits,group", itertools.product((3, 4, 8), (128, None)))
+def test_dequantise_matches_its_twin(bits, group):
+    for symmetric, (n, k) in itertools.product((True, False), ((16, 128), (37, 200))):
+        q = _weight(n, k, bits, group, symmetric)
+        assert torch.equal(dequantize_triton(q, interpret=True), q.dequantize(torch.float16))
+        rows = _weight(n, k, bits, group, symmetric)
+        assert torch.equal(
+            dequantize_triton(rows.row_slice(n // 16 * 16, n), interpret=True),
+            rows.dequantize(torch.float16)[n // 16 * 16 :],
+        )
+
+
+ROWS = Config(kernel="rows", warps=4, depth=2, x_depth=1)
+TILE = Config(kernel="tile", warps=2, depth=2, bm=16, split=2)
+PIPE = Config(kernel="tile", warps=1, blocks=2, depth=1, bm=8, stages=3, split=3, scale_w=True)
+
+
+@pytest.mark.parametrize("config", [ROWS, TILE, PIPE, DENSE], ids=["rows", "tile", "pipe", "dense"])
+@pytest.mark.parametrize("bits,symmetric", itertools.product((3, 4, 8), (True, False)))
+def test_products_match_their_twin(config, bits, symmetric):
+    n, k, m = 38, 600, 3
+    cases = [(128, torch.float16), (None, torch.float16), (128, torch.bfloat16)]
+    for (group, dtype), extra in zip(cases, (True, False, False), strict=True):
+        if config.scale_w and dtype is torch.bfloat16:
+            continue  # the interpreter truncates to bfloat16 where a GPU rounds: twice the error
+        q = _weight(n, k, bits, group, symmetric, dtype)
+        x = torch.randn(m, k).to(dtype)
+        bias = torch.randn(n).to(dtype) if extra else None
+        residual = torch.randn(m, n).to(dtype) if extra else None
+        y = run(make_plan(config, (9, 0), interpret=True), x, q, bias, residual)
+        exact = linear_reference(x, q, bias, exact=True)
+        exact = exact if residual is None else exact + residual.double()
+        assert relative_error(y, exact) < TOLERANCE[dtype]
+
+
+def test_many_rows_of_x_and_older_tensor_cores():
+    q = _weight(64, 256, 4)
+    x = torch.randn(20, 256).half()
+    exact = linear_reference(x, q, exact=True)
+    config = Config(kernel="tile", warps=2, depth=1, bm=8)
+    for capability in ((8, 0), (9, 0)):
+        y = run(make_plan(config, capability, interpret=True), x, q)
+        assert relative_error(y, exact) < TOLERANCE[torch.float16]
+
+
+@pytest.mark.parametrize("config", [ROWS, TILE], ids=["rows", "tile"])
+@pytest.mark.parametrize("planted", ["scale", "nibble", "tail", "k tail"])
+def test_planted_bugs_are_caught(config, planted):
+    q = _weight(70, 200, 4)
+    x = torch.randn(2, 200).half()
+    exact = linear_reference(x, q, exact=True)
+    if planted == "scale":
+        q.scale[7] *= 1.25
+    elif planted == "nibble":
+        words = q.planes[0]
+        words[:64] = words[:64] >> 4 | words[:64] << 4
+    y = run(make_plan(config, (9, 0), interpret=True), x, q)
+    if planted == "tail":
+        y[:, 64:] = 0
+    elif planted == "k tail":
+        short = x.clone()
+        short[:, 192:] = 0
+        y = run(make_plan(config, (9, 0), interpret=True), short, q)
+    assert relative_error(y, exact) > 2 * TOLERANCE[torch.float16]
