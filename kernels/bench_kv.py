@@ -16,8 +16,9 @@ import importlib
 import json
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +27,15 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from llmpq.kernels.kv_formats import KVFormat, channel_gain, to_thread_order, token_gain
-from llmpq.kernels.kv_ops import AttendPlan, DeviceRows, plan_attend, run_append, run_attend
+from llmpq.kernels.kv_ops import (
+    AttendPlan,
+    DeviceRows,
+    Launch,
+    plan_attend,
+    programs_per_sm,
+    run_append,
+    run_attend,
+)
 from llmpq.kernels.kv_storage import KVLayer, allocate_layer, contiguous_table
 from llmpq.kernels.timing import copies_for, time_launches
 from llmpq.kv_format import BLOCK_TOKENS, HOLDBACK_TOKENS, packed_blocks, packed_end
@@ -135,6 +144,8 @@ class AttendBench:
             kv_heads=case.kv_heads,
             max_end=end,
             device=device,
+            bits=case.fmt.bits,
+            head_dim=case.head_dim,
         )
 
     def run(self, copy: int, plan: AttendPlan | None = None) -> Tensor:
@@ -155,7 +166,9 @@ class AttendBench:
         return time_launches(partial(self.run, plan=plan), self.copies, repeats=repeats)
 
 
-def sdpa_sample(case: KVCase, backend: SDPBackend, device: torch.device, repeats: int) -> list[float]:
+def sdpa_sample(
+    case: KVCase, backend: SDPBackend, device: torch.device, repeats: int
+) -> list[float]:
     """Microseconds of torch's fp16 attention over the same context."""
     shape = (case.batch, case.kv_heads, case.context, case.head_dim)
     nbytes = 4 * case.batch * case.kv_heads * case.context * case.head_dim
@@ -172,7 +185,9 @@ def sdpa_sample(case: KVCase, backend: SDPBackend, device: torch.device, repeats
         return time_launches(call, copies, repeats=repeats)
 
 
-def append_sample(case: KVCase, device: torch.device, repeats: int, *, packing: bool) -> list[float]:
+def append_sample(
+    case: KVCase, device: torch.device, repeats: int, *, packing: bool
+) -> list[float]:
     """Microseconds to append a token to every request; `packing` completes a block in each."""
     bench = AttendBench(case, device)
     line = packed_end(case.context)
@@ -201,6 +216,57 @@ def prefill_sample(case: KVCase, device: torch.device, repeats: int) -> list[flo
         run_append(case.fmt, layer, bench.table, k, v, bench.rows, paged=False)
 
     return time_launches(call, bench.copies, repeats=repeats)
+
+
+TUNE_SHAPES = {
+    8: ((1, 3), (2, 2), (1, 2)),
+    4: ((1, 3), (1, 4), (2, 2)),
+    2: ((2, 3), (1, 4), (1, 3)),
+}
+"""Tiles a step and stages that `--tune` tries, by bits."""
+
+
+def tune(bench: AttendBench) -> dict[str, int]:
+    """Time a case's launches and return the fastest as an entry of kv_tuning.json."""
+    case, plan = bench.case, bench.plan
+    tiles_all = 2 * (packed_end(case.context + case.q_len - 1) // BLOCK_TOKENS)
+    rows = case.batch * case.kv_heads * -(-case.heads // case.kv_heads * case.q_len // plan.columns)
+    sms = torch.cuda.get_device_properties(bench.device).multi_processor_count
+    launches = []
+    for tiles, stages in TUNE_SHAPES[case.fmt.bits]:
+        resident = sms * programs_per_sm(case.fmt.bits, case.head_dim, plan.columns, tiles, stages)
+        ring = 5 if rows * 5 < resident else 1
+        chunks = set()
+        for waves in (1, 2, 3, 4):
+            splits = max(1, waves * resident // rows - ring)
+            chunk = -(-tiles_all // splits)
+            chunks.add(chunk + chunk % tiles)
+        launches += [Launch(chunk=c, ring_parts=ring, tiles=tiles, stages=stages) for c in chunks]
+
+    def time(launch: Launch) -> float:
+        tried = replace(plan, launch=launch, splits=-(-tiles_all // launch.chunk))
+        return min(bench.sample(tried, repeats=5))
+
+    best = min(launches, key=time)
+    other = replace(best, ring_parts=6 - best.ring_parts)
+    best = min((best, other), key=time)
+    shape = {"bits": case.fmt.bits, "columns": plan.columns, "rows": rows, "blocks": tiles_all // 2}
+    return {**shape, **asdict(best)}
+
+
+def tune_all(device: torch.device, only: str) -> None:
+    """Write kv_tuning.json anew from the suite's contiguous KC cases."""
+    entries = []
+    for case in suite():
+        plain = case.layout == "contiguous" and case.keys == "kc128" and case.op == "attend"
+        if not plain or case.kv == "kv16" or only not in json.dumps(asdict(case)):
+            continue
+        entries.append(tune(AttendBench(case, device)))
+        sys.stdout.write(f"{json.dumps(entries[-1])}\n")
+        sys.stdout.flush()
+        torch.cuda.empty_cache()
+    lines = ",\n".join(json.dumps(entry) for entry in entries)
+    Path(__file__).with_name("kv_tuning.json").write_text(f"[\n{lines}\n]\n", encoding="utf-8")
 
 
 def suite() -> Iterator[KVCase]:
@@ -239,14 +305,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `bench kv`."""
     parser.add_argument("--rows", action="store_true", help="append to benchmarks/results/kv.jsonl")
     parser.add_argument("--only", default="", help="run the cases whose JSON contains this text")
+    parser.add_argument(
+        "--tune", action="store_true", help="measure launches, write kv_tuning.json"
+    )
     parser.add_argument("--repeats", type=int, default=20, help="samples of each case")
 
 
 def main(args: argparse.Namespace) -> int:
     """Run the suite on the current GPU."""
     if not torch.cuda.is_available():
-        raise ValueError("bench kv needs a CUDA GPU; on a CPU the low-bit cache runs in plain torch")
+        raise ValueError(
+            "bench kv needs a CUDA GPU; on a CPU the low-bit cache runs in plain torch"
+        )
     device = torch.device("cuda")
+    if args.tune:
+        tune_all(device, args.only)
+        return 0
     fp16: dict[tuple[int, ...], float] = {}
     for case in suite():
         if args.only not in json.dumps(asdict(case)):

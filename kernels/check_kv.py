@@ -115,6 +115,8 @@ def run_case(case: Case, device: torch.device, seed: int = 0) -> Outcome:
             kv_heads=case.kv_heads,
             max_end=max(first + num for first, num in step),
             device=device,
+            bits=fmt.bits,
+            head_dim=fmt.head_dim,
         )
         scale = fmt.head_dim**-0.5
         got = run_attend(
@@ -122,13 +124,23 @@ def run_case(case: Case, device: torch.device, seed: int = 0) -> Outcome:
         )
         for b, (first, num) in enumerate(step):
             want = attend_from_history(
-                fmt, q[b, :num], past[0, b], past[1, b], start=first, scale=scale, alibi_slopes_H=slopes
+                fmt,
+                q[b, :num],
+                past[0, b],
+                past[1, b],
+                start=first,
+                scale=scale,
+                alibi_slopes_H=slopes,
             )
             worst = max(worst, relative_error(got[b, :num], want))
     return Outcome(worst, equal)
 
 
-STEPS: Steps = [[(0, 400), (0, 20), (0, 1)], [(400, 1), (20, 1), (1, 1)], [(401, 4), (21, 3), (2, 4)]]
+STEPS: Steps = [
+    [(0, 400), (0, 20), (0, 1)],
+    [(400, 1), (20, 1), (1, 1)],
+    [(401, 4), (21, 3), (2, 4)],
+]
 LONG: Steps = [[(0, 3000), (0, 130)], [(3000, 1), (130, 1)], [(3001, 8), (131, 8)]]
 EDGES = (127, 128, 143, 144, 145, 271, 272, 273, 400)
 

@@ -31,7 +31,9 @@ def _rows(new, ring, pos, start, stride_t, D: tl.constexpr, READ_NEW: tl.constex
     old = (pos < start)[:, None]
     x = tl.load(ring + (pos % RING)[:, None] * D + d, mask=old, other=0.0)
     if READ_NEW:
-        y = tl.load(new + (pos - start)[:, None] * stride_t + d, mask=(pos >= start)[:, None], other=0.0)
+        y = tl.load(
+            new + (pos - start)[:, None] * stride_t + d, mask=(pos >= start)[:, None], other=0.0
+        )
         x = tl.where(old, x, y)
     return x.to(tl.float32)
 
@@ -41,7 +43,9 @@ def _grid(low, high, BITS: tl.constexpr):
     """Scale and zero in fp16, and the inverse of the stored scale."""
     scale = ((high - low) * (1.0 / (2**BITS - 1))).to(tl.float16)
     step = scale.to(tl.float32)
-    inverse = tl.where(step > 0, tl.div_rn(tl.full(step.shape, 1.0, tl.float32), tl.maximum(step, 1e-30)), 0.0)
+    inverse = tl.where(
+        step > 0, tl.div_rn(tl.full(step.shape, 1.0, tl.float32), tl.maximum(step, 1e-30)), 0.0
+    )
     return scale, low.to(tl.float16), inverse
 
 

@@ -183,6 +183,7 @@ class QuantizedKVCache:
             max_end=plan.max_end,
             device=self.device,
             bits=self.fmt.bits,
+            head_dim=self.fmt.head_dim,
         )
         return kv_ops.run_attend(
             self.fmt,

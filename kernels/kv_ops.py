@@ -12,15 +12,17 @@ B: requests.  Q: new tokens of each, right padded.  H: query heads.  G: key-valu
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 
 import torch
 import triton
 from torch import Tensor
 
 from llmpq.kernels.kv_append import append_step, pack_blocks, write_ring
-from llmpq.kernels.kv_attend import RING_PARTS, attend_split, combine_parts
+from llmpq.kernels.kv_attend import attend_split, combine_parts
 from llmpq.kernels.kv_formats import KVFormat
 from llmpq.kernels.kv_storage import DeviceRows, KVLayer
 from llmpq.kv_format import BLOCK_TOKENS, HOLDBACK_TOKENS, RING_TOKENS, packed_end
@@ -32,8 +34,23 @@ WORD_K_WIDTH = 4 if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7) 
 """Consecutive columns of an operand a thread holds, as Triton picks them for unpacked words. Another
 value is right but shuffles: 3.6 halves the source's width at each join, 3.9 does not (compiled)."""
 
-PROGRAMS_PER_SM = 12
-"""One-warp programs resident on an SM: 65536 registers / (168 * 32)."""
+REGISTER_LIMIT = 12
+"""One-warp programs an SM has registers for: 65536 / (156 * 32), rounded down to what fits."""
+
+SHARED_PER_SM = 227 * 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """What is tuned of a launch."""
+
+    chunk: int
+    """Packed 64-token tiles a program takes."""
+    ring_parts: int
+    """Programs that share the 16-bit ring: 5 when programs are few, else 1."""
+    tiles: int
+    """Tiles of a step of the loop, 1 or 2 (then `chunk` is even)."""
+    stages: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,11 +59,10 @@ class AttendPlan:
 
     columns: int
     """Query heads x new tokens a program takes: 8 or 16."""
-    chunk_blocks: int
     splits: int
-    stages: int
     pdl: bool
     """Start the combine while the last parts run (programmatic dependent launch, sm_90 and later)."""
+    launch: Launch
 
 
 @lru_cache
@@ -59,8 +75,17 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
+@lru_cache(maxsize=4096)
 def plan_attend(
-    *, batch: int, q_len: int, heads: int, kv_heads: int, max_end: int, device: torch.device
+    *,
+    batch: int,
+    q_len: int,
+    heads: int,
+    kv_heads: int,
+    max_end: int,
+    device: torch.device,
+    bits: int,
+    head_dim: int = 128,
 ) -> AttendPlan:
     """Choose columns and splits for requests of at most `max_end` tokens."""
     if not 1 <= q_len <= MAX_Q_LEN:
@@ -68,33 +93,86 @@ def plan_attend(
     wanted = heads // kv_heads * q_len
     columns = 8 if wanted <= 8 else 16
     on_gpu = device.type == "cuda"
-    resident = _sm_count(device) * PROGRAMS_PER_SM if on_gpu else 4
+    sms = _sm_count(device) if on_gpu else 2
     blocks = packed_end(max_end - 1) // BLOCK_TOKENS
     rows = batch * kv_heads * -(-wanted // columns)
-    chunk = choose_chunk(blocks, rows, resident)
+    launch = tuned_launch(bits, columns, rows, blocks) if head_dim == 128 else None
+    if launch is None:
+        tiles, stages = LOOP_SHAPE[bits]
+        resident = sms * programs_per_sm(bits, head_dim, columns, tiles, stages)
+        ring_parts = 5 if rows * 5 < resident else 1
+        chunk = choose_chunk(2 * blocks, rows, resident, ring_parts, tiles)
+        launch = Launch(chunk=chunk, ring_parts=ring_parts, tiles=tiles, stages=stages)
     return AttendPlan(
         columns=columns,
-        chunk_blocks=chunk,
-        splits=-(-blocks // chunk),
-        stages=1,
+        splits=-(-2 * blocks // launch.chunk),
         pdl=on_gpu and _capability(device) >= (9, 0),
+        launch=launch,
     )
 
 
-def choose_chunk(blocks: int, rows: int, resident: int) -> int:
-    """Return the blocks a program takes: the longest chunk that still fills `resident` programs.
+LOOP_SHAPE = {8: (1, 3), 4: (1, 3), 2: (2, 3)}
+"""Tiles a step and stages, by bits, where nothing was measured."""
 
-    Chunks stay within 16 blocks (2048 tokens), so that one long request among short ones is spread.
-    """
-    if blocks == 0:
-        return 1
-    splits = max(1, min(blocks, resident // rows - RING_PARTS.value))
-    return max(1, min(16, -(-blocks // splits)))
+TUNED_RANGE = 1.25
+"""A measured launch serves shapes whose rows and blocks differ by no more than this factor."""
+
+
+@lru_cache
+def tuning_table() -> tuple[dict[str, int], ...]:
+    """Return the launches measured on an H200 (`bench kv --tune`), one object per shape."""
+    text = Path(__file__).with_name("kv_tuning.json").read_text(encoding="utf-8")
+    return tuple(json.loads(text))
+
+
+def tuned_launch(bits: int, columns: int, rows: int, blocks: int) -> Launch | None:
+    """Return the measured launch of the nearest shape, None if none is near."""
+
+    def distance(entry: dict[str, int]) -> float:
+        return max(_ratio(entry["rows"], rows), _ratio(entry["blocks"], blocks))
+
+    near = [e for e in tuning_table() if (e["bits"], e["columns"]) == (bits, columns)]
+    entry = min(near, key=distance, default=None)
+    if entry is None or distance(entry) > TUNED_RANGE:
+        return None
+    fields = ("chunk", "ring_parts", "tiles", "stages")
+    return Launch(**{name: entry[name] for name in fields})
+
+
+def _ratio(a: int, b: int) -> float:
+    return max(a, b) / min(a, b) if min(a, b) > 0 else float(a != b) * 1e9 + 1.0
+
+
+def programs_per_sm(bits: int, head_dim: int, columns: int, tiles: int, stages: int) -> int:
+    """Return the one-warp programs that are resident on an SM."""
+    buffer = tiles * (64 * head_dim * bits // 4 + 256) + 4 * head_dim
+    by_shared = SHARED_PER_SM // (max(1, stages - 1) * buffer + 1024)
+    return max(1, min(REGISTER_LIMIT if columns == 8 else 8, by_shared))
+
+
+START_UP = 3
+"""Tiles whose time a program spends before its first: fitted to sweeps at 4 bits (H200)."""
+
+MAX_CHUNK = 32
+"""Tiles of a program at most, so that one long request among short ones is spread."""
+
+
+def choose_chunk(tiles: int, rows: int, resident: int, ring_parts: int, even: int) -> int:
+    """Return the tiles a program takes: the least (waves of programs) * (chunk + START_UP)."""
+    best, best_cost = even, float("inf")
+    for chunk in range(even, max(even, min(tiles, MAX_CHUNK)) + 1, even):
+        waves = -(-rows * (-(-tiles // chunk) + ring_parts) // resident)
+        cost = waves * (chunk + START_UP)
+        if cost < best_cost:
+            best, best_cost = chunk, cost
+    return best
 
 
 def _strides(x: Tensor) -> tuple[int, int, int]:
     if x.stride(-1) != 1:
-        raise ValueError(f"channels of new keys and values must be contiguous, got strides {x.stride()}")
+        raise ValueError(
+            f"channels of new keys and values must be contiguous, got strides {x.stride()}"
+        )
     return x.stride(0), x.stride(1), x.stride(2)
 
 
@@ -168,6 +246,8 @@ def kv_attend(
     columns: int,
     chunk: int,
     splits: int,
+    ring_parts: int,
+    tiles: int,
     stages: int,
     pdl: bool,
 ) -> Tensor:
@@ -178,22 +258,28 @@ def kv_attend(
     out = torch.empty_like(q)
     wanted = heads // kv_heads * q_len
     head_chunks = kv_heads * -(-wanted // columns)
-    parts = RING_PARTS.value + splits
+    parts = ring_parts + splits
     part_out = q.new_empty((batch, head_chunks, parts, columns, dim), dtype=torch.float32)
     part_lse = q.new_empty((batch, head_chunks, parts, columns), dtype=torch.float32)
-    shape = {"H": heads, "G": kv_heads, "Q": q_len, "D": dim, "R": columns}
+    shape = {
+        "H": heads,
+        "G": kv_heads,
+        "Q": q_len,
+        "D": dim,
+        "R": columns,
+        "RING_PARTS": ring_parts,
+    }
     attend_split[(parts, head_chunks, batch)](
         q, k_words, k_params, v_words, v_params, k_ring, v_ring, table, slots, starts, counts,
         slopes if slopes is not None else part_lse, part_out, part_lse,
         scale * 1.4426950408889634, chunk, table.shape[1], parts,
         **shape, BITS=bits, KEY_GROUP=key_group, PAGED=paged, ALIBI=slopes is not None,
-        KW=WORD_K_WIDTH, KW0=2, STAGES=stages, PDL=pdl, EMULATE=q.device.type == "cpu", num_warps=1,
+        TILES=tiles, KW=WORD_K_WIDTH, KW0=2, STAGES=stages, PDL=pdl, EMULATE=q.device.type == "cpu", num_warps=1,
     )  # fmt: skip
-    d_step = min(dim, 64)
-    combine_parts[(kv_heads * wanted, dim // d_step, batch)](
+    combine_parts[(kv_heads * wanted, dim // 32, batch)](
         part_out, part_lse, out, starts, counts, chunk, parts,
-        **shape, D_STEP=d_step, X_STEP=min(64, triton.next_power_of_2(parts)), PDL=pdl,
-        num_warps=4 if parts > 16 else 1, **({"launch_pdl": True} if pdl else {}),
+        **shape, D_STEP=32, X_STEP=max(16, min(128, triton.next_power_of_2(parts))), PDL=pdl,
+        num_warps=4 if parts > 32 else 1, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
     return out
 
@@ -204,7 +290,14 @@ def _(q: Tensor, *args: object) -> Tensor:
 
 
 def run_append(
-    fmt: KVFormat, layer: KVLayer, table: Tensor, k: Tensor, v: Tensor, rows: DeviceRows, *, paged: bool
+    fmt: KVFormat,
+    layer: KVLayer,
+    table: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rows: DeviceRows,
+    *,
+    paged: bool,
 ) -> None:
     """Launch `kv_append` on one layer."""
     torch.ops.llmpq.kv_append(
@@ -231,6 +324,7 @@ def run_attend(
         q, layer.k_ring_SGRD, layer.v_ring_SGRD, layer.k_words_PGW, layer.k_params_PG,
         layer.v_words_PGW, layer.v_params_PG, table, rows.slots, rows.starts, rows.counts, slopes,
         scale, fmt.bits, fmt.key_group or 0, paged,
-        plan.columns, plan.chunk_blocks, plan.splits, plan.stages, plan.pdl,
+        plan.columns, plan.launch.chunk, plan.splits, plan.launch.ring_parts, plan.launch.tiles,
+        plan.launch.stages, plan.pdl,
     )  # fmt: skip
     return result

@@ -25,7 +25,10 @@ def _assembly(bits: int) -> tl.constexpr:
     lines = [".reg .b32 y;", f"shr.b32 y, {source}, 8;"]
     for plane in range(planes):
         mask = ((2**bits - 1) << (bits * plane)) * 0x00010001
-        lines += [f"and.b32 ${2 * plane}, {source}, {mask:#010x};", f"and.b32 ${2 * plane + 1}, y, {mask:#010x};"]
+        lines += [
+            f"and.b32 ${2 * plane}, {source}, {mask:#010x};",
+            f"and.b32 ${2 * plane + 1}, y, {mask:#010x};",
+        ]
     return tl.constexpr("{\n" + "\n".join(lines) + "\n}")
 
 
@@ -56,13 +59,20 @@ def _fields(x, BITS: tl.constexpr, EMULATE: tl.constexpr):
     if BITS == 8:
         if EMULATE:
             return _plane(x, 0, 8)
-        a, b = tl.inline_asm_elementwise(ASM_8, REGS_8, [x], dtype=(tl.float16, tl.float16), is_pure=True, pack=2)
+        a, b = tl.inline_asm_elementwise(
+            ASM_8, REGS_8, [x], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
+        )
         return tl.join(a, b)
     elif BITS == 4:
         if EMULATE:
             return tl.join(_plane(x, 0, 4), _plane(x, 1, 4))
         a, b, c, d = tl.inline_asm_elementwise(
-            ASM_4, REGS_4, [x], dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2
+            ASM_4,
+            REGS_4,
+            [x],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
         )
         return tl.join(tl.join(a, b), tl.join(c, d))
     else:
@@ -70,7 +80,21 @@ def _fields(x, BITS: tl.constexpr, EMULATE: tl.constexpr):
             even = tl.join(_plane(x, 0, 2), _plane(x, 2, 2))
             return tl.join(even, tl.join(_plane(x, 1, 2), _plane(x, 3, 2)))
         a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
-            ASM_2, REGS_2, [x], dtype=(tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2
+            ASM_2,
+            REGS_2,
+            [x],
+            dtype=(
+                tl.float16,
+                tl.float16,
+                tl.float16,
+                tl.float16,
+                tl.float16,
+                tl.float16,
+                tl.float16,
+                tl.float16,
+            ),
+            is_pure=True,
+            pack=2,
         )
         even = tl.join(tl.join(a, b), tl.join(e, f))
         return tl.join(even, tl.join(tl.join(c, d), tl.join(g, h)))
@@ -88,7 +112,14 @@ def order_columns(x, M: tl.constexpr, S: tl.constexpr, KW: tl.constexpr):
 
 
 @triton.jit
-def unpack(halves, M: tl.constexpr, S: tl.constexpr, BITS: tl.constexpr, KW: tl.constexpr, EMULATE: tl.constexpr):
+def unpack(
+    halves,
+    M: tl.constexpr,
+    S: tl.constexpr,
+    BITS: tl.constexpr,
+    KW: tl.constexpr,
+    EMULATE: tl.constexpr,
+):
     """Halves of words [V*32, 8] of a tile (kv_formats.py) -> fp16 [M*16, S*16], planes unscaled."""
     I: tl.constexpr = 8 // BITS
     O: tl.constexpr = 2 * S // I

@@ -53,7 +53,9 @@ def test_a_prompt_sees_itself_in_16_bits_or_as_decoding_would(tiny_models, exact
     beside = cache.attend(0, q, k, v, Step.of([0, 1], [0, 5], [300, 1]), scale=0.3)
     assert relative_error(beside[:1], alone) < 1e-5
     fmt = cache.cache.fmt
-    want = attend_from_history(fmt, q[0], k[0], v[0], start=0, scale=0.3, quantised=not exact_prompt)
+    want = attend_from_history(
+        fmt, q[0], k[0], v[0], start=0, scale=0.3, quantised=not exact_prompt
+    )
     assert relative_error(alone[0], want) < 1e-5
     other = attend_from_history(fmt, q[0], k[0], v[0], start=0, scale=0.3, quantised=exact_prompt)
     assert relative_error(alone[0], other) > 1e-3
@@ -61,7 +63,12 @@ def test_a_prompt_sees_itself_in_16_bits_or_as_decoding_would(tiny_models, exact
 
 def test_tokens_beyond_the_slot_are_refused(tiny_models):
     cache = LowBitKV(
-        spec_of(tiny_models), KVPrecision.KV4, num_layers=1, slots=1, max_len=10, dtype=torch.float32
+        spec_of(tiny_models),
+        KVPrecision.KV4,
+        num_layers=1,
+        slots=1,
+        max_len=10,
+        dtype=torch.float32,
     )
     with pytest.raises(ValueError, match="holds 10 a request"):
         cache.cache.plan(*torch.tensor([[0], [8], [4]]), fresh=False, max_end=12)

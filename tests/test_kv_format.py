@@ -45,7 +45,12 @@ def test_allocated_bytes_are_the_planners(kv, head_dim, key_group):
     for max_len in (1, 144, 145, 1000):
         want = kv_cache_bytes(kv, slots=3, max_len=max_len, dtype_bytes=2, **shape)
         layer = allocate_layer(
-            fmt, pages=3 * packed_blocks(max_len), slots=3, kv_heads=2, dtype=torch.bfloat16, device="cpu"
+            fmt,
+            pages=3 * packed_blocks(max_len),
+            slots=3,
+            kv_heads=2,
+            dtype=torch.bfloat16,
+            device="cpu",
         )
         assert layer.nbytes == want
 
@@ -80,7 +85,10 @@ def test_the_drawing_is_the_layout(bits):
         octet, t, h = 2 * m + r, g // 2, g % 2
         g, m, r = channel // 16, channel % 16 // 2, channel % 2
         value = (tile, channels // 16, 8, m, octet, g, t, h, r)
-        for pack, (tile, rows, octets, m, octet, g, t, h, r) in ((pack_keys, key), (pack_values, value)):
+        for pack, (tile, rows, octets, m, octet, g, t, h, r) in (
+            (pack_keys, key),
+            (pack_values, value),
+        ):
             word, plane = divmod(octet, planes)
             word += m * (octets // planes)
             address = tile * rows * octets // planes * 32
@@ -100,7 +108,9 @@ def test_rounding_error_is_half_a_step(bits):
     slack = scale.float() / 2 + x.abs().amax(-1, keepdim=True) * 2**-10
     assert ((back - x).abs() <= slack).all()
     assert not ((back + scale.float() - x).abs() <= slack).all()
-    assert torch.equal(quantize(torch.full((1, 4), 3.0), bits, -1)[2], torch.full((1, 1), 3.0).half())
+    assert torch.equal(
+        quantize(torch.full((1, 4), 3.0), bits, -1)[2], torch.full((1, 1), 3.0).half()
+    )
 
 
 def test_bad_formats_are_refused():

@@ -32,7 +32,8 @@ def test_every_format(precision, key_group):
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "q_len"), [(8, 2, 1), (2, 2, 4), (4, 1, 1), (4, 1, 4), (6, 1, 3), (4, 2, 8)]
+    ("heads", "kv_heads", "q_len"),
+    [(8, 2, 1), (2, 2, 4), (4, 1, 1), (4, 1, 4), (6, 1, 3), (4, 2, 8)],
 )
 def test_heads_and_verified_tokens(heads, kv_heads, q_len):
     """GQA, MHA and MQA, one to several column chunks, across the line at 400 = 2 * 128 + 144."""
@@ -71,11 +72,28 @@ def test_a_wrong_constant_is_caught(monkeypatch, name):
         check(fmt, heads=2, kv_heads=1, steps=STEPS)
 
 
-def test_chunks_fill_the_machine_and_stay_short():
+def test_a_chunk_fills_whole_waves_and_stays_short():
     resident = 132 * 12
-    for tiles in (1, 2, 30, 128, 512, 2048):
+    for tiles in (2, 30, 128, 510, 2046):
         for rows in (8, 32, 64, 256, 1024):
-            chunk = kv_ops.choose_chunk(tiles, rows, resident)
-            assert 1 <= chunk <= 32
-            splits = -(-tiles // chunk)
-            assert chunk == 32 or rows * splits <= max(resident, rows)
+            chunk = kv_ops.choose_chunk(tiles, rows, resident, 1, 2)
+            assert 1 <= chunk <= kv_ops.MAX_CHUNK and chunk % 2 == 0
+            programs = rows * (-(-tiles // chunk) + 1)
+            assert programs >= min(resident, rows * tiles // 2) / 2 or chunk == 2
+
+
+def test_measured_launches_are_used_near_their_shape(monkeypatch):
+    entry = {"bits": 4, "columns": 8, "rows": 64, "blocks": 255}
+    launch = {"chunk": 28, "ring_parts": 1, "tiles": 2, "stages": 2}
+    monkeypatch.setattr(kv_ops, "tuning_table", lambda: ({**entry, **launch},))
+    assert kv_ops.tuned_launch(4, 8, 64, 250) == kv_ops.Launch(**launch)
+    assert kv_ops.tuned_launch(4, 8, 64, 100) is None
+    assert kv_ops.tuned_launch(2, 8, 64, 255) is None
+
+
+def test_shipped_launches_are_complete():
+    for entry in kv_ops.tuning_table():
+        plan = kv_ops.tuned_launch(*(entry[k] for k in ("bits", "columns", "rows", "blocks")))
+        assert plan is not None
+        assert plan.chunk % plan.tiles == 0
+        assert plan.ring_parts in (1, 5)

@@ -13,7 +13,9 @@ from llmpq.kv_format import packed_blocks, packed_end
 from llmpq.precision import KVPrecision
 
 pytestmark = pytest.mark.cpu
-TOLERANCE = 1e-5  # fp32 arithmetic on the same codes; a wrong line or token moves the output by > 1e-3
+TOLERANCE = (
+    1e-5  # fp32 arithmetic on the same codes; a wrong line or token moves the output by > 1e-3
+)
 MAX_LEN = 600
 
 
@@ -152,7 +154,9 @@ STEP = st.tuples(st.integers(0, 2), st.integers(1, 8), st.integers(0, 8))
 
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(
-    lengths=st.lists(st.sampled_from([0, 1, 120, 127, 128, 143, 144, 150, 271, 272]), min_size=3, max_size=3),
+    lengths=st.lists(
+        st.sampled_from([0, 1, 120, 127, 128, 143, 144, 150, 271, 272]), min_size=3, max_size=3
+    ),
     steps=st.lists(STEP, min_size=1, max_size=12),
     fmt=st.sampled_from(formats()),
 )

@@ -1,0 +1,117 @@
+"""Scales, queries and probabilities as a tensor core's registers want them, inside a Triton kernel.
+
+Everything here is a reshape of what each of a warp's 32 threads holds already (kv_formats.py): the
+compiler turns it into no instruction at all, except `movmatrix` for the probabilities.
+
+R: columns of a product, 8n + g.  D: head_dim.  KW: consecutive columns of the left operand that a
+thread holds.  Axes n m r g t s half h c: see kv_formats.py; c: 8 channels of a thread's D/4.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from llmpq.kernels.kv_unpack import TWO_24
+
+MOVMATRIX = tl.constexpr("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;")
+
+
+@triton.jit
+def lane_vector(ptr, D: tl.constexpr):
+    """Load D halves by channel; [D/32, 32 threads, 8]: thread 4g+t has channels t*D/4 + 8c + j.
+
+    One compact load: a load of each thread's own copy costs twice the L2 traffic (ncu, H200).
+    """
+    x = tl.permute(tl.reshape(tl.load(ptr + tl.arange(0, D)), (4, D // 32, 8)), (1, 0, 2))
+    x = tl.broadcast_to(tl.expand_dims(x, 1), (D // 32, 8, 4, 8))
+    return tl.reshape(x, (D // 32, 32, 8))
+
+
+@triton.jit
+def token_vector(ptr):
+    """Load a tile's 64 per-token halves: [32 threads, 8], thread 4g+t gets those of row g."""
+    x = tl.reshape(tl.load(ptr + tl.arange(0, 64)), (8, 1, 8))
+    return tl.reshape(tl.broadcast_to(x, (8, 4, 8)), (32, 8))
+
+
+@triton.jit
+def over_scores(x, R: tl.constexpr):
+    """[32, 8] per token -> [64, R] beside the scores."""
+    x = tl.permute(tl.reshape(x, (8, 4, 4, 2)), (2, 3, 0, 1))  # g t m r -> m r g t
+    x = tl.expand_dims(tl.expand_dims(x, 3), 5)  # m r g 1 t 1
+    x = tl.broadcast_to(x, (4, 2, 8, R // 8, 4, 2))
+    return tl.reshape(x, (64, R))
+
+
+@triton.jit
+def right_operand(x, D: tl.constexpr, R: tl.constexpr, KW: tl.constexpr):
+    """[R/8, D/32, 32, 8] (columns' channels by thread) -> [D, R] right operand."""
+    x = tl.reshape(x, (R // 8, D // 32, 8, 4, 2, 2, 2))  # n c g t s half h
+    if KW == 4:
+        x = tl.permute(x, (1, 4, 3, 5, 6, 0, 2))
+    else:
+        x = tl.permute(x, (1, 4, 5, 3, 6, 0, 2))
+    return tl.reshape(x, (D, R))
+
+
+@triton.jit
+def zero_rows(z, D: tl.constexpr, KW: tl.constexpr):
+    """[D/32, 32, 8] zeros by thread -> [16, D] left operand, every row the same."""
+    x = tl.reshape(z, (D // 32, 8, 4, 2, 2, 2))  # c g t s half h
+    x = tl.permute(x, (1, 0, 3, 4, 2, 5))  # g c s half t h
+    x = tl.broadcast_to(tl.reshape(x, (1, 1, 8, D // 16, 2, 4, 2)), (1, 2, 8, D // 16, 2, 4, 2))
+    if KW == 4:
+        x = tl.permute(x, (0, 1, 2, 3, 5, 4, 6))
+    return tl.reshape(x, (16, D))
+
+
+@triton.jit
+def probability_operand(p, R: tl.constexpr, KW: tl.constexpr, EMULATE: tl.constexpr):
+    """fp16 [64, R] scores layout -> [64, R] right operand: 8x8 blocks transposed in registers."""
+    if EMULATE:
+        x = tl.reshape(p, (4, 2, 4, 2, R // 8, 8))  # m r t h n a
+        x = tl.permute(x, (0, 1, 4, 5, 2, 3))  # m r n a t h
+    else:
+        y = tl.inline_asm_elementwise(
+            MOVMATRIX, "=r,r", [p], dtype=tl.float16, is_pure=True, pack=2
+        )
+        x = tl.reshape(y, (4, 2, 8, R // 8, 4, 2))  # m r a n t h
+        x = tl.permute(x, (0, 1, 3, 2, 4, 5))  # m r n a t h
+    if KW == 4:
+        x = tl.permute(x, (0, 4, 1, 5, 2, 3))  # m t r h n a
+    else:
+        x = tl.permute(x, (0, 1, 4, 5, 2, 3))  # m r t h n a
+    return tl.reshape(x, (64, R))
+
+
+@triton.jit
+def words(ptr, V: tl.constexpr):
+    """Load V * 32 * 4 words as int16 halves [V*32, 8], 16 bytes a thread."""
+    halves = ptr.to(tl.pointer_type(tl.int16))
+    row = tl.arange(0, V * 32)[:, None]
+    return tl.load(halves + row * 8 + tl.arange(0, 8)[None, :])
+
+
+@triton.jit
+def fold_keys(
+    kp_at,
+    q_plain,
+    q_thread,
+    GAIN: tl.constexpr,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    KW: tl.constexpr,
+    KW0: tl.constexpr,
+):
+    """Queries times a group's key scales [D, R], and the group's zeros' scores [16, R] to start from."""
+    scale = lane_vector(kp_at, D)
+    zero = lane_vector(kp_at + D, D)
+    q_mat = right_operand(q_thread * scale[None, :, :, :], D, R, KW)
+    return q_mat, tl.dot(zero_rows(zero, D, KW0), q_plain) * (GAIN / TWO_24)
+
+
+@triton.jit
+def from_zero(init, R: tl.constexpr):
+    """[16, R] equal rows -> [64, R]."""
+    return tl.reshape(tl.broadcast_to(tl.reshape(init, (1, 16, R)), (4, 16, R)), (64, R))
