@@ -164,6 +164,27 @@ def test_searching_in_part_keeps_a_valid_bound(monkeypatch: pytest.MonkeyPatch) 
         assert part.value >= whole.value * (1 - 1e-7)
 
 
+def test_splitting_parts_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With no patience every part is split by the range of D and P; the optimum is the same."""
+    monkeypatch.setattr(exact_search, "PATIENCE", (0, 0, 0))
+    splits = 0
+    honest = exact_search.Search._split
+
+    def counted(self: exact_search.Search, part: exact_search.Part) -> list[exact_search.Part]:
+        nonlocal splits
+        splits += 1
+        return honest(self, part)
+
+    monkeypatch.setattr(exact_search.Search, "_split", counted)
+    for seed in range(40):
+        p = _problem(seed, **TINY)
+        best, _ = brute_force(p)
+        found = _exact(p)
+        got = math.inf if found is None else found.value
+        assert got == pytest.approx(best, rel=1e-8), f"seed {seed}"
+    assert splits > 20
+
+
 def test_no_time_still_gives_a_plan_and_its_bound() -> None:
     p = _problem(8, layers=(8, 8), kinds=(2, 2), devices=(2, 2))
     hurried, whole = solve_exact(p, time_limit_s=0.0), solve_exact(p)

@@ -21,9 +21,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
 from llmpq.planner.exact.columns import Columns
-from llmpq.planner.exact.form import Form
+from llmpq.planner.exact.form import EVERYWHERE, Box, Form
 from llmpq.planner.exact.relaxation import Prices
 from llmpq.planner.problem import Floats, Problem
 
@@ -115,6 +116,7 @@ class Completion:
     prices: Prices
     columns: Columns
     space: Space
+    box: Box = EVERYWHERE
 
     @cached_property
     def weights(self) -> tuple[Floats, Floats]:
@@ -124,15 +126,15 @@ class Completion:
 
     @cached_property
     def base(self) -> list[list[Floats]]:
-        """[C][m] -> [K] priced time of each count vector."""
+        """[C][m] -> [K] priced time of each count vector, infinite beyond the box."""
+        classes = range(len(self.p.classes))
+        return [[self._priced(c, k) for k in self.columns.counts] for c in classes]
+
+    def _priced(self, c: int, counts: NDArray[np.int64]) -> Floats:
         x, (wp, wd) = self.form.numbers, self.weights
-        return [
-            [
-                k @ (wp[c] * x.prefill_s[0, c] + wd[c] * x.decode_s[0, c])
-                for k in self.columns.counts
-            ]
-            for c in range(len(self.p.classes))
-        ]
+        tp, td = counts @ x.prefill_s[0, c], counts @ x.decode_s[0, c]
+        inside = (tp <= self.box.p_high) & (td <= self.box.d_high)
+        return np.where(inside, wp[c] * tp + wd[c] * td, np.inf)
 
     @cached_property
     def ends(self) -> Floats:
@@ -196,10 +198,25 @@ class Completion:
     @cached_property
     def remaining(self) -> tuple[Floats, Floats]:
         """[S] weights of P and D that the unused devices have not priced."""
+        prefill, decode = self._unpriced
+        return np.clip(prefill, 0.0, None), np.clip(decode, 0.0, None)
+
+    @cached_property
+    def overpriced(self) -> Floats:
+        """[S] what prices beyond the weights cost at most, at the box's upper bounds; <= 0."""
+        prefill, decode = self._unpriced
+        total = np.zeros(len(prefill))
+        for weight, high in ((prefill, self.box.p_high), (decode, self.box.d_high)):
+            over = np.clip(weight, None, 0.0)
+            total += over * high if np.isfinite(high) else 0.0
+        return total
+
+    @cached_property
+    def _unpriced(self) -> tuple[Floats, Floats]:
         unused = self.space.unused
         prefill = self.form.a - unused @ self.prices.prefill
         decode = self.form.d_weight(self.prices.kappa) - unused @ self.prices.decode
-        return np.clip(prefill, 0.0, None), np.clip(decode, 0.0, None)
+        return prefill, decode
 
     @cached_property
     def value(self) -> float:
@@ -210,7 +227,9 @@ class Completion:
             after = space.after[0, c]
             if after >= 0:
                 best = min(best, float((self.stage[c, 0] + self.finish[after, c]).min()))
-        return best
+        rest_p, rest_d = self.remaining
+        floor = rest_p[0] * self.box.p_low + rest_d[0] * self.box.d_low
+        return best + float(floor + self.overpriced[0])
 
     def greedy(self) -> list[tuple[int, int, int]]:
         """Return (class, start, end) of the stages of a plan that attains `value`."""

@@ -10,6 +10,7 @@ bound of F, and F is the larger of those of kappa = 0 and kappa = 1.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from llmpq.planner.problem import PairNumbers, Problem
@@ -42,6 +43,19 @@ class Form:
     def s_weight(self, kappa: float) -> float:
         """Coefficient of S in the linear bound of kappa."""
         return self.ws + (1 - kappa) * self.z
+
+
+@dataclass(frozen=True, kw_only=True)
+class Box:
+    """A range of P and D in seconds: what a part of the search may assume of the slowest stages."""
+
+    p_low: float = 0.0
+    p_high: float = math.inf
+    d_low: float = 0.0
+    d_high: float = math.inf
+
+
+EVERYWHERE = Box()
 
 
 def make_form(p: Problem, eta: int, xi: int) -> Form:

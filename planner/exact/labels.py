@@ -16,6 +16,7 @@ multiplier, time = F - theta omega, and a completion bound counts once it reache
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,6 +37,10 @@ class Limits:
 
     deadline: float
     max_labels: int = 3_000_000
+    max_work: float = math.inf
+    """Label-column pairs to look at."""
+    beam: int | None = None
+    """Keep only this many labels a cell: a quick good plan, no proof."""
 
 
 class GaveUp(Exception):
@@ -103,14 +108,15 @@ class LabelSearch:
         self.kept: list[Bucket] = []
         self.offsets: list[int] = [0]
         self.count = 0
+        self.work = 0
         self.best: tuple[float, int, np.ndarray] | None = None
 
     def run(self, below: float) -> Assignment | None:
         """Return the best plan with F < below, None if there is none."""
         self.below = below
         start = Bucket(
-            p=np.zeros(1),
-            d=np.zeros(1),
+            p=np.full(1, self.bounds[0].box.p_low),
+            d=np.full(1, self.bounds[0].box.d_low),
             s=np.zeros(1),
             cost=np.zeros(1),
             omega=np.zeros(1),
@@ -136,7 +142,11 @@ class LabelSearch:
     def _settle(self, bucket: Bucket, key: Key, a: int) -> Bucket:
         """Drop labels that the best plan found since has made useless, and dominated ones."""
         lower = self._bound(bucket, key[1], key[2], a)
-        bucket = bucket.pick(np.flatnonzero(lower < self.below))
+        live = np.flatnonzero(lower < self.below)
+        beam = self.limits.beam
+        if beam is not None and len(live) > beam:
+            live = live[np.argsort(lower[live], kind="stable")[:beam]]
+        bucket = bucket.pick(live)
         return bucket.pick(self._undominated(bucket))
 
     def _keep(self, bucket: Bucket) -> int:
@@ -155,11 +165,14 @@ class LabelSearch:
             rest_p, rest_d = bound.remaining
             extra = bound.form.s_weight(bound.prices.kappa) - self.form.ws
             value = b.cost + extra * b.s + rest_p[state] * b.p + rest_d[state] * b.d
-            np.maximum(lower, value + bound.finish[state, last, a], out=lower)
+            value += bound.finish[state, last, a] + bound.overpriced[state]
+            np.maximum(lower, value, out=lower)
         return lower
 
     def _expand_all(self, a: int, ready: dict[Key, tuple[Bucket, int]]) -> None:
         """Extend every label at a boundary by one stage of every class."""
+        if time.perf_counter() > self.limits.deadline:
+            raise GaveUp
         for c in range(len(self.p.classes)):
             reach = self._reach(a, c, ready)
             if reach is None:
@@ -184,6 +197,7 @@ class LabelSearch:
                 continue
             # P and D so far are priced by what is left after this stage.
             done = b.cost + extra * b.s + rest_p[state] * b.p + rest_d[state] * b.d
+            done = done + bound.overpriced[state]
             hop = float(bound.hops[last, c]) if last >= 0 else 0.0
             # Below may be infinite, and so is the way on from a boundary that cannot be finished.
             onward = bound.finish[after, c]
@@ -242,6 +256,9 @@ class LabelSearch:
         hop_p = float(x.hop_prefill_s[last, c]) if last >= 0 else 0.0
         hop_d = float(x.hop_decode_s[last, c]) if last >= 0 else 0.0
         in_sums = 1.0 if form.hops_in_sums else 0.0
+        self.work += len(bucket.p) * len(m) * len(self.bounds)
+        if self.work > self.limits.max_work:
+            raise GaveUp
         chunk = max(1, 400_000 // len(m))
         for low in range(0, len(bucket.p), chunk):
             rows = slice(low, low + chunk)
@@ -255,7 +272,7 @@ class LabelSearch:
                 rest_p, rest_d = bound.remaining
                 extra = form.s_weight(bound.prices.kappa) - form.ws
                 value = cost + extra * s + rest_p[after] * p + rest_d[after] * d
-                value += bound.finish[after, c, a + m][None, :]
+                value += bound.finish[after, c, a + m][None, :] + bound.overpriced[after]
                 np.maximum(lower, value, out=lower)
             label, which = np.nonzero(lower < self.below)
             if not len(label):

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llmpq.planner.exact.form import Form
+from llmpq.planner.exact.form import EVERYWHERE, Box, Form
 from llmpq.planner.problem import Floats, Problem
 
 
@@ -54,10 +54,10 @@ class ClassRelaxation:
         self.shape = (layers, classes, choices)
         self.counts = np.array([min(c.count, p.max_stages) for c in p.classes], dtype=float)
 
-    def solve(self, form: Form, kappa: float | None = None) -> Prices:
-        """Return the prices of a pair; value is infinite if no plan fits."""
+    def solve(self, form: Form, kappa: float | None = None, box: Box = EVERYWHERE) -> Prices:
+        """Return the prices of a pair within a box; value is infinite if no plan fits."""
         solver, kinds = self.solver, self.highspy.HighsModelStatus
-        solver.passModel(self._program(form, kappa))
+        solver.passModel(self._program(form, kappa, box))
         if self.basis is not None:
             solver.setBasis(self.basis)
         solver.run()
@@ -79,11 +79,11 @@ class ClassRelaxation:
         return Prices(
             value=solver.getInfo().objective_function_value,
             kappa=kappa,
-            prefill=_scaled(prefill, self.counts, form.a),
-            decode=_scaled(decode, self.counts, form.d_weight(kappa)),
+            prefill=_scaled(prefill, self.counts, form.a, box.p_high),
+            decode=_scaled(decode, self.counts, form.d_weight(kappa), box.d_high),
         )
 
-    def _program(self, form: Form, kappa: float | None) -> object:
+    def _program(self, form: Form, kappa: float | None, box: Box) -> object:
         """Columns: y[l,c,b], e[c], h[c], P, D, z. Rows: layers, memory, prefill, decode, period."""
         x, p = form.numbers, self.p
         layers, classes, choices = self.shape
@@ -102,8 +102,9 @@ class ClassRelaxation:
         lp = self.highspy.HighsLp()
         lp.num_col_, lp.num_row_ = width, len(start) - 1
         lp.col_cost_ = cost
-        lp.col_lower_ = np.zeros(width)
-        lp.col_upper_ = np.full(width, np.inf)
+        low, high = np.zeros(width), np.full(width, np.inf)
+        low[-3:-1], high[-3:-1] = (box.p_low, box.d_low), (box.p_high, box.d_high)
+        lp.col_lower_, lp.col_upper_ = low, high
         lp.row_lower_, lp.row_upper_ = lower, upper
         lp.a_matrix_.format_ = self.highspy.MatrixFormat.kRowwise
         lp.a_matrix_.start_, lp.a_matrix_.index_, lp.a_matrix_.value_ = start, index, value
@@ -159,7 +160,12 @@ class ClassRelaxation:
         )
 
 
-def _scaled(prices: Floats, counts: Floats, most: float) -> Floats:
-    """Scale so that sum count * price <= most, which makes any prices valid."""
+def _scaled(prices: Floats, counts: Floats, most: float, high: float) -> Floats:
+    """Scale so that sum count * price <= most, which makes any prices valid.
+
+    Not needed where the slowest stage has an upper bound: what is over is paid at that bound.
+    """
+    if math.isfinite(high):
+        return prices
     total = float(prices @ counts)
     return prices * min(1.0, most / total) if total > 0 else prices

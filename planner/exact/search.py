@@ -13,15 +13,17 @@ relaxation's, which holds for every plan.
 
 from __future__ import annotations
 
+import contextlib
 import heapq
+import itertools
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from llmpq.planner.exact.columns import Columns, TooManyColumns, make_columns
 from llmpq.planner.exact.completion import MAX_STATES, ChainSpace, Completion, Space, num_states
-from llmpq.planner.exact.form import Form, make_form
+from llmpq.planner.exact.form import EVERYWHERE, Box, Form, make_form
 from llmpq.planner.exact.labels import GaveUp, LabelSearch, Limits
 from llmpq.planner.exact.relaxation import ClassRelaxation, Prices
 from llmpq.planner.fits import fits
@@ -34,13 +36,29 @@ WINDOWS = (0.002, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, math.inf)
 """Widths of the label windows above a pair's bound, relative."""
 
 
+PATIENCE = (25_000, 15_000, 40_000, 150_000)
+"""Labels a part may take, by how often it was split, before it is split again."""
+WORK = 1500
+"""Label-column pairs a label may take on average, before a part is split."""
+QUICK_WINDOWS = (0.005, 0.02, 0.08, 0.3)
+QUICK_WORK = 4e6
+BEAM = 24
+"""Labels a cell keeps in the quick search for a plan."""
+PIECES = 6
+"""Parts a range of D (or P) is split into."""
+RANGE_STEPS = 9
+"""Bisections to shrink a range before it is split."""
+
+
 @dataclass(kw_only=True)
-class Pair:
-    """A pair of micro-batch sizes and what is known of it."""
+class Part:
+    """A pair of micro-batch sizes, all of it or a box of P and D, and what is known of it."""
 
     form: Form
     bound: float
     prices: Prices
+    box: Box = EVERYWHERE
+    depth: int = 0
     completions: list[Completion] = field(default_factory=list)
     window: int = 0
 
@@ -100,66 +118,147 @@ class Search:
 
     def run(self) -> float:
         """Search; return the proven lower bound over the space."""
-        heap: list[tuple[float, int, Pair]] = []
-        for number, (eta, xi) in enumerate(self.p.pairs):
-            form = make_form(self.p, eta, xi)
-            prices = self.relaxation.solve(form)
-            if prices.value < math.inf:
-                # The solver's own tolerance is 1e-7; bounds that decide are recomputed later.
-                pair = Pair(form=form, bound=prices.value * (1 - 1e-7), prices=prices)
-                heapq.heappush(heap, (pair.bound, number, pair))
-                self.relaxed = min(self.relaxed, pair.bound)
+        heap: list[tuple[float, int, Part]] = []
+        numbers = itertools.count()
+        for eta, xi in self.p.pairs:
+            part = self._part(make_form(self.p, eta, xi), EVERYWHERE, 0)
+            self.relaxed = min(self.relaxed, part.bound)
+            heapq.heappush(heap, (part.bound, next(numbers), part))
         while heap and heap[0][0] < self.target:
-            bound, number, pair = heapq.heappop(heap)
+            bound, _, part = heapq.heappop(heap)
             if time.perf_counter() > self.deadline and self.best is not None:
                 self.stuck.append(bound)
                 break
-            if not pair.completions:
-                self._tighten(pair)
-            else:
-                self._close(pair)
-            if pair.bound < math.inf:
-                heapq.heappush(heap, (pair.bound, number, pair))
+            parts = self._close(part) if part.completions else self._tighten(part)
+            for open_part in parts:
+                heapq.heappush(heap, (open_part.bound, next(numbers), open_part))
         return min([self.target, *self.stuck, *(bound for bound, _, _ in heap)])
 
-    def _tighten(self, pair: Pair) -> None:
-        """Replace the relaxation's bound by the completion program's; take its plan."""
-        bound = self._completion(pair.form, pair.prices)
-        pair.completions.append(bound)
-        pair.bound = max(pair.bound, bound.value)
-        if math.isfinite(bound.value):
-            self.offer(_greedy_plan(bound))
+    def _part(self, form: Form, box: Box, depth: int, at_least: float = -math.inf) -> Part:
+        prices = self.relaxation.solve(form, box=box)
+        # The solver's own tolerance is 1e-7; bounds that decide are recomputed later.
+        relaxed = prices.value - 1e-7 * abs(prices.value) if prices.value < math.inf else math.inf
+        return Part(form=form, bound=max(relaxed, at_least), prices=prices, box=box, depth=depth)
 
-    def _completion(self, form: Form, prices: Prices) -> Completion:
+    def _tighten(self, part: Part) -> list[Part]:
+        """Replace the relaxation's bound by the completion program's; take its plan."""
+        bound = self._completion(part, part.prices)
+        part.completions.append(bound)
+        part.bound = max(part.bound, bound.value)
+        if math.isinf(bound.value):
+            return []
+        self.offer(_greedy_plan(bound))
+        return [part]
+
+    def _completion(self, part: Part, prices: Prices) -> Completion:
         return Completion(
-            p=self.p, form=form, prices=prices, columns=self.columns, space=self.space
+            p=self.p,
+            form=part.form,
+            prices=prices,
+            columns=self.columns,
+            space=self.space,
+            box=part.box,
         )
 
-    def _close(self, pair: Pair) -> None:
-        """Widen the window until a plan is found in it or the pair is proven useless."""
-        if len(pair.completions) == 1 and pair.form.z:
-            middle = pair.prices.kappa
+    def _close(self, part: Part) -> list[Part]:
+        """Widen the window until a plan is found in it or the part is proven useless.
+
+        A part that takes too many labels is split by the range of D or P: within a small range the
+        slowest stage is nearly known, so bounds are tight and labels few.
+        """
+        if len(part.completions) == 1 and part.form.z:
+            middle = part.prices.kappa
             for kappa in sorted({0.0, middle / 2, (1 + middle) / 2, 1.0} - {middle}):
-                prices = self.relaxation.solve(pair.form, kappa)
-                pair.completions.append(self._completion(pair.form, prices))
-            pair.bound = max(pair.bound, *(c.value for c in pair.completions))
-            if pair.bound >= self.target:
-                return
-        below = min(self.target, pair.bound + abs(pair.bound) * WINDOWS[pair.window])
-        pair.window += 1
-        limits = Limits(deadline=self.deadline)
-        search = LabelSearch(self.p, pair.completions, limits, self.budget)
+                prices = self.relaxation.solve(part.form, kappa, part.box)
+                part.completions.append(self._completion(part, prices))
+            part.bound = max(part.bound, *(c.value for c in part.completions))
+            if part.bound >= self.target:
+                return []
+        if part.window == 0 and part.depth <= 1:
+            self._quick_plan(part)
+        if part.bound >= self.target:
+            return []
+        below = min(self.target, part.bound + abs(part.bound) * WINDOWS[part.window])
+        part.window += 1
+        last = part.depth >= len(PATIENCE)
+        patience = 3_000_000 if last else PATIENCE[part.depth]
+        work = math.inf if last else WORK * patience
+        limits = Limits(deadline=self.deadline, max_labels=patience, max_work=work)
+        search = LabelSearch(self.p, part.completions, limits, self.budget)
         try:
             found = search.run(below)
         except GaveUp:
-            self.stuck.append(pair.bound)
-            pair.bound = math.inf
-            found = search.found()
+            gave_up, found = True, search.found()
         else:
-            pair.bound = below if found is None and below < self.target else math.inf
+            gave_up = False
         self.labels += search.count
         if found is not None:
             self.offer(found)
+        if gave_up:
+            if last or time.perf_counter() > self.deadline:
+                self.stuck.append(part.bound)
+                return []
+            return self._split(part)
+        if found is not None or below >= self.target:
+            return []
+        part.bound = below
+        return [part]
+
+    def _quick_plan(self, part: Part) -> None:
+        """Look for a good plan with few labels: the better it is, the fewer labels later."""
+        limits = Limits(deadline=self.deadline, beam=BEAM, max_work=QUICK_WORK)
+        for width in QUICK_WINDOWS:
+            below = min(self.target, part.bound + abs(part.bound) * width)
+            search = LabelSearch(self.p, part.completions, limits, self.budget)
+            with contextlib.suppress(GaveUp):
+                search.run(below)
+            self.labels += search.count
+            found = search.found()
+            if found is not None:
+                self.offer(found)
+            if found is not None or below >= self.target or search.work > QUICK_WORK:
+                return
+
+    def _split(self, part: Part) -> list[Part]:
+        """Cut the range of D, then P, then D again, that can still hold a better plan."""
+        names = ("d_low", "d_high") if part.depth % 2 == 0 else ("p_low", "p_high")
+        low, high = self._range(part, *names)
+        cuts = [low + (high - low) * k / PIECES for k in range(PIECES + 1)]
+        parts = []
+        for start, end in zip(cuts, cuts[1:], strict=False):
+            box = replace(part.box, **{names[0]: start, names[1]: end})
+            made = self._part(part.form, box, part.depth + 1, part.bound)
+            if made.bound < self.target:
+                parts.append(made)
+        return parts
+
+    def _range(self, part: Part, low_name: str, high_name: str) -> tuple[float, float]:
+        """Shrink a range by the relaxation: outside it no plan is better than the best."""
+        box = part.box
+        low, high = getattr(box, low_name), getattr(box, high_name)
+        if math.isinf(high):
+            weight = part.form.d_weight(1.0) if low_name == "d_low" else part.form.a
+            high = self.target / weight if weight > 0 and math.isfinite(self.target) else 1e6
+        inside, outside = high, low  # smallest upper bound with room for a better plan
+        for _ in range(RANGE_STEPS):
+            middle = (inside + outside) / 2
+            if self._relaxed_within(part, **{high_name: middle}) < self.target:
+                inside = middle
+            else:
+                outside = middle
+        least = outside
+        inside, outside = least, high  # largest lower bound with room for a better plan
+        for _ in range(RANGE_STEPS):
+            middle = (inside + outside) / 2
+            if self._relaxed_within(part, **{low_name: middle}) < self.target:
+                inside = middle
+            else:
+                outside = middle
+        return least, outside
+
+    def _relaxed_within(self, part: Part, **limits: float) -> float:
+        bound = self.relaxation.solve(part.form, box=replace(part.box, **limits)).value
+        return bound - 1e-7 * abs(bound) if math.isfinite(bound) else bound
 
 
 def solve_exact(p: Problem, *, time_limit_s: float = 60.0, gap: float = 1e-6) -> Outcome:
