@@ -107,6 +107,27 @@ TABLES: dict[str, Pivot] = {
         value_title="tokens/s (ratio to Hugging Face generate)",
         show=ratio_to_baseline("hf"),
     ),
+    "continuous_batching": Pivot(
+        file="engine.jsonl",
+        bench="continuous_batching",
+        index=("model", "requests", "slots", "stages", "measure"),
+        value_title="continuous (ratio to static)",
+        show=ratio_to_baseline("static"),
+    ),
+    "acceptance": Pivot(
+        file="speculation.jsonl",
+        bench="acceptance",
+        index=("model", "mode"),
+        column="gamma",
+        show=lambda row: f"{row['value']:.3f}",
+    ),
+    "speculation": Pivot(
+        file="speculation.jsonl",
+        bench="speculation",
+        index=("model", "mode", "gamma", "batch", "dtype"),
+        value_title="tokens/s (ratio to plain decoding)",
+        show=ratio_to_baseline("plain"),
+    ),
 }
 
 

@@ -21,8 +21,8 @@ from llmpq.device_spec import canonical_kind
 from llmpq.errors import PlanMismatchError
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan, StagePlan
-from llmpq.runtime.loader import CheckpointSource
 from llmpq.runtime.placement import is_cpu, listening_socket, loopback_interface
+from llmpq.runtime.quantized_checkpoint import open_checkpoint
 from llmpq.runtime.request import Request
 from llmpq.runtime.sampling_params import SamplingParams
 from llmpq.runtime.scheduler import Limits, Scheduler, max_in_flight
@@ -105,7 +105,7 @@ class StageActor:
         device = self._device()
         spec = ModelSpec.from_directory(self._settings.model_dir)
         self._plan.require_model(spec)
-        source = CheckpointSource(self._settings.model_dir, spec)
+        source = open_checkpoint(self._settings.model_dir, spec)
         self._compute, report = build_stage(self._plan, self._index, spec, source, device)
         if self._settings.speculate is not None:
             extra = self._compute.enable_speculation(self._settings.speculate)
