@@ -59,6 +59,12 @@ class Config:
     scale_w: bool = False
     """tile: scale the operand instead of the accumulator."""
 
+    def __post_init__(self) -> None:
+        # Triton 3.6 overlaps the next step's operand with wgmma still reading the last one's
+        # registers when a pipelined loop feeds it from arithmetic: wrong sums (H200).
+        if self.scale_w and self.stages > 1:
+            raise ValueError("scale_w needs stages = 1: pipelined loops of it compute wrong sums")
+
 
 DENSE = Config(kernel="dense")
 
@@ -90,7 +96,7 @@ def default_config(bits: int, n: int, k: int, rows: int, *, multiprocessors: int
     tiles = -(-n // 128) * -(-rows // bm)
     split = max(1, min(groups // 2, 2 * multiprocessors // tiles)) if rows <= bm else 1
     if rows > 32:
-        return Config(kernel="tile", warps=8, bm=bm, depth=1, stages=3, split=split, scale_w=bm > 64)
+        return Config(kernel="tile", warps=8, bm=bm, stages=3, split=split)
     return Config(kernel="tile", warps=8, bm=bm, depth=2 if groups % 2 == 0 else 1, split=split)
 
 
@@ -106,6 +112,11 @@ def _tuned() -> dict[tuple[str, int, int, int, int], Config]:
     return found
 
 
+def tuned_shapes() -> list[tuple[int, int]]:
+    """Return every tuned (N, K)."""
+    return sorted({(n, k) for _, _, n, k, _ in _tuned()})
+
+
 @functools.cache
 def plan(bits: int, n: int, k: int, rows: int, device: torch.device) -> Plan:
     """Decide how to multiply `rows` rows of x by a weight [n, k] on `device`."""
@@ -115,7 +126,17 @@ def plan(bits: int, n: int, k: int, rows: int, device: torch.device) -> Plan:
     capability = (properties.major, properties.minor)
     if capability < TENSOR_CORE_CAPABILITY or n < BLOCK_ROWS:
         return make_plan(DENSE, capability)
-    config = _tuned().get((properties.name, bits, n, k, bucket(rows) or 0))
+    config = next(
+        # Bits without their own measurement use the 4-bit one: the layouts differ little.
+        (
+            c
+            for b in (bits, 4)
+            if (c := _tuned().get((properties.name, b, n, k, bucket(rows) or 0)))
+        ),
+        None,
+    )
+    if config is None and bucket(rows) is None:
+        config = DENSE
     if config is None:
         count = properties.multi_processor_count
         config = default_config(bits, n, k, rows, multiprocessors=count)

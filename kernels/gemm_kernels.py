@@ -35,7 +35,21 @@ from llmpq.kernels.gemm_tiles import (
 
 
 @triton.jit
-def _load_tile(P0, P1, S, Z, blocks, groups, group, BITS: tl.constexpr, GROUPED: tl.constexpr, SYMMETRIC: tl.constexpr, BH: tl.constexpr, WM: tl.constexpr, BATCH: tl.constexpr):
+def _load_tile(
+    P0,
+    P1,
+    S,
+    Z,
+    blocks,
+    groups,
+    group,
+    BITS: tl.constexpr,
+    GROUPED: tl.constexpr,
+    SYMMETRIC: tl.constexpr,
+    BH: tl.constexpr,
+    WM: tl.constexpr,
+    BATCH: tl.constexpr,
+):
     """Everything a tile needs from memory: (words, scale pairs, zero pairs)."""
     if BITS == 3:
         words = (
@@ -60,7 +74,21 @@ def _load_tile(P0, P1, S, Z, blocks, groups, group, BITS: tl.constexpr, GROUPED:
 
 
 @triton.jit
-def _finish(acc, Y, BIAS, RESIDUAL, n0, m0, M, N, last, BN: tl.constexpr, BM: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr):
+def _finish(
+    acc,
+    Y,
+    BIAS,
+    RESIDUAL,
+    n0,
+    m0,
+    M,
+    N,
+    last,
+    BN: tl.constexpr,
+    BM: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+):
     """Add bias and residual to acc [BN, BM] and store it, transposed, into y [M, N]."""
     n = n0 + tl.arange(0, BN)
     m = m0 + tl.arange(0, BM)
@@ -114,7 +142,23 @@ def rows_kernel(
     # the last WM groups' start; x is zero there.
     tiles = ()
     for i in tl.static_range(min(D, STEPS)):
-        tiles += (_load_tile(P0, P1, S, Z, left, groups, _first(i * WM, groups, WM, EVEN_G), BITS, GROUPED, SYMMETRIC, BH, WM, True),)
+        tiles += (
+            _load_tile(
+                P0,
+                P1,
+                S,
+                Z,
+                left,
+                groups,
+                _first(i * WM, groups, WM, EVEN_G),
+                BITS,
+                GROUPED,
+                SYMMETRIC,
+                BH,
+                WM,
+                True,
+            ),
+        )
     if not GROUPED:
         channel_scale = load_pairs(S, left, 1, 0, BH, 1, True)
         if not SYMMETRIC:
@@ -129,7 +173,23 @@ def rows_kernel(
     acc = tl.zeros([WM, BH * 16, 8], tl.float32)
     for i in tl.static_range(STEPS):
         if i + D < STEPS:
-            tiles += (_load_tile(P0, P1, S, Z, left, groups, _first((i + D) * WM, groups, WM, EVEN_G), BITS, GROUPED, SYMMETRIC, BH, WM, True),)
+            tiles += (
+                _load_tile(
+                    P0,
+                    P1,
+                    S,
+                    Z,
+                    left,
+                    groups,
+                    _first((i + D) * WM, groups, WM, EVEN_G),
+                    BITS,
+                    GROUPED,
+                    SYMMETRIC,
+                    BH,
+                    WM,
+                    True,
+                ),
+            )
         if i + XD < STEPS:
             xs += (_x_step(X, i + XD, M, K, groups, WM, EVEN_K, EVEN_G),)
         words, scale, zero = tiles[i]
@@ -151,11 +211,34 @@ def rows_kernel(
     if not GROUPED:
         s = tl.reshape(accumulator_scale(channel_scale, DT, BH, 1, True), (BH * 16, 1, 4, 1))
         total = tl.reshape(tl.reshape(total, (BH * 16, 1, 4, 2)) * s, (BH * 16, 8))
-    _finish(total, Y, BIAS, RESIDUAL, block * 16, 0, M, N, blocks * 16, BH * 16, 8, HAS_BIAS, HAS_RESIDUAL)
+    _finish(
+        total,
+        Y,
+        BIAS,
+        RESIDUAL,
+        block * 16,
+        0,
+        M,
+        N,
+        blocks * 16,
+        BH * 16,
+        8,
+        HAS_BIAS,
+        HAS_RESIDUAL,
+    )
 
 
 @triton.jit
-def _x_step(X, step: tl.constexpr, M, K, groups, WM: tl.constexpr, EVEN_K: tl.constexpr, EVEN_G: tl.constexpr):
+def _x_step(
+    X,
+    step: tl.constexpr,
+    M,
+    K,
+    groups,
+    WM: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    EVEN_G: tl.constexpr,
+):
     """x of step `step`: the groups that `_load_tile` reads, those already done masked to zero."""
     first = _first(step * WM, groups, WM, EVEN_G)
     f = tl.arange(0, WM * 1024)
@@ -173,7 +256,9 @@ def _x_step(X, step: tl.constexpr, M, K, groups, WM: tl.constexpr, EVEN_K: tl.co
 
 
 @triton.jit
-def _scaled(w, pairs, DT: tl.constexpr, BH: tl.constexpr, WM: tl.constexpr, INTERPRET: tl.constexpr):
+def _scaled(
+    w, pairs, DT: tl.constexpr, BH: tl.constexpr, WM: tl.constexpr, INTERPRET: tl.constexpr
+):
     """w * scale in DT: for tiles so wide that scaling the accumulator would need a second one."""
     low, high = pair_floats(pairs, DT)
     s = tl.reshape(tl.join(low.to(DT), high.to(DT)), (BH, WM, 8, 4, 2))
@@ -183,14 +268,38 @@ def _scaled(w, pairs, DT: tl.constexpr, BH: tl.constexpr, WM: tl.constexpr, INTE
     if INTERPRET:
         w = (w.to(tl.float32) * s.to(tl.float32)).to(DT)
     elif DT == tl.float16:
-        w = tl.inline_asm_elementwise("mul.f16x2 $0, $1, $2;", "=r,r,r", [w, s], dtype=tl.float16, is_pure=True, pack=2)
+        w = tl.inline_asm_elementwise(
+            "mul.f16x2 $0, $1, $2;", "=r,r,r", [w, s], dtype=tl.float16, is_pure=True, pack=2
+        )
     else:
-        w = tl.inline_asm_elementwise("{.reg .b32 z; mov.b32 z, 0x80008000; fma.rn.bf16x2 $0, $1, $2, z;}", "=r,r,r", [w, s], dtype=tl.bfloat16, is_pure=True, pack=2)
+        w = tl.inline_asm_elementwise(
+            "{.reg .b32 z; mov.b32 z, 0x80008000; fma.rn.bf16x2 $0, $1, $2, z;}",
+            "=r,r,r",
+            [w, s],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=2,
+        )
     return tl.reshape(w, (BH * WM * 16, 128))
 
 
 @triton.jit
-def _accumulate(acc, tile, x, channel_zero, BITS: tl.constexpr, DT: tl.constexpr, GROUPED: tl.constexpr, SYMMETRIC: tl.constexpr, SCALE_W: tl.constexpr, BH: tl.constexpr, WM: tl.constexpr, BM: tl.constexpr, KWIDTH4: tl.constexpr, INTERPRET: tl.constexpr):
+def _accumulate(
+    acc,
+    tile,
+    x,
+    channel_zero,
+    BITS: tl.constexpr,
+    DT: tl.constexpr,
+    GROUPED: tl.constexpr,
+    SYMMETRIC: tl.constexpr,
+    SCALE_W: tl.constexpr,
+    BH: tl.constexpr,
+    WM: tl.constexpr,
+    BM: tl.constexpr,
+    KWIDTH4: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
     """acc += scale * (code - zero) x of one k-group (the scale of a channel is applied at the end)."""
     words, scale, zero = tile
     zeros = ()
@@ -266,11 +375,42 @@ def tile_kernel(
         for g in tl.range(first, last, num_stages=STAGES):
             now = _load_tile(P0, P1, S, Z, left, groups, g, BITS, GROUPED, SYMMETRIC, BH, WM, False)
             x = _load_x(at, g, row_ok, k[:, None], K, EVEN_K)
-            acc = _accumulate(acc, now, x, channel_zero, BITS, DT, GROUPED, SYMMETRIC, SCALE_W, BH, WM, BM, KWIDTH4, INTERPRET)
+            acc = _accumulate(
+                acc,
+                now,
+                x,
+                channel_zero,
+                BITS,
+                DT,
+                GROUPED,
+                SYMMETRIC,
+                SCALE_W,
+                BH,
+                WM,
+                BM,
+                KWIDTH4,
+                INTERPRET,
+            )
     else:
         ahead = ()
         for i in tl.static_range(D):
-            ahead += (_load_tile(P0, P1, S, Z, left, groups, first * D + i, BITS, GROUPED, SYMMETRIC, BH, WM, False),)
+            ahead += (
+                _load_tile(
+                    P0,
+                    P1,
+                    S,
+                    Z,
+                    left,
+                    groups,
+                    first * D + i,
+                    BITS,
+                    GROUPED,
+                    SYMMETRIC,
+                    BH,
+                    WM,
+                    False,
+                ),
+            )
         if PDL:
             gdc_launch_dependents()
             gdc_wait()
@@ -282,15 +422,60 @@ def tile_kernel(
             after = tl.minimum(step + 1, last - 1) * D
             ahead = ()
             for i in tl.static_range(D):
-                ahead += (_load_tile(P0, P1, S, Z, left, groups, after + i, BITS, GROUPED, SYMMETRIC, BH, WM, False),)
+                ahead += (
+                    _load_tile(
+                        P0,
+                        P1,
+                        S,
+                        Z,
+                        left,
+                        groups,
+                        after + i,
+                        BITS,
+                        GROUPED,
+                        SYMMETRIC,
+                        BH,
+                        WM,
+                        False,
+                    ),
+                )
             for i in tl.static_range(D):
-                acc = _accumulate(acc, now[i], xs[i], channel_zero, BITS, DT, GROUPED, SYMMETRIC, SCALE_W, BH, WM, BM, KWIDTH4, INTERPRET)
+                acc = _accumulate(
+                    acc,
+                    now[i],
+                    xs[i],
+                    channel_zero,
+                    BITS,
+                    DT,
+                    GROUPED,
+                    SYMMETRIC,
+                    SCALE_W,
+                    BH,
+                    WM,
+                    BM,
+                    KWIDTH4,
+                    INTERPRET,
+                )
 
     if not GROUPED:
         s = accumulator_scale(channel_scale, DT, BH, WM, False)
         acc = tl.reshape(tl.reshape(acc, (BN, BM // 8, 4, 2)) * s, (BN, BM))
     if not SPLIT:
-        _finish(acc, Y, BIAS, RESIDUAL, block * 16, m0, M, N, blocks * 16, BN, BM, HAS_BIAS, HAS_RESIDUAL)
+        _finish(
+            acc,
+            Y,
+            BIAS,
+            RESIDUAL,
+            block * 16,
+            m0,
+            M,
+            N,
+            blocks * 16,
+            BN,
+            BM,
+            HAS_BIAS,
+            HAS_RESIDUAL,
+        )
     else:
         slot = tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :]
         slab = PARTIAL + tile.to(tl.int64) * split * (BN * BM)
@@ -301,5 +486,19 @@ def tile_kernel(
             total = tl.zeros([BN, BM], tl.float32)
             for share in range(0, split):
                 total += tl.load(slab + share * (BN * BM) + slot, cache_modifier=".cg")
-            _finish(total, Y, BIAS, RESIDUAL, block * 16, m0, M, N, blocks * 16, BN, BM, HAS_BIAS, HAS_RESIDUAL)
+            _finish(
+                total,
+                Y,
+                BIAS,
+                RESIDUAL,
+                block * 16,
+                m0,
+                M,
+                N,
+                blocks * 16,
+                BN,
+                BM,
+                HAS_BIAS,
+                HAS_RESIDUAL,
+            )
             tl.store(ARRIVED + tile, 0)

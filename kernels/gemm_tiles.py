@@ -105,7 +105,9 @@ def _bfloat16_3(first: int | None) -> str:
 
 def _float16_8(first: int | None) -> str:
     body = _constants("z0 z1", first, [0x64806480] * 2)  # 1024 + 128
-    for i, (high, low) in enumerate((("shl {}, $8, 4", ""), ("", "4"), ("shr {}, $8, 4", "8"), ("shr {}, $8, 8", "12"))):
+    for i, (high, low) in enumerate(
+        (("shl {}, $8, 4", ""), ("", "4"), ("shr {}, $8, 4", "8"), ("shr {}, $8, 8", "12"))
+    ):
         if high:
             body += high.replace("shl ", "shl.b32 ").replace("shr ", "shr.b32 ").format("t") + ";"
         if low:
@@ -171,7 +173,17 @@ _BZ3 = tl.constexpr(
 
 
 @triton.jit
-def load_words(base, blocks, groups, group, WORDS: tl.constexpr, PART: tl.constexpr, BH: tl.constexpr, WM: tl.constexpr, BATCH: tl.constexpr):
+def load_words(
+    base,
+    blocks,
+    groups,
+    group,
+    WORDS: tl.constexpr,
+    PART: tl.constexpr,
+    BH: tl.constexpr,
+    WM: tl.constexpr,
+    BATCH: tl.constexpr,
+):
     """Words of a tile, flat. 4 bit (WORDS 256): (bh, jj/2, warp, lane, 4). 3 bit (WORDS 192), word
     PART of each triple: (bh, warp, lane, h). `blocks` left from `base` on; later ones are clamped."""
     if WORDS == 256:
@@ -191,7 +203,9 @@ def load_words(base, blocks, groups, group, WORDS: tl.constexpr, PART: tl.conste
 
 
 @triton.jit
-def load_pairs(base, blocks, groups, group, BH: tl.constexpr, WM: tl.constexpr, BATCH: tl.constexpr):
+def load_pairs(
+    base, blocks, groups, group, BH: tl.constexpr, WM: tl.constexpr, BATCH: tl.constexpr
+):
     """Scales (or zeros) of rows r and r + 8 as one 32-bit pair a lane: (bh, warp, r, c)."""
     f = tl.arange(0, BH * WM * 32)
     warp, bh = f // 32 % WM, f // (32 * WM)
@@ -215,7 +229,9 @@ def pair_floats(pairs, DT: tl.constexpr):
 
 
 @triton.jit
-def accumulator_scale(pairs, DT: tl.constexpr, BH: tl.constexpr, WM: tl.constexpr, BATCH: tl.constexpr):
+def accumulator_scale(
+    pairs, DT: tl.constexpr, BH: tl.constexpr, WM: tl.constexpr, BATCH: tl.constexpr
+):
     """Scale pairs as float32 [(warp,) rows, 1, 4, 1]: an accumulator's columns are (n/8, c, 2)."""
     low, high = pair_floats(pairs, DT)
     s = tl.reshape(tl.join(low, high), (BH, WM, 8, 4, 2))
@@ -243,15 +259,25 @@ def zero_constants(pairs, BITS: tl.constexpr, DT: tl.constexpr, INTERPRET: tl.co
         return pair_floats(pairs, DT)
     elif DT == tl.float16:
         if BITS == 4:
-            return tl.inline_asm_elementwise(_FZ4, "=r,=r,r", [pairs], dtype=(tl.int32,) * 2, is_pure=True, pack=1)
+            return tl.inline_asm_elementwise(
+                _FZ4, "=r,=r,r", [pairs], dtype=(tl.int32,) * 2, is_pure=True, pack=1
+            )
         elif BITS == 8:
-            return tl.inline_asm_elementwise(_FZ8, "=r,=r,r", [pairs], dtype=(tl.int32,) * 2, is_pure=True, pack=1)
+            return tl.inline_asm_elementwise(
+                _FZ8, "=r,=r,r", [pairs], dtype=(tl.int32,) * 2, is_pure=True, pack=1
+            )
         else:
-            return tl.inline_asm_elementwise(_FZ3, "=r,=r,=r,=r,=r,=r,r", [pairs], dtype=(tl.int32,) * 6, is_pure=True, pack=1)
+            return tl.inline_asm_elementwise(
+                _FZ3, "=r,=r,=r,=r,=r,=r,r", [pairs], dtype=(tl.int32,) * 6, is_pure=True, pack=1
+            )
     elif BITS == 3:
-        return tl.inline_asm_elementwise(_BZ3, "=r,=r,=r,=r,r", [pairs], dtype=(tl.int32,) * 4, is_pure=True, pack=1)
+        return tl.inline_asm_elementwise(
+            _BZ3, "=r,=r,=r,=r,r", [pairs], dtype=(tl.int32,) * 4, is_pure=True, pack=1
+        )
     else:
-        return tl.inline_asm_elementwise(_BZ4, "=r,=r,r", [pairs], dtype=(tl.int32,) * 2, is_pure=True, pack=1)
+        return tl.inline_asm_elementwise(
+            _BZ4, "=r,=r,r", [pairs], dtype=(tl.int32,) * 2, is_pure=True, pack=1
+        )
 
 
 @triton.jit
@@ -310,7 +336,18 @@ def _join32(o):
 
 
 @triton.jit
-def unpack(words, zeros, BITS: tl.constexpr, DT: tl.constexpr, SYMMETRIC: tl.constexpr, BH: tl.constexpr, WM: tl.constexpr, BATCH: tl.constexpr, KWIDTH4: tl.constexpr, INTERPRET: tl.constexpr):
+def unpack(
+    words,
+    zeros,
+    BITS: tl.constexpr,
+    DT: tl.constexpr,
+    SYMMETRIC: tl.constexpr,
+    BH: tl.constexpr,
+    WM: tl.constexpr,
+    BATCH: tl.constexpr,
+    KWIDTH4: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
     """Words (a tuple) and `zero_constants` to code - zero as an operand [(warp,) rows, 128 k].
 
     KWIDTH4 orders k inside 16 as (c, k3, k0): mma.sync operands that come from a join hold four
@@ -331,49 +368,115 @@ def unpack(words, zeros, BITS: tl.constexpr, DT: tl.constexpr, SYMMETRIC: tl.con
     elif BITS == 3:
         if SYMMETRIC:
             if DT == tl.float16:
-                o = tl.inline_asm_elementwise(_F3, _O32I3, [words[0], words[1], words[2]], dtype=(tl.float16,) * 32, is_pure=True, pack=1)
+                o = tl.inline_asm_elementwise(
+                    _F3,
+                    _O32I3,
+                    [words[0], words[1], words[2]],
+                    dtype=(tl.float16,) * 32,
+                    is_pure=True,
+                    pack=1,
+                )
             else:
-                o = tl.inline_asm_elementwise(_B3, _O32I3, [words[0], words[1], words[2]], dtype=(tl.bfloat16,) * 32, is_pure=True, pack=1)
+                o = tl.inline_asm_elementwise(
+                    _B3,
+                    _O32I3,
+                    [words[0], words[1], words[2]],
+                    dtype=(tl.bfloat16,) * 32,
+                    is_pure=True,
+                    pack=1,
+                )
         elif DT == tl.float16:
-            z0, z1, y0 = _spread(zeros[0], BITS, BH, WM), _spread(zeros[1], BITS, BH, WM), _spread(zeros[2], BITS, BH, WM)
-            y1, y2, z2 = _spread(zeros[3], BITS, BH, WM), _spread(zeros[4], BITS, BH, WM), _spread(zeros[5], BITS, BH, WM)
-            o = tl.inline_asm_elementwise(_F3Z, _O32I9, [words[0], words[1], words[2], z0, z1, y0, y1, y2, z2], dtype=(tl.float16,) * 32, is_pure=True, pack=1)
+            z0, z1, y0 = (
+                _spread(zeros[0], BITS, BH, WM),
+                _spread(zeros[1], BITS, BH, WM),
+                _spread(zeros[2], BITS, BH, WM),
+            )
+            y1, y2, z2 = (
+                _spread(zeros[3], BITS, BH, WM),
+                _spread(zeros[4], BITS, BH, WM),
+                _spread(zeros[5], BITS, BH, WM),
+            )
+            o = tl.inline_asm_elementwise(
+                _F3Z,
+                _O32I9,
+                [words[0], words[1], words[2], z0, z1, y0, y1, y2, z2],
+                dtype=(tl.float16,) * 32,
+                is_pure=True,
+                pack=1,
+            )
         else:
             z0, z1 = _spread(zeros[0], BITS, BH, WM), _spread(zeros[1], BITS, BH, WM)
             y0, y1 = _spread(zeros[2], BITS, BH, WM), _spread(zeros[3], BITS, BH, WM)
-            o = tl.inline_asm_elementwise(_B3Z, _O32I7, [words[0], words[1], words[2], z0, z1, y0, y1], dtype=(tl.bfloat16,) * 32, is_pure=True, pack=1)
+            o = tl.inline_asm_elementwise(
+                _B3Z,
+                _O32I7,
+                [words[0], words[1], words[2], z0, z1, y0, y1],
+                dtype=(tl.bfloat16,) * 32,
+                is_pure=True,
+                pack=1,
+            )
         t = _join32(o)
     elif BITS == 4:
         if SYMMETRIC:
             if DT == tl.float16:
-                o = tl.inline_asm_elementwise(_F4, _O8I1, [words[0]], dtype=(tl.float16,) * 8, is_pure=True, pack=1)
+                o = tl.inline_asm_elementwise(
+                    _F4, _O8I1, [words[0]], dtype=(tl.float16,) * 8, is_pure=True, pack=1
+                )
             else:
-                o = tl.inline_asm_elementwise(_B4, _O8I1, [words[0]], dtype=(tl.bfloat16,) * 8, is_pure=True, pack=1)
+                o = tl.inline_asm_elementwise(
+                    _B4, _O8I1, [words[0]], dtype=(tl.bfloat16,) * 8, is_pure=True, pack=1
+                )
         else:
             z0, z1 = _spread(zeros[0], BITS, BH, WM), _spread(zeros[1], BITS, BH, WM)
             if DT == tl.float16:
-                o = tl.inline_asm_elementwise(_F4Z, _O8I3, [words[0], z0, z1], dtype=(tl.float16,) * 8, is_pure=True, pack=1)
+                o = tl.inline_asm_elementwise(
+                    _F4Z, _O8I3, [words[0], z0, z1], dtype=(tl.float16,) * 8, is_pure=True, pack=1
+                )
             else:
-                o = tl.inline_asm_elementwise(_B4Z, _O8I3, [words[0], z0, z1], dtype=(tl.bfloat16,) * 8, is_pure=True, pack=1)
+                o = tl.inline_asm_elementwise(
+                    _B4Z, _O8I3, [words[0], z0, z1], dtype=(tl.bfloat16,) * 8, is_pure=True, pack=1
+                )
         t = _join8(o[0], o[1], o[2], o[3], o[4], o[5], o[6], o[7])
     else:
         if SYMMETRIC:
             if DT == tl.float16:
-                o = tl.inline_asm_elementwise(_F8, _O8I2, [words[0], words[1]], dtype=(tl.float16,) * 8, is_pure=True, pack=1)
+                o = tl.inline_asm_elementwise(
+                    _F8, _O8I2, [words[0], words[1]], dtype=(tl.float16,) * 8, is_pure=True, pack=1
+                )
             else:
-                o = tl.inline_asm_elementwise(_B8, _O8I2, [words[0], words[1]], dtype=(tl.bfloat16,) * 8, is_pure=True, pack=1)
+                o = tl.inline_asm_elementwise(
+                    _B8, _O8I2, [words[0], words[1]], dtype=(tl.bfloat16,) * 8, is_pure=True, pack=1
+                )
         else:
             z0, z1 = _spread(zeros[0], BITS, BH, WM), _spread(zeros[1], BITS, BH, WM)
             if DT == tl.float16:
-                o = tl.inline_asm_elementwise(_F8Z, _O8I4, [words[0], words[1], z0, z1], dtype=(tl.float16,) * 8, is_pure=True, pack=1)
+                o = tl.inline_asm_elementwise(
+                    _F8Z,
+                    _O8I4,
+                    [words[0], words[1], z0, z1],
+                    dtype=(tl.float16,) * 8,
+                    is_pure=True,
+                    pack=1,
+                )
             else:
-                o = tl.inline_asm_elementwise(_B8Z, _O8I4, [words[0], words[1], z0, z1], dtype=(tl.bfloat16,) * 8, is_pure=True, pack=1)
+                o = tl.inline_asm_elementwise(
+                    _B8Z,
+                    _O8I4,
+                    [words[0], words[1], z0, z1],
+                    dtype=(tl.bfloat16,) * 8,
+                    is_pure=True,
+                    pack=1,
+                )
         t = _join8(o[0], o[1], o[2], o[3], o[4], o[5], o[6], o[7])
     # Axes to (warp, bh, r3, r | h, jj/2, jj%2, k3, c, k0), then the warp and k3 where they belong.
     if BITS == 3:  # bh, warp, r, c, h | k0, r3, k3, jj%2, jj/2
-        t = tl.permute(tl.reshape(t, (BH, WM, 8, 4, 2, 2, 2, 2, 2, 2)), (1, 0, 6, 2, 4, 9, 8, 7, 3, 5))
+        t = tl.permute(
+            tl.reshape(t, (BH, WM, 8, 4, 2, 2, 2, 2, 2, 2)), (1, 0, 6, 2, 4, 9, 8, 7, 3, 5)
+        )
     else:  # bh, jj/2, warp, r, c, jj%2, k3 | k0, r3, h
-        t = tl.permute(tl.reshape(t, (BH, 2, WM, 8, 4, 2, 2, 2, 2, 2)), (2, 0, 8, 3, 9, 1, 5, 6, 4, 7))
+        t = tl.permute(
+            tl.reshape(t, (BH, 2, WM, 8, 4, 2, 2, 2, 2, 2)), (2, 0, 8, 3, 9, 1, 5, 6, 4, 7)
+        )
     if KWIDTH4:
         t = tl.permute(t, (0, 1, 2, 3, 4, 5, 6, 8, 7, 9))
     if BATCH:

@@ -7,8 +7,17 @@ of a model does.
 
 from __future__ import annotations
 
+import datetime
+import importlib.metadata
+import json
+import platform
+import shlex
 import statistics
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,7 +31,7 @@ def copies_for(nbytes: int) -> int:
 
 
 def time_launches(
-    call: Callable[[int], None], copies: int, *, launches: int = 0, repeats: int = 20
+    call: Callable[[int], object], copies: int, *, launches: int = 0, repeats: int = 20
 ) -> list[float]:
     """Return `repeats` samples, each the mean microseconds of one launch of a replayed graph."""
     launches = launches or max(20, copies)
@@ -47,7 +56,7 @@ def time_launches(
     return [ms * 1e3 / launches for ms in times]
 
 
-def median_us(call: Callable[[int], None], copies: int, *, repeats: int = 20) -> float:
+def median_us(call: Callable[[int], object], copies: int, *, repeats: int = 20) -> float:
     """Return the median of `time_launches`."""
     return statistics.median(time_launches(call, copies, repeats=repeats))
 
@@ -58,3 +67,51 @@ def copy_bandwidth(nbytes: int = 1 << 31) -> float:
     target = torch.empty_like(source)
     us = statistics.median(time_launches(lambda _: target.copy_(source), 1, launches=4, repeats=8))
     return 2 * nbytes / (us * 1e-6)
+
+
+def write_row(
+    path: Path,
+    *,
+    bench: str,
+    case: Mapping[str, Any],
+    unit: str,
+    samples: Sequence[float],
+    floor: float | None = None,
+    baselines: Mapping[str, float] | None = None,
+    commit: str | None = None,
+) -> None:
+    """Append one result row (a JSON line, as in benchmarks/results/) to `path`.
+
+    The package writes its own rows because it is benchmarked on machines that hold nothing else.
+    """
+    row = {
+        "bench": bench,
+        "case": dict(case),
+        "value": statistics.median(samples),
+        "unit": unit,
+        "n": len(samples),
+        "spread": [min(samples), max(samples)],
+        "floor": floor,
+        "baselines": dict(baselines or {}),
+        "predicted": None,
+        "noisy": False,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
+        "versions": {name: importlib.metadata.version(name) for name in ("torch", "triton")},
+        "commit": commit or _commit(),
+        "command": "python -m llmpq.kernels " + shlex.join(sys.argv[1:]),
+        "date": datetime.date.today().isoformat(),
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as out:
+        out.write(json.dumps(row) + "\n")
+
+
+def _commit() -> str:
+    done = subprocess.run(
+        ["git", "describe", "--always", "--dirty"],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parent,
+        check=False,
+    )
+    return done.stdout.strip() or "unknown"

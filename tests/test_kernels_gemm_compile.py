@@ -62,7 +62,7 @@ def test_rows_kernel_compiles(arch, bits, dtype, symmetric):
 def test_tile_kernel_compiles(arch, bits, dtype, symmetric, stages):
     constants = _constants(bits, symmetric, arch)
     constants |= {"BH": 1, "WM": 4, "BM": 16, "D": 2 if stages == 1 else 1, "STAGES": stages}
-    constants |= {"SCALE_W": stages == 3}
+    constants |= {"SCALE_W": stages == 1}
     made = _compile(tile_kernel, arch, dtype, constants, num_warps=4, num_stages=stages)
     if arch == 90:
         assert "wgmma" in made.ptx
@@ -84,4 +84,6 @@ def test_weights_reach_the_tensor_core_without_shared_memory(bits):
     constants = _constants(bits, True, 90) | {"BH": 1, "WM": 4, "STEPS": 4, "D": 4, "XD": 2}
     made = _compile(rows_kernel, 90, "fp16", constants, num_warps=4, num_stages=1)
     before_last_product = made.ptx[: made.ptx.rindex("mma.sync")]
-    assert "ld.shared" not in before_last_product and "shfl" not in before_last_product
+    products = made.ptx.count("mma.sync")
+    # The scales of four steps may pass through it, one exchange each; words and x do not.
+    assert products == 4 * 8 and before_last_product.count("ld.shared") <= 4

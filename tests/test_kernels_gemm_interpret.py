@@ -42,10 +42,14 @@ def test_dequantise_matches_its_twin(bits, group):
 
 ROWS = Config(kernel="rows", warps=4, depth=2, x_depth=1)
 TILE = Config(kernel="tile", warps=2, depth=2, bm=16, split=2)
-PIPE = Config(kernel="tile", warps=1, blocks=2, depth=1, bm=8, stages=3, split=3, scale_w=True)
+PIPE = Config(kernel="tile", warps=1, blocks=2, bm=8, stages=3, split=3)
+SCALED = Config(kernel="tile", warps=1, blocks=2, depth=1, bm=8, scale_w=True)
 
 
-@pytest.mark.parametrize("config", [ROWS, TILE, PIPE, DENSE], ids=["rows", "tile", "pipe", "dense"])
+CONFIGS = {"rows": ROWS, "tile": TILE, "pipe": PIPE, "scaled": SCALED, "dense": DENSE}
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
 @pytest.mark.parametrize("bits,symmetric", itertools.product((3, 4, 8), (True, False)))
 def test_products_match_their_twin(config, bits, symmetric):
     n, k, m = 38, 600, 3

@@ -1,0 +1,199 @@
+"""`python -m llmpq.kernels bench gemm`: time the weight kernels against cuBLAS and torch's tinygemm.
+
+Cold caches, CUDA graphs, medians (timing.py). `shape: layer` is the sum of a decoder layer's four
+products (qkv, o, gate_up, down); NxK names are single products written K x N as in papers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import statistics
+import sys
+from pathlib import Path
+
+import torch
+from torch.nn import functional
+
+from llmpq.kernels.check_gemm import random_weight
+from llmpq.kernels.formats import GROUP
+from llmpq.kernels.linear import linear
+from llmpq.kernels.qweight import QuantizedWeight
+from llmpq.kernels.timing import copies_for, copy_bandwidth, time_launches, write_row
+from llmpq.precision import Precision
+
+log = logging.getLogger(__name__)
+
+# K x N of a layer's products: q, k, v fused; gate and up fused where there is a gate.
+MODELS: dict[str, dict[str, tuple[int, int]]] = {
+    "llama-3.1-8b": {
+        "qkv": (4096, 6144),
+        "o": (4096, 4096),
+        "gate_up": (4096, 28672),
+        "down": (14336, 4096),
+    },
+    "llama-2-7b": {
+        "qkv": (4096, 12288),
+        "o": (4096, 4096),
+        "gate_up": (4096, 22016),
+        "down": (11008, 4096),
+    },
+    "opt-30b": {
+        "qkv": (7168, 21504),
+        "o": (7168, 7168),
+        "fc1": (7168, 28672),
+        "fc2": (28672, 7168),
+    },
+}
+_TINYGEMM_ROWS = 64
+_ROWS_PER_SECOND_FLOPS = 790e12  # bf16 8192^3 on an H200; the floor of long prefills
+_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of the command."""
+    parser.add_argument(
+        "--shapes",
+        default="llama-3.1-8b",
+        help=f"models ({', '.join(MODELS)}) and products KxN, comma separated",
+    )
+    parser.add_argument("--m", default="1,16,32,64", help="rows of x [1,16,32,64]")
+    parser.add_argument("--precision", default="w4a16", help="w3a16,w4a16,w8a16 [w4a16]")
+    parser.add_argument("--dtype", default="fp16", help="fp16 or bf16 [fp16]")
+    parser.add_argument("--symmetric", action="store_true", help="no zeros [asymmetric]")
+    parser.add_argument("--repeats", type=int, default=20, help="samples per case [20]")
+    parser.add_argument("--out", type=Path, help="append rows (JSON lines) to this file")
+    parser.add_argument("--commit", help="commit to name in rows where git is not at hand")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Time every case, print a table and write rows."""
+    if not torch.cuda.is_available():
+        log.error("bench gemm needs a CUDA GPU; `check gemm` compares the CPU paths without one")
+        return 2
+    bandwidth = copy_bandwidth()
+    sys.stdout.write(f"{torch.cuda.get_device_name()}: copy {bandwidth / 1e12:.2f} TB/s\n")
+    sys.stdout.write(
+        f"{'case':44s} {'us':>8s} {'GB/s':>7s} {'% floor':>8s} {'cuBLAS':>8s} {'ratio':>6s}  tiny\n"
+    )
+    for precision in (Precision.parse(p) for p in args.precision.split(",")):
+        for name in args.shapes.split(","):
+            for m in (int(m) for m in args.m.split(",")):
+                _bench_case(name, m, precision, bandwidth, args)
+    return 0
+
+
+def _bench_case(
+    name: str, m: int, precision: Precision, bandwidth: float, args: argparse.Namespace
+) -> None:
+    """One model's layer (and each of its products) or one product, at one number of rows."""
+    products = MODELS.get(name) or {name: _parse_product(name)}
+    results = {}
+    for product, (k, n) in products.items():
+        results[product] = _time_product(n, k, m, precision, bandwidth, args)
+        _report(name, product, m, precision, results[product], args)
+    if name in MODELS:
+        samples = [sum(parts) for parts in zip(*(r["us"] for r in results.values()), strict=True)]
+        layer = {"us": samples}
+        for field in ("floor", "bytes", "cublas", "tinygemm"):
+            values = [r[field] for r in results.values()]
+            layer[field] = None if None in values else sum(values)
+        _report(name, "layer", m, precision, layer, args)
+
+
+def _parse_product(name: str) -> tuple[int, int]:
+    try:
+        k, n = (int(size) for size in name.split("x"))
+    except ValueError:
+        raise ValueError(
+            f"shape: got {name!r}, expected KxN (8192x16384) or one of {', '.join(MODELS)}"
+        ) from None
+    return k, n
+
+
+def _time_product(
+    n: int, k: int, m: int, precision: Precision, bandwidth: float, args: argparse.Namespace
+) -> dict[str, object]:
+    dtype, device = _DTYPES[args.dtype], torch.device("cuda")
+    bits = precision.weight_bits
+    first = random_weight(n, k, bits, args.symmetric, GROUP, dtype, device)
+    copies = copies_for(first.nbytes)
+    pool = [first] + [_shuffled(first) for _ in range(copies - 1)]
+    x = torch.randn(m, k, device=device).to(dtype)
+    us = time_launches(lambda i: linear(x, pool[i]), copies, repeats=args.repeats)
+    del pool
+    moved = first.nbytes + 2 * m * (n + k)
+    return {
+        "us": us,
+        "bytes": moved,
+        "floor": max(moved / bandwidth, 2 * m * n * k / _ROWS_PER_SECOND_FLOPS) * 1e6,
+        "cublas": _time_cublas(n, k, x),
+        "tinygemm": _time_tinygemm(first, x) if bits == 4 and m <= _TINYGEMM_ROWS else None,
+    }
+
+
+def _shuffled(q: QuantizedWeight) -> QuantizedWeight:
+    planes = [torch.randint_like(plane, 0, 256) for plane in q.planes]
+    zero = None if q.zero is None else q.zero.clone()
+    return QuantizedWeight.fragment(
+        planes, q.scale.clone(), zero, q.bits, q.group_size is None, q.out_features, q.in_features
+    )
+
+
+def _time_cublas(n: int, k: int, x: torch.Tensor) -> float:
+    copies = copies_for(2 * n * k)
+    w = torch.randn(copies, n, k, device=x.device, dtype=x.dtype)
+    return statistics.median(time_launches(lambda i: functional.linear(x, w[i]), copies))
+
+
+def _time_tinygemm(q: QuantizedWeight, x: torch.Tensor) -> float | None:
+    """torch's int4 kernel (bfloat16 only), if this build has it."""
+    n, k = q.out_features, q.in_features
+    x = x.to(torch.bfloat16)
+    copies = copies_for(q.nbytes)
+    try:
+        packed = [
+            torch.ops.aten._convert_weight_to_int4pack(
+                torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device=x.device), 8
+            )
+            for _ in range(copies)
+        ]
+    except (RuntimeError, AttributeError) as error:
+        log.info("tinygemm not measured: %s", str(error).splitlines()[0])
+        return None
+    scales = torch.rand(k // GROUP, n, 2, device=x.device).to(torch.bfloat16)
+    operator = torch.ops.aten._weight_int4pack_mm
+    return statistics.median(
+        time_launches(lambda i: operator(x, packed[i], GROUP, scales), copies, repeats=10)
+    )
+
+
+def _report(
+    name: str, shape: str, m: int, precision: Precision, result: dict, args: argparse.Namespace
+) -> None:
+    us = statistics.median(result["us"])
+    tiny = "" if result["tinygemm"] is None else f"{result['tinygemm']:8.1f}"
+    sys.stdout.write(
+        f"{f'{name} {shape} m={m} {precision.value} {args.dtype}':44s} {us:8.2f} "
+        f"{result['bytes'] / us / 1e3:7.0f} {100 * result['floor'] / us:8.0f} "
+        f"{result['cublas']:8.1f} {us / result['cublas']:6.2f} {tiny}\n"
+    )
+    if args.out:
+        baselines = {"cublas": result["cublas"], "tinygemm_bf16": result["tinygemm"]}
+        write_row(
+            args.out,
+            bench="gemm",
+            case={
+                "model": name if name in MODELS else None,
+                "shape": shape,
+                "m": m,
+                "precision": precision.value,
+                "dtype": args.dtype,
+                "symmetric": args.symmetric,
+            },
+            unit="us",
+            samples=result["us"],
+            floor=result["floor"],
+            baselines={k: v for k, v in baselines.items() if v is not None},
+            commit=args.commit,
+        )

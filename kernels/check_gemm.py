@@ -1,0 +1,104 @@
+"""`python -m llmpq.kernels check gemm`: every weight path that `linear` may choose, against its twin.
+
+On a GPU: all tuned shapes and row counts, then odd shapes; exact products in float64 of the
+dequantised weight. Without one: the CPU paths. Exit code 1 if any error exceeds its limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import logging
+import sys
+
+import torch
+
+from llmpq.kernels.formats import GROUP
+from llmpq.kernels.linear import linear
+from llmpq.kernels.qweight import QuantizedWeight, from_codes
+from llmpq.kernels.reference import linear_reference, relative_error
+from llmpq.precision import padded_k
+
+LIMITS = {torch.float16: 5e-4, torch.bfloat16: 4e-3, torch.float32: 5e-6}
+"""Relative Frobenius error allowed: the rounding of a 16-bit output is 2.1e-4 and 1.7e-3 of it."""
+
+# N, K: tails of the 16-row blocks and of the k-groups, fewer groups than warps, one block.
+ODD_SHAPES = ((70, 1000), (33, 200), (16, 128), (4099, 4104), (1040, 11008), (21504, 7168))
+ODD_ROWS = (1, 2, 3, 17, 65, 300)
+_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+
+log = logging.getLogger(__name__)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of the command."""
+    parser.add_argument("--bits", default="3,4,8", help="weight bits to check [3,4,8]")
+    parser.add_argument("--dtype", default=None, help="fp16,bf16 (GPU), fp32,bf16 (CPU)")
+    parser.add_argument("--m", default=None, help="rows of x; default: every tuned count")
+    parser.add_argument("--seed", type=int, default=0, help="seed of codes, scales and x")
+    parser.add_argument("--odd-only", action="store_true", help="skip the tuned shapes")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Check, print one line per case that fails and a summary; 0 if none did."""
+    gpu = torch.cuda.is_available()
+    device = torch.device("cuda" if gpu else "cpu")
+    names = (args.dtype or ("fp16,bf16" if gpu else "fp32,bf16")).split(",")
+    dtypes = [_DTYPES[name] for name in names]
+    torch.manual_seed(args.seed)
+    worst, failed, checked = dict.fromkeys(dtypes, 0.0), 0, 0
+    for bits, dtype, (n, k, rows) in itertools.product(
+        [int(b) for b in args.bits.split(",")], dtypes, _cases(gpu, args)
+    ):
+        for symmetric, group in ((True, GROUP), (False, GROUP), (True, None), (False, None)):
+            if n * k > 1 << 24 and group is None:
+                continue  # per channel takes the same configurations; small shapes cover it
+            q = random_weight(n, k, bits, symmetric, group, dtype, device)
+            for m in rows:
+                error = _error(q, m, k, dtype, device)
+                checked += 1
+                worst[dtype] = max(worst[dtype], error)
+                if not error < LIMITS[dtype]:
+                    failed += 1
+                    case = f"{n}x{k} m={m} {bits} bit {dtype} group {group} symmetric {symmetric}"
+                    sys.stdout.write(f"WRONG {case}: error {error:.1e}\n")
+    summary = ", ".join(f"{d} {e:.1e} (limit {LIMITS[d]:.0e})" for d, e in worst.items())
+    sys.stdout.write(f"{checked} products checked on {device}, {failed} wrong; worst {summary}\n")
+    return 1 if failed else 0
+
+
+def random_weight(
+    n: int,
+    k: int,
+    bits: int,
+    symmetric: bool,
+    group_size: int | None,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> QuantizedWeight:
+    """Return a weight of random codes, scales and zeros: every code occurs, unlike after RTN."""
+    k_padded = padded_k(k)
+    groups = k_padded // (group_size or k_padded)
+    codes = torch.randint(0, 1 << bits, (n, k_padded), dtype=torch.uint8, device=device)
+    scale = (torch.rand(n, groups, device=device) * 0.01 + 0.005).to(dtype)
+    zero = None
+    if not symmetric:
+        zero = torch.randint(0, 1 << bits, (n, groups), device=device).to(dtype)
+    return from_codes(codes, scale, zero, bits=bits, group_size=group_size, in_features=k)
+
+
+def _cases(gpu: bool, args: argparse.Namespace) -> list[tuple[int, int, tuple[int, ...]]]:
+    if not gpu:
+        return [(n, k, ODD_ROWS) for n, k in (*ODD_SHAPES[:3], (512, 1024))]
+    from llmpq.kernels.gemm import M_BUCKETS, tuned_shapes
+
+    rows = M_BUCKETS if args.m is None else tuple(int(m) for m in args.m.split(","))
+    cases = [] if args.odd_only else [(n, k, rows) for n, k in tuned_shapes()]
+    return cases + [(n, k, ODD_ROWS) for n, k in ODD_SHAPES]
+
+
+def _error(q: QuantizedWeight, m: int, k: int, dtype: torch.dtype, device: torch.device) -> float:
+    x = torch.randn(m, k, device=device).to(dtype)
+    bias = torch.randn(q.out_features, device=device).to(dtype) if m % 2 else None
+    exact = linear_reference(x, q, bias, exact=True)
+    return max(relative_error(linear(x, q, bias), exact) for _ in range(2))
