@@ -114,6 +114,13 @@ def _raise_unless_smaller(problem: Problem, refusal: str) -> None:
 
 
 def _solve(problem: Problem, wish: Wish) -> Outcome:
+    """Solve in a child process: a crash there is an error here."""
+    from llmpq.planner.isolated import solve_isolated
+
+    return solve_isolated(lambda: _solve_here(problem, wish), what=wish.method)
+
+
+def _solve_here(problem: Problem, wish: Wish) -> Outcome:
     if wish.budget is not None:
         from llmpq.planner.quality import solve_budget
 
