@@ -83,7 +83,7 @@ def scale_flags(case: str) -> list[str]:
 def run_command(
     flags: list[str], repeats: int
 ) -> tuple[list[float], list[float], dict[str, float]]:
-    """Run `llmpq-algo` in its own process; return its wall and CPU seconds and the solver's report."""
+    """Run `llmpq-algo` in its own process; return wall seconds, CPU seconds, solver report."""
     seconds, cpu = [], []
     with tempfile.TemporaryDirectory() as folder:
         plan = Path(folder) / "plan.json"

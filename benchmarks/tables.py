@@ -92,6 +92,13 @@ def increase_over_baseline(name: str) -> Callable[[Row], str]:
     return show
 
 
+def seconds_and_cpu(row: Row) -> str:
+    """Show wall and CPU seconds, and the paper's where it has them."""
+    paper = row["baselines"].get("paper_table_10")
+    text = f"{row['value']:.2f} s ({row['baselines']['cpu_s']:.2f} s CPU)"
+    return text + (f"; paper {paper:g} s" if paper else "")
+
+
 TABLES: dict[str, Pivot] = {
     "quality": Pivot(
         file="quality.jsonl",
@@ -127,6 +134,38 @@ TABLES: dict[str, Pivot] = {
         index=("model", "mode", "gamma", "batch", "dtype"),
         value_title="tokens/s (ratio to plain decoding)",
         show=ratio_to_baseline("plain"),
+    ),
+    "planner": Pivot(
+        file="planner.jsonl",
+        bench="planner",
+        index=("cluster",),
+        column="objective",
+        show=seconds_and_cpu,
+    ),
+    "planner_gap": Pivot(
+        file="planner.jsonl",
+        bench="planner_gap",
+        index=("cluster",),
+        column="objective",
+        show=lambda row: f"{row['value']:.1e}",
+    ),
+    "planner_ratio": Pivot(
+        file="planner.jsonl",
+        bench="planner_ratio",
+        index=("cluster",),
+        column="method",
+        show=lambda row: f"{row['value']:.3f}",
+    ),
+    "planner_real": Pivot(
+        file="planner.jsonl",
+        bench="planner_real",
+        index=("cluster", "plan"),
+        value_title="measured s, predicted, the paper's formula",
+        show=lambda row: (
+            f"{row['value']:.1f}, {row['predicted']:.1f} ({row['predicted'] / row['value'] - 1:+.1%}), "
+            f"{row['baselines']['paper_formula']:.1f} "
+            f"({row['baselines']['paper_formula'] / row['value'] - 1:+.1%})"
+        ),
     ),
 }
 
