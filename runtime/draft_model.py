@@ -5,8 +5,9 @@
     planes  8-bit weights are read by their upper nibbles only
     kv4     the same weights; the KV cache is read at 4 bits
 
-A view shares norms, embedding, head and KV slots with its stage; what it adds in bytes is stated.
-The verifier overwrites the KV that a draft leaves.
+A view shares norms, embedding and head with its stage; what it adds in bytes is stated. It attends
+to the stage's own KV cache, or to a 4-bit copy of it (dual_kv.py); the verifier overwrites the KV
+that a draft leaves.
 """
 
 from __future__ import annotations
@@ -29,12 +30,10 @@ from llmpq.kernels.qweight import QuantizedWeight, from_codes
 from llmpq.precision import WeightScheme
 from llmpq.runtime.kv_cache import KVCache
 from llmpq.runtime.layers import Linear
-from llmpq.runtime.rounded_kv import RoundedKV
 from llmpq.runtime.stage_model import StageModel
 
 DraftMode = Literal["qspec", "w4kv4", "planes", "kv4"]
 DRAFT_MODES: tuple[str, ...] = get_args(DraftMode)
-KV_BITS = 4
 _DRAFT_WEIGHT = WeightScheme(bits=4)
 _ACTIVATIONS = AtomScheme(weight_bits=4, activation_bits=4)
 
@@ -65,7 +64,7 @@ class RoundedLinear(nn.Module):
 
 
 def build_draft(mode: DraftMode, model: StageModel, kv: KVCache) -> Draft:
-    """Return a stage's draft view; layers that the mode cannot make cheaper stay as they are."""
+    """Return a stage's draft view over a cache; layers the mode cannot make cheaper stay."""
     held: list[QuantizedWeight] = []
 
     def keep(weight: QuantizedWeight) -> QuantizedWeight:
@@ -81,15 +80,7 @@ def build_draft(mode: DraftMode, model: StageModel, kv: KVCache) -> Draft:
     view = copy.copy(model)
     view._modules = dict(model._modules)
     view.layers = nn.ModuleList([_with_linears(layer, swaps[mode]) for layer in model.layers])
-    cache = RoundedKV(kv, bits=KV_BITS) if mode in ("w4kv4", "kv4") else kv
-    return Draft(view, cache, sum(weight.nbytes for weight in held))
-
-
-def is_cheaper(mode: DraftMode, weight_bits: int, activation_bits: int = 16) -> bool:
-    """Whether a mode reads or computes less on a layer of these bits, the KV cache left aside."""
-    if mode == "qspec":
-        return weight_bits == 4 and activation_bits == 16
-    return {"w4kv4": weight_bits >= 8, "planes": weight_bits == 8, "kv4": False}[mode]
+    return Draft(view, kv, sum(weight.nbytes for weight in held))
 
 
 def round_input(part: Linear) -> nn.Module:

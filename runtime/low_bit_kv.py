@@ -73,8 +73,12 @@ class LowBitKV:
             alibi_slopes_H=alibi_slopes_H,
         )
 
+    def append(self, layer: int, k_BQGD: Tensor, v_BQGD: Tensor, step: Step) -> None:
+        """Append the step's keys and values; nothing attends to them yet."""
+        self.cache.append(self._planned(step), layer, k_BQGD, v_BQGD)
+
     def truncate(self, slots_B: Tensor, length_B: Tensor) -> None:
-        """Nothing to do: positions decide what is packed, and a step has at most HOLDBACK drafts."""
+        """Nothing to do: positions decide what is packed, drafts never are (HOLDBACK_TOKENS)."""
 
     def _planned(self, step: Step) -> StepPlan:
         """Prepare a step once for all layers."""

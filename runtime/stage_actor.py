@@ -108,7 +108,7 @@ class StageActor:
         source = open_checkpoint(self._settings.model_dir, spec)
         self._compute, report = build_stage(self._plan, self._index, spec, source, device)
         if self._settings.speculate is not None:
-            extra = self._compute.enable_speculation(self._settings.speculate)
+            extra = self._compute.enable_speculation(self._settings.speculate, self._plan.workload)
             report = replace(report, draft_bytes=extra)
         workload = self._plan.workload
         rows = min(self._plan.decode_microbatch, workload.batch)

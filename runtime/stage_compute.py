@@ -11,10 +11,11 @@ from torch import Tensor
 from llmpq.errors import DoesNotFitError
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
-from llmpq.precision import KVPrecision
 from llmpq.runtime.acceptance import accept, draft_tokens
 from llmpq.runtime.draft_model import Draft, build_draft
-from llmpq.runtime.kv_cache import KVCache, PlainKVCache
+from llmpq.runtime.dual_kv import DualKV, make_copy
+from llmpq.runtime.kv_cache import KVCache
+from llmpq.runtime.kv_factory import make_kv_cache
 from llmpq.runtime.loader import TensorSource
 from llmpq.runtime.message import StepMessage
 from llmpq.runtime.request import StepKind
@@ -22,8 +23,9 @@ from llmpq.runtime.sampling import sample
 from llmpq.runtime.sampling_params import SamplingParams
 from llmpq.runtime.stage_model import DTYPES, StageModel
 from llmpq.runtime.step import Step
-from llmpq.speculation import SpeculationMode
+from llmpq.speculation import READS_KV4, SpeculationMode
 from llmpq.units import format_size
+from llmpq.workload import Workload
 
 MEMORY_TOLERANCE = 0.05
 """Weights and KV cache may differ from the plan's prediction by this share."""
@@ -53,13 +55,17 @@ class StageCompute:
         self._draft_probs: dict[int, list[Tensor]] = {}
         """Slot -> the distributions its unverified drafts were drawn from (last stage)."""
 
-    def enable_speculation(self, mode: SpeculationMode) -> int:
+    def enable_speculation(self, mode: SpeculationMode, workload: Workload) -> int:
         """Prepare for drafts of a mode; return the bytes they take beyond the stage's own."""
         self._truncates = True
         if mode == "ngram":
             return 0
-        self.draft = build_draft(mode, self.model, self.kv)
-        return self.draft.extra_bytes
+        kv, copy_bytes = self.kv, 0
+        if mode in READS_KV4:
+            copy = make_copy(self.model, workload, self._dtype, self._device)
+            self.kv, kv, copy_bytes = DualKV(self.kv, copy), copy, copy.nbytes
+        self.draft = build_draft(mode, self.model, kv)
+        return self.draft.extra_bytes + copy_bytes
 
     @torch.inference_mode()
     def run(self, message: StepMessage, hidden_BQH: Tensor | None) -> Tensor:
@@ -142,7 +148,15 @@ def build_stage(
             scheme=plan.quantization.settings().scheme,
             source=source,
         )
-        kv = build_cache(plan, spec, stage.num_layers, dtype, device)
+        kv = make_kv_cache(
+            spec,
+            plan.workload.kv,
+            num_layers=stage.num_layers,
+            slots=plan.workload.batch,
+            max_len=plan.workload.max_len,
+            dtype=dtype,
+            device=device,
+        )
     except torch.OutOfMemoryError as error:
         raise DoesNotFitError(
             f"stage {stage.device} ran out of memory while loading layers {stage.layers[0]} to "
@@ -155,23 +169,6 @@ def build_stage(
     )
     check_memory(plan, index, report)
     return StageCompute(model, kv, device, dtype), report
-
-
-def build_cache(
-    plan: Plan, spec: ModelSpec, num_layers: int, dtype: torch.dtype, device: torch.device
-) -> KVCache:
-    """Allocate the KV slots of one stage, as many and as long as the plan says."""
-    workload = plan.workload
-    if workload.kv is not KVPrecision.KV16:
-        raise ValueError(f"a {workload.kv.value} cache is not available; re-plan with kv16")
-    return PlainKVCache(
-        spec,
-        num_layers=num_layers,
-        slots=workload.batch,
-        max_len=workload.max_len,
-        dtype=dtype,
-        device=device,
-    )
 
 
 def check_memory(plan: Plan, index: int, report: LoadReport) -> None:

@@ -55,7 +55,7 @@ class ThreadEngine:
         ]
         for compute in self.computes:
             if speculate is not None:
-                compute.enable_speculation(speculate)
+                compute.enable_speculation(speculate, plan.workload)
 
     def run(
         self, scheduler: Scheduler, requests: Sequence[Request], *, keep_events: bool = False
