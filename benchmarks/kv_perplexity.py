@@ -28,7 +28,7 @@ FORMATS: tuple[tuple[KVPrecision, int | None], ...] = (
     *(
         (kv, group)
         for kv in (KVPrecision.KV8, KVPrecision.KV4, KVPrecision.KV2)
-        for group in (128, 64, 32, None)
+        for group in (128, 32, None)
     ),
 )
 """Precision, and tokens that share a channel's key scale (None: one scale per token)."""
