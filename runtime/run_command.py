@@ -24,6 +24,7 @@ from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
 from llmpq.runtime.batch_io import OrderedWriter, finished_lines, read_rows
 from llmpq.runtime.batch_rows import Answer, Defaults, Row, answer_line, error_line
+from llmpq.runtime.kv_choice import AUTO, with_kv
 from llmpq.runtime.pipeline import Deadlines, Launch, Pipeline
 from llmpq.runtime.progress import ProgressReporter
 from llmpq.runtime.report import JobResult, build_report, print_summary
@@ -48,6 +49,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     job.add_argument("--model", metavar="DIR", help="model directory (default: the plan's)")
     job.add_argument("-i", "--input", required=True, metavar="FILE", help="prompts")
     job.add_argument("-o", "--output", required=True, metavar="FILE", help="answers, JSONL")
+    job.add_argument(
+        "--kv-cache-dtype", "--kv_cache_dtype", default=AUTO, metavar="KV",
+        help="kv16, kv8, kv4 or kv2 (int8, int4, int2) instead of what the plan says",
+    )  # fmt: skip
     job.add_argument("--cluster", metavar="YAML", help="check that the plan was made for it")
     job.add_argument(
         "--resume", action="store_true", help="keep the rows that --output has, run the others"
@@ -120,6 +125,7 @@ def main(args: argparse.Namespace) -> int:
         raise ValueError("the plan names no model directory; give one with --model DIR")
     spec = ModelSpec.from_directory(model_dir)
     plan.require_model(spec)
+    plan = with_kv(plan, spec, args.kv_cache_dtype)
     cluster = None
     if args.cluster is not None:
         cluster = Cluster.load(args.cluster)

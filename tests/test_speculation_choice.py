@@ -8,7 +8,11 @@ from dataclasses import dataclass
 import pytest
 
 from llmpq.cost_model import CostModel, LatencyEntry, Phase, Regime
+from llmpq.errors import DoesNotFitError
+from llmpq.model_spec import ModelSpec
+from llmpq.plan import MemoryForm
 from llmpq.precision import KVPrecision, Precision
+from llmpq.runtime.kv_choice import with_kv
 from llmpq.runtime.request import Request
 from llmpq.runtime.speculate import AutoDrafter, FixedDrafter, speculation_report
 from llmpq.runtime.speculation_choice import Drafts, choose_speculation
@@ -223,3 +227,32 @@ def test_usable_modes_by_plan(demo_model, make_plan):
     assert usable_modes(make_plan(demo_model, bits="w8a16")) == ("w4kv4", "planes", "kv4", "ngram")
     assert usable_modes(make_plan(demo_model, bits="w4a16")) == ("qspec", "kv4", "ngram")
     assert usable_modes(make_plan(demo_model, kv="kv4")) == ("ngram",)
+
+
+def test_the_kv_precision_of_a_plan_can_be_changed(demo_model, make_plan):
+    spec = ModelSpec.from_directory(demo_model)
+    plan = make_plan(demo_model, (3,), prompt_len=512)
+    assert with_kv(plan, spec, "auto") is plan is with_kv(plan, spec, "fp16")
+    memory = MemoryForm(
+        weights_bytes=1000,
+        embedding_bytes=0,
+        kv_bytes=5 * 4 * 527 * 256 * 4,
+        workspace_bytes=0,
+        context_bytes=0,
+        total_bytes=5 * 4 * 527 * 256 * 4 + 1000,
+        limit_bytes=5 * 4 * 527 * 256 * 4 + 1000,
+    )
+    stages = tuple(stage.model_copy(update={"memory": memory}) for stage in plan.stages)
+    plan = plan.model_copy(update={"stages": stages})
+    small = with_kv(plan, spec, "int4")
+    assert small.workload.kv is KVPrecision.KV4
+    after = small.stages[1].memory
+    assert after is not None and after.kv_bytes < memory.kv_bytes
+    assert after.total_bytes == after.kv_bytes + 1000
+    with pytest.raises(DoesNotFitError, match=r"CPU-0 has no room for a kv16 cache: short by"):
+        tight = small.stages[0].model_copy(
+            update={"memory": after.model_copy(update={"limit_bytes": after.total_bytes})}
+        )
+        with_kv(small.model_copy(update={"stages": (tight,)}), spec, "kv16")
+    with pytest.raises(ValueError, match="did you mean 'kv4'"):
+        with_kv(plan, spec, "kv44")
