@@ -1,4 +1,4 @@
-"""`python -m llmpq.kernels {bench,check} {gemm,kv}`: time kernels, compare them with their twins."""
+"""`python -m llmpq.kernels {bench,check} {gemm,kv}`: time kernels, compare them with twins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m llmpq.kernels bench gemm`: time the weight kernels against cuBLAS and torch's tinygemm.
+"""`python -m llmpq.kernels bench gemm`: the weight kernels against cuBLAS and torch's tinygemm.
 
 Cold caches, CUDA graphs, medians (timing.py). `shape: layer` is the sum of a decoder layer's four
 products (qkv, o, gate_up, down); NxK names are single products written K x N as in papers.
@@ -10,6 +10,7 @@ import argparse
 import logging
 import statistics
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -46,7 +47,20 @@ MODELS: dict[str, dict[str, tuple[int, int]]] = {
     },
 }
 _TINYGEMM_ROWS = 64
-_ROWS_PER_SECOND_FLOPS = 790e12  # bf16 8192^3 on an H200; the floor of long prefills
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One case's samples in microseconds, what it must move, and what the peers took."""
+
+    us: list[float]
+    moved_bytes: int
+    floor_us: float
+    cublas_us: float
+    tinygemm_us: float | None
+
+
+_MATRIX_FLOPS = 790e12  # a bf16 8192^3 product on an H200: the floor of long prefills
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -93,12 +107,18 @@ def _bench_case(
         results[product] = _time_product(n, k, m, precision, bandwidth, args)
         _report(name, product, m, precision, results[product], args)
     if name in MODELS:
-        samples = [sum(parts) for parts in zip(*(r["us"] for r in results.values()), strict=True)]
-        layer = {"us": samples}
-        for field in ("floor", "bytes", "cublas", "tinygemm"):
-            values = [r[field] for r in results.values()]
-            layer[field] = None if None in values else sum(values)
-        _report(name, "layer", m, precision, layer, args)
+        _report(name, "layer", m, precision, _total(list(results.values())), args)
+
+
+def _total(parts: list[Timing]) -> Timing:
+    tiny = [p.tinygemm_us for p in parts if p.tinygemm_us is not None]
+    return Timing(
+        us=[sum(samples) for samples in zip(*(p.us for p in parts), strict=True)],
+        moved_bytes=sum(p.moved_bytes for p in parts),
+        floor_us=sum(p.floor_us for p in parts),
+        cublas_us=sum(p.cublas_us for p in parts),
+        tinygemm_us=sum(tiny) if len(tiny) == len(parts) else None,
+    )
 
 
 def _parse_product(name: str) -> tuple[int, int]:
@@ -113,7 +133,7 @@ def _parse_product(name: str) -> tuple[int, int]:
 
 def _time_product(
     n: int, k: int, m: int, precision: Precision, bandwidth: float, args: argparse.Namespace
-) -> dict[str, object]:
+) -> Timing:
     dtype, device = _DTYPES[args.dtype], torch.device("cuda")
     bits = precision.weight_bits
     first = random_weight(n, k, bits, args.symmetric, GROUP, dtype, device)
@@ -121,15 +141,14 @@ def _time_product(
     pool = [first] + [_shuffled(first) for _ in range(copies - 1)]
     x = torch.randn(m, k, device=device).to(dtype)
     us = time_launches(lambda i: linear(x, pool[i]), copies, repeats=args.repeats)
-    del pool
     moved = first.nbytes + 2 * m * (n + k)
-    return {
-        "us": us,
-        "bytes": moved,
-        "floor": max(moved / bandwidth, 2 * m * n * k / _ROWS_PER_SECOND_FLOPS) * 1e6,
-        "cublas": _time_cublas(n, k, x),
-        "tinygemm": _time_tinygemm(first, x) if bits == 4 and m <= _TINYGEMM_ROWS else None,
-    }
+    return Timing(
+        us=us,
+        moved_bytes=moved,
+        floor_us=max(moved / bandwidth, 2 * m * n * k / _MATRIX_FLOPS) * 1e6,
+        cublas_us=_time_cublas(n, k, x),
+        tinygemm_us=_time_tinygemm(first, x) if bits == 4 and m <= _TINYGEMM_ROWS else None,
+    )
 
 
 def _shuffled(q: QuantizedWeight) -> QuantizedWeight:
@@ -169,31 +188,34 @@ def _time_tinygemm(q: QuantizedWeight, x: torch.Tensor) -> float | None:
 
 
 def _report(
-    name: str, shape: str, m: int, precision: Precision, result: dict, args: argparse.Namespace
+    name: str, shape: str, m: int, precision: Precision, result: Timing, args: argparse.Namespace
 ) -> None:
-    us = statistics.median(result["us"])
-    tiny = "" if result["tinygemm"] is None else f"{result['tinygemm']:8.1f}"
+    us = statistics.median(result.us)
+    tiny = "" if result.tinygemm_us is None else f"{result.tinygemm_us:8.1f}"
     sys.stdout.write(
         f"{f'{name} {shape} m={m} {precision.value} {args.dtype}':44s} {us:8.2f} "
-        f"{result['bytes'] / us / 1e3:7.0f} {100 * result['floor'] / us:8.0f} "
-        f"{result['cublas']:8.1f} {us / result['cublas']:6.2f} {tiny}\n"
+        f"{result.moved_bytes / us / 1e3:7.0f} {100 * result.floor_us / us:8.0f} "
+        f"{result.cublas_us:8.1f} {us / result.cublas_us:6.2f} {tiny}\n"
     )
-    if args.out:
-        baselines = {"cublas": result["cublas"], "tinygemm_bf16": result["tinygemm"]}
-        write_row(
-            args.out,
-            bench="gemm",
-            case={
-                "model": name if name in MODELS else None,
-                "shape": shape,
-                "m": m,
-                "precision": precision.value,
-                "dtype": args.dtype,
-                "symmetric": args.symmetric,
-            },
-            unit="us",
-            samples=result["us"],
-            floor=result["floor"],
-            baselines={k: v for k, v in baselines.items() if v is not None},
-            commit=args.commit,
-        )
+    if not args.out:
+        return
+    baselines = {f"cublas_{args.dtype}": result.cublas_us}
+    if result.tinygemm_us is not None:
+        baselines["tinygemm_bf16"] = result.tinygemm_us
+    write_row(
+        args.out,
+        bench="gemm",
+        case={
+            "model": name if name in MODELS else None,
+            "shape": shape,
+            "m": m,
+            "precision": precision.value,
+            "dtype": args.dtype,
+            "symmetric": args.symmetric,
+        },
+        unit="us",
+        samples=result.us,
+        floor=result.floor_us,
+        baselines=baselines,
+        commit=args.commit,
+    )

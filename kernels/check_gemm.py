@@ -1,4 +1,4 @@
-"""`python -m llmpq.kernels check gemm`: every weight path that `linear` may choose, against its twin.
+"""`python -m llmpq.kernels check gemm`: every path that `linear` may choose against its twin.
 
 On a GPU: all tuned shapes and row counts, then odd shapes; exact products in float64 of the
 dequantised weight. Without one: the CPU paths. Exit code 1 if any error exceeds its limit.

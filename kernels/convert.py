@@ -10,8 +10,8 @@ code i fills bits b*i .. b*i+b-1, and may straddle two words when b = 3):
              is column 0 2 4 6 1 3 5 7 [i] of its eight
     compressed-tensors "pack-quantized"
              weight_packed [N, ceil(K b/32)], stream along K, codes offset by 2^(b-1)
-             weight_scale [N, G]     weight_zero_point [ceil(N b/32), G], stream down N, same offset;
-             absent when symmetric   weight_shape [2]
+             weight_scale [N, G]     weight_zero_point [ceil(N b/32), G], stream down N, same
+             offset, absent when symmetric     weight_shape [2]
 
 Sources: AutoGPTQ/GPTQModel `qlinear` pack(), AutoAWQ `WQLinear_GEMM.from_linear`,
 compressed-tensors 0.20 `pack_quantized/helpers.py` (its own pack is an oracle in our tests).
@@ -108,7 +108,7 @@ def to_awq(q: QuantizedWeight) -> dict[str, Tensor]:
     """Return one 4-bit layer's AWQ (GEMM version) tensors."""
     if q.bits != 4 or q.out_features % 8:
         raise ValueError(
-            f"AWQ: got {q.bits} bits and N = {q.out_features}, expected 4 bits and N a multiple of 8"
+            f"AWQ: got {q.bits} bits, N = {q.out_features}, expected 4 bits, N a multiple of 8"
         )
     k = _whole_k(q, "AWQ")
     return {

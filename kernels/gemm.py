@@ -1,4 +1,4 @@
-"""y = x w^T on a GPU: `plan` decides which kernel and how, `run` launches it, one custom op wraps both.
+"""y = x w^T on a GPU: `plan` decides which kernel and how, `run` launches it, a custom op wraps both.
 
     M rows of x        path
     1, 2               rows_kernel: all of K in one program
@@ -25,7 +25,8 @@ from torch.nn import functional
 
 from llmpq.kernels.dequantize import dequantize_triton
 from llmpq.kernels.formats import BLOCK_ROWS
-from llmpq.kernels.gemm_kernels import rows_kernel, tile_kernel
+from llmpq.kernels.gemm_rows import rows_kernel
+from llmpq.kernels.gemm_tile import tile_kernel
 from llmpq.kernels.qweight import QuantizedWeight
 
 TENSOR_CORE_CAPABILITY = (8, 0)

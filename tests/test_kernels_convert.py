@@ -65,7 +65,9 @@ def test_awq_words_as_published():
     q = _weight(32, 128, 4, False)
     tensors, codes = convert.to_awq(q), q.codes()
     assert tensors["qweight"].shape == (128, 4)
-    for k, word, (i, column) in itertools.product((0, 100), range(4), enumerate((0, 2, 4, 6, 1, 3, 5, 7))):
+    for k, word, (i, column) in itertools.product(
+        (0, 100), range(4), enumerate((0, 2, 4, 6, 1, 3, 5, 7))
+    ):
         assert tensors["qweight"][k, word] >> 4 * i & 15 == codes[8 * word + column, k]
 
 

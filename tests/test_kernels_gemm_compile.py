@@ -6,7 +6,8 @@ import pytest
 
 from llmpq.kernels.compile import ARCHITECTURES, SHARED_LIMIT, compile_kernel
 from llmpq.kernels.dequantize import fragment_dequantize_kernel, rows_dequantize_kernel
-from llmpq.kernels.gemm_kernels import rows_kernel, tile_kernel
+from llmpq.kernels.gemm_rows import rows_kernel
+from llmpq.kernels.gemm_tile import tile_kernel
 
 pytestmark = pytest.mark.compile
 
