@@ -167,5 +167,6 @@ def _precisions(
 
 
 def _show_progress(windows: int, value: float) -> None:
+    """Overwrite one line of a terminal; `\\x1b[K` clears what the line before left."""
     if sys.stderr.isatty():
-        sys.stderr.write(f"\r{windows} windows, perplexity so far {value:.4f} ")
+        sys.stderr.write(f"\r{windows} windows, perplexity so far {value:.4f}\x1b[K\r")

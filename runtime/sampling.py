@@ -21,6 +21,8 @@ __all__ = ["SamplingParams", "draw", "probabilities", "sample", "uniform"]
 _MASK = (1 << 64) - 1
 _ELEMENTS_AT_ONCE = 1 << 20
 """Logits sampled together: about ten float copies of them live at once, which no plan counts."""
+_LIKELY = 128
+"""Tokens looked at before all are sorted (8 x 4096: 0.2 ms against 1.6; 8 x 128,000: 1 / 75)."""
 
 
 def sample(logits_BV: Tensor, params: Sequence[SamplingParams], steps: Sequence[int]) -> Tensor:
@@ -43,22 +45,48 @@ def sample(logits_BV: Tensor, params: Sequence[SamplingParams], steps: Sequence[
 def probabilities(logits_BV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """Return the distributions [B, V] the rows are drawn from, in float32; greedy is one-hot."""
     device, vocab = logits_BV.device, logits_BV.shape[-1]
-    safe = [1.0 if p.greedy else p.temperature for p in params]
-    temperature_B = torch.tensor(safe, dtype=torch.float32).to(device)
-    ks = [1 if p.greedy else min(p.top_k or vocab, vocab) for p in params]
+    temperatures = [1.0 if p.greedy else p.temperature for p in params]
+    temperature_B = torch.tensor(temperatures, dtype=torch.float32).to(device)
     probs = torch.softmax(logits_BV.float() / temperature_B[:, None], dim=-1)
-    if max(ks) == min(ks) == vocab and all(p.top_p == 1.0 for p in params):
+    ks = [1 if p.greedy else min(p.top_k or vocab, vocab) for p in params]
+    cut = [row for row, p in enumerate(params) if ks[row] < vocab or p.top_p < 1.0]
+    if not cut:
         return probs
-    sorted_BV, order_BV = probs.sort(dim=-1, descending=True, stable=True)
-    rank_V = torch.arange(vocab, device=device)
-    keep = rank_V < torch.tensor(ks).to(device)[:, None]
-    sorted_BV = sorted_BV * keep
-    sorted_BV /= sorted_BV.sum(dim=-1, keepdim=True)
-    top_p_B = torch.tensor([p.top_p for p in params], dtype=torch.float32).to(device)
-    before_BV = sorted_BV.cumsum(dim=-1) - sorted_BV
-    sorted_BV = sorted_BV * ((before_BV < top_p_B[:, None]) | (top_p_B[:, None] >= 1.0))
-    sorted_BV /= sorted_BV.sum(dim=-1, keepdim=True)
-    return torch.zeros_like(probs).scatter_(1, order_BV, sorted_BV)
+    # Most rows are decided by their most likely tokens; the others need them all in order. Which
+    # a row takes is its own affair: its result must not depend on its batch-mates.
+    likely = probs[cut].topk(min(_LIKELY, vocab), dim=-1)
+    mass = likely.values.sum(dim=-1).tolist()
+    decided = [
+        ks[row] <= _LIKELY or (ks[row] == vocab and params[row].top_p <= mass[index])
+        for index, row in enumerate(cut)
+    ]
+    for enough in (True, False):
+        chosen = [index for index, yes in enumerate(decided) if yes == enough]
+        if not chosen:
+            continue
+        rows = [cut[index] for index in chosen]
+        if enough:
+            values, order = likely.values[chosen], likely.indices[chosen]
+        else:
+            values, order = probs[rows].sort(dim=-1, descending=True)
+        k_of = [None if ks[row] == vocab else ks[row] for row in rows]
+        kept = _truncate(values, k_of, [params[row].top_p for row in rows])
+        probs[rows] = torch.zeros_like(probs[rows]).scatter_(1, order, kept)
+    return probs
+
+
+def _truncate(sorted_BN: Tensor, ks: Sequence[int | None], top_ps: Sequence[float]) -> Tensor:
+    """Zero what top-k, then top-p cut off rows sorted from likely to unlikely; renormalise."""
+    device, length = sorted_BN.device, sorted_BN.shape[-1]
+    k_B1 = torch.tensor([length if k is None else k for k in ks]).to(device)[:, None]
+    top_p_B1 = torch.tensor(top_ps, dtype=torch.float32).to(device)[:, None]
+    kept = sorted_BN * (torch.arange(length, device=device) < k_B1)
+    # The share that top-p means: of the top k, or of all tokens, whose mass is 1.
+    whole_B1 = torch.tensor([k is None for k in ks]).to(device)[:, None]
+    mass_B1 = torch.where(whole_B1, 1.0, kept.sum(dim=-1, keepdim=True))
+    before = (kept.cumsum(dim=-1) - kept) / mass_B1
+    kept = kept * ((before < top_p_B1) | (top_p_B1 >= 1.0))
+    return kept / kept.sum(dim=-1, keepdim=True)
 
 
 def draw(probs_BV: Tensor, uniforms_B: Tensor) -> Tensor:

@@ -66,6 +66,26 @@ def test_a_row_does_not_depend_on_its_mates():
     assert together.tolist() == alone
 
 
+@pytest.mark.parametrize("flat", [0.02, 3.0])
+@pytest.mark.parametrize(
+    "top_k, top_p", [(None, 0.9), (50, 1.0), (50, 0.7), (300, 0.95), (300, 1.0), (None, 0.3)]
+)
+def test_large_vocabularies_are_cut_where_a_full_sort_cuts(flat, top_k, top_p):
+    """Rows decided by their likely tokens and rows that need them all, side by side."""
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(4, 1000, generator=generator) * torch.tensor([[flat], [3.0], [8.0], [1.0]])
+    params = [SamplingParams(temperature=1.0, top_k=top_k, top_p=top_p)] * 4
+    got = probabilities(logits, params)
+    for row in range(4):
+        probs, order = torch.softmax(logits[row].double(), dim=-1).sort(descending=True)
+        probs[top_k or 1000 :] = 0
+        probs /= probs.sum()
+        probs[(probs.cumsum(0) - probs) >= top_p] = 0
+        expected = torch.zeros(1000, dtype=torch.float64).scatter_(0, order, probs / probs.sum())
+        torch.testing.assert_close(got[row].double(), expected, rtol=1e-4, atol=1e-9)
+        assert torch.equal(got[row], probabilities(logits[row : row + 1], params[:1])[0])
+
+
 def test_numbers_are_uniform_and_differ_by_seed_step_and_stream():
     numbers = torch.tensor([uniform(seed, step) for seed in range(40) for step in range(100)])
     counts = torch.histc(numbers, bins=10, min=0, max=1)
