@@ -14,7 +14,7 @@ K = in_features.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -41,11 +41,19 @@ class Recipe:
     scheme: AtomScheme | WeightScheme
     method: Literal["rtn", "gptq"] = "gptq"
     damping: float = DAMPING
+    rotated: tuple[str, ...] = ()
+    """Linears whose input is rotated before it is rounded (AtomScheme.rotation)."""
 
     @property
     def reorders(self) -> bool:
         """Whether input channels are sorted by their sums of squares."""
         return isinstance(self.scheme, AtomScheme) and self.scheme.outliers > 0
+
+    def for_linear(self, name: str) -> Recipe:
+        """Return the recipe of one linear."""
+        if name not in self.rotated or not isinstance(self.scheme, AtomScheme):
+            return self
+        return replace(self, scheme=replace(self.scheme, rotation=True))
 
 
 def quantize_layer(view: LayerView, recipe: Recipe, *, dtype: torch.dtype) -> dict[str, Weight]:
@@ -65,7 +73,8 @@ def quantize_layer(view: LayerView, recipe: Recipe, *, dtype: torch.dtype) -> di
         if order is not None:
             weight_NK, h_KK = weight_NK[:, order], h_KK[order][:, order]
         index = None if name in FOLDED else order
-        quantized[f"{name}.weight"] = quantize_linear(weight_NK, h_KK, recipe, dtype, index)
+        chosen = recipe.for_linear(name)
+        quantized[f"{name}.weight"] = quantize_linear(weight_NK, h_KK, chosen, dtype, index)
     return quantized
 
 

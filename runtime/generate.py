@@ -17,7 +17,8 @@ from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import Precision, WeightScheme
 from llmpq.runtime.kv_cache import KVCache, PlainKVCache
-from llmpq.runtime.loader import CheckpointSource, TensorSource
+from llmpq.runtime.loader import TensorSource
+from llmpq.runtime.quantized_checkpoint import open_checkpoint
 from llmpq.runtime.sampling import SamplingParams, sample
 from llmpq.runtime.stage_model import StageModel
 from llmpq.runtime.step import Step
@@ -72,7 +73,7 @@ class LocalPipeline:
     def from_directory(cls, path: str | Path, **options: object) -> LocalPipeline:
         """Build from a local Hugging Face directory; options as in `build`."""
         spec = ModelSpec.from_directory(path)
-        return cls.build(spec, CheckpointSource(path, spec), **options)  # type: ignore[arg-type]
+        return cls.build(spec, open_checkpoint(path, spec), **options)  # type: ignore[arg-type]
 
     def caches(self, slots: int, max_len: int) -> list[KVCache]:
         """Return one empty 16-bit cache per stage."""

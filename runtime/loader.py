@@ -93,7 +93,7 @@ class CheckpointSource:
 
     def _stack(self, names: tuple[str, ...], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Read tensors into one of `shape`, stacked along the first dimension."""
-        pieces = [self._read(name) for name in names]
+        pieces = [self.read(name) for name in names]
         rows = sum(piece.shape[0] for piece in pieces)
         for name, piece in zip(names, pieces, strict=True):
             if rows != shape[0] or piece.shape[1:] != shape[1:]:
@@ -109,7 +109,8 @@ class CheckpointSource:
             start += piece.shape[0]
         return stacked
 
-    def _read(self, name: str) -> Tensor:
+    def read(self, name: str) -> Tensor:
+        """Return one tensor of the checkpoint by its own name."""
         if name not in self.file_of:
             raise ValueError(
                 f"'{self.directory}': tensor '{name}' is missing; the checkpoint has "

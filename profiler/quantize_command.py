@@ -1,0 +1,148 @@
+"""`llmpq-quantize MODEL OUT --scheme w4a4 --text FILE`: a quantised copy of a model directory.
+
+Schemes: w4a4 (Atom: 4-bit weights and activations, outlier channels in 8 bits), w8a8, and weights
+alone: w8a16, w4a16, w3a16. One for all layers, one per layer with commas, or a plan's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from llmpq.errors import ExitCode, LlmpqError
+from llmpq.model_spec import ModelSpec
+from llmpq.plan import Plan
+from llmpq.precision import Precision
+from llmpq.units import format_size
+
+log = logging.getLogger("llmpq.quantize")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code."""
+    args = _parser().parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    try:
+        return _quantize(args)
+    except (ValueError, LlmpqError) as error:
+        code = error.exit_code if isinstance(error, LlmpqError) else ExitCode.USAGE
+        sys.stderr.write(f"llmpq-quantize: {error}\n")
+        return int(code)
+    except KeyboardInterrupt:
+        sys.stderr.write("llmpq-quantize: stopped; run the same command again to continue\n")
+        return int(ExitCode.INTERRUPTED)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="llmpq-quantize",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", type=Path, help="Hugging Face model directory")
+    parser.add_argument("output", type=Path, help="directory to write; a stopped run continues")
+    parser.add_argument("--scheme", help="w4a4, w8a8, w8a16, w4a16, w3a16; or one per layer")
+    parser.add_argument("--strat_file_name", type=Path, help="take the precisions of this plan")
+    parser.add_argument("--text", type=Path, required=True, nargs="+", help="calibration text")
+    parser.add_argument("--method", choices=("gptq", "rtn"), default="gptq")
+    parser.add_argument(
+        "--variant",
+        choices=("improved", "paper"),
+        default="improved",
+        help="w4a4: Atom's recipe to the letter, or with searched clips, signed scales and a "
+        "rotation before `down` (default)",
+    )
+    parser.add_argument("--group-size", default="128", help="128, 64, 32 or channel (default 128)")
+    parser.add_argument("--outliers", type=int, help="w4a4: channels in 8 bits (hidden/32, <=128)")
+    parser.add_argument(
+        "--asymmetric",
+        action="store_true",
+        help="zero points in w3/w4/w8a16 layers: less error, but Transformers cannot load them "
+        "(compressed-tensors 0.20 expects them unpacked)",
+    )
+    parser.add_argument("--windows", type=int, default=128, help="calibration windows (128)")
+    parser.add_argument("--window", type=int, default=2048, help="tokens of a window (2048)")
+    parser.add_argument("--seed", type=int, default=0, help="where the windows are taken (0)")
+    parser.add_argument("--device", default="cpu", help="torch device (cpu)")
+    return parser
+
+
+def _quantize(args: argparse.Namespace) -> int:
+    import torch
+
+    from llmpq.profiler.calibrate import random_windows
+    from llmpq.profiler.quantize_model import Job, quantize_model, spread
+    from llmpq.profiler.quantize_progress import QuantizeProgress
+    from llmpq.profiler.recipes import Settings
+    from llmpq.runtime.loader import CheckpointSource
+
+    spec = ModelSpec.from_directory(args.model)
+    job = Job(
+        spec=spec,
+        precisions=spread(_precisions(args, spec), spec.num_layers),
+        settings=Settings(
+            method=args.method,
+            variant=args.variant,
+            group_size=_group_size(args.group_size),
+            symmetric=not args.asymmetric,
+            outliers=args.outliers,
+        ),
+        windows_WT=random_windows(
+            _tokens(args),
+            count=args.windows,
+            length=min(args.window, spec.max_positions),
+            seed=args.seed,
+        ),
+    )
+    device = torch.device(args.device)
+    started = time.perf_counter()
+    with torch.inference_mode(), QuantizeProgress(spec.num_layers) as progress:
+        quantize_model(
+            job,
+            CheckpointSource(args.model, spec),
+            args.output,
+            device=device,
+            dtype=torch.float32 if device.type == "cpu" else torch.bfloat16,
+            on_layer=progress.update,
+        )
+    size = sum(path.stat().st_size for path in args.output.glob("*.safetensors"))
+    log.info("wrote %s: %s, %.0f s", args.output, format_size(size), time.perf_counter() - started)
+    return int(ExitCode.DONE)
+
+
+def _precisions(args: argparse.Namespace, spec: ModelSpec) -> tuple[Precision, ...]:
+    if (args.scheme is None) == (args.strat_file_name is None):
+        raise ValueError("give either --scheme (say, w4a4) or --strat_file_name plan.json")
+    if args.strat_file_name is not None:
+        plan = Plan.load(args.strat_file_name)
+        plan.require_model(spec)
+        return plan.precisions
+    return tuple(Precision.parse(name) for name in args.scheme.split(","))
+
+
+def _group_size(text: str) -> int | None:
+    if text == "channel":
+        return None
+    if text not in ("32", "64", "128"):
+        raise ValueError(f"--group-size '{text}': expected 128, 64, 32 or channel")
+    return int(text)
+
+
+def _tokens(args: argparse.Namespace) -> list[int]:
+    from llmpq.runtime.tokenizer import Tokenizer
+
+    texts = []
+    for path in args.text:
+        try:
+            texts.append(path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"--text '{path}' cannot be read as UTF-8 text: {error}") from None
+    return Tokenizer(args.model).encode("\n\n".join(texts), special=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,142 @@
+"""A model directory in, a quantised one out: layer by layer, resumable, each layer written at once.
+
+`quantize.json` in the output says what made it; a second run with the same settings goes on where
+the first one stopped, one with other settings is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmpq.kernels.atom_scheme import AtomScheme
+from llmpq.model_spec import ModelSpec
+from llmpq.precision import Precision
+from llmpq.profiler.atom import layer_bytes, quantize_layer
+from llmpq.profiler.calibrate import CalibrationRun
+from llmpq.profiler.recipes import Settings, recipe
+from llmpq.runtime.layers import Weight
+from llmpq.runtime.loader import CheckpointSource
+from llmpq.runtime.quantized_checkpoint import QuantizedCheckpoint
+from llmpq.runtime.quantized_writer import CheckpointWriter, compressed_config, layer_file
+from llmpq.runtime.stage_model import DTYPES
+
+STATE_FILE = "quantize.json"
+
+OnLayer = Callable[[int, int, bool], None]
+"""Hears of every finished layer: index, bytes, whether it was there already."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What to quantise and how."""
+
+    spec: ModelSpec
+    precisions: tuple[Precision, ...]
+    settings: Settings
+    windows_WT: Tensor
+    """Calibration tokens."""
+
+    def description(self) -> dict[str, Any]:
+        """Return what decides the result, as JSON values."""
+        tokens = self.windows_WT.to(torch.int64).cpu().numpy().tobytes()
+        return {
+            "schema": 1,
+            "model": self.spec.name,
+            "fingerprint": self.spec.fingerprint(),
+            "precisions": [precision.value for precision in self.precisions],
+            "settings": asdict(self.settings),
+            "windows": list(self.windows_WT.shape),
+            "calibration_sha256": hashlib.sha256(tokens).hexdigest(),
+        }
+
+
+def quantize_model(
+    job: Job,
+    source: CheckpointSource,
+    target: Path,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    on_layer: OnLayer = lambda index, size, resumed: None,
+) -> None:
+    """Write the quantised model to `target`."""
+    _claim(target, job.description())
+    stored = DTYPES[job.spec.dtype]
+    writer = CheckpointWriter(target, job.spec, source)
+    writer.begin()
+    run = CalibrationRun(job.spec, source, job.windows_WT, dtype=dtype, device=device)
+    for index, precision in enumerate(job.precisions):
+        resumed = (target / layer_file(index)).exists()
+        parts: dict[str, Weight]
+        if resumed:
+            described = quantization_config(job)
+            parts = QuantizedCheckpoint(target, job.spec, described).layer(index, dtype)
+        else:
+            chosen = recipe(precision, job.spec, job.settings)
+            view = run.view(index)
+            parts = dict(view.tensors)
+            if chosen is not None:
+                parts = quantize_layer(view, chosen, dtype=stored)
+            writer.write_layer(index, parts, stored)
+        run.advance(parts)
+        on_layer(index, layer_bytes(parts), resumed)
+    writer.finish(quantization_config(job))
+
+
+def quantization_config(job: Job) -> dict[str, Any]:
+    """Return config.json's `quantization_config`: compressed-tensors' where it can say it all."""
+    settings = job.settings
+    if Precision.W4A4 in job.precisions:
+        chosen = recipe(Precision.W4A4, job.spec, settings)
+        assert chosen is not None and isinstance(chosen.scheme, AtomScheme)
+        return {
+            "quant_method": "llmpq",
+            "precisions": [precision.value for precision in job.precisions],
+            "group_size": settings.group_size,
+            "symmetric": settings.symmetric,
+            "outliers": chosen.scheme.outliers,
+        }
+    return compressed_config(
+        job.spec,
+        job.precisions,
+        group_size=settings.group_size,
+        symmetric=settings.symmetric,
+    )
+
+
+def spread(precisions: Sequence[Precision], num_layers: int) -> tuple[Precision, ...]:
+    """Return one precision per layer; a single one means all layers."""
+    if len(precisions) == 1:
+        return tuple(precisions) * num_layers
+    if len(precisions) != num_layers:
+        raise ValueError(
+            f"--scheme names {len(precisions)} layers, the model has {num_layers}; give one for "
+            "all, or one per layer"
+        )
+    return tuple(precisions)
+
+
+def _claim(target: Path, description: dict[str, Any]) -> None:
+    """Make the output directory, or check that it holds the same run unfinished."""
+    target.mkdir(parents=True, exist_ok=True)
+    state = target / STATE_FILE
+    if state.exists():
+        found = json.loads(state.read_text())
+        differing = sorted(k for k in description if found.get(k) != description[k])
+        if differing:
+            raise ValueError(
+                f"'{target}' holds a quantisation with another {', '.join(differing)}; give a new "
+                "directory, or the same arguments to continue it"
+            )
+        return
+    if any(target.iterdir()):
+        raise ValueError(f"'{target}' is not empty and has no {STATE_FILE}; give a new directory")
+    state.write_text(json.dumps(description, indent=1) + "\n")

@@ -1,0 +1,77 @@
+"""The recipe of each precision: what `llmpq-quantize --scheme` means for a layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from llmpq.kernels.atom_scheme import AtomScheme
+from llmpq.model_spec import ModelSpec
+from llmpq.precision import Precision, WeightScheme
+from llmpq.profiler.atom import Recipe
+from llmpq.profiler.gptq import DAMPING
+
+PAPER_OUTLIER_SHARE = 32
+"""128 outlier channels of 4096: one in 32."""
+
+MAX_OUTLIERS = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What a user may choose beside the precision."""
+
+    method: Literal["gptq", "rtn"] = "gptq"
+    variant: Literal["improved", "paper"] = "improved"
+    """w4a4: `paper` is Atom's recipe to the letter; `improved` searches each weight group's clip,
+    gives scales a sign and rotates the input of `down` (kernels/atom_scheme.py)."""
+    group_size: int | None = 128
+    symmetric: bool = True
+    """Weight-only layers without zero points, as Transformers can load them."""
+    outliers: int | None = None
+    """w4a4: channels kept in 8 bits; None means hidden / 32, at most 128."""
+    damping: float = DAMPING
+
+
+def recipe(precision: Precision, spec: ModelSpec, settings: Settings) -> Recipe | None:
+    """Return the recipe of a layer, None where it stays unquantised."""
+    if precision is Precision.W16A16:
+        return None
+    if precision is Precision.W4A4:
+        return _atom(spec, settings)
+    scheme: AtomScheme | WeightScheme
+    if precision is Precision.W8A8:
+        scheme = AtomScheme(
+            weight_bits=8, activation_bits=8, group_size=None, weight_clip=1.0, activation_clip=1.0
+        )
+    else:
+        scheme = WeightScheme(
+            bits=precision.weight_bits,
+            group_size=settings.group_size,
+            symmetric=settings.symmetric,
+        )
+    return Recipe(scheme=scheme, method=settings.method, damping=settings.damping)
+
+
+def num_outliers(spec: ModelSpec, settings: Settings) -> int:
+    """Return how many channels a w4a4 linear keeps in 8 bits."""
+    if settings.outliers is not None:
+        return settings.outliers
+    return min(MAX_OUTLIERS, spec.hidden // PAPER_OUTLIER_SHARE)
+
+
+def _atom(spec: ModelSpec, settings: Settings) -> Recipe:
+    improved = settings.variant == "improved"
+    scheme = AtomScheme(
+        group_size=settings.group_size,
+        outliers=num_outliers(spec, settings),
+        weight_clip=None if improved else 0.85,
+        activation_clip=1.0 if improved else 0.9,
+        signed_scale=improved,
+    )
+    return Recipe(
+        scheme=scheme,
+        method=settings.method,
+        damping=settings.damping,
+        rotated=("down",) if improved else (),
+    )
