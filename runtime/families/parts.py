@@ -14,6 +14,7 @@ from llmpq.kernels.cpu_dense import pack_dense
 from llmpq.kernels.quantize import quantize_weight
 from llmpq.precision import WeightScheme
 from llmpq.runtime.layers import Linear, Norm, Weight
+from llmpq.runtime.planned_weight import as_planned
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +50,7 @@ class Parts:
         bias = self.optional(f"{name}.bias")
         weight = self.tensors[f"{name}.weight"]
         if not isinstance(weight, Tensor):
-            return Linear(weight.to(self.device), bias)
+            return Linear(as_planned(weight, self.scheme, name).to(self.device), bias)
         if self.scheme is None:
             dense = self.tensor(f"{name}.weight")
             return Linear(dense if f"{name}.weight" in self.shared else pack_dense(dense), bias)

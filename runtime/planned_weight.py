@@ -1,0 +1,31 @@
+"""A weight that a checkpoint stores quantised, run at the precision that the plan asks for."""
+
+from __future__ import annotations
+
+from llmpq.kernels.atom_formats import AtomWeight
+from llmpq.kernels.qweight import QuantizedWeight
+from llmpq.precision import WeightScheme
+
+
+def as_planned(
+    weight: QuantizedWeight | AtomWeight, scheme: WeightScheme | None, name: str
+) -> QuantizedWeight | AtomWeight:
+    """Return the weight with the plan's activation bits; no scheme means as it is stored.
+
+    Weight bits cannot change. A weight-only plan (w4a16) may run Atom's weights, with activations
+    left alone: the target of a w4a4 draft.
+    """
+    if scheme is None:
+        return weight
+    atom = isinstance(weight, AtomWeight)
+    stored = weight.scheme.weight_bits if isinstance(weight, AtomWeight) else weight.bits
+    if stored != scheme.bits or (scheme.activation_bits < 16 and not atom):
+        kind = "that meet rounded activations" if atom else "for 16-bit activations"
+        raise ValueError(
+            f"{name}: the checkpoint stores {stored}-bit weights {kind}, the plan asks for "
+            f"w{scheme.bits}a{scheme.activation_bits}; plan with the checkpoint's precision, or "
+            "run the unquantised model"
+        )
+    if isinstance(weight, AtomWeight):
+        return weight.with_activations(scheme.activation_bits)
+    return weight
