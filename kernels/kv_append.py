@@ -2,8 +2,8 @@
 
     append_step    q_len <= HOLDBACK: one program a request and head; the block to pack (at most one)
                    is in the ring already, so writing and packing touch different tokens
-    pack_blocks    longer steps and prompts: one program a block and head, read from the new tokens
-                   (or the ring, where a chunk continues an older block)
+    pack_blocks    longer steps and prompts: three programs a block and head (keys, two tiles of
+                   values), read from the new tokens (or the ring, where a chunk continues a block)
     write_ring     ... after it, the newest RING tokens
 
 Bytes per packed block and head: 4 * 128 * D read, D * bits * 32 + scales written; a decode step
@@ -26,7 +26,7 @@ RING = tl.constexpr(RING_TOKENS)
 
 @triton.jit
 def _rows(new, ring, pos, start, stride_t, D: tl.constexpr, READ_NEW: tl.constexpr):
-    """Load positions as [len(pos), D] fp32: from the ring below `start`, from the step above."""
+    """Load positions as [len(pos), D]: from the ring below `start`, from the step above."""
     d = tl.arange(0, D)[None, :]
     old = (pos < start)[:, None]
     x = tl.load(ring + (pos % RING)[:, None] * D + d, mask=old, other=0.0)
@@ -35,7 +35,7 @@ def _rows(new, ring, pos, start, stride_t, D: tl.constexpr, READ_NEW: tl.constex
             new + (pos - start)[:, None] * stride_t + d, mask=(pos >= start)[:, None], other=0.0
         )
         x = tl.where(old, x, y)
-    return x.to(tl.float32)
+    return x
 
 
 @triton.jit
@@ -101,55 +101,63 @@ def _pack_values(codes, ptr, D: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
-def _pack_block(
-    k_new, v_new, k_ring, v_ring, k_words, k_params, v_words, v_params, at, block, start, stride_t,
+def _pack_key_block(
+    new, ring, words, params, at, block, start, stride_t,
     D: tl.constexpr, BITS: tl.constexpr, KEY_GROUP: tl.constexpr, READ_NEW: tl.constexpr,
 ):  # fmt: skip
-    """Quantise and pack one block of one head into page-and-head `at`."""
+    """Quantise and pack the keys of one block of one head into page-and-head `at`."""
     d = tl.arange(0, D)
     token = tl.arange(0, 64)
     WORDS: tl.constexpr = 2 * D * BITS  # of a tile
+    N: tl.constexpr = 1 if KEY_GROUP == 0 else max(1, 64 // KEY_GROUP)  # groups of a tile
+    octet = d % (D // 4) // 2
     first = block * BLOCK
-    channel_octet = d % (D // 4) // 2
-    token_octet = token // 16 * 2 + token % 2
+    k0 = _rows(new, ring, first + token, start, stride_t, D, READ_NEW)
+    k1 = _rows(new, ring, first + 64 + token, start, stride_t, D, READ_NEW)
     if KEY_GROUP == 128:
-        low = tl.full([D], float("inf"), tl.float32)
-        high = tl.full([D], float("-inf"), tl.float32)
-        for tile in range(2):
-            k = _rows(k_new, k_ring, first + tile * 64 + token, start, stride_t, D, READ_NEW)
-            low = tl.minimum(low, tl.min(k, 0))
-            high = tl.maximum(high, tl.max(k, 0))
+        low = tl.minimum(tl.min(k0.to(tl.float32), 0), tl.min(k1.to(tl.float32), 0))
+        high = tl.maximum(tl.max(k0.to(tl.float32), 0), tl.max(k1.to(tl.float32), 0))
         scale, zero, inverse = _grid(low, high, BITS)
-        tl.store(k_params + at * (2 * D) + d, _gained(scale, channel_octet, BITS))
-        tl.store(k_params + at * (2 * D) + D + d, zero)
-    for tile in range(2):
-        pos = first + tile * 64 + token
-        params = at * (2 * BLOCK) + tile * 64 + _thread_order(token)
-        k = _rows(k_new, k_ring, pos, start, stride_t, D, READ_NEW)
+        tl.store(params + at * (2 * D) + d, _gained(scale, octet, BITS))
+        tl.store(params + at * (2 * D) + D + d, zero)
+    for tile in tl.static_range(2):
+        k = (k0 if tile == 0 else k1).to(tl.float32)
         if KEY_GROUP == 128:
             codes = _codes(k, zero[None, :], inverse[None, :], BITS)
         elif KEY_GROUP == 0:
             k_scale, k_zero, k_inverse = _grid(tl.min(k, 1), tl.max(k, 1), BITS)
             codes = _codes(k, k_zero[:, None], k_inverse[:, None], BITS)
-            tl.store(k_params + params, k_scale)
-            tl.store(k_params + params + BLOCK, k_zero)
+            to = params + at * (2 * BLOCK) + tile * 64 + _thread_order(token)
+            tl.store(to, k_scale)
+            tl.store(to + BLOCK, k_zero)
         else:
-            N: tl.constexpr = 64 // KEY_GROUP
             groups = tl.reshape(k, (N, KEY_GROUP, D))
             g_scale, g_zero, g_inverse = _grid(tl.min(groups, 1), tl.max(groups, 1), BITS)
             codes = _codes(groups, g_zero[:, None, :], g_inverse[:, None, :], BITS)
             codes = tl.reshape(codes, (64, D))
-            group_at = (at * (2 * N) + tile * N + tl.arange(0, N)) * (2 * D)
-            g_scale = _gained(g_scale, channel_octet[None, :], BITS)
-            tl.store(k_params + group_at[:, None] + d[None, :], g_scale)
-            tl.store(k_params + group_at[:, None] + D + d[None, :], g_zero)
-        _pack_keys(codes, k_words + (at * 2 + tile) * WORDS, D, BITS)
-        v = _rows(v_new, v_ring, pos, start, stride_t, D, READ_NEW)
-        v_scale, v_zero, v_inverse = _grid(tl.min(v, 1), tl.max(v, 1), BITS)
-        tl.store(v_params + params, _gained(v_scale, token_octet, BITS))
-        tl.store(v_params + params + BLOCK, v_zero)
-        codes = _codes(v, v_zero[:, None], v_inverse[:, None], BITS)
-        _pack_values(codes, v_words + (at * 2 + tile) * WORDS, D, BITS)
+            to = (
+                params + (at * (2 * N) + tile * N + tl.arange(0, N))[:, None] * (2 * D) + d[None, :]
+            )
+            tl.store(to, _gained(g_scale, octet[None, :], BITS))
+            tl.store(to + D, g_zero)
+        _pack_keys(codes, words + (at * 2 + tile) * WORDS, D, BITS)
+
+
+@triton.jit
+def _pack_value_tile(
+    new, ring, words, params, at, block, tile, start, stride_t,
+    D: tl.constexpr, BITS: tl.constexpr, READ_NEW: tl.constexpr,
+):  # fmt: skip
+    """Quantise and pack the values of one tile of one head into page-and-head `at`."""
+    token = tl.arange(0, 64)
+    pos = block * BLOCK + tile * 64 + token
+    v = _rows(new, ring, pos, start, stride_t, D, READ_NEW).to(tl.float32)
+    scale, zero, inverse = _grid(tl.min(v, 1), tl.max(v, 1), BITS)
+    to = params + at * (2 * BLOCK) + tile * 64 + _thread_order(token)
+    tl.store(to, _gained(scale, token // 16 * 2 + token % 2, BITS))
+    tl.store(to + BLOCK, zero)
+    codes = _codes(v, zero[:, None], inverse[:, None], BITS)
+    _pack_values(codes, words + (at * 2 + tile) * (2 * D * BITS), D, BITS)
 
 
 @triton.jit
@@ -186,10 +194,16 @@ def append_step(
     done = (start + count - 1 - HOLDBACK) // BLOCK
     if (count > 0) & (done > 0) & (done * BLOCK + HOLDBACK >= start):
         at = _page(table, slot, done - 1, table_width, PAGED) * G + head
-        _pack_block(
-            k_new, v_new, k_ring + ring_at, v_ring + ring_at, k_words, k_params, v_words, v_params,
-            at, done - 1, start, stride_t, D, BITS, KEY_GROUP, False,
+        block = done - 1
+        _pack_key_block(
+            k_new, k_ring + ring_at, k_words, k_params, at, block, start, stride_t, D, BITS,
+            KEY_GROUP, False,
         )  # fmt: skip
+        for tile in range(2):
+            _pack_value_tile(
+                v_new, v_ring + ring_at, v_words, v_params, at, block, tile, start, stride_t, D, BITS,
+                False,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -198,22 +212,29 @@ def pack_blocks(
     table_width, stride_b, stride_t, stride_g,
     G: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, KEY_GROUP: tl.constexpr, PAGED: tl.constexpr,
 ):  # fmt: skip
-    """Pack one block of one request and head, if this step completes it."""
+    """Pack the keys or a tile of values of a block of one request and head, if completed."""
     head = tl.program_id(1)
     b = tl.program_id(2)
     start = tl.load(starts + b)
     end = start + tl.load(counts + b)
     slot = tl.load(slots + b).to(tl.int64)
     first = tl.maximum(start - HOLDBACK + BLOCK - 1, BLOCK) // BLOCK - 1
-    block = first + tl.program_id(0)
+    block = first + tl.program_id(0) // 3
+    part = tl.program_id(0) % 3
     if (block + 1) * BLOCK + HOLDBACK < end:
         at = _page(table, slot, block, table_width, PAGED) * G + head
         ring_at = (slot * G + head) * (RING * D)
         new_at = b.to(tl.int64) * stride_b + head * stride_g
-        _pack_block(
-            k_new + new_at, v_new + new_at, k_ring + ring_at, v_ring + ring_at, k_words, k_params,
-            v_words, v_params, at, block, start, stride_t, D, BITS, KEY_GROUP, True,
-        )  # fmt: skip
+        if part == 0:
+            _pack_key_block(
+                k_new + new_at, k_ring + ring_at, k_words, k_params, at, block, start, stride_t, D,
+                BITS, KEY_GROUP, True,
+            )  # fmt: skip
+        else:
+            _pack_value_tile(
+                v_new + new_at, v_ring + ring_at, v_words, v_params, at, block, part - 1, start,
+                stride_t, D, BITS, True,
+            )  # fmt: skip
 
 
 @triton.jit

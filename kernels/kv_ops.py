@@ -208,12 +208,12 @@ def kv_append(
     packing = {**fmt, "BITS": bits, "KEY_GROUP": key_group, "PAGED": paged}
     if length <= MAX_Q_LEN:
         append_step[(kv_heads, batch)](
-            k, v, k_ring, v_ring, *where, *strides, S=length, **packing, num_warps=4
+            k, v, k_ring, v_ring, *where, *strides, S=length, **packing, num_warps=8
         )
         return
     blocks = -(-length // BLOCK_TOKENS) + 1
-    pack_blocks[(blocks, kv_heads, batch)](
-        k, v, k_ring, v_ring, *where, *strides, **packing, num_warps=4
+    pack_blocks[(3 * blocks, kv_heads, batch)](
+        k, v, k_ring, v_ring, *where, *strides, **packing, num_warps=8
     )
     write_ring[(RING_TOKENS // 32, kv_heads, batch)](
         k, v, k_ring, v_ring, slots, starts, counts, *strides, **fmt, TOKENS=32, num_warps=4

@@ -1,0 +1,91 @@
+"""The KV kernels compile for every listed architecture, and the packed loop stays what it should be."""
+
+import re
+
+import pytest
+from llmpq.kernels import kv_append, kv_attend
+from llmpq.kernels.kv_ops import LOOP_SHAPE, WORD_K_WIDTH
+
+pytest.importorskip("triton")
+from llmpq.kernels.compile import ARCHITECTURES, SHARED_LIMIT, compile_kernel  # noqa: E402
+
+pytestmark = pytest.mark.compile
+POINTERS = {
+    "k_words": "*i32", "k_params": "*fp16", "v_words": "*i32", "v_params": "*fp16", "table": "*i32",
+    "slots": "*i32", "starts": "*i32", "counts": "*i32", "slopes": "*fp32", "part_out": "*fp32",
+    "part_lse": "*fp32",
+}  # fmt: skip
+SCALARS = {"score_scale": "fp32", "chunk": "i32", "table_width": "i32", "num_parts": "i32"}
+STRIDES = {"stride_b": "i32", "stride_t": "i32", "stride_g": "i32"}
+
+
+def build(kernel, arch, constants, dtype="fp16", **options):
+    typed = dict.fromkeys(("q_ptr", "out_ptr", "k_ring", "v_ring", "k_new", "v_new"), f"*{dtype}")
+    arguments = {**typed, **POINTERS, **SCALARS, **STRIDES}
+    arguments = {n: t for n, t in arguments.items() if n in kernel.arg_names}
+    constants = {n: v for n, v in constants.items() if n in kernel.arg_names}
+    aligned = tuple(n for n, t in arguments.items() if t.startswith("*") or n in STRIDES)
+    made = compile_kernel(kernel, arch, arguments, constants, aligned=aligned, options=options)
+    assert made.shared_bytes <= SHARED_LIMIT[arch]
+    return made
+
+
+def attend(arch, bits=4, dtype="fp16", **changes):
+    tiles, stages = LOOP_SHAPE[bits]
+    constants = {
+        "H": 32, "G": 8, "Q": 1, "D": 128, "BITS": bits, "KEY_GROUP": 128, "R": 8, "PAGED": False,
+        "ALIBI": False, "RING_PARTS": 1, "TILES": tiles, "STAGES": stages, "KW": WORD_K_WIDTH,
+        "KW0": 2, "PDL": arch >= 90, "EMULATE": False,
+    }  # fmt: skip
+    return build(kv_attend.attend_split, arch, {**constants, **changes}, dtype, num_warps=1)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_attention_compiles_everywhere(arch):
+    assert attend(arch).cubin
+    combine = {
+        "H": 32,
+        "G": 8,
+        "Q": 1,
+        "D": 128,
+        "R": 8,
+        "RING_PARTS": 1,
+        "D_STEP": 32,
+        "X_STEP": 64,
+    }
+    assert build(kv_attend.combine_parts, arch, {**combine, "PDL": arch >= 90}, num_warps=4).cubin
+
+
+@pytest.mark.parametrize(
+    ("bits", "changes"),
+    [
+        (8, {}),
+        (2, {}),
+        (4, {"KEY_GROUP": 32, "D": 64}),
+        (4, {"KEY_GROUP": 0, "PAGED": True, "dtype": "bf16"}),
+        (4, {"Q": 4, "R": 16, "ALIBI": True}),
+    ],
+)
+def test_variants_compile(bits, changes):
+    assert attend(90, bits, **changes).cubin
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_packing_compiles_everywhere(arch):
+    shape = {"G": 8, "D": 128, "BITS": 4, "KEY_GROUP": 128, "PAGED": False, "S": 1, "TOKENS": 32}
+    for kernel in (kv_append.append_step, kv_append.pack_blocks, kv_append.write_ring):
+        assert build(kernel, arch, shape, num_warps=4).cubin
+
+
+@pytest.mark.parametrize("bits", [8, 4, 2])
+def test_words_reach_the_operands_without_a_shuffle(bits):
+    """A wrong WORD_K_WIDTH or load shape would send every word through shuffles (planted below)."""
+
+    def shuffles(made):
+        return len(re.findall(r"shfl\.sync\.(idx|bfly)", made.ptx))
+
+    good = attend(90, bits)
+    assert "movmatrix" in good.ptx
+    assert shuffles(good) <= 100
+    bad = attend(90, bits, KW=6 - WORD_K_WIDTH)
+    assert shuffles(bad) > shuffles(good) + 10 or bad.shared_bytes > good.shared_bytes
