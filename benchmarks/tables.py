@@ -162,7 +162,8 @@ TABLES: dict[str, Pivot] = {
         index=("cluster", "plan"),
         value_title="measured s, predicted, the paper's formula",
         show=lambda row: (
-            f"{row['value']:.1f}, {row['predicted']:.1f} ({row['predicted'] / row['value'] - 1:+.1%}), "
+            f"{row['value']:.1f}, {row['predicted']:.1f} "
+            f"({row['predicted'] / row['value'] - 1:+.1%}), "
             f"{row['baselines']['paper_formula']:.1f} "
             f"({row['baselines']['paper_formula'] / row['value'] - 1:+.1%})"
         ),

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from llmpq.planner.brute_force import assignments, brute_force
+from llmpq.planner.exact import columns as columns_table
 from llmpq.planner.exact import search as exact_search
-from llmpq.planner.exact.columns import make_columns
+from llmpq.planner.exact.columns import TooManyColumns, make_columns
 from llmpq.planner.exact.search import solve_exact
 from llmpq.planner.fits import fits
 from llmpq.planner.ilp import solve_ilp
@@ -183,6 +184,24 @@ def test_splitting_parts_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
         got = math.inf if found is None else found.value
         assert got == pytest.approx(best, rel=1e-8), f"seed {seed}"
     assert splits > 10
+
+
+def test_leaving_out_long_stages_keeps_a_valid_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    limited = 0
+    for seed in range(40):
+        p = _problem(seed, layers=(8, 9), kinds=(1, 2), devices=(1, 2), precisions=2, batch=2)
+        monkeypatch.setattr(columns_table, "MAX_ENTRIES", 10**7)
+        whole = _exact(p)
+        monkeypatch.setattr(columns_table, "MAX_ENTRIES", 100)
+        try:
+            part = solve_exact(p, gap=1e-9)
+        except (Infeasible, TooManyColumns):
+            assert whole is None or p.num_layers >= 8
+            continue
+        assert whole is not None and part.bound is not None
+        assert part.bound <= whole.value * (1 + 1e-7) and part.value >= whole.value * (1 - 1e-7)
+        limited += bool(part.note)
+    assert limited > 0
 
 
 def test_no_time_still_gives_a_plan_and_its_bound() -> None:

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from llmpq.planner.problem import Floats
 
-MAX_ENTRIES = 30_000_000
-"""Largest table of W (240 MB); beyond it the search groups layers."""
+MAX_ENTRIES = 8_000_000
+"""Largest table of W (64 MB); beyond it long stages are left out (planner/exact/large.py)."""
 
 
 @dataclass(frozen=True, kw_only=True)

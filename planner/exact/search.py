@@ -6,9 +6,8 @@
    that the first window with a plan in it ends the pair.
 4. Stop when the smallest bound reaches the best plan: the plan is proven optimal.
 
-Clusters with too many classes of devices for all orders, or models with too many ways to fill a
-stage, are searched in part (a class's devices in a row, layers in groups); the bound is then the
-relaxation's, which holds for every plan.
+Clusters with too many classes of devices for all orders, and models with too many ways to fill a
+stage, are searched in part (planner/exact/large.py).
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ from __future__ import annotations
 import contextlib
 import heapq
 import itertools
+import logging
 import math
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from llmpq.planner.exact.columns import Columns, TooManyColumns, make_columns
-from llmpq.planner.exact.completion import MAX_STATES, ChainSpace, Completion, Space, num_states
+from llmpq.planner.exact.completion import MAX_STATES, Completion, Space, num_states
 from llmpq.planner.exact.form import EVERYWHERE, Box, Form, make_form
 from llmpq.planner.exact.labels import GaveUp, LabelSearch, Limits
 from llmpq.planner.exact.relaxation import ClassRelaxation, Prices
@@ -96,6 +95,21 @@ class Search:
             max(int(x.capacity.max()) for x in numbers),
             only_whole=self.p.max_stages == 1,
             longest=longest,
+        )
+
+    def outcome(self, bound: float, start: float, note: str) -> Outcome:
+        """Return the best plan with a bound."""
+        if self.best is None:
+            raise Infeasible(no_plan_fits(self.p))
+        proven = self.value - bound <= OPTIMAL_GAP * abs(self.value)
+        return Outcome(
+            method="exact",
+            status="optimal" if proven else "feasible",
+            assignment=self.best,
+            value=self.value,
+            bound=min(bound, self.value),
+            seconds=time.perf_counter() - start,
+            note=note,
         )
 
     def offer(self, a: Assignment) -> None:
@@ -263,122 +277,21 @@ class Search:
 
 def solve_exact(p: Problem, *, time_limit_s: float = 60.0, gap: float = 1e-6) -> Outcome:
     """Return the best plan over all orders and pairs, with its proof."""
+    from llmpq.planner.exact.large import solve_chains, solve_short_stages
+
     start = time.perf_counter()
+    deadline = start + time_limit_s
     if not p.numbers(*p.pairs[0]).uniform:
         return solve_ilp(p, time_limit_s=time_limit_s, gap=gap)
-    deadline = start + time_limit_s
     if num_states(p) > MAX_STATES:
-        return _solve_part(p, start, deadline, gap)
+        return solve_chains(p, start, deadline, gap)
     try:
         search = Search(p, Space(p), deadline, gap)
     except TooManyColumns:
-        return _solve_part(p, start, deadline, gap)
+        return solve_short_stages(p, start, deadline, gap)
     bound = search.run()
-    return _outcome(p, search, bound, start, gap, f"{search.labels} labels")
-
-
-def _outcome(
-    p: Problem, search: Search, bound: float, start: float, gap: float, note: str
-) -> Outcome:
-    if search.best is None:
-        raise Infeasible(no_plan_fits(p))
-    proven = search.value - bound <= OPTIMAL_GAP * abs(search.value)
-    return Outcome(
-        method="exact",
-        status="optimal" if proven else "feasible",
-        assignment=search.best,
-        value=search.value,
-        bound=bound,
-        seconds=time.perf_counter() - start,
-        note=note,
-    )
-
-
-def _solve_part(p: Problem, start: float, deadline: float, gap: float) -> Outcome:
-    """Search chains of classes with short stages; bound by the relaxation over all plans."""
-    full = num_states(p) <= MAX_STATES
-    best: Search | None = None
-    relaxed = math.inf
-    for sequence in _sequences(p):
-        for longest in _lengths(p):
-            space = Space(p) if full else ChainSpace(p, sequence)
-            now = time.perf_counter()
-            try:
-                part = Search(p, space, now + (deadline - now) / 2, max(gap, 1e-3), longest=longest)
-            except TooManyColumns:
-                break
-            if best is not None and best.best is not None:
-                part.offer(best.best)
-            part.run()
-            relaxed = min(relaxed, part.relaxed)
-            if best is None or part.value < best.value:
-                best = part
-            if part.best is not None:
-                break
-        if full:
-            break
-    if best is None or best.best is None:
-        return _solve_grouped(p, start, deadline, gap)
-    note = "searched in part (each class's devices in a row); the bound holds for every plan"
-    return _outcome(p, best, min(relaxed, best.value), start, gap, note)
-
-
-def _lengths(p: Problem) -> list[int]:
-    """Longest stages to allow, in layers: a few times an even share, then more."""
-    share = -(-p.num_layers // len(p.cluster.devices))
-    return sorted({min(p.num_layers, max(4, k * share)) for k in (6, 12, 24)})
-
-
-def _sequences(p: Problem) -> list[Sequence[int]]:
-    """Two sequences of classes: by speed, slow first and fast first."""
-    x = p.numbers(*p.pairs[0])
-    speed = sorted(range(len(p.classes)), key=lambda c: float(x.decode_s[0, c].min()))
-    return [speed, speed[::-1]]
-
-
-def _solve_grouped(p: Problem, start: float, deadline: float, gap: float) -> Outcome:
-    """Let pairs (then more) of layers share a choice; bound by the relaxation of single layers."""
-    relaxation = ClassRelaxation(p)
-    bound = min(relaxation.solve(make_form(p, *pair)).value for pair in p.pairs)
-    for size in (2, 3, 4, 6, 8):
-        if p.group > 1 or p.spec.num_layers % size:
-            continue
-        grouped = p.with_changes(group=size)
-        left = max(1.0, deadline - time.perf_counter())
-        try:
-            found = solve_exact(grouped, time_limit_s=left, gap=gap)
-        except Infeasible:
-            continue
-        a = _ungrouped(found.assignment, size)
-        worth = value(p, a)
-        return Outcome(
-            method="exact",
-            status="feasible",
-            assignment=a,
-            value=worth,
-            bound=min(bound * (1 - 1e-7), worth),
-            seconds=time.perf_counter() - start,
-            note=f"searched in part (groups of {size} layers); the bound holds for every plan",
-        )
-    left = max(1.0, deadline - time.perf_counter())
-    return solve_ilp(p, time_limit_s=left, gap=gap)
-
-
-def _ungrouped(a: Assignment, size: int) -> Assignment:
-    stages = tuple(
-        Stage(
-            cls=s.cls,
-            start=s.start * size,
-            end=s.end * size,
-            choices=tuple(b for b in s.choices for _ in range(size)),
-        )
-        for s in a.stages
-    )
-    return Assignment(
-        prefill_microbatch=a.prefill_microbatch,
-        decode_microbatch=a.decode_microbatch,
-        stages=stages,
-    )
+    logging.getLogger(__name__).debug("exact: %d labels", search.labels)
+    return search.outcome(bound, start, "")
 
 
 def _greedy_plan(bound: Completion) -> Assignment:

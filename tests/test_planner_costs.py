@@ -1,0 +1,153 @@
+"""Measured costs win over estimates; what is estimated or extrapolated is said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from llmpq.cost_model import CostModel, LatencyEntry, LinkCost, Phase, Regime
+from llmpq.model_spec import ModelSpec
+from llmpq.plan import Plan
+from llmpq.planner.__main__ import main
+from llmpq.planner.arguments import plan_parser
+from llmpq.planner.costs import mean_decode_s
+from llmpq.planner.problem import Problem
+from llmpq.planner.request import make_problem
+from llmpq.planner.roofline import estimate_costs
+from llmpq.precision import KVPrecision, Precision
+from llmpq.workload import Workload
+
+pytestmark = pytest.mark.pure
+SMALL = "--device-names T4 V100 --device-numbers 1 1 --model opt-1.3b --global_bz 8 --s 64 --n 32"
+
+
+def _problem(words: str = SMALL) -> Problem:
+    return make_problem(plan_parser().parse_args(words.split()))[0]
+
+
+def _profile(kind: str = "T4", scale: float = 0.5, drop: Precision | None = None) -> CostModel:
+    """A profile of one kind: the estimate, scaled, marked as measured."""
+    p = _problem()
+    entries = []
+    for entry in p.costs.estimate.entries:
+        if entry.device_kind != kind or entry.precision is drop:
+            continue
+        regimes = tuple(
+            Regime(terms={k: v * scale for k, v in r.terms.items()}) for r in entry.regimes
+        )
+        update = {
+            "regimes": regimes,
+            "source": "profile",
+            "sampled_v": (1, 4),
+            "sampled_length": (16, 64),
+        }
+        entries.append(entry.model_copy(update=update))
+    spec = ModelSpec.by_name("opt-1.3b")
+    link = LinkCost(
+        source_kind="T4", target_kind="V100-32GB", same_node=False, alpha_s=0.5, beta_s_per_byte=0.0
+    )
+    return CostModel(
+        model="opt-1.3b",
+        model_fingerprint=spec.fingerprint(),
+        entries=tuple(entries),
+        links=(link,),
+    )
+
+
+def test_profile_wins_and_the_rest_is_marked_estimated(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    costs, out = tmp_path / "costs.json", tmp_path / "plan.json"
+    _profile().save_json(costs)
+    p = _problem(f"{SMALL} --costs {costs}")
+    plain = _problem()
+    x, y = p.numbers(1, 1), plain.numbers(1, 1)
+    assert x.prefill_s[0, 0] == pytest.approx(y.prefill_s[0, 0] * 0.5)
+    assert x.prefill_s[0, 1] == pytest.approx(y.prefill_s[0, 1])
+    assert x.hop_prefill_s[0, 1] == 0.5 and x.hop_prefill_s[1, 0] == 0.5
+    assert main([*SMALL.split(), "--costs", str(costs), "-o", str(out)]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "note: the profile has no 'V100-32GB': its times are estimated" in text
+    assert (
+        "note: T4: batch 8 x 96 tokens lies outside the profile's samples; times are extrapolated"
+    ) in text
+    plan = Plan.load(out)
+    used = {stage.kind for stage in plan.stages}
+    assert plan.predicted is not None and plan.predicted.estimated == (used != {"T4"})
+
+
+def test_precisions_the_profile_lacks_are_not_guessed(tmp_path: Path) -> None:
+    costs = tmp_path / "costs.json"
+    _profile(drop=Precision.W3A16).save_json(costs)
+    assert Precision.W3A16 not in _problem(f"{SMALL} --costs {costs}").choices
+    assert Precision.W3A16 in _problem(f"{SMALL} --costs {costs} --bits 3,4").choices
+
+
+def test_profile_of_another_model_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    costs = tmp_path / "costs.json"
+    _profile().save_json(costs)
+    words = SMALL.replace("opt-1.3b", "opt-125m").split()
+    assert main([*words, "--costs", str(costs)]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"llmpq-algo: '{costs}' was profiled for model opt-1.3b (")
+    assert err.endswith("; profile it with llmpq-profile --model\n")
+
+
+def test_decode_time_is_the_mean_over_true_lengths() -> None:
+    regimes = (Regime(terms={"1": 2.0}), Regime(terms={"v*(t+s)": 0.01, "v": 0.1}))
+    entry = LatencyEntry(
+        device_kind="T4",
+        part="layer",
+        phase=Phase.DECODE,
+        precision=Precision.W16A16,
+        dtype="float16",
+        regimes=regimes,
+        source="profile",
+    )
+    work = Workload(batch=4, prompt_len=10, gen_len=200)
+    slow = sum(entry.seconds(v=3, length=10 + t) for t in range(1, 200)) / 199
+    assert mean_decode_s(entry, work, 3) == pytest.approx(slow)
+    assert mean_decode_s(entry, work.model_copy(update={"gen_len": 1}), 3) == 0.0
+
+
+def test_estimate_orders_devices_bits_and_lengths_sensibly() -> None:
+    p = _problem()
+    costs = estimate_costs(
+        p.spec,
+        p.cluster.devices,
+        dtype="float16",
+        precisions=(Precision.W16A16, Precision.W4A16),
+        kvs=(KVPrecision.KV16, KVPrecision.KV8),
+        quantization=p.quantization,
+    )
+
+    def seconds(kind: str, phase: Phase, b: str, kv: str = "kv16", v: int = 1) -> float:
+        entry = costs.find(
+            kind, phase=phase, precision=Precision(b), kv=KVPrecision(kv), dtype="float16"
+        )
+        assert entry is not None and entry.source == "estimated"
+        return entry.seconds(v=v, length=512)
+
+    decode, prefill = Phase.DECODE, Phase.PREFILL
+    assert seconds("T4", decode, "w4a16") < seconds("T4", decode, "w16a16")
+    assert seconds("T4", prefill, "w4a16", v=8) > seconds("T4", prefill, "w16a16", v=8)
+    assert seconds("V100-32GB", decode, "w16a16") < seconds("T4", decode, "w16a16")
+    assert seconds("T4", decode, "w4a16", "kv8", 8) < seconds("T4", decode, "w4a16", "kv16", 8)
+
+
+@pytest.mark.parametrize(
+    "kind, phase, measured_ms",
+    [("T4", Phase.PREFILL, 262.6), ("V100-32GB", Phase.PREFILL, 75.6),
+     ("T4", Phase.DECODE, 7.77), ("V100-32GB", Phase.DECODE, 3.18),
+     ("P100-12GB", Phase.PREFILL, 1130.7)],
+)  # fmt: skip
+def test_estimate_is_near_measured_layers(kind: str, phase: Phase, measured_ms: float) -> None:
+    """One OPT-30b layer, batch 8, 512 tokens, fp16 (measured by the LLM-PQ authors)."""
+    words = f"--device-names {kind} --device-numbers 9 --model opt-30b --global_bz 8"
+    p = _problem(words)
+    entry = p.costs.estimate.find(kind, phase=phase, dtype="float16")
+    assert entry is not None
+    assert entry.seconds(v=8, length=512) * 1e3 == pytest.approx(measured_ms, rel=0.25)
