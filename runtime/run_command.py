@@ -134,11 +134,12 @@ def main(args: argparse.Namespace) -> int:
     done = finished_lines(args.output, rows) if args.resume else {}
     tokenizer = Tokenizer(model_dir)
     job = make_job(plan, spec, rows, tokenizer, skip=done)
+    settings = _settings(args, plan)  # before the output file is touched
     with OrderedWriter(args.output, len(rows), done=done) as writer:
         for index, message in job.errors.items():
             _log.warning("row %d: %s", index, message)
             writer.write(index, error_line(rows[index], message))
-        report = _run(job, args, cluster, writer, tokenizer) if job.requests else None
+        report = _run(job, args, settings, cluster, writer, tokenizer) if job.requests else None
     if report is not None:
         _show(report, args)
     if job.errors:
@@ -209,52 +210,30 @@ def _request(
 def _run(
     job: Job,
     args: argparse.Namespace,
+    settings: StageSettings,
     cluster: Cluster | None,
     writer: OrderedWriter,
     tokenizer: Tokenizer,
 ) -> dict[str, Any]:
     """Start the pipeline, write answers as they come, return the report."""
     started_s = time.monotonic()
-    drafts = choose_speculation(job.plan, args.speculate, args.gamma, args.costs)
-    settings = StageSettings(
-        model_dir=str(Path(args.model or job.plan.model.path or "").resolve()),
-        trace=args.trace is not None,
-        speculate=drafts.mode,
-        gamma=drafts.gamma,
-        costs=drafts.costs,
-    )
-    launch = Launch(
-        ray_address=args.ray_address or ("auto" if args.no_auto else None),
-        master_addr=args.master_addr,
-        master_port=args.master_port,
-    )
+    launch = _launch(args)
     deadlines = Deadlines(
         placement_s=args.placement_timeout, load_s=args.load_timeout, step_s=args.step_timeout
     )
-    num_stages = len(job.plan.stages)
-    _log.info("starting %d stage%s", num_stages, "" if num_stages == 1 else "s")
-    requests = {request.id: request for request in job.requests}
-    finished: list[Finished] = []
+    stages = job.plan.stages
+    _log.info("starting %d stage%s", len(stages), "" if len(stages) == 1 else "s")
     with Pipeline.start(
         job.plan, settings, cluster=cluster, deadlines=deadlines, launch=launch
     ) as pipeline:
         startup_s = time.monotonic() - started_s
-        for index, (stage, pid) in enumerate(
-            zip(job.plan.stages, pipeline.stage_pids(), strict=True)
-        ):
+        for index, (stage, pid) in enumerate(zip(stages, pipeline.stage_pids(), strict=True)):
             _log.info("stage %d: %s on %s, pid %d", index, stage.device, stage.node, pid)
         with ProgressReporter(len(job.rows), quiet=args.json) as progress:
-            pipeline.submit(job.requests)
-            for update in pipeline.updates():
-                for result in update.finished:
-                    row = job.rows[result.id]
-                    answer = _answer(requests[result.id], result, tokenizer)
-                    writer.write(row.index, answer_line(row, answer, job.plan.model.name))
-                finished += update.finished
-                progress.update(update.progress, writer.num_finished)
+            finished = _serve(job, pipeline, writer, tokenizer, progress)
         records = pipeline.records()
         if args.trace is not None:
-            names = [f"stage {i} {stage.device}" for i, stage in enumerate(job.plan.stages)]
+            names = [f"stage {index} {stage.device}" for index, stage in enumerate(stages)]
             write_chrome_trace(args.trace, names, records)
         return build_report(
             JobResult(
@@ -268,6 +247,46 @@ def _run(
                 speculation=pipeline.speculation(),
             )
         )
+
+
+def _settings(args: argparse.Namespace, plan: Plan) -> StageSettings:
+    drafts = choose_speculation(plan, args.speculate, args.gamma, args.costs)
+    return StageSettings(
+        model_dir=str(Path(args.model or plan.model.path or "").resolve()),
+        trace=args.trace is not None,
+        speculate=drafts.mode,
+        gamma=drafts.gamma,
+        costs=drafts.costs,
+    )
+
+
+def _launch(args: argparse.Namespace) -> Launch:
+    return Launch(
+        ray_address=args.ray_address or ("auto" if args.no_auto else None),
+        master_addr=args.master_addr,
+        master_port=args.master_port,
+    )
+
+
+def _serve(
+    job: Job,
+    pipeline: Pipeline,
+    writer: OrderedWriter,
+    tokenizer: Tokenizer,
+    progress: ProgressReporter,
+) -> list[Finished]:
+    """Submit the requests and write every answer as it comes."""
+    requests = {request.id: request for request in job.requests}
+    finished: list[Finished] = []
+    pipeline.submit(job.requests)
+    for update in pipeline.updates():
+        for result in update.finished:
+            row = job.rows[result.id]
+            answer = _answer(requests[result.id], result, tokenizer)
+            writer.write(row.index, answer_line(row, answer, job.plan.model.name))
+        finished += update.finished
+        progress.update(update.progress, writer.num_finished)
+    return finished
 
 
 def _answer(request: Request, result: Finished, tokenizer: Tokenizer) -> Answer:

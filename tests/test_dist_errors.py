@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -28,8 +29,9 @@ def command(plan: Path, *more: object) -> list[str]:
     return [sys.executable, "-m", "llmpq.runtime", *map(str, words)]
 
 
-def run(plan: Path, *more: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(plan, *more), capture_output=True, text=True, timeout=90)
+def run(plan: Path, *more: object, **options) -> subprocess.CompletedProcess[str]:
+    words = command(plan, *more)
+    return subprocess.run(words, capture_output=True, text=True, timeout=90, **options)
 
 
 def last_line(done: subprocess.CompletedProcess[str]) -> str:
@@ -75,8 +77,15 @@ def prompts(tmp_path) -> Path:
 
 
 def test_bad_rows_get_an_error_and_the_rest_finishes(ray_session, plan_file, prompts, tmp_path):
-    out = tmp_path / "out.jsonl"
-    done = run(plan_file(), "-i", prompts, "-o", out, "--ray-address", ray_session)
+    """All in one: the running Ray is joined, drafts are tried, the trace and report written."""
+    out, trace, report = (tmp_path / name for name in ("out.jsonl", "trace.json", "report.json"))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    launch = ("--no_auto", "--master_addr", "127.0.0.1", "--master_port", port)
+    more = ("--speculate", "ngram", "--gamma", 2, "--trace", trace, "--report", report)
+    environment = os.environ | {"RAY_ADDRESS": ray_session}
+    done = run(plan_file(), "-i", prompts, "-o", out, *launch, *more, env=environment)
     assert done.returncode == ExitCode.SOME_ROWS_FAILED, done.stderr
     assert last_line(done) == f"2 of 4 rows failed; see their 'error' in {out}"
     rows = [json.loads(line) for line in out.read_text().splitlines()]
@@ -85,7 +94,12 @@ def test_bad_rows_get_an_error_and_the_rest_finishes(ray_session, plan_file, pro
     assert "not JSON" in rows[1]["error"]["message"]
     assert "the plan was made for prompts of at most 32" in rows[2]["error"]["message"]
     assert rows[0]["text"] and rows[3]["completion_tokens"] == 16
-    assert "tokens/s" in done.stdout
+    assert "tokens/s" in done.stdout and "speculation ngram, gamma 2" in done.stdout
+    measured = json.loads(report.read_text())
+    assert (measured["completed"], measured["failed"]) == (2, 2)
+    assert measured["speculation"]["verifies"] > 0 and measured["speculation"]["time_share"]
+    kinds = {event.get("cat") for event in json.loads(trace.read_text())["traceEvents"]}
+    assert {"prefill", "verify"} <= kinds, "phases are told apart"
 
 
 @pytest.mark.parametrize("what", ["model", "cluster"])
@@ -100,6 +114,14 @@ def test_a_plan_for_something_else_is_refused(plan_file, prompts, tiny_models, t
     assert done.returncode == ExitCode.MISMATCH
     assert f"the plan was made for {what}" in last_line(done) and "re-plan" in last_line(done)
     assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_a_wish_that_cannot_be_met_leaves_the_output_alone(plan_file, prompts, tmp_path):
+    out = tmp_path / "out.jsonl"
+    out.write_text("precious\n")
+    done = run(plan_file(), "-i", prompts, "-o", out, "--speculate", "qspec", "--gamma", 3)
+    assert done.returncode == ExitCode.USAGE and "needs 4-bit layers" in last_line(done)
+    assert out.read_text() == "precious\n"
 
 
 @pytest.mark.parametrize(
