@@ -68,7 +68,7 @@ class StageCompute:
         return self.draft.extra_bytes + copy_bytes
 
     @torch.inference_mode()
-    def run(self, message: StepMessage, hidden_BQH: Tensor | None) -> Tensor:
+    def run(self, message: StepMessage, hidden_BQH: Tensor | None) -> Tensor | Pending:
         """Return hidden states on the host, or on the last stage the table of sampled tokens."""
         step = message.step(self._device)
         x = message.tokens_BQ() if hidden_BQH is None else hidden_BQH
@@ -130,9 +130,19 @@ class StageCompute:
 
 
 def build_stage(
-    plan: Plan, index: int, spec: ModelSpec, source: TensorSource, device: torch.device
+    plan: Plan,
+    index: int,
+    spec: ModelSpec,
+    source: TensorSource,
+    device: torch.device,
+    *,
+    graphs: bool = True,
+    keep_on_device: bool = False,
 ) -> tuple[StageCompute, LoadReport]:
-    """Load a stage's slice and allocate its cache; `DoesNotFitError` if the plan erred."""
+    """Load a stage's slice and allocate its cache; `DoesNotFitError` if the plan erred.
+
+    On a GPU, `graphs` captures decode steps and `keep_on_device` leaves hidden states there.
+    """
     stage, last = plan.stages[index], index == len(plan.stages) - 1
     dtype = DTYPES[plan.workload.dtype]
     started_s = time.perf_counter()
@@ -168,7 +178,22 @@ def build_stage(
         seconds=time.perf_counter() - started_s,
     )
     check_memory(plan, index, report)
-    return StageCompute(model, kv, device, dtype), report
+    if device.type == "cpu":
+        return StageCompute(model, kv, device, dtype), report
+    # Imported here: it builds on this module.
+    from llmpq.runtime.cuda_stage import CudaStageCompute
+
+    compute = CudaStageCompute(
+        model,
+        kv,
+        device,
+        dtype,
+        workload=plan.workload,
+        decode_microbatch=plan.decode_microbatch,
+        graphs=graphs,
+        keep_on_device=keep_on_device,
+    )
+    return compute, report
 
 
 def check_memory(plan: Plan, index: int, report: LoadReport) -> None:

@@ -1,0 +1,189 @@
+"""From rows to requests and from tokens to text; what the command decides before anything runs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+from llmpq.cost_model import CostModel, LatencyEntry, Phase, Regime
+from llmpq.errors import BadPlanError
+from llmpq.model_spec import ModelSpec
+from llmpq.precision import Precision
+from llmpq.runtime.__main__ import COMMANDS, main
+from llmpq.runtime.batch_rows import Defaults, Row, json_row, text_row
+from llmpq.runtime.report import JobResult, build_report, precision_runs
+from llmpq.runtime.request import Request
+from llmpq.runtime.run_command import _answer, load_plan, make_job
+from llmpq.runtime.speculate import AutoDrafter, FixedDrafter
+from llmpq.runtime.stage_actor import StageSettings, make_drafter
+from llmpq.runtime.stage_compute import LoadReport
+from llmpq.runtime.stage_loop import Finished
+from llmpq.runtime.stop_texts import StopTexts
+from llmpq.runtime.tokenizer import Tokenizer
+from llmpq.runtime.trace import Event, KindTotals, StageRecord
+
+pytestmark = pytest.mark.cpu
+CHAT = json.dumps(
+    {
+        "custom_id": "c",
+        "url": "/v1/chat/completions",
+        "body": {"messages": [{"role": "user", "content": "import os"}]},
+    }
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(demo_model):
+    return Tokenizer(demo_model)
+
+
+@pytest.fixture
+def job(demo_model, make_plan, tokenizer):
+    """Return a maker of jobs over a plan of 32-token prompts and 16 new tokens."""
+    plan, spec = make_plan(demo_model, ()), ModelSpec.from_directory(demo_model)
+
+    def make(*rows: Row, using: Tokenizer = tokenizer, skip=()):
+        return make_job(plan, spec, rows, using, skip=dict.fromkeys(skip))
+
+    return make
+
+
+def test_rows_become_requests(job, tokenizer):
+    rows = [
+        text_row(0, "import os", Defaults()),
+        json_row(1, '{"prompt": [5, 6], "max_tokens": 3, "ignore_eos": true}', Defaults()),
+    ]
+    first, second = job(*rows).requests
+    assert first.prompt == tuple(tokenizer.encode("import os"))
+    assert (first.max_new, first.stop_ids) == (16, frozenset({0})), "the plan's, and end of text"
+    assert (second.prompt, second.max_new, second.stop_ids) == ((5, 6), 3, frozenset())
+    assert [r.id for r in job(*rows, skip=[0]).requests] == [1], "what is done is not run again"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"prompt": [5, 4096]}', "token 4096 is not in the vocabulary of 4096"),
+        ('{"prompt": []}', "no tokens"),
+        (
+            json.dumps({"prompt": [7] * 33}),
+            "33 tokens, the plan was made for prompts of at most 32",
+        ),
+        ('{"prompt": [7], "max_tokens": 400}', "the plan has 47 a slot; ask for at most 47 tokens"),
+        (CHAT, "no chat template"),
+    ],
+)
+def test_rows_the_plan_has_no_room_for_become_errors(job, line, message):
+    made = job(json_row(0, line, Defaults()), text_row(1, "x", Defaults()))
+    assert message in made.errors[0]
+    assert [request.id for request in made.requests] == [1]
+
+
+def test_a_chat_row_uses_the_models_template(job, demo_model, tmp_path):
+    folder = shutil.copytree(demo_model, tmp_path / "chatty")
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (request,) = job(json_row(0, CHAT, Defaults()), using=Tokenizer(folder)).requests
+    assert Tokenizer(folder).decode(request.prompt) == "<user>import os<assistant>"
+
+
+def finished(tokens: list[int], reason: str = "length") -> Finished:
+    return Finished(id=0, tokens=tokens, finish_reason=reason, first_token_s=0.5, total_s=2.0)
+
+
+def test_answers_leave_out_the_end_of_text_and_what_follows_a_stop(tokenizer):
+    prompt = tuple(tokenizer.encode("def f(x):\n"))
+    body = tokenizer.encode("    return x + 1\n\n\ndef g")
+    ended = Request(id=0, prompt=prompt, max_new=99, stop_ids=frozenset({0}))
+    answer = _answer(ended, finished([*body, 0], "stop"), tokenizer)
+    assert answer.text == "    return x + 1\n\n\ndef g" and answer.tokens[-1] == 0
+    stopped = Request(id=0, prompt=prompt, max_new=99, stop_texts=("\n\n",))
+    assert _answer(stopped, finished(body, "stop"), tokenizer).text == "    return x + 1"
+
+
+def test_a_stop_text_is_seen_when_its_last_token_arrives(demo_model, tokenizer):
+    body = tokenizer.encode("    return x + 1\n\n\ndef g")
+    request = Request(id=0, prompt=(1,), max_new=99, stop_texts=("def",))
+    seen = StopTexts(demo_model)
+    stops = []
+    for token in body:
+        request.output.append(token)
+        stops.append(seen(request))
+    place = stops.index(True)
+    assert "def" in tokenizer.decode(body[: place + 1])
+    assert "def" not in tokenizer.decode(body[:place])
+
+
+def test_plans_by_stem_and_never_from_a_pickle(demo_model, make_plan, tmp_path):
+    plan = make_plan(demo_model, ())
+    plan.save_json(tmp_path / "plan.json")
+    assert load_plan(str(tmp_path / "plan")) == load_plan(str(tmp_path / "plan.json")) == plan
+    (tmp_path / "old.pkl").write_bytes(b"x")
+    with pytest.raises(BadPlanError, match="no pickle"):
+        load_plan(str(tmp_path / "old.pkl"))
+
+
+def test_the_drafter_follows_the_settings(demo_model, make_plan, tmp_path):
+    plan = make_plan(demo_model, ())
+    entry = LatencyEntry(
+        device_kind="CPU@1t",
+        part="layer",
+        phase=Phase.DECODE,
+        precision=Precision.W16A16,
+        dtype="float32",
+        regimes=(Regime(terms={"1": 1e-3}),),
+        source="profile",
+    )
+    costs = CostModel(model="m", model_fingerprint="0", entries=(entry,))
+    costs.save_json(tmp_path / "costs.json")
+    settings = {"model_dir": str(demo_model), "speculate": "ngram"}
+    assert make_drafter(plan, StageSettings(model_dir=str(demo_model))) is None
+    assert isinstance(make_drafter(plan, StageSettings(**settings, gamma=2)), FixedDrafter)
+    path = str(tmp_path / "costs.json")
+    assert isinstance(make_drafter(plan, StageSettings(**settings, costs=path)), AutoDrafter)
+
+
+def test_the_report_sets_predictions_beside_measurements(demo_model, make_plan):
+    plan = make_plan(demo_model, (3,))
+    totals = {"prefill": KindTotals(2, 4, 0.2), "decode": KindTotals(10, 20, 0.5)}
+    events = (Event("decode", 1, 2, 1, 0.0, 0.05),)
+    record = StageRecord(totals=totals, events=events)
+    assert StageRecord.from_json(record.to_json()).totals == totals
+    load = LoadReport(weights_bytes=100, kv_bytes=20, seconds=0.1)
+    report = build_report(
+        JobResult(
+            plan=plan,
+            loads=[load, load],
+            records=[record, record],
+            finished=[finished([1, 2, 3, 4])],
+            num_failed=1,
+            prompt_tokens=7,
+            startup_s=3.0,
+        )
+    )
+    assert report["measured"] == {"prefill_s": 0.5, "decode_s": 1.5, "total_s": 2.0}
+    assert report["output_throughput"] == 2.0 and report["mean_tpot_ms"] == 500
+    stage = report["stages"][0]
+    assert stage["steps"]["decode"]["mean_s"] == 0.05 and stage["busy_share"] == 0.35
+    assert stage["memory"]["measured_bytes"] == 120
+    assert precision_runs(plan.stages[0]) == "w16a16 x3"
+    json.dumps(report)
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS))
+def test_every_command_explains_itself(command, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([command, "--help"])
+    assert ended.value.code == 0 and "usage: llmpq-dist" in capsys.readouterr().out
+
+
+def test_bad_usage_is_one_sentence_and_exit_2(tmp_path, capsys):
+    missing = str(tmp_path / "none.json")
+    code = main(["run", "--plan", missing, "-i", "x", "-o", "y"])
+    assert code == 3 and "no such file" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        main(["--nonsense"])
+    assert ended.value.code == 2
