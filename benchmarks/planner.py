@@ -230,7 +230,8 @@ def bench_random(count: int) -> None:
     differences = 0
     for seed in range(count):
         rng = random.Random(seed)
-        p = random_problem(rng, objective=rng.choice(["makespan", "paper"]), layers=(4, 9))
+        objective = rng.choice(["makespan", "paper"])
+        p = random_problem(rng, objective=objective, layers=(4, 9), devices=(1, 2))
         values = []
         for solver in (solve_exact, solve_ilp):
             try:
