@@ -56,8 +56,13 @@ def make_and_show(args: argparse.Namespace) -> None:
         budget=args.quality_budget,
         kvs=parse_kv(args.kv),
     )
+    if wish.budget is not None and wish.method not in ("exact", "ilp"):
+        raise ValueError(
+            f"--quality-budget is for --method exact or ilp, not {wish.method}: the others cannot "
+            "keep a budget"
+        )
     if args.pareto:
-        _show_front(args, problem, path)
+        _show_front(args, problem, wish, path)
         return
     everything = wish.method == "all"
     best = answer(problem, wish, path) if not everything else _compare(args, problem, wish, path)
@@ -121,6 +126,16 @@ def _solve(problem: Problem, wish: Wish) -> Outcome:
 
 
 def _solve_here(problem: Problem, wish: Wish) -> Outcome:
+    if wish.budget is not None and wish.method == "ilp":
+        from llmpq.planner.ilp import solve_ilp
+
+        return solve_ilp(
+            problem,
+            backend=wish.backend,
+            time_limit_s=wish.time_limit_s,
+            gap=wish.gap,
+            budget=wish.budget,
+        )
     if wish.budget is not None:
         from llmpq.planner.quality import solve_budget
 
@@ -195,21 +210,36 @@ def _what_if(console: Console, change: str, best: Answer, wish: Wish, path: str 
     )
 
 
-def _show_front(args: argparse.Namespace, problem: Problem, path: str | None) -> None:
+def _front(problem: Problem, wish: Wish, path: str | None) -> list[Plan]:
+    """Return the undominated plans of the fronts of every KV precision, fastest first."""
+    from llmpq.planner.quality import pareto_front
+
+    found = []
+    for kv in wish.kvs:
+        work = problem.workload.model_copy(update={"kv": kv})
+        priced = problem.with_changes(workload=work)
+        try:
+            points = pareto_front(priced, time_limit_s=wish.time_limit_s / len(wish.kvs))
+        except Infeasible:
+            continue
+        found += [(point.time_s, point.omega, priced, point) for point in points]
+    if not found:
+        raise DoesNotFitError(explain_infeasible(problem))
+    plans, least = [], float("inf")
+    for _, omega, priced, point in sorted(found, key=lambda row: row[:2]):
+        if omega < least:
+            least = omega
+            plans.append(checked_plan(priced.with_changes(theta=point.theta), point.outcome, path))
+    return plans
+
+
+def _show_front(args: argparse.Namespace, problem: Problem, wish: Wish, path: str | None) -> None:
     """Print the front; write its plans to `-o` as one JSON list."""
     import json
 
-    from llmpq.planner.quality import pareto_front
     from llmpq.planner.report import front_table
 
-    try:
-        points = pareto_front(problem, time_limit_s=args.time_limit)
-    except Infeasible:
-        raise DoesNotFitError(explain_infeasible(problem)) from None
-    plans = [
-        checked_plan(problem.with_changes(theta=point.theta), point.outcome, path)
-        for point in points
-    ]
+    plans = _front(problem, wish, path)
     content = [json.loads(plan.dump_json()) for plan in plans]
     if args.output:
         from pathlib import Path

@@ -10,13 +10,20 @@ from pathlib import Path
 
 import pytest
 
+from llmpq.device_spec import device_specs
+from llmpq.memory import Quantization, stage_memory
+from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
 from llmpq.planner.__main__ import main
+from llmpq.precision import Precision
+from llmpq.units import format_size
+from llmpq.workload import Workload
 
 pytestmark = pytest.mark.pure
 
 ROOT = Path(__file__).resolve().parents[1]
 PAPER = ROOT / "clusters" / "paper"
+PAIR = ("prefill_microbatch", "decode_microbatch")
 JOB = ["--global_bz", "8", "--s", "512", "--n", "100", "--theta", "1"]
 SMALL = ["--device-names", "T4", "V100", "--device-numbers", "1", "1", "--model", "opt-13b", *JOB]
 
@@ -148,6 +155,12 @@ ERRORS = {
         5,
         "llmpq-algo: no plan has a sum of omega of at most 0.1\n",
     ),
+    "budget for a method without": (
+        [*SMALL, "--method", "uniform", "--quality-budget", "1"],
+        2,
+        "llmpq-algo: --quality-budget is for --method exact or ilp, not uniform: the others cannot "
+        "keep a budget\n",
+    ),
     "flexgen has no plan": (
         [*SMALL, "--method", "flexgen"],
         2,
@@ -192,6 +205,32 @@ def test_infeasible_names_device_bytes_and_the_smallest_changes(
     assert _run(capsys, *kv)[0] == 0
     lower = [*words.replace("8,16", "4,8,16").split(), "--s", "512", "--n", "100"]
     assert _run(capsys, *lower)[0] == 0
+
+
+def test_infeasible_text_is_exact(capsys: pytest.CaptureFixture[str]) -> None:
+    spec = ModelSpec.by_name("opt-30b")
+    work = Workload(batch=8, prompt_len=512, gen_len=100)
+    whole = stage_memory(
+        spec,
+        work,
+        [Precision.W3A16] * 48,
+        first=True,
+        last=True,
+        prefill_microbatch=1,
+        decode_microbatch=1,
+        quantization=Quantization(),
+        context_bytes=device_specs()["T4"].context,
+    )
+    short = whole.total_bytes - device_specs()["T4"].memory
+    words = "--device-names T4 --device-numbers 1 --model opt-30b --bits 3 --global_bz 8"
+    code, _, err = _run(capsys, *words.split(), "--s", "512", "--n", "100")
+    assert code == 5
+    text = f"llmpq-algo: opt-30b does not fit T4x1: T4-0 is short by {format_size(short)}: "
+    assert err.startswith(text)
+    for batch in (1, 2, 3, 4):
+        if _run(capsys, *words.split()[:-1], str(batch), "--s", "512", "--n", "100")[0] == 0:
+            largest = batch
+    assert err == f"{text}batch {largest} (--global-bz {largest})\n"
 
 
 def test_pin_max_devices_and_reserve_are_kept(
@@ -271,6 +310,7 @@ def test_waiting_stages_are_named() -> None:
     from llmpq.planner.build_plan import build_plan
     from llmpq.planner.explain import explain_plan
     from llmpq.planner.methods import solve
+    from llmpq.planner.pipeline_time import stage_times
     from llmpq.planner.request import make_problem
 
     words = ["--cluster", str(PAPER / "09.yaml"), "--model", "opt-30b", "--global_bz", "32"]
@@ -278,9 +318,17 @@ def test_waiting_stages_are_named() -> None:
     outcome = solve(problem, "uniform")
     names = [s.device for s in build_plan(problem, outcome).stages]
     lines = explain_plan(problem, outcome.assignment, names)
-    assert lines[0].startswith("prefill is bound by T4-3: ")
-    assert lines[1].startswith("decode is bound by ")
-    assert any("% of decode for T4-3" in line for line in lines)
+    t = stage_times(problem, outcome.assignment)
+    mp, md = problem.counts(*(getattr(outcome.assignment, k) for k in PAIR))
+    slow, full = max(t.decode_s), md * max(t.decode_s)
+    once = sum(t.decode_s) + sum(t.hop_decode_s) + t.back_decode_s
+    assert full >= once
+    assert lines[:3] == [
+        f"prefill is bound by T4-3: {mp} micro-batches x {max(t.prefill_s) * 1e3:.2f} ms",
+        f"decode is bound by T4-3: {md} micro-batches x {slow * 1e3:.2f} ms = {full * 1e3:.2f} ms "
+        f"per token of every request; a token's own way takes {once * 1e3:.2f} ms",
+        f"T4-0 waits {1 - md * t.decode_s[0] / full:.0%} of decode for T4-3",
+    ]
 
 
 def test_all_methods_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
