@@ -4,7 +4,8 @@
 
 Requests of unequal length (lognormal, medians 64 and 48, sigma 0.8, clipped to 16..400) on one
 stage, both ways in turn; the value is continuous tokens/s, the baseline static. Then two stages in
-simulated time at the step costs just measured: the share of the time the stages are at work.
+simulated time at the step costs just measured: the share of the time the stages are at work. Last,
+what the scheduler itself takes.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from llmpq.runtime.hand_plan import hand_plan
 from llmpq.runtime.loader import CheckpointSource
 from llmpq.runtime.request import MicroBatch, Request, StepKind
 from llmpq.runtime.schedule_replay import Replay, StageCost, replay
-from llmpq.runtime.scheduler import Scheduler
+from llmpq.runtime.scheduler import Limits, Scheduler
 from llmpq.runtime.stage_actor import limits_of
 from llmpq.runtime.thread_engine import EngineRun, ThreadEngine
 from llmpq.runtime.trace import Event
@@ -97,12 +98,34 @@ def timed_rate(engine: ThreadEngine, scheduler: Scheduler, job: Sequence[Request
     return Timed(sum(len(request.tokens) for request in run.finished) / seconds, run)
 
 
+def scheduler_cost(steps: int = 200) -> float:
+    """Return microseconds of CPU time per step and running request: 256 running, 10,000 waiting."""
+    limits = Limits(
+        num_slots=256,
+        prompt_len=8,
+        max_len=16,
+        prefill_microbatch=256,
+        decode_microbatch=256,
+    )
+    scheduler = Scheduler(limits)
+    for number in range(10_256):
+        scheduler.submit(Request(id=number, prompt=(1,) * 8, max_new=2 + number % 8))
+    started_s = time.thread_time()
+    rows = 0
+    for _ in range(steps):
+        micro_batch = scheduler.next_micro_batch()
+        assert micro_batch is not None
+        scheduler.complete(micro_batch, [[0]] * len(micro_batch.requests))
+        rows += scheduler.num_running
+    return 1e6 * (time.thread_time() - started_s) / rows
+
+
 def main() -> None:
     """Measure and append the rows."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default=str(MODEL))
     parser.add_argument("--requests", type=int, default=64)
-    parser.add_argument("--slots", type=int, default=32)
+    parser.add_argument("--slots", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
@@ -154,6 +177,14 @@ def main() -> None:
         samples=[simulated["continuous"].busy_share],
         baselines={"static": simulated["static"].busy_share},
     )
+    step = write_row(
+        "engine.jsonl",
+        bench="scheduler_step",
+        case={"running": 256, "waiting": 10_000},
+        unit="us per running request",
+        samples=[scheduler_cost() for _ in range(args.repeats)],
+    )
+    print(f"scheduler: {step['value']:.2f} us of CPU time per step and running request")
     for batching, run in simulated.items():
         rate_s = run.tokens / run.makespan_s
         print(

@@ -121,6 +121,13 @@ TABLES: dict[str, Pivot] = {
         value_title="continuous (ratio to static)",
         show=ratio_to_baseline("static"),
     ),
+    "scheduler_step": Pivot(
+        file="engine.jsonl",
+        bench="scheduler_step",
+        index=("running", "waiting"),
+        value_title="us per step and running request",
+        show=lambda row: f"{row['value']:.2f}",
+    ),
     "acceptance": Pivot(
         file="speculation.jsonl",
         bench="acceptance",
