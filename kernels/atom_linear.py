@@ -1,11 +1,22 @@
-"""atom_linear(x, weight): the product of rounded activations and an Atom weight, by device."""
+"""atom_linear(x, weight): the product of rounded activations and an Atom weight, by device.
+
+CPU                     the twin: restore what rounding leaves, multiply
+CUDA                    round x in Triton, integer product by groups (atom_fused.py)
+CUDA, 16-bit inputs     dequantise, multiply
+other forms             the twin (3 bits, e2m1, 16-bit outliers: for the paper's tables only)
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import torch
 from torch import Tensor
 
 from llmpq.kernels.atom_formats import AtomWeight
+from llmpq.kernels.atom_quantize import normal_channels
 from llmpq.kernels.atom_reference import atom_linear_reference
+from llmpq.kernels.atom_scheme import AtomScheme
 
 __all__ = ["AtomWeight", "atom_linear"]
 
@@ -17,4 +28,34 @@ def atom_linear(x: Tensor, weight: AtomWeight, bias: Tensor | None = None) -> Te
             f"atom_linear: got x with K = {x.shape[-1]} on {x.device}, expected K = "
             f"{weight.in_features} on {weight.device}. Move one with .to(device)."
         )
-    return atom_linear_reference(x, weight, bias)
+    if not x.is_cuda or not has_kernel(weight.scheme):
+        return atom_linear_reference(x, weight, bias)
+    y_MN = integer_linear(x.reshape(-1, weight.in_features), weight, bias)
+    return y_MN.view(*x.shape[:-1], weight.out_features)
+
+
+def has_kernel(scheme: AtomScheme) -> bool:
+    """Whether the integer kernels compute this scheme."""
+    if scheme.number != "int" or scheme.outlier_bits != 8 or scheme.outliers > 128:
+        return False
+    bits = (scheme.weight_bits, scheme.activation_bits)
+    return bits == (4, 4) and scheme.group_size in (64, 128, None) or bits == (8, 8)
+
+
+def integer_linear(x_MK: Tensor, weight: AtomWeight, bias: Tensor | None = None) -> Tensor:
+    """Return y [M, N] by the Triton kernels."""
+    # Triton is imported where it is needed: the CPU path runs without it.
+    from llmpq.kernels.atom_fused import atom_gemm, norm_round
+
+    scheme, index_K = weight.scheme, weight.index_K
+    if scheme.rotation:
+        x_MK = rotated_channels(x_MK if index_K is None else x_MK[:, index_K.long()], scheme)
+        scheme, index_K = replace(scheme, rotation=False), None
+    rounded = norm_round(x_MK.contiguous(), scheme, index_K=index_K)
+    return atom_gemm(rounded, weight, dtype=x_MK.dtype, bias=bias)
+
+
+def rotated_channels(x_MK: Tensor, scheme: AtomScheme) -> Tensor:
+    """Return ordered channels, the normal ones padded and rotated, the outliers behind them."""
+    outliers_MO = x_MK[:, scheme.normal_features(x_MK.shape[1]) :]
+    return torch.cat((normal_channels(x_MK, scheme).to(x_MK.dtype), outliers_MO), dim=1)

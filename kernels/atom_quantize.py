@@ -54,7 +54,8 @@ class Grid:
     def fit(self, x_RG: Tensor, clip: float, scale_dtype: torch.dtype) -> Tensor:
         """Return the scale [R, 1] of each row, as it will be stored."""
         if self.largest < 0:
-            top = x_RG.gather(-1, x_RG.abs().argmax(dim=-1, keepdim=True))
+            low, high = x_RG.aminmax(dim=-1, keepdim=True)
+            top = torch.where(high >= -low, high, low)
         else:
             top = x_RG.abs().amax(dim=-1, keepdim=True)
         scale = (top.float() * (clip / self.largest)).to(scale_dtype).float()

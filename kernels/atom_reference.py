@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from llmpq.kernels.atom_formats import AtomWeight
-from llmpq.kernels.atom_quantize import restore, round_activations
+from llmpq.kernels.atom_quantize import Codes, restore, round_activations
 from llmpq.kernels.atom_scheme import AtomScheme
 
 
@@ -49,3 +49,36 @@ def integer_product(x_MK: Tensor, weight: AtomWeight) -> Tensor:
     y_MN = (products_GMN * scales_GMN).sum(0)
     outliers_MN = x.outliers.double() @ w.outliers.double().t()
     return y_MN + outliers_MN * x.outlier_scale.double()[:, None] * w.outlier_scale.double()
+
+
+def norm_reference(
+    x_MK: Tensor, kind: str, weight_K: Tensor | None, bias_K: Tensor | None, eps: float
+) -> Tensor:
+    """Return the norm's float32 output: "none", "rms" or "layer"."""
+    x = x_MK.float()
+    if kind == "none" or weight_K is None:
+        return x
+    shape = weight_K.shape
+    if kind == "rms":
+        return functional.rms_norm(x, shape, weight_K.float(), eps)
+    bias = None if bias_K is None else bias_K.float()
+    return functional.layer_norm(x, shape, weight_K.float(), bias, eps)
+
+
+def activation_reference(x: Tensor, kind: str) -> Tensor:
+    """Return the activation's float32 output: "silu" of [gate | up], "relu" or "gelu"."""
+    x = x.float()
+    if kind == "silu":
+        gate, up = x.chunk(2, dim=-1)
+        return functional.silu(gate) * up
+    return functional.relu(x) if kind == "relu" else functional.gelu(x, approximate="tanh")
+
+
+def rounded_layout(codes: Codes) -> tuple[Tensor, Tensor]:
+    """Return what the kernels hand on: int8 [M, Kp + Op] and float32 scales [M, G + 1]."""
+    assert codes.outlier_scale is not None
+    outliers = codes.outliers
+    if outliers.shape[1]:
+        outliers = functional.pad(outliers, (0, 128 - outliers.shape[1]))
+    scales = torch.cat((codes.scale, codes.outlier_scale[:, None]), dim=1)
+    return torch.cat((codes.codes, outliers), dim=1), scales

@@ -1,0 +1,161 @@
+"""Perplexity of W4A4 as Atom's techniques are added one by one, as rows of `atom.jsonl`.
+
+    python benchmarks/atom_ablation.py                              the demo model
+    python benchmarks/atom_ablation.py --model DIR --tokens 8192    another one
+
+The order is that of the paper's Table 2, on the model as it is and on a function-preserving copy
+with outlier channels; then this project's two additions, and weight-only and w8a8 beside them.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from atom_models import EXAMPLES, CachedPipeline, ReadyLayers, Subject, quantized, subjects
+from rows import write_row
+
+from llmpq.kernels.atom_scheme import AtomScheme
+from llmpq.model_spec import ModelSpec
+from llmpq.precision import KVPrecision, WeightScheme
+from llmpq.profiler.atom import Recipe
+from llmpq.runtime.evaluate import perplexity
+from llmpq.runtime.generate import LocalPipeline
+from llmpq.runtime.kv_cache import KVCache
+from llmpq.runtime.low_bit_kv import LowBitKV
+
+
+@dataclass(frozen=True)
+class Step:
+    """A row of the table."""
+
+    name: str
+    recipe: Recipe
+    kv4: bool = False
+
+
+def steps(outliers: int, group: int) -> list[Step]:
+    """Return the rows in the paper's order, then ours."""
+    rtn = AtomScheme(group_size=None, weight_clip=1.0, activation_clip=1.0)
+    kept = replace(rtn, outliers=outliers, outlier_bits=16)
+    int8 = replace(kept, outlier_bits=8)
+    grouped = replace(int8, group_size=group)
+    clipped = replace(grouped, weight_clip=0.85, activation_clip=0.9)
+    signed = replace(clipped, weight_clip=None, activation_clip=0.95, signed_scale=True)
+    w8a8 = AtomScheme(
+        weight_bits=8, activation_bits=8, group_size=None, weight_clip=1.0, activation_clip=1.0
+    )
+    return [
+        Step("w4a4 rtn", Recipe(scheme=rtn, method="rtn")),
+        Step(f"+ {outliers} outliers in 16 bits", Recipe(scheme=kept, method="rtn")),
+        Step("+ outliers in int8", Recipe(scheme=int8, method="rtn")),
+        Step(f"+ group {group}", Recipe(scheme=grouped, method="rtn")),
+        Step("+ clipping", Recipe(scheme=clipped, method="rtn")),
+        Step("+ gptq", Recipe(scheme=clipped)),
+        Step("+ kv int4 (the paper's atom)", Recipe(scheme=clipped), kv4=True),
+        Step("gptq + signed scales, searched clips", Recipe(scheme=signed)),
+        Step("+ rotation before down", Recipe(scheme=signed, rotated=("down",))),
+        Step("+ kv int4 (improved atom)", Recipe(scheme=signed, rotated=("down",)), kv4=True),
+        Step("w8a8 gptq", Recipe(scheme=w8a8)),
+        Step("w4a16 rtn", Recipe(scheme=WeightScheme(bits=4), method="rtn")),
+        Step("w4a16 gptq", Recipe(scheme=WeightScheme(bits=4))),
+        Step("w3a16 rtn", Recipe(scheme=WeightScheme(bits=3), method="rtn")),
+        Step("w3a16 gptq", Recipe(scheme=WeightScheme(bits=3))),
+    ]
+
+
+def other_numbers(outliers: int) -> list[Step]:
+    """Return the paper's other number formats: W3A3 and 4-bit floats, group 64."""
+    w3a3 = AtomScheme(weight_bits=3, activation_bits=3, outliers=outliers, group_size=64)
+    e2m1 = AtomScheme(number="e2m1", outliers=outliers, group_size=64)
+    return [
+        Step("w3a3", Recipe(scheme=w3a3)),
+        Step("w4a4 e2m1", Recipe(scheme=e2m1)),
+    ]
+
+
+def main() -> None:
+    """Measure and append the rows."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", action="append", help="model directory; may be repeated")
+    parser.add_argument("--text", type=Path, default=EXAMPLES / "heldout.txt")
+    parser.add_argument("--tokens", type=int, default=20480, help="held-out tokens judged")
+    parser.add_argument("--windows", type=int, default=24, help="calibration windows of 512")
+    parser.add_argument("--group", type=int, choices=(32, 64, 128), default=64)
+    parser.add_argument("--only", nargs="*", help="rows whose name contains one of these")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.set_grad_enabled(False)
+    models = args.model or [str(EXAMPLES / "demo-7m")]
+    for subject in subjects(
+        models, text=args.text, num_tokens=args.tokens, windows=args.windows, window=512
+    ):
+        measure(subject, args)
+
+
+def measure(subject: Subject, args: argparse.Namespace) -> None:
+    """Write one subject's table."""
+    case = {
+        "model": subject.name,
+        "text": args.text.name,
+        "tokens": len(subject.tokens),
+        "calibration_tokens": subject.windows_WT.numel(),
+    }
+    base = ppl(subject, subject.source, kv4=False)
+    dense = sum(t.nbytes for i in range(subject.spec.num_layers) for t in _layer16(subject, i))
+    write(case | {"step": "w16a16", "layer_bytes": dense}, base, base)
+    outliers = subject.spec.hidden // 32
+    last: tuple[Recipe, ReadyLayers] | None = None
+    for step in [*steps(outliers, args.group), *other_numbers(outliers)]:
+        if args.only and not any(word in step.name for word in args.only):
+            continue
+        if last is None or last[0] != step.recipe:
+            last = (step.recipe, quantized(subject, step.recipe))
+        value = ppl(subject, last[1], kv4=step.kv4)
+        write(case | {"step": step.name, "layer_bytes": last[1].nbytes}, value, base)
+
+
+def ppl(subject: Subject, source: object, *, kv4: bool) -> float:
+    """Return the perplexity in windows of 1024 tokens."""
+    plain = LocalPipeline.build(subject.spec, source)  # type: ignore[arg-type]
+    pipeline = plain
+    if kv4:
+        pipeline = CachedPipeline(plain.spec, plain.stages, plain.dtype, plain.device, kv4_cache)
+    return perplexity(pipeline, subject.tokens, window=1024).value
+
+
+def kv4_cache(spec: ModelSpec, num_layers: int, slots: int, max_len: int) -> KVCache:
+    """Return a cache with the paper's granularity: a scale per token and head, prompts included."""
+    return LowBitKV(
+        spec,
+        KVPrecision.KV4,
+        num_layers=num_layers,
+        slots=slots,
+        max_len=max_len,
+        dtype=torch.float32,
+        key_group=None,
+        exact_prompt=False,
+    )
+
+
+def write(case: dict[str, object], value: float, base: float) -> None:
+    """Append a row and show it."""
+    write_row(
+        "atom.jsonl",
+        bench="atom_ablation",
+        case=case,
+        unit="perplexity",
+        samples=[value],
+        baselines={"w16a16": base},
+    )
+    print(f"{case['model']:20} {case['step']:38} {value:9.4f} {value / base - 1:+9.2%}", flush=True)
+
+
+def _layer16(subject: Subject, index: int) -> list[torch.Tensor]:
+    return list(subject.source.layer(index, torch.float16).values())
+
+
+if __name__ == "__main__":
+    main()

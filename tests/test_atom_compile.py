@@ -1,0 +1,84 @@
+"""Atom's Triton kernels compile to machine code for every listed architecture, without a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from llmpq.kernels.atom_kernels import act_round_kernel, atom_gemm_kernel, norm_round_kernel
+from llmpq.kernels.compile import ARCHITECTURES, SHARED_LIMIT, Compiled, compile_kernel
+
+pytestmark = pytest.mark.compile
+
+ROUNDING = {"BITS": 4, "SIGNED": True, "CLIP": 0.95}
+TYPES = {
+    **dict.fromkeys(("A", "WO", "CODES"), "*i8"),
+    **dict.fromkeys(("SA", "SCALES", "HADAMARD"), "*fp32"),
+    **dict.fromkeys(("SW", "SO", "BIAS", "Y", "X", "WEIGHT"), "*bf16"),
+    **dict.fromkeys(("M", "N", "K", "F", "normal", "outliers", "x_stride"), "i32"),
+    "INDEX": "*i32",
+    "eps": "fp32",
+}
+
+
+def compiled(kernel: Any, arch: int, constants: dict[str, Any], w: str, **options: int) -> Compiled:
+    arguments = {n: {**TYPES, "W": w}[n] for n in kernel.arg_names if n in {**TYPES, "W": w}}
+    aligned = tuple(n for n, t in arguments.items() if t.startswith("*"))
+    aligned += tuple(n for n in ("N", "K", "F", "x_stride", "outliers") if n in arguments)
+    made = compile_kernel(kernel, arch, arguments, constants, aligned=aligned, options=options)
+    assert made.cubin and made.shared_bytes <= SHARED_LIMIT[arch]
+    return made
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize(("bits", "parts"), [(4, 1), (4, 2), (8, 0)])
+def test_product_compiles_to_integer_tensor_cores(arch: int, bits: int, parts: int) -> None:
+    groups = {0: 1, 1: 31, 2: 62}[parts]
+    for block_m, block_n, warps, stages in ((16, 64, 4, 4), (128, 128, 8, 3)):
+        constants = {
+            "GROUPS": groups,
+            "BLOCKS": 31,
+            "PARTS": parts,
+            "BITS": bits,
+            "HAS_OUTLIERS": bits == 4,
+            "HAS_BIAS": False,
+            "BLOCK_M": block_m,
+            "BLOCK_N": block_n,
+            "GROUP_N": 8,
+        }
+        w = "*u8" if bits == 4 else "*i8"
+        made = compiled(atom_gemm_kernel, arch, constants, w, num_warps=warps, num_stages=stages)
+        # Triton 3.9 has no integer products for sm_100's tensor cores: it compiles to plain adds.
+        if arch < 100:
+            assert ".s8" in made.ptx and ("mma.sync" in made.ptx or "wgmma" in made.ptx)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_norm_compiles(arch: int) -> None:
+    constants = {
+        **ROUNDING,
+        "GROUPS": 31,
+        "BLOCK_G": 32,
+        "GROUP": 128,
+        "BLOCK_GROUP": 128,
+        "BLOCK_K": 4096,
+        "NORM": 1,
+        "HAS_BIAS": False,
+        "HAS_INDEX": True,
+    }
+    compiled(norm_round_kernel, arch, constants, "*u8", num_warps=4)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_activation_compiles(arch: int) -> None:
+    constants = {
+        **ROUNDING,
+        "GROUPS": 111,
+        "GROUP": 128,
+        "BLOCK_M": 16,
+        "ACT": "silu",
+        "ROTATE": True,
+        "INTERPRET": False,
+    }
+    compiled(act_round_kernel, arch, constants, "*u8", num_warps=4)

@@ -1,0 +1,123 @@
+"""Atom's Triton kernels, in the interpreter, against their plain-torch twins."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from triton import knobs
+
+from llmpq.kernels.atom_formats import AtomWeight, quantize_atom
+from llmpq.kernels.atom_fused import GemmPlan, RoundedInput, act_round, atom_gemm, norm_round
+from llmpq.kernels.atom_linear import integer_linear
+from llmpq.kernels.atom_quantize import round_activations
+from llmpq.kernels.atom_reference import (
+    activation_reference,
+    atom_linear_reference,
+    integer_product,
+    norm_reference,
+    rounded_layout,
+)
+from llmpq.kernels.atom_scheme import AtomScheme
+
+pytestmark = [
+    pytest.mark.interpret,
+    pytest.mark.skipif(not knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1"),
+]
+
+PAPER = AtomScheme(outliers=8)
+SIGNED = replace(PAPER, group_size=64, signed_scale=True, activation_clip=0.95)
+W8A8 = AtomScheme(
+    weight_bits=8, activation_bits=8, group_size=None, weight_clip=1.0, activation_clip=1.0
+)
+SMALL = GemmPlan(block_m=16, block_n=16, warps=1, stages=1, group_n=2)
+
+
+def seeded(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
+
+
+def assert_same_rounding(got: RoundedInput, exact: torch.Tensor, scheme: AtomScheme) -> None:
+    """Scales agree to float32; a code may differ by one where a value lies on an edge."""
+    codes, scales = rounded_layout(round_activations(exact, scheme))
+    used = slice(None) if scheme.outliers else slice(0, scales.shape[1] - 1)
+    assert torch.allclose(got.scales[:, used], scales[:, used], rtol=1e-5)
+    off = (got.codes.int() - codes.int()).abs()
+    assert int(off.max()) <= 1 and float((off > 0).float().mean()) < 2e-3
+
+
+@pytest.mark.parametrize("scheme", [PAPER, SIGNED, W8A8, replace(PAPER, outliers=0)])
+@pytest.mark.parametrize("norm", ["none", "rms", "layer"])
+@pytest.mark.parametrize("k", [256, 300])
+def test_norm_order_and_rounding_in_one(scheme: AtomScheme, norm: str, k: int) -> None:
+    x, weight, bias = seeded(3, k) * 3, 1 + seeded(k) * 0.1, seeded(k) * 0.1
+    order = torch.randperm(k, generator=torch.Generator().manual_seed(1)).int()
+    given = {"bias_K": bias} if norm == "layer" else {}
+    got = norm_round(
+        x,
+        scheme,
+        norm=norm,
+        weight_K=weight,
+        index_K=order,
+        eps=1e-5,
+        **given,  # type: ignore[arg-type]
+    )
+    exact = norm_reference(x, norm, weight, given.get("bias_K"), 1e-5)[:, order.long()]
+    assert_same_rounding(got, exact, scheme)
+
+
+@pytest.mark.parametrize("activation", ["silu", "relu", "gelu"])
+@pytest.mark.parametrize("scheme", [PAPER, SIGNED, replace(SIGNED, rotation=True, group_size=128)])
+def test_activation_rotation_and_rounding_in_one(activation: str, scheme: AtomScheme) -> None:
+    x = seeded(19, 600 if activation == "silu" else 300) * 2
+    got = act_round(x, scheme, activation)  # type: ignore[arg-type]
+    assert_same_rounding(got, activation_reference(x, activation), scheme)
+
+
+def product(x: torch.Tensor, weight: AtomWeight, **options: object) -> torch.Tensor:
+    rounded = norm_round(x, weight.scheme)
+    return atom_gemm(rounded, weight, dtype=torch.float32, tiles=SMALL, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("scheme", [PAPER, SIGNED, W8A8, replace(PAPER, outliers=0)])
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 16, 256), (17, 40, 300), (33, 24, 520)])
+def test_product_is_exact(scheme: AtomScheme, m: int, n: int, k: int) -> None:
+    x, bias = seeded(m, k), seeded(n)
+    weight = quantize_atom(seeded(n, k, seed=1), scheme, dtype=torch.float16)
+    exact = integer_product(x, weight)
+    assert error(product(x, weight), exact) < 1e-6
+    assert error(product(x, weight, bias=bias), exact + bias) < 1e-6
+
+
+@pytest.mark.parametrize(
+    "fault", ["scale of the next group", "outliers dropped", "channels shifted by one"]
+)
+def test_planted_faults_are_caught(fault: str) -> None:
+    x = seeded(5, 264)
+    x[:, -8:] *= 30
+    weight = quantize_atom(seeded(16, 264), PAPER, dtype=torch.float32)
+    exact = integer_product(x, weight)
+    if fault == "scale of the next group":
+        broken = product(x, replace(weight, scale=weight.scale.roll(1, dims=1)))
+    elif fault == "outliers dropped":
+        broken = product(x, replace(weight, outliers=torch.zeros_like(weight.outliers)))
+    else:
+        broken = product(x.roll(1, dims=1), weight)
+    assert error(product(x, weight), exact) < 1e-6 < 1e-3 < error(broken, exact)
+
+
+def error(got: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((got.double() - exact.double()).norm() / exact.double().norm())
+
+
+@pytest.mark.parametrize("rotation", [False, True])
+def test_the_whole_linear_matches_the_integer_product(rotation: bool) -> None:
+    x, w = seeded(6, 300), seeded(24, 300, seed=2)
+    order = torch.randperm(300, generator=torch.Generator().manual_seed(5))
+    scheme = replace(SIGNED, rotation=rotation, group_size=128)
+    weight = quantize_atom(w, scheme, dtype=torch.float32, index_K=order)
+    # An edge value rounded the other way moves one code: 2e-3 of a token's norm at most.
+    assert error(integer_linear(x, weight), atom_linear_reference(x, weight)) < 3e-3
+    unordered = replace(weight, index_K=torch.arange(300).int())
+    assert error(integer_linear(x, unordered), atom_linear_reference(x, weight)) > 0.1
