@@ -99,7 +99,56 @@ def seconds_and_cpu(row: Row) -> str:
     return text + (f"; paper {paper:g} s" if paper else "")
 
 
+def us_of_floor(row: Row) -> str:
+    """Show microseconds, the speed-up over cuDNN fp16 attention and the share of the byte floor."""
+    base = row["baselines"].get("sdpa_cudnn_fp16")
+    speed = f" {base / row['value']:.2f}x" if base else ""
+    return f"{row['value']:.1f}{speed} [{row['floor'] / row['value']:.0%}]"
+
+
+KV_32K = {"heads": 32, "kv_heads": 8, "batch": 8, "context": 32768, "kv": "kv4", "op": "attend"}
+
 TABLES: dict[str, Pivot] = {
+    "kv_attend": Pivot(
+        file="kv.jsonl",
+        bench="kv",
+        index=("heads", "kv_heads", "batch", "context"),
+        column="kv",
+        where={"op": "attend", "q_len": 1, "layout": "contiguous", "keys": "kc128"},
+        show=us_of_floor,
+        order=("kv16", "kv8", "kv4", "kv2"),
+    ),
+    "kv_variants": Pivot(
+        file="kv.jsonl",
+        bench="kv",
+        index=("keys", "q_len", "layout"),
+        where=KV_32K,
+        show=us_of_floor,
+        value_title="us",
+    ),
+    "kv_append": Pivot(
+        file="kv.jsonl",
+        bench="kv",
+        index=("batch", "context", "kv"),
+        column="op",
+        where={"context": 2048},
+        show=lambda row: f"{row['value']:.1f}",
+    ),
+    "kv_prefill": Pivot(
+        file="kv.jsonl",
+        bench="kv",
+        index=("batch", "context", "kv"),
+        where={"op": "prefill"},
+        value_title="us",
+        show=lambda row: f"{row['value']:.1f}",
+    ),
+    "kv_perplexity": Pivot(
+        file="kv_perplexity.jsonl",
+        bench="kv_perplexity",
+        index=("kv", "keys"),
+        column="model",
+        show=increase_over_baseline("kv16"),
+    ),
     "quality": Pivot(
         file="quality.jsonl",
         bench="perplexity",
