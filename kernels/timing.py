@@ -79,6 +79,8 @@ def write_row(
     floor: float | None = None,
     baselines: Mapping[str, float] | None = None,
     commit: str | None = None,
+    predicted: float | None = None,
+    program: str = "python -m llmpq.kernels",
 ) -> None:
     """Append one result row (a JSON line, as in benchmarks/results/) to `path`.
 
@@ -93,12 +95,12 @@ def write_row(
         "spread": [min(samples), max(samples)],
         "floor": floor,
         "baselines": dict(baselines or {}),
-        "predicted": None,
+        "predicted": predicted,
         "noisy": False,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
         "versions": {name: importlib.metadata.version(name) for name in ("torch", "triton")},
         "commit": commit or _commit(),
-        "command": "python -m llmpq.kernels " + shlex.join(sys.argv[1:]),
+        "command": f"{program} {shlex.join(sys.argv[1:])}",
         "date": datetime.date.today().isoformat(),
     }
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
 """`llmpq-dist`: run a plan, convert a checkpoint, evaluate a precision.
 
     llmpq-dist [run] --strat_file_name plan.json --model DIR -i prompts.jsonl -o outputs.jsonl
-    llmpq-dist convert ... | eval ...
+    llmpq-dist bench ... | convert ... | eval ...
 
 Every failure ends with one sentence on stderr and the exit code of its outcome.
 """
@@ -21,6 +21,7 @@ from llmpq.errors import ExitCode, LlmpqError
 COMMANDS = {
     "run": ("llmpq.runtime.run_command", "run a batch file through a plan (the default)"),
     "convert": ("llmpq.runtime.convert", "turn pytorch_model.bin into safetensors"),
+    "bench": ("llmpq.runtime.bench_command", "time LLM-PQ's offline job"),
     "eval": ("llmpq.runtime.evaluate", "perplexity of a model on a text"),
 }
 """Subcommand -> module with `add_arguments(parser)` and `main(args) -> int`, and its help."""

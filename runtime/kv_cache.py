@@ -78,11 +78,7 @@ class PlainKVCache:
         alibi_slopes_H: Tensor | None = None,
     ) -> Tensor:
         """Append the step's keys and values, then return its causal attention [B, Q, H, D]."""
-        if step.max_end > self.max_len:
-            raise ValueError(
-                f"a request needs {step.max_end} tokens of KV cache, its slot holds "
-                f"{self.max_len}; plan for a longer prompt or more generated tokens"
-            )
+        self.check_room(step)
         k, v = self.k[layer], self.v[layer]
         _append(k, k_BQGD, step)
         _append(v, v_BQGD, step)
@@ -98,6 +94,14 @@ class PlainKVCache:
             scale=scale,
             alibi_slopes_H=alibi_slopes_H,
         )
+
+    def check_room(self, step: Step) -> None:
+        """Raise `ValueError` if a request outgrows its slot."""
+        if step.max_end > self.max_len:
+            raise ValueError(
+                f"a request needs {step.max_end} tokens of KV cache, its slot holds "
+                f"{self.max_len}; plan for a longer prompt or more generated tokens"
+            )
 
     def truncate(self, slots_B: Tensor, length_B: Tensor) -> None:
         """Nothing to do: tokens beyond a request's start are never read and get overwritten."""

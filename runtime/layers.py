@@ -8,7 +8,10 @@ Legend: B rows, Q new tokens, h hidden, H query heads, G key/value heads, D head
 
 from __future__ import annotations
 
+import functools
+import importlib
 import math
+from types import ModuleType
 from typing import Literal
 
 import torch
@@ -197,9 +200,18 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x_BQh: Tensor, layer: int, step: Step, kv: KVCache) -> Tensor:
         """Return a new residual stream [B, Q, h]; the input is left as it was."""
+        if x_BQh.is_cuda:
+            y: Tensor = _cuda_layers().decoder_layer(self, x_BQh, layer, step, kv)
+            return y
         y = self.attention(self.attn_norm(x_BQh), layer, step, kv)
         y.add_(x_BQh)
         return y.add_(self.mlp(self.mlp_norm(y)))
+
+
+@functools.cache
+def _cuda_layers() -> ModuleType:
+    """Import what needs Triton, only where a GPU runs it."""
+    return importlib.import_module("llmpq.runtime.cuda_layers")
 
 
 class Embedding(nn.Module):

@@ -11,7 +11,7 @@ import json
 import os
 import socket
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from llmpq.device_spec import canonical_kind
 from llmpq.errors import PlanMismatchError
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan, StagePlan
+from llmpq.runtime.loader import RandomSource, TensorSource
 from llmpq.runtime.placement import is_cpu, listening_socket, loopback_interface
 from llmpq.runtime.quantized_checkpoint import open_checkpoint
 from llmpq.runtime.request import Request
@@ -50,6 +51,10 @@ class StageSettings:
     gamma: int | None = None
     """Draft length; None lets the cost model of `costs` choose it, again and again."""
     costs: str | None = None
+    load_format: Literal["auto", "dummy"] = "auto"
+    """`dummy`: random weights made on the device; the model may be a built-in name."""
+    graphs: bool = True
+    """Capture decode steps in CUDA graphs, on a GPU."""
 
 
 def limits_of(plan: Plan, batching: str = "continuous") -> Limits:
@@ -103,10 +108,11 @@ class StageActor:
         """Check the device, load the stage's slice, warm it up; returns what it allocated."""
         self._use_threads()
         device = self._device()
-        spec = ModelSpec.from_directory(self._settings.model_dir)
+        spec, source = self._model(device)
         self._plan.require_model(spec)
-        source = open_checkpoint(self._settings.model_dir, spec)
-        self._compute, report = build_stage(self._plan, self._index, spec, source, device)
+        self._compute, report = build_stage(
+            self._plan, self._index, spec, source, device, graphs=self._settings.graphs
+        )
         if self._settings.speculate is not None:
             extra = self._compute.enable_speculation(self._settings.speculate, self._plan.workload)
             report = replace(report, draft_bytes=extra)
@@ -191,7 +197,8 @@ class StageActor:
 
     def record(self) -> str:
         """Return what the stage recorded."""
-        return self._recorder.record().to_json()
+        totals = self._compute.device_totals() if self._compute is not None else None
+        return self._recorder.record(totals).to_json()
 
     def speculation(self) -> str:
         """Return what came of the drafts, JSON null without any (first stage only)."""
@@ -217,6 +224,16 @@ class StageActor:
         """Set the plan's number of threads; OpenMP keeps it per thread, so each caller must."""
         if self._stage.threads is not None and torch.get_num_threads() != self._stage.threads:
             torch.set_num_threads(self._stage.threads)
+
+    def _model(self, device: torch.device) -> tuple[ModelSpec, TensorSource]:
+        """Return the architecture and where its weights come from."""
+        model = self._settings.model_dir
+        if self._settings.load_format == "auto":
+            spec = ModelSpec.from_directory(model)
+            return spec, open_checkpoint(model, spec)
+        known = os.path.isdir(model)
+        spec = ModelSpec.from_directory(model) if known else ModelSpec.by_name(model)
+        return spec, RandomSource(spec, device=device)
 
     def _device(self) -> torch.device:
         """Return the device Ray gave this actor, or refuse a plan made for another kind."""

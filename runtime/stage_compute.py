@@ -18,11 +18,13 @@ from llmpq.runtime.kv_cache import KVCache
 from llmpq.runtime.kv_factory import make_kv_cache
 from llmpq.runtime.loader import TensorSource
 from llmpq.runtime.message import StepMessage
+from llmpq.runtime.pending import Pending
 from llmpq.runtime.request import StepKind
 from llmpq.runtime.sampling import sample
 from llmpq.runtime.sampling_params import SamplingParams
 from llmpq.runtime.stage_model import DTYPES, StageModel
 from llmpq.runtime.step import Step
+from llmpq.runtime.trace import KindTotals
 from llmpq.speculation import READS_KV4, SpeculationMode
 from llmpq.units import format_size
 from llmpq.workload import Workload
@@ -66,6 +68,15 @@ class StageCompute:
             self.kv, kv, copy_bytes = DualKV(self.kv, copy), copy, copy.nbytes
         self.draft = build_draft(mode, self.model, kv)
         return self.draft.extra_bytes + copy_bytes
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether a step may name tokens by -1 that the step before has yet to produce."""
+        return False
+
+    def device_totals(self) -> dict[str, KindTotals]:
+        """Return the steps so far as the device timed them; empty where the host's clock serves."""
+        return {}
 
     @torch.inference_mode()
     def run(self, message: StepMessage, hidden_BQH: Tensor | None) -> Tensor | Pending:

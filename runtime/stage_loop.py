@@ -18,16 +18,25 @@ from typing import Protocol
 from torch import Tensor
 
 from llmpq.runtime.message import STOP, StepMessage, describe, result_width
+from llmpq.runtime.pending import Pending, arrived
 from llmpq.runtime.request import MicroBatch, Request, StepKind
 from llmpq.runtime.scheduler import Scheduler, max_in_flight
 from llmpq.runtime.trace import Recorder
 from llmpq.runtime.transport import Transport
 
+UNKNOWN_TOKEN = -1
+"""Stands for the token a request's last step has yet to bring, where a stage runs ahead."""
+
 
 class Compute(Protocol):
     """The arithmetic of one stage."""
 
-    def run(self, message: StepMessage, hidden_BQH: Tensor | None) -> Tensor:
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether a step may name tokens by -1 that the step before has yet to produce."""
+        ...
+
+    def run(self, message: StepMessage, hidden_BQH: Tensor | None) -> Tensor | Pending:
         """Return hidden states, or on the last stage the result table of sampled tokens."""
         ...
 
@@ -49,7 +58,7 @@ def run_following_stage(
         if message.kind is StepKind.STOP:
             break
         with recorder.step(message.kind, message.seq, message.num_rows, message.q_len):
-            output = compute.run(message, hidden_BQH)
+            output = arrived(compute.run(message, hidden_BQH))
         if last:
             transport.send_tokens(output)
         else:
@@ -102,6 +111,24 @@ class Mailbox:
             return done
 
 
+@dataclass(frozen=True)
+class _Ahead:
+    """A step whose rows went on before its tokens were known."""
+
+    places: list[tuple[Request, int]]
+    """Whose output, and where in it, each token goes."""
+    finished: list[Request]
+
+
+@dataclass(frozen=True)
+class _Flight:
+    """A micro-batch under way; its result is None while it travels through other stages."""
+
+    micro_batch: MicroBatch
+    result: Tensor | Pending | None
+    ahead: _Ahead | None = None
+
+
 class FirstStage:
     """The loop of the first stage; with one stage it is the whole engine."""
 
@@ -118,8 +145,8 @@ class FirstStage:
         assert (transport is None) == (num_stages == 1)
         self._scheduler, self._compute, self._transport = scheduler, compute, transport
         self._mailbox, self._recorder = mailbox, recorder
-        self._max_in_flight = max_in_flight(num_stages)
-        self._in_flight: deque[tuple[MicroBatch, Tensor | None]] = deque()
+        self._max_in_flight = 2 if compute.runs_ahead else max_in_flight(num_stages)
+        self._in_flight: deque[_Flight] = deque()
         self._closed = False
         self._submitted_s: dict[int, float] = {}
         self._first_token_s: dict[int, float] = {}
@@ -161,19 +188,37 @@ class FirstStage:
         with self._recorder.step(message.kind, message.seq, message.num_rows, message.q_len):
             output = self._compute.run(message, None)
         if self._transport is None:
-            self._in_flight.append((micro_batch, output))
+            self._in_flight.append(_Flight(micro_batch, output, self._go_on(micro_batch)))
         else:
-            self._transport.send_step(message, output)
-            self._in_flight.append((micro_batch, None))
+            self._transport.send_step(message, arrived(output))
+            self._in_flight.append(_Flight(micro_batch, None))
+
+    def _go_on(self, micro_batch: MicroBatch) -> _Ahead | None:
+        """Let the rows of a step go on without its tokens, if no token can end a request."""
+        requests = micro_batch.requests
+        may_stop = any(request.stop_ids or request.stop_texts for request in requests)
+        plain = micro_batch.kind in (StepKind.PREFILL, StepKind.DECODE)
+        if not self._compute.runs_ahead or may_stop or not plain:
+            return None
+        places = [(request, len(request.output)) for request in requests]
+        finished = self._scheduler.complete(micro_batch, [[UNKNOWN_TOKEN]] * len(requests))
+        return _Ahead(places, finished)
 
     def _finish_oldest(self) -> None:
-        micro_batch, result_BK = self._in_flight.popleft()
+        flight = self._in_flight.popleft()
+        micro_batch, result = flight.micro_batch, flight.result
         kind = micro_batch.kind
-        if result_BK is None:
+        if result is None:
             assert self._transport is not None
             width = result_width(kind, micro_batch.q_len)
-            result_BK = self._transport.receive_tokens(len(micro_batch.requests), width)
-        finished = self._scheduler.complete(micro_batch, result_tokens(kind, result_BK))
+            result = self._transport.receive_tokens(len(micro_batch.requests), width)
+        tokens = result_tokens(kind, arrived(result))
+        if flight.ahead is None:
+            finished = self._scheduler.complete(micro_batch, tokens)
+        else:
+            finished = flight.ahead.finished
+            for (request, place), (token,) in zip(flight.ahead.places, tokens, strict=True):
+                request.output[place] = token
         now_s = time.perf_counter()
         if kind is StepKind.PREFILL:
             self._prompt_tokens += sum(len(tokens) for tokens in micro_batch.tokens)

@@ -38,7 +38,7 @@ class EngineRun:
 
 
 class ThreadEngine:
-    """The loaded stages of a plan, on the CPU."""
+    """The loaded stages of a plan, on the CPU or all on one GPU."""
 
     def __init__(
         self,
@@ -47,12 +47,16 @@ class ThreadEngine:
         source: TensorSource,
         *,
         speculate: SpeculationMode | None = None,
+        device: torch.device | str = "cpu",
+        graphs: bool = True,
     ) -> None:
         self.plan = plan
-        self.computes: list[StageCompute] = [
-            build_stage(plan, index, spec, source, torch.device("cpu"))[0]
+        built = [
+            build_stage(plan, index, spec, source, torch.device(device), graphs=graphs)
             for index in range(len(plan.stages))
         ]
+        self.computes: list[StageCompute] = [compute for compute, _ in built]
+        self.loads = [load for _, load in built]
         for compute in self.computes:
             if speculate is not None:
                 compute.enable_speculation(speculate, plan.workload)
@@ -100,6 +104,8 @@ class ThreadEngine:
             raise failures[0] from None
         for thread in threads:
             thread.join()
-        return EngineRun(
-            finished=list(mailbox.finished), records=[recorder.record() for recorder in recorders]
-        )
+        records = [
+            recorder.record(compute.device_totals())
+            for recorder, compute in zip(recorders, self.computes, strict=True)
+        ]
+        return EngineRun(finished=list(mailbox.finished), records=records)

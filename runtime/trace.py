@@ -104,9 +104,10 @@ class Recorder:
         current = self.current
         return 0.0 if current is None else time.perf_counter() - current[1]
 
-    def record(self) -> StageRecord:
-        """Return what was recorded so far."""
-        return StageRecord(totals=dict(self.totals), events=tuple(self.events))
+    def record(self, device_totals: Mapping[str, KindTotals] | None = None) -> StageRecord:
+        """Return what was recorded so far; a device that works on its own has its own totals."""
+        totals = dict(device_totals or self.totals)
+        return StageRecord(totals=totals, events=tuple(self.events))
 
 
 _COLOURS = {

@@ -1,0 +1,218 @@
+"""Rotary positions and the write into a plain KV cache as one pass over a step's q, k and v.
+
+    q, k, v [B, Q, N, D] (strided: slices of one qkv)      a program: one token, BLOCK heads
+      |  q: rotated          -> q_out [B, Q, H, D]
+      |  k: rotated          -> cache [S, G, T, D] at (slot, g, start + i), or k_out [B, Q, G, D]
+      |  v: as it is         -> cache [S, G, T, D], or nowhere
+    rotation of the halves of D: (a, b) -> (a cos - b sin, b cos + a sin), angle = pos * inv_freq
+
+Bytes: each of q, k, v read once and written once. Angles are computed from the position in float32
+and never stored. Tokens beyond a row's count (padding) are not written to the cache.
+
+B requests, Q new tokens, H query heads, G key/value heads, D head_dim, S slots, T slot length.
+"""
+
+# Triton kernels take no annotations.
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+HEADS_PER_PROGRAM = 8
+"""A 32-row decode step of 48 heads makes 192 programs: more than an H200 has SMs."""
+
+
+@triton.jit
+def _rotated(pointer, d, live, angle, ROTARY: tl.constexpr, HALF: tl.constexpr):
+    """Load the halves of some heads [BLOCK, HALF] and rotate them in float32."""
+    low = tl.load(pointer + d, mask=live, other=0.0)
+    high = tl.load(pointer + HALF + d, mask=live, other=0.0)
+    if ROTARY:
+        cos, sin = tl.cos(angle)[None, :], tl.sin(angle)[None, :]
+        a, b = low.to(tl.float32), high.to(tl.float32)
+        low, high = (a * cos - b * sin).to(low.dtype), (b * cos + a * sin).to(high.dtype)
+    return low, high
+
+
+@triton.jit
+def rope_append_kernel(
+    q_ptr, k_ptr, v_ptr, q_out, k_out, v_out, slots, starts, counts, inv_freq,
+    q_stride, k_stride, v_stride, slot_stride, head_stride, token_stride,
+    H: tl.constexpr, G: tl.constexpr, Q: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr,
+    BLOCK: tl.constexpr, ROTARY: tl.constexpr, CACHE: tl.constexpr,
+):  # fmt: skip
+    """One token's block of heads; `*_stride` in elements between tokens of an input."""
+    D: tl.constexpr = 2 * HALF
+    Q_BLOCKS: tl.constexpr = (H + BLOCK - 1) // BLOCK
+    G_BLOCKS: tl.constexpr = (G + BLOCK - 1) // BLOCK
+    token = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    b, i = token // Q, token % Q
+    position = tl.load(starts + b) + i
+    d = tl.arange(0, PADDED)
+    inside = d < HALF
+    angle = position.to(tl.float32)
+    if ROTARY:
+        angle = angle * tl.load(inv_freq + d, mask=inside, other=0.0)
+    if block < Q_BLOCKS:
+        head = block * BLOCK + tl.arange(0, BLOCK)
+        live = (head < H)[:, None] & inside[None, :]
+        at = head[:, None] * D + d[None, :]
+        low, high = _rotated(q_ptr + token * q_stride, at, live, angle, ROTARY, HALF)
+        out = q_out + token * (H * D) + at
+        tl.store(out, low, mask=live)
+        tl.store(out + HALF, high, mask=live)
+        return
+    place = b
+    if CACHE:
+        # Padding goes nowhere: its program has no heads.
+        written = tl.where(i < tl.load(counts + b), G, 0)
+        place = tl.load(slots + b).to(tl.int64)
+        i = position.to(tl.int64)
+    else:
+        written = G
+    if block < Q_BLOCKS + G_BLOCKS:
+        head = (block - Q_BLOCKS) * BLOCK + tl.arange(0, BLOCK)
+        live = (head < written)[:, None] & inside[None, :]
+        at = head[:, None] * D + d[None, :]
+        low, high = _rotated(k_ptr + token * k_stride, at, live, angle, ROTARY, HALF)
+        target = k_out
+    else:
+        head = (block - Q_BLOCKS - G_BLOCKS) * BLOCK + tl.arange(0, BLOCK)
+        live = (head < written)[:, None] & inside[None, :]
+        at = head[:, None] * D + d[None, :]
+        low, high = _rotated(v_ptr + token * v_stride, at, live, angle, False, HALF)
+        target = v_out
+    out = target + place * slot_stride + i * token_stride + head[:, None] * head_stride + d[None, :]
+    tl.store(out, low, mask=live)
+    tl.store(out + HALF, high, mask=live)
+
+
+def rope_append(
+    q_BQHD: Tensor,
+    k_BQGD: Tensor,
+    v_BQGD: Tensor,
+    k_cache_SGTD: Tensor,
+    v_cache_SGTD: Tensor,
+    slots_B: Tensor,
+    start_B: Tensor,
+    num_new_B: Tensor,
+    inv_freq: Tensor | None,
+) -> Tensor:
+    """Write rotated keys and values into the cache; return the rotated queries [B, Q, H, D]."""
+    q_out = torch.empty(q_BQHD.shape, dtype=q_BQHD.dtype, device=q_BQHD.device)
+    strides = k_cache_SGTD.stride()
+    if strides != v_cache_SGTD.stride() or strides[3] != 1:
+        raise ValueError(f"caches must have equal strides, channels last, got {strides}")
+    _launch(
+        (q_BQHD, k_BQGD, v_BQGD),
+        (q_out, k_cache_SGTD, v_cache_SGTD),
+        (slots_B, start_B, num_new_B),
+        inv_freq,
+        (strides[0], strides[1], strides[2]),
+        blocks=2,
+    )
+    return q_out
+
+
+def rope(
+    q_BQHD: Tensor, k_BQGD: Tensor, start_B: Tensor, inv_freq: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return rotated queries and keys, dense."""
+    q_out = torch.empty(q_BQHD.shape, dtype=q_BQHD.dtype, device=q_BQHD.device)
+    k_out = torch.empty(k_BQGD.shape, dtype=k_BQGD.dtype, device=k_BQGD.device)
+    _, q_len, groups, dim = k_BQGD.shape
+    _launch(
+        (q_BQHD, k_BQGD, k_BQGD),
+        (q_out, k_out, k_out),
+        (start_B, start_B, start_B),
+        inv_freq,
+        (q_len * groups * dim, dim, groups * dim),
+        blocks=1,
+    )
+    return q_out, k_out
+
+
+def _launch(
+    inputs: tuple[Tensor, Tensor, Tensor],
+    outputs: tuple[Tensor, Tensor, Tensor],
+    rows: tuple[Tensor, Tensor, Tensor],
+    inv_freq: Tensor | None,
+    strides: tuple[int, int, int],
+    *,
+    blocks: int,
+) -> None:
+    """`blocks`: 2 writes keys and values to a cache, 1 keys only to a tensor like the input."""
+    batch, q_len, heads, dim = inputs[0].shape
+    groups = inputs[1].shape[2]
+    inputs_2 = tuple(_tokens(x) for x in inputs)
+    block = HEADS_PER_PROGRAM
+    grid = (batch * q_len, triton.cdiv(heads, block) + blocks * triton.cdiv(groups, block))
+    rope_append_kernel[grid](
+        *(x for x, _ in inputs_2),
+        *outputs,
+        *rows,
+        inv_freq if inv_freq is not None else rows[0],
+        *(stride for _, stride in inputs_2),
+        *strides,
+        H=heads,
+        G=groups,
+        Q=q_len,
+        HALF=dim // 2,
+        PADDED=triton.next_power_of_2(dim // 2),
+        BLOCK=block,
+        ROTARY=inv_freq is not None,
+        CACHE=blocks == 2,
+        num_warps=2,
+    )
+
+
+def _tokens(x_BQND: Tensor) -> tuple[Tensor, int]:
+    """Return a tensor whose heads lie one after the other, and its stride between tokens."""
+    batch, q_len, _, dim = x_BQND.shape
+    s = x_BQND.stride()
+    if s[3] != 1 or s[2] != dim or (batch > 1 and s[0] != s[1] * q_len):
+        x_BQND = x_BQND.contiguous()
+        s = x_BQND.stride()
+    return x_BQND, s[1] if q_len > 1 else s[0]
+
+
+def rope_append_reference(
+    q_BQHD: Tensor,
+    k_BQGD: Tensor,
+    v_BQGD: Tensor,
+    k_cache_SGTD: Tensor,
+    v_cache_SGTD: Tensor,
+    slots_B: Tensor,
+    start_B: Tensor,
+    num_new_B: Tensor,
+    inv_freq: Tensor | None,
+) -> Tensor:
+    """The twin of `rope_append`, in plain torch."""
+    q, k = q_BQHD, k_BQGD
+    if inv_freq is not None:
+        q, k = rope_reference(q_BQHD, k_BQGD, start_B, inv_freq)
+    for row in range(q.shape[0]):
+        slot, start, count = int(slots_B[row]), int(start_B[row]), int(num_new_B[row])
+        k_cache_SGTD[slot, :, start : start + count] = k[row, :count].transpose(0, 1)
+        v_cache_SGTD[slot, :, start : start + count] = v_BQGD[row, :count].transpose(0, 1)
+    return q
+
+
+def rope_reference(
+    q_BQHD: Tensor, k_BQGD: Tensor, start_B: Tensor, inv_freq: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The twin of `rope`: float32 arithmetic, one rounding."""
+    positions_BQ = start_B[:, None] + torch.arange(q_BQHD.shape[1], device=start_B.device)
+    angle = (positions_BQ[:, :, None].float() * inv_freq)[:, :, None]
+    cos, sin = angle.cos(), angle.sin()
+
+    def rotate(x: Tensor) -> Tensor:
+        a, b = x.float().chunk(2, dim=-1)
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+
+    return rotate(q_BQHD), rotate(k_BQGD)

@@ -1,0 +1,197 @@
+"""Decode steps of one stage as CUDA graphs: one launch instead of ten a layer.
+
+A graph is captured per number of rows, over the static KV pool and static buffers. What changes
+from step to step (slots, positions, tokens) is copied to the device from pinned memory before the
+replay; numbers of rows in between are rounded up, the extra rows repeating the last one, which
+writes the same values to the same places.
+
+A token of -1 stands for the one its slot produced last: it is read from a table on the device, so
+the host may issue a step before it knows the tokens of the one before.
+
+Legend: B rows, h hidden, V vocabulary, S slots.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from llmpq.runtime.kv_cache import KVCache
+from llmpq.runtime.message import StepMessage
+from llmpq.runtime.stage_model import StageModel
+from llmpq.runtime.step import Step
+
+_log = logging.getLogger("llmpq.graphs")
+
+RING = 8
+"""Steps whose inputs may be on their way to the device at once."""
+FIELDS = 3
+"""Slot, position and token of a row."""
+LAST_TOKEN = -1
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOutput:
+    """What a step left on the device; overwritten by the next step of as many rows."""
+
+    hidden_BQh: Tensor | None = None
+    logits_BV: Tensor | None = None
+    tokens_B: Tensor | None = None
+    """The most likely tokens (last stage)."""
+
+
+@dataclass(frozen=True)
+class _Captured:
+    graph: torch.cuda.CUDAGraph
+    hidden_BQh: Tensor | None
+    output: StepOutput
+
+
+class DecodeGraphs:
+    """Runs decode steps of a stage, captured when a number of rows is first seen."""
+
+    def __init__(
+        self,
+        model: StageModel,
+        kv: KVCache,
+        *,
+        num_slots: int,
+        max_len: int,
+        max_rows: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        capture: bool = True,
+    ) -> None:
+        self._model, self._kv, self._dtype, self._device = model, kv, dtype, device
+        self._max_rows = rounded_rows(max_rows, max_rows)
+        positions = model.spec.max_positions if model.spec.positions == "learned" else max_len
+        self._max_end = min(max_len, positions)
+        self.last_token_S = torch.zeros(num_slots, dtype=torch.long, device=device)
+        self._rows = torch.zeros(FIELDS, self._max_rows, dtype=torch.long, device=device)
+        self._ones = torch.ones(self._max_rows, dtype=torch.long, device=device)
+        pinned = device.type == "cuda"
+        shape = (RING, FIELDS, self._max_rows)
+        self._staging = torch.zeros(shape, dtype=torch.long, pin_memory=pinned)
+        self._copied: list[torch.cuda.Event | None] = [None] * RING
+        self._next = 0
+        self._captured: dict[int, _Captured] = {}
+        self._capture_failed = not capture or device.type != "cuda"
+        self._pool = None if self._capture_failed else torch.cuda.graph_pool_handle()
+
+    @property
+    def captured_rows(self) -> list[int]:
+        """Numbers of rows that have a graph."""
+        return sorted(self._captured)
+
+    def run(self, message: StepMessage, hidden_BQh: Tensor | None) -> StepOutput:
+        """Run one decode step; only as many rows as the message has mean anything."""
+        num_rows = rounded_rows(message.num_rows, self._max_rows)
+        self._stage(message, num_rows)
+        if hidden_BQh is not None:
+            hidden_BQh = _padded(hidden_BQh.to(self._device), num_rows)
+        if self._capture_failed:
+            return self._forward(num_rows, hidden_BQh)
+        if num_rows not in self._captured and not self._capture(num_rows, hidden_BQh):
+            return self._forward(num_rows, hidden_BQh)
+        captured = self._captured[num_rows]
+        if captured.hidden_BQh is not None and hidden_BQh is not None:
+            captured.hidden_BQh.copy_(hidden_BQh)
+        captured.graph.replay()
+        return captured.output
+
+    def remember(self, slots_B: Tensor, tokens_B: Tensor) -> None:
+        """Keep tokens that were sampled elsewhere (after a prompt, or not greedily)."""
+        self.last_token_S[slots_B] = tokens_B
+
+    def slots_B(self, num_rows: int) -> Tensor:
+        """Return the slots of the step that ran last."""
+        return self._rows[0, :num_rows]
+
+    def _stage(self, message: StepMessage, num_rows: int) -> None:
+        """Copy slots, positions and tokens to the device without waiting for it."""
+        place, self._next = self._next, (self._next + 1) % RING
+        copied = self._copied[place]
+        if copied is not None:
+            copied.synchronize()
+        table = [message.slots, message.starts, [row[0] for row in message.tokens]]
+        if not message.tokens:
+            table[2] = [0] * message.num_rows
+        extra = num_rows - message.num_rows
+        values = torch.tensor([[*row, *[row[-1]] * extra] for row in table], dtype=torch.long)
+        staging = self._staging[place, :, :num_rows]
+        staging.copy_(values)
+        self._rows[:, :num_rows].copy_(staging, non_blocking=True)
+        if self._device.type == "cuda":
+            event = copied or torch.cuda.Event()
+            event.record()
+            self._copied[place] = event
+
+    def _forward(self, num_rows: int, hidden_BQh: Tensor | None) -> StepOutput:
+        """Run the stage on the static buffers; what a graph records."""
+        slots_B, start_B, given_B = self._rows[:, :num_rows].unbind(0)
+        step = Step(
+            slots_B=slots_B,
+            start_B=start_B,
+            num_new_B=self._ones[:num_rows],
+            q_len=1,
+            max_end=self._max_end,
+            fresh=False,
+            runs=(),
+        )
+        x = hidden_BQh
+        if x is None:
+            x = torch.where(given_B < 0, self.last_token_S[slots_B], given_B)[:, None]
+        y = self._model(x, step, self._kv)
+        if self._model.head is None:
+            return StepOutput(hidden_BQh=y)
+        logits_BV = self._model.logits(y, step)
+        tokens_B = logits_BV.argmax(dim=-1)
+        self.remember(slots_B, tokens_B)
+        return StepOutput(logits_BV=logits_BV, tokens_B=tokens_B)
+
+    def _capture(self, num_rows: int, hidden_BQh: Tensor | None) -> bool:
+        """Record a graph of this many rows; False, for good, if the driver or a kernel refuses.
+
+        Steps before the recording compile kernels and make library handles. They compute what the
+        replay computes again; only the table of last tokens must be put back.
+        """
+        static = None if hidden_BQh is None else hidden_BQh.clone()
+        before_S = self.last_token_S.clone()
+        stream = torch.cuda.Stream(self._device)
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.stream(stream):
+                for _ in range(2):
+                    self._forward(num_rows, static)
+                stream.synchronize()
+                with torch.cuda.graph(graph, pool=self._pool, stream=stream):
+                    output = self._forward(num_rows, static)
+        except RuntimeError as error:
+            _log.warning("decode runs without CUDA graphs: %s", error)
+            self._capture_failed = True
+            return False
+        finally:
+            torch.cuda.current_stream(self._device).wait_stream(stream)
+            self.last_token_S.copy_(before_S)
+        self._captured[num_rows] = _Captured(graph, static, output)
+        return True
+
+
+def rounded_rows(num_rows: int, max_rows: int) -> int:
+    """Return the rows a step is padded to: 1, 2, 4, multiples of 8, or the plan's own number."""
+    for size in (1, 2, 4):
+        if num_rows <= size:
+            return min(size, max(num_rows, max_rows))
+    return min(-(-num_rows // 8) * 8, max(num_rows, max_rows))
+
+
+def _padded(hidden_BQh: Tensor, num_rows: int) -> Tensor:
+    """Return hidden states of `num_rows` rows, the last one repeated."""
+    extra = num_rows - hidden_BQh.shape[0]
+    if extra == 0:
+        return hidden_BQh
+    return torch.cat((hidden_BQh, hidden_BQh[-1:].expand(extra, -1, -1)))

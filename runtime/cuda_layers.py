@@ -1,0 +1,147 @@
+"""Decoder layers on a GPU: the same parts and sums as layers.py, in fewer and fused launches.
+
+    norm        one kernel a row                                   kernels/fused_norm.py
+    qkv         one product
+    positions   rotation and the cache's append in one kernel      kernels/fused_rope.py
+    attention   prompts: torch's; up to 16 new tokens: one kernel that reads lengths from the device
+    o, down     products that add the residual stream themselves
+    gate        silu(gate) * up in one kernel                      kernels/fused_mlp.py
+
+Nothing here asks the device for a value, so a step of one new token can be captured in a graph.
+
+Legend: B rows, Q new tokens, h hidden, H query heads, G key/value heads, D head_dim, S slots.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from llmpq.kernels import fused_mlp, fused_norm, fused_rope, plain_attend
+from llmpq.kernels.linear import QuantizedWeight, linear
+from llmpq.runtime.attention import attend_cached, score_bias
+from llmpq.runtime.kv_cache import KVCache, PlainKVCache
+from llmpq.runtime.layers import Attention, DecoderLayer, GatedMLP, Linear, Norm
+from llmpq.runtime.step import Step
+
+
+def decoder_layer(
+    layer: DecoderLayer, x_BQh: Tensor, index: int, step: Step, kv: KVCache
+) -> Tensor:
+    """Return the layer's new residual stream; `layers.DecoderLayer.forward` is its twin."""
+    attended = attention(layer.attention, norm(layer.attn_norm, x_BQh), index, step, kv)
+    y = product(layer.attention.o, attended, residual=x_BQh)
+    wide = norm(layer.mlp_norm, y)
+    if isinstance(layer.mlp, GatedMLP):
+        hidden = fused_mlp.silu_mul(product(layer.mlp.gate_up, wide))
+    else:
+        up = product(layer.mlp.up, wide)
+        relu = layer.mlp.activation == "relu"
+        hidden = up.relu_() if relu else functional.gelu(up, approximate="tanh")
+        del up
+    del wide
+    return product(layer.mlp.down, hidden, residual=y)
+
+
+def norm(part: Norm, x: Tensor) -> Tensor:
+    """Return x normalised."""
+    if part.bias is not None or x.shape[-1] > fused_norm.MAX_COLUMNS:
+        normed: Tensor = part(x)
+        return normed
+    return fused_norm.rms_norm(x, part.weight, part.eps)
+
+
+def product(part: nn.Module, x: Tensor, *, residual: Tensor | None = None) -> Tensor:
+    """Return part(x) + residual; where the product can add it, that costs no extra pass."""
+    if residual is not None and type(part) is Linear:
+        weight = part.weight
+        if isinstance(weight, QuantizedWeight):
+            return linear(x, weight, part.bias, residual)
+        if isinstance(weight, Tensor) and not weight.is_mkldnn and part.bias is None:
+            flat = residual.reshape(-1, weight.shape[0])
+            y = torch.addmm(flat, x.reshape(-1, weight.shape[1]), weight.t())
+            return y.view(residual.shape)
+    y_plain: Tensor = part(x)
+    return y_plain if residual is None else y_plain.add_(residual)
+
+
+def attention(part: Attention, x_BQh: Tensor, index: int, step: Step, kv: KVCache) -> Tensor:
+    """Return attention(q, k, v) [B, Q, H * D] of cache layer `index`, before the output product."""
+    batch, q_len, _ = x_BQh.shape
+    qkv = product(part.qkv, x_BQh).view(batch, q_len, -1, part.head_dim)
+    q, k, v = qkv.split([part.heads, part.kv_heads, part.kv_heads], dim=2)
+    if part.q_norm is not None and part.k_norm is not None:
+        q, k = part.q_norm(q), part.k_norm(k)
+    if isinstance(kv, PlainKVCache):
+        out = _plain(part, q, k, v, index, step, kv)
+    else:
+        if part.rotary is not None:
+            q, k = fused_rope.rope(q, k, step.start_B, part.rotary.inv_freq)
+        out = kv.attend(index, q, k, v, step, scale=part.scale, alibi_slopes_H=part.alibi_slopes_H)
+    return out.reshape(batch, q_len, part.heads * part.head_dim)
+
+
+def _plain(
+    part: Attention, q: Tensor, k: Tensor, v: Tensor, index: int, step: Step, kv: PlainKVCache
+) -> Tensor:
+    """Append to the 16-bit cache, then attend to it; prompts attend to the tokens just written."""
+    kv.check_room(step)
+    k_SGTD, v_SGTD = kv.k[index], kv.v[index]
+    rows = (step.slots_B, step.start_B, step.num_new_B)
+    inv_freq = None if part.rotary is None else part.rotary.inv_freq
+    q_BQHD = fused_rope.rope_append(q, k, v, k_SGTD, v_SGTD, *rows, inv_freq)
+    slopes = part.alibi_slopes_H
+    if step.fresh:
+        return _fresh(q_BQHD, k_SGTD, v_SGTD, step, part.scale, slopes)
+    if step.q_len <= plain_attend.MAX_Q_LEN:
+        return plain_attend.plain_attend(
+            q_BQHD,
+            k_SGTD,
+            v_SGTD,
+            *rows,
+            max_end=step.max_end,
+            scale=part.scale,
+            alibi_slopes_H=slopes,
+        )
+    return attend_cached(q_BQHD, k_SGTD, v_SGTD, step, scale=part.scale, alibi_slopes_H=slopes)
+
+
+def _fresh(
+    q_BQHD: Tensor,
+    k_SGTD: Tensor,
+    v_SGTD: Tensor,
+    step: Step,
+    scale: float,
+    alibi_slopes_H: Tensor | None,
+) -> Tensor:
+    """Causal attention of prompts, keys and values read where they were just written."""
+    bias = None
+    if alibi_slopes_H is not None:
+        bias = step.once("bias", lambda: score_bias(step, alibi_slopes_H, 1, q_BQHD.dtype))
+    q, k, v = q_BQHD.transpose(1, 2), _rows_of(k_SGTD, step), _rows_of(v_SGTD, step)
+    # Other backends may round float32 operands to fewer bits.
+    exact = q.dtype == torch.float32
+    with sdpa_kernel(SDPBackend.MATH) if exact else nullcontext():
+        out = functional.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=bias,
+            is_causal=bias is None,
+            scale=scale,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
+    return out.transpose(1, 2)
+
+
+def _rows_of(cache_SGTD: Tensor, step: Step) -> Tensor:
+    """Return the new tokens' keys or values [B, G, Q, D], in place where slots are consecutive."""
+    tokens = cache_SGTD[:, :, : step.q_len]
+    if len(step.runs) == 1:
+        _, slot, count = step.runs[0]
+        return tokens[slot : slot + count]
+    return tokens[step.slots_B]

@@ -1,0 +1,130 @@
+"""A stage on a CUDA device: decode through graphs, tokens that stay on the device, late answers.
+
+    decode          runtime/cuda_graphs.py; other steps run as they come
+    results         copied to pinned host memory behind the step; whoever needs them waits for that
+                    copy only, so the next step may be issued before (`run` returns a `Pending`)
+    runs_ahead      a whole model on one device: a request's next step may be issued with the token
+                    -1, "the one this slot produced last"
+
+Legend: B rows, Q new tokens, h hidden.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from llmpq.runtime.cuda_graphs import DecodeGraphs
+from llmpq.runtime.kv_cache import KVCache
+from llmpq.runtime.message import StepMessage
+from llmpq.runtime.pending import Pending
+from llmpq.runtime.request import StepKind
+from llmpq.runtime.sampling import sample
+from llmpq.runtime.stage_compute import StageCompute
+from llmpq.runtime.stage_model import StageModel
+from llmpq.runtime.trace import MAX_EVENTS, KindTotals
+from llmpq.workload import Workload
+
+
+class CudaStageCompute(StageCompute):
+    """One stage on a GPU, ready to run micro-batches."""
+
+    def __init__(
+        self,
+        model: StageModel,
+        kv: KVCache,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        workload: Workload,
+        decode_microbatch: int,
+        graphs: bool = True,
+        keep_on_device: bool = False,
+    ) -> None:
+        """`graphs`: capture decode steps; `keep_on_device`: the links take device tensors."""
+        super().__init__(model, kv, device, dtype)
+        self._whole = model.embedding is not None and model.head is not None
+        self._keep_on_device = keep_on_device
+        self._timed: list[tuple[StepKind, int, torch.cuda.Event, torch.cuda.Event]] = []
+        self._decode = DecodeGraphs(
+            model,
+            kv,
+            num_slots=workload.batch,
+            max_len=workload.max_len,
+            max_rows=max(decode_microbatch, 1),
+            dtype=dtype,
+            device=device,
+            capture=graphs,
+        )
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether a step may name tokens by -1 that the step before has yet to produce."""
+        return self._whole and not self._truncates
+
+    @property
+    def captured_rows(self) -> list[int]:
+        """Numbers of rows that decode from a graph."""
+        return self._decode.captured_rows
+
+    def run(self, message: StepMessage, hidden_BQH: Tensor | None) -> Tensor | Pending:
+        """Return hidden states, or on the last stage the table of sampled tokens."""
+        if self._device.type != "cuda":
+            return self._run(message, hidden_BQH)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        result = self._run(message, hidden_BQH)
+        end.record()
+        if len(self._timed) < MAX_EVENTS:
+            self._timed.append((message.kind, message.num_rows, start, end))
+        return result
+
+    def device_totals(self) -> dict[str, KindTotals]:
+        """Return the steps so far by kind, timed by the device, and forget them."""
+        totals: dict[str, KindTotals] = {}
+        for kind, rows, start, end in self._timed:
+            end.synchronize()
+            total = totals.setdefault(kind.name.lower(), KindTotals())
+            total.steps += 1
+            total.rows += rows
+            total.busy_s += start.elapsed_time(end) / 1e3
+        self._timed.clear()
+        return totals
+
+    @torch.inference_mode()
+    def _run(self, message: StepMessage, hidden_BQH: Tensor | None) -> Tensor | Pending:
+        if self._truncates or message.kind in (StepKind.DRAFT, StepKind.VERIFY):
+            return super().run(message, hidden_BQH)
+        if message.kind is StepKind.DECODE:
+            return self._run_decode(message, hidden_BQH)
+        step = message.step(self._device)
+        x = message.tokens_BQ() if hidden_BQH is None else hidden_BQH
+        y = self.model(x.to(self._device), step, self.kv)
+        if self.model.head is None:
+            return self._leave(y)
+        tokens_B = sample(self.model.logits(y, step), message.sampling, message.sample_steps)
+        self._decode.remember(step.slots_B, tokens_B)
+        return self._answer(tokens_B)
+
+    def _run_decode(self, message: StepMessage, hidden_BQH: Tensor | None) -> Tensor | Pending:
+        out, rows = self._decode.run(message, hidden_BQH), message.num_rows
+        if out.hidden_BQh is not None:
+            return self._leave(out.hidden_BQh[:rows].clone())
+        assert out.tokens_B is not None and out.logits_BV is not None
+        if all(params.greedy for params in message.sampling):
+            return self._answer(out.tokens_B[:rows])
+        tokens_B = sample(out.logits_BV[:rows], message.sampling, message.sample_steps)
+        self._decode.remember(self._decode.slots_B(rows), tokens_B)
+        return self._answer(tokens_B)
+
+    def _leave(self, hidden_BQH: Tensor) -> Tensor:
+        return hidden_BQH if self._keep_on_device else hidden_BQH.cpu()
+
+    def _answer(self, tokens_B: Tensor) -> Tensor | Pending:
+        if not self._whole or self._device.type != "cuda":
+            return tokens_B[:, None].cpu()
+        value = torch.empty(tokens_B.shape[0], 1, dtype=torch.long, pin_memory=True)
+        value.copy_(tokens_B[:, None], non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record()
+        return Pending(value, copied)

@@ -1,0 +1,139 @@
+"""The GPU's way through a stage, its kernels interpreted: the CPU's tokens, for every family."""
+
+import pytest
+import torch
+from triton import knobs
+
+from llmpq.model_spec import ModelSpec
+from llmpq.precision import KVPrecision
+from llmpq.runtime import cuda_layers
+from llmpq.runtime.cuda_graphs import rounded_rows
+from llmpq.runtime.cuda_stage import CudaStageCompute
+from llmpq.runtime.generate import LocalPipeline
+from llmpq.runtime.layers import DecoderLayer
+from llmpq.runtime.loader import CheckpointSource
+from llmpq.runtime.request import Request
+from llmpq.runtime.sampling import SamplingParams
+from llmpq.runtime.scheduler import Limits, Scheduler
+from llmpq.runtime.stage_compute import build_stage
+from llmpq.runtime.stage_loop import FirstStage, Mailbox
+from llmpq.runtime.thread_engine import ThreadEngine
+from llmpq.runtime.trace import Recorder
+
+pytestmark = [
+    pytest.mark.interpret,
+    pytest.mark.skipif(not knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1"),
+]
+NEW = 4
+
+
+@pytest.fixture
+def on_gpu_path(monkeypatch):
+    """Send decoder layers through the GPU's code."""
+    torch.set_num_threads(1)
+    monkeypatch.setattr(
+        DecoderLayer,
+        "forward",
+        lambda layer, x, index, step, kv: cuda_layers.decoder_layer(layer, x, index, step, kv),
+    )
+
+
+class CountingStage(CudaStageCompute):
+    """Counts the steps that were issued before their tokens were known."""
+
+    blind_steps = 0
+
+    def run(self, message, hidden_BQH):
+        self.blind_steps += any(row == [-1] for row in message.tokens)
+        return super().run(message, hidden_BQH)
+
+
+def stage(plan, model, **options):
+    spec = ModelSpec.from_directory(model)
+    source = CheckpointSource(model, spec)
+    base, _ = build_stage(plan, 0, spec, source, torch.device("cpu"))
+    return CountingStage(
+        base.model,
+        base.kv,
+        torch.device("cpu"),
+        torch.float32,
+        workload=plan.workload,
+        decode_microbatch=plan.decode_microbatch,
+        **options,
+    )
+
+
+def serve(plan, compute, requests):
+    """Run requests through the first stage's loop; return tokens by request."""
+    mailbox = Mailbox()
+    for request in requests:
+        mailbox.requests.put(request)
+    mailbox.requests.put(None)
+    limits = Limits(
+        num_slots=plan.workload.batch,
+        prompt_len=plan.workload.prompt_len,
+        max_len=plan.workload.max_len,
+        prefill_microbatch=plan.prefill_microbatch,
+        decode_microbatch=plan.decode_microbatch,
+    )
+    FirstStage(Scheduler(limits), compute, None, mailbox, Recorder(), num_stages=1).run()
+    return {finished.id: finished.tokens for finished in mailbox.finished}
+
+
+@pytest.mark.parametrize("kind", ["opt", "bloom", "llama", "qwen3"])
+def test_tokens_equal_transformers(kind, tiny_models, random_prompts, make_plan, on_gpu_path):
+    model, prompts = tiny_models.directory(kind), random_prompts(9, 3, 9, 7, 5)
+    plan = make_plan(model, batch=3, decode_microbatch=3, prefill_microbatch=2)
+    compute = stage(plan, model)
+    requests = [Request(id=i, prompt=tuple(p), max_new=NEW) for i, p in enumerate(prompts)]
+    tokens = serve(plan, compute, requests)
+    assert list(dict(sorted(tokens.items())).values()) == tiny_models.greedy(kind, prompts, NEW)
+    assert compute.blind_steps > 0, "no step ran ahead of the host"
+
+
+def test_sampled_and_stopping_requests_beside_greedy_ones(
+    tiny_models, random_prompts, make_plan, on_gpu_path
+):
+    model, prompts = tiny_models.directory("llama"), random_prompts(8, 8, 6)
+    plan = make_plan(model, batch=3, decode_microbatch=3, prefill_microbatch=3)
+    sampled = SamplingParams(temperature=0.8, top_p=0.9, seed=3)
+    params = [SamplingParams(), sampled, SamplingParams()]
+    pipeline = LocalPipeline.from_directory(model)
+    want = pipeline.generate(prompts, max_new=NEW, params=params)
+    stop = frozenset(want[2][1:2])
+    assert want[2][0] not in stop
+    want[2] = want[2][:2]
+    requests = [
+        Request(
+            id=i,
+            prompt=tuple(prompt),
+            max_new=NEW,
+            sampling=params[i],
+            stop_ids=stop if i == 2 else frozenset(),
+        )
+        for i, prompt in enumerate(prompts)
+    ]
+    tokens = serve(plan, stage(plan, model), requests)
+    assert [tokens[i] for i in range(3)] == want
+
+
+def test_low_bit_cache(tiny_models, random_prompts, make_plan, on_gpu_path, monkeypatch):
+    model, prompts = tiny_models.directory("llama"), random_prompts(8, 6)
+    plan = make_plan(model, batch=2, kv=KVPrecision.KV8, decode_microbatch=2)
+    requests = [Request(id=i, prompt=tuple(p), max_new=NEW) for i, p in enumerate(prompts)]
+    got = serve(plan, stage(plan, model), requests)
+    monkeypatch.undo()
+    engine = ThreadEngine(
+        plan,
+        ModelSpec.from_directory(model),
+        CheckpointSource(model, ModelSpec.from_directory(model)),
+    )
+    limits = Limits(num_slots=2, prompt_len=32, max_len=47, prefill_microbatch=1,
+                    decode_microbatch=2)  # fmt: skip
+    requests = [Request(id=i, prompt=tuple(p), max_new=NEW) for i, p in enumerate(prompts)]
+    assert engine.run(Scheduler(limits), requests).tokens == got
+
+
+def test_rows_are_rounded_up_and_never_beyond_the_plan():
+    assert [rounded_rows(n, 32) for n in (1, 2, 3, 5, 9, 31, 32)] == [1, 2, 4, 8, 16, 32, 32]
+    assert rounded_rows(3, 3) == 3 and rounded_rows(5, 6) == 6 and rounded_rows(12, 12) == 12

@@ -1,0 +1,62 @@
+"""The fused kernels and plain attention compile to machine code for every listed architecture."""
+
+import pytest
+
+from llmpq.kernels.compile import ARCHITECTURES, SHARED_LIMIT, compile_kernel
+from llmpq.kernels.fused_mlp import silu_mul_kernel
+from llmpq.kernels.fused_norm import rms_norm_kernel
+from llmpq.kernels.fused_rope import rope_append_kernel
+from llmpq.kernels.plain_attend import attend_kernel, combine_kernel
+
+pytestmark = pytest.mark.compile
+
+FLOATS = ("part_ptr", "lse_ptr", "inv_freq", "slopes")
+INDICES = ("slots", "starts", "counts")
+HEADS = {"H": 32, "G": 8, "Q": 1}
+ATTEND = HEADS | {"D": 128, "PADDED": 128, "R": 16}
+KERNELS = {
+    "rope": (
+        rope_append_kernel,
+        HEADS | {"HALF": 64, "PADDED": 64, "BLOCK": 8, "ROTARY": True, "CACHE": True},
+        {"num_warps": 2},
+    ),
+    "silu": (silu_mul_kernel, {"BLOCK": 2048}, {"num_warps": 4}),
+    "norm": (rms_norm_kernel, {"BLOCK": 4096, "HAS_RESIDUAL": True}, {"num_warps": 8}),
+    "attend": (
+        attend_kernel,
+        ATTEND | {"N": 64, "SPLIT": True, "ALIBI": True, "STAGES": 3},
+        {"num_warps": 4},
+    ),
+    "attend-float32": (
+        attend_kernel,
+        ATTEND | {"N": 32, "SPLIT": False, "ALIBI": False, "STAGES": 2},
+        {"num_warps": 4},
+    ),
+    "combine": (combine_kernel, ATTEND | {"X": 32}, {"num_warps": 2}),
+}
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("name", KERNELS)
+def test_compiles_within_shared_memory(name, arch):
+    kernel, constants, options = KERNELS[name]
+    element = "fp32" if name.endswith("float32") else "bf16"
+    arguments = {}
+    for argument in kernel.arg_names:
+        if argument in constants:
+            continue
+        if argument in FLOATS:
+            arguments[argument] = "*fp32"
+        elif argument in INDICES:
+            arguments[argument] = "*i64"
+        elif argument in ("eps", "score_scale"):
+            arguments[argument] = "fp32"
+        elif argument.endswith(("stride", "splits", "features", "columns")):
+            arguments[argument] = "i32"
+        else:
+            arguments[argument] = f"*{element}"
+    aligned = tuple(n for n in arguments if n not in ("eps", "score_scale", "splits"))
+    made = compile_kernel(kernel, arch, arguments, constants, aligned=aligned, options=options)
+    assert made.cubin and made.shared_bytes <= SHARED_LIMIT[arch]
+    if name == "silu":
+        assert "ld.global.v4" in made.ptx, "accesses are not 16 bytes wide"

@@ -1,0 +1,117 @@
+"""Rotary, gate, norm and plain attention kernels in the interpreter, against their twins."""
+
+import pytest
+import torch
+from triton import knobs
+
+from llmpq.kernels import fused_mlp, fused_norm, fused_rope, plain_attend
+from llmpq.kernels.reference import relative_error
+
+pytestmark = [
+    pytest.mark.interpret,
+    pytest.mark.skipif(not knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1"),
+]
+
+# Both sides round once from float32; the interpreter truncates to bfloat16 where a GPU rounds.
+TOLERANCE = {torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 6e-3}
+
+
+def normal(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def qkv(batch, q_len, heads, groups, dim, dtype):
+    """Return q, k, v as slices of one product, and caches of three slots."""
+    fused = normal(batch, q_len, heads + 2 * groups, dim, dtype=dtype)
+    q, k, v = fused.split([heads, groups, groups], dim=2)
+    caches = [torch.full((3, groups, 20, dim), 7.0, dtype=dtype) for _ in range(2)]
+    return q, k, v, caches
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("heads,groups,dim", [(10, 1, 16), (4, 4, 24), (2, 2, 64)])
+@pytest.mark.parametrize("rotary", [True, False])
+def test_rotation_and_append(dtype, heads, groups, dim, rotary):
+    q, k, v, caches = qkv(2, 3, heads, groups, dim, dtype)
+    rows = [torch.tensor(x) for x in ([2, 0], [4, 9], [3, 2])]
+    inv_freq = 1.0 / 100 ** torch.linspace(0, 1, dim // 2) if rotary else None
+    expected = [cache.clone() for cache in caches]
+    want = fused_rope.rope_append_reference(q, k, v, *expected, *rows, inv_freq)
+    got = fused_rope.rope_append(q, k, v, *caches, *rows, inv_freq)
+    for mine, theirs in zip((got, *caches), (want, *expected), strict=True):
+        assert relative_error(mine, theirs) < TOLERANCE[dtype]
+    assert (caches[0][0, :, 11:] == 7.0).all(), "padding reached the cache"
+
+
+def test_rotation_without_a_cache():
+    q, k, _, _ = qkv(2, 3, 6, 2, 32, torch.float32)
+    start, inv_freq = torch.tensor([5, 0]), 1.0 / 100 ** torch.linspace(0, 1, 16)
+    for mine, theirs in zip(
+        fused_rope.rope(q, k, start, inv_freq),
+        fused_rope.rope_reference(q, k, start, inv_freq),
+        strict=True,
+    ):
+        assert relative_error(mine, theirs) < TOLERANCE[torch.float32]
+        assert relative_error(mine, theirs.roll(1, dims=1)) > 0.1
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("features", [32, 100, 2500])
+def test_gate(dtype, features):
+    gate_up = normal(2, 3, 2 * features, dtype=dtype)
+    want = fused_mlp.silu_mul_reference(gate_up)
+    assert relative_error(fused_mlp.silu_mul(gate_up), want) < TOLERANCE[dtype]
+    assert relative_error(fused_mlp.silu_mul(gate_up.flip(-1)), want) > 0.1
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("columns", [64, 100])
+def test_norm(dtype, columns):
+    x, residual = normal(2, 3, columns, dtype=dtype), normal(2, 3, columns, dtype=dtype, seed=1)
+    weight = normal(columns, dtype=dtype, seed=2)
+    want = fused_norm.rms_norm_reference(x, weight, 1e-5)
+    assert relative_error(fused_norm.rms_norm(x, weight, 1e-5), want) < TOLERANCE[dtype]
+    for mine, theirs in zip(
+        fused_norm.add_rms_norm(x, residual, weight, 1e-5),
+        fused_norm.add_rms_norm_reference(x, residual, weight, 1e-5),
+        strict=True,
+    ):
+        assert relative_error(mine, theirs) < 2 * TOLERANCE[dtype]
+    assert relative_error(fused_norm.rms_norm(x, weight, 0.5), want) > 0.05
+
+
+def attention_case(q_len, heads, groups, dim, dtype, alibi):
+    q = normal(2, q_len, heads, dim, dtype=dtype)
+    k = normal(3, groups, 200, dim, dtype=dtype, seed=1)
+    v = normal(3, groups, 200, dim, dtype=dtype, seed=2)
+    rows = [torch.tensor(x) for x in ([2, 0], [150, 0], [q_len, max(1, q_len - 1)])]
+    slopes = torch.linspace(0.1, 0.5, heads) if alibi else None
+    return (q, k, v, *rows), {"scale": dim**-0.5, "alibi_slopes_H": slopes}
+
+
+# No bfloat16: the interpreter multiplies its bits as integers.
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize(
+    "q_len,heads,groups,dim,dtype,alibi",
+    [
+        (1, 8, 2, 32, torch.float16, False),
+        (1, 4, 1, 128, torch.float32, False),
+        (5, 12, 2, 24, torch.float32, True),
+        (3, 2, 2, 64, torch.float32, False),
+        (16, 4, 1, 16, torch.float16, False),
+    ],
+)
+def test_attention(splits, q_len, heads, groups, dim, dtype, alibi):
+    case, options = attention_case(q_len, heads, groups, dim, dtype, alibi)
+    want = plain_attend.plain_attend_reference(*case, **options)
+    got = plain_attend.plain_attend(*case, max_end=200, splits=splits, **options)
+    assert relative_error(got, want) < 2 * TOLERANCE[dtype]
+    shifted = [*case[:4], case[4] + torch.tensor([-1, 1]), case[5]]
+    got = plain_attend.plain_attend(*shifted, max_end=200, splits=splits, **options)
+    assert relative_error(got, want) > 0.02
+
+
+def test_splits_fill_the_gpu_and_are_never_empty():
+    assert plain_attend.choose_splits(256, 612, 64, 132) == 1
+    assert plain_attend.choose_splits(8, 612, 64, 132) == 10
+    assert plain_attend.choose_splits(8, 32768, 64, 132) == 33
