@@ -263,7 +263,7 @@ def test_a_placement_that_can_never_be_met_says_so(ray_session, demo_model, make
     assert time.monotonic() - started_s < 30
 
 
-def test_ctrl_c_keeps_what_is_done_and_resume_finishes_it(plan_file, tmp_path):
+def test_ctrl_c_keeps_what_is_done_and_resume_finishes_it(ray_session, plan_file, tmp_path):
     """The one test whose command starts its own Ray: nothing of that may stay either."""
     plan = plan_file((4,), batch=2, gen_len=160, prompt_len=8)
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
@@ -285,7 +285,8 @@ def test_ctrl_c_keeps_what_is_done_and_resume_finishes_it(plan_file, tmp_path):
     kept = [json.loads(line) for line in out.read_text().splitlines()]
     assert 1 <= len(kept) < 7 and kept[0]["index"] == 0
     assert gone(children), "no process is left behind"
-    done = run(plan, "-i", source, "-o", out, "--ignore-eos", "--resume")
+    again = ("--ignore-eos", "--resume", "--ray-address", ray_session)
+    done = run(plan, "-i", source, "-o", out, *again)
     assert done.returncode == 0, done.stderr
     resumed = [json.loads(line) for line in out.read_text().splitlines()]
     assert [row["index"] for row in resumed] == list(range(7))
