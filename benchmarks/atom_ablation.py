@@ -44,6 +44,7 @@ def steps(outliers: int, group: int) -> list[Step]:
     grouped = replace(int8, group_size=group)
     clipped = replace(grouped, weight_clip=0.85, activation_clip=0.9)
     signed = replace(clipped, weight_clip=None, activation_clip=0.95, signed_scale=True)
+    improved = Recipe(scheme=signed, rotated=("down",), compensated=True)
     w8a8 = AtomScheme(
         weight_bits=8, activation_bits=8, group_size=None, weight_clip=1.0, activation_clip=1.0
     )
@@ -57,7 +58,8 @@ def steps(outliers: int, group: int) -> list[Step]:
         Step("+ kv int4 (the paper's atom)", Recipe(scheme=clipped), kv4=True),
         Step("gptq + signed scales, searched clips", Recipe(scheme=signed)),
         Step("+ rotation before down", Recipe(scheme=signed, rotated=("down",))),
-        Step("+ kv int4 (improved atom)", Recipe(scheme=signed, rotated=("down",)), kv4=True),
+        Step("+ each linear undoes the rounding before it", improved),
+        Step("+ kv int4 (improved atom)", improved, kv4=True),
         Step("w8a8 gptq", Recipe(scheme=w8a8)),
         Step("w4a16 rtn", Recipe(scheme=WeightScheme(bits=4), method="rtn")),
         Step("w4a16 gptq", Recipe(scheme=WeightScheme(bits=4))),

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from llmpq.model_spec import ModelSpec
-from llmpq.profiler.atom import Recipe, layer_bytes, quantize_layer
+from llmpq.profiler.atom import Recipe, layer_bytes
 from llmpq.profiler.calibrate import CalibrationRun, random_windows
+from llmpq.profiler.in_turn import quantize
 from llmpq.profiler.inject_outliers import InjectedSource
 from llmpq.runtime.generate import LocalPipeline
 from llmpq.runtime.kv_cache import KVCache
@@ -95,7 +96,7 @@ def subjects(
             tokenizer.encode(calibration_text(), special=False), count=windows, length=window
         )
         tokens = tokenizer.encode(text.read_text(), special=False)[:num_tokens]
-        injected = InjectedSource(source, spec, spec.hidden // 32, INJECTED_FACTOR)
+        injected = InjectedSource(source, spec, spec.hidden // 64, INJECTED_FACTOR)
         found.append(Subject(spec.name, spec, source, cut, tokens))
         found.append(Subject(f"{spec.name}-injected", spec, injected, cut, tokens))
     return found
@@ -113,7 +114,7 @@ def quantized(subject: Subject, recipe: Recipe) -> ReadyLayers:
     run = CalibrationRun(subject.spec, subject.source, subject.windows_WT)
     layers = []
     for index in range(subject.spec.num_layers):
-        layer = quantize_layer(run.view(index), recipe, dtype=DTYPES[subject.spec.dtype])
+        layer = quantize(run, run.view(index), recipe, dtype=DTYPES[subject.spec.dtype])
         run.advance(layer)
         layers.append(layer)
     return ReadyLayers(subject.source, tuple(layers))

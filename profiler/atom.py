@@ -41,6 +41,8 @@ class Recipe:
     scheme: AtomScheme | WeightScheme
     method: Literal["rtn", "gptq"] = "gptq"
     damping: float = DAMPING
+    compensated: bool = False
+    """Quantise a layer's linears in turn, each to undo the rounding before it (in_turn.py)."""
     rotated: tuple[str, ...] = ()
     """Linears whose input is rotated before it is rounded (AtomScheme.rotation)."""
 
@@ -58,13 +60,7 @@ class Recipe:
 
 def quantize_layer(view: LayerView, recipe: Recipe, *, dtype: torch.dtype) -> dict[str, Weight]:
     """Return the layer's tensors with every linear's weight quantised; `dtype` is the scales'."""
-    tensors: dict[str, Tensor] = dict(view.tensors)
-    orders: dict[str, Tensor] = {}
-    if recipe.reorders:
-        orders = {name: channel_order(h.sum_KK) for name, h in view.hessians.items()}
-        for folded, before in FOLDED.items():
-            for name in before:
-                _reorder_rows(tensors, name, orders[folded])
+    tensors, orders = folded(view, recipe)
     quantized: dict[str, Weight] = {**tensors}
     for name, hessian in view.hessians.items():
         device = hessian.sum_KK.device
@@ -72,10 +68,29 @@ def quantize_layer(view: LayerView, recipe: Recipe, *, dtype: torch.dtype) -> di
         order = orders.get(name)
         if order is not None:
             weight_NK, h_KK = weight_NK[:, order], h_KK[order][:, order]
-        index = None if name in FOLDED else order
+        elif name in FOLDED and recipe.reorders:
+            h_KK = _sorted(h_KK)
         chosen = recipe.for_linear(name)
-        quantized[f"{name}.weight"] = quantize_linear(weight_NK, h_KK, chosen, dtype, index)
+        quantized[f"{name}.weight"] = quantize_linear(weight_NK, h_KK, chosen, dtype, order)
     return quantized
+
+
+def folded(view: LayerView, recipe: Recipe) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the layer with the orders that fold into it applied, and the other linears' orders.
+
+    The layer computes what it did before: `down`'s columns and the rows that feed them move alike.
+    """
+    tensors: dict[str, Tensor] = dict(view.tensors)
+    if not recipe.reorders:
+        return tensors, {}
+    orders = {name: channel_order(h.sum_KK) for name, h in view.hessians.items()}
+    for name, before in FOLDED.items():
+        order = orders.pop(name)
+        columns = tensors[f"{name}.weight"]
+        tensors[f"{name}.weight"] = columns[:, order.to(columns.device)]
+        for feeding in before:
+            _reorder_rows(tensors, feeding, order)
+    return tensors, orders
 
 
 def quantize_linear(
@@ -103,6 +118,11 @@ def quantize_linear(
 def channel_order(h_KK: Tensor) -> Tensor:
     """Return the channels sorted by their sum of squares, the largest last."""
     return h_KK.diagonal().argsort(stable=True)
+
+
+def _sorted(h_KK: Tensor) -> Tensor:
+    order = channel_order(h_KK)
+    return h_KK[order][:, order]
 
 
 def _reorder_rows(tensors: dict[str, Tensor], name: str, order_K: Tensor) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 
 import torch
@@ -29,16 +29,17 @@ WINDOWS_AT_ONCE = 4
 
 
 class Hessian:
-    """X^T X of one linear's input, summed in float32; its diagonal ranks the channels."""
+    """X^T Z of one linear, summed in float32: of its input with itself, or with another input."""
 
     def __init__(self, in_features: int, device: torch.device) -> None:
         self.sum_KK = torch.zeros(in_features, in_features, device=device)
         self.tokens = 0
 
-    def add(self, x: Tensor) -> None:
-        """Add the tokens of x [..., K]."""
+    def add(self, x: Tensor, other: Tensor | None = None) -> None:
+        """Add the tokens of x [..., K], or of the pair x, other."""
         x_TK = x.detach().reshape(-1, x.shape[-1]).float()
-        self.sum_KK.addmm_(x_TK.t(), x_TK)
+        z_TK = x_TK if other is None else other.detach().reshape(x_TK.shape).float()
+        self.sum_KK.addmm_(x_TK.t(), z_TK)
         self.tokens += x_TK.shape[0]
 
 
@@ -79,14 +80,28 @@ class CalibrationRun:
         tensors = self.source.layer(index, self.dtype)
         layer = self._layer(tensors)
         found = {
-            name: Hessian(linear.weight.shape[1], self.device)
-            for name, linear in linears(layer).items()
-            if isinstance(linear.weight, Tensor)
+            name: Hessian(tensors[f"{name}.weight"].shape[1], self.device)
+            for name in linears(layer)
         }
         with _watching(layer, lambda name, x: found[name].add(x)):
             for x in self._hidden:
                 layer(x, 0, _step(x), FRESH)
         return LayerView(index=index, tensors=tensors, hessians=found)
+
+    def inputs(self, tensors: Mapping[str, Weight], name: str) -> Iterator[Tensor]:
+        """Yield what a layer of these tensors feeds its linear `name`, [T, K], batch by batch."""
+        layer = self._layer(tensors)
+        for x in self._hidden:
+            seen: list[Tensor] = []
+
+            def keep(found: str, given: Tensor, seen: list[Tensor] = seen) -> None:
+                if found == name:
+                    seen.append(given)
+                    raise _EnoughSeen
+
+            with _watching(layer, keep), suppress(_EnoughSeen):
+                layer(x, 0, _step(x), FRESH)
+            yield seen[0].reshape(-1, seen[0].shape[-1])
 
     def advance(self, tensors: Mapping[str, Weight]) -> None:
         """Replace the hidden states by what a layer of these tensors makes of them."""
@@ -105,6 +120,10 @@ class CalibrationRun:
             device=self.device,
             norm_eps=self.spec.norm_eps,
         )
+
+
+class _EnoughSeen(Exception):
+    """Ends a forward whose remainder nobody needs."""
 
 
 class FreshAttention:

@@ -4,6 +4,9 @@ Small models lack the outlier channels of large ones. Scaling a channel by f whe
 the columns that read it by 1 / f leaves every output the same:
 
     norm weight (and bias)      -> columns of qkv, gate_up or up
+
+and, if asked for `everywhere`, which no cache of few bits survives (v has outliers, too):
+
     rows of v                   -> columns of o, of every query head that shares the head
     rows of up                  -> columns of down (gated and ReLU layers; GELU is left alone)
 """
@@ -29,6 +32,7 @@ class InjectedSource:
     channels: int
     factor: float
     seed: int = 0
+    everywhere: bool = False
 
     def embedding(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """Return the embedding as it is."""
@@ -49,8 +53,9 @@ class InjectedSource:
                 if f"{norm}.{kind}" in parts:
                     parts[f"{norm}.{kind}"][chosen] *= self.factor
             parts[f"{reader}.weight"][:, chosen] /= self.factor
-        self._through_values(parts, places)
-        if self.spec.activation in ("silu", "relu"):
+        if self.everywhere:
+            self._through_values(parts, places)
+        if self.everywhere and self.spec.activation in ("silu", "relu"):
             chosen = places.sample(range(self.spec.ffn), self.channels)
             rows = [row + (self.spec.ffn if self.spec.gated else 0) for row in chosen]
             self._scale_rows(parts, up, rows)

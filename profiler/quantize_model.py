@@ -19,8 +19,9 @@ from torch import Tensor
 from llmpq.kernels.atom_scheme import AtomScheme
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import Precision
-from llmpq.profiler.atom import layer_bytes, quantize_layer
+from llmpq.profiler.atom import layer_bytes
 from llmpq.profiler.calibrate import CalibrationRun
+from llmpq.profiler.in_turn import quantize
 from llmpq.profiler.recipes import Settings, recipe
 from llmpq.runtime.layers import Weight
 from llmpq.runtime.loader import CheckpointSource
@@ -84,7 +85,7 @@ def quantize_model(
             view = run.view(index)
             parts = dict(view.tensors)
             if chosen is not None:
-                parts = quantize_layer(view, chosen, dtype=stored)
+                parts = quantize(run, view, chosen, dtype=stored)
             writer.write_layer(index, parts, stored)
         run.advance(parts)
         on_layer(index, layer_bytes(parts), resumed)

@@ -24,7 +24,8 @@ class Settings:
     method: Literal["gptq", "rtn"] = "gptq"
     variant: Literal["improved", "paper"] = "improved"
     """w4a4: `paper` is Atom's recipe to the letter; `improved` searches each weight group's clip,
-    gives scales a sign and rotates the input of `down` (kernels/atom_scheme.py)."""
+    gives scales a sign, rotates the input of `down` (kernels/atom_scheme.py) and has every linear
+    undo the rounding before it (in_turn.py)."""
     group_size: int | None = 128
     symmetric: bool = True
     """Weight-only layers without zero points, as Transformers can load them."""
@@ -66,7 +67,7 @@ def _atom(spec: ModelSpec, settings: Settings) -> Recipe:
         group_size=settings.group_size,
         outliers=num_outliers(spec, settings),
         weight_clip=None if improved else 0.85,
-        activation_clip=1.0 if improved else 0.9,
+        activation_clip=0.95 if improved else 0.9,
         signed_scale=improved,
     )
     return Recipe(
@@ -74,4 +75,5 @@ def _atom(spec: ModelSpec, settings: Settings) -> Recipe:
         method=settings.method,
         damping=settings.damping,
         rotated=("down",) if improved else (),
+        compensated=improved and settings.method == "gptq",
     )

@@ -1,0 +1,139 @@
+"""QSpec with Atom's weights: how many W4A4 drafts their own W4A16 target accepts, as rows.
+
+    python benchmarks/atom_acceptance.py                  the demo model, plain and injected
+
+At places of held-out text gamma tokens are drafted greedily from the target's KV cache and
+verified at once. The value is the share of judged drafts (those up to the first refused one) that
+are accepted; whole prompts of held-out text, not free running text, which small models repeat.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from atom_models import EXAMPLES, ReadyLayers, Subject, quantized, subjects
+from rows import write_row
+
+from llmpq.kernels.atom_formats import AtomWeight
+from llmpq.kernels.atom_scheme import AtomScheme
+from llmpq.profiler.atom import Recipe
+from llmpq.runtime.evaluate import perplexity
+from llmpq.runtime.generate import LocalPipeline
+from llmpq.runtime.layers import Weight
+from llmpq.runtime.step import Step
+
+MAX_GAMMA = 7
+CONTEXT = 256
+ROWS = 16
+"""Places drafted from at once."""
+
+
+def recipes(outliers: int, group: int) -> dict[str, Recipe]:
+    """Return the weights compared."""
+    rtn = AtomScheme(weight_clip=1.0, activation_clip=1.0)
+    paper = AtomScheme(group_size=group, outliers=outliers)
+    signed = replace(paper, weight_clip=None, activation_clip=0.95, signed_scale=True)
+    return {
+        "rtn group 128": Recipe(scheme=rtn, method="rtn"),
+        "atom (paper)": Recipe(scheme=paper),
+        "atom, signed scales, rotation": Recipe(scheme=signed, rotated=("down",)),
+        "atom (improved)": Recipe(scheme=signed, rotated=("down",), compensated=True),
+    }
+
+
+def main() -> None:
+    """Measure and append the rows."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", action="append", help="model directory; may be repeated")
+    parser.add_argument("--text", type=Path, default=EXAMPLES / "heldout.txt")
+    parser.add_argument("--places", type=int, default=64)
+    parser.add_argument("--windows", type=int, default=48, help="calibration windows of 512")
+    parser.add_argument("--group", type=int, choices=(32, 64, 128), default=64)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.set_grad_enabled(False)
+    models = args.model or [str(EXAMPLES / "demo-7m")]
+    for subject in subjects(
+        models, text=args.text, num_tokens=1 << 30, windows=args.windows, window=512
+    ):
+        for name, recipe in recipes(subject.spec.hidden // 32, args.group).items():
+            measure(subject, name, recipe, args)
+
+
+def measure(subject: Subject, name: str, recipe: Recipe, args: argparse.Namespace) -> None:
+    """Write the rows of one set of weights."""
+    ready = quantized(subject, recipe)
+    draft, target = (pipeline(subject, ready, bits) for bits in (4, 16))
+    lengths = accepted_lengths(subject.tokens, draft, target, args.places)
+    target_ppl = perplexity(target, subject.tokens[:8192], window=1024).value
+    for gamma in range(2, MAX_GAMMA + 1):
+        judged = sum(min(length + 1, gamma) for length in lengths)
+        accepted = sum(min(length, gamma) for length in lengths)
+        write_row(
+            "atom.jsonl",
+            bench="atom_acceptance",
+            case={
+                "model": subject.name,
+                "weights": name,
+                "group": recipe.scheme.group_size,
+                "gamma": gamma,
+                "places": len(lengths),
+                "text": args.text.name,
+                "target_perplexity": round(target_ppl, 4),
+            },
+            unit="share",
+            samples=[accepted / judged],
+        )
+        print(f"{subject.name:18} {name:30} gamma {gamma}  {accepted / judged:.3f}", flush=True)
+
+
+def pipeline(subject: Subject, ready: ReadyLayers, activation_bits: int) -> LocalPipeline:
+    """Return the model with activations of these bits; weights are shared."""
+
+    def change(weight: Weight) -> Weight:
+        assert isinstance(weight, AtomWeight)
+        return weight.with_activations(activation_bits)
+
+    return LocalPipeline.build(subject.spec, ready.changed(change))  # type: ignore[arg-type]
+
+
+def accepted_lengths(
+    tokens: Sequence[int], draft: LocalPipeline, target: LocalPipeline, places: int
+) -> list[int]:
+    """Return how many of MAX_GAMMA drafts each place accepts before its first refusal."""
+    stride = (len(tokens) - CONTEXT) // places
+    starts = range(0, stride * places, stride)
+    lengths: list[int] = []
+    for first in range(0, places, ROWS):
+        rows = [list(tokens[s : s + CONTEXT]) for s in starts[first : first + ROWS]]
+        lengths += _draft_and_verify(torch.tensor(rows), draft, target)
+    return lengths
+
+
+def _draft_and_verify(
+    context_BT: torch.Tensor, draft: LocalPipeline, target: LocalPipeline
+) -> list[int]:
+    batch = context_BT.shape[0]
+    caches = target.caches(batch, CONTEXT + MAX_GAMMA + 2)
+
+    def step(start: int, count: int) -> Step:
+        return Step.of(range(batch), [start] * batch, [count] * batch)
+
+    logits_BV = target.logits(context_BT, step(0, CONTEXT), caches)
+    drafted = [logits_BV.argmax(-1)]
+    for place in range(MAX_GAMMA):
+        logits_BV = draft.logits(drafted[-1][:, None], step(CONTEXT + place, 1), caches)
+        drafted.append(logits_BV.argmax(-1))
+    given_BQ = torch.stack(drafted[:-1], dim=1)
+    # The verifier writes over the keys and values that the drafts left.
+    logits_BQV = target.logits(given_BQ, step(CONTEXT, MAX_GAMMA), caches, all_positions=True)
+    agree_BQ = logits_BQV.argmax(-1) == torch.stack(drafted[1:], dim=1)
+    return agree_BQ.long().cumprod(dim=1).sum(dim=1).tolist()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""A layer's linears quantised in turn, each one asked to undo the rounding of what came before.
+
+Let x be the input that a linear had in the unquantised layer and z the one it will get: made by
+the linears already quantised, and rounded. The weight that gives W x from z with the least error is
+
+    W* = W (X^T Z + d I) (Z^T Z + d I)^-1          d = damping * mean(diag Z^T Z)
+
+and GPTQ rounds W* by the Hessian Z^T Z. Rounding noise is white over channels while inputs are
+not, so W* also filters some of it out. Costs nothing when the model runs.
+
+K = in_features.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from llmpq.kernels.atom_reference import rounded
+from llmpq.kernels.atom_scheme import AtomScheme
+from llmpq.profiler.atom import Recipe, folded, quantize_layer, quantize_linear
+from llmpq.profiler.calibrate import CalibrationRun, Hessian, LayerView
+from llmpq.runtime.layers import Weight
+
+
+def quantize(
+    run: CalibrationRun, view: LayerView, recipe: Recipe, *, dtype: torch.dtype
+) -> dict[str, Weight]:
+    """Return a layer's tensors quantised as the recipe says, at once or in turn."""
+    if not recipe.compensated:
+        return quantize_layer(view, recipe, dtype=dtype)
+    tensors, orders = folded(view, recipe)
+    current: dict[str, Weight] = {**tensors}
+    for name in view.hessians:
+        chosen, order = recipe.for_linear(name), orders.get(name)
+        z_KK, xz_KK = _moments(run, tensors, current, name, order, chosen)
+        weight_NK = tensors[f"{name}.weight"].to(z_KK.device)
+        if order is not None:
+            weight_NK = weight_NK[:, order]
+        target_NK = compensated(weight_NK, z_KK, xz_KK, recipe.damping)
+        current[f"{name}.weight"] = quantize_linear(target_NK, z_KK, chosen, dtype, order)
+    return current
+
+
+def compensated(weight_NK: Tensor, z_KK: Tensor, xz_KK: Tensor, damping: float) -> Tensor:
+    """Return the weight that makes the most of Z: W (X^T Z + d I) (Z^T Z + d I)^-1."""
+    d = damping * float(z_KK.diagonal().mean())
+    damp = torch.full((z_KK.shape[0],), d, device=z_KK.device, dtype=torch.float64).diag()
+    right_NK = weight_NK.double() @ (xz_KK.double() + damp)
+    # A never-active channel has a zero row; d keeps it solvable.
+    factor = torch.linalg.cholesky(z_KK.double() + damp)
+    return torch.cholesky_solve(right_NK.t(), factor).t().float()
+
+
+def _moments(
+    run: CalibrationRun,
+    tensors: dict[str, Tensor],
+    current: dict[str, Weight],
+    name: str,
+    order: Tensor | None,
+    recipe: Recipe,
+) -> tuple[Tensor, Tensor]:
+    """Return Z^T Z and X^T Z of one linear, channels in order."""
+    z_sum = xz_sum = None
+    for x, z in zip(run.inputs(tensors, name), run.inputs(current, name), strict=True):
+        if order is not None:
+            x, z = x[:, order], z[:, order]
+        if isinstance(recipe.scheme, AtomScheme):
+            z = rounded(z, recipe.scheme)
+        if z_sum is None or xz_sum is None:
+            z_sum, xz_sum = (Hessian(z.shape[1], z.device) for _ in range(2))
+        z_sum.add(z)
+        xz_sum.add(x, z)
+    assert z_sum is not None and xz_sum is not None
+    return z_sum.sum_KK, xz_sum.sum_KK

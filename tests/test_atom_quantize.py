@@ -1,0 +1,219 @@
+"""Calibration, GPTQ and the folds: what quantising a layer keeps and what it gains."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from llmpq.kernels.atom_formats import AtomWeight
+from llmpq.kernels.atom_quantize import restore, round_weight
+from llmpq.kernels.atom_scheme import AtomScheme
+from llmpq.kernels.quantize import quantize_codes
+from llmpq.kernels.qweight import from_codes
+from llmpq.memory import Quantization
+from llmpq.model_spec import ModelSpec
+from llmpq.precision import Precision, WeightScheme
+from llmpq.profiler.atom import Recipe, channel_order, folded
+from llmpq.profiler.calibrate import CalibrationRun, random_windows
+from llmpq.profiler.gptq import gptq_atom, gptq_codes, inverse_factor
+from llmpq.profiler.in_turn import compensated, quantize
+from llmpq.profiler.inject_outliers import InjectedSource
+from llmpq.runtime.generate import LocalPipeline
+from llmpq.runtime.loader import CheckpointSource
+from llmpq.runtime.step import Step
+
+pytestmark = pytest.mark.cpu
+FAMILIES = ("opt", "bloom", "llama", "qwen3")
+
+
+@pytest.fixture(autouse=True)
+def _no_gradients() -> object:
+    torch.set_num_threads(1)
+    with torch.inference_mode():
+        yield
+
+
+def correlated(k: int = 200, tokens: int = 600) -> torch.Tensor:
+    seeded = torch.Generator().manual_seed(k)
+    mix = torch.randn(k, k, generator=seeded) / k**0.5
+    return torch.randn(tokens, k, generator=seeded) @ mix
+
+
+def output_error(x: torch.Tensor, got: torch.Tensor, w: torch.Tensor) -> float:
+    return float((x @ (got - w).t()).norm() / (x @ w.t()).norm())
+
+
+@pytest.mark.parametrize("group", [128, 64, None])
+@pytest.mark.parametrize("rotation", [False, True])
+def test_gptq_beats_rounding_and_keeps_codes_in_range(group: int | None, rotation: bool) -> None:
+    x = correlated()
+    w = torch.randn(32, 200, generator=torch.Generator().manual_seed(1))
+    scheme = AtomScheme(outliers=8, group_size=group, rotation=rotation)
+    nearest = restore(round_weight(w, scheme, scale_dtype=torch.float32))
+    found = gptq_atom(w, x.t() @ x, scheme, scale_dtype=torch.float32, damping=0.01)
+    assert int(found.codes.min()) >= -8 and int(found.codes.max()) <= 7
+    assert output_error(x, restore(found), w) < 0.85 * output_error(x, nearest, w)
+
+
+@pytest.mark.parametrize("bits", [3, 4, 8])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_gptq_of_weight_only_schemes_beats_rounding(bits: int, symmetric: bool) -> None:
+    x = correlated()
+    w = torch.randn(32, 200, generator=torch.Generator().manual_seed(2))
+    scheme = WeightScheme(bits=bits, symmetric=symmetric)
+
+    def dense(found: tuple) -> torch.Tensor:  # type: ignore[type-arg]
+        weight = from_codes(*found, bits=bits, group_size=128, in_features=200)
+        return weight.dequantize(torch.float32)
+
+    nearest = dense(quantize_codes(w, scheme, scale_dtype=torch.float32))
+    found = dense(gptq_codes(w, x.t() @ x, scheme, scale_dtype=torch.float32, damping=0.01))
+    assert output_error(x, found, w) < 0.85 * output_error(x, nearest, w)
+
+
+def test_gptq_with_an_identity_hessian_is_rounding_to_nearest() -> None:
+    w = torch.randn(16, 256, generator=torch.Generator().manual_seed(3))
+    scheme = AtomScheme(outliers=0)
+    found = gptq_atom(w, torch.eye(256), scheme, scale_dtype=torch.float32, damping=0.01)
+    nearest = round_weight(w, scheme, scale_dtype=torch.float32)
+    assert torch.equal(found.codes, nearest.codes)
+    assert torch.allclose(found.scale, nearest.scale)
+
+
+def test_factor_is_that_of_the_damped_inverse_and_survives_dead_channels() -> None:
+    x = correlated(40, 100)
+    x[:, 3] = 0
+    h = x.t() @ x
+    u = inverse_factor(h, 0.01)
+    damped = h + torch.eye(40) * 0.01 * h.diagonal().mean()
+    damped[3, 3] += 1
+    assert torch.allclose(u.t() @ u @ damped, torch.eye(40), atol=2e-3)
+    with pytest.raises(ValueError, match="all zero"):
+        inverse_factor(torch.zeros(4, 4), 0.01)
+
+
+def test_compensation_reduces_the_error_of_noisy_inputs() -> None:
+    x = correlated(64, 2000)
+    z = x + 0.3 * x.std() * torch.randn(x.shape, generator=torch.Generator().manual_seed(4))
+    w = torch.randn(16, 64, generator=torch.Generator().manual_seed(5))
+    best = compensated(w, z.t() @ z, x.t() @ z, 0.001)
+    plain_error, error = (float((x @ w.t() - z @ m.t()).norm()) for m in (w, best))
+    assert error < 0.9 * plain_error
+    unchanged = compensated(w, x.t() @ x, x.t() @ x, 0.01)
+    assert torch.allclose(unchanged, w, atol=1e-3)
+
+
+def logits(spec: ModelSpec, source: object, tokens: list[int]) -> torch.Tensor:
+    pipeline = LocalPipeline.build(spec, source)  # type: ignore[arg-type]
+    step = Step.of([0], [0], [len(tokens)])
+    caches = pipeline.caches(1, 64)
+    return pipeline.logits(torch.tensor([tokens]), step, caches, all_positions=True)
+
+
+class Changed:
+    """A source with one layer replaced."""
+
+    def __init__(self, source: CheckpointSource, index: int, parts: dict) -> None:  # type: ignore[type-arg]
+        self._source, self._index, self._parts = source, index, parts
+        self.embedding, self.head = source.embedding, source.head
+
+    def layer(self, index: int, dtype: torch.dtype) -> object:
+        return self._parts if index == self._index else self._source.layer(index, dtype)
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_folds_leave_every_family_as_it_was(kind: str, tiny_models, random_prompts) -> None:  # type: ignore[no-untyped-def]
+    directory = tiny_models.directory(kind)
+    spec = ModelSpec.from_directory(directory)
+    source = CheckpointSource(directory, spec)
+    (prompt,) = random_prompts(20)
+    run = CalibrationRun(spec, source, torch.tensor([prompt]))
+    view = run.view(0)
+    parts, orders = folded(view, Recipe(scheme=AtomScheme(outliers=4)))
+    assert set(orders) == set(view.hessians) - {"down"}
+    exact = logits(spec, source, prompt)
+    assert torch.allclose(logits(spec, Changed(source, 0, parts), prompt), exact, atol=1e-4)
+    parts["down.weight"] = parts["down.weight"].roll(1, dims=1)
+    assert not torch.allclose(logits(spec, Changed(source, 0, parts), prompt), exact, atol=1e-2)
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("improved", [False, True])
+def test_eight_bit_atom_layers_are_nearly_exact(  # type: ignore[no-untyped-def]
+    kind: str, improved: bool, tiny_models, random_prompts
+) -> None:
+    """Orders, folds, rotation and turns are right: at 8 bits nothing but rounding is left."""
+    directory = tiny_models.directory(kind)
+    spec = ModelSpec.from_directory(directory)
+    source = CheckpointSource(directory, spec)
+    prompts = random_prompts(24, 24)
+    run = CalibrationRun(spec, source, torch.tensor(prompts))
+    scheme = AtomScheme(
+        weight_bits=8, activation_bits=8, outliers=4, weight_clip=1.0, activation_clip=1.0
+    )
+    recipe = Recipe(
+        scheme=scheme, rotated=("down",) if improved else (), compensated=improved, damping=0.01
+    )
+    parts = quantize(run, run.view(0), recipe, dtype=torch.float32)
+    exact = logits(spec, source, prompts[0])
+    got = logits(spec, Changed(source, 0, parts), prompts[0])
+    assert float((got - exact).norm() / exact.norm()) < 0.03
+
+
+def test_the_order_puts_the_largest_channels_last() -> None:
+    x = torch.tensor([[1.0, 9.0, 3.0], [1.0, -9.0, 2.0]])
+    assert channel_order(x.t() @ x).tolist() == [0, 2, 1]
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_injected_outliers_change_nothing_but_the_channels(  # type: ignore[no-untyped-def]
+    kind: str, tiny_models, random_prompts
+) -> None:
+    directory = tiny_models.directory(kind)
+    spec = ModelSpec.from_directory(directory)
+    source = CheckpointSource(directory, spec)
+    (prompt,) = random_prompts(20)
+    exact = logits(spec, source, prompt)
+    for everywhere in (False, True):
+        injected = InjectedSource(source, spec, 4, 30.0, everywhere=everywhere)
+        assert torch.allclose(logits(spec, injected, prompt), exact, atol=2e-3)
+        before, after = (s.layer(0, torch.float32)["qkv.weight"] for s in (source, injected))
+        assert not torch.equal(before, after)
+
+
+def test_outliers_save_an_injected_model(demo_model: Path) -> None:
+    spec = replace(ModelSpec.from_directory(demo_model), num_layers=2)
+    source = InjectedSource(CheckpointSource(demo_model, spec), spec, 4, 50.0)
+    windows = random_windows(list(range(4, 600)), count=2, length=64)
+    exact = logits(spec, source, windows[0].tolist()[:60])
+
+    def error(scheme: AtomScheme, method: str) -> float:
+        run = CalibrationRun(spec, source, windows)
+        chosen = Recipe(scheme=scheme, method=method)  # type: ignore[arg-type]
+        parts = quantize(run, run.view(0), chosen, dtype=torch.float32)
+        got = logits(spec, Changed(source, 0, parts), windows[0].tolist()[:60])  # type: ignore[arg-type]
+        return float((got - exact).norm() / exact.norm())
+
+    assert error(AtomScheme(outliers=8), "gptq") < 0.3 * error(AtomScheme(), "rtn")
+
+
+def test_w4a4_and_w8a8_run_without_calibration(demo_model: Path) -> None:
+    spec = ModelSpec.from_directory(demo_model)
+    source = CheckpointSource(demo_model, spec)
+    tokens = list(range(5, 45))
+    exact = logits(spec, source, tokens)
+
+    def error(precision: Precision) -> float:
+        pipeline = LocalPipeline.build(
+            spec, source, precisions=[precision] * spec.num_layers, scheme=Quantization().scheme
+        )
+        assert isinstance(pipeline.stages[0].layers[0].attention.qkv.weight, AtomWeight)
+        step = Step.of([0], [0], [len(tokens)])
+        caches = pipeline.caches(1, 64)
+        got = pipeline.logits(torch.tensor([tokens]), step, caches, all_positions=True)
+        return float((got - exact).norm() / exact.norm())
+
+    assert error(Precision.W8A8) < 0.08 < error(Precision.W4A4) < 0.6
