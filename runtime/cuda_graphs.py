@@ -70,10 +70,11 @@ class DecodeGraphs:
         positions = model.spec.max_positions if model.spec.positions == "learned" else max_len
         self._max_end = min(max_len, positions)
         self.last_token_S = torch.zeros(num_slots, dtype=torch.long, device=device)
-        self._rows = torch.zeros(FIELDS, self._max_rows, dtype=torch.long, device=device)
+        # Flat, so that the rows of any step are one piece: only such copies are asynchronous.
+        self._rows = torch.zeros(FIELDS * self._max_rows, dtype=torch.long, device=device)
         self._ones = torch.ones(self._max_rows, dtype=torch.long, device=device)
         pinned = device.type == "cuda"
-        shape = (RING, FIELDS, self._max_rows)
+        shape = (RING, FIELDS * self._max_rows)
         self._staging = torch.zeros(shape, dtype=torch.long, pin_memory=pinned)
         self._copied: list[torch.cuda.Event | None] = [None] * RING
         self._next = 0
@@ -108,7 +109,7 @@ class DecodeGraphs:
 
     def slots_B(self, num_rows: int) -> Tensor:
         """Return the slots of the step that ran last."""
-        return self._rows[0, :num_rows]
+        return self._rows[:num_rows]
 
     def _stage(self, message: StepMessage, num_rows: int) -> None:
         """Copy slots, positions and tokens to the device without waiting for it."""
@@ -120,10 +121,10 @@ class DecodeGraphs:
         if not message.tokens:
             table[2] = [0] * message.num_rows
         extra = num_rows - message.num_rows
-        values = torch.tensor([[*row, *[row[-1]] * extra] for row in table], dtype=torch.long)
-        staging = self._staging[place, :, :num_rows]
-        staging.copy_(values)
-        self._rows[:, :num_rows].copy_(staging, non_blocking=True)
+        values = [value for row in table for value in (*row, *[row[-1]] * extra)]
+        staging = self._staging[place, : len(values)]
+        staging.copy_(torch.tensor(values, dtype=torch.long))
+        self._rows[: len(values)].copy_(staging, non_blocking=True)
         if self._device.type == "cuda":
             event = copied or torch.cuda.Event()
             event.record()
@@ -131,7 +132,7 @@ class DecodeGraphs:
 
     def _forward(self, num_rows: int, hidden_BQh: Tensor | None) -> StepOutput:
         """Run the stage on the static buffers; what a graph records."""
-        slots_B, start_B, given_B = self._rows[:, :num_rows].unbind(0)
+        slots_B, start_B, given_B = self._rows[: FIELDS * num_rows].view(FIELDS, num_rows)
         step = Step(
             slots_B=slots_B,
             start_B=start_B,

@@ -1,0 +1,227 @@
+"""What must hold on a GPU before a number counts: kernels, tokens, perplexity; and where time goes.
+
+    python benchmarks/gpu_smoke.py kernels      fused kernels and attention against their twins
+    python benchmarks/gpu_smoke.py tokens       demo model, fp32: CPU = eager = CUDA graphs
+    python benchmarks/gpu_smoke.py perplexity   demo model, bf16, against transformers on this GPU
+    python benchmarks/gpu_smoke.py profile --bits w4a16    kernels of a decode step, by time
+
+Exit code 0 if everything holds. Needs no Ray.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from llmpq.kernels import fused_mlp, fused_norm, fused_rope, plain_attend
+from llmpq.kernels.reference import relative_error
+from llmpq.kernels.timing import write_row
+from llmpq.model_spec import ModelSpec
+from llmpq.precision import KVPrecision, Precision
+from llmpq.runtime.evaluate import perplexity
+from llmpq.runtime.generate import LocalPipeline
+from llmpq.runtime.hand_plan import hand_plan
+from llmpq.runtime.loader import RandomSource
+from llmpq.runtime.quantized_checkpoint import open_checkpoint
+from llmpq.runtime.request import Request
+from llmpq.runtime.scheduler import Limits, Scheduler
+from llmpq.runtime.thread_engine import ThreadEngine
+from llmpq.runtime.tokenizer import Tokenizer
+from llmpq.workload import Workload
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+DEMO = EXAMPLES / "demo-7m"
+# One rounding each; attention also rounds probabilities.
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+
+
+def check_kernels() -> bool:
+    """Compare every fused kernel with its twin on this GPU."""
+    results = []
+    for dtype, tolerance in TOLERANCE.items():
+        results.append(("rope and append", dtype, _rope_error(dtype), tolerance))
+        x = torch.randn(37, 4096, device="cuda", dtype=dtype)
+        r, w = torch.randn_like(x), torch.randn(4096, device="cuda", dtype=dtype)
+        got, want = (
+            fused_norm.add_rms_norm(x, r, w, 1e-5),
+            fused_norm.add_rms_norm_reference(x, r, w, 1e-5),
+        )
+        error = max(relative_error(a, b) for a, b in zip(got, want, strict=True))
+        results.append(("add and norm", dtype, error, tolerance))
+        error = relative_error(fused_mlp.silu_mul(x), fused_mlp.silu_mul_reference(x))
+        results.append(("silu and multiply", dtype, error, tolerance))
+        for q_len, splits in ((1, 1), (1, 7), (5, None)):
+            error = _attend_error(dtype, q_len, splits)
+            results.append((f"attention q {q_len} splits {splits}", dtype, error, tolerance))
+    for name, dtype, error, tolerance in results:
+        print(f"{'ok ' if error < tolerance else 'BAD'} {name:28} {dtype} {error:.2e}")
+    return all(error < tolerance for _, _, error, tolerance in results)
+
+
+def _rope_error(dtype: torch.dtype) -> float:
+    heads, groups, dim = 32, 8, 128
+    qkv = torch.randn(5, 3, heads + 2 * groups, dim, device="cuda", dtype=dtype)
+    q, k, v = qkv.split([heads, groups, groups], dim=2)
+    caches = [torch.zeros(6, groups, 700, dim, device="cuda", dtype=dtype) for _ in range(4)]
+    rows = [torch.tensor(x, device="cuda") for x in ([5, 0, 2, 1, 3], [0, 9, 600, 1, 64], [3] * 5)]
+    inv_freq = 1.0 / 500000 ** torch.linspace(0, 1, dim // 2, device="cuda")
+    got = fused_rope.rope_append(q, k, v, *caches[:2], *rows, inv_freq)
+    want = fused_rope.rope_append_reference(q, k, v, *caches[2:], *rows, inv_freq)
+    pairs = ((got, want), (caches[0], caches[2]), (caches[1], caches[3]))
+    return max(relative_error(a, b) for a, b in pairs)
+
+
+def _attend_error(dtype: torch.dtype, q_len: int, splits: int | None) -> float:
+    heads, groups, dim = 32, 8, 128
+    q = torch.randn(5, q_len, heads, dim, device="cuda", dtype=dtype)
+    k, v = (torch.randn(6, groups, 700, dim, device="cuda", dtype=dtype) for _ in range(2))
+    rows = [
+        torch.tensor(x, device="cuda") for x in ([5, 0, 2, 1, 3], [0, 9, 600, 1, 64], [q_len] * 5)
+    ]
+    got = plain_attend.plain_attend(q, k, v, *rows, max_end=700, scale=dim**-0.5, splits=splits)
+    return relative_error(got, plain_attend.plain_attend_reference(q, k, v, *rows, scale=dim**-0.5))
+
+
+def check_tokens() -> bool:
+    """Generate with the demo model in fp32 on the CPU, eagerly and from graphs on the GPU."""
+    spec = ModelSpec.from_directory(DEMO)
+    text = Tokenizer(DEMO).encode((EXAMPLES / "heldout.txt").read_text(), special=False)
+    prompts = [
+        text[start : start + length]
+        for start, length in zip(
+            range(0, 5000, 500), (5, 64, 17, 33, 128, 7, 90, 50, 12, 100), strict=True
+        )
+    ]
+    torch.set_num_threads(8)
+    want = LocalPipeline.from_directory(DEMO).generate(prompts, max_new=48)
+    good = True
+    for name, graphs in (("eager", False), ("graphs", True)):
+        got = _serve(spec, prompts, 48, graphs=graphs)
+        same = sum(a == b for a, b in zip(got, want, strict=True))
+        print(
+            f"{'ok ' if got == want else 'BAD'} {name}: {same} of {len(want)} rows equal the CPU's"
+        )
+        good &= got == want
+    return good
+
+
+def _serve(
+    spec: ModelSpec, prompts: Sequence[Sequence[int]], max_new: int, *, graphs: bool
+) -> list[list[int]]:
+    workload = Workload(batch=6, prompt_len=128, gen_len=max_new, dtype="float32")
+    plan = hand_plan(spec, workload, prefill_microbatch=3, decode_microbatch=6)
+    source = open_checkpoint(DEMO, spec)
+    engine = ThreadEngine(plan, spec, source, device="cuda:0", graphs=graphs)
+    requests = [Request(id=i, prompt=tuple(p), max_new=max_new) for i, p in enumerate(prompts)]
+    tokens = engine.run(Scheduler(_limits(workload, 3, 6)), requests).tokens
+    return [tokens[index] for index in range(len(prompts))]
+
+
+def _limits(workload: Workload, prefill: int, decode: int) -> Limits:
+    return Limits(
+        num_slots=workload.batch,
+        prompt_len=workload.prompt_len,
+        max_len=workload.max_len,
+        prefill_microbatch=prefill,
+        decode_microbatch=decode,
+    )
+
+
+def check_perplexity(rows: Path | None, commit: str | None) -> bool:
+    """Compare the demo model's bf16 perplexity with transformers' on this GPU."""
+    import transformers
+
+    spec = ModelSpec.from_directory(DEMO)
+    text = Tokenizer(DEMO).encode((EXAMPLES / "heldout.txt").read_text(), special=False)[:40_000]
+    pipeline = LocalPipeline.from_directory(DEMO, dtype=torch.bfloat16, device="cuda:0")
+    ours = perplexity(pipeline, text)
+    model = transformers.AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.bfloat16).cuda()
+    total = count = 0.0
+    for start in range(0, len(text) - 1, ours.window):
+        tokens = torch.tensor([text[start : start + ours.window]], device="cuda")
+        if tokens.shape[1] > 1:
+            with torch.inference_mode():
+                logits = model(tokens).logits[0, :-1].float()
+            loss = torch.nn.functional.cross_entropy(logits, tokens[0, 1:], reduction="sum")
+            total, count = total + float(loss), count + tokens.shape[1] - 1
+    theirs = float(torch.tensor(total / count, dtype=torch.float64).exp())
+    ratio = ours.value / theirs - 1
+    good = abs(ratio) < 0.003 and count == ours.num_tokens
+    print(
+        f"{'ok ' if good else 'BAD'} bf16 {ours.value:.4f}, transformers {theirs:.4f} "
+        f"({ratio:+.3%})"
+    )
+    if rows is not None:
+        case = {"model": spec.name, "precision": "w16a16", "dtype": "bfloat16"}
+        write_row(
+            rows,
+            bench="gpu_perplexity",
+            case=case,
+            unit="perplexity",
+            samples=[ours.value],
+            baselines={"transformers": theirs},
+            commit=commit,
+            program="python benchmarks/gpu_smoke.py",
+        )
+    return good
+
+
+def profile(bits: str, kv: str, layers: int) -> bool:
+    """Print the kernels of decode steps of a few layers of Llama-3.1-8B, by time per step."""
+    spec = dataclasses.replace(ModelSpec.by_name("llama-3.1-8b"), num_layers=layers)
+    workload = Workload(batch=32, prompt_len=512, gen_len=100, dtype="bfloat16", kv=KVPrecision(kv))
+    precision = Precision.parse(bits)
+    plan = hand_plan(
+        spec, workload, precision=precision, prefill_microbatch=32, decode_microbatch=32
+    )
+    engine = ThreadEngine(plan, spec, RandomSource(spec, device="cuda:0"), device="cuda:0")
+
+    def job(new: int) -> None:
+        requests = [Request(id=i, prompt=(i + 5,) * 512, max_new=new) for i in range(32)]
+        engine.run(Scheduler(_limits(workload, 32, 32)), requests)
+
+    job(3)
+    for title, new in (("prefill", 1), ("prefill and 50 decode steps", 51)):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+            job(new)
+            torch.cuda.synchronize()
+        times: dict[str, list[float]] = defaultdict(list)
+        for event in found.events():
+            times[event.name].append(event.device_time)
+        print(f"-- {bits} {kv}, {layers} layers: {title}: total, calls, mean us")
+        ordered = sorted(times.items(), key=lambda item: -sum(item[1]))
+        for name, each in ordered[:16]:
+            print(f"{sum(each):10.0f} {len(each):6} {sum(each) / len(each):8.1f}  {name[:90]}")
+    return True
+
+
+def main() -> int:
+    """Run one check."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=("kernels", "tokens", "perplexity", "profile"))
+    parser.add_argument("--bits", default="w16a16")
+    parser.add_argument("--kv", default="kv16")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--rows", type=Path, help="append result rows to this JSONL file")
+    parser.add_argument("--commit")
+    args = parser.parse_args()
+    torch.backends.cuda.matmul.allow_tf32 = False
+    if args.what == "kernels":
+        good = check_kernels()
+    elif args.what == "tokens":
+        good = check_tokens()
+    elif args.what == "perplexity":
+        good = check_perplexity(args.rows, args.commit)
+    else:
+        good = profile(args.bits, args.kv, args.layers)
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
