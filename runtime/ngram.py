@@ -18,11 +18,23 @@ def propose(history: Sequence[int], gamma: int) -> list[int]:
     if gamma <= 0:
         return []
     recent = list(history[-LOOK_BACK:])
-    for length in range(LONGEST, SHORTEST - 1, -1):
-        if len(recent) <= length:
+    shorter: int | None = None
+    newest = recent[-1]
+    for end in range(len(recent) - 1, SHORTEST - 1, -1):
+        # `end` is where the copy's continuation starts; most places fail at their newest token.
+        if recent[end - 1] != newest:
             continue
-        end = recent[-length:]
-        for start in range(len(recent) - length - 1, -1, -1):
-            if recent[start : start + length] == end:
-                return recent[start + length : start + length + gamma]
-    return []
+        length = _agreement(recent, end)
+        if length >= LONGEST:
+            return recent[end : end + gamma]
+        if length >= SHORTEST and shorter is None:
+            shorter = end
+    return [] if shorter is None else recent[shorter : shorter + gamma]
+
+
+def _agreement(tokens: Sequence[int], end: int) -> int:
+    """Return how many tokens before `end` equal those at the very end, up to `LONGEST`."""
+    length = 1
+    while length < min(LONGEST, end) and tokens[end - 1 - length] == tokens[-1 - length]:
+        length += 1
+    return length

@@ -263,6 +263,28 @@ def test_a_placement_that_can_never_be_met_says_so(ray_session, demo_model, make
     assert time.monotonic() - started_s < 30
 
 
+def test_a_placement_that_stays_pending_is_given_up(ray_session, demo_model, make_plan):
+    import ray
+    from ray.util.placement_group import placement_group, remove_placement_group
+
+    everything = placement_group([{"CPU": ray.cluster_resources()["CPU"]}])
+    assert everything.wait(timeout_seconds=20)
+    try:
+        with (
+            pytest.raises(
+                StageLostError, match=r"not be placed within 2 s: CPU-0 .*CPU: 0 free of"
+            ),
+            Pipeline.start(
+                make_plan(demo_model, (4,)),
+                StageSettings(model_dir=str(demo_model)),
+                deadlines=Deadlines(placement_s=2),
+            ),
+        ):
+            pass
+    finally:
+        remove_placement_group(everything)
+
+
 def test_ctrl_c_keeps_what_is_done_and_resume_finishes_it(ray_session, plan_file, tmp_path):
     """The one test whose command starts its own Ray: nothing of that may stay either."""
     plan = plan_file((4,), batch=2, gen_len=160, prompt_len=8)

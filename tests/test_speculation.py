@@ -262,6 +262,16 @@ def test_prompt_lookup_continues_the_latest_copy():
     assert ngram.propose([1, 2, 3, 9, 1, 2, 3, 7, 5, 1, 2, 3], 3) == [7, 5, 1]
     assert ngram.propose([8, 2, 3, 4, 1, 2, 3], 2) == [4, 1]
     assert ngram.propose([1, 2, 3], 3) == [] == ngram.propose([5, 5, 5], 0)
+    assert ngram.propose([9, 2, 3, 4, 1, 2, 3, 8, 7, 2, 3, 6, 1, 2, 3], 1) == [8], "three beat two"
+    assert ngram.propose([5, 5, 5, 5], 2) == [5], "a copy may overlap the end"
+    rng = random.Random(0)
+    for _ in range(200):
+        history = [rng.randrange(4) for _ in range(rng.randrange(3, 40))]
+        drafts = ngram.propose(history, 3)
+        copies = [i for i in range(3, len(history)) if history[i - 3 : i] == history[-3:]] or [
+            i for i in range(2, len(history)) if history[i - 2 : i] == history[-2:]
+        ]
+        assert drafts == (history[copies[-1] : copies[-1] + 3] if copies else [])
 
 
 def test_the_upper_plane_is_that_of_the_kernels_reference(engines):
