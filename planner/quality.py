@@ -42,7 +42,8 @@ def solve_budget(
         search = Search(priced, Space(p), start + time_limit_s, gap, budget=budget)
     except TooManyColumns:
         return solve_ilp(free, time_limit_s=time_limit_s, gap=gap, budget=budget)
-    for candidate in (theta * k for k in (1.0, 1.05, 1.5, 4.0)):
+    finest = 1e6 / max(float(p.omega.max()), 1e-9)
+    for candidate in (theta, theta * 1.05, theta * 1.5, theta * 4.0, finest):
         try:
             found = solve_exact(p.with_changes(theta=candidate), time_limit_s=5.0, gap=1e-3)
         except Infeasible:
@@ -51,6 +52,11 @@ def solve_budget(
         if search.best is not None:
             break
     bound = search.run() - theta * budget
+    if search.best is None and search.stuck:
+        raise Infeasible(
+            f"no plan with a sum of omega of at most {budget:g} was found within "
+            f"{time_limit_s:g} s; give a longer --time-limit"
+        )
     if search.best is None:
         raise Infeasible(f"no plan has a sum of omega of at most {budget:g}")
     seconds = value(free, search.best)
