@@ -46,7 +46,7 @@ MODELS: dict[str, dict[str, tuple[int, int]]] = {
         "fc2": (28672, 7168),
     },
 }
-_TINYGEMM_ROWS = 64
+_TINYGEMM_ROWS = 16
 
 
 @dataclass(frozen=True)

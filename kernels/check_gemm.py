@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default=None, help="fp16,bf16 (GPU), fp32,bf16 (CPU)")
     parser.add_argument("--m", default=None, help="rows of x; default: every tuned count")
     parser.add_argument("--seed", type=int, default=0, help="seed of codes, scales and x")
-    parser.add_argument("--odd-only", action="store_true", help="skip the tuned shapes")
+    parser.add_argument("--shapes", default="all", help="tuned, odd or all [all]")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -93,8 +93,10 @@ def _cases(gpu: bool, args: argparse.Namespace) -> list[tuple[int, int, tuple[in
     from llmpq.kernels.gemm import M_BUCKETS, tuned_shapes
 
     rows = M_BUCKETS if args.m is None else tuple(int(m) for m in args.m.split(","))
-    cases = [] if args.odd_only else [(n, k, rows) for n, k in tuned_shapes()]
-    return cases + [(n, k, ODD_ROWS) for n, k in ODD_SHAPES]
+    if args.shapes not in ("tuned", "odd", "all"):
+        raise ValueError(f"--shapes: got {args.shapes!r}, expected tuned, odd or all")
+    cases = [] if args.shapes == "odd" else [(n, k, rows) for n, k in tuned_shapes()]
+    return cases + ([] if args.shapes == "tuned" else [(n, k, ODD_ROWS) for n, k in ODD_SHAPES])
 
 
 def _error(q: QuantizedWeight, m: int, k: int, dtype: torch.dtype, device: torch.device) -> float:

@@ -45,12 +45,17 @@ def linear_cpu(x_MK: Tensor, qweight: QuantizedWeight, bias: Tensor | None) -> T
     if qweight.layout is Layout.CPU_INT4 and rows <= _INT4_ROWS:
         y = _int4_product(_pad(x_MK), qweight)
     elif qweight.layout is Layout.CPU_INT8 and rows <= int8_rows:
-        y = _int8_product(_pad(x_MK), qweight)
+        return _round(_int8_product(_pad(x_MK), qweight), bias, x_MK.dtype)
     elif qweight.layout is Layout.CPU_INT8 and _cast_wins(x_MK.shape[0], qweight):
-        y = _int8_cast_product(_pad(x_MK), qweight)
+        return _round(_int8_cast_product(_pad(x_MK), qweight), bias, x_MK.dtype)
     else:
         return dequantize_product(x_MK, qweight, bias)
     return y if bias is None else y + bias
+
+
+def _round(total: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Add the bias before the one rounding to `dtype`."""
+    return (total if bias is None else total + bias).to(dtype)
 
 
 def _cast_wins(rows: int, qweight: QuantizedWeight) -> bool:
@@ -109,7 +114,10 @@ def _int4_product(x_MK: Tensor, qweight: QuantizedWeight) -> Tensor:
 
 
 def _int8_product(x_MK: Tensor, qweight: QuantizedWeight) -> Tensor:
-    """One int8pack product per group, summed in float32; zeros enter through the row sums of x."""
+    """One int8pack product per group, summed in float32; zeros enter through the row sums of x.
+
+    Returns float32 unless there is nothing to sum.
+    """
     q = qweight.planes[0]
     scale = qweight.scale.view(q.shape[0], -1)
     x_gMk = x_MK.view(x_MK.shape[0], q.shape[0], -1).transpose(0, 1).contiguous()
@@ -119,17 +127,17 @@ def _int8_product(x_MK: Tensor, qweight: QuantizedWeight) -> Tensor:
     total = torch.zeros(x_MK.shape[0], qweight.out_features)
     for g in range(q.shape[0]):
         total += operator(x_gMk[g], q[g], scale[g])
-    return _subtract_zeros(total, x_gMk, scale, qweight).to(x_MK.dtype)
+    return _subtract_zeros(total, x_gMk, scale, qweight)
 
 
 def _int8_cast_product(x_MK: Tensor, qweight: QuantizedWeight) -> Tensor:
-    """Cast the codes, multiply group by group, scale the products: no pass over a scaled weight."""
+    """Cast the codes, multiply by group, scale the products (float32): no scaled weight is made."""
     q = qweight.planes[0]
     scale = qweight.scale.view(q.shape[0], -1)
     x_gMk = x_MK.view(x_MK.shape[0], q.shape[0], -1).transpose(0, 1)
     products = torch.bmm(x_gMk, q.to(x_MK.dtype).transpose(1, 2)).float()
     total = products.mul_(scale.float()[:, None]).sum(0)
-    return _subtract_zeros(total, x_gMk, scale, qweight).to(x_MK.dtype)
+    return _subtract_zeros(total, x_gMk, scale, qweight)
 
 
 def _subtract_zeros(

@@ -114,12 +114,15 @@ def _float16_8(first: int | None) -> str:
 
 
 def _bfloat16_8(first: int | None) -> str:
-    body = _constants("z0 z1", first, [0xC380C380] * 2)  # -(128 + 128)
-    body += "mov.b32 k, 0x3f803f80;mov.b32 y0, 0x41804180;mov.b32 y1, 0xc500c500;"  # 1, 16, -2048
+    """16 (high - zero's high nibble) + (low - its low one): 128 + zero itself may need 9 bits."""
+    body = _constants(
+        "y0 y1 z0 z1", first, [0xC508C508] * 2 + [0xC300C300] * 2
+    )  # -16 (128+8), -128
+    body += "mov.b32 k, 0x3f803f80;mov.b32 v, 0x41804180;"  # 1, 16
     for i in range(4):
         body += f"shr.b32 t, $8, {4 * i};shr.b32 u, $9, {4 * i};"
         body += _pick("t", "t", 0xF, _B16) + _pick("u", "u", 0xF, _B16)
-        body += f"fma.rn.bf16x2 t, t, y0, y1;fma.rn.bf16x2 u, u, k, z{i % 2};"
+        body += f"fma.rn.bf16x2 t, t, v, y{i % 2};fma.rn.bf16x2 u, u, k, z{i % 2};"
         body += f"fma.rn.bf16x2 p{i}, t, k, u;"
     return _assembly(body, 4)
 
@@ -136,7 +139,7 @@ B3, B3Z = tl.constexpr(_bfloat16_3(None)), tl.constexpr(_bfloat16_3(35))
 F8, F8Z = tl.constexpr(_float16_8(None)), tl.constexpr(_float16_8(10))
 B8, B8Z = tl.constexpr(_bfloat16_8(None)), tl.constexpr(_bfloat16_8(10))
 O8I1, O8I3 = tl.constexpr(_outputs(8, 1)), tl.constexpr(_outputs(8, 3))
-O8I2, O8I4 = tl.constexpr(_outputs(8, 2)), tl.constexpr(_outputs(8, 4))
+O8I2, O8I4, O8I6 = (tl.constexpr(_outputs(8, i)) for i in (2, 4, 6))
 O32I3, O32I9, O32I7 = (tl.constexpr(_outputs(32, i)) for i in (3, 9, 7))
 
 # Zeros of two rows, as a pair, to the constants above: splat each, then c + s * zero.
@@ -165,3 +168,16 @@ BZ4 = tl.constexpr(_zero_assembly("bf16x2", [(0xC300C300, _BP, "a"), (0xC300C300
 BZ3 = tl.constexpr(
     _zero_assembly("bf16x2", [(c, _BP, r) for c in (0xC300C300, 0xC180C180) for r in "ab"])
 )
+
+
+def _zero_nibbles() -> str:
+    """bfloat16 zeros to -16 (128 + high nibble) and -(128 + low nibble), built as integers."""
+    body = ".reg .b32 f0, f1, h0, h1, l0, l1;shl.b32 f0, $4, 16;and.b32 f1, $4, 0xffff0000;"
+    for r in range(2):
+        body += f"cvt.rzi.u32.f32 l{r}, f{r};shr.b32 h{r}, l{r}, 4;and.b32 l{r}, l{r}, 0x0000000f;"
+        body += f"or.b32 h{r}, h{r}, 0x0000c500;or.b32 l{r}, l{r}, 0x0000c300;"
+        body += f"prmt.b32 ${r}, h{r}, h{r}, 0x1010;prmt.b32 ${2 + r}, l{r}, l{r}, 0x1010;"
+    return "{" + body + "}"
+
+
+BZ8 = tl.constexpr(_zero_nibbles())

@@ -263,7 +263,7 @@ def tile_kernel(
         before = tl.atomic_add(ARRIVED + tile, 1, sem="acq_rel")
         if before == split - 1:
             total = tl.zeros([BN, BM], tl.float32)
-            for share in range(0, split):
+            for share in range(split):
                 total += tl.load(slab + share * (BN * BM) + slot, cache_modifier=".cg")
             finish(
                 total,

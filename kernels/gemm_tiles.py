@@ -25,6 +25,7 @@ from llmpq.kernels.gemm_assembly import (
     B8Z,
     BZ3,
     BZ4,
+    BZ8,
     F3,
     F3Z,
     F4,
@@ -34,13 +35,14 @@ from llmpq.kernels.gemm_assembly import (
     FZ3,
     FZ4,
     FZ8,
-    O32I3,
-    O32I7,
-    O32I9,
     O8I1,
     O8I2,
     O8I3,
     O8I4,
+    O8I6,
+    O32I3,
+    O32I7,
+    O32I9,
 )
 from llmpq.kernels.gemm_shifts import interpret3, interpret4, interpret8, join8, join32
 
@@ -58,7 +60,8 @@ def load_words(
     BATCH: tl.constexpr,
 ):
     """Words of a tile, flat. 4 bit (WORDS 256): (bh, jj/2, warp, lane, 4). 3 bit (WORDS 192), word
-    PART of each triple: (bh, warp, lane, h). `blocks` left from `base` on; later ones are clamped."""
+    PART of each triple: (bh, warp, lane, h). `blocks` are left from `base` on, later ones clamped.
+    """
     if WORDS == 256:
         f = tl.arange(0, BH * WM * 256)
         inner = f // (128 * WM) % 2 * 128 + f % 128
@@ -143,6 +146,10 @@ def zero_constants(pairs, BITS: tl.constexpr, DT: tl.constexpr, INTERPRET: tl.co
             return tl.inline_asm_elementwise(
                 FZ3, "=r,=r,=r,=r,=r,=r,r", [pairs], dtype=(tl.int32,) * 6, is_pure=True, pack=1
             )
+    elif BITS == 8:
+        return tl.inline_asm_elementwise(
+            BZ8, "=r,=r,=r,=r,r", [pairs], dtype=(tl.int32,) * 4, is_pure=True, pack=1
+        )
     elif BITS == 3:
         return tl.inline_asm_elementwise(
             BZ3, "=r,=r,=r,=r,r", [pairs], dtype=(tl.int32,) * 4, is_pure=True, pack=1
@@ -277,10 +284,11 @@ def unpack(
                     pack=1,
                 )
             else:
+                y0, y1 = _spread(zeros[2], BITS, BH, WM), _spread(zeros[3], BITS, BH, WM)
                 o = tl.inline_asm_elementwise(
                     B8Z,
-                    O8I4,
-                    [words[0], words[1], z0, z1],
+                    O8I6,
+                    [words[0], words[1], z0, z1, y0, y1],
                     dtype=(tl.bfloat16,) * 8,
                     is_pure=True,
                     pack=1,

@@ -30,13 +30,21 @@ _GPU_CHUNK = 1 << 25
 
 
 def quantize_weight(
-    w_NK: Tensor, scheme: WeightScheme, *, dtype: torch.dtype, layout: Layout | None = None
+    w_NK: Tensor,
+    scheme: WeightScheme,
+    *,
+    dtype: torch.dtype,
+    layout: Layout | None = None,
+    plane_aligned: bool = False,
 ) -> QuantizedWeight:
     """Quantise w [N, K] by `scheme`; `dtype` is the activations' and the stored scales' dtype.
 
-    `layout` defaults to the one that the weight's device computes with fastest.
+    `layout` defaults to the one that the weight's device computes with fastest. `plane_aligned`
+    (8 bits, asymmetric) keeps zeros 8 above multiples of 16, so that `high_plane` is exact.
     """
-    codes, scale, zero = quantize_codes(w_NK, scheme, scale_dtype=dtype)
+    codes, scale, zero = quantize_codes(
+        w_NK, scheme, scale_dtype=dtype, plane_aligned=plane_aligned
+    )
     return from_codes(
         codes,
         scale,
@@ -49,7 +57,7 @@ def quantize_weight(
 
 
 def quantize_codes(
-    w_NK: Tensor, scheme: WeightScheme, *, scale_dtype: torch.dtype
+    w_NK: Tensor, scheme: WeightScheme, *, scale_dtype: torch.dtype, plane_aligned: bool = False
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return codes uint8 [N, Kp], scales [N, G] and, if asymmetric, zeros [N, G]."""
     if w_NK.ndim != 2 or not w_NK.is_floating_point():
@@ -61,6 +69,8 @@ def quantize_codes(
             f"group size: got {scheme.group_size}, expected {GROUP} or None (per channel): "
             "the packed kernels know no other"
         )
+    if plane_aligned and (scheme.bits != 8 or scheme.symmetric):
+        raise ValueError("plane_aligned: expected an asymmetric 8-bit scheme, it moves the zeros")
     n, k = w_NK.shape
     k_padded = padded_k(k)
     group = scheme.group_size or k_padded
@@ -71,7 +81,7 @@ def quantize_codes(
     for start in range(0, n, chunk):
         rows = slice(start, min(n, start + chunk))
         w = torch.nn.functional.pad(w_NK[rows].float(), (0, k_padded - k)).view(-1, group)
-        s, z = _search_grid(w, scheme, scale_dtype)
+        s, z = _search_grid(w, scheme, scale_dtype, plane_aligned)
         codes[rows] = _round(w, s, z, scheme.bits).to(torch.uint8).view(-1, k_padded)
         scale[rows] = s.view(-1, k_padded // group).to(scale_dtype)
         if zero is not None:
@@ -80,15 +90,15 @@ def quantize_codes(
 
 
 def _search_grid(
-    w: Tensor, scheme: WeightScheme, scale_dtype: torch.dtype
+    w: Tensor, scheme: WeightScheme, scale_dtype: torch.dtype, plane_aligned: bool
 ) -> tuple[Tensor, Tensor]:
     """Scale and zero [groups, 1] of each group of w [groups, size]; the best clip if searched."""
-    best_s, best_z = _grid(w, scheme, 1.0, scale_dtype)
+    best_s, best_z = _grid(w, scheme, 1.0, scale_dtype, plane_aligned)
     if not scheme.clip_search:
         return best_s, best_z
     best_error = torch.full_like(best_s, float("inf"))
     for clip in _CLIPS[scheme.bits]:
-        s, z = _grid(w, scheme, clip, scale_dtype)
+        s, z = _grid(w, scheme, clip, scale_dtype, plane_aligned)
         error = _round(w, s, z, scheme.bits).sub_(z).mul_(s).sub_(w).square_().sum(1, keepdim=True)
         better = error < best_error
         best_s = torch.where(better, s, best_s)
@@ -98,7 +108,7 @@ def _search_grid(
 
 
 def _grid(
-    w: Tensor, scheme: WeightScheme, clip: float, scale_dtype: torch.dtype
+    w: Tensor, scheme: WeightScheme, clip: float, scale_dtype: torch.dtype, plane_aligned: bool
 ) -> tuple[Tensor, Tensor]:
     levels = 2**scheme.bits - 1
     low, high = w.aminmax(dim=1, keepdim=True)
@@ -107,10 +117,16 @@ def _grid(
     else:
         low, high = low.clamp(max=0), high.clamp(min=0)
         s = (high - low) * (clip / levels)
+    if plane_aligned:
+        # The nearest zero 16 j + 8, then the least scale that still reaches both ends.
+        z = (-low * clip / s.clamp(min=1e-30) / 16 - 0.5).round_().clamp_(0, 15) * 16 + 8
+        s = torch.maximum(-low / z, high / (levels - z)) * clip
     # A group of zeros, or one whose scale underflows the stored dtype, gets the least usable scale.
     s = s.to(scale_dtype).float().clamp(min=float(torch.finfo(scale_dtype).tiny))
     if scheme.symmetric:
         return s, torch.full_like(s, 2 ** (scheme.bits - 1))
+    if plane_aligned:
+        return s, z
     return s, (-low * clip / s).round_().clamp_(0, levels)
 
 

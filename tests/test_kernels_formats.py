@@ -141,6 +141,20 @@ def test_high_plane_is_a_coarser_weight():
     assert 0.01 < relative_error(high_plane_reference(x, q), exact) < 0.2
 
 
+def test_aligned_zeros_make_the_high_plane_a_4_bit_weight():
+    w = torch.randn(48, 256)
+    scheme = WeightScheme(bits=8, symmetric=False)
+    q = quantize_weight(w, scheme, dtype=torch.float16, layout=Layout.FRAGMENT, plane_aligned=True)
+    assert relative_error(q.dequantize(torch.float32), w) < 0.008
+    draft = q.high_plane()
+    assert draft.bits == 4 and draft.planes[0].data_ptr() == q.planes[0].data_ptr()
+    assert torch.equal(draft.codes(), q.codes() >> 4)
+    assert relative_error(draft.dequantize(torch.float32), w) < 0.13
+    _, _, plain = _weight(32, 128, 8, layout=Layout.FRAGMENT)
+    with pytest.raises(ValueError, match="plane_aligned=True"):
+        plain.high_plane()
+
+
 def test_errors_say_what_to_do():
     with pytest.raises(ValueError, match="expected 128 or None"):
         quantize_weight(

@@ -1,0 +1,57 @@
+"""The weight kernels on a real GPU: odd shapes, every tuned configuration, torch.compile, graphs."""
+
+import itertools
+
+import pytest
+import torch
+
+from llmpq.kernels.__main__ import main as kernels_main
+from llmpq.kernels.check_gemm import LIMITS, random_weight
+from llmpq.kernels.linear import linear
+from llmpq.kernels.reference import linear_reference, relative_error
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+
+
+@pytest.mark.parametrize("shapes", ["odd", "tuned"])
+def test_check_gemm_finds_nothing(shapes):
+    assert kernels_main(["check", "gemm", "--bits", "4", "--m", "1,16,64", "--shapes", shapes]) == 0
+
+
+def test_compiled_and_captured_products_are_the_eager_ones():
+    q = random_weight(256, 512, 4, False, 128, torch.float16, torch.device("cuda"))
+    compiled = torch.compile(lambda x: linear(x, q), fullgraph=True)
+    for m in (1, 16):
+        x = torch.randn(m, 512, device="cuda").half()
+        y = linear(x, q)
+        assert torch.equal(compiled(x), y)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = linear(x, q)
+        for _ in range(3):
+            captured.zero_()
+            graph.replay()
+        assert torch.equal(captured, y)
+
+
+def test_shares_are_added_in_order():
+    """Split products give the same bits every time."""
+    q = random_weight(128, 8192, 4, True, 128, torch.float16, torch.device("cuda"))
+    x = torch.randn(16, 8192, device="cuda").half()
+    first = linear(x, q)
+    assert all(torch.equal(linear(x, q), first) for _ in range(50))
+
+
+@pytest.mark.parametrize(
+    "bits,dtype", itertools.product((3, 4, 8), (torch.float16, torch.bfloat16))
+)
+def test_planted_bugs_are_caught(bits, dtype):
+    q = random_weight(64, 512, bits, False, 128, dtype, torch.device("cuda"))
+    x = torch.randn(3, 512, device="cuda").to(dtype)
+    exact = linear_reference(x, q, exact=True)
+    assert relative_error(linear(x, q), exact) < LIMITS[dtype]
+    q.planes[0][100:140] = q.planes[0][100:140] >> 4 | q.planes[0][100:140] << 4
+    assert relative_error(linear(x, q), exact) > 2 * LIMITS[dtype]

@@ -1,0 +1,72 @@
+"""Which kernel is chosen, the tuned tables, and the custom op's fake: no GPU needed."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from llmpq.kernels import gemm
+from llmpq.kernels.__main__ import main as kernels_main
+from llmpq.kernels.gemm import DENSE, M_BUCKETS, Config, bucket, config_entry, default_config
+
+pytestmark = pytest.mark.cpu
+
+TUNED = sorted((Path(gemm.__file__).parent / "tuned").glob("*.json"))
+
+
+def test_buckets_hold_every_row_count():
+    assert [bucket(m) for m in (1, 3, 64, 65, 4096)] == [1, 4, 64, 128, 4096]
+    assert bucket(5000) is None
+
+
+@pytest.mark.parametrize("bits", [3, 4, 8])
+def test_defaults_fit_any_shape(bits):
+    for n, k, m in [(64, 128, 1), (4096, 4096, 2), (21504, 7168, 16), (48, 11008, 64), (1, 1, 300)]:
+        config = default_config(bits, n, k, m, multiprocessors=132)
+        assert config.kernel in ("rows", "tile", "dense")
+        assert config.split <= max(1, -(-k // 128)) and (config.bm & config.bm - 1) == 0
+    assert default_config(bits, 4096, 4096, 1, multiprocessors=132).kernel == "rows"
+    assert default_config(bits, 4096, 4096, 2000, multiprocessors=132) == DENSE
+
+
+@pytest.mark.parametrize("path", TUNED, ids=lambda p: p.name)
+def test_tuned_tables_parse_and_fit_their_shapes(path):
+    table = json.loads(path.read_text())
+    assert table["schema"] == 1 and table["gpu"]
+    for entry in table["entries"]:
+        config = Config(**entry["config"])
+        assert entry["m"] in M_BUCKETS and entry["bits"] in (3, 4, 8)
+        assert config_entry(config) == entry["config"]
+        groups = entry["k"] // 128
+        if config.kernel == "tile":
+            assert entry["n"] % (16 * config.blocks * config.warps) == 0
+            assert config.split <= groups // (config.depth if config.stages == 1 else 1)
+            assert config.bm >= min(entry["m"], 16) and (
+                config.split == 1 or config.bm >= entry["m"]
+            )
+        elif config.kernel == "rows":
+            assert entry["m"] <= 8 and groups % config.warps == 0
+
+
+def test_a_loop_known_to_sum_wrongly_is_refused():
+    with pytest.raises(ValueError, match="wrong sums"):
+        Config(kernel="tile", stages=3, scale_w=True)
+
+
+def test_the_custom_op_has_a_fake():
+    with FakeTensorMode():
+        x = torch.empty(5, 256, dtype=torch.float16)
+        planes = [torch.empty(64 * 256 // 2, dtype=torch.uint8)]
+        scale = torch.empty(128, dtype=torch.float16)
+        y = gemm.quantized_linear(x, planes, scale, None, None, None, 4, False, 64)
+    assert y.shape == (5, 64) and y.dtype == torch.float16
+
+
+def test_commands_without_a_gpu(capsys):
+    if torch.cuda.is_available():
+        pytest.skip("this is what happens without one")
+    assert kernels_main(["bench", "gemm"]) == 2
+    assert kernels_main(["check", "gemm", "--bits", "4", "--dtype", "fp32"]) == 0
+    assert "0 wrong" in capsys.readouterr().out
