@@ -1,4 +1,4 @@
-"""The weight kernels on a real GPU: odd shapes, every tuned configuration, torch.compile, graphs."""
+"""The weight kernels on a real GPU: odd shapes, tuned configurations, torch.compile, graphs."""
 
 import itertools
 
