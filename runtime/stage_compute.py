@@ -154,35 +154,9 @@ def build_stage(
 
     On a GPU, `graphs` captures decode steps and `keep_on_device` leaves hidden states there.
     """
-    stage, last = plan.stages[index], index == len(plan.stages) - 1
     dtype = DTYPES[plan.workload.dtype]
     started_s = time.perf_counter()
-    try:
-        model = StageModel.build(
-            spec,
-            range(*stage.layers),
-            stage.precisions,
-            first=index == 0,
-            last=last,
-            dtype=dtype,
-            device=device,
-            scheme=plan.quantization.settings().scheme,
-            source=source,
-        )
-        kv = make_kv_cache(
-            spec,
-            plan.workload.kv,
-            num_layers=stage.num_layers,
-            slots=plan.workload.batch,
-            max_len=plan.workload.max_len,
-            dtype=dtype,
-            device=device,
-        )
-    except torch.OutOfMemoryError as error:
-        raise DoesNotFitError(
-            f"stage {stage.device} ran out of memory while loading layers {stage.layers[0]} to "
-            f"{stage.layers[1]}: {error}; re-plan with a larger reserve for this device"
-        ) from None
+    model, kv = _load(plan, index, spec, source, device)
     report = LoadReport(
         weights_bytes=model.weight_nbytes,
         kv_bytes=kv.nbytes,
@@ -205,6 +179,41 @@ def build_stage(
         keep_on_device=keep_on_device,
     )
     return compute, report
+
+
+def _load(
+    plan: Plan, index: int, spec: ModelSpec, source: TensorSource, device: torch.device
+) -> tuple[StageModel, KVCache]:
+    """Read and quantise a stage's layers and allocate its cache."""
+    stage, workload = plan.stages[index], plan.workload
+    dtype = DTYPES[workload.dtype]
+    try:
+        model = StageModel.build(
+            spec,
+            range(*stage.layers),
+            stage.precisions,
+            first=index == 0,
+            last=index == len(plan.stages) - 1,
+            dtype=dtype,
+            device=device,
+            scheme=plan.quantization.settings().scheme,
+            source=source,
+        )
+        kv = make_kv_cache(
+            spec,
+            workload.kv,
+            num_layers=stage.num_layers,
+            slots=workload.batch,
+            max_len=workload.max_len,
+            dtype=dtype,
+            device=device,
+        )
+    except torch.OutOfMemoryError as error:
+        raise DoesNotFitError(
+            f"stage {stage.device} ran out of memory while loading layers {stage.layers[0]} to "
+            f"{stage.layers[1]}: {error}; re-plan with a larger reserve for this device"
+        ) from None
+    return model, kv
 
 
 def check_memory(plan: Plan, index: int, report: LoadReport) -> None:
