@@ -1,4 +1,6 @@
-"""Perplexity of a model over low-bit KV caches: `python benchmarks/kv_perplexity.py --model DIR --text FILE`.
+"""Perplexity of a model over low-bit KV caches.
+
+    python benchmarks/kv_perplexity.py --model DIR --text FILE
 
 Every token is predicted as decoding would: its query sees the keys below `packed_end` packed and
 the newer ones in 16 bits (prompts are not exempt, unlike in serving). One row per format in

@@ -142,6 +142,13 @@ TABLES: dict[str, Pivot] = {
         value_title="us",
         show=lambda row: f"{row['value']:.1f}",
     ),
+    "kv_error": Pivot(
+        file="kv_error.jsonl",
+        bench="kv_error",
+        index=("kv", "keys"),
+        column="source",
+        show=lambda row: f"{row['value']:.1e}",
+    ),
     "kv_perplexity": Pivot(
         file="kv_perplexity.jsonl",
         bench="kv_perplexity",

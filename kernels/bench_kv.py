@@ -1,4 +1,4 @@
-"""`python -m llmpq.kernels bench kv`: low-bit KV kernels against torch's fp16 attention on this GPU.
+"""`python -m llmpq.kernels bench kv`: low-bit KV kernels against torch's fp16 attention.
 
 Cases are BitDecoding's settings (single, batches, page): heads, kv_heads, batch, context. Random
 codes and scales fill the cache (timings do not depend on values, and checks are `check kv`);
@@ -232,16 +232,15 @@ def tune(bench: AttendBench) -> dict[str, int]:
     tiles_all = 2 * (packed_end(case.context + case.q_len - 1) // BLOCK_TOKENS)
     rows = case.batch * case.kv_heads * -(-case.heads // case.kv_heads * case.q_len // plan.columns)
     sms = torch.cuda.get_device_properties(bench.device).multi_processor_count
-    launches = []
+    launches = set()
     for tiles, stages in TUNE_SHAPES[case.fmt.bits]:
         resident = sms * programs_per_sm(case.fmt.bits, case.head_dim, plan.columns, tiles, stages)
         ring = 5 if rows * 5 < resident else 1
-        chunks = set()
-        for waves in (1, 2, 3, 4):
-            splits = max(1, waves * resident // rows - ring)
+        for programs in (resident * w // 12 for w in (8, 10, 12, 16, 24, 36)):
+            splits = max(1, programs // rows - ring)
             chunk = -(-tiles_all // splits)
-            chunks.add(chunk + chunk % tiles)
-        launches += [Launch(chunk=c, ring_parts=ring, tiles=tiles, stages=stages) for c in chunks]
+            chunk = min(max(tiles, chunk + chunk % tiles), tiles_all)
+            launches.add(Launch(chunk=chunk, ring_parts=ring, tiles=tiles, stages=stages))
 
     def time(launch: Launch) -> float:
         tried = replace(plan, launch=launch, splits=-(-tiles_all // launch.chunk))
@@ -272,20 +271,19 @@ def tune_all(device: torch.device, only: str) -> None:
 def suite() -> Iterator[KVCase]:
     """All rows of the benchmark."""
     for heads, kv_heads, batch, context in SHAPES:
-        shape = {"heads": heads, "kv_heads": kv_heads, "batch": batch, "context": context}
-        yield KVCase(**shape, kv="kv16")
+        shape = KVCase(heads=heads, kv_heads=kv_heads, batch=batch, context=context, kv="kv16")
+        yield shape
         for kv in ("kv8", "kv4", "kv2"):
-            yield KVCase(**shape, kv=kv)
-        yield KVCase(**shape, kv="kv4", layout="paged")
-    base = {"heads": 32, "kv_heads": 8, "batch": 8, "context": 32768, "kv": "kv4"}
+            yield replace(shape, kv=kv)
+        yield replace(shape, kv="kv4", layout="paged")
+    base = KVCase(heads=32, kv_heads=8, batch=8, context=32768, kv="kv4")
     for q_len in (2, 4, 8):
-        yield KVCase(**base, q_len=q_len)
+        yield replace(base, q_len=q_len)
     for keys in ("kc64", "kc32", "kt"):
-        yield KVCase(**base, keys=keys)
-    for op in ("append", "append_pack"):
-        yield KVCase(**{**base, "batch": 32, "context": 2048}, op=op)
-    yield KVCase(**{**base, "batch": 32, "context": 2048})
-    yield KVCase(**{**base, "batch": 1}, op="prefill")
+        yield replace(base, keys=keys)
+    layer = replace(base, batch=32, context=2048)
+    yield from (replace(layer, op=op) for op in ("append", "append_pack", "attend"))
+    yield replace(base, batch=1, op="prefill")
 
 
 def measure(case: KVCase, device: torch.device, repeats: int) -> dict[str, list[float]]:

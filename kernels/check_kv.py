@@ -26,7 +26,7 @@ TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 2e-3}
 """fp16 operands round at 2**-11; a bf16 output rounds at 2**-9 / sqrt(3) = 1.1e-3 by itself."""
 
 WORDS_EQUAL = 0.995
-"""Share of packed words equal to the twin's: a tie may round the other way, a layout error does not."""
+"""Share of packed words equal to the twin's: a tie may round the other way."""
 
 Steps = Sequence[Sequence[tuple[int, int]]]
 """Per step, per request: tokens before it, new tokens."""

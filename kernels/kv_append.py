@@ -1,7 +1,7 @@
 """Write new tokens to the 16-bit ring and pack the blocks they complete, in one launch.
 
-    append_step    q_len <= HOLDBACK: one program a request and head; the block to pack (at most one)
-                   is in the ring already, so writing and packing touch different tokens
+    append_step    q_len <= HOLDBACK: one program a request and head; the block to pack (at most
+                   one) is in the ring already, so writing and packing touch different tokens
     pack_blocks    longer steps and prompts: three programs a block and head (keys, two tiles of
                    values), read from the new tokens (or the ring, where a chunk continues a block)
     write_ring     ... after it, the newest RING tokens
@@ -11,6 +11,9 @@ writes 4 * D per head and packs in one step of 128.
 
 B: requests.  S: new tokens.  G: key-value heads.  D: head_dim.  n m r g t o i h: see kv_formats.py.
 """
+
+# Triton functions are typed by tl.constexpr alone.
+# mypy: ignore-errors
 
 from __future__ import annotations
 
@@ -64,13 +67,13 @@ def _codes(x, zero, inverse, BITS: tl.constexpr):
 
 
 @triton.jit
-def _store_words(ptr, x, M: tl.constexpr, O: tl.constexpr, BITS: tl.constexpr):
+def _store_words(ptr, x, M: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr):
     """(m, o, g, t, h, r, i) codes of one tile -> words in the order of kv_formats.py."""
-    I: tl.constexpr = 8 // BITS
-    j = tl.arange(0, 4 * I)
-    shift = j // (2 * I) * 16 + j // I % 2 * 8 + j % I * BITS
-    x = tl.reshape(x, (M * O * 32, 4 * I)).to(tl.int32) << shift[None, :]
-    index = tl.arange(0, M * O * 32)
+    PLANES: tl.constexpr = 8 // BITS
+    j = tl.arange(0, 4 * PLANES)
+    shift = j // (2 * PLANES) * 16 + j // PLANES % 2 * 8 + j % PLANES * BITS
+    x = tl.reshape(x, (M * WIDTH * 32, 4 * PLANES)).to(tl.int32) << shift[None, :]
+    index = tl.arange(0, M * WIDTH * 32)
     word = index // 32
     tl.store(ptr + word // 4 * 128 + index % 32 * 4 + word % 4, tl.sum(x, 1))
 
@@ -84,19 +87,19 @@ def _thread_order(token):
 @triton.jit
 def _pack_keys(codes, ptr, D: tl.constexpr, BITS: tl.constexpr):
     """codes [64, D] of one tile."""
-    I: tl.constexpr = 8 // BITS
-    O: tl.constexpr = D * BITS // 64
-    x = tl.reshape(codes, (4, 8, 2, 4, O, I, 2))  # m g r t o i h
-    _store_words(ptr, tl.permute(x, (0, 4, 1, 3, 6, 2, 5)), 4, O, BITS)
+    PLANES: tl.constexpr = 8 // BITS
+    WIDTH: tl.constexpr = D * BITS // 64
+    x = tl.reshape(codes, (4, 8, 2, 4, WIDTH, PLANES, 2))  # m g r t o i h
+    _store_words(ptr, tl.permute(x, (0, 4, 1, 3, 6, 2, 5)), 4, WIDTH, BITS)
 
 
 @triton.jit
 def _pack_values(codes, ptr, D: tl.constexpr, BITS: tl.constexpr):
     """codes [64, D] of one tile."""
-    I: tl.constexpr = 8 // BITS
+    PLANES: tl.constexpr = 8 // BITS
     x = tl.reshape(codes, (4, 4, 2, 2, 8, D // 16, 2))  # M t h R g m r
     x = tl.permute(x, (5, 0, 3, 4, 1, 2, 6))  # m M R g t h r
-    x = tl.reshape(x, (D // 16, BITS, I, 8, 4, 2, 2))  # m o i g t h r
+    x = tl.reshape(x, (D // 16, BITS, PLANES, 8, 4, 2, 2))  # m o i g t h r
     _store_words(ptr, tl.permute(x, (0, 1, 3, 4, 5, 6, 2)), D // 16, BITS, BITS)
 
 
@@ -167,10 +170,10 @@ def _page(table, slot, block, table_width, PAGED: tl.constexpr):
     return slot * table_width + block
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_width"])
 def append_step(
-    k_new, v_new, k_ring, v_ring, k_words, k_params, v_words, v_params, table, slots, starts, counts,
-    table_width, stride_b, stride_t, stride_g,
+    k_new, v_new, k_ring, v_ring, k_words, k_params, v_words, v_params, table, slots, starts,
+    counts, table_width, stride_b, stride_t, stride_g,
     S: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, KEY_GROUP: tl.constexpr,
     PAGED: tl.constexpr,
 ):  # fmt: skip
@@ -201,16 +204,17 @@ def append_step(
         )  # fmt: skip
         for tile in range(2):
             _pack_value_tile(
-                v_new, v_ring + ring_at, v_words, v_params, at, block, tile, start, stride_t, D, BITS,
-                False,
+                v_new, v_ring + ring_at, v_words, v_params, at, block, tile, start, stride_t, D,
+                BITS, False,
             )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_width"])
 def pack_blocks(
-    k_new, v_new, k_ring, v_ring, k_words, k_params, v_words, v_params, table, slots, starts, counts,
-    table_width, stride_b, stride_t, stride_g,
-    G: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, KEY_GROUP: tl.constexpr, PAGED: tl.constexpr,
+    k_new, v_new, k_ring, v_ring, k_words, k_params, v_words, v_params, table, slots, starts,
+    counts, table_width, stride_b, stride_t, stride_g,
+    G: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, KEY_GROUP: tl.constexpr,
+    PAGED: tl.constexpr,
 ):  # fmt: skip
     """Pack the keys or a tile of values of a block of one request and head, if completed."""
     head = tl.program_id(1)

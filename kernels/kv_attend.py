@@ -1,24 +1,29 @@
 """Attention over the low-bit KV cache: one pass over packed tiles and 16-bit ring, then a combine.
 
-    scores^T [64 tokens, R] = K [64, D] q^T [D, R]         K, V^T: packed words, unpacked in registers
-    out^T    [D, R]        += V^T [D, 64] p [64, R]        (kv_formats.py draws them)
+    scores^T [64 tokens, R] = K [64, D] q^T [D, R]        K, V^T: packed words, unpacked in
+    out^T    [D, R]        += V^T [D, 64] p [64, R]       registers (kv_formats.py draws them)
 
 Keys and values are the left operand (16 rows a tile, always full); the R = 8 or 16 columns are the
 query heads of one key-value head times the q_len new tokens, so GQA and a verify of several tokens
 read each byte once. Scales never touch the unpacked elements: a channel's key scale folds into q, a
 token's into p; zeros are one extra row of products (keys) and one sum (values). One warp a program:
 words arrive in shared memory by asynchronous copies, STAGES deep, and go to the operand's registers
-in 16-byte loads (straight loads were latency bound: ncu, H200, 20 % of issue slots used). GAIN: stored scales make up for a plane's power of two (kv_formats.py), sums are then GAIN times too large.
+in 16-byte loads (straight loads were latency bound: ncu, H200, 20 % of issue slots used). GAIN:
+stored scales make up for a plane's power of two (kv_formats.py), sums are GAIN times too large.
 
 Cost per output: D * bits/4 + (scales) bytes of keys and values per token and key-value head,
 0.63 integer instructions per 4-bit element, 1 mma.m16n8k16 per 256 elements.
 
-Programs: (RING_PARTS + splits, G * column chunks, B). The first 1 or 5 share the 16-bit ring, 32 tokens
-a step; the others take `chunk` packed tiles each, TILES at a step; each writes its normalised output and log2-sum-exp, `combine` merges.
+Programs: (RING_PARTS + splits, G * column chunks, B). The first 1 or 5 share the 16-bit ring, 32
+tokens a step; the others take up to `chunk` packed tiles each, TILES at a step; each writes its
+normalised output and log2-sum-exp, `combine_parts` merges.
 
 B: requests.  Q: new tokens.  H: query heads.  G: key-value heads.  D: head_dim.  X: parts.
 g, t, h, r, m, s: see kv_formats.py; thread 4g + t of the warp.
 """
+
+# Triton functions are typed by tl.constexpr alone.
+# mypy: ignore-errors
 
 from __future__ import annotations
 
@@ -63,7 +68,8 @@ def _column_positions(col, start, end, GROUP_HEADS: tl.constexpr):
 
 @triton.jit
 def _ring_part(
-    q_ptr, k_ring, v_ring, slopes, since, steps, start, end, ring_at, b, head, first_col, score_scale,
+    q_ptr, k_ring, v_ring, slopes, since, steps, start, end, ring_at, b, head, first_col,
+    score_scale,
     H: tl.constexpr, G: tl.constexpr, Q: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
     ALIBI: tl.constexpr,
 ):  # fmt: skip
@@ -106,10 +112,10 @@ def _ring_part(
     return acc * norm[None, :], lse
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["chunk", "table_width", "num_parts"])
 def attend_split(
-    q_ptr, k_words, k_params, v_words, v_params, k_ring, v_ring, table, slots, starts, counts, slopes,
-    part_out, part_lse, score_scale, chunk, table_width, num_parts,
+    q_ptr, k_words, k_params, v_words, v_params, k_ring, v_ring, table, slots, starts, counts,
+    slopes, part_out, part_lse, score_scale, chunk, table_width, num_parts,
     H: tl.constexpr, G: tl.constexpr, Q: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr,
     KEY_GROUP: tl.constexpr, R: tl.constexpr, PAGED: tl.constexpr, ALIBI: tl.constexpr,
     RING_PARTS: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr,
@@ -118,6 +124,7 @@ def attend_split(
     """One part of one request's one key-value head: see the file's docstring."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     part = tl.program_id(0)
     C: tl.constexpr = H // G
     CHUNKS: tl.constexpr = (C * Q + R - 1) // R
@@ -138,16 +145,19 @@ def attend_split(
         if since < end:
             steps = tl.minimum(STEPS, (end - since + RING_STEP - 1) // RING_STEP)
             out, lse = _ring_part(
-                q_ptr, k_ring, v_ring, slopes, since, steps, start, end, (slot * G + head) * (RING * D),
-                b, head, first_col, score_scale, H, G, Q, D, R, ALIBI,
+                q_ptr, k_ring, v_ring, slopes, since, steps, start, end,
+                (slot * G + head) * (RING * D), b, head, first_col, score_scale, H, G, Q, D, R,
+                ALIBI,
             )  # fmt: skip
             tl.store(part_lse + out_at * R + c, lse, mask=used)
             o_at = part_out + (out_at * R + c[None, :]) * D + tl.arange(0, D)[:, None]
             tl.store(o_at, out, mask=used[None, :])
     else:
-        tile0 = (part - RING_PARTS) * chunk
-        tile1 = tl.minimum(tile0 + chunk, line // TILE)
-        if tile0 < tile1:
+        # equal shares, TILES tiles a step: as many as chunks of at most `chunk` tiles would be
+        steps_all = line // (TILE * TILES)
+        shares = (line // TILE + chunk - 1) // chunk
+        share = part - RING_PARTS
+        if share < shares:
             NC: tl.constexpr = D // 32
             NB: tl.constexpr = R // 8
             VECS: tl.constexpr = D * BITS // 64  # 16-byte loads a thread needs for a tile
@@ -179,7 +189,9 @@ def attend_split(
             l_g = tl.zeros([8, R], tl.float32)
             z_g = tl.zeros([8, R], tl.float32)
             acc = tl.zeros([D, R], tl.float32)
-            for step in tl.range(tile0 // TILES, (tile1 + TILES - 1) // TILES, num_stages=STAGES):
+            step0 = steps_all * share // shares
+            step1 = steps_all * (share + 1) // shares
+            for step in tl.range(step0, step1, num_stages=STAGES):
                 tile = step * TILES
                 block = tile // 2
                 half = tile % 2
@@ -236,10 +248,7 @@ def attend_split(
                     if TILES == 2:
                         x1 += slope[None, :] * (pos[:, None] + TILE - q_pos[None, :]).to(tl.float32)
                 # ---- softmax
-                if TILES == 2:
-                    top = tl.max(tl.maximum(x0, x1), 0)
-                else:
-                    top = tl.max(x0, 0)
+                top = tl.max(tl.maximum(x0, x1) if TILES == 2 else x0, 0)
                 if Q > 1:  # the last block may lie beyond the line of the first queries
                     seen = q_line > block * BLOCK
                     top = tl.where(seen, top, LOWEST)
@@ -279,7 +288,7 @@ def attend_split(
             tl.store(o_at, out, mask=used[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["chunk", "num_parts"])
 def combine_parts(
     part_out, part_lse, out_ptr, starts, counts, chunk, num_parts,
     H: tl.constexpr, G: tl.constexpr, Q: tl.constexpr, D: tl.constexpr, R: tl.constexpr,

@@ -6,15 +6,15 @@
 Which way a step goes depends on its shape alone:
 
     fresh prompt           torch's causal attention over the 16-bit tokens at hand, then one packing
-                           pass; `exact_prompt=False` gives prompts the packed view instead, query by
-                           query, which is what perplexity measurements want
+                           pass; `exact_prompt=False` gives prompts the packed view instead, query
+                           by query, which is what perplexity measurements want
     up to 16 new tokens    the decode kernels
     longer chunks          plain torch over dequantised blocks
 
 Truncation needs no work: positions alone say what is packed, so the next step starts where the
 caller says. It may forget the newest HOLDBACK tokens, or everything.
 
-B: requests.  Q: new tokens of each, right padded.  H: query heads.  G: key-value heads.  D: head_dim.
+B: requests.  Q: new tokens, right padded.  H: query heads.  G: key-value heads.  D: head_dim.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ def prompt_attention(
     scale: float,
     alibi_slopes_H: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of prompts over their own 16-bit tokens; padding on the right is harmless."""
+    """Causal attention of prompts over their own 16-bit tokens, padded on the right."""
     q, k, v = (x.transpose(1, 2) for x in (q_BQHD, k_BQGD, v_BQGD))
     gqa = q.shape[1] != k.shape[1]
     if alibi_slopes_H is None:

@@ -4,8 +4,8 @@ Knows nothing of devices or attention: torch in, torch out, plain and slow enoug
 
 A block is two tiles of 64 tokens. A tile of keys is a matrix [64 tokens, D channels], a tile of
 values is transposed, [D channels, 64 tokens]; both are the left operand of a tensor-core product
-(scores = K q, output = V p), and are stored in the order in which its registers want them, so that a
-thread loads 16 contiguous bytes and needs no shuffle and no shared memory.
+(scores = K q, output = V p), and are stored in the order in which its registers want them, so that
+a thread loads 16 contiguous bytes and needs no shuffle and no shared memory.
 
     octet   16 rows x 8 columns; thread 4g+t holds  rows g, g+8  x  columns 2t, 2t+1
     plane   bits i*b .. i*b+b-1 of each byte of a 32-bit word; 8/b planes, one octet each:
@@ -18,13 +18,13 @@ thread loads 16 contiguous bytes and needs no shuffle and no shared memory.
     word    W of thread 4g+t:  W = m * (columns * b / 64) + o   (m: 16 rows, o: 8/b octets)
     tile    word address = (W // 4) * 128 + (4g + t) * 4 + W % 4      (16 bytes a thread)
 
-`word & 0x000f000f` is then two fp16 subnormals n * 2**-24 in one instruction, and the other plane is
+`word & 0x000f000f` is then two fp16 subnormals n * 2**-24 in one instruction, the other plane is
 `word & 0x00f000f0`, n * 2**-20: no conversion and no offset to subtract, only powers of two that
 fold into the scales. Which channel or token is which row or column is free to choose, and chosen so
 that the scales of a thread's elements are contiguous too:
 
-    keys     row m*16 + r*8 + g = token 16m + 2g + r      octet o, column 2t+h = channel t*D/4 + 2o + h
-    values   row m*16 + r*8 + g = channel g*D/8 + 2m + r  octet 2m+r, column u = token 16m + 2u + r
+    keys    row m*16 + r*8 + g = token 16m + 2g + r      octet o, column 2t+h = channel t*D/4+2o+h
+    values  row m*16 + r*8 + g = channel g*D/8 + 2m + r  octet 2m+r, column u = token 16m + 2u + r
 
 Scales and zeros are fp16 planes, x = code * scale + zero, zero = the least value of the group:
 
@@ -32,7 +32,7 @@ Scales and zeros are fp16 planes, x = code * scale + zero, zero = the least valu
     keys KT   [2, 128]              one pair per token, in thread order:
     values    [2, 128]              token 16m + 2g + r of a tile at 8g + 2m + r
 
-The scale that stands in memory is the scale times 2**(8 - b - i*b), i being the plane of its channel
+The scale that stands in memory is the scale times 2**(8 - b - i*b), i: the plane of its channel
 (KC) or token (values), not for KT: planes come out of the mask 2**(i*b) times too large, and all
 products shall be the same 2**(8 - b) times too large. A power of two costs no precision upwards.
 
@@ -58,7 +58,7 @@ KEY_GROUPS = (32, 64, 128)
 
 @dataclass(frozen=True, kw_only=True)
 class KVFormat:
-    """How keys and values are quantised: `key_group` tokens per channel (KC), or None per token (KT)."""
+    """How keys and values are quantised: `key_group` tokens a channel (KC), None a token (KT)."""
 
     precision: KVPrecision
     head_dim: int
@@ -154,7 +154,7 @@ def unpack_values(words: Tensor, bits: int, channels: int) -> Tensor:
 
 
 def to_thread_order(x: Tensor) -> Tensor:
-    """Reorder per-token values [..., 128] as the kernels' threads read them (drawing, last lines)."""
+    """Reorder per-token values [..., 128] as the kernels' threads read them (drawing)."""
     return x.unflatten(-1, (-1, 4, 8, 2)).transpose(-2, -3).flatten(-4)
 
 

@@ -7,6 +7,9 @@ R: columns of a product, 8n + g.  D: head_dim.  KW: consecutive columns of the l
 thread holds.  Axes n m r g t s half h c: see kv_formats.py; c: 8 channels of a thread's D/4.
 """
 
+# Triton functions are typed by tl.constexpr alone.
+# mypy: ignore-errors
+
 from __future__ import annotations
 
 import triton
@@ -48,7 +51,7 @@ def over_scores(x, R: tl.constexpr):
 def right_operand(x, D: tl.constexpr, R: tl.constexpr, KW: tl.constexpr):
     """[R/8, D/32, 32, 8] (columns' channels by thread) -> [D, R] right operand."""
     x = tl.reshape(x, (R // 8, D // 32, 8, 4, 2, 2, 2))  # n c g t s half h
-    if KW == 4:
+    if KW == 4:  # noqa: SIM108  (a constexpr branch)
         x = tl.permute(x, (1, 4, 3, 5, 6, 0, 2))
     else:
         x = tl.permute(x, (1, 4, 5, 3, 6, 0, 2))
@@ -78,7 +81,7 @@ def probability_operand(p, R: tl.constexpr, KW: tl.constexpr, EMULATE: tl.conste
         )
         x = tl.reshape(y, (4, 2, 8, R // 8, 4, 2))  # m r a n t h
         x = tl.permute(x, (0, 1, 3, 2, 4, 5))  # m r n a t h
-    if KW == 4:
+    if KW == 4:  # noqa: SIM108  (a constexpr branch)
         x = tl.permute(x, (0, 4, 1, 5, 2, 3))  # m t r h n a
     else:
         x = tl.permute(x, (0, 1, 4, 5, 2, 3))  # m r t h n a
@@ -104,7 +107,7 @@ def fold_keys(
     KW: tl.constexpr,
     KW0: tl.constexpr,
 ):
-    """Queries times a group's key scales [D, R], and the group's zeros' scores [16, R] to start from."""
+    """Queries times a group's key scales [D, R]; the scores of its zeros [16, R] to start from."""
     scale = lane_vector(kp_at, D)
     zero = lane_vector(kp_at + D, D)
     q_mat = right_operand(q_thread * scale[None, :, :, :], D, R, KW)

@@ -1,13 +1,13 @@
 """Launching the low-bit KV kernels: plan() decides, the custom ops launch.
 
-    plan_attend     how many packed tiles a program takes, from shapes the host knows (no device sync)
-    kv_append       llmpq::kv_append, kv_append.py
-    kv_attend       llmpq::kv_attend, kv_attend.py
+    plan_attend   how many packed tiles a program takes, from shapes the host knows (no sync)
+    kv_append     llmpq::kv_append, kv_append.py
+    kv_attend     llmpq::kv_attend, kv_attend.py
 
 Both ops read lengths from device tensors and launch grids that depend on the plan alone, so a CUDA
 graph captured at one length is right for every shorter one.
 
-B: requests.  Q: new tokens of each, right padded.  H: query heads.  G: key-value heads.  D: head_dim.
+B: requests.  Q: new tokens, right padded.  H: query heads.  G: key-value heads.  D: head_dim.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ MAX_Q_LEN = HOLDBACK_TOKENS
 """New tokens of one step that the decode kernels take."""
 
 WORD_K_WIDTH = 4 if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7) else 2
-"""Consecutive columns of an operand a thread holds, as Triton picks them for unpacked words. Another
-value is right but shuffles: 3.6 halves the source's width at each join, 3.9 does not (compiled)."""
+"""Consecutive columns of an operand a thread holds, as Triton picks them for unpacked words. The
+other value is right but shuffles: 3.6 halves the source's width at each join, 3.9 does not."""
 
 REGISTER_LIMIT = 12
 """One-warp programs an SM has registers for: 65536 / (156 * 32), rounded down to what fits."""
@@ -61,7 +61,7 @@ class AttendPlan:
     """Query heads x new tokens a program takes: 8 or 16."""
     splits: int
     pdl: bool
-    """Start the combine while the last parts run (programmatic dependent launch, sm_90 and later)."""
+    """Launch both kernels while their predecessor ends (PDL, sm_90 and later)."""
     launch: Launch
 
 
@@ -269,17 +269,21 @@ def kv_attend(
         "R": columns,
         "RING_PARTS": ring_parts,
     }
+    early = {"launch_pdl": True} if pdl else {}
+    # Left alone, ptxas takes 184 registers and an SM then holds 11 programs; 168 spill nothing.
+    cap = {"maxnreg": 168} if columns == 8 and dim <= 128 and q.device.type == "cuda" else {}
     attend_split[(parts, head_chunks, batch)](
         q, k_words, k_params, v_words, v_params, k_ring, v_ring, table, slots, starts, counts,
         slopes if slopes is not None else part_lse, part_out, part_lse,
         scale * 1.4426950408889634, chunk, table.shape[1], parts,
         **shape, BITS=bits, KEY_GROUP=key_group, PAGED=paged, ALIBI=slopes is not None,
-        TILES=tiles, KW=WORD_K_WIDTH, KW0=2, STAGES=stages, PDL=pdl, EMULATE=q.device.type == "cpu", num_warps=1,
+        TILES=tiles, KW=WORD_K_WIDTH, KW0=2, STAGES=stages, PDL=pdl, EMULATE=q.device.type == "cpu",
+        num_warps=1, **(early | cap),
     )  # fmt: skip
     combine_parts[(kv_heads * wanted, dim // 32, batch)](
         part_out, part_lse, out, starts, counts, chunk, parts,
         **shape, D_STEP=32, X_STEP=max(16, min(128, triton.next_power_of_2(parts))), PDL=pdl,
-        num_warps=4 if parts > 32 else 1, **({"launch_pdl": True} if pdl else {}),
+        num_warps=4 if parts > 32 else 1, **early,
     )  # fmt: skip
     return out
 

@@ -36,7 +36,7 @@ def attend_from_history(
     alibi_slopes_H: Tensor | None = None,
     quantised: bool = True,
 ) -> Tensor:
-    """Return what queries at start, start + 1, ... see of one request's tokens; [Q, H, D] float64."""
+    """Return what queries at start, start + 1, ... see of one request; [Q, H, D] float64."""
     heads, kv_heads = q_QHD.shape[1], k_TGD.shape[1]
     out = []
     for i, q_HD in enumerate(q_QHD.double()):

@@ -3,9 +3,9 @@
 Knows nothing of Triton. Lengths are read on the host, so on a GPU these functions synchronise.
 
     append   quantise the blocks that this step completes, then write the new tokens to the ring
-    attend   softmax(q k * scale + alibi) v, each query seeing packed and 16-bit keys by position alone
+    attend   softmax(q k * scale + alibi) v, each query seeing packed or 16-bit keys by position
 
-B: requests.  Q: new tokens of each, right padded.  H: query heads.  G: key-value heads.  D: head_dim.
+B: requests.  Q: new tokens, right padded.  H: query heads.  G: key-value heads.  D: head_dim.
 T: keys.  N: blocks.
 """
 
@@ -72,17 +72,17 @@ def unpack_block(
     k_params = layer.k_params_PG[pages].to(dtype)
     v_params = from_thread_order(layer.v_params_PG[pages].to(dtype))
     v_params[..., 0, :] /= token_gain(fmt, v_params.device)
-    k = unpack_keys(layer.k_words_PGW[pages], fmt.bits, fmt.channels)[..., : fmt.head_dim].to(dtype)
-    v = unpack_values(layer.v_words_PGW[pages], fmt.bits, fmt.channels)[..., : fmt.head_dim]
-    v = torch.addcmul(v_params[..., 1, :, None], v.to(dtype), v_params[..., 0, :, None])
+    k = unpack_keys(layer.k_words_PGW[pages], fmt.bits, fmt.channels).to(dtype)
+    v = unpack_values(layer.v_words_PGW[pages], fmt.bits, fmt.channels).to(dtype)
+    v = v.mul_(v_params[..., 0, :, None]).add_(v_params[..., 1, :, None])[..., : fmt.head_dim]
     if fmt.key_group is None:
         k_params = from_thread_order(k_params)
-        return torch.addcmul(k_params[..., 1, :, None], k, k_params[..., 0, :, None]), v
+        k = k.mul_(k_params[..., 0, :, None]).add_(k_params[..., 1, :, None])
+        return k[..., : fmt.head_dim], v
     k_params[..., 0, :] /= channel_gain(fmt, k_params.device)
-    k = k.unflatten(-2, (-1, fmt.key_group))
-    k_params = k_params[..., : fmt.head_dim]
-    k = torch.addcmul(k_params[..., 1, :].unsqueeze(-2), k, k_params[..., 0, :].unsqueeze(-2))
-    return k.flatten(-3, -2), v
+    groups = k.unflatten(-2, (-1, fmt.key_group))  # a view: the next line fills k
+    groups.mul_(k_params[..., 0, None, :]).add_(k_params[..., 1, None, :])
+    return k[..., : fmt.head_dim], v
 
 
 def completed_blocks(start: int, end: int) -> range:
@@ -120,7 +120,7 @@ def _sources(layer: KVLayer, k_BQGD: Tensor, v_BQGD: Tensor) -> tuple[tuple[Tens
 
 
 def _recent(ring_SGRD: Tensor, new_BQGD: Tensor, rows: Rows, b_X: Tensor, pos_XT: Tensor) -> Tensor:
-    """Read positions [X, T] of requests b_X: new tokens from this step, older ones from the ring."""
+    """Read positions [X, T] of requests b_X: new tokens from the step, older from the ring."""
     start_X = rows.start_B[b_X]
     index = (pos_XT - start_X[:, None]).clamp(0, new_BQGD.shape[1] - 1)
     new = new_BQGD[b_X[:, None], index]

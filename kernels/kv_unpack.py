@@ -1,14 +1,17 @@
 """Packed words to fp16 operands of a tensor-core product, inside a Triton kernel.
 
-    `word & 0x000f000f` is a pair of fp16 subnormals n * 2**-24: integers without a conversion, at one
-    instruction per pair (plus one shift per word). Plane i comes out as n * 2**(b*i - 24); callers
-    divide the other operand by 2**(b*i) and the result by 2**-24, in exact powers of two.
+    `word & 0x000f000f` is a pair of fp16 subnormals n * 2**-24: integers without a conversion, at
+    one instruction per pair (plus one shift per word). Plane i comes out as n * 2**(b*i - 24);
+    callers divide the other operand by 2**(b*i) and the result by 2**-24, in exact powers of two.
 
 Tried before (see README.kv.md): the 0x6400 exponent (1024 + n) costs two instructions more per pair
 to take 1024 away, or loses it in the fp32 accumulator at long contexts.
 
 The interpreter has no inline assembly: EMULATE computes the same bits with plain shifts.
 """
+
+# Triton functions are typed by tl.constexpr alone.
+# mypy: ignore-errors
 
 from __future__ import annotations
 
@@ -104,7 +107,7 @@ def _fields(x, BITS: tl.constexpr, EMULATE: tl.constexpr):
 def order_columns(x, M: tl.constexpr, S: tl.constexpr, KW: tl.constexpr):
     """(m, r, g, s, half, t, h) -> [M*16, S*16], columns in the order the operand's registers have.
 
-    KW: consecutive columns a thread holds (Triton's kWidth): 2 -> (s, half, t, h), 4 -> (s, t, half, h).
+    KW: consecutive columns a thread holds (kWidth): 2 -> (s, half, t, h), 4 -> (s, t, half, h).
     """
     if KW == 4:
         x = tl.permute(x, (0, 1, 2, 3, 5, 4, 6))
@@ -121,13 +124,13 @@ def unpack(
     EMULATE: tl.constexpr,
 ):
     """Halves of words [V*32, 8] of a tile (kv_formats.py) -> fp16 [M*16, S*16], planes unscaled."""
-    I: tl.constexpr = 8 // BITS
-    O: tl.constexpr = 2 * S // I
-    V: tl.constexpr = M * O // 4
+    PLANES: tl.constexpr = 8 // BITS
+    WIDTH: tl.constexpr = 2 * S // PLANES
+    V: tl.constexpr = M * WIDTH // 4
     x = _fields(halves, BITS, EMULATE)
-    x = tl.reshape(x, (V, 8, 4, 4, 2, 2, I))  # v g t w h r i
+    x = tl.reshape(x, (V, 8, 4, 4, 2, 2, PLANES))  # v g t w h r i
     x = tl.permute(x, (0, 3, 1, 2, 4, 5, 6))  # v w g t h r i
-    x = tl.reshape(x, (M, O, 8, 4, 2, 2, I))  # m o g t h r i
+    x = tl.reshape(x, (M, WIDTH, 8, 4, 2, 2, PLANES))  # m o g t h r i
     x = tl.permute(x, (0, 5, 2, 1, 6, 3, 4))  # m r g o i t h
     x = tl.reshape(x, (M, 2, 8, S, 2, 4, 2))  # m r g s half t h
     return order_columns(x, M, S, KW)

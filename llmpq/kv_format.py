@@ -1,13 +1,13 @@
 """Bytes of a KV cache, per layer, and where the line between packed and 16-bit keys lies.
 
-A request's tokens are packed in blocks of `BLOCK_TOKENS`; the newest tokens stay in 16 bits in a ring.
+A request's tokens are packed in blocks of `BLOCK_TOKENS`; the newest stay in 16 bits in a ring.
 The query at position p sees the keys below `packed_end(p)` packed and the others in 16 bits: a
 function of p alone, so a step of several tokens sees what as many steps of one token would.
 
     0 ........... packed_end(p) ........................... p
     |   packed    |   16 bits: HOLDBACK .. BLOCK + HOLDBACK - 1 older tokens, and p itself
 
-The last `HOLDBACK_TOKENS` tokens are never packed: drafted tokens can be overwritten, and a block is
+The last `HOLDBACK_TOKENS` tokens are never packed: drafted tokens can be overwritten, a block is
 packed from verified tokens only, as long as a step has at most `HOLDBACK_TOKENS` tokens.
 
 Standard library only, so that kernels can import it on any machine.

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from llmpq.kernels.kv_oracle import attend_from_history, relative_error
 from llmpq.kv_format import kv_cache_bytes
 from llmpq.model_spec import ModelSpec

@@ -1,8 +1,9 @@
-"""The KV kernels compile for every listed architecture, and the packed loop stays what it should be."""
+"""The KV kernels compile for every listed architecture, words go straight to operands."""
 
 import re
 
 import pytest
+
 from llmpq.kernels import kv_append, kv_attend
 from llmpq.kernels.kv_ops import LOOP_SHAPE, WORD_K_WIDTH
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from llmpq.kernels.kv_formats import (
     KVFormat,
     pack_keys,

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from llmpq.kernels.kv_formats import KVFormat
 from llmpq.precision import KVPrecision
 
@@ -13,7 +14,7 @@ from llmpq.kernels import kv_attend, kv_ops  # noqa: E402
 from llmpq.kernels.check_kv import TOLERANCE, WORDS_EQUAL, Case, run_case  # noqa: E402
 
 pytestmark = pytest.mark.interpret
-STEPS = [[(0, 400), (0, 20)], [(400, 1), (20, 1)]]
+STEPS = [[(0, 280), (0, 20)], [(280, 1), (20, 1)]]
 P = KVPrecision
 
 
@@ -36,9 +37,9 @@ def test_every_format(precision, key_group):
     [(8, 2, 1), (2, 2, 4), (4, 1, 1), (4, 1, 4), (6, 1, 3), (4, 2, 8)],
 )
 def test_heads_and_verified_tokens(heads, kv_heads, q_len):
-    """GQA, MHA and MQA, one to several column chunks, across the line at 400 = 2 * 128 + 144."""
+    """GQA, MHA and MQA, one to several column chunks, across the line at 272 = 128 + 144."""
     fmt = KVFormat(precision=P.KV4, head_dim=64)
-    steps = [[(0, 396), (0, 150)], [(396, q_len), (150, q_len)], [(397, q_len), (150, 1)]]
+    steps = [[(0, 268), (0, 150)], [(268, q_len), (150, q_len)], [(269, q_len), (150, 1)]]
     check(fmt, heads=heads, kv_heads=kv_heads, steps=steps)
 
 
@@ -58,7 +59,7 @@ def test_lengths_around_the_lines(length):
 
 def test_a_chunk_continues_a_block():
     fmt = KVFormat(precision=P.KV4, head_dim=64)
-    steps = [[(0, 100)], [(100, 200)], [(300, 1)], [(301, 100)], [(401, 1)]]
+    steps = [[(0, 100)], [(100, 200)], [(300, 1)], [(301, 20)], [(321, 1)]]
     check(fmt, heads=2, kv_heads=1, steps=steps)
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from llmpq.kernels import kv_reference
 from llmpq.kernels.kv_formats import KVFormat
 from llmpq.kernels.kv_oracle import attend_from_history, relative_error
