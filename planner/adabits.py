@@ -11,6 +11,7 @@ import itertools
 import time
 
 import numpy as np
+from numpy.typing import NDArray
 
 from llmpq.planner.exact.columns import Columns, TooManyColumns, make_columns
 from llmpq.planner.fits import fits
@@ -55,9 +56,13 @@ def adabits_plans(p: Problem) -> list[Assignment]:
         columns = quality_columns(p)
     except TooManyColumns:
         return []
+    numbers = [p.numbers(*pair) for pair in p.pairs]
+    tight = np.min([x.capacity for x in numbers], axis=0)  # fits at every pair
+    roomy = np.max([x.capacity for x in numbers], axis=0)  # fits at the smallest pair, perhaps
     found = []
     for order in kind_orders(p):
-        stages = _best_quality(p, columns, order)
+        stages = _best_quality(p, columns, order, tight)
+        stages = stages or _best_quality(p, columns, order, roomy)
         if stages is None:
             continue
         plans = [
@@ -79,11 +84,11 @@ def quality_columns(p: Problem) -> Columns:
     )
 
 
-def _best_quality(p: Problem, columns: Columns, order: tuple[int, ...]) -> tuple[Stage, ...] | None:
+def _best_quality(
+    p: Problem, columns: Columns, order: tuple[int, ...], capacity: NDArray[np.int64]
+) -> tuple[Stage, ...] | None:
     """Cut the layers over an order of devices for the least sum of omega, memory permitting."""
     layers = p.num_layers
-    numbers = [p.numbers(*pair) for pair in p.pairs]
-    capacity = np.min([x.capacity for x in numbers], axis=0)
     best = np.full((len(order) + 1, layers + 1), np.inf)
     best[0, 0] = 0.0
     back: dict[tuple[int, int], tuple[int, int]] = {}

@@ -25,13 +25,14 @@ def explain_plan(p: Problem, a: Assignment, names: list[str]) -> list[str]:
         full = md * slowest
         if full >= once:
             lines.append(
-                f"decode is bound by {names[j]}: {md} micro-batches x {_ms(slowest)} = {_ms(full)} "
+                f"decode is bound by {names[j]}: {_batches(md)} x {_ms(slowest)} = {_ms(full)} "
                 f"per token of every request; a token's own way takes {_ms(once)}"
             )
         else:
             lines.append(
                 f"decode is bound by a token's own way through {len(names)} stages, {_ms(once)}; "
-                f"{md} micro-batches keep the slowest stage, {names[j]}, busy for {_ms(full)} of it"
+                f"{_batches(md)} keep{'s' * (md == 1)} the slowest stage, {names[j]}, busy for "
+                f"{_ms(full)} of it"
             )
         period = max(full, once)
         for k, name in enumerate(names):
@@ -55,7 +56,7 @@ def _prefill_line(
         return (
             f"prefill is bound by the link {names[k]} -> {names[k + 1]}: {_ms(hops[k])} a message"
         )
-    return f"prefill is bound by {names[j]}: {mp} micro-batches x {_ms(stages[j])}"
+    return f"prefill is bound by {names[j]}: {_batches(mp)} x {_ms(stages[j])}"
 
 
 def _memory_lines(p: Problem, a: Assignment, names: list[str]) -> list[str]:
@@ -112,6 +113,10 @@ def regret_lines(study: list[Regret]) -> list[str]:
         f"a cost error of 10 % on one device kind loses at most {worst.loss:.2%} ({worst.kind})"
     )
     return lines
+
+
+def _batches(count: int) -> str:
+    return "1 micro-batch" if count == 1 else f"{count} micro-batches"
 
 
 def _ms(seconds: float) -> str:
