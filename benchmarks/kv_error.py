@@ -3,8 +3,8 @@
     python benchmarks/kv_error.py --model DIR --text FILE
 
 On random N(0, 1) queries, keys and values (attention nearly uniform over 1024 tokens, outputs
-small: the hardest case in relative terms), and on what the model's layers really produce for the text. One
-row per format and source in results/kv_error.jsonl: ||low bit - unquantised|| / ||unquantised||.
+small: the hardest case in relative terms), and on what the model's layers really produce for the
+text. One row per format and source in results/kv_error.jsonl: ||low bit - plain|| / ||plain||.
 """
 
 from __future__ import annotations

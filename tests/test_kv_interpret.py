@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from llmpq.kernels.kv_formats import KVFormat
+from llmpq.kernels.kv_storage import DeviceRows, allocate_layer
 from llmpq.precision import KVPrecision
 
 triton = pytest.importorskip("triton")
@@ -71,6 +73,25 @@ def test_a_wrong_constant_is_caught(monkeypatch, name):
     fmt = KVFormat(precision=P.KV2, head_dim=64)
     with pytest.raises(AssertionError):
         check(fmt, heads=2, kv_heads=1, steps=STEPS)
+
+
+def test_the_ops_have_fakes():
+    """Shapes are known without running, and appending is known to write."""
+    fmt = KVFormat(precision=P.KV4, head_dim=64)
+    with FakeTensorMode():
+        kind = {"slots": 2, "kv_heads": 2, "dtype": torch.float16, "device": "cpu"}
+        layer = allocate_layer(fmt, pages=4, **kind)
+        table = torch.zeros(2, 2, dtype=torch.int32)
+        rows = DeviceRows(**{n: table[:, 0] for n in ("slots", "starts", "counts")})
+        q, kv = torch.empty(2, 3, 4, 64).half(), torch.empty(2, 3, 2, 64).half()
+        kv_ops.run_append(fmt, layer, table, kv, kv, rows, paged=False)
+        plan = kv_ops.plan_attend(
+            batch=2, q_len=3, heads=4, kv_heads=2, max_end=300, device=table.device, bits=4
+        )
+        out = kv_ops.run_attend(fmt, layer, table, q, rows, plan, scale=0.1, paged=False)
+    assert (out.shape, out.dtype) == (q.shape, q.dtype)
+    mutated = [a.name for a in torch.ops.llmpq.kv_append.default._schema.arguments if a.is_write]
+    assert mutated == ["k_ring", "v_ring", "k_words", "k_params", "v_words", "v_params"]
 
 
 def test_a_chunk_fills_whole_waves_and_stays_short():
