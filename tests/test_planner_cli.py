@@ -339,6 +339,34 @@ def test_all_methods_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
         assert method in text
 
 
+@pytest.mark.parametrize(
+    "words, method, objective",
+    [
+        (["--shaq-efficient"], "heuristic", "makespan"),
+        (["--llm_pq-efficient"], "heuristic", "makespan"),
+        (["--method", "ilp", "--solver", "cbc"], "ilp", "makespan"),
+        (["--objective", "paper"], "exact", "paper"),
+        (["--method", "ilp", "--objective", "paper", "--group", "2"], "ilp", "paper"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_methods_and_objectives_by_flag(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    words: list[str],
+    method: str,
+    objective: str,
+) -> None:
+    out = tmp_path / "plan.json"
+    small = ["--device-names", "V100", "--device-numbers", "2", "--model", "opt-1.3b"]
+    job = ["--global_bz", "4", "--s", "64", "--n", "16"]
+    assert _run(capsys, *small, *job, *words, "-o", str(out))[0] == 0
+    plan = Plan.load(out)
+    assert (plan.solver.method, plan.solver.objective) == (method, objective)
+    if method != "heuristic":
+        assert plan.solver.status == "optimal"
+
+
 def test_check_command_and_its_exit_codes(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
