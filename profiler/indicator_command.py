@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `indicator`."""
     bits = ",".join(str(p.weight_bits) for p in WEIGHT_ONLY)
-    kinds = ("variance", "hessian", "random")
+    kinds = ("variance", "hessian", "output", "random")
     parser.add_argument("--kind", choices=kinds, default=kinds[0], help="method")
     parser.add_argument("--model", required=True, help="model directory (random: or a name)")
     parser.add_argument("--text", type=Path, help="calibration text, UTF-8 (not for random)")
@@ -95,6 +95,7 @@ def _observed(
 
     from llmpq.profiler.calibration import cut_windows, observe
     from llmpq.profiler.omega import HessianObserver, VarianceObserver
+    from llmpq.profiler.output_error import OutputErrorObserver
     from llmpq.runtime.loader import CheckpointSource
 
     if not Path(args.model).is_dir():
@@ -107,10 +108,13 @@ def _observed(
     quantization = Quantization(symmetric=args.symmetric)
     length = min(args.window, spec.max_positions)
     windows = cut_windows(_tokens(args), count=args.windows, length=length, where=args.text)
-    observer: HessianObserver | VarianceObserver
+    observer: HessianObserver | VarianceObserver | OutputErrorObserver
     if args.kind == "hessian":
         observer = HessianObserver(precisions, kv, quantization)
         how = "top eigenvalue of 2 X^T X / T, times |Q(W) - W|^2"
+    elif args.kind == "output":
+        observer = OutputErrorObserver(precisions, kv, quantization)
+        how = "mean squared error of every linear's output, inputs rounded where they will be"
     else:
         observer = VarianceObserver(precisions, kv, args.rounding, args.granularity, quantization)
         how = f"eq. (3), {args.rounding} rounding, a step per {args.granularity}"

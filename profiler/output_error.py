@@ -1,0 +1,97 @@
+"""The measured indicator: how far each layer's linears miss their outputs at each precision.
+
+    omega[i, b] = sum_o mean_t |W x_t - Q_b(W, x_t)|^2         o linear, t token
+
+Q_b is what the runtime does, rounded inputs included: w4a4 with the outlier channels a calibrated
+checkpoint would keep, in their order, so that w4a4 and w8a8 stand on the same scale as
+weight-only precisions. Unlike eq. (3) it is no bound and needs a sample of inputs, not sums.
+
+K = in_features, T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from llmpq.kernels.atom_formats import quantize_atom
+from llmpq.kernels.atom_linear import atom_linear
+from llmpq.kernels.atom_scheme import atom_scheme
+from llmpq.kernels.quantize import quantize_weight
+from llmpq.memory import Quantization
+from llmpq.precision import KVPrecision, Precision, WeightScheme
+from llmpq.profiler.kv_indicator import kv_omega, range_square
+
+SAMPLE_TOKENS = 512
+"""Tokens kept of each linear's input, spread over the calibration text."""
+
+KEPT_SHARE = 32
+"""w4a4 keeps one input channel in 32 in 8 bits (128 of 4096, as Atom)."""
+
+
+@dataclass
+class OutputErrorObserver:
+    """Rounds every linear at every precision and measures its output on sampled inputs."""
+
+    precisions: Sequence[Precision]
+    kv: Sequence[KVPrecision]
+    quantization: Quantization
+    table: dict[Precision, list[float]] = field(default_factory=dict)
+    kv_table: dict[KVPrecision, list[float]] = field(default_factory=dict)
+    _weights: Mapping[str, Tensor] = field(default_factory=dict)
+    _samples: dict[str, list[Tensor]] = field(default_factory=dict)
+    _range_squares: list[float] = field(default_factory=list)
+
+    def begin(self, index: int, weights: Mapping[str, Tensor]) -> None:
+        """Start a layer."""
+        self._weights, self._samples, self._range_squares = weights, {}, []
+
+    def on_input(self, name: str, x: Tensor) -> None:
+        """Keep some of the tokens that enter a linear."""
+        x_TK = x.detach().reshape(-1, x.shape[-1])
+        step = max(1, x_TK.shape[0] // (SAMPLE_TOKENS // 4))
+        self._samples.setdefault(name, []).append(x_TK[::step].clone())
+
+    def on_cache(self, k_TGD: Tensor, v_TGD: Tensor) -> None:
+        """Add a window's ranges."""
+        self._range_squares.append(range_square(k_TGD, v_TGD))
+
+    def end(self) -> None:
+        """Append the layer's omegas."""
+        for precision in self.precisions:
+            scheme = self.quantization.scheme(precision)
+            total = 0.0
+            for name, weight_NK in self._weights.items():
+                if scheme is not None:
+                    total += output_error(weight_NK, self._sample(name), scheme)
+            self.table.setdefault(precision, []).append(total)
+        mean = sum(self._range_squares) / len(self._range_squares)
+        for kv in self.kv:
+            # Rounding with step S adds S^2 / 12; the stochastic share is S^2 / 6.
+            self.kv_table.setdefault(kv, []).append(kv_omega(mean, kv, "stochastic") / 2)
+
+    def _sample(self, name: str) -> Tensor:
+        whole = torch.cat(self._samples[name])
+        return whole[:: max(1, whole.shape[0] // SAMPLE_TOKENS)]
+
+
+def output_error(weight_NK: Tensor, x_TK: Tensor, scheme: WeightScheme) -> float:
+    """Return mean_t |W x_t - Q(W, x_t)|^2 of one linear."""
+    exact_TN = functional.linear(x_TK.float(), weight_NK.float())
+    if scheme.activation_bits == 16:
+        dense = quantize_weight(weight_NK, scheme, dtype=torch.float32).dequantize(torch.float32)
+        got_TN = functional.linear(x_TK.float(), dense)
+    else:
+        index_K = None
+        atom = atom_scheme(scheme)
+        if scheme.activation_bits < 8:
+            outliers = scheme.outliers or weight_NK.shape[1] // KEPT_SHARE
+            atom = replace(atom, outliers=min(128, outliers))
+            index_K = x_TK.float().square().sum(0).argsort(stable=True)
+        weight = quantize_atom(weight_NK, atom, dtype=torch.float32, index_K=index_K)
+        got_TN = atom_linear(x_TK.float(), weight)
+    return float((got_TN - exact_TN).double().square().sum(1).mean())
