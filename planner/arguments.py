@@ -111,6 +111,7 @@ def _how_to_solve(parser: argparse.ArgumentParser) -> None:
         group,
         "--shaq-efficient",
         "--llm-pq-efficient",
+        "--llm_pq-efficient",
         action="store_true",
         help="paper's flag for --method heuristic",
     )
