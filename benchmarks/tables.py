@@ -106,9 +106,45 @@ def us_of_floor(row: Row) -> str:
     return f"{row['value']:.1f}{speed} [{row['floor'] / row['value']:.0%}]"
 
 
+def us_over_cublas(row: Row) -> str:
+    """Show microseconds, the share of the floor and the speed-up over cuBLAS in 16 bits."""
+    base = next(v for k, v in row["baselines"].items() if k.startswith("cublas"))
+    return f"{row['value']:.1f} [{row['floor'] / row['value']:.0%}] {base / row['value']:.2f}x"
+
+
 KV_32K = {"heads": 32, "kv_heads": 8, "batch": 8, "context": 32768, "kv": "kv4", "op": "attend"}
 
 TABLES: dict[str, Pivot] = {
+    "gemm_layer": Pivot(
+        file="gemm.jsonl",
+        bench="gemm",
+        index=("precision", "dtype", "symmetric"),
+        column="m",
+        where={"model": "llama-3.1-8b", "shape": "layer"},
+        show=us_over_cublas,
+    ),
+    "gemm_products": Pivot(
+        file="gemm.jsonl",
+        bench="gemm",
+        index=("m",),
+        column="shape",
+        where={
+            "model": "llama-3.1-8b",
+            "precision": "w4a16",
+            "dtype": "fp16",
+            "symmetric": True,
+        },
+        show=us_over_cublas,
+        order=("qkv", "o", "gate_up", "down", "layer"),
+    ),
+    "gemm_single": Pivot(
+        file="gemm.jsonl",
+        bench="gemm",
+        index=("shape", "precision"),
+        column="m",
+        where={"model": None},
+        show=us_over_cublas,
+    ),
     "kv_attend": Pivot(
         file="kv.jsonl",
         bench="kv",

@@ -309,13 +309,23 @@ def _arrivals(device: torch.device, tiles: int) -> Tensor:
     """Counters of arrived shares, one a tile, zero between launches: the last share resets its own.
 
     Products on one stream take turns; two streams must not share counters, so each has its own.
+    A captured graph runs on whatever stream replays it and takes the default stream's, which must
+    be zeroed outside the capture: every eager product sees to that.
     """
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    return _counters(device, stream, 1 << max(12, (tiles - 1).bit_length()))
+    size = 1 << max(12, (tiles - 1).bit_length())
+    default = _counters(device, 0, size)
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return default
+    return _counters(device, torch.cuda.current_stream(device).cuda_stream, size)
 
 
 @functools.cache
 def _counters(device: torch.device, stream: int, size: int) -> Tensor:
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "a product with split K was captured before any ran: its counters would not be zero. "
+            "Call linear once with these shapes before capturing a CUDA graph."
+        )
     return torch.zeros(size, dtype=torch.int32, device=device)
 
 
