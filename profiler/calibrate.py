@@ -39,7 +39,8 @@ class Hessian:
         """Add the tokens of x [..., K], or of the pair x, other."""
         x_TK = x.detach().reshape(-1, x.shape[-1]).float()
         z_TK = x_TK if other is None else other.detach().reshape(x_TK.shape).float()
-        self.sum_KK.addmm_(x_TK.t(), z_TK)
+        with _tensor_cores():
+            self.sum_KK.addmm_(x_TK.t(), z_TK)
         self.tokens += x_TK.shape[0]
 
 
@@ -173,6 +174,17 @@ def random_windows(tokens: Sequence[int], *, count: int, length: int, seed: int 
     places = random.Random(seed)
     starts = [places.randrange(len(tokens) - length + 1) for _ in range(count)]
     return torch.tensor([list(tokens[start : start + length]) for start in starts])
+
+
+@contextmanager
+def _tensor_cores() -> Iterator[None]:
+    """Let float32 products use tensor cores: TF32 holds 16-bit inputs exactly."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 @contextmanager

@@ -205,10 +205,13 @@ def inverse_factor(h_KK: Tensor, damping: float) -> Tensor:
         raise ValueError("the calibration inputs of a layer are all zero; give other text")
     dead_K = (diagonal_K == 0).float()
     for attempt in range(5):
-        damped = h_KK + torch.diag(dead_K + damping * 10**attempt * mean)
+        damped = h_KK.clone()
+        damped.diagonal().add_(dead_K + damping * 10**attempt * mean)
         lower, failed = torch.linalg.cholesky_ex(damped)
         if not int(failed):
+            del damped
             inverse = torch.cholesky_inverse(lower)
+            del lower
             upper, failed = torch.linalg.cholesky_ex(inverse, upper=True)
             if not int(failed):
                 return upper

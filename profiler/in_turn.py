@@ -45,11 +45,17 @@ def quantize(
 def compensated(weight_NK: Tensor, z_KK: Tensor, xz_KK: Tensor, damping: float) -> Tensor:
     """Return the weight that makes the most of Z: W (X^T Z + d I) (Z^T Z + d I)^-1."""
     d = damping * float(z_KK.diagonal().mean())
-    damp = torch.full((z_KK.shape[0],), d, device=z_KK.device, dtype=torch.float64).diag()
-    right_NK = weight_NK.double() @ (xz_KK.double() + damp)
+    # One float64 [K, K] at a time: 1.6 GB each at K = 14336.
+    cross_KK = xz_KK.double()
+    cross_KK.diagonal().add_(d)
+    right_NK = weight_NK.double() @ cross_KK
+    del cross_KK
     # A never-active channel has a zero row; d keeps it solvable.
-    factor = torch.linalg.cholesky(z_KK.double() + damp)
-    return torch.cholesky_solve(right_NK.t(), factor).t().float()
+    damped_KK = z_KK.double()
+    damped_KK.diagonal().add_(d)
+    factor_KK = torch.linalg.cholesky(damped_KK)
+    del damped_KK
+    return torch.cholesky_solve(right_NK.t(), factor_KK).t().float()
 
 
 def _moments(
