@@ -19,6 +19,7 @@ from llmpq.kernels.kv_formats import KVFormat
 from llmpq.kernels.kv_ops import MAX_Q_LEN, DeviceRows, plan_attend, run_append, run_attend
 from llmpq.kernels.kv_oracle import attend_from_history, relative_error
 from llmpq.kernels.kv_storage import allocate_layer
+from llmpq.kernels.kv_view import Rows
 from llmpq.kv_format import packed_blocks
 from llmpq.precision import KVPrecision
 
@@ -94,7 +95,7 @@ def run_case(case: Case, device: torch.device, seed: int = 0) -> Outcome:
         index = torch.arange(slots, device=device)
         rows = DeviceRows(slots=index.int(), starts=start.int(), counts=count.int())
         run_append(fmt, layer, table, kv[0], kv[1], rows, paged=case.paged)
-        twin_rows = kv_reference.Rows(slots_B=index, start_B=start, num_new_B=count)
+        twin_rows = Rows(slots_B=index, start_B=start, num_new_B=count)
         kv_reference.append(fmt, twin, table, kv[0], kv[1], twin_rows)
         if not torch.equal(layer.k_ring_SGRD, twin.k_ring_SGRD):
             equal = 0.0

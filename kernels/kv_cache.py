@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
+from functools import cached_property
 from types import ModuleType
 
 import torch
@@ -30,6 +31,7 @@ from torch import Tensor
 from llmpq.kernels import kv_reference
 from llmpq.kernels.kv_formats import KVFormat
 from llmpq.kernels.kv_storage import DeviceRows, allocate_layer, contiguous_table
+from llmpq.kernels.kv_view import Rows, StepView, look
 from llmpq.kv_format import HOLDBACK_TOKENS, packed_blocks
 
 MAX_Q_LEN = HOLDBACK_TOKENS
@@ -43,10 +45,17 @@ KERNEL_HEAD_DIMS = (32, 64, 128, 256)
 class StepPlan:
     """One step, ready for every layer."""
 
-    rows: kv_reference.Rows
+    rows: Rows
+    q_len: int
+    exact_prompt: bool
     fresh: bool
     max_end: int
     device_rows: DeviceRows
+
+    @cached_property
+    def view(self) -> StepView:
+        """The step as plain torch sees it, derived once for all layers."""
+        return look(self.rows, self.q_len, exact_prompt=self.exact_prompt)
 
 
 class QuantizedKVCache:
@@ -102,7 +111,14 @@ class QuantizedKVCache:
         return self.device.type == "cuda" and self.fmt.head_dim in KERNEL_HEAD_DIMS
 
     def plan(
-        self, slots_B: Tensor, start_B: Tensor, num_new_B: Tensor, *, fresh: bool, max_end: int
+        self,
+        slots_B: Tensor,
+        start_B: Tensor,
+        num_new_B: Tensor,
+        *,
+        q_len: int,
+        fresh: bool,
+        max_end: int,
     ) -> StepPlan:
         """Prepare a step; `max_end` is the host's largest start + count."""
         if max_end > self.max_len:
@@ -111,7 +127,9 @@ class QuantizedKVCache:
                 "plan a longer workload or send shorter requests"
             )
         return StepPlan(
-            rows=kv_reference.Rows(slots_B=slots_B, start_B=start_B, num_new_B=num_new_B),
+            rows=Rows(slots_B=slots_B, start_B=start_B, num_new_B=num_new_B),
+            q_len=q_len,
+            exact_prompt=self.exact_prompt,
             fresh=fresh,
             max_end=max_end,
             device_rows=DeviceRows(
@@ -151,14 +169,16 @@ class QuantizedKVCache:
             plan.rows,
             scale=scale,
             alibi_slopes_H=alibi_slopes_H,
-            exact_prompt=self.exact_prompt,
+            view=plan.view,
         )
 
     def append(self, plan: StepPlan, layer: int, k_BQGD: Tensor, v_BQGD: Tensor) -> None:
         """Write the step's tokens and pack the blocks they complete."""
         tensors = self.layers[layer]
         if not self.uses_kernels:
-            kv_reference.append(self.fmt, tensors, self.table_SN, k_BQGD, v_BQGD, plan.rows)
+            kv_reference.append(
+                self.fmt, tensors, self.table_SN, k_BQGD, v_BQGD, plan.rows, plan.view
+            )
             return
         kv_ops = _kernels()
         kv_ops.run_append(

@@ -85,6 +85,11 @@ class LowBitKV:
         if self._plan is None or step is not self._step:
             self._step = step
             self._plan = self.cache.plan(
-                step.slots_B, step.start_B, step.num_new_B, fresh=step.fresh, max_end=step.max_end
+                step.slots_B,
+                step.start_B,
+                step.num_new_B,
+                q_len=step.q_len,
+                fresh=step.fresh,
+                max_end=step.max_end,
             )
         return self._plan

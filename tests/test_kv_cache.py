@@ -72,7 +72,7 @@ def test_tokens_beyond_the_slot_are_refused(tiny_models):
         dtype=torch.float32,
     )
     with pytest.raises(ValueError, match="holds 10 a request"):
-        cache.cache.plan(*torch.tensor([[0], [8], [4]]), fresh=False, max_end=12)
+        cache.cache.plan(*torch.tensor([[0], [8], [4]]), q_len=4, fresh=False, max_end=12)
 
 
 @pytest.mark.parametrize("kind", ["llama", "bloom"])

@@ -5,11 +5,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmpq.kernels import kv_reference
+from llmpq.kernels import kv_view
 from llmpq.kernels.kv_formats import KVFormat
 from llmpq.kernels.kv_oracle import attend_from_history, relative_error
-from llmpq.kernels.kv_reference import Rows, append, append_and_attend
+from llmpq.kernels.kv_reference import append, append_and_attend
 from llmpq.kernels.kv_storage import allocate_layer, contiguous_table
+from llmpq.kernels.kv_view import Rows
 from llmpq.kv_format import packed_blocks, packed_end
 from llmpq.precision import KVPrecision
 
@@ -178,5 +179,5 @@ def test_a_line_that_is_off_is_caught(monkeypatch, shift):
     """The planted bug: another line between packed and 16-bit keys than the definition's."""
     bench = Bench(KVFormat(precision=KVPrecision.KV2, head_dim=32))
     assert bench.step([0], [290]) < TOLERANCE
-    monkeypatch.setattr(kv_reference, "packed_end", lambda p: max(0, packed_end(p) + shift))
+    monkeypatch.setattr(kv_view, "packed_end", lambda p: max(0, packed_end(p) + shift))
     assert bench.step([290], [1]) > 100 * TOLERANCE
