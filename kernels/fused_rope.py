@@ -58,6 +58,15 @@ def rope_append_kernel(
     angle = position.to(tl.float32)
     if ROTARY:
         angle = angle * tl.load(inv_freq + d, mask=inside, other=0.0)
+    place = b
+    if CACHE:
+        # Padding goes nowhere: its program has no key and value heads.
+        written = tl.where(i < tl.load(counts + b), G, 0)
+        place = tl.load(slots + b).to(tl.int64)
+        i = position.to(tl.int64)
+    else:
+        written = G
+    out_at = place * slot_stride + i * token_stride
     if block < Q_BLOCKS:
         head = block * BLOCK + tl.arange(0, BLOCK)
         live = (head < H)[:, None] & inside[None, :]
@@ -66,30 +75,22 @@ def rope_append_kernel(
         out = q_out + token * (H * D) + at
         tl.store(out, low, mask=live)
         tl.store(out + HALF, high, mask=live)
-        return
-    place = b
-    if CACHE:
-        # Padding goes nowhere: its program has no heads.
-        written = tl.where(i < tl.load(counts + b), G, 0)
-        place = tl.load(slots + b).to(tl.int64)
-        i = position.to(tl.int64)
-    else:
-        written = G
-    if block < Q_BLOCKS + G_BLOCKS:
+    elif block < Q_BLOCKS + G_BLOCKS:
         head = (block - Q_BLOCKS) * BLOCK + tl.arange(0, BLOCK)
         live = (head < written)[:, None] & inside[None, :]
         at = head[:, None] * D + d[None, :]
         low, high = _rotated(k_ptr + token * k_stride, at, live, angle, ROTARY, HALF)
-        target = k_out
+        out = k_out + out_at + head[:, None] * head_stride + d[None, :]
+        tl.store(out, low, mask=live)
+        tl.store(out + HALF, high, mask=live)
     else:
         head = (block - Q_BLOCKS - G_BLOCKS) * BLOCK + tl.arange(0, BLOCK)
         live = (head < written)[:, None] & inside[None, :]
         at = head[:, None] * D + d[None, :]
         low, high = _rotated(v_ptr + token * v_stride, at, live, angle, False, HALF)
-        target = v_out
-    out = target + place * slot_stride + i * token_stride + head[:, None] * head_stride + d[None, :]
-    tl.store(out, low, mask=live)
-    tl.store(out + HALF, high, mask=live)
+        out = v_out + out_at + head[:, None] * head_stride + d[None, :]
+        tl.store(out, low, mask=live)
+        tl.store(out + HALF, high, mask=live)
 
 
 def rope_append(

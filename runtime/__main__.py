@@ -1,7 +1,7 @@
 """`llmpq-dist`: run a plan, convert a checkpoint, evaluate a precision.
 
     llmpq-dist [run] --strat_file_name plan.json --model DIR -i prompts.jsonl -o outputs.jsonl
-    llmpq-dist bench ... | convert ... | eval ...
+    llmpq-dist check plan.json | bench ... | convert ... | eval ...
 
 Every failure ends with one sentence on stderr and the exit code of its outcome.
 """
@@ -20,6 +20,7 @@ from llmpq.errors import ExitCode, LlmpqError
 
 COMMANDS = {
     "run": ("llmpq.runtime.run_command", "run a batch file through a plan (the default)"),
+    "check": ("llmpq.runtime.check_command", "look whether a plan can run here"),
     "convert": ("llmpq.runtime.convert", "turn pytorch_model.bin into safetensors"),
     "bench": ("llmpq.runtime.bench_command", "time LLM-PQ's offline job"),
     "eval": ("llmpq.runtime.evaluate", "perplexity of a model on a text"),

@@ -39,12 +39,10 @@ class CudaStageCompute(StageCompute):
         workload: Workload,
         decode_microbatch: int,
         graphs: bool = True,
-        keep_on_device: bool = False,
     ) -> None:
-        """`graphs`: capture decode steps; `keep_on_device`: the links take device tensors."""
+        """`graphs`: capture decode steps."""
         super().__init__(model, kv, device, dtype)
         self._whole = model.embedding is not None and model.head is not None
-        self._keep_on_device = keep_on_device
         self._timed: list[tuple[StepKind, int, torch.cuda.Event, torch.cuda.Event]] = []
         self._decode = DecodeGraphs(
             model,
@@ -118,7 +116,7 @@ class CudaStageCompute(StageCompute):
         return self._answer(tokens_B)
 
     def _leave(self, hidden_BQH: Tensor) -> Tensor:
-        return hidden_BQH if self._keep_on_device else hidden_BQH.cpu()
+        return hidden_BQH if self.keep_on_device else hidden_BQH.cpu()
 
     def _answer(self, tokens_B: Tensor) -> Tensor | Pending:
         if not self._whole or self._device.type != "cuda":

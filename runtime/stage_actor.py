@@ -10,7 +10,9 @@ import datetime
 import json
 import os
 import socket
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -21,6 +23,8 @@ from llmpq.device_spec import canonical_kind
 from llmpq.errors import PlanMismatchError
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan, StagePlan
+from llmpq.runtime.device_links import DeviceLinks, DeviceTransport, connect_devices
+from llmpq.runtime.emulate import Emulation
 from llmpq.runtime.loader import RandomSource, TensorSource
 from llmpq.runtime.placement import is_cpu, listening_socket, loopback_interface
 from llmpq.runtime.quantized_checkpoint import open_checkpoint
@@ -94,6 +98,9 @@ class StageActor:
         self._compute: StageCompute | None = None
         self._listener: socket.socket | None = None
         self._store: dist.Store | None = None
+        self._gpu: torch.device | None = None
+        self._emulation: Emulation | None = None
+        self._links: DeviceLinks | None = None
         self._drafter = make_drafter(self._plan, self._settings) if index == 0 else None
 
     @property
@@ -142,6 +149,8 @@ class StageActor:
         store = self._store or dist.TCPStore(host, port, is_master=False, timeout=JOIN_LIMIT)
         self._store = store
         join_gloo(dist.PrefixStore("stages", store), self._index, len(self._plan.stages))
+        if not any(is_cpu(stage) for stage in self._plan.stages) and self._gpu is not None:
+            self._links = connect_devices(self._gpu)
 
     def run(self) -> None:
         """Run the stage's loop until the job ends."""
@@ -205,11 +214,16 @@ class StageActor:
         return json.dumps(speculation_report(self._drafter) if self._drafter else None)
 
     def _transport(self) -> GlooTransport:
+        """Return this stage's links: from device to device where that works for all stages."""
         assert self._compute is not None
         plan, workload = self._plan, self._plan.workload
         max_rows = max(plan.prefill_microbatch, plan.decode_microbatch)
         longest_round = min(workload.max_len, MAX_GAMMA + 1)
-        return GlooTransport(
+        make: Callable[..., GlooTransport] = GlooTransport
+        if self._links is not None:
+            make = partial(DeviceTransport, self._links)
+            self._compute.keep_on_device = True
+        return make(
             hidden=self._compute.model.spec.hidden,
             dtype=DTYPES[self._plan.workload.dtype],
             max_rows=max_rows,
@@ -221,7 +235,9 @@ class StageActor:
         )
 
     def _use_threads(self) -> None:
-        """Set the plan's number of threads; OpenMP keeps it per thread, so each caller must."""
+        """Prepare a thread: the plan's threads (OpenMP keeps them per thread), an emulated GPU."""
+        if self._emulation is not None:
+            self._emulation.enter()
         if self._stage.threads is not None and torch.get_num_threads() != self._stage.threads:
             torch.set_num_threads(self._stage.threads)
 
@@ -255,7 +271,10 @@ class StageActor:
                 f"stage {stage.device} was planned for {stage.kind}, got '{found}' on host "
                 f"{socket.gethostname()}; re-plan with llmpq-algo --cluster"
             )
-        return torch.device("cuda", 0)
+        self._gpu = torch.device("cuda", 0)
+        self._emulation = Emulation(stage, self._gpu)
+        self._emulation.enter()
+        return self._gpu
 
 
 def write_request(request: Request) -> dict[str, Any]:

@@ -48,6 +48,9 @@ class LoadReport:
 class StageCompute:
     """One stage, ready to run micro-batches."""
 
+    keep_on_device = False
+    """Whether the links take hidden states from the device; else they are brought to the host."""
+
     def __init__(
         self, model: StageModel, kv: KVCache, device: torch.device, dtype: torch.dtype
     ) -> None:
@@ -91,7 +94,7 @@ class StageCompute:
             model, kv = self.draft.model, self.draft.kv
         output = model(x.to(self._device), step, kv)
         if self.model.head is None:
-            return output.cpu()
+            return output if self.keep_on_device else output.cpu()
         return self._pick(output, step, message).cpu()
 
     def _pick(self, hidden_BQH: Tensor, step: Step, message: StepMessage) -> Tensor:
@@ -148,11 +151,10 @@ def build_stage(
     device: torch.device,
     *,
     graphs: bool = True,
-    keep_on_device: bool = False,
 ) -> tuple[StageCompute, LoadReport]:
     """Load a stage's slice and allocate its cache; `DoesNotFitError` if the plan erred.
 
-    On a GPU, `graphs` captures decode steps and `keep_on_device` leaves hidden states there.
+    On a GPU, `graphs` captures decode steps.
     """
     dtype = DTYPES[plan.workload.dtype]
     started_s = time.perf_counter()
@@ -176,7 +178,6 @@ def build_stage(
         workload=plan.workload,
         decode_microbatch=plan.decode_microbatch,
         graphs=graphs,
-        keep_on_device=keep_on_device,
     )
     return compute, report
 

@@ -1,0 +1,82 @@
+"""The preflight: what it finds on a host, and how it judges what other hosts would show."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from llmpq.errors import ExitCode
+from llmpq.runtime.__main__ import main
+from llmpq.runtime.check_command import judge
+
+pytestmark = pytest.mark.cluster
+
+
+@pytest.fixture
+def plan_file(make_plan, tmp_path):
+    def write(model: Path, **options) -> Path:
+        path = tmp_path / "plan.json"
+        path.write_text(make_plan(model, **options).dump_json())
+        return path
+
+    return write
+
+
+def place(plan, **changes):
+    values = {
+        "host": "here",
+        "packages": {"llmpq": "1", "torch": "2.11"},
+        "nccl": None,
+        "gpu": None,
+        "kind": "CPU",
+        "free_bytes": 1 << 40,
+        "model_problem": None,
+        "model_fingerprint": plan.model.fingerprint,
+    }
+    return values | changes
+
+
+def test_two_stages_here(demo_model, plan_file, ray_session, capsys):
+    path = plan_file(demo_model, splits=(4,))
+    assert main(["check", str(path), "--ray-address", ray_session, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [p["kind"] for p in found["places"]] == ["CPU", "CPU"]
+    assert all(0 < link["gloo_us"] < 1e6 and link["problem"] is None for link in found["links"])
+
+
+def test_a_model_that_is_not_the_plans(demo_model, tiny_models, plan_file, ray_session, capsys):
+    path, other = plan_file(demo_model), tiny_models.directory("llama")
+    code = main(["check", str(path), "--model", str(other), "--ray-address", ray_session])
+    assert code == ExitCode.MISMATCH
+    assert "copy the right one there" in capsys.readouterr().err
+
+
+def test_judgements(demo_model, make_plan):
+    plan = make_plan(demo_model, splits=(4,))
+    fine = [place(plan), place(plan)]
+    assert judge(plan, fine, []) == []
+    gpu = plan.stages[1].model_copy(update={"kind": "H200", "threads": None})
+    on_gpu = plan.model_copy(update={"stages": (plan.stages[0], gpu)})
+    links = [{"problem": None}, {"problem": "timed out"}]
+    for subject, places, ring, code, words in (
+        (
+            on_gpu,
+            [fine[0], place(plan, kind="A100", gpu="NVIDIA A100")],
+            [],
+            4,
+            "found NVIDIA A100",
+        ),
+        (on_gpu, [fine[0], place(plan, kind="no GPU")], [], 4, "found no GPU"),
+        (plan, [fine[0], place(plan, packages={"torch": "2.12"})], [], 4, "torch 2.12"),
+        (
+            plan,
+            [fine[0], place(plan, model_problem="no such directory")],
+            [],
+            2,
+            "no such directory",
+        ),
+        (plan, fine, links, 6, "CPU-1 -> CPU-0: timed out"),
+    ):
+        problems = judge(subject, places, ring)
+        assert problems and problems[0][0] == code
+        assert any(words in text for _, text in problems)

@@ -1,0 +1,82 @@
+"""The links between devices, over gloo's CPU backend: three processes, one message each way."""
+
+import tempfile
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as processes
+
+from llmpq.runtime.device_links import DeviceTransport, connect_devices
+from llmpq.runtime.message import STOP, StepMessage
+from llmpq.runtime.request import StepKind
+from llmpq.runtime.sampling_params import SamplingParams
+from llmpq.runtime.transport import join_gloo
+
+pytestmark = pytest.mark.cluster
+STAGES, HIDDEN = 3, 24
+PREFILL = StepMessage(
+    kind=StepKind.PREFILL,
+    seq=1,
+    slots=[0, 3],
+    starts=[0, 0],
+    num_new=[5, 4],
+    sample_steps=[0, 0],
+    sampling=[SamplingParams()] * 2,
+    tokens=[[1] * 5, [2] * 4],
+)
+VERIFY = replace(PREFILL, kind=StepKind.VERIFY, seq=2, starts=[5, 4], num_new=[2, 1],
+                 tokens=[[7, 8], [9]])  # fmt: skip
+
+
+def states(message: StepMessage, rank: int) -> torch.Tensor:
+    shape = (message.num_rows, message.q_len, HIDDEN)
+    return torch.arange(torch.Size(shape).numel()).view(shape).float() + 1000 * rank
+
+
+def stage(rank: int, path: str, broken: bool) -> None:
+    torch.set_num_threads(1)
+    join_gloo(dist.FileStore(path, STAGES), rank, STAGES)
+    # A pair that cannot be made: one stage asks for links its device does not have.
+    backend = "nccl" if broken and rank == 1 else "gloo"
+    links = connect_devices(torch.device("cpu"), backend=backend, limit_s=3 if broken else 20)
+    if broken:
+        assert links is None
+        return
+    assert links is not None
+    options = {"hidden": HIDDEN, "dtype": torch.float32, "max_rows": 4, "max_tokens": 20}
+    transport = DeviceTransport(links, max_pending=4, **options)
+    for message in (PREFILL, VERIFY):
+        if rank > 0:
+            got, hidden = transport.receive_step()
+            assert (got.kind, got.seq, got.num_new) == (message.kind, message.seq, message.num_new)
+            assert hidden is not None and torch.equal(hidden, states(message, rank - 1))
+            if message.kind is StepKind.VERIFY:
+                assert got.tokens == message.tokens
+        else:
+            got = message
+        if rank + 1 < STAGES:
+            transport.send_step(got, states(message, rank))
+        else:
+            width = 3 if message.kind is StepKind.VERIFY else 1
+            transport.send_tokens(torch.full((2, width), 10 * message.seq))
+        if rank == 0:
+            width = 3 if message.kind is StepKind.VERIFY else 1
+            tokens = transport.receive_tokens(2, width)
+            assert tokens.tolist() == [[10 * message.seq] * width] * 2
+    if rank + 1 < STAGES:
+        transport.send_step(STOP, None)
+    if rank > 0:
+        assert transport.receive_step()[0].kind is StepKind.STOP
+    transport.close()
+
+
+def test_hidden_states_travel_apart_from_headers():
+    with tempfile.TemporaryDirectory() as folder:
+        processes.spawn(stage, (f"{folder}/store", False), nprocs=STAGES)
+
+
+def test_one_broken_pair_sends_all_stages_back_to_gloo():
+    with tempfile.TemporaryDirectory() as folder:
+        processes.spawn(stage, (f"{folder}/store", True), nprocs=STAGES)
