@@ -68,9 +68,7 @@ def test_a_wrong_form_is_reported() -> None:
 
 
 def test_a_floor_and_a_slope_are_two_regimes() -> None:
-    made = [
-        Point(v=v, length=s, seconds=max(2e-4, 1e-5 * v + 3e-8 * v * s)) for v, s in SHAPES
-    ]
+    made = [Point(v=v, length=s, seconds=max(2e-4, 1e-5 * v + 3e-8 * v * s)) for v, s in SHAPES]
     fit = fit_latency(Phase.DECODE, made)
     assert len(fit.regimes) == 2
     assert fit.held_out.mean < 0.05
