@@ -13,12 +13,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from llmpq.kernels import kv_reference
 from llmpq.kernels.kv_formats import KVFormat
 from llmpq.kernels.kv_ops import MAX_Q_LEN, DeviceRows, plan_attend, run_append, run_attend
 from llmpq.kernels.kv_oracle import attend_from_history, relative_error
-from llmpq.kernels.kv_storage import allocate_layer
+from llmpq.kernels.kv_storage import KVLayer, allocate_layer
 from llmpq.kernels.kv_view import Rows
 from llmpq.kv_format import packed_blocks
 from llmpq.precision import KVPrecision
@@ -60,18 +61,18 @@ class Outcome:
     words_equal: float
 
 
-def run_case(case: Case, device: torch.device, seed: int = 0) -> Outcome:
-    """Run one case's steps on `device`."""
-    fmt, slots = case.fmt, len(case.steps[0])
+def build(
+    case: Case, device: torch.device, gen: torch.Generator
+) -> tuple[Tensor, KVLayer, KVLayer]:
+    """Return a page table and two empty caches: the kernels' and the twin's."""
+    slots = len(case.steps[0])
     blocks = packed_blocks(case.max_len)
-    gen = torch.Generator().manual_seed(seed)
     order = torch.randperm(slots * blocks, generator=gen)
     if not case.paged:
         order = order.sort().values
-    table = order.int().reshape(slots, blocks).to(device)
     layer, twin = (
         allocate_layer(
-            fmt,
+            case.fmt,
             pages=slots * blocks,
             slots=slots,
             kv_heads=case.kv_heads,
@@ -80,6 +81,28 @@ def run_case(case: Case, device: torch.device, seed: int = 0) -> Outcome:
         )
         for _ in range(2)
     )
+    return order.int().reshape(slots, blocks).to(device), layer, twin
+
+
+def share_equal(layer: KVLayer, twin: KVLayer) -> float:
+    """Return the least share of equal elements over the tensors; 0 if the rings differ at all."""
+    equal = 1.0 if torch.equal(layer.k_ring_SGRD, twin.k_ring_SGRD) else 0.0
+    for ours, theirs in (
+        (layer.k_words_PGW, twin.k_words_PGW),
+        (layer.v_words_PGW, twin.v_words_PGW),
+        (layer.k_params_PG, twin.k_params_PG),
+        (layer.v_params_PG, twin.v_params_PG),
+    ):
+        if ours.numel():
+            equal = min(equal, (ours == theirs).float().mean().item())
+    return equal
+
+
+def run_case(case: Case, device: torch.device, seed: int = 0) -> Outcome:
+    """Run one case's steps on `device`."""
+    fmt, slots, scale = case.fmt, len(case.steps[0]), case.fmt.head_dim**-0.5
+    gen = torch.Generator().manual_seed(seed)
+    table, layer, twin = build(case, device, gen)
     slopes = torch.linspace(0.01, 0.1, case.heads, device=device) if case.alibi else None
     shape = (2, slots, case.max_len, case.kv_heads, fmt.head_dim)
     past = torch.zeros(shape, dtype=case.dtype, device=device)
@@ -97,42 +120,19 @@ def run_case(case: Case, device: torch.device, seed: int = 0) -> Outcome:
         run_append(fmt, layer, table, kv[0], kv[1], rows, paged=case.paged)
         twin_rows = Rows(slots_B=index, start_B=start, num_new_B=count)
         kv_reference.append(fmt, twin, table, kv[0], kv[1], twin_rows)
-        if not torch.equal(layer.k_ring_SGRD, twin.k_ring_SGRD):
-            equal = 0.0
-        for ours, theirs in (
-            (layer.k_words_PGW, twin.k_words_PGW),
-            (layer.v_words_PGW, twin.v_words_PGW),
-            (layer.k_params_PG, twin.k_params_PG),
-            (layer.v_params_PG, twin.v_params_PG),
-        ):
-            if ours.numel():
-                equal = min(equal, (ours == theirs).float().mean().item())
+        equal = min(equal, share_equal(layer, twin))
         if q_len > MAX_Q_LEN:
             continue
+        heads = {"heads": case.heads, "kv_heads": case.kv_heads, "head_dim": fmt.head_dim}
+        end = max(first + num for first, num in step)
         plan = plan_attend(
-            batch=slots,
-            q_len=q_len,
-            heads=case.heads,
-            kv_heads=case.kv_heads,
-            max_end=max(first + num for first, num in step),
-            device=device,
-            bits=fmt.bits,
-            head_dim=fmt.head_dim,
+            batch=slots, q_len=q_len, max_end=end, device=device, bits=fmt.bits, **heads
         )
-        scale = fmt.head_dim**-0.5
-        got = run_attend(
-            fmt, layer, table, q, rows, plan, scale=scale, paged=case.paged, slopes=slopes
-        )
+        paged = case.paged
+        got = run_attend(fmt, layer, table, q, rows, plan, scale=scale, paged=paged, slopes=slopes)
         for b, (first, num) in enumerate(step):
-            want = attend_from_history(
-                fmt,
-                q[b, :num],
-                past[0, b],
-                past[1, b],
-                start=first,
-                scale=scale,
-                alibi_slopes_H=slopes,
-            )
+            history = {"start": first, "scale": scale, "alibi_slopes_H": slopes}
+            want = attend_from_history(fmt, q[b, :num], past[0, b], past[1, b], **history)
             worst = max(worst, relative_error(got[b, :num], want))
     return Outcome(worst, equal)
 

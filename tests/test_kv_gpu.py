@@ -1,0 +1,50 @@
+"""Every low-bit KV variant on a GPU, against its twin and the definition."""
+
+import pytest
+import torch
+
+from llmpq.precision import KVPrecision
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA GPU", allow_module_level=True)
+
+from llmpq.kernels.check_kv import TOLERANCE, WORDS_EQUAL, cases, describe, run_case
+from llmpq.kernels.kv_cache import QuantizedKVCache
+from llmpq.kernels.kv_formats import KVFormat
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("case", list(cases()), ids=describe)
+def test_variant(case):
+    outcome = run_case(case, torch.device("cuda"))
+    assert outcome.error < TOLERANCE[case.dtype]
+    assert outcome.words_equal > WORDS_EQUAL
+
+
+def test_a_captured_step_serves_other_lengths():
+    """A graph captured at the longest step gives what eager launches give at a shorter one."""
+    fmt = KVFormat(precision=KVPrecision.KV4, head_dim=128)
+    shape = {"num_layers": 1, "kv_heads": 2, "slots": 2, "max_len": 1000}
+    cache = QuantizedKVCache(fmt, **shape, dtype=torch.float16, device="cuda")
+    slots = torch.arange(2, device="cuda")
+    start, count = torch.tensor([900, 900], device="cuda"), torch.ones_like(slots)
+    prompt = torch.randn(2, 2, 900, 2, 128, device="cuda").half()
+    fill = cache.plan(slots, 0 * slots, start, q_len=900, fresh=True, max_end=900)
+    cache.append(fill, 0, *prompt)
+    q, kv = torch.randn(2, 1, 8, 128).cuda().half(), torch.randn(2, 2, 1, 2, 128).cuda().half()
+
+    def step(plan):
+        return cache.run(plan, 0, q, *kv, scale=0.1)
+
+    plan = cache.plan(slots, start, count, q_len=1, fresh=False, max_end=901)
+    step(plan)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step(plan)
+    plan.device_rows.starts.copy_(torch.tensor([300, 899]))
+    graph.replay()
+    fresh = cache.plan(
+        slots, torch.tensor([300, 899]).cuda(), count, q_len=1, fresh=False, max_end=900
+    )
+    assert torch.allclose(out, step(fresh), atol=2e-3)
