@@ -112,9 +112,30 @@ def us_over_cublas(row: Row) -> str:
     return f"{row['value']:.1f} [{row['floor'] / row['value']:.0%}] {base / row['value']:.2f}x"
 
 
+def over_vllm(row: Row) -> str:
+    """Show tokens per second and the ratio to vLLM on the same kind of GPU."""
+    base = next((v for k, v in row["baselines"].items() if k.startswith("vllm")), None)
+    return f"{row['value']:.0f}" + (f" ({row['value'] / base:.2f}x vLLM)" if base else "")
+
+
 KV_32K = {"heads": 32, "kv_heads": 8, "batch": 8, "context": 32768, "kv": "kv4", "op": "attend"}
 
 TABLES: dict[str, Pivot] = {
+    "e2e": Pivot(
+        file="e2e.jsonl",
+        bench="e2e",
+        index=("model", "cluster", "batch", "prompt", "gen", "precision", "kv"),
+        where={"graphs": True},
+        show=over_vllm,
+        value_title="output tokens/s",
+    ),
+    "e2e_step": Pivot(
+        file="e2e.jsonl",
+        bench="e2e_step",
+        index=("model", "precision", "kv", "graphs"),
+        show=lambda row: f"{row['value']:.2f} ms",
+        value_title="decode step",
+    ),
     "gemm_layer": Pivot(
         file="gemm.jsonl",
         bench="gemm",

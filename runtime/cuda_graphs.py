@@ -169,7 +169,10 @@ class DecodeGraphs:
                 for _ in range(2):
                     self._forward(num_rows, static)
                 stream.synchronize()
-                with torch.cuda.graph(graph, pool=self._pool, stream=stream):
+                # Other threads (a communicator's watchdog) may go on asking the driver.
+                with torch.cuda.graph(
+                    graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"
+                ):
                     output = self._forward(num_rows, static)
         except RuntimeError as error:
             _log.warning("decode runs without CUDA graphs: %s", error)

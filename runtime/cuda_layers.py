@@ -15,6 +15,7 @@ Legend: B rows, Q new tokens, h hidden, H query heads, G key/value heads, D head
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +45,7 @@ def decoder_layer(
         hidden = up.relu_() if relu else functional.gelu(up, approximate="tanh")
         del up
     del wide
-    return product(layer.mlp.down, hidden, residual=y)
+    return product(layer.mlp.down, hidden, residual=y, into_residual=True)
 
 
 def norm(part: Norm, x: Tensor) -> Tensor:
@@ -55,15 +56,21 @@ def norm(part: Norm, x: Tensor) -> Tensor:
     return fused_norm.rms_norm(x, part.weight, part.eps)
 
 
-def product(part: nn.Module, x: Tensor, *, residual: Tensor | None = None) -> Tensor:
-    """Return part(x) + residual; where the product can add it, that costs no extra pass."""
+def product(
+    part: nn.Module, x: Tensor, *, residual: Tensor | None = None, into_residual: bool = False
+) -> Tensor:
+    """Return part(x) + residual; where the product can add it, that costs no extra pass.
+
+    `into_residual`: the sum may take the residual's place, which saves copying it.
+    """
     if residual is not None and type(part) is Linear:
         weight = part.weight
         if isinstance(weight, QuantizedWeight):
             return linear(x, weight, part.bias, residual)
         if isinstance(weight, Tensor) and not weight.is_mkldnn and part.bias is None:
-            flat = residual.reshape(-1, weight.shape[0])
-            y = torch.addmm(flat, x.reshape(-1, weight.shape[1]), weight.t())
+            flat, x_MK = residual.reshape(-1, weight.shape[0]), x.reshape(-1, weight.shape[1])
+            add = flat.addmm_ if into_residual else partial(torch.addmm, flat)
+            y: Tensor = add(x_MK, weight.t())
             return y.view(residual.shape)
     y_plain: Tensor = part(x)
     return y_plain if residual is None else y_plain.add_(residual)

@@ -1,0 +1,32 @@
+"""On a GPU: the CPU's tokens, eagerly and from CUDA graphs, with prompts that come and go."""
+
+import pytest
+import torch
+
+from llmpq.model_spec import ModelSpec
+from llmpq.runtime.generate import LocalPipeline
+from llmpq.runtime.loader import CheckpointSource
+from llmpq.runtime.request import Request
+from llmpq.runtime.scheduler import Scheduler
+from llmpq.runtime.thread_engine import ThreadEngine
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("kind", ["opt", "bloom", "llama", "qwen3"])
+def test_tokens_equal_the_cpus(kind, graphs, tiny_models, random_prompts, make_plan):
+    from llmpq.runtime.stage_actor import limits_of
+
+    model, prompts = tiny_models.directory(kind), random_prompts(9, 30, 3, 17, 24, 5)
+    plan = make_plan(model, batch=4, decode_microbatch=4)
+    spec = ModelSpec.from_directory(model)
+    want = LocalPipeline.from_directory(model).generate(prompts, max_new=12)
+    engine = ThreadEngine(plan, spec, CheckpointSource(model, spec), device="cuda:0", graphs=graphs)
+    requests = [Request(id=i, prompt=tuple(p), max_new=12) for i, p in enumerate(prompts)]
+    tokens = engine.run(Scheduler(limits_of(plan)), requests).tokens
+    assert [tokens[i] for i in range(len(prompts))] == want
+    assert bool(engine.computes[0].captured_rows) == graphs
