@@ -1,7 +1,7 @@
 """Atom's kernels on a GPU: right against their twins, then timed against cuBLAS, as rows.
 
     python benchmarks/atom_kernels.py check              every shape and scheme, random data
-    python benchmarks/atom_kernels.py gemm --m 1 32 1024 4096
+    python benchmarks/atom_kernels.py gemm --m 1 32 1024 4096 [--fp8]
     python benchmarks/atom_kernels.py sweep --m 1024     tiles, fastest first
     python benchmarks/atom_kernels.py fused              norm and rounding beside RMSNorm alone
 
@@ -49,6 +49,7 @@ def main() -> None:
     parser.add_argument("what", choices=("check", "gemm", "sweep", "fused"))
     parser.add_argument("--m", type=int, nargs="+", default=[1, 16, 32, 128, 1024, 2048, 4096])
     parser.add_argument("--scheme", nargs="+", choices=SCHEMES, default=["w4a4", "w8a8"])
+    parser.add_argument("--fp8", action="store_true", help="w4a4 through fp8 tensor cores")
     parser.add_argument("--shape", nargs="+", choices=SHAPES, default=list(SHAPES))
     args = parser.parse_args()
     torch.manual_seed(0)
@@ -76,6 +77,15 @@ def check(args: argparse.Namespace) -> None:
         print(f"{name:8} {key:9} m={m:4} linear {error:.2e}", flush=True)
         if not error < 6e-3:  # bf16 output alone: 1.7e-3; codes on an edge add a little
             raise SystemExit(f"wrong: {name} {key} m={m}: relative error {error}")
+        if scheme.activation_bits == 4:
+            int8, fp8 = (
+                atom_gemm(norm_round(x, scheme, fp8=f), w, dtype=torch.float32)
+                for f in (False, True)
+            )
+            error = float((fp8 - int8).norm() / int8.norm())
+            print(f"{name:8} {key:9} m={m:4} fp8 {error:.2e}", flush=True)
+            if not error < 1e-5:  # both are exact but for the scaling in float32
+                raise SystemExit(f"wrong: {name} {key} m={m}: fp8 differs by {error}")
     for m in (1, 7, 130):
         x = torch.randn(m, 4096, device="cuda", dtype=torch.bfloat16)
         norm, order = torch.rand(4096, device="cuda"), torch.randperm(4096, device="cuda").int()
@@ -102,12 +112,14 @@ def gemm(args: argparse.Namespace) -> None:
     for key, m in itertools.product(args.scheme, args.m):
         total = dict.fromkeys(("product", "with_rounding", "cublas_bf16"), 0.0)
         for name in args.shape:
-            times = _times(name, SCHEMES[key], m, plan(m, SHAPES[name][1]))
+            fp8 = args.fp8 and key != "w8a8"
+            times = _times(name, SCHEMES[key], m, plan(m, SHAPES[name][1]), fp8=fp8)
             for kind, us in times.items():
                 total[kind] += us
-            _write("atom_gemm", {"shape": name, "m": m, "precision": key}, times)
+            case = {"m": m, "precision": key, "through": "fp8" if fp8 else "int8"}
+            _write("atom_gemm", {"shape": name, **case}, times)
         if len(args.shape) == len(SHAPES):
-            _write("atom_gemm", {"shape": "layer", "m": m, "precision": key}, total)
+            _write("atom_gemm", {"shape": "layer", **case}, total)
 
 
 def sweep(args: argparse.Namespace) -> None:
@@ -116,7 +128,8 @@ def sweep(args: argparse.Namespace) -> None:
         found = []
         for tiles in _tiles(m):
             try:
-                us = _times(name, SCHEMES[key], m, tiles, product_only=True)["product"]
+                fp8 = args.fp8 and key != "w8a8"
+                us = _times(name, SCHEMES[key], m, tiles, fp8=fp8, product_only=True)["product"]
             except Exception as error:  # tiles that do not fit shared memory or registers
                 print(f"{tiles}: {type(error).__name__}")
                 continue
@@ -135,14 +148,20 @@ def _tiles(m: int) -> Iterator[GemmPlan]:
 
 
 def _times(
-    name: str, scheme: AtomScheme, m: int, tiles: GemmPlan, *, product_only: bool = False
+    name: str,
+    scheme: AtomScheme,
+    m: int,
+    tiles: GemmPlan,
+    *,
+    fp8: bool = False,
+    product_only: bool = False,
 ) -> dict[str, float]:
     k, n = SHAPES[name]
     x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
     nbytes = n * k * scheme.weight_bits // 8
     copies = min(copies_for(nbytes), 24)
     ws = weight(name, scheme, copies)
-    rounded = norm_round(x, scheme)
+    rounded = norm_round(x, scheme, fp8=fp8)
 
     def median(call: Callable[[int], object], sets: int) -> float:
         return statistics.median(time_launches(call, sets))
@@ -154,7 +173,10 @@ def _times(
     if product_only:
         return times
     times["with_rounding"] = median(
-        lambda i: atom_gemm(norm_round(x, scheme), ws[i], dtype=torch.bfloat16, tiles=tiles), copies
+        lambda i: atom_gemm(
+            norm_round(x, scheme, fp8=fp8), ws[i], dtype=torch.bfloat16, tiles=tiles
+        ),
+        copies,
     )
     dense = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) for _ in range(min(copies, 6))]
     times["cublas_bf16"] = median(lambda i: functional.linear(x, dense[i]), len(dense))

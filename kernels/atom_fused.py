@@ -31,10 +31,14 @@ _NORMS: dict[str, int] = {"none": 0, "rms": 1, "layer": 2}
 
 @dataclass(frozen=True, kw_only=True)
 class RoundedInput:
-    """Codes int8 [M, Kp + Op] (Op = 128 with outliers, else 0), scales float32 [M, G + 1]."""
+    """Codes int8 [M, Kp + Op] (Op = 128 with outliers, else 0), scales float32 [M, G + 1].
+
+    `fp8`: the normal channels' codes are bytes of e4m3 and their sums follow the scales.
+    """
 
     codes: Tensor
     scales: Tensor
+    fp8: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,13 +97,14 @@ def norm_round(
     bias_K: Tensor | None = None,
     index_K: Tensor | None = None,
     eps: float = 0.0,
+    fp8: bool = False,
 ) -> RoundedInput:
     """Norm a token, put its channels in order and round them, in one pass."""
     if scheme.rotation:
         raise ValueError("norm_round does not rotate; only the input of `down` is rotated")
     m, k = x_MK.shape
     shape = Shape.of(scheme, k)
-    rounded = _empty(x_MK, m, shape, scheme)
+    rounded = _empty(x_MK, m, shape, scheme, fp8)
     norm_round_kernel[(m,)](
         x_MK,
         x_MK if weight_K is None else weight_K,
@@ -123,19 +128,22 @@ def norm_round(
         NORM=_NORMS[norm],
         HAS_BIAS=bias_K is not None,
         HAS_INDEX=index_K is not None,
+        FP8=fp8,
         num_warps=4 if k <= 4096 else 8,
     )
     return rounded
 
 
-def act_round(x: Tensor, scheme: AtomScheme, activation: Activation) -> RoundedInput:
+def act_round(
+    x: Tensor, scheme: AtomScheme, activation: Activation, *, fp8: bool = False
+) -> RoundedInput:
     """Apply an MLP's activation and round; x is [M, 2F] (gate, up) for "silu", else [M, F]."""
     m, width = x.shape
     f = width // 2 if activation == "silu" else width
     shape = Shape.of(scheme, f)
     if scheme.group_size is None:
         raise ValueError("act_round needs groups; per-channel inputs go through norm_round")
-    rounded = _empty(x, m, shape, scheme)
+    rounded = _empty(x, m, shape, scheme, fp8)
     block_m = 16
     blocks = shape.padded // GROUP + (1 if scheme.outliers else 0)
     act_round_kernel[(triton.cdiv(m, block_m), blocks)](
@@ -156,6 +164,7 @@ def act_round(x: Tensor, scheme: AtomScheme, activation: Activation) -> RoundedI
         CLIP=scheme.activation_clip,
         ACT=activation,
         ROTATE=scheme.rotation,
+        FP8=fp8,
         INTERPRET=bool(triton.knobs.runtime.interpret),
         num_warps=4,
     )
@@ -175,11 +184,12 @@ def atom_gemm(
     scheme = weight.scheme
     shape = Shape.of(scheme, weight.in_features)
     expected = shape.padded + (GROUP if scheme.outliers else 0)
-    if rounded.codes.shape[1] != expected or rounded.scales.shape != (m, shape.groups + 1):
+    scales = shape.groups + 1 + (shape.groups if rounded.fp8 else 0)
+    if rounded.codes.shape[1] != expected or rounded.scales.shape != (m, scales):
         raise ValueError(
             f"atom_gemm: got codes {tuple(rounded.codes.shape)} and scales "
             f"{tuple(rounded.scales.shape)}, expected {expected} columns and "
-            f"{shape.groups + 1} scales. Round the input with the weight's own scheme."
+            f"{scales} scales. Round the input with the weight's own scheme."
         )
     tiles = tiles or plan(m, weight.out_features)
     y = torch.empty(m, weight.out_features, dtype=dtype, device=rounded.codes.device)
@@ -202,6 +212,7 @@ def atom_gemm(
         BITS=4 if weight.codes.ndim == 3 else 8,
         HAS_OUTLIERS=scheme.outliers > 0,
         HAS_BIAS=bias is not None,
+        FP8=rounded.fp8,
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
         GROUP_N=tiles.group_n,
@@ -211,9 +222,13 @@ def atom_gemm(
     return y
 
 
-def _empty(x: Tensor, rows: int, shape: Shape, scheme: AtomScheme) -> RoundedInput:
+def _empty(x: Tensor, rows: int, shape: Shape, scheme: AtomScheme, fp8: bool) -> RoundedInput:
+    if fp8 and (scheme.activation_bits != 4 or scheme.group_size is None):
+        raise ValueError("fp8 products take 4-bit activations in groups; int8 takes all others")
     width = shape.padded + (GROUP if scheme.outliers else 0)
+    scales = shape.groups + 1 + (shape.groups if fp8 else 0)
     return RoundedInput(
         codes=torch.empty(rows, width, dtype=torch.int8, device=x.device),
-        scales=torch.empty(rows, shape.groups + 1, dtype=torch.float32, device=x.device),
+        scales=torch.empty(rows, scales, dtype=torch.float32, device=x.device),
+        fp8=fp8,
     )

@@ -14,6 +14,13 @@ w stands on the left of the tensor core (A operand, from registers), a on the ri
 is the same loop with one scale per nibble half. Bytes per output and k-group of 128: 64 / BM of w,
 128 / BN of a. All products are exact in int32: |sum| <= 128 * 8 * 127 * 16.
 
+Through fp8 (`FP8`): an int4 code is exact in e4m3, and so is a nibble u = code + 8 as it lies: the
+bytes 0 .. 15 are the numbers 0 .. 15 times 2^-9, since subnormals and the first binade are one
+linear scale. So w needs one LOP3 per four weights, a is stored as e4m3, and the tensor core's
+accumulator is float already; it starts at -8 sum_k a[k], which undoes the offset. The scales are
+followed by these sums: float32 [M, G + 1 + G], the sums in units of -8 * 2^-9. All sums are below
+2^14, which fp8 accumulation on Hopper holds exactly.
+
 M tokens, N = out_features, K = in_features, G groups of a row.
 """
 
@@ -43,7 +50,16 @@ def _codes(y, BITS: tl.constexpr, SIGNED: tl.constexpr, CLIP: tl.constexpr):
     tiny: tl.constexpr = 1.1754943508222875e-38
     scale = tl.where(tl.abs(scale) < tiny, tiny, scale)
     q = _nearest(tl.div_rn(y, tl.broadcast_to(scale[:, :, None], y.shape)))
-    return tl.minimum(tl.maximum(q, -half), half - 1).to(tl.int8), scale
+    return tl.minimum(tl.maximum(q, -half), half - 1), scale
+
+
+@triton.jit
+def _bytes(q, FP8: tl.constexpr):
+    """Codes as the product reads them: int8, or the bytes of e4m3."""
+    if FP8:
+        return q.to(tl.float8e4nv).to(tl.int8, bitcast=True)
+    else:
+        return q.to(tl.int8)
 
 
 @triton.jit
@@ -70,6 +86,7 @@ def norm_round_kernel(
     NORM: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_INDEX: tl.constexpr,
+    FP8: tl.constexpr,
 ):
     """A token's norm, channel order and rounding; NORM 0 leaves x, 1 is RMSNorm, 2 LayerNorm.
 
@@ -95,10 +112,14 @@ def norm_round_kernel(
     q, scale = _codes(y[None], BITS, SIGNED, CLIP)
     width = GROUPS * GROUP
     code_row = CODES + row * (width + (outliers > 0) * 128)
-    scale_row = SCALES + row * (GROUPS + 1)
+    scale_row = SCALES + row * (GROUPS + 1 + FP8 * GROUPS)
     groups = tl.arange(0, BLOCK_G)
-    tl.store(code_row + place[None], q, mask=((place < width) & (within < GROUP))[None])
+    inside = ((place < width) & (within < GROUP))[None]
+    tl.store(code_row + place[None], _bytes(q, FP8), mask=inside)
     tl.store(scale_row + groups[None], scale, mask=groups[None] < GROUPS)
+    if FP8:
+        sums = tl.sum(q, axis=2) * -0.015625
+        tl.store(scale_row + GROUPS + 1 + groups[None], sums, mask=groups[None] < GROUPS)
 
     # outliers: 8 bits, one scale
     if outliers > 0:
@@ -117,7 +138,7 @@ def norm_round_kernel(
             HAS_INDEX,
         )
         q, scale = _codes(y[None], 8, False, 1.0)
-        tl.store(code_row + width + at[None], q)
+        tl.store(code_row + width + at[None], q.to(tl.int8))
         tl.store(scale_row + GROUPS + tl.zeros((1, 1), tl.int32), scale)
 
 
@@ -166,6 +187,7 @@ def act_round_kernel(
     CLIP: tl.constexpr,
     ACT: tl.constexpr,
     ROTATE: tl.constexpr,
+    FP8: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
     """Activation and rounding of 128 channels of BLOCK_M tokens; x is [M, 2F] for "silu".
@@ -192,10 +214,10 @@ def act_round_kernel(
         y = y / (1.0 + tl.exp(-inner))
     width = GROUPS * GROUP
     code_at = rows.to(tl.int64)[:, None] * (width + (outliers > 0) * 128) + block * 128 + j[None, :]
-    scale_at = rows.to(tl.int64) * (GROUPS + 1)
+    scale_at = rows.to(tl.int64) * (GROUPS + 1 + FP8 * GROUPS)
     if is_outlier:
         q, scale = _codes(y[:, None, :], 8, False, 1.0)
-        tl.store(CODES + code_at[:, None, :], q, mask=(rows < M)[:, None, None])
+        tl.store(CODES + code_at[:, None, :], q.to(tl.int8), mask=(rows < M)[:, None, None])
         tl.store(SCALES + (scale_at + GROUPS)[:, None], scale, mask=(rows < M)[:, None])
     else:
         if ROTATE:
@@ -204,10 +226,29 @@ def act_round_kernel(
             y = tl.dot(y, h, input_precision=precision)
         parts: tl.constexpr = 128 // GROUP if GROUPS > 1 else 1
         q, scale = _codes(tl.reshape(y, (BLOCK_M, parts, 128 // parts)), BITS, SIGNED, CLIP)
-        tl.store(CODES + code_at, tl.reshape(q, (BLOCK_M, 128)), mask=(rows < M)[:, None])
+        flat = tl.reshape(_bytes(q, FP8), (BLOCK_M, 128))
+        tl.store(CODES + code_at, flat, mask=(rows < M)[:, None])
         part = tl.arange(0, parts)
         at = scale_at[:, None] + block * parts + part[None, :]
         tl.store(SCALES + at, scale, mask=(rows < M)[:, None])
+        if FP8:
+            sums = tl.sum(q, axis=2) * -0.015625
+            tl.store(SCALES + at + GROUPS + 1, sums, mask=(rows < M)[:, None])
+
+
+@triton.jit
+def _scales(sw_at, sa_at):
+    """The factor of a tile's integer sums, [N, M]."""
+    return tl.load(sw_at).to(tl.float32)[:, None] * tl.load(sa_at)[None, :]
+
+
+@triton.jit
+def _start(sums_at, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, FP8: tl.constexpr):
+    """What the sums of a group start from: zero, or what undoes the offset of w's nibbles."""
+    if FP8:
+        return tl.broadcast_to(tl.load(sums_at)[None, :], (BLOCK_N, BLOCK_M))
+    else:
+        return tl.zeros((BLOCK_N, BLOCK_M), tl.int32)
 
 
 @triton.jit
@@ -229,6 +270,7 @@ def atom_gemm_kernel(
     BITS: tl.constexpr,
     HAS_OUTLIERS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    FP8: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     GROUP_N: tl.constexpr,
@@ -247,12 +289,19 @@ def atom_gemm_kernel(
     j = tl.arange(0, 64)
     a_width = BLOCKS * 128 + HAS_OUTLIERS * 128
     a_at = A + m_row[None, :] * a_width + j[:, None]
+    sa_row = SA + m_row * (GROUPS + 1 + FP8 * GROUPS)
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.int32)
     for block in range(BLOCKS):
         a_low = tl.load(a_at + block * 128)
         a_high = tl.load(a_at + block * 128 + 64)
-        if BITS == 4:
+        if FP8:
+            byte = tl.load(W + n_row[:, None] * (BLOCKS * 64) + block * 64 + j[None, :]) ^ 0x88
+            w_low = (byte & 0x0F).to(tl.float8e4nv, bitcast=True)
+            w_high = (byte >> 4).to(tl.float8e4nv, bitcast=True)
+            a_low = a_low.to(tl.float8e4nv, bitcast=True)
+            a_high = a_high.to(tl.float8e4nv, bitcast=True)
+        elif BITS == 4:
             byte = tl.load(W + n_row[:, None] * (BLOCKS * 64) + block * 64 + j[None, :])
             w_low = (byte << 4).to(tl.int8, bitcast=True)
             w_high = (byte & 0xF0).to(tl.int8, bitcast=True)
@@ -264,22 +313,24 @@ def atom_gemm_kernel(
             total = tl.dot(w_low, a_low, total)
             total = tl.dot(w_high, a_high, total)
         elif PARTS == 1:
-            part = tl.dot(w_high, a_high, tl.dot(w_low, a_low))
-            sw = tl.load(SW + n_row * GROUPS + block).to(tl.float32)
-            sa = tl.load(SA + m_row * (GROUPS + 1) + block)
-            acc += part.to(tl.float32) * (sw[:, None] * sa[None, :])
+            start = _start(sa_row + GROUPS + 1 + block, BLOCK_N, BLOCK_M, FP8)
+            part = tl.dot(w_high, a_high, tl.dot(w_low, a_low, start))
+            acc += part.to(tl.float32) * _scales(SW + n_row * GROUPS + block, sa_row + block)
         else:
-            sw = tl.load(SW + n_row * GROUPS + 2 * block).to(tl.float32)
-            sa = tl.load(SA + m_row * (GROUPS + 1) + 2 * block)
-            acc += tl.dot(w_low, a_low).to(tl.float32) * (sw[:, None] * sa[None, :])
-            sw = tl.load(SW + n_row * GROUPS + 2 * block + 1).to(tl.float32)
-            sa = tl.load(SA + m_row * (GROUPS + 1) + 2 * block + 1)
-            acc += tl.dot(w_high, a_high).to(tl.float32) * (sw[:, None] * sa[None, :])
+            group = 2 * block
+            start = _start(sa_row + GROUPS + 1 + group, BLOCK_N, BLOCK_M, FP8)
+            part = tl.dot(w_low, a_low, start)
+            acc += part.to(tl.float32) * _scales(SW + n_row * GROUPS + group, sa_row + group)
+            start = _start(sa_row + GROUPS + 2 + group, BLOCK_N, BLOCK_M, FP8)
+            part = tl.dot(w_high, a_high, start)
+            acc += part.to(tl.float32) * _scales(
+                SW + n_row * GROUPS + group + 1, sa_row + group + 1
+            )
     if PARTS == 0:
-        sw = tl.load(SW + n_row).to(tl.float32)
-        sa = tl.load(SA + m_row * (GROUPS + 1))
-        acc = total.to(tl.float32) * (sw[:, None] * sa[None, :])
-    if BITS == 4:
+        acc = total.to(tl.float32) * _scales(SW + n_row, sa_row)
+    if FP8:
+        acc *= 512.0
+    elif BITS == 4:
         acc *= 0.0625
     if HAS_OUTLIERS:
         k = tl.arange(0, 128)
@@ -287,9 +338,7 @@ def atom_gemm_kernel(
         w = tl.load(
             WO + n_row[:, None] * outliers + k[None, :], mask=k[None, :] < outliers, other=0
         )
-        so = tl.load(SO + n_row).to(tl.float32)
-        sa = tl.load(SA + m_row * (GROUPS + 1) + GROUPS)
-        acc += tl.dot(w, a).to(tl.float32) * (so[:, None] * sa[None, :])
+        acc += tl.dot(w, a).to(tl.float32) * _scales(SO + n_row, sa_row + GROUPS)
     if HAS_BIAS:
         acc += tl.load(BIAS + n_row).to(tl.float32)[:, None]
     y_at = Y + m_row[None, :] * N + n[:, None]

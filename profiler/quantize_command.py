@@ -56,6 +56,12 @@ def _parser() -> argparse.ArgumentParser:
         help="w4a4: Atom's recipe to the letter, or with searched clips, signed scales and a "
         "rotation before `down` (default)",
     )
+    parser.add_argument(
+        "--in-turn",
+        action="store_true",
+        help="w4a4: fit each linear to the rounded inputs it will get (less perplexity, fewer "
+        "drafts accepted)",
+    )
     parser.add_argument("--group-size", default="128", help="128, 64, 32 or channel (default 128)")
     parser.add_argument("--outliers", type=int, help="w4a4: channels in 8 bits (hidden/32, <=128)")
     parser.add_argument(
@@ -87,6 +93,7 @@ def _quantize(args: argparse.Namespace) -> int:
         settings=Settings(
             method=args.method,
             variant=args.variant,
+            in_turn=args.in_turn,
             group_size=_group_size(args.group_size),
             symmetric=not args.asymmetric,
             outliers=args.outliers,

@@ -24,8 +24,10 @@ class Settings:
     method: Literal["gptq", "rtn"] = "gptq"
     variant: Literal["improved", "paper"] = "improved"
     """w4a4: `paper` is Atom's recipe to the letter; `improved` searches each weight group's clip,
-    gives scales a sign, rotates the input of `down` (kernels/atom_scheme.py) and has every linear
-    undo the rounding before it (in_turn.py)."""
+    gives scales a sign and rotates the input of `down` (kernels/atom_scheme.py)."""
+    in_turn: bool = False
+    """w4a4: every linear undoes the rounding before it (in_turn.py). A little less perplexity, but
+    a w4a16 target of the same weights agrees less often with its w4a4 draft."""
     group_size: int | None = 128
     symmetric: bool = True
     """Weight-only layers without zero points, as Transformers can load them."""
@@ -75,5 +77,5 @@ def _atom(spec: ModelSpec, settings: Settings) -> Recipe:
         method=settings.method,
         damping=settings.damping,
         rotated=("down",) if improved else (),
-        compensated=improved and settings.method == "gptq",
+        compensated=settings.in_turn and settings.method == "gptq",
     )
