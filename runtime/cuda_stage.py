@@ -65,6 +65,11 @@ class CudaStageCompute(StageCompute):
         """Numbers of rows that decode from a graph."""
         return self._decode.captured_rows
 
+    def warm_up(self, rows: int, prompt_len: int) -> None:
+        """As `StageCompute.warm_up`; captures the decode step of so many rows as well."""
+        super().warm_up(rows, prompt_len)
+        self._timed.clear()
+
     def run(self, message: StepMessage, hidden_BQH: Tensor | None) -> Tensor | Pending:
         """Return hidden states, or on the last stage the table of sampled tokens."""
         if self._device.type != "cuda":

@@ -40,7 +40,6 @@ from llmpq.runtime.trace import Recorder
 from llmpq.runtime.transport import GlooTransport, join_gloo
 from llmpq.speculation import MAX_GAMMA, PlanTimes, SpeculationMode
 
-WARM_UP_TOKENS = 16
 JOIN_LIMIT = datetime.timedelta(seconds=60)
 
 
@@ -123,9 +122,7 @@ class StageActor:
         if self._settings.speculate is not None:
             extra = self._compute.enable_speculation(self._settings.speculate, self._plan.workload)
             report = replace(report, draft_bytes=extra)
-        workload = self._plan.workload
-        rows = min(self._plan.decode_microbatch, workload.batch)
-        self._compute.warm_up(rows, min(WARM_UP_TOKENS, workload.prompt_len, workload.max_len))
+        self._compute.warm_up(self._plan)
         return asdict(report)
 
     def open_rendezvous(self, host: str, port: int) -> int:
@@ -205,7 +202,7 @@ class StageActor:
         }
 
     def record(self) -> str:
-        """Return what the stage recorded."""
+        """Return what the stage recorded since the last call."""
         totals = self._compute.device_totals() if self._compute is not None else None
         return self._recorder.record(totals).to_json()
 

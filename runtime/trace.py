@@ -105,9 +105,14 @@ class Recorder:
         return 0.0 if current is None else time.perf_counter() - current[1]
 
     def record(self, device_totals: Mapping[str, KindTotals] | None = None) -> StageRecord:
-        """Return what was recorded so far; a device that works on its own has its own totals."""
-        totals = dict(device_totals or self.totals)
-        return StageRecord(totals=totals, events=tuple(self.events))
+        """Return what was recorded since the last call.
+
+        A device that works on its own has its own totals.
+        """
+        found = StageRecord(totals=dict(device_totals or self.totals), events=tuple(self.events))
+        self.totals.clear()
+        self.events.clear()
+        return found
 
 
 _COLOURS = {
