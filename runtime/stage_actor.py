@@ -40,6 +40,7 @@ from llmpq.runtime.trace import Recorder
 from llmpq.runtime.transport import GlooTransport, join_gloo
 from llmpq.speculation import MAX_GAMMA, PlanTimes, SpeculationMode
 
+WARM_UP_TOKENS = 16
 JOIN_LIMIT = datetime.timedelta(seconds=60)
 
 
@@ -122,7 +123,10 @@ class StageActor:
         if self._settings.speculate is not None:
             extra = self._compute.enable_speculation(self._settings.speculate, self._plan.workload)
             report = replace(report, draft_bytes=extra)
-        self._compute.warm_up(self._plan)
+        workload = self._plan.workload
+        rows = min(self._plan.decode_microbatch, workload.batch)
+        self._compute.warm_up(rows, min(WARM_UP_TOKENS, workload.prompt_len, workload.max_len))
+        self._compute.warm_up_shapes(self._plan)
         return asdict(report)
 
     def open_rendezvous(self, host: str, port: int) -> int:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from llmpq.errors import DoesNotFitError
 from llmpq.model_spec import ModelSpec
@@ -31,6 +32,11 @@ from llmpq.workload import Workload
 
 MEMORY_TOLERANCE = 0.05
 """Weights and KV cache may differ from the plan's prediction by this share."""
+
+WARM_UP_S = 2.0
+"""How long a stage on a CPU goes on running shapes to come."""
+NUM_WIDTHS, MIN_WIDTH = 8, 8
+"""Prompt widths that it runs, and the least distance between them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +63,8 @@ class StageCompute:
         self.model, self.kv, self._device, self._dtype = model, kv, device, dtype
         self.draft: Draft | None = None
         self._truncates = False
+        self._widths: dict[int, list[int]] = {}
+        """Rows of a micro-batch -> the prompt widths that have run, ascending."""
         self._draft_probs: dict[int, list[Tensor]] = {}
         """Slot -> the distributions its unverified drafts were drawn from (last stage)."""
 
@@ -88,12 +96,17 @@ class StageCompute:
         x = message.tokens_BQ() if hidden_BQH is None else hidden_BQH
         if self._truncates and message.kind is not StepKind.PREFILL:
             self.kv.truncate(step.slots_B, step.start_B)
+        q_len = step.q_len
+        if message.kind is StepKind.PREFILL:
+            step, x = self._padded(step, x)
         model, kv = self.model, self.kv
         if message.kind is StepKind.DRAFT:
             assert self.draft is not None, "drafts need enable_speculation"
             model, kv = self.draft.model, self.draft.kv
         output = model(x.to(self._device), step, kv)
         if self.model.head is None:
+            if step.q_len > q_len:
+                output = output[:, :q_len].contiguous()
             return output if self.keep_on_device else output.cpu()
         return self._pick(output, step, message).cpu()
 
@@ -122,25 +135,72 @@ class StageCompute:
         width = message.q_len
         return torch.tensor([[len(row), *row, *[0] * (width - len(row))] for row in rows])
 
+    def _padded(self, step: Step, x: Tensor) -> tuple[Step, Tensor]:
+        """Widen prompts on a CPU to a width that has run: see `warm_up_shapes`."""
+        width = next((w for w in self._widths.get(step.batch, ()) if w >= step.q_len), step.q_len)
+        extra = width - step.q_len
+        if extra == 0 or not step.fresh:
+            return step, x
+        return step.padded(width), functional.pad(
+            x, (0, extra) if x.dim() == 2 else (0, 0, 0, extra)
+        )
+
     def warm_up(self, rows: int, prompt_len: int) -> None:
         """Run one small step of each phase through slot 0 on, so that first times count as others.
 
         What it leaves in the cache is overwritten by the first prompts.
         """
-        for kind, start, q_len in ((StepKind.PREFILL, 0, prompt_len), (StepKind.DECODE, 0, 1)):
-            message = StepMessage(
-                kind=kind,
-                slots=range(rows),
-                starts=[start] * rows,
-                num_new=[q_len] * rows,
-                sample_steps=[0] * rows,
-                sampling=[SamplingParams()] * rows,
-                tokens=[[0] * q_len] * rows,
-            )
-            hidden = None
-            if self.model.embedding is None:
-                hidden = torch.zeros((rows, q_len, self.model.spec.hidden), dtype=self._dtype)
-            self.run(message, hidden)
+        self._run_zeros(StepKind.PREFILL, rows, prompt_len)
+        self._run_zeros(StepKind.DECODE, rows, 1)
+
+    def warm_up_shapes(self, plan: Plan) -> None:
+        """Run the shapes to come on a CPU, where a product of a new one takes twice its time.
+
+        The planned numbers of rows run at some widths, as far as `WARM_UP_S` goes, and prompts are
+        then padded to the next of these.
+        """
+        if self._device.type != "cpu":
+            return
+        workload = plan.workload
+        prompt_len = min(workload.prompt_len, workload.max_len)
+        decode_rows = min(plan.decode_microbatch, workload.batch)
+        prefill_rows = min(plan.prefill_microbatch, workload.batch)
+        gap = max(MIN_WIDTH, -(-prompt_len // NUM_WIDTHS))
+        widths = [*range(gap, prompt_len, gap), prompt_len]
+        shapes = [(StepKind.PREFILL, prefill_rows, width) for width in widths]
+        shapes += [(StepKind.DECODE, rows, 1) for rows in range(decode_rows - 1, 0, -1)]
+        shapes += [
+            (StepKind.PREFILL, rows, width)
+            for rows in range(prefill_rows - 1, 0, -1)
+            for width in widths
+        ]
+        left_s, token_s = WARM_UP_S, 0.0
+        for kind, rows, q_len in shapes:
+            if rows * q_len * token_s > left_s:
+                break
+            seconds = self._run_zeros(kind, rows, q_len)
+            left_s -= seconds
+            if kind is StepKind.PREFILL:
+                token_s = seconds / (rows * q_len)
+                self._widths.setdefault(rows, []).append(q_len)
+
+    def _run_zeros(self, kind: StepKind, rows: int, q_len: int) -> float:
+        """Run a step of token 0 through the slots from 0 on; return its seconds."""
+        message = StepMessage(
+            kind=kind,
+            slots=range(rows),
+            starts=[0] * rows,
+            num_new=[q_len] * rows,
+            sample_steps=[0] * rows,
+            sampling=[SamplingParams()] * rows,
+            tokens=[[0] * q_len] * rows,
+        )
+        hidden = None
+        if self.model.embedding is None:
+            hidden = torch.zeros((rows, q_len, self.model.spec.hidden), dtype=self._dtype)
+        started_s = time.perf_counter()
+        self.run(message, hidden)
+        return time.perf_counter() - started_s
 
 
 def build_stage(

@@ -11,7 +11,7 @@ Legend: B rows of the micro-batch, Q new tokens per row, T keys in sight, H quer
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -84,6 +84,11 @@ class Step:
         if key not in self.memo:
             self.memo[key] = make()
         return self.memo[key]
+
+    def padded(self, q_len: int) -> Step:
+        """Return a fresh step whose rows are padded to `q_len`; what is padding is never read."""
+        assert self.fresh and q_len >= self.q_len
+        return replace(self, q_len=q_len, max_end=q_len, uniform=False, memo={})
 
     def last_valid(self, x_BQH: Tensor) -> Tensor:
         """Return [B, H]: each row at its last valid token."""
