@@ -123,23 +123,23 @@ def norm_round_kernel(
 
     # outliers: 8 bits, one scale
     if outliers > 0:
-        at = tl.arange(0, 128)[None, :]
-        y = _ordered(
+        slot = tl.arange(0, 128)[None, :]
+        kept = _ordered(
             x_row,
             WEIGHT,
             BIAS,
             INDEX,
-            normal + at,
-            at < outliers,
+            normal + slot,
+            slot < outliers,
             mean,
             rstd,
             NORM,
             HAS_BIAS,
             HAS_INDEX,
         )
-        q, scale = _codes(y[None], 8, False, 1.0)
-        tl.store(code_row + width + at[None], q.to(tl.int8))
-        tl.store(scale_row + GROUPS + tl.zeros((1, 1), tl.int32), scale)
+        kept_q, kept_scale = _codes(kept[None], 8, False, 1.0)
+        tl.store(code_row + width + slot[None], kept_q.to(tl.int8))
+        tl.store(scale_row + GROUPS + tl.zeros((1, 1), tl.int32), kept_scale)
 
 
 @triton.jit
@@ -216,24 +216,27 @@ def act_round_kernel(
     code_at = rows.to(tl.int64)[:, None] * (width + (outliers > 0) * 128) + block * 128 + j[None, :]
     scale_at = rows.to(tl.int64) * (GROUPS + 1 + FP8 * GROUPS)
     if is_outlier:
-        q, scale = _codes(y[:, None, :], 8, False, 1.0)
-        tl.store(CODES + code_at[:, None, :], q.to(tl.int8), mask=(rows < M)[:, None, None])
-        tl.store(SCALES + (scale_at + GROUPS)[:, None], scale, mask=(rows < M)[:, None])
+        kept_q, kept_scale = _codes(y[:, None, :], 8, False, 1.0)
+        kept_at = code_at[:, None, :]
+        tl.store(CODES + kept_at, kept_q.to(tl.int8), mask=(rows < M)[:, None, None])
+        tl.store(SCALES + (scale_at + GROUPS)[:, None], kept_scale, mask=(rows < M)[:, None])
     else:
+        turned = y
         if ROTATE:
             h = tl.load(HADAMARD + j[:, None] * 128 + j[None, :])
             precision: tl.constexpr = "ieee" if INTERPRET else "tf32x3"
-            y = tl.dot(y, h, input_precision=precision)
+            turned = tl.dot(y, h, input_precision=precision)
         parts: tl.constexpr = 128 // GROUP if GROUPS > 1 else 1
-        q, scale = _codes(tl.reshape(y, (BLOCK_M, parts, 128 // parts)), BITS, SIGNED, CLIP)
+        grouped = tl.reshape(turned, (BLOCK_M, parts, 128 // parts))
+        q, scale = _codes(grouped, BITS, SIGNED, CLIP)
         flat = tl.reshape(_bytes(q, FP8), (BLOCK_M, 128))
         tl.store(CODES + code_at, flat, mask=(rows < M)[:, None])
         part = tl.arange(0, parts)
-        at = scale_at[:, None] + block * parts + part[None, :]
-        tl.store(SCALES + at, scale, mask=(rows < M)[:, None])
+        first = scale_at[:, None] + block * parts + part[None, :]
+        tl.store(SCALES + first, scale, mask=(rows < M)[:, None])
         if FP8:
             sums = tl.sum(q, axis=2) * -0.015625
-            tl.store(SCALES + at + GROUPS + 1, sums, mask=(rows < M)[:, None])
+            tl.store(SCALES + first + GROUPS + 1, sums, mask=(rows < M)[:, None])
 
 
 @triton.jit
