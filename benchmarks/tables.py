@@ -120,11 +120,31 @@ def over_vllm(row: Row) -> str:
 
 KV_32K = {"heads": 32, "kv_heads": 8, "batch": 8, "context": 32768, "kv": "kv4", "op": "attend"}
 
+
+def perplexity_and_size(row: Row) -> str:
+    """Show a perplexity, by how much it exceeds 16-bit, and the megabytes of all layers."""
+    return f"{increase_over_baseline('w16a16')(row)} {row['case']['layer_bytes'] / 1e6:.1f} MB"
+
+
 TABLES: dict[str, Pivot] = {
+    "atom_ablation": Pivot(
+        file="atom.jsonl",
+        bench="atom_ablation",
+        index=("step",),
+        column="model",
+        show=perplexity_and_size,
+    ),
+    "atom_acceptance": Pivot(
+        file="atom.jsonl",
+        bench="atom_acceptance",
+        index=("model", "weights"),
+        column="gamma",
+        show=lambda row: f"{row['value']:.3f}",
+    ),
     "e2e": Pivot(
         file="e2e.jsonl",
         bench="e2e",
-        index=("model", "cluster", "batch", "prompt", "gen", "precision", "kv"),
+        index=("model", "cluster", "batch", "prompt", "gen", "precision", "dtype", "kv"),
         where={"graphs": True},
         show=over_vllm,
         value_title="output tokens/s",

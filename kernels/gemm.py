@@ -365,7 +365,15 @@ def _(
 def linear_gpu(
     x_MK: Tensor, q: QuantizedWeight, bias: Tensor | None, residual_MN: Tensor | None
 ) -> Tensor:
-    """Multiply x [M, K] by a FRAGMENT weight through the custom op."""
+    """Multiply x [M, K] by a FRAGMENT weight; through the custom op where torch.compile traces.
+
+    Dispatching the op is host time that short prompts wait for (H200, eager, a layer of 16 tokens:
+    0.79 ms with four of them, 0.40 ms with dense weights).
+    """
+    if not torch.compiler.is_compiling():
+        rows, k = x_MK.shape
+        return run(plan(q.bits, q.out_features, k, bucket(rows) or rows, x_MK.device), x_MK, q,
+                   bias, residual_MN)  # fmt: skip
     return quantized_linear(
         x_MK,
         list(q.planes),

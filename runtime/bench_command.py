@@ -47,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                       help="plan.json (default: a whole model on one device)")  # fmt: skip
     what.add_argument("--model", metavar="DIR|NAME", help="directory, or a built-in architecture")
     what.add_argument("--bits", default="w16a16", metavar="PRECISION", help="without a plan")
+    what.add_argument("--symmetric", action="store_true", help="weights without zeros")
     what.add_argument("--kv", default="kv16", metavar="PRECISION", help="without a plan")
     what.add_argument("--dtype", default="bfloat16", choices=("float16", "bfloat16", "float32"))
     what.add_argument("--batch", type=int, default=32, help="without a plan")
@@ -142,6 +143,8 @@ def single_plan(spec: ModelSpec, args: argparse.Namespace) -> Plan:
         prefill_microbatch=args.prefill_microbatch or args.batch,
         decode_microbatch=args.decode_microbatch or args.batch,
     )
+    form = plan.quantization.model_copy(update={"symmetric": args.symmetric})
+    plan = plan.model_copy(update={"quantization": form})
     if not torch.cuda.is_available():
         return plan
     kind = canonical_kind(torch.cuda.get_device_name(0))
@@ -301,6 +304,7 @@ def add_row(path: Path, bench: Bench, report: dict[str, Any], args: argparse.Nam
         "gen": plan.workload.gen_len,
         "plan": plan.solver.method,
         "weights": "dummy" if bench.dummy else "checkpoint",
+        "symmetric": plan.quantization.symmetric,
         "graphs": bench.graphs,
     }
     per_step = 1e3 / max(1, plan.workload.gen_len - 1)

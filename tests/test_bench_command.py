@@ -84,3 +84,14 @@ def test_a_memory_cap_is_a_share_of_the_gpu():
     assert memory_share(97 << 30, 96 << 30, "a") == 1.0
     with pytest.raises(ValueError, match="leaves nothing"):
         memory_share(0, 1, "a")
+
+
+def test_weights_without_zeros_are_fewer_bytes(demo_model, capsys):
+    where = ["--model", str(demo_model), "--load-format", "dummy", "--in-process", "--json"]
+    job = ["--batch", "1", "--prompt", "4", "--gen", "2", "--repeat", "1", "--warm-up", "0"]
+    sizes = []
+    for flags in (["--symmetric"], []):
+        assert main(["bench", *where, *job, "--bits", "w4a16", *flags]) == 0
+        report = json.loads(capsys.readouterr().out)
+        sizes.append(report["stages"][0]["memory"]["weights_bytes"])
+    assert sizes[0] < sizes[1]
