@@ -92,6 +92,7 @@ def _how_to_choose(parser: argparse.ArgumentParser) -> None:
     _flag(group, "--theta", type=float, help="seconds one unit of omega is worth (default 1)")
     _flag(group, "--quality-budget", type=float, help="fastest plan with sum omega at most this")
     _flag(group, "--pareto", action="store_true", help="list the front of time against sum omega")
+    _flag(group, "--pareto-points", type=int, default=25, help="points of the front at most")
     _flag(group, "--bits", default=None, help="precisions allowed: 3,4,8,16 or w8a8,w4a16")
     _flag(group, "--kv", "--kv-cache-dtype", default="16", help="KV bits allowed, such as 16,8,4")
     _flag(group, "--reserve", help="memory to leave free on every device, such as 1GiB")

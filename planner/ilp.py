@@ -18,7 +18,7 @@ from llmpq.planner.fits import fits
 from llmpq.planner.ilp_backends import Backend, solve_milp
 from llmpq.planner.ilp_model import StageIlp, build_ilp
 from llmpq.planner.orders import device_orders
-from llmpq.planner.outcome import OPTIMAL_GAP, Assignment, Infeasible, Outcome
+from llmpq.planner.outcome import OPTIMAL_GAP, Assignment, Infeasible, Outcome, Unfinished
 from llmpq.planner.pipeline_time import sum_omega, value
 from llmpq.planner.problem import Problem
 
@@ -49,7 +49,7 @@ def solve_ilp(
     if search.best is None:
         if search.closed:
             raise Infeasible(no_plan_fits(p))
-        raise Infeasible(f"no plan found within {time_limit_s:.0f} s; give a longer --time-limit")
+        raise Unfinished(f"no plan found within {time_limit_s:.0f} s; give a longer --time-limit")
     bound = min(search.bound, search.value) if search.all_orders else -math.inf
     proven = search.value - bound <= OPTIMAL_GAP * abs(search.value)
     return Outcome(

@@ -62,7 +62,9 @@ def make_and_show(args: argparse.Namespace) -> None:
             "keep a budget"
         )
     if args.pareto:
-        _show_front(args, problem, wish, path)
+        from llmpq.planner.show_front import show_front
+
+        show_front(args, problem, wish, path)
         return
     everything = wish.method == "all"
     best = answer(problem, wish, path) if not everything else _compare(args, problem, wish, path)
@@ -76,7 +78,7 @@ def make_and_show(args: argparse.Namespace) -> None:
     if args.json:
         sys.stdout.write(best.plan.dump_json())
         return
-    console = _console()
+    console = open_console()
     from llmpq.planner.report import print_plan
 
     print_plan(console, best.plan, seconds=best.outcome.seconds)
@@ -102,7 +104,9 @@ def answer(problem: Problem, wish: Wish, path: str | None) -> Answer:
             refusal = str(error)
             continue
         if best is None or outcome.value < best.outcome.value:
-            best = Answer(problem=priced, outcome=outcome, plan=checked_plan(priced, outcome, path))
+            # Under a budget the value is time alone.
+            valued = priced if wish.budget is None else priced.with_changes(theta=0.0)
+            best = Answer(problem=priced, outcome=outcome, plan=checked_plan(valued, outcome, path))
     if best is None:
         if wish.method not in ("exact", "ilp") or wish.budget is not None:
             _raise_unless_smaller(problem, refusal)
@@ -152,7 +156,8 @@ def checked_plan(problem: Problem, outcome: Outcome, path: str | None) -> Plan:
     return plan
 
 
-def _console() -> Console:
+def open_console() -> Console:
+    """Return the console of results: wide where no terminal says how wide it is."""
     from rich.console import Console
 
     return Console(width=None if sys.stdout.isatty() else 160)
@@ -176,7 +181,7 @@ def _compare(args: argparse.Namespace, problem: Problem, wish: Wish, path: str |
         offload = estimate_flexgen(problem)
         rows = {m: a.plan if isinstance(a, Answer) else a for m, a in answers.items()}
         seconds = {m: a.outcome.seconds for m, a in answers.items() if isinstance(a, Answer)}
-        _console().print(comparison_table(rows, seconds, offload))
+        open_console().print(comparison_table(rows, seconds, offload))
     return min(found, key=lambda a: a.outcome.value)
 
 
@@ -208,44 +213,3 @@ def _what_if(console: Console, change: str, best: Answer, wish: Wish, path: str 
         highlight=False,
         soft_wrap=True,
     )
-
-
-def _front(problem: Problem, wish: Wish, path: str | None) -> list[Plan]:
-    """Return the undominated plans of the fronts of every KV precision, fastest first."""
-    from llmpq.planner.quality import pareto_front
-
-    found = []
-    for kv in wish.kvs:
-        work = problem.workload.model_copy(update={"kv": kv})
-        priced = problem.with_changes(workload=work)
-        try:
-            points = pareto_front(priced, time_limit_s=wish.time_limit_s / len(wish.kvs))
-        except Infeasible:
-            continue
-        found += [(point.time_s, point.omega, priced, point) for point in points]
-    if not found:
-        raise DoesNotFitError(explain_infeasible(problem))
-    plans, least = [], float("inf")
-    for _, omega, priced, point in sorted(found, key=lambda row: row[:2]):
-        if omega < least:
-            least = omega
-            plans.append(checked_plan(priced.with_changes(theta=point.theta), point.outcome, path))
-    return plans
-
-
-def _show_front(args: argparse.Namespace, problem: Problem, wish: Wish, path: str | None) -> None:
-    """Print the front; write its plans to `-o` as one JSON list."""
-    import json
-
-    from llmpq.planner.report import front_table
-
-    plans = _front(problem, wish, path)
-    content = [json.loads(plan.dump_json()) for plan in plans]
-    if args.output:
-        from pathlib import Path
-
-        Path(args.output).write_text(json.dumps(content, indent=1) + "\n")
-    if args.json:
-        sys.stdout.write(json.dumps(content, indent=1) + "\n")
-        return
-    _console().print(front_table(plans))

@@ -63,3 +63,7 @@ class Outcome:
 
 class Infeasible(DoesNotFitError):
     """No plan fits; the command explains it with `planner/advice.py`."""
+
+
+class Unfinished(Infeasible):
+    """No plan was found in the time given; there may be one."""

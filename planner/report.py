@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from llmpq.planner.flexgen import OffloadEstimate
+    from llmpq.planner.front import FrontPoint
 
 
 def bits_text(stage: StagePlan) -> str:
@@ -168,22 +170,24 @@ def comparison_table(
     return table
 
 
-def front_table(plans: list[Plan]) -> Table:
-    """Return the front of time against sum omega, fastest first."""
+def front_table(plans: Sequence[Plan], points: Sequence[FrontPoint]) -> Table:
+    """Return the front of time against sum omega, fastest first, numbered as its files are."""
     from rich import box
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("time", "sum omega", "theta", "tokens/s", "micro-batches", "stages"):
+    for name in ("", "time", "gap", "sum omega", "theta", "tokens/s", "micro-batches", "stages"):
         table.add_column(name, justify="left" if name == "stages" else "right")
-    for plan in plans:
+    for number, (plan, point) in enumerate(zip(plans, points, strict=True), start=1):
         if plan.predicted is None:
             continue
         stages = " | ".join(f"{s.device} {s.layers[0]}-{s.layers[1] - 1}" for s in plan.stages)
         table.add_row(
+            str(number),
             f"{plan.predicted.total_s:.3f} s",
+            "none" if plan.solver.gap is None else f"{plan.solver.gap:.1e}",
             f"{plan.predicted.sum_omega:.4g}",
-            f"{plan.solver.theta:.3g}",
+            f"{point.theta:.3g}" if point.supported else "-",
             f"{plan.predicted.output_tokens_per_s:.1f}",
             f"{plan.prefill_microbatch}, {plan.decode_microbatch}",
             stages,

@@ -1,0 +1,110 @@
+"""`--pareto`: the front's plans as files or one JSON, and as a table with what it leaves out."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from llmpq.errors import DoesNotFitError
+from llmpq.plan import Plan
+from llmpq.planner.advice import explain_infeasible
+from llmpq.planner.front import FrontPoint, pareto_front
+from llmpq.planner.make import Wish, checked_plan, open_console
+from llmpq.planner.outcome import Infeasible
+from llmpq.planner.problem import Problem
+
+
+@dataclass(frozen=True, kw_only=True)
+class ListedFront:
+    """The undominated points over all KV precisions, their plans, and how much they leave out."""
+
+    points: tuple[FrontPoint, ...]
+    plans: tuple[Plan, ...]
+    width: float
+    complete: bool
+
+
+def show_front(args: argparse.Namespace, problem: Problem, wish: Wish, path: str | None) -> None:
+    """Write the plans of the front next to `-o`, print the table (or all of it as JSON)."""
+    if wish.method != "exact":
+        raise ValueError(f"--pareto is for --method exact, not {wish.method}")
+    if wish.budget is not None:
+        raise ValueError("--pareto lists every budget; leave --quality-budget out")
+    if args.pareto_points < 2:
+        raise ValueError(f"--pareto-points must be at least 2, got {args.pareto_points}")
+    front = list_front(problem, wish, path, args.pareto_points)
+    written = []
+    for number, plan in enumerate(front.plans if args.output else (), start=1):
+        written.append(_numbered(Path(args.output), number))
+        plan.save_json(written[-1])
+    if args.json:
+        sys.stdout.write(json.dumps(_content(front), indent=1) + "\n")
+        return
+    from llmpq.planner.report import front_table
+
+    console = open_console()
+    console.print(front_table(front.plans, front.points))
+    console.print(coverage(front), highlight=False, soft_wrap=True)
+    if written:
+        console.print(f"wrote {written[0]} ... {written[-1]}", highlight=False, soft_wrap=True)
+
+
+def list_front(problem: Problem, wish: Wish, path: str | None, points: int) -> ListedFront:
+    """Return the undominated plans of the fronts of every KV precision, fastest first."""
+    found: list[tuple[float, float, int, FrontPoint, Problem]] = []
+    width, complete = 0.0, True
+    for kv in wish.kvs:
+        work = problem.workload.model_copy(update={"kv": kv})
+        priced = problem.with_changes(workload=work, theta=0.0)
+        try:
+            front = pareto_front(
+                priced, points=points, time_limit_s=wish.time_limit_s / len(wish.kvs)
+            )
+        except Infeasible:
+            continue
+        width, complete = max(width, front.width), complete and front.complete
+        found += [
+            (q.time_s, q.omega, len(found) + k, q, priced) for k, q in enumerate(front.points)
+        ]
+    if not found:
+        raise DoesNotFitError(explain_infeasible(problem))
+    kept, plans, least = [], [], math.inf
+    for _, omega, _, point, priced in sorted(found, key=lambda row: row[:3]):
+        if omega < least:
+            least = omega
+            kept.append(point)
+            plans.append(checked_plan(priced, point.outcome, path))
+    return ListedFront(points=tuple(kept), plans=tuple(plans), width=width, complete=complete)
+
+
+def coverage(front: ListedFront) -> str:
+    """Return one sentence: what is proven of the plans that are not listed."""
+    count = f"{len(front.points)} point{'s' * (len(front.points) != 1)}"
+    if front.complete:
+        return f"{count}, proven to be the whole front"
+    if not math.isfinite(front.width):
+        return f"{count}; what lies between them is not proven; give a longer --time-limit"
+    share = f"{front.width:.2%}"
+    return (
+        f"{count}; proven: for every plan there is one listed here that is at most {share} slower "
+        f"with no more sum omega, or no slower with at most {share} more sum omega; for a finer "
+        "list give more --pareto-points or a longer --time-limit"
+    )
+
+
+def _content(front: ListedFront) -> dict[str, object]:
+    return {
+        "schema": 1,
+        "resolution": front.width if math.isfinite(front.width) else None,
+        "complete": front.complete,
+        "plans": [json.loads(plan.dump_json()) for plan in front.plans],
+    }
+
+
+def _numbered(path: Path, number: int) -> Path:
+    """`plan.json` -> `plan.3.json`."""
+    return path.with_name(f"{path.stem}.{number}{path.suffix or '.json'}")
