@@ -6,6 +6,7 @@ B: requests.  Q: new tokens, right padded.  X: gathered runs of positions.  T: k
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -34,6 +35,16 @@ class Recent:
     ring_XT: Tensor
     is_new_XT: Tensor
 
+    def rows(self, part: slice) -> Recent:
+        """Return some of the runs."""
+        return Recent(
+            self.request_X1[part],
+            self.slot_X1[part],
+            self.new_XT[part],
+            self.ring_XT[part],
+            self.is_new_XT[part],
+        )
+
     def read(self, ring_SGRD: Tensor, new_BQGD: Tensor) -> Tensor:
         """Return [X, G, T, D]."""
         new = new_BQGD[self.request_X1, self.new_XT]
@@ -52,19 +63,83 @@ class Completed:
 
 @dataclass(frozen=True)
 class StepView:
-    """One step as the plain-torch cache sees it."""
+    """One step as the plain-torch cache sees it; what no layer asks for is never made."""
 
-    slots_B: Tensor
-    blocks: int
-    """Packed blocks of the longest request."""
-    recent: Recent
-    completed: Completed | None
-    write: tuple[Tensor, Tensor, Tensor, Tensor]
-    """Request, new token, slot and ring place of every token the ring takes."""
-    seen_BQT: Tensor
-    """Which keys (packed, then recent) a query sees."""
-    distance_BQT: Tensor
-    """Key position - query position."""
+    rows: Rows
+    starts: list[int]
+    ends: list[int]
+    q_len: int
+    exact_prompt: bool
+
+    @cached_property
+    def blocks(self) -> int:
+        """Packed blocks of the longest request."""
+        return max([packed_end(end - 1) for end in self.ends], default=0) // BLOCK_TOKENS
+
+    @cached_property
+    def width(self) -> int:
+        """16-bit keys of the request that has most."""
+        since = [packed_end(start) for start in self.starts]
+        return max([end - first for end, first in zip(self.ends, since, strict=True)], default=0)
+
+    @property
+    def num_keys(self) -> int:
+        """Keys in sight, packed and recent."""
+        return self.blocks * BLOCK_TOKENS + self.width
+
+    @cached_property
+    def recent(self) -> Recent:
+        """The 16-bit keys and values of every request."""
+        request_B = torch.arange(len(self.ends), device=self.rows.start_B.device)
+        return _recent(self.rows, request_B, self._recent_BT, self.q_len)
+
+    @cached_property
+    def completed(self) -> Completed | None:
+        """Blocks that no query before this step saw packed."""
+        return _completed(self.rows, self.starts, self.ends, self.q_len)
+
+    @cached_property
+    def write(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Request, new token, slot and ring place of every token the ring takes."""
+        return _write(self.rows, self.q_len)
+
+    @cached_property
+    def seen_BQT(self) -> Tensor:
+        """Which keys (packed, then recent) a query sees."""
+        query_BQ1, key_B1T = self._query_BQ1, self._key_B1T
+        line = (query_BQ1 - HOLDBACK_TOKENS).div(BLOCK_TOKENS, rounding_mode="floor").clamp(min=0)
+        line = line * BLOCK_TOKENS
+        if self.exact_prompt:
+            line = line.masked_fill((self.rows.start_B == 0)[:, None, None], 0)
+        packed = self.blocks * BLOCK_TOKENS
+        is_packed = torch.arange(key_B1T.shape[-1], device=key_B1T.device) < packed
+        below = key_B1T < line
+        return torch.where(is_packed, below, ~below & (key_B1T <= query_BQ1))
+
+    @cached_property
+    def distance_BQT(self) -> Tensor:
+        """Key position - query position."""
+        return self._key_B1T - self._query_BQ1
+
+    @property
+    def _recent_BT(self) -> Tensor:
+        """Position of every 16-bit key."""
+        since = torch.tensor([packed_end(start) for start in self.starts])
+        return (since[:, None] + torch.arange(self.width)).to(self.rows.start_B.device)
+
+    @property
+    def _key_B1T(self) -> Tensor:
+        """Position of every key."""
+        recent_BT = self._recent_BT
+        old_T = torch.arange(self.blocks * BLOCK_TOKENS, device=recent_BT.device)
+        return torch.cat([old_T.expand(len(self.ends), -1), recent_BT], 1)[:, None]
+
+    @property
+    def _query_BQ1(self) -> Tensor:
+        """Position of every query, padding at its row's last."""
+        start_B, num_new_B = self.rows.start_B, self.rows.num_new_B
+        query_BQ = start_B[:, None] + torch.arange(self.q_len, device=start_B.device)
+        return torch.minimum(query_BQ, (start_B + num_new_B - 1)[:, None])[..., None]
 
 
 def completed_blocks(start: int, end: int) -> range:
@@ -75,33 +150,9 @@ def completed_blocks(start: int, end: int) -> range:
 
 def look(rows: Rows, q_len: int, *, exact_prompt: bool = False) -> StepView:
     """Derive a step; with `exact_prompt` requests that start at 0 see themselves in 16 bits."""
-    device = rows.start_B.device
     starts = rows.start_B.tolist()
     ends = [start + count for start, count in zip(starts, rows.num_new_B.tolist(), strict=True)]
-    since = [packed_end(start) for start in starts]
-    width = max([end - first for end, first in zip(ends, since, strict=True)], default=0)
-    blocks = max([packed_end(end - 1) for end in ends], default=0) // BLOCK_TOKENS
-    request_B = torch.arange(len(ends), device=device)
-    pos_BT = torch.tensor(since, device=device)[:, None] + torch.arange(width, device=device)
-    old_T = torch.arange(blocks * BLOCK_TOKENS, device=device)
-    key_B1T = torch.cat([old_T.expand(len(ends), -1), pos_BT], 1)[:, None]
-    query_BQ1 = rows.start_B[:, None] + torch.arange(q_len, device=device)
-    query_BQ1 = torch.minimum(query_BQ1, (rows.start_B + rows.num_new_B - 1)[:, None])[..., None]
-    line = (query_BQ1 - HOLDBACK_TOKENS).div(BLOCK_TOKENS, rounding_mode="floor").clamp(min=0)
-    line = line * BLOCK_TOKENS
-    if exact_prompt:
-        line = line.masked_fill((rows.start_B == 0)[:, None, None], 0)
-    is_packed = torch.arange(key_B1T.shape[-1], device=device) < len(old_T)
-    in_ring = (key_B1T >= line) & (key_B1T <= query_BQ1)
-    return StepView(
-        slots_B=rows.slots_B,
-        blocks=blocks,
-        recent=_recent(rows, request_B, pos_BT, q_len),
-        completed=_completed(rows, starts, ends, q_len),
-        write=_write(rows, q_len),
-        seen_BQT=torch.where(is_packed, key_B1T < line, in_ring),
-        distance_BQT=key_B1T - query_BQ1,
-    )
+    return StepView(rows, starts, ends, q_len, exact_prompt)
 
 
 def _recent(rows: Rows, request_X: Tensor, pos_XT: Tensor, q_len: int) -> Recent:

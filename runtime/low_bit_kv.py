@@ -13,6 +13,7 @@ from llmpq.kernels.kv_cache import QuantizedKVCache, StepPlan
 from llmpq.kernels.kv_formats import KVFormat
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
+from llmpq.runtime.attention import attend_fresh
 from llmpq.runtime.step import Step
 
 
@@ -63,6 +64,12 @@ class LowBitKV:
         alibi_slopes_H: Tensor | None = None,
     ) -> Tensor:
         """Append the step's keys and values, then return its causal attention [B, Q, H, D]."""
+        if step.fresh and self.cache.exact_prompt:
+            # The bias of the scores is made once per step.
+            self.append(layer, k_BQGD, v_BQGD, step)
+            return attend_fresh(
+                q_BQHD, k_BQGD, v_BQGD, step, scale=scale, alibi_slopes_H=alibi_slopes_H
+            )
         return self.cache.run(
             self._planned(step),
             layer,
