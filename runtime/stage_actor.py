@@ -157,6 +157,8 @@ class StageActor:
         """Run the stage's loop until the job ends."""
         self._use_threads()
         assert self._compute is not None
+        if is_cpu(self._stage):
+            self._compute.warm_up(1, 1)  # what libraries keep per thread
         num_stages = len(self._plan.stages)
         transport = self._transport() if num_stages > 1 else None
         if self._index == 0:

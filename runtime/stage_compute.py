@@ -35,6 +35,7 @@ MEMORY_TOLERANCE = 0.05
 
 WARM_UP_S = 2.0
 """How long a stage on a CPU goes on running shapes to come."""
+GREEDY = SamplingParams()
 NUM_WIDTHS, MIN_WIDTH = 8, 8
 """Prompt widths that it runs, and the least distance between them."""
 
@@ -174,17 +175,20 @@ class StageCompute:
             for rows in range(prefill_rows - 1, 0, -1)
             for width in widths
         ]
+        drawn = SamplingParams(temperature=1.0, top_p=0.9)
         left_s, token_s = WARM_UP_S, 0.0
         for kind, rows, q_len in shapes:
             if rows * q_len * token_s > left_s:
                 break
-            seconds = self._run_zeros(kind, rows, q_len)
+            seconds = self._run_zeros(kind, rows, q_len, drawn)
             left_s -= seconds
             if kind is StepKind.PREFILL:
                 token_s = seconds / (rows * q_len)
                 self._widths.setdefault(rows, []).append(q_len)
 
-    def _run_zeros(self, kind: StepKind, rows: int, q_len: int) -> float:
+    def _run_zeros(
+        self, kind: StepKind, rows: int, q_len: int, sampling: SamplingParams = GREEDY
+    ) -> float:
         """Run a step of token 0 through the slots from 0 on; return its seconds."""
         message = StepMessage(
             kind=kind,
@@ -192,7 +196,7 @@ class StageCompute:
             starts=[0] * rows,
             num_new=[q_len] * rows,
             sample_steps=[0] * rows,
-            sampling=[SamplingParams()] * rows,
+            sampling=[sampling] * rows,
             tokens=[[0] * q_len] * rows,
         )
         hidden = None
