@@ -120,17 +120,17 @@ class FrontSearch:
 
     def _goes_on(self, most: int) -> bool:
         late = time.perf_counter() >= self.deadline
-        return len(self.points) < most and not late and self.width(self._widest()) > 2 * SAME
+        if late or not self.openings or len(self.points) >= most:
+            return False
+        return self.width(self._widest()) > 2 * SAME
 
     def _widest(self) -> Opening:
-        if not self.openings:
-            return Opening(left=self.points[0], right=self.points[0], omega_low=math.inf)
         return max(self.openings, key=self.width)
 
     def _add_supported(self, most: int) -> None:
         """Split openings at the theta that makes the neighbours equal, widest first."""
         edges: list[Opening] = []
-        while self.openings and self._goes_on(most):
+        while self._goes_on(most):
             opening = self._widest()
             self.openings.remove(opening)
             left, right = opening.left, opening.right

@@ -196,7 +196,7 @@ def _explain(console: Console, best: Answer) -> None:
 
 
 def _what_if(console: Console, change: str, best: Answer, wish: Wish, path: str | None) -> None:
-    from llmpq.planner.what_if import changed_problem
+    from llmpq.planner.what_if import changed_problem, compared
 
     try:
         other = answer(changed_problem(best.problem, change), wish, path)
@@ -205,11 +205,5 @@ def _what_if(console: Console, change: str, best: Answer, wish: Wish, path: str 
         return
     before, after = best.plan.predicted, other.plan.predicted
     assert before is not None and after is not None, "the planner always predicts"
-    console.print(
-        f"what if {change}: {after.total_s:.3f} s ({after.total_s / before.total_s - 1:+.1%}), "
-        f"{after.output_tokens_per_s:.1f} tokens/s "
-        f"({after.output_tokens_per_s / before.output_tokens_per_s - 1:+.1%}), "
-        f"sum omega {after.sum_omega:.4g} (now {before.sum_omega:.4g})",
-        highlight=False,
-        soft_wrap=True,
-    )
+    line = f"what if {change}: {compared(before, after)}"
+    console.print(line, highlight=False, soft_wrap=True)

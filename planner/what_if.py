@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from llmpq.cluster import Cluster, DeviceGroup, Node
 from llmpq.device_spec import canonical_kind
+from llmpq.plan import Predicted
 from llmpq.planner.costs import CostBook
 from llmpq.planner.problem import Problem
 from llmpq.planner.roofline import estimate_costs
@@ -29,6 +30,16 @@ def changed_problem(p: Problem, change: str) -> Problem:
         )
     work = p.workload.model_copy(update={WORKLOAD_KEYS[key]: int(number)})
     return p.with_changes(workload=work)
+
+
+def compared(before: Predicted, after: Predicted) -> str:
+    """Return the new time, rate and quality beside the old ones."""
+    slower = after.total_s / before.total_s - 1
+    faster = after.output_tokens_per_s / before.output_tokens_per_s - 1
+    return (
+        f"{after.total_s:.3f} s ({slower:+.1%}), {after.output_tokens_per_s:.1f} tokens/s "
+        f"({faster:+.1%}), sum omega {after.sum_omega:.4g} (now {before.sum_omega:.4g})"
+    )
 
 
 def _with_cluster(p: Problem, cluster: Cluster) -> Problem:

@@ -279,17 +279,6 @@ def test_budget_is_kept_and_proven(capsys: pytest.CaptureFixture[str], tmp_path:
     assert "note: fastest with sum omega <= 1 (theta at the budget" in text
 
 
-def test_front_lists_undominated_plans(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    out = tmp_path / "front.json"
-    words = ["--cluster", str(PAPER / "02.yaml"), "--model", "opt-13b", "--global_bz", "8"]
-    code, text, _ = _run(capsys, *words, "--pareto", "--time-limit", "10", "-o", str(out))
-    assert code == 0 and "sum omega" in text
-    plans = json.loads(out.read_text())
-    points = [(p["predicted"]["total_s"], p["predicted"]["sum_omega"]) for p in plans]
-    assert len(points) >= 3 and points == sorted(points)
-    assert [o for _, o in points] == sorted((o for _, o in points), reverse=True)
-
-
 def test_explanations(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--cluster", str(PAPER / "03.yaml"), "--model", "opt-30b", "--global_bz", "8"]
     code, text, _ = _run(

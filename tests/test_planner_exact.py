@@ -18,7 +18,7 @@ from llmpq.planner.ilp import solve_ilp
 from llmpq.planner.outcome import Infeasible, Outcome
 from llmpq.planner.pipeline_time import sum_omega, value
 from llmpq.planner.problem import Problem
-from llmpq.planner.quality import pareto_front, solve_budget
+from llmpq.planner.quality import solve_budget
 from llmpq.planner.random_problems import random_problem
 
 pytestmark = pytest.mark.pure
@@ -110,17 +110,6 @@ def test_budget_is_brute_force_within_the_budget() -> None:
         assert found.bound is not None and found.bound <= best * (1 + 1e-9)
         solved += 1
     assert solved >= 15
-
-
-def test_front_is_undominated_and_each_point_is_optimal_for_its_theta() -> None:
-    p = _problem(11, **TINY).with_changes(objective="makespan")
-    points = pareto_front(p)
-    times = [point.time_s for point in points]
-    omegas = [point.omega for point in points]
-    assert times == sorted(times) and omegas == sorted(omegas, reverse=True)
-    for point in points:
-        best, _ = brute_force(p.with_changes(theta=point.theta))
-        assert point.outcome.value == pytest.approx(best, rel=2e-4)
 
 
 def test_pins_and_device_limits_are_kept() -> None:
