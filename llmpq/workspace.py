@@ -12,12 +12,23 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from llmpq.kv_format import (
+    BLOCK_TOKENS,
+    HOLDBACK_TOKENS,
+    RING_TOKENS,
+    packed_blocks,
+    padded_head_dim,
+)
 from llmpq.model_spec import ModelSpec
-from llmpq.precision import Precision, padded_k
+from llmpq.precision import KVPrecision, Precision, padded_k
 from llmpq.workload import Workload
 
 DEQUANTIZE_WEIGHTS = 1 << 20
 """Weights a CPU dequantises at a time (kernels/cpu_linear.py)."""
+
+KV_PIECE_ELEMENTS = 1 << 19
+"""Elements of a low-bit KV cache that a CPU dequantises or packs at a time, keys or values
+(kernels/kv_reference.py)."""
 
 
 def workspace_bytes(
@@ -36,8 +47,9 @@ def workspace_bytes(
     states it received.
     """
     e = workload.dtype_bytes
-    prefill = _Shape(prefill_microbatch, workload.prompt_len, workload.prompt_len, e, fresh=True)
-    decode = _Shape(decode_microbatch, 1, workload.max_len, e, fresh=False)
+    kv, prompt_len = workload.kv, workload.prompt_len
+    prefill = _Shape(prefill_microbatch, prompt_len, prompt_len, e, kv, fresh=True)
+    decode = _Shape(decode_microbatch, 1, workload.max_len, e, kv, fresh=False)
     peaks = []
     for shape in (prefill, decode):
         received = 0 if first else shape.tokens * spec.hidden * e
@@ -58,11 +70,31 @@ class _Shape:
     row_tokens: int
     keys: int
     element_bytes: int
+    kv: KVPrecision
     fresh: bool
 
     @property
     def tokens(self) -> int:
         return self.rows * self.row_tokens
+
+    @property
+    def low_bit(self) -> bool:
+        return self.kv is not KVPrecision.KV16
+
+    @property
+    def blocks(self) -> int:
+        """Packed blocks of a row with all its keys."""
+        return packed_blocks(self.keys)
+
+    @property
+    def recent(self) -> int:
+        """16-bit keys of the row that has most (llmpq/kv_format.py)."""
+        return min(self.keys, BLOCK_TOKENS + HOLDBACK_TOKENS)
+
+    @property
+    def completed(self) -> int:
+        """Blocks that the step completes: a prompt's, or one of every row."""
+        return self.rows * (self.blocks if self.fresh else min(1, self.blocks))
 
 
 def _layer_moments(spec: ModelSpec, shape: _Shape, *, quantized: bool) -> Iterator[int]:
@@ -84,6 +116,10 @@ def _layer_moments(spec: ModelSpec, shape: _Shape, *, quantized: bool) -> Iterat
     yield once + unit * (2 * h + qkv) + _positioned_bytes(spec, shape)
     rotated = qk if spec.positions == "rotary" else 0
     yield once + unit * (2 * h + qkv + rotated + q)
+    if shape.low_bit:
+        yield once + unit * (2 * h + qkv + rotated) + _packing_bytes(spec, shape)
+        if not shape.fresh:
+            yield once + unit * (2 * h + qkv + rotated + q) + _dequantised_bytes(spec, shape)
     yield once + unit * (2 * h + q) + linear(h, q)
     if spec.gated:
         yield once + unit * 3 * h + linear(2 * f, h)
@@ -120,7 +156,7 @@ def _positioned_bytes(spec: ModelSpec, shape: _Shape) -> int:
     unit, e = shape.tokens * shape.element_bytes, shape.element_bytes
     q, g = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
     if spec.positions == "alibi":
-        return 4 * _alibi_elements(spec, shape) if e < 4 else 0
+        return 4 * _alibi_elements(spec, shape) if e < 4 and _has_bias(shape) else 0
     if spec.positions == "learned":
         return 0
     if not spec.qk_norm:
@@ -132,14 +168,70 @@ def _positioned_bytes(spec: ModelSpec, shape: _Shape) -> int:
 def _step_bytes(spec: ModelSpec, shape: _Shape) -> int:
     """Return what a step derives once for all layers: cos and sin, the bias of the scores."""
     e = shape.element_bytes
+    view = _view_bytes(spec, shape) if shape.low_bit else 0
     if spec.positions == "alibi":
-        return _alibi_elements(spec, shape) * e
+        return view + (_alibi_elements(spec, shape) * e if _has_bias(shape) else 0)
     # A cached step of ragged rows masks each row's future for every head that shares keys.
-    mask = 0 if shape.fresh else shape.rows * (spec.heads // spec.kv_heads) * shape.keys * e
+    rep = spec.heads // spec.kv_heads
+    mask = 0 if not _has_bias(shape) or shape.fresh else shape.rows * rep * shape.keys * e
     if spec.positions == "learned":
-        return mask
+        return view + mask
     angles = shape.row_tokens if shape.fresh else shape.tokens
-    return mask + angles * spec.head_dim * e
+    return view + mask + angles * spec.head_dim * e
+
+
+def _has_bias(shape: _Shape) -> bool:
+    """Whether a step makes one bias for all layers; a low-bit cache masks its own keys."""
+    return shape.fresh or not shape.low_bit
+
+
+def _view_bytes(spec: ModelSpec, shape: _Shape) -> int:
+    """Return the tables of a step over a low-bit cache (kernels/kv_view.py).
+
+    Four int64 per token the ring takes; two and a flag per 16-bit token that is gathered; whether a
+    query sees a key, and with ALiBi how far it is.
+    """
+    tables = 32 * shape.rows * min(shape.row_tokens, RING_TOKENS)
+    gathered = shape.completed * BLOCK_TOKENS
+    if shape.fresh:
+        return tables + 17 * gathered
+    keys = shape.blocks * BLOCK_TOKENS + shape.recent
+    per_key = 9 if spec.positions == "alibi" else 1
+    return tables + 17 * (gathered + shape.rows * shape.recent) + per_key * shape.rows * keys
+
+
+def _packing_bytes(spec: ModelSpec, shape: _Shape) -> int:
+    """Return what packing a piece of the completed blocks needs, or writing the ring.
+
+    Keys and values of e bytes, in float32 where they are not, two float32 temporaries, codes.
+    """
+    e = shape.element_bytes
+    block = spec.kv_heads * BLOCK_TOKENS
+    at_once = max(1, KV_PIECE_ELEMENTS // (block * padded_head_dim(spec.head_dim)))
+    elements = min(shape.completed, at_once) * block * spec.head_dim
+    ring = shape.rows * min(shape.row_tokens, RING_TOKENS) * spec.kv_heads * spec.head_dim * e
+    return max(elements * (2 * e + (8 if e < 4 else 0) + 9), ring)
+
+
+def _dequantised_bytes(spec: ModelSpec, shape: _Shape) -> int:
+    """Return what attending over a piece of a low-bit cache needs: some rows, some heads.
+
+    The keys are whole when values are unpacked (bytes twice, words twice) and joined with the
+    newest tokens, or gathered where nothing is packed.
+    """
+    e, channels = shape.element_bytes, padded_head_dim(spec.head_dim)
+    row = shape.blocks * BLOCK_TOKENS + shape.recent
+    at_once = max(1, KV_PIECE_ELEMENTS // (row * channels))
+    rows = min(shape.rows, max(1, at_once // spec.kv_heads))
+    heads = rows * min(at_once, spec.kv_heads)
+    keys = heads * row * spec.head_dim * e
+    recent = heads * shape.recent * spec.head_dim * e
+    if not shape.blocks:
+        return keys + 3 * recent
+    old = heads * shape.blocks * BLOCK_TOKENS * channels
+    unpacking = old * max(2 + shape.kv.bits / 4, 1 + e)
+    masking = shape.rows * row * (11 if spec.positions != "alibi" else 19)
+    return keys + max(3 * recent, recent + int(unpacking), recent + old * e + keys, keys + masking)
 
 
 def _alibi_elements(spec: ModelSpec, shape: _Shape) -> int:

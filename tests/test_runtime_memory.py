@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,17 +12,19 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from llmpq.kernels import cpu_linear
+from llmpq.kernels import cpu_linear, kv_reference
 from llmpq.kv_format import kv_cache_bytes
 from llmpq.memory import Quantization, embedding_bytes, layer_weight_bytes, stage_memory
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
 from llmpq.runtime.generate import LocalPipeline
+from llmpq.runtime.kv_cache import KVCache
+from llmpq.runtime.kv_factory import make_kv_cache
 from llmpq.runtime.loader import RandomSource
 from llmpq.runtime.stage_model import DTYPES, StageModel
 from llmpq.runtime.step import Step
 from llmpq.workload import Workload
-from llmpq.workspace import DEQUANTIZE_WEIGHTS, workspace_bytes
+from llmpq.workspace import DEQUANTIZE_WEIGHTS, KV_PIECE_ELEMENTS, workspace_bytes
 
 pytestmark = pytest.mark.cpu
 MODELS = ("opt-13b", "bloom-560m", "llama-3.1-8b", "qwen3-8b")
@@ -146,17 +149,24 @@ def strided(values: Any) -> list[torch.Tensor]:
 
 def measured_peak(pipeline: LocalPipeline, stage_index: int) -> int:
     """Return the peak of a stage's temporaries over a prefill and the last decode step."""
-    stage, spec = pipeline.stages[stage_index], pipeline.spec
-    cache = pipeline.caches(BATCH, PROMPT + NEW - 1)[stage_index]
     ragged = [PROMPT + NEW - 2, *[PROMPT] * (BATCH - 1)]
-    peak = 0
-    for step in (
+    steps = (
         Step.of(range(BATCH), [0] * BATCH, [PROMPT] * BATCH),
         Step.of(range(BATCH), ragged, [1] * BATCH),
-    ):
-        received, x = 0, torch.zeros((BATCH, step.q_len), dtype=torch.long)
+    )
+    cache = pipeline.caches(BATCH, PROMPT + NEW - 1)[stage_index]
+    return peak_of_steps(pipeline.stages[stage_index], cache, steps, pipeline.dtype)
+
+
+def peak_of_steps(
+    stage: StageModel, cache: KVCache, steps: Sequence[Step], dtype: torch.dtype
+) -> int:
+    """Return the peak of a stage's temporaries, what it received included."""
+    peak = 0
+    for step in steps:
+        received, x = 0, torch.zeros((step.batch, step.q_len), dtype=torch.long)
         if stage.embedding is None:
-            x = torch.zeros((BATCH, step.q_len, spec.hidden), dtype=pipeline.dtype)
+            x = torch.zeros((step.batch, step.q_len, stage.spec.hidden), dtype=dtype)
             received = x.nbytes
         # Not in inference mode, which hides the temporaries of composite operators.
         with torch.no_grad(), LiveTensors() as tensors:
@@ -188,6 +198,69 @@ def test_temporaries_are_predicted_within_5_percent(name, precision, vocab, dtyp
         decode_microbatch=BATCH,
     )
     assert predicted == pytest.approx(measured_peak(pipeline, 0), rel=0.05)
+
+
+LOW_BIT_STEPS = {
+    # A prompt of two packed blocks a row.
+    "prefill": (300, 6, [([0] * BATCH, 300)]),
+    # Rows with most 16-bit keys and with most packed ones; then all rows complete a block.
+    "decode": (48, 260, [([0], 48), ([271, 272, 272, 306], 1), ([272] * BATCH, 1)]),
+    # Before anything is packed.
+    "first tokens": (20, 100, [([0], 20), ([118, 80, 90, 100], 1)]),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("phase", LOW_BIT_STEPS)
+@pytest.mark.parametrize("kv", [KVPrecision.KV8, KVPrecision.KV4, KVPrecision.KV2])
+@pytest.mark.parametrize("name", MODELS)
+def test_temporaries_of_low_bit_caches_are_predicted_within_5_percent(name, kv, phase, dtype):
+    predicted, measured = low_bit_peaks(name, kv, phase, dtype)
+    assert predicted == pytest.approx(measured, rel=0.05)
+
+
+def low_bit_peaks(name: str, kv: KVPrecision, phase: str, dtype: str) -> tuple[int, int]:
+    """Return predicted and measured bytes of one stage's temporaries over a low-bit cache."""
+    prompt, new, rows = LOW_BIT_STEPS[phase]
+    spec = small(name)
+    workload = Workload(batch=BATCH, prompt_len=prompt, gen_len=new, dtype=dtype, kv=kv)
+    pipeline = local(spec, "w16a16", dtype)
+    cache = make_kv_cache(
+        spec,
+        kv,
+        num_layers=LAYERS,
+        slots=BATCH,
+        max_len=workload.max_len,
+        dtype=DTYPES[dtype],
+    )
+    steps = [Step.of(range(len(at)), at, [count] * len(at)) for at, count in rows]
+    predicted = workspace_bytes(
+        spec,
+        workload,
+        precisions=pipeline_precisions("w16a16"),
+        first=True,
+        last=True,
+        prefill_microbatch=len(rows[0][0]),
+        decode_microbatch=BATCH,
+    )
+    return predicted, peak_of_steps(pipeline.stages[0], cache, steps, DTYPES[dtype])
+
+
+@pytest.mark.parametrize("name", ["opt-13b", "bloom-560m"])
+def test_a_cache_that_is_dequantised_whole_is_noticed(name, monkeypatch):
+    """Planted: the pieces have no bound."""
+    monkeypatch.setattr(kv_reference, "PIECE_ELEMENTS", 1 << 30)
+    predicted, measured = low_bit_peaks(name, KVPrecision.KV4, "decode", "float32")
+    assert measured > 1.05 * predicted
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_forgotten_copy_of_the_keys_is_noticed(name, monkeypatch):
+    """Planted: joining packed and 16-bit keys goes through another tensor."""
+    joined = kv_reference._joined
+    monkeypatch.setattr(kv_reference, "_joined", lambda old, new: joined(old.clone(), new))
+    predicted, measured = low_bit_peaks(name, KVPrecision.KV4, "decode", "float32")
+    assert measured > 1.05 * predicted
 
 
 def pipeline_precisions(precision: str) -> tuple[Precision, ...]:
@@ -232,5 +305,6 @@ def test_a_forgotten_temporary_is_noticed(monkeypatch):
         test_temporaries_are_predicted_within_5_percent("llama-3.1-8b", "w16a16", 700, "float32")
 
 
-def test_the_planner_and_the_kernel_agree_on_the_piece_that_is_dequantised():
+def test_the_planner_and_the_kernels_agree_on_the_piece_that_is_dequantised():
     assert cpu_linear._CHUNK_WEIGHTS == DEQUANTIZE_WEIGHTS
+    assert kv_reference.PIECE_ELEMENTS == KV_PIECE_ELEMENTS
