@@ -29,6 +29,7 @@ def main() -> int:
     args = parser.parse_args()
     out: Path = args.out
     out.mkdir(parents=True, exist_ok=True)
+    (out / "samples.jsonl").unlink(missing_ok=True)  # this run's measurements only
     model, cluster = HERE / "demo-7m", HERE / "cpu-two-stages.yaml"
     workload = f"--global_bz {BATCH} --s {PROMPT_LEN} --n {GEN_LEN}"
     steps = (

@@ -159,12 +159,8 @@ def plain_attend(
     `max_end` bounds every request's length; it only decides the number of programs.
     """
     batch, q_len, heads, dim = q_BQHD.shape
-    groups = k_cache_SGTD.shape[1]
-    if not 1 <= q_len <= MAX_Q_LEN:
-        raise ValueError(f"plain_attend takes 1..{MAX_Q_LEN} new tokens a request, got {q_len}")
-    strides = k_cache_SGTD.stride()
-    if strides != v_cache_SGTD.stride() or strides[3] != 1:
-        raise ValueError(f"caches must have equal strides, channels last, got {strides}")
+    groups, strides = k_cache_SGTD.shape[1], k_cache_SGTD.stride()
+    _check(q_len, strides, v_cache_SGTD.stride())
     q_BQHD = q_BQHD.contiguous()
     out = torch.empty_like(q_BQHD)
     wide = q_BQHD.dtype == torch.float32
@@ -174,12 +170,9 @@ def plain_attend(
     chunks = groups * -(-(heads // groups * q_len) // columns)
     if splits is None:
         splits = choose_splits(batch * chunks, max_end, tile, _sm_count(q_BQHD.device))
-    part = q_BQHD.new_empty(
-        batch * chunks * splits * columns * padded if splits > 1 else 1, dtype=torch.float32
-    )
-    lse = q_BQHD.new_empty(
-        batch * chunks * splits * columns if splits > 1 else 1, dtype=torch.float32
-    )
+    rows = batch * chunks * splits * columns if splits > 1 else 1
+    part = q_BQHD.new_empty(rows * padded, dtype=torch.float32)
+    lse = q_BQHD.new_empty(rows, dtype=torch.float32)
     shape = {"H": heads, "G": groups, "Q": q_len, "D": dim, "PADDED": padded, "R": columns}
     attend_kernel[(splits, chunks, batch)](
         q_BQHD,
@@ -209,6 +202,14 @@ def plain_attend(
             part, lse, out, splits, **shape, X=triton.next_power_of_2(splits), num_warps=2
         )
     return out
+
+
+def _check(q_len: int, k_strides: tuple[int, ...], v_strides: tuple[int, ...]) -> None:
+    """Raise `ValueError` for a step or caches the kernel does not read."""
+    if not 1 <= q_len <= MAX_Q_LEN:
+        raise ValueError(f"plain_attend takes 1..{MAX_Q_LEN} new tokens a request, got {q_len}")
+    if k_strides != v_strides or k_strides[3] != 1:
+        raise ValueError(f"caches must have equal strides, channels last, got {k_strides}")
 
 
 def plain_attend_reference(

@@ -71,6 +71,7 @@ def test_bytes_equal_the_planners_formula(bits, group, symmetric, dtype):
 @pytest.mark.parametrize("bits,group,symmetric", SCHEMES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_linear_on_cpu_matches_its_twin(bits, group, symmetric, dtype):
+    torch.manual_seed(bits)
     for (n, k), m in itertools.product([(80, 256), (33, 200), (192, 384)], (1, 20, 70)):
         _, _, q = _weight(n, k, bits, group, symmetric, dtype)
         x, bias = torch.randn(m, k).to(dtype), torch.randn(n).to(dtype)

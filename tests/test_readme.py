@@ -36,6 +36,18 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return folder, done.stdout
 
 
+def readable(text: str) -> bool:
+    """Whether a text is mostly words and punctuation, not control characters or broken UTF-8."""
+    shown = sum(c.isprintable() or c in "\n\t\f" for c in text)
+    return len(text) > 20 and shown == len(text) and "\ufffd" not in text and " " in text
+
+
+def test_unreadable_text_is_noticed() -> None:
+    assert readable("def main():\n    return parser.parse_args()\n")
+    assert not readable("\x00\x01 \ufffd\ufffd" * 9)
+    assert not readable("short")
+
+
 def test_demo_plans_two_stages_and_forces_four_bits(demo: tuple[Path, str]) -> None:
     folder, _ = demo
     plan = json.loads((folder / "out/demo/plan.json").read_text())
@@ -59,7 +71,7 @@ def test_demo_leaves_its_files_and_readable_text(demo: tuple[Path, str]) -> None
     prompts = [json.loads(line) for line in (ROOT / "examples/prompts.jsonl").open()]
     assert [r["custom_id"] for r in rows] == [p["custom_id"] for p in prompts]
     texts = [row["response"]["body"]["choices"][0]["text"] for row in rows]
-    assert all(len(text) > 20 and text.isprintable() or "\n" in text for text in texts)
+    assert all(readable(text) for text in texts)
     assert "predicted / measured" in printed and "out/demo" in printed
 
 
