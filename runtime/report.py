@@ -34,16 +34,26 @@ class JobResult:
     startup_s: float
     speculation: dict[str, Any] | None = None
     """What came of the drafts."""
+    plain: Sequence[Finished] | None = None
+    """The same requests, served again by the same stages without drafts."""
 
     @property
     def wall_s(self) -> float:
         """Time from the submission of the requests to the end of the last one."""
-        return max((request.total_s for request in self.finished), default=0.0)
+        return _wall_s(self.finished)
 
     @property
     def generated_tokens(self) -> int:
         """Tokens of all answers."""
-        return sum(len(request.tokens) for request in self.finished)
+        return _num_tokens(self.finished)
+
+
+def _wall_s(finished: Sequence[Finished]) -> float:
+    return max((request.total_s for request in finished), default=0.0)
+
+
+def _num_tokens(finished: Sequence[Finished]) -> int:
+    return sum(len(request.tokens) for request in finished)
 
 
 def build_report(job: JobResult) -> dict[str, Any]:
@@ -93,6 +103,23 @@ def _speculation(job: JobResult) -> dict[str, Any] | None:
     return job.speculation | {
         "draft_bytes": sum(load.draft_bytes for load in job.loads),
         "time_share": {kind: seconds / whole_s for kind, seconds in busy_s.items()},
+        "plain": _plain(job),
+    }
+
+
+def _plain(job: JobResult) -> dict[str, Any] | None:
+    """Return the speed-up over the same requests without drafts, None if they were not served."""
+    if job.plain is None:
+        return None
+    tokens = {request.id: request.tokens for request in job.plain}
+    plain_s, with_drafts_s = _wall_s(job.plain), job.wall_s
+    plain_rate = _num_tokens(job.plain) / plain_s if plain_s > 0 else 0.0
+    rate = job.generated_tokens / with_drafts_s if with_drafts_s > 0 else 0.0
+    return {
+        "total_s": plain_s,
+        "output_throughput": plain_rate,
+        "speedup": rate / plain_rate if plain_rate > 0 else None,
+        "rows_with_the_same_tokens": sum(tokens[r.id] == r.tokens for r in job.finished),
     }
 
 
@@ -193,10 +220,12 @@ def _speculation_line(seen: Mapping[str, Any]) -> str:
     if not seen["verifies"]:
         return f"speculation {seen['mode']}: off throughout, it would not have paid"
     shares = ", ".join(f"{kind} {share:.0%}" for kind, share in seen["time_share"].items())
-    return (
+    line = (
         f"speculation {seen['mode']}, gamma {seen['gamma']}: {seen['acceptance']:.0%} of drafted "
         f"tokens accepted, {seen['tokens_per_verify']:.2f} tokens a verify; time: {shares}"
     )
+    plain = seen["plain"]
+    return line if plain is None else f"{line}; {plain['speedup']:.2f}x plain decoding"
 
 
 def _mean(steps: Mapping[str, Mapping[str, float]], kind: str) -> float | None:

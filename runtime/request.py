@@ -34,6 +34,8 @@ class Request:
     stop_ids: frozenset[int] = frozenset()
     stop_texts: tuple[str, ...] = ()
     sampling: SamplingParams = field(default_factory=SamplingParams)
+    may_draft: bool = True
+    """False: decoded plainly, whatever the drafter wants."""
     slot: int = -1
     """KV slot while running, -1 otherwise."""
     output: list[int] = field(default_factory=list)

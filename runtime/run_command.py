@@ -11,8 +11,8 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from llmpq.plan import Plan
 from llmpq.runtime.batch_io import OrderedWriter, finished_lines, read_rows
 from llmpq.runtime.batch_rows import Answer, Defaults, Row, answer_line, error_line
 from llmpq.runtime.kv_choice import AUTO, with_kv
-from llmpq.runtime.pipeline import Deadlines, Launch, Pipeline
+from llmpq.runtime.pipeline import Deadlines, Launch, Pipeline, Update
 from llmpq.runtime.progress import ProgressReporter
 from llmpq.runtime.report import JobResult, build_report, print_summary
 from llmpq.runtime.request import Request
@@ -222,6 +222,7 @@ def _run(
         placement_s=args.placement_timeout, load_s=args.load_timeout, step_s=args.step_timeout
     )
     stages = job.plan.stages
+    compare = args.compare_plain and settings.speculate is not None
     _log.info("starting %d stage%s", len(stages), "" if len(stages) == 1 else "s")
     with Pipeline.start(
         job.plan, settings, cluster=cluster, deadlines=deadlines, launch=launch
@@ -230,7 +231,9 @@ def _run(
         for index, (stage, pid) in enumerate(zip(stages, pipeline.stage_pids(), strict=True)):
             _log.info("stage %d: %s on %s, pid %d", index, stage.device, stage.node, pid)
         with ProgressReporter(len(job.rows), quiet=args.json) as progress:
-            finished = _serve(job, pipeline, writer, tokenizer, progress)
+            updates = pipeline.updates()
+            pipeline.submit(job.requests, more=compare)
+            finished = _serve(job, updates, writer, tokenizer, progress, more=compare)
         records = pipeline.records()
         if args.trace is not None:
             names = [f"stage {index} {stage.device}" for index, stage in enumerate(stages)]
@@ -245,6 +248,7 @@ def _run(
                 prompt_tokens=sum(len(request.prompt) for request in job.requests),
                 startup_s=startup_s,
                 speculation=pipeline.speculation(),
+                plain=_serve_plainly(job, pipeline, updates) if compare else None,
             )
         )
 
@@ -270,23 +274,33 @@ def _launch(args: argparse.Namespace) -> Launch:
 
 def _serve(
     job: Job,
-    pipeline: Pipeline,
+    updates: Iterator[Update],
     writer: OrderedWriter,
     tokenizer: Tokenizer,
     progress: ProgressReporter,
+    *,
+    more: bool,
 ) -> list[Finished]:
-    """Submit the requests and write every answer as it comes."""
+    """Write every answer as it comes, to the job's end or, if `more` follows, the last one."""
     requests = {request.id: request for request in job.requests}
     finished: list[Finished] = []
-    pipeline.submit(job.requests)
-    for update in pipeline.updates():
+    for update in updates:
         for result in update.finished:
             row = job.rows[result.id]
             answer = _answer(requests[result.id], result, tokenizer)
             writer.write(row.index, answer_line(row, answer, job.plan.model.name))
         finished += update.finished
         progress.update(update.progress, writer.num_finished)
+        if more and len(finished) == len(requests):
+            break
     return finished
+
+
+def _serve_plainly(job: Job, pipeline: Pipeline, updates: Iterator[Update]) -> list[Finished]:
+    """Serve the same requests again on the same stages, without drafts."""
+    _log.info("again without drafts, to compare")
+    pipeline.submit([replace(request, may_draft=False) for request in job.requests])
+    return [result for update in updates for result in update.finished]
 
 
 def _answer(request: Request, result: Finished, tokenizer: Tokenizer) -> Answer:

@@ -220,7 +220,9 @@ class Scheduler:
 
     def _start_round(self, requests: list[Request]) -> MicroBatch:
         self._filling = False
-        gamma = self._drafter.gamma(requests) if self._drafter is not None else 0
+        gamma = 0
+        if self._drafter is not None and all(request.may_draft for request in requests):
+            gamma = self._drafter.gamma(requests)
         gamma = min(gamma, max(request.remaining for request in requests) - 1)
         round_ = Round(requests, gamma)
         self._rounds += 1

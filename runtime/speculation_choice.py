@@ -45,6 +45,10 @@ def add_speculation_arguments(group: argparse._ArgumentGroup) -> None:
         help=f"tokens drafted per verify, 1..{MAX_GAMMA}, or auto (needs --costs)",
     )  # fmt: skip
     group.add_argument("--costs", metavar="FILE", help="costs.json of llmpq-profile, for auto")
+    group.add_argument(
+        "--compare-plain", "--compare_plain", action="store_true",
+        help="then serve the rows again without drafts; the report states the speed-up",
+    )  # fmt: skip
 
 
 def choose_speculation(plan: Plan, mode: str | None, gamma: str, costs: str | None) -> Drafts:

@@ -289,6 +289,7 @@ def write_request(request: Request) -> dict[str, Any]:
         "stop_ids": sorted(request.stop_ids),
         "stop_texts": list(request.stop_texts),
         "sampling": asdict(request.sampling),
+        "may_draft": request.may_draft,
     }
 
 
@@ -301,4 +302,5 @@ def read_request(fields: dict[str, Any]) -> Request:
         stop_ids=frozenset(fields["stop_ids"]),
         stop_texts=tuple(fields["stop_texts"]),
         sampling=SamplingParams(**fields["sampling"]),
+        may_draft=fields["may_draft"],
     )

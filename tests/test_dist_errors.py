@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from llmpq.cluster import Cluster
-from llmpq.errors import DeadlineError, DoesNotFitError, ExitCode, StageLostError
+from llmpq.errors import DoesNotFitError, ExitCode, StageLostError
 from llmpq.runtime.pipeline import Deadlines, Pipeline
 from llmpq.runtime.request import Request
 from llmpq.runtime.stage_actor import StageSettings
@@ -83,7 +84,8 @@ def test_bad_rows_get_an_error_and_the_rest_finishes(ray_session, plan_file, pro
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     launch = ("--no_auto", "--master_addr", "127.0.0.1", "--master_port", port)
-    more = ("--speculate", "ngram", "--gamma", 2, "--trace", trace, "--report", report)
+    drafts = ("--speculate", "ngram", "--gamma", 2, "--compare-plain")
+    more = (*drafts, "--trace", trace, "--report", report)
     environment = os.environ | {"RAY_ADDRESS": ray_session}
     done = run(plan_file(), "-i", prompts, "-o", out, *launch, *more, env=environment)
     assert done.returncode == ExitCode.SOME_ROWS_FAILED, done.stderr
@@ -98,6 +100,9 @@ def test_bad_rows_get_an_error_and_the_rest_finishes(ray_session, plan_file, pro
     measured = json.loads(report.read_text())
     assert (measured["completed"], measured["failed"]) == (2, 2)
     assert measured["speculation"]["verifies"] > 0 and measured["speculation"]["time_share"]
+    plain = measured["speculation"]["plain"]
+    assert plain["speedup"] > 0 and plain["rows_with_the_same_tokens"] == 2
+    assert "x plain decoding" in done.stdout
     kinds = {event.get("cat") for event in json.loads(trace.read_text())["traceEvents"]}
     assert {"prefill", "verify"} <= kinds, "phases are told apart"
 
@@ -220,23 +225,40 @@ def test_a_killed_stage_is_named_with_its_cause(ray_session, demo_model, make_pl
     assert gone(pids), "no process is left behind"
 
 
-def test_a_stopped_stage_is_named_at_its_step_deadline(ray_session, demo_model, make_plan):
-    plan, requests = long_job(make_plan, demo_model)
-    stopped_s, pids = 0.0, []
-    with (
-        pytest.raises(DeadlineError, match=r"stage 1 \(CPU-1 on local, pid \d+\) has not answered"),
-        Pipeline.start(
-            plan, StageSettings(model_dir=str(demo_model)), deadlines=Deadlines(step_s=3)
-        ) as pipeline,
-    ):
-        pids = pipeline.stage_pids()
-        pipeline.submit(requests)
-        for update in pipeline.updates():
-            if not stopped_s and update.progress.phase == "decode":
-                stopped_s = time.monotonic()
-                os.kill(pids[1], signal.SIGSTOP)
-    assert stopped_s and time.monotonic() - stopped_s < 3 + 5
-    assert gone(pids), "a stopped process is killed, too"
+def test_a_stopped_stage_is_named_at_its_deadline_and_resume_finishes(
+    ray_session, plan_file, tmp_path
+):
+    """Exit 7, no orphans; what --resume adds is what an uninterrupted run gives."""
+    assert Deadlines().step_s == 30, "the default"
+    plan = plan_file((4,), batch=2, gen_len=160, prompt_len=8)
+    source, out, whole = (tmp_path / name for name in ("in.jsonl", "out.jsonl", "whole.jsonl"))
+    texts = ("import os\n", "def main(", "class A:", "for i in", "NAME\n", "x = [1, 2", "return")
+    rows = [{"prompt": t, "max_tokens": 160 if i else 8} for i, t in enumerate(texts)]
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    joined = ("-i", source, "--ignore-eos", "--ray-address", ray_session)
+    words = command(plan, *joined, "-o", out, "--step-timeout", 3)
+    log = tmp_path / "log"
+    with log.open("w") as stderr:
+        process = subprocess.Popen(words, stderr=stderr, stdout=subprocess.DEVNULL)
+        end_s = time.monotonic() + 60
+        while time.monotonic() < end_s and not (out.exists() and out.read_text()):
+            time.sleep(0.02)
+        pids = [int(pid) for pid in re.findall(r"stage \d: .*, pid (\d+)", log.read_text())]
+        os.kill(pids[1], signal.SIGSTOP)
+        stopped_s = time.monotonic()
+        code = process.wait(timeout=30)
+    assert code == ExitCode.DEADLINE == 7, log.read_text()
+    assert time.monotonic() - stopped_s < 3 + NAMED_WITHIN_S
+    last = log.read_text().strip().splitlines()[-1]
+    assert re.search(rf"stage 1 \(CPU-1 on local, pid {pids[1]}\) has not answered for 3 s", last)
+    assert len(pids) == 2 and gone(pids), "a stopped process is killed, too"
+    kept = out.read_text().splitlines()
+    assert 1 <= len(kept) < len(rows)
+    for more in (("-o", out, "--resume"), ("-o", whole)):
+        done = run(plan, *joined, *more)
+        assert done.returncode == 0, done.stderr
+    assert out.read_text().splitlines() == whole.read_text().splitlines()
+    assert out.read_text().splitlines()[: len(kept)] == kept
 
 
 def test_a_placement_that_can_never_be_met_says_so(ray_session, demo_model, make_plan):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 
 import pytest
+from rich.console import Console
 
 from llmpq.cost_model import CostModel, LatencyEntry, Phase, Regime
 from llmpq.errors import BadPlanError
@@ -13,10 +15,10 @@ from llmpq.model_spec import ModelSpec
 from llmpq.precision import Precision
 from llmpq.runtime.__main__ import COMMANDS, main
 from llmpq.runtime.batch_rows import Defaults, Row, json_row, text_row
-from llmpq.runtime.report import JobResult, build_report, precision_runs
+from llmpq.runtime.report import JobResult, build_report, precision_runs, print_summary
 from llmpq.runtime.request import Request
 from llmpq.runtime.run_command import _answer, load_plan, make_job
-from llmpq.runtime.speculate import AutoDrafter, FixedDrafter
+from llmpq.runtime.speculate import AutoDrafter, FixedDrafter, speculation_report
 from llmpq.runtime.stage_actor import StageSettings, make_drafter
 from llmpq.runtime.stage_compute import LoadReport
 from llmpq.runtime.stage_loop import Finished
@@ -171,6 +173,47 @@ def test_the_report_sets_predictions_beside_measurements(demo_model, make_plan):
     assert stage["memory"]["measured_bytes"] == 120
     assert precision_runs(plan.stages[0]) == "w16a16 x3"
     json.dumps(report)
+
+
+def test_the_report_says_what_came_of_the_drafts(demo_model, make_plan):
+    totals = {
+        "prefill": KindTotals(1, 2, 0.2),
+        "draft": KindTotals(6, 12, 0.3),
+        "verify": KindTotals(2, 4, 0.5),
+    }
+    drafter = FixedDrafter("w4kv4", 3)
+    drafter.observe(3, 2)
+    drafter.observe(3, 0)
+
+    def report(plain: list[Finished] | None) -> dict:
+        job = JobResult(
+            plan=make_plan(demo_model, ()),
+            loads=[LoadReport(weights_bytes=100, kv_bytes=20, seconds=0.1, draft_bytes=7)],
+            records=[StageRecord(totals=totals)],
+            finished=[finished([1, 2, 3, 4])],
+            num_failed=0,
+            prompt_tokens=7,
+            startup_s=3.0,
+            speculation=speculation_report(drafter),
+            plain=plain,
+        )
+        return build_report(job)
+
+    slower = Finished(id=0, tokens=[1, 2, 3, 4], finish_reason="length", first_token_s=1, total_s=5)
+    seen = report([slower])["speculation"]
+    assert seen["acceptance_by_place"] == [0.5, 0.5, 0] and seen["tokens_per_verify"] == 2
+    assert seen["time_share"] == pytest.approx({"prefill": 0.2, "draft": 0.3, "verify": 0.5})
+    assert seen["draft_bytes"] == 7
+    assert seen["plain"] == {
+        "total_s": 5,
+        "output_throughput": 0.8,
+        "speedup": 2.5,
+        "rows_with_the_same_tokens": 1,
+    }
+    shown = io.StringIO()
+    print_summary(report([slower]), Console(file=shown, width=200))
+    assert "draft 30%, verify 50%; 2.50x plain decoding" in shown.getvalue()
+    assert report(None)["speculation"]["plain"] is None
 
 
 @pytest.mark.parametrize("command", sorted(COMMANDS))

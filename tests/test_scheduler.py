@@ -238,6 +238,52 @@ def test_rounds_draft_then_verify_and_never_beyond_the_limit():
     assert drafter.seen == [(3, 3), (1, 1)]
 
 
+def test_a_request_that_may_not_draft_decodes_plainly():
+    drafter = EveryGamma(3)
+    pipeline = FakePipeline(Scheduler(limits(), drafter=drafter), depth=2)
+    pipeline.scheduler.submit(request(0, may_draft=False))
+    pipeline.run()
+    assert {mb.kind for mb in pipeline.issued} == {StepKind.PREFILL, StepKind.DECODE}
+    assert drafter.seen == [] and pipeline.finished[0].output == expected_output(request(0))
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3])
+def test_nothing_starves_while_requests_keep_coming(num_stages):
+    """One long request under a stream of short ones: it is in every few steps, and ends early."""
+    shape = limits(num_slots=4, decode_microbatch=2, num_stages=num_stages)
+    pipeline = FakePipeline(Scheduler(shape, drafter=EveryGamma(2)), depth=2 * num_stages)
+    pipeline.scheduler.submit(request(0, max_new=24))
+    for number in range(1, 200):
+        pipeline.scheduler.submit(request(number, max_new=2 + number % 3))
+    pipeline.run()
+    steps = [k for k, mb in enumerate(pipeline.issued) if 0 in {r.id for r in mb.requests}]
+    assert max(b - a for a, b in zip(steps, steps[1:], strict=False)) <= 16
+    assert [r.id for r in pipeline.finished].index(0) < 100
+    prompts = [r.id for mb in pipeline.issued if mb.kind is StepKind.PREFILL for r in mb.requests]
+    assert prompts == list(range(200)), "first come, first served"
+
+
+def test_a_replay_takes_the_schedulers_decisions():
+    """Simulated time changes nothing about which micro-batches are issued, drafts included."""
+
+    def jobs() -> list[Request]:
+        return [request(number, max_new=2 + 5 * (number % 3)) for number in range(20)]
+
+    shape, seen = limits(num_stages=2), []
+
+    def cost(micro_batch: MicroBatch) -> float:
+        seen.append((micro_batch.kind, [r.id for r in micro_batch.requests], micro_batch.starts))
+        return 1.0 if micro_batch.kind is StepKind.PREFILL else 0.1
+
+    replay(Scheduler(shape, drafter=EveryGamma(2)), jobs(), [cost, lambda micro_batch: 0.5])
+    pipeline = FakePipeline(Scheduler(shape, drafter=EveryGamma(2)), depth=4)
+    for r in jobs():
+        pipeline.scheduler.submit(r)
+    pipeline.run()
+    issued = [(mb.kind, [r.id for r in mb.requests], mb.starts) for mb in pipeline.issued]
+    assert seen == issued
+
+
 @pytest.mark.parametrize(
     ("r", "message"),
     [
