@@ -26,6 +26,7 @@ from llmpq.runtime.kv_cache import KVCache
 from llmpq.runtime.kv_factory import make_kv_cache
 from llmpq.runtime.loader import RandomSource
 from llmpq.runtime.message import StepMessage
+from llmpq.runtime.pending import arrived
 from llmpq.runtime.request import StepKind
 from llmpq.runtime.sampling_params import SamplingParams
 from llmpq.runtime.stage_compute import StageCompute
@@ -91,7 +92,7 @@ class Subject:
             hidden_BQh = torch.randn(shape, device=self.device, dtype=dtype)
         compute = StageCompute(stage, kv, self.device, dtype)
         if not graph:
-            return lambda: compute.run(message, hidden_BQh)
+            return lambda: arrived(compute.run(message, hidden_BQh))
         step = message.step(self.device)
         x = message.tokens_BQ().to(self.device) if hidden_BQh is None else hidden_BQh
         every = case.target.phase is Phase.VERIFY
