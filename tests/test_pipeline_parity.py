@@ -69,7 +69,7 @@ def test_speculation_over_actors_gives_the_same_tokens(
 ):
     prompts, outputs = expected
     plan = make_plan(demo_model, (2, 5), batch=4, prompt_len=24, gen_len=MAX_NEW)
-    settings = StageSettings(model_dir=str(demo_model), speculate="w4kv4", gamma=3)
+    settings = StageSettings(model_dir=str(demo_model), speculate="w4kv4", gamma=3, trace=True)
     tokens = {}
     with Pipeline.start(plan, settings) as pipeline:
         pipeline.submit(
@@ -84,3 +84,8 @@ def test_speculation_over_actors_gives_the_same_tokens(
     for record in records:
         assert {"prefill", "draft", "verify"} <= set(record.totals)
     assert all(load.draft_bytes > 0 for load in pipeline.load_reports)
+    events = chrome_trace([stage.device for stage in plan.stages], records)["traceEvents"]
+    colours = {(event["pid"], event["cat"]): event["cname"] for event in events if "cat" in event}
+    for pid in range(3):
+        shown = [colours[pid, kind] for kind in ("prefill", "draft", "verify")]
+        assert len(set(shown)) == 3, "drafts, verifies and prefills are told apart"

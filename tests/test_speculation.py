@@ -97,14 +97,14 @@ def test_greedy_tokens_are_those_of_plain_decoding(engines, texts, mode, splits)
     assert rate is not None and rate > 0.25, "a trained model's drafts must mostly be accepted"
 
 
-def test_an_end_of_text_inside_a_draft_ends_the_request(engines, texts):
-    plain = serve(engines("w4a16"), requests(texts))
+@pytest.mark.parametrize("mode", sorted(TARGET_BITS))
+def test_an_end_of_text_inside_a_draft_ends_the_request(engines, texts, mode):
+    bits = TARGET_BITS[mode]
+    plain = serve(engines(bits), requests(texts))
     stops = frozenset({plain[0][9], plain[2][6]})
-    expected = serve(engines("w4a16"), requests(texts, stop_ids=stops))
+    expected = serve(engines(bits), requests(texts, stop_ids=stops))
     assert len(expected[0]) < 24
-    got = serve(
-        engines("w4a16", (3,), "qspec"), requests(texts, stop_ids=stops), FixedDrafter("qspec", 7)
-    )
+    got = serve(engines(bits, (3,), mode), requests(texts, stop_ids=stops), FixedDrafter(mode, 7))
     assert got == expected
 
 
@@ -127,7 +127,7 @@ def slot_kv(engine: ThreadEngine, slot: int, length: int) -> torch.Tensor:
     return torch.cat(pairs, dim=1)
 
 
-@pytest.mark.parametrize("mode", ["qspec", "w4kv4", "planes"])
+@pytest.mark.parametrize("mode", sorted(TARGET_BITS))
 def test_the_cache_after_speculation_is_that_of_plain_decoding(engines, texts, mode):
     bits = TARGET_BITS[mode]
     jobs = [Request(id=0, prompt=texts[2], max_new=20)]
@@ -148,13 +148,16 @@ def relative(got: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((got - wanted).norm() / wanted.norm())
 
 
-@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=6))
-@settings(
-    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+@given(
+    st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=6),
+    st.sampled_from(["qspec", "w4kv4", "planes", "kv4"]),
 )
-def test_any_sequence_of_drafts_and_verifies_leaves_the_plain_cache(engines, texts, rounds):
-    """Bit for bit against a run that computes the same positions in the same shapes, no drafts."""
-    engine = engines("w4a16", (), "qspec", batch=1)
+@settings(
+    max_examples=16, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_any_sequence_of_drafts_and_verifies_leaves_the_plain_cache(engines, texts, rounds, mode):
+    """Bit for bit after every verify against a run of the same positions and shapes, no drafts."""
+    engine = engines(TARGET_BITS[mode], (), mode, batch=1)
     compute = engine.computes[0]
     history = list(texts[0])
     rng = random.Random(str(rounds))
@@ -166,9 +169,9 @@ def test_any_sequence_of_drafts_and_verifies_leaves_the_plain_cache(engines, tex
         )  # fmt: skip
         return compute.run(message, None)
 
-    def play(*, drafting: bool) -> torch.Tensor:
+    def play(*, drafting: bool) -> list[torch.Tensor]:
         rng.seed(str(rounds))
-        text = list(history)
+        text, after_each_verify = list(history), []
         step(StepKind.PREFILL, 0, text)
         text.append(7)
         for num_drafts, accepted in rounds:
@@ -178,9 +181,11 @@ def test_any_sequence_of_drafts_and_verifies_leaves_the_plain_cache(engines, tex
                 step(StepKind.DRAFT, start + place, [[text[-1], *drafts][place]])
             step(StepKind.VERIFY, start, [text[-1], *drafts])
             text += [*drafts[: min(accepted, num_drafts)], rng.randrange(3, 4000)]
-        return slot_kv(engine, 0, len(text) - 1).clone()
+            after_each_verify.append(slot_kv(engine, 0, len(text) - 1).clone())
+        return after_each_verify
 
-    assert torch.equal(play(drafting=True), play(drafting=False))
+    for drafted, plain in zip(play(drafting=True), play(drafting=False), strict=True):
+        assert torch.equal(drafted, plain)
 
 
 VOCAB, DRAWS = 6, 3000
