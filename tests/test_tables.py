@@ -1,0 +1,55 @@
+"""The tables in README files are those of the rows; a stale or empty one is noticed."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+pytestmark = pytest.mark.pure
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="module")
+def tables() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("tables", ROOT / "benchmarks" / "tables.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["tables"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def readmes() -> list[Path]:
+    return sorted(p for p in [*ROOT.glob("*.md"), *ROOT.glob("*/*.md")] if ".venv" not in p.parts)
+
+
+@pytest.mark.parametrize("path", readmes(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_tables_are_those_of_the_rows(tables: ModuleType, path: Path) -> None:
+    text = path.read_text()
+    assert tables.rewrite(text) == text, "run: python benchmarks/tables.py"
+
+
+def test_every_table_shown_has_rows(tables: ModuleType) -> None:
+    shown = "".join(path.read_text() for path in readmes())
+    names = [name for name in tables.TABLES if f"<!-- table {name} -->" in shown]
+    empty = [name for name in names if tables.TABLES[name].render().count("\n") < 2]
+    assert names and not empty
+
+
+def test_a_changed_number_is_noticed(tables: ModuleType) -> None:
+    made = tables.rewrite("<!-- table quality --><!-- end quality -->")
+    assert tables.rewrite(made) == made
+    digit = next(c for c in made if c.isdigit())
+    planted = made.replace(digit, str((int(digit) + 1) % 10))
+    assert tables.rewrite(planted) != planted
+
+
+def test_demo_output_is_shown() -> None:
+    text = (ROOT / "README.md").read_text()
+    block = text.split("<!-- demo output -->")[1].split("<!-- end demo output -->")[0]
+    assert "predicted" in block and "tokens/s" in block
