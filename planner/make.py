@@ -13,7 +13,7 @@ from llmpq.planner.advice import explain_infeasible
 from llmpq.planner.build_plan import build_plan
 from llmpq.planner.check import check_plan
 from llmpq.planner.ilp_backends import Backend
-from llmpq.planner.methods import PLANNERS, solve
+from llmpq.planner.methods import PLANNERS, How
 from llmpq.planner.outcome import Infeasible, Outcome
 from llmpq.planner.problem import Problem
 from llmpq.planner.request import make_problem, parse_kv
@@ -126,27 +126,14 @@ def _solve(problem: Problem, wish: Wish) -> Outcome:
     """Solve in a child process: a crash there is an error here."""
     from llmpq.planner.isolated import solve_isolated
 
-    return solve_isolated(lambda: _solve_here(problem, wish), what=wish.method)
-
-
-def _solve_here(problem: Problem, wish: Wish) -> Outcome:
-    if wish.budget is not None and wish.method == "ilp":
-        from llmpq.planner.ilp import solve_ilp
-
-        return solve_ilp(
-            problem,
-            backend=wish.backend,
-            time_limit_s=wish.time_limit_s,
-            gap=wish.gap,
-            budget=wish.budget,
-        )
-    if wish.budget is not None:
-        from llmpq.planner.quality import solve_budget
-
-        return solve_budget(problem, wish.budget, time_limit_s=wish.time_limit_s, gap=wish.gap)
-    return solve(
-        problem, wish.method, time_limit_s=wish.time_limit_s, gap=wish.gap, backend=wish.backend
+    how = How(
+        method=wish.method,
+        time_limit_s=wish.time_limit_s,
+        gap=wish.gap,
+        backend=wish.backend,
+        budget=wish.budget,
     )
+    return solve_isolated(problem, how)
 
 
 def checked_plan(problem: Problem, outcome: Outcome, path: str | None) -> Plan:

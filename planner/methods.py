@@ -2,12 +2,39 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from llmpq.planner.ilp_backends import Backend
 from llmpq.planner.outcome import Outcome
 from llmpq.planner.problem import Problem
 
 PLANNERS = ("exact", "ilp", "heuristic", "adabits", "pipeedge", "uniform")
 """Methods that make plans, best first; `flexgen` is an estimate beside them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class How:
+    """Which method, and what it is given; `budget` caps the sum of omega."""
+
+    method: str
+    time_limit_s: float = 60.0
+    gap: float = 1e-6
+    backend: Backend = "highs"
+    budget: float | None = None
+
+
+def solve_as(p: Problem, how: How) -> Outcome:
+    """Return the outcome of one method, within its budget if it has one."""
+    limit, gap = how.time_limit_s, how.gap
+    if how.budget is None:
+        return solve(p, how.method, backend=how.backend, time_limit_s=limit, gap=gap)
+    if how.method == "ilp":
+        from llmpq.planner.ilp import solve_ilp
+
+        return solve_ilp(p, backend=how.backend, budget=how.budget, time_limit_s=limit, gap=gap)
+    from llmpq.planner.quality import solve_budget
+
+    return solve_budget(p, how.budget, time_limit_s=limit, gap=gap)
 
 
 def solve(
