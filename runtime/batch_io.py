@@ -15,7 +15,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from llmpq.runtime.batch_rows import Defaults, Row, error_line, json_row, text_row
+from llmpq.runtime.batch_rows import (
+    PROMPT_HASH,
+    Defaults,
+    Row,
+    error_line,
+    json_row,
+    prompt_hash,
+    text_row,
+)
 
 _JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
 
@@ -23,33 +31,41 @@ _JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
 def read_rows(path: str | Path, defaults: Defaults) -> list[Row]:
     """Read a batch file: JSON lines, or one prompt a line in any other file; blank lines drop."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise ValueError(f"no such input file: '{path}'") from None
     except IsADirectoryError:
         raise ValueError(f"'{path}' is a directory, expected a file of prompts") from None
     except UnicodeDecodeError as error:
         raise ValueError(f"'{path}' is not UTF-8 text: {error}") from None
-    make = json_row if Path(path).suffix.lower() in _JSON_SUFFIXES else text_row
-    lines = [line for line in text.split("\n") if line.strip()]
-    rows = [make(index, line.rstrip("\r"), defaults) for index, line in enumerate(lines)]
+    except OSError as error:
+        raise ValueError(f"'{path}' cannot be read: {error.strerror}") from None
+    is_json = Path(path).suffix.lower() in _JSON_SUFFIXES
+    # Messages name lines as an editor counts them, blank ones included.
+    numbered = [(n, line) for n, line in enumerate(text.split("\n"), start=1) if line.strip()]
+    rows = []
+    for index, (number, line) in enumerate(numbered):
+        line = line.rstrip("\r")
+        rows.append(
+            json_row(index, line, defaults, number=number)
+            if is_json
+            else text_row(index, line, defaults)
+        )
     if not rows:
         raise ValueError(f"'{path}' has no rows; expected one prompt a line")
-    return _refuse_duplicates(rows)
+    return _refuse_duplicates(rows, [number for number, _ in numbered])
 
 
-def _refuse_duplicates(rows: Sequence[Row]) -> list[Row]:
-    """Give every row whose id was seen before an error."""
+def _refuse_duplicates(rows: Sequence[Row], numbers: Sequence[int]) -> list[Row]:
+    """Give every row whose id was seen before an error; `numbers` are the rows' lines."""
     seen: dict[str, int] = {}
     checked = []
-    for row in rows:
+    for row, number in zip(rows, numbers, strict=True):
         if row.row_id is not None and row.row_id in seen and row.error is None:
-            first = seen[row.row_id] + 1
-            row = replace(
-                row, error=f"line {row.index + 1}: id '{row.row_id}' was used in line {first}"
-            )
+            first = seen[row.row_id]
+            row = replace(row, error=f"line {number}: id '{row.row_id}' was used in line {first}")
         elif row.row_id is not None:
-            seen.setdefault(row.row_id, row.index)
+            seen.setdefault(row.row_id, number)
         checked.append(row)
     return checked
 
@@ -77,14 +93,23 @@ def finished_lines(path: str | Path, rows: Sequence[Row]) -> dict[int, dict[str,
                 "-i as before, or another -o"
             )
         row = rows[index]
-        shown = list(row.prompt) if isinstance(row.prompt, tuple) else row.prompt
-        if "prompt" in data and data["prompt"] != shown:
+        if not _answers(data, row):
             raise ValueError(
                 f"'{path}' answers another input: its row {index} has another prompt; give the "
                 "same -i as before, or another -o"
             )
         done[index] = data
     return done
+
+
+def _answers(data: Mapping[str, Any], row: Row) -> bool:
+    """Whether an answer is to this row's prompt, as far as the answer says what was asked."""
+    shown = list(row.prompt) if isinstance(row.prompt, tuple) else row.prompt
+    return (
+        data.get("prompt", shown) == shown
+        and data.get("messages", list(row.messages)) == list(row.messages)
+        and data.get(PROMPT_HASH, prompt_hash(row)) == prompt_hash(row)
+    )
 
 
 class OrderedWriter:
@@ -145,7 +170,7 @@ class OrderedWriter:
             self._next += 1
 
     def _put(self, line: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(line, ensure_ascii=False) + "\n")
+        self._file.write(_text(line))
         self._file.flush()
 
     def _replace(self, lines: Mapping[int, Mapping[str, Any]]) -> None:
@@ -153,8 +178,18 @@ class OrderedWriter:
         temporary = self._path.with_name(self._path.name + ".tmp")
         with temporary.open("w", encoding="utf-8") as out:
             for index in sorted(lines):
-                out.write(json.dumps(lines[index], ensure_ascii=False) + "\n")
+                out.write(_text(lines[index]))
         os.replace(temporary, self._path)
+
+
+def _text(line: Mapping[str, Any]) -> str:
+    """Return a row as a line of JSON, escaped where it holds what UTF-8 cannot."""
+    text = json.dumps(line, ensure_ascii=False)
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        text = json.dumps(line)
+    return text + "\n"
 
 
 def write_errors(writer: OrderedWriter, rows: Sequence[Row]) -> int:

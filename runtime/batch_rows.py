@@ -7,6 +7,7 @@ with an error; the others go on. Standard library only.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from collections.abc import Mapping
@@ -18,6 +19,8 @@ from llmpq.runtime.sampling_params import SamplingParams
 
 Form = Literal["text", "plain", "completion", "chat"]
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+PROMPT_HASH = "prompt_hash"
+"""Key of an OpenAI answer that tells --resume which prompt was answered."""
 
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "n": (1, None),
@@ -92,25 +95,26 @@ def text_row(index: int, line: str, defaults: Defaults) -> Row:
     return _with_options(index, "text", None, {}, defaults, prompt=line)
 
 
-def json_row(index: int, line: str, defaults: Defaults) -> Row:
-    """Return the row of one JSON line; a bad one carries its error."""
+def json_row(index: int, line: str, defaults: Defaults, *, number: int | None = None) -> Row:
+    """Return the row of one JSON line, a bad one with its error; `number` is its line's."""
+    number = index + 1 if number is None else number
     try:
         data = json.loads(line)
-    except json.JSONDecodeError as error:
-        return Row(index=index, form="plain", error=f"line {index + 1} is not JSON: {error}")
+    except (ValueError, RecursionError) as error:  # numbers too long are a plain ValueError
+        return Row(index=index, form="plain", error=f"line {number} is not JSON: {error}")
     if not isinstance(data, dict):
         kind = type(data).__name__
         return Row(
-            index=index, form="plain", error=f"line {index + 1}: expected an object, got {kind}"
+            index=index, form="plain", error=f"line {number}: expected an object, got {kind}"
         )
     openai = "custom_id" in data or "body" in data or "url" in data
     row_id = data.get("custom_id") if openai else data.get("id")
     form: Form = "completion" if openai else "plain"
     try:
         return _openai(index, data, defaults) if openai else _plain(index, data, defaults)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, OverflowError) as error:
         shown = row_id if isinstance(row_id, str) else None
-        return Row(index=index, form=form, row_id=shown, error=f"line {index + 1}: {error}")
+        return Row(index=index, form=form, row_id=shown, error=f"line {number}: {error}")
 
 
 def answer_line(row: Row, answer: Answer, model: str) -> dict[str, Any]:
@@ -153,7 +157,13 @@ def answer_line(row: Row, answer: Answer, model: str) -> dict[str, Any]:
         },
     }
     response = {"status_code": 200, "request_id": f"req-{row.index}", "body": body}
-    return _batch_line(row) | {"response": response, "error": None}
+    return _batch_line(row) | {"response": response, "error": None, PROMPT_HASH: prompt_hash(row)}
+
+
+def prompt_hash(row: Row) -> str:
+    """Return 16 hex digits that differ, practically always, where prompts or messages do."""
+    asked = list(row.messages) if row.messages else row.prompt
+    return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def error_line(row: Row, message: str) -> dict[str, Any]:
@@ -238,6 +248,11 @@ def _messages(value: object) -> tuple[Mapping[str, Any], ...]:
                 "a message must have 'role' and a text as 'content', got "
                 f"{json.dumps(message)[:120]}"
             )
+        if not isinstance(message.get("role"), str):
+            raise ValueError(
+                "a message must have a text as 'role' ('system', 'user', 'assistant'), got "
+                f"{json.dumps(message)[:120]}"
+            )
     return tuple(value)
 
 
@@ -259,10 +274,13 @@ def _with_options(
     limit = given.get("max_completion_tokens", given.get("max_tokens", defaults.max_tokens))
     if limit is not None and (type(limit) is not int or limit < 1):
         raise ValueError(f"'max_tokens' must be a number of at least 1, got {limit!r}")
-    stop = given.get("stop", ())
-    stop = (stop,) if isinstance(stop, str) else tuple(stop)
-    if not all(isinstance(text, str) and text for text in stop):
-        raise ValueError(f"'stop' must be a text or a list of texts, got {stop!r}")
+    stop = given.get("stop", [])
+    stops = [stop] if isinstance(stop, str) else stop
+    if not isinstance(stops, list) or not all(isinstance(text, str) and text for text in stops):
+        raise ValueError(f"'stop' must be a text or a list of texts, none empty, got {stop!r}")
+    ignore_eos = given.get("ignore_eos", defaults.ignore_eos)
+    if not isinstance(ignore_eos, bool):
+        raise ValueError(f"'ignore_eos' must be true or false, got {ignore_eos!r}")
     return Row(
         index=index,
         form=form,
@@ -276,8 +294,8 @@ def _with_options(
             top_p=float(_number(given, "top_p", defaults.top_p, float)),
             seed=int(seed) % 2**63,
         ),
-        stop=stop,
-        ignore_eos=bool(given.get("ignore_eos", defaults.ignore_eos)),
+        stop=tuple(stops),
+        ignore_eos=ignore_eos,
     )
 
 

@@ -17,6 +17,13 @@ class Tokenizer:
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Return the tokens of a text, with the special tokens the model expects around it."""
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"the text has half a character (a lone surrogate) at position {error.start}: it "
+                "is not valid Unicode and has no tokens"
+            ) from None
         tokens: list[int] = self._inner.encode(text, add_special_tokens=special)
         return tokens
 
@@ -37,9 +44,13 @@ class Tokenizer:
                 "the model's tokenizer has no chat template: /v1/chat/completions needs one; "
                 "use /v1/completions with a prompt"
             )
-        text = self._inner.apply_chat_template(
-            [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
-        )
+        plain = [dict(message) for message in messages]
+        try:
+            text = self._inner.apply_chat_template(
+                plain, tokenize=False, add_generation_prompt=True
+            )
+        except Exception as error:  # a template is the model's program: it raises what it likes
+            raise ValueError(f"the model's chat template refuses the messages: {error}") from None
         return self.encode(text, special=False)
 
 
@@ -52,9 +63,12 @@ def _load(directory: Path) -> Any:
             f"no {TOKENIZER} in '{directory}': llmpq uses fast tokenizers. Save one with "
             "transformers: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
         )
-    if (directory / SETTINGS).exists():
-        return AutoTokenizer.from_pretrained(directory, local_files_only=True)
     try:
+        if (directory / SETTINGS).exists():
+            return AutoTokenizer.from_pretrained(directory, local_files_only=True)
         return PreTrainedTokenizerFast(tokenizer_file=str(directory / TOKENIZER))
-    except Exception as error:  # the tokenizers library raises bare Exception
-        raise ValueError(f"'{directory / TOKENIZER}' cannot be read: {error}") from None
+    except Exception as error:  # the tokenizers library raises bare Exception, KeyError and more
+        raise ValueError(
+            f"'{directory / TOKENIZER}' or the {SETTINGS} beside it cannot be read "
+            f"({type(error).__name__}: {str(error)[:200]}); copy them from the model again"
+        ) from None

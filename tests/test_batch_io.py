@@ -77,11 +77,17 @@ def test_plain_rows_token_prompts_and_text(tmp_path):
         ('{"prompt": "x", "top_k": "many"}', "whole number"),
         ('{"prompt": "x", "n": 2}', "'n' is not supported"),
         ('{"prompt": "x", "stop": [""]}', "'stop'"),
+        ('{"prompt": "x", "stop": 5}', "'stop' must be a text or a list of texts"),
+        ('{"prompt": "x", "ignore_eos": "false"}', "'ignore_eos' must be true or false"),
+        ('{"prompt": "x", "temperature": 1' + "0" * 400 + "}", "line 1"),
+        ('{"prompt": "x", "seed": 1' + "0" * 5000 + "}", "line 1 is not JSON"),
+        ("[" * 100_000, "line 1 is not JSON"),
         (openai("/v1/embeddings"), "url must be"),
         ('{"custom_id": "a", "url": "/v1/completions"}', "'body' must be an object"),
         ('{"body": {"prompt": "x"}}', "custom_id"),
         (openai("/v1/chat/completions", prompt="x"), "needs 'messages'"),
         (openai("/v1/chat/completions", messages=[{"role": "user"}]), "'content'"),
+        (openai("/v1/chat/completions", messages=[{"content": "hi"}]), "'role'"),
     ],
 )
 def test_a_bad_line_becomes_an_error_row(line, message):
@@ -177,3 +183,47 @@ def test_resuming_openai_rows_goes_by_custom_id(tmp_path):
     with OrderedWriter(out, 1) as writer:
         writer.write(0, answer_line(rows[0], ANSWER, "demo"))
     assert sorted(finished_lines(out, rows)) == [0]
+
+
+def test_errors_name_lines_as_an_editor_counts_them(tmp_path):
+    path = tmp_path / "in.jsonl"
+    path.write_text("\n" + openai() + "\n\n{bad\n" + openai() + "\n")
+    first, bad, again = read_rows(path, Defaults())
+    assert first.error is None and (bad.index, again.index) == (1, 2)
+    assert bad.error is not None and bad.error.startswith("line 4 is not JSON")
+    assert again.error == "line 5: id 'a' was used in line 2"
+
+
+@pytest.mark.parametrize("form", ["completion", "chat", "plain chat"])
+def test_resuming_refuses_an_id_that_has_another_prompt_now(tmp_path, form):
+    def rows_of(text: str):
+        messages = [{"role": "user", "content": text}]
+        line = {
+            "completion": openai(prompt=text),
+            "chat": openai("/v1/chat/completions", messages=messages),
+            "plain chat": json.dumps({"messages": messages}),
+        }[form]
+        path = tmp_path / "in.jsonl"
+        path.write_text(line + "\n")
+        return read_rows(path, Defaults())
+
+    out = tmp_path / "out.jsonl"
+    answer = answer_line(rows_of("old")[0], ANSWER, "demo")
+    out.write_text(json.dumps(answer) + "\n")
+    assert sorted(finished_lines(out, rows_of("old"))) == [0]
+    with pytest.raises(ValueError, match="row 0 has another prompt"):
+        finished_lines(out, rows_of("new"))
+    answer.pop("prompt_hash", None)
+    out.write_text(json.dumps(answer) + "\n")
+    if form != "plain chat":
+        assert sorted(finished_lines(out, rows_of("new"))) == [0], "answers without it are kept"
+
+
+def test_what_utf8_cannot_hold_is_written_escaped(tmp_path):
+    path = tmp_path / "out.jsonl"
+    row = json_row(0, r'{"id": "\ud800", "promt": "x"}', Defaults())
+    with OrderedWriter(path, 2) as writer:
+        writer.write(0, {"index": 0, "id": "\ud800", "error": row.error})
+        writer.write(1, {"index": 1, "text": "\u00e9"})
+    assert json.loads(path.read_text().splitlines()[0])["id"] == "\ud800"
+    assert "\u00e9" in path.read_text(encoding="utf-8"), "and everything else as it is"
