@@ -38,10 +38,11 @@ def room(p: Problem) -> Room:
             for k, (index, _) in enumerate(devices)
         ]
         held = [max(0, bytes_left // unit) for bytes_left in rooms]
-        total = sum(sorted(held, reverse=True)[:most])
+        used = sorted(range(len(devices)), key=lambda k: -held[k])[:most]
+        total = sum(held[k] for k in used)
         lacking = max(0, p.spec.num_layers - total)
         needs = [(held[k] + lacking) * unit - rooms[k] for k in range(len(devices))]
-        nearest = min(range(len(devices)), key=lambda k: needs[k])
+        nearest = min(used, key=lambda k: needs[k])
         if found is None or total > found.layers:
             missing = max(0, needs[nearest]) if lacking else 0
             found = Room(layers=total, device=devices[nearest][1], missing_bytes=missing)

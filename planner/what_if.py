@@ -64,7 +64,7 @@ def _added(cluster: Cluster, kind: str) -> Cluster:
     ]
     if not owners:
         node = Node(name=f"added-{name.lower()}", devices=(DeviceGroup(kind=name),))
-        return cluster.model_copy(update={"nodes": (*cluster.nodes, node)})
+        return _with_nodes(cluster, [*cluster.nodes, node])
     node, group = owners[-1]
     return _replaced(cluster, node, group, group.model_copy(update={"count": group.count + 1}))
 
@@ -98,4 +98,10 @@ def _replaced(cluster: Cluster, node: Node, old: DeviceGroup, new: DeviceGroup |
             nodes.append(other.model_copy(update={"devices": tuple(groups), "accelerators": None}))
     if not nodes:
         raise ValueError("--what-if would leave no device")
-    return cluster.model_copy(update={"nodes": tuple(nodes)})
+    return _with_nodes(cluster, nodes)
+
+
+def _with_nodes(cluster: Cluster, nodes: list[Node]) -> Cluster:
+    """Read the changed cluster anew: a copy would keep the old list of devices."""
+    data = cluster.model_copy(update={"nodes": tuple(nodes)}).model_dump(by_alias=True)
+    return Cluster.parse_data(data, where="--what-if")

@@ -92,8 +92,11 @@ def test_profile_of_another_model_is_refused(
     words = SMALL.replace("opt-1.3b", "opt-125m").split()
     assert main([*words, "--costs", str(costs)]) == 2
     err = capsys.readouterr().err
-    assert err.startswith(f"llmpq-algo: '{costs}' was profiled for model opt-1.3b (")
-    assert err.endswith("; profile it with llmpq-profile --model\n")
+    made, asked = (ModelSpec.by_name(name).fingerprint() for name in ("opt-1.3b", "opt-125m"))
+    assert err == (
+        f"llmpq-algo: '{costs}' was profiled for model opt-1.3b ({made}), got opt-125m ({asked}); "
+        "profile it with llmpq-profile --model\n"
+    )
 
 
 def test_decode_time_is_the_mean_over_true_lengths() -> None:

@@ -1,0 +1,186 @@
+"""Errors of the command, word for word: what, got, expected, what to do; one line, exit code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from llmpq import device_spec, model_spec
+from llmpq.planner.__main__ import main
+
+pytestmark = pytest.mark.pure
+
+ROOT = Path(__file__).resolve().parents[1]
+PAPER = ROOT / "clusters" / "paper"
+JOB = ["--global_bz", "8", "--s", "512", "--n", "100", "--theta", "1"]
+SMALL = ["--device-names", "T4", "V100", "--device-numbers", "1", "1", "--model", "opt-13b", *JOB]
+TABLE = {
+    "T4": device_spec.device_specs()["T4"].model_copy(update={"aliases": ("Tesla_T4",)}),
+    "V100-32GB": device_spec.device_specs()["V100-32GB"].model_copy(update={"aliases": ("V100",)}),
+}
+"""Two of the shipped cards, so that lists of known names stay as they are when cards are added."""
+MODELS = {name: model_spec.builtin_configs()[name] for name in ("opt-1.3b", "opt-13b", "opt-30b")}
+
+
+def _run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    code = main(list(words))
+    shown = capsys.readouterr()
+    return code, shown.out, shown.err
+
+
+ERRORS = {
+    "unknown device": (
+        ["--device-names", "V10", "--device-numbers", "1", "--model", "opt-13b"],
+        2,
+        "llmpq-algo: unknown device 'V10': did you mean 'V100'? known: T4, Tesla_T4, V100, "
+        "V100-32GB\n",
+    ),
+    "unknown model": (
+        ["--device-names", "T4", "--device-numbers", "1", "--model", "opt-31b"],
+        2,
+        "llmpq-algo: unknown model 'opt-31b': did you mean 'opt-30b'? known: opt-1.3b, opt-13b, "
+        "opt-30b\n",
+    ),
+    "no model": (
+        ["--device-names", "T4", "--device-numbers", "1"],
+        2,
+        "llmpq-algo: --model is missing: a Hugging Face directory, or a name such as opt-30b\n",
+    ),
+    "no devices": (
+        ["--model", "opt-13b"],
+        2,
+        "llmpq-algo: give the devices in one way: --cluster FILE, --device-names with "
+        "--device-numbers, or --from-ray\n",
+    ),
+    "unequal lists": (
+        ["--device-names", "T4", "V100", "--device-numbers", "1", "--model", "opt-13b"],
+        2,
+        "llmpq-algo: --device_names has 2 names and --device_numbers 1 numbers; expected as many "
+        "of each\n",
+    ),
+    "does not fit": (
+        ["--device-names", "T4", "--device-numbers", "1", "--model", "opt-30b"],
+        5,
+        "llmpq-algo: opt-30b does not fit T4x1: T4-0 is short by 10.2 GiB: batch 2 (--global-bz "
+        "2)\n",
+    ),
+    "bad pin": (
+        [*SMALL, "--pin", "0-99=T4-0"],
+        2,
+        "llmpq-algo: --pin 0-99=T4-0: opt-13b has layers 0-39\n",
+    ),
+    "bad pin form": (
+        [*SMALL, "--pin", "T4-0"],
+        2,
+        "llmpq-algo: --pin T4-0: expected LAYERS=DEVICE, such as 0-3=T4-0\n",
+    ),
+    "pinned device unknown": (
+        [*SMALL, "--pin", "0-3=T4-7"],
+        2,
+        "llmpq-algo: unknown device 'T4-7': did you mean 'T4-0'? known: T4-0, V100-32GB-0\n",
+    ),
+    "bad bits": (
+        [*SMALL, "--bits", "4,5"],
+        2,
+        "llmpq-algo: unknown precision '5': known: w16a16, w3a16, w4a16, w4a4, w8a16, w8a8\n",
+    ),
+    "bad what-if": (
+        [*SMALL, "--what-if", "rows=3"],
+        2,
+        "llmpq-algo: --what-if rows=3: expected +KIND, -DEVICE, batch=N, s=N or n=N, such as "
+        "+V100\n",
+    ),
+    "negative theta": (
+        [*SMALL[:-1], "-1"],
+        2,
+        "llmpq-algo: --theta must be >= 0 seconds per unit of omega, got -1.0\n",
+    ),
+    "impossible budget": (
+        [*SMALL, "--bits", "3", "--quality-budget", "0.1"],
+        5,
+        "llmpq-algo: no plan has a sum of omega of at most 0.1\n",
+    ),
+    "budget for a method without": (
+        [*SMALL, "--method", "uniform", "--quality-budget", "1"],
+        2,
+        "llmpq-algo: --quality-budget is for --method exact or ilp, not uniform: the others cannot "
+        "keep a budget\n",
+    ),
+    "flexgen has no plan": (
+        [*SMALL, "--method", "flexgen"],
+        2,
+        "llmpq-algo: --method flexgen is an estimate of offloading, not a plan; see it with "
+        "--method all\n",
+    ),
+    "omega of another model": (
+        [*SMALL, "--omega-file", str(PAPER / "omega-opt-30b.json")],
+        2,
+        f"llmpq-algo: '{PAPER / 'omega-opt-30b.json'}' was made for 48 layers (opt-30b), the model "
+        "has 40\n",
+    ),
+    "too long": (
+        ["--device-names", "V100", "--device-numbers", "1", "--model", "opt-13b", "--s", "2048"],
+        2,
+        "llmpq-algo: --s 2048 plus --n 100 is beyond the 2048 positions of opt-13b\n",
+    ),
+    "what-if without a known device": (
+        [*SMALL, "--what-if", "-T4-7"],
+        2,
+        "llmpq-algo: unknown device 'T4-7': did you mean 'T4-0'? known: T4-0, V100-32GB-0\n",
+    ),
+    "what-if of an unknown kind": (
+        [*SMALL, "--what-if", "+V10"],
+        2,
+        "llmpq-algo: unknown device 'V10': did you mean 'V100'? known: T4, Tesla_T4, V100, "
+        "V100-32GB\n",
+    ),
+    "what-if without any device": (
+        ["--device-names", "V100", "--device-numbers", "1", "--model", "opt-13b", *JOB]
+        + ["--what-if", "-V100-32GB-0"],
+        2,
+        "llmpq-algo: --what-if would leave no device\n",
+    ),
+    "no such cluster file": (
+        ["--cluster", "nowhere.yaml", "--model", "opt-13b"],
+        2,
+        "llmpq-algo: no such cluster file: 'nowhere.yaml'\n",
+    ),
+    "model given twice": (
+        ["--model", "opt-13b", "--model-name", "opt", "--model-size", "13b"],
+        2,
+        "llmpq-algo: give either --model or --model-name with --model-size, not both\n",
+    ),
+    "no such model directory": (
+        ["--model", "models/mine"],
+        2,
+        "llmpq-algo: no such model directory: 'models/mine'\n",
+    ),
+    "no requests": (
+        [*SMALL, "--global_bz", "0"],
+        2,
+        "llmpq-algo: --global-bz must be a positive number, got 0\n",
+    ),
+    "micro-batch beyond the batch": (
+        [*SMALL, "--prefill-microbatch", "9"],
+        2,
+        "llmpq-algo: --prefill-microbatch must be between 1 and the batch of 8, got 9\n",
+    ),
+    "only the constraints forbid it": (
+        [*SMALL, "--bits", "8", "--pin", "0-39=T4-0"],
+        5,
+        "llmpq-algo: opt-13b fits T4x1-V100x1 only without the --pin, --max-devices, --group or "
+        "--quality-budget given; loosen one of them\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors_say_what_and_what_to_do(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(device_spec, "device_specs", lambda: TABLE)
+    monkeypatch.setattr(model_spec, "builtin_configs", lambda: MODELS)
+    words, code, text = ERRORS[name]
+    got, _, err = _run(capsys, *words)
+    assert (got, err) == (code, text)

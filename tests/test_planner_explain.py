@@ -1,0 +1,203 @@
+"""Explanations, word for word, on a cluster of devices described in the test."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from llmpq.plan import Plan, Predicted, SolverReport
+from llmpq.planner.__main__ import main
+from llmpq.planner.explain import Regret, regret_lines
+from llmpq.planner.report import quality_of
+from llmpq.planner.what_if import compared
+
+pytestmark = pytest.mark.pure
+CARDS = """
+name: pair
+nodes:
+  - name: box
+    devices:
+      - {kind: small, count: 2, spec: {memory: 16GiB, mem_gbps: 300, fp16_tflops: 60}}
+      - {kind: large, count: 1, spec: {memory: 24GiB, mem_gbps: 900, fp16_tflops: 120}}
+"""
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> list[str]:
+    """The flags of a small job on the inline cluster."""
+    file = tmp_path / "pair.yaml"
+    file.write_text(CARDS)
+    return ["--cluster", str(file), "--model", "opt-30b", "--s", "512", "--n", "100"]
+
+
+def _run(capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[int, str, str]:
+    code = main(list(flags))
+    shown = capsys.readouterr()
+    return code, shown.out, shown.err
+
+
+def _predicted(capsys: pytest.CaptureFixture[str], *flags: str) -> Predicted:
+    code, text, _ = _run(capsys, *flags, "--json")
+    assert code == 0
+    found = Plan.parse_data(json.loads(text), where="test").predicted
+    assert found is not None
+    return found
+
+
+SHORT = {
+    "bits, KV or batch": (
+        "--global_bz 32 --bits 8,16",
+        "small-0 is short by 348.1 MiB: 4-bit on 4 layers (--bits), or KV at 8 bit (--kv 8), or "
+        "batch 31 (--global-bz 31)",
+        ["--global_bz 32 --bits 4,8", "--global_bz 32 --bits 8 --kv 8", "--global_bz 31 --bits 8"],
+    ),
+    "bits alone": (
+        "--global_bz 1 --bits 16 --max-devices 1",
+        "large-0 is short by 32.0 GiB: 4-bit on 39 layers (--bits)",
+        ["--global_bz 1 --bits 4,16 --max-devices 1"],
+    ),
+    "batch alone": (
+        "--global_bz 400 --bits 3 --kv 2",
+        "large-0 is short by 79.1 GiB: batch 141 (--global-bz 141)",
+        ["--global_bz 141 --bits 3 --kv 2"],
+    ),
+    "nothing": (
+        "--global_bz 1 --bits 3 --kv 2 --reserve 15GiB --max-devices 1",
+        "large-0 is short by 2.6 GiB: add a device or take a smaller model",
+        [],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_infeasible_names_the_device_its_bytes_and_changes_that_fit(
+    capsys: pytest.CaptureFixture[str], words: list[str], name: str
+) -> None:
+    flags, text, ways = SHORT[name]
+    expected = f"llmpq-algo: opt-30b does not fit pair: {text}\n"
+    assert _run(capsys, *words, *flags.split()) == (5, "", expected)
+    for way in ways:
+        assert _run(capsys, *words, *way.split())[0] == 0, way
+
+
+def test_one_request_more_than_the_batch_advised_does_not_fit(
+    capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    assert _run(capsys, *words, *["--global_bz", "142", "--bits", "3", "--kv", "2"])[0] == 5
+
+
+def test_what_if_is_the_plan_of_the_changed_cluster_or_job(
+    capsys: pytest.CaptureFixture[str], words: list[str], tmp_path: Path
+) -> None:
+    flags = ["--global_bz", "8", "--bits", "4,8", "--theta", "9"]
+    before = _predicted(capsys, *words, *flags)
+    fewer, more = tmp_path / "fewer.yaml", tmp_path / "more.yaml"
+    fewer.write_text(CARDS[: CARDS.index("      - {kind: large")])
+    more.write_text(CARDS.replace("kind: large, count: 1", "kind: large, count: 2"))
+    changes = {
+        "-large-0": _predicted(capsys, *words, *flags, "--cluster", str(fewer)),
+        "+large": _predicted(capsys, *words, *flags, "--cluster", str(more)),
+        "n=50": _predicted(capsys, *words, *flags, "--n", "50"),
+    }
+    asked = [flag for change in changes for flag in ("--what-if", change)]
+    code, text, _ = _run(capsys, *words, *flags, *asked, "--what-if", "batch=100")
+    assert code == 0
+    lines = [line for line in text.splitlines() if line.startswith("what if")]
+    assert lines == [
+        *(f"what if {change}: {compared(before, after)}" for change, after in changes.items()),
+        "what if batch=100: opt-30b does not fit pair: small-1 is short by 39.0 GiB: KV at 4 bit "
+        "(--kv 4), or batch 49 (--global-bz 49)",
+    ]
+    assert changes["-large-0"].total_s > before.total_s * 1.1
+    assert changes["+large"].total_s < before.total_s
+
+
+def test_what_if_compares_time_rate_and_quality() -> None:
+    numbers = {"prefill_s": 1.0, "decode_s": 1.0, "bottleneck": "small-0", "estimated": True}
+    before = Predicted(total_s=8.0, output_tokens_per_s=100.0, sum_omega=0.5, **numbers)  # type: ignore[arg-type]
+    after = Predicted(total_s=6.0, output_tokens_per_s=133.33, sum_omega=0.25, **numbers)  # type: ignore[arg-type]
+    assert compared(before, after) == (
+        "6.000 s (-25.0%), 133.3 tokens/s (+33.3%), sum omega 0.25 (now 0.5)"
+    )
+
+
+def test_cost_error_study_in_words() -> None:
+    study = [
+        Regret(kind="small", factor=0.9, loss=0.0123, same=False),
+        Regret(kind="large", factor=1.1, loss=0.0, same=True),
+    ]
+    assert regret_lines(study) == [
+        "costs of small x 0.90: this plan is 1.23% above the best one",
+        "costs of large x 1.10: this plan is 0.00% above the best one",
+        "a cost error of 10 % on one device kind loses at most 1.23% (small)",
+    ]
+
+
+def test_why_this_plan_in_full(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
+    code, text, _ = _run(
+        capsys, *words, *["--global_bz", "8", "--bits", "4", "--explain", "--json"]
+    )
+    stage = json.loads(text)["stages"][0]
+    prefill, decode = stage["prefill_s"] * 1e3, stage["decode_s"] * 1e3
+    code, text, _ = _run(capsys, *words, *["--global_bz", "8", "--bits", "4", "--explain"])
+    assert code == 0
+    assert [line for line in text.splitlines() if line.startswith("- ")] == [
+        f"- prefill is bound by large-0: 1 micro-batch x {prefill:.2f} ms",
+        f"- decode is bound by large-0: 1 micro-batch x {decode:.2f} ms = {decode:.2f} ms per "
+        f"token of every request; a token's own way takes {decode:.2f} ms",
+        "- left out, faster without: small-0, small-1",
+        "- costs of large x 0.90: this plan is 0.00% above the best one",
+        "- costs of large x 1.10: this plan is 0.00% above the best one",
+        "- costs of small x 0.90: this plan is 0.00% above the best one",
+        "- costs of small x 1.10: this plan is 0.00% above the best one",
+        "- a cost error of 10 % on one device kind loses at most 0.00% (large)",
+    ]
+
+
+def test_full_stages_and_stages_that_wait_are_named(
+    capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    flags = ["--global_bz", "31", "--bits", "8"]
+    plan = json.loads(_run(capsys, *words, *flags, "--json")[1])
+    text = _run(capsys, *words, *flags, "--explain")[1]
+    lines = [line for line in text.splitlines() if line.startswith("- ")]
+    full = [line for line in lines if line.endswith(" free, less than one more layer")]
+    layer = min(s["memory"]["weights_bytes"] / len(s["precisions"]) for s in plan["stages"])
+    tight = [
+        s["device"]
+        for s in plan["stages"]
+        if s["memory"]["limit_bytes"] - s["memory"]["total_bytes"] < layer
+    ]
+    assert tight and set(tight) <= {line.split()[1] for line in full}
+    for name in {s["device"] for s in plan["stages"]}:
+        said = [line for line in lines if line.startswith(f"- {name} waits ")]
+        for line in said:
+            share, whom = line.removeprefix(f"- {name} waits ").split("% of decode for ")
+            assert 1 <= int(share) < 100
+            assert whom in {"its next token"} | {s["device"] for s in plan["stages"]}
+
+
+@pytest.mark.parametrize(
+    "status, gap, text",
+    [
+        ("optimal", 5e-7, "objective 2.5 (theta 1, makespan), proven optimal (gap 5.0e-07)"),
+        ("baseline", None, "objective 2.5 (theta 1, makespan), no bound"),
+        (
+            "feasible",
+            0.02,
+            "objective 2.5 (theta 1, makespan), at most 2.00% above the optimum (bound 2.45)",
+        ),
+    ],
+)
+def test_how_good_the_plan_is_known_to_be(
+    capsys: pytest.CaptureFixture[str], words: list[str], status: str, gap: float | None, text: str
+) -> None:
+    data = json.loads(_run(capsys, *words, *["--global_bz", "8", "--bits", "4", "--json"])[1])
+    bound = None if gap is None else 2.5 * (1 - gap)
+    report = SolverReport(
+        method="exact", status=status, theta=1, value=2.5, bound=bound, gap=gap  # type: ignore[arg-type]
+    )  # fmt: skip
+    plan = Plan.parse_data({**data, "solver": report.model_dump()}, where="test")
+    assert quality_of(plan) == text
