@@ -19,6 +19,7 @@ from llmpq.planner.outcome import Infeasible
 from llmpq.planner.pipeline_time import value
 from llmpq.planner.problem import Problem
 from llmpq.planner.random_problems import random_problem
+from llmpq.units import format_size
 
 pytestmark = pytest.mark.pure
 
@@ -79,15 +80,27 @@ def test_wrong_time_memory_device_model_and_cluster_are_refused() -> None:
     def faster(predicted: dict[str, Any]) -> dict[str, Any]:
         return {**predicted, "total_s": predicted["total_s"] * 0.999}
 
-    with pytest.raises(BadPlanError, match="the plan predicts .* its own stages take .*; re-plan"):
+    with pytest.raises(BadPlanError) as caught:
         check_plan(_corrupt(plan, predicted=faster), **others)  # type: ignore[arg-type]
+    assert plan.predicted is not None
+    seconds = plan.predicted.total_s
+    assert str(caught.value) == (
+        f"the plan predicts {seconds * 0.999:.6f} s, its own stages take {seconds:.6f} s; re-plan "
+        "with llmpq-algo"
+    )
 
     def heavier(stages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         stages[0]["memory"]["total_bytes"] += 1
         return stages
 
-    with pytest.raises(BadPlanError, match="the plan states .* bytes, the formulas give"):
+    with pytest.raises(BadPlanError) as caught:
         check_plan(_corrupt(plan, stages=heavier), **others)  # type: ignore[arg-type]
+    first = plan.stages[0]
+    assert first.memory is not None
+    assert str(caught.value) == (
+        f"stage {first.device}: the plan states {first.memory.total_bytes + 1} bytes, the formulas "
+        f"give {first.memory.total_bytes}"
+    )
 
     def unlike(stages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         stages[0]["profile_kind"] = "K9"
@@ -109,8 +122,18 @@ def test_too_little_memory_is_named_with_its_bytes() -> None:
             group["memory"] = needed // 2
     small = type(p.cluster).parse_data(data, where="test")
     moved = _corrupt(plan, cluster=lambda c: {**c, "fingerprint": small.fingerprint()})
-    with pytest.raises(BadPlanError, match=r"stage K\d-\d: needs .*, the device has .*; short by"):
+    with pytest.raises(BadPlanError) as caught:
         check_plan(moved, spec=p.spec, cluster=small, costs=None)
+    texts = []
+    for stage in plan.stages:
+        assert stage.memory is not None
+        needs, has = stage.memory.total_bytes, small.device(stage.device).limit_bytes
+        if needs > has:
+            texts.append(
+                f"stage {stage.device}: needs {format_size(needs)}, the device has "
+                f"{format_size(has)}; short by {format_size(needs - has)}"
+            )
+    assert str(caught.value) == texts[0]
 
 
 @pytest.mark.parametrize("shift, word", [(1, "gap"), (-1, "overlap")], ids=["a gap", "an overlap"])

@@ -58,8 +58,11 @@ def test_ray_nodes_become_a_cluster() -> None:
     assert [d.kind for d in cluster.devices] == ["T4", "T4", "T4", "V100-32GB", "CPU"]
     assert [n.host for n in cluster.nodes] == ["10.0.0.1", "10.0.0.2", "10.0.0.3"]
     nodes[0]["Resources"] = {"GPU": 1.0, "accelerator_type:XPU9": 1.0}
-    with pytest.raises(ValueError, match="is not in the table; write a cluster YAML with 'spec'"):
+    with pytest.raises(ValueError) as caught:
         cluster_of_nodes(nodes)
+    assert str(caught.value) == (
+        "node 10.0.0.1: GPU type ['XPU9'] is not in the table; write a cluster YAML with 'spec'"
+    )
 
 
 def test_a_dead_ray_address_is_refused_at_once(capsys: pytest.CaptureFixture[str]) -> None:
