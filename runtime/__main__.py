@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from types import FrameType
 
-from llmpq.errors import ExitCode, LlmpqError
+from llmpq.errors import ExitCode, LlmpqError, unknown_name
 
 COMMANDS = {
     "run": ("llmpq.runtime.run_command", "run a batch file through a plan (the default)"),
@@ -31,23 +31,23 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if not words or (words[0] not in COMMANDS and words[0] not in ("-h", "--help")):
+    if not words or (words[0].startswith("-") and words[0] not in ("-h", "--help")):
         words.insert(0, "run")
     logging.basicConfig(format="%(message)s", level=logging.WARNING, stream=sys.stderr)
     logging.getLogger("llmpq").setLevel(logging.INFO)
     signal.signal(signal.SIGTERM, _interrupt)
     try:
+        if not words[0].startswith("-") and words[0] not in COMMANDS:
+            raise unknown_name("command", words[0], COMMANDS)
         return _dispatch(words)
     except LlmpqError as error:
         return _end(str(error), error.exit_code)
     except ValueError as error:
         return _end(str(error), ExitCode.USAGE)
+    except OSError as error:
+        return _end(_sentence(error), ExitCode.USAGE)
     except KeyboardInterrupt:
-        return _end(
-            "interrupted; finished rows are in the output file, continue with: llmpq-dist run "
-            "--resume and the same arguments",
-            ExitCode.INTERRUPTED,
-        )
+        return _end(_interrupted(words[0]), ExitCode.INTERRUPTED)
 
 
 def _dispatch(words: Sequence[str]) -> int:
@@ -63,6 +63,21 @@ def _dispatch(words: Sequence[str]) -> int:
             module.add_arguments(command)
     args = parser.parse_args(words)
     return int(importlib.import_module(COMMANDS[args.command][0]).main(args))
+
+
+def _sentence(error: OSError) -> str:
+    """Say what the system refused, and about which file."""
+    reason = error.strerror or str(error) or type(error).__name__
+    return reason if error.filename is None else f"'{error.filename}': {reason}"
+
+
+def _interrupted(command: str) -> str:
+    if command == "run":
+        return (
+            "interrupted; finished rows are in the output file, continue with: llmpq-dist run "
+            "--resume and the same arguments"
+        )
+    return f"'{command}' was interrupted before its end; run it again"
 
 
 def _end(message: str, code: ExitCode) -> int:

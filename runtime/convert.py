@@ -41,6 +41,8 @@ def convert(source: str | Path, target: str | Path) -> Converted:
     """Write `source`'s weights to `target` as safetensors, with its config and tokenizer."""
     source, target = Path(source), Path(target)
     shards = _shards(source)
+    if target.exists() and not target.is_dir():
+        raise ValueError(f"'{target}' is a file; give a new directory for the safetensors")
     if target.exists() and any(target.iterdir()):
         raise ValueError(f"'{target}' is not empty; give a new directory")
     target.mkdir(parents=True, exist_ok=True)

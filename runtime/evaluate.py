@@ -109,6 +109,7 @@ def main(args: argparse.Namespace) -> int:
     spec = ModelSpec.from_directory(args.model)
     precisions, quantization, planned_dtype = _precisions(args, spec)
     dtype = args.dtype or planned_dtype
+    device = usable_device(args.device)
     try:
         text = Path(args.text).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -119,7 +120,7 @@ def main(args: argparse.Namespace) -> int:
         precisions=precisions,
         scheme=quantization.scheme,
         dtype=DTYPES[dtype],
-        device=args.device,
+        device=device,
     )
     result = perplexity(pipeline, tokens, on_window=None if args.json else _show_progress)
     described = describe(precisions)
@@ -132,6 +133,25 @@ def main(args: argparse.Namespace) -> int:
             f"{result.protocol()}\n"
         )
     return 0
+
+
+def usable_device(name: str) -> torch.device:
+    """Return the torch device of that name; `ValueError` if this machine has none."""
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"--device '{name}' is not a torch device; expected cpu or cuda") from None
+    if device.type == "cpu":
+        return device
+    if device.type != "cuda":
+        raise ValueError(f"--device '{name}' is not supported; expected cpu or cuda")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if (device.index or 0) >= count:
+        raise ValueError(
+            f"--device '{name}': torch sees {count} CUDA devices here; leave --device out to use "
+            "the CPU, or check nvidia-smi and that torch is built with CUDA"
+        )
+    return device
 
 
 def describe(precisions: Sequence[Precision]) -> str:

@@ -22,6 +22,8 @@ from llmpq.errors import StageLostError
 from llmpq.plan import Plan, StagePlan
 
 LOCAL_HOST = "127.0.0.1"
+_PROBE_S = 5.0
+"""How long a Ray address may take to accept a connection."""
 _CPU_SHARE = 0.001
 """CPU a CPU stage's bundle asks for: a bundle may not be empty, and stages may share cores."""
 
@@ -35,6 +37,7 @@ def ray_cluster(address: str | None) -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
+    _require_listener(address)
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
     logging.getLogger("ray").setLevel(logging.ERROR)
@@ -65,6 +68,22 @@ def ray_cluster(address: str | None) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def _require_listener(address: str | None) -> None:
+    """Refuse at once an address where nothing listens: Ray itself retries for many minutes."""
+    if address in (None, "auto", "local"):
+        address = os.environ.get("RAY_ADDRESS", "")
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if not colon or not port.isdigit() or "/" in host:
+        return  # a form only Ray understands
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_PROBE_S).close()
+    except (OSError, OverflowError) as error:
+        raise StageLostError(
+            f"no Ray cluster at '{address}' ({error}); start one with: ray start --head, or give "
+            "its address"
+        ) from None
 
 
 def bundle_of(stage: StagePlan) -> dict[str, float]:

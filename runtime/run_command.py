@@ -25,10 +25,12 @@ from llmpq.plan import Plan
 from llmpq.runtime.batch_io import OrderedWriter, finished_lines, read_rows
 from llmpq.runtime.batch_rows import Answer, Defaults, Row, answer_line, error_line
 from llmpq.runtime.kv_choice import AUTO, with_kv
+from llmpq.runtime.output_paths import check_files
 from llmpq.runtime.pipeline import Deadlines, Launch, Pipeline, Update
 from llmpq.runtime.progress import ProgressReporter
 from llmpq.runtime.report import JobResult, build_report, print_summary
 from llmpq.runtime.request import Request
+from llmpq.runtime.sampling_params import SamplingParams
 from llmpq.runtime.scheduler import Limits
 from llmpq.runtime.speculation_choice import add_speculation_arguments, choose_speculation
 from llmpq.runtime.stage_actor import StageSettings, limits_of
@@ -119,6 +121,7 @@ class Job:
 
 def main(args: argparse.Namespace) -> int:
     """Run a batch file through a plan; returns the exit code."""
+    _check_flags(args)
     plan = load_plan(args.plan)
     model_dir = args.model or plan.model.path
     if model_dir is None:
@@ -130,6 +133,10 @@ def main(args: argparse.Namespace) -> int:
     if args.cluster is not None:
         cluster = Cluster.load(args.cluster)
         plan.require_cluster(cluster.name, cluster.fingerprint())
+    check_files(
+        {"--input": args.input, "--strat_file_name": args.plan, "--cluster": args.cluster},
+        {"--output": args.output, "--trace": args.trace, "--report": args.report},
+    )
     rows = read_rows(args.input, _defaults(args))
     done = finished_lines(args.output, rows) if args.resume else {}
     tokenizer = Tokenizer(model_dir)
@@ -139,15 +146,35 @@ def main(args: argparse.Namespace) -> int:
         for index, message in job.errors.items():
             _log.warning("row %d: %s", index, message)
             writer.write(index, error_line(rows[index], message))
-        report = _run(job, args, settings, cluster, writer, tokenizer) if job.requests else None
-    if report is not None:
-        _show(report, args)
+        if job.requests:
+            report = _run(job, args, settings, cluster, writer, tokenizer)
+        else:
+            _log.info("nothing to run: %d of %d rows were finished before", len(done), len(rows))
+            report = _report_of_nothing(job)
+    _show(report, args)
     if job.errors:
         sys.stderr.write(
             f"{len(job.errors)} of {len(rows)} rows failed; see their 'error' in {args.output}\n"
         )
         return ExitCode.SOME_ROWS_FAILED
     return ExitCode.DONE
+
+
+def _check_flags(args: argparse.Namespace) -> None:
+    """`ValueError` for a value no row could be served with."""
+    if args.max_tokens is not None and args.max_tokens < 1:
+        raise ValueError(f"--max_tokens must be at least 1, got {args.max_tokens}")
+    try:
+        SamplingParams(temperature=args.temperature, top_p=args.top_p)
+    except ValueError as error:
+        raise ValueError(f"--{error}") from None
+    if not 0 <= args.master_port < 2**16:
+        raise ValueError(
+            f"--master_port must be 1 to 65535, or 0 for a free one, got {args.master_port}"
+        )
+    for name in ("placement", "load", "step"):
+        if not getattr(args, f"{name}_timeout") > 0:
+            raise ValueError(f"--{name}-timeout must be a positive number of seconds")
 
 
 def load_plan(name: str) -> Plan:
@@ -253,6 +280,21 @@ def _run(
         )
 
 
+def _report_of_nothing(job: Job) -> dict[str, Any]:
+    """Return the report of a job that had nothing left to run: no stage was started."""
+    return build_report(
+        JobResult(
+            plan=job.plan.model_copy(update={"stages": ()}),
+            loads=(),
+            records=(),
+            finished=(),
+            num_failed=len(job.errors),
+            prompt_tokens=0,
+            startup_s=0.0,
+        )
+    )
+
+
 def _settings(args: argparse.Namespace, plan: Plan) -> StageSettings:
     drafts = choose_speculation(plan, args.speculate, args.gamma, args.costs)
     return StageSettings(
@@ -334,9 +376,8 @@ def _defaults(args: argparse.Namespace) -> Defaults:
 def _show(report: Mapping[str, Any], args: argparse.Namespace) -> None:
     text = json.dumps(report, indent=1) + "\n"
     if args.report is not None:
-        Path(args.report).parent.mkdir(parents=True, exist_ok=True)
         Path(args.report).write_text(text)
     if args.json:
         sys.stdout.write(text)
-    else:
+    elif report["stages"]:
         print_summary(report, Console(width=None if sys.stdout.isatty() else 110))

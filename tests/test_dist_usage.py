@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
+import time
 
 import pytest
+import torch
 
+from llmpq.errors import ExitCode
 from llmpq.model_spec import ModelSpec
+from llmpq.runtime import __main__ as command_line
+from llmpq.runtime.__main__ import main
 from llmpq.runtime.batch_rows import Defaults, json_row
 from llmpq.runtime.run_command import make_job
 from llmpq.runtime.tokenizer import Tokenizer
@@ -59,3 +65,123 @@ def test_a_broken_tokenizer_is_one_sentence(chat_model, text):
     (chat_model / "tokenizer.json").write_text(text)
     with pytest.raises(ValueError, match=r"tokenizer\.json' .*cannot be read"):
         Tokenizer(chat_model)
+
+
+@pytest.fixture
+def job_files(demo_model, make_plan, tmp_path):
+    """Return the words of a run that would work, and its folder."""
+    plan, source = tmp_path / "plan.json", tmp_path / "in.jsonl"
+    make_plan(demo_model, ()).save_json(plan)
+    source.write_text('{"custom_id": "a", "prompt": "import os"}\n')
+    return ["--strat_file_name", str(plan), "-i", str(source)], tmp_path
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """Fail a test whose command gets as far as starting a pipeline."""
+    from llmpq.runtime.pipeline import Pipeline
+
+    def start(*_args: object, **_options: object) -> None:
+        raise AssertionError("the pipeline was started")
+
+    monkeypatch.setattr(Pipeline, "start", start)
+
+
+def last_line(capsys) -> str:
+    captured = capsys.readouterr().err
+    assert "Traceback" not in captured
+    return captured.strip().splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["-o", "{dir}/in.jsonl"], "--output and --input are the same file"),
+        (["-o", "{dir}/./link.jsonl"], "--output and --input are the same file"),
+        (["-o", "{dir}/plan.json"], "--output and --strat_file_name are the same file"),
+        (["-o", "{dir}/o", "--trace", "{dir}/o"], "--trace and --output are the same file"),
+        (["-o", "{dir}"], "--output '{dir}' is a directory"),
+        (["-o", "{dir}/in.jsonl/out"], "cannot be written (File exists"),
+        (["-o", "/proc/none/out"], "cannot be written (No such file"),
+        (["-o", "{dir}/o", "--trace", "{dir}"], "--trace '{dir}' is a directory"),
+        (["-o", "{dir}/o", "--report", "{dir}"], "--report '{dir}' is a directory"),
+        (["-o", "{dir}/o", "--master_port", "99999"], "--master_port must be 1 to 65535"),
+        (["-o", "{dir}/o", "--temperature", "-1"], "--temperature must be 0 (greedy)"),
+        (["-o", "{dir}/o", "--top_p", "2"], "--top_p must be in (0, 1]"),
+        (["-o", "{dir}/o", "--max_tokens", "0"], "--max_tokens must be at least 1, got 0"),
+        (["-o", "{dir}/o", "--step-timeout", "0"], "--step-timeout must be a positive"),
+    ],
+)
+def test_a_run_that_cannot_work_ends_before_it_starts(job_files, started, capsys, more, message):
+    words, folder = job_files
+    (folder / "link.jsonl").symlink_to(folder / "in.jsonl")
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    code = main([*words, *(word.replace("{dir}", str(folder)) for word in more)])
+    assert code == ExitCode.USAGE
+    assert message.replace("{dir}", str(folder)) in last_line(capsys)
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_with_nothing_left_to_do_the_report_is_still_written(job_files, started, capsys):
+    words, folder = job_files
+    out, report = folder / "out.jsonl", folder / "report.json"
+    answer = {"custom_id": "a", "response": {"status_code": 200}, "error": None}
+    out.write_text(json.dumps(answer) + "\n")
+    code = main([*words, "-o", str(out), "--resume", "--json", "--report", str(report)])
+    captured = capsys.readouterr()
+    assert code == ExitCode.DONE, captured.err
+    printed = json.loads(captured.out)
+    assert printed == json.loads(report.read_text())
+    assert (printed["completed"], printed["failed"], printed["stages"]) == (0, 0, [])
+    assert json.loads(out.read_text()) == answer
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["evla", "--model", "x"], "did you mean 'eval'"),
+        (["convert", "{model}", "{file}"], "nothing to convert"),
+        (["convert", "{bin}", "{file}"], "is a file; give a new directory"),
+        (["eval", "--model", "{model}", "--text", "{file}", "--device", "cuda:77"], "CUDA devices"),
+        (["eval", "--model", "{model}", "--text", "{file}", "--device", "gpu0"], "torch device"),
+    ],
+)
+def test_other_commands_end_with_one_sentence(demo_model, tmp_path, capsys, words, message):
+    file, folder = tmp_path / "file", tmp_path / "bin"
+    file.write_text("import os\n" * 9)
+    folder.mkdir()
+    torch.save({"w": torch.zeros(2)}, folder / "pytorch_model.bin")
+    names = {"model": demo_model, "file": file, "bin": folder}
+    assert main([word.format(**names) for word in words]) == ExitCode.USAGE
+    assert message in last_line(capsys)
+
+
+def test_whatever_the_system_refuses_is_one_sentence(monkeypatch, capsys):
+    def refuse(words: object) -> int:
+        raise OSError(28, "No space left on device", "/somewhere/out.jsonl")
+
+    monkeypatch.setattr(command_line, "_dispatch", refuse)
+    assert main(["check", "plan.json"]) == ExitCode.USAGE
+    assert last_line(capsys) == "llmpq-dist: '/somewhere/out.jsonl': No space left on device"
+
+
+@pytest.mark.parametrize(("command", "kept"), [("run", True), ("eval", False), ("bench", False)])
+def test_an_interrupt_promises_rows_only_where_there_are_some(monkeypatch, capsys, command, kept):
+    def interrupt(words: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command_line, "_dispatch", interrupt)
+    assert main([command]) == ExitCode.INTERRUPTED
+    assert ("--resume" in last_line(capsys)) is kept
+
+
+@pytest.mark.parametrize("form", ["127.0.0.1:{}", "ray://127.0.0.1:{}"])
+def test_a_ray_address_where_nothing_listens_is_refused_at_once(job_files, capsys, form):
+    words, folder = job_files
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = form.format(free.getsockname()[1])
+        started_s = time.monotonic()
+        code = main([*words, "-o", str(folder / "out.jsonl"), "--ray-address", address])
+    assert code == ExitCode.STAGE_LOST and time.monotonic() - started_s < 10
+    assert f"no Ray cluster at '{address}' ([Errno 111]" in last_line(capsys)
