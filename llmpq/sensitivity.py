@@ -15,6 +15,8 @@ from pydantic import Field, model_validator
 from llmpq.file_form import FileForm
 from llmpq.precision import KVPrecision, Precision
 
+REMEDY = "make one for this model with llmpq-profile indicator --model"
+
 
 class Sensitivity(FileForm):
     """omega[precision][layer] and omega[KV bits][layer], with where the numbers come from."""
@@ -23,6 +25,8 @@ class Sensitivity(FileForm):
     indicator: str
     """Name of the method: `variance`, `hessian`, `random`, `synthetic`."""
     model: str
+    model_fingerprint: str | None = None
+    """The architecture it was measured on; absent where a table is written for a name."""
     num_layers: int = Field(gt=0)
     weights: Mapping[Precision, tuple[float, ...]]
     kv: Mapping[KVPrecision, tuple[float, ...]] = {}
@@ -68,9 +72,18 @@ class Sensitivity(FileForm):
         if sensitivity.num_layers != num_layers:
             raise ValueError(
                 f"'{path}' was made for {sensitivity.num_layers} layers ({sensitivity.model}), "
-                f"the model has {num_layers}"
+                f"the model has {num_layers}; {REMEDY}"
             )
         return sensitivity
+
+    def require_model(self, name: str, fingerprint: str, *, where: str) -> None:
+        """Raise `ValueError` unless this was made for a model: by architecture, else by name."""
+        made_for = self.model_fingerprint
+        same = self.model.lower() == name.lower() if made_for is None else made_for == fingerprint
+        if not same:
+            shown = self.model if made_for is None else f"{self.model} ({made_for})"
+            got = name if made_for is None else f"{name} ({fingerprint})"
+            raise ValueError(f"'{where}' was made for model {shown}, got {got}; {REMEDY}")
 
     @classmethod
     def zero(cls, model: str, num_layers: int, precisions: tuple[Precision, ...]) -> Sensitivity:

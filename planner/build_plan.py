@@ -23,6 +23,7 @@ from llmpq.plan import (
 )
 from llmpq.planner.outcome import Assignment, Outcome, Stage
 from llmpq.planner.pipeline_time import StageTimes, job_time, stage_times, sum_omega
+from llmpq.planner.positions import positions_note
 from llmpq.planner.problem import Problem
 from llmpq.precision import Precision
 
@@ -139,5 +140,5 @@ def _solver_report(p: Problem, outcome: Outcome) -> SolverReport:
         gap=outcome.gap,
         version=outcome.version or importlib.metadata.version("llmpq"),
         sensitivity=p.sensitivity.indicator,
-        note=outcome.note,
+        note="; ".join(filter(None, (outcome.note, positions_note(p.spec, p.workload)))),
     )

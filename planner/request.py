@@ -14,6 +14,7 @@ from llmpq.cost_model import CostModel
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec, builtin_configs
 from llmpq.planner.costs import CostBook
+from llmpq.planner.positions import positions_note
 from llmpq.planner.problem import Problem
 from llmpq.planner.roofline import estimate_costs
 from llmpq.precision import WEIGHT_ONLY, KVPrecision, Precision
@@ -85,7 +86,7 @@ def make_problem(args: argparse.Namespace) -> tuple[Problem, str | None, list[st
         dtype = "float32" if cpus else spec.dtype
     profile = read_costs(args.costs, spec) if args.costs else None
     omega = _omega_path(args, cluster, spec)
-    listed = Sensitivity.load(omega, num_layers=spec.num_layers) if omega else None
+    listed = read_omega(omega, spec) if omega else None
     choices = parse_bits(args.bits) if args.bits else default_bits(listed, profile, cluster)
     sensitivity = listed or generic_sensitivity(spec, choices, parse_kv(args.kv))
     quantization = Quantization(group_size=args.weight_group_size or None, symmetric=args.symmetric)
@@ -96,11 +97,7 @@ def make_problem(args: argparse.Namespace) -> tuple[Problem, str | None, list[st
         kv=parse_kv(args.kv)[0],
         dtype=dtype,
     )
-    if workload.max_len > spec.max_positions and spec.positions == "learned":
-        raise ValueError(
-            f"--s {args.s} plus --n {args.n} is beyond the {spec.max_positions} positions of "
-            f"{spec.name}"
-        )
+    too_long = positions_note(spec, workload)
     kvs = parse_kv(args.kv)
     estimate = estimate_costs(
         spec,
@@ -127,7 +124,8 @@ def make_problem(args: argparse.Namespace) -> tuple[Problem, str | None, list[st
         prefill_microbatch=_within("--prefill-microbatch", args.prefill_microbatch, args.global_bz),
         decode_microbatch=_within("--decode-microbatch", args.decode_microbatch, args.global_bz),
     )
-    notes = [] if listed else [GENERIC_NOTE]
+    notes = [too_long] if too_long else []
+    notes += [] if listed else [GENERIC_NOTE]
     notes += costs.unprofiled(cluster.devices) + costs.warnings(cluster.devices, workload)
     return problem, path, notes
 
@@ -141,6 +139,13 @@ def read_costs(path: str, spec: ModelSpec) -> CostModel:
             f"{spec.name} ({spec.fingerprint()}); profile it with llmpq-profile --model"
         )
     return profile
+
+
+def read_omega(path: Path, spec: ModelSpec) -> Sensitivity:
+    """Read an omega file and check that it was made for this model."""
+    listed = Sensitivity.load(path, num_layers=spec.num_layers)
+    listed.require_model(spec.name, spec.fingerprint(), where=str(path))
+    return listed
 
 
 def parse_bits(text: str) -> tuple[Precision, ...]:

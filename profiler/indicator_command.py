@@ -78,6 +78,7 @@ def _random(
     return Sensitivity(
         indicator="random",
         model=spec.name,
+        model_fingerprint=spec.fingerprint(),
         num_layers=spec.num_layers,
         weights={p: tuple(values) for p, values in weights.items()},
         kv={k: tuple(values) for k, values in caches.items()},
@@ -131,6 +132,7 @@ def _observed(
     return Sensitivity(
         indicator=args.kind,
         model=spec.name,
+        model_fingerprint=spec.fingerprint(),
         num_layers=spec.num_layers,
         weights={p: tuple(values) for p, values in observer.table.items()},
         kv={k: tuple(values) for k, values in observer.kv_table.items()},

@@ -117,12 +117,13 @@ ERRORS = {
         [*SMALL, "--omega-file", str(PAPER / "omega-opt-30b.json")],
         2,
         f"llmpq-algo: '{PAPER / 'omega-opt-30b.json'}' was made for 48 layers (opt-30b), the model "
-        "has 40\n",
+        "has 40; make one for this model with llmpq-profile indicator --model\n",
     ),
     "too long": (
         ["--device-names", "V100", "--device-numbers", "1", "--model", "opt-13b", "--s", "2048"],
         2,
-        "llmpq-algo: --s 2048 plus --n 100 is beyond the 2048 positions of opt-13b\n",
+        "llmpq-algo: --s 2048 plus --n 100 is beyond the 2048 positions of opt-13b; "
+        "give a smaller --s or --n\n",
     ),
     "what-if without a known device": (
         [*SMALL, "--what-if", "-T4-7"],

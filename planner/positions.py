@@ -1,0 +1,24 @@
+"""Whether a job is longer than the model was trained on, and what that means for its positions."""
+
+from __future__ import annotations
+
+from llmpq.model_spec import ModelSpec
+from llmpq.workload import Workload
+
+
+def positions_note(spec: ModelSpec, work: Workload) -> str:
+    """Return a warning where a job goes beyond the model's positions, or an empty string.
+
+    `ValueError` for learned positions: there is no row in the table to look up.
+    """
+    if work.max_len <= spec.max_positions:
+        return ""
+    beyond = (
+        f"--s {work.prompt_len} plus --n {work.gen_len} is beyond the {spec.max_positions} "
+        f"positions of {spec.name}"
+    )
+    if spec.positions == "learned":
+        raise ValueError(f"{beyond}; give a smaller --s or --n")
+    if spec.positions == "alibi":
+        return f"{beyond}; ALiBi extrapolates, but check the text's quality"
+    return f"warning: {beyond}; text past what rotary positions were trained for is often unusable"
