@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-BATCH, PROMPT_LEN, GEN_LEN = 8, 64, 64
+BATCH, PROMPT_LEN, GEN_LEN = 8, 32, 64
 SAMPLING = "--temperature 0.7 --top-p 0.9"
 
 
