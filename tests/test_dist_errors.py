@@ -174,6 +174,21 @@ def test_unusable_weights_are_named(ray_session, demo_model, make_plan, tmp_path
         pass
 
 
+def test_the_command_names_truncated_weights_in_one_sentence(
+    ray_session, demo_model, plan_file, tmp_path
+):
+    folder = broken_copy(demo_model, tmp_path / "model", "truncated")
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"prompt": "import os"}\n')
+    joined = ("--ray-address", ray_session, "--model", folder)
+    done = run(plan_file(), "-i", source, "-o", out, *joined)
+    assert done.returncode == ExitCode.USAGE == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    last = last_line(done)
+    assert last.startswith("llmpq-dist: ") and "model.safetensors" in last
+    assert "is truncated" in last
+
+
 def test_memory_that_differs_from_the_plan_is_refused(ray_session, demo_model, make_plan):
     plan = make_plan(demo_model, ())
     sizes = dict.fromkeys(
@@ -223,6 +238,32 @@ def test_a_killed_stage_is_named_with_its_cause(ray_session, demo_model, make_pl
     assert f"stage {victim} (CPU-{victim} on local, pid {pids[victim]}) was lost" in text
     assert f"during {phase}" in text and "SIGKILL" in text and "--resume" in text
     assert gone(pids), "no process is left behind"
+
+
+def test_the_command_names_a_killed_stage_and_ends_with_its_code(ray_session, plan_file, tmp_path):
+    plan = plan_file((4,), batch=2, gen_len=160, prompt_len=8)
+    source, out, log = (tmp_path / name for name in ("in.jsonl", "out.jsonl", "log"))
+    rows = [{"prompt": "import os\n", "max_tokens": 160 if i else 8} for i in range(7)]
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = command(plan, "-i", source, "-o", out, "--ignore-eos", "--ray-address", ray_session)
+    with log.open("w") as stderr:
+        process = subprocess.Popen(words, stderr=stderr, stdout=subprocess.DEVNULL)
+        end_s = time.monotonic() + 60
+        while time.monotonic() < end_s and not (out.exists() and out.read_text()):
+            time.sleep(0.02)
+        pids = [int(pid) for pid in re.findall(r"stage \d: .*, pid (\d+)", log.read_text())]
+        os.kill(pids[1], signal.SIGKILL)
+        killed_s = time.monotonic()
+        code = process.wait(timeout=60)
+    text = log.read_text()
+    assert code == ExitCode.STAGE_LOST == 6, text
+    assert time.monotonic() - killed_s < NAMED_WITHIN_S
+    assert "Traceback" not in text
+    last = text.strip().splitlines()[-1]
+    assert f"stage 1 (CPU-1 on local, pid {pids[1]}) was lost" in last
+    assert "SIGKILL" in last and "--resume" in last
+    assert gone(pids), "no process is left behind"
+    assert 1 <= len(out.read_text().splitlines()) < len(rows), "what was finished is kept"
 
 
 def test_a_stopped_stage_is_named_at_its_deadline_and_resume_finishes(
