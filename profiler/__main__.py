@@ -15,6 +15,7 @@ from pathlib import Path
 
 from llmpq.errors import ExitCode, LlmpqError
 from llmpq.profiler import indicator_command, run_command
+from llmpq.runtime.output_paths import refusal, require_writable
 
 COMMANDS = ("run", "indicator", "merge")
 
@@ -27,9 +28,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     try:
+        require_writable("--output", args.output)
         return int(args.main(args))
     except ValueError as error:
         sys.stderr.write(f"llmpq-profile: {error}\n")
+        return ExitCode.USAGE
+    except OSError as error:
+        sys.stderr.write(f"llmpq-profile: {refusal(error)}\n")
         return ExitCode.USAGE
     except LlmpqError as error:
         sys.stderr.write(f"llmpq-profile: {error}\n")

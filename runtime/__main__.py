@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from types import FrameType
 
 from llmpq.errors import ExitCode, LlmpqError, unknown_name
+from llmpq.runtime.output_paths import refusal
 
 COMMANDS = {
     "run": ("llmpq.runtime.run_command", "run a batch file through a plan (the default)"),
@@ -45,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         return _end(str(error), ExitCode.USAGE)
     except OSError as error:
-        return _end(_sentence(error), ExitCode.USAGE)
+        return _end(refusal(error), ExitCode.USAGE)
     except KeyboardInterrupt:
         return _end(_interrupted(words[0]), ExitCode.INTERRUPTED)
 
@@ -63,12 +64,6 @@ def _dispatch(words: Sequence[str]) -> int:
             module.add_arguments(command)
     args = parser.parse_args(words)
     return int(importlib.import_module(COMMANDS[args.command][0]).main(args))
-
-
-def _sentence(error: OSError) -> str:
-    """Say what the system refused, and about which file."""
-    reason = error.strerror or str(error) or type(error).__name__
-    return reason if error.filename is None else f"'{error.filename}': {reason}"
 
 
 def _interrupted(command: str) -> str:

@@ -29,6 +29,7 @@ from llmpq.plan import Plan
 from llmpq.precision import KVPrecision, Precision
 from llmpq.runtime.hand_plan import hand_plan
 from llmpq.runtime.loader import RandomSource, TensorSource
+from llmpq.runtime.output_paths import require_writable
 from llmpq.runtime.quantized_checkpoint import open_checkpoint
 from llmpq.runtime.report import JobResult, build_report, print_summary
 from llmpq.runtime.request import Request
@@ -91,6 +92,8 @@ def main(args: argparse.Namespace) -> int:
         raise ValueError(
             f"--repeat must be >= 1, --warm-up >= 0, got {args.repeat}, {args.warm_up}"
         )
+    if args.rows is not None:
+        require_writable("--rows", args.rows)
     bench = make_bench(args)
     reports = run_in_process(bench) if args.in_process else run_through_ray(bench)
     report = summary(reports)

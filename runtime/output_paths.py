@@ -45,6 +45,12 @@ def check_files(inputs: Mapping[str, str | None], outputs: Mapping[str, str | No
         require_writable(flag, path)
 
 
+def refusal(error: OSError) -> str:
+    """Say what the system refused, and about which file."""
+    reason = error.strerror or str(error) or type(error).__name__
+    return reason if error.filename is None else f"'{error.filename}': {reason}"
+
+
 def _real(path: str) -> tuple[int, int] | str:
     """Return what tells a file from others: its inode, or its path while it does not exist."""
     try:

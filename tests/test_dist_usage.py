@@ -12,6 +12,7 @@ import torch
 
 from llmpq.errors import ExitCode
 from llmpq.model_spec import ModelSpec
+from llmpq.profiler.__main__ import main as profile
 from llmpq.runtime import __main__ as command_line
 from llmpq.runtime.__main__ import main
 from llmpq.runtime.batch_rows import Defaults, json_row
@@ -185,3 +186,36 @@ def test_a_ray_address_where_nothing_listens_is_refused_at_once(job_files, capsy
         code = main([*words, "-o", str(folder / "out.jsonl"), "--ray-address", address])
     assert code == ExitCode.STAGE_LOST and time.monotonic() - started_s < 10
     assert f"no Ray cluster at '{address}' ([Errno 111]" in last_line(capsys)
+
+
+@pytest.mark.parametrize("command", ["run", "indicator", "merge"])
+def test_the_profiler_looks_at_its_output_before_it_starts(tmp_path, monkeypatch, capsys, command):
+    def start(args: object) -> int:
+        raise AssertionError("the work was started")
+
+    monkeypatch.setattr("llmpq.profiler.run_command.main", start)
+    monkeypatch.setattr("llmpq.profiler.run_command.merge", start)
+    monkeypatch.setattr("llmpq.profiler.indicator_command.main", start)
+    words = {
+        "run": ["--model", "opt-13b", "--cluster", "c.yaml"],
+        "indicator": ["--model", "opt-13b"],
+        "merge": ["a.json"],
+    }[command]
+    assert profile([command, *words, "-o", str(tmp_path)]) == ExitCode.USAGE
+    assert last_line(capsys) == (
+        f"llmpq-profile: --output '{tmp_path}' is a directory, expected a file to write"
+    )
+
+
+def test_the_profiler_says_what_the_system_refuses(tmp_path, monkeypatch, capsys):
+    def refuse(args: object) -> int:
+        raise OSError(28, "No space left on device", "costs.json")
+
+    monkeypatch.setattr("llmpq.profiler.run_command.merge", refuse)
+    assert profile(["merge", "a", "-o", str(tmp_path / "costs.json")]) == ExitCode.USAGE
+    assert last_line(capsys) == "llmpq-profile: 'costs.json': No space left on device"
+
+
+def test_bench_looks_at_its_row_file_before_it_starts(tmp_path, capsys):
+    assert main(["bench", "--model", "opt-13b", "--rows", str(tmp_path)]) == ExitCode.USAGE
+    assert f"--rows '{tmp_path}' is a directory" in last_line(capsys)
