@@ -97,6 +97,7 @@ def _observed(
     from llmpq.profiler.calibration import cut_windows, observe
     from llmpq.profiler.omega import HessianObserver, VarianceObserver
     from llmpq.profiler.output_error import OutputErrorObserver
+    from llmpq.runtime.evaluate import usable_device
     from llmpq.runtime.loader import CheckpointSource
 
     if not Path(args.model).is_dir():
@@ -104,6 +105,7 @@ def _observed(
             f"--kind {args.kind} reads real weights: --model must be a model directory, got "
             f"'{args.model}'; a built-in name works with --kind random"
         )
+    device = usable_device(args.device)
     # Half the cores: with all of them taken, OpenMP's threads spin while other programs run.
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // 2))
     quantization = Quantization(symmetric=args.symmetric)
@@ -126,7 +128,7 @@ def _observed(
             CheckpointSource(args.model, spec),
             windows,
             observer,
-            device=torch.device(args.device),
+            device=device,
             on_layer=lambda _: progress.advance(task),
         )
     return Sensitivity(

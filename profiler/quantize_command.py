@@ -17,6 +17,7 @@ from llmpq.errors import ExitCode, LlmpqError
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
 from llmpq.precision import Precision
+from llmpq.runtime.output_paths import refusal
 from llmpq.units import format_size
 
 log = logging.getLogger("llmpq.quantize")
@@ -32,6 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = error.exit_code if isinstance(error, LlmpqError) else ExitCode.USAGE
         sys.stderr.write(f"llmpq-quantize: {error}\n")
         return int(code)
+    except OSError as error:
+        sys.stderr.write(f"llmpq-quantize: {refusal(error)}\n")
+        return int(ExitCode.USAGE)
     except KeyboardInterrupt:
         sys.stderr.write("llmpq-quantize: stopped; run the same command again to continue\n")
         return int(ExitCode.INTERRUPTED)
@@ -84,8 +88,12 @@ def _quantize(args: argparse.Namespace) -> int:
     from llmpq.profiler.quantize_model import Job, quantize_model, spread
     from llmpq.profiler.quantize_progress import QuantizeProgress
     from llmpq.profiler.recipes import Settings
+    from llmpq.runtime.evaluate import usable_device
     from llmpq.runtime.loader import CheckpointSource
 
+    device = usable_device(args.device)
+    if args.output.exists() and not args.output.is_dir():
+        raise ValueError(f"'{args.output}' is a file, expected a directory to write")
     spec = ModelSpec.from_directory(args.model)
     job = Job(
         spec=spec,
@@ -105,7 +113,6 @@ def _quantize(args: argparse.Namespace) -> int:
             seed=args.seed,
         ),
     )
-    device = torch.device(args.device)
     started = time.perf_counter()
     with torch.inference_mode(), QuantizeProgress(spec.num_layers) as progress:
         quantize_model(

@@ -13,6 +13,7 @@ import torch
 from llmpq.errors import ExitCode
 from llmpq.model_spec import ModelSpec
 from llmpq.profiler.__main__ import main as profile
+from llmpq.profiler.quantize_command import main as quantize
 from llmpq.runtime import __main__ as command_line
 from llmpq.runtime.__main__ import main
 from llmpq.runtime.batch_rows import Defaults, json_row
@@ -219,3 +220,13 @@ def test_the_profiler_says_what_the_system_refuses(tmp_path, monkeypatch, capsys
 def test_bench_looks_at_its_row_file_before_it_starts(tmp_path, capsys):
     assert main(["bench", "--model", "opt-13b", "--rows", str(tmp_path)]) == ExitCode.USAGE
     assert f"--rows '{tmp_path}' is a directory" in last_line(capsys)
+
+
+@pytest.mark.parametrize("command", ["indicator", "quantize"])
+def test_a_device_that_is_not_here_is_one_sentence(demo_model, tmp_path, capsys, command):
+    words = ["--text", str(demo_model / "config.json"), "--device", "cuda:77"]
+    if command == "indicator":
+        code = profile([command, "--model", str(demo_model), "-o", str(tmp_path / "o"), *words])
+    else:
+        code = quantize([str(demo_model), str(tmp_path / "o"), "--scheme", "w4a16", *words])
+    assert code == ExitCode.USAGE and "--device 'cuda:77'" in last_line(capsys)
