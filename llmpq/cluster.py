@@ -201,8 +201,10 @@ class Cluster(FileForm):
             data = yaml.safe_load(Path(path).read_text())
         except FileNotFoundError:
             raise ValueError(f"no such cluster file: '{path}'") from None
+        except IsADirectoryError:
+            raise ValueError(f"'{path}' is a directory, expected a cluster YAML") from None
         except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise ValueError(f"'{path}' is not valid YAML: {error}") from None
+            raise ValueError(f"'{path}' is not valid YAML{_place_of(error)}") from None
         return cls.parse_data(data, where=str(path))
 
     @classmethod
@@ -221,9 +223,26 @@ class Cluster(FileForm):
         return cls.parse_data({"name": title, "nodes": nodes}, where="--device_names")
 
 
+def _place_of(error: Exception) -> str:
+    """Return ` at line 3, column 3: what is wrong`, on one line."""
+    mark = getattr(error, "problem_mark", None)
+    if mark is None:
+        return ": " + " ".join(str(error).split())
+    problem = " ".join(str(getattr(error, "problem", None) or "unreadable").split())
+    return f" at line {mark.line + 1}, column {mark.column + 1}: {problem}"
+
+
+def _table_kind(node: Node, kind: str) -> str:
+    """Return the table's name of a kind; the error says whose kind it is."""
+    try:
+        return canonical_kind(kind)
+    except ValueError as error:
+        raise ValueError(f"node '{node.name}': {error}") from None
+
+
 def _resolve(node: Node, group: DeviceGroup, index: int, counts: dict[str, int]) -> Device:
     """Turn one member of a group into a device, numbering devices per kind."""
-    kind = group.kind if group.spec is not None else canonical_kind(group.kind)
+    kind = group.kind if group.spec is not None else _table_kind(node, group.kind)
     spec = group.spec or device_specs()[kind]
     if group.threads is not None and not spec.is_cpu:
         raise ValueError(f"node '{node.name}': 'threads' is for CPU devices, {kind} is a GPU")

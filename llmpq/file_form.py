@@ -37,8 +37,27 @@ class FileForm(BaseModel):
 
     def save_json(self, path: str | Path) -> None:
         """Write the JSON form to `path`, creating its folder."""
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(self.dump_json())
+        check_writable(path)
+        try:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            Path(path).write_text(self.dump_json())
+        except OSError as error:
+            raise ValueError(
+                f"cannot write '{path}': {(error.strerror or str(error)).lower()}; give another "
+                "place"
+            ) from None
+
+
+def check_writable(path: str | Path) -> None:
+    """Raise `ValueError` where a file can never be: in the place of a folder, or below a file."""
+    path = Path(path)
+    if path.is_dir():
+        raise ValueError(f"cannot write '{path}': it is a directory; give a file's name in it")
+    for parent in path.parents:
+        if parent.exists():
+            if not parent.is_dir():
+                raise ValueError(f"cannot write '{path}': '{parent}' is not a directory")
+            return
 
 
 def read_json(path: str | Path) -> object:
@@ -56,13 +75,17 @@ def read_json(path: str | Path) -> object:
 def explain(error: ValidationError, model: type[BaseModel]) -> str:
     """Return the first validation error as one sentence."""
     first = error.errors()[0]
-    place = ".".join(str(part) for part in first["loc"]) or "top level"
+    place = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
         key = str(first["loc"][-1])
         known = _keys_near(model, first["loc"])
         return f"unknown key '{place}': {nearest(key, known)}valid keys: {', '.join(known)}"
     message = first["msg"].removeprefix("Value error, ")
     got = first.get("input")
+    if place == "schema" and isinstance(got, int):
+        return f"this llmpq reads schema 1, got schema {got}; make the file anew, or update llmpq"
+    if not first["loc"]:
+        return message
     shown = "" if first["type"] == "missing" or isinstance(got, (dict, list)) else f" (got {got!r})"
     return f"'{place}': {message}{shown}"
 

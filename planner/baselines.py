@@ -10,10 +10,11 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 
-from llmpq.planner.fits import fits
+from llmpq.planner.fits import fits, spare_bytes
 from llmpq.planner.outcome import Assignment, Infeasible, Outcome, Stage
 from llmpq.planner.pipeline_time import job_time, value
 from llmpq.planner.problem import Problem
+from llmpq.units import format_size
 
 
 def solve_uniform(p: Problem, *, time_limit_s: float | None = None) -> Outcome:
@@ -32,10 +33,24 @@ def solve_uniform(p: Problem, *, time_limit_s: float | None = None) -> Outcome:
                 bound=None,
                 seconds=time.perf_counter() - start,
             )
+    least = by_precision(p)[-1]
     raise Infeasible(
         f"uniform: an even split of {p.spec.num_layers} layers over {len(order)} devices does not "
-        f"fit at {p.choices[by_precision(p)[-1]].value}; use --method exact"
+        f"fit at {p.choices[least].value}: {_shortage(p, order, least)}; use --method exact"
     )
+
+
+def _shortage(p: Problem, order: Sequence[int], b: int) -> str:
+    """`T4-0 is short by 1.3 GiB` where the even split that is nearest to fitting lacks most."""
+    worst = []
+    for a in _even(p, order, b):
+        spare = [spare_bytes(p, a, position) for position in range(len(order))]
+        worst.append((min(spare), -spare.index(min(spare))))
+    spare_least, position = max(worst)
+    if spare_least >= 0:
+        return "a --pin forbids it"
+    devices = [device for cls in p.classes for device in cls.devices]
+    return f"{devices[-position].name} is short by {format_size(-spare_least)}"
 
 
 def by_precision(p: Problem) -> list[int]:

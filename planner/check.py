@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from llmpq.cluster import Cluster, Device
 from llmpq.cost_model import Phase
-from llmpq.errors import BadPlanError
+from llmpq.errors import BadPlanError, DoesNotFitError
 from llmpq.memory import stage_memory
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
@@ -22,7 +22,7 @@ RELATIVE_TOLERANCE = 1e-6
 
 
 def check_plan(plan: Plan, *, spec: ModelSpec, cluster: Cluster, costs: CostBook | None) -> None:
-    """Raise `BadPlanError` (or `PlanMismatchError`) unless the plan is complete and fits."""
+    """Raise `BadPlanError`, `PlanMismatchError` or `DoesNotFitError` unless all is well."""
     plan.require_model(spec)
     plan.require_cluster(cluster.name, cluster.fingerprint())
     covered = [i for stage in plan.stages for i in range(*stage.layers)]
@@ -65,7 +65,7 @@ def _check_memory(plan: Plan, spec: ModelSpec, position: int, device: Device) ->
     )
     short = memory.total_bytes - device.limit_bytes
     if short > 0:
-        raise BadPlanError(
+        raise DoesNotFitError(
             f"stage {device.name}: needs {format_size(memory.total_bytes)}, the device has "
             f"{format_size(device.limit_bytes)}; short by {format_size(short)}"
         )

@@ -19,7 +19,7 @@ from typing import Any
 
 from llmpq.errors import LlmpqError
 from llmpq.planner.methods import How, solve_as
-from llmpq.planner.outcome import Assignment, Infeasible, Outcome, Stage
+from llmpq.planner.outcome import Assignment, Infeasible, Outcome, Stage, Unfinished
 from llmpq.planner.problem import Problem
 from llmpq.planner.problem_form import problem_data
 
@@ -74,6 +74,8 @@ def answer_of(solve: Callable[[], Outcome]) -> str:
     """Return what `solve` returns, or the refusal it raises, as JSON."""
     try:
         answer: dict[str, Any] = asdict(solve())
+    except Unfinished as error:
+        answer = {"unfinished": str(error)}
     except Infeasible as error:
         answer = {"infeasible": str(error)}
     except (ValueError, LlmpqError) as error:
@@ -104,6 +106,8 @@ def _outcome(text: bytes, signal_number: int, what: str) -> Outcome:
             "cbc, or heuristic"
         )
     answer = json.loads(text)
+    if "unfinished" in answer:
+        raise Unfinished(answer["unfinished"])
     if "infeasible" in answer:
         raise Infeasible(answer["infeasible"])
     if "refused" in answer:

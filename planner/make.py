@@ -8,16 +8,18 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from llmpq.errors import DoesNotFitError
+from llmpq.file_form import check_writable
 from llmpq.plan import Plan
 from llmpq.planner.advice import explain_infeasible
 from llmpq.planner.build_plan import build_plan
 from llmpq.planner.check import check_plan
 from llmpq.planner.ilp_backends import Backend
 from llmpq.planner.methods import PLANNERS, How
-from llmpq.planner.outcome import Infeasible, Outcome
+from llmpq.planner.outcome import Infeasible, Outcome, Unfinished
 from llmpq.planner.problem import Problem
-from llmpq.planner.request import make_problem, parse_kv
+from llmpq.planner.request import make_problem, not_negative, parse_kv
 from llmpq.planner.speculation import describe, with_speculation
+from llmpq.planner.what_if import changed_problem
 from llmpq.precision import KVPrecision
 
 if TYPE_CHECKING:
@@ -50,8 +52,8 @@ def make_and_show(args: argparse.Namespace) -> None:
     problem, path, notes = make_problem(args)
     wish = Wish(
         method="heuristic" if args.shaq_efficient else args.method,
-        time_limit_s=args.time_limit,
-        gap=args.gap,
+        time_limit_s=not_negative("--time-limit", args.time_limit),
+        gap=not_negative("--gap", args.gap),
         backend=args.solver,
         budget=args.quality_budget,
         kvs=parse_kv(args.kv),
@@ -66,6 +68,10 @@ def make_and_show(args: argparse.Namespace) -> None:
 
         show_front(args, problem, wish, path)
         return
+    if args.output:
+        check_writable(args.output)
+    for change in args.what_if:
+        changed_problem(problem, change)
     everything = wish.method == "all"
     best = answer(problem, wish, path) if not everything else _compare(args, problem, wish, path)
     if args.speculate is not None:
@@ -87,19 +93,23 @@ def make_and_show(args: argparse.Namespace) -> None:
     for change in args.what_if:
         _what_if(console, change, best, wish, path)
     for note in notes + ([best.outcome.note] if best.outcome.note else []):
-        console.print(f"note: {note}", highlight=False, soft_wrap=True)
+        console.print(f"note: {note}", highlight=False, soft_wrap=True, markup=False)
     if args.output:
-        console.print(f"wrote {args.output}", highlight=False)
+        console.print(f"wrote {args.output}", highlight=False, soft_wrap=True, markup=False)
 
 
 def answer(problem: Problem, wish: Wish, path: str | None) -> Answer:
     """Return the best plan over the KV precisions allowed; explain it when nothing fits."""
     best: Answer | None = None
+    unfinished: Unfinished | None = None
     for kv in wish.kvs:
         work = problem.workload.model_copy(update={"kv": kv})
         priced = problem.with_changes(workload=work)
         try:
             outcome = _solve(priced, wish)
+        except Unfinished as error:
+            unfinished = error
+            continue
         except Infeasible as error:
             refusal = str(error)
             continue
@@ -107,6 +117,8 @@ def answer(problem: Problem, wish: Wish, path: str | None) -> Answer:
             # Under a budget the value is time alone.
             valued = priced if wish.budget is None else priced.with_changes(theta=0.0)
             best = Answer(problem=priced, outcome=outcome, plan=checked_plan(valued, outcome, path))
+    if best is None and unfinished is not None:
+        raise unfinished
     if best is None:
         if wish.method not in ("exact", "ilp") or wish.budget is not None:
             _raise_unless_smaller(problem, refusal)
@@ -179,18 +191,18 @@ def _explain(console: Console, best: Answer) -> None:
     lines = explain_plan(best.problem, best.outcome.assignment, names)
     lines += regret_lines(cost_error_study(best.problem, best.outcome))
     for line in lines:
-        console.print(f"- {line}", highlight=False, soft_wrap=True)
+        console.print(f"- {line}", highlight=False, soft_wrap=True, markup=False)
 
 
 def _what_if(console: Console, change: str, best: Answer, wish: Wish, path: str | None) -> None:
-    from llmpq.planner.what_if import changed_problem, compared
+    from llmpq.planner.what_if import compared
 
     try:
         other = answer(changed_problem(best.problem, change), wish, path)
     except DoesNotFitError as error:
-        console.print(f"what if {change}: {error}", highlight=False, soft_wrap=True)
+        console.print(f"what if {change}: {error}", highlight=False, soft_wrap=True, markup=False)
         return
     before, after = best.plan.predicted, other.plan.predicted
     assert before is not None and after is not None, "the planner always predicts"
     line = f"what if {change}: {compared(before, after)}"
-    console.print(line, highlight=False, soft_wrap=True)
+    console.print(line, highlight=False, soft_wrap=True, markup=False)

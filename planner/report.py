@@ -123,7 +123,7 @@ def quality_of(plan: Plan) -> str:
 def print_plan(console: Console, plan: Plan, *, seconds: float | None = None) -> None:
     """Print headline, stages and memory."""
     for line in headline(plan):
-        console.print(line, highlight=False, soft_wrap=True)
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
     if seconds is not None:
         console.print(f"solved in {seconds:.2f} s", highlight=False)
     console.print(stage_table(plan))

@@ -241,6 +241,13 @@ def _positive(flag: str, value: int) -> int:
     return value
 
 
+def not_negative(flag: str, value: float) -> float:
+    """Return a flag's value; `ValueError` when it is below zero or not a number."""
+    if not value >= 0:
+        raise ValueError(f"{flag} must be a number >= 0, got {value:g}")
+    return value
+
+
 def _within(flag: str, value: int | None, batch: int) -> int | None:
     if value is not None and not 1 <= value <= batch:
         raise ValueError(f"{flag} must be between 1 and the batch of {batch}, got {value}")

@@ -11,6 +11,7 @@ from llmpq.cluster import Cluster, DeviceGroup, Node
 from llmpq.device_spec import canonical_kind
 from llmpq.plan import Predicted
 from llmpq.planner.costs import CostBook
+from llmpq.planner.positions import positions_note
 from llmpq.planner.problem import Problem
 from llmpq.planner.roofline import estimate_costs
 
@@ -29,6 +30,7 @@ def changed_problem(p: Problem, change: str) -> Problem:
             f"--what-if {change}: expected +KIND, -DEVICE, batch=N, s=N or n=N, such as +V100"
         )
     work = p.workload.model_copy(update={WORKLOAD_KEYS[key]: int(number)})
+    positions_note(p.spec, work)
     return p.with_changes(workload=work)
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from llmpq.errors import BadPlanError, PlanMismatchError
+from llmpq.errors import BadPlanError, DoesNotFitError, PlanMismatchError
 from llmpq.plan import Plan
 from llmpq.planner.build_plan import build_plan
 from llmpq.planner.check import check_plan
@@ -122,7 +122,7 @@ def test_too_little_memory_is_named_with_its_bytes() -> None:
             group["memory"] = needed // 2
     small = type(p.cluster).parse_data(data, where="test")
     moved = _corrupt(plan, cluster=lambda c: {**c, "fingerprint": small.fingerprint()})
-    with pytest.raises(BadPlanError) as caught:
+    with pytest.raises(DoesNotFitError) as caught:
         check_plan(moved, spec=p.spec, cluster=small, costs=None)
     texts = []
     for stage in plan.stages:

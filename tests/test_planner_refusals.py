@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -70,7 +71,7 @@ def test_a_job_beyond_the_models_positions(
     assert code == 0 and f"note: warning: {beyond}; text past what rotary" in text
     assert f"warning: {beyond}" in Plan.load(out).solver.note
     code, text, _ = _run(capsys, *long[:-3], "97", *long[-2:], "--model", "llama-2-7b")
-    assert code == 0 and "beyond" not in text and not Plan.load(out).solver.note
+    assert code == 0 and "beyond the" not in text and not Plan.load(out).solver.note
     code, _, err = _run(capsys, *long, "--model", "opt-1.3b")
     assert code == 2 and err.endswith("2048 positions of opt-1.3b; give a smaller --s or --n\n")
     code, _, err = _run(
@@ -83,3 +84,92 @@ def test_alibi_may_extrapolate() -> None:
     bloom = ModelSpec.by_name("bloom-176b")
     note = positions_note(bloom, Workload(batch=1, prompt_len=2048, gen_len=100))
     assert "ALiBi extrapolates" in note and not note.startswith("warning")
+
+
+CLUSTERS = {
+    "name: x\nnodes: [\n  - {name: a\n": (
+        "'{path}' is not valid YAML at line 3, column 3: expected the node content, but found '-'"
+    ),
+    "schema: 2\nname: x\nnodes:\n  - {name: a, accelerators: T4}\n": (
+        "{path}: this llmpq reads schema 1, got schema 2; make the file anew, or update llmpq"
+    ),
+    "name: x\nnodes:\n  - {name: a, accelerators: T4}\n  - {name: b, accelerators: V10}\n": (
+        "{path}: node 'b': unknown device 'V10': did you mean 'V100'? known: "
+    ),
+}
+
+
+@pytest.mark.parametrize("text", CLUSTERS, ids=["yaml", "schema", "device"])
+def test_a_bad_cluster_file_in_one_sentence(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str
+) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(text)
+    code, _, err = _run(capsys, *JOB, "--model", "opt-1.3b", "--cluster", str(path))
+    assert code == 2 and err.count("\n") == 1
+    assert err.startswith("llmpq-algo: " + CLUSTERS[text].format(path=path))
+
+
+def test_folders_in_the_place_of_files(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [*JOB, "--model", "opt-1.3b", "--cluster"]
+    code, _, err = _run(capsys, *words, str(tmp_path))
+    assert code == 2
+    assert err == f"llmpq-algo: '{tmp_path}' is a directory, expected a cluster YAML\n"
+    monkeypatch.setattr("llmpq.planner.make.answer", None)  # refused before planning
+    file = tmp_path / "file"
+    file.write_text("")
+    below = file / "plan.json"
+    for place, why in (
+        (tmp_path, "it is a directory; give a file's name in it"),
+        (below, f"'{file}' is not a directory"),
+    ):
+        code, _, err = _run(capsys, *TINY, *JOB, "--model", "opt-1.3b", "-o", str(place))
+        assert (code, err) == (2, f"llmpq-algo: cannot write '{place}': {why}\n")
+    code, _, err = _run(capsys, *TINY, *JOB, "--model", "opt-1.3b", "--what-if", "banana")
+    assert code == 2 and err.startswith("llmpq-algo: --what-if banana: expected +KIND, -DEVICE")
+
+
+def test_notes_keep_their_brackets(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "gurobipy", None)
+    words = [*TINY, *JOB, "--model", "opt-1.3b", "--method", "ilp", "--solver", "gurobi"]
+    code, text, _ = _run(capsys, *words)
+    assert code == 0 and "(pip install llmpq[gurobi]); HiGHS was used" in text
+
+
+def test_no_time_is_not_no_room(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*TINY, *JOB, "--model", "opt-1.3b", "--method", "ilp", "--time-limit"]
+    code, _, err = _run(capsys, *words, "0")
+    assert code == 5
+    assert err == "llmpq-algo: no plan found within 0 s; give a longer --time-limit\n"
+    code, _, err = _run(capsys, *words, "-1")
+    assert (code, err) == (2, "llmpq-algo: --time-limit must be a number >= 0, got -1\n")
+
+
+def test_uniform_names_the_short_device(capsys: pytest.CaptureFixture[str]) -> None:
+    unequal = ["--device-names", "T4", "H200", "--device-numbers", "1", "1"]
+    job = ["--model", "opt-30b", "--bits", "8", "--global-bz", "8", "--s", "512", "--n", "100"]
+    assert _run(capsys, *unequal, *job)[0] == 0
+    code, _, err = _run(capsys, *unequal, *job, "--method", "uniform")
+    assert code == 5
+    assert err.startswith(
+        "llmpq-algo: uniform: an even split of 48 layers over 2 devices does not fit at w8a16: "
+        "T4-0 is short by "
+    )
+    assert err.endswith(" GiB; use --method exact\n")
+
+
+def test_check_of_a_plan_too_big_for_its_device(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    out = tmp_path / "plan.json"
+    devices = [*TINY[:4], "--model", "opt-1.3b"]
+    assert _run(capsys, *TINY, *JOB, "--model", "opt-1.3b", "-o", str(out))[0] == 0
+    data = json.loads(out.read_text())
+    data["workload"]["batch"] = 100_000
+    out.write_text(json.dumps(data))
+    code, _, err = _run(capsys, "check", str(out), *devices)
+    assert code == 5 and "the device has 31.7 GiB; short by " in err
