@@ -18,7 +18,9 @@ from llmpq.profiler.grid import cases, make_grid
 from llmpq.profiler.messages import Case, Sampling, Target
 from llmpq.profiler.subject import Subject, micro_batch
 from llmpq.profiler.timing import Effort, summarise
+from llmpq.runtime.pending import Pending
 from llmpq.runtime.sampling_params import SamplingParams
+from llmpq.runtime.stage_compute import StageCompute
 
 pytestmark = pytest.mark.cpu
 
@@ -97,6 +99,23 @@ def test_a_layer_is_timed_alone(tiny_models: Any) -> None:
     assert timing.layers == spec.num_layers == 3
     assert summarise([0.3, 0.1, 0.2], layers=1).seconds == 0.2
     assert summarise([5.0, 1.0, 2.0, 3.0, 4.0]).noise == pytest.approx(1 / 3)
+
+
+def test_an_answer_on_its_way_is_waited_for(
+    tiny_models: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[int] = []
+
+    class Copied:
+        def synchronize(self) -> None:
+            waits.append(1)
+
+    monkeypatch.setattr(StageCompute, "run", lambda *_: Pending(torch.zeros(1), Copied()))
+    spec = ModelSpec.from_directory(tiny_models.directory("opt"))
+    subject = Subject(spec, torch.device("cpu"), Quantization(), Sampling())
+    target = Target(device_kind="c", part="layer", phase=Phase.PREFILL, dtype="float32")
+    timing = subject.time(Case(target=target, v=2, length=8), Effort(seconds=0.005, min_repeats=3))
+    assert len(waits) >= timing.repeats >= 3
 
 
 def test_micro_batches_have_unequal_rows() -> None:
