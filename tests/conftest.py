@@ -70,8 +70,9 @@ class TinyModels:
         if kind not in self._made:
             torch.set_num_threads(1)
             torch.manual_seed(len(kind))
-            model = transformers.AutoModelForCausalLM.from_config(_config(kind)).eval()
-            with torch.no_grad():
+            # Whatever mode the asking test is in: the model outlives it.
+            with torch.inference_mode(False), torch.no_grad():
+                model = transformers.AutoModelForCausalLM.from_config(_config(kind)).eval()
                 for parameter in model.parameters():
                     noise = torch.randn_like(parameter) * 0.1
                     parameter.copy_(noise if parameter.ndim > 1 else parameter + noise)
