@@ -10,8 +10,10 @@ with outlier channels; then this project's two additions, and weight-only and w8
 from __future__ import annotations
 
 import argparse
+import functools
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 from atom_models import EXAMPLES, CachedPipeline, ReadyLayers, Subject, quantized, subjects
@@ -33,7 +35,8 @@ class Step:
 
     name: str
     recipe: Recipe
-    kv4: bool = False
+    kv4: Literal["", "token", "channel"] = ""
+    """4-bit KV: keys per token and head (the paper), or per channel and 128 tokens (ours)."""
 
 
 def steps(outliers: int, group: int) -> list[Step]:
@@ -55,11 +58,12 @@ def steps(outliers: int, group: int) -> list[Step]:
         Step(f"+ group {group}", Recipe(scheme=grouped, method="rtn")),
         Step("+ clipping", Recipe(scheme=clipped, method="rtn")),
         Step("+ gptq", Recipe(scheme=clipped)),
-        Step("+ kv int4 (the paper's atom)", Recipe(scheme=clipped), kv4=True),
+        Step("+ kv int4 (the paper's atom)", Recipe(scheme=clipped), kv4="token"),
         Step("gptq + signed scales, searched clips", Recipe(scheme=signed)),
         Step("+ rotation before down", Recipe(scheme=signed, rotated=("down",))),
         Step("+ each linear undoes the rounding before it", improved),
-        Step("+ kv int4 (improved atom)", improved, kv4=True),
+        Step("+ kv int4 (improved atom)", improved, kv4="token"),
+        Step("+ kv int4, keys per channel", improved, kv4="channel"),
         Step("w8a8 gptq", Recipe(scheme=w8a8)),
         Step("w4a16 rtn", Recipe(scheme=WeightScheme(bits=4), method="rtn")),
         Step("w4a16 gptq", Recipe(scheme=WeightScheme(bits=4))),
@@ -105,7 +109,7 @@ def measure(subject: Subject, args: argparse.Namespace) -> None:
         "tokens": len(subject.tokens),
         "calibration_tokens": subject.windows_WT.numel(),
     }
-    base = ppl(subject, subject.source, kv4=False)
+    base = ppl(subject, subject.source, kv4="")
     dense = sum(t.nbytes for i in range(subject.spec.num_layers) for t in _layer16(subject, i))
     write(case | {"step": "w16a16", "layer_bytes": dense}, base, base)
     outliers = subject.spec.hidden // 32
@@ -119,17 +123,20 @@ def measure(subject: Subject, args: argparse.Namespace) -> None:
         write(case | {"step": step.name, "layer_bytes": last[1].nbytes}, value, base)
 
 
-def ppl(subject: Subject, source: object, *, kv4: bool) -> float:
+def ppl(subject: Subject, source: object, *, kv4: str) -> float:
     """Return the perplexity in windows of 1024 tokens."""
     plain = LocalPipeline.build(subject.spec, source)  # type: ignore[arg-type]
     pipeline = plain
     if kv4:
-        pipeline = CachedPipeline(plain.spec, plain.stages, plain.dtype, plain.device, kv4_cache)
+        cache = functools.partial(kv4_cache, key_group=None if kv4 == "token" else 128)
+        pipeline = CachedPipeline(plain.spec, plain.stages, plain.dtype, plain.device, cache)
     return perplexity(pipeline, subject.tokens, window=1024).value
 
 
-def kv4_cache(spec: ModelSpec, num_layers: int, slots: int, max_len: int) -> KVCache:
-    """Return a cache with the paper's granularity: a scale per token and head, prompts included."""
+def kv4_cache(
+    spec: ModelSpec, num_layers: int, slots: int, max_len: int, *, key_group: int | None
+) -> KVCache:
+    """Return a 4-bit cache that rounds prompts, too; `key_group` tokens share a key scale."""
     return LowBitKV(
         spec,
         KVPrecision.KV4,
@@ -137,7 +144,7 @@ def kv4_cache(spec: ModelSpec, num_layers: int, slots: int, max_len: int) -> KVC
         slots=slots,
         max_len=max_len,
         dtype=torch.float32,
-        key_group=None,
+        key_group=key_group,
         exact_prompt=False,
     )
 
