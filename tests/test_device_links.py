@@ -43,6 +43,8 @@ def stage(rank: int, path: str, broken: bool) -> None:
     links = connect_devices(torch.device("cpu"), backend=backend, limit_s=3 if broken else 20)
     if broken:
         assert links is None
+        dist.barrier()  # gloo still works for everyone; nobody leaves before the others agree
+        dist.destroy_process_group()
         return
     assert links is not None
     options = {"hidden": HIDDEN, "dtype": torch.float32, "max_rows": 4, "max_tokens": 20}
