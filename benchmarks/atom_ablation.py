@@ -90,6 +90,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=20480, help="held-out tokens judged")
     parser.add_argument("--windows", type=int, default=24, help="calibration windows of 512")
     parser.add_argument("--group", type=int, choices=(32, 64, 128), default=64)
+    parser.add_argument("--injected", action="store_true", help="the copy with outliers only")
     parser.add_argument("--only", nargs="*", help="rows whose name contains one of these")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -98,7 +99,8 @@ def main() -> None:
     for subject in subjects(
         models, text=args.text, num_tokens=args.tokens, windows=args.windows, window=512
     ):
-        measure(subject, args)
+        if not args.injected or subject.name.endswith("-injected"):
+            measure(subject, args)
 
 
 def measure(subject: Subject, args: argparse.Namespace) -> None:
