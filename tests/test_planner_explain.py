@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from llmpq.plan import Plan, Predicted, SolverReport
+from llmpq.planner import explain
 from llmpq.planner.__main__ import main
 from llmpq.planner.explain import Regret, regret_lines
 from llmpq.planner.report import quality_of
@@ -201,3 +203,60 @@ def test_how_good_the_plan_is_known_to_be(
     )  # fmt: skip
     plan = Plan.parse_data({**data, "solver": report.model_dump()}, where="test")
     assert quality_of(plan) == text
+
+
+def _explained(monkeypatch: pytest.MonkeyPatch, **times: object) -> list[str]:
+    """The sentences for three stages with given times, two micro-batches in each phase."""
+    moments = {"hop_prefill_s": (0.0, 0.0), "hop_decode_s": (0.0, 0.0), "back_decode_s": 0.0}
+    monkeypatch.setattr(explain, "stage_times", lambda *_: SimpleNamespace(**{**moments, **times}))
+    monkeypatch.setattr(explain, "_memory_lines", lambda *_: ["b is full: 1.0 MiB free"])
+    names = ["a", "b", "c"]
+    problem = SimpleNamespace(
+        workload=SimpleNamespace(gen_len=9),
+        counts=lambda *_: (2, 2),
+        cluster=SimpleNamespace(devices=[SimpleNamespace(name=n) for n in [*names, "d"]]),
+    )
+    plan = SimpleNamespace(prefill_microbatch=4, decode_microbatch=4)
+    return explain.explain_plan(problem, plan, names)  # type: ignore[arg-type]
+
+
+def test_a_pipeline_bound_by_a_link_and_by_a_tokens_own_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lines = _explained(
+        monkeypatch,
+        prefill_s=(0.010, 0.020, 0.010),
+        hop_prefill_s=(0.001, 0.050),
+        decode_s=(0.004, 0.005, 0.004),
+    )
+    assert lines == [
+        "prefill is bound by the link b -> c: 50.00 ms a message",
+        "decode is bound by a token's own way through 3 stages, 13.00 ms; "
+        "2 micro-batches keep the slowest stage, b, busy for 10.00 ms of it",
+        "a waits 38% of decode for its next token",
+        "b waits 23% of decode for its next token",
+        "c waits 38% of decode for its next token",
+        "b is full: 1.0 MiB free",
+        "left out, faster without: d",
+    ]
+
+
+def test_a_pipeline_bound_by_its_slowest_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = _explained(monkeypatch, prefill_s=(0.01, 0.02, 0.01), decode_s=(0.001, 0.010, 0.004))
+    assert lines[:4] == [
+        "prefill is bound by b: 2 micro-batches x 20.00 ms",
+        "decode is bound by b: 2 micro-batches x 10.00 ms = 20.00 ms per token of every request; "
+        "a token's own way takes 15.00 ms",
+        "a waits 90% of decode for b",
+        "c waits 60% of decode for b",
+    ]
+
+
+def test_a_full_stage_says_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(explain, "spare_bytes", lambda *_: (3 << 20) + (1 << 19))
+    numbers = SimpleNamespace(layer_bytes=SimpleNamespace(min=lambda: 4 << 20))
+    problem = SimpleNamespace(numbers=lambda *_: numbers)
+    plan = SimpleNamespace(prefill_microbatch=1, decode_microbatch=1)
+    assert explain._memory_lines(problem, plan, ["T4-2"]) == [  # type: ignore[arg-type]
+        "T4-2 is full: 3.5 MiB free, less than one more layer"
+    ]
