@@ -22,6 +22,7 @@ from llmpq.model_spec import ModelSpec
 from llmpq.precision import Precision
 from llmpq.profiler.messages import Case, Sampling, Target, Timing
 from llmpq.profiler.timing import Effort, time_call
+from llmpq.runtime.cuda_stage import CudaStageCompute
 from llmpq.runtime.kv_cache import KVCache
 from llmpq.runtime.kv_factory import make_kv_cache
 from llmpq.runtime.loader import RandomSource
@@ -31,7 +32,8 @@ from llmpq.runtime.request import StepKind
 from llmpq.runtime.sampling_params import SamplingParams
 from llmpq.runtime.stage_compute import StageCompute
 from llmpq.runtime.stage_model import DTYPES, StageModel
-from llmpq.workload import DTYPE_BYTES
+from llmpq.runtime.step import Step
+from llmpq.workload import DTYPE_BYTES, Workload
 
 MAX_LAYERS = 4
 """Layers of a timed stage."""
@@ -81,7 +83,7 @@ class Subject:
         )
         return max(1, min(MAX_LAYERS, self.spec.num_layers, MAX_LAYERS_BYTES // one))
 
-    def _call(self, case: Case, *, graph: bool) -> Callable[[], Tensor]:
+    def _call(self, case: Case, *, graph: bool) -> Callable[[], object]:
         """Return the stage's work on one micro-batch; in a graph, on inputs that stay in place."""
         stage, dtype = self._stage(case.target), DTYPES[case.target.dtype]
         kv = self._cache(case, len(stage.layers))
@@ -90,10 +92,10 @@ class Subject:
         if case.target.part != "embedding":
             shape = (case.v, message.q_len, self.spec.hidden)
             hidden_BQh = torch.randn(shape, device=self.device, dtype=dtype)
-        compute = StageCompute(stage, kv, self.device, dtype)
         if not graph:
+            compute = self._compute(case, stage, kv)
             return lambda: arrived(compute.run(message, hidden_BQh))
-        step = message.step(self.device)
+        step = self._graph_step(case, message)
         x = message.tokens_BQ().to(self.device) if hidden_BQh is None else hidden_BQh
         every = case.target.phase is Phase.VERIFY
 
@@ -105,6 +107,37 @@ class Subject:
             return stage.logits(output, step, all_positions=every).argmax(-1)
 
         return replayed
+
+    def _compute(self, case: Case, stage: StageModel, kv: KVCache) -> StageCompute:
+        """Return what the runtime computes with; hidden states stay on a GPU, as for its links."""
+        dtype = DTYPES[case.target.dtype]
+        if self.device.type == "cpu":
+            return StageCompute(stage, kv, self.device, dtype)
+        workload = Workload(
+            batch=case.v,
+            prompt_len=case.length,
+            gen_len=1,
+            kv=case.target.kv,
+            dtype=case.target.dtype,
+        )
+        compute = CudaStageCompute(
+            stage,
+            kv,
+            self.device,
+            dtype,
+            workload=workload,
+            decode_microbatch=case.v,
+            graphs=False,
+        )
+        compute.keep_on_device = True
+        return compute
+
+    def _graph_step(self, case: Case, message: StepMessage) -> Step:
+        """Return a step that says no more of its rows than the runtime's decode graphs know."""
+        step = message.step(self.device)
+        if case.target.phase is not Phase.DECODE:
+            return step
+        return replace(step, max_end=case.length, runs=(), uniform=False)
 
     def _cache(self, case: Case, num_layers: int) -> KVCache:
         return make_kv_cache(

@@ -6,6 +6,7 @@ replayed between events; otherwise the host runs ahead between two events.
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -92,12 +93,12 @@ def _goes_on(samples: list[float], spent: float, effort: Effort) -> bool:
 
 def _cuda_samples(call: Callable[[], object], effort: Effort, *, graph: bool) -> list[float]:
     """Time bursts between events, so that launch gaps of the host do not count."""
-    stream = torch.cuda.Stream()
+    stream = _timing_stream()
     with torch.cuda.stream(stream):
         for _ in range(WARM_UP):
             call()
         stream.synchronize()
-        run = _captured(call, stream) if graph else call
+        run = _captured(call) if graph else call
         once = _burst(run, stream, 1)
         burst = max(1, min(50, int(effort.seconds / max(once, 1e-6) / effort.min_repeats)))
         samples: list[float] = []
@@ -107,10 +108,20 @@ def _cuda_samples(call: Callable[[], object], effort: Effort, *, graph: bool) ->
     return samples
 
 
-def _captured(call: Callable[[], object], stream: torch.cuda.Stream) -> Callable[[], object]:
+@functools.cache
+def _timing_stream() -> torch.cuda.Stream:
+    """Return the stream of all timings: freed memory is kept and reused by stream."""
+    return torch.cuda.Stream()
+
+
+def _captured(call: Callable[[], object]) -> Callable[[], object]:
+    """Record a call on the current stream; `torch.cuda.graph` would also empty the caches."""
     captured = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(captured, stream=stream):
+    captured.capture_begin(capture_error_mode="thread_local")
+    try:
         call()
+    finally:
+        captured.capture_end()
     return captured.replay
 
 
