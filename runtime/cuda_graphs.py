@@ -14,11 +14,13 @@ Legend: B rows, h hidden, V vocabulary, S slots.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from llmpq.kernels.fused_argmax import argmax
 from llmpq.runtime.kv_cache import KVCache
 from llmpq.runtime.message import StepMessage
 from llmpq.runtime.stage_model import StageModel
@@ -28,8 +30,6 @@ _log = logging.getLogger("llmpq.graphs")
 
 RING = 8
 """Steps whose inputs may be on their way to the device at once."""
-FIELDS = 3
-"""Slot, position and token of a row."""
 LAST_TOKEN = -1
 
 
@@ -41,6 +41,8 @@ class StepOutput:
     logits_BV: Tensor | None = None
     tokens_B: Tensor | None = None
     """The most likely tokens (last stage)."""
+    table_BK: Tensor | None = None
+    """What a round or a verify of several positions yields (see cuda_speculate.py)."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,13 @@ class _Captured:
 
 
 class DecodeGraphs:
-    """Runs decode steps of a stage, captured when a number of rows is first seen."""
+    """Runs decode steps of a stage, captured when a number of rows is first seen.
+
+    Subclasses capture other steps: they say what a row is told and what a step computes.
+    """
+
+    fields = 3
+    """Numbers a row is told each step: slot, position and token."""
 
     def __init__(
         self,
@@ -64,17 +72,21 @@ class DecodeGraphs:
         dtype: torch.dtype,
         device: torch.device,
         capture: bool = True,
+        last_token_S: Tensor | None = None,
     ) -> None:
+        """`last_token_S`: another's table of last tokens, to share it."""
         self._model, self._kv, self._dtype, self._device = model, kv, dtype, device
         self._max_rows = rounded_rows(max_rows, max_rows)
         positions = model.spec.max_positions if model.spec.positions == "learned" else max_len
         self._max_end = min(max_len, positions)
-        self.last_token_S = torch.zeros(num_slots, dtype=torch.long, device=device)
+        if last_token_S is None:
+            last_token_S = torch.zeros(num_slots, dtype=torch.long, device=device)
+        self.last_token_S = last_token_S
         # Flat, so that the rows of any step are one piece: only such copies are asynchronous.
-        self._rows = torch.zeros(FIELDS * self._max_rows, dtype=torch.long, device=device)
+        self._rows = torch.zeros(self.fields * self._max_rows, dtype=torch.long, device=device)
         self._ones = torch.ones(self._max_rows, dtype=torch.long, device=device)
         pinned = device.type == "cuda"
-        shape = (RING, FIELDS * self._max_rows)
+        shape = (RING, self.fields * self._max_rows)
         self._staging = torch.zeros(shape, dtype=torch.long, pin_memory=pinned)
         self._copied: list[torch.cuda.Event | None] = [None] * RING
         self._next = 0
@@ -111,15 +123,22 @@ class DecodeGraphs:
         """Return the slots of the step that ran last."""
         return self._rows[:num_rows]
 
+    def _table(self, message: StepMessage) -> list[Sequence[int]]:
+        """Return what the rows are told, a list per field."""
+        tokens = [row[0] for row in message.tokens] or [0] * message.num_rows
+        return [message.slots, message.starts, tokens]
+
+    def _state(self) -> list[Tensor]:
+        """Return what a step changes beside the cache: put back after a capture."""
+        return [self.last_token_S]
+
     def _stage(self, message: StepMessage, num_rows: int) -> None:
         """Copy slots, positions and tokens to the device without waiting for it."""
         place, self._next = self._next, (self._next + 1) % RING
         copied = self._copied[place]
         if copied is not None:
             copied.synchronize()
-        table = [message.slots, message.starts, [row[0] for row in message.tokens]]
-        if not message.tokens:
-            table[2] = [0] * message.num_rows
+        table = self._table(message)
         extra = num_rows - message.num_rows
         values = [value for row in table for value in (*row, *[row[-1]] * extra)]
         staging = self._staging[place, : len(values)]
@@ -130,9 +149,13 @@ class DecodeGraphs:
             event.record()
             self._copied[place] = event
 
+    def _given(self, num_rows: int) -> Tensor:
+        """Return what the rows were told [fields, B]."""
+        return self._rows[: self.fields * num_rows].view(self.fields, num_rows)
+
     def _forward(self, num_rows: int, hidden_BQh: Tensor | None) -> StepOutput:
         """Run the stage on the static buffers; what a graph records."""
-        slots_B, start_B, given_B = self._rows[: FIELDS * num_rows].view(FIELDS, num_rows)
+        slots_B, start_B, given_B = self._given(num_rows)
         step = Step(
             slots_B=slots_B,
             start_B=start_B,
@@ -149,7 +172,7 @@ class DecodeGraphs:
         if self._model.head is None:
             return StepOutput(hidden_BQh=y)
         logits_BV = self._model.logits(y, step)
-        tokens_B = logits_BV.argmax(dim=-1)
+        tokens_B = argmax(logits_BV)
         self.remember(slots_B, tokens_B)
         return StepOutput(logits_BV=logits_BV, tokens_B=tokens_B)
 
@@ -157,10 +180,10 @@ class DecodeGraphs:
         """Record a graph of this many rows; False, for good, if the driver or a kernel refuses.
 
         Steps before the recording compile kernels and make library handles. They compute what the
-        replay computes again; only the table of last tokens must be put back.
+        replay computes again; only what they change beside the cache must be put back.
         """
         static = None if hidden_BQh is None else hidden_BQh.clone()
-        before_S = self.last_token_S.clone()
+        before = [state.clone() for state in self._state()]
         stream = torch.cuda.Stream(self._device)
         stream.wait_stream(torch.cuda.current_stream(self._device))
         graph = torch.cuda.CUDAGraph()
@@ -168,6 +191,7 @@ class DecodeGraphs:
             with torch.cuda.stream(stream):
                 for _ in range(2):
                     self._forward(num_rows, static)
+                    self._put_back(before)
                 stream.synchronize()
                 # Other threads (a communicator's watchdog) may go on asking the driver.
                 with torch.cuda.graph(
@@ -175,14 +199,18 @@ class DecodeGraphs:
                 ):
                     output = self._forward(num_rows, static)
         except RuntimeError as error:
-            _log.warning("decode runs without CUDA graphs: %s", error)
+            _log.warning("steps run without CUDA graphs: %s", error)
             self._capture_failed = True
             return False
         finally:
             torch.cuda.current_stream(self._device).wait_stream(stream)
-            self.last_token_S.copy_(before_S)
+            self._put_back(before)
         self._captured[num_rows] = _Captured(graph, static, output)
         return True
+
+    def _put_back(self, values: Sequence[Tensor]) -> None:
+        for state, value in zip(self._state(), values, strict=True):
+            state.copy_(value)
 
 
 def rounded_rows(num_rows: int, max_rows: int) -> int:

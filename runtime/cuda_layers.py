@@ -25,6 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from llmpq.kernels import fused_mlp, fused_norm, fused_rope, plain_attend
 from llmpq.kernels.linear import QuantizedWeight, linear
 from llmpq.runtime.attention import attend_cached, score_bias
+from llmpq.runtime.dual_kv import DualKV
 from llmpq.runtime.kv_cache import KVCache, PlainKVCache
 from llmpq.runtime.layers import Attention, DecoderLayer, GatedMLP, Linear, Norm
 from llmpq.runtime.step import Step
@@ -85,6 +86,11 @@ def attention(part: Attention, x_BQh: Tensor, index: int, step: Step, kv: KVCach
         q, k = part.q_norm(q), part.k_norm(k)
     if isinstance(kv, PlainKVCache):
         out = _plain(part, q, k, v, index, step, kv)
+    elif isinstance(kv, DualKV) and isinstance(kv.inner, PlainKVCache):
+        out = _plain(part, q, k, v, index, step, kv.inner)
+        if part.rotary is not None:
+            k, _ = fused_rope.rope(k, k, step.start_B, part.rotary.inv_freq)
+        kv.copy.append(index, k, v, step)
     else:
         if part.rotary is not None:
             q, k = fused_rope.rope(q, k, step.start_B, part.rotary.inv_freq)

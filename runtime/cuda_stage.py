@@ -3,6 +3,7 @@
     decode          runtime/cuda_graphs.py; other steps run as they come
     results         copied to pinned host memory behind the step; whoever needs them waits for that
                     copy only, so the next step may be issued before (`run` returns a `Pending`)
+    speculation     runtime/cuda_speculate.py: drafts and verifies from graphs, too
     runs_ahead      a whole model on one device: a request's next step may be issued with the token
                     -1, "the one this slot produced last"
 
@@ -11,10 +12,13 @@ Legend: B rows, Q new tokens, h hidden.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from llmpq.runtime.cuda_graphs import DecodeGraphs
+from llmpq.runtime.cuda_speculate import CudaSpeculation
 from llmpq.runtime.kv_cache import KVCache
 from llmpq.runtime.message import StepMessage
 from llmpq.runtime.pending import Pending
@@ -23,6 +27,7 @@ from llmpq.runtime.sampling import sample
 from llmpq.runtime.stage_compute import StageCompute
 from llmpq.runtime.stage_model import StageModel
 from llmpq.runtime.trace import MAX_EVENTS, KindTotals
+from llmpq.speculation import SpeculationMode
 from llmpq.workload import Workload
 
 
@@ -44,21 +49,35 @@ class CudaStageCompute(StageCompute):
         super().__init__(model, kv, device, dtype)
         self._whole = model.embedding is not None and model.head is not None
         self._timed: list[tuple[StepKind, int, torch.cuda.Event, torch.cuda.Event]] = []
-        self._decode = DecodeGraphs(
-            model,
-            kv,
-            num_slots=workload.batch,
-            max_len=workload.max_len,
-            max_rows=max(decode_microbatch, 1),
-            dtype=dtype,
-            device=device,
-            capture=graphs,
+        self._graph_options: dict[str, Any] = {
+            "num_slots": workload.batch,
+            "max_len": workload.max_len,
+            "max_rows": max(decode_microbatch, 1),
+            "dtype": dtype,
+            "device": device,
+            "capture": graphs,
+        }
+        self._decode = DecodeGraphs(model, kv, **self._graph_options)
+        self.speculation: CudaSpeculation | None = None
+
+    def enable_speculation(self, mode: SpeculationMode, workload: Workload) -> int:
+        """As `StageCompute.enable_speculation`; its steps are captured as they come."""
+        extra = super().enable_speculation(mode, workload)
+        self._decode = DecodeGraphs(self.model, self.kv, **self._graph_options)
+        self.speculation = CudaSpeculation(
+            self._decode, self.draft, whole=self._whole, **self._graph_options
         )
+        return extra
 
     @property
     def runs_ahead(self) -> bool:
         """Whether a step may name tokens by -1 that the step before has yet to produce."""
         return self._whole and not self._truncates
+
+    @property
+    def whole_rounds(self) -> bool:
+        """Whether a round of drafts and its verify are one step, told -1 for what is not known."""
+        return self.speculation is not None and self.speculation.whole_rounds
 
     @property
     def captured_rows(self) -> list[int]:
@@ -96,10 +115,10 @@ class CudaStageCompute(StageCompute):
 
     @torch.inference_mode()
     def _run(self, message: StepMessage, hidden_BQH: Tensor | None) -> Tensor | Pending:
-        if self._truncates or message.kind in (StepKind.DRAFT, StepKind.VERIFY):
-            return super().run(message, hidden_BQH)
         if message.kind is StepKind.DECODE:
             return self._run_decode(message, hidden_BQH)
+        if message.kind in (StepKind.DRAFT, StepKind.VERIFY, StepKind.ROUND):
+            return self._run_speculation(message, hidden_BQH)
         step = message.step(self._device)
         x = message.tokens_BQ() if hidden_BQH is None else hidden_BQH
         y = self.model(x.to(self._device), step, self.kv)
@@ -107,7 +126,7 @@ class CudaStageCompute(StageCompute):
             return self._leave(y)
         tokens_B = sample(self.model.logits(y, step), message.sampling, message.sample_steps)
         self._decode.remember(step.slots_B, tokens_B)
-        return self._answer(tokens_B)
+        return self._answer(tokens_B[:, None])
 
     def _run_decode(self, message: StepMessage, hidden_BQH: Tensor | None) -> Tensor | Pending:
         out, rows = self._decode.run(message, hidden_BQH), message.num_rows
@@ -115,19 +134,28 @@ class CudaStageCompute(StageCompute):
             return self._leave(out.hidden_BQh[:rows].clone())
         assert out.tokens_B is not None and out.logits_BV is not None
         if all(params.greedy for params in message.sampling):
-            return self._answer(out.tokens_B[:rows])
+            return self._answer(out.tokens_B[:rows, None])
         tokens_B = sample(out.logits_BV[:rows], message.sampling, message.sample_steps)
         self._decode.remember(self._decode.slots_B(rows), tokens_B)
-        return self._answer(tokens_B)
+        return self._answer(tokens_B[:, None])
+
+    def _run_speculation(self, message: StepMessage, hidden_BQH: Tensor | None) -> Tensor | Pending:
+        assert self.speculation is not None, "drafts need enable_speculation"
+        if message.kind is StepKind.ROUND:
+            return self._answer(self.speculation.round(message))
+        drafts = message.kind is StepKind.DRAFT
+        run = self.speculation.draft_step if drafts else self.speculation.verify
+        out = run(message, hidden_BQH)
+        return self._leave(out) if self.model.head is None else self._answer(out)
 
     def _leave(self, hidden_BQH: Tensor) -> Tensor:
         return hidden_BQH if self.keep_on_device else hidden_BQH.cpu()
 
-    def _answer(self, tokens_B: Tensor) -> Tensor | Pending:
-        if not self._whole or self._device.type != "cuda":
-            return tokens_B[:, None].cpu()
-        value = torch.empty(tokens_B.shape[0], 1, dtype=torch.long, pin_memory=True)
-        value.copy_(tokens_B[:, None], non_blocking=True)
+    def _answer(self, result_BK: Tensor) -> Tensor | Pending:
+        if not self._whole or not result_BK.is_cuda:
+            return result_BK.cpu()
+        value = torch.empty(result_BK.shape, dtype=torch.long, pin_memory=True)
+        value.copy_(result_BK, non_blocking=True)
         copied = torch.cuda.Event()
         copied.record()
         return Pending(value, copied)

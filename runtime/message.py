@@ -74,11 +74,18 @@ def describe(micro_batch: MicroBatch) -> StepMessage:
         seq=micro_batch.seq,
         slots=[request.slot for request in requests],
         starts=micro_batch.starts,
-        num_new=[len(tokens) for tokens in micro_batch.tokens],
+        num_new=_counts(micro_batch),
         sample_steps=[len(r.output) + (len(r.drafts) if ahead else 0) for r in requests],
         sampling=[request.sampling for request in requests],
         tokens=micro_batch.tokens,
     )
+
+
+def _counts(micro_batch: MicroBatch) -> list[int]:
+    """Return how many positions each row's newest one gets behind it, itself included."""
+    if micro_batch.kind is StepKind.ROUND and micro_batch.round is not None:
+        return [micro_batch.round.gamma + 1] * len(micro_batch.requests)
+    return [len(tokens) for tokens in micro_batch.tokens]
 
 
 def result_width(kind: StepKind, q_len: int) -> int:

@@ -22,6 +22,8 @@ class StepKind(IntEnum):
     DECODE = 2
     DRAFT = 3
     VERIFY = 4
+    ROUND = 5
+    """Drafts and their verify in one step."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -41,6 +43,8 @@ class Request:
     output: list[int] = field(default_factory=list)
     drafts: list[int] = field(default_factory=list)
     """Tokens proposed after `output` and not verified yet."""
+    in_flight: int = 0
+    """Rounds under way, each in one step, whose tokens are not known yet."""
     finish_reason: FinishReason | None = None
 
     @property

@@ -13,11 +13,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Literal, Protocol
 
 from llmpq.runtime.request import MicroBatch, Request, Round, StepKind
+
+UNKNOWN = -1
+"""Stands for a position or token that a round under way has yet to bring."""
 
 MAX_PADDING = 0.3
 """Prompts share a prefill micro-batch while at most this share of its tokens is padding."""
@@ -104,6 +108,9 @@ class Scheduler:
         self._rows_in_rounds = 0
         self.generated_tokens = 0
         """Tokens appended to all requests so far."""
+        self.whole_rounds = False
+        """Whether the device takes greedy rows' drafts and their verify as one step. Such rows are
+        issued again before the tokens of the round before are known."""
 
     @property
     def num_waiting(self) -> int:
@@ -134,13 +141,15 @@ class Scheduler:
         size = self._decode_group_size()
         if size == 0:
             return None
-        group = [self._ready.popleft() for _ in range(size)]
+        group = self._take(size)
         group.sort(key=lambda request: request.slot)  # neighbouring slots are read in place
         return self._start_round(group)
 
     def complete(self, micro_batch: MicroBatch, tokens: Sequence[Sequence[int]]) -> list[Request]:
         """Take the new tokens of each row; return the requests that ended, their slots free."""
         round_ = micro_batch.round
+        if micro_batch.kind is StepKind.ROUND:
+            return self._complete_whole(micro_batch, tokens)
         if micro_batch.kind is StepKind.DRAFT:
             assert round_ is not None
             for request, drafted in zip(micro_batch.requests, tokens, strict=True):
@@ -162,6 +171,25 @@ class Scheduler:
                 finished.append(request)
             else:
                 self._ready.append(request)
+        return finished
+
+    def _complete_whole(
+        self, micro_batch: MicroBatch, tokens: Sequence[Sequence[int]]
+    ) -> list[Request]:
+        """Take the tokens of a round in one step; rows that ended meanwhile brought nothing."""
+        assert micro_batch.round is not None
+        finished = []
+        for request, new in zip(micro_batch.requests, tokens, strict=True):
+            request.in_flight -= 1
+            if request.finish_reason is not None:
+                continue
+            drafted = min(micro_batch.round.gamma, request.remaining - 1)
+            if self._drafter is not None:
+                self._drafter.observe(drafted, min(len(new) - 1, drafted))
+            if self._append(request, new):
+                finished.append(request)
+                with suppress(ValueError):
+                    self._ready.remove(request)
         return finished
 
     def _may_refill(self) -> bool:
@@ -218,11 +246,26 @@ class Scheduler:
         at_work = min(limits.num_stages, planned, decodable)
         return max(-(-decodable // limits.decode_microbatch), at_work)
 
+    def _take(self, size: int) -> list[Request]:
+        """Take the next rows to decode; those that whole rounds serve do not mix with others."""
+        if not self.whole_rounds:
+            return [self._ready.popleft() for _ in range(size)]
+        greedy = self._ready[0].sampling.greedy
+        alike: list[Request] = []
+        others: deque[Request] = deque()
+        for request in self._ready:
+            joins = request.sampling.greedy == greedy and len(alike) < size
+            (alike if joins else others).append(request)
+        self._ready = others
+        return alike
+
     def _start_round(self, requests: list[Request]) -> MicroBatch:
         self._filling = False
         gamma = 0
         if self._drafter is not None and all(request.may_draft for request in requests):
             gamma = self._drafter.gamma(requests)
+        if self.whole_rounds and requests[0].sampling.greedy:
+            return self._start_whole_round(Round(requests, gamma, drafts_done=gamma))
         gamma = min(gamma, max(request.remaining for request in requests) - 1)
         round_ = Round(requests, gamma)
         self._rounds += 1
@@ -230,6 +273,21 @@ class Scheduler:
         if gamma > 0 and self._drafter is not None:
             self._propose(round_, self._drafter)
         return self._continue_round(round_)
+
+    def _start_whole_round(self, round_: Round) -> MicroBatch:
+        """Issue drafts and verify as one step; rows with another round behind may follow at once.
+
+        A row whose rounds under way bring all its tokens, one each at least, is not issued again.
+        """
+        tokens, starts = [], []
+        for request in round_.requests:
+            known = request.in_flight == 0
+            tokens.append([request.output[-1] if known else UNKNOWN])
+            starts.append(request.num_cached if known else UNKNOWN)
+            request.in_flight += 1
+            if request.remaining > request.in_flight:
+                self._ready.append(request)
+        return self._issue(StepKind.ROUND, round_.requests, starts, tokens, round_)
 
     def _propose(self, round_: Round, drafter: Drafter) -> None:
         """Take drafts that need no model; a group without any decodes plainly."""

@@ -86,6 +86,11 @@ class StageCompute:
         """Whether a step may name tokens by -1 that the step before has yet to produce."""
         return False
 
+    @property
+    def whole_rounds(self) -> bool:
+        """Whether a round of drafts and its verify are one step, told -1 for what is not known."""
+        return False
+
     def device_totals(self) -> dict[str, KindTotals]:
         """Return the steps so far as the device timed them; empty where the host's clock serves."""
         return {}

@@ -36,6 +36,11 @@ class Compute(Protocol):
         """Whether a step may name tokens by -1 that the step before has yet to produce."""
         ...
 
+    @property
+    def whole_rounds(self) -> bool:
+        """Whether a round of drafts and its verify are one step, told -1 for what is not known."""
+        ...
+
     def run(self, message: StepMessage, hidden_BQH: Tensor | None) -> Tensor | Pending:
         """Return hidden states, or on the last stage the result table of sampled tokens."""
         ...
@@ -44,7 +49,7 @@ class Compute(Protocol):
 def result_tokens(kind: StepKind, result_BK: Tensor) -> list[list[int]]:
     """Return the new tokens of each row."""
     rows: list[list[int]] = result_BK.tolist()
-    if kind is StepKind.VERIFY:
+    if kind in (StepKind.VERIFY, StepKind.ROUND):
         return [row[1 : 1 + row[0]] for row in rows]
     return rows
 
@@ -145,7 +150,9 @@ class FirstStage:
         assert (transport is None) == (num_stages == 1)
         self._scheduler, self._compute, self._transport = scheduler, compute, transport
         self._mailbox, self._recorder = mailbox, recorder
-        self._max_in_flight = 2 if compute.runs_ahead else max_in_flight(num_stages)
+        scheduler.whole_rounds = compute.whole_rounds
+        ahead = compute.runs_ahead or compute.whole_rounds
+        self._max_in_flight = 2 if ahead else max_in_flight(num_stages)
         self._in_flight: deque[_Flight] = deque()
         self._closed = False
         self._submitted_s: dict[int, float] = {}

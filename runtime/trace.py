@@ -120,6 +120,7 @@ _COLOURS = {
     "decode": "rail_response",
     "draft": "rail_animation",
     "verify": "rail_load",
+    "round": "rail_load",
 }
 
 

@@ -1,0 +1,146 @@
+"""Speculation's way through a GPU stage, its kernels interpreted: the tokens of plain decoding."""
+
+import pytest
+import torch
+from triton import knobs
+
+from llmpq.model_spec import ModelSpec
+from llmpq.runtime import cuda_layers
+from llmpq.runtime.cuda_stage import CudaStageCompute
+from llmpq.runtime.generate import LocalPipeline
+from llmpq.runtime.layers import DecoderLayer
+from llmpq.runtime.loader import CheckpointSource
+from llmpq.runtime.request import Request, StepKind
+from llmpq.runtime.sampling import SamplingParams
+from llmpq.runtime.scheduler import Limits, Scheduler
+from llmpq.runtime.speculate import FixedDrafter
+from llmpq.runtime.stage_compute import build_stage
+from llmpq.runtime.stage_loop import FirstStage, Mailbox
+from llmpq.runtime.trace import Recorder
+
+pytestmark = [
+    pytest.mark.interpret,
+    pytest.mark.skipif(not knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1"),
+]
+NEW = 7
+
+
+@pytest.fixture(autouse=True)
+def on_gpu_path(monkeypatch):
+    """Send decoder layers through the GPU's code."""
+    torch.set_num_threads(1)
+    monkeypatch.setattr(
+        DecoderLayer,
+        "forward",
+        lambda layer, x, index, step, kv: cuda_layers.decoder_layer(layer, x, index, step, kv),
+    )
+
+
+class CountingStage(CudaStageCompute):
+    """Counts steps by kind, and rounds that were issued before the last one's end was known."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.kinds, self.blind_rounds = [], 0
+
+    def run(self, message, hidden_BQH):
+        self.kinds.append(message.kind)
+        self.blind_rounds += -1 in message.starts
+        return super().run(message, hidden_BQH)
+
+
+def stage(plan, model, mode):
+    spec = ModelSpec.from_directory(model)
+    base, _ = build_stage(plan, 0, spec, CheckpointSource(model, spec), torch.device("cpu"))
+    compute = CountingStage(
+        base.model, base.kv, torch.device("cpu"), torch.float32,
+        workload=plan.workload, decode_microbatch=plan.decode_microbatch,
+    )  # fmt: skip
+    compute.enable_speculation(mode, plan.workload)
+    return compute
+
+
+def serve(plan, compute, requests, drafter):
+    """Run requests through the first stage's loop; return tokens by request."""
+    mailbox = Mailbox()
+    for request in requests:
+        mailbox.requests.put(request)
+    mailbox.requests.put(None)
+    limits = Limits(
+        num_slots=plan.workload.batch,
+        prompt_len=plan.workload.prompt_len,
+        max_len=plan.workload.max_len,
+        prefill_microbatch=plan.prefill_microbatch,
+        decode_microbatch=plan.decode_microbatch,
+    )
+    scheduler = Scheduler(limits, drafter=drafter)
+    FirstStage(scheduler, compute, None, mailbox, Recorder(), num_stages=1).run()
+    assert scheduler.idle
+    return [tokens for _, tokens in sorted((done.id, done.tokens) for done in mailbox.finished)]
+
+
+@pytest.mark.parametrize("mode", ["w4kv4", "kv4", "ngram"])
+@pytest.mark.parametrize("kind", ["llama", "bloom"])
+def test_greedy_tokens_are_those_of_plain_decoding(
+    mode, kind, tiny_models, random_prompts, make_plan
+):
+    """Ragged batch, slots reused (5 requests, 2 slots), limits inside drafts."""
+    model, prompts = tiny_models.directory(kind), random_prompts(9, 3, 9, 7, 5)
+    lengths = [NEW, 1, 4, 2, 3]
+    want = [row[:n] for row, n in zip(tiny_models.greedy(kind, prompts, NEW), lengths, strict=True)]
+    plan = make_plan(model, batch=2, decode_microbatch=2, prefill_microbatch=2)
+    compute = stage(plan, model, mode)
+    requests = [
+        Request(id=i, prompt=tuple(p), max_new=n)
+        for i, (p, n) in enumerate(zip(prompts, lengths, strict=True))
+    ]
+    drafter = FixedDrafter(mode, 3)
+    assert serve(plan, compute, requests, drafter) == want
+    if mode != "ngram":
+        assert drafter.acceptance.rate > 0
+        assert compute.blind_rounds > 0, "no round ran ahead of the host"
+        assert set(compute.kinds) == {StepKind.PREFILL, StepKind.ROUND}
+
+
+def test_requests_end_at_the_end_of_their_slot(tiny_models, random_prompts, make_plan):
+    """A round issued ahead for a request that has filled its slot writes nowhere else."""
+    model, prompts = tiny_models.directory("llama"), random_prompts(8, 8)
+    plan = make_plan(model, batch=2, decode_microbatch=2, prompt_len=8, gen_len=6)
+    compute = stage(plan, model, "kv4")
+    requests = [Request(id=i, prompt=tuple(p), max_new=6) for i, p in enumerate(prompts)]
+    want = tiny_models.greedy("llama", prompts, 6)
+    assert serve(plan, compute, requests, FixedDrafter("kv4", 4)) == want
+
+
+def test_sampled_and_stopping_requests_beside_greedy_ones(tiny_models, random_prompts, make_plan):
+    model, prompts = tiny_models.directory("llama"), random_prompts(8, 8, 6)
+    plan = make_plan(model, batch=3, decode_microbatch=3, prefill_microbatch=3)
+    sampled = SamplingParams(temperature=0.8, top_p=0.9, seed=3)
+    params = [SamplingParams(), sampled, SamplingParams()]
+    want = LocalPipeline.from_directory(model).generate(prompts, max_new=NEW, params=params)
+    stop = frozenset(want[2][1:2])
+    assert want[2][0] not in stop
+    requests = [
+        Request(
+            id=i,
+            prompt=tuple(prompt),
+            max_new=NEW,
+            sampling=params[i],
+            stop_ids=stop if i == 2 else frozenset(),
+        )
+        for i, prompt in enumerate(prompts)
+    ]
+    compute = stage(plan, model, "kv4")
+    tokens = serve(plan, compute, requests, FixedDrafter("kv4", 2))
+    assert (tokens[0], tokens[2]) == (want[0], want[2][:2])
+    assert len(tokens[1]) == NEW and StepKind.VERIFY in compute.kinds
+
+
+def test_a_judge_that_keeps_too_much_is_noticed(tiny_models, random_prompts, make_plan):
+    model, prompts = tiny_models.directory("llama"), random_prompts(9, 7)
+    plan = make_plan(model, batch=2, decode_microbatch=2)
+    compute = stage(plan, model, "w4kv4")
+    compute.speculation.judge = lambda drafts, choices, slots: torch.full_like(slots, 3)
+    requests = [Request(id=i, prompt=tuple(p), max_new=NEW) for i, p in enumerate(prompts)]
+    got = serve(plan, compute, requests, FixedDrafter("w4kv4", 3))
+    assert got != tiny_models.greedy("llama", prompts, NEW)
