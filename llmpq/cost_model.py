@@ -6,13 +6,18 @@ Latency of one decoder layer is linear in shape terms (paper sec. 4.1):
     verify   1, v, v*q, v*(t+s), t+s      q new tokens a request
 An entry may hold several regimes (launch floor, memory bound, compute bound); its time is their
 maximum, which stays linear for the planner once v is fixed. Times in seconds.
+
+A GPU picks another kernel every so many rows of a product, which no term follows. A regime may
+therefore add a polyline in the new tokens of the micro-batch (v*s, v or v*q) to its terms.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping
 from enum import Enum
 from functools import cached_property
+from itertools import pairwise
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
@@ -43,9 +48,27 @@ class ErrorStats(FileForm):
 
 
 class Regime(FileForm):
-    """Non-negative coefficients of the shape terms, in seconds."""
+    """Non-negative coefficients of the shape terms, in seconds, and a polyline beside them."""
 
     terms: Mapping[str, float]
+    curve: tuple[tuple[float, float], ...] = ()
+    """(new tokens, seconds), ascending: straight between two, the last piece goes on for ever."""
+
+    @model_validator(mode="after")
+    def _curve_ascends(self) -> Self:
+        if len(self.curve) == 1 or any(a[0] >= b[0] for a, b in pairwise(self.curve)):
+            raise ValueError("a curve needs at least two points of ascending new tokens")
+        if any(not seconds >= 0 for _, seconds in self.curve):
+            raise ValueError("a curve's times must be >= 0 seconds")
+        return self
+
+    def curve_s(self, new_tokens: float) -> float:
+        """Return the polyline's value; fewer tokens than its first point cost as many as it."""
+        if not self.curve or new_tokens <= self.curve[0][0]:
+            return self.curve[0][1] if self.curve else 0.0
+        at = min(bisect_right(self.curve, (new_tokens, float("inf"))), len(self.curve) - 1)
+        (x, y), (x_next, y_next) = self.curve[at - 1], self.curve[at]
+        return max(0.0, y + (y_next - y) * (new_tokens - x) / (x_next - x))
 
 
 TERMS: Mapping[Phase, tuple[str, ...]] = {
@@ -53,6 +76,11 @@ TERMS: Mapping[Phase, tuple[str, ...]] = {
     Phase.DECODE: ("1", "v", "v*(t+s)", "t+s"),
     Phase.VERIFY: ("1", "v", "v*q", "v*(t+s)", "t+s"),
 }
+
+
+def new_tokens(phase: Phase, *, v: int, length: float, q_len: int = 1) -> float:
+    """Return the tokens that pass through a part: a product's rows."""
+    return v * {Phase.PREFILL: length, Phase.DECODE: 1, Phase.VERIFY: q_len}[phase]
 
 
 def term_values(phase: Phase, *, v: int, length: float, q_len: int = 1) -> dict[str, float]:
@@ -102,7 +130,11 @@ class LatencyEntry(FileForm):
     def seconds(self, *, v: int, length: float, q_len: int = 1) -> float:
         """Return the time of one micro-batch of v requests."""
         values = term_values(self.phase, v=v, length=length, q_len=q_len)
-        return max(sum(c * values[t] for t, c in regime.terms.items()) for regime in self.regimes)
+        tokens = new_tokens(self.phase, v=v, length=length, q_len=q_len)
+        return max(
+            regime.curve_s(tokens) + sum(c * values[t] for t, c in regime.terms.items())
+            for regime in self.regimes
+        )
 
     def extrapolates(self, *, v: int, length: float) -> bool:
         """Whether a shape lies outside the sampled range."""

@@ -148,7 +148,7 @@ def decode_times(entry: LatencyEntry, lengths: np.ndarray, xi: int) -> np.ndarra
     times = []
     for regime in entry.regimes:
         terms = regime.terms
-        constant = terms.get("1", 0.0) + xi * terms.get("v", 0.0)
+        constant = regime.curve_s(xi) + terms.get("1", 0.0) + xi * terms.get("v", 0.0)
         slope = xi * terms.get("v*(t+s)", 0.0) + terms.get("t+s", 0.0)
         times.append(constant + slope * lengths)
     return np.max(np.stack(times), axis=0)
