@@ -90,7 +90,7 @@ def random_weight(
 def _cases(gpu: bool, args: argparse.Namespace) -> list[tuple[int, int, tuple[int, ...]]]:
     if not gpu:
         return [(n, k, ODD_ROWS) for n, k in (*ODD_SHAPES[:3], (512, 1024))]
-    from llmpq.kernels.gemm import M_BUCKETS, tuned_shapes
+    from llmpq.kernels.gemm_config import M_BUCKETS, tuned_shapes
 
     rows = M_BUCKETS if args.m is None else tuple(int(m) for m in args.m.split(","))
     if args.shapes not in ("tuned", "odd", "all"):

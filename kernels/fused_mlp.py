@@ -15,14 +15,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from llmpq.kernels.overlap import overlaps
 
 BLOCK = 2048
 """Columns of a program: 16 of a thread's, in 16-byte accesses."""
 
 
 @triton.jit
-def silu_mul_kernel(gate_up, out, features, BLOCK: tl.constexpr):
+def silu_mul_kernel(gate_up, out, features, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """One block of columns of one row."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = column < features
@@ -40,8 +46,15 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     out = gate_up.new_empty(*gate_up.shape[:-1], features)
     rows = out.numel() // features
     block = min(BLOCK, triton.next_power_of_2(features))
+    pdl = overlaps(gate_up.device)
     silu_mul_kernel[(rows, triton.cdiv(features, block))](
-        gate_up, out, features, BLOCK=block, num_warps=max(1, min(4, block // 512))
+        gate_up,
+        out,
+        features,
+        BLOCK=block,
+        PDL=pdl,
+        num_warps=max(1, min(4, block // 512)),
+        launch_pdl=pdl,
     )
     return out
 

@@ -15,6 +15,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from llmpq.kernels.overlap import overlaps
 
 MAX_COLUMNS = 16384
 """Columns of a row that a program's registers hold."""
@@ -23,13 +26,16 @@ MAX_COLUMNS = 16384
 @triton.jit
 def rms_norm_kernel(
     x_ptr, residual_ptr, weight_ptr, sum_ptr, out_ptr, columns, x_stride, eps,
-    BLOCK: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    BLOCK: tl.constexpr, HAS_RESIDUAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One row."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     live = column < columns
     weight = tl.load(weight_ptr + column, mask=live, other=0.0).to(tl.float32)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     x = tl.load(x_ptr + row * x_stride + column, mask=live, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
         x += tl.load(residual_ptr + row * columns + column, mask=live, other=0.0).to(tl.float32)
@@ -62,6 +68,7 @@ def _launch(
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = out if residual is None else torch.empty_like(out)
     block = triton.next_power_of_2(columns)
+    pdl = overlaps(x.device)
     rms_norm_kernel[(out.numel() // columns,)](
         x,
         x if residual is None else residual.contiguous(),
@@ -73,7 +80,9 @@ def _launch(
         eps,
         BLOCK=block,
         HAS_RESIDUAL=residual is not None,
+        PDL=pdl,
         num_warps=max(1, min(16, block // 512)),
+        launch_pdl=pdl,
     )
     return total, out
 

@@ -21,6 +21,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from llmpq.kernels.overlap import overlaps
 
 HEADS_PER_PROGRAM = 8
 """A 32-row decode step of 48 heads makes 192 programs: more than an H200 has SMs."""
@@ -43,7 +46,7 @@ def rope_append_kernel(
     q_ptr, k_ptr, v_ptr, q_out, k_out, v_out, slots, starts, counts, inv_freq,
     q_stride, k_stride, v_stride, slot_stride, head_stride, token_stride,
     H: tl.constexpr, G: tl.constexpr, Q: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr,
-    BLOCK: tl.constexpr, ROTARY: tl.constexpr, CACHE: tl.constexpr,
+    BLOCK: tl.constexpr, ROTARY: tl.constexpr, CACHE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One token's block of heads; `*_stride` in elements between tokens of an input."""
     D: tl.constexpr = 2 * HALF
@@ -52,6 +55,9 @@ def rope_append_kernel(
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     b, i = token // Q, token % Q
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     position = tl.load(starts + b) + i
     d = tl.arange(0, PADDED)
     inside = d < HALF
@@ -151,7 +157,7 @@ def _launch(
     batch, q_len, heads, dim = inputs[0].shape
     groups = inputs[1].shape[2]
     inputs_2 = tuple(_tokens(x) for x in inputs)
-    block = HEADS_PER_PROGRAM
+    block, pdl = HEADS_PER_PROGRAM, overlaps(inputs[0].device)
     grid = (batch * q_len, triton.cdiv(heads, block) + blocks * triton.cdiv(groups, block))
     rope_append_kernel[grid](
         *(x for x, _ in inputs_2),
@@ -168,7 +174,9 @@ def _launch(
         BLOCK=block,
         ROTARY=inv_freq is not None,
         CACHE=blocks == 2,
+        PDL=pdl,
         num_warps=2,
+        launch_pdl=pdl,
     )
 
 

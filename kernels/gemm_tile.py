@@ -8,8 +8,9 @@
     Shares of a tile leave float32 sums in a workspace; the last one to arrive adds them in order:
     no float atomics, and results do not depend on the timing.
 
-Moves bits/8 + 2/128 (scale) bytes per weight, once. With STAGES 1 weights are requested before
-the previous kernel has ended (PDL), x only after.
+Moves bits/8 + 2/128 (scale) bytes per weight, once. Before the previous kernel has ended (PDL),
+the first weights are requested: into registers (STAGES 1), and AHEAD k-groups into the L2. x comes
+only after.
 M rows of x, K in, N out; `blocks` of 16 rows of w, `groups` k-groups.
 """
 
@@ -22,6 +23,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from llmpq.kernels.gemm_ahead import fetch_ahead
 from llmpq.kernels.gemm_tiles import (
     accumulator_scale,
     dot,
@@ -114,7 +116,7 @@ def tile_kernel(
     BITS: tl.constexpr, GROUPED: tl.constexpr, SYMMETRIC: tl.constexpr, EVEN_K: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, SPLIT: tl.constexpr, SCALE_W: tl.constexpr,
     BH: tl.constexpr, WM: tl.constexpr, BM: tl.constexpr, D: tl.constexpr, STAGES: tl.constexpr,
-    PDL: tl.constexpr, KWIDTH4: tl.constexpr, INTERPRET: tl.constexpr,
+    AHEAD: tl.constexpr, PDL: tl.constexpr, KWIDTH4: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """y = x w^T, grid (tiles of BM rows of x, tiles of rows of w, split).
 
@@ -149,6 +151,24 @@ def tile_kernel(
 
     if STAGES > 1:
         if PDL:
+            if AHEAD > 0:
+                share = tl.minimum(last - first, AHEAD)
+                fetch_ahead(
+                    P0,
+                    P1,
+                    S,
+                    Z,
+                    left,
+                    groups,
+                    first,
+                    share,
+                    BITS,
+                    GROUPED,
+                    SYMMETRIC,
+                    BH,
+                    WM,
+                    False,
+                )
             gdc_launch_dependents()
             gdc_wait()
         for g in tl.range(first, last, num_stages=STAGES):
@@ -191,6 +211,24 @@ def tile_kernel(
                 ),
             )
         if PDL:
+            if AHEAD > 0:
+                share = tl.minimum((last - first - 1) * D, AHEAD)
+                fetch_ahead(
+                    P0,
+                    P1,
+                    S,
+                    Z,
+                    left,
+                    groups,
+                    (first + 1) * D,
+                    share,
+                    BITS,
+                    GROUPED,
+                    SYMMETRIC,
+                    BH,
+                    WM,
+                    False,
+                )
             gdc_launch_dependents()
             gdc_wait()
         for step in tl.range(first, last, num_stages=1):

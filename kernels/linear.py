@@ -11,9 +11,17 @@ __all__ = ["QuantizedWeight", "linear"]
 
 
 def linear(
-    x: Tensor, qweight: QuantizedWeight, bias: Tensor | None = None, residual: Tensor | None = None
+    x: Tensor,
+    qweight: QuantizedWeight,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    *,
+    into_residual: bool = False,
 ) -> Tensor:
-    """y = x w^T + bias + residual, x [..., K] in fp16, bf16 or (CPU) fp32; y [..., N] like x."""
+    """y = x w^T + bias + residual, x [..., K] in fp16, bf16 or (CPU) fp32; y [..., N] like x.
+
+    `into_residual`: y may take the residual's place, where that saves a copy.
+    """
     if x.shape[-1] != qweight.in_features or x.device.type != qweight.device.type:
         raise ValueError(
             f"linear: got x with K = {x.shape[-1]} on {x.device}, expected K = "
@@ -25,7 +33,7 @@ def linear(
         # Triton is not imported where there is no GPU.
         from llmpq.kernels.gemm import linear_gpu
 
-        y = linear_gpu(x_MK, qweight, bias, flat)
+        y = linear_gpu(x_MK, qweight, bias, flat, into_residual=into_residual)
     else:
         y = linear_cpu(x_MK, qweight, bias)
         y = y if flat is None else y + flat

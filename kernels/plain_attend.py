@@ -25,6 +25,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from llmpq.kernels.overlap import overlaps
 
 MAX_Q_LEN = 16
 """New tokens of a step; longer chunks are compute bound and belong to a prefill kernel."""
@@ -40,7 +43,7 @@ def attend_kernel(
     score_scale, slot_stride, head_stride, token_stride, splits,
     H: tl.constexpr, G: tl.constexpr, Q: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr,
     R: tl.constexpr, N: tl.constexpr, SPLIT: tl.constexpr, ALIBI: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One part of one request's one key/value head."""
     C: tl.constexpr = H // G
@@ -49,6 +52,9 @@ def attend_kernel(
     group = tl.program_id(1) // CHUNKS
     chunk = tl.program_id(1) % CHUNKS
     b = tl.program_id(2)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     start = tl.load(starts + b).to(tl.int32)
     end = start + tl.load(counts + b).to(tl.int32)
     slot = tl.load(slots + b).to(tl.int64)
@@ -107,7 +113,7 @@ def attend_kernel(
 def combine_kernel(
     part_ptr, lse_ptr, out_ptr, splits,
     H: tl.constexpr, G: tl.constexpr, Q: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr,
-    R: tl.constexpr, X: tl.constexpr,
+    R: tl.constexpr, X: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Merge the parts of one query head of one new token."""
     C: tl.constexpr = H // G
@@ -117,6 +123,9 @@ def combine_kernel(
     b = tl.program_id(1)
     x = tl.arange(0, X)
     d = tl.arange(0, PADDED)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     row = ((b * G + group) * CHUNKS + c // R).to(tl.int64) * splits + x
     at = row * R + c % R
     there = x < splits
@@ -173,14 +182,12 @@ def plain_attend(
     rows = batch * chunks * splits * columns if splits > 1 else 1
     part = q_BQHD.new_empty(rows * padded, dtype=torch.float32)
     lse = q_BQHD.new_empty(rows, dtype=torch.float32)
+    pdl = overlaps(q_BQHD.device)
     shape = {"H": heads, "G": groups, "Q": q_len, "D": dim, "PADDED": padded, "R": columns}
+    options = shape | {"PDL": pdl, "launch_pdl": pdl}
     attend_kernel[(splits, chunks, batch)](
-        q_BQHD,
-        k_cache_SGTD,
-        v_cache_SGTD,
-        slots_B,
-        start_B,
-        num_new_B,
+        *(q_BQHD, k_cache_SGTD, v_cache_SGTD),
+        *(slots_B, start_B, num_new_B),
         lse if alibi_slopes_H is None else alibi_slopes_H,
         out,
         part,
@@ -188,7 +195,7 @@ def plain_attend(
         scale * LOG2_E,
         *strides[:3],
         splits,
-        **shape,
+        **options,
         N=tile,
         SPLIT=splits > 1,
         ALIBI=alibi_slopes_H is not None,
@@ -197,7 +204,7 @@ def plain_attend(
     )
     if splits > 1:
         combine_kernel[(heads * q_len, batch)](
-            part, lse, out, splits, **shape, X=triton.next_power_of_2(splits), num_warps=2
+            part, lse, out, splits, **options, X=triton.next_power_of_2(splits), num_warps=2
         )
     return out
 

@@ -91,7 +91,9 @@ class DecodeGraphs:
         self._copied: list[torch.cuda.Event | None] = [None] * RING
         self._next = 0
         self._captured: dict[int, _Captured] = {}
-        self._capture_failed = not capture or device.type != "cuda"
+        # Routers ask the device how many tokens each expert gets (layers.SparseMLP).
+        asks = model.spec.experts > 0
+        self._capture_failed = not capture or asks or device.type != "cuda"
         self._pool = None if self._capture_failed else torch.cuda.graph_pool_handle()
 
     @property

@@ -7,7 +7,8 @@
     o, down     products that add the residual stream themselves
     gate        silu(gate) * up in one kernel                      kernels/fused_mlp.py
 
-Nothing here asks the device for a value, so a step of one new token can be captured in a graph.
+Nothing here asks the device for a value, so a step of one new token can be captured in a graph;
+routers do (layers.SparseMLP), and models with experts run eagerly.
 
 Legend: B rows, Q new tokens, h hidden, H query heads, G key/value heads, D head_dim, S slots.
 """
@@ -27,7 +28,7 @@ from llmpq.kernels.linear import QuantizedWeight, linear
 from llmpq.runtime.attention import attend_cached, score_bias
 from llmpq.runtime.dual_kv import DualKV
 from llmpq.runtime.kv_cache import KVCache, PlainKVCache
-from llmpq.runtime.layers import Attention, DecoderLayer, GatedMLP, Linear, Norm
+from llmpq.runtime.layers import Attention, DecoderLayer, GatedMLP, Linear, Norm, SparseMLP
 from llmpq.runtime.step import Step
 
 
@@ -38,6 +39,8 @@ def decoder_layer(
     attended = attention(layer.attention, norm(layer.attn_norm, x_BQh), index, step, kv)
     y = product(layer.attention.o, attended, residual=x_BQh)
     wide = norm(layer.mlp_norm, y)
+    if isinstance(layer.mlp, SparseMLP):
+        return y.add_(layer.mlp(wide))
     if isinstance(layer.mlp, GatedMLP):
         hidden = fused_mlp.silu_mul(product(layer.mlp.gate_up, wide))
     else:
@@ -67,7 +70,7 @@ def product(
     if residual is not None and type(part) is Linear:
         weight = part.weight
         if isinstance(weight, QuantizedWeight):
-            return linear(x, weight, part.bias, residual)
+            return linear(x, weight, part.bias, residual, into_residual=into_residual)
         if isinstance(weight, Tensor) and not weight.is_mkldnn and part.bias is None:
             flat, x_MK = residual.reshape(-1, weight.shape[0]), x.reshape(-1, weight.shape[1])
             add = flat.addmm_ if into_residual else partial(torch.addmm, flat)

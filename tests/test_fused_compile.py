@@ -3,6 +3,7 @@
 import pytest
 
 from llmpq.kernels.compile import ARCHITECTURES, SHARED_LIMIT, compile_kernel
+from llmpq.kernels.fused_argmax import merge_kernel, parts_kernel
 from llmpq.kernels.fused_mlp import silu_mul_kernel
 from llmpq.kernels.fused_norm import rms_norm_kernel
 from llmpq.kernels.fused_rope import rope_append_kernel
@@ -10,7 +11,7 @@ from llmpq.kernels.plain_attend import attend_kernel, combine_kernel
 
 pytestmark = pytest.mark.compile
 
-FLOATS = ("part_ptr", "lse_ptr", "inv_freq", "slopes")
+FLOATS = ("part_ptr", "lse_ptr", "inv_freq", "slopes", "best")
 INDICES = ("slots", "starts", "counts")
 HEADS = {"H": 32, "G": 8, "Q": 1}
 ATTEND = HEADS | {"D": 128, "PADDED": 128, "R": 16}
@@ -33,6 +34,8 @@ KERNELS = {
         {"num_warps": 4},
     ),
     "combine": (combine_kernel, ATTEND | {"X": 32}, {"num_warps": 2}),
+    "argmax-parts": (parts_kernel, {"BLOCK": 4096}, {"num_warps": 4}),
+    "argmax-merge": (merge_kernel, {"PARTS": 32}, {"num_warps": 1}),
 }
 
 
@@ -40,6 +43,7 @@ KERNELS = {
 @pytest.mark.parametrize("name", KERNELS)
 def test_compiles_within_shared_memory(name, arch):
     kernel, constants, options = KERNELS[name]
+    constants = constants | {"PDL": arch >= 90}
     element = "fp32" if name.endswith("float32") else "bf16"
     arguments = {}
     for argument in kernel.arg_names:
@@ -51,12 +55,17 @@ def test_compiles_within_shared_memory(name, arch):
             arguments[argument] = "*i64"
         elif argument in ("eps", "score_scale"):
             arguments[argument] = "fp32"
-        elif argument.endswith(("stride", "splits", "features", "columns")):
+        elif argument == "place":
+            arguments[argument] = "*i32"
+        elif argument == "out" and name == "argmax-merge":
+            arguments[argument] = "*i64"
+        elif argument.endswith(("stride", "splits", "features", "columns", "parts")):
             arguments[argument] = "i32"
         else:
             arguments[argument] = f"*{element}"
-    aligned = tuple(n for n in arguments if n not in ("eps", "score_scale", "splits"))
+    aligned = tuple(n for n in arguments if n not in ("eps", "score_scale", "splits", "parts"))
     made = compile_kernel(kernel, arch, arguments, constants, aligned=aligned, options=options)
     assert made.cubin and made.shared_bytes <= SHARED_LIMIT[arch]
+    assert ("griddepcontrol.wait" in made.ptx) == (arch >= 90)
     if name == "silu":
         assert "ld.global.v4" in made.ptx, "accesses are not 16 bytes wide"

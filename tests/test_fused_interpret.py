@@ -4,7 +4,7 @@ import pytest
 import torch
 from triton import knobs
 
-from llmpq.kernels import fused_mlp, fused_norm, fused_rope, plain_attend
+from llmpq.kernels import fused_argmax, fused_mlp, fused_norm, fused_rope, plain_attend
 from llmpq.kernels.reference import relative_error
 
 pytestmark = [
@@ -78,6 +78,17 @@ def test_norm(dtype, columns):
     ):
         assert relative_error(mine, theirs) < 2 * TOLERANCE[dtype]
     assert relative_error(fused_norm.rms_norm(x, weight, 0.5), want) > 0.05
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_largest(dtype):
+    x = normal(5, 10_000, dtype=dtype).clamp_(max=2.5)  # many equals, in several blocks
+    assert (x[0] == x[0].max()).sum() > 1
+    x[1, 9_999] = 3.0
+    x[2].fill_(-float("inf"))
+    want = fused_argmax.argmax_reference(x)
+    assert torch.equal(fused_argmax.argmax(x), want)
+    assert not torch.equal(fused_argmax.argmax(x.flip(-1)), want)
 
 
 def attention_case(q_len, heads, groups, dim, dtype, alibi):

@@ -42,6 +42,7 @@ def _constants(bits, symmetric, arch):
         "HAS_RESIDUAL": False,
         "SPLIT": True,
         "PDL": arch >= 90,
+        "AHEAD": 4,
         "KWIDTH4": arch < 90,
         "INTERPRET": False,
     }

@@ -8,7 +8,8 @@ from triton import knobs
 
 from llmpq.kernels.dequantize import dequantize_triton
 from llmpq.kernels.formats import Layout
-from llmpq.kernels.gemm import DENSE, Config, make_plan, run
+from llmpq.kernels.gemm import run
+from llmpq.kernels.gemm_config import DENSE, Config, make_plan
 from llmpq.kernels.quantize import quantize_weight
 from llmpq.kernels.reference import linear_reference, relative_error
 from llmpq.precision import WeightScheme

@@ -9,7 +9,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from llmpq.kernels import gemm
 from llmpq.kernels.__main__ import main as kernels_main
-from llmpq.kernels.gemm import DENSE, M_BUCKETS, Config, bucket, config_entry, default_config
+from llmpq.kernels.gemm_config import (
+    DENSE,
+    M_BUCKETS,
+    Config,
+    bucket,
+    config_entry,
+    default_config,
+)
 
 pytestmark = pytest.mark.cpu
 

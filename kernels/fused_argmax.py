@@ -1,0 +1,80 @@
+"""The place of the largest number of each row, the first of equals: greedy tokens of logits [B, V].
+
+    parts   programs (row, part): the largest of BLOCK columns and its column
+    merge   a program a row: the largest of the parts, the lowest column of equals
+
+torch's own argmax gives a row to few programs (H200, 32 rows of 128256: 36 us). V columns.
+"""
+
+# Triton kernels take no annotations.
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from llmpq.kernels.overlap import overlaps
+
+BLOCK = 4096
+"""Columns of a program."""
+
+
+@triton.jit
+def parts_kernel(x, best, place, columns, parts, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """One block of columns of one row."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    column = part * BLOCK + tl.arange(0, BLOCK)
+    values = tl.load(x + row * columns + column, mask=column < columns, other=float("-inf"))
+    top, at = tl.max(values.to(tl.float32), 0, return_indices=True)
+    tl.store(best + row * parts + part, top)
+    tl.store(place + row * parts + part, part * BLOCK + at)
+
+
+@triton.jit
+def merge_kernel(best, place, out, parts, PARTS: tl.constexpr, PDL: tl.constexpr):
+    """One row."""
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.arange(0, PARTS)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    there = part < parts
+    values = tl.load(best + row * parts + part, mask=there, other=float("-inf"))
+    _, at = tl.max(values, 0, return_indices=True)
+    tl.store(out + row, tl.load(place + row * parts + at).to(tl.int64))
+
+
+def argmax(x_BV: Tensor) -> Tensor:
+    """Return the column [B] of each row's largest number, the first of equals."""
+    rows, columns = x_BV.shape
+    x_BV = x_BV.contiguous()
+    parts, pdl = triton.cdiv(columns, BLOCK), overlaps(x_BV.device)
+    best = x_BV.new_empty(rows * parts, dtype=torch.float32)
+    place = x_BV.new_empty(rows * parts, dtype=torch.int32)
+    out = x_BV.new_empty(rows, dtype=torch.long)
+    parts_kernel[(rows, parts)](
+        x_BV, best, place, columns, parts, BLOCK=BLOCK, PDL=pdl, num_warps=4, launch_pdl=pdl
+    )
+    merge_kernel[(rows,)](
+        best,
+        place,
+        out,
+        parts,
+        PARTS=triton.next_power_of_2(parts),
+        PDL=pdl,
+        num_warps=1,
+        launch_pdl=pdl,
+    )
+    return out
+
+
+def argmax_reference(x_BV: Tensor) -> Tensor:
+    """The twin."""
+    return x_BV.argmax(dim=-1)

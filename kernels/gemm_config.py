@@ -1,0 +1,145 @@
+"""Which kernel multiplies a shape, and how: measured tables (`tuned/*.json`), else a default.
+
+Knows no launch: gemm.py makes that of a `Plan`.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from llmpq.kernels.formats import BLOCK_ROWS
+
+TENSOR_CORE_CAPABILITY = (8, 0)
+"""Oldest compute capability for which Triton emits tensor-core code."""
+
+M_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+"""Tuned entries and plans are kept per bucket: the least one that is >= M."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """One way to compute a product; `kernel` is "rows", "tile" or "dense" (dequantise, cuBLAS)."""
+
+    kernel: str
+    blocks: int = 1
+    """16-row blocks of w a warp holds (BH)."""
+    warps: int = 4
+    depth: int = 2
+    """k-groups of w in flight in registers."""
+    x_depth: int = 2
+    """rows: k-groups of x in flight."""
+    bm: int = 16
+    """tile: rows of x a program multiplies."""
+    stages: int = 1
+    """tile: cp.async stages; 1 keeps weights in registers instead."""
+    split: int = 1
+    """tile: programs that share one tile's K."""
+    scale_w: bool = False
+    """tile: scale the operand instead of the accumulator."""
+    ahead: int = 0
+    """k-groups of a share brought to the L2 before the previous kernel has ended."""
+
+    def __post_init__(self) -> None:
+        # Triton 3.6 overlaps the next step's operand with wgmma still reading the last one's
+        # registers when a pipelined loop feeds it from arithmetic: wrong sums (H200).
+        if self.scale_w and self.stages > 1:
+            raise ValueError("scale_w needs stages = 1: pipelined loops of it compute wrong sums")
+
+
+DENSE = Config(kernel="dense")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A decided product: the configuration and the launch it makes."""
+
+    config: Config
+    pdl: bool
+    kwidth4: bool
+    interpret: bool
+
+
+def bucket(rows: int) -> int | None:
+    """Return the least of `M_BUCKETS` that holds `rows`, or None above all."""
+    return next((m for m in M_BUCKETS if rows <= m), None)
+
+
+def default_config(bits: int, n: int, k: int, rows: int, *, multiprocessors: int) -> Config:
+    """Return a sane configuration for shapes and GPUs that nobody tuned."""
+    groups = -(-k // 128)
+    if rows <= 2:
+        many = n // BLOCK_ROWS >= 2.5 * multiprocessors
+        return Config(kernel="rows", warps=4 if many else 8, depth=4 if bits == 8 else 6)
+    if rows > 256:
+        return DENSE
+    bm = max(16, min(128, 1 << (rows - 1).bit_length()))
+    tiles = -(-n // 128) * -(-rows // bm)
+    split = max(1, min(groups // 2, 2 * multiprocessors // tiles)) if rows <= bm else 1
+    if rows > 32:
+        return Config(kernel="tile", warps=8, bm=bm, stages=3, split=split)
+    return Config(kernel="tile", warps=8, bm=bm, depth=2 if groups % 2 == 0 else 1, split=split)
+
+
+@functools.cache
+def _tuned() -> dict[tuple[str, int, int, int, int], Config]:
+    """(GPU name, bits, N, K, M bucket) to the configuration measured best."""
+    found = {}
+    for path in sorted((Path(__file__).parent / "tuned").glob("*.json")):
+        table = json.loads(path.read_text())
+        for entry in table["entries"]:
+            key = (table["gpu"], entry["bits"], entry["n"], entry["k"], entry["m"])
+            found[key] = Config(**entry["config"])
+    return found
+
+
+def tuned_shapes() -> list[tuple[int, int]]:
+    """Return every tuned (N, K)."""
+    return sorted({(n, k) for _, _, n, k, _ in _tuned()})
+
+
+@functools.cache
+def plan(bits: int, n: int, k: int, rows: int, device: torch.device) -> Plan:
+    """Decide how to multiply `rows` rows of x by a weight [n, k] on `device`."""
+    if device.type != "cuda":
+        raise ValueError(f"plan: got device {device}, expected a CUDA GPU")
+    properties = torch.cuda.get_device_properties(device)
+    capability = (properties.major, properties.minor)
+    if capability < TENSOR_CORE_CAPABILITY or n < BLOCK_ROWS:
+        return make_plan(DENSE, capability)
+    config = next(
+        # Bits without their own measurement use the 4-bit one: the layouts differ little.
+        (
+            c
+            for b in (bits, 4)
+            if (c := _tuned().get((properties.name, b, n, k, bucket(rows) or 0)))
+        ),
+        None,
+    )
+    if config is None and bucket(rows) is None:
+        config = DENSE
+    if config is None:
+        count = properties.multi_processor_count
+        config = default_config(bits, n, k, rows, multiprocessors=count)
+    return make_plan(config, capability)
+
+
+def make_plan(config: Config, capability: tuple[int, int], *, interpret: bool = False) -> Plan:
+    """Fit a configuration to a compute capability."""
+    hopper_on = capability >= (9, 0)
+    return Plan(
+        config=config,
+        pdl=hopper_on and not interpret,
+        kwidth4=not hopper_on,
+        interpret=interpret,
+    )
+
+
+def config_entry(config: Config) -> dict[str, object]:
+    """Return the fields of a configuration that differ from the defaults, for `tuned/*.json`."""
+    plain = asdict(Config(kernel=config.kernel))
+    return {k: v for k, v in asdict(config).items() if k == "kernel" or v != plain[k]}
