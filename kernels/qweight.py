@@ -106,6 +106,11 @@ class QuantizedWeight:
             layout=Layout.ROWS if start >= full else self.layout,
         )
 
+    @property
+    def has_whole_high_plane(self) -> bool:
+        """Whether the high nibbles alone have whole zeros: see `quantize_weight(plane_aligned)`."""
+        return self.zero is not None and not bool(((self.zero - 8) % 16 != 0).any())
+
     def high_plane(self) -> QuantizedWeight:
         """Return the 4-bit weight that an 8-bit weight's high nibbles are, sharing its memory.
 
@@ -117,7 +122,7 @@ class QuantizedWeight:
                 f"high plane: got {self.bits} bits in layout {self.layout.value}, expected 8 bits "
                 "in rows or fragment"
             )
-        if self.zero is None or bool(((self.zero - 8) % 16 != 0).any()):
+        if self.zero is None or not self.has_whole_high_plane:
             raise ValueError(
                 "high plane: zeros are not 8 more than a multiple of 16, so the high nibbles alone "
                 "have no whole zero. Quantise with plane_aligned=True."

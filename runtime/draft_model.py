@@ -24,6 +24,7 @@ from llmpq.kernels.atom_formats import AtomWeight
 from llmpq.kernels.atom_reference import rounded
 from llmpq.kernels.atom_scheme import AtomScheme
 from llmpq.kernels.cpu_dense import plain_dense
+from llmpq.kernels.formats import Layout
 from llmpq.kernels.linear import linear
 from llmpq.kernels.quantize import quantize_weight
 from llmpq.kernels.qweight import QuantizedWeight, from_codes
@@ -107,11 +108,16 @@ def upper_plane(part: Linear, keep: Callable[[QuantizedWeight], QuantizedWeight]
     """Return an 8-bit linear read by its upper nibbles.
 
     Code 16 h + l is taken as 16 h + 7.5, so w = (h - (z - 7.5) / 16) * 16 s: a 4-bit weight. On
-    the CPU it is a copy; where weights are stored as two planes, it is one of them.
+    the CPU it is a copy. Where weights are stored as two planes it is one of them, l taken as 8, if
+    their zeros allow it (`plane_aligned`); else there is a 4-bit copy.
     """
     weight = part.weight
     if not isinstance(weight, QuantizedWeight) or weight.bits != 8:
         return part
+    if weight.layout in (Layout.FRAGMENT, Layout.ROWS):
+        if weight.has_whole_high_plane:
+            return Linear(weight.high_plane(), part.bias)
+        return to_four_bits(part, keep)
     half = from_codes(
         weight.codes() >> 4,
         weight.scale_NG() * 16,
