@@ -1,6 +1,8 @@
 """Continuous against static batching in the same engine, as rows of `engine.jsonl`.
 
     python benchmarks/continuous_batching.py            64 requests through the demo model
+    python benchmarks/continuous_batching.py --device cuda --requests 256 --slots 64 --rows FILE
+                                                        a large shape: batching_gpu.py
 
 Requests of unequal length (lognormal, medians 64 and 48, sigma 0.8, clipped to 16..400) on one
 stage, both ways in turn; the value is continuous tokens/s, the baseline static. Then two stages in
@@ -20,6 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import batching_gpu
 import numpy as np
 import torch
 from rows import write_row
@@ -128,7 +131,18 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    gpu = parser.add_argument_group("with --device cuda")
+    gpu.add_argument("--gpu-model", default="llama-3.1-8b", help="built-in architecture")
+    gpu.add_argument("--bits", default="w16a16")
+    gpu.add_argument("--stages", type=int, default=1, help="one per GPU")
+    gpu.add_argument("--prefill-rows", type=int, default=8, help="prompts run together")
+    gpu.add_argument("--rows", help="result file to append to")
+    gpu.add_argument("--commit", help="commit a row names, where git cannot tell")
     args = parser.parse_args()
+    if args.device == "cuda":
+        batching_gpu.main(args)
+        return
     torch.set_num_threads(1)
     disturbed = os.getloadavg()[0] > (os.cpu_count() or 1) / 2  # others use the processor
     spec = ModelSpec.from_directory(args.model)
