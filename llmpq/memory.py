@@ -75,7 +75,8 @@ def layer_weight_bytes(
     packed = sum(scheme.nbytes(s.out_features, s.in_features, dtype_bytes) for s in spec.linears())
     if scheme.outliers:
         # The order of the input channels; `down` needs none, the rows before it are reordered.
-        packed += sum(INDEX_BYTES * s.in_features for s in spec.linears() if s.name != "down")
+        ordered = [s for s in spec.linears() if not s.name.endswith("down")]
+        packed += sum(INDEX_BYTES * s.in_features for s in ordered)
     unquantised = spec.layer_params - sum(s.num_weights for s in spec.linears())
     return packed + unquantised * dtype_bytes
 

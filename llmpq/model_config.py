@@ -97,6 +97,19 @@ def _qwen3(config: Config) -> dict[str, Any]:
     return {"family": "qwen3", "qk_norm": True, **_rotary(config)}
 
 
+def _mixtral(config: Config) -> dict[str, Any]:
+    _expect(config, "sliding_window", None, default=None)
+    experts = _int(config, "num_local_experts")
+    per_token = _int(config, "num_experts_per_tok")
+    if per_token > experts:
+        raise ValueError(
+            f"config.json: num_experts_per_tok={per_token} of num_local_experts={experts}; "
+            "expected at most all of them"
+        )
+    counts = {"experts": experts, "experts_per_token": per_token}
+    return {"family": "mixtral", **counts, **_rotary(config)}
+
+
 def _rotary(config: Config) -> dict[str, Any]:
     """Fields that the rotary, RMSNorm, SiLU-gated families share."""
     _expect(config, "hidden_act", "silu", default="silu")
@@ -140,7 +153,13 @@ def _rope_scaling(rope: Config) -> RopeScaling | None:
     )
 
 
-FAMILIES = {"opt": _opt, "bloom": _bloom, "llama": _llama, "qwen3": _qwen3}
+FAMILIES = {
+    "opt": _opt,
+    "bloom": _bloom,
+    "llama": _llama,
+    "qwen3": _qwen3,
+    "mixtral": _mixtral,
+}
 """model_type of `config.json` -> reader of its fields."""
 
 

@@ -3,7 +3,8 @@
 Read from a Hugging Face `config.json` (`ModelSpec.from_directory`) or by name from `models.yaml`
 (`ModelSpec.by_name`). Anything the code relies on is checked here, once, with a helpful error.
 
-Symbols: L layers, h hidden, H query heads, G key/value heads, D head_dim, F ffn, V vocabulary.
+Symbols: L layers, h hidden, H query heads, G key/value heads, D head_dim, F ffn, V vocabulary,
+E experts.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import yaml
 
 from llmpq.errors import unknown_name
 
-Family = Literal["opt", "bloom", "llama", "qwen3"]
+Family = Literal["opt", "bloom", "llama", "qwen3", "mixtral"]
 Positions = Literal["learned", "alibi", "rotary"]
 Norm = Literal["layernorm", "rmsnorm"]
 
@@ -31,6 +32,7 @@ class LinearShape:
     """One fused weight matrix of a decoder layer, [out_features, in_features]."""
 
     name: str
+    """`qkv`, `o`, `gate_up` or `up`, `down`; of an expert `experts.3.down`."""
     out_features: int
     in_features: int
     bias: bool
@@ -77,23 +79,38 @@ class ModelSpec:
     embedding_norm: bool = False
     rope_theta: float | None = None
     rope_scaling: RopeScaling | None = None
+    experts: int = 0
+    """MLPs of a layer that a router chooses from for each token; 0: one MLP, no router."""
+    experts_per_token: int = 0
     dtype: Literal["float16", "bfloat16", "float32"] = "float16"
     eos_token_ids: tuple[int, ...] = field(default=(), compare=False)
 
     def linears(self) -> tuple[LinearShape, ...]:
-        """Return the four fused matrices of a decoder layer: qkv, o, up (or gate and up), down."""
+        """Return the fused matrices of a decoder layer: qkv, o, up (or gate and up) and down.
+
+        Every expert has its own up and down. The router, [E, h], is not among them: it is never
+        quantised.
+        """
         q_out, kv_out = self.heads * self.head_dim, self.kv_heads * self.head_dim
         up_out = 2 * self.ffn if self.gated else self.ffn
-        shapes = (
+        up = "gate_up" if self.gated else "up"
+        shapes = [
             ("qkv", q_out + 2 * kv_out, self.hidden, self.qkv_bias),
             ("o", self.hidden, q_out, self.linear_bias),
-            ("gate_up" if self.gated else "up", up_out, self.hidden, self.linear_bias),
-            ("down", self.hidden, self.ffn, self.linear_bias),
-        )
+        ]
+        for owner in self.mlps():
+            shapes += [
+                (f"{owner}{up}", up_out, self.hidden, self.linear_bias),
+                (f"{owner}down", self.hidden, self.ffn, self.linear_bias),
+            ]
         return tuple(
             LinearShape(name=name, out_features=n, in_features=k, bias=bias)
             for name, n, k, bias in shapes
         )
+
+    def mlps(self) -> tuple[str, ...]:
+        """Return what the names of each MLP's linears begin with: `experts.0.`, or nothing."""
+        return tuple(f"experts.{number}." for number in range(self.experts)) or ("",)
 
     @property
     def norm_params(self) -> int:
@@ -105,7 +122,16 @@ class ModelSpec:
         """Parameters of one decoder layer, biases and norms included."""
         linear = sum(s.num_weights + (s.out_features if s.bias else 0) for s in self.linears())
         qk = 2 * self.head_dim if self.qk_norm else 0
-        return linear + 2 * self.norm_params + qk
+        return linear + 2 * self.norm_params + qk + self.experts * self.hidden
+
+    @property
+    def weights_per_token(self) -> int:
+        """Weights of a layer that one token is multiplied with: those of its experts only."""
+        shares = [
+            s.num_weights * (self.experts_per_token / self.experts if "." in s.name else 1)
+            for s in self.linears()
+        ]
+        return round(sum(shares)) + self.experts * self.hidden
 
     @property
     def embedding_params(self) -> int:
@@ -130,7 +156,11 @@ class ModelSpec:
 
     def fingerprint(self) -> str:
         """Return a short hash of the architecture; name and end-of-text ids do not count."""
-        content = {k: v for k, v in asdict(self).items() if k not in ("name", "eos_token_ids")}
+        ignored = {"name", "eos_token_ids"}
+        if not self.experts:
+            # Dense models keep the fingerprint they had before there were experts.
+            ignored |= {"experts", "experts_per_token"}
+        content = {k: v for k, v in asdict(self).items() if k not in ignored}
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
     @classmethod

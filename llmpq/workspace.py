@@ -121,6 +121,14 @@ def _layer_moments(spec: ModelSpec, shape: _Shape, *, quantized: bool) -> Iterat
         if not shape.fresh:
             yield once + unit * (2 * h + qkv + rotated + q) + _dequantised_bytes(spec, shape)
     yield once + unit * (2 * h + q) + linear(h, q)
+    if spec.experts:
+        # All tokens may be sent to one expert. Beside x, its norm and the new residual stream live
+        # the sum over experts and the tokens gathered for one.
+        held = once + unit * 5 * h + _routing_bytes(spec, shape)
+        yield held + linear(2 * f, h)
+        yield held + unit * 3 * f
+        yield held + unit * f + linear(h, f)
+        return
     if spec.gated:
         yield once + unit * 3 * h + linear(2 * f, h)
         yield once + unit * (3 * h + 3 * f)
@@ -128,6 +136,12 @@ def _layer_moments(spec: ModelSpec, shape: _Shape, *, quantized: bool) -> Iterat
         yield once + unit * 3 * h + linear(f, h)
         yield once + unit * (3 * h + (f if spec.activation == "relu" else 2 * f))
     yield once + unit * (3 * h + f) + linear(h, f)
+
+
+def _routing_bytes(spec: ModelSpec, shape: _Shape) -> int:
+    """Return float32 chances [t, E]; weights twice, experts, order and tokens of t k pairs."""
+    pairs = spec.experts_per_token * (2 * shape.element_bytes + 3 * 8)
+    return shape.tokens * (4 * spec.experts + pairs)
 
 
 def _linear_bytes(shape: _Shape, n: int, k: int, *, quantized: bool) -> int:

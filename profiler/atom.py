@@ -8,6 +8,10 @@ outliers come last. Who puts them there:
     down            nobody at run time: the rows of gate and up (their biases too) are stored in
                     its order, which passes through the elementwise activation
 
+All experts of a layer share the order of gate_up, so that the norm's output is rounded once for
+all of them; each has its own order of `down`. An expert that no calibration token was sent to is
+rounded to nearest.
+
 K = in_features.
 """
 
@@ -26,12 +30,9 @@ from llmpq.kernels.atom_scheme import AtomScheme
 from llmpq.kernels.quantize import quantize_codes
 from llmpq.kernels.qweight import from_codes
 from llmpq.precision import WeightScheme
-from llmpq.profiler.calibrate import LayerView
+from llmpq.profiler.calibrate import Hessian, LayerView
 from llmpq.profiler.gptq import DAMPING, gptq_atom, gptq_codes
 from llmpq.runtime.layers import Weight
-
-FOLDED = {"down": ("gate_up", "up")}
-"""Linear whose channel order is folded -> the linears whose rows take it, where they exist."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +54,7 @@ class Recipe:
 
     def for_linear(self, name: str) -> Recipe:
         """Return the recipe of one linear."""
-        if name not in self.rotated or not isinstance(self.scheme, AtomScheme):
+        if kind(name) not in self.rotated or not isinstance(self.scheme, AtomScheme):
             return self
         return replace(self, scheme=replace(self.scheme, rotation=True))
 
@@ -68,9 +69,11 @@ def quantize_layer(view: LayerView, recipe: Recipe, *, dtype: torch.dtype) -> di
         order = orders.get(name)
         if order is not None:
             weight_NK, h_KK = weight_NK[:, order], h_KK[order][:, order]
-        elif name in FOLDED and recipe.reorders:
+        elif folds(name) and recipe.reorders:
             h_KK = _sorted(h_KK)
         chosen = recipe.for_linear(name)
+        if hessian.tokens == 0:
+            chosen = replace(chosen, method="rtn")
         quantized[f"{name}.weight"] = quantize_linear(weight_NK, h_KK, chosen, dtype, order)
     return quantized
 
@@ -83,14 +86,38 @@ def folded(view: LayerView, recipe: Recipe) -> tuple[dict[str, Tensor], dict[str
     tensors: dict[str, Tensor] = dict(view.tensors)
     if not recipe.reorders:
         return tensors, {}
-    orders = {name: channel_order(h.sum_KK) for name, h in view.hessians.items()}
-    for name, before in FOLDED.items():
-        order = orders.pop(name)
+    orders = {}
+    for name, order in channel_orders(view.hessians).items():
+        if not folds(name):
+            orders[name] = order
+            continue
         columns = tensors[f"{name}.weight"]
         tensors[f"{name}.weight"] = columns[:, order.to(columns.device)]
-        for feeding in before:
-            _reorder_rows(tensors, feeding, order)
+        for feeding in ("gate_up", "up"):
+            _reorder_rows(tensors, name.removesuffix("down") + feeding, order)
     return tensors, orders
+
+
+def kind(name: str) -> str:
+    """Return what a linear is, whichever expert it belongs to: qkv, o, gate_up, up, down."""
+    return name.rpartition(".")[2]
+
+
+def folds(name: str) -> bool:
+    """Whether a linear's channel order is folded into the rows of the linears before it."""
+    return kind(name) == "down"
+
+
+def channel_orders(hessians: Mapping[str, Hessian]) -> dict[str, Tensor]:
+    """Return every linear's channel order; linears that read the same channels share one."""
+    read_alike: dict[str, list[str]] = {}
+    for name in hessians:
+        read_alike.setdefault(name if folds(name) else kind(name), []).append(name)
+    return {
+        name: channel_order(*(hessians[other].sum_KK for other in alike))
+        for alike in read_alike.values()
+        for name in alike
+    }
 
 
 def quantize_linear(
@@ -115,9 +142,9 @@ def quantize_linear(
     )
 
 
-def channel_order(h_KK: Tensor) -> Tensor:
-    """Return the channels sorted by their sum of squares, the largest last."""
-    return h_KK.diagonal().argsort(stable=True)
+def channel_order(*h_KK: Tensor) -> Tensor:
+    """Return the channels sorted by their sum of squares over all inputs, the largest last."""
+    return torch.stack([h.diagonal() for h in h_KK]).sum(0).argsort(stable=True)
 
 
 def _sorted(h_KK: Tensor) -> Tensor:

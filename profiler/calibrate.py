@@ -156,9 +156,9 @@ FRESH = FreshAttention()
 
 
 def linears(layer: DecoderLayer) -> dict[str, Linear]:
-    """Return a layer's linears by part name: qkv, o, gate_up or up, down."""
+    """Return a layer's linears by part name: qkv, o, gate_up or up, down, experts.0.down."""
     return {
-        path.rpartition(".")[2]: part
+        path.partition(".")[2]: part
         for path, part in layer.named_modules()
         if isinstance(part, Linear)
     }

@@ -22,17 +22,17 @@ class HessianSum:
 
     def __init__(self, in_features: int, device: torch.device | str = "cpu") -> None:
         self._sum_KK = torch.zeros(in_features, in_features, device=device)
-        self._tokens = 0
+        self.tokens = 0
 
     def add(self, x: Tensor) -> None:
         """Add the tokens of x [..., K]."""
         x_TK = x.detach().reshape(-1, x.shape[-1]).float()
         self._sum_KK.addmm_(x_TK.t(), x_TK)
-        self._tokens += x_TK.shape[0]
+        self.tokens += x_TK.shape[0]
 
     def top_eigenvalue(self) -> float:
         """Return lambda_max by power iteration from a seeded start."""
-        h_KK = self._sum_KK * (2 / self._tokens)
+        h_KK = self._sum_KK * (2 / self.tokens)
         generator = torch.Generator().manual_seed(0)
         x_K = torch.randn(h_KK.shape[0], generator=generator).to(h_KK.device)
         value = 0.0
@@ -46,7 +46,7 @@ class HessianSum:
 
     def mean_eigenvalue(self) -> float:
         """Return trace(H) / K: what an error in a random direction costs."""
-        return float(self._sum_KK.diagonal().double().mean()) * 2 / self._tokens
+        return float(self._sum_KK.diagonal().double().mean()) * 2 / self.tokens
 
 
 def squared_error(w_NK: Tensor, scheme: WeightScheme) -> float:

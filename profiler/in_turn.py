@@ -29,6 +29,11 @@ def quantize(
     """Return a layer's tensors quantised as the recipe says, at once or in turn."""
     if not recipe.compensated:
         return quantize_layer(view, recipe, dtype=dtype)
+    if run.spec.experts:
+        raise ValueError(
+            f"{run.spec.name}: linears of experts cannot be quantised in turn, since rounding "
+            "changes which tokens an expert gets; leave out --in-turn"
+        )
     tensors, orders = folded(view, recipe)
     current: dict[str, Weight] = {**tensors}
     for name in view.hessians:

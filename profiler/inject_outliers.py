@@ -3,7 +3,7 @@
 Small models lack the outlier channels of large ones. Scaling a channel by f where it is made and
 the columns that read it by 1 / f leaves every output the same:
 
-    norm weight (and bias)      -> columns of qkv, gate_up or up
+    norm weight (and bias)      -> columns of qkv, gate_up or up (of every expert and the router)
 
 and, if asked for `everywhere`, which no cache of few bits survives (v has outliers, too):
 
@@ -47,19 +47,23 @@ class InjectedSource:
         parts = {name: tensor.clone() for name, tensor in self.source.layer(index, dtype).items()}
         places = random.Random(self.seed * 1009 + index)
         up = "gate_up" if self.spec.gated else "up"
-        for norm, reader in (("attn_norm", "qkv"), ("mlp_norm", up)):
+        ups = [f"{mlp}{up}" for mlp in self.spec.mlps()]
+        routers = ["router"] if self.spec.experts else []
+        for norm, readers in (("attn_norm", ["qkv"]), ("mlp_norm", ups + routers)):
             chosen = places.sample(range(self.spec.hidden), self.channels)
             for kind in ("weight", "bias"):
                 if f"{norm}.{kind}" in parts:
                     parts[f"{norm}.{kind}"][chosen] *= self.factor
-            parts[f"{reader}.weight"][:, chosen] /= self.factor
+            for reader in readers:
+                parts[f"{reader}.weight"][:, chosen] /= self.factor
         if self.everywhere:
             self._through_values(parts, places)
         if self.everywhere and self.spec.activation in ("silu", "relu"):
-            chosen = places.sample(range(self.spec.ffn), self.channels)
-            rows = [row + (self.spec.ffn if self.spec.gated else 0) for row in chosen]
-            self._scale_rows(parts, up, rows)
-            parts["down.weight"][:, chosen] /= self.factor
+            for mlp in self.spec.mlps():
+                chosen = places.sample(range(self.spec.ffn), self.channels)
+                rows = [row + (self.spec.ffn if self.spec.gated else 0) for row in chosen]
+                self._scale_rows(parts, f"{mlp}{up}", rows)
+                parts[f"{mlp}down.weight"][:, chosen] /= self.factor
         return parts
 
     def _through_values(self, parts: dict[str, Tensor], places: random.Random) -> None:

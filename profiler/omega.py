@@ -1,6 +1,7 @@
 """Omega tables of a whole model: the variance and Hessian observers, and the random one.
 
-An observer keeps sums of one layer at a time; its table grows by a row a layer.
+An observer keeps sums of one layer at a time; its table grows by a row a layer. An expert counts
+by the share of the layer's tokens that it was sent; one without any counts nothing.
 """
 
 from __future__ import annotations
@@ -67,14 +68,16 @@ class VarianceObserver:
     def _omega(self, precision: Precision) -> float:
         scheme = self.quantization.scheme(precision)
         total = 0.0
-        for name, weight in self._weights.items():
-            stats = self._stats[name]
+        tokens = max(stats.tokens for stats in self._stats.values())
+        for name, stats in self._stats.items():
+            weight, omega = self._weights[name], 0.0
             if scheme is not None:
-                total += weight_omega(
+                omega += weight_omega(
                     weight, stats, scheme, rounding=self.rounding, granularity=self.granularity
                 )
             if precision.activation_bits < 16:
-                total += activation_omega(weight, stats, precision.activation_bits, self.rounding)
+                omega += activation_omega(weight, stats, precision.activation_bits, self.rounding)
+            total += omega * (stats.tokens / tokens)
         return total
 
 
@@ -112,14 +115,17 @@ class HessianObserver:
 
     def end(self) -> None:
         """Append the layer's omegas."""
-        top = {name: total.top_eigenvalue() for name, total in self._sums.items()}
-        mean = {name: total.mean_eigenvalue() for name, total in self._sums.items()}
+        seen = {name: total for name, total in self._sums.items() if total.tokens}
+        tokens = max(total.tokens for total in seen.values())
+        share = {name: total.tokens / tokens for name, total in seen.items()}
+        top = {name: share[name] * total.top_eigenvalue() for name, total in seen.items()}
+        mean = {name: share[name] * total.mean_eigenvalue() for name, total in seen.items()}
         worst_ratio = sum(top.values()) / sum(mean.values())
         for precision in self.precisions:
             scheme, omega = self.quantization.scheme(precision), 0.0
-            for name, weight in self._weights.items():
+            for name, eigenvalue in top.items():
                 if scheme is not None:
-                    omega += top[name] * squared_error(weight, scheme)
+                    omega += eigenvalue * squared_error(self._weights[name], scheme)
             self.table.setdefault(precision, []).append(omega)
         mean_square = sum(self._range_squares) / len(self._range_squares)
         for kv in self.kv:

@@ -44,15 +44,18 @@ class OutputErrorObserver:
     kv_table: dict[KVPrecision, list[float]] = field(default_factory=dict)
     _weights: Mapping[str, Tensor] = field(default_factory=dict)
     _samples: dict[str, list[Tensor]] = field(default_factory=dict)
+    _tokens: dict[str, int] = field(default_factory=dict)
     _range_squares: list[float] = field(default_factory=list)
 
     def begin(self, index: int, weights: Mapping[str, Tensor]) -> None:
         """Start a layer."""
         self._weights, self._samples, self._range_squares = weights, {}, []
+        self._tokens = {}
 
     def on_input(self, name: str, x: Tensor) -> None:
         """Keep some of the tokens that enter a linear."""
         x_TK = x.detach().reshape(-1, x.shape[-1])
+        self._tokens[name] = self._tokens.get(name, 0) + x_TK.shape[0]
         step = max(1, x_TK.shape[0] // (SAMPLE_TOKENS // 4))
         self._samples.setdefault(name, []).append(x_TK[::step].clone())
 
@@ -66,8 +69,10 @@ class OutputErrorObserver:
             scheme = self.quantization.scheme(precision)
             total = 0.0
             for name, weight_NK in self._weights.items():
-                if scheme is not None:
-                    total += output_error(weight_NK, self._sample(name), scheme)
+                # An expert counts by the share of tokens it is sent; without any, not at all.
+                if scheme is not None and name in self._samples:
+                    share = self._tokens[name] / max(self._tokens.values())
+                    total += share * output_error(weight_NK, self._sample(name), scheme)
             self.table.setdefault(precision, []).append(total)
         mean = sum(self._range_squares) / len(self._range_squares)
         for kv in self.kv:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import importlib
 import math
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Literal
 
@@ -188,11 +189,51 @@ class GatedMLP(nn.Module):
         return self.down(hidden)
 
 
+class SparseMLP(nn.Module):
+    """A router and experts: y = sum of the chosen experts' outputs, each times its weight.
+
+    A token's weights are the softmax over all experts, of which the `per_token` largest are kept
+    and made to sum to one. Tokens are sorted by expert, so each expert runs once, on its tokens
+    only. How many those are has to be known on the host: one wait for the device per layer, which
+    is why steps of such layers are not captured in graphs.
+
+    Legend: T tokens, E experts, C = T * per_token chosen (token, expert) pairs.
+    """
+
+    def __init__(self, router_Eh: Tensor, experts: Sequence[GatedMLP], per_token: int) -> None:
+        super().__init__()
+        self.router_Eh, self.per_token = router_Eh, per_token
+        self.experts = nn.ModuleList(experts)
+
+    def forward(self, x_BQh: Tensor) -> Tensor:
+        """Return [B, Q, h]."""
+        x_Th = x_BQh.reshape(-1, x_BQh.shape[-1])
+        chance_TE = functional.linear(x_Th, self.router_Eh).float().softmax(dim=-1)
+        weight, expert = chance_TE.topk(self.per_token, dim=-1)
+        weight = (weight / weight.sum(-1, keepdim=True)).to(x_Th.dtype)
+        order_C = expert.flatten().argsort(stable=True)
+        token_C, weight_C = order_C // self.per_token, weight.flatten()[order_C, None]
+        counts = expert.flatten().bincount(minlength=len(self.experts)).tolist()
+        y_Th = torch.zeros_like(x_Th)
+        start = 0
+        for mlp, count in zip(self.experts, counts, strict=True):
+            if count:
+                tokens = token_C[start : start + count]
+                weights = weight_C[start : start + count]
+                y_Th.index_add_(0, tokens, mlp(x_Th[tokens]).mul_(weights))
+                start += count
+        return y_Th.view(x_BQh.shape)
+
+
 class DecoderLayer(nn.Module):
     """A pre-norm decoder layer: x += attention(norm(x)); x += mlp(norm(x))."""
 
     def __init__(
-        self, attn_norm: Norm, attention: Attention, mlp_norm: Norm, mlp: MLP | GatedMLP
+        self,
+        attn_norm: Norm,
+        attention: Attention,
+        mlp_norm: Norm,
+        mlp: MLP | GatedMLP | SparseMLP,
     ) -> None:
         super().__init__()
         self.attn_norm, self.attention = attn_norm, attention
@@ -235,7 +276,7 @@ class Embedding(nn.Module):
 
 def held_weights(part: nn.Module) -> list[Weight]:
     """Return the weights a part itself holds, those of the parts inside it left out."""
-    if not isinstance(part, (Norm, Linear, Embedding)):
+    if not isinstance(part, (Norm, Linear, Embedding, SparseMLP)):
         return []
     return [held for held in vars(part).values() if isinstance(held, Weight)]
 

@@ -62,8 +62,8 @@ class CheckpointSource:
     def layer(self, index: int, dtype: torch.dtype) -> dict[str, Tensor]:
         """Read one decoder layer's parts."""
         table = {
-            part: self._rooted(name.format(i=index) for name in names)
-            for part, names in self.names.layer.items()
+            part: self._rooted(names)
+            for part, names in self.names.of_layer(self.spec, index).items()
         }
         return self._parts(layer_shapes(self.spec), table, dtype)
 

@@ -84,7 +84,8 @@ class CheckpointWriter:
         self, index: int, part: str, weight: Weight, dtype: torch.dtype
     ) -> dict[str, Tensor]:
         """Return a part under its Hugging Face names, fused rows taken apart."""
-        names = [self._source.root + name.format(i=index) for name in self._names.layer[part]]
+        found = self._names.of_layer(self.spec, index)[part]
+        names = [self._source.root + name for name in found]
         stems = [name.removesuffix(".weight") for name in names]
         if isinstance(weight, Tensor):
             rows = self._apart(part, weight.to(dtype), len(names))
@@ -138,8 +139,7 @@ class CheckpointWriter:
         return tuple(rows.contiguous() for rows in whole.split(sizes))
 
     def _is_of_a_layer(self, name: str) -> bool:
-        before, _, _ = self._names.layer["attn_norm.weight"][0].partition("{i}")
-        return name.startswith(self._source.root + before)
+        return name.startswith(self._source.root + self._names.layer_prefix)
 
     def _write_index(self) -> None:
         weight_map: dict[str, str] = {}
@@ -184,7 +184,7 @@ def compressed_config(
     spec: ModelSpec, precisions: Sequence[Precision], *, group_size: int | None, symmetric: bool
 ) -> dict[str, Any]:
     """Return the compressed-tensors configuration of weight-only and w8a8 layers."""
-    before, _, _ = FAMILIES[spec.family].names.layer["attn_norm.weight"][0].partition("{i}")
+    before = FAMILIES[spec.family].names.layer_prefix
     groups: dict[str, Any] = {}
     for number, precision in enumerate(sorted(set(precisions) - {Precision.W16A16}, key=str)):
         layers = [str(i) for i, p in enumerate(precisions) if p is precision]
@@ -205,7 +205,7 @@ def compressed_config(
         "quant_method": "compressed-tensors",
         "format": formats.pop() if len(formats) == 1 else "mixed-precision",
         "quantization_status": "compressed",
-        "ignore": ["lm_head"],
+        "ignore": ["lm_head", *([r"re:.*\.gate$"] if spec.experts else [])],
         "kv_cache_scheme": None,
         "config_groups": groups,
     }

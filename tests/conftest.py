@@ -49,6 +49,10 @@ def _config(kind: str) -> Any:
             num_attention_heads=4,
             max_position_embeddings=POSITIONS,
         )
+    if kind == "mixtral":
+        return transformers.MixtralConfig(
+            **rotary, num_key_value_heads=2, num_local_experts=5, num_experts_per_tok=2
+        )
     # Six heads: ALiBi's slopes of a count that is not a power of two.
     return transformers.BloomConfig(vocab_size=VOCAB, hidden_size=96, n_layer=LAYERS, n_head=6)
 
@@ -56,7 +60,7 @@ def _config(kind: str) -> Any:
 class TinyModels:
     """Makes each model once per session: its directory, and the transformers model itself."""
 
-    kinds = ("opt", "bloom", "llama", "qwen3")
+    kinds = ("opt", "bloom", "llama", "qwen3", "mixtral")
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -18,7 +18,7 @@ from llmpq.runtime.stage_actor import limits_of, read_request, write_request
 from llmpq.runtime.thread_engine import ThreadEngine
 
 pytestmark = pytest.mark.cpu
-KINDS = ("opt", "bloom", "llama", "qwen3")
+KINDS = ("opt", "bloom", "llama", "qwen3", "mixtral")
 
 
 @pytest.fixture(autouse=True)

@@ -28,7 +28,7 @@ from llmpq.runtime.quantized_writer import layer_file
 from llmpq.runtime.step import Step
 
 pytestmark = pytest.mark.cpu
-FAMILIES = ("opt", "bloom", "llama", "qwen3")
+FAMILIES = ("opt", "bloom", "llama", "qwen3", "mixtral")
 TOKENS = list(range(5, 45))
 
 
@@ -79,7 +79,7 @@ def test_atom_layers_of_every_family_read_back_exactly(
     weight = source.layer(0, torch.float32)["qkv.weight"]
     assert isinstance(weight, AtomWeight) and weight.index_K is not None
     assert weight.scheme.outliers == 4 and weight.scheme.signed_scale
-    down = source.layer(0, torch.float32)["down.weight"]
+    down = source.layer(0, torch.float32)[f"{spec.mlps()[-1]}down.weight"]
     assert down.index_K is None and down.scheme.rotation
     # The same tensors at 16-bit activations are the target of a draft: another result.
     precisions = [Precision.W4A16] * spec.num_layers

@@ -13,7 +13,7 @@ from llmpq.runtime.layers import Attention
 from llmpq.runtime.step import Step
 
 pytestmark = pytest.mark.cpu
-KINDS = ("opt", "bloom", "llama", "qwen3")
+KINDS = ("opt", "bloom", "llama", "qwen3", "mixtral")
 
 
 @pytest.fixture(autouse=True)
@@ -114,7 +114,9 @@ def test_quantised_logits_stay_near_the_dense_ones(tiny_models, random_prompts, 
         assert _relative_error(logits("w4a16"), logits("w16a16")) > limit
 
 
-@pytest.mark.parametrize("name", ["opt-13b", "bloom-560m", "llama-3.1-8b", "qwen3-8b"])
+@pytest.mark.parametrize(
+    "name", ["opt-13b", "bloom-560m", "llama-3.1-8b", "qwen3-8b", "mixtral-8x7b"]
+)
 def test_parts_have_the_bytes_the_planner_counts(name):
     spec = ModelSpec.by_name(name)
     for shapes, expected in (

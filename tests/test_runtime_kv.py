@@ -9,7 +9,7 @@ from llmpq.runtime.generate import LocalPipeline, pad
 from llmpq.runtime.step import Step
 
 pytestmark = pytest.mark.cpu
-KINDS = ("opt", "bloom", "llama", "qwen3")
+KINDS = ("opt", "bloom", "llama", "qwen3", "mixtral")
 LENGTHS = (9, 14, 4)
 
 

@@ -9,6 +9,7 @@ import torch
 from llmpq.model_spec import Family, ModelSpec
 from llmpq.runtime.families.bloom import Bloom
 from llmpq.runtime.families.llama import Llama
+from llmpq.runtime.families.mixtral import Mixtral
 from llmpq.runtime.families.names import NameTable
 from llmpq.runtime.families.opt import OPT
 from llmpq.runtime.families.parts import Parts
@@ -36,6 +37,7 @@ FAMILIES: dict[Family, type[OPT] | type[Bloom] | type[Llama]] = {
     "bloom": Bloom,
     "llama": Llama,
     "qwen3": Qwen3,
+    "mixtral": Mixtral,
 }
 
 

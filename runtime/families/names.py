@@ -26,12 +26,25 @@ class NameTable:
     """Prefixes a checkpoint may keep everything under; the first that has the embedding counts."""
     embedding: Mapping[str, tuple[str, ...]]
     layer: Mapping[str, tuple[str, ...]]
-    """`{i}` is the layer's number."""
+    """`{i}` is the layer's number; parts and names with `{e}` stand for one of every expert."""
     head: Mapping[str, tuple[str, ...]]
     output: str = "lm_head.weight"
     """The untied output matrix, beside the root."""
     arrange: Mapping[str, Arrange] = field(default_factory=dict)
     """Parts whose rows are stored in another order than ours (q, then k, then v)."""
+
+    def of_layer(self, spec: ModelSpec, index: int) -> dict[str, tuple[str, ...]]:
+        """Return the entries of decoder layer `index`, those of every expert spelled out."""
+        table: dict[str, tuple[str, ...]] = {}
+        for part, names in self.layer.items():
+            for expert in range(spec.experts) if "{e}" in part else (0,):
+                table[part.format(e=expert)] = tuple(n.format(i=index, e=expert) for n in names)
+        return table
+
+    @property
+    def layer_prefix(self) -> str:
+        """What every tensor of a layer is called up to the layer's number."""
+        return self.layer["attn_norm.weight"][0].partition("{i}")[0]
 
 
 def norm_names(*parts: tuple[str, str]) -> dict[str, tuple[str, ...]]:
@@ -59,6 +72,8 @@ def layer_shapes(spec: ModelSpec) -> Shapes:
         shapes[f"{linear.name}.weight"] = (linear.out_features, linear.in_features)
         if linear.bias:
             shapes[f"{linear.name}.bias"] = (linear.out_features,)
+    if spec.experts:
+        shapes["router.weight"] = (spec.experts, spec.hidden)
     if spec.qk_norm:
         shapes |= {"q_norm.weight": (spec.head_dim,), "k_norm.weight": (spec.head_dim,)}
     return shapes
