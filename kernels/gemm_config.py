@@ -85,25 +85,51 @@ def default_config(bits: int, n: int, k: int, rows: int, *, multiprocessors: int
     return Config(kernel="tile", warps=8, bm=bm, depth=2 if groups % 2 == 0 else 1, split=split)
 
 
+@dataclass(frozen=True)
+class _Key:
+    """What a tuned entry was measured for; entries without a form were measured in float16,
+    symmetric, and serve the other forms too where these have none."""
+
+    gpu: str
+    bits: int
+    n: int
+    k: int
+    m: int
+    form: str | None = None
+
+
+def form_name(dtype: torch.dtype, symmetric: bool) -> str:
+    """Return how entries name a kind of weight other than float16, symmetric: "bf16 zeros"."""
+    return ("bf16" if dtype == torch.bfloat16 else "fp16") + ("" if symmetric else " zeros")
+
+
 @functools.cache
-def _tuned() -> dict[tuple[str, int, int, int, int], Config]:
-    """(GPU name, bits, N, K, M bucket) to the configuration measured best."""
+def _tuned() -> dict[_Key, Config]:
+    """What was measured, to the configuration that was fastest."""
     found = {}
     for path in sorted((Path(__file__).parent / "tuned").glob("*.json")):
         table = json.loads(path.read_text())
-        for entry in table["entries"]:
-            key = (table["gpu"], entry["bits"], entry["n"], entry["k"], entry["m"])
-            found[key] = Config(**entry["config"])
+        for e in table["entries"]:
+            key = _Key(table["gpu"], e["bits"], e["n"], e["k"], e["m"], e.get("form"))
+            found[key] = Config(**e["config"])
     return found
 
 
 def tuned_shapes() -> list[tuple[int, int]]:
     """Return every tuned (N, K)."""
-    return sorted({(n, k) for _, _, n, k, _ in _tuned()})
+    return sorted({(key.n, key.k) for key in _tuned()})
 
 
 @functools.cache
-def plan(bits: int, n: int, k: int, rows: int, device: torch.device) -> Plan:
+def plan(
+    bits: int,
+    n: int,
+    k: int,
+    rows: int,
+    device: torch.device,
+    dtype: torch.dtype = torch.float16,
+    symmetric: bool = True,
+) -> Plan:
     """Decide how to multiply `rows` rows of x by a weight [n, k] on `device`."""
     if device.type != "cuda":
         raise ValueError(f"plan: got device {device}, expected a CUDA GPU")
@@ -111,21 +137,22 @@ def plan(bits: int, n: int, k: int, rows: int, device: torch.device) -> Plan:
     capability = (properties.major, properties.minor)
     if capability < TENSOR_CORE_CAPABILITY or n < BLOCK_ROWS:
         return make_plan(DENSE, capability)
-    config = next(
-        # Bits without their own measurement use the 4-bit one: the layouts differ little.
-        (
-            c
-            for b in (bits, 4)
-            if (c := _tuned().get((properties.name, b, n, k, bucket(rows) or 0)))
-        ),
-        None,
-    )
+    config = _measured(properties.name, bits, n, k, rows, form_name(dtype, symmetric))
     if config is None and bucket(rows) is None:
         config = DENSE
     if config is None:
         count = properties.multi_processor_count
         config = default_config(bits, n, k, rows, multiprocessors=count)
     return make_plan(config, capability)
+
+
+def _measured(gpu: str, bits: int, n: int, k: int, rows: int, form: str) -> Config | None:
+    """The nearest measurement: bits and forms without their own use that of 4 bits, float16."""
+    for b, f in ((bits, form), (bits, None), (4, form), (4, None)):
+        config = _tuned().get(_Key(gpu, b, n, k, bucket(rows) or 0, f))
+        if config is not None:
+            return config
+    return None
 
 
 def make_plan(config: Config, capability: tuple[int, int], *, interpret: bool = False) -> Plan:

@@ -1,13 +1,14 @@
 """Which kernel is chosen, the tuned tables, and the custom op's fake: no GPU needed."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from llmpq.kernels import gemm
+from llmpq.kernels import gemm, gemm_config
 from llmpq.kernels.__main__ import main as kernels_main
 from llmpq.kernels.gemm_config import (
     DENSE,
@@ -45,6 +46,7 @@ def test_tuned_tables_parse_and_fit_their_shapes(path):
     for entry in table["entries"]:
         config = Config(**entry["config"])
         assert entry["m"] in M_BUCKETS and entry["bits"] in (3, 4, 8)
+        assert entry.get("form") in (None, "fp16 zeros", "bf16", "bf16 zeros")
         assert config_entry(config) == entry["config"]
         groups = entry["k"] // 128
         if config.kernel == "tile":
@@ -55,6 +57,25 @@ def test_tuned_tables_parse_and_fit_their_shapes(path):
             )
         elif config.kernel == "rows":
             assert entry["m"] <= 8 and groups % config.warps == 0
+
+
+def test_the_nearest_measurement_serves(monkeypatch):
+    def config(split):
+        return Config(kernel="tile", split=split)
+
+    key = partial(gemm_config._Key, "a GPU", n=64, k=1024, m=16)
+    table = {key(4): config(1), key(4, form="bf16 zeros"): config(2), key(8): config(3)}
+    monkeypatch.setattr(gemm_config, "_tuned", lambda: table)
+
+    def split(bits, dtype, symmetric, rows=16):
+        form = gemm_config.form_name(dtype, symmetric)
+        found = gemm_config._measured("a GPU", bits, 64, 1024, rows, form)
+        return found and found.split
+
+    assert split(4, torch.float16, True) == split(4, torch.bfloat16, True) == 1
+    assert split(4, torch.bfloat16, False) == split(3, torch.bfloat16, False) == 2
+    assert split(8, torch.bfloat16, False) == 3
+    assert split(4, torch.float16, True, rows=9) == 1 and split(4, torch.float16, True, 17) is None
 
 
 def test_a_loop_known_to_sum_wrongly_is_refused():
