@@ -67,9 +67,11 @@ class Subject:
         """Time one case: per layer, where it is one of layers."""
         target = case.target
         layers = self.num_layers(target) if target.part == "layer" else 1
-        # A graph stands for decode and verify; prompts and random numbers vary and run eagerly.
+        # A graph stands for decode and verify; prompts and random numbers vary and run eagerly, and
+        # routers ask the device.
         sampled = target.part == "head" and not self._sampling.greedy
-        graph = self.device.type == "cuda" and target.phase is not Phase.PREFILL and not sampled
+        asks = sampled or self.spec.experts > 0
+        graph = self.device.type == "cuda" and target.phase is not Phase.PREFILL and not asks
         if target.part == "head":
             effort = replace(effort, rest_s=0.0)  # it follows layers at once; they have waited
         with torch.inference_mode():
