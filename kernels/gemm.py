@@ -184,7 +184,7 @@ def _launch_tiles(
         num_warps=config.warps,
         num_stages=config.stages,
         launch_pdl=plan.pdl,
-        maxnreg=_register_limit(config, m),
+        maxnreg=_register_limit(config, q.bits, m),
     )
 
 
@@ -195,13 +195,16 @@ def _ahead(plan: Plan, planes: Sequence[Tensor], scale: Tensor) -> int:
     return plan.config.ahead
 
 
-def _register_limit(config: Config, rows: int) -> int | None:
-    """128 for pipelined products of one tile of x: two programs of 8 warps share a multiprocessor.
+def _register_limit(config: Config, bits: int, rows: int) -> int | None:
+    """128 where it spills nothing and two programs of 8 warps can then share a multiprocessor.
 
-    H200, gate_up, M = 64: 149 registers 41.6 us, at most 128 34.0 us. With several tiles of x the
-    limit costs more than it brings (o, M = 256: 20.8 us without, 31.8 us with it).
+    H200, gate_up, M = 64: 149 registers 41.6 us, at most 128 34.0 us. Loops without stages take
+    127 registers by themselves for symmetric float16 and 176 to 179 for other weights. With several
+    tiles of x the limit costs more than it brings (o, M = 256: 20.8 us without, 31.8 us with it).
     """
-    return 128 if config.warps == 8 and config.stages > 1 and rows <= config.bm <= 64 else None
+    pipelined = config.stages > 1 and config.bm <= 64
+    plain = config.stages == 1 and config.bm <= 32 and config.depth <= 2 and bits < 8
+    return 128 if config.warps == 8 and rows <= config.bm and (pipelined or plain) else None
 
 
 def _arrivals(device: torch.device, tiles: int) -> Tensor:
