@@ -12,6 +12,7 @@ Legend: B rows, Q new tokens, h hidden.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,6 +34,9 @@ from llmpq.workload import Workload
 
 class CudaStageCompute(StageCompute):
     """One stage on a GPU, ready to run micro-batches."""
+
+    tokens_on_device = False
+    """Whether the links take sampled tokens from the device (last of several stages)."""
 
     def __init__(
         self,
@@ -83,6 +87,12 @@ class CudaStageCompute(StageCompute):
     def captured_rows(self) -> list[int]:
         """Numbers of rows that decode from a graph."""
         return self._decode.captured_rows
+
+    @torch.inference_mode()
+    def take_tokens(self, slots: Sequence[int], tokens_B1: Tensor) -> None:
+        """Note tokens of slots, sampled elsewhere, for steps that name them by -1."""
+        slots_B = torch.tensor(slots, dtype=torch.long).to(self._device, non_blocking=True)
+        self._decode.remember(slots_B, tokens_B1[:, 0].to(self._device))
 
     def warm_up(self, rows: int, prompt_len: int) -> None:
         """As `StageCompute.warm_up`; captures the decode step of so many rows as well."""
@@ -152,6 +162,8 @@ class CudaStageCompute(StageCompute):
         return hidden_BQH if self.keep_on_device else hidden_BQH.cpu()
 
     def _answer(self, result_BK: Tensor) -> Tensor | Pending:
+        if self.tokens_on_device:
+            return result_BK.clone()
         if not self._whole or not result_BK.is_cuda:
             return result_BK.cpu()
         value = torch.empty(result_BK.shape, dtype=torch.long, pin_memory=True)

@@ -68,6 +68,11 @@ def max_in_flight(num_stages: int) -> int:
     return 1 if num_stages == 1 else 2 * num_stages
 
 
+def max_ahead(num_stages: int) -> int:
+    """Return how many may be under way where the host need not know the tokens to go on."""
+    return 2 if num_stages == 1 else 4 * num_stages
+
+
 class Drafter(Protocol):
     """Chooses how many tokens a group drafts before it verifies, and may supply them itself."""
 

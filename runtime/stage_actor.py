@@ -23,14 +23,16 @@ from llmpq.device_spec import canonical_kind
 from llmpq.errors import PlanMismatchError
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan, StagePlan
-from llmpq.runtime.device_links import DeviceLinks, DeviceTransport, connect_devices
+from llmpq.runtime.cuda_stage import CudaStageCompute
+from llmpq.runtime.device_links import KINDS, DeviceTransport, Links, connect_devices
 from llmpq.runtime.emulate import Emulation
 from llmpq.runtime.loader import RandomSource, TensorSource
+from llmpq.runtime.peer_links import Room
 from llmpq.runtime.placement import is_cpu, listening_socket, loopback_interface
 from llmpq.runtime.quantized_checkpoint import open_checkpoint
 from llmpq.runtime.request import Request
 from llmpq.runtime.sampling_params import SamplingParams
-from llmpq.runtime.scheduler import Limits, Scheduler, max_in_flight
+from llmpq.runtime.scheduler import Limits, Scheduler, max_ahead
 from llmpq.runtime.speculate import AutoDrafter, FixedDrafter, speculation_report
 from llmpq.runtime.stage_compute import StageCompute, build_stage
 from llmpq.runtime.stage_loop import FirstStage, Mailbox, run_following_stage
@@ -59,6 +61,8 @@ class StageSettings:
     """`dummy`: random weights made on the device; the model may be a built-in name."""
     graphs: bool = True
     """Capture decode steps in CUDA graphs, on a GPU."""
+    links: Literal["auto", "peer", "nccl", "gloo"] = "auto"
+    """How hidden states travel between GPUs; `auto` tries what is best first."""
 
 
 def limits_of(plan: Plan, batching: str = "continuous") -> Limits:
@@ -100,7 +104,8 @@ class StageActor:
         self._store: dist.Store | None = None
         self._gpu: torch.device | None = None
         self._emulation: Emulation | None = None
-        self._links: DeviceLinks | None = None
+        self._stream: torch.cuda.Stream | None = None
+        self._links: Links | None = None
         self._drafter = make_drafter(self._plan, self._settings) if index == 0 else None
 
     @property
@@ -113,8 +118,8 @@ class StageActor:
 
     def load(self) -> dict[str, Any]:
         """Check the device, load the stage's slice, warm it up; returns what it allocated."""
-        self._use_threads()
         device = self._device()
+        self._use_threads()
         spec, source = self._model(device)
         self._plan.require_model(spec)
         self._compute, report = build_stage(
@@ -151,7 +156,10 @@ class StageActor:
         self._store = store
         join_gloo(dist.PrefixStore("stages", store), self._index, len(self._plan.stages))
         if not any(is_cpu(stage) for stage in self._plan.stages) and self._gpu is not None:
-            self._links = connect_devices(self._gpu)
+            self._use_threads()
+            wanted = self._settings.links
+            kinds = {"auto": KINDS, "gloo": ()}.get(wanted, (wanted,))
+            self._links = connect_devices(self._gpu, self._room(), kinds=kinds)
 
     def run(self) -> None:
         """Run the stage's loop until the job ends."""
@@ -219,28 +227,55 @@ class StageActor:
     def _transport(self) -> GlooTransport:
         """Return this stage's links: from device to device where that works for all stages."""
         assert self._compute is not None
-        plan, workload = self._plan, self._plan.workload
-        max_rows = max(plan.prefill_microbatch, plan.decode_microbatch)
-        longest_round = min(workload.max_len, MAX_GAMMA + 1)
         make: Callable[..., GlooTransport] = GlooTransport
         if self._links is not None:
-            make = partial(DeviceTransport, self._links)
+            # Speculation's tables are made and read by hosts.
+            on_device = self._settings.speculate is None
+            make = partial(DeviceTransport, self._links, tokens_on_device=on_device)
             self._compute.keep_on_device = True
+            if isinstance(self._compute, CudaStageCompute):
+                last = self._index == len(self._plan.stages) - 1
+                self._compute.tokens_on_device = on_device and last
         return make(
             hidden=self._compute.model.spec.hidden,
             dtype=DTYPES[self._plan.workload.dtype],
-            max_rows=max_rows,
-            max_tokens=max(
-                plan.prefill_microbatch * workload.prompt_len,
-                plan.decode_microbatch * longest_round,
-            ),
-            max_pending=max_in_flight(len(self._plan.stages)),
+            max_rows=self._max_rows,
+            max_tokens=self._max_tokens,
+            max_pending=max_ahead(len(self._plan.stages)),
+        )
+
+    @property
+    def _max_rows(self) -> int:
+        return max(self._plan.prefill_microbatch, self._plan.decode_microbatch)
+
+    @property
+    def _max_tokens(self) -> int:
+        """Tokens of the largest micro-batch, padding included."""
+        plan, workload = self._plan, self._plan.workload
+        longest_round = min(workload.max_len, MAX_GAMMA + 1)
+        return max(
+            plan.prefill_microbatch * workload.prompt_len, plan.decode_microbatch * longest_round
+        )
+
+    def _room(self) -> Room:
+        """Return the largest messages of the plan."""
+        assert self._compute is not None
+        hidden_bytes = self._compute.model.spec.hidden * self._plan.workload.dtype_bytes
+        return Room(
+            hidden_bytes=self._max_tokens * hidden_bytes,
+            max_rows=self._max_rows,
+            tickets=max_ahead(len(self._plan.stages)) + 2,
         )
 
     def _use_threads(self) -> None:
         """Prepare a thread: the plan's threads (OpenMP keeps them per thread), an emulated GPU."""
         if self._emulation is not None:
             self._emulation.enter()
+        if self._gpu is not None:
+            # Not the default stream, which others of the process wait for. One for all threads:
+            # each stream keeps memory of its own.
+            self._stream = self._stream or torch.cuda.Stream(self._gpu)
+            torch.cuda.set_stream(self._stream)
         if self._stage.threads is not None and torch.get_num_threads() != self._stage.threads:
             torch.set_num_threads(self._stage.threads)
 
@@ -276,7 +311,6 @@ class StageActor:
             )
         self._gpu = torch.device("cuda", 0)
         self._emulation = Emulation(stage, self._gpu)
-        self._emulation.enter()
         return self._gpu
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -90,6 +91,10 @@ class StageCompute:
     def whole_rounds(self) -> bool:
         """Whether a round of drafts and its verify are one step, told -1 for what is not known."""
         return False
+
+    def take_tokens(self, slots: Sequence[int], tokens_B1: Tensor) -> None:
+        """Not here: the host knows the tokens of a step before it issues the next."""
+        raise RuntimeError(f"a stage that does not run ahead got tokens of slots {list(slots)}")
 
     def device_totals(self) -> dict[str, KindTotals]:
         """Return the steps so far as the device timed them; empty where the host's clock serves."""

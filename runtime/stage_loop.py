@@ -20,7 +20,7 @@ from torch import Tensor
 from llmpq.runtime.message import STOP, StepMessage, describe, result_width
 from llmpq.runtime.pending import Pending, arrived
 from llmpq.runtime.request import MicroBatch, Request, StepKind
-from llmpq.runtime.scheduler import Scheduler, max_in_flight
+from llmpq.runtime.scheduler import Scheduler, max_ahead, max_in_flight
 from llmpq.runtime.trace import Recorder
 from llmpq.runtime.transport import Transport
 
@@ -43,6 +43,10 @@ class Compute(Protocol):
 
     def run(self, message: StepMessage, hidden_BQH: Tensor | None) -> Tensor | Pending:
         """Return hidden states, or on the last stage the result table of sampled tokens."""
+        ...
+
+    def take_tokens(self, slots: Sequence[int], tokens_B1: Tensor) -> None:
+        """Note tokens of slots, sampled elsewhere, for steps that name them by -1."""
         ...
 
 
@@ -132,6 +136,8 @@ class _Flight:
     micro_batch: MicroBatch
     result: Tensor | Pending | None
     ahead: _Ahead | None = None
+    slots: Sequence[int] = ()
+    """The rows' slots when it was issued."""
 
 
 class FirstStage:
@@ -151,9 +157,12 @@ class FirstStage:
         self._scheduler, self._compute, self._transport = scheduler, compute, transport
         self._mailbox, self._recorder = mailbox, recorder
         scheduler.whole_rounds = compute.whole_rounds
-        ahead = compute.runs_ahead or compute.whole_rounds
-        self._max_in_flight = 2 if ahead else max_in_flight(num_stages)
+        self._runs_ahead = compute.runs_ahead if transport is None else transport.tokens_on_device
+        ahead = self._runs_ahead or compute.whole_rounds
+        self._max_in_flight = max_ahead(num_stages) if ahead else max_in_flight(num_stages)
         self._in_flight: deque[_Flight] = deque()
+        self._num_brought = 0
+        """Flights, from the oldest on, whose tokens were brought to the device's table."""
         self._closed = False
         self._submitted_s: dict[int, float] = {}
         self._first_token_s: dict[int, float] = {}
@@ -191,6 +200,8 @@ class FirstStage:
             self._scheduler.submit(request)
 
     def _issue(self, micro_batch: MicroBatch) -> None:
+        if self._transport is not None and self._runs_ahead:
+            self._bring_tokens(micro_batch, self._transport)
         message = describe(micro_batch)
         with self._recorder.step(message.kind, message.seq, message.num_rows, message.q_len):
             output = self._compute.run(message, None)
@@ -198,14 +209,30 @@ class FirstStage:
             self._in_flight.append(_Flight(micro_batch, output, self._go_on(micro_batch)))
         else:
             self._transport.send_step(message, arrived(output))
-            self._in_flight.append(_Flight(micro_batch, None))
+            ahead = self._go_on(micro_batch)
+            self._in_flight.append(_Flight(micro_batch, None, ahead, message.slots))
+
+    def _bring_tokens(self, micro_batch: MicroBatch, transport: Transport) -> None:
+        """Have the device wait for tokens that this step builds on and the host does not know.
+
+        In order, since slots change hands: a later flight's tokens must overwrite an earlier one's.
+        """
+        unknown = {r.id for r in micro_batch.requests if r.output and r.output[-1] == UNKNOWN_TOKEN}
+        needed = 0
+        for place, flight in enumerate(self._in_flight):
+            if any(request.id in unknown for request in flight.micro_batch.requests):
+                needed = place + 1
+        for place in range(self._num_brought, needed):
+            slots = self._in_flight[place].slots
+            self._compute.take_tokens(slots, transport.bring_tokens(place, len(slots)))
+        self._num_brought = max(self._num_brought, needed)
 
     def _go_on(self, micro_batch: MicroBatch) -> _Ahead | None:
         """Let the rows of a step go on without its tokens, if no token can end a request."""
         requests = micro_batch.requests
         may_stop = any(request.stop_ids or request.stop_texts for request in requests)
         plain = micro_batch.kind in (StepKind.PREFILL, StepKind.DECODE)
-        if not self._compute.runs_ahead or may_stop or not plain:
+        if not self._runs_ahead or may_stop or not plain:
             return None
         places = [(request, len(request.output)) for request in requests]
         finished = self._scheduler.complete(micro_batch, [[UNKNOWN_TOKEN]] * len(requests))
@@ -213,6 +240,7 @@ class FirstStage:
 
     def _finish_oldest(self) -> None:
         flight = self._in_flight.popleft()
+        self._num_brought = max(0, self._num_brought - 1)
         micro_batch, result = flight.micro_batch, flight.result
         kind = micro_batch.kind
         if result is None:

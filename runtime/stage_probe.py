@@ -22,6 +22,7 @@ import torch.distributed as dist
 from llmpq.device_spec import canonical_kind
 from llmpq.model_spec import ModelSpec
 from llmpq.runtime.device_links import connect_devices
+from llmpq.runtime.peer_links import Room
 from llmpq.runtime.placement import listening_socket, loopback_interface
 from llmpq.runtime.quantized_checkpoint import open_checkpoint
 from llmpq.runtime.transport import join_gloo
@@ -30,6 +31,7 @@ PACKAGES = ("llmpq", "torch", "triton", "ray", "safetensors", "transformers")
 LIMIT = datetime.timedelta(seconds=30)
 _ROUNDS = 20
 _MESSAGE = 1 << 16
+_PROBE_ROOM = Room(hidden_bytes=_MESSAGE, max_rows=1, tickets=2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +111,7 @@ class StageProbe:
             gloo_us = self._ping()
             nccl = None
             if self._on_gpu:
-                nccl = connect_devices(torch.device("cuda", 0)) is not None
+                nccl = connect_devices(torch.device("cuda", 0), _PROBE_ROOM) is not None
         except RuntimeError as error:
             return asdict(LinkReport(gloo_us=None, problem=str(error).splitlines()[0]))
         return asdict(LinkReport(gloo_us=gloo_us, nccl=nccl))

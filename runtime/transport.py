@@ -26,6 +26,7 @@ from llmpq.runtime.message import (
     result_width,
     unpack_header,
 )
+from llmpq.runtime.pending import Pending
 from llmpq.runtime.request import StepKind
 
 _IDLE_LIMIT = timedelta(hours=24)
@@ -37,6 +38,9 @@ _T = TypeVar("_T")
 
 class Transport(Protocol):
     """The links of one stage."""
+
+    tokens_on_device: bool
+    """Whether tokens return from device to device, so that the first stage may run ahead."""
 
     def send_step(self, message: StepMessage, hidden_BQH: Tensor | None) -> None:
         """Send a micro-batch to the next stage; a STOP has no hidden states."""
@@ -50,8 +54,16 @@ class Transport(Protocol):
         """Send sampled tokens from the last stage to the first."""
         ...
 
-    def receive_tokens(self, rows: int, width: int) -> Tensor:
+    def receive_tokens(self, rows: int, width: int) -> Tensor | Pending:
         """Wait for the sampled tokens [rows, width] of the oldest micro-batch in flight."""
+        ...
+
+    def bring_tokens(self, place: int, rows: int) -> Tensor:
+        """Return the tokens of the micro-batch at a place in flight, for the current stream."""
+        ...
+
+    def sending_s(self) -> float:
+        """Return how long sends have taken since the last call, as far as it is known."""
         ...
 
     def close(self) -> None:
@@ -59,7 +71,21 @@ class Transport(Protocol):
         ...
 
 
-class GlooTransport:
+class HostTokens:
+    """What transports have in common whose tokens pass through the hosts."""
+
+    tokens_on_device = False
+
+    def bring_tokens(self, place: int, rows: int) -> Tensor:
+        """Not here: the host waits for its tokens."""
+        raise RuntimeError(f"tokens of micro-batch {place} ({rows} rows) come through the host")
+
+    def sending_s(self) -> float:
+        """Return 0: the host sends, and counts it as its own time."""
+        return 0.0
+
+
+class GlooTransport(HostTokens):
     """torch.distributed point-to-point over gloo; the process group is joined already.
 
     One message per micro-batch: [header | hidden states | verify tokens] as bytes. gloo asks the
@@ -120,7 +146,7 @@ class GlooTransport:
         """Send sampled tokens from the last stage to the first."""
         self._send(tokens_BK.contiguous(), 0)
 
-    def receive_tokens(self, rows: int, width: int) -> Tensor:
+    def receive_tokens(self, rows: int, width: int) -> Tensor | Pending:
         """Wait for the sampled tokens [rows, width] of the oldest micro-batch in flight."""
         work, tokens_BK = self._expected.popleft()
         assert tokens_BK.shape == (rows, width)
@@ -180,7 +206,7 @@ class Ring:
                     raise ConnectionError("another stage's thread failed") from None
 
 
-class ThreadTransport:
+class ThreadTransport(HostTokens):
     """The links of one stage that is a thread: what the gloo transport is tested against.
 
     Headers are packed here too, so that both transports carry the same bytes.

@@ -40,7 +40,8 @@ def stage(rank: int, path: str, broken: bool) -> None:
     join_gloo(dist.FileStore(path, STAGES), rank, STAGES)
     # A pair that cannot be made: one stage asks for links its device does not have.
     backend = "nccl" if broken and rank == 1 else "gloo"
-    links = connect_devices(torch.device("cpu"), backend=backend, limit_s=3 if broken else 20)
+    limit_s = 3 if broken else 20
+    links = connect_devices(torch.device("cpu"), None, kinds=[backend], limit_s=limit_s)
     if broken:
         assert links is None
         dist.barrier()  # gloo still works for everyone; nobody leaves before the others agree

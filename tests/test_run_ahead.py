@@ -1,0 +1,117 @@
+"""Several stages that run ahead of their tokens: processes over gloo, a token table as on a GPU."""
+
+import tempfile
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as processes
+
+from llmpq.model_spec import ModelSpec
+from llmpq.plan import Plan
+from llmpq.runtime.device_links import DeviceTransport, connect_devices
+from llmpq.runtime.generate import LocalPipeline
+from llmpq.runtime.loader import CheckpointSource
+from llmpq.runtime.request import Request
+from llmpq.runtime.scheduler import Scheduler
+from llmpq.runtime.stage_actor import limits_of
+from llmpq.runtime.stage_compute import StageCompute, build_stage
+from llmpq.runtime.stage_loop import FirstStage, Mailbox, run_following_stage
+from llmpq.runtime.trace import Recorder
+from llmpq.runtime.transport import join_gloo
+
+pytestmark = pytest.mark.cluster
+NEW = (9, 4, 9, 7, 9, 5)
+LENGTHS = (8, 5, 9, 3, 7, 6)
+
+
+class TableStage(StageCompute):
+    """Reads the token -1 from a table of what each slot produced last, and counts such steps."""
+
+    blind_steps, forgetful = 0, False
+
+    def take_tokens(self, slots, tokens_B1):
+        if not self.forgetful:
+            self.table |= dict(zip(slots, tokens_B1[:, 0].tolist(), strict=True))
+
+    def run(self, message, hidden_BQH):
+        self.blind_steps += any(row == [-1] for row in message.tokens)
+        tokens = [
+            [self.table.get(slot, 0)] if row == [-1] else row
+            for slot, row in zip(message.slots, message.tokens, strict=False)
+        ]
+        return super().run(replace(message, tokens=tokens), hidden_BQH)
+
+
+def stage(rank: int, folder: str, model: str, forgetful: bool) -> None:
+    """Run one stage; the first one leaves the tokens in the folder."""
+    torch.set_num_threads(1)
+    plan = Plan.load(f"{folder}/plan.json")
+    num_stages = len(plan.stages)
+    join_gloo(dist.FileStore(f"{folder}/store", num_stages), rank, num_stages)
+    links = connect_devices(torch.device("cpu"), None, kinds=["gloo"])
+    spec = ModelSpec.from_directory(model)
+    cpu = torch.device("cpu")
+    base, _ = build_stage(plan, rank, spec, CheckpointSource(model, spec), cpu)
+    compute = TableStage(base.model, base.kv, cpu, torch.float32)
+    compute.table, compute.forgetful = {}, forgetful
+    last = rank == num_stages - 1
+    transport = DeviceTransport(
+        links,
+        hidden=spec.hidden,
+        dtype=torch.float32,
+        max_rows=4,
+        max_tokens=64,
+        max_pending=16,
+        tokens_on_device=True,
+    )
+    if rank:
+        run_following_stage(compute, transport, Recorder(), last=last)
+    else:
+        lead(plan, compute, transport, folder)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def lead(plan: Plan, compute: TableStage, transport: DeviceTransport, folder: str) -> None:
+    """Serve five requests, one of them late, in three slots."""
+    mailbox = Mailbox()
+    prompts = torch.load(f"{folder}/prompts.pt", weights_only=True)
+    for index, prompt in enumerate(prompts):
+        mailbox.requests.put(Request(id=index, prompt=tuple(prompt), max_new=NEW[index]))
+    threading.Timer(0.05, mailbox.requests.put, [None]).start()
+    first = FirstStage(
+        Scheduler(limits_of(plan)), compute, transport, mailbox, Recorder(), num_stages=2
+    )
+    first.run()
+    rows = {done.id: done.tokens for done in mailbox.finished}
+    assert compute.blind_steps > 0, "no step ran ahead of the host"
+    torch.save([rows[index] for index in range(len(prompts))], f"{folder}/tokens.pt")
+
+
+def serve(plan: Plan, model: Path, prompts, *, forgetful: bool = False) -> list[list[int]]:
+    with tempfile.TemporaryDirectory() as folder:
+        plan.save_json(f"{folder}/plan.json")
+        torch.save(prompts, f"{folder}/prompts.pt")
+        processes.spawn(stage, (folder, str(model), forgetful), nprocs=len(plan.stages))
+        return torch.load(f"{folder}/tokens.pt", weights_only=True)
+
+
+@pytest.mark.parametrize("splits", [(1,), (1, 2)])
+def test_tokens_equal_one_process(splits, tiny_models, random_prompts, make_plan):
+    model = tiny_models.directory("llama")
+    plan = make_plan(model, batch=3, prefill_microbatch=2, decode_microbatch=2, splits=splits)
+    prompts = random_prompts(*LENGTHS)
+    want = LocalPipeline.from_directory(model).generate(prompts, max_new=max(NEW))
+    want = [row[:new] for row, new in zip(want, NEW, strict=True)]
+    assert serve(plan, model, prompts) == want
+
+
+def test_tokens_that_are_not_brought_are_missed(tiny_models, random_prompts, make_plan):
+    model = tiny_models.directory("llama")
+    plan = make_plan(model, batch=3, prefill_microbatch=2, decode_microbatch=2, splits=(1,))
+    prompts = random_prompts(*LENGTHS)
+    assert serve(plan, model, prompts, forgetful=True) != serve(plan, model, prompts)
