@@ -202,6 +202,8 @@ def _register_limit(config: Config, bits: int, rows: int) -> int | None:
     127 registers by themselves for symmetric float16 and 176 to 179 for other weights. With several
     tiles of x the limit costs more than it brings (o, M = 256: 20.8 us without, 31.8 us with it).
     """
+    if config.registers is not None:
+        return config.registers
     pipelined = config.stages > 1 and config.bm <= 64
     plain = config.stages == 1 and config.bm <= 32 and config.depth <= 2 and bits < 8
     return 128 if config.warps == 8 and rows <= config.bm and (pipelined or plain) else None

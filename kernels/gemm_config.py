@@ -41,6 +41,8 @@ class Config:
     """tile: programs that share one tile's K."""
     scale_w: bool = False
     """tile: scale the operand instead of the accumulator."""
+    registers: int | None = None
+    """tile: registers of a thread at most; None leaves it to the launch."""
     ahead: int = 0
     """k-groups of a share brought to the L2 before the previous kernel has ended."""
 
