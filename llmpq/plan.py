@@ -51,7 +51,7 @@ class QuantizationForm(FileForm):
 
 
 class MemoryForm(FileForm):
-    """Predicted memory of a stage, in bytes, and the device's limit."""
+    """Predicted memory of a stage, in bytes, and the device's limit, its reserve taken off."""
 
     weights_bytes: int
     embedding_bytes: int
@@ -60,6 +60,7 @@ class MemoryForm(FileForm):
     context_bytes: int
     total_bytes: int
     limit_bytes: int
+    reserve_bytes: int = 0
 
 
 class StagePlan(FileForm):

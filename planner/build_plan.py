@@ -107,6 +107,7 @@ def _stage_plan(
             context_bytes=memory.context_bytes,
             total_bytes=memory.total_bytes,
             limit_bytes=device.limit_bytes,
+            reserve_bytes=device.reserve_bytes,
         ),
         prefill_s=times.prefill_s[position],
         decode_s=times.decode_s[position],

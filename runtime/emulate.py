@@ -23,10 +23,10 @@ class Emulation:
         self._context: object | None = None
         self._lock = threading.Lock()
         if device.type == "cuda" and stage.memory is not None:
-            total = torch.cuda.get_device_properties(device).total_memory
-            share = memory_share(
-                stage.memory.limit_bytes - stage.memory.context_bytes, total, stage.device
-            )
+            total, memory = torch.cuda.get_device_properties(device).total_memory, stage.memory
+            # The card that is emulated has its reserve too: what a plan errs by may take from it.
+            limit = memory.limit_bytes + memory.reserve_bytes - memory.context_bytes
+            share = memory_share(limit, total, stage.device)
             torch.cuda.set_per_process_memory_fraction(share, device)
 
     def enter(self) -> None:
