@@ -335,10 +335,6 @@ class DeviceTransport(GlooTransport):
         """Return the tokens of the micro-batch at a place in flight, for the current stream."""
         return self._links.tokens(self._tickets[place], rows)
 
-    def sending_s(self) -> float:
-        """Return how long sends have taken since the last call, as far as it is known."""
-        return self._links.sending_s()
-
     def close(self) -> None:
         """Wait until everything sent has arrived, then leave."""
         super().close()

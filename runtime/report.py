@@ -164,6 +164,8 @@ def _stage(
         "predicted_prefill_s": stage.prefill_s,
         "predicted_decode_s": stage.decode_s,
         "busy_share": record.busy_s / wall_s if wall_s > 0 else None,
+        "idle_share": max(0.0, 1 - record.busy_s / wall_s) if wall_s > 0 else None,
+        "sending_share": record.sending_s / wall_s if wall_s > 0 else None,
         "steps": {
             kind: {
                 "count": totals.steps,
@@ -183,14 +185,20 @@ def precision_runs(stage: StagePlan) -> str:
     )
 
 
+_SHARES = ("busy", "idle", "sending")
+"""Computing and not computing; messages travel from GPU to GPU beside either."""
+
+
 def print_summary(report: Mapping[str, Any], console: Console) -> None:
     """Print the report for a person: one table of stages, one of the job."""
     table = Table(title="stages (predicted / measured)", title_justify="left")
-    for column in ("stage", "layers", "precision", "weights+KV", "prefill ms", "decode ms", "busy"):
+    columns = ("stage", "layers", "precision", "weights+KV", "prefill ms", "decode ms")
+    shown = _SHARES if any(stage["sending_share"] for stage in report["stages"]) else _SHARES[:1]
+    for column in (*columns, *shown):
         table.add_column(column, justify="left" if column in ("stage", "precision") else "right")
     for stage in report["stages"]:
         memory, steps = stage["memory"], stage["steps"]
-        busy = stage["busy_share"]
+        shares = [stage[f"{name}_share"] for name in shown]
         table.add_row(
             stage["device"],
             "{}-{}".format(stage["layers"][0], stage["layers"][1] - 1),
@@ -198,7 +206,7 @@ def print_summary(report: Mapping[str, Any], console: Console) -> None:
             _pair(memory["predicted_bytes"], memory["measured_bytes"], format_size),
             _pair(stage["predicted_prefill_s"], _mean(steps, "prefill"), _ms),
             _pair(stage["predicted_decode_s"], _mean(steps, "decode"), _ms),
-            f"{busy:.0%}" if busy is not None else "-",
+            *("-" if share is None else f"{share:.0%}" for share in shares),
         )
     console.print(table)
     predicted, measured = report["predicted"] or {}, report["measured"]

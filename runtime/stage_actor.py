@@ -218,7 +218,8 @@ class StageActor:
     def record(self) -> str:
         """Return what the stage recorded since the last call."""
         totals = self._compute.device_totals() if self._compute is not None else None
-        return self._recorder.record(totals).to_json()
+        sending_s = self._links.sending_s() if self._links is not None else 0.0
+        return self._recorder.record(totals, sending_s=sending_s).to_json()
 
     def speculation(self) -> str:
         """Return what came of the drafts, JSON null without any (first stage only)."""

@@ -51,6 +51,8 @@ class StageRecord:
 
     totals: Mapping[str, KindTotals]
     events: Sequence[Event] = ()
+    sending_s: float = 0.0
+    """Time its messages were on their way from device to device, beside its computing."""
 
     @property
     def busy_s(self) -> float:
@@ -68,6 +70,7 @@ class StageRecord:
         return cls(
             totals={kind: KindTotals(**total) for kind, total in data["totals"].items()},
             events=[Event(**event) for event in data["events"]],
+            sending_s=data["sending_s"],
         )
 
 
@@ -104,12 +107,18 @@ class Recorder:
         current = self.current
         return 0.0 if current is None else time.perf_counter() - current[1]
 
-    def record(self, device_totals: Mapping[str, KindTotals] | None = None) -> StageRecord:
+    def record(
+        self, device_totals: Mapping[str, KindTotals] | None = None, *, sending_s: float = 0.0
+    ) -> StageRecord:
         """Return what was recorded since the last call.
 
-        A device that works on its own has its own totals.
+        A device that works on its own has its own totals, and links that do their own times.
         """
-        found = StageRecord(totals=dict(device_totals or self.totals), events=tuple(self.events))
+        found = StageRecord(
+            totals=dict(device_totals or self.totals),
+            events=tuple(self.events),
+            sending_s=sending_s,
+        )
         self.totals.clear()
         self.events.clear()
         return found

@@ -62,10 +62,6 @@ class Transport(Protocol):
         """Return the tokens of the micro-batch at a place in flight, for the current stream."""
         ...
 
-    def sending_s(self) -> float:
-        """Return how long sends have taken since the last call, as far as it is known."""
-        ...
-
     def close(self) -> None:
         """Wait until everything sent has arrived, then leave."""
         ...
@@ -79,10 +75,6 @@ class HostTokens:
     def bring_tokens(self, place: int, rows: int) -> Tensor:
         """Not here: the host waits for its tokens."""
         raise RuntimeError(f"tokens of micro-batch {place} ({rows} rows) come through the host")
-
-    def sending_s(self) -> float:
-        """Return 0: the host sends, and counts it as its own time."""
-        return 0.0
 
 
 class GlooTransport(HostTokens):
