@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from llmpq.kernels.fused_argmax import argmax
 from llmpq.runtime.acceptance import accept, draft_tokens
 from llmpq.runtime.cuda_graphs import DecodeGraphs, StepOutput
 from llmpq.runtime.draft_model import Draft
@@ -70,7 +71,7 @@ class RoundGraphs(DecodeGraphs):
         tokens_BQ = self._drafted(slots_B, start_B, token_B, room_B)
         step = self._step(slots_B, start_B, room_B)
         hidden = self._model(tokens_BQ, step, self._kv)
-        choices_BQ = self._model.logits(hidden, step, all_positions=True).argmax(dim=-1)
+        choices_BQ = _likeliest(self._model.logits(hidden, step, all_positions=True))
         kept_B = self._judge(tokens_BQ[:, 1:], choices_BQ, slots_B)
         kept_B = torch.minimum(kept_B, room_B - 1)
         last_B = choices_BQ.gather(1, kept_B[:, None])[:, 0]
@@ -87,7 +88,7 @@ class RoundGraphs(DecodeGraphs):
         for place in range(self.gamma):
             step = self._step(slots_B, at_GB[place], ones_B, q_len=1)
             hidden = model(tokens[-1][:, None], step, kv)
-            tokens.append(model.logits(hidden, step).argmax(dim=-1))
+            tokens.append(argmax(model.logits(hidden, step)))
         return torch.stack(tokens, dim=1)
 
     def _step(
@@ -137,7 +138,7 @@ class VerifyGraphs(DecodeGraphs):
         if self._model.head is None:
             return StepOutput(hidden_BQh=y)
         logits_BQV = self._model.logits(y, step, all_positions=True)
-        return StepOutput(logits_BV=logits_BQV, table_BK=logits_BQV.argmax(dim=-1))
+        return StepOutput(logits_BV=logits_BQV, table_BK=_likeliest(logits_BQV))
 
 
 class CudaSpeculation:
@@ -154,9 +155,9 @@ class CudaSpeculation:
         self._length_S = torch.zeros_like(decode.last_token_S)
         self._rounds: dict[int, RoundGraphs] = {}
         self._verifies: dict[int, VerifyGraphs] = {}
-        self._drafts = None
+        self.draft_graphs: DecodeGraphs | None = None
         if draft is not None:
-            self._drafts = DecodeGraphs(draft.model, draft.kv, **self._options)  # type: ignore[arg-type]
+            self.draft_graphs = DecodeGraphs(draft.model, draft.kv, **self._options)  # type: ignore[arg-type]
         self._probs: dict[int, list[Tensor]] = {}
         """Slot -> the distributions its unverified drafts were drawn from (last stage)."""
 
@@ -180,8 +181,8 @@ class CudaSpeculation:
 
     def draft_step(self, message: StepMessage, hidden_BQh: Tensor | None) -> Tensor:
         """Return a draft step's hidden states, or on the last stage its tokens [B, 1]."""
-        assert self._drafts is not None, "drafts need enable_speculation"
-        out, rows = self._drafts.run(message, hidden_BQh), message.num_rows
+        assert self.draft_graphs is not None, "drafts need enable_speculation"
+        out, rows = self.draft_graphs.run(message, hidden_BQh), message.num_rows
         if out.hidden_BQh is not None:
             return out.hidden_BQh[:rows].clone()
         assert out.tokens_B is not None and out.logits_BV is not None
@@ -197,7 +198,7 @@ class CudaSpeculation:
     def verify(self, message: StepMessage, hidden_BQh: Tensor | None) -> Tensor:
         """Return a verify's hidden states, or on the last stage counts and new tokens."""
         width, rows = message.q_len, message.num_rows
-        graphs = self._verify_graphs(_rounded_width(width))
+        graphs = self.verify_graphs(_rounded_width(width))
         if hidden_BQh is not None and hidden_BQh.shape[1] < graphs.q_len:
             extra = graphs.q_len - hidden_BQh.shape[1]
             hidden_BQh = torch.nn.functional.pad(hidden_BQh, (0, 0, 0, extra))
@@ -222,10 +223,15 @@ class CudaSpeculation:
         kept_B = torch.minimum(self.judge(drafts_BG, choices_BQ, slots_B), drafted_B)
         return torch.cat((kept_B[:, None] + 1, choices_BQ), dim=1)
 
-    def _verify_graphs(self, q_len: int) -> VerifyGraphs:
+    def verify_graphs(self, q_len: int) -> VerifyGraphs:
+        """Return the graphs of verifies of so many positions."""
         if q_len not in self._verifies:
             self._verifies[q_len] = VerifyGraphs(self._model, self._kv, q_len, **self._options)
         return self._verifies[q_len]
+
+
+def _likeliest(logits_BQV: Tensor) -> Tensor:
+    return argmax(logits_BQV.flatten(0, 1)).view(logits_BQV.shape[:2])
 
 
 def _rounded_width(width: int) -> int:

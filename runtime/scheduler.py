@@ -128,6 +128,11 @@ class Scheduler:
         return self.limits.num_slots - len(self._free_slots)
 
     @property
+    def drafts(self) -> bool:
+        """Whether requests may be drafted for."""
+        return self._drafter is not None
+
+    @property
     def idle(self) -> bool:
         """Whether every submitted request has ended."""
         return not self._waiting and self.num_running == 0

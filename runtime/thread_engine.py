@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -38,7 +39,7 @@ class EngineRun:
 
 
 class ThreadEngine:
-    """The loaded stages of a plan, on the CPU or all on one GPU."""
+    """The loaded stages of a plan: on the CPU, all on one GPU, or each on a GPU of its own."""
 
     def __init__(
         self,
@@ -47,19 +48,24 @@ class ThreadEngine:
         source: TensorSource,
         *,
         speculate: SpeculationMode | None = None,
-        device: torch.device | str = "cpu",
+        device: torch.device | str | Sequence[str] = "cpu",
         graphs: bool = True,
     ) -> None:
+        """`device`: of all stages, or one for each."""
         self.plan = plan
-        built = [
-            build_stage(plan, index, spec, source, torch.device(device), graphs=graphs)
-            for index in range(len(plan.stages))
-        ]
+        if isinstance(device, (str, torch.device)):
+            device = [str(device)] * len(plan.stages)
+        self._devices = [torch.device(name) for name in device]
+        built = []
+        for index, place in enumerate(self._devices):
+            with _current(place):
+                compute, load = build_stage(plan, index, spec, source, place, graphs=graphs)
+                compute.keep_on_device = place.type == "cuda"
+                if speculate is not None:
+                    compute.enable_speculation(speculate, plan.workload)
+            built.append((compute, load))
         self.computes: list[StageCompute] = [compute for compute, _ in built]
         self.loads = [load for _, load in built]
-        for compute in self.computes:
-            if speculate is not None:
-                compute.enable_speculation(speculate, plan.workload)
 
     def run(
         self, scheduler: Scheduler, requests: Sequence[Request], *, keep_events: bool = False
@@ -73,10 +79,12 @@ class ThreadEngine:
         failures: list[BaseException] = []
 
         def follow(rank: int) -> None:
+            last = rank == num_stages - 1
             try:
-                run_following_stage(
-                    self.computes[rank], links[rank], recorders[rank], last=rank == num_stages - 1
-                )
+                with _current(self._devices[rank]):
+                    run_following_stage(
+                        self.computes[rank], links[rank], recorders[rank], last=last
+                    )
             except BaseException as error:
                 failures.append(error)
                 ring.broken.set()
@@ -99,7 +107,8 @@ class ThreadEngine:
             num_stages=num_stages,
         )
         try:
-            first.run()
+            with _current(self._devices[0]):
+                first.run()
         except ConnectionError:
             raise failures[0] from None
         for thread in threads:
@@ -109,3 +118,8 @@ class ThreadEngine:
             for recorder, compute in zip(recorders, self.computes, strict=True)
         ]
         return EngineRun(finished=list(mailbox.finished), records=records)
+
+
+def _current(device: torch.device) -> AbstractContextManager[object]:
+    """Make a GPU the current one of this thread; kernels are launched there."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
