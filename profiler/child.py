@@ -36,7 +36,7 @@ def serve(requests: TextIO, answers: TextIO) -> None:
             if "rank" in data:
                 from llmpq.profiler.link_child import run_link
 
-                _answer(answers, run_link(LinkJob.parse_data(data, where="link")))
+                _answer(answers, run_link(LinkJob.parse_data(data, where="link"), device))
             else:
                 _answer(answers, subject.time(Case.parse_data(data, where="case"), effort))
         except (RuntimeError, ValueError) as error:

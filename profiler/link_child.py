@@ -1,5 +1,7 @@
 """Latency and bandwidth of the runtime's own transport between two processes.
 
+Between two GPUs: device_link_child.py. Else, or where no such link works, over gloo:
+
 Rank 0 plays the first stage: it sends a micro-batch of hidden states to rank 1, which answers with
 one token a row, as the last stage does. Each computes for a moment before it sends, so that the
 other one waits as a stage waits: long enough for its core to go to sleep. Half the rest of a round
@@ -16,8 +18,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from llmpq.profiler.device_link_child import room, run_rounds
 from llmpq.profiler.messages import LinkJob, LinkTimings
+from llmpq.runtime.device_links import connect_devices
 from llmpq.runtime.message import StepMessage
+from llmpq.runtime.pending import arrived
 from llmpq.runtime.request import StepKind
 from llmpq.runtime.sampling_params import SamplingParams
 from llmpq.runtime.transport import GlooTransport, join_gloo
@@ -32,12 +37,16 @@ BLOCKS = 3
 JOIN_LIMIT = timedelta(seconds=60)
 
 
-def run_link(job: LinkJob) -> LinkTimings:
+def run_link(job: LinkJob, device: torch.device) -> LinkTimings:
     """Exchange messages with the other child; return the one-way seconds by size (rank 0's)."""
     store = dist.TCPStore(
         "127.0.0.1", job.port, world_size=2, is_master=job.rank == 0, timeout=JOIN_LIMIT
     )
-    join_gloo(store, job.rank, 2)
+    if job.on_device:
+        found = _device_link(job, dist.PrefixStore("devices", store), device)
+        if found is not None:
+            return found
+    join_gloo(dist.PrefixStore("hosts", store), job.rank, 2)
     transport = GlooTransport(
         hidden=job.hidden,
         dtype=torch.float32,
@@ -65,6 +74,20 @@ def run_link(job: LinkJob) -> LinkTimings:
     )
 
 
+def _device_link(job: LinkJob, store: dist.Store, device: torch.device) -> LinkTimings | None:
+    """Measure the links from GPU to GPU; None, for both ends, where none works."""
+    join_gloo(store, job.rank, 2)
+    try:
+        links = connect_devices(device, room(job.hidden))
+        if links is None:
+            return None
+        found = run_rounds(links, job.rank, job.hidden)
+        links.close()
+        return found
+    finally:
+        dist.destroy_process_group()
+
+
 def _round_seconds(
     transport: GlooTransport, hidden_size: int, tokens: int, budget_s: float
 ) -> float:
@@ -89,7 +112,7 @@ def _round_seconds(
         start = time.perf_counter()
         # A DECODE message tells the other end that its size is done.
         transport.send_step(replace(message, kind=StepKind.DECODE) if done else message, hidden_BQH)
-        theirs_ns = int(transport.receive_tokens(ROWS, 1)[0, 0])
+        theirs_ns = int(arrived(transport.receive_tokens(ROWS, 1))[0, 0])
         samples.append(time.perf_counter() - start - theirs_ns / 1e9)
     return max(sorted(samples)[len(samples) // 4], 1e-9)
 

@@ -129,6 +129,8 @@ class LinkJob(FileForm):
     hidden: int = Field(gt=0)
     """Size of one token's hidden states."""
     seconds: float = Field(gt=0)
+    on_device: bool = False
+    """Whether both ends are GPUs, whose links pass the hosts by."""
 
 
 class Ready(FileForm):

@@ -73,6 +73,8 @@ class Child:
     def close(self) -> None:
         """End the child: close its pipes, kill it if it does not leave."""
         assert self._process.stdin is not None and self._process.stdout is not None
+        if self._process.stdout.closed:
+            return
         if self._process.poll() is None:
             self._process.kill()
         self._process.wait()
@@ -102,6 +104,10 @@ class Group:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all children."""
         for child in self.children:
             child.close()
 
@@ -132,13 +138,14 @@ class Group:
         )
 
 
-def time_link(first: Child, second: Child, *, hidden: int, seconds: float) -> LinkTimings:
+def time_link(
+    first: Child, second: Child, *, hidden: int, seconds: float, on_device: bool = False
+) -> LinkTimings:
     """Return one-way times of messages between two children that are ready."""
-    port = free_port()
-    jobs = [
-        LinkJob(rank=0, port=port, hidden=hidden, seconds=seconds),
-        LinkJob(rank=1, port=port, hidden=hidden, seconds=seconds),
-    ]
+    first_job = LinkJob(
+        rank=0, port=free_port(), hidden=hidden, seconds=seconds, on_device=on_device
+    )
+    jobs = [first_job, first_job.model_copy(update={"rank": 1})]
     for child, job in zip((first, second), jobs, strict=True):
         child.send(job)
     answers = [child.receive(LinkTimings) for child in (first, second)]

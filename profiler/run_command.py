@@ -122,6 +122,7 @@ def make_job(args: argparse.Namespace) -> Job:
         rest_s=REST_S if len(cluster.devices) > 1 else 0.0,
         seconds_per_case=0.02 if args.quick else 0.1,
         min_repeats=3,
+        links=len(cluster.devices) > 1,
     )
 
 

@@ -15,14 +15,14 @@ from itertools import groupby
 from llmpq import __version__
 from llmpq.cluster import Cluster, Device
 from llmpq.cost_model import CostModel, LatencyEntry, LinkCost
-from llmpq.device_spec import canonical_kind
 from llmpq.errors import unknown_name
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
-from llmpq.profiler.fit import Point, fit_latency, fit_link
+from llmpq.profiler.fit import Point, fit_latency
 from llmpq.profiler.grid import Grid, cases, fitted_terms
-from llmpq.profiler.messages import Case, Conditions, Sample, Sampling, Target, Timing
-from llmpq.profiler.processes import Group, JobFailedError, set_up_for, time_link, visible_gpus
+from llmpq.profiler.links import gpus_of, measure_links
+from llmpq.profiler.messages import Case, Conditions, Sample, Sampling, SetUp, Target, Timing
+from llmpq.profiler.processes import Group, JobFailedError, set_up_for, visible_gpus
 from llmpq.profiler.samples import SampleLog
 from llmpq.workload import Dtype
 
@@ -48,6 +48,8 @@ class Job:
     rest_s: float
     seconds_per_case: float
     min_repeats: int
+    links: bool
+    """Whether the cluster has links to time: more than one device."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +86,18 @@ def run(job: Job, samples: SampleLog, on_case: OnCase) -> Outcome:
             for target, found in _by_target(taken).items():
                 entries.append(_entry(target, found))
                 noise[target] = _median([s.timing.noise for s in found])
-        links = tuple(_links(job, groups))
+            if not device.spec.is_cpu:
+                groups.pop(kind).close()  # the next kind is timed on the same GPU
+        if job.links:
+            links = tuple(
+                measure_links(
+                    job.devices,
+                    groups,
+                    lambda device: _set_up(job, device),
+                    hidden=job.spec.hidden,
+                    seconds=50 * job.seconds_per_case,
+                )
+            )
     costs = CostModel(
         model=job.spec.name,
         model_fingerprint=job.spec.fingerprint(),
@@ -105,7 +118,7 @@ def devices_here(cluster: Cluster, wanted: str | None) -> tuple[Device, ...]:
     here = {
         kind: device
         for kind, device in sorted(first.items())
-        if device.spec.is_cpu or any(_is_kind(name, device) for name in gpus)
+        if device.spec.is_cpu or gpus_of(device)
     }
     if wanted is not None:
         chosen = {k: d for k, d in first.items() if wanted.lower() in (k.lower(), d.kind.lower())}
@@ -136,8 +149,8 @@ def default_copies(cluster: Cluster, device: Device) -> int:
     return max(1, min(stages, (cores or 1) // (device.threads or 1)))
 
 
-def _group(job: Job, device: Device) -> Group:
-    set_up = set_up_for(
+def _set_up(job: Job, device: Device) -> SetUp:
+    return set_up_for(
         device,
         job.model,
         sampling=job.sampling,
@@ -145,10 +158,11 @@ def _group(job: Job, device: Device) -> Group:
         seconds_per_case=job.seconds_per_case,
         min_repeats=job.min_repeats,
     )
-    gpus: Sequence[int | None] = (None,)
-    if not device.spec.is_cpu:
-        gpus = [i for i, name in enumerate(visible_gpus()) if _is_kind(name, device)]
-    return Group(set_up, copies=job.copies[device.profile_kind], gpus=gpus)
+
+
+def _group(job: Job, device: Device) -> Group:
+    gpus: Sequence[int | None] = (None,) if device.spec.is_cpu else gpus_of(device)
+    return Group(_set_up(job, device), copies=job.copies[device.profile_kind], gpus=gpus)
 
 
 def _take(
@@ -235,37 +249,6 @@ def _entry(target: Target, samples: Sequence[Sample]) -> LatencyEntry:
         held_out_error=fit.held_out,
         source="profile",
     )
-
-
-def _links(job: Job, groups: dict[str, Group]) -> Iterator[LinkCost]:
-    """Measure every pair of kinds, one kind with itself included where it has two copies."""
-    kinds = sorted(groups)
-    for i, source in enumerate(kinds):
-        for target in kinds[i:]:
-            children = groups[source].children[:1] + groups[target].children[-1:]
-            if source == target and len(groups[source].children) < 2:
-                continue
-            timings = time_link(
-                children[0],
-                children[1],
-                hidden=job.spec.hidden,
-                seconds=50 * job.seconds_per_case,
-            )
-            alpha_s, beta_s_per_byte = fit_link(timings.sizes, timings.seconds)
-            yield LinkCost(
-                source_kind=source,
-                target_kind=target,
-                alpha_s=alpha_s,
-                beta_s_per_byte=beta_s_per_byte,
-            )
-
-
-def _is_kind(name: str, device: Device) -> bool:
-    """Whether a GPU's driver name is the device's kind."""
-    try:
-        return canonical_kind(name) == device.kind
-    except ValueError:
-        return name.lower() == device.kind.lower()
 
 
 def _median(values: Sequence[float]) -> float:

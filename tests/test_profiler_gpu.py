@@ -1,13 +1,15 @@
 """On a GPU: graphs are timed, and a share of its SMs is slower than all of them."""
 
+from contextlib import ExitStack, closing
 from typing import Any
 
 import pytest
 import torch
 
 from llmpq.cost_model import Phase
-from llmpq.profiler.messages import Case, SetUp, Target, Timing
-from llmpq.profiler.processes import Group
+from llmpq.profiler.fit import fit_link
+from llmpq.profiler.messages import Case, Ready, SetUp, Target, Timing
+from llmpq.profiler.processes import Child, Group, time_link
 
 pytestmark = [
     pytest.mark.gpu,
@@ -34,3 +36,16 @@ def test_fewer_sms_are_slower() -> None:
     whole = time_layer("opt-13b", Phase.PREFILL, sms=None, **options)
     share = time_layer("opt-13b", Phase.PREFILL, sms=16, **options)
     assert share.seconds > 3 * whole.seconds
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_link_between_two_gpus_is_fast() -> None:
+    set_up = SetUp(model="opt-13b", cuda=True)
+    with ExitStack() as stack:
+        children = [stack.enter_context(closing(Child(set_up, gpu=gpu))) for gpu in (0, 1)]
+        for child in children:
+            child.receive(Ready)
+        found = time_link(children[0], children[1], hidden=5120, seconds=1.0, on_device=True)
+    alpha_s, beta_s_per_byte = fit_link(found.sizes, found.seconds)
+    assert 1e-6 < alpha_s < 2e-4
+    assert 1e-12 < beta_s_per_byte < 1e-10, "10 GB/s to 1000 GB/s"
