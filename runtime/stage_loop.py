@@ -232,7 +232,7 @@ class FirstStage:
         requests = micro_batch.requests
         may_stop = any(request.stop_ids or request.stop_texts for request in requests)
         plain = micro_batch.kind in (StepKind.PREFILL, StepKind.DECODE)
-        if not self._runs_ahead or may_stop or not plain:
+        if not self._runs_ahead or may_stop or not plain or self._scheduler.drafts:
             return None
         places = [(request, len(request.output)) for request in requests]
         finished = self._scheduler.complete(micro_batch, [[UNKNOWN_TOKEN]] * len(requests))
