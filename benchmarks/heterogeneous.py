@@ -1,0 +1,310 @@
+"""Unequal GPUs, emulated on equal ones: the exact plan against other planners', same runtime.
+
+    python benchmarks/heterogeneous.py plan --costs costs.json --out DIR CLUSTER.yaml ...
+    python benchmarks/heterogeneous.py run DIR/*.json --rows out.jsonl
+
+`plan` needs no GPU. Every baseline keeps its stages and gets the micro-batches that are best for
+them. `exact` is the fastest plan whose sum of omega is at most that of the `pipeedge` plan, over
+the KV precisions of `--kv`; `exact-kv16` the same with the baselines' 16-bit KV cache.
+
+`run` needs as many GPUs as the plans have stages; weights are random, made on the devices, so that
+any size can be timed. Rows: `e2e` (output tokens a second) and `fidelity` (seconds, beside those
+predicted).
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import random
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from llmpq.cluster import Cluster
+from llmpq.plan import Plan
+
+METHODS = ("pipeedge", "uniform", "adabits")
+WARM_UP_TOKENS = 3
+
+log = logging.getLogger("heterogeneous")
+
+
+def main() -> None:
+    """Run one part."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parts = parser.add_subparsers(dest="part", required=True)
+    planning = parts.add_parser("plan", help="make the plans")
+    planning.add_argument("clusters", nargs="+", type=Path, metavar="CLUSTER.yaml")
+    planning.add_argument("--costs", required=True, help="costs.json of llmpq-profile")
+    planning.add_argument("--out", required=True, type=Path, metavar="DIR")
+    planning.add_argument("--batch", type=int, default=32)
+    planning.add_argument("--prompt", type=int, default=512)
+    planning.add_argument("--gen", type=int, default=100)
+    planning.add_argument("--kv", default="16,8,4", help="KV bits the exact plan may choose from")
+    planning.add_argument("--time-limit", type=float, default=60.0, help="of each search")
+    running = parts.add_parser("run", help="measure them")
+    running.add_argument("plans", nargs="+", type=Path, metavar="PLAN.json")
+    running.add_argument("--repeat", type=int, default=2)
+    running.add_argument("--rows", type=Path, required=True, help="file the rows are appended to")
+    running.add_argument("--commit")
+    running.add_argument("--links", default="auto", choices=("auto", "peer", "nccl", "gloo"))
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    if args.part == "plan":
+        make_plans(args)
+    else:
+        measure(args)
+
+
+def make_plans(args: argparse.Namespace) -> None:
+    """Write DIR/CLUSTER.METHOD.json for every cluster and method."""
+    args.out.mkdir(parents=True, exist_ok=True)
+    for path in args.clusters:
+        cluster = Cluster.load(path)
+        for name, plan in plans_of(path, args):
+            plan.save_json(args.out / f"{cluster.name}.{name}.json")
+            log.info("%s", line_of(name, plan))
+
+
+def plans_of(path: Path, args: argparse.Namespace) -> Iterator[tuple[str, Plan]]:
+    """Yield the baselines' plans and the exact ones held to PipeEdge's quality."""
+    from llmpq.planner.arguments import plan_parser
+    from llmpq.planner.methods import solve
+    from llmpq.planner.outcome import Infeasible
+    from llmpq.planner.pipeline_time import sum_omega
+    from llmpq.planner.quality import solve_budget
+    from llmpq.planner.request import make_problem, parse_kv
+
+    model = Cluster.load(path).planning.model
+    if model is None:
+        raise ValueError(f"'{path}' names no model under 'planning'")
+    flags = f"--model {model} --global_bz {args.batch} --s {args.prompt} --n {args.gen}"
+    given = ["--cluster", str(path), "--costs", args.costs, *flags.split()]
+    problem, _, notes = make_problem(plan_parser().parse_args(given))
+    for note in notes:
+        log.info("note: %s", note)
+    budget = None
+    for method in METHODS:
+        try:
+            outcome = solve(problem, method, time_limit_s=args.time_limit)
+        except Infeasible as error:
+            log.info("%s", error)
+            continue
+        if method == "pipeedge":
+            budget = sum_omega(problem, outcome.assignment)
+        yield method, checked(problem, best_microbatches(problem, outcome))
+    if budget is None:
+        raise ValueError(f"'{path}': PipeEdge finds no plan, so there is no quality to hold to")
+    best = None
+    for kv in parse_kv(args.kv):
+        work = problem.workload.model_copy(update={"kv": kv})
+        priced = problem.with_changes(workload=work, theta=0.0)
+        try:
+            found = solve_budget(priced, budget, time_limit_s=args.time_limit, gap=1e-3)
+        except Infeasible:
+            continue
+        plan = checked(priced, found)
+        if kv.bits == 16:
+            yield "exact-kv16", renamed(plan, "exact-kv16")
+        if best is None or plan.predicted.total_s < best.predicted.total_s:
+            best = plan
+    if best is not None:
+        yield "exact", best
+
+
+def best_microbatches(problem: Any, outcome: Any) -> Any:
+    """Return the outcome with its stages kept and the fastest micro-batches for them."""
+    from llmpq.planner.fits import fits
+    from llmpq.planner.pipeline_time import job_time, value
+
+    options = [
+        replace(outcome.assignment, prefill_microbatch=eta, decode_microbatch=xi)
+        for eta, xi in problem.pairs
+    ]
+    fitting = [option for option in options if fits(problem, option)]
+    best = min(fitting, key=lambda option: job_time(problem, option).total_s)
+    return replace(outcome, assignment=best, value=value(problem, best))
+
+
+def checked(problem: Any, outcome: Any) -> Plan:
+    """Return the plan of an outcome, checked by code that shares nothing with the solvers."""
+    from llmpq.planner.build_plan import build_plan
+    from llmpq.planner.check import check_plan
+
+    plan = build_plan(problem, outcome)
+    check_plan(plan, spec=problem.spec, cluster=problem.cluster, costs=problem.costs)
+    return plan
+
+
+def renamed(plan: Plan, method: str) -> Plan:
+    """Return the plan with another name of its method."""
+    return plan.model_copy(update={"solver": plan.solver.model_copy(update={"method": method})})
+
+
+def line_of(name: str, plan: Plan) -> str:
+    """Return one line that says what a plan is."""
+    stages = " ".join(
+        f"{stage.profile_kind}:{stage.num_layers}x"
+        + "/".join(str(b) for b in sorted({p.weight_bits for p in stage.precisions}))
+        for stage in plan.stages
+    )
+    assert plan.predicted is not None
+    return (
+        f"{plan.cluster.name:24} {name:10} {plan.predicted.total_s:7.2f} s, prefill "
+        f"{plan.predicted.prefill_s:.2f}, omega {plan.predicted.sum_omega:.3f}, "
+        f"{plan.prefill_microbatch},{plan.decode_microbatch}, {plan.workload.kv.value} {stages}"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timed:
+    """What a plan took, job by job."""
+
+    total_s: list[float]
+    prefill_s: list[float]
+    records: Sequence[Any]
+
+
+def measure(args: argparse.Namespace) -> None:
+    """Run every plan and write its rows; a plan that fails is reported and left out."""
+    from llmpq.errors import LlmpqError
+    from llmpq.runtime.placement import ray_cluster
+
+    done: list[tuple[Plan, Timed]] = []
+    with ray_cluster(None):
+        for path in args.plans:
+            plan, started_s = Plan.load(path), time.perf_counter()
+            try:
+                timed = run_plan(plan, args)
+            except (LlmpqError, ValueError) as error:
+                log.warning("%s failed: %s", path.name, error)
+                continue
+            write_rows(plan, timed, args)
+            done.append((plan, timed))
+            report(plan, timed, time.perf_counter() - started_s)
+    summarise(done)
+
+
+def run_plan(plan: Plan, args: argparse.Namespace) -> Timed:
+    """Start the plan's stages, warm them up, time the job."""
+    from llmpq.runtime.pipeline import Deadlines, Pipeline
+    from llmpq.runtime.stage_actor import StageSettings
+
+    settings = StageSettings(model_dir=plan.model.name, load_format="dummy", links=args.links)
+    deadlines = Deadlines(load_s=120.0, step_s=60.0)
+    totals, prefills, records = [], [], []
+    with Pipeline.start(plan, settings, deadlines=deadlines) as pipeline:
+        updates = pipeline.updates()
+        for job in range(args.repeat + 1):
+            new = plan.workload.gen_len if job else WARM_UP_TOKENS
+            pipeline.submit(prompts(plan, job, new), more=job < args.repeat)
+            finished: list[Any] = []
+            while len(finished) < plan.workload.batch:
+                finished += next(updates).finished
+            if job == args.repeat:
+                for _ in updates:
+                    pass
+            records = pipeline.records()
+            if job:
+                totals.append(max(request.total_s for request in finished))
+                prefills.append(max(request.first_token_s for request in finished))
+    return Timed(total_s=totals, prefill_s=prefills, records=records)
+
+
+def prompts(plan: Plan, job: int, new: int) -> list[Any]:
+    """Return a job's requests: random prompts, no stop, greedy."""
+    from llmpq.model_spec import ModelSpec
+    from llmpq.runtime.request import Request
+
+    rng, vocab = random.Random(job), ModelSpec.by_name(plan.model.name).vocab
+    length = plan.workload.prompt_len
+    return [
+        Request(id=i, prompt=tuple(rng.randrange(vocab) for _ in range(length)), max_new=new)
+        for i in range(plan.workload.batch)
+    ]
+
+
+def write_rows(plan: Plan, timed: Timed, args: argparse.Namespace) -> None:
+    """Append the plan's rows: tokens a second, and seconds beside those predicted."""
+    from llmpq.kernels.timing import write_row
+
+    work, predicted = plan.workload, plan.predicted
+    case = {
+        "model": plan.model.name,
+        "precision": "+".join(sorted({p.value for p in plan.precisions})),
+        "kv": work.kv.value,
+        "dtype": work.dtype,
+        "cluster": plan.cluster.name,
+        "batch": work.batch,
+        "prompt": work.prompt_len,
+        "gen": work.gen_len,
+        "plan": plan.solver.method,
+        "weights": "dummy",
+        "stages": len(plan.stages),
+        "sum_omega": predicted.sum_omega if predicted else None,
+    }
+    tokens = work.batch * work.gen_len
+    speeds = [tokens / seconds for seconds in timed.total_s]
+    rows = (
+        ("e2e", "tok/s", speeds, predicted and predicted.output_tokens_per_s),
+        ("fidelity", "s", timed.total_s, predicted and predicted.total_s),
+        ("fidelity_prefill", "s", timed.prefill_s, predicted and predicted.prefill_s),
+    )
+    for bench, unit, samples, expected in rows:
+        write_row(
+            args.rows,
+            bench=bench,
+            case=case,
+            unit=unit,
+            samples=samples,
+            predicted=expected,
+            commit=args.commit,
+            program="python benchmarks/heterogeneous.py",
+        )
+
+
+def report(plan: Plan, timed: Timed, seconds: float) -> None:
+    """Print predicted beside measured, whole and per stage."""
+    total_s, prefill_s = statistics.median(timed.total_s), statistics.median(timed.prefill_s)
+    predicted = plan.predicted
+    if predicted is not None:
+        off = predicted.total_s / total_s - 1
+        log.info(
+            "%s %s: %.2f s (prefill %.2f), predicted %.2f (%.2f): %+.1f %%; took %.0f s",
+            plan.cluster.name, plan.solver.method, total_s, prefill_s, predicted.total_s,
+            predicted.prefill_s, 100 * off, seconds,
+        )  # fmt: skip
+    for stage, record in zip(plan.stages, timed.records, strict=True):
+        for kind, expected in (("prefill", stage.prefill_s), ("decode", stage.decode_s)):
+            mean_s = record.totals[kind].mean_s if kind in record.totals else None
+            if mean_s and expected:
+                log.info(
+                    "    %s %d layers %s: %.2f ms, predicted %.2f (%+.1f %%)",
+                    stage.profile_kind, stage.num_layers, kind, 1e3 * mean_s, 1e3 * expected,
+                    100 * (expected / mean_s - 1),
+                )  # fmt: skip
+
+
+def summarise(done: Sequence[tuple[Plan, Timed]]) -> None:
+    """Print each cluster's plans, the fastest first, and the exact plan's speed-ups."""
+    by_cluster: dict[str, dict[str, float]] = {}
+    for plan, timed in done:
+        times = by_cluster.setdefault(plan.cluster.name, {})
+        times[plan.solver.method] = statistics.median(timed.total_s)
+    for cluster, times in by_cluster.items():
+        exact = times.get("exact")
+        parts = [f"{m} {s:.2f} s" for m, s in sorted(times.items(), key=lambda item: item[1])]
+        if exact is not None and "pipeedge" in times:
+            parts.append(f"speed-up over pipeedge {times['pipeedge'] / exact:.2f}x")
+        sys.stdout.write(f"{cluster}: {', '.join(parts)}\n")
+
+
+if __name__ == "__main__":
+    main()
