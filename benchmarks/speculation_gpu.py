@@ -11,23 +11,24 @@ their cache holds noise). Everything else is the engine as it serves: scheduler,
 
 from __future__ import annotations
 
+import argparse
 import gc
+import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from llmpq.kernels.timing import write_row
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import Precision
-from llmpq.runtime.cuda_graphs import DecodeGraphs
-from llmpq.runtime.cuda_speculate import VerifyGraphs
 from llmpq.runtime.cuda_stage import CudaStageCompute
-from llmpq.runtime.draft_model import Draft
+from llmpq.runtime.cuda_step_times import MeasuredTimes, measure, seconds_of, step_message
 from llmpq.runtime.dual_kv import DualKV
 from llmpq.runtime.kv_cache import PlainKVCache
 from llmpq.runtime.loader import RandomSource
@@ -35,18 +36,21 @@ from llmpq.runtime.low_bit_kv import LowBitKV
 from llmpq.runtime.message import StepMessage
 from llmpq.runtime.pending import Pending
 from llmpq.runtime.request import Request, StepKind
-from llmpq.runtime.sampling import SamplingParams
 from llmpq.runtime.scheduler import Limits, Scheduler
-from llmpq.runtime.speculate import FixedDrafter
+from llmpq.runtime.speculate import AutoDrafter, FixedDrafter
 from llmpq.runtime.stage_loop import FirstStage, Mailbox
 from llmpq.runtime.stage_model import DTYPES, StageModel
-from llmpq.runtime.trace import Recorder, StageRecord
-from llmpq.speculation import MAX_GAMMA, SpeculationMode, expected_tokens
+from llmpq.runtime.trace import Recorder
+from llmpq.speculation import MAX_GAMMA, WORTHWHILE, SpeculationMode, expected_tokens
 from llmpq.workload import Workload
 
+ACCEPTANCE = Path(__file__).parent / "results" / "speculation.jsonl"
 ROUNDS = 1024
 """Rounds before replayed draws repeat."""
 WARM_ROUNDS = 4
+PLAIN_STEPS, ROUNDS_TIMED = 72, 44
+ROOM = 512
+"""Tokens a slot has beyond the longest context."""
 DEVICE = torch.device("cuda:0")
 
 
@@ -130,9 +134,9 @@ class Bed:
     mode: SpeculationMode | None = None
 
     def __post_init__(self) -> None:
-        target, self.seen = self.target, {}
+        target = self.target
         self.workload = Workload(
-            batch=self.batch, prompt_len=self.max_len - 512, gen_len=513, dtype=target.dtype
+            batch=self.batch, prompt_len=self.max_len - ROOM, gen_len=ROOM + 1, dtype=target.dtype
         )
         self.kv = PlainKVCache(
             target.spec,
@@ -176,7 +180,7 @@ class Bed:
         self.replayed.rate.fill_(acceptance)
         if compute is self.fast and drafter is None:
             assert self.mode is not None
-            drafter = FixedDrafter(self.mode, gamma)
+            drafter = Guesser(self.mode, gamma)
         mailbox = Mailbox()
         for number in range(self.batch):
             mailbox.requests.put(Request(id=number, prompt=(1,) * context, max_new=new))
@@ -197,50 +201,155 @@ class Bed:
         torch.cuda.synchronize()
         return _rates(loop.log)
 
-    def step_ms(self, kind: str, context: int, q_len: int = 1, repeats: int = 12) -> float:
-        """Return the milliseconds of a replayed "plain", "draft" or "verify" step."""
-        graphs = self._graphs(kind, q_len)
-        slots = range(self.batch)
-        message = StepMessage(
-            kind=StepKind.DECODE,
-            slots=slots,
-            starts=[context] * self.batch,
-            num_new=[q_len] * self.batch,
-            sample_steps=[1] * self.batch,
-            sampling=[SamplingParams()] * self.batch,
-            tokens=[[1] * q_len] * self.batch,
-        )
-        with torch.inference_mode():
-            return _event_ms(partial(graphs.run, message, None), repeats)
-
-    def _graphs(self, kind: str, q_len: int) -> DecodeGraphs:
-        if kind == "plain":
-            return self.plain._decode
+    def times(self, context: int) -> Times:
+        """Time this batch's steps at one context: plain, draft, verifies."""
         assert self.fast is not None and self.fast.speculation is not None
-        speculation = self.fast.speculation
-        if kind == "draft":
-            assert speculation._drafts is not None
-            return speculation._drafts
-        key = (self.mode, q_len)
-        if key not in self.seen:
-            self.seen[key] = VerifyGraphs(
-                self.fast.model, self.fast.kv, q_len, **speculation._options
-            )
-        found: DecodeGraphs = self.seen[key]
-        return found
+        rows = self.batch
+        plain = self.plain._decode
+        message = step_message(rows, context, 1)
+        return Times(
+            plain_s=seconds_of(lambda: plain.run(message, None)),
+            steps=measure(self.fast.speculation, [rows], (context, context)),
+            rows=rows,
+            context=context,
+        )
 
 
-def _event_ms(call: Any, repeats: int) -> float:
-    call()
-    call()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
-    events[0].record()
-    for event in events[1:]:
-        call()
-        event.record()
-    torch.cuda.synchronize()
-    return statistics.median(
-        a.elapsed_time(b) for a, b in zip(events[:-1], events[1:], strict=True)
+@dataclass(frozen=True, kw_only=True)
+class Times:
+    """What steps take at one batch size and context."""
+
+    plain_s: float
+    """A plain step of the engine without drafts."""
+    steps: MeasuredTimes
+    rows: int
+    context: int
+
+    def ratios(self, gamma: int) -> tuple[float, float]:
+        """Return c and v."""
+        draft_s = self.steps.draft_s(self.rows, self.context)
+        verify_s = self.steps.verify_s(self.rows, self.context, gamma + 1)
+        return draft_s / self.plain_s, verify_s / self.plain_s
+
+    def speedup(self, acceptance: float, gamma: int) -> float:
+        """Return S(a, c, v)."""
+        c, v = self.ratios(gamma)
+        return expected_tokens(acceptance, gamma) / (gamma * c + v)
+
+    def best(self, acceptance: float, count: int) -> list[int]:
+        """Return the draft lengths of the highest S."""
+        every = range(1, MAX_GAMMA + 1)
+        ordered = sorted(every, key=lambda gamma: -self.speedup(acceptance, gamma))
+        return sorted(ordered[:count])
+
+
+class Guesser(FixedDrafter):
+    """Proposes some token without a model, at once: n-gram lookup on text that never repeats."""
+
+    def propose(self, request: Request, gamma: int) -> list[int] | None:
+        """Return as many drafts as asked for."""
+        return [1] * gamma if self.mode == "ngram" else None
+
+
+def measured_acceptance(mode: str, target: str) -> float:
+    """Return the share of judged drafts accepted on the trained models, all lengths together."""
+    rows = [json.loads(line) for line in ACCEPTANCE.read_text().splitlines()]
+    found = [
+        row["value"]
+        for row in rows
+        if row["bench"] == "acceptance" and row["case"]["mode"] == f"{mode} on {target}"
+    ]
+    # A draft of the same weights accepts alike whatever their precision.
+    return statistics.fmean(found) if found else measured_acceptance(mode, "w16a16")
+
+
+def main(args: argparse.Namespace) -> None:
+    """Measure one target and mode over batches and contexts; append the rows."""
+    target = Target.build(args.gpu_model, Precision.parse(args.target), args.gpu_dtype)
+    rates = {"measured": measured_acceptance(args.mode, args.target), "0.9": 0.9}
+    for batch, contexts in args.grid:
+        bed = Bed(target=target, batch=batch, max_len=max(contexts) + ROOM)
+        plain = {context: bed.rate(context, 0, 1.0, PLAIN_STEPS) for context in contexts}
+        bed.speculate(args.mode)
+        for context in contexts:
+            times = bed.times(context)
+            for name in args.acceptance:
+                measure_cell(args, bed, times, plain[context], name, rates[name])
+        del bed
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def measure_cell(
+    args: argparse.Namespace,
+    bed: Bed,
+    times: Times,
+    plain: Sequence[float],
+    name: str,
+    acceptance: float,
+) -> None:
+    """Measure the most promising fixed lengths, then the automatic choice."""
+    target, base = bed.target, statistics.median(plain)
+    case = {
+        "model": target.spec.name,
+        "mode": f"{bed.mode} on {target.precision.value}",
+        "batch": bed.batch,
+        "context": times.context,
+        "dtype": target.dtype,
+        "acceptance": name,
+        "weights": "dummy, acceptance replayed",
+    }
+    fixed: dict[int, float] = {0: base}
+    for gamma in args.gammas or times.best(acceptance, args.lengths):
+        new = int(ROUNDS_TIMED * expected_tokens(acceptance, gamma))
+        samples = bed.rate(times.context, gamma, acceptance, new)
+        fixed[gamma] = statistics.median(samples)
+        c, v = times.ratios(gamma)
+        s = times.speedup(acceptance, gamma)
+        add(args, "speculation_gpu", case | {"gamma": gamma}, samples, base,
+            {"rate": acceptance, "c": c, "v": v, "S": s}, s * base)  # fmt: skip
+        print(
+            f"{case['mode']} b{bed.batch} ctx{times.context} a {acceptance:.3f} gamma {gamma}: "
+            f"c {c:.3f} v {v:.3f} S {s:.2f}, got {fixed[gamma] / base:.3f}x "
+            f"({fixed[gamma] / base / s:.1%} of S), plain {base:.0f} tok/s "
+            f"(step {times.plain_s * 1e3:.2f} ms, loop {bed.batch / base * 1e3:.2f})"
+        )
+    if args.auto and bed.mode is not None:
+        drafter = AutoDrafter(bed.mode, times.steps, acceptance=acceptance)
+        pays = max(times.speedup(acceptance, g) for g in range(1, MAX_GAMMA + 1)) > WORTHWHILE
+        samples = list(plain)
+        if pays:  # else the engine is started without drafts
+            new = int(ROUNDS_TIMED * 3)
+            samples = bed.rate(times.context, 1, acceptance, new, drafter=drafter)
+        best = max(fixed.values())
+        got = statistics.median(samples)
+        add(args, "speculation_auto", case, samples, base, {"best_fixed": best}, None)
+        print(
+            f"    auto {drafter.chosen if pays else 'off'}: {got / base:.3f}x, "
+            f"{got / best:.3f} of the best fixed length ({max(fixed, key=lambda g: fixed[g])})"
+        )
+
+
+def add(
+    args: argparse.Namespace,
+    bench: str,
+    case: dict[str, object],
+    samples: Sequence[float],
+    plain: float,
+    beside: dict[str, float],
+    predicted: float | None,
+) -> None:
+    """Append a row."""
+    write_row(
+        Path(args.rows),
+        bench=bench,
+        case=case,
+        unit="tokens/s",
+        samples=samples,
+        baselines={"plain": plain} | beside,
+        commit=args.commit,
+        predicted=predicted,
+        program="python benchmarks/speculation.py",
     )
 
 
@@ -264,17 +373,3 @@ def _rates(log: Sequence[tuple[float, int, int]]) -> list[float]:
         for a, b in zip(marks[:-1], marks[1:], strict=True)
         if b > a
     ]
-
-
-def speedup(acceptance: float, gamma: int, c: float, v: float) -> float:
-    """Return S(a, c, v)."""
-    return expected_tokens(acceptance, gamma) / (gamma * c + v)
-
-
-def free(*_: object) -> None:
-    """Return a dropped engine's memory."""
-    gc.collect()
-    torch.cuda.empty_cache()
-
-
-__all__ = ["Bed", "Draft", "Replayed", "StageRecord", "Target", "WithoutPrompts", "speedup"]

@@ -62,7 +62,7 @@ def measure(
 
     def line(graphs: DecodeGraphs, num_rows: int, q_len: int) -> Line:
         def at(context: int) -> float:
-            message = _message(num_rows, context, q_len)
+            message = step_message(num_rows, context, q_len)
             return seconds_of(lambda: graphs.run(message, None))
 
         return tuple((float(context), at(context)) for context in sorted(set(contexts)))
@@ -103,7 +103,8 @@ def _next_above(rows: int, known: Sequence[int] | Mapping[int, Line]) -> int:
     return min((r for r in known if r >= rows), default=max(known))
 
 
-def _message(rows: int, context: int, q_len: int) -> StepMessage:
+def step_message(rows: int, context: int, q_len: int) -> StepMessage:
+    """Return the message of a step through the slots from 0 on."""
     return StepMessage(
         kind=StepKind.VERIFY,
         slots=range(rows),
