@@ -60,6 +60,11 @@ class RoundedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return y [..., N] in x's dtype."""
+        if x.is_cuda:
+            # Triton is not imported where there is no GPU.
+            from llmpq.kernels.fused_round import round_restore
+
+            return linear(round_restore(x, _ACTIVATIONS), self.weight, self.bias)
         flat = rounded(x.reshape(-1, x.shape[-1]), _ACTIVATIONS)
         return linear(flat.view(x.shape), self.weight, self.bias)
 

@@ -4,6 +4,8 @@ import pytest
 import torch
 from triton import knobs
 
+from llmpq.kernels import fused_round
+from llmpq.kernels.atom_scheme import AtomScheme
 from llmpq.model_spec import ModelSpec
 from llmpq.runtime import cuda_layers
 from llmpq.runtime.cuda_stage import CudaStageCompute
@@ -79,8 +81,7 @@ def serve(plan, compute, requests, drafter):
     return [tokens for _, tokens in sorted((done.id, done.tokens) for done in mailbox.finished)]
 
 
-@pytest.mark.parametrize("mode", ["w4kv4", "kv4", "ngram"])
-@pytest.mark.parametrize("kind", ["llama", "bloom"])
+@pytest.mark.parametrize("kind,mode", [("llama", "w4kv4"), ("bloom", "kv4"), ("llama", "ngram")])
 def test_greedy_tokens_are_those_of_plain_decoding(
     mode, kind, tiny_models, random_prompts, make_plan
 ):
@@ -134,6 +135,18 @@ def test_sampled_and_stopping_requests_beside_greedy_ones(tiny_models, random_pr
     tokens = serve(plan, compute, requests, FixedDrafter("kv4", 2))
     assert (tokens[0], tokens[2]) == (want[0], want[2][:2])
     assert len(tokens[1]) == NEW and StepKind.VERIFY in compute.kinds
+
+
+@pytest.mark.parametrize("columns", [128, 1152])
+def test_inputs_rounded_in_one_pass(columns):
+    """The twin's numbers, a group of zeros and halves between two codes included."""
+    x = torch.randn(3, columns, generator=torch.Generator().manual_seed(1))
+    x[1, :128] = 0
+    x[2, :128] = torch.arange(128) % 16 - 7.5
+    scheme = AtomScheme(activation_clip=1.0)
+    got = fused_round.round_restore(x, scheme)
+    assert torch.equal(got, fused_round.round_restore_reference(x, scheme))
+    assert not torch.equal(got, fused_round.round_restore_reference(x, AtomScheme()))
 
 
 def test_a_judge_that_keeps_too_much_is_noticed(tiny_models, random_prompts, make_plan):

@@ -7,12 +7,14 @@ from llmpq.kernels.fused_argmax import merge_kernel, parts_kernel
 from llmpq.kernels.fused_mlp import silu_mul_kernel
 from llmpq.kernels.fused_norm import rms_norm_kernel
 from llmpq.kernels.fused_rope import rope_append_kernel
+from llmpq.kernels.fused_round import round_kernel
 from llmpq.kernels.plain_attend import attend_kernel, combine_kernel
 
 pytestmark = pytest.mark.compile
 
 FLOATS = ("part_ptr", "lse_ptr", "inv_freq", "slopes", "best")
 INDICES = ("slots", "starts", "counts")
+NUMBERS = ("eps", "score_scale", "factor", "top")
 HEADS = {"H": 32, "G": 8, "Q": 1}
 ATTEND = HEADS | {"D": 128, "PADDED": 128, "R": 16}
 KERNELS = {
@@ -35,6 +37,7 @@ KERNELS = {
     ),
     "combine": (combine_kernel, ATTEND | {"X": 32}, {"num_warps": 2}),
     "argmax-parts": (parts_kernel, {"BLOCK": 4096}, {"num_warps": 4}),
+    "round": (round_kernel, {"GROUP": 128, "GROUPS": 8}, {"num_warps": 4}),
     "argmax-merge": (merge_kernel, {"PARTS": 32}, {"num_warps": 1}),
 }
 
@@ -53,7 +56,7 @@ def test_compiles_within_shared_memory(name, arch):
             arguments[argument] = "*fp32"
         elif argument in INDICES:
             arguments[argument] = "*i64"
-        elif argument in ("eps", "score_scale"):
+        elif argument in NUMBERS:
             arguments[argument] = "fp32"
         elif argument == "place":
             arguments[argument] = "*i32"
@@ -63,7 +66,7 @@ def test_compiles_within_shared_memory(name, arch):
             arguments[argument] = "i32"
         else:
             arguments[argument] = f"*{element}"
-    aligned = tuple(n for n in arguments if n not in ("eps", "score_scale", "splits", "parts"))
+    aligned = tuple(n for n in arguments if n not in (*NUMBERS, "splits", "parts"))
     made = compile_kernel(kernel, arch, arguments, constants, aligned=aligned, options=options)
     assert made.cubin and made.shared_bytes <= SHARED_LIMIT[arch]
     assert ("griddepcontrol.wait" in made.ptx) == (arch >= 90)
