@@ -27,6 +27,7 @@ from llmpq.kernels.timing import write_row
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
 from llmpq.precision import KVPrecision, Precision
+from llmpq.runtime.device_links import LINK_CHOICES, LinkChoice
 from llmpq.runtime.hand_plan import hand_plan
 from llmpq.runtime.loader import RandomSource, TensorSource
 from llmpq.runtime.output_paths import require_writable
@@ -61,6 +62,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how = parser.add_argument_group("how")
     how.add_argument("--in-process", action="store_true", help="no Ray: threads of this process")
     how.add_argument("--no-graphs", action="store_true", help="no CUDA graphs")
+    how.add_argument("--links", choices=LINK_CHOICES, default="auto", help="between GPUs")
+    how.add_argument("--ray-address", "--address", metavar="ADDRESS", help="join this Ray")
+    how.add_argument("--master_addr", "--master-addr", default="127.0.0.1", metavar="IP",
+                     help="where the stages meet (the first stage's host)")  # fmt: skip
     how.add_argument("--warm-up", type=int, default=1, help="jobs that are not timed")
     how.add_argument("--repeat", type=int, default=3, help="jobs that are")
     how.add_argument("--seed", type=int, default=0, help="of prompts and dummy weights")
@@ -84,6 +89,9 @@ class Bench:
     warm_up: int
     repeat: int
     seed: int
+    links: LinkChoice = "auto"
+    ray_address: str | None = None
+    master_addr: str = "127.0.0.1"
 
 
 def main(args: argparse.Namespace) -> int:
@@ -128,6 +136,9 @@ def make_bench(args: argparse.Namespace) -> Bench:
         warm_up=args.warm_up,
         repeat=args.repeat,
         seed=args.seed,
+        links=args.links,
+        ray_address=args.ray_address,
+        master_addr=args.master_addr,
     )
 
 
@@ -212,7 +223,7 @@ def run_in_process(bench: Bench) -> list[dict[str, Any]]:
 def run_through_ray(bench: Bench) -> list[dict[str, Any]]:
     """Time the job on the plan's stages, placed by Ray."""
     # Ray takes seconds to import and is not needed in-process.
-    from llmpq.runtime.pipeline import Pipeline
+    from llmpq.runtime.pipeline import Launch, Pipeline
     from llmpq.runtime.stage_actor import StageSettings
 
     settings = StageSettings(
@@ -221,9 +232,11 @@ def run_through_ray(bench: Bench) -> list[dict[str, Any]]:
         else str(Path(bench.model).resolve()),
         load_format="dummy" if bench.dummy else "auto",
         graphs=bench.graphs,
+        links=bench.links,
     )
     plan, started_s = bench.plan, time.perf_counter()
-    with Pipeline.start(plan, settings) as pipeline:
+    launch = Launch(ray_address=bench.ray_address, master_addr=bench.master_addr)
+    with Pipeline.start(plan, settings, launch=launch) as pipeline:
         startup_s = time.perf_counter() - started_s
         updates = pipeline.updates()
         num_jobs = bench.warm_up + bench.repeat

@@ -33,9 +33,10 @@ from llmpq.runtime.transport import GlooTransport
 
 _log = logging.getLogger("llmpq.links")
 
-LinkKind = Literal["peer", "nccl", "gloo"]
+LinkChoice = Literal["auto", "peer", "nccl", "gloo"]
+LINK_CHOICES: tuple[LinkChoice, ...] = ("auto", "peer", "nccl", "gloo")
 
-KINDS: tuple[LinkKind, ...] = ("peer", "nccl")
+KINDS = ("peer", "nccl")
 """What is tried, best first; gloo needs no device links."""
 TRIAL_LIMIT_S = 20.0
 """Making two communicators and one exchange takes 1-6 s on one host."""

@@ -24,6 +24,7 @@ from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
 from llmpq.runtime.batch_io import OrderedWriter, finished_lines, read_rows
 from llmpq.runtime.batch_rows import Answer, Defaults, Row, answer_line, error_line
+from llmpq.runtime.device_links import LINK_CHOICES
 from llmpq.runtime.kv_choice import AUTO, with_kv
 from llmpq.runtime.output_paths import check_files
 from llmpq.runtime.pipeline import Deadlines, Launch, Pipeline, Update
@@ -85,7 +86,7 @@ def _add_sampling(group: argparse._ArgumentGroup) -> None:
 def _add_launch(group: argparse._ArgumentGroup) -> None:
     deadlines, launch = Deadlines(), Launch()
     group.add_argument(
-        "--ray-address", "--ray_address", metavar="ADDRESS",
+        "--ray-address", "--ray_address", "--address", metavar="ADDRESS",
         help="join this Ray ('auto': the one of this machine); default: start one on 127.0.0.1",
     )  # fmt: skip
     group.add_argument(
@@ -94,6 +95,8 @@ def _add_launch(group: argparse._ArgumentGroup) -> None:
     )  # fmt: skip
     group.add_argument("--master_addr", "--master-addr", default=launch.master_addr, metavar="IP",
                        help="where the stages meet (the first stage's host)")  # fmt: skip
+    group.add_argument("--links", choices=LINK_CHOICES, default="auto",
+                       help="between GPUs; auto: the best that works")  # fmt: skip
     group.add_argument("--master_port", "--master-port", type=int, default=launch.master_port,
                        metavar="PORT", help="default: a free one")  # fmt: skip
     for name, default in (
@@ -303,6 +306,7 @@ def _settings(args: argparse.Namespace, plan: Plan) -> StageSettings:
         speculate=drafts.mode,
         gamma=drafts.gamma,
         costs=drafts.costs,
+        links=args.links,
     )
 
 

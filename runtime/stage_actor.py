@@ -24,7 +24,13 @@ from llmpq.errors import PlanMismatchError
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan, StagePlan
 from llmpq.runtime.cuda_stage import CudaStageCompute
-from llmpq.runtime.device_links import KINDS, DeviceTransport, Links, connect_devices
+from llmpq.runtime.device_links import (
+    KINDS,
+    DeviceTransport,
+    LinkChoice,
+    Links,
+    connect_devices,
+)
 from llmpq.runtime.emulate import Emulation
 from llmpq.runtime.loader import RandomSource, TensorSource
 from llmpq.runtime.peer_links import Room
@@ -61,7 +67,7 @@ class StageSettings:
     """`dummy`: random weights made on the device; the model may be a built-in name."""
     graphs: bool = True
     """Capture decode steps in CUDA graphs, on a GPU."""
-    links: Literal["auto", "peer", "nccl", "gloo"] = "auto"
+    links: LinkChoice = "auto"
     """How hidden states travel between GPUs; `auto` tries what is best first."""
 
 
