@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import speculation_gpu
+import speculation_stages
 import torch
 from rows import write_row
 
@@ -146,12 +147,13 @@ def main() -> None:
     )
     gpu.add_argument("--acceptance", nargs="*", default=["measured", "0.9"])
     gpu.add_argument("--lengths", type=int, default=3, help="fixed lengths measured, the best few")
+    gpu.add_argument("--stages", type=int, default=1, help="one per GPU: speculation_stages.py")
     gpu.add_argument("--auto", action="store_true", help="measure the automatic choice, too")
     gpu.add_argument("--rows", help="result file to append to")
     gpu.add_argument("--commit", help="commit a row names, where git cannot tell")
     args = parser.parse_args()
     if args.device == "cuda":
-        speculation_gpu.main(args)
+        (speculation_gpu if args.stages == 1 else speculation_stages).main(args)
         return
     args.gammas = args.gammas or [2, 3, 4, 5, 6, 7]
     torch.set_num_threads(1)

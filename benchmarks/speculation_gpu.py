@@ -76,14 +76,19 @@ class WithoutPrompts:
     """A stage that skips prompts: their cache is filled with noise beforehand."""
 
     def __init__(self, compute: CudaStageCompute) -> None:
-        self.compute = compute
-        self.runs_ahead, self.whole_rounds = compute.runs_ahead, compute.whole_rounds
+        self._compute = compute
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._compute, name)
 
     def run(self, message: StepMessage, hidden_BQH: Tensor | None) -> Tensor | Pending:
         """Answer prompts at once; run everything else."""
-        if message.kind is StepKind.PREFILL:
-            return torch.ones(message.num_rows, 1, dtype=torch.long)
-        return self.compute.run(message, hidden_BQH)
+        if message.kind is not StepKind.PREFILL:
+            return self._compute.run(message, hidden_BQH)
+        if self._compute.model.head is None:
+            shape = (message.num_rows, message.q_len, self._compute.model.spec.hidden)
+            return torch.zeros(shape, dtype=self._compute._dtype)
+        return torch.ones(message.num_rows, 1, dtype=torch.long)
 
 
 class TimedLoop(FirstStage):
@@ -146,9 +151,7 @@ class Bed:
             dtype=DTYPES[target.dtype],
             device=DEVICE,
         )
-        for cache in (self.kv.k, self.kv.v):
-            for layer in cache:
-                layer.normal_()
+        fill_plain(self.kv)
         self.plain = self._compute()
         self.replayed = Replayed(self.batch, DEVICE)
         self.fast: CudaStageCompute | None = None
@@ -170,7 +173,7 @@ class Bed:
         assert self.fast.speculation is not None
         self.fast.speculation.judge = self.replayed
         if isinstance(self.fast.kv, DualKV):
-            _fill(self.fast.kv.copy)
+            fill_copy(self.fast.kv.copy)
 
     def rate(self, context: int, gamma: int, acceptance: float, new: int, drafter: Any = None
              ) -> list[float]:  # fmt: skip
@@ -199,7 +202,7 @@ class Bed:
         loop.log = []
         loop.run()
         torch.cuda.synchronize()
-        return _rates(loop.log)
+        return rates(loop.log)
 
     def times(self, context: int) -> Times:
         """Time this batch's steps at one context: plain, draft, verifies."""
@@ -353,7 +356,14 @@ def add(
     )
 
 
-def _fill(copy: LowBitKV) -> None:
+def fill_plain(kv: PlainKVCache) -> None:
+    """Fill a cache with noise."""
+    for cache in (kv.k, kv.v):
+        for layer in cache:
+            layer.normal_()
+
+
+def fill_copy(copy: LowBitKV) -> None:
     """Fill a packed cache with noise."""
     for layer in copy.cache.layers:
         for words in (layer.k_words_PGW, layer.v_words_PGW):
@@ -364,7 +374,7 @@ def _fill(copy: LowBitKV) -> None:
             ring.normal_()
 
 
-def _rates(log: Sequence[tuple[float, int, int]]) -> list[float]:
+def rates(log: Sequence[tuple[float, int, int]]) -> list[float]:
     """Return tokens/s of three even parts, from the 4th round to the first request's end."""
     end = next((i for i, (_, _, finished) in enumerate(log) if finished), len(log) - 1)
     marks = [WARM_ROUNDS + (end - WARM_ROUNDS) * part // 3 for part in range(4)]
