@@ -1,8 +1,15 @@
 """Perplexity of a model on a text, whole or as a plan quantises it: `llmpq-dist eval`.
 
-Protocol: the text as one stream of tokens, no special tokens, cut into windows that do not
-overlap; every token of a window but its first is predicted from those before it in the window.
-Perplexity is exp(mean negative log-likelihood), in float32.
+The text is one stream of tokens without special tokens; every token of a window but its first is
+predicted from those before it in the window. Perplexity is exp(mean negative log-likelihood), in
+float32. Protocols:
+
+    all      windows that do not overlap, the last one as short as it is
+    gptq     the same without that last one, as GPTQ and most papers after it
+    stride   windows overlap: each starts `stride` tokens after the one before it and counts only
+             the tokens that are new, all of which have window - stride tokens of context
+
+Agreement is the share of positions at which two models hold the same token to be most likely.
 
 Legend: B windows at once, Q tokens of a window, V vocabulary.
 """
@@ -26,6 +33,8 @@ from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
 from llmpq.precision import Precision
 from llmpq.runtime.generate import LocalPipeline
+from llmpq.runtime.kv_cache import KVCache
+from llmpq.runtime.quantized_checkpoint import QuantizedCheckpoint, open_checkpoint
 from llmpq.runtime.stage_model import DTYPES
 from llmpq.runtime.step import Step
 from llmpq.runtime.tokenizer import Tokenizer
@@ -43,13 +52,46 @@ class Perplexity:
     """Tokens predicted."""
     num_windows: int
     window: int
+    stride: int
+    """Tokens from the start of a window to that of the next one."""
 
     def protocol(self) -> str:
         """Return how it was measured, in one line."""
+        overlap = self.window - self.stride
+        apart = f"windows that overlap by {overlap}" if overlap else "non-overlapping windows"
         return (
-            f"{self.num_tokens} tokens predicted in {self.num_windows} non-overlapping windows of "
+            f"{self.num_tokens} tokens predicted in {self.num_windows} {apart} of "
             f"at most {self.window} tokens, no special tokens"
         )
+
+
+@dataclass(frozen=True)
+class Window:
+    """Consecutive tokens, of which the last `counted` are judged."""
+
+    tokens: Sequence[int]
+    counted: int
+
+
+def windows(
+    tokens: Sequence[int], length: int, *, stride: int | None = None, whole: bool = False
+) -> list[Window]:
+    """Cut a token stream; `whole` leaves out windows that are not full."""
+    if length < 2:
+        raise ValueError(f"a window needs at least 2 tokens, got {length}")
+    step = length if stride is None else stride
+    if not 0 < step <= length:
+        raise ValueError(f"the stride must be between 1 and the window's {length}, got {step}")
+    cut: list[Window] = []
+    for start in range(0, len(tokens), step):
+        piece = tokens[start : start + length]
+        new = min(len(piece) - 1, len(piece) - (length - step)) if cut else len(piece) - 1
+        if new > 0 and not (whole and len(piece) < length):
+            cut.append(Window(piece, new))
+    if not cut:
+        needed = length if whole else 2
+        raise ValueError(f"perplexity needs a text of at least {needed} tokens, got {len(tokens)}")
+    return cut
 
 
 def perplexity(
@@ -57,35 +99,59 @@ def perplexity(
     tokens: Sequence[int],
     *,
     window: int | None = None,
+    stride: int | None = None,
+    whole: bool = False,
     on_window: Callable[[int, float], None] | None = None,
 ) -> Perplexity:
     """Return the perplexity of a token stream; `on_window` hears of windows done and the value."""
     length = window or min(MAX_WINDOW, pipeline.spec.max_positions)
-    pieces = [tokens[start : start + length] for start in range(0, len(tokens), length)]
-    pieces = [piece for piece in pieces if len(piece) > 1]
-    if not pieces:
-        raise ValueError(f"perplexity needs a text of at least 2 tokens, got {len(tokens)}")
+    pieces = windows(tokens, length, stride=stride, whole=whole)
     caches = pipeline.caches(1, length)
     total, count = 0.0, 0
     for index, piece in enumerate(pieces):
-        tokens_BQ = torch.tensor([piece], device=pipeline.device)
-        step = Step.of([0], [0], [len(piece)], device=pipeline.device)
-        logits_BQV = pipeline.logits(tokens_BQ, step, caches, all_positions=True)
-        total += _loss_sum(logits_BQV[:, :-1], tokens_BQ[:, 1:])
-        count += len(piece) - 1
+        logits_QV = _window_logits(pipeline, piece, caches)
+        targets = torch.tensor(piece.tokens[-piece.counted :], device=pipeline.device)
+        total += _loss_sum(logits_QV, targets)
+        count += piece.counted
         if on_window is not None:
             on_window(index + 1, math.exp(total / count))
     return Perplexity(
-        value=math.exp(total / count), num_tokens=count, num_windows=len(pieces), window=length
+        value=math.exp(total / count),
+        num_tokens=count,
+        num_windows=len(pieces),
+        window=length,
+        stride=stride or length,
     )
 
 
-def _loss_sum(logits_BQV: Tensor, targets_BQ: Tensor) -> float:
+def agreement(
+    pipeline: LocalPipeline, other: LocalPipeline, tokens: Sequence[int], *, window: int
+) -> float:
+    """Return the share of positions at which both models' most likely next token is the same."""
+    pieces = windows(tokens, window)
+    pairs = [(model, model.caches(1, window)) for model in (pipeline, other)]
+    same = 0
+    for piece in pieces:
+        ours, theirs = (
+            _window_logits(model, piece, caches).argmax(-1).cpu() for model, caches in pairs
+        )
+        same += int((ours == theirs).sum())
+    return same / sum(piece.counted for piece in pieces)
+
+
+def _window_logits(pipeline: LocalPipeline, piece: Window, caches: Sequence[KVCache]) -> Tensor:
+    """Return the logits [counted, V] that predict a window's judged tokens."""
+    tokens_BQ = torch.tensor([list(piece.tokens)], device=pipeline.device)
+    step = Step.of([0], [0], [len(piece.tokens)], device=pipeline.device)
+    logits_BQV = pipeline.logits(tokens_BQ, step, caches, all_positions=True)
+    return logits_BQV[0, -1 - piece.counted : -1]
+
+
+def _loss_sum(logits_QV: Tensor, targets_Q: Tensor) -> float:
     """Return the summed negative log-likelihood, a few hundred positions at a time."""
-    rows, targets = logits_BQV.flatten(0, 1), targets_BQ.flatten()
     losses = [
         functional.cross_entropy(part.float(), target, reduction="sum")
-        for part, target in zip(rows.split(256), targets.split(256), strict=True)
+        for part, target in zip(logits_QV.split(256), targets_Q.split(256), strict=True)
     ]
     return float(torch.stack(losses).sum())
 
@@ -101,38 +167,104 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--symmetric", action="store_true", help="quantise without zero points")
     parser.add_argument("--dtype", choices=sorted(DTYPES), help="default: the plan's, or float32")
     parser.add_argument("--device", default="cpu", help="torch device (default cpu)")
+    parser.add_argument(
+        "--protocol",
+        choices=("all", "gptq"),
+        default="all",
+        help="gptq: whole windows only, the text's last tokens left out (default all)",
+    )
+    parser.add_argument("--window", type=int, help="tokens of a window (default the model's, 2048)")
+    parser.add_argument("--stride", type=int, help="windows overlap, starting so far apart")
+    parser.add_argument(
+        "--agreement",
+        action="store_true",
+        help="also the share of tokens on which the 16-bit model (or --reference) agrees greedily",
+    )
+    parser.add_argument("--reference", help="unquantised directory, if --model is a quantised one")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def main(args: argparse.Namespace) -> int:
     """Print the perplexity of `--text` and the protocol; return the exit code."""
-    spec = ModelSpec.from_directory(args.model)
-    precisions, quantization, planned_dtype = _precisions(args, spec)
-    dtype = args.dtype or planned_dtype
-    device = usable_device(args.device)
-    try:
-        text = Path(args.text).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--text '{args.text}' cannot be read as UTF-8 text: {error}") from None
-    tokens = Tokenizer(args.model).encode(text, special=False)
-    pipeline = LocalPipeline.from_directory(
+    pipeline, described = load(
         args.model,
+        precision=args.precision,
+        plan=args.strat_file_name,
+        symmetric=args.symmetric,
+        dtype=args.dtype,
+        device=args.device,
+    )
+    tokens = Tokenizer(args.model).encode(_text(args.text), special=False)
+    result = perplexity(
+        pipeline,
+        tokens,
+        window=args.window,
+        stride=args.stride,
+        whole=args.protocol == "gptq",
+        on_window=None if args.json else _show_progress,
+    )
+    shares: dict[str, float] = {}
+    if args.agreement or args.reference:
+        other = _reference(args, pipeline)
+        shares["agreement"] = agreement(pipeline, other, tokens, window=result.window)
+    dtype = str(pipeline.dtype).removeprefix("torch.")
+    if args.json:
+        named = {"model": pipeline.spec.name, "precision": described, "dtype": dtype}
+        sys.stdout.write(json.dumps(named | asdict(result) | shares) + "\n")
+        return 0
+    sys.stdout.write(
+        f"perplexity {result.value:.4f}  ({pipeline.spec.name}, {described}, {dtype})\n"
+        f"{result.protocol()}\n"
+    )
+    for share in shares.values():
+        sys.stdout.write(f"greedy agreement with 16 bits: {share:.2%} of positions\n")
+    return 0
+
+
+def load(
+    model: str,
+    *,
+    precision: str | None = None,
+    plan: str | None = None,
+    symmetric: bool = False,
+    dtype: str | None = None,
+    device: str = "cpu",
+) -> tuple[LocalPipeline, str]:
+    """Return a model whole in this process, and its precisions in words.
+
+    A quantised directory runs as it is stored unless a precision or plan says otherwise.
+    """
+    spec = ModelSpec.from_directory(model)
+    precisions, quantization, planned_dtype = _precisions(precision, plan, symmetric, spec)
+    source = open_checkpoint(model, spec)
+    pipeline = LocalPipeline.build(
+        spec,
+        source,
         precisions=precisions,
         scheme=quantization.scheme,
-        dtype=DTYPES[dtype],
-        device=device,
+        dtype=DTYPES[dtype or planned_dtype],
+        device=usable_device(device),
     )
-    result = perplexity(pipeline, tokens, on_window=None if args.json else _show_progress)
-    described = describe(precisions)
-    if args.json:
-        row = {"model": spec.name, "precision": described, "dtype": dtype, **asdict(result)}
-        sys.stdout.write(json.dumps(row) + "\n")
-    else:
-        sys.stdout.write(
-            f"perplexity {result.value:.4f}  ({spec.name}, {described}, {dtype})\n"
-            f"{result.protocol()}\n"
+    as_stored = isinstance(source, QuantizedCheckpoint) and not (precision or plan)
+    return pipeline, "quantised as stored" if as_stored else describe(precisions)
+
+
+def _reference(args: argparse.Namespace, pipeline: LocalPipeline) -> LocalPipeline:
+    """Return the 16-bit model that agreement is measured with."""
+    directory = args.reference or args.model
+    source = open_checkpoint(directory, pipeline.spec)
+    if isinstance(source, QuantizedCheckpoint):
+        raise ValueError(
+            f"'{directory}' is quantised; give the directory it was made from with --reference"
         )
-    return 0
+    return LocalPipeline.build(pipeline.spec, source, dtype=pipeline.dtype, device=pipeline.device)
+
+
+def _text(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--text '{path}' cannot be read as UTF-8 text: {error}") from None
 
 
 def usable_device(name: str) -> torch.device:
@@ -166,16 +298,16 @@ def describe(precisions: Sequence[Precision]) -> str:
 
 
 def _precisions(
-    args: argparse.Namespace, spec: ModelSpec
+    named: str | None, plan_file: str | None, symmetric: bool, spec: ModelSpec
 ) -> tuple[tuple[Precision, ...], Quantization, str]:
     """Return the precision of every layer, how it is stored, and the dtype, from plan or option."""
-    if args.strat_file_name:
-        if args.precision or args.symmetric:
+    if plan_file:
+        if named or symmetric:
             raise ValueError("--strat_file_name says the precisions; leave out the other options")
-        plan = Plan.load(args.strat_file_name)
+        plan = Plan.load(plan_file)
         plan.require_model(spec)
         return plan.precisions, plan.quantization.settings(), plan.workload.dtype
-    chosen = [Precision.parse(name) for name in (args.precision or "w16a16").split(",")]
+    chosen = [Precision.parse(name) for name in (named or "w16a16").split(",")]
     if len(chosen) == 1:
         chosen *= spec.num_layers
     if len(chosen) != spec.num_layers:
@@ -183,7 +315,7 @@ def _precisions(
             f"--precision names {len(chosen)} layers, {spec.name} has {spec.num_layers}; give one "
             "precision for all, or one per layer"
         )
-    return tuple(chosen), Quantization(symmetric=args.symmetric), "float32"
+    return tuple(chosen), Quantization(symmetric=symmetric), "float32"
 
 
 def _show_progress(windows: int, value: float) -> None:

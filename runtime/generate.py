@@ -98,10 +98,15 @@ class LocalPipeline:
         all_positions: bool = False,
     ) -> Tensor:
         """Run all stages on one step."""
+        hidden_BQh = self.hidden(tokens_BQ, step, caches)
+        return self.stages[-1].logits(hidden_BQh, step, all_positions=all_positions)
+
+    def hidden(self, tokens_BQ: Tensor, step: Step, caches: Sequence[KVCache]) -> Tensor:
+        """Run all stages on one step, up to the head."""
         x = tokens_BQ
         for stage, cache in zip(self.stages, caches, strict=True):
             x = stage(x, step, cache)
-        return self.stages[-1].logits(x, step, all_positions=all_positions)
+        return x
 
     def generate(
         self,
@@ -110,8 +115,12 @@ class LocalPipeline:
         max_new: int,
         params: Sequence[SamplingParams] | None = None,
         stop_at_eos: bool = False,
+        enough: Callable[[list[list[int]]], bool] | None = None,
     ) -> list[list[int]]:
-        """Return the new tokens of every prompt; the end-of-text token, if any, is the last."""
+        """Return the new tokens of every prompt; the end-of-text token, if any, is the last.
+
+        `enough` is asked after every step whether the rows so far will do.
+        """
         lengths = [len(prompt) for prompt in prompts]
         if min(lengths) == 0 or max_new < 1:
             raise ValueError("a prompt needs at least one token and max_new must be at least 1")
@@ -127,6 +136,8 @@ class LocalPipeline:
                 x, step = outputs[-1][:, None], self._step(slots, starts, [1] * len(slots))
             logits_BV = self.logits(x, step, caches)
             outputs.append(sample(logits_BV, chosen, [index] * len(slots)))
+            if enough is not None and enough(torch.stack(outputs, dim=1).tolist()):
+                break
         rows = torch.stack(outputs, dim=1).tolist()
         return [until_eos(row, self.spec.eos_token_ids) for row in rows] if stop_at_eos else rows
 

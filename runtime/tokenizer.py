@@ -33,6 +33,12 @@ class Tokenizer:
         return text
 
     @property
+    def bos_token_id(self) -> int | None:
+        """The beginning-of-text token, where the tokenizer's settings name one."""
+        found: int | None = self._inner.bos_token_id
+        return found
+
+    @property
     def has_chat_template(self) -> bool:
         """Whether the model knows a format for conversations."""
         return bool(getattr(self._inner, "chat_template", None))

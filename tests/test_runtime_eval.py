@@ -15,8 +15,9 @@ from llmpq.model_spec import ModelSpec
 from llmpq.plan import ClusterRef, ModelRef, Plan, StagePlan
 from llmpq.precision import Precision
 from llmpq.runtime import evaluate
-from llmpq.runtime.evaluate import describe, perplexity
+from llmpq.runtime.evaluate import describe, perplexity, windows
 from llmpq.runtime.generate import LocalPipeline
+from llmpq.runtime.step import Step
 from llmpq.runtime.tokenizer import Tokenizer
 from llmpq.workload import Workload
 
@@ -155,3 +156,55 @@ def test_tokenizer_round_trip_and_chat(demo_model):
 def test_runs_of_equal_precisions_are_named_once():
     w4, w8 = Precision.W4A16, Precision.W8A16
     assert describe([w4, w4, w8, w4]) == "w4a16 x2, w8a16 x1, w4a16 x1"
+
+
+def test_windows_of_every_protocol():
+    stream = list(range(10))
+    whole = [(w.tokens, w.counted) for w in windows(stream, 4)]
+    assert whole == [([0, 1, 2, 3], 3), ([4, 5, 6, 7], 3), ([8, 9], 1)]
+    assert [w.tokens for w in windows(stream, 4, whole=True)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    overlapping = [(w.tokens[-w.counted :]) for w in windows(stream, 4, stride=2)]
+    assert overlapping == [[1, 2, 3], [4, 5], [6, 7], [8, 9]], "every token once, in order"
+    for bad, message in (
+        (lambda: windows(stream, 4, stride=5), "stride must be between 1 and the window's 4"),
+        (lambda: windows(stream, 1), "a window needs at least 2 tokens"),
+        (lambda: windows(stream, 11, whole=True), "a text of at least 11 tokens, got 10"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            bad()
+
+
+def test_overlapping_windows_know_more(demo_model, tokens):
+    pipeline, some = LocalPipeline.from_directory(demo_model), tokens[:800]
+    apart = perplexity(pipeline, some, window=200)
+    overlapping = perplexity(pipeline, some, window=200, stride=50)
+    assert overlapping.num_tokens == len(some) - 1
+    assert overlapping.value < apart.value
+    assert "windows that overlap by 150 of at most 200 tokens" in overlapping.protocol()
+    # The oracle: each judged token by itself, from all that its window has before it.
+    losses = []
+    for start in (0, 50):
+        step = Step.of([0], [0], [200])
+        window = torch.tensor([some[start : start + 200]])
+        logits = pipeline.logits(window, step, pipeline.caches(1, 200), all_positions=True)
+        every = torch.nn.functional.cross_entropy(logits[0, :-1], window[0, 1:], reduction="none")
+        losses.append(every if start == 0 else every[-50:])
+    found = perplexity(pipeline, some[:250], window=200, stride=50)
+    assert math.log(found.value) == pytest.approx(float(torch.cat(losses).mean()), rel=1e-5)
+
+
+def test_agreement_counts_equal_first_choices(demo_model, short_text, tmp_path, capsys):
+    common = ["--model", str(demo_model), "--text", str(short_text), "--json", "--agreement"]
+    same = json.loads(run(capsys, *common))
+    eight, three = (json.loads(run(capsys, *common, "--precision", p)) for p in ("8", "3"))
+    assert same["agreement"] == 1.0 > eight["agreement"] > three["agreement"] > 0.5
+    words = ["--model", str(demo_model), "--text", str(short_text), "--precision", "w4a16"]
+    assert "greedy agreement with 16 bits: " in run(capsys, *words, "--agreement")
+    (tmp_path / "q").mkdir()
+    for name in ("model.safetensors", "tokenizer.json"):
+        (tmp_path / "q" / name).symlink_to(demo_model / name)
+    config = json.loads((demo_model / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "compressed-tensors"}
+    (tmp_path / "q" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="is quantised; give the directory it was made from"):
+        run(capsys, *common, "--reference", str(tmp_path / "q"))
