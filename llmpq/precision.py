@@ -15,6 +15,11 @@ K_PADDING = 128
 """Packed weights pad K up to a multiple of this, whatever the group size (kernels/formats.py)."""
 
 
+MAX_OUTLIERS = 128
+OUTLIER_SHARE = 32
+"""Atom keeps 128 of 4096 input channels in 8 bits: one in 32."""
+
+
 class Precision(Enum):
     """Bits of one decoder layer: `w4a16` is 4-bit weights, 16-bit activations."""
 
@@ -120,6 +125,11 @@ class WeightScheme:
         per_group = scale_bytes * (1 if self.symmetric else 2)
         kept = out_features * (self.outliers + scale_bytes) if self.outliers else 0
         return packed + out_features * self.num_groups(in_features) * per_group + kept
+
+
+def default_outliers(in_features: int) -> int:
+    """Return how many of a w4a4 linear's input channels keep 8 bits unless somebody chooses."""
+    return min(MAX_OUTLIERS, in_features // OUTLIER_SHARE)
 
 
 def padded_k(in_features: int) -> int:

@@ -103,6 +103,7 @@ def _how_to_choose(parser: argparse.ArgumentParser) -> None:
     _flag(group, "--decode-microbatch", type=int, help="fix the decode micro-batch")
     _flag(group, "--symmetric", action="store_true", help="symmetric weight quantisation")
     _flag(group, "--weight-group-size", type=int, default=128, help="weights that share a scale")
+    _flag(group, "--outliers", type=int, help="w4a4: channels in 8 bits (hidden/32, at most 128)")
 
 
 def _how_to_solve(parser: argparse.ArgumentParser) -> None:

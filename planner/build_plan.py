@@ -46,7 +46,9 @@ def build_plan(p: Problem, outcome: Outcome, *, model_path: str | None = None) -
         cluster=ClusterRef(name=p.cluster.name, fingerprint=p.cluster.fingerprint()),
         workload=p.workload,
         quantization=QuantizationForm(
-            group_size=p.quantization.group_size, symmetric=p.quantization.symmetric
+            group_size=p.quantization.group_size,
+            symmetric=p.quantization.symmetric,
+            outliers=p.quantization.outliers,
         ),
         prefill_microbatch=a.prefill_microbatch,
         decode_microbatch=a.decode_microbatch,

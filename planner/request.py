@@ -17,7 +17,7 @@ from llmpq.planner.costs import CostBook
 from llmpq.planner.positions import positions_note
 from llmpq.planner.problem import Problem
 from llmpq.planner.roofline import estimate_costs
-from llmpq.precision import WEIGHT_ONLY, KVPrecision, Precision
+from llmpq.precision import WEIGHT_ONLY, KVPrecision, Precision, default_outliers
 from llmpq.sensitivity import Sensitivity
 from llmpq.units import parse_size
 from llmpq.workload import Workload
@@ -89,7 +89,11 @@ def make_problem(args: argparse.Namespace) -> tuple[Problem, str | None, list[st
     listed = read_omega(omega, spec) if omega else None
     choices = parse_bits(args.bits) if args.bits else default_bits(listed, profile, cluster)
     sensitivity = listed or generic_sensitivity(spec, choices, parse_kv(args.kv))
-    quantization = Quantization(group_size=args.weight_group_size or None, symmetric=args.symmetric)
+    quantization = Quantization(
+        group_size=args.weight_group_size or None,
+        symmetric=args.symmetric,
+        outliers=_outliers(args.outliers, choices, spec),
+    )
     workload = Workload(
         batch=_positive("--global-bz", args.global_bz),
         prompt_len=_positive("--s", args.s),
@@ -128,6 +132,18 @@ def make_problem(args: argparse.Namespace) -> tuple[Problem, str | None, list[st
     notes += [] if listed else [GENERIC_NOTE]
     notes += costs.unprofiled(cluster.devices) + costs.warnings(cluster.devices, workload)
     return problem, path, notes
+
+
+def _outliers(asked: int | None, choices: Sequence[Precision], spec: ModelSpec) -> int:
+    """Return how many channels a w4a4 layer keeps in 8 bits: as many as llmpq-quantize would."""
+    if asked is None:
+        return default_outliers(spec.hidden) if Precision.W4A4 in choices else 0
+    if not 0 <= asked < spec.hidden:
+        raise ValueError(
+            f"--outliers {asked}: expected 0 to {spec.hidden - 1}, fewer than the {spec.hidden} "
+            f"channels of {spec.name}"
+        )
+    return asked
 
 
 def read_costs(path: str, spec: ModelSpec) -> CostModel:

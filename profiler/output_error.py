@@ -23,14 +23,11 @@ from llmpq.kernels.atom_linear import atom_linear
 from llmpq.kernels.atom_scheme import atom_scheme
 from llmpq.kernels.quantize import quantize_weight
 from llmpq.memory import Quantization
-from llmpq.precision import KVPrecision, Precision, WeightScheme
+from llmpq.precision import KVPrecision, Precision, WeightScheme, default_outliers
 from llmpq.profiler.kv_indicator import kv_omega, range_square
 
 SAMPLE_TOKENS = 512
 """Tokens kept of each linear's input, spread over the calibration text."""
-
-KEPT_SHARE = 32
-"""w4a4 keeps one input channel in 32 in 8 bits (128 of 4096, as Atom)."""
 
 
 @dataclass
@@ -94,8 +91,8 @@ def output_error(weight_NK: Tensor, x_TK: Tensor, scheme: WeightScheme) -> float
         index_K = None
         atom = atom_scheme(scheme)
         if scheme.activation_bits < 8:
-            outliers = scheme.outliers or weight_NK.shape[1] // KEPT_SHARE
-            atom = replace(atom, outliers=min(128, outliers))
+            outliers = scheme.outliers or default_outliers(weight_NK.shape[1])
+            atom = replace(atom, outliers=outliers)
             index_K = x_TK.float().square().sum(0).argsort(stable=True)
         weight = quantize_atom(weight_NK, atom, dtype=torch.float32, index_K=index_K)
         got_TN = atom_linear(x_TK.float(), weight)

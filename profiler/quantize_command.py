@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llmpq.errors import ExitCode, LlmpqError
+from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
 from llmpq.precision import Precision
@@ -50,7 +51,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("model", type=Path, help="Hugging Face model directory")
     parser.add_argument("output", type=Path, help="directory to write; a stopped run continues")
     parser.add_argument("--scheme", help="w4a4, w8a8, w8a16, w4a16, w3a16; or one per layer")
-    parser.add_argument("--strat_file_name", type=Path, help="take the precisions of this plan")
+    parser.add_argument(
+        "--strat_file_name",
+        type=Path,
+        help="take the precisions of this plan, and its group size, symmetry and outliers",
+    )
     parser.add_argument("--text", type=Path, required=True, nargs="+", help="calibration text")
     parser.add_argument("--method", choices=("gptq", "rtn"), default="gptq")
     parser.add_argument(
@@ -66,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
         help="w4a4: fit each linear to the rounded inputs it will get (less perplexity, fewer "
         "drafts accepted)",
     )
-    parser.add_argument("--group-size", default="128", help="128, 64, 32 or channel (default 128)")
+    parser.add_argument("--group-size", help="128, 64, 32 or channel (default 128)")
     parser.add_argument("--outliers", type=int, help="w4a4: channels in 8 bits (hidden/32, <=128)")
     parser.add_argument(
         "--asymmetric",
@@ -95,16 +100,20 @@ def _quantize(args: argparse.Namespace) -> int:
     if args.output.exists() and not args.output.is_dir():
         raise ValueError(f"'{args.output}' is a file, expected a directory to write")
     spec = ModelSpec.from_directory(args.model)
+    plan = _plan(args, spec)
+    named = plan.precisions if plan else [Precision.parse(p) for p in args.scheme.split(",")]
+    planned = plan.quantization.settings() if plan else Quantization(symmetric=True)
+    asked = planned.outliers if plan and args.outliers is None else args.outliers
     job = Job(
         spec=spec,
-        precisions=spread(_precisions(args, spec), spec.num_layers),
+        precisions=spread(named, spec.num_layers),
         settings=Settings(
             method=args.method,
             variant=args.variant,
             in_turn=args.in_turn,
-            group_size=_group_size(args.group_size),
-            symmetric=not args.asymmetric,
-            outliers=args.outliers,
+            group_size=_group_size(args.group_size) if args.group_size else planned.group_size,
+            symmetric=planned.symmetric and not args.asymmetric,
+            outliers=asked,
         ),
         windows_WT=random_windows(
             _tokens(args),
@@ -128,14 +137,14 @@ def _quantize(args: argparse.Namespace) -> int:
     return int(ExitCode.DONE)
 
 
-def _precisions(args: argparse.Namespace, spec: ModelSpec) -> tuple[Precision, ...]:
+def _plan(args: argparse.Namespace, spec: ModelSpec) -> Plan | None:
     if (args.scheme is None) == (args.strat_file_name is None):
         raise ValueError("give either --scheme (say, w4a4) or --strat_file_name plan.json")
-    if args.strat_file_name is not None:
-        plan = Plan.load(args.strat_file_name)
-        plan.require_model(spec)
-        return plan.precisions
-    return tuple(Precision.parse(name) for name in args.scheme.split(","))
+    if args.strat_file_name is None:
+        return None
+    plan = Plan.load(args.strat_file_name)
+    plan.require_model(spec)
+    return plan
 
 
 def _group_size(text: str) -> int | None:

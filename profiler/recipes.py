@@ -7,14 +7,9 @@ from typing import Literal
 
 from llmpq.kernels.atom_scheme import AtomScheme
 from llmpq.model_spec import ModelSpec
-from llmpq.precision import Precision, WeightScheme
+from llmpq.precision import Precision, WeightScheme, default_outliers
 from llmpq.profiler.atom import Recipe
 from llmpq.profiler.gptq import DAMPING
-
-PAPER_OUTLIER_SHARE = 32
-"""128 outlier channels of 4096: one in 32."""
-
-MAX_OUTLIERS = 128
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +55,7 @@ def num_outliers(spec: ModelSpec, settings: Settings) -> int:
     """Return how many channels a w4a4 linear keeps in 8 bits."""
     if settings.outliers is not None:
         return settings.outliers
-    return min(MAX_OUTLIERS, spec.hidden // PAPER_OUTLIER_SHARE)
+    return default_outliers(spec.hidden)
 
 
 def _atom(spec: ModelSpec, settings: Settings) -> Recipe:
