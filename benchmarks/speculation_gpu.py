@@ -28,7 +28,7 @@ from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import Precision
 from llmpq.runtime.cuda_stage import CudaStageCompute
-from llmpq.runtime.cuda_step_times import MeasuredTimes, measure, seconds_of, step_message
+from llmpq.runtime.cuda_step_times import measure, seconds_of, step_message
 from llmpq.runtime.dual_kv import DualKV
 from llmpq.runtime.kv_cache import PlainKVCache
 from llmpq.runtime.loader import RandomSource
@@ -41,7 +41,13 @@ from llmpq.runtime.speculate import AutoDrafter, FixedDrafter
 from llmpq.runtime.stage_loop import FirstStage, Mailbox
 from llmpq.runtime.stage_model import DTYPES, StageModel
 from llmpq.runtime.trace import Recorder
-from llmpq.speculation import MAX_GAMMA, WORTHWHILE, SpeculationMode, expected_tokens
+from llmpq.speculation import (
+    MAX_GAMMA,
+    WORTHWHILE,
+    MeasuredTimes,
+    SpeculationMode,
+    expected_tokens,
+)
 from llmpq.workload import Workload
 
 ACCEPTANCE = Path(__file__).parent / "results" / "speculation.jsonl"

@@ -11,8 +11,8 @@ Times come from a cost model, summed over the stages of a plan. Standard library
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, Protocol, get_args
 
@@ -201,6 +201,51 @@ class PlanTimes:
         draft = find(Phase.DECODE, drafted, kv) or find(Phase.DECODE, drafted, workload.kv)
         verify = find(Phase.VERIFY, precision, workload.kv)
         return {"decode": decode, "draft": draft or decode, "verify": verify or decode}
+
+
+Line = tuple[tuple[float, float], ...]
+"""Points (x, seconds), x ascending."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredTimes:
+    """`StepTimes` of a device: a line over the context for each number of rows (and positions)."""
+
+    draft: Mapping[int, Line] = field(default_factory=dict)
+    verify: Mapping[tuple[int, int], Line]
+    """(rows, positions) -> line."""
+
+    def decode_s(self, rows: int, context: float) -> float:
+        """One plain step of an engine that drafts: its cache may have a copy to keep up to date."""
+        return self.verify_s(rows, context, 1)
+
+    def draft_s(self, rows: int, context: float) -> float:
+        """One draft step; 0 where drafts need no model."""
+        if not self.draft:
+            return 0.0
+        return on_line(self.draft[_next_above(rows, self.draft)], context)
+
+    def verify_s(self, rows: int, context: float, q_len: int) -> float:
+        """One verify of `q_len` positions a request."""
+        known = _next_above(rows, [r for r, _ in self.verify])
+        points = sorted(
+            (q, on_line(line, context)) for (r, q), line in self.verify.items() if r == known
+        )
+        return on_line(tuple(points), q_len)
+
+
+def on_line(points: Line, x: float) -> float:
+    """Return the value at x: straight between points, along the outer pieces beyond them."""
+    if len(points) == 1:
+        return points[0][1]
+    upper = next((i for i, (at, _) in enumerate(points) if at >= x), len(points) - 1)
+    (x0, y0), (x1, y1) = points[max(upper, 1) - 1 : max(upper, 1) + 1]
+    return max(0.0, y0 + (y1 - y0) * (x - x0) / (x1 - x0))
+
+
+def _next_above(rows: int, known: Sequence[int] | Mapping[int, Line]) -> int:
+    """Return the least known number of rows that holds `rows`, or the largest."""
+    return min((r for r in known if r >= rows), default=max(known))
 
 
 def draft_bytes(plan: Plan, spec: ModelSpec, index: int, mode: SpeculationMode) -> int:

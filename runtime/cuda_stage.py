@@ -28,7 +28,7 @@ from llmpq.runtime.sampling import sample
 from llmpq.runtime.stage_compute import StageCompute
 from llmpq.runtime.stage_model import StageModel
 from llmpq.runtime.trace import MAX_EVENTS, KindTotals
-from llmpq.speculation import SpeculationMode
+from llmpq.speculation import MAX_GAMMA, SpeculationMode, StepTimes
 from llmpq.workload import Workload
 
 
@@ -110,6 +110,16 @@ class CudaStageCompute(StageCompute):
         if len(self._timed) < MAX_EVENTS:
             self._timed.append((message.kind, message.num_rows, start, end))
         return result
+
+    def step_times(self) -> StepTimes:
+        """Time drafts and verifies on the device, to choose draft lengths by; slots are free."""
+        # Imported here: it builds on the graphs of speculation.
+        from llmpq.runtime.cuda_step_times import measure
+
+        assert self.speculation is not None, "drafts need enable_speculation"
+        most, longest = self._graph_options["max_rows"], self._graph_options["max_len"]
+        rows = sorted({1, max(1, most // 4), most})
+        return measure(self.speculation, rows, (longest // 8, longest - MAX_GAMMA - 1))
 
     def device_totals(self) -> dict[str, KindTotals]:
         """Return the steps so far by kind, timed by the device, and forget them."""

@@ -42,7 +42,8 @@ def add_speculation_arguments(group: argparse._ArgumentGroup) -> None:
     )  # fmt: skip
     group.add_argument(
         "--gamma", default="auto", metavar="N",
-        help=f"tokens drafted per verify, 1..{MAX_GAMMA}, or auto (needs --costs)",
+        help=f"tokens drafted per verify, 1..{MAX_GAMMA}, or auto (by --costs; a single GPU times "
+        "itself where there are none)",
     )  # fmt: skip
     group.add_argument("--costs", metavar="FILE", help="costs.json of llmpq-profile, for auto")
     group.add_argument(
@@ -65,12 +66,17 @@ def choose_speculation(plan: Plan, mode: str | None, gamma: str, costs: str | No
         raise unknown_name("speculation mode", str(mode), [*MODES, "auto", "off"])
     known = mode
     _require_usable(plan, known)
-    if length is None and costs is None:
+    if length is None and costs is None and not times_itself(plan):
         raise ValueError(
             f"--gamma auto needs a cost model to weigh drafts of {known}: add --costs costs.json "
             f"(llmpq-profile), or give --gamma 1..{MAX_GAMMA}"
         )
     return Drafts(mode=known, gamma=length, costs=_absolute(costs))
+
+
+def times_itself(plan: Plan) -> bool:
+    """Whether the engine times its own drafts and verifies at the start: a whole model on a GPU."""
+    return len(plan.stages) == 1 and plan.stages[0].threads is None
 
 
 def _automatic(plan: Plan, costs: str | None) -> Drafts:

@@ -91,7 +91,8 @@ def make_drafter(plan: Plan, settings: StageSettings) -> FixedDrafter | None:
         return None
     if settings.gamma is not None:
         return FixedDrafter(settings.speculate, settings.gamma)
-    assert settings.costs is not None, "an automatic draft length needs a cost model"
+    if settings.costs is None:
+        return None  # made once the device has timed itself
     costs = CostModel.load_json(settings.costs)
     return AutoDrafter(settings.speculate, PlanTimes(plan, costs, settings.speculate))
 
@@ -138,6 +139,9 @@ class StageActor:
         rows = min(self._plan.decode_microbatch, workload.batch)
         self._compute.warm_up(rows, min(WARM_UP_TOKENS, workload.prompt_len, workload.max_len))
         self._compute.warm_up_shapes(self._plan)
+        if self._index == 0 and self._drafter is None and self._settings.speculate is not None:
+            assert isinstance(self._compute, CudaStageCompute), "draft lengths need a cost model"
+            self._drafter = AutoDrafter(self._settings.speculate, self._compute.step_times())
         return asdict(report)
 
     def open_rendezvous(self, host: str, port: int) -> int:

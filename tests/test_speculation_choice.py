@@ -19,6 +19,7 @@ from llmpq.runtime.speculation_choice import Drafts, choose_speculation
 from llmpq.speculation import (
     MAX_GAMMA,
     PRIOR_ACCEPTANCE,
+    MeasuredTimes,
     PlanTimes,
     best_gamma,
     choose_mode,
@@ -88,6 +89,30 @@ def test_the_best_length_is_the_best_of_all():
         ]
         assert speedup == every[gamma] >= 1.0, "never below plain decoding"
         assert speedup >= max(every) / 1.02
+
+
+def test_measured_times_are_lines_between_what_was_timed():
+    times = MeasuredTimes(
+        draft={2: ((100, 1.0), (300, 3.0)), 8: ((100, 2.0), (300, 4.0))},
+        verify={(2, 1): ((0, 4.0),), (2, 4): ((0, 10.0),), (8, 1): ((0, 5.0),)},
+    )
+    assert times.draft_s(1, 200) == 2.0 and times.draft_s(3, 100) == 2.0
+    assert times.draft_s(2, 400) == 4.0 and times.draft_s(2, 0) == 0.0, "the outer pieces go on"
+    assert times.draft_s(99, 300) == 4.0, "more rows than were timed: the most that were"
+    assert times.decode_s(2, 50) == 4.0 and times.verify_s(2, 50, 2) == 6.0
+    assert times.verify_s(8, 50, 4) == 5.0
+    assert MeasuredTimes(verify={(1, 1): ((0, 1.0),)}).draft_s(1, 9) == 0.0
+
+
+def test_a_single_gpu_needs_no_cost_model_for_gamma_auto(demo_model, make_plan):
+    plan = make_plan(demo_model)
+    stage = plan.stages[0].model_copy(update={"threads": None})
+    on_gpu = plan.model_copy(update={"stages": (stage,)})
+    assert choose_speculation(on_gpu, "kv4", "auto", None) == Drafts(mode="kv4")
+    split = make_plan(demo_model, (3,))
+    stages = tuple(s.model_copy(update={"threads": None}) for s in split.stages)
+    with pytest.raises(ValueError, match="add --costs"):
+        choose_speculation(split.model_copy(update={"stages": stages}), "kv4", "auto", None)
 
 
 def test_auto_switches_off_and_on_as_the_batch_changes():
