@@ -106,6 +106,18 @@ def test_transformers_loads_it_and_gives_the_same_logits(
     assert relative(ours, theirs) < 2e-5 < 1e-2 < relative(dense, theirs)
 
 
+def test_transformers_loads_quantised_experts(tiny_models: Any, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("compressed_tensors")
+    source = tiny_models.directory("mixtral")
+    write(source, tmp_path / "q", "w8a16", group_size=None)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "q", dtype=torch.float32)
+    with torch.no_grad():
+        theirs = model.eval()(torch.tensor([TOKENS])).logits
+    ours, dense = (logits(LocalPipeline.from_directory(path)) for path in (tmp_path / "q", source))
+    assert relative(ours, theirs) < 2e-5 < 1e-3 < relative(dense, theirs)
+
+
 def test_w8a8_rounds_inputs_as_transformers_does(demo_model: Path, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("compressed_tensors")
