@@ -102,7 +102,7 @@ class Pipeline:
             stack.callback(_remove, group)
             pipeline = cls(plan, settings, deadlines)
             stack.callback(pipeline._kill)
-            pipeline._place(group)
+            pipeline._place(group, cluster)
             pipeline._load()
             pipeline._connect(launch)
             yield pipeline
@@ -153,9 +153,11 @@ class Pipeline:
         """Return the process of every stage."""
         return list(self._pids)
 
-    def _place(self, group: PlacementGroup) -> None:
+    def _place(self, group: PlacementGroup, cluster: Cluster | None) -> None:
+        """Start a process per stage; a node may keep the model at a path of its own."""
         actor_class = ray.remote(StageActor)
         plan_json, settings = self.plan.dump_json(), asdict(self._settings)
+        folders = {node.name: node.model_dir for node in cluster.nodes} if cluster else {}
         for index, stage in enumerate(self.plan.stages):
             options = actor_class.options(
                 num_cpus=0,
@@ -166,7 +168,8 @@ class Pipeline:
                     placement_group=group, placement_group_bundle_index=index
                 ),
             )
-            self._actors.append(options.remote(index, plan_json, settings))
+            folder = folders.get(stage.node) or settings["model_dir"]
+            self._actors.append(options.remote(index, plan_json, {**settings, "model_dir": folder}))
         identities = self._all("identity", self._deadlines.load_s)
         here = socket.gethostname()
         self._pids = [who["pid"] if who["host"] == here else 0 for who in identities]

@@ -62,7 +62,7 @@ def ray_cluster(address: str | None) -> Iterator[None]:
         where = f"at '{address}'" if address is not None else "on this machine"
         raise StageLostError(
             f"could not {'join' if address else 'start'} Ray {where}: {error}; check it with: "
-            "ray status"
+            "ray status (where it wants a token: RAY_AUTH_MODE=token and ~/.ray/auth_token)"
         ) from None
     try:
         yield

@@ -1,0 +1,116 @@
+"""Two Ray nodes on this machine: stages go where their node's labels say, over `--address`."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from llmpq.cluster import Cluster
+from llmpq.plan import ClusterRef
+
+pytestmark = pytest.mark.cluster
+CLUSTER = """
+schema: 1
+name: two-nodes
+nodes:
+  - {name: here, devices: [{kind: CPU, threads: 1}], labels: {place: here}}
+  - {name: there, devices: [{kind: CPU, threads: 1}], labels: {place: there},
+     model_dir: copy}
+"""
+LIMIT_S = 60
+JOB = ("--strat_file_name", "plan.json", "-i", "in.jsonl", "-o", "out.jsonl")
+
+
+def ray(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "ray.scripts.scripts", *map(str, arguments)]
+    environment = os.environ | {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token"}
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=True, timeout=LIMIT_S
+    )
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory) -> Iterator[str]:
+    """Start two nodes that want a token; end what they started."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    before = {process.pid for process in psutil.process_iter()}
+    common = ("--num-cpus=1", "--node-ip-address=127.0.0.1", "--object-store-memory=80000000")
+    folder = Path("/tmp") / f"llmpq-{port}"
+    head = ("--head", f"--port={port}", "--include-dashboard=false", f"--temp-dir={folder}")
+    ray("start", *head, "--labels=place=here", *common)
+    try:
+        ray("start", f"--address=127.0.0.1:{port}", "--labels=place=there", *common)
+        yield f"127.0.0.1:{port}"
+    finally:
+        for process in psutil.process_iter(["cmdline"]):
+            mine = any(str(folder) in word for word in process.info["cmdline"] or ())
+            if process.pid not in before and mine:
+                process.kill()
+
+
+@pytest.fixture
+def files(tmp_path, make_plan, demo_model) -> Path:
+    """Write the cluster, a plan over both nodes, and two prompts."""
+    copy = tmp_path / "copy"
+    copy.symlink_to(demo_model)
+    (tmp_path / "cluster.yaml").write_text(CLUSTER.replace("copy", str(copy)))
+    cluster = Cluster.load(tmp_path / "cluster.yaml")
+    plan = make_plan(demo_model, splits=(4,))
+    nodes = zip(plan.stages, ("there", "here"), strict=True)
+    stages = tuple(stage.model_copy(update={"node": node}) for stage, node in nodes)
+    ref = ClusterRef(name=cluster.name, fingerprint=cluster.fingerprint())
+    plan.model_copy(update={"stages": stages, "cluster": ref}).save_json(tmp_path / "plan.json")
+    (tmp_path / "in.jsonl").write_text('{"prompt": "import os\\n"}\n{"prompt": "def "}\n')
+    return tmp_path
+
+
+def dist(folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "llmpq.runtime", *map(str, arguments)]
+    environment = os.environ | {"RAY_AUTH_MODE": "token"}
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, check=False,
+        timeout=LIMIT_S,
+    )  # fmt: skip
+
+
+def test_stages_run_on_the_nodes_their_plan_names(address, files):
+    where = ("--cluster", "cluster.yaml", "--address", address)
+    done = dist(files, "run", *JOB, *where)
+    assert done.returncode == 0, done.stderr
+    assert "CPU-0 on there" in done.stderr and "CPU-1 on here" in done.stderr
+    rows = [json.loads(line) for line in (files / "out.jsonl").read_text().splitlines()]
+    assert [row["error"] for row in rows] == [None, None]
+
+
+def test_the_preflight_looks_at_both_nodes(address, files):
+    where = ("--cluster", "cluster.yaml", "--address", address)
+    done = dist(files, "check", "plan.json", *where, "--json")
+    assert done.returncode == 0, done.stderr
+    assert len(json.loads(done.stdout)["places"]) == 2
+
+
+def test_a_node_without_its_copy_of_the_model_is_named(address, files):
+    (files / "copy").unlink()
+    where = ("--cluster", "cluster.yaml", "--address", address)
+    done = dist(files, "check", "plan.json", *where)
+    assert done.returncode == 2
+    assert "stage CPU-0 on there" in done.stderr and f"{files}/copy" in done.stderr
+    done = dist(files, "run", *JOB, *where)
+    assert done.returncode == 2 and f"{files}/copy" in done.stderr
+
+
+def test_a_node_that_is_not_there_is_named(address, files):
+    text = (files / "cluster.yaml").read_text()
+    (files / "cluster.yaml").write_text(text.replace("place: there", "place: nowhere"))
+    where = ("--cluster", "cluster.yaml", "--address", address)
+    done = dist(files, "check", "plan.json", *where)
+    assert done.returncode == 6
+    assert "needs a node with labels {'place': 'nowhere'}" in done.stderr
