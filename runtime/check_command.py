@@ -209,5 +209,5 @@ def show(
 def _link(link: Mapping[str, Any]) -> str:
     if link["problem"] is not None:
         return "broken"
-    devices = {True: ", NCCL", False: ", no NCCL", None: ""}[link["nccl"]]
-    return f"{link['gloo_us']:.0f} us{devices}"
+    between = {None: "", "none": ", GPUs: none"}.get(link["device"], f", GPUs: {link['device']}")
+    return f"{link['gloo_us']:.0f} us{between}"

@@ -49,6 +49,7 @@ _MAX_CTAS = 4
 class Links(Protocol):
     """The links of one stage; `PeerLinks` and `DeviceLinks`."""
 
+    name: str
     device: torch.device
 
     def send(self, tensor: Tensor) -> None:
@@ -100,7 +101,7 @@ class DeviceLinks:
     ) -> None:
         """Make the communicators; every stage calls this at the same time."""
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
-        self.device = device
+        self.name, self.device = backend, device
         self._limit_s, last = limit_s, self._world - 1
         groups = [_group([first, first + 1], backend, limit_s) for first in range(last)]
         self._back = _group([0, last], backend, limit_s)

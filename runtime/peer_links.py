@@ -69,6 +69,8 @@ class Room:
 class PeerLinks:
     """The links of one stage to stages of the same host; its GPU is current in the thread."""
 
+    name = "peer"
+
     def __init__(self, device: torch.device, room: Room, *, limit_s: float) -> None:
         """Open the neighbours' inboxes; every stage calls this at the same time."""
         self._rank, self._world = dist.get_rank(), dist.get_world_size()

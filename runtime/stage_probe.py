@@ -62,8 +62,8 @@ class LinkReport:
 
     gloo_us: float | None
     problem: str | None = None
-    nccl: bool | None = None
-    """Whether device links work; None between CPUs."""
+    device: str | None = None
+    """The kind of link between the GPUs, `none` if all failed; None between CPUs."""
 
 
 class StageProbe:
@@ -109,12 +109,13 @@ class StageProbe:
             self._store = store
             join_gloo(dist.PrefixStore("check", store), self._index, self._num_stages)
             gloo_us = self._ping()
-            nccl = None
+            device = None
             if self._on_gpu:
-                nccl = connect_devices(torch.device("cuda", 0), _PROBE_ROOM) is not None
+                links = connect_devices(torch.device("cuda", 0), _PROBE_ROOM)
+                device = links.name if links is not None else "none"
         except RuntimeError as error:
             return asdict(LinkReport(gloo_us=None, problem=str(error).splitlines()[0]))
-        return asdict(LinkReport(gloo_us=gloo_us, nccl=nccl))
+        return asdict(LinkReport(gloo_us=gloo_us, device=device))
 
     def _ping(self) -> float:
         """Time 64 KiB messages from every stage to its next, all stages in turn."""
