@@ -17,7 +17,7 @@ from llmpq.errors import ExitCode, LlmpqError
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
-from llmpq.precision import Precision
+from llmpq.precision import KVPrecision, Precision
 from llmpq.runtime.output_paths import refusal
 from llmpq.units import format_size
 
@@ -79,6 +79,10 @@ def _parser() -> argparse.ArgumentParser:
         help="zero points in w3/w4/w8a16 layers: less error, but Transformers cannot load them "
         "(compressed-tensors 0.20 expects them unpacked)",
     )
+    parser.add_argument(
+        "--kv-cache-dtype",
+        help="bits of the KV cache that config.json names: 16, 8, 4 (default the plan's, or 16)",
+    )
     parser.add_argument("--windows", type=int, default=128, help="calibration windows (128)")
     parser.add_argument("--window", type=int, default=2048, help="tokens of a window (2048)")
     parser.add_argument("--seed", type=int, default=0, help="where the windows are taken (0)")
@@ -115,6 +119,7 @@ def _quantize(args: argparse.Namespace) -> int:
             symmetric=planned.symmetric and not args.asymmetric,
             outliers=asked,
         ),
+        kv=_kv(args, plan),
         windows_WT=random_windows(
             _tokens(args),
             count=args.windows,
@@ -145,6 +150,12 @@ def _plan(args: argparse.Namespace, spec: ModelSpec) -> Plan | None:
     plan = Plan.load(args.strat_file_name)
     plan.require_model(spec)
     return plan
+
+
+def _kv(args: argparse.Namespace, plan: Plan | None) -> KVPrecision:
+    if args.kv_cache_dtype:
+        return KVPrecision.parse(args.kv_cache_dtype)
+    return plan.workload.kv if plan else KVPrecision.KV16
 
 
 def _group_size(text: str) -> int | None:

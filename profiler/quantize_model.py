@@ -18,7 +18,7 @@ from torch import Tensor
 
 from llmpq.kernels.atom_scheme import AtomScheme
 from llmpq.model_spec import ModelSpec
-from llmpq.precision import Precision
+from llmpq.precision import KVPrecision, Precision
 from llmpq.profiler.atom import layer_bytes
 from llmpq.profiler.calibrate import CalibrationRun
 from llmpq.profiler.in_turn import quantize
@@ -26,7 +26,12 @@ from llmpq.profiler.recipes import Settings, recipe
 from llmpq.runtime.layers import Weight
 from llmpq.runtime.loader import CheckpointSource
 from llmpq.runtime.quantized_checkpoint import QuantizedCheckpoint
-from llmpq.runtime.quantized_writer import CheckpointWriter, compressed_config, layer_file
+from llmpq.runtime.quantized_writer import (
+    CheckpointWriter,
+    compressed_config,
+    kv_cache_scheme,
+    layer_file,
+)
 from llmpq.runtime.stage_model import DTYPES
 
 STATE_FILE = "quantize.json"
@@ -44,6 +49,8 @@ class Job:
     settings: Settings
     windows_WT: Tensor
     """Calibration tokens."""
+    kv: KVPrecision = KVPrecision.KV16
+    """Bits of the KV cache the checkpoint is meant for; config.json says so."""
 
     def description(self) -> dict[str, Any]:
         """Return what decides the result, as JSON values."""
@@ -53,6 +60,7 @@ class Job:
             "model": self.spec.name,
             "fingerprint": self.spec.fingerprint(),
             "precisions": [precision.value for precision in self.precisions],
+            "kv": self.kv.value,
             "settings": asdict(self.settings),
             "windows": list(self.windows_WT.shape),
             "calibration_sha256": hashlib.sha256(tokens).hexdigest(),
@@ -104,12 +112,14 @@ def quantization_config(job: Job) -> dict[str, Any]:
             "group_size": settings.group_size,
             "symmetric": settings.symmetric,
             "outliers": chosen.scheme.outliers,
+            "kv_cache_scheme": kv_cache_scheme(job.spec, job.kv),
         }
     return compressed_config(
         job.spec,
         job.precisions,
         group_size=settings.group_size,
         symmetric=settings.symmetric,
+        kv=job.kv,
     )
 
 

@@ -31,10 +31,11 @@ from torch.nn import functional
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
-from llmpq.precision import Precision
+from llmpq.precision import KVPrecision, Precision
 from llmpq.runtime.generate import LocalPipeline
 from llmpq.runtime.kv_cache import KVCache
-from llmpq.runtime.quantized_checkpoint import QuantizedCheckpoint, open_checkpoint
+from llmpq.runtime.low_bit_kv import LowBitKV
+from llmpq.runtime.quantized_checkpoint import QuantizedCheckpoint, open_checkpoint, stored_kv
 from llmpq.runtime.stage_model import DTYPES
 from llmpq.runtime.step import Step
 from llmpq.runtime.tokenizer import Tokenizer
@@ -164,6 +165,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--precision", help="precision of all layers, or one per layer with commas (default w16a16)"
     )
     parser.add_argument("--strat_file_name", help="plan whose precisions and quantisation to use")
+    parser.add_argument(
+        "--kv-cache-dtype", help="bits of the KV cache (default the plan's or directory's, or 16)"
+    )
     parser.add_argument("--symmetric", action="store_true", help="quantise without zero points")
     parser.add_argument("--dtype", choices=sorted(DTYPES), help="default: the plan's, or float32")
     parser.add_argument("--device", default="cpu", help="torch device (default cpu)")
@@ -191,6 +195,7 @@ def main(args: argparse.Namespace) -> int:
         precision=args.precision,
         plan=args.strat_file_name,
         symmetric=args.symmetric,
+        kv=args.kv_cache_dtype,
         dtype=args.dtype,
         device=args.device,
     )
@@ -227,15 +232,19 @@ def load(
     precision: str | None = None,
     plan: str | None = None,
     symmetric: bool = False,
+    kv: str | None = None,
     dtype: str | None = None,
     device: str = "cpu",
 ) -> tuple[LocalPipeline, str]:
     """Return a model whole in this process, and its precisions in words.
 
-    A quantised directory runs as it is stored unless a precision or plan says otherwise.
+    A quantised directory runs as it is stored unless a precision or plan says otherwise; so does
+    its KV cache, which prompts then read packed, query by query.
     """
     spec = ModelSpec.from_directory(model)
-    precisions, quantization, planned_dtype = _precisions(precision, plan, symmetric, spec)
+    precisions, quantization, planned_dtype, planned_kv = _precisions(
+        precision, plan, symmetric, spec
+    )
     source = open_checkpoint(model, spec)
     pipeline = LocalPipeline.build(
         spec,
@@ -245,8 +254,36 @@ def load(
         dtype=DTYPES[dtype or planned_dtype],
         device=usable_device(device),
     )
+    bits = KVPrecision.parse(kv) if kv else planned_kv or stored_kv(model)
     as_stored = isinstance(source, QuantizedCheckpoint) and not (precision or plan)
-    return pipeline, "quantised as stored" if as_stored else describe(precisions)
+    described = "quantised as stored" if as_stored else describe(precisions)
+    if bits is KVPrecision.KV16:
+        return pipeline, described
+    fields = (pipeline.spec, pipeline.stages, pipeline.dtype, pipeline.device)
+    return LowBitPipeline(*fields, bits), f"{described}, {bits.value}"
+
+
+@dataclass(frozen=True)
+class LowBitPipeline(LocalPipeline):
+    """A pipeline whose prompts, too, attend to packed keys and values."""
+
+    kv: KVPrecision
+
+    def caches(self, slots: int, max_len: int) -> list[KVCache]:
+        """Return one empty cache per stage."""
+        return [
+            LowBitKV(
+                self.spec,
+                self.kv,
+                num_layers=len(stage.layers),
+                slots=slots,
+                max_len=max_len,
+                dtype=self.dtype,
+                device=self.device,
+                exact_prompt=False,
+            )
+            for stage in self.stages
+        ]
 
 
 def _reference(args: argparse.Namespace, pipeline: LocalPipeline) -> LocalPipeline:
@@ -299,14 +336,15 @@ def describe(precisions: Sequence[Precision]) -> str:
 
 def _precisions(
     named: str | None, plan_file: str | None, symmetric: bool, spec: ModelSpec
-) -> tuple[tuple[Precision, ...], Quantization, str]:
-    """Return the precision of every layer, how it is stored, and the dtype, from plan or option."""
+) -> tuple[tuple[Precision, ...], Quantization, str, KVPrecision | None]:
+    """Return every layer's precision, how it is stored, dtype and KV, from plan or option."""
     if plan_file:
         if named or symmetric:
             raise ValueError("--strat_file_name says the precisions; leave out the other options")
         plan = Plan.load(plan_file)
         plan.require_model(spec)
-        return plan.precisions, plan.quantization.settings(), plan.workload.dtype
+        work = plan.workload
+        return plan.precisions, plan.quantization.settings(), work.dtype, work.kv
     chosen = [Precision.parse(name) for name in (named or "w16a16").split(",")]
     if len(chosen) == 1:
         chosen *= spec.num_layers
@@ -315,7 +353,7 @@ def _precisions(
             f"--precision names {len(chosen)} layers, {spec.name} has {spec.num_layers}; give one "
             "precision for all, or one per layer"
         )
-    return tuple(chosen), Quantization(symmetric=symmetric), "float32"
+    return tuple(chosen), Quantization(symmetric=symmetric), "float32", None
 
 
 def _show_progress(windows: int, value: float) -> None:

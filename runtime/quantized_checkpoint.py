@@ -32,7 +32,7 @@ from llmpq.kernels.convert import from_awq, from_compressed_tensors, from_gptq
 from llmpq.kernels.formats import Layout
 from llmpq.kernels.qweight import QuantizedWeight, from_codes
 from llmpq.model_spec import ModelSpec
-from llmpq.precision import padded_k
+from llmpq.precision import KVPrecision, padded_k
 from llmpq.runtime.families.names import Shapes
 from llmpq.runtime.loader import CheckpointSource
 
@@ -48,6 +48,14 @@ def open_checkpoint(directory: str | Path, spec: ModelSpec) -> CheckpointSource:
     if described is None:
         return CheckpointSource(directory, spec)
     return QuantizedCheckpoint(directory, spec, described)
+
+
+def stored_kv(directory: str | Path) -> KVPrecision:
+    """Return the KV precision a directory was quantised for; kv16 where it names none of ours."""
+    config = json.loads((Path(directory) / "config.json").read_text())
+    scheme = (config.get("quantization_config") or {}).get("kv_cache_scheme") or {}
+    bits = scheme.get("num_bits") if scheme.get("type", "int") == "int" else None
+    return KVPrecision.parse(str(bits)) if bits in (2, 4, 8) else KVPrecision.KV16
 
 
 class QuantizedCheckpoint(CheckpointSource):

@@ -23,7 +23,7 @@ from llmpq.kernels.convert import to_compressed_tensors
 from llmpq.kernels.formats import Layout
 from llmpq.kernels.qweight import QuantizedWeight, from_codes
 from llmpq.model_spec import ModelSpec
-from llmpq.precision import Precision
+from llmpq.precision import KVPrecision, Precision
 from llmpq.runtime.families import FAMILIES
 from llmpq.runtime.layers import Weight
 from llmpq.runtime.loader import INDEX, CheckpointSource
@@ -181,7 +181,12 @@ def _atom_tensors(index: int, part: str, weight: Weight, dtype: torch.dtype) -> 
 
 
 def compressed_config(
-    spec: ModelSpec, precisions: Sequence[Precision], *, group_size: int | None, symmetric: bool
+    spec: ModelSpec,
+    precisions: Sequence[Precision],
+    *,
+    group_size: int | None,
+    symmetric: bool,
+    kv: KVPrecision = KVPrecision.KV16,
 ) -> dict[str, Any]:
     """Return the compressed-tensors configuration of weight-only and w8a8 layers."""
     before = FAMILIES[spec.family].names.layer_prefix
@@ -206,8 +211,22 @@ def compressed_config(
         "format": formats.pop() if len(formats) == 1 else "mixed-precision",
         "quantization_status": "compressed",
         "ignore": ["lm_head", *([r"re:.*\.gate$"] if spec.experts else [])],
-        "kv_cache_scheme": None,
+        "kv_cache_scheme": kv_cache_scheme(spec, kv),
         "config_groups": groups,
+    }
+
+
+def kv_cache_scheme(spec: ModelSpec, kv: KVPrecision) -> dict[str, Any] | None:
+    """Return compressed-tensors' words for a low-bit cache: a scale and zero per token and head."""
+    if kv is KVPrecision.KV16:
+        return None
+    return {
+        "num_bits": kv.bits,
+        "type": "int",
+        "symmetric": False,
+        "strategy": "group",
+        "group_size": spec.head_dim,
+        "dynamic": True,
     }
 
 

@@ -16,11 +16,12 @@ from llmpq.kernels.quantize import quantize_weight
 from llmpq.kernels.qweight import QuantizedWeight
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
-from llmpq.precision import Precision, WeightScheme
+from llmpq.precision import KVPrecision, Precision, WeightScheme
 from llmpq.profiler.calibrate import random_windows
 from llmpq.profiler.quantize_command import main as quantize_main
 from llmpq.profiler.quantize_model import Job, quantize_model, spread
 from llmpq.profiler.recipes import Settings
+from llmpq.runtime.evaluate import load
 from llmpq.runtime.generate import LocalPipeline
 from llmpq.runtime.loader import CheckpointSource
 from llmpq.runtime.quantized_checkpoint import open_checkpoint
@@ -33,7 +34,13 @@ TOKENS = list(range(5, 45))
 
 
 def write(
-    directory: Path, target: Path, schemes: str, *, method: str = "rtn", **settings: Any
+    directory: Path,
+    target: Path,
+    schemes: str,
+    *,
+    method: str = "rtn",
+    kv: KVPrecision = KVPrecision.KV16,
+    **settings: Any,
 ) -> ModelSpec:
     """Quantise a directory with two short windows of calibration."""
     spec = ModelSpec.from_directory(directory)
@@ -42,16 +49,17 @@ def write(
         precisions=spread([Precision.parse(s) for s in schemes.split(",")], spec.num_layers),
         settings=Settings(method=method, **settings),  # type: ignore[arg-type]
         windows_WT=random_windows([t % spec.vocab for t in range(7, 3000, 7)], count=2, length=48),
+        kv=kv,
     )
     with torch.inference_mode():
         quantize_model(job, CheckpointSource(directory, spec), target)
     return spec
 
 
-def logits(pipeline: LocalPipeline) -> torch.Tensor:
-    step = Step.of([0], [0], [len(TOKENS)])
-    caches = pipeline.caches(1, 64)
-    return pipeline.logits(torch.tensor([TOKENS]), step, caches, all_positions=True)
+def logits(pipeline: LocalPipeline, tokens: list[int] = TOKENS) -> torch.Tensor:
+    step = Step.of([0], [0], [len(tokens)])
+    caches = pipeline.caches(1, len(tokens))
+    return pipeline.logits(torch.tensor([tokens]), step, caches, all_positions=True)
 
 
 def relative(got: torch.Tensor, exact: torch.Tensor) -> float:
@@ -116,6 +124,26 @@ def test_transformers_loads_quantised_experts(tiny_models: Any, tmp_path: Path) 
         theirs = model.eval()(torch.tensor([TOKENS])).logits
     ours, dense = (logits(LocalPipeline.from_directory(path)) for path in (tmp_path / "q", source))
     assert relative(ours, theirs) < 2e-5 < 1e-3 < relative(dense, theirs)
+
+
+@pytest.mark.parametrize("kv", [KVPrecision.KV8, KVPrecision.KV4])
+def test_a_low_bit_cache_is_named_in_the_configuration(
+    kv: KVPrecision, demo_model: Path, tmp_path: Path
+) -> None:
+    """Transformers rounds keys and values per token and head; ours keeps the newest exact."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("compressed_tensors")
+    write(demo_model, tmp_path / "q", "w8a16", kv=kv)
+    tokens = [token % 4096 for token in range(5, 3000, 7)]
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "q", dtype=torch.float32)
+    with torch.no_grad():
+        theirs = model.eval()(torch.tensor([tokens])).logits
+    pipeline, described = load(str(tmp_path / "q"))
+    assert described == f"quantised as stored, {kv.value}"
+    plain, _ = load(str(tmp_path / "q"), kv="16")
+    exact = logits(plain, tokens)
+    ours, rounded = relative(logits(pipeline, tokens), exact), relative(theirs, exact)
+    assert 0.1 * rounded < ours < 1.5 * rounded
 
 
 def test_w8a8_rounds_inputs_as_transformers_does(demo_model: Path, tmp_path: Path) -> None:
