@@ -23,8 +23,11 @@ from llmpq.runtime.request import MicroBatch, Request, Round, StepKind
 UNKNOWN = -1
 """Stands for a position or token that a round under way has yet to bring."""
 
-MAX_PADDING = 0.3
-"""Prompts share a prefill micro-batch while at most this share of its tokens is padding."""
+MAX_PADDING, MAX_LARGE_PADDING = 0.3, 0.05
+"""Prompts share a prefill micro-batch while at most this share of its tokens is padding: sharing
+the reading of weights pays for it as long as there are few of them."""
+LARGE_PREFILL = 1024
+"""Tokens from which on a prefill takes what its tokens take, padding included."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,7 +218,9 @@ class Scheduler:
         while self._waiting and self._free_slots and len(group) < self.limits.prefill_microbatch:
             length = len(self._waiting[0].prompt)
             longest, total = max(longest, length), total + length
-            if group and total < (1 - MAX_PADDING) * longest * (len(group) + 1):
+            padded = longest * (len(group) + 1)
+            allowed = MAX_LARGE_PADDING if padded > LARGE_PREFILL else MAX_PADDING
+            if group and total < (1 - allowed) * padded:
                 break
             request = self._waiting.popleft()
             request.slot = heappop(self._free_slots)
