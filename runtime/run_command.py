@@ -95,6 +95,8 @@ def _add_launch(group: argparse._ArgumentGroup) -> None:
     )  # fmt: skip
     group.add_argument("--master_addr", "--master-addr", default=launch.master_addr, metavar="IP",
                        help="where the stages meet (the first stage's host)")  # fmt: skip
+    group.add_argument("--layer-cache", metavar="DIR",
+                       help="keep quantised layers here: a restart reads them")  # fmt: skip
     group.add_argument("--links", choices=LINK_CHOICES, default="auto",
                        help="between GPUs; auto: the best that works")  # fmt: skip
     group.add_argument("--master_port", "--master-port", type=int, default=launch.master_port,
@@ -307,6 +309,7 @@ def _settings(args: argparse.Namespace, plan: Plan) -> StageSettings:
         gamma=drafts.gamma,
         costs=drafts.costs,
         links=args.links,
+        layer_cache=None if args.layer_cache is None else str(Path(args.layer_cache).resolve()),
     )
 
 

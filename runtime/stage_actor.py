@@ -32,7 +32,8 @@ from llmpq.runtime.device_links import (
     connect_devices,
 )
 from llmpq.runtime.emulate import Emulation
-from llmpq.runtime.loader import RandomSource, TensorSource
+from llmpq.runtime.kept_layers import KeptLayers
+from llmpq.runtime.loader import CheckpointSource, RandomSource, TensorSource
 from llmpq.runtime.peer_links import Room
 from llmpq.runtime.placement import is_cpu, listening_socket, loopback_interface
 from llmpq.runtime.quantized_checkpoint import open_checkpoint
@@ -67,6 +68,8 @@ class StageSettings:
     """`dummy`: random weights made on the device; the model may be a built-in name."""
     graphs: bool = True
     """Capture decode steps in CUDA graphs, on a GPU."""
+    layer_cache: str | None = None
+    """Folder that keeps quantised layers, so that a restart need not quantise them again."""
     links: LinkChoice = "auto"
     """How hidden states travel between GPUs; `auto` tries what is best first."""
 
@@ -295,10 +298,19 @@ class StageActor:
         model = self._settings.model_dir
         if self._settings.load_format == "auto":
             spec = ModelSpec.from_directory(model)
-            return spec, open_checkpoint(model, spec)
+            return spec, self._kept(open_checkpoint(model, spec), device)
         known = os.path.isdir(model)
         spec = ModelSpec.from_directory(model) if known else ModelSpec.by_name(model)
         return spec, RandomSource(spec, device=device)
+
+    def _kept(self, source: CheckpointSource, device: torch.device) -> TensorSource:
+        """Return the checkpoint behind the layers kept on disk, if that was asked for."""
+        if self._settings.layer_cache is None or type(source) is not CheckpointSource:
+            return source
+        scheme, stage = self._plan.quantization.settings().scheme, self._stage
+        numbers = range(*stage.layers)
+        schemes = {i: scheme(p) for i, p in zip(numbers, stage.precisions, strict=True)}
+        return KeptLayers(source, self._settings.layer_cache, schemes, device)
 
     def _device(self) -> torch.device:
         """Return the device Ray gave this actor, or refuse a plan made for another kind."""

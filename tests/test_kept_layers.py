@@ -1,0 +1,84 @@
+"""Layers kept on disk: read instead of quantised, and made again when they do not fit."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from llmpq.memory import Quantization
+from llmpq.model_spec import ModelSpec
+from llmpq.precision import Precision
+from llmpq.runtime.kept_layers import KeptLayers
+from llmpq.runtime.loader import CheckpointSource
+from llmpq.runtime.stage_model import StageModel
+
+pytestmark = pytest.mark.cpu
+BITS = [Precision.W4A16, Precision.W8A16, Precision.W16A16, Precision.W3A16]
+
+
+class CountingSource(CheckpointSource):
+    """Counts the layers read from the checkpoint."""
+
+    num_layers_read = 0
+
+    def layer(self, index, dtype):
+        self.num_layers_read += 1
+        return super().layer(index, dtype)
+
+
+def build(directory: Path, folder: Path | None, *, symmetric: bool = False):
+    """Build the first layers of a model; return logits, and how many layers were read where."""
+    spec = ModelSpec.from_directory(directory)
+    source = CountingSource(directory, spec)
+    scheme = Quantization(symmetric=symmetric).scheme
+    precisions = BITS[: spec.num_layers]
+    schemes = {i: scheme(p) for i, p in enumerate(precisions)}
+    cpu = torch.device("cpu")
+    kept = source if folder is None else KeptLayers(source, folder, schemes, cpu)
+    model = StageModel.build(
+        spec,
+        range(len(precisions)),
+        precisions,
+        first=True,
+        last=True,
+        dtype=torch.float32,
+        device=cpu,
+        scheme=scheme,
+        source=kept,
+    )
+    weights = [
+        layer.attention.qkv.weight.codes().sum().item()
+        for layer, p in zip(model.layers, precisions, strict=True)
+        if p is not Precision.W16A16
+    ]
+    return weights, model.weight_nbytes, source.num_layers_read
+
+
+@pytest.fixture
+def model(tiny_models, tmp_path) -> Path:
+    copy = tmp_path / "model"
+    shutil.copytree(tiny_models.directory("llama"), copy)
+    return copy
+
+
+def test_a_second_start_reads_what_the_first_one_quantised(model, tmp_path):
+    plain = build(model, None)
+    first, second = build(model, tmp_path / "kept"), build(model, tmp_path / "kept")
+    assert first[:2] == second[:2] == plain[:2]
+    dense = BITS[: plain[2]].count(Precision.W16A16)
+    assert first[2] == plain[2] and second[2] == dense, "only dense layers are read again"
+
+
+@pytest.mark.parametrize("change", ["truncated", "checkpoint", "scheme"])
+def test_what_does_not_fit_is_made_again(model, tmp_path, change):
+    folder = tmp_path / "kept"
+    first = build(model, folder)
+    if change == "truncated":
+        for path in folder.rglob("*.safetensors"):
+            path.write_bytes(path.read_bytes()[:100])
+    elif change == "checkpoint":
+        (model / "model.safetensors").touch()
+    again = build(model, folder, symmetric=change == "scheme")
+    assert again[2] == first[2], "every layer is read from the checkpoint"
+    assert (again[:2] == first[:2]) == (change != "scheme")
