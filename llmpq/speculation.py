@@ -251,9 +251,9 @@ def _next_above(rows: int, known: Sequence[int] | Mapping[int, Line]) -> int:
 def draft_bytes(plan: Plan, spec: ModelSpec, index: int, mode: SpeculationMode) -> int:
     """Return what a stage's drafts hold beyond the stage itself.
 
-    A 4-bit copy of its 16- and 8-bit layers (w4kv4), a 4-bit copy of its KV cache (w4kv4, kv4). The
-    upper nibbles of an 8-bit weight are part of it where weights are stored as planes; CPU stages
-    hold a copy.
+    A 4-bit copy of its 16- and 8-bit layers and output matrix (w4kv4), a 4-bit copy of its KV cache
+    (w4kv4, kv4). The upper nibbles of an 8-bit weight are part of it where weights are stored as
+    planes; CPU stages hold a copy.
     """
     stage, workload = plan.stages[index], plan.workload
     copied = DRAFT_PRECISION[mode] if mode == "w4kv4" or stage.threads is not None else {}
@@ -264,6 +264,8 @@ def draft_bytes(plan: Plan, spec: ModelSpec, index: int, mode: SpeculationMode) 
         scheme.nbytes(s.out_features, s.in_features, workload.dtype_bytes) for s in spec.linears()
     )
     weights = sum(of_a_layer for p in stage.precisions if p in copied) if mode != "qspec" else 0
+    if mode == "w4kv4" and index == len(plan.stages) - 1:
+        weights += scheme.nbytes(spec.vocab, spec.hidden, workload.dtype_bytes)
     if mode not in READS_KV4:
         return weights
     cache = kv_cache_bytes(

@@ -1,13 +1,14 @@
 """Cheap ways of running the very model that is served: views of a stage with other linears.
 
     qspec   4-bit weights meet activations rounded to 4 bits (the target: 16-bit activations)
-    w4kv4   16- and 8-bit layers get a 4-bit copy; the KV cache is read at 4 bits
+    w4kv4   16- and 8-bit layers, and the output matrix, get a 4-bit copy; the KV cache is read at
+            4 bits
     planes  8-bit weights are read by their upper nibbles only
     kv4     the same weights; the KV cache is read at 4 bits
 
-A view shares norms, embedding and head with its stage; what it adds in bytes is stated. It attends
-to the stage's own KV cache, or to a 4-bit copy of it (dual_kv.py); the verifier overwrites the KV
-that a draft leaves.
+A view shares norms, embedding and (but for w4kv4) head with its stage; what it adds in bytes is
+stated. It attends to the stage's own KV cache, or to a 4-bit copy of it (dual_kv.py); the verifier
+overwrites the KV that a draft leaves.
 """
 
 from __future__ import annotations
@@ -86,6 +87,8 @@ def build_draft(mode: DraftMode, model: StageModel, kv: KVCache) -> Draft:
     view = copy.copy(model)
     view._modules = dict(model._modules)
     view.layers = nn.ModuleList([_with_linears(layer, swaps[mode]) for layer in model.layers])
+    if mode == "w4kv4" and model.head is not None:
+        view.head = _with_linears(model.head, swaps[mode])
     return Draft(view, kv, sum(weight.nbytes for weight in held))
 
 

@@ -125,9 +125,10 @@ class StageCompute:
         """Return the result table of the last stage (see `stage_loop.result_tokens`)."""
         if message.kind is StepKind.VERIFY:
             return self._verify(hidden_BQH, step, message)
-        logits_BV = self.model.logits(hidden_BQH, step)
-        if message.kind is not StepKind.DRAFT:
+        if message.kind is not StepKind.DRAFT or self.draft is None:
+            logits_BV = self.model.logits(hidden_BQH, step)
             return sample(logits_BV, message.sampling, message.sample_steps)[:, None]
+        logits_BV = self.draft.model.logits(hidden_BQH, step)
         tokens_B, probs = draft_tokens(logits_BV, message.sampling, message.sample_steps)
         for slot, q_V in zip(message.slots, probs, strict=True):
             if q_V is not None:
@@ -165,17 +166,18 @@ class StageCompute:
         self._run_zeros(StepKind.DECODE, rows, 1)
 
     def warm_up_shapes(self, plan: Plan) -> None:
-        """Run the shapes to come on a CPU, where a product of a new one takes twice its time.
+        """Run the shapes to come: the largest prompts on a GPU, so that a lack of memory shows.
 
-        The planned numbers of rows run at some widths, as far as `WARM_UP_S` goes, and prompts are
-        then padded to the next of these.
+        On a CPU a product of a new shape takes twice its time. The planned numbers of rows run at
+        some widths, as far as `WARM_UP_S` goes, and prompts are then padded to the next of these.
         """
-        if self._device.type != "cpu":
-            return
         workload = plan.workload
         prompt_len = min(workload.prompt_len, workload.max_len)
         decode_rows = min(plan.decode_microbatch, workload.batch)
         prefill_rows = min(plan.prefill_microbatch, workload.batch)
+        if self._device.type != "cpu":
+            self._run_zeros(StepKind.PREFILL, prefill_rows, prompt_len)
+            return
         gap = max(MIN_WIDTH, -(-prompt_len // NUM_WIDTHS))
         widths = [*range(gap, prompt_len, gap), prompt_len]
         shapes = [(StepKind.PREFILL, prefill_rows, width) for width in widths]
