@@ -68,6 +68,13 @@ class KVCase:
         return KVFormat(precision=precision, head_dim=self.head_dim, key_group=group)
 
     @property
+    def setting(self) -> str:
+        """BitDecoding's name for the setting."""
+        if self.layout == "paged":
+            return "page"
+        return "single" if self.batch == 1 else "batches"
+
+    @property
     def floor_us(self) -> float:
         """Microseconds to read the keys and values once."""
         if self.kv == "kv16":
@@ -90,6 +97,9 @@ SHAPES = (
     (32, 32, 1, 131072),
 )
 """heads, kv_heads, batch, context: the settings with measured peers."""
+
+SETTINGS = ("single", "batches", "page")
+"""Batch 1, larger batches, and pages in random order: the settings of BitDecoding's paper."""
 
 
 def random_layer(case: KVCase, pages: int, device: torch.device) -> KVLayer:
@@ -302,6 +312,7 @@ def measure(case: KVCase, device: torch.device, repeats: int) -> dict[str, list[
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `bench kv`."""
     parser.add_argument("--rows", action="store_true", help="append to benchmarks/results/kv.jsonl")
+    parser.add_argument("--setting", choices=SETTINGS, default="", help="run one setting only")
     parser.add_argument("--only", default="", help="run the cases whose JSON contains this text")
     parser.add_argument(
         "--tune", action="store_true", help="measure launches, write kv_tuning.json"
@@ -319,9 +330,10 @@ def main(args: argparse.Namespace) -> int:
     if args.tune:
         tune_all(device, args.only)
         return 0
-    fp16: dict[tuple[int, ...], float] = {}
+    fp16: dict[tuple[int, ...], dict[str, float]] = {}
     for case in suite():
-        if args.only not in json.dumps(asdict(case)):
+        wanted = case.kv == "kv16" or args.setting in ("", case.setting)
+        if not wanted or args.only not in json.dumps(asdict(case)):
             continue
         samples = measure(case, device, args.repeats)
         medians = {name: sorted(s)[len(s) // 2] for name, s in samples.items()}
@@ -329,9 +341,9 @@ def main(args: argparse.Namespace) -> int:
         us = medians.pop("value")
         baselines = dict(medians)
         if case.kv == "kv16":
-            fp16[shape] = us
-        elif case.op == "attend" and shape in fp16:
-            baselines["sdpa_cudnn_fp16"] = fp16[shape]
+            fp16[shape] = {"sdpa_cudnn_fp16": us, "sdpa_flash_fp16": baselines["sdpa_flash"]}
+        elif case.op == "attend":
+            baselines |= fp16.get(shape, {})
         _report(args, case, us, samples["value"], baselines)
         torch.cuda.empty_cache()
     return 0
@@ -351,7 +363,7 @@ def _report(
     share = f"{100 * floor / us:4.0f}% of floor" if floor else ""
     name = f"{case.op} {case.heads}/{case.kv_heads} B={case.batch} {case.context} {case.kv}"
     more = f"{case.keys} q{case.q_len} {case.layout}"
-    others = " ".join(f"{name} {value:.1f}" for name, value in baselines.items())
+    others = " ".join(f"{key} {value:.1f}" for key, value in baselines.items())
     sys.stdout.write(f"{name:38} {more:22} {us:8.2f} us {share} {speed} {others}\n")
     sys.stdout.flush()
     if args.rows:

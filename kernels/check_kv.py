@@ -8,6 +8,7 @@ recomputed in float64 from the whole history (kv_oracle.py).
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -45,6 +46,10 @@ class Case:
     steps: Steps
     paged: bool = True
     alibi: bool = False
+    rope: bool = False
+    """The append rotates queries and keys."""
+    width: int = 0
+    """New tokens that every step is padded to, so that one kernel serves ragged steps."""
 
     @property
     def max_len(self) -> int:
@@ -84,9 +89,19 @@ def build(
     return order.int().reshape(slots, blocks).to(device), layer, twin
 
 
-def share_equal(layer: KVLayer, twin: KVLayer) -> float:
-    """Return the least share of equal elements over the tensors; 0 if the rings differ at all."""
-    equal = 1.0 if torch.equal(layer.k_ring_SGRD, twin.k_ring_SGRD) else 0.0
+def share_equal(layer: KVLayer, twin: KVLayer, *, rope: bool = False) -> float:
+    """Return the least share of equal elements over the tensors; 0 if the rings differ.
+
+    Rotated keys may differ in their last bit (sines), copied ones may not.
+    """
+    ours, theirs = layer.k_ring_SGRD, twin.k_ring_SGRD
+    last_bit = torch.finfo(theirs.dtype).eps
+    same = torch.equal(layer.v_ring_SGRD, twin.v_ring_SGRD)
+    if rope:
+        same &= torch.allclose(ours, theirs, rtol=last_bit, atol=last_bit)
+    else:
+        same &= torch.equal(ours, theirs)
+    equal = 1.0 if same else 0.0
     for ours, theirs in (
         (layer.k_words_PGW, twin.k_words_PGW),
         (layer.v_words_PGW, twin.v_words_PGW),
@@ -104,23 +119,33 @@ def run_case(case: Case, device: torch.device, seed: int = 0) -> Outcome:
     gen = torch.Generator().manual_seed(seed)
     table, layer, twin = build(case, device, gen)
     slopes = torch.linspace(0.01, 0.1, case.heads, device=device) if case.alibi else None
+    inv_freq = 1e4 ** (-torch.arange(0, fmt.head_dim, 2, device=device) / fmt.head_dim)
     shape = (2, slots, case.max_len, case.kv_heads, fmt.head_dim)
     past = torch.zeros(shape, dtype=case.dtype, device=device)
     worst, equal = 0.0, 1.0
     for step in case.steps:
         start, count = (torch.tensor(x, device=device) for x in zip(*step, strict=True))
-        q_len = int(count.max())
+        q_len = max(int(count.max()), case.width)
         q = torch.randn(slots, q_len, case.heads, fmt.head_dim, generator=gen)
         kv = torch.randn(2, slots, q_len, case.kv_heads, fmt.head_dim, generator=gen)
         q, kv = q.to(device, case.dtype), kv.to(device, case.dtype)
-        for b, (first, num) in enumerate(step):
-            past[:, b, first : first + num] = kv[:, b, :num]
+        k, v = kv[0], kv[1]
         index = torch.arange(slots, device=device)
         rows = DeviceRows(slots=index.int(), starts=start.int(), counts=count.int())
-        run_append(fmt, layer, table, kv[0], kv[1], rows, paged=case.paged)
         twin_rows = Rows(slots_B=index, start_B=start, num_new_B=count)
-        kv_reference.append(fmt, twin, table, kv[0], kv[1], twin_rows)
-        equal = min(equal, share_equal(layer, twin))
+        if case.rope and q_len <= MAX_Q_LEN:
+            want_q = kv_reference.rope_append(fmt, twin, table, q, k, v, twin_rows, inv_freq)
+            got_q = run_append(
+                fmt, layer, table, k, v, rows, paged=case.paged, q=q, inv_freq=inv_freq
+            )
+            worst = max(worst, relative_error(got_q, want_q) if got_q is not None else math.inf)
+            q, kv[0] = want_q, kv_reference.rotated(k, twin_rows, inv_freq)
+        else:
+            kv_reference.append(fmt, twin, table, k, v, twin_rows)
+            run_append(fmt, layer, table, k, v, rows, paged=case.paged)
+        for b, (first, num) in enumerate(step):
+            past[:, b, first : first + num] = kv[:, b, :num]
+        equal = min(equal, share_equal(layer, twin, rope=case.rope))
         if q_len > MAX_Q_LEN:
             continue
         heads = {"heads": case.heads, "kv_heads": case.kv_heads, "head_dim": fmt.head_dim}
@@ -143,6 +168,8 @@ STEPS: Steps = [
     [(401, 4), (21, 3), (2, 4)],
 ]
 LONG: Steps = [[(0, 3000), (0, 130)], [(3000, 1), (130, 1)], [(3001, 8), (131, 8)]]
+EMPTY: Steps = [[(0, 1), (0, 1)], [(1, 1), (1, 1)], [(2, 8), (2, 1)]]
+ONE_LONG: Steps = [[(0, 1), (0, 130), (0, 30000)], [(1, 1), (130, 1), (30000, 1)]]
 EDGES = (127, 128, 143, 144, 145, 271, 272, 273, 400)
 
 
@@ -159,11 +186,27 @@ def cases() -> Iterator[Case]:
     for heads, kv_heads in ((8, 2), (4, 4), (8, 1), (12, 2), (16, 2)):
         yield Case(fmt=kv4, heads=heads, kv_heads=kv_heads, dtype=fp16, steps=LONG)
     yield Case(fmt=kv4, heads=8, kv_heads=2, dtype=fp16, steps=LONG, alibi=True)
+    yield Case(fmt=kv4, heads=8, kv_heads=2, dtype=fp16, steps=STEPS, rope=True)
+    yield Case(fmt=kv4, heads=12, kv_heads=4, dtype=bf16, steps=STEPS, rope=True, paged=False)
     for length in EDGES:
         steps = [[(0, length), (0, 1)], [(length, 2), (1, 2)]]
         yield Case(fmt=kv4, heads=8, kv_heads=2, dtype=fp16, steps=steps)
+    yield Case(fmt=kv4, heads=8, kv_heads=2, dtype=fp16, steps=EMPTY)
+    yield Case(fmt=kv4, heads=32, kv_heads=8, dtype=fp16, steps=ONE_LONG)
     chunks = [[(0, 100)], [(100, 200)], [(300, 1)], [(301, 500)], [(801, 1)]]
     yield Case(fmt=kv4, heads=8, kv_heads=2, dtype=fp16, steps=chunks)
+
+
+def random_steps(
+    lengths: Sequence[int], moves: Sequence[Sequence[tuple[int, int]]]
+) -> list[list[tuple[int, int]]]:
+    """Make steps of prompts' lengths (0: none) and, per step and request, (new, then forgotten)."""
+    steps = [[(0, max(1, length)) for length in lengths]]
+    ends = [max(1, length) for length in lengths]
+    for move in moves:
+        steps.append([(end, new) for end, (new, _) in zip(ends, move, strict=True)])
+        ends = [end + new - min(new, gone) for end, (new, gone) in zip(ends, move, strict=True)]
+    return steps
 
 
 def describe(case: Case) -> str:
@@ -172,7 +215,7 @@ def describe(case: Case) -> str:
     keys = "KT" if fmt.key_group is None else f"KC{fmt.key_group}"
     layout = "paged" if case.paged else "contiguous"
     kind = str(case.dtype).removeprefix("torch.")
-    alibi = " alibi" if case.alibi else ""
+    alibi = " alibi" if case.alibi else " rope" if case.rope else ""
     return (
         f"{fmt.precision.value} {keys} d{fmt.head_dim} {kind} {case.heads}/{case.kv_heads} {layout}"
         f"{alibi} steps {case.steps[-1]}"

@@ -14,9 +14,10 @@ stored scales make up for a plane's power of two (kv_formats.py), sums are GAIN 
 Cost per output: D * bits/4 + (scales) bytes of keys and values per token and key-value head,
 0.63 integer instructions per 4-bit element, 1 mma.m16n8k16 per 256 elements.
 
-Programs: (RING_PARTS + splits, G * column chunks, B). The first 1 or 5 share the 16-bit ring, 32
+Programs: (G * column chunks, B, splits + RING_PARTS). The last 1 or 5 share the 16-bit ring, 32
 tokens a step; the others take up to `chunk` packed tiles each, TILES at a step; each writes its
-normalised output and log2-sum-exp, `combine_parts` merges.
+normalised output and log2-sum-exp, `combine_parts` merges. Kernels launch early (PDL): before its
+wait for the one in front a program asks the L2 for its first `ahead` tiles.
 
 B: requests.  Q: new tokens.  H: query heads.  G: key-value heads.  D: head_dim.  X: parts.
 g, t, h, r, m, s: see kv_formats.py; thread 4g + t of the warp.
@@ -34,6 +35,8 @@ from llmpq.kernels.kv_operands import (
     fold_keys,
     from_zero,
     over_scores,
+    prefetch_ring,
+    prefetch_tiles,
     probability_operand,
     right_operand,
     token_vector,
@@ -112,51 +115,69 @@ def _ring_part(
     return acc * norm[None, :], lse
 
 
-@triton.jit(do_not_specialize=["chunk", "table_width", "num_parts"])
+@triton.jit(do_not_specialize=["chunk", "table_width", "num_parts", "ahead"])
 def attend_split(
     q_ptr, k_words, k_params, v_words, v_params, k_ring, v_ring, table, slots, starts, counts,
-    slopes, part_out, part_lse, score_scale, chunk, table_width, num_parts,
+    slopes, part_out, part_lse, score_scale, chunk, table_width, num_parts, ahead,
     H: tl.constexpr, G: tl.constexpr, Q: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr,
     KEY_GROUP: tl.constexpr, R: tl.constexpr, PAGED: tl.constexpr, ALIBI: tl.constexpr,
     RING_PARTS: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr,
     KW: tl.constexpr, KW0: tl.constexpr, PDL: tl.constexpr, EMULATE: tl.constexpr,
 ):  # fmt: skip
     """One part of one request's one key-value head: see the file's docstring."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    part = tl.program_id(0)
     C: tl.constexpr = H // G
     CHUNKS: tl.constexpr = (C * Q + R - 1) // R
-    head = tl.program_id(1) // CHUNKS
-    first_col = tl.program_id(1) % CHUNKS * R
-    b = tl.program_id(2)
+    head = tl.program_id(0) // CHUNKS
+    first_col = tl.program_id(0) % CHUNKS * R
+    b = tl.program_id(1)
+    part = tl.program_id(2)
     start = tl.load(starts + b)
     end = start + tl.load(counts + b)
     slot = tl.load(slots + b).to(tl.int64)
     line = packed_line(end - 1)
-    out_at = ((b * G * CHUNKS + tl.program_id(1)) * num_parts + part).to(tl.int64)
+    # ring parts last: they are short
+    share = part
+    shares = (line // TILE + chunk - 1) // chunk
+    steps_all = line // (TILE * TILES)
+    step0 = steps_all * share // tl.maximum(shares, 1)
+    step1 = steps_all * (share + 1) // tl.maximum(shares, 1)
+    ring_part = part - (num_parts - RING_PARTS)
+    STEPS: tl.constexpr = RING // RING_STEP // RING_PARTS
+    since = packed_line(start) + ring_part * (STEPS * RING_STEP)
+    ring_at = (slot * G + head) * (RING * D)
+    if PDL:
+        # Blocks that the step before this kernel's completes may be packed now: asking the L2 for
+        # them is harmless. Where they are (starts, counts, slots, table) is older than that step.
+        if ahead > 0:
+            if ring_part >= 0:
+                prefetch_ring(
+                    k_ring + ring_at, v_ring + ring_at, since,
+                    tl.minimum(end, since + STEPS * RING_STEP), RING, RING_STEP, D,
+                )  # fmt: skip
+            elif share < shares:
+                prefetch_tiles(
+                    k_words, k_params, v_words, v_params, table, slot, table_width, head,
+                    step0 * TILES, tl.minimum(step0 * TILES + ahead, step1 * TILES), G, D, BITS,
+                    KEY_GROUP, PAGED,
+                )  # fmt: skip
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    out_at = ((b * G * CHUNKS + tl.program_id(0)) * num_parts + part).to(tl.int64)
     c = tl.arange(0, R)
     used = first_col + c < C * Q
 
-    if part < RING_PARTS:
-        STEPS: tl.constexpr = RING // RING_STEP // RING_PARTS
-        since = packed_line(start) + part * (STEPS * RING_STEP)
+    if ring_part >= 0:
         if since < end:
             steps = tl.minimum(STEPS, (end - since + RING_STEP - 1) // RING_STEP)
             out, lse = _ring_part(
                 q_ptr, k_ring, v_ring, slopes, since, steps, start, end,
-                (slot * G + head) * (RING * D), b, head, first_col, score_scale, H, G, Q, D, R,
-                ALIBI,
+                ring_at, b, head, first_col, score_scale, H, G, Q, D, R, ALIBI,
             )  # fmt: skip
             tl.store(part_lse + out_at * R + c, lse, mask=used)
             o_at = part_out + (out_at * R + c[None, :]) * D + tl.arange(0, D)[:, None]
             tl.store(o_at, out, mask=used[None, :])
     else:
         # equal shares, TILES tiles a step: as many as chunks of at most `chunk` tiles would be
-        steps_all = line // (TILE * TILES)
-        shares = (line // TILE + chunk - 1) // chunk
-        share = part - RING_PARTS
         if share < shares:
             NC: tl.constexpr = D // 32
             NB: tl.constexpr = R // 8
@@ -189,8 +210,6 @@ def attend_split(
             l_g = tl.zeros([8, R], tl.float32)
             z_g = tl.zeros([8, R], tl.float32)
             acc = tl.zeros([D, R], tl.float32)
-            step0 = steps_all * share // shares
-            step1 = steps_all * (share + 1) // shares
             for step in tl.range(step0, step1, num_stages=STAGES):
                 tile = step * TILES
                 block = tile // 2
@@ -297,6 +316,8 @@ def combine_parts(
     """out = sum_x 2**(lse_x - max) out_x / sum_x 2**(lse_x - max) for one query head and token."""
     C: tl.constexpr = H // G
     CHUNKS: tl.constexpr = (C * Q + R - 1) // R
+    if PDL:  # waits itself: whoever comes next may start early, and must wait for it
+        tl.extra.cuda.gdc_launch_dependents()
     col = tl.program_id(0) % (C * Q)
     head = tl.program_id(0) // (C * Q)
     d = tl.program_id(1) * D_STEP + tl.arange(0, D_STEP)
@@ -304,7 +325,8 @@ def combine_parts(
     start = tl.load(starts + b)
     end = start + tl.load(counts + b)
     since = packed_line(start)
-    parts = RING_PARTS + (packed_line(end - 1) // TILE + chunk - 1) // chunk
+    shares = (packed_line(end - 1) // TILE + chunk - 1) // chunk
+    parts = shares + RING_PARTS
     PART_TOKENS: tl.constexpr = RING // RING_PARTS
     first = ((b * G + head) * CHUNKS + col // R).to(tl.int64) * num_parts
     if PDL:
@@ -314,8 +336,9 @@ def combine_parts(
     acc = tl.zeros([D_STEP], tl.float32)
     for x0 in range(0, parts, X_STEP):
         x = x0 + tl.arange(0, X_STEP)
-        live = tl.where(x < RING_PARTS, since + x * PART_TOKENS < end, x < parts)
-        at = (first + x) * R + col % R
+        ring = x - shares
+        live = tl.where(ring >= 0, (since + ring * PART_TOKENS < end) & (x < parts), True)
+        at = (first + tl.where(ring >= 0, num_parts - RING_PARTS + ring, x)) * R + col % R
         lse = tl.load(part_lse + at, mask=live, other=MASKED)
         m_new = tl.maximum(m_i, tl.max(lse, 0))
         alpha = tl.exp2(m_i - m_new)

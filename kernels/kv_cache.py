@@ -149,8 +149,15 @@ class QuantizedKVCache:
         *,
         scale: float,
         alibi_slopes_H: Tensor | None = None,
+        inv_freq: Tensor | None = None,
     ) -> Tensor:
-        """Append the step's keys and values to a layer and return its attention [B, Q, H, D]."""
+        """Append the step's keys and values to a layer and return its attention [B, Q, H, D].
+
+        With `inv_freq` queries and keys come unrotated; only steps that `rotates` take it.
+        """
+        if inv_freq is not None:
+            q_BQHD = self._rope_append(plan, layer, q_BQHD, k_BQGD, v_BQGD, inv_freq)
+            return self._decode(plan, layer, q_BQHD, scale, alibi_slopes_H)
         if plan.fresh and self.exact_prompt:
             self.append(plan, layer, k_BQGD, v_BQGD)
             return prompt_attention(
@@ -172,18 +179,56 @@ class QuantizedKVCache:
             view=plan.view,
         )
 
-    def append(self, plan: StepPlan, layer: int, k_BQGD: Tensor, v_BQGD: Tensor) -> None:
-        """Write the step's tokens and pack the blocks they complete."""
+    def rotates(self, q_len: int, *, fresh: bool) -> bool:
+        """Whether a step's append can rotate queries and keys in its own launch."""
+        return self.uses_kernels and q_len <= MAX_Q_LEN and not (fresh and self.exact_prompt)
+
+    def append(
+        self,
+        plan: StepPlan,
+        layer: int,
+        k_BQGD: Tensor,
+        v_BQGD: Tensor,
+        inv_freq: Tensor | None = None,
+    ) -> None:
+        """Write the step's tokens (rotated first, where it `rotates`); pack completed blocks."""
         tensors = self.layers[layer]
         if not self.uses_kernels:
+            if inv_freq is not None:
+                raise ValueError("only a GPU's append rotates keys; rotate them first")
             kv_reference.append(
                 self.fmt, tensors, self.table_SN, k_BQGD, v_BQGD, plan.rows, plan.view
             )
             return
         kv_ops = _kernels()
+        rows, paged = plan.device_rows, self.paged
         kv_ops.run_append(
-            self.fmt, tensors, self.table_SN, k_BQGD, v_BQGD, plan.device_rows, paged=self.paged
+            self.fmt, tensors, self.table_SN, k_BQGD, v_BQGD, rows, paged=paged, inv_freq=inv_freq
         )
+
+    def _rope_append(
+        self,
+        plan: StepPlan,
+        layer: int,
+        q_BQHD: Tensor,
+        k_BQGD: Tensor,
+        v_BQGD: Tensor,
+        inv_freq: Tensor,
+    ) -> Tensor:
+        if not self.rotates(q_BQHD.shape[1], fresh=plan.fresh):
+            raise ValueError("this step's append does not rotate; rotate queries and keys first")
+        rotated: Tensor = _kernels().run_append(
+            self.fmt,
+            self.layers[layer],
+            self.table_SN,
+            k_BQGD,
+            v_BQGD,
+            plan.device_rows,
+            paged=self.paged,
+            q=q_BQHD,
+            inv_freq=inv_freq,
+        )
+        return rotated
 
     def _decode(
         self,

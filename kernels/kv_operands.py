@@ -18,6 +18,10 @@ import triton.language as tl
 from llmpq.kernels.kv_unpack import TWO_24
 
 MOVMATRIX = tl.constexpr("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;")
+PREFETCH = tl.constexpr(
+    "{.reg .pred p; setp.ne.u32 p, $2, 0;"
+    "@p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;}"
+)
 
 
 @triton.jit
@@ -94,6 +98,57 @@ def words(ptr, V: tl.constexpr):
     halves = ptr.to(tl.pointer_type(tl.int16))
     row = tl.arange(0, V * 32)[:, None]
     return tl.load(halves + row * 8 + tl.arange(0, 8)[None, :])
+
+
+@triton.jit
+def prefetch(address, nbytes):
+    """Ask the L2 for `nbytes` (of a multiple of 16, 0 for nothing) at each lane's address."""
+    tl.inline_asm_elementwise(
+        PREFETCH, "=r,l,r", [address, nbytes], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def prefetch_tiles(
+    k_words, k_params, v_words, v_params, table, slot, table_width, head, first, end,
+    G: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, KEY_GROUP: tl.constexpr,
+    PAGED: tl.constexpr,
+):  # fmt: skip
+    """Ask the L2 for tiles first..end-1, at most 8: lane 8n + i asks for part n of tile i."""
+    lane = tl.arange(0, 32)
+    kind = lane // 8
+    tile = first + lane % 8
+    live = tile < end
+    block = tile // 2
+    if PAGED:
+        page = tl.load(table + slot * table_width + block, mask=live, other=0).to(tl.int64)
+    else:
+        page = slot * table_width + block
+    at = page * G + head
+    TILE_BYTES: tl.constexpr = 8 * D * BITS
+    K_BYTES: tl.constexpr = 512 if KEY_GROUP == 0 else 512 // KEY_GROUP * D
+    word_at = (2 * at + tile % 2) * TILE_BYTES
+    k_from = tl.where(
+        kind == 0, k_words.to(tl.int64) + word_at, k_params.to(tl.int64) + at * K_BYTES
+    )
+    v_from = tl.where(kind == 1, v_words.to(tl.int64) + word_at, v_params.to(tl.int64) + at * 512)
+    # a block's scales serve both tiles
+    scales = (tile % 2 == 0) | (tile == first)
+    size = tl.where(kind < 2, TILE_BYTES, tl.where(scales, tl.where(kind == 2, K_BYTES, 512), 0))
+    prefetch(tl.where(kind % 2 == 0, k_from, v_from), tl.where(live, size, 0))
+
+
+@triton.jit
+def prefetch_ring(
+    k_ring, v_ring, since, end, RING: tl.constexpr, STEP: tl.constexpr, D: tl.constexpr
+):
+    """Ask the L2 for the ring's steps since..end-1 of keys (lanes 0-15) and values."""
+    lane = tl.arange(0, 32)
+    pos = since + lane % 16 * STEP
+    from_k = lane < 16
+    at = pos % RING * (2 * D)
+    at += tl.where(from_k, k_ring.to(tl.int64), v_ring.to(tl.int64))
+    prefetch(at, tl.where(pos < end, STEP * D * 2, 0))
 
 
 @triton.jit

@@ -39,6 +39,9 @@ REGISTER_LIMIT = 12
 
 SHARED_PER_SM = 227 * 1024
 
+AHEAD = 4
+"""Tiles a program asks the L2 for while the kernel in front ends, where nothing was measured."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
@@ -51,6 +54,8 @@ class Launch:
     tiles: int
     """Tiles of a step of the loop, 1 or 2 (then `chunk` is even)."""
     stages: int
+    ahead: int = AHEAD
+    """Tiles a program asks the L2 for before the kernel in front ends, at most 8."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +183,7 @@ def _strides(x: Tensor) -> tuple[int, int, int]:
 
 @torch.library.custom_op(
     "llmpq::kv_append",
-    mutates_args=("k_ring", "v_ring", "k_words", "k_params", "v_words", "v_params"),
+    mutates_args=("k_ring", "v_ring", "k_words", "k_params", "v_words", "v_params", "q_out"),
 )
 def kv_append(
     k: Tensor,
@@ -193,11 +198,18 @@ def kv_append(
     slots: Tensor,
     starts: Tensor,
     counts: Tensor,
+    q: Tensor | None,
+    q_out: Tensor | None,
+    inv_freq: Tensor | None,
     bits: int,
     key_group: int,
     paged: bool,
 ) -> None:
-    """Append k, v [B, S, G, D] at `starts` and pack what they complete (key_group 0: KT)."""
+    """Append k, v [B, S, G, D] at `starts` and pack what they complete (key_group 0: KT).
+
+    With `inv_freq` [D/2] steps of at most MAX_Q_LEN tokens rotate their keys first, and write the
+    rotated queries of q [B, S, H, D] to q_out.
+    """
     batch, length, kv_heads, dim = k.shape
     strides = _strides(k)
     if strides != _strides(v):
@@ -207,13 +219,24 @@ def kv_append(
     fmt = {"G": kv_heads, "D": dim}
     packing = {**fmt, "BITS": bits, "KEY_GROUP": key_group, "PAGED": paged}
     if length <= MAX_Q_LEN:
+        heads = q.shape[2] if q is not None else 0
+        if q is not None and (q.stride(-1) != 1 or q.stride(-2) != dim):
+            q = q.contiguous()
+        pdl = k.device.type == "cuda" and _capability(k.device) >= (9, 0)
+        early = {"launch_pdl": True} if pdl else {}
         append_step[(kv_heads, batch)](
-            k, v, k_ring, v_ring, *where, *strides, S=length, **packing, num_warps=8
-        )
+            q if q is not None else k, q_out if q_out is not None else k,
+            inv_freq if inv_freq is not None else k, k, v, k_ring, v_ring, *where, *strides,
+            *(q.stride()[:2] if q is not None else (0, 0)),
+            S=length, H=heads, **packing, ROTARY=inv_freq is not None, PDL=pdl, num_warps=8,
+            **early,
+        )  # fmt: skip
         return
+    if inv_freq is not None:
+        raise ValueError(f"rotate steps of more than {MAX_Q_LEN} tokens first, got {length}")
     blocks = -(-length // BLOCK_TOKENS) + 1
-    pack_blocks[(3 * blocks, kv_heads, batch)](
-        k, v, k_ring, v_ring, *where, *strides, **packing, num_warps=8
+    pack_blocks[(2 * blocks, kv_heads, batch)](
+        k, v, k_ring, v_ring, *where, *strides, **packing, num_warps=4
     )
     write_ring[(RING_TOKENS // 32, kv_heads, batch)](
         k, v, k_ring, v_ring, slots, starts, counts, *strides, **fmt, TOKENS=32, num_warps=4
@@ -249,6 +272,7 @@ def kv_attend(
     ring_parts: int,
     tiles: int,
     stages: int,
+    ahead: int,
     pdl: bool,
 ) -> Tensor:
     """Attend q [B, Q, H, D] to the cache; the step's own tokens must be appended already."""
@@ -272,10 +296,10 @@ def kv_attend(
     early = {"launch_pdl": True} if pdl else {}
     # Left alone, ptxas takes 184 registers and an SM then holds 11 programs; 168 spill nothing.
     cap = {"maxnreg": 168} if columns == 8 and dim <= 128 and q.device.type == "cuda" else {}
-    attend_split[(parts, head_chunks, batch)](
+    attend_split[(head_chunks, batch, parts)](
         q, k_words, k_params, v_words, v_params, k_ring, v_ring, table, slots, starts, counts,
         slopes if slopes is not None else part_lse, part_out, part_lse,
-        scale * 1.4426950408889634, chunk, table.shape[1], parts,
+        scale * 1.4426950408889634, chunk, table.shape[1], parts, ahead,
         **shape, BITS=bits, KEY_GROUP=key_group, PAGED=paged, ALIBI=slopes is not None,
         TILES=tiles, KW=WORD_K_WIDTH, KW0=2, STAGES=stages, PDL=pdl, EMULATE=q.device.type == "cpu",
         num_warps=1, **(early | cap),
@@ -302,13 +326,17 @@ def run_append(
     rows: DeviceRows,
     *,
     paged: bool,
-) -> None:
-    """Launch `kv_append` on one layer."""
+    q: Tensor | None = None,
+    inv_freq: Tensor | None = None,
+) -> Tensor | None:
+    """Launch `kv_append` on one layer; return the rotated queries, if there are any to rotate."""
+    q_out = None if q is None else torch.empty(q.shape, dtype=q.dtype, device=q.device)
     torch.ops.llmpq.kv_append(
         k, v, layer.k_ring_SGRD, layer.v_ring_SGRD, layer.k_words_PGW, layer.k_params_PG,
         layer.v_words_PGW, layer.v_params_PG, table, rows.slots, rows.starts, rows.counts,
-        fmt.bits, fmt.key_group or 0, paged,
+        q, q_out, inv_freq, fmt.bits, fmt.key_group or 0, paged,
     )  # fmt: skip
+    return q_out
 
 
 def run_attend(
@@ -329,6 +357,6 @@ def run_attend(
         layer.v_words_PGW, layer.v_params_PG, table, rows.slots, rows.starts, rows.counts, slopes,
         scale, fmt.bits, fmt.key_group or 0, paged,
         plan.columns, plan.launch.chunk, plan.splits, plan.launch.ring_parts, plan.launch.tiles,
-        plan.launch.stages, plan.pdl,
+        plan.launch.stages, plan.launch.ahead, plan.pdl,
     )  # fmt: skip
     return result

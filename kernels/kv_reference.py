@@ -98,6 +98,30 @@ def append(
     _write_ring(layer, k_BQGD, v_BQGD, view)
 
 
+def rope_append(
+    fmt: KVFormat,
+    layer: KVLayer,
+    table_SN: Tensor,
+    q_BQHD: Tensor,
+    k_BQGD: Tensor,
+    v_BQGD: Tensor,
+    rows: Rows,
+    inv_freq: Tensor,
+) -> Tensor:
+    """Rotate queries and keys, append the keys and values; return the rotated queries."""
+    append(fmt, layer, table_SN, rotated(k_BQGD, rows, inv_freq), v_BQGD, rows)
+    return rotated(q_BQHD, rows, inv_freq)
+
+
+def rotated(x_BQND: Tensor, rows: Rows, inv_freq: Tensor) -> Tensor:
+    """Rotate the halves of D by the tokens' positions, in float32."""
+    position_BQ = rows.start_B[:, None] + torch.arange(x_BQND.shape[1], device=x_BQND.device)
+    angle = position_BQ[:, :, None, None].float() * inv_freq
+    cos, sin = angle.cos(), angle.sin()
+    a, b = x_BQND.float().chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x_BQND.dtype)
+
+
 def _pack_completed(
     fmt: KVFormat,
     layer: KVLayer,

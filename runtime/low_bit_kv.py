@@ -62,8 +62,12 @@ class LowBitKV:
         *,
         scale: float,
         alibi_slopes_H: Tensor | None = None,
+        inv_freq: Tensor | None = None,
     ) -> Tensor:
-        """Append the step's keys and values, then return its causal attention [B, Q, H, D]."""
+        """Append the step's keys and values, then return its causal attention [B, Q, H, D].
+
+        With `inv_freq`, where the step `rotates`, queries and keys come without their positions.
+        """
         if step.fresh and self.cache.exact_prompt:
             # The bias of the scores is made once per step.
             self.append(layer, k_BQGD, v_BQGD, step)
@@ -78,11 +82,23 @@ class LowBitKV:
             v_BQGD,
             scale=scale,
             alibi_slopes_H=alibi_slopes_H,
+            inv_freq=inv_freq,
         )
 
-    def append(self, layer: int, k_BQGD: Tensor, v_BQGD: Tensor, step: Step) -> None:
+    def rotates(self, step: Step) -> bool:
+        """Whether the step's append can rotate queries and keys in its own launch."""
+        return self.cache.rotates(step.q_len, fresh=step.fresh)
+
+    def append(
+        self,
+        layer: int,
+        k_BQGD: Tensor,
+        v_BQGD: Tensor,
+        step: Step,
+        inv_freq: Tensor | None = None,
+    ) -> None:
         """Append the step's keys and values; nothing attends to them yet."""
-        self.cache.append(self._planned(step), layer, k_BQGD, v_BQGD)
+        self.cache.append(self._planned(step), layer, k_BQGD, v_BQGD, inv_freq)
 
     def truncate(self, slots_B: Tensor, length_B: Tensor) -> None:
         """Nothing to do: positions decide what is packed, drafts never are (HOLDBACK_TOKENS)."""

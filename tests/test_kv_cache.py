@@ -1,5 +1,7 @@
 """The low-bit cache behind the runtime's protocol, on a CPU."""
 
+from dataclasses import fields
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ from llmpq.kernels.kv_oracle import attend_from_history, relative_error
 from llmpq.kv_format import kv_cache_bytes
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
+from llmpq.runtime.dual_kv import DualKV
 from llmpq.runtime.generate import LocalPipeline
 from llmpq.runtime.kv_cache import PlainKVCache
 from llmpq.runtime.kv_factory import make_kv_cache
@@ -99,3 +102,38 @@ def test_greedy_tokens_survive_8_bits(tiny_models, kind):
     assert relative_error(logits[KVPrecision.KV8], logits[KVPrecision.KV16]) < 0.01
     if length > 145:
         assert not torch.equal(logits[KVPrecision.KV2], logits[KVPrecision.KV16])
+
+
+def dual_caches(spec, max_len=400):
+    """A 16-bit cache with a 4-bit copy, one layer, two slots."""
+    shape = {"num_layers": 1, "slots": 2, "max_len": max_len, "dtype": torch.float32}
+    inner = make_kv_cache(spec, KVPrecision.KV16, **shape, device="cpu")
+    return DualKV(inner, LowBitKV(spec, KVPrecision.KV4, **shape))
+
+
+@pytest.mark.parametrize("verified", [True, False])
+def test_a_dual_cache_answers_in_16_bits_and_keeps_its_copy_fresh(tiny_models, verified):
+    """Drafts on the copy leave no trace once verified; unverified (planted bug) they do."""
+    spec = spec_of(tiny_models)
+    plain, clean, drafted = (dual_caches(spec) for _ in range(3))
+    torch.manual_seed(0)
+
+    def step(start, count):
+        q = torch.randn(2, count, spec.heads, spec.head_dim)
+        kv = torch.randn(2, 2, count, spec.kv_heads, spec.head_dim)
+        return q, *kv, Step.of([0, 1], [start, max(0, start - 30)], [count, count])
+
+    prompt = (*step(0, 170)[:3], Step.of([0, 1], [0, 0], [170, 140]))
+    for cache in (plain.inner, clean, drafted):
+        cache.attend(0, *prompt, scale=0.3)
+    for start in range(170, 290, 5):
+        draft, verify = step(start, 4), step(start, 5)
+        drafted.copy.attend(0, *draft, scale=0.3)
+        want = plain.inner.attend(0, *verify, scale=0.3)
+        assert torch.equal(clean.attend(0, *verify, scale=0.3), want)
+        if verified:
+            assert torch.equal(drafted.attend(0, *verify, scale=0.3), want)
+    ours, theirs = drafted.copy.cache.layers[0], clean.copy.cache.layers[0]
+    same = [torch.equal(getattr(ours, f.name), getattr(theirs, f.name)) for f in fields(type(ours))]
+    assert all(same) is verified
+    assert clean.nbytes == clean.inner.nbytes + clean.copy.nbytes

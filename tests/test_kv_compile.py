@@ -14,14 +14,22 @@ pytestmark = pytest.mark.compile
 POINTERS = {
     "k_words": "*i32", "k_params": "*fp16", "v_words": "*i32", "v_params": "*fp16", "table": "*i32",
     "slots": "*i32", "starts": "*i32", "counts": "*i32", "slopes": "*fp32", "part_out": "*fp32",
-    "part_lse": "*fp32",
+    "part_lse": "*fp32", "inv_freq": "*fp32",
 }  # fmt: skip
-SCALARS = {"score_scale": "fp32", "chunk": "i32", "table_width": "i32", "num_parts": "i32"}
-STRIDES = {"stride_b": "i32", "stride_t": "i32", "stride_g": "i32"}
+SCALARS = {
+    "score_scale": "fp32",
+    "chunk": "i32",
+    "table_width": "i32",
+    "num_parts": "i32",
+    "ahead": "i32",
+}
+STRIDES = dict.fromkeys(("stride_b", "stride_t", "stride_g", "q_stride_b", "q_stride_t"), "i32")
 
 
 def build(kernel, arch, constants, dtype="fp16", **options):
-    typed = dict.fromkeys(("q_ptr", "out_ptr", "k_ring", "v_ring", "k_new", "v_new"), f"*{dtype}")
+    typed = dict.fromkeys(
+        ("q_ptr", "out_ptr", "k_ring", "v_ring", "k_new", "v_new", "q_new", "q_out"), f"*{dtype}"
+    )
     arguments = {**typed, **POINTERS, **SCALARS, **STRIDES}
     arguments = {n: t for n, t in arguments.items() if n in kernel.arg_names}
     constants = {n: v for n, v in constants.items() if n in kernel.arg_names}
@@ -74,6 +82,7 @@ def test_variants_compile(bits, changes):
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_packing_compiles_everywhere(arch):
     shape = {"G": 8, "D": 128, "BITS": 4, "KEY_GROUP": 128, "PAGED": False, "S": 1, "TOKENS": 32}
+    shape |= {"H": 32, "ROTARY": True, "PDL": arch >= 90}
     for kernel in (kv_append.append_step, kv_append.pack_blocks, kv_append.write_ring):
         assert build(kernel, arch, shape, num_warps=4).cubin
 

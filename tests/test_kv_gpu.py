@@ -2,13 +2,23 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from llmpq.precision import KVPrecision
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
-from llmpq.kernels.check_kv import TOLERANCE, WORDS_EQUAL, cases, describe, run_case
+from llmpq.kernels.check_kv import (
+    TOLERANCE,
+    WORDS_EQUAL,
+    Case,
+    cases,
+    describe,
+    random_steps,
+    run_case,
+)
 from llmpq.kernels.kv_cache import QuantizedKVCache
 from llmpq.kernels.kv_formats import KVFormat
 
@@ -17,6 +27,35 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("case", list(cases()), ids=describe)
 def test_variant(case):
+    outcome = run_case(case, torch.device("cuda"))
+    assert outcome.error < TOLERANCE[case.dtype]
+    assert outcome.words_equal > WORDS_EQUAL
+
+
+FORMATS = [
+    KVFormat(precision=KVPrecision.KV4, head_dim=128),
+    KVFormat(precision=KVPrecision.KV2, head_dim=64, key_group=None),
+]
+LENGTH = st.sampled_from([0, 1, 127, 128, 143, 144, 145, 271, 272, 273, 2063, 2064, 2065])
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(
+    lengths=st.tuples(LENGTH, LENGTH, LENGTH),
+    moves=st.lists(
+        st.lists(st.tuples(st.integers(1, 4), st.integers(0, 4)), min_size=3, max_size=3),
+        min_size=1,
+        max_size=8,
+    ),
+    fmt=st.sampled_from(FORMATS),
+    paged=st.booleans(),
+)
+def test_random_drafts_and_truncations(lengths, moves, fmt, paged):
+    """Prompts, then steps of 1 to 4 tokens of which some are forgotten again."""
+    steps = random_steps(lengths, moves)
+    case = Case(
+        fmt=fmt, heads=8, kv_heads=2, dtype=torch.float16, steps=steps, paged=paged, width=4
+    )
     outcome = run_case(case, torch.device("cuda"))
     assert outcome.error < TOLERANCE[case.dtype]
     assert outcome.words_equal > WORDS_EQUAL

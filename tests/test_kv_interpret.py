@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from llmpq.kernels.kv_formats import KVFormat
@@ -12,8 +14,8 @@ triton = pytest.importorskip("triton")
 if not triton.knobs.runtime.interpret:
     pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
 
-from llmpq.kernels import kv_attend, kv_ops  # noqa: E402
-from llmpq.kernels.check_kv import TOLERANCE, WORDS_EQUAL, Case, run_case  # noqa: E402
+from llmpq.kernels import kv_attend, kv_ops, kv_reference, kv_view  # noqa: E402
+from llmpq.kernels.check_kv import TOLERANCE, WORDS_EQUAL, Case, random_steps, run_case  # noqa: E402
 
 pytestmark = pytest.mark.interpret
 STEPS = [[(0, 280), (0, 20)], [(280, 1), (20, 1)]]
@@ -65,6 +67,47 @@ def test_a_chunk_continues_a_block():
     check(fmt, heads=2, kv_heads=1, steps=steps)
 
 
+@pytest.mark.parametrize("heads", [4, 6])
+def test_positions_are_rotated_in_the_append(heads):
+    """Steps of 1 and 3 tokens; the second packs a block that holds rotated keys."""
+    fmt = KVFormat(precision=P.KV4, head_dim=32)
+    steps = [[(0, 142), (0, 20)], [(142, 1), (20, 1)], [(143, 3), (21, 2)]]
+    check(fmt, heads=heads, kv_heads=2, steps=steps, rope=True)
+
+
+def test_a_wrong_rotation_is_caught(monkeypatch):
+    """Planted bug: every token at the position of the one before."""
+    fmt = KVFormat(precision=P.KV4, head_dim=32)
+    honest = kv_reference.rotated
+    rows = kv_view.Rows
+    monkeypatch.setattr(
+        kv_reference,
+        "rotated",
+        lambda x, r, f: honest(
+            x, rows(slots_B=r.slots_B, start_B=r.start_B - 1, num_new_B=r.num_new_B), f
+        ),
+    )
+    with pytest.raises(AssertionError):
+        check(fmt, heads=2, kv_heads=1, steps=[[(5, 1)]], rope=True)
+
+
+LENGTH = st.sampled_from([0, 1, 127, 128, 142, 143, 144])
+
+
+@settings(max_examples=6, deadline=None, derandomize=True)
+@given(
+    lengths=st.tuples(LENGTH, LENGTH),
+    moves=st.lists(
+        st.tuples(*[st.tuples(st.integers(1, 3), st.integers(0, 3))] * 2), min_size=1, max_size=4
+    ),
+    key_group=st.sampled_from([128, None]),
+)
+def test_random_drafts_and_truncations(lengths, moves, key_group):
+    """Prompts, then steps of 1 to 3 tokens of which some are forgotten again."""
+    fmt = KVFormat(precision=P.KV2, head_dim=32, key_group=key_group)
+    check(fmt, heads=2, kv_heads=1, steps=random_steps(lengths, moves), width=3)
+
+
 @pytest.mark.parametrize("name", ["HOLDBACK", "P_SHIFT"])
 def test_a_wrong_constant_is_caught(monkeypatch, name):
     """Planted bugs: a line one block off, and probabilities that leave fp16's range."""
@@ -91,7 +134,7 @@ def test_the_ops_have_fakes():
         out = kv_ops.run_attend(fmt, layer, table, q, rows, plan, scale=0.1, paged=False)
     assert (out.shape, out.dtype) == (q.shape, q.dtype)
     mutated = [a.name for a in torch.ops.llmpq.kv_append.default._schema.arguments if a.is_write]
-    assert mutated == ["k_ring", "v_ring", "k_words", "k_params", "v_words", "v_params"]
+    assert mutated == [*("k_ring", "v_ring", "k_words", "k_params", "v_words", "v_params", "q_out")]
 
 
 def test_a_chunk_fills_whole_waves_and_stays_short():
