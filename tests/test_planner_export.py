@@ -66,7 +66,9 @@ def test_llamacpp_split_counts_the_head_and_names_odd_layers() -> None:
     assert "--cache-type-k q8_0 --cache-type-v q8_0" in text
 
 
-@pytest.mark.parametrize("model", ["opt-125m", "bloom-560m", "llama-2-7b", "qwen3-8b"])
+@pytest.mark.parametrize(
+    "model", ["opt-125m", "bloom-560m", "llama-2-7b", "qwen3-8b", "mixtral-8x7b"]
+)
 def test_accelerate_places_every_layer_once(model: str) -> None:
     spec = ModelSpec.by_name(model)
     half = spec.num_layers // 2
@@ -113,6 +115,16 @@ def test_every_layer_matches_exactly_one_rule() -> None:
             assert len(groups) + len(ignored) == 1
             if groups:
                 assert groups[0]["weights"]["num_bits"] == precision.weight_bits
+
+
+def test_routers_stay_unquantised() -> None:
+    plan, spec = _plan(), ModelSpec.by_name("mixtral-8x7b")
+    config = json.loads(WRITERS["compressed-tensors"](plan, spec).text)["quantization_config"]
+    assert any(re.match(i[3:], "model.layers.5.block_sparse_moe.gate") for i in config["ignore"])
+    assert not any(
+        re.match(i[3:], "model.layers.5.block_sparse_moe.experts.3.w1") for i in config["ignore"]
+    )
+    assert json.loads(WRITERS["gptqmodel"](plan, spec).text)["bits"] == 8
 
 
 @pytest.mark.parametrize("engine", WRITERS)

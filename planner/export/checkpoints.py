@@ -38,7 +38,7 @@ def compressed_tensors(plan: Plan, spec: ModelSpec) -> Exported:
         "format": formats.pop() if len(formats) == 1 else "mixed-precision",
         "quantization_status": "compressed",
         "config_groups": groups,
-        "ignore": ["lm_head", *_ignored(root, table)],
+        "ignore": ["lm_head", *_routers(spec), *_ignored(root, table)],
         "kv_cache_scheme": _kv_scheme(plan),
     }
     missing = [f"stages: {_stages(plan)}", microbatch_line(plan)]
@@ -76,6 +76,10 @@ def _activations(precision: Precision) -> dict[str, Any] | None:
 def _ignored(root: str, table: dict[Precision, list[int]]) -> list[str]:
     plain = table.get(Precision.W16A16, [])
     return [f"re:{root}\\.({'|'.join(str(i) for i in plain)})\\..*"] if plain else []
+
+
+def _routers(spec: ModelSpec) -> list[str]:
+    return [r"re:.*\.gate$"] if spec.experts else []
 
 
 def _kv_scheme(plan: Plan) -> dict[str, Any] | None:
