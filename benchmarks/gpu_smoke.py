@@ -2,7 +2,7 @@
 
     python benchmarks/gpu_smoke.py kernels      fused kernels and attention against their twins
     python benchmarks/gpu_smoke.py tokens       demo model, fp32: CPU = eager = CUDA graphs = drafts
-    python benchmarks/gpu_smoke.py perplexity   demo model, bf16, against transformers on this GPU
+    python benchmarks/gpu_smoke.py perplexity [--model DIR]   bf16, against transformers on this GPU
     python benchmarks/gpu_smoke.py profile --bits w4a16    kernels of a decode step, by time
 
 Exit code 0 if everything holds. Needs no Ray.
@@ -185,15 +185,17 @@ def _limits(workload: Workload, prefill: int, decode: int) -> Limits:
     )
 
 
-def check_perplexity(rows: Path | None, commit: str | None) -> bool:
-    """Compare the demo model's bf16 perplexity with transformers' on this GPU."""
+def check_perplexity(model_dir: Path, rows: Path | None, commit: str | None) -> bool:
+    """Compare a trained model's bf16 perplexity with transformers' on this GPU."""
     import transformers
 
-    spec = ModelSpec.from_directory(DEMO)
-    text = Tokenizer(DEMO).encode((EXAMPLES / "heldout.txt").read_text(), special=False)[:40_000]
-    pipeline = LocalPipeline.from_directory(DEMO, dtype=torch.bfloat16, device="cuda:0")
+    spec = ModelSpec.from_directory(model_dir)
+    text = Tokenizer(model_dir).encode((EXAMPLES / "heldout.txt").read_text(), special=False)
+    text = text[:40_000]
+    pipeline = LocalPipeline.from_directory(model_dir, dtype=torch.bfloat16, device="cuda:0")
     ours = perplexity(pipeline, text)
-    model = transformers.AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.bfloat16).cuda()
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.bfloat16)
+    model = model.cuda()
     total = count = 0.0
     for start in range(0, len(text) - 1, ours.window):
         tokens = torch.tensor([text[start : start + ours.window]], device="cuda")
@@ -206,7 +208,7 @@ def check_perplexity(rows: Path | None, commit: str | None) -> bool:
     ratio = ours.value / theirs - 1
     good = abs(ratio) < 0.003 and count == ours.num_tokens
     print(
-        f"{'ok ' if good else 'BAD'} bf16 {ours.value:.4f}, transformers {theirs:.4f} "
+        f"{'ok ' if good else 'BAD'} {spec.name} bf16 {ours.value:.4f}, transformers {theirs:.4f} "
         f"({ratio:+.3%})"
     )
     if rows is not None:
@@ -260,6 +262,7 @@ def main() -> int:
     parser.add_argument("--bits", default="w16a16")
     parser.add_argument("--kv", default="kv16")
     parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--model", type=Path, default=DEMO, help="trained model of perplexity")
     parser.add_argument("--rows", type=Path, help="append result rows to this JSONL file")
     parser.add_argument("--commit")
     args = parser.parse_args()
@@ -269,7 +272,7 @@ def main() -> int:
     elif args.what == "tokens":
         good = check_tokens()
     elif args.what == "perplexity":
-        good = check_perplexity(args.rows, args.commit)
+        good = check_perplexity(args.model, args.rows, args.commit)
     else:
         good = profile(args.bits, args.kv, args.layers)
     return 0 if good else 1

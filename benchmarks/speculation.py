@@ -2,6 +2,7 @@
 
     python benchmarks/speculation.py                    the demo model on examples/heldout.txt
     python benchmarks/speculation.py --model DIR --text FILE --gammas 3
+    python benchmarks/speculation.py --on cuda:0 --dtype bfloat16 --rows FILE   acceptance on a GPU
     python benchmarks/speculation.py --device cuda --target w16a16 --mode w4kv4 --rows FILE
                                                         a large shape: speculation_gpu.py
 
@@ -22,12 +23,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import speculation_gpu
 import speculation_stages
 import torch
 from rows import write_row
 
+from llmpq.kernels import timing
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import Precision
 from llmpq.runtime.hand_plan import hand_plan
@@ -132,6 +135,7 @@ def main() -> None:
     parser.add_argument("--prompt-len", type=int, default=192)
     parser.add_argument("--max-new", type=int, default=64)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--on", default="cpu", help="where acceptance is measured; speed on a CPU")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     gpu = parser.add_argument_group("with --device cuda")
     gpu.add_argument("--gpu-model", default="llama-3.1-8b", help="built-in architecture")
@@ -178,8 +182,7 @@ def main() -> None:
             decode_microbatch=args.batch,
         )
         source = CheckpointSource(args.model, spec)
-        engine = ThreadEngine(plan, spec, source, speculate=mode.name)
-        without = ThreadEngine(plan, spec, source)
+        engine = ThreadEngine(plan, spec, source, speculate=mode.name, device=args.on)
         case = {
             "model": spec.name,
             "text": Path(args.text).name,
@@ -188,7 +191,11 @@ def main() -> None:
             "dtype": args.dtype,
         }
         for gamma in args.gammas:
-            write_acceptance(case | {"gamma": gamma}, measure_acceptance(engine, mode, gamma, work))
+            seen = measure_acceptance(engine, mode, gamma, work)
+            write_acceptance(args, case | {"gamma": gamma}, seen)
+        if args.on != "cpu":
+            continue
+        without = ThreadEngine(plan, spec, source)
         fast, plain = measure_speed(engine, without, mode, args.speed_gamma, work)
         write_row(
             "speculation.jsonl",
@@ -203,18 +210,22 @@ def main() -> None:
         print(f"{case['mode']:16} gamma {args.speed_gamma}: {ratio:.2f}x plain decoding")
 
 
-def write_acceptance(case: dict[str, object], seen: Acceptance) -> None:
+def write_acceptance(args: argparse.Namespace, case: dict[str, object], seen: Acceptance) -> None:
     """Append one acceptance row."""
     if seen.per_token is None or seen.tokens_per_verify() is None:
         return
-    write_row(
-        "speculation.jsonl",
-        bench="acceptance",
-        case=case,
-        unit="share",
-        samples=[seen.per_token],
-        baselines={"drafted": sum(seen.drafted), "verifies": seen.verifies},
-    )
+    row: dict[str, Any] = {
+        "bench": "acceptance",
+        "case": case,
+        "unit": "share",
+        "samples": [seen.per_token],
+        "baselines": {"drafted": sum(seen.drafted), "verifies": seen.verifies},
+    }
+    if args.rows is None:
+        write_row("speculation.jsonl", **row)
+    else:
+        program = "python benchmarks/speculation.py"
+        timing.write_row(Path(args.rows), **row, commit=args.commit, program=program)
     print(
         f"{case['mode']:16} gamma {case['gamma']}: accepted {seen.per_token:.3f} per token, "
         f"{seen.tokens_per_verify():.2f} tokens a verify"
