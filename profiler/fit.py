@@ -1,8 +1,9 @@
 """Linear latency models from samples, by scikit-learn: non-negative, on relative error, held out.
 
 One regime is tried first. Where its held-out error misses the target, two regimes are fitted whose
-maximum is the time (a floor and a slope, say), and kept if they are clearly better on held-out
-samples. Knows no torch: numbers in, coefficients out.
+maximum is the time (a floor and a slope, say), then a polyline in the new tokens beside the terms
+of attention (curve_fit.py); each is kept if it is clearly better on held-out samples. Knows no
+torch: numbers in, coefficients out.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from llmpq.cost_model import TERMS, ErrorStats, Phase, Regime, term_values
+from llmpq.cost_model import TERMS, ErrorStats, Phase, Regime, new_tokens, term_values
+from llmpq.profiler.curve_fit import CURVE_TERMS, MIN_KNOTS, choose_knots, hats
 
 Array = NDArray[np.float64]
 
@@ -49,7 +51,7 @@ def fit_latency(
     terms: Sequence[str] | None = None,
     target: float = TARGET_ERROR,
 ) -> Fit:
-    """Fit one or two regimes to the points; `terms` limits the shape terms used."""
+    """Fit one or two regimes or a curve to the points; `terms` limits the shape terms used."""
     names = tuple(terms or TERMS[phase])
     if len(points) < 3:
         raise ValueError(
@@ -65,14 +67,13 @@ def fit_latency(
         two = _cross_check(x_SK, y_S, 2)
         if two.mean() < CLEARLY * one.mean():
             count, held_out = 2, two
+    if held_out.mean() > target and (phase is not Phase.PREFILL or terms is None):
+        curve = _Curve.of(phase, points, names)
+        if curve is not None and (errors := curve.cross_check()).mean() < CLEARLY * held_out.mean():
+            return Fit(regimes=(curve.fit(),), held_out=_stats(errors))
     coefficients = _fit_max(x_SK, y_S, count)
     return Fit(
-        regimes=tuple(_regime(names, c_K) for c_K in coefficients),
-        held_out=ErrorStats(
-            mean=float(held_out.mean()),
-            p95=float(np.quantile(held_out, 0.95)),
-            samples=len(points),
-        ),
+        regimes=tuple(_regime(names, c_K) for c_K in coefficients), held_out=_stats(held_out)
     )
 
 
@@ -81,6 +82,62 @@ def fit_link(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, flo
     x_SK = np.array([[1.0, float(size)] for size in sizes])
     alpha, beta = _solve(x_SK, np.array(seconds, dtype=float))
     return float(alpha), float(beta)
+
+
+def _stats(errors: Array) -> ErrorStats:
+    return ErrorStats(
+        mean=float(errors.mean()), p95=float(np.quantile(errors, 0.95)), samples=len(errors)
+    )
+
+
+@dataclass(frozen=True)
+class _Curve:
+    """Samples to fit a polyline in the new tokens and the terms beside it to."""
+
+    names: tuple[str, ...]
+    x_SK: Array
+    tokens_S: Array
+    y_S: Array
+
+    @classmethod
+    def of(cls, phase: Phase, points: Sequence[Point], names: Sequence[str]) -> _Curve | None:
+        """Return the samples, None if they have too few token counts for a curve."""
+        beside = tuple(name for name in CURVE_TERMS[phase] if name in names)
+        tokens = [new_tokens(phase, v=p.v, length=p.length, q_len=p.q_len) for p in points]
+        if len(choose_knots(tokens)) < MIN_KNOTS:
+            return None
+        rows = [term_values(phase, v=p.v, length=p.length, q_len=p.q_len) for p in points]
+        return cls(
+            beside,
+            np.array([[row[name] for name in beside] for row in rows]).reshape(len(rows), -1),
+            np.array(tokens, dtype=np.float64),
+            np.array([p.seconds for p in points]),
+        )
+
+    def fit(self) -> Regime:
+        """Return the regime of all samples."""
+        knots, c = self._solve(np.ones(len(self.y_S), dtype=bool))
+        values, beside = c[: len(knots)], c[len(knots) :]
+        return Regime(
+            terms={n: float(v) for n, v in zip(self.names, beside, strict=True) if v > 0},
+            curve=tuple((k, float(v)) for k, v in zip(knots, values, strict=True)),
+        )
+
+    def cross_check(self) -> Array:
+        """Return the relative errors at token counts that the fit did not see, the ends left in."""
+        errors = []
+        for tokens in np.unique(self.tokens_S)[1:-1]:
+            out_S = self.tokens_S == tokens
+            knots, c = self._solve(~out_S)
+            x_SK = np.hstack((hats(knots, self.tokens_S[out_S]), self.x_SK[out_S]))
+            errors.append(np.abs(x_SK @ c - self.y_S[out_S]) / self.y_S[out_S])
+        found: Array = np.concatenate(errors)
+        return found
+
+    def _solve(self, kept_S: NDArray[np.bool_]) -> tuple[list[float], Array]:
+        knots = choose_knots(self.tokens_S[kept_S].tolist())
+        x_SK = np.hstack((hats(knots, self.tokens_S[kept_S]), self.x_SK[kept_S]))
+        return knots, _solve(x_SK, self.y_S[kept_S])
 
 
 def _regime(names: Sequence[str], c_K: Array) -> Regime:

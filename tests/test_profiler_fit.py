@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from llmpq.cost_model import Phase, term_values
+from llmpq.cost_model import LatencyEntry, Phase, term_values
+from llmpq.precision import Precision
 from llmpq.profiler.fit import Fit, Point, fit_latency, fit_link
 
 pytestmark = pytest.mark.pure
@@ -76,6 +77,41 @@ def test_a_floor_and_a_slope_are_two_regimes() -> None:
     assert predicted(fit, Phase.DECODE, 24, 900) == pytest.approx(24e-5 + 3e-8 * 21600, rel=0.05)
     one = fit_latency(Phase.DECODE, made, target=1.0)
     assert one.held_out.mean > 2 * fit.held_out.mean
+
+
+def gpu_like(phase: Phase, v: int, length: int) -> float:
+    """A layer whose products change kernels with their rows, and attention beside them."""
+    rows = v if phase is Phase.DECODE else v * length
+    attention = 4e-9 * v * length if phase is Phase.DECODE else 1.5e-11 * v * length**2
+    # Bound by weights up to 64 rows, by dequantising them from there, by arithmetic in the end.
+    products = np.interp(np.log(rows), np.log([1, 16, 64, 512, 4096, 65536]), [0, 4, 6, 9, 20, 30])
+    return 6e-5 * float(2 ** (products / 4)) + attention
+
+
+@pytest.mark.parametrize("phase", [Phase.PREFILL, Phase.DECODE])
+def test_products_that_change_kernels_are_a_curve(phase: Phase) -> None:
+    shapes = [(v, s) for v in (1, 2, 4, 8, 16, 32, 64) for s in (32, 128, 512, 1024, 2048)]
+    made = [Point(v=v, length=s, seconds=gpu_like(phase, v, s)) for v, s in shapes]
+    fit = fit_latency(phase, made)
+    (regime,) = fit.regimes
+    assert regime.curve and fit.held_out.mean < 0.08
+
+    def errors(found: Fit) -> list[float]:
+        entry = LatencyEntry(
+            device_kind="g",
+            part="layer",
+            phase=phase,
+            precision=Precision.W4A16,
+            dtype="bfloat16",
+            regimes=found.regimes,
+            source="profile",
+        )
+        unseen = [(3, 700), (5, 96), (7, 300), (11, 64), (20, 1500), (27, 40), (48, 900)]
+        return [entry.seconds(v=v, length=s) / gpu_like(phase, v, s) - 1 for v, s in unseen]
+
+    assert np.abs(errors(fit)).mean() < 0.03
+    without = fit_latency(phase, made, target=1.0)
+    assert np.abs(errors(without)).mean() > 3 * np.abs(errors(fit)).mean()
 
 
 def test_terms_can_be_limited() -> None:
