@@ -8,8 +8,8 @@ them. `exact` is the fastest plan whose sum of omega is at most that of the `pip
 the KV precisions of `--kv`; `exact-kv16` the same with the baselines' 16-bit KV cache.
 
 `run` needs as many GPUs as the plans have stages; weights are random, made on the devices, so that
-any size can be timed. Rows: `e2e` (output tokens a second) and `fidelity` (seconds, beside those
-predicted).
+any size can be timed. Rows: `e2e` (output tokens a second), `fidelity` (seconds, beside those
+predicted) and, per cluster, `heterogeneous` (the exact plan's tokens a second beside the others').
 """
 
 from __future__ import annotations
@@ -189,7 +189,13 @@ def measure(args: argparse.Namespace) -> None:
             write_rows(plan, timed, args)
             done.append((plan, timed))
             report(plan, timed, time.perf_counter() - started_s)
-    summarise(done)
+    summarise(done, args)
+
+
+def is_emulated(plan: Plan) -> bool:
+    """Whether any stage ran on less than a whole GPU."""
+    whole = [m is None or m.limit_bytes > 100 << 30 for m in (s.memory for s in plan.stages)]
+    return not all(whole) or any(stage.sms is not None for stage in plan.stages)
 
 
 def run_plan(plan: Plan, args: argparse.Namespace) -> Timed:
@@ -248,6 +254,7 @@ def write_rows(plan: Plan, timed: Timed, args: argparse.Namespace) -> None:
         "plan": plan.solver.method,
         "weights": "dummy",
         "stages": len(plan.stages),
+        "emulated": is_emulated(plan),
         "sum_omega": predicted.sum_omega if predicted else None,
     }
     tokens = work.batch * work.gen_len
@@ -292,17 +299,30 @@ def report(plan: Plan, timed: Timed, seconds: float) -> None:
                 )  # fmt: skip
 
 
-def summarise(done: Sequence[tuple[Plan, Timed]]) -> None:
-    """Print each cluster's plans, the fastest first, and the exact plan's speed-ups."""
-    by_cluster: dict[str, dict[str, float]] = {}
+def summarise(done: Sequence[tuple[Plan, Timed]], args: argparse.Namespace) -> None:
+    """Print each cluster's plans, the fastest first, and write the exact plans' rows."""
+    from llmpq.kernels.timing import write_row
+
+    by_cluster: dict[str, dict[str, tuple[Plan, Timed]]] = {}
     for plan, timed in done:
-        times = by_cluster.setdefault(plan.cluster.name, {})
-        times[plan.solver.method] = statistics.median(timed.total_s)
-    for cluster, times in by_cluster.items():
-        exact = times.get("exact")
+        by_cluster.setdefault(plan.cluster.name, {})[plan.solver.method] = (plan, timed)
+    for cluster, found in by_cluster.items():
+        times = {method: statistics.median(timed.total_s) for method, (_, timed) in found.items()}
         parts = [f"{m} {s:.2f} s" for m, s in sorted(times.items(), key=lambda item: item[1])]
-        if exact is not None and "pipeedge" in times:
-            parts.append(f"speed-up over pipeedge {times['pipeedge'] / exact:.2f}x")
+        if "exact" in found and "pipeedge" in found:
+            parts.append(f"speed-up over pipeedge {times['pipeedge'] / times['exact']:.2f}x")
+            plan, timed = found["exact"]
+            tokens = plan.workload.batch * plan.workload.gen_len
+            write_row(
+                args.rows,
+                bench="heterogeneous",
+                case={"model": plan.model.name, "cluster": cluster, "stages": len(plan.stages)},
+                unit="tok/s",
+                samples=[tokens / seconds for seconds in timed.total_s],
+                baselines={m: tokens / s for m, s in times.items() if m != "exact"},
+                commit=args.commit,
+                program="python benchmarks/heterogeneous.py",
+            )
         sys.stdout.write(f"{cluster}: {', '.join(parts)}\n")
 
 

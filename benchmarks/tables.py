@@ -118,6 +118,18 @@ def over_vllm(row: Row) -> str:
     return f"{row['value']:.0f}" + (f" ({row['value'] / base:.2f}x vLLM)" if base else "")
 
 
+def over_planners(row: Row) -> str:
+    """Show tokens per second of the exact plan and the speed-up over every other planner's."""
+    others = [f"{row['value'] / base:.2f}x {name}" for name, base in row["baselines"].items()]
+    return f"{row['value']:.0f}: {', '.join(others)}"
+
+
+def beside_predicted(row: Row) -> str:
+    """Show measured seconds, those predicted and how far off they are."""
+    off = row["predicted"] / row["value"] - 1
+    return f"{row['value']:.2f} s, {row['predicted']:.2f} s ({off:+.1%})"
+
+
 KV_32K = {"heads": 32, "kv_heads": 8, "batch": 8, "context": 32768, "kv": "kv4", "op": "attend"}
 
 
@@ -155,6 +167,21 @@ TABLES: dict[str, Pivot] = {
         index=("model", "precision", "kv", "graphs"),
         show=lambda row: f"{row['value']:.2f} ms",
         value_title="decode step",
+    ),
+    "heterogeneous": Pivot(
+        file="e2e.jsonl",
+        bench="heterogeneous",
+        index=("model", "cluster"),
+        show=over_planners,
+        value_title="exact, output tokens/s: over the other plans",
+    ),
+    "fidelity": Pivot(
+        file="fidelity.jsonl",
+        bench="fidelity",
+        index=("model", "cluster", "plan", "precision", "kv"),
+        where={"weights": "dummy"},
+        show=beside_predicted,
+        value_title="measured, predicted",
     ),
     "gemm_layer": Pivot(
         file="gemm.jsonl",
