@@ -12,11 +12,17 @@ from __future__ import annotations
 import argparse
 import functools
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Literal
 
 import torch
-from atom_models import EXAMPLES, CachedPipeline, ReadyLayers, Subject, quantized, subjects
+from atom_models import (
+    CachedPipeline,
+    ReadyLayers,
+    Subject,
+    add_arguments,
+    quantized,
+    subjects,
+)
 from rows import write_row
 
 from llmpq.kernels.atom_scheme import AtomScheme
@@ -24,7 +30,6 @@ from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, WeightScheme
 from llmpq.profiler.atom import Recipe
 from llmpq.runtime.evaluate import perplexity
-from llmpq.runtime.generate import LocalPipeline
 from llmpq.runtime.kv_cache import KVCache
 from llmpq.runtime.low_bit_kv import LowBitKV
 
@@ -85,22 +90,14 @@ def other_numbers(outliers: int) -> list[Step]:
 def main() -> None:
     """Measure and append the rows."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", action="append", help="model directory; may be repeated")
-    parser.add_argument("--text", type=Path, default=EXAMPLES / "heldout.txt")
-    parser.add_argument("--tokens", type=int, default=20480, help="held-out tokens judged")
-    parser.add_argument("--windows", type=int, default=24, help="calibration windows of 512")
-    parser.add_argument("--group", type=int, choices=(32, 64, 128), default=64)
-    parser.add_argument("--injected", action="store_true", help="the copy with outliers only")
+    add_arguments(parser)
+    parser.add_argument("--tokens", type=int, default=1 << 30, help="held-out tokens judged (all)")
     parser.add_argument("--only", nargs="*", help="rows whose name contains one of these")
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
-    models = args.model or [str(EXAMPLES / "demo-7m")]
-    for subject in subjects(
-        models, text=args.text, num_tokens=args.tokens, windows=args.windows, window=512
-    ):
-        if not args.injected or subject.name.endswith("-injected"):
-            measure(subject, args)
+    for subject in subjects(args, num_tokens=args.tokens):
+        measure(subject, args)
 
 
 def measure(subject: Subject, args: argparse.Namespace) -> None:
@@ -113,7 +110,7 @@ def measure(subject: Subject, args: argparse.Namespace) -> None:
     }
     base = ppl(subject, subject.source, kv4="")
     dense = sum(t.nbytes for i in range(subject.spec.num_layers) for t in _layer16(subject, i))
-    write(case | {"step": "w16a16", "layer_bytes": dense}, base, base)
+    write(subject, case | {"step": "w16a16", "layer_bytes": dense}, base, base)
     outliers = subject.spec.hidden // 32
     last: tuple[Recipe, ReadyLayers] | None = None
     for step in [*steps(outliers, args.group), *other_numbers(outliers)]:
@@ -122,21 +119,28 @@ def measure(subject: Subject, args: argparse.Namespace) -> None:
         if last is None or last[0] != step.recipe:
             last = (step.recipe, quantized(subject, step.recipe))
         value = ppl(subject, last[1], kv4=step.kv4)
-        write(case | {"step": step.name, "layer_bytes": last[1].nbytes}, value, base)
+        write(subject, case | {"step": step.name, "layer_bytes": last[1].nbytes}, value, base)
 
 
 def ppl(subject: Subject, source: object, *, kv4: str) -> float:
     """Return the perplexity in windows of 1024 tokens."""
-    plain = LocalPipeline.build(subject.spec, source)  # type: ignore[arg-type]
+    plain = subject.pipeline(source)  # type: ignore[arg-type]
     pipeline = plain
     if kv4:
-        cache = functools.partial(kv4_cache, key_group=None if kv4 == "token" else 128)
+        key_group = None if kv4 == "token" else 128
+        cache = functools.partial(kv4_cache, key_group=key_group, device=subject.device)
         pipeline = CachedPipeline(plain.spec, plain.stages, plain.dtype, plain.device, cache)
     return perplexity(pipeline, subject.tokens, window=1024).value
 
 
 def kv4_cache(
-    spec: ModelSpec, num_layers: int, slots: int, max_len: int, *, key_group: int | None
+    spec: ModelSpec,
+    num_layers: int,
+    slots: int,
+    max_len: int,
+    *,
+    key_group: int | None,
+    device: torch.device,
 ) -> KVCache:
     """Return a 4-bit cache that rounds prompts, too; `key_group` tokens share a key scale."""
     return LowBitKV(
@@ -146,12 +150,13 @@ def kv4_cache(
         slots=slots,
         max_len=max_len,
         dtype=torch.float32,
+        device=device,
         key_group=key_group,
         exact_prompt=False,
     )
 
 
-def write(case: dict[str, object], value: float, base: float) -> None:
+def write(subject: Subject, case: dict[str, object], value: float, base: float) -> None:
     """Append a row and show it."""
     write_row(
         "atom.jsonl",
@@ -160,6 +165,7 @@ def write(case: dict[str, object], value: float, base: float) -> None:
         unit="perplexity",
         samples=[value],
         baselines={"w16a16": base},
+        **subject.made(),
     )
     print(f"{case['model']:20} {case['step']:38} {value:9.4f} {value / base - 1:+9.2%}", flush=True)
 

@@ -12,10 +12,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import torch
-from atom_models import EXAMPLES, ReadyLayers, Subject, quantized, subjects
+from atom_models import ReadyLayers, Subject, add_arguments, quantized, subjects
 from rows import write_row
 
 from llmpq.kernels.atom_formats import AtomWeight
@@ -48,18 +47,12 @@ def recipes(outliers: int, group: int) -> dict[str, Recipe]:
 def main() -> None:
     """Measure and append the rows."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", action="append", help="model directory; may be repeated")
-    parser.add_argument("--text", type=Path, default=EXAMPLES / "heldout.txt")
+    add_arguments(parser)
     parser.add_argument("--places", type=int, default=64)
-    parser.add_argument("--windows", type=int, default=48, help="calibration windows of 512")
-    parser.add_argument("--group", type=int, choices=(32, 64, 128), default=64)
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
-    models = args.model or [str(EXAMPLES / "demo-7m")]
-    for subject in subjects(
-        models, text=args.text, num_tokens=1 << 30, windows=args.windows, window=512
-    ):
+    for subject in subjects(args, num_tokens=1 << 30):
         for name, recipe in recipes(subject.spec.hidden // 32, args.group).items():
             measure(subject, name, recipe, args)
 
@@ -87,6 +80,7 @@ def measure(subject: Subject, name: str, recipe: Recipe, args: argparse.Namespac
             },
             unit="share",
             samples=[accepted / judged],
+            **subject.made(),
         )
         print(f"{subject.name:18} {name:30} gamma {gamma}  {accepted / judged:.3f}", flush=True)
 
@@ -98,7 +92,7 @@ def pipeline(subject: Subject, ready: ReadyLayers, activation_bits: int) -> Loca
         assert isinstance(weight, AtomWeight)
         return weight.with_activations(activation_bits)
 
-    return LocalPipeline.build(subject.spec, ready.changed(change))  # type: ignore[arg-type]
+    return subject.pipeline(ready.changed(change))
 
 
 def accepted_lengths(
@@ -110,7 +104,7 @@ def accepted_lengths(
     lengths: list[int] = []
     for first in range(0, places, ROWS):
         rows = [list(tokens[s : s + CONTEXT]) for s in starts[first : first + ROWS]]
-        lengths += _draft_and_verify(torch.tensor(rows), draft, target)
+        lengths += _draft_and_verify(torch.tensor(rows, device=target.device), draft, target)
     return lengths
 
 
@@ -121,7 +115,7 @@ def _draft_and_verify(
     caches = target.caches(batch, CONTEXT + MAX_GAMMA + 2)
 
     def step(start: int, count: int) -> Step:
-        return Step.of(range(batch), [start] * batch, [count] * batch)
+        return Step.of(range(batch), [start] * batch, [count] * batch, device=target.device)
 
     logits_BV = target.logits(context_BT, step(0, CONTEXT), caches)
     drafted = [logits_BV.argmax(-1)]

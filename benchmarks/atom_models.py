@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import random
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,10 @@ from llmpq.runtime.tokenizer import Tokenizer
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 INJECTED_FACTOR = 50.0
+INJECTED_SHARE = 32
+"""One channel in 32 behind every norm: as many as Atom keeps in 8 bits."""
+WINDOW = 512
+"""Tokens of a calibration window."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +42,17 @@ class Subject:
     source: TensorSource
     windows_WT: Tensor
     tokens: list[int]
+    device: torch.device
+    commit: str | None
+
+    def made(self) -> dict[str, str | None]:
+        """Return what a row says of where it was made."""
+        name = torch.cuda.get_device_name() if self.device.type == "cuda" else None
+        return {"device": name, "made_at": self.commit}
+
+    def pipeline(self, source: TensorSource) -> LocalPipeline:
+        """Return the model of these tensors in float32."""
+        return LocalPipeline.build(self.spec, source, device=self.device)
 
 
 @dataclass(frozen=True)
@@ -83,23 +99,34 @@ class CachedPipeline(LocalPipeline):
         return [self.make_cache(self.spec, len(s.layers), slots, max_len) for s in self.stages]
 
 
-def subjects(
-    models: list[str], *, text: Path, num_tokens: int, windows: int, window: int
-) -> list[Subject]:
-    """Return every model, plain and with outliers injected."""
-    found = []
-    for directory in models:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare which models are measured, and where."""
+    parser.add_argument("--model", action="append", help="model directory; may be repeated")
+    parser.add_argument("--copy", choices=("plain", "injected"), help="default both")
+    parser.add_argument("--text", type=Path, default=EXAMPLES / "heldout.txt")
+    parser.add_argument(
+        "--windows", type=int, default=128, help=f"calibration windows of {WINDOW} tokens (128)"
+    )
+    parser.add_argument("--group", type=int, choices=(32, 64, 128), default=64)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--commit", help="commit a row names, where git cannot tell")
+
+
+def subjects(args: argparse.Namespace, *, num_tokens: int) -> Iterator[Subject]:
+    """Yield every model, plain and with outliers injected, as asked."""
+    for directory in args.model or [str(EXAMPLES / "demo-7m")]:
         spec = ModelSpec.from_directory(directory)
         tokenizer = Tokenizer(directory)
         source = CheckpointSource(directory, spec)
-        cut = random_windows(
-            tokenizer.encode(calibration_text(), special=False), count=windows, length=window
-        )
-        tokens = tokenizer.encode(text.read_text(), special=False)[:num_tokens]
-        injected = InjectedSource(source, spec, spec.hidden // 64, INJECTED_FACTOR)
-        found.append(Subject(spec.name, spec, source, cut, tokens))
-        found.append(Subject(f"{spec.name}-injected", spec, injected, cut, tokens))
-    return found
+        calibration = tokenizer.encode(calibration_text(), special=False)
+        cut = random_windows(calibration, count=args.windows, length=WINDOW)
+        tokens = tokenizer.encode(args.text.read_text(), special=False)[:num_tokens]
+        injected = InjectedSource(source, spec, spec.hidden // INJECTED_SHARE, INJECTED_FACTOR)
+        for copy, made_of in (("plain", source), ("injected", injected)):
+            if args.copy in (None, copy):
+                name = spec.name if copy == "plain" else f"{spec.name}-{copy}"
+                device = torch.device(args.device)
+                yield Subject(name, spec, made_of, cut, tokens, device, args.commit)
 
 
 def calibration_text(limit: int = 3_000_000) -> str:
@@ -111,7 +138,7 @@ def calibration_text(limit: int = 3_000_000) -> str:
 
 def quantized(subject: Subject, recipe: Recipe) -> ReadyLayers:
     """Quantise a subject's layers, each calibrated behind those before it."""
-    run = CalibrationRun(subject.spec, subject.source, subject.windows_WT)
+    run = CalibrationRun(subject.spec, subject.source, subject.windows_WT, device=subject.device)
     layers = []
     for index in range(subject.spec.num_layers):
         layer = quantize(run, run.view(index), recipe, dtype=DTYPES[subject.spec.dtype])

@@ -29,8 +29,12 @@ def write_row(
     baselines: Mapping[str, float] | None = None,
     predicted: float | None = None,
     noisy: bool = False,
+    made_at: str | None = None,
 ) -> dict[str, Any]:
-    """Append one row to `results/FILE`: the median of `samples`, its range and how it was made."""
+    """Append one row to `results/FILE`: the median of `samples`, its range and how it was made.
+
+    `made_at` names the commit where git is not at hand.
+    """
     row = {
         "bench": bench,
         "case": dict(case),
@@ -44,7 +48,7 @@ def write_row(
         "noisy": noisy,
         "device": device or f"{platform.machine()} CPU",
         "versions": versions(),
-        "commit": commit(),
+        "commit": made_at or commit(),
         "command": "python " + shlex.join(sys.argv),
         "date": datetime.date.today().isoformat(),
     }
