@@ -32,6 +32,7 @@ from llmpq.runtime.quantized_checkpoint import open_checkpoint
 from llmpq.runtime.request import Request
 from llmpq.runtime.scheduler import Limits, Scheduler
 from llmpq.runtime.speculate import FixedDrafter
+from llmpq.runtime.stage_actor import limits_of
 from llmpq.runtime.thread_engine import ThreadEngine
 from llmpq.runtime.tokenizer import Tokenizer
 from llmpq.speculation import SpeculationMode
@@ -106,6 +107,10 @@ def check_tokens() -> bool:
             got, accepted = _serve(spec, prompts, 48, graphs=graphs, mode=mode)
             name = f"fp32 {'graphs' if graphs else 'eager'} {_described(mode, accepted)}"
             good &= _told(name, got, want, len(want))
+    for mode in (None, "kv4", "ngram") if torch.cuda.device_count() > 1 else ():
+        devices = ("cuda:0", "cuda:1")
+        got, accepted = _serve(spec, prompts, 48, graphs=True, mode=mode, device=devices)
+        good &= _told(f"fp32 two GPUs {_described(mode, accepted)}", got, want, len(want))
     for kv in (KVPrecision.KV8, KVPrecision.KV4):
         on_cpu, _ = _serve(spec, prompts, 48, graphs=False, kv=kv, device="cpu")
         got, _ = _serve(spec, prompts, 48, graphs=True, kv=kv)
@@ -161,7 +166,7 @@ def _serve(
     kv: KVPrecision = KVPrecision.KV16,
     dtype: str = "float32",
     precision: Precision = Precision.W16A16,
-    device: str = "cuda:0",
+    device: str | tuple[str, ...] = "cuda:0",
 ) -> tuple[list[list[int]], float | None]:
     """Return the tokens, and the share of judged drafts that were accepted."""
     workload = Workload(batch=6, prompt_len=128, gen_len=max_new, dtype=dtype, kv=kv)
@@ -170,7 +175,7 @@ def _serve(
     engine = ThreadEngine(plan, spec, source, device=device, graphs=graphs, speculate=mode)
     requests = [Request(id=i, prompt=tuple(p), max_new=max_new) for i, p in enumerate(prompts)]
     drafter = None if mode is None else FixedDrafter(mode, 3)
-    tokens = engine.run(Scheduler(_limits(workload, 3, 6), drafter=drafter), requests).tokens
+    tokens = engine.run(Scheduler(limits_of(plan), drafter=drafter), requests).tokens
     rows = [tokens[index] for index in range(len(prompts))]
     return rows, None if drafter is None else drafter.acceptance.per_token
 
