@@ -226,16 +226,7 @@ def test_an_acceptance_bug_fails_the_distribution_test(monkeypatch):
     q_logits, p_logits = torch.randn(2, VOCAB, generator=generator)
     p = probabilities(p_logits[None], [SamplingParams(temperature=1.0)])[0]
     # The bug: a refused draft is replaced by a draw from p instead of max(p - q, 0).
-    original = acceptance._accept_sampled
-
-    def buggy(p_QV, drafted, q, seed, step):
-        result = original(p_QV, drafted, q, seed, step)
-        if len(result) <= len(drafted) and result[-1] != drafted[len(result) - 1]:
-            number = acceptance.uniform(seed, step, acceptance.REPLACE_STREAM)
-            result[-1] = acceptance._draw(p_QV[len(result) - 1], number)
-        return result
-
-    monkeypatch.setattr(acceptance, "_accept_sampled", buggy)
+    monkeypatch.setattr(acceptance, "leftover", lambda p_RV, q_RV: p_RV)
     assert chi_square(_verified_tokens(acceptance.accept, q_logits, p_logits, 1), p) > 40
 
 
@@ -249,6 +240,27 @@ def test_certain_drafts_are_verified_like_drawn_ones():
         logits = p_logits.expand(1, 2, VOCAB)
         counts[acceptance.accept(logits, [[2]], [None], params, [0])[0][0]] += 1
     assert chi_square(counts, p) < 20.5
+
+
+def test_rows_are_decided_as_each_would_be_alone():
+    """Sampled rows of unequal drafts, drawn and certain ones, decided together."""
+    generator = torch.Generator().manual_seed(4)
+    logits = torch.randn(24, 4, VOCAB, generator=generator) / 4
+    drafts = [[int(t) for t in torch.randint(VOCAB, (n % 4,), generator=generator)]
+              for n in range(24)]  # fmt: skip
+    probs = [
+        None if n % 3 == 0 else [torch.full((VOCAB,), 1 / VOCAB) for _ in drafts[n]]
+        for n in range(24)
+    ]
+    params = [SamplingParams(temperature=0.0 if n % 5 == 4 else 0.9, seed=n) for n in range(24)]
+    steps = list(range(24))
+    together = acceptance.accept(logits, drafts, probs, params, steps)
+    alone = [
+        acceptance.accept(logits[n : n + 1], [drafts[n]], [probs[n]], [params[n]], [steps[n]])[0]
+        for n in range(24)
+    ]
+    assert together == alone
+    assert {len(row) for row in together} >= {1, 2, 3}
 
 
 def test_greedy_acceptance_keeps_the_longest_agreeing_prefix():
