@@ -24,44 +24,16 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from llmpq.kernels.gemm_ahead import fetch_ahead
+from llmpq.kernels.gemm_scaled import scaled, unpack_scaled
 from llmpq.kernels.gemm_tiles import (
     accumulator_scale,
     dot,
     finish,
     load_pairs,
     load_tile,
-    pair_floats,
     unpack,
     zero_constants,
 )
-
-
-@triton.jit
-def _scaled(
-    w, pairs, DT: tl.constexpr, BH: tl.constexpr, WM: tl.constexpr, INTERPRET: tl.constexpr
-):
-    """w * scale in DT: for tiles so wide that scaling the accumulator would need a second one."""
-    low, high = pair_floats(pairs, DT)
-    s = tl.reshape(tl.join(low.to(DT), high.to(DT)), (BH, WM, 8, 4, 2))
-    s = tl.reshape(tl.permute(s, (0, 1, 4, 2, 3)), (BH * WM * 16, 1, 4, 1))
-    w = tl.reshape(w, (BH * WM * 16, 16, 4, 2))
-    s = tl.broadcast_to(s, (BH * WM * 16, 16, 4, 2))
-    if INTERPRET:
-        w = (w.to(tl.float32) * s.to(tl.float32)).to(DT)
-    elif DT == tl.float16:
-        w = tl.inline_asm_elementwise(
-            "mul.f16x2 $0, $1, $2;", "=r,r,r", [w, s], dtype=tl.float16, is_pure=True, pack=2
-        )
-    else:
-        w = tl.inline_asm_elementwise(
-            "{.reg .b32 z; mov.b32 z, 0x80008000; fma.rn.bf16x2 $0, $1, $2, z;}",
-            "=r,r,r",
-            [w, s],
-            dtype=tl.bfloat16,
-            is_pure=True,
-            pack=2,
-        )
-    return tl.reshape(w, (BH * WM * 16, 128))
 
 
 @triton.jit
@@ -83,18 +55,22 @@ def _accumulate(
 ):
     """acc += scale * (code - zero) x of one k-group; per channel, the scale waits for the end."""
     words, scale, zero = tile
+    BN: tl.constexpr = BH * WM * 16
     zeros = ()
     if not SYMMETRIC:
         if GROUPED:
             zeros = zero_constants(zero, BITS, DT, INTERPRET)
         else:
             zeros = zero_constants(channel_zero, BITS, DT, INTERPRET)
+    if SCALE_W and GROUPED and BITS == 4 and not INTERPRET:
+        return dot(
+            unpack_scaled(words[0], zeros, scale, DT, SYMMETRIC, BH, WM, KWIDTH4), x, acc, False
+        )
     w = unpack(words, zeros, BITS, DT, SYMMETRIC, BH, WM, False, KWIDTH4, INTERPRET)
-    BN: tl.constexpr = BH * WM * 16
     if not GROUPED:
         acc = dot(w, x, acc, INTERPRET)
     elif SCALE_W:
-        acc = dot(_scaled(w, scale, DT, BH, WM, INTERPRET), x, acc, INTERPRET)
+        acc = dot(scaled(w, scale, DT, BH, WM, INTERPRET), x, acc, INTERPRET)
     else:
         t = dot(w, x, tl.zeros([BN, BM], tl.float32), INTERPRET)
         t = tl.reshape(t, (BN, BM // 8, 4, 2))

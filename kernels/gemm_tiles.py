@@ -1,8 +1,8 @@
 """Triton pieces shared by the weight kernels: packed words to tensor-core operands, no shuffles.
 
-`load_tile` fetches words, scales and zeros in the order they are stored; `unpack` makes them the
-left operand of a product (gemm_assembly.py; shifts and masks under INTERPRET, since the
-interpreter has no inline assembly); `finish` adds bias and residual and stores y.
+`load_tile` fetches words, scales and zeros as they are stored; `unpack` makes them the left operand
+of a product (gemm_assembly.py; shifts and masks in the interpreter, which has no inline assembly);
+`finish` adds bias and residual and stores y.
 
 Legend: a tile is BN = 16 * BH * WM rows (rows split over WM warps) of one k-group, or, BATCH,
 16 * BH rows of WM k-groups (k split over the warps). lane = 4 r + c. DT: float16 or bfloat16.
@@ -118,7 +118,7 @@ def accumulator_scale(
 
 
 @triton.jit
-def _spread(t, BITS: tl.constexpr, BH: tl.constexpr, WM: tl.constexpr):
+def spread(t, BITS: tl.constexpr, BH: tl.constexpr, WM: tl.constexpr):
     """Per-lane values (bh, warp, r, c) repeated for each word of the lane."""
     if BITS == 3:
         t = tl.reshape(t, (BH, WM, 8, 4, 1))
@@ -183,7 +183,7 @@ def unpack(
             half: tl.constexpr = 1 << (BITS - 1)
             z = (half, half)
         else:
-            z = (_spread(zeros[0], BITS, BH, WM), _spread(zeros[1], BITS, BH, WM))
+            z = (spread(zeros[0], BITS, BH, WM), spread(zeros[1], BITS, BH, WM))
         if BITS == 4:
             t = interpret4(words[0], z, DT)
         elif BITS == 8:
@@ -212,14 +212,14 @@ def unpack(
                 )
         elif DT == tl.float16:
             z0, z1, y0 = (
-                _spread(zeros[0], BITS, BH, WM),
-                _spread(zeros[1], BITS, BH, WM),
-                _spread(zeros[2], BITS, BH, WM),
+                spread(zeros[0], BITS, BH, WM),
+                spread(zeros[1], BITS, BH, WM),
+                spread(zeros[2], BITS, BH, WM),
             )
             y1, y2, z2 = (
-                _spread(zeros[3], BITS, BH, WM),
-                _spread(zeros[4], BITS, BH, WM),
-                _spread(zeros[5], BITS, BH, WM),
+                spread(zeros[3], BITS, BH, WM),
+                spread(zeros[4], BITS, BH, WM),
+                spread(zeros[5], BITS, BH, WM),
             )
             o = tl.inline_asm_elementwise(
                 F3Z,
@@ -230,8 +230,8 @@ def unpack(
                 pack=1,
             )
         else:
-            z0, z1 = _spread(zeros[0], BITS, BH, WM), _spread(zeros[1], BITS, BH, WM)
-            y0, y1 = _spread(zeros[2], BITS, BH, WM), _spread(zeros[3], BITS, BH, WM)
+            z0, z1 = spread(zeros[0], BITS, BH, WM), spread(zeros[1], BITS, BH, WM)
+            y0, y1 = spread(zeros[2], BITS, BH, WM), spread(zeros[3], BITS, BH, WM)
             o = tl.inline_asm_elementwise(
                 B3Z,
                 O32I7,
@@ -252,7 +252,7 @@ def unpack(
                     B4, O8I1, [words[0]], dtype=(tl.bfloat16,) * 8, is_pure=True, pack=1
                 )
         else:
-            z0, z1 = _spread(zeros[0], BITS, BH, WM), _spread(zeros[1], BITS, BH, WM)
+            z0, z1 = spread(zeros[0], BITS, BH, WM), spread(zeros[1], BITS, BH, WM)
             if DT == tl.float16:
                 o = tl.inline_asm_elementwise(
                     F4Z, O8I3, [words[0], z0, z1], dtype=(tl.float16,) * 8, is_pure=True, pack=1
@@ -273,7 +273,7 @@ def unpack(
                     B8, O8I2, [words[0], words[1]], dtype=(tl.bfloat16,) * 8, is_pure=True, pack=1
                 )
         else:
-            z0, z1 = _spread(zeros[0], BITS, BH, WM), _spread(zeros[1], BITS, BH, WM)
+            z0, z1 = spread(zeros[0], BITS, BH, WM), spread(zeros[1], BITS, BH, WM)
             if DT == tl.float16:
                 o = tl.inline_asm_elementwise(
                     F8Z,
@@ -284,7 +284,7 @@ def unpack(
                     pack=1,
                 )
             else:
-                y0, y1 = _spread(zeros[2], BITS, BH, WM), _spread(zeros[3], BITS, BH, WM)
+                y0, y1 = spread(zeros[2], BITS, BH, WM), spread(zeros[3], BITS, BH, WM)
                 o = tl.inline_asm_elementwise(
                     B8Z,
                     O8I6,
@@ -294,7 +294,20 @@ def unpack(
                     pack=1,
                 )
         t = join8(o[0], o[1], o[2], o[3], o[4], o[5], o[6], o[7])
-    # Axes to (warp, bh, r3, r | h, jj/2, jj%2, k3, c, k0), then the warp and k3 where they belong.
+    return arrange(t, BITS, BH, WM, BATCH, KWIDTH4)
+
+
+@triton.jit
+def arrange(
+    t,
+    BITS: tl.constexpr,
+    BH: tl.constexpr,
+    WM: tl.constexpr,
+    BATCH: tl.constexpr,
+    KWIDTH4: tl.constexpr,
+):
+    """Numbers in the order of their words, as an operand [(warp,) rows, 128 k]."""
+    # To (warp, bh, r3, r | h, jj/2, jj%2, k3, c, k0), then the warp and k3 where they belong.
     if BITS == 3:  # bh, warp, r, c, h | k0, r3, k3, jj%2, jj/2
         t = tl.permute(
             tl.reshape(t, (BH, WM, 8, 4, 2, 2, 2, 2, 2, 2)), (1, 0, 6, 2, 4, 9, 8, 7, 3, 5)
@@ -321,13 +334,9 @@ def load_tile(
     blocks,
     groups,
     group,
-    BITS: tl.constexpr,
-    GROUPED: tl.constexpr,
-    SYMMETRIC: tl.constexpr,
-    BH: tl.constexpr,
-    WM: tl.constexpr,
-    BATCH: tl.constexpr,
-):
+    BITS: tl.constexpr, GROUPED: tl.constexpr, SYMMETRIC: tl.constexpr, BH: tl.constexpr,
+    WM: tl.constexpr, BATCH: tl.constexpr,
+):  # fmt: skip
     """Everything a tile needs from memory: (words, scale pairs, zero pairs)."""
     if BITS == 3:
         words = (
