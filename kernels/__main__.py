@@ -1,4 +1,4 @@
-"""`python -m llmpq.kernels {bench,check} {gemm,kv}`: time kernels, compare them with twins."""
+"""`python -m llmpq.kernels {bench,check} {gemm,kv,atom}`: time kernels, compare them with twins."""
 
 from __future__ import annotations
 
@@ -11,9 +11,17 @@ import sys
 _COMMANDS = {
     ("bench", "gemm"): "llmpq.kernels.bench_gemm",
     ("bench", "kv"): "llmpq.kernels.bench_kv",
+    ("bench", "atom"): "llmpq.kernels.bench_atom",
     ("check", "gemm"): "llmpq.kernels.check_gemm",
     ("check", "kv"): "llmpq.kernels.check_kv",
+    ("check", "atom"): "llmpq.kernels.check_atom",
 }
+
+_NOUNS = (
+    ("gemm", "weight kernels"),
+    ("kv", "KV-cache kernels"),
+    ("atom", "kernels of rounded inputs, W4A4 and W8A8"),
+)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -24,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
     verbs = parser.add_subparsers(dest="verb", required=True)
     for verb, text in (("bench", "time kernels on this GPU"), ("check", "compare with the twins")):
         nouns = verbs.add_parser(verb, help=text).add_subparsers(dest="noun", required=True)
-        for noun, what in (("gemm", "weight kernels"), ("kv", "KV-cache kernels")):
+        for noun, what in _NOUNS:
             command = nouns.add_parser(noun, help=what)
             if argv[:2] == [verb, noun]:
                 importlib.import_module(_COMMANDS[verb, noun]).add_arguments(command)

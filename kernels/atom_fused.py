@@ -18,7 +18,12 @@ import triton
 from torch import Tensor
 
 from llmpq.kernels.atom_formats import AtomWeight
-from llmpq.kernels.atom_kernels import act_round_kernel, atom_gemm_kernel, norm_round_kernel
+from llmpq.kernels.atom_kernels import (
+    act_round_kernel,
+    atom_gemm_kernel,
+    channel_gemm_kernel,
+    norm_round_kernel,
+)
 from llmpq.kernels.atom_quantize import hadamard
 from llmpq.kernels.atom_scheme import AtomScheme
 from llmpq.kernels.formats import GROUP
@@ -26,19 +31,19 @@ from llmpq.precision import padded_k
 
 Activation = Literal["silu", "relu", "gelu"]
 NormKind = Literal["none", "rms", "layer"]
+
+FEW = 32
+"""Tokens up to which W8A8 keeps w on the tensor core's long side."""
+
 _NORMS: dict[str, int] = {"none": 0, "rms": 1, "layer": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoundedInput:
-    """Codes int8 [M, Kp + Op] (Op = 128 with outliers, else 0), scales float32 [M, G + 1].
-
-    `fp8`: the normal channels' codes are bytes of e4m3 and their sums follow the scales.
-    """
+    """Codes int8 [M, Kp + Op] (Op = 128 with outliers, else 0), scales float32 [M, G + 1]."""
 
     codes: Tensor
     scales: Tensor
-    fp8: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +93,20 @@ def plan(rows: int, out_features: int) -> GemmPlan:
     return GemmPlan(block_m=128, block_n=128, warps=8, stages=3)
 
 
+def channel_plan(rows: int, out_features: int) -> GemmPlan:
+    """Return tiles of a W8A8 product of many tokens.
+
+    H200: 128 x 256 wins (gate_up, M = 1024: 224 us against 260) unless its tiles leave the last
+    wave of programs mostly empty (qkv, M = 1024: 64 us against 57).
+    """
+    if rows <= 128:
+        return GemmPlan(block_m=64, block_n=64, warps=4, stages=4)
+    wide = -(-rows // 128) * -(-out_features // 256)
+    if wide >= 120 and wide / (-(-wide // 132) * 132) > 0.75:
+        return GemmPlan(block_m=128, block_n=256, warps=8, stages=3)
+    return GemmPlan(block_m=128, block_n=128, warps=4, stages=4)
+
+
 def norm_round(
     x_MK: Tensor,
     scheme: AtomScheme,
@@ -97,14 +116,13 @@ def norm_round(
     bias_K: Tensor | None = None,
     index_K: Tensor | None = None,
     eps: float = 0.0,
-    fp8: bool = False,
 ) -> RoundedInput:
     """Norm a token, put its channels in order and round them, in one pass."""
     if scheme.rotation:
         raise ValueError("norm_round does not rotate; only the input of `down` is rotated")
     m, k = x_MK.shape
     shape = Shape.of(scheme, k)
-    rounded = _empty(x_MK, m, shape, scheme, fp8)
+    rounded = _empty(x_MK, m, shape, scheme)
     norm_round_kernel[(m,)](
         x_MK,
         x_MK if weight_K is None else weight_K,
@@ -128,22 +146,19 @@ def norm_round(
         NORM=_NORMS[norm],
         HAS_BIAS=bias_K is not None,
         HAS_INDEX=index_K is not None,
-        FP8=fp8,
         num_warps=4 if k <= 4096 else 8,
     )
     return rounded
 
 
-def act_round(
-    x: Tensor, scheme: AtomScheme, activation: Activation, *, fp8: bool = False
-) -> RoundedInput:
+def act_round(x: Tensor, scheme: AtomScheme, activation: Activation) -> RoundedInput:
     """Apply an MLP's activation and round; x is [M, 2F] (gate, up) for "silu", else [M, F]."""
     m, width = x.shape
     f = width // 2 if activation == "silu" else width
     shape = Shape.of(scheme, f)
     if scheme.group_size is None:
         raise ValueError("act_round needs groups; per-channel inputs go through norm_round")
-    rounded = _empty(x, m, shape, scheme, fp8)
+    rounded = _empty(x, m, shape, scheme)
     block_m = 16
     blocks = shape.padded // GROUP + (1 if scheme.outliers else 0)
     act_round_kernel[(triton.cdiv(m, block_m), blocks)](
@@ -164,7 +179,6 @@ def act_round(
         CLIP=scheme.activation_clip,
         ACT=activation,
         ROTATE=scheme.rotation,
-        FP8=fp8,
         INTERPRET=bool(triton.knobs.runtime.interpret),
         num_warps=4,
     )
@@ -184,15 +198,19 @@ def atom_gemm(
     scheme = weight.scheme
     shape = Shape.of(scheme, weight.in_features)
     expected = shape.padded + (GROUP if scheme.outliers else 0)
-    scales = shape.groups + 1 + (shape.groups if rounded.fp8 else 0)
+    scales = shape.groups + 1
     if rounded.codes.shape[1] != expected or rounded.scales.shape != (m, scales):
         raise ValueError(
             f"atom_gemm: got codes {tuple(rounded.codes.shape)} and scales "
             f"{tuple(rounded.scales.shape)}, expected {expected} columns and "
             f"{scales} scales. Round the input with the weight's own scheme."
         )
-    tiles = tiles or plan(m, weight.out_features)
     y = torch.empty(m, weight.out_features, dtype=dtype, device=rounded.codes.device)
+    if scheme.group_size is None and not scheme.outliers and (m > FEW or tiles is not None):
+        chosen = tiles or channel_plan(m, weight.out_features)
+        _launch_channels(rounded, weight, bias, y, chosen)
+        return y
+    tiles = tiles or plan(m, weight.out_features)
     n_tiles = triton.cdiv(weight.out_features, tiles.block_n)
     atom_gemm_kernel[(n_tiles * triton.cdiv(m, tiles.block_m),)](
         rounded.codes,
@@ -212,7 +230,6 @@ def atom_gemm(
         BITS=4 if weight.codes.ndim == 3 else 8,
         HAS_OUTLIERS=scheme.outliers > 0,
         HAS_BIAS=bias is not None,
-        FP8=rounded.fp8,
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
         GROUP_N=tiles.group_n,
@@ -222,13 +239,34 @@ def atom_gemm(
     return y
 
 
-def _empty(x: Tensor, rows: int, shape: Shape, scheme: AtomScheme, fp8: bool) -> RoundedInput:
-    if fp8 and (scheme.activation_bits != 4 or scheme.group_size is None):
-        raise ValueError("fp8 products take 4-bit activations in groups; int8 takes all others")
+def _empty(x: Tensor, rows: int, shape: Shape, scheme: AtomScheme) -> RoundedInput:
     width = shape.padded + (GROUP if scheme.outliers else 0)
-    scales = shape.groups + 1 + (shape.groups if fp8 else 0)
     return RoundedInput(
         codes=torch.empty(rows, width, dtype=torch.int8, device=x.device),
-        scales=torch.empty(rows, scales, dtype=torch.float32, device=x.device),
-        fp8=fp8,
+        scales=torch.empty(rows, shape.groups + 1, dtype=torch.float32, device=x.device),
+    )
+
+
+def _launch_channels(
+    rounded: RoundedInput, weight: AtomWeight, bias: Tensor | None, y: Tensor, tiles: GemmPlan
+) -> None:
+    (m, n), width = y.shape, rounded.codes.shape[1]
+    grid = (triton.cdiv(m, tiles.block_m) * triton.cdiv(n, tiles.block_n),)
+    channel_gemm_kernel[grid](
+        rounded.codes,
+        rounded.scales,
+        weight.codes,
+        weight.scale,
+        y if bias is None else bias,
+        y,
+        m,
+        n,
+        width,
+        K=width,
+        HAS_BIAS=bias is not None,
+        BLOCK_M=tiles.block_m,
+        BLOCK_N=tiles.block_n,
+        GROUP_M=8,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
     )

@@ -14,12 +14,8 @@ w stands on the left of the tensor core (A operand, from registers), a on the ri
 is the same loop with one scale per nibble half. Bytes per output and k-group of 128: 64 / BM of w,
 128 / BN of a. All products are exact in int32: |sum| <= 128 * 8 * 127 * 16.
 
-Through fp8 (`FP8`): an int4 code is exact in e4m3, and so is a nibble u = code + 8 as it lies: the
-bytes 0 .. 15 are the numbers 0 .. 15 times 2^-9, since subnormals and the first binade are one
-linear scale. So w needs one LOP3 per four weights, a is stored as e4m3, and the tensor core's
-accumulator is float already; it starts at -8 sum_k a[k], which undoes the offset. The scales are
-followed by these sums: float32 [M, G + 1 + G], the sums in units of -8 * 2^-9. All sums are below
-2^14, which fp8 accumulation on Hopper holds exactly.
+Hopper runs W4A4 through fp8 (atom_wgmma.py); these run on every GPU with int8 tensor cores. W8A8
+for many tokens has no groups: a plain product (`channel_gemm_kernel`), tokens on the left.
 
 M tokens, N = out_features, K = in_features, G groups of a row.
 """
@@ -54,15 +50,6 @@ def _codes(y, BITS: tl.constexpr, SIGNED: tl.constexpr, CLIP: tl.constexpr):
 
 
 @triton.jit
-def _bytes(q, FP8: tl.constexpr):
-    """Codes as the product reads them: int8, or the bytes of e4m3."""
-    if FP8:
-        return q.to(tl.float8e4nv).to(tl.int8, bitcast=True)
-    else:
-        return q.to(tl.int8)
-
-
-@triton.jit
 def norm_round_kernel(
     X,
     WEIGHT,
@@ -86,7 +73,6 @@ def norm_round_kernel(
     NORM: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_INDEX: tl.constexpr,
-    FP8: tl.constexpr,
 ):
     """A token's norm, channel order and rounding; NORM 0 leaves x, 1 is RMSNorm, 2 LayerNorm.
 
@@ -112,14 +98,11 @@ def norm_round_kernel(
     q, scale = _codes(y[None], BITS, SIGNED, CLIP)
     width = GROUPS * GROUP
     code_row = CODES + row * (width + (outliers > 0) * 128)
-    scale_row = SCALES + row * (GROUPS + 1 + FP8 * GROUPS)
+    scale_row = SCALES + row * (GROUPS + 1)
     groups = tl.arange(0, BLOCK_G)
     inside = ((place < width) & (within < GROUP))[None]
-    tl.store(code_row + place[None], _bytes(q, FP8), mask=inside)
+    tl.store(code_row + place[None], q.to(tl.int8), mask=inside)
     tl.store(scale_row + groups[None], scale, mask=groups[None] < GROUPS)
-    if FP8:
-        sums = tl.sum(q, axis=2) * -0.015625
-        tl.store(scale_row + GROUPS + 1 + groups[None], sums, mask=groups[None] < GROUPS)
 
     # outliers: 8 bits, one scale
     if outliers > 0:
@@ -187,7 +170,6 @@ def act_round_kernel(
     CLIP: tl.constexpr,
     ACT: tl.constexpr,
     ROTATE: tl.constexpr,
-    FP8: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
     """Activation and rounding of 128 channels of BLOCK_M tokens; x is [M, 2F] for "silu".
@@ -214,7 +196,7 @@ def act_round_kernel(
         y = y / (1.0 + tl.exp(-inner))
     width = GROUPS * GROUP
     code_at = rows.to(tl.int64)[:, None] * (width + (outliers > 0) * 128) + block * 128 + j[None, :]
-    scale_at = rows.to(tl.int64) * (GROUPS + 1 + FP8 * GROUPS)
+    scale_at = rows.to(tl.int64) * (GROUPS + 1)
     if is_outlier:
         kept_q, kept_scale = _codes(y[:, None, :], 8, False, 1.0)
         kept_at = code_at[:, None, :]
@@ -229,29 +211,17 @@ def act_round_kernel(
         parts: tl.constexpr = 128 // GROUP if GROUPS > 1 else 1
         grouped = tl.reshape(turned, (BLOCK_M, parts, 128 // parts))
         q, scale = _codes(grouped, BITS, SIGNED, CLIP)
-        flat = tl.reshape(_bytes(q, FP8), (BLOCK_M, 128))
+        flat = tl.reshape(q.to(tl.int8), (BLOCK_M, 128))
         tl.store(CODES + code_at, flat, mask=(rows < M)[:, None])
         part = tl.arange(0, parts)
         first = scale_at[:, None] + block * parts + part[None, :]
         tl.store(SCALES + first, scale, mask=(rows < M)[:, None])
-        if FP8:
-            sums = tl.sum(q, axis=2) * -0.015625
-            tl.store(SCALES + first + GROUPS + 1, sums, mask=(rows < M)[:, None])
 
 
 @triton.jit
 def _scales(sw_at, sa_at):
     """The factor of a tile's integer sums, [N, M]."""
     return tl.load(sw_at).to(tl.float32)[:, None] * tl.load(sa_at)[None, :]
-
-
-@triton.jit
-def _start(sums_at, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, FP8: tl.constexpr):
-    """What the sums of a group start from: zero, or what undoes the offset of w's nibbles."""
-    if FP8:
-        return tl.broadcast_to(tl.load(sums_at)[None, :], (BLOCK_N, BLOCK_M))
-    else:
-        return tl.zeros((BLOCK_N, BLOCK_M), tl.int32)
 
 
 @triton.jit
@@ -273,7 +243,6 @@ def atom_gemm_kernel(
     BITS: tl.constexpr,
     HAS_OUTLIERS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    FP8: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     GROUP_N: tl.constexpr,
@@ -292,19 +261,14 @@ def atom_gemm_kernel(
     j = tl.arange(0, 64)
     a_width = BLOCKS * 128 + HAS_OUTLIERS * 128
     a_at = A + m_row[None, :] * a_width + j[:, None]
-    sa_row = SA + m_row * (GROUPS + 1 + FP8 * GROUPS)
+    sa_row = SA + m_row * (GROUPS + 1)
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.int32)
+    zero = tl.zeros((BLOCK_N, BLOCK_M), tl.int32)
     for block in range(BLOCKS):
         a_low = tl.load(a_at + block * 128)
         a_high = tl.load(a_at + block * 128 + 64)
-        if FP8:
-            byte = tl.load(W + n_row[:, None] * (BLOCKS * 64) + block * 64 + j[None, :]) ^ 0x88
-            w_low = (byte & 0x0F).to(tl.float8e4nv, bitcast=True)
-            w_high = (byte >> 4).to(tl.float8e4nv, bitcast=True)
-            a_low = a_low.to(tl.float8e4nv, bitcast=True)
-            a_high = a_high.to(tl.float8e4nv, bitcast=True)
-        elif BITS == 4:
+        if BITS == 4:
             byte = tl.load(W + n_row[:, None] * (BLOCKS * 64) + block * 64 + j[None, :])
             w_low = (byte << 4).to(tl.int8, bitcast=True)
             w_high = (byte & 0xF0).to(tl.int8, bitcast=True)
@@ -313,27 +277,23 @@ def atom_gemm_kernel(
             w_low = tl.load(w_at)
             w_high = tl.load(w_at + 64)
         if PARTS == 0:
-            total = tl.dot(w_low, a_low, total)
-            total = tl.dot(w_high, a_high, total)
+            total = tl.dot(w_low, a_low, total, out_dtype=tl.int32)
+            total = tl.dot(w_high, a_high, total, out_dtype=tl.int32)
         elif PARTS == 1:
-            start = _start(sa_row + GROUPS + 1 + block, BLOCK_N, BLOCK_M, FP8)
-            part = tl.dot(w_high, a_high, tl.dot(w_low, a_low, start))
+            part = tl.dot(w_low, a_low, zero, out_dtype=tl.int32)
+            part = tl.dot(w_high, a_high, part, out_dtype=tl.int32)
             acc += part.to(tl.float32) * _scales(SW + n_row * GROUPS + block, sa_row + block)
         else:
             group = 2 * block
-            start = _start(sa_row + GROUPS + 1 + group, BLOCK_N, BLOCK_M, FP8)
-            part = tl.dot(w_low, a_low, start)
+            part = tl.dot(w_low, a_low, zero, out_dtype=tl.int32)
             acc += part.to(tl.float32) * _scales(SW + n_row * GROUPS + group, sa_row + group)
-            start = _start(sa_row + GROUPS + 2 + group, BLOCK_N, BLOCK_M, FP8)
-            part = tl.dot(w_high, a_high, start)
+            part = tl.dot(w_high, a_high, zero, out_dtype=tl.int32)
             acc += part.to(tl.float32) * _scales(
                 SW + n_row * GROUPS + group + 1, sa_row + group + 1
             )
     if PARTS == 0:
         acc = total.to(tl.float32) * _scales(SW + n_row, sa_row)
-    if FP8:
-        acc *= 512.0
-    elif BITS == 4:
+    if BITS == 4:
         acc *= 0.0625
     if HAS_OUTLIERS:
         k = tl.arange(0, 128)
@@ -341,8 +301,53 @@ def atom_gemm_kernel(
         w = tl.load(
             WO + n_row[:, None] * outliers + k[None, :], mask=k[None, :] < outliers, other=0
         )
-        acc += tl.dot(w, a).to(tl.float32) * _scales(SO + n_row, sa_row + GROUPS)
+        part = tl.dot(w, a, out_dtype=tl.int32)
+        acc += part.to(tl.float32) * _scales(SO + n_row, sa_row + GROUPS)
     if HAS_BIAS:
         acc += tl.load(BIAS + n_row).to(tl.float32)[:, None]
     y_at = Y + m_row[None, :] * N + n[:, None]
     tl.store(y_at, acc.to(Y.dtype.element_ty), mask=(n < N)[:, None] & (m < M)[None, :])
+
+
+@triton.jit
+def channel_gemm_kernel(
+    A,
+    SA,
+    W,
+    SW,
+    BIAS,
+    Y,
+    M,
+    N,
+    a_width,
+    K: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUP_M: tl.constexpr,
+):
+    """Y [M, N] = A W^T of int8 with one scale a token and a row; both operands in shared memory."""
+    pid = tl.program_id(0)
+    width = GROUP_M * tl.cdiv(N, BLOCK_N)
+    first_m = pid // width * GROUP_M
+    count_m = tl.minimum(tl.cdiv(M, BLOCK_M) - first_m, GROUP_M)
+    m = (first_m + pid % width % count_m) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = pid % width // count_m * BLOCK_N + tl.arange(0, BLOCK_N)
+    m_row = tl.where(m < M, m, 0).to(tl.int64)
+    n_row = tl.where(n < N, n, 0).to(tl.int64)
+    k = tl.arange(0, 128)
+    a_at = A + m_row[:, None] * a_width + k[None, :]
+    w_at = W + n_row[None, :] * K + k[:, None]
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)
+    for _ in range(K // 128):
+        acc = tl.dot(tl.load(a_at), tl.load(w_at), acc, out_dtype=tl.int32)
+        a_at += 128
+        w_at += 128
+    # Two scales a token in SA: the second is that of outliers, of which there are none.
+    sa = tl.load(SA + m_row * 2)
+    sw = tl.load(SW + n_row).to(tl.float32)
+    y = acc.to(tl.float32) * sa[:, None] * sw[None, :]
+    if HAS_BIAS:
+        y += tl.load(BIAS + n_row).to(tl.float32)[None, :]
+    y_at = Y + m.to(tl.int64)[:, None] * N + n[None, :]
+    tl.store(y_at, y.to(Y.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])

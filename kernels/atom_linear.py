@@ -1,8 +1,8 @@
 """atom_linear(x, weight): the product of rounded activations and an Atom weight, by device.
 
 CPU                     the twin: restore what rounding leaves, multiply
-CUDA                    round x in Triton, integer product by groups (atom_fused.py)
-CUDA, 16-bit inputs     dequantise, multiply
+Hopper, W4A4            one form for few and many tokens, 16-bit inputs too (atom_hopper.py)
+other CUDA, W8A8        round x in Triton, integer product by groups (atom_fused.py)
 other forms             the twin (3 bits, e2m1, 16-bit outliers: for the paper's tables only)
 """
 
@@ -17,6 +17,7 @@ from llmpq.kernels.atom_formats import AtomWeight
 from llmpq.kernels.atom_quantize import normal_channels
 from llmpq.kernels.atom_reference import atom_linear_reference
 from llmpq.kernels.atom_scheme import AtomScheme
+from llmpq.kernels.atom_tiles import AtomTiles
 
 __all__ = ["AtomWeight", "atom_linear"]
 
@@ -28,9 +29,16 @@ def atom_linear(x: Tensor, weight: AtomWeight, bias: Tensor | None = None) -> Te
             f"atom_linear: got x with K = {x.shape[-1]} on {x.device}, expected K = "
             f"{weight.in_features} on {weight.device}. Move one with .to(device)."
         )
-    if not x.is_cuda or not has_kernel(weight.scheme):
+    if not x.is_cuda or not (isinstance(weight, AtomTiles) or has_kernel(weight.scheme)):
         return atom_linear_reference(x, weight, bias)
-    y_MN = integer_linear(x.reshape(-1, weight.in_features), weight, bias)
+    x_MK = x.reshape(-1, weight.in_features)
+    if isinstance(weight, AtomTiles):
+        # Triton and Gluon are imported where they are needed: the CPU path runs without them.
+        from llmpq.kernels.atom_hopper import tiles_linear
+
+        y_MN = tiles_linear(x_MK, weight, bias)
+    else:
+        y_MN = integer_linear(x_MK, weight, bias)
     return y_MN.view(*x.shape[:-1], weight.out_features)
 
 
@@ -44,7 +52,6 @@ def has_kernel(scheme: AtomScheme) -> bool:
 
 def integer_linear(x_MK: Tensor, weight: AtomWeight, bias: Tensor | None = None) -> Tensor:
     """Return y [M, N] by the Triton kernels."""
-    # Triton is imported where it is needed: the CPU path runs without it.
     from llmpq.kernels.atom_fused import atom_gemm, norm_round
 
     scheme, index_K = weight.scheme, weight.index_K

@@ -25,6 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from llmpq.kernels import fused_mlp, fused_norm, fused_rope, plain_attend
 from llmpq.kernels.linear import QuantizedWeight, linear
+from llmpq.runtime import cuda_atom_layers
 from llmpq.runtime.attention import attend_cached, score_bias
 from llmpq.runtime.dual_kv import DualKV
 from llmpq.runtime.kv_cache import KVCache, PlainKVCache
@@ -36,6 +37,9 @@ def decoder_layer(
     layer: DecoderLayer, x_BQh: Tensor, index: int, step: Step, kv: KVCache
 ) -> Tensor:
     """Return the layer's new residual stream; `layers.DecoderLayer.forward` is its twin."""
+    if cuda_atom_layers.rounds_inputs(layer):
+        inner = partial(attend, layer.attention, index=index, step=step, kv=kv)
+        return cuda_atom_layers.decoder_layer(layer, x_BQh, inner)
     attended = attention(layer.attention, norm(layer.attn_norm, x_BQh), index, step, kv)
     y = product(layer.attention.o, attended, residual=x_BQh)
     wide = norm(layer.mlp_norm, y)
@@ -67,7 +71,8 @@ def product(
 
     `into_residual`: the sum may take the residual's place, which saves copying it.
     """
-    if residual is not None and type(part) is Linear:
+    # A watched linear (profiler/calibrate.py) is called as a module.
+    if residual is not None and type(part) is Linear and not part._forward_pre_hooks:
         weight = part.weight
         if isinstance(weight, QuantizedWeight):
             return linear(x, weight, part.bias, residual, into_residual=into_residual)
@@ -82,8 +87,13 @@ def product(
 
 def attention(part: Attention, x_BQh: Tensor, index: int, step: Step, kv: KVCache) -> Tensor:
     """Return attention(q, k, v) [B, Q, H * D] of cache layer `index`, before the output product."""
-    batch, q_len, _ = x_BQh.shape
-    qkv = product(part.qkv, x_BQh).view(batch, q_len, -1, part.head_dim)
+    return attend(part, product(part.qkv, x_BQh), index, step, kv)
+
+
+def attend(part: Attention, qkv_BQN: Tensor, index: int, step: Step, kv: KVCache) -> Tensor:
+    """Return attention(q, k, v) of the product with qkv."""
+    batch, q_len, _ = qkv_BQN.shape
+    qkv = qkv_BQN.view(batch, q_len, -1, part.head_dim)
     q, k, v = qkv.split([part.heads, part.kv_heads, part.kv_heads], dim=2)
     if part.q_norm is not None and part.k_norm is not None:
         q, k = part.q_norm(q), part.k_norm(k)

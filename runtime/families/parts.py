@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from llmpq.kernels.atom_formats import quantize_atom
+from llmpq.kernels.atom_formats import AtomWeight, quantize_atom
 from llmpq.kernels.atom_scheme import atom_scheme
+from llmpq.kernels.atom_tiles import best_form
 from llmpq.kernels.cpu_dense import pack_dense
 from llmpq.kernels.quantize import quantize_weight
 from llmpq.precision import WeightScheme
@@ -50,15 +51,15 @@ class Parts:
         bias = self.optional(f"{name}.bias")
         weight = self.tensors[f"{name}.weight"]
         if not isinstance(weight, Tensor):
-            return Linear(as_planned(weight, self.scheme, name).to(self.device), bias)
+            planned = as_planned(weight, self.scheme, name).to(self.device)
+            return Linear(best_form(planned) if isinstance(planned, AtomWeight) else planned, bias)
         if self.scheme is None:
             dense = self.tensor(f"{name}.weight")
             return Linear(dense if f"{name}.weight" in self.shared else pack_dense(dense), bias)
         weight_NK = weight.to(self.device)
         if self.scheme.activation_bits < 16:
-            return Linear(
-                quantize_atom(weight_NK, atom_scheme(self.scheme), dtype=self.dtype), bias
-            )
+            rounded = quantize_atom(weight_NK, atom_scheme(self.scheme), dtype=self.dtype)
+            return Linear(best_form(rounded), bias)
         # Stored as two planes, whose upper one alone may serve as a draft.
         aligned = weight_NK.is_cuda and self.scheme.bits == 8 and not self.scheme.symmetric
         weight = quantize_weight(weight_NK, self.scheme, dtype=self.dtype, plane_aligned=aligned)

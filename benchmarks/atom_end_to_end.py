@@ -1,0 +1,207 @@
+"""Tokens/s of 16-bit, W8A8, W4A16 and W4A4 + KV4 in the same GPU memory, at the largest batch each.
+
+    python benchmarks/atom_end_to_end.py --precision w16a16 w8a8 w4a16 w4a4
+
+The paper's Figure 10(c) in kind: Llama-3.1-8B's shape with random weights, one GPU, `--memory` for
+weights, KV cache, temporaries and the CUDA context together; the allocator is held to it. The batch
+is the largest that llmpq/memory.py lets in; one job is that batch: prompts, then tokens for all.
+W4A4 has what `llmpq-quantize` gives it: 128 outlier channels, channel orders, a rotation before
+`down`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+from dataclasses import replace
+from typing import Any
+
+import torch
+from rows import write_row
+from torch import Tensor
+
+from llmpq.kernels.atom_formats import quantize_atom
+from llmpq.kernels.atom_scheme import AtomScheme
+from llmpq.memory import stage_memory
+from llmpq.model_spec import ModelSpec
+from llmpq.plan import Plan
+from llmpq.precision import KVPrecision, Precision
+from llmpq.runtime.bench_command import Bench, prompts_of
+from llmpq.runtime.hand_plan import hand_plan
+from llmpq.runtime.layers import Weight
+from llmpq.runtime.loader import RandomSource
+from llmpq.runtime.scheduler import Limits, Scheduler
+from llmpq.runtime.thread_engine import ThreadEngine
+from llmpq.units import parse_size
+from llmpq.workload import Workload
+
+SCHEME = AtomScheme(outliers=128, signed_scale=True, activation_clip=0.95, weight_clip=0.85)
+KV = {Precision.W4A4: KVPrecision.KV4}
+
+
+class AtomSource(RandomSource):
+    """Random weights, rounded as `llmpq-quantize --scheme w4a4` stores them."""
+
+    def layer(self, index: int, dtype: torch.dtype) -> dict[str, Any]:
+        """Make one decoder layer's parts."""
+        parts: dict[str, Weight] = dict(super().layer(index, dtype))
+        for name in ("qkv", "o", "gate_up", "down"):
+            dense = parts[f"{name}.weight"]
+            assert isinstance(dense, Tensor)
+            scheme = replace(SCHEME, rotation=name == "down")
+            order = torch.randperm(dense.shape[1], device=dense.device)
+            parts[f"{name}.weight"] = quantize_atom(
+                dense, scheme, dtype=dtype, index_K=None if name == "down" else order
+            )
+        return parts
+
+
+def main() -> None:
+    """Measure each precision."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="llama-3.1-8b")
+    parser.add_argument("--precision", nargs="+", default=["w16a16", "w8a8", "w4a16", "w4a4"])
+    parser.add_argument("--memory", default="24GiB")
+    parser.add_argument("--context", default="700MiB", help="of the memory: CUDA and its modules")
+    parser.add_argument("--prompt", type=int, default=512)
+    parser.add_argument("--gen", type=int, default=512)
+    parser.add_argument("--prefill-tokens", type=int, default=8192, help="in a micro-batch")
+    parser.add_argument("--batch", type=int, help="instead of the largest")
+    parser.add_argument("--repeat", type=int, default=1)
+    args = parser.parse_args()
+    spec = ModelSpec.by_name(args.model)
+    for name in args.precision:
+        measure(spec, Precision.parse(name), args)
+
+
+def measure(spec: ModelSpec, precision: Precision, args: argparse.Namespace) -> None:
+    """Run the job at the largest batch and write its row."""
+    memory, context = parse_size(args.memory), parse_size(args.context)
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction((memory - context) / total)
+    torch.cuda.reset_peak_memory_stats()
+    batch = args.batch or largest_batch(spec, precision, args)
+    plan = plan_of(spec, precision, args, batch)
+    source = (AtomSource if precision is Precision.W4A4 else RandomSource)(spec, device="cuda")
+    engine = ThreadEngine(plan, spec, source, device="cuda")
+    shown = f"{precision.value} {plan.workload.kv.value} batch {batch}"
+    print(f"{shown}: {torch.cuda.memory_allocated() / 1e9:.2f} GB loaded", flush=True)
+    run_job(engine, plan, spec, args.gen, warm_up=True)
+    samples, steps = [], {}
+    for index in range(args.repeat):
+        seconds, steps = run_job(engine, plan, spec, args.gen, index=index)
+        samples.append(batch * args.gen / seconds)
+    free, _ = torch.cuda.mem_get_info()
+    write_row(
+        "atom_end_to_end.jsonl",
+        bench="atom_end_to_end",
+        case={
+            "model": spec.name,
+            "precision": precision.value,
+            "kv": plan.workload.kv.value,
+            "memory": args.memory,
+            "batch": batch,
+            "prompt": args.prompt,
+            "gen": args.gen,
+            "used_bytes": total - free,
+            "peak_allocated_bytes": torch.cuda.max_memory_allocated(),
+            **steps,
+        },
+        unit="tok/s",
+        samples=samples,
+        device=torch.cuda.get_device_name(),
+    )
+    print(f"{shown}: {max(samples):.0f} tok/s, {steps}, used {(total - free) / 2**30:.2f} GiB")
+    del engine, source
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def run_job(
+    engine: ThreadEngine,
+    plan: Plan,
+    spec: ModelSpec,
+    gen: int,
+    *,
+    index: int = 0,
+    warm_up: bool = False,
+) -> tuple[float, dict[str, float]]:
+    """Serve one batch; a warm-up stops after three tokens. Returns seconds and the phases' own."""
+    limits = Limits(
+        num_slots=plan.workload.batch,
+        prompt_len=plan.workload.prompt_len,
+        max_len=plan.workload.max_len,
+        prefill_microbatch=plan.prefill_microbatch,
+        decode_microbatch=plan.decode_microbatch,
+        num_stages=1,
+    )
+    job = Bench(
+        plan=plan, spec=spec, model=spec.name, dummy=True, graphs=True, warm_up=1, repeat=1, seed=0
+    )
+    requests = [replace(r, max_new=3 if warm_up else gen) for r in prompts_of(job, index)]
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    run = engine.run(Scheduler(limits), requests)
+    torch.cuda.synchronize()
+    seconds = time.perf_counter() - started
+    phases = {}
+    for kind, found in run.records[0].totals.items():
+        phases[f"{kind}_s"] = round(found.busy_s, 4)
+        phases[f"{kind}_steps"] = found.steps
+    return seconds, phases
+
+
+def plan_of(spec: ModelSpec, precision: Precision, args: argparse.Namespace, batch: int) -> Plan:
+    """Return the plan of a whole model on one GPU."""
+    workload = Workload(
+        batch=batch,
+        prompt_len=args.prompt,
+        gen_len=args.gen,
+        kv=KV.get(precision, KVPrecision.KV16),
+        dtype="bfloat16",
+    )
+    plan = hand_plan(
+        spec,
+        workload,
+        precision=precision,
+        prefill_microbatch=min(batch, max(1, args.prefill_tokens // args.prompt)),
+        decode_microbatch=batch,
+    )
+    form = plan.quantization.model_copy(
+        update={"symmetric": True, "outliers": 128 if precision is Precision.W4A4 else 0}
+    )
+    stages = tuple(
+        stage.model_copy(update={"threads": None, "kind": "H200"}) for stage in plan.stages
+    )
+    return plan.model_copy(update={"quantization": form, "stages": stages})
+
+
+def largest_batch(spec: ModelSpec, precision: Precision, args: argparse.Namespace) -> int:
+    """Return the largest batch whose predicted memory fits."""
+    fits, fails = 0, 1 << 16
+    while fails - fits > 1:
+        batch = (fits + fails) // 2
+        plan = plan_of(spec, precision, args, batch)
+        need = stage_memory(
+            spec,
+            plan.workload,
+            plan.precisions,
+            first=True,
+            last=True,
+            prefill_microbatch=plan.prefill_microbatch,
+            decode_microbatch=plan.decode_microbatch,
+            quantization=plan.quantization.settings(),
+            kv=plan.workload.kv,
+            context_bytes=parse_size(args.context),
+        )
+        fits, fails = (
+            (batch, fails) if need.total_bytes <= parse_size(args.memory) else (fits, batch)
+        )
+    if not fits:
+        raise SystemExit(f"{precision.value}: not even one request fits {args.memory}")
+    return fits
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,184 @@
+"""Triton bodies that round W4A4's inputs where they are made, for groups of 128 channels.
+
+    RMSNorm, LayerNorm or nothing -> channel order -> codes and scales     norm_round_kernel
+    SiLU-mul, ReLU or GELU -> rotation if asked -> codes and scales        act_round_kernel
+
+A program holds whole groups: a group's scale never leaves it. What is written is what the product
+eats (`FORM` 0 or 1):
+
+    0 codes    [M, (G + 1) * 128] bytes: codes as e4m3, the outliers' as int8; SCALES bfloat16
+               [3 G, MS]: three terms that sum to a group's scale; OUTLIER float32 [M]: the
+               outliers' (atom_wgmma.py). A tile of tokens reads a run of each
+    1 restored [M, (G + 3) * 128] in x's dtype: code * scale, the outliers three times, in the
+               order of the fragment form (atom_tiles.py), for the weight-only kernels
+
+Bytes: x read once (a row waits in registers and is put in order through shared memory), one byte
+or two a channel written.
+
+M tokens, K channels, G groups, O outliers.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def _round(y, is_outlier, BITS: tl.constexpr, SIGNED: tl.constexpr, CLIP: tl.constexpr):
+    """Codes as floats and scales of the groups y [R, 128]; outliers have 8 bits, no clip.
+
+    16 bits are not rounded: y and whatever scale.
+    """
+    if BITS == 16:
+        return y, tl.max(y, axis=1)
+    half: tl.constexpr = 2 ** (BITS - 1)
+    high = tl.max(y, axis=1)
+    low = tl.min(y, axis=1)
+    most = tl.maximum(high, -low)
+    if SIGNED:
+        scale = tl.where(high >= -low, high, low) * (CLIP / -half)
+    else:
+        scale = most * (CLIP / (half - 1))
+    scale = tl.where(is_outlier, most * (1.0 / 127), scale)
+    tiny: tl.constexpr = 1.1754943508222875e-38
+    scale = tl.where(tl.abs(scale) < tiny, tiny, scale)
+    limit = tl.where(is_outlier, 128.0, half)[:, None]
+    # 1 / tiny is below the largest float32; adding 1.5 * 2^23 rounds half to even.
+    q = (y * (1.0 / scale)[:, None] + 12582912.0) - 12582912.0
+    return tl.minimum(tl.maximum(q, -limit), limit - 1), scale
+
+
+@triton.jit
+def _bytes(q, is_outlier):
+    """The codes of normal groups as bytes of e4m3, of outliers as int8."""
+    small = q.to(tl.float8e4nv).to(tl.int8, bitcast=True)
+    return tl.where(is_outlier[:, None], q.to(tl.int8), small)
+
+
+@triton.jit
+def _store(
+    q, scale, group, live, row, OUT, SCALES, OUTLIER, MS, G: tl.constexpr, OUTLIERS: tl.constexpr,
+    BITS: tl.constexpr, FORM: tl.constexpr,
+):  # fmt: skip
+    """Store groups [R, 128] of tokens `row` [R], group numbers `group` [R]; G is the outliers'."""
+    p = tl.arange(0, 128)[None, :]
+    is_outlier = group == G
+    if FORM == 0:
+        width: tl.constexpr = (G + (1 if OUTLIERS else 0)) * 128
+        at = row.to(tl.int64)[:, None] * width + group[:, None] * 128 + p
+        tl.store(OUT + at, _bytes(q, is_outlier), mask=live[:, None])
+        normal = live & (group < G)
+        rest = scale
+        for i in tl.static_range(3):
+            term = rest.to(tl.bfloat16)
+            tl.store(SCALES + (3 * group + i) * MS + row, term, mask=normal)
+            rest -= term.to(tl.float32)
+        if OUTLIERS:
+            tl.store(OUTLIER + row, scale, mask=live & is_outlier)
+    else:
+        wide: tl.constexpr = (G + (3 if OUTLIERS else 0)) * 128
+        # Where a channel stands in the fragment form: atom_tiles.py `fragment_order`.
+        k = 64 * (p % 2) + 16 * (p // 32) + 8 * (p // 16 % 2) + 2 * (p // 4 % 4) + p % 4 // 2
+        at = row.to(tl.int64)[:, None] * wide + group[:, None] * 128 + k
+        value = (q if BITS == 16 else q * scale[:, None]).to(OUT.dtype.element_ty)
+        tl.store(OUT + at, value, mask=live[:, None])
+        if OUTLIERS:
+            again = (live & is_outlier)[:, None]
+            tl.store(OUT + at + 128, value, mask=again)
+            tl.store(OUT + at + 256, value, mask=again)
+
+
+@triton.jit(do_not_specialize=["M"])
+def norm_round_kernel(
+    X, WEIGHT, BIAS, INDEX, OUT, SCALES, OUTLIER, M, K, normal, x_stride, MS, eps,
+    G: tl.constexpr, OUTLIERS: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_K: tl.constexpr,
+    ROWS: tl.constexpr, BITS: tl.constexpr, SIGNED: tl.constexpr, CLIP: tl.constexpr,
+    NORM: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_INDEX: tl.constexpr, FORM: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """ROWS tokens one after the other; NORM 0 leaves x, 1 is RMSNorm, 2 LayerNorm."""
+    column = tl.arange(0, BLOCK_K)
+    inside = column < K
+    if NORM > 0:
+        weight = tl.load(WEIGHT + column, mask=inside, other=0.0).to(tl.float32)
+        if HAS_BIAS:
+            bias = tl.load(BIAS + column, mask=inside, other=0.0).to(tl.float32)
+    group = tl.arange(0, BLOCK_G)
+    is_outlier = group == G
+    p = tl.arange(0, 128)[None, :]
+    slot = group[:, None] * 128 + p
+    place = tl.where(is_outlier[:, None], normal + p, slot)
+    real = tl.where(is_outlier[:, None], p < OUTLIERS, slot < normal)
+    real = real & (group < G + (1 if OUTLIERS > 0 else 0))[:, None]
+    channel = tl.where(real, place, 0)
+    if HAS_INDEX:
+        channel = tl.load(INDEX + channel)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    for i in range(ROWS):
+        row = tl.program_id(0) * ROWS + i
+        there = inside & (row + column * 0 < M)
+        x = tl.load(X + row.to(tl.int64) * x_stride + column, mask=there, other=0.0)
+        x = x.to(tl.float32)
+        if NORM == 2:
+            x = tl.where(inside, x - tl.sum(x, axis=0) / K, 0.0)
+        if NORM > 0:
+            x = x * (1.0 / tl.sqrt_rn(tl.sum(x * x, axis=0) / K + eps)) * weight
+            if HAS_BIAS:
+                x += bias
+        y = tl.reshape(tl.gather(x, tl.reshape(channel, (BLOCK_G * 128,)), 0), (BLOCK_G, 128))
+        y = tl.where(real, y, 0.0)
+        q, scale = _round(y, is_outlier, BITS, SIGNED, CLIP)
+        rows = row + group * 0
+        live = (group < G + (1 if OUTLIERS > 0 else 0)) & (rows < M)
+        _store(q, scale, group, live, rows, OUT, SCALES, OUTLIER, MS, G, OUTLIERS > 0, BITS, FORM)
+
+
+@triton.jit(do_not_specialize=["M"])
+def act_round_kernel(
+    X, HADAMARD, OUT, SCALES, OUTLIER, M, F, normal, x_stride, MS,
+    G: tl.constexpr, OUTLIERS: tl.constexpr, BLOCK_M: tl.constexpr, STEPS: tl.constexpr,
+    BITS: tl.constexpr, SIGNED: tl.constexpr, CLIP: tl.constexpr, ACT: tl.constexpr,
+    ROTATE: tl.constexpr, FORM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """STEPS groups of BLOCK_M tokens; x is [M, 2F] for "silu".
+
+    ACT: "silu" silu(gate) * up, "relu", "gelu" (tanh form), "none"; rounded to x's dtype. ROTATE
+    multiplies a group by the Hadamard matrix (HADAMARD: its signs), exact but for one rounding.
+    """
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    j = tl.arange(0, 128)
+    if ROTATE:
+        signs = tl.load(HADAMARD + j[:, None] * 128 + j[None, :])
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    for i in range(STEPS):
+        group = tl.program_id(1) * STEPS + i
+        is_outlier = group == G
+        channel = tl.where(is_outlier, normal, group * 128) + j
+        live = channel < tl.where(is_outlier, normal + OUTLIERS, normal)
+        keep = (row < M)[:, None] & live[None, :]
+        at = row.to(tl.int64)[:, None] * x_stride + channel[None, :]
+        y = tl.load(X + at, mask=keep, other=0.0).to(tl.float32)
+        if ACT == "silu":
+            y = y / (1.0 + tl.exp(-y)) * tl.load(X + at + F, mask=keep, other=0.0).to(tl.float32)
+        elif ACT == "relu":
+            y = tl.maximum(y, 0.0)
+        elif ACT == "gelu":
+            inner = 1.5957691216057308 * (y + 0.044715 * y * y * y)
+            y = y / (1.0 + tl.exp(-inner))
+        y = y.to(X.dtype.element_ty)
+        if ROTATE:
+            turned = tl.dot(y, signs, input_precision="ieee") * 0.08838834764831845
+            y = tl.where(is_outlier, y.to(tl.float32), turned)
+        else:
+            y = y.to(tl.float32)
+        groups = row * 0 + group
+        q, scale = _round(y, groups == G, BITS, SIGNED, CLIP)
+        there = (row < M) & (groups < G + (1 if OUTLIERS > 0 else 0))
+        _store(q, scale, groups, there, row, OUT, SCALES, OUTLIER, MS, G, OUTLIERS > 0, BITS, FORM)

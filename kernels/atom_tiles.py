@@ -1,0 +1,148 @@
+"""AtomTiles: an Atom weight as Hopper reads it, one copy for few tokens and for many.
+
+    words    a symmetric 4-bit QuantizedWeight, FRAGMENT, of (G + 3) * 128 columns
+
+        groups 0 .. G-1    the normal channels' codes + 8
+        G, G+1, G+2        outliers w8 = 16 (h - 8) + (l - 8) + 8: high nibbles of code + 128 with
+                           scale 16 s, low nibbles with scale s, the code 9 with scale 8 s
+
+Few tokens: the weight-only kernels multiply it by restored inputs, outliers thrice: exactly Atom's
+product, since (u - 8) s is the weight. Many tokens: atom_wgmma.py takes the codes of groups 0 ..
+G-1 through fp8, puts the outliers' nibbles together and takes them through int8.
+
+`fragment_order`: which fp8 operand position p of its group a channel holds (k = where it stands in
+the fragment form). A lane's words, a byte of them four neighbours of p, are then its operand:
+
+    p = 32 s + 16 e + 4 c + b  ->  k = 64 (b % 2) + 16 s + 8 e + 2 c + b // 2
+
+Bytes a weight: 1/2 + 2/128 (scale), and 3 * 66 a row for 128 outliers. Knows no matmul.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from llmpq.kernels.atom_formats import AtomWeight
+from llmpq.kernels.atom_quantize import Codes
+from llmpq.kernels.formats import BLOCK_ROWS, GROUP
+from llmpq.kernels.qweight import QuantizedWeight, from_codes
+
+OUTLIER_GROUPS = 3
+
+HOPPER = 9
+"""Major compute capability of the GPUs that atom_wgmma.py is written for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AtomTiles(AtomWeight):
+    """An AtomWeight in Hopper's form; `codes` and `scale` are those of `words`, flat."""
+
+    words: QuantizedWeight
+
+    @property
+    def groups(self) -> int:
+        """Groups of normal channels."""
+        return self.words.groups - (OUTLIER_GROUPS if self.scheme.outliers else 0)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return self.words.nbytes + (0 if self.index_K is None else self.index_K.nbytes)
+
+    def to(self, device: torch.device | str) -> AtomTiles:
+        """Return the weight on `device`, still in this form."""
+        if torch.device(device).type != self.device.type:
+            raise ValueError(
+                f"this form runs on {self.device.type}, got {device}; move the AtomWeight"
+            )
+        index_K = None if self.index_K is None else self.index_K.to(device)
+        words = self.words.to(device)
+        return replace(self, words=words, codes=words.planes[0], scale=words.scale, index_K=index_K)
+
+    def unpacked(self) -> Codes:
+        """Return the int8 codes and scales, channels in the reordered order."""
+        n, g, o = self.out_features, self.groups, self.scheme.outliers
+        u_NGk = self.words.codes().view(n, -1, GROUP)[:, :, fragment_order(self.device)]
+        scale_NG = self.words.scale_NG()
+        outliers = torch.empty(n, 0, dtype=torch.int8, device=self.device)
+        if o:
+            outliers = ((u_NGk[:, g].int() << 4 | u_NGk[:, g + 1].int()) - 128).to(torch.int8)
+        return Codes(
+            rotated=self.scheme.rotation,
+            in_features=self.in_features,
+            codes=(u_NGk[:, :g].to(torch.int8) - 8).reshape(n, -1),
+            scale=scale_NG[:, :g],
+            outliers=outliers[:, :o],
+            outlier_scale=scale_NG[:, g + 1] if o else torch.ones(n, device=self.device),
+        )
+
+
+def fragment_order(device: torch.device | str = "cpu") -> Tensor:
+    """Return where each channel of a group of 128 stands in the fragment form, int64 [128]."""
+    p = torch.arange(GROUP, device=device)
+    return 64 * (p % 2) + 16 * (p // 32) + 8 * (p // 16 % 2) + 2 * (p // 4 % 4) + p % 4 // 2
+
+
+def fits(weight: AtomWeight) -> bool:
+    """Whether a weight has this form: INT4 in groups of 128, at most 128 outliers in 8 bits."""
+    scheme = weight.scheme
+    return (
+        not isinstance(weight, AtomTiles)
+        and scheme.number == "int"
+        and scheme.weight_bits == 4
+        and scheme.activation_bits in (4, 16)
+        and scheme.group_size == GROUP
+        and scheme.outlier_bits == 8
+        and scheme.outliers <= GROUP
+        and weight.out_features % BLOCK_ROWS == 0
+        and weight.scale.dtype in (torch.float16, torch.bfloat16)
+    )
+
+
+def best_form(weight: AtomWeight) -> AtomWeight:
+    """Return the weight in the form that its device multiplies fastest."""
+    here = weight.device
+    hopper = here.type == "cuda" and torch.cuda.get_device_capability(here)[0] == HOPPER
+    return atom_tiles(weight) if hopper and fits(weight) else weight
+
+
+def atom_tiles(weight: AtomWeight) -> AtomTiles:
+    """Pack an AtomWeight anew, on its device."""
+    if not fits(weight):
+        raise ValueError(f"no Hopper form for {weight.scheme}; use atom_linear with the AtomWeight")
+    found = weight.unpacked()
+    n = weight.out_features
+    u_NGk = (found.codes + 8).to(torch.uint8).view(n, -1, GROUP)
+    scale_NG = found.scale
+    if weight.scheme.outliers:
+        assert found.outlier_scale is not None
+        w8 = functional.pad(found.outliers.int(), (0, GROUP - weight.scheme.outliers)) + 128
+        digits = torch.stack((w8 >> 4, w8 & 15, torch.full_like(w8, 9)), dim=1)
+        u_NGk = torch.cat((u_NGk, digits.to(torch.uint8)), dim=1)
+        factors = torch.tensor([16, 1, 8], dtype=scale_NG.dtype, device=weight.device)
+        scale_NG = torch.cat((scale_NG, found.outlier_scale[:, None] * factors), dim=1)
+    placed_NGk = torch.empty_like(u_NGk)
+    placed_NGk[:, :, fragment_order(weight.device)] = u_NGk
+    words = from_codes(
+        placed_NGk.view(n, -1),
+        scale_NG.contiguous(),
+        None,
+        bits=4,
+        group_size=GROUP,
+        in_features=u_NGk.shape[1] * GROUP,
+    )
+    return AtomTiles(
+        scheme=weight.scheme,
+        out_features=n,
+        in_features=weight.in_features,
+        codes=words.planes[0],
+        scale=words.scale,
+        outliers=weight.outliers[:, :0],
+        outlier_scale=None,
+        index_K=weight.index_K,
+        words=words,
+    )

@@ -1,0 +1,296 @@
+"""W4A4 for many tokens on Hopper, in Gluon: fp8 tensor cores fed by one warp, two groups of four.
+
+    program   128 rows of w x BM tokens, tile after tile
+    warp      fetches k-groups of 128 into a ring through the copy engine: A, w, A's scales
+    4 warps   64 rows of w: nibbles -> e4m3 in registers -> wgmma -> acc += part * scales
+    4 warps   the other 64 rows; while one group of warps scales, the other one multiplies
+
+A nibble u = code + 8 becomes the e4m3 number code * 2^-9 by four instructions a word of four
+bytes: |u - 8| in subnormals and the first binade, which are one linear scale, and the sign bit. All
+sums stay below 2^14: exact in fp8 tensor cores.
+
+The scales sw[n] sa[m] of a tile are a product too, of K = 16: sa as three bfloat16 numbers that sum
+to it, sw beside each. Reading sa from shared memory into every thread took as long as half the
+product (128 bytes a clock; H200: 0.8 of cuBLAS bf16 at M = 1024).
+
+    A [M, (G + 1) * 128]   codes as bytes of e4m3, the outliers' last 128 as int8
+    T [3 G, MS]            bfloat16: three terms of a token's scale per group
+    OUTLIER [MS]           float32: its outliers' scale
+    P, S                   FRAGMENT planes and scales (atom_tiles.py): G groups, then the outliers'
+                           high and low nibbles (and a third group, which only the decode form uses)
+
+The channels of a group are stored so that the words of a lane are its fp8 operand, in order
+(atom_tiles.py `fragment_order`).
+
+M tokens, N = out_features, G groups, BM tokens a tile, S stages.
+"""
+
+# mypy: ignore-errors
+# ruff: noqa: SIM113
+# (Gluon bodies are not Python.)
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+# Triton renamed these between 3.6 and 3.9.
+_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
+_copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+
+
+@gluon.jit
+def _place(tile, tiles_m, tiles_n, GROUP_M: gl.constexpr):
+    """Tile of tokens and tile of rows: GROUP_M tiles of tokens walk w together."""
+    width = GROUP_M * tiles_n
+    first_m = tile // width * GROUP_M
+    count_m = min(tiles_m - first_m, GROUP_M)
+    return first_m + tile % width % count_m, tile % width // count_m
+
+
+@gluon.jit
+def _operand(even, odd, operand: gl.constexpr):
+    """Bytes of 4 blocks as lanes hold them, rows r and r + 8, as the left operand [64, 128].
+
+    [block, j2 rhi, rlo c jj k3 b] and r3 to rows (block r3 r) and columns (j2 jj k3 c b).
+    """
+    both = gl.join(even, odd).reshape((4, 2, 4, 2, 4, 2, 2, 4, 2))
+    both = both.permute((0, 8, 2, 3, 1, 5, 6, 4, 7)).reshape((64, 128))
+    return gl.convert_layout(both, operand, assert_trivial=True)
+
+
+@gluon.jit
+def _nibbles(byte, operand: gl.constexpr):
+    """code * 2^-9 of the nibbles code + 8, as e4m3."""
+    even = gl.inline_asm_elementwise(
+        "{.reg .b32 t, u, e, z; mov.b32 e, 0x08080808; mov.b32 z, 0; and.b32 t, $1, 0x0f0f0f0f;"
+        "vabsdiff4.u32.u32.u32 t, t, e, z; shl.b32 u, $1, 4; lop3.b32 $0, t, u, 0x80808080, 0xf2;}",
+        "=r,r",
+        [byte],
+        dtype=gl.uint8,
+        is_pure=True,
+        pack=4,
+    )
+    odd = gl.inline_asm_elementwise(
+        "{.reg .b32 t, e, z; mov.b32 e, 0x08080808; mov.b32 z, 0; shr.b32 t, $1, 4;"
+        "and.b32 t, t, 0x0f0f0f0f; vabsdiff4.u32.u32.u32 t, t, e, z;"
+        "lop3.b32 $0, t, $1, 0x80808080, 0xf2;}",
+        "=r,r",
+        [byte],
+        dtype=gl.uint8,
+        is_pure=True,
+        pack=4,
+    )
+    return _operand(even, odd, operand).to(gl.float8e4nv, bitcast=True)
+
+
+@gluon.jit
+def _bytes(high, low, operand: gl.constexpr):
+    """16 * high + low - 128 of two nibble planes, as int8."""
+    even = gl.inline_asm_elementwise(
+        "{.reg .b32 t, u; shl.b32 t, $1, 4; and.b32 t, t, 0xf0f0f0f0; and.b32 u, $2, 0x0f0f0f0f;"
+        "or.b32 t, t, u; xor.b32 $0, t, 0x80808080;}",
+        "=r,r,r",
+        [high, low],
+        dtype=gl.uint8,
+        is_pure=True,
+        pack=4,
+    )
+    odd = gl.inline_asm_elementwise(
+        "{.reg .b32 t, u; and.b32 t, $1, 0xf0f0f0f0; shr.b32 u, $2, 4; and.b32 u, u, 0x0f0f0f0f;"
+        "or.b32 t, t, u; xor.b32 $0, t, 0x80808080;}",
+        "=r,r,r",
+        [high, low],
+        dtype=gl.uint8,
+        is_pure=True,
+        pack=4,
+    )
+    return _operand(even, odd, operand).to(gl.int8, bitcast=True)
+
+
+@gluon.jit
+def _fetch(
+    a_desc, o_desc, p_desc, t_desc, M, N, a_s, p_s, t_s, ao_s, po_s, full, empty, ofull, oempty,
+    G: gl.constexpr, OUTLIERS: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr,
+    GROUP_M: gl.constexpr,
+):  # fmt: skip
+    """The fetching warp: k-group after k-group, tile after tile."""
+    tiles_m, tiles_n = gl.cdiv(M, BM), gl.cdiv(N, 128)
+    step = 0
+    done = 0
+    for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
+        tm, tn = _place(tile, tiles_m, tiles_n, GROUP_M)
+        if OUTLIERS:
+            mbarrier.wait(oempty, (done & 1) ^ 1)
+            mbarrier.expect(ofull, BM * 128 + 16384)
+            _copy(o_desc, [tm * BM, G * 128], ofull, ao_s)
+            _copy(p_desc, [tn * 8, G * 8, 0], ofull, po_s.index(0))
+            _copy(p_desc, [tn * 8, G * 8 + 8, 0], ofull, po_s.index(1))
+        for g in range(G):
+            stage = step % STAGES
+            mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
+            mbarrier.expect(full.index(stage), BM * 160 + 8192)
+            _copy(
+                p_desc, [tn * 8, g * 8, 0], full.index(stage), p_s.index(stage)
+            )
+            _copy(
+                a_desc, [tm * BM, g * 128], full.index(stage), a_s.index(stage)
+            )
+            _copy(t_desc, [g * 3, tm * BM], full.index(stage), t_s.index(stage))
+            step += 1
+        done += 1
+
+
+@gluon.jit
+def _multiply(
+    HALF: gl.constexpr, OUTLIER, S, BIAS, RESIDUAL, Y, M, N,
+    a_s, p_s, t_s, ao_s, po_s, full, empty, ofull, oempty,
+    G: gl.constexpr, SCALES: gl.constexpr, OUTLIERS: gl.constexpr, HAS_BIAS: gl.constexpr,
+    HAS_RESIDUAL: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
+):  # fmt: skip
+    """Four warps: half of a tile's rows."""
+    mma: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 32]
+    )
+    operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=mma, k_width=4)
+    mma16: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16]
+    )
+    operand16: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=mma16, k_width=2)
+    term = gl.arange(0, 16, layout=gl.SliceLayout(0, operand16))[None, :]
+    packed: gl.constexpr = gl.DistributedLinearLayout(
+        reg_bases=[[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 0, 8], [0, 4, 0]],
+        lane_bases=[[0, 0, 16], [0, 0, 32], [0, 0, 64], [0, 1, 0], [0, 2, 0]],
+        warp_bases=[[1, 0, 0], [2, 0, 0]],
+        block_bases=[],
+        shape=[4, 8, 128],
+    )
+    rows_out: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    tiles_m, tiles_n = gl.cdiv(M, BM), gl.cdiv(N, 128)
+    step = 0
+    done = 0
+    for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
+        tm, tn = _place(tile, tiles_m, tiles_n, GROUP_M)
+        n0 = tn * 128 + HALF * 64
+        n = n0 + gl.arange(0, 64, layout=gl.SliceLayout(1, mma))
+        n = gl.where(n < N, n, 0)
+        row = n0 + gl.arange(0, 64, layout=gl.SliceLayout(1, operand16))
+        row = gl.where(row < N, row, 0)
+        w_at = S + (row // 16).to(gl.int64) * (SCALES * 16) + (row % 8) * 2 + row // 8 % 2
+        s_at = S + (n // 16).to(gl.int64) * (SCALES * 16) + (n % 8) * 2 + n // 8 % 2
+        if OUTLIERS:
+            m = tm * BM + gl.arange(0, BM, layout=gl.SliceLayout(0, mma))
+            sa = gl.load(OUTLIER + m)
+            # The low nibbles' scale, in units of the fp8 sums.
+            so = gl.load(s_at + (G + 1) * 16).to(gl.float32) * 0.001953125
+            mbarrier.wait(ofull, done & 1)
+            high = po_s.index(0).slice(HALF * 4, 4).load(packed)
+            low = po_s.index(1).slice(HALF * 4, 4).load(packed)
+            total = gl.zeros((64, BM), gl.int32, layout=mma)
+            total = warpgroup_mma(
+                _bytes(high, low, operand), ao_s.permute((1, 0)), total, is_async=True
+            )
+            total = warpgroup_mma_wait(0, deps=[total])
+            _barrier()
+            mbarrier.arrive(oempty, count=1)
+            acc = total.to(gl.float32) * so[:, None] * sa[None, :]
+        else:
+            acc = gl.zeros((64, BM), gl.float32, layout=mma)
+        sw = gl.load(w_at)
+        for g in range(G):
+            stage = step % STAGES
+            sw_next = gl.load(w_at + min(g + 1, G - 1) * 16)
+            wide = sw.to(gl.float32)[:, None]
+            sw_high = gl.where(term < 3, wide, 0.0).to(gl.bfloat16)
+            mbarrier.wait(full.index(stage), (step // STAGES) & 1)
+            w = _nibbles(p_s.index(stage).slice(HALF * 4, 4).load(packed), operand)
+            part = gl.zeros((64, BM), gl.float32, layout=mma)
+            part = warpgroup_mma(w, a_s.index(stage).permute((1, 0)), part, is_async=True)
+            scale = gl.zeros((64, BM), gl.float32, layout=mma16)
+            scale = warpgroup_mma(sw_high, t_s.index(stage), scale, is_async=True)
+            if S.dtype.element_ty == gl.float16:
+                # 11 bits of mantissa are two bfloat16 numbers.
+                rest = gl.where(term < 3, wide, 0.0) - sw_high.to(gl.float32)
+                scale = warpgroup_mma(
+                    rest.to(gl.bfloat16), t_s.index(stage), scale, is_async=True
+                )
+            part, scale = warpgroup_mma_wait(0, deps=[part, scale])
+            _barrier()
+            mbarrier.arrive(empty.index(stage), count=1)
+            acc = acc + part * gl.convert_layout(scale, mma, assert_trivial=True)
+            sw = sw_next
+            step += 1
+        done += 1
+        if HAS_BIAS:
+            acc = acc + (gl.load(BIAS + n).to(gl.float32) * 0.001953125)[:, None]
+        y = gl.convert_layout((acc * 512.0).to(Y.dtype.element_ty).permute((1, 0)), rows_out)
+        ym = tm * BM + gl.arange(0, BM, layout=gl.SliceLayout(1, rows_out))
+        yn = n0 + gl.arange(0, 64, layout=gl.SliceLayout(0, rows_out))
+        at = ym.to(gl.int64)[:, None] * N + yn[None, :]
+        live = (ym < M)[:, None] & (yn < N)[None, :]
+        if HAS_RESIDUAL:
+            more = gl.load(RESIDUAL + at, mask=live, other=0.0)
+            y = (y.to(gl.float32) + more.to(gl.float32)).to(Y.dtype.element_ty)
+        gl.store(Y + at, y, mask=live)
+
+
+@gluon.jit
+def wgmma_kernel(
+    a_desc, o_desc, p_desc, t_desc, OUTLIER, S, BIAS, RESIDUAL, Y, M, N,
+    G: gl.constexpr, SCALES: gl.constexpr, OUTLIERS: gl.constexpr, HAS_BIAS: gl.constexpr,
+    HAS_RESIDUAL: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
+    num_warps: gl.constexpr,
+):  # fmt: skip
+    """Y [M, N] = A W^T. Boxes of A: [BM, 128], as e4m3 (a_desc) and int8 (o_desc); of P: 8 KB."""
+    swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
+    blocks: gl.constexpr = gl.NVMMASharedLayout(128, 8, 3)
+    a_s = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BM, 128], swizzled)
+    p_s = gl.allocate_shared_memory(gl.uint8, [STAGES, 8, 8, 128], blocks)
+    terms: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    t_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 16, BM], terms)
+    ao_s = gl.allocate_shared_memory(gl.int8, [BM, 128], swizzled)
+    po_s = gl.allocate_shared_memory(gl.uint8, [2, 8, 8, 128], blocks)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    ofull = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    oempty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+    mbarrier.init(ofull, count=1)
+    mbarrier.init(oempty, count=2)
+    gl.warp_specialize(
+        [
+            (
+                _multiply,
+                (
+                    0, OUTLIER, S, BIAS, RESIDUAL, Y, M, N,
+                    a_s, p_s, t_s, ao_s, po_s, full, empty, ofull, oempty,
+                    G, SCALES, OUTLIERS, HAS_BIAS, HAS_RESIDUAL, BM, STAGES, GROUP_M,
+                ),
+            ),
+            (
+                _multiply,
+                (
+                    1, OUTLIER, S, BIAS, RESIDUAL, Y, M, N,
+                    a_s, p_s, t_s, ao_s, po_s, full, empty, ofull, oempty,
+                    G, SCALES, OUTLIERS, HAS_BIAS, HAS_RESIDUAL, BM, STAGES, GROUP_M,
+                ),
+            ),
+            (
+                _fetch,
+                (
+                    a_desc, o_desc, p_desc, t_desc, M, N,
+                    a_s, p_s, t_s, ao_s, po_s, full, empty, ofull, oempty,
+                    G, OUTLIERS, BM, STAGES, GROUP_M,
+                ),
+            ),
+        ],
+        [4, 1],
+        [232, 40],
+    )  # fmt: skip
