@@ -104,7 +104,7 @@ class StageActor:
     """Holds one stage; every method answers with plain values or JSON text."""
 
     def __init__(self, index: int, plan_json: str, settings: dict[str, Any]) -> None:
-        # Streams that wait for a neighbour must not share a hardware queue with others (default: 8).
+        # Streams that wait for a neighbour must not hold others up in a shared queue (default: 8).
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         self._index = index
         self._plan = Plan.parse_data(json.loads(plan_json), where="plan")
