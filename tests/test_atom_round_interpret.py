@@ -1,0 +1,117 @@
+"""The roundings that ride on norms and activations, in Triton's interpreter."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from triton import knobs
+
+from llmpq.kernels import atom_hopper, qweight
+from llmpq.kernels.atom_formats import quantize_atom
+from llmpq.kernels.atom_hopper import RoundedTokens, activation_input, norm_input
+from llmpq.kernels.atom_quantize import restore, round_activations
+from llmpq.kernels.atom_reference import activation_reference, norm_reference
+from llmpq.kernels.atom_scheme import AtomScheme
+from llmpq.kernels.atom_tiles import AtomTiles, atom_tiles
+from llmpq.kernels.formats import Layout
+from llmpq.kernels.reference import relative_error
+
+pytestmark = [
+    pytest.mark.interpret,
+    pytest.mark.skipif(not knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1"),
+]
+
+SIGNED = AtomScheme(outliers=8, signed_scale=True, activation_clip=0.95)
+PAPER = AtomScheme(outliers=8)
+
+
+@pytest.fixture(autouse=True)
+def fragment_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pack as a GPU does."""
+    monkeypatch.setattr(qweight, "best_layout", lambda *_: Layout.FRAGMENT)
+
+
+def tiles_of(scheme: AtomScheme, k: int, order: torch.Tensor | None) -> AtomTiles:
+    w = torch.randn(32, k, generator=torch.Generator().manual_seed(3))
+    return atom_tiles(quantize_atom(w, scheme, dtype=torch.float16, index_K=order))
+
+
+def assert_restores(
+    got: RoundedTokens, tiles: AtomTiles, exact: torch.Tensor, limit: float = 1e-3
+) -> None:
+    """The values, times the words, are the product of what rounding leaves."""
+    bits = tiles.scheme.activation_bits
+    wanted = exact if bits == 16 else restore(round_activations(exact, tiles.scheme))
+    y = got.values.float() @ tiles.words.dequantize(torch.float32).t()
+    product = wanted.float() @ tiles.dequantize_reordered(torch.float32).t()
+    assert relative_error(y, product) < limit
+    shifted = got.values.roll(1, dims=1).float() @ tiles.words.dequantize(torch.float32).t()
+    assert relative_error(shifted, product) > 0.1
+
+
+def assert_codes(got: RoundedTokens, tiles: AtomTiles, exact: torch.Tensor) -> None:
+    """Codes as e4m3, outliers as int8, scales as three terms each."""
+    wanted, m, g = round_activations(exact, tiles.scheme), exact.shape[0], tiles.groups
+    assert got.scales is not None and got.outlier_scale is not None
+    codes = got.values[:, : g * 128].view(torch.float8_e4m3fn).float()
+    off = (codes - wanted.codes.float()).abs()
+    assert float(off.max()) <= 1 and float((off > 0).float().mean()) < 2e-3
+    scales = got.scales[:, :m].float().view(g, 3, m).sum(1).t()
+    assert torch.allclose(scales, wanted.scale, rtol=1e-6)
+    outliers = tiles.scheme.outliers
+    assert torch.equal(got.values[:, g * 128 : g * 128 + outliers], wanted.outliers)
+    if outliers:
+        assert wanted.outlier_scale is not None
+        assert torch.allclose(got.outlier_scale[:m], wanted.outlier_scale, rtol=1e-6)
+
+
+@pytest.mark.parametrize("few", [True, False])
+@pytest.mark.parametrize("norm", ["none", "rms", "layer"])
+@pytest.mark.parametrize("scheme", [SIGNED, PAPER, replace(SIGNED, outliers=0)])
+def test_norm_order_and_rounding(
+    scheme: AtomScheme, norm: str, few: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(atom_hopper, "FEW", 64 if few else 0)
+    k, generator = 264, torch.Generator().manual_seed(4)
+    order = torch.randperm(k, generator=generator)
+    tiles = tiles_of(scheme, k, order)
+    x = torch.randn(5, k, generator=generator).half() * 3
+    weight_K, bias_K = 1 + torch.randn(k, generator=generator) * 0.1, torch.randn(k) * 0.1
+    bias = {"bias_K": bias_K} if norm == "layer" else {}
+    got = norm_input(x, tiles, norm=norm, weight_K=weight_K, eps=1e-5, **bias)  # type: ignore[arg-type]
+    exact = norm_reference(x, norm, weight_K, bias.get("bias_K"), 1e-5)[:, order]
+    (assert_restores if few else assert_codes)(got, tiles, exact)
+
+
+@pytest.mark.parametrize("few", [True, False])
+@pytest.mark.parametrize("rotation", [True, False])
+@pytest.mark.parametrize("activation", ["silu", "relu", "gelu", "none"])
+def test_activation_rotation_and_rounding(
+    activation: str, rotation: bool, few: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(atom_hopper, "FEW", 64 if few else 0)
+    k = 264
+    tiles = tiles_of(replace(SIGNED, rotation=rotation), k, None)
+    wide = 2 * k if activation == "silu" else k
+    x = torch.randn(5, wide, generator=torch.Generator().manual_seed(5)).half()
+    got = activation_input(x, tiles, activation)  # type: ignore[arg-type]
+    exact = (x if activation == "none" else activation_reference(x, activation)).half().float()
+    (assert_restores if few else assert_codes)(got, tiles, exact)
+
+
+@pytest.mark.parametrize("rotation", [True, False])
+def test_sixteen_bit_inputs_are_only_put_in_order(rotation: bool) -> None:
+    scheme = replace(SIGNED, activation_bits=16, rotation=rotation)
+    tiles = tiles_of(scheme, 264, None)
+    x = torch.randn(3, 264, generator=torch.Generator().manual_seed(6)).half()
+    assert_restores(atom_hopper.any_input(x, tiles), tiles, x.float())
+
+
+def test_a_rotation_needs_an_activation_and_an_order_a_norm() -> None:
+    x = torch.zeros(1, 264).half()
+    with pytest.raises(ValueError, match="norm_input does not rotate"):
+        norm_input(x, tiles_of(replace(SIGNED, rotation=True), 264, None))
+    with pytest.raises(ValueError, match="folded into the rows"):
+        activation_input(x, tiles_of(SIGNED, 264, torch.arange(264)), "relu")
