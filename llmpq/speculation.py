@@ -257,9 +257,9 @@ def draft_bytes(plan: Plan, spec: ModelSpec, index: int, mode: SpeculationMode) 
     """
     stage, workload = plan.stages[index], plan.workload
     copied = DRAFT_PRECISION[mode] if mode == "w4kv4" or stage.threads is not None else {}
-    scheme = WeightScheme(
-        bits=4, group_size=plan.quantization.group_size if mode == "planes" else 128
-    )
+    planes = mode == "planes"
+    group_size = plan.quantization.group_size if planes else 128
+    scheme = WeightScheme(bits=4, group_size=group_size, symmetric=not planes)
     of_a_layer = sum(
         scheme.nbytes(s.out_features, s.in_features, workload.dtype_bytes) for s in spec.linears()
     )

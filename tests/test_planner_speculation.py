@@ -92,9 +92,9 @@ def test_bytes_of_a_four_bit_copy(make_plan, demo_model, spec):
     plan = make_plan(demo_model, ())
     shapes = spec.linears()
     packed = sum(s.out_features * s.in_features // 2 for s in shapes)
-    grids = sum(s.out_features * (s.in_features // 128) * 2 * 4 for s in shapes)
+    grids = sum(s.out_features * (s.in_features // 128) * 4 for s in shapes)
     cache = draft_bytes(plan, spec, 0, "kv4")
-    head = spec.vocab * spec.hidden // 2 + spec.vocab * (spec.hidden // 128) * 2 * 4
+    head = spec.vocab * spec.hidden // 2 + spec.vocab * (spec.hidden // 128) * 4
     assert draft_bytes(plan, spec, 0, "w4kv4") - cache == spec.num_layers * (packed + grids) + head
     split = make_plan(demo_model, (3,))
     parts = [draft_bytes(split, spec, index, "w4kv4") for index in range(2)]
