@@ -182,18 +182,17 @@ def product(
     y = residual_MN if into_residual else None
     if y is None:
         y = torch.empty(m, n, dtype=dtype, device=tokens.values.device)
+    box = ([chosen.bm, 64], _layout(2, 64))
     planes, _, _ = weight.words.block_words()
     tiles = triton.cdiv(m, chosen.bm) * triton.cdiv(n, 128)
     wgmma_kernel[(min(tiles, _multiprocessors(y.device)),)](
+        TensorDescriptor.from_tensor(tokens.values.view(torch.float8_e4m3fn), *box),
+        TensorDescriptor.from_tensor(tokens.values, *box),
         TensorDescriptor.from_tensor(
-            tokens.values.view(torch.float8_e4m3fn), [chosen.bm, 128], _layout(2)
-        ),
-        TensorDescriptor.from_tensor(tokens.values, [chosen.bm, 128], _layout(2)),
-        TensorDescriptor.from_tensor(
-            planes[0].view(torch.uint8).view(n // 16, -1, 128), [8, 8, 128], _layout(3)
+            planes[0].view(torch.uint8).view(n // 16, -1, 128), [8, 8, 128], _layout(3, 128)
         ),
         TensorDescriptor.from_tensor(
-            tokens.scales, [TERMS, chosen.bm], _layout(2, element_bitwidth=16)
+            tokens.scales, [TERMS, chosen.bm], _layout(2, 128, element_bitwidth=16)
         ),
         tokens.outlier_scale,
         weight.words.scale,
@@ -241,9 +240,9 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _layout(rank: int, *, element_bitwidth: int = 8) -> gl.NVMMASharedLayout:
+def _layout(rank: int, swizzle: int, *, element_bitwidth: int = 8) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout(
-        swizzle_byte_width=128, element_bitwidth=element_bitwidth, rank=rank
+        swizzle_byte_width=swizzle, element_bitwidth=element_bitwidth, rank=rank
     )
 
 

@@ -54,13 +54,19 @@ def _place(tile, tiles_m, tiles_n, GROUP_M: gl.constexpr):
 
 
 @gluon.jit
-def _operand(even, odd, operand: gl.constexpr):
-    """Bytes of 4 blocks as lanes hold them, rows r and r + 8, as the left operand [64, 128].
+def _halves(byte):
+    """Bytes of 4 blocks [4, 8, 128] as k 0 .. 63 and 64 .. 127 of their k-group."""
+    return gl.split(byte.reshape((4, 2, 4, 128)).permute((0, 2, 3, 1)))
 
-    [block, j2 rhi, rlo c jj k3 b] and r3 to rows (block r3 r) and columns (j2 jj k3 c b).
+
+@gluon.jit
+def _operand(even, odd, operand: gl.constexpr):
+    """Bytes of 4 blocks as lanes hold them, rows r and r + 8, as the left operand [64, 64].
+
+    [block, rhi, rlo c jj k3 b] and r3 to rows (block r3 r) and columns (jj k3 c b).
     """
-    both = gl.join(even, odd).reshape((4, 2, 4, 2, 4, 2, 2, 4, 2))
-    both = both.permute((0, 8, 2, 3, 1, 5, 6, 4, 7)).reshape((64, 128))
+    both = gl.join(even, odd).reshape((4, 4, 2, 4, 2, 2, 4, 2))
+    both = both.permute((0, 7, 1, 2, 4, 5, 3, 6)).reshape((64, 64))
     return gl.convert_layout(both, operand, assert_trivial=True)
 
 
@@ -128,7 +134,8 @@ def _fetch(
         if OUTLIERS:
             mbarrier.wait(oempty, (done & 1) ^ 1)
             mbarrier.expect(ofull, BM * 128 + 16384)
-            _copy(o_desc, [tm * BM, G * 128], ofull, ao_s)
+            _copy(o_desc, [tm * BM, G * 128], ofull, ao_s.index(0))
+            _copy(o_desc, [tm * BM, G * 128 + 64], ofull, ao_s.index(1))
             _copy(p_desc, [tn * 8, G * 8, 0], ofull, po_s.index(0))
             _copy(p_desc, [tn * 8, G * 8 + 8, 0], ofull, po_s.index(1))
         for g in range(G):
@@ -138,9 +145,13 @@ def _fetch(
             _copy(
                 p_desc, [tn * 8, g * 8, 0], full.index(stage), p_s.index(stage)
             )
-            _copy(
-                a_desc, [tm * BM, g * 128], full.index(stage), a_s.index(stage)
-            )
+            for i in gl.static_range(2):
+                _copy(
+                    a_desc,
+                    [tm * BM, g * 128 + i * 64],
+                    full.index(stage),
+                    a_s.index(2 * stage + i),
+                )
             _copy(t_desc, [g * 3, tm * BM], full.index(stage), t_s.index(stage))
             step += 1
         done += 1
@@ -189,12 +200,12 @@ def _multiply(
             # The low nibbles' scale, in units of the fp8 sums.
             so = gl.load(s_at + (G + 1) * 16).to(gl.float32) * 0.001953125
             mbarrier.wait(ofull, done & 1)
-            high = po_s.index(0).slice(HALF * 4, 4).load(packed)
-            low = po_s.index(1).slice(HALF * 4, 4).load(packed)
+            highs = _halves(po_s.index(0).slice(HALF * 4, 4).load(packed))
+            lows = _halves(po_s.index(1).slice(HALF * 4, 4).load(packed))
             total = gl.zeros((64, BM), gl.int32, layout=mma)
-            total = warpgroup_mma(
-                _bytes(high, low, operand), ao_s.permute((1, 0)), total, is_async=True
-            )
+            for i in gl.static_range(2):
+                w8 = _bytes(highs[i], lows[i], operand)
+                total = warpgroup_mma(w8, ao_s.index(i).permute((1, 0)), total, is_async=True)
             total = warpgroup_mma_wait(0, deps=[total])
             _barrier()
             mbarrier.arrive(oempty, count=1)
@@ -208,9 +219,9 @@ def _multiply(
             wide = sw.to(gl.float32)[:, None]
             sw_high = gl.where(term < 3, wide, 0.0).to(gl.bfloat16)
             mbarrier.wait(full.index(stage), (step // STAGES) & 1)
-            w = _nibbles(p_s.index(stage).slice(HALF * 4, 4).load(packed), operand)
-            part = gl.zeros((64, BM), gl.float32, layout=mma)
-            part = warpgroup_mma(w, a_s.index(stage).permute((1, 0)), part, is_async=True)
+            first, second = _halves(p_s.index(stage).slice(HALF * 4, 4).load(packed))
+            # The scales' product runs while the first half's operand is made, that half's while
+            # the second's is.
             scale = gl.zeros((64, BM), gl.float32, layout=mma16)
             scale = warpgroup_mma(sw_high, t_s.index(stage), scale, is_async=True)
             if S.dtype.element_ty == gl.float16:
@@ -219,6 +230,11 @@ def _multiply(
                 scale = warpgroup_mma(
                     rest.to(gl.bfloat16), t_s.index(stage), scale, is_async=True
                 )
+            part = gl.zeros((64, BM), gl.float32, layout=mma)
+            a = a_s.index(2 * stage).permute((1, 0))
+            part = warpgroup_mma(_nibbles(first, operand), a, part, is_async=True)
+            a = a_s.index(2 * stage + 1).permute((1, 0))
+            part = warpgroup_mma(_nibbles(second, operand), a, part, is_async=True)
             part, scale = warpgroup_mma_wait(0, deps=[part, scale])
             _barrier()
             mbarrier.arrive(empty.index(stage), count=1)
@@ -246,14 +262,14 @@ def wgmma_kernel(
     HAS_RESIDUAL: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Y [M, N] = A W^T. Boxes of A: [BM, 128], as e4m3 (a_desc) and int8 (o_desc); of P: 8 KB."""
-    swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
+    """Y [M, N] = A W^T. Boxes of A: [BM, 64], as e4m3 (a_desc) and int8 (o_desc); of P: 8 KB."""
+    swizzled: gl.constexpr = gl.NVMMASharedLayout(64, 8, 2)
     blocks: gl.constexpr = gl.NVMMASharedLayout(128, 8, 3)
-    a_s = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BM, 128], swizzled)
+    a_s = gl.allocate_shared_memory(gl.float8e4nv, [2 * STAGES, BM, 64], swizzled)
     p_s = gl.allocate_shared_memory(gl.uint8, [STAGES, 8, 8, 128], blocks)
     terms: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     t_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 16, BM], terms)
-    ao_s = gl.allocate_shared_memory(gl.int8, [BM, 128], swizzled)
+    ao_s = gl.allocate_shared_memory(gl.int8, [2, BM, 64], swizzled)
     po_s = gl.allocate_shared_memory(gl.uint8, [2, 8, 8, 128], blocks)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
