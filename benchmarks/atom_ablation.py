@@ -17,7 +17,6 @@ from typing import Literal
 import torch
 from atom_models import (
     CachedPipeline,
-    ReadyLayers,
     Subject,
     add_arguments,
     quantized,
@@ -52,23 +51,26 @@ def steps(outliers: int, group: int) -> list[Step]:
     grouped = replace(int8, group_size=group)
     clipped = replace(grouped, weight_clip=0.85, activation_clip=0.9)
     signed = replace(clipped, weight_clip=None, activation_clip=0.95, signed_scale=True)
-    improved = Recipe(scheme=signed, rotated=("down",), compensated=True)
+    improved = Recipe(scheme=signed, rotated=("down",))
+    in_turn = replace(improved, compensated=True)
     w8a8 = AtomScheme(
         weight_bits=8, activation_bits=8, group_size=None, weight_clip=1.0, activation_clip=1.0
     )
     return [
         Step("w4a4 rtn", Recipe(scheme=rtn, method="rtn")),
-        Step(f"+ {outliers} outliers in 16 bits", Recipe(scheme=kept, method="rtn")),
+        Step("+ hidden/32 outliers in 16 bits", Recipe(scheme=kept, method="rtn")),
         Step("+ outliers in int8", Recipe(scheme=int8, method="rtn")),
         Step(f"+ group {group}", Recipe(scheme=grouped, method="rtn")),
         Step("+ clipping", Recipe(scheme=clipped, method="rtn")),
         Step("+ gptq", Recipe(scheme=clipped)),
         Step("+ kv int4 (the paper's atom)", Recipe(scheme=clipped), kv4="token"),
         Step("gptq + signed scales, searched clips", Recipe(scheme=signed)),
-        Step("+ rotation before down", Recipe(scheme=signed, rotated=("down",))),
-        Step("+ each linear undoes the rounding before it", improved),
-        Step("+ kv int4 (improved atom)", improved, kv4="token"),
-        Step("+ kv int4, keys per channel", improved, kv4="channel"),
+        Step("+ rotation before down", improved),
+        Step("+ kv int4 (improved atom, the default)", improved, kv4="token"),
+        Step("  or kv int4, keys per channel", improved, kv4="channel"),
+        Step("+ each linear undoes the rounding before it", in_turn),
+        Step("+ kv int4 (--in-turn)", in_turn, kv4="token"),
+        Step("  or kv int4, keys per channel (--in-turn)", in_turn, kv4="channel"),
         Step("w8a8 gptq", Recipe(scheme=w8a8)),
         Step("w4a16 rtn", Recipe(scheme=WeightScheme(bits=4), method="rtn")),
         Step("w4a16 gptq", Recipe(scheme=WeightScheme(bits=4))),
@@ -92,10 +94,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_arguments(parser)
     parser.add_argument("--tokens", type=int, default=1 << 30, help="held-out tokens judged (all)")
+    parser.add_argument("--part", default="0/1", help="of the recipes: 1/4 is the second of four")
     parser.add_argument("--only", nargs="*", help="rows whose name contains one of these")
     args = parser.parse_args()
-    torch.set_num_threads(1)
-    torch.set_grad_enabled(False)
     for subject in subjects(args, num_tokens=args.tokens):
         measure(subject, args)
 
@@ -110,16 +111,21 @@ def measure(subject: Subject, args: argparse.Namespace) -> None:
     }
     base = ppl(subject, subject.source, kv4="")
     dense = sum(t.nbytes for i in range(subject.spec.num_layers) for t in _layer16(subject, i))
-    write(subject, case | {"step": "w16a16", "layer_bytes": dense}, base, base)
+    if args.part.startswith("0"):
+        write(subject, case | {"step": "w16a16", "layer_bytes": dense}, base, base)
     outliers = subject.spec.hidden // 32
-    last: tuple[Recipe, ReadyLayers] | None = None
-    for step in [*steps(outliers, args.group), *other_numbers(outliers)]:
-        if args.only and not any(word in step.name for word in args.only):
-            continue
-        if last is None or last[0] != step.recipe:
-            last = (step.recipe, quantized(subject, step.recipe))
-        value = ppl(subject, last[1], kv4=step.kv4)
-        write(subject, case | {"step": step.name, "layer_bytes": last[1].nbytes}, value, base)
+    chosen = [*steps(outliers, args.group), *other_numbers(outliers)]
+    if args.only:
+        chosen = [step for step in chosen if any(word in step.name for word in args.only)]
+    of_a_recipe: dict[Recipe, list[Step]] = {}
+    for step in chosen:
+        of_a_recipe.setdefault(step.recipe, []).append(step)
+    part, parts = (int(number) for number in args.part.split("/"))
+    for recipe, alike in list(of_a_recipe.items())[part::parts]:
+        ready = quantized(subject, recipe)
+        for step in alike:
+            value = ppl(subject, ready, kv4=step.kv4)
+            write(subject, case | {"step": step.name, "layer_bytes": ready.nbytes}, value, base)
 
 
 def ppl(subject: Subject, source: object, *, kv4: str) -> float:

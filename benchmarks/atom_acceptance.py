@@ -39,8 +39,8 @@ def recipes(outliers: int, group: int) -> dict[str, Recipe]:
     return {
         "rtn group 128": Recipe(scheme=rtn, method="rtn"),
         "atom (paper)": Recipe(scheme=paper),
-        "atom, signed scales, rotation": Recipe(scheme=signed, rotated=("down",)),
-        "atom (improved)": Recipe(scheme=signed, rotated=("down",), compensated=True),
+        "atom (default)": Recipe(scheme=signed, rotated=("down",)),
+        "atom (--in-turn)": Recipe(scheme=signed, rotated=("down",), compensated=True),
     }
 
 
@@ -50,8 +50,6 @@ def main() -> None:
     add_arguments(parser)
     parser.add_argument("--places", type=int, default=64)
     args = parser.parse_args()
-    torch.set_num_threads(1)
-    torch.set_grad_enabled(False)
     for subject in subjects(args, num_tokens=1 << 30):
         for name, recipe in recipes(subject.spec.hidden // 32, args.group).items():
             measure(subject, name, recipe, args)

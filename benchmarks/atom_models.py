@@ -12,17 +12,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
+from llmpq.kernels.atom_reference import atom_linear_reference
+from llmpq.kernels.qweight import QuantizedWeight
 from llmpq.model_spec import ModelSpec
 from llmpq.profiler.atom import Recipe, layer_bytes
 from llmpq.profiler.calibrate import CalibrationRun, random_windows
 from llmpq.profiler.in_turn import quantize
 from llmpq.profiler.inject_outliers import InjectedSource
+from llmpq.runtime import layers
+from llmpq.runtime.families import parts
 from llmpq.runtime.generate import LocalPipeline
 from llmpq.runtime.kv_cache import KVCache
-from llmpq.runtime.layers import Weight
+from llmpq.runtime.layers import DecoderLayer, Weight
 from llmpq.runtime.loader import CheckpointSource, TensorSource
 from llmpq.runtime.stage_model import DTYPES
+from llmpq.runtime.step import Step
 from llmpq.runtime.tokenizer import Tokenizer
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
@@ -112,8 +118,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--commit", help="commit a row names, where git cannot tell")
 
 
+def use_twins() -> None:
+    """Have a GPU compute in float32 what the CPU does: the kernels' twins, layer by layer.
+
+    Quality is the recipe's, not a kernel's, and not every number format here has a kernel.
+    """
+
+    def decoder_layer(
+        self: DecoderLayer, x_BQh: Tensor, layer: int, step: Step, kv: KVCache
+    ) -> Tensor:
+        y = self.attention(self.attn_norm(x_BQh), layer, step, kv).add_(x_BQh)
+        return y.add_(self.mlp(self.mlp_norm(y)))
+
+    def restored(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
+        return functional.linear(x, weight.dequantize(x.dtype), bias)
+
+    for owner, name, twin in (
+        (layers.DecoderLayer, "forward", decoder_layer),
+        (layers, "atom_linear", atom_linear_reference),
+        (layers, "linear", restored),
+        (parts, "best_form", lambda weight: weight),
+    ):
+        setattr(owner, name, twin)
+
+
 def subjects(args: argparse.Namespace, *, num_tokens: int) -> Iterator[Subject]:
     """Yield every model, plain and with outliers injected, as asked."""
+    torch.set_num_threads(1)
+    torch.set_grad_enabled(False)
+    if args.device != "cpu":
+        use_twins()
     for directory in args.model or [str(EXAMPLES / "demo-7m")]:
         spec = ModelSpec.from_directory(directory)
         tokenizer = Tokenizer(directory)
