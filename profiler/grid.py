@@ -2,10 +2,14 @@
 
 Knows no torch and no clock. The grid is geometric, since the fit minimises relative error; sizes in
 between (3, 48, ...) keep it from resting on powers of two alone, where kernels are at their best.
+
+On a GPU prompts are laid out by the tokens of a micro-batch, up to many more: its products see only
+them. Each count is timed with short and with long prompts, which tells attention from the rest.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -27,6 +31,8 @@ class Grid:
     prefill_length: tuple[int, ...]
     decode_v: tuple[int, ...]
     decode_length: tuple[int, ...]
+    prefill_tokens: tuple[int, ...] = ()
+    """New tokens of a prefill, in place of every micro-batch size with every length."""
     verify_q: tuple[int, ...] = ()
     max_tokens: int
     """Most new tokens of a prefill case; a cache may hold `CACHED` times as many."""
@@ -46,12 +52,24 @@ _FULL = Grid(
     decode_length=(64, 192, 512, 1024, 2048),
     max_tokens=4096,
 )
+_GPU = Grid(
+    prefill_v=(1, 2, 4, 8, 16, 32, 64),
+    prefill_length=(16, 32, 64, 128, 256, 512, 1024, 2048, 4096),
+    prefill_tokens=(
+        *(16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096),
+        *(6144, 8192, 12288, 16384, 32768),
+    ),
+    decode_v=(1, 2, 4, 8, 12, 16, 24, 32, 48, 64),
+    decode_length=(64, 512, 1024, 2048, 4096),
+    max_tokens=32768,
+)
 
 
 def make_grid(
     spec: ModelSpec,
     *,
     quick: bool,
+    on_gpu: bool = False,
     max_batch: int,
     max_len: int | None = None,
     max_tokens: int | None = None,
@@ -59,19 +77,22 @@ def make_grid(
 ) -> Grid:
     """Return the grid up to `max_batch` requests of `max_len` tokens.
 
-    By default the longest is what the model allows, at most 256 in a quick run and 2048 otherwise.
+    By default the longest is what the model allows, at most 256 in a quick run and 2048 otherwise,
+    4096 on a GPU.
     """
-    longest = min(max_len or (256 if quick else 2048), spec.max_positions)
+    longest = min(max_len or (256 if quick else 4096 if on_gpu else 2048), spec.max_positions)
     if longest < 16:
         raise ValueError(f"--max-len must be at least 16 tokens, got {longest}")
-    shapes = _QUICK if quick else _FULL
+    shapes = _QUICK if quick else _GPU if on_gpu else _FULL
+    most = max_tokens or shapes.max_tokens
     return Grid(
         prefill_v=_up_to(shapes.prefill_v, max_batch),
         prefill_length=_up_to(shapes.prefill_length, longest),
         decode_v=_up_to(shapes.decode_v, max_batch),
         decode_length=_up_to(shapes.decode_length, longest),
+        prefill_tokens=tuple(n for n in shapes.prefill_tokens if n <= most),
         verify_q=tuple(verify_q),
-        max_tokens=max_tokens or shapes.max_tokens,
+        max_tokens=most,
     )
 
 
@@ -121,16 +142,39 @@ def fitted_terms(target: Target) -> tuple[str, ...] | None:
 
 def _layer_cases(grid: Grid, target: Target) -> Iterator[Case]:
     if target.phase is Phase.PREFILL:
-        for v in grid.prefill_v:
-            for s in grid.prefill_length:
-                if v * s <= grid.max_tokens:
-                    yield Case(target=target, v=v, length=s)
+        shapes = [(v, s) for v in grid.prefill_v for s in grid.prefill_length]
+        if grid.prefill_tokens:
+            shapes = _by_tokens(grid)
+        yield from (
+            Case(target=target, v=v, length=s) for v, s in shapes if v * s <= grid.max_tokens
+        )
         return
     for q in grid.verify_q if target.phase is Phase.VERIFY else (1,):
         for v in grid.decode_v:
             for length in grid.decode_length:
                 if v * length <= CACHED * grid.max_tokens:
                     yield Case(target=target, v=v, length=max(length, q), q_len=q)
+
+
+def _by_tokens(grid: Grid) -> list[tuple[int, int]]:
+    """Return (micro-batch, length) of every number of tokens: many short prompts, some, one long.
+
+    As short and as long as micro-batch sizes and lengths of the grid allow.
+    """
+    most, longest = max(grid.prefill_v), max(grid.prefill_length)
+    shapes: list[tuple[int, int]] = []
+    for tokens in grid.prefill_tokens:
+        lengths = [
+            tokens // v
+            for v in range(1, most + 1)
+            if tokens % v == 0 and min(16, longest) <= tokens // v <= longest
+        ]
+        if not lengths:
+            continue
+        middle = min(lengths, key=lambda s: abs(math.log(s * s / (lengths[0] * lengths[-1]))))
+        for s in dict.fromkeys((lengths[0], middle, lengths[-1])):
+            shapes.append((tokens // s, s))
+    return shapes
 
 
 def _end_cases(grid: Grid, target: Target) -> Iterator[Case]:

@@ -24,8 +24,6 @@ from llmpq.workload import DTYPE_BYTES, Dtype
 
 log = logging.getLogger(__name__)
 
-GPU_TOKENS = 65536
-"""Most new tokens of one case on a GPU."""
 REST_S = 5e-3
 """Pause before a timed call where there will be several stages: each waits for the others."""
 NOISY = 0.15
@@ -110,9 +108,9 @@ def make_job(args: argparse.Namespace) -> Job:
         grid=make_grid(
             spec,
             quick=args.quick,
+            on_gpu=on_gpu,
             max_batch=max_batch,
             max_len=args.max_len,
-            max_tokens=GPU_TOKENS if on_gpu and not args.quick else None,
             verify_q=_counts(args.verify),
         ),
         sampling=Sampling.parse_data(

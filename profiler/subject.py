@@ -25,6 +25,7 @@ from llmpq.profiler.timing import Effort, time_call
 from llmpq.runtime.cuda_stage import CudaStageCompute
 from llmpq.runtime.kv_cache import KVCache
 from llmpq.runtime.kv_factory import make_kv_cache
+from llmpq.runtime.layers import DecoderLayer
 from llmpq.runtime.loader import RandomSource
 from llmpq.runtime.message import StepMessage
 from llmpq.runtime.pending import arrived
@@ -39,6 +40,9 @@ MAX_LAYERS = 4
 """Layers of a timed stage."""
 MAX_LAYERS_BYTES = 4 << 30
 """Fewer layers are timed where they would be larger than this together."""
+
+ONE_LAYER_TOKENS = 4096
+"""New tokens from which a GPU takes milliseconds a layer, and what a step does once is nothing."""
 
 _KINDS = {
     Phase.PREFILL: StepKind.PREFILL,
@@ -65,8 +69,8 @@ class Subject:
 
     def time(self, case: Case, effort: Effort) -> Timing:
         """Time one case: per layer, where it is one of layers."""
-        target = case.target
-        layers = self.num_layers(target) if target.part == "layer" else 1
+        target, stage = case.target, self._stage_of(case)
+        layers = max(1, len(stage.layers))
         # A graph stands for decode and verify; prompts and random numbers vary and run eagerly, and
         # routers ask the device.
         sampled = target.part == "head" and not self._sampling.greedy
@@ -75,7 +79,7 @@ class Subject:
         if target.part == "head":
             effort = replace(effort, rest_s=0.0)  # it follows layers at once; they have waited
         with torch.inference_mode():
-            call = self._call(case, graph=graph)
+            call = self._call(case, stage, graph=graph)
             return time_call(call, device=self.device, effort=effort, layers=layers, graph=graph)
 
     def num_layers(self, target: Target) -> int:
@@ -85,9 +89,9 @@ class Subject:
         )
         return max(1, min(MAX_LAYERS, self.spec.num_layers, MAX_LAYERS_BYTES // one))
 
-    def _call(self, case: Case, *, graph: bool) -> Callable[[], object]:
+    def _call(self, case: Case, stage: StageModel, *, graph: bool) -> Callable[[], object]:
         """Return the stage's work on one micro-batch; in a graph, on inputs that stay in place."""
-        stage, dtype = self._stage(case.target), DTYPES[case.target.dtype]
+        dtype = DTYPES[case.target.dtype]
         kv = self._cache(case, len(stage.layers))
         message = micro_batch(case, self._sampling)
         hidden_BQh = None
@@ -151,6 +155,14 @@ class Subject:
             dtype=DTYPES[case.target.dtype],
             device=self.device,
         )
+
+    def _stage_of(self, case: Case) -> StageModel:
+        """Return the stage that a case is timed on: a single layer where one takes long enough."""
+        stage = self._stage(case.target)
+        if self.device.type == "cpu" or case.new_tokens < ONE_LAYER_TOKENS:
+            return stage
+        first = [layer for layer in stage.layers if isinstance(layer, DecoderLayer)][:1]
+        return StageModel(self.spec, first, stage.embedding, stage.head)
 
     def _stage(self, target: Target) -> StageModel:
         key = (target.part, target.precision, target.dtype)

@@ -95,9 +95,12 @@ def _cuda_samples(call: Callable[[], object], effort: Effort, *, graph: bool) ->
     """Time bursts between events, so that launch gaps of the host do not count."""
     stream = _timing_stream()
     with torch.cuda.stream(stream):
+        begin = time.perf_counter()
         for _ in range(WARM_UP):
             call()
-        stream.synchronize()
+            stream.synchronize()
+            if time.perf_counter() - begin > 10 * effort.seconds:
+                break
         run = _captured(call) if graph else call
         once = _burst(run, stream, 1)
         burst = max(1, min(50, int(effort.seconds / max(once, 1e-6) / effort.min_repeats)))
