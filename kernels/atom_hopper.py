@@ -25,7 +25,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from llmpq.kernels.atom_quantize import hadamard
 from llmpq.kernels.atom_round import act_round_kernel, norm_round_kernel
-from llmpq.kernels.atom_tiles import AtomTiles
+from llmpq.kernels.atom_scheme import AtomScheme
+from llmpq.kernels.atom_tiles import AtomTiles, from_words
 from llmpq.kernels.atom_wgmma import wgmma_kernel
 from llmpq.kernels.formats import GROUP
 from llmpq.kernels.gemm import linear_gpu
@@ -217,9 +218,71 @@ def product(
 def tiles_linear(
     x_MK: Tensor, weight: AtomTiles, bias: Tensor | None = None, residual_MN: Tensor | None = None
 ) -> Tensor:
-    """Return y [M, N] of inputs that nothing has rounded."""
+    """Return y [M, N] of inputs that nothing has rounded; one opaque operator to torch.compile."""
+    if torch.compiler.is_compiling():
+        scheme = weight.scheme
+        return rounded_linear(
+            x_MK,
+            weight.codes,
+            weight.scale,
+            weight.index_K,
+            bias,
+            residual_MN,
+            weight.out_features,
+            scheme.outliers,
+            scheme.activation_bits,
+            scheme.activation_clip,
+            scheme.signed_scale,
+            scheme.rotation,
+        )
     tokens = any_input(x_MK.contiguous(), weight)
     return product(tokens, weight, dtype=x_MK.dtype, bias=bias, residual_MN=residual_MN)
+
+
+@torch.library.custom_op("llmpq::rounded_linear", mutates_args=())
+def rounded_linear(
+    x: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    index: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    out_features: int,
+    outliers: int,
+    activation_bits: int,
+    activation_clip: float,
+    signed_scale: bool,
+    rotation: bool,
+) -> Tensor:
+    """The rounding of inputs and the product with words of the Hopper form."""
+    scheme = AtomScheme(
+        outliers=outliers,
+        activation_bits=activation_bits,
+        activation_clip=activation_clip,
+        signed_scale=signed_scale,
+        rotation=rotation,
+    )
+    weight = from_words(codes, scale, scheme, out_features, x.shape[1], index)
+    tokens = any_input(x.contiguous(), weight)
+    return product(tokens, weight, dtype=x.dtype, bias=bias, residual_MN=residual)
+
+
+@rounded_linear.register_fake
+def _(
+    x: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    index: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    out_features: int,
+    outliers: int,
+    activation_bits: int,
+    activation_clip: float,
+    signed_scale: bool,
+    rotation: bool,
+) -> Tensor:
+    return x.new_empty(x.shape[0], out_features)
 
 
 def any_input(x_MK: Tensor, weight: AtomTiles) -> RoundedTokens:

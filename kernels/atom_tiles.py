@@ -28,6 +28,7 @@ from torch.nn import functional
 
 from llmpq.kernels.atom_formats import AtomWeight
 from llmpq.kernels.atom_quantize import Codes
+from llmpq.kernels.atom_scheme import AtomScheme
 from llmpq.kernels.formats import BLOCK_ROWS, GROUP
 from llmpq.kernels.qweight import QuantizedWeight, from_codes
 
@@ -135,14 +136,35 @@ def atom_tiles(weight: AtomWeight) -> AtomTiles:
         group_size=GROUP,
         in_features=u_NGk.shape[1] * GROUP,
     )
+    return from_words(
+        words.planes[0],
+        words.scale,
+        weight.scheme,
+        n,
+        weight.in_features,
+        weight.index_K,
+    )
+
+
+def from_words(
+    codes: Tensor,
+    scale: Tensor,
+    scheme: AtomScheme,
+    out_features: int,
+    in_features: int,
+    index_K: Tensor | None,
+) -> AtomTiles:
+    """Rebuild the form from its tensors."""
+    columns = scale.numel() // out_features * GROUP
+    words = QuantizedWeight.fragment([codes], scale, None, 4, False, out_features, columns)
     return AtomTiles(
-        scheme=weight.scheme,
-        out_features=n,
-        in_features=weight.in_features,
-        codes=words.planes[0],
-        scale=words.scale,
-        outliers=weight.outliers[:, :0],
+        scheme=scheme,
+        out_features=out_features,
+        in_features=in_features,
+        codes=codes,
+        scale=scale,
+        outliers=torch.empty(out_features, 0, dtype=torch.int8, device=codes.device),
         outlier_scale=None,
-        index_K=weight.index_K,
+        index_K=index_K,
         words=words,
     )

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from triton import knobs
 
 from llmpq.kernels import atom_hopper, qweight
@@ -115,3 +116,13 @@ def test_a_rotation_needs_an_activation_and_an_order_a_norm() -> None:
         norm_input(x, tiles_of(replace(SIGNED, rotation=True), 264, None))
     with pytest.raises(ValueError, match="folded into the rows"):
         activation_input(x, tiles_of(SIGNED, 264, torch.arange(264)), "relu")
+
+
+def test_torch_compile_sees_one_operator_of_the_right_shape() -> None:
+    tiles = tiles_of(SIGNED, 264, None)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        x = torch.empty(7, 264, dtype=torch.float16)
+        y = torch.ops.llmpq.rounded_linear(
+            x, tiles.codes, tiles.scale, None, None, None, 32, 8, 4, 0.95, True, False
+        )
+    assert y.shape == (7, 32) and y.dtype == torch.float16
