@@ -147,6 +147,7 @@ class AttendBench:
             starts=torch.full_like(rows, case.context),
             counts=torch.full_like(rows, case.q_len),
         )
+        self.tickets = torch.zeros(batch * case.heads * 16, device=device, dtype=torch.int32)
         self.plan = plan_attend(
             batch=batch,
             q_len=case.q_len,
@@ -169,6 +170,7 @@ class AttendBench:
             plan or self.plan,
             scale=self.case.head_dim**-0.5,
             paged=self.case.layout == "paged",
+            tickets=self.tickets,
         )
 
     def sample(self, plan: AttendPlan | None = None, repeats: int = 20) -> list[float]:

@@ -11,18 +11,26 @@ import argparse
 import math
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from llmpq.kernels import kv_reference
 from llmpq.kernels.kv_formats import KVFormat
-from llmpq.kernels.kv_ops import MAX_Q_LEN, DeviceRows, plan_attend, run_append, run_attend
+from llmpq.kernels.kv_ops import (
+    MAX_Q_LEN,
+    AttendPlan,
+    DeviceRows,
+    num_programs,
+    plan_attend,
+    run_append,
+    run_attend,
+)
 from llmpq.kernels.kv_oracle import attend_from_history, relative_error
 from llmpq.kernels.kv_storage import KVLayer, allocate_layer
 from llmpq.kernels.kv_view import Rows
-from llmpq.kv_format import packed_blocks
+from llmpq.kv_format import BLOCK_TOKENS, packed_blocks, packed_end
 from llmpq.precision import KVPrecision
 
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 2e-3}
@@ -48,6 +56,8 @@ class Case:
     alibi: bool = False
     rope: bool = False
     """The append rotates queries and keys."""
+    programs: int = 0
+    """Programs of a row that draw chunks of two tiles; 0: what the plan says."""
     width: int = 0
     """New tokens that every step is padded to, so that one kernel serves ragged steps."""
 
@@ -122,6 +132,7 @@ def run_case(case: Case, device: torch.device, seed: int = 0) -> Outcome:
     inv_freq = 1e4 ** (-torch.arange(0, fmt.head_dim, 2, device=device) / fmt.head_dim)
     shape = (2, slots, case.max_len, case.kv_heads, fmt.head_dim)
     past = torch.zeros(shape, dtype=case.dtype, device=device)
+    tickets = torch.zeros(slots * case.heads * MAX_Q_LEN, dtype=torch.int32, device=device)
     worst, equal = 0.0, 1.0
     for step in case.steps:
         start, count = (torch.tensor(x, device=device) for x in zip(*step, strict=True))
@@ -153,13 +164,22 @@ def run_case(case: Case, device: torch.device, seed: int = 0) -> Outcome:
         plan = plan_attend(
             batch=slots, q_len=q_len, max_end=end, device=device, bits=fmt.bits, **heads
         )
-        paged = case.paged
-        got = run_attend(fmt, layer, table, q, rows, plan, scale=scale, paged=paged, slopes=slopes)
+        if case.programs:
+            plan = drawing(plan, case.programs, end)
+        kinds = {"scale": scale, "slopes": slopes, "tickets": tickets}
+        got = run_attend(fmt, layer, table, q, rows, plan, paged=case.paged, **kinds)
         for b, (first, num) in enumerate(step):
             history = {"start": first, "scale": scale, "alibi_slopes_H": slopes}
             want = attend_from_history(fmt, q[b, :num], past[0, b], past[1, b], **history)
             worst = max(worst, relative_error(got[b, :num], want))
-    return Outcome(worst, equal)
+    return Outcome(worst, equal if not tickets.any() else 0.0)
+
+
+def drawing(plan: AttendPlan, programs: int, end: int) -> AttendPlan:
+    """Return the plan with `programs` of each row drawing chunks of two tiles."""
+    launch = replace(plan.launch, chunk=2, programs=programs)
+    blocks = packed_end(end - 1) // BLOCK_TOKENS
+    return replace(plan, launch=launch, splits=num_programs(launch, blocks))
 
 
 STEPS: Steps = [
@@ -186,6 +206,7 @@ def cases() -> Iterator[Case]:
     for heads, kv_heads in ((8, 2), (4, 4), (8, 1), (12, 2), (16, 2)):
         yield Case(fmt=kv4, heads=heads, kv_heads=kv_heads, dtype=fp16, steps=LONG)
     yield Case(fmt=kv4, heads=8, kv_heads=2, dtype=fp16, steps=LONG, alibi=True)
+    yield Case(fmt=kv4, heads=8, kv_heads=2, dtype=fp16, steps=LONG, programs=3)
     yield Case(fmt=kv4, heads=8, kv_heads=2, dtype=fp16, steps=STEPS, rope=True)
     yield Case(fmt=kv4, heads=12, kv_heads=4, dtype=bf16, steps=STEPS, rope=True, paged=False)
     for length in EDGES:
@@ -215,10 +236,11 @@ def describe(case: Case) -> str:
     keys = "KT" if fmt.key_group is None else f"KC{fmt.key_group}"
     layout = "paged" if case.paged else "contiguous"
     kind = str(case.dtype).removeprefix("torch.")
+    drawn = f" {case.programs} programs" if case.programs else ""
     alibi = " alibi" if case.alibi else " rope" if case.rope else ""
     return (
         f"{fmt.precision.value} {keys} d{fmt.head_dim} {kind} {case.heads}/{case.kv_heads} {layout}"
-        f"{alibi} steps {case.steps[-1]}"
+        f"{alibi}{drawn} steps {case.steps[-1]}"
     )
 
 

@@ -14,7 +14,7 @@ stored scales make up for a plane's power of two (kv_formats.py), sums are GAIN 
 Cost per output: D * bits/4 + (scales) bytes of keys and values per token and key-value head,
 0.63 integer instructions per 4-bit element, 1 mma.m16n8k16 per 256 elements.
 
-Programs: (G * column chunks, B, splits + RING_PARTS). The last 1 or 5 share the 16-bit ring, 32
+Programs: (G * column chunks, B, splits + RING_PARTS). The first 1 or 5 share the 16-bit ring, 32
 tokens a step; the others take up to `chunk` packed tiles each, TILES at a step; each writes its
 normalised output and log2-sum-exp, `combine_parts` merges. Kernels launch early (PDL): before its
 wait for the one in front a program asks the L2 for its first `ahead` tiles.
@@ -32,6 +32,7 @@ import triton
 import triton.language as tl
 
 from llmpq.kernels.kv_operands import (
+    by_thread,
     fold_keys,
     from_zero,
     over_scores,
@@ -41,6 +42,7 @@ from llmpq.kernels.kv_operands import (
     right_operand,
     token_vector,
     words,
+    zero_by_thread,
 )
 from llmpq.kernels.kv_unpack import TWO_24, unpack
 from llmpq.kv_format import BLOCK_TOKENS, HOLDBACK_TOKENS, RING_TOKENS
@@ -96,9 +98,11 @@ def _ring_part(
     for step in tl.range(0, steps, num_stages=1):
         pos = since + step * RING_STEP + tl.arange(0, RING_STEP)
         live = (pos < end)[:, None]
-        at = ring_at + (pos % RING)[:, None] * D + d[None, :]
-        k = tl.load(k_ring + at, mask=live, other=0.0)
-        v = tl.load(v_ring + at, mask=live, other=0.0)
+        # 32 tokens lie together in the ring; stale keys are harmless, stale values may be infinite
+        here = ring_at + (since + step * RING_STEP) % RING * D
+        at = tl.arange(0, RING_STEP)[:, None] * D + d[None, :]
+        k = tl.load(k_ring + here + at)
+        v = tl.load(v_ring + here + at, mask=live, other=0.0)
         x = tl.dot(k.to(tl.float16), q) * score_scale
         if ALIBI:
             x += slope[None, :] * (pos[:, None] - q_pos[None, :]).to(tl.float32)
@@ -118,10 +122,10 @@ def _ring_part(
 @triton.jit(do_not_specialize=["chunk", "table_width", "num_parts", "ahead"])
 def attend_split(
     q_ptr, k_words, k_params, v_words, v_params, k_ring, v_ring, table, slots, starts, counts,
-    slopes, part_out, part_lse, score_scale, chunk, table_width, num_parts, ahead,
+    slopes, tickets, part_out, part_lse, score_scale, chunk, table_width, num_parts, ahead,
     H: tl.constexpr, G: tl.constexpr, Q: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr,
     KEY_GROUP: tl.constexpr, R: tl.constexpr, PAGED: tl.constexpr, ALIBI: tl.constexpr,
-    RING_PARTS: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr,
+    RING_PARTS: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr, DYNAMIC: tl.constexpr,
     KW: tl.constexpr, KW0: tl.constexpr, PDL: tl.constexpr, EMULATE: tl.constexpr,
 ):  # fmt: skip
     """One part of one request's one key-value head: see the file's docstring."""
@@ -135,21 +139,20 @@ def attend_split(
     end = start + tl.load(counts + b)
     slot = tl.load(slots + b).to(tl.int64)
     line = packed_line(end - 1)
-    # ring parts last: they are short
-    share = part
+    share = part - RING_PARTS
     shares = (line // TILE + chunk - 1) // chunk
     steps_all = line // (TILE * TILES)
     step0 = steps_all * share // tl.maximum(shares, 1)
     step1 = steps_all * (share + 1) // tl.maximum(shares, 1)
-    ring_part = part - (num_parts - RING_PARTS)
+    programs = num_parts - RING_PARTS
     STEPS: tl.constexpr = RING // RING_STEP // RING_PARTS
-    since = packed_line(start) + ring_part * (STEPS * RING_STEP)
+    since = packed_line(start) + part * (STEPS * RING_STEP)
     ring_at = (slot * G + head) * (RING * D)
     if PDL:
         # Blocks that the step before this kernel's completes may be packed now: asking the L2 for
         # them is harmless. Where they are (starts, counts, slots, table) is older than that step.
         if ahead > 0:
-            if ring_part >= 0:
+            if part < RING_PARTS:
                 prefetch_ring(
                     k_ring + ring_at, v_ring + ring_at, since,
                     tl.minimum(end, since + STEPS * RING_STEP), RING, RING_STEP, D,
@@ -162,11 +165,12 @@ def attend_split(
                 )  # fmt: skip
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    out_at = ((b * G * CHUNKS + tl.program_id(0)) * num_parts + part).to(tl.int64)
+    row_of_all = b * G * CHUNKS + tl.program_id(0)
+    out_at = (row_of_all * num_parts + part).to(tl.int64)
     c = tl.arange(0, R)
     used = first_col + c < C * Q
 
-    if ring_part >= 0:
+    if part < RING_PARTS:
         if since < end:
             steps = tl.minimum(STEPS, (end - since + RING_STEP - 1) // RING_STEP)
             out, lse = _ring_part(
@@ -178,6 +182,13 @@ def attend_split(
             tl.store(o_at, out, mask=used[None, :])
     else:
         # equal shares, TILES tiles a step: as many as chunks of at most `chunk` tiles would be
+        lane = tl.arange(0, 32)
+        drawn = -1
+        if DYNAMIC:  # drawn early, looked at late: a program never waits for its next share
+            to_draw = tickets + row_of_all + lane * 0
+            draw = tl.atomic_add(to_draw, 1, mask=lane < 1, sem="relaxed")
+            if share >= shares:
+                drawn = tl.sum(tl.where(lane == 0, draw, 0), 0)
         if share < shares:
             NC: tl.constexpr = D // 32
             NB: tl.constexpr = R // 8
@@ -210,92 +221,122 @@ def attend_split(
             l_g = tl.zeros([8, R], tl.float32)
             z_g = tl.zeros([8, R], tl.float32)
             acc = tl.zeros([D, R], tl.float32)
-            for step in tl.range(step0, step1, num_stages=STAGES):
-                tile = step * TILES
-                block = tile // 2
-                half = tile % 2
-                if PAGED:
-                    page = tl.load(table + slot * table_width + block).to(tl.int64)
-                else:
-                    page = slot * table_width + block
-                at = page * G + head
-                kw_at = k_words + at * (2 * VECS * 128) + half * (VECS * 128)
-                vw_at = v_words + at * (2 * VECS * 128) + half * (VECS * 128)
-                vp_at = v_params + at * (2 * BLOCK) + half * TILE
-                # ---- scores of one or two tiles
-                k0 = unpack(words(kw_at, VECS), 4, D // 16, BITS, KW, EMULATE)
-                if TILES == 2:
-                    k1 = unpack(words(kw_at + VECS * 128, VECS), 4, D // 16, BITS, KW, EMULATE)
-                if KEY_GROUP == 0:
-                    kp_at = k_params + at * (2 * BLOCK) + half * TILE
-                    x0 = tl.dot(k0, q_codes) * TWO_24
-                    x0 = x0 * over_scores(token_vector(kp_at).to(tl.float32), R)
-                    x0 += q_sum[None, :] * over_scores(
-                        token_vector(kp_at + BLOCK).to(tl.float32), R
-                    )
+            while share < shares:
+                for step in tl.range(step0, step1, num_stages=STAGES):
+                    tile = step * TILES
+                    block = tile // 2
+                    half = tile % 2
+                    if PAGED:
+                        page = tl.load(table + slot * table_width + block).to(tl.int64)
+                    else:
+                        page = slot * table_width + block
+                    at = page * G + head
+                    kw_at = k_words + at * (2 * VECS * 128) + half * (VECS * 128)
+                    vw_at = v_words + at * (2 * VECS * 128) + half * (VECS * 128)
+                    vp_at = v_params + at * (2 * BLOCK) + half * TILE
+                    # ---- scores of one or two tiles
+                    k0 = unpack(words(kw_at, VECS), 4, D // 16, BITS, KW, EMULATE)
                     if TILES == 2:
-                        x1 = tl.dot(k1, q_codes) * TWO_24
-                        x1 = x1 * over_scores(token_vector(kp_at + TILE).to(tl.float32), R)
-                        zero1 = token_vector(kp_at + BLOCK + TILE).to(tl.float32)
-                        x1 += q_sum[None, :] * over_scores(zero1, R)
-                else:
-                    kp_at = k_params + at * (BLOCK // KEY_GROUP * 2 * D)
-                    kp_at += half * (TILE // KEY_GROUP * 2 * D)
-                    q_mat, init = fold_keys(kp_at, q_plain, q_thread, GAIN, D, R, KW, KW0)
-                    x0 = tl.dot(k0, q_mat, from_zero(init, R))
-                    if KEY_GROUP == 32:
-                        q_mat, init = fold_keys(
-                            kp_at + 2 * D, q_plain, q_thread, GAIN, D, R, KW, KW0
+                        k1 = unpack(words(kw_at + VECS * 128, VECS), 4, D // 16, BITS, KW, EMULATE)
+                    if KEY_GROUP == 0:
+                        kp_at = k_params + at * (2 * BLOCK) + half * TILE
+                        x0 = tl.dot(k0, q_codes) * TWO_24
+                        x0 = x0 * over_scores(token_vector(kp_at).to(tl.float32), R)
+                        x0 += q_sum[None, :] * over_scores(
+                            token_vector(kp_at + BLOCK).to(tl.float32), R
                         )
-                        x0 = tl.where(
-                            (row < 32)[:, None], x0, tl.dot(k0, q_mat, from_zero(init, R))
-                        )
-                    if TILES == 2:
-                        if KEY_GROUP < 128:
-                            kp1 = kp_at + BLOCK // KEY_GROUP * D
-                            q_mat, init = fold_keys(kp1, q_plain, q_thread, GAIN, D, R, KW, KW0)
-                        x1 = tl.dot(k1, q_mat, from_zero(init, R))
-                        if KEY_GROUP == 32:
-                            kp1 = kp_at + 6 * D
-                            q_mat, init = fold_keys(kp1, q_plain, q_thread, GAIN, D, R, KW, KW0)
-                            x1 = tl.where(
-                                (row < 32)[:, None], x1, tl.dot(k1, q_mat, from_zero(init, R))
+                        if TILES == 2:
+                            x1 = tl.dot(k1, q_codes) * TWO_24
+                            x1 = x1 * over_scores(token_vector(kp_at + TILE).to(tl.float32), R)
+                            zero1 = token_vector(kp_at + BLOCK + TILE).to(tl.float32)
+                            x1 += q_sum[None, :] * over_scores(zero1, R)
+                    else:
+                        kp_at = k_params + at * (BLOCK // KEY_GROUP * 2 * D)
+                        kp_at += half * (TILE // KEY_GROUP * 2 * D)
+                        q_mat, init = fold_keys(kp_at, q_plain, q_thread, GAIN, D, R, KW, KW0)
+                        if KEY_GROUP > 32:
+                            x0 = tl.dot(k0, q_mat)
+                            init0 = init
+                        else:
+                            x0 = tl.dot(k0, q_mat, from_zero(init, R))
+                            q_mat, init = fold_keys(
+                                kp_at + 2 * D, q_plain, q_thread, GAIN, D, R, KW, KW0
                             )
-                if ALIBI:
-                    pos = tile * TILE + row_token
-                    x0 += slope[None, :] * (pos[:, None] - q_pos[None, :]).to(tl.float32)
+                            x0 = tl.where(
+                                (row < 32)[:, None], x0, tl.dot(k0, q_mat, from_zero(init, R))
+                            )
+                        if TILES == 2:
+                            if KEY_GROUP < 128:
+                                kp1 = kp_at + BLOCK // KEY_GROUP * D
+                                q_mat, init = fold_keys(kp1, q_plain, q_thread, GAIN, D, R, KW, KW0)
+                            if KEY_GROUP > 32:
+                                x1 = tl.dot(k1, q_mat)
+                            else:
+                                x1 = tl.dot(k1, q_mat, from_zero(init, R))
+                                kp1 = kp_at + 6 * D
+                                q_mat, init = fold_keys(kp1, q_plain, q_thread, GAIN, D, R, KW, KW0)
+                                x1 = tl.where(
+                                    (row < 32)[:, None], x1, tl.dot(k1, q_mat, from_zero(init, R))
+                                )
+                    if ALIBI:
+                        pos = tile * TILE + row_token
+                        x0 += slope[None, :] * (pos[:, None] - q_pos[None, :]).to(tl.float32)
+                        if TILES == 2:
+                            x1 += slope[None, :] * (pos[:, None] + TILE - q_pos[None, :]).to(
+                                tl.float32
+                            )
+                    # ---- softmax
+                    # a group's zero has one score a column: it joins the largest and the shift
+                    if KEY_GROUP > 32:
+                        top_g = by_thread(x0, R) + zero_by_thread(init0, R)
+                        if TILES == 2:
+                            top_g = tl.maximum(top_g, by_thread(x1, R) + zero_by_thread(init, R))
+                    else:
+                        top_g = by_thread(tl.maximum(x0, x1) if TILES == 2 else x0, R)
+                    top = tl.max(top_g, 0)
+                    if Q > 1:  # the last block may lie beyond the line of the first queries
+                        seen = q_line > block * BLOCK
+                        top = tl.where(seen, top, LOWEST)
+                    m_new = tl.maximum(m_i, top)
+                    alpha = tl.exp2((m_i - m_new) * unit)
+                    shift = m_new * unit - P_SHIFT
+                    if Q > 1:
+                        shift = tl.where(seen, shift, -MASKED)
+                    m_i = m_new
+                    if KEY_GROUP > 32:
+                        p0 = tl.exp2(x0 * unit + from_zero(init0 * unit - shift[None, :], R))
+                    else:
+                        p0 = tl.exp2(x0 * unit - shift[None, :])
+                    pz = p0 * over_scores(token_vector(vp_at + BLOCK).to(tl.float32), R)
+                    p_all = p0
                     if TILES == 2:
-                        x1 += slope[None, :] * (pos[:, None] + TILE - q_pos[None, :]).to(tl.float32)
-                # ---- softmax
-                top = tl.max(tl.maximum(x0, x1) if TILES == 2 else x0, 0)
-                if Q > 1:  # the last block may lie beyond the line of the first queries
-                    seen = q_line > block * BLOCK
-                    top = tl.where(seen, top, LOWEST)
-                m_new = tl.maximum(m_i, top)
-                alpha = tl.exp2((m_i - m_new) * unit)
-                shift = m_new * unit - P_SHIFT
-                if Q > 1:
-                    shift = tl.where(seen, shift, -MASKED)
-                m_i = m_new
-                p0 = tl.exp2(x0 * unit - shift[None, :])
-                pz = p0 * over_scores(token_vector(vp_at + BLOCK).to(tl.float32), R)
-                p_all = p0
-                if TILES == 2:
-                    p1 = tl.exp2(x1 * unit - shift[None, :])
-                    pz += p1 * over_scores(token_vector(vp_at + BLOCK + TILE).to(tl.float32), R)
-                    p_all += p1
-                l_g = l_g * alpha[None, :] + tl.sum(tl.reshape(p_all, (8, 8, R)), 0)
-                z_g = z_g * alpha[None, :] + tl.sum(tl.reshape(pz, (8, 8, R)), 0)
-                # ---- output
-                p0 = p0 * over_scores(token_vector(vp_at).to(tl.float32), R)
-                p0_mat = probability_operand(p0.to(tl.float16), R, KW, EMULATE)
-                v0 = unpack(words(vw_at, VECS), D // 16, 4, BITS, KW, EMULATE)
-                acc = tl.dot(v0, p0_mat, acc * alpha[None, :])
-                if TILES == 2:
-                    p1 = p1 * over_scores(token_vector(vp_at + TILE).to(tl.float32), R)
-                    p1_mat = probability_operand(p1.to(tl.float16), R, KW, EMULATE)
-                    v1 = unpack(words(vw_at + VECS * 128, VECS), D // 16, 4, BITS, KW, EMULATE)
-                    acc = tl.dot(v1, p1_mat, acc)
+                        if KEY_GROUP > 32:
+                            p1 = tl.exp2(x1 * unit + from_zero(init * unit - shift[None, :], R))
+                        else:
+                            p1 = tl.exp2(x1 * unit - shift[None, :])
+                        pz += p1 * over_scores(token_vector(vp_at + BLOCK + TILE).to(tl.float32), R)
+                        p_all += p1
+                    l_g = l_g * alpha[None, :] + tl.sum(tl.reshape(p_all, (8, 8, R)), 0)
+                    z_g = z_g * alpha[None, :] + tl.sum(tl.reshape(pz, (8, 8, R)), 0)
+                    # ---- output
+                    p0 = p0 * over_scores(token_vector(vp_at).to(tl.float32), R)
+                    p0_mat = probability_operand(p0.to(tl.float16), R, KW, EMULATE)
+                    v0 = unpack(words(vw_at, VECS), D // 16, 4, BITS, KW, EMULATE)
+                    acc = tl.dot(v0, p0_mat, acc * alpha[None, :])
+                    if TILES == 2:
+                        p1 = p1 * over_scores(token_vector(vp_at + TILE).to(tl.float32), R)
+                        p1_mat = probability_operand(p1.to(tl.float16), R, KW, EMULATE)
+                        v1 = unpack(words(vw_at + VECS * 128, VECS), D // 16, 4, BITS, KW, EMULATE)
+                        acc = tl.dot(v1, p1_mat, acc)
+                if DYNAMIC:
+                    drawn = tl.sum(tl.where(lane == 0, draw, 0), 0)
+                    share = programs + drawn
+                    step0 = steps_all * share // shares
+                    step1 = steps_all * (share + 1) // shares
+                    left = tl.where(share < shares, 1, 0)
+                    draw = tl.atomic_add(to_draw, 1, mask=lane < left, sem="relaxed")
+                else:
+                    share = shares
             l_i = tl.sum(l_g, 0)
             z_i = tl.sum(z_g, 0)
             norm = 1.0 / tl.maximum(l_i, 1e-30)
@@ -305,6 +346,9 @@ def attend_split(
             tl.store(part_lse + out_at * R + c, lse, mask=used)
             o_at = part_out + (out_at * R + c[:, None]) * D + tl.arange(0, D)[None, :]
             tl.store(o_at, out, mask=used[:, None])
+        # each program draws until it finds nothing: whoever draws last leaves the counter at 0
+        if DYNAMIC and drawn == tl.maximum(shares, programs) - 1:
+            tl.store(tickets + row_of_all, 0)
 
 
 @triton.jit(do_not_specialize=["chunk", "num_parts"])
@@ -312,11 +356,12 @@ def combine_parts(
     part_out, part_lse, out_ptr, starts, counts, chunk, num_parts,
     H: tl.constexpr, G: tl.constexpr, Q: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
     RING_PARTS: tl.constexpr, D_STEP: tl.constexpr, X_STEP: tl.constexpr, PDL: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """out = sum_x 2**(lse_x - max) out_x / sum_x 2**(lse_x - max) for one query head and token."""
     C: tl.constexpr = H // G
     CHUNKS: tl.constexpr = (C * Q + R - 1) // R
-    if PDL:  # waits itself: whoever comes next may start early, and must wait for it
+    if PDL and EARLY:  # waits itself: whoever comes next may start early, and must wait for it
         tl.extra.cuda.gdc_launch_dependents()
     col = tl.program_id(0) % (C * Q)
     head = tl.program_id(0) // (C * Q)
@@ -326,19 +371,20 @@ def combine_parts(
     end = start + tl.load(counts + b)
     since = packed_line(start)
     shares = (packed_line(end - 1) // TILE + chunk - 1) // chunk
-    parts = shares + RING_PARTS
+    parts = RING_PARTS + tl.minimum(shares, num_parts - RING_PARTS)
     PART_TOKENS: tl.constexpr = RING // RING_PARTS
     first = ((b * G + head) * CHUNKS + col // R).to(tl.int64) * num_parts
     if PDL:
         tl.extra.cuda.gdc_wait()
+        if not EARLY:
+            tl.extra.cuda.gdc_launch_dependents()
     m_i = LOWEST
     l_i = 0.0
     acc = tl.zeros([D_STEP], tl.float32)
     for x0 in range(0, parts, X_STEP):
         x = x0 + tl.arange(0, X_STEP)
-        ring = x - shares
-        live = tl.where(ring >= 0, (since + ring * PART_TOKENS < end) & (x < parts), True)
-        at = (first + tl.where(ring >= 0, num_parts - RING_PARTS + ring, x)) * R + col % R
+        live = tl.where(x < RING_PARTS, since + x * PART_TOKENS < end, x < parts)
+        at = (first + x) * R + col % R
         lse = tl.load(part_lse + at, mask=live, other=MASKED)
         m_new = tl.maximum(m_i, tl.max(lse, 0))
         alpha = tl.exp2(m_i - m_new)

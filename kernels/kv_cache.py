@@ -37,6 +37,9 @@ from llmpq.kv_format import HOLDBACK_TOKENS, packed_blocks
 MAX_Q_LEN = HOLDBACK_TOKENS
 """New tokens of one step that the decode kernels take."""
 
+COLUMN_CHUNKS = 128
+"""Of 8 query heads x new tokens, for one key-value head, at most."""
+
 KERNEL_HEAD_DIMS = (32, 64, 128, 256)
 """head_dims the kernels take; others use plain torch on any device."""
 
@@ -99,6 +102,11 @@ class QuantizedKVCache:
             )
             for _ in range(num_layers)
         ]
+
+        # Counters the programs of a step draw from (kernels/kv_attend.py), always left at zero.
+        self.tickets = torch.zeros(
+            slots * kv_heads * COLUMN_CHUNKS, dtype=torch.int32, device=self.device
+        )
 
     @property
     def nbytes(self) -> int:
@@ -260,6 +268,7 @@ class QuantizedKVCache:
             scale=scale,
             paged=self.paged,
             slopes=alibi_slopes_H,
+            tickets=self.tickets,
         )
 
 

@@ -173,3 +173,15 @@ def fold_keys(
 def from_zero(init, R: tl.constexpr):
     """[16, R] equal rows -> [64, R]."""
     return tl.reshape(tl.broadcast_to(tl.reshape(init, (1, 16, R)), (4, 16, R)), (64, R))
+
+
+@triton.jit
+def by_thread(x, R: tl.constexpr):
+    """[64, R] scores -> the largest of each thread's tokens [8, R]."""
+    return tl.max(tl.reshape(x, (8, 8, R)), 0)
+
+
+@triton.jit
+def zero_by_thread(init, R: tl.constexpr):
+    """[16, R] equal rows -> [8, R], beside `by_thread`."""
+    return tl.max(tl.reshape(init, (2, 8, R)), 0)

@@ -39,6 +39,8 @@ REGISTER_LIMIT = 12
 
 SHARED_PER_SM = 227 * 1024
 
+EARLY = True
+
 AHEAD = 4
 """Tiles a program asks the L2 for while the kernel in front ends, where nothing was measured."""
 
@@ -56,6 +58,8 @@ class Launch:
     stages: int
     ahead: int = AHEAD
     """Tiles a program asks the L2 for before the kernel in front ends, at most 8."""
+    programs: int = 0
+    """Programs of a row that draw chunks of tiles until none is left; 0: one program a chunk."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,10 +114,16 @@ def plan_attend(
         launch = Launch(chunk=chunk, ring_parts=ring_parts, tiles=tiles, stages=stages)
     return AttendPlan(
         columns=columns,
-        splits=-(-2 * blocks // launch.chunk),
+        splits=num_programs(launch, blocks),
         pdl=on_gpu and _capability(device) >= (9, 0),
         launch=launch,
     )
+
+
+def num_programs(launch: Launch, blocks: int) -> int:
+    """Return the programs a row of `blocks` packed blocks gets."""
+    chunks = -(-2 * blocks // launch.chunk)
+    return min(chunks, launch.programs) if launch.programs else chunks
 
 
 LOOP_SHAPE = {8: (1, 3), 4: (1, 3), 2: (2, 3)}
@@ -248,7 +258,7 @@ def _(*args: object) -> None:
     return None
 
 
-@torch.library.custom_op("llmpq::kv_attend", mutates_args=())
+@torch.library.custom_op("llmpq::kv_attend", mutates_args=("tickets",))
 def kv_attend(
     q: Tensor,
     k_ring: Tensor,
@@ -262,6 +272,7 @@ def kv_attend(
     starts: Tensor,
     counts: Tensor,
     slopes: Tensor | None,
+    tickets: Tensor | None,
     scale: float,
     bits: int,
     key_group: int,
@@ -273,6 +284,7 @@ def kv_attend(
     tiles: int,
     stages: int,
     ahead: int,
+    programs: int,
     pdl: bool,
 ) -> Tensor:
     """Attend q [B, Q, H, D] to the cache; the step's own tokens must be appended already."""
@@ -285,31 +297,43 @@ def kv_attend(
     parts = ring_parts + splits
     part_out = q.new_empty((batch, head_chunks, parts, columns, dim), dtype=torch.float32)
     part_lse = q.new_empty((batch, head_chunks, parts, columns), dtype=torch.float32)
-    shape = {
-        "H": heads,
-        "G": kv_heads,
-        "Q": q_len,
-        "D": dim,
-        "R": columns,
-        "RING_PARTS": ring_parts,
-    }
+    shape = dict(zip("HGQDR", (heads, kv_heads, q_len, dim, columns), strict=True))
+    shape["RING_PARTS"] = ring_parts
     early = {"launch_pdl": True} if pdl else {}
     # Left alone, ptxas takes 184 registers and an SM then holds 11 programs; 168 spill nothing.
     cap = {"maxnreg": 168} if columns == 8 and dim <= 128 and q.device.type == "cuda" else {}
     attend_split[(head_chunks, batch, parts)](
         q, k_words, k_params, v_words, v_params, k_ring, v_ring, table, slots, starts, counts,
-        slopes if slopes is not None else part_lse, part_out, part_lse,
+        slopes if slopes is not None else part_lse, tickets if tickets is not None else slots,
+        part_out, part_lse,
         scale * 1.4426950408889634, chunk, table.shape[1], parts, ahead,
         **shape, BITS=bits, KEY_GROUP=key_group, PAGED=paged, ALIBI=slopes is not None,
-        TILES=tiles, KW=WORD_K_WIDTH, KW0=2, STAGES=stages, PDL=pdl, EMULATE=q.device.type == "cpu",
+        TILES=tiles, DYNAMIC=programs > 0, KW=WORD_K_WIDTH, KW0=2, STAGES=stages,
+        PDL=pdl, EMULATE=q.device.type == "cpu",
         num_warps=1, **(early | cap),
     )  # fmt: skip
-    combine_parts[(kv_heads * wanted, dim // 32, batch)](
-        part_out, part_lse, out, starts, counts, chunk, parts,
-        **shape, D_STEP=32, X_STEP=max(16, min(128, triton.next_power_of_2(parts))), PDL=pdl,
-        num_warps=4 if parts > 32 else 1, **early,
-    )  # fmt: skip
+    _combine(part_out, part_lse, out, starts, counts, chunk, shape, early)
     return out
+
+
+def _combine(
+    part_out: Tensor,
+    part_lse: Tensor,
+    out: Tensor,
+    starts: Tensor,
+    counts: Tensor,
+    chunk: int,
+    shape: dict[str, int],
+    early: dict[str, bool],
+) -> None:
+    """Launch the kernel that merges the parts, of 64 or 128 bytes of outputs a program."""
+    parts = part_out.shape[2]
+    x_step = max(16, min(256, triton.next_power_of_2(parts)))
+    d_step = 16 if x_step > 128 else 32
+    combine_parts[(shape["H"] * shape["Q"], shape["D"] // d_step, out.shape[0])](
+        part_out, part_lse, out, starts, counts, chunk, parts, **shape, D_STEP=d_step,
+        X_STEP=x_step, PDL=bool(early), EARLY=EARLY, num_warps=4 if parts > 32 else 1, **early,
+    )  # fmt: skip
 
 
 @kv_attend.register_fake
@@ -339,6 +363,13 @@ def run_append(
     return q_out
 
 
+def num_tickets(q: Tensor, layer: KVLayer) -> int:
+    """Return how many counters a step's programs draw from: one a request and column chunk."""
+    batch, q_len, heads, _ = q.shape
+    kv_heads = layer.k_ring_SGRD.shape[1]
+    return batch * kv_heads * -(-heads // kv_heads * q_len // 8)
+
+
 def run_attend(
     fmt: KVFormat,
     layer: KVLayer,
@@ -350,13 +381,20 @@ def run_attend(
     scale: float,
     paged: bool,
     slopes: Tensor | None = None,
+    tickets: Tensor | None = None,
 ) -> Tensor:
-    """Launch `kv_attend` on one layer."""
+    """Launch `kv_attend` on one layer.
+
+    `tickets`: int32 zeros, `num_tickets` of them, that no concurrent launch uses; left at zero.
+    """
+    needed = num_tickets(q, layer)
+    if plan.launch.programs and (tickets is None or tickets.numel() < needed):
+        tickets = torch.zeros(needed, dtype=torch.int32, device=q.device)
     result: Tensor = torch.ops.llmpq.kv_attend(
         q, layer.k_ring_SGRD, layer.v_ring_SGRD, layer.k_words_PGW, layer.k_params_PG,
         layer.v_words_PGW, layer.v_params_PG, table, rows.slots, rows.starts, rows.counts, slopes,
-        scale, fmt.bits, fmt.key_group or 0, paged,
+        tickets, scale, fmt.bits, fmt.key_group or 0, paged,
         plan.columns, plan.launch.chunk, plan.splits, plan.launch.ring_parts, plan.launch.tiles,
-        plan.launch.stages, plan.launch.ahead, plan.pdl,
+        plan.launch.stages, plan.launch.ahead, plan.launch.programs, plan.pdl,
     )  # fmt: skip
     return result

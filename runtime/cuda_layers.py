@@ -2,7 +2,7 @@
 
     norm        one kernel a row                                   kernels/fused_norm.py
     qkv         one product
-    positions   rotation and the cache's append in one kernel      kernels/fused_rope.py
+    positions   rotation and the cache's append in one kernel      kernels/fused_rope.py, kv_append
     attention   prompts: torch's; up to 16 new tokens: one kernel that reads lengths from the device
     o, down     products that add the residual stream themselves
     gate        silu(gate) * up in one kernel                      kernels/fused_mlp.py
@@ -23,13 +23,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from llmpq.kernels import fused_mlp, fused_norm, fused_rope, plain_attend
+from llmpq.kernels import fused_mlp, fused_norm, fused_rope, plain_attend, rope_attend
 from llmpq.kernels.linear import QuantizedWeight, linear
 from llmpq.runtime import cuda_atom_layers
 from llmpq.runtime.attention import attend_cached, score_bias
 from llmpq.runtime.dual_kv import DualKV
 from llmpq.runtime.kv_cache import KVCache, PlainKVCache
 from llmpq.runtime.layers import Attention, DecoderLayer, GatedMLP, Linear, Norm, SparseMLP
+from llmpq.runtime.low_bit_kv import LowBitKV
 from llmpq.runtime.step import Step
 
 
@@ -97,16 +98,19 @@ def attend(part: Attention, qkv_BQN: Tensor, index: int, step: Step, kv: KVCache
     q, k, v = qkv.split([part.heads, part.kv_heads, part.kv_heads], dim=2)
     if part.q_norm is not None and part.k_norm is not None:
         q, k = part.q_norm(q), part.k_norm(k)
+    inv_freq = None if part.rotary is None else part.rotary.inv_freq
     if isinstance(kv, PlainKVCache):
         out = _plain(part, q, k, v, index, step, kv)
     elif isinstance(kv, DualKV) and isinstance(kv.inner, PlainKVCache):
         out = _plain(part, q, k, v, index, step, kv.inner)
-        if part.rotary is not None:
-            k, _ = fused_rope.rope(k, k, step.start_B, part.rotary.inv_freq)
-        kv.copy.append(index, k, v, step)
+        if inv_freq is not None and not kv.copy.rotates(step):
+            (k, _), inv_freq = fused_rope.rope(k, k, step.start_B, inv_freq), None
+        kv.copy.append(index, k, v, step, inv_freq)
+    elif inv_freq is not None and isinstance(kv, LowBitKV) and kv.rotates(step):
+        out = kv.attend(index, q, k, v, step, scale=part.scale, inv_freq=inv_freq)
     else:
-        if part.rotary is not None:
-            q, k = fused_rope.rope(q, k, step.start_B, part.rotary.inv_freq)
+        if inv_freq is not None:
+            q, k = fused_rope.rope(q, k, step.start_B, inv_freq)
         out = kv.attend(index, q, k, v, step, scale=part.scale, alibi_slopes_H=part.alibi_slopes_H)
     return out.reshape(batch, q_len, part.heads * part.head_dim)
 
@@ -119,8 +123,11 @@ def _plain(
     k_SGTD, v_SGTD = kv.k[index], kv.v[index]
     rows = (step.slots_B, step.start_B, step.num_new_B)
     inv_freq = None if part.rotary is None else part.rotary.inv_freq
-    q_BQHD = fused_rope.rope_append(q, k, v, k_SGTD, v_SGTD, *rows, inv_freq)
     slopes = part.alibi_slopes_H
+    if inv_freq is not None and slopes is None and rope_attend.fits(q, k_SGTD):
+        limits = {"max_end": step.max_end, "scale": part.scale}
+        return rope_attend.rope_attend(q, k, v, k_SGTD, v_SGTD, *rows[:2], inv_freq, **limits)
+    q_BQHD = fused_rope.rope_append(q, k, v, k_SGTD, v_SGTD, *rows, inv_freq)
     if step.fresh:
         return _fresh(q_BQHD, k_SGTD, v_SGTD, step, part.scale, slopes)
     if step.q_len <= plain_attend.MAX_Q_LEN:

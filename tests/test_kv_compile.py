@@ -14,7 +14,7 @@ pytestmark = pytest.mark.compile
 POINTERS = {
     "k_words": "*i32", "k_params": "*fp16", "v_words": "*i32", "v_params": "*fp16", "table": "*i32",
     "slots": "*i32", "starts": "*i32", "counts": "*i32", "slopes": "*fp32", "part_out": "*fp32",
-    "part_lse": "*fp32", "inv_freq": "*fp32",
+    "part_lse": "*fp32", "inv_freq": "*fp32", "tickets": "*i32",
 }  # fmt: skip
 SCALARS = {
     "score_scale": "fp32",
@@ -44,7 +44,7 @@ def attend(arch, bits=4, dtype="fp16", **changes):
     constants = {
         "H": 32, "G": 8, "Q": 1, "D": 128, "BITS": bits, "KEY_GROUP": 128, "R": 8, "PAGED": False,
         "ALIBI": False, "RING_PARTS": 1, "TILES": tiles, "STAGES": stages, "KW": WORD_K_WIDTH,
-        "KW0": 2, "PDL": arch >= 90, "EMULATE": False,
+        "KW0": 2, "DYNAMIC": False, "PDL": arch >= 90, "EMULATE": False,
     }  # fmt: skip
     return build(kv_attend.attend_split, arch, {**constants, **changes}, dtype, num_warps=1)
 
@@ -61,6 +61,7 @@ def test_attention_compiles_everywhere(arch):
         "RING_PARTS": 1,
         "D_STEP": 32,
         "X_STEP": 64,
+        "EARLY": True,
     }
     assert build(kv_attend.combine_parts, arch, {**combine, "PDL": arch >= 90}, num_warps=4).cubin
 

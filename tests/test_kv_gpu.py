@@ -10,6 +10,7 @@ from llmpq.precision import KVPrecision
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
+from llmpq.kernels import fused_rope
 from llmpq.kernels.check_kv import (
     TOLERANCE,
     WORDS_EQUAL,
@@ -21,6 +22,10 @@ from llmpq.kernels.check_kv import (
 )
 from llmpq.kernels.kv_cache import QuantizedKVCache
 from llmpq.kernels.kv_formats import KVFormat
+from llmpq.kernels.kv_oracle import relative_error
+from llmpq.model_spec import ModelSpec
+from llmpq.runtime.low_bit_kv import LowBitKV
+from llmpq.runtime.step import Step
 
 pytestmark = pytest.mark.gpu
 
@@ -32,6 +37,11 @@ def test_variant(case):
     assert outcome.words_equal > WORDS_EQUAL
 
 
+LLAMA = {
+    "model_type": "llama", "hidden_size": 1024, "num_hidden_layers": 1, "num_attention_heads": 8,
+    "num_key_value_heads": 2, "intermediate_size": 2048, "vocab_size": 256,
+    "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "hidden_act": "silu",
+}  # fmt: skip
 FORMATS = [
     KVFormat(precision=KVPrecision.KV4, head_dim=128),
     KVFormat(precision=KVPrecision.KV2, head_dim=64, key_group=None),
@@ -87,3 +97,41 @@ def test_a_captured_step_serves_other_lengths():
         slots, torch.tensor([300, 899]).cuda(), count, q_len=1, fresh=False, max_end=900
     )
     assert torch.allclose(out, step(fresh), atol=2e-3)
+
+
+def test_a_captured_decode_rotates_appends_and_draws():
+    """One graph of append and attention, replayed step by step, equals eager rotated steps."""
+    spec = ModelSpec.from_config(LLAMA, name="llama")
+    shape = {"num_layers": 1, "slots": 2, "max_len": 4200, "dtype": torch.float16, "device": "cuda"}
+    fused, plain = (LowBitKV(spec, KVPrecision.KV4, **shape) for _ in range(2))
+    inv_freq = 1e4 ** (-torch.arange(0, 128, 2, device="cuda") / 128)
+    prompt = torch.randn(2, 2, 4000, 2, 128, device="cuda").half()
+    lengths = [4000, 140]
+    for cache in (fused, plain):
+        cache.append(0, *prompt, Step.of([0, 1], [0, 0], lengths, device="cuda"))
+
+    def inputs():
+        q, kv = torch.randn(2, 1, 8, 128), torch.randn(2, 2, 1, 2, 128)
+        return [x.cuda().half() for x in (q, *kv)]
+
+    step = Step.of([0, 1], lengths, [1, 1], device="cuda")
+    static = inputs()
+    fused.attend(0, *static, step, scale=0.1, inv_freq=inv_freq)
+    plan = fused.cache.plan(step.slots_B, step.start_B, step.num_new_B, q_len=1, fresh=False,
+                            max_end=4100)  # fmt: skip
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = fused.cache.run(plan, 0, *static, scale=0.1, inv_freq=inv_freq)
+    for i in range(24):
+        q, k, v = inputs()
+        for to, x in zip(static, (q, k, v), strict=True):
+            to.copy_(x)
+        plan.device_rows.starts.copy_(torch.tensor([n + i for n in lengths]))
+        graph.replay()
+        now = Step.of([0, 1], [n + i for n in lengths], [1, 1], device="cuda")
+        q, k = fused_rope.rope_reference(q, k, now.start_B, inv_freq)
+        want = plain.attend(0, q, k, v, now, scale=0.1)
+        assert relative_error(out, want) < 2e-3
+    words = "k_words_PGW"
+    ours, theirs = (getattr(c.cache.layers[0], words) for c in (fused, plain))
+    assert (ours == theirs).float().mean() > WORDS_EQUAL

@@ -1,20 +1,27 @@
 """The Triton KV kernels in the interpreter, against the plain-torch cache and the whole history."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from llmpq.kernels.kv_cache import QuantizedKVCache
 from llmpq.kernels.kv_formats import KVFormat
+from llmpq.kernels.kv_oracle import relative_error
 from llmpq.kernels.kv_storage import DeviceRows, allocate_layer
+from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
+from llmpq.runtime.low_bit_kv import LowBitKV
+from llmpq.runtime.step import Step
 
 triton = pytest.importorskip("triton")
 if not triton.knobs.runtime.interpret:
     pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
 
-from llmpq.kernels import kv_attend, kv_ops, kv_reference, kv_view  # noqa: E402
+from llmpq.kernels import fused_rope, kv_attend, kv_ops, kv_reference, kv_view  # noqa: E402
 from llmpq.kernels.check_kv import TOLERANCE, WORDS_EQUAL, Case, random_steps, run_case  # noqa: E402
 
 pytestmark = pytest.mark.interpret
@@ -73,6 +80,42 @@ def test_positions_are_rotated_in_the_append(heads):
     fmt = KVFormat(precision=P.KV4, head_dim=32)
     steps = [[(0, 142), (0, 20)], [(142, 1), (20, 1)], [(143, 3), (21, 2)]]
     check(fmt, heads=heads, kv_heads=2, steps=steps, rope=True)
+
+
+def test_the_runtime_cache_rotates_where_its_kernels_do(tiny_models, monkeypatch):
+    """Unrotated queries and keys with inv_freq give what rotated ones give without."""
+    monkeypatch.setattr(QuantizedKVCache, "uses_kernels", property(lambda self: True))
+    spec = ModelSpec.from_directory(tiny_models.directory("llama"))
+    heads, groups = spec.heads, spec.kv_heads
+    fmt = KVFormat(precision=P.KV4, head_dim=32)
+    inv_freq = 1e4 ** (-torch.arange(0, 32, 2) / 32)
+    step = Step.of([1, 0], [3, 140], [1, 1])
+    outs = []
+    for fused in (True, False):
+        torch.manual_seed(0)
+        shape = {"num_layers": 1, "slots": 2, "max_len": 160, "dtype": torch.float16}
+        cache = LowBitKV(replace(spec, head_dim=32), P.KV4, **shape)
+        assert cache.rotates(step) and not cache.rotates(Step.of([0], [0], [40]))
+        assert cache.cache.fmt == fmt
+        prompt = torch.randn(2, 2, 140, groups, 32).half()
+        cache.append(0, *prompt, Step.of([1, 0], [0, 0], [3, 140]))
+        q, k = torch.randn(2, 1, heads, 32).half(), torch.randn(2, 1, groups, 32).half()
+        v = torch.randn(2, 1, groups, 32).half()
+        if fused:
+            outs.append(cache.attend(0, q, k, v, step, scale=0.3, inv_freq=inv_freq))
+        else:
+            q, k = fused_rope.rope_reference(q, k, step.start_B, inv_freq)
+            outs.append(cache.attend(0, q, k, v, step, scale=0.3))
+    assert relative_error(*outs) < 1e-3
+
+
+@pytest.mark.parametrize("programs", [1, 2, 50])
+def test_programs_that_draw_their_share(programs):
+    """Requests of very unequal length; one launch after another finds the counters at zero."""
+    fmt = KVFormat(precision=P.KV4, head_dim=32)
+    steps = [[(0, 700), (0, 20), (0, 150)], [(700, 1), (20, 1), (150, 1)]]
+    steps.append([(701, 2), (21, 2), (151, 1)])
+    check(fmt, heads=4, kv_heads=2, steps=steps, programs=programs)
 
 
 def test_a_wrong_rotation_is_caught(monkeypatch):
