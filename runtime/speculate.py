@@ -18,6 +18,7 @@ from llmpq.speculation import (
     SpeculationMode,
     StepTimes,
     best_gamma,
+    predicted_speedup,
 )
 
 DEFAULT_GAMMA = 3
@@ -93,8 +94,12 @@ class FixedDrafter:
 class AutoDrafter(FixedDrafter):
     """Drafts as many tokens as the cost model and the observed acceptance make worth while."""
 
-    MEMORY = 0.98
-    """Weight of the past at each observed token: about the last fifty count."""
+    MEMORY = 0.99
+    """Weight of the past at each observed token: about the last hundred count."""
+
+    WORTH_A_CHANGE = 1.02
+    """Least predicted gain for which a group of some size changes its draft length: the estimate
+    wavers, and near the best length the speed hardly depends on it."""
 
     def __init__(
         self, mode: SpeculationMode, times: StepTimes, *, acceptance: float | None = None
@@ -104,11 +109,19 @@ class AutoDrafter(FixedDrafter):
         self.estimate = PRIOR_ACCEPTANCE[mode] if acceptance is None else acceptance
         self.chosen: dict[int, int] = {}
         """Draft length -> how many rounds were started with it."""
+        self._last: dict[int, int] = {}
+        """Rows of a group -> the draft length chosen last."""
 
     def gamma(self, requests: Sequence[Request]) -> int:
         """Return the draft length for a group; 0 where drafting does not pay."""
-        context = sum(request.num_cached for request in requests) / len(requests)
-        gamma, _ = best_gamma(self._times, self.estimate, rows=len(requests), context=context)
+        rows = len(requests)
+        context = sum(request.num_cached for request in requests) / rows
+        gamma, speedup = best_gamma(self._times, self.estimate, rows=rows, context=context)
+        last = self._last.get(rows, gamma)
+        stay = predicted_speedup(self._times, self.estimate, last, rows=rows, context=context)
+        if gamma > 0 and speedup < stay * self.WORTH_A_CHANGE:
+            gamma = last
+        self._last[rows] = gamma
         self.chosen[gamma] = self.chosen.get(gamma, 0) + 1
         return gamma
 

@@ -123,6 +123,21 @@ def test_auto_switches_off_and_on_as_the_batch_changes():
     assert lengths[2] == lengths[4] and lengths[5] == lengths[0], "and back on again"
 
 
+def test_auto_keeps_its_length_while_the_estimate_wavers():
+    drafter = AutoDrafter("w4kv4", Machine(), acceptance=0.9)
+    first = drafter.gamma(group(8, 100))
+    best = set()
+    for estimate in (0.87, 0.93, 0.88, 0.92):
+        drafter.estimate = estimate
+        best.add(best_gamma(Machine(), estimate, rows=8, context=100)[0])
+        assert drafter.gamma(group(8, 100)) == first
+    assert len(best) > 1, "each estimate alone would choose anew"
+    drafter.estimate = 0.5
+    assert drafter.gamma(group(8, 100)) < first
+    drafter.estimate = 0.1
+    assert drafter.gamma(group(8, 100)) == 0
+
+
 def test_auto_switches_on_as_the_context_grows():
     """A KV4 draft saves nothing on weights: it pays where the cache is what is read."""
 
