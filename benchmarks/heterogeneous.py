@@ -54,6 +54,8 @@ def main() -> None:
     running.add_argument("--repeat", type=int, default=2)
     running.add_argument("--rows", type=Path, required=True, help="file the rows are appended to")
     running.add_argument("--commit")
+    running.add_argument("--baseline", action="append", default=[], metavar="MODEL:NAME=VALUE",
+                         help="tokens/s of another engine on the same job, whole GPUs")  # fmt: skip
     running.add_argument("--links", default="auto", choices=("auto", "peer", "nccl", "gloo"))
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
@@ -254,8 +256,15 @@ def write_rows(plan: Plan, timed: Timed, args: argparse.Namespace) -> None:
         "plan": plan.solver.method,
         "weights": "dummy",
         "stages": len(plan.stages),
-        "emulated": is_emulated(plan),
         "sum_omega": predicted.sum_omega if predicted else None,
+    }
+    # Equal whole GPUs: as rows of `llmpq-dist bench`.
+    case |= {"emulated": True} if is_emulated(plan) else {"graphs": True, "symmetric": False}
+    peers = dict(item.rsplit("=", 1) for item in args.baseline)
+    others = {
+        name.partition(":")[2]: float(value)
+        for name, value in peers.items()
+        if name.partition(":")[0] == plan.model.name and not is_emulated(plan)
     }
     tokens = work.batch * work.gen_len
     speeds = [tokens / seconds for seconds in timed.total_s]
@@ -272,6 +281,7 @@ def write_rows(plan: Plan, timed: Timed, args: argparse.Namespace) -> None:
             unit=unit,
             samples=samples,
             predicted=expected,
+            baselines=others if bench == "e2e" else None,
             commit=args.commit,
             program="python benchmarks/heterogeneous.py",
         )
