@@ -10,6 +10,7 @@ import torch
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import Precision
 from llmpq.runtime.generate import LocalPipeline
+from llmpq.runtime.layers import SparseMLP
 from llmpq.runtime.loader import RandomSource
 from llmpq.runtime.step import Step
 
@@ -42,16 +43,19 @@ def test_tokens_are_those_of_the_cpu(splits: tuple[int, ...]) -> None:
     assert here == there
 
 
-@pytest.mark.parametrize("bits", ["w8a16", "w4a16", "w8a8", "w4a4"])
+@pytest.mark.parametrize("bits", ["w8a16", "w4a16", "w8a8"])
 def test_quantised_experts_are_near_the_cpus(bits: str) -> None:
-    def logits(device: str, dtype: torch.dtype, name: str = bits) -> torch.Tensor:
+    def logits(device: str, dtype: torch.dtype, *, rolled: int = 0) -> torch.Tensor:
         pipeline = LocalPipeline.build(
             SPEC,
             RandomSource(SPEC, seed=4),
-            precisions=[Precision.parse(name)] * SPEC.num_layers,
+            precisions=[Precision.parse(bits)] * SPEC.num_layers,
             dtype=dtype,
             device=device,
         )
+        for part in pipeline.stages[0].modules():
+            if isinstance(part, SparseMLP):
+                part.router_Eh = part.router_Eh.roll(rolled, dims=0)
         step = Step.of([0], [0], [40], device=device)
         tokens = torch.arange(40, device=device)[None] * 17 % SPEC.vocab
         caches = pipeline.caches(1, 40)
@@ -64,5 +68,4 @@ def test_quantised_experts_are_near_the_cpus(bits: str) -> None:
     want = logits("cpu", torch.float32)
     rounding = error(logits("cpu", torch.bfloat16), want)
     assert error(logits("cuda", torch.bfloat16), want) < 2 * rounding
-    if bits.startswith("w4"):
-        assert error(logits("cpu", torch.float32, "w16a16"), want) > 2 * rounding
+    assert error(logits("cpu", torch.float32, rolled=1), want) > 2 * rounding
