@@ -22,6 +22,9 @@ from llmpq.kernels.overlap import overlaps
 BLOCK = 2048
 """Columns of a program: 16 of a thread's, in 16-byte accesses."""
 
+FEW_ROWS = 256
+"""Rows up to which programs take half as many columns, so that they fill the GPU."""
+
 
 @triton.jit
 def silu_mul_kernel(gate_up, out, features, BLOCK: tl.constexpr, PDL: tl.constexpr):
@@ -45,7 +48,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     gate_up = gate_up.contiguous()
     out = gate_up.new_empty(*gate_up.shape[:-1], features)
     rows = out.numel() // features
-    block = min(BLOCK, triton.next_power_of_2(features))
+    block = min(BLOCK if rows > FEW_ROWS else BLOCK // 2, triton.next_power_of_2(features))
     pdl = overlaps(gate_up.device)
     silu_mul_kernel[(rows, triton.cdiv(features, block))](
         gate_up,
@@ -53,7 +56,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
         features,
         BLOCK=block,
         PDL=pdl,
-        num_warps=max(1, min(4, block // 512)),
+        num_warps=max(1, min(4, block // 256)),
         launch_pdl=pdl,
     )
     return out

@@ -156,7 +156,7 @@ def _launch(
     """`blocks`: 2 writes keys and values to a cache, 1 keys only to a tensor like the input."""
     batch, q_len, heads, dim = inputs[0].shape
     groups = inputs[1].shape[2]
-    inputs_2 = tuple(_tokens(x) for x in inputs)
+    inputs_2 = tuple(tokens_of(x) for x in inputs)
     block, pdl = HEADS_PER_PROGRAM, overlaps(inputs[0].device)
     grid = (batch * q_len, triton.cdiv(heads, block) + blocks * triton.cdiv(groups, block))
     rope_append_kernel[grid](
@@ -180,7 +180,7 @@ def _launch(
     )
 
 
-def _tokens(x_BQND: Tensor) -> tuple[Tensor, int]:
+def tokens_of(x_BQND: Tensor) -> tuple[Tensor, int]:
     """Return a tensor whose heads lie one after the other, and its stride between tokens."""
     batch, q_len, _, dim = x_BQND.shape
     s = x_BQND.stride()

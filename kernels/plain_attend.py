@@ -139,7 +139,8 @@ def combine_kernel(
 
 
 @functools.cache
-def _sm_count(device: torch.device) -> int:
+def sm_count(device: torch.device) -> int:
+    """Return a device's multiprocessors; 2 where there is no GPU."""
     if device.type != "cuda":
         return 2
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
@@ -178,7 +179,7 @@ def plain_attend(
     columns = 16 if heads // groups * q_len <= 16 else 32
     chunks = groups * -(-(heads // groups * q_len) // columns)
     if splits is None:
-        splits = choose_splits(batch * chunks, max_end, tile, _sm_count(q_BQHD.device))
+        splits = choose_splits(batch * chunks, max_end, tile, sm_count(q_BQHD.device))
     rows = batch * chunks * splits * columns if splits > 1 else 1
     part = q_BQHD.new_empty(rows * padded, dtype=torch.float32)
     lse = q_BQHD.new_empty(rows, dtype=torch.float32)
