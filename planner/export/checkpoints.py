@@ -43,7 +43,9 @@ def compressed_tensors(plan: Plan, spec: ModelSpec) -> Exported:
     }
     missing = [f"stages: {_stages(plan)}", microbatch_line(plan)]
     if plan.workload.kv in (KVPrecision.KV4, KVPrecision.KV2):
-        missing.append(f"{kv_line(plan)}: servers of compressed-tensors checkpoints take 8 bits at least")
+        missing.append(
+            f"{kv_line(plan)}: servers of compressed-tensors checkpoints take 8 bits at least"
+        )
     text = json.dumps({"quantization_config": config}, indent=1) + "\n"
     return Exported(text=text, not_expressed=tuple(missing))
 
