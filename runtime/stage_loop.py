@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -247,7 +248,9 @@ class FirstStage:
             assert self._transport is not None
             width = result_width(kind, micro_batch.q_len)
             result = self._transport.receive_tokens(len(micro_batch.requests), width)
-        tokens = result_tokens(kind, arrived(result))
+        # Devices work on their own: what one of them never finishes shows here.
+        with self._recorder.waiting(kind) if self._runs_ahead else nullcontext():
+            tokens = result_tokens(kind, arrived(result))
         if flight.ahead is None:
             finished = self._scheduler.complete(micro_batch, tokens)
         else:

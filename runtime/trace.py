@@ -102,6 +102,13 @@ class Recorder:
             start_s, end_s = start_s + self._epoch_s, end_s + self._epoch_s
             self.events.append(Event(name, seq, rows, q_len, start_s, end_s))
 
+    @contextmanager
+    def waiting(self, kind: StepKind) -> Iterator[None]:
+        """Count the block as a step that may be stuck, but not as work."""
+        self.current = (kind.name.lower(), time.perf_counter())
+        yield
+        self.current = None
+
     def stuck_s(self) -> float:
         """Return how long the micro-batch being computed has been running, 0 while waiting."""
         current = self.current

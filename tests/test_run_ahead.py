@@ -2,6 +2,7 @@
 
 import tempfile
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from llmpq.plan import Plan
 from llmpq.runtime.device_links import DeviceTransport, connect_devices
 from llmpq.runtime.generate import LocalPipeline
 from llmpq.runtime.loader import CheckpointSource
-from llmpq.runtime.request import Request
+from llmpq.runtime.request import Request, StepKind
 from llmpq.runtime.scheduler import Scheduler
 from llmpq.runtime.stage_actor import limits_of
 from llmpq.runtime.stage_compute import StageCompute, build_stage
@@ -115,3 +116,11 @@ def test_tokens_that_are_not_brought_are_missed(tiny_models, random_prompts, mak
     plan = make_plan(model, batch=3, prefill_microbatch=2, decode_microbatch=2, splits=(1,))
     prompts = random_prompts(*LENGTHS)
     assert serve(plan, model, prompts, forgetful=True) != serve(plan, model, prompts)
+
+
+def test_a_wait_for_tokens_is_watched_but_is_no_work():
+    recorder = Recorder()
+    with recorder.waiting(StepKind.DECODE):
+        time.sleep(0.01)
+        assert recorder.stuck_s() >= 0.01
+    assert recorder.stuck_s() == 0 and not recorder.totals
