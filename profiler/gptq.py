@@ -45,6 +45,10 @@ class Rounding(Protocol):
     def fit(self, w_NB: Tensor) -> tuple[Tensor, Tensor]:
         """Return scale and zero [N, 1] of a group."""
 
+    @property
+    def limits(self) -> tuple[float, float] | None:
+        """Least and largest code where codes are whole numbers, else None."""
+
     def codes(self, w_N1: Tensor, scale_N1: Tensor, zero_N1: Tensor) -> Tensor:
         """Return the codes of columns, as floats."""
 
@@ -65,6 +69,12 @@ class AtomRounding:
         """Return scale and zero [N, 1]."""
         scale_N1 = fit_weight(w_NB, self.scheme, self.scale_dtype)
         return scale_N1, torch.zeros_like(scale_N1)
+
+    @property
+    def limits(self) -> tuple[float, float] | None:
+        """Least and largest code; 4-bit floats have no such range."""
+        half = 2.0 ** (self.scheme.weight_bits - 1)
+        return (-half, half - 1) if self.scheme.number == "int" else None
 
     def codes(self, w_N1: Tensor, scale_N1: Tensor, zero_N1: Tensor) -> Tensor:
         """Return the signed codes."""
@@ -95,6 +105,11 @@ class WeightRounding:
         if zero_N1 is None:
             zero_N1 = torch.full_like(scale_N1, 2 ** (self.scheme.bits - 1))
         return scale_N1.float(), zero_N1.float()
+
+    @property
+    def limits(self) -> tuple[float, float] | None:
+        """Least and largest code."""
+        return 0.0, 2.0**self.scheme.bits - 1
 
     def codes(self, w_N1: Tensor, scale_N1: Tensor, zero_N1: Tensor) -> Tensor:
         """Return the unsigned codes."""
@@ -174,6 +189,16 @@ def gptq(
     for start in range(0, columns, BLOCK):
         stop = min(columns, start + BLOCK)
         block_NB, u_BB = w[:, start:stop], factor_KK[start:stop, start:stop]
+        if w.is_cuda and group in (None, BLOCK) and stop - start == BLOCK and rounding.limits:
+            if group is not None:
+                scale, zero = rounding.fit(block_NB)
+                scales.append(scale)
+                zeros.append(zero)
+            codes[:, start:stop], errors_NB = _round_block(
+                block_NB, u_BB, scale, zero, rounding.limits
+            )
+            w[:, stop:] -= errors_NB @ factor_KK[start:stop, stop:]
+            continue
         errors_NB = torch.zeros_like(block_NB)
         for at in range(stop - start):
             if group is not None and (start + at) % group == 0:
@@ -190,6 +215,15 @@ def gptq(
     return Rounded(
         codes=codes, scale=torch.cat(scales, 1), zero=torch.cat(zeros, 1), rest=w[:, columns:]
     )
+
+
+def _round_block(
+    w_NB: Tensor, u_BB: Tensor, scale: Tensor, zero: Tensor, limits: tuple[float, float]
+) -> tuple[Tensor, Tensor]:
+    # Triton is imported where a GPU runs it.
+    from llmpq.kernels.gptq_block import round_block
+
+    return round_block(w_NB, u_BB, scale, zero, limits)
 
 
 def inverse_factor(h_KK: Tensor, damping: float) -> Tensor:
