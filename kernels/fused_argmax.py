@@ -38,7 +38,10 @@ def parts_kernel(x, best, place, columns, parts, BLOCK: tl.constexpr, PDL: tl.co
 
 
 @triton.jit
-def merge_kernel(best, place, out, parts, PARTS: tl.constexpr, PDL: tl.constexpr):
+def merge_kernel(
+    best, place, out, slots, table, parts,
+    PARTS: tl.constexpr, REMEMBER: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """One row."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, PARTS)
@@ -48,11 +51,17 @@ def merge_kernel(best, place, out, parts, PARTS: tl.constexpr, PDL: tl.constexpr
     there = part < parts
     values = tl.load(best + row * parts + part, mask=there, other=float("-inf"))
     _, at = tl.max(values, 0, return_indices=True)
-    tl.store(out + row, tl.load(place + row * parts + at).to(tl.int64))
+    column = tl.load(place + row * parts + at).to(tl.int64)
+    tl.store(out + row, column)
+    if REMEMBER:
+        tl.store(table + tl.load(slots + row), column)
 
 
-def argmax(x_BV: Tensor) -> Tensor:
-    """Return the column [B] of each row's largest number, the first of equals."""
+def argmax(x_BV: Tensor, *, slots_B: Tensor | None = None, table_S: Tensor | None = None) -> Tensor:
+    """Return the column [B] of each row's largest number, the first of equals.
+
+    With slots and a table of int64, a row's column also goes to its slot's place there.
+    """
     rows, columns = x_BV.shape
     x_BV = x_BV.contiguous()
     parts, pdl = triton.cdiv(columns, BLOCK), overlaps(x_BV.device)
@@ -66,8 +75,11 @@ def argmax(x_BV: Tensor) -> Tensor:
         best,
         place,
         out,
+        out if slots_B is None else slots_B,
+        out if table_S is None else table_S,
         parts,
         PARTS=triton.next_power_of_2(parts),
+        REMEMBER=table_S is not None,
         PDL=pdl,
         num_warps=1,
         launch_pdl=pdl,

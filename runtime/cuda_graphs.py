@@ -174,8 +174,7 @@ class DecodeGraphs:
         if self._model.head is None:
             return StepOutput(hidden_BQh=y)
         logits_BV = self._model.logits(y, step)
-        tokens_B = argmax(logits_BV)
-        self.remember(slots_B, tokens_B)
+        tokens_B = argmax(logits_BV, slots_B=slots_B, table_S=self.last_token_S)
         return StepOutput(logits_BV=logits_BV, tokens_B=tokens_B)
 
     def _capture(self, num_rows: int, hidden_BQh: Tensor | None) -> bool:

@@ -290,4 +290,4 @@ class Head(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return logits [..., V]."""
-        return self.output(self.norm(x))
+        return self.output(_cuda_layers().norm(self.norm, x) if x.is_cuda else self.norm(x))

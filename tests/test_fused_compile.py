@@ -44,7 +44,7 @@ KERNELS = {
     ),
     "argmax-parts": (parts_kernel, {"BLOCK": 4096}, {"num_warps": 4}),
     "round": (round_kernel, {"GROUP": 128, "GROUPS": 8}, {"num_warps": 4}),
-    "argmax-merge": (merge_kernel, {"PARTS": 32}, {"num_warps": 1}),
+    "argmax-merge": (merge_kernel, {"PARTS": 32, "REMEMBER": True}, {"num_warps": 1}),
 }
 
 
@@ -66,7 +66,7 @@ def test_compiles_within_shared_memory(name, arch):
             arguments[argument] = "fp32"
         elif argument == "place":
             arguments[argument] = "*i32"
-        elif argument == "out" and name == "argmax-merge":
+        elif argument in ("out", "table") and name == "argmax-merge":
             arguments[argument] = "*i64"
         elif argument.endswith(("stride", "splits", "features", "columns", "parts")):
             arguments[argument] = "i32"

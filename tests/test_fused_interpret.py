@@ -95,6 +95,9 @@ def test_largest(dtype):
     x[2].fill_(-float("inf"))
     want = fused_argmax.argmax_reference(x)
     assert torch.equal(fused_argmax.argmax(x), want)
+    table, slots = torch.full((7,), -1), torch.tensor([6, 0, 3, 2, 5])
+    fused_argmax.argmax(x, slots_B=slots, table_S=table)
+    assert torch.equal(table[slots], want) and table[1] == table[4] == -1
     assert not torch.equal(fused_argmax.argmax(x.flip(-1)), want)
 
 
