@@ -27,16 +27,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from llmpq.kernels.kv_formats import KVFormat, channel_gain, to_thread_order, token_gain
-from llmpq.kernels.kv_ops import (
-    AttendPlan,
-    DeviceRows,
-    Launch,
-    plan_attend,
-    programs_per_sm,
-    run_append,
-    run_attend,
-)
-from llmpq.kernels.kv_storage import KVLayer, allocate_layer, contiguous_table
+from llmpq.kernels.kv_ops import run_append, run_attend
+from llmpq.kernels.kv_plan import AttendPlan, Launch, plan_attend, programs_per_sm
+from llmpq.kernels.kv_storage import DeviceRows, KVLayer, allocate_layer, contiguous_table
 from llmpq.kernels.timing import copies_for, time_launches
 from llmpq.kv_format import BLOCK_TOKENS, HOLDBACK_TOKENS, packed_blocks, packed_end
 from llmpq.precision import KVPrecision

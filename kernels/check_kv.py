@@ -18,17 +18,10 @@ from torch import Tensor
 
 from llmpq.kernels import kv_reference
 from llmpq.kernels.kv_formats import KVFormat
-from llmpq.kernels.kv_ops import (
-    MAX_Q_LEN,
-    AttendPlan,
-    DeviceRows,
-    num_programs,
-    plan_attend,
-    run_append,
-    run_attend,
-)
+from llmpq.kernels.kv_ops import run_append, run_attend
 from llmpq.kernels.kv_oracle import attend_from_history, relative_error
-from llmpq.kernels.kv_storage import KVLayer, allocate_layer
+from llmpq.kernels.kv_plan import MAX_Q_LEN, AttendPlan, num_programs, plan_attend
+from llmpq.kernels.kv_storage import DeviceRows, KVLayer, allocate_layer
 from llmpq.kernels.kv_view import Rows
 from llmpq.kv_format import BLOCK_TOKENS, packed_blocks, packed_end
 from llmpq.precision import KVPrecision

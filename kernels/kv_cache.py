@@ -30,12 +30,10 @@ from torch import Tensor
 
 from llmpq.kernels import kv_reference
 from llmpq.kernels.kv_formats import KVFormat
+from llmpq.kernels.kv_plan import MAX_Q_LEN, plan_attend
 from llmpq.kernels.kv_storage import DeviceRows, allocate_layer, contiguous_table
 from llmpq.kernels.kv_view import Rows, StepView, look
-from llmpq.kv_format import HOLDBACK_TOKENS, packed_blocks
-
-MAX_Q_LEN = HOLDBACK_TOKENS
-"""New tokens of one step that the decode kernels take."""
+from llmpq.kv_format import packed_blocks
 
 COLUMN_CHUNKS = 128
 """Of 8 query heads x new tokens, for one key-value head, at most."""
@@ -208,9 +206,8 @@ class QuantizedKVCache:
                 self.fmt, tensors, self.table_SN, k_BQGD, v_BQGD, plan.rows, plan.view
             )
             return
-        kv_ops = _kernels()
         rows, paged = plan.device_rows, self.paged
-        kv_ops.run_append(
+        _kernels().run_append(
             self.fmt, tensors, self.table_SN, k_BQGD, v_BQGD, rows, paged=paged, inv_freq=inv_freq
         )
 
@@ -246,9 +243,8 @@ class QuantizedKVCache:
         scale: float,
         alibi_slopes_H: Tensor | None,
     ) -> Tensor:
-        kv_ops = _kernels()
         batch, q_len, heads, _ = q_BQHD.shape
-        attend = kv_ops.plan_attend(
+        attend = plan_attend(
             batch=batch,
             q_len=q_len,
             heads=heads,
@@ -258,7 +254,7 @@ class QuantizedKVCache:
             bits=self.fmt.bits,
             head_dim=self.fmt.head_dim,
         )
-        return kv_ops.run_attend(
+        return _kernels().run_attend(
             self.fmt,
             self.layers[layer],
             self.table_SN,

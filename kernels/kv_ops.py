@@ -1,6 +1,5 @@
-"""Launching the low-bit KV kernels: plan() decides, the custom ops launch.
+"""Launching the low-bit KV kernels as custom ops; kv_plan.py decides how.
 
-    plan_attend   how many packed tiles a program takes, from shapes the host knows (no sync)
     kv_append     llmpq::kv_append, kv_append.py
     kv_attend     llmpq::kv_attend, kv_attend.py
 
@@ -12,11 +11,6 @@ B: requests.  Q: new tokens, right padded.  H: query heads.  G: key-value heads.
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
-from functools import lru_cache
-from pathlib import Path
-
 import torch
 import triton
 from torch import Tensor
@@ -24,163 +18,16 @@ from torch import Tensor
 from llmpq.kernels.kv_append import append_step, pack_blocks, write_ring
 from llmpq.kernels.kv_attend import attend_split, combine_parts
 from llmpq.kernels.kv_formats import KVFormat
+from llmpq.kernels.kv_plan import MAX_Q_LEN, AttendPlan, capability
 from llmpq.kernels.kv_storage import DeviceRows, KVLayer
-from llmpq.kv_format import BLOCK_TOKENS, HOLDBACK_TOKENS, RING_TOKENS, packed_end
-
-MAX_Q_LEN = HOLDBACK_TOKENS
-"""New tokens of one step that the decode kernels take."""
+from llmpq.kv_format import BLOCK_TOKENS, RING_TOKENS
 
 WORD_K_WIDTH = 4 if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7) else 2
 """Consecutive columns of an operand a thread holds, as Triton picks them for unpacked words. The
 other value is right but shuffles: 3.6 halves the source's width at each join, 3.9 does not."""
 
-REGISTER_LIMIT = 12
-"""One-warp programs an SM has registers for: 65536 / (156 * 32), rounded down to what fits."""
-
-SHARED_PER_SM = 227 * 1024
-
 EARLY = True
-
-AHEAD = 4
-"""Tiles a program asks the L2 for while the kernel in front ends, where nothing was measured."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Launch:
-    """What is tuned of a launch."""
-
-    chunk: int
-    """Packed 64-token tiles a program takes."""
-    ring_parts: int
-    """Programs that share the 16-bit ring: 5 when programs are few, else 1."""
-    tiles: int
-    """Tiles of a step of the loop, 1 or 2 (then `chunk` is even)."""
-    stages: int
-    ahead: int = AHEAD
-    """Tiles a program asks the L2 for before the kernel in front ends, at most 8."""
-    programs: int = 0
-    """Programs of a row that draw chunks of tiles until none is left; 0: one program a chunk."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class AttendPlan:
-    """The launch of one attention step; any shorter step of the same shapes may reuse it."""
-
-    columns: int
-    """Query heads x new tokens a program takes: 8 or 16."""
-    splits: int
-    pdl: bool
-    """Launch both kernels while their predecessor ends (PDL, sm_90 and later)."""
-    launch: Launch
-
-
-@lru_cache
-def _sm_count(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@lru_cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
-
-
-@lru_cache(maxsize=4096)
-def plan_attend(
-    *,
-    batch: int,
-    q_len: int,
-    heads: int,
-    kv_heads: int,
-    max_end: int,
-    device: torch.device,
-    bits: int,
-    head_dim: int = 128,
-) -> AttendPlan:
-    """Choose columns and splits for requests of at most `max_end` tokens."""
-    if not 1 <= q_len <= MAX_Q_LEN:
-        raise ValueError(f"the decode kernel takes 1..{MAX_Q_LEN} new tokens, got {q_len}")
-    wanted = heads // kv_heads * q_len
-    columns = 8 if wanted <= 8 else 16
-    on_gpu = device.type == "cuda"
-    sms = _sm_count(device) if on_gpu else 2
-    blocks = packed_end(max_end - 1) // BLOCK_TOKENS
-    rows = batch * kv_heads * -(-wanted // columns)
-    launch = tuned_launch(bits, columns, rows, blocks) if head_dim == 128 else None
-    if launch is None:
-        tiles, stages = LOOP_SHAPE[bits]
-        resident = sms * programs_per_sm(bits, head_dim, columns, tiles, stages)
-        ring_parts = 5 if rows * 5 < resident else 1
-        chunk = choose_chunk(2 * blocks, rows, resident, ring_parts, tiles)
-        launch = Launch(chunk=chunk, ring_parts=ring_parts, tiles=tiles, stages=stages)
-    return AttendPlan(
-        columns=columns,
-        splits=num_programs(launch, blocks),
-        pdl=on_gpu and _capability(device) >= (9, 0),
-        launch=launch,
-    )
-
-
-def num_programs(launch: Launch, blocks: int) -> int:
-    """Return the programs a row of `blocks` packed blocks gets."""
-    chunks = -(-2 * blocks // launch.chunk)
-    return min(chunks, launch.programs) if launch.programs else chunks
-
-
-LOOP_SHAPE = {8: (1, 3), 4: (1, 3), 2: (2, 3)}
-"""Tiles a step and stages, by bits, where nothing was measured."""
-
-TUNED_RANGE = 1.25
-"""A measured launch serves shapes whose rows and blocks differ by no more than this factor."""
-
-
-@lru_cache
-def tuning_table() -> tuple[dict[str, int], ...]:
-    """Return the launches measured on an H200 (`bench kv --tune`), one object per shape."""
-    text = Path(__file__).with_name("kv_tuning.json").read_text(encoding="utf-8")
-    return tuple(json.loads(text))
-
-
-def tuned_launch(bits: int, columns: int, rows: int, blocks: int) -> Launch | None:
-    """Return the measured launch of the nearest shape, None if none is near."""
-
-    def distance(entry: dict[str, int]) -> float:
-        return max(_ratio(entry["rows"], rows), _ratio(entry["blocks"], blocks))
-
-    near = [e for e in tuning_table() if (e["bits"], e["columns"]) == (bits, columns)]
-    entry = min(near, key=distance, default=None)
-    if entry is None or distance(entry) > TUNED_RANGE:
-        return None
-    fields = ("chunk", "ring_parts", "tiles", "stages")
-    return Launch(**{name: entry[name] for name in fields})
-
-
-def _ratio(a: int, b: int) -> float:
-    return max(a, b) / min(a, b) if min(a, b) > 0 else float(a != b) * 1e9 + 1.0
-
-
-def programs_per_sm(bits: int, head_dim: int, columns: int, tiles: int, stages: int) -> int:
-    """Return the one-warp programs that are resident on an SM."""
-    buffer = tiles * (64 * head_dim * bits // 4 + 256) + 4 * head_dim
-    by_shared = SHARED_PER_SM // (max(1, stages - 1) * buffer + 1024)
-    return max(1, min(REGISTER_LIMIT if columns == 8 else 8, by_shared))
-
-
-START_UP = 3
-"""Tiles whose time a program spends before its first: fitted to sweeps at 4 bits (H200)."""
-
-MAX_CHUNK = 32
-"""Tiles of a program at most, so that one long request among short ones is spread."""
-
-
-def choose_chunk(tiles: int, rows: int, resident: int, ring_parts: int, even: int) -> int:
-    """Return the tiles a program takes: the least (waves of programs) * (chunk + START_UP)."""
-    best, best_cost = even, float("inf")
-    for chunk in range(even, max(even, min(tiles, MAX_CHUNK)) + 1, even):
-        waves = -(-rows * (-(-tiles // chunk) + ring_parts) // resident)
-        cost = waves * (chunk + START_UP)
-        if cost < best_cost:
-            best, best_cost = chunk, cost
-    return best
+"""Whether the combine lets the kernel behind it start before it may read."""
 
 
 def _strides(x: Tensor) -> tuple[int, int, int]:
@@ -232,7 +79,7 @@ def kv_append(
         heads = q.shape[2] if q is not None else 0
         if q is not None and (q.stride(-1) != 1 or q.stride(-2) != dim):
             q = q.contiguous()
-        pdl = k.device.type == "cuda" and _capability(k.device) >= (9, 0)
+        pdl = k.device.type == "cuda" and capability(k.device) >= (9, 0)
         early = {"launch_pdl": True} if pdl else {}
         append_step[(kv_heads, batch)](
             q if q is not None else k, q_out if q_out is not None else k,

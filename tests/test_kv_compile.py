@@ -5,7 +5,8 @@ import re
 import pytest
 
 from llmpq.kernels import kv_append, kv_attend
-from llmpq.kernels.kv_ops import LOOP_SHAPE, WORD_K_WIDTH
+from llmpq.kernels.kv_ops import WORD_K_WIDTH
+from llmpq.kernels.kv_plan import LOOP_SHAPE
 
 pytest.importorskip("triton")
 from llmpq.kernels.compile import ARCHITECTURES, SHARED_LIMIT, compile_kernel  # noqa: E402

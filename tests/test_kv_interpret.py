@@ -21,7 +21,7 @@ triton = pytest.importorskip("triton")
 if not triton.knobs.runtime.interpret:
     pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
 
-from llmpq.kernels import fused_rope, kv_attend, kv_ops, kv_reference, kv_view  # noqa: E402
+from llmpq.kernels import fused_rope, kv_attend, kv_ops, kv_plan, kv_reference, kv_view  # noqa: E402
 from llmpq.kernels.check_kv import TOLERANCE, WORDS_EQUAL, Case, random_steps, run_case  # noqa: E402
 
 pytestmark = pytest.mark.interpret
@@ -171,7 +171,7 @@ def test_the_ops_have_fakes():
         rows = DeviceRows(**{n: table[:, 0] for n in ("slots", "starts", "counts")})
         q, kv = torch.empty(2, 3, 4, 64).half(), torch.empty(2, 3, 2, 64).half()
         kv_ops.run_append(fmt, layer, table, kv, kv, rows, paged=False)
-        plan = kv_ops.plan_attend(
+        plan = kv_plan.plan_attend(
             batch=2, q_len=3, heads=4, kv_heads=2, max_end=300, device=table.device, bits=4
         )
         out = kv_ops.run_attend(fmt, layer, table, q, rows, plan, scale=0.1, paged=False)
@@ -184,24 +184,24 @@ def test_a_chunk_fills_whole_waves_and_stays_short():
     resident = 132 * 12
     for tiles in (2, 30, 128, 510, 2046):
         for rows in (8, 32, 64, 256, 1024):
-            chunk = kv_ops.choose_chunk(tiles, rows, resident, 1, 2)
-            assert 1 <= chunk <= kv_ops.MAX_CHUNK and chunk % 2 == 0
+            chunk = kv_plan.choose_chunk(tiles, rows, resident, 1, 2)
+            assert 1 <= chunk <= kv_plan.MAX_CHUNK and chunk % 2 == 0
             programs = rows * (-(-tiles // chunk) + 1)
             assert programs >= min(resident, rows * tiles // 2) / 2 or chunk == 2
 
 
 def test_measured_launches_are_used_near_their_shape(monkeypatch):
     entry = {"bits": 4, "columns": 8, "rows": 64, "blocks": 255}
-    launch = {"chunk": 28, "ring_parts": 1, "tiles": 2, "stages": 2}
-    monkeypatch.setattr(kv_ops, "tuning_table", lambda: ({**entry, **launch},))
-    assert kv_ops.tuned_launch(4, 8, 64, 250) == kv_ops.Launch(**launch)
-    assert kv_ops.tuned_launch(4, 8, 64, 100) is None
-    assert kv_ops.tuned_launch(2, 8, 64, 255) is None
+    launch = dict(chunk=28, ring_parts=1, tiles=2, stages=2, ahead=0, programs=0)
+    monkeypatch.setattr(kv_plan, "tuning_table", lambda: ({**entry, **launch},))
+    assert kv_plan.tuned_launch(4, 8, 64, 250) == kv_plan.Launch(**launch)
+    assert kv_plan.tuned_launch(4, 8, 64, 100) is None
+    assert kv_plan.tuned_launch(2, 8, 64, 255) is None
 
 
 def test_shipped_launches_are_complete():
-    for entry in kv_ops.tuning_table():
-        plan = kv_ops.tuned_launch(*(entry[k] for k in ("bits", "columns", "rows", "blocks")))
+    for entry in kv_plan.tuning_table():
+        plan = kv_plan.tuned_launch(*(entry[k] for k in ("bits", "columns", "rows", "blocks")))
         assert plan is not None
         assert plan.chunk % plan.tiles == 0
         assert plan.ring_parts in (1, 5)
