@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 ARCHITECTURES = (80, 86, 89, 90, 100)
 """sm_80 A100, sm_86 A10/3090, sm_89 L4/4090, sm_90 H100/H200, sm_100 B200."""
@@ -26,6 +27,7 @@ class Compiled:
     ptx: str
     ttgir: str
     shared_bytes: int
+    sass: Callable[[], str]
 
 
 def compile_kernel(
@@ -37,7 +39,7 @@ def compile_kernel(
     aligned: tuple[str, ...] = (),
     options: Mapping[str, Any] | None = None,
 ) -> Compiled:
-    """Compile `kernel` for sm_`arch`.
+    """Compile a Triton or Gluon `kernel` for sm_`arch`.
 
     `arguments` maps run-time arguments to Triton types ("*fp16", "i32"), `constants` the
     constexpr ones to values; `aligned` names pointers and sizes divisible by 16, as a launch with
@@ -46,7 +48,8 @@ def compile_kernel(
     names = kernel.arg_names
     signature = {name: arguments.get(name, "constexpr") for name in names}
     attrs = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=dict(constants), attrs=attrs)
+    form = GluonASTSource if kernel.is_gluon() else ASTSource
+    source = form(fn=kernel, signature=signature, constexprs=dict(constants), attrs=attrs)
     target = GPUTarget("cuda", arch, 32)
     made = triton.compile(source, target=target, options=dict(options or {}))
     return Compiled(
@@ -54,4 +57,5 @@ def compile_kernel(
         ptx=made.asm["ptx"],
         ttgir=made.asm["ttgir"],
         shared_bytes=made.metadata.shared,
+        sass=lambda: made.asm["sass"],
     )

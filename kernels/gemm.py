@@ -3,6 +3,7 @@
     M rows of x        path
     1, 2               rows_kernel: all of K in one program
     up to a crossover  tile_kernel: BM rows of x at a time, K split over programs
+    above, sm_90       gluon_kernel: wgmma fed from registers, x by TMA
     above              dequantise, then cuBLAS
     GPU before sm_80   dequantise, then cuBLAS, always: Triton drives no older tensor core
 
@@ -22,6 +23,7 @@ import triton
 from torch import Tensor
 from torch.nn import functional
 
+from llmpq.kernels import gemm_gluon_launch
 from llmpq.kernels.dequantize import dequantize_triton
 from llmpq.kernels.formats import BLOCK_ROWS
 from llmpq.kernels.gemm_config import Config, Plan, bucket, plan
@@ -52,13 +54,22 @@ def run(
             "the weight was quantised for. Quantise with dtype=x.dtype."
         )
     x_MK = x_MK.contiguous()
-    if plan.config.kernel == "dense":
+    gluon = plan.config.kernel == "gluon"
+    if plan.config.kernel == "dense" or (
+        gluon and not gemm_gluon_launch.fits(x_MK, q.out_features, residual_MN)
+    ):
         return _dense(x_MK, q, bias, residual_MN, plan.interpret, into_residual)
-    y_MN = x_MK.new_empty(x_MK.shape[0], q.out_features)
+    if gluon and into_residual and residual_MN is not None:
+        y_MN = residual_MN
+    else:
+        y_MN = x_MK.new_empty(x_MK.shape[0], q.out_features)
     if x_MK.shape[0] == 0:
         return y_MN
-    launch = _launch_rows if plan.config.kernel == "rows" else _launch_tiles
-    launch(plan, x_MK, q, bias, residual_MN, y_MN)
+    if gluon:
+        gemm_gluon_launch.launch(plan.config, x_MK, q, bias, residual_MN, y_MN, _arrivals)
+    else:
+        launch = _launch_rows if plan.config.kernel == "rows" else _launch_tiles
+        launch(plan, x_MK, q, bias, residual_MN, y_MN)
     full = q.out_features // BLOCK_ROWS * BLOCK_ROWS
     if full < q.out_features:
         tail = q.row_slice(full, q.out_features)

@@ -23,7 +23,10 @@ M_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """One way to compute a product; `kernel` is "rows", "tile" or "dense" (dequantise, cuBLAS)."""
+    """One way to compute a product; `kernel` is "rows", "tile", "gluon" or "dense".
+
+    "dense" is dequantise, then cuBLAS.
+    """
 
     kernel: str
     blocks: int = 1
@@ -34,15 +37,19 @@ class Config:
     x_depth: int = 2
     """rows: k-groups of x in flight."""
     bm: int = 16
-    """tile: rows of x a program multiplies."""
+    """tile, gluon: rows of x a program multiplies."""
     stages: int = 1
-    """tile: cp.async stages; 1 keeps weights in registers instead."""
+    """tile: cp.async stages; 1 keeps weights in registers instead. gluon: slots of the x ring."""
     split: int = 1
     """tile: programs that share one tile's K."""
     scale_w: bool = False
     """tile: scale the operand instead of the accumulator."""
     registers: int | None = None
     """tile: registers of a thread at most; None leaves it to the launch."""
+    cut: int = 0
+    """gluon: last waves of tiles whose K is shared out evenly, the unfinished one first."""
+    programs: int = 0
+    """gluon: programs at most; 0: one a multiprocessor."""
     ahead: int = 0
     """k-groups of a share brought to the L2 before the previous kernel has ended."""
 

@@ -1,0 +1,408 @@
+"""`gluon_kernel`: y = x w^T for long x on Hopper: wgmma fed from registers, x through a TMA ring.
+
+    two warpgroups, each 64 * BH rows of w:
+        words -> registers -> (code - zero) * scale -> left operand of wgmma, 64 k at a time
+        x [BT rows, 128 k] -> TMA -> ring of STAGES in shared memory -> right operand
+    the first one also asks for x: STAGES - 2 k-groups ahead, once both have done with a slot
+
+While the tensor cores multiply 64 k, a warpgroup unpacks the next 64 into other registers and then
+waits for the product before: one is always in flight, and the warpgroups never meet. Programs are
+persistent; an item is a tile of 128 * BH rows of w and BT rows of x, or a share of its K. The next
+item's words and x are on their way during the epilogue. Shares leave float32 sums in a workspace,
+the last to arrive adds them in order: no float atomics.
+
+Legend: M rows of x, K in, N out; `blocks` of 16 rows of w, `groups` of 128 k.
+"""
+
+# mypy: ignore-errors
+# ruff: noqa: SIM102, SIM300
+# (A Gluon body is not Python: values change type as it is traced; DT is no constant.)
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+
+from llmpq.kernels.gemm_gluon_unpack import operand, splat, zero_constants
+
+# Triton's names since 3.9, else those of 3.6.
+_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+_tma_load = getattr(tma, "async_load", tma.async_copy_global_to_shared)
+_tma_store = getattr(tma, "async_store", tma.async_copy_shared_to_global)
+
+
+@gluon.jit
+def _segment(i, at, m_tiles, n_tiles, groups, whole, MG: gl.constexpr):
+    """Segment i of this program: tiles of x and w, first and last k-group, where the next starts.
+
+    Programs take turns at the first `whole` tiles; the others' k-groups, one long row, are cut
+    into equal runs. MG tiles of x take turns under one tile of w, so that both stay in the L2.
+    """
+    pid, programs = gl.program_id(0), gl.num_programs(0)
+    tile = pid + i * programs
+    first, last, after = at * 0, groups, at
+    if tile >= whole:
+        end = _cut(pid + 1, m_tiles * n_tiles - whole, groups)
+        tile = at // groups
+        first, last = at - tile * groups, gl.minimum(groups, end - tile * groups)
+        after = tile * groups + last
+        tile = gl.minimum(tile + whole, m_tiles * n_tiles - 1)  # past the end: any that exists
+    wide = MG * n_tiles
+    start = tile // wide * MG
+    size = gl.minimum(m_tiles - start, MG)
+    inner = tile % wide
+    return start + inner % size, inner // size, first, last, after, tile
+
+
+@gluon.jit
+def _cut(program, tiles, groups):
+    """Where a program's run of the k-groups of `tiles` starts."""
+    return program * (tiles * groups) // gl.num_programs(0)
+
+
+@gluon.jit
+def _owner(unit, tiles, groups):
+    """The program whose run holds a k-group."""
+    return ((unit + 1) * gl.num_programs(0) - 1) // (tiles * groups)
+
+
+@gluon.jit
+def _load_words(P0, P1, rows, lane, BITS: gl.constexpr, LANES: gl.constexpr):
+    """A lane's words of one k-group: the last axis is (jj/2, jj%2, k3); 3 bit: h, in triples."""
+    if BITS == 3:
+        h = gl.arange(0, 2, layout=gl.SliceLayout(0, LANES))[None, :]
+        at = rows[:, None] + (lane[:, None] * 2 + h)
+        return (gl.load(P0 + at), gl.load(P0 + at + 64), gl.load(P0 + at + 128))
+    else:
+        w = gl.arange(0, 8, layout=gl.SliceLayout(0, LANES))[None, :]
+        at = rows[:, None] + (w // 4 * 128 + lane[:, None] * 4 + w % 4)
+        if BITS == 8:
+            return (gl.load(P0 + at), gl.load(P1 + at))
+        else:
+            return (gl.load(P0 + at),)
+
+
+@gluon.jit
+def _load(
+    P0, P1, S, Z, block, blocks, groups, group, WG: gl.constexpr, BH: gl.constexpr,
+    BITS: gl.constexpr, GROUPED: gl.constexpr, SYMMETRIC: gl.constexpr,
+):  # fmt: skip
+    """Words, scale and zero pairs of a warpgroup's rows of one k-group: BH tuples of tensors."""
+    WORDS: gl.constexpr = 192 if BITS == 3 else 256
+    OWN: gl.constexpr = 2 if BITS == 3 else 8
+    LANES: gl.constexpr = gl.BlockedLayout([1, OWN], [32, 1], [4, 1], [1, 0])
+    thread = gl.arange(0, 128, layout=gl.SliceLayout(1, LANES))
+    lane = thread % 32
+    start = (block.to(gl.int64) * groups + group) * WORDS
+    s_groups = groups if GROUPED else 1
+    s_start = (block * s_groups + (group if GROUPED else 0)) * 8
+    out = ()
+    for bh in gl.static_range(BH):
+        inner = gl.minimum((WG * BH + bh) * 4 + thread // 32, blocks - 1 - block)
+        words = _load_words(P0 + start, P1 + start, inner * groups * WORDS, lane, BITS, LANES)
+        pair = inner * s_groups * 8 + lane // 4
+        scale = gl.load(S + s_start + pair)
+        zero = scale if SYMMETRIC else gl.load(Z + s_start + pair)
+        out = out + ((words, scale, zero),)
+    return out
+
+
+@gluon.jit
+def _ask(pointers):
+    """Bring the lines of addresses to the L2; nobody waits for them."""
+    gl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1];mov.b32 $0, 0;",
+        "=r,l",
+        [pointers],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _ask_ahead(
+    P0, P1, S, Z, block, blocks, groups, group, WG: gl.constexpr, BH: gl.constexpr,
+    BITS: gl.constexpr, GROUPED: gl.constexpr, SYMMETRIC: gl.constexpr,
+):  # fmt: skip
+    """Bring what `_load` will read to the L2: registers bridge less than the memory's latency."""
+    WORDS: gl.constexpr = 192 if BITS == 3 else 256
+    OWN: gl.constexpr = 2 if BITS == 3 else 8
+    LANES: gl.constexpr = gl.BlockedLayout([1, OWN], [32, 1], [4, 1], [1, 0])
+    thread = gl.arange(0, 128, layout=gl.SliceLayout(1, LANES))
+    start = block.to(gl.int64) * groups + group
+    for bh in gl.static_range(BH):
+        inner = gl.minimum((WG * BH + bh) * 4 + thread // 32, blocks - 1 - block) * groups
+        at = inner * WORDS + thread % 32 * (WORDS // 32)
+        _ask(P0 + start * WORDS + at)
+        if BITS == 8:
+            _ask(P1 + start * WORDS + at)
+        if GROUPED:
+            _ask(S + start * 8 + inner * 8)
+            if not SYMMETRIC:
+                _ask(Z + start * 8 + inner * 8)
+
+
+@gluon.jit
+def _load_x(x_desc, ring, ready, slot, tile_m, k, live, BT: gl.constexpr, KS: gl.constexpr):
+    """Ask for KS columns of a tile of x."""
+    bar = ready.index(slot)
+    mbarrier.expect(bar, 2 * BT * KS, pred=live)
+    _tma_load(x_desc, [tile_m * BT, k * KS], bar, ring.index(slot), pred=live)
+
+
+@gluon.jit
+def _add_shares(
+    acc, PARTIAL, ARRIVED, tile, tiles, groups,
+    PART: gl.constexpr, PARTS: gl.constexpr, BT: gl.constexpr,
+):  # fmt: skip
+    """Leave acc for the program that ends tile last, or add up all programs' sums in order."""
+    ACC: gl.constexpr = acc.type.layout
+    n = gl.arange(0, 64, layout=gl.SliceLayout(1, ACC))
+    m = gl.arange(0, BT, layout=gl.SliceLayout(0, ACC))
+    pid = gl.program_id(0)
+    begin = _owner(tile * groups, tiles, groups)
+    end = _owner((tile + 1) * groups - 1, tiles, groups) + 1
+    last = True
+    if end - begin > 1:
+        # A program has at most two unfinished tiles: that in which its run starts, another one.
+        at = n[:, None] // 16 * 64 + n[:, None] % 8 * 8 + m[None, :] % 8  # a warp's store is a run
+        at += (m[None, :] // 8 * 2 + n[:, None] // 8 % 2) * 256
+        at += PARTIAL + PART * (64 * BT)
+        mine = 2 * pid + (_cut(pid, tiles, groups) // groups != tile).to(gl.int32)
+        gl.store(at + mine * (PARTS * 64 * BT), acc)
+        _barrier()  # every thread's sums are written before this program counts itself
+        arrived = ARRIVED + tile * PARTS + PART
+        last = gl.atomic_add(arrived, 1, sem="acq_rel") == end - begin - 1
+        if last:
+            acc = gl.zeros([64, BT], gl.float32, layout=ACC)
+            for program in range(begin, end):
+                start = _cut(program, tiles, groups) // groups
+                its = 2 * program + (start != tile).to(gl.int32)
+                acc += gl.load(at + its * (PARTS * 64 * BT), cache_modifier=".cg")
+            gl.store(arrived, 0)
+    return acc, last
+
+
+@gluon.jit
+def _store(
+    acc, y_desc, staging, BIAS, RESIDUAL, m0, n0, M, N, rows,
+    HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr, BT: gl.constexpr,
+):  # fmt: skip
+    """Add bias and residual to acc [64 of w, BT of x] and store it, transposed, into y."""
+    ACC: gl.constexpr = acc.type.layout
+    n = gl.arange(0, 64, layout=gl.SliceLayout(1, ACC))
+    m = gl.arange(0, BT, layout=gl.SliceLayout(0, ACC))
+    if HAS_BIAS:
+        bias = gl.load(BIAS + n0 + n, mask=n0 + n < rows, other=0.0)
+        acc += bias.to(gl.float32)[:, None]
+    if HAS_RESIDUAL:
+        at = (m0 + m).to(gl.int64)[None, :] * N + (n0 + n)[:, None]
+        keep = (m0 + m < M)[None, :] & (n0 + n < rows)[:, None]
+        acc += gl.load(RESIDUAL + at, mask=keep, other=0.0).to(gl.float32)
+    _barrier()  # the store of the tile before has left the staging buffer in every thread
+    staging.permute((1, 0)).store(acc.to(y_desc.dtype))
+    fence_async_shared()
+    _barrier()
+    _tma_store(y_desc, [m0, n0], staging)
+
+
+@gluon.jit
+def _load_first(
+    P0, P1, S, Z, block, blocks, groups, first, last, WG: gl.constexpr, BH: gl.constexpr,
+    BITS: gl.constexpr, GROUPED: gl.constexpr, SYMMETRIC: gl.constexpr, FAR: gl.constexpr,
+):  # fmt: skip
+    """Load a tile's first k-group and bring the next ones to the L2."""
+    loaded = _load(P0, P1, S, Z, block, blocks, groups, first, WG, BH, BITS, GROUPED, SYMMETRIC)
+    for i in gl.static_range(1, FAR):
+        group = gl.minimum(first + i, gl.maximum(last - 1, 0))
+        _ask_ahead(P0, P1, S, Z, block, blocks, groups, group, WG, BH, BITS, GROUPED, SYMMETRIC)
+    return loaded
+
+
+@gluon.constexpr_function
+def _rows_of(chunk, bh, ks):
+    """Which 64 rows a chunk multiplies: halves of a k-group take turns where a slot has both."""
+    return chunk // 2 if ks == 128 else chunk % bh
+
+
+@gluon.constexpr_function
+def _half_of(chunk, bh, ks):
+    return chunk % 2 if ks == 128 else chunk // bh
+
+
+@gluon.jit
+def _replaced(items, item, at: gl.constexpr):
+    return items[:at] + (item,) + items[at + 1 :]
+
+
+@gluon.jit
+def _multiply(
+    x_desc, y_desc, ring, ready, free, staging,
+    P0, P1, S, Z, BIAS, RESIDUAL, PARTIAL, ARRIVED, M, N, m_tiles, n_tiles, blocks, groups, whole,
+    WG: gl.constexpr, BITS: gl.constexpr, GROUPED: gl.constexpr, SYMMETRIC: gl.constexpr,
+    HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr, SPLIT: gl.constexpr, BH: gl.constexpr,
+    BT: gl.constexpr, KS: gl.constexpr, STAGES: gl.constexpr, FAR: gl.constexpr, MG: gl.constexpr,
+):  # fmt: skip
+    """One warpgroup: 64 * BH rows of w of every tile."""
+    DT: gl.constexpr = x_desc.dtype
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BT, 16])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
+    SLOTS: gl.constexpr = 128 // KS  # of a k-group
+    CHUNKS: gl.constexpr = 2 * BH // SLOTS  # of a slot
+    pid, programs = gl.program_id(0), gl.num_programs(0)
+    rest = m_tiles * n_tiles - whole
+    at = _cut(pid, rest, groups)
+    end = _cut(pid + 1, rest, groups)
+    segments = gl.maximum(whole - pid + programs - 1, 0) // programs
+    if SPLIT:
+        if end > at:
+            segments += (end - 1) // groups - at // groups + 1
+    tile_m, tile_n, first, last, at, tile = _segment(
+        0, at, m_tiles, n_tiles, groups, whole, MG
+    )  # fmt: skip
+    if WG == 0:  # the next x to ask for
+        x_segment, x_m, x_k, x_end, x_at = 0, tile_m, first * SLOTS, last * SLOTS, at
+        for slot0 in gl.static_range(STAGES - 2):
+            _load_x(x_desc, ring, ready, slot0, x_m, x_k, x_segment < segments, BT, KS)
+            x_k += 1
+            if x_k == x_end:
+                x_segment += 1
+                x_m, _, x_k, x_end, x_at, _ = _segment(
+                    x_segment, x_at, m_tiles, n_tiles, groups, whole, MG
+                )
+                x_k *= SLOTS
+                x_end *= SLOTS
+    step = 0
+    ahead = _load_first(
+        P0, P1, S, Z, tile_n * (8 * BH), blocks, groups, first, last,
+        WG, BH, BITS, GROUPED, SYMMETRIC, FAR,
+    )  # fmt: skip
+    for segment in range(segments):
+        block = tile_n * (8 * BH)
+        acc = ()
+        for _bh in gl.static_range(BH):
+            acc = acc + (warpgroup_mma_init(gl.zeros([64, BT], gl.float32, layout=ACC)),)
+        before = gl.zeros([64, 64], DT, layout=LEFT)
+        for group in range(first, last):
+            now = ahead
+            ahead = _load(
+                P0, P1, S, Z, block, blocks, groups, gl.minimum(group + 1, last - 1),
+                WG, BH, BITS, GROUPED, SYMMETRIC,
+            )  # fmt: skip
+            if FAR > 0:
+                _ask_ahead(
+                    P0, P1, S, Z, block, blocks, groups, gl.minimum(group + FAR, last - 1),
+                    WG, BH, BITS, GROUPED, SYMMETRIC,
+                )  # fmt: skip
+            for c in gl.static_range(2 * BH):
+                if c % CHUNKS == 0:
+                    if WG == 0:
+                        if step >= 2:
+                            mbarrier.wait(free.index((step - 2) % STAGES), (step - 2) // STAGES % 2)
+                        slot = (step + STAGES - 2) % STAGES
+                        _load_x(x_desc, ring, ready, slot, x_m, x_k, x_segment < segments, BT, KS)
+                        x_k += 1
+                        if x_k == x_end:
+                            x_segment += 1
+                            x_m, _, x_k, x_end, x_at, _ = _segment(
+                                x_segment, x_at, m_tiles, n_tiles, groups, whole, MG
+                            )
+                            x_k *= SLOTS
+                            x_end *= SLOTS
+                    mbarrier.wait(ready.index(step % STAGES), step // STAGES % 2)
+                words, scale, zero = now[_rows_of(c, BH, KS)]
+                scales = splat(scale)
+                zeros = zero_constants(zero, BITS, DT, SYMMETRIC)
+                a = gl.convert_layout(
+                    operand(words, scales, zeros, _half_of(c, BH, KS), BITS, DT, SYMMETRIC),
+                    LEFT,
+                    assert_trivial=True,
+                )
+                x = ring.index(step % STAGES)
+                if KS == 128:
+                    x = x.slice(_half_of(c, BH, KS) * 64, 64, dim=1)
+                made = warpgroup_mma(a, x.permute((1, 0)), acc[_rows_of(c, BH, KS)], is_async=True)
+                warpgroup_mma_wait(1, deps=[before])
+                before = a
+                acc = _replaced(acc, made, _rows_of(c, BH, KS))
+                if c % CHUNKS == 0:  # the slot before is multiplied
+                    bar = free.index((step + STAGES - 1) % STAGES)
+                    mbarrier.arrive(bar, pred=(group > first) | (c >= CHUNKS))
+                if c % CHUNKS == CHUNKS - 1:
+                    step += 1
+        done = warpgroup_mma_wait(0, deps=acc + (before,))
+        mbarrier.arrive(free.index((step + STAGES - 1) % STAGES))
+        m0, n0, shared = tile_m * BT, block * 16 + WG * (64 * BH), tile - whole
+        tile_m, tile_n, first, last, at, tile = _segment(
+            gl.minimum(segment + 1, segments - 1), at, m_tiles, n_tiles, groups, whole, MG
+        )
+        ahead = _load_first(
+            P0, P1, S, Z, tile_n * (8 * BH), blocks, groups, first, last,
+            WG, BH, BITS, GROUPED, SYMMETRIC, FAR,
+        )  # fmt: skip
+        tma.store_wait(0)
+        for bh in gl.static_range(BH):
+            sums = done[bh]
+            last_one = True
+            if SPLIT:
+                if shared >= 0:
+                    sums, last_one = _add_shares(
+                        sums, PARTIAL, ARRIVED, shared, rest, groups, WG * BH + bh, 2 * BH, BT
+                    )
+            if last_one:
+                _store(
+                    sums, y_desc, staging.index(WG * BH + bh), BIAS, RESIDUAL, m0, n0 + bh * 64,
+                    M, N, blocks * 16, HAS_BIAS, HAS_RESIDUAL, BT,
+                )  # fmt: skip
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["M", "m_tiles", "whole"])
+def gluon_kernel(
+    x_desc, y_desc, P0, P1, S, Z, BIAS, RESIDUAL, PARTIAL, ARRIVED,
+    M, N, m_tiles, n_tiles, blocks, groups, whole,
+    BITS: gl.constexpr, GROUPED: gl.constexpr, SYMMETRIC: gl.constexpr,
+    HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr, SPLIT: gl.constexpr,
+    BH: gl.constexpr, BT: gl.constexpr, KS: gl.constexpr, STAGES: gl.constexpr,
+    FAR: gl.constexpr, MG: gl.constexpr,
+):  # fmt: skip
+    """y = x w^T over a persistent one-dimensional grid of 4 + 4 warps.
+
+    Descriptors: x [M, K] in boxes of [BT, KS], y [M, 16 * blocks] in boxes of [BT, 64].
+    """
+    ring = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BT, KS], x_desc.layout)
+    staging = gl.allocate_shared_memory(y_desc.dtype, [2 * BH, BT, 64], y_desc.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(ready.index(slot), count=1)
+        mbarrier.init(free.index(slot), count=2)
+    fence_async_shared()
+    W0: gl.constexpr = 0
+    W1: gl.constexpr = 1
+    gl.warp_specialize(
+        [
+            (_multiply, (
+                x_desc, y_desc, ring, ready, free, staging, P0, P1, S, Z, BIAS, RESIDUAL,
+                PARTIAL, ARRIVED, M, N, m_tiles, n_tiles, blocks, groups, whole, W0, BITS,
+                GROUPED, SYMMETRIC, HAS_BIAS, HAS_RESIDUAL, SPLIT, BH, BT, KS, STAGES,
+                FAR, MG,
+            )),
+            (_multiply, (
+                x_desc, y_desc, ring, ready, free, staging, P0, P1, S, Z, BIAS, RESIDUAL,
+                PARTIAL, ARRIVED, M, N, m_tiles, n_tiles, blocks, groups, whole, W1, BITS,
+                GROUPED, SYMMETRIC, HAS_BIAS, HAS_RESIDUAL, SPLIT, BH, BT, KS, STAGES,
+                FAR, MG,
+            )),
+        ],
+        [4],
+        [256],
+    )  # fmt: skip

@@ -1,0 +1,132 @@
+"""Host side of `gluon_kernel` (Hopper, more than 64 rows of x): what fits it, sizes, the launch.
+
+No interpreter runs Gluon, and Triton compiles this kernel for sm_90 only: everywhere else, and
+where `fits` says no, gemm.py takes another path.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+
+import torch
+import triton
+from torch import Tensor
+
+from llmpq.kernels.formats import BLOCK_ROWS
+from llmpq.kernels.gemm_config import Config
+from llmpq.kernels.qweight import QuantizedWeight
+
+SHARED_BYTES = 232_448
+"""Shared memory a program may use on Hopper."""
+
+_TOGETHER_BYTES = 16 << 20
+_FAR = 4  # k-groups between the L2's request for words and their use
+_LEAST_GROUPS = 2  # of a program where K is shared out
+
+
+def slot_columns(config: Config) -> int:
+    """Columns of x in a slot of the ring: half a k-group where tiles of x are widest."""
+    return 64 if config.bm == 256 else 128
+
+
+def shared_bytes(config: Config) -> int:
+    """Return a program's shared memory: the ring of x, what y is staged in, barriers."""
+    ring = config.stages * config.bm * slot_columns(config) * 2
+    return ring + 2 * config.blocks * config.bm * 64 * 2 + 16 * config.stages + 256
+
+
+def fits(x_MK: Tensor, n: int, residual_MN: Tensor | None = None) -> bool:
+    """Whether TMA can read x and write y: rows must start on multiples of 16 bytes."""
+    aligned = x_MK.data_ptr() % 16 == 0 and x_MK.shape[1] % 8 == 0 and n % 8 == 0
+    return aligned and (residual_MN is None or residual_MN.is_contiguous())
+
+
+def schedule(config: Config, tiles: int, groups: int, multiprocessors: int) -> tuple[int, int]:
+    """Return how many programs run and how many tiles they multiply whole, in turns.
+
+    The other tiles' k-groups are shared out evenly: those of the unfinished last wave (cut 1), of
+    the last wave and the unfinished one (cut 2). Cut 0 shares nothing out.
+    """
+    programs = config.programs or multiprocessors
+    if config.cut == 0 or tiles % programs == 0:
+        return min(programs, tiles), tiles
+    whole = max(0, tiles // programs - config.cut + 1) * programs
+    if whole and (tiles - whole) * groups < programs * _LEAST_GROUPS:
+        whole -= programs
+    if whole == 0:
+        programs = max(1, min(programs, tiles * groups // _LEAST_GROUPS))
+    return programs, whole
+
+
+def launch(
+    config: Config,
+    x_MK: Tensor,
+    q: QuantizedWeight,
+    bias: Tensor | None,
+    residual_MN: Tensor | None,
+    y_MN: Tensor,
+    counters: Callable[[torch.device, int], Tensor],
+) -> None:
+    """Write y = x w^T (+ bias) (+ residual) of the full 16-row blocks of w.
+
+    y may be the residual's memory: each tile reads its part before it writes it. `counters` gives
+    int32 zeros that the kernel leaves zero (used where tiles are cut).
+    """
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from llmpq.kernels.gemm_gluon import gluon_kernel
+
+    (m, k), bt, columns = x_MK.shape, config.bm, slot_columns(config)
+    planes, scale, zero = q.block_words()
+    blocks, groups = q.out_features // BLOCK_ROWS, triton.cdiv(k, 128)
+    m_tiles, n_tiles = triton.cdiv(m, bt), triton.cdiv(blocks, 8 * config.blocks)
+    tiles = m_tiles * n_tiles
+    programs, whole = schedule(config, tiles, groups, _multiprocessors(x_MK.device))
+    shares = 2 * programs * 128 * config.blocks * bt if whole < tiles else 1
+    layout = gl.NVMMASharedLayout(128, 16, 2)
+    rows = blocks * BLOCK_ROWS
+    gluon_kernel[(programs,)](
+        TensorDescriptor(x_MK, [m, k], [k, 1], [bt, columns], layout),
+        TensorDescriptor(y_MN, [m, rows], [q.out_features, 1], [bt, 64], layout),
+        planes[0],
+        planes[-1],
+        scale,
+        zero,
+        x_MK if bias is None else bias,
+        x_MK if residual_MN is None else residual_MN,
+        x_MK.new_empty(shares, dtype=torch.float32),
+        counters(x_MK.device, (tiles - whole) * 2 * config.blocks) if whole < tiles else scale,
+        m,
+        q.out_features,
+        m_tiles,
+        n_tiles,
+        blocks,
+        groups,
+        whole,
+        BITS=q.bits,
+        GROUPED=q.group_size is not None,
+        SYMMETRIC=q.symmetric,
+        HAS_BIAS=bias is not None,
+        HAS_RESIDUAL=residual_MN is not None,
+        SPLIT=whole < tiles,
+        BH=config.blocks,
+        BT=bt,
+        KS=columns,
+        STAGES=config.stages,
+        FAR=_FAR,
+        MG=_tiles_together(k, bt),
+        num_warps=4,
+    )
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def _tiles_together(k: int, bt: int) -> int:
+    """Tiles of x that take turns under a tile of w: what stays in the L2, a power of two."""
+    return 1 << max(2, min(5, int(math.log2(_TOGETHER_BYTES / (2 * k * bt)))))

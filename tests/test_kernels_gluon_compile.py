@@ -1,0 +1,156 @@
+"""The Gluon kernel of long prefills compiles for sm_90 without a GPU, and stays asynchronous.
+
+No interpreter runs Gluon: `llmpq.kernels check gemm` compares it with its twin on a GPU.
+"""
+
+import re
+
+import pytest
+import torch
+from triton.experimental.gluon import language as gl
+
+from llmpq.kernels.compile import compile_kernel
+from llmpq.kernels.gemm_config import Config
+from llmpq.kernels.gemm_gluon import gluon_kernel
+from llmpq.kernels.gemm_gluon_launch import SHARED_BYTES, fits, schedule, shared_bytes, slot_columns
+
+pytestmark = pytest.mark.compile
+
+WIDE = Config(kernel="gluon", bm=256, stages=5)
+TALL = Config(kernel="gluon", blocks=2, bm=128, stages=5)
+SMALL = Config(kernel="gluon", bm=128, stages=6)
+
+
+def _compile(config, bits, dtype, symmetric, split, **options):
+    columns = slot_columns(config)
+    layout = gl.NVMMASharedLayout(128, 16, 2)
+    types = dict.fromkeys(("P0", "P1", "S", "Z", "ARRIVED"), "*i32") | {"PARTIAL": "*fp32"}
+    types |= dict.fromkeys(("BIAS", "RESIDUAL"), f"*{dtype}")
+    aligned = (*types, "N")
+    types["x_desc"] = f"tensordesc<{dtype}[{config.bm},{columns}],{layout!r}>"
+    types["y_desc"] = f"tensordesc<{dtype}[{config.bm},64],{layout!r}>"
+    sizes = ("M", "N", "m_tiles", "n_tiles", "blocks", "groups", "whole")
+    constants = {
+        "BITS": bits,
+        "GROUPED": True,
+        "SYMMETRIC": symmetric,
+        "HAS_BIAS": True,
+        "HAS_RESIDUAL": False,
+        "SPLIT": split,
+        "BH": config.blocks,
+        "BT": config.bm,
+        "KS": columns,
+        "STAGES": config.stages,
+        "FAR": 4,
+        "MG": 8,
+    }
+    return compile_kernel(
+        gluon_kernel,
+        90,
+        types | dict.fromkeys(sizes, "i32"),
+        constants,
+        aligned=aligned,
+        options={"num_warps": 4} | options,
+    )
+
+
+def _main_loops(code):
+    """The bodies of the two warpgroups' innermost loops around wgmma, as (operation, operands)."""
+    listing, labels, loops = [], {}, []
+    for line in code.splitlines():
+        if line.endswith(":"):
+            labels[line[:-1]] = len(listing)
+        elif "\t" in line:  # scheduling, a tab, perhaps a predicate, the instruction
+            text = re.sub(r"^@!?U?P\d+ ", "", line.split("\t")[1].rstrip(";"))
+            name, _, operands = text.partition(" ")
+            listing.append((name, operands))
+            body = listing[labels.get(operands, len(listing)) : -1] if name == "BRA" else []
+            names = " ".join(op for op, _ in body)
+            if "HGMMA" in names and "UTMASTG" not in names:
+                loops.append(body)
+    return loops
+
+
+def _overwritten(code):
+    """Instructions of the main loops that write a register which wgmma in flight still reads.
+
+    ptxas forgets such registers at the end of a loop if a wait leaves two products in flight
+    (Triton 3.6 and 3.9: sums wrong by 10^3).
+    """
+    found = []
+    for body in _main_loops(code):
+        flight, current = [], set()
+        for name, operands in body * 3:
+            registers = [int(r) for r in re.findall(r"\bR(\d+)\b", operands)]
+            if name.startswith("HGMMA"):
+                current |= set(range(registers[1], registers[1] + 4))
+                if "gsb0" in operands:
+                    flight.append(current)
+                    current = set()
+            elif name == "WARPGROUP.DEPBAR.LE":
+                left = int(operands.split(",")[1], 16)
+                flight = flight[len(flight) - left :] if left else []
+            elif operands.startswith("R") and registers:
+                width = 4 if ".128" in name else 2 if ".64" in name or "WIDE" in name else 1
+                wrote = set(range(registers[0], registers[0] + width))
+                if wrote & current.union(*flight):
+                    found.append(f"{name} {operands}")
+    return found
+
+
+@pytest.mark.parametrize(
+    "config,bits,dtype,symmetric,split",
+    [
+        (WIDE, 4, "fp16", True, True),
+        (TALL, 4, "fp16", True, False),
+        (SMALL, 4, "bf16", False, True),
+        (WIDE, 3, "bf16", False, False),
+        (WIDE, 8, "fp16", False, True),
+    ],
+)
+def test_every_form_compiles_and_a_product_stays_in_flight(config, bits, dtype, symmetric, split):
+    """ptxas turns every wgmma into a synchronous one when it fails to follow its registers."""
+    made = _compile(config, bits, dtype, symmetric, split)
+    assert made.cubin and made.shared_bytes <= min(SHARED_BYTES, shared_bytes(config))
+    code = made.sass()
+    products, waits = code.count("HGMMA"), code.count("WARPGROUP.DEPBAR")
+    # Two warpgroups; a wait for each 64 k of 64 rows, that is for four products, and a last one.
+    assert products == 2 * 2 * config.blocks * 4
+    assert waits == products // 4 + 2
+    loops = _main_loops(code)
+    assert len(loops) == 2 and not any(op.startswith("STL") for op, _ in loops[0] + loops[1])
+    assert _overwritten(code) == []
+    # The loops as they are, but with one more product in flight than the code allows for.
+    assert _overwritten(code.replace("gsb0, 0x1", "gsb0, 0x2"))
+
+
+def test_too_few_registers_would_be_noticed():
+    code = _compile(TALL, 4, "fp16", True, False, maxnreg=128).sass()
+    assert "STL" in code and code.count("WARPGROUP.DEPBAR") > code.count("HGMMA") // 4 + 2
+
+
+def test_schedules_cover_every_tile():
+    for tiles in (1, 5, 96, 132, 133, 448, 3584):
+        for config in (WIDE, Config(kernel="gluon", cut=1), Config(kernel="gluon", cut=2)):
+            programs, whole = schedule(config, tiles, 32, 132)
+            rest = (tiles - whole) * 32
+            assert 0 <= whole <= tiles and 0 < programs <= 132
+            assert rest == 0 or programs <= rest
+            if not rest:
+                continue
+            cuts = [p * rest // programs for p in range(programs + 1)]
+            owners = [((u + 1) * programs - 1) // rest for u in range(rest)]
+            assert all(cuts[p] <= u < cuts[p + 1] for u, p in enumerate(owners))
+            if config.cut and tiles % programs:
+                assert whole % programs == 0
+    assert schedule(WIDE, 448, 32, 132) == (132, 448)
+    assert schedule(Config(kernel="gluon", cut=1), 448, 32, 132) == (132, 396)
+    assert schedule(Config(kernel="gluon", cut=2), 448, 32, 132) == (132, 264)
+    assert schedule(Config(kernel="gluon", cut=1, programs=128), 64, 32, 132) == (128, 0)
+
+
+def test_rows_off_16_bytes_do_not_fit():
+    x = torch.zeros(4, 136, dtype=torch.float16)
+    assert fits(x, 4096) and not fits(x, 4097) and not fits(x[:, :132].contiguous(), 64)
+    assert not fits(torch.zeros(4 * 136 + 1, dtype=torch.float16)[1:].view(4, 136), 64)
+    assert not fits(x, 64, torch.zeros(64, 4).t())
