@@ -1,0 +1,101 @@
+"""W4A4 and W8A8 on a GPU: products, fused roundings and a whole layer against their CPU twins."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+
+import pytest
+import torch
+
+from llmpq.kernels import check_atom
+from llmpq.kernels.atom_formats import quantize_atom
+from llmpq.kernels.atom_linear import atom_linear
+from llmpq.kernels.atom_reference import atom_linear_reference
+from llmpq.kernels.atom_tiles import AtomTiles, best_form
+from llmpq.kernels.reference import relative_error
+from llmpq.model_spec import ModelSpec
+from llmpq.precision import KVPrecision
+from llmpq.runtime.families import wiring
+from llmpq.runtime.families.parts import Parts
+from llmpq.runtime.kv_factory import make_kv_cache
+from llmpq.runtime.layers import Weight
+from llmpq.runtime.loader import RandomSource
+from llmpq.runtime.step import Step
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+
+
+def test_the_check_command_finds_nothing_wrong_and_every_planted_fault() -> None:
+    parser = argparse.ArgumentParser()
+    check_atom.add_arguments(parser)
+    args = parser.parse_args(["--shapes", "odd", "--m", "1,33,65,130,300"])
+    assert check_atom.main(args) == 0
+
+
+def test_products_replay_in_graphs() -> None:
+    torch.manual_seed(0)
+    weight = quantize_atom(
+        torch.randn(256, 512, device="cuda"), check_atom.W4A4, dtype=torch.bfloat16
+    )
+    tiles = best_form(weight)
+    for m in (4, 200):
+        x = torch.randn(m, 512, device="cuda", dtype=torch.bfloat16)
+        atom_linear(x, tiles)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = atom_linear(x, tiles)
+        x.copy_(torch.randn_like(x))
+        graph.replay()
+        assert relative_error(y, atom_linear_reference(x.float(), weight)) < 4e-3
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+@pytest.mark.parametrize("q_len", [3, 5])
+def test_a_layer_is_its_twin(rows: int, q_len: int) -> None:
+    """16 and more tokens take the other kernels; both are the layer that the CPU runs."""
+    spec = replace(ModelSpec.by_name("llama-3.1-8b"), num_layers=1, hidden=512, ffn=1024, heads=4)
+    spec = replace(spec, kv_heads=2, vocab=64)
+    dense = RandomSource(spec).layer(0, torch.float32)
+    parts: dict[str, Weight] = dict(dense)
+    for name in ("qkv", "o", "gate_up", "down"):
+        scheme = replace(check_atom.W4A4, outliers=64, rotation=name == "down")
+        order = None if name == "down" else torch.randperm(dense[f"{name}.weight"].shape[1])
+        parts[f"{name}.weight"] = quantize_atom(
+            dense[f"{name}.weight"], scheme, dtype=torch.bfloat16, index_K=order
+        )
+    x = torch.randn(rows, q_len, spec.hidden).to(torch.bfloat16)
+    on_cpu = _run(spec, parts, x, torch.device("cpu"))
+    on_gpu = _run(spec, parts, x, torch.device("cuda"))
+    # 16-bit sums before rounding move some codes by one: an eighth of a group's largest value.
+    assert relative_error((on_gpu.cpu() - x).float(), (on_cpu - x).float()) < 0.05
+    broken = dict(parts)
+    broken["o.weight"] = replace(parts["o.weight"], index_K=None)  # type: ignore[type-var]
+    wrong = _run(spec, broken, x, torch.device("cuda"))
+    assert relative_error((wrong.cpu() - x).float(), (on_cpu - x).float()) > 0.1
+
+
+def _run(
+    spec: ModelSpec, parts: dict[str, Weight], x: torch.Tensor, device: torch.device
+) -> torch.Tensor:
+    made = Parts(
+        tensors=parts, scheme=None, dtype=torch.bfloat16, device=device, norm_eps=spec.norm_eps
+    )
+    layer = wiring(spec, device).layer(made)
+    assert isinstance(layer.attention.qkv.weight, AtomTiles) == (device.type == "cuda")
+    rows, q_len, _ = x.shape
+    kv = make_kv_cache(
+        spec,
+        KVPrecision.KV16,
+        num_layers=1,
+        slots=rows,
+        max_len=16,
+        dtype=torch.bfloat16,
+        device=device,
+    )
+    step = Step.of(range(rows), [0] * rows, [q_len] * rows, device=device)
+    with torch.inference_mode():
+        return layer(x.to(device), 0, step, kv)
