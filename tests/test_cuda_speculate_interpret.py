@@ -12,12 +12,15 @@ from llmpq.runtime.cuda_stage import CudaStageCompute
 from llmpq.runtime.generate import LocalPipeline
 from llmpq.runtime.layers import DecoderLayer
 from llmpq.runtime.loader import CheckpointSource
+from llmpq.runtime.message import describe
+from llmpq.runtime.pending import arrived
 from llmpq.runtime.request import Request, StepKind
 from llmpq.runtime.sampling import SamplingParams
 from llmpq.runtime.scheduler import Limits, Scheduler
 from llmpq.runtime.speculate import FixedDrafter
+from llmpq.runtime.stage_actor import limits_of
 from llmpq.runtime.stage_compute import build_stage
-from llmpq.runtime.stage_loop import FirstStage, Mailbox
+from llmpq.runtime.stage_loop import FirstStage, Mailbox, result_tokens
 from llmpq.runtime.trace import Recorder
 
 pytestmark = [
@@ -51,9 +54,9 @@ class CountingStage(CudaStageCompute):
         return super().run(message, hidden_BQH)
 
 
-def stage(plan, model, mode):
+def stage(plan, model, mode, index=0):
     spec = ModelSpec.from_directory(model)
-    base, _ = build_stage(plan, 0, spec, CheckpointSource(model, spec), torch.device("cpu"))
+    base, _ = build_stage(plan, index, spec, CheckpointSource(model, spec), torch.device("cpu"))
     compute = CountingStage(
         base.model, base.kv, torch.device("cpu"), torch.float32,
         workload=plan.workload, decode_microbatch=plan.decode_microbatch,
@@ -101,6 +104,27 @@ def test_greedy_tokens_are_those_of_plain_decoding(
         assert drafter.acceptance.rate > 0
         assert compute.blind_rounds > 0, "no round ran ahead of the host"
         assert set(compute.kinds) == {StepKind.PREFILL, StepKind.ROUND}
+
+
+@pytest.mark.parametrize("mode", ["w4kv4", "ngram"])
+def test_stages_draft_and_verify_step_by_step(mode, tiny_models, random_prompts, make_plan):
+    """Two stages, chained here: hidden states of ragged drafts, tokens of both groups."""
+    model, prompts = tiny_models.directory("llama"), random_prompts(9, 3, 7)
+    plan = make_plan(model, (1,), batch=3, decode_microbatch=2, prefill_microbatch=2)
+    stages = [stage(plan, model, mode, index) for index in range(2)]
+    assert not any(compute.whole_rounds for compute in stages)
+    scheduler = Scheduler(limits_of(plan), drafter=FixedDrafter(mode, 3))
+    requests = [Request(id=i, prompt=tuple(p), max_new=NEW) for i, p in enumerate(prompts)]
+    for request in requests:
+        scheduler.submit(request)
+    while not scheduler.idle:
+        micro_batch = scheduler.next_micro_batch()
+        message = describe(micro_batch)
+        table = stages[1].run(message, stages[0].run(message, None))
+        scheduler.complete(micro_batch, result_tokens(micro_batch.kind, arrived(table)))
+    want = tiny_models.greedy("llama", prompts, NEW)
+    assert [request.output for request in requests] == want
+    assert StepKind.VERIFY in stages[1].kinds or mode == "ngram"
 
 
 def test_requests_end_at_the_end_of_their_slot(tiny_models, random_prompts, make_plan):
