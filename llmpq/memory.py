@@ -101,6 +101,7 @@ def stage_memory(
     quantization: Quantization,
     kv: KVPrecision = KVPrecision.KV16,
     context_bytes: int = 0,
+    on_gpu: bool = False,
 ) -> StageMemory:
     """Return the memory of a stage that holds layers of the given precisions."""
     layers = tuple(precisions)
@@ -126,6 +127,7 @@ def stage_memory(
             last=last,
             prefill_microbatch=prefill_microbatch,
             decode_microbatch=decode_microbatch,
+            on_gpu=on_gpu,
         ),
         context_bytes=context_bytes,
     )

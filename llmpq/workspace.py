@@ -1,7 +1,8 @@
 """The largest temporary of a stage: what one micro-batch needs beside weights and KV cache.
 
-The formulas follow runtime/layers.py moment by moment: what is alive while a line runs, in bytes.
-A test compares them with the tensors that really live (tests/test_runtime_memory.py).
+On a CPU; `on_gpu` asks llmpq/gpu_workspace.py instead. The formulas follow runtime/layers.py moment
+by moment: what is alive while a line runs, in bytes. A test compares them with the tensors that
+really live (tests/test_runtime_memory.py).
 
 Symbols: v rows, s tokens of a row, t = v s tokens, T keys in sight, e bytes of an element; of
 `ModelSpec`: h hidden, q = H D query and g = G D key or value features, F ffn, V vocabulary.
@@ -12,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from llmpq.gpu_workspace import gpu_workspace_bytes
 from llmpq.kv_format import (
     BLOCK_TOKENS,
     HOLDBACK_TOKENS,
@@ -40,12 +42,23 @@ def workspace_bytes(
     prefill_microbatch: int,
     decode_microbatch: int,
     first: bool = False,
+    on_gpu: bool = False,
 ) -> int:
     """Return the bytes of the largest temporary over both phases.
 
     It depends on the set of precisions only. A stage that is not the first also holds the hidden
-    states it received.
+    states it received. GPUs have moments of their own (llmpq/gpu_workspace.py).
     """
+    if on_gpu:
+        return gpu_workspace_bytes(
+            spec,
+            workload,
+            precisions=precisions,
+            first=first,
+            last=last,
+            prefill_microbatch=prefill_microbatch,
+            decode_microbatch=decode_microbatch,
+        )
     e = workload.dtype_bytes
     kv, prompt_len = workload.kv, workload.prompt_len
     prefill = _Shape(prefill_microbatch, prompt_len, prompt_len, e, kv, fresh=True)

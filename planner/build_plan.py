@@ -90,6 +90,7 @@ def _stage_plan(
         quantization=p.quantization,
         kv=p.workload.kv,
         context_bytes=device.spec.context,
+        on_gpu=not device.spec.is_cpu,
     )
     return StagePlan(
         device=device.name,

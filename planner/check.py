@@ -62,6 +62,7 @@ def _check_memory(plan: Plan, spec: ModelSpec, position: int, device: Device) ->
         quantization=plan.quantization.settings(),
         kv=plan.workload.kv,
         context_bytes=device.spec.context,
+        on_gpu=not device.spec.is_cpu,
     )
     short = memory.total_bytes - device.limit_bytes
     if short > 0:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import product
 from typing import Literal
 
 import numpy as np
@@ -257,12 +258,11 @@ def layer_bytes(p: Problem) -> NDArray[np.int64]:
 def capacity(p: Problem, eta: int, xi: int) -> NDArray[np.int64]:
     """[C, 2, 2] limit minus context, embedding or head, and the largest workspace of any choice."""
     table = np.zeros((len(p.classes), 2, 2), dtype=np.int64)
-    for first in (False, True):
-        for last in (False, True):
-            ends = embedding_bytes(
-                p.spec, first=first, last=last, dtype_bytes=p.workload.dtype_bytes
-            )
-            workspace = max(
+    kinds = {not cls.first.spec.is_cpu for cls in p.classes}
+    for first, last in product((False, True), repeat=2):
+        ends = embedding_bytes(p.spec, first=first, last=last, dtype_bytes=p.workload.dtype_bytes)
+        workspace = {
+            on_gpu: max(
                 workspace_bytes(
                     p.spec,
                     p.workload,
@@ -271,10 +271,14 @@ def capacity(p: Problem, eta: int, xi: int) -> NDArray[np.int64]:
                     last=last,
                     prefill_microbatch=eta,
                     decode_microbatch=xi,
+                    on_gpu=on_gpu,
                 )
                 for choice in p.choices
             )
-            for index, cls in enumerate(p.classes):
-                fixed = cls.first.spec.context + ends + workspace
-                table[index, int(first), int(last)] = cls.first.limit_bytes - fixed
+            for on_gpu in kinds
+        }
+        for index, cls in enumerate(p.classes):
+            spec = cls.first.spec
+            fixed = spec.context + ends + workspace[not spec.is_cpu]
+            table[index, int(first), int(last)] = cls.first.limit_bytes - fixed
     return table

@@ -99,6 +99,7 @@ def test_infeasible_text_is_exact(capsys: pytest.CaptureFixture[str]) -> None:
         decode_microbatch=1,
         quantization=Quantization(),
         context_bytes=device_specs()["T4"].context,
+        on_gpu=True,
     )
     short = whole.total_bytes - device_specs()["T4"].memory
     words = "--device-names T4 --device-numbers 1 --model opt-30b --bits 3 --global_bz 8"

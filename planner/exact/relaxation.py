@@ -118,17 +118,18 @@ class ClassRelaxation:
         value: list[np.ndarray] = [np.ones(classes * choices)] * layers
         lower, upper = [1.0] * layers, [1.0] * layers
         gib = float(2**30)
-        mid = x.capacity[:, 0, 0]
-        first = np.clip(mid - x.capacity[:, 1, 0], 0, None)
+        # What the first and the last stage have less than another one; negative where a stage
+        # without an inbox, or without outputs on their way, has more.
+        mid = np.clip(x.capacity[:, 0, 0], 0, None)
+        first = mid - x.capacity[:, 1, 0]
         last = mid - np.maximum(x.capacity[:, 0, 1], x.capacity[:, 1, 1] + first)
-        last = np.clip(last, 0, None)
         slow_p, slow_d, period = width - 3, width - 2, width - 1
         for c in range(classes):
             ends = np.array([ny + c, ny + classes + c])
             index.append(np.concatenate([y[:, c].ravel(), ends]))
             value.append(np.concatenate([x.layer_bytes.ravel(), [first[c], last[c]]]) / gib)
             lower.append(-np.inf)
-            upper.append(self.counts[c] * max(0, int(mid[c])) / gib)
+            upper.append(self.counts[c] * int(mid[c]) / gib)
         for times, table, slow in (
             (x.prefill_s, x.ends_prefill_s, slow_p),
             (x.decode_s, x.ends_decode_s, slow_d),

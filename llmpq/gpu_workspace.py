@@ -1,0 +1,137 @@
+"""The largest temporary of a stage on a GPU, moment by moment as runtime/cuda_layers.py runs.
+
+Other moments than a CPU's (llmpq/workspace.py): products add the residual stream themselves,
+attention's output lives until its layer ends, a packed weight meets many rows as one dense matrix.
+Besides there are what libraries keep, a decode graph's input and output, the inbox that a stage
+before writes into, and an output that is still on its way to the stage behind.
+
+Symbols: v rows, s tokens of a row, t = v s tokens, e bytes of an element; of `ModelSpec`: h hidden,
+q = H D query and g = G D key or value features, F ffn, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from llmpq.model_spec import ModelSpec
+from llmpq.precision import KVPrecision, Precision
+from llmpq.workload import Workload
+
+DENSE_ROWS = 256
+"""Rows from which a product may unpack its whole weight (kernels/gemm.py's crossover)."""
+
+INBOX_SLOTS = 2
+"""Messages an inbox has room for (runtime/peer_links.py)."""
+
+LIBRARY_BYTES = 66 << 20
+"""cuBLAS takes 32 MiB on each of two streams, prompts' and graphs'; the rest is rounding (H200)."""
+
+
+def gpu_workspace_bytes(
+    spec: ModelSpec,
+    workload: Workload,
+    *,
+    precisions: Sequence[Precision],
+    first: bool,
+    last: bool,
+    prefill_microbatch: int,
+    decode_microbatch: int,
+) -> int:
+    """Return the bytes beside weights and cache when a stage's prompts and tokens need most."""
+    e, kv = workload.dtype_bytes, workload.kv
+    prefill = _Shape(prefill_microbatch, workload.prompt_len, e, kv, fresh=True)
+    decode = _Shape(decode_microbatch, 1, e, kv, fresh=False)
+    hidden = [shape.unit * spec.hidden for shape in (prefill, decode)]
+    inbox = 0 if first else INBOX_SLOTS * max(hidden)
+    moments = []
+    for shape, output in zip((prefill, decode), hidden, strict=True):
+        # The ids of the step's tokens where there is no inbox; the output before, on its way.
+        held = (8 * shape.tokens if first else 0) + (0 if last else output)
+        moments.append(held + _phase_bytes(spec, shape, precisions, last=last))
+    return LIBRARY_BYTES + inbox + _graph_bytes(spec, decode, first=first, last=last) + max(moments)
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """One micro-batch."""
+
+    rows: int
+    row_tokens: int
+    element_bytes: int
+    kv: KVPrecision
+    fresh: bool
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.row_tokens
+
+    @property
+    def unit(self) -> int:
+        """Bytes of one feature of all tokens."""
+        return self.tokens * self.element_bytes
+
+
+def _phase_bytes(
+    spec: ModelSpec, shape: _Shape, precisions: Sequence[Precision], *, last: bool
+) -> int:
+    """Return the most that lives at once while one micro-batch passes through the layers."""
+    moments = [0]
+    for bits in {p.weight_bits for p in precisions}:
+        moments += _layer_moments(spec, shape, quantized=bits < 16)
+    if last:
+        moments.append(_head_bytes(spec, shape))
+    return max(moments)
+
+
+def _graph_bytes(spec: ModelSpec, shape: _Shape, *, first: bool, last: bool) -> int:
+    """Return what a decode graph holds on to: its input, and its output or logits."""
+    given = 0 if first else shape.unit * spec.hidden
+    return given + (shape.unit * spec.vocab if last else shape.unit * spec.hidden)
+
+
+def _layer_moments(spec: ModelSpec, shape: _Shape, *, quantized: bool) -> Iterator[int]:
+    """Yield the bytes alive at each wide moment of a layer, its input x counted.
+
+    Attention: x, its norm, qkv, rotated queries (and keys, for a low-bit cache), the result and a
+    float32 per head. MLP: x, attention's result, the new residual stream y, and what is wide.
+    """
+    unit = shape.unit
+    h, f = spec.hidden, spec.ffn
+    q, g = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    sums = 4 * shape.tokens * spec.heads if shape.fresh else 0
+    rotated = q + (g if shape.kv is not KVPrecision.KV16 else 0)
+
+    def product(n: int, k: int, *, adds: bool = False) -> int:
+        """Bytes of y [t, n]: a whole packed weight beside it, and y again plus the residual."""
+        if not quantized or shape.tokens <= DENSE_ROWS:
+            return unit * n
+        return max(n * k * shape.element_bytes + unit * n, unit * 2 * n if adds else 0)
+
+    yield unit * 2 * h + product(q + 2 * g, h)
+    yield unit * (2 * h + q + 2 * g + rotated + q) + sums
+    yield unit * (h + q) + product(h, q, adds=True)
+    if spec.experts:
+        # All tokens may go to one expert. Beside x, attention's result, y and its norm live the sum
+        # over experts, the tokens gathered for one, and who goes where.
+        pairs = spec.experts_per_token * (2 * shape.element_bytes + 3 * 8)
+        held = unit * (5 * h + q) + shape.tokens * (4 * spec.experts + pairs)
+        yield held + product(2 * f, h)
+        yield held + unit * 3 * f
+        yield held + unit * f + product(h, f)
+        return
+    if spec.gated:
+        yield unit * (3 * h + q) + product(2 * f, h)
+        yield unit * (3 * h + q + 3 * f)
+    else:
+        yield unit * (3 * h + q) + product(f, h)
+        yield unit * (3 * h + q + (f if spec.activation == "relu" else 2 * f))
+    # A dense product without a bias adds to y in place.
+    in_place = not quantized and spec.gated
+    yield unit * (2 * h + q + f) + (0 if in_place else product(h, f, adds=True))
+
+
+def _head_bytes(spec: ModelSpec, shape: _Shape) -> int:
+    """Return the last layer's output, each row's last token of it, its norm, and the logits."""
+    elements = shape.tokens * spec.hidden + shape.rows * (2 * spec.hidden + spec.vocab)
+    return elements * shape.element_bytes

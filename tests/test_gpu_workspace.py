@@ -1,0 +1,71 @@
+"""What a stage needs beside weights and cache on a GPU, against sums done by hand."""
+
+import dataclasses
+
+import pytest
+
+from llmpq.gpu_workspace import LIBRARY_BYTES, gpu_workspace_bytes
+from llmpq.model_spec import ModelSpec
+from llmpq.precision import KVPrecision, Precision
+from llmpq.workload import Workload
+
+pytestmark = pytest.mark.pure
+
+LLAMA = ModelSpec.by_name("llama-3.1-8b")
+H, Q, F, V = 4096, 4096, 14336, 128256
+PLAIN = Precision.parse("16")
+PACKED = Precision.parse("4")
+
+
+def beside(
+    precision: Precision = PLAIN, *, first: bool = True, last: bool = True, **job: int
+) -> int:
+    work = Workload(
+        batch=32,
+        prompt_len=job.get("prompt", 512),
+        gen_len=100,
+        kv=KVPrecision.KV16,
+        dtype="bfloat16",
+    )
+    found = gpu_workspace_bytes(
+        LLAMA,
+        work,
+        precisions=[precision],
+        first=first,
+        last=last,
+        prefill_microbatch=job.get("prefill", 32),
+        decode_microbatch=job.get("decode", 32),
+    )
+    return found - LIBRARY_BYTES
+
+
+def test_the_widest_moment_of_a_prompt_is_the_gate() -> None:
+    """x, attention's result, y, its norm, gate and up, and their product; token ids; logits."""
+    tokens = 32 * 512
+    assert beside() == 2 * tokens * (4 * H + 3 * F) + 8 * tokens + 2 * 32 * V
+
+
+def test_a_packed_weight_is_a_dense_matrix_beside_many_rows_only() -> None:
+    few, many = {"prompt": 64, "prefill": 4}, {"prompt": 64, "prefill": 5}
+    assert beside(PACKED, **few) == beside(PLAIN, **few)
+    tokens = 320
+    gate = 2 * tokens * (4 * H + 2 * F) + 2 * 2 * F * H
+    assert beside(PACKED, **many) == gate + 8 * tokens + 2 * 32 * V
+
+
+def test_a_stage_between_others_has_an_inbox_and_an_output_on_its_way() -> None:
+    message = 2 * 32 * 512 * H
+    step = 2 * 32 * H
+    gate = 2 * 32 * 512 * (4 * H + 3 * F)
+    assert beside(first=False, last=False) == gate + 3 * message + 2 * step
+    assert beside(first=False, last=True) == gate + 2 * message + step + 2 * 32 * V
+
+
+def test_experts_hold_what_was_sent_to_them() -> None:
+    work = Workload(batch=4, prompt_len=256, gen_len=16, dtype="bfloat16")
+    sizes = {"first": True, "last": True, "prefill_microbatch": 4, "decode_microbatch": 4}
+    spec = ModelSpec.by_name("mixtral-8x7b")
+    dense = dataclasses.replace(spec, experts=0, experts_per_token=0)
+    found, one = (gpu_workspace_bytes(s, work, precisions=[PLAIN], **sizes) for s in (spec, dense))
+    tokens = 4 * 256
+    assert found - one == tokens * (4 * spec.hidden + 4 * 8 + 2 * (2 * 2 + 3 * 8))
