@@ -18,7 +18,7 @@ from llmpq.cost_model import CostModel, LatencyEntry, LinkCost
 from llmpq.errors import unknown_name
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
-from llmpq.profiler.fit import Point, fit_latency
+from llmpq.profiler.fit import TARGET_ERROR, Point, fit_latency
 from llmpq.profiler.grid import Grid, cases, fitted_terms
 from llmpq.profiler.links import gpus_of, measure_links
 from llmpq.profiler.messages import Case, Conditions, Sample, Sampling, SetUp, Target, Timing
@@ -27,6 +27,9 @@ from llmpq.profiler.samples import SampleLog
 from llmpq.workload import Dtype
 
 log = logging.getLogger(__name__)
+
+LEAST_TARGET = 0.01
+"""Mean held-out error below which no more detailed fit is tried, however quiet the samples."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,7 +236,10 @@ def _entry(target: Target, samples: Sequence[Sample]) -> LatencyEntry:
         for s in samples
     ]
     terms = fitted_terms(target)
-    fit = fit_latency(target.phase, points, terms=terms)
+    # Quiet samples (a GPU's graphs: 0.2 %) are worth a closer fit than noisy ones.
+    noise = _median([s.timing.noise for s in samples])
+    wanted = min(TARGET_ERROR, max(LEAST_TARGET, noise))
+    fit = fit_latency(target.phase, points, terms=terms, target=wanted)
     lengths = [p.length for p in points]
     has_length = terms is None or "v*s" in terms
     return LatencyEntry(

@@ -1,0 +1,228 @@
+"""Predicted against real memory of single stages of random plans, on one GPU.
+
+    python benchmarks/memory_fidelity.py [--plans 20]
+
+Draws models, layers and their precisions, KV precision, batch, lengths, micro-batches and the
+stage's place in the pipeline; builds each stage as the runtime does, runs prompts and decode steps
+of the planned sizes through it, with the inbox and the outputs on their way that its neighbours
+would cause, and reads the allocator's peak and what the driver holds beside the allocator (the CUDA
+context). One row a plan, in bytes; the last line is the largest relative error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmpq.device_spec import canonical_kind, device_specs
+from llmpq.kernels.timing import write_row
+from llmpq.memory import stage_memory
+from llmpq.model_spec import ModelSpec
+from llmpq.plan import Plan
+from llmpq.precision import KVPrecision, Precision
+from llmpq.runtime.hand_plan import hand_plan
+from llmpq.runtime.loader import RandomSource
+from llmpq.runtime.message import StepMessage
+from llmpq.runtime.peer_links import Room
+from llmpq.runtime.pending import arrived
+from llmpq.runtime.request import StepKind
+from llmpq.runtime.sampling_params import SamplingParams
+from llmpq.runtime.stage_compute import StageCompute, build_stage
+from llmpq.units import format_size
+from llmpq.workload import Workload
+
+RESULTS = Path(__file__).parent / "results" / "fidelity.jsonl"
+MODELS = ("llama-3.1-8b", "opt-13b", "qwen3-8b")
+BITS = ("16", "8", "4", "3")
+KV = (KVPrecision.KV16, KVPrecision.KV16, KVPrecision.KV8, KVPrecision.KV4)
+MOST_TOKENS = 16384
+WARM_UP_TOKENS = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Drawn:
+    """One stage of a random plan."""
+
+    spec: ModelSpec
+    plan: Plan
+    index: int
+
+    @property
+    def first(self) -> bool:
+        """Whether it has the embedding."""
+        return self.index == 0
+
+    @property
+    def last(self) -> bool:
+        """Whether it has the head."""
+        return self.index == len(self.plan.stages) - 1
+
+
+def draw(rng: random.Random) -> Drawn:
+    """Return a stage of 2 to 8 layers, alone or with a one-layer neighbour on either side."""
+    full, layers = ModelSpec.by_name(rng.choice(MODELS)), rng.randint(2, 8)
+    before, after = rng.randint(0, 1), rng.randint(0, 1)
+    spec = dataclasses.replace(full, num_layers=before + layers + after)
+    batch, prompt = rng.choice((8, 16, 32, 64)), rng.choice((64, 200, 512, 1000))
+    work = Workload(
+        batch=batch,
+        prompt_len=prompt,
+        gen_len=rng.choice((16, 100, 200)),
+        kv=rng.choice(KV),
+        dtype=full.dtype if full.dtype != "float32" else "float16",
+    )
+    splits = [1] * before + [before + layers] * after
+    plan = hand_plan(
+        spec,
+        work,
+        splits=splits,
+        prefill_microbatch=max(1, min(rng.randint(1, batch), MOST_TOKENS // prompt)),
+        decode_microbatch=rng.randint(1, batch),
+    )
+    stages = list(plan.stages)
+    stages[before] = stages[before].model_copy(
+        update={"precisions": tuple(Precision.parse(rng.choice(BITS)) for _ in range(layers))}
+    )
+    return Drawn(spec, plan.model_copy(update={"stages": tuple(stages)}), before)
+
+
+def measure(drawn: Drawn, device: torch.device) -> tuple[int, int]:
+    """Return the allocator's peak and the bytes of the context, the stage built and run."""
+    gc.collect()
+    torch.cuda.synchronize()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    plan, work = drawn.plan, drawn.plan.workload
+    compute, _ = build_stage(
+        plan, drawn.index, drawn.spec, RandomSource(drawn.spec, device=device), device
+    )
+    compute.keep_on_device = True
+    compute.warm_up(min(plan.decode_microbatch, work.batch), min(WARM_UP_TOKENS, work.prompt_len))
+    # Loading is over: what it needed is given back before prompts come.
+    torch.cuda.reset_peak_memory_stats()
+    _run(drawn, compute, device)
+    peak = torch.cuda.max_memory_allocated()
+    free, total = torch.cuda.mem_get_info()
+    return peak, total - free - torch.cuda.memory_reserved()
+
+
+def _run(drawn: Drawn, compute: StageCompute, device: torch.device) -> None:
+    """Run every size of micro-batch of both phases, the way neighbours would make it."""
+    plan, work = drawn.plan, drawn.plan.workload
+    tokens = plan.prefill_microbatch * work.prompt_len
+    room = Room(
+        hidden_bytes=tokens * drawn.spec.hidden * work.dtype_bytes,
+        max_rows=work.batch,
+        tickets=8,
+    )
+    inbox = torch.zeros(0 if drawn.first else room.inbox_bytes(1), dtype=torch.uint8, device=device)
+    leaving: Any = None
+    for kind, size, q_len, start in (
+        (StepKind.PREFILL, plan.prefill_microbatch, work.prompt_len, 0),
+        (StepKind.DECODE, plan.decode_microbatch, 1, work.prompt_len),
+        (StepKind.PREFILL, plan.prefill_microbatch, work.prompt_len, 0),
+    ):
+        for rows in [min(size, work.batch)] * 2 + [work.batch % size or size]:
+            hidden = None if drawn.first else _hidden(inbox, rows, q_len, drawn)
+            leaving = arrived(compute.run(_message(kind, rows, q_len, start), hidden))
+    torch.cuda.synchronize()
+    del leaving
+
+
+def _hidden(inbox: Tensor, rows: int, q_len: int, drawn: Drawn) -> Tensor:
+    dtype = {"float16": torch.float16, "bfloat16": torch.bfloat16}[drawn.plan.workload.dtype]
+    shape = (rows, q_len, drawn.spec.hidden)
+    num_bytes = torch.Size(shape).numel() * dtype.itemsize
+    return inbox[1024 : 1024 + num_bytes].view(dtype).view(shape)
+
+
+def _message(kind: StepKind, rows: int, q_len: int, start: int) -> StepMessage:
+    return StepMessage(
+        kind=kind,
+        slots=range(rows),
+        starts=[start] * rows,
+        num_new=[q_len] * rows,
+        sample_steps=[0] * rows,
+        sampling=[SamplingParams()] * rows,
+        tokens=[[1] * q_len] * rows,
+    )
+
+
+def main() -> None:
+    """Measure every plan, write its row, and print the largest error."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--plans", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rows", type=Path, default=RESULTS)
+    parser.add_argument("--commit")
+    args = parser.parse_args()
+    rng, device = random.Random(args.seed), torch.device("cuda", 0)
+    context = device_specs()[canonical_kind(torch.cuda.get_device_name(0))].context
+    errors = []
+    for _ in range(args.plans):
+        drawn = draw(rng)
+        errors.append(_one(drawn, measure(drawn, device), context, args))
+    print(f"{len(errors)} plans, largest error {max(errors):.1%}")
+
+
+def _one(drawn: Drawn, measured: tuple[int, int], context: int, args: argparse.Namespace) -> float:
+    plan, work = drawn.plan, drawn.plan.workload
+    stage = plan.stages[drawn.index]
+    predicted = stage_memory(
+        drawn.spec,
+        work,
+        stage.precisions,
+        first=drawn.first,
+        last=drawn.last,
+        prefill_microbatch=plan.prefill_microbatch,
+        decode_microbatch=plan.decode_microbatch,
+        quantization=plan.quantization.settings(),
+        kv=work.kv,
+        context_bytes=context,
+        on_gpu=True,
+    )
+    total = sum(measured)
+    error = abs(predicted.total_bytes / total - 1)
+    bits = " ".join(str(p.weight_bits) for p in stage.precisions)
+    print(
+        f"{drawn.spec.name} bits {bits} {work.kv.value} batch {work.batch} prompt "
+        f"{work.prompt_len} micro-batches {plan.prefill_microbatch}/{plan.decode_microbatch}: "
+        f"predicted {format_size(predicted.total_bytes)}, measured {format_size(total)}, of it "
+        f"context {format_size(measured[1])} ({predicted.total_bytes / total - 1:+.1%})",
+        flush=True,
+    )
+    write_row(
+        args.rows,
+        bench="fidelity_memory",
+        case={
+            "model": drawn.spec.name,
+            "bits": bits,
+            "kv": work.kv.value,
+            "batch": work.batch,
+            "prompt": work.prompt_len,
+            "gen": work.gen_len,
+            "micro_batches": f"{plan.prefill_microbatch}/{plan.decode_microbatch}",
+            "place": f"stage {drawn.index + 1} of {len(plan.stages)}",
+            "seed": args.seed,
+        },
+        unit="B",
+        samples=[total],
+        commit=args.commit,
+        predicted=predicted.total_bytes,
+        program="python benchmarks/memory_fidelity.py",
+    )
+    return error
+
+
+if __name__ == "__main__":
+    main()
