@@ -45,16 +45,17 @@ def _rotated(pointer, d, live, angle, ROTARY: tl.constexpr, HALF: tl.constexpr):
 def rope_append_kernel(
     q_ptr, k_ptr, v_ptr, q_out, k_out, v_out, slots, starts, counts, inv_freq,
     q_stride, k_stride, v_stride, slot_stride, head_stride, token_stride,
-    H: tl.constexpr, G: tl.constexpr, Q: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr,
+    Q, H: tl.constexpr, G: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr,
     BLOCK: tl.constexpr, ROTARY: tl.constexpr, CACHE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One token's block of heads; `*_stride` in elements between tokens of an input."""
     D: tl.constexpr = 2 * HALF
     Q_BLOCKS: tl.constexpr = (H + BLOCK - 1) // BLOCK
     G_BLOCKS: tl.constexpr = (G + BLOCK - 1) // BLOCK
+    # Q is no constexpr: every length of prompt would be a kernel of its own to compile.
+    b, i = tl.program_id(0) // Q, tl.program_id(0) % Q
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
-    b, i = token // Q, token % Q
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -64,7 +65,7 @@ def rope_append_kernel(
     angle = position.to(tl.float32)
     if ROTARY:
         angle = angle * tl.load(inv_freq + d, mask=inside, other=0.0)
-    place = b
+    place = b.to(tl.int64)
     if CACHE:
         # Padding goes nowhere: its program has no key and value heads.
         written = tl.where(i < tl.load(counts + b), G, 0)
@@ -166,9 +167,9 @@ def _launch(
         inv_freq if inv_freq is not None else rows[0],
         *(stride for _, stride in inputs_2),
         *strides,
+        q_len,
         H=heads,
         G=groups,
-        Q=q_len,
         HALF=dim // 2,
         PADDED=triton.next_power_of_2(dim // 2),
         BLOCK=block,

@@ -21,7 +21,8 @@ ATTEND = HEADS | {"D": 128, "PADDED": 128, "R": 16}
 KERNELS = {
     "rope": (
         rope_append_kernel,
-        HEADS | {"HALF": 64, "PADDED": 64, "BLOCK": 8, "ROTARY": True, "CACHE": True},
+        # Q stays an argument: one kernel for prompts of every length.
+        {"H": 32, "G": 8, "HALF": 64, "PADDED": 64, "BLOCK": 8, "ROTARY": True, "CACHE": True},
         {"num_warps": 2},
     ),
     "silu": (silu_mul_kernel, {"BLOCK": 2048}, {"num_warps": 4}),
