@@ -69,11 +69,11 @@ def test_compiles_within_shared_memory(name, arch):
             arguments[argument] = "*i32"
         elif argument in ("out", "table") and name == "argmax-merge":
             arguments[argument] = "*i64"
-        elif argument.endswith(("stride", "splits", "features", "columns", "parts")):
+        elif argument.endswith(("stride", "splits", "features", "columns", "parts", "Q")):
             arguments[argument] = "i32"
         else:
             arguments[argument] = f"*{element}"
-    aligned = tuple(n for n in arguments if n not in (*NUMBERS, "splits", "parts"))
+    aligned = tuple(n for n in arguments if n not in (*NUMBERS, "splits", "parts", "Q"))
     made = compile_kernel(kernel, arch, arguments, constants, aligned=aligned, options=options)
     assert made.cubin and made.shared_bytes <= SHARED_LIMIT[arch]
     assert ("griddepcontrol.wait" in made.ptx) == (arch >= 90)
