@@ -135,7 +135,10 @@ KV_32K = {"heads": 32, "kv_heads": 8, "batch": 8, "context": 32768, "kv": "kv4",
 
 def perplexity_and_size(row: Row) -> str:
     """Show a perplexity, by how much it exceeds 16-bit, and the megabytes of all layers."""
-    return f"{increase_over_baseline('w16a16')(row)} {row['case']['layer_bytes'] / 1e6:.1f} MB"
+    size = f"{row['case']['layer_bytes'] / 1e6:.1f} MB"
+    if row["value"] > 1000 * row["baselines"]["w16a16"]:
+        return f"{row['value']:.0e} (broken) {size}"
+    return f"{increase_over_baseline('w16a16')(row)} {size}"
 
 
 TABLES: dict[str, Pivot] = {
