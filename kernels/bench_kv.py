@@ -28,7 +28,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from llmpq.kernels.kv_formats import KVFormat, channel_gain, to_thread_order, token_gain
 from llmpq.kernels.kv_ops import run_append, run_attend
-from llmpq.kernels.kv_plan import AttendPlan, Launch, plan_attend, programs_per_sm
+from llmpq.kernels.kv_plan import (
+    AHEAD,
+    AttendPlan,
+    Launch,
+    num_programs,
+    plan_attend,
+    programs_per_sm,
+)
 from llmpq.kernels.kv_storage import DeviceRows, KVLayer, allocate_layer, contiguous_table
 from llmpq.kernels.timing import copies_for, time_launches
 from llmpq.kv_format import BLOCK_TOKENS, HOLDBACK_TOKENS, packed_blocks, packed_end
@@ -231,31 +238,48 @@ TUNE_SHAPES = {
 """Tiles a step and stages that `--tune` tries, by bits."""
 
 
+def candidates(
+    bits: int, head_dim: int, columns: int, rows: int, tiles_all: int, sms: int
+) -> set[Launch]:
+    """Return the launches `--tune` tries for rows of `tiles_all` packed tiles."""
+    found = set()
+    for tiles, stages in TUNE_SHAPES[bits]:
+        resident = sms * programs_per_sm(bits, head_dim, columns, tiles, stages)
+        ring = 5 if rows * 5 < resident else 1
+        loop = {"ring_parts": ring, "tiles": tiles, "stages": stages}
+        for programs in (resident * w // 12 for w in (8, 10, 12, 16, 24, 36)):
+            chunk = -(-tiles_all // max(1, programs // rows - ring))
+            chunk = min(max(tiles, chunk + chunk % tiles), tiles_all)
+            together = rows * (-(-tiles_all // chunk) + ring) <= resident
+            found |= {
+                Launch(**loop, chunk=chunk, ahead=a) for a in ((0, AHEAD) if together else (0,))
+            }
+        drawing = max(1, resident // rows - ring)
+        found |= {Launch(**loop, chunk=chunk, programs=drawing) for chunk in (4, 8)}
+    return found
+
+
 def tune(bench: AttendBench) -> dict[str, int]:
     """Time a case's launches and return the fastest as an entry of kv_tuning.json."""
-    case, plan = bench.case, bench.plan
-    tiles_all = 2 * (packed_end(case.context + case.q_len - 1) // BLOCK_TOKENS)
-    rows = case.batch * case.kv_heads * -(-case.heads // case.kv_heads * case.q_len // plan.columns)
+    case, columns = bench.case, bench.plan.columns
+    blocks = packed_end(case.context + case.q_len - 1) // BLOCK_TOKENS
+    rows = case.batch * case.kv_heads * -(-case.heads // case.kv_heads * case.q_len // columns)
     sms = torch.cuda.get_device_properties(bench.device).multi_processor_count
-    launches = set()
-    for tiles, stages in TUNE_SHAPES[case.fmt.bits]:
-        resident = sms * programs_per_sm(case.fmt.bits, case.head_dim, plan.columns, tiles, stages)
-        ring = 5 if rows * 5 < resident else 1
-        for programs in (resident * w // 12 for w in (8, 10, 12, 16, 24, 36)):
-            splits = max(1, programs // rows - ring)
-            chunk = -(-tiles_all // splits)
-            chunk = min(max(tiles, chunk + chunk % tiles), tiles_all)
-            launches.add(Launch(chunk=chunk, ring_parts=ring, tiles=tiles, stages=stages))
 
     def time(launch: Launch) -> float:
-        tried = replace(plan, launch=launch, splits=-(-tiles_all // launch.chunk))
+        tried = replace(bench.plan, launch=launch, splits=num_programs(launch, blocks))
         return min(bench.sample(tried, repeats=5))
 
-    best = min(launches, key=time)
-    other = replace(best, ring_parts=6 - best.ring_parts)
-    best = min((best, other), key=time)
-    shape = {"bits": case.fmt.bits, "columns": plan.columns, "rows": rows, "blocks": tiles_all // 2}
-    return {**shape, **asdict(best)}
+    tried = candidates(case.fmt.bits, case.head_dim, columns, rows, 2 * blocks, sms)
+    best = min(tried, key=time)
+    best = min((best, replace(best, ring_parts=6 - best.ring_parts)), key=time)
+    return {
+        "bits": case.fmt.bits,
+        "columns": columns,
+        "rows": rows,
+        "blocks": blocks,
+        **asdict(best),
+    }
 
 
 def tune_all(device: torch.device, only: str) -> None:

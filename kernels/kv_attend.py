@@ -119,6 +119,119 @@ def _ring_part(
     return acc * norm[None, :], lse
 
 
+@triton.jit
+def _tiles(
+    step0, step1, m_i, l_g, z_g, acc, k_words, k_params, v_words, v_params, table, slot,
+    table_width, head, q_plain, q_thread, q_codes, q_sum, q_pos, q_line, slope, unit,
+    G: tl.constexpr, Q: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr,
+    KEY_GROUP: tl.constexpr, R: tl.constexpr, PAGED: tl.constexpr, ALIBI: tl.constexpr,
+    TILES: tl.constexpr, STAGES: tl.constexpr, KW: tl.constexpr, KW0: tl.constexpr,
+    EMULATE: tl.constexpr,
+):  # fmt: skip
+    """Steps step0..step1-1 of TILES packed tiles; m_i, l_g, z_g, acc: the softmax so far."""
+    VECS: tl.constexpr = D * BITS // 64  # 16-byte loads a thread needs for a tile
+    GAIN: tl.constexpr = 2 ** (8 - BITS)
+    row = tl.arange(0, 64)
+    row_token = row // 16 * 16 + row % 8 * 2 + row // 8 % 2
+    for step in tl.range(step0, step1, num_stages=STAGES):
+        tile = step * TILES
+        block = tile // 2
+        half = tile % 2
+        if PAGED:
+            page = tl.load(table + slot * table_width + block).to(tl.int64)
+        else:
+            page = slot * table_width + block
+        at = page * G + head
+        kw_at = k_words + at * (2 * VECS * 128) + half * (VECS * 128)
+        vw_at = v_words + at * (2 * VECS * 128) + half * (VECS * 128)
+        vp_at = v_params + at * (2 * BLOCK) + half * TILE
+        # ---- scores of one or two tiles
+        k0 = unpack(words(kw_at, VECS), 4, D // 16, BITS, KW, EMULATE)
+        if TILES == 2:
+            k1 = unpack(words(kw_at + VECS * 128, VECS), 4, D // 16, BITS, KW, EMULATE)
+        if KEY_GROUP == 0:
+            kp_at = k_params + at * (2 * BLOCK) + half * TILE
+            x0 = tl.dot(k0, q_codes) * TWO_24
+            x0 = x0 * over_scores(token_vector(kp_at).to(tl.float32), R)
+            x0 += q_sum[None, :] * over_scores(token_vector(kp_at + BLOCK).to(tl.float32), R)
+            if TILES == 2:
+                x1 = tl.dot(k1, q_codes) * TWO_24
+                x1 = x1 * over_scores(token_vector(kp_at + TILE).to(tl.float32), R)
+                zero1 = token_vector(kp_at + BLOCK + TILE).to(tl.float32)
+                x1 += q_sum[None, :] * over_scores(zero1, R)
+        else:
+            kp_at = k_params + at * (BLOCK // KEY_GROUP * 2 * D)
+            kp_at += half * (TILE // KEY_GROUP * 2 * D)
+            q_mat, init = fold_keys(kp_at, q_plain, q_thread, GAIN, D, R, KW, KW0)
+            if KEY_GROUP > 32:
+                x0 = tl.dot(k0, q_mat)
+                init0 = init
+            else:
+                x0 = tl.dot(k0, q_mat, from_zero(init, R))
+                q_mat, init = fold_keys(kp_at + 2 * D, q_plain, q_thread, GAIN, D, R, KW, KW0)
+                x0 = tl.where((row < 32)[:, None], x0, tl.dot(k0, q_mat, from_zero(init, R)))
+            if TILES == 2:
+                if KEY_GROUP < 128:
+                    kp1 = kp_at + BLOCK // KEY_GROUP * D
+                    q_mat, init = fold_keys(kp1, q_plain, q_thread, GAIN, D, R, KW, KW0)
+                if KEY_GROUP > 32:
+                    x1 = tl.dot(k1, q_mat)
+                else:
+                    x1 = tl.dot(k1, q_mat, from_zero(init, R))
+                    kp1 = kp_at + 6 * D
+                    q_mat, init = fold_keys(kp1, q_plain, q_thread, GAIN, D, R, KW, KW0)
+                    x1 = tl.where((row < 32)[:, None], x1, tl.dot(k1, q_mat, from_zero(init, R)))
+        if ALIBI:
+            pos = tile * TILE + row_token
+            x0 += slope[None, :] * (pos[:, None] - q_pos[None, :]).to(tl.float32)
+            if TILES == 2:
+                x1 += slope[None, :] * (pos[:, None] + TILE - q_pos[None, :]).to(tl.float32)
+        # ---- softmax
+        # a group's zero has one score a column: it joins the largest and the shift
+        if KEY_GROUP > 32:
+            top_g = by_thread(x0, R) + zero_by_thread(init0, R)
+            if TILES == 2:
+                top_g = tl.maximum(top_g, by_thread(x1, R) + zero_by_thread(init, R))
+        else:
+            top_g = by_thread(tl.maximum(x0, x1) if TILES == 2 else x0, R)
+        top = tl.max(top_g, 0)
+        if Q > 1:  # the last block may lie beyond the line of the first queries
+            seen = q_line > block * BLOCK
+            top = tl.where(seen, top, LOWEST)
+        m_new = tl.maximum(m_i, top)
+        alpha = tl.exp2((m_i - m_new) * unit)
+        shift = m_new * unit - P_SHIFT
+        if Q > 1:
+            shift = tl.where(seen, shift, -MASKED)
+        m_i = m_new
+        if KEY_GROUP > 32:
+            p0 = tl.exp2(x0 * unit + from_zero(init0 * unit - shift[None, :], R))
+        else:
+            p0 = tl.exp2(x0 * unit - shift[None, :])
+        pz = p0 * over_scores(token_vector(vp_at + BLOCK).to(tl.float32), R)
+        p_all = p0
+        if TILES == 2:
+            if KEY_GROUP > 32:
+                p1 = tl.exp2(x1 * unit + from_zero(init * unit - shift[None, :], R))
+            else:
+                p1 = tl.exp2(x1 * unit - shift[None, :])
+            pz += p1 * over_scores(token_vector(vp_at + BLOCK + TILE).to(tl.float32), R)
+            p_all += p1
+        l_g = l_g * alpha[None, :] + tl.sum(tl.reshape(p_all, (8, 8, R)), 0)
+        z_g = z_g * alpha[None, :] + tl.sum(tl.reshape(pz, (8, 8, R)), 0)
+        # ---- output
+        p0 = p0 * over_scores(token_vector(vp_at).to(tl.float32), R)
+        p0_mat = probability_operand(p0.to(tl.float16), R, KW, EMULATE)
+        v0 = unpack(words(vw_at, VECS), D // 16, 4, BITS, KW, EMULATE)
+        acc = tl.dot(v0, p0_mat, acc * alpha[None, :])
+        if TILES == 2:
+            p1 = p1 * over_scores(token_vector(vp_at + TILE).to(tl.float32), R)
+            p1_mat = probability_operand(p1.to(tl.float16), R, KW, EMULATE)
+            v1 = unpack(words(vw_at + VECS * 128, VECS), D // 16, 4, BITS, KW, EMULATE)
+            acc = tl.dot(v1, p1_mat, acc)
+    return m_i, l_g, z_g, acc
+
+
 @triton.jit(do_not_specialize=["chunk", "table_width", "num_parts", "ahead"])
 def attend_split(
     q_ptr, k_words, k_params, v_words, v_params, k_ring, v_ring, table, slots, starts, counts,
@@ -183,16 +296,14 @@ def attend_split(
     else:
         # equal shares, TILES tiles a step: as many as chunks of at most `chunk` tiles would be
         lane = tl.arange(0, 32)
-        drawn = -1
         if DYNAMIC:  # drawn early, looked at late: a program never waits for its next share
             to_draw = tickets + row_of_all + lane * 0
             draw = tl.atomic_add(to_draw, 1, mask=lane < 1, sem="relaxed")
             if share >= shares:
-                drawn = tl.sum(tl.where(lane == 0, draw, 0), 0)
+                share = programs + tl.sum(tl.where(lane == 0, draw, 0), 0)
         if share < shares:
             NC: tl.constexpr = D // 32
             NB: tl.constexpr = R // 8
-            VECS: tl.constexpr = D * BITS // 64  # 16-byte loads a thread needs for a tile
             GAIN: tl.constexpr = 2 ** (8 - BITS)
             # ---- queries by thread: column 8n + g, channels t*D/4 + 8c + j
             row = tl.arange(0, NB * NC * 32)[:, None]
@@ -210,133 +321,37 @@ def attend_split(
                 fold = tl.exp2(-BITS * plane.to(tl.float32)).to(tl.float16)
                 q_codes = right_operand(q_thread * fold[None, None, None, :], D, R, KW)
                 q_sum = tl.max(tl.dot(tl.full([16, D], 1.0, tl.float16), q_plain), 0)
+            else:
+                q_codes, q_sum = 0, 0
             # scores stay in the product's units, and become exponents of 2 in the exponential
             unit = score_scale if KEY_GROUP == 0 else score_scale * (TWO_24 / GAIN)
             if ALIBI:
                 slope = tl.load(slopes + head * C + cols % C, mask=used, other=0.0) * LOG2_E / unit
-            row = tl.arange(0, 64)
-            row_token = row // 16 * 16 + row % 8 * 2 + row // 8 % 2
-
+            else:
+                slope = 0
             m_i = tl.full([R], LOWEST, tl.float32)
             l_g = tl.zeros([8, R], tl.float32)
             z_g = tl.zeros([8, R], tl.float32)
             acc = tl.zeros([D, R], tl.float32)
-            while share < shares:
-                for step in tl.range(step0, step1, num_stages=STAGES):
-                    tile = step * TILES
-                    block = tile // 2
-                    half = tile % 2
-                    if PAGED:
-                        page = tl.load(table + slot * table_width + block).to(tl.int64)
-                    else:
-                        page = slot * table_width + block
-                    at = page * G + head
-                    kw_at = k_words + at * (2 * VECS * 128) + half * (VECS * 128)
-                    vw_at = v_words + at * (2 * VECS * 128) + half * (VECS * 128)
-                    vp_at = v_params + at * (2 * BLOCK) + half * TILE
-                    # ---- scores of one or two tiles
-                    k0 = unpack(words(kw_at, VECS), 4, D // 16, BITS, KW, EMULATE)
-                    if TILES == 2:
-                        k1 = unpack(words(kw_at + VECS * 128, VECS), 4, D // 16, BITS, KW, EMULATE)
-                    if KEY_GROUP == 0:
-                        kp_at = k_params + at * (2 * BLOCK) + half * TILE
-                        x0 = tl.dot(k0, q_codes) * TWO_24
-                        x0 = x0 * over_scores(token_vector(kp_at).to(tl.float32), R)
-                        x0 += q_sum[None, :] * over_scores(
-                            token_vector(kp_at + BLOCK).to(tl.float32), R
-                        )
-                        if TILES == 2:
-                            x1 = tl.dot(k1, q_codes) * TWO_24
-                            x1 = x1 * over_scores(token_vector(kp_at + TILE).to(tl.float32), R)
-                            zero1 = token_vector(kp_at + BLOCK + TILE).to(tl.float32)
-                            x1 += q_sum[None, :] * over_scores(zero1, R)
-                    else:
-                        kp_at = k_params + at * (BLOCK // KEY_GROUP * 2 * D)
-                        kp_at += half * (TILE // KEY_GROUP * 2 * D)
-                        q_mat, init = fold_keys(kp_at, q_plain, q_thread, GAIN, D, R, KW, KW0)
-                        if KEY_GROUP > 32:
-                            x0 = tl.dot(k0, q_mat)
-                            init0 = init
-                        else:
-                            x0 = tl.dot(k0, q_mat, from_zero(init, R))
-                            q_mat, init = fold_keys(
-                                kp_at + 2 * D, q_plain, q_thread, GAIN, D, R, KW, KW0
-                            )
-                            x0 = tl.where(
-                                (row < 32)[:, None], x0, tl.dot(k0, q_mat, from_zero(init, R))
-                            )
-                        if TILES == 2:
-                            if KEY_GROUP < 128:
-                                kp1 = kp_at + BLOCK // KEY_GROUP * D
-                                q_mat, init = fold_keys(kp1, q_plain, q_thread, GAIN, D, R, KW, KW0)
-                            if KEY_GROUP > 32:
-                                x1 = tl.dot(k1, q_mat)
-                            else:
-                                x1 = tl.dot(k1, q_mat, from_zero(init, R))
-                                kp1 = kp_at + 6 * D
-                                q_mat, init = fold_keys(kp1, q_plain, q_thread, GAIN, D, R, KW, KW0)
-                                x1 = tl.where(
-                                    (row < 32)[:, None], x1, tl.dot(k1, q_mat, from_zero(init, R))
-                                )
-                    if ALIBI:
-                        pos = tile * TILE + row_token
-                        x0 += slope[None, :] * (pos[:, None] - q_pos[None, :]).to(tl.float32)
-                        if TILES == 2:
-                            x1 += slope[None, :] * (pos[:, None] + TILE - q_pos[None, :]).to(
-                                tl.float32
-                            )
-                    # ---- softmax
-                    # a group's zero has one score a column: it joins the largest and the shift
-                    if KEY_GROUP > 32:
-                        top_g = by_thread(x0, R) + zero_by_thread(init0, R)
-                        if TILES == 2:
-                            top_g = tl.maximum(top_g, by_thread(x1, R) + zero_by_thread(init, R))
-                    else:
-                        top_g = by_thread(tl.maximum(x0, x1) if TILES == 2 else x0, R)
-                    top = tl.max(top_g, 0)
-                    if Q > 1:  # the last block may lie beyond the line of the first queries
-                        seen = q_line > block * BLOCK
-                        top = tl.where(seen, top, LOWEST)
-                    m_new = tl.maximum(m_i, top)
-                    alpha = tl.exp2((m_i - m_new) * unit)
-                    shift = m_new * unit - P_SHIFT
-                    if Q > 1:
-                        shift = tl.where(seen, shift, -MASKED)
-                    m_i = m_new
-                    if KEY_GROUP > 32:
-                        p0 = tl.exp2(x0 * unit + from_zero(init0 * unit - shift[None, :], R))
-                    else:
-                        p0 = tl.exp2(x0 * unit - shift[None, :])
-                    pz = p0 * over_scores(token_vector(vp_at + BLOCK).to(tl.float32), R)
-                    p_all = p0
-                    if TILES == 2:
-                        if KEY_GROUP > 32:
-                            p1 = tl.exp2(x1 * unit + from_zero(init * unit - shift[None, :], R))
-                        else:
-                            p1 = tl.exp2(x1 * unit - shift[None, :])
-                        pz += p1 * over_scores(token_vector(vp_at + BLOCK + TILE).to(tl.float32), R)
-                        p_all += p1
-                    l_g = l_g * alpha[None, :] + tl.sum(tl.reshape(p_all, (8, 8, R)), 0)
-                    z_g = z_g * alpha[None, :] + tl.sum(tl.reshape(pz, (8, 8, R)), 0)
-                    # ---- output
-                    p0 = p0 * over_scores(token_vector(vp_at).to(tl.float32), R)
-                    p0_mat = probability_operand(p0.to(tl.float16), R, KW, EMULATE)
-                    v0 = unpack(words(vw_at, VECS), D // 16, 4, BITS, KW, EMULATE)
-                    acc = tl.dot(v0, p0_mat, acc * alpha[None, :])
-                    if TILES == 2:
-                        p1 = p1 * over_scores(token_vector(vp_at + TILE).to(tl.float32), R)
-                        p1_mat = probability_operand(p1.to(tl.float16), R, KW, EMULATE)
-                        v1 = unpack(words(vw_at + VECS * 128, VECS), D // 16, 4, BITS, KW, EMULATE)
-                        acc = tl.dot(v1, p1_mat, acc)
-                if DYNAMIC:
-                    drawn = tl.sum(tl.where(lane == 0, draw, 0), 0)
-                    share = programs + drawn
-                    step0 = steps_all * share // shares
-                    step1 = steps_all * (share + 1) // shares
+            if not DYNAMIC:
+                m_i, l_g, z_g, acc = _tiles(
+                    step0, step1, m_i, l_g, z_g, acc, k_words, k_params, v_words, v_params, table,
+                    slot, table_width, head, q_plain, q_thread, q_codes, q_sum, q_pos, q_line,
+                    slope, unit, G, Q, D, BITS, KEY_GROUP, R, PAGED, ALIBI, TILES, STAGES, KW, KW0,
+                    EMULATE,
+                )  # fmt: skip
+            else:
+                while share < shares:
+                    m_i, l_g, z_g, acc = _tiles(
+                        steps_all * share // shares, steps_all * (share + 1) // shares,
+                        m_i, l_g, z_g, acc, k_words, k_params, v_words, v_params, table,
+                        slot, table_width, head, q_plain, q_thread, q_codes, q_sum, q_pos, q_line,
+                        slope, unit, G, Q, D, BITS, KEY_GROUP, R, PAGED, ALIBI, TILES, STAGES, KW,
+                        KW0, EMULATE,
+                    )  # fmt: skip
+                    share = programs + tl.sum(tl.where(lane == 0, draw, 0), 0)
                     left = tl.where(share < shares, 1, 0)
                     draw = tl.atomic_add(to_draw, 1, mask=lane < left, sem="relaxed")
-                else:
-                    share = shares
             l_i = tl.sum(l_g, 0)
             z_i = tl.sum(z_g, 0)
             norm = 1.0 / tl.maximum(l_i, 1e-30)
@@ -347,7 +362,7 @@ def attend_split(
             o_at = part_out + (out_at * R + c[:, None]) * D + tl.arange(0, D)[None, :]
             tl.store(o_at, out, mask=used[:, None])
         # each program draws until it finds nothing: whoever draws last leaves the counter at 0
-        if DYNAMIC and drawn == tl.maximum(shares, programs) - 1:
+        if DYNAMIC and share == programs + tl.maximum(shares, programs) - 1:
             tl.store(tickets + row_of_all, 0)
 
 

@@ -75,6 +75,8 @@ def test_attention_compiles_everywhere(arch):
         (4, {"KEY_GROUP": 32, "D": 64}),
         (4, {"KEY_GROUP": 0, "PAGED": True, "dtype": "bf16"}),
         (4, {"Q": 4, "R": 16, "ALIBI": True}),
+        (4, {"DYNAMIC": True}),
+        (2, {"DYNAMIC": True, "Q": 4, "R": 16, "KEY_GROUP": 64}),
     ],
 )
 def test_variants_compile(bits, changes):
