@@ -4,7 +4,8 @@
 
 For every device kind of the cluster that is here: draws workloads (precision, phase, an odd
 micro-batch from 3 on, a prompt or cache length) inside the profiled ranges, times each as the
-profiler does, and compares with the costs. Writes two rows a kind: mean and 95th percentile of the
+profiler does (on a GPU from a CUDA graph: the device's time, in both phases), and compares with the
+costs. Writes two rows a kind: mean and 95th percentile of the
 absolute relative error, in percent.
 """
 
@@ -126,7 +127,7 @@ def time_all(
                 dtype=target.dtype,
             )
             assert entry is not None
-            predicted_s = entry.seconds(v=case.v, length=case.length)
+            predicted_s = entry.device_s(v=case.v, length=case.length)
             found.append(Compared(case, predicted_s, group.time(case).seconds))
     return found
 

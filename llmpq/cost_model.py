@@ -108,6 +108,8 @@ class LatencyEntry(FileForm):
     kv: KVPrecision = KVPrecision.KV16
     dtype: Dtype
     regimes: tuple[Regime, ...] = Field(min_length=1)
+    launch_s: float = Field(default=0.0, ge=0)
+    """Time the host takes to enqueue it on a GPU, where no graph does: a step takes the longer."""
     sampled_v: tuple[int, int] | None = None
     """Smallest and largest micro-batch that was measured; None for an estimate."""
     sampled_length: tuple[int, int] | None = None
@@ -128,7 +130,11 @@ class LatencyEntry(FileForm):
         return self
 
     def seconds(self, *, v: int, length: float, q_len: int = 1) -> float:
-        """Return the time of one micro-batch of v requests."""
+        """Return the time of one micro-batch of v requests: the device's, or the host's."""
+        return max(self.launch_s, self.device_s(v=v, length=length, q_len=q_len))
+
+    def device_s(self, *, v: int, length: float, q_len: int = 1) -> float:
+        """Return the time the device takes for one micro-batch of v requests."""
         values = term_values(self.phase, v=v, length=length, q_len=q_len)
         tokens = new_tokens(self.phase, v=v, length=length, q_len=q_len)
         return max(

@@ -145,6 +145,8 @@ def _layer_cases(grid: Grid, target: Target) -> Iterator[Case]:
         shapes = [(v, s) for v in grid.prefill_v for s in grid.prefill_length]
         if grid.prefill_tokens:
             shapes = _by_tokens(grid)
+        if grid.prefill_tokens and target.part == "layer":
+            yield Case(target=target, v=1, length=min(grid.prefill_length), launch=True)
         yield from (
             Case(target=target, v=v, length=s) for v, s in shapes if v * s <= grid.max_tokens
         )

@@ -44,6 +44,8 @@ class Case(FileForm):
     v: int = Field(gt=0)
     length: int = Field(gt=0)
     q_len: int = Field(default=1, gt=0)
+    launch: bool = False
+    """Whether to time how long the host takes to enqueue it, not the device to do it."""
 
     @property
     def new_tokens(self) -> int:

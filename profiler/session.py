@@ -231,6 +231,8 @@ def _by_target(samples: Sequence[Sample]) -> dict[Target, list[Sample]]:
 
 def _entry(target: Target, samples: Sequence[Sample]) -> LatencyEntry:
     """Fit one entry; the past length of embedding and head in decode is no part of its range."""
+    launch_s = min((s.timing.seconds for s in samples if s.case.launch), default=0.0)
+    samples = [s for s in samples if not s.case.launch]
     points = [
         Point(v=s.case.v, length=s.case.length, q_len=s.case.q_len, seconds=s.timing.seconds)
         for s in samples
@@ -250,6 +252,7 @@ def _entry(target: Target, samples: Sequence[Sample]) -> LatencyEntry:
         kv=target.kv,
         dtype=target.dtype,
         regimes=fit.regimes,
+        launch_s=launch_s,
         sampled_v=(min(p.v for p in points), max(p.v for p in points)),
         sampled_length=(min(lengths), max(lengths)) if has_length else None,
         held_out_error=fit.held_out,

@@ -71,11 +71,11 @@ class Subject:
         """Time one case: per layer, where it is one of layers."""
         target, stage = case.target, self._stage_of(case)
         layers = max(1, len(stage.layers))
-        # A graph stands for decode and verify; prompts and random numbers vary and run eagerly, and
-        # routers ask the device.
+        # A graph shows the device's own time, also of prompts, which run eagerly: the time the host
+        # takes to enqueue them is a case of its own. Random numbers and routers stay out of graphs.
         sampled = target.part == "head" and not self._sampling.greedy
         asks = sampled or self.spec.experts > 0
-        graph = self.device.type == "cuda" and target.phase is not Phase.PREFILL and not asks
+        graph = self.device.type == "cuda" and not asks and not case.launch
         if target.part == "head":
             effort = replace(effort, rest_s=0.0)  # it follows layers at once; they have waited
         with torch.inference_mode():

@@ -117,10 +117,20 @@ def _timing_stream() -> torch.cuda.Stream:
     return torch.cuda.Stream()
 
 
+@functools.cache
+def _pool_keeper() -> torch.cuda.CUDAGraph:
+    """Return a graph whose memory all others share; one at a time is used, this one never."""
+    graph = torch.cuda.CUDAGraph()
+    graph.capture_begin(capture_error_mode="thread_local")
+    torch.zeros(1, device="cuda")
+    graph.capture_end()
+    return graph
+
+
 def _captured(call: Callable[[], object]) -> Callable[[], object]:
     """Record a call on the current stream; `torch.cuda.graph` would also empty the caches."""
     captured = torch.cuda.CUDAGraph()
-    captured.capture_begin(capture_error_mode="thread_local")
+    captured.capture_begin(pool=_pool_keeper().pool(), capture_error_mode="thread_local")
     try:
         call()
     finally:

@@ -63,3 +63,11 @@ def test_the_largest_regime_counts_and_means_agree() -> None:
 def test_bad_curves_are_refused(curve: list[list[float]], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Regime.parse_data({"terms": {}, "curve": curve}, where="costs")
+
+
+def test_a_step_takes_as_long_as_its_host_needs_to_enqueue_it() -> None:
+    latency = entry(Regime(terms={"v*s": 1e-6}), phase=Phase.PREFILL)
+    latency = latency.model_copy(update={"launch_s": 5e-4})
+    assert latency.seconds(v=1, length=100) == pytest.approx(5e-4)
+    assert latency.device_s(v=1, length=100) == pytest.approx(1e-4)
+    assert latency.seconds(v=8, length=100) == latency.device_s(v=8, length=100)
