@@ -16,7 +16,7 @@ Cost per output: D * bits/4 + (scales) bytes of keys and values per token and ke
 
 Programs: (G * column chunks, B, splits + RING_PARTS). The first 1 or 5 share the 16-bit ring, 32
 tokens a step; the others take up to `chunk` packed tiles each, TILES at a step; each writes its
-normalised output and log2-sum-exp, `combine_parts` merges. Kernels launch early (PDL): before its
+normalised output and log2-sum-exp, kv_combine.py merges. Kernels launch early (PDL): before its
 wait for the one in front a program asks the L2 for its first `ahead` tiles.
 
 B: requests.  Q: new tokens.  H: query heads.  G: key-value heads.  D: head_dim.  X: parts.
@@ -364,50 +364,3 @@ def attend_split(
         # each program draws until it finds nothing: whoever draws last leaves the counter at 0
         if DYNAMIC and share == programs + tl.maximum(shares, programs) - 1:
             tl.store(tickets + row_of_all, 0)
-
-
-@triton.jit(do_not_specialize=["chunk", "num_parts"])
-def combine_parts(
-    part_out, part_lse, out_ptr, starts, counts, chunk, num_parts,
-    H: tl.constexpr, G: tl.constexpr, Q: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
-    RING_PARTS: tl.constexpr, D_STEP: tl.constexpr, X_STEP: tl.constexpr, PDL: tl.constexpr,
-    EARLY: tl.constexpr,
-):  # fmt: skip
-    """out = sum_x 2**(lse_x - max) out_x / sum_x 2**(lse_x - max) for one query head and token."""
-    C: tl.constexpr = H // G
-    CHUNKS: tl.constexpr = (C * Q + R - 1) // R
-    if PDL and EARLY:  # waits itself: whoever comes next may start early, and must wait for it
-        tl.extra.cuda.gdc_launch_dependents()
-    col = tl.program_id(0) % (C * Q)
-    head = tl.program_id(0) // (C * Q)
-    d = tl.program_id(1) * D_STEP + tl.arange(0, D_STEP)
-    b = tl.program_id(2)
-    start = tl.load(starts + b)
-    end = start + tl.load(counts + b)
-    since = packed_line(start)
-    shares = (packed_line(end - 1) // TILE + chunk - 1) // chunk
-    parts = RING_PARTS + tl.minimum(shares, num_parts - RING_PARTS)
-    PART_TOKENS: tl.constexpr = RING // RING_PARTS
-    first = ((b * G + head) * CHUNKS + col // R).to(tl.int64) * num_parts
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        if not EARLY:
-            tl.extra.cuda.gdc_launch_dependents()
-    m_i = LOWEST
-    l_i = 0.0
-    acc = tl.zeros([D_STEP], tl.float32)
-    for x0 in range(0, parts, X_STEP):
-        x = x0 + tl.arange(0, X_STEP)
-        live = tl.where(x < RING_PARTS, since + x * PART_TOKENS < end, x < parts)
-        at = (first + x) * R + col % R
-        lse = tl.load(part_lse + at, mask=live, other=MASKED)
-        m_new = tl.maximum(m_i, tl.max(lse, 0))
-        alpha = tl.exp2(m_i - m_new)
-        w = tl.exp2(lse - m_new)
-        o = tl.load(part_out + at[:, None] * D + d[None, :], mask=live[:, None], other=0.0)
-        l_i = l_i * alpha + tl.sum(w, 0)
-        acc = acc * alpha + tl.sum(o * w[:, None], 0)
-        m_i = m_new
-    out = acc / tl.maximum(l_i, 1e-30)
-    out_at = ((b * Q + col // C) * H + head * C + col % C) * D
-    tl.store(out_ptr + out_at + d, out.to(out_ptr.dtype.element_ty))

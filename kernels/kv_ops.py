@@ -16,7 +16,8 @@ import triton
 from torch import Tensor
 
 from llmpq.kernels.kv_append import append_step, pack_blocks, write_ring
-from llmpq.kernels.kv_attend import attend_split, combine_parts
+from llmpq.kernels.kv_attend import attend_split
+from llmpq.kernels.kv_combine import combine_parts
 from llmpq.kernels.kv_formats import KVFormat
 from llmpq.kernels.kv_plan import MAX_Q_LEN, AttendPlan, capability
 from llmpq.kernels.kv_storage import DeviceRows, KVLayer
@@ -25,9 +26,6 @@ from llmpq.kv_format import BLOCK_TOKENS, RING_TOKENS
 WORD_K_WIDTH = 4 if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7) else 2
 """Consecutive columns of an operand a thread holds, as Triton picks them for unpacked words. The
 other value is right but shuffles: 3.6 halves the source's width at each join, 3.9 does not."""
-
-EARLY = True
-"""Whether the combine lets the kernel behind it start before it may read."""
 
 
 def _strides(x: Tensor) -> tuple[int, int, int]:
@@ -132,6 +130,7 @@ def kv_attend(
     stages: int,
     ahead: int,
     programs: int,
+    early: bool,
     pdl: bool,
 ) -> Tensor:
     """Attend q [B, Q, H, D] to the cache; the step's own tokens must be appended already."""
@@ -146,7 +145,7 @@ def kv_attend(
     part_lse = q.new_empty((batch, head_chunks, parts, columns), dtype=torch.float32)
     shape = dict(zip("HGQDR", (heads, kv_heads, q_len, dim, columns), strict=True))
     shape["RING_PARTS"] = ring_parts
-    early = {"launch_pdl": True} if pdl else {}
+    options = {"launch_pdl": True} if pdl else {}
     # Left alone, ptxas takes 184 registers and an SM then holds 11 programs; 168 spill nothing.
     cap = {"maxnreg": 168} if columns == 8 and dim <= 128 and q.device.type == "cuda" else {}
     attend_split[(head_chunks, batch, parts)](
@@ -157,9 +156,9 @@ def kv_attend(
         **shape, BITS=bits, KEY_GROUP=key_group, PAGED=paged, ALIBI=slopes is not None,
         TILES=tiles, DYNAMIC=programs > 0, KW=WORD_K_WIDTH, KW0=2, STAGES=stages,
         PDL=pdl, EMULATE=q.device.type == "cpu",
-        num_warps=1, **(early | cap),
+        num_warps=1, **(options | cap),
     )  # fmt: skip
-    _combine(part_out, part_lse, out, starts, counts, chunk, shape, early)
+    _combine(part_out, part_lse, out, starts, counts, chunk, shape | {"EARLY": early}, options)
     return out
 
 
@@ -171,7 +170,7 @@ def _combine(
     counts: Tensor,
     chunk: int,
     shape: dict[str, int],
-    early: dict[str, bool],
+    options: dict[str, bool],
 ) -> None:
     """Launch the kernel that merges the parts, of 64 or 128 bytes of outputs a program."""
     parts = part_out.shape[2]
@@ -179,7 +178,7 @@ def _combine(
     d_step = 16 if x_step > 128 else 32
     combine_parts[(shape["H"] * shape["Q"], shape["D"] // d_step, out.shape[0])](
         part_out, part_lse, out, starts, counts, chunk, parts, **shape, D_STEP=d_step,
-        X_STEP=x_step, PDL=bool(early), EARLY=EARLY, num_warps=4 if parts > 32 else 1, **early,
+        X_STEP=x_step, PDL=bool(options), num_warps=4 if parts > 32 else 1, **options,
     )  # fmt: skip
 
 
@@ -242,6 +241,7 @@ def run_attend(
         layer.v_words_PGW, layer.v_params_PG, table, rows.slots, rows.starts, rows.counts, slopes,
         tickets, scale, fmt.bits, fmt.key_group or 0, paged,
         plan.columns, plan.launch.chunk, plan.splits, plan.launch.ring_parts, plan.launch.tiles,
-        plan.launch.stages, plan.launch.ahead, plan.launch.programs, plan.pdl,
+        plan.launch.stages, plan.launch.ahead, plan.launch.programs,
+        bool(plan.launch.early), plan.pdl,
     )  # fmt: skip
     return result

@@ -44,6 +44,8 @@ class Launch:
     """Tiles a program asks the L2 for before the kernel in front ends, at most 8."""
     programs: int = 0
     """Programs of a row that draw chunks of tiles until none is left; 0: one program a chunk."""
+    early: int = 1
+    """1 if the combine lets the kernel behind it start before it may read itself."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from llmpq.kernels import kv_append, kv_attend
+from llmpq.kernels import kv_append, kv_attend, kv_combine
 from llmpq.kernels.kv_ops import WORD_K_WIDTH
 from llmpq.kernels.kv_plan import LOOP_SHAPE
 
@@ -64,7 +64,7 @@ def test_attention_compiles_everywhere(arch):
         "X_STEP": 64,
         "EARLY": True,
     }
-    assert build(kv_attend.combine_parts, arch, {**combine, "PDL": arch >= 90}, num_warps=4).cubin
+    assert build(kv_combine.combine_parts, arch, {**combine, "PDL": arch >= 90}, num_warps=4).cubin
 
 
 @pytest.mark.parametrize(

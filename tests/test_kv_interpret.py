@@ -192,7 +192,7 @@ def test_a_chunk_fills_whole_waves_and_stays_short():
 
 def test_measured_launches_are_used_near_their_shape(monkeypatch):
     entry = {"bits": 4, "columns": 8, "rows": 64, "blocks": 255}
-    launch = dict(chunk=28, ring_parts=1, tiles=2, stages=2, ahead=0, programs=0)
+    launch = dict(chunk=28, ring_parts=1, tiles=2, stages=2, ahead=0, programs=0, early=1)
     monkeypatch.setattr(kv_plan, "tuning_table", lambda: ({**entry, **launch},))
     assert kv_plan.tuned_launch(4, 8, 64, 250) == kv_plan.Launch(**launch)
     assert kv_plan.tuned_launch(4, 8, 64, 100) is None
