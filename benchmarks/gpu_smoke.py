@@ -25,7 +25,6 @@ from llmpq.kernels import (
     fused_norm,
     fused_rope,
     plain_attend,
-    rope_attend,
 )
 from llmpq.kernels.reference import relative_error
 from llmpq.kernels.timing import write_row
@@ -71,9 +70,6 @@ def check_kernels() -> bool:
             fused_argmax.argmax(logits), fused_argmax.argmax_reference(logits.cpu()).cuda()
         )
         results.append(("largest logit", dtype, 0.0 if same else 1.0, tolerance))
-        for splits in (1, 7, None):
-            error = _decode_error(dtype, splits)
-            results.append((f"decode attention splits {splits}", dtype, error, tolerance))
         for q_len, splits in ((1, 1), (1, 7), (5, None)):
             error = _attend_error(dtype, q_len, splits)
             results.append((f"attention q {q_len} splits {splits}", dtype, error, tolerance))
@@ -104,23 +100,6 @@ def _attend_error(dtype: torch.dtype, q_len: int, splits: int | None) -> float:
     ]
     got = plain_attend.plain_attend(q, k, v, *rows, max_end=700, scale=dim**-0.5, splits=splits)
     return relative_error(got, plain_attend.plain_attend_reference(q, k, v, *rows, scale=dim**-0.5))
-
-
-def _decode_error(dtype: torch.dtype, splits: int | None) -> float:
-    heads, groups, dim = 32, 8, 128
-    qkv = torch.randn(5, 1, heads + 2 * groups, dim, device="cuda", dtype=dtype)
-    q, k, v = qkv.split([heads, groups, groups], dim=2)
-    caches = [torch.randn(6, groups, 700, dim, device="cuda", dtype=dtype) for _ in range(2)]
-    expected = [cache.clone() for cache in caches]
-    rows = [torch.tensor(x, device="cuda") for x in ([5, 0, 2, 1, 3], [0, 9, 600, 1, 64])]
-    inv_freq = 1.0 / 500000 ** torch.linspace(0, 1, dim // 2, device="cuda")
-    given = {"max_end": 700, "scale": dim**-0.5, "splits": splits}
-    got = rope_attend.rope_attend(q, k, v, *caches, *rows, inv_freq, **given)
-    want = rope_attend.rope_attend_reference(
-        q, k, v, *expected, *rows, inv_freq, scale=given["scale"]
-    )
-    pairs = ((got, want), (caches[0], expected[0]), (caches[1], expected[1]))
-    return max(relative_error(a, b) for a, b in pairs)
 
 
 def check_tokens() -> bool:

@@ -15,7 +15,6 @@ torch's caching allocator can serve inside a CUDA graph.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -135,7 +134,6 @@ def _launch_rows(
         STEPS=triton.cdiv(groups, warps),
         D=config.depth,
         XD=config.x_depth,
-        AHEAD=_ahead(plan, planes, scale),
         PDL=plan.pdl,
         INTERPRET=plan.interpret,
         num_warps=warps,
@@ -188,7 +186,6 @@ def _launch_tiles(
         BM=config.bm,
         D=config.depth if config.stages == 1 and groups % config.depth == 0 else 1,
         STAGES=config.stages,
-        AHEAD=_ahead(plan, planes, scale),
         PDL=plan.pdl,
         KWIDTH4=plan.kwidth4,
         INTERPRET=plan.interpret,
@@ -197,13 +194,6 @@ def _launch_tiles(
         launch_pdl=plan.pdl,
         maxnreg=_register_limit(config, q.bits, m),
     )
-
-
-def _ahead(plan: Plan, planes: Sequence[Tensor], scale: Tensor) -> int:
-    """k-groups a program asks the L2 for; none for views off 16 bytes, which bulk reads refuse."""
-    if not plan.pdl or any(t.data_ptr() % 16 for t in (*planes, scale)):
-        return 0
-    return plan.config.ahead
 
 
 def _register_limit(config: Config, bits: int, rows: int) -> int | None:

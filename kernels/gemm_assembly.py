@@ -11,8 +11,7 @@ number is 128 (0x4300) and more codes must be shifted down first.
     bfloat16                      7 int + 4 fp  7 int + 4 fp   11 int + 12 fp
 
 Asymmetric zeros cost nothing there: they only change the constants (`*_ZERO` make them).
-Names: F, B (float16, bfloat16), bits, Z (zero constants are operands), S (so are the scales of two
-rows, which cost four multiplications more).
+Names: F, B (float16, bfloat16), bits, Z (zero constants are operands).
 """
 
 from __future__ import annotations
@@ -42,28 +41,22 @@ def _pick(target: str, source: str, mask: int, magic: str) -> str:
 _F16, _B16 = "0x64006400", "0x43004300"
 
 
-def _float16_4(first: int | None, scales: int | None = None) -> str:
+def _float16_4(first: int | None) -> str:
     body = _constants("z0 y1", first, [0x64086408, 0xD480D480])  # 1024 + 8, -(64 + 8)
     body += "mov.b32 k, 0x2c002c00;shr.b32 t, $8, 8;"  # 1/16
     body += _pick("p0", "$8", 0xF, _F16) + _pick("p1", "$8", 0xF0, _F16)
     body += _pick("p2", "t", 0xF, _F16) + _pick("p3", "t", 0xF0, _F16)
     body += "sub.f16x2 p0, p0, z0;fma.rn.f16x2 p1, p1, k, y1;"
     body += "sub.f16x2 p2, p2, z0;fma.rn.f16x2 p3, p3, k, y1;"
-    if scales is not None:
-        body += "".join(f"mul.f16x2 p{i}, p{i}, ${scales + i % 2};" for i in range(4))
     return _assembly(body, 4)
 
 
-def _bfloat16_4(first: int | None, scales: int | None = None) -> str:
+def _bfloat16_4(first: int | None) -> str:
     body = _constants("z0 z1", first, [0xC308C308] * 2)  # -(128 + 8)
     body += "mov.b32 k, 0x3f803f80;shr.b32 t, $8, 4;shr.b32 u, $8, 8;shr.b32 v, $8, 12;"  # 1
     for i, source in enumerate(("$8", "t", "u", "v")):
         body += _pick(f"p{i}", source, 0xF, _B16)
-    body += "".join(f"fma.rn.bf16x2 p{i}, p{i}, k, z{i % 2};" for i in range(4))
-    if scales is not None:  # -0 added: there is no multiplication alone before sm_90
-        body += "mov.b32 s, 0x80008000;"
-        body += "".join(f"fma.rn.bf16x2 p{i}, p{i}, ${scales + i % 2}, s;" for i in range(4))
-    return _assembly(body, 4)
+    return _assembly(body + "".join(f"fma.rn.bf16x2 p{i}, p{i}, k, z{i % 2};" for i in range(4)), 4)
 
 
 def _last_pair(magic: str) -> str:
@@ -141,21 +134,16 @@ def _outputs(count: int, inputs: int) -> str:
 # (bits, dtype) -> assembly without and with zero constants as operands, and their number.
 F4, F4Z = tl.constexpr(_float16_4(None)), tl.constexpr(_float16_4(9))
 B4, B4Z = tl.constexpr(_bfloat16_4(None)), tl.constexpr(_bfloat16_4(9))
-F4S, F4ZS = tl.constexpr(_float16_4(None, 9)), tl.constexpr(_float16_4(9, 11))
-B4S, B4ZS = tl.constexpr(_bfloat16_4(None, 9)), tl.constexpr(_bfloat16_4(9, 11))
 F3, F3Z = tl.constexpr(_float16_3(None)), tl.constexpr(_float16_3(35))
 B3, B3Z = tl.constexpr(_bfloat16_3(None)), tl.constexpr(_bfloat16_3(35))
 F8, F8Z = tl.constexpr(_float16_8(None)), tl.constexpr(_float16_8(10))
 B8, B8Z = tl.constexpr(_bfloat16_8(None)), tl.constexpr(_bfloat16_8(10))
 O8I1, O8I3 = tl.constexpr(_outputs(8, 1)), tl.constexpr(_outputs(8, 3))
-O8I2, O8I4, O8I5, O8I6 = (tl.constexpr(_outputs(8, i)) for i in (2, 4, 5, 6))
+O8I2, O8I4, O8I6 = (tl.constexpr(_outputs(8, i)) for i in (2, 4, 6))
 O32I3, O32I9, O32I7 = (tl.constexpr(_outputs(32, i)) for i in (3, 9, 7))
 
 # Zeros of two rows, as a pair, to the constants above: splat each, then c + s * zero.
 _SPLAT = ".reg .b32 a, b, s, m;prmt.b32 a, {n}, {n}, 0x1010;prmt.b32 b, {n}, {n}, 0x3232;"
-
-
-SPLAT = tl.constexpr("{prmt.b32 $0, $2, $2, 0x1010;prmt.b32 $1, $2, $2, 0x3232;}")
 
 
 def _zero_assembly(kind: str, terms: list[tuple[int, int, str]]) -> str:

@@ -14,6 +14,12 @@ import torch
 
 from llmpq.kernels.formats import BLOCK_ROWS
 
+GLUON_CAPABILITY = (9, 0)
+"""The compute capability that `gluon_kernel` is written for."""
+
+GLUON_ROWS = 65
+"""Fewest rows of x that it takes where nothing was measured."""
+
 TENSOR_CORE_CAPABILITY = (8, 0)
 """Oldest compute capability for which Triton emits tensor-core code."""
 
@@ -50,8 +56,6 @@ class Config:
     """gluon: last waves of tiles whose K is shared out evenly, the unfinished one first."""
     programs: int = 0
     """gluon: programs at most; 0: one a multiprocessor."""
-    ahead: int = 0
-    """k-groups of a share brought to the L2 before the previous kernel has ended."""
 
     def __post_init__(self) -> None:
         # Triton 3.6 overlaps the next step's operand with wgmma still reading the last one's
@@ -147,19 +151,30 @@ def plan(
     if capability < TENSOR_CORE_CAPABILITY or n < BLOCK_ROWS:
         return make_plan(DENSE, capability)
     config = _measured(properties.name, bits, n, k, rows, form_name(dtype, symmetric))
-    if config is None and bucket(rows) is None:
-        config = DENSE
     if config is None:
         count = properties.multi_processor_count
-        config = default_config(bits, n, k, rows, multiprocessors=count)
+        config = _default(bits, n, k, rows, multiprocessors=count, capability=capability)
     return make_plan(config, capability)
+
+
+def _default(
+    bits: int, n: int, k: int, rows: int, *, multiprocessors: int, capability: tuple[int, int]
+) -> Config:
+    """What serves a shape that nobody measured."""
+    from llmpq.kernels import gemm_gluon_plan  # builds on Config
+
+    if capability == GLUON_CAPABILITY and rows >= GLUON_ROWS:
+        return gemm_gluon_plan.prefill_config(bits, n, k, rows, multiprocessors=multiprocessors)
+    return default_config(bits, n, k, rows, multiprocessors=multiprocessors)
 
 
 def _measured(gpu: str, bits: int, n: int, k: int, rows: int, form: str) -> Config | None:
     """The nearest measurement: bits and forms without their own use that of 4 bits, float16."""
+    from llmpq.kernels import gemm_gluon_plan  # builds on Config
+
     for b, f in ((bits, form), (bits, None), (4, form), (4, None)):
-        config = _tuned().get(_Key(gpu, b, n, k, bucket(rows) or 0, f))
-        if config is not None:
+        config = _tuned().get(_Key(gpu, b, n, k, bucket(rows) or M_BUCKETS[-1], f))
+        if config is not None and gemm_gluon_plan.suits(config, bits):
             return config
     return None
 

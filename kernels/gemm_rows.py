@@ -6,7 +6,7 @@
     warps' sums meet once, at the end
 
 Moves bits/8 + 2/128 (scale) bytes per weight. The weights are requested before the previous
-kernel has ended (PDL: they do not depend on it), AHEAD more k-groups come to the L2; x only after.
+kernel has ended (PDL: they do not depend on it), x only after.
 M rows of x, K in, N out; `blocks` of 16 rows of w, `groups` k-groups.
 """
 
@@ -19,7 +19,6 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from llmpq.kernels.gemm_ahead import fetch_ahead
 from llmpq.kernels.gemm_tiles import (
     accumulator_scale,
     dot,
@@ -46,7 +45,7 @@ def rows_kernel(
     BITS: tl.constexpr, GROUPED: tl.constexpr, SYMMETRIC: tl.constexpr, EVEN_K: tl.constexpr,
     EVEN_G: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     BH: tl.constexpr, WM: tl.constexpr, STEPS: tl.constexpr, D: tl.constexpr, XD: tl.constexpr,
-    AHEAD: tl.constexpr, PDL: tl.constexpr, INTERPRET: tl.constexpr,
+    PDL: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """y = x w^T for M <= 8: STEPS * WM >= groups; steps past the last group are multiplied by 0."""
     DT: tl.constexpr = X.dtype.element_ty
@@ -85,23 +84,6 @@ def rows_kernel(
         if not SYMMETRIC:
             channel_zero = load_pairs(Z, left, 1, 0, BH, 1, True)
     if PDL:
-        if AHEAD > 0:
-            fetch_ahead(
-                P0,
-                P1,
-                S,
-                Z,
-                left,
-                groups,
-                D * WM,
-                AHEAD,
-                BITS,
-                GROUPED,
-                SYMMETRIC,
-                BH,
-                WM,
-                True,
-            )
         gdc_launch_dependents()
         gdc_wait()
     xs = ()

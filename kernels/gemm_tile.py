@@ -8,9 +8,8 @@
     Shares of a tile leave float32 sums in a workspace; the last one to arrive adds them in order:
     no float atomics, and results do not depend on the timing.
 
-Moves bits/8 + 2/128 (scale) bytes per weight, once. Before the previous kernel has ended (PDL),
-the first weights are requested: into registers (STAGES 1), and AHEAD k-groups into the L2. x comes
-only after.
+Moves bits/8 + 2/128 (scale) bytes per weight, once. With STAGES 1 weights are requested before
+the previous kernel has ended (PDL), x only after.
 M rows of x, K in, N out; `blocks` of 16 rows of w, `groups` k-groups.
 """
 
@@ -23,17 +22,44 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from llmpq.kernels.gemm_ahead import fetch_ahead
-from llmpq.kernels.gemm_scaled import scaled, unpack_scaled
 from llmpq.kernels.gemm_tiles import (
     accumulator_scale,
     dot,
     finish,
     load_pairs,
     load_tile,
+    pair_floats,
     unpack,
     zero_constants,
 )
+
+
+@triton.jit
+def _scaled(
+    w, pairs, DT: tl.constexpr, BH: tl.constexpr, WM: tl.constexpr, INTERPRET: tl.constexpr
+):
+    """w * scale in DT: for tiles so wide that scaling the accumulator would need a second one."""
+    low, high = pair_floats(pairs, DT)
+    s = tl.reshape(tl.join(low.to(DT), high.to(DT)), (BH, WM, 8, 4, 2))
+    s = tl.reshape(tl.permute(s, (0, 1, 4, 2, 3)), (BH * WM * 16, 1, 4, 1))
+    w = tl.reshape(w, (BH * WM * 16, 16, 4, 2))
+    s = tl.broadcast_to(s, (BH * WM * 16, 16, 4, 2))
+    if INTERPRET:
+        w = (w.to(tl.float32) * s.to(tl.float32)).to(DT)
+    elif DT == tl.float16:
+        w = tl.inline_asm_elementwise(
+            "mul.f16x2 $0, $1, $2;", "=r,r,r", [w, s], dtype=tl.float16, is_pure=True, pack=2
+        )
+    else:
+        w = tl.inline_asm_elementwise(
+            "{.reg .b32 z; mov.b32 z, 0x80008000; fma.rn.bf16x2 $0, $1, $2, z;}",
+            "=r,r,r",
+            [w, s],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=2,
+        )
+    return tl.reshape(w, (BH * WM * 16, 128))
 
 
 @triton.jit
@@ -55,22 +81,18 @@ def _accumulate(
 ):
     """acc += scale * (code - zero) x of one k-group; per channel, the scale waits for the end."""
     words, scale, zero = tile
-    BN: tl.constexpr = BH * WM * 16
     zeros = ()
     if not SYMMETRIC:
         if GROUPED:
             zeros = zero_constants(zero, BITS, DT, INTERPRET)
         else:
             zeros = zero_constants(channel_zero, BITS, DT, INTERPRET)
-    if SCALE_W and GROUPED and BITS == 4 and not INTERPRET:
-        return dot(
-            unpack_scaled(words[0], zeros, scale, DT, SYMMETRIC, BH, WM, KWIDTH4), x, acc, False
-        )
     w = unpack(words, zeros, BITS, DT, SYMMETRIC, BH, WM, False, KWIDTH4, INTERPRET)
+    BN: tl.constexpr = BH * WM * 16
     if not GROUPED:
         acc = dot(w, x, acc, INTERPRET)
     elif SCALE_W:
-        acc = dot(scaled(w, scale, DT, BH, WM, INTERPRET), x, acc, INTERPRET)
+        acc = dot(_scaled(w, scale, DT, BH, WM, INTERPRET), x, acc, INTERPRET)
     else:
         t = dot(w, x, tl.zeros([BN, BM], tl.float32), INTERPRET)
         t = tl.reshape(t, (BN, BM // 8, 4, 2))
@@ -92,7 +114,7 @@ def tile_kernel(
     BITS: tl.constexpr, GROUPED: tl.constexpr, SYMMETRIC: tl.constexpr, EVEN_K: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, SPLIT: tl.constexpr, SCALE_W: tl.constexpr,
     BH: tl.constexpr, WM: tl.constexpr, BM: tl.constexpr, D: tl.constexpr, STAGES: tl.constexpr,
-    AHEAD: tl.constexpr, PDL: tl.constexpr, KWIDTH4: tl.constexpr, INTERPRET: tl.constexpr,
+    PDL: tl.constexpr, KWIDTH4: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """y = x w^T, grid (tiles of BM rows of x, tiles of rows of w, split).
 
@@ -127,24 +149,6 @@ def tile_kernel(
 
     if STAGES > 1:
         if PDL:
-            if AHEAD > 0:
-                share = tl.minimum(last - first, AHEAD)
-                fetch_ahead(
-                    P0,
-                    P1,
-                    S,
-                    Z,
-                    left,
-                    groups,
-                    first,
-                    share,
-                    BITS,
-                    GROUPED,
-                    SYMMETRIC,
-                    BH,
-                    WM,
-                    False,
-                )
             gdc_launch_dependents()
             gdc_wait()
         for g in tl.range(first, last, num_stages=STAGES):
@@ -187,24 +191,6 @@ def tile_kernel(
                 ),
             )
         if PDL:
-            if AHEAD > 0:
-                share = tl.minimum((last - first - 1) * D, AHEAD)
-                fetch_ahead(
-                    P0,
-                    P1,
-                    S,
-                    Z,
-                    left,
-                    groups,
-                    (first + 1) * D,
-                    share,
-                    BITS,
-                    GROUPED,
-                    SYMMETRIC,
-                    BH,
-                    WM,
-                    False,
-                )
             gdc_launch_dependents()
             gdc_wait()
         for step in tl.range(first, last, num_stages=1):

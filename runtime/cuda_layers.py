@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from llmpq.kernels import fused_mlp, fused_norm, fused_rope, plain_attend, rope_attend
+from llmpq.kernels import fused_mlp, fused_norm, fused_rope, plain_attend
 from llmpq.kernels.linear import QuantizedWeight, linear
 from llmpq.runtime import cuda_atom_layers
 from llmpq.runtime.attention import attend_cached, score_bias
@@ -124,9 +124,6 @@ def _plain(
     rows = (step.slots_B, step.start_B, step.num_new_B)
     inv_freq = None if part.rotary is None else part.rotary.inv_freq
     slopes = part.alibi_slopes_H
-    if inv_freq is not None and slopes is None and rope_attend.fits(q, k_SGTD):
-        limits = {"max_end": step.max_end, "scale": part.scale}
-        return rope_attend.rope_attend(q, k, v, k_SGTD, v_SGTD, *rows[:2], inv_freq, **limits)
     q_BQHD = fused_rope.rope_append(q, k, v, k_SGTD, v_SGTD, *rows, inv_freq)
     if step.fresh:
         return _fresh(q_BQHD, k_SGTD, v_SGTD, step, part.scale, slopes)

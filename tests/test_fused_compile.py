@@ -9,7 +9,6 @@ from llmpq.kernels.fused_norm import rms_norm_kernel
 from llmpq.kernels.fused_rope import rope_append_kernel
 from llmpq.kernels.fused_round import round_kernel
 from llmpq.kernels.plain_attend import attend_kernel, combine_kernel
-from llmpq.kernels.rope_attend import rope_attend_kernel
 
 pytestmark = pytest.mark.compile
 
@@ -38,11 +37,6 @@ KERNELS = {
         {"num_warps": 4},
     ),
     "combine": (combine_kernel, ATTEND | {"X": 32}, {"num_warps": 2}),
-    "decode": (
-        rope_attend_kernel,
-        {"H": 32, "G": 8, "D": 128, "R": 16, "N": 64, "SPLIT": False, "STAGES": 3},
-        {"num_warps": 4},
-    ),
     "argmax-parts": (parts_kernel, {"BLOCK": 4096}, {"num_warps": 4}),
     "round": (round_kernel, {"GROUP": 128, "GROUPS": 8}, {"num_warps": 4}),
     "argmax-merge": (merge_kernel, {"PARTS": 32, "REMEMBER": True}, {"num_warps": 1}),

@@ -10,7 +10,6 @@ from llmpq.kernels import (
     fused_norm,
     fused_rope,
     plain_attend,
-    rope_attend,
 )
 from llmpq.kernels.reference import relative_error
 
@@ -130,37 +129,6 @@ def test_attention(splits, q_len, heads, groups, dim, dtype, alibi):
     shifted = [*case[:4], case[4] + torch.tensor([-1, 1]), case[5]]
     got = plain_attend.plain_attend(*shifted, max_end=200, splits=splits, **options)
     assert relative_error(got, want) > 0.02
-
-
-@pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize(
-    "heads,groups,dim,dtype",
-    [(8, 2, 32, torch.float16), (4, 1, 128, torch.float32), (6, 6, 64, torch.float32)],
-)
-def test_one_new_token_in_one_kernel(splits, heads, groups, dim, dtype):
-    q, k, v, _ = qkv(3, 1, heads, groups, dim, dtype)
-    caches = [normal(4, groups, 200, dim, dtype=dtype, seed=seed) for seed in (1, 2)]
-    rows = [torch.tensor(x) for x in ([2, 0, 3], [150, 0, 9])]
-    inv_freq, scale = 1.0 / 100 ** torch.linspace(0, 1, dim // 2), dim**-0.5
-    expected = [cache.clone() for cache in caches]
-    want = rope_attend.rope_attend_reference(q, k, v, *expected, *rows, inv_freq, scale=scale)
-    given = {"max_end": 200, "scale": scale, "splits": splits}
-    got = rope_attend.rope_attend(q, k, v, *caches, *rows, inv_freq, **given)
-    for mine, theirs in zip((got, *caches), (want, *expected), strict=True):
-        assert relative_error(mine, theirs) < 2 * TOLERANCE[dtype]
-    for spoilt in ((q.flip(-1), k, v), (q, k + 8, v), (q, k, v + 1)):
-        got = rope_attend.rope_attend(*spoilt, *caches, *rows, inv_freq, **given)
-        assert relative_error(got, want) > 0.01
-
-
-def test_steps_that_one_kernel_does_not_take():
-    caches = torch.zeros(2, 3, 2, 20, 48)
-    assert not rope_attend.fits(torch.zeros(1, 1, 4, 48), caches[0])
-    assert not rope_attend.fits(torch.zeros(1, 2, 4, 64), caches[0])
-    assert not rope_attend.fits(torch.zeros(1, 1, 64, 64), caches[0])
-    qkv = [torch.zeros(1, 1, n, 48) for n in (4, 2, 2)]
-    with pytest.raises(ValueError, match="power of 2"):
-        rope_attend.rope_attend(*qkv, *caches, *([torch.zeros(1)] * 3), max_end=1, scale=1.0)
 
 
 def test_splits_fill_the_gpu_and_are_never_empty():

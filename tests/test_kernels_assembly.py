@@ -79,8 +79,6 @@ def execute(text, inputs, outputs):
             result = values[0].view(np.float32).astype(np.uint32)
         elif operation == "sub":
             result = _words(_halves(values[0], kind) - _halves(values[1], kind), kind)
-        elif operation == "mul":
-            result = _words(_halves(values[0], kind) * _halves(values[1], kind), kind)
         elif operation == "fma":
             a, b, c = (_halves(v, kind) for v in values)
             result = _words(a * b + c, kind)
@@ -154,27 +152,6 @@ def test_every_zero_is_exact(bits, letter):
     zeros = np.stack([np.repeat(both, 4), np.repeat(both[::-1], 4)], 1).astype(np.int64)
     got, expected = _unpacked(bits, letter, zeros)
     assert np.array_equal(got, expected)
-
-
-@pytest.mark.parametrize("zeros,letter", itertools.product((False, True), "FB"))
-def test_scales_of_both_rows_multiply_the_operand(zeros, letter):
-    kind, cases = {"F": "f16x2", "B": "bf16x2"}[letter], 1024
-    codes = _random((cases, 8), 16)
-    words, rows = _words_and_rows(4, codes)
-    of_rows = _random((cases, 2), 16, seed=1) if zeros else np.full((cases, 2), 8)
-    inputs = list(words)
-    if zeros:
-        maker = (texts.FZ4 if letter == "F" else texts.BZ4).value
-        made = execute(maker, [_words(of_rows.astype(np.float64), kind)], 2)
-        inputs += [made["$0"], made["$1"]]
-    scales = np.array([[0.25, 1.5], [3.0, 0.125]])[np.arange(cases) % 2]  # products are exact
-    splat = execute(texts.SPLAT.value, [_words(scales, kind)], 2)
-    text = getattr(texts, letter + ("4ZS" if zeros else "4S")).value
-    result = execute(text, [*inputs, splat["$0"], splat["$1"]], 8)
-    expected = (codes.astype(np.int64) - of_rows[:, rows]) * scales[:, rows]
-    got = _outputs_as_numbers(result, 8, kind)
-    assert np.array_equal(got, expected)
-    assert not np.array_equal(got, expected[:, [2, 3, 0, 1, 6, 7, 4, 5]])
 
 
 @pytest.mark.parametrize("old,new", [("0x000f000f", "0x00070007"), ("0x64086408", "0x64076407")])
