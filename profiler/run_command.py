@@ -24,6 +24,8 @@ from llmpq.workload import DTYPE_BYTES, Dtype
 
 log = logging.getLogger(__name__)
 
+GPU_SECONDS = 0.01
+"""Of repeats a case on a GPU, whose graphs vary by 0.2 %."""
 REST_S = 5e-3
 """Pause before a timed call where there will be several stages: each waits for the others."""
 NOISY = 0.15
@@ -51,6 +53,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-batch", type=int, help="largest micro-batch (default 16 quick, 32)")
     parser.add_argument(
         "--max-len", type=int, help="longest prompt or cache (default 2048, quick 256)"
+    )
+    parser.add_argument(
+        "--max-tokens", type=int, help="most tokens of one prefill (default 4096, on a GPU 32768)"
     )
     parser.add_argument(
         "--copies",
@@ -93,7 +98,7 @@ def make_job(args: argparse.Namespace) -> Job:
     devices = devices_here(cluster, args.device)
     on_gpu = any(not d.spec.is_cpu for d in devices)
     max_batch = args.max_batch or (16 if args.quick else 32)
-    for name in ("max_batch", "max_len", "copies"):
+    for name in ("max_batch", "max_len", "max_tokens", "copies"):
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
@@ -111,6 +116,7 @@ def make_job(args: argparse.Namespace) -> Job:
             on_gpu=on_gpu,
             max_batch=max_batch,
             max_len=args.max_len,
+            max_tokens=args.max_tokens,
             verify_q=_counts(args.verify),
         ),
         sampling=Sampling.parse_data(
@@ -118,7 +124,7 @@ def make_job(args: argparse.Namespace) -> Job:
             where="sampling",
         ),
         rest_s=REST_S if len(cluster.devices) > 1 else 0.0,
-        seconds_per_case=0.02 if args.quick else 0.1,
+        seconds_per_case=0.02 if args.quick else GPU_SECONDS if on_gpu else 0.1,
         min_repeats=3,
         links=len(cluster.devices) > 1,
     )
