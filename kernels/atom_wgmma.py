@@ -44,6 +44,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 # Triton renamed these between 3.6 and 3.9.
 _barrier = getattr(gl, "thread_barrier", None) or gl.barrier
 _copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+_copy_scales = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 
 
 @gluon.jit
@@ -153,7 +154,7 @@ def _fetch(
                     full.index(stage),
                     a_s.index(2 * stage + i),
                 )
-            async_copy.async_copy_global_to_shared(s_s.index(stage), at + g * MS)
+            _copy_scales(s_s.index(stage), at + g * MS)
             async_copy.mbarrier_arrive(scaled.index(stage), increment_count=False)
             step += 1
         done += 1
