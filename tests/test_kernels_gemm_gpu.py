@@ -18,7 +18,9 @@ pytestmark = [
 
 @pytest.mark.parametrize("shapes", ["odd", "tuned"])
 def test_check_gemm_finds_nothing(shapes):
-    assert kernels_main(["check", "gemm", "--bits", "4", "--m", "1,16,64", "--shapes", shapes]) == 0
+    """As many weights as compile in 20 s; the command itself takes minutes for all of them."""
+    words = ["--bits", "4", "--m", "1,16,64", "--shapes", shapes, "--seconds", "20"]
+    assert kernels_main(["check", "gemm", *words]) == 0
 
 
 def test_compiled_and_captured_products_are_the_eager_ones():
