@@ -68,7 +68,7 @@ def main() -> None:
 
 
 def draw(costs: CostModel, device: Device, count: int, max_tokens: int, seed: int) -> list[Case]:
-    """Return workloads inside the ranges of the device's layer entries, those of one kind together.
+    """Return workloads inside the ranges of the device's layer entries, one precision's together.
 
     Half are prompts, half decode steps, precisions in turn.
     """
@@ -84,7 +84,7 @@ def draw(costs: CostModel, device: Device, count: int, max_tokens: int, seed: in
         raise SystemExit(f"the costs hold no measured layer of {device.profile_kind}")
     rng = random.Random(seed)
     found = [_draw_one(rng, entries[i % len(entries)], max_tokens) for i in range(count)]
-    return sorted(found, key=lambda case: case.target.title)
+    return sorted(found, key=lambda case: (case.target.precision.value, case.target.title))
 
 
 def _draw_one(rng: random.Random, entry: LatencyEntry, max_tokens: int) -> Case:
@@ -98,11 +98,13 @@ def _draw_one(rng: random.Random, entry: LatencyEntry, max_tokens: int) -> Case:
         kv=entry.kv,
         dtype=entry.dtype,
     )
+    knots = {tokens for regime in entry.regimes for tokens, _ in regime.curve}
     while True:
         v = rng.randrange(3, max(4, entry.sampled_v[1]), 2)
         length = round(low * (high / low) ** rng.random())
         most = max_tokens if entry.phase is Phase.PREFILL else 16 * max_tokens
-        if v * length <= most:
+        seen = entry.phase is Phase.DECODE and v in knots
+        if v * length <= most and not seen:
             return Case(target=target, v=v, length=length)
 
 
