@@ -30,6 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from llmpq.kernels.gemm_gluon_load import ask_ahead, load, load_first
 from llmpq.kernels.gemm_gluon_unpack import operand, splat, zero_constants
 
 # Triton's names since 3.9, else those of 3.6.
@@ -39,11 +40,11 @@ _tma_store = getattr(tma, "async_store", tma.async_copy_shared_to_global)
 
 
 @gluon.jit
-def _segment(i, at, m_tiles, n_tiles, groups, whole, MG: gl.constexpr):
+def _segment(i, at, m_tiles, n_tiles, groups, whole, together):
     """Segment i of this program: tiles of x and w, first and last k-group, where the next starts.
 
     Programs take turns at the first `whole` tiles; the others' k-groups, one long row, are cut
-    into equal runs. MG tiles of x take turns under one tile of w, so that both stay in the L2.
+    into equal runs. `together` tiles of x take turns under a tile of w: both stay in the L2.
     """
     pid, programs = gl.program_id(0), gl.num_programs(0)
     tile = pid + i * programs
@@ -54,9 +55,9 @@ def _segment(i, at, m_tiles, n_tiles, groups, whole, MG: gl.constexpr):
         first, last = at - tile * groups, gl.minimum(groups, end - tile * groups)
         after = tile * groups + last
         tile = gl.minimum(tile + whole, m_tiles * n_tiles - 1)  # past the end: any that exists
-    wide = MG * n_tiles
-    start = tile // wide * MG
-    size = gl.minimum(m_tiles - start, MG)
+    wide = together * n_tiles
+    start = tile // wide * together
+    size = gl.minimum(m_tiles - start, together)
     inner = tile % wide
     return start + inner % size, inner // size, first, last, after, tile
 
@@ -74,88 +75,26 @@ def _owner(unit, tiles, groups):
 
 
 @gluon.jit
-def _load_words(P0, P1, rows, lane, BITS: gl.constexpr, LANES: gl.constexpr):
-    """A lane's words of one k-group: the last axis is (jj/2, jj%2, k3); 3 bit: h, in triples."""
-    if BITS == 3:
-        h = gl.arange(0, 2, layout=gl.SliceLayout(0, LANES))[None, :]
-        at = rows[:, None] + (lane[:, None] * 2 + h)
-        return (gl.load(P0 + at), gl.load(P0 + at + 64), gl.load(P0 + at + 128))
-    else:
-        w = gl.arange(0, 8, layout=gl.SliceLayout(0, LANES))[None, :]
-        at = rows[:, None] + (w // 4 * 128 + lane[:, None] * 4 + w % 4)
-        if BITS == 8:
-            return (gl.load(P0 + at), gl.load(P1 + at))
-        else:
-            return (gl.load(P0 + at),)
-
-
-@gluon.jit
-def _load(
-    P0, P1, S, Z, block, blocks, groups, group, WG: gl.constexpr, BH: gl.constexpr,
-    BITS: gl.constexpr, GROUPED: gl.constexpr, SYMMETRIC: gl.constexpr,
+def _ask_x(
+    x_desc, ring, ready, slot, x, segments, m_tiles, n_tiles, groups, whole, together,
+    BT: gl.constexpr, KS: gl.constexpr,
 ):  # fmt: skip
-    """Words, scale and zero pairs of a warpgroup's rows of one k-group: BH tuples of tensors."""
-    WORDS: gl.constexpr = 192 if BITS == 3 else 256
-    OWN: gl.constexpr = 2 if BITS == 3 else 8
-    LANES: gl.constexpr = gl.BlockedLayout([1, OWN], [32, 1], [4, 1], [1, 0])
-    thread = gl.arange(0, 128, layout=gl.SliceLayout(1, LANES))
-    lane = thread % 32
-    start = (block.to(gl.int64) * groups + group) * WORDS
-    s_groups = groups if GROUPED else 1
-    s_start = (block * s_groups + (group if GROUPED else 0)) * 8
-    out = ()
-    for bh in gl.static_range(BH):
-        inner = gl.minimum((WG * BH + bh) * 4 + thread // 32, blocks - 1 - block)
-        words = _load_words(P0 + start, P1 + start, inner * groups * WORDS, lane, BITS, LANES)
-        pair = inner * s_groups * 8 + lane // 4
-        scale = gl.load(S + s_start + pair)
-        zero = scale if SYMMETRIC else gl.load(Z + s_start + pair)
-        out = out + ((words, scale, zero),)
-    return out
+    """Ask for the next KS columns of x; x: segment, tile of x, column, where both end, what after.
 
-
-@gluon.jit
-def _ask(pointers):
-    """Bring the lines of addresses to the L2; nobody waits for them."""
-    gl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1];mov.b32 $0, 0;",
-        "=r,l",
-        [pointers],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
-def _ask_ahead(
-    P0, P1, S, Z, block, blocks, groups, group, WG: gl.constexpr, BH: gl.constexpr,
-    BITS: gl.constexpr, GROUPED: gl.constexpr, SYMMETRIC: gl.constexpr,
-):  # fmt: skip
-    """Bring what `_load` will read to the L2: registers bridge less than the memory's latency."""
-    WORDS: gl.constexpr = 192 if BITS == 3 else 256
-    OWN: gl.constexpr = 2 if BITS == 3 else 8
-    LANES: gl.constexpr = gl.BlockedLayout([1, OWN], [32, 1], [4, 1], [1, 0])
-    thread = gl.arange(0, 128, layout=gl.SliceLayout(1, LANES))
-    start = block.to(gl.int64) * groups + group
-    for bh in gl.static_range(BH):
-        inner = gl.minimum((WG * BH + bh) * 4 + thread // 32, blocks - 1 - block) * groups
-        at = inner * WORDS + thread % 32 * (WORDS // 32)
-        _ask(P0 + start * WORDS + at)
-        if BITS == 8:
-            _ask(P1 + start * WORDS + at)
-        if GROUPED:
-            _ask(S + start * 8 + inner * 8)
-            if not SYMMETRIC:
-                _ask(Z + start * 8 + inner * 8)
-
-
-@gluon.jit
-def _load_x(x_desc, ring, ready, slot, tile_m, k, live, BT: gl.constexpr, KS: gl.constexpr):
-    """Ask for KS columns of a tile of x."""
+    Returns what to ask for then.
+    """
+    segment, tile_m, k, end, after = x
     bar = ready.index(slot)
-    mbarrier.expect(bar, 2 * BT * KS, pred=live)
-    _tma_load(x_desc, [tile_m * BT, k * KS], bar, ring.index(slot), pred=live)
+    mbarrier.expect(bar, 2 * BT * KS, pred=segment < segments)
+    _tma_load(x_desc, [tile_m * BT, k * KS], bar, ring.index(slot), pred=segment < segments)
+    k += 1
+    if k == end:
+        segment += 1
+        tile_m, _, first, last, after, _ = _segment(
+            segment, after, m_tiles, n_tiles, groups, whole, together
+        )
+        k, end = first * (128 // KS), last * (128 // KS)
+    return segment, tile_m, k, end, after
 
 
 @gluon.jit
@@ -214,19 +153,6 @@ def _store(
     _tma_store(y_desc, [m0, n0], staging)
 
 
-@gluon.jit
-def _load_first(
-    P0, P1, S, Z, block, blocks, groups, first, last, WG: gl.constexpr, BH: gl.constexpr,
-    BITS: gl.constexpr, GROUPED: gl.constexpr, SYMMETRIC: gl.constexpr, FAR: gl.constexpr,
-):  # fmt: skip
-    """Load a tile's first k-group and bring the next ones to the L2."""
-    loaded = _load(P0, P1, S, Z, block, blocks, groups, first, WG, BH, BITS, GROUPED, SYMMETRIC)
-    for i in gl.static_range(1, FAR):
-        group = gl.minimum(first + i, gl.maximum(last - 1, 0))
-        _ask_ahead(P0, P1, S, Z, block, blocks, groups, group, WG, BH, BITS, GROUPED, SYMMETRIC)
-    return loaded
-
-
 @gluon.constexpr_function
 def _rows_of(chunk, bh, ks):
     """Which 64 rows a chunk multiplies: halves of a k-group take turns where a slot has both."""
@@ -247,9 +173,10 @@ def _replaced(items, item, at: gl.constexpr):
 def _multiply(
     x_desc, y_desc, ring, ready, free, staging,
     P0, P1, S, Z, BIAS, RESIDUAL, PARTIAL, ARRIVED, M, N, m_tiles, n_tiles, blocks, groups, whole,
-    WG: gl.constexpr, BITS: gl.constexpr, GROUPED: gl.constexpr, SYMMETRIC: gl.constexpr,
+    together, WG: gl.constexpr, BITS: gl.constexpr, GROUPED: gl.constexpr, SYMMETRIC: gl.constexpr,
     HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr, SPLIT: gl.constexpr, BH: gl.constexpr,
-    BT: gl.constexpr, KS: gl.constexpr, STAGES: gl.constexpr, FAR: gl.constexpr, MG: gl.constexpr,
+    BT: gl.constexpr, KS: gl.constexpr, STAGES: gl.constexpr, FAR: gl.constexpr,
+    LATE: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: 64 * BH rows of w of every tile."""
     DT: gl.constexpr = x_desc.dtype
@@ -266,22 +193,17 @@ def _multiply(
         if end > at:
             segments += (end - 1) // groups - at // groups + 1
     tile_m, tile_n, first, last, at, tile = _segment(
-        0, at, m_tiles, n_tiles, groups, whole, MG
+        0, at, m_tiles, n_tiles, groups, whole, together
     )  # fmt: skip
     if WG == 0:  # the next x to ask for
-        x_segment, x_m, x_k, x_end, x_at = 0, tile_m, first * SLOTS, last * SLOTS, at
-        for slot0 in gl.static_range(STAGES - 2):
-            _load_x(x_desc, ring, ready, slot0, x_m, x_k, x_segment < segments, BT, KS)
-            x_k += 1
-            if x_k == x_end:
-                x_segment += 1
-                x_m, _, x_k, x_end, x_at, _ = _segment(
-                    x_segment, x_at, m_tiles, n_tiles, groups, whole, MG
-                )
-                x_k *= SLOTS
-                x_end *= SLOTS
+        x = (0, tile_m, first * SLOTS, last * SLOTS, at)
+        for slot in gl.static_range(STAGES - 2):
+            x = _ask_x(
+                x_desc, ring, ready, slot, x, segments,
+                m_tiles, n_tiles, groups, whole, together, BT, KS,
+            )  # fmt: skip
     step = 0
-    ahead = _load_first(
+    ahead = load_first(
         P0, P1, S, Z, tile_n * (8 * BH), blocks, groups, first, last,
         WG, BH, BITS, GROUPED, SYMMETRIC, FAR,
     )  # fmt: skip
@@ -293,30 +215,24 @@ def _multiply(
         before = gl.zeros([64, 64], DT, layout=LEFT)
         for group in range(first, last):
             now = ahead
-            ahead = _load(
+            ahead = load(
                 P0, P1, S, Z, block, blocks, groups, gl.minimum(group + 1, last - 1),
                 WG, BH, BITS, GROUPED, SYMMETRIC,
             )  # fmt: skip
             if FAR > 0:
-                _ask_ahead(
+                ask_ahead(
                     P0, P1, S, Z, block, blocks, groups, gl.minimum(group + FAR, last - 1),
                     WG, BH, BITS, GROUPED, SYMMETRIC,
                 )  # fmt: skip
             for c in gl.static_range(2 * BH):
                 if c % CHUNKS == 0:
-                    if WG == 0:
+                    if WG == 0 and not LATE:
                         if step >= 2:
                             mbarrier.wait(free.index((step - 2) % STAGES), (step - 2) // STAGES % 2)
-                        slot = (step + STAGES - 2) % STAGES
-                        _load_x(x_desc, ring, ready, slot, x_m, x_k, x_segment < segments, BT, KS)
-                        x_k += 1
-                        if x_k == x_end:
-                            x_segment += 1
-                            x_m, _, x_k, x_end, x_at, _ = _segment(
-                                x_segment, x_at, m_tiles, n_tiles, groups, whole, MG
-                            )
-                            x_k *= SLOTS
-                            x_end *= SLOTS
+                        x = _ask_x(
+                            x_desc, ring, ready, (step + STAGES - 2) % STAGES, x, segments,
+                            m_tiles, n_tiles, groups, whole, together, BT, KS,
+                        )  # fmt: skip
                     mbarrier.wait(ready.index(step % STAGES), step // STAGES % 2)
                 words, scale, zero = now[_rows_of(c, BH, KS)]
                 scales = splat(scale)
@@ -326,13 +242,23 @@ def _multiply(
                     LEFT,
                     assert_trivial=True,
                 )
-                x = ring.index(step % STAGES)
+                right = ring.index(step % STAGES)
                 if KS == 128:
-                    x = x.slice(_half_of(c, BH, KS) * 64, 64, dim=1)
-                made = warpgroup_mma(a, x.permute((1, 0)), acc[_rows_of(c, BH, KS)], is_async=True)
+                    right = right.slice(_half_of(c, BH, KS) * 64, 64, dim=1)
+                made = warpgroup_mma(
+                    a, right.permute((1, 0)), acc[_rows_of(c, BH, KS)], is_async=True
+                )
                 warpgroup_mma_wait(1, deps=[before])
                 before = a
                 acc = _replaced(acc, made, _rows_of(c, BH, KS))
+                if c % CHUNKS == 0:
+                    if WG == 0 and LATE:
+                        if step >= 2:
+                            mbarrier.wait(free.index((step - 2) % STAGES), (step - 2) // STAGES % 2)
+                        x = _ask_x(
+                            x_desc, ring, ready, (step + STAGES - 2) % STAGES, x, segments,
+                            m_tiles, n_tiles, groups, whole, together, BT, KS,
+                        )  # fmt: skip
                 if c % CHUNKS == 0:  # the slot before is multiplied
                     bar = free.index((step + STAGES - 1) % STAGES)
                     mbarrier.arrive(bar, pred=(group > first) | (c >= CHUNKS))
@@ -342,9 +268,9 @@ def _multiply(
         mbarrier.arrive(free.index((step + STAGES - 1) % STAGES))
         m0, n0, shared = tile_m * BT, block * 16 + WG * (64 * BH), tile - whole
         tile_m, tile_n, first, last, at, tile = _segment(
-            gl.minimum(segment + 1, segments - 1), at, m_tiles, n_tiles, groups, whole, MG
+            gl.minimum(segment + 1, segments - 1), at, m_tiles, n_tiles, groups, whole, together
         )
-        ahead = _load_first(
+        ahead = load_first(
             P0, P1, S, Z, tile_n * (8 * BH), blocks, groups, first, last,
             WG, BH, BITS, GROUPED, SYMMETRIC, FAR,
         )  # fmt: skip
@@ -365,14 +291,17 @@ def _multiply(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["M", "m_tiles", "whole"])
+_SIZES = ["M", "N", "m_tiles", "n_tiles", "blocks", "groups", "whole", "together"]
+
+
+@gluon.jit(do_not_specialize=_SIZES)
 def gluon_kernel(
     x_desc, y_desc, P0, P1, S, Z, BIAS, RESIDUAL, PARTIAL, ARRIVED,
-    M, N, m_tiles, n_tiles, blocks, groups, whole,
+    M, N, m_tiles, n_tiles, blocks, groups, whole, together,
     BITS: gl.constexpr, GROUPED: gl.constexpr, SYMMETRIC: gl.constexpr,
     HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr, SPLIT: gl.constexpr,
     BH: gl.constexpr, BT: gl.constexpr, KS: gl.constexpr, STAGES: gl.constexpr,
-    FAR: gl.constexpr, MG: gl.constexpr,
+    FAR: gl.constexpr, LATE: gl.constexpr,
 ):  # fmt: skip
     """y = x w^T over a persistent one-dimensional grid of 4 + 4 warps.
 
@@ -392,15 +321,15 @@ def gluon_kernel(
         [
             (_multiply, (
                 x_desc, y_desc, ring, ready, free, staging, P0, P1, S, Z, BIAS, RESIDUAL,
-                PARTIAL, ARRIVED, M, N, m_tiles, n_tiles, blocks, groups, whole, W0, BITS,
-                GROUPED, SYMMETRIC, HAS_BIAS, HAS_RESIDUAL, SPLIT, BH, BT, KS, STAGES,
-                FAR, MG,
+                PARTIAL, ARRIVED, M, N, m_tiles, n_tiles, blocks, groups, whole, together, W0,
+                BITS, GROUPED, SYMMETRIC, HAS_BIAS, HAS_RESIDUAL, SPLIT, BH, BT, KS, STAGES,
+                FAR, LATE,
             )),
             (_multiply, (
                 x_desc, y_desc, ring, ready, free, staging, P0, P1, S, Z, BIAS, RESIDUAL,
-                PARTIAL, ARRIVED, M, N, m_tiles, n_tiles, blocks, groups, whole, W1, BITS,
-                GROUPED, SYMMETRIC, HAS_BIAS, HAS_RESIDUAL, SPLIT, BH, BT, KS, STAGES,
-                FAR, MG,
+                PARTIAL, ARRIVED, M, N, m_tiles, n_tiles, blocks, groups, whole, together, W1,
+                BITS, GROUPED, SYMMETRIC, HAS_BIAS, HAS_RESIDUAL, SPLIT, BH, BT, KS, STAGES,
+                FAR, LATE,
             )),
         ],
         [4],

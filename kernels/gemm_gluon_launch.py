@@ -7,7 +7,6 @@ where `fits` says no, gemm.py takes another path.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 
 import torch
@@ -16,48 +15,17 @@ from torch import Tensor
 
 from llmpq.kernels.formats import BLOCK_ROWS
 from llmpq.kernels.gemm_config import Config
+from llmpq.kernels.gemm_gluon_plan import schedule, slot_columns
 from llmpq.kernels.qweight import QuantizedWeight
-
-SHARED_BYTES = 232_448
-"""Shared memory a program may use on Hopper."""
 
 _TOGETHER_BYTES = 16 << 20
 _FAR = 4  # k-groups between the L2's request for words and their use
-_LEAST_GROUPS = 2  # of a program where K is shared out
-
-
-def slot_columns(config: Config) -> int:
-    """Columns of x in a slot of the ring: half a k-group where tiles of x are widest."""
-    return 64 if config.bm == 256 else 128
-
-
-def shared_bytes(config: Config) -> int:
-    """Return a program's shared memory: the ring of x, what y is staged in, barriers."""
-    ring = config.stages * config.bm * slot_columns(config) * 2
-    return ring + 2 * config.blocks * config.bm * 64 * 2 + 16 * config.stages + 256
 
 
 def fits(x_MK: Tensor, n: int, residual_MN: Tensor | None = None) -> bool:
     """Whether TMA can read x and write y: rows must start on multiples of 16 bytes."""
     aligned = x_MK.data_ptr() % 16 == 0 and x_MK.shape[1] % 8 == 0 and n % 8 == 0
     return aligned and (residual_MN is None or residual_MN.is_contiguous())
-
-
-def schedule(config: Config, tiles: int, groups: int, multiprocessors: int) -> tuple[int, int]:
-    """Return how many programs run and how many tiles they multiply whole, in turns.
-
-    The other tiles' k-groups are shared out evenly: those of the unfinished last wave (cut 1), of
-    the last wave and the unfinished one (cut 2). Cut 0 shares nothing out.
-    """
-    programs = config.programs or multiprocessors
-    if config.cut == 0 or tiles % programs == 0:
-        return min(programs, tiles), tiles
-    whole = max(0, tiles // programs - config.cut + 1) * programs
-    if whole and (tiles - whole) * groups < programs * _LEAST_GROUPS:
-        whole -= programs
-    if whole == 0:
-        programs = max(1, min(programs, tiles * groups // _LEAST_GROUPS))
-    return programs, whole
 
 
 def launch(
@@ -106,6 +74,7 @@ def launch(
         blocks,
         groups,
         whole,
+        _tiles_together(k, bt),
         BITS=q.bits,
         GROUPED=q.group_size is not None,
         SYMMETRIC=q.symmetric,
@@ -117,7 +86,7 @@ def launch(
         KS=columns,
         STAGES=config.stages,
         FAR=_FAR,
-        MG=_tiles_together(k, bt),
+        LATE=_late(config),
         num_warps=4,
     )
 
@@ -127,6 +96,11 @@ def _multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
+def _late(config: Config) -> bool:
+    """Whether x is asked for between products; ptxas serialises those of two row blocks then."""
+    return config.blocks == 1
+
+
 def _tiles_together(k: int, bt: int) -> int:
-    """Tiles of x that take turns under a tile of w: what stays in the L2, a power of two."""
-    return 1 << max(2, min(5, int(math.log2(_TOGETHER_BYTES / (2 * k * bt)))))
+    """Tiles of x that take turns under a tile of w: what stays in the L2 beside the words."""
+    return max(4, _TOGETHER_BYTES // (2 * k * bt))

@@ -12,13 +12,20 @@ from triton.experimental.gluon import language as gl
 from llmpq.kernels.compile import compile_kernel
 from llmpq.kernels.gemm_config import Config
 from llmpq.kernels.gemm_gluon import gluon_kernel
-from llmpq.kernels.gemm_gluon_launch import SHARED_BYTES, fits, schedule, shared_bytes, slot_columns
+from llmpq.kernels.gemm_gluon_launch import fits
+from llmpq.kernels.gemm_gluon_plan import (
+    SHARED_BYTES,
+    SMALL,
+    TALL,
+    WIDE,
+    prefill_config,
+    schedule,
+    shared_bytes,
+    slot_columns,
+    suits,
+)
 
 pytestmark = pytest.mark.compile
-
-WIDE = Config(kernel="gluon", bm=256, stages=5)
-TALL = Config(kernel="gluon", blocks=2, bm=128, stages=5)
-SMALL = Config(kernel="gluon", bm=128, stages=6)
 
 
 def _compile(config, bits, dtype, symmetric, split, **options):
@@ -26,10 +33,10 @@ def _compile(config, bits, dtype, symmetric, split, **options):
     layout = gl.NVMMASharedLayout(128, 16, 2)
     types = dict.fromkeys(("P0", "P1", "S", "Z", "ARRIVED"), "*i32") | {"PARTIAL": "*fp32"}
     types |= dict.fromkeys(("BIAS", "RESIDUAL"), f"*{dtype}")
-    aligned = (*types, "N")
+    aligned = tuple(types)
     types["x_desc"] = f"tensordesc<{dtype}[{config.bm},{columns}],{layout!r}>"
     types["y_desc"] = f"tensordesc<{dtype}[{config.bm},64],{layout!r}>"
-    sizes = ("M", "N", "m_tiles", "n_tiles", "blocks", "groups", "whole")
+    sizes = ("M", "N", "m_tiles", "n_tiles", "blocks", "groups", "whole", "together")
     constants = {
         "BITS": bits,
         "GROUPED": True,
@@ -42,7 +49,7 @@ def _compile(config, bits, dtype, symmetric, split, **options):
         "KS": columns,
         "STAGES": config.stages,
         "FAR": 4,
-        "MG": 8,
+        "LATE": config.blocks == 1,
     }
     return compile_kernel(
         gluon_kernel,
@@ -147,6 +154,18 @@ def test_schedules_cover_every_tile():
     assert schedule(Config(kernel="gluon", cut=1), 448, 32, 132) == (132, 396)
     assert schedule(Config(kernel="gluon", cut=2), 448, 32, 132) == (132, 264)
     assert schedule(Config(kernel="gluon", cut=1, programs=128), 64, 32, 132) == (128, 0)
+
+
+@pytest.mark.parametrize("bits", [3, 4, 8])
+def test_untuned_shapes_get_a_configuration_that_fits(bits):
+    for n, k, m in [(16, 128, 65), (6144, 4096, 256), (28672, 4096, 8192), (4096, 14336, 77)]:
+        config = prefill_config(bits, n, k, m, multiprocessors=132)
+        assert config.kernel == "gluon" and suits(config, bits)
+        assert shared_bytes(config) <= SHARED_BYTES
+    assert not suits(TALL, 8) and suits(TALL, 4) and suits(WIDE, 8)
+    # One wave of tiles needs no shares; a quarter of one does.
+    assert prefill_config(4, 128 * 132, 4096, 128, multiprocessors=132).cut == 0
+    assert prefill_config(4, 128 * 33, 8192, 128, multiprocessors=132).cut == 1
 
 
 def test_rows_off_16_bytes_do_not_fit():

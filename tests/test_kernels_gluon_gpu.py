@@ -1,0 +1,73 @@
+"""The Gluon kernel of long prefills on a Hopper GPU: forms, schedules, residuals, odd tails."""
+
+import itertools
+
+import pytest
+import torch
+
+from llmpq.kernels import gemm
+from llmpq.kernels.check_gemm import LIMITS, random_weight
+from llmpq.kernels.gemm_config import Config, make_plan
+from llmpq.kernels.reference import linear_reference, relative_error
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+        reason="needs a Hopper GPU",
+    ),
+]
+
+WIDE = Config(kernel="gluon", bm=256, stages=5, cut=1)
+TALL = Config(kernel="gluon", blocks=2, bm=128, stages=5, cut=2)
+SMALL = Config(kernel="gluon", bm=128, stages=6, cut=1, programs=128)
+GPU = torch.device("cuda")
+
+
+def _product(config, x, q, bias=None, residual=None, **options):
+    return gemm.run(make_plan(config, (9, 0)), x, q, bias, residual, **options)
+
+
+@pytest.mark.parametrize(
+    "bits,dtype,symmetric", itertools.product((3, 4, 8), LIMITS.keys() - {torch.float32}, (0, 1))
+)
+def test_every_form_and_a_planted_bug(bits, dtype, symmetric):
+    q = random_weight(528, 1000, bits, bool(symmetric), 128, dtype, GPU)
+    x = torch.randn(300, 1000, device=GPU).to(dtype)
+    exact = linear_reference(x, q, exact=True)
+    assert relative_error(_product(SMALL, x, q), exact) < LIMITS[dtype]
+    q.planes[0][100:1400] = q.planes[0][100:1400] >> 4 | q.planes[0][100:1400] << 4
+    assert relative_error(_product(SMALL, x, q), exact) > 2 * LIMITS[dtype]
+
+
+@pytest.mark.parametrize("config", [WIDE, TALL, SMALL], ids=["wide", "tall", "small"])
+@pytest.mark.parametrize("n,k,m", [(6144, 1024, 2048), (1048, 4096, 77), (28672, 512, 1500)])
+def test_every_schedule_gives_the_same_bits_each_time(config, n, k, m):
+    q = random_weight(n, k, 4, True, 128, torch.float16, GPU)
+    x = torch.randn(m, k, device=GPU).half()
+    exact = linear_reference(x, q, exact=True)
+    first = _product(config, x, q)
+    assert relative_error(first, exact) < LIMITS[torch.float16]
+    assert all(torch.equal(_product(config, x, q), first) for _ in range(10))
+
+
+@pytest.mark.parametrize("group", [128, None])
+def test_bias_and_residual_in_place(group):
+    q = random_weight(2048, 2048, 4, False, group, torch.bfloat16, GPU)
+    x = torch.randn(200, 2048, device=GPU).bfloat16()
+    bias = torch.randn(2048, device=GPU).bfloat16()
+    residual = 30 * torch.randn(200, 2048, device=GPU).bfloat16()
+    exact = linear_reference(x, q, bias, exact=True) + residual.double()
+    for config in (WIDE, TALL, SMALL):
+        y = _product(config, x, q, bias, residual)
+        assert relative_error(y, exact) < LIMITS[torch.bfloat16]
+        into = residual.clone()
+        assert torch.equal(_product(config, x, q, bias, into, into_residual=True), y)
+        assert torch.equal(into, y)
+
+
+def test_rows_off_16_bytes_take_another_path():
+    q = random_weight(1044, 1000, 4, True, 128, torch.float16, GPU)
+    x = torch.randn(100, 1000, device=GPU).half()
+    exact = linear_reference(x, q, exact=True)
+    assert relative_error(_product(WIDE, x, q), exact) < LIMITS[torch.float16]
