@@ -23,6 +23,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from llmpq.kernels.atom_norm import norm_codes_kernel
 from llmpq.kernels.atom_quantize import hadamard
 from llmpq.kernels.atom_round import act_round_kernel, norm_round_kernel
 from llmpq.kernels.atom_scheme import AtomScheme
@@ -43,6 +44,8 @@ TOKENS_A_RUN = 128
 
 ROWS = 256
 """Rows of w of a tile of the product for many tokens."""
+
+_NO_GLUON = bool(triton.knobs.runtime.interpret)
 
 _NORMS: dict[str, int] = {"none": 0, "rms": 1, "layer": 2}
 
@@ -87,6 +90,16 @@ def norm_input(
     m, k = x_MK.shape
     scheme, groups = weight.scheme, weight.groups
     out = _empty(x_MK, weight)
+    kind = _NORMS[norm]
+    block = triton.next_power_of_2(k)
+    if (
+        not _NO_GLUON
+        and out.scales is not None
+        and 512 <= block <= 8192
+        and out.values.shape[1] <= block
+    ):
+        _norm_many(x_MK, weight, out, kind, weight_K, bias_K, eps, block)
+        return out
     rows = 1 if m <= 1024 else 4
     pdl = overlaps(x_MK.device)
     norm_round_kernel[(triton.cdiv(m, rows),)](
@@ -110,7 +123,7 @@ def norm_input(
         BITS=scheme.activation_bits,
         SIGNED=scheme.signed_scale,
         CLIP=scheme.activation_clip,
-        NORM=_NORMS[norm],
+        NORM=kind,
         HAS_BIAS=bias_K is not None,
         HAS_INDEX=weight.index_K is not None,
         FORM=1 if out.scales is None else 0,
@@ -119,6 +132,48 @@ def norm_input(
         launch_pdl=pdl,
     )
     return out
+
+
+def _norm_many(
+    x_MK: Tensor,
+    weight: AtomTiles,
+    out: RoundedTokens,
+    norm: int,
+    weight_K: Tensor | None,
+    bias_K: Tensor | None,
+    eps: float,
+    block: int,
+) -> None:
+    """As `norm_input`, for codes: the Gluon kernel, one wave of programs of up to 8 tokens each."""
+    (m, k), scheme = x_MK.shape, weight.scheme
+    assert out.scales is not None
+    wave = 3 * _multiprocessors(x_MK.device)
+    rows = min(8, triton.next_power_of_2(triton.cdiv(m, wave)))
+    norm_codes_kernel[(triton.cdiv(m, rows),)](
+        x_MK,
+        x_MK if weight_K is None else weight_K,
+        x_MK if bias_K is None else bias_K,
+        x_MK if weight.index_K is None else weight.index_K,
+        out.values,
+        out.scales,
+        m,
+        k,
+        scheme.normal_features(k),
+        x_MK.stride(0),
+        out.scales.shape[1],
+        eps,
+        G=weight.groups,
+        OUTLIERS=scheme.outliers,
+        BLOCK=block,
+        ROWS=rows,
+        BITS=scheme.activation_bits,
+        SIGNED=scheme.signed_scale,
+        CLIP=scheme.activation_clip,
+        NORM=norm,
+        HAS_BIAS=bias_K is not None,
+        HAS_INDEX=weight.index_K is not None,
+        num_warps=block // 512,
+    )
 
 
 def activation_input(x: Tensor, weight: AtomTiles, activation: Activation) -> RoundedTokens:

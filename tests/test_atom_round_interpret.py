@@ -30,7 +30,7 @@ PAPER = AtomScheme(outliers=8)
 
 @pytest.fixture(autouse=True)
 def fragment_layout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pack as a GPU does."""
+    """Pack as a GPU does. (Gluon, kernels/atom_norm.py, has no interpreter.)"""
     monkeypatch.setattr(qweight, "best_layout", lambda *_: Layout.FRAGMENT)
 
 
