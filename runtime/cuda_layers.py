@@ -35,13 +35,24 @@ from llmpq.runtime.step import Step
 
 
 def decoder_layer(
-    layer: DecoderLayer, x_BQh: Tensor, index: int, step: Step, kv: KVCache
+    layer: DecoderLayer,
+    x_BQh: Tensor,
+    index: int,
+    step: Step,
+    kv: KVCache,
+    *,
+    last_only: bool = False,
 ) -> Tensor:
-    """Return the layer's new residual stream; `layers.DecoderLayer.forward` is its twin."""
+    """Return the layer's new residual stream; `layers.DecoderLayer.forward` is its twin.
+
+    `last_only`: after attention go on with the last valid token of each row, [B, 1, h].
+    """
     if cuda_atom_layers.rounds_inputs(layer):
         inner = partial(attend, layer.attention, index=index, step=step, kv=kv)
         return cuda_atom_layers.decoder_layer(layer, x_BQh, inner)
     attended = attention(layer.attention, norm(layer.attn_norm, x_BQh), index, step, kv)
+    if last_only and step.q_len > 1:
+        attended, x_BQh = (step.last_valid(t)[:, None].contiguous() for t in (attended, x_BQh))
     y = product(layer.attention.o, attended, residual=x_BQh)
     wide = norm(layer.mlp_norm, y)
     if isinstance(layer.mlp, SparseMLP):

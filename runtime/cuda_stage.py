@@ -141,7 +141,8 @@ class CudaStageCompute(StageCompute):
             return self._run_speculation(message, hidden_BQH)
         step = message.step(self._device)
         x = message.tokens_BQ() if hidden_BQH is None else hidden_BQH
-        y = self.model(x.to(self._device), step, self.kv)
+        # The cost model prices whole layers: the last of several stages would beat its plan.
+        y = self.model(x.to(self._device), step, self.kv, last_only=self._whole)
         if self.model.head is None:
             return self._leave(y)
         tokens_B = sample(self.model.logits(y, step), message.sampling, message.sample_steps)

@@ -239,10 +239,16 @@ class DecoderLayer(nn.Module):
         self.attn_norm, self.attention = attn_norm, attention
         self.mlp_norm, self.mlp = mlp_norm, mlp
 
-    def forward(self, x_BQh: Tensor, layer: int, step: Step, kv: KVCache) -> Tensor:
-        """Return a new residual stream [B, Q, h]; the input is left as it was."""
+    def forward(
+        self, x_BQh: Tensor, layer: int, step: Step, kv: KVCache, *, last_only: bool = False
+    ) -> Tensor:
+        """Return a new residual stream [B, Q, h]; the input is left as it was.
+
+        `last_only`: nobody reads but the last valid token of each row, [B, 1, h] will do.
+        """
         if x_BQh.is_cuda:
-            y: Tensor = _cuda_layers().decoder_layer(self, x_BQh, layer, step, kv)
+            cuda = _cuda_layers()
+            y: Tensor = cuda.decoder_layer(self, x_BQh, layer, step, kv, last_only=last_only)
             return y
         y = self.attention(self.attn_norm(x_BQh), layer, step, kv)
         y.add_(x_BQh)

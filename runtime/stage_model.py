@@ -88,13 +88,18 @@ class StageModel(nn.Module):
         return cls(spec, built, embedding, head)
 
     @torch.inference_mode()
-    def forward(self, x: Tensor, step: Step, kv: KVCache) -> Tensor:
-        """Return hidden states [B, Q, h] of tokens [B, Q] (first stage) or hidden states."""
+    def forward(self, x: Tensor, step: Step, kv: KVCache, *, last_only: bool = False) -> Tensor:
+        """Return hidden states [B, Q, h] of tokens [B, Q] (first stage) or hidden states.
+
+        `last_only`: only `logits` of the last tokens will be asked; a GPU's last layer then
+        computes no others and returns [B, 1, h].
+        """
         self._check_positions(step)
         if self.embedding is not None:
             x = self.embedding(x, step)
         for index, layer in enumerate(self.layers):
-            x = layer(x, index, step, kv)
+            options = {"last_only": True} if last_only and index + 1 == len(self.layers) else {}
+            x = layer(x, index, step, kv, **options)
         return x
 
     @torch.inference_mode()
@@ -102,7 +107,10 @@ class StageModel(nn.Module):
         """Return logits [B, V] at each row's last valid token, or [B, Q, V] at every one."""
         if self.head is None:
             raise ValueError("only the last stage has a head; build it with last=True")
-        output: Tensor = self.head(hidden_BQh if all_positions else step.last_valid(hidden_BQh))
+        if not all_positions:
+            alone = hidden_BQh.shape[1] == 1
+            hidden_BQh = hidden_BQh[:, -1] if alone else step.last_valid(hidden_BQh)
+        output: Tensor = self.head(hidden_BQh)
         return output
 
     @property

@@ -37,7 +37,7 @@ def on_gpu_path(monkeypatch):
     monkeypatch.setattr(
         DecoderLayer,
         "forward",
-        lambda layer, x, index, step, kv: cuda_layers.decoder_layer(layer, x, index, step, kv),
+        lambda layer, *given, **options: cuda_layers.decoder_layer(layer, *given, **options),
     )
 
 

@@ -17,6 +17,7 @@ from llmpq.runtime.sampling import SamplingParams
 from llmpq.runtime.scheduler import Limits, Scheduler
 from llmpq.runtime.stage_compute import build_stage
 from llmpq.runtime.stage_loop import FirstStage, Mailbox
+from llmpq.runtime.step import Step
 from llmpq.runtime.thread_engine import ThreadEngine
 from llmpq.runtime.trace import Recorder
 
@@ -34,7 +35,7 @@ def on_gpu_path(monkeypatch):
     monkeypatch.setattr(
         DecoderLayer,
         "forward",
-        lambda layer, x, index, step, kv: cuda_layers.decoder_layer(layer, x, index, step, kv),
+        lambda layer, *given, **options: cuda_layers.decoder_layer(layer, *given, **options),
     )
 
 
@@ -137,3 +138,16 @@ def test_low_bit_cache(tiny_models, random_prompts, make_plan, on_gpu_path, monk
 def test_rows_are_rounded_up_and_never_beyond_the_plan():
     assert [rounded_rows(n, 32) for n in (1, 2, 3, 5, 9, 31, 32)] == [1, 2, 4, 8, 16, 32, 32]
     assert rounded_rows(3, 3) == 3 and rounded_rows(5, 6) == 6 and rounded_rows(12, 12) == 12
+
+
+def test_a_prompts_last_layer_goes_on_with_its_last_token(on_gpu_path, tiny_models, make_plan):
+    model = tiny_models.directory("llama")
+    compute = stage(make_plan(model, batch=2, decode_microbatch=2), model)
+    step = Step.of([0, 1], [0, 0], [5, 3])
+    tokens_BQ = torch.tensor([[1, 2, 3, 4, 5], [6, 7, 8, 0, 0]])
+    whole, last = (
+        compute.model(tokens_BQ, step, compute.kv, last_only=only) for only in (False, True)
+    )
+    assert whole.shape[1] == 5 and last.shape[1] == 1
+    want, got = (compute.model.logits(hidden, step) for hidden in (whole, last))
+    assert torch.allclose(got, want, atol=1e-5) and not torch.allclose(want[0], want[1], atol=1e-2)
