@@ -194,6 +194,7 @@ def largest_batch(spec: ModelSpec, precision: Precision, args: argparse.Namespac
             quantization=plan.quantization.settings(),
             kv=plan.workload.kv,
             context_bytes=parse_size(args.context),
+            on_gpu=True,
         )
         fits, fails = (
             (batch, fails) if need.total_bytes <= parse_size(args.memory) else (fits, batch)

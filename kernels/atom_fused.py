@@ -32,7 +32,7 @@ from llmpq.precision import padded_k
 Activation = Literal["silu", "relu", "gelu"]
 NormKind = Literal["none", "rms", "layer"]
 
-FEW = 32
+FEW = 16
 """Tokens up to which W8A8 keeps w on the tensor core's long side."""
 
 _NORMS: dict[str, int] = {"none": 0, "rms": 1, "layer": 2}

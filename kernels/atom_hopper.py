@@ -45,6 +45,9 @@ TOKENS_A_RUN = 128
 ROWS = 256
 """Rows of w of a tile of the product for many tokens."""
 
+_TILE_COST = {128: 1.0, 64: 0.64}
+"""What a tile of so many tokens takes: 64 tokens fetch 24 KB a k-group, 128 twice 16."""
+
 _NO_GLUON = bool(triton.knobs.runtime.interpret)
 
 _NORMS: dict[str, int] = {"none": 0, "rms": 1, "layer": 2}
@@ -68,11 +71,23 @@ class Plan:
     group_m: int = 8
 
 
-def plan(rows: int, activation_bits: int = 4) -> Plan:
-    """Decide from shapes alone."""
-    if rows <= FEW or activation_bits == 16:
+def plan(
+    rows: int, out_features: int, *, activation_bits: int = 4, multiprocessors: int = 132
+) -> Plan:
+    """Decide from shapes alone: the tiles whose waves of programs take least."""
+    if is_few(rows, activation_bits):
         return Plan(bm=None)
-    return Plan(bm=64 if rows <= 192 else 128)
+
+    def took(bm: int) -> float:
+        tiles = -(-rows // bm) * -(-out_features // ROWS)
+        return -(-tiles // multiprocessors) * _TILE_COST[bm]
+
+    return Plan(bm=min(_TILE_COST, key=took))
+
+
+def is_few(rows: int, activation_bits: int) -> bool:
+    """Whether the weight-only kernels multiply."""
+    return rows <= FEW or activation_bits == 16
 
 
 def norm_input(
@@ -229,15 +244,16 @@ def product(
             tokens.values, weight.words, bias, residual_MN, into_residual=into_residual
         )
     m, n = tokens.values.shape[0], weight.out_features
-    chosen = chosen or plan(m)
+    here = tokens.values.device
+    chosen = chosen or plan(m, n, multiprocessors=_multiprocessors(here))
     assert chosen.bm is not None
     y = residual_MN if into_residual else None
     if y is None:
-        y = torch.empty(m, n, dtype=dtype, device=tokens.values.device)
+        y = torch.empty(m, n, dtype=dtype, device=here)
     box = ([chosen.bm, 64], _layout(2, 64))
     planes, _, _ = weight.words.block_words()
     tiles = triton.cdiv(m, chosen.bm) * triton.cdiv(n, ROWS)
-    wgmma_kernel[(min(tiles, _multiprocessors(y.device)),)](
+    wgmma_kernel[(min(tiles, _multiprocessors(here)),)](
         TensorDescriptor.from_tensor(tokens.values.view(torch.float8_e4m3fn), *box),
         TensorDescriptor.from_tensor(tokens.values, *box),
         TensorDescriptor.from_tensor(
@@ -359,7 +375,7 @@ def _layout(rank: int, swizzle: int) -> gl.NVMMASharedLayout:
 def _empty(x_MK: Tensor, weight: AtomTiles) -> RoundedTokens:
     """Return room for rounded inputs, in the form that their number asks for."""
     m, scheme = x_MK.shape[0], weight.scheme
-    if plan(m, scheme.activation_bits).bm is None:
+    if is_few(m, scheme.activation_bits):
         return RoundedTokens(values=x_MK.new_empty(m, weight.words.in_features))
     columns = (weight.groups + (1 if scheme.outliers else 0)) * GROUP
     padded = -(-m // TOKENS_A_RUN) * TOKENS_A_RUN

@@ -147,7 +147,7 @@ def _sweep(name: str, key: str, m: int, args: argparse.Namespace) -> None:
     x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
     calls: list[tuple[str, Call]] = []
     if isinstance(one, AtomTiles):
-        if plan(m).bm is None:
+        if plan(m, n).bm is None:
             return
         tokens = _round(x, one)
         for bm, stages, group_m in itertools.product((64, 128), (4, 6), (4, 8, 16)):

@@ -125,3 +125,12 @@ def test_torch_compile_sees_one_operator_of_the_right_shape() -> None:
             x, tiles.codes, tiles.scale, None, None, None, 32, 8, 4, 0.95, True, False
         )
     assert y.shape == (7, 32) and y.dtype == torch.float16
+
+
+def test_plans_fill_the_multiprocessors() -> None:
+    plan = atom_hopper.plan
+    assert plan(64, 4096).bm is None and plan(65, 4096).bm == 64
+    assert plan(4096, 4096, activation_bits=16).bm is None
+    assert plan(1024, 4096).bm == 128  # 128 tiles in one wave
+    assert plan(350, 4096).bm == 64 and plan(350, 28672).bm == 128
+    assert plan(350, 28672, multiprocessors=16).bm == 128
