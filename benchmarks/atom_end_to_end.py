@@ -69,6 +69,7 @@ def main() -> None:
     parser.add_argument("--prefill-tokens", type=int, default=8192, help="in a micro-batch")
     parser.add_argument("--batch", type=int, help="instead of the largest")
     parser.add_argument("--repeat", type=int, default=1)
+    parser.add_argument("--warm-up-only", action="store_true", help="compile kernels; no row")
     args = parser.parse_args()
     spec = ModelSpec.by_name(args.model)
     for name in args.precision:
@@ -88,6 +89,8 @@ def measure(spec: ModelSpec, precision: Precision, args: argparse.Namespace) -> 
     shown = f"{precision.value} {plan.workload.kv.value} batch {batch}"
     print(f"{shown}: {torch.cuda.memory_allocated() / 1e9:.2f} GB loaded", flush=True)
     run_job(engine, plan, spec, args.gen, warm_up=True)
+    if args.warm_up_only:
+        return
     samples, steps = [], {}
     for index in range(args.repeat):
         seconds, steps = run_job(engine, plan, spec, args.gen, index=index)
