@@ -64,25 +64,42 @@ def main() -> None:
     parser.add_argument("--precision", nargs="+", default=["w16a16", "w8a8", "w4a16", "w4a4"])
     parser.add_argument("--memory", default="24GiB")
     parser.add_argument("--context", default="700MiB", help="of the memory: CUDA and its modules")
+    parser.add_argument("--slack", default="600MiB", help="left to the allocator's gaps")
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--gen", type=int, default=512)
-    parser.add_argument("--prefill-tokens", type=int, default=8192, help="in a micro-batch")
+    parser.add_argument("--prefill-tokens", type=int, default=4096, help="in a micro-batch")
     parser.add_argument("--batch", type=int, help="instead of the largest")
     parser.add_argument("--repeat", type=int, default=1)
     parser.add_argument("--warm-up-only", action="store_true", help="compile kernels; no row")
     args = parser.parse_args()
     spec = ModelSpec.by_name(args.model)
     for name in args.precision:
-        measure(spec, Precision.parse(name), args)
+        precision = Precision.parse(name)
+        batch = args.batch or largest_batch(spec, precision, args)
+        while not measured(spec, precision, args, batch):
+            batch -= max(1, batch // 25)
 
 
-def measure(spec: ModelSpec, precision: Precision, args: argparse.Namespace) -> None:
-    """Run the job at the largest batch and write its row."""
+def measured(spec: ModelSpec, precision: Precision, args: argparse.Namespace, batch: int) -> bool:
+    """Whether a batch fits; its row is then written."""
+    try:
+        measure(spec, precision, args, batch)
+    except torch.OutOfMemoryError as error:
+        print(f"{precision.value} batch {batch}: {error}", flush=True)
+        fits = False
+    else:
+        fits = True
+    gc.collect()
+    torch.cuda.empty_cache()
+    return fits
+
+
+def measure(spec: ModelSpec, precision: Precision, args: argparse.Namespace, batch: int) -> None:
+    """Run the job and write its row."""
     memory, context = parse_size(args.memory), parse_size(args.context)
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction((memory - context) / total)
     torch.cuda.reset_peak_memory_stats()
-    batch = args.batch or largest_batch(spec, precision, args)
     plan = plan_of(spec, precision, args, batch)
     source = (AtomSource if precision is Precision.W4A4 else RandomSource)(spec, device="cuda")
     engine = ThreadEngine(plan, spec, source, device="cuda")
@@ -116,9 +133,6 @@ def measure(spec: ModelSpec, precision: Precision, args: argparse.Namespace) -> 
         device=torch.cuda.get_device_name(),
     )
     print(f"{shown}: {max(samples):.0f} tok/s, {steps}, used {(total - free) / 2**30:.2f} GiB")
-    del engine, source
-    gc.collect()
-    torch.cuda.empty_cache()
 
 
 def run_job(
@@ -196,7 +210,7 @@ def largest_batch(spec: ModelSpec, precision: Precision, args: argparse.Namespac
             decode_microbatch=plan.decode_microbatch,
             quantization=plan.quantization.settings(),
             kv=plan.workload.kv,
-            context_bytes=parse_size(args.context),
+            context_bytes=parse_size(args.context) + parse_size(args.slack),
             on_gpu=True,
         )
         fits, fails = (
