@@ -28,6 +28,7 @@ from llmpq.kernels.atom_scheme import AtomScheme
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, WeightScheme
 from llmpq.profiler.atom import Recipe
+from llmpq.profiler.recipes import SMOOTHING
 from llmpq.runtime.evaluate import perplexity
 from llmpq.runtime.kv_cache import KVCache
 from llmpq.runtime.low_bit_kv import LowBitKV
@@ -51,7 +52,8 @@ def steps(outliers: int, group: int) -> list[Step]:
     grouped = replace(int8, group_size=group)
     clipped = replace(grouped, weight_clip=0.85, activation_clip=0.9)
     signed = replace(clipped, weight_clip=None, activation_clip=0.95, signed_scale=True)
-    improved = Recipe(scheme=signed, rotated=("down",))
+    rotated = Recipe(scheme=signed, rotated=("down",))
+    improved = replace(rotated, smoothing=SMOOTHING)
     in_turn = replace(improved, compensated=True)
     w8a8 = AtomScheme(
         weight_bits=8, activation_bits=8, group_size=None, weight_clip=1.0, activation_clip=1.0
@@ -65,13 +67,17 @@ def steps(outliers: int, group: int) -> list[Step]:
         Step("+ gptq", Recipe(scheme=clipped)),
         Step("+ kv int4 (the paper's atom)", Recipe(scheme=clipped), kv4="token"),
         Step("gptq + signed scales, searched clips", Recipe(scheme=signed)),
-        Step("+ rotation before down", improved),
+        Step("+ rotation before down", rotated),
+        Step("+ channels of norms balanced", improved),
         Step("+ kv int4 (improved atom, the default)", improved, kv4="token"),
         Step("  or kv int4, keys per channel", improved, kv4="channel"),
         Step("+ each linear undoes the rounding before it", in_turn),
         Step("+ kv int4 (--in-turn)", in_turn, kv4="token"),
         Step("  or kv int4, keys per channel (--in-turn)", in_turn, kv4="channel"),
         Step("w8a8 gptq", Recipe(scheme=w8a8)),
+        Step(
+            "w8a8 gptq, channels balanced (the default)", Recipe(scheme=w8a8, smoothing=SMOOTHING)
+        ),
         Step("w4a16 rtn", Recipe(scheme=WeightScheme(bits=4), method="rtn")),
         Step("w4a16 gptq", Recipe(scheme=WeightScheme(bits=4))),
         Step("w3a16 rtn", Recipe(scheme=WeightScheme(bits=3), method="rtn")),

@@ -20,6 +20,7 @@ from rows import write_row
 from llmpq.kernels.atom_formats import AtomWeight
 from llmpq.kernels.atom_scheme import AtomScheme
 from llmpq.profiler.atom import Recipe
+from llmpq.profiler.recipes import SMOOTHING
 from llmpq.runtime.evaluate import perplexity
 from llmpq.runtime.generate import LocalPipeline
 from llmpq.runtime.layers import Weight
@@ -36,11 +37,12 @@ def recipes(outliers: int, group: int) -> dict[str, Recipe]:
     rtn = AtomScheme(weight_clip=1.0, activation_clip=1.0)
     paper = AtomScheme(group_size=group, outliers=outliers)
     signed = replace(paper, weight_clip=None, activation_clip=0.95, signed_scale=True)
+    improved = Recipe(scheme=signed, rotated=("down",), smoothing=SMOOTHING)
     return {
         "rtn group 128": Recipe(scheme=rtn, method="rtn"),
         "atom (paper)": Recipe(scheme=paper),
-        "atom (default)": Recipe(scheme=signed, rotated=("down",)),
-        "atom (--in-turn)": Recipe(scheme=signed, rotated=("down",), compensated=True),
+        "atom (default)": improved,
+        "atom (--in-turn)": replace(improved, compensated=True),
     }
 
 

@@ -32,6 +32,7 @@ from llmpq.kernels.qweight import from_codes
 from llmpq.precision import WeightScheme
 from llmpq.profiler.calibrate import Hessian, LayerView
 from llmpq.profiler.gptq import DAMPING, gptq_atom, gptq_codes
+from llmpq.profiler.smooth import smoothed
 from llmpq.runtime.layers import Weight
 
 
@@ -44,6 +45,8 @@ class Recipe:
     damping: float = DAMPING
     compensated: bool = False
     """Quantise a layer's linears in turn, each to undo the rounding before it (in_turn.py)."""
+    smoothing: float | None = None
+    """Share of large channels' size that norms hand over to weights first (smooth.py)."""
     rotated: tuple[str, ...] = ()
     """Linears whose input is rotated before it is rounded (AtomScheme.rotation)."""
 
@@ -61,6 +64,7 @@ class Recipe:
 
 def quantize_layer(view: LayerView, recipe: Recipe, *, dtype: torch.dtype) -> dict[str, Weight]:
     """Return the layer's tensors with every linear's weight quantised; `dtype` is the scales'."""
+    view = balanced(view, recipe)
     tensors, orders = folded(view, recipe)
     quantized: dict[str, Weight] = {**tensors}
     for name, hessian in view.hessians.items():
@@ -76,6 +80,11 @@ def quantize_layer(view: LayerView, recipe: Recipe, *, dtype: torch.dtype) -> di
             chosen = replace(chosen, method="rtn")
         quantized[f"{name}.weight"] = quantize_linear(weight_NK, h_KK, chosen, dtype, order)
     return quantized
+
+
+def balanced(view: LayerView, recipe: Recipe) -> LayerView:
+    """Return the same layer with norms' channels balanced, if the recipe says so."""
+    return view if recipe.smoothing is None else smoothed(view, share=recipe.smoothing)
 
 
 def folded(view: LayerView, recipe: Recipe) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from llmpq.kernels.atom_reference import rounded
 from llmpq.kernels.atom_scheme import AtomScheme
-from llmpq.profiler.atom import Recipe, folded, quantize_layer, quantize_linear
+from llmpq.profiler.atom import Recipe, balanced, folded, quantize_layer, quantize_linear
 from llmpq.profiler.calibrate import CalibrationRun, Hessian, LayerView
 from llmpq.runtime.layers import Weight
 
@@ -34,6 +34,7 @@ def quantize(
             f"{run.spec.name}: linears of experts cannot be quantised in turn, since rounding "
             "changes which tokens an expert gets; leave out --in-turn"
         )
+    view = balanced(view, recipe)
     tensors, orders = folded(view, recipe)
     current: dict[str, Weight] = {**tensors}
     for name in view.hessians:

@@ -62,8 +62,8 @@ def _parser() -> argparse.ArgumentParser:
         "--variant",
         choices=("improved", "paper"),
         default="improved",
-        help="w4a4: Atom's recipe to the letter, or with searched clips, signed scales and a "
-        "rotation before `down` (default)",
+        help="w4a4: Atom's recipe to the letter, or with searched clips, signed scales, a "
+        "rotation before `down` and balanced norms (default)",
     )
     parser.add_argument(
         "--in-turn",
