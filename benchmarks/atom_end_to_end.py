@@ -144,7 +144,7 @@ def run_job(
     index: int = 0,
     warm_up: bool = False,
 ) -> tuple[float, dict[str, float]]:
-    """Serve one batch; a warm-up stops after three tokens. Returns seconds and the phases' own."""
+    """Serve one batch; a warm-up is 16 requests of three tokens. Returns seconds, and by phase."""
     limits = Limits(
         num_slots=plan.workload.batch,
         prompt_len=plan.workload.prompt_len,
@@ -157,6 +157,7 @@ def run_job(
         plan=plan, spec=spec, model=spec.name, dummy=True, graphs=True, warm_up=1, repeat=1, seed=0
     )
     requests = [replace(r, max_new=3 if warm_up else gen) for r in prompts_of(job, index)]
+    requests = requests[:16] if warm_up else requests
     torch.cuda.synchronize()
     started = time.perf_counter()
     run = engine.run(Scheduler(limits), requests)
