@@ -50,11 +50,13 @@ def main() -> None:
     """Measure and append the rows."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_arguments(parser)
+    parser.add_argument("--only", nargs="*", help="weights whose name contains one of these")
     parser.add_argument("--places", type=int, default=64)
     args = parser.parse_args()
     for subject in subjects(args, num_tokens=1 << 30):
         for name, recipe in recipes(subject.spec.hidden // 32, args.group).items():
-            measure(subject, name, recipe, args)
+            if not args.only or any(word in name for word in args.only):
+                measure(subject, name, recipe, args)
 
 
 def measure(subject: Subject, name: str, recipe: Recipe, args: argparse.Namespace) -> None:
