@@ -299,20 +299,20 @@ def tune_all(device: torch.device, only: str) -> None:
 
 def suite() -> Iterator[KVCase]:
     """All rows of the benchmark."""
-    for heads, kv_heads, batch, context in SHAPES:
-        shape = KVCase(heads=heads, kv_heads=kv_heads, batch=batch, context=context, kv="kv16")
+    shapes = [
+        KVCase(heads=heads, kv_heads=kv_heads, batch=batch, context=context, kv="kv16")
+        for heads, kv_heads, batch, context in SHAPES
+    ]
+    for shape in shapes:
         yield shape
-        for kv in ("kv8", "kv4", "kv2"):
-            yield replace(shape, kv=kv)
-        yield replace(shape, kv="kv4", layout="paged")
+        yield from (replace(shape, kv=kv) for kv in ("kv8", "kv4", "kv2"))
     base = KVCase(heads=32, kv_heads=8, batch=8, context=32768, kv="kv4")
-    for q_len in (2, 4, 8):
-        yield replace(base, q_len=q_len)
-    for keys in ("kc64", "kc32", "kt"):
-        yield replace(base, keys=keys)
     layer = replace(base, batch=32, context=2048)
     yield from (replace(layer, op=op) for op in ("append", "append_pack", "attend"))
     yield replace(base, batch=1, op="prefill")
+    yield from (replace(base, q_len=q_len) for q_len in (4, 8, 2))
+    yield from (replace(base, keys=keys) for keys in ("kc64", "kc32", "kt"))
+    yield from (replace(shape, kv="kv4", layout="paged") for shape in shapes)
 
 
 def measure(case: KVCase, device: torch.device, repeats: int) -> dict[str, list[float]]:
