@@ -18,11 +18,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from rows import write_row
+from rows import RESULTS
 from torch import Tensor
 
 from llmpq.kernels.atom_formats import quantize_atom
 from llmpq.kernels.atom_scheme import AtomScheme
+from llmpq.kernels.timing import write_row
 from llmpq.memory import stage_memory
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
@@ -71,6 +72,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, help="instead of the largest")
     parser.add_argument("--repeat", type=int, default=1)
     parser.add_argument("--warm-up-only", action="store_true", help="compile kernels; no row")
+    parser.add_argument("--commit", help="to name in rows where git is not at hand")
     args = parser.parse_args()
     spec = ModelSpec.by_name(args.model)
     for name in args.precision:
@@ -105,6 +107,9 @@ def measure(spec: ModelSpec, precision: Precision, args: argparse.Namespace, bat
     engine = ThreadEngine(plan, spec, source, device="cuda")
     shown = f"{precision.value} {plan.workload.kv.value} batch {batch}"
     print(f"{shown}: {torch.cuda.memory_allocated() / 1e9:.2f} GB loaded", flush=True)
+    for compute in engine.computes:
+        compute.warm_up(batch, max(1, args.prefill_tokens // batch // 2))
+        compute.warm_up_shapes(plan)
     run_job(engine, plan, spec, args.gen, warm_up=True)
     if args.warm_up_only:
         return
@@ -114,7 +119,7 @@ def measure(spec: ModelSpec, precision: Precision, args: argparse.Namespace, bat
         samples.append(batch * args.gen / seconds)
     free, _ = torch.cuda.mem_get_info()
     write_row(
-        "atom_end_to_end.jsonl",
+        RESULTS / "atom_end_to_end.jsonl",
         bench="atom_end_to_end",
         case={
             "model": spec.name,
@@ -130,7 +135,8 @@ def measure(spec: ModelSpec, precision: Precision, args: argparse.Namespace, bat
         },
         unit="tok/s",
         samples=samples,
-        device=torch.cuda.get_device_name(),
+        commit=args.commit,
+        program="python benchmarks/atom_end_to_end.py",
     )
     print(f"{shown}: {max(samples):.0f} tok/s, {steps}, used {(total - free) / 2**30:.2f} GiB")
 

@@ -15,9 +15,10 @@ import time
 from pathlib import Path
 
 import torch
-from rows import write_row
+from rows import RESULTS
 from torch import Tensor
 
+from llmpq.kernels.timing import write_row
 from llmpq.model_spec import ModelSpec, builtin_configs
 from llmpq.precision import Precision
 from llmpq.profiler.quantize_model import Job, quantize_model, spread
@@ -60,6 +61,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--windows", type=int, default=128)
     parser.add_argument("--window", type=int, default=2048)
+    parser.add_argument("--commit", help="to name in rows where git is not at hand")
     args = parser.parse_args()
     spec = ModelSpec.by_name(args.model)
     if args.layers is not None:
@@ -97,7 +99,7 @@ def main() -> None:
     total = time.perf_counter() - started
     size = sum(path.stat().st_size for path in args.out.glob("*.safetensors"))
     write_row(
-        "atom_quantize.jsonl",
+        RESULTS / "atom_quantize.jsonl",
         bench="atom_quantize",
         case={
             "model": spec.name,
@@ -110,7 +112,8 @@ def main() -> None:
         },
         unit="s",
         samples=[total],
-        device=torch.cuda.get_device_name(),
+        commit=args.commit,
+        program="python benchmarks/atom_quantize.py",
     )
     print(f"{total:.1f} s, peak {torch.cuda.max_memory_reserved() / 1e9:.2f} GB reserved")
     shutil.rmtree(args.out, ignore_errors=True)
