@@ -115,6 +115,11 @@ def _assembly3(dtype, symmetric):
     return _ASSEMBLY3[("f16" if dtype == gl.float16 else "bf16", symmetric)]
 
 
+# A thread's numbers, thread = (warp, r, c), then five axes of two: k0 r3 k3 jj%2 jj/2 (3 bit) or
+# jj/2 jj%2 k3 k0 r3. AXES puts (warp, r3, r | jj/2, jj%2, k3, c, k0) in order: rows and k.
+LANES_SHAPE = gl.constexpr((4, 8, 4, 2, 2, 2, 2, 2))
+AXES3 = gl.constexpr((0, 4, 1, 7, 6, 5, 2, 3))
+AXES4 = gl.constexpr((0, 7, 1, 3, 4, 5, 2, 6))
 _TWO = gl.constexpr("=r,=r,r")
 _FOUR = gl.constexpr("=r,=r,=r,=r,r")
 _SPLAT = gl.constexpr("prmt.b32 $0, $2, $2, 0x1010;prmt.b32 $1, $2, $2, 0x3232;")
@@ -177,7 +182,7 @@ def _join8(a, b, c, d, e, f, g, h):
 
 @gluon.jit
 def _operand3(
-    w0, w1, w2, s, z, DT: gl.constexpr, SYMMETRIC: gl.constexpr, WARPS: gl.constexpr
+    w0, w1, w2, s, z, DT: gl.constexpr, SYMMETRIC: gl.constexpr
 ):  # fmt: skip
     ASM: gl.constexpr = _assembly3(DT, SYMMETRIC)
     if SYMMETRIC:
@@ -207,23 +212,22 @@ def _operand3(
     c = _join8(o[16], o[17], o[18], o[19], o[20], o[21], o[22], o[23])
     d = _join8(o[24], o[25], o[26], o[27], o[28], o[29], o[30], o[31])
     t = gl.join(gl.join(a, b), gl.join(c, d)).to(DT, bitcast=True)  # k0 r3 k3 jj%2 jj/2
-    t = gl.reshape(t, (WARPS, 8, 4, 2, 2, 2, 2, 2))  # warp r c | the last five, k0 first
-    return gl.reshape(gl.permute(t, (0, 4, 1, 7, 6, 5, 2, 3)), (16 * WARPS, 64))
+    return gl.reshape(gl.permute(gl.reshape(t, LANES_SHAPE), AXES3), (64, 64))
 
 
 @gluon.jit
 def operand(
     words, scales, zeros, HALF: gl.constexpr, BITS: gl.constexpr, DT: gl.constexpr,
-    SYMMETRIC: gl.constexpr, WARPS: gl.constexpr = 4,
+    SYMMETRIC: gl.constexpr,
 ):  # fmt: skip
     """(code - zero) * scale of half HALF as [64 rows, 64 k], in the words' registers' order."""
     if BITS == 3:
         w0, w1, w2 = gl.split(words[0]), gl.split(words[1]), gl.split(words[2])
         return _operand3(
-            w0[HALF], w1[HALF], w2[HALF], scales, zeros, DT, SYMMETRIC, WARPS
+            w0[HALF], w1[HALF], w2[HALF], scales, zeros, DT, SYMMETRIC
         )  # fmt: skip
     else:
-        return _operand(words, scales, zeros, HALF, BITS, DT, WARPS)
+        return _operand(words, scales, zeros, HALF, BITS, DT)
 
 
 @gluon.jit
@@ -238,7 +242,6 @@ def _column(values):
 @gluon.jit
 def _operand(
     words, scales, zeros, HALF: gl.constexpr, BITS: gl.constexpr, DT: gl.constexpr,
-    WARPS: gl.constexpr,
 ):  # fmt: skip
     ASM: gl.constexpr = _assembly(BITS, DT, HALF)
     scales, zeros = _column(scales), _column(zeros)
@@ -270,5 +273,4 @@ def _operand(
             pack=1,
         )
     t = gl.join(gl.join(o[0], o[1]), gl.join(o[2], o[3])).to(DT, bitcast=True)  # words k0 r3
-    t = gl.reshape(t, (WARPS, 8, 4, 2, 2, 2, 2, 2))  # warp r c jj/2 jj%2 k3 k0 r3
-    return gl.reshape(gl.permute(t, (0, 7, 1, 3, 4, 5, 2, 6)), (16 * WARPS, 64))
+    return gl.reshape(gl.permute(gl.reshape(t, LANES_SHAPE), AXES4), (64, 64))
