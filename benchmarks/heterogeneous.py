@@ -56,12 +56,15 @@ def main() -> None:
     running.add_argument("--commit")
     running.add_argument("--baseline", action="append", default=[], metavar="MODEL:NAME=VALUE",
                          help="tokens/s of another engine on the same job, whole GPUs")  # fmt: skip
+    running.add_argument("--gpus", help="GPU of each stage: 0,0 (default 0,1,...)")
+    running.add_argument("--time-limit", type=float, default=1e9, help="start no plan after it")
     running.add_argument("--links", default="auto", choices=("auto", "peer", "nccl", "gloo"))
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     if args.part == "plan":
         make_plans(args)
     else:
+        args.started_s = time.perf_counter()
         measure(args)
 
 
@@ -177,21 +180,47 @@ class Timed:
 def measure(args: argparse.Namespace) -> None:
     """Run every plan and write its rows; a plan that fails is reported and left out."""
     from llmpq.errors import LlmpqError
-    from llmpq.runtime.placement import ray_cluster
 
     done: list[tuple[Plan, Timed]] = []
-    with ray_cluster(None):
-        for path in args.plans:
-            plan, started_s = Plan.load(path), time.perf_counter()
-            try:
-                timed = run_plan(plan, args)
-            except (LlmpqError, ValueError) as error:
-                log.warning("%s failed: %s", path.name, error)
-                continue
-            write_rows(plan, timed, args)
-            done.append((plan, timed))
-            report(plan, timed, time.perf_counter() - started_s)
+    plans = [Plan.load(path) for path in args.plans]
+    following = make_engine(plans[0], args)
+    for index, plan in enumerate(plans):
+        engine, started_s = following, time.perf_counter()
+        try:
+            with engine:
+                engine.start()
+                log.info("%s loaded in %.1f s", args.plans[index].name, since(started_s))
+                if index + 1 < len(plans):
+                    following = make_engine(plans[index + 1], args)
+                timed = time_jobs(engine, plan, args.repeat)
+        except (LlmpqError, ValueError) as error:
+            log.warning("%s failed: %s", args.plans[index].name, error)
+            if following is engine and index + 1 < len(plans):
+                following = make_engine(plans[index + 1], args)
+            continue
+        write_rows(plan, timed, args)
+        done.append((plan, timed))
+        report(plan, timed, since(started_s))
+        if since(args.started_s) > args.time_limit:
+            log.info("time is up: %d plans left out", len(plans) - index - 1)
+            following.__exit__()
+            break
     summarise(done, args)
+
+
+def since(start_s: float) -> float:
+    """Return the seconds since a reading of the performance counter."""
+    return time.perf_counter() - start_s
+
+
+def make_engine(plan: Plan, args: argparse.Namespace) -> Any:
+    """Start the processes of a plan's stages."""
+    from llmpq.runtime.process_engine import ProcessEngine
+    from llmpq.runtime.stage_actor import StageSettings
+
+    settings = StageSettings(model_dir=plan.model.name, load_format="dummy", links=args.links)
+    gpus = [int(gpu) for gpu in args.gpus.split(",")] if args.gpus else None
+    return ProcessEngine(plan, settings, gpus=gpus)
 
 
 def is_emulated(plan: Plan) -> bool:
@@ -200,29 +229,19 @@ def is_emulated(plan: Plan) -> bool:
     return not all(whole) or any(stage.sms is not None for stage in plan.stages)
 
 
-def run_plan(plan: Plan, args: argparse.Namespace) -> Timed:
-    """Start the plan's stages, warm them up, time the job."""
-    from llmpq.runtime.pipeline import Deadlines, Pipeline
-    from llmpq.runtime.stage_actor import StageSettings
-
-    settings = StageSettings(model_dir=plan.model.name, load_format="dummy", links=args.links)
-    deadlines = Deadlines(load_s=120.0, step_s=60.0)
+def time_jobs(engine: Any, plan: Plan, repeat: int) -> Timed:
+    """Warm the stages up and time the job."""
     totals, prefills, records = [], [], []
-    with Pipeline.start(plan, settings, deadlines=deadlines) as pipeline:
-        updates = pipeline.updates()
-        for job in range(args.repeat + 1):
-            new = plan.workload.gen_len if job else WARM_UP_TOKENS
-            pipeline.submit(prompts(plan, job, new), more=job < args.repeat)
-            finished: list[Any] = []
-            while len(finished) < plan.workload.batch:
-                finished += next(updates).finished
-            if job == args.repeat:
-                for _ in updates:
-                    pass
-            records = pipeline.records()
-            if job:
-                totals.append(max(request.total_s for request in finished))
-                prefills.append(max(request.first_token_s for request in finished))
+    for job in range(repeat + 1):
+        new = plan.workload.gen_len if job else WARM_UP_TOKENS
+        started_s = time.perf_counter()
+        finished = engine.serve(prompts(plan, job, new))
+        records = engine.records()
+        if job:
+            totals.append(max(request.total_s for request in finished))
+            prefills.append(max(request.first_token_s for request in finished))
+        log.info("    job %d: %.1f s", job, since(started_s))
+    engine.end()
     return Timed(total_s=totals, prefill_s=prefills, records=records)
 
 
