@@ -212,7 +212,7 @@ def _operand3(
     c = _join8(o[16], o[17], o[18], o[19], o[20], o[21], o[22], o[23])
     d = _join8(o[24], o[25], o[26], o[27], o[28], o[29], o[30], o[31])
     t = gl.join(gl.join(a, b), gl.join(c, d)).to(DT, bitcast=True)  # k0 r3 k3 jj%2 jj/2
-    return gl.reshape(gl.permute(gl.reshape(t, LANES_SHAPE), AXES3), (64, 64))
+    return gl.reshape(gl.permute(gl.reshape(t, LANES_SHAPE.value), AXES3.value), (64, 64))
 
 
 @gluon.jit
@@ -273,4 +273,4 @@ def _operand(
             pack=1,
         )
     t = gl.join(gl.join(o[0], o[1]), gl.join(o[2], o[3])).to(DT, bitcast=True)  # words k0 r3
-    return gl.reshape(gl.permute(gl.reshape(t, LANES_SHAPE), AXES4), (64, 64))
+    return gl.reshape(gl.permute(gl.reshape(t, LANES_SHAPE.value), AXES4.value), (64, 64))
