@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmpq.device_spec import canonical_kind, device_specs
+from llmpq.device_spec import DeviceSpec, canonical_kind, device_specs
 from llmpq.kernels.timing import write_row
 from llmpq.memory import stage_memory
 from llmpq.model_spec import ModelSpec
@@ -167,15 +167,18 @@ def main() -> None:
     parser.add_argument("--commit")
     args = parser.parse_args()
     rng, device = random.Random(args.seed), torch.device("cuda", 0)
-    context = device_specs()[canonical_kind(torch.cuda.get_device_name(0))].context
+    spec = device_specs()[canonical_kind(torch.cuda.get_device_name(0))]
     errors = []
     for _ in range(args.plans):
         drawn = draw(rng)
-        errors.append(_one(drawn, measure(drawn, device), context, args))
+        errors.append(_one(drawn, measure(drawn, device), spec, args))
     print(f"{len(errors)} plans, largest error {max(errors):.1%}")
 
 
-def _one(drawn: Drawn, measured: tuple[int, int], context: int, args: argparse.Namespace) -> float:
+def _one(
+    drawn: Drawn, measured: tuple[int, int], spec: DeviceSpec, args: argparse.Namespace
+) -> float:
+    """Write the row of one plan; return the relative error."""
     plan, work = drawn.plan, drawn.plan.workload
     stage = plan.stages[drawn.index]
     predicted = stage_memory(
@@ -188,8 +191,9 @@ def _one(drawn: Drawn, measured: tuple[int, int], context: int, args: argparse.N
         decode_microbatch=plan.decode_microbatch,
         quantization=plan.quantization.settings(),
         kv=work.kv,
-        context_bytes=context,
+        context_bytes=spec.context,
         on_gpu=True,
+        unpacks=spec.unpacks_weights,
     )
     total = sum(measured)
     error = abs(predicted.total_bytes / total - 1)

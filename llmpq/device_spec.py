@@ -49,6 +49,11 @@ class DeviceSpec(FileForm):
         """Whether stages of this kind run on the host's cores."""
         return self.capability is None and "cpu" in self.aliases
 
+    @property
+    def unpacks_weights(self) -> bool:
+        """Whether long prompts meet a packed weight as one dense matrix (not on Hopper)."""
+        return self.capability != "9.0"
+
 
 @lru_cache(maxsize=1)
 def device_specs() -> Mapping[str, DeviceSpec]:

@@ -21,6 +21,9 @@ from llmpq.workload import Workload
 DENSE_ROWS = 256
 """Rows from which a product may unpack its whole weight (kernels/gemm.py's crossover)."""
 
+SHARES_BYTES = 34 << 20
+"""Float32 shares of the tiles that the Hopper kernel cuts, in place of an unpacked weight."""
+
 INBOX_SLOTS = 2
 """Messages an inbox has room for (runtime/peer_links.py)."""
 
@@ -37,8 +40,12 @@ def gpu_workspace_bytes(
     last: bool,
     prefill_microbatch: int,
     decode_microbatch: int,
+    unpacks: bool = True,
 ) -> int:
-    """Return the bytes beside weights and cache when a stage's prompts and tokens need most."""
+    """Return the bytes beside weights and cache when a stage's prompts and tokens need most.
+
+    `unpacks`: whether long prompts meet a packed weight as one dense matrix; Hopper does without.
+    """
     e, kv = workload.dtype_bytes, workload.kv
     prefill = _Shape(prefill_microbatch, workload.prompt_len, e, kv, fresh=True)
     decode = _Shape(decode_microbatch, 1, e, kv, fresh=False)
@@ -48,7 +55,7 @@ def gpu_workspace_bytes(
     for shape, output in zip((prefill, decode), hidden, strict=True):
         # The ids of the step's tokens where there is no inbox; the output before, on its way.
         held = (8 * shape.tokens if first else 0) + (0 if last else output)
-        moments.append(held + _phase_bytes(spec, shape, precisions, last=last))
+        moments.append(held + _phase_bytes(spec, shape, precisions, last=last, unpacks=unpacks))
     return LIBRARY_BYTES + inbox + _graph_bytes(spec, decode, first=first, last=last) + max(moments)
 
 
@@ -73,12 +80,17 @@ class _Shape:
 
 
 def _phase_bytes(
-    spec: ModelSpec, shape: _Shape, precisions: Sequence[Precision], *, last: bool
+    spec: ModelSpec,
+    shape: _Shape,
+    precisions: Sequence[Precision],
+    *,
+    last: bool,
+    unpacks: bool,
 ) -> int:
     """Return the most that lives at once while one micro-batch passes through the layers."""
     moments = [0]
     for bits in {p.weight_bits for p in precisions}:
-        moments += _layer_moments(spec, shape, quantized=bits < 16)
+        moments += _layer_moments(spec, shape, quantized=bits < 16, unpacks=unpacks)
     if last:
         moments.append(_head_bytes(spec, shape))
     return max(moments)
@@ -90,7 +102,9 @@ def _graph_bytes(spec: ModelSpec, shape: _Shape, *, first: bool, last: bool) -> 
     return given + (shape.unit * spec.vocab if last else shape.unit * spec.hidden)
 
 
-def _layer_moments(spec: ModelSpec, shape: _Shape, *, quantized: bool) -> Iterator[int]:
+def _layer_moments(
+    spec: ModelSpec, shape: _Shape, *, quantized: bool, unpacks: bool
+) -> Iterator[int]:
     """Yield the bytes alive at each wide moment of a layer, its input x counted.
 
     Attention: x, its norm, qkv, rotated queries (and keys, for a low-bit cache), the result and a
@@ -106,6 +120,8 @@ def _layer_moments(spec: ModelSpec, shape: _Shape, *, quantized: bool) -> Iterat
         """Bytes of y [t, n]: a whole packed weight beside it, and y again plus the residual."""
         if not quantized or shape.tokens <= DENSE_ROWS:
             return unit * n
+        if not unpacks:
+            return SHARES_BYTES + unit * n
         return max(n * k * shape.element_bytes + unit * n, unit * 2 * n if adds else 0)
 
     yield unit * 2 * h + product(q + 2 * g, h)

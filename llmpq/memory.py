@@ -102,6 +102,7 @@ def stage_memory(
     kv: KVPrecision = KVPrecision.KV16,
     context_bytes: int = 0,
     on_gpu: bool = False,
+    unpacks: bool = True,
 ) -> StageMemory:
     """Return the memory of a stage that holds layers of the given precisions."""
     layers = tuple(precisions)
@@ -128,6 +129,7 @@ def stage_memory(
             prefill_microbatch=prefill_microbatch,
             decode_microbatch=decode_microbatch,
             on_gpu=on_gpu,
+            unpacks=unpacks,
         ),
         context_bytes=context_bytes,
     )

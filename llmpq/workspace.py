@@ -43,6 +43,7 @@ def workspace_bytes(
     decode_microbatch: int,
     first: bool = False,
     on_gpu: bool = False,
+    unpacks: bool = True,
 ) -> int:
     """Return the bytes of the largest temporary over both phases.
 
@@ -58,6 +59,7 @@ def workspace_bytes(
             last=last,
             prefill_microbatch=prefill_microbatch,
             decode_microbatch=decode_microbatch,
+            unpacks=unpacks,
         )
     e = workload.dtype_bytes
     kv, prompt_len = workload.kv, workload.prompt_len

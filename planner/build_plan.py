@@ -91,6 +91,7 @@ def _stage_plan(
         kv=p.workload.kv,
         context_bytes=device.spec.context,
         on_gpu=not device.spec.is_cpu,
+        unpacks=device.spec.unpacks_weights,
     )
     return StagePlan(
         device=device.name,

@@ -63,6 +63,7 @@ def _check_memory(plan: Plan, spec: ModelSpec, position: int, device: Device) ->
         kv=plan.workload.kv,
         context_bytes=device.spec.context,
         on_gpu=not device.spec.is_cpu,
+        unpacks=device.spec.unpacks_weights,
     )
     short = memory.total_bytes - device.limit_bytes
     if short > 0:

@@ -258,11 +258,11 @@ def layer_bytes(p: Problem) -> NDArray[np.int64]:
 def capacity(p: Problem, eta: int, xi: int) -> NDArray[np.int64]:
     """[C, 2, 2] limit minus context, embedding or head, and the largest workspace of any choice."""
     table = np.zeros((len(p.classes), 2, 2), dtype=np.int64)
-    kinds = {not cls.first.spec.is_cpu for cls in p.classes}
+    kinds = {_memory_kind(cls) for cls in p.classes}
     for first, last in product((False, True), repeat=2):
         ends = embedding_bytes(p.spec, first=first, last=last, dtype_bytes=p.workload.dtype_bytes)
         workspace = {
-            on_gpu: max(
+            (on_gpu, unpacks): max(
                 workspace_bytes(
                     p.spec,
                     p.workload,
@@ -272,13 +272,19 @@ def capacity(p: Problem, eta: int, xi: int) -> NDArray[np.int64]:
                     prefill_microbatch=eta,
                     decode_microbatch=xi,
                     on_gpu=on_gpu,
+                    unpacks=unpacks,
                 )
                 for choice in p.choices
             )
-            for on_gpu in kinds
+            for on_gpu, unpacks in kinds
         }
         for index, cls in enumerate(p.classes):
-            spec = cls.first.spec
-            fixed = spec.context + ends + workspace[not spec.is_cpu]
+            fixed = cls.first.spec.context + ends + workspace[_memory_kind(cls)]
             table[index, int(first), int(last)] = cls.first.limit_bytes - fixed
     return table
+
+
+def _memory_kind(cls: DeviceClass) -> tuple[bool, bool]:
+    """Return whether a class's stages run on a GPU, and whether it unpacks whole weights."""
+    spec = cls.first.spec
+    return not spec.is_cpu, spec.unpacks_weights

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from llmpq.gpu_workspace import LIBRARY_BYTES, gpu_workspace_bytes
+from llmpq.gpu_workspace import LIBRARY_BYTES, SHARES_BYTES, gpu_workspace_bytes
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
 from llmpq.workload import Workload
@@ -51,6 +51,16 @@ def test_a_packed_weight_is_a_dense_matrix_beside_many_rows_only() -> None:
     tokens = 320
     gate = 2 * tokens * (4 * H + 2 * F) + 2 * 2 * F * H
     assert beside(PACKED, **many) == gate + 8 * tokens + 2 * 32 * V
+
+
+def test_hopper_does_not_unpack() -> None:
+    work = Workload(batch=32, prompt_len=64, gen_len=100, dtype="bfloat16")
+    sizes = {"first": True, "last": True, "prefill_microbatch": 5, "decode_microbatch": 5}
+    found = [
+        gpu_workspace_bytes(LLAMA, work, precisions=[PACKED], unpacks=unpacks, **sizes)
+        for unpacks in (True, False)
+    ]
+    assert found[0] - found[1] == 2 * 2 * F * H - SHARES_BYTES
 
 
 def test_a_stage_between_others_has_an_inbox_and_an_output_on_its_way() -> None:
