@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from llmpq.runtime.cuda_graphs import DecodeGraphs
 from llmpq.runtime.cuda_speculate import CudaSpeculation
@@ -27,9 +28,13 @@ from llmpq.runtime.request import StepKind
 from llmpq.runtime.sampling import sample
 from llmpq.runtime.stage_compute import StageCompute
 from llmpq.runtime.stage_model import StageModel
+from llmpq.runtime.step import Step
 from llmpq.runtime.trace import MAX_EVENTS, KindTotals
 from llmpq.speculation import MAX_GAMMA, SpeculationMode, StepTimes
 from llmpq.workload import Workload
+
+WIDTH = 64
+"""Longer prompts are padded to a multiple of this."""
 
 
 class CudaStageCompute(StageCompute):
@@ -61,6 +66,9 @@ class CudaStageCompute(StageCompute):
             "device": device,
             "capture": graphs,
         }
+        learned = model.spec.positions == "learned"
+        positions = model.spec.max_positions if learned else workload.max_len
+        self._longest = min(workload.max_len, positions)
         self._decode = DecodeGraphs(model, kv, **self._graph_options)
         self.speculation: CudaSpeculation | None = None
 
@@ -140,14 +148,25 @@ class CudaStageCompute(StageCompute):
         if message.kind in (StepKind.DRAFT, StepKind.VERIFY, StepKind.ROUND):
             return self._run_speculation(message, hidden_BQH)
         step = message.step(self._device)
-        x = message.tokens_BQ() if hidden_BQH is None else hidden_BQH
+        x = (message.tokens_BQ() if hidden_BQH is None else hidden_BQH).to(self._device)
+        step, x = self._widened(step, x)
         # The cost model prices whole layers: the last of several stages would beat its plan.
-        y = self.model(x.to(self._device), step, self.kv, last_only=self._whole)
+        y = self.model(x, step, self.kv, last_only=self._whole)
         if self.model.head is None:
-            return self._leave(y)
+            return self._leave(y[:, : message.q_len].contiguous())
         tokens_B = sample(self.model.logits(y, step), message.sampling, message.sample_steps)
         self._decode.remember(step.slots_B, tokens_B)
         return self._answer(tokens_B[:, None])
+
+    def _widened(self, step: Step, x: Tensor) -> tuple[Step, Tensor]:
+        """Pad fresh prompts to a multiple of `WIDTH`: libraries plan anew for every other shape."""
+        width = min(-(-step.q_len // WIDTH) * WIDTH, self._longest)
+        extra = width - step.q_len
+        # A little padding for a known shape; not where it would be a good part of the prompt.
+        if not step.fresh or extra == 0 or step.q_len < WIDTH:
+            return step, x
+        pad = (0, extra) if x.dim() == 2 else (0, 0, 0, extra)
+        return step.padded(width), functional.pad(x, pad)
 
     def _run_decode(self, message: StepMessage, hidden_BQH: Tensor | None) -> Tensor | Pending:
         out, rows = self._decode.run(message, hidden_BQH), message.num_rows
