@@ -5,7 +5,7 @@ at rates measured on trained models (`Replayed`), and prompts are not computed (
 their cache holds noise). Everything else is the engine as it serves: scheduler, loop, graphs.
 
     c, v     draft step and verify over a plain decode step, each a replayed graph
-    S        (1 - a^(gamma+1)) / (1 - a) / (gamma c + v), the speed-up these allow
+    S        (1 - a^(gamma+1)) / (1 - a) / (gamma c + v)
     value    tokens/s of the engine from its 4th round to the end of the first request
 """
 
@@ -16,7 +16,7 @@ import gc
 import json
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +117,8 @@ class Target:
     model: StageModel
     precision: Precision
     dtype: str
+    views: dict[str, StageModel] = field(default_factory=dict)
+    """How each mode drafts: its copies of weights serve every batch size."""
 
     @classmethod
     def build(cls, name: str, precision: Precision, dtype: str) -> Target:
@@ -176,7 +178,9 @@ class Bed:
     def speculate(self, mode: SpeculationMode) -> None:
         """Make the engine with drafts."""
         self.mode, self.fast = mode, self._compute()
-        self.fast.enable_speculation(mode, self.workload)
+        self.fast.enable_speculation(mode, self.workload, view=self.target.views.get(mode))
+        if self.fast.draft is not None:
+            self.target.views[mode] = self.fast.draft.model
         assert self.fast.speculation is not None
         self.fast.speculation.judge = self.replayed
         if isinstance(self.fast.kv, DualKV):
@@ -273,18 +277,26 @@ def measured_acceptance(mode: str, target: str) -> float:
     return statistics.fmean(found) if found else measured_acceptance(mode, "w16a16")
 
 
+def acceptances(args: argparse.Namespace) -> dict[str, float]:
+    """Return the rates to replay by name: numbers, and what trained models were measured at."""
+    return {
+        name: measured_acceptance(args.mode, args.target) if name == "measured" else float(name)
+        for name in args.acceptance
+    }
+
+
 def main(args: argparse.Namespace) -> None:
     """Measure one target and mode over batches and contexts; append the rows."""
     target = Target.build(args.gpu_model, Precision.parse(args.target), args.gpu_dtype)
-    rates = {"measured": measured_acceptance(args.mode, args.target), "0.9": 0.9}
+    accepted = acceptances(args)
     for batch, contexts in args.grid:
         bed = Bed(target=target, batch=batch, max_len=max(contexts) + ROOM)
         plain = {context: bed.rate(context, 0, 1.0, PLAIN_STEPS) for context in contexts}
         bed.speculate(args.mode)
         for context in contexts:
             times = bed.times(context)
-            for name in args.acceptance:
-                measure_cell(args, bed, times, plain[context], name, rates[name])
+            for name, rate in accepted.items():
+                measure_cell(args, bed, times, plain[context], name, rate)
         del bed
         gc.collect()
         torch.cuda.empty_cache()
@@ -351,17 +363,10 @@ def add(
     predicted: float | None,
 ) -> None:
     """Append a row."""
-    write_row(
-        Path(args.rows),
-        bench=bench,
-        case=case,
-        unit="tokens/s",
-        samples=samples,
-        baselines={"plain": plain} | beside,
-        commit=args.commit,
-        predicted=predicted,
-        program="python benchmarks/speculation.py",
-    )
+    row = {"bench": bench, "case": case, "unit": "tokens/s", "samples": samples}
+    beside = {"plain": plain} | beside
+    how = {"commit": args.commit, "program": "python benchmarks/speculation.py"}
+    write_row(Path(args.rows), **row, **how, baselines=beside, predicted=predicted)
 
 
 def fill_plain(kv: PlainKVCache) -> None:

@@ -19,10 +19,10 @@ from speculation_gpu import (
     Guesser,
     Replayed,
     WithoutPrompts,
+    acceptances,
     add,
     fill_copy,
     fill_plain,
-    measured_acceptance,
     rates,
 )
 
@@ -97,7 +97,7 @@ def rate(engine: ThreadEngine, drafter: FixedDrafter | None, context: int, new: 
 
 def main(args: argparse.Namespace) -> None:
     """Measure plain decoding and drafts of some lengths; append the rows."""
-    accepted = {"measured": measured_acceptance(args.mode, args.target), "0.9": 0.9}
+    accepted = acceptances(args)
     for batch, contexts in args.grid:
         for context in contexts:
             plain_engine = make_engine(args, batch, context, None)

@@ -72,9 +72,11 @@ class CudaStageCompute(StageCompute):
         self._decode = DecodeGraphs(model, kv, **self._graph_options)
         self.speculation: CudaSpeculation | None = None
 
-    def enable_speculation(self, mode: SpeculationMode, workload: Workload) -> int:
+    def enable_speculation(
+        self, mode: SpeculationMode, workload: Workload, *, view: StageModel | None = None
+    ) -> int:
         """As `StageCompute.enable_speculation`; its steps are captured as they come."""
-        extra = super().enable_speculation(mode, workload)
+        extra = super().enable_speculation(mode, workload, view=view)
         self._decode = DecodeGraphs(self.model, self.kv, **self._graph_options)
         self.speculation = CudaSpeculation(
             self._decode, self.draft, whole=self._whole, **self._graph_options

@@ -70,8 +70,13 @@ class StageCompute:
         self._draft_probs: dict[int, list[Tensor]] = {}
         """Slot -> the distributions its unverified drafts were drawn from (last stage)."""
 
-    def enable_speculation(self, mode: SpeculationMode, workload: Workload) -> int:
-        """Prepare for drafts of a mode; return the bytes they take beyond the stage's own."""
+    def enable_speculation(
+        self, mode: SpeculationMode, workload: Workload, *, view: StageModel | None = None
+    ) -> int:
+        """Prepare for drafts of a mode; return the bytes they take beyond the stage's own.
+
+        `view`: how another engine of the same weights and mode drafts, to share its copies.
+        """
         self._truncates = True
         if mode == "ngram":
             return 0
@@ -79,7 +84,7 @@ class StageCompute:
         if mode in READS_KV4:
             copy = make_copy(self.model, workload, self._dtype, self._device)
             self.kv, kv, copy_bytes = DualKV(self.kv, copy), copy, copy.nbytes
-        self.draft = build_draft(mode, self.model, kv)
+        self.draft = build_draft(mode, self.model, kv) if view is None else Draft(view, kv, 0)
         return self.draft.extra_bytes + copy_bytes
 
     @property
