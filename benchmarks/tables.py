@@ -159,7 +159,17 @@ TABLES: dict[str, Pivot] = {
     "e2e": Pivot(
         file="e2e.jsonl",
         bench="e2e",
-        index=("model", "cluster", "batch", "prompt", "gen", "precision", "dtype", "kv"),
+        index=(
+            "model",
+            "cluster",
+            "batch",
+            "prompt",
+            "gen",
+            "precision",
+            "symmetric",
+            "dtype",
+            "kv",
+        ),
         where={"graphs": True},
         show=over_vllm,
         value_title="output tokens/s",
@@ -167,7 +177,7 @@ TABLES: dict[str, Pivot] = {
     "e2e_step": Pivot(
         file="e2e.jsonl",
         bench="e2e_step",
-        index=("model", "precision", "kv", "graphs"),
+        index=("model", "precision", "symmetric", "dtype", "kv", "graphs"),
         show=lambda row: f"{row['value']:.2f} ms",
         value_title="decode step",
     ),
