@@ -177,7 +177,7 @@ TABLES: dict[str, Pivot] = {
     "e2e_step": Pivot(
         file="e2e.jsonl",
         bench="e2e_step",
-        index=("model", "precision", "symmetric", "dtype", "kv", "graphs"),
+        index=("model", "cluster", "precision", "symmetric", "dtype", "kv", "graphs"),
         show=lambda row: f"{row['value']:.2f} ms",
         value_title="decode step",
     ),
