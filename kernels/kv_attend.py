@@ -253,11 +253,13 @@ def attend_split(
     slot = tl.load(slots + b).to(tl.int64)
     line = packed_line(end - 1)
     share = part - RING_PARTS
-    shares = (line // TILE + chunk - 1) // chunk
+    programs = num_parts - RING_PARTS
     steps_all = line // (TILE * TILES)
+    shares = tl.minimum(programs, steps_all)  # a request shorter than planned is spread as wide
+    if DYNAMIC:
+        shares = tl.maximum((line // TILE + chunk - 1) // chunk, shares)
     step0 = steps_all * share // tl.maximum(shares, 1)
     step1 = steps_all * (share + 1) // tl.maximum(shares, 1)
-    programs = num_parts - RING_PARTS
     STEPS: tl.constexpr = RING // RING_STEP // RING_PARTS
     since = packed_line(start) + part * (STEPS * RING_STEP)
     ring_at = (slot * G + head) * (RING * D)
@@ -294,7 +296,7 @@ def attend_split(
             o_at = part_out + (out_at * R + c[None, :]) * D + tl.arange(0, D)[:, None]
             tl.store(o_at, out, mask=used[None, :])
     else:
-        # equal shares, TILES tiles a step: as many as chunks of at most `chunk` tiles would be
+        # equal shares, TILES tiles a step: one a program, or (DYNAMIC) of at most `chunk` tiles
         lane = tl.arange(0, 32)
         if DYNAMIC:  # drawn early, looked at late: a program never waits for its next share
             to_draw = tickets + row_of_all + lane * 0

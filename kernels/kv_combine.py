@@ -19,12 +19,12 @@ import triton.language as tl
 from llmpq.kernels.kv_attend import LOWEST, MASKED, RING, TILE, packed_line
 
 
-@triton.jit(do_not_specialize=["chunk", "num_parts"])
+@triton.jit(do_not_specialize=["num_parts"])
 def combine_parts(
-    part_out, part_lse, out_ptr, starts, counts, chunk, num_parts,
+    part_out, part_lse, out_ptr, starts, counts, num_parts,
     H: tl.constexpr, G: tl.constexpr, Q: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
-    RING_PARTS: tl.constexpr, D_STEP: tl.constexpr, X_STEP: tl.constexpr, PDL: tl.constexpr,
-    EARLY: tl.constexpr,
+    RING_PARTS: tl.constexpr, TILES: tl.constexpr, D_STEP: tl.constexpr, X_STEP: tl.constexpr,
+    PDL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """out = sum_x 2**(lse_x - max) out_x / sum_x 2**(lse_x - max) for one query head and token."""
     C: tl.constexpr = H // G
@@ -38,8 +38,8 @@ def combine_parts(
     start = tl.load(starts + b)
     end = start + tl.load(counts + b)
     since = packed_line(start)
-    shares = (packed_line(end - 1) // TILE + chunk - 1) // chunk
-    parts = RING_PARTS + tl.minimum(shares, num_parts - RING_PARTS)
+    steps_all = packed_line(end - 1) // (TILE * TILES)
+    parts = RING_PARTS + tl.minimum(steps_all, num_parts - RING_PARTS)
     PART_TOKENS: tl.constexpr = RING // RING_PARTS
     first = ((b * G + head) * CHUNKS + col // R).to(tl.int64) * num_parts
     if PDL:

@@ -158,7 +158,9 @@ def kv_attend(
         PDL=pdl, EMULATE=q.device.type == "cpu",
         num_warps=1, **(options | cap),
     )  # fmt: skip
-    _combine(part_out, part_lse, out, starts, counts, chunk, shape | {"EARLY": early}, options)
+    _combine(
+        part_out, part_lse, out, starts, counts, shape | {"TILES": tiles, "EARLY": early}, options
+    )
     return out
 
 
@@ -168,7 +170,6 @@ def _combine(
     out: Tensor,
     starts: Tensor,
     counts: Tensor,
-    chunk: int,
     shape: dict[str, int],
     options: dict[str, bool],
 ) -> None:
@@ -177,7 +178,7 @@ def _combine(
     x_step = max(16, min(256, triton.next_power_of_2(parts)))
     d_step = 16 if x_step > 128 else 32
     combine_parts[(shape["H"] * shape["Q"], shape["D"] // d_step, out.shape[0])](
-        part_out, part_lse, out, starts, counts, chunk, parts, **shape, D_STEP=d_step,
+        part_out, part_lse, out, starts, counts, parts, **shape, D_STEP=d_step,
         X_STEP=x_step, PDL=bool(options), num_warps=4 if parts > 32 else 1, **options,
     )  # fmt: skip
 

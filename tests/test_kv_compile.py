@@ -62,6 +62,7 @@ def test_attention_compiles_everywhere(arch):
         "RING_PARTS": 1,
         "D_STEP": 32,
         "X_STEP": 64,
+        "TILES": 1,
         "EARLY": True,
     }
     assert build(kv_combine.combine_parts, arch, {**combine, "PDL": arch >= 90}, num_warps=4).cubin
