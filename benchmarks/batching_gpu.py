@@ -9,6 +9,7 @@ those of the whole job. The value is continuous tokens/s, the baseline static.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import math
 import random
 import time
@@ -57,6 +58,8 @@ def requests(count: int, vocab: int, seed: int) -> list[Request]:
 def make_engine(args: argparse.Namespace) -> ThreadEngine:
     """Return the engine: a whole model, or a stage per GPU."""
     spec = ModelSpec.by_name(args.gpu_model)
+    if args.layers is not None:
+        spec = dataclasses.replace(spec, num_layers=args.layers)
     workload = Workload(
         batch=args.slots, prompt_len=LONGEST_PROMPT, gen_len=LONGEST_OUTPUT, dtype="bfloat16"
     )
@@ -72,6 +75,13 @@ def make_engine(args: argparse.Namespace) -> ThreadEngine:
     source = RandomSource(spec, device="cuda:0")
     devices = [f"cuda:{index}" for index in range(stages)]
     return ThreadEngine(plan, spec, source, device=devices if stages > 1 else devices[0])
+
+
+def described(args: argparse.Namespace) -> str:
+    """Return the model's name, and how much of it was run."""
+    whole = ModelSpec.by_name(args.gpu_model)
+    part = "" if args.layers is None else f", {args.layers} of {whole.num_layers} layers"
+    return f"{whole.name}{part}"
 
 
 def warm_up(engine: ThreadEngine, slots: int) -> None:
@@ -108,7 +118,7 @@ def main(args: argparse.Namespace) -> None:
         Path(args.rows),
         bench="continuous_batching",
         case={
-            "model": spec.name,
+            "model": described(args),
             "requests": args.requests,
             "slots": args.slots,
             "stages": args.stages,

@@ -135,6 +135,7 @@ def main() -> None:
     gpu = parser.add_argument_group("with --device cuda")
     gpu.add_argument("--gpu-model", default="llama-3.1-8b", help="built-in architecture")
     gpu.add_argument("--bits", default="w16a16")
+    gpu.add_argument("--layers", type=int, help="run only so many layers of it")
     gpu.add_argument("--stages", type=int, default=1, help="one per GPU")
     gpu.add_argument("--prefill-rows", type=int, default=8, help="prompts run together")
     gpu.add_argument("--rows", help="result file to append to")
