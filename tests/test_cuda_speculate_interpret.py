@@ -133,9 +133,13 @@ def test_requests_end_at_the_end_of_their_slot(tiny_models, random_prompts, make
     model, prompts = tiny_models.directory("llama"), random_prompts(8, 8)
     plan = make_plan(model, batch=2, decode_microbatch=2, prompt_len=8, gen_len=6)
     compute = stage(plan, model, "kv4")
-    requests = [Request(id=i, prompt=tuple(p), max_new=6) for i, p in enumerate(prompts)]
     want = tiny_models.greedy("llama", prompts, 6)
-    assert serve(plan, compute, requests, FixedDrafter("kv4", 4)) == want
+    for may_draft in (True, False):  # False: rounds of no drafts
+        requests = [
+            Request(id=i, prompt=tuple(p), max_new=6, may_draft=may_draft)
+            for i, p in enumerate(prompts)
+        ]
+        assert serve(plan, compute, requests, FixedDrafter("kv4", 4)) == want
 
 
 def test_sampled_and_stopping_requests_beside_greedy_ones(tiny_models, random_prompts, make_plan):
