@@ -57,6 +57,7 @@ def main() -> None:
     running.add_argument("--baseline", action="append", default=[], metavar="MODEL:NAME=VALUE",
                          help="tokens/s of another engine on the same job, whole GPUs")  # fmt: skip
     running.add_argument("--gpus", help="GPU of each stage: 0,0 (default 0,1,...)")
+    running.add_argument("--limit", type=float, default=120.0, help="seconds of a load or a job")
     running.add_argument("--time-limit", type=float, default=1e9, help="start no plan after it")
     running.add_argument("--links", default="auto", choices=("auto", "peer", "nccl", "gloo"))
     args = parser.parse_args()
@@ -220,7 +221,7 @@ def make_engine(plan: Plan, args: argparse.Namespace) -> Any:
 
     settings = StageSettings(model_dir=plan.model.name, load_format="dummy", links=args.links)
     gpus = [int(gpu) for gpu in args.gpus.split(",")] if args.gpus else None
-    return ProcessEngine(plan, settings, gpus=gpus)
+    return ProcessEngine(plan, settings, gpus=gpus, limit_s=args.limit)
 
 
 def is_emulated(plan: Plan) -> bool:

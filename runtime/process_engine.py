@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, Self
 
-from llmpq.errors import StageLostError
+from llmpq.errors import DeadlineError, StageLostError
 from llmpq.plan import Plan
 from llmpq.runtime.placement import LOCAL_HOST
 from llmpq.runtime.request import Request
@@ -28,10 +30,15 @@ class ProcessEngine:
     """Stages on the GPUs 0, 1, ... of this host, or on those given."""
 
     def __init__(
-        self, plan: Plan, settings: StageSettings, *, gpus: Sequence[int] | None = None
+        self,
+        plan: Plan,
+        settings: StageSettings,
+        *,
+        gpus: Sequence[int] | None = None,
+        limit_s: float = 60.0,
     ) -> None:
-        """Start the processes; they import and wait."""
-        self.plan = plan
+        """Start the processes; they import and wait. An answer or a job may take `limit_s`."""
+        self.plan, self._limit_s = plan, limit_s
         chosen = gpus or range(len(plan.stages))
         self._stages = [
             subprocess.Popen(
@@ -73,9 +80,14 @@ class ProcessEngine:
         """Serve requests to their end."""
         self._call(0, "submit", json.dumps([write_request(request) for request in requests]))
         finished: list[Finished] = []
+        end_s = time.monotonic() + self._limit_s
         while len(finished) < len(requests):
             news = json.loads(self._call(0, "poll", POLL_S))
             finished += [Finished(**row) for row in news["finished"]]
+            if time.monotonic() > end_s:
+                raise DeadlineError(
+                    f"{len(finished)} of {len(requests)} requests ended within {self._limit_s:.0f} s"
+                )
         return finished
 
     def records(self) -> list[StageRecord]:
@@ -107,6 +119,9 @@ class ProcessEngine:
     def _read(self, index: int) -> Any:
         stage = self._stages[index]
         assert stage.stdout is not None
+        if not select.select([stage.stdout], [], [], self._limit_s)[0]:
+            name = self.plan.stages[index].device
+            raise DeadlineError(f"stage {name} has not answered for {self._limit_s:.0f} s")
         line = stage.stdout.readline()
         if not line:
             raise StageLostError(
