@@ -86,7 +86,7 @@ class ProcessEngine:
             finished += [Finished(**row) for row in news["finished"]]
             if time.monotonic() > end_s:
                 raise DeadlineError(
-                    f"{len(finished)} of {len(requests)} requests ended within {self._limit_s:.0f} s"
+                    f"{len(finished)} of {len(requests)} requests ended in {self._limit_s:.0f} s"
                 )
         return finished
 
