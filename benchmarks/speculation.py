@@ -128,6 +128,8 @@ def main() -> None:
     parser.add_argument("--model", default=str(EXAMPLES / "demo-7m"))
     parser.add_argument("--text", default=str(EXAMPLES / "heldout.txt"))
     parser.add_argument("--gammas", type=int, nargs="*", help="default: 2..7; cuda: the best few")
+    parser.add_argument("--modes", nargs="*", help="only these")
+    parser.add_argument("--no-speed", action="store_true", help="acceptance only")
     parser.add_argument("--speed-gamma", type=int, default=3)
     parser.add_argument("--windows", type=int, default=128)
     parser.add_argument("--requests", type=int, default=8)
@@ -174,6 +176,8 @@ def main() -> None:
         batch=args.batch, prompt_len=args.prompt_len, gen_len=args.max_new, dtype=args.dtype
     )
     for mode in MODES:
+        if args.modes and mode.name not in args.modes:
+            continue
         plan = hand_plan(
             spec,
             workload,
@@ -193,7 +197,7 @@ def main() -> None:
         for gamma in args.gammas:
             seen = measure_acceptance(engine, mode, gamma, work)
             write_acceptance(args, case | {"gamma": gamma}, seen)
-        if args.on != "cpu":
+        if args.on != "cpu" or args.no_speed:
             continue
         without = ThreadEngine(plan, spec, source)
         fast, plain = measure_speed(engine, without, mode, args.speed_gamma, work)
