@@ -252,8 +252,7 @@ class Times:
 
     def best(self, acceptance: float, count: int) -> list[int]:
         """Return the draft lengths of the highest S."""
-        every = range(1, MAX_GAMMA + 1)
-        ordered = sorted(every, key=lambda gamma: -self.speedup(acceptance, gamma))
+        ordered = sorted(self.steps.lengths, key=lambda gamma: -self.speedup(acceptance, gamma))
         return sorted(ordered[:count])
 
 
@@ -337,8 +336,9 @@ def measure_cell(
             f"(step {times.plain_s * 1e3:.2f} ms, loop {bed.batch / base * 1e3:.2f})"
         )
     if args.auto and bed.mode is not None:
-        drafter = AutoDrafter(bed.mode, times.steps, acceptance=acceptance)
-        pays = max(times.speedup(acceptance, g) for g in range(1, MAX_GAMMA + 1)) > WORTHWHILE
+        lengths = times.steps.lengths
+        drafter = AutoDrafter(bed.mode, times.steps, acceptance=acceptance, lengths=lengths)
+        pays = max(times.speedup(acceptance, gamma) for gamma in lengths) > WORTHWHILE
         samples = list(plain)
         if pays:  # else the engine is started without drafts
             new = int(ROUNDS_TIMED * 3)

@@ -81,11 +81,16 @@ def predicted_speedup(
 
 
 def best_gamma(
-    times: StepTimes, acceptance: float, *, rows: int, context: float, limit: int = MAX_GAMMA
+    times: StepTimes,
+    acceptance: float,
+    *,
+    rows: int,
+    context: float,
+    lengths: Sequence[int] = range(1, MAX_GAMMA + 1),
 ) -> tuple[int, float]:
     """Return the draft length of the highest predicted speed-up, and that; (0, 1) if none."""
     best = (0, 1.0)
-    for gamma in range(1, limit + 1):
+    for gamma in lengths:
         speedup = predicted_speedup(times, acceptance, gamma, rows=rows, context=context)
         if speedup > max(best[1], WORTHWHILE):
             best = (gamma, speedup)
@@ -214,6 +219,11 @@ class MeasuredTimes:
     draft: Mapping[int, Line] = field(default_factory=dict)
     verify: Mapping[tuple[int, int], Line]
     """(rows, positions) -> line."""
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Draft lengths whose verify was timed."""
+        return tuple(sorted({positions - 1 for _, positions in self.verify} - {0}))
 
     def decode_s(self, rows: int, context: float) -> float:
         """One plain step of an engine that drafts: its cache may have a copy to keep up to date."""

@@ -236,4 +236,4 @@ def _likeliest(logits_BQV: Tensor) -> Tensor:
 
 def _rounded_width(width: int) -> int:
     """Return the positions a verify is padded to: fewer widths, fewer graphs."""
-    return next(size for size in (2, 4, 6, MAX_GAMMA + 1) if size >= width)
+    return next(size for size in (2, 3, 4, 6, MAX_GAMMA + 1) if size >= width)

@@ -30,7 +30,7 @@ from llmpq.runtime.stage_compute import StageCompute
 from llmpq.runtime.stage_model import StageModel
 from llmpq.runtime.step import Step
 from llmpq.runtime.trace import MAX_EVENTS, KindTotals
-from llmpq.speculation import MAX_GAMMA, SpeculationMode, StepTimes
+from llmpq.speculation import MAX_GAMMA, MeasuredTimes, SpeculationMode
 from llmpq.workload import Workload
 
 WIDTH = 64
@@ -121,7 +121,7 @@ class CudaStageCompute(StageCompute):
             self._timed.append((message.kind, message.num_rows, start, end))
         return result
 
-    def step_times(self) -> StepTimes:
+    def step_times(self) -> MeasuredTimes:
         """Time drafts and verifies on the device, to choose draft lengths by; slots are free."""
         # Imported here: it builds on the graphs of speculation.
         from llmpq.runtime.cuda_step_times import measure

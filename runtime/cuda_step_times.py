@@ -19,8 +19,9 @@ from llmpq.runtime.request import StepKind
 from llmpq.runtime.sampling_params import SamplingParams
 from llmpq.speculation import MAX_GAMMA, Line, MeasuredTimes
 
-POSITIONS = (1, 2, 4, 6, MAX_GAMMA + 1)
-"""New tokens a row at which verifies are timed."""
+POSITIONS = (1, 2, 3, 4, 6, MAX_GAMMA + 1)
+"""New tokens a row at which verifies are timed; drafts of one less are those `auto` chooses from,
+so that few graphs are captured."""
 REPEATS = 8
 
 

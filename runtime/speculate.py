@@ -102,10 +102,16 @@ class AutoDrafter(FixedDrafter):
     wavers, and near the best length the speed hardly depends on it."""
 
     def __init__(
-        self, mode: SpeculationMode, times: StepTimes, *, acceptance: float | None = None
+        self,
+        mode: SpeculationMode,
+        times: StepTimes,
+        *,
+        acceptance: float | None = None,
+        lengths: Sequence[int] = range(1, MAX_GAMMA + 1),
     ) -> None:
+        """`lengths`: those to choose from, 0 beside them."""
         super().__init__(mode, MAX_GAMMA)
-        self._times = times
+        self._times, self._lengths = times, lengths
         self.estimate = PRIOR_ACCEPTANCE[mode] if acceptance is None else acceptance
         self.chosen: dict[int, int] = {}
         """Draft length -> how many rounds were started with it."""
@@ -116,7 +122,9 @@ class AutoDrafter(FixedDrafter):
         """Return the draft length for a group; 0 where drafting does not pay."""
         rows = len(requests)
         context = sum(request.num_cached for request in requests) / rows
-        gamma, speedup = best_gamma(self._times, self.estimate, rows=rows, context=context)
+        gamma, speedup = best_gamma(
+            self._times, self.estimate, rows=rows, context=context, lengths=self._lengths
+        )
         last = self._last.get(rows, gamma)
         stay = predicted_speedup(self._times, self.estimate, last, rows=rows, context=context)
         if gamma > 0 and speedup < stay * self.WORTH_A_CHANGE:

@@ -23,6 +23,7 @@ from llmpq.device_spec import canonical_kind
 from llmpq.errors import PlanMismatchError
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan, StagePlan
+from llmpq.precision import WeightScheme
 from llmpq.runtime.cuda_stage import CudaStageCompute
 from llmpq.runtime.device_links import (
     KINDS,
@@ -31,6 +32,7 @@ from llmpq.runtime.device_links import (
     Links,
     connect_devices,
 )
+from llmpq.runtime.dummy_layers import CopiedLayers
 from llmpq.runtime.emulate import Emulation
 from llmpq.runtime.kept_layers import KeptLayers
 from llmpq.runtime.loader import CheckpointSource, RandomSource, TensorSource
@@ -64,8 +66,9 @@ class StageSettings:
     gamma: int | None = None
     """Draft length; None lets the cost model of `costs` choose it, again and again."""
     costs: str | None = None
-    load_format: Literal["auto", "dummy"] = "auto"
-    """`dummy`: random weights made on the device; the model may be a built-in name."""
+    load_format: Literal["auto", "dummy", "copies"] = "auto"
+    """`dummy`: random weights made on the device; the model may be a built-in name. `copies`:
+    likewise, but all layers of a precision are alike, which takes a moment."""
     graphs: bool = True
     """Capture decode steps in CUDA graphs, on a GPU."""
     layer_cache: str | None = None
@@ -142,11 +145,16 @@ class StageActor:
             report = replace(report, draft_bytes=extra)
         workload = self._plan.workload
         rows = min(self._plan.decode_microbatch, workload.batch)
-        self._compute.warm_up(rows, min(WARM_UP_TOKENS, workload.prompt_len, workload.max_len))
+        if device.type == "cpu":
+            length = min(WARM_UP_TOKENS, workload.prompt_len, workload.max_len)
+            self._compute.warm_up(rows, length)
+        else:  # every other shape would compile kernels that no job needs
+            self._compute.warm_up(rows, 0)
         self._compute.warm_up_shapes(self._plan)
         if self._index == 0 and self._drafter is None and self._settings.speculate is not None:
             assert isinstance(self._compute, CudaStageCompute), "draft lengths need a cost model"
-            self._drafter = AutoDrafter(self._settings.speculate, self._compute.step_times())
+            times = self._compute.step_times()
+            self._drafter = AutoDrafter(self._settings.speculate, times, lengths=times.lengths)
         return asdict(report)
 
     def open_rendezvous(self, host: str, port: int) -> int:
@@ -303,16 +311,22 @@ class StageActor:
             return spec, self._kept(open_checkpoint(model, spec), device)
         known = os.path.isdir(model)
         spec = ModelSpec.from_directory(model) if known else ModelSpec.by_name(model)
-        return spec, RandomSource(spec, device=device)
+        source = RandomSource(spec, device=device)
+        if self._settings.load_format == "dummy":
+            return spec, source
+        return spec, CopiedLayers(source, self._schemes(), device)
 
     def _kept(self, source: CheckpointSource, device: torch.device) -> TensorSource:
         """Return the checkpoint behind the layers kept on disk, if that was asked for."""
         if self._settings.layer_cache is None or type(source) is not CheckpointSource:
             return source
+        return KeptLayers(source, self._settings.layer_cache, self._schemes(), device)
+
+    def _schemes(self) -> dict[int, WeightScheme | None]:
+        """Return how each layer of the stage is stored."""
         scheme, stage = self._plan.quantization.settings().scheme, self._stage
         numbers = range(*stage.layers)
-        schemes = {i: scheme(p) for i, p in zip(numbers, stage.precisions, strict=True)}
-        return KeptLayers(source, self._settings.layer_cache, schemes, device)
+        return {i: scheme(p) for i, p in zip(numbers, stage.precisions, strict=True)}
 
     def _device(self) -> torch.device:
         """Return the device Ray gave this actor, or refuse a plan made for another kind."""

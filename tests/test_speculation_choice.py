@@ -100,7 +100,7 @@ def test_measured_times_are_lines_between_what_was_timed():
     assert times.draft_s(2, 400) == 4.0 and times.draft_s(2, 0) == 0.0, "the outer pieces go on"
     assert times.draft_s(99, 300) == 4.0, "more rows than were timed: the most that were"
     assert times.decode_s(2, 50) == 4.0 and times.verify_s(2, 50, 2) == 6.0
-    assert times.verify_s(8, 50, 4) == 5.0
+    assert times.verify_s(8, 50, 4) == 5.0 and times.lengths == (3,)
     assert MeasuredTimes(verify={(1, 1): ((0, 1.0),)}).draft_s(1, 9) == 0.0
 
 
@@ -121,6 +121,13 @@ def test_auto_switches_off_and_on_as_the_batch_changes():
     assert lengths[0] >= 3 and lengths[1] >= 3, "memory bound: positions are free"
     assert lengths[3] == 0, "compute bound: every position costs"
     assert lengths[2] == lengths[4] and lengths[5] == lengths[0], "and back on again"
+
+
+def test_auto_chooses_from_the_lengths_it_is_given():
+    for lengths in ((1, 3), (2, 7)):
+        drafter = AutoDrafter("w4kv4", Machine(), acceptance=0.9, lengths=lengths)
+        assert drafter.gamma(group(8, 100)) in lengths
+        assert drafter.gamma(group(200, 100)) == 0
 
 
 def test_auto_keeps_its_length_while_the_estimate_wavers():
