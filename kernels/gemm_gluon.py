@@ -29,6 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from llmpq.kernels.gemm_gluon_load import ask_ahead, load, load_first
 from llmpq.kernels.gemm_gluon_unpack import operand, splat, zero_constants
@@ -176,7 +177,7 @@ def _multiply(
     together, WG: gl.constexpr, BITS: gl.constexpr, GROUPED: gl.constexpr, SYMMETRIC: gl.constexpr,
     HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr, SPLIT: gl.constexpr, BH: gl.constexpr,
     BT: gl.constexpr, KS: gl.constexpr, STAGES: gl.constexpr, FAR: gl.constexpr,
-    LATE: gl.constexpr,
+    LATE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: 64 * BH rows of w of every tile."""
     DT: gl.constexpr = x_desc.dtype
@@ -195,6 +196,14 @@ def _multiply(
     tile_m, tile_n, first, last, at, tile = _segment(
         0, at, m_tiles, n_tiles, groups, whole, together
     )  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+    ahead = load_first(
+        P0, P1, S, Z, tile_n * (8 * BH), blocks, groups, first, last,
+        WG, BH, BITS, GROUPED, SYMMETRIC, FAR,
+    )  # fmt: skip
+    if PDL:  # words are nobody's output; everything else may be
+        gdc_wait()
     if WG == 0:  # the next x to ask for
         x = (0, tile_m, first * SLOTS, last * SLOTS, at)
         for slot in gl.static_range(STAGES - 2):
@@ -203,10 +212,6 @@ def _multiply(
                 m_tiles, n_tiles, groups, whole, together, BT, KS,
             )  # fmt: skip
     step = 0
-    ahead = load_first(
-        P0, P1, S, Z, tile_n * (8 * BH), blocks, groups, first, last,
-        WG, BH, BITS, GROUPED, SYMMETRIC, FAR,
-    )  # fmt: skip
     for segment in range(segments):
         block = tile_n * (8 * BH)
         acc = ()
@@ -301,7 +306,7 @@ def gluon_kernel(
     BITS: gl.constexpr, GROUPED: gl.constexpr, SYMMETRIC: gl.constexpr,
     HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr, SPLIT: gl.constexpr,
     BH: gl.constexpr, BT: gl.constexpr, KS: gl.constexpr, STAGES: gl.constexpr,
-    FAR: gl.constexpr, LATE: gl.constexpr,
+    FAR: gl.constexpr, LATE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """y = x w^T over a persistent one-dimensional grid of 4 + 4 warps.
 
@@ -323,13 +328,13 @@ def gluon_kernel(
                 x_desc, y_desc, ring, ready, free, staging, P0, P1, S, Z, BIAS, RESIDUAL,
                 PARTIAL, ARRIVED, M, N, m_tiles, n_tiles, blocks, groups, whole, together, W0,
                 BITS, GROUPED, SYMMETRIC, HAS_BIAS, HAS_RESIDUAL, SPLIT, BH, BT, KS, STAGES,
-                FAR, LATE,
+                FAR, LATE, PDL,
             )),
             (_multiply, (
                 x_desc, y_desc, ring, ready, free, staging, P0, P1, S, Z, BIAS, RESIDUAL,
                 PARTIAL, ARRIVED, M, N, m_tiles, n_tiles, blocks, groups, whole, together, W1,
                 BITS, GROUPED, SYMMETRIC, HAS_BIAS, HAS_RESIDUAL, SPLIT, BH, BT, KS, STAGES,
-                FAR, LATE,
+                FAR, LATE, PDL,
             )),
         ],
         [4],

@@ -36,6 +36,8 @@ def launch(
     residual_MN: Tensor | None,
     y_MN: Tensor,
     counters: Callable[[torch.device, int], Tensor],
+    *,
+    pdl: bool = True,
 ) -> None:
     """Write y = x w^T (+ bias) (+ residual) of the full 16-row blocks of w.
 
@@ -87,7 +89,9 @@ def launch(
         STAGES=config.stages,
         FAR=_FAR,
         LATE=_late(config),
+        PDL=pdl,
         num_warps=4,
+        launch_pdl=pdl,
     )
 
 

@@ -50,6 +50,7 @@ def _compile(config, bits, dtype, symmetric, split, **options):
         "STAGES": config.stages,
         "FAR": 4,
         "LATE": config.blocks == 1,
+        "PDL": True,
     }
     return compile_kernel(
         gluon_kernel,
