@@ -165,9 +165,10 @@ class StageCompute:
     def warm_up(self, rows: int, prompt_len: int) -> None:
         """Run one small step of each phase through slot 0 on, so that first times count as others.
 
-        What it leaves in the cache is overwritten by the first prompts.
+        What it leaves in the cache is overwritten by the first prompts. No prompts with length 0.
         """
-        self._run_zeros(StepKind.PREFILL, rows, prompt_len)
+        if prompt_len > 0:
+            self._run_zeros(StepKind.PREFILL, rows, prompt_len)
         self._run_zeros(StepKind.DECODE, rows, 1)
 
     def warm_up_shapes(self, plan: Plan) -> None:
