@@ -219,7 +219,7 @@ def make_engine(plan: Plan, args: argparse.Namespace) -> Any:
     from llmpq.runtime.process_engine import ProcessEngine
     from llmpq.runtime.stage_actor import StageSettings
 
-    settings = StageSettings(model_dir=plan.model.name, load_format="dummy", links=args.links)
+    settings = StageSettings(model_dir=plan.model.name, load_format="copies", links=args.links)
     gpus = [int(gpu) for gpu in args.gpus.split(",")] if args.gpus else None
     return ProcessEngine(plan, settings, gpus=gpus, limit_s=args.limit)
 
