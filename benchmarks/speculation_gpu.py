@@ -267,11 +267,12 @@ class Guesser(FixedDrafter):
 def measured_acceptance(mode: str, target: str) -> float:
     """Return the share of judged drafts accepted on the trained models, all lengths together."""
     rows = [json.loads(line) for line in ACCEPTANCE.read_text().splitlines()]
-    found = [
-        row["value"]
+    newest = {
+        (row["case"]["model"], row["case"]["gamma"]): row["value"]
         for row in rows
         if row["bench"] == "acceptance" and row["case"]["mode"] == f"{mode} on {target}"
-    ]
+    }
+    found = newest.values()
     # A draft of the same weights accepts alike whatever their precision.
     return statistics.fmean(found) if found else measured_acceptance(mode, "w16a16")
 

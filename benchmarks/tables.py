@@ -82,6 +82,18 @@ def ratio_to_baseline(name: str) -> Callable[[Row], str]:
     return show
 
 
+def over_plain_of_s(row: Row) -> str:
+    """Show the ratio to plain decoding and the share of S(acceptance, c, v) that it is."""
+    plain = row["baselines"]["plain"]
+    return f"{row['value'] / plain:.2f}x [{row['value'] / row['predicted']:.0%}]"
+
+
+def over_plain_and_best(row: Row) -> str:
+    """Show the ratios to plain decoding and to the best fixed length."""
+    base = row["baselines"]
+    return f"{row['value'] / base['plain']:.2f}x ({row['value'] / base['best_fixed']:.2f})"
+
+
 def increase_over_baseline(name: str) -> Callable[[Row], str]:
     """Show the value and by how much it exceeds a baseline of the same row."""
 
@@ -128,6 +140,12 @@ def beside_predicted(row: Row) -> str:
     """Show measured seconds, those predicted and how far off they are."""
     off = row["predicted"] / row["value"] - 1
     return f"{row['value']:.2f} s, {row['predicted']:.2f} s ({off:+.1%})"
+
+
+def gib_beside_predicted(row: Row) -> str:
+    """Show bytes, the prediction and its error."""
+    error = row["predicted"] / row["value"] - 1
+    return f"{row['value'] / 2**30:.2f} GiB, {row['predicted'] / 2**30:.2f} ({error:+.1%})"
 
 
 KV_32K = {"heads": 32, "kv_heads": 8, "batch": 8, "context": 32768, "kv": "kv4", "op": "attend"}
@@ -194,6 +212,20 @@ TABLES: dict[str, Pivot] = {
         index=("model", "cluster", "plan", "precision", "kv"),
         where={"weights": "dummy"},
         show=beside_predicted,
+        value_title="measured, predicted",
+    ),
+    "fidelity_layer": Pivot(
+        file="fidelity.jsonl",
+        bench="fidelity_layer",
+        index=("model", "kind", "precisions", "workloads"),
+        column="statistic",
+        show=lambda row: f"{row['value']:.1f} %",
+    ),
+    "fidelity_memory": Pivot(
+        file="fidelity.jsonl",
+        bench="fidelity_memory",
+        index=("model", "bits", "kv", "batch", "prompt", "micro_batches", "place"),
+        show=gib_beside_predicted,
         value_title="measured, predicted",
     ),
     "gemm_layer": Pivot(
@@ -307,6 +339,28 @@ TABLES: dict[str, Pivot] = {
         index=("model", "mode"),
         column="gamma",
         show=lambda row: f"{row['value']:.3f}",
+    ),
+    "speculation_gpu": Pivot(
+        file="speculation.jsonl",
+        bench="speculation_gpu",
+        index=("mode", "batch", "context", "acceptance"),
+        column="gamma",
+        show=over_plain_of_s,
+        order=tuple("1234567"),
+    ),
+    "speculation_auto": Pivot(
+        file="speculation.jsonl",
+        bench="speculation_auto",
+        index=("mode", "batch", "context", "acceptance"),
+        show=over_plain_and_best,
+        value_title="over plain decoding (over the best fixed length)",
+    ),
+    "speculation_stages": Pivot(
+        file="speculation.jsonl",
+        bench="speculation_stages",
+        index=("mode", "stages", "batch", "context", "acceptance"),
+        column="gamma",
+        show=ratio_to_baseline("plain"),
     ),
     "speculation": Pivot(
         file="speculation.jsonl",
