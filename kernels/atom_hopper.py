@@ -42,11 +42,14 @@ FEW = 64
 TOKENS_A_RUN = 128
 """Scales of so many tokens lie together; the last run is padded."""
 
-ROWS = 256
+ROWS = 128
 """Rows of w of a tile of the product for many tokens."""
 
-_TILE_COST = {128: 1.0, 64: 0.64}
-"""What a tile of so many tokens takes: 64 tokens fetch 24 KB a k-group, 128 twice 16."""
+TERMS = 16
+"""Rows of a box of scales: the least K of a bfloat16 product; three are a group's."""
+
+_TILE_COST = {128: 1.0, 64: 0.62}
+"""What a tile of so many tokens takes, beside one of 128 (H200)."""
 
 _NO_GLUON = bool(triton.knobs.runtime.interpret)
 
@@ -59,7 +62,9 @@ class RoundedTokens:
 
     values: Tensor
     scales: Tensor | None = None
-    """float32 [G + 1, M padded to 128], the outliers' last; None: `values` are restored."""
+    """bfloat16 [3 G, M padded to 128]: three terms of each; None: `values` are restored."""
+    outlier_scale: Tensor | None = None
+    """float32 [M padded to 128]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +72,7 @@ class Plan:
     """How a product runs; `bm` None is the weight-only kernels."""
 
     bm: int | None
-    stages: int = 5
+    stages: int = 6
     group_m: int = 8
 
 
@@ -124,6 +129,7 @@ def norm_input(
         x_MK if weight.index_K is None else weight.index_K,
         out.values,
         out.values if out.scales is None else out.scales,
+        out.values if out.outlier_scale is None else out.outlier_scale,
         m,
         k,
         scheme.normal_features(k),
@@ -171,6 +177,7 @@ def _norm_many(
         x_MK if weight.index_K is None else weight.index_K,
         out.values,
         out.scales,
+        out.outlier_scale,
         m,
         k,
         scheme.normal_features(k),
@@ -206,6 +213,7 @@ def activation_input(x: Tensor, weight: AtomTiles, activation: Activation) -> Ro
         hadamard_signs(x.device, x.dtype),
         out.values,
         out.values if out.scales is None else out.scales,
+        out.values if out.outlier_scale is None else out.outlier_scale,
         m,
         width // 2 if activation == "silu" else width,
         scheme.normal_features(weight.in_features),
@@ -257,16 +265,18 @@ def product(
         TensorDescriptor.from_tensor(tokens.values.view(torch.float8_e4m3fn), *box),
         TensorDescriptor.from_tensor(tokens.values, *box),
         TensorDescriptor.from_tensor(
-            planes[0].view(torch.uint8).view(n // 16, -1, 128), [16, 8, 128], _layout(3, 128)
+            planes[0].view(torch.uint8).view(n // 16, -1, 128), [8, 8, 128], _layout(3, 128)
         ),
-        tokens.scales,
+        TensorDescriptor.from_tensor(
+            tokens.scales, [TERMS, chosen.bm], _layout(2, 128, element_bitwidth=16)
+        ),
+        tokens.outlier_scale,
         weight.words.scale,
         y if bias is None else bias,
         y if residual_MN is None else residual_MN,
         y,
         m,
         n,
-        tokens.scales.shape[1],
         G=weight.groups,
         SCALES=weight.words.groups,
         OUTLIERS=weight.scheme.outliers > 0,
@@ -368,8 +378,10 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _layout(rank: int, swizzle: int) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=8, rank=rank)
+def _layout(rank: int, swizzle: int, *, element_bitwidth: int = 8) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout(
+        swizzle_byte_width=swizzle, element_bitwidth=element_bitwidth, rank=rank
+    )
 
 
 def _empty(x_MK: Tensor, weight: AtomTiles) -> RoundedTokens:
@@ -385,5 +397,6 @@ def _empty(x_MK: Tensor, weight: AtomTiles) -> RoundedTokens:
 
     return RoundedTokens(
         values=room(m, columns, dtype=torch.int8),
-        scales=room(weight.groups + 1, padded, dtype=torch.float32),
+        scales=room(3 * weight.groups, padded, dtype=torch.bfloat16),
+        outlier_scale=room(padded, dtype=torch.float32),
     )

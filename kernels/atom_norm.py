@@ -20,7 +20,7 @@ from triton.experimental.gluon import language as gl
 
 @gluon.jit(do_not_specialize=["M"])
 def norm_codes_kernel(
-    X, WEIGHT, BIAS, INDEX, OUT, SCALES, M, K, normal, x_stride, MS, eps,
+    X, WEIGHT, BIAS, INDEX, OUT, SCALES, OUTLIER, M, K, normal, x_stride, MS, eps,
     G: gl.constexpr, OUTLIERS: gl.constexpr, BLOCK: gl.constexpr, ROWS: gl.constexpr,
     BITS: gl.constexpr, SIGNED: gl.constexpr, CLIP: gl.constexpr, NORM: gl.constexpr,
     HAS_BIAS: gl.constexpr, HAS_INDEX: gl.constexpr, num_warps: gl.constexpr,
@@ -48,8 +48,8 @@ def norm_codes_kernel(
     p = gl.arange(0, 128, layout=gl.SliceLayout(0, grouped))
     is_outlier = group == G
     limit = gl.where(is_outlier, 128.0, half)
-    for i in range(ROWS):
-        row = gl.program_id(0) * ROWS + i
+    for turn in range(ROWS):
+        row = gl.program_id(0) * ROWS + turn
         x = gl.load(X + row.to(gl.int64) * x_stride + column, mask=inside & (row < M), other=0.0)
         x = x.to(gl.float32)
         if NORM == 2:
@@ -78,8 +78,16 @@ def norm_codes_kernel(
         q = (q + 12582912.0) - 12582912.0
         q = gl.minimum(gl.maximum(q, -limit[:, None]), limit[:, None] - 1)
         small = q.to(gl.float8e4nv).to(gl.int8, bitcast=True)
-        byte = gl.where(is_outlier[:, None], q.to(gl.int8), small)
+        # The low byte of q + 1.5 * 2^23 is q as an integer.
+        whole = (q + 12582912.0).to(gl.int32, bitcast=True).to(gl.int8)
+        byte = gl.where(is_outlier[:, None], whole, small)
         live = (group * 128 < width) & (row < M)
         at = row.to(gl.int64) * width + group[:, None] * 128 + p[None, :]
         gl.store(OUT + at, byte, mask=live[:, None])
-        gl.store(SCALES + group * MS + row, scale, mask=live)
+        rest = scale
+        for i in gl.static_range(3):
+            term = rest.to(gl.bfloat16)
+            gl.store(SCALES + (3 * group + i) * MS + row, term, mask=live & (group < G))
+            rest -= term.to(gl.float32)
+        if OUTLIERS > 0:
+            gl.store(OUTLIER + row + group * 0, scale, mask=live & is_outlier)

@@ -6,9 +6,9 @@
 A program holds whole groups: a group's scale never leaves it. What is written is what the product
 eats (`FORM` 0 or 1):
 
-    0 codes    [M, (G + 1) * 128] bytes: codes as e4m3, the outliers' as int8; SCALES float32
-               [G + 1, MS]: a scale per group, then the outliers'. A tile of tokens reads a run of
-               each (atom_wgmma.py)
+    0 codes    [M, (G + 1) * 128] bytes: codes as e4m3, the outliers' as int8; SCALES bfloat16
+               [3 G, MS]: three terms that sum to a group's scale; OUTLIER float32 [M]: the
+               outliers' (atom_wgmma.py). A tile of tokens reads a run of each
     1 restored [M, (G + 3) * 128] in x's dtype: code * scale, the outliers three times, in the
                order of the fragment form (atom_tiles.py), for the weight-only kernels
 
@@ -66,7 +66,7 @@ def _bytes(q, is_outlier):
 
 @triton.jit
 def _store(
-    q, scale, group, live, row, OUT, SCALES, MS, G: tl.constexpr, OUTLIERS: tl.constexpr,
+    q, scale, group, live, row, OUT, SCALES, OUTLIER, MS, G: tl.constexpr, OUTLIERS: tl.constexpr,
     BITS: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """Store groups [R, 128] of tokens `row` [R], group numbers `group` [R]; G is the outliers'."""
@@ -76,7 +76,13 @@ def _store(
         width: tl.constexpr = (G + (1 if OUTLIERS else 0)) * 128
         at = row.to(tl.int64)[:, None] * width + group[:, None] * 128 + p
         tl.store(OUT + at, _bytes(q, is_outlier), mask=live[:, None])
-        tl.store(SCALES + group * MS + row, scale, mask=live)
+        rest = scale
+        for i in tl.static_range(3):
+            term = rest.to(tl.bfloat16)
+            tl.store(SCALES + (3 * group + i) * MS + row, term, mask=live & (group < G))
+            rest -= term.to(tl.float32)
+        if OUTLIERS:
+            tl.store(OUTLIER + row, scale, mask=live & is_outlier)
     else:
         wide: tl.constexpr = (G + (3 if OUTLIERS else 0)) * 128
         # Where a channel stands in the fragment form: atom_tiles.py `fragment_order`.
@@ -92,7 +98,7 @@ def _store(
 
 @triton.jit(do_not_specialize=["M"])
 def norm_round_kernel(
-    X, WEIGHT, BIAS, INDEX, OUT, SCALES, M, K, normal, x_stride, MS, eps,
+    X, WEIGHT, BIAS, INDEX, OUT, SCALES, OUTLIER, M, K, normal, x_stride, MS, eps,
     G: tl.constexpr, OUTLIERS: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_K: tl.constexpr,
     ROWS: tl.constexpr, BITS: tl.constexpr, SIGNED: tl.constexpr, CLIP: tl.constexpr,
     NORM: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_INDEX: tl.constexpr, FORM: tl.constexpr,
@@ -134,12 +140,12 @@ def norm_round_kernel(
         q, scale = _round(y, is_outlier, BITS, SIGNED, CLIP)
         rows = row + group * 0
         live = (group < G + (1 if OUTLIERS > 0 else 0)) & (rows < M)
-        _store(q, scale, group, live, rows, OUT, SCALES, MS, G, OUTLIERS > 0, BITS, FORM)
+        _store(q, scale, group, live, rows, OUT, SCALES, OUTLIER, MS, G, OUTLIERS > 0, BITS, FORM)
 
 
 @triton.jit(do_not_specialize=["M"])
 def act_round_kernel(
-    X, HADAMARD, OUT, SCALES, M, F, normal, x_stride, MS,
+    X, HADAMARD, OUT, SCALES, OUTLIER, M, F, normal, x_stride, MS,
     G: tl.constexpr, OUTLIERS: tl.constexpr, BLOCK_M: tl.constexpr, STEPS: tl.constexpr,
     BITS: tl.constexpr, SIGNED: tl.constexpr, CLIP: tl.constexpr, ACT: tl.constexpr,
     ROTATE: tl.constexpr, FORM: tl.constexpr, PDL: tl.constexpr,
@@ -180,4 +186,4 @@ def act_round_kernel(
         groups = row * 0 + group
         q, scale = _round(y, groups == G, BITS, SIGNED, CLIP)
         there = (row < M) & (groups < G + (1 if OUTLIERS > 0 else 0))
-        _store(q, scale, groups, there, row, OUT, SCALES, MS, G, OUTLIERS > 0, BITS, FORM)
+        _store(q, scale, groups, there, row, OUT, SCALES, OUTLIER, MS, G, OUTLIERS > 0, BITS, FORM)

@@ -16,10 +16,11 @@ pytestmark = pytest.mark.compile
 ROUNDING = {"OUTLIERS": 128, "BITS": 4, "SIGNED": True, "CLIP": 0.95}
 TYPES = {
     **dict.fromkeys(("X", "WEIGHT", "BIAS", "HADAMARD", "S", "RESIDUAL", "Y"), "*bf16"),
-    **dict.fromkeys(("SCALES", "SA", "W", "U", "SCALE", "ZERO", "CODES", "ERRORS"), "*fp32"),
+    **dict.fromkeys(("OUTLIER", "W", "U", "SCALE", "ZERO", "CODES", "ERRORS"), "*fp32"),
     **dict.fromkeys(("M", "N", "K", "F", "normal", "x_stride", "w_stride", "u_stride"), "i32"),
     **dict.fromkeys(("eps", "low", "high"), "fp32"),
     "MS": "i32",
+    "SCALES": "*bf16",
     "INDEX": "*i32",
     "OUT": "*i8",
 }
@@ -42,7 +43,7 @@ def compiled(kernel: Any, arch: int, constants: dict[str, Any], warps: int, **mo
 
 def box(element: str, shape: list[int], swizzle: int) -> str:
     """A tensor descriptor's type."""
-    layout = gl.NVMMASharedLayout(swizzle, 8, len(shape))
+    layout = gl.NVMMASharedLayout(swizzle, 16 if element == "bf16" else 8, len(shape))
     return f"tensordesc<{element}[{','.join(map(str, shape))}],{layout!r}>"
 
 
@@ -55,7 +56,7 @@ def test_the_product_runs_on_fp8_tensor_cores_and_keeps_its_sums_in_registers(to
         "HAS_BIAS": False,
         "HAS_RESIDUAL": True,
         "BM": tokens,
-        "STAGES": 5,
+        "STAGES": 6,
         "GROUP_M": 8,
     }
     made = compiled(
@@ -65,7 +66,8 @@ def test_the_product_runs_on_fp8_tensor_cores_and_keeps_its_sums_in_registers(to
         4,
         a_desc=box("fp8e4nv", [tokens, 64], 64),
         o_desc=box("i8", [tokens, 64], 64),
-        p_desc=box("u8", [16, 8, 128], 128),
+        p_desc=box("u8", [8, 8, 128], 128),
+        t_desc=box("bf16", [16, tokens], 128),
     )
     assert re.search(r"wgmma\.mma_async.*e4m3\.e4m3", made.ptx)
     assert re.search(r"wgmma\.mma_async.*s8\.s8", made.ptx)
