@@ -26,18 +26,14 @@ CURVE_TERMS: dict[Phase, tuple[str, ...]] = {
 """What depends on more than the new tokens: attention."""
 
 MIN_KNOTS = 4
-SPACING = 1.3
-"""Least ratio of one knot to the knot before."""
+POINTS_A_KNOT = 2
+"""Samples that there must be for every knot."""
 
 
 def choose_knots(tokens: Sequence[float]) -> list[float]:
-    """Return distinct token counts, first and last included, at least `SPACING` apart."""
-    values = sorted(set(tokens))
-    knots = values[:1]
-    for value in values[1:-1]:
-        if value >= SPACING * knots[-1] and values[-1] >= SPACING * value:
-            knots.append(value)
-    return knots + values[-1:] if len(values) > 1 else knots
+    """Return the distinct token counts, none where the samples are too few for as many knots."""
+    knots = sorted(set(tokens))
+    return knots if len(tokens) >= POINTS_A_KNOT * len(knots) else []
 
 
 def hats(knots: Sequence[float], tokens: Array) -> Array:

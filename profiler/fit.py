@@ -124,18 +124,18 @@ class _Curve:
         )
 
     def cross_check(self) -> Array:
-        """Return the relative errors at token counts that the fit did not see, the ends left in."""
-        errors = []
-        for tokens in np.unique(self.tokens_S)[1:-1]:
-            out_S = self.tokens_S == tokens
-            knots, c = self._solve(~out_S)
-            x_SK = np.hstack((hats(knots, self.tokens_S[out_S]), self.x_SK[out_S]))
-            errors.append(np.abs(x_SK @ c - self.y_S[out_S]) / self.y_S[out_S])
-        found: Array = np.concatenate(errors)
-        return found
+        """Return each sample's relative error under a fit to the other folds."""
+        errors = np.zeros(len(self.y_S))
+        for fold in _folds(len(self.y_S)):
+            kept_S = np.ones(len(self.y_S), dtype=bool)
+            kept_S[fold] = False
+            knots, c = self._solve(kept_S)
+            x_SK = np.hstack((hats(knots, self.tokens_S[fold]), self.x_SK[fold]))
+            errors[fold] = np.abs(x_SK @ c - self.y_S[fold]) / self.y_S[fold]
+        return errors
 
     def _solve(self, kept_S: NDArray[np.bool_]) -> tuple[list[float], Array]:
-        knots = choose_knots(self.tokens_S[kept_S].tolist())
+        knots = sorted(set(self.tokens_S[kept_S].tolist()))
         x_SK = np.hstack((hats(knots, self.tokens_S[kept_S]), self.x_SK[kept_S]))
         return knots, _solve(x_SK, self.y_S[kept_S])
 
@@ -195,11 +195,16 @@ def _loss(coefficients: Sequence[Array], x_SK: Array, y_S: Array) -> float:
     return float(np.square(_errors(coefficients, x_SK, y_S)).mean())
 
 
+def _folds(count: int) -> list[NDArray[np.int64]]:
+    """Return the samples in `FOLDS` random parts, the same ones every time."""
+    order = np.random.default_rng(0).permutation(count)
+    return np.array_split(order, min(FOLDS, count))
+
+
 def _cross_check(x_SK: Array, y_S: Array, count: int) -> Array:
     """Return each sample's relative error under a fit to the other folds (seeded shuffle)."""
-    order = np.random.default_rng(0).permutation(len(y_S))
     errors = np.zeros(len(y_S))
-    for fold in np.array_split(order, min(FOLDS, len(y_S))):
-        rest = np.setdiff1d(order, fold)
+    for fold in _folds(len(y_S)):
+        rest = np.setdiff1d(np.arange(len(y_S)), fold)
         errors[fold] = _errors(_fit_max(x_SK[rest], y_S[rest], count), x_SK[fold], y_S[fold])
     return errors

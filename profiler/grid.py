@@ -4,7 +4,8 @@ Knows no torch and no clock. The grid is geometric, since the fit minimises rela
 between (3, 48, ...) keep it from resting on powers of two alone, where kernels are at their best.
 
 On a GPU prompts are laid out by the tokens of a micro-batch, up to many more: its products see only
-them. Each count is timed with short and with long prompts, which tells attention from the rest.
+them, in tiles, so that one token more than a tile costs as much as the next tile. Each count is
+timed with short and with long prompts, which tells attention from the rest.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ _GPU = Grid(
     prefill_v=(1, 2, 4, 8, 16, 32, 64),
     prefill_length=(16, 32, 64, 128, 256, 512, 1024, 2048, 4096),
     prefill_tokens=(
-        *(16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096),
-        *(6144, 8192, 12288, 16384, 32768),
+        *(16, 32, 64, 65, 128, 129, 256, 257, 384, 512, 513, 768, 769, 1024, 1025, 1281, 1536),
+        *(2048, 2049, 3072, 4096, 6144, 8192, 12288, 16384, 32768),
     ),
     decode_v=(1, 2, 4, 8, 12, 16, 17, 24, 32, 33, 48, 64),
     decode_length=(64, 512, 1024, 2048, 4096),

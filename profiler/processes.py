@@ -40,7 +40,7 @@ class Child:
         threads = str(set_up.threads)
         env = {**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
         if gpu is not None:
-            env["CUDA_VISIBLE_DEVICES"] = str(gpu)
+            env["CUDA_VISIBLE_DEVICES"] = _name_of(gpu, env.get("CUDA_VISIBLE_DEVICES"))
         self._process = subprocess.Popen(
             [sys.executable, "-m", "llmpq.profiler.child"],
             stdin=subprocess.PIPE,
@@ -172,6 +172,11 @@ def set_up_for(
         seconds_per_case=seconds_per_case,
         min_repeats=min_repeats,
     )
+
+
+def _name_of(gpu: int, visible: str | None) -> str:
+    """Return what a child must be told to see one of the GPUs that this process sees."""
+    return visible.split(",")[gpu].strip() if visible else str(gpu)
 
 
 def free_port() -> int:

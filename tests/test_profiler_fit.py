@@ -62,8 +62,8 @@ def test_coefficients_are_never_negative() -> None:
 
 
 def test_a_wrong_form_is_reported() -> None:
-    """Time that grows with v^2 has no term: the held-out error must say so."""
-    wrong = [Point(v=v, length=s, seconds=1e-5 * v * v) for v, s in SHAPES]
+    """Time that grows with the square of the cache has no term: the held-out error must say so."""
+    wrong = [Point(v=v, length=s, seconds=1e-9 * s * s) for v, s in SHAPES]
     fit = fit_latency(Phase.DECODE, wrong)
     assert fit.held_out.mean > 0.15
 

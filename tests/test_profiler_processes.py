@@ -11,7 +11,7 @@ from llmpq.errors import StageLostError
 from llmpq.precision import Precision
 from llmpq.profiler.__main__ import main
 from llmpq.profiler.messages import Case, SetUp, Target
-from llmpq.profiler.processes import Group, JobFailedError
+from llmpq.profiler.processes import Group, JobFailedError, _name_of
 
 pytestmark = pytest.mark.cluster
 
@@ -73,3 +73,13 @@ def test_a_failed_job_and_a_dead_child_are_told_apart(tiny_models: Any) -> None:
         group.children[0]._process.kill()
         with pytest.raises(StageLostError, match="a profiling process ended with code -9"):
             group.time(case())
+
+
+@pytest.mark.parametrize(
+    ("gpu", "visible", "name"),
+    [(1, None, "1"), (1, "", "1"), (0, "3", "3"), (1, "2, 0", "0"), (1, "GPU-a,GPU-b", "GPU-b")],
+)
+def test_children_count_the_gpus_their_parent_sees(
+    gpu: int, visible: str | None, name: str
+) -> None:
+    assert _name_of(gpu, visible) == name
