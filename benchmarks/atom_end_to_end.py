@@ -21,6 +21,7 @@ import torch
 from rows import RESULTS
 from torch import Tensor
 
+from llmpq.errors import DoesNotFitError
 from llmpq.kernels.atom_formats import quantize_atom
 from llmpq.kernels.atom_scheme import AtomScheme
 from llmpq.kernels.timing import write_row
@@ -65,7 +66,7 @@ def main() -> None:
     parser.add_argument("--precision", nargs="+", default=["w16a16", "w8a8", "w4a16", "w4a4"])
     parser.add_argument("--memory", default="24GiB")
     parser.add_argument("--context", default="700MiB", help="of the memory: CUDA and its modules")
-    parser.add_argument("--slack", default="600MiB", help="left to the allocator's gaps")
+    parser.add_argument("--slack", default="1GiB", help="left to the allocator's gaps")
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--gen", type=int, default=512)
     parser.add_argument("--prefill-tokens", type=int, default=4096, help="in a micro-batch")
@@ -86,7 +87,7 @@ def measured(spec: ModelSpec, precision: Precision, args: argparse.Namespace, ba
     """Whether a batch fits; its row is then written."""
     try:
         measure(spec, precision, args, batch)
-    except torch.OutOfMemoryError as error:
+    except (torch.OutOfMemoryError, DoesNotFitError) as error:
         print(f"{precision.value} batch {batch}: {error}", flush=True)
         fits = False
     else:

@@ -224,7 +224,7 @@ def _scales(sw_at, sa_at):
     return tl.load(sw_at).to(tl.float32)[:, None] * tl.load(sa_at)[None, :]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def atom_gemm_kernel(
     A,
     SA,
@@ -309,7 +309,7 @@ def atom_gemm_kernel(
     tl.store(y_at, acc.to(Y.dtype.element_ty), mask=(n < N)[:, None] & (m < M)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def channel_gemm_kernel(
     A,
     SA,

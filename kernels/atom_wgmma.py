@@ -260,7 +260,7 @@ def _multiply(
         gl.store(Y + at, y, mask=live)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["M"])
 def wgmma_kernel(
     a_desc, o_desc, p_desc, t_desc, OUTLIER, S, BIAS, RESIDUAL, Y, M, N,
     G: gl.constexpr, SCALES: gl.constexpr, OUTLIERS: gl.constexpr, HAS_BIAS: gl.constexpr,
