@@ -132,7 +132,7 @@ def _shapes(gpu: bool, args: argparse.Namespace) -> list[tuple[int, int, tuple[i
 
     rows = M_BUCKETS if args.m is None else tuple(int(m) for m in args.m.split(","))
     draw = random.Random(args.seed)
-    kinds = {
+    kinds: dict[str, list[tuple[int, int, tuple[int, ...]]]] = {
         "tuned": [(n, k, rows) for n, k in tuned_shapes()],
         "odd": [(n, k, ODD_ROWS) for n, k in ODD_SHAPES],
         "random": [
