@@ -27,7 +27,10 @@ def serve(requests: TextIO, answers: TextIO) -> None:
     device, _alive = claim_device(set_up)
     subject = Subject(model_spec(set_up.model), device, Quantization(), set_up.sampling)
     effort = Effort(
-        seconds=set_up.seconds_per_case, min_repeats=set_up.min_repeats, rest_s=set_up.rest_s
+        seconds=set_up.seconds_per_case,
+        min_repeats=set_up.min_repeats,
+        rest_s=set_up.rest_s,
+        sustain_s=set_up.sustain_s,
     )
     _answer(answers, Ready(machine=machine(device), device_name=device_name(device)))
     for line in requests:

@@ -30,6 +30,9 @@ from llmpq.profiler.messages import (
     Timing,
 )
 
+SUSTAIN_S = 0.15
+"""Of load before long calls are timed on a whole GPU; a share of one stays below its power cap."""
+
 Answer = TypeVar("Answer", bound=FileForm)
 
 
@@ -169,6 +172,7 @@ def set_up_for(
         sms=device.emulate.sms if device.emulate else None,
         sampling=sampling,
         rest_s=rest_s if device.spec.is_cpu else 0.0,
+        sustain_s=0.0 if device.spec.is_cpu or device.emulate else SUSTAIN_S,
         seconds_per_case=seconds_per_case,
         min_repeats=min_repeats,
     )

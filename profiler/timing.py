@@ -19,6 +19,7 @@ from llmpq.profiler.messages import Timing
 
 WARM_UP = 2
 MAX_REPEATS = 1000
+LONG_S = 2e-3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +30,8 @@ class Effort:
     min_repeats: int
     rest_s: float = 0.0
     """Pause before every call on a CPU: a stage that has waited starts with cold caches."""
+    sustain_s: float = 0.0
+    """Load before a call of `LONG_S` is timed on a GPU, as long prompts make it in a run."""
 
 
 def time_call(
@@ -103,6 +106,8 @@ def _cuda_samples(call: Callable[[], object], effort: Effort, *, graph: bool) ->
                 break
         run = _captured(call) if graph else call
         once = _burst(run, stream, 1)
+        if once > LONG_S and effort.sustain_s:
+            _burst(run, stream, max(1, int(effort.sustain_s / once)))
         burst = max(1, min(50, int(effort.seconds / max(once, 1e-6) / effort.min_repeats)))
         samples: list[float] = []
         begin = time.perf_counter()
