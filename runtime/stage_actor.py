@@ -148,9 +148,10 @@ class StageActor:
         if device.type == "cpu":
             length = min(WARM_UP_TOKENS, workload.prompt_len, workload.max_len)
             self._compute.warm_up(rows, length)
-        else:  # every other shape would compile kernels that no job needs
+            self._compute.warm_up_shapes(self._plan)
+        else:  # the plan's own shapes only: any other compiles kernels that no job needs
+            self._compute.warm_up_shapes(self._plan)
             self._compute.warm_up(rows, 0)
-        self._compute.warm_up_shapes(self._plan)
         if self._index == 0 and self._drafter is None and self._settings.speculate is not None:
             assert isinstance(self._compute, CudaStageCompute), "draft lengths need a cost model"
             times = self._compute.step_times()
