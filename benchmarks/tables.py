@@ -159,6 +159,27 @@ def perplexity_and_size(row: Row) -> str:
     return f"{increase_over_baseline('w16a16')(row)} {size}"
 
 
+def over_cublas_and_w4a16(row: Row) -> str:
+    """Show microseconds, the speed-up over cuBLAS bf16 and, few tokens, what W4A16 takes of it."""
+    text = f"{row['value']:.1f} {row['baselines']['cublas_bf16'] / row['value']:.2f}x"
+    peer = row["baselines"].get("w4a16")
+    return text + (f", {row['value'] / peer:.2f} of W4A16" if peer else "")
+
+
+def of_norm(row: Row) -> str:
+    """Show microseconds of the fused rounding, and how many of torch's RMSNorm alone."""
+    return f"{row['value']:.1f} ({row['value'] / row['baselines']['rms_norm_torch']:.2f})"
+
+
+def seconds_and_peak(row: Row) -> str:
+    """Show seconds, seconds a layer and the peak of GPU memory."""
+    case = row["case"]
+    each = row["value"] / case["layers"]
+    return (
+        f"{row['value']:.1f} s ({each:.1f} s a layer), {case['peak_reserved_bytes'] / 1e9:.1f} GB"
+    )
+
+
 TABLES: dict[str, Pivot] = {
     "atom_ablation": Pivot(
         file="atom.jsonl",
@@ -173,6 +194,35 @@ TABLES: dict[str, Pivot] = {
         index=("model", "weights"),
         column="gamma",
         show=lambda row: f"{row['value']:.3f}",
+    ),
+    "atom_gemm": Pivot(
+        file="atom_gemm.jsonl",
+        bench="atom_gemm",
+        index=("precision", "m"),
+        column="shape",
+        show=over_cublas_and_w4a16,
+        order=("qkv", "o", "gate_up", "down", "layer"),
+    ),
+    "atom_fused": Pivot(
+        file="atom_gemm.jsonl",
+        bench="atom_fused",
+        index=("m",),
+        show=of_norm,
+        value_title="norm, order, rounding: us (of torch's RMSNorm)",
+    ),
+    "atom_end_to_end": Pivot(
+        file="atom_end_to_end.jsonl",
+        bench="atom_end_to_end",
+        index=("precision", "kv", "memory", "prompt", "gen", "batch"),
+        show=lambda row: f"{row['value']:.0f}",
+        value_title="output tokens/s",
+    ),
+    "atom_quantize": Pivot(
+        file="atom_quantize.jsonl",
+        bench="atom_quantize",
+        index=("model", "layers", "windows", "window"),
+        show=seconds_and_peak,
+        value_title="measured",
     ),
     "e2e": Pivot(
         file="e2e.jsonl",
