@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from triton import knobs
 
-from llmpq.kernels import atom_hopper, qweight
+from llmpq.kernels import atom_hopper, atom_inputs, qweight
 from llmpq.kernels.atom_formats import quantize_atom
 from llmpq.kernels.atom_hopper import RoundedTokens, activation_input, norm_input
 from llmpq.kernels.atom_quantize import restore, round_activations
@@ -74,7 +74,7 @@ def assert_codes(got: RoundedTokens, tiles: AtomTiles, exact: torch.Tensor) -> N
 def test_norm_order_and_rounding(
     scheme: AtomScheme, norm: str, few: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(atom_hopper, "FEW", 64 if few else 0)
+    monkeypatch.setattr(atom_inputs, "FEW", 64 if few else 0)
     k, generator = 264, torch.Generator().manual_seed(4)
     order = torch.randperm(k, generator=generator)
     tiles = tiles_of(scheme, k, order)
@@ -92,7 +92,7 @@ def test_norm_order_and_rounding(
 def test_activation_rotation_and_rounding(
     activation: str, rotation: bool, few: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(atom_hopper, "FEW", 64 if few else 0)
+    monkeypatch.setattr(atom_inputs, "FEW", 64 if few else 0)
     k = 264
     tiles = tiles_of(replace(SIGNED, rotation=rotation), k, None)
     wide = 2 * k if activation == "silu" else k

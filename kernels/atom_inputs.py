@@ -1,0 +1,234 @@
+"""W4A4's inputs on Hopper: rounded in the pass that makes them, in the form the product asks for.
+
+    norm_input          RMSNorm, LayerNorm or nothing, channel order, rounding
+    activation_input    SiLU-mul, ReLU, GELU or nothing, rotation if asked, rounding
+    any_input           inputs that come from no fused operation
+
+Launches only: bodies in atom_round.py and atom_norm.py, their twin is atom_reference.py.
+
+M tokens, K = in_features, G groups.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import triton
+from torch import Tensor
+
+from llmpq.kernels.atom_norm import norm_codes_kernel
+from llmpq.kernels.atom_quantize import hadamard
+from llmpq.kernels.atom_round import act_round_kernel, norm_round_kernel
+from llmpq.kernels.atom_tiles import AtomTiles
+from llmpq.kernels.formats import GROUP
+from llmpq.kernels.overlap import overlaps
+
+Activation = Literal["silu", "relu", "gelu", "none"]
+NormKind = Literal["none", "rms", "layer"]
+
+FEW = 64
+"""Tokens up to which the weight-only kernels multiply."""
+
+TOKENS_A_RUN = 128
+"""Scales of so many tokens lie together; the last run is padded."""
+
+_NO_GLUON = bool(triton.knobs.runtime.interpret)
+
+_NORMS: dict[str, int] = {"none": 0, "rms": 1, "layer": 2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundedTokens:
+    """What a product eats: restored values [M, (G + 3) * 128], or codes with their scales."""
+
+    values: Tensor
+    scales: Tensor | None = None
+    """bfloat16 [3 G, M padded to 128]: three terms of each; None: `values` are restored."""
+    outlier_scale: Tensor | None = None
+    """float32 [M padded to 128]."""
+
+
+def is_few(rows: int, activation_bits: int) -> bool:
+    """Whether the weight-only kernels multiply."""
+    return rows <= FEW or activation_bits == 16
+
+
+def norm_input(
+    x_MK: Tensor,
+    weight: AtomTiles,
+    *,
+    norm: NormKind = "none",
+    weight_K: Tensor | None = None,
+    bias_K: Tensor | None = None,
+    eps: float = 0.0,
+) -> RoundedTokens:
+    """Norm tokens, put their channels in the weight's order and round them, in one pass."""
+    if weight.scheme.rotation:
+        raise ValueError("norm_input does not rotate; only the input of `down` is rotated")
+    m, k = x_MK.shape
+    scheme, groups = weight.scheme, weight.groups
+    out = _empty(x_MK, weight)
+    kind = _NORMS[norm]
+    block = triton.next_power_of_2(k)
+    if (
+        not _NO_GLUON
+        and out.scales is not None
+        and 512 <= block <= 8192
+        and out.values.shape[1] <= block
+    ):
+        _norm_many(x_MK, weight, out, kind, weight_K, bias_K, eps, block)
+        return out
+    rows = 1 if m <= 1024 else 4
+    pdl = overlaps(x_MK.device)
+    norm_round_kernel[(triton.cdiv(m, rows),)](
+        x_MK,
+        x_MK if weight_K is None else weight_K,
+        x_MK if bias_K is None else bias_K,
+        x_MK if weight.index_K is None else weight.index_K,
+        out.values,
+        out.values if out.scales is None else out.scales,
+        out.values if out.outlier_scale is None else out.outlier_scale,
+        m,
+        k,
+        scheme.normal_features(k),
+        x_MK.stride(0),
+        0 if out.scales is None else out.scales.shape[1],
+        eps,
+        G=groups,
+        OUTLIERS=scheme.outliers,
+        BLOCK_G=triton.next_power_of_2(groups + (1 if scheme.outliers else 0)),
+        BLOCK_K=triton.next_power_of_2(k),
+        ROWS=rows,
+        BITS=scheme.activation_bits,
+        SIGNED=scheme.signed_scale,
+        CLIP=scheme.activation_clip,
+        NORM=kind,
+        HAS_BIAS=bias_K is not None,
+        HAS_INDEX=weight.index_K is not None,
+        FORM=1 if out.scales is None else 0,
+        PDL=pdl,
+        num_warps=8,
+        launch_pdl=pdl,
+    )
+    return out
+
+
+def _norm_many(
+    x_MK: Tensor,
+    weight: AtomTiles,
+    out: RoundedTokens,
+    norm: int,
+    weight_K: Tensor | None,
+    bias_K: Tensor | None,
+    eps: float,
+    block: int,
+) -> None:
+    """As `norm_input`, for codes: the Gluon kernel, one wave of programs of up to 8 tokens each."""
+    (m, k), scheme = x_MK.shape, weight.scheme
+    assert out.scales is not None
+    wave = 3 * multiprocessors(x_MK.device)
+    rows = min(8, triton.next_power_of_2(triton.cdiv(m, wave)))
+    norm_codes_kernel[(triton.cdiv(m, rows),)](
+        x_MK,
+        x_MK if weight_K is None else weight_K,
+        x_MK if bias_K is None else bias_K,
+        x_MK if weight.index_K is None else weight.index_K,
+        out.values,
+        out.scales,
+        out.outlier_scale,
+        m,
+        k,
+        scheme.normal_features(k),
+        x_MK.stride(0),
+        out.scales.shape[1],
+        eps,
+        G=weight.groups,
+        OUTLIERS=scheme.outliers,
+        BLOCK=block,
+        ROWS=rows,
+        BITS=scheme.activation_bits,
+        SIGNED=scheme.signed_scale,
+        CLIP=scheme.activation_clip,
+        NORM=norm,
+        HAS_BIAS=bias_K is not None,
+        HAS_INDEX=weight.index_K is not None,
+        num_warps=block // 512,
+    )
+
+
+def activation_input(x: Tensor, weight: AtomTiles, activation: Activation) -> RoundedTokens:
+    """Apply an MLP's activation, rotate if asked and round; x is [M, 2F] for "silu"."""
+    if weight.index_K is not None:
+        raise ValueError("the channel order of `down` is folded into the rows before it; got one")
+    m, width = x.shape
+    scheme, groups = weight.scheme, weight.groups
+    out = _empty(x, weight)
+    block_m, steps = (16, 1) if m <= 256 else (32, 8)
+    pdl = overlaps(x.device)
+    blocks = groups + (1 if scheme.outliers else 0)
+    act_round_kernel[(triton.cdiv(m, block_m), triton.cdiv(blocks, steps))](
+        x,
+        hadamard_signs(x.device, x.dtype),
+        out.values,
+        out.values if out.scales is None else out.scales,
+        out.values if out.outlier_scale is None else out.outlier_scale,
+        m,
+        width // 2 if activation == "silu" else width,
+        scheme.normal_features(weight.in_features),
+        x.stride(0),
+        0 if out.scales is None else out.scales.shape[1],
+        G=groups,
+        OUTLIERS=scheme.outliers,
+        BLOCK_M=block_m,
+        STEPS=steps,
+        BITS=scheme.activation_bits,
+        SIGNED=scheme.signed_scale,
+        CLIP=scheme.activation_clip,
+        ACT=activation,
+        ROTATE=scheme.rotation,
+        FORM=1 if out.scales is None else 0,
+        PDL=pdl,
+        num_warps=4,
+        launch_pdl=pdl,
+    )
+    return out
+
+
+def any_input(x_MK: Tensor, weight: AtomTiles) -> RoundedTokens:
+    """Round inputs that come from no fused operation."""
+    if weight.scheme.rotation:
+        return activation_input(x_MK, weight, "none")
+    return norm_input(x_MK, weight)
+
+
+@functools.cache
+def hadamard_signs(device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Return the signs of the Hadamard matrix [128, 128]."""
+    return hadamard(device).sign().to(dtype)
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Return how many programs of one a multiprocessor run at once."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _empty(x_MK: Tensor, weight: AtomTiles) -> RoundedTokens:
+    """Return room for rounded inputs, in the form that their number asks for."""
+    m, scheme = x_MK.shape[0], weight.scheme
+    if is_few(m, scheme.activation_bits):
+        return RoundedTokens(values=x_MK.new_empty(m, weight.words.in_features))
+    columns = (weight.groups + (1 if scheme.outliers else 0)) * GROUP
+    padded = -(-m // TOKENS_A_RUN) * TOKENS_A_RUN
+
+    def room(*shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=x_MK.device)
+
+    return RoundedTokens(
+        values=room(m, columns, dtype=torch.int8),
+        scales=room(3 * weight.groups, padded, dtype=torch.bfloat16),
+        outlier_scale=room(padded, dtype=torch.float32),
+    )
