@@ -21,6 +21,7 @@ from llmpq.kernels.atom_quantize import restore, round_activations
 from llmpq.kernels.atom_reference import (
     activation_reference,
     atom_linear_reference,
+    integer_product,
     norm_reference,
 )
 from llmpq.kernels.atom_scheme import AtomScheme
@@ -123,7 +124,13 @@ def tokens(m: int, k: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def _error(x_MK: Tensor, fast: AtomWeight, weight: AtomWeight) -> float:
-    return relative_error(atom_linear(x_MK, fast), atom_linear_reference(x_MK.float(), weight))
+    """Return the error against the twin; the CPU runs the twin, so against integer products."""
+    if x_MK.is_cuda or weight.scheme.activation_bits == 16:
+        exact = atom_linear_reference(x_MK.float(), weight)
+    else:
+        index_K = weight.index_K
+        exact = integer_product(x_MK if index_K is None else x_MK[:, index_K.long()], weight)
+    return relative_error(atom_linear(x_MK, fast), exact)
 
 
 def fused(device: torch.device) -> Iterator[tuple[str, float, float]]:
