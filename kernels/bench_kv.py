@@ -254,7 +254,8 @@ def candidates(
             found |= {
                 Launch(**loop, chunk=chunk, ahead=a) for a in ((0, AHEAD) if together else (0,))
             }
-        drawing = max(1, resident // rows - ring)
+        loop["ring_parts"] = 1 if rows >= 32 else ring
+        drawing = max(1, resident // rows - loop["ring_parts"])
         found |= {Launch(**loop, chunk=chunk, programs=drawing) for chunk in (4, 8)}
     return found
 

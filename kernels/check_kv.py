@@ -207,6 +207,9 @@ def cases() -> Iterator[Case]:
         yield Case(fmt=kv4, heads=8, kv_heads=2, dtype=fp16, steps=steps)
     yield Case(fmt=kv4, heads=8, kv_heads=2, dtype=fp16, steps=EMPTY)
     yield Case(fmt=kv4, heads=32, kv_heads=8, dtype=fp16, steps=ONE_LONG)
+    kv8 = KVFormat(precision=KVPrecision.KV8, head_dim=128)
+    steps = [[(0, 512)] * 4, [(512, 1)] * 4]
+    yield Case(fmt=kv8, heads=32, kv_heads=8, dtype=bf16, steps=steps, paged=False)
     chunks = [[(0, 100)], [(100, 200)], [(300, 1)], [(301, 500)], [(801, 1)]]
     yield Case(fmt=kv4, heads=8, kv_heads=2, dtype=fp16, steps=chunks)
 

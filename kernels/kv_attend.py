@@ -14,7 +14,7 @@ stored scales make up for a plane's power of two (kv_formats.py), sums are GAIN 
 Cost per output: D * bits/4 + (scales) bytes of keys and values per token and key-value head,
 0.63 integer instructions per 4-bit element, 1 mma.m16n8k16 per 256 elements.
 
-Programs: (G * column chunks, B, splits + RING_PARTS). The first 1 or 5 share the 16-bit ring, 32
+Programs: (G * column chunks, B, splits + RING_PARTS). The last 1 or 5 share the 16-bit ring, 32
 tokens a step; the others take up to `chunk` packed tiles each, TILES at a step; each writes its
 normalised output and log2-sum-exp, kv_combine.py merges. Kernels launch early (PDL): before its
 wait for the one in front a program asks the L2 for its first `ahead` tiles.
@@ -252,8 +252,9 @@ def attend_split(
     end = start + tl.load(counts + b)
     slot = tl.load(slots + b).to(tl.int64)
     line = packed_line(end - 1)
-    share = part - RING_PARTS
-    programs = num_parts - RING_PARTS
+    programs = num_parts - RING_PARTS  # those of the ring come last
+    share = part
+    ring_part = part - programs
     steps_all = line // (TILE * TILES)
     shares = tl.minimum(programs, steps_all)  # a request shorter than planned is spread as wide
     if DYNAMIC:
@@ -261,13 +262,13 @@ def attend_split(
     step0 = steps_all * share // tl.maximum(shares, 1)
     step1 = steps_all * (share + 1) // tl.maximum(shares, 1)
     STEPS: tl.constexpr = RING // RING_STEP // RING_PARTS
-    since = packed_line(start) + part * (STEPS * RING_STEP)
+    since = packed_line(start) + ring_part * (STEPS * RING_STEP)
     ring_at = (slot * G + head) * (RING * D)
     if PDL:
         # Blocks that the step before this kernel's completes may be packed now: asking the L2 for
         # them is harmless. Where they are (starts, counts, slots, table) is older than that step.
         if ahead > 0:
-            if part < RING_PARTS:
+            if ring_part >= 0:
                 prefetch_ring(
                     k_ring + ring_at, v_ring + ring_at, since,
                     tl.minimum(end, since + STEPS * RING_STEP), RING, RING_STEP, D,
@@ -285,7 +286,7 @@ def attend_split(
     c = tl.arange(0, R)
     used = first_col + c < C * Q
 
-    if part < RING_PARTS:
+    if ring_part >= 0:
         if since < end:
             steps = tl.minimum(STEPS, (end - since + RING_STEP - 1) // RING_STEP)
             out, lse = _ring_part(

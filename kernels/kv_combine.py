@@ -39,7 +39,8 @@ def combine_parts(
     end = start + tl.load(counts + b)
     since = packed_line(start)
     steps_all = packed_line(end - 1) // (TILE * TILES)
-    parts = RING_PARTS + tl.minimum(steps_all, num_parts - RING_PARTS)
+    shares = tl.minimum(steps_all, num_parts - RING_PARTS)
+    parts = RING_PARTS + shares
     PART_TOKENS: tl.constexpr = RING // RING_PARTS
     first = ((b * G + head) * CHUNKS + col // R).to(tl.int64) * num_parts
     if PDL:
@@ -51,8 +52,9 @@ def combine_parts(
     acc = tl.zeros([D_STEP], tl.float32)
     for x0 in range(0, parts, X_STEP):
         x = x0 + tl.arange(0, X_STEP)
-        live = tl.where(x < RING_PARTS, since + x * PART_TOKENS < end, x < parts)
-        at = (first + x) * R + col % R
+        ring = x - shares
+        live = tl.where(ring < 0, True, (since + ring * PART_TOKENS < end) & (x < parts))
+        at = (first + tl.where(ring < 0, x, num_parts - RING_PARTS + ring)) * R + col % R
         lse = tl.load(part_lse + at, mask=live, other=MASKED)
         m_new = tl.maximum(m_i, tl.max(lse, 0))
         alpha = tl.exp2(m_i - m_new)
