@@ -105,8 +105,9 @@ def _attend_error(dtype: torch.dtype, q_len: int, splits: int | None) -> float:
 def check_tokens() -> bool:
     """Generate with the demo model in fp32 on the CPU, eagerly and from graphs on the GPU.
 
-    Then with drafts, and in bf16 with the drafts that need 16 bits: there a verify's products have
-    other shapes than a decode step's, so that only most rows must equal plain decoding's.
+    Then with drafts; with low-bit caches, whose kernels multiply in fp16 whatever the dtype, so that
+    most rows must equal the CPU's; and in bf16 with the drafts that need 16 bits, where a verify's
+    products have other shapes than a step's: most rows must equal plain decoding's.
     """
     spec = ModelSpec.from_directory(DEMO)
     prompts = _prompts()
@@ -125,7 +126,7 @@ def check_tokens() -> bool:
     for kv in (KVPrecision.KV8, KVPrecision.KV4):
         on_cpu, _ = _serve(spec, prompts, 48, graphs=False, kv=kv, device="cpu")
         got, _ = _serve(spec, prompts, 48, graphs=True, kv=kv)
-        good &= _told(f"fp32 graphs {kv.value}", got, on_cpu, len(want))
+        good &= _told(f"fp32 graphs {kv.value}", got, on_cpu, len(want) // 2)
     for mode, bits in BF16_DRAFTS:
         target, dtype = Precision.parse(bits), "bfloat16"
         plain, _ = _serve(spec, prompts, 48, graphs=True, dtype=dtype, precision=target)
