@@ -105,7 +105,7 @@ def _attend_error(dtype: torch.dtype, q_len: int, splits: int | None) -> float:
 def check_tokens() -> bool:
     """Generate with the demo model in fp32 on the CPU, eagerly and from graphs on the GPU.
 
-    Then with drafts; with low-bit caches, whose kernels multiply in fp16 whatever the dtype, so that
+    Then with drafts; with low-bit caches, whose kernels multiply in fp16 whatever the dtype: there
     most rows must equal the CPU's; and in bf16 with the drafts that need 16 bits, where a verify's
     products have other shapes than a step's: most rows must equal plain decoding's.
     """
