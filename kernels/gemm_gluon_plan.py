@@ -16,8 +16,8 @@ SMALL = Config(kernel="gluon", bm=128, stages=6)
 _LEAST_GROUPS = 2  # of a program where K is shared out
 
 # us of a k-group of one program and of adding up the shares of cut tiles (H200, 4 bits).
-_GROUP_US = {WIDE: 1.3, TALL: 1.3, SMALL: 0.75}
-_SHARES_US = 5.0
+_GROUP_US = {WIDE: 1.2, TALL: 1.25, SMALL: 0.7}
+_SHARES_US = 8.0
 
 
 def slot_columns(config: Config) -> int:
