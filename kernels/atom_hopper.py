@@ -50,7 +50,7 @@ ROWS = 128
 """Rows of w of a tile of the product for many tokens."""
 
 TERMS = 16
-"""Rows of a box of scales: the least K of a bfloat16 product; three are a group's."""
+"""Rows of a box of scales: the least K of a bfloat16 product; three exist, the rest are zeros."""
 
 _TILE_COST = {128: 1.0, 64: 0.62}
 """What a tile of so many tokens takes, beside one of 128 (H200)."""
@@ -111,7 +111,9 @@ def product(
             planes[0].view(torch.uint8).view(n // 16, -1, 128), [8, 8, 128], _layout(3, 128)
         ),
         TensorDescriptor.from_tensor(
-            tokens.scales, [TERMS, chosen.bm], _layout(2, 128, element_bitwidth=16)
+            tokens.scales.view(weight.groups, 3, -1),
+            [1, TERMS, chosen.bm],
+            _layout(3, 128, element_bitwidth=16),
         ),
         tokens.outlier_scale,
         weight.words.scale,

@@ -12,14 +12,16 @@ sums stay below 2^14: exact in fp8 tensor cores.
 The scales sw[n] sa[m] of a tile are a product too, of K = 16: sa as three bfloat16 numbers that sum
 to it, sw beside each.
 
-What was slower (H200, a layer of Llama-3.1-8B at M = 1024, cuBLAS bf16 = 1; this file 1.05):
+What was slower (H200, a layer of Llama-3.1-8B at M = 1024; cuBLAS bf16 = 1, this file 1.02 to 1.05,
+1.15 at M = 4096):
     0.6   eight warps in step, one tile of 128 x 128 (or two of 64 tokens a multiprocessor, 0.7)
     0.82  sa and what undoes the nibbles' offset read from shared memory into every thread: 128
           bytes a clock serve both these reads and the tensor cores
     0.94  256 rows of w a tile, sa alone read so: a third less traffic from the L2, more waits
 
     A [M, (G + 1) * 128]   codes as bytes of e4m3, the outliers' last 128 as int8
-    T [3 G, MS]            bfloat16: three terms of a token's scale per group
+    T [G, 3, MS]           bfloat16: three terms of a token's scale per group; boxes of 16 rows get
+                           zeros for the others
     OUTLIER [MS]           float32: its outliers' scale
     P, S                   FRAGMENT planes and scales (atom_tiles.py): G groups, then the outliers'
                            high and low nibbles (and a third group, which only the decode form uses)
@@ -157,7 +159,7 @@ def _fetch(
                     full.index(stage),
                     a_s.index(2 * stage + i),
                 )
-            _copy(t_desc, [g * 3, tm * BM], full.index(stage), t_s.index(stage))
+            _copy(t_desc, [g, 0, tm * BM], full.index(stage), t_s.index(stage))
             step += 1
         done += 1
 
@@ -228,12 +230,14 @@ def _multiply(
             # The scales' product runs while the first half's operand is made, that half's while
             # the second's is.
             scale = gl.zeros((64, BM), gl.float32, layout=mma16)
-            scale = warpgroup_mma(sw_high, t_s.index(stage), scale, is_async=True)
+            scale = warpgroup_mma(
+                sw_high, t_s.index(stage).reshape((16, BM)), scale, is_async=True
+            )
             if S.dtype.element_ty == gl.float16:
                 # 11 bits of mantissa are two bfloat16 numbers.
                 rest = gl.where(term < 3, wide, 0.0) - sw_high.to(gl.float32)
                 scale = warpgroup_mma(
-                    rest.to(gl.bfloat16), t_s.index(stage), scale, is_async=True
+                    rest.to(gl.bfloat16), t_s.index(stage).reshape((16, BM)), scale, is_async=True
                 )
             part = gl.zeros((64, BM), gl.float32, layout=mma)
             a = a_s.index(2 * stage).permute((1, 0))
@@ -272,8 +276,8 @@ def wgmma_kernel(
     blocks: gl.constexpr = gl.NVMMASharedLayout(128, 8, 3)
     a_s = gl.allocate_shared_memory(gl.float8e4nv, [2 * STAGES, BM, 64], swizzled)
     p_s = gl.allocate_shared_memory(gl.uint8, [STAGES, 8, 8, 128], blocks)
-    terms: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    t_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 16, BM], terms)
+    terms: gl.constexpr = gl.NVMMASharedLayout(128, 16, 3)
+    t_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, 16, BM], terms)
     ao_s = gl.allocate_shared_memory(gl.int8, [2, BM, 64], swizzled)
     po_s = gl.allocate_shared_memory(gl.uint8, [2, 8, 8, 128], blocks)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())

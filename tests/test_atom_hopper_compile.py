@@ -67,7 +67,7 @@ def test_the_product_runs_on_fp8_tensor_cores_and_keeps_its_sums_in_registers(to
         a_desc=box("fp8e4nv", [tokens, 64], 64),
         o_desc=box("i8", [tokens, 64], 64),
         p_desc=box("u8", [8, 8, 128], 128),
-        t_desc=box("bf16", [16, tokens], 128),
+        t_desc=box("bf16", [1, 16, tokens], 128),
     )
     assert re.search(r"wgmma\.mma_async.*e4m3\.e4m3", made.ptx)
     assert re.search(r"wgmma\.mma_async.*s8\.s8", made.ptx)
