@@ -7,11 +7,18 @@ micro-batch from 3 on, a prompt or cache length) inside the profiled ranges, tim
 profiler does (on a GPU from a CUDA graph: the device's time, in both phases), and compares with the
 costs. Writes two rows a kind: mean and 95th percentile of the
 absolute relative error, in percent.
+
+    python benchmarks/layer_fidelity.py --recorded samples.jsonl
+
+Takes the samples that a profile kept instead of timing anything: micro-batches of 12, 24 and 48 and
+prompts of 1.5 * 2^k tokens are left out of the fit, and predicted. Harder than the above, which
+fits all of them.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,12 +30,14 @@ from llmpq.cluster import Cluster, Device
 from llmpq.cost_model import CostModel, LatencyEntry, Phase
 from llmpq.kernels.timing import write_row
 from llmpq.profiler.links import gpus_of
-from llmpq.profiler.messages import Case, Sampling, Target, model_spec
+from llmpq.profiler.messages import Case, Sample, Sampling, Target, model_spec
 from llmpq.profiler.processes import Group, set_up_for
-from llmpq.profiler.session import devices_here
+from llmpq.profiler.session import devices_here, fit_entry
 
 RESULTS = Path(__file__).parent / "results" / "fidelity.jsonl"
 LEAST_TOKENS = 16
+LEAST_UNSEEN = 10
+"""Left out samples that make a target worth comparing."""
 
 
 class Compared(NamedTuple):
@@ -49,9 +58,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--model", required=True, help="model directory, or a built-in name")
-    parser.add_argument("--cluster", type=Path, required=True)
-    parser.add_argument("--costs", type=Path, required=True, help="the profile to check")
+    parser.add_argument("--model", default="llama-3.1-8b", help="directory, or a built-in name")
+    parser.add_argument("--cluster", type=Path)
+    parser.add_argument("--costs", type=Path, help="the profile to check")
+    parser.add_argument("--recorded", type=Path, help="samples of a profile, instead of timing")
     parser.add_argument("--device", help="only this device kind")
     parser.add_argument("--workloads", type=int, default=50, help="of each kind (default 50)")
     parser.add_argument("--max-tokens", type=int, default=16384, help="of one prefill")
@@ -60,11 +70,47 @@ def main() -> None:
     parser.add_argument("--rows", type=Path, default=RESULTS)
     parser.add_argument("--commit")
     args = parser.parse_args()
+    if args.recorded is not None:
+        for kind, (machine, compared) in recorded(args.recorded).items():
+            report(args, kind, compared, machine)
+        return
+    if args.costs is None or args.cluster is None:
+        parser.error("give --cluster and --costs, or --recorded")
     costs = CostModel.load_json(args.costs)
     for device in devices_here(Cluster.load(args.cluster), args.device):
         drawn = draw(costs, device, args.workloads, args.max_tokens, args.seed)
         compared = time_all(args.model, device, costs, drawn, args.seconds)
-        report(args, costs, device, compared)
+        report(args, device.profile_kind, compared)
+
+
+def recorded(path: Path) -> dict[str, tuple[str, list[Compared]]]:
+    """Return, by device kind, where it was timed and the samples left out of a fit, predicted."""
+    lines = path.read_text().splitlines()
+    samples = [Sample.parse_data(json.loads(line), where=str(path)) for line in lines]
+    of_target: dict[Target, list[Sample]] = {}
+    for sample in samples:
+        if sample.case.target.part == "layer":
+            of_target.setdefault(sample.case.target, []).append(sample)
+    found: dict[str, tuple[str, list[Compared]]] = {}
+    for target, its in of_target.items():
+        unseen = [s for s in its if left_out(s.case)]
+        if len(unseen) < LEAST_UNSEEN:
+            continue
+        entry = fit_entry(target, [s for s in its if not left_out(s.case)])
+        machine = its[0].conditions.machine
+        found.setdefault(target.device_kind, (machine, []))[1].extend(
+            Compared(s.case, entry.device_s(v=s.case.v, length=s.case.length), s.timing.seconds)
+            for s in unseen
+        )
+    return found
+
+
+def left_out(case: Case) -> bool:
+    """Whether a recorded sample is predicted, not fitted."""
+    if case.target.phase is Phase.DECODE:
+        return case.v in (12, 24, 48)
+    tokens = case.new_tokens
+    return tokens >= 384 and tokens % 3 == 0 and (tokens // 3).bit_count() == 1
 
 
 def draw(costs: CostModel, device: Device, count: int, max_tokens: int, seed: int) -> list[Case]:
@@ -135,7 +181,7 @@ def time_all(
 
 
 def report(
-    args: argparse.Namespace, costs: CostModel, device: Device, compared: Sequence[Compared]
+    args: argparse.Namespace, kind: str, compared: Sequence[Compared], machine: str | None = None
 ) -> None:
     """Print the workloads that are off most, and write the rows."""
     errors = np.abs([c.error for c in compared])
@@ -149,22 +195,24 @@ def report(
     precisions = sorted({c.case.target.precision.value for c in compared})
     dtype = compared[0].case.target.dtype
     figures = {"mean": float(errors.mean()), "p95": float(np.quantile(errors, 0.95))}
-    print(f"{device.profile_kind}: " + ", ".join(f"{k} {v:.1%}" for k, v in figures.items()))
+    print(f"{kind}: " + ", ".join(f"{k} {v:.1%}" for k, v in figures.items()))
     for statistic, value in figures.items():
         write_row(
             args.rows,
             bench="fidelity_layer",
             case={
                 "model": spec.name,
-                "kind": device.profile_kind,
+                "kind": kind,
                 "statistic": statistic,
                 "workloads": len(compared),
+                "unseen": "left out of the fit" if args.recorded else "drawn",
                 "precisions": " ".join(precisions),
                 "dtype": dtype,
             },
             unit="%",
             samples=[100 * value],
             commit=args.commit,
+            device=machine,
             program="python benchmarks/layer_fidelity.py",
         )
 

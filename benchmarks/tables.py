@@ -267,7 +267,7 @@ TABLES: dict[str, Pivot] = {
     "fidelity_layer": Pivot(
         file="fidelity.jsonl",
         bench="fidelity_layer",
-        index=("model", "kind", "precisions", "workloads"),
+        index=("model", "kind", "precisions", "unseen", "workloads"),
         column="statistic",
         show=lambda row: f"{row['value']:.1f} %",
     ),

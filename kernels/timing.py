@@ -86,6 +86,7 @@ def write_row(
     commit: str | None = None,
     predicted: float | None = None,
     program: str = "python -m llmpq.kernels",
+    device: str | None = None,
 ) -> None:
     """Append one result row (a JSON line, as in benchmarks/results/) to `path`.
 
@@ -102,7 +103,7 @@ def write_row(
         "baselines": dict(baselines or {}),
         "predicted": predicted,
         "noisy": False,
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
+        "device": device or _device_name(),
         "versions": {name: importlib.metadata.version(name) for name in ("torch", "triton")},
         "commit": commit or _commit(),
         "command": f"{program} {shlex.join(sys.argv[1:])}",
@@ -111,6 +112,10 @@ def write_row(
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as out:
         out.write(json.dumps(row) + "\n")
+
+
+def _device_name() -> str:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
 
 
 def _commit() -> str:

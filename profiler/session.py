@@ -87,7 +87,7 @@ def run(job: Job, samples: SampleLog, on_case: OnCase) -> Outcome:
             versions[kind] = f"{machine}, {job.copies[kind]} at once"
             taken = _take(job, device, groups[kind], samples, on_case, failed)
             for target, found in _by_target(taken).items():
-                entries.append(_entry(target, found))
+                entries.append(fit_entry(target, found))
                 noise[target] = _median([s.timing.noise for s in found])
             if not device.spec.is_cpu:
                 groups.pop(kind).close()  # the next kind is timed on the same GPU
@@ -229,7 +229,7 @@ def _by_target(samples: Sequence[Sample]) -> dict[Target, list[Sample]]:
     return found
 
 
-def _entry(target: Target, samples: Sequence[Sample]) -> LatencyEntry:
+def fit_entry(target: Target, samples: Sequence[Sample]) -> LatencyEntry:
     """Fit one entry; the past length of embedding and head in decode is no part of its range."""
     launch_s = min((s.timing.seconds for s in samples if s.case.launch), default=0.0)
     samples = [s for s in samples if not s.case.launch]
