@@ -68,8 +68,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--in-turn",
         action="store_true",
-        help="w4a4: fit each linear to the rounded inputs it will get (less perplexity, fewer "
-        "drafts accepted)",
+        help="w4a4: fit each linear to the rounded inputs it will get (less perplexity on some "
+        "models, fewer drafts accepted on some)",
     )
     parser.add_argument("--group-size", help="128, 64, 32 or channel (default 128)")
     parser.add_argument("--outliers", type=int, help="w4a4: channels in 8 bits (hidden/32, <=128)")

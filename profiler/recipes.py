@@ -26,8 +26,8 @@ class Settings:
     gives scales a sign, rotates the input of `down` (kernels/atom_scheme.py) and balances the
     channels of norms against the weights that read them (smooth.py)."""
     in_turn: bool = False
-    """w4a4: every linear undoes the rounding before it (in_turn.py). A little less perplexity, but
-    a w4a16 target of the same weights agrees less often with its w4a4 draft."""
+    """w4a4: every linear undoes the rounding before it (in_turn.py). Helps some models; a w4a16
+    target of the same weights may agree less often with its w4a4 draft."""
     group_size: int | None = 128
     symmetric: bool = True
     """Weight-only layers without zero points, as Transformers can load them."""
