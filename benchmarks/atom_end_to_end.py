@@ -114,7 +114,8 @@ def measure(spec: ModelSpec, precision: Precision, args: argparse.Namespace, bat
     run_job(engine, plan, spec, args.gen, warm_up=True)
     if args.warm_up_only:
         return
-    samples, steps = [], {}
+    samples: list[float] = []
+    steps: dict[str, float] = {}
     for index in range(args.repeat):
         seconds, steps = run_job(engine, plan, spec, args.gen, index=index)
         samples.append(batch * args.gen / seconds)

@@ -149,9 +149,7 @@ def _fetch(
             stage = step % STAGES
             mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
             mbarrier.expect(full.index(stage), BM * 160 + 8192)
-            _copy(
-                p_desc, [tn * 8, g * 8, 0], full.index(stage), p_s.index(stage)
-            )
+            _copy(p_desc, [tn * 8, g * 8, 0], full.index(stage), p_s.index(stage))
             for i in gl.static_range(2):
                 _copy(
                     a_desc,
@@ -230,9 +228,7 @@ def _multiply(
             # The scales' product runs while the first half's operand is made, that half's while
             # the second's is.
             scale = gl.zeros((64, BM), gl.float32, layout=mma16)
-            scale = warpgroup_mma(
-                sw_high, t_s.index(stage).reshape((16, BM)), scale, is_async=True
-            )
+            scale = warpgroup_mma(sw_high, t_s.index(stage).reshape((16, BM)), scale, is_async=True)
             if S.dtype.element_ty == gl.float16:
                 # 11 bits of mantissa are two bfloat16 numbers.
                 rest = gl.where(term < 3, wide, 0.0) - sw_high.to(gl.float32)

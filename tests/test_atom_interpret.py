@@ -57,11 +57,11 @@ def test_norm_order_and_rounding_in_one(scheme: AtomScheme, norm: str, k: int) -
     got = norm_round(
         x,
         scheme,
-        norm=norm,
+        norm=norm,  # type: ignore[arg-type]
         weight_K=weight,
         index_K=order,
         eps=1e-5,
-        **given,  # type: ignore[arg-type]
+        **given,
     )
     exact = norm_reference(x, norm, weight, given.get("bias_K"), 1e-5)[:, order.long()]
     assert_same_rounding(got, exact, scheme)
