@@ -56,7 +56,10 @@ def gpu_workspace_bytes(
         # The ids of the step's tokens where there is no inbox; the output before, on its way.
         held = (8 * shape.tokens if first else 0) + (0 if last else output)
         moments.append(held + _phase_bytes(spec, shape, precisions, last=last, unpacks=unpacks))
-    return LIBRARY_BYTES + inbox + _graph_bytes(spec, decode, first=first, last=last) + max(moments)
+    # Packed weights meet kernels of our own; cuBLAS multiplies dense ones and the head's.
+    dense = last or unpacks or any(p.weight_bits == 16 for p in precisions)
+    libraries = LIBRARY_BYTES if dense else 0
+    return libraries + inbox + _graph_bytes(spec, decode, first=first, last=last) + max(moments)
 
 
 @dataclass(frozen=True)

@@ -63,6 +63,17 @@ def test_hopper_does_not_unpack() -> None:
     assert found[0] - found[1] == 2 * 2 * F * H - SHARES_BYTES
 
 
+def test_packed_weights_alone_need_no_library() -> None:
+    work = Workload(batch=8, prompt_len=64, gen_len=16, dtype="bfloat16")
+    sizes = {"first": True, "prefill_microbatch": 2, "decode_microbatch": 2, "unpacks": False}
+
+    def found(*precisions: Precision, last: bool = False) -> int:
+        return gpu_workspace_bytes(LLAMA, work, precisions=precisions, last=last, **sizes)
+
+    assert found(PACKED, PLAIN) - found(PACKED) == LIBRARY_BYTES
+    assert found(PACKED, PLAIN, last=True) == found(PACKED, last=True)
+
+
 def test_a_stage_between_others_has_an_inbox_and_an_output_on_its_way() -> None:
     message = 2 * 32 * 512 * H
     step = 2 * 32 * H
