@@ -114,7 +114,8 @@ def run(job: Job, samples: SampleLog, on_case: OnCase) -> Outcome:
 def devices_here(cluster: Cluster, wanted: str | None) -> tuple[Device, ...]:
     """Return one device per profile kind that this host can stand for.
 
-    `wanted` is a kind or profile kind of the cluster; asking for one that is not here is an error.
+    `wanted` is a profile kind of the cluster, or the kind of several; asking for one that is not
+    here is an error.
     """
     first = {d.profile_kind: d for d in reversed(cluster.devices)}
     gpus = visible_gpus() if any(not d.spec.is_cpu for d in first.values()) else ()
@@ -124,7 +125,9 @@ def devices_here(cluster: Cluster, wanted: str | None) -> tuple[Device, ...]:
         if device.spec.is_cpu or gpus_of(device)
     }
     if wanted is not None:
-        chosen = {k: d for k, d in first.items() if wanted.lower() in (k.lower(), d.kind.lower())}
+        # A whole GPU's profile kind is its kind, which shares of its SMs have too.
+        exact = {k: d for k, d in first.items() if wanted.lower() == k.lower()}
+        chosen = exact or {k: d for k, d in first.items() if wanted.lower() == d.kind.lower()}
         if not chosen:
             raise unknown_name("device kind", wanted, first)
         here = {kind: device for kind, device in here.items() if kind in chosen}

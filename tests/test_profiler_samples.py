@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
+from llmpq.cluster import Cluster
 from llmpq.cost_model import Phase
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
+from llmpq.profiler import session
 from llmpq.profiler.grid import Grid, cases, fitted_terms, make_grid
 from llmpq.profiler.messages import Case, Conditions, Sample, Sampling, Target, Timing
 from llmpq.profiler.samples import SampleLog
@@ -122,3 +124,23 @@ def test_the_grid_respects_the_model_and_the_token_limit() -> None:
 def test_a_length_too_short_to_fit() -> None:
     with pytest.raises(ValueError, match="--max-len must be at least 16 tokens, got 8"):
         make_grid(ModelSpec.by_name("opt-30b"), quick=True, max_batch=4, max_len=8)
+
+
+def test_a_device_is_chosen_by_its_profile_kind_before_its_kind(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(
+        "schema: 1\nname: shares\nnodes:\n  - name: a\n    devices:\n      - {kind: H200}\n"
+        "      - {kind: H200, emulate: {sms: 16}}\n"
+    )
+    monkeypatch.setattr(session, "visible_gpus", lambda: ("NVIDIA H200",))
+    monkeypatch.setattr(session, "gpus_of", lambda _: [0])
+    cluster = Cluster.load(path)
+
+    def chosen(wanted: str | None) -> list[str]:
+        return [d.profile_kind for d in session.devices_here(cluster, wanted)]
+
+    assert chosen("h200") == ["H200"]
+    assert chosen("H200@16sm") == ["H200@16sm"]
+    assert chosen(None) == ["H200", "H200@16sm"]
