@@ -114,6 +114,9 @@ class Scheduler:
         self._joining = 0
         self._rounds = 0
         self._rows_in_rounds = 0
+        self._num_groups_started = self._fewest_rows = 0
+        self._group_of: dict[int, int] = {}
+        """Running request -> the group it decoded in last."""
         self.generated_tokens = 0
         """Tokens appended to all requests so far."""
         self.whole_rounds = False
@@ -241,7 +244,7 @@ class Scheduler:
         num_groups = self._num_groups(decodable)
         if ready == 0 or self._rounds >= num_groups:
             return 0
-        size = -(-decodable // num_groups)
+        size, self._fewest_rows = -(-decodable // num_groups), decodable // num_groups
         # Before the first tokens of a batch, or where they would double the group, prompts in
         # flight are worth waiting for: a smaller group costs a whole step of its own.
         fresh = all(len(request.output) == 1 for request in self._ready)
@@ -264,7 +267,7 @@ class Scheduler:
     def _take(self, size: int) -> list[Request]:
         """Take the next rows to decode; those that whole rounds serve do not mix with others."""
         if not self.whole_rounds:
-            return [self._ready.popleft() for _ in range(size)]
+            return self._take_together(size)
         greedy = self._ready[0].sampling.greedy
         alike: list[Request] = []
         others: deque[Request] = deque()
@@ -274,8 +277,24 @@ class Scheduler:
         self._ready = others
         return alike
 
+    def _take_together(self, size: int) -> list[Request]:
+        """Take rows that decoded together last, where an even split allows.
+
+        A row of the group issued last would make the whole group wait for that group's tokens.
+        """
+        group = [self._ready.popleft()]
+        together = self._group_of.get(group[0].id)
+        while len(group) < size:
+            joins = self._group_of.get(self._ready[0].id) == together
+            if not joins and len(group) >= self._fewest_rows:
+                break
+            group.append(self._ready.popleft())
+        return group
+
     def _start_round(self, requests: list[Request]) -> MicroBatch:
         self._filling = False
+        self._num_groups_started += 1
+        self._group_of |= {request.id: self._num_groups_started for request in requests}
         gamma = 0
         if self._drafter is not None and all(request.may_draft for request in requests):
             gamma = self._drafter.gamma(requests)
@@ -352,6 +371,7 @@ class Scheduler:
             elif request.remaining == 0:
                 request.finish_reason = "length"
             if request.finish_reason is not None:
+                self._group_of.pop(request.id, None)
                 heappush(self._free_slots, request.slot)
                 request.slot = -1
                 return True

@@ -366,3 +366,27 @@ def test_a_step_costs_little_with_ten_thousand_waiting():
         if len(micro_batch.requests) == 256:
             best_s = min(best_s, elapsed_s)
     assert best_s / 256 <= 20e-6
+
+
+def test_groups_stay_together_where_steps_go_on_without_their_tokens():
+    """32 rows in groups of 11, 11, 10: no row of one waits in another for its newest token."""
+    limits = Limits(
+        num_slots=32,
+        prompt_len=8,
+        max_len=40,
+        prefill_microbatch=4,
+        decode_microbatch=11,
+        num_stages=4,
+    )
+    scheduler = Scheduler(limits)
+    for index in range(32):
+        scheduler.submit(Request(id=index, prompt=(1,) * 8, max_new=20))
+    groups = []
+    while len(groups) < 12:
+        micro_batch = scheduler.next_micro_batch()
+        assert micro_batch is not None
+        if micro_batch.kind is StepKind.DECODE:
+            groups.append({request.id for request in micro_batch.requests})
+        scheduler.complete(micro_batch, [[-1]] * len(micro_batch.requests))
+    assert sorted(map(len, groups[:3])) == [10, 11, 11]
+    assert groups[3:6] == groups[6:9] == groups[9:12] == groups[:3]
