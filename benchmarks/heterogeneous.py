@@ -9,12 +9,14 @@ the KV precisions of `--kv`; `exact-kv16` the same with the baselines' 16-bit KV
 
 `run` needs as many GPUs as the plans have stages; weights are random, made on the devices, so that
 any size can be timed. Rows: `e2e` (output tokens a second), `fidelity` (seconds, beside those
-predicted) and, per cluster, `heterogeneous` (the exact plan's tokens a second beside the others').
+predicted) and, per cluster, `heterogeneous` (the exact plan's tokens a second beside the others';
+`sum` writes it from the rows of a run that was cut).
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import random
 import statistics
@@ -60,10 +62,14 @@ def main() -> None:
     running.add_argument("--limit", type=float, default=120.0, help="seconds of a load or a job")
     running.add_argument("--time-limit", type=float, default=1e9, help="start no plan after it")
     running.add_argument("--links", default="auto", choices=("auto", "peer", "nccl", "gloo"))
+    summing = parts.add_parser("sum", help="write the `heterogeneous` rows of a file of rows")
+    summing.add_argument("rows", type=Path)
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     if args.part == "plan":
         make_plans(args)
+    elif args.part == "sum":
+        sum_up(args.rows)
     else:
         args.started_s = time.perf_counter()
         measure(args)
@@ -206,7 +212,8 @@ def measure(args: argparse.Namespace) -> None:
             log.info("time is up: %d plans left out", len(plans) - index - 1)
             following.__exit__()
             break
-    summarise(done, args)
+    if done:
+        sum_up(args.rows)
 
 
 def since(start_s: float) -> float:
@@ -331,31 +338,23 @@ def report(plan: Plan, timed: Timed, seconds: float) -> None:
                 )  # fmt: skip
 
 
-def summarise(done: Sequence[tuple[Plan, Timed]], args: argparse.Namespace) -> None:
-    """Print each cluster's plans, the fastest first, and write the exact plans' rows."""
-    from llmpq.kernels.timing import write_row
-
-    by_cluster: dict[str, dict[str, tuple[Plan, Timed]]] = {}
-    for plan, timed in done:
-        by_cluster.setdefault(plan.cluster.name, {})[plan.solver.method] = (plan, timed)
-    for cluster, found in by_cluster.items():
-        times = {method: statistics.median(timed.total_s) for method, (_, timed) in found.items()}
-        parts = [f"{m} {s:.2f} s" for m, s in sorted(times.items(), key=lambda item: item[1])]
-        if "exact" in found and "pipeedge" in found:
-            parts.append(f"speed-up over pipeedge {times['pipeedge'] / times['exact']:.2f}x")
-            plan, timed = found["exact"]
-            tokens = plan.workload.batch * plan.workload.gen_len
-            write_row(
-                args.rows,
-                bench="heterogeneous",
-                case={"model": plan.model.name, "cluster": cluster, "stages": len(plan.stages)},
-                unit="tok/s",
-                samples=[tokens / seconds for seconds in timed.total_s],
-                baselines={m: tokens / s for m, s in times.items() if m != "exact"},
-                commit=args.commit,
-                program="python benchmarks/heterogeneous.py",
-            )
-        sys.stdout.write(f"{cluster}: {', '.join(parts)}\n")
+def sum_up(path: Path) -> None:
+    """Write a `heterogeneous` row per cluster: the exact plan's speed beside the others'."""
+    rows = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+    found: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        if row["bench"] == "e2e" and row["case"].get("emulated"):
+            found.setdefault(row["case"]["cluster"], {})[row["case"]["plan"]] = row
+    for cluster, plans in found.items():
+        parts = [f"{name} {row['value']:.0f}" for name, row in plans.items()]
+        exact = plans.pop("exact", None)
+        if exact is not None and plans:
+            case = {key: exact["case"][key] for key in ("model", "cluster", "stages")}
+            others = {name: row["value"] for name, row in plans.items()}
+            new = exact | {"bench": "heterogeneous", "case": case, "baselines": others}
+            with path.open("a") as out:
+                out.write(json.dumps(new | {"predicted": None}) + "\n")
+        sys.stdout.write(f"{cluster}, tokens/s: {', '.join(parts)}\n")
 
 
 if __name__ == "__main__":
