@@ -77,22 +77,29 @@ def launch(
         groups,
         whole,
         _tiles_together(k, bt),
-        BITS=q.bits,
-        GROUPED=q.group_size is not None,
-        SYMMETRIC=q.symmetric,
         HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual_MN is not None,
         SPLIT=whole < tiles,
-        BH=config.blocks,
-        BT=bt,
-        KS=columns,
-        STAGES=config.stages,
-        FAR=_FAR,
-        LATE=_late(config),
         PDL=pdl,
+        **_constants(config, q),
         num_warps=4,
         launch_pdl=pdl,
     )
+
+
+def _constants(config: Config, q: QuantizedWeight) -> dict[str, int | bool]:
+    """Return the kernel's constants that the weight's form and the tiles decide."""
+    return {
+        "BITS": q.bits,
+        "GROUPED": q.group_size is not None,
+        "SYMMETRIC": q.symmetric,
+        "BH": config.blocks,
+        "BT": config.bm,
+        "KS": slot_columns(config),
+        "STAGES": config.stages,
+        "FAR": _FAR,
+        "LATE": _late(config),
+    }
 
 
 @functools.cache
