@@ -11,17 +11,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from benchmarks.rows import write_row
 from llmpq.precision import KVPrecision
-from llmpq.runtime.evaluate import perplexity
+from llmpq.runtime.evaluate import LowBitPipeline, perplexity
 from llmpq.runtime.generate import LocalPipeline
-from llmpq.runtime.kv_cache import KVCache
-from llmpq.runtime.low_bit_kv import LowBitKV
 from llmpq.runtime.stage_model import DTYPES
 from llmpq.runtime.tokenizer import Tokenizer
 
@@ -34,31 +31,6 @@ FORMATS: tuple[tuple[KVPrecision, int | None], ...] = (
     ),
 )
 """Precision, and tokens that share a channel's key scale (None: one scale per token)."""
-
-
-@dataclass(frozen=True)
-class LowBitPipeline(LocalPipeline):
-    """A pipeline whose caches are low-bit, prompts seen as decoding would."""
-
-    kv: KVPrecision
-    group: int | None
-
-    def caches(self, slots: int, max_len: int) -> list[KVCache]:
-        """Return one empty low-bit cache per stage."""
-        return [
-            LowBitKV(
-                self.spec,
-                self.kv,
-                num_layers=len(stage.layers),
-                slots=slots,
-                max_len=max_len,
-                dtype=self.dtype,
-                device=self.device,
-                key_group=self.group,
-                exact_prompt=False,
-            )
-            for stage in self.stages
-        ]
 
 
 def main() -> int:

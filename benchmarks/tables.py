@@ -9,176 +9,30 @@ A table stands between `<!-- table NAME -->` and `<!-- end NAME -->`; NAME is a 
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
-Row = dict[str, Any]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Pivot:
-    """A table with one line per `index` case and one column per value of the case key `column`."""
-
-    file: str
-    bench: str
-    index: tuple[str, ...]
-    column: str | None = None
-    where: dict[str, Any] = field(default_factory=dict)
-    show: Callable[[Row], str] = lambda row: f"{row['value']:.4g}"
-    value_title: str = "value"
-    order: tuple[str, ...] = ()
-    """Columns in this order first."""
-
-    def render(self) -> str:
-        """Return the table as Markdown; the newest row of a case wins."""
-        latest: dict[tuple[str, ...], dict[str, str]] = {}
-        columns: list[str] = list(self.order)
-        for row in load(self.file, self.bench, self.where):
-            key = tuple(str(row["case"].get(k, "")) for k in self.index)
-            name = str(row["case"].get(self.column, "")) if self.column else self.value_title
-            if name not in columns:
-                columns.append(name)
-            latest.setdefault(key, {})[name] = self.show(row)
-        columns = [c for c in columns if any(c in cells for cells in latest.values())]
-        head = [*self.index, *columns]
-        body = [[*key, *(cells.get(c, "") for c in columns)] for key, cells in latest.items()]
-        return markdown(head, body)
-
-
-def markdown(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table."""
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    lines += ["| " + " | ".join(line) + " |" for line in body]
-    return "\n".join(lines)
-
-
-def load(file: str, bench: str, where: dict[str, Any]) -> list[Row]:
-    """Return the rows of a results file that match, oldest first."""
-    path = RESULTS / file
-    if not path.exists():
-        return []
-    rows = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
-    return [
-        r
-        for r in rows
-        if r["bench"] == bench and all(r["case"].get(k) == v for k, v in where.items())
-    ]
-
-
-def ratio_to_baseline(name: str) -> Callable[[Row], str]:
-    """Show the value and its ratio to a baseline of the same row."""
-
-    def show(row: Row) -> str:
-        base = row["baselines"].get(name)
-        return f"{row['value']:.4g}" + (f" ({row['value'] / base:.2f}x)" if base else "")
-
-    return show
-
-
-def over_plain_of_s(row: Row) -> str:
-    """Show the ratio to plain decoding and the share of S(acceptance, c, v) that it is."""
-    plain = row["baselines"]["plain"]
-    return f"{row['value'] / plain:.2f}x [{row['value'] / row['predicted']:.0%}]"
-
-
-def over_plain_and_best(row: Row) -> str:
-    """Show the ratios to plain decoding and to the best fixed length."""
-    base = row["baselines"]
-    return f"{row['value'] / base['plain']:.2f}x ({row['value'] / base['best_fixed']:.2f})"
-
-
-def increase_over_baseline(name: str) -> Callable[[Row], str]:
-    """Show the value and by how much it exceeds a baseline of the same row."""
-
-    def show(row: Row) -> str:
-        base = row["baselines"].get(name)
-        return f"{row['value']:.3f}" + (f" ({row['value'] / base - 1:+.2%})" if base else "")
-
-    return show
-
-
-def seconds_and_cpu(row: Row) -> str:
-    """Show wall and CPU seconds, and the paper's where it has them."""
-    paper = row["baselines"].get("paper_table_10")
-    text = f"{row['value']:.2f} s ({row['baselines']['cpu_s']:.2f} s CPU)"
-    return text + (f"; paper {paper:g} s" if paper else "")
-
-
-def us_of_floor(row: Row) -> str:
-    """Show microseconds, the speed-up over cuDNN fp16 attention and the share of the byte floor."""
-    base = row["baselines"].get("sdpa_cudnn_fp16")
-    speed = f" {base / row['value']:.2f}x" if base else ""
-    return f"{row['value']:.1f}{speed} [{row['floor'] / row['value']:.0%}]"
-
-
-def us_over_cublas(row: Row) -> str:
-    """Show microseconds, the share of the floor and the speed-up over cuBLAS in 16 bits."""
-    base = next(v for k, v in row["baselines"].items() if k.startswith("cublas"))
-    return f"{row['value']:.1f} [{row['floor'] / row['value']:.0%}] {base / row['value']:.2f}x"
-
-
-def over_vllm(row: Row) -> str:
-    """Show tokens per second and the ratio to vLLM on the same kind of GPU."""
-    base = next((v for k, v in row["baselines"].items() if k.startswith("vllm")), None)
-    return f"{row['value']:.0f}" + (f" ({row['value'] / base:.2f}x vLLM)" if base else "")
-
-
-def over_planners(row: Row) -> str:
-    """Show tokens per second of the exact plan and the speed-up over every other planner's."""
-    others = [f"{row['value'] / base:.2f}x {name}" for name, base in row["baselines"].items()]
-    return f"{row['value']:.0f}: {', '.join(others)}"
-
-
-def beside_predicted(row: Row) -> str:
-    """Show measured seconds, those predicted and how far off they are."""
-    off = row["predicted"] / row["value"] - 1
-    return f"{row['value']:.2f} s, {row['predicted']:.2f} s ({off:+.1%})"
-
-
-def gib_beside_predicted(row: Row) -> str:
-    """Show bytes, the prediction and its error."""
-    error = row["predicted"] / row["value"] - 1
-    return f"{row['value'] / 2**30:.2f} GiB, {row['predicted'] / 2**30:.2f} ({error:+.1%})"
-
+from table_cells import (
+    ROOT,
+    Pivot,
+    beside_predicted,
+    gib_beside_predicted,
+    increase_over_baseline,
+    of_norm,
+    over_cublas_and_w4a16,
+    over_plain_and_best,
+    over_plain_of_s,
+    over_planners,
+    over_vllm,
+    perplexity_and_size,
+    ratio_to_baseline,
+    seconds_and_cpu,
+    seconds_and_peak,
+    us_of_floor,
+    us_over_cublas,
+)
 
 KV_32K = {"heads": 32, "kv_heads": 8, "batch": 8, "context": 32768, "kv": "kv4", "op": "attend"}
-
-
-def perplexity_and_size(row: Row) -> str:
-    """Show a perplexity, by how much it exceeds 16-bit, and the megabytes of all layers."""
-    size = f"{row['case']['layer_bytes'] / 1e6:.1f} MB"
-    if row["value"] > 1000 * row["baselines"]["w16a16"]:
-        return f"{row['value']:.0e} (broken) {size}"
-    return f"{increase_over_baseline('w16a16')(row)} {size}"
-
-
-def over_cublas_and_w4a16(row: Row) -> str:
-    """Show microseconds, the speed-up over cuBLAS bf16 and, few tokens, what W4A16 takes of it."""
-    text = f"{row['value']:.1f} {row['baselines']['cublas_bf16'] / row['value']:.2f}x"
-    peer = row["baselines"].get("w4a16")
-    return text + (f", {row['value'] / peer:.2f} of W4A16" if peer else "")
-
-
-def of_norm(row: Row) -> str:
-    """Show microseconds of the fused rounding, and how many of torch's RMSNorm alone."""
-    return f"{row['value']:.1f} ({row['value'] / row['baselines']['rms_norm_torch']:.2f})"
-
-
-def seconds_and_peak(row: Row) -> str:
-    """Show seconds, seconds a layer and the peak of GPU memory."""
-    case = row["case"]
-    each = row["value"] / case["layers"]
-    return (
-        f"{row['value']:.1f} s ({each:.1f} s a layer), {case['peak_reserved_bytes'] / 1e9:.1f} GB"
-    )
-
 
 TABLES: dict[str, Pivot] = {
     "atom_ablation": Pivot(

@@ -265,9 +265,13 @@ def load(
 
 @dataclass(frozen=True)
 class LowBitPipeline(LocalPipeline):
-    """A pipeline whose prompts, too, attend to packed keys and values."""
+    """A pipeline whose prompts, too, attend to packed keys and values.
+
+    `key_group` tokens share a channel's key scale; None: one scale per token.
+    """
 
     kv: KVPrecision
+    key_group: int | None = 128
 
     def caches(self, slots: int, max_len: int) -> list[KVCache]:
         """Return one empty cache per stage."""
@@ -280,6 +284,7 @@ class LowBitPipeline(LocalPipeline):
                 max_len=max_len,
                 dtype=self.dtype,
                 device=self.device,
+                key_group=self.key_group,
                 exact_prompt=False,
             )
             for stage in self.stages

@@ -16,11 +16,13 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @pytest.fixture(scope="module")
 def tables() -> ModuleType:
+    sys.path.insert(0, str(ROOT / "benchmarks"))  # as for a script: its folder comes first
     spec = importlib.util.spec_from_file_location("tables", ROOT / "benchmarks" / "tables.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules["tables"] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
+    sys.path.remove(str(ROOT / "benchmarks"))
     return module
 
 
