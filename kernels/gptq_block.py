@@ -1,13 +1,13 @@
-"""GPTQ's inner loop in Triton: 128 columns of a weight rounded one after the other, rows apart.
+"""GPTQ's inner loop in Triton: columns that share a scale, rounded one after the other, rows apart.
 
-    for k in 0 .. 127:   q = clamp(round(w_k / scale) + zero, low, high)
+    for k in 0 .. B - 1: q = clamp(round(w_k / scale) + zero, low, high)
                          error = (w_k - (q - zero) scale) / u_kk
                          w_j -= error u_kj   for every j > k
 
 Rows do not meet, so a program keeps ROWS of them in registers for all columns: one launch where
-torch needs about ten a column. Bytes: w, codes and errors once, u [128, 128] from the L2.
+torch needs about ten a column. Bytes: w, codes and errors once, u [B, B] from the L2.
 
-N rows of w, B = 128 columns of a block.
+N rows of w, B columns, a power of two.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -17,8 +17,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-BLOCK = 128
 
 _ROWS = 16
 
@@ -56,12 +54,14 @@ def block_kernel(
 def round_block(
     w_NB: Tensor, u_BB: Tensor, scale_N1: Tensor, zero_N1: Tensor, limits: tuple[float, float]
 ) -> tuple[Tensor, Tensor]:
-    """Return codes and errors [N, B] of 128 columns; w is left as it was."""
+    """Return codes and errors [N, B] of B columns; w is left as it was."""
     n, columns = w_NB.shape
-    if columns != BLOCK or w_NB.stride(1) != 1:
-        raise ValueError(f"round_block: got {columns} columns, expected {BLOCK} next to each other")
+    if columns.bit_count() != 1 or w_NB.stride(1) != 1:
+        raise ValueError(
+            f"round_block: got {columns} columns, expected a power of two next to each other"
+        )
     u_BB = u_BB.contiguous()  # Cholesky factors come column by column
-    codes = torch.empty(n, BLOCK, device=w_NB.device)
+    codes = torch.empty(n, columns, device=w_NB.device)
     errors = torch.empty_like(codes)
     block_kernel[(triton.cdiv(n, _ROWS),)](
         w_NB,
@@ -76,7 +76,7 @@ def round_block(
         float(limits[0]),
         float(limits[1]),
         ROWS=_ROWS,
-        B=BLOCK,
+        B=columns,
         num_warps=4,
     )
     return codes, errors

@@ -189,41 +189,41 @@ def gptq(
     for start in range(0, columns, BLOCK):
         stop = min(columns, start + BLOCK)
         block_NB, u_BB = w[:, start:stop], factor_KK[start:stop, start:stop]
-        if w.is_cuda and group in (None, BLOCK) and stop - start == BLOCK and rounding.limits:
-            if group is not None:
-                scale, zero = rounding.fit(block_NB)
-                scales.append(scale)
-                zeros.append(zero)
-            codes[:, start:stop], errors_NB = _round_block(
-                block_NB, u_BB, scale, zero, rounding.limits
-            )
-            w[:, stop:] -= errors_NB @ factor_KK[start:stop, stop:]
-            continue
-        errors_NB = torch.zeros_like(block_NB)
-        for at in range(stop - start):
+        errors_NB = torch.empty_like(block_NB)
+        for at in range(0, stop - start, min(group or BLOCK, BLOCK)):
+            end = min(stop - start, at + min(group or BLOCK, BLOCK))
             if group is not None and (start + at) % group == 0:
                 scale, zero = rounding.fit(block_NB[:, at : at + group])
                 scales.append(scale)
                 zeros.append(zero)
-            w_N1 = block_NB[:, at : at + 1]
-            code_N1 = rounding.codes(w_N1, scale, zero)
-            codes[:, start + at] = code_N1[:, 0]
-            error_N1 = (w_N1 - (code_N1 - zero) * scale) / u_BB[at, at]
-            block_NB[:, at + 1 :] -= error_N1 * u_BB[at, at + 1 :]
-            errors_NB[:, at] = error_N1[:, 0]
+            codes[:, start + at : start + end], errors_NB[:, at:end] = _round_columns(
+                block_NB[:, at:end], u_BB[at:end, at:end], scale, zero, rounding
+            )
+            block_NB[:, end:] -= errors_NB[:, at:end] @ u_BB[at:end, end:]
         w[:, stop:] -= errors_NB @ factor_KK[start:stop, stop:]
     return Rounded(
         codes=codes, scale=torch.cat(scales, 1), zero=torch.cat(zeros, 1), rest=w[:, columns:]
     )
 
 
-def _round_block(
-    w_NB: Tensor, u_BB: Tensor, scale: Tensor, zero: Tensor, limits: tuple[float, float]
+def _round_columns(
+    w_NB: Tensor, u_BB: Tensor, scale_N1: Tensor, zero_N1: Tensor, rounding: Rounding
 ) -> tuple[Tensor, Tensor]:
-    # Triton is imported where a GPU runs it.
-    from llmpq.kernels.gptq_block import round_block
+    """Return codes and errors of columns that share a scale; each is corrected by those before."""
+    if w_NB.is_cuda and rounding.limits and w_NB.shape[1].bit_count() == 1:
+        # Triton is imported where a GPU runs it.
+        from llmpq.kernels.gptq_block import round_block
 
-    return round_block(w_NB, u_BB, scale, zero, limits)
+        return round_block(w_NB, u_BB, scale_N1, zero_N1, rounding.limits)
+    w_NB = w_NB.clone()
+    codes_NB, errors_NB = torch.empty_like(w_NB), torch.empty_like(w_NB)
+    for at in range(w_NB.shape[1]):
+        w_N1 = w_NB[:, at : at + 1]
+        code_N1 = rounding.codes(w_N1, scale_N1, zero_N1)
+        error_N1 = (w_N1 - (code_N1 - zero_N1) * scale_N1) / u_BB[at, at]
+        w_NB[:, at + 1 :] -= error_N1 * u_BB[at, at + 1 :]
+        codes_NB[:, at], errors_NB[:, at] = code_N1[:, 0], error_N1[:, 0]
+    return codes_NB, errors_NB
 
 
 def inverse_factor(h_KK: Tensor, damping: float) -> Tensor:

@@ -96,5 +96,6 @@ def test_activation_and_rounding_compile(form: int) -> None:
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_gptqs_loop_compiles(arch: int) -> None:
-    compiled(gptq_block.block_kernel, arch, {"ROWS": 16, "B": 128}, 4)
+@pytest.mark.parametrize("columns", [64, 128])
+def test_gptqs_loop_compiles(arch: int, columns: int) -> None:
+    compiled(gptq_block.block_kernel, arch, {"ROWS": 16, "B": columns}, 4)

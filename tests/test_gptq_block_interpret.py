@@ -14,7 +14,9 @@ pytestmark = [
 ]
 
 
-def problem(n: int = 20) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def problem(
+    n: int = 20, columns: int = 128
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Weights inside a wider matrix, a block of a factor, scales and zeros."""
     generator = torch.Generator().manual_seed(0)
     wide = torch.randn(n, 256, generator=generator)
@@ -22,13 +24,15 @@ def problem(n: int = 20) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torc
     x = torch.randn(500, 256, generator=generator) @ mixed
     inverse = torch.linalg.inv((x.t() @ x).double() + torch.eye(256))
     factor = torch.linalg.cholesky(inverse, upper=True).float()
-    scale = wide[:, 128:].abs().amax(1, keepdim=True) / 7
+    first = 256 - columns
+    scale = wide[:, first:].abs().amax(1, keepdim=True) / 7
     zero = torch.randint(-1, 2, (n, 1), generator=generator).float()
-    return wide[:, 128:], factor[128:, 128:], scale, zero
+    return wide[:, first:], factor[first:, first:], scale, zero
 
 
-def test_codes_and_errors_are_the_twins() -> None:
-    given = problem()
+@pytest.mark.parametrize("columns", [32, 64, 128])
+def test_codes_and_errors_are_the_twins(columns: int) -> None:
+    given = problem(columns=columns)
     codes, errors = round_block(*given, (-8.0, 7.0))
     wanted_codes, wanted_errors = round_block_reference(*given, (-8.0, 7.0))
     # A sum rounded the other way may move a code that lies on an edge, and its row after it.
@@ -46,5 +50,5 @@ def test_limits_hold() -> None:
 
 def test_a_block_of_another_width_is_refused() -> None:
     w, u, scale, zero = problem()
-    with pytest.raises(ValueError, match="expected 128 next to each other"):
-        round_block(w[:, :64], u, scale, zero, (-8.0, 7.0))
+    with pytest.raises(ValueError, match="expected a power of two next to each other"):
+        round_block(w[:, :96], u, scale, zero, (-8.0, 7.0))
