@@ -35,12 +35,24 @@ def rounds_inputs(layer: DecoderLayer) -> bool:
     )
 
 
-def decoder_layer(layer: DecoderLayer, x_BQh: Tensor, attend: Attend) -> Tensor:
-    """Return the layer's new residual stream; `layers.DecoderLayer.forward` is its twin."""
+def decoder_layer(
+    layer: DecoderLayer,
+    x_BQh: Tensor,
+    attend: Attend,
+    *,
+    last: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """Return the layer's new residual stream; `layers.DecoderLayer.forward` is its twin.
+
+    `last`: of [B, Q, h], the tokens [B, 1, h] to go on with after attention.
+    """
     x_MK = x_BQh.reshape(-1, x_BQh.shape[-1])
     qkv = _normed(layer.attn_norm, x_MK, layer.attention.qkv)
     attended = attend(qkv.view(*x_BQh.shape[:-1], -1))
     del qkv
+    if last is not None:
+        attended, x_BQh = last(attended), last(x_BQh)
+        x_MK = x_BQh.reshape(-1, x_BQh.shape[-1])
     y = _ordered(attended.reshape(x_MK.shape[0], -1), layer.attention.o, x_MK)
     del attended
     mlp = layer.mlp

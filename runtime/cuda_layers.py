@@ -47,12 +47,13 @@ def decoder_layer(
 
     `last_only`: after attention go on with the last valid token of each row, [B, 1, h].
     """
+    last = partial(_last_tokens, step) if last_only and step.q_len > 1 else None
     if cuda_atom_layers.rounds_inputs(layer):
         inner = partial(attend, layer.attention, index=index, step=step, kv=kv)
-        return cuda_atom_layers.decoder_layer(layer, x_BQh, inner)
+        return cuda_atom_layers.decoder_layer(layer, x_BQh, inner, last=last)
     attended = attention(layer.attention, norm(layer.attn_norm, x_BQh), index, step, kv)
-    if last_only and step.q_len > 1:
-        attended, x_BQh = (step.last_valid(t)[:, None].contiguous() for t in (attended, x_BQh))
+    if last is not None:
+        attended, x_BQh = last(attended), last(x_BQh)
     y = product(layer.attention.o, attended, residual=x_BQh)
     wide = norm(layer.mlp_norm, y)
     if isinstance(layer.mlp, SparseMLP):
@@ -66,6 +67,10 @@ def decoder_layer(
         del up
     del wide
     return product(layer.mlp.down, hidden, residual=y, into_residual=True)
+
+
+def _last_tokens(step: Step, x_BQh: Tensor) -> Tensor:
+    return step.last_valid(x_BQh)[:, None].contiguous()
 
 
 def norm(part: Norm, x: Tensor) -> Tensor:

@@ -72,6 +72,10 @@ def test_a_layer_is_its_twin(rows: int, q_len: int) -> None:
     on_gpu = _run(spec, parts, x, torch.device("cuda"))
     # 16-bit sums before rounding move some codes by one: an eighth of a group's largest value.
     assert relative_error((on_gpu.cpu() - x).float(), (on_cpu - x).float()) < 0.05
+    last = _run(spec, parts, x, torch.device("cuda"), last_only=True)
+    assert last.shape[1] == 1
+    change = (on_gpu[:, -1:] - x[:, -1:].cuda()).float()
+    assert relative_error((last - x[:, -1:].cuda()).float(), change) < 0.05
     broken = dict(parts)
     broken["o.weight"] = replace(parts["o.weight"], index_K=None)  # type: ignore[type-var]
     wrong = _run(spec, broken, x, torch.device("cuda"))
@@ -79,7 +83,12 @@ def test_a_layer_is_its_twin(rows: int, q_len: int) -> None:
 
 
 def _run(
-    spec: ModelSpec, parts: dict[str, Weight], x: torch.Tensor, device: torch.device
+    spec: ModelSpec,
+    parts: dict[str, Weight],
+    x: torch.Tensor,
+    device: torch.device,
+    *,
+    last_only: bool = False,
 ) -> torch.Tensor:
     made = Parts(
         tensors=parts, scheme=None, dtype=torch.bfloat16, device=device, norm_eps=spec.norm_eps
@@ -98,4 +107,4 @@ def _run(
     )
     step = Step.of(range(rows), [0] * rows, [q_len] * rows, device=device)
     with torch.inference_mode():
-        return layer(x.to(device), 0, step, kv)
+        return layer(x.to(device), 0, step, kv, last_only=last_only)
