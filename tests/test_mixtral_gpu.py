@@ -9,6 +9,7 @@ import torch
 
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import Precision
+from llmpq.runtime.families.names import Shapes
 from llmpq.runtime.generate import LocalPipeline
 from llmpq.runtime.layers import SparseMLP
 from llmpq.runtime.loader import RandomSource
@@ -28,6 +29,16 @@ SPEC = dataclasses.replace(
     ffn=384,
     vocab=700,
 )
+
+
+class SameInAnyDtype(RandomSource):
+    """Random weights that 16 bits round: `RandomSource` draws others for every dtype."""
+
+    def _parts(self, shapes: Shapes, stream: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        drawn = super()._parts(shapes, stream, torch.float32)
+        return {name: tensor.to(dtype) for name, tensor in drawn.items()}
+
+
 PROMPTS = [[5, 9, 30, 7, 600, 2], [3, 3, 60], [311]]
 
 
@@ -48,7 +59,7 @@ def test_quantised_experts_are_near_the_cpus(bits: str) -> None:
     def logits(device: str, dtype: torch.dtype, *, rolled: int = 0) -> torch.Tensor:
         pipeline = LocalPipeline.build(
             SPEC,
-            RandomSource(SPEC, seed=4),
+            SameInAnyDtype(SPEC, seed=4),
             precisions=[Precision.parse(bits)] * SPEC.num_layers,
             dtype=dtype,
             device=device,
