@@ -5,14 +5,12 @@
 For every device kind of the cluster that is here: draws workloads (precision, phase, an odd
 micro-batch from 3 on, a prompt or cache length) inside the profiled ranges, times each as the
 profiler does (on a GPU from a CUDA graph: the device's time, in both phases), and compares with the
-costs. Writes two rows a kind: mean and 95th percentile of the
-absolute relative error, in percent.
+costs. Decode steps have micro-batches that were not timed at any length. Writes two rows a kind:
+mean and 95th percentile of the absolute relative error, in percent.
 
-    python benchmarks/layer_fidelity.py --recorded samples.jsonl
+    python benchmarks/layer_fidelity.py --recorded drawn.jsonl --costs costs.json
 
-Takes the samples that a profile kept instead of timing anything: micro-batches of 12, 24 and 48 and
-prompts of 1.5 * 2^k tokens are left out of the fit, and predicted. Harder than the above, which
-fits all of them.
+Compares workloads that an earlier run kept (`--record drawn.jsonl`) instead of timing any.
 """
 
 from __future__ import annotations
@@ -30,27 +28,25 @@ from llmpq.cluster import Cluster, Device
 from llmpq.cost_model import CostModel, LatencyEntry, Phase
 from llmpq.kernels.timing import write_row
 from llmpq.profiler.links import gpus_of
-from llmpq.profiler.messages import Case, Sample, Sampling, Target, model_spec
+from llmpq.profiler.messages import Case, Conditions, Sample, Sampling, Target, model_spec
 from llmpq.profiler.processes import Group, set_up_for
-from llmpq.profiler.session import devices_here, fit_entry
+from llmpq.profiler.samples import SampleLog
+from llmpq.profiler.session import devices_here, padded_to
 
 RESULTS = Path(__file__).parent / "results" / "fidelity.jsonl"
 LEAST_TOKENS = 16
-LEAST_UNSEEN = 10
-"""Left out samples that make a target worth comparing."""
 
 
 class Compared(NamedTuple):
-    """One workload: what the costs say and what it takes."""
+    """One workload: what it takes and what the costs say."""
 
-    case: Case
+    sample: Sample
     predicted_s: float
-    measured_s: float
 
     @property
     def error(self) -> float:
         """Relative error, signed."""
-        return self.predicted_s / self.measured_s - 1
+        return self.predicted_s / self.sample.timing.seconds - 1
 
 
 def main() -> None:
@@ -61,7 +57,8 @@ def main() -> None:
     parser.add_argument("--model", default="llama-3.1-8b", help="directory, or a built-in name")
     parser.add_argument("--cluster", type=Path)
     parser.add_argument("--costs", type=Path, help="the profile to check")
-    parser.add_argument("--recorded", type=Path, help="samples of a profile, instead of timing")
+    parser.add_argument("--record", type=Path, help="where to append the timed workloads")
+    parser.add_argument("--recorded", type=Path, help="workloads of a --record, not timed anew")
     parser.add_argument("--device", help="only this device kind")
     parser.add_argument("--workloads", type=int, default=50, help="of each kind (default 50)")
     parser.add_argument("--max-tokens", type=int, default=16384, help="of one prefill")
@@ -70,47 +67,48 @@ def main() -> None:
     parser.add_argument("--rows", type=Path, default=RESULTS)
     parser.add_argument("--commit")
     args = parser.parse_args()
-    if args.recorded is not None:
-        for kind, (machine, compared) in recorded(args.recorded).items():
-            report(args, kind, compared, machine)
-        return
-    if args.costs is None or args.cluster is None:
-        parser.error("give --cluster and --costs, or --recorded")
+    if args.costs is None or (args.cluster is None and args.recorded is None):
+        parser.error("give --costs, and --cluster or --recorded")
     costs = CostModel.load_json(args.costs)
+    if args.recorded is not None:
+        for kind, samples in recorded(args.recorded).items():
+            if kind in costs.device_kinds:
+                report(args, kind, compare(costs, samples))
+        return
     for device in devices_here(Cluster.load(args.cluster), args.device):
         drawn = draw(costs, device, args.workloads, args.max_tokens, args.seed)
-        compared = time_all(args.model, device, costs, drawn, args.seconds)
-        report(args, device.profile_kind, compared)
+        samples = time_all(args.model, device, drawn, args.seconds)
+        if args.record is not None:
+            with SampleLog(args.record) as kept:
+                for sample in samples:
+                    kept.append(sample)
+        report(args, device.profile_kind, compare(costs, samples))
 
 
-def recorded(path: Path) -> dict[str, tuple[str, list[Compared]]]:
-    """Return, by device kind, where it was timed and the samples left out of a fit, predicted."""
-    lines = path.read_text().splitlines()
-    samples = [Sample.parse_data(json.loads(line), where=str(path)) for line in lines]
-    of_target: dict[Target, list[Sample]] = {}
-    for sample in samples:
-        if sample.case.target.part == "layer":
-            of_target.setdefault(sample.case.target, []).append(sample)
-    found: dict[str, tuple[str, list[Compared]]] = {}
-    for target, its in of_target.items():
-        unseen = [s for s in its if left_out(s.case)]
-        if len(unseen) < LEAST_UNSEEN:
-            continue
-        entry = fit_entry(target, [s for s in its if not left_out(s.case)])
-        machine = its[0].conditions.machine
-        found.setdefault(target.device_kind, (machine, []))[1].extend(
-            Compared(s.case, entry.device_s(v=s.case.v, length=s.case.length), s.timing.seconds)
-            for s in unseen
-        )
+def recorded(path: Path) -> dict[str, list[Sample]]:
+    """Return the workloads of a file by device kind."""
+    found: dict[str, list[Sample]] = {}
+    for line in path.read_text().splitlines():
+        sample = Sample.parse_data(json.loads(line), where=str(path))
+        found.setdefault(sample.case.target.device_kind, []).append(sample)
     return found
 
 
-def left_out(case: Case) -> bool:
-    """Whether a recorded sample is predicted, not fitted."""
-    if case.target.phase is Phase.DECODE:
-        return case.v in (12, 24, 48)
-    tokens = case.new_tokens
-    return tokens >= 384 and tokens % 3 == 0 and (tokens // 3).bit_count() == 1
+def compare(costs: CostModel, samples: Sequence[Sample]) -> list[Compared]:
+    """Return what the costs say of each sample."""
+    found = []
+    for sample in samples:
+        case, target = sample.case, sample.case.target
+        entry = costs.find(
+            target.device_kind,
+            phase=target.phase,
+            precision=target.precision,
+            kv=target.kv,
+            dtype=target.dtype,
+        )
+        assert entry is not None, f"the costs have no {target.title}"
+        found.append(Compared(sample, entry.device_s(v=case.v, length=case.length)))
+    return found
 
 
 def draw(costs: CostModel, device: Device, count: int, max_tokens: int, seed: int) -> list[Case]:
@@ -154,46 +152,38 @@ def _draw_one(rng: random.Random, entry: LatencyEntry, max_tokens: int) -> Case:
             return Case(target=target, v=v, length=length)
 
 
-def time_all(
-    model: str, device: Device, costs: CostModel, drawn: Sequence[Case], seconds: float
-) -> list[Compared]:
+def time_all(model: str, device: Device, drawn: Sequence[Case], seconds: float) -> list[Sample]:
     """Time the workloads in a process that has the device."""
     set_up = set_up_for(
         device, model, sampling=Sampling(), rest_s=0.0, seconds_per_case=seconds, min_repeats=3
     )
     gpus: Sequence[int | None] = (None,) if device.spec.is_cpu else gpus_of(device)
-    found = []
     with Group(set_up, copies=1, gpus=gpus) as group:
-        print(f"{device.profile_kind} on {group.ready.machine}")
-        for case in drawn:
-            target = case.target
-            entry = costs.find(
-                target.device_kind,
-                phase=target.phase,
-                precision=target.precision,
-                kv=target.kv,
-                dtype=target.dtype,
-            )
-            assert entry is not None
-            predicted_s = entry.device_s(v=case.v, length=case.length)
-            found.append(Compared(case, predicted_s, group.time(case).seconds))
-    return found
+        conditions = Conditions(
+            model_fingerprint=model_spec(model).fingerprint(),
+            machine=group.ready.machine,
+            copies=1,
+            padded_to=padded_to(device),
+        )
+        return [Sample(conditions=conditions, case=case, timing=group.time(case)) for case in drawn]
 
 
-def report(
-    args: argparse.Namespace, kind: str, compared: Sequence[Compared], machine: str | None = None
-) -> None:
-    """Print the workloads that are off most, and write the rows."""
+def report(args: argparse.Namespace, kind: str, compared: Sequence[Compared]) -> None:
+    """Print errors by target and the workloads that are off most, and write the rows."""
     errors = np.abs([c.error for c in compared])
-    worst = sorted(compared, key=lambda c: -abs(c.error))[:5]
-    for c in worst:
+    targets = sorted({c.sample.case.target.title for c in compared})
+    for title in targets:
+        its = np.abs([c.error for c in compared if c.sample.case.target.title == title])
+        print(f"  {title}: {len(its)} workloads, mean {its.mean():.1%}, largest {its.max():.1%}")
+    for c in sorted(compared, key=lambda c: -abs(c.error))[:5]:
+        case, measured_s = c.sample.case, c.sample.timing.seconds
         print(
-            f"  {c.case.target.title} {c.case.v}x{c.case.length}: predicted "
-            f"{1e6 * c.predicted_s:.1f} us, measured {1e6 * c.measured_s:.1f} us ({c.error:+.1%})"
+            f"  {case.target.title} {case.v}x{case.length}: predicted "
+            f"{1e6 * c.predicted_s:.1f} us, measured {1e6 * measured_s:.1f} us ({c.error:+.1%})"
         )
     spec = model_spec(args.model)
-    precisions = sorted({c.case.target.precision.value for c in compared})
-    dtype = compared[0].case.target.dtype
+    precisions = sorted({c.sample.case.target.precision.value for c in compared})
+    dtype = compared[0].sample.case.target.dtype
     figures = {"mean": float(errors.mean()), "p95": float(np.quantile(errors, 0.95))}
     print(f"{kind}: " + ", ".join(f"{k} {v:.1%}" for k, v in figures.items()))
     for statistic, value in figures.items():
@@ -205,14 +195,14 @@ def report(
                 "kind": kind,
                 "statistic": statistic,
                 "workloads": len(compared),
-                "unseen": "left out of the fit" if args.recorded else "drawn",
+                "unseen": "drawn",
                 "precisions": " ".join(precisions),
                 "dtype": dtype,
             },
             unit="%",
             samples=[100 * value],
             commit=args.commit,
-            device=machine,
+            device=compared[0].sample.conditions.machine,
             program="python benchmarks/layer_fidelity.py",
         )
 

@@ -7,12 +7,14 @@ Latency of one decoder layer is linear in shape terms (paper sec. 4.1):
 An entry may hold several regimes (launch floor, memory bound, compute bound); its time is their
 maximum, which stays linear for the planner once v is fixed. Times in seconds.
 
-A GPU picks another kernel every so many rows of a product, which no term follows. A regime may
-therefore add a polyline in the new tokens of the micro-batch (v*s, v or v*q) to its terms.
+A GPU takes tiles of rows, and another kernel every so many rows, which no term follows. A regime
+may therefore add a polyline in the new tokens of the micro-batch (v*s, v or v*q) to its terms. The
+tokens of a prompt are those it takes with the padding that the runtime gives it.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Mapping
 from enum import Enum
@@ -78,6 +80,13 @@ TERMS: Mapping[Phase, tuple[str, ...]] = {
 }
 
 
+def taken_length(phase: Phase, length: float, padded_to: int) -> float:
+    """Return the tokens that a row of `length` takes where longer prompts are padded."""
+    if phase is not Phase.PREFILL or length < padded_to:
+        return length
+    return math.ceil(length / padded_to) * padded_to
+
+
 def new_tokens(phase: Phase, *, v: int, length: float, q_len: int = 1) -> float:
     """Return the tokens that pass through a part: a product's rows."""
     return v * {Phase.PREFILL: length, Phase.DECODE: 1, Phase.VERIFY: q_len}[phase]
@@ -110,6 +119,8 @@ class LatencyEntry(FileForm):
     regimes: tuple[Regime, ...] = Field(min_length=1)
     launch_s: float = Field(default=0.0, ge=0)
     """Time the host takes to enqueue it on a GPU, where no graph does: a step takes the longer."""
+    padded_to: int = Field(default=1, ge=1)
+    """Prompts of so many tokens or more take a multiple of it."""
     sampled_v: tuple[int, int] | None = None
     """Smallest and largest micro-batch that was measured; None for an estimate."""
     sampled_length: tuple[int, int] | None = None
@@ -135,6 +146,7 @@ class LatencyEntry(FileForm):
 
     def device_s(self, *, v: int, length: float, q_len: int = 1) -> float:
         """Return the time the device takes for one micro-batch of v requests."""
+        length = taken_length(self.phase, length, self.padded_to)
         values = term_values(self.phase, v=v, length=length, q_len=q_len)
         tokens = new_tokens(self.phase, v=v, length=length, q_len=q_len)
         return max(

@@ -5,8 +5,8 @@ attention's output lives until its layer ends, a packed weight meets many rows a
 Besides there are what libraries keep, a decode graph's input and output, the inbox that a stage
 before writes into, and an output that is still on its way to the stage behind.
 
-Symbols: v rows, s tokens of a row, t = v s tokens, e bytes of an element; of `ModelSpec`: h hidden,
-q = H D query and g = G D key or value features, F ffn, V vocabulary.
+Symbols: v rows, s tokens of a row with its padding, t = v s tokens, e bytes of an element; of
+`ModelSpec`: h hidden, q = H D query and g = G D key or value features, F ffn, V vocabulary.
 """
 
 from __future__ import annotations
@@ -24,11 +24,23 @@ DENSE_ROWS = 256
 SHARES_BYTES = 34 << 20
 """Float32 shares of the tiles that the Hopper kernel cuts, in place of an unpacked weight."""
 
+PROMPT_WIDTH = 64
+"""Prompts of so many tokens or more are padded to a multiple: libraries plan anew for every other
+length; below, padding would be a good part of the prompt."""
+
 INBOX_SLOTS = 2
 """Messages an inbox has room for (runtime/peer_links.py)."""
 
 LIBRARY_BYTES = 66 << 20
 """cuBLAS takes 32 MiB on each of two streams, prompts' and graphs'; the rest is rounding (H200)."""
+
+
+def padded_prompt(tokens: int, *, longest: int | None = None) -> int:
+    """Return the tokens a row of a fresh prompt takes on a GPU, `longest` at most."""
+    if tokens < PROMPT_WIDTH:
+        return tokens
+    width = -(-tokens // PROMPT_WIDTH) * PROMPT_WIDTH
+    return max(tokens, width if longest is None else min(width, longest))
 
 
 def gpu_workspace_bytes(
@@ -47,9 +59,15 @@ def gpu_workspace_bytes(
     `unpacks`: whether long prompts meet a packed weight as one dense matrix; Hopper does without.
     """
     e, kv = workload.dtype_bytes, workload.kv
-    prefill = _Shape(prefill_microbatch, workload.prompt_len, e, kv, fresh=True)
+    longest = workload.max_len
+    if spec.positions == "learned":
+        longest = min(longest, spec.max_positions)
+    width = padded_prompt(workload.prompt_len, longest=longest)
+    prefill = _Shape(prefill_microbatch, width, e, kv, fresh=True)
     decode = _Shape(decode_microbatch, 1, e, kv, fresh=False)
-    hidden = [shape.unit * spec.hidden for shape in (prefill, decode)]
+    # Messages between stages carry no padding.
+    rows = (prefill_microbatch * workload.prompt_len, decode_microbatch)
+    hidden = [tokens * spec.hidden * e for tokens in rows]
     inbox = 0 if first else INBOX_SLOTS * max(hidden)
     moments = []
     for shape, output in zip((prefill, decode), hidden, strict=True):

@@ -25,7 +25,13 @@ def serve(requests: TextIO, answers: TextIO) -> None:
     """Answer requests until the pipe closes."""
     set_up = SetUp.parse_data(json.loads(requests.readline()), where="set-up")
     device, _alive = claim_device(set_up)
-    subject = Subject(model_spec(set_up.model), device, Quantization(), set_up.sampling)
+    subject = Subject(
+        model_spec(set_up.model),
+        device,
+        Quantization(),
+        set_up.sampling,
+        share=_share(set_up, device),
+    )
     effort = Effort(
         seconds=set_up.seconds_per_case,
         min_repeats=set_up.min_repeats,
@@ -61,6 +67,13 @@ def claim_device(set_up: SetUp) -> tuple[torch.device, object]:
     context: Any = GreenContext.create(num_sms=set_up.sms, device_id=0)
     context.set_context()
     return torch.device("cuda", 0), context
+
+
+def _share(set_up: SetUp, device: torch.device) -> float:
+    """Return the share of the GPU's multiprocessors that the process has."""
+    if set_up.sms is None:
+        return 1.0
+    return set_up.sms / torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def machine(device: torch.device) -> str:

@@ -19,15 +19,15 @@ from llmpq.cost_model import Phase
 Array = NDArray[np.float64]
 
 CURVE_TERMS: dict[Phase, tuple[str, ...]] = {
-    Phase.PREFILL: ("v*s^2",),
+    Phase.PREFILL: ("v", "v*s^2"),
     Phase.DECODE: ("v*(t+s)", "t+s"),
     Phase.VERIFY: ("v*(t+s)", "t+s"),
 }
-"""What depends on more than the new tokens: attention."""
+"""What depends on more than the new tokens: attention, with its tiles of every prompt."""
 
 MIN_KNOTS = 4
-POINTS_A_KNOT = 2
-"""Samples that there must be for every knot."""
+POINTS_A_KNOT = 1.25
+"""Samples that there must be for every knot: some have the same tokens in other shapes."""
 
 
 def choose_knots(tokens: Sequence[float]) -> list[float]:

@@ -4,8 +4,9 @@ Knows no torch and no clock. The grid is geometric, since the fit minimises rela
 between (3, 48, ...) keep it from resting on powers of two alone, where kernels are at their best.
 
 On a GPU prompts are laid out by the tokens of a micro-batch, up to many more: its products see only
-them, in tiles, so that one token more than a tile costs as much as the next tile. Each count is
-timed with short and with long prompts, which tells attention from the rest.
+them, in tiles, so that one token more than a tile costs as much as the next tile. Both sides of
+every edge are timed while a tile is a good part of the whole; some counts also with short and with
+long prompts, which tells attention from the rest.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from llmpq.cost_model import Phase
+from llmpq.gpu_workspace import padded_prompt
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
 from llmpq.profiler.messages import Case, Target
@@ -34,6 +36,8 @@ class Grid:
     decode_length: tuple[int, ...]
     prefill_tokens: tuple[int, ...] = ()
     """New tokens of a prefill, in place of every micro-batch size with every length."""
+    prefill_edges: tuple[int, ...] = ()
+    """New tokens that fill tiles of a layer's products: timed, and the next larger prefill."""
     verify_q: tuple[int, ...] = ()
     max_tokens: int
     """Most new tokens of a prefill case; a cache may hold `CACHED` times as many."""
@@ -57,10 +61,11 @@ _GPU = Grid(
     prefill_v=(1, 2, 4, 8, 16, 32, 64),
     prefill_length=(16, 32, 64, 128, 256, 512, 1024, 2048, 4096),
     prefill_tokens=(
-        *(16, 32, 64, 65, 128, 129, 256, 257, 384, 512, 513, 768, 769, 1024, 1025, 1281, 1536),
-        *(2048, 2049, 3072, 4096, 6144, 8192, 12288, 16384, 32768),
+        *(16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 6144, 8192, 12288, 16384, 32768),
     ),
-    decode_v=(1, 2, 4, 8, 12, 16, 17, 24, 32, 33, 48, 64),
+    # Tiles have 16 to 256 rows; kernels of few rows change with powers of two.
+    prefill_edges=(16, 32, 64, *range(128, 1024, 128), *range(1024, 4097, 256)),
+    decode_v=(1, 2, 3, 4, 8, 9, 12, 16, 17, 24, 32, 33, 48, 64),
     decode_length=(64, 512, 1024, 2048, 4096),
     max_tokens=32768,
 )
@@ -92,6 +97,7 @@ def make_grid(
         decode_v=_up_to(shapes.decode_v, max_batch),
         decode_length=_up_to(shapes.decode_length, longest),
         prefill_tokens=tuple(n for n in shapes.prefill_tokens if n <= most),
+        prefill_edges=tuple(n for n in shapes.prefill_edges if n <= most),
         verify_q=tuple(verify_q),
         max_tokens=most,
     )
@@ -145,7 +151,7 @@ def _layer_cases(grid: Grid, target: Target) -> Iterator[Case]:
     if target.phase is Phase.PREFILL:
         shapes = [(v, s) for v in grid.prefill_v for s in grid.prefill_length]
         if grid.prefill_tokens:
-            shapes = _by_tokens(grid)
+            shapes = list(dict.fromkeys(_by_tokens(grid, edges=target.part == "layer")))
         if grid.prefill_tokens and target.part == "layer":
             yield Case(target=target, v=1, length=min(grid.prefill_length), launch=True)
         yield from (
@@ -159,25 +165,40 @@ def _layer_cases(grid: Grid, target: Target) -> Iterator[Case]:
                     yield Case(target=target, v=v, length=max(length, q), q_len=q)
 
 
-def _by_tokens(grid: Grid) -> list[tuple[int, int]]:
-    """Return (micro-batch, length) of every number of tokens: many short prompts, some, one long.
+def _by_tokens(grid: Grid, *, edges: bool) -> Iterator[tuple[int, int]]:
+    """Yield (micro-batch, length) of numbers of tokens: many short prompts, some, one long.
 
-    As short and as long as micro-batch sizes and lengths of the grid allow.
+    As short and as long as micro-batch sizes and lengths of the grid allow. At `edges`, some: with
+    just as many tokens, and with the fewest more that prompts can have.
     """
-    most, longest = max(grid.prefill_v), max(grid.prefill_length)
-    shapes: list[tuple[int, int]] = []
     for tokens in grid.prefill_tokens:
-        lengths = [
-            tokens // v
-            for v in range(1, most + 1)
-            if tokens % v == 0 and min(16, longest) <= tokens // v <= longest
-        ]
-        if not lengths:
-            continue
-        middle = min(lengths, key=lambda s: abs(math.log(s * s / (lengths[0] * lengths[-1]))))
-        for s in dict.fromkeys((lengths[0], middle, lengths[-1])):
-            shapes.append((tokens // s, s))
-    return shapes
+        shapes = _shapes(grid, tokens)
+        if shapes:
+            yield from dict.fromkeys((shapes[0], _middle(shapes), shapes[-1]))
+    for edge in grid.prefill_edges if edges else ():
+        if edge not in grid.prefill_tokens and (shapes := _shapes(grid, edge)):
+            yield _middle(shapes)
+        above = (_shapes(grid, tokens) for tokens in range(edge + 1, 2 * edge + 1))
+        if shapes := next(filter(None, above), []):
+            yield _middle(shapes)
+
+
+def _shapes(grid: Grid, tokens: int) -> list[tuple[int, int]]:
+    """Return every (micro-batch, length) of so many tokens, padding included, shortest first."""
+    longest = max(grid.prefill_length)
+    return [
+        (v, tokens // v)
+        for v in range(max(grid.prefill_v), 0, -1)
+        if tokens % v == 0
+        and min(16, longest) <= tokens // v <= longest
+        and padded_prompt(tokens // v) == tokens // v
+    ]
+
+
+def _middle(shapes: list[tuple[int, int]]) -> tuple[int, int]:
+    """Return the shape nearest to the geometric mean of the lengths."""
+    mean = math.sqrt(shapes[0][1] * shapes[-1][1])
+    return min(shapes, key=lambda shape: abs(math.log(shape[1] / mean)))
 
 
 def _end_cases(grid: Grid, target: Target) -> Iterator[Case]:

@@ -95,6 +95,8 @@ class Conditions(FileForm):
     rest_s: float = Field(default=0.0, ge=0)
     """Pause before every call, in which a stage would wait for the others."""
     sampling: Sampling = Sampling()
+    padded_to: int = Field(default=1, gt=0)
+    """Prompts of so many tokens or more were padded to a multiple, as the device's stage does."""
 
 
 class Sample(FileForm):

@@ -14,8 +14,9 @@ from itertools import groupby
 
 from llmpq import __version__
 from llmpq.cluster import Cluster, Device
-from llmpq.cost_model import CostModel, LatencyEntry, LinkCost
+from llmpq.cost_model import CostModel, LatencyEntry, LinkCost, taken_length
 from llmpq.errors import unknown_name
+from llmpq.gpu_workspace import PROMPT_WIDTH
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
 from llmpq.profiler.fit import TARGET_ERROR, Point, fit_latency
@@ -155,6 +156,11 @@ def default_copies(cluster: Cluster, device: Device) -> int:
     return max(1, min(stages, (cores or 1) // (device.threads or 1)))
 
 
+def padded_to(device: Device) -> int:
+    """Return what prompts are padded to on a device, see `taken_length`."""
+    return 1 if device.spec.is_cpu else PROMPT_WIDTH
+
+
 def _set_up(job: Job, device: Device) -> SetUp:
     return set_up_for(
         device,
@@ -193,6 +199,7 @@ def _take(
         copies=job.copies[device.profile_kind],
         rest_s=job.rest_s,
         sampling=job.sampling,
+        padded_to=padded_to(device),
     )
     done = samples.taken(wanted, conditions)
     for target, together in groupby(wanted, key=lambda case: case.target):
@@ -236,8 +243,14 @@ def fit_entry(target: Target, samples: Sequence[Sample]) -> LatencyEntry:
     """Fit one entry; the past length of embedding and head in decode is no part of its range."""
     launch_s = min((s.timing.seconds for s in samples if s.case.launch), default=0.0)
     samples = [s for s in samples if not s.case.launch]
+    width = samples[0].conditions.padded_to
     points = [
-        Point(v=s.case.v, length=s.case.length, q_len=s.case.q_len, seconds=s.timing.seconds)
+        Point(
+            v=s.case.v,
+            length=int(taken_length(target.phase, s.case.length, width)),
+            q_len=s.case.q_len,
+            seconds=s.timing.seconds,
+        )
         for s in samples
     ]
     terms = fitted_terms(target)
@@ -256,6 +269,7 @@ def fit_entry(target: Target, samples: Sequence[Sample]) -> LatencyEntry:
         dtype=target.dtype,
         regimes=fit.regimes,
         launch_s=launch_s,
+        padded_to=width,
         sampled_v=(min(p.v for p in points), max(p.v for p in points)),
         sampled_length=(min(lengths), max(lengths)) if has_length else None,
         held_out_error=fit.held_out,

@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 
 from llmpq.cost_model import Phase
+from llmpq.gpu_workspace import padded_prompt
 from llmpq.memory import Quantization, layer_weight_bytes
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import Precision
 from llmpq.profiler.messages import Case, Sampling, Target, Timing
 from llmpq.profiler.timing import Effort, time_call
-from llmpq.runtime.cuda_stage import CudaStageCompute
+from llmpq.runtime.cuda_stage import CudaStageCompute, widened
 from llmpq.runtime.kv_cache import KVCache
 from llmpq.runtime.kv_factory import make_kv_cache
 from llmpq.runtime.layers import DecoderLayer
@@ -42,7 +43,8 @@ MAX_LAYERS_BYTES = 4 << 30
 """Fewer layers are timed where they would be larger than this together."""
 
 ONE_LAYER_TOKENS = 4096
-"""New tokens from which a GPU takes milliseconds a layer, and what a step does once is nothing."""
+"""New tokens from which a whole GPU takes milliseconds a layer, and what a step does once is
+nothing; a share of a GPU from fewer tokens."""
 
 _KINDS = {
     Phase.PREFILL: StepKind.PREFILL,
@@ -60,8 +62,12 @@ class Subject:
         device: torch.device,
         quantization: Quantization,
         sampling: Sampling,
+        *,
+        share: float = 1.0,
     ) -> None:
+        """`share`: of the GPU's multiprocessors, 1 if it is whole."""
         self.spec, self.device, self.quantization = spec, device, quantization
+        self._one_layer_tokens = ONE_LAYER_TOKENS * share
         self._sampling = SamplingParams(
             temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p
         )
@@ -101,8 +107,8 @@ class Subject:
         if not graph:
             compute = self._compute(case, stage, kv)
             return lambda: arrived(compute.run(message, hidden_BQh))
-        step = self._graph_step(case, message)
         x = message.tokens_BQ().to(self.device) if hidden_BQh is None else hidden_BQh
+        step, x = self._graph_step(case, message, x)
         every = case.target.phase is Phase.VERIFY
 
         def replayed() -> Tensor:
@@ -138,12 +144,15 @@ class Subject:
         compute.keep_on_device = True
         return compute
 
-    def _graph_step(self, case: Case, message: StepMessage) -> Step:
-        """Return a step that says no more of its rows than the runtime's decode graphs know."""
+    def _graph_step(self, case: Case, message: StepMessage, x: Tensor) -> tuple[Step, Tensor]:
+        """Return a prompt padded as the runtime does, or a decode step that says no more of its
+        rows than the runtime's graphs know; and its ids or hidden states."""
         step = message.step(self.device)
-        if case.target.phase is not Phase.DECODE:
-            return step
-        return replace(step, max_end=case.length, runs=(), uniform=False)
+        if case.target.phase is Phase.PREFILL:
+            return widened(step, x, padded_prompt(step.q_len))
+        if case.target.phase is Phase.DECODE:
+            step = replace(step, max_end=case.length, runs=(), uniform=False)
+        return step, x
 
     def _cache(self, case: Case, num_layers: int) -> KVCache:
         return make_kv_cache(
@@ -151,7 +160,7 @@ class Subject:
             case.target.kv,
             num_layers=num_layers,
             slots=case.v,
-            max_len=case.length,
+            max_len=padded_prompt(case.length) if self.device.type == "cuda" else case.length,
             dtype=DTYPES[case.target.dtype],
             device=self.device,
         )
@@ -159,7 +168,7 @@ class Subject:
     def _stage_of(self, case: Case) -> StageModel:
         """Return the stage that a case is timed on: a single layer where one takes long enough."""
         stage = self._stage(case.target)
-        if self.device.type == "cpu" or case.new_tokens < ONE_LAYER_TOKENS:
+        if self.device.type == "cpu" or case.new_tokens < self._one_layer_tokens:
             return stage
         first = [layer for layer in stage.layers if isinstance(layer, DecoderLayer)][:1]
         return StageModel(self.spec, first, stage.embedding, stage.head)

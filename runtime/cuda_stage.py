@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from llmpq.gpu_workspace import padded_prompt
 from llmpq.runtime.cuda_graphs import DecodeGraphs
 from llmpq.runtime.cuda_speculate import CudaSpeculation
 from llmpq.runtime.kv_cache import KVCache
@@ -32,9 +33,6 @@ from llmpq.runtime.step import Step
 from llmpq.runtime.trace import MAX_EVENTS, KindTotals
 from llmpq.speculation import MAX_GAMMA, MeasuredTimes, SpeculationMode
 from llmpq.workload import Workload
-
-WIDTH = 64
-"""Longer prompts are padded to a multiple of this."""
 
 
 class CudaStageCompute(StageCompute):
@@ -161,14 +159,9 @@ class CudaStageCompute(StageCompute):
         return self._answer(tokens_B[:, None])
 
     def _widened(self, step: Step, x: Tensor) -> tuple[Step, Tensor]:
-        """Pad fresh prompts to a multiple of `WIDTH`: libraries plan anew for every other shape."""
-        width = min(-(-step.q_len // WIDTH) * WIDTH, self._longest)
-        extra = width - step.q_len
-        # A little padding for a known shape; not where it would be a good part of the prompt.
-        if not step.fresh or extra == 0 or step.q_len < WIDTH:
-            return step, x
-        pad = (0, extra) if x.dim() == 2 else (0, 0, 0, extra)
-        return step.padded(width), functional.pad(x, pad)
+        """Pad fresh prompts as `padded_prompt` says."""
+        width = padded_prompt(step.q_len, longest=self._longest) if step.fresh else step.q_len
+        return widened(step, x, width)
 
     def _run_decode(self, message: StepMessage, hidden_BQH: Tensor | None) -> Tensor | Pending:
         out, rows = self._decode.run(message, hidden_BQH), message.num_rows
@@ -203,3 +196,12 @@ class CudaStageCompute(StageCompute):
         copied = torch.cuda.Event()
         copied.record()
         return Pending(value, copied)
+
+
+def widened(step: Step, x: Tensor, width: int) -> tuple[Step, Tensor]:
+    """Return a fresh step and its ids or hidden states with rows padded to `width` tokens."""
+    extra = width - step.q_len
+    if extra == 0:
+        return step, x
+    pad = (0, extra) if x.dim() == 2 else (0, 0, 0, extra)
+    return step.padded(width), functional.pad(x, pad)

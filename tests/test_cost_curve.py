@@ -71,3 +71,15 @@ def test_a_step_takes_as_long_as_its_host_needs_to_enqueue_it() -> None:
     assert latency.seconds(v=1, length=100) == pytest.approx(5e-4)
     assert latency.device_s(v=1, length=100) == pytest.approx(1e-4)
     assert latency.seconds(v=8, length=100) == latency.device_s(v=8, length=100)
+
+
+@pytest.mark.parametrize(
+    ("length", "taken"), [(1, 1), (63, 63), (64, 64), (65, 128), (128, 128), (1000, 1024)]
+)
+def test_a_prompt_is_priced_with_its_padding(length: int, taken: int) -> None:
+    regime = Regime(terms={"v*s^2": 1e-9}, curve=((0, 0.0), (1000, 1.0)))
+    plain = entry(regime, phase=Phase.PREFILL)
+    padded = plain.model_copy(update={"padded_to": 64})
+    assert padded.seconds(v=3, length=length) == plain.seconds(v=3, length=taken)
+    decode = entry(Regime(terms={"t+s": 1.0})).model_copy(update={"padded_to": 64})
+    assert decode.seconds(v=1, length=65) == 65

@@ -4,10 +4,11 @@ import pytest
 import torch
 from triton import knobs
 
+from llmpq import gpu_workspace
 from llmpq.kernels import fused_round
 from llmpq.kernels.atom_scheme import AtomScheme
 from llmpq.model_spec import ModelSpec
-from llmpq.runtime import cuda_layers, cuda_stage
+from llmpq.runtime import cuda_layers
 from llmpq.runtime.cuda_stage import CudaStageCompute
 from llmpq.runtime.generate import LocalPipeline
 from llmpq.runtime.layers import DecoderLayer
@@ -89,7 +90,7 @@ def test_greedy_tokens_are_those_of_plain_decoding(
     mode, kind, tiny_models, random_prompts, make_plan, monkeypatch
 ):
     """Ragged batch, slots reused (4 requests, 2 slots), limits inside drafts, padded prompts."""
-    monkeypatch.setattr(cuda_stage, "WIDTH", 4)
+    monkeypatch.setattr(gpu_workspace, "PROMPT_WIDTH", 4)
     model, prompts = tiny_models.directory(kind), random_prompts(9, 3, 7, 5)
     lengths = [NEW, 1, 4, 2]
     want = [row[:n] for row, n in zip(tiny_models.greedy(kind, prompts, NEW), lengths, strict=True)]

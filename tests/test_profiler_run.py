@@ -15,7 +15,8 @@ from llmpq.precision import KVPrecision, Precision
 from llmpq.profiler.__main__ import main
 from llmpq.profiler.fit import Point, fit_latency
 from llmpq.profiler.grid import cases, make_grid
-from llmpq.profiler.messages import Case, Sampling, Target
+from llmpq.profiler.messages import Case, Conditions, Sample, Sampling, Target
+from llmpq.profiler.session import fit_entry
 from llmpq.profiler.subject import Subject, micro_batch
 from llmpq.profiler.timing import Effort, summarise
 from llmpq.runtime.pending import Pending
@@ -116,6 +117,33 @@ def test_an_answer_on_its_way_is_waited_for(
     target = Target(device_kind="c", part="layer", phase=Phase.PREFILL, dtype="float32")
     timing = subject.time(Case(target=target, v=2, length=8), Effort(seconds=0.005, min_repeats=3))
     assert len(waits) >= timing.repeats >= 3
+
+
+def test_a_gpu_times_prompts_with_their_padding(tiny_models: Any) -> None:
+    spec = ModelSpec.from_directory(tiny_models.directory("llama"))
+    subject = Subject(spec, torch.device("cpu"), Quantization(), Sampling())
+    for length, taken in ((20, 20), (70, 128)):
+        target = Target(device_kind="c", part="layer", phase=Phase.PREFILL, dtype="float32")
+        case = Case(target=target, v=2, length=length)
+        x = torch.zeros(2, length, spec.hidden)
+        step, padded = subject._graph_step(case, micro_batch(case, SamplingParams()), x)
+        assert (step.q_len, step.max_end, padded.shape[1]) == (taken, taken, taken)
+
+
+def test_padded_prompts_are_fitted_at_the_tokens_they_take() -> None:
+    target = Target(device_kind="g", part="layer", phase=Phase.PREFILL, dtype="float16")
+    conditions = Conditions(model_fingerprint="m", machine="g", copies=1, padded_to=64)
+
+    def made(v: int, length: int) -> Sample:
+        taken = length if length < 64 else -(-length // 64) * 64
+        timing = summarise([1e-6 * v * taken] * 3)
+        return Sample(
+            conditions=conditions, case=Case(target=target, v=v, length=length), timing=timing
+        )
+
+    samples = [made(v, length) for v in (1, 2, 4) for length in (16, 65, 100, 400)]
+    entry = fit_entry(target, samples)
+    assert entry.seconds(v=3, length=300) == pytest.approx(1e-6 * 3 * 320, rel=1e-3)
 
 
 def test_micro_batches_have_unequal_rows() -> None:

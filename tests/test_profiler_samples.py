@@ -121,6 +121,24 @@ def test_the_grid_respects_the_model_and_the_token_limit() -> None:
     assert max(case.new_tokens for case in prefills) == 2048
 
 
+@pytest.mark.parametrize(
+    ("max_batch", "max_len", "within"), [(32, None, 8), (8, 1024, 64), (1, 1024, 64)]
+)
+def test_a_gpu_is_timed_on_both_sides_of_a_tile(
+    max_batch: int, max_len: int | None, within: int
+) -> None:
+    spec = ModelSpec.by_name("llama-3.1-8b")
+    grid = make_grid(spec, quick=False, on_gpu=True, max_batch=max_batch, max_len=max_len)
+    found = [c for c in grid_cases(grid) if c.target.phase is Phase.PREFILL and not c.launch]
+    assert len(set(found)) == len(found)
+    assert all(c.length < 64 or c.length % 64 == 0 for c in found if c.length != max_len)
+    tokens = {c.new_tokens for c in found if c.target.part == "layer"}
+    for edge in (128, 256, 384, 512, 768):
+        assert edge in tokens and tokens & set(range(edge + 1, edge + 1 + within)), edge
+    ends = [c.new_tokens for c in found if c.target.part == "head"]
+    assert ends and len(set(ends)) < len(tokens) / 2
+
+
 def test_a_length_too_short_to_fit() -> None:
     with pytest.raises(ValueError, match="--max-len must be at least 16 tokens, got 8"):
         make_grid(ModelSpec.by_name("opt-30b"), quick=True, max_batch=4, max_len=8)
