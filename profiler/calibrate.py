@@ -26,6 +26,8 @@ from llmpq.runtime.loader import TensorSource
 from llmpq.runtime.step import Step
 
 WINDOWS_AT_ONCE = 4
+MAX_WINDOWS = 1 << 14
+"""More than any recipe asks for: a slip of the keyboard should not fill the memory."""
 
 
 class Hessian:
@@ -166,6 +168,11 @@ def linears(layer: DecoderLayer) -> dict[str, Linear]:
 
 def random_windows(tokens: Sequence[int], *, count: int, length: int, seed: int = 0) -> Tensor:
     """Return `count` windows [W, T] at seeded random places of a token stream."""
+    if not 1 <= count <= MAX_WINDOWS or length < 1:
+        raise ValueError(
+            f"got {count} calibration windows of {length} tokens, expected 1 to {MAX_WINDOWS} "
+            "windows of at least one token"
+        )
     if len(tokens) < length:
         raise ValueError(
             f"the calibration text has {len(tokens)} tokens, one window takes {length}; give a "

@@ -61,7 +61,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--variant",
         choices=("improved", "paper"),
-        default="improved",
         help="w4a4: Atom's recipe to the letter, or with searched clips, signed scales, a "
         "rotation before `down` and balanced norms (default)",
     )
@@ -81,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--kv-cache-dtype",
-        help="bits of the KV cache that config.json names: 16, 8, 4 (default the plan's, or 16)",
+        help="bits of the KV cache that config.json names: 16, 8, 4, 2 (default the plan's, or 16)",
     )
     parser.add_argument("--windows", type=int, default=128, help="calibration windows (128)")
     parser.add_argument("--window", type=int, default=2048, help="tokens of a window (2048)")
@@ -106,6 +105,7 @@ def _quantize(args: argparse.Namespace) -> int:
     spec = ModelSpec.from_directory(args.model)
     plan = _plan(args, spec)
     named = plan.precisions if plan else [Precision.parse(p) for p in args.scheme.split(",")]
+    _refuse_unheeded(args, named)
     planned = plan.quantization.settings() if plan else Quantization(symmetric=True)
     asked = planned.outliers if plan and args.outliers is None else args.outliers
     job = Job(
@@ -113,7 +113,7 @@ def _quantize(args: argparse.Namespace) -> int:
         precisions=spread(named, spec.num_layers),
         settings=Settings(
             method=args.method,
-            variant=args.variant,
+            variant=args.variant or "improved",
             in_turn=args.in_turn,
             group_size=_group_size(args.group_size) if args.group_size else planned.group_size,
             symmetric=planned.symmetric and not args.asymmetric,
@@ -150,6 +150,21 @@ def _plan(args: argparse.Namespace, spec: ModelSpec) -> Plan | None:
     plan = Plan.load(args.strat_file_name)
     plan.require_model(spec)
     return plan
+
+
+def _refuse_unheeded(args: argparse.Namespace, precisions: Sequence[Precision]) -> None:
+    """Refuse options that no layer of these precisions takes."""
+    w4a4 = Precision.W4A4 in precisions
+    weight_only = any(p.weight_bits < p.activation_bits == 16 for p in precisions)
+    for option, given, heeded, what in (
+        ("--variant", args.variant, w4a4, "w4a4 layers"),
+        ("--outliers", args.outliers is not None, w4a4, "w4a4 layers"),
+        ("--in-turn", args.in_turn, w4a4 and args.method == "gptq", "w4a4 layers and gptq"),
+        ("--asymmetric", args.asymmetric, weight_only, "w3a16, w4a16 and w8a16 layers"),
+        ("--group-size", args.group_size, w4a4 or weight_only, "w4a4 and weight-only layers"),
+    ):
+        if given and not heeded:
+            raise ValueError(f"{option} is for {what}, there are none here; leave it out")
 
 
 def _kv(args: argparse.Namespace, plan: Plan | None) -> KVPrecision:

@@ -136,10 +136,13 @@ def spread(precisions: Sequence[Precision], num_layers: int) -> tuple[Precision,
 
 
 def _claim(target: Path, description: dict[str, Any]) -> None:
-    """Make the output directory, or check that it holds the same run unfinished."""
+    """Make the output directory, or check that it holds the same run unfinished.
+
+    A run that finished no layer, since its settings did not work out, may be followed by another.
+    """
     target.mkdir(parents=True, exist_ok=True)
     state = target / STATE_FILE
-    if state.exists():
+    if state.exists() and (target / layer_file(0)).exists():
         found = json.loads(state.read_text())
         differing = sorted(k for k in description if found.get(k) != description[k])
         if differing:
@@ -148,6 +151,6 @@ def _claim(target: Path, description: dict[str, Any]) -> None:
                 "directory, or the same arguments to continue it"
             )
         return
-    if any(target.iterdir()):
+    if not state.exists() and any(target.iterdir()):
         raise ValueError(f"'{target}' is not empty and has no {STATE_FILE}; give a new directory")
     state.write_text(json.dumps(description, indent=1) + "\n")

@@ -258,3 +258,33 @@ def test_the_command_quantises_and_explains(
     assert "unknown precision 'w5a5'" in capsys.readouterr().err
     assert quantize_main([*command, "--scheme", "w4a16,w8a16"]) == 2
     assert "--scheme names 2 layers, the model has 8" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--windows", "0"], "got 0 calibration windows of 1024 tokens"),
+        (["--window", "0"], "windows of 0 tokens, expected 1 to"),
+        (["--variant", "paper"], "--variant is for w4a4 layers, there are none here"),
+        (["--in-turn"], "--in-turn is for w4a4 layers and gptq"),
+        (["--outliers", "8"], "--outliers is for w4a4 layers"),
+        (["--scheme", "w8a8", "--group-size", "64"], "--group-size is for w4a4 and weight-only"),
+        (["--scheme", "w4a4", "--asymmetric"], "--asymmetric is for w3a16, w4a16 and w8a16"),
+        (["--scheme", "w4a4", "--outliers", "256", "--window", "32"], "no channel would be left"),
+    ],
+)
+def test_options_that_nothing_heeds_are_refused(
+    options: list[str],
+    message: str,
+    demo_model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text = tmp_path / "calibration.txt"
+    text.write_text("def add(a, b):\n    return a + b\n" * 200)
+    command = [str(demo_model), str(tmp_path / "q"), "--text", str(text), "--scheme", "w4a16"]
+    assert quantize_main([*command, *options]) == 2
+    assert message in capsys.readouterr().err
+    # Nothing of it stands in the way of the right command.
+    right = [*command, "--windows", "1", "--window", "32", "--method", "rtn"]
+    assert quantize_main(right) == 0
