@@ -1,6 +1,7 @@
 """Decoder layers on a GPU: the same parts and sums as layers.py, in fewer and fused launches.
 
     norm        one kernel a row                                   kernels/fused_norm.py
+                LayerNorm also adds biases of dense o and down     kernels/fused_layer_norm.py
     qkv         one product
     positions   rotation and the cache's append in one kernel      kernels/fused_rope.py, kv_append
     attention   prompts: torch's; up to 16 new tokens: one kernel that reads lengths from the device
@@ -23,13 +24,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from llmpq.kernels import fused_mlp, fused_norm, fused_rope, plain_attend
+from llmpq.kernels import fused_layer_norm, fused_mlp, fused_norm, fused_rope, plain_attend
 from llmpq.kernels.linear import QuantizedWeight, linear
 from llmpq.runtime import cuda_atom_layers
 from llmpq.runtime.attention import attend_cached, score_bias
 from llmpq.runtime.dual_kv import DualKV
 from llmpq.runtime.kv_cache import KVCache, PlainKVCache
-from llmpq.runtime.layers import Attention, DecoderLayer, GatedMLP, Linear, Norm, SparseMLP
+from llmpq.runtime.layers import MLP, Attention, DecoderLayer, GatedMLP, Linear, Norm, SparseMLP
 from llmpq.runtime.low_bit_kv import LowBitKV
 from llmpq.runtime.step import Step
 
@@ -54,49 +55,88 @@ def decoder_layer(
     attended = attention(layer.attention, norm(layer.attn_norm, x_BQh), index, step, kv)
     if last is not None:
         attended, x_BQh = last(attended), last(x_BQh)
-    y = product(layer.attention.o, attended, residual=x_BQh)
-    wide = norm(layer.mlp_norm, y)
-    if isinstance(layer.mlp, SparseMLP):
-        return y.add_(layer.mlp(wide))
-    if isinstance(layer.mlp, GatedMLP):
-        hidden = fused_mlp.silu_mul(product(layer.mlp.gate_up, wide))
+    o, mlp, between = layer.attention.o, layer.mlp, layer.mlp_norm
+    if isinstance(mlp, SparseMLP):
+        y = product(o, attended, residual=x_BQh)
+        return y.add_(mlp(norm(between, y)))
+    early, late = (_bias_for(between, part) for part in (o, mlp.down))
+    y = product(o, attended, residual=x_BQh, with_bias=early is None)
+    wide = norm(between, y, before=early, after=late)
+    if isinstance(mlp, GatedMLP):
+        hidden = fused_mlp.silu_mul(product(mlp.gate_up, wide))
     else:
-        up = product(layer.mlp.up, wide)
-        relu = layer.mlp.activation == "relu"
-        hidden = up.relu_() if relu else functional.gelu(up, approximate="tanh")
-        del up
+        hidden = _activated(mlp, wide)
     del wide
-    return product(layer.mlp.down, hidden, residual=y, into_residual=True)
+    return product(mlp.down, hidden, residual=y, into_residual=True, with_bias=late is None)
+
+
+def _bias_for(between: Norm, part: Linear) -> Tensor | None:
+    """Return the bias of a dense o or down that the norm between them adds, None without one."""
+    fused = between.bias is not None and between.weight.numel() <= fused_layer_norm.MAX_COLUMNS
+    return part.bias if fused and _dense(part) is not None else None
+
+
+def _dense(part: nn.Module) -> Tensor | None:
+    """Return the weight of a plain dense product, None of any other part.
+
+    A watched linear (profiler/calibrate.py) is called as a module.
+    """
+    if type(part) is not Linear or part._forward_pre_hooks:
+        return None
+    weight = part.weight
+    return weight if isinstance(weight, Tensor) and not weight.is_mkldnn else None
+
+
+def _activated(mlp: MLP, wide: Tensor) -> Tensor:
+    """Return the activation of up(x); cuBLAS adds a dense bias and applies ReLU as it stores."""
+    weight, bias = _dense(mlp.up), mlp.up.bias
+    if mlp.activation == "relu" and weight is not None and bias is not None:
+        x_MK = wide.reshape(-1, wide.shape[-1])
+        return torch._addmm_activation(bias, x_MK, weight.t()).view(*wide.shape[:-1], -1)
+    up = product(mlp.up, wide)
+    return up.relu_() if mlp.activation == "relu" else functional.gelu(up, approximate="tanh")
 
 
 def _last_tokens(step: Step, x_BQh: Tensor) -> Tensor:
     return step.last_valid(x_BQh)[:, None].contiguous()
 
 
-def norm(part: Norm, x: Tensor) -> Tensor:
-    """Return x normalised."""
-    if part.bias is not None or x.shape[-1] > fused_norm.MAX_COLUMNS:
+def norm(
+    part: Norm, x: Tensor, *, before: Tensor | None = None, after: Tensor | None = None
+) -> Tensor:
+    """Return x + before normalised; x becomes x + before + after (`_bias_for`'s)."""
+    if x.shape[-1] > fused_norm.MAX_COLUMNS:
         normed: Tensor = part(x)
         return normed
-    return fused_norm.rms_norm(x, part.weight, part.eps)
+    if part.bias is None:
+        return fused_norm.rms_norm(x, part.weight, part.eps)
+    return fused_layer_norm.layer_norm(
+        x, part.weight, part.bias, part.eps, before=before, after=after
+    )
 
 
 def product(
-    part: nn.Module, x: Tensor, *, residual: Tensor | None = None, into_residual: bool = False
+    part: nn.Module,
+    x: Tensor,
+    *,
+    residual: Tensor | None = None,
+    into_residual: bool = False,
+    with_bias: bool = True,
 ) -> Tensor:
     """Return part(x) + residual; where the product can add it, that costs no extra pass.
 
-    `into_residual`: the sum may take the residual's place, which saves copying it.
+    `into_residual`: the sum may take the residual's place, which saves copying it. Without
+    `with_bias` the bias of a dense part is left out.
     """
-    # A watched linear (profiler/calibrate.py) is called as a module.
     if residual is not None and type(part) is Linear and not part._forward_pre_hooks:
         weight = part.weight
         if isinstance(weight, QuantizedWeight):
             return linear(x, weight, part.bias, residual, into_residual=into_residual)
-        if isinstance(weight, Tensor) and not weight.is_mkldnn and part.bias is None:
-            flat, x_MK = residual.reshape(-1, weight.shape[0]), x.reshape(-1, weight.shape[1])
+        dense = _dense(part)
+        if dense is not None and (part.bias is None or not with_bias):
+            flat, x_MK = residual.reshape(-1, dense.shape[0]), x.reshape(-1, dense.shape[1])
             add = flat.addmm_ if into_residual else partial(torch.addmm, flat)
-            y: Tensor = add(x_MK, weight.t())
+            y: Tensor = add(x_MK, dense.t())
             return y.view(residual.shape)
     y_plain: Tensor = part(x)
     return y_plain if residual is None else y_plain.add_(residual)

@@ -9,6 +9,7 @@ from llmpq.precision import KVPrecision
 from llmpq.runtime import cuda_layers
 from llmpq.runtime.cuda_graphs import rounded_rows
 from llmpq.runtime.cuda_stage import CudaStageCompute
+from llmpq.runtime.families import parts
 from llmpq.runtime.generate import LocalPipeline
 from llmpq.runtime.layers import DecoderLayer
 from llmpq.runtime.loader import CheckpointSource
@@ -30,8 +31,9 @@ NEW = 4
 
 @pytest.fixture
 def on_gpu_path(monkeypatch):
-    """Send decoder layers through the GPU's code."""
+    """Send decoder layers through the GPU's code, their weights plain as on a GPU."""
     torch.set_num_threads(1)
+    monkeypatch.setattr(parts, "pack_dense", lambda weight_NK: weight_NK)
     monkeypatch.setattr(
         DecoderLayer,
         "forward",

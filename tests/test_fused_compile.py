@@ -4,6 +4,7 @@ import pytest
 
 from llmpq.kernels.compile import ARCHITECTURES, SHARED_LIMIT, compile_kernel
 from llmpq.kernels.fused_argmax import merge_kernel, parts_kernel
+from llmpq.kernels.fused_layer_norm import layer_norm_kernel
 from llmpq.kernels.fused_mlp import silu_mul_kernel
 from llmpq.kernels.fused_norm import rms_norm_kernel
 from llmpq.kernels.fused_rope import rope_append_kernel
@@ -26,6 +27,11 @@ KERNELS = {
     ),
     "silu": (silu_mul_kernel, {"BLOCK": 2048}, {"num_warps": 4}),
     "norm": (rms_norm_kernel, {"BLOCK": 4096, "HAS_RESIDUAL": True}, {"num_warps": 8}),
+    "layer-norm": (
+        layer_norm_kernel,
+        {"BLOCK": 8192, "BEFORE": True, "AFTER": True},
+        {"num_warps": 16},
+    ),
     "attend": (
         attend_kernel,
         ATTEND | {"N": 64, "SPLIT": True, "ALIBI": True, "STAGES": 3},

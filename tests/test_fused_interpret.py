@@ -6,6 +6,7 @@ from triton import knobs
 
 from llmpq.kernels import (
     fused_argmax,
+    fused_layer_norm,
     fused_mlp,
     fused_norm,
     fused_rope,
@@ -84,6 +85,27 @@ def test_norm(dtype, columns):
     ):
         assert relative_error(mine, theirs) < 2 * TOLERANCE[dtype]
     assert relative_error(fused_norm.rms_norm(x, weight, 0.5), want) > 0.05
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("biases", ["", "before", "after", "before after"])
+def test_layer_norm(dtype, biases):
+    columns = 100
+    x, weight, bias = (normal(*shape, columns, dtype=dtype, seed=seed)
+                       for shape, seed in (((2, 3), 0), ((), 1), ((), 2)))  # fmt: skip
+    x += 3.0  # a mean that matters
+    given = {
+        name: normal(columns, dtype=dtype, seed=3 + i) for i, name in enumerate(biases.split())
+    }
+    mine, theirs = x.clone(), x.clone()
+    got = fused_layer_norm.layer_norm(mine, weight, bias, 1e-5, **given)
+    want = fused_layer_norm.layer_norm_reference(theirs, weight, bias, 1e-5, **given)
+    assert relative_error(got, want) < 2 * TOLERANCE[dtype]
+    assert relative_error(mine, theirs) < TOLERANCE[dtype]
+    assert torch.equal(mine, x) == (not given)
+    if "before" in given:
+        without = fused_layer_norm.layer_norm(x.clone(), weight, bias, 1e-5)
+        assert relative_error(got, without) > 0.1
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
