@@ -79,7 +79,7 @@ def _accumulate(
     KWIDTH4: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
-    """acc += scale * (code - zero) x of one k-group; per channel, the scale waits for the end."""
+    """acc += scale * (code - zero) x of one k-group; not GROUPED, the scale waits for the end."""
     words, scale, zero = tile
     zeros = ()
     if not SYMMETRIC:
@@ -153,6 +153,10 @@ def tile_kernel(
             gdc_wait()
         for g in tl.range(first, last, num_stages=STAGES):
             now = load_tile(P0, P1, S, Z, left, groups, g, BITS, GROUPED, SYMMETRIC, BH, WM, False)
+            if not GROUPED:
+                # Scaled here all the same: Triton 3.6 pipelines a sum that wgmma itself carries on
+                # without waiting for it to have read the operand that the next step unpacks.
+                now = (now[0], channel_scale, channel_zero)
             x = _load_x(at, g, row_ok, k[:, None], K, EVEN_K)
             acc = _accumulate(
                 acc,
@@ -161,7 +165,7 @@ def tile_kernel(
                 channel_zero,
                 BITS,
                 DT,
-                GROUPED,
+                True,
                 SYMMETRIC,
                 SCALE_W,
                 BH,
@@ -236,7 +240,7 @@ def tile_kernel(
                     INTERPRET,
                 )
 
-    if not GROUPED:
+    if not GROUPED and STAGES == 1:
         s = accumulator_scale(channel_scale, DT, BH, WM, False)
         acc = tl.reshape(tl.reshape(acc, (BN, BM // 8, 4, 2)) * s, (BN, BM))
     if not SPLIT:

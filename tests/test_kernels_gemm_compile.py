@@ -6,6 +6,7 @@ from llmpq.kernels.compile import ARCHITECTURES, SHARED_LIMIT, compile_kernel
 from llmpq.kernels.dequantize import fragment_dequantize_kernel, rows_dequantize_kernel
 from llmpq.kernels.gemm_rows import rows_kernel
 from llmpq.kernels.gemm_tile import tile_kernel
+from llmpq.kernels.machine_code import overwritten, product_loops
 
 pytestmark = pytest.mark.compile
 
@@ -69,6 +70,19 @@ def test_tile_kernel_compiles(arch, bits, dtype, symmetric, stages):
         assert "wgmma" in made.ptx
     elif arch < 90:
         assert "mma.sync" in made.ptx
+
+
+@pytest.mark.parametrize("bits,dtype,symmetric", [*VARIANTS, (4, "bf16", False)])
+@pytest.mark.parametrize("grouped", [True, False], ids=["grouped", "channel"])
+@pytest.mark.parametrize("bm,stages", [(16, 4), (64, 3), (128, 3), (32, 1)])
+def test_products_in_flight_keep_their_operands(bits, dtype, symmetric, grouped, bm, stages):
+    """Sums that wgmma carries from step to step itself are pipelined wrongly (H200: error 23)."""
+    constants = _constants(bits, symmetric, 90) | {"GROUPED": grouped, "SCALE_W": False}
+    constants |= {"BH": 1, "WM": 8, "BM": bm, "D": 2 if stages == 1 else 1, "STAGES": stages}
+    code = _compile(tile_kernel, 90, dtype, constants, num_warps=8, num_stages=stages).sass()
+    assert product_loops(code) and overwritten(code) == []
+    # The same loop, but with a product left in flight at its end.
+    assert overwritten(code.replace("gsb0, 0x0", "gsb0, 0x1"))
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

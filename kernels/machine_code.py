@@ -1,0 +1,58 @@
+"""Reads Hopper machine code (SASS): loops around wgmma, and operands overwritten while it reads.
+
+Knows no kernel. wgmma is asynchronous: a register operand must stay until a wait says that it was
+read. Compilers forget this now and then, and the sums are wrong on some runs only (Triton 3.6,
+3.9); here it shows without a GPU.
+"""
+
+from __future__ import annotations
+
+import re
+
+Instruction = tuple[str, str]
+"""Operation and operands."""
+
+
+def product_loops(code: str) -> list[list[Instruction]]:
+    """Return the bodies of the innermost loops around wgmma."""
+    listing: list[Instruction] = []
+    labels: dict[str, int] = {}
+    loops = []
+    for line in code.splitlines():
+        if line.endswith(":"):
+            labels[line[:-1]] = len(listing)
+        elif "\t" in line:  # scheduling, a tab, perhaps a predicate, the instruction
+            text = re.sub(r"^@!?U?P\d+ ", "", line.split("\t")[1].rstrip(";"))
+            name, _, operands = text.partition(" ")
+            listing.append((name, operands))
+            body = listing[labels.get(operands, len(listing)) : -1] if name == "BRA" else []
+            names = " ".join(op for op, _ in body)
+            if "HGMMA" in names and "UTMASTG" not in names:
+                loops.append(body)
+    return loops
+
+
+def overwritten(code: str) -> list[str]:
+    """Return the loops' instructions that write a register which wgmma in flight still reads."""
+    return [found for body in product_loops(code) for found in _overwritten(body * 3)]
+
+
+def _overwritten(listing: list[Instruction]) -> list[str]:
+    found: list[str] = []
+    flight: list[set[int]] = []
+    current: set[int] = set()
+    for name, operands in listing:
+        registers = [int(r) for r in re.findall(r"\bR(\d+)\b", operands)]
+        if name.startswith("HGMMA"):
+            current |= set(range(registers[1], registers[1] + 4))
+            if "gsb0" in operands:
+                flight.append(current)
+                current = set()
+        elif name == "WARPGROUP.DEPBAR.LE":
+            left = int(operands.split(",")[1], 16)
+            flight = flight[len(flight) - left :] if left else []
+        elif operands.startswith("R") and registers:
+            width = 4 if ".128" in name else 2 if ".64" in name or "WIDE" in name else 1
+            if set(range(registers[0], registers[0] + width)) & current.union(*flight):
+                found.append(f"{name} {operands}")
+    return found
