@@ -143,7 +143,11 @@ def main() -> None:
     gpu.add_argument("--gpu-model", default="llama-3.1-8b", help="built-in architecture")
     gpu.add_argument("--gpu-dtype", default="bfloat16")
     gpu.add_argument("--target", default="w16a16", help="precision of the model that is served")
-    gpu.add_argument("--mode", default="w4kv4", help="how drafts are made")
+    gpu.add_argument("--mode", default="w4kv4", help="how drafts are made; one GPU takes --modes")
+    gpu.add_argument("--kv", default="kv16", help="the target's cache")
+    gpu.add_argument("--atom", action="store_true", help="w4a16: Atom's weights, for QSpec's A4")
+    gpu.add_argument("--layers", type=int, help="as many only, to compile kernels; no result")
+    gpu.add_argument("--seconds", type=float, help="begin nothing after so long")
     gpu.add_argument(
         "--grid",
         type=batch_and_contexts,
@@ -152,7 +156,7 @@ def main() -> None:
         metavar="BATCH:CONTEXT,...",
     )
     gpu.add_argument("--acceptance", nargs="*", default=["measured", "0.9"])
-    gpu.add_argument("--lengths", type=int, default=3, help="fixed lengths measured, the best few")
+    gpu.add_argument("--lengths", type=int, default=2, help="fixed lengths measured, the best few")
     gpu.add_argument("--stages", type=int, default=1, help="one per GPU: speculation_stages.py")
     gpu.add_argument("--auto", action="store_true", help="measure the automatic choice, too")
     gpu.add_argument("--rows", help="result file to append to")

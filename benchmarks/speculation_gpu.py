@@ -1,12 +1,15 @@
 """Speculation on one GPU at a large model's shape: what `speculation.py --device cuda` runs.
 
 Weights are dummies, so nothing a draft says would agree with the verifier: acceptance is replayed
-at rates measured on trained models (`Replayed`), and prompts are not computed (`WithoutPrompts`:
-their cache holds noise). Everything else is the engine as it serves: scheduler, loop, graphs.
+at rates measured on trained models, and prompts are not computed (speculation_replay.py).
+Everything else is the engine as it serves: scheduler, loop, graphs.
 
     c, v     draft step and verify over a plain decode step, each a replayed graph
     S        (1 - a^(gamma+1)) / (1 - a) / (gamma c + v)
     value    tokens/s of the engine from its 4th round to the end of the first request
+
+Weights are made once, a batch's caches once for all contexts, a mode's graphs once a batch. Rows
+that the file has already are not measured again: a run that was cut off is taken up where it ended.
 """
 
 from __future__ import annotations
@@ -15,34 +18,47 @@ import argparse
 import gc
 import json
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from atom_end_to_end import AtomSource
+from speculation_replay import (
+    ROOM,
+    AutoGuesser,
+    Guesser,
+    Replayed,
+    WithoutPrompts,
+    fill_packed,
+    fill_plain,
+    measured_acceptance,
+    prompts,
+    rates,
+)
 
 from llmpq.kernels.timing import write_row
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
-from llmpq.precision import Precision
+from llmpq.precision import KVPrecision, Precision
 from llmpq.runtime.cuda_stage import CudaStageCompute
 from llmpq.runtime.cuda_step_times import measure, seconds_of, step_message
 from llmpq.runtime.dual_kv import DualKV
+from llmpq.runtime.dummy_layers import CopiedLayers
 from llmpq.runtime.kv_cache import PlainKVCache
+from llmpq.runtime.kv_factory import make_kv_cache
 from llmpq.runtime.loader import RandomSource
 from llmpq.runtime.low_bit_kv import LowBitKV
-from llmpq.runtime.message import StepMessage
-from llmpq.runtime.pending import Pending
 from llmpq.runtime.request import Request, StepKind
 from llmpq.runtime.scheduler import Limits, Scheduler
-from llmpq.runtime.speculate import AutoDrafter, FixedDrafter
+from llmpq.runtime.speculate import FixedDrafter
 from llmpq.runtime.stage_loop import FirstStage, Mailbox
 from llmpq.runtime.stage_model import DTYPES, StageModel
 from llmpq.runtime.trace import Recorder
 from llmpq.speculation import (
-    MAX_GAMMA,
+    PRIOR_ACCEPTANCE,
     WORTHWHILE,
     MeasuredTimes,
     SpeculationMode,
@@ -50,52 +66,8 @@ from llmpq.speculation import (
 )
 from llmpq.workload import Workload
 
-ACCEPTANCE = Path(__file__).parent / "results" / "speculation.jsonl"
-ROUNDS = 1024
-"""Rounds before replayed draws repeat."""
-WARM_ROUNDS = 4
-PLAIN_STEPS, ROUNDS_TIMED = 60, 40
-ROOM = 512
-"""Tokens a slot has beyond the longest context."""
+PLAIN_STEPS = 48
 DEVICE = torch.device("cuda:0")
-
-
-class Replayed:
-    """A verdict by seeded draws, for dummy weights: a draft is kept with probability `rate`."""
-
-    def __init__(self, slots: int, device: torch.device, seed: int = 0) -> None:
-        # Every 64 rounds a place's numbers are spread evenly: the rate is met without much noise.
-        generator = torch.Generator().manual_seed(seed)
-        order = torch.rand((ROUNDS // 64, 64, slots, MAX_GAMMA), generator=generator).argsort(dim=1)
-        self._numbers = ((order + 0.5) / 64).view(ROUNDS, slots, MAX_GAMMA).to(device)
-        self._round = torch.zeros(1, dtype=torch.long, device=device)
-        self.rate = torch.ones(1, device=device)
-
-    def __call__(self, drafts_BG: Tensor, choices_BQ: Tensor, slots_B: Tensor) -> Tensor:
-        """Return how many drafts each row keeps."""
-        numbers = self._numbers.index_select(0, self._round % ROUNDS)[0]
-        self._round += 1
-        kept_BG = numbers[slots_B, : drafts_BG.shape[1]] < self.rate
-        return kept_BG.to(torch.long).cumprod(dim=1).sum(dim=1)
-
-
-class WithoutPrompts:
-    """A stage that skips prompts: their cache is filled with noise beforehand."""
-
-    def __init__(self, compute: CudaStageCompute) -> None:
-        self._compute = compute
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._compute, name)
-
-    def run(self, message: StepMessage, hidden_BQH: Tensor | None) -> Tensor | Pending:
-        """Answer prompts at once; run everything else."""
-        if message.kind is not StepKind.PREFILL:
-            return self._compute.run(message, hidden_BQH)
-        if self._compute.model.head is None:
-            shape = (message.num_rows, message.q_len, self._compute.model.spec.hidden)
-            return torch.zeros(shape, dtype=self._compute._dtype)
-        return torch.ones(message.num_rows, 1, dtype=torch.long)
 
 
 class TimedLoop(FirstStage):
@@ -115,27 +87,38 @@ class Target:
 
     spec: ModelSpec
     model: StageModel
-    precision: Precision
+    name: str
+    """What rows call it: its precision, and what is not as usual of its weights and cache."""
     dtype: str
+    kv: KVPrecision
     views: dict[str, StageModel] = field(default_factory=dict)
     """How each mode drafts: its copies of weights serve every batch size."""
 
     @classmethod
-    def build(cls, name: str, precision: Precision, dtype: str) -> Target:
+    def build(cls, args: argparse.Namespace) -> Target:
         """Make the weights on the device."""
-        spec = ModelSpec.by_name(name)
+        spec = ModelSpec.by_name(args.gpu_model)
+        if args.layers is not None:
+            spec = replace(spec, num_layers=args.layers)
+        precision = Precision.parse(args.target)
+        scheme = Quantization(symmetric=args.atom).scheme
+        source = (AtomSource if args.atom else RandomSource)(spec, device=DEVICE)
+        schemes = dict.fromkeys(range(spec.num_layers), scheme(precision))
         model = StageModel.build(
             spec,
             range(spec.num_layers),
             [precision] * spec.num_layers,
             first=True,
             last=True,
-            dtype=DTYPES[dtype],
+            dtype=DTYPES[args.gpu_dtype],
             device=DEVICE,
-            scheme=Quantization().scheme,
-            source=RandomSource(spec, device=DEVICE),
+            scheme=scheme,
+            source=CopiedLayers(source, schemes, DEVICE),  # type: ignore[arg-type]
         )
-        return cls(spec=spec, model=model, precision=precision, dtype=dtype)
+        kv = KVPrecision(args.kv)
+        unusual = ["atom"] * args.atom + [kv.value] * (kv is not KVPrecision.KV16)
+        name = " ".join([precision.value, *unusual])
+        return cls(spec=spec, model=model, name=name, dtype=args.gpu_dtype, kv=kv)
 
 
 @dataclass(kw_only=True)
@@ -152,18 +135,27 @@ class Bed:
         self.workload = Workload(
             batch=self.batch, prompt_len=self.max_len - ROOM, gen_len=ROOM + 1, dtype=target.dtype
         )
-        self.kv = PlainKVCache(
+        self.kv = make_kv_cache(
             target.spec,
+            target.kv,
             num_layers=target.spec.num_layers,
             slots=self.batch,
             max_len=self.workload.max_len,
             dtype=DTYPES[target.dtype],
             device=DEVICE,
         )
-        fill_plain(self.kv)
+        if isinstance(self.kv, PlainKVCache):
+            fill_plain(self.kv)
+        elif isinstance(self.kv, LowBitKV):
+            fill_packed(self.kv)
         self.plain = self._compute()
         self.replayed = Replayed(self.batch, DEVICE)
         self.fast: CudaStageCompute | None = None
+
+    @property
+    def rounds(self) -> int:
+        """Rounds that are timed: fewer where many rows average out what is accepted."""
+        return max(20, 48 // self.batch)
 
     def _compute(self) -> CudaStageCompute:
         return CudaStageCompute(
@@ -176,7 +168,9 @@ class Bed:
         )
 
     def speculate(self, mode: SpeculationMode) -> None:
-        """Make the engine with drafts."""
+        """Make the engine with drafts, in place of the last mode's."""
+        self.fast = None
+        collect()
         self.mode, self.fast = mode, self._compute()
         self.fast.enable_speculation(mode, self.workload, view=self.target.views.get(mode))
         if self.fast.draft is not None:
@@ -184,20 +178,25 @@ class Bed:
         assert self.fast.speculation is not None
         self.fast.speculation.judge = self.replayed
         if isinstance(self.fast.kv, DualKV):
-            fill_copy(self.fast.kv.copy)
+            fill_packed(self.fast.kv.copy)
 
-    def rate(self, context: int, gamma: int, acceptance: float, new: int, drafter: Any = None
+    def plain_rate(self, context: int) -> list[float]:
+        """Return samples of tokens/s without drafts."""
+        return self._rate(self.plain, None, context, PLAIN_STEPS)
+
+    def rate(self, drafter: FixedDrafter, context: int, acceptance: float, tokens: float
              ) -> list[float]:  # fmt: skip
-        """Return samples of tokens/s with drafts of one length; 0 decodes plainly."""
-        compute = self.plain if gamma == 0 and drafter is None else self.fast
-        assert compute is not None
+        """Return samples of tokens/s with drafts; `tokens`: what a round yields."""
+        assert self.fast is not None
         self.replayed.rate.fill_(acceptance)
-        if compute is self.fast and drafter is None:
-            assert self.mode is not None
-            drafter = Guesser(self.mode, gamma)
+        return self._rate(self.fast, drafter, context, int(self.rounds * tokens))
+
+    def _rate(
+        self, compute: CudaStageCompute, drafter: FixedDrafter | None, context: int, new: int
+    ) -> list[float]:
         mailbox = Mailbox()
-        for number in range(self.batch):
-            mailbox.requests.put(Request(id=number, prompt=(1,) * context, max_new=new))
+        for number, prompt in enumerate(prompts(self.batch, context)):
+            mailbox.requests.put(Request(id=number, prompt=prompt, max_new=min(new, ROOM)))
         mailbox.requests.put(None)
         limits = Limits(
             num_slots=self.batch,
@@ -215,18 +214,16 @@ class Bed:
         torch.cuda.synchronize()
         return rates(loop.log)
 
-    def times(self, context: int) -> Times:
-        """Time this batch's steps at one context: plain, draft, verifies."""
+    def plain_s(self, context: int) -> float:
+        """Return the device time of a plain step of the engine without drafts."""
+        message = step_message(self.batch, context, 1)
+        return seconds_of(lambda: self.plain._decode.run(message, None))
+
+    def times(self, context: int, plain_s: float) -> Times:
+        """Time this batch's drafts and verifies at one context."""
         assert self.fast is not None and self.fast.speculation is not None
-        rows = self.batch
-        plain = self.plain._decode
-        message = step_message(rows, context, 1)
-        return Times(
-            plain_s=seconds_of(lambda: plain.run(message, None)),
-            steps=measure(self.fast.speculation, [rows], (context, context)),
-            rows=rows,
-            context=context,
-        )
+        steps = measure(self.fast.speculation, [self.batch], (context, context))
+        return Times(plain_s=plain_s, steps=steps, rows=self.batch, context=context)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,102 +253,112 @@ class Times:
         return sorted(ordered[:count])
 
 
-class Guesser(FixedDrafter):
-    """Proposes some token without a model, at once: n-gram lookup on text that never repeats."""
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One batch, context, mode and acceptance: what is measured together."""
 
-    def propose(self, request: Request, gamma: int) -> list[int] | None:
-        """Return as many drafts as asked for."""
-        return [1] * gamma if self.mode == "ngram" else None
+    bed: Bed
+    times: Times
+    plain: Sequence[float]
+    acceptance: float
+    case: dict[str, object]
 
-
-def measured_acceptance(mode: str, target: str) -> float:
-    """Return the share of judged drafts accepted on the trained models, all lengths together."""
-    rows = [json.loads(line) for line in ACCEPTANCE.read_text().splitlines()]
-    newest = {
-        (row["case"]["model"], row["case"]["gamma"]): row["value"]
-        for row in rows
-        if row["bench"] == "acceptance" and row["case"]["mode"] == f"{mode} on {target}"
-    }
-    found = newest.values()
-    # A draft of the same weights accepts alike whatever their precision.
-    return statistics.fmean(found) if found else measured_acceptance(mode, "w16a16")
-
-
-def acceptances(args: argparse.Namespace) -> dict[str, float]:
-    """Return the rates to replay by name: numbers, and what trained models were measured at."""
-    return {
-        name: measured_acceptance(args.mode, args.target) if name == "measured" else float(name)
-        for name in args.acceptance
-    }
+    @property
+    def base(self) -> float:
+        """Tokens/s without drafts."""
+        return statistics.median(self.plain)
 
 
 def main(args: argparse.Namespace) -> None:
-    """Measure one target and mode over batches and contexts; append the rows."""
-    target = Target.build(args.gpu_model, Precision.parse(args.target), args.gpu_dtype)
-    accepted = acceptances(args)
+    """Measure one target over batches, modes and contexts; append the rows."""
+    started_s = time.perf_counter()
+    target = Target.build(args)
+    done = cases_of(Path(args.rows))
+    print(f"{target.name}: loaded in {time.perf_counter() - started_s:.1f} s", flush=True)
     for batch, contexts in args.grid:
         bed = Bed(target=target, batch=batch, max_len=max(contexts) + ROOM)
-        plain = {context: bed.rate(context, 0, 1.0, PLAIN_STEPS) for context in contexts}
-        bed.speculate(args.mode)
-        for context in contexts:
-            times = bed.times(context)
-            for name, rate in accepted.items():
-                measure_cell(args, bed, times, plain[context], name, rate)
+        plain = {context: (bed.plain_s(context), bed.plain_rate(context)) for context in contexts}
+        for mode in args.modes or [args.mode]:
+            bed.speculate(mode)
+            for cell in cells(args, bed, plain):
+                if args.seconds and time.perf_counter() - started_s > args.seconds:
+                    return
+                if key(cell.case) not in done:
+                    measure_cell(args, cell)
         del bed
-        gc.collect()
-        torch.cuda.empty_cache()
+        collect()
 
 
-def measure_cell(
-    args: argparse.Namespace,
-    bed: Bed,
-    times: Times,
-    plain: Sequence[float],
-    name: str,
-    acceptance: float,
-) -> None:
+def cells(
+    args: argparse.Namespace, bed: Bed, plain: dict[int, tuple[float, list[float]]]
+) -> Iterator[Cell]:
+    """Yield what a mode is measured at, its steps timed at each context."""
+    target, mode = bed.target, bed.mode
+    assert mode is not None
+    for context, (plain_s, samples) in plain.items():
+        times = bed.times(context, plain_s)
+        for name in args.acceptance:
+            own = name == "measured"
+            case: dict[str, object] = {
+                "model": target.spec.name,
+                "mode": f"{mode} on {target.name}",
+                "batch": bed.batch,
+                "context": context,
+                "dtype": target.dtype,
+                "acceptance": name,
+                "weights": "dummy, acceptance replayed",
+            }
+            rate = measured_acceptance(mode, target.name.split()[0]) if own else float(name)
+            yield Cell(bed=bed, times=times, plain=samples, acceptance=rate, case=case)
+
+
+def measure_cell(args: argparse.Namespace, cell: Cell) -> None:
     """Measure the most promising fixed lengths, then the automatic choice."""
-    target, base = bed.target, statistics.median(plain)
-    case = {
-        "model": target.spec.name,
-        "mode": f"{bed.mode} on {target.precision.value}",
-        "batch": bed.batch,
-        "context": times.context,
-        "dtype": target.dtype,
-        "acceptance": name,
-        "weights": "dummy, acceptance replayed",
-    }
+    bed, times, base, acceptance = cell.bed, cell.times, cell.base, cell.acceptance
+    assert bed.mode is not None
     fixed: dict[int, float] = {0: base}
     for gamma in args.gammas or times.best(acceptance, args.lengths):
-        new = int(ROUNDS_TIMED * expected_tokens(acceptance, gamma))
-        samples = bed.rate(times.context, gamma, acceptance, new)
+        drafter = Guesser(bed.mode, gamma)
+        tokens = expected_tokens(acceptance, gamma)
+        samples = bed.rate(drafter, times.context, acceptance, tokens)
         fixed[gamma] = statistics.median(samples)
         c, v = times.ratios(gamma)
         s = times.speedup(acceptance, gamma)
-        add(args, "speculation_gpu", case | {"gamma": gamma}, samples, base,
-            {"rate": acceptance, "c": c, "v": v, "S": s}, s * base)  # fmt: skip
+        beside = {"rate": acceptance, "c": c, "v": v, "S": s, "plain_step_ms": times.plain_s * 1e3}
+        add(args, "speculation_gpu", cell.case | {"gamma": gamma}, samples, base, beside, s * base)
         print(
-            f"{case['mode']} b{bed.batch} ctx{times.context} a {acceptance:.3f} gamma {gamma}: "
-            f"c {c:.3f} v {v:.3f} S {s:.2f}, got {fixed[gamma] / base:.3f}x "
-            f"({fixed[gamma] / base / s:.1%} of S), plain {base:.0f} tok/s "
-            f"(step {times.plain_s * 1e3:.2f} ms, loop {bed.batch / base * 1e3:.2f})"
+            f"{cell.case['mode']} b{bed.batch} ctx{times.context} a {acceptance:.3f} gamma {gamma}:"
+            f" c {c:.3f} v {v:.3f} S {s:.2f}, got {fixed[gamma] / base:.3f}x "
+            f"({fixed[gamma] / base / s:.1%} of S, {min(samples) / base:.3f}..), plain {base:.0f} "
+            f"tok/s (step {times.plain_s * 1e3:.2f} ms, loop {bed.batch / base * 1e3:.2f})",
+            flush=True,
         )
-    if args.auto and bed.mode is not None:
-        lengths = times.steps.lengths
-        drafter = AutoDrafter(bed.mode, times.steps, acceptance=acceptance, lengths=lengths)
-        pays = max(times.speedup(acceptance, gamma) for gamma in lengths) > WORTHWHILE
-        samples = list(plain)
-        if pays:  # else the engine is started without drafts
-            new = int(ROUNDS_TIMED * 3)
-            bed.rate(times.context, 1, acceptance, new // 2, drafter=drafter)  # captures
-            samples = bed.rate(times.context, 1, acceptance, new, drafter=drafter)
-        best = max(fixed.values())
-        got = statistics.median(samples)
-        add(args, "speculation_auto", case, samples, base, {"best_fixed": best}, None)
-        print(
-            f"    auto {drafter.chosen if pays else 'off'}: {got / base:.3f}x, "
-            f"{got / best:.3f} of the best fixed length ({max(fixed, key=lambda g: fixed[g])})"
-        )
+    if args.auto:
+        measure_auto(args, cell, fixed)
+
+
+def measure_auto(args: argparse.Namespace, cell: Cell, fixed: dict[int, float]) -> None:
+    """Measure what the engine chooses by itself; it starts from what its mode usually accepts."""
+    bed, times, base = cell.bed, cell.times, cell.base
+    assert bed.mode is not None
+    lengths = times.steps.lengths
+    drafter = AutoGuesser(bed.mode, times.steps, lengths=lengths)
+    usual = PRIOR_ACCEPTANCE[bed.mode]
+    samples = list(cell.plain)
+    fastest = max(fixed, key=lambda gamma: fixed[gamma])
+    pays = max(times.speedup(usual, gamma) for gamma in lengths) > WORTHWHILE
+    if pays:  # else the engine is started without drafts
+        tokens = expected_tokens(cell.acceptance, max(fixed))
+        bed.rate(drafter, times.context, cell.acceptance, tokens)  # captures graphs, learns
+        drafter.chosen.clear()
+        samples = bed.rate(drafter, times.context, cell.acceptance, tokens)
+    got, best = statistics.median(samples), fixed[fastest]
+    add(args, "speculation_auto", cell.case, samples, base, {"best_fixed": best}, None)
+    print(
+        f"    auto {drafter.chosen if pays else 'off'} (a {drafter.estimate:.3f}): "
+        f"{got / base:.3f}x, {got / best:.3f} of the best fixed length ({fastest})",
+        flush=True,
+    )
 
 
 def add(
@@ -364,36 +371,27 @@ def add(
     predicted: float | None,
 ) -> None:
     """Append a row."""
-    row = {"bench": bench, "case": case, "unit": "tokens/s", "samples": samples}
+    row: dict[str, Any] = {"bench": bench, "case": case, "unit": "tokens/s", "samples": samples}
     beside = {"plain": plain} | beside
     how = {"commit": args.commit, "program": "python benchmarks/speculation.py"}
     write_row(Path(args.rows), **row, **how, baselines=beside, predicted=predicted)
 
 
-def fill_plain(kv: PlainKVCache) -> None:
-    """Fill a cache with noise."""
-    for cache in (kv.k, kv.v):
-        for layer in cache:
-            layer.normal_()
+def cases_of(rows: Path) -> set[str]:
+    """Return the cells that a result file has fixed lengths of."""
+    if not rows.exists():
+        return set()
+    found = [json.loads(line) for line in rows.read_text().splitlines()]
+    cases = [row["case"] for row in found if row["bench"] == "speculation_gpu"]
+    return {key({k: v for k, v in case.items() if k != "gamma"}) for case in cases}
 
 
-def fill_copy(copy: LowBitKV) -> None:
-    """Fill a packed cache with noise."""
-    for layer in copy.cache.layers:
-        for words in (layer.k_words_PGW, layer.v_words_PGW):
-            words.random_(-(2**31), 2**31 - 1)
-        for rest in (layer.k_params_PG, layer.v_params_PG):
-            rest.uniform_(0.01, 0.1)
-        for ring in (layer.k_ring_SGRD, layer.v_ring_SGRD):
-            ring.normal_()
+def key(case: dict[str, object]) -> str:
+    """Return a case as text."""
+    return json.dumps(case, sort_keys=True)
 
 
-def rates(log: Sequence[tuple[float, int, int]]) -> list[float]:
-    """Return tokens/s of three even parts, from the 4th round to the first request's end."""
-    end = next((i for i, (_, _, finished) in enumerate(log) if finished), len(log) - 1)
-    marks = [WARM_ROUNDS + (end - WARM_ROUNDS) * part // 3 for part in range(4)]
-    return [
-        (log[b][1] - log[a][1]) / (log[b][0] - log[a][0])
-        for a, b in zip(marks[:-1], marks[1:], strict=True)
-        if b > a
-    ]
+def collect() -> None:
+    """Give unused device memory back."""
+    gc.collect()
+    torch.cuda.empty_cache()

@@ -12,17 +12,16 @@ import time
 from collections.abc import Sequence
 
 import torch
-from speculation_gpu import (
-    PLAIN_STEPS,
+from speculation_gpu import PLAIN_STEPS, add
+from speculation_replay import (
     ROOM,
-    ROUNDS_TIMED,
     Guesser,
     Replayed,
     WithoutPrompts,
-    acceptances,
-    add,
-    fill_copy,
+    fill_packed,
     fill_plain,
+    measured_acceptance,
+    prompts,
     rates,
 )
 
@@ -40,6 +39,8 @@ from llmpq.runtime.stage_actor import limits_of
 from llmpq.runtime.thread_engine import ThreadEngine
 from llmpq.speculation import SpeculationMode, expected_tokens
 from llmpq.workload import Workload
+
+ROUNDS_TIMED = 40
 
 
 class LoggingScheduler(Scheduler):
@@ -76,7 +77,7 @@ def make_engine(
         assert isinstance(inner, PlainKVCache)
         fill_plain(inner)
         if isinstance(compute.kv, DualKV):
-            fill_copy(compute.kv.copy)
+            fill_packed(compute.kv.copy)
     return engine
 
 
@@ -88,7 +89,8 @@ def rate(engine: ThreadEngine, drafter: FixedDrafter | None, context: int, new: 
     kept = engine.computes
     engine.computes = [WithoutPrompts(compute) for compute in kept]  # type: ignore[misc]
     try:
-        jobs = [Request(id=i, prompt=(1,) * context, max_new=new) for i in range(batch)]
+        texts = enumerate(prompts(batch, context))
+        jobs = [Request(id=i, prompt=text, max_new=new) for i, text in texts]
         engine.run(scheduler, jobs)
     finally:
         engine.computes = kept
@@ -97,7 +99,10 @@ def rate(engine: ThreadEngine, drafter: FixedDrafter | None, context: int, new: 
 
 def main(args: argparse.Namespace) -> None:
     """Measure plain decoding and drafts of some lengths; append the rows."""
-    accepted = acceptances(args)
+    accepted = {
+        name: measured_acceptance(args.mode, args.target) if name == "measured" else float(name)
+        for name in args.acceptance
+    }
     for batch, contexts in args.grid:
         for context in contexts:
             plain_engine = make_engine(args, batch, context, None)

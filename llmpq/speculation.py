@@ -45,6 +45,8 @@ DRAFT_PRECISION: Mapping[SpeculationMode, Mapping[Precision, Precision]] = {
 }
 """Mode -> what a layer of a precision is drafted as; others run as they are."""
 READS_KV4 = ("w4kv4", "kv4")
+COPIES_HEAD = ("w4kv4", "planes")
+"""Drafts that read a 4-bit copy of the output matrix, which else would be a quarter of theirs."""
 
 
 class StepTimes(Protocol):
@@ -261,9 +263,9 @@ def _next_above(rows: int, known: Sequence[int] | Mapping[int, Line]) -> int:
 def draft_bytes(plan: Plan, spec: ModelSpec, index: int, mode: SpeculationMode) -> int:
     """Return what a stage's drafts hold beyond the stage itself.
 
-    A 4-bit copy of its 16- and 8-bit layers and output matrix (w4kv4), a 4-bit copy of its KV cache
-    (w4kv4, kv4). The upper nibbles of an 8-bit weight are part of it where weights are stored as
-    planes; CPU stages hold a copy.
+    A 4-bit copy of its 16- and 8-bit layers (w4kv4), of its output matrix (w4kv4, planes), of its
+    KV cache (w4kv4, kv4). The upper nibbles of an 8-bit weight are part of it where weights are
+    stored as planes; CPU stages hold a copy.
     """
     stage, workload = plan.stages[index], plan.workload
     copied = DRAFT_PRECISION[mode] if mode == "w4kv4" or stage.threads is not None else {}
@@ -274,8 +276,9 @@ def draft_bytes(plan: Plan, spec: ModelSpec, index: int, mode: SpeculationMode) 
         scheme.nbytes(s.out_features, s.in_features, workload.dtype_bytes) for s in spec.linears()
     )
     weights = sum(of_a_layer for p in stage.precisions if p in copied) if mode != "qspec" else 0
-    if mode == "w4kv4" and index == len(plan.stages) - 1:
-        weights += scheme.nbytes(spec.vocab, spec.hidden, workload.dtype_bytes)
+    if mode in COPIES_HEAD and index == len(plan.stages) - 1:
+        of_the_head = WeightScheme(bits=4, group_size=128, symmetric=True)
+        weights += of_the_head.nbytes(spec.vocab, spec.hidden, workload.dtype_bytes)
     if mode not in READS_KV4:
         return weights
     cache = kv_cache_bytes(

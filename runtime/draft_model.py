@@ -3,10 +3,10 @@
     qspec   4-bit weights meet activations rounded to 4 bits (the target: 16-bit activations)
     w4kv4   16- and 8-bit layers, and the output matrix, get a 4-bit copy; the KV cache is read at
             4 bits
-    planes  8-bit weights are read by their upper nibbles only
+    planes  8-bit weights are read by their upper nibbles only; the output matrix gets a 4-bit copy
     kv4     the same weights; the KV cache is read at 4 bits
 
-A view shares norms, embedding and (but for w4kv4) head with its stage; what it adds in bytes is
+A view shares norms, embedding and (of qspec and kv4) head with its stage; what it adds in bytes is
 stated. It attends to the stage's own KV cache, or to a 4-bit copy of it (dual_kv.py); the verifier
 overwrites the KV that a draft leaves.
 """
@@ -34,6 +34,7 @@ from llmpq.precision import padded_k
 from llmpq.runtime.kv_cache import KVCache
 from llmpq.runtime.layers import Linear
 from llmpq.runtime.stage_model import StageModel
+from llmpq.speculation import COPIES_HEAD
 
 DraftMode = Literal["qspec", "w4kv4", "planes", "kv4"]
 DRAFT_MODES: tuple[str, ...] = get_args(DraftMode)
@@ -89,8 +90,8 @@ def build_draft(mode: DraftMode, model: StageModel, kv: KVCache) -> Draft:
     view = copy.copy(model)
     view._modules = dict(model._modules)
     view.layers = nn.ModuleList([_with_linears(layer, swaps[mode]) for layer in model.layers])
-    if mode == "w4kv4" and model.head is not None:
-        view.head = _with_linears(model.head, swaps[mode])
+    if mode in COPIES_HEAD and model.head is not None:
+        view.head = _with_linears(model.head, lambda part: to_four_bits(part, keep))
     return Draft(view, kv, sum(weight.nbytes for weight in held))
 
 

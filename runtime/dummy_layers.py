@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from llmpq.kernels.qweight import QuantizedWeight
 from llmpq.precision import WeightScheme
 from llmpq.runtime.families.parts import Parts
 from llmpq.runtime.loader import RandomSource
@@ -41,7 +39,7 @@ class CopiedLayers:
         scheme = self._schemes[index]
         first = self._first.get(scheme)
         if first is not None:
-            return {name: _copy(part) for name, part in first.items()}
+            return {name: copy.deepcopy(part) for name, part in first.items()}
         tensors: dict[str, Any] = self._source.layer(index, dtype)
         if scheme is not None:
             parts = Parts(
@@ -52,16 +50,3 @@ class CopiedLayers:
             tensors |= {name: parts.linear(stem).weight for name, stem in linears.items()}
         self._first[scheme] = tensors
         return tensors
-
-
-def _copy(part: Any) -> Any:
-    if isinstance(part, Tensor):
-        return part.clone()
-    if isinstance(part, QuantizedWeight):
-        return replace(
-            part,
-            planes=tuple(plane.clone() for plane in part.planes),
-            scale=part.scale.clone(),
-            zero=None if part.zero is None else part.zero.clone(),
-        )
-    return part

@@ -15,26 +15,30 @@ LOOK_BACK = 1024
 
 def propose(history: Sequence[int], gamma: int) -> list[int]:
     """Return up to `gamma` tokens that followed the latest earlier copy of the history's end."""
-    if gamma <= 0:
-        return []
     recent = list(history[-LOOK_BACK:])
+    if gamma <= 0 or not recent:
+        return []
+    # Newest first: the search for the newest token runs in C, and most places fail at it.
+    backwards = recent[::-1]
     shorter: int | None = None
-    newest = recent[-1]
-    for end in range(len(recent) - 1, SHORTEST - 1, -1):
-        # `end` is where the copy's continuation starts; most places fail at their newest token.
-        if recent[end - 1] != newest:
-            continue
-        length = _agreement(recent, end)
+    place = 0
+    while True:
+        try:
+            place = backwards.index(backwards[0], place + 1)
+        except ValueError:
+            return [] if shorter is None else recent[shorter : shorter + gamma]
+        end = len(recent) - place  # where the copy's continuation starts
+        length = _agreement(backwards, place)
         if length >= LONGEST:
             return recent[end : end + gamma]
         if length >= SHORTEST and shorter is None:
             shorter = end
-    return [] if shorter is None else recent[shorter : shorter + gamma]
 
 
-def _agreement(tokens: Sequence[int], end: int) -> int:
-    """Return how many tokens before `end` equal those at the very end, up to `LONGEST`."""
+def _agreement(backwards: Sequence[int], place: int) -> int:
+    """Return how many tokens from `place` on equal those from the start on, up to `LONGEST`."""
     length = 1
-    while length < min(LONGEST, end) and tokens[end - 1 - length] == tokens[-1 - length]:
+    most = min(LONGEST, len(backwards) - place)
+    while length < most and backwards[place + length] == backwards[length]:
         length += 1
     return length

@@ -83,7 +83,9 @@ class FixedDrafter:
         """Return drafts found without the model, None if the model drafts."""
         if self.mode != "ngram":
             return None
-        return ngram.propose([*request.prompt, *request.output], gamma)
+        newest = request.output[-ngram.LOOK_BACK :]
+        rest = ngram.LOOK_BACK - len(newest)
+        return ngram.propose([*(request.prompt[-rest:] if rest else ()), *newest], gamma)
 
     def observe(self, num_drafted: int, num_accepted: int) -> None:
         """Take note of one request's verify; one without drafts was a plain step."""

@@ -291,6 +291,19 @@ def test_prompt_lookup_continues_the_latest_copy():
         assert drafts == (history[copies[-1] : copies[-1] + 3] if copies else [])
 
 
+def test_prompt_lookup_sees_prompt_and_output_as_far_back_as_it_looks(monkeypatch):
+    monkeypatch.setattr(ngram, "LOOK_BACK", 6)
+    drafter = FixedDrafter("ngram", 2)
+    for prompt, output, want in (
+        ([1, 2, 3], [9, 1, 2], [3, 9]),
+        ([1, 2, 3, 4], [9, 1, 2], []),  # the copy begins before the last six
+        ([1, 2, 3], [8, 2, 3, 4, 7, 2, 3], [4, 7]),  # more output than is looked at
+        ([7, 1, 2], [], []),
+    ):
+        request = Request(id=0, prompt=tuple(prompt), max_new=20, output=list(output))
+        assert drafter.propose(request, 2) == want, (prompt, output)
+
+
 def test_the_upper_plane_is_that_of_the_kernels_reference(engines):
     from llmpq.kernels.reference import high_plane_reference, relative_error
 

@@ -1,0 +1,143 @@
+"""Stand-ins for what dummy weights cannot say: acceptance, prompts, text that repeats itself.
+
+Replayed         a verdict on drafts at a given acceptance per token
+WithoutPrompts   a stage that answers prompts at once; its cache holds noise
+Guesser          n-gram lookup that pays for the lookup and drafts whatever is asked for
+rates            tokens/s of a run from the times its steps' tokens were known at
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmpq.runtime.cuda_stage import CudaStageCompute
+from llmpq.runtime.kv_cache import PlainKVCache
+from llmpq.runtime.low_bit_kv import LowBitKV
+from llmpq.runtime.message import StepMessage
+from llmpq.runtime.pending import Pending
+from llmpq.runtime.request import Request, StepKind
+from llmpq.runtime.speculate import AutoDrafter, FixedDrafter
+
+ACCEPTANCE = Path(__file__).parent / "results" / "speculation.jsonl"
+ROUNDS = 1024
+"""Rounds before replayed draws repeat."""
+WARM_ROUNDS = 4
+ROOM = 512
+"""Tokens a slot has beyond the longest context."""
+
+
+class Replayed:
+    """A verdict for dummy weights: each draft that is judged is kept with probability `rate`.
+
+    One number u a round and slot decides: the drafts before the first with u >= rate ** place are
+    kept. The numbers of a slot are a van der Corput sequence from a random start, which covers
+    [0, 1) evenly over any few rounds: runs of 20 rounds meet the rate within a percent or two.
+    """
+
+    def __init__(self, slots: int, device: torch.device, seed: int = 0) -> None:
+        bits = ROUNDS.bit_length() - 1
+        reversed_R = torch.tensor([int(f"{r:0{bits}b}"[::-1], 2) for r in range(ROUNDS)])
+        generator = torch.Generator().manual_seed(seed)
+        shift_S = torch.rand(slots, generator=generator, dtype=torch.float64)
+        numbers_RS = (((reversed_R + 0.5) / ROUNDS)[:, None] + shift_S) % 1.0
+        self._numbers_RS = numbers_RS.to(device)
+        self._round = torch.zeros(1, dtype=torch.long, device=device)
+        self.rate = torch.ones(1, dtype=torch.float64, device=device)
+
+    def __call__(self, drafts_BG: Tensor, choices_BQ: Tensor, slots_B: Tensor) -> Tensor:
+        """Return how many drafts each row keeps."""
+        numbers_S = self._numbers_RS.index_select(0, self._round % ROUNDS)[0]
+        self._round += 1
+        places_G = torch.arange(1, drafts_BG.shape[1] + 1, device=drafts_BG.device)
+        return (numbers_S[slots_B, None] < self.rate**places_G).sum(dim=1)
+
+
+class WithoutPrompts:
+    """A stage that skips prompts: their cache is filled with noise beforehand."""
+
+    def __init__(self, compute: CudaStageCompute) -> None:
+        self._compute = compute
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._compute, name)
+
+    def run(self, message: StepMessage, hidden_BQH: Tensor | None) -> Tensor | Pending:
+        """Answer prompts at once; run everything else."""
+        if message.kind is not StepKind.PREFILL:
+            return self._compute.run(message, hidden_BQH)
+        if self._compute.model.head is None:
+            shape = (message.num_rows, message.q_len, self._compute.model.spec.hidden)
+            return torch.zeros(shape, dtype=self._compute._dtype)
+        return torch.ones(message.num_rows, 1, dtype=torch.long)
+
+
+class Guesser(FixedDrafter):
+    """Looks n-grams up as `ngram` does, on text that does not repeat, and drafts all the same."""
+
+    def propose(self, request: Request, gamma: int) -> list[int] | None:
+        """Return as many drafts as asked for."""
+        found = super().propose(request, gamma)
+        return None if found is None else [1] * gamma
+
+
+class AutoGuesser(Guesser, AutoDrafter):
+    """As many of them as pay."""
+
+
+def prompts(count: int, length: int) -> list[tuple[int, ...]]:
+    """Return prompts of tokens that hardly repeat."""
+    generator = random.Random(0)
+    return [tuple(generator.choices(range(2, 50_000), k=length)) for _ in range(count)]
+
+
+def measured_acceptance(mode: str, target: str) -> float:
+    """Return the share of judged drafts accepted on the trained models, all lengths together."""
+    rows = [json.loads(line) for line in ACCEPTANCE.read_text().splitlines()]
+    newest = {
+        (row["case"]["model"], row["case"]["gamma"]): row["value"]
+        for row in rows
+        if row["bench"] == "acceptance" and row["case"]["mode"] == f"{mode} on {target}"
+    }
+    found = newest.values()
+    # A draft of the same weights accepts alike whatever their precision.
+    return statistics.fmean(found) if found else measured_acceptance(mode, "w16a16")
+
+
+def fill_plain(kv: PlainKVCache) -> None:
+    """Fill a cache with noise."""
+    for cache in (kv.k, kv.v):
+        for layer in cache:
+            layer.normal_()
+
+
+def fill_packed(kv: LowBitKV) -> None:
+    """Fill a packed cache with noise."""
+    for layer in kv.cache.layers:
+        for words in (layer.k_words_PGW, layer.v_words_PGW):
+            words.random_(-(2**31), 2**31 - 1)
+        for rest in (layer.k_params_PG, layer.v_params_PG):
+            rest.uniform_(0.01, 0.1)
+        for ring in (layer.k_ring_SGRD, layer.v_ring_SGRD):
+            ring.normal_()
+
+
+def rates(log: Sequence[tuple[float, int, int]]) -> list[float]:
+    """Return tokens/s of three even parts, from the 4th round to the first request's end.
+
+    `log`: for each step when its tokens were known, how many there were by then, how many ended.
+    """
+    end = next((i for i, (_, _, finished) in enumerate(log) if finished), len(log) - 1)
+    marks = [WARM_ROUNDS + (end - WARM_ROUNDS) * part // 3 for part in range(4)]
+    return [
+        (log[b][1] - log[a][1]) / (log[b][0] - log[a][0])
+        for a, b in zip(marks[:-1], marks[1:], strict=True)
+        if b > a
+    ]
