@@ -43,10 +43,12 @@ def decoder_layer(
     kv: KVCache,
     *,
     last_only: bool = False,
+    in_place: bool = False,
 ) -> Tensor:
     """Return the layer's new residual stream; `layers.DecoderLayer.forward` is its twin.
 
     `last_only`: after attention go on with the last valid token of each row, [B, 1, h].
+    `in_place`: it may take the input's place, which saves a dense o the copying.
     """
     last = partial(_last_tokens, step) if last_only and step.q_len > 1 else None
     if cuda_atom_layers.rounds_inputs(layer):
@@ -60,7 +62,7 @@ def decoder_layer(
         y = product(o, attended, residual=x_BQh)
         return y.add_(mlp(norm(between, y)))
     early, late = (_bias_for(between, part) for part in (o, mlp.down))
-    y = product(o, attended, residual=x_BQh, with_bias=early is None)
+    y = product(o, attended, residual=x_BQh, into_residual=in_place, with_bias=early is None)
     wide = norm(between, y, before=early, after=late)
     if isinstance(mlp, GatedMLP):
         hidden = fused_mlp.silu_mul(product(mlp.gate_up, wide))

@@ -240,15 +240,23 @@ class DecoderLayer(nn.Module):
         self.mlp_norm, self.mlp = mlp_norm, mlp
 
     def forward(
-        self, x_BQh: Tensor, layer: int, step: Step, kv: KVCache, *, last_only: bool = False
+        self,
+        x_BQh: Tensor,
+        layer: int,
+        step: Step,
+        kv: KVCache,
+        *,
+        last_only: bool = False,
+        in_place: bool = False,
     ) -> Tensor:
-        """Return a new residual stream [B, Q, h]; the input is left as it was.
+        """Return a new residual stream [B, Q, h].
 
         `last_only`: nobody reads but the last valid token of each row, [B, 1, h] will do.
+        `in_place`: nobody reads the input again, it need not be left as it was.
         """
         if x_BQh.is_cuda:
-            cuda = _cuda_layers()
-            y: Tensor = cuda.decoder_layer(self, x_BQh, layer, step, kv, last_only=last_only)
+            run = _cuda_layers().decoder_layer
+            y: Tensor = run(self, x_BQh, layer, step, kv, last_only=last_only, in_place=in_place)
             return y
         y = self.attention(self.attn_norm(x_BQh), layer, step, kv)
         y.add_(x_BQh)

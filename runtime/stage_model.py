@@ -99,7 +99,7 @@ class StageModel(nn.Module):
             x = self.embedding(x, step)
         for index, layer in enumerate(self.layers):
             options = {"last_only": True} if last_only and index + 1 == len(self.layers) else {}
-            x = layer(x, index, step, kv, **options)
+            x = layer(x, index, step, kv, in_place=index > 0, **options)
         return x
 
     @torch.inference_mode()
