@@ -102,14 +102,15 @@ def _cuda_samples(call: Callable[[], object], effort: Effort, *, graph: bool) ->
         for _ in range(WARM_UP):
             call()
             stream.synchronize()
-            if time.perf_counter() - begin > 10 * effort.seconds:
+            if time.perf_counter() - begin > effort.seconds:
                 break
         run = _captured(call) if graph else call
         once = _burst(run, stream, 1)
-        if once > LONG_S and effort.sustain_s:
+        sustained = once > LONG_S and effort.sustain_s > 0
+        if sustained:
             _burst(run, stream, max(1, int(effort.sustain_s / once)))
         burst = max(1, min(50, int(effort.seconds / max(once, 1e-6) / effort.min_repeats)))
-        samples: list[float] = []
+        samples = [once] if graph and burst == 1 and not sustained else []
         begin = time.perf_counter()
         while _goes_on(samples, time.perf_counter() - begin, effort):
             samples.append(_burst(run, stream, burst))
