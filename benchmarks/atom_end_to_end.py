@@ -1,10 +1,19 @@
 """Tokens/s of 16-bit, W8A8, W4A16 and W4A4 + KV4 in the same GPU memory, at the largest batch each.
 
     python benchmarks/atom_end_to_end.py --precision w16a16 w8a8 w4a16 w4a4
+    python benchmarks/atom_end_to_end.py --lengths drawn --prompt 512 --gen 1536
 
 The paper's Figure 10(c) in kind: Llama-3.1-8B's shape with random weights, one GPU, `--memory` for
 weights, KV cache, temporaries and the CUDA context together; the allocator is held to it. The batch
-is the largest that llmpq/memory.py lets in; one job is that batch: prompts, then tokens for all.
+is the largest that llmpq/memory.py lets in. Requests:
+
+    equal    one batch of `--prompt` and `--gen` tokens: prompts, then tokens for all
+    drawn    `--turns` batches with lengths as the authors' own benchmark draws them
+             (github.com/efeslab/Atom, e2e/punica-atom/benchmarks/bench_textgen.py): prompts
+             lognormal with median 17 tokens, prompt and output together uniform up to 2048, first
+             come, first served; theirs has ten batches. `--prompt` and `--gen` are the room a
+             request has
+
 W4A4 has what `llmpq-quantize` gives it: 128 outlier channels, channel orders, a rotation before
 `down`.
 """
@@ -13,7 +22,10 @@ from __future__ import annotations
 
 import argparse
 import gc
+import math
+import random
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,15 +41,17 @@ from llmpq.memory import stage_memory
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
 from llmpq.precision import KVPrecision, Precision
-from llmpq.runtime.bench_command import Bench, prompts_of
 from llmpq.runtime.hand_plan import hand_plan
 from llmpq.runtime.layers import Weight
 from llmpq.runtime.loader import RandomSource
+from llmpq.runtime.request import Request
 from llmpq.runtime.scheduler import Limits, Scheduler
 from llmpq.runtime.thread_engine import ThreadEngine
 from llmpq.units import parse_size
 from llmpq.workload import Workload
 
+LOG_MEDIAN_PROMPT, SIGMA_PROMPT, SHIFT_PROMPT = math.log(18), 0.8, -1
+"""The lognormal distribution of drawn prompts."""
 SCHEME = AtomScheme(outliers=128, signed_scale=True, activation_clip=0.95, weight_clip=0.85)
 KV = {Precision.W4A4: KVPrecision.KV4}
 
@@ -67,6 +81,8 @@ def main() -> None:
     parser.add_argument("--memory", default="24GiB")
     parser.add_argument("--context", default="700MiB", help="of the memory: CUDA and its modules")
     parser.add_argument("--slack", default="1GiB", help="left to the allocator's gaps")
+    parser.add_argument("--lengths", choices=("equal", "drawn"), default="equal")
+    parser.add_argument("--turns", type=int, default=2, help="drawn requests a slot, on average")
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--gen", type=int, default=512)
     parser.add_argument("--prefill-tokens", type=int, default=4096, help="in a micro-batch")
@@ -111,14 +127,18 @@ def measure(spec: ModelSpec, precision: Precision, args: argparse.Namespace, bat
     for compute in engine.computes:
         compute.warm_up(batch, max(1, args.prefill_tokens // batch // 2))
         compute.warm_up_shapes(plan)
-    run_job(engine, plan, spec, args.gen, warm_up=True)
+        for rows in (1, 2, 4, *range(8, batch, 8)) if args.lengths == "drawn" else ():
+            compute.warm_up(rows, 0)
+    run_job(engine, plan, [replace(r, max_new=3) for r in requests_of(plan, spec, args, 0)[:16]])
     if args.warm_up_only:
         return
     samples: list[float] = []
+    requests: list[Request] = []
     steps: dict[str, float] = {}
     for index in range(args.repeat):
-        seconds, steps = run_job(engine, plan, spec, args.gen, index=index)
-        samples.append(batch * args.gen / seconds)
+        requests = requests_of(plan, spec, args, index)
+        seconds, steps = run_job(engine, plan, requests)
+        samples.append(sum(request.max_new for request in requests) / seconds)
     free, _ = torch.cuda.mem_get_info()
     write_row(
         RESULTS / "atom_end_to_end.jsonl",
@@ -129,10 +149,14 @@ def measure(spec: ModelSpec, precision: Precision, args: argparse.Namespace, bat
             "kv": plan.workload.kv.value,
             "memory": args.memory,
             "batch": batch,
-            "prompt": args.prompt,
-            "gen": args.gen,
+            "prompt": args.prompt if args.lengths == "equal" else "drawn",
+            "gen": args.gen if args.lengths == "equal" else "drawn",
+            "requests": len(requests),
+            "prompt_tokens": sum(len(request.prompt) for request in requests),
+            "new_tokens": sum(request.max_new for request in requests),
             "used_bytes": total - free,
             "peak_allocated_bytes": torch.cuda.max_memory_allocated(),
+            "allocator_retries": torch.cuda.memory_stats()["num_alloc_retries"],
             **steps,
         },
         unit="tok/s",
@@ -143,16 +167,31 @@ def measure(spec: ModelSpec, precision: Precision, args: argparse.Namespace, bat
     print(f"{shown}: {max(samples):.0f} tok/s, {steps}, used {(total - free) / 2**30:.2f} GiB")
 
 
+def requests_of(plan: Plan, spec: ModelSpec, args: argparse.Namespace, index: int) -> list[Request]:
+    """Return the requests of a job: random tokens, no stop."""
+    rng = random.Random(index)
+    workload = plan.workload
+    lengths = [(workload.prompt_len, workload.gen_len)] * workload.batch
+    if args.lengths == "drawn":
+        lengths = [drawn_lengths(rng, workload) for _ in range(args.turns * workload.batch)]
+    return [
+        Request(id=i, prompt=tuple(rng.choices(range(spec.vocab), k=prompt)), max_new=gen)
+        for i, (prompt, gen) in enumerate(lengths)
+    ]
+
+
+def drawn_lengths(rng: random.Random, workload: Workload) -> tuple[int, int]:
+    """Return tokens of a prompt and of its output, within a request's room."""
+    drawn = SHIFT_PROMPT + rng.lognormvariate(LOG_MEDIAN_PROMPT, SIGMA_PROMPT)
+    prompt = min(max(1, int(drawn)), workload.prompt_len)
+    total = rng.randrange(workload.prompt_len + workload.gen_len)
+    return prompt, max(2, min(total - prompt, workload.gen_len))
+
+
 def run_job(
-    engine: ThreadEngine,
-    plan: Plan,
-    spec: ModelSpec,
-    gen: int,
-    *,
-    index: int = 0,
-    warm_up: bool = False,
+    engine: ThreadEngine, plan: Plan, requests: Sequence[Request]
 ) -> tuple[float, dict[str, float]]:
-    """Serve one batch; a warm-up is 16 requests of three tokens. Returns seconds, and by phase."""
+    """Serve requests; return seconds, and by phase."""
     limits = Limits(
         num_slots=plan.workload.batch,
         prompt_len=plan.workload.prompt_len,
@@ -161,11 +200,6 @@ def run_job(
         decode_microbatch=plan.decode_microbatch,
         num_stages=1,
     )
-    job = Bench(
-        plan=plan, spec=spec, model=spec.name, dummy=True, graphs=True, warm_up=1, repeat=1, seed=0
-    )
-    requests = [replace(r, max_new=3 if warm_up else gen) for r in prompts_of(job, index)]
-    requests = requests[:16] if warm_up else requests
     torch.cuda.synchronize()
     started = time.perf_counter()
     run = engine.run(Scheduler(limits), requests)

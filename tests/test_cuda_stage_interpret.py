@@ -6,7 +6,7 @@ from triton import knobs
 
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
-from llmpq.runtime import cuda_layers
+from llmpq.runtime import cuda_graphs, cuda_layers
 from llmpq.runtime.cuda_graphs import rounded_rows
 from llmpq.runtime.cuda_stage import CudaStageCompute
 from llmpq.runtime.families import parts
@@ -94,9 +94,11 @@ def test_tokens_equal_transformers(kind, tiny_models, random_prompts, make_plan,
     assert compute.blind_steps > 0, "no step ran ahead of the host"
 
 
+@pytest.mark.parametrize("kept_rows", [0, 32])
 def test_sampled_and_stopping_requests_beside_greedy_ones(
-    tiny_models, random_prompts, make_plan, on_gpu_path
+    kept_rows, tiny_models, random_prompts, make_plan, on_gpu_path, monkeypatch
 ):
+    monkeypatch.setattr(cuda_graphs, "KEPT_ROWS", kept_rows)
     model, prompts = tiny_models.directory("llama"), random_prompts(8, 8, 6)
     plan = make_plan(model, batch=3, decode_microbatch=3, prefill_microbatch=3)
     sampled = SamplingParams(temperature=0.8, top_p=0.9, seed=3)
