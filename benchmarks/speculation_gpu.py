@@ -4,7 +4,8 @@ Weights are dummies, so nothing a draft says would agree with the verifier: acce
 at rates measured on trained models, and prompts are not computed (speculation_replay.py).
 Everything else is the engine as it serves: scheduler, loop, graphs.
 
-    c, v     draft step and verify over a plain decode step, each a replayed graph
+    c, v     draft step and verify over a plain decode step, each a replayed graph; of n-grams, c is
+             the look-up on the host, shared out over the drafts it brings
     S        (1 - a^(gamma+1)) / (1 - a) / (gamma c + v)
     value    tokens/s of the engine from its 4th round to the end of the first request
 
@@ -31,9 +32,11 @@ from speculation_replay import (
     AutoGuesser,
     Guesser,
     Replayed,
+    TimedLoop,
     WithoutPrompts,
     fill_packed,
     fill_plain,
+    lookup_seconds,
     measured_acceptance,
     prompts,
     rates,
@@ -51,10 +54,10 @@ from llmpq.runtime.kv_cache import PlainKVCache
 from llmpq.runtime.kv_factory import make_kv_cache
 from llmpq.runtime.loader import RandomSource
 from llmpq.runtime.low_bit_kv import LowBitKV
-from llmpq.runtime.request import Request, StepKind
+from llmpq.runtime.request import Request
 from llmpq.runtime.scheduler import Limits, Scheduler
 from llmpq.runtime.speculate import FixedDrafter
-from llmpq.runtime.stage_loop import FirstStage, Mailbox
+from llmpq.runtime.stage_loop import Mailbox
 from llmpq.runtime.stage_model import DTYPES, StageModel
 from llmpq.runtime.trace import Recorder
 from llmpq.speculation import (
@@ -68,17 +71,6 @@ from llmpq.workload import Workload
 
 PLAIN_STEPS = 48
 DEVICE = torch.device("cuda:0")
-
-
-class TimedLoop(FirstStage):
-    """Keeps when each step's tokens were known, and how many there were by then."""
-
-    log: list[tuple[float, int, int]]
-
-    def _publish(self, kind: StepKind, finished: Sequence[Request], now_s: float) -> None:
-        if kind is not StepKind.PREFILL:
-            self.log.append((now_s, self._scheduler.generated_tokens, len(finished)))
-        super()._publish(kind, finished, now_s)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,7 +215,10 @@ class Bed:
         """Time this batch's drafts and verifies at one context."""
         assert self.fast is not None and self.fast.speculation is not None
         steps = measure(self.fast.speculation, [self.batch], (context, context))
-        return Times(plain_s=plain_s, steps=steps, rows=self.batch, context=context)
+        lookup_s = lookup_seconds(self.batch, context) if self.mode == "ngram" else 0.0
+        return Times(
+            plain_s=plain_s, steps=steps, lookup_s=lookup_s, rows=self.batch, context=context
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,12 +228,14 @@ class Times:
     plain_s: float
     """A plain step of the engine without drafts."""
     steps: MeasuredTimes
+    lookup_s: float
+    """Drafts of a round that the host finds, of all rows."""
     rows: int
     context: int
 
     def ratios(self, gamma: int) -> tuple[float, float]:
         """Return c and v."""
-        draft_s = self.steps.draft_s(self.rows, self.context)
+        draft_s = self.steps.draft_s(self.rows, self.context) + self.lookup_s / gamma
         verify_s = self.steps.verify_s(self.rows, self.context, gamma + 1)
         return draft_s / self.plain_s, verify_s / self.plain_s
 

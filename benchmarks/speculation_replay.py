@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import random
 import statistics
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from llmpq.runtime.message import StepMessage
 from llmpq.runtime.pending import Pending
 from llmpq.runtime.request import Request, StepKind
 from llmpq.runtime.speculate import AutoDrafter, FixedDrafter
+from llmpq.runtime.stage_loop import FirstStage
 
 ACCEPTANCE = Path(__file__).parent / "results" / "speculation.jsonl"
 ROUNDS = 1024
@@ -79,6 +81,17 @@ class WithoutPrompts:
         return torch.ones(message.num_rows, 1, dtype=torch.long)
 
 
+class TimedLoop(FirstStage):
+    """Keeps when each step's tokens were known, and how many there were by then."""
+
+    log: list[tuple[float, int, int]]
+
+    def _publish(self, kind: StepKind, finished: Sequence[Request], now_s: float) -> None:
+        if kind is not StepKind.PREFILL:
+            self.log.append((now_s, self._scheduler.generated_tokens, len(finished)))
+        super()._publish(kind, finished, now_s)
+
+
 class Guesser(FixedDrafter):
     """Looks n-grams up as `ngram` does, on text that does not repeat, and drafts all the same."""
 
@@ -96,6 +109,19 @@ def prompts(count: int, length: int) -> list[tuple[int, ...]]:
     """Return prompts of tokens that hardly repeat."""
     generator = random.Random(0)
     return [tuple(generator.choices(range(2, 50_000), k=length)) for _ in range(count)]
+
+
+def lookup_seconds(rows: int, context: int) -> float:
+    """Return what n-gram drafts of so many rows take on this host."""
+    drafter = FixedDrafter("ngram", 3)
+    requests = [Request(id=0, prompt=text, max_new=8) for text in prompts(rows, context)]
+    samples = []
+    for _ in range(5):
+        started_s = time.perf_counter()
+        for request in requests:
+            drafter.propose(request, 3)
+        samples.append(time.perf_counter() - started_s)
+    return statistics.median(samples)
 
 
 def measured_acceptance(mode: str, target: str) -> float:

@@ -15,31 +15,38 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Pivot:
-    """A table with one line per `index` case and one column per value of the case key `column`."""
+    """A table with a line per `index` case and a column per value of the case key (or keys)."""
 
     file: str
     bench: str
     index: tuple[str, ...]
-    column: str | None = None
+    column: str | tuple[str, ...] = ()
     where: dict[str, Any] = field(default_factory=dict)
+    pick: Callable[[list[Row]], Row] = lambda rows: rows[-1]
+    """Which of a cell's rows is shown, oldest first."""
     show: Callable[[Row], str] = lambda row: f"{row['value']:.4g}"
     value_title: str = "value"
     order: tuple[str, ...] = ()
     """Columns in this order first."""
 
     def render(self) -> str:
-        """Return the table as Markdown; the newest row of a case wins."""
-        latest: dict[tuple[str, ...], dict[str, str]] = {}
+        """Return the table as Markdown."""
+        found: dict[tuple[str, ...], dict[str, list[Row]]] = {}
         columns: list[str] = list(self.order)
+        keys = (self.column,) if isinstance(self.column, str) else self.column
         for row in load(self.file, self.bench, self.where):
             key = tuple(str(row["case"].get(k, "")) for k in self.index)
-            name = str(row["case"].get(self.column, "")) if self.column else self.value_title
+            name = " x ".join(str(row["case"].get(k, "")) for k in keys) or self.value_title
             if name not in columns:
                 columns.append(name)
-            latest.setdefault(key, {})[name] = self.show(row)
-        columns = [c for c in columns if any(c in cells for cells in latest.values())]
+            found.setdefault(key, {}).setdefault(name, []).append(row)
+        columns = [c for c in columns if any(c in cells for cells in found.values())]
         head = [*self.index, *columns]
-        body = [[*key, *(cells.get(c, "") for c in columns)] for key, cells in latest.items()]
+        shown = {
+            key: {name: self.show(self.pick(rows)) for name, rows in cells.items()}
+            for key, cells in found.items()
+        }
+        body = [[*key, *(cells.get(c, "") for c in columns)] for key, cells in shown.items()]
         return markdown(head, body)
 
 
@@ -73,10 +80,20 @@ def ratio_to_baseline(name: str) -> Callable[[Row], str]:
     return show
 
 
+def fastest_of_newest(rows: list[Row]) -> Row:
+    """Return the fastest of the rows that the newest one's commit measured."""
+    return max((r for r in rows if r["commit"] == rows[-1]["commit"]), key=lambda r: r["value"])
+
+
 def over_plain_of_s(row: Row) -> str:
-    """Show the ratio to plain decoding and the share of S(acceptance, c, v) that it is."""
-    plain = row["baselines"]["plain"]
-    return f"{row['value'] / plain:.2f}x [{row['value'] / row['predicted']:.0%}]"
+    """Show the ratio to plain decoding, drafts and the share of S(acceptance, c, v) that it is."""
+    plain, gamma = row["baselines"]["plain"], row["case"]["gamma"]
+    return f"{row['value'] / plain:.2f}x, {gamma} [{row['value'] / row['predicted']:.0%}]"
+
+
+def draft_and_verify(row: Row) -> str:
+    """Show c and v."""
+    return f"{row['baselines']['c']:.2f}, {row['baselines']['v']:.2f}"
 
 
 def over_plain_and_best(row: Row) -> str:

@@ -16,6 +16,8 @@ from table_cells import (
     ROOT,
     Pivot,
     beside_predicted,
+    draft_and_verify,
+    fastest_of_newest,
     gib_beside_predicted,
     increase_over_baseline,
     of_norm,
@@ -33,6 +35,8 @@ from table_cells import (
 )
 
 KV_32K = {"heads": 32, "kv_heads": 8, "batch": 8, "context": 32768, "kv": "kv4", "op": "attend"}
+
+SPECULATION_CELLS = tuple(f"{b} x {context}" for b in (1, 8, 32) for context in (1024, 8192, 32768))
 
 TABLES: dict[str, Pivot] = {
     "atom_ablation": Pivot(
@@ -247,17 +251,29 @@ TABLES: dict[str, Pivot] = {
     "speculation_gpu": Pivot(
         file="speculation.jsonl",
         bench="speculation_gpu",
-        index=("mode", "batch", "context", "acceptance"),
-        column="gamma",
+        index=("mode", "acceptance"),
+        column=("batch", "context"),
+        pick=fastest_of_newest,
         show=over_plain_of_s,
-        order=tuple("1234567"),
+        order=SPECULATION_CELLS,
+    ),
+    "speculation_times": Pivot(
+        file="speculation.jsonl",
+        bench="speculation_gpu",
+        index=("mode",),
+        where={"acceptance": "0.9"},
+        column=("batch", "context"),
+        pick=fastest_of_newest,
+        show=draft_and_verify,
+        order=SPECULATION_CELLS,
     ),
     "speculation_auto": Pivot(
         file="speculation.jsonl",
         bench="speculation_auto",
-        index=("mode", "batch", "context", "acceptance"),
+        index=("mode", "acceptance"),
+        column=("batch", "context"),
         show=over_plain_and_best,
-        value_title="over plain decoding (over the best fixed length)",
+        order=SPECULATION_CELLS,
     ),
     "speculation_stages": Pivot(
         file="speculation.jsonl",
