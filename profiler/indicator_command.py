@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, help="model directory (random: or a name)")
     parser.add_argument("--text", type=Path, help="calibration text, UTF-8 (not for random)")
     parser.add_argument("-o", "--output", type=Path, required=True, help="omega.json to write")
-    parser.add_argument("--bits", default=bits, help=f"precisions (default {bits})")
+    parser.add_argument("--bits", default=bits, help=f"precisions: {bits} (default), w8a8, w4a4")
     parser.add_argument("--kv", default="kv8,kv4,kv2", help="KV precisions (default kv8,kv4,kv2)")
     parser.add_argument(
         "--rounding", choices=("deterministic", "stochastic"), default="deterministic"
