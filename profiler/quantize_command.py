@@ -137,6 +137,8 @@ def _quantize(args: argparse.Namespace) -> int:
             dtype=torch.float32 if device.type == "cpu" else torch.bfloat16,
             on_layer=progress.update,
         )
+    if not job.settings.symmetric and any(_weight_only(p) for p in job.precisions):
+        log.info("its zero points are read by llmpq-dist, not by Transformers: plan --symmetric")
     size = sum(path.stat().st_size for path in args.output.glob("*.safetensors"))
     log.info("wrote %s: %s, %.0f s", args.output, format_size(size), time.perf_counter() - started)
     return int(ExitCode.DONE)
@@ -155,7 +157,7 @@ def _plan(args: argparse.Namespace, spec: ModelSpec) -> Plan | None:
 def _refuse_unheeded(args: argparse.Namespace, precisions: Sequence[Precision]) -> None:
     """Refuse options that no layer of these precisions takes."""
     w4a4 = Precision.W4A4 in precisions
-    weight_only = any(p.weight_bits < p.activation_bits == 16 for p in precisions)
+    weight_only = any(_weight_only(p) for p in precisions)
     for option, given, heeded, what in (
         ("--variant", args.variant, w4a4, "w4a4 layers"),
         ("--outliers", args.outliers is not None, w4a4, "w4a4 layers"),
@@ -165,6 +167,10 @@ def _refuse_unheeded(args: argparse.Namespace, precisions: Sequence[Precision]) 
     ):
         if given and not heeded:
             raise ValueError(f"{option} is for {what}, there are none here; leave it out")
+
+
+def _weight_only(precision: Precision) -> bool:
+    return precision.weight_bits < precision.activation_bits
 
 
 def _kv(args: argparse.Namespace, plan: Plan | None) -> KVPrecision:
