@@ -23,11 +23,14 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from llmpq.cluster import Cluster
+from llmpq.errors import LlmpqError
 from llmpq.plan import Plan
 
 METHODS = ("pipeedge", "uniform", "adabits")
@@ -60,7 +63,9 @@ def main() -> None:
                          help="tokens/s of another engine on the same job, whole GPUs")  # fmt: skip
     running.add_argument("--gpus", help="GPU of each stage: 0,0 (default 0,1,...)")
     running.add_argument("--limit", type=float, default=120.0, help="seconds of a load or a job")
-    running.add_argument("--time-limit", type=float, default=1e9, help="start no plan after it")
+    running.add_argument("--time-limit", type=float, default=1e9, help="load no plans after it")
+    running.add_argument("--together", type=int, default=1,
+                         help="plans to load at once; they run in turn")  # fmt: skip
     running.add_argument("--links", default="auto", choices=("auto", "peer", "nccl", "gloo"))
     summing = parts.add_parser("sum", help="write the `heterogeneous` rows of a file of rows")
     summing.add_argument("rows", type=Path)
@@ -186,34 +191,55 @@ class Timed:
 
 def measure(args: argparse.Namespace) -> None:
     """Run every plan and write its rows; a plan that fails is reported and left out."""
-    from llmpq.errors import LlmpqError
-
-    done: list[tuple[Plan, Timed]] = []
-    plans = [Plan.load(path) for path in args.plans]
-    following = make_engine(plans[0], args)
-    for index, plan in enumerate(plans):
-        engine, started_s = following, time.perf_counter()
-        try:
-            with engine:
-                engine.start()
-                log.info("%s loaded in %.1f s", args.plans[index].name, since(started_s))
-                if index + 1 < len(plans):
-                    following = make_engine(plans[index + 1], args)
-                timed = time_jobs(engine, plan, args.repeat)
-        except (LlmpqError, ValueError) as error:
-            log.warning("%s failed: %s", args.plans[index].name, error)
-            if following is engine and index + 1 < len(plans):
-                following = make_engine(plans[index + 1], args)
-            continue
-        write_rows(plan, timed, args)
-        done.append((plan, timed))
-        report(plan, timed, since(started_s))
-        if since(args.started_s) > args.time_limit:
-            log.info("time is up: %d plans left out", len(plans) - index - 1)
-            following.__exit__()
+    plans = [(path.name, Plan.load(path)) for path in args.plans]
+    groups = [plans[i : i + args.together] for i in range(0, len(plans), args.together)]
+    following = [make_engine(plan, args) for _, plan in groups[0]]
+    for index, group in enumerate(groups):
+        with ExitStack() as stack:
+            engines = [stack.enter_context(engine) for engine in following]
+            started_s = time.perf_counter()
+            problems = start_all(engines)
+            log.info("%d plans loaded in %.1f s", len(group), since(started_s))
+            late = since(args.started_s) > args.time_limit
+            following = []
+            if index + 1 < len(groups) and not late:  # their processes import meanwhile
+                following = [make_engine(plan, args) for _, plan in groups[index + 1]]
+            for (name, plan), engine, problem in zip(group, engines, problems, strict=True):
+                measure_one(name, plan, engine, problem, args)
+        if late and index + 1 < len(groups):
+            log.info("time is up: %d plans left out", sum(map(len, groups[index + 1 :])))
             break
-    if done:
+    if args.rows.exists():
         sum_up(args.rows)
+
+
+def start_all(engines: Sequence[Any]) -> list[Exception | None]:
+    """Load the stages of several plans at once; return what went wrong with each."""
+
+    def start(engine: Any) -> Exception | None:
+        try:
+            engine.start()
+        except (LlmpqError, ValueError) as error:
+            return error
+        return None
+
+    with ThreadPoolExecutor(len(engines)) as pool:
+        return list(pool.map(start, engines))
+
+
+def measure_one(
+    name: str, plan: Plan, engine: Any, problem: Exception | None, args: argparse.Namespace
+) -> None:
+    """Time a loaded plan and write its rows, or say why it failed."""
+    try:
+        if problem is not None:
+            raise problem
+        timed = time_jobs(engine, plan, args.repeat)
+    except (LlmpqError, ValueError) as error:
+        log.warning("%s failed: %s", name, error)
+        return
+    write_rows(plan, timed, args)
+    report(plan, timed)
 
 
 def since(start_s: float) -> float:
@@ -316,16 +342,16 @@ def write_rows(plan: Plan, timed: Timed, args: argparse.Namespace) -> None:
         )
 
 
-def report(plan: Plan, timed: Timed, seconds: float) -> None:
+def report(plan: Plan, timed: Timed) -> None:
     """Print predicted beside measured, whole and per stage."""
     total_s, prefill_s = statistics.median(timed.total_s), statistics.median(timed.prefill_s)
     predicted = plan.predicted
     if predicted is not None:
         off = predicted.total_s / total_s - 1
         log.info(
-            "%s %s: %.2f s (prefill %.2f), predicted %.2f (%.2f): %+.1f %%; took %.0f s",
+            "%s %s: %.2f s (prefill %.2f), predicted %.2f (%.2f): %+.1f %%",
             plan.cluster.name, plan.solver.method, total_s, prefill_s, predicted.total_s,
-            predicted.prefill_s, 100 * off, seconds,
+            predicted.prefill_s, 100 * off,
         )  # fmt: skip
     for stage, record in zip(plan.stages, timed.records, strict=True):
         for kind, expected in (("prefill", stage.prefill_s), ("decode", stage.decode_s)):
