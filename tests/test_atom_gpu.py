@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from llmpq.kernels import check_atom
-from llmpq.kernels.atom_formats import quantize_atom
+from llmpq.kernels.atom_formats import AtomWeight, quantize_atom
 from llmpq.kernels.atom_linear import atom_linear
 from llmpq.kernels.atom_reference import atom_linear_reference
 from llmpq.kernels.atom_tiles import AtomTiles, best_form
@@ -53,33 +53,58 @@ def test_products_replay_in_graphs() -> None:
         assert relative_error(y, atom_linear_reference(x.float(), weight)) < 4e-3
 
 
+@pytest.mark.parametrize("activation_bits", [4, 16])
 @pytest.mark.parametrize("rows", [1, 40])
 @pytest.mark.parametrize("q_len", [3, 5])
-def test_a_layer_is_its_twin(rows: int, q_len: int) -> None:
-    """16 and more tokens take the other kernels; both are the layer that the CPU runs."""
+def test_a_layer_is_its_twin(rows: int, q_len: int, activation_bits: int) -> None:
+    """As near to the layer in float32 as the CPU's layer in bfloat16, by few and many tokens' ways.
+
+    Rounding sums to bfloat16 between operations moves some 4-bit codes by one, an eighth of a
+    group's largest value each: on the CPU alone that is an error of 0.093, and 0.015 where
+    activations keep 16 bits.
+    """
     spec = replace(ModelSpec.by_name("llama-3.1-8b"), num_layers=1, hidden=512, ffn=1024, heads=4)
     spec = replace(spec, kv_heads=2, vocab=64)
     dense = RandomSource(spec).layer(0, torch.float32)
     parts: dict[str, Weight] = dict(dense)
     for name in ("qkv", "o", "gate_up", "down"):
-        scheme = replace(check_atom.W4A4, outliers=64, rotation=name == "down")
+        scheme = replace(
+            check_atom.W4A4,
+            outliers=64,
+            rotation=name == "down",
+            activation_bits=activation_bits,
+        )
         order = None if name == "down" else torch.randperm(dense[f"{name}.weight"].shape[1])
         parts[f"{name}.weight"] = quantize_atom(
             dense[f"{name}.weight"], scheme, dtype=torch.bfloat16, index_K=order
         )
     x = torch.randn(rows, q_len, spec.hidden).to(torch.bfloat16)
-    on_cpu = _run(spec, parts, x, torch.device("cpu"))
-    on_gpu = _run(spec, parts, x, torch.device("cuda"))
-    # 16-bit sums before rounding move some codes by one: an eighth of a group's largest value.
-    assert relative_error((on_gpu.cpu() - x).float(), (on_cpu - x).float()) < 0.05
-    last = _run(spec, parts, x, torch.device("cuda"), last_only=True)
+    exact = _change(spec, parts, x, torch.device("cpu"), torch.float32)
+    on_cpu = _change(spec, parts, x, torch.device("cpu"), torch.bfloat16)
+    rounded = relative_error(on_cpu, exact)
+    cuda = torch.device("cuda")
+    assert relative_error(_change(spec, parts, x, cuda, torch.bfloat16), exact) < 1.25 * rounded
+    last = _run(spec, parts, x, cuda, last_only=True)
     assert last.shape[1] == 1
-    change = (on_gpu[:, -1:] - x[:, -1:].cuda()).float()
-    assert relative_error((last - x[:, -1:].cuda()).float(), change) < 0.05
-    broken = dict(parts)
-    broken["o.weight"] = replace(parts["o.weight"], index_K=None)  # type: ignore[type-var]
-    wrong = _run(spec, broken, x, torch.device("cuda"))
-    assert relative_error((wrong.cpu() - x).float(), (on_cpu - x).float()) > 0.1
+    change = last.cpu().float() - x[:, -1:].float()
+    limit = 1.5 * relative_error(on_cpu[:, -1:], exact[:, -1:])
+    assert relative_error(change, exact[:, -1:]) < limit
+    o = parts["o.weight"]
+    assert isinstance(o, AtomWeight)
+    for fault in (replace(o, index_K=None), replace(o, scale=o.scale.roll(1, dims=1))):
+        broken = _change(spec, parts | {"o.weight": fault}, x, cuda, torch.bfloat16)
+        assert relative_error(broken, exact) > 3 * rounded
+
+
+def _change(
+    spec: ModelSpec,
+    parts: dict[str, Weight],
+    x: torch.Tensor,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """What a layer adds to x."""
+    return _run(spec, parts, x.to(dtype), device).cpu().float() - x.float()
 
 
 def _run(
@@ -90,9 +115,7 @@ def _run(
     *,
     last_only: bool = False,
 ) -> torch.Tensor:
-    made = Parts(
-        tensors=parts, scheme=None, dtype=torch.bfloat16, device=device, norm_eps=spec.norm_eps
-    )
+    made = Parts(tensors=parts, scheme=None, dtype=x.dtype, device=device, norm_eps=spec.norm_eps)
     layer = wiring(spec, device).layer(made)
     assert isinstance(layer.attention.qkv.weight, AtomTiles) == (device.type == "cuda")
     rows, q_len, _ = x.shape
@@ -102,7 +125,7 @@ def _run(
         num_layers=1,
         slots=rows,
         max_len=16,
-        dtype=torch.bfloat16,
+        dtype=x.dtype,
         device=device,
     )
     step = Step.of(range(rows), [0] * rows, [q_len] * rows, device=device)
