@@ -1,0 +1,57 @@
+"""Stages as processes on GPUs, in fp32: the CPU's tokens, whatever the links and the stages."""
+
+import pytest
+import torch
+
+from llmpq.device_spec import canonical_kind
+from llmpq.runtime.generate import LocalPipeline
+from llmpq.runtime.process_engine import ProcessEngine
+from llmpq.runtime.request import Request
+from llmpq.runtime.stage_actor import StageSettings
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+NEW = 24
+
+
+def on_gpus(plan):
+    """Return a plan of CPU stages as one of stages on this host's GPUs."""
+    kind = canonical_kind(torch.cuda.get_device_name(0))
+    stages = tuple(
+        stage.model_copy(
+            update={"device": f"GPU-{i}", "kind": kind, "profile_kind": kind, "threads": None}
+        )
+        for i, stage in enumerate(plan.stages)
+    )
+    return plan.model_copy(update={"stages": stages})
+
+
+@pytest.fixture(scope="module")
+def wanted(demo_model, random_prompts):
+    """Return prompts and the tokens a CPU answers them with."""
+    prompts = random_prompts(5, 9, 30, 17, 2, 12)
+    torch.set_num_threads(2)
+    return prompts, LocalPipeline.from_directory(demo_model).generate(prompts, max_new=NEW)
+
+
+@pytest.mark.parametrize(
+    ("splits", "links"),
+    [((), "auto"), ((4,), "peer"), ((4,), "nccl"), ((4,), "gloo"), ((2, 4, 6), "peer")],
+)
+def test_tokens_equal_the_cpus(splits, links, wanted, demo_model, make_plan, capfd):
+    count = torch.cuda.device_count()
+    if links == "nccl" and count < 2:
+        pytest.skip("NCCL needs a GPU per stage")
+    prompts, tokens = wanted
+    plan = on_gpus(make_plan(demo_model, splits, gen_len=NEW))
+    gpus = [min(index * count // (len(splits) + 1), count - 1) for index in range(len(splits) + 1)]
+    settings = StageSettings(model_dir=str(demo_model), links=links)
+    with ProcessEngine(plan, settings, gpus=gpus, limit_s=90.0) as engine:
+        engine.start()
+        requests = [Request(id=i, prompt=tuple(p), max_new=NEW) for i, p in enumerate(prompts)]
+        rows = {done.id: done.tokens for done in engine.serve(requests)}
+        engine.end()
+    assert "link failed" not in capfd.readouterr().err
+    assert [rows[index] for index in range(len(prompts))] == tokens
