@@ -227,6 +227,11 @@ class CostModel(FileForm):
                 f"cost files of different models cannot be merged: {self.model} and {other.model}"
             )
         entries = {**self._by_key, **other._by_key}
-        return self.model_copy(
-            update={"entries": tuple(entries.values()), "links": self.links + other.links}
+        # Not a copy of this model, whose cached properties would come along.
+        return type(self)(
+            model=self.model,
+            model_fingerprint=self.model_fingerprint,
+            entries=tuple(entries.values()),
+            links=self.links + other.links,
+            versions={**self.versions, **other.versions},
         )

@@ -178,12 +178,13 @@ def costs(*entries: LatencyEntry, model: str = "m", fingerprint: str = "f") -> C
 
 
 def test_cost_files_of_hosts_are_merged(tmp_path: Path) -> None:
-    a, b, out = tmp_path / "a.json", tmp_path / "b.json", tmp_path / "c.json"
+    a, b, c, out = (tmp_path / f"{name}.json" for name in ("a", "b", "c", "merged"))
     costs(entry("T4", 1e-3), entry("V100-32GB", 3e-3)).save_json(a)
-    costs(entry("T4", 2e-3)).save_json(b)
-    assert main(["merge", str(a), str(b), "-o", str(out)]) == 0
+    costs(entry("T4", 2e-3), entry("P100-12GB", 4e-3)).save_json(b)
+    costs(entry("L4", 5e-3)).save_json(c)
+    assert main(["merge", str(a), str(b), str(c), "-o", str(out)]) == 0
     merged = CostModel.load_json(out)
-    assert merged.device_kinds == ("T4", "V100-32GB")
+    assert merged.device_kinds == ("L4", "P100-12GB", "T4", "V100-32GB")
     found = merged.find("T4", phase=Phase.DECODE, precision=Precision.W4A16, dtype="float16")
     assert found is not None and found.seconds(v=4, length=10) == pytest.approx(8e-3)
     assert found.extrapolates(v=9, length=32) and not found.extrapolates(v=8, length=32)
