@@ -52,6 +52,7 @@ def main() -> None:
     planning.add_argument("--batch", type=int, default=32)
     planning.add_argument("--prompt", type=int, default=512)
     planning.add_argument("--gen", type=int, default=100)
+    planning.add_argument("--bits", default="16,8,4,3", help="precisions to choose from")
     planning.add_argument("--kv", default="16,8,4", help="KV bits the exact plan may choose from")
     planning.add_argument("--time-limit", type=float, default=60.0, help="of each search")
     running = parts.add_parser("run", help="measure them")
@@ -103,6 +104,7 @@ def plans_of(path: Path, args: argparse.Namespace) -> Iterator[tuple[str, Plan]]
     if model is None:
         raise ValueError(f"'{path}' names no model under 'planning'")
     flags = f"--model {model} --global_bz {args.batch} --s {args.prompt} --n {args.gen}"
+    flags += f" --bits {args.bits}"
     given = ["--cluster", str(path), "--costs", args.costs, *flags.split()]
     problem, _, notes = make_problem(plan_parser().parse_args(given))
     for note in notes:

@@ -256,25 +256,26 @@ def layer_bytes(p: Problem) -> NDArray[np.int64]:
 
 
 def capacity(p: Problem, eta: int, xi: int) -> NDArray[np.int64]:
-    """[C, 2, 2] limit minus context, embedding or head, and the largest workspace of any choice."""
+    """[C, 2, 2] limit minus context, embedding or head, and the workspace of all choices together.
+
+    A stage of several precisions may need more than with any one of them alone: a dense product
+    has a library's workspace, a packed one its own.
+    """
     table = np.zeros((len(p.classes), 2, 2), dtype=np.int64)
     kinds = {_memory_kind(cls) for cls in p.classes}
     for first, last in product((False, True), repeat=2):
         ends = embedding_bytes(p.spec, first=first, last=last, dtype_bytes=p.workload.dtype_bytes)
         workspace = {
-            (on_gpu, unpacks): max(
-                workspace_bytes(
-                    p.spec,
-                    p.workload,
-                    precisions=(choice,),
-                    first=first,
-                    last=last,
-                    prefill_microbatch=eta,
-                    decode_microbatch=xi,
-                    on_gpu=on_gpu,
-                    unpacks=unpacks,
-                )
-                for choice in p.choices
+            (on_gpu, unpacks): workspace_bytes(
+                p.spec,
+                p.workload,
+                precisions=p.choices,
+                first=first,
+                last=last,
+                prefill_microbatch=eta,
+                decode_microbatch=xi,
+                on_gpu=on_gpu,
+                unpacks=unpacks,
             )
             for on_gpu, unpacks in kinds
         }

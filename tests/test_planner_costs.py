@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from llmpq.cost_model import CostModel, LatencyEntry, LinkCost, Phase, Regime
+from llmpq.memory import stage_memory
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
 from llmpq.planner.__main__ import main
@@ -154,3 +155,17 @@ def test_estimate_is_near_measured_layers(kind: str, phase: Phase, measured_ms: 
     entry = p.costs.estimate.find(kind, phase=phase, dtype="float16")
     assert entry is not None
     assert entry.seconds(v=8, length=512) * 1e3 == pytest.approx(measured_ms, rel=0.25)
+
+
+def test_a_stage_of_two_precisions_has_room_for_the_workspaces_of_both() -> None:
+    p = _problem("--device-names H200 --device-numbers 2 --model opt-13b --global_bz 4 --s 512")
+    device, shape = p.classes[0].first, {"prefill_microbatch": 1, "decode_microbatch": 4}
+    needed = []
+    for choices in ((Precision.W16A16,), (Precision.W4A16,), (Precision.W16A16, Precision.W4A16)):
+        memory = stage_memory(
+            p.spec, p.workload, choices, first=True, last=False, quantization=p.quantization,
+            context_bytes=device.spec.context, on_gpu=True, unpacks=False, **shape,
+        )  # fmt: skip
+        needed.append(memory.total_bytes - memory.weights_bytes - memory.kv_bytes)
+    assert needed[2] > max(needed[:2])
+    assert device.limit_bytes - p.numbers(1, 4).capacity[0, 1, 0] >= needed[2]
