@@ -3,8 +3,8 @@
     python benchmarks/speculation.py                    the demo model on examples/heldout.txt
     python benchmarks/speculation.py --model DIR --text FILE --gammas 3
     python benchmarks/speculation.py --on cuda:0 --dtype bfloat16 --rows FILE   acceptance on a GPU
-    python benchmarks/speculation.py --device cuda --target w16a16 --mode w4kv4 --rows FILE
-                                                        a large shape: speculation_gpu.py
+
+Speed on a GPU, at a large shape: speculation_gpu.py.
 
 `acceptance`: at many places of held-out text, draft gamma tokens once and verify them, greedily;
 the value is the share of judged drafts (those up to the first refused one) that are accepted. Free
@@ -25,8 +25,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import speculation_gpu
-import speculation_stages
 import torch
 from rows import write_row
 
@@ -44,7 +42,6 @@ from llmpq.runtime.tokenizer import Tokenizer
 from llmpq.speculation import SpeculationMode
 from llmpq.workload import Workload
 
-GRID = (1024, 8192, 32768)
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
 
@@ -116,18 +113,12 @@ def measure_speed(
     return rates
 
 
-def batch_and_contexts(text: str) -> tuple[int, tuple[int, ...]]:
-    """Read `8:1024,8192`."""
-    batch, contexts = text.split(":")
-    return int(batch), tuple(int(context) for context in contexts.split(","))
-
-
 def main() -> None:
     """Measure and append the rows."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default=str(EXAMPLES / "demo-7m"))
     parser.add_argument("--text", default=str(EXAMPLES / "heldout.txt"))
-    parser.add_argument("--gammas", type=int, nargs="*", help="default: 2..7; cuda: the best few")
+    parser.add_argument("--gammas", type=int, nargs="*", help="default: 2..7")
     parser.add_argument("--modes", nargs="*", help="only these")
     parser.add_argument("--no-speed", action="store_true", help="acceptance only")
     parser.add_argument("--speed-gamma", type=int, default=3)
@@ -138,33 +129,9 @@ def main() -> None:
     parser.add_argument("--max-new", type=int, default=64)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--on", default="cpu", help="where acceptance is measured; speed on a CPU")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    gpu = parser.add_argument_group("with --device cuda")
-    gpu.add_argument("--gpu-model", default="llama-3.1-8b", help="built-in architecture")
-    gpu.add_argument("--gpu-dtype", default="bfloat16")
-    gpu.add_argument("--target", default="w16a16", help="precision of the model that is served")
-    gpu.add_argument("--mode", default="w4kv4", help="how drafts are made; one GPU takes --modes")
-    gpu.add_argument("--kv", default="kv16", help="the target's cache")
-    gpu.add_argument("--atom", action="store_true", help="w4a16: Atom's weights, for QSpec's A4")
-    gpu.add_argument("--layers", type=int, help="as many only, to compile kernels; no result")
-    gpu.add_argument("--seconds", type=float, help="begin nothing after so long")
-    gpu.add_argument(
-        "--grid",
-        type=batch_and_contexts,
-        nargs="*",
-        default=[(1, GRID), (8, GRID), (32, GRID[:2])],
-        metavar="BATCH:CONTEXT,...",
-    )
-    gpu.add_argument("--acceptance", nargs="*", default=["measured", "0.9"])
-    gpu.add_argument("--lengths", type=int, default=2, help="fixed lengths measured, the best few")
-    gpu.add_argument("--stages", type=int, default=1, help="one per GPU: speculation_stages.py")
-    gpu.add_argument("--auto", action="store_true", help="measure the automatic choice, too")
-    gpu.add_argument("--rows", help="result file to append to")
-    gpu.add_argument("--commit", help="commit a row names, where git cannot tell")
+    parser.add_argument("--rows", help="result file to append to")
+    parser.add_argument("--commit", help="commit a row names, where git cannot tell")
     args = parser.parse_args()
-    if args.device == "cuda":
-        (speculation_gpu if args.stages == 1 else speculation_stages).main(args)
-        return
     args.gammas = args.gammas or [2, 3, 4, 5, 6, 7]
     torch.set_num_threads(1)
     disturbed = os.getloadavg()[0] > (os.cpu_count() or 1) / 2  # others use the processor

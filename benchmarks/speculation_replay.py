@@ -8,6 +8,7 @@ rates            tokens/s of a run from the times its steps' tokens were known a
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
 import statistics
@@ -32,6 +33,8 @@ ACCEPTANCE = Path(__file__).parent / "results" / "speculation.jsonl"
 ROUNDS = 1024
 """Rounds before replayed draws repeat."""
 WARM_ROUNDS = 4
+GRID = [(1, (1024, 8192, 32768)), (8, (1024, 8192, 32768)), (32, (1024, 8192))]
+"""Batch, contexts. 32 requests of 32k tokens are 137 GB of Llama-3.1-8B's cache in 16 bits."""
 ROOM = 512
 """Tokens a slot has beyond the longest context."""
 
@@ -167,3 +170,23 @@ def rates(log: Sequence[tuple[float, int, int]]) -> list[float]:
         for a, b in zip(marks[:-1], marks[1:], strict=True)
         if b > a
     ]
+
+
+def batch_and_contexts(text: str) -> tuple[int, tuple[int, ...]]:
+    """Read `8:1024,8192`."""
+    batch, contexts = text.split(":")
+    return int(batch), tuple(int(context) for context in contexts.split(","))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare model, target, cells and where rows go."""
+    parser.add_argument("--model", default="llama-3.1-8b", help="built-in architecture")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--target", default="w16a16", help="precision of the model that is served")
+    parser.add_argument(
+        "--grid", type=batch_and_contexts, nargs="*", default=GRID, metavar="BATCH:CONTEXT,..."
+    )
+    parser.add_argument("--acceptance", nargs="*", default=["measured", "0.9"])
+    parser.add_argument("--gammas", type=int, nargs="*", help="lengths; default: the best few")
+    parser.add_argument("--rows", required=True, help="result file to append to")
+    parser.add_argument("--commit", help="commit a row names, where git cannot tell")

@@ -1,4 +1,6 @@
-"""Speculation over two stages, a GPU each: what `speculation.py --device cuda --stages 2` runs.
+"""Speculation over several stages, a GPU each.
+
+    python benchmarks/speculation_stages.py --stages 2 --grid 8:1024 --gammas 2 3 --rows FILE
 
 Dummy weights, acceptance replayed, prompts skipped: see speculation_gpu.py. The stages are threads
 of one process; the baseline is the same engine without drafts, on the same GPUs in the same run.
@@ -12,12 +14,14 @@ import time
 from collections.abc import Sequence
 
 import torch
-from speculation_gpu import PLAIN_STEPS, add
+from speculation_bed import PLAIN_STEPS
+from speculation_gpu import add
 from speculation_replay import (
     ROOM,
     Guesser,
     Replayed,
     WithoutPrompts,
+    add_arguments,
     fill_packed,
     fill_plain,
     measured_acceptance,
@@ -60,10 +64,10 @@ def make_engine(
     args: argparse.Namespace, batch: int, context: int, mode: SpeculationMode | None
 ) -> ThreadEngine:
     """Return a stage per GPU whose cache holds noise."""
-    spec = ModelSpec.by_name(args.gpu_model)
+    spec = ModelSpec.by_name(args.model)
     plan = hand_plan(
         spec,
-        Workload(batch=batch, prompt_len=context, gen_len=ROOM, dtype=args.gpu_dtype),
+        Workload(batch=batch, prompt_len=context, gen_len=ROOM, dtype=args.dtype),
         precision=Precision.parse(args.target),
         splits=[spec.num_layers * i // args.stages for i in range(1, args.stages)],
         prefill_microbatch=batch // args.stages,
@@ -97,6 +101,15 @@ def rate(engine: ThreadEngine, drafter: FixedDrafter | None, context: int, new: 
     return rates(scheduler.log)
 
 
+def parse() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add_arguments(parser)
+    parser.add_argument("--mode", default="w4kv4", help="how drafts are made")
+    parser.add_argument("--stages", type=int, default=2, help="one per GPU")
+    return parser.parse_args()
+
+
 def main(args: argparse.Namespace) -> None:
     """Measure plain decoding and drafts of some lengths; append the rows."""
     accepted = {
@@ -120,12 +133,12 @@ def main(args: argparse.Namespace) -> None:
                     new = int(ROUNDS_TIMED * expected_tokens(accepted[name], gamma))
                     samples = rate(engine, drafter, context, new)
                     case = {
-                        "model": args.gpu_model,
+                        "model": args.model,
                         "mode": f"{args.mode} on {args.target}",
                         "stages": args.stages,
                         "batch": batch,
                         "context": context,
-                        "dtype": args.gpu_dtype,
+                        "dtype": args.dtype,
                         "acceptance": name,
                         "gamma": gamma,
                         "weights": "dummy, acceptance replayed",
@@ -137,3 +150,7 @@ def main(args: argparse.Namespace) -> None:
                         f"gamma {gamma}: {statistics.median(samples) / plain:.3f}x, plain "
                         f"{plain:.0f} tok/s"
                     )
+
+
+if __name__ == "__main__":
+    main(parse())
