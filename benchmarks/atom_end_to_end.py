@@ -129,7 +129,9 @@ def measure(spec: ModelSpec, precision: Precision, args: argparse.Namespace, bat
         compute.warm_up_shapes(plan)
         for rows in (1, 2, 4, *range(8, batch, 8)) if args.lengths == "drawn" else ():
             compute.warm_up(rows, 0)
-    run_job(engine, plan, [replace(r, max_new=3) for r in requests_of(plan, spec, args, 0)[:16]])
+    # Prompts of a whole micro-batch and of the last, smaller one: their kernels are compiled here.
+    few = plan.prefill_microbatch + batch % plan.prefill_microbatch
+    run_job(engine, plan, [replace(r, max_new=3) for r in requests_of(plan, spec, args, 0)[:few]])
     if args.warm_up_only:
         return
     samples: list[float] = []
