@@ -60,7 +60,9 @@ class StageModel(nn.Module):
         source: TensorSource,
         on_layer: Callable[[int], None] | None = None,
     ) -> StageModel:
-        """Read and quantise layer by layer, while the next layer is being read.
+        """Read and quantise layer by layer, while the next part is being read.
+
+        The head is read last and alone: beside the embedding it would be the most host memory.
 
         `scheme` says how a precision is stored (`Quantization.scheme`); `on_layer` hears of every
         finished layer.
@@ -71,9 +73,6 @@ class StageModel(nn.Module):
         readers: list[Reader] = [partial(source.layer, index, dtype) for index in layers]
         if first:
             readers.append(partial(source.embedding, dtype))
-        shares_output = first and last and spec.tied_embeddings
-        if last:
-            readers.append(partial(source.head, dtype, with_output=not shares_output))
         parts = _one_ahead(readers)
         built = []
         for index, precision in zip(layers, precisions, strict=True):
@@ -83,8 +82,10 @@ class StageModel(nn.Module):
         embedding = builder.embedding(next(parts)) if first else None
         head = None
         if last:
-            tied = {"output.weight": embedding.tokens_Vh} if shares_output and embedding else {}
-            head = builder.head(next(parts), tied)
+            tied = {}
+            if embedding is not None and spec.tied_embeddings:
+                tied = {"output.weight": embedding.tokens_Vh}
+            head = builder.head(source.head(dtype, with_output=not tied), tied)
         return cls(spec, built, embedding, head)
 
     @torch.inference_mode()
@@ -173,7 +174,6 @@ def _one_ahead(readers: Sequence[Reader]) -> Iterator[dict[str, Tensor]]:
         for following in [*readers[1:], None]:
             if ahead is None:
                 return
-            current = ahead.result()
+            held = [ahead.result()]
             ahead = pool.submit(following) if following is not None else None
-            yield current
-            del current
+            yield held.pop()  # nobody but the caller keeps it
