@@ -128,7 +128,15 @@ def draw(costs: CostModel, device: Device, count: int, max_tokens: int, seed: in
         raise SystemExit(f"the costs hold no measured layer of {device.profile_kind}")
     rng = random.Random(seed)
     found = [_draw_one(rng, entries[i % len(entries)], max_tokens) for i in range(count)]
-    return sorted(found, key=lambda case: (case.target.precision.value, case.target.title))
+    # As the profiler goes: decode before prompts, fewest tokens first.
+    return sorted(
+        found,
+        key=lambda case: (
+            case.target.precision.value,
+            case.target.phase is Phase.PREFILL,
+            case.new_tokens,
+        ),
+    )
 
 
 def _draw_one(rng: random.Random, entry: LatencyEntry, max_tokens: int) -> Case:

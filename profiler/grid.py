@@ -6,7 +6,8 @@ between (3, 48, ...) keep it from resting on powers of two alone, where kernels 
 On a GPU prompts are laid out by the tokens of a micro-batch, up to many more: its products see only
 them, in tiles, so that one token more than a tile costs as much as the next tile. Both sides of
 every edge are timed while a tile is a good part of the whole; some counts also with short and with
-long prompts, which tells attention from the rest.
+long prompts, which tells attention from the rest. Fewest tokens come first, and decode before
+prompts: after heavy load a GPU's clocks stay low for a while.
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ def cases(
 ) -> list[Case]:
     """Return every case of one device kind, the cases of one target together."""
     found: list[Case] = []
-    phases = (Phase.PREFILL, Phase.DECODE) + ((Phase.VERIFY,) if grid.verify_q else ())
+    phases = (Phase.DECODE, *((Phase.VERIFY,) if grid.verify_q else ()), Phase.PREFILL)
     for precision in precisions:
         for kv_bits in kv:
             for phase in phases:
@@ -151,7 +152,7 @@ def _layer_cases(grid: Grid, target: Target) -> Iterator[Case]:
     if target.phase is Phase.PREFILL:
         shapes = [(v, s) for v in grid.prefill_v for s in grid.prefill_length]
         if grid.prefill_tokens:
-            shapes = list(dict.fromkeys(_by_tokens(grid, edges=target.part == "layer")))
+            shapes = sorted(set(_by_tokens(grid, edges=target.part == "layer")), key=_tokens)
         if grid.prefill_tokens and target.part == "layer":
             yield Case(target=target, v=1, length=min(grid.prefill_length), launch=True)
         yield from (
@@ -193,6 +194,10 @@ def _shapes(grid: Grid, tokens: int) -> list[tuple[int, int]]:
         and min(16, longest) <= tokens // v <= longest
         and padded_prompt(tokens // v) == tokens // v
     ]
+
+
+def _tokens(shape: tuple[int, int]) -> int:
+    return shape[0] * shape[1]
 
 
 def _middle(shapes: list[tuple[int, int]]) -> tuple[int, int]:

@@ -122,7 +122,7 @@ class SetUp(FileForm):
     rest_s: float = Field(default=0.0, ge=0)
     """Pause before every call."""
     sustain_s: float = Field(default=0.0, ge=0)
-    """How long a call of milliseconds runs before it is timed: a busy GPU lowers its clocks."""
+    """How long a call on a GPU runs before it is timed: a busy one lowers its clocks."""
     seconds_per_case: float = Field(default=0.1, gt=0)
     min_repeats: int = Field(default=5, gt=0)
 

@@ -30,8 +30,8 @@ from llmpq.profiler.messages import (
     Timing,
 )
 
-SUSTAIN_S = 0.15
-"""Of load before long calls are timed on a whole GPU; a share of one stays below its power cap."""
+SUSTAIN_S = 0.1
+"""Of load before calls are timed on a whole GPU; a share of one stays below its power cap."""
 
 Answer = TypeVar("Answer", bound=FileForm)
 

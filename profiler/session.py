@@ -19,6 +19,7 @@ from llmpq.errors import unknown_name
 from llmpq.gpu_workspace import PROMPT_WIDTH
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
+from llmpq.profiler.compile_ahead import compile_ahead
 from llmpq.profiler.fit import TARGET_ERROR, Point, fit_latency
 from llmpq.profiler.grid import Grid, cases, fitted_terms
 from llmpq.profiler.links import gpus_of, measure_links
@@ -79,6 +80,7 @@ def run(job: Job, samples: SampleLog, on_case: OnCase) -> Outcome:
     failed: dict[Target, str] = {}
     versions: dict[str, str] = {"llmpq": __version__, "sampling": job.sampling.title}
     links: tuple[LinkCost, ...] = ()
+    compiled = False  # shares of a GPU run the kernels of the whole one
     with ExitStack() as stack:
         groups = {}
         for device in job.devices:
@@ -86,7 +88,8 @@ def run(job: Job, samples: SampleLog, on_case: OnCase) -> Outcome:
             groups[kind] = stack.enter_context(_group(job, device))
             machine = groups[kind].ready.machine
             versions[kind] = f"{machine}, {job.copies[kind]} at once"
-            taken = _take(job, device, groups[kind], samples, on_case, failed)
+            taken = _take(job, device, groups[kind], samples, on_case, failed, compiled)
+            compiled = compiled or not device.spec.is_cpu
             for target, found in _by_target(taken).items():
                 entries.append(fit_entry(target, found))
                 noise[target] = _median([s.timing.noise for s in found])
@@ -184,8 +187,12 @@ def _take(
     samples: SampleLog,
     on_case: OnCase,
     failed: dict[Target, str],
+    compiled: bool,
 ) -> list[Sample]:
-    """Return the samples of a device kind, timing those that are not on disk."""
+    """Return the samples of a device kind, timing those that are not on disk.
+
+    `compiled`: whether its kernels are there.
+    """
     wanted = cases(
         job.grid,
         device_kind=device.profile_kind,
@@ -202,6 +209,9 @@ def _take(
         padded_to=padded_to(device),
     )
     done = samples.taken(wanted, conditions)
+    if not (device.spec.is_cpu or compiled):
+        absent = [case for case in wanted if case not in done]
+        compile_ahead(_set_up(job, device), absent, gpus_of(device)[0])
     for target, together in groupby(wanted, key=lambda case: case.target):
         missing = []
         for case in together:

@@ -84,6 +84,8 @@ class Subject:
         graph = self.device.type == "cuda" and not asks and not case.launch
         if target.part == "head":
             effort = replace(effort, rest_s=0.0)  # it follows layers at once; they have waited
+        if target.part != "layer" or target.phase is not Phase.PREFILL:
+            effort = replace(effort, sustain_s=0.0)  # bound by memory, whose clock stays
         with torch.inference_mode():
             call = self._call(case, stage, graph=graph)
             return time_call(call, device=self.device, effort=effort, layers=layers, graph=graph)

@@ -19,7 +19,8 @@ from llmpq.profiler.messages import Timing
 
 WARM_UP = 2
 MAX_REPEATS = 1000
-LONG_S = 2e-3
+LONG_S = 4e-4
+"""Calls on a GPU from which its power, and with it its clocks, may be those of load."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +32,7 @@ class Effort:
     rest_s: float = 0.0
     """Pause before every call on a CPU: a stage that has waited starts with cold caches."""
     sustain_s: float = 0.0
-    """Load before a call of `LONG_S` is timed on a GPU, as long prompts make it in a run."""
+    """Load before a call of `LONG_S` is timed on a GPU, as prompts make it in a run."""
 
 
 def time_call(

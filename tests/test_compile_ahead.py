@@ -1,0 +1,85 @@
+"""Compiling ahead calls every precision's cases in a process of its own, hastily."""
+
+import pytest
+
+from llmpq.cost_model import Phase
+from llmpq.precision import Precision
+from llmpq.profiler import compile_ahead as module
+from llmpq.profiler.messages import Case, Ready, SetUp, Target, Timing
+from llmpq.profiler.processes import JobFailedError
+
+pytestmark = pytest.mark.pure
+
+
+class FakeChild:
+    """Answers every case, or fails those of three requests."""
+
+    started: list["FakeChild"] = []
+
+    def __init__(self, set_up: SetUp, *, gpu: int | None) -> None:
+        self.set_up, self.gpu, self.closed = set_up, gpu, False
+        self.cases: list[Case] = []
+        FakeChild.started.append(self)
+
+    def send(self, case: Case) -> None:
+        self.cases.append(case)
+
+    def receive(self, kind: type) -> object:
+        if kind is Ready:
+            return Ready(machine="m", device_name="d")
+        if self.cases[-1].v == 3:
+            raise JobFailedError("no memory")
+        return Timing(seconds=1.0, low_s=1.0, high_s=1.0, repeats=1)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture(autouse=True)
+def _fake(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeChild.started = []
+    monkeypatch.setattr(module, "Child", FakeChild)
+
+
+def cases(*bits: str) -> list[Case]:
+    return [
+        Case(
+            target=Target(
+                device_kind="g",
+                part="layer",
+                phase=Phase.PREFILL,
+                precision=Precision.parse(b),
+                dtype="float16",
+            ),
+            v=v,
+            length=length,
+        )
+        for b in bits
+        for v, length in ((1, 16), (3, 64), (2, 128), (8, 4096))
+    ]
+
+
+def test_every_precision_has_its_process() -> None:
+    module.compile_ahead(SetUp(model="m", cuda=True, sustain_s=0.5), cases("16", "4"), 1)
+    assert len(FakeChild.started) == 2
+    for child in FakeChild.started:
+        assert child.closed and child.gpu == 1
+        assert child.set_up.sustain_s == 0 and child.set_up.min_repeats == 1
+        assert len({case.target.precision for case in child.cases}) == 1
+        assert [case.v for case in child.cases] == [1, 3, 2], "the rest goes on after a failure"
+
+
+def test_one_precision_is_compiled_as_it_is_timed() -> None:
+    module.compile_ahead(SetUp(model="m", cuda=True), cases("4"), 0)
+    module.compile_ahead(SetUp(model="m", cuda=True), [], 0)
+    assert FakeChild.started == []
+
+
+def test_a_dead_process_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(*_: object) -> object:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(FakeChild, "receive", lost)
+    with pytest.raises(BrokenPipeError):
+        module.compile_ahead(SetUp(model="m", cuda=True), cases("16", "4"), 0)
+    assert all(child.closed for child in FakeChild.started)
