@@ -94,7 +94,6 @@ def make_plans(args: argparse.Namespace) -> None:
 def plans_of(path: Path, args: argparse.Namespace) -> Iterator[tuple[str, Plan]]:
     """Yield the baselines' plans and the exact ones held to PipeEdge's quality."""
     from llmpq.planner.arguments import plan_parser
-    from llmpq.planner.methods import solve
     from llmpq.planner.outcome import Infeasible
     from llmpq.planner.pipeline_time import sum_omega
     from llmpq.planner.quality import solve_budget
@@ -112,13 +111,13 @@ def plans_of(path: Path, args: argparse.Namespace) -> Iterator[tuple[str, Plan]]
     budget = None
     for method in METHODS:
         try:
-            outcome = solve(problem, method, time_limit_s=args.time_limit)
+            priced, outcome = solve_baseline(problem, method, args.time_limit)
         except Infeasible as error:
             log.info("%s", error)
             continue
         if method == "pipeedge":
-            budget = sum_omega(problem, outcome.assignment)
-        yield method, checked(problem, best_microbatches(problem, outcome))
+            budget = sum_omega(priced, outcome.assignment)
+        yield method, checked(priced, best_microbatches(priced, outcome))
     if budget is None:
         raise ValueError(f"'{path}': PipeEdge finds no plan, so there is no quality to hold to")
     best = None
@@ -136,6 +135,25 @@ def plans_of(path: Path, args: argparse.Namespace) -> Iterator[tuple[str, Plan]]
             best = plan
     if best is not None:
         yield "exact", best
+
+
+def solve_baseline(problem: Any, method: str, limit_s: float) -> tuple[Any, Any]:
+    """Return a baseline's outcome, and the problem it solves.
+
+    Plans of one precision are sought without room for the workspaces of others.
+    """
+    from llmpq.planner.methods import solve
+    from llmpq.planner.outcome import Infeasible
+
+    if method == "adabits":
+        return problem, solve(problem, method, time_limit_s=limit_s)
+    for choice in sorted(problem.choices, key=lambda p: -p.weight_bits):
+        alone = problem.with_changes(choices=(choice,))
+        try:
+            return alone, solve(alone, method, time_limit_s=limit_s)
+        except Infeasible as error:
+            refused = error
+    raise refused
 
 
 def best_microbatches(problem: Any, outcome: Any) -> Any:
