@@ -95,6 +95,8 @@ class DecodeGraphs:
         self._copied: list[torch.cuda.Event | None] = [None] * RING
         self._next = 0
         self._captured: dict[int, _Captured] = {}
+        # One for all graphs: cuBLAS keeps 32 MiB for every stream it has worked on.
+        self._capturing: torch.cuda.Stream | None = None
         self._logits_BV: Tensor | None = None
         # Routers ask the device how many tokens each expert gets (layers.SparseMLP).
         asks = model.spec.experts > 0
@@ -198,7 +200,8 @@ class DecodeGraphs:
         """
         static = None if hidden_BQh is None else hidden_BQh.clone()
         before = [state.clone() for state in self._state()]
-        stream = torch.cuda.Stream(self._device)
+        stream = self._capturing or torch.cuda.Stream(self._device)
+        self._capturing = stream
         stream.wait_stream(torch.cuda.current_stream(self._device))
         graph = torch.cuda.CUDAGraph()
         try:
