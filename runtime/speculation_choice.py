@@ -43,7 +43,7 @@ def add_speculation_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--gamma", default="auto", metavar="N",
         help=f"tokens drafted per verify, 1..{MAX_GAMMA}, or auto (by --costs; a single GPU times "
-        "itself where there are none)",
+        "its own steps)",
     )  # fmt: skip
     group.add_argument("--costs", metavar="FILE", help="costs.json of llmpq-profile, for auto")
     group.add_argument(
@@ -71,7 +71,7 @@ def choose_speculation(plan: Plan, mode: str | None, gamma: str, costs: str | No
             f"--gamma auto needs a cost model to weigh drafts of {known}: add --costs costs.json "
             f"(llmpq-profile), or give --gamma 1..{MAX_GAMMA}"
         )
-    return Drafts(mode=known, gamma=length, costs=_absolute(costs))
+    return Drafts(mode=known, gamma=length, costs=_costs_to_obey(plan, costs))
 
 
 def times_itself(plan: Plan) -> bool:
@@ -94,7 +94,15 @@ def _automatic(plan: Plan, costs: str | None) -> Drafts:
         return Drafts()
     mode, gamma, speedup = best
     _log.info("speculation: %s, gamma %d to start with, predicted %.2fx", mode, gamma, speedup)
-    return Drafts(mode=mode, costs=_absolute(costs))
+    return Drafts(mode=mode, costs=_costs_to_obey(plan, costs))
+
+
+def _costs_to_obey(plan: Plan, costs: str | None) -> str | None:
+    """Return the cost model that draft lengths follow; None where the engine times its own steps.
+
+    Differences of a few percent decide, which is what cost models err by.
+    """
+    return None if costs is None or times_itself(plan) else str(Path(costs).resolve())
 
 
 def _require_usable(plan: Plan, mode: SpeculationMode) -> None:
@@ -118,8 +126,3 @@ def _parse_gamma(text: str) -> int:
     if not text.isdigit() or not 1 <= int(text) <= MAX_GAMMA:
         raise ValueError(f"--gamma must be 1..{MAX_GAMMA} or auto, got '{text}'")
     return int(text)
-
-
-def _absolute(path: str | None) -> str | None:
-    """Return a path that stages find from any working directory."""
-    return None if path is None else str(Path(path).resolve())

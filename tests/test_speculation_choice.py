@@ -244,6 +244,11 @@ def test_the_command_line_decides(costs, demo_model, make_plan, tmp_path):
     assert choose_speculation(plan, "ngram", "5", None) == Drafts(mode="ngram", gamma=5)
     automatic = choose_speculation(plan, "auto", "auto", str(path))
     assert automatic == Drafts(mode="w4kv4", costs=str(path))
+    data = make_plan(demo_model).model_dump()
+    data["stages"][0]["threads"] = None  # a GPU's: it times its own steps
+    alone = plan.model_validate(data)
+    assert choose_speculation(alone, "auto", "auto", str(path)) == Drafts(mode="w4kv4")
+    assert choose_speculation(alone, "kv4", "auto", str(path)) == Drafts(mode="kv4")
     planned = plan.model_validate(
         plan.model_dump() | {"speculation": {"mode": "ngram", "gamma": 2, "acceptance": 0.4}}
     )
