@@ -168,14 +168,18 @@ def main() -> None:
         type=int,
         help="the context as measured by an earlier plan, where this GPU has other processes now",
     )
+    parser.add_argument("--part", default="0/1", help="I/N: the I-th of N processes that share it")
     parser.add_argument("--rows", type=Path, default=RESULTS)
     parser.add_argument("--commit")
     args = parser.parse_args()
     rng, device = random.Random(args.seed), torch.device("cuda", 0)
     spec = device_specs()[canonical_kind(torch.cuda.get_device_name(0))]
+    part, parts = (int(number) for number in args.part.split("/"))
     errors = []
-    for _ in range(args.plans):
+    for index in range(args.plans):
         drawn = draw(rng)
+        if index % parts != part:
+            continue
         peak, context = measure(drawn, device)
         measured = (peak, args.context_bytes or context)
         errors.append(_one(drawn, measured, spec, args))
