@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import subprocess
+import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +29,14 @@ class Compiled:
     ptx: str
     ttgir: str
     shared_bytes: int
-    sass: Callable[[], str]
+
+    def machine_code(self) -> str:
+        """Return the cubin's listing; Triton's own stops at the first 64 KiB."""
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(self.cubin)
+            file.flush()
+            words = [triton.knobs.nvidia.nvdisasm.path, "-c", file.name]
+            return subprocess.run(words, capture_output=True, text=True, check=True).stdout
 
 
 def compile_kernel(
@@ -57,5 +66,4 @@ def compile_kernel(
         ptx=made.asm["ptx"],
         ttgir=made.asm["ttgir"],
         shared_bytes=made.metadata.shared,
-        sass=lambda: made.asm["sass"],
     )

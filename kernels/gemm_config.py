@@ -51,11 +51,15 @@ class Config:
     scale_w: bool = False
     """tile: scale the operand instead of the accumulator."""
     registers: int | None = None
-    """tile: registers of a thread at most; None leaves it to the launch."""
+    """tile, gluon: registers of a thread at most; None leaves it to the launch."""
     cut: int = 0
     """gluon: last waves of tiles whose K is shared out evenly, the unfinished one first."""
     programs: int = 0
     """gluon: programs at most; 0: one a multiprocessor."""
+    warpgroups: int = 2
+    """gluon: warpgroups of 64 * blocks rows of w: 2 or 3."""
+    asker: bool = False
+    """gluon: a warp of its own asks for x, not the first warpgroup."""
 
     def __post_init__(self) -> None:
         # Triton 3.6 overlaps the next step's operand with wgmma still reading the last one's

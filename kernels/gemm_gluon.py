@@ -1,15 +1,15 @@
 """`gluon_kernel`: y = x w^T for long x on Hopper: wgmma fed from registers, x through a TMA ring.
 
-    two warpgroups, each 64 * BH rows of w:
+    WGS warpgroups (two or three), each 64 * BH rows of w:
         words -> registers -> (code - zero) * scale -> left operand of wgmma, 64 k at a time
         x [BT rows, 128 k] -> TMA -> ring of STAGES in shared memory -> right operand
-    the first one also asks for x: STAGES - 2 k-groups ahead, once both have done with a slot
+    the first one also asks for x: STAGES - 2 k-groups ahead, once all have done with a slot
 
 While the tensor cores multiply 64 k, a warpgroup unpacks the next 64 into other registers and then
 waits for the product before: one is always in flight, and the warpgroups never meet. Programs are
-persistent; an item is a tile of 128 * BH rows of w and BT rows of x, or a share of its K. The next
-item's words and x are on their way during the epilogue. Shares leave float32 sums in a workspace,
-the last to arrive adds them in order: no float atomics.
+persistent; an item is a tile of 64 * WGS * BH rows of w and BT rows of x, or a share of its K. The
+next item's words and x are on their way during the epilogue. Shares leave float32 sums in a
+workspace, the last to arrive adds them in order: no float atomics.
 
 Legend: M rows of x, K in, N out; `blocks` of 16 rows of w, `groups` of 128 k.
 """
@@ -38,6 +38,11 @@ from llmpq.kernels.gemm_gluon_unpack import operand, splat, zero_constants
 _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 _tma_load = getattr(tma, "async_load", tma.async_copy_global_to_shared)
 _tma_store = getattr(tma, "async_store", tma.async_copy_shared_to_global)
+
+# All that two warpgroups alone on a multiprocessor can have. Where there is less (three warpgroups,
+# two programs a multiprocessor) Triton then moves no registers between warps (setmaxnreg): ptxas
+# makes every wgmma synchronous once a warpgroup gives some back below its first share.
+REGISTERS = gl.constexpr(256)
 
 
 @gluon.jit
@@ -96,6 +101,39 @@ def _ask_x(
         )
         k, end = first * (128 // KS), last * (128 // KS)
     return segment, tile_m, k, end, after
+
+
+@gluon.jit
+def _request(
+    common, BT: gl.constexpr, KS: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr,
+    PDL: gl.constexpr,
+):  # fmt: skip
+    """A warp of its own that asks for x."""
+    x_desc, _y, ring, ready, free, _s, _P0, _P1, _S, _Z, _B, _R = common[:12]
+    _p, _a, _M, _N, m_tiles, n_tiles, _blocks, groups, whole, together = common[12:]
+    SLOTS: gl.constexpr = 128 // KS
+    pid, programs = gl.program_id(0), gl.num_programs(0)
+    rest = m_tiles * n_tiles - whole
+    at = _cut(pid, rest, groups)
+    segments = gl.maximum(whole - pid + programs - 1, 0) // programs
+    if SPLIT:
+        end = _cut(pid + 1, rest, groups)
+        if end > at:
+            segments += (end - 1) // groups - at // groups + 1
+    if PDL:
+        gdc_wait()
+    step = 0
+    for segment in range(segments):
+        tile_m, _tile_n, first, last, at, _tile = _segment(
+            segment, at, m_tiles, n_tiles, groups, whole, together
+        )  # fmt: skip
+        for k in range(first * SLOTS, last * SLOTS):
+            if step >= STAGES:
+                mbarrier.wait(free.index(step % STAGES), (step // STAGES - 1) % 2)
+            bar = ready.index(step % STAGES)
+            mbarrier.expect(bar, 2 * BT * KS)
+            _tma_load(x_desc, [tile_m * BT, k * KS], bar, ring.index(step % STAGES))
+            step += 1
 
 
 @gluon.jit
@@ -172,19 +210,22 @@ def _replaced(items, item, at: gl.constexpr):
 
 @gluon.jit
 def _multiply(
-    x_desc, y_desc, ring, ready, free, staging,
-    P0, P1, S, Z, BIAS, RESIDUAL, PARTIAL, ARRIVED, M, N, m_tiles, n_tiles, blocks, groups, whole,
-    together, WG: gl.constexpr, BITS: gl.constexpr, GROUPED: gl.constexpr, SYMMETRIC: gl.constexpr,
-    HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr, SPLIT: gl.constexpr, BH: gl.constexpr,
-    BT: gl.constexpr, KS: gl.constexpr, STAGES: gl.constexpr, FAR: gl.constexpr,
-    LATE: gl.constexpr, PDL: gl.constexpr,
+    common, WG: gl.constexpr, WGS: gl.constexpr, BITS: gl.constexpr, GROUPED: gl.constexpr,
+    SYMMETRIC: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
+    SPLIT: gl.constexpr, BH: gl.constexpr, BT: gl.constexpr, KS: gl.constexpr,
+    STAGES: gl.constexpr, FAR: gl.constexpr, LATE: gl.constexpr, PDL: gl.constexpr,
+    ASKER: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: 64 * BH rows of w of every tile."""
+    x_desc, y_desc, ring, ready, free, staging, P0, P1, S, Z, BIAS, RESIDUAL = common[:12]
+    PARTIAL, ARRIVED, M, N, m_tiles, n_tiles, blocks, groups, whole, together = common[12:]
     DT: gl.constexpr = x_desc.dtype
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BT, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     SLOTS: gl.constexpr = 128 // KS  # of a k-group
     CHUNKS: gl.constexpr = 2 * BH // SLOTS  # of a slot
+    HIGH: gl.constexpr = 4 * WGS * BH  # 16-row blocks of a tile
+    ASKS: gl.constexpr = WG == 0 and not ASKER
     pid, programs = gl.program_id(0), gl.num_programs(0)
     rest = m_tiles * n_tiles - whole
     at = _cut(pid, rest, groups)
@@ -199,12 +240,12 @@ def _multiply(
     if PDL:
         gdc_launch_dependents()
     ahead = load_first(
-        P0, P1, S, Z, tile_n * (8 * BH), blocks, groups, first, last,
+        P0, P1, S, Z, tile_n * HIGH, blocks, groups, first, last,
         WG, BH, BITS, GROUPED, SYMMETRIC, FAR,
     )  # fmt: skip
     if PDL:  # words are nobody's output; everything else may be
         gdc_wait()
-    if WG == 0:  # the next x to ask for
+    if ASKS:  # the next x to ask for
         x = (0, tile_m, first * SLOTS, last * SLOTS, at)
         for slot in gl.static_range(STAGES - 2):
             x = _ask_x(
@@ -213,7 +254,7 @@ def _multiply(
             )  # fmt: skip
     step = 0
     for segment in range(segments):
-        block = tile_n * (8 * BH)
+        block = tile_n * HIGH
         acc = ()
         for _bh in gl.static_range(BH):
             acc = acc + (warpgroup_mma_init(gl.zeros([64, BT], gl.float32, layout=ACC)),)
@@ -231,7 +272,7 @@ def _multiply(
                 )  # fmt: skip
             for c in gl.static_range(2 * BH):
                 if c % CHUNKS == 0:
-                    if WG == 0 and not LATE:
+                    if ASKS and not LATE:
                         if step >= 2:
                             mbarrier.wait(free.index((step - 2) % STAGES), (step - 2) // STAGES % 2)
                         x = _ask_x(
@@ -257,7 +298,7 @@ def _multiply(
                 before = a
                 acc = _replaced(acc, made, _rows_of(c, BH, KS))
                 if c % CHUNKS == 0:
-                    if WG == 0 and LATE:
+                    if ASKS and LATE:
                         if step >= 2:
                             mbarrier.wait(free.index((step - 2) % STAGES), (step - 2) // STAGES % 2)
                         x = _ask_x(
@@ -276,7 +317,7 @@ def _multiply(
             gl.minimum(segment + 1, segments - 1), at, m_tiles, n_tiles, groups, whole, together
         )
         ahead = load_first(
-            P0, P1, S, Z, tile_n * (8 * BH), blocks, groups, first, last,
+            P0, P1, S, Z, tile_n * HIGH, blocks, groups, first, last,
             WG, BH, BITS, GROUPED, SYMMETRIC, FAR,
         )  # fmt: skip
         tma.store_wait(0)
@@ -286,7 +327,7 @@ def _multiply(
             if SPLIT:
                 if shared >= 0:
                     sums, last_one = _add_shares(
-                        sums, PARTIAL, ARRIVED, shared, rest, groups, WG * BH + bh, 2 * BH, BT
+                        sums, PARTIAL, ARRIVED, shared, rest, groups, WG * BH + bh, WGS * BH, BT
                     )
             if last_one:
                 _store(
@@ -306,37 +347,63 @@ def gluon_kernel(
     BITS: gl.constexpr, GROUPED: gl.constexpr, SYMMETRIC: gl.constexpr,
     HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr, SPLIT: gl.constexpr,
     BH: gl.constexpr, BT: gl.constexpr, KS: gl.constexpr, STAGES: gl.constexpr,
-    FAR: gl.constexpr, LATE: gl.constexpr, PDL: gl.constexpr,
+    FAR: gl.constexpr, LATE: gl.constexpr, PDL: gl.constexpr, WGS: gl.constexpr,
+    ASKER: gl.constexpr,
 ):  # fmt: skip
-    """y = x w^T over a persistent one-dimensional grid of 4 + 4 warps.
+    """y = x w^T over a persistent one-dimensional grid of WGS times 4 warps.
 
     Descriptors: x [M, K] in boxes of [BT, KS], y [M, 16 * blocks] in boxes of [BT, 64].
     """
     ring = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BT, KS], x_desc.layout)
-    staging = gl.allocate_shared_memory(y_desc.dtype, [2 * BH, BT, 64], y_desc.layout)
+    staging = gl.allocate_shared_memory(y_desc.dtype, [WGS * BH, BT, 64], y_desc.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(STAGES):
         mbarrier.init(ready.index(slot), count=1)
-        mbarrier.init(free.index(slot), count=2)
+        mbarrier.init(free.index(slot), count=WGS)
     fence_async_shared()
     W0: gl.constexpr = 0
     W1: gl.constexpr = 1
-    gl.warp_specialize(
-        [
-            (_multiply, (
-                x_desc, y_desc, ring, ready, free, staging, P0, P1, S, Z, BIAS, RESIDUAL,
-                PARTIAL, ARRIVED, M, N, m_tiles, n_tiles, blocks, groups, whole, together, W0,
-                BITS, GROUPED, SYMMETRIC, HAS_BIAS, HAS_RESIDUAL, SPLIT, BH, BT, KS, STAGES,
-                FAR, LATE, PDL,
-            )),
-            (_multiply, (
-                x_desc, y_desc, ring, ready, free, staging, P0, P1, S, Z, BIAS, RESIDUAL,
-                PARTIAL, ARRIVED, M, N, m_tiles, n_tiles, blocks, groups, whole, together, W1,
-                BITS, GROUPED, SYMMETRIC, HAS_BIAS, HAS_RESIDUAL, SPLIT, BH, BT, KS, STAGES,
-                FAR, LATE, PDL,
-            )),
-        ],
-        [4],
-        [256],
+    W2: gl.constexpr = 2
+    common = (
+        x_desc, y_desc, ring, ready, free, staging, P0, P1, S, Z, BIAS, RESIDUAL,
+        PARTIAL, ARRIVED, M, N, m_tiles, n_tiles, blocks, groups, whole, together,
     )  # fmt: skip
+    if ASKER:
+        gl.warp_specialize([
+            (_multiply, (common,
+                W0, WGS, BITS, GROUPED, SYMMETRIC, HAS_BIAS, HAS_RESIDUAL, SPLIT,
+                BH, BT, KS, STAGES, FAR, LATE, PDL, ASKER,
+            )),
+            (_multiply, (common,
+                W1, WGS, BITS, GROUPED, SYMMETRIC, HAS_BIAS, HAS_RESIDUAL, SPLIT,
+                BH, BT, KS, STAGES, FAR, LATE, PDL, ASKER,
+            )),
+            (_request, (common, BT, KS, STAGES, SPLIT, PDL)),
+        ], [4, 1], [REGISTERS.value, REGISTERS.value])  # fmt: skip
+    elif WGS == 2:
+        gl.warp_specialize([
+            (_multiply, (common,
+                W0, WGS, BITS, GROUPED, SYMMETRIC, HAS_BIAS, HAS_RESIDUAL, SPLIT,
+                BH, BT, KS, STAGES, FAR, LATE, PDL, ASKER,
+            )),
+            (_multiply, (common,
+                W1, WGS, BITS, GROUPED, SYMMETRIC, HAS_BIAS, HAS_RESIDUAL, SPLIT,
+                BH, BT, KS, STAGES, FAR, LATE, PDL, ASKER,
+            )),
+        ], [4], [REGISTERS.value])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (_multiply, (common,
+                W0, WGS, BITS, GROUPED, SYMMETRIC, HAS_BIAS, HAS_RESIDUAL, SPLIT,
+                BH, BT, KS, STAGES, FAR, LATE, PDL, ASKER,
+            )),
+            (_multiply, (common,
+                W1, WGS, BITS, GROUPED, SYMMETRIC, HAS_BIAS, HAS_RESIDUAL, SPLIT,
+                BH, BT, KS, STAGES, FAR, LATE, PDL, ASKER,
+            )),
+            (_multiply, (common,
+                W2, WGS, BITS, GROUPED, SYMMETRIC, HAS_BIAS, HAS_RESIDUAL, SPLIT,
+                BH, BT, KS, STAGES, FAR, LATE, PDL, ASKER,
+            )),
+        ], [4, 4], [REGISTERS.value] * 2)  # fmt: skip

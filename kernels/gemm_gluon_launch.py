@@ -15,7 +15,7 @@ from torch import Tensor
 
 from llmpq.kernels.formats import BLOCK_ROWS
 from llmpq.kernels.gemm_config import Config
-from llmpq.kernels.gemm_gluon_plan import schedule, slot_columns
+from llmpq.kernels.gemm_gluon_plan import schedule, slot_columns, tile_rows
 from llmpq.kernels.qweight import QuantizedWeight
 
 _TOGETHER_BYTES = 16 << 20
@@ -52,10 +52,12 @@ def launch(
     (m, k), bt, columns = x_MK.shape, config.bm, slot_columns(config)
     planes, scale, zero = q.block_words()
     blocks, groups = q.out_features // BLOCK_ROWS, triton.cdiv(k, 128)
-    m_tiles, n_tiles = triton.cdiv(m, bt), triton.cdiv(blocks, 8 * config.blocks)
+    m_tiles = triton.cdiv(m, bt)
+    n_tiles = triton.cdiv(blocks * BLOCK_ROWS, tile_rows(config))
     tiles = m_tiles * n_tiles
     programs, whole = schedule(config, tiles, groups, _multiprocessors(x_MK.device))
-    shares = 2 * programs * 128 * config.blocks * bt if whole < tiles else 1
+    shares = 2 * programs * tile_rows(config) * bt if whole < tiles else 1
+    arrivals = (tiles - whole) * tile_rows(config) // 64
     layout = gl.NVMMASharedLayout(128, 16, 2)
     rows = blocks * BLOCK_ROWS
     gluon_kernel[(programs,)](
@@ -68,7 +70,7 @@ def launch(
         x_MK if bias is None else bias,
         x_MK if residual_MN is None else residual_MN,
         x_MK.new_empty(shares, dtype=torch.float32),
-        counters(x_MK.device, (tiles - whole) * 2 * config.blocks) if whole < tiles else scale,
+        counters(x_MK.device, arrivals) if arrivals else scale,
         m,
         q.out_features,
         m_tiles,
@@ -83,6 +85,7 @@ def launch(
         PDL=pdl,
         **_constants(config, q),
         num_warps=4,
+        maxnreg=config.registers,
         launch_pdl=pdl,
     )
 
@@ -99,6 +102,8 @@ def _constants(config: Config, q: QuantizedWeight) -> dict[str, int | bool]:
         "STAGES": config.stages,
         "FAR": _FAR,
         "LATE": _late(config),
+        "WGS": config.warpgroups,
+        "ASKER": config.asker,
     }
 
 

@@ -28,12 +28,17 @@ def slot_columns(config: Config) -> int:
 def shared_bytes(config: Config) -> int:
     """Return a program's shared memory: the ring of x, what y is staged in, barriers."""
     ring = config.stages * config.bm * slot_columns(config) * 2
-    return ring + 2 * config.blocks * config.bm * 64 * 2 + 16 * config.stages + 256
+    return ring + tile_rows(config) * config.bm * 2 + 16 * config.stages + 256
+
+
+def tile_rows(config: Config) -> int:
+    """Rows of w of a tile."""
+    return 64 * config.warpgroups * config.blocks
 
 
 def tiles_of(config: Config, n: int, rows: int) -> int:
-    """Tiles of 128 * blocks rows of w and bm rows of x."""
-    return -(-rows // config.bm) * -(-n // (128 * config.blocks))
+    """Tiles of `tile_rows` rows of w and bm rows of x."""
+    return -(-rows // config.bm) * -(-n // tile_rows(config))
 
 
 def schedule(config: Config, tiles: int, groups: int, multiprocessors: int) -> tuple[int, int]:

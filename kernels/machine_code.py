@@ -14,21 +14,23 @@ Instruction = tuple[str, str]
 
 
 def product_loops(code: str) -> list[list[Instruction]]:
-    """Return the bodies of the innermost loops around wgmma."""
+    """Return the bodies of the innermost loops around wgmma in nvdisasm's listing."""
     listing: list[Instruction] = []
     labels: dict[str, int] = {}
     loops = []
     for line in code.splitlines():
-        if line.endswith(":"):
-            labels[line[:-1]] = len(listing)
-        elif "\t" in line:  # scheduling, a tab, perhaps a predicate, the instruction
-            text = re.sub(r"^@!?U?P\d+ ", "", line.split("\t")[1].rstrip(";"))
-            name, _, operands = text.partition(" ")
-            listing.append((name, operands))
-            body = listing[labels.get(operands, len(listing)) : -1] if name == "BRA" else []
-            names = " ".join(op for op, _ in body)
-            if "HGMMA" in names and "UTMASTG" not in names:
-                loops.append(body)
+        label = re.match(r"\s*(\.L\w+):", line)
+        instruction = re.match(r"\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\d+ +)?([^ ;]+) *([^;]*?) *;", line)
+        if label:
+            labels[label[1]] = len(listing)
+        elif instruction:
+            listing.append((instruction[1], instruction[2]))
+            target = re.search(r"\.L\w+", instruction[2])
+            if instruction[1].startswith("BRA") and target and target[0] in labels:
+                body = listing[labels[target[0]] : -1]
+                names = " ".join(name for name, _ in body)
+                if "HGMMA" in names and "UTMASTG" not in names:
+                    loops.append(body)
     return loops
 
 

@@ -79,7 +79,8 @@ def test_products_in_flight_keep_their_operands(bits, dtype, symmetric, grouped,
     """Sums that wgmma carries from step to step itself are pipelined wrongly (H200: error 23)."""
     constants = _constants(bits, symmetric, 90) | {"GROUPED": grouped, "SCALE_W": False}
     constants |= {"BH": 1, "WM": 8, "BM": bm, "D": 2 if stages == 1 else 1, "STAGES": stages}
-    code = _compile(tile_kernel, 90, dtype, constants, num_warps=8, num_stages=stages).sass()
+    made = _compile(tile_kernel, 90, dtype, constants, num_warps=8, num_stages=stages)
+    code = made.machine_code()
     assert product_loops(code) and overwritten(code) == []
     # The same loop, but with a product left in flight at its end.
     assert overwritten(code.replace("gsb0, 0x0", "gsb0, 0x1"))

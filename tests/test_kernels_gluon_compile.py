@@ -3,8 +3,6 @@
 No interpreter runs Gluon: `llmpq.kernels check gemm` compares it with its twin on a GPU.
 """
 
-import re
-
 import pytest
 import torch
 from triton.experimental.gluon import language as gl
@@ -24,8 +22,12 @@ from llmpq.kernels.gemm_gluon_plan import (
     slot_columns,
     suits,
 )
+from llmpq.kernels.machine_code import overwritten, product_loops
 
 pytestmark = pytest.mark.compile
+
+BROAD = Config(kernel="gluon", bm=128, stages=5, warpgroups=3)
+ASKER = Config(kernel="gluon", bm=128, stages=6, asker=True)
 
 
 def _compile(config, bits, dtype, symmetric, split, **options):
@@ -51,6 +53,8 @@ def _compile(config, bits, dtype, symmetric, split, **options):
         "FAR": 4,
         "LATE": config.blocks == 1,
         "PDL": True,
+        "WGS": config.warpgroups,
+        "ASKER": config.asker,
     }
     return compile_kernel(
         gluon_kernel,
@@ -58,52 +62,8 @@ def _compile(config, bits, dtype, symmetric, split, **options):
         types | dict.fromkeys(sizes, "i32"),
         constants,
         aligned=aligned,
-        options={"num_warps": 4} | options,
+        options={"num_warps": 4, "maxnreg": config.registers} | options,
     )
-
-
-def _main_loops(code):
-    """The bodies of the two warpgroups' innermost loops around wgmma, as (operation, operands)."""
-    listing, labels, loops = [], {}, []
-    for line in code.splitlines():
-        if line.endswith(":"):
-            labels[line[:-1]] = len(listing)
-        elif "\t" in line:  # scheduling, a tab, perhaps a predicate, the instruction
-            text = re.sub(r"^@!?U?P\d+ ", "", line.split("\t")[1].rstrip(";"))
-            name, _, operands = text.partition(" ")
-            listing.append((name, operands))
-            body = listing[labels.get(operands, len(listing)) : -1] if name == "BRA" else []
-            names = " ".join(op for op, _ in body)
-            if "HGMMA" in names and "UTMASTG" not in names:
-                loops.append(body)
-    return loops
-
-
-def _overwritten(code):
-    """Instructions of the main loops that write a register which wgmma in flight still reads.
-
-    ptxas forgets such registers at the end of a loop if a wait leaves two products in flight
-    (Triton 3.6 and 3.9: sums wrong by 10^3).
-    """
-    found = []
-    for body in _main_loops(code):
-        flight, current = [], set()
-        for name, operands in body * 3:
-            registers = [int(r) for r in re.findall(r"\bR(\d+)\b", operands)]
-            if name.startswith("HGMMA"):
-                current |= set(range(registers[1], registers[1] + 4))
-                if "gsb0" in operands:
-                    flight.append(current)
-                    current = set()
-            elif name == "WARPGROUP.DEPBAR.LE":
-                left = int(operands.split(",")[1], 16)
-                flight = flight[len(flight) - left :] if left else []
-            elif operands.startswith("R") and registers:
-                width = 4 if ".128" in name else 2 if ".64" in name or "WIDE" in name else 1
-                wrote = set(range(registers[0], registers[0] + width))
-                if wrote & current.union(*flight):
-                    found.append(f"{name} {operands}")
-    return found
 
 
 @pytest.mark.parametrize(
@@ -114,26 +74,32 @@ def _overwritten(code):
         (SMALL, 4, "bf16", False, True),
         (WIDE, 3, "bf16", False, False),
         (WIDE, 8, "fp16", False, True),
+        (BROAD, 4, "fp16", True, True),
+        (ASKER, 4, "bf16", False, True),
     ],
 )
 def test_every_form_compiles_and_a_product_stays_in_flight(config, bits, dtype, symmetric, split):
-    """ptxas turns every wgmma into a synchronous one when it fails to follow its registers."""
+    """ptxas turns every wgmma into a synchronous one when it fails to follow its registers.
+
+    It forgets them at the end of a loop if a wait leaves two products in flight (Triton 3.6, 3.9).
+    """
     made = _compile(config, bits, dtype, symmetric, split)
     assert made.cubin and made.shared_bytes <= min(SHARED_BYTES, shared_bytes(config))
-    code = made.sass()
+    code = made.machine_code()
     products, waits = code.count("HGMMA"), code.count("WARPGROUP.DEPBAR")
-    # Two warpgroups; a wait for each 64 k of 64 rows, that is for four products, and a last one.
-    assert products == 2 * 2 * config.blocks * 4
-    assert waits == products // 4 + 2
-    loops = _main_loops(code)
-    assert len(loops) == 2 and not any(op.startswith("STL") for op, _ in loops[0] + loops[1])
-    assert _overwritten(code) == []
+    # Each warpgroup: a wait for each 64 k of 64 rows, that is for four products, and a last one.
+    assert products == config.warpgroups * 2 * config.blocks * 4
+    assert waits == products // 4 + config.warpgroups
+    loops = product_loops(code)
+    assert len(loops) == config.warpgroups
+    assert not any(op.startswith("STL") for loop in loops for op, _ in loop)
+    assert overwritten(code) == []
     # The loops as they are, but with one more product in flight than the code allows for.
-    assert _overwritten(code.replace("gsb0, 0x1", "gsb0, 0x2"))
+    assert overwritten(code.replace("gsb0, 0x1", "gsb0, 0x2"))
 
 
 def test_too_few_registers_would_be_noticed():
-    code = _compile(TALL, 4, "fp16", True, False, maxnreg=128).sass()
+    code = _compile(TALL, 4, "fp16", True, False, maxnreg=128).machine_code()
     assert "STL" in code and code.count("WARPGROUP.DEPBAR") > code.count("HGMMA") // 4 + 2
 
 
