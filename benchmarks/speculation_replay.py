@@ -43,17 +43,17 @@ class Replayed:
     """A verdict for dummy weights: each draft that is judged is kept with probability `rate`.
 
     One number u a round and slot decides: the drafts before the first with u >= rate ** place are
-    kept. The numbers of a slot are a van der Corput sequence from a random start, which covers
-    [0, 1) evenly over any few rounds: runs of 20 rounds meet the rate within a percent or two.
+    kept. A round's numbers are evenly spaced over the slots, in random order, and shifted from
+    round to round by a van der Corput sequence: any few rounds meet the rate within a percent.
     """
 
     def __init__(self, slots: int, device: torch.device, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        order_RS = torch.rand((ROUNDS, slots), generator=generator).argsort(dim=1)
         bits = ROUNDS.bit_length() - 1
         reversed_R = torch.tensor([int(f"{r:0{bits}b}"[::-1], 2) for r in range(ROUNDS)])
-        generator = torch.Generator().manual_seed(seed)
-        shift_S = torch.rand(slots, generator=generator, dtype=torch.float64)
-        numbers_RS = (((reversed_R + 0.5) / ROUNDS)[:, None] + shift_S) % 1.0
-        self._numbers_RS = numbers_RS.to(device)
+        shift_R = (reversed_R.double() + 0.5) / ROUNDS
+        self._numbers_RS = ((order_RS + shift_R[:, None]) / slots).to(device)
         self._round = torch.zeros(1, dtype=torch.long, device=device)
         self.rate = torch.ones(1, dtype=torch.float64, device=device)
 
