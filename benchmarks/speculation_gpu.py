@@ -42,6 +42,8 @@ class Cell:
     times: Times
     plain: Sequence[float]
     acceptance: float
+    fully: bool
+    """Several lengths and the automatic choice; else the best length alone."""
     case: dict[str, object]
 
     @property
@@ -57,8 +59,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--modes", nargs="+", default=["w4kv4"], help="how drafts are made")
     parser.add_argument("--kv", default="kv16", help="the target's cache")
     parser.add_argument("--atom", action="store_true", help="w4a16: Atom's weights, for QSpec's A4")
-    parser.add_argument("--lengths", type=int, default=2, help="fixed lengths measured")
-    parser.add_argument("--auto", action="store_true", help="measure the automatic choice, too")
+    parser.add_argument(
+        "--lengths", type=int, default=2, help="fixed lengths at the first acceptance"
+    )
+    parser.add_argument("--auto", action="store_true", help="the automatic choice there, too")
     parser.add_argument("--seconds", type=float, help="begin nothing after so long")
     parser.add_argument("--layers", type=int, help="as many only, to compile kernels; no result")
     return parser.parse_args()
@@ -104,7 +108,14 @@ def cells(
                 "weights": "dummy, acceptance replayed",
             }
             rate = measured_acceptance(mode, target.name.split()[0]) if own else float(name)
-            yield Cell(bed=bed, times=times, plain=samples, acceptance=rate, case=case)
+            yield Cell(
+                bed=bed,
+                times=times,
+                plain=samples,
+                acceptance=rate,
+                fully=name == args.acceptance[0],
+                case=case,
+            )
 
 
 def measure_cell(args: argparse.Namespace, cell: Cell) -> None:
@@ -112,7 +123,7 @@ def measure_cell(args: argparse.Namespace, cell: Cell) -> None:
     bed, times, base, acceptance = cell.bed, cell.times, cell.base, cell.acceptance
     assert bed.mode is not None
     fixed: dict[int, float] = {0: base}
-    for gamma in args.gammas or times.best(acceptance, args.lengths):
+    for gamma in args.gammas or times.best(acceptance, args.lengths if cell.fully else 1):
         drafter = Guesser(bed.mode, gamma)
         tokens = expected_tokens(acceptance, gamma)
         samples = bed.rate(drafter, times.context, acceptance, tokens)
@@ -128,7 +139,7 @@ def measure_cell(args: argparse.Namespace, cell: Cell) -> None:
             f"tok/s (step {times.plain_s * 1e3:.2f} ms, loop {bed.batch / base * 1e3:.2f})",
             flush=True,
         )
-    if args.auto:
+    if args.auto and cell.fully:
         measure_auto(args, cell, fixed)
 
 

@@ -186,7 +186,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--grid", type=batch_and_contexts, nargs="*", default=GRID, metavar="BATCH:CONTEXT,..."
     )
-    parser.add_argument("--acceptance", nargs="*", default=["measured", "0.9"])
+    parser.add_argument("--acceptance", nargs="*", default=["0.9", "measured"])
     parser.add_argument("--gammas", type=int, nargs="*", help="lengths; default: the best few")
     parser.add_argument("--rows", required=True, help="result file to append to")
     parser.add_argument("--commit", help="commit a row names, where git cannot tell")
