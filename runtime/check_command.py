@@ -24,8 +24,9 @@ from llmpq.cluster import Cluster
 from llmpq.errors import DeadlineError, ExitCode
 from llmpq.plan import Plan
 from llmpq.runtime.pipeline import Deadlines
-from llmpq.runtime.placement import LOCAL_HOST, is_cpu, ray_cluster, reserve
+from llmpq.runtime.placement import ray_cluster, reserve
 from llmpq.runtime.run_command import load_plan
+from llmpq.runtime.stage_host import LOCAL_HOST, is_cpu
 from llmpq.runtime.stage_probe import StageProbe
 from llmpq.units import format_size
 

@@ -29,10 +29,11 @@ from llmpq.cluster import Cluster
 from llmpq.errors import DeadlineError, LlmpqError
 from llmpq.plan import Plan
 from llmpq.runtime.failures import GRACE_S, is_consequence, lost_stage
-from llmpq.runtime.placement import LOCAL_HOST, is_cpu, ray_cluster, reserve
+from llmpq.runtime.placement import ray_cluster, reserve
 from llmpq.runtime.request import Request
 from llmpq.runtime.stage_actor import StageActor, StageSettings, write_request
 from llmpq.runtime.stage_compute import LoadReport
+from llmpq.runtime.stage_host import LOCAL_HOST, is_cpu
 from llmpq.runtime.stage_loop import Finished, Progress
 from llmpq.runtime.trace import StageRecord
 

@@ -17,11 +17,10 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from llmpq.cluster import Cluster
-from llmpq.device_spec import device_specs
 from llmpq.errors import StageLostError
 from llmpq.plan import Plan, StagePlan
+from llmpq.runtime.stage_host import LOCAL_HOST, is_cpu
 
-LOCAL_HOST = "127.0.0.1"
 _PROBE_S = 5.0
 """How long a Ray address may take to accept a connection."""
 _CPU_SHARE = 0.001
@@ -93,12 +92,6 @@ def bundle_of(stage: StagePlan) -> dict[str, float]:
     return {"GPU": 1, "CPU": _CPU_SHARE}
 
 
-def is_cpu(stage: StagePlan) -> bool:
-    """Whether a stage runs on the host's cores."""
-    spec = device_specs().get(stage.kind)
-    return stage.threads is not None or (spec is not None and spec.is_cpu)
-
-
 def reserve(plan: Plan, cluster: Cluster | None, *, timeout_s: float) -> PlacementGroup:
     """Reserve one bundle per stage, in stage order; `StageLostError` names what is missing."""
     bundles = [bundle_of(stage) for stage in plan.stages]
@@ -159,26 +152,3 @@ def _offered() -> str:
     return "; ".join(
         f"{name}: {free.get(name, 0):g} free of {total.get(name, 0):g}" for name in ("CPU", "GPU")
     )
-
-
-def listening_socket(host: str, port: int) -> socket.socket:
-    """Bind a listening socket on this host only; port 0 lets the system choose."""
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        raise StageLostError(
-            f"cannot listen on {host}:{port} ({error.strerror}); choose another --master_port"
-        ) from None
-    listener.listen()
-    return listener
-
-
-def loopback_interface() -> str:
-    """Return the name of the loopback network interface."""
-    for _, name in socket.if_nameindex():
-        if name.startswith("lo"):
-            return name
-    return "lo"

@@ -17,9 +17,9 @@ from typing import Any, Self
 
 from llmpq.errors import DeadlineError, StageLostError
 from llmpq.plan import Plan
-from llmpq.runtime.placement import LOCAL_HOST
 from llmpq.runtime.request import Request
 from llmpq.runtime.stage_actor import StageSettings, write_request
+from llmpq.runtime.stage_host import LOCAL_HOST
 from llmpq.runtime.stage_loop import Finished
 from llmpq.runtime.trace import StageRecord
 

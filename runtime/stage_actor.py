@@ -37,13 +37,13 @@ from llmpq.runtime.emulate import Emulation
 from llmpq.runtime.kept_layers import KeptLayers
 from llmpq.runtime.loader import CheckpointSource, RandomSource, TensorSource
 from llmpq.runtime.peer_links import Room
-from llmpq.runtime.placement import is_cpu, listening_socket, loopback_interface
 from llmpq.runtime.quantized_checkpoint import open_checkpoint
 from llmpq.runtime.request import Request
 from llmpq.runtime.sampling_params import SamplingParams
 from llmpq.runtime.scheduler import Limits, Scheduler, max_ahead
 from llmpq.runtime.speculate import AutoDrafter, FixedDrafter, speculation_report
 from llmpq.runtime.stage_compute import StageCompute, build_stage
+from llmpq.runtime.stage_host import is_cpu, listening_socket, loopback_interface
 from llmpq.runtime.stage_loop import FirstStage, Mailbox, run_following_stage
 from llmpq.runtime.stage_model import DTYPES
 from llmpq.runtime.stop_texts import StopTexts

@@ -23,8 +23,8 @@ from llmpq.device_spec import canonical_kind
 from llmpq.model_spec import ModelSpec
 from llmpq.runtime.device_links import connect_devices
 from llmpq.runtime.peer_links import Room
-from llmpq.runtime.placement import listening_socket, loopback_interface
 from llmpq.runtime.quantized_checkpoint import open_checkpoint
+from llmpq.runtime.stage_host import listening_socket, loopback_interface
 from llmpq.runtime.transport import join_gloo
 
 PACKAGES = ("llmpq", "torch", "triton", "ray", "safetensors", "transformers")

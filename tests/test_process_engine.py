@@ -1,5 +1,8 @@
 """Stages as plain processes: the tokens of one process; a stage that fails is named."""
 
+import subprocess
+import sys
+
 import pytest
 
 from llmpq.errors import StageLostError
@@ -32,3 +35,9 @@ def test_a_stage_that_cannot_load_is_named(tiny_models, make_plan, tmp_path):
         pytest.raises(StageLostError, match="stage CPU-0: .*config.json"),
     ):
         engine.start()
+
+
+def test_processes_and_threads_need_no_ray():
+    code = "import sys; sys.modules['ray'] = None; import llmpq.runtime.{0}, llmpq.runtime.{1}"
+    code = code.format("stage_process", "thread_engine")
+    subprocess.run([sys.executable, "-c", code], check=True)
