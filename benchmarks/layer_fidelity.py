@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -77,11 +78,11 @@ def main() -> None:
         return
     for device in devices_here(Cluster.load(args.cluster), args.device):
         drawn = draw(costs, device, args.workloads, args.max_tokens, args.seed)
-        samples = time_all(args.model, device, drawn, args.seconds)
-        if args.record is not None:
-            with SampleLog(args.record) as kept:
-                for sample in samples:
-                    kept.append(sample)
+        samples = []
+        with SampleLog(args.record or os.devnull) as kept:
+            for sample in time_all(args.model, device, drawn, args.seconds):
+                kept.append(sample)
+                samples.append(sample)
         report(args, device.profile_kind, compare(costs, samples))
 
 
@@ -160,7 +161,7 @@ def _draw_one(rng: random.Random, entry: LatencyEntry, max_tokens: int) -> Case:
             return Case(target=target, v=v, length=length)
 
 
-def time_all(model: str, device: Device, drawn: Sequence[Case], seconds: float) -> list[Sample]:
+def time_all(model: str, device: Device, drawn: Sequence[Case], seconds: float) -> Iterator[Sample]:
     """Time the workloads in a process that has the device."""
     set_up = set_up_for(
         device, model, sampling=Sampling(), rest_s=0.0, seconds_per_case=seconds, min_repeats=3
@@ -173,7 +174,8 @@ def time_all(model: str, device: Device, drawn: Sequence[Case], seconds: float) 
             copies=1,
             padded_to=padded_to(device),
         )
-        return [Sample(conditions=conditions, case=case, timing=group.time(case)) for case in drawn]
+        for case in drawn:
+            yield Sample(conditions=conditions, case=case, timing=group.time(case))
 
 
 def report(args: argparse.Namespace, kind: str, compared: Sequence[Compared]) -> None:
