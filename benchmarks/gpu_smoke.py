@@ -185,7 +185,15 @@ def _serve(
 ) -> tuple[list[list[int]], float | None]:
     """Return the tokens, and the share of judged drafts that were accepted."""
     workload = Workload(batch=6, prompt_len=128, gen_len=max_new, dtype=dtype, kv=kv)
-    plan = hand_plan(spec, workload, precision=precision, prefill_microbatch=3, decode_microbatch=6)
+    stages = 1 if isinstance(device, str) else len(device)
+    plan = hand_plan(
+        spec,
+        workload,
+        precision=precision,
+        splits=[spec.num_layers * i // stages for i in range(1, stages)],
+        prefill_microbatch=3,
+        decode_microbatch=6 // stages,
+    )
     source = open_checkpoint(DEMO, spec)
     engine = ThreadEngine(plan, spec, source, device=device, graphs=graphs, speculate=mode)
     requests = [Request(id=i, prompt=tuple(p), max_new=max_new) for i, p in enumerate(prompts)]
