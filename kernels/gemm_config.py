@@ -66,6 +66,11 @@ class Config:
         # registers when a pipelined loop feeds it from arithmetic: wrong sums (H200).
         if self.scale_w and self.stages > 1:
             raise ValueError("scale_w needs stages = 1: pipelined loops of it compute wrong sums")
+        if self.asker and (self.warpgroups != 2 or self.blocks * self.bm > 128):
+            raise ValueError(
+                f"asker: got {self.warpgroups} warpgroups with tiles of {self.blocks} x {self.bm}, "
+                "expected 2 and at most 128: with its warp, a thread has 168 registers"
+            )
 
 
 DENSE = Config(kernel="dense")

@@ -11,12 +11,13 @@ SHARED_BYTES = 232_448
 
 WIDE = Config(kernel="gluon", bm=256, stages=5)
 TALL = Config(kernel="gluon", blocks=2, bm=128, stages=5)
+BROAD = Config(kernel="gluon", bm=128, stages=5, warpgroups=3)
 SMALL = Config(kernel="gluon", bm=128, stages=6)
 
 _LEAST_GROUPS = 2  # of a program where K is shared out
 
 # us of a k-group of one program and of adding up the shares of cut tiles (H200, 4 bits).
-_GROUP_US = {WIDE: 1.2, TALL: 1.25, SMALL: 0.7}
+_GROUP_US = {WIDE: 1.2, TALL: 1.25, BROAD: 1.08, SMALL: 0.7}
 _SHARES_US = 8.0
 
 
@@ -74,5 +75,5 @@ def prefill_config(bits: int, n: int, k: int, rows: int, *, multiprocessors: int
         steps = -(-whole // programs) * groups + -(-(tiles - whole) * groups // programs)
         return steps * _GROUP_US[base] + (_SHARES_US if whole < tiles else 0)
 
-    bases = [c for c in (WIDE, TALL, SMALL) if suits(c, bits)]
+    bases = [c for c in (WIDE, TALL, BROAD, SMALL) if suits(c, bits)]
     return min((replace(c, cut=cut) for c in bases for cut in (0, 1, 2)), key=expected_us)

@@ -12,6 +12,7 @@ from llmpq.kernels.gemm_config import Config
 from llmpq.kernels.gemm_gluon import gluon_kernel
 from llmpq.kernels.gemm_gluon_launch import fits
 from llmpq.kernels.gemm_gluon_plan import (
+    BROAD,
     SHARED_BYTES,
     SMALL,
     TALL,
@@ -26,7 +27,6 @@ from llmpq.kernels.machine_code import overwritten, product_loops
 
 pytestmark = pytest.mark.compile
 
-BROAD = Config(kernel="gluon", bm=128, stages=5, warpgroups=3)
 ASKER = Config(kernel="gluon", bm=128, stages=6, asker=True)
 
 
@@ -133,6 +133,13 @@ def test_untuned_shapes_get_a_configuration_that_fits(bits):
     # One wave of tiles needs no shares; a quarter of one does.
     assert prefill_config(4, 128 * 132, 4096, 128, multiprocessors=132).cut == 0
     assert prefill_config(4, 128 * 33, 8192, 128, multiprocessors=132).cut == 1
+
+
+def test_a_warp_that_asks_needs_registers_for_the_rest():
+    assert ASKER.asker
+    for tiles in ({"bm": 256}, {"blocks": 2, "bm": 128}, {"bm": 64, "warpgroups": 3}):
+        with pytest.raises(ValueError, match="168 registers"):
+            Config(kernel="gluon", asker=True, **tiles)
 
 
 def test_rows_off_16_bytes_do_not_fit():

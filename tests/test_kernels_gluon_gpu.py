@@ -21,6 +21,10 @@ pytestmark = [
 WIDE = Config(kernel="gluon", bm=256, stages=5, cut=1)
 TALL = Config(kernel="gluon", blocks=2, bm=128, stages=5, cut=2)
 SMALL = Config(kernel="gluon", bm=128, stages=6, cut=1, programs=128)
+BROAD = Config(kernel="gluon", bm=128, stages=5, warpgroups=3, cut=1)
+ASKER = Config(kernel="gluon", bm=128, stages=6, asker=True, cut=1, programs=96)
+LOW = Config(kernel="gluon", blocks=2, bm=64, stages=6)
+PAIRS = Config(kernel="gluon", bm=64, stages=6, cut=1, programs=264, registers=128)
 GPU = torch.device("cuda")
 
 
@@ -28,19 +32,24 @@ def _product(config, x, q, bias=None, residual=None, **options):
     return gemm.run(make_plan(config, (9, 0)), x, q, bias, residual, **options)
 
 
+@pytest.mark.parametrize("config", [SMALL, BROAD, ASKER], ids=["small", "broad", "asker"])
 @pytest.mark.parametrize(
     "bits,dtype,symmetric", itertools.product((3, 4, 8), LIMITS.keys() - {torch.float32}, (0, 1))
 )
-def test_every_form_and_a_planted_bug(bits, dtype, symmetric):
+def test_every_form_and_a_planted_bug(config, bits, dtype, symmetric):
     q = random_weight(528, 1000, bits, bool(symmetric), 128, dtype, GPU)
     x = torch.randn(300, 1000, device=GPU).to(dtype)
     exact = linear_reference(x, q, exact=True)
-    assert relative_error(_product(SMALL, x, q), exact) < LIMITS[dtype]
+    assert relative_error(_product(config, x, q), exact) < LIMITS[dtype]
     q.planes[0][100:1400] = q.planes[0][100:1400] >> 4 | q.planes[0][100:1400] << 4
-    assert relative_error(_product(SMALL, x, q), exact) > 2 * LIMITS[dtype]
+    assert relative_error(_product(config, x, q), exact) > 2 * LIMITS[dtype]
 
 
-@pytest.mark.parametrize("config", [WIDE, TALL, SMALL], ids=["wide", "tall", "small"])
+@pytest.mark.parametrize(
+    "config",
+    [WIDE, TALL, SMALL, BROAD, ASKER, LOW, PAIRS],
+    ids=["wide", "tall", "small", "broad", "asker", "low", "pairs"],
+)
 @pytest.mark.parametrize("n,k,m", [(6144, 1024, 2048), (1048, 4096, 77), (28672, 512, 1500)])
 def test_every_schedule_gives_the_same_bits_each_time(config, n, k, m):
     q = random_weight(n, k, 4, True, 128, torch.float16, GPU)
