@@ -25,7 +25,7 @@ TUNED = sorted((Path(gemm.__file__).parent / "tuned").glob("*.json"))
 
 
 def test_buckets_hold_every_row_count():
-    assert [bucket(m) for m in (1, 3, 64, 65, 4096)] == [1, 4, 64, 128, 4096]
+    assert [bucket(m) for m in (1, 3, 64, 65, 300, 4096)] == [1, 4, 64, 128, 384, 4096]
     assert bucket(5000) is None
 
 
@@ -65,6 +65,7 @@ def test_the_nearest_measurement_serves(monkeypatch):
 
     key = partial(gemm_config._Key, "a GPU", n=64, k=1024, m=16)
     table = {key(4): config(1), key(4, form="bf16 zeros"): config(2), key(8): config(3)}
+    table |= {key(4, m=512): config(4), key(4, m=768): config(5), key(4, m=1024): config(6)}
     monkeypatch.setattr(gemm_config, "_tuned", lambda: table)
 
     def split(bits, dtype, symmetric, rows=16):
@@ -75,6 +76,7 @@ def test_the_nearest_measurement_serves(monkeypatch):
     assert split(4, torch.float16, True) == split(4, torch.bfloat16, True) == 1
     assert split(4, torch.bfloat16, False) == split(3, torch.bfloat16, False) == 2
     assert split(8, torch.bfloat16, False) == 3
+    assert [split(4, torch.float16, True, m) for m in (300, 500, 700, 900)] == [4, 4, 5, 6]
     assert split(4, torch.float16, True, rows=9) == 1 and split(4, torch.float16, True, 17) is None
 
 
