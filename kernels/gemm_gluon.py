@@ -33,6 +33,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from llmpq.kernels.gemm_gluon_load import ask_ahead, load, load_first
 from llmpq.kernels.gemm_gluon_unpack import operand, splat, zero_constants
+from llmpq.kernels.gluon_shares import add_shares, segment_of, work
 
 # Triton's names since 3.9, else those of 3.6.
 _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
@@ -43,41 +44,6 @@ _tma_store = getattr(tma, "async_store", tma.async_copy_shared_to_global)
 # two programs a multiprocessor) Triton then moves no registers between warps (setmaxnreg): ptxas
 # makes every wgmma synchronous once a warpgroup gives some back below its first share.
 REGISTERS = gl.constexpr(256)
-
-
-@gluon.jit
-def _segment(i, at, m_tiles, n_tiles, groups, whole, together):
-    """Segment i of this program: tiles of x and w, first and last k-group, where the next starts.
-
-    Programs take turns at the first `whole` tiles; the others' k-groups, one long row, are cut
-    into equal runs. `together` tiles of x take turns under a tile of w: both stay in the L2.
-    """
-    pid, programs = gl.program_id(0), gl.num_programs(0)
-    tile = pid + i * programs
-    first, last, after = at * 0, groups, at
-    if tile >= whole:
-        end = _cut(pid + 1, m_tiles * n_tiles - whole, groups)
-        tile = at // groups
-        first, last = at - tile * groups, gl.minimum(groups, end - tile * groups)
-        after = tile * groups + last
-        tile = gl.minimum(tile + whole, m_tiles * n_tiles - 1)  # past the end: any that exists
-    wide = together * n_tiles
-    start = tile // wide * together
-    size = gl.minimum(m_tiles - start, together)
-    inner = tile % wide
-    return start + inner % size, inner // size, first, last, after, tile
-
-
-@gluon.jit
-def _cut(program, tiles, groups):
-    """Where a program's run of the k-groups of `tiles` starts."""
-    return program * (tiles * groups) // gl.num_programs(0)
-
-
-@gluon.jit
-def _owner(unit, tiles, groups):
-    """The program whose run holds a k-group."""
-    return ((unit + 1) * gl.num_programs(0) - 1) // (tiles * groups)
 
 
 @gluon.jit
@@ -96,7 +62,7 @@ def _ask_x(
     k += 1
     if k == end:
         segment += 1
-        tile_m, _, first, last, after, _ = _segment(
+        tile_m, _, first, last, after, _ = segment_of(
             segment, after, m_tiles, n_tiles, groups, whole, together
         )
         k, end = first * (128 // KS), last * (128 // KS)
@@ -112,19 +78,12 @@ def _request(
     x_desc, _y, ring, ready, free, _s, _P0, _P1, _S, _Z, _B, _R = common[:12]
     _p, _a, _M, _N, m_tiles, n_tiles, _blocks, groups, whole, together = common[12:]
     SLOTS: gl.constexpr = 128 // KS
-    pid, programs = gl.program_id(0), gl.num_programs(0)
-    rest = m_tiles * n_tiles - whole
-    at = _cut(pid, rest, groups)
-    segments = gl.maximum(whole - pid + programs - 1, 0) // programs
-    if SPLIT:
-        end = _cut(pid + 1, rest, groups)
-        if end > at:
-            segments += (end - 1) // groups - at // groups + 1
+    segments, at = work(m_tiles * n_tiles, groups, whole, SPLIT)
     if PDL:
         gdc_wait()
     step = 0
     for segment in range(segments):
-        tile_m, _tile_n, first, last, at, _tile = _segment(
+        tile_m, _tile_n, first, last, at, _tile = segment_of(
             segment, at, m_tiles, n_tiles, groups, whole, together
         )  # fmt: skip
         for k in range(first * SLOTS, last * SLOTS):
@@ -134,39 +93,6 @@ def _request(
             mbarrier.expect(bar, 2 * BT * KS)
             _tma_load(x_desc, [tile_m * BT, k * KS], bar, ring.index(step % STAGES))
             step += 1
-
-
-@gluon.jit
-def _add_shares(
-    acc, PARTIAL, ARRIVED, tile, tiles, groups,
-    PART: gl.constexpr, PARTS: gl.constexpr, BT: gl.constexpr,
-):  # fmt: skip
-    """Leave acc for the program that ends tile last, or add up all programs' sums in order."""
-    ACC: gl.constexpr = acc.type.layout
-    n = gl.arange(0, 64, layout=gl.SliceLayout(1, ACC))
-    m = gl.arange(0, BT, layout=gl.SliceLayout(0, ACC))
-    pid = gl.program_id(0)
-    begin = _owner(tile * groups, tiles, groups)
-    end = _owner((tile + 1) * groups - 1, tiles, groups) + 1
-    last = True
-    if end - begin > 1:
-        # A program has at most two unfinished tiles: that in which its run starts, another one.
-        at = n[:, None] // 16 * 64 + n[:, None] % 8 * 8 + m[None, :] % 8  # a warp's store is a run
-        at += (m[None, :] // 8 * 2 + n[:, None] // 8 % 2) * 256
-        at += PARTIAL + PART * (64 * BT)
-        mine = 2 * pid + (_cut(pid, tiles, groups) // groups != tile).to(gl.int32)
-        gl.store(at + mine * (PARTS * 64 * BT), acc)
-        _barrier()  # every thread's sums are written before this program counts itself
-        arrived = ARRIVED + tile * PARTS + PART
-        last = gl.atomic_add(arrived, 1, sem="acq_rel") == end - begin - 1
-        if last:
-            acc = gl.zeros([64, BT], gl.float32, layout=ACC)
-            for program in range(begin, end):
-                start = _cut(program, tiles, groups) // groups
-                its = 2 * program + (start != tile).to(gl.int32)
-                acc += gl.load(at + its * (PARTS * 64 * BT), cache_modifier=".cg")
-            gl.store(arrived, 0)
-    return acc, last
 
 
 @gluon.jit
@@ -226,15 +152,9 @@ def _multiply(
     CHUNKS: gl.constexpr = 2 * BH // SLOTS  # of a slot
     HIGH: gl.constexpr = 4 * WGS * BH  # 16-row blocks of a tile
     ASKS: gl.constexpr = WG == 0 and not ASKER
-    pid, programs = gl.program_id(0), gl.num_programs(0)
     rest = m_tiles * n_tiles - whole
-    at = _cut(pid, rest, groups)
-    end = _cut(pid + 1, rest, groups)
-    segments = gl.maximum(whole - pid + programs - 1, 0) // programs
-    if SPLIT:
-        if end > at:
-            segments += (end - 1) // groups - at // groups + 1
-    tile_m, tile_n, first, last, at, tile = _segment(
+    segments, at = work(m_tiles * n_tiles, groups, whole, SPLIT)
+    tile_m, tile_n, first, last, at, tile = segment_of(
         0, at, m_tiles, n_tiles, groups, whole, together
     )  # fmt: skip
     if PDL:
@@ -313,7 +233,7 @@ def _multiply(
         done = warpgroup_mma_wait(0, deps=acc + (before,))
         mbarrier.arrive(free.index((step + STAGES - 1) % STAGES))
         m0, n0, shared = tile_m * BT, block * 16 + WG * (64 * BH), tile - whole
-        tile_m, tile_n, first, last, at, tile = _segment(
+        tile_m, tile_n, first, last, at, tile = segment_of(
             gl.minimum(segment + 1, segments - 1), at, m_tiles, n_tiles, groups, whole, together
         )
         ahead = load_first(
@@ -326,7 +246,7 @@ def _multiply(
             last_one = True
             if SPLIT:
                 if shared >= 0:
-                    sums, last_one = _add_shares(
+                    sums, last_one = add_shares(
                         sums, PARTIAL, ARRIVED, shared, rest, groups, WG * BH + bh, WGS * BH, BT
                     )
             if last_one:
