@@ -145,9 +145,10 @@ def over_planners(row: Row) -> str:
 
 
 def beside_predicted(row: Row) -> str:
-    """Show measured seconds, those predicted and how far off they are."""
-    off = row["predicted"] / row["value"] - 1
-    return f"{row['value']:.2f} s, {row['predicted']:.2f} s ({off:+.1%})"
+    """Show what a plan chose, measured seconds, those predicted and how far off they are."""
+    off, case = row["predicted"] / row["value"] - 1, row["case"]
+    chosen = f"{case['precision']} {case['kv']}"
+    return f"{chosen}: {row['value']:.2f} s, {row['predicted']:.2f} s ({off:+.1%})"
 
 
 def gib_beside_predicted(row: Row) -> str:

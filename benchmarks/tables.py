@@ -117,7 +117,7 @@ TABLES: dict[str, Pivot] = {
     "fidelity": Pivot(
         file="fidelity.jsonl",
         bench="fidelity",
-        index=("model", "cluster", "plan", "precision", "kv"),
+        index=("model", "cluster", "plan"),
         where={"weights": "dummy"},
         show=beside_predicted,
         value_title="measured, predicted",
