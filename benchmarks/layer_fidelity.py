@@ -8,9 +8,10 @@ profiler does (on a GPU from a CUDA graph: the device's time, in both phases), a
 costs. Decode steps have micro-batches that were not timed at any length. Writes two rows a kind:
 mean and 95th percentile of the absolute relative error, in percent.
 
-    python benchmarks/layer_fidelity.py --recorded drawn.jsonl --costs costs.json
+    python benchmarks/layer_fidelity.py --recorded drawn.jsonl --samples profile.samples.jsonl
 
-Compares workloads that an earlier run kept (`--record drawn.jsonl`) instead of timing any.
+Compares workloads that an earlier run kept (`--record drawn.jsonl`) instead of timing any, with the
+costs or, as here, with a fit of the samples that a profile kept; needs no GPU.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from llmpq.profiler.links import gpus_of
 from llmpq.profiler.messages import Case, Conditions, Sample, Sampling, Target, model_spec
 from llmpq.profiler.processes import Group, set_up_for
 from llmpq.profiler.samples import SampleLog
-from llmpq.profiler.session import devices_here, padded_to
+from llmpq.profiler.session import devices_here, fit_entry, padded_to
 
 RESULTS = Path(__file__).parent / "results" / "fidelity.jsonl"
 LEAST_TOKENS = 16
@@ -58,6 +59,7 @@ def main() -> None:
     parser.add_argument("--model", default="llama-3.1-8b", help="directory, or a built-in name")
     parser.add_argument("--cluster", type=Path)
     parser.add_argument("--costs", type=Path, help="the profile to check")
+    parser.add_argument("--samples", type=Path, help="its samples, to be fitted anew")
     parser.add_argument("--record", type=Path, help="where to append the timed workloads")
     parser.add_argument("--recorded", type=Path, help="workloads of a --record, not timed anew")
     parser.add_argument("--device", help="only this device kind")
@@ -68,9 +70,11 @@ def main() -> None:
     parser.add_argument("--rows", type=Path, default=RESULTS)
     parser.add_argument("--commit")
     args = parser.parse_args()
-    if args.costs is None or (args.cluster is None and args.recorded is None):
-        parser.error("give --costs, and --cluster or --recorded")
-    costs = CostModel.load_json(args.costs)
+    if (args.costs is None) == (args.samples is None):
+        parser.error("give --costs or --samples")
+    if args.cluster is None and args.recorded is None:
+        parser.error("give --cluster or --recorded")
+    costs = fitted(args.samples) if args.costs is None else CostModel.load_json(args.costs)
     if args.recorded is not None:
         for kind, samples in recorded(args.recorded).items():
             if kind in costs.device_kinds:
@@ -93,6 +97,21 @@ def recorded(path: Path) -> dict[str, list[Sample]]:
         sample = Sample.parse_data(json.loads(line), where=str(path))
         found.setdefault(sample.case.target.device_kind, []).append(sample)
     return found
+
+
+def fitted(path: Path) -> CostModel:
+    """Return the layers' costs that a profile's samples make."""
+    of_target: dict[Target, list[Sample]] = {}
+    for samples in recorded(path).values():
+        for sample in samples:
+            if sample.case.target.part == "layer":
+                of_target.setdefault(sample.case.target, []).append(sample)
+    conditions = next(iter(of_target.values()))[0].conditions
+    return CostModel(
+        model=path.stem,
+        model_fingerprint=conditions.model_fingerprint,
+        entries=tuple(fit_entry(target, its) for target, its in of_target.items()),
+    )
 
 
 def compare(costs: CostModel, samples: Sequence[Sample]) -> list[Compared]:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from llmpq.device_spec import DeviceSpec, canonical_kind, device_specs
 from llmpq.kernels.timing import write_row
-from llmpq.memory import stage_memory
+from llmpq.memory import StageMemory, stage_memory
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
 from llmpq.precision import KVPrecision, Precision
@@ -91,6 +91,25 @@ def draw(rng: random.Random) -> Drawn:
         update={"precisions": tuple(Precision.parse(rng.choice(BITS)) for _ in range(layers))}
     )
     return Drawn(spec, plan.model_copy(update={"stages": tuple(stages)}), before)
+
+
+def predict(drawn: Drawn, spec: DeviceSpec) -> StageMemory:
+    """Return what the planner counts for the stage."""
+    plan, stage = drawn.plan, drawn.plan.stages[drawn.index]
+    return stage_memory(
+        drawn.spec,
+        plan.workload,
+        stage.precisions,
+        first=drawn.first,
+        last=drawn.last,
+        prefill_microbatch=plan.prefill_microbatch,
+        decode_microbatch=plan.decode_microbatch,
+        quantization=plan.quantization.settings(),
+        kv=plan.workload.kv,
+        context_bytes=spec.context,
+        on_gpu=True,
+        unpacks=spec.unpacks_weights,
+    )
 
 
 def measure(drawn: Drawn, device: torch.device) -> tuple[int, int]:
@@ -168,6 +187,9 @@ def main() -> None:
         type=int,
         help="the context as measured by an earlier plan, where this GPU has other processes now",
     )
+    parser.add_argument(
+        "--most-gib", type=float, default=128.0, help="of a plan; larger: drawn anew"
+    )
     parser.add_argument("--part", default="0/1", help="I/N: the I-th of N processes that share it")
     parser.add_argument("--rows", type=Path, default=RESULTS)
     parser.add_argument("--commit")
@@ -178,6 +200,8 @@ def main() -> None:
     errors = []
     for index in range(args.plans):
         drawn = draw(rng)
+        while predict(drawn, spec).total_bytes > args.most_gib * (1 << 30):
+            drawn = draw(rng)
         if index % parts != part:
             continue
         peak, context = measure(drawn, device)
@@ -192,20 +216,7 @@ def _one(
     """Write the row of one plan; return the relative error."""
     plan, work = drawn.plan, drawn.plan.workload
     stage = plan.stages[drawn.index]
-    predicted = stage_memory(
-        drawn.spec,
-        work,
-        stage.precisions,
-        first=drawn.first,
-        last=drawn.last,
-        prefill_microbatch=plan.prefill_microbatch,
-        decode_microbatch=plan.decode_microbatch,
-        quantization=plan.quantization.settings(),
-        kv=work.kv,
-        context_bytes=spec.context,
-        on_gpu=True,
-        unpacks=spec.unpacks_weights,
-    )
+    predicted = predict(drawn, spec)
     total = sum(measured)
     error = abs(predicted.total_bytes / total - 1)
     bits = " ".join(str(p.weight_bits) for p in stage.precisions)

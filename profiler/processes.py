@@ -30,7 +30,7 @@ from llmpq.profiler.messages import (
     Timing,
 )
 
-SUSTAIN_S = 0.06
+SUSTAIN_S = 0.1
 """Of load before calls are timed on a whole GPU; a share of one stays below its power cap."""
 
 Answer = TypeVar("Answer", bound=FileForm)
