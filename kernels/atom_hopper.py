@@ -52,6 +52,10 @@ ROWS = 128
 TERMS = 16
 """Rows of a box of scales: the least K of a bfloat16 product; three exist, the rest are zeros."""
 
+TURNS = 0
+"""How the product's two groups of warps take turns at the tensor cores: 0 they do not; 1 one begins
+when the other has asked for all its products; 2 when those are done."""
+
 _TILE_COST = {128: 1.0, 64: 0.62}
 """What a tile of so many tokens takes, beside one of 128 (H200)."""
 
@@ -130,6 +134,7 @@ def product(
         BM=chosen.bm,
         STAGES=chosen.stages,
         GROUP_M=chosen.group_m,
+        TURNS=TURNS,
         num_warps=4,
     )
     return y

@@ -4,7 +4,8 @@
     activation_input    SiLU-mul, ReLU, GELU or nothing, rotation if asked, rounding
     any_input           inputs that come from no fused operation
 
-Launches only: bodies in atom_round.py and atom_norm.py, their twin is atom_reference.py.
+Launches only: bodies in atom_round.py, atom_norm.py and atom_act.py; their twin is
+atom_reference.py.
 
 M tokens, K = in_features, G groups.
 """
@@ -19,6 +20,7 @@ import torch
 import triton
 from torch import Tensor
 
+from llmpq.kernels.atom_act import act_codes_kernel
 from llmpq.kernels.atom_norm import norm_codes_kernel
 from llmpq.kernels.atom_quantize import hadamard
 from llmpq.kernels.atom_round import act_round_kernel, norm_round_kernel
@@ -31,6 +33,16 @@ NormKind = Literal["none", "rms", "layer"]
 
 FEW = 64
 """Tokens up to which the weight-only kernels multiply."""
+
+GROUPS_A_PROGRAM = 4
+"""Groups of a token that a program norms and rounds where there are few tokens."""
+
+NORM_PROGRAMS = 2
+"""Programs a multiprocessor that norm many tokens (H200, M = 4096: 26.9 us; 3: 36.8, 4: 30.2)."""
+
+ACT_GROUPS = 4
+"""Groups that a program of activations takes one after the other, one where tokens are few (H200,
+M = 100: 5.6 us; 4: 14.3; M = 4096: 127.9; 4: 121.5)."""
 
 TOKENS_A_RUN = 128
 """Scales of so many tokens lie together; the last run is padded."""
@@ -81,9 +93,11 @@ def norm_input(
     ):
         _norm_many(x_MK, weight, out, kind, weight_K, bias_K, eps, block)
         return out
-    rows = 1 if m <= 1024 else 4
+    slots = groups + (1 if scheme.outliers else 0)
+    whole = m > FEW
+    together = triton.next_power_of_2(slots) if whole else GROUPS_A_PROGRAM
     pdl = overlaps(x_MK.device)
-    norm_round_kernel[(triton.cdiv(m, rows),)](
+    norm_round_kernel[(m, triton.cdiv(slots, together))](
         x_MK,
         x_MK if weight_K is None else weight_K,
         x_MK if bias_K is None else bias_K,
@@ -99,9 +113,9 @@ def norm_input(
         eps,
         G=groups,
         OUTLIERS=scheme.outliers,
-        BLOCK_G=triton.next_power_of_2(groups + (1 if scheme.outliers else 0)),
-        BLOCK_K=triton.next_power_of_2(k),
-        ROWS=rows,
+        BLOCK_G=together,
+        BLOCK_K=block,
+        WHOLE=whole,
         BITS=scheme.activation_bits,
         SIGNED=scheme.signed_scale,
         CLIP=scheme.activation_clip,
@@ -110,7 +124,7 @@ def norm_input(
         HAS_INDEX=weight.index_K is not None,
         FORM=1 if out.scales is None else 0,
         PDL=pdl,
-        num_warps=8,
+        num_warps=8 if whole else 4,
         launch_pdl=pdl,
     )
     return out
@@ -126,12 +140,11 @@ def _norm_many(
     eps: float,
     block: int,
 ) -> None:
-    """As `norm_input`, for codes: the Gluon kernel, one wave of programs of up to 8 tokens each."""
+    """As `norm_input`, for codes: the Gluon kernel, one wave of programs."""
     (m, k), scheme = x_MK.shape, weight.scheme
     assert out.scales is not None
-    wave = 3 * multiprocessors(x_MK.device)
-    rows = min(8, triton.next_power_of_2(triton.cdiv(m, wave)))
-    norm_codes_kernel[(triton.cdiv(m, rows),)](
+    normal, pdl = scheme.normal_features(k), overlaps(x_MK.device)
+    norm_codes_kernel[(min(m, NORM_PROGRAMS * multiprocessors(x_MK.device)),)](
         x_MK,
         x_MK if weight_K is None else weight_K,
         x_MK if bias_K is None else bias_K,
@@ -141,21 +154,22 @@ def _norm_many(
         out.outlier_scale,
         m,
         k,
-        scheme.normal_features(k),
+        normal,
         x_MK.stride(0),
         out.scales.shape[1],
         eps,
         G=weight.groups,
         OUTLIERS=scheme.outliers,
         BLOCK=block,
-        ROWS=rows,
-        BITS=scheme.activation_bits,
+        FULL=k == block and normal == weight.groups * GROUP and scheme.outliers in (0, GROUP),
         SIGNED=scheme.signed_scale,
         CLIP=scheme.activation_clip,
         NORM=norm,
         HAS_BIAS=bias_K is not None,
         HAS_INDEX=weight.index_K is not None,
+        PDL=pdl,
         num_warps=block // 512,
+        launch_pdl=pdl,
     )
 
 
@@ -166,24 +180,25 @@ def activation_input(x: Tensor, weight: AtomTiles, activation: Activation) -> Ro
     m, width = x.shape
     scheme, groups = weight.scheme, weight.groups
     out = _empty(x, weight)
-    block_m, steps = (16, 1) if m <= 256 else (32, 8)
+    normal = scheme.normal_features(weight.in_features)
+    if not _NO_GLUON and out.scales is not None and normal % 8 == 0:
+        _act_many(x, weight, out, activation)
+        return out
+    block_m = 1 if m <= FEW else 4
     pdl = overlaps(x.device)
-    blocks = groups + (1 if scheme.outliers else 0)
-    act_round_kernel[(triton.cdiv(m, block_m), triton.cdiv(blocks, steps))](
+    act_round_kernel[(triton.cdiv(m, block_m), groups + (1 if scheme.outliers else 0))](
         x,
-        hadamard_signs(x.device, x.dtype),
         out.values,
         out.values if out.scales is None else out.scales,
         out.values if out.outlier_scale is None else out.outlier_scale,
         m,
         width // 2 if activation == "silu" else width,
-        scheme.normal_features(weight.in_features),
+        normal,
         x.stride(0),
         0 if out.scales is None else out.scales.shape[1],
         G=groups,
         OUTLIERS=scheme.outliers,
         BLOCK_M=block_m,
-        STEPS=steps,
         BITS=scheme.activation_bits,
         SIGNED=scheme.signed_scale,
         CLIP=scheme.activation_clip,
@@ -191,10 +206,41 @@ def activation_input(x: Tensor, weight: AtomTiles, activation: Activation) -> Ro
         ROTATE=scheme.rotation,
         FORM=1 if out.scales is None else 0,
         PDL=pdl,
-        num_warps=4,
+        num_warps=1,
         launch_pdl=pdl,
     )
     return out
+
+
+def _act_many(x: Tensor, weight: AtomTiles, out: RoundedTokens, activation: Activation) -> None:
+    """As `activation_input`, for codes: the Gluon kernel."""
+    (m, width), scheme, groups = x.shape, weight.scheme, weight.groups
+    assert out.scales is not None
+    steps, pdl = 1 if m <= 512 else ACT_GROUPS, overlaps(x.device)
+    act_codes_kernel[
+        (triton.cdiv(m, 64), triton.cdiv(groups, steps) + (1 if scheme.outliers else 0))
+    ](
+        x,
+        matrices(x.device, x.dtype, scheme.rotation),
+        out.values,
+        out.scales,
+        out.outlier_scale,
+        m,
+        width // 2 if activation == "silu" else width,
+        scheme.normal_features(weight.in_features) // 8,
+        x.stride(0),
+        out.scales.shape[1],
+        G=groups,
+        OUTLIERS=scheme.outliers,
+        STEPS=steps,
+        SIGNED=scheme.signed_scale,
+        CLIP=scheme.activation_clip,
+        ACT=activation,
+        ROTATE=scheme.rotation,
+        PDL=pdl,
+        num_warps=4,
+        launch_pdl=pdl,
+    )
 
 
 def any_input(x_MK: Tensor, weight: AtomTiles) -> RoundedTokens:
@@ -205,14 +251,18 @@ def any_input(x_MK: Tensor, weight: AtomTiles) -> RoundedTokens:
 
 
 @functools.cache
-def hadamard_signs(device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return the signs of the Hadamard matrix [128, 128]."""
-    return hadamard(device).sign().to(dtype)
+def matrices(device: torch.device, dtype: torch.dtype, rotation: bool) -> Tensor:
+    """Return what atom_act.py multiplies by: signs of the Hadamard matrix, and the identity."""
+    n = torch.arange(GROUP, device=device)
+    channel = 32 * (n // 2 % 4) + 2 * (n // 8) + n % 2
+    identity = torch.eye(GROUP, device=device)
+    both = torch.stack((hadamard(device).sign() if rotation else identity, identity))
+    return both[:, :, channel].to(dtype).contiguous()
 
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """Return how many programs of one a multiprocessor run at once."""
+    """Return how many multiprocessors a GPU has."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 

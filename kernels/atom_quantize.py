@@ -165,7 +165,10 @@ def normal_channels(x_RK: Tensor, scheme: AtomScheme) -> Tensor:
 
 def rotate(x_RK: Tensor) -> Tensor:
     """Multiply every 128 channels by the Hadamard matrix / sqrt(128), which is its own inverse."""
-    return (x_RK.view(x_RK.shape[0], -1, K_PADDING) @ hadamard(x_RK.device)).view_as(x_RK)
+    # Signs first: sums of 16-bit numbers are then exact but for the last bits of a float32.
+    signs = hadamard(x_RK.device).sign()
+    turned = (x_RK.view(x_RK.shape[0], -1, K_PADDING) @ signs) * K_PADDING**-0.5
+    return turned.view_as(x_RK)
 
 
 @functools.cache

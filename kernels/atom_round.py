@@ -6,14 +6,15 @@
 A program holds whole groups: a group's scale never leaves it. What is written is what the product
 eats (`FORM` 0 or 1):
 
-    0 codes    [M, (G + 1) * 128] bytes: codes as e4m3, the outliers' as int8; SCALES bfloat16
-               [3 G, MS]: three terms that sum to a group's scale; OUTLIER float32 [M]: the
-               outliers' (atom_wgmma.py). A tile of tokens reads a run of each
+    0 codes    [M, (G + 1) * 128] bytes: codes * 2^-9 as e4m3, the outliers' as int8; SCALES
+               bfloat16 [3 G, MS]: three terms that sum to a group's scale; OUTLIER float32 [M]:
+               the outliers' (atom_wgmma.py). A tile of tokens reads a run of each
     1 restored [M, (G + 3) * 128] in x's dtype: code * scale, the outliers three times, in the
                order of the fragment form (atom_tiles.py), for the weight-only kernels
 
-Bytes: x read once (a row waits in registers and is put in order through shared memory), one byte
-or two a channel written.
+Bytes: one byte or two a channel written. x is read once, but where few tokens' norms are spread
+over programs of a few groups each: every one of those sums the row itself, and reads its channels
+where they lie.
 
 M tokens, K channels, G groups, O outliers.
 """
@@ -59,8 +60,8 @@ def _round(y, is_outlier, BITS: tl.constexpr, SIGNED: tl.constexpr, CLIP: tl.con
 
 @triton.jit
 def _bytes(q, is_outlier):
-    """The codes of normal groups as bytes of e4m3, of outliers as int8."""
-    small = q.to(tl.float8e4nv).to(tl.int8, bitcast=True)
+    """The codes of normal groups, times 2^-9, as bytes of e4m3, of outliers as int8."""
+    small = (q * 0.001953125).to(tl.float8e4nv).to(tl.int8, bitcast=True)
     return tl.where(is_outlier[:, None], q.to(tl.int8), small)
 
 
@@ -100,18 +101,18 @@ def _store(
 def norm_round_kernel(
     X, WEIGHT, BIAS, INDEX, OUT, SCALES, OUTLIER, M, K, normal, x_stride, MS, eps,
     G: tl.constexpr, OUTLIERS: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_K: tl.constexpr,
-    ROWS: tl.constexpr, BITS: tl.constexpr, SIGNED: tl.constexpr, CLIP: tl.constexpr,
+    WHOLE: tl.constexpr, BITS: tl.constexpr, SIGNED: tl.constexpr, CLIP: tl.constexpr,
     NORM: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_INDEX: tl.constexpr, FORM: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """ROWS tokens one after the other; NORM 0 leaves x, 1 is RMSNorm, 2 LayerNorm."""
-    column = tl.arange(0, BLOCK_K)
-    inside = column < K
-    if NORM > 0:
-        weight = tl.load(WEIGHT + column, mask=inside, other=0.0).to(tl.float32)
-        if HAS_BIAS:
-            bias = tl.load(BIAS + column, mask=inside, other=0.0).to(tl.float32)
-    group = tl.arange(0, BLOCK_G)
+    """BLOCK_G groups of a token; NORM 0 leaves x, 1 is RMSNorm, 2 LayerNorm.
+
+    WHOLE: all groups, and x is put in order through shared memory; else it is read in order, too.
+    H200, of torch's RMSNorm alone, 4 groups a program: 0.41 at M = 1, 0.72 at 64 (whole: 1.6, 2.3).
+    """
+    row = tl.program_id(0)
+    x_row = X + row.to(tl.int64) * x_stride
+    group = tl.program_id(1) * BLOCK_G + tl.arange(0, BLOCK_G)
     is_outlier = group == G
     p = tl.arange(0, 128)[None, :]
     slot = group[:, None] * 128 + p
@@ -121,69 +122,80 @@ def norm_round_kernel(
     channel = tl.where(real, place, 0)
     if HAS_INDEX:
         channel = tl.load(INDEX + channel)
+    if NORM > 0:
+        weight = tl.load(WEIGHT + channel).to(tl.float32)
+        if HAS_BIAS:
+            bias = tl.load(BIAS + channel).to(tl.float32)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    for i in range(ROWS):
-        row = tl.program_id(0) * ROWS + i
-        there = inside & (row + column * 0 < M)
-        x = tl.load(X + row.to(tl.int64) * x_stride + column, mask=there, other=0.0)
-        x = x.to(tl.float32)
-        if NORM == 2:
-            x = tl.where(inside, x - tl.sum(x, axis=0) / K, 0.0)
-        if NORM > 0:
-            x = x * (1.0 / tl.sqrt_rn(tl.sum(x * x, axis=0) / K + eps)) * weight
-            if HAS_BIAS:
-                x += bias
+    column = tl.arange(0, BLOCK_K)
+    inside = column < K
+    if NORM > 0 or WHOLE:
+        x = tl.load(x_row + column, mask=inside, other=0.0).to(tl.float32)
+    if WHOLE:
         y = tl.reshape(tl.gather(x, tl.reshape(channel, (BLOCK_G * 128,)), 0), (BLOCK_G, 128))
-        y = tl.where(real, y, 0.0)
-        q, scale = _round(y, is_outlier, BITS, SIGNED, CLIP)
-        rows = row + group * 0
-        live = (group < G + (1 if OUTLIERS > 0 else 0)) & (rows < M)
-        _store(q, scale, group, live, rows, OUT, SCALES, OUTLIER, MS, G, OUTLIERS > 0, BITS, FORM)
+    else:
+        y = tl.load(x_row + channel).to(tl.float32)
+    if NORM == 2:
+        mean = tl.sum(x, axis=0) / K
+        x = tl.where(inside, x - mean, 0.0)
+        y = y - mean
+    if NORM > 0:
+        y = y * (1.0 / tl.sqrt_rn(tl.sum(x * x, axis=0) / K + eps)) * weight
+        if HAS_BIAS:
+            y += bias
+    y = tl.where(real, y, 0.0)
+    q, scale = _round(y, is_outlier, BITS, SIGNED, CLIP)
+    live = group < G + (1 if OUTLIERS > 0 else 0)
+    rows = row + group * 0
+    _store(q, scale, group, live, rows, OUT, SCALES, OUTLIER, MS, G, OUTLIERS > 0, BITS, FORM)
+
+
+@triton.jit
+def _turned(y, R: tl.constexpr):
+    """y [R, 128] times the signs of the Hadamard matrix: seven rounds of sums and differences."""
+    for i in tl.static_range(7):
+        pairs = tl.permute(tl.reshape(y, (R, 64 >> i, 2, 1 << i)), (0, 1, 3, 2))
+        a, b = tl.split(pairs)
+        y = tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 1, 3, 2)), (R, 128))
+    return y
 
 
 @triton.jit(do_not_specialize=["M"])
 def act_round_kernel(
-    X, HADAMARD, OUT, SCALES, OUTLIER, M, F, normal, x_stride, MS,
-    G: tl.constexpr, OUTLIERS: tl.constexpr, BLOCK_M: tl.constexpr, STEPS: tl.constexpr,
-    BITS: tl.constexpr, SIGNED: tl.constexpr, CLIP: tl.constexpr, ACT: tl.constexpr,
-    ROTATE: tl.constexpr, FORM: tl.constexpr, PDL: tl.constexpr,
+    X, OUT, SCALES, OUTLIER, M, F, normal, x_stride, MS,
+    G: tl.constexpr, OUTLIERS: tl.constexpr, BLOCK_M: tl.constexpr, BITS: tl.constexpr,
+    SIGNED: tl.constexpr, CLIP: tl.constexpr, ACT: tl.constexpr, ROTATE: tl.constexpr,
+    FORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """STEPS groups of BLOCK_M tokens; x is [M, 2F] for "silu".
+    """A group of BLOCK_M tokens; x is [M, 2F] for "silu". One warp: no barriers.
 
     ACT: "silu" silu(gate) * up, "relu", "gelu" (tanh form), "none"; rounded to x's dtype. ROTATE
-    multiplies a group by the Hadamard matrix (HADAMARD: its signs), exact but for one rounding.
+    multiplies a group by the Hadamard matrix.
     """
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    j = tl.arange(0, 128)
-    if ROTATE:
-        signs = tl.load(HADAMARD + j[:, None] * 128 + j[None, :])
+    group = tl.program_id(1)
+    is_outlier = group == G
+    channel = tl.where(is_outlier, normal, group * 128) + tl.arange(0, 128)
+    live = channel < tl.where(is_outlier, normal + OUTLIERS, normal)
+    keep = (row < M)[:, None] & live[None, :]
+    at = row.to(tl.int64)[:, None] * x_stride + channel[None, :]
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    for i in range(STEPS):
-        group = tl.program_id(1) * STEPS + i
-        is_outlier = group == G
-        channel = tl.where(is_outlier, normal, group * 128) + j
-        live = channel < tl.where(is_outlier, normal + OUTLIERS, normal)
-        keep = (row < M)[:, None] & live[None, :]
-        at = row.to(tl.int64)[:, None] * x_stride + channel[None, :]
-        y = tl.load(X + at, mask=keep, other=0.0).to(tl.float32)
-        if ACT == "silu":
-            y = y / (1.0 + tl.exp(-y)) * tl.load(X + at + F, mask=keep, other=0.0).to(tl.float32)
-        elif ACT == "relu":
-            y = tl.maximum(y, 0.0)
-        elif ACT == "gelu":
-            inner = 1.5957691216057308 * (y + 0.044715 * y * y * y)
-            y = y / (1.0 + tl.exp(-inner))
-        y = y.to(X.dtype.element_ty)
-        if ROTATE:
-            turned = tl.dot(y, signs, input_precision="ieee") * 0.08838834764831845
-            y = tl.where(is_outlier, y.to(tl.float32), turned)
-        else:
-            y = y.to(tl.float32)
-        groups = row * 0 + group
-        q, scale = _round(y, groups == G, BITS, SIGNED, CLIP)
-        there = (row < M) & (groups < G + (1 if OUTLIERS > 0 else 0))
-        _store(q, scale, groups, there, row, OUT, SCALES, OUTLIER, MS, G, OUTLIERS > 0, BITS, FORM)
+    y = tl.load(X + at, mask=keep, other=0.0).to(tl.float32)
+    if ACT == "silu":
+        y = y / (1.0 + tl.exp(-y)) * tl.load(X + at + F, mask=keep, other=0.0).to(tl.float32)
+    elif ACT == "relu":
+        y = tl.maximum(y, 0.0)
+    elif ACT == "gelu":
+        inner = 1.5957691216057308 * (y + 0.044715 * y * y * y)
+        y = y / (1.0 + tl.exp(-inner))
+    y = y.to(X.dtype.element_ty).to(tl.float32)
+    if ROTATE:
+        y = tl.where(is_outlier, y, _turned(y, BLOCK_M) * 0.08838834764831845)
+    groups = row * 0 + group
+    q, scale = _round(y, groups == G, BITS, SIGNED, CLIP)
+    there = row < M
+    _store(q, scale, groups, there, row, OUT, SCALES, OUTLIER, MS, G, OUTLIERS > 0, BITS, FORM)

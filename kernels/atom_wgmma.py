@@ -6,8 +6,8 @@
     4 warps   the other 64 rows; while one group of warps scales, the other one multiplies
 
 A nibble u = code + 8 becomes the e4m3 number code * 2^-9 by four instructions a word of four
-bytes: |u - 8| in subnormals and the first binade, which are one linear scale, and the sign bit. All
-sums stay below 2^14: exact in fp8 tensor cores.
+bytes: |u - 8| in subnormals and the first binade, which are one linear scale, and the sign bit.
+A's codes are such numbers, too. All sums stay below 2^14 steps: exact in fp8 tensor cores.
 
 The scales sw[n] sa[m] of a tile are a product too, of K = 16: sa as three bfloat16 numbers that sum
 to it, sw beside each.
@@ -19,7 +19,7 @@ What was slower (H200, a layer of Llama-3.1-8B at M = 1024; cuBLAS bf16 = 1, thi
           bytes a clock serve both these reads and the tensor cores
     0.94  256 rows of w a tile, sa alone read so: a third less traffic from the L2, more waits
 
-    A [M, (G + 1) * 128]   codes as bytes of e4m3, the outliers' last 128 as int8
+    A [M, (G + 1) * 128]   bytes: code * 2^-9 as e4m3, the outliers' last 128 as int8
     T [G, 3, MS]           bfloat16: three terms of a token's scale per group; boxes of 16 rows get
                            zeros for the others
     OUTLIER [MS]           float32: its outliers' scale
@@ -165,9 +165,10 @@ def _fetch(
 @gluon.jit
 def _multiply(
     HALF: gl.constexpr, OUTLIER, S, BIAS, RESIDUAL, Y, M, N,
-    a_s, p_s, t_s, ao_s, po_s, full, empty, ofull, oempty,
+    a_s, p_s, t_s, ao_s, po_s, full, empty, ofull, oempty, turn,
     G: gl.constexpr, SCALES: gl.constexpr, OUTLIERS: gl.constexpr, HAS_BIAS: gl.constexpr,
     HAS_RESIDUAL: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
+    TURNS: gl.constexpr,
 ):  # fmt: skip
     """Four warps: half of a tile's rows."""
     mma: gl.constexpr = gl.NVMMADistributedLayout(
@@ -203,7 +204,7 @@ def _multiply(
             m = tm * BM + gl.arange(0, BM, layout=gl.SliceLayout(0, mma))
             sa = gl.load(OUTLIER + m)
             # The low nibbles' scale, in units of the fp8 sums.
-            so = gl.load(s_at + (G + 1) * 16).to(gl.float32) * 0.001953125
+            so = gl.load(s_at + (G + 1) * 16).to(gl.float32) * 2.0**-18
             mbarrier.wait(ofull, done & 1)
             highs = _halves(po_s.index(0).slice(HALF * 4, 4).load(packed))
             lows = _halves(po_s.index(1).slice(HALF * 4, 4).load(packed))
@@ -235,21 +236,30 @@ def _multiply(
                 scale = warpgroup_mma(
                     rest.to(gl.bfloat16), t_s.index(stage).reshape((16, BM)), scale, is_async=True
                 )
+            low = _nibbles(first, operand)
+            high = _nibbles(second, operand)
+            if TURNS:
+                # In turns, the first half's group of warps first.
+                mbarrier.wait(turn.index(HALF), (step & 1) ^ (1 - HALF))
             part = gl.zeros((64, BM), gl.float32, layout=mma)
             a = a_s.index(2 * stage).permute((1, 0))
-            part = warpgroup_mma(_nibbles(first, operand), a, part, is_async=True)
+            part = warpgroup_mma(low, a, part, is_async=True)
             a = a_s.index(2 * stage + 1).permute((1, 0))
-            part = warpgroup_mma(_nibbles(second, operand), a, part, is_async=True)
+            part = warpgroup_mma(high, a, part, is_async=True)
+            if TURNS == 1:
+                mbarrier.arrive(turn.index(1 - HALF), count=1)
             part, scale = warpgroup_mma_wait(0, deps=[part, scale])
             _barrier()
+            if TURNS == 2:
+                mbarrier.arrive(turn.index(1 - HALF), count=1)
             mbarrier.arrive(empty.index(stage), count=1)
             acc = acc + part * gl.convert_layout(scale, mma, assert_trivial=True)
             sw = sw_next
             step += 1
         done += 1
         if HAS_BIAS:
-            acc = acc + (gl.load(BIAS + n).to(gl.float32) * 0.001953125)[:, None]
-        y = gl.convert_layout((acc * 512.0).to(Y.dtype.element_ty).permute((1, 0)), rows_out)
+            acc = acc + (gl.load(BIAS + n).to(gl.float32) * 2.0**-18)[:, None]
+        y = gl.convert_layout((acc * 2.0**18).to(Y.dtype.element_ty).permute((1, 0)), rows_out)
         ym = tm * BM + gl.arange(0, BM, layout=gl.SliceLayout(1, rows_out))
         yn = n0 + gl.arange(0, 64, layout=gl.SliceLayout(0, rows_out))
         at = ym.to(gl.int64)[:, None] * N + yn[None, :]
@@ -265,7 +275,7 @@ def wgmma_kernel(
     a_desc, o_desc, p_desc, t_desc, OUTLIER, S, BIAS, RESIDUAL, Y, M, N,
     G: gl.constexpr, SCALES: gl.constexpr, OUTLIERS: gl.constexpr, HAS_BIAS: gl.constexpr,
     HAS_RESIDUAL: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
-    num_warps: gl.constexpr,
+    TURNS: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Y [M, N] = A W^T. Boxes of A: [BM, 64], as e4m3 (a_desc) and int8 (o_desc); of P: 8 KB."""
     swizzled: gl.constexpr = gl.NVMMASharedLayout(64, 8, 2)
@@ -280,6 +290,9 @@ def wgmma_kernel(
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     ofull = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     oempty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        mbarrier.init(turn.index(i), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
@@ -291,16 +304,16 @@ def wgmma_kernel(
                 _multiply,
                 (
                     0, OUTLIER, S, BIAS, RESIDUAL, Y, M, N,
-                    a_s, p_s, t_s, ao_s, po_s, full, empty, ofull, oempty,
-                    G, SCALES, OUTLIERS, HAS_BIAS, HAS_RESIDUAL, BM, STAGES, GROUP_M,
+                    a_s, p_s, t_s, ao_s, po_s, full, empty, ofull, oempty, turn,
+                    G, SCALES, OUTLIERS, HAS_BIAS, HAS_RESIDUAL, BM, STAGES, GROUP_M, TURNS,
                 ),
             ),
             (
                 _multiply,
                 (
                     1, OUTLIER, S, BIAS, RESIDUAL, Y, M, N,
-                    a_s, p_s, t_s, ao_s, po_s, full, empty, ofull, oempty,
-                    G, SCALES, OUTLIERS, HAS_BIAS, HAS_RESIDUAL, BM, STAGES, GROUP_M,
+                    a_s, p_s, t_s, ao_s, po_s, full, empty, ofull, oempty, turn,
+                    G, SCALES, OUTLIERS, HAS_BIAS, HAS_RESIDUAL, BM, STAGES, GROUP_M, TURNS,
                 ),
             ),
             (

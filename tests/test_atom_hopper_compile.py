@@ -8,19 +8,21 @@ from typing import Any
 import pytest
 from triton.experimental.gluon import language as gl
 
-from llmpq.kernels import atom_norm, atom_round, atom_wgmma, gptq_block
+from llmpq.kernels import atom_act, atom_norm, atom_round, atom_wgmma, gptq_block
 from llmpq.kernels.compile import ARCHITECTURES, SHARED_LIMIT, compile_kernel
 
 pytestmark = pytest.mark.compile
 
 ROUNDING = {"OUTLIERS": 128, "BITS": 4, "SIGNED": True, "CLIP": 0.95}
 TYPES = {
-    **dict.fromkeys(("X", "WEIGHT", "BIAS", "HADAMARD", "S", "RESIDUAL", "Y"), "*bf16"),
+    **dict.fromkeys(("X", "WEIGHT", "BIAS", "S", "RESIDUAL", "Y"), "*bf16"),
     **dict.fromkeys(("OUTLIER", "W", "U", "SCALE", "ZERO", "CODES", "ERRORS"), "*fp32"),
+    "SCALES": "*bf16",
+    "MATRICES": "*bf16",
+    "eighths": "i32",
     **dict.fromkeys(("M", "N", "K", "F", "normal", "x_stride", "w_stride", "u_stride"), "i32"),
     **dict.fromkeys(("eps", "low", "high"), "fp32"),
     "MS": "i32",
-    "SCALES": "*bf16",
     "INDEX": "*i32",
     "OUT": "*i8",
 }
@@ -47,8 +49,10 @@ def box(element: str, shape: list[int], swizzle: int) -> str:
     return f"tensordesc<{element}[{','.join(map(str, shape))}],{layout!r}>"
 
 
-@pytest.mark.parametrize("tokens", [64, 128])
-def test_the_product_runs_on_fp8_tensor_cores_and_keeps_its_sums_in_registers(tokens: int) -> None:
+@pytest.mark.parametrize(("tokens", "turns"), [(64, 0), (128, 0), (128, 1), (128, 2)])
+def test_the_product_runs_on_fp8_tensor_cores_and_keeps_its_sums_in_registers(
+    tokens: int, turns: int
+) -> None:
     constants = {
         "G": 31,
         "SCALES": 34,
@@ -58,6 +62,7 @@ def test_the_product_runs_on_fp8_tensor_cores_and_keeps_its_sums_in_registers(to
         "BM": tokens,
         "STAGES": 6,
         "GROUP_M": 8,
+        "TURNS": turns,
     }
     made = compiled(
         atom_wgmma.wgmma_kernel,
@@ -76,23 +81,42 @@ def test_the_product_runs_on_fp8_tensor_cores_and_keeps_its_sums_in_registers(to
 
 @pytest.mark.parametrize("form", [0, 1])
 def test_norm_and_rounding_compile(form: int) -> None:
-    constants = {**ROUNDING, "G": 31, "BLOCK_G": 32, "BLOCK_K": 4096, "ROWS": 2, "NORM": 1}
-    constants |= {"HAS_BIAS": False, "HAS_INDEX": True, "FORM": form, "PDL": True}
-    compiled(atom_round.norm_round_kernel, 90, constants, 8, OUT="*i8" if form == 0 else "*bf16")
+    constants = {**ROUNDING, "G": 31, "BLOCK_K": 4096, "NORM": 1, "HAS_BIAS": False}
+    constants |= {"HAS_INDEX": True, "FORM": form, "PDL": True}
+    out = "*i8" if form == 0 else "*bf16"
+    for groups, warps in ((4, 4), (32, 8)):
+        constants |= {"BLOCK_G": groups, "WHOLE": groups == 32}
+        compiled(atom_round.norm_round_kernel, 90, constants, warps, OUT=out)
 
 
-def test_the_gluon_norm_meets_at_few_barriers() -> None:
-    constants = {**ROUNDING, "G": 31, "BLOCK": 4096, "ROWS": 4, "NORM": 1}
-    constants |= {"HAS_BIAS": False, "HAS_INDEX": True}
-    made = compiled(atom_norm.norm_codes_kernel, 90, constants, 8)
-    assert 1 <= made.ptx.count("bar.sync") + made.ptx.count("barrier.sync") <= 7
+@pytest.mark.parametrize("norm", [0, 1, 2])
+def test_the_gluon_norm_meets_at_few_barriers(norm: int) -> None:
+    constants = {"OUTLIERS": 128, "SIGNED": True, "CLIP": 0.95, "G": 31, "BLOCK": 4096}
+    constants |= {"FULL": norm == 1, "NORM": norm, "HAS_BIAS": norm == 2, "HAS_INDEX": True}
+    made = compiled(atom_norm.norm_codes_kernel, 90, constants | {"PDL": True}, 8)
+    barriers = made.ptx.count("bar.sync") + made.ptx.count("barrier.sync")
+    assert 1 <= barriers <= 2 + 3 * norm
+    assert "cvt.rn.satfinite.e4m3x2.f32" in made.ptx
+    # No number waits in memory.
+    assert ".local" not in made.ptx
+
+
+@pytest.mark.parametrize("activation", ["silu", "relu", "gelu", "none"])
+def test_the_rotation_runs_on_tensor_cores(activation: str) -> None:
+    constants = {"OUTLIERS": 128, "SIGNED": True, "CLIP": 0.95, "G": 111, "STEPS": 4}
+    constants |= {"ACT": activation, "ROTATE": activation == "silu", "PDL": True}
+    made = compiled(atom_act.act_codes_kernel, 90, constants, 4)
+    assert "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16" in made.ptx
+    assert "ld.global.v4" in made.ptx and "st.global.v4" in made.ptx
 
 
 @pytest.mark.parametrize("form", [0, 1])
 def test_activation_and_rounding_compile(form: int) -> None:
-    constants = {**ROUNDING, "G": 111, "BLOCK_M": 16, "STEPS": 1, "ACT": "silu", "ROTATE": True}
+    constants = {**ROUNDING, "G": 111, "BLOCK_M": 1, "ACT": "silu", "ROTATE": True}
     constants |= {"FORM": form, "PDL": True}
-    compiled(atom_round.act_round_kernel, 90, constants, 4, OUT="*i8" if form == 0 else "*bf16")
+    out = "*i8" if form == 0 else "*bf16"
+    made = compiled(atom_round.act_round_kernel, 90, constants, 1, OUT=out)
+    assert form == 0 or made.shared_bytes == 0  # a warp turns its group by shuffles
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

@@ -53,10 +53,10 @@ def assert_restores(
 
 
 def assert_codes(got: RoundedTokens, tiles: AtomTiles, exact: torch.Tensor) -> None:
-    """Codes as e4m3, outliers as int8, scales as three terms each."""
+    """Codes * 2^-9 as e4m3, outliers as int8, scales as three terms each."""
     wanted, m, g = round_activations(exact, tiles.scheme), exact.shape[0], tiles.groups
     assert got.scales is not None and got.outlier_scale is not None
-    codes = got.values[:, : g * 128].view(torch.float8_e4m3fn).float()
+    codes = got.values[:, : g * 128].view(torch.float8_e4m3fn).float() * 512
     off = (codes - wanted.codes.float()).abs()
     assert float(off.max()) <= 1 and float((off > 0).float().mean()) < 2e-3
     scales = got.scales[:, :m].float().view(g, 3, m).sum(1).t()
