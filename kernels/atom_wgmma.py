@@ -17,7 +17,11 @@ What was slower (H200, a layer of Llama-3.1-8B at M = 1024; cuBLAS bf16 = 1, thi
     0.6   eight warps in step, one tile of 128 x 128 (or two of 64 tokens a multiprocessor, 0.7)
     0.82  sa and what undoes the nibbles' offset read from shared memory into every thread: 128
           bytes a clock serve both these reads and the tensor cores
-    0.94  256 rows of w a tile, sa alone read so: a third less traffic from the L2, more waits
+    0.84  sa alone read so while products run (a thread's 32 numbers: 16 loads, 64 products more)
+    0.94  256 rows of w a tile, sa read so: a third less traffic from the L2, more waits
+    0.99  two halves of 64 tokens, one's products while the other's sums are scaled; 0.4 with the
+          next group's words fetched ahead: registers spill
+ptxas makes products that a loop's next round waits for synchronous (C7514): no pipeline across k.
 
     A [M, (G + 1) * 128]   bytes: code * 2^-9 as e4m3, the outliers' last 128 as int8
     T [G, 3, MS]           bfloat16: three terms of a token's scale per group; boxes of 16 rows get
