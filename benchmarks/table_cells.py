@@ -157,6 +157,11 @@ def gib_beside_predicted(row: Row) -> str:
     return f"{row['value'] / 2**30:.2f} GiB, {row['predicted'] / 2**30:.2f} ({error:+.1%})"
 
 
+def gib_of_limit(row: Row) -> str:
+    """Show bytes and the limit they must keep."""
+    return f"{row['value'] / 2**30:.2f} GiB (limit {row['floor'] / 2**30:.2f})"
+
+
 def perplexity_and_size(row: Row) -> str:
     """Show a perplexity, by how much it exceeds 16-bit, and the megabytes of all layers."""
     size = f"{row['case']['layer_bytes'] / 1e6:.1f} MB"
