@@ -256,7 +256,9 @@ def candidates(
             }
         loop["ring_parts"] = 1 if rows >= 32 else ring
         drawing = max(1, resident // rows - loop["ring_parts"])
-        found |= {Launch(**loop, chunk=chunk, programs=drawing) for chunk in (4, 8)}
+        share = tiles_all // drawing
+        for first in {share * k // 8 // tiles * tiles for k in (2, 5, 6, 7)}:
+            found |= {Launch(**loop, chunk=c, programs=drawing, first=first) for c in (2, 4)}
     return found
 
 

@@ -51,6 +51,8 @@ class Case:
     """The append rotates queries and keys."""
     programs: int = 0
     """Programs of a row that draw chunks of two tiles; 0: what the plan says."""
+    first: int = 0
+    """Tiles such a program is dealt before it draws."""
     width: int = 0
     """New tokens that every step is padded to, so that one kernel serves ragged steps."""
 
@@ -158,7 +160,7 @@ def run_case(case: Case, device: torch.device, seed: int = 0) -> Outcome:
             batch=slots, q_len=q_len, max_end=end, device=device, bits=fmt.bits, **heads
         )
         if case.programs:
-            plan = drawing(plan, case.programs, end)
+            plan = drawing(plan, case.programs, case.first, end)
         kinds = {"scale": scale, "slopes": slopes, "tickets": tickets}
         got = run_attend(fmt, layer, table, q, rows, plan, paged=case.paged, **kinds)
         for b, (first, num) in enumerate(step):
@@ -168,9 +170,9 @@ def run_case(case: Case, device: torch.device, seed: int = 0) -> Outcome:
     return Outcome(worst, equal if not tickets.any() else 0.0)
 
 
-def drawing(plan: AttendPlan, programs: int, end: int) -> AttendPlan:
-    """Return the plan with `programs` of each row drawing chunks of two tiles."""
-    launch = replace(plan.launch, chunk=2, programs=programs)
+def drawing(plan: AttendPlan, programs: int, first: int, end: int) -> AttendPlan:
+    """Return the plan with `programs` of each row, dealt `first` tiles, drawing two at a time."""
+    launch = replace(plan.launch, chunk=2, programs=programs, first=first)
     blocks = packed_end(end - 1) // BLOCK_TOKENS
     return replace(plan, launch=launch, splits=num_programs(launch, blocks))
 
@@ -199,7 +201,8 @@ def cases() -> Iterator[Case]:
     for heads, kv_heads in ((8, 2), (4, 4), (8, 1), (12, 2), (16, 2)):
         yield Case(fmt=kv4, heads=heads, kv_heads=kv_heads, dtype=fp16, steps=LONG)
     yield Case(fmt=kv4, heads=8, kv_heads=2, dtype=fp16, steps=LONG, alibi=True)
-    yield Case(fmt=kv4, heads=8, kv_heads=2, dtype=fp16, steps=LONG, programs=3)
+    for first in (0, 2, 10):
+        yield Case(fmt=kv4, heads=8, kv_heads=2, dtype=fp16, steps=LONG, programs=3, first=first)
     yield Case(fmt=kv4, heads=8, kv_heads=2, dtype=fp16, steps=STEPS, rope=True)
     yield Case(fmt=kv4, heads=12, kv_heads=4, dtype=bf16, steps=STEPS, rope=True, paged=False)
     for length in EDGES:
@@ -232,7 +235,7 @@ def describe(case: Case) -> str:
     keys = "KT" if fmt.key_group is None else f"KC{fmt.key_group}"
     layout = "paged" if case.paged else "contiguous"
     kind = str(case.dtype).removeprefix("torch.")
-    drawn = f" {case.programs} programs" if case.programs else ""
+    drawn = f" {case.programs} programs dealt {case.first}" if case.programs else ""
     alibi = " alibi" if case.alibi else " rope" if case.rope else ""
     return (
         f"{fmt.precision.value} {keys} d{fmt.head_dim} {kind} {case.heads}/{case.kv_heads} {layout}"

@@ -15,10 +15,10 @@ Cost per output: D * bits/4 + (scales) bytes of keys and values per token and ke
 0.63 integer instructions per 4-bit element, 1 mma.m16n8k16 per 256 elements.
 
 Programs: (G * column chunks, B, splits + RING_PARTS). The last 1 or 5 share the 16-bit ring, 32
-tokens a step; the others take equal shares of the packed tiles, TILES at a step, or (DYNAMIC) draw
-shares of `chunk` tiles from a counter until none is left. Each writes its normalised output and
-log2-sum-exp, kv_combine.py merges. Kernels launch early (PDL): before its wait for the one in front
-a program asks the L2 for its first `ahead` tiles.
+tokens a step; the others take equal shares of the packed tiles, TILES at a step, or (DYNAMIC) are
+dealt `first` tiles and draw `chunk` more from a counter until none is left. Each writes its
+normalised output and log2-sum-exp, kv_combine.py merges. Kernels launch early (PDL): before it waits
+for the one in front, a program asks the L2 for its first `ahead` tiles.
 
 B: requests.  Q: new tokens.  H: query heads.  G: key-value heads.  D: head_dim.  X: parts.
 g, t, h, r, m, s: see kv_formats.py; thread 4g + t of the warp.
@@ -98,11 +98,10 @@ def _ring_part(
     acc = tl.zeros([D, R], tl.float32)
     for step in tl.range(0, steps, num_stages=1):
         pos = since + step * RING_STEP + tl.arange(0, RING_STEP)
-        live = (pos < end)[:, None]
-        # 32 tokens lie together in the ring; stale keys are harmless, stale values may be infinite
-        here = ring_at + (since + step * RING_STEP) % RING * D
+        live = (pos < end)[:, None]  # what is not there is not read: half a step, on average
+        here = ring_at + (since + step * RING_STEP) % RING * D  # 32 tokens lie together
         at = tl.arange(0, RING_STEP)[:, None] * D + d[None, :]
-        k = tl.load(k_ring + here + at)
+        k = tl.load(k_ring + here + at, mask=live, other=0.0)
         v = tl.load(v_ring + here + at, mask=live, other=0.0)
         x = tl.dot(k.to(tl.float16), q) * score_scale
         if ALIBI:
@@ -233,10 +232,11 @@ def _tiles(
     return m_i, l_g, z_g, acc
 
 
-@triton.jit(do_not_specialize=["chunk", "table_width", "num_parts", "ahead"])
+@triton.jit(do_not_specialize=["chunk", "first", "table_width", "num_parts", "ahead"])
 def attend_split(
     q_ptr, k_words, k_params, v_words, v_params, k_ring, v_ring, table, slots, starts, counts,
-    slopes, tickets, part_out, part_lse, score_scale, chunk, table_width, num_parts, ahead,
+    slopes, tickets, part_out, part_lse, score_scale, chunk, first, table_width, num_parts,
+    ahead,
     H: tl.constexpr, G: tl.constexpr, Q: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr,
     KEY_GROUP: tl.constexpr, R: tl.constexpr, PAGED: tl.constexpr, ALIBI: tl.constexpr,
     RING_PARTS: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr, DYNAMIC: tl.constexpr,
@@ -257,11 +257,13 @@ def attend_split(
     share = part
     ring_part = part - programs
     steps_all = line // (TILE * TILES)
-    shares = tl.minimum(programs, steps_all)  # a request shorter than planned is spread as wide
+    dealers = tl.minimum(programs, steps_all)  # a request shorter than planned is spread as wide
+    dealt, shares = steps_all, dealers
     if DYNAMIC:
-        shares = tl.maximum((line // TILE + chunk - 1) // chunk, shares)
-    step0 = steps_all * share // tl.maximum(shares, 1)
-    step1 = steps_all * (share + 1) // tl.maximum(shares, 1)
+        dealt = tl.minimum(programs * (first // TILES), steps_all)
+        shares = programs + (steps_all - dealt + chunk // TILES - 1) // (chunk // TILES)
+    step0 = dealt * tl.minimum(share, dealers) // tl.maximum(dealers, 1)
+    step1 = dealt * tl.minimum(share + 1, dealers) // tl.maximum(dealers, 1)
     STEPS: tl.constexpr = RING // RING_STEP // RING_PARTS
     since = packed_line(start) + ring_part * (STEPS * RING_STEP)
     ring_at = (slot * G + head) * (RING * D)
@@ -298,12 +300,12 @@ def attend_split(
             o_at = part_out + (out_at * R + c[None, :]) * D + tl.arange(0, D)[:, None]
             tl.store(o_at, out, mask=used[None, :])
     else:
-        # equal shares, TILES tiles a step: one a program, or (DYNAMIC) of at most `chunk` tiles
+        # equal shares, TILES tiles a step: of all tiles, or (DYNAMIC) of the `first` ones
         lane = tl.arange(0, 32)
         if DYNAMIC:  # drawn early, looked at late: a program never waits for its next share
             to_draw = tickets + row_of_all + lane * 0
             draw = tl.atomic_add(to_draw, 1, mask=lane < 1, sem="relaxed")
-            if share >= shares:
+            if share >= dealers:
                 share = programs + tl.sum(tl.where(lane == 0, draw, 0), 0)
         if share < shares:
             NC: tl.constexpr = D // 32
@@ -347,13 +349,14 @@ def attend_split(
             else:
                 while share < shares:
                     m_i, l_g, z_g, acc = _tiles(
-                        steps_all * share // shares, steps_all * (share + 1) // shares,
-                        m_i, l_g, z_g, acc, k_words, k_params, v_words, v_params, table,
-                        slot, table_width, head, q_plain, q_thread, q_codes, q_sum, q_pos, q_line,
-                        slope, unit, G, Q, D, BITS, KEY_GROUP, R, PAGED, ALIBI, TILES, STAGES, KW,
-                        KW0, EMULATE,
+                        step0, step1, m_i, l_g, z_g, acc, k_words, k_params, v_words, v_params,
+                        table, slot, table_width, head, q_plain, q_thread, q_codes, q_sum, q_pos,
+                        q_line, slope, unit, G, Q, D, BITS, KEY_GROUP, R, PAGED, ALIBI, TILES,
+                        STAGES, KW, KW0, EMULATE,
                     )  # fmt: skip
                     share = programs + tl.sum(tl.where(lane == 0, draw, 0), 0)
+                    step0 = dealt + (share - programs) * (chunk // TILES)
+                    step1 = tl.minimum(step0 + chunk // TILES, steps_all)
                     left = tl.where(share < shares, 1, 0)
                     draw = tl.atomic_add(to_draw, 1, mask=lane < left, sem="relaxed")
             l_i = tl.sum(l_g, 0)
@@ -366,5 +369,5 @@ def attend_split(
             o_at = part_out + (out_at * R + c[:, None]) * D + tl.arange(0, D)[None, :]
             tl.store(o_at, out, mask=used[:, None])
         # each program draws until it finds nothing: whoever draws last leaves the counter at 0
-        if DYNAMIC and share == programs + tl.maximum(shares, programs) - 1:
+        if DYNAMIC and share == programs + shares - 1:
             tl.store(tickets + row_of_all, 0)

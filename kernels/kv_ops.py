@@ -19,7 +19,7 @@ from llmpq.kernels.kv_append import append_step, pack_blocks, write_ring
 from llmpq.kernels.kv_attend import attend_split
 from llmpq.kernels.kv_combine import combine_parts
 from llmpq.kernels.kv_formats import KVFormat
-from llmpq.kernels.kv_plan import MAX_Q_LEN, AttendPlan, capability
+from llmpq.kernels.kv_plan import MAX_Q_LEN, AttendPlan, capability, combine_steps
 from llmpq.kernels.kv_storage import DeviceRows, KVLayer
 from llmpq.kv_format import BLOCK_TOKENS, RING_TOKENS
 
@@ -124,6 +124,7 @@ def kv_attend(
     paged: bool,
     columns: int,
     chunk: int,
+    first: int,
     splits: int,
     ring_parts: int,
     tiles: int,
@@ -152,7 +153,7 @@ def kv_attend(
         q, k_words, k_params, v_words, v_params, k_ring, v_ring, table, slots, starts, counts,
         slopes if slopes is not None else part_lse, tickets if tickets is not None else slots,
         part_out, part_lse,
-        scale * 1.4426950408889634, chunk, table.shape[1], parts, ahead,
+        scale * 1.4426950408889634, chunk, first, table.shape[1], parts, ahead,
         **shape, BITS=bits, KEY_GROUP=key_group, PAGED=paged, ALIBI=slopes is not None,
         TILES=tiles, DYNAMIC=programs > 0, KW=WORD_K_WIDTH, KW0=2, STAGES=stages,
         PDL=pdl, EMULATE=q.device.type == "cpu",
@@ -173,13 +174,13 @@ def _combine(
     shape: dict[str, int],
     options: dict[str, bool],
 ) -> None:
-    """Launch the kernel that merges the parts, of 64 or 128 bytes of outputs a program."""
-    parts = part_out.shape[2]
-    x_step = max(16, min(256, triton.next_power_of_2(parts)))
-    d_step = 16 if x_step > 128 else 32
-    combine_parts[(shape["H"] * shape["Q"], shape["D"] // d_step, out.shape[0])](
-        part_out, part_lse, out, starts, counts, parts, **shape, D_STEP=d_step,
-        X_STEP=x_step, PDL=bool(options), num_warps=4 if parts > 32 else 1, **options,
+    """Launch the kernel that merges the parts."""
+    parts, dim = part_out.shape[2], shape["D"]
+    outputs = out.numel() // dim
+    steps = combine_steps(parts=parts, outputs=outputs, dim=dim, early=bool(shape["EARLY"]))
+    combine_parts[(outputs // steps["N_STEP"], dim // steps["D_STEP"])](
+        part_out, part_lse, out, starts, counts, parts, **shape, **steps, PDL=bool(options),
+        num_warps=4, **options,
     )  # fmt: skip
 
 
@@ -241,8 +242,8 @@ def run_attend(
         q, layer.k_ring_SGRD, layer.v_ring_SGRD, layer.k_words_PGW, layer.k_params_PG,
         layer.v_words_PGW, layer.v_params_PG, table, rows.slots, rows.starts, rows.counts, slopes,
         tickets, scale, fmt.bits, fmt.key_group or 0, paged,
-        plan.columns, plan.launch.chunk, plan.splits, plan.launch.ring_parts, plan.launch.tiles,
-        plan.launch.stages, plan.launch.ahead, plan.launch.programs,
+        plan.columns, plan.launch.chunk, plan.launch.first, plan.splits, plan.launch.ring_parts,
+        plan.launch.tiles, plan.launch.stages, plan.launch.ahead, plan.launch.programs,
         bool(plan.launch.early), plan.pdl,
     )  # fmt: skip
     return result

@@ -20,6 +20,7 @@ POINTERS = {
 SCALARS = {
     "score_scale": "fp32",
     "chunk": "i32",
+    "first": "i32",
     "table_width": "i32",
     "num_parts": "i32",
     "ahead": "i32",
@@ -60,6 +61,7 @@ def test_attention_compiles_everywhere(arch):
         "D": 128,
         "R": 8,
         "RING_PARTS": 1,
+        "N_STEP": 2,
         "D_STEP": 32,
         "X_STEP": 64,
         "TILES": 1,

@@ -109,13 +109,13 @@ def test_the_runtime_cache_rotates_where_its_kernels_do(tiny_models, monkeypatch
     assert relative_error(*outs) < 1e-3
 
 
-@pytest.mark.parametrize("programs", [1, 2, 50])
-def test_programs_that_draw_their_share(programs):
+@pytest.mark.parametrize(("programs", "first"), [(1, 0), (2, 0), (2, 4), (3, 2), (50, 2)])
+def test_programs_that_draw_their_share(programs, first):
     """Requests of very unequal length; one launch after another finds the counters at zero."""
     fmt = KVFormat(precision=P.KV4, head_dim=32)
     steps = [[(0, 700), (0, 20), (0, 150)], [(700, 1), (20, 1), (150, 1)]]
     steps.append([(701, 2), (21, 2), (151, 1)])
-    check(fmt, heads=4, kv_heads=2, steps=steps, programs=programs)
+    check(fmt, heads=4, kv_heads=2, steps=steps, programs=programs, first=first)
 
 
 def test_a_wrong_rotation_is_caught(monkeypatch):
@@ -192,7 +192,7 @@ def test_a_chunk_fills_whole_waves_and_stays_short():
 
 def test_measured_launches_are_used_near_their_shape(monkeypatch):
     entry = {"bits": 4, "columns": 8, "rows": 64, "blocks": 255}
-    launch = dict(chunk=28, ring_parts=1, tiles=2, stages=2, ahead=0, programs=0, early=1)
+    launch = dict(chunk=28, ring_parts=1, tiles=2, stages=2, ahead=0, programs=0, first=0, early=1)
     monkeypatch.setattr(kv_plan, "tuning_table", lambda: ({**entry, **launch},))
     assert kv_plan.tuned_launch(4, 8, 64, 250) == kv_plan.Launch(**launch)
     assert kv_plan.tuned_launch(4, 8, 64, 100) is None
