@@ -8,6 +8,7 @@ Times    plain steps, drafts and verifies, each a replayed graph
 from __future__ import annotations
 
 import argparse
+import copy
 import gc
 from dataclasses import dataclass, field, replace
 
@@ -24,15 +25,22 @@ from speculation_replay import (
     prompts,
     rates,
 )
+from torch import nn
 
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
 from llmpq.runtime.cuda_stage import CudaStageCompute
-from llmpq.runtime.cuda_step_times import measure, seconds_of, step_message
+from llmpq.runtime.cuda_step_times import (
+    measure,
+    seconds_of,
+    step_message,
+    typical_context,
+)
+from llmpq.runtime.draft_model import build_draft
 from llmpq.runtime.dual_kv import DualKV
 from llmpq.runtime.dummy_layers import CopiedLayers
-from llmpq.runtime.kv_cache import PlainKVCache
+from llmpq.runtime.kv_cache import KVCache, PlainKVCache
 from llmpq.runtime.kv_factory import make_kv_cache
 from llmpq.runtime.loader import RandomSource
 from llmpq.runtime.low_bit_kv import LowBitKV
@@ -46,6 +54,8 @@ from llmpq.speculation import MeasuredTimes, SpeculationMode, expected_tokens
 from llmpq.workload import Workload
 
 PLAIN_STEPS = 48
+INTO = 128
+"""Tokens a run has generated, about, when its steps are timed."""
 DEVICE = torch.device("cuda:0")
 
 
@@ -60,7 +70,6 @@ class Target:
     dtype: str
     kv: KVPrecision
     views: dict[str, StageModel] = field(default_factory=dict)
-    """How each mode drafts: its copies of weights serve every batch size."""
 
     @classmethod
     def build(cls, args: argparse.Namespace) -> Target:
@@ -87,6 +96,21 @@ class Target:
         unusual = ["atom"] * args.atom + [kv.value] * (kv is not KVPrecision.KV16)
         name = " ".join([precision.value, *unusual])
         return cls(spec=spec, model=model, name=name, dtype=args.dtype, kv=kv)
+
+    def view(self, mode: SpeculationMode, kv: KVCache) -> StageModel | None:
+        """Return how a mode drafts, made once: its copies of weights serve every batch size."""
+        if mode == "ngram":
+            return None
+        if mode not in self.views:
+            model = copy.copy(self.model)
+            # Layers are equal, and so are the 4-bit copies of them.
+            layers = self.model.layers[:1] if mode == "w4kv4" else self.model.layers
+            model._modules = self.model._modules | {"layers": layers}
+            view = build_draft(mode, model, kv).model
+            more = [copy.deepcopy(view.layers[0]) for _ in self.model.layers[len(layers) :]]
+            view.layers = nn.ModuleList([*view.layers, *more])
+            self.views[mode] = view
+        return self.views[mode]
 
 
 @dataclass(kw_only=True)
@@ -123,7 +147,7 @@ class Bed:
     @property
     def rounds(self) -> int:
         """Rounds that are timed: fewer where many rows average out what is accepted."""
-        return max(24, 96 // self.batch)
+        return max(24, min(64, 320 // self.batch))
 
     def _compute(self) -> CudaStageCompute:
         return CudaStageCompute(
@@ -140,9 +164,7 @@ class Bed:
         self.fast = None
         collect()
         self.mode, self.fast = mode, self._compute()
-        self.fast.enable_speculation(mode, self.workload, view=self.target.views.get(mode))
-        if self.fast.draft is not None:
-            self.target.views[mode] = self.fast.draft.model
+        self.fast.enable_speculation(mode, self.workload, view=self.target.view(mode, self.kv))
         assert self.fast.speculation is not None
         self.fast.speculation.judge = self.replayed
         if isinstance(self.fast.kv, DualKV):
@@ -190,13 +212,13 @@ class Bed:
 
     def plain_s(self, context: int) -> float:
         """Return the device time of a plain step of the engine without drafts."""
-        message = step_message(self.batch, context, 1)
+        message = step_message(self.batch, typical_context(context + INTO), 1)
         return seconds_of(lambda: self.plain._decode.run(message, None))
 
     def times(self, context: int, plain_s: float) -> Times:
         """Time this batch's drafts and verifies at one context."""
         assert self.fast is not None and self.fast.speculation is not None
-        steps = measure(self.fast.speculation, [self.batch], (context, context))
+        steps = measure(self.fast.speculation, [self.batch], (context + INTO, context + INTO))
         lookup_s = lookup_seconds(self.batch, context) if self.mode == "ngram" else 0.0
         return Times(
             plain_s=plain_s, steps=steps, lookup_s=lookup_s, rows=self.batch, context=context

@@ -9,6 +9,7 @@ rates            tokens/s of a run from the times its steps' tokens were known a
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import random
 import statistics
@@ -108,6 +109,7 @@ class AutoGuesser(Guesser, AutoDrafter):
     """As many of them as pay."""
 
 
+@functools.cache
 def prompts(count: int, length: int) -> list[tuple[int, ...]]:
     """Return prompts of tokens that hardly repeat."""
     generator = random.Random(0)

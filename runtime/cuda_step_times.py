@@ -2,7 +2,8 @@
 
 A cost model knows kinds of devices and layers on their own; whether drafting pays is decided by
 differences of a few percent. Steps are timed as the engine runs them (replayed graphs), at two
-context lengths and some numbers of positions; between those, times are straight lines.
+context lengths and some numbers of positions; between those, times are straight lines. Attention
+over a packed cache takes longer the fuller the ring of newest tokens is: it is half full here.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from llmpq.kv_format import BLOCK_TOKENS, HOLDBACK_TOKENS
 from llmpq.runtime.cuda_graphs import DecodeGraphs
 from llmpq.runtime.cuda_speculate import CudaSpeculation
 from llmpq.runtime.message import StepMessage
@@ -35,13 +37,20 @@ def measure(
             message = step_message(num_rows, context, q_len)
             return seconds_of(lambda: graphs.run(message, None))
 
-        return tuple((float(context), at(context)) for context in sorted(set(contexts)))
+        lengths = sorted({typical_context(context) for context in contexts})
+        return tuple((float(length), at(length)) for length in lengths)
 
     draft = speculation.draft_graphs
     return MeasuredTimes(
         draft={} if draft is None else {r: line(draft, r, 1) for r in rows},
         verify={(r, q): line(speculation.verify_graphs(q), r, q) for r in rows for q in POSITIONS},
     )
+
+
+def typical_context(context: int) -> int:
+    """Return the longest context up to `context` that half fills the ring of a packed cache."""
+    half = HOLDBACK_TOKENS + BLOCK_TOKENS // 2
+    return max(0, (context - half) // BLOCK_TOKENS) * BLOCK_TOKENS + min(context, half)
 
 
 @torch.inference_mode()

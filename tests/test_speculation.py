@@ -10,6 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from llmpq.kv_format import packed_end
 from llmpq.model_spec import ModelSpec
 from llmpq.runtime import acceptance, ngram
 from llmpq.runtime.draft_model import upper_plane
@@ -302,6 +303,16 @@ def test_prompt_lookup_sees_prompt_and_output_as_far_back_as_it_looks(monkeypatc
     ):
         request = Request(id=0, prompt=tuple(prompt), max_new=20, output=list(output))
         assert drafter.propose(request, 2) == want, (prompt, output)
+
+
+def test_steps_are_timed_with_a_half_full_ring():
+    from llmpq.runtime.cuda_step_times import typical_context
+
+    for context in (0, 30, 80, 81, 207, 208, 1024, 32896):
+        length = typical_context(context)
+        assert context - 128 < length <= context
+        if context >= 80:
+            assert length - packed_end(length) == 80, "16 held back and half a block"
 
 
 def test_the_upper_plane_is_that_of_the_kernels_reference(engines):
