@@ -7,13 +7,17 @@ nothing has to be known of kernels. Knows no torch.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
+from llmpq.errors import StageLostError
 from llmpq.precision import Precision
 from llmpq.profiler.messages import Case, Ready, SetUp, Timing
 from llmpq.profiler.processes import Child, JobFailedError
+
+log = logging.getLogger(__name__)
 
 MOST_TOKENS = 4224
 """New tokens of a case; longer prompts take the kernels of these."""
@@ -37,8 +41,11 @@ def _call(set_up: SetUp, cases: Sequence[Case], gpu: int | None) -> None:
     with closing(Child(set_up, gpu=gpu)) as child:
         child.receive(Ready)
         for case in cases:
-            child.send(case)
             try:
+                child.send(case)
                 child.receive(Timing)
             except JobFailedError:
-                continue  # it will fail, and be reported, when it is timed
+                continue  # too large beside the other processes, or it will fail again when timed
+            except StageLostError as error:
+                log.warning("%s; its kernels are compiled as they are timed", error)
+                return
