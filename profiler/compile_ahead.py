@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 
 from llmpq.errors import StageLostError
 from llmpq.precision import Precision
@@ -39,13 +39,12 @@ def compile_ahead(set_up: SetUp, cases: Sequence[Case], gpu: int | None) -> None
 
 def _call(set_up: SetUp, cases: Sequence[Case], gpu: int | None) -> None:
     with closing(Child(set_up, gpu=gpu)) as child:
-        child.receive(Ready)
-        for case in cases:
-            try:
+        try:
+            child.receive(Ready)
+            for case in cases:
                 child.send(case)
-                child.receive(Timing)
-            except JobFailedError:
-                continue  # too large beside the other processes, or it will fail again when timed
-            except StageLostError as error:
-                log.warning("%s; its kernels are compiled as they are timed", error)
-                return
+                # Too large beside the other processes, or it will fail again when it is timed.
+                with suppress(JobFailedError):
+                    child.receive(Timing)
+        except StageLostError as error:
+            log.warning("%s; its kernels are compiled as they are timed", error)
