@@ -17,8 +17,8 @@ Cost per output: D * bits/4 + (scales) bytes of keys and values per token and ke
 Programs: (G * column chunks, B, splits + RING_PARTS). The last 1 or 5 share the 16-bit ring, 32
 tokens a step; the others take equal shares of the packed tiles, TILES at a step, or (DYNAMIC) are
 dealt `first` tiles and draw `chunk` more from a counter until none is left. Each writes its
-normalised output and log2-sum-exp, kv_combine.py merges. Kernels launch early (PDL): before it waits
-for the one in front, a program asks the L2 for its first `ahead` tiles.
+normalised output and log2-sum-exp, kv_combine.py merges. Kernels launch early (PDL): before it
+waits for the one in front, a program asks the L2 for its first `ahead` tiles.
 
 B: requests.  Q: new tokens.  H: query heads.  G: key-value heads.  D: head_dim.  X: parts.
 g, t, h, r, m, s: see kv_formats.py; thread 4g + t of the warp.
