@@ -12,6 +12,7 @@ M tokens, K = in_features, N = out_features, G groups.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -32,7 +33,7 @@ from llmpq.kernels.atom_inputs import (
 from llmpq.kernels.atom_scheme import AtomScheme
 from llmpq.kernels.atom_tiles import AtomTiles, from_words
 from llmpq.kernels.atom_wgmma import wgmma_kernel
-from llmpq.kernels.gemm import linear_gpu
+from llmpq.kernels.gemm import arrivals, linear_gpu
 
 __all__ = [
     "Activation",
@@ -59,6 +60,9 @@ when the other has asked for all its products; 2 when those are done."""
 _TILE_COST = {128: 1.0, 64: 0.62}
 """What a tile of so many tokens takes, beside one of 128 (H200)."""
 
+_SHARES_COST = 0.45
+"""What adding up shares takes, beside a tile of 128 tokens and 32 k-groups (H200)."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
@@ -67,20 +71,29 @@ class Plan:
     bm: int | None
     stages: int = 6
     group_m: int = 8
+    shares: bool = False
+    """Whether tiles that fill no wave of programs have their K shared out."""
 
 
 def plan(
-    rows: int, out_features: int, *, activation_bits: int = 4, multiprocessors: int = 132
+    rows: int,
+    out_features: int,
+    groups: int,
+    *,
+    activation_bits: int = 4,
+    multiprocessors: int = 132,
 ) -> Plan:
     """Decide from shapes alone: the tiles whose waves of programs take least."""
     if is_few(rows, activation_bits):
         return Plan(bm=None)
 
-    def took(bm: int) -> float:
-        tiles = -(-rows // bm) * -(-out_features // ROWS)
-        return -(-tiles // multiprocessors) * _TILE_COST[bm]
+    def took(chosen: Plan) -> float:
+        assert chosen.bm is not None
+        waves = -(-rows // chosen.bm) * -(-out_features // ROWS) / multiprocessors
+        whole = math.ceil(waves) if not chosen.shares else waves + _SHARES_COST * 32 / groups
+        return whole * _TILE_COST[chosen.bm]
 
-    return Plan(bm=min(_TILE_COST, key=took))
+    return min((Plan(bm=bm, shares=s) for bm in _TILE_COST for s in (False, True)), key=took)
 
 
 def product(
@@ -100,15 +113,19 @@ def product(
         )
     m, n = tokens.values.shape[0], weight.out_features
     here = tokens.values.device
-    chosen = chosen or plan(m, n, multiprocessors=multiprocessors(here))
+    chosen = chosen or plan(m, n, weight.groups, multiprocessors=multiprocessors(here))
     assert chosen.bm is not None
     y = residual_MN if into_residual else None
     if y is None:
         y = torch.empty(m, n, dtype=dtype, device=here)
     box = ([chosen.bm, 64], _layout(2, 64))
     planes, _, _ = weight.words.block_words()
-    tiles = triton.cdiv(m, chosen.bm) * triton.cdiv(n, ROWS)
-    wgmma_kernel[(min(tiles, multiprocessors(here)),)](
+    tiles, programs = triton.cdiv(m, chosen.bm) * triton.cdiv(n, ROWS), multiprocessors(here)
+    # Programs take turns at `whole` tiles; the K of the others is cut into equal runs.
+    whole = tiles // programs * programs if chosen.shares else tiles
+    shared = tiles - whole
+    rows = 2 * programs * ROWS * chosen.bm if shared else 1
+    wgmma_kernel[(programs if shared else min(tiles, programs),)](
         TensorDescriptor.from_tensor(tokens.values.view(torch.float8_e4m3fn), *box),
         TensorDescriptor.from_tensor(tokens.values, *box),
         TensorDescriptor.from_tensor(
@@ -124,11 +141,15 @@ def product(
         y if bias is None else bias,
         y if residual_MN is None else residual_MN,
         y,
+        torch.empty(rows, dtype=torch.float32, device=here),
+        arrivals(here, 2 * shared) if shared else tokens.outlier_scale,
         m,
         n,
+        whole,
         G=weight.groups,
         SCALES=weight.words.groups,
         OUTLIERS=weight.scheme.outliers > 0,
+        SPLIT=shared > 0,
         HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual_MN is not None,
         BM=chosen.bm,

@@ -1,6 +1,7 @@
 """W4A4 for many tokens on Hopper, in Gluon: fp8 tensor cores fed by one warp, two groups of four.
 
-    program   128 rows of w x BM tokens, tile after tile
+    program   128 rows of w x BM tokens, tile after tile; with SPLIT the K of the last tiles, which
+              fill no wave of programs, is shared out (gluon_shares.py)
     warp      fetches k-groups of 128 into a ring through the copy engine: A, w, A's scales
     4 warps   64 rows of w: nibbles -> e4m3 in registers -> wgmma -> acc += part * scales
     4 warps   the other 64 rows; while one group of warps scales, the other one multiplies
@@ -37,7 +38,7 @@ M tokens, N = out_features, G groups, BM tokens a tile, S stages.
 """
 
 # mypy: ignore-errors
-# ruff: noqa: SIM113
+# ruff: noqa: SIM102, SIM113
 # (Gluon bodies are not Python.)
 from __future__ import annotations
 
@@ -50,18 +51,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from llmpq.kernels.gluon_shares import add_shares, segment_of, work
+
 # Triton renamed these between 3.6 and 3.9.
 _barrier = getattr(gl, "thread_barrier", None) or gl.barrier
 _copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-
-
-@gluon.jit
-def _place(tile, tiles_m, tiles_n, GROUP_M: gl.constexpr):
-    """Tile of tokens and tile of rows: GROUP_M tiles of tokens walk w together."""
-    width = GROUP_M * tiles_n
-    first_m = tile // width * GROUP_M
-    count_m = min(tiles_m - first_m, GROUP_M)
-    return first_m + tile % width % count_m, tile % width // count_m
 
 
 @gluon.jit
@@ -132,24 +126,32 @@ def _bytes(high, low, operand: gl.constexpr):
 
 @gluon.jit
 def _fetch(
-    a_desc, o_desc, p_desc, t_desc, M, N, a_s, p_s, t_s, ao_s, po_s, full, empty, ofull, oempty,
-    G: gl.constexpr, OUTLIERS: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr,
-    GROUP_M: gl.constexpr,
+    a_desc, o_desc, p_desc, t_desc, M, N, whole,
+    a_s, p_s, t_s, ao_s, po_s, full, empty, ofull, oempty,
+    G: gl.constexpr, OUTLIERS: gl.constexpr, SPLIT: gl.constexpr, BM: gl.constexpr,
+    STAGES: gl.constexpr, GROUP_M: gl.constexpr,
 ):  # fmt: skip
     """The fetching warp: k-group after k-group, tile after tile."""
     tiles_m, tiles_n = gl.cdiv(M, BM), gl.cdiv(N, 128)
+    groups = M * 0 + G
+    segments, at = work(tiles_m * tiles_n, groups, whole, SPLIT)
     step = 0
     done = 0
-    for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
-        tm, tn = _place(tile, tiles_m, tiles_n, GROUP_M)
+    for segment in range(segments):
+        tm, tn, first, last, at, _ = segment_of(
+            segment, at, tiles_m, tiles_n, groups, whole, GROUP_M
+        )  # fmt: skip
+        g0, g1 = (first, last) if SPLIT else (0, G)
         if OUTLIERS:
-            mbarrier.wait(oempty, (done & 1) ^ 1)
-            mbarrier.expect(ofull, BM * 128 + 16384)
-            _copy(o_desc, [tm * BM, G * 128], ofull, ao_s.index(0))
-            _copy(o_desc, [tm * BM, G * 128 + 64], ofull, ao_s.index(1))
-            _copy(p_desc, [tn * 8, G * 8, 0], ofull, po_s.index(0))
-            _copy(p_desc, [tn * 8, G * 8 + 8, 0], ofull, po_s.index(1))
-        for g in range(G):
+            if g0 == 0:
+                mbarrier.wait(oempty, (done & 1) ^ 1)
+                mbarrier.expect(ofull, BM * 128 + 16384)
+                _copy(o_desc, [tm * BM, G * 128], ofull, ao_s.index(0))
+                _copy(o_desc, [tm * BM, G * 128 + 64], ofull, ao_s.index(1))
+                _copy(p_desc, [tn * 8, G * 8, 0], ofull, po_s.index(0))
+                _copy(p_desc, [tn * 8, G * 8 + 8, 0], ofull, po_s.index(1))
+                done += 1
+        for g in range(g0, g1):
             stage = step % STAGES
             mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
             mbarrier.expect(full.index(stage), BM * 160 + 8192)
@@ -163,15 +165,15 @@ def _fetch(
                 )
             _copy(t_desc, [g, 0, tm * BM], full.index(stage), t_s.index(stage))
             step += 1
-        done += 1
 
 
 @gluon.jit
 def _multiply(
-    HALF: gl.constexpr, OUTLIER, S, BIAS, RESIDUAL, Y, M, N,
+    HALF: gl.constexpr, OUTLIER, S, BIAS, RESIDUAL, Y, PARTIAL, ARRIVED, M, N, whole,
     a_s, p_s, t_s, ao_s, po_s, full, empty, ofull, oempty, turn,
-    G: gl.constexpr, SCALES: gl.constexpr, OUTLIERS: gl.constexpr, HAS_BIAS: gl.constexpr,
-    HAS_RESIDUAL: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
+    G: gl.constexpr, SCALES: gl.constexpr, OUTLIERS: gl.constexpr, SPLIT: gl.constexpr,
+    HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr,
+    GROUP_M: gl.constexpr,
     TURNS: gl.constexpr,
 ):  # fmt: skip
     """Four warps: half of a tile's rows."""
@@ -193,10 +195,15 @@ def _multiply(
     )
     rows_out: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     tiles_m, tiles_n = gl.cdiv(M, BM), gl.cdiv(N, 128)
+    groups = M * 0 + G
+    segments, at = work(tiles_m * tiles_n, groups, whole, SPLIT)
     step = 0
     done = 0
-    for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
-        tm, tn = _place(tile, tiles_m, tiles_n, GROUP_M)
+    for segment in range(segments):
+        tm, tn, from_g, to_g, at, tile = segment_of(
+            segment, at, tiles_m, tiles_n, groups, whole, GROUP_M
+        )  # fmt: skip
+        g0, g1 = (from_g, to_g) if SPLIT else (0, G)
         n0 = tn * 128 + HALF * 64
         n = n0 + gl.arange(0, 64, layout=gl.SliceLayout(1, mma))
         n = gl.where(n < N, n, 0)
@@ -204,28 +211,29 @@ def _multiply(
         row = gl.where(row < N, row, 0)
         w_at = S + (row // 16).to(gl.int64) * (SCALES * 16) + (row % 8) * 2 + row // 8 % 2
         s_at = S + (n // 16).to(gl.int64) * (SCALES * 16) + (n % 8) * 2 + n // 8 % 2
+        acc = gl.zeros((64, BM), gl.float32, layout=mma)
         if OUTLIERS:
-            m = tm * BM + gl.arange(0, BM, layout=gl.SliceLayout(0, mma))
-            sa = gl.load(OUTLIER + m)
-            # The low nibbles' scale, in units of the fp8 sums.
-            so = gl.load(s_at + (G + 1) * 16).to(gl.float32) * 2.0**-18
-            mbarrier.wait(ofull, done & 1)
-            highs = _halves(po_s.index(0).slice(HALF * 4, 4).load(packed))
-            lows = _halves(po_s.index(1).slice(HALF * 4, 4).load(packed))
-            total = gl.zeros((64, BM), gl.int32, layout=mma)
-            for i in gl.static_range(2):
-                w8 = _bytes(highs[i], lows[i], operand)
-                total = warpgroup_mma(w8, ao_s.index(i).permute((1, 0)), total, is_async=True)
-            total = warpgroup_mma_wait(0, deps=[total])
-            _barrier()
-            mbarrier.arrive(oempty, count=1)
-            acc = total.to(gl.float32) * so[:, None] * sa[None, :]
-        else:
-            acc = gl.zeros((64, BM), gl.float32, layout=mma)
-        sw = gl.load(w_at)
-        for g in range(G):
+            if g0 == 0:
+                m = tm * BM + gl.arange(0, BM, layout=gl.SliceLayout(0, mma))
+                sa = gl.load(OUTLIER + m)
+                # The low nibbles' scale, in units of the fp8 sums.
+                so = gl.load(s_at + (G + 1) * 16).to(gl.float32) * 2.0**-18
+                mbarrier.wait(ofull, done & 1)
+                highs = _halves(po_s.index(0).slice(HALF * 4, 4).load(packed))
+                lows = _halves(po_s.index(1).slice(HALF * 4, 4).load(packed))
+                total = gl.zeros((64, BM), gl.int32, layout=mma)
+                for i in gl.static_range(2):
+                    w8 = _bytes(highs[i], lows[i], operand)
+                    total = warpgroup_mma(w8, ao_s.index(i).permute((1, 0)), total, is_async=True)
+                total = warpgroup_mma_wait(0, deps=[total])
+                _barrier()
+                mbarrier.arrive(oempty, count=1)
+                acc = total.to(gl.float32) * so[:, None] * sa[None, :]
+                done += 1
+        sw = gl.load(w_at + g0 * 16)
+        for g in range(g0, g1):
             stage = step % STAGES
-            sw_next = gl.load(w_at + min(g + 1, G - 1) * 16)
+            sw_next = gl.load(w_at + gl.minimum(g + 1, g1 - 1) * 16)
             wide = sw.to(gl.float32)[:, None]
             sw_high = gl.where(term < 3, wide, 0.0).to(gl.bfloat16)
             mbarrier.wait(full.index(stage), (step // STAGES) & 1)
@@ -260,25 +268,33 @@ def _multiply(
             acc = acc + part * gl.convert_layout(scale, mma, assert_trivial=True)
             sw = sw_next
             step += 1
-        done += 1
-        if HAS_BIAS:
-            acc = acc + (gl.load(BIAS + n).to(gl.float32) * 2.0**-18)[:, None]
-        y = gl.convert_layout((acc * 2.0**18).to(Y.dtype.element_ty).permute((1, 0)), rows_out)
-        ym = tm * BM + gl.arange(0, BM, layout=gl.SliceLayout(1, rows_out))
-        yn = n0 + gl.arange(0, 64, layout=gl.SliceLayout(0, rows_out))
-        at = ym.to(gl.int64)[:, None] * N + yn[None, :]
-        live = (ym < M)[:, None] & (yn < N)[None, :]
-        if HAS_RESIDUAL:
-            more = gl.load(RESIDUAL + at, mask=live, other=0.0)
-            y = (y.to(gl.float32) + more.to(gl.float32)).to(Y.dtype.element_ty)
-        gl.store(Y + at, y, mask=live)
+        last_one = True
+        if SPLIT:
+            if tile >= whole:
+                acc, last_one = add_shares(
+                    acc, PARTIAL, ARRIVED, tile - whole, tiles_m * tiles_n - whole, groups,
+                    HALF, 2, BM,
+                )  # fmt: skip
+        if last_one:
+            if HAS_BIAS:
+                acc = acc + (gl.load(BIAS + n).to(gl.float32) * 2.0**-18)[:, None]
+            y = gl.convert_layout((acc * 2.0**18).to(Y.dtype.element_ty).permute((1, 0)), rows_out)
+            ym = tm * BM + gl.arange(0, BM, layout=gl.SliceLayout(1, rows_out))
+            yn = n0 + gl.arange(0, 64, layout=gl.SliceLayout(0, rows_out))
+            out = ym.to(gl.int64)[:, None] * N + yn[None, :]
+            live = (ym < M)[:, None] & (yn < N)[None, :]
+            if HAS_RESIDUAL:
+                more = gl.load(RESIDUAL + out, mask=live, other=0.0)
+                y = (y.to(gl.float32) + more.to(gl.float32)).to(Y.dtype.element_ty)
+            gl.store(Y + out, y, mask=live)
 
 
-@gluon.jit(do_not_specialize=["M"])
+@gluon.jit(do_not_specialize=["M", "whole"])
 def wgmma_kernel(
-    a_desc, o_desc, p_desc, t_desc, OUTLIER, S, BIAS, RESIDUAL, Y, M, N,
-    G: gl.constexpr, SCALES: gl.constexpr, OUTLIERS: gl.constexpr, HAS_BIAS: gl.constexpr,
-    HAS_RESIDUAL: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
+    a_desc, o_desc, p_desc, t_desc, OUTLIER, S, BIAS, RESIDUAL, Y, PARTIAL, ARRIVED, M, N, whole,
+    G: gl.constexpr, SCALES: gl.constexpr, OUTLIERS: gl.constexpr, SPLIT: gl.constexpr,
+    HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr,
+    GROUP_M: gl.constexpr,
     TURNS: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Y [M, N] = A W^T. Boxes of A: [BM, 64], as e4m3 (a_desc) and int8 (o_desc); of P: 8 KB."""
@@ -307,25 +323,25 @@ def wgmma_kernel(
             (
                 _multiply,
                 (
-                    0, OUTLIER, S, BIAS, RESIDUAL, Y, M, N,
+                    0, OUTLIER, S, BIAS, RESIDUAL, Y, PARTIAL, ARRIVED, M, N, whole,
                     a_s, p_s, t_s, ao_s, po_s, full, empty, ofull, oempty, turn,
-                    G, SCALES, OUTLIERS, HAS_BIAS, HAS_RESIDUAL, BM, STAGES, GROUP_M, TURNS,
+                    G, SCALES, OUTLIERS, SPLIT, HAS_BIAS, HAS_RESIDUAL, BM, STAGES, GROUP_M, TURNS,
                 ),
             ),
             (
                 _multiply,
                 (
-                    1, OUTLIER, S, BIAS, RESIDUAL, Y, M, N,
+                    1, OUTLIER, S, BIAS, RESIDUAL, Y, PARTIAL, ARRIVED, M, N, whole,
                     a_s, p_s, t_s, ao_s, po_s, full, empty, ofull, oempty, turn,
-                    G, SCALES, OUTLIERS, HAS_BIAS, HAS_RESIDUAL, BM, STAGES, GROUP_M, TURNS,
+                    G, SCALES, OUTLIERS, SPLIT, HAS_BIAS, HAS_RESIDUAL, BM, STAGES, GROUP_M, TURNS,
                 ),
             ),
             (
                 _fetch,
                 (
-                    a_desc, o_desc, p_desc, t_desc, M, N,
+                    a_desc, o_desc, p_desc, t_desc, M, N, whole,
                     a_s, p_s, t_s, ao_s, po_s, full, empty, ofull, oempty,
-                    G, OUTLIERS, BM, STAGES, GROUP_M,
+                    G, OUTLIERS, SPLIT, BM, STAGES, GROUP_M,
                 ),
             ),
         ],

@@ -147,11 +147,11 @@ def _sweep(name: str, key: str, m: int, args: argparse.Namespace) -> None:
     x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
     calls: list[tuple[str, Call]] = []
     if isinstance(one, AtomTiles):
-        if plan(m, n).bm is None:
+        if plan(m, n, one.groups).bm is None:
             return
         tokens = _round(x, one)
-        for bm, stages, group_m in itertools.product((64, 128), (4, 6), (4, 8, 16)):
-            chosen = Plan(bm=bm, stages=stages, group_m=group_m)
+        for bm, group_m, shares in itertools.product((64, 128), (4, 8, 16), (False, True)):
+            chosen = Plan(bm=bm, group_m=group_m, shares=shares)
             calls.append((str(chosen), _tiled(tokens, pool, chosen, x.dtype)))
     else:
         rounded = norm_round(x, one.scheme, index_K=one.index_K)

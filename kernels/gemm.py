@@ -67,7 +67,7 @@ def run(
     if x_MK.shape[0] == 0:
         return y_MN
     if gluon:
-        gemm_gluon_launch.launch(plan.config, x_MK, q, bias, residual_MN, y_MN, _arrivals)
+        gemm_gluon_launch.launch(plan.config, x_MK, q, bias, residual_MN, y_MN, arrivals)
     else:
         launch = _launch_rows if plan.config.kernel == "rows" else _launch_tiles
         launch(plan, x_MK, q, bias, residual_MN, y_MN)
@@ -190,7 +190,7 @@ def _launch_tiles(
         x if residual is None else residual,
         y,
         partial,
-        _arrivals(x.device, tiles),
+        arrivals(x.device, tiles),
         m,
         q.out_features,
         k,
@@ -234,7 +234,7 @@ def _register_limit(config: Config, bits: int, rows: int) -> int | None:
     return 128 if config.warps == 8 and rows <= config.bm and (pipelined or plain) else None
 
 
-def _arrivals(device: torch.device, tiles: int) -> Tensor:
+def arrivals(device: torch.device, tiles: int) -> Tensor:
     """Counters of arrived shares, one a tile, zero between launches: the last share resets its own.
 
     Products on one stream take turns; two streams must not share counters, so each has its own.

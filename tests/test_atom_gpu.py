@@ -10,9 +10,10 @@ import torch
 
 from llmpq.kernels import check_atom
 from llmpq.kernels.atom_formats import AtomWeight, quantize_atom
+from llmpq.kernels.atom_hopper import Plan, norm_input, product
 from llmpq.kernels.atom_linear import atom_linear
-from llmpq.kernels.atom_reference import atom_linear_reference
-from llmpq.kernels.atom_tiles import AtomTiles, best_form
+from llmpq.kernels.atom_reference import atom_linear_reference, integer_product
+from llmpq.kernels.atom_tiles import AtomTiles, atom_tiles, best_form
 from llmpq.kernels.reference import relative_error
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
@@ -54,6 +55,27 @@ def test_products_replay_in_graphs() -> None:
 
 
 @pytest.mark.parametrize("activation_bits", [4, 16])
+@pytest.mark.parametrize("bm", [64, 128])
+@pytest.mark.parametrize(("m", "n", "k"), [(300, 1296, 1100), (90, 256, 14336), (333, 6144, 512)])
+def test_tiles_whose_k_is_shared_out(bm: int, m: int, n: int, k: int) -> None:
+    torch.manual_seed(0)
+    scheme = replace(check_atom.W4A4, outliers=128)
+    weight = quantize_atom(torch.randn(n, k, device="cuda"), scheme, dtype=torch.bfloat16)
+    tiles = atom_tiles(weight)
+    x, more = (torch.randn(m, w, device="cuda", dtype=torch.bfloat16) for w in (k, n))
+    exact = integer_product(x, weight).float() + more.float()
+    tokens = norm_input(x, tiles)
+    runs = [
+        product(
+            tokens, tiles, dtype=x.dtype, residual_MN=more, chosen=Plan(bm=bm, shares=shares)
+        ).float()
+        for shares in (True, True, False)
+    ]
+    assert torch.equal(runs[0], runs[1]), "who arrives last must not matter, nor what it leaves"
+    assert relative_error(runs[0], exact) < 4e-3 and relative_error(runs[2], exact) < 4e-3
+    assert relative_error(runs[0].roll(1, dims=1), exact) > 0.5
+
+
 @pytest.mark.parametrize("rows", [1, 40])
 @pytest.mark.parametrize("q_len", [3, 5])
 def test_a_layer_is_its_twin(rows: int, q_len: int, activation_bits: int) -> None:

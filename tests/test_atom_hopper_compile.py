@@ -23,6 +23,9 @@ TYPES = {
     **dict.fromkeys(("M", "N", "K", "F", "normal", "x_stride", "w_stride", "u_stride"), "i32"),
     **dict.fromkeys(("eps", "low", "high"), "fp32"),
     "MS": "i32",
+    "whole": "i32",
+    "PARTIAL": "*fp32",
+    "ARRIVED": "*i32",
     "INDEX": "*i32",
     "OUT": "*i8",
 }
@@ -49,14 +52,16 @@ def box(element: str, shape: list[int], swizzle: int) -> str:
     return f"tensordesc<{element}[{','.join(map(str, shape))}],{layout!r}>"
 
 
+@pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize(("tokens", "turns"), [(64, 0), (128, 0), (128, 1), (128, 2)])
 def test_the_product_runs_on_fp8_tensor_cores_and_keeps_its_sums_in_registers(
-    tokens: int, turns: int
+    tokens: int, turns: int, split: bool
 ) -> None:
     constants = {
         "G": 31,
         "SCALES": 34,
         "OUTLIERS": True,
+        "SPLIT": split,
         "HAS_BIAS": False,
         "HAS_RESIDUAL": True,
         "BM": tokens,

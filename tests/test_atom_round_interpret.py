@@ -130,7 +130,10 @@ def test_torch_compile_sees_one_operator_of_the_right_shape() -> None:
 
 def test_plans_fill_the_multiprocessors() -> None:
     plan = atom_hopper.plan
-    assert plan(64, 4096).bm is None and plan(65, 4096).bm == 64
-    assert plan(4096, 4096, activation_bits=16).bm is None
-    assert plan(1024, 4096).bm == 128  # two waves either way
-    assert plan(200, 4096).bm == 64 and plan(4096, 28672).bm == 128
+    assert plan(64, 4096, 31).bm is None
+    assert plan(4096, 4096, 31, activation_bits=16).bm is None
+    assert plan(4096, 28672, 31).bm == 128
+    # 96 tiles of 132: what sharing takes is saved where K is long.
+    assert not plan(333, 4096, 31).shares and plan(333, 4096, 111).shares
+    assert plan(333, 6144, 31).shares  # 144 tiles: a second wave of twelve
+    assert not plan(1024, 4096, 31).shares
