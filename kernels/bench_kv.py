@@ -276,6 +276,7 @@ def tune(bench: AttendBench) -> dict[str, int]:
     tried = candidates(case.fmt.bits, case.head_dim, columns, rows, 2 * blocks, sms)
     best = min(tried, key=time)
     best = min((best, replace(best, ring_parts=6 - best.ring_parts)), key=time)
+    best = min((replace(best, merge=merge) for merge in (4096, 8192, 16384)), key=time)
     return {
         "bits": case.fmt.bits,
         "columns": columns,

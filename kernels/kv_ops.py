@@ -132,6 +132,7 @@ def kv_attend(
     ahead: int,
     programs: int,
     early: bool,
+    merge: int,
     pdl: bool,
 ) -> Tensor:
     """Attend q [B, Q, H, D] to the cache; the step's own tokens must be appended already."""
@@ -159,9 +160,8 @@ def kv_attend(
         PDL=pdl, EMULATE=q.device.type == "cpu",
         num_warps=1, **(options | cap),
     )  # fmt: skip
-    _combine(
-        part_out, part_lse, out, starts, counts, shape | {"TILES": tiles, "EARLY": early}, options
-    )
+    shape |= {"TILES": tiles, "EARLY": early}
+    _combine(part_out, part_lse, out, starts, counts, shape, merge, options)
     return out
 
 
@@ -172,12 +172,13 @@ def _combine(
     starts: Tensor,
     counts: Tensor,
     shape: dict[str, int],
+    merge: int,
     options: dict[str, bool],
 ) -> None:
     """Launch the kernel that merges the parts."""
     parts, dim = part_out.shape[2], shape["D"]
     outputs = out.numel() // dim
-    steps = combine_steps(parts=parts, outputs=outputs, dim=dim, early=bool(shape["EARLY"]))
+    steps = combine_steps(parts=parts, outputs=outputs, dim=dim, merge=merge)
     combine_parts[(outputs // steps["N_STEP"], dim // steps["D_STEP"])](
         part_out, part_lse, out, starts, counts, parts, **shape, **steps, PDL=bool(options),
         num_warps=4, **options,
@@ -244,6 +245,6 @@ def run_attend(
         tickets, scale, fmt.bits, fmt.key_group or 0, paged,
         plan.columns, plan.launch.chunk, plan.launch.first, plan.splits, plan.launch.ring_parts,
         plan.launch.tiles, plan.launch.stages, plan.launch.ahead, plan.launch.programs,
-        bool(plan.launch.early), plan.pdl,
+        bool(plan.launch.early), plan.launch.merge, plan.pdl,
     )  # fmt: skip
     return result

@@ -30,6 +30,14 @@ AHEAD = 2
 those of a later wave would ask for what they load in the next instant (H200: 5 to 10 % slower)."""
 
 
+MERGE, LONG_MERGE = 4096, 16384
+"""Few programs of the combine hold no multiprocessor back when steps are long (H200, 8 x 32768:
+77.7 us and 75.2 us of the two), many are faster when they are short (1 x 8192: 7.6 and 8.6)."""
+
+LONG_TILES = 16
+"""Tiles of a program from which a step is long."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Launch:
     """What is tuned of a launch."""
@@ -49,6 +57,8 @@ class Launch:
     """Tiles a program is dealt before it draws."""
     early: int = 1
     """1 if the combine lets the kernel behind it start before it may read itself."""
+    merge: int = MERGE
+    """Partial results that a program of the combine loads at once: parts x channels x heads."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +114,8 @@ def plan_attend(
         launch = Launch(chunk=chunk, ring_parts=ring_parts, tiles=tiles, stages=stages)
         if rows * (num_programs(launch, blocks) + ring_parts) <= resident:
             launch = replace(launch, ahead=AHEAD)
+        if chunk >= LONG_TILES:
+            launch = replace(launch, merge=LONG_MERGE)
     return AttendPlan(
         columns=columns,
         splits=num_programs(launch, blocks),
@@ -174,14 +186,9 @@ def choose_chunk(tiles: int, rows: int, resident: int, ring_parts: int, even: in
     return best
 
 
-def combine_steps(*, parts: int, outputs: int, dim: int, early: bool) -> dict[str, int]:
-    """Return what a program of the combine takes: parts, channels, and heads x tokens.
-
-    Its programs hold no multiprocessor back if they are few (H200, 8 x 32768: 77.7 us of 4096
-    loads a program, 75.2 of 16384); short steps want more of them (1 x 8192: 7.6 and 8.6).
-    """
-    loads = 4096 if not early else 16384 if parts <= 64 else 8192
+def combine_steps(*, parts: int, outputs: int, dim: int, merge: int) -> dict[str, int]:
+    """Return what a program of the combine takes: parts, channels, and heads x tokens."""
     x_step = min(256, max(4, 1 << (parts - 1).bit_length()))
-    d_step = min(dim, max(16, loads // x_step))
-    n_step = math.gcd(outputs, max(1, loads // (x_step * d_step)))
+    d_step = min(dim, max(16, merge // x_step))
+    n_step = math.gcd(outputs, max(1, merge // (x_step * d_step)))
     return {"X_STEP": x_step, "D_STEP": d_step, "N_STEP": n_step}

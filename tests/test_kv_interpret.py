@@ -190,9 +190,23 @@ def test_a_chunk_fills_whole_waves_and_stays_short():
             assert programs >= min(resident, rows * tiles // 2) / 2 or chunk == 2
 
 
+def test_the_combine_takes_every_output_once():
+    for parts in (2, 5, 49, 133, 300):
+        for outputs in (1, 8, 12, 1024):
+            for dim in (32, 64, 128):
+                for merge in (4096, 8192, 16384):
+                    shape = {"parts": parts, "outputs": outputs, "dim": dim}
+                    step = kv_plan.combine_steps(**shape, merge=merge)
+                    assert outputs % step["N_STEP"] == 0 and dim % step["D_STEP"] == 0
+                    assert step["X_STEP"] * step["D_STEP"] * step["N_STEP"] <= merge
+                    assert step["X_STEP"] >= min(parts, 256)
+
+
 def test_measured_launches_are_used_near_their_shape(monkeypatch):
     entry = {"bits": 4, "columns": 8, "rows": 64, "blocks": 255}
-    launch = dict(chunk=28, ring_parts=1, tiles=2, stages=2, ahead=0, programs=0, first=0, early=1)
+    launch = dict(
+        chunk=28, ring_parts=1, tiles=2, stages=2, ahead=0, programs=0, first=0, early=1, merge=8192
+    )
     monkeypatch.setattr(kv_plan, "tuning_table", lambda: ({**entry, **launch},))
     assert kv_plan.tuned_launch(4, 8, 64, 250) == kv_plan.Launch(**launch)
     assert kv_plan.tuned_launch(4, 8, 64, 100) is None
