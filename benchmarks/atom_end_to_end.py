@@ -80,7 +80,7 @@ def main() -> None:
     parser.add_argument("--precision", nargs="+", default=["w16a16", "w8a8", "w4a16", "w4a4"])
     parser.add_argument("--memory", default="24GiB")
     parser.add_argument("--context", default="700MiB", help="of the memory: CUDA and its modules")
-    parser.add_argument("--slack", default="640MiB", help="left to the allocator's gaps")
+    parser.add_argument("--slack", default="768MiB", help="left to the allocator's gaps")
     parser.add_argument("--lengths", choices=("equal", "drawn"), default="equal")
     parser.add_argument("--turns", type=int, default=2, help="drawn requests a slot, on average")
     parser.add_argument("--prompt", type=int, default=512)
