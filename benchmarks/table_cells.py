@@ -182,6 +182,16 @@ def of_norm(row: Row) -> str:
     return f"{row['value']:.1f} ({row['value'] / row['baselines']['rms_norm_torch']:.2f})"
 
 
+def tokens_and_steps(row: Row) -> str:
+    """Show tokens/s, the requests served at once and what a mean step of each phase took."""
+    case = row["case"]
+    steps = [
+        f"{phase} {case[f'{phase}_s'] / case[f'{phase}_steps'] * 1e3:.1f}"
+        for phase in ("prefill", "decode")
+    ]
+    return f"{row['value']:.0f}, {case['batch']} at once ({', '.join(steps)})"
+
+
 def seconds_and_peak(row: Row) -> str:
     """Show seconds, seconds a layer and the peak of GPU memory."""
     case = row["case"]

@@ -31,6 +31,7 @@ from table_cells import (
     ratio_to_baseline,
     seconds_and_cpu,
     seconds_and_peak,
+    tokens_and_steps,
     us_of_floor,
     us_over_cublas,
 )
@@ -72,9 +73,9 @@ TABLES: dict[str, Pivot] = {
     "atom_end_to_end": Pivot(
         file="atom_end_to_end.jsonl",
         bench="atom_end_to_end",
-        index=("precision", "kv", "memory", "prompt", "gen", "batch"),
-        show=lambda row: f"{row['value']:.0f}",
-        value_title="output tokens/s",
+        index=("precision", "kv", "memory", "prompt", "gen"),
+        show=tokens_and_steps,
+        value_title="output tokens/s, requests (ms a step)",
     ),
     "atom_quantize": Pivot(
         file="atom_quantize.jsonl",
