@@ -111,8 +111,7 @@ def product(
         return linear_gpu(
             tokens.values, weight.words, bias, residual_MN, into_residual=into_residual
         )
-    m, n = tokens.values.shape[0], weight.out_features
-    here = tokens.values.device
+    m, n, here = tokens.values.shape[0], weight.out_features, tokens.values.device
     chosen = chosen or plan(m, n, weight.groups, multiprocessors=multiprocessors(here))
     assert chosen.bm is not None
     y = residual_MN if into_residual else None
@@ -120,12 +119,11 @@ def product(
         y = torch.empty(m, n, dtype=dtype, device=here)
     box = ([chosen.bm, 64], _layout(2, 64))
     planes, _, _ = weight.words.block_words()
-    tiles, programs = triton.cdiv(m, chosen.bm) * triton.cdiv(n, ROWS), multiprocessors(here)
-    # Programs take turns at `whole` tiles; the K of the others is cut into equal runs.
-    whole = tiles // programs * programs if chosen.shares else tiles
+    tiles = triton.cdiv(m, chosen.bm) * triton.cdiv(n, ROWS)
+    programs, whole = _schedule(tiles, chosen.shares, multiprocessors(here))
     shared = tiles - whole
-    rows = 2 * programs * ROWS * chosen.bm if shared else 1
-    wgmma_kernel[(programs if shared else min(tiles, programs),)](
+    sums = 2 * programs * ROWS * chosen.bm if shared else 1
+    wgmma_kernel[(programs,)](
         TensorDescriptor.from_tensor(tokens.values.view(torch.float8_e4m3fn), *box),
         TensorDescriptor.from_tensor(tokens.values, *box),
         TensorDescriptor.from_tensor(
@@ -141,7 +139,7 @@ def product(
         y if bias is None else bias,
         y if residual_MN is None else residual_MN,
         y,
-        torch.empty(rows, dtype=torch.float32, device=here),
+        torch.empty(sums, dtype=torch.float32, device=here),
         arrivals(here, 2 * shared) if shared else tokens.outlier_scale,
         m,
         n,
@@ -159,6 +157,12 @@ def product(
         num_warps=4,
     )
     return y
+
+
+def _schedule(tiles: int, shares: bool, multiprocessors: int) -> tuple[int, int]:
+    """Return programs, and the tiles they take turns at; others' K is cut into equal runs."""
+    whole = tiles // multiprocessors * multiprocessors if shares else tiles
+    return multiprocessors if whole < tiles else min(tiles, multiprocessors), whole
 
 
 def tiles_linear(
