@@ -114,9 +114,8 @@ def product(
     m, n, here = tokens.values.shape[0], weight.out_features, tokens.values.device
     chosen = chosen or plan(m, n, weight.groups, multiprocessors=multiprocessors(here))
     assert chosen.bm is not None
-    y = residual_MN if into_residual else None
-    if y is None:
-        y = torch.empty(m, n, dtype=dtype, device=here)
+    y = residual_MN if into_residual else torch.empty(m, n, dtype=dtype, device=here)
+    assert y is not None, "into_residual needs a residual"
     box = ([chosen.bm, 64], _layout(2, 64))
     planes, _, _ = weight.words.block_words()
     tiles = triton.cdiv(m, chosen.bm) * triton.cdiv(n, ROWS)
