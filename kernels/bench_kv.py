@@ -251,9 +251,8 @@ def candidates(
             chunk = -(-tiles_all // max(1, programs // rows - ring))
             chunk = min(max(tiles, chunk + chunk % tiles), tiles_all)
             together = rows * (-(-tiles_all // chunk) + ring) <= resident
-            found |= {
-                Launch(**loop, chunk=chunk, ahead=a) for a in ((0, AHEAD) if together else (0,))
-            }
+            aheads = (0, AHEAD) if together else (0,)
+            found |= {Launch(**loop, chunk=chunk, ahead=ahead) for ahead in aheads}
         loop["ring_parts"] = 1 if rows >= 32 else ring
         drawing = max(1, resident // rows - loop["ring_parts"])
         share = tiles_all // drawing
@@ -346,9 +345,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Run the suite on the current GPU."""
     if not torch.cuda.is_available():
-        raise ValueError(
-            "bench kv needs a CUDA GPU; on a CPU the low-bit cache runs in plain torch"
-        )
+        raise ValueError("bench kv needs a CUDA GPU; on a CPU the low-bit cache is plain torch")
     device = torch.device("cuda")
     if args.tune:
         tune_all(device, args.only)
