@@ -53,10 +53,6 @@ ROWS = 128
 TERMS = 16
 """Rows of a box of scales: the least K of a bfloat16 product; three exist, the rest are zeros."""
 
-TURNS = 0
-"""How the product's two groups of warps take turns at the tensor cores: 0 they do not; 1 one begins
-when the other has asked for all its products; 2 when those are done."""
-
 _TILE_COST = {128: 1.0, 64: 0.62}
 """What a tile of so many tokens takes, beside one of 128 (H200)."""
 
@@ -119,7 +115,7 @@ def product(
     box = ([chosen.bm, 64], _layout(2, 64))
     planes, _, _ = weight.words.block_words()
     tiles = triton.cdiv(m, chosen.bm) * triton.cdiv(n, ROWS)
-    programs, whole = _schedule(tiles, chosen.shares, multiprocessors(here))
+    programs, whole = _schedule(tiles, weight.groups, chosen.shares, multiprocessors(here))
     shared = tiles - whole
     sums = 2 * programs * ROWS * chosen.bm if shared else 1
     wgmma_kernel[(programs,)](
@@ -152,16 +148,22 @@ def product(
         BM=chosen.bm,
         STAGES=chosen.stages,
         GROUP_M=chosen.group_m,
-        TURNS=TURNS,
         num_warps=4,
     )
     return y
 
 
-def _schedule(tiles: int, shares: bool, multiprocessors: int) -> tuple[int, int]:
-    """Return programs, and the tiles they take turns at; others' K is cut into equal runs."""
-    whole = tiles // multiprocessors * multiprocessors if shares else tiles
-    return multiprocessors if whole < tiles else min(tiles, multiprocessors), whole
+def _schedule(tiles: int, groups: int, shares: bool, multiprocessors: int) -> tuple[int, int]:
+    """Return programs, and the tiles they take turns at; others' K is cut into equal runs.
+
+    Every program gets a k-group or more: one without would never arrive where a tile's sums meet.
+    """
+    if not shares or tiles % multiprocessors == 0:
+        return min(tiles, multiprocessors), tiles
+    whole = tiles // multiprocessors * multiprocessors
+    if whole and (tiles - whole) * groups < multiprocessors:
+        whole -= multiprocessors
+    return (multiprocessors if whole else min(multiprocessors, tiles * groups)), whole
 
 
 def tiles_linear(

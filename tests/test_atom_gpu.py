@@ -54,9 +54,10 @@ def test_products_replay_in_graphs() -> None:
         assert relative_error(y, atom_linear_reference(x.float(), weight)) < 4e-3
 
 
-@pytest.mark.parametrize("activation_bits", [4, 16])
 @pytest.mark.parametrize("bm", [64, 128])
-@pytest.mark.parametrize(("m", "n", "k"), [(300, 1296, 1100), (90, 256, 14336), (333, 6144, 512)])
+@pytest.mark.parametrize(
+    ("m", "n", "k"), [(300, 1296, 1100), (90, 256, 14336), (333, 6144, 512), (65, 256, 4096)]
+)
 def test_tiles_whose_k_is_shared_out(bm: int, m: int, n: int, k: int) -> None:
     torch.manual_seed(0)
     scheme = replace(check_atom.W4A4, outliers=128)
@@ -76,6 +77,7 @@ def test_tiles_whose_k_is_shared_out(bm: int, m: int, n: int, k: int) -> None:
     assert relative_error(runs[0].roll(1, dims=1), exact) > 0.5
 
 
+@pytest.mark.parametrize("activation_bits", [4, 16])
 @pytest.mark.parametrize("rows", [1, 40])
 @pytest.mark.parametrize("q_len", [3, 5])
 def test_a_layer_is_its_twin(rows: int, q_len: int, activation_bits: int) -> None:
