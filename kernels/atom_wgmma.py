@@ -22,6 +22,7 @@ What was slower (H200, a layer of Llama-3.1-8B at M = 1024; cuBLAS bf16 = 1, thi
     0.94  256 rows of w a tile, sa read so: a third less traffic from the L2, more waits
     0.99  two halves of 64 tokens, one's products while the other's sums are scaled; 0.4 with the
           next group's words fetched ahead: registers spill
+    1.00  the groups of warps in strict turns at the tensor cores (a barrier each way)
 ptxas makes products that a loop's next round waits for synchronous (C7514): no pipeline across k.
 
     A [M, (G + 1) * 128]   bytes: code * 2^-9 as e4m3, the outliers' last 128 as int8
@@ -170,11 +171,10 @@ def _fetch(
 @gluon.jit
 def _multiply(
     HALF: gl.constexpr, OUTLIER, S, BIAS, RESIDUAL, Y, PARTIAL, ARRIVED, M, N, whole,
-    a_s, p_s, t_s, ao_s, po_s, full, empty, ofull, oempty, turn,
+    a_s, p_s, t_s, ao_s, po_s, full, empty, ofull, oempty,
     G: gl.constexpr, SCALES: gl.constexpr, OUTLIERS: gl.constexpr, SPLIT: gl.constexpr,
     HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr,
     GROUP_M: gl.constexpr,
-    TURNS: gl.constexpr,
 ):  # fmt: skip
     """Four warps: half of a tile's rows."""
     mma: gl.constexpr = gl.NVMMADistributedLayout(
@@ -248,22 +248,13 @@ def _multiply(
                 scale = warpgroup_mma(
                     rest.to(gl.bfloat16), t_s.index(stage).reshape((16, BM)), scale, is_async=True
                 )
-            low = _nibbles(first, operand)
-            high = _nibbles(second, operand)
-            if TURNS:
-                # In turns, the first half's group of warps first.
-                mbarrier.wait(turn.index(HALF), (step & 1) ^ (1 - HALF))
             part = gl.zeros((64, BM), gl.float32, layout=mma)
             a = a_s.index(2 * stage).permute((1, 0))
-            part = warpgroup_mma(low, a, part, is_async=True)
+            part = warpgroup_mma(_nibbles(first, operand), a, part, is_async=True)
             a = a_s.index(2 * stage + 1).permute((1, 0))
-            part = warpgroup_mma(high, a, part, is_async=True)
-            if TURNS == 1:
-                mbarrier.arrive(turn.index(1 - HALF), count=1)
+            part = warpgroup_mma(_nibbles(second, operand), a, part, is_async=True)
             part, scale = warpgroup_mma_wait(0, deps=[part, scale])
             _barrier()
-            if TURNS == 2:
-                mbarrier.arrive(turn.index(1 - HALF), count=1)
             mbarrier.arrive(empty.index(stage), count=1)
             acc = acc + part * gl.convert_layout(scale, mma, assert_trivial=True)
             sw = sw_next
@@ -294,8 +285,7 @@ def wgmma_kernel(
     a_desc, o_desc, p_desc, t_desc, OUTLIER, S, BIAS, RESIDUAL, Y, PARTIAL, ARRIVED, M, N, whole,
     G: gl.constexpr, SCALES: gl.constexpr, OUTLIERS: gl.constexpr, SPLIT: gl.constexpr,
     HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr,
-    GROUP_M: gl.constexpr,
-    TURNS: gl.constexpr, num_warps: gl.constexpr,
+    GROUP_M: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Y [M, N] = A W^T. Boxes of A: [BM, 64], as e4m3 (a_desc) and int8 (o_desc); of P: 8 KB."""
     swizzled: gl.constexpr = gl.NVMMASharedLayout(64, 8, 2)
@@ -310,9 +300,6 @@ def wgmma_kernel(
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     ofull = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     oempty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2):
-        mbarrier.init(turn.index(i), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
@@ -324,16 +311,16 @@ def wgmma_kernel(
                 _multiply,
                 (
                     0, OUTLIER, S, BIAS, RESIDUAL, Y, PARTIAL, ARRIVED, M, N, whole,
-                    a_s, p_s, t_s, ao_s, po_s, full, empty, ofull, oempty, turn,
-                    G, SCALES, OUTLIERS, SPLIT, HAS_BIAS, HAS_RESIDUAL, BM, STAGES, GROUP_M, TURNS,
+                    a_s, p_s, t_s, ao_s, po_s, full, empty, ofull, oempty,
+                    G, SCALES, OUTLIERS, SPLIT, HAS_BIAS, HAS_RESIDUAL, BM, STAGES, GROUP_M,
                 ),
             ),
             (
                 _multiply,
                 (
                     1, OUTLIER, S, BIAS, RESIDUAL, Y, PARTIAL, ARRIVED, M, N, whole,
-                    a_s, p_s, t_s, ao_s, po_s, full, empty, ofull, oempty, turn,
-                    G, SCALES, OUTLIERS, SPLIT, HAS_BIAS, HAS_RESIDUAL, BM, STAGES, GROUP_M, TURNS,
+                    a_s, p_s, t_s, ao_s, po_s, full, empty, ofull, oempty,
+                    G, SCALES, OUTLIERS, SPLIT, HAS_BIAS, HAS_RESIDUAL, BM, STAGES, GROUP_M,
                 ),
             ),
             (
