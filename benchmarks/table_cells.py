@@ -40,6 +40,8 @@ class Pivot:
             if name not in columns:
                 columns.append(name)
             found.setdefault(key, {}).setdefault(name, []).append(row)
+        if all(len(key) == 1 and key[0].isdigit() for key in found):
+            found = dict(sorted(found.items(), key=lambda item: int(item[0][0])))
         columns = [c for c in columns if any(c in cells for cells in found.values())]
         head = [*self.index, *columns]
         shown = {

@@ -160,6 +160,7 @@ TABLES: dict[str, Pivot] = {
         column="m",
         where={"model": "llama-3.1-8b", "shape": "layer"},
         show=us_over_cublas,
+        order=tuple(str(1 << i) for i in range(14)),
     ),
     "gemm_products": Pivot(
         file="gemm.jsonl",
