@@ -137,8 +137,7 @@ class AttendBench:
         self.layers = [random_layer(case, pages, device) for _ in range(self.copies)]
         self.table = contiguous_table(batch, self.blocks, device)
         if case.layout == "paged":
-            order = torch.randperm(pages, device=device)
-            self.table = order.int().reshape(batch, self.blocks)
+            self.table = torch.randperm(pages, device=device).int().reshape(batch, self.blocks)
         shape = (batch, case.q_len, case.heads, case.head_dim)
         self.q = torch.randn(shape, device=device, dtype=torch.float16)
         rows = torch.arange(batch, device=device, dtype=torch.int32)
@@ -157,6 +156,7 @@ class AttendBench:
             device=device,
             bits=case.fmt.bits,
             head_dim=case.head_dim,
+            key_group=case.fmt.key_group,
         )
 
     def run(self, copy: int, plan: AttendPlan | None = None) -> Tensor:

@@ -157,7 +157,13 @@ def run_case(case: Case, device: torch.device, seed: int = 0) -> Outcome:
         heads = {"heads": case.heads, "kv_heads": case.kv_heads, "head_dim": fmt.head_dim}
         end = max(first + num for first, num in step)
         plan = plan_attend(
-            batch=slots, q_len=q_len, max_end=end, device=device, bits=fmt.bits, **heads
+            batch=slots,
+            q_len=q_len,
+            max_end=end,
+            device=device,
+            bits=fmt.bits,
+            key_group=fmt.key_group,
+            **heads,
         )
         if case.programs:
             plan = drawing(plan, case.programs, case.first, end)

@@ -253,6 +253,7 @@ class QuantizedKVCache:
             device=self.device,
             bits=self.fmt.bits,
             head_dim=self.fmt.head_dim,
+            key_group=self.fmt.key_group,
         )
         return _kernels().run_attend(
             self.fmt,

@@ -23,7 +23,8 @@ MAX_Q_LEN = HOLDBACK_TOKENS
 REGISTER_LIMIT = 12
 """One-warp programs an SM has registers for: 65536 / (156 * 32), rounded down to what fits."""
 
-SHARED_PER_SM = 227 * 1024
+SHARED_PER_SM = 228 * 1024
+"""Shared memory of a Hopper multiprocessor, of which every program takes 1 KiB more."""
 
 AHEAD = 2
 """Tiles a program asks the L2 for while the kernel in front ends, if all programs start at once:
@@ -95,6 +96,7 @@ def plan_attend(
     device: torch.device,
     bits: int,
     head_dim: int = 128,
+    key_group: int | None = BLOCK_TOKENS,
 ) -> AttendPlan:
     """Choose columns and splits for requests of at most `max_end` tokens."""
     if not 1 <= q_len <= MAX_Q_LEN:
@@ -116,6 +118,11 @@ def plan_attend(
             launch = replace(launch, ahead=AHEAD)
         if chunk >= LONG_TILES:
             launch = replace(launch, merge=LONG_MERGE)
+    shape = (bits, head_dim, columns, launch.tiles, launch.stages)
+    together = sms * programs_per_sm(*shape, key_group=key_group)
+    if launch.programs and rows * (num_programs(launch, blocks) + launch.ring_parts) > together:
+        # what starts late must find little left (32 tokens a key group: 94 us dealt, 81 drawn)
+        launch = replace(launch, first=launch.chunk)
     return AttendPlan(
         columns=columns,
         splits=num_programs(launch, blocks),
@@ -161,9 +168,18 @@ def _ratio(a: int, b: int) -> float:
     return max(a, b) / min(a, b) if min(a, b) > 0 else float(a != b) * 1e9 + 1.0
 
 
-def programs_per_sm(bits: int, head_dim: int, columns: int, tiles: int, stages: int) -> int:
+def programs_per_sm(
+    bits: int,
+    head_dim: int,
+    columns: int,
+    tiles: int,
+    stages: int,
+    *,
+    key_group: int | None = BLOCK_TOKENS,
+) -> int:
     """Return the one-warp programs that are resident on an SM."""
-    buffer = tiles * (64 * head_dim * bits // 4 + 256) + 4 * head_dim
+    keys = 4 * head_dim * max(1, 64 * tiles // key_group) if key_group else 256 * tiles
+    buffer = tiles * (64 * head_dim * bits // 4 + 256) + keys
     by_shared = SHARED_PER_SM // (max(1, stages - 1) * buffer + 1024)
     return max(1, min(REGISTER_LIMIT if columns == 8 else 8, by_shared))
 

@@ -213,6 +213,20 @@ def test_measured_launches_are_used_near_their_shape(monkeypatch):
     assert kv_plan.tuned_launch(2, 8, 64, 255) is None
 
 
+def test_programs_that_do_not_start_together_draw_all_their_tiles(monkeypatch):
+    """Keys of 32 tokens a group need more shared memory: 11 programs an SM instead of 12."""
+    monkeypatch.setattr(kv_plan, "_sm_count", lambda device: 132)
+    monkeypatch.setattr(kv_plan, "capability", lambda device: (9, 0))
+    shape = {"batch": 8, "q_len": 1, "heads": 32, "kv_heads": 8, "max_end": 32769, "bits": 4}
+    plans = {
+        group: kv_plan.plan_attend(**shape, device=torch.device("cuda", 7), key_group=group)
+        for group in (128, 32)
+    }
+    assert plans[128].launch.first > plans[128].launch.chunk
+    assert plans[32].launch == replace(plans[128].launch, first=plans[32].launch.chunk)
+    assert kv_plan.programs_per_sm(4, 128, 8, 2, 2, key_group=32) == 11
+
+
 def test_shipped_launches_are_complete():
     for entry in kv_plan.tuning_table():
         plan = kv_plan.tuned_launch(*(entry[k] for k in ("bits", "columns", "rows", "blocks")))
