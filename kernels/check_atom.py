@@ -8,6 +8,7 @@ show. Without one: the CPU's way on small shapes. Exit code 1 if anything is wro
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -26,6 +27,7 @@ from llmpq.kernels.atom_reference import (
 )
 from llmpq.kernels.atom_scheme import AtomScheme
 from llmpq.kernels.atom_tiles import AtomTiles, best_form
+from llmpq.kernels.parts import add_part, share
 from llmpq.kernels.reference import relative_error
 
 LIMITS = {torch.float16: 1e-3, torch.bfloat16: 4e-3, torch.float32: 2e-3}
@@ -55,6 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--m", default=None, help="tokens; default: one or more a way")
     parser.add_argument("--shapes", default="all", help="layer, odd or all [all]")
     parser.add_argument("--seed", type=int, default=0, help="of weights and inputs")
+    add_part(parser)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -92,17 +95,20 @@ def products(args: argparse.Namespace, device: torch.device) -> Iterator[tuple[s
     rows = ROWS if args.m is None else tuple(int(m) for m in args.m.split(","))
     names = {"fp16": torch.float16, "bf16": torch.bfloat16}
     dtypes = [names[name] for name in args.dtype.split(",")] if gpu else [torch.float32]
-    for name, (k, n) in shapes.items():
-        for key in args.scheme.split(","):
-            for dtype in dtypes:
-                if dtype == torch.float16 and name in ("qkv", "gate_up"):
-                    continue  # other shapes take the same ways
-                weight = random_weight(name, k, n, SCHEMES[key], dtype, device)
-                fast = best_form(weight)
-                for m in rows:
-                    x = tokens(m, k, dtype, device)
-                    error = _error(x, fast, weight)
-                    yield f"{name} {key} m={m} {dtype}", error, LIMITS[dtype]
+    weights = [
+        (name, key, dtype)
+        for name, key, dtype in itertools.product(shapes, args.scheme.split(","), dtypes)
+        # of float16 other shapes take the same ways
+        if dtype != torch.float16 or name not in ("qkv", "gate_up")
+    ]
+    for name, key, dtype in share(weights, args.part):
+        k, n = shapes[name]
+        weight = random_weight(name, k, n, SCHEMES[key], dtype, device)
+        fast = best_form(weight)
+        for m in rows:
+            x = tokens(m, k, dtype, device)
+            error = _error(x, fast, weight)
+            yield f"{name} {key} m={m} {dtype}", error, LIMITS[dtype]
 
 
 def random_weight(

@@ -19,6 +19,7 @@ import torch
 
 from llmpq.kernels.formats import GROUP
 from llmpq.kernels.linear import linear
+from llmpq.kernels.parts import add_part, share
 from llmpq.kernels.qweight import QuantizedWeight, from_codes
 from llmpq.kernels.reference import linear_reference, relative_error
 from llmpq.precision import padded_k
@@ -58,6 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the order, shapes, codes and x")
     parser.add_argument("--shapes", default="all", help="tuned, odd, random or all [all]")
     parser.add_argument("--seconds", type=float, default=None, help="start no weight after these")
+    add_part(parser)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -67,6 +69,7 @@ def main(args: argparse.Namespace) -> int:
     torch.manual_seed(args.seed)
     cases = _cases(gpu, args)
     random.Random(args.seed).shuffle(cases)
+    cases = list(share(cases, args.part))
     started_s = time.perf_counter()
     worst: dict[torch.dtype, float] = {}
     failed = checked = weights = 0

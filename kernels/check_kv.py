@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import triton
 from torch import Tensor
 
 from llmpq.kernels import kv_reference
@@ -23,6 +24,7 @@ from llmpq.kernels.kv_oracle import attend_from_history, relative_error
 from llmpq.kernels.kv_plan import MAX_Q_LEN, AttendPlan, num_programs, plan_attend
 from llmpq.kernels.kv_storage import DeviceRows, KVLayer, allocate_layer
 from llmpq.kernels.kv_view import Rows
+from llmpq.kernels.parts import add_part, share
 from llmpq.kv_format import BLOCK_TOKENS, packed_blocks, packed_end
 from llmpq.precision import KVPrecision
 
@@ -190,6 +192,8 @@ STEPS: Steps = [
 ]
 LONG: Steps = [[(0, 3000), (0, 130)], [(3000, 1), (130, 1)], [(3001, 8), (131, 8)]]
 EMPTY: Steps = [[(0, 1), (0, 1)], [(1, 1), (1, 1)], [(2, 8), (2, 1)]]
+UNEQUAL: Steps = [[(0, 3000), (0, 300), (0, 700)], [(3000, 1), (300, 1), (700, 1)]]
+"""Requests with fewer tiles than the longest one has programs."""
 ONE_LONG: Steps = [[(0, 1), (0, 130), (0, 30000)], [(1, 1), (130, 1), (30000, 1)]]
 EDGES = (127, 128, 143, 144, 145, 271, 272, 273, 400)
 
@@ -209,6 +213,9 @@ def cases() -> Iterator[Case]:
     yield Case(fmt=kv4, heads=8, kv_heads=2, dtype=fp16, steps=LONG, alibi=True)
     for first in (0, 2, 10):
         yield Case(fmt=kv4, heads=8, kv_heads=2, dtype=fp16, steps=LONG, programs=3, first=first)
+        yield Case(
+            fmt=kv4, heads=8, kv_heads=2, dtype=fp16, steps=UNEQUAL, programs=16, first=first
+        )
     yield Case(fmt=kv4, heads=8, kv_heads=2, dtype=fp16, steps=STEPS, rope=True)
     yield Case(fmt=kv4, heads=12, kv_heads=4, dtype=bf16, steps=STEPS, rope=True, paged=False)
     for length in EDGES:
@@ -253,12 +260,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `check kv`."""
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--only", default="", help="run the variants whose line contains this text")
+    add_part(parser)
 
 
 def main(args: argparse.Namespace) -> int:
     """Check all variants; 1 if one fails."""
+    if args.device == "cpu" and not triton.knobs.runtime.interpret:
+        sys.stderr.write(
+            "check kv: the kernels need a GPU, and this machine shows none; to run them in "
+            "Triton's interpreter set TRITON_INTERPRET=1 (float16 alone: it truncates bfloat16)\n"
+        )
+        return 2
     failed = total = 0
-    for case in cases():
+    for case in share(cases(), args.part):
         line = describe(case)
         if args.only not in line:
             continue

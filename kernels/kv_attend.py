@@ -260,7 +260,8 @@ def attend_split(
     dealers = tl.minimum(programs, steps_all)  # a request shorter than planned is spread as wide
     dealt, shares = steps_all, dealers
     if DYNAMIC:
-        dealt = tl.minimum(programs * (first // TILES), steps_all)
+        # one step at least: the combine reads the first `dealers` programs of a short request alone
+        dealt = tl.minimum(programs * tl.maximum(first // TILES, 1), steps_all)
         shares = programs + (steps_all - dealt + chunk // TILES - 1) // (chunk // TILES)
     step0 = dealt * tl.minimum(share, dealers) // tl.maximum(dealers, 1)
     step1 = dealt * tl.minimum(share + 1, dealers) // tl.maximum(dealers, 1)

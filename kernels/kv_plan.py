@@ -55,7 +55,7 @@ class Launch:
     programs: int = 0
     """Programs of a row that draw chunks of tiles until none is left; 0: one program a chunk."""
     first: int = 0
-    """Tiles a program is dealt before it draws."""
+    """Tiles a program is dealt before it draws; one step of the loop at least."""
     early: int = 1
     """1 if the combine lets the kernel behind it start before it may read itself."""
     merge: int = MERGE
