@@ -350,9 +350,9 @@ def test_a_placement_that_stays_pending_is_given_up(ray_session, demo_model, mak
 
 def test_ctrl_c_keeps_what_is_done_and_resume_finishes_it(ray_session, plan_file, tmp_path):
     """The one test whose command starts its own Ray: nothing of that may stay either."""
-    plan = plan_file((4,), batch=2, gen_len=160, prompt_len=8)
+    plan = plan_file((4,), batch=2, gen_len=480, prompt_len=8)
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    rows = [{"prompt": "import os\n", "max_tokens": 8 if i == 0 else 160} for i in range(7)]
+    rows = [{"prompt": "import os\n", "max_tokens": 8 if i == 0 else 480} for i in range(7)]
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = command(plan, "-i", source, "-o", out, "--ignore-eos")
     process = subprocess.Popen(
