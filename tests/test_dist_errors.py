@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -350,13 +351,19 @@ def test_a_placement_that_stays_pending_is_given_up(ray_session, demo_model, mak
 
 def test_ctrl_c_keeps_what_is_done_and_resume_finishes_it(ray_session, plan_file, tmp_path):
     """The one test whose command starts its own Ray: nothing of that may stay either."""
-    plan = plan_file((4,), batch=2, gen_len=480, prompt_len=8)
+    plan = plan_file((4,), batch=2, gen_len=160, prompt_len=8)
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    rows = [{"prompt": "import os\n", "max_tokens": 8 if i == 0 else 480} for i in range(7)]
+    rows = [{"prompt": "import os\n", "max_tokens": 8 if i == 0 else 160} for i in range(7)]
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = command(plan, "-i", source, "-o", out, "--ignore-eos")
     process = subprocess.Popen(
-        words, stderr=subprocess.PIPE, text=True, start_new_session=True, stdout=subprocess.DEVNULL
+        words,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        stdout=subprocess.DEVNULL,
+        # Tests that a shell runs in the background inherit a SIGINT that is ignored.
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.default_int_handler),
     )
     end_s = time.monotonic() + 60
     while time.monotonic() < end_s and not (out.exists() and out.read_text()):
