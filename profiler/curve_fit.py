@@ -26,7 +26,7 @@ CURVE_TERMS: dict[Phase, tuple[str, ...]] = {
 """What depends on more than the new tokens: attention, with its tiles of every prompt."""
 
 MIN_KNOTS = 4
-POINTS_A_KNOT = 1.25
+POINTS_A_KNOT = 1.2
 """Samples that there must be for every knot: some have the same tokens in other shapes."""
 
 

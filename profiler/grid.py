@@ -65,8 +65,8 @@ _GPU = Grid(
         *(16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 6144, 8192, 12288, 16384, 32768),
     ),
     # Tiles have 16 to 256 rows; kernels of few rows change with powers of two.
-    prefill_edges=(16, 32, 64, *range(128, 1024, 128), *range(1024, 4097, 256)),
-    decode_v=(1, 2, 3, 4, 8, 9, 12, 16, 17, 24, 32, 33, 48, 64),
+    prefill_edges=(16, 32, 64, *range(128, 1024, 64), *range(1024, 4097, 256)),
+    decode_v=(1, 2, 3, 4, 5, 8, 9, 12, 16, 17, 24, 32, 33, 48, 64),
     decode_length=(64, 512, 1024, 2048, 4096),
     max_tokens=32768,
 )
