@@ -40,6 +40,8 @@ class Grid:
     prefill_edges: tuple[int, ...] = ()
     """New tokens that fill tiles of a layer's products: timed, and the next larger prefill."""
     verify_q: tuple[int, ...] = ()
+    launch: bool = False
+    """Whether the host's time to enqueue a layer of a prompt is timed too."""
     max_tokens: int
     """Most new tokens of a prefill case; a cache may hold `CACHED` times as many."""
 
@@ -68,6 +70,7 @@ _GPU = Grid(
     prefill_edges=(16, 32, 64, *range(128, 1024, 64), *range(1024, 4097, 256)),
     decode_v=(1, 2, 3, 4, 5, 8, 9, 12, 16, 17, 24, 32, 33, 48, 64),
     decode_length=(64, 512, 1024, 2048, 4096),
+    launch=True,
     max_tokens=32768,
 )
 
@@ -81,17 +84,29 @@ def make_grid(
     max_len: int | None = None,
     max_tokens: int | None = None,
     verify_q: Sequence[int] = (),
+    job: tuple[int, int] | None = None,
 ) -> Grid:
     """Return the grid up to `max_batch` requests of `max_len` tokens.
 
     By default the longest is what the model allows, at most 256 in a quick run and 2048 otherwise,
-    4096 on a GPU.
+    4096 on a GPU. `job`: only these prompt tokens, and the caches while that many are generated.
     """
     longest = min(max_len or (256 if quick else 4096 if on_gpu else 2048), spec.max_positions)
     if longest < 16:
         raise ValueError(f"--max-len must be at least 16 tokens, got {longest}")
     shapes = _QUICK if quick else _GPU if on_gpu else _FULL
     most = max_tokens or shapes.max_tokens
+    if job is not None:
+        prompt, gen = job
+        return Grid(
+            prefill_v=_up_to(shapes.prefill_v, max_batch),
+            prefill_length=(prompt,),
+            decode_v=_up_to(shapes.decode_v, max_batch),
+            decode_length=(prompt + 1, prompt + gen),
+            verify_q=tuple(verify_q),
+            launch=shapes.launch,
+            max_tokens=most,
+        )
     return Grid(
         prefill_v=_up_to(shapes.prefill_v, max_batch),
         prefill_length=_up_to(shapes.prefill_length, longest),
@@ -100,6 +115,7 @@ def make_grid(
         prefill_tokens=tuple(n for n in shapes.prefill_tokens if n <= most),
         prefill_edges=tuple(n for n in shapes.prefill_edges if n <= most),
         verify_q=tuple(verify_q),
+        launch=shapes.launch,
         max_tokens=most,
     )
 
@@ -153,7 +169,7 @@ def _layer_cases(grid: Grid, target: Target) -> Iterator[Case]:
         shapes = [(v, s) for v in grid.prefill_v for s in grid.prefill_length]
         if grid.prefill_tokens:
             shapes = sorted(set(_by_tokens(grid, edges=target.part == "layer")), key=_tokens)
-        if grid.prefill_tokens and target.part == "layer":
+        if grid.launch and target.part == "layer":
             yield Case(target=target, v=1, length=min(grid.prefill_length), launch=True)
         yield from (
             Case(target=target, v=v, length=s) for v, s in shapes if v * s <= grid.max_tokens

@@ -58,6 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-tokens", type=int, help="most tokens of one prefill (default 4096, on a GPU 32768)"
     )
     parser.add_argument(
+        "--job", help="time only what jobs of such prompt and new tokens need: 512/100"
+    )
+    parser.add_argument(
         "--copies",
         type=int,
         help="processes that time at once (default: CPU stages of the node, as cores allow)",
@@ -118,6 +121,7 @@ def make_job(args: argparse.Namespace) -> Job:
             max_len=args.max_len,
             max_tokens=args.max_tokens,
             verify_q=_counts(args.verify),
+            job=_job(args.job, spec),
         ),
         sampling=Sampling.parse_data(
             {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p},
@@ -187,3 +191,18 @@ def _counts(text: str) -> tuple[int, ...]:
     if any(count < 2 for count in counts):
         raise ValueError(f"--verify: a verify step has at least 2 tokens, got '{text}'")
     return counts
+
+
+def _job(text: str | None, spec: ModelSpec) -> tuple[int, int] | None:
+    """Return prompt tokens and new tokens of `512/100`."""
+    if text is None:
+        return None
+    prompt, _, gen = text.partition("/")
+    if not (prompt.isdecimal() and gen.isdecimal() and int(prompt) and int(gen) > 1):
+        raise ValueError(f"--job: expected prompt/new tokens such as 512/100, got '{text}'")
+    if int(prompt) + int(gen) > spec.max_positions:
+        raise ValueError(
+            f"--job: {text} needs {int(prompt) + int(gen)} positions, {spec.name} has "
+            f"{spec.max_positions}"
+        )
+    return int(prompt), int(gen)

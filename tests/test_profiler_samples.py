@@ -121,6 +121,18 @@ def test_the_grid_respects_the_model_and_the_token_limit() -> None:
     assert max(case.new_tokens for case in prefills) == 2048
 
 
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_a_job_needs_its_own_prompts_and_caches_only(on_gpu: bool) -> None:
+    spec = ModelSpec.by_name("opt-30b")
+    grid = make_grid(spec, quick=False, on_gpu=on_gpu, max_batch=32, job=(512, 100))
+    layers = [c for c in grid_cases(grid) if c.target.part == "layer"]
+    lengths = {phase: {c.length for c in layers if c.target.phase is phase} for phase in Phase}
+    assert lengths[Phase.PREFILL] == {512}
+    assert lengths[Phase.DECODE] == {513, 612}
+    assert any(c.launch for c in layers) == on_gpu
+    assert {1, 32} <= {c.v for c in layers if c.target.phase is Phase.DECODE}
+
+
 @pytest.mark.parametrize(
     ("max_batch", "max_len", "within"), [(32, None, 8), (8, 1024, 64), (1, 1024, 64)]
 )
