@@ -1,7 +1,7 @@
 """`python -m llmpq.kernels check gemm`: every path that `linear` may choose against its twin.
 
-On a GPU: all tuned shapes and row counts, odd and random shapes, in random order; exact products
-in float64 of the dequantised weight. Without one: the CPU paths. Exit code 1 if any error exceeds
+On a GPU: all tuned shapes with a number of rows of every bucket of the tuned tables, odd and random
+shapes, in random order; exact products in float64 of the dequantised weight. Without one: the CPU paths. Exit code 1 if any error exceeds
 its limit.
 """
 
@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the command."""
     parser.add_argument("--bits", default="3,4,8", help="weight bits to check [3,4,8]")
     parser.add_argument("--dtype", default=None, help="fp16,bf16 (GPU), fp32,bf16 (CPU)")
-    parser.add_argument("--m", default=None, help="rows of x; default: every tuned count")
+    parser.add_argument("--m", default=None, help="rows of x; default: of every bucket")
     parser.add_argument("--seed", type=int, default=0, help="of the order, shapes, codes and x")
     parser.add_argument("--shapes", default="all", help="tuned, odd, random or all [all]")
     parser.add_argument("--seconds", type=float, default=None, help="start no weight after these")
@@ -133,8 +133,14 @@ def _shapes(gpu: bool, args: argparse.Namespace) -> list[tuple[int, int, tuple[i
         return [(n, k, ODD_ROWS) for n, k in (*ODD_SHAPES[:3], (512, 1024))]
     from llmpq.kernels.gemm_config import M_BUCKETS, tuned_shapes
 
-    rows = M_BUCKETS if args.m is None else tuple(int(m) for m in args.m.split(","))
     draw = random.Random(args.seed)
+    # The fullest of a bucket while these are few, then also those that leave a tile unfinished.
+    rows = tuple(
+        high if high <= 256 else draw.randint(low + 1, high)
+        for low, high in itertools.pairwise((0, *M_BUCKETS))
+    )
+    if args.m is not None:
+        rows = tuple(int(m) for m in args.m.split(","))
     kinds: dict[str, list[tuple[int, int, tuple[int, ...]]]] = {
         "tuned": [(n, k, rows) for n, k in tuned_shapes()],
         "odd": [(n, k, ODD_ROWS) for n, k in ODD_SHAPES],

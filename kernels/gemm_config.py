@@ -23,10 +23,11 @@ GLUON_ROWS = 65
 TENSOR_CORE_CAPABILITY = (8, 0)
 """Oldest compute capability for which Triton emits tensor-core code."""
 
-M_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 384, 512, 768, 1024, 2048, 4096)
+M_BUCKETS = (1, 2, 4, 8, 16, 32, 64, *range(128, 2048, 128), 2048, 4096)
 """Tuned entries and plans are kept per bucket: the least one that is >= M.
 
-Where 384 or 768 was not measured, the next bucket serves.
+From 256 rows on they follow the tiles of x; where one was not measured, the next one up to a power
+of two serves.
 """
 
 
@@ -185,7 +186,7 @@ def _measured(gpu: str, bits: int, n: int, k: int, rows: int, form: str) -> Conf
     from llmpq.kernels import gemm_gluon_plan  # builds on Config
 
     own = bucket(rows) or M_BUCKETS[-1]
-    for m in (own, {384: 512, 768: 1024}.get(own, own)):
+    for m in (m for m in M_BUCKETS if own <= m <= 1 << (own - 1).bit_length()):
         for b, f in ((bits, form), (bits, None), (4, form), (4, None)):
             config = _tuned().get(_Key(gpu, b, n, k, m, f))
             if config is not None and gemm_gluon_plan.suits(config, bits):

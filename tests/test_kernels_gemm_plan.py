@@ -26,6 +26,7 @@ TUNED = sorted((Path(gemm.__file__).parent / "tuned").glob("*.json"))
 
 def test_buckets_hold_every_row_count():
     assert [bucket(m) for m in (1, 3, 64, 65, 300, 4096)] == [1, 4, 64, 128, 384, 4096]
+    assert [bucket(m) for m in (256, 257, 1153, 2047, 2049)] == [256, 384, 1280, 2048, 4096]
     assert bucket(5000) is None
 
 
@@ -76,7 +77,7 @@ def test_the_nearest_measurement_serves(monkeypatch):
     assert split(4, torch.float16, True) == split(4, torch.bfloat16, True) == 1
     assert split(4, torch.bfloat16, False) == split(3, torch.bfloat16, False) == 2
     assert split(8, torch.bfloat16, False) == 3
-    assert [split(4, torch.float16, True, m) for m in (300, 500, 700, 900)] == [4, 4, 5, 6]
+    assert [split(4, torch.float16, True, m) for m in (300, 500, 600, 700, 900)] == [4, 4, 5, 5, 6]
     assert split(4, torch.float16, True, rows=9) == 1 and split(4, torch.float16, True, 17) is None
 
 
