@@ -1,8 +1,8 @@
 """`python -m llmpq.kernels check gemm`: every path that `linear` may choose against its twin.
 
 On a GPU: all tuned shapes with a number of rows of every bucket of the tuned tables, odd and random
-shapes, in random order; exact products in float64 of the dequantised weight. Without one: the CPU paths. Exit code 1 if any error exceeds
-its limit.
+shapes, in random order; exact products in float64 of the dequantised weight. Without one: the CPU
+paths. Exit code 1 if any error exceeds its limit.
 """
 
 from __future__ import annotations
