@@ -1,5 +1,7 @@
 """The place of the largest number of each row, the first of equals: greedy tokens of logits [B, V].
 
+As torch's argmax, a NaN counts as larger than any number: the column is one of the row's, always.
+
     parts   programs (row, part): the largest of BLOCK columns and its column
     merge   a program a row: the largest of the parts, the lowest column of equals
 
@@ -24,6 +26,13 @@ BLOCK = 4096
 
 
 @triton.jit
+def _order(x):
+    """float32 as int32 in the same order: zeros are equal, a NaN comes last."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)
+    return tl.where(x == x, bits ^ ((bits >> 31) & 0x7FFFFFFF), 0x7FFFFFFF)  # noqa: PLR0124
+
+
+@triton.jit
 def parts_kernel(x, best, place, columns, parts, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """One block of columns of one row."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -32,7 +41,7 @@ def parts_kernel(x, best, place, columns, parts, BLOCK: tl.constexpr, PDL: tl.co
         gdc_wait()
     column = part * BLOCK + tl.arange(0, BLOCK)
     values = tl.load(x + row * columns + column, mask=column < columns, other=float("-inf"))
-    top, at = tl.max(values.to(tl.float32), 0, return_indices=True)
+    top, at = tl.max(_order(values.to(tl.float32)), 0, return_indices=True)
     tl.store(best + row * parts + part, top)
     tl.store(place + row * parts + part, part * BLOCK + at)
 
@@ -49,8 +58,8 @@ def merge_kernel(
         gdc_launch_dependents()
         gdc_wait()
     there = part < parts
-    values = tl.load(best + row * parts + part, mask=there, other=float("-inf"))
-    _, at = tl.max(values, 0, return_indices=True)
+    tops = tl.load(best + row * parts + part, mask=there, other=-0x80000000)
+    _, at = tl.max(tops, 0, return_indices=True)
     column = tl.load(place + row * parts + at).to(tl.int64)
     tl.store(out + row, column)
     if REMEMBER:
@@ -65,7 +74,7 @@ def argmax(x_BV: Tensor, *, slots_B: Tensor | None = None, table_S: Tensor | Non
     rows, columns = x_BV.shape
     x_BV = x_BV.contiguous()
     parts, pdl = triton.cdiv(columns, BLOCK), overlaps(x_BV.device)
-    best = x_BV.new_empty(rows * parts, dtype=torch.float32)
+    best = x_BV.new_empty(rows * parts, dtype=torch.int32)
     place = x_BV.new_empty(rows * parts, dtype=torch.int32)
     out = x_BV.new_empty(rows, dtype=torch.long)
     parts_kernel[(rows, parts)](

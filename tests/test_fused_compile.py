@@ -13,7 +13,7 @@ from llmpq.kernels.plain_attend import attend_kernel, combine_kernel
 
 pytestmark = pytest.mark.compile
 
-FLOATS = ("part_ptr", "lse_ptr", "inv_freq", "slopes", "best")
+FLOATS = ("part_ptr", "lse_ptr", "inv_freq", "slopes")
 INDICES = ("slots", "starts", "counts")
 NUMBERS = ("eps", "score_scale", "factor", "top")
 HEADS = {"H": 32, "G": 8, "Q": 1}
@@ -65,7 +65,7 @@ def test_compiles_within_shared_memory(name, arch):
             arguments[argument] = "*i64"
         elif argument in NUMBERS:
             arguments[argument] = "fp32"
-        elif argument == "place":
+        elif argument in ("best", "place"):
             arguments[argument] = "*i32"
         elif argument in ("out", "table") and name == "argmax-merge":
             arguments[argument] = "*i64"

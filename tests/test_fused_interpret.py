@@ -122,6 +122,23 @@ def test_largest(dtype):
     assert not torch.equal(fused_argmax.argmax(x.flip(-1)), want)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_argmax_of_rows_with_nan_is_a_column_of_the_row(dtype):
+    x = normal(7, 9_001, dtype=dtype)
+    x[0].fill_(float("nan"))
+    x[1].fill_(-float("nan"))
+    x[2, [4_100, 8_999]] = float("nan")
+    x[2, 3] = float("inf")
+    x[3, 9_000] = -float("nan")
+    x[4].fill_(-float("inf"))
+    x[4, 9_000] = float("nan")
+    x[5] = -x[5].abs()
+    x[5, [17, 8_000]] = torch.tensor([-0.0, 0.0], dtype=dtype)
+    want = fused_argmax.argmax_reference(x)
+    assert want.tolist()[:6] == [0, 0, 4_100, 9_000, 9_000, 17]
+    assert torch.equal(fused_argmax.argmax(x), want)
+
+
 def attention_case(q_len, heads, groups, dim, dtype, alibi):
     q = normal(2, q_len, heads, dim, dtype=dtype)
     k = normal(3, groups, 200, dim, dtype=dtype, seed=1)
