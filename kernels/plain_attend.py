@@ -34,6 +34,10 @@ MAX_Q_LEN = 16
 
 PROGRAMS_PER_SM = 2
 MAX_SPLITS = 64
+COMBINE_PROGRAMS = 64
+"""As many programs of the combine leave multiprocessors to the product behind, which then asks for
+its weights early. More only where these would load more than `COMBINE_ELEMENTS` each."""
+COMBINE_ELEMENTS = 1 << 14
 LOG2_E = 1.4426950408889634
 
 
@@ -109,33 +113,41 @@ def attend_kernel(
         tl.store(at, out.to(out_ptr.dtype.element_ty), mask=stored)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits", "outputs"])
 def combine_kernel(
-    part_ptr, lse_ptr, out_ptr, splits,
+    part_ptr, lse_ptr, out_ptr, splits, outputs,
     H: tl.constexpr, G: tl.constexpr, Q: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr,
-    R: tl.constexpr, X: tl.constexpr, PDL: tl.constexpr,
+    R: tl.constexpr, X: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Merge the parts of one query head of one new token."""
+    """Merge the parts of some outputs, each one query head of one new token.
+
+    Parts without tokens hold zeros: all are loaded at once, whatever their weights.
+    """
     C: tl.constexpr = H // G
     CHUNKS: tl.constexpr = (C * Q + R - 1) // R
-    group = tl.program_id(0) // (C * Q)
-    c = tl.program_id(0) % (C * Q)
-    b = tl.program_id(1)
+    n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    b = n // (H * Q)
+    group = n // (C * Q) % G
+    c = n % (C * Q)
     x = tl.arange(0, X)
     d = tl.arange(0, PADDED)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    row = ((b * G + group) * CHUNKS + c // R).to(tl.int64) * splits + x
-    at = row * R + c % R
-    there = x < splits
+    first = ((b * G + group) * CHUNKS + c // R).to(tl.int64) * splits
+    at = (first[:, None] + x[None, :]) * R + (c % R)[:, None]
+    there = (n < outputs)[:, None] & (x < splits)[None, :]
     lse = tl.load(lse_ptr + at, mask=there, other=-1.0e30)
-    weight = tl.where(lse > -1.0e29, tl.exp2(lse - tl.max(lse, 0)), 0.0)
-    live = (weight > 0)[:, None] & (d < D)[None, :]
-    part = tl.load(part_ptr + at[:, None] * PADDED + d[None, :], mask=live, other=0.0)
-    out = tl.sum(part * weight[:, None], 0) / tl.sum(weight, 0)
+    live = there[:, :, None] & (d < D)[None, None, :]
+    part = tl.load(part_ptr + at[:, :, None] * PADDED + d[None, None, :], mask=live, other=0.0)
+    weight = tl.where(lse > -1.0e29, tl.exp2(lse - tl.max(lse, 1)[:, None]), 0.0)
+    total = tl.maximum(tl.sum(weight, 1), 1e-30)
+    out = tl.sum(part * weight[:, :, None], 1) / total[:, None]
     out_at = ((b * Q + c // C) * H + group * C + c % C) * D
-    tl.store(out_ptr + out_at + d, out.to(out_ptr.dtype.element_ty), mask=d < D)
+    stored = (n < outputs)[:, None] & (d < D)[None, :]
+    tl.store(
+        out_ptr + out_at[:, None] + d[None, :], out.to(out_ptr.dtype.element_ty), mask=stored
+    )
 
 
 @functools.cache
@@ -149,6 +161,12 @@ def sm_count(device: torch.device) -> int:
 def choose_splits(programs: int, tokens: int, tile: int, sms: int) -> int:
     """Return the parts a request is split into: as many programs as run at once, no empty parts."""
     return max(1, min(PROGRAMS_PER_SM * sms // programs, -(-tokens // tile), MAX_SPLITS))
+
+
+def combine_rows(outputs: int, elements: int) -> int:
+    """Return the outputs a program of the combine takes, of `elements` numbers each to load."""
+    wanted = triton.next_power_of_2(triton.cdiv(outputs, COMBINE_PROGRAMS))
+    return max(1, min(wanted, COMBINE_ELEMENTS // elements))
 
 
 def plain_attend(
@@ -204,8 +222,10 @@ def plain_attend(
         num_warps=4,
     )
     if splits > 1:
-        combine_kernel[(heads * q_len, batch)](
-            part, lse, out, splits, **options, X=triton.next_power_of_2(splits), num_warps=2
+        outputs, parts = batch * heads * q_len, triton.next_power_of_2(splits)
+        together = combine_rows(outputs, parts * padded)
+        combine_kernel[(triton.cdiv(outputs, together),)](
+            *(part, lse, out, splits, outputs), **options, X=parts, ROWS=together, num_warps=4
         )
     return out
 

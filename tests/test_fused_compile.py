@@ -42,7 +42,7 @@ KERNELS = {
         ATTEND | {"N": 32, "SPLIT": False, "ALIBI": False, "STAGES": 2},
         {"num_warps": 4},
     ),
-    "combine": (combine_kernel, ATTEND | {"X": 32}, {"num_warps": 2}),
+    "combine": (combine_kernel, ATTEND | {"X": 32, "ROWS": 4}, {"num_warps": 4}),
     "argmax-parts": (parts_kernel, {"BLOCK": 4096}, {"num_warps": 4}),
     "round": (round_kernel, {"GROUP": 128, "GROUPS": 8}, {"num_warps": 4}),
     "argmax-merge": (merge_kernel, {"PARTS": 32, "REMEMBER": True}, {"num_warps": 1}),
@@ -69,11 +69,11 @@ def test_compiles_within_shared_memory(name, arch):
             arguments[argument] = "*i32"
         elif argument in ("out", "table") and name == "argmax-merge":
             arguments[argument] = "*i64"
-        elif argument.endswith(("stride", "splits", "features", "columns", "parts", "Q")):
+        elif argument.endswith(("stride", "splits", "features", "columns", "parts", "Q", "outputs")):
             arguments[argument] = "i32"
         else:
             arguments[argument] = f"*{element}"
-    aligned = tuple(n for n in arguments if n not in (*NUMBERS, "splits", "parts", "Q"))
+    aligned = tuple(n for n in arguments if n not in (*NUMBERS, "splits", "outputs", "parts", "Q"))
     made = compile_kernel(kernel, arch, arguments, constants, aligned=aligned, options=options)
     assert made.cubin and made.shared_bytes <= SHARED_LIMIT[arch]
     assert ("griddepcontrol.wait" in made.ptx) == (arch >= 90)

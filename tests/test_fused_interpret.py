@@ -158,6 +158,7 @@ def attention_case(q_len, heads, groups, dim, dtype, alibi):
         (5, 12, 2, 24, torch.float32, True),
         (3, 2, 2, 64, torch.float32, False),
         (16, 4, 1, 16, torch.float16, False),
+        (9, 9, 3, 24, torch.float32, True),
     ],
 )
 def test_attention(splits, q_len, heads, groups, dim, dtype, alibi):
@@ -174,3 +175,11 @@ def test_splits_fill_the_gpu_and_are_never_empty():
     assert plain_attend.choose_splits(256, 612, 64, 132) == 1
     assert plain_attend.choose_splits(8, 612, 64, 132) == 10
     assert plain_attend.choose_splits(8, 32768, 64, 132) == 33
+
+
+def test_the_combine_leaves_multiprocessors_free():
+    assert plain_attend.combine_rows(64, 32 * 128) == 1
+    assert plain_attend.combine_rows(128, 32 * 128) == 2
+    assert plain_attend.combine_rows(162, 4 * 32) == 4
+    assert plain_attend.combine_rows(2048, 4 * 128) == 32
+    assert plain_attend.combine_rows(2048, 64 * 128) == 2, "a program loads too much"
