@@ -145,9 +145,7 @@ def combine_kernel(
     out = tl.sum(part * weight[:, :, None], 1) / total[:, None]
     out_at = ((b * Q + c // C) * H + group * C + c % C) * D
     stored = (n < outputs)[:, None] & (d < D)[None, :]
-    tl.store(
-        out_ptr + out_at[:, None] + d[None, :], out.to(out_ptr.dtype.element_ty), mask=stored
-    )
+    tl.store(out_ptr + out_at[:, None] + d[None, :], out.to(out_ptr.dtype.element_ty), mask=stored)
 
 
 @functools.cache

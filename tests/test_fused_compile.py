@@ -69,7 +69,9 @@ def test_compiles_within_shared_memory(name, arch):
             arguments[argument] = "*i32"
         elif argument in ("out", "table") and name == "argmax-merge":
             arguments[argument] = "*i64"
-        elif argument.endswith(("stride", "splits", "features", "columns", "parts", "Q", "outputs")):
+        elif argument.endswith(
+            ("stride", "splits", "features", "columns", "parts", "Q", "outputs")
+        ):
             arguments[argument] = "i32"
         else:
             arguments[argument] = f"*{element}"
