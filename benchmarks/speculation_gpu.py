@@ -153,6 +153,7 @@ def measure_auto(args: argparse.Namespace, cell: Cell, fixed: dict[int, float]) 
     samples = list(cell.plain)
     fastest = max(fixed, key=lambda gamma: fixed[gamma])
     pays = max(times.speedup(usual, gamma) for gamma in lengths) > WORTHWHILE
+    pays = pays or bed.mode == "ngram"  # tried where it does not seem to
     if pays:  # else the engine is started without drafts
         tokens = expected_tokens(cell.acceptance, max(fixed))
         bed.rate(drafter, times.context, cell.acceptance, tokens, 24)  # captures graphs, learns

@@ -99,9 +99,16 @@ class AutoDrafter(FixedDrafter):
     MEMORY = 0.99
     """Weight of the past at each observed token: about the last hundred count."""
 
+    PRIOR_TOKENS = 20
+    """Observed tokens that the acceptance it starts from weighs as much as."""
+
     WORTH_A_CHANGE = 1.02
     """Least predicted gain for which a group of some size changes its draft length: the estimate
     wavers, and near the best length the speed hardly depends on it."""
+
+    PROBES, PROBE_EVERY = 32, 64
+    """N-grams are accepted as the text has it, and only drafts tell: so many are tried, and then
+    one in so many rounds, where they do not seem to pay. Finding them costs nothing."""
 
     def __init__(
         self,
@@ -119,6 +126,8 @@ class AutoDrafter(FixedDrafter):
         """Draft length -> how many rounds were started with it."""
         self._last: dict[int, int] = {}
         """Rows of a group -> the draft length chosen last."""
+        self._idle_rounds = 0
+        self._known = self.PRIOR_TOKENS
 
     def gamma(self, requests: Sequence[Request]) -> int:
         """Return the draft length for a group; 0 where drafting does not pay."""
@@ -132,6 +141,10 @@ class AutoDrafter(FixedDrafter):
         if gamma > 0 and speedup < stay * self.WORTH_A_CHANGE:
             gamma = last
         self._last[rows] = gamma
+        if gamma == 0 and self.mode == "ngram":
+            untried = self.acceptance.verifies < self.PROBES
+            gamma = min(self._lengths) if untried or self._idle_rounds >= self.PROBE_EVERY else 0
+        self._idle_rounds = 0 if gamma > 0 else self._idle_rounds + 1
         self.chosen[gamma] = self.chosen.get(gamma, 0) + 1
         return gamma
 
@@ -141,8 +154,9 @@ class AutoDrafter(FixedDrafter):
         # Drafts behind the first refused one were not judged.
         judged = min(num_drafted, num_accepted + 1)
         for place in range(judged):
-            hit = float(place < num_accepted)
-            self.estimate = self.MEMORY * self.estimate + (1 - self.MEMORY) * hit
+            self._known += 1
+            share = max(1 - self.MEMORY, 1 / self._known)
+            self.estimate += share * (float(place < num_accepted) - self.estimate)
 
 
 def speculation_report(drafter: FixedDrafter) -> dict[str, Any]:

@@ -167,6 +167,31 @@ def test_auto_learns_from_refused_drafts_and_gives_up():
     assert drafter.acceptance.rate == 0
 
 
+@pytest.mark.parametrize("accepted", [True, False])
+def test_auto_tries_n_grams_that_do_not_seem_to_pay(accepted):
+    """A verify of two positions takes 1.5 steps: drafts pay from an acceptance of 0.5 on."""
+
+    class Costly(Machine):
+        def draft_s(self, rows, context):
+            return 0.0
+
+        def verify_s(self, rows, context, q_len):
+            return 0.5 * (q_len + 1)
+
+    drafter = AutoDrafter("ngram", Costly(), acceptance=0.3)
+    lengths = []
+    for _ in range(400):
+        lengths.append(drafter.gamma(group(1, 100)))
+        drafter.observe(lengths[-1], lengths[-1] if accepted else 0)
+    late = lengths[200:]
+    if accepted:
+        assert min(late) > 1, "learned that they pay, and more of them"
+    else:
+        assert 0 < sum(late) <= 4, "one in many rounds, of one token"
+    other = AutoDrafter("kv4", Costly(), acceptance=0.3)
+    assert {other.gamma(group(1, 100)) for _ in range(100)} == {0}, "a model's drafts cost a step"
+
+
 def test_only_judged_drafts_count_in_the_estimate():
     drafter = AutoDrafter("w4kv4", Machine(), acceptance=0.5)
     for _ in range(3000):  # two accepted, one refused, four never looked at: 2/3
