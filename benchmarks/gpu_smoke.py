@@ -120,10 +120,13 @@ def check_tokens() -> bool:
             got, accepted = _serve(spec, prompts, 48, graphs=graphs, mode=mode)
             name = f"fp32 {'graphs' if graphs else 'eager'} {_described(mode, accepted)}"
             good &= _told(name, got, want)
-    for mode in (None, "kv4", "ngram") if torch.cuda.device_count() > 1 else ():
-        devices = ("cuda:0", "cuda:1")
-        got, accepted = _serve(spec, prompts, 48, graphs=True, mode=mode, device=devices)
-        good &= _told(f"fp32 two GPUs {_described(mode, accepted)}", got, want)
+    gpus = torch.cuda.device_count()
+    for stages in (2, 4) if gpus > 1 else ():
+        devices = tuple(f"cuda:{index * gpus // stages}" for index in range(stages))
+        where = f"{stages} stages on {len(set(devices))} GPUs"
+        for mode in (None, "kv4", "ngram"):
+            got, accepted = _serve(spec, prompts, 48, graphs=True, mode=mode, device=devices)
+            good &= _told(f"fp32 {where} {_described(mode, accepted)}", got, want)
     for kv in (KVPrecision.KV8, KVPrecision.KV4):
         on_cpu, _ = _serve(spec, prompts, 48, graphs=False, kv=kv, device="cpu")
         got, _ = _serve(spec, prompts, 48, graphs=True, kv=kv)

@@ -9,6 +9,7 @@ of one process; the baseline is the same engine without drafts, on the same GPUs
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import statistics
 import time
 from collections.abc import Sequence
@@ -65,6 +66,8 @@ def make_engine(
 ) -> ThreadEngine:
     """Return a stage per GPU whose cache holds noise."""
     spec = ModelSpec.by_name(args.model)
+    if args.layers is not None:
+        spec = dataclasses.replace(spec, num_layers=args.layers)
     plan = hand_plan(
         spec,
         Workload(batch=batch, prompt_len=context, gen_len=ROOM, dtype=args.dtype),
@@ -107,6 +110,7 @@ def parse() -> argparse.Namespace:
     add_arguments(parser)
     parser.add_argument("--mode", default="w4kv4", help="how drafts are made")
     parser.add_argument("--stages", type=int, default=2, help="one per GPU")
+    parser.add_argument("--layers", type=int, help="as many only, to compile kernels; no result")
     return parser.parse_args()
 
 
@@ -148,7 +152,8 @@ def main(args: argparse.Namespace) -> None:
                     print(
                         f"{args.stages} stages {case['mode']} b{batch} ctx{context} a {name} "
                         f"gamma {gamma}: {statistics.median(samples) / plain:.3f}x, plain "
-                        f"{plain:.0f} tok/s"
+                        f"{plain:.0f} tok/s",
+                        flush=True,
                     )
 
 
