@@ -161,9 +161,10 @@ def attend(part: Attention, qkv_BQN: Tensor, index: int, step: Step, kv: KVCache
         out = _plain(part, q, k, v, index, step, kv)
     elif isinstance(kv, DualKV) and isinstance(kv.inner, PlainKVCache):
         out = _plain(part, q, k, v, index, step, kv.inner)
-        if inv_freq is not None and not kv.copy.rotates(step):
-            (k, _), inv_freq = fused_rope.rope(k, k, step.start_B, inv_freq), None
-        kv.copy.append(index, k, v, step, inv_freq)
+        if not kv.catches_up(step):
+            _append_to_copy(part, k, v, index, step, kv)
+        elif index + 1 == len(kv.inner.k):
+            kv.catch_up(step)
     elif inv_freq is not None and isinstance(kv, LowBitKV) and kv.rotates(step):
         out = kv.attend(index, q, k, v, step, scale=part.scale, inv_freq=inv_freq)
     else:
@@ -171,6 +172,16 @@ def attend(part: Attention, qkv_BQN: Tensor, index: int, step: Step, kv: KVCache
             q, k = fused_rope.rope(q, k, step.start_B, inv_freq)
         out = kv.attend(index, q, k, v, step, scale=part.scale, alibi_slopes_H=part.alibi_slopes_H)
     return out.reshape(batch, q_len, part.heads * part.head_dim)
+
+
+def _append_to_copy(
+    part: Attention, k: Tensor, v: Tensor, index: int, step: Step, kv: DualKV
+) -> None:
+    """Append a layer's keys, not rotated yet, and values to the 4-bit copy."""
+    inv_freq = None if part.rotary is None else part.rotary.inv_freq
+    if inv_freq is not None and not kv.copy.rotates(step):
+        (k, _), inv_freq = fused_rope.rope(k, k, step.start_B, inv_freq), None
+    kv.copy.append(index, k, v, step, inv_freq)
 
 
 def _plain(

@@ -75,7 +75,7 @@ class LowBitKV:
                 q_BQHD, k_BQGD, v_BQGD, step, scale=scale, alibi_slopes_H=alibi_slopes_H
             )
         return self.cache.run(
-            self._planned(step),
+            self.planned(step),
             layer,
             q_BQHD,
             k_BQGD,
@@ -98,12 +98,12 @@ class LowBitKV:
         inv_freq: Tensor | None = None,
     ) -> None:
         """Append the step's keys and values; nothing attends to them yet."""
-        self.cache.append(self._planned(step), layer, k_BQGD, v_BQGD, inv_freq)
+        self.cache.append(self.planned(step), layer, k_BQGD, v_BQGD, inv_freq)
 
     def truncate(self, slots_B: Tensor, length_B: Tensor) -> None:
         """Nothing to do: positions decide what is packed, drafts never are (HOLDBACK_TOKENS)."""
 
-    def _planned(self, step: Step) -> StepPlan:
+    def planned(self, step: Step) -> StepPlan:
         """Prepare a step once for all layers."""
         if self._plan is None or step is not self._step:
             self._step = step

@@ -1,5 +1,7 @@
 """Speculation's way through a GPU stage, its kernels interpreted: the tokens of plain decoding."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from triton import knobs
@@ -7,12 +9,17 @@ from triton import knobs
 from llmpq import gpu_workspace
 from llmpq.kernels import fused_round
 from llmpq.kernels.atom_scheme import AtomScheme
+from llmpq.kernels.kv_cache import QuantizedKVCache
 from llmpq.model_spec import ModelSpec
+from llmpq.precision import KVPrecision
 from llmpq.runtime import cuda_layers
 from llmpq.runtime.cuda_stage import CudaStageCompute
+from llmpq.runtime.dual_kv import DualKV
 from llmpq.runtime.generate import LocalPipeline
+from llmpq.runtime.kv_cache import PlainKVCache
 from llmpq.runtime.layers import DecoderLayer
 from llmpq.runtime.loader import CheckpointSource
+from llmpq.runtime.low_bit_kv import LowBitKV
 from llmpq.runtime.message import describe
 from llmpq.runtime.pending import arrived
 from llmpq.runtime.request import Request, StepKind
@@ -22,6 +29,7 @@ from llmpq.runtime.speculate import FixedDrafter
 from llmpq.runtime.stage_actor import limits_of
 from llmpq.runtime.stage_compute import build_stage
 from llmpq.runtime.stage_loop import FirstStage, Mailbox, result_tokens
+from llmpq.runtime.step import Step
 from llmpq.runtime.trace import Recorder
 
 pytestmark = [
@@ -186,3 +194,57 @@ def test_a_judge_that_keeps_too_much_is_noticed(tiny_models, random_prompts, mak
     requests = [Request(id=i, prompt=tuple(p), max_new=NEW) for i, p in enumerate(prompts)]
     got = serve(plan, compute, requests, FixedDrafter("w4kv4", 3))
     assert got != tiny_models.greedy("llama", prompts, NEW)
+
+
+STEPS = [
+    ([2, 0], [0, 0], [143, 20]),
+    ([0, 2], [20, 143], [2, 4]),  # slot 2 completes a block
+    ([2, 0], [145, 22], [1, 3]),  # its last two tokens were refused
+]
+
+
+def test_all_layers_of_the_copy_catch_up_in_one_launch(tiny_models, monkeypatch):
+    """Ragged rows, slots in any order, a block completed: as each layer's own append."""
+    spec = replace(ModelSpec.from_directory(tiny_models.directory("llama")), head_dim=32)
+    shape = {"num_layers": 3, "slots": 3, "max_len": 300, "dtype": torch.float16}
+    copies = [LowBitKV(spec, KVPrecision.KV4, **shape) for _ in range(2)]
+    dual = DualKV(PlainKVCache(spec, **shape), copies[0])
+    torch.manual_seed(0)
+    for slots, starts, counts in STEPS:
+        step = Step.of(slots, starts, counts)
+        news = torch.randn(2, 3, 2, max(counts), spec.kv_heads, 32).half()
+        for layer, (k, v) in enumerate(zip(*news, strict=True)):
+            copies[1].append(layer, k, v, step)
+            for cache, new in ((dual.inner.k, k), (dual.inner.v, v)):
+                for row, (slot, start, count) in enumerate(zip(slots, starts, counts, strict=True)):
+                    cache[layer, slot, :, start : start + count] = new[row, :count].transpose(0, 1)
+            if max(counts) > 16:
+                copies[0].append(layer, k, v, step)
+        with monkeypatch.context() as patch:
+            patch.setattr(QuantizedKVCache, "uses_kernels", property(lambda self: True))
+            assert dual.catches_up(step) == (max(counts) <= 16)
+            if dual.catches_up(step):
+                dual.catch_up(step)
+        for mine, theirs in zip(*(copy.cache.layers for copy in copies), strict=True):
+            for name, tensor in vars(mine).items():
+                assert torch.equal(tensor, getattr(theirs, name)), name
+    assert copies[0].cache.layers[2].k_words_PGW.any(), "no block was packed"
+
+
+def test_drafts_read_a_copy_that_catches_up(tiny_models, random_prompts, make_plan, monkeypatch):
+    """As on a GPU, where the copy's kernels run: the same tokens, and few drafts are refused."""
+    monkeypatch.setattr(QuantizedKVCache, "uses_kernels", property(lambda self: True))
+    caught_up = []
+    catch_up = DualKV.catch_up
+    monkeypatch.setattr(
+        DualKV, "catch_up", lambda kv, step: (caught_up.append(step), catch_up(kv, step))
+    )
+    model, prompts = tiny_models.directory("llama"), random_prompts(9, 3)
+    plan = make_plan(model, batch=2, decode_microbatch=2, prefill_microbatch=2)
+    compute = stage(plan, model, "kv4")
+    requests = [Request(id=i, prompt=tuple(p), max_new=NEW) for i, p in enumerate(prompts)]
+    drafter = FixedDrafter("kv4", 2)
+    want = tiny_models.greedy("llama", prompts, NEW)
+    assert serve(plan, compute, requests, drafter) == want
+    assert len(caught_up) == compute.kinds.count(StepKind.ROUND)
+    assert drafter.acceptance.rate == 1, "all tokens are in the ring: nothing is rounded"

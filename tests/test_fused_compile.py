@@ -4,6 +4,7 @@ import pytest
 
 from llmpq.kernels.compile import ARCHITECTURES, SHARED_LIMIT, compile_kernel
 from llmpq.kernels.fused_argmax import merge_kernel, parts_kernel
+from llmpq.kernels.fused_catch_up import catch_up_kernel
 from llmpq.kernels.fused_layer_norm import layer_norm_kernel
 from llmpq.kernels.fused_mlp import silu_mul_kernel
 from llmpq.kernels.fused_norm import rms_norm_kernel
@@ -44,6 +45,11 @@ KERNELS = {
     ),
     "combine": (combine_kernel, ATTEND | {"X": 32, "ROWS": 4}, {"num_warps": 4}),
     "argmax-parts": (parts_kernel, {"BLOCK": 4096}, {"num_warps": 4}),
+    "catch-up": (
+        catch_up_kernel,
+        {"Q": 4, "G": 8, "D": 128, "BITS": 4, "KEY_GROUP": 128},
+        {"num_warps": 8},
+    ),
     "round": (round_kernel, {"GROUP": 128, "GROUPS": 8}, {"num_warps": 4}),
     "argmax-merge": (merge_kernel, {"PARTS": 32, "REMEMBER": True}, {"num_warps": 1}),
 }
@@ -61,6 +67,10 @@ def test_compiles_within_shared_memory(name, arch):
             continue
         if argument in FLOATS:
             arguments[argument] = "*fp32"
+        elif argument == "addresses":
+            arguments[argument] = "*i64"
+        elif name == "catch-up" and argument in (*INDICES, "table"):
+            arguments[argument] = "*i32"
         elif argument in INDICES:
             arguments[argument] = "*i64"
         elif argument in NUMBERS:
@@ -70,12 +80,13 @@ def test_compiles_within_shared_memory(name, arch):
         elif argument in ("out", "table") and name == "argmax-merge":
             arguments[argument] = "*i64"
         elif argument.endswith(
-            ("stride", "splits", "features", "columns", "parts", "Q", "outputs")
+            ("stride", "splits", "features", "columns", "parts", "Q", "outputs", "width")
         ):
             arguments[argument] = "i32"
         else:
             arguments[argument] = f"*{element}"
-    aligned = tuple(n for n in arguments if n not in (*NUMBERS, "splits", "outputs", "parts", "Q"))
+    loose = (*NUMBERS, "splits", "outputs", "parts", "Q", "table_width")
+    aligned = tuple(n for n in arguments if n not in loose)
     made = compile_kernel(kernel, arch, arguments, constants, aligned=aligned, options=options)
     assert made.cubin and made.shared_bytes <= SHARED_LIMIT[arch]
     assert ("griddepcontrol.wait" in made.ptx) == (arch >= 90)
