@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ def main() -> None:
     running.add_argument("--limit", type=float, default=120.0, help="seconds of a load or a job")
     running.add_argument("--time-limit", type=float, default=1e9, help="load no plans after it")
     running.add_argument("--together", type=int, default=1,
-                         help="plans to load at once; they run in turn")  # fmt: skip
+                         help="plans of a cluster to load at once; they run in turn")  # fmt: skip
     running.add_argument("--links", default="auto", choices=("auto", "peer", "nccl", "gloo"))
     summing = parts.add_parser("sum", help="write the `heterogeneous` rows of a file of rows")
     summing.add_argument("rows", type=Path)
@@ -93,7 +94,7 @@ class Timed:
 def measure(args: argparse.Namespace) -> None:
     """Run every plan and write its rows; a plan that fails is reported and left out."""
     plans = [(path.name, Plan.load(path)) for path in args.plans]
-    groups = [plans[i : i + args.together] for i in range(0, len(plans), args.together)]
+    groups = grouped(plans, args.together)
     following = [make_engine(plan, args) for _, plan in groups[0]]
     for index, group in enumerate(groups):
         with ExitStack() as stack:
@@ -112,6 +113,15 @@ def measure(args: argparse.Namespace) -> None:
             break
     if args.rows.exists():
         sum_up(args.rows)
+
+
+def grouped(plans: Sequence[tuple[str, Plan]], most: int) -> list[list[tuple[str, Plan]]]:
+    """Return the plans in order, at most so many and only those of one cluster together."""
+    groups: list[list[tuple[str, Plan]]] = []
+    for _, its in groupby(plans, key=lambda item: item[1].cluster.name):
+        alike = list(its)
+        groups += [alike[i : i + most] for i in range(0, len(alike), most)]
+    return groups
 
 
 def start_all(engines: Sequence[Any]) -> list[Exception | None]:
@@ -169,9 +179,8 @@ def time_jobs(engine: Any, plan: Plan, repeat: int) -> Timed:
     totals, prefills, records = [], [], []
     for job in range(repeat + 1):
         new = plan.workload.gen_len if job else WARM_UP_TOKENS
+        # The first job warms up, with all requests: fewer would decode in groups of other sizes.
         requests, started_s = prompts(plan, job, new), time.perf_counter()
-        if not job:  # every stage runs both micro-batches: enough to warm up
-            requests = requests[: max(2 * plan.prefill_microbatch, plan.decode_microbatch)]
         finished = engine.serve(requests)
         records = engine.records()
         if job:
