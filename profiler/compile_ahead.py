@@ -1,8 +1,9 @@
-"""Compile a GPU's kernels before anything is timed: a process for each precision, all at once.
+"""Compile a GPU's kernels before anything is timed: some processes for each precision, all at once.
 
 A layer's kernels are compiled when first called, a few seconds each, and kept on disk: one process
 after the other would spend minutes on them. The same cases are called here that will be timed, so
-nothing has to be known of kernels. Knows no torch.
+nothing has to be known of kernels; neighbours in the list share most, so a process takes a piece of
+it. Knows no torch.
 """
 
 from __future__ import annotations
@@ -23,18 +24,35 @@ MOST_TOKENS = 4224
 """New tokens of a case; longer prompts take the kernels of these."""
 
 
-def compile_ahead(set_up: SetUp, cases: Sequence[Case], gpu: int | None) -> None:
-    """Call the cases' kernels once; nothing is done for a single precision."""
+COMPILER_BYTES = 8 << 30
+"""Memory of the GPU that a process may need: a few layers, and caches of the longest cases."""
+
+
+def compile_ahead(
+    set_up: SetUp, cases: Sequence[Case], gpu: int | None, *, processes: int = 1
+) -> None:
+    """Call the cases' kernels once, in about so many processes, at least one for each precision.
+
+    Nothing is done where that is a single one.
+    """
     of_precision: dict[Precision, list[Case]] = {}
     for case in cases:
         if case.new_tokens <= MOST_TOKENS:
             of_precision.setdefault(case.target.precision, []).append(case)
-    if len(of_precision) < 2:
+    each = max(1, processes // max(1, len(of_precision)))
+    pieces = [piece for its in of_precision.values() for piece in _pieces(its, each)]
+    if len(pieces) < 2:
         return
     hasty = set_up.model_copy(update={"seconds_per_case": 1e-4, "min_repeats": 1, "sustain_s": 0.0})
-    with ThreadPoolExecutor(len(of_precision)) as pool:
+    with ThreadPoolExecutor(len(pieces)) as pool:
         # Consumed, so that an error of a thread is raised here.
-        list(pool.map(lambda its: _call(hasty, its, gpu), of_precision.values()))
+        list(pool.map(lambda its: _call(hasty, its, gpu), pieces))
+
+
+def _pieces(cases: Sequence[Case], count: int) -> list[Sequence[Case]]:
+    """Return the cases in at most so many runs of neighbours, as long as each other."""
+    size = -(-len(cases) // count)
+    return [cases[i : i + size] for i in range(0, len(cases), size)]
 
 
 def _call(set_up: SetUp, cases: Sequence[Case], gpu: int | None) -> None:

@@ -19,7 +19,7 @@ from llmpq.errors import unknown_name
 from llmpq.gpu_workspace import PROMPT_WIDTH
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
-from llmpq.profiler.compile_ahead import compile_ahead
+from llmpq.profiler.compile_ahead import COMPILER_BYTES, compile_ahead
 from llmpq.profiler.fit import TARGET_ERROR, Point, fit_latency
 from llmpq.profiler.grid import Grid, cases, fitted_terms
 from llmpq.profiler.links import gpus_of, measure_links
@@ -155,8 +155,14 @@ def default_copies(cluster: Cluster, device: Device) -> int:
     if not device.spec.is_cpu:
         return 1
     stages = sum(d.node == device.node and d.spec.is_cpu for d in cluster.devices)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, min(stages, (cores or 1) // (device.threads or 1)))
+    return max(1, min(stages, _num_cores() // (device.threads or 1)))
+
+
+def _num_cores() -> int:
+    """Return the cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def padded_to(device: Device) -> int:
@@ -211,7 +217,8 @@ def _take(
     done = samples.taken(wanted, conditions)
     if not (device.spec.is_cpu or compiled):
         absent = [case for case in wanted if case not in done]
-        compile_ahead(_set_up(job, device), absent, gpus_of(device)[0])
+        set_up, gpu = _set_up(job, device), gpus_of(device)[0]
+        compile_ahead(set_up, absent, gpu, processes=_compilers(device))
     for target, together in groupby(wanted, key=lambda case: case.target):
         missing = []
         for case in together:
@@ -240,6 +247,11 @@ def _rounds(group: Group, missing: Sequence[Case], *, twice: bool) -> Iterator[t
     first = {case: group.time(case) for case in missing}
     for case in missing:
         yield case, min(first[case], group.time(case), key=lambda timing: timing.seconds)
+
+
+def _compilers(device: Device) -> int:
+    """Return how many processes may compile at once: one a core, as far as the GPU has room."""
+    return max(1, min(_num_cores(), device.spec.memory // COMPILER_BYTES))
 
 
 def _by_target(samples: Sequence[Sample]) -> dict[Target, list[Sample]]:

@@ -70,6 +70,12 @@ def test_every_precision_has_its_process() -> None:
         assert [case.v for case in child.cases] == [1, 3, 2], "the rest goes on after a failure"
 
 
+def test_more_processes_share_a_precisions_cases() -> None:
+    module.compile_ahead(SetUp(model="m", cuda=True), cases("16", "4"), 0, processes=5)
+    taken = sorted([case.v for case in child.cases] for child in FakeChild.started)
+    assert taken == [[1, 3], [1, 3], [2], [2]]
+
+
 def test_one_precision_is_compiled_as_it_is_timed() -> None:
     module.compile_ahead(SetUp(model="m", cuda=True), cases("4"), 0)
     module.compile_ahead(SetUp(model="m", cuda=True), [], 0)
