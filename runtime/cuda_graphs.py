@@ -82,7 +82,7 @@ class DecodeGraphs:
         self._model, self._kv, self._dtype, self._device = model, kv, dtype, device
         self._max_rows = rounded_rows(max_rows, max_rows)
         positions = model.spec.max_positions if model.spec.positions == "learned" else max_len
-        self._max_end = min(max_len, positions)
+        self.max_end = min(max_len, positions)
         if last_token_S is None:
             last_token_S = torch.zeros(num_slots, dtype=torch.long, device=device)
         self.last_token_S = last_token_S
@@ -170,7 +170,7 @@ class DecodeGraphs:
             start_B=start_B,
             num_new_B=self._ones[:num_rows],
             q_len=1,
-            max_end=self._max_end,
+            max_end=self.max_end,
             fresh=False,
             runs=(),
         )

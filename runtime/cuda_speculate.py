@@ -2,12 +2,13 @@
 
     a whole model    a round (gamma drafts, the verify, what of them is kept) is one graph. How far
                      each slot has come stays on the device, so the host issues a round before it
-                     knows what the last one yielded, and reads counts and tokens once a round
+                     knows what the last one yielded, and reads counts and tokens once a round;
+                     n-grams are looked up in tokens that the device keeps (kernels/ngram_lookup.py)
     a stage          a graph per draft step and one per verify; the last stage compares
 
 Rows that are sampled are drafted and verified step by step (acceptance.py), from the same graphs.
 
-Legend: B rows, G drafts, Q = G + 1 positions, V vocabulary, S slots.
+Legend: B rows, G drafts, Q = G + 1 positions, V vocabulary, S slots, T slot length.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import torch
 from torch import Tensor
 
 from llmpq.kernels.fused_argmax import argmax
+from llmpq.kernels.ngram_lookup import look_up
+from llmpq.runtime import ngram
 from llmpq.runtime.acceptance import accept, draft_tokens
 from llmpq.runtime.cuda_graphs import DecodeGraphs, StepOutput
 from llmpq.runtime.draft_model import Draft
@@ -47,12 +50,13 @@ class RoundGraphs(DecodeGraphs):
         self,
         model: StageModel,
         kv: KVCache,
-        draft: Draft,
+        draft: Draft | Tensor,
         gamma: int,
         length_S: Tensor,
         judge: Judge,
         **options: object,
     ) -> None:
+        """`draft`: a model, or the tokens [S, T] of each slot to look n-grams up in."""
         super().__init__(model, kv, **options)  # type: ignore[arg-type]
         self._draft, self.gamma, self._length_S, self._judge = draft, gamma, length_S, judge
         self._places = torch.arange(gamma + 1, device=self._device)[:, None]
@@ -65,10 +69,14 @@ class RoundGraphs(DecodeGraphs):
         slots_B, start_B, token_B = self._given(num_rows)
         start_B = torch.where(start_B < 0, self._length_S[slots_B], start_B)
         # A request may have ended in the round before, at the end of its slot.
-        start_B = start_B.clamp_(max=self._max_end - 1)
+        start_B = start_B.clamp_(max=self.max_end - 1)
         token_B = torch.where(token_B < 0, self.last_token_S[slots_B], token_B)
-        room_B = (self._max_end - start_B).clamp_(max=self.gamma + 1)
-        tokens_BQ = self._drafted(slots_B, start_B, token_B, room_B)
+        room_B = (self.max_end - start_B).clamp_(max=self.gamma + 1)
+        draft = self._draft
+        if isinstance(draft, Draft):
+            tokens_BQ = self._drafted(draft, slots_B, start_B, token_B, room_B)
+        else:
+            tokens_BQ = _looked_up(draft, slots_B, start_B, token_B, self.gamma)
         step = self._step(slots_B, start_B, room_B)
         hidden = self._model(tokens_BQ, step, self._kv)
         choices_BQ = _likeliest(self._model.logits(hidden, step, all_positions=True))
@@ -77,11 +85,16 @@ class RoundGraphs(DecodeGraphs):
         last_B = choices_BQ.gather(1, kept_B[:, None])[:, 0]
         self._length_S[slots_B] = start_B + kept_B + 1
         self.remember(slots_B, last_B)
+        if isinstance(draft, Tensor):
+            # What is kept; the rest is behind a slot's newest token and gets overwritten.
+            draft[slots_B[:, None], start_B[:, None] + 1 + self._places[:, 0]] = choices_BQ.int()
         return StepOutput(table_BK=torch.cat((kept_B[:, None] + 1, choices_BQ), dim=1))
 
-    def _drafted(self, slots_B: Tensor, start_B: Tensor, token_B: Tensor, room_B: Tensor) -> Tensor:
+    def _drafted(
+        self, draft: Draft, slots_B: Tensor, start_B: Tensor, token_B: Tensor, room_B: Tensor
+    ) -> Tensor:
         """Return the newest token and the drafts behind it [B, Q]."""
-        model, kv, ones_B = self._draft.model, self._draft.kv, self._ones[: len(slots_B)]
+        model, kv, ones_B = draft.model, draft.kv, self._ones[: len(slots_B)]
         # Drafts beyond a slot's end repeat its last place; they are never kept.
         at_GB = start_B + torch.minimum(self._places, room_B - 1)
         tokens = [token_B]
@@ -99,7 +112,7 @@ class RoundGraphs(DecodeGraphs):
             start_B=start_B,
             num_new_B=count_B,
             q_len=self.gamma + 1 if q_len is None else q_len,
-            max_end=self._max_end,
+            max_end=self.max_end,
             fresh=False,
             runs=(),
         )
@@ -129,7 +142,7 @@ class VerifyGraphs(DecodeGraphs):
             start_B=start_B,
             num_new_B=count_B,
             q_len=self.q_len,
-            max_end=self._max_end,
+            max_end=self.max_end,
             fresh=False,
             runs=(),
         )
@@ -151,8 +164,13 @@ class CudaSpeculation:
         self._model, self._kv = decode._model, decode._kv
         self._draft, self._options = draft, options | {"last_token_S": decode.last_token_S}
         self.judge: Judge = agreeing_prefix
-        self.whole_rounds = whole and draft is not None
+        self.whole_rounds = whole
         self._length_S = torch.zeros_like(decode.last_token_S)
+        self.history_ST: Tensor | None = None
+        """Tokens of each slot, where n-grams are looked up: 4 bytes beside a token's 100 KB."""
+        if whole and draft is None:
+            shape = len(self._length_S), decode.max_end + MAX_GAMMA + 1
+            self.history_ST = self._length_S.new_zeros(shape, dtype=torch.int32)
         self._rounds: dict[int, RoundGraphs] = {}
         self._verifies: dict[int, VerifyGraphs] = {}
         self.draft_graphs: DecodeGraphs | None = None
@@ -165,11 +183,12 @@ class CudaSpeculation:
         """Return the table of a round on the device: per row a count, then that many tokens."""
         gamma = message.q_len - 1
         if gamma not in self._rounds:
-            assert self._draft is not None
+            draft = self._draft if self.history_ST is None else self.history_ST
+            assert draft is not None
             self._rounds[gamma] = RoundGraphs(
                 self._model,
                 self._kv,
-                self._draft,
+                draft,
                 gamma,
                 self._length_S,
                 self.judge,
@@ -178,6 +197,11 @@ class CudaSpeculation:
         table_BK = self._rounds[gamma].run(message, None).table_BK
         assert table_BK is not None
         return table_BK[: message.num_rows]
+
+    def take_prompts(self, slots_B: Tensor, tokens_BQ: Tensor) -> None:
+        """Keep the prompts of slots, right padded, where drafts are looked up in them."""
+        if self.history_ST is not None:
+            self.history_ST[slots_B, : tokens_BQ.shape[1]] = tokens_BQ.int()
 
     def draft_step(self, message: StepMessage, hidden_BQh: Tensor | None) -> Tensor:
         """Return a draft step's hidden states, or on the last stage its tokens [B, 1]."""
@@ -228,6 +252,25 @@ class CudaSpeculation:
         if q_len not in self._verifies:
             self._verifies[q_len] = VerifyGraphs(self._model, self._kv, q_len, **self._options)
         return self._verifies[q_len]
+
+
+def _looked_up(
+    history_ST: Tensor, slots_B: Tensor, start_B: Tensor, newest_B: Tensor, gamma: int
+) -> Tensor:
+    """Return the newest tokens and what followed them before [B, Q], as `ngram.propose`.
+
+    Where that finds nothing the newest token is repeated, which is verified as well.
+    """
+    return look_up(
+        history_ST,
+        slots_B,
+        start_B,
+        newest_B,
+        gamma,
+        longest=ngram.LONGEST,
+        shortest=ngram.SHORTEST,
+        look_back=ngram.LOOK_BACK,
+    )
 
 
 def _likeliest(logits_BQV: Tensor) -> Tensor:

@@ -149,6 +149,8 @@ class CudaStageCompute(StageCompute):
             return self._run_speculation(message, hidden_BQH)
         step = message.step(self._device)
         x = (message.tokens_BQ() if hidden_BQH is None else hidden_BQH).to(self._device)
+        if self.speculation is not None:
+            self.speculation.take_prompts(step.slots_B, x)
         step, x = self._widened(step, x)
         # The cost model prices whole layers: the last of several stages would beat its plan.
         y = self.model(x, step, self.kv, last_only=self._whole)

@@ -10,6 +10,7 @@ from llmpq.kernels.fused_mlp import silu_mul_kernel
 from llmpq.kernels.fused_norm import rms_norm_kernel
 from llmpq.kernels.fused_rope import rope_append_kernel
 from llmpq.kernels.fused_round import round_kernel
+from llmpq.kernels.ngram_lookup import look_up_kernel
 from llmpq.kernels.plain_attend import attend_kernel, combine_kernel
 
 pytestmark = pytest.mark.compile
@@ -50,6 +51,11 @@ KERNELS = {
         {"Q": 4, "G": 8, "D": 128, "BITS": 4, "KEY_GROUP": 128},
         {"num_warps": 8},
     ),
+    "look-up": (
+        look_up_kernel,
+        {"Q": 4, "LONGEST": 3, "SHORTEST": 2, "LOOK_BACK": 1024, "PADDED": 1024},
+        {"num_warps": 4},
+    ),
     "round": (round_kernel, {"GROUP": 128, "GROUPS": 8}, {"num_warps": 4}),
     "argmax-merge": (merge_kernel, {"PARTS": 32, "REMEMBER": True}, {"num_warps": 1}),
 }
@@ -67,7 +73,7 @@ def test_compiles_within_shared_memory(name, arch):
             continue
         if argument in FLOATS:
             arguments[argument] = "*fp32"
-        elif argument == "addresses":
+        elif argument in ("addresses", "tokens") or (name, argument) == ("look-up", "out"):
             arguments[argument] = "*i64"
         elif name == "catch-up" and argument in (*INDICES, "table"):
             arguments[argument] = "*i32"
@@ -75,7 +81,7 @@ def test_compiles_within_shared_memory(name, arch):
             arguments[argument] = "*i64"
         elif argument in NUMBERS:
             arguments[argument] = "fp32"
-        elif argument in ("best", "place"):
+        elif argument in ("best", "place", "history"):
             arguments[argument] = "*i32"
         elif argument in ("out", "table") and name == "argmax-merge":
             arguments[argument] = "*i64"
