@@ -21,15 +21,16 @@ from speculation_replay import (
     WithoutPrompts,
     fill_packed,
     fill_plain,
-    lookup_seconds,
     prompts,
     rates,
 )
 from torch import nn
 
+from llmpq.kernels.timing import median_us
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
+from llmpq.runtime.cuda_speculate import look_up_drafts
 from llmpq.runtime.cuda_stage import CudaStageCompute
 from llmpq.runtime.cuda_step_times import (
     measure,
@@ -169,6 +170,8 @@ class Bed:
         self.fast.speculation.judge = self.replayed
         if isinstance(self.fast.kv, DualKV):
             fill_packed(self.fast.kv.copy)
+        if self.fast.speculation.history_ST is not None:
+            self.fast.speculation.history_ST.random_(2, 50_000)
 
     def plain_rate(self, context: int) -> list[float]:
         """Return samples of tokens/s without drafts."""
@@ -182,9 +185,13 @@ class Bed:
         tokens: float,
         rounds: int | None = None,
     ) -> list[float]:
-        """Return samples of tokens/s with drafts; `tokens`: what a round yields."""
+        """Return samples of tokens/s with drafts; `tokens`: what a round yields.
+
+        Every run meets the same verdicts once its graphs are captured.
+        """
         assert self.fast is not None
         self.replayed.rate.fill_(acceptance)
+        self.replayed.restart()
         return self._rate(self.fast, drafter, context, int((rounds or self.rounds) * tokens))
 
     def _rate(
@@ -219,10 +226,23 @@ class Bed:
         """Time this batch's drafts and verifies at one context."""
         assert self.fast is not None and self.fast.speculation is not None
         steps = measure(self.fast.speculation, [self.batch], (context + INTO, context + INTO))
-        lookup_s = lookup_seconds(self.batch, context) if self.mode == "ngram" else 0.0
         return Times(
-            plain_s=plain_s, steps=steps, lookup_s=lookup_s, rows=self.batch, context=context
+            plain_s=plain_s,
+            steps=steps,
+            lookup_s=self._lookup_s(context),
+            rows=self.batch,
+            context=context,
         )
+
+    def _lookup_s(self, context: int) -> float:
+        """Return the device time of the n-gram drafts of a round; 0 where a model drafts."""
+        assert self.fast is not None and self.fast.speculation is not None
+        history_ST = self.fast.speculation.history_ST
+        if history_ST is None:
+            return 0.0
+        rows_B = torch.arange(self.batch, device=DEVICE)
+        at_B = torch.full_like(rows_B, context)
+        return median_us(lambda _: look_up_drafts(history_ST, rows_B, at_B, rows_B, 3), 1) / 1e6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,7 +253,7 @@ class Times:
     """A plain step of the engine without drafts."""
     steps: MeasuredTimes
     lookup_s: float
-    """Drafts of a round that the host finds, of all rows."""
+    """N-gram drafts of a round, of all rows."""
     rows: int
     context: int
 

@@ -7,9 +7,11 @@ at rates measured on trained models, and prompts are not computed (speculation_r
 Everything else is the engine as it serves: scheduler, loop, graphs.
 
     c, v     draft step and verify over a plain decode step, each a replayed graph; of n-grams, c is
-             the look-up on the host, shared out over the drafts it brings
+             the look-up, shared out over the drafts it brings
     S        (1 - a^(gamma+1)) / (1 - a) / (gamma c + v)
     value    tokens/s of the engine from its 4th round to the end of the first request
+    auto     the automatic choice and the best fixed length in turn, on the same verdicts; the row's
+             `best_fixed` is of these runs
 
 Weights are made once, a batch's caches once for all contexts, a mode's graphs once a batch. Rows
 that the file has already are not measured again: a run that was cut off is taken up where it ended.
@@ -28,10 +30,16 @@ from pathlib import Path
 from typing import Any
 
 from speculation_bed import Bed, Target, Times, collect
-from speculation_replay import ROOM, AutoGuesser, Guesser, add_arguments, measured_acceptance
+from speculation_replay import ROOM, add_arguments, measured_acceptance
 
 from llmpq.kernels.timing import write_row
+from llmpq.runtime.speculate import AutoDrafter, FixedDrafter
 from llmpq.speculation import PRIOR_ACCEPTANCE, WORTHWHILE, expected_tokens
+
+TURNS = 3
+"""Runs of the automatic choice, and of the best fixed length beside it."""
+FEW_ROUNDS = 12
+"""Of a run that captures graphs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,8 +132,9 @@ def measure_cell(args: argparse.Namespace, cell: Cell) -> None:
     assert bed.mode is not None
     fixed: dict[int, float] = {0: base}
     for gamma in args.gammas or times.best(acceptance, args.lengths if cell.fully else 1):
-        drafter = Guesser(bed.mode, gamma)
+        drafter = FixedDrafter(bed.mode, gamma)
         tokens = expected_tokens(acceptance, gamma)
+        bed.rate(drafter, times.context, acceptance, tokens, FEW_ROUNDS)
         samples = bed.rate(drafter, times.context, acceptance, tokens)
         fixed[gamma] = statistics.median(samples)
         c, v = times.ratios(gamma)
@@ -148,22 +157,30 @@ def measure_auto(args: argparse.Namespace, cell: Cell, fixed: dict[int, float]) 
     bed, times, base = cell.bed, cell.times, cell.base
     assert bed.mode is not None
     lengths = times.steps.lengths
-    drafter = AutoGuesser(bed.mode, times.steps, lengths=lengths)
+    drafter = AutoDrafter(bed.mode, times.steps, lengths=lengths)
     usual = PRIOR_ACCEPTANCE[bed.mode]
-    samples = list(cell.plain)
     fastest = max(fixed, key=lambda gamma: fixed[gamma])
     pays = max(times.speedup(usual, gamma) for gamma in lengths) > WORTHWHILE
     pays = pays or bed.mode == "ngram"  # tried where it does not seem to
+    samples, beside = list(cell.plain), [fixed[fastest]]
     if pays:  # else the engine is started without drafts
-        tokens = expected_tokens(cell.acceptance, max(fixed))
-        bed.rate(drafter, times.context, cell.acceptance, tokens, 24)  # captures graphs, learns
+        tokens = expected_tokens(cell.acceptance, fastest or max(fixed))
+
+        def run(one: FixedDrafter, rounds: int | None = None) -> list[float]:
+            return bed.rate(one, times.context, cell.acceptance, tokens, rounds)
+
+        run(drafter, 2 * FEW_ROUNDS)  # captures graphs, learns
         drafter.chosen.clear()
-        samples = bed.rate(drafter, times.context, cell.acceptance, tokens)
-    got, best = statistics.median(samples), fixed[fastest]
-    add(args, "speculation_auto", cell.case, samples, base, {"best_fixed": best}, None)
+        samples, beside = [], []
+        for _ in range(TURNS):
+            samples += run(drafter)
+            best = FixedDrafter(bed.mode, fastest) if fastest else None
+            beside += bed.plain_rate(times.context) if best is None else run(best)
+    got, best_rate = statistics.median(samples), statistics.median(beside)
+    add(args, "speculation_auto", cell.case, samples, base, {"best_fixed": best_rate}, None)
     print(
         f"    auto {drafter.chosen if pays else 'off'} (a {drafter.estimate:.3f}): "
-        f"{got / base:.3f}x, {got / best:.3f} of the best fixed length ({fastest})",
+        f"{got / base:.3f}x, {got / best_rate:.3f} of the best fixed length ({fastest})",
         flush=True,
     )
 

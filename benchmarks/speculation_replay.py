@@ -13,7 +13,6 @@ import functools
 import json
 import random
 import statistics
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from llmpq.runtime.low_bit_kv import LowBitKV
 from llmpq.runtime.message import StepMessage
 from llmpq.runtime.pending import Pending
 from llmpq.runtime.request import Request, StepKind
-from llmpq.runtime.speculate import AutoDrafter, FixedDrafter
+from llmpq.runtime.speculate import FixedDrafter
 from llmpq.runtime.stage_loop import FirstStage
 
 ACCEPTANCE = Path(__file__).parent / "results" / "speculation.jsonl"
@@ -45,7 +44,8 @@ class Replayed:
 
     One number u a round and slot decides: the drafts before the first with u >= rate ** place are
     kept. A round's numbers are evenly spaced over the slots, in random order, and shifted from
-    round to round by a van der Corput sequence: any few rounds meet the rate within a percent.
+    round to round by a van der Corput sequence: any few rounds meet the rate within a percent. Runs
+    that `restart` meet the same numbers, round by round, however long their drafts are.
     """
 
     def __init__(self, slots: int, device: torch.device, seed: int = 0) -> None:
@@ -57,6 +57,10 @@ class Replayed:
         self._numbers_RS = ((order_RS + shift_R[:, None]) / slots).to(device)
         self._round = torch.zeros(1, dtype=torch.long, device=device)
         self.rate = torch.ones(1, dtype=torch.float64, device=device)
+
+    def restart(self) -> None:
+        """Begin again with the first round's numbers."""
+        self._round.zero_()
 
     def __call__(self, drafts_BG: Tensor, choices_BQ: Tensor, slots_B: Tensor) -> Tensor:
         """Return how many drafts each row keeps."""
@@ -97,7 +101,7 @@ class TimedLoop(FirstStage):
 
 
 class Guesser(FixedDrafter):
-    """Looks n-grams up as `ngram` does, on text that does not repeat, and drafts all the same."""
+    """Looks n-grams up as the host does, on text that does not repeat, and drafts all the same."""
 
     def propose(self, request: Request, gamma: int) -> list[int] | None:
         """Return as many drafts as asked for."""
@@ -105,28 +109,11 @@ class Guesser(FixedDrafter):
         return None if found is None else [1] * gamma
 
 
-class AutoGuesser(Guesser, AutoDrafter):
-    """As many of them as pay."""
-
-
 @functools.cache
 def prompts(count: int, length: int) -> list[tuple[int, ...]]:
     """Return prompts of tokens that hardly repeat."""
     generator = random.Random(0)
     return [tuple(generator.choices(range(2, 50_000), k=length)) for _ in range(count)]
-
-
-def lookup_seconds(rows: int, context: int) -> float:
-    """Return what n-gram drafts of so many rows take on this host."""
-    drafter = FixedDrafter("ngram", 3)
-    requests = [Request(id=0, prompt=text, max_new=8) for text in prompts(rows, context)]
-    samples = []
-    for _ in range(5):
-        started_s = time.perf_counter()
-        for request in requests:
-            drafter.propose(request, 3)
-        samples.append(time.perf_counter() - started_s)
-    return statistics.median(samples)
 
 
 def measured_acceptance(mode: str, target: str) -> float:

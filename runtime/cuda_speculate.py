@@ -76,7 +76,7 @@ class RoundGraphs(DecodeGraphs):
         if isinstance(draft, Draft):
             tokens_BQ = self._drafted(draft, slots_B, start_B, token_B, room_B)
         else:
-            tokens_BQ = _looked_up(draft, slots_B, start_B, token_B, self.gamma)
+            tokens_BQ = look_up_drafts(draft, slots_B, start_B, token_B, self.gamma)
         step = self._step(slots_B, start_B, room_B)
         hidden = self._model(tokens_BQ, step, self._kv)
         choices_BQ = _likeliest(self._model.logits(hidden, step, all_positions=True))
@@ -254,7 +254,7 @@ class CudaSpeculation:
         return self._verifies[q_len]
 
 
-def _looked_up(
+def look_up_drafts(
     history_ST: Tensor, slots_B: Tensor, start_B: Tensor, newest_B: Tensor, gamma: int
 ) -> Tensor:
     """Return the newest tokens and what followed them before [B, Q], as `ngram.propose`.
