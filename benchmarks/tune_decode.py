@@ -26,6 +26,7 @@ from llmpq.model_spec import LinearShape, ModelSpec
 from llmpq.precision import Precision
 from llmpq.runtime.cuda_graphs import DecodeGraphs
 from llmpq.runtime.cuda_step_times import seconds_of, step_message
+from llmpq.runtime.draft_model import build_draft
 from llmpq.runtime.dummy_layers import CopiedLayers
 from llmpq.runtime.kv_cache import PlainKVCache
 from llmpq.runtime.loader import RandomSource
@@ -73,7 +74,7 @@ def candidates(n: int, k: int, rows: int) -> Iterator[Config]:
     for blocks, warps in ((1, 4), (1, 8), (2, 4)):
         tiles = -(-n // (16 * blocks * warps))
         for split in (1, 2, 4, 8):
-            if not 110 <= tiles * split <= 600:
+            if tiles * split < 110 or (tiles * split > 600 and split > 1):
                 continue
             tile = Config(kernel="tile", blocks=blocks, warps=warps, bm=bm, split=split)
             for depth in (1, 2):
@@ -120,6 +121,9 @@ def main() -> None:
     parser.add_argument("--symmetric", action="store_true")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
+    parser.add_argument(
+        "--head", action="store_true", help="w4a16: the output matrix in 4 bits, as drafts have it"
+    )
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--context", type=int, default=600)
     parser.add_argument("--out", type=Path, required=True, help="file of the entries")
@@ -140,12 +144,19 @@ def main() -> None:
         scheme=scheme,
         source=source,
     )
+    products = list(spec.linears())
+    if args.head:
+        none = PlainKVCache(spec, num_layers=0, slots=1, max_len=1, dtype=dtype, device=DEVICE)
+        model = build_draft("w4kv4", model, none).model  # 4-bit layers are left alone
+        size = {"out_features": spec.vocab, "in_features": spec.hidden}
+        products.append(LinearShape(name="head", **size, bias=False))
     layers = Layers(model=model, dtype=dtype, context=args.context)
-    gpu, form = torch.cuda.get_device_name(), form_name(dtype, args.symmetric)
+    gpu = torch.cuda.get_device_name()
     entries = []
     for rows in args.rows:
-        shapes = sorted(spec.linears(), key=lambda s: -s.num_weights)
+        shapes = sorted(products, key=lambda s: -s.num_weights)
         for shape in shapes:
+            form = form_name(dtype, args.symmetric or shape.name == "head")
             size = {"n": shape.out_features, "k": shape.in_features, "m": rows}
             key = gemm_config._Key(gpu, precision.weight_bits, **size, form=form)
             found = search(layers, shape, rows, key)
