@@ -138,21 +138,25 @@ def test_stages_draft_and_verify_step_by_step(tiny_models, random_prompts, make_
     assert StepKind.VERIFY in stages[1].kinds
 
 
-def test_requests_end_at_the_end_of_their_slot(tiny_models, random_prompts, make_plan):
+@pytest.mark.parametrize("mode", ["kv4", "ngram"])
+def test_requests_end_at_the_end_of_their_slot(mode, tiny_models, random_prompts, make_plan):
     """A round issued ahead for a request that has filled its slot writes nowhere else."""
     model, prompts = tiny_models.directory("llama"), random_prompts(8, 8)
     plan = make_plan(model, batch=2, decode_microbatch=2, prompt_len=8, gen_len=6)
-    compute = stage(plan, model, "kv4")
+    compute = stage(plan, model, mode)
     want = tiny_models.greedy("llama", prompts, 6)
     for may_draft in (True, False):  # False: rounds of no drafts
         requests = [
             Request(id=i, prompt=tuple(p), max_new=6, may_draft=may_draft)
             for i, p in enumerate(prompts)
         ]
-        assert serve(plan, compute, requests, FixedDrafter("kv4", 4)) == want
+        assert serve(plan, compute, requests, FixedDrafter(mode, 4)) == want
 
 
-def test_sampled_and_stopping_requests_beside_greedy_ones(tiny_models, random_prompts, make_plan):
+@pytest.mark.parametrize("mode", ["kv4", "ngram"])
+def test_sampled_and_stopping_requests_beside_greedy_ones(
+    mode, tiny_models, random_prompts, make_plan
+):
     model, prompts = tiny_models.directory("llama"), random_prompts(8, 8, 6)
     plan = make_plan(model, batch=3, decode_microbatch=3, prefill_microbatch=3)
     sampled = SamplingParams(temperature=0.8, top_p=0.9, seed=3)
@@ -170,10 +174,11 @@ def test_sampled_and_stopping_requests_beside_greedy_ones(tiny_models, random_pr
         )
         for i, prompt in enumerate(prompts)
     ]
-    compute = stage(plan, model, "kv4")
-    tokens = serve(plan, compute, requests, FixedDrafter("kv4", 2))
+    compute = stage(plan, model, mode)
+    tokens = serve(plan, compute, requests, FixedDrafter(mode, 2))
     assert (tokens[0], tokens[2]) == (want[0], want[2][:2])
-    assert len(tokens[1]) == NEW and StepKind.VERIFY in compute.kinds
+    assert len(tokens[1]) == NEW
+    assert mode == "ngram" or StepKind.VERIFY in compute.kinds
 
 
 @pytest.mark.parametrize("columns", [128, 1152])
