@@ -44,7 +44,10 @@ def address() -> Iterator[str]:
     words = f"start --head --port={port} --num-gpus=2 --num-cpus=2 --include-dashboard=false"
     words += f" --node-ip-address=127.0.0.1 --object-store-memory=80000000 --temp-dir={folder}"
     command = [sys.executable, "-m", "ray.scripts.scripts", *words.split()]
-    subprocess.run(command, env=ENVIRONMENT, check=True, timeout=LIMIT_S, capture_output=True)
+    started = subprocess.run(
+        command, env=ENVIRONMENT, timeout=LIMIT_S, capture_output=True, text=True
+    )
+    assert started.returncode == 0, started.stdout + started.stderr
     yield f"127.0.0.1:{port}"
     for entry in Path("/proc").glob("[0-9]*/cmdline"):
         if folder.encode() in entry.read_bytes():
