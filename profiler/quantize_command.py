@@ -17,7 +17,7 @@ from llmpq.errors import ExitCode, LlmpqError
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
-from llmpq.precision import KVPrecision, Precision
+from llmpq.precision import K_PADDING, KVPrecision, Precision
 from llmpq.runtime.output_paths import refusal
 from llmpq.units import format_size
 
@@ -70,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
         help="w4a4: fit each linear to the rounded inputs it will get (less perplexity on some "
         "models, fewer drafts accepted on some)",
     )
-    parser.add_argument("--group-size", help="128, 64, 32 or channel (default 128)")
+    parser.add_argument("--group-size", help="128 or channel; w4a4 also 64, 32 (128)")
     parser.add_argument("--outliers", type=int, help="w4a4: channels in 8 bits (hidden/32, <=128)")
     parser.add_argument(
         "--asymmetric",
@@ -108,6 +108,8 @@ def _quantize(args: argparse.Namespace) -> int:
     _refuse_unheeded(args, named)
     planned = plan.quantization.settings() if plan else Quantization(symmetric=True)
     asked = planned.outliers if plan and args.outliers is None else args.outliers
+    group_size = _group_size(args.group_size) if args.group_size else planned.group_size
+    _require_packed(group_size, named)
     job = Job(
         spec=spec,
         precisions=spread(named, spec.num_layers),
@@ -115,7 +117,7 @@ def _quantize(args: argparse.Namespace) -> int:
             method=args.method,
             variant=args.variant or "improved",
             in_turn=args.in_turn,
-            group_size=_group_size(args.group_size) if args.group_size else planned.group_size,
+            group_size=group_size,
             symmetric=planned.symmetric and not args.asymmetric,
             outliers=asked,
         ),
@@ -167,6 +169,18 @@ def _refuse_unheeded(args: argparse.Namespace, precisions: Sequence[Precision]) 
     ):
         if given and not heeded:
             raise ValueError(f"{option} is for {what}, there are none here; leave it out")
+
+
+def _require_packed(group_size: int | None, precisions: Sequence[Precision]) -> None:
+    """Refuse groups that weight-only layers cannot have, before anything is rounded."""
+    if group_size in (None, K_PADDING):
+        return
+    for precision in precisions:
+        if _weight_only(precision):
+            raise ValueError(
+                f"--group-size: got {group_size}, {precision.value} layers have {K_PADDING} or channel: "
+                "the packed kernels know no other"
+            )
 
 
 def _weight_only(precision: Precision) -> bool:

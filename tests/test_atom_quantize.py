@@ -22,6 +22,7 @@ from llmpq.profiler.calibrate import CalibrationRun, random_windows
 from llmpq.profiler.gptq import gptq_atom, gptq_codes, inverse_factor
 from llmpq.profiler.in_turn import compensated, quantize
 from llmpq.profiler.inject_outliers import InjectedSource
+from llmpq.profiler.quantize_command import main as quantize_main
 from llmpq.runtime.generate import LocalPipeline
 from llmpq.runtime.loader import CheckpointSource
 from llmpq.runtime.step import Step
@@ -237,3 +238,16 @@ def test_w4a4_and_w8a8_run_without_calibration(demo_model: Path) -> None:
         return float((got - exact).norm() / exact.norm())
 
     assert error(Precision.W8A8) < 0.08 < error(Precision.W4A4) < 0.6
+
+
+@pytest.mark.parametrize("method", ["gptq", "rtn"])
+def test_groups_that_weight_only_layers_cannot_have_are_refused(
+    method: str, demo_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("def add(a, b):\n    return a + b\n" * 200)
+    command = [str(demo_model), str(tmp_path / "q"), "--text", str(text), "--method", method]
+    schemes = ",".join(["w4a4"] * 7 + ["w4a16"])
+    assert quantize_main([*command, "--scheme", schemes, "--group-size", "64"]) == 2
+    assert "got 64, w4a16 layers have 128 or channel" in capsys.readouterr().err
+    assert not (tmp_path / "q").exists()
