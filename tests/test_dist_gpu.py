@@ -1,6 +1,7 @@
-"""`llmpq-dist` with two stages on one GPU: the CPU's tokens, and every way to fail.
+"""`llmpq-dist` with two stages, on one GPU and on two: the CPU's tokens, and every way to fail.
 
-Ray is told of two GPUs and leaves CUDA_VISIBLE_DEVICES alone, so that both stages get the same one.
+Where stages share a GPU, Ray is told of two and leaves CUDA_VISIBLE_DEVICES alone. It counts the
+words there and refuses to start with fewer; CUDA reads only what stands before a -1.
 """
 
 import json
@@ -26,17 +27,23 @@ pytestmark = [
 ENVIRONMENT = os.environ | {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_AUTH_MODE": "disabled",
+    "RAY_memory_monitor_refresh_ms": "0",
+}
+SHARED = {
     "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    "RAY_memory_monitor_refresh_ms": "0",
+    "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] + ",-1",
 }
 LIMIT_S = 90
 TEXTS = ("import os\n", "def main(", "class A:", "for i in", "NAME\n", "x = [1, 2", "return")
 
 
-@pytest.fixture(scope="module")
-def address() -> Iterator[str]:
-    """Start Ray with two names for one GPU; end it."""
+@pytest.fixture(scope="module", params=["shared", "own"])
+def address(request) -> Iterator[str]:
+    """Start Ray with two names for one GPU, or with two GPUs; end it."""
+    if request.param == "own" and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    env = ENVIRONMENT | (SHARED if request.param == "shared" else {})
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -44,9 +51,7 @@ def address() -> Iterator[str]:
     words = f"start --head --port={port} --num-gpus=2 --num-cpus=2 --include-dashboard=false"
     words += f" --node-ip-address=127.0.0.1 --object-store-memory=80000000 --temp-dir={folder}"
     command = [sys.executable, "-m", "ray.scripts.scripts", *words.split()]
-    started = subprocess.run(
-        command, env=ENVIRONMENT, timeout=LIMIT_S, capture_output=True, text=True
-    )
+    started = subprocess.run(command, env=env, timeout=LIMIT_S, capture_output=True, text=True)
     assert started.returncode == 0, started.stdout + started.stderr
     yield f"127.0.0.1:{port}"
     for entry in Path("/proc").glob("[0-9]*/cmdline"):
