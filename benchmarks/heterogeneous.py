@@ -9,8 +9,8 @@ the KV precisions of `--kv`; `exact-kv16` the same with the baselines' 16-bit KV
 
 `run` needs as many GPUs as the plans have stages; weights are random, made on the devices, so that
 any size can be timed. Rows: `e2e` (output tokens a second), `fidelity` (seconds, beside those
-predicted) and, per cluster, `heterogeneous` (the exact plan's tokens a second beside the others';
-`sum` writes it from the rows of a run that was cut).
+predicted) and, per cluster, `heterogeneous` (the exact plans' tokens a second beside the others';
+`sum` writes them from the rows of a run that was cut).
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from llmpq.errors import LlmpqError
 from llmpq.plan import Plan
 
 WARM_UP_TOKENS = 3
+OURS = ("exact", "exact-kv16")
 
 log = logging.getLogger("heterogeneous")
 
@@ -275,7 +276,7 @@ def report(plan: Plan, timed: Timed) -> None:
 
 
 def sum_up(path: Path) -> None:
-    """Write a `heterogeneous` row per cluster: the exact plan's speed beside the others'."""
+    """Write `heterogeneous` rows of every cluster: the exact plans' speed beside the others'."""
     rows = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
     found: dict[str, dict[str, Any]] = {}
     for row in rows:
@@ -283,13 +284,14 @@ def sum_up(path: Path) -> None:
             found.setdefault(row["case"]["cluster"], {})[row["case"]["plan"]] = row
     for cluster, plans in found.items():
         parts = [f"{name} {row['value']:.0f}" for name, row in plans.items()]
-        exact = plans.pop("exact", None)
-        if exact is not None and plans:
-            case = {key: exact["case"][key] for key in ("model", "cluster", "stages")}
-            others = {name: row["value"] for name, row in plans.items()}
-            new = exact | {"bench": "heterogeneous", "case": case, "baselines": others}
-            with path.open("a") as out:
-                out.write(json.dumps(new | {"predicted": None}) + "\n")
+        others = {name: row["value"] for name, row in plans.items() if name not in OURS}
+        for plan in filter(plans.get, OURS):
+            keys = ("model", "cluster", "plan", "kv", "stages", "sum_omega")
+            case = {key: plans[plan]["case"][key] for key in keys}
+            new = plans[plan] | {"bench": "heterogeneous", "case": case, "baselines": others}
+            if others:
+                with path.open("a") as out:
+                    out.write(json.dumps(new | {"predicted": None}) + "\n")
         sys.stdout.write(f"{cluster}, tokens/s: {', '.join(parts)}\n")
 
 

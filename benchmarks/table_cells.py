@@ -141,7 +141,7 @@ def over_vllm(row: Row) -> str:
 
 
 def over_planners(row: Row) -> str:
-    """Show tokens per second of the exact plan and the speed-up over every other planner's."""
+    """Show tokens per second of a plan and the speed-up over every other planner's."""
     others = [f"{row['value'] / base:.2f}x {name}" for name, base in row["baselines"].items()]
     return f"{row['value']:.0f}: {', '.join(others)}"
 
