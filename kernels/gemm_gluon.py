@@ -47,26 +47,36 @@ REGISTERS = gl.constexpr(256)
 
 
 @gluon.jit
+def _start(tile_m, m_tiles, M, BT: gl.constexpr):
+    """First row of a tile of x: tiles end at M, and the first has rows of the second if need be.
+
+    Rows past the end, which TMA fills with zeros, take longer than rows that exist. Those that two
+    tiles share are multiplied twice and stored by the second.
+    """
+    return gl.maximum(tile_m * BT + (M - m_tiles * BT), 0)
+
+
+@gluon.jit
 def _ask_x(
-    x_desc, ring, ready, slot, x, segments, m_tiles, n_tiles, groups, whole, together,
-    BT: gl.constexpr, KS: gl.constexpr,
+    x_desc, ring, ready, slot, x, segments, M, m_tiles, n_tiles, groups, whole, together,
+    SPLIT: gl.constexpr, BT: gl.constexpr, KS: gl.constexpr,
 ):  # fmt: skip
-    """Ask for the next KS columns of x; x: segment, tile of x, column, where both end, what after.
+    """Ask for the next KS columns of x; x: segment, first row, column, where both end, what after.
 
     Returns what to ask for then.
     """
-    segment, tile_m, k, end, after = x
+    segment, m0, k, end, after = x
     bar = ready.index(slot)
     mbarrier.expect(bar, 2 * BT * KS, pred=segment < segments)
-    _tma_load(x_desc, [tile_m * BT, k * KS], bar, ring.index(slot), pred=segment < segments)
+    _tma_load(x_desc, [m0, k * KS], bar, ring.index(slot), pred=segment < segments)
     k += 1
     if k == end:
         segment += 1
         tile_m, _, first, last, after, _ = segment_of(
-            segment, after, m_tiles, n_tiles, groups, whole, together
+            segment, after, m_tiles, n_tiles, groups, whole, together, SPLIT
         )
-        k, end = first * (128 // KS), last * (128 // KS)
-    return segment, tile_m, k, end, after
+        m0, k, end = _start(tile_m, m_tiles, M, BT), first * (128 // KS), last * (128 // KS)
+    return segment, m0, k, end, after
 
 
 @gluon.jit
@@ -75,8 +85,8 @@ def _request(
     PDL: gl.constexpr,
 ):  # fmt: skip
     """A warp of its own that asks for x."""
-    x_desc, _y, ring, ready, free, _s, _P0, _P1, _S, _Z, _B, _R = common[:12]
-    _p, _a, _M, _N, m_tiles, n_tiles, _blocks, groups, whole, together = common[12:]
+    x_desc, _y, _h, ring, ready, free, _s, _P0, _P1, _S, _Z, _B, _R = common[:13]
+    _p, _a, M, _N, m_tiles, n_tiles, _blocks, groups, whole, together = common[13:]
     SLOTS: gl.constexpr = 128 // KS
     segments, at = work(m_tiles * n_tiles, groups, whole, SPLIT)
     if PDL:
@@ -84,20 +94,21 @@ def _request(
     step = 0
     for segment in range(segments):
         tile_m, _tile_n, first, last, at, _tile = segment_of(
-            segment, at, m_tiles, n_tiles, groups, whole, together
+            segment, at, m_tiles, n_tiles, groups, whole, together, SPLIT
         )  # fmt: skip
+        m0 = _start(tile_m, m_tiles, M, BT)
         for k in range(first * SLOTS, last * SLOTS):
             if step >= STAGES:
                 mbarrier.wait(free.index(step % STAGES), (step // STAGES - 1) % 2)
             bar = ready.index(step % STAGES)
             mbarrier.expect(bar, 2 * BT * KS)
-            _tma_load(x_desc, [tile_m * BT, k * KS], bar, ring.index(step % STAGES))
+            _tma_load(x_desc, [m0, k * KS], bar, ring.index(step % STAGES))
             step += 1
 
 
 @gluon.jit
 def _store(
-    acc, y_desc, staging, BIAS, RESIDUAL, m0, n0, M, N, rows,
+    acc, y_desc, head_desc, staging, BIAS, RESIDUAL, m0, n0, M, N, rows,
     HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr, BT: gl.constexpr,
 ):  # fmt: skip
     """Add bias and residual to acc [64 of w, BT of x] and store it, transposed, into y."""
@@ -115,7 +126,10 @@ def _store(
     staging.permute((1, 0)).store(acc.to(y_desc.dtype))
     fence_async_shared()
     _barrier()
-    _tma_store(y_desc, [m0, n0], staging)
+    if m0 == 0:  # rows that the second tile stores lie past this view's end
+        _tma_store(head_desc, [m0, n0], staging)
+    else:
+        _tma_store(y_desc, [m0, n0], staging)
 
 
 @gluon.constexpr_function
@@ -143,8 +157,9 @@ def _multiply(
     ASKER: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: 64 * BH rows of w of every tile."""
-    x_desc, y_desc, ring, ready, free, staging, P0, P1, S, Z, BIAS, RESIDUAL = common[:12]
-    PARTIAL, ARRIVED, M, N, m_tiles, n_tiles, blocks, groups, whole, together = common[12:]
+    x_desc, y_desc, head_desc, ring, ready, free, staging = common[:7]
+    P0, P1, S, Z, BIAS, RESIDUAL = common[7:13]
+    PARTIAL, ARRIVED, M, N, m_tiles, n_tiles, blocks, groups, whole, together = common[13:]
     DT: gl.constexpr = x_desc.dtype
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BT, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
@@ -155,7 +170,7 @@ def _multiply(
     rest = m_tiles * n_tiles - whole
     segments, at = work(m_tiles * n_tiles, groups, whole, SPLIT)
     tile_m, tile_n, first, last, at, tile = segment_of(
-        0, at, m_tiles, n_tiles, groups, whole, together
+        0, at, m_tiles, n_tiles, groups, whole, together, SPLIT
     )  # fmt: skip
     if PDL:
         gdc_launch_dependents()
@@ -166,11 +181,11 @@ def _multiply(
     if PDL:  # words are nobody's output; everything else may be
         gdc_wait()
     if ASKS:  # the next x to ask for
-        x = (0, tile_m, first * SLOTS, last * SLOTS, at)
+        x = (0, _start(tile_m, m_tiles, M, BT), first * SLOTS, last * SLOTS, at)
         for slot in gl.static_range(STAGES - 2):
             x = _ask_x(
                 x_desc, ring, ready, slot, x, segments,
-                m_tiles, n_tiles, groups, whole, together, BT, KS,
+                M, m_tiles, n_tiles, groups, whole, together, SPLIT, BT, KS,
             )  # fmt: skip
     step = 0
     for segment in range(segments):
@@ -197,7 +212,7 @@ def _multiply(
                             mbarrier.wait(free.index((step - 2) % STAGES), (step - 2) // STAGES % 2)
                         x = _ask_x(
                             x_desc, ring, ready, (step + STAGES - 2) % STAGES, x, segments,
-                            m_tiles, n_tiles, groups, whole, together, BT, KS,
+                            M, m_tiles, n_tiles, groups, whole, together, SPLIT, BT, KS,
                         )  # fmt: skip
                     mbarrier.wait(ready.index(step % STAGES), step // STAGES % 2)
                 words, scale, zero = now[_rows_of(c, BH, KS)]
@@ -223,7 +238,7 @@ def _multiply(
                             mbarrier.wait(free.index((step - 2) % STAGES), (step - 2) // STAGES % 2)
                         x = _ask_x(
                             x_desc, ring, ready, (step + STAGES - 2) % STAGES, x, segments,
-                            m_tiles, n_tiles, groups, whole, together, BT, KS,
+                            M, m_tiles, n_tiles, groups, whole, together, SPLIT, BT, KS,
                         )  # fmt: skip
                 if c % CHUNKS == 0:  # the slot before is multiplied
                     bar = free.index((step + STAGES - 1) % STAGES)
@@ -232,10 +247,11 @@ def _multiply(
                     step += 1
         done = warpgroup_mma_wait(0, deps=acc + (before,))
         mbarrier.arrive(free.index((step + STAGES - 1) % STAGES))
-        m0, n0, shared = tile_m * BT, block * 16 + WG * (64 * BH), tile - whole
+        m0, n0, shared = _start(tile_m, m_tiles, M, BT), block * 16 + WG * (64 * BH), tile - whole
         tile_m, tile_n, first, last, at, tile = segment_of(
-            gl.minimum(segment + 1, segments - 1), at, m_tiles, n_tiles, groups, whole, together
-        )
+            gl.minimum(segment + 1, segments - 1), at, m_tiles, n_tiles, groups, whole, together,
+            SPLIT,
+        )  # fmt: skip
         ahead = load_first(
             P0, P1, S, Z, tile_n * HIGH, blocks, groups, first, last,
             WG, BH, BITS, GROUPED, SYMMETRIC, FAR,
@@ -251,8 +267,8 @@ def _multiply(
                     )
             if last_one:
                 _store(
-                    sums, y_desc, staging.index(WG * BH + bh), BIAS, RESIDUAL, m0, n0 + bh * 64,
-                    M, N, blocks * 16, HAS_BIAS, HAS_RESIDUAL, BT,
+                    sums, y_desc, head_desc, staging.index(WG * BH + bh), BIAS, RESIDUAL,
+                    m0, n0 + bh * 64, M, N, blocks * 16, HAS_BIAS, HAS_RESIDUAL, BT,
                 )  # fmt: skip
     tma.store_wait(0)
 
@@ -262,7 +278,7 @@ _SIZES = ["M", "N", "m_tiles", "n_tiles", "blocks", "groups", "whole", "together
 
 @gluon.jit(do_not_specialize=_SIZES)
 def gluon_kernel(
-    x_desc, y_desc, P0, P1, S, Z, BIAS, RESIDUAL, PARTIAL, ARRIVED,
+    x_desc, y_desc, head_desc, P0, P1, S, Z, BIAS, RESIDUAL, PARTIAL, ARRIVED,
     M, N, m_tiles, n_tiles, blocks, groups, whole, together,
     BITS: gl.constexpr, GROUPED: gl.constexpr, SYMMETRIC: gl.constexpr,
     HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr, SPLIT: gl.constexpr,
@@ -272,7 +288,8 @@ def gluon_kernel(
 ):  # fmt: skip
     """y = x w^T over a persistent one-dimensional grid of WGS times 4 warps.
 
-    Descriptors: x [M, K] in boxes of [BT, KS], y [M, 16 * blocks] in boxes of [BT, 64].
+    Descriptors: x [M, K] in boxes of [BT, KS]; y [M, 16 * blocks] in boxes of [BT, 64], and
+    those of its rows that the first tile of x stores.
     """
     ring = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BT, KS], x_desc.layout)
     staging = gl.allocate_shared_memory(y_desc.dtype, [WGS * BH, BT, 64], y_desc.layout)
@@ -286,7 +303,7 @@ def gluon_kernel(
     W1: gl.constexpr = 1
     W2: gl.constexpr = 2
     common = (
-        x_desc, y_desc, ring, ready, free, staging, P0, P1, S, Z, BIAS, RESIDUAL,
+        x_desc, y_desc, head_desc, ring, ready, free, staging, P0, P1, S, Z, BIAS, RESIDUAL,
         PARTIAL, ARRIVED, M, N, m_tiles, n_tiles, blocks, groups, whole, together,
     )  # fmt: skip
     if ASKER:

@@ -59,10 +59,11 @@ def launch(
     shares = 2 * programs * tile_rows(config) * bt if whole < tiles else 1
     arrivals = (tiles - whole) * tile_rows(config) // 64
     layout = gl.NVMMASharedLayout(128, 16, 2)
-    rows = blocks * BLOCK_ROWS
+    rows, head = blocks * BLOCK_ROWS, m - (m_tiles - 1) * bt
     gluon_kernel[(programs,)](
         TensorDescriptor(x_MK, [m, k], [k, 1], [bt, columns], layout),
         TensorDescriptor(y_MN, [m, rows], [q.out_features, 1], [bt, 64], layout),
+        TensorDescriptor(y_MN, [head, rows], [q.out_features, 1], [bt, 64], layout),
         planes[0],
         planes[-1],
         scale,

@@ -9,7 +9,8 @@ Knows nothing of what a tile computes.
 """
 
 # mypy: ignore-errors
-# (A Gluon body is not Python.)
+# ruff: noqa: SIM102
+# (A Gluon body is not Python: SPLIT is a constant, the other condition is not.)
 from __future__ import annotations
 
 from triton.experimental import gluon
@@ -33,21 +34,26 @@ def work(tiles, groups, whole, SPLIT: gl.constexpr):
 
 
 @gluon.jit
-def segment_of(i, at, m_tiles, n_tiles, groups, whole, together):
+def segment_of(
+    i, at, m_tiles, n_tiles, groups, whole, together, SPLIT: gl.constexpr = True
+):  # fmt: skip
     """Segment i of this program: tiles of x and w, first and last k-group, where the next starts.
 
     Programs take turns at the first `whole` tiles; the others' k-groups, one long row, are cut
-    into equal runs. `together` tiles of x take turns under a tile of w: both stay in the L2.
+    into equal runs (there are none without SPLIT). `together` tiles of x take turns under a tile
+    of w: both stay in the L2.
     """
     pid, programs = gl.program_id(0), gl.num_programs(0)
     tile = pid + i * programs
     first, last, after = at * 0, groups, at
-    if tile >= whole:
-        end = cut(pid + 1, m_tiles * n_tiles - whole, groups)
-        tile = at // groups
-        first, last = at - tile * groups, gl.minimum(groups, end - tile * groups)
-        after = tile * groups + last
-        tile = gl.minimum(tile + whole, m_tiles * n_tiles - 1)  # past the end: any that exists
+    if SPLIT:
+        if tile >= whole:
+            end = cut(pid + 1, m_tiles * n_tiles - whole, groups)
+            tile = at // groups
+            first, last = at - tile * groups, gl.minimum(groups, end - tile * groups)
+            after = tile * groups + last
+            tile += whole
+    tile = gl.minimum(tile, m_tiles * n_tiles - 1)  # past the end: any that exists
     wide = together * n_tiles
     start = tile // wide * together
     size = gl.minimum(m_tiles - start, together)

@@ -7,6 +7,8 @@ import pytest
 import torch
 from triton.experimental.gluon import language as gl
 
+from llmpq.kernels import gemm_gluon, gemm_gluon_launch
+from llmpq.kernels.check_gemm import random_weight
 from llmpq.kernels.compile import compile_kernel
 from llmpq.kernels.gemm_config import Config
 from llmpq.kernels.gemm_gluon import gluon_kernel
@@ -37,7 +39,8 @@ def _compile(config, bits, dtype, symmetric, split, **options):
     types |= dict.fromkeys(("BIAS", "RESIDUAL"), f"*{dtype}")
     aligned = tuple(types)
     types["x_desc"] = f"tensordesc<{dtype}[{config.bm},{columns}],{layout!r}>"
-    types["y_desc"] = f"tensordesc<{dtype}[{config.bm},64],{layout!r}>"
+    y_type = f"tensordesc<{dtype}[{config.bm},64],{layout!r}>"
+    types |= {"y_desc": y_type, "head_desc": y_type}
     sizes = ("M", "N", "m_tiles", "n_tiles", "blocks", "groups", "whole", "together")
     constants = {
         "BITS": bits,
@@ -140,6 +143,31 @@ def test_a_warp_that_asks_needs_registers_for_the_rest():
     for tiles in ({"bm": 256}, {"blocks": 2, "bm": 128}, {"bm": 64, "warpgroups": 3}):
         with pytest.raises(ValueError, match="168 registers"):
             Config(kernel="gluon", asker=True, **tiles)
+
+
+@pytest.mark.parametrize("config", [WIDE, SMALL], ids=["wide", "small"])
+def test_each_row_is_stored_once_and_no_long_x_is_read_past_its_end(config, monkeypatch):
+    launches = []
+
+    class Recorder:
+        def __getitem__(self, grid):
+            return lambda *values, **_: launches.append(values)
+
+    monkeypatch.setattr(gemm_gluon, "gluon_kernel", Recorder())
+    monkeypatch.setattr(gemm_gluon_launch, "_multiprocessors", lambda device: 132)
+    q = random_weight(64, 128, 4, True, 128, torch.float16, torch.device("cpu"))
+    bt = config.bm
+    for m in (1, bt - 1, bt, bt + 1, 2 * bt - 1, 2 * bt, 5 * bt + 3):
+        x, y = torch.zeros(m, 128).half(), torch.zeros(m, 64).half()
+        gemm_gluon_launch.launch(config, x, q, None, None, y, lambda *_: torch.zeros(99))
+        given = dict(zip(gluon_kernel.arg_names, launches[-1], strict=False))
+        stored = torch.zeros(m)
+        for tile in range(given["m_tiles"]):
+            start = max(0, m - (given["m_tiles"] - tile) * bt)
+            view = given["y_desc"] if start else given["head_desc"]
+            stored[start : min(start + bt, view.shape[0])] += 1
+            assert start + bt <= max(m, bt)
+        assert (stored == 1).all()
 
 
 def test_rows_off_16_bytes_do_not_fit():

@@ -25,6 +25,15 @@ BROAD = Config(kernel="gluon", bm=128, stages=5, warpgroups=3, cut=1)
 ASKER = Config(kernel="gluon", bm=128, stages=6, asker=True, cut=1, programs=96)
 LOW = Config(kernel="gluon", blocks=2, bm=64, stages=6)
 PAIRS = Config(kernel="gluon", bm=64, stages=6, cut=1, programs=264, registers=128)
+KINDS = {
+    "wide": WIDE,
+    "tall": TALL,
+    "small": SMALL,
+    "broad": BROAD,
+    "asker": ASKER,
+    "low": LOW,
+    "pairs": PAIRS,
+}
 GPU = torch.device("cuda")
 
 
@@ -45,11 +54,7 @@ def test_every_form_and_a_planted_bug(config, bits, dtype, symmetric):
     assert relative_error(_product(config, x, q), exact) > 2 * LIMITS[dtype]
 
 
-@pytest.mark.parametrize(
-    "config",
-    [WIDE, TALL, SMALL, BROAD, ASKER, LOW, PAIRS],
-    ids=["wide", "tall", "small", "broad", "asker", "low", "pairs"],
-)
+@pytest.mark.parametrize("config", [*KINDS.values()], ids=[*KINDS])
 @pytest.mark.parametrize("n,k,m", [(6144, 1024, 2048), (1048, 4096, 77), (28672, 512, 1500)])
 def test_every_schedule_gives_the_same_bits_each_time(config, n, k, m):
     q = random_weight(n, k, 4, True, 128, torch.float16, GPU)
@@ -58,6 +63,25 @@ def test_every_schedule_gives_the_same_bits_each_time(config, n, k, m):
     first = _product(config, x, q)
     assert relative_error(first, exact) < LIMITS[torch.float16]
     assert all(torch.equal(_product(config, x, q), first) for _ in range(10))
+
+
+@pytest.mark.parametrize("n,k", [(1040, 1000), (4096, 2048)])
+@pytest.mark.parametrize("config", [*KINDS.values()], ids=[*KINDS])
+def test_rows_that_leave_a_tile_unfinished(config, n, k):
+    """Two tiles of x share rows: one of them stores these, and nobody writes past the end."""
+    q = random_weight(n, k, 4, True, 128, torch.float16, GPU)
+    for m in (config.bm - 1, config.bm + 1, 257, 300, 511):
+        x, residual = torch.randn(m, k, device=GPU).half(), torch.randn(m, n, device=GPU).half()
+        exact = linear_reference(x, q, exact=True)
+        y = _product(config, x, q)
+        assert relative_error(y, exact) < LIMITS[torch.float16]
+        assert relative_error(y[-1], exact[-1]) < LIMITS[torch.float16]
+        assert all(torch.equal(_product(config, x, q), y) for _ in range(3))
+        room = torch.full((m + config.bm, n), 7.0, device=GPU, dtype=torch.float16)
+        room[:m] = residual
+        into = _product(config, x, q, None, room[:m], into_residual=True)
+        assert relative_error(into, exact + residual.double()) < LIMITS[torch.float16]
+        assert (room[m:] == 7).all()
 
 
 @pytest.mark.parametrize("group", [128, None])
