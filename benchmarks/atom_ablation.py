@@ -55,6 +55,7 @@ def steps(outliers: int, group: int) -> list[Step]:
     rotated = Recipe(scheme=signed, rotated=("down",))
     improved = replace(rotated, smoothing=SMOOTHING)
     in_turn = replace(improved, compensated=True)
+    integers = replace(improved, scheme=replace(signed, integer_scales=True))
     w8a8 = AtomScheme(
         weight_bits=8, activation_bits=8, group_size=None, weight_clip=1.0, activation_clip=1.0
     )
@@ -69,6 +70,7 @@ def steps(outliers: int, group: int) -> list[Step]:
         Step("gptq + signed scales, searched clips", Recipe(scheme=signed)),
         Step("+ rotation before down", rotated),
         Step("+ channels of norms balanced", improved),
+        Step("  with integer scales (--integer-scales)", integers),
         Step("+ kv int4 (improved atom, the default)", improved, kv4="token"),
         Step("  or kv int4, keys per channel", improved, kv4="channel"),
         Step("+ each linear undoes the rounding before it", in_turn),

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from llmpq.kernels.atom_act import act_codes_kernel
 from llmpq.kernels.atom_norm import norm_codes_kernel
-from llmpq.kernels.atom_quantize import hadamard
-from llmpq.kernels.atom_round import act_round_kernel, norm_round_kernel
+from llmpq.kernels.atom_quantize import STEPS, hadamard
+from llmpq.kernels.atom_round import act_round_kernel, norm_round_kernel, steps_kernel
 from llmpq.kernels.atom_tiles import AtomTiles
 from llmpq.kernels.formats import GROUP
 from llmpq.kernels.overlap import overlaps
@@ -61,6 +61,8 @@ class RoundedTokens:
     """bfloat16 [3 G, M padded to 128]: three terms of each; None: `values` are restored."""
     outlier_scale: Tensor | None = None
     """float32 [M padded to 128]."""
+    unit: Tensor | None = None
+    """float32 [M padded to 128]: `values` are codes times whole numbers of these, in int8."""
 
 
 def is_few(rows: int, activation_bits: int) -> bool:
@@ -92,7 +94,7 @@ def norm_input(
         and out.values.shape[1] <= block
     ):
         _norm_many(x_MK, weight, out, kind, weight_K, bias_K, eps, block)
-        return out
+        return in_units(out, weight)
     slots = groups + (1 if scheme.outliers else 0)
     whole = m > FEW
     together = triton.next_power_of_2(slots) if whole else GROUPS_A_PROGRAM
@@ -127,7 +129,7 @@ def norm_input(
         num_warps=8 if whole else 4,
         launch_pdl=pdl,
     )
-    return out
+    return in_units(out, weight)
 
 
 def _norm_many(
@@ -183,7 +185,7 @@ def activation_input(x: Tensor, weight: AtomTiles, activation: Activation) -> Ro
     normal = scheme.normal_features(weight.in_features)
     if not _NO_GLUON and out.scales is not None and normal % 8 == 0:
         _act_many(x, weight, out, activation)
-        return out
+        return in_units(out, weight)
     block_m = 1 if m <= FEW else 4
     pdl = overlaps(x.device)
     act_round_kernel[(triton.cdiv(m, block_m), groups + (1 if scheme.outliers else 0))](
@@ -209,7 +211,7 @@ def activation_input(x: Tensor, weight: AtomTiles, activation: Activation) -> Ro
         num_warps=1,
         launch_pdl=pdl,
     )
-    return out
+    return in_units(out, weight)
 
 
 def _act_many(x: Tensor, weight: AtomTiles, out: RoundedTokens, activation: Activation) -> None:
@@ -248,6 +250,35 @@ def any_input(x_MK: Tensor, weight: AtomTiles) -> RoundedTokens:
     if weight.scheme.rotation:
         return activation_input(x_MK, weight, "none")
     return norm_input(x_MK, weight)
+
+
+def in_units(tokens: RoundedTokens, weight: AtomTiles) -> RoundedTokens:
+    """Return codes times whole numbers, in their place, where a product of so many takes them.
+
+    A pass of its own: not yet part of the roundings.
+    """
+    m, columns = tokens.values.shape
+    if not weight.scheme.takes_integers(m):
+        return tokens
+    assert tokens.scales is not None and tokens.outlier_scale is not None
+    unit, pdl = torch.empty_like(tokens.outlier_scale), overlaps(tokens.values.device)
+    steps_kernel[(triton.cdiv(m, 16), triton.cdiv(weight.groups, 8))](
+        tokens.values,
+        tokens.scales,
+        unit,
+        m,
+        tokens.scales.shape[1],
+        G=weight.groups,
+        OUTLIERS=columns > weight.groups * GROUP,
+        ALL=triton.next_power_of_2(weight.groups),
+        BLOCK_M=16,
+        BLOCK_G=8,
+        STEPS=STEPS,
+        PDL=pdl,
+        num_warps=8,
+        launch_pdl=pdl,
+    )
+    return RoundedTokens(values=tokens.values, outlier_scale=tokens.outlier_scale, unit=unit)
 
 
 @functools.cache

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from llmpq.kernels.atom_formats import AtomWeight
-from llmpq.kernels.atom_quantize import normal_channels
+from llmpq.kernels.atom_quantize import integer_scales, normal_channels
 from llmpq.kernels.atom_reference import atom_linear_reference
 from llmpq.kernels.atom_scheme import AtomScheme
 from llmpq.kernels.atom_tiles import AtomTiles
@@ -59,6 +59,10 @@ def integer_linear(x_MK: Tensor, weight: AtomWeight, bias: Tensor | None = None)
         x_MK = rotated_channels(x_MK if index_K is None else x_MK[:, index_K.long()], scheme)
         scheme, index_K = replace(scheme, rotation=False), None
     rounded = norm_round(x_MK.contiguous(), scheme, index_K=index_K)
+    if scheme.takes_integers(x_MK.shape[0]):
+        steps, unit = integer_scales(rounded.scales[:, :-1])
+        scales = torch.cat((steps * unit, rounded.scales[:, -1:]), dim=1)
+        rounded = replace(rounded, scales=scales)
     return atom_gemm(rounded, weight, dtype=x_MK.dtype, bias=bias)
 
 

@@ -20,6 +20,8 @@ from llmpq.kernels.atom_scheme import AtomScheme, Number
 from llmpq.precision import K_PADDING, padded_k
 
 OUTLIER_LEVELS = 127
+STEPS = 15
+"""The largest integer scale: times a code of -8, it is still an int8 number."""
 
 _CLIPS = tuple(1 - 0.025 * step for step in range(21))
 _ROWS_AT_ONCE = 1 << 18
@@ -51,8 +53,10 @@ class Grid:
     largest: float
     """The code of max|x| before clipping; negative: the scale takes a sign so that it fits."""
 
-    def fit(self, x_RG: Tensor, clip: float, scale_dtype: torch.dtype) -> Tensor:
-        """Return the scale [R, 1] of each row, as it will be stored."""
+    def fit(
+        self, x_RG: Tensor, clip: float, scale_dtype: torch.dtype, unit_R1: Tensor | None = None
+    ) -> Tensor:
+        """Return the scale [R, 1] of each row, as it will be stored; whole units if any."""
         if self.largest < 0:
             low, high = x_RG.aminmax(dim=-1, keepdim=True)
             top = torch.where(high >= -low, high, low)
@@ -61,14 +65,19 @@ class Grid:
         scale = (top.float() * (clip / self.largest)).to(scale_dtype).float()
         # A row of zeros, or one whose scale underflows, gets the least usable scale.
         least = float(torch.finfo(scale_dtype).tiny)
-        return torch.where(scale.abs() < least, least, scale)
+        scale = torch.where(scale.abs() < least, least, scale)
+        if unit_R1 is None:
+            return scale
+        return (_steps(scale, unit_R1) * unit_R1).to(scale_dtype).float()
 
-    def search(self, x_RG: Tensor, scale_dtype: torch.dtype) -> Tensor:
+    def search(
+        self, x_RG: Tensor, scale_dtype: torch.dtype, unit_R1: Tensor | None = None
+    ) -> Tensor:
         """Return the scale [R, 1] whose clip has the least squared error."""
-        best = self.fit(x_RG, 1.0, scale_dtype)
+        best = self.fit(x_RG, 1.0, scale_dtype, unit_R1)
         least = torch.full_like(best, float("inf"))
         for clip in _CLIPS:
-            scale = self.fit(x_RG, clip, scale_dtype)
+            scale = self.fit(x_RG, clip, scale_dtype, unit_R1)
             error = self.round(x_RG, scale).mul_(scale).sub_(x_RG).square_().sum(-1, keepdim=True)
             best = torch.where(error < least, scale, best)
             least = torch.minimum(error, least)
@@ -98,18 +107,73 @@ def _grid(scheme: AtomScheme, bits: int, largest: float) -> Grid:
     return Grid(bits, scheme.number, -(2.0 ** (bits - 1)) if scheme.signed_scale else largest)
 
 
-def fit_weight(w_RG: Tensor, scheme: AtomScheme, scale_dtype: torch.dtype) -> Tensor:
-    """Return the scale [R, 1] of one group of weights of each row."""
+def fit_weight(
+    w_RG: Tensor, scheme: AtomScheme, scale_dtype: torch.dtype, unit_R1: Tensor | None = None
+) -> Tensor:
+    """Return the scale [R, 1] of one group of weights of each row, in whole units if any."""
     grid = weight_grid(scheme)
     if scheme.weight_clip is None:
-        return grid.search(w_RG, scale_dtype)
-    return grid.fit(w_RG, scheme.weight_clip, scale_dtype)
+        return grid.search(w_RG, scale_dtype, unit_R1)
+    return grid.fit(w_RG, scheme.weight_clip, scale_dtype, unit_R1)
+
+
+def weight_units(w_NK: Tensor, scheme: AtomScheme, scale_dtype: torch.dtype) -> Tensor | None:
+    """Return the unit [N, 1] of a row's scales, from its padded normal channels; None if any go."""
+    if not scheme.integer_scales:
+        return None
+    assert scheme.group_size is not None
+    scale_R1 = _fit_groups(w_NK.reshape(-1, scheme.group_size), scheme, scale_dtype)
+    return integer_scales(scale_R1.view(w_NK.shape[0], -1))[1]
+
+
+def integer_scales(scale_RG: Tensor) -> tuple[Tensor, Tensor]:
+    """Return whole numbers [R, G], 1 to STEPS in size, and units [R, 1]: nearest to the scales."""
+    scale_RG = scale_RG.float()
+    unit_R1 = scale_RG.abs().amax(dim=1, keepdim=True) / STEPS
+    return _steps(scale_RG, unit_R1), unit_R1
+
+
+def stored_integers(scale_NG: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the whole numbers and the units of a weight's scales, as they were before rounding.
+
+    GPTQ may leave a row without a scale of STEPS units: the unit is that of the best fit.
+    """
+    scale_NG = scale_NG.float()
+    top_N1 = scale_NG.abs().amax(dim=1, keepdim=True)
+    steps_NG, unit_N1 = integer_scales(scale_NG)
+    least_N1 = (steps_NG * unit_N1 - scale_NG).square().sum(1, keepdim=True)
+    for largest in range(STEPS - 1, 0, -1):
+        unit = top_N1 / largest
+        steps = _steps(scale_NG, unit)
+        error = (steps * unit - scale_NG).square().sum(1, keepdim=True)
+        better = error < least_N1
+        steps_NG = torch.where(better, steps, steps_NG)
+        unit_N1 = torch.where(better, unit, unit_N1)
+        least_N1 = torch.minimum(error, least_N1)
+    return steps_NG, unit_N1
+
+
+def _steps(scale: Tensor, unit: Tensor) -> Tensor:
+    return (scale.abs() / unit).round_().clamp_(1, STEPS).copysign_(scale)
+
+
+def _fit_groups(
+    w_RG: Tensor, scheme: AtomScheme, scale_dtype: torch.dtype, unit_R1: Tensor | None = None
+) -> Tensor:
+    """As `fit_weight`, some rows at a time."""
+    rows = w_RG.split(_ROWS_AT_ONCE)
+    units = [None] * len(rows) if unit_R1 is None else unit_R1.split(_ROWS_AT_ONCE)
+    both = zip(rows, units, strict=True)
+    return torch.cat([fit_weight(w, scheme, scale_dtype, unit) for w, unit in both])
 
 
 def round_weight(w_NK: Tensor, scheme: AtomScheme, *, scale_dtype: torch.dtype) -> Codes:
     """Round a reordered weight [N, K] to nearest."""
     groups_RG = _groups(w_NK, scheme)
-    scale = torch.cat([fit_weight(g, scheme, scale_dtype) for g in groups_RG.split(_ROWS_AT_ONCE)])
+    unit_R1 = weight_units(groups_RG.view(w_NK.shape[0], -1), scheme, scale_dtype)
+    if unit_R1 is not None:
+        unit_R1 = unit_R1.repeat_interleave(groups_RG.shape[0] // w_NK.shape[0], dim=0)
+    scale = _fit_groups(groups_RG, scheme, scale_dtype, unit_R1)
     codes = weight_grid(scheme).round(groups_RG, scale)
     return _assemble(codes, scale, w_NK, scheme, scale_dtype)
 
@@ -122,6 +186,9 @@ def round_activations(x_MK: Tensor, scheme: AtomScheme) -> Codes:
     groups_RG = _groups(x_MK, scheme)
     scale = grid.fit(groups_RG, scheme.activation_clip, torch.float32)
     codes = grid.round(groups_RG, scale)
+    if scheme.takes_integers(x_MK.shape[0]):
+        steps, unit = integer_scales(scale.view(x_MK.shape[0], -1))
+        scale = steps * unit
     return _assemble(codes, scale, x_MK, scheme, torch.float32)
 
 

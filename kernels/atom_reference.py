@@ -8,12 +8,14 @@ the integer products times the scales but for float rounding.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from llmpq.kernels.atom_formats import AtomWeight
-from llmpq.kernels.atom_quantize import Codes, restore, round_activations
+from llmpq.kernels.atom_quantize import Codes, restore, round_activations, stored_integers
 from llmpq.kernels.atom_scheme import AtomScheme
 
 
@@ -22,7 +24,7 @@ def atom_linear_reference(x: Tensor, weight: AtomWeight, bias: Tensor | None = N
     if weight.index_K is not None:
         x = x.index_select(-1, weight.index_K)
     x_MK = x.reshape(-1, weight.in_features)
-    w_NK = weight.dequantize_reordered(x.dtype)
+    w_NK = restore(codes_for(weight, x_MK.shape[0])).to(x.dtype)
     y = functional.linear(rounded(x_MK, weight.scheme), w_NK, bias)
     return y.view(*x.shape[:-1], weight.out_features)
 
@@ -39,7 +41,7 @@ def integer_product(x_MK: Tensor, weight: AtomWeight) -> Tensor:
 
     x comes reordered; the weight's outliers have 8 bits.
     """
-    x, w = round_activations(x_MK, weight.scheme), weight.unpacked()
+    x, w = round_activations(x_MK, weight.scheme), codes_for(weight, x_MK.shape[0])
     assert x.outlier_scale is not None and w.outlier_scale is not None
     groups = w.scale.shape[1]
     x_MGk = x.codes.view(x_MK.shape[0], groups, -1).double()
@@ -49,6 +51,15 @@ def integer_product(x_MK: Tensor, weight: AtomWeight) -> Tensor:
     y_MN = (products_GMN * scales_GMN).sum(0)
     outliers_MN = x.outliers.double() @ w.outliers.double().t()
     return y_MN + outliers_MN * x.outlier_scale.double()[:, None] * w.outlier_scale.double()
+
+
+def codes_for(weight: AtomWeight, rows: int) -> Codes:
+    """Return a weight's codes, with the scales that a product of so many tokens takes."""
+    codes = weight.unpacked()
+    if not weight.scheme.takes_integers(rows):
+        return codes
+    steps_NG, unit_N1 = stored_integers(codes.scale)
+    return replace(codes, scale=steps_NG * unit_N1)
 
 
 def norm_reference(

@@ -12,6 +12,8 @@ eats (`FORM` 0 or 1):
     1 restored [M, (G + 3) * 128] in x's dtype: code * scale, the outliers three times, in the
                order of the fragment form (atom_tiles.py), for the weight-only kernels
 
+`steps_kernel` turns form 0 into int8 numbers code * whole number, for integer scales.
+
 Bytes: one byte or two a channel written. x is read once, but where few tokens' norms are spread
 over programs of a few groups each: every one of those sums the row itself, and reads its channels
 where they lie.
@@ -199,3 +201,46 @@ def act_round_kernel(
     q, scale = _round(y, groups == G, BITS, SIGNED, CLIP)
     there = row < M
     _store(q, scale, groups, there, row, OUT, SCALES, OUTLIER, MS, G, OUTLIERS > 0, BITS, FORM)
+
+
+@triton.jit
+def _scales(SCALES, group, row, MS):
+    """The scales of form 0, whole again: the sum of their terms is exact from the smallest on."""
+    at = SCALES + 3 * group * MS + row
+    rest = tl.load(at + MS).to(tl.float32) + tl.load(at + 2 * MS).to(tl.float32)
+    return tl.load(at).to(tl.float32) + rest
+
+
+@triton.jit(do_not_specialize=["M"])
+def steps_kernel(
+    CODES8, SCALES, UNIT, M, MS, G: tl.constexpr, OUTLIERS: tl.constexpr, ALL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_G: tl.constexpr, STEPS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Codes of form 0, in their place: times whole numbers 1 to STEPS, their scales in units.
+
+    CODES8 [M, (G + 1) * 128]; UNIT [MS] float32. BLOCK_G groups of BLOCK_M tokens; the unit is that
+    of all G <= ALL groups. The twin is `integer_scales` of atom_quantize.py.
+    """
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    every = tl.minimum(tl.arange(0, ALL), G - 1)
+    group = tl.program_id(1) * BLOCK_G + tl.arange(0, BLOCK_G)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    most = tl.max(tl.abs(_scales(SCALES, every[:, None], row[None, :], MS)), axis=0)
+    unit = tl.div_rn(most, most * 0.0 + STEPS)
+    if tl.program_id(1) == 0:
+        tl.store(UNIT + row, unit, mask=row < M)
+    scale = _scales(SCALES, tl.minimum(group, G - 1)[None, :], row[:, None], MS)
+    ratio = tl.div_rn(tl.abs(scale), tl.broadcast_to(unit[:, None], scale.shape))
+    # Adding 1.5 * 2^23 rounds half to even.
+    ratio = tl.minimum(tl.maximum((ratio + 12582912.0) - 12582912.0, 1.0), STEPS)
+    steps = tl.where(scale < 0, -ratio, ratio).to(tl.int32)[:, :, None]
+    width: tl.constexpr = (G + (1 if OUTLIERS else 0)) * 128
+    at = row.to(tl.int64)[:, None, None] * width + group[None, :, None] * 128
+    at += tl.arange(0, 128)[None, None, :]
+    live = ((row < M)[:, None] & (group < G)[None, :])[:, :, None]
+    # e4m3 numbers to 2^-6 in size are a sign and a count of 2^-9.
+    byte = tl.load(CODES8 + at, mask=live, other=0).to(tl.int32)
+    code = tl.where(byte < 0, -(byte & 127), byte)
+    tl.store(CODES8 + at, (code * steps).to(tl.int8), mask=live)

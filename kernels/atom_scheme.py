@@ -9,12 +9,15 @@ the layer runs, weights when the model is quantised.
     activations   scale = clip * max|x| / (2^(b-1) - 1)          as the authors' code, clip 0.9
     e2m1          scale = clip * max|.| / 12                     4-bit floats, codes are twice them
 
-Two additions of ours, both off in the paper's recipe and free in the matrix product:
+Three additions of ours, all off in the paper's recipe; the first two cost the product nothing:
 
     signed_scale  scale = -clip * x_max / 2^(b-1), x_max the value with max|x|: the scale takes the
                   sign that puts it on the code -2^(b-1), which a symmetric grid otherwise wastes
     rotation      normal channels are multiplied by a Hadamard matrix per 128 before rounding, the
                   weight's too, so that one large value of a token is spread over its group
+    integer_scales  a group's scale is a whole number to 15 times a row's unit, in products of more
+                  than MANY tokens a token's unit, too: sums of int8 numbers, scaled once. Codes of
+                  activations stay those of the unrestricted scales
 """
 
 from __future__ import annotations
@@ -25,6 +28,9 @@ from typing import Literal
 from llmpq.precision import WeightScheme
 
 Number = Literal["int", "e2m1"]
+
+MANY = 256
+"""Tokens above which integer scales are used; below, activations keep the groups' own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +50,7 @@ class AtomScheme:
     number: Number = "int"
     signed_scale: bool = False
     rotation: bool = False
+    integer_scales: bool = False
 
     def __post_init__(self) -> None:
         if self.weight_bits not in (3, 4, 8):
@@ -58,11 +65,24 @@ class AtomScheme:
             raise ValueError("e2m1 numbers have 4 bits; use weight_bits=4 and activation_bits=4")
         if self.number == "e2m1" and self.signed_scale:
             raise ValueError("signed_scale uses the spare code of integers; e2m1 has none")
+        if self.integer_scales and (
+            (self.number, self.weight_bits, self.group_size is None) != ("int", 4, False)
+            or self.activation_bits not in (4, 16)
+        ):
+            raise ValueError(
+                "integer_scales: code * scale has 8 bits for integers of 4 bits in groups; got "
+                f"{self.number}, {self.weight_bits} and {self.activation_bits} bits, groups of "
+                f"{self.group_size}"
+            )
         clips = (self.activation_clip, 1.0 if self.weight_clip is None else self.weight_clip)
         if self.outliers < 0 or not all(0 < clip <= 1 for clip in clips):
             raise ValueError(
                 f"outliers must be >= 0 and clips in (0, 1], got {self.outliers} and {clips}"
             )
+
+    def takes_integers(self, rows: int) -> bool:
+        """Whether a product of so many tokens replaces scales by whole numbers and a unit."""
+        return self.integer_scales and self.activation_bits == 4 and rows > MANY
 
     def normal_features(self, in_features: int) -> int:
         """Return K without the outliers."""

@@ -15,7 +15,11 @@ the fragment form). A lane's words, a byte of them four neighbours of p, are the
 
     p = 32 s + 16 e + 4 c + b  ->  k = 64 (b % 2) + 16 s + 8 e + 2 c + b // 2
 
-Bytes a weight: 1/2 + 2/128 (scale), and 3 * 66 a row for 128 outliers. Knows no matmul.
+With integer scales (AtomScheme) `steps` and `unit` hold the scales of groups 0 .. G-1 once more, as
+atom_integer.py reads them.
+
+Bytes a weight: 1/2 + 2/128 (scale; integer ones 1/128 more), and 3 * 66 a row for 128 outliers.
+Knows no matmul.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from llmpq.kernels.atom_formats import AtomWeight
-from llmpq.kernels.atom_quantize import Codes
+from llmpq.kernels.atom_quantize import Codes, stored_integers
 from llmpq.kernels.atom_scheme import AtomScheme
 from llmpq.kernels.formats import BLOCK_ROWS, GROUP
 from llmpq.kernels.qweight import QuantizedWeight, from_codes
@@ -43,6 +47,10 @@ class AtomTiles(AtomWeight):
     """An AtomWeight in Hopper's form; `codes` and `scale` are those of `words`, flat."""
 
     words: QuantizedWeight
+    steps: Tensor | None = None
+    """int8 [N / 16, G, 16]: integer scales, those of rows r and r + 8 of a block side by side."""
+    unit: Tensor | None = None
+    """float32 [N]: what steps are multiples of."""
 
     @property
     def groups(self) -> int:
@@ -52,7 +60,8 @@ class AtomTiles(AtomWeight):
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        return self.words.nbytes + (0 if self.index_K is None else self.index_K.nbytes)
+        more = (self.index_K, self.steps, self.unit)
+        return self.words.nbytes + sum(t.nbytes for t in more if t is not None)
 
     def to(self, device: torch.device | str) -> AtomTiles:
         """Return the weight on `device`, still in this form."""
@@ -60,9 +69,19 @@ class AtomTiles(AtomWeight):
             raise ValueError(
                 f"this form runs on {self.device.type}, got {device}; move the AtomWeight"
             )
-        index_K = None if self.index_K is None else self.index_K.to(device)
         words = self.words.to(device)
-        return replace(self, words=words, codes=words.planes[0], scale=words.scale, index_K=index_K)
+        index_K, steps, unit = (
+            None if t is None else t.to(device) for t in (self.index_K, self.steps, self.unit)
+        )
+        return replace(
+            self,
+            words=words,
+            codes=words.planes[0],
+            scale=words.scale,
+            index_K=index_K,
+            steps=steps,
+            unit=unit,
+        )
 
     def unpacked(self) -> Codes:
         """Return the int8 codes and scales, channels in the reordered order."""
@@ -153,10 +172,15 @@ def from_words(
     out_features: int,
     in_features: int,
     index_K: Tensor | None,
+    steps: Tensor | None = None,
+    unit: Tensor | None = None,
 ) -> AtomTiles:
-    """Rebuild the form from its tensors."""
+    """Rebuild the form from its tensors; integer scales are found where they are not given."""
     columns = scale.numel() // out_features * GROUP
     words = QuantizedWeight.fragment([codes], scale, None, 4, False, out_features, columns)
+    if scheme.integer_scales and steps is None:
+        groups = words.groups - (OUTLIER_GROUPS if scheme.outliers else 0)
+        steps, unit = placed_steps(words.scale_NG()[:, :groups])
     return AtomTiles(
         scheme=scheme,
         out_features=out_features,
@@ -167,4 +191,14 @@ def from_words(
         outlier_scale=None,
         index_K=index_K,
         words=words,
+        steps=steps,
+        unit=unit,
     )
+
+
+def placed_steps(scale_NG: Tensor) -> tuple[Tensor, Tensor]:
+    """Return `steps` and `unit` of a weight's scales."""
+    steps_NG, unit_N1 = stored_integers(scale_NG)
+    n, groups = steps_NG.shape
+    pairs = steps_NG.to(torch.int8).view(n // BLOCK_ROWS, 2, 8, groups).permute(0, 3, 2, 1)
+    return pairs.reshape(n // BLOCK_ROWS, groups, BLOCK_ROWS), unit_N1[:, 0].contiguous()

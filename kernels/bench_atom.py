@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the command."""
     parser.add_argument("--what", default="gemm", choices=("gemm", "fused", "sweep"))
     parser.add_argument("--m", default="1,16,32,128,256,512,1024,2048,4096", help="tokens")
-    parser.add_argument("--scheme", default="w4a4,w8a8", help="of w4a4, w8a8")
+    parser.add_argument("--scheme", default="w4a4,w8a8", help="of w4a4, w4a4-int, w8a8")
     parser.add_argument("--shapes", default=",".join(LAYER), help="of " + ", ".join(LAYER))
     parser.add_argument("--repeats", type=int, default=20, help="samples per case [20]")
     parser.add_argument("--out", type=Path, help="append rows (JSON lines) to this file")
@@ -87,7 +87,7 @@ def _products(name: str, key: str, m: int, args: argparse.Namespace) -> dict[str
     pool, calls = ways
     times = {kind: _time(call, len(pool), args) for kind, call in calls.items()}
     x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
-    if key == "w4a4" and m <= SMALL:
+    if key != "w8a8" and m <= SMALL:
         peers = [
             random_w4a16(n, k, 4, True, 128, torch.bfloat16, x.device)
             for _ in range(copies_for(n * k // 2))
@@ -147,7 +147,7 @@ def _sweep(name: str, key: str, m: int, args: argparse.Namespace) -> None:
     x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
     calls: list[tuple[str, Call]] = []
     if isinstance(one, AtomTiles):
-        if plan(m, n, one.groups).bm is None:
+        if plan(m, n, one.groups).bm is None or one.scheme.takes_integers(m):
             return
         tokens = _round(x, one)
         for bm, group_m, shares in itertools.product((64, 128), (4, 8, 16), (False, True)):

@@ -22,6 +22,7 @@ from llmpq.kernels.atom_quantize import restore, round_activations
 from llmpq.kernels.atom_reference import (
     activation_reference,
     atom_linear_reference,
+    codes_for,
     integer_product,
     norm_reference,
 )
@@ -42,12 +43,14 @@ SCHEMES = {
     "w4a4-paper": replace(W4A4, signed_scale=False, activation_clip=0.9),
     "w4a16": replace(W4A4, activation_bits=16),
     "w4a4-g64": replace(W4A4, group_size=64),
+    "w4a4-int": replace(W4A4, integer_scales=True),
     "w8a8": W8A8,
 }
 # K, N
 LAYER = {"qkv": (4096, 6144), "o": (4096, 4096), "gate_up": (4096, 28672), "down": (14336, 4096)}
 ODD = {"odd": (1000, 400), "narrow": (392, 48), "ragged": (4104, 1040)}
 ROWS = (1, 2, 3, 16, 33, 64, 65, 130, 257, 1024)
+INTEGERS = SCHEMES["w4a4-int"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -144,33 +147,36 @@ def fused(device: torch.device) -> Iterator[tuple[str, float, float]]:
     from llmpq.kernels.atom_hopper import activation_input, norm_input, product
 
     hidden, ffn, n = 4096, 14336, 256
-    order = torch.randperm(hidden, device=device)
     norm_K = 1 + torch.randn(hidden, device=device) * 0.1
-    w_NK = torch.randn(n, hidden, device=device) / hidden**0.5
-    qkv = best_form(quantize_atom(w_NK, W4A4, dtype=torch.bfloat16, index_K=order))
-    w_NK = torch.randn(n, ffn, device=device) / ffn**0.5
-    rotated = replace(W4A4, rotation=True)
-    down = best_form(quantize_atom(w_NK, rotated, dtype=torch.bfloat16))
-    if not isinstance(qkv, AtomTiles) or not isinstance(down, AtomTiles):
-        return
-    for m in (1, 64, 65, 300, 2050):
+    for (kind, scheme), m in itertools.product(
+        (("", W4A4), (", integer scales", INTEGERS)), (1, 64, 65, 300, 2050)
+    ):
+        order = torch.randperm(hidden, device=device)
+        w_NK = torch.randn(n, hidden, device=device) / hidden**0.5
+        qkv = best_form(quantize_atom(w_NK, scheme, dtype=torch.bfloat16, index_K=order))
+        w_NK = torch.randn(n, ffn, device=device) / ffn**0.5
+        rotated = replace(scheme, rotation=True)
+        down = best_form(quantize_atom(w_NK, rotated, dtype=torch.bfloat16))
+        if not isinstance(qkv, AtomTiles) or not isinstance(down, AtomTiles):
+            return
         x = tokens(m, hidden, torch.bfloat16, device)
         got = norm_input(x, qkv, norm="rms", weight_K=norm_K, eps=1e-5)
         exact = norm_reference(x, "rms", norm_K, None, 1e-5)[:, order]
-        wanted = (
-            restore(round_activations(exact, W4A4)) @ qkv.dequantize_reordered(torch.float32).t()
-        )
         y = product(got, qkv, dtype=torch.bfloat16)
-        yield f"norm + order + rounding m={m}", relative_error(y, wanted), 5e-3
+        error = relative_error(y, _product(exact, qkv))
+        yield f"norm + order + rounding{kind} m={m}", error, 5e-3
         x = torch.randn(m, 2 * ffn, device=device, dtype=torch.bfloat16)
         got = activation_input(x, down, "silu")
         exact = activation_reference(x, "silu").to(torch.bfloat16).float()
-        wanted = (
-            restore(round_activations(exact, rotated))
-            @ down.dequantize_reordered(torch.float32).t()
-        )
         y = product(got, down, dtype=torch.bfloat16)
-        yield f"silu + rotation + rounding m={m}", relative_error(y, wanted), 5e-3
+        error = relative_error(y, _product(exact, down))
+        yield f"silu + rotation + rounding{kind} m={m}", error, 5e-3
+
+
+def _product(x_MK: Tensor, weight: AtomWeight) -> Tensor:
+    """Return what the values that rounding leaves make, of channels in order."""
+    w_NK = restore(codes_for(weight, x_MK.shape[0]))
+    return restore(round_activations(x_MK, weight.scheme)) @ w_NK.t()
 
 
 def faults(device: torch.device) -> Iterator[tuple[str, float, float]]:
@@ -178,19 +184,26 @@ def faults(device: torch.device) -> Iterator[tuple[str, float, float]]:
     k, n = (1024, 256) if device.type == "cuda" else (520, 48)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     outliers = 128 if device.type == "cuda" else 8
-    scheme = replace(W4A4, outliers=outliers)
-    right = random_weight("fault", k, n, scheme, dtype, device)
-    assert right.index_K is not None
-    planted = {
-        "channel order off by one": replace(right, index_K=right.index_K.roll(1)),
-        "scale of the neighbour group": replace(right, scale=right.scale.roll(1, dims=1)),
-        "outliers dropped": replace(right, outliers=torch.zeros_like(right.outliers)),
-        "one nibble's row swapped": replace(right, codes=_swapped(right.codes)),
-    }
-    for m in (3, 200):
-        x = tokens(m, k, dtype, device)
-        for fault, weight in planted.items():
-            yield f"{fault} m={m}", _error(x, best_form(weight), right), LIMITS[dtype]
+    for scheme, rows in ((W4A4, (3, 200)), (INTEGERS, (3, 300))):
+        right = random_weight("fault", k, n, replace(scheme, outliers=outliers), dtype, device)
+        assert right.index_K is not None
+        planted = {
+            "channel order off by one": replace(right, index_K=right.index_K.roll(1)),
+            "scale of the neighbour group": replace(right, scale=right.scale.roll(1, dims=1)),
+            "outliers dropped": replace(right, outliers=torch.zeros_like(right.outliers)),
+            "one nibble's row swapped": replace(right, codes=_swapped(right.codes)),
+        }
+        wrong = {fault: best_form(weight) for fault, weight in planted.items()}
+        fast = best_form(right)
+        for m in rows:
+            if isinstance(fast, AtomTiles) and scheme.takes_integers(m):
+                assert fast.steps is not None and fast.unit is not None
+                wrong["steps of the neighbour group"] = replace(fast, steps=fast.steps.roll(1, 1))
+                wrong["unit of the row above"] = replace(fast, unit=fast.unit.roll(1))
+            x = tokens(m, k, dtype, device)
+            kind = "integer scales, " if scheme.integer_scales else ""
+            for fault, weight in wrong.items():
+                yield f"{fault} {kind}m={m}", _error(x, weight, right), LIMITS[dtype]
 
 
 def _swapped(codes: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from llmpq.kernels.atom_quantize import (
     normal_channels,
     round_outliers,
     weight_grid,
+    weight_units,
 )
 from llmpq.kernels.atom_scheme import AtomScheme
 from llmpq.kernels.quantize import quantize_codes
@@ -59,6 +60,8 @@ class AtomRounding:
 
     scheme: AtomScheme
     scale_dtype: torch.dtype
+    unit_N1: Tensor | None = None
+    """What scales are whole multiples of, if anything."""
 
     @property
     def group_size(self) -> int | None:
@@ -67,7 +70,7 @@ class AtomRounding:
 
     def fit(self, w_NB: Tensor) -> tuple[Tensor, Tensor]:
         """Return scale and zero [N, 1]."""
-        scale_N1 = fit_weight(w_NB, self.scheme, self.scale_dtype)
+        scale_N1 = fit_weight(w_NB, self.scheme, self.scale_dtype, self.unit_N1)
         return scale_N1, torch.zeros_like(scale_N1)
 
     @property
@@ -135,7 +138,10 @@ def gptq_atom(
     columns = padded_k(normal)
     w_NK = torch.cat((normal_channels(w_NK, scheme), w_NK[:, normal:].float()), dim=1)
     h_KK = _normal_hessian(h_KK, scheme)
-    found = gptq(w_NK, h_KK, AtomRounding(scheme, scale_dtype), columns=columns, damping=damping)
+    rounding = AtomRounding(
+        scheme, scale_dtype, weight_units(w_NK[:, :columns], scheme, scale_dtype)
+    )
+    found = gptq(w_NK, h_KK, rounding, columns=columns, damping=damping)
     outliers, outlier_scale = found.rest, None
     if scheme.outlier_bits == 8:
         outliers, outlier_scale = round_outliers(found.rest, scale_dtype)

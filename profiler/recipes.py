@@ -28,6 +28,8 @@ class Settings:
     in_turn: bool = False
     """w4a4: every linear undoes the rounding before it (in_turn.py). Helps some models; a w4a16
     target of the same weights may agree less often with its w4a4 draft."""
+    integer_scales: bool = False
+    """w4a4: groups' scales are whole numbers times a row's, and a token's, unit (AtomScheme)."""
     group_size: int | None = 128
     symmetric: bool = True
     """Weight-only layers without zero points, as Transformers can load them."""
@@ -76,6 +78,7 @@ def _atom(spec: ModelSpec, settings: Settings) -> Recipe:
         weight_clip=None if improved else 0.85,
         activation_clip=0.95 if improved else 0.9,
         signed_scale=improved,
+        integer_scales=settings.integer_scales,
     )
     return Recipe(
         scheme=scheme,

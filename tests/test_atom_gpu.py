@@ -77,6 +77,56 @@ def test_tiles_whose_k_is_shared_out(bm: int, m: int, n: int, k: int) -> None:
     assert relative_error(runs[0].roll(1, dims=1), exact) > 0.5
 
 
+@pytest.mark.parametrize("outliers", [0, 128])
+@pytest.mark.parametrize(
+    ("m", "n", "k"), [(300, 1296, 1100), (257, 48, 14336), (1024, 6144, 512), (2050, 256, 4096)]
+)
+def test_products_of_integer_scales(outliers: int, m: int, n: int, k: int) -> None:
+    torch.manual_seed(0)
+    scheme = replace(check_atom.INTEGERS, outliers=outliers)
+    weight = quantize_atom(torch.randn(n, k, device="cuda"), scheme, dtype=torch.bfloat16)
+    tiles = atom_tiles(weight)
+    x, more = (torch.randn(m, w, device="cuda", dtype=torch.bfloat16) for w in (k, n))
+    x[:, : k // 2] *= torch.rand(k // 2, device="cuda") * 4  # groups of many scales
+    bias = torch.randn(n, device="cuda", dtype=torch.bfloat16)
+    tokens = norm_input(x, tiles)
+    assert tokens.unit is not None
+    exact = integer_product(x, weight).float()
+    scale = exact.abs().mean()
+    y = product(tokens, tiles, dtype=x.dtype)
+    assert relative_error(y, exact) < 4e-3
+    assert torch.equal(y, product(tokens, tiles, dtype=x.dtype))
+    more *= scale
+    wanted = exact + more.float() + (bias * scale).float()
+    into = product(
+        tokens, tiles, dtype=x.dtype, bias=bias * scale, residual_MN=more, into_residual=True
+    )
+    assert into.data_ptr() == more.data_ptr()
+    assert relative_error(into, wanted) < 5e-3  # two roundings to bfloat16
+    free = replace(scheme, integer_scales=False)
+    apart = atom_linear_reference(x.float(), replace(weight, scheme=free))
+    assert relative_error(y, apart) > 8e-3  # groups' own scales are another product
+    assert norm_input(x[:256], tiles).unit is None
+
+
+def test_a_compiled_product_of_integer_scales_is_its_twin() -> None:
+    torch.manual_seed(0)
+    weight = quantize_atom(
+        torch.randn(256, 1024, device="cuda"), check_atom.INTEGERS, dtype=torch.bfloat16
+    )
+    tiles = best_form(weight)
+    assert isinstance(tiles, AtomTiles) and tiles.steps is not None
+    x = torch.randn(300, 1024, device="cuda", dtype=torch.bfloat16)
+    scheme = tiles.scheme
+    y = torch.ops.llmpq.rounded_linear(
+        x, tiles.codes, tiles.scale, None, None, None, 256, scheme.outliers,
+        scheme.activation_bits, scheme.activation_clip, scheme.signed_scale, scheme.rotation,
+        tiles.steps, tiles.unit,
+    )  # fmt: skip
+    assert torch.equal(y, atom_linear(x, tiles))
+    assert relative_error(y, atom_linear_reference(x.float(), weight)) < 4e-3
+
+
 @pytest.mark.parametrize("activation_bits", [4, 16])
 @pytest.mark.parametrize("rows", [1, 40])
 @pytest.mark.parametrize("q_len", [3, 5])

@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 from triton.experimental.gluon import language as gl
 
-from llmpq.kernels import atom_act, atom_hopper, atom_norm, atom_round, atom_wgmma, gptq_block
+from llmpq.kernels import (
+    atom_act,
+    atom_hopper,
+    atom_integer,
+    atom_norm,
+    atom_round,
+    atom_wgmma,
+    gptq_block,
+)
 from llmpq.kernels.compile import ARCHITECTURES, SHARED_LIMIT, compile_kernel
 
 pytestmark = pytest.mark.compile
@@ -20,6 +28,8 @@ TYPES = {
     **dict.fromkeys(("OUTLIER", "W", "U", "SCALE", "ZERO", "CODES", "ERRORS"), "*fp32"),
     "SCALES": "*bf16",
     "MATRICES": "*bf16",
+    **dict.fromkeys(("UW", "UA", "UNIT"), "*fp32"),
+    **dict.fromkeys(("SI", "CODES8"), "*i8"),
     "eighths": "i32",
     **dict.fromkeys(("M", "N", "K", "F", "normal", "x_stride", "w_stride", "u_stride"), "i32"),
     **dict.fromkeys(("eps", "low", "high"), "fp32"),
@@ -82,6 +92,45 @@ def test_the_product_runs_on_fp8_tensor_cores_and_keeps_its_sums_in_registers(
     assert re.search(r"wgmma\.mma_async.*e4m3\.e4m3", made.ptx)
     assert re.search(r"wgmma\.mma_async.*s8\.s8", made.ptx)
     assert "vabsdiff4" in made.ptx and "setmaxnreg" in made.ptx
+
+
+@pytest.mark.parametrize("outliers", [False, True])
+def test_the_product_of_integer_scales_runs_on_int8_tensor_cores(outliers: bool) -> None:
+    constants = {
+        "G": 31,
+        "SCALES": 34 if outliers else 31,
+        "OUTLIERS": outliers,
+        "HAS_BIAS": not outliers,
+        "HAS_RESIDUAL": outliers,
+        "BM": 128,
+        "STAGES": 8,
+        "GROUP_M": 8,
+    }
+    made = compiled(
+        atom_integer.integer_kernel,
+        90,
+        constants,
+        4,
+        a_desc=box("i8", [128, 64], 64),
+        p_desc=box("u8", [8, 8, 128], 128),
+    )
+    assert re.search(r"wgmma\.mma_async.*s32\.s8\.s8", made.ptx)
+    assert "e4m3" not in made.ptx and "setmaxnreg" in made.ptx
+    lines = made.machine_code().splitlines()
+    products = [i for i, line in enumerate(lines) if "IGMMA" in line]
+    again = next(i for i in range(products[3], len(lines)) if "BRA" in lines[i])
+    found = re.search(r"\((\.L_x_\d+)\)", lines[again])
+    assert found and lines.index(f"{found[1]}:") < products[0], "not the loop over k-groups"
+    loop = lines[lines.index(f"{found[1]}:") : again]
+    assert not [line for line in loop if re.search(r"\b(LDL|STL)\b", line)]
+
+
+@pytest.mark.parametrize("groups", [31, 111])
+def test_codes_times_integer_scales_compile(groups: int) -> None:
+    constants = {"G": groups, "OUTLIERS": True, "ALL": 32 if groups == 31 else 128}
+    constants |= {"BLOCK_M": 16, "BLOCK_G": 8, "STEPS": 15, "PDL": True}
+    made = compiled(atom_round.steps_kernel, 90, constants, 8)
+    assert "ld.global.v4" in made.ptx and "st.global.v4" in made.ptx
 
 
 @pytest.mark.parametrize("groups", [1, 7, 31, 111])

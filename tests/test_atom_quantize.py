@@ -9,9 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmpq.kernels.atom_formats import AtomWeight
-from llmpq.kernels.atom_quantize import restore, round_weight
-from llmpq.kernels.atom_scheme import AtomScheme
+from llmpq.kernels.atom_formats import AtomWeight, quantize_atom
+from llmpq.kernels.atom_quantize import (
+    Codes,
+    integer_scales,
+    restore,
+    round_activations,
+    round_weight,
+    stored_integers,
+)
+from llmpq.kernels.atom_reference import atom_linear_reference, integer_product
+from llmpq.kernels.atom_scheme import MANY, AtomScheme
 from llmpq.kernels.quantize import quantize_codes
 from llmpq.kernels.qweight import from_codes
 from llmpq.memory import Quantization
@@ -58,6 +66,54 @@ def test_gptq_beats_rounding_and_keeps_codes_in_range(group: int | None, rotatio
     found = gptq_atom(w, x.t() @ x, scheme, scale_dtype=torch.float32, damping=0.01)
     assert int(found.codes.min()) >= -8 and int(found.codes.max()) <= 7
     assert output_error(x, restore(found), w) < 0.85 * output_error(x, nearest, w)
+
+
+@pytest.mark.parametrize("method", ["rtn", "gptq"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_integer_scales_are_whole_units_of_a_row(method: str, dtype: torch.dtype) -> None:
+    x = correlated(1100)
+    seeded = torch.Generator().manual_seed(5)
+    w = torch.randn(32, 1100, generator=seeded) * (1 + 3 * torch.rand(1, 1100, generator=seeded))
+    free = AtomScheme(outliers=8, signed_scale=True, weight_clip=None, group_size=64)
+    scheme = replace(free, integer_scales=True)
+
+    def made(of: AtomScheme) -> Codes:
+        if method == "rtn":
+            return round_weight(w, of, scale_dtype=dtype)
+        return gptq_atom(w, x.t() @ x, of, scale_dtype=dtype, damping=0.01)
+
+    found = made(scheme)
+    steps, unit = stored_integers(found.scale)
+    # 16 bits keep a scale to a 256th, which is less than half a unit.
+    places = {"rtol": 1e-6 if dtype == torch.float32 else 8e-3}
+    assert torch.allclose(steps * unit, found.scale.float(), **places)
+    assert int(steps.abs().min()) >= 1 and int(steps.abs().max()) == 15
+    loose = made(free).scale
+    steps, unit = stored_integers(loose)
+    assert not torch.allclose(steps * unit, loose.float(), **places)
+    ideal, error = output_error(x, restore(made(free)), w), output_error(x, restore(found), w)
+    assert error < 1.1 * ideal
+
+
+def test_the_twin_takes_integer_scales_of_many_tokens_only() -> None:
+    seeded = torch.Generator().manual_seed(6)
+    scheme = AtomScheme(outliers=8, signed_scale=True, group_size=64, integer_scales=True)
+    w, x = torch.randn(16, 520, generator=seeded), torch.randn(MANY + 1, 520, generator=seeded)
+    free = round_activations(x, replace(scheme, integer_scales=False))
+    many, few = round_activations(x, scheme), round_activations(x[:-1], scheme)
+    assert torch.equal(many.codes, free.codes) and torch.equal(few.scale, free.scale[:-1])
+    steps, unit = integer_scales(free.scale)
+    assert torch.equal(many.scale, steps * unit) and not torch.equal(many.scale, free.scale)
+    assert float((many.scale - free.scale).abs().max() / unit.max()) <= 0.5 + 1e-3
+    weight = quantize_atom(w, scheme, dtype=torch.float16)
+    y = atom_linear_reference(x, weight).double()
+    exact = integer_product(x, weight)
+    assert float((y - exact).norm() / exact.norm()) < 1e-5
+    apart = atom_linear_reference(x, weight.with_activations(16)).double()
+    assert float((y - apart).norm() / exact.norm()) > 0.05
+    for wrong in ({"group_size": None}, {"weight_bits": 8}, {"number": "e2m1"}):
+        with pytest.raises(ValueError, match="integer_scales: code"):
+            replace(scheme, signed_scale=False, **wrong)
 
 
 @pytest.mark.parametrize("bits", [3, 4, 8])

@@ -9,10 +9,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from triton import knobs
 
-from llmpq.kernels import atom_hopper, atom_inputs, qweight
+from llmpq.kernels import atom_hopper, atom_inputs, atom_scheme, qweight
 from llmpq.kernels.atom_formats import quantize_atom
 from llmpq.kernels.atom_hopper import RoundedTokens, activation_input, norm_input
-from llmpq.kernels.atom_quantize import restore, round_activations
+from llmpq.kernels.atom_quantize import integer_scales, restore, round_activations
 from llmpq.kernels.atom_reference import activation_reference, norm_reference
 from llmpq.kernels.atom_scheme import AtomScheme
 from llmpq.kernels.atom_tiles import AtomTiles, atom_tiles
@@ -100,6 +100,33 @@ def test_activation_rotation_and_rounding(
     got = activation_input(x, tiles, activation)  # type: ignore[arg-type]
     exact = (x if activation == "none" else activation_reference(x, activation)).half().float()
     (assert_restores if few else assert_codes)(got, tiles, exact)
+
+
+@pytest.mark.parametrize("outliers", [0, 8])
+@pytest.mark.parametrize("rotation", [True, False])
+def test_codes_times_integer_scales(
+    rotation: bool, outliers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(atom_inputs, "FEW", 0)
+    monkeypatch.setattr(atom_scheme, "MANY", 4)
+    k, generator = 1160, torch.Generator().manual_seed(7)
+    scheme = replace(SIGNED, rotation=rotation, outliers=outliers, integer_scales=True)
+    tiles = tiles_of(scheme, k, None)
+    x = torch.randn(19, k, generator=generator).half()
+    x[:, :128] *= 9  # other groups' scales are small
+    x[3] = 0
+    got, wanted, g = atom_hopper.any_input(x, tiles), round_activations(x, scheme), tiles.groups
+    assert got.unit is not None and got.scales is None and got.outlier_scale is not None
+    steps, unit = integer_scales(round_activations(x, replace(scheme, integer_scales=False)).scale)
+    assert torch.allclose(got.unit[:19], unit[:, 0], rtol=1e-6)
+    values = got.values[:, : g * 128].view(19, g, 128)
+    right = wanted.codes.view(19, g, 128).int() * steps.int()[:, :, None]
+    off = (values - right).abs() > 0
+    assert float(off.float().mean()) < 2e-3
+    assert torch.equal(got.values[:, g * 128 : g * 128 + outliers], wanted.outliers)
+    assert float((values - right.roll(1, dims=1) != 0).float().mean()) > 0.5
+    few = atom_hopper.any_input(x[:4], tiles)
+    assert few.unit is None and few.scales is not None
 
 
 @pytest.mark.parametrize("rotation", [True, False])

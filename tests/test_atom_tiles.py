@@ -73,6 +73,26 @@ def test_a_lanes_bytes_are_neighbours_of_its_operand() -> None:
         assert (pair >> 4) - 8 == int(codes[row + 8, p])
 
 
+def test_integer_scales_lie_beside_the_words() -> None:
+    plain = weight(replace(SCHEME, integer_scales=True), k=1032)
+    tiles = atom_tiles.atom_tiles(plain)
+    assert tiles.steps is not None and tiles.unit is not None
+    assert tiles.steps.shape == (2, 8, 16) and tiles.steps.dtype == torch.int8
+    for row, group in ((0, 0), (9, 3), (21, 7)):
+        block, r = divmod(row, 16)
+        step = int(tiles.steps[block, group, r % 8 * 2 + r // 8])
+        assert 1 <= abs(step) <= 15
+        assert step * float(tiles.unit[row]) == pytest.approx(
+            float(plain.scale[row, group]), rel=2e-3
+        )
+    assert tiles.nbytes == 32 * 11 * (64 + 2) + 4 * 1032 + 32 * (8 + 4)
+    again = atom_tiles.from_words(
+        tiles.codes, tiles.scale, tiles.scheme, 32, 1032, None, tiles.steps, tiles.unit
+    )
+    assert again.steps is tiles.steps
+    assert atom_tiles.atom_tiles(weight(SCHEME)).steps is None
+
+
 def test_bytes_are_half_a_weight_and_the_scales() -> None:
     tiles = atom_tiles.atom_tiles(weight(SCHEME, k=1032))
     groups = 8 + 3
