@@ -275,6 +275,7 @@ def in_units(tokens: RoundedTokens, weight: AtomTiles) -> RoundedTokens:
         BLOCK_G=8,
         STEPS=STEPS,
         PDL=pdl,
+        INTERPRET=_NO_GLUON,
         num_warps=8,
         launch_pdl=pdl,
     )

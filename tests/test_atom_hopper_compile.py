@@ -128,7 +128,7 @@ def test_the_product_of_integer_scales_runs_on_int8_tensor_cores(outliers: bool)
 @pytest.mark.parametrize("groups", [31, 111])
 def test_codes_times_integer_scales_compile(groups: int) -> None:
     constants = {"G": groups, "OUTLIERS": True, "ALL": 32 if groups == 31 else 128}
-    constants |= {"BLOCK_M": 16, "BLOCK_G": 8, "STEPS": 15, "PDL": True}
+    constants |= {"BLOCK_M": 16, "BLOCK_G": 8, "STEPS": 15, "PDL": True, "INTERPRET": False}
     made = compiled(atom_round.steps_kernel, 90, constants, 8)
     assert "ld.global.v4" in made.ptx and "st.global.v4" in made.ptx
 
