@@ -23,11 +23,11 @@ GLUON_ROWS = 65
 TENSOR_CORE_CAPABILITY = (8, 0)
 """Oldest compute capability for which Triton emits tensor-core code."""
 
-M_BUCKETS = (1, 2, 4, 8, 16, 32, 64, *range(128, 2048, 128), 2048, 4096)
+M_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 320, *range(384, 2048, 128), 2048, 4096)
 """Tuned entries and plans are kept per bucket: the least one that is >= M.
 
-From 256 rows on they follow the tiles of x; where one was not measured, the next one up to a power
-of two serves.
+From 256 rows on they follow the tiles of x (320 are two of 160); where one was not measured, the
+next one up to a power of two serves.
 """
 
 
@@ -47,7 +47,7 @@ class Config:
     x_depth: int = 2
     """rows: k-groups of x in flight."""
     bm: int = 16
-    """tile, gluon: rows of x a program multiplies."""
+    """tile, gluon: rows of x a program multiplies; gluon: two powers of two at most, as in 160."""
     stages: int = 1
     """tile: cp.async stages; 1 keeps weights in registers instead. gluon: slots of the x ring."""
     split: int = 1

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from llmpq.kernels.formats import BLOCK_ROWS
 from llmpq.kernels.gemm_config import Config
-from llmpq.kernels.gemm_gluon_plan import schedule, slot_columns, tile_rows
+from llmpq.kernels.gemm_gluon_plan import parts_of, schedule, slot_columns, tile_rows
 from llmpq.kernels.qweight import QuantizedWeight
 
 _TOGETHER_BYTES = 16 << 20
@@ -49,21 +49,30 @@ def launch(
 
     from llmpq.kernels.gemm_gluon import gluon_kernel
 
-    (m, k), bt, columns = x_MK.shape, config.bm, slot_columns(config)
+    (m, k), columns = x_MK.shape, slot_columns(config)
+    bt, extra = parts_of(config)
     planes, scale, zero = q.block_words()
     blocks, groups = q.out_features // BLOCK_ROWS, triton.cdiv(k, 128)
-    m_tiles = triton.cdiv(m, bt)
+    m_tiles = triton.cdiv(m, config.bm)
     n_tiles = triton.cdiv(blocks * BLOCK_ROWS, tile_rows(config))
     tiles = m_tiles * n_tiles
     programs, whole = schedule(config, tiles, groups, _multiprocessors(x_MK.device))
-    shares = 2 * programs * tile_rows(config) * bt if whole < tiles else 1
-    arrivals = (tiles - whole) * tile_rows(config) // 64
+    shares = 2 * programs * tile_rows(config) * config.bm if whole < tiles else 1
+    arrivals = (tiles - whole) * tile_rows(config) // 64 * (2 if extra else 1)
     layout = gl.NVMMASharedLayout(128, 16, 2)
-    rows, head = blocks * BLOCK_ROWS, m - (m_tiles - 1) * bt
+    rows, head = blocks * BLOCK_ROWS, m - (m_tiles - 1) * config.bm
+
+    def described(box: int) -> list[TensorDescriptor]:
+        """x, y, and the rows of y that the first tile stores, in boxes of `box` rows."""
+        return [
+            TensorDescriptor(x_MK, [m, k], [k, 1], [box, columns], layout),
+            TensorDescriptor(y_MN, [m, rows], [q.out_features, 1], [box, 64], layout),
+            TensorDescriptor(y_MN, [head, rows], [q.out_features, 1], [box, 64], layout),
+        ]
+
     gluon_kernel[(programs,)](
-        TensorDescriptor(x_MK, [m, k], [k, 1], [bt, columns], layout),
-        TensorDescriptor(y_MN, [m, rows], [q.out_features, 1], [bt, 64], layout),
-        TensorDescriptor(y_MN, [head, rows], [q.out_features, 1], [bt, 64], layout),
+        *described(bt),
+        *(described(extra) if extra else (None, None, None)),
         planes[0],
         planes[-1],
         scale,
@@ -79,7 +88,7 @@ def launch(
         blocks,
         groups,
         whole,
-        _tiles_together(k, bt),
+        _tiles_together(k, config.bm),
         HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual_MN is not None,
         SPLIT=whole < tiles,
@@ -98,7 +107,8 @@ def _constants(config: Config, q: QuantizedWeight) -> dict[str, int | bool]:
         "GROUPED": q.group_size is not None,
         "SYMMETRIC": q.symmetric,
         "BH": config.blocks,
-        "BT": config.bm,
+        "BT": parts_of(config)[0],
+        "EXTRA": parts_of(config)[1],
         "KS": slot_columns(config),
         "STAGES": config.stages,
         "FAR": _FAR,

@@ -23,7 +23,13 @@ _SHARES_US = 8.0
 
 def slot_columns(config: Config) -> int:
     """Columns of x in a slot of the ring: half a k-group where tiles of x are widest."""
-    return 64 if config.bm == 256 else 128
+    return 64 if config.bm > 128 else 128
+
+
+def parts_of(config: Config) -> tuple[int, int]:
+    """Rows of the parts of a tile of x, both powers of two: 160 are 128 and 32."""
+    most = 1 << config.bm.bit_length() - 1
+    return most, config.bm - most
 
 
 def shared_bytes(config: Config) -> int:

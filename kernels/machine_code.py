@@ -52,7 +52,7 @@ def _overwritten(listing: list[Instruction]) -> list[str]:
                 current = set()
         elif name == "WARPGROUP.DEPBAR.LE":
             left = int(operands.split(",")[1], 16)
-            flight = flight[len(flight) - left :] if left else []
+            flight = flight[max(0, len(flight) - left) :]
         elif operands.startswith("R") and registers:
             width = 4 if ".128" in name else 2 if ".64" in name or "WIDE" in name else 1
             if set(range(registers[0], registers[0] + width)) & current.union(*flight):

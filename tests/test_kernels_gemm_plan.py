@@ -25,8 +25,8 @@ TUNED = sorted((Path(gemm.__file__).parent / "tuned").glob("*.json"))
 
 
 def test_buckets_hold_every_row_count():
-    assert [bucket(m) for m in (1, 3, 64, 65, 300, 4096)] == [1, 4, 64, 128, 384, 4096]
-    assert [bucket(m) for m in (256, 257, 1153, 2047, 2049)] == [256, 384, 1280, 2048, 4096]
+    assert [bucket(m) for m in (1, 3, 64, 65, 300, 4096)] == [1, 4, 64, 128, 320, 4096]
+    assert [bucket(m) for m in (256, 321, 1153, 2047, 2049)] == [256, 384, 1280, 2048, 4096]
     assert bucket(5000) is None
 
 

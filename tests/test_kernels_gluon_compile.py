@@ -19,6 +19,7 @@ from llmpq.kernels.gemm_gluon_plan import (
     SMALL,
     TALL,
     WIDE,
+    parts_of,
     prefill_config,
     schedule,
     shared_bytes,
@@ -30,6 +31,8 @@ from llmpq.kernels.machine_code import overwritten, product_loops
 pytestmark = pytest.mark.compile
 
 ASKER = Config(kernel="gluon", bm=128, stages=6, asker=True)
+PARTS = Config(kernel="gluon", bm=192, stages=7)
+BROAD_PARTS = Config(kernel="gluon", bm=160, stages=7, warpgroups=3)
 
 
 def _compile(config, bits, dtype, symmetric, split, **options):
@@ -38,11 +41,17 @@ def _compile(config, bits, dtype, symmetric, split, **options):
     types = dict.fromkeys(("P0", "P1", "S", "Z", "ARRIVED"), "*i32") | {"PARTIAL": "*fp32"}
     types |= dict.fromkeys(("BIAS", "RESIDUAL"), f"*{dtype}")
     aligned = tuple(types)
-    types["x_desc"] = f"tensordesc<{dtype}[{config.bm},{columns}],{layout!r}>"
-    y_type = f"tensordesc<{dtype}[{config.bm},64],{layout!r}>"
-    types |= {"y_desc": y_type, "head_desc": y_type}
+    constants = {}
+    for box, which in zip(parts_of(config), ("", "2"), strict=True):
+        y_type = f"tensordesc<{dtype}[{box},64],{layout!r}>"
+        some = {f"y{which}_desc": y_type, f"head{which}_desc": y_type}
+        some[f"x{which}_desc"] = f"tensordesc<{dtype}[{box},{columns}],{layout!r}>"
+        if box:
+            types |= some
+        else:
+            constants |= dict.fromkeys(some)
     sizes = ("M", "N", "m_tiles", "n_tiles", "blocks", "groups", "whole", "together")
-    constants = {
+    constants |= {
         "BITS": bits,
         "GROUPED": True,
         "SYMMETRIC": symmetric,
@@ -50,7 +59,8 @@ def _compile(config, bits, dtype, symmetric, split, **options):
         "HAS_RESIDUAL": False,
         "SPLIT": split,
         "BH": config.blocks,
-        "BT": config.bm,
+        "BT": parts_of(config)[0],
+        "EXTRA": parts_of(config)[1],
         "KS": columns,
         "STAGES": config.stages,
         "FAR": 4,
@@ -79,6 +89,8 @@ def _compile(config, bits, dtype, symmetric, split, **options):
         (WIDE, 8, "fp16", False, True),
         (BROAD, 4, "fp16", True, True),
         (ASKER, 4, "bf16", False, True),
+        (PARTS, 4, "bf16", False, True),
+        (BROAD_PARTS, 4, "fp16", True, False),
     ],
 )
 def test_every_form_compiles_and_a_product_stays_in_flight(config, bits, dtype, symmetric, split):
@@ -91,14 +103,15 @@ def test_every_form_compiles_and_a_product_stays_in_flight(config, bits, dtype, 
     code = made.machine_code()
     products, waits = code.count("HGMMA"), code.count("WARPGROUP.DEPBAR")
     # Each warpgroup: a wait for each 64 k of 64 rows, that is for four products, and a last one.
-    assert products == config.warpgroups * 2 * config.blocks * 4
+    parts = 2 if config.bm in (160, 192) else 1
+    assert products == config.warpgroups * 2 * config.blocks * parts * 4
     assert waits == products // 4 + config.warpgroups
     loops = product_loops(code)
     assert len(loops) == config.warpgroups
     assert not any(op.startswith("STL") for loop in loops for op, _ in loop)
     assert overwritten(code) == []
     # The loops as they are, but with one more product in flight than the code allows for.
-    assert overwritten(code.replace("gsb0, 0x1", "gsb0, 0x2"))
+    assert overwritten(code.replace("gsb0, 0x1", f"gsb0, {1 + parts:#x}"))
 
 
 def test_too_few_registers_would_be_noticed():
@@ -145,7 +158,7 @@ def test_a_warp_that_asks_needs_registers_for_the_rest():
             Config(kernel="gluon", asker=True, **tiles)
 
 
-@pytest.mark.parametrize("config", [WIDE, SMALL], ids=["wide", "small"])
+@pytest.mark.parametrize("config", [WIDE, SMALL, PARTS], ids=["wide", "small", "parts"])
 def test_each_row_is_stored_once_and_no_long_x_is_read_past_its_end(config, monkeypatch):
     launches = []
 
@@ -164,9 +177,13 @@ def test_each_row_is_stored_once_and_no_long_x_is_read_past_its_end(config, monk
         stored = torch.zeros(m)
         for tile in range(given["m_tiles"]):
             start = max(0, m - (given["m_tiles"] - tile) * bt)
-            view = given["y_desc"] if start else given["head_desc"]
-            stored[start : min(start + bt, view.shape[0])] += 1
             assert start + bt <= max(m, bt)
+            name = "y" if start else "head"
+            for view in (given[f"{name}_desc"], given[f"{name}2_desc"]):
+                if view is not None:
+                    end = start + view.block_shape[0]
+                    stored[start : min(end, view.shape[0])] += 1
+                    start = end
         assert (stored == 1).all()
 
 

@@ -25,6 +25,9 @@ BROAD = Config(kernel="gluon", bm=128, stages=5, warpgroups=3, cut=1)
 ASKER = Config(kernel="gluon", bm=128, stages=6, asker=True, cut=1, programs=96)
 LOW = Config(kernel="gluon", blocks=2, bm=64, stages=6)
 PAIRS = Config(kernel="gluon", bm=64, stages=6, cut=1, programs=264, registers=128)
+PARTS = Config(kernel="gluon", bm=160, stages=8, cut=2)
+LARGE_PARTS = Config(kernel="gluon", bm=192, stages=7, cut=1, programs=96)
+BROAD_PARTS = Config(kernel="gluon", bm=160, stages=7, warpgroups=3, cut=1)
 KINDS = {
     "wide": WIDE,
     "tall": TALL,
@@ -33,6 +36,9 @@ KINDS = {
     "asker": ASKER,
     "low": LOW,
     "pairs": PAIRS,
+    "parts": PARTS,
+    "large_parts": LARGE_PARTS,
+    "broad_parts": BROAD_PARTS,
 }
 GPU = torch.device("cuda")
 
@@ -41,7 +47,9 @@ def _product(config, x, q, bias=None, residual=None, **options):
     return gemm.run(make_plan(config, (9, 0)), x, q, bias, residual, **options)
 
 
-@pytest.mark.parametrize("config", [SMALL, BROAD, ASKER], ids=["small", "broad", "asker"])
+@pytest.mark.parametrize(
+    "config", [SMALL, BROAD, ASKER, PARTS], ids=["small", "broad", "asker", "parts"]
+)
 @pytest.mark.parametrize(
     "bits,dtype,symmetric", itertools.product((3, 4, 8), LIMITS.keys() - {torch.float32}, (0, 1))
 )
@@ -91,7 +99,7 @@ def test_bias_and_residual_in_place(group):
     bias = torch.randn(2048, device=GPU).bfloat16()
     residual = 30 * torch.randn(200, 2048, device=GPU).bfloat16()
     exact = linear_reference(x, q, bias, exact=True) + residual.double()
-    for config in (WIDE, TALL, SMALL):
+    for config in (WIDE, TALL, SMALL, PARTS):
         y = _product(config, x, q, bias, residual)
         assert relative_error(y, exact) < LIMITS[torch.bfloat16]
         into = residual.clone()
