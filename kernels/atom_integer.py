@@ -45,6 +45,17 @@ _copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 
 @gluon.jit
+def _words(
+    p_s, stage, HALF: gl.constexpr, packed: gl.constexpr, half: gl.constexpr
+):  # fmt: skip
+    """The nibbles of a k-group's two halves, for 64 rows of w."""
+    first, second = _halves(p_s.index(stage).slice(HALF * 4, 4).load(packed))
+    first = gl.convert_layout(first.reshape((4, 4, 2, 64)), half, assert_trivial=True)
+    second = gl.convert_layout(second.reshape((4, 4, 2, 64)), half, assert_trivial=True)
+    return first, second
+
+
+@gluon.jit
 def _scaled(byte, low, high, operand: gl.constexpr):
     """code * steps of the nibbles code + 8 of rows `low` (low nibbles) and `high`.
 
@@ -158,27 +169,43 @@ def _multiply(
         s_at = SI + which * (G * 16) + (2 * rhi + rlo) * 2
         low = gl.load(s_at).to(gl.int32)
         high = gl.load(s_at + 1).to(gl.int32)
+        next_at = s_at + gl.minimum(1, G - 1) * 16
+        low_next = gl.load(next_at)
+        high_next = gl.load(next_at + 1)
+        # The first group by itself, waited for: ptxas (12.8) finds registers for a loop whose sums
+        # come from a product, not for one whose sums are zeros or read (C7512).
+        stage = step % STAGES
+        mbarrier.wait(full.index(stage), (step // STAGES) & 1)
+        first, second = _words(p_s, stage, HALF, packed, half)
         acc = gl.zeros((64, BM), gl.int32, layout=mma)
+        w = _scaled(first, low, high, operand)
+        acc = warpgroup_mma(w, a_s.index(2 * stage).permute((1, 0)), acc, is_async=True)
+        w = _scaled(second, low, high, operand)
+        acc = warpgroup_mma(w, a_s.index(2 * stage + 1).permute((1, 0)), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        _barrier()
+        mbarrier.arrive(empty.index(stage), count=1)
+        low = low_next.to(gl.int32)
+        high = high_next.to(gl.int32)
+        step += 1
         acc = warpgroup_mma_init(acc)
-        before = step % STAGES  # the first round gives back none
-        for g in range(G):
+        before = stage  # the first round gives back none
+        for g in range(1, G):
             stage = step % STAGES
             next_at = s_at + gl.minimum(g + 1, G - 1) * 16
             low_next = gl.load(next_at)
             high_next = gl.load(next_at + 1)
             mbarrier.wait(full.index(stage), (step // STAGES) & 1)
-            first, second = _halves(p_s.index(stage).slice(HALF * 4, 4).load(packed))
-            first = gl.convert_layout(first.reshape((4, 4, 2, 64)), half, assert_trivial=True)
-            second = gl.convert_layout(second.reshape((4, 4, 2, 64)), half, assert_trivial=True)
-            w = _scaled(first, low, high, operand)
-            acc = warpgroup_mma(w, a_s.index(2 * stage).permute((1, 0)), acc, is_async=True)
+            first, second = _words(p_s, stage, HALF, packed, half)
+            w0 = _scaled(first, low, high, operand)
+            acc = warpgroup_mma(w0, a_s.index(2 * stage).permute((1, 0)), acc, is_async=True)
             # The last group's second half is done: its registers and its stage are free.
             low, high = warpgroup_mma_wait(1, deps=[low, high])
-            if g > 0:
+            if g > 1:
                 _barrier()
                 mbarrier.arrive(empty.index(before), count=1)
-            w = _scaled(second, low, high, operand)
-            acc = warpgroup_mma(w, a_s.index(2 * stage + 1).permute((1, 0)), acc, is_async=True)
+            w1 = _scaled(second, low, high, operand)
+            acc = warpgroup_mma(w1, a_s.index(2 * stage + 1).permute((1, 0)), acc, is_async=True)
             # The first half is done, too.
             low, high = warpgroup_mma_wait(
                 1, deps=[low_next.to(gl.int32), high_next.to(gl.int32)]
@@ -186,8 +213,9 @@ def _multiply(
             before = stage
             step += 1
         acc = warpgroup_mma_wait(0, deps=[acc])
-        _barrier()
-        mbarrier.arrive(empty.index(before), count=1)
+        if G > 1:
+            _barrier()
+            mbarrier.arrive(empty.index(before), count=1)
         y = acc.to(gl.float32) * (gl.load(UW + n)[:, None] * gl.load(UA + m)[None, :])
         if OUTLIERS:
             stage = step % STAGES
