@@ -74,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
         "--integer-scales",
         action="store_true",
         help="w4a4: groups' scales are whole numbers to 15 times a row's unit, and in products of "
-        "many tokens a token's: faster prompts on Hopper, a little more perplexity",
+        "many tokens a token's: faster prompts on Hopper; measure the perplexity",
     )
     parser.add_argument("--group-size", help="128 or channel; w4a4 also 64, 32 (128)")
     parser.add_argument("--outliers", type=int, help="w4a4: channels in 8 bits (hidden/32, <=128)")
