@@ -129,7 +129,9 @@ def weight_units(w_NK: Tensor, scheme: AtomScheme, scale_dtype: torch.dtype) -> 
 def integer_scales(scale_RG: Tensor) -> tuple[Tensor, Tensor]:
     """Return whole numbers [R, G], 1 to STEPS in size, and units [R, 1]: nearest to the scales."""
     scale_RG = scale_RG.float()
-    unit_R1 = scale_RG.abs().amax(dim=1, keepdim=True) / STEPS
+    # A product, as in the kernel: on a GPU torch divides by a number in one way, Triton in another,
+    # and maxima of 16-bit inputs do lie half way between two steps (one group in some hundred).
+    unit_R1 = scale_RG.abs().amax(dim=1, keepdim=True) * (1 / STEPS)
     return _steps(scale_RG, unit_R1), unit_R1
 
 

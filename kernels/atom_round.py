@@ -244,7 +244,7 @@ def steps_kernel(
         gdc_launch_dependents()
         gdc_wait()
     most = tl.max(tl.abs(_scales(SCALES, every[:, None], row[None, :], MS)), axis=0)
-    unit = tl.div_rn(most, most * 0.0 + STEPS)
+    unit = most * (1.0 / STEPS)
     if tl.program_id(1) == 0:
         tl.store(UNIT + row, unit, mask=row < M)
     scale = _scales(SCALES, tl.minimum(group, G - 1)[None, :], row[:, None], MS)

@@ -112,8 +112,8 @@ def test_codes_times_integer_scales(
     k, generator = 1160, torch.Generator().manual_seed(7)
     scheme = replace(SIGNED, rotation=rotation, outliers=outliers, integer_scales=True)
     tiles = tiles_of(scheme, k, None)
-    x = torch.randn(19, k, generator=generator).half()
-    x[:, :128] *= 9  # other groups' scales are small
+    x = torch.randn(19, k, generator=generator).bfloat16().half()  # half way between steps, often
+    x[::2, :128] *= 9  # other groups' scales are small
     x[3] = 0
     got, wanted, g = atom_hopper.any_input(x, tiles), round_activations(x, scheme), tiles.groups
     assert got.unit is not None and got.scales is None and got.outlier_scale is not None
@@ -121,8 +121,8 @@ def test_codes_times_integer_scales(
     assert torch.allclose(got.unit[:19], unit[:, 0], rtol=1e-6)
     values = got.values[:, : g * 128].view(19, g, 128)
     right = wanted.codes.view(19, g, 128).int() * steps.int()[:, :, None]
-    off = (values - right).abs() > 0
-    assert float(off.float().mean()) < 2e-3
+    off = float((values != right).float().mean())
+    assert off == 0 or (rotation and off < 2e-3)  # a rotation's sums differ in their last bits
     assert torch.equal(got.values[:, g * 128 : g * 128 + outliers], wanted.outliers)
     assert float((values - right.roll(1, dims=1) != 0).float().mean()) > 0.5
     few = atom_hopper.any_input(x[:4], tiles)
