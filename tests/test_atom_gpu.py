@@ -13,6 +13,7 @@ from llmpq.kernels.atom_formats import AtomWeight, quantize_atom
 from llmpq.kernels.atom_hopper import Plan, norm_input, product
 from llmpq.kernels.atom_linear import atom_linear
 from llmpq.kernels.atom_reference import atom_linear_reference, integer_product
+from llmpq.kernels.atom_scheme import AtomScheme
 from llmpq.kernels.atom_tiles import AtomTiles, atom_tiles, best_form
 from llmpq.kernels.reference import relative_error
 from llmpq.model_spec import ModelSpec
@@ -137,21 +138,7 @@ def test_a_layer_is_its_twin(rows: int, q_len: int, activation_bits: int) -> Non
     group's largest value each: on the CPU alone that is an error of 0.093, and 0.015 where
     activations keep 16 bits.
     """
-    spec = replace(ModelSpec.by_name("llama-3.1-8b"), num_layers=1, hidden=512, ffn=1024, heads=4)
-    spec = replace(spec, kv_heads=2, vocab=64)
-    dense = RandomSource(spec).layer(0, torch.float32)
-    parts: dict[str, Weight] = dict(dense)
-    for name in ("qkv", "o", "gate_up", "down"):
-        scheme = replace(
-            check_atom.W4A4,
-            outliers=64,
-            rotation=name == "down",
-            activation_bits=activation_bits,
-        )
-        order = None if name == "down" else torch.randperm(dense[f"{name}.weight"].shape[1])
-        parts[f"{name}.weight"] = quantize_atom(
-            dense[f"{name}.weight"], scheme, dtype=torch.bfloat16, index_K=order
-        )
+    spec, parts = _layer(replace(check_atom.W4A4, activation_bits=activation_bits))
     x = torch.randn(rows, q_len, spec.hidden).to(torch.bfloat16)
     exact = _change(spec, parts, x, torch.device("cpu"), torch.float32)
     on_cpu = _change(spec, parts, x, torch.device("cpu"), torch.bfloat16)
@@ -168,6 +155,38 @@ def test_a_layer_is_its_twin(rows: int, q_len: int, activation_bits: int) -> Non
     for fault in (replace(o, index_K=None), replace(o, scale=o.scale.roll(1, dims=1))):
         broken = _change(spec, parts | {"o.weight": fault}, x, cuda, torch.bfloat16)
         assert relative_error(broken, exact) > 3 * rounded
+
+
+def test_a_layer_of_integer_scales_is_its_twin() -> None:
+    """300 tokens; their scales, and so the errors allowed, as above."""
+    torch.manual_seed(0)
+    spec, parts = _layer(check_atom.INTEGERS)
+    x = torch.randn(60, 5, spec.hidden).to(torch.bfloat16)
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    exact = _change(spec, parts, x, cpu, torch.float32)
+    rounded = relative_error(_change(spec, parts, x, cpu, torch.bfloat16), exact)
+    assert relative_error(_change(spec, parts, x, cuda, torch.bfloat16), exact) < 1.25 * rounded
+    down = parts["down.weight"]
+    assert isinstance(down, AtomWeight)
+    fault = parts | {"down.weight": replace(down, scale=down.scale.roll(1, dims=1))}
+    assert relative_error(_change(spec, fault, x, cuda, torch.bfloat16), exact) > 3 * rounded
+
+
+def _layer(scheme: AtomScheme) -> tuple[ModelSpec, dict[str, Weight]]:
+    """A small layer with 64 outliers, channel orders and a rotation before `down`."""
+    spec = replace(ModelSpec.by_name("llama-3.1-8b"), num_layers=1, hidden=512, ffn=1024, heads=4)
+    spec = replace(spec, kv_heads=2, vocab=64)
+    dense = RandomSource(spec).layer(0, torch.float32)
+    parts: dict[str, Weight] = dict(dense)
+    for name in ("qkv", "o", "gate_up", "down"):
+        order = None if name == "down" else torch.randperm(dense[f"{name}.weight"].shape[1])
+        parts[f"{name}.weight"] = quantize_atom(
+            dense[f"{name}.weight"],
+            replace(scheme, outliers=64, rotation=name == "down"),
+            dtype=torch.bfloat16,
+            index_K=order,
+        )
+    return spec, parts
 
 
 def _change(

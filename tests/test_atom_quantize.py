@@ -33,6 +33,7 @@ from llmpq.profiler.inject_outliers import InjectedSource
 from llmpq.profiler.quantize_command import main as quantize_main
 from llmpq.runtime.generate import LocalPipeline
 from llmpq.runtime.loader import CheckpointSource
+from llmpq.runtime.quantized_checkpoint import open_checkpoint
 from llmpq.runtime.step import Step
 
 pytestmark = pytest.mark.cpu
@@ -307,3 +308,22 @@ def test_groups_that_weight_only_layers_cannot_have_are_refused(
     assert quantize_main([*command, "--scheme", schemes, "--group-size", "64"]) == 2
     assert "got 64, w4a16 layers have 128 or channel" in capsys.readouterr().err
     assert not (tmp_path / "q").exists()
+
+
+def test_a_directory_with_integer_scales_says_so(
+    demo_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("def add(a, b):\n    return a + b\n" * 200)
+    command = [str(demo_model), str(tmp_path / "q"), "--text", str(text), "--integer-scales"]
+    command += ["--windows", "1", "--window", "64", "--method", "rtn"]
+    assert quantize_main([*command, "--scheme", "w4a16"]) == 2
+    assert "--integer-scales is for w4a4 layers" in capsys.readouterr().err
+    assert quantize_main([*command, "--scheme", "w4a4"]) == 0
+    source = open_checkpoint(tmp_path / "q", ModelSpec.from_directory(tmp_path / "q"))
+    parts = source.layer(0, torch.bfloat16).values()
+    weights = [part for part in parts if isinstance(part, AtomWeight)]
+    assert len(weights) == 4 and all(weight.scheme.integer_scales for weight in weights)
+    for weight in weights:
+        steps, unit = stored_integers(weight.scale)
+        assert torch.allclose(steps * unit, weight.scale.float(), rtol=8e-3)
