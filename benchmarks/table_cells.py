@@ -22,6 +22,7 @@ class Pivot:
     index: tuple[str, ...]
     column: str | tuple[str, ...] = ()
     where: dict[str, Any] = field(default_factory=dict)
+    """Values of case keys; a frozenset takes any of its values."""
     pick: Callable[[list[Row]], Row] = lambda rows: rows[-1]
     """Which of a cell's rows is shown, oldest first."""
     show: Callable[[Row], str] = lambda row: f"{row['value']:.4g}"
@@ -59,6 +60,10 @@ def markdown(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
+def _is(value: Any, wanted: Any) -> bool:
+    return value in wanted if isinstance(wanted, frozenset) else value == wanted
+
+
 def load(file: str, bench: str, where: dict[str, Any]) -> list[Row]:
     """Return the rows of a results file that match, oldest first."""
     path = RESULTS / file
@@ -68,7 +73,7 @@ def load(file: str, bench: str, where: dict[str, Any]) -> list[Row]:
     return [
         r
         for r in rows
-        if r["bench"] == bench and all(r["case"].get(k) == v for k, v in where.items())
+        if r["bench"] == bench and all(_is(r["case"].get(k), v) for k, v in where.items())
     ]
 
 

@@ -40,6 +40,8 @@ KV_32K = {"heads": 32, "kv_heads": 8, "batch": 8, "context": 32768, "kv": "kv4",
 
 SPECULATION_CELLS = tuple(f"{b} x {context}" for b in (1, 8, 32) for context in (1024, 8192, 32768))
 
+POWERS_OF_TWO = frozenset(1 << i for i in range(14))
+
 TABLES: dict[str, Pivot] = {
     "atom_ablation": Pivot(
         file="atom.jsonl",
@@ -105,7 +107,10 @@ TABLES: dict[str, Pivot] = {
     "e2e_step": Pivot(
         file="e2e.jsonl",
         bench="e2e_step",
-        index=("model", "cluster", "precision", "symmetric", "dtype", "kv", "graphs"),
+        index=(
+            *("model", "cluster", "prompt", "gen", "precision", "symmetric", "dtype", "kv"),
+            "graphs",
+        ),
         show=lambda row: f"{row['value']:.2f} ms",
         value_title="decode step",
     ),
@@ -159,9 +164,9 @@ TABLES: dict[str, Pivot] = {
         bench="gemm",
         index=("precision", "dtype", "symmetric"),
         column="m",
-        where={"model": "llama-3.1-8b", "shape": "layer"},
+        where={"model": "llama-3.1-8b", "shape": "layer", "m": POWERS_OF_TWO},
         show=us_over_cublas,
-        order=tuple(str(1 << i) for i in range(14)),
+        order=tuple(map(str, sorted(POWERS_OF_TWO))),
     ),
     "gemm_products": Pivot(
         file="gemm.jsonl",
