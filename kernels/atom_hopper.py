@@ -122,7 +122,6 @@ def product(
     y = residual_MN if into_residual else torch.empty(m, n, dtype=dtype, device=here)
     assert y is not None, "into_residual needs a residual"
     box = ([chosen.bm, 64], _layout(2, 64))
-    planes, _, _ = weight.words.block_words()
     tiles = triton.cdiv(m, chosen.bm) * triton.cdiv(n, ROWS)
     programs, whole = _schedule(tiles, weight.groups, chosen.shares, multiprocessors(here))
     shared = tiles - whole
@@ -130,9 +129,7 @@ def product(
     wgmma_kernel[(programs,)](
         TensorDescriptor.from_tensor(tokens.values.view(torch.float8_e4m3fn), *box),
         TensorDescriptor.from_tensor(tokens.values, *box),
-        TensorDescriptor.from_tensor(
-            planes[0].view(torch.uint8).view(n // 16, -1, 128), [8, 8, 128], _layout(3, 128)
-        ),
+        _codes(weight),
         TensorDescriptor.from_tensor(
             tokens.scales.view(weight.groups, 3, -1),
             [1, TERMS, chosen.bm],
@@ -162,6 +159,13 @@ def product(
     return y
 
 
+def _codes(weight: AtomTiles) -> TensorDescriptor:
+    """Return the nibbles in boxes of 128 rows and a k-group."""
+    planes, _, _ = weight.words.block_words()
+    nibbles = planes[0].view(torch.uint8).view(weight.out_features // 16, -1, 128)
+    return TensorDescriptor.from_tensor(nibbles, [8, 8, 128], _layout(3, 128))
+
+
 def _in_units(
     tokens: RoundedTokens,
     weight: AtomTiles,
@@ -173,13 +177,10 @@ def _in_units(
     """As `product`, of codes times whole numbers; into `y_MN` if given."""
     (m, columns), n, here = tokens.values.shape, weight.out_features, tokens.values.device
     y = torch.empty(m, n, dtype=dtype, device=here) if y_MN is None else y_MN
-    planes, _, _ = weight.words.block_words()
     tiles = triton.cdiv(m, ROWS) * triton.cdiv(n, ROWS)
     integer_kernel[(min(tiles, multiprocessors(here)),)](
         TensorDescriptor.from_tensor(tokens.values, [ROWS, 64], _layout(2, 64)),
-        TensorDescriptor.from_tensor(
-            planes[0].view(torch.uint8).view(n // 16, -1, 128), [8, 8, 128], _layout(3, 128)
-        ),
+        _codes(weight),
         weight.steps,
         weight.unit,
         tokens.unit,

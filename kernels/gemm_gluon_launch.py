@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
@@ -44,12 +45,9 @@ def launch(
     y may be the residual's memory: each tile reads its part before it writes it. `counters` gives
     int32 zeros that the kernel leaves zero (used where tiles are cut).
     """
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
     from llmpq.kernels.gemm_gluon import gluon_kernel
 
-    (m, k), columns = x_MK.shape, slot_columns(config)
+    m, k = x_MK.shape
     bt, extra = parts_of(config)
     planes, scale, zero = q.block_words()
     blocks, groups = q.out_features // BLOCK_ROWS, triton.cdiv(k, 128)
@@ -59,20 +57,9 @@ def launch(
     programs, whole = schedule(config, tiles, groups, _multiprocessors(x_MK.device))
     shares = 2 * programs * tile_rows(config) * config.bm if whole < tiles else 1
     arrivals = (tiles - whole) * tile_rows(config) // 64 * (2 if extra else 1)
-    layout = gl.NVMMASharedLayout(128, 16, 2)
-    rows, head = blocks * BLOCK_ROWS, m - (m_tiles - 1) * config.bm
-
-    def described(box: int) -> list[TensorDescriptor]:
-        """x, y, and the rows of y that the first tile stores, in boxes of `box` rows."""
-        return [
-            TensorDescriptor(x_MK, [m, k], [k, 1], [box, columns], layout),
-            TensorDescriptor(y_MN, [m, rows], [q.out_features, 1], [box, 64], layout),
-            TensorDescriptor(y_MN, [head, rows], [q.out_features, 1], [box, 64], layout),
-        ]
-
     gluon_kernel[(programs,)](
-        *described(bt),
-        *(described(extra) if extra else (None, None, None)),
+        *_described(config, x_MK, y_MN, bt),
+        *(_described(config, x_MK, y_MN, extra) if extra else (None, None, None)),
         planes[0],
         planes[-1],
         scale,
@@ -97,6 +84,21 @@ def launch(
         num_warps=4,
         maxnreg=config.registers,
         launch_pdl=pdl,
+    )
+
+
+def _described(config: Config, x_MK: Tensor, y_MN: Tensor, box: int) -> tuple[Any, ...]:
+    """Return x, y, and the rows of y that the first tile stores, in boxes of `box` rows."""
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    (m, k), n, columns = x_MK.shape, y_MN.shape[1], slot_columns(config)
+    rows, head = n // BLOCK_ROWS * BLOCK_ROWS, m - (triton.cdiv(m, config.bm) - 1) * config.bm
+    layout = gl.NVMMASharedLayout(128, 16, 2)
+    return (
+        TensorDescriptor(x_MK, [m, k], [k, 1], [box, columns], layout),
+        TensorDescriptor(y_MN, [m, rows], [n, 1], [box, 64], layout),
+        TensorDescriptor(y_MN, [head, rows], [n, 1], [box, 64], layout),
     )
 
 
