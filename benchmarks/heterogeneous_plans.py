@@ -1,7 +1,8 @@
 """The plans that `heterogeneous.py` runs: the exact one, and other planners' at their best.
 
 Every baseline keeps its stages and gets the micro-batches that are best for them. The exact plan is
-held to the sum of omega of PipeEdge's, and its search starts from that plan: it is never slower.
+held to the sum of omega of PipeEdge's, and its search starts from that plan: where it is the exact
+search, the plan is not slower by prediction.
 """
 
 from __future__ import annotations

@@ -22,6 +22,8 @@ from llmpq.precision import K_PADDING, padded_k
 OUTLIER_LEVELS = 127
 STEPS = 15
 """The largest integer scale: times a code of -8, it is still an int8 number."""
+LEAST_UNIT = float(torch.finfo(torch.float32).tiny)
+"""Of a row or token of zeros: nothing is divided by 0."""
 
 _CLIPS = tuple(1 - 0.025 * step for step in range(21))
 _ROWS_AT_ONCE = 1 << 18
@@ -127,12 +129,16 @@ def weight_units(w_NK: Tensor, scheme: AtomScheme, scale_dtype: torch.dtype) -> 
 
 
 def integer_scales(scale_RG: Tensor) -> tuple[Tensor, Tensor]:
-    """Return whole numbers [R, G], 1 to STEPS in size, and units [R, 1]: nearest to the scales."""
+    """Return whole numbers [R, G], 0 to STEPS in size, and units [R, 1]: nearest to the scales.
+
+    Of activations: a group below half a unit is left out, since its codes would be multiplied.
+    """
     scale_RG = scale_RG.float()
     # A product, as in the kernel: on a GPU torch divides by a number in one way, Triton in another,
     # and maxima of 16-bit inputs do lie half way between two steps (one group in some hundred).
     unit_R1 = scale_RG.abs().amax(dim=1, keepdim=True) * (1 / STEPS)
-    return _steps(scale_RG, unit_R1), unit_R1
+    unit_R1 = unit_R1.clamp_(min=LEAST_UNIT)
+    return _steps(scale_RG, unit_R1, least=0), unit_R1
 
 
 def stored_integers(scale_NG: Tensor) -> tuple[Tensor, Tensor]:
@@ -142,10 +148,11 @@ def stored_integers(scale_NG: Tensor) -> tuple[Tensor, Tensor]:
     """
     scale_NG = scale_NG.float()
     top_N1 = scale_NG.abs().amax(dim=1, keepdim=True)
-    steps_NG, unit_N1 = integer_scales(scale_NG)
+    unit_N1 = (top_N1 * (1 / STEPS)).clamp_(min=LEAST_UNIT)
+    steps_NG = _steps(scale_NG, unit_N1)
     least_N1 = (steps_NG * unit_N1 - scale_NG).square().sum(1, keepdim=True)
     for largest in range(STEPS - 1, 0, -1):
-        unit = top_N1 / largest
+        unit = (top_N1 / largest).clamp_(min=LEAST_UNIT)
         steps = _steps(scale_NG, unit)
         error = (steps * unit - scale_NG).square().sum(1, keepdim=True)
         better = error < least_N1
@@ -155,8 +162,8 @@ def stored_integers(scale_NG: Tensor) -> tuple[Tensor, Tensor]:
     return steps_NG, unit_N1
 
 
-def _steps(scale: Tensor, unit: Tensor) -> Tensor:
-    return (scale.abs() / unit).round_().clamp_(1, STEPS).copysign_(scale)
+def _steps(scale: Tensor, unit: Tensor, least: int = 1) -> Tensor:
+    return (scale.abs() / unit).round_().clamp_(least, STEPS).copysign_(scale)
 
 
 def _fit_groups(

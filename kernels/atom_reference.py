@@ -23,6 +23,8 @@ def atom_linear_reference(x: Tensor, weight: AtomWeight, bias: Tensor | None = N
     """y = x w^T + bias, x [..., K]; y [..., N] in x's dtype."""
     if weight.index_K is not None:
         x = x.index_select(-1, weight.index_K)
+    if x.numel() == 0:
+        return x.new_empty(*x.shape[:-1], weight.out_features)
     x_MK = x.reshape(-1, weight.in_features)
     w_NK = restore(codes_for(weight, x_MK.shape[0])).to(x.dtype)
     y = functional.linear(rounded(x_MK, weight.scheme), w_NK, bias)

@@ -232,7 +232,7 @@ def steps_kernel(
     BLOCK_M: tl.constexpr, BLOCK_G: tl.constexpr, STEPS: tl.constexpr, PDL: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """Codes of form 0, in their place: times whole numbers 1 to STEPS, their scales in units.
+    """Codes of form 0, in their place: times whole numbers 0 to STEPS, their scales in units.
 
     CODES8 [M, (G + 1) * 128]; UNIT [MS] float32. BLOCK_G groups of BLOCK_M tokens; the unit is that
     of all G <= ALL groups. The twin is `integer_scales` of atom_quantize.py.
@@ -244,13 +244,13 @@ def steps_kernel(
         gdc_launch_dependents()
         gdc_wait()
     most = tl.max(tl.abs(_scales(SCALES, every[:, None], row[None, :], MS)), axis=0)
-    unit = most * (1.0 / STEPS)
+    unit = tl.maximum(most * (1.0 / STEPS), 1.1754943508222875e-38)
     if tl.program_id(1) == 0:
         tl.store(UNIT + row, unit, mask=row < M)
     scale = _scales(SCALES, tl.minimum(group, G - 1)[None, :], row[:, None], MS)
     ratio = tl.div_rn(tl.abs(scale), tl.broadcast_to(unit[:, None], scale.shape))
     # Adding 1.5 * 2^23 rounds half to even.
-    ratio = tl.minimum(tl.maximum((ratio + 12582912.0) - 12582912.0, 1.0), STEPS)
+    ratio = tl.minimum(tl.maximum((ratio + 12582912.0) - 12582912.0, 0.0), STEPS)
     steps = tl.where(scale < 0, -ratio, ratio).to(tl.int32)[:, :, None]
     width: tl.constexpr = (G + (1 if OUTLIERS else 0)) * 128
     at = row.to(tl.int64)[:, None, None] * width + group[None, :, None] * 128

@@ -75,6 +75,12 @@ class Config:
                 f"asker: got {self.warpgroups} warpgroups with tiles of {self.blocks} x {self.bm}, "
                 "expected 2 and at most 128: with its warp, a thread has 168 registers"
             )
+        rest = self.bm - (1 << self.bm.bit_length() - 1)
+        if rest and (self.kernel != "gluon" or self.blocks > 1 or rest < 8 or rest & (rest - 1)):
+            raise ValueError(
+                f"bm: got {self.bm} with {self.kernel} and {self.blocks} blocks, expected a power "
+                "of two or, gluon with one block, the sum of two from 8 on"
+            )
 
 
 DENSE = Config(kernel="dense")

@@ -75,6 +75,10 @@ _GPU = Grid(
 )
 
 
+LEAST_PREFILLS = 3
+"""Batches of one job's prompts that a fit of prefill times needs."""
+
+
 def make_grid(
     spec: ModelSpec,
     *,
@@ -98,8 +102,16 @@ def make_grid(
     most = max_tokens or shapes.max_tokens
     if job is not None:
         prompt, gen = job
+        batches = _up_to(shapes.prefill_v, max_batch)
+        if sum(v * prompt <= most for v in batches) < LEAST_PREFILLS:
+            enough = prompt * max(4, *batches[:LEAST_PREFILLS])
+            raise ValueError(
+                f"--job: got prompts of {prompt} tokens, but a fit needs {LEAST_PREFILLS} batches "
+                f"of them within --max-tokens {most} and --max-batch {max_batch}; try --max-tokens "
+                f"{enough} --max-batch {max(4, max_batch)}"
+            )
         return Grid(
-            prefill_v=_up_to(shapes.prefill_v, max_batch),
+            prefill_v=batches,
             prefill_length=(prompt,),
             decode_v=_up_to(shapes.decode_v, max_batch),
             decode_length=(prompt + 1, prompt + gen),

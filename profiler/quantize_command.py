@@ -74,7 +74,8 @@ def _parser() -> argparse.ArgumentParser:
         "--integer-scales",
         action="store_true",
         help="w4a4: groups' scales are whole numbers to 15 times a row's unit, and in products of "
-        "many tokens a token's: faster prompts on Hopper; measure the perplexity",
+        "many tokens a token's: faster prompts on Hopper, which plans do not count; measure the "
+        "perplexity",
     )
     parser.add_argument("--group-size", help="128 or channel; w4a4 also 64, 32 (128)")
     parser.add_argument("--outliers", type=int, help="w4a4: channels in 8 bits (hidden/32, <=128)")
@@ -116,6 +117,7 @@ def _quantize(args: argparse.Namespace) -> int:
     asked = planned.outliers if plan and args.outliers is None else args.outliers
     group_size = _group_size(args.group_size) if args.group_size else planned.group_size
     _require_packed(group_size, named)
+    _require_whole_groups(args.integer_scales, group_size)
     job = Job(
         spec=spec,
         precisions=spread(named, spec.num_layers),
@@ -177,6 +179,15 @@ def _refuse_unheeded(args: argparse.Namespace, precisions: Sequence[Precision]) 
     ):
         if given and not heeded:
             raise ValueError(f"{option} is for {what}, there are none here; leave it out")
+
+
+def _require_whole_groups(integer_scales: bool, group_size: int | None) -> None:
+    """Refuse integer scales of groups that no kernel makes faster."""
+    if integer_scales and group_size != K_PADDING:
+        raise ValueError(
+            f"--integer-scales: got groups of {group_size or 'a channel'}, expected {K_PADDING}: "
+            "no kernel gains by others; set --group-size"
+        )
 
 
 def _require_packed(group_size: int | None, precisions: Sequence[Precision]) -> None:

@@ -105,6 +105,10 @@ def make_job(args: argparse.Namespace) -> Job:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    if args.job and args.max_len:
+        raise ValueError(
+            "--max-len says nothing beside --job, which names its lengths; leave it out"
+        )
     return Job(
         model=args.model,
         spec=spec,

@@ -112,9 +112,23 @@ def test_the_twin_takes_integer_scales_of_many_tokens_only() -> None:
     assert float((y - exact).norm() / exact.norm()) < 1e-5
     apart = atom_linear_reference(x, weight.with_activations(16)).double()
     assert float((y - apart).norm() / exact.norm()) > 0.05
+    assert atom_linear_reference(x[:0], weight).shape == (0, 16)
     for wrong in ({"group_size": None}, {"weight_bits": 8}, {"number": "e2m1"}):
         with pytest.raises(ValueError, match="integer_scales: code"):
             replace(scheme, signed_scale=False, **wrong)
+
+
+def test_integer_scales_beside_a_huge_channel_and_of_nothing() -> None:
+    """Groups below half a unit are left out, not inflated; rows of zeros stay zeros."""
+    x = torch.randn(MANY + 1, 1024, generator=torch.Generator().manual_seed(7))
+    x[:, 5] *= 1000
+    x[0] = 0
+    scheme = AtomScheme(outliers=0, signed_scale=True, integer_scales=True)
+    restored = restore(round_activations(x, scheme))
+    assert torch.isfinite(restored).all() and not restored[0].any()
+    assert float(restored[:, 128:].norm()) <= float(x[:, 128:].norm())
+    steps, unit = stored_integers(torch.zeros(2, 8))
+    assert torch.isfinite(steps).all() and not (steps * unit).double().abs().gt(1e-36).any()
 
 
 @pytest.mark.parametrize("bits", [3, 4, 8])
@@ -319,6 +333,8 @@ def test_a_directory_with_integer_scales_says_so(
     command += ["--windows", "1", "--window", "64", "--method", "rtn"]
     assert quantize_main([*command, "--scheme", "w4a16"]) == 2
     assert "--integer-scales is for w4a4 layers" in capsys.readouterr().err
+    assert quantize_main([*command, "--scheme", "w4a4", "--group-size", "64"]) == 2
+    assert "got groups of 64, expected 128" in capsys.readouterr().err
     assert quantize_main([*command, "--scheme", "w4a4"]) == 0
     source = open_checkpoint(tmp_path / "q", ModelSpec.from_directory(tmp_path / "q"))
     parts = source.layer(0, torch.bfloat16).values()

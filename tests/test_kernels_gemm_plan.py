@@ -81,6 +81,13 @@ def test_the_nearest_measurement_serves(monkeypatch):
     assert split(4, torch.float16, True, rows=9) == 1 and split(4, torch.float16, True, 17) is None
 
 
+@pytest.mark.parametrize("more", [{"bm": 224}, {"bm": 160, "blocks": 2}, {"bm": 132}])
+def test_tiles_of_two_parts_that_the_kernel_does_not_know_are_refused(more):
+    assert Config(kernel="gluon", bm=160).bm == 160
+    with pytest.raises(ValueError, match="sum of two"):
+        Config(kernel="gluon", **more)
+
+
 def test_a_loop_known_to_sum_wrongly_is_refused():
     with pytest.raises(ValueError, match="wrong sums"):
         Config(kernel="tile", stages=3, scale_w=True)

@@ -133,6 +133,16 @@ def test_a_job_needs_its_own_prompts_and_caches_only(on_gpu: bool) -> None:
     assert {1, 32} <= {c.v for c in layers if c.target.phase is Phase.DECODE}
 
 
+def test_a_job_whose_prompts_no_fit_could_take_is_refused_before_it_is_timed() -> None:
+    spec = ModelSpec.by_name("llama-3.1-8b")
+    with pytest.raises(ValueError, match=r"prompts of 12000 .* try --max-tokens 48000"):
+        make_grid(spec, quick=False, on_gpu=True, max_batch=32, job=(12000, 100))
+    grid = make_grid(
+        spec, quick=False, on_gpu=True, max_batch=32, max_tokens=48000, job=(12000, 100)
+    )
+    assert sum(c.target.phase is Phase.PREFILL and not c.launch for c in grid_cases(grid)) >= 3
+
+
 @pytest.mark.parametrize(
     ("max_batch", "max_len", "within"), [(32, None, 8), (8, 1024, 64), (1, 1024, 64)]
 )
