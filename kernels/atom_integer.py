@@ -30,18 +30,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 
-from llmpq.kernels.atom_wgmma import _bytes, _halves, _operand
+from llmpq.kernels.atom_wgmma import _barrier, _bytes, _copy, _halves, _operand
 from llmpq.kernels.gluon_shares import segment_of, work
-
-# Triton renamed these between 3.6 and 3.9.
-_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
-_copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 
 @gluon.jit
