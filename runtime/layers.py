@@ -81,6 +81,7 @@ class Rotary:
 
     def __init__(self, spec: ModelSpec, device: torch.device) -> None:
         assert spec.rope_theta is not None
+        _choose_cos_and_sin()
         exponent = torch.arange(0, spec.head_dim, 2, dtype=torch.float32) / spec.head_dim
         inv_freq = 1.0 / (spec.rope_theta**exponent)
         if spec.rope_scaling is not None:
@@ -103,6 +104,15 @@ class Rotary:
             step.memo["cos"] = angle.cos().to(like.dtype)
             step.memo["sin"] = angle.sin_().to(like.dtype)
         return step.memo["cos"], step.memo["sin"]
+
+
+def _choose_cos_and_sin() -> None:
+    """Let MKL choose its cos and sin on one thread.
+
+    It does so at a function's first call; threads that share that call can get different code, up
+    to 4000 ulp apart, and a prompt other tokens than the next time (PyTorch issue 188792).
+    """
+    torch.zeros(1).cos_().sin_()
 
 
 def scaled_frequencies(inv_freq: Tensor, scaling: RopeScaling) -> Tensor:
