@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
@@ -19,6 +18,7 @@ import yaml
 
 from llmpq.cluster import Cluster
 from llmpq.device_spec import canonical_kind, device_specs
+from llmpq.ray_address import require_ray
 from llmpq.units import format_size
 
 MIB = 2**20
@@ -124,7 +124,7 @@ def cluster_yaml(found: list[Found]) -> str:
 
 def cluster_from_ray(address: str) -> Cluster:
     """Return the cluster of a running Ray: a node per Ray node, GPUs by accelerator type."""
-    _require_listener(address)
+    require_ray(address)
     try:
         import ray
     except ImportError:
@@ -133,26 +133,12 @@ def cluster_from_ray(address: str) -> Cluster:
         ray.init(address=address, logging_level="ERROR", log_to_driver=False)
     except ConnectionError:
         raise ValueError(
-            f"no Ray cluster at '{address}'; start one with ray start --head, or give its address"
+            f"no Ray cluster at '{address}'; start one with: ray start --head, or give its address"
         ) from None
     try:
         return cluster_of_nodes(ray.nodes())
     finally:
         ray.shutdown()
-
-
-def _require_listener(address: str) -> None:
-    """Refuse at once an address where nothing listens: Ray itself retries for many minutes."""
-    host, colon, port = address.rpartition(":")
-    if not colon or not port.isdigit() or "/" in host:
-        return  # `auto`, or a form only Ray understands
-    try:
-        socket.create_connection((host, int(port)), timeout=5).close()
-    except OSError as error:
-        raise ValueError(
-            f"no Ray cluster at '{address}' ({error}); start one with ray start --head, or give "
-            "its address"
-        ) from None
 
 
 def cluster_of_nodes(nodes: list[dict[str, Any]]) -> Cluster:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -19,10 +18,9 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from llmpq.cluster import Cluster
 from llmpq.errors import StageLostError
 from llmpq.plan import Plan, StagePlan
+from llmpq.ray_address import require_ray
 from llmpq.runtime.stage_host import LOCAL_HOST, is_cpu
 
-_PROBE_S = 5.0
-"""How long a Ray address may take to accept a connection."""
 _CPU_SHARE = 0.001
 """CPU a CPU stage's bundle asks for: a bundle may not be empty, and stages may share cores."""
 
@@ -36,7 +34,10 @@ def ray_cluster(address: str | None) -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
-    _require_listener(address)
+    try:
+        require_ray(address)
+    except ValueError as error:
+        raise StageLostError(str(error)) from None
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
     logging.getLogger("ray").setLevel(logging.ERROR)
@@ -67,22 +68,6 @@ def ray_cluster(address: str | None) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
-
-
-def _require_listener(address: str | None) -> None:
-    """Refuse at once an address where nothing listens: Ray itself retries for many minutes."""
-    if address in (None, "auto", "local"):
-        address = os.environ.get("RAY_ADDRESS", "")
-    host, colon, port = address.removeprefix("ray://").rpartition(":")
-    if not colon or not port.isdigit() or "/" in host:
-        return  # a form only Ray understands
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_PROBE_S).close()
-    except (OSError, OverflowError) as error:
-        raise StageLostError(
-            f"no Ray cluster at '{address}' ({error}); start one with: ray start --head, or give "
-            "its address"
-        ) from None
 
 
 def bundle_of(stage: StagePlan) -> dict[str, float]:

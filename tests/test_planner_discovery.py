@@ -69,7 +69,7 @@ def test_a_dead_ray_address_is_refused_at_once(capsys: pytest.CaptureFixture[str
     assert main(["devices", "--from-ray", "127.0.0.1:1"]) == 2
     err = capsys.readouterr().err
     assert err.startswith("llmpq-algo: no Ray cluster at '127.0.0.1:1' (")
-    assert err.endswith("; start one with ray start --head, or give its address\n")
+    assert err.endswith("; start one with: ray start --head, or give its address\n")
 
 
 def test_devices_command(capsys: pytest.CaptureFixture[str]) -> None:

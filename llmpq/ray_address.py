@@ -1,0 +1,50 @@
+"""Whether a Ray cluster can be at an address: Ray itself retries for ever where there is none.
+
+Ray's servers speak gRPC, which is HTTP/2: such a server greets with a SETTINGS frame (RFC 9113,
+section 3.4). Whatever else listens there does not.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+
+PROBE_S = 5.0
+"""How long an address may take to accept a connection, and then to greet."""
+_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
+_HEADER_BYTES, _TYPE_AT, _SETTINGS = 9, 3, 4
+
+
+def require_ray(address: str | None) -> None:
+    """Raise ValueError where no Ray can be: nothing listens, or something that is not gRPC.
+
+    `auto`, None and whatever else has no port of its own pass, but for what RAY_ADDRESS says.
+    """
+    if address in (None, "auto", "local"):
+        address = os.environ.get("RAY_ADDRESS", "")
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if not colon or not port.isdigit() or "/" in host:
+        return  # a form only Ray understands
+    try:
+        greeting = _greeting(host.strip("[]"), int(port))
+    except TimeoutError:
+        reason = f"no answer within {PROBE_S:.0f} s"
+    except (OSError, OverflowError) as error:
+        reason = str(error)
+    else:
+        if greeting is None or greeting[_TYPE_AT : _TYPE_AT + 1] == bytes((_SETTINGS,)):
+            return
+        reason = "something listens there that is not Ray"
+    raise ValueError(
+        f"no Ray cluster at '{address}' ({reason}); start one with: ray start --head, or give "
+        "its address"
+    )
+
+
+def _greeting(host: str, port: int) -> bytes | None:
+    """Return what a server says first, b"" if it hangs up; None where Ray encrypts all it says."""
+    with socket.create_connection((host, port), timeout=PROBE_S) as link:
+        if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
+            return None
+        link.sendall(_PREFACE)
+        return link.recv(_HEADER_BYTES, socket.MSG_WAITALL)

@@ -1,0 +1,80 @@
+"""What is no Ray is refused before Ray waits for it for ever."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from llmpq import ray_address
+from llmpq.ray_address import require_ray
+
+pytestmark = pytest.mark.cpu
+
+SETTINGS = bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
+
+
+@contextmanager
+def served(answer: Callable[[socket.socket], None]) -> Iterator[str]:
+    """Yield the address of a server that answers one caller."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            link, _ = server.accept()
+            with link:
+                link.recv(1024)
+                answer(link)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+        thread.join(5)
+
+
+@pytest.mark.parametrize("said", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"-ERR\r\n", b""])
+def test_what_greets_in_another_way_is_not_ray(said: bytes) -> None:
+    with served(lambda link: link.sendall(said)) as address, pytest.raises(ValueError) as caught:
+        require_ray(address)
+    assert str(caught.value) == (
+        f"no Ray cluster at '{address}' (something listens there that is not Ray); start one with: "
+        "ray start --head, or give its address"
+    )
+
+
+def test_what_never_greets_is_not_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_address, "PROBE_S", 0.2)
+    asked = threading.Event()
+
+    def say_nothing(_: socket.socket) -> None:
+        asked.wait(5)
+
+    with served(say_nothing) as address:
+        with pytest.raises(ValueError, match="no answer within"):
+            require_ray(address)
+        asked.set()
+
+
+@pytest.mark.parametrize("form", ["{}", "ray://{}"])
+def test_a_settings_frame_passes(form: str) -> None:
+    with served(lambda link: link.sendall(SETTINGS)) as address:
+        require_ray(form.format(address))
+
+
+def test_an_encrypted_ray_is_only_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_USE_TLS", "1")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        require_ray(f"127.0.0.1:{server.getsockname()[1]}")
+
+
+@pytest.mark.parametrize("address", ["auto", None])
+def test_the_address_of_the_environment_counts(
+    monkeypatch: pytest.MonkeyPatch, address: str | None
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    with pytest.raises(ValueError, match="no Ray cluster at '127.0.0.1:1'"):
+        require_ray(address)
+    monkeypatch.delenv("RAY_ADDRESS")
+    require_ray(address)
