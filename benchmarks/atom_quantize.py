@@ -38,7 +38,7 @@ class RandomCheckpoint(RandomSource):
         config = dict(builtin_configs()[spec.name]) | {"num_hidden_layers": spec.num_layers}
         (directory / "config.json").write_text(json.dumps(config))
         names = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
-        self.file_of = dict.fromkeys(names, "random")
+        self.file_of = dict.fromkeys(names, "config.json")
 
     def layer(self, index: int, dtype: torch.dtype) -> dict[str, Tensor]:
         """Make one decoder layer's parts, on the host."""

@@ -155,7 +155,9 @@ class Cluster(FileForm):
                         f"links.pairs: unknown node '{end}': {nearest(end, names)}nodes: "
                         f"{', '.join(names)}"
                     )
-        _ = self.devices
+        specs: dict[str, DeviceSpec] = {}
+        for device in self.devices:
+            _require_same(specs.setdefault(device.kind, device.spec), device)
         return self
 
     @cached_property
@@ -238,6 +240,17 @@ def _table_kind(node: Node, kind: str) -> str:
         return canonical_kind(kind)
     except ValueError as error:
         raise ValueError(f"node '{node.name}': {error}") from None
+
+
+def _require_same(spec: DeviceSpec, device: Device) -> None:
+    """Refuse a device that is not what its kind means elsewhere: costs go by the kind."""
+    for name in DeviceSpec.model_fields:
+        expected, got = getattr(spec, name), getattr(device.spec, name)
+        if got != expected:
+            raise ValueError(
+                f"node '{device.node}': kind '{device.kind}' has {name} {got}, expected {expected} "
+                "as where the kind comes first; give other devices a kind of their own"
+            )
 
 
 def _resolve(node: Node, group: DeviceGroup, index: int, counts: dict[str, int]) -> Device:

@@ -221,17 +221,21 @@ class CostModel(FileForm):
         return None
 
     def merged(self, other: CostModel) -> CostModel:
-        """Return both models' entries; `other` wins where both have one."""
+        """Return both models' entries and links; `other` wins where both have one."""
         if other.model_fingerprint != self.model_fingerprint:
             raise ValueError(
                 f"cost files of different models cannot be merged: {self.model} and {other.model}"
             )
         entries = {**self._by_key, **other._by_key}
+        links = {
+            (*sorted((link.source_kind, link.target_kind)), link.same_node): link
+            for link in self.links + other.links
+        }
         # Not a copy of this model, whose cached properties would come along.
         return type(self)(
             model=self.model,
             model_fingerprint=self.model_fingerprint,
             entries=tuple(entries.values()),
-            links=self.links + other.links,
+            links=tuple(links.values()),
             versions={**self.versions, **other.versions},
         )

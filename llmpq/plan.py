@@ -11,12 +11,16 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from llmpq.device_spec import device_specs
 from llmpq.errors import BadPlanError, PlanMismatchError
 from llmpq.file_form import FileForm
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import Precision
 from llmpq.workload import Workload
+
+MAX_GAMMA = 7
+"""Most tokens that may be drafted for one verify."""
 
 
 class ModelRef(FileForm):
@@ -89,6 +93,12 @@ class StagePlan(FileForm):
         """Number of layers of the stage."""
         return self.layers[1] - self.layers[0]
 
+    @property
+    def is_cpu(self) -> bool:
+        """Whether the stage runs on its host's cores: it names threads, or a CPU of the table."""
+        spec = device_specs().get(self.kind)
+        return self.threads is not None or (spec is not None and spec.is_cpu)
+
 
 class Predicted(FileForm):
     """What the planner expects of the whole job."""
@@ -125,7 +135,7 @@ class Speculation(FileForm):
     """Draft settings the planner chose (issue of the engine); absent means plain decoding."""
 
     mode: Literal["qspec", "w4kv4", "planes", "kv4", "ngram"]
-    gamma: int = Field(gt=0, le=16)
+    gamma: int = Field(gt=0, le=MAX_GAMMA)
     acceptance: float = Field(ge=0, le=1)
     extra_bytes: int = 0
     predicted_speedup: float | None = None

@@ -15,12 +15,12 @@ _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 
 _HEADER_BYTES, _TYPE_AT, _SETTINGS = 9, 3, 4
 
 
-def require_ray(address: str | None) -> None:
+def require_ray(address: str) -> None:
     """Raise ValueError where no Ray can be: nothing listens, or something that is not gRPC.
 
-    `auto`, None and whatever else has no port of its own pass, but for what RAY_ADDRESS says.
+    `auto` stands for what RAY_ADDRESS says; what names no port is left to Ray.
     """
-    if address in (None, "auto", "local"):
+    if address == "auto":
         address = os.environ.get("RAY_ADDRESS", "")
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if not colon or not port.isdigit() or "/" in host:

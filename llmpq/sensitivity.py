@@ -6,6 +6,7 @@ omega. A group of layers has the sum of its layers' omega.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
@@ -41,8 +42,12 @@ class Sensitivity(FileForm):
                         f"omega of {precision.value} has {len(values)} layers, expected "
                         f"{self.num_layers}"
                     )
-                if any(not v >= 0 for v in values):
-                    raise ValueError(f"omega of {precision.value} must be finite and >= 0")
+                wrong = [v for v in values if not 0 <= v < math.inf]
+                if wrong:
+                    raise ValueError(
+                        f"omega of {precision.value} must be finite and >= 0, got {wrong[0]}; "
+                        f"{REMEDY}"
+                    )
         return self
 
     def omega(self, layer: int, precision: Precision) -> float:

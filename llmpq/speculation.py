@@ -19,12 +19,11 @@ from typing import Literal, Protocol, get_args
 from llmpq.cost_model import CostModel, LatencyEntry, Phase
 from llmpq.kv_format import kv_cache_bytes
 from llmpq.model_spec import ModelSpec
-from llmpq.plan import Plan, StagePlan
+from llmpq.plan import MAX_GAMMA, Plan, StagePlan
 from llmpq.precision import KVPrecision, Precision, WeightScheme
 
 SpeculationMode = Literal["qspec", "w4kv4", "planes", "kv4", "ngram"]
 MODES: tuple[SpeculationMode, ...] = get_args(SpeculationMode)
-MAX_GAMMA = 7
 PRIOR_ACCEPTANCE: Mapping[SpeculationMode, float] = {
     "qspec": 0.8,
     "w4kv4": 0.9,
@@ -47,6 +46,9 @@ DRAFT_PRECISION: Mapping[SpeculationMode, Mapping[Precision, Precision]] = {
 READS_KV4 = ("w4kv4", "kv4")
 COPIES_HEAD = ("w4kv4", "planes")
 """Drafts that read a 4-bit copy of the output matrix, which else would be a quarter of theirs."""
+
+FOUR_BIT_COPY = WeightScheme(bits=4, group_size=128, symmetric=True)
+"""How drafts copy what they cannot read from the stage itself."""
 
 
 class StepTimes(Protocol):
@@ -264,21 +266,20 @@ def draft_bytes(plan: Plan, spec: ModelSpec, index: int, mode: SpeculationMode) 
     """Return what a stage's drafts hold beyond the stage itself.
 
     A 4-bit copy of its 16- and 8-bit layers (w4kv4), of its output matrix (w4kv4, planes), of its
-    KV cache (w4kv4, kv4). The upper nibbles of an 8-bit weight are part of it where weights are
-    stored as planes; CPU stages hold a copy.
+    KV cache (w4kv4, kv4). The upper nibbles of an 8-bit weight (planes) are part of it on a GPU
+    if it has zeros, which are chosen for that; else there is a copy of them.
     """
     stage, workload = plan.stages[index], plan.workload
-    copied = DRAFT_PRECISION[mode] if mode == "w4kv4" or stage.threads is not None else {}
-    planes = mode == "planes"
-    group_size = plan.quantization.group_size if planes else 128
-    scheme = WeightScheme(bits=4, group_size=group_size, symmetric=not planes)
-    of_a_layer = sum(
-        scheme.nbytes(s.out_features, s.in_features, workload.dtype_bytes) for s in spec.linears()
-    )
-    weights = sum(of_a_layer for p in stage.precisions if p in copied) if mode != "qspec" else 0
+    scheme = _copy_scheme(plan, stage, mode)
+    weights = 0
+    if scheme is not None:
+        of_a_layer = sum(
+            scheme.nbytes(s.out_features, s.in_features, workload.dtype_bytes)
+            for s in spec.linears()
+        )
+        weights = of_a_layer * sum(p in DRAFT_PRECISION[mode] for p in stage.precisions)
     if mode in COPIES_HEAD and index == len(plan.stages) - 1:
-        of_the_head = WeightScheme(bits=4, group_size=128, symmetric=True)
-        weights += of_the_head.nbytes(spec.vocab, spec.hidden, workload.dtype_bytes)
+        weights += FOUR_BIT_COPY.nbytes(spec.vocab, spec.hidden, workload.dtype_bytes)
     if mode not in READS_KV4:
         return weights
     cache = kv_cache_bytes(
@@ -290,3 +291,12 @@ def draft_bytes(plan: Plan, spec: ModelSpec, index: int, mode: SpeculationMode) 
         dtype_bytes=workload.dtype_bytes,
     )
     return weights + stage.num_layers * cache
+
+
+def _copy_scheme(plan: Plan, stage: StagePlan, mode: SpeculationMode) -> WeightScheme | None:
+    """Return what a stage's drafts copy its layers as, None where they copy none."""
+    if mode == "planes" and stage.is_cpu:
+        return WeightScheme(bits=4, group_size=plan.quantization.group_size)
+    if mode == "w4kv4" or (mode == "planes" and plan.quantization.symmetric):
+        return FOUR_BIT_COPY
+    return None

@@ -6,6 +6,7 @@ import argparse
 import logging
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -97,6 +98,7 @@ def _observed(
     from llmpq.profiler.calibration import cut_windows, observe
     from llmpq.profiler.omega import HessianObserver, VarianceObserver
     from llmpq.profiler.output_error import OutputErrorObserver
+    from llmpq.profiler.recipes import Settings, num_outliers
     from llmpq.runtime.evaluate import usable_device
     from llmpq.runtime.loader import CheckpointSource
 
@@ -116,7 +118,9 @@ def _observed(
         observer = HessianObserver(precisions, kv, quantization)
         how = "top eigenvalue of 2 X^T X / T, times |Q(W) - W|^2"
     elif args.kind == "output":
-        observer = OutputErrorObserver(precisions, kv, quantization)
+        # As many as `llmpq-quantize` keeps in every linear, wide ones included.
+        kept = replace(quantization, outliers=num_outliers(spec, Settings()))
+        observer = OutputErrorObserver(precisions, kv, kept)
         how = "mean squared error of every linear's output, inputs rounded where they will be"
     else:
         observer = VarianceObserver(precisions, kv, args.rounding, args.granularity, quantization)

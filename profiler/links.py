@@ -16,7 +16,7 @@ from llmpq.cost_model import LinkCost
 from llmpq.device_spec import canonical_kind
 from llmpq.profiler.fit import fit_link
 from llmpq.profiler.messages import LinkTimings, Ready, SetUp
-from llmpq.profiler.processes import Child, Group, time_link, visible_gpus
+from llmpq.profiler.processes import Child, Group, JobFailedError, time_link, visible_gpus
 
 log = logging.getLogger(__name__)
 
@@ -31,13 +31,18 @@ def measure_links(
 ) -> Iterator[LinkCost]:
     """Measure every pair of kinds, one kind with itself included where there are two of it.
 
-    `groups` are the timing processes of the CPU kinds, which are ready.
+    A link whose trial fails is left out: plans then take the cluster file's. `groups` are the
+    timing processes of the CPU kinds, which are ready.
     """
     measured: dict[tuple[str, str], LinkTimings | None] = {}
     for source, target in combinations_with_replacement(devices, 2):
         pair = (_physical(source), _physical(target))
         if pair not in measured:
-            measured[pair] = _time_pair(source, target, groups, set_up, hidden, seconds)
+            try:
+                measured[pair] = _time_pair(source, target, groups, set_up, hidden, seconds)
+            except JobFailedError as error:
+                log.warning("left out the link %s - %s: %s", *pair, " ".join(str(error).split()))
+                measured[pair] = None
         timings = measured[pair]
         if timings is None:
             continue

@@ -3,8 +3,8 @@
     omega[i, b] = sum_o mean_t |W x_t - Q_b(W, x_t)|^2         o linear, t token
 
 Q_b is what the runtime does, rounded inputs included: w4a4 with the outlier channels a calibrated
-checkpoint would keep, in their order, so that w4a4 and w8a8 stand on the same scale as
-weight-only precisions. Unlike eq. (3) it is no bound and needs a sample of inputs, not sums.
+checkpoint would keep, in their order, so that w4a4 and w8a8 stand on the same scale as weight-only
+precisions. Unlike eq. (3) it is no bound and needs a sample of inputs, not sums.
 
 K = in_features, T tokens.
 """
@@ -82,7 +82,10 @@ class OutputErrorObserver:
 
 
 def output_error(weight_NK: Tensor, x_TK: Tensor, scheme: WeightScheme) -> float:
-    """Return mean_t |W x_t - Q(W, x_t)|^2 of one linear."""
+    """Return mean_t |W x_t - Q(W, x_t)|^2 of one linear.
+
+    A w4a4 scheme says how many outlier channels are kept; one that says none keeps K / 32.
+    """
     exact_TN = functional.linear(x_TK.float(), weight_NK.float())
     if scheme.activation_bits == 16:
         dense = quantize_weight(weight_NK, scheme, dtype=torch.float32).dequantize(torch.float32)

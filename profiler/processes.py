@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import socket
 import statistics
 import subprocess
@@ -17,7 +18,7 @@ from functools import lru_cache
 from typing import Self, TypeVar
 
 from llmpq.cluster import Device
-from llmpq.errors import StageLostError
+from llmpq.errors import DeadlineError, StageLostError
 from llmpq.file_form import FileForm
 from llmpq.profiler.messages import (
     Case,
@@ -32,6 +33,10 @@ from llmpq.profiler.messages import (
 
 SUSTAIN_S = 0.1
 """Of load before calls are timed on a whole GPU; a share of one stays below its power cap."""
+
+ANSWER_LIMIT_S = 3600.0
+"""Longest wait for an answer. 4096 tokens through a layer of a 66B model are 8.4 TFLOP: four calls
+by a core of 10 GFLOP/s take 56 minutes."""
 
 Answer = TypeVar("Answer", bound=FileForm)
 
@@ -63,8 +68,18 @@ class Child:
             raise StageLostError(self._death()) from None
 
     def receive(self, kind: type[Answer]) -> Answer:
-        """Wait for one answer; `StageLostError` if the child died, `JobFailedError` if not."""
+        """Wait for one answer: `StageLostError` if the child died, `JobFailedError` if it did not.
+
+        `DeadlineError` if nothing comes: it was stopped, or hangs.
+        """
         assert self._process.stdout is not None
+        # A child answers with one line, written at once, so none is in the buffer already.
+        if not select.select([self._process.stdout], [], [], ANSWER_LIMIT_S)[0]:
+            raise DeadlineError(
+                f"profiling process {self._process.pid} gave no answer for {ANSWER_LIMIT_S:.0f} s "
+                "(expected one in less): was it stopped, or is the host overloaded? Run the same "
+                "command again to resume, with smaller --max-tokens if it is only slow"
+            )
         line = self._process.stdout.readline()
         if not line:
             raise StageLostError(self._death())
@@ -125,14 +140,7 @@ class Group:
         """Time a case on all copies at once; return the median over the copies."""
         for child in self.children:
             child.send(case)
-        timings, failed = [], None
-        for child in self.children:
-            try:
-                timings.append(child.receive(Timing))
-            except JobFailedError as error:
-                failed = error
-        if failed is not None:
-            raise failed
+        timings = _receive_all(self.children, Timing)
         return timings[0].model_copy(
             update={
                 name: statistics.median(getattr(timing, name) for timing in timings)
@@ -151,8 +159,23 @@ def time_link(
     jobs = [first_job, first_job.model_copy(update={"rank": 1})]
     for child, job in zip((first, second), jobs, strict=True):
         child.send(job)
-    answers = [child.receive(LinkTimings) for child in (first, second)]
-    return answers[0]
+    return _receive_all((first, second), LinkTimings)[0]
+
+
+def _receive_all(children: Sequence[Child], kind: type[Answer]) -> list[Answer]:
+    """Return every child's answer; `JobFailedError` once all have answered, if any failed.
+
+    An answer left behind would pass for that to the next job.
+    """
+    answers, failed = [], None
+    for child in children:
+        try:
+            answers.append(child.receive(kind))
+        except JobFailedError as error:
+            failed = error
+    if failed is not None:
+        raise failed
+    return answers
 
 
 def set_up_for(

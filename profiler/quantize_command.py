@@ -37,6 +37,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         sys.stderr.write(f"llmpq-quantize: {refusal(error)}\n")
         return int(ExitCode.USAGE)
+    except (RuntimeError, MemoryError) as error:
+        from llmpq.runtime.out_of_memory import out_of_memory
+
+        if not out_of_memory(error):
+            raise
+        sys.stderr.write(
+            f"llmpq-quantize: out of memory on {args.device}: calibrate with fewer --windows or a "
+            "shorter --window, or on another --device; into a new directory if layers are there\n"
+        )
+        return int(ExitCode.DOES_NOT_FIT)
     except KeyboardInterrupt:
         sys.stderr.write("llmpq-quantize: stopped; run the same command again to continue\n")
         return int(ExitCode.INTERRUPTED)

@@ -1,7 +1,7 @@
 """A model directory in, a quantised one out: layer by layer, resumable, each layer written at once.
 
-`quantize.json` in the output says what made it; a second run with the same settings goes on where
-the first one stopped, one with other settings is refused.
+`quantize.json` in the output says what made it; a second run with the same weights and settings
+goes on where the first one stopped, any other is refused.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from llmpq.profiler.calibrate import CalibrationRun
 from llmpq.profiler.in_turn import quantize
 from llmpq.profiler.recipes import Settings, recipe
 from llmpq.runtime.layers import Weight
-from llmpq.runtime.loader import CheckpointSource
+from llmpq.runtime.loader import CheckpointSource, weight_files
 from llmpq.runtime.quantized_checkpoint import QuantizedCheckpoint
 from llmpq.runtime.quantized_writer import (
     CheckpointWriter,
@@ -52,13 +52,15 @@ class Job:
     kv: KVPrecision = KVPrecision.KV16
     """Bits of the KV cache the checkpoint is meant for; config.json says so."""
 
-    def description(self) -> dict[str, Any]:
-        """Return what decides the result, as JSON values."""
+    def description(self, source: CheckpointSource, dtype: torch.dtype) -> dict[str, Any]:
+        """Return what decides the result, as JSON values; `dtype` is what is computed in."""
         tokens = self.windows_WT.to(torch.int64).cpu().numpy().tobytes()
         return {
             "schema": 1,
             "model": self.spec.name,
             "fingerprint": self.spec.fingerprint(),
+            "weights": weight_files(source),
+            "dtype": str(dtype).removeprefix("torch."),
             "precisions": [precision.value for precision in self.precisions],
             "kv": self.kv.value,
             "settings": asdict(self.settings),
@@ -77,7 +79,7 @@ def quantize_model(
     on_layer: OnLayer = lambda index, size, resumed: None,
 ) -> None:
     """Write the quantised model to `target`."""
-    _claim(target, job.description())
+    _claim(target, job.description(source, dtype))
     stored = DTYPES[job.spec.dtype]
     writer = CheckpointWriter(target, job.spec, source)
     writer.begin()

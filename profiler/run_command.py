@@ -72,7 +72,7 @@ def main(args: argparse.Namespace) -> int:
     """Profile and write costs.json; exit 8 if some targets could not be timed."""
     job = make_job(args)
     samples_path = args.samples or args.output.with_suffix(".samples.jsonl")
-    with SampleLog(samples_path) as samples, _progress(job) as progress:
+    with SampleLog(samples_path) as samples, _progress() as progress:
         task = progress.add_task("starting", total=_num_cases(job))
 
         def on_case(case: Case) -> None:
@@ -161,7 +161,7 @@ def report(outcome: Outcome) -> None:
         )
 
 
-def _progress(job: Job) -> Progress:
+def _progress() -> Progress:
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),

@@ -47,6 +47,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _end(str(error), ExitCode.USAGE)
     except OSError as error:
         return _end(refusal(error), ExitCode.USAGE)
+    except (RuntimeError, MemoryError) as error:
+        # Imports torch, which whatever ran out of memory has imported before.
+        from llmpq.runtime.out_of_memory import first_line, out_of_memory
+
+        if not out_of_memory(error):
+            raise
+        return _end(
+            f"out of memory: {first_line(error)}; take fewer or shorter rows, lower precisions or "
+            "a device with more",
+            ExitCode.DOES_NOT_FIT,
+        )
     except KeyboardInterrupt:
         return _end(_interrupted(words[0]), ExitCode.INTERRUPTED)
 

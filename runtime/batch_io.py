@@ -19,7 +19,6 @@ from llmpq.runtime.batch_rows import (
     PROMPT_HASH,
     Defaults,
     Row,
-    error_line,
     json_row,
     prompt_hash,
     text_row,
@@ -78,11 +77,16 @@ def finished_lines(path: str | Path, rows: Sequence[Row]) -> dict[int, dict[str,
     done: dict[int, dict[str, Any]] = {}
     if not Path(path).exists():
         return done
-    by_id = {row.row_id: row.index for row in rows if row.form in ("completion", "chat")}
-    for line in Path(path).read_text(encoding="utf-8").split("\n"):
+    by_id = {
+        row.row_id: row.index
+        for row in rows
+        if row.form in ("completion", "chat") and row.error is None
+    }
+    for raw in Path(path).read_bytes().split(b"\n"):
         try:
+            line = raw.decode("utf-8")
             data = json.loads(line)
-        except json.JSONDecodeError:
+        except ValueError:
             continue  # a line torn by a crash: its row runs again
         if not isinstance(data, dict) or data.get("error") is not None:
             continue
@@ -190,11 +194,3 @@ def _text(line: Mapping[str, Any]) -> str:
     except UnicodeEncodeError:
         text = json.dumps(line)
     return text + "\n"
-
-
-def write_errors(writer: OrderedWriter, rows: Sequence[Row]) -> int:
-    """Write the rows that cannot be requests; return how many there are."""
-    failed = [row for row in rows if row.error is not None]
-    for row in failed:
-        writer.write(row.index, error_line(row, row.error or ""))
-    return len(failed)

@@ -34,7 +34,8 @@ from llmpq.runtime.output_paths import require_writable
 from llmpq.runtime.quantized_checkpoint import open_checkpoint
 from llmpq.runtime.report import JobResult, build_report, print_summary
 from llmpq.runtime.request import Request
-from llmpq.runtime.scheduler import Limits, Scheduler
+from llmpq.runtime.scheduler import Scheduler
+from llmpq.runtime.stage_actor import limits_of
 from llmpq.runtime.stage_compute import LoadReport
 from llmpq.runtime.thread_engine import ThreadEngine
 from llmpq.workload import Workload
@@ -64,8 +65,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--no-graphs", action="store_true", help="no CUDA graphs")
     how.add_argument("--links", choices=LINK_CHOICES, default="auto", help="between GPUs")
     how.add_argument("--ray-address", "--address", metavar="ADDRESS", help="join this Ray")
-    how.add_argument("--master_addr", "--master-addr", default="127.0.0.1", metavar="IP",
-                     help="where the stages meet (the first stage's host)")  # fmt: skip
+    how.add_argument("--master_addr", "--master-addr", metavar="IP",
+                     help="where the stages meet (default 127.0.0.1)")  # fmt: skip
     how.add_argument("--warm-up", type=int, default=1, help="jobs that are not timed")
     how.add_argument("--repeat", type=int, default=3, help="jobs that are")
     how.add_argument("--seed", type=int, default=0, help="of prompts and dummy weights")
@@ -91,7 +92,7 @@ class Bench:
     seed: int
     links: LinkChoice = "auto"
     ray_address: str | None = None
-    master_addr: str = "127.0.0.1"
+    master_addr: str | None = None
 
 
 def main(args: argparse.Namespace) -> int:
@@ -150,7 +151,7 @@ def single_plan(spec: ModelSpec, args: argparse.Namespace) -> Plan:
             batch=args.batch,
             prompt_len=args.prompt,
             gen_len=args.gen,
-            kv=KVPrecision(args.kv),
+            kv=KVPrecision.parse(args.kv),
             dtype=args.dtype,
         ),
         precision=Precision.parse(args.bits),
@@ -185,7 +186,7 @@ def prompts_of(bench: Bench, job: int) -> list[Request]:
 def run_in_process(bench: Bench) -> list[dict[str, Any]]:
     """Time the job in this process."""
     plan = bench.plan
-    on_gpu = all(stage.threads is None for stage in plan.stages)
+    on_gpu = not any(stage.is_cpu for stage in plan.stages)
     if on_gpu and len(plan.stages) > 1:
         raise ValueError(
             f"--in-process runs one GPU, the plan has {len(plan.stages)} stages; leave it out"
@@ -199,17 +200,9 @@ def run_in_process(bench: Bench) -> list[dict[str, Any]]:
     loads = engine.loads
     startup_s = time.perf_counter() - started_s
     _log.info("loaded in %.1f s", startup_s)
-    limits = Limits(
-        num_slots=plan.workload.batch,
-        prompt_len=plan.workload.prompt_len,
-        max_len=plan.workload.max_len,
-        prefill_microbatch=plan.prefill_microbatch,
-        decode_microbatch=plan.decode_microbatch,
-        num_stages=len(plan.stages),
-    )
 
     def job(index: int) -> JobResult:
-        run = engine.run(Scheduler(limits), prompts_of(bench, index))
+        run = engine.run(Scheduler(limits_of(plan)), prompts_of(bench, index))
         return _result(plan, loads, run.records, run.finished, startup_s)
 
     reports = _repeat(bench, job)

@@ -21,12 +21,13 @@ from rich.console import Console
 from rich.table import Table
 
 from llmpq.cluster import Cluster
-from llmpq.errors import DeadlineError, ExitCode
+from llmpq.errors import DeadlineError, ExitCode, StageLostError
 from llmpq.plan import Plan
+from llmpq.runtime.failures import why
 from llmpq.runtime.pipeline import Deadlines
 from llmpq.runtime.placement import ray_cluster, reserve
 from llmpq.runtime.run_command import load_plan
-from llmpq.runtime.stage_host import LOCAL_HOST, is_cpu
+from llmpq.runtime.stage_host import meeting_host
 from llmpq.runtime.stage_probe import StageProbe
 from llmpq.units import format_size
 
@@ -40,8 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="DIR", help="model directory (default: the plan's)")
     parser.add_argument("--cluster", metavar="YAML", help="check that the plan was made for it")
     parser.add_argument("--ray-address", "--address", metavar="ADDRESS", help="join this Ray")
-    parser.add_argument("--master_addr", "--master-addr", default=LOCAL_HOST, metavar="IP",
-                        help="where the stages meet (the first stage's host)")  # fmt: skip
+    parser.add_argument("--master_addr", "--master-addr", metavar="IP",
+                        help="where the stages meet (default: the first stage's host where "
+                             "--cluster has several nodes, else 127.0.0.1)")  # fmt: skip
     parser.add_argument("--placement-timeout", type=float, default=deadlines.placement_s,
                         metavar="S")  # fmt: skip
     parser.add_argument("--timeout", type=float, default=90.0, metavar="S", help="for each look")
@@ -86,20 +88,20 @@ def look(
     for index, stage in enumerate(plan.stages):
         options = probe_class.options(
             num_cpus=0,
-            num_gpus=0 if is_cpu(stage) else 1,
+            num_gpus=0 if stage.is_cpu else 1,
             scheduling_strategy=PlacementGroupSchedulingStrategy(
                 placement_group=group, placement_group_bundle_index=index
             ),
         )
-        probes.append(options.remote(index, len(plan.stages), not is_cpu(stage)))
+        probes.append(options.remote(index, len(plan.stages), not stage.is_cpu))
     directories = [_directory(plan, cluster, index, args.model) for index in range(len(probes))]
     looks = [probe.look.remote(path) for probe, path in zip(probes, directories, strict=True)]
     places = _all(plan, looks, "looking at its host", args.timeout)
     links: list[dict[str, Any]] = []
     if len(probes) > 1:
-        (port,) = _all(plan, [probes[0].open_rendezvous.remote(args.master_addr)], "meeting",
-                       args.timeout)  # fmt: skip
-        tries = [probe.try_links.remote(args.master_addr, port) for probe in probes]
+        host = meeting_host(args.master_addr, plan, cluster)
+        (port,) = _all(plan, [probes[0].open_rendezvous.remote(host)], "meeting", args.timeout)
+        tries = [probe.try_links.remote(host, port) for probe in probes]
         links = _all(plan, tries, "trying its links", args.timeout)
     for probe in probes:
         ray.kill(probe)
@@ -124,7 +126,12 @@ def _all(plan: Plan, refs: Sequence[Any], doing: str, limit_s: float) -> list[An
             f"no answer from {names} while {doing} within {limit_s:.0f} s; look at its host and "
             "firewall, or raise --timeout"
         )
-    return list(ray.get(list(refs)))
+    try:
+        return list(ray.get(list(refs)))
+    except ray.exceptions.RayError as error:
+        raise StageLostError(
+            f"a stage's place was lost while {doing}: {why(error)}; look at its host"
+        ) from None
 
 
 def judge(
@@ -132,9 +139,9 @@ def judge(
 ) -> list[tuple[ExitCode, str]]:
     """Return every reason why the plan cannot run as it is, with its exit code."""
     problems = []
-    for stage, place in zip(plan.stages, places, strict=True):
+    for stage, place, need in zip(plan.stages, places, _needs(plan, places), strict=True):
         where = f"stage {stage.device} on {stage.node} ({place['host']})"
-        if place["kind"] != stage.kind and not is_cpu(stage):
+        if place["kind"] != stage.kind and not stage.is_cpu:
             problems.append((
                 ExitCode.MISMATCH,
                 f"{where}: planned for {stage.kind}, found {place['gpu'] or place['kind']}; "
@@ -148,12 +155,11 @@ def judge(
                 f"{where}: its model is {place['model_fingerprint']}, the plan was made for "
                 f"{plan.model.fingerprint} ({plan.model.name}); copy the right one there",
             ))  # fmt: skip
-        need = stage.memory.total_bytes if stage.memory is not None else 0
         if 0 < place["free_bytes"] < need:
             problems.append((
                 ExitCode.DOES_NOT_FIT,
                 f"{where}: {format_size(place['free_bytes'])} free, the plan needs "
-                f"{format_size(need)}; free some, or re-plan with a larger reserve",
+                f"{format_size(need)} there; free some, or re-plan with a larger reserve",
             ))  # fmt: skip
     problems += [(ExitCode.MISMATCH, text) for text in differing_versions(plan, places)]
     for index, link in enumerate(links):
@@ -165,6 +171,18 @@ def judge(
                 "firewall between the hosts or give --master_addr",
             ))  # fmt: skip
     return problems
+
+
+def _needs(plan: Plan, places: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Return the bytes each stage asks of its place, CPU stages of one host through the first."""
+    needs = [stage.memory.total_bytes if stage.memory is not None else 0 for stage in plan.stages]
+    first_of: dict[str, int] = {}
+    for index, (stage, place) in enumerate(zip(plan.stages, places, strict=True)):
+        first = first_of.setdefault(place["host"], index) if stage.is_cpu else index
+        if first != index:
+            needs[first] += needs[index]
+            needs[index] = 0
+    return needs
 
 
 def differing_versions(plan: Plan, places: Sequence[Mapping[str, Any]]) -> list[str]:

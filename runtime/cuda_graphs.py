@@ -30,7 +30,6 @@ _log = logging.getLogger("llmpq.graphs")
 
 RING = 8
 """Steps whose inputs may be on their way to the device at once."""
-LAST_TOKEN = -1
 
 KEPT_ROWS = 32
 """Rows up to which a graph keeps logits of its own. A shrinking batch captures a graph for every

@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal, TypeVar, get_args
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +37,6 @@ from llmpq.runtime.stage_model import StageModel
 from llmpq.speculation import COPIES_HEAD
 
 DraftMode = Literal["qspec", "w4kv4", "planes", "kv4"]
-DRAFT_MODES: tuple[str, ...] = get_args(DraftMode)
 _CPU_CHUNK, _GPU_CHUNK = 1 << 17, 1 << 25
 """Weights per step: the temporaries stay in a CPU core's cache, or fill a GPU."""
 _ACTIVATIONS = AtomScheme(weight_bits=4, activation_bits=4)

@@ -8,6 +8,7 @@ import ray
 
 from llmpq.errors import DoesNotFitError, LlmpqError, StageLostError
 from llmpq.plan import Plan
+from llmpq.runtime.out_of_memory import first_line, out_of_memory
 
 GRACE_S = 5.0
 """How long to look for the stage whose death broke another one's connection."""
@@ -35,33 +36,30 @@ def lost_stage(error: Exception, plan: Plan, index: int, *, phase: str, pid: int
     stage = plan.stages[index]
     process = f", pid {pid}" if pid else ""
     who = f"stage {index} ({stage.device} on {stage.node}{process})"
-    if cause is not None and type(cause).__name__ == "OutOfMemoryError":
+    if cause is not None and out_of_memory(cause):
         return DoesNotFitError(
-            f"{who} ran out of GPU memory during {phase}: {_first_line(str(cause))}; re-plan with "
+            f"{who} ran out of memory during {phase}: {first_line(cause)}; re-plan with "
             "a larger reserve for this device"
         )
     return StageLostError(
-        f"{who} was lost during {phase}: {_why(error, cause)}; finished rows are kept, continue "
+        f"{who} was lost during {phase}: {why(error)}; finished rows are kept, continue "
         "with: llmpq-dist run --resume and the same arguments"
     )
 
 
-def _why(error: Exception, cause: Exception | None) -> str:
+def why(error: Exception) -> str:
+    """Return the reason of a Ray error in a few words."""
+    cause = getattr(error, "cause", None)
     if cause is not None:
-        return f"{type(cause).__name__}: {_first_line(str(cause))}"
+        return f"{type(cause).__name__}: {first_line(cause)}"
     text = str(error)
     if isinstance(error, ray.exceptions.OutOfMemoryError):
-        return f"the host ran out of memory ({_first_line(text)})"
+        return f"the host ran out of memory ({first_line(error)})"
     exit_type = re.search(r"Worker exit type: (\w+)", text)
     detail = re.search(r"Worker exit detail: (.*?)(?:\. |\n|$)", text)
     if exit_type is None:
-        return _first_line(text)
+        return first_line(error)
     return (
         f"its process died ({exit_type[1]}: {detail[1] if detail else 'no detail'}; killed by a "
         "signal such as SIGKILL from the kernel's out-of-memory killer, or crashed)"
     )
-
-
-def _first_line(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[0][:300] if lines else "no message"

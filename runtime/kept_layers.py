@@ -22,7 +22,7 @@ from llmpq.kernels.formats import Layout
 from llmpq.kernels.qweight import QuantizedWeight
 from llmpq.precision import WeightScheme
 from llmpq.runtime.families.parts import Parts
-from llmpq.runtime.loader import CheckpointSource
+from llmpq.runtime.loader import CheckpointSource, weight_files
 
 _SHAPES = "llmpq_weights"
 """Metadata key: linear -> what its tensors do not say of themselves, as JSON."""
@@ -77,11 +77,9 @@ class KeptLayers:
         return tensors | {name: parts.linear(stem).weight for name, stem in linears.items()}
 
     def _path(self, index: int, scheme: WeightScheme, dtype: torch.dtype) -> Path:
-        source, files = self._source, sorted(set(self._source.file_of.values()))
-        stats = [(source.directory / name).stat() for name in files]
         what = [
-            source.spec.fingerprint(),
-            [[name, s.st_size, s.st_mtime_ns] for name, s in zip(files, stats, strict=True)],
+            self._source.spec.fingerprint(),
+            weight_files(self._source),
             repr(scheme),
             str(dtype),
             self._device.type,

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 
+from llmpq.device_spec import device_specs
 from llmpq.errors import DoesNotFitError
 from llmpq.kv_format import kv_cache_bytes
 from llmpq.model_spec import ModelSpec
-from llmpq.plan import MemoryForm, Plan
+from llmpq.plan import MemoryForm, Plan, StagePlan
 from llmpq.precision import KVPrecision
 from llmpq.units import format_size
+from llmpq.workload import Workload
+from llmpq.workspace import workspace_bytes
 
 AUTO = "auto"
 
@@ -38,7 +41,9 @@ def with_kv(plan: Plan, spec: ModelSpec, wish: str) -> Plan:
     for stage in plan.stages:
         memory = stage.memory
         if memory is not None:
-            memory = _changed(memory, per_layer * stage.num_layers)
+            memory = _changed(
+                memory, per_layer * stage.num_layers, _workspace_bytes(plan, spec, stage, workload)
+            )
             short = memory.total_bytes - memory.limit_bytes
             if short > 0:
                 raise DoesNotFitError(
@@ -50,6 +55,23 @@ def with_kv(plan: Plan, spec: ModelSpec, wish: str) -> Plan:
     return plan.model_copy(update={"workload": workload, "stages": tuple(stages)})
 
 
-def _changed(memory: MemoryForm, kv_bytes: int) -> MemoryForm:
-    total = memory.total_bytes - memory.kv_bytes + kv_bytes
-    return memory.model_copy(update={"kv_bytes": kv_bytes, "total_bytes": total})
+def _workspace_bytes(plan: Plan, spec: ModelSpec, stage: StagePlan, workload: Workload) -> int:
+    """Return the largest temporary of a stage at this workload's KV precision."""
+    device = device_specs().get(stage.kind)
+    return workspace_bytes(
+        spec,
+        workload,
+        precisions=stage.precisions,
+        first=stage is plan.stages[0],
+        last=stage is plan.stages[-1],
+        prefill_microbatch=plan.prefill_microbatch,
+        decode_microbatch=plan.decode_microbatch,
+        on_gpu=not stage.is_cpu,
+        unpacks=device is None or device.unpacks_weights,
+    )
+
+
+def _changed(memory: MemoryForm, kv_bytes: int, workspace_bytes: int) -> MemoryForm:
+    changed = {"kv_bytes": kv_bytes, "workspace_bytes": workspace_bytes}
+    grown = sum(changed.values()) - memory.kv_bytes - memory.workspace_bytes
+    return memory.model_copy(update={**changed, "total_bytes": memory.total_bytes + grown})

@@ -156,6 +156,16 @@ class CheckpointSource:
         return f"no {SINGLE} or {INDEX} in '{self.directory}': expected a local model directory"
 
 
+def weight_files(source: CheckpointSource) -> list[list[str | int]]:
+    """Return what tells one checkpoint's weights from another's: names, bytes, changed in ns.
+
+    To read them all takes minutes.
+    """
+    names = sorted(set(source.file_of.values()))
+    stats = [(source.directory / name).stat() for name in names]
+    return [[name, s.st_size, s.st_mtime_ns] for name, s in zip(names, stats, strict=True)]
+
+
 class RandomSource:
     """Seeded random weights of an architecture: the same whatever the split into stages."""
 

@@ -14,7 +14,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -33,7 +32,7 @@ from llmpq.runtime.placement import ray_cluster, reserve
 from llmpq.runtime.request import Request
 from llmpq.runtime.stage_actor import StageActor, StageSettings, write_request
 from llmpq.runtime.stage_compute import LoadReport
-from llmpq.runtime.stage_host import LOCAL_HOST, is_cpu
+from llmpq.runtime.stage_host import meeting_host, process_space
 from llmpq.runtime.stage_loop import Finished, Progress
 from llmpq.runtime.trace import StageRecord
 
@@ -58,7 +57,8 @@ class Launch:
 
     ray_address: str | None = None
     """An existing Ray; None starts one on this machine."""
-    master_addr: str = LOCAL_HOST
+    master_addr: str | None = None
+    """None: this host, or the first stage's if the cluster's stages are on several nodes."""
     master_port: int = 0
     """0 lets the system choose."""
 
@@ -105,7 +105,7 @@ class Pipeline:
             stack.callback(pipeline._kill)
             pipeline._place(group, cluster)
             pipeline._load()
-            pipeline._connect(launch)
+            pipeline._connect(launch, cluster)
             yield pipeline
 
     def submit(self, requests: Sequence[Request], *, more: bool = False) -> None:
@@ -133,9 +133,10 @@ class Pipeline:
                 self._result(ref, self._running[ref])
                 del self._running[ref]
             self._check_health()
-        if poll is not None:
-            yield self._read_poll(poll)
-        yield self._read_poll(self._actors[0].poll.remote(0.0))
+        for last in (poll, self._actors[0].poll.remote(0.0)):
+            if last is not None:
+                self._gather([last], [0], self._deadlines.step_s)
+                yield self._read_poll(last)
 
     def records(self) -> list[StageRecord]:
         """Return what every stage recorded."""
@@ -162,7 +163,7 @@ class Pipeline:
         for index, stage in enumerate(self.plan.stages):
             options = actor_class.options(
                 num_cpus=0,
-                num_gpus=0 if is_cpu(stage) else 1,
+                num_gpus=0 if stage.is_cpu else 1,
                 max_concurrency=_THREADS,
                 max_restarts=0,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
@@ -172,8 +173,8 @@ class Pipeline:
             folder = folders.get(stage.node) or settings["model_dir"]
             self._actors.append(options.remote(index, plan_json, {**settings, "model_dir": folder}))
         identities = self._all("identity", self._deadlines.load_s)
-        here = socket.gethostname()
-        self._pids = [who["pid"] if who["host"] == here else 0 for who in identities]
+        here = process_space()
+        self._pids = [who["pid"] if who["space"] == here else 0 for who in identities]
 
     def _load(self) -> None:
         self._phase = "loading"
@@ -181,10 +182,11 @@ class Pipeline:
             LoadReport(**report) for report in self._all("load", self._deadlines.load_s)
         ]
 
-    def _connect(self, launch: Launch) -> None:
+    def _connect(self, launch: Launch, cluster: Cluster | None) -> None:
         """Join the stages' process group and start their loops."""
         self._phase = "connecting"
-        host, limit_s = launch.master_addr, self._deadlines.load_s
+        host = meeting_host(launch.master_addr, self.plan, cluster)
+        limit_s = self._deadlines.load_s
         if len(self._actors) > 1:
             opened = self._actors[0].open_rendezvous.remote(host, launch.master_port)
             (port,) = self._gather([opened], [0], limit_s)
@@ -199,6 +201,8 @@ class Pipeline:
     def _gather(self, refs: Sequence[Any], stages: Sequence[int], limit_s: float) -> list[Any]:
         """Wait for all; the first failure wins, whichever stage it is."""
         index_of = dict(zip(refs, stages, strict=True))
+        starting = self._phase in ("start-up", "loading", "connecting")
+        option = "--load-timeout" if starting else "--step-timeout"
         pending, end_s = list(refs), time.monotonic() + limit_s
         while pending:
             done, pending = ray.wait(
@@ -208,7 +212,7 @@ class Pipeline:
                 names = ", ".join(self.plan.stages[index_of[ref]].device for ref in pending)
                 raise DeadlineError(
                     f"no answer from {names} during {self._phase} within {limit_s:.0f} s; raise "
-                    "the deadline with --load-timeout or look at the stage's host"
+                    f"the deadline with {option} or look at the stage's host"
                 )
             self._result(done[0], index_of[done[0]])
         return list(ray.get(list(refs)))

@@ -19,7 +19,7 @@ from llmpq.cluster import Cluster
 from llmpq.errors import StageLostError
 from llmpq.plan import Plan, StagePlan
 from llmpq.ray_address import require_ray
-from llmpq.runtime.stage_host import LOCAL_HOST, is_cpu
+from llmpq.runtime.stage_host import LOCAL_HOST
 
 _CPU_SHARE = 0.001
 """CPU a CPU stage's bundle asks for: a bundle may not be empty, and stages may share cores."""
@@ -34,10 +34,11 @@ def ray_cluster(address: str | None) -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
-    try:
-        require_ray(address)
-    except ValueError as error:
-        raise StageLostError(str(error)) from None
+    if address is not None:
+        try:
+            require_ray(address)
+        except ValueError as error:
+            raise StageLostError(str(error)) from None
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
     logging.getLogger("ray").setLevel(logging.ERROR)
@@ -51,6 +52,7 @@ def ray_cluster(address: str | None) -> Iterator[None]:
             ray.init(address=address, **common)
         else:
             ray.init(
+                address="local",  # whatever RAY_ADDRESS says
                 include_dashboard=False,
                 object_store_memory=80 * 2**20,
                 _node_ip_address=LOCAL_HOST,
@@ -72,7 +74,7 @@ def ray_cluster(address: str | None) -> Iterator[None]:
 
 def bundle_of(stage: StagePlan) -> dict[str, float]:
     """Return the resources of a stage's bundle: a GPU, or a token share of a CPU."""
-    if is_cpu(stage):
+    if stage.is_cpu:
         return {"CPU": _CPU_SHARE}
     return {"GPU": 1, "CPU": _CPU_SHARE}
 
@@ -106,10 +108,10 @@ def _labels(cluster: Cluster | None, stage: StagePlan) -> dict[str, str]:
 
 def _check_resources(plan: Plan, selectors: Sequence[Mapping[str, str]]) -> None:
     """Refuse at once what the cluster as a whole does not have."""
-    gpus_wanted = sum(not is_cpu(stage) for stage in plan.stages)
+    gpus_wanted = sum(not stage.is_cpu for stage in plan.stages)
     gpus = int(ray.cluster_resources().get("GPU", 0))
     if gpus_wanted > gpus:
-        names = ", ".join(stage.device for stage in plan.stages if not is_cpu(stage))
+        names = ", ".join(stage.device for stage in plan.stages if not stage.is_cpu)
         raise StageLostError(
             f"the plan needs {gpus_wanted} GPUs ({names}), Ray's cluster has {gpus}; add nodes "
             "with: ray start --address HOST:PORT, or re-plan for the devices there are"
@@ -127,7 +129,7 @@ def _check_resources(plan: Plan, selectors: Sequence[Mapping[str, str]]) -> None
 def _wanted(plan: Plan, selectors: Sequence[Mapping[str, str]]) -> str:
     parts = []
     for stage, labels in zip(plan.stages, selectors, strict=True):
-        what = "a CPU" if is_cpu(stage) else "1 GPU"
+        what = "a CPU" if stage.is_cpu else "1 GPU"
         parts.append(f"{stage.device} needs {what}" + (f" on {dict(labels)}" if labels else ""))
     return ", ".join(parts)
 

@@ -93,8 +93,9 @@ def _add_launch(group: argparse._ArgumentGroup) -> None:
         "--no_auto", "--no-auto", action="store_true",
         help="start nothing: join the Ray that runs already (as --ray-address auto)",
     )  # fmt: skip
-    group.add_argument("--master_addr", "--master-addr", default=launch.master_addr, metavar="IP",
-                       help="where the stages meet (the first stage's host)")  # fmt: skip
+    group.add_argument("--master_addr", "--master-addr", metavar="IP",
+                       help="where the stages meet (default: the first stage's host where "
+                            "--cluster has several nodes, else 127.0.0.1)")  # fmt: skip
     group.add_argument("--layer-cache", metavar="DIR",
                        help="keep quantised layers here: a restart reads them")  # fmt: skip
     group.add_argument("--links", choices=LINK_CHOICES, default="auto",

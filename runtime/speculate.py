@@ -21,8 +21,6 @@ from llmpq.speculation import (
     predicted_speedup,
 )
 
-DEFAULT_GAMMA = 3
-
 
 @dataclass
 class Acceptance:

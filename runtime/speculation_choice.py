@@ -61,7 +61,7 @@ def choose_speculation(plan: Plan, mode: str | None, gamma: str, costs: str | No
         mode = plan.speculation.mode
         length = length or (None if costs is not None else plan.speculation.gamma)
     if mode == "auto":
-        return _automatic(plan, costs)
+        return _automatic(plan, costs, length)
     if mode not in MODES:
         raise unknown_name("speculation mode", str(mode), [*MODES, "auto", "off"])
     known = mode
@@ -76,11 +76,14 @@ def choose_speculation(plan: Plan, mode: str | None, gamma: str, costs: str | No
 
 def times_itself(plan: Plan) -> bool:
     """Whether the engine times its own drafts and verifies at the start: a whole model on a GPU."""
-    return len(plan.stages) == 1 and plan.stages[0].threads is None
+    return len(plan.stages) == 1 and not plan.stages[0].is_cpu
 
 
-def _automatic(plan: Plan, costs: str | None) -> Drafts:
-    """Choose the mode with the highest predicted speed-up in the middle of the job."""
+def _automatic(plan: Plan, costs: str | None, length: int | None) -> Drafts:
+    """Choose the mode with the highest predicted speed-up in the middle of the job.
+
+    A length that was given stays: only the mode is chosen.
+    """
     if costs is None:
         raise ValueError("--speculate auto needs --costs costs.json (llmpq-profile)")
     model = CostModel.load_json(costs)
@@ -93,8 +96,8 @@ def _automatic(plan: Plan, costs: str | None) -> Drafts:
         _log.info("speculation: off, no draft is predicted to pay at this batch and context")
         return Drafts()
     mode, gamma, speedup = best
-    _log.info("speculation: %s, gamma %d to start with, predicted %.2fx", mode, gamma, speedup)
-    return Drafts(mode=mode, costs=_costs_to_obey(plan, costs))
+    _log.info("speculation: %s, predicted %.2fx with a gamma of %d", mode, speedup, gamma)
+    return Drafts(mode=mode, gamma=length, costs=_costs_to_obey(plan, costs))
 
 
 def _costs_to_obey(plan: Plan, costs: str | None) -> str | None:

@@ -43,7 +43,11 @@ from llmpq.runtime.sampling_params import SamplingParams
 from llmpq.runtime.scheduler import Limits, Scheduler, max_ahead
 from llmpq.runtime.speculate import AutoDrafter, FixedDrafter, speculation_report
 from llmpq.runtime.stage_compute import StageCompute, build_stage
-from llmpq.runtime.stage_host import is_cpu, listening_socket, loopback_interface
+from llmpq.runtime.stage_host import (
+    listening_socket,
+    loopback_interface,
+    process_space,
+)
 from llmpq.runtime.stage_loop import FirstStage, Mailbox, run_following_stage
 from llmpq.runtime.stage_model import DTYPES
 from llmpq.runtime.stop_texts import StopTexts
@@ -128,8 +132,8 @@ class StageActor:
         return self._plan.stages[self._index]
 
     def identity(self) -> dict[str, Any]:
-        """Return the process and host of this stage."""
-        return {"pid": os.getpid(), "host": socket.gethostname()}
+        """Return the process of this stage and where its number counts."""
+        return {"pid": os.getpid(), "space": process_space()}
 
     def load(self) -> dict[str, Any]:
         """Check the device, load the stage's slice, warm it up; returns what it allocated."""
@@ -179,7 +183,7 @@ class StageActor:
         store = self._store or dist.TCPStore(host, port, is_master=False, timeout=JOIN_LIMIT)
         self._store = store
         join_gloo(dist.PrefixStore("stages", store), self._index, len(self._plan.stages))
-        if not any(is_cpu(stage) for stage in self._plan.stages) and self._gpu is not None:
+        if not any(stage.is_cpu for stage in self._plan.stages) and self._gpu is not None:
             self._use_threads()
             wanted = self._settings.links
             kinds = {"auto": KINDS, "gloo": ()}.get(wanted, (wanted,))
@@ -189,7 +193,7 @@ class StageActor:
         """Run the stage's loop until the job ends."""
         self._use_threads()
         assert self._compute is not None
-        if is_cpu(self._stage):
+        if self._stage.is_cpu:
             self._compute.warm_up(1, 1)  # what libraries keep per thread
         num_stages = len(self._plan.stages)
         transport = self._transport() if num_stages > 1 else None
@@ -332,7 +336,7 @@ class StageActor:
     def _device(self) -> torch.device:
         """Return the device Ray gave this actor, or refuse a plan made for another kind."""
         stage = self._stage
-        if is_cpu(stage):
+        if stage.is_cpu:
             return torch.device("cpu")
         if not torch.cuda.is_available():
             raise PlanMismatchError(

@@ -20,6 +20,7 @@ from llmpq.runtime.kv_cache import KVCache
 from llmpq.runtime.kv_factory import make_kv_cache
 from llmpq.runtime.loader import TensorSource
 from llmpq.runtime.message import StepMessage
+from llmpq.runtime.out_of_memory import out_of_memory
 from llmpq.runtime.pending import Pending
 from llmpq.runtime.request import StepKind
 from llmpq.runtime.sampling import sample
@@ -65,7 +66,7 @@ class StageCompute:
         self.model, self.kv, self._device, self._dtype = model, kv, device, dtype
         self.draft: Draft | None = None
         self._truncates = False
-        self._widths: dict[int, list[int]] = {}
+        self._widths: tuple[int, ...] = ()
         """Rows of a micro-batch -> the prompt widths that have run, ascending."""
         self._draft_probs: dict[int, list[Tensor]] = {}
         """Slot -> the distributions its unverified drafts were drawn from (last stage)."""
@@ -153,8 +154,8 @@ class StageCompute:
         return torch.tensor([[len(row), *row, *[0] * (width - len(row))] for row in rows])
 
     def _padded(self, step: Step, x: Tensor) -> tuple[Step, Tensor]:
-        """Widen prompts on a CPU to a width that has run: see `warm_up_shapes`."""
-        width = next((w for w in self._widths.get(step.batch, ()) if w >= step.q_len), step.q_len)
+        """Widen prompts on a CPU to the next of the widths that `warm_up_shapes` chose."""
+        width = next((w for w in self._widths if w >= step.q_len), step.q_len)
         extra = width - step.q_len
         if extra == 0 or not step.fresh:
             return step, x
@@ -174,8 +175,9 @@ class StageCompute:
     def warm_up_shapes(self, plan: Plan) -> None:
         """Run the shapes to come: the largest prompts on a GPU, so that a lack of memory shows.
 
-        On a CPU a product of a new shape takes twice its time. The planned numbers of rows run at
-        some widths, as far as `WARM_UP_S` goes, and prompts are then padded to the next of these.
+        On a CPU a product of a new shape takes twice its time, so prompts are padded to a few
+        widths, which the plan alone decides: sums differ with the shape, and tokens may not depend
+        on how busy the host is. The planned rows run at these widths as far as `WARM_UP_S` goes.
         """
         workload = plan.workload
         prompt_len = min(workload.prompt_len, workload.max_len)
@@ -185,13 +187,13 @@ class StageCompute:
             self._run_zeros(StepKind.PREFILL, prefill_rows, prompt_len)
             return
         gap = max(MIN_WIDTH, -(-prompt_len // NUM_WIDTHS))
-        widths = [*range(gap, prompt_len, gap), prompt_len]
-        shapes = [(StepKind.PREFILL, prefill_rows, width) for width in widths]
+        self._widths = (*range(gap, prompt_len, gap), prompt_len)
+        shapes = [(StepKind.PREFILL, prefill_rows, width) for width in self._widths]
         shapes += [(StepKind.DECODE, rows, 1) for rows in range(decode_rows - 1, 0, -1)]
         shapes += [
             (StepKind.PREFILL, rows, width)
             for rows in range(prefill_rows - 1, 0, -1)
-            for width in widths
+            for width in self._widths
         ]
         drawn = SamplingParams(temperature=1.0, top_p=0.9)
         left_s, token_s = WARM_UP_S, 0.0
@@ -202,7 +204,6 @@ class StageCompute:
             left_s -= seconds
             if kind is StepKind.PREFILL:
                 token_s = seconds / (rows * q_len)
-                self._widths.setdefault(rows, []).append(q_len)
 
     def _run_zeros(
         self, kind: StepKind, rows: int, q_len: int, sampling: SamplingParams = GREEDY
@@ -291,7 +292,9 @@ def _load(
             dtype=dtype,
             device=device,
         )
-    except torch.OutOfMemoryError as error:
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
         raise DoesNotFitError(
             f"stage {stage.device} ran out of memory while loading layers {stage.layers[0]} to "
             f"{stage.layers[1]}: {error}; re-plan with a larger reserve for this device"

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import socket
+from pathlib import Path
 
-from llmpq.device_spec import device_specs
+from llmpq.cluster import Cluster
 from llmpq.errors import StageLostError
-from llmpq.plan import StagePlan
+from llmpq.plan import Plan
 
 LOCAL_HOST = "127.0.0.1"
 
 
-def is_cpu(stage: StagePlan) -> bool:
-    """Whether a stage runs on the host's cores."""
-    spec = device_specs().get(stage.kind)
-    return stage.threads is not None or (spec is not None and spec.is_cpu)
+def meeting_host(asked: str | None, plan: Plan, cluster: Cluster | None) -> str:
+    """Return the address at which the stages meet.
+
+    What was asked for, else this host, or the first stage's where the cluster puts stages on
+    several nodes.
+    """
+    if asked is not None:
+        return asked
+    first = plan.stages[0].node
+    if cluster is None or all(stage.node == first for stage in plan.stages):
+        return LOCAL_HOST
+    return next(node.host for node in cluster.nodes if node.name == first)
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
@@ -30,6 +39,15 @@ def listening_socket(host: str, port: int) -> socket.socket:
         ) from None
     listener.listen()
     return listener
+
+
+def process_space() -> str:
+    """Return what processes that can name each other by number share: a boot, a PID namespace.
+
+    Copied machines have one host name, containers one boot.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{socket.gethostname()} {boot} {Path('/proc/self/ns/pid').readlink()}"
 
 
 def loopback_interface() -> str:

@@ -21,12 +21,9 @@ from torch import Tensor
 from llmpq.runtime.message import STOP, StepMessage, describe, result_width
 from llmpq.runtime.pending import Pending, arrived
 from llmpq.runtime.request import MicroBatch, Request, StepKind
-from llmpq.runtime.scheduler import Scheduler, max_ahead, max_in_flight
+from llmpq.runtime.scheduler import UNKNOWN, Scheduler, max_ahead, max_in_flight
 from llmpq.runtime.trace import Recorder
 from llmpq.runtime.transport import Transport
-
-UNKNOWN_TOKEN = -1
-"""Stands for the token a request's last step has yet to bring, where a stage runs ahead."""
 
 
 class Compute(Protocol):
@@ -218,7 +215,7 @@ class FirstStage:
 
         In order, since slots change hands: a later flight's tokens must overwrite an earlier one's.
         """
-        unknown = {r.id for r in micro_batch.requests if r.output and r.output[-1] == UNKNOWN_TOKEN}
+        unknown = {r.id for r in micro_batch.requests if r.output and r.output[-1] == UNKNOWN}
         needed = 0
         for place, flight in enumerate(self._in_flight):
             if any(request.id in unknown for request in flight.micro_batch.requests):
@@ -236,7 +233,7 @@ class FirstStage:
         if not self._runs_ahead or may_stop or not plain or self._scheduler.drafts:
             return None
         places = [(request, len(request.output)) for request in requests]
-        finished = self._scheduler.complete(micro_batch, [[UNKNOWN_TOKEN]] * len(requests))
+        finished = self._scheduler.complete(micro_batch, [[UNKNOWN]] * len(requests))
         return _Ahead(places, finished)
 
     def _finish_oldest(self) -> None:

@@ -129,8 +129,11 @@ class ThreadEngine:
         try:
             with _current(self._devices[0]):
                 first.run()
-        except ConnectionError:
-            raise failures[0] from None
+        except BaseException as error:
+            ring.broken.set()
+            if failures and isinstance(error, ConnectionError):
+                raise failures[0] from None
+            raise
         for thread in threads:
             thread.join()
         records = [

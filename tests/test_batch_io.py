@@ -185,6 +185,28 @@ def test_resuming_openai_rows_goes_by_custom_id(tmp_path):
     assert sorted(finished_lines(out, rows)) == [0]
 
 
+def test_resuming_leaves_out_the_rows_of_repeated_ids(tmp_path):
+    path, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    path.write_text(openai() + "\n" + openai() + "\n")
+    rows = read_rows(path, Defaults())
+    assert rows[1].error is not None
+    with OrderedWriter(out, 2) as writer:
+        writer.write(0, answer_line(rows[0], ANSWER, "demo"))
+        writer.write(1, error_line(rows[1], rows[1].error))
+    assert sorted(finished_lines(out, rows)) == [0]
+
+
+def test_a_line_torn_within_a_character_runs_again(tmp_path):
+    path, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    path.write_text(openai() + "\n")
+    rows = read_rows(path, Defaults())
+    with OrderedWriter(out, 1) as writer:
+        writer.write(0, answer_line(rows[0], ANSWER, "demo"))
+    whole = out.read_bytes()
+    out.write_bytes(whole + '{"text": "é'.encode()[:-1])
+    assert sorted(finished_lines(out, rows)) == [0]
+
+
 def test_errors_name_lines_as_an_editor_counts_them(tmp_path):
     path = tmp_path / "in.jsonl"
     path.write_text("\n" + openai() + "\n\n{bad\n" + openai() + "\n")

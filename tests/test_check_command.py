@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from llmpq.errors import ExitCode
+from llmpq.plan import MemoryForm
 from llmpq.runtime.__main__ import main
 from llmpq.runtime.check_command import judge
 
@@ -49,6 +50,26 @@ def test_a_model_that_is_not_the_plans(demo_model, tiny_models, plan_file, ray_s
     code = main(["check", str(path), "--model", str(other), "--ray-address", ray_session])
     assert code == ExitCode.MISMATCH
     assert "copy the right one there" in capsys.readouterr().err
+
+
+def test_cpu_stages_share_their_hosts_memory(demo_model, make_plan):
+    plan = make_plan(demo_model, splits=(4,))
+    memory = MemoryForm(
+        weights_bytes=7 << 30,
+        embedding_bytes=0,
+        kv_bytes=0,
+        workspace_bytes=0,
+        context_bytes=0,
+        total_bytes=7 << 30,
+        limit_bytes=8 << 30,
+    )
+    stages = tuple(stage.model_copy(update={"memory": memory}) for stage in plan.stages)
+    plan = plan.model_copy(update={"stages": stages})
+    places = [place(plan, free_bytes=10 << 30), place(plan, free_bytes=10 << 30)]
+    ((code, text),) = judge(plan, places, [])
+    assert code == ExitCode.DOES_NOT_FIT
+    assert "10.0 GiB free, the plan needs 14.0 GiB there" in text
+    assert judge(plan, [places[0], {**places[1], "host": "another"}], []) == []
 
 
 def test_judgements(demo_model, make_plan):

@@ -230,3 +230,38 @@ def test_a_device_that_is_not_here_is_one_sentence(demo_model, tmp_path, capsys,
     else:
         code = quantize([str(demo_model), str(tmp_path / "o"), "--scheme", "w4a16", *words])
     assert code == ExitCode.USAGE and "--device 'cuda:77'" in last_line(capsys)
+
+
+def test_a_lack_of_memory_is_a_sentence(monkeypatch, capsys):
+    text = "[enforce fail at alloc_cpu.cpp:130] . DefaultCPUAllocator: can't allocate memory\nstack"
+
+    def allocate(words: object) -> int:
+        raise RuntimeError(text)
+
+    monkeypatch.setattr(command_line, "_dispatch", allocate)
+    assert main(["bench"]) == ExitCode.DOES_NOT_FIT
+    said = last_line(capsys)
+    assert said.startswith("llmpq-dist: out of memory: [enforce fail") and "stack" not in said
+
+
+def test_another_error_is_not_taken_for_a_lack_of_memory(monkeypatch):
+    def fail(words: object) -> int:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(command_line, "_dispatch", fail)
+    with pytest.raises(RuntimeError, match="planted"):
+        main(["bench"])
+
+
+def test_without_an_address_ray_is_started_here_whatever_the_environment_says(monkeypatch):
+    import ray
+
+    from llmpq.runtime.placement import ray_cluster
+
+    given: list[dict[str, object]] = []
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    monkeypatch.setattr(ray, "init", lambda **options: given.append(options))
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    with ray_cluster(None):
+        pass
+    assert [options["address"] for options in given] == ["local"]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import threading
+import time
 
 import pytest
 import torch
@@ -82,6 +84,22 @@ def test_a_failing_stage_ends_the_run(tiny_models, make_plan):
     runner.computes[1].kv = None  # type: ignore[assignment]
     with pytest.raises(AttributeError):
         serve(runner, [Request(id=0, prompt=(5, 6), max_new=4)])
+
+
+def test_a_failing_first_stage_ends_the_others(tiny_models, make_plan, monkeypatch):
+    runner = engine(make_plan, tiny_models.directory("opt"), (1,))
+    before = threading.active_count()
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(runner.computes[0], "run", fail)
+    with pytest.raises(RuntimeError, match="planted"):
+        serve(runner, [Request(id=0, prompt=(1, 2, 3), max_new=4)])
+    end_s = time.monotonic() + 30
+    while threading.active_count() > before and time.monotonic() < end_s:
+        time.sleep(0.01)
+    assert threading.active_count() == before
 
 
 def test_headers_carry_every_field():

@@ -11,15 +11,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from llmpq.kernels.atom_formats import AtomWeight, quantize_atom
+from llmpq.kernels.atom_scheme import AtomScheme
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import WEIGHT_ONLY, KVPrecision, Precision, WeightScheme
+from llmpq.profiler import output_error
 from llmpq.profiler.__main__ import main
 from llmpq.profiler.calibration import cut_windows, observe
 from llmpq.profiler.hessian import HessianSum, squared_error
 from llmpq.profiler.indicator import InputStats, Rounding, activation_omega, weight_omega
 from llmpq.profiler.kv_indicator import kv_omega, range_square
 from llmpq.profiler.omega import HessianObserver, VarianceObserver, random_tables
+from llmpq.profiler.recipes import Settings, num_outliers
 from llmpq.runtime.loader import CheckpointSource
 from llmpq.sensitivity import Sensitivity
 
@@ -237,6 +241,25 @@ def test_the_command_writes_a_labelled_file(tmp_path: Path, demo_model: Path) ->
     assert omega.omega(0, Precision.W3A16) > omega.omega(0, Precision.W4A16) > 0
     assert omega.kv_omega(7, KVPrecision.KV2) > 0
     assert "2 windows of 32 tokens of text.txt" in json.loads(out.read_text())["note"]
+
+
+def test_w4a4_keeps_the_channels_that_a_checkpoint_would(
+    tmp_path: Path, demo_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: set[int] = set()
+
+    def spy(w_NK: Tensor, scheme: AtomScheme, **how: Any) -> AtomWeight:
+        kept.add(scheme.outliers)
+        return quantize_atom(w_NK, scheme, **how)
+
+    monkeypatch.setattr(output_error, "quantize_atom", spy)
+    text = tmp_path / "text.txt"
+    text.write_text("def add(a, b):\n    return a + b\n" * 30)
+    options = (
+        f"--kind output --model {demo_model} --text {text} --windows 2 --window 32 --bits w4a4"
+    )
+    assert main(["indicator", *options.split(), "-o", str(tmp_path / "omega.json")]) == 0
+    assert kept == {num_outliers(ModelSpec.from_directory(demo_model), Settings())} == {8}
 
 
 @pytest.mark.parametrize(

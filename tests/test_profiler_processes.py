@@ -1,17 +1,22 @@
 """The whole command with its timing processes: a tiny model, two copies, stop and resume."""
 
 import json
+import signal
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from llmpq.cluster import Cluster
 from llmpq.cost_model import CostModel, Phase
-from llmpq.errors import StageLostError
+from llmpq.errors import DeadlineError, StageLostError
 from llmpq.precision import Precision
+from llmpq.profiler import links, processes
 from llmpq.profiler.__main__ import main
-from llmpq.profiler.messages import Case, SetUp, Target
-from llmpq.profiler.processes import Group, JobFailedError, _name_of
+from llmpq.profiler.messages import Case, LinkTimings, SetUp, Target
+from llmpq.profiler.processes import Group, JobFailedError, _name_of, time_link
 
 pytestmark = pytest.mark.cluster
 
@@ -73,6 +78,52 @@ def test_a_failed_job_and_a_dead_child_are_told_apart(tiny_models: Any) -> None:
         group.children[0]._process.kill()
         with pytest.raises(StageLostError, match="a profiling process ended with code -9"):
             group.time(case())
+
+
+def test_a_stopped_child_is_not_waited_for_for_ever(
+    tiny_models: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Group(SetUp(model=str(tiny_models.directory("opt"))), copies=1, gpus=[None]) as group:
+        assert group.ready
+        group.children[0]._process.send_signal(signal.SIGSTOP)
+        monkeypatch.setattr(processes, "ANSWER_LIMIT_S", 0.2)
+        with pytest.raises(DeadlineError, match="gave no answer for 0 s .*again to resume"):
+            group.time(case())
+
+
+class Answering:
+    """A child that answers a link job, or fails at it, and counts what was not fetched."""
+
+    def __init__(self, error: str | None = None) -> None:
+        self.error, self.waiting = error, 0
+
+    def send(self, _: object) -> None:
+        self.waiting += 1
+
+    def receive(self, _: object) -> LinkTimings:
+        self.waiting -= 1
+        if self.error:
+            raise JobFailedError(self.error)
+        return LinkTimings(sizes=(1, 1000), seconds=(1e-5, 2e-5))
+
+
+def test_a_failed_link_leaves_no_answer_behind() -> None:
+    ends: Any = Answering("RuntimeError: no"), Answering()
+    with pytest.raises(JobFailedError):
+        time_link(*ends, hidden=8, seconds=0.1)
+    assert [end.waiting for end in ends] == [0, 0]
+
+
+def test_a_failed_link_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    cluster = Cluster.from_counts(["CPU"], [1])
+    one = cluster.devices[0]
+    two = replace(one, profile_kind="CPU@2t", threads=2)
+    ends = {one.profile_kind: [Answering(), Answering()], "CPU@2t": [Answering("Run\ntime: no")]}
+    groups: Any = {kind: SimpleNamespace(children=children) for kind, children in ends.items()}
+    set_up: Any = None
+    found = list(links.measure_links((one, two), groups, set_up, hidden=8, seconds=0.1))
+    assert [(link.source_kind, link.target_kind) for link in found] == [("CPU@1t", "CPU@1t")]
+    assert caplog.messages == ["left out the link CPU@1t - CPU@2t: Run time: no"]
 
 
 @pytest.mark.parametrize(

@@ -172,9 +172,19 @@ def entry(kind: str, seconds_per_v: float) -> LatencyEntry:
     )
 
 
-def costs(*entries: LatencyEntry, model: str = "m", fingerprint: str = "f") -> CostModel:
-    link = LinkCost(source_kind="T4", target_kind="T4", alpha_s=1e-5, beta_s_per_byte=1e-9)
-    return CostModel(model=model, model_fingerprint=fingerprint, entries=entries, links=(link,))
+def costs(
+    *entries: LatencyEntry,
+    model: str = "m",
+    fingerprint: str = "f",
+    links: tuple[LinkCost, ...] = (),
+) -> CostModel:
+    return CostModel(model=model, model_fingerprint=fingerprint, entries=entries, links=links)
+
+
+def link(source: str, target: str, alpha_s: float, **more: Any) -> LinkCost:
+    return LinkCost(
+        source_kind=source, target_kind=target, alpha_s=alpha_s, beta_s_per_byte=1e-9, **more
+    )
 
 
 def test_cost_files_of_hosts_are_merged(tmp_path: Path) -> None:
@@ -188,6 +198,17 @@ def test_cost_files_of_hosts_are_merged(tmp_path: Path) -> None:
     found = merged.find("T4", phase=Phase.DECODE, precision=Precision.W4A16, dtype="float16")
     assert found is not None and found.seconds(v=4, length=10) == pytest.approx(8e-3)
     assert found.extrapolates(v=9, length=32) and not found.extrapolates(v=8, length=32)
+
+
+def test_a_later_link_wins_either_way_round() -> None:
+    first = costs(links=(link("T4", "L4", 1.0), link("T4", "L4", 2.0, same_node=False)))
+    merged = first.merged(costs(links=(link("L4", "T4", 3.0), link("T4", "T4", 4.0))))
+    found = [
+        merged.link("T4", other, same_node=same_node)
+        for other, same_node in (("L4", True), ("L4", False), ("T4", True))
+    ]
+    assert [one and one.alpha_s for one in found] == [3.0, 2.0, 4.0]
+    assert len(merged.links) == 3
 
 
 def test_costs_of_different_models_do_not_merge(

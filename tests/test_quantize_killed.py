@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -15,32 +14,47 @@ from llmpq.runtime.quantized_writer import layer_file
 
 pytestmark = pytest.mark.cpu
 TEXT = Path(__file__).parents[1] / "examples" / "heldout.txt"
+COMMAND = ("-m", "llmpq.profiler.quantize_command")
+KILLED = """
+import os, signal, sys
+from llmpq.profiler.quantize_command import main
+from llmpq.runtime import quantized_writer
+
+save_file = quantized_writer.save_file
+
+def killed(tensors, path, metadata):
+    save_file(tensors, path, metadata=metadata)
+    if path.stem == "model-layer-0003":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+quantized_writer.save_file = killed
+main(sys.argv[1:])
+"""
+"""Dies when layer 3 is written, before the file has its name."""
 
 
-def command(model: Path, target: Path) -> list[str]:
-    words = f"{model} {target} --scheme w4a4 --text {TEXT} --windows 4 --window 512"
-    return [sys.executable, "-m", "llmpq.profiler.quantize_command", *words.split()]
+def run(model: Path, target: Path, how: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
+    words = f"{model} {target} --scheme w4a4 --text {TEXT} --windows 2 --window 256"
+    return subprocess.run(
+        [sys.executable, *how, *words.split()],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[1],
+    )
 
 
 def test_a_killed_run_continues(demo_model: Path, tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    process = subprocess.Popen(
-        command(demo_model, killed), stderr=subprocess.DEVNULL, cwd=Path(__file__).parents[1]
-    )
-    deadline = time.monotonic() + 60
-    while not (killed / layer_file(2)).exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL, "it ended before it could be killed"
+    assert run(demo_model, killed, ("-c", KILLED)).returncode == -signal.SIGKILL
     done = sorted(path.name for path in killed.glob("model-layer-*.safetensors"))
-    assert 3 <= len(done) < 8 and not (killed / "config.json").exists()
+    assert done == [layer_file(i) for i in range(3)] and not (killed / "config.json").exists()
     before = {name: (killed / name).stat().st_mtime_ns for name in done}
     for target in (killed, whole):
-        run = subprocess.run(command(demo_model, target), capture_output=True, text=True)
-        assert run.returncode == 0, run.stderr
+        ended = run(demo_model, target, COMMAND)
+        assert ended.returncode == 0, ended.stderr
         if target is killed:
-            assert f"layer {len(done)} of 8 already there" in run.stderr
-            assert "layer 8 of 8 quantised" in run.stderr
+            assert "layer 3 of 8 already there" in ended.stderr
+            assert "layer 4 of 8 quantised" in ended.stderr
     assert before == {name: (killed / name).stat().st_mtime_ns for name in done}
     for index in range(8):
         expected, found = (load_file(path / layer_file(index)) for path in (whole, killed))

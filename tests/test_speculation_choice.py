@@ -27,6 +27,7 @@ from llmpq.speculation import (
     predicted_speedup,
     usable_modes,
 )
+from llmpq.workspace import workspace_bytes
 
 pytestmark = pytest.mark.pure
 
@@ -106,11 +107,11 @@ def test_measured_times_are_lines_between_what_was_timed():
 
 def test_a_single_gpu_needs_no_cost_model_for_gamma_auto(demo_model, make_plan):
     plan = make_plan(demo_model)
-    stage = plan.stages[0].model_copy(update={"threads": None})
+    stage = plan.stages[0].model_copy(update={"threads": None, "kind": "H200"})
     on_gpu = plan.model_copy(update={"stages": (stage,)})
     assert choose_speculation(on_gpu, "kv4", "auto", None) == Drafts(mode="kv4")
     split = make_plan(demo_model, (3,))
-    stages = tuple(s.model_copy(update={"threads": None}) for s in split.stages)
+    stages = tuple(s.model_copy(update={"threads": None, "kind": "H200"}) for s in split.stages)
     with pytest.raises(ValueError, match="add --costs"):
         choose_speculation(split.model_copy(update={"stages": stages}), "kv4", "auto", None)
 
@@ -269,8 +270,10 @@ def test_the_command_line_decides(costs, demo_model, make_plan, tmp_path):
     assert choose_speculation(plan, "ngram", "5", None) == Drafts(mode="ngram", gamma=5)
     automatic = choose_speculation(plan, "auto", "auto", str(path))
     assert automatic == Drafts(mode="w4kv4", costs=str(path))
+    chosen = choose_speculation(plan, "auto", "3", str(path))
+    assert chosen == Drafts(mode="w4kv4", gamma=3, costs=str(path)), "only the mode is chosen"
     data = make_plan(demo_model).model_dump()
-    data["stages"][0]["threads"] = None  # a GPU's: it times its own steps
+    data["stages"][0].update(threads=None, kind="H200")  # a GPU times its own steps
     alone = plan.model_validate(data)
     assert choose_speculation(alone, "auto", "auto", str(path)) == Drafts(mode="w4kv4")
     assert choose_speculation(alone, "kv4", "auto", str(path)) == Drafts(mode="kv4")
@@ -318,7 +321,7 @@ def test_the_kv_precision_of_a_plan_can_be_changed(demo_model, make_plan):
         workspace_bytes=0,
         context_bytes=0,
         total_bytes=5 * 4 * 527 * 256 * 4 + 1000,
-        limit_bytes=5 * 4 * 527 * 256 * 4 + 1000,
+        limit_bytes=5 * 4 * 527 * 256 * 4 + (8 << 20),
     )
     stages = tuple(stage.model_copy(update={"memory": memory}) for stage in plan.stages)
     plan = plan.model_copy(update={"stages": stages})
@@ -326,7 +329,18 @@ def test_the_kv_precision_of_a_plan_can_be_changed(demo_model, make_plan):
     assert small.workload.kv is KVPrecision.KV4
     after = small.stages[1].memory
     assert after is not None and after.kv_bytes < memory.kv_bytes
-    assert after.total_bytes == after.kv_bytes + 1000
+    # A 4-bit cache is dequantised piece by piece: its workspace is another than of 16 bits.
+    changed = plan.workload.model_copy(update={"kv": KVPrecision.KV4})
+    stage = plan.stages[1]
+    assert after.workspace_bytes == workspace_bytes(
+        spec,
+        changed,
+        precisions=stage.precisions,
+        last=True,
+        prefill_microbatch=plan.prefill_microbatch,
+        decode_microbatch=plan.decode_microbatch,
+    )
+    assert after.total_bytes == after.kv_bytes + after.workspace_bytes + 1000
     with pytest.raises(DoesNotFitError, match=r"CPU-0 has no room for a kv16 cache: short by"):
         tight = small.stages[0].model_copy(
             update={"memory": after.model_copy(update={"limit_bytes": after.total_bytes})}

@@ -1,0 +1,105 @@
+"""llmpq-quantize continues what the same weights and settings began, and ends with a sentence."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from llmpq.model_spec import ModelSpec
+from llmpq.precision import Precision
+from llmpq.profiler import quantize_command
+from llmpq.profiler.calibrate import random_windows
+from llmpq.profiler.quantize_model import Job, quantize_model
+from llmpq.profiler.recipes import Settings
+from llmpq.runtime.loader import CheckpointSource
+from llmpq.runtime.quantized_writer import layer_file
+
+pytestmark = pytest.mark.cpu
+
+
+@pytest.fixture
+def model(tiny_models: Any, tmp_path: Path) -> Path:
+    """Return a copy of a model, to change."""
+    return shutil.copytree(tiny_models.directory("llama"), tmp_path / "model")
+
+
+def quantise(model: Path, target: Path, dtype: torch.dtype = torch.float32) -> list[bool]:
+    """Return which layers were there already."""
+    spec = ModelSpec.from_directory(model)
+    job = Job(
+        spec=spec,
+        precisions=(Precision.W8A16,) * spec.num_layers,
+        settings=Settings(method="rtn", group_size=None),
+        windows_WT=random_windows([t % spec.vocab for t in range(400)], count=2, length=16),
+    )
+    there: list[bool] = []
+    with torch.inference_mode():
+        quantize_model(
+            job,
+            CheckpointSource(model, spec),
+            target,
+            dtype=dtype,
+            on_layer=lambda index, size, resumed: there.append(resumed),
+        )
+    return there
+
+
+def test_the_same_command_continues(model: Path, tmp_path: Path) -> None:
+    quantise(model, tmp_path / "q")
+    (tmp_path / "q" / layer_file(1)).unlink()
+    assert quantise(model, tmp_path / "q") == [True, False, True]
+
+
+def test_layers_of_other_weights_are_not_taken(model: Path, tmp_path: Path) -> None:
+    quantise(model, tmp_path / "q")
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"] *= 2
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="holds a quantisation with another weights; give a new"):
+        quantise(model, tmp_path / "q")
+
+
+def test_layers_computed_in_another_dtype_are_not_taken(model: Path, tmp_path: Path) -> None:
+    quantise(model, tmp_path / "q")
+    with pytest.raises(ValueError, match="holds a quantisation with another dtype; give a new"):
+        quantise(model, tmp_path / "q", torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory."),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate"),
+    ],
+)
+def test_no_memory_left_is_a_sentence(
+    error: Exception,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(_: object) -> int:
+        raise error
+
+    monkeypatch.setattr(quantize_command, "_quantize", fail)
+    assert quantize_command.main(f"m {tmp_path} --text t --device cuda:1".split()) == 5
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(
+        "llmpq-quantize: out of memory on cuda:1: calibrate with fewer --windows"
+    )
+
+
+def test_another_error_of_torch_is_not_hidden(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: object) -> int:
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr(quantize_command, "_quantize", fail)
+    with pytest.raises(RuntimeError, match="a defect"):
+        quantize_command.main(f"m {tmp_path} --text t".split())
