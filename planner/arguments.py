@@ -21,6 +21,8 @@ commands (bare flags mean `plan`):
   devices   list this machine's devices, or every known card
 """
 
+GROUP_SIZES = "weights that share a scale: 128, or 0 for a channel; w4a4 alone also 64 or 32"
+
 EPILOG = """\
 exit codes: 0 done, 2 usage or bad input, 3 bad plan, 4 plan for another model or cluster,
 5 does not fit, 130 interrupted
@@ -91,7 +93,7 @@ def _how_to_choose(parser: argparse.ArgumentParser) -> None:
     _flag(group, "--omega-file", help="omega.json of llmpq-profile indicator")
     _flag(group, "--theta", type=float, help="seconds one unit of omega is worth (default 1)")
     _flag(group, "--quality-budget", type=float, help="fastest plan with sum omega at most this")
-    _flag(group, "--pareto", action="store_true", help="list the front of time against sum omega")
+    _flag(group, "--pareto", action="store_true", help="list the front of time and sum omega")
     _flag(group, "--pareto-points", type=int, default=25, help="points of the front at most")
     _flag(group, "--bits", default=None, help="precisions allowed: 3,4,8,16 or w8a8,w4a16")
     _flag(group, "--kv", "--kv-cache-dtype", default="16", help="KV bits allowed, such as 16,8,4")
@@ -102,7 +104,7 @@ def _how_to_choose(parser: argparse.ArgumentParser) -> None:
     _flag(group, "--prefill-microbatch", type=int, help="fix the prefill micro-batch")
     _flag(group, "--decode-microbatch", type=int, help="fix the decode micro-batch")
     _flag(group, "--symmetric", action="store_true", help="symmetric weight quantisation")
-    _flag(group, "--weight-group-size", type=int, default=128, help="weights that share a scale")
+    _flag(group, "--weight-group-size", type=int, default=128, help=GROUP_SIZES)
     _flag(group, "--outliers", type=int, help="w4a4: channels in 8 bits (hidden/32, at most 128)")
 
 
@@ -139,7 +141,7 @@ def _how_to_solve(parser: argparse.ArgumentParser) -> None:
 def _what_to_print(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("output")
     _flag(group, "--output", "-o", help="plan JSON to write")
-    _flag(group, "--json", action="store_true", help="print the plan as JSON")
+    _flag(group, "--json", action="store_true", help="print the plan as JSON, nothing else")
     _flag(group, "--explain", action="store_true", help="say why this plan, and how sure it is")
     _flag(
         group,

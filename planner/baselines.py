@@ -17,7 +17,7 @@ from llmpq.planner.problem import Problem
 from llmpq.units import format_size
 
 
-def solve_uniform(p: Problem, *, time_limit_s: float | None = None) -> Outcome:
+def solve_uniform(p: Problem) -> Outcome:
     """Return the even split at the highest precision that fits, with its fastest micro-batches."""
     start = time.perf_counter()
     order = [index for index, cls in enumerate(p.classes) for _ in cls.devices][: p.max_stages]

@@ -15,6 +15,7 @@ from llmpq.memory import stage_memory
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
 from llmpq.planner.costs import CostBook
+from llmpq.planner.speculation import round_bytes
 from llmpq.units import format_size
 
 RELATIVE_TOLERANCE = 1e-6
@@ -65,10 +66,14 @@ def _check_memory(plan: Plan, spec: ModelSpec, position: int, device: Device) ->
         on_gpu=not device.spec.is_cpu,
         unpacks=device.spec.unpacks_weights,
     )
-    short = memory.total_bytes - device.limit_bytes
+    needed = memory.total_bytes
+    if plan.speculation is not None:
+        chosen = plan.speculation
+        needed += round_bytes(plan, spec, position, device, chosen.mode, chosen.gamma)
+    short = needed - device.limit_bytes
     if short > 0:
         raise DoesNotFitError(
-            f"stage {device.name}: needs {format_size(memory.total_bytes)}, the device has "
+            f"stage {device.name}: needs {format_size(needed)}, the device has "
             f"{format_size(device.limit_bytes)}; short by {format_size(short)}"
         )
     if stage.memory is not None and stage.memory.total_bytes != memory.total_bytes:

@@ -144,11 +144,11 @@ def mean_decode_s(entry: LatencyEntry, work: Workload, xi: int) -> float:
 
 
 def decode_times(entry: LatencyEntry, lengths: np.ndarray, xi: int) -> np.ndarray:
-    """Return the time of a decode entry at each cache length."""
+    """Return the time of a decode entry at each cache length: the device's, or the host's."""
     times = []
     for regime in entry.regimes:
         terms = regime.terms
         constant = regime.curve_s(xi) + terms.get("1", 0.0) + xi * terms.get("v", 0.0)
         slope = xi * terms.get("v*(t+s)", 0.0) + terms.get("t+s", 0.0)
         times.append(constant + slope * lengths)
-    return np.max(np.stack(times), axis=0)
+    return np.maximum(np.max(np.stack(times), axis=0), entry.launch_s)

@@ -31,7 +31,8 @@ class Found:
     reported: str
     kind: str | None
     count: int
-    memory_bytes: int
+    memory_bytes: int | None
+    """None where the driver does not say: a GPU that shares the host's memory."""
 
 
 def local_devices() -> list[Found]:
@@ -54,7 +55,7 @@ def parse_smi(text: str) -> list[Found]:
     found: list[Found] = []
     for line in text.strip().splitlines():
         name, _, mib = line.rpartition(",")
-        memory = int(float(mib)) * MIB
+        memory = int(mib) * MIB if mib.strip().isdigit() else None
         kind = kind_of(name.strip(), memory)
         if found and (found[-1].reported, found[-1].memory_bytes) == (name.strip(), memory):
             last = found.pop()
@@ -112,7 +113,8 @@ def cluster_yaml(found: list[Found]) -> str:
         group: dict[str, Any] = {"kind": device.kind, "count": device.count}
         if device.kind == "CPU":
             group["threads"] = os.cpu_count() or 1
-        group["memory"] = f"{device.memory_bytes // MIB} MiB"
+        if device.memory_bytes is not None:
+            group["memory"] = f"{device.memory_bytes // MIB} MiB"
         groups.append(group)
     if not groups:
         raise ValueError(
@@ -189,9 +191,9 @@ def show_devices(args: argparse.Namespace) -> None:
     else:
         for device in found:
             known = device.kind or "not in the table: describe it with 'spec' in a cluster YAML"
-            sys.stdout.write(
-                f"{device.count} x {device.reported}, {format_size(device.memory_bytes)}: {known}\n"
-            )
+            size = device.memory_bytes
+            memory = "memory not reported" if size is None else format_size(size)
+            sys.stdout.write(f"{device.count} x {device.reported}, {memory}: {known}\n")
 
 
 def _show_known(as_json: bool) -> None:

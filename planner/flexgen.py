@@ -32,12 +32,11 @@ HOST_BYTES = 100 * 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadEstimate:
-    """Predicted time of the offloaded job and where its bytes live."""
+    """Predicted time of the offloaded job, and how much of it stays where it is computed."""
 
     total_s: float
     on_device: float
     """Share of all weights and KV that stay on devices."""
-    on_disk: float
 
 
 def estimate_flexgen(p: Problem) -> OffloadEstimate:
@@ -49,13 +48,12 @@ def estimate_flexgen(p: Problem) -> OffloadEstimate:
     prefill = sum(s[0] for s in stages) + (mp - 1) * max(s[0] for s in stages)
     decode = max(md * max(s[1] for s in stages), sum(s[1] for s in stages))
     held = sum(s[2] for s in stages) / len(stages)
-    disk = sum(s[3] for s in stages) / len(stages)
     steps = max(0, p.workload.gen_len - 1)
-    return OffloadEstimate(total_s=prefill + steps * decode, on_device=held, on_disk=disk)
+    return OffloadEstimate(total_s=prefill + steps * decode, on_device=held)
 
 
-def _stage(p: Problem, device: Device, layers: int) -> tuple[float, float, float, float]:
-    """Return prefill and decode seconds of one micro-batch, and the shares on device and disk."""
+def _stage(p: Problem, device: Device, layers: int) -> tuple[float, float, float]:
+    """Return prefill and decode seconds of one micro-batch, and the share on the device."""
     work = p.workload
     micro = -(-work.batch // len(p.cluster.devices))
     plain = Precision.W16A16
@@ -103,8 +101,7 @@ def _stage(p: Problem, device: Device, layers: int) -> tuple[float, float, float
     result = solve_milp(model, relax=True)
     assert result.values is not None, "disk is unbounded, so the program has a solution"
     held = sum(result.values[shares[w, "device"]] * sizes[w] for w in sizes) / (weights + kv)
-    disk = sum(result.values[shares[w, "disk"]] * sizes[w] for w in sizes) / (weights + kv)
     streamed = per_step["weights"] * (1 - result.values[shares["weights", "device"]])
     prefill = max(compute_prefill, streamed / (PCIE_GBPS * 1e9))
     decode = float(result.values[time_left])
-    return prefill, decode if math.isfinite(decode) else math.inf, float(held), float(disk)
+    return prefill, decode if math.isfinite(decode) else math.inf, float(held)

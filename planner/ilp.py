@@ -25,6 +25,10 @@ from llmpq.planner.problem import Problem
 MAX_PROGRAMS = 3000
 """Programs to relax at most; with more, devices of a kind stay together, as in the paper's code."""
 KINDS_NOTE = "too many device orders for one program each: equal devices were kept together"
+NONE_TOGETHER = (
+    "no plan found with equal devices kept together; there are too many device orders for one "
+    "program each: give --max-devices, or another --method"
+)
 
 Key = tuple[tuple[int, ...], int, int]
 
@@ -47,9 +51,9 @@ def solve_ilp(
             search.offer(known)
     search.run()
     if search.best is None:
-        if search.closed:
-            raise Infeasible(no_plan_fits(p))
-        raise Unfinished(f"no plan found within {time_limit_s:.0f} s; give a longer --time-limit")
+        if search.bound < math.inf:
+            raise Unfinished(no_plan_yet(time_limit_s))
+        raise Infeasible(no_plan_fits(p)) if search.all_orders else Unfinished(NONE_TOGETHER)
     bound = min(search.bound, search.value) if search.all_orders else -math.inf
     proven = search.value - bound <= OPTIMAL_GAP * abs(search.value)
     return Outcome(
@@ -72,6 +76,11 @@ def no_plan_fits(p: Problem) -> str:
     )
 
 
+def no_plan_yet(time_limit_s: float) -> str:
+    """Return the sentence for a search that ended without a plan and without a proof."""
+    return f"no plan found within {time_limit_s:.0f} s; give a longer --time-limit"
+
+
 class _Search:
     """Best-bound search over (order, pair) programs."""
 
@@ -87,7 +96,7 @@ class _Search:
         self.best: Assignment | None = None
         self.value = math.inf
         self.bound = math.inf
-        self.closed = False
+        """No plan of the orders searched is below it; infinite if none of them has a plan."""
         self.note = ""
 
     def offer(self, a: Assignment) -> None:
@@ -105,12 +114,14 @@ class _Search:
         queue: list[tuple[float, int, Key]] = []
         pending: list[float] = []
         for number, key in enumerate(self._keys()):
-            if time.perf_counter() > self.deadline:
+            left = self.deadline - time.perf_counter()
+            if left <= 0:
                 self.bound = -math.inf
                 return
-            relaxed = solve_milp(self._build(key).model, relax=True)
+            relaxed = solve_milp(self._build(key).model, relax=True, time_limit_s=left)
             if relaxed.status != "infeasible":
-                heapq.heappush(queue, (relaxed.value, number, key))
+                lower = relaxed.value if relaxed.status == "optimal" else -math.inf
+                heapq.heappush(queue, (lower, number, key))
         while queue:
             lower, _, key = heapq.heappop(queue)
             if lower >= self.value * (1 - self.gap):
@@ -121,8 +132,6 @@ class _Search:
                 pending.append(lower)
                 break
             pending.append(self._solve(key, lower, left))
-        else:
-            self.closed = True
         self.bound = min(pending, default=math.inf)
 
     def _solve(self, key: Key, lower: float, left: float) -> float:

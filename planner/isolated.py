@@ -2,7 +2,8 @@
 
 Alone in its process the command forks, which costs milliseconds. With other threads about, a fork
 could inherit a lock nobody will release; then a fresh interpreter solves (half a second more). The
-solver never runs in the caller's process. Problem and answer travel as JSON.
+solver never runs in the caller's process: not for a plan, a front of plans or the estimate of
+offloading. Problem and answer travel as JSON.
 """
 
 from __future__ import annotations
@@ -15,15 +16,19 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Literal
 
 from llmpq.errors import LlmpqError
+from llmpq.planner.flexgen import OffloadEstimate, estimate_flexgen
+from llmpq.planner.front import Front, FrontPoint, pareto_front
 from llmpq.planner.methods import How, solve_as
 from llmpq.planner.outcome import Assignment, Infeasible, Outcome, Stage, Unfinished
 from llmpq.planner.problem import Problem
 from llmpq.planner.problem_form import problem_data
 
 CHILD = (sys.executable, "-m", "llmpq.planner.solver_child")
+Job = Literal["plan", "front", "offload"]
+Answer = Outcome | Front | OffloadEstimate
 
 
 class SolverCrashed(LlmpqError):
@@ -32,9 +37,37 @@ class SolverCrashed(LlmpqError):
 
 def solve_isolated(problem: Problem, how: How) -> Outcome:
     """Return the outcome or raise what the solver raises; `SolverCrashed` if its process dies."""
+    return _outcome(_answered(problem, "plan", asdict(how), what=how.method))
+
+
+def front_isolated(problem: Problem, *, points: int, time_limit_s: float) -> Front:
+    """Return the front of a problem, as `solve_isolated` its plan."""
+    options = {"points": points, "time_limit_s": time_limit_s}
+    answer = _answered(problem, "front", options, what="exact")
+    listed = [
+        FrontPoint(**{**point, "outcome": _outcome(point["outcome"])}) for point in answer["points"]
+    ]
+    return Front(**{**answer, "points": tuple(listed)})
+
+
+def offload_isolated(problem: Problem) -> OffloadEstimate:
+    """Return the estimate of offloading a problem's job."""
+    return OffloadEstimate(**_answered(problem, "offload", {}, what="flexgen"))
+
+
+def run_job(problem: Problem, job: Job, options: dict[str, Any]) -> Answer:
+    """Do a job in this process: what the child does."""
+    if job == "plan":
+        return solve_as(problem, How(**options))
+    if job == "front":
+        return pareto_front(problem, **options)
+    return estimate_flexgen(problem)
+
+
+def _answered(problem: Problem, job: Job, options: dict[str, Any], *, what: str) -> dict[str, Any]:
     if may_fork():
-        return solve_forked(lambda: solve_as(problem, how), what=how.method)
-    return solve_spawned(problem, how)
+        return answer_forked(lambda: run_job(problem, job, options), what=what)
+    return answer_spawned(problem, job, options, what=what)
 
 
 def may_fork() -> bool:
@@ -42,15 +75,15 @@ def may_fork() -> bool:
     return hasattr(os, "fork") and threading.active_count() == 1
 
 
-def solve_forked(solve: Callable[[], Outcome], *, what: str) -> Outcome:
-    """Call `solve` in a fork of this process."""
+def answer_forked(work: Callable[[], Answer], *, what: str) -> dict[str, Any]:
+    """Call `work` in a fork of this process; return its answer's fields."""
     sys.stdout.flush()
     sys.stderr.flush()
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(reader)
-        _answer_and_exit(solve, writer)
+        _answer_and_exit(work, writer)
     os.close(writer)
     try:
         with os.fdopen(reader, "rb") as pipe:
@@ -60,20 +93,27 @@ def solve_forked(solve: Callable[[], Outcome], *, what: str) -> Outcome:
         os.waitpid(child, 0)
         raise
     _, status = os.waitpid(child, 0)
-    return _outcome(text, os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0, what)
+    return _fields(text, os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0, what)
 
 
-def solve_spawned(problem: Problem, how: How, *, child: Sequence[str] = CHILD) -> Outcome:
-    """Solve in a fresh interpreter, which reads the problem on stdin and answers on stdout."""
-    request = json.dumps({"problem": problem_data(problem), "how": asdict(how)})
+def answer_spawned(
+    problem: Problem,
+    job: Job,
+    options: dict[str, Any],
+    *,
+    what: str,
+    child: Sequence[str] = CHILD,
+) -> dict[str, Any]:
+    """Do a job in a fresh interpreter, which reads it on stdin and answers on stdout."""
+    request = json.dumps({"problem": problem_data(problem), "job": job, "options": options})
     done = subprocess.run(child, input=request.encode(), stdout=subprocess.PIPE, check=False)
-    return _outcome(done.stdout, max(0, -done.returncode), how.method)
+    return _fields(done.stdout, max(0, -done.returncode), what)
 
 
-def answer_of(solve: Callable[[], Outcome]) -> str:
-    """Return what `solve` returns, or the refusal it raises, as JSON."""
+def answer_of(work: Callable[[], Answer]) -> str:
+    """Return what `work` returns, or the refusal it raises, as JSON."""
     try:
-        answer: dict[str, Any] = asdict(solve())
+        answer: dict[str, Any] = asdict(work())
     except Unfinished as error:
         answer = {"unfinished": str(error)}
     except Infeasible as error:
@@ -83,11 +123,11 @@ def answer_of(solve: Callable[[], Outcome]) -> str:
     return json.dumps(answer)
 
 
-def _answer_and_exit(solve: Callable[[], Outcome], writer: int) -> None:
-    """Solve, write the answer, leave without the parent's clean-up."""
+def _answer_and_exit(work: Callable[[], Answer], writer: int) -> None:
+    """Do the work, write the answer, leave without the parent's clean-up."""
     code = 0
     try:
-        text = answer_of(solve)
+        text = answer_of(work)
         with os.fdopen(writer, "wb") as pipe:
             pipe.write(text.encode())
     except BaseException as error:
@@ -98,20 +138,24 @@ def _answer_and_exit(solve: Callable[[], Outcome], writer: int) -> None:
         os._exit(code)
 
 
-def _outcome(text: bytes, signal_number: int, what: str) -> Outcome:
+def _fields(text: bytes, signal_number: int, what: str) -> dict[str, Any]:
     if signal_number or not text:
         cause = f"signal {signal_number}" if signal_number else "no answer"
         raise SolverCrashed(
             f"the solver of --method {what} died ({cause}); try --method exact, ilp with --solver "
             "cbc, or heuristic"
         )
-    answer = json.loads(text)
+    answer: dict[str, Any] = json.loads(text)
     if "unfinished" in answer:
         raise Unfinished(answer["unfinished"])
     if "infeasible" in answer:
         raise Infeasible(answer["infeasible"])
     if "refused" in answer:
         raise ValueError(answer["refused"])
+    return answer
+
+
+def _outcome(answer: dict[str, Any]) -> Outcome:
     a = answer["assignment"]
     stages = tuple(Stage(**{**s, "choices": tuple(s["choices"])}) for s in a["stages"])
     return Outcome(**{**answer, "assignment": Assignment(**{**a, "stages": stages})})

@@ -63,6 +63,7 @@ def make_and_show(args: argparse.Namespace) -> None:
             f"--quality-budget is for --method exact or ilp, not {wish.method}: the others cannot "
             "keep a budget"
         )
+    _refuse_unheeded(args)
     if args.pareto:
         from llmpq.planner.show_front import show_front
 
@@ -75,9 +76,7 @@ def make_and_show(args: argparse.Namespace) -> None:
     everything = wish.method == "all"
     best = answer(problem, wish, path) if not everything else _compare(args, problem, wish, path)
     if args.speculate is not None:
-        costs = problem.costs.estimate
-        costs = costs if problem.costs.profile is None else costs.merged(problem.costs.profile)
-        best = replace(best, plan=with_speculation(best.plan, problem.spec, costs, args.speculate))
+        best = replace(best, plan=_drafting(best.plan, problem, args.speculate))
         notes = [*notes, describe(best.plan)]
     if args.output:
         best.plan.save_json(args.output)
@@ -89,13 +88,25 @@ def make_and_show(args: argparse.Namespace) -> None:
 
     print_plan(console, best.plan, seconds=best.outcome.seconds)
     if args.explain:
-        _explain(console, best)
+        _explain(console, best, wish.budget)
     for change in args.what_if:
         _what_if(console, change, best, wish, path)
     for note in notes + ([best.outcome.note] if best.outcome.note else []):
         console.print(f"note: {note}", highlight=False, soft_wrap=True, markup=False)
     if args.output:
         console.print(f"wrote {args.output}", highlight=False, soft_wrap=True, markup=False)
+
+
+def _refuse_unheeded(args: argparse.Namespace) -> None:
+    """Refuse flags that another one leaves nothing to do."""
+    sentences = {"--explain": args.explain, "--what-if": args.what_if}
+    for mode, chosen, unheeded in (
+        ("--pareto", args.pareto, {**sentences, "--speculate": args.speculate is not None}),
+        ("--json", args.json, sentences),
+    ):
+        given = [flag for flag, value in unheeded.items() if value]
+        if chosen and given:
+            raise ValueError(f"{mode} does not go with {' or '.join(given)}; leave one of them out")
 
 
 def answer(problem: Problem, wish: Wish, path: str | None) -> Answer:
@@ -124,6 +135,12 @@ def answer(problem: Problem, wish: Wish, path: str | None) -> Answer:
             _raise_unless_smaller(problem, refusal)
         raise DoesNotFitError(explain_infeasible(problem)) from None
     return best
+
+
+def _drafting(plan: Plan, problem: Problem, wish: str) -> Plan:
+    costs = problem.costs.estimate
+    costs = costs if problem.costs.profile is None else costs.merged(problem.costs.profile)
+    return with_speculation(plan, problem.spec, problem.cluster, costs, wish)
 
 
 def _raise_unless_smaller(problem: Problem, refusal: str) -> None:
@@ -164,32 +181,38 @@ def open_console() -> Console:
 
 def _compare(args: argparse.Namespace, problem: Problem, wish: Wish, path: str | None) -> Answer:
     """Solve with every method, print them side by side, return the best."""
-    from llmpq.planner.flexgen import estimate_flexgen
+    from llmpq.planner.isolated import offload_isolated
     from llmpq.planner.report import comparison_table
 
     answers: dict[str, Answer | str] = {}
+    unfinished: Unfinished | None = None
     for method in PLANNERS:
         try:
             answers[method] = answer(problem, replace(wish, method=method), path)
-        except DoesNotFitError as error:
-            answers[method] = str(error)
+        except Unfinished as error:
+            unfinished = error
+            answers[method] = "no plan in time"
+        except DoesNotFitError:
+            answers[method] = "does not fit"
     found = [a for a in answers.values() if isinstance(a, Answer)]
+    if not found and unfinished is not None:
+        raise unfinished
     if not found:
         raise DoesNotFitError(explain_infeasible(problem))
     if not args.json:
-        offload = estimate_flexgen(problem)
+        offload = offload_isolated(problem)
         rows = {m: a.plan if isinstance(a, Answer) else a for m, a in answers.items()}
         seconds = {m: a.outcome.seconds for m, a in answers.items() if isinstance(a, Answer)}
         open_console().print(comparison_table(rows, seconds, offload))
     return min(found, key=lambda a: a.outcome.value)
 
 
-def _explain(console: Console, best: Answer) -> None:
+def _explain(console: Console, best: Answer, budget: float | None) -> None:
     from llmpq.planner.explain import cost_error_study, explain_plan, regret_lines
 
     names = [stage.device for stage in best.plan.stages]
     lines = explain_plan(best.problem, best.outcome.assignment, names)
-    lines += regret_lines(cost_error_study(best.problem, best.outcome))
+    lines += regret_lines(cost_error_study(best.problem, best.outcome, budget=budget))
     for line in lines:
         console.print(f"- {line}", highlight=False, soft_wrap=True, markup=False)
 

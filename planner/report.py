@@ -139,7 +139,7 @@ def _ms(seconds: float | None) -> str:
 def comparison_table(
     rows: dict[str, Plan | str], seconds: dict[str, float], offload: OffloadEstimate
 ) -> Table:
-    """Return the methods side by side; flexgen is an estimate without a plan."""
+    """Return the methods side by side, as plans or why there is none; flexgen is an estimate."""
     from rich import box
     from rich.table import Table
 
@@ -154,9 +154,10 @@ def comparison_table(
     ]
     best = min(values)
     for method, plan in rows.items():
-        if isinstance(plan, str) or plan.predicted is None or plan.solver.value is None:
-            table.add_row(method, "does not fit", "", "", "", "", "")
+        if isinstance(plan, str):
+            table.add_row(method, plan, "", "", "", "", "")
             continue
+        assert plan.predicted is not None and plan.solver.value is not None, "planners predict"
         table.add_row(
             method,
             f"{plan.solver.value:.4f}",

@@ -17,7 +17,7 @@ from llmpq.planner.costs import CostBook
 from llmpq.planner.positions import positions_note
 from llmpq.planner.problem import Problem
 from llmpq.planner.roofline import estimate_costs
-from llmpq.precision import WEIGHT_ONLY, KVPrecision, Precision, default_outliers
+from llmpq.precision import K_PADDING, WEIGHT_ONLY, KVPrecision, Precision, default_outliers
 from llmpq.sensitivity import Sensitivity
 from llmpq.units import parse_size
 from llmpq.workload import Workload
@@ -90,7 +90,7 @@ def make_problem(args: argparse.Namespace) -> tuple[Problem, str | None, list[st
     choices = parse_bits(args.bits) if args.bits else default_bits(listed, profile, cluster)
     sensitivity = listed or generic_sensitivity(spec, choices, parse_kv(args.kv))
     quantization = Quantization(
-        group_size=args.weight_group_size or None,
+        group_size=_group_size(args.weight_group_size, choices),
         symmetric=args.symmetric,
         outliers=_outliers(args.outliers, choices, spec),
     )
@@ -132,6 +132,20 @@ def make_problem(args: argparse.Namespace) -> tuple[Problem, str | None, list[st
     notes += [] if listed else [GENERIC_NOTE]
     notes += costs.unprofiled(cluster.devices) + costs.warnings(cluster.devices, workload)
     return problem, path, notes
+
+
+def _group_size(asked: int, choices: Sequence[Precision]) -> int | None:
+    """Return how many weights share a scale, None for a channel: what the kernels can run."""
+    if asked not in (0, 32, 64, K_PADDING):
+        raise ValueError(f"--weight-group-size {asked}: expected 128, 64, 32, or 0 for a channel")
+    for precision in choices:
+        weight_only = precision.weight_bits < precision.activation_bits
+        if weight_only and asked not in (0, K_PADDING):
+            raise ValueError(
+                f"--weight-group-size {asked}: {precision.value} layers have {K_PADDING} or 0 (a "
+                "channel), the packed kernels know no other; plan w4a4 without them (--bits)"
+            )
+    return asked or None
 
 
 def _outliers(asked: int | None, choices: Sequence[Precision], spec: ModelSpec) -> int:

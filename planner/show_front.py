@@ -12,9 +12,10 @@ from pathlib import Path
 from llmpq.errors import DoesNotFitError
 from llmpq.plan import Plan
 from llmpq.planner.advice import explain_infeasible
-from llmpq.planner.front import FrontPoint, pareto_front
+from llmpq.planner.front import FrontPoint
+from llmpq.planner.isolated import front_isolated
 from llmpq.planner.make import Wish, checked_plan, open_console
-from llmpq.planner.outcome import Infeasible
+from llmpq.planner.outcome import Infeasible, Unfinished
 from llmpq.planner.problem import Problem
 
 
@@ -57,19 +58,25 @@ def list_front(problem: Problem, wish: Wish, path: str | None, points: int) -> L
     """Return the undominated plans of the fronts of every KV precision, fastest first."""
     found: list[tuple[float, float, int, FrontPoint, Problem]] = []
     width, complete = 0.0, True
+    unfinished: Unfinished | None = None
     for kv in wish.kvs:
         work = problem.workload.model_copy(update={"kv": kv})
         priced = problem.with_changes(workload=work, theta=0.0)
         try:
-            front = pareto_front(
+            front = front_isolated(
                 priced, points=points, time_limit_s=wish.time_limit_s / len(wish.kvs)
             )
+        except Unfinished as error:
+            unfinished, width, complete = error, math.inf, False
+            continue
         except Infeasible:
             continue
         width, complete = max(width, front.width), complete and front.complete
         found += [
             (q.time_s, q.omega, len(found) + k, q, priced) for k, q in enumerate(front.points)
         ]
+    if not found and unfinished is not None:
+        raise unfinished
     if not found:
         raise DoesNotFitError(explain_infeasible(problem))
     kept, plans, least = [], [], math.inf

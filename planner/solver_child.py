@@ -1,4 +1,4 @@
-"""`python -m llmpq.planner.solver_child`: one problem as JSON on stdin, its answer on stdout.
+"""`python -m llmpq.planner.solver_child`: one job as JSON on stdin, its answer on stdout.
 
 Started by planner/isolated.py where a fork would not be safe.
 """
@@ -9,8 +9,7 @@ import json
 import os
 import sys
 
-from llmpq.planner.isolated import answer_of
-from llmpq.planner.methods import How, solve_as
+from llmpq.planner.isolated import answer_of, run_job
 from llmpq.planner.problem_form import parse_problem
 
 
@@ -19,7 +18,8 @@ def main() -> int:
     answers = os.dup(1)
     os.dup2(2, 1)
     request = json.loads(sys.stdin.buffer.read())
-    text = answer_of(lambda: solve_as(parse_problem(request["problem"]), How(**request["how"])))
+    problem = parse_problem(request["problem"])
+    text = answer_of(lambda: run_job(problem, request["job"], request["options"]))
     with os.fdopen(answers, "wb") as pipe:
         pipe.write(text.encode())
     return 0

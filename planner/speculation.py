@@ -1,29 +1,32 @@
 """Adds speculation to a finished plan where it fits and is predicted to pay.
 
-The drafts' bytes must fit beside the stage on every device; the speed-up is that of the formulas
-the runtime obeys (`llmpq.speculation`), in the middle of the job, at the prior acceptance.
+The drafts' bytes and what a verify of gamma + 1 tokens a request works with must fit beside the
+stage on every device; the speed-up is that of the formulas the runtime obeys
+(`llmpq.speculation`), in the middle of the job, at the prior acceptance.
 """
 
 from __future__ import annotations
 
+from llmpq.cluster import Cluster, Device
 from llmpq.cost_model import CostModel
 from llmpq.errors import DoesNotFitError
 from llmpq.model_spec import ModelSpec
-from llmpq.plan import Plan, Speculation
+from llmpq.plan import MAX_GAMMA, Plan, Speculation
 from llmpq.speculation import (
     PRIOR_ACCEPTANCE,
     PlanTimes,
     SpeculationMode,
-    StepTimes,
     best_gamma,
-    choose_mode,
     draft_bytes,
     usable_modes,
 )
 from llmpq.units import format_size
+from llmpq.workspace import workspace_bytes
 
 
-def with_speculation(plan: Plan, spec: ModelSpec, costs: CostModel, wish: str) -> Plan:
+def with_speculation(
+    plan: Plan, spec: ModelSpec, cluster: Cluster, costs: CostModel, wish: str
+) -> Plan:
     """Return the plan with drafts of a mode, or with `auto` of the one that gains most, if any.
 
     `DoesNotFitError` if the mode that was asked for does not fit; `ValueError` if it makes nothing
@@ -32,22 +35,30 @@ def with_speculation(plan: Plan, spec: ModelSpec, costs: CostModel, wish: str) -
     context = plan.workload.prompt_len + plan.workload.gen_len / 2
     rows = plan.decode_microbatch
     usable = usable_modes(plan)
+
+    def best(mode: SpeculationMode) -> tuple[int, float]:
+        return best_gamma(
+            PlanTimes(plan, costs, mode),
+            PRIOR_ACCEPTANCE[mode],
+            rows=rows,
+            context=context,
+            lengths=[
+                gamma
+                for gamma in range(1, MAX_GAMMA + 1)
+                if shortfall(plan, spec, cluster, mode, gamma) is None
+            ],
+        )
+
     if wish == "auto":
-        times: dict[SpeculationMode, StepTimes] = {
-            mode: PlanTimes(plan, costs, mode)
-            for mode in usable
-            if shortfall(plan, spec, mode) is None
-        }
-        best = choose_mode(times, rows=rows, context=context)
-        return plan if best is None else _added(plan, spec, *best)
+        found = {mode: best(mode) for mode in usable}
+        most = max(usable, key=lambda mode: found[mode][1])
+        return plan if found[most][0] == 0 else _added(plan, spec, most, *found[most])
     for mode in usable:
         if mode == wish:
-            short = shortfall(plan, spec, mode)
+            short = shortfall(plan, spec, cluster, mode, 1)
             if short is not None:
                 raise DoesNotFitError(f"drafts of {mode} do not fit: {short}; choose another mode")
-            gamma, speedup = best_gamma(
-                PlanTimes(plan, costs, mode), PRIOR_ACCEPTANCE[mode], rows=rows, context=context
-            )
+            gamma, speedup = best(mode)
             if gamma == 0:
                 raise ValueError(
                     f"drafts of {mode} are not predicted to pay at a batch of {rows} and a context "
@@ -72,16 +83,46 @@ def describe(plan: Plan) -> str:
     )
 
 
-def shortfall(plan: Plan, spec: ModelSpec, mode: SpeculationMode) -> str | None:
-    """Return which device lacks how many bytes for the drafts, None if all have room."""
+def shortfall(
+    plan: Plan, spec: ModelSpec, cluster: Cluster, mode: SpeculationMode, gamma: int
+) -> str | None:
+    """Return which device lacks how many bytes for rounds of gamma drafts, None if none."""
     for index, stage in enumerate(plan.stages):
         if stage.memory is None:
             continue
-        wanted = stage.memory.total_bytes + draft_bytes(plan, spec, index, mode)
+        device = cluster.device(stage.device)
+        wanted = stage.memory.total_bytes + round_bytes(plan, spec, index, device, mode, gamma)
         short = wanted - stage.memory.limit_bytes
         if short > 0:
             return f"{stage.device} is short by {format_size(short)}"
     return None
+
+
+def round_bytes(
+    plan: Plan, spec: ModelSpec, index: int, device: Device, mode: SpeculationMode, gamma: int
+) -> int:
+    """Return what rounds of gamma drafts take beside a stage: their own bytes and the verify's.
+
+    A verify of gamma + 1 tokens a request works with what a decode step of so many times as many
+    requests does: on the last stage, with as many logits.
+    """
+
+    def workspace(rows: int) -> int:
+        return workspace_bytes(
+            spec,
+            plan.workload,
+            precisions=plan.stages[index].precisions,
+            first=index == 0,
+            last=index == len(plan.stages) - 1,
+            prefill_microbatch=plan.prefill_microbatch,
+            decode_microbatch=rows,
+            on_gpu=not device.spec.is_cpu,
+            unpacks=device.spec.unpacks_weights,
+        )
+
+    rows = plan.decode_microbatch
+    verify = max(0, workspace(rows * (gamma + 1)) - workspace(rows))
+    return draft_bytes(plan, spec, index, mode) + verify
 
 
 def _added(plan: Plan, spec: ModelSpec, mode: SpeculationMode, gamma: int, speedup: float) -> Plan:

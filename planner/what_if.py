@@ -3,11 +3,13 @@
 +V100          one more device of a kind, on the node that has it (or a node of its own)
 -T4-0          without a device
 batch=16       another batch; s=... and n=... likewise
+
+What was fixed stays fixed: pins follow their devices, micro-batches shrink with the batch.
 """
 
 from __future__ import annotations
 
-from llmpq.cluster import Cluster, DeviceGroup, Node
+from llmpq.cluster import Cluster, Device, DeviceGroup, Node
 from llmpq.device_spec import canonical_kind
 from llmpq.plan import Predicted
 from llmpq.planner.costs import CostBook
@@ -23,7 +25,7 @@ def changed_problem(p: Problem, change: str) -> Problem:
     if change.startswith("+"):
         return _with_cluster(p, _added(p.cluster, change[1:]))
     if change.startswith("-"):
-        return _with_cluster(p, _removed(p.cluster, change[1:]))
+        return _without(p, change[1:])
     key, equals, number = change.partition("=")
     if not equals or key not in WORKLOAD_KEYS or not number.isdigit() or int(number) < 1:
         raise ValueError(
@@ -31,7 +33,15 @@ def changed_problem(p: Problem, change: str) -> Problem:
         )
     work = p.workload.model_copy(update={WORKLOAD_KEYS[key]: int(number)})
     positions_note(p.spec, work)
-    return p.with_changes(workload=work)
+    return p.with_changes(
+        workload=work,
+        prefill_microbatch=_within(p.prefill_microbatch, work.batch),
+        decode_microbatch=_within(p.decode_microbatch, work.batch),
+    )
+
+
+def _within(microbatch: int | None, batch: int) -> int | None:
+    return None if microbatch is None else min(microbatch, batch)
 
 
 def compared(before: Predicted, after: Predicted) -> str:
@@ -58,40 +68,48 @@ def _with_cluster(p: Problem, cluster: Cluster) -> Problem:
 
 
 def _added(cluster: Cluster, kind: str) -> Cluster:
-    groups = [(node, group) for node in cluster.nodes for group in node.groups()]
-    inline = [(n, g) for n, g in groups if g.spec is not None and g.kind == kind]
+    groups = [(n, at, g) for n in cluster.nodes for at, g in enumerate(n.groups())]
+    inline = [(n, at) for n, at, g in groups if g.spec is not None and g.kind == kind]
     name = kind if inline else canonical_kind(kind)
     owners = inline or [
-        (n, g) for n, g in groups if g.spec is None and canonical_kind(g.kind) == name
+        (n, at) for n, at, g in groups if g.spec is None and canonical_kind(g.kind) == name
     ]
     if not owners:
         node = Node(name=f"added-{name.lower()}", devices=(DeviceGroup(kind=name),))
         return _with_nodes(cluster, [*cluster.nodes, node])
-    node, group = owners[-1]
-    return _replaced(cluster, node, group, group.model_copy(update={"count": group.count + 1}))
+    node, position = owners[-1]
+    return _resized(cluster, node, position, 1)
 
 
-def _removed(cluster: Cluster, device: str) -> Cluster:
-    gone = cluster.device(device)
+def _without(p: Problem, device: str) -> Problem:
+    """Remove a device; those behind it are numbered anew, and pins follow their devices."""
+    gone = p.cluster.device(device)
+    if gone.name in p.pins:
+        raise ValueError(f"--what-if -{device}: a --pin needs {gone.name}; leave one of them out")
+    cluster = _removed(p.cluster, gone)
+    left = [d for d in p.cluster.devices if d is not gone]
+    names = {old.name: new.name for old, new in zip(left, cluster.devices, strict=True)}
+    pins = {names[name]: layers for name, layers in p.pins.items()}
+    return _with_cluster(p.with_changes(pins=pins), cluster)
+
+
+def _removed(cluster: Cluster, gone: Device) -> Cluster:
     node = next(n for n in cluster.nodes if n.name == gone.node)
-    position = 0
-    for group in node.groups():
-        if position <= gone.index < position + group.count:
-            fewer = group.model_copy(update={"count": group.count - 1}) if group.count > 1 else None
-            return _replaced(cluster, node, group, fewer)
-        position += group.count
+    end = 0
+    for position, group in enumerate(node.groups()):
+        end += group.count
+        if gone.index < end:
+            return _resized(cluster, node, position, -1)
     raise AssertionError("a device belongs to a group of its node")
 
 
-def _replaced(cluster: Cluster, node: Node, old: DeviceGroup, new: DeviceGroup | None) -> Cluster:
-    groups = []
-    for group in node.groups():
-        if group is old or group == old:
-            if new is not None:
-                groups.append(new)
-            old = None  # type: ignore[assignment]
-        else:
-            groups.append(group)
+def _resized(cluster: Cluster, node: Node, position: int, change: int) -> Cluster:
+    """Add devices to a node's group, or take them away: an empty group and an empty node go."""
+    groups = list(node.groups())
+    count = groups[position].count + change
+    groups[position : position + 1] = (
+        [groups[position].model_copy(update={"count": count})] if count else []
+    )
     nodes = []
     for other in cluster.nodes:
         if other.name != node.name:

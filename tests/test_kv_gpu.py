@@ -49,7 +49,7 @@ FORMATS = [
 LENGTH = st.sampled_from([0, 1, 127, 128, 143, 144, 145, 271, 272, 273, 2063, 2064, 2065])
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=30)
 @given(
     lengths=st.tuples(LENGTH, LENGTH, LENGTH),
     moves=st.lists(

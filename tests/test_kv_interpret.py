@@ -137,7 +137,7 @@ def test_a_wrong_rotation_is_caught(monkeypatch):
 LENGTH = st.sampled_from([0, 1, 127, 128, 142, 143, 144])
 
 
-@settings(max_examples=6, deadline=None, derandomize=True)
+@settings(max_examples=6)
 @given(
     lengths=st.tuples(LENGTH, LENGTH),
     moves=st.lists(

@@ -154,7 +154,7 @@ def test_verifying_several_tokens_equals_plain_decoding():
 STEP = st.tuples(st.integers(0, 2), st.integers(1, 8), st.integers(0, 8))
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=25)
 @given(
     lengths=st.lists(
         st.sampled_from([0, 1, 120, 127, 128, 143, 144, 150, 271, 272]), min_size=3, max_size=3

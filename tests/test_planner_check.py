@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from llmpq.errors import BadPlanError, DoesNotFitError, PlanMismatchError
-from llmpq.plan import Plan
+from llmpq.plan import Plan, Speculation
 from llmpq.planner.build_plan import build_plan
 from llmpq.planner.check import check_plan
 from llmpq.planner.methods import PLANNERS, solve
@@ -19,12 +19,14 @@ from llmpq.planner.outcome import Infeasible
 from llmpq.planner.pipeline_time import value
 from llmpq.planner.problem import Problem
 from llmpq.planner.random_problems import random_problem
+from llmpq.planner.speculation import round_bytes
+from llmpq.speculation import draft_bytes
 from llmpq.units import format_size
 
 pytestmark = pytest.mark.pure
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 10**9), method=st.sampled_from(PLANNERS))
 def test_no_method_makes_a_plan_that_does_not_check(seed: int, method: str) -> None:
     p = random_problem(random.Random(seed), layers=(3, 7), kinds=(1, 2), devices=(1, 2), batch=2)
@@ -42,7 +44,7 @@ def test_no_method_makes_a_plan_that_does_not_check(seed: int, method: str) -> N
         assert stage.memory.total_bytes <= stage.memory.limit_bytes
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 10**9))
 def test_exact_is_at_least_as_good_as_every_method(seed: int) -> None:
     p = random_problem(random.Random(seed), layers=(3, 6), kinds=(1, 2), devices=(1, 2), batch=2)
@@ -111,6 +113,27 @@ def test_wrong_time_memory_device_model_and_cluster_are_refused() -> None:
     other_p, _ = _planned(2)
     with pytest.raises(PlanMismatchError):
         check_plan(plan, spec=p.spec, cluster=other_p.cluster, costs=None)
+
+
+def test_what_drafts_take_is_counted() -> None:
+    """A plan that fits but for the rounds of its drafts is refused, with what they take."""
+    p, plan = _planned()
+    data = p.cluster.model_dump(by_alias=True)
+    for node in data["nodes"]:
+        for group in node["devices"]:
+            group["memory"] = max(s.memory.total_bytes for s in plan.stages if s.memory)
+    tight = type(p.cluster).parse_data(data, where="test")
+    moved = _corrupt(plan, cluster=lambda c: {**c, "fingerprint": tight.fingerprint()})
+    check_plan(moved, spec=p.spec, cluster=tight, costs=None)
+    chosen = Speculation(mode="kv4", gamma=3, acceptance=0.9)
+    drafting = moved.model_copy(update={"speculation": chosen})
+    with pytest.raises(DoesNotFitError, match=r"^stage K\d-\d: needs .*; short by ") as caught:
+        check_plan(drafting, spec=p.spec, cluster=tight, costs=None)
+    full = max(plan.stages, key=lambda s: s.memory.total_bytes if s.memory else 0)
+    index = plan.stages.index(full)
+    extra = round_bytes(plan, p.spec, index, tight.device(full.device), "kv4", 3)
+    assert str(caught.value).endswith(f"short by {format_size(extra)}")
+    assert extra >= draft_bytes(plan, p.spec, index, "kv4") > 0
 
 
 def test_too_little_memory_is_named_with_its_bytes() -> None:

@@ -115,6 +115,10 @@ def test_decode_time_is_the_mean_over_true_lengths() -> None:
     slow = sum(entry.seconds(v=3, length=10 + t) for t in range(1, 200)) / 199
     assert mean_decode_s(entry, work, 3) == pytest.approx(slow)
     assert mean_decode_s(entry, work.model_copy(update={"gen_len": 1}), 3) == 0.0
+    launched = entry.model_copy(update={"launch_s": 3.0})
+    slow = sum(launched.seconds(v=3, length=10 + t) for t in range(1, 200)) / 199
+    assert launched.seconds(v=3, length=11) == 3.0 < launched.seconds(v=3, length=209)
+    assert mean_decode_s(launched, work, 3) == pytest.approx(slow)
 
 
 def test_estimate_orders_devices_bits_and_lengths_sensibly() -> None:

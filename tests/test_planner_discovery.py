@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
+import yaml
 
 from llmpq.cluster import Cluster
+from llmpq.planner import discovery
 from llmpq.planner.__main__ import main
 from llmpq.planner.discovery import cluster_of_nodes, cluster_yaml, kind_of, parse_smi
 
@@ -37,11 +39,25 @@ def test_smi_lines_become_groups_and_a_cluster() -> None:
     found = parse_smi("Tesla T4, 15360\nTesla T4, 15360\nNVIDIA H200, 143771\n")
     assert [(f.kind, f.count) for f in found] == [("T4", 2), ("H200", 1)]
     text = cluster_yaml(found)
-    import yaml
-
     cluster = Cluster.parse_data(yaml.safe_load(text), where="test")
     assert [d.name for d in cluster.devices] == ["T4-0", "T4-1", "H200-0"]
     assert cluster.devices[0].memory_bytes == 15360 * 2**20
+
+
+def test_a_gpu_that_shares_the_hosts_memory_is_listed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = parse_smi("NVIDIA GB10, [N/A]\nNVIDIA T4, [N/A]\n")
+    assert [(f.kind, f.memory_bytes) for f in found] == [(None, None), ("T4", None)]
+    cluster = Cluster.parse_data(yaml.safe_load(cluster_yaml(found)), where="test")
+    assert [d.name for d in cluster.devices] == ["T4-0"], "its memory is the table's"
+    monkeypatch.setattr(discovery, "local_devices", lambda: found)
+    assert main(["devices"]) == 0
+    assert capsys.readouterr().out == (
+        "1 x NVIDIA GB10, memory not reported: not in the table: describe it with 'spec' in a "
+        "cluster YAML\n"
+        "1 x NVIDIA T4, memory not reported: T4\n"
+    )
 
 
 def test_ray_nodes_become_a_cluster() -> None:

@@ -12,10 +12,11 @@ from llmpq.planner.brute_force import assignments, brute_force
 from llmpq.planner.exact import columns as columns_table
 from llmpq.planner.exact import search as exact_search
 from llmpq.planner.exact.columns import TooManyColumns, make_columns
+from llmpq.planner.exact.completion import ChainSpace
 from llmpq.planner.exact.search import solve_exact
 from llmpq.planner.fits import fits
 from llmpq.planner.ilp import solve_ilp
-from llmpq.planner.outcome import Infeasible, Outcome
+from llmpq.planner.outcome import Infeasible, Outcome, Unfinished
 from llmpq.planner.pipeline_time import sum_omega, value
 from llmpq.planner.problem import Problem
 from llmpq.planner.quality import solve_budget
@@ -154,6 +155,30 @@ def test_searching_in_part_keeps_a_valid_bound(monkeypatch: pytest.MonkeyPatch) 
         assert part.value >= whole.value * (1 - 1e-7)
 
 
+def test_chains_of_few_devices_are_brute_force() -> None:
+    """A limit of devices holds in every sequence of classes, and no plan within it is missed."""
+    solved = 0
+    for seed in range(30):
+        p = _problem(seed, layers=(4, 5), kinds=(2, 3), devices=(1, 2), precisions=2, batch=2)
+        p = p.with_changes(max_devices=1 + seed % 3)
+        plans = [(value(p, a), a) for a in assignments(p) if fits(p, a)]
+        for sequence in (range(len(p.classes)), range(len(p.classes))[::-1]):
+            place = {c: k for k, c in enumerate(sequence)}
+            in_row = [
+                worth
+                for worth, a in plans
+                if (order := [place[s.cls] for s in a.stages]) == sorted(order)
+            ]
+            search = exact_search.Search(p, ChainSpace(p, sequence), math.inf, 1e-9)
+            bound = search.run()
+            best = min(in_row, default=math.inf)
+            assert search.value == pytest.approx(best, rel=1e-8), f"seed {seed}"
+            assert bound <= best * (1 + 1e-9)
+            assert search.best is None or len(search.best.stages) <= p.max_stages
+            solved += bool(in_row) and p.max_stages < len(p.cluster.devices)
+    assert solved >= 20
+
+
 def test_splitting_parts_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """With no patience every part is split by the range of D and P; the optimum is the same."""
     monkeypatch.setattr(exact_search, "PATIENCE", (0, 0, 0))
@@ -198,6 +223,13 @@ def test_no_time_still_gives_a_plan_and_its_bound() -> None:
     hurried, whole = solve_exact(p, time_limit_s=0.0), solve_exact(p)
     assert hurried.bound is not None and hurried.bound <= whole.value * (1 + 1e-9)
     assert hurried.value >= whole.value * (1 - 1e-9)
+
+
+def test_no_time_without_a_plan_is_not_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    p = _problem(8, layers=(8, 8), kinds=(2, 2), devices=(2, 2))
+    monkeypatch.setattr(exact_search.Search, "offer", lambda *_: None)
+    with pytest.raises(Unfinished, match="^no plan found within 0 s; give a longer --time-limit$"):
+        solve_exact(p, time_limit_s=0.0)
 
 
 def test_least_omega_of_counts_is_exact_for_any_omega() -> None:

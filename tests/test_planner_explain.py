@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from llmpq.cluster import Cluster
 from llmpq.plan import Plan, Predicted, SolverReport
 from llmpq.planner import explain
 from llmpq.planner.__main__ import main
 from llmpq.planner.explain import Regret, regret_lines
+from llmpq.planner.methods import solve
+from llmpq.planner.outcome import Unfinished
+from llmpq.planner.random_problems import random_problem
 from llmpq.planner.report import quality_of
-from llmpq.planner.what_if import compared
+from llmpq.planner.what_if import changed_problem, compared
 
 pytestmark = pytest.mark.pure
 CARDS = """
@@ -116,6 +121,44 @@ def test_what_if_is_the_plan_of_the_changed_cluster_or_job(
     assert changes["+large"].total_s < before.total_s
 
 
+def test_what_if_shrinks_fixed_microbatches_with_the_batch(
+    capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    fixed = ["--global_bz", "8", "--bits", "4", "--decode-microbatch", "8"]
+    code, text, err = _run(capsys, *words, *fixed, "--what-if", "batch=4")
+    assert (code, err) == (0, "")
+    before = _predicted(capsys, *words, *fixed)
+    after = _predicted(capsys, *words, "--global_bz", "4", *fixed[2:-1], "4")
+    assert f"what if batch=4: {compared(before, after)}\n" in text
+
+
+def test_pins_follow_their_devices(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
+    job = ["--global_bz", "8", "--bits", "4"]
+    slow = [*job, "--pin", "0-30=small-1"]
+    code, text, _ = _run(capsys, *words, *slow, "--what-if", "-small-0")
+    assert code == 0
+    there = next(line for line in text.splitlines() if line.startswith("what if -small-0: "))
+    pinned = _predicted(capsys, *words, *slow)
+    assert there == f"what if -small-0: {compared(pinned, pinned)}", "small-0 has no layers"
+    assert _predicted(capsys, *words, *job).total_s < 0.9 * pinned.total_s
+    code, text, err = _run(capsys, *words, *slow, "--what-if", "-small-1")
+    assert (code, text) == (2, "")
+    assert err == ("llmpq-algo: --what-if -small-1: a --pin needs small-1; leave one of them out\n")
+
+
+def test_a_device_is_taken_from_its_own_group() -> None:
+    """Of two equal groups of a node, the one that has it: the others keep their order."""
+    groups = [{"kind": "T4", "count": 2}, {"kind": "V100"}, {"kind": "T4", "count": 2}]
+    data = {"name": "x", "nodes": [{"name": "box", "devices": groups}]}
+    p = random_problem(random.Random(0)).with_changes(
+        cluster=Cluster.parse_data(data, where="test"), pins={"T4-2": (0, 1), "V100-32GB-0": (1, 2)}
+    )
+    assert changed_problem(p, "-T4-3").pins == p.pins
+    assert changed_problem(p, "-T4-0").pins == {"T4-1": (0, 1), "V100-32GB-0": (1, 2)}
+    kinds = [d.kind for d in changed_problem(p, "-T4-3").cluster.devices]
+    assert kinds == ["T4", "T4", "V100-32GB", "T4"]
+
+
 def test_what_if_compares_time_rate_and_quality() -> None:
     numbers = {"prefill_s": 1.0, "decode_s": 1.0, "bottleneck": "small-0", "estimated": True}
     before = Predicted(total_s=8.0, output_tokens_per_s=100.0, sum_omega=0.5, **numbers)  # type: ignore[arg-type]
@@ -127,8 +170,8 @@ def test_what_if_compares_time_rate_and_quality() -> None:
 
 def test_cost_error_study_in_words() -> None:
     study = [
-        Regret(kind="small", factor=0.9, loss=0.0123, same=False),
-        Regret(kind="large", factor=1.1, loss=0.0, same=True),
+        Regret(kind="small", factor=0.9, loss=0.0123),
+        Regret(kind="large", factor=1.1, loss=0.0),
     ]
     assert regret_lines(study) == [
         "costs of small x 0.90: this plan is 1.23% above the best one",
@@ -137,10 +180,34 @@ def test_cost_error_study_in_words() -> None:
     ]
 
 
+def test_a_study_without_an_answer_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def late(*_: object) -> None:
+        raise Unfinished("no plan found within 5 s; give a longer --time-limit")
+
+    p = random_problem(random.Random(3))
+    outcome = solve(p, "exact")
+    monkeypatch.setattr(explain, "solve_isolated", late)
+    assert regret_lines(explain.cost_error_study(p, outcome)) == [
+        "how much a cost error loses is not known: no plan was found in time"
+    ]
+
+
+def test_a_study_under_a_budget_compares_plans_within_it(
+    capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    budget = ["--global_bz", "8", "--bits", "4,8", "--theta", "0", "--quality-budget", "0.3"]
+    code, text, _ = _run(capsys, *words, *budget, "--explain")
+    said = [line.split(" is ")[1] for line in text.splitlines() if line.startswith("- costs of")]
+    assert code == 0 and len(said) == 4
+    losses = [float(line.split("%")[0]) for line in said]
+    assert max(losses) < 5
+    kept = _predicted(capsys, *words, *budget)
+    fast = _predicted(capsys, *words, *budget[:-2])
+    assert kept.total_s > 1.2 * fast.total_s and fast.sum_omega > 0.9, "4 bits break the budget"
+
+
 def test_why_this_plan_in_full(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
-    code, text, _ = _run(
-        capsys, *words, *["--global_bz", "8", "--bits", "4", "--explain", "--json"]
-    )
+    code, text, _ = _run(capsys, *words, *["--global_bz", "8", "--bits", "4", "--json"])
     stage = json.loads(text)["stages"][0]
     prefill, decode = stage["prefill_s"] * 1e3, stage["decode_s"] * 1e3
     code, text, _ = _run(capsys, *words, *["--global_bz", "8", "--bits", "4", "--explain"])

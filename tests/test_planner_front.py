@@ -6,18 +6,22 @@ import json
 import math
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from llmpq.plan import Plan
+from llmpq.planner import show_front
 from llmpq.planner.__main__ import main
 from llmpq.planner.brute_force import assignments
 from llmpq.planner.fits import fits
 from llmpq.planner.front import Front, pareto_front
+from llmpq.planner.outcome import Unfinished
 from llmpq.planner.pipeline_time import sum_omega, value
 from llmpq.planner.problem import Problem
 from llmpq.planner.random_problems import random_problem
 from llmpq.planner.show_front import ListedFront, coverage
+from llmpq.precision import KVPrecision
 
 pytestmark = pytest.mark.pure
 PAPER = Path(__file__).resolve().parents[1] / "clusters" / "paper"
@@ -185,6 +189,25 @@ FRONT_ERRORS = {
 def test_errors(capsys: pytest.CaptureFixture[str], name: str) -> None:
     words, text = FRONT_ERRORS[name]
     assert _run(capsys, *SMALL, "--pareto", *words) == (2, "", f"llmpq-algo: {text}\n")
+
+
+def test_a_kv_precision_out_of_time_is_said(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = {KVPrecision.KV8}
+
+    def late(p: Problem, **how: Any) -> Front:
+        if p.kv in slow:
+            raise Unfinished("no plan found within 1 s; give a longer --time-limit")
+        return pareto_front(p, **how)
+
+    monkeypatch.setattr(show_front, "front_isolated", late)
+    words = [*SMALL, "--pareto", "--pareto-points", "2", "--kv", "16,8"]
+    code, text, _ = _run(capsys, *words)
+    assert code == 0 and "what lies between them is not proven" in text
+    slow.add(KVPrecision.KV16)
+    text = "llmpq-algo: no plan found within 1 s; give a longer --time-limit\n"
+    assert _run(capsys, *words) == (5, "", text)
 
 
 def test_front_of_two_kv_precisions_is_merged(capsys: pytest.CaptureFixture[str]) -> None:

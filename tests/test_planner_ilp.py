@@ -12,11 +12,11 @@ from llmpq.planner import ilp
 from llmpq.planner.brute_force import assignments, brute_force
 from llmpq.planner.fits import fits
 from llmpq.planner.ilp import solve_ilp
-from llmpq.planner.ilp_backends import BACKENDS, solve_milp
+from llmpq.planner.ilp_backends import BACKENDS, MilpResult, solve_milp
 from llmpq.planner.ilp_model import build_ilp
 from llmpq.planner.linear_model import LinearModel
 from llmpq.planner.orders import device_orders
-from llmpq.planner.outcome import Infeasible
+from llmpq.planner.outcome import Infeasible, Unfinished
 from llmpq.planner.pipeline_time import sum_omega, value
 from llmpq.planner.problem import Problem
 from llmpq.planner.random_problems import random_problem
@@ -130,12 +130,60 @@ def test_budget_replaces_the_price() -> None:
 
 def test_no_time_is_said_and_an_incumbent_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     p = _problem(4, layers=(8, 8), kinds=(2, 2), devices=(2, 2), batch=8)
-    with pytest.raises(Infeasible, match="^no plan found within 0 s; give a longer --time-limit$"):
+    with pytest.raises(Unfinished, match="^no plan found within 0 s; give a longer --time-limit$"):
         solve_ilp(p, time_limit_s=0.0)
     monkeypatch.setattr(ilp, "MAX_PROGRAMS", 1)
     outcome = solve_ilp(p, time_limit_s=0.0)  # adabits' plan is the incumbent
     assert outcome.status == "feasible" and outcome.bound is None
     assert outcome.note == ilp.KINDS_NOTE
+
+
+def _raised(p: Problem) -> str:
+    with pytest.raises(Infeasible) as caught:
+        solve_ilp(p)
+    return type(caught.value).__name__
+
+
+def test_no_room_is_said_only_where_all_orders_were_searched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sizes = {"layers": (3, 5), "kinds": (1, 2), "devices": (1, 2), "precisions": 2}
+    between, nowhere = _problem(248, **sizes), _problem(58, **sizes)
+    assert math.isfinite(brute_force(between)[0]) and solve_ilp(between).status == "optimal"
+    assert _raised(nowhere) == "Infeasible" and math.isinf(brute_force(nowhere)[0])
+    monkeypatch.setattr(ilp, "MAX_PROGRAMS", 1)
+    assert _raised(between) == _raised(nowhere) == "Unfinished"
+
+
+def test_a_program_out_of_time_is_no_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a relaxation nor a program that was cut short says that nothing fits."""
+    nothing = MilpResult(
+        status="unknown", value=math.inf, bound=-math.inf, values=None, seconds=0.0
+    )
+    p = _problem()
+    best = solve_ilp(p)
+    for cut in (True, False):
+
+        def short(model: LinearModel, *, relax: bool = False, cut: bool = cut, **how: object):  # type: ignore[no-untyped-def]
+            return nothing if relax == cut else solve_milp(model, relax=relax, **how)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(ilp, "solve_milp", short)
+        if cut:
+            assert solve_ilp(p).value == pytest.approx(best.value, rel=1e-6)
+        else:
+            assert _raised(p) == "Unfinished"
+
+
+def test_relaxations_keep_to_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[float] = []
+
+    def timed(model: LinearModel, **how: object) -> MilpResult:
+        limits.append(how["time_limit_s"])  # type: ignore[arg-type]
+        return solve_milp(model, **how)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(ilp, "solve_milp", timed)
+    solve_ilp(_problem(), time_limit_s=30.0)
+    assert limits and max(limits) <= 30.0
 
 
 def test_every_order_is_listed_once() -> None:

@@ -8,13 +8,25 @@ import random
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
 
 import pytest
 
 from llmpq.planner import isolated
-from llmpq.planner.isolated import SolverCrashed, solve_forked, solve_isolated, solve_spawned
+from llmpq.planner.__main__ import main
+from llmpq.planner.flexgen import estimate_flexgen
+from llmpq.planner.front import Front, pareto_front
+from llmpq.planner.isolated import (
+    SolverCrashed,
+    answer_forked,
+    answer_spawned,
+    front_isolated,
+    offload_isolated,
+    solve_isolated,
+)
 from llmpq.planner.methods import How, solve
 from llmpq.planner.outcome import Infeasible, Outcome
 from llmpq.planner.problem import Problem
@@ -33,6 +45,10 @@ CRASHING_CHILD = (sys.executable, "-c", "import os; os.kill(os.getpid(), 11)")
 def _problem() -> Problem:
     p = random_problem(random.Random(1), layers=(4, 4), kinds=(1, 1), devices=(2, 2))
     return p.with_changes(theta=0.0)
+
+
+def _spawned(how: How, *, child: Sequence[str] = isolated.CHILD) -> dict[str, Any]:
+    return answer_spawned(_problem(), "plan", asdict(how), what=how.method, child=child)
 
 
 @contextmanager
@@ -57,26 +73,83 @@ def test_the_answer_is_the_same_as_in_place() -> None:
     p = _problem()
     here, how = solve(p, "exact"), How(method="exact")
     budget = How(method="exact", budget=float(p.omega.max(axis=1).sum()))
-    forked, spawned = solve_isolated(p, how), solve_spawned(p, how)
+    forked = solve_isolated(p, how)
+    with _other_thread():
+        spawned = solve_isolated(p, how)
     for there in (forked, spawned, solve_isolated(p, budget)):
         assert there.value == pytest.approx(here.value, rel=1e-6)
     assert here.assignment == forked.assignment == spawned.assignment
     assert (here.bound, here.status) == (spawned.bound, spawned.status)
 
 
+def test_fronts_and_estimates_are_the_same_as_in_place() -> None:
+    p = _problem()
+    front, offload = pareto_front(p, points=3), estimate_flexgen(p)
+
+    def plans(front: Front) -> list[object]:
+        return [(point.time_s, point.omega, point.outcome.assignment) for point in front.points]
+
+    def compare() -> None:
+        there = front_isolated(p, points=3, time_limit_s=60.0)
+        assert plans(there) == plans(front)
+        assert (there.width, there.complete) == (front.width, front.complete)
+        assert offload_isolated(p) == offload
+
+    compare()
+    with _other_thread():
+        compare()
+
+
 def test_never_in_the_callers_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    def here(*_: object) -> Outcome:
+    def here(*_: object, **__: object) -> Outcome:
         raise AssertionError("solved in place")
 
     ways: list[str] = []
-    monkeypatch.setattr(isolated, "solve_as", here)
-    monkeypatch.setattr(isolated, "solve_forked", lambda *_, **__: ways.append("fork"))
-    monkeypatch.setattr(isolated, "solve_spawned", lambda *_: ways.append("spawn"))
-    with _other_thread():
-        solve_isolated(_problem(), How(method="ilp"))
-    monkeypatch.setattr(threading, "active_count", lambda: 1)
-    solve_isolated(_problem(), How(method="ilp"))
-    assert ways == ["spawn", "fork"]
+
+    def way(name: str) -> Callable[..., dict[str, Any]]:
+        def answer(*_: object, **__: object) -> dict[str, Any]:
+            ways.append(name)
+            raise Infeasible("asked")
+
+        return answer
+
+    for solver in ("solve_as", "pareto_front", "estimate_flexgen"):
+        monkeypatch.setattr(isolated, solver, here)
+    monkeypatch.setattr(isolated, "answer_forked", way("fork"))
+    monkeypatch.setattr(isolated, "answer_spawned", way("spawn"))
+    p = _problem()
+    asked: tuple[Callable[[], object], ...] = (
+        lambda: solve_isolated(p, How(method="ilp")),
+        lambda: front_isolated(p, points=3, time_limit_s=1.0),
+        lambda: offload_isolated(p),
+    )
+    for threads, name in ((2, "spawn"), (1, "fork")):
+        monkeypatch.setattr(threading, "active_count", lambda threads=threads: threads)
+        ways.clear()
+        for ask in asked:
+            with pytest.raises(Infeasible):
+                ask()
+        assert ways == [name] * 3
+
+
+@pytest.mark.parametrize("flag", ["--explain", "--pareto", "--method=all"])
+def test_the_command_solves_nothing_in_its_own_process(
+    flag: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is asked: HiGHS runs in children only."""
+    import highspy
+
+    parent = os.getpid()
+    honest = highspy.Highs.run
+
+    def watched(self: highspy.Highs) -> object:
+        assert os.getpid() != parent, "solved in place"
+        return honest(self)
+
+    monkeypatch.setattr(highspy.Highs, "run", watched)
+    words = ["--device-names", "V100", "--device-numbers", "1", "--model", "opt-1.3b"]
+    job = ["--global-bz", "2", "--s", "64", "--n", "8", "--bits", "4,16", flag]
+    assert main([*words, *job]) == 0, capsys.readouterr().err
 
 
 def test_a_crash_is_an_error_with_a_way_out() -> None:
@@ -89,10 +162,10 @@ def test_a_crash_is_an_error_with_a_way_out() -> None:
         raise AssertionError("unreachable")
 
     with pytest.raises(SolverCrashed) as caught:
-        solve_forked(crash, what="ilp")
+        answer_forked(crash, what="ilp")
     assert str(caught.value) == DIED
     with pytest.raises(SolverCrashed) as caught, _other_thread():
-        solve_spawned(_problem(), How(method="ilp"), child=CRASHING_CHILD)
+        _spawned(How(method="ilp"), child=CRASHING_CHILD)
     assert str(caught.value) == DIED
 
 
@@ -101,11 +174,11 @@ def test_refusals_come_through() -> None:
         raise Infeasible("too small")
 
     with pytest.raises(Infeasible, match="too small"):
-        solve_forked(no_plan, what="exact")
+        answer_forked(no_plan, what="exact")
     with pytest.raises(ValueError, match="--method flexgen is an estimate"):
-        solve_forked(lambda: solve(_problem(), "flexgen"), what="flexgen")
+        answer_forked(lambda: solve(_problem(), "flexgen"), what="flexgen")
     with pytest.raises(ValueError, match="--method flexgen is an estimate"):
-        solve_spawned(_problem(), How(method="flexgen"))
+        _spawned(How(method="flexgen"))
 
 
 def test_a_bug_in_the_child_is_reported(capfd: pytest.CaptureFixture[str]) -> None:
@@ -113,8 +186,8 @@ def test_a_bug_in_the_child_is_reported(capfd: pytest.CaptureFixture[str]) -> No
         raise ZeroDivisionError("planted")
 
     with pytest.raises(SolverCrashed, match=r"died \(no answer\)"):
-        solve_forked(bug, what="exact")
+        answer_forked(bug, what="exact")
     assert "ZeroDivisionError: planted" in capfd.readouterr().err
     with pytest.raises(SolverCrashed, match=r"died \(no answer\)"):
-        solve_spawned(_problem(), How(method="exact", backend="highs", gap="wide"))  # type: ignore[arg-type]
+        _spawned(How(method="exact", backend="highs", gap="wide"))  # type: ignore[arg-type]
     assert "TypeError" in capfd.readouterr().err

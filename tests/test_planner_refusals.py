@@ -11,6 +11,7 @@ import pytest
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
 from llmpq.planner.__main__ import main
+from llmpq.planner.outcome import Unfinished
 from llmpq.planner.positions import positions_note
 from llmpq.workload import Workload
 
@@ -147,6 +148,69 @@ def test_no_time_is_not_no_room(capsys: pytest.CaptureFixture[str]) -> None:
     assert err == "llmpq-algo: no plan found within 0 s; give a longer --time-limit\n"
     code, _, err = _run(capsys, *words, "-1")
     assert (code, err) == (2, "llmpq-algo: --time-limit must be a number >= 0, got -1\n")
+
+
+UNHEEDED = {
+    "--json --explain": "--json does not go with --explain",
+    "--json --what-if batch=1": "--json does not go with --what-if",
+    "--pareto --explain --what-if batch=1": "--pareto does not go with --explain or --what-if",
+    "--pareto --speculate auto": "--pareto does not go with --speculate",
+}
+
+
+@pytest.mark.parametrize("flags", UNHEEDED)
+def test_flags_that_would_be_dropped_are_refused(
+    capsys: pytest.CaptureFixture[str], flags: str
+) -> None:
+    code, text, err = _run(capsys, *TINY, *JOB, "--model", "opt-1.3b", *flags.split())
+    assert (code, text) == (2, "")
+    assert err == f"llmpq-algo: {UNHEEDED[flags]}; leave one of them out\n"
+
+
+GROUP_SIZES = {
+    ("64", "4,8"): (
+        "w4a16 layers have 128 or 0 (a channel), the packed kernels know no other; plan w4a4 "
+        "without them (--bits)"
+    ),
+    ("32", "w4a4,w3a16"): (
+        "w3a16 layers have 128 or 0 (a channel), the packed kernels know no other; plan w4a4 "
+        "without them (--bits)"
+    ),
+    ("48", "w4a4"): "expected 128, 64, 32, or 0 for a channel",
+    ("-1", "4"): "expected 128, 64, 32, or 0 for a channel",
+}
+
+
+@pytest.mark.parametrize("size, bits", GROUP_SIZES)
+def test_groups_that_cannot_run_are_refused(
+    capsys: pytest.CaptureFixture[str], size: str, bits: str
+) -> None:
+    words = [*TINY, *JOB, "--model", "opt-1.3b", "--bits", bits, "--weight-group-size", size]
+    code, text, err = _run(capsys, *words)
+    text_wanted = GROUP_SIZES[size, bits]
+    said = f"llmpq-algo: --weight-group-size {size}: {text_wanted}\n"
+    assert (code, text, err) == (2, "", said)
+
+
+@pytest.mark.parametrize("size, bits, stored", [("64", "w4a4,16", 64), ("0", "4,8", None)])
+def test_groups_that_run_are_planned(
+    capsys: pytest.CaptureFixture[str], size: str, bits: str, stored: int | None
+) -> None:
+    words = [*TINY, *JOB, "--model", "opt-1.3b", "--bits", bits, "--weight-group-size", size]
+    code, text, _ = _run(capsys, *words, "--json")
+    assert code == 0 and json.loads(text)["quantization"]["group_size"] == stored
+
+
+def test_no_method_in_time_is_not_no_room(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def late(*_: object) -> None:
+        raise Unfinished("no plan found within 1 s; give a longer --time-limit")
+
+    monkeypatch.setattr("llmpq.planner.make._solve", late)
+    code, _, err = _run(capsys, *TINY, *JOB, "--model", "opt-1.3b", "--method", "all")
+    assert code == 5
+    assert err == "llmpq-algo: no plan found within 1 s; give a longer --time-limit\n"
 
 
 def test_uniform_names_the_short_device(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from llmpq.cluster import Cluster
 from llmpq.cost_model import CostModel, LatencyEntry, Phase, Regime
 from llmpq.errors import DoesNotFitError
 from llmpq.model_spec import ModelSpec
@@ -13,6 +14,7 @@ from llmpq.precision import Precision
 from llmpq.speculation import draft_bytes
 
 pytestmark = pytest.mark.pure
+CPUS = Cluster.from_counts(["CPU"], [2])
 
 
 def entry(precision: str, phase: Phase, seconds: float) -> LatencyEntry:
@@ -56,7 +58,7 @@ def limited(plan, limit_bytes: int):
 
 
 def test_auto_takes_the_mode_that_gains_most(make_plan, demo_model, spec):
-    plan = with_speculation(make_plan(demo_model, (3,)), spec, priced(0.003), "auto")
+    plan = with_speculation(make_plan(demo_model, (3,)), spec, CPUS, priced(0.003), "auto")
     assert plan.speculation is not None and plan.speculation.mode == "w4kv4"
     assert plan.speculation.predicted_speedup is not None
     assert plan.speculation.predicted_speedup > 1.5
@@ -68,24 +70,43 @@ def test_auto_takes_the_mode_that_gains_most(make_plan, demo_model, spec):
 def test_auto_leaves_a_plan_without_room_or_gain_alone(make_plan, demo_model, spec):
     plan = make_plan(demo_model, (3,))
     tight = limited(plan, 10**6 + 1)
-    chosen = with_speculation(tight, spec, priced(0.003), "auto").speculation
+    chosen = with_speculation(tight, spec, CPUS, priced(0.003), "auto").speculation
     assert chosen is None or chosen.mode == "ngram", "drafts that take no memory may stay"
     slow = CostModel(
         model="demo-7m",
         model_fingerprint="0" * 16,
         entries=(entry("w16a16", Phase.DECODE, 0.010), entry("w16a16", Phase.VERIFY, 0.05)),
     )
-    assert with_speculation(plan, spec, slow, "auto") == plan
+    assert with_speculation(plan, spec, CPUS, slow, "auto") == plan
+
+
+def test_a_verify_has_logits_of_every_position(make_plan, demo_model, spec):
+    """Drafts as long as the logits of their verify leave room for, and none where they do not."""
+    shape = {"batch": 64, "prompt_len": 1, "prefill_microbatch": 1, "decode_microbatch": 64}
+    plan = make_plan(demo_model, (3,), **shape)
+    drafts = draft_bytes(plan, spec, 1, "w4kv4")
+    token = 64 * (spec.vocab + 4 * spec.hidden) * 4  # logits; what is received, and on its way
+
+    def gamma(room: int) -> int:
+        last = limited(plan, 10**6 + drafts + room).stages[1]
+        given = plan.model_copy(update={"stages": (plan.stages[0], last)})
+        chosen = with_speculation(given, spec, CPUS, priced(0.001), "w4kv4").speculation
+        return chosen.gamma if chosen is not None else 0
+
+    rooms = (token, 2 * token - 1, 4 * token, 9 * token)
+    assert [gamma(room) for room in rooms] == [1, 1, 4, 7]
+    with pytest.raises(DoesNotFitError, match="w4kv4 do not fit: CPU-1 is short by"):
+        gamma(token // 2)
 
 
 def test_a_wish_that_cannot_be_met_says_why(make_plan, demo_model, spec):
     plan = make_plan(demo_model, (3,))
     with pytest.raises(DoesNotFitError, match=r"w4kv4 do not fit: CPU-0 is short by"):
-        with_speculation(limited(plan, 10**6 + 1), spec, priced(0.003), "w4kv4")
+        with_speculation(limited(plan, 10**6 + 1), spec, CPUS, priced(0.003), "w4kv4")
     with pytest.raises(ValueError, match="not predicted to pay"):
-        with_speculation(plan, spec, priced(0.012), "kv4")
+        with_speculation(plan, spec, CPUS, priced(0.012), "kv4")
     with pytest.raises(ValueError, match="can use auto, w4kv4, kv4, ngram"):
-        with_speculation(plan, spec, priced(0.003), "qspec")
+        with_speculation(plan, spec, CPUS, priced(0.003), "qspec")
 
 
 def test_bytes_of_a_four_bit_copy(make_plan, demo_model, spec):

@@ -141,7 +141,7 @@ def test_a_fixed_batch_runs_in_the_plans_micro_batches():
     st.sampled_from([0, 1, 3]),
     st.booleans(),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_every_request_gets_its_tokens(sizes, depth, prefill, decode, batching, gamma, proposes):
     drafter = EveryGamma(gamma, proposes=proposes) if gamma else None
     shape = limits(prefill_microbatch=prefill, decode_microbatch=decode, batching=batching)

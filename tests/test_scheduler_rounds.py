@@ -90,7 +90,7 @@ def serve(scheduler: Scheduler, device: Device, on_done: Callable[[Request], Non
     st.sets(st.integers(0, 23)),
     st.integers(0, 9),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_every_request_gets_its_tokens(sizes, decode, gamma, sampled, seed):
     limits = Limits(num_slots=SLOTS, prompt_len=16, max_len=MAX_LEN, prefill_microbatch=2,
                     decode_microbatch=decode)  # fmt: skip

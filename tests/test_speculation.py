@@ -153,9 +153,7 @@ def relative(got: torch.Tensor, wanted: torch.Tensor) -> float:
     st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=6),
     st.sampled_from(["qspec", "w4kv4", "planes", "kv4"]),
 )
-@settings(
-    max_examples=16, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=16, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_sequence_of_drafts_and_verifies_leaves_the_plain_cache(engines, texts, rounds, mode):
     """Bit for bit after every verify against a run of the same positions and shapes, no drafts."""
     engine = engines(TARGET_BITS[mode], (), mode, batch=1)

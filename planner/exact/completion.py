@@ -14,8 +14,6 @@ rem sums the prices of the devices still unused.
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -36,8 +34,11 @@ class Space:
     """The states of a problem: tuples of used devices per class, numbered by their total."""
 
     def __init__(self, p: Problem) -> None:
-        ranges = [range(min(c.count, p.max_stages) + 1) for c in p.classes]
-        tuples = [t for t in itertools.product(*ranges) if sum(t) <= p.max_stages]
+        tuples: list[tuple[int, ...]] = [()]
+        for cls in p.classes:
+            tuples = [
+                (*t, n) for t in tuples for n in range(min(cls.count, p.max_stages - sum(t)) + 1)
+            ]
         self.used = sorted(tuples, key=lambda t: (sum(t), t))
         self.index = {t: i for i, t in enumerate(self.used)}
         classes = len(p.classes)
@@ -57,40 +58,62 @@ class Space:
 
 def num_states(p: Problem) -> int:
     """Return the size of the space over all device orders."""
-    return math.prod(cls.count + 1 for cls in p.classes)
+    ways = [1] + [0] * p.max_stages  # of using so many devices
+    for cls in p.classes:
+        ways = [sum(ways[max(0, t - cls.count) : t + 1]) for t in range(len(ways))]
+    return sum(ways)
 
 
 class ChainSpace(Space):
     """States of plans that use the classes in one sequence, each class's devices in a row.
 
-    Classes may be used in part or left out. State 0 is the start; others are (position, used).
+    Classes may be used in part or left out. State 0 is the start; others are (position, used before
+    of this class, stages so far), the last left at 0 where a plan may use every device.
     """
 
     def __init__(self, p: Problem, sequence: Sequence[int]) -> None:
         classes = len(p.classes)
-        states = [(k, used) for k, c in enumerate(sequence) for used in range(p.classes[c].count)]
+        counts = [p.classes[c].count for c in sequence]
+        limited = p.max_stages < min(len(p.cluster.devices), p.num_layers)
+        step = int(limited)
+        states = [
+            (k, used, stages)
+            for k, count in enumerate(counts)
+            for used in range(count)
+            for stages in _stages_so_far(sum(counts[:k]), used, p.max_stages if limited else None)
+        ]
         number = {state: i + 1 for i, state in enumerate(states)}
         self.after = np.full((len(states) + 1, classes), -1, dtype=np.int64)
         self.unused = np.zeros((len(states) + 1, classes), dtype=np.int64)
         self.unused[0] = [cls.count for cls in p.classes]
         self.complete = np.ones(len(states) + 1, dtype=bool)
         pinned = [k for k, c in enumerate(sequence) if p.classes[c].pinned is not None]
-        for i, (k, used) in enumerate([(-1, 0), *states]):
+        for i, (k, used, stages) in enumerate([(-1, 0, 0), *states]):
+            onward = stages < p.max_stages
             blocked = min((q for q in pinned if q > k), default=len(sequence))
             self.complete[i] = blocked == len(sequence)
             if k >= 0:
                 left = p.classes[sequence[k]].count - used - 1
                 self.unused[i, sequence[k]] = left
-                if left:
-                    self.after[i, sequence[k]] = number[k, used + 1]
-            for later in range(k + 1, min(blocked + 1, len(sequence))):
-                self.after[i, sequence[later]] = number[later, 0]
+                if left and onward:
+                    self.after[i, sequence[k]] = number[k, used + 1, stages + step]
+            for later in range(k + 1, min(blocked + 1, len(sequence))) if onward else ():
+                self.after[i, sequence[later]] = number[later, 0, stages + step]
                 self.unused[i, sequence[later]] = p.classes[sequence[later]].count
             if k >= 0:
                 for later in range(k + 1, len(sequence)):
                     self.unused[i, sequence[later]] = p.classes[sequence[later]].count
+            self.unused[i] = np.minimum(self.unused[i], p.max_stages - stages)
         self.used = [(0,) * classes] * (len(states) + 1)
         self.allowed = _allowed(p)
+
+
+def _stages_so_far(before: int, used: int, most: int | None) -> range:
+    """How many stages a plan may have with the device after `used` ones of a class.
+
+    `before`: the devices of earlier classes, of which it has none to all. No limit: not counted.
+    """
+    return range(1) if most is None else range(used + 1, min(before + used + 1, most) + 1)
 
 
 def _allowed(p: Problem) -> np.ndarray:

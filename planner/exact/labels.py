@@ -174,7 +174,7 @@ class LabelSearch:
         if time.perf_counter() > self.limits.deadline:
             raise GaveUp
         for c in range(len(self.p.classes)):
-            reach = self._reach(a, c, ready)
+            reach = self._reach(c, ready)
             if reach is None:
                 continue
             columns = self._live_columns(a, c, reach)
@@ -185,8 +185,8 @@ class LabelSearch:
                 if after >= 0:
                     self._expand(a, c, key, after, bucket, offset, columns)
 
-    def _reach(self, a: int, c: int, ready: dict[Key, tuple[Bucket, int]]) -> Floats | None:
-        """[L+1] how much a stage [a, a') of class c may cost, priced, over all labels here."""
+    def _reach(self, c: int, ready: dict[Key, tuple[Bucket, int]]) -> Floats | None:
+        """[L+1] how much a stage of class c that ends there may cost, priced, over all labels."""
         bound = self.bounds[0]
         extra = bound.form.s_weight(bound.prices.kappa) - self.form.ws
         rest_p, rest_d = bound.remaining

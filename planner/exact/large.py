@@ -47,7 +47,7 @@ def _short_search(
     p: Problem, space: Space, deadline: float, gap: float
 ) -> tuple[Search, int] | None:
     """Return a search with the longest stages its table has room for."""
-    share = -(-p.num_layers // len(p.cluster.devices))
+    share = -(-p.num_layers // p.max_stages)
     for factor in (6, 4, 3, 2):
         longest = min(p.num_layers, max(4, factor * share))
         try:

@@ -26,8 +26,8 @@ from llmpq.planner.exact.form import EVERYWHERE, Box, Form, make_form
 from llmpq.planner.exact.labels import GaveUp, LabelSearch, Limits
 from llmpq.planner.exact.relaxation import ClassRelaxation, Prices
 from llmpq.planner.fits import fits
-from llmpq.planner.ilp import no_plan_fits, solve_ilp
-from llmpq.planner.outcome import OPTIMAL_GAP, Assignment, Infeasible, Outcome, Stage
+from llmpq.planner.ilp import no_plan_fits, no_plan_yet, solve_ilp
+from llmpq.planner.outcome import OPTIMAL_GAP, Assignment, Infeasible, Outcome, Stage, Unfinished
 from llmpq.planner.pipeline_time import sum_omega, value
 from llmpq.planner.problem import Problem
 
@@ -98,7 +98,9 @@ class Search:
         )
 
     def outcome(self, bound: float, start: float, note: str) -> Outcome:
-        """Return the best plan with a bound."""
+        """Return the best plan with a bound; a bound below infinity says there may be one."""
+        if self.best is None and bound < math.inf:
+            raise Unfinished(no_plan_yet(self.deadline - start))
         if self.best is None:
             raise Infeasible(no_plan_fits(self.p))
         proven = self.value - bound <= OPTIMAL_GAP * abs(self.value)

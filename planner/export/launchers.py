@@ -73,9 +73,7 @@ def llamacpp(plan: Plan, spec: ModelSpec) -> Exported:
         if p is not most
     ]
     quantise = ["llama-quantize", *types, "model-f16.gguf", "model-plan.gguf"]
-    quantise.append(
-        {"f16": "F16", "q8_0": "Q8_0", "q4_k": "Q4_K_S", "q3_k": "Q3_K_S"}[GGUF_TYPES[most]]
-    )
+    quantise.append(GGUF_FILES[GGUF_TYPES[most]])
     counts = layer_counts(plan)
     # llama.cpp counts the output matrix as one more layer, on the last device.
     split = [*counts[:-1], counts[-1] + 1]

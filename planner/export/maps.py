@@ -40,7 +40,7 @@ def accelerate(plan: Plan, spec: ModelSpec) -> Exported:
             f"({', '.join(sorted(nodes))}); plan for one node"
         )
     devices: list[int | str] = [
-        "cpu" if stage.threads else stage.device_index for stage in plan.stages
+        "cpu" if stage.is_cpu else stage.device_index for stage in plan.stages
     ]
     table: dict[str, int | str] = {name: devices[0] for name in FIRST[spec.family]}
     for stage, device in zip(plan.stages, devices, strict=True):
