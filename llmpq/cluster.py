@@ -205,7 +205,7 @@ class Cluster(FileForm):
             raise ValueError(f"no such cluster file: '{path}'") from None
         except IsADirectoryError:
             raise ValueError(f"'{path}' is a directory, expected a cluster YAML") from None
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
+        except (yaml.YAMLError, ValueError, RecursionError) as error:
             raise ValueError(f"'{path}' is not valid YAML{_place_of(error)}") from None
         return cls.parse_data(data, where=str(path))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any, Self
 
@@ -40,12 +41,27 @@ class FileForm(BaseModel):
         check_writable(path)
         try:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
-            Path(path).write_text(self.dump_json())
+            replace_text(Path(path), self.dump_json())
         except OSError as error:
             raise ValueError(
                 f"cannot write '{path}': {(error.strerror or str(error)).lower()}; give another "
                 "place"
             ) from None
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a whole file or leave what was there; a device or a pipe is written to."""
+    if path.exists() and not path.is_file():
+        path.write_text(text)
+        return
+    path = path.resolve()
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        temporary.write_text(text)
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def check_writable(path: str | Path) -> None:
@@ -68,7 +84,7 @@ def read_json(path: str | Path) -> object:
         raise ValueError(f"no such file: '{path}'") from None
     except IsADirectoryError:
         raise ValueError(f"'{path}' is a directory, expected a JSON file") from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"'{path}' is not JSON ({error}); llmpq reads no pickle files") from None
 
 

@@ -173,8 +173,10 @@ class ModelSpec:
             raise ValueError(
                 f"no config.json in '{path}': expected a local Hugging Face model directory"
             ) from None
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"'{config_path}' is not valid JSON: {error}") from None
+        if not isinstance(config, dict):
+            raise ValueError(f"'{config_path}': got {type(config).__name__}, expected an object")
         return cls.from_config(config, name=Path(path).resolve().name)
 
     @classmethod

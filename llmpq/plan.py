@@ -75,7 +75,7 @@ class StagePlan(FileForm):
     device_index: int = 0
     kind: str
     profile_kind: str
-    threads: int | None = None
+    threads: int | None = Field(default=None, ge=1, le=65536)
     """Threads of a CPU stage."""
     sms: int | None = None
     """SMs of an emulated GPU."""

@@ -6,7 +6,7 @@ A line cut short by a kill is dropped when the file is opened again; any other b
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -24,7 +24,7 @@ class SampleLog:
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._samples = list(_read(self._path))
+        self._samples = _read(self._path)
         self._file = self._path.open("a")
 
     def __enter__(self) -> Self:
@@ -60,15 +60,17 @@ class SampleLog:
         }
 
 
-def _read(path: Path) -> Iterator[Sample]:
-    """Yield the samples of a file; a last line without its newline is cut off the file."""
+_BEGINNING = b'{"conditions"'
+"""Of a line, also of a torn one."""
+
+
+def _read(path: Path) -> list[Sample]:
+    """Return the samples of a file; a last line without its newline is cut off the file."""
     if not path.exists():
-        return
+        return []
     data = path.read_bytes()
     whole = data.rfind(b"\n") + 1
-    if whole < len(data):
-        with path.open("r+b") as file:
-            file.truncate(whole)
+    samples = []
     for number, line in enumerate(data[:whole].decode(errors="replace").splitlines(), start=1):
         try:
             content = json.loads(line)
@@ -77,4 +79,11 @@ def _read(path: Path) -> Iterator[Sample]:
                 f"{path}:{number}: not a sample ({error}); expected one JSON object a line. "
                 "Remove the line, or give another file with --samples"
             ) from None
-        yield Sample.parse_data(content, where=f"{path}:{number}")
+        samples.append(Sample.parse_data(content, where=f"{path}:{number}"))
+    torn = data[whole:]
+    if torn and not torn.startswith(_BEGINNING[: len(torn)]):
+        raise ValueError(f"{path}: it does not end like a log of samples; give another --samples")
+    if torn:
+        with path.open("r+b") as file:
+            file.truncate(whole)
+    return samples

@@ -82,15 +82,23 @@ def finished_lines(path: str | Path, rows: Sequence[Row]) -> dict[int, dict[str,
         for row in rows
         if row.form in ("completion", "chat") and row.error is None
     }
-    for raw in Path(path).read_bytes().split(b"\n"):
+    raws = Path(path).read_bytes().split(b"\n")
+    for number, raw in enumerate(raws, start=1):
+        if not raw.strip():
+            continue
         try:
             line = raw.decode("utf-8")
             data = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
+            if number < len(raws):
+                raise ValueError(
+                    f"'{path}' line {number} is no answer of an earlier run; remove the line, or "
+                    "give another -o"
+                ) from None
             continue  # a line torn by a crash: its row runs again
         if not isinstance(data, dict) or data.get("error") is not None:
             continue
-        index = by_id.get(data["custom_id"]) if "custom_id" in data else data.get("index")
+        index = by_id.get(str(data["custom_id"])) if "custom_id" in data else data.get("index")
         if not isinstance(index, int) or not 0 <= index < len(rows):
             raise ValueError(
                 f"'{path}' has a row that is not from this input file: {line[:80]}; give the same "
@@ -129,24 +137,38 @@ class OrderedWriter:
         *,
         done: Mapping[int, Mapping[str, Any]] | None = None,
     ) -> None:
-        self._path, self._num_rows = Path(path), num_rows
+        # A link stays one: what it points to is replaced.
+        self._path, self._num_rows = Path(path).resolve(), num_rows
         self._done: dict[int, Mapping[str, Any]] = dict(done or {})
         self._held: dict[int, Mapping[str, Any]] = dict(self._done)
         self._next = 0
+        self._begun = False
 
     def __enter__(self) -> Self:
         self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self._path.open("a", encoding="utf-8")
+        return self
+
+    def begin(self) -> None:
+        """Replace what is in the file by the rows that are done; the first `write` does so, too.
+
+        What another run left is lost only to one that has got as far as this.
+        """
+        if self._begun:
+            return
+        self._begun = True
         if self._done:
             # Rows of an earlier run stay on disk beyond the ordered part until the job is over.
+            self._file.close()
             self._replace(self._done)
-        self._file = self._path.open("a" if self._done else "w", encoding="utf-8")
-        if not self._done:
-            self._advance()
-        return self
+            self._file = self._path.open("a", encoding="utf-8")
+        elif self._path.is_file():
+            self._file.truncate(0)
 
     def write(self, index: int, line: Mapping[str, Any]) -> None:
         """Take the answer of a row."""
         assert index not in self._held and 0 <= index < self._num_rows
+        self.begin()
         self._held[index] = line
         if self._done:
             self._put(line)
@@ -164,8 +186,11 @@ class OrderedWriter:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._file.close()
-        if self._done or self._next < len(self._held):
+        with self._file:
+            if self._begun and not self._path.is_file():
+                for index in sorted(i for i in self._held if i >= self._next):
+                    self._put(self._held[index])
+        if self._begun and (self._done or self._next < len(self._held)):
             self._replace(self._held)
 
     def _advance(self) -> None:
@@ -178,12 +203,21 @@ class OrderedWriter:
         self._file.flush()
 
     def _replace(self, lines: Mapping[int, Mapping[str, Any]]) -> None:
-        """Write all lines in order to a new file and put it in place of the old one."""
+        """Write all lines in order to a new file and put it in place of the old one.
+
+        A device or a pipe is no file that could be replaced.
+        """
+        if not self._path.is_file():
+            return
         temporary = self._path.with_name(self._path.name + ".tmp")
-        with temporary.open("w", encoding="utf-8") as out:
-            for index in sorted(lines):
-                out.write(_text(lines[index]))
-        os.replace(temporary, self._path)
+        try:
+            with temporary.open("w", encoding="utf-8") as out:
+                for index in sorted(lines):
+                    out.write(_text(lines[index]))
+            os.replace(temporary, self._path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
 
 
 def _text(line: Mapping[str, Any]) -> str:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -47,6 +49,7 @@ def ray_cluster(address: str | None) -> Iterator[None]:
         "logging_level": logging.ERROR,
         "namespace": "llmpq",
     }
+    handler = signal.getsignal(signal.SIGTERM)
     try:
         if address is not None:
             ray.init(address=address, **common)
@@ -66,6 +69,8 @@ def ray_cluster(address: str | None) -> Iterator[None]:
             f"could not {'join' if address else 'start'} Ray {where}: {error}; check it with: "
             "ray status (where it wants a token: RAY_AUTH_MODE=token and ~/.ray/auth_token)"
         ) from None
+    if threading.current_thread() is threading.main_thread() and handler is not None:
+        signal.signal(signal.SIGTERM, handler)  # Ray sets its own, which ends without a word
     try:
         yield
     finally:

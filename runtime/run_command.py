@@ -40,6 +40,8 @@ from llmpq.runtime.tokenizer import Tokenizer
 from llmpq.runtime.trace import write_chrome_trace
 
 _log = logging.getLogger("llmpq.run")
+MAX_TIMEOUT_S = 10**7
+"""Four months."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -149,12 +151,10 @@ def main(args: argparse.Namespace) -> int:
     job = make_job(plan, spec, rows, tokenizer, skip=done)
     settings = _settings(args, plan)  # before the output file is touched
     with OrderedWriter(args.output, len(rows), done=done) as writer:
-        for index, message in job.errors.items():
-            _log.warning("row %d: %s", index, message)
-            writer.write(index, error_line(rows[index], message))
         if job.requests:
             report = _run(job, args, settings, cluster, writer, tokenizer)
         else:
+            _write_errors(job, writer)
             _log.info("nothing to run: %d of %d rows were finished before", len(done), len(rows))
             report = _report_of_nothing(job)
     _show(report, args)
@@ -171,7 +171,7 @@ def _check_flags(args: argparse.Namespace) -> None:
     if args.max_tokens is not None and args.max_tokens < 1:
         raise ValueError(f"--max_tokens must be at least 1, got {args.max_tokens}")
     try:
-        SamplingParams(temperature=args.temperature, top_p=args.top_p)
+        SamplingParams(temperature=args.temperature, top_p=args.top_p, top_k=args.top_k)
     except ValueError as error:
         raise ValueError(f"--{error}") from None
     if not 0 <= args.master_port < 2**16:
@@ -179,8 +179,10 @@ def _check_flags(args: argparse.Namespace) -> None:
             f"--master_port must be 1 to 65535, or 0 for a free one, got {args.master_port}"
         )
     for name in ("placement", "load", "step"):
-        if not getattr(args, f"{name}_timeout") > 0:
-            raise ValueError(f"--{name}-timeout must be a positive number of seconds")
+        if not 0 < getattr(args, f"{name}_timeout") <= MAX_TIMEOUT_S:
+            raise ValueError(
+                f"--{name}-timeout must be a positive number of seconds, at most {MAX_TIMEOUT_S}"
+            )
 
 
 def load_plan(name: str) -> Plan:
@@ -261,6 +263,7 @@ def _run(
         job.plan, settings, cluster=cluster, deadlines=deadlines, launch=launch
     ) as pipeline:
         startup_s = time.monotonic() - started_s
+        _write_errors(job, writer)
         for index, (stage, pid) in enumerate(zip(stages, pipeline.stage_pids(), strict=True)):
             _log.info("stage %d: %s on %s, pid %d", index, stage.device, stage.node, pid)
         with ProgressReporter(len(job.rows), quiet=args.json) as progress:
@@ -284,6 +287,14 @@ def _run(
                 plain=_serve_plainly(job, pipeline, updates) if compare else None,
             )
         )
+
+
+def _write_errors(job: Job, writer: OrderedWriter) -> None:
+    """Begin the output with the rows that cannot be requests."""
+    writer.begin()
+    for index, message in job.errors.items():
+        _log.warning("row %d: %s", index, message)
+        writer.write(index, error_line(job.rows[index], message))
 
 
 def _report_of_nothing(job: Job) -> dict[str, Any]:

@@ -47,7 +47,11 @@ def probabilities(logits_BV: Tensor, params: Sequence[SamplingParams]) -> Tensor
     device, vocab = logits_BV.device, logits_BV.shape[-1]
     temperatures = [1.0 if p.greedy else p.temperature for p in params]
     temperature_B = torch.tensor(temperatures, dtype=torch.float32).to(device)
-    probs = torch.softmax(logits_BV.float() / temperature_B[:, None], dim=-1)
+    # No temperature is too small: the largest logit is 0 whatever it is divided by.
+    temperature_B.clamp_(min=torch.finfo(torch.float32).tiny)
+    logits_BV = logits_BV.float()
+    scaled_BV = (logits_BV - logits_BV.amax(dim=-1, keepdim=True)) / temperature_B[:, None]
+    probs = torch.softmax(scaled_BV, dim=-1)
     ks = [1 if p.greedy else min(p.top_k or vocab, vocab) for p in params]
     cut = [row for row, p in enumerate(params) if ks[row] < vocab or p.top_p < 1.0]
     if not cut:
@@ -85,7 +89,8 @@ def _truncate(sorted_BN: Tensor, ks: Sequence[int | None], top_ps: Sequence[floa
     whole_B1 = torch.tensor([k is None for k in ks]).to(device)[:, None]
     mass_B1 = torch.where(whole_B1, 1.0, kept.sum(dim=-1, keepdim=True))
     before = (kept.cumsum(dim=-1) - kept) / mass_B1
-    kept = kept * ((before < top_p_B1) | (top_p_B1 >= 1.0))
+    first = torch.arange(length, device=device) == 0
+    kept = kept * ((before < top_p_B1) | (top_p_B1 >= 1.0) | first)
     return kept / kept.sum(dim=-1, keepdim=True)
 
 

@@ -19,8 +19,10 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if not 0.0 <= self.temperature < float("inf"):
             raise ValueError(f"temperature must be 0 (greedy) or positive, got {self.temperature}")
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k must be at least 1, or absent for all, got {self.top_k}")
+        if self.top_k is not None and not 1 <= self.top_k < 2**31:
+            raise ValueError(
+                f"top_k must be between 1 and 2^31 - 1, or absent for all, got {self.top_k}"
+            )
         if not 0.0 < self.top_p <= 1.0:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
         if not 0 <= self.seed < 2**63:

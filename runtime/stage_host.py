@@ -35,7 +35,8 @@ def listening_socket(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         raise StageLostError(
-            f"cannot listen on {host}:{port} ({error.strerror}); choose another --master_port"
+            f"cannot listen on {host}:{port} ({error.strerror}); choose another --master_port, "
+            "or an address of this host as --master_addr"
         ) from None
     listener.listen()
     return listener

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 
@@ -249,3 +250,40 @@ def test_what_utf8_cannot_hold_is_written_escaped(tmp_path):
         writer.write(1, {"index": 1, "text": "\u00e9"})
     assert json.loads(path.read_text().splitlines()[0])["id"] == "\ud800"
     assert "\u00e9" in path.read_text(encoding="utf-8"), "and everything else as it is"
+
+
+def test_a_run_that_never_began_leaves_what_was_there(tmp_path):
+    out = tmp_path / "out.jsonl"
+    out.write_text("of an earlier run\n")
+    with pytest.raises(RuntimeError, match="planted"), OrderedWriter(out, 1):
+        raise RuntimeError("planted")
+    assert out.read_text() == "of an earlier run\n"
+    with OrderedWriter(out, 1) as writer:
+        writer.write(0, {"index": 0})
+    assert out.read_text() == '{"index": 0}\n'
+
+
+def test_a_link_stays_a_link_and_a_pipe_a_pipe(tmp_path):
+    target, link, pipe = (tmp_path / name for name in ("target.jsonl", "link.jsonl", "pipe"))
+    link.symlink_to(target)
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDWR)
+    for path in (link, pipe):
+        with OrderedWriter(path, 2) as writer:
+            writer.write(1, {"index": 1})
+    assert link.is_symlink() and target.read_text() == '{"index": 1}\n'
+    assert pipe.is_fifo() and os.read(reader, 100) == b'{"index": 1}\n'
+    os.close(reader)
+
+
+def test_resuming_refuses_a_file_that_holds_something_else(tmp_path):
+    path, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    path.write_text(openai() + "\n")
+    rows = read_rows(path, Defaults())
+    for text in ('{\n "schema": 1\n}\n', "notes\nmore\n"):
+        out.write_text(text)
+        with pytest.raises(ValueError, match="line 1 is no answer of an earlier run"):
+            finished_lines(out, rows)
+    out.write_text('{"custom_id": ["a"]}\n')
+    with pytest.raises(ValueError, match="not from this input file"):
+        finished_lines(out, rows)

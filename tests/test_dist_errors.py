@@ -349,8 +349,9 @@ def test_a_placement_that_stays_pending_is_given_up(ray_session, demo_model, mak
         remove_placement_group(everything)
 
 
-def test_ctrl_c_keeps_what_is_done_and_resume_finishes_it(ray_session, plan_file, tmp_path):
-    """The one test whose command starts its own Ray: nothing of that may stay either."""
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_keeps_what_is_done_and_resume_finishes_it(ray_session, plan_file, tmp_path, how):
+    """Its command starts a Ray of its own: nothing of that may stay either."""
     plan = plan_file((4,), batch=2, gen_len=160, prompt_len=8)
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     rows = [{"prompt": "import os\n", "max_tokens": 8 if i == 0 else 160} for i in range(7)]
@@ -370,7 +371,7 @@ def test_ctrl_c_keeps_what_is_done_and_resume_finishes_it(ray_session, plan_file
         time.sleep(0.05)
     children = descendants(process.pid)
     assert len(children) >= 2
-    process.send_signal(signal.SIGINT)
+    process.send_signal(how)
     _, stderr = process.communicate(timeout=30)
     assert process.returncode == ExitCode.INTERRUPTED, stderr
     assert "--resume" in stderr.strip().splitlines()[-1]

@@ -184,3 +184,12 @@ def test_a_device_is_chosen_by_its_profile_kind_before_its_kind(
     assert chosen("h200") == ["H200"]
     assert chosen("H200@16sm") == ["H200@16sm"]
     assert chosen(None) == ["H200", "H200@16sm"]
+
+
+@pytest.mark.parametrize("content", [b"# notes\nof mine", b"\x88\x01\x00", b"{'a'"])
+def test_what_is_no_log_of_samples_is_left_as_it_was(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="sample"):
+        SampleLog(path)
+    assert path.read_bytes() == content

@@ -123,10 +123,20 @@ def test_sampled_tokens_do_not_depend_on_the_number_of_stages(tiny_models, rando
     "bad, message",
     [
         ({"temperature": -1.0}, "temperature must be 0"),
-        ({"top_k": 0}, "top_k must be at least 1"),
+        ({"top_k": 0}, r"top_k must be between 1 and 2\^31 - 1"),
+        ({"top_k": 2**31}, r"got 2147483648"),
         ({"top_p": 0.0}, r"top_p must be in \(0, 1\]"),
     ],
 )
 def test_impossible_settings_are_refused(bad, message):
     with pytest.raises(ValueError, match=message):
         SamplingParams(**bad)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [SamplingParams(temperature=1e-37), SamplingParams(temperature=5e-324),
+     SamplingParams(temperature=1.0, top_p=1e-46)],
+)  # fmt: skip
+def test_what_is_next_to_nothing_takes_the_most_likely(params):
+    assert probabilities(LOGITS[None], [params]).tolist() == [[1.0, 0.0, 0.0, 0.0, 0.0, 0.0]]

@@ -1,0 +1,60 @@
+"""Files are written whole or not at all, and what cannot be read is a sentence."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from llmpq import file_form
+from llmpq.cluster import Cluster
+from llmpq.file_form import read_json, replace_text
+from llmpq.model_spec import ModelSpec
+
+pytestmark = pytest.mark.pure
+
+
+def test_a_failed_write_leaves_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "costs.json"
+    path.write_text("good")
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(file_form.os, "replace", full)
+    with pytest.raises(OSError, match="No space"):
+        replace_text(path, "better")
+    assert [p.name for p in tmp_path.iterdir()] == ["costs.json"] and path.read_text() == "good"
+
+
+def test_a_link_is_written_through(tmp_path: Path) -> None:
+    target, link = tmp_path / "target", tmp_path / "link"
+    link.symlink_to(target)
+    replace_text(link, "text")
+    assert link.is_symlink() and target.read_text() == "text"
+
+
+def test_a_pipe_is_written_to(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDWR)
+    replace_text(pipe, "text")
+    assert os.read(reader, 10) == b"text" and pipe.is_fifo()
+    os.close(reader)
+
+
+def test_nesting_without_end_is_a_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text("[" * 100_000)
+    with pytest.raises(ValueError, match="is not JSON"):
+        read_json(path)
+    with pytest.raises(ValueError, match="is not valid YAML"):
+        Cluster.load(path)
+    with pytest.raises(ValueError, match="is not valid JSON"):
+        ModelSpec.from_directory(tmp_path)
+    path.write_text("[]")
+    with pytest.raises(ValueError, match="got list, expected an object"):
+        ModelSpec.from_directory(tmp_path)
