@@ -39,6 +39,8 @@ from llmpq.runtime.trace import StageRecord
 _THREADS = 6
 """Threads of an actor: the loop, a poll, health checks and a submission."""
 _POLL_S = 0.25
+MAX_TIMEOUT_S = 10**7
+"""The longest deadline that can be asked for: four months."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,7 +27,7 @@ from llmpq.runtime.batch_rows import Answer, Defaults, Row, answer_line, error_l
 from llmpq.runtime.device_links import LINK_CHOICES
 from llmpq.runtime.kv_choice import AUTO, with_kv
 from llmpq.runtime.output_paths import check_files
-from llmpq.runtime.pipeline import Deadlines, Launch, Pipeline, Update
+from llmpq.runtime.pipeline import MAX_TIMEOUT_S, Deadlines, Launch, Pipeline, Update
 from llmpq.runtime.progress import ProgressReporter
 from llmpq.runtime.report import JobResult, build_report, print_summary
 from llmpq.runtime.request import Request
@@ -40,8 +40,6 @@ from llmpq.runtime.tokenizer import Tokenizer
 from llmpq.runtime.trace import write_chrome_trace
 
 _log = logging.getLogger("llmpq.run")
-MAX_TIMEOUT_S = 10**7
-"""Four months."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
