@@ -78,7 +78,7 @@ def no_plan_fits(p: Problem) -> str:
 
 def no_plan_yet(time_limit_s: float) -> str:
     """Return the sentence for a search that ended without a plan and without a proof."""
-    return f"no plan found within {time_limit_s:.0f} s; give a longer --time-limit"
+    return f"no plan found within {time_limit_s:.3g} s; give a longer --time-limit"
 
 
 class _Search:

@@ -149,8 +149,8 @@ def _claim(target: Path, description: dict[str, Any]) -> None:
         differing = sorted(k for k in description if found.get(k) != description[k])
         if differing:
             raise ValueError(
-                f"'{target}' holds a quantisation with another {', '.join(differing)}; give a new "
-                "directory, or the same arguments to continue it"
+                f"'{target}' holds a quantisation that differs in {', '.join(differing)}; give a "
+                "new directory, or the same arguments to continue it"
             )
         return
     if not state.exists() and any(target.iterdir()):

@@ -135,10 +135,9 @@ class Pipeline:
                 self._result(ref, self._running[ref])
                 del self._running[ref]
             self._check_health()
-        for last in (poll, self._actors[0].poll.remote(0.0)):
-            if last is not None:
-                self._gather([last], [0], self._deadlines.step_s)
-                yield self._read_poll(last)
+        if poll is not None:
+            yield self._read_last(poll)
+        yield self._read_last(self._actors[0].poll.remote(0.0))
 
     def records(self) -> list[StageRecord]:
         """Return what every stage recorded."""
@@ -247,6 +246,11 @@ class Pipeline:
     def _describe(self, error: Exception, index: int) -> Exception:
         pid = self._pids[index] if self._pids else 0
         return lost_stage(error, self.plan, index, phase=self._phase, pid=pid)
+
+    def _read_last(self, ref: Any) -> Update:
+        """Read a poll once the loops have ended, when health is asked for no more."""
+        self._gather([ref], [0], self._deadlines.step_s)
+        return self._read_poll(ref)
 
     def _read_poll(self, ref: Any) -> Update:
         data = json.loads(self._result(ref, 0))

@@ -43,11 +43,7 @@ from llmpq.runtime.sampling_params import SamplingParams
 from llmpq.runtime.scheduler import Limits, Scheduler, max_ahead
 from llmpq.runtime.speculate import AutoDrafter, FixedDrafter, speculation_report
 from llmpq.runtime.stage_compute import StageCompute, build_stage
-from llmpq.runtime.stage_host import (
-    listening_socket,
-    loopback_interface,
-    process_space,
-)
+from llmpq.runtime.stage_host import listening_socket, loopback_interface, process_space
 from llmpq.runtime.stage_loop import FirstStage, Mailbox, run_following_stage
 from llmpq.runtime.stage_model import DTYPES
 from llmpq.runtime.stop_texts import StopTexts

@@ -60,13 +60,13 @@ def test_layers_of_other_weights_are_not_taken(model: Path, tmp_path: Path) -> N
     tensors = load_file(model / "model.safetensors")
     tensors["model.layers.1.mlp.up_proj.weight"] *= 2
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match="holds a quantisation with another weights; give a new"):
+    with pytest.raises(ValueError, match="a quantisation that differs in weights; give a new"):
         quantise(model, tmp_path / "q")
 
 
 def test_layers_computed_in_another_dtype_are_not_taken(model: Path, tmp_path: Path) -> None:
     quantise(model, tmp_path / "q")
-    with pytest.raises(ValueError, match="holds a quantisation with another dtype; give a new"):
+    with pytest.raises(ValueError, match="a quantisation that differs in dtype; give a new"):
         quantise(model, tmp_path / "q", torch.bfloat16)
 
 
