@@ -186,7 +186,7 @@ def test_a_stopped_run_continues_to_the_same_tensors(tiny_models: Any, tmp_path:
 
 def test_other_settings_are_refused(demo_model: Path, tmp_path: Path) -> None:
     write(demo_model, tmp_path / "q", "w8a16")
-    with pytest.raises(ValueError, match="another precisions; give a new directory"):
+    with pytest.raises(ValueError, match="differs in precisions; give a new directory"):
         write(demo_model, tmp_path / "q", "w4a16")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").write_text("mine")
