@@ -18,7 +18,14 @@ from llmpq.planner.fits import fits
 from llmpq.planner.ilp_backends import Backend, solve_milp
 from llmpq.planner.ilp_model import StageIlp, build_ilp
 from llmpq.planner.orders import device_orders
-from llmpq.planner.outcome import OPTIMAL_GAP, Assignment, Infeasible, Outcome, Unfinished
+from llmpq.planner.outcome import (
+    BUDGET_ROUNDING,
+    OPTIMAL_GAP,
+    Assignment,
+    Infeasible,
+    Outcome,
+    Unfinished,
+)
 from llmpq.planner.pipeline_time import sum_omega, value
 from llmpq.planner.problem import Problem
 
@@ -103,7 +110,8 @@ class _Search:
         """Keep a better assignment, valued by the closed form rather than by the solver."""
         if not fits(self.p, a):
             return
-        if self.budget is not None and sum_omega(self.p, a) > self.budget * (1 + 1e-9):
+        most = math.inf if self.budget is None else self.budget * (1 + BUDGET_ROUNDING)
+        if sum_omega(self.p, a) > most:
             return
         worth = value(self.p, a)
         if worth < self.value:

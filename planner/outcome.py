@@ -12,6 +12,8 @@ from llmpq.errors import DoesNotFitError
 
 OPTIMAL_GAP = 2e-6
 """Relative gap up to which a plan is called optimal; a looser proof is a bound."""
+BUDGET_ROUNDING = 1e-9
+"""Share of a budget by which a sum of omega may exceed it: sums round as their order is."""
 
 Status = Literal["optimal", "feasible", "heuristic", "baseline"]
 

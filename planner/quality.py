@@ -3,6 +3,9 @@
 For any theta >= 0, min (time + theta omega) - theta Q is a lower bound of the fastest time within a
 budget Q; the best theta is found by bisection on the class relaxation, and the label search then
 closes what is left.
+
+A sum of omega depends in its last digits on the order of its terms. A plan whose sum is the budget
+is within it, whichever way it is added up.
 """
 
 from __future__ import annotations
@@ -15,7 +18,14 @@ from llmpq.planner.exact.form import make_form
 from llmpq.planner.exact.relaxation import ClassRelaxation
 from llmpq.planner.exact.search import Search, solve_exact
 from llmpq.planner.ilp import solve_ilp
-from llmpq.planner.outcome import OPTIMAL_GAP, Assignment, Infeasible, Outcome, Unfinished
+from llmpq.planner.outcome import (
+    BUDGET_ROUNDING,
+    OPTIMAL_GAP,
+    Assignment,
+    Infeasible,
+    Outcome,
+    Unfinished,
+)
 from llmpq.planner.pipeline_time import value
 from llmpq.planner.problem import Problem
 
@@ -33,8 +43,8 @@ def solve_budget(
 ) -> Outcome:
     """Return the fastest plan whose sum of omega is at most `budget`, with its proof.
 
-    A `theta` near the price at the budget and a `known` plan within it, where the caller has them,
-    save looking for them.
+    Its sum may exceed the budget by BUDGET_ROUNDING of it. A `theta` near the price at the budget
+    and a `known` plan within it, where the caller has them, save looking for them.
     """
     start = time.perf_counter()
     exact = num_states(p) <= MAX_STATES and p.numbers(*p.pairs[0]).uniform
@@ -43,15 +53,16 @@ def solve_budget(
         return solve_ilp(free, time_limit_s=time_limit_s, gap=gap, budget=budget)
     theta = best_theta(p, budget) if theta is None else theta
     priced = p.with_changes(theta=theta)
+    limit = budget * (1 + BUDGET_ROUNDING / 2)
     try:
-        search = Search(priced, Space(p), start + time_limit_s, gap, budget=budget)
+        search = Search(priced, Space(p), start + time_limit_s, gap, budget=limit)
     except TooManyColumns:
         return solve_ilp(free, time_limit_s=time_limit_s, gap=gap, budget=budget)
     if known is not None:
         search.offer(known)
     if search.best is None:
         _offer_priced(p, search, theta)
-    bound = search.run() - theta * budget
+    bound = search.run() - theta * limit
     if search.best is None and search.stuck:
         raise Unfinished(
             f"no plan with a sum of omega of at most {budget:g} was found within "

@@ -27,7 +27,15 @@ from llmpq.planner.exact.labels import GaveUp, LabelSearch, Limits
 from llmpq.planner.exact.relaxation import ClassRelaxation, Prices
 from llmpq.planner.fits import fits
 from llmpq.planner.ilp import no_plan_fits, no_plan_yet, solve_ilp
-from llmpq.planner.outcome import OPTIMAL_GAP, Assignment, Infeasible, Outcome, Stage, Unfinished
+from llmpq.planner.outcome import (
+    BUDGET_ROUNDING,
+    OPTIMAL_GAP,
+    Assignment,
+    Infeasible,
+    Outcome,
+    Stage,
+    Unfinished,
+)
 from llmpq.planner.pipeline_time import sum_omega, value
 from llmpq.planner.problem import Problem
 
@@ -115,12 +123,16 @@ class Search:
         )
 
     def offer(self, a: Assignment) -> None:
-        """Keep a better plan; under a budget its worth is time + theta * budget."""
+        """Keep a better plan; under a budget its worth is time + theta * budget.
+
+        What the label search found within the budget is within it here, too, however it rounds.
+        """
         if fits(self.p, a):
             worth = value(self.p, a)
             if self.budget is not None:
                 spare = self.budget - sum_omega(self.p, a)
-                worth = worth + self.p.theta * spare if spare >= 0 else math.inf
+                within = spare >= -self.budget * BUDGET_ROUNDING / 2
+                worth = worth + self.p.theta * spare if within else math.inf
             if worth < self.value:
                 self.best, self.value = a, worth
 
