@@ -10,7 +10,8 @@ the KV precisions of `--kv`; `exact-kv16` the same with the baselines' 16-bit KV
 `run` needs as many GPUs as the plans have stages; weights are random, made on the devices, so that
 any size can be timed. Rows: `e2e` (output tokens a second), `fidelity` (seconds, beside those
 predicted) and, per cluster, `heterogeneous` (the exact plans' tokens a second beside the others';
-`sum` writes them from the rows of a run that was cut).
+`sum` writes them from the rows of a run that was cut). A plan that fails is reported and the others
+are run; the exit code is then 8.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from typing import Any
 
 from heterogeneous_plans import make_plans
 
-from llmpq.errors import LlmpqError
+from llmpq.errors import ExitCode, LlmpqError
 from llmpq.plan import Plan
 
 WARM_UP_TOKENS = 3
@@ -41,8 +42,19 @@ OURS = ("exact", "exact-kv16")
 log = logging.getLogger("heterogeneous")
 
 
-def main() -> None:
-    """Run one part."""
+def main() -> int:
+    """Run one part; return the exit code, with one sentence where it is not 0."""
+    args = make_parser().parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    try:
+        return run_part(args)
+    except (LlmpqError, ValueError, OSError) as error:
+        log.error("%s", error)
+        return int(getattr(error, "exit_code", ExitCode.USAGE))
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -72,15 +84,22 @@ def main() -> None:
     running.add_argument("--links", default="auto", choices=("auto", "peer", "nccl", "gloo"))
     summing = parts.add_parser("sum", help="write the `heterogeneous` rows of a file of rows")
     summing.add_argument("rows", type=Path)
-    args = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    return parser
+
+
+def run_part(args: argparse.Namespace) -> int:
+    """Plan, measure or sum up; return the exit code."""
     if args.part == "plan":
         make_plans(args)
     elif args.part == "sum":
         sum_up(args.rows)
     else:
         args.started_s = time.perf_counter()
-        measure(args)
+        failed = measure(args)
+        if failed:
+            log.error("%d of %d plans failed: %s", len(failed), len(args.plans), ", ".join(failed))
+            return int(ExitCode.SOME_ROWS_FAILED)
+    return int(ExitCode.DONE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,10 +111,10 @@ class Timed:
     records: Sequence[Any]
 
 
-def measure(args: argparse.Namespace) -> None:
-    """Run every plan and write its rows; a plan that fails is reported and left out."""
+def measure(args: argparse.Namespace) -> list[str]:
+    """Run every plan and write its rows; report a plan that fails, return the names of all such."""
     plans = [(path.name, Plan.load(path)) for path in args.plans]
-    groups = grouped(plans, args.together)
+    groups, failed = grouped(plans, args.together), list[str]()
     following = [make_engine(plan, args) for _, plan in groups[0]]
     for index, group in enumerate(groups):
         with ExitStack() as stack:
@@ -108,12 +127,14 @@ def measure(args: argparse.Namespace) -> None:
             if index + 1 < len(groups) and not late:  # their processes import meanwhile
                 following = [make_engine(plan, args) for _, plan in groups[index + 1]]
             for (name, plan), engine, problem in zip(group, engines, problems, strict=True):
-                measure_one(name, plan, engine, problem, args)
+                if not measure_one(name, plan, engine, problem, args):
+                    failed.append(name)
         if late and index + 1 < len(groups):
             log.info("time is up: %d plans left out", sum(map(len, groups[index + 1 :])))
             break
     if args.rows.exists():
         sum_up(args.rows)
+    return failed
 
 
 def grouped(plans: Sequence[tuple[str, Plan]], most: int) -> list[list[tuple[str, Plan]]]:
@@ -141,17 +162,18 @@ def start_all(engines: Sequence[Any]) -> list[Exception | None]:
 
 def measure_one(
     name: str, plan: Plan, engine: Any, problem: Exception | None, args: argparse.Namespace
-) -> None:
-    """Time a loaded plan and write its rows, or say why it failed."""
+) -> bool:
+    """Time a loaded plan and write its rows, or say why it failed; return whether it ran."""
     try:
         if problem is not None:
             raise problem
         timed = time_jobs(engine, plan, args.repeat)
     except (LlmpqError, ValueError) as error:
         log.warning("%s failed: %s", name, error)
-        return
+        return False
     write_rows(plan, timed, args)
     report(plan, timed)
+    return True
 
 
 def since(start_s: float) -> float:
@@ -296,4 +318,4 @@ def sum_up(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -225,7 +225,12 @@ class Bed:
     def times(self, context: int, plain_s: float) -> Times:
         """Time this batch's drafts and verifies at one context."""
         assert self.fast is not None and self.fast.speculation is not None
-        steps = measure(self.fast.speculation, [self.batch], (context + INTO, context + INTO))
+        steps = measure(
+            self.fast.speculation,
+            [self.batch],
+            [typical_context(context + INTO)],
+            max_len=self.workload.max_len,
+        )
         return Times(
             plain_s=plain_s,
             steps=steps,

@@ -34,7 +34,7 @@ class DeviceGroup(FileForm):
     """`count` equal devices of one node."""
 
     kind: str
-    count: int = Field(default=1, gt=0)
+    count: int = Field(default=1, gt=0, le=1000)
     memory: Size | None = None
     """Memory of each device, instead of the table's."""
     reserve: Size = 0
@@ -95,7 +95,7 @@ class Node(FileForm):
         if self.accelerators is None:
             return self.devices
         kind, _, count = self.accelerators.partition(":")
-        if count and not count.isdigit():
+        if count and not count.isdecimal():
             raise ValueError(
                 f"node '{self.name}': accelerators must be KIND:COUNT, got '{self.accelerators}'"
             )

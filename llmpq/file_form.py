@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -10,6 +11,9 @@ from typing import Any, Self
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from llmpq.errors import nearest
+
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+"""What the system says where a disk or a quota is full."""
 
 
 class FileForm(BaseModel):
@@ -39,22 +43,34 @@ class FileForm(BaseModel):
     def save_json(self, path: str | Path) -> None:
         """Write the JSON form to `path`, creating its folder."""
         check_writable(path)
+        existed = Path(path).exists()
         try:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             replace_text(Path(path), self.dump_json())
         except OSError as error:
+            reason = (error.strerror or str(error)).lower()
+            kept = "what it held is kept; " if existed else ""
+            do = "free some space or " if error.errno in NO_SPACE else ""
             raise ValueError(
-                f"cannot write '{path}': {(error.strerror or str(error)).lower()}; give another "
-                "place"
+                f"cannot write '{path}': {reason}; {kept}{do}give another place"
             ) from None
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a whole file or leave what was there; a device or a pipe is written to."""
-    if path.exists() and not path.is_file():
-        path.write_text(text)
-        return
-    path = path.resolve()
+    """Write a whole file or leave what was there; a device or a pipe is written to.
+
+    An `OSError` names the file, which a full disk's own does not.
+    """
+    try:
+        if path.exists() and not path.is_file():
+            path.write_text(text)
+        else:
+            _replace(path.resolve(), text)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from None
+
+
+def _replace(path: Path, text: str) -> None:
     temporary = path.with_name(path.name + ".tmp")
     try:
         temporary.write_text(text)

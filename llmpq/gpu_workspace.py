@@ -3,7 +3,7 @@
 Other moments than a CPU's (llmpq/workspace.py): products add the residual stream themselves,
 attention's output lives until its layer ends, a packed weight meets many rows as one dense matrix.
 Besides there are what libraries keep, a decode graph's input and output, the inbox that a stage
-before writes into, and an output that is still on its way to the stage behind.
+before writes into, and outputs that are still on their way to the stage behind.
 
 Symbols: v rows, s tokens of a row with its padding, t = v s tokens, e bytes of an element; of
 `ModelSpec`: h hidden, q = H D query and g = G D key or value features, F ffn, V vocabulary.
@@ -30,6 +30,10 @@ length; below, padding would be a good part of the prompt."""
 
 INBOX_SLOTS = 2
 """Messages an inbox has room for (runtime/peer_links.py)."""
+
+OUTPUTS_LEAVING = 2
+"""Outputs of the largest size that may be on their way while the next one is made: a stage waits
+for a slower one behind it (runtime/device_links.py, runtime/peer_links.py)."""
 
 LIBRARY_BYTES = 66 << 20
 """cuBLAS takes 32 MiB on each of two streams, prompts' and graphs'; the rest is rounding (H200)."""
@@ -71,8 +75,8 @@ def gpu_workspace_bytes(
     inbox = 0 if first else INBOX_SLOTS * max(hidden)
     moments = []
     for shape, output in zip((prefill, decode), hidden, strict=True):
-        # The ids of the step's tokens where there is no inbox; the output before, on its way.
-        held = (8 * shape.tokens if first else 0) + (0 if last else output)
+        # The ids of the step's tokens where there is no inbox; the outputs before, on their way.
+        held = (8 * shape.tokens if first else 0) + (0 if last else OUTPUTS_LEAVING * output)
         moments.append(held + _phase_bytes(spec, shape, precisions, last=last, unpacks=unpacks))
     # Packed weights meet kernels of our own; cuBLAS multiplies dense ones and the head's.
     dense = last or unpacks or any(p.weight_bits == 16 for p in precisions)

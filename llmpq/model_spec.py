@@ -166,18 +166,11 @@ class ModelSpec:
     @classmethod
     def from_directory(cls, path: str | Path) -> ModelSpec:
         """Read `config.json` of a local Hugging Face model directory."""
-        config_path = Path(path) / "config.json"
+        config = read_config(path)
         try:
-            config = json.loads(config_path.read_text())
-        except FileNotFoundError:
-            raise ValueError(
-                f"no config.json in '{path}': expected a local Hugging Face model directory"
-            ) from None
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"'{config_path}' is not valid JSON: {error}") from None
-        if not isinstance(config, dict):
-            raise ValueError(f"'{config_path}': got {type(config).__name__}, expected an object")
-        return cls.from_config(config, name=Path(path).resolve().name)
+            return cls.from_config(config, name=Path(path).resolve().name)
+        except ValueError as error:
+            raise ValueError(f"'{path}': {error}") from None
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], *, name: str) -> ModelSpec:
@@ -195,6 +188,22 @@ class ModelSpec:
         if full not in known:
             raise unknown_name("model", full, known)
         return cls.from_config(known[full], name=full)
+
+
+def read_config(directory: str | Path) -> dict[str, Any]:
+    """Return the `config.json` of a model directory; `ValueError` if it is not a JSON object."""
+    path = Path(directory) / "config.json"
+    try:
+        config = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ValueError(
+            f"no config.json in '{directory}': expected a local Hugging Face model directory"
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"'{path}' is not valid JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"'{path}': got {type(config).__name__}, expected an object")
+    return config
 
 
 @lru_cache(maxsize=1)

@@ -6,6 +6,8 @@ A plan is a file (`plan.json`, `schema: 1`). It can be written by hand: what the
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal, Self
 
@@ -21,6 +23,10 @@ from llmpq.workload import Workload
 
 MAX_GAMMA = 7
 """Most tokens that may be drafted for one verify."""
+MAX_COUNT, MAX_BYTES, MAX_FLOAT = 2**24, 2**60, 1e15
+"""Most a plan may say of anything it counts; of bytes; of seconds, rates and shares."""
+SIGNED = ("value", "bound", "gap", "sum_omega")
+"""What may be below zero: a solver's objective and what it is made of."""
 
 
 class ModelRef(FileForm):
@@ -43,7 +49,7 @@ class ClusterRef(FileForm):
 class QuantizationForm(FileForm):
     """File form of `Quantization`."""
 
-    group_size: int | None = 128
+    group_size: int | None = Field(default=128, gt=0, multiple_of=32)
     symmetric: bool = False
     outliers: int = 0
 
@@ -77,7 +83,7 @@ class StagePlan(FileForm):
     profile_kind: str
     threads: int | None = Field(default=None, ge=1, le=65536)
     """Threads of a CPU stage."""
-    sms: int | None = None
+    sms: int | None = Field(default=None, gt=0)
     """SMs of an emulated GPU."""
     layers: tuple[int, int]
     """`[start, end)`."""
@@ -157,6 +163,21 @@ class Plan(FileForm):
     solver: SolverReport = SolverReport(method="hand", status="hand-written")
 
     @model_validator(mode="after")
+    def _holds_sane_numbers(self) -> Self:
+        for place, number in _numbers(self.model_dump(mode="json", by_alias=True), ""):
+            name = place.rpartition(".")[2]
+            whole = isinstance(number, int)
+            most = (MAX_BYTES if name.endswith("_bytes") else MAX_COUNT) if whole else MAX_FLOAT
+            least = -most if name in SIGNED else 0
+            if not (math.isfinite(number) and least <= number <= most):
+                kind = "a whole number" if whole else "a number"
+                raise ValueError(
+                    f"'{place}': got {number}, expected {kind} from {least:g} to {most:g}; correct "
+                    "the file, or re-plan with llmpq-algo"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _is_a_partition(self) -> Self:
         expected = 0
         for stage in self.stages:
@@ -216,3 +237,12 @@ class Plan(FileForm):
             return cls.load_json(path)
         except ValueError as error:
             raise BadPlanError(str(error)) from None
+
+
+def _numbers(data: object, place: str) -> Iterator[tuple[str, int | float]]:
+    """Yield every number in plain data and where it stands, `stages.0.prefill_s`."""
+    if isinstance(data, (dict, list)):
+        for key, inner in data.items() if isinstance(data, dict) else enumerate(data):
+            yield from _numbers(inner, f"{place}.{key}" if place else str(key))
+    elif isinstance(data, (int, float)) and not isinstance(data, bool):
+        yield place, data

@@ -6,8 +6,8 @@ a set of devices holds a model when its capacities, in layers, add up to L. Look
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
+from itertools import product
 
 from llmpq.cluster import Device
 from llmpq.planner.problem import Problem, capacity, layer_bytes
@@ -23,6 +23,11 @@ class Room:
     device: Device
     """The device that is closest to holding what is missing."""
     missing_bytes: int
+
+
+def too_big(p: Problem) -> bool:
+    """Whether no plan can fit, at any precision, order and micro-batches: nothing to search."""
+    return room(p).layers < p.spec.num_layers
 
 
 def room(p: Problem) -> Room:
@@ -54,8 +59,14 @@ def _ends(class_of: list[int]) -> list[tuple[int, int]]:
     """Return which devices can be first and last stage, one pair of devices per pair of classes."""
     if len(class_of) == 1:
         return [(0, 0)]
-    pairs = itertools.permutations(range(len(class_of)), 2)
-    return list({(class_of[a], class_of[b]): (a, b) for a, b in pairs}.values())
+    members: dict[int, list[int]] = {}
+    for device, cls in enumerate(class_of):
+        members.setdefault(cls, []).append(device)
+    return [
+        (a[-1], b[-1] if a is not b else b[-2])
+        for a, b in product(members.values(), repeat=2)
+        if a is not b or len(a) > 1
+    ]
 
 
 def explain_infeasible(p: Problem) -> str:

@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import argparse
 
+from llmpq.planner.limits import MAX_BATCH
+
 METHODS = ("exact", "ilp", "heuristic", "adabits", "uniform", "pipeedge", "flexgen", "all")
 EXPORTS = ("vllm", "sglang", "llamacpp", "accelerate", "compressed-tensors", "gptqmodel")
+DEFAULT_POINTS = 25
+"""Points of a front, unless `--pareto-points` says."""
 COMMANDS = ("plan", "check", "export", "devices")
 
 DESCRIPTION = """\
@@ -57,7 +61,7 @@ def _what_to_plan(parser: argparse.ArgumentParser) -> None:
         "--batch",
         type=int,
         default=16,
-        help="requests",
+        help=f"requests in flight, at most {MAX_BATCH:,}",
     )
     _flag(group, "--s", "--prompt-len", type=int, default=512, help="prompt tokens per request")
     _flag(group, "--n", "--gen-len", type=int, default=100, help="tokens to generate per request")
@@ -94,7 +98,7 @@ def _how_to_choose(parser: argparse.ArgumentParser) -> None:
     _flag(group, "--theta", type=float, help="seconds one unit of omega is worth (default 1)")
     _flag(group, "--quality-budget", type=float, help="fastest plan with sum omega at most this")
     _flag(group, "--pareto", action="store_true", help="list the front of time and sum omega")
-    _flag(group, "--pareto-points", type=int, default=25, help="points of the front at most")
+    _flag(group, "--pareto-points", type=int, help=f"points at most (default {DEFAULT_POINTS})")
     _flag(group, "--bits", default=None, help="precisions allowed: 3,4,8,16 or w8a8,w4a16")
     _flag(group, "--kv", "--kv-cache-dtype", default="16", help="KV bits allowed, such as 16,8,4")
     _flag(group, "--reserve", help="memory to leave free on every device, such as 1GiB")
@@ -110,7 +114,7 @@ def _how_to_choose(parser: argparse.ArgumentParser) -> None:
 
 def _how_to_solve(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("solving")
-    _flag(group, "--method", choices=METHODS, default="exact", help="all: side by side")
+    _flag(group, "--method", choices=METHODS, help="default exact; all: side by side")
     _flag(
         group,
         "--shaq-efficient",
@@ -127,9 +131,18 @@ def _how_to_solve(parser: argparse.ArgumentParser) -> None:
         help="makespan: the true pipeline time; paper: its eq. (4)",
     )
     solvers = ("highs", "pulp-highs", "cbc", "gurobi")
-    _flag(group, "--solver", choices=solvers, default="highs", help="for --method ilp")
-    _flag(group, "--gap", "--ilp-tolerance", type=float, default=1e-6, help="relative gap to prove")
-    _flag(group, "--time-limit", "--ilp-time-limit", type=float, default=60.0, help="seconds")
+    _flag(group, "--solver", choices=solvers, help="of --method ilp (default highs)")
+    _flag(
+        group,
+        "--gap",
+        "--ilp-tolerance",
+        type=float,
+        default=1e-6,
+        help="relative gap to prove, 0 to 1",
+    )
+    _flag(
+        group, "--time-limit", "--ilp-time-limit", type=float, default=60.0, help="seconds, or inf"
+    )
     _flag(
         group,
         "--speculate",

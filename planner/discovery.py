@@ -169,8 +169,16 @@ def cluster_of_nodes(nodes: list[dict[str, Any]]) -> Cluster:
     return Cluster.parse_data({"name": "ray", "nodes": described}, where="--from-ray")
 
 
+UNLIKE = (("known", "from_ray"), ("known", "yaml"), ("from_ray", "yaml"), ("json", "yaml"))
+"""Flags of `llmpq-algo devices` of which one would have no effect beside the other."""
+
+
 def show_devices(args: argparse.Namespace) -> None:
     """Print the devices found (or known) as a table, JSON or a cluster YAML."""
+    for one, other in UNLIKE:
+        if getattr(args, one) and getattr(args, other):
+            flags = f"--{one} does not go with --{other}".replace("_", "-")
+            raise ValueError(f"{flags}; leave one of them out")
     if args.known:
         _show_known(args.json)
         return

@@ -1,6 +1,7 @@
 """`flexgen`: what offloading would take, estimated; not a plan this project runs.
 
-Layers are split evenly over the devices in the order given, at 16 bits. What does not fit a device
+Layers are split evenly over the devices in the order given, at the most precise choice there is (16
+bits, unless --bits leaves them out). What does not fit a device
 lives in host memory or on disk; a linear program chooses which share of weights and KV is where, so
 that the slowest of computing, reading over PCIe and reading from disk is fastest (they overlap).
 Generation goes through a layer for the whole block of requests before the next (FlexGen's zig-zag),
@@ -16,6 +17,7 @@ from llmpq.cluster import Device
 from llmpq.cost_model import Phase
 from llmpq.kv_format import kv_cache_bytes
 from llmpq.memory import layer_weight_bytes
+from llmpq.planner.baselines import by_precision
 from llmpq.planner.costs import mean_decode_s
 from llmpq.planner.ilp_backends import solve_milp
 from llmpq.planner.linear_model import LinearModel
@@ -37,27 +39,37 @@ class OffloadEstimate:
     total_s: float
     on_device: float
     """Share of all weights and KV that stay on devices."""
+    precision: str
+    """The precision of every layer, such as `w16a16`."""
+    sum_omega: float
 
 
 def estimate_flexgen(p: Problem) -> OffloadEstimate:
     """Return the estimate: prefill and n-1 decode steps of an even, offloading pipeline."""
     devices = p.cluster.devices
     share = -(-p.spec.num_layers // len(devices))
-    stages = [_stage(p, device, share) for device in devices]
+    choice = by_precision(p)[0]
+    stages = [_stage(p, device, share, p.choices[choice]) for device in devices]
     mp = md = len(devices)  # the batch is cut by the number of stages, as in the paper
     prefill = sum(s[0] for s in stages) + (mp - 1) * max(s[0] for s in stages)
     decode = max(md * max(s[1] for s in stages), sum(s[1] for s in stages))
     held = sum(s[2] for s in stages) / len(stages)
     steps = max(0, p.workload.gen_len - 1)
-    return OffloadEstimate(total_s=prefill + steps * decode, on_device=held)
+    return OffloadEstimate(
+        total_s=prefill + steps * decode,
+        on_device=held,
+        precision=p.choices[choice].value,
+        sum_omega=float(p.omega[:, choice].sum()),
+    )
 
 
-def _stage(p: Problem, device: Device, layers: int) -> tuple[float, float, float]:
+def _stage(
+    p: Problem, device: Device, layers: int, precision: Precision
+) -> tuple[float, float, float]:
     """Return prefill and decode seconds of one micro-batch, and the share on the device."""
     work = p.workload
     micro = -(-work.batch // len(p.cluster.devices))
-    plain = Precision.W16A16
-    weights = layers * layer_weight_bytes(p.spec, plain, p.quantization, work.dtype_bytes)
+    weights = layers * layer_weight_bytes(p.spec, precision, p.quantization, work.dtype_bytes)
     kv = layers * kv_cache_bytes(
         work.kv,
         slots=work.batch,
@@ -68,8 +80,8 @@ def _stage(p: Problem, device: Device, layers: int) -> tuple[float, float, float
     )
     index = next(i for i, c in enumerate(p.classes) if device in c.devices)
     room = max(0, int(capacity(p, micro, micro)[index].min()))
-    prefill_entry = p.costs.entry(device, "layer", Phase.PREFILL, work, plain)
-    decode_entry = p.costs.entry(device, "layer", Phase.DECODE, work, plain)
+    prefill_entry = p.costs.entry(device, "layer", Phase.PREFILL, work, precision)
+    decode_entry = p.costs.entry(device, "layer", Phase.DECODE, work, precision)
     compute_prefill = layers * prefill_entry.seconds(v=micro, length=work.prompt_len)
     compute_decode = layers * mean_decode_s(decode_entry, work, micro)
     model = LinearModel()

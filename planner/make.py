@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -10,15 +11,17 @@ from typing import TYPE_CHECKING
 from llmpq.errors import DoesNotFitError
 from llmpq.file_form import check_writable
 from llmpq.plan import Plan
-from llmpq.planner.advice import explain_infeasible
+from llmpq.planner import limits
+from llmpq.planner.advice import explain_infeasible, too_big
 from llmpq.planner.build_plan import build_plan
 from llmpq.planner.check import check_plan
 from llmpq.planner.ilp_backends import Backend
-from llmpq.planner.methods import PLANNERS, How
+from llmpq.planner.methods import NO_PLAN, PLANNERS, How
 from llmpq.planner.outcome import Infeasible, Outcome, Unfinished
 from llmpq.planner.problem import Problem
-from llmpq.planner.request import make_problem, not_negative, parse_kv
+from llmpq.planner.request import make_problem, parse_kv
 from llmpq.planner.speculation import describe, with_speculation
+from llmpq.planner.unheeded import refuse_unheeded
 from llmpq.planner.what_if import changed_problem
 from llmpq.precision import KVPrecision
 
@@ -49,21 +52,11 @@ class Answer:
 
 def make_and_show(args: argparse.Namespace) -> None:
     """Plan, check, write `-o`, and print."""
+    refuse_unheeded(args)
     problem, path, notes = make_problem(args)
-    wish = Wish(
-        method="heuristic" if args.shaq_efficient else args.method,
-        time_limit_s=not_negative("--time-limit", args.time_limit),
-        gap=not_negative("--gap", args.gap),
-        backend=args.solver,
-        budget=args.quality_budget,
-        kvs=parse_kv(args.kv),
-    )
-    if wish.budget is not None and wish.method not in ("exact", "ilp"):
-        raise ValueError(
-            f"--quality-budget is for --method exact or ilp, not {wish.method}: the others cannot "
-            "keep a budget"
-        )
-    _refuse_unheeded(args)
+    wish = read_wish(args)
+    if args.output == "":
+        raise ValueError("--output is empty, expected a file's name; give one or leave it out")
     if args.pareto:
         from llmpq.planner.show_front import show_front
 
@@ -97,25 +90,38 @@ def make_and_show(args: argparse.Namespace) -> None:
         console.print(f"wrote {args.output}", highlight=False, soft_wrap=True, markup=False)
 
 
-def _refuse_unheeded(args: argparse.Namespace) -> None:
-    """Refuse flags that another one leaves nothing to do."""
-    sentences = {"--explain": args.explain, "--what-if": args.what_if}
-    for mode, chosen, unheeded in (
-        ("--pareto", args.pareto, {**sentences, "--speculate": args.speculate is not None}),
-        ("--json", args.json, sentences),
-    ):
-        given = [flag for flag, value in unheeded.items() if value]
-        if chosen and given:
-            raise ValueError(f"{mode} does not go with {' or '.join(given)}; leave one of them out")
+def read_wish(args: argparse.Namespace) -> Wish:
+    """Return how to solve, from the flags."""
+    method, budget = "heuristic" if args.shaq_efficient else args.method or "exact", None
+    if method == "flexgen":
+        raise ValueError(NO_PLAN)
+    if args.quality_budget is not None:
+        budget = limits.within("--quality-budget", args.quality_budget, limits.MAX_BUDGET)
+    if budget is not None and method not in ("exact", "ilp"):
+        raise ValueError(
+            f"--quality-budget is for --method exact or ilp, not {method}: the others cannot "
+            "keep a budget"
+        )
+    return Wish(
+        method=method,
+        time_limit_s=limits.within("--time-limit", args.time_limit, math.inf),
+        gap=limits.within("--gap", args.gap, 1.0),
+        backend=args.solver or "highs",
+        budget=budget,
+        kvs=parse_kv(args.kv),
+    )
 
 
 def answer(problem: Problem, wish: Wish, path: str | None) -> Answer:
     """Return the best plan over the KV precisions allowed; explain it when nothing fits."""
     best: Answer | None = None
     unfinished: Unfinished | None = None
+    refusal = ""
     for kv in wish.kvs:
         work = problem.workload.model_copy(update={"kv": kv})
         priced = problem.with_changes(workload=work)
+        if too_big(priced):
+            continue
         try:
             outcome = _solve(priced, wish)
         except Unfinished as error:
@@ -145,9 +151,7 @@ def _drafting(plan: Plan, problem: Problem, wish: str) -> Plan:
 
 def _raise_unless_smaller(problem: Problem, refusal: str) -> None:
     """Report a method's own refusal when the model as such would fit."""
-    from llmpq.planner.advice import room
-
-    if room(problem).layers >= problem.spec.num_layers:
+    if not too_big(problem):
         raise DoesNotFitError(refusal)
 
 
@@ -218,8 +222,11 @@ def _explain(console: Console, best: Answer, budget: float | None) -> None:
 
 
 def _what_if(console: Console, change: str, best: Answer, wish: Wish, path: str | None) -> None:
+    """Print what a change would do, planned by the same method: of all, by the best one."""
     from llmpq.planner.what_if import compared
 
+    if wish.method == "all":
+        wish = replace(wish, method=best.outcome.method)
     try:
         other = answer(changed_problem(best.problem, change), wish, path)
     except DoesNotFitError as error:

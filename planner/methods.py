@@ -11,6 +11,8 @@ from llmpq.planner.problem import Problem
 PLANNERS = ("exact", "ilp", "heuristic", "adabits", "pipeedge", "uniform")
 """Methods that make plans, best first; `flexgen` is an estimate beside them."""
 
+NO_PLAN = "--method flexgen is an estimate of offloading, not a plan; see it with --method all"
+
 
 @dataclass(frozen=True, kw_only=True)
 class How:
@@ -70,6 +72,5 @@ def solve(
         from llmpq.planner.baselines import solve_uniform
 
         return solve_uniform(p)
-    raise ValueError(
-        f"--method {method} is an estimate of offloading, not a plan; see it with --method all"
-    )
+    assert method == "flexgen", method
+    raise ValueError(NO_PLAN)

@@ -167,7 +167,15 @@ def comparison_table(
             f"{plan.solver.value / best:.3f}x",
             f"{seconds[method]:.2f} s",
         )
-    table.add_row("flexgen (estimate)", "", f"{offload.total_s:.3f} s", "0", "", "", "")
+    table.add_row(
+        f"flexgen (estimate, {offload.precision})",
+        "",
+        f"{offload.total_s:.3f} s",
+        f"{offload.sum_omega:.4g}",
+        "",
+        "",
+        "",
+    )
     return table
 
 

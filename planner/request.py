@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from itertools import combinations
 from pathlib import Path
 
 from llmpq.cluster import Cluster
 from llmpq.cost_model import CostModel
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec, builtin_configs
+from llmpq.planner import limits
 from llmpq.planner.costs import CostBook
 from llmpq.planner.positions import positions_note
 from llmpq.planner.problem import Problem
@@ -45,6 +47,11 @@ def read_model(args: argparse.Namespace) -> tuple[ModelSpec, str | None]:
 
 def read_cluster(args: argparse.Namespace) -> Cluster:
     """Return the cluster, with `--reserve` taken off every device."""
+    if args.device_numbers and not args.device_names:
+        raise ValueError(
+            "--device-numbers does nothing without --device-names; add it or leave "
+            "--device-numbers out"
+        )
     given = [bool(args.cluster), bool(args.device_names), bool(args.from_ray)]
     if sum(given) != 1:
         raise ValueError(
@@ -56,11 +63,21 @@ def read_cluster(args: argparse.Namespace) -> Cluster:
 
         cluster = cluster_from_ray(args.from_ray)
     elif args.device_names:
-        cluster = Cluster.from_counts(args.device_names, args.device_numbers or ())
+        numbers = args.device_numbers or ()
+        for name, number in zip(args.device_names, numbers, strict=False):
+            limits.whole(f"--device-numbers: {name}", number, limits.MAX_DEVICES)
+        cluster = Cluster.from_counts(args.device_names, numbers)
     else:
         cluster = Cluster.load(args.cluster)
     reserve = getattr(args, "reserve", None)
-    return with_reserve(cluster, parse_size(reserve)) if reserve else cluster
+    return cluster if reserve is None else with_reserve(cluster, _reserve_bytes(reserve))
+
+
+def _reserve_bytes(text: str) -> int:
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise ValueError(f"--reserve: {error}") from None
 
 
 def with_reserve(cluster: Cluster, extra_bytes: int) -> Cluster:
@@ -80,14 +97,15 @@ def make_problem(args: argparse.Namespace) -> tuple[Problem, str | None, list[st
     """Return the problem, the model's directory, and notes for the user."""
     spec, path = read_model(args)
     cluster = read_cluster(args)
+    limits.check_job(args.global_bz, args.s, args.n)
     dtype = args.dtype
     if dtype == "auto":
         cpus = all(d.spec.is_cpu for d in cluster.devices)
         dtype = "float32" if cpus else spec.dtype
-    profile = read_costs(args.costs, spec) if args.costs else None
+    profile = None if args.costs is None else read_costs(args.costs, spec)
     omega = _omega_path(args, cluster, spec)
     listed = read_omega(omega, spec) if omega else None
-    choices = parse_bits(args.bits) if args.bits else default_bits(listed, profile, cluster)
+    choices = default_bits(listed, profile, cluster) if args.bits is None else parse_bits(args.bits)
     sensitivity = listed or generic_sensitivity(spec, choices, parse_kv(args.kv))
     quantization = Quantization(
         group_size=_group_size(args.weight_group_size, choices),
@@ -95,9 +113,9 @@ def make_problem(args: argparse.Namespace) -> tuple[Problem, str | None, list[st
         outliers=_outliers(args.outliers, choices, spec),
     )
     workload = Workload(
-        batch=_positive("--global-bz", args.global_bz),
-        prompt_len=_positive("--s", args.s),
-        gen_len=_positive("--n", args.n),
+        batch=args.global_bz,
+        prompt_len=args.s,
+        gen_len=args.n,
         kv=parse_kv(args.kv)[0],
         dtype=dtype,
     )
@@ -122,8 +140,8 @@ def make_problem(args: argparse.Namespace) -> tuple[Problem, str | None, list[st
         theta=_theta(args, cluster),
         objective=args.objective,
         quantization=quantization,
-        group=_positive("--group", args.group),
-        max_devices=args.max_devices,
+        group=limits.positive("--group", args.group),
+        max_devices=limits.positive_if_given("--max-devices", args.max_devices),
         pins=parse_pins(args.pin, cluster, spec),
         prefill_microbatch=_within("--prefill-microbatch", args.prefill_microbatch, args.global_bz),
         decode_microbatch=_within("--decode-microbatch", args.decode_microbatch, args.global_bz),
@@ -152,6 +170,10 @@ def _outliers(asked: int | None, choices: Sequence[Precision], spec: ModelSpec) 
     """Return how many channels a w4a4 layer keeps in 8 bits: as many as llmpq-quantize would."""
     if asked is None:
         return default_outliers(spec.hidden) if Precision.W4A4 in choices else 0
+    if Precision.W4A4 not in choices:
+        raise ValueError(
+            "--outliers does nothing without w4a4 among the --bits; add it or leave --outliers out"
+        )
     if not 0 <= asked < spec.hidden:
         raise ValueError(
             f"--outliers {asked}: expected 0 to {spec.hidden - 1}, fewer than the {spec.hidden} "
@@ -168,6 +190,13 @@ def read_costs(path: str, spec: ModelSpec) -> CostModel:
             f"'{path}' was profiled for model {profile.model} ({profile.model_fingerprint}), got "
             f"{spec.name} ({spec.fingerprint()}); profile it with llmpq-profile --model"
         )
+    for entry in profile.entries:
+        if entry.part == "layer" and not entry.seconds(v=1, length=1) > 0:
+            raise ValueError(
+                f"'{path}': a {entry.precision.value} layer takes no time in {entry.phase.value} "
+                f"on {entry.device_kind}, expected seconds above 0; profile it anew with "
+                "llmpq-profile"
+            )
     return profile
 
 
@@ -236,20 +265,28 @@ def parse_pins(
     for text in texts:
         layers, equals, name = text.partition("=")
         low, _, high = layers.partition("-")
-        if not (equals and low.isdigit() and (high or low).isdigit()):
+        if not (equals and low.isdecimal() and (high or low).isdecimal()):
             raise ValueError(f"--pin {text}: expected LAYERS=DEVICE, such as 0-3=T4-0")
         start, end = int(low), int(high or low) + 1
-        if not start < end <= spec.num_layers:
+        if end <= start:
+            raise ValueError(f"--pin {text}: expected the first layer before the last")
+        if end > spec.num_layers:
             raise ValueError(f"--pin {text}: {spec.name} has layers 0-{spec.num_layers - 1}")
         device = cluster.device(name).name
         old = pins.get(device, (start, end))
         pins[device] = (min(start, old[0]), max(end, old[1]))
+    for (one, its), (other, others) in combinations(pins.items(), 2):
+        if its[0] < others[1] and others[0] < its[1]:
+            raise ValueError(
+                f"--pin gives layers {its[0]}-{its[1] - 1} to {one} and {others[0]}-"
+                f"{others[1] - 1} to {other}, a device's pins joined; give each layer to one device"
+            )
     return pins
 
 
 def _omega_path(args: argparse.Namespace, cluster: Cluster, spec: ModelSpec) -> Path | None:
     """Return the omega file: the flag, or the cluster's hint when it is for this model."""
-    if args.omega_file:
+    if args.omega_file is not None:
         return Path(args.omega_file)
     hint = cluster.planning
     if args.cluster and hint.omega_file and hint.model == spec.name:
@@ -258,24 +295,11 @@ def _omega_path(args: argparse.Namespace, cluster: Cluster, spec: ModelSpec) -> 
 
 
 def _theta(args: argparse.Namespace, cluster: Cluster) -> float:
-    theta = args.theta if args.theta is not None else cluster.planning.theta
-    theta = 1.0 if theta is None else theta
-    if not theta >= 0:
-        raise ValueError(f"--theta must be >= 0 seconds per unit of omega, got {theta}")
-    return float(theta)
-
-
-def _positive(flag: str, value: int) -> int:
-    if value <= 0:
-        raise ValueError(f"{flag} must be a positive number, got {value}")
-    return value
-
-
-def not_negative(flag: str, value: float) -> float:
-    """Return a flag's value; `ValueError` when it is below zero or not a number."""
-    if not value >= 0:
-        raise ValueError(f"{flag} must be a number >= 0, got {value:g}")
-    return value
+    """Return seconds per unit of omega: the flag, or the cluster's hint, or 1."""
+    asked, hint = args.theta, cluster.planning.theta
+    where = "--theta" if asked is not None else f"'{args.cluster}': planning.theta"
+    theta = asked if asked is not None else 1.0 if hint is None else hint
+    return limits.within(where, float(theta), limits.MAX_THETA, " seconds per unit of omega")
 
 
 def _within(flag: str, value: int | None, batch: int) -> int | None:

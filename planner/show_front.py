@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llmpq.errors import DoesNotFitError
+from llmpq.file_form import check_writable
 from llmpq.plan import Plan
-from llmpq.planner.advice import explain_infeasible
+from llmpq.planner.advice import explain_infeasible, too_big
+from llmpq.planner.arguments import DEFAULT_POINTS
 from llmpq.planner.front import FrontPoint
 from llmpq.planner.isolated import front_isolated
 from llmpq.planner.make import Wish, checked_plan, open_console
@@ -35,9 +37,12 @@ def show_front(args: argparse.Namespace, problem: Problem, wish: Wish, path: str
         raise ValueError(f"--pareto is for --method exact, not {wish.method}")
     if wish.budget is not None:
         raise ValueError("--pareto lists every budget; leave --quality-budget out")
-    if args.pareto_points < 2:
-        raise ValueError(f"--pareto-points must be at least 2, got {args.pareto_points}")
-    front = list_front(problem, wish, path, args.pareto_points)
+    points = DEFAULT_POINTS if args.pareto_points is None else args.pareto_points
+    if points < 2:
+        raise ValueError(f"--pareto-points must be at least 2, got {points}")
+    if args.output:
+        check_writable(_numbered(Path(args.output), 1))
+    front = list_front(problem, wish, path, points)
     written = []
     for number, plan in enumerate(front.plans if args.output else (), start=1):
         written.append(_numbered(Path(args.output), number))
@@ -62,6 +67,8 @@ def list_front(problem: Problem, wish: Wish, path: str | None, points: int) -> L
     for kv in wish.kvs:
         work = problem.workload.model_copy(update={"kv": kv})
         priced = problem.with_changes(workload=work, theta=0.0)
+        if too_big(priced):
+            continue
         try:
             front = front_isolated(
                 priced, points=points, time_limit_s=wish.time_limit_s / len(wish.kvs)

@@ -12,12 +12,18 @@ from __future__ import annotations
 from llmpq.cluster import Cluster, Device, DeviceGroup, Node
 from llmpq.device_spec import canonical_kind
 from llmpq.plan import Predicted
+from llmpq.planner import limits
 from llmpq.planner.costs import CostBook
 from llmpq.planner.positions import positions_note
 from llmpq.planner.problem import Problem
 from llmpq.planner.roofline import estimate_costs
 
-WORKLOAD_KEYS = {"batch": "batch", "s": "prompt_len", "n": "gen_len"}
+WORKLOAD_KEYS = {
+    "batch": ("batch", limits.MAX_BATCH),
+    "s": ("prompt_len", limits.MAX_TOKENS),
+    "n": ("gen_len", limits.MAX_TOKENS),
+}
+"""Key -> field of the workload, and the most it may be."""
 
 
 def changed_problem(p: Problem, change: str) -> Problem:
@@ -27,11 +33,13 @@ def changed_problem(p: Problem, change: str) -> Problem:
     if change.startswith("-"):
         return _without(p, change[1:])
     key, equals, number = change.partition("=")
-    if not equals or key not in WORKLOAD_KEYS or not number.isdigit() or int(number) < 1:
+    if not equals or key not in WORKLOAD_KEYS or not number.isdecimal() or int(number) < 1:
         raise ValueError(
             f"--what-if {change}: expected +KIND, -DEVICE, batch=N, s=N or n=N, such as +V100"
         )
-    work = p.workload.model_copy(update={WORKLOAD_KEYS[key]: int(number)})
+    field, most = WORKLOAD_KEYS[key]
+    value = limits.whole(f"--what-if {key}", int(number), most)
+    work = p.workload.model_copy(update={field: value})
     positions_note(p.spec, work)
     return p.with_changes(
         workload=work,

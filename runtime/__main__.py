@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import logging
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -40,7 +41,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if not words[0].startswith("-") and words[0] not in COMMANDS:
             raise unknown_name("command", words[0], COMMANDS)
-        return _dispatch(words)
+        try:
+            return _dispatch(words)
+        finally:
+            _flush()
     except LlmpqError as error:
         return _end(str(error), error.exit_code)
     except ValueError as error:
@@ -75,6 +79,15 @@ def _dispatch(words: Sequence[str]) -> int:
             module.add_arguments(command)
     args = parser.parse_args(words)
     return int(importlib.import_module(COMMANDS[args.command][0]).main(args))
+
+
+def _flush() -> None:
+    """Send off what was printed; where nothing takes it, say so once, not again at the exit."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise OSError(error.errno, error.strerror, "standard output") from None
 
 
 def _interrupted(command: str) -> str:

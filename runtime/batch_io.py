@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -23,6 +24,7 @@ from llmpq.runtime.batch_rows import (
     prompt_hash,
     text_row,
 )
+from llmpq.runtime.output_paths import cannot_write
 
 _JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
 
@@ -140,13 +142,14 @@ class OrderedWriter:
         # A link stays one: what it points to is replaced.
         self._path, self._num_rows = Path(path).resolve(), num_rows
         self._done: dict[int, Mapping[str, Any]] = dict(done or {})
+        self._name, self._num_put = str(path), len(self._done)
         self._held: dict[int, Mapping[str, Any]] = dict(self._done)
         self._next = 0
         self._begun = False
 
     def __enter__(self) -> Self:
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self._path.open("a", encoding="utf-8")
+        self._file = self._path.open("ab", buffering=0)
         return self
 
     def begin(self) -> None:
@@ -157,23 +160,27 @@ class OrderedWriter:
         if self._begun:
             return
         self._begun = True
-        if self._done:
-            # Rows of an earlier run stay on disk beyond the ordered part until the job is over.
-            self._file.close()
-            self._replace(self._done)
-            self._file = self._path.open("a", encoding="utf-8")
-        elif self._path.is_file():
-            self._file.truncate(0)
+        with self._naming():
+            if self._done:
+                # Rows of an earlier run stay on disk beyond the ordered part until the job is over.
+                self._file.close()
+                try:
+                    self._replace(self._done)
+                finally:
+                    self._file = self._path.open("ab", buffering=0)
+            elif self._path.is_file():
+                self._file.truncate(0)
 
     def write(self, index: int, line: Mapping[str, Any]) -> None:
         """Take the answer of a row."""
         assert index not in self._held and 0 <= index < self._num_rows
         self.begin()
         self._held[index] = line
-        if self._done:
-            self._put(line)
-        else:
-            self._advance()
+        with self._naming():
+            if self._done:
+                self._put(line)
+            else:
+                self._advance()
 
     @property
     def num_finished(self) -> int:
@@ -186,12 +193,14 @@ class OrderedWriter:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        with self._file:
-            if self._begun and not self._path.is_file():
-                for index in sorted(i for i in self._held if i >= self._next):
-                    self._put(self._held[index])
-        if self._begun and (self._done or self._next < len(self._held)):
-            self._replace(self._held)
+        with self._naming():
+            with self._file:
+                # Beyond the gap, too: a full disk may have no room for the copy in order.
+                if self._begun and not (self._done and self._path.is_file()):
+                    for index in sorted(i for i in self._held if i >= self._next):
+                        self._put(self._held[index])
+            if self._begun and (self._done or self._next < len(self._held)):
+                self._replace(self._held)
 
     def _advance(self) -> None:
         while self._next in self._held:
@@ -199,8 +208,28 @@ class OrderedWriter:
             self._next += 1
 
     def _put(self, line: Mapping[str, Any]) -> None:
-        self._file.write(_text(line))
-        self._file.flush()
+        """Append a line, or nothing of it."""
+        data = memoryview(_text(line).encode())
+        size = os.fstat(self._file.fileno()).st_size
+        try:
+            while data:
+                data = data[self._file.write(data) :]
+        except OSError:
+            if self._path.is_file():
+                self._file.truncate(size)
+            raise
+        self._num_put += 1
+
+    @contextmanager
+    def _naming(self) -> Iterator[None]:
+        """Name the file in what the system refuses, and say what it holds."""
+        try:
+            yield
+        except OSError as error:
+            raise ValueError(
+                f"{cannot_write(self._name, error)}; {self._num_put} finished rows are kept in it: "
+                "free some space and continue with: llmpq-dist run --resume and the same arguments"
+            ) from None
 
     def _replace(self, lines: Mapping[int, Mapping[str, Any]]) -> None:
         """Write all lines in order to a new file and put it in place of the old one.

@@ -13,24 +13,27 @@ import logging
 import random
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from rich.console import Console
 
 from llmpq.device_spec import canonical_kind
 from llmpq.errors import ExitCode
+from llmpq.file_form import explain
 from llmpq.kernels.timing import write_row
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
 from llmpq.precision import KVPrecision, Precision
 from llmpq.runtime.device_links import LINK_CHOICES, LinkChoice
 from llmpq.runtime.hand_plan import hand_plan
+from llmpq.runtime.idle_flags import refuse_idle
 from llmpq.runtime.loader import RandomSource, TensorSource
-from llmpq.runtime.output_paths import require_writable
+from llmpq.runtime.output_paths import naming, require_writable
 from llmpq.runtime.quantized_checkpoint import open_checkpoint
 from llmpq.runtime.report import JobResult, build_report, print_summary
 from llmpq.runtime.request import Request
@@ -42,6 +45,11 @@ from llmpq.workload import Workload
 
 _log = logging.getLogger("llmpq.bench")
 
+JOB: Mapping[str, Any] = {
+    "bits": "w16a16", "kv": "kv16", "dtype": "bfloat16", "batch": 32, "prompt": 512, "gen": 100
+}  # fmt: skip
+"""What a job without a plan is, unless flags say otherwise."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags of `bench`."""
@@ -49,21 +57,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--strat_file_name", "--plan", dest="plan", metavar="PLAN",
                       help="plan.json (default: a whole model on one device)")  # fmt: skip
     what.add_argument("--model", metavar="DIR|NAME", help="directory, or a built-in architecture")
-    what.add_argument("--bits", default="w16a16", metavar="PRECISION", help="without a plan")
-    what.add_argument("--symmetric", action="store_true", help="weights without zeros")
-    what.add_argument("--kv", default="kv16", metavar="PRECISION", help="without a plan")
-    what.add_argument("--dtype", default="bfloat16", choices=("float16", "bfloat16", "float32"))
-    what.add_argument("--batch", type=int, default=32, help="without a plan")
-    what.add_argument("--prompt", type=int, default=512, help="without a plan")
-    what.add_argument("--gen", type=int, default=100, help="without a plan")
-    what.add_argument("--prefill-microbatch", type=int, metavar="N", help="default: the batch")
-    what.add_argument("--decode-microbatch", type=int, metavar="N", help="default: the batch")
     what.add_argument("--load-format", choices=("auto", "dummy"), default="auto",
                       help="dummy: random weights, made on the device")  # fmt: skip
+    job = parser.add_argument_group("the job, without a plan")
+    job.add_argument("--bits", metavar="PRECISION", help=_default("bits"))
+    job.add_argument("--symmetric", action="store_true", help="weights without zeros")
+    job.add_argument("--kv", metavar="PRECISION", help=_default("kv"))
+    job.add_argument("--dtype", choices=("float16", "bfloat16", "float32"), help=_default("dtype"))
+    for name in ("batch", "prompt", "gen"):
+        job.add_argument(f"--{name}", type=int, metavar="N", help=_default(name))
+    job.add_argument("--prefill-microbatch", type=int, metavar="N", help="default: the batch")
+    job.add_argument("--decode-microbatch", type=int, metavar="N", help="default: the batch")
     how = parser.add_argument_group("how")
     how.add_argument("--in-process", action="store_true", help="no Ray: threads of this process")
     how.add_argument("--no-graphs", action="store_true", help="no CUDA graphs")
-    how.add_argument("--links", choices=LINK_CHOICES, default="auto", help="between GPUs")
+    how.add_argument("--links", choices=LINK_CHOICES, help="between GPUs (default: auto)")
     how.add_argument("--ray-address", "--address", metavar="ADDRESS", help="join this Ray")
     how.add_argument("--master_addr", "--master-addr", metavar="IP",
                      help="where the stages meet (default 127.0.0.1)")  # fmt: skip
@@ -76,6 +84,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     out.add_argument("--commit", help="commit a row names, where git cannot tell")
     out.add_argument("--baseline", action="append", default=[], metavar="NAME=VALUE",
                      help="tokens/s of another engine on the same job, for the row")  # fmt: skip
+
+
+def _default(name: str) -> str:
+    return f"default: {JOB[name]}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,18 +113,38 @@ def main(args: argparse.Namespace) -> int:
         raise ValueError(
             f"--repeat must be >= 1, --warm-up >= 0, got {args.repeat}, {args.warm_up}"
         )
+    _refuse_idle_flags(args)
     if args.rows is not None:
         require_writable("--rows", args.rows)
     bench = make_bench(args)
     reports = run_in_process(bench) if args.in_process else run_through_ray(bench)
     report = summary(reports)
-    if args.rows is not None:
-        add_row(Path(args.rows), bench, report, args)
     if args.json:
         sys.stdout.write(json.dumps(report, indent=1) + "\n")
     else:
         print_summary(report, Console(width=None if sys.stdout.isatty() else 110))
+    if args.rows is not None:
+        with naming(args.rows, kept="the report is printed, the rows before are kept"):
+            add_row(Path(args.rows), bench, report, args)
     return ExitCode.DONE
+
+
+def _refuse_idle_flags(args: argparse.Namespace) -> None:
+    """`ValueError` for flags that nothing would heed."""
+    if args.plan is not None:
+        names = (*JOB, "symmetric", "prefill_microbatch", "decode_microbatch")
+        given = {f"--{n.replace('_', '-')}": getattr(args, n) not in (None, False) for n in names}
+        refuse_idle(given, "with --strat_file_name, whose plan says them", "re-plan")
+    if args.rows is None:
+        given = {"--commit": args.commit is not None, "--baseline": bool(args.baseline)}
+        refuse_idle(given, "without a row to write", "add --rows FILE")
+    if args.in_process:
+        given = {
+            "--links": args.links is not None,
+            "--ray-address": args.ray_address is not None,
+            "--master_addr": args.master_addr is not None,
+        }
+        refuse_idle(given, "with --in-process", "leave that out")
 
 
 def make_bench(args: argparse.Namespace) -> Bench:
@@ -137,7 +169,7 @@ def make_bench(args: argparse.Namespace) -> Bench:
         warm_up=args.warm_up,
         repeat=args.repeat,
         seed=args.seed,
-        links=args.links,
+        links=args.links or "auto",
         ray_address=args.ray_address,
         master_addr=args.master_addr,
     )
@@ -145,19 +177,24 @@ def make_bench(args: argparse.Namespace) -> Bench:
 
 def single_plan(spec: ModelSpec, args: argparse.Namespace) -> Plan:
     """Return the plan of a whole model on this machine's first GPU, or on its CPU."""
-    plan = hand_plan(
-        spec,
-        Workload(
-            batch=args.batch,
-            prompt_len=args.prompt,
-            gen_len=args.gen,
-            kv=KVPrecision.parse(args.kv),
-            dtype=args.dtype,
-        ),
-        precision=Precision.parse(args.bits),
-        prefill_microbatch=args.prefill_microbatch or args.batch,
-        decode_microbatch=args.decode_microbatch or args.batch,
-    )
+    given = {name: getattr(args, name) for name in JOB}
+    job = {**JOB, **{name: value for name, value in given.items() if value is not None}}
+    try:
+        plan = hand_plan(
+            spec,
+            Workload(
+                batch=job["batch"],
+                prompt_len=job["prompt"],
+                gen_len=job["gen"],
+                kv=KVPrecision.parse(job["kv"]),
+                dtype=job["dtype"],
+            ),
+            precision=Precision.parse(job["bits"]),
+            prefill_microbatch=_or(args.prefill_microbatch, job["batch"]),
+            decode_microbatch=_or(args.decode_microbatch, job["batch"]),
+        )
+    except ValidationError as error:
+        raise ValueError(f"the job: {explain(error, Plan)}") from None
     form = plan.quantization.model_copy(update={"symmetric": args.symmetric})
     plan = plan.model_copy(update={"quantization": form})
     if not torch.cuda.is_available():
@@ -167,6 +204,11 @@ def single_plan(spec: ModelSpec, args: argparse.Namespace) -> Plan:
     stages = tuple(stage.model_copy(update=change) for stage in plan.stages)
     cluster = plan.cluster.model_copy(update={"name": f"{kind.lower()}x1"})
     return plan.model_copy(update={"stages": stages, "cluster": cluster})
+
+
+def _or(value: int | None, default: int) -> int:
+    """Return the default where nothing was given; 0 is refused later."""
+    return default if value is None else value
 
 
 def prompts_of(bench: Bench, job: int) -> list[Request]:

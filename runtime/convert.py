@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from llmpq.runtime.loader import INDEX, SINGLE
+from llmpq.runtime.loader import INDEX, SINGLE, read_weight_map
 from llmpq.units import format_size
 
 BIN, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
@@ -85,10 +85,7 @@ def main(args: argparse.Namespace) -> int:
 def _shards(source: Path) -> list[Path]:
     """Return the pickled files of a checkpoint, in order; every one must exist."""
     if (source / BIN_INDEX).exists():
-        try:
-            names = json.loads((source / BIN_INDEX).read_text())["weight_map"].values()
-        except (json.JSONDecodeError, KeyError, AttributeError) as error:
-            raise ValueError(f"'{source / BIN_INDEX}' is not a checkpoint index: {error}") from None
+        names = read_weight_map(source / BIN_INDEX).values()
         shards = [source / name for name in sorted(set(names))]
     elif (source / BIN).exists():
         shards = [source / BIN]

@@ -28,6 +28,7 @@ from llmpq.runtime.kv_cache import KVCache
 from llmpq.runtime.message import StepMessage
 from llmpq.runtime.stage_model import StageModel
 from llmpq.runtime.step import Step
+from llmpq.runtime.upload import upload
 from llmpq.speculation import MAX_GAMMA
 
 Judge = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -241,11 +242,15 @@ class CudaSpeculation:
 
     def _kept(self, message: StepMessage, choices_BQ: Tensor) -> Tensor:
         """Return counts and tokens of greedy rows, compared on the device."""
-        table = torch.tensor([[*message.slots], [len(row) - 1 for row in message.tokens]])
-        slots_B, drafted_B = table.to(choices_BQ.device)
-        drafts_BG = message.tokens_BQ()[:, 1:].to(choices_BQ.device)
+        device, drafted = choices_BQ.device, [len(row) - 1 for row in message.tokens]
+        slots_B, drafted_B = upload([message.slots, drafted], torch.long, device)
+        drafts_BG = message.tokens_BQ(device)[:, 1:]
         kept_B = torch.minimum(self.judge(drafts_BG, choices_BQ, slots_B), drafted_B)
         return torch.cat((kept_B[:, None] + 1, choices_BQ), dim=1)
+
+    def forget_verifies(self) -> None:
+        """Give up the graphs of verifies, and what they keep."""
+        self._verifies.clear()
 
     def verify_graphs(self, q_len: int) -> VerifyGraphs:
         """Return the graphs of verifies of so many positions."""

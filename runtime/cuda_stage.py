@@ -31,7 +31,8 @@ from llmpq.runtime.stage_compute import StageCompute
 from llmpq.runtime.stage_model import StageModel
 from llmpq.runtime.step import Step
 from llmpq.runtime.trace import MAX_EVENTS, KindTotals
-from llmpq.speculation import MAX_GAMMA, MeasuredTimes, SpeculationMode
+from llmpq.runtime.upload import upload
+from llmpq.speculation import MeasuredTimes, SpeculationMode
 from llmpq.workload import Workload
 
 
@@ -99,7 +100,7 @@ class CudaStageCompute(StageCompute):
     @torch.inference_mode()
     def take_tokens(self, slots: Sequence[int], tokens_B1: Tensor) -> None:
         """Note tokens of slots, sampled elsewhere, for steps that name them by -1."""
-        slots_B = torch.tensor(slots, dtype=torch.long).to(self._device, non_blocking=True)
+        slots_B = upload(slots, torch.long, self._device)
         self._decode.remember(slots_B, tokens_B1[:, 0].to(self._device))
 
     def warm_up(self, rows: int, prompt_len: int) -> None:
@@ -122,12 +123,13 @@ class CudaStageCompute(StageCompute):
     def step_times(self) -> MeasuredTimes:
         """Time drafts and verifies on the device, to choose draft lengths by; slots are free."""
         # Imported here: it builds on the graphs of speculation.
-        from llmpq.runtime.cuda_step_times import measure
+        from llmpq.runtime.cuda_step_times import contexts_of, measure
 
         assert self.speculation is not None, "drafts need enable_speculation"
-        most, longest = self._graph_options["max_rows"], self._graph_options["max_len"]
+        most = self._graph_options["max_rows"]
         rows = sorted({1, max(1, most // 4), most})
-        return measure(self.speculation, rows, (longest // 8, longest - MAX_GAMMA - 1))
+        longest = self._longest
+        return measure(self.speculation, rows, contexts_of(longest), max_len=longest)
 
     def device_totals(self) -> dict[str, KindTotals]:
         """Return the steps so far by kind, timed by the device, and forget them."""
@@ -148,7 +150,7 @@ class CudaStageCompute(StageCompute):
         if message.kind in (StepKind.DRAFT, StepKind.VERIFY, StepKind.ROUND):
             return self._run_speculation(message, hidden_BQH)
         step = message.step(self._device)
-        x = (message.tokens_BQ() if hidden_BQH is None else hidden_BQH).to(self._device)
+        x = message.tokens_BQ(self._device) if hidden_BQH is None else hidden_BQH.to(self._device)
         if self.speculation is not None:
             self.speculation.take_prompts(step.slots_B, x)
         step, x = self._widened(step, x)

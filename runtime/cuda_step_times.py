@@ -28,23 +28,36 @@ REPEATS = 8
 
 
 def measure(
-    speculation: CudaSpeculation, rows: Sequence[int], contexts: tuple[int, int]
+    speculation: CudaSpeculation, rows: Sequence[int], contexts: Sequence[int], *, max_len: int
 ) -> MeasuredTimes:
-    """Time the steps of a stage whose slots are free; what they write is overwritten later."""
+    """Time the steps of a stage whose slots of `max_len` are free; what they write is overwritten.
+
+    Where rounds are whole, verifies are captured here alone: their graphs would keep the logits of
+    every number of rows and positions, so they go once they are timed.
+    """
 
     def line(graphs: DecodeGraphs, num_rows: int, q_len: int) -> Line:
         def at(context: int) -> float:
-            message = step_message(num_rows, context, q_len)
+            message = step_message(num_rows, context, min(q_len, max_len - context))
             return seconds_of(lambda: graphs.run(message, None))
 
-        lengths = sorted({typical_context(context) for context in contexts})
-        return tuple((float(length), at(length)) for length in lengths)
+        return tuple((float(length), at(length)) for length in contexts)
 
     draft = speculation.draft_graphs
+    verify: dict[tuple[int, int], Line] = {}
+    for q in POSITIONS:
+        verify |= {(r, q): line(speculation.verify_graphs(q), r, q) for r in rows}
+        if speculation.whole_rounds:
+            speculation.forget_verifies()
     return MeasuredTimes(
-        draft={} if draft is None else {r: line(draft, r, 1) for r in rows},
-        verify={(r, q): line(speculation.verify_graphs(q), r, q) for r in rows for q in POSITIONS},
+        draft={} if draft is None else {r: line(draft, r, 1) for r in rows}, verify=verify
     )
+
+
+def contexts_of(max_len: int) -> list[int]:
+    """Return the context lengths to time in slots of `max_len` tokens, verifies included."""
+    longest = max(0, max_len - MAX_GAMMA - 1)
+    return sorted({typical_context(context) for context in (min(max_len // 8, longest), longest)})
 
 
 def typical_context(context: int) -> int:

@@ -15,6 +15,7 @@ link, and gloo in the end, so that both ends of every link agree.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -24,12 +25,14 @@ from typing import Literal, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from llmpq.gpu_workspace import OUTPUTS_LEAVING
 from llmpq.runtime.message import StepMessage
 from llmpq.runtime.peer_links import PeerLinks, Room
 from llmpq.runtime.pending import Pending
 from llmpq.runtime.request import StepKind
-from llmpq.runtime.transport import GlooTransport
+from llmpq.runtime.transport import IDLE_LIMIT, GlooTransport
 
 _log = logging.getLogger("llmpq.links")
 
@@ -97,9 +100,17 @@ class DeviceLinks:
     """Links over torch.distributed: NCCL, or gloo where there are no GPUs (tests)."""
 
     def __init__(
-        self, device: torch.device, *, backend: str = "nccl", limit_s: float = TRIAL_LIMIT_S
+        self,
+        device: torch.device,
+        room: Room | None = None,
+        *,
+        backend: str = "nccl",
+        limit_s: float = TRIAL_LIMIT_S,
     ) -> None:
-        """Make the communicators; every stage calls this at the same time."""
+        """Make the communicators; every stage calls this at the same time.
+
+        `room` bounds the bytes of what is on its way.
+        """
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         self.name, self.device = backend, device
         self._limit_s, last = limit_s, self._world - 1
@@ -108,6 +119,7 @@ class DeviceLinks:
         self._forward = groups[self._rank] if self._rank < last else None
         self._backward = groups[self._rank - 1] if self._rank > 0 else None
         self._sent: deque[tuple[dist.Work, Tensor]] = deque()
+        self._most_bytes = math.inf if room is None else OUTPUTS_LEAVING * room.hidden_bytes
         self._expected: dict[int, tuple[dist.Work, Tensor]] = {}
         self._fetched: deque[Tensor] = deque(maxlen=_MAX_PENDING)
         self._num_tickets = 0
@@ -204,14 +216,28 @@ class DeviceLinks:
         sender, found = (self._rank - 1, got) if self._rank else (last, tokens)
         if not bool((found == float(sender)).all()):
             return f"stage {sender} sent {float(sender)}, got {float(found[0])}"
+        # A message waits for the steps before it: how long, the driver judges (--step-timeout).
+        for group in self.groups:
+            _set_pg_timeout(IDLE_LIMIT, group)
         return None
+
+    @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        """The communicators that this stage is part of."""
+        all_groups = (self._forward, self._backward, self._back)
+        return [group for group in all_groups if isinstance(group, dist.ProcessGroup)]
 
     def _keep(self, work: dist.Work | None, tensor: Tensor) -> None:
         assert work is not None
         self._sent.append((work, tensor))
-        # NCCL's wait does not hold the host; gloo's does, but older sends have long arrived.
-        while len(self._sent) > _MAX_PENDING:
+        # NCCL's wait holds the device, not the host; gloo's does, but older sends have arrived.
+        while self._sent and (self._sent[0][0].is_completed() or self._too_much()):
             self._sent.popleft()[0].wait()
+
+    def _too_much(self) -> bool:
+        """Whether more is on its way than a plan counts."""
+        bytes_sent = sum(tensor.nbytes for _, tensor in self._sent)
+        return len(self._sent) > _MAX_PENDING or bytes_sent > self._most_bytes
 
     def _arrives(self, work: dist.Work, end_s: float) -> bool:
         """Wait for a message, but not beyond `end_s`."""
@@ -257,7 +283,7 @@ def connect_devices(
                 assert room is not None
                 links = PeerLinks(device, room, limit_s=limit_s)
             else:
-                links = DeviceLinks(device, backend=kind, limit_s=limit_s)
+                links = DeviceLinks(device, room, backend=kind, limit_s=limit_s)
             problem = links.trial()
         except RuntimeError as error:
             problem = str(error).splitlines()[0]

@@ -119,10 +119,17 @@ class KeptLayers:
                 "in_features": part.in_features,
                 "layout": part.layout.value,
             }
-        path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_suffix(f".{os.getpid()}")
-        save_file(tensors, unfinished, metadata={_SHAPES: json.dumps(shapes)})
-        unfinished.replace(path)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            save_file(tensors, unfinished, metadata={_SHAPES: json.dumps(shapes)})
+            unfinished.replace(path)
+        except (OSError, SafetensorError) as error:
+            unfinished.unlink(missing_ok=True)
+            raise ValueError(
+                f"cannot write '{path}' of --layer-cache: {error}; free some space, give another "
+                "folder or leave --layer-cache out"
+            ) from None
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:

@@ -6,21 +6,27 @@ stage reads its own slice only and never holds more than a few layers unquantise
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from pathlib import Path
+import re
+import reprlib
+from collections.abc import Collection, Mapping
+from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from llmpq.file_form import read_json
 from llmpq.model_spec import ModelSpec
 from llmpq.runtime.families import FAMILIES
 from llmpq.runtime.families.names import Shapes, embedding_shapes, head_shapes, layer_shapes
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+ATOM_ROOT = "llmpq.layers."
+"""What Atom's layers are called up to the layer's number."""
+FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""Dtypes whose numbers are the weights; those of 8 bits and integers stand for others."""
 
 
 class TensorSource(Protocol):
@@ -50,9 +56,10 @@ class CheckpointSource:
             raise ValueError(
                 f"'{self.directory}': tensor '{self.names.roots[0]}{token_name}' is missing; "
                 f"is this a {spec.family} checkpoint? It has "
-                f"{', '.join(sorted(self.file_of)[:4])}, ..."
+                f"{', '.join([*sorted(self.file_of)[:4], '...']) if self.file_of else 'no tensors'}"
             )
         self.root = found[0]
+        self._require_no_more_layers()
 
     def embedding(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """Read the embedding's parts."""
@@ -93,7 +100,7 @@ class CheckpointSource:
 
     def _stack(self, names: tuple[str, ...], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Read tensors into one of `shape`, stacked along the first dimension."""
-        pieces = [self.read(name) for name in names]
+        pieces = [self.read(name, FLOATING) for name in names]
         rows = sum(piece.shape[0] for piece in pieces)
         for name, piece in zip(names, pieces, strict=True):
             if rows != shape[0] or piece.shape[1:] != shape[1:]:
@@ -109,15 +116,42 @@ class CheckpointSource:
             start += piece.shape[0]
         return stacked
 
-    def read(self, name: str) -> Tensor:
-        """Return one tensor of the checkpoint by its own name."""
+    def read(self, name: str, dtypes: Collection[torch.dtype] | None = None) -> Tensor:
+        """Return one tensor of the checkpoint by its own name; `ValueError` for another dtype."""
         if name not in self.file_of:
             raise ValueError(
                 f"'{self.directory}': tensor '{name}' is missing; the checkpoint has "
                 f"{len(self.file_of)} tensors. Download it again, or check config.json"
             )
-        tensor: Tensor = self._handle(self.file_of[name]).get_tensor(name)
+        path = self.directory / self.file_of[name]
+        try:
+            tensor: Tensor = self._handle(self.file_of[name]).get_tensor(name)
+        except SafetensorError as error:
+            raise ValueError(
+                f"'{path}' does not give tensor '{name}', which {INDEX} says it holds ({error}). "
+                "Download it again"
+            ) from None
+        if dtypes is not None and tensor.dtype not in dtypes:
+            raise ValueError(
+                f"'{path}': tensor '{name}' is {_dtype_name(tensor.dtype)}, expected "
+                f"{' or '.join(map(_dtype_name, dtypes))}; llmpq reads quantised weights where "
+                "quantization_config in config.json says how. Download it again, or start from "
+                "the unquantised model"
+            )
         return tensor
+
+    def _require_no_more_layers(self) -> None:
+        """Raise `ValueError` for layers that would never run: the model would be cut short."""
+        prefixes = map(re.escape, (self.root + self.names.layer_prefix, ATOM_ROOT))
+        pattern = re.compile(f"(?:{'|'.join(prefixes)})([0-9]+)\\.")
+        found = {int(match[1]): name for name in self.file_of if (match := pattern.match(name))}
+        last = max(found, default=0)
+        if last >= self.spec.num_layers:
+            raise ValueError(
+                f"'{self.directory}' has layers up to {last} (tensor '{found[last]}'), config.json "
+                f"says {self.spec.num_layers} layers: expected none from {self.spec.num_layers} "
+                "on. Correct config.json or download it again"
+            )
 
     def _handle(self, file: str) -> Any:
         """Open a shard once; the operating system maps it, tensors are read when touched."""
@@ -138,10 +172,7 @@ class CheckpointSource:
         """Return tensor name -> file name."""
         index = self.directory / INDEX
         if index.exists():
-            try:
-                return dict(json.loads(index.read_text())["weight_map"])
-            except (json.JSONDecodeError, KeyError, TypeError) as error:
-                raise ValueError(f"'{index}' is not a safetensors index: {error}") from None
+            return read_weight_map(index)
         if (self.directory / SINGLE).exists():
             return dict.fromkeys(self._handle(SINGLE).keys(), SINGLE)
         raise ValueError(self._nothing_to_read())
@@ -154,6 +185,39 @@ class CheckpointSource:
                 f"files. Run: llmpq-dist convert {self.directory} {self.directory}-safetensors"
             )
         return f"no {SINGLE} or {INDEX} in '{self.directory}': expected a local model directory"
+
+
+def read_weight_map(index: Path) -> dict[str, str]:
+    """Return a checkpoint index's tensor name -> file name, files of its directory only."""
+    content = read_json(index)
+    if not isinstance(content, dict):
+        raise ValueError(
+            f"'{index}': got {type(content).__name__}, expected an object with 'weight_map'. "
+            "Download it again"
+        )
+    weight_map = content.get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise ValueError(
+            f"'{index}': 'weight_map' must be an object, got {reprlib.repr(weight_map)}. Download "
+            "it again"
+        )
+    for name, file in weight_map.items():
+        if not _is_file_name(file):
+            raise ValueError(
+                f"'{index}': '{name}' is said to be in {reprlib.repr(file)}, expected a file name "
+                "inside the model directory. Download it again"
+            )
+    return weight_map
+
+
+def _is_file_name(value: object) -> bool:
+    """Whether it is a path that leads to a file below a directory, never out of it."""
+    path = PurePosixPath(value) if isinstance(value, str) else PurePosixPath()
+    return path.parts != () and not path.is_absolute() and ".." not in path.parts
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def weight_files(source: CheckpointSource) -> list[list[str | int]]:

@@ -22,6 +22,7 @@ from torch import Tensor
 from llmpq.runtime.request import MicroBatch, StepKind
 from llmpq.runtime.sampling_params import SamplingParams
 from llmpq.runtime.step import Step
+from llmpq.runtime.upload import upload
 
 _WIDTH = 8
 
@@ -55,10 +56,10 @@ class StepMessage:
         """Build the value the model's forward takes."""
         return Step.of(self.slots, self.starts, self.num_new, device=device)
 
-    def tokens_BQ(self) -> Tensor:
+    def tokens_BQ(self, device: torch.device | str = "cpu") -> Tensor:
         """Return the new tokens, right padded with 0."""
         table = [[*row, *[0] * (self.q_len - len(row))] for row in self.tokens]
-        return torch.tensor(table, dtype=torch.long)
+        return upload(table, torch.long, device)
 
 
 STOP = StepMessage(kind=StepKind.STOP)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+_NO_MEMORY = ("out of memory", "DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED")
+
 
 def first_line(error: BaseException) -> str:
     """Return what an error says first: a native stack may follow."""
@@ -12,10 +14,12 @@ def first_line(error: BaseException) -> str:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether it is a GPU's OutOfMemoryError or what stands for it on a CPU.
+    """Whether it is a GPU's OutOfMemoryError or what stands for it elsewhere.
 
-    Torch raises a plain RuntimeError where the host has no memory.
+    The host's allocator, the driver (kernels and graphs that it loads), Triton and cuBLAS say it in
+    a plain RuntimeError.
     """
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
-        isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
-    )
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    plain = type(error) in (RuntimeError, torch.AcceleratorError)
+    return plain and any(words in str(error) for words in _NO_MEMORY)

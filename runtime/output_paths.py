@@ -1,12 +1,16 @@
 """Output files are looked at before a job starts, not found unwritable when it has ended.
 
+A disk that fills up while they are written is named with its file, and with what was kept.
+
 Standard library only.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -25,6 +29,37 @@ def require_writable(flag: str, path: str | Path) -> None:
         raise ValueError(
             f"{flag} '{path}' cannot be written ({error.strerror or error}); give another path"
         ) from None
+
+
+def require_folder(flag: str, path: str | Path) -> None:
+    """`ValueError` unless `path` is a folder that can be written in, or was made one."""
+    path = Path(path)
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"{flag} '{path}' is a file, expected a folder; give another path")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path).close()
+    except OSError as error:
+        raise ValueError(
+            f"{flag} '{path}' is no folder that can be written in ({error.strerror or error}); "
+            f"give another path, or leave {flag} out"
+        ) from None
+
+
+@contextmanager
+def naming(path: str | Path, *, kept: str) -> Iterator[None]:
+    """Turn what the system refuses while `path` is written into a sentence: what, what is kept."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(
+            f"{cannot_write(path, error)}; {kept}, free some space or give another path"
+        ) from None
+
+
+def cannot_write(path: str | Path, error: OSError) -> str:
+    """Say what the system refused to write, and why: a full disk's own error names no file."""
+    return f"cannot write '{path}': {(error.strerror or str(error)).lower()}"
 
 
 def check_files(inputs: Mapping[str, str | None], outputs: Mapping[str, str | None]) -> None:

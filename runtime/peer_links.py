@@ -27,7 +27,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from llmpq.gpu_workspace import OUTPUTS_LEAVING
 from llmpq.runtime.cuda_driver import SHARED_BYTES, CudaDriver
+from llmpq.runtime.out_of_memory import first_line
 from llmpq.runtime.pending import Pending
 
 SLOTS = 2
@@ -76,8 +78,6 @@ class PeerLinks:
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         self.device, self._room, self._limit_s = device, room, limit_s
         self._problem: str | None = None
-        self._inbox = torch.zeros(room.inbox_bytes(self._rank), dtype=torch.uint8, device=device)
-        torch.cuda.synchronize(device)
         self._sending, self._fetching = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._leaving: deque[tuple[torch.cuda.Event, Tensor]] = deque()
         self._timed: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque(maxlen=_MAX_TIMED)
@@ -195,9 +195,13 @@ class PeerLinks:
         mine = bytes(_HOST_BYTES + SHARED_BYTES)
         try:
             self._driver = CudaDriver()
+            # May be more than what is left of the GPU, which the others must be told, too.
+            size = self._room.inbox_bytes(self._rank)
+            self._inbox = torch.zeros(size, dtype=torch.uint8, device=self.device)
+            torch.cuda.synchronize(self.device)
             mine = host_mark() + self._driver.share(self._inbox)
         except RuntimeError as error:
-            self._problem = str(error)
+            self._problem = first_line(error)
         sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
         gathered = [torch.empty_like(sent) for _ in range(self._world)]
         dist.all_gather(gathered, sent)
@@ -224,7 +228,12 @@ class PeerLinks:
         end.record(self._sending)
         self._timed.append((start, end))
         self._leaving.append((end, tensor))
-        while self._leaving[0][0].query() and len(self._leaving) > 1:
+        most = OUTPUTS_LEAVING * self._room.hidden_bytes
+        # A stage ahead of a slower one waits here: what leaves takes memory.
+        while sum(held.nbytes for _, held in self._leaving) > most:
+            self._leaving[0][0].synchronize()
+            self._leaving.popleft()
+        while len(self._leaving) > 1 and self._leaving[0][0].query():
             self._leaving.popleft()
 
     def _on_sending_stream(self) -> _Sending:

@@ -39,6 +39,8 @@ from llmpq.runtime.trace import StageRecord
 _THREADS = 6
 """Threads of an actor: the loop, a poll, health checks and a submission."""
 _POLL_S = 0.25
+_STILL_STEPS = 4
+"""Step deadlines for which nobody may compute while rows wait: a message is under way, or lost."""
 MAX_TIMEOUT_S = 10**7
 """The longest deadline that can be asked for: four months."""
 
@@ -84,7 +86,12 @@ class Pipeline:
         self._running: dict[Any, int] = {}
         self._health: dict[int, Any] = {}
         self._last_answer_s: dict[int, float] = {}
+        self._asked_s: dict[int, float] = {}
+        """When `_health` was asked for: a reader who takes long must not count as a silence."""
         self._phase = "start-up"
+        self._progress = Progress()
+        self._num_submitted, self._closed = 0, False
+        self._moved_s = time.monotonic()
 
     @classmethod
     @contextmanager
@@ -115,6 +122,8 @@ class Pipeline:
         first = self._actors[0]
         text = json.dumps([write_request(request) for request in requests])
         self._gather([first.submit.remote(text)], [0], self._deadlines.step_s)
+        self._num_submitted += len(requests)
+        self._closed, self._moved_s = not more, time.monotonic()
         if not more:
             self._gather([first.finish_submitting.remote()], [0], self._deadlines.step_s)
 
@@ -123,13 +132,16 @@ class Pipeline:
         poll = None
         now_s = time.monotonic()
         self._last_answer_s = dict.fromkeys(range(len(self._actors)), now_s)
+        self._moved_s = now_s
         while self._running:
             poll = poll or self._actors[0].poll.remote(_POLL_S)
             done, _ = ray.wait(
                 [poll, *self._running, *self._health.values()], num_returns=1, timeout=_POLL_S
             )
             if poll in done:
-                yield self._read_poll(poll)
+                news, told_s = self._read_poll(poll), time.monotonic()
+                yield news
+                self._moved_s += time.monotonic() - told_s  # the reader's time, not the stages'
                 poll = None
             for ref in [ref for ref in done if ref in self._running]:
                 self._result(ref, self._running[ref])
@@ -257,6 +269,9 @@ class Pipeline:
         progress = Progress(**data["progress"])
         if progress.phase != "idle":
             self._phase = progress.phase
+        idle = not self._closed and progress.finished >= self._num_submitted
+        if idle or progress != self._progress:
+            self._progress, self._moved_s = progress, time.monotonic()
         return Update(finished=[Finished(**row) for row in data["finished"]], progress=progress)
 
     def _check_health(self) -> None:
@@ -265,7 +280,10 @@ class Pipeline:
         for index in self._running.values():
             ref = self._health.get(index)
             if ref is not None and ray.wait([ref], timeout=0)[0]:
-                stuck_s = self._result(ref, index)["stuck_s"]
+                health = self._result(ref, index)
+                stuck_s = health["stuck_s"]
+                if health["kind"] is not None:
+                    self._moved_s = now_s
                 del self._health[index]
                 if stuck_s > limit_s:
                     raise self._silent(index, f"has been in one {self._phase} step for")
@@ -273,8 +291,16 @@ class Pipeline:
             if index not in self._health:
                 if now_s - self._last_answer_s[index] >= min(1.0, limit_s / 4):
                     self._health[index] = self._actors[index].health.remote()
-            elif now_s - self._last_answer_s[index] > limit_s:
+                    self._asked_s[index] = now_s
+            elif now_s - self._asked_s[index] > limit_s:
                 raise self._silent(index, "has not answered for")
+        if self._running and now_s - self._moved_s > _STILL_STEPS * limit_s:
+            raise DeadlineError(
+                f"no stage has computed for {_STILL_STEPS * limit_s:.0f} s during {self._phase} "
+                "while rows wait: a message between two stages is lost or very late; look at the "
+                "network between their hosts, raise --step-timeout, or continue with: llmpq-dist "
+                "run --resume"
+            )
 
     def _silent(self, index: int, what: str) -> DeadlineError:
         stage = self.plan.stages[index]

@@ -31,20 +31,29 @@ from llmpq.kernels.atom_scheme import AtomScheme
 from llmpq.kernels.convert import from_awq, from_compressed_tensors, from_gptq
 from llmpq.kernels.formats import Layout
 from llmpq.kernels.qweight import QuantizedWeight, from_codes
-from llmpq.model_spec import ModelSpec
+from llmpq.model_config import section, size
+from llmpq.model_spec import ModelSpec, read_config
 from llmpq.precision import KVPrecision, padded_k
 from llmpq.runtime.families.names import Shapes
-from llmpq.runtime.loader import CheckpointSource
+from llmpq.runtime.loader import ATOM_ROOT, FLOATING, CheckpointSource
 
-ATOM_ROOT = "llmpq.layers."
+DTYPES = {
+    **dict.fromkeys(("weight_packed", "weight_zero_point", "qweight", "qzeros"), (torch.int32,)),
+    **dict.fromkeys(("weight_shape", "weight_g_idx", "g_idx"), (torch.int32, torch.int64)),
+    "codes": (torch.uint8, torch.int8),
+    "outliers": (torch.int8,),
+    "index_K": (torch.int32,),
+}
+"""Last part of a tensor's name -> what a checkpoint may store it as; FLOATING for the rest."""
 SCHEMES = "llmpq_schemes"
 """Metadata key of an Atom file: linear -> fields of its AtomScheme, as JSON."""
+QUANTIZATION = "config.json, quantization_config"
+"""What errors call it."""
 
 
 def open_checkpoint(directory: str | Path, spec: ModelSpec) -> CheckpointSource:
     """Return the source of a model directory, quantised or not."""
-    config = json.loads((Path(directory) / "config.json").read_text())
-    described = config.get("quantization_config")
+    described = section(read_config(directory), "quantization_config")
     if described is None:
         return CheckpointSource(directory, spec)
     return QuantizedCheckpoint(directory, spec, described)
@@ -52,8 +61,8 @@ def open_checkpoint(directory: str | Path, spec: ModelSpec) -> CheckpointSource:
 
 def stored_kv(directory: str | Path) -> KVPrecision:
     """Return the KV precision a directory was quantised for; kv16 where it names none of ours."""
-    config = json.loads((Path(directory) / "config.json").read_text())
-    scheme = (config.get("quantization_config") or {}).get("kv_cache_scheme") or {}
+    described = section(read_config(directory), "quantization_config") or {}
+    scheme = section(described, "kv_cache_scheme", where=QUANTIZATION) or {}
     bits = scheme.get("num_bits") if scheme.get("type", "int") == "int" else None
     return KVPrecision.parse(str(bits)) if bits in (2, 4, 8) else KVPrecision.KV16
 
@@ -101,8 +110,9 @@ class QuantizedCheckpoint(CheckpointSource):
     ) -> QuantizedWeight | AtomWeight:
         """Read a fused linear's pieces, stack them along N and pack them our way."""
         if f"{stems[0]}.weight" in self.file_of:
-            codes_NK = self._stacked(part, [self.read(f"{stem}.weight") for stem in stems])
-            scale_N1 = self._stacked(part, [self.read(f"{stem}.weight_scale") for stem in stems])
+            codes = [self.read(f"{stem}.weight", (torch.int8,)) for stem in stems]
+            codes_NK = self._stacked(part, codes)
+            scale_N1 = self._stacked(part, [self._read(f"{stem}.weight_scale") for stem in stems])
             self._require_shape(stems, codes_NK.shape, shape)
             return _channel_weight(codes_NK, scale_N1, dtype)
         pieces = [self._piece(stem, dtype) for stem in stems]
@@ -132,13 +142,13 @@ class QuantizedCheckpoint(CheckpointSource):
 
     def _piece(self, stem: str, dtype: torch.dtype) -> QuantizedWeight:
         """Read one checkpoint linear of a weight-only form."""
-        forms = {
-            "weight_packed": ("weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx"),
-            "qweight": ("scales", "qzeros", "g_idx"),
-        }
-        kind = next(kind for kind in forms if f"{stem}.{kind}" in self.file_of)
-        fields = [f for f in (kind, *forms[kind]) if f"{stem}.{f}" in self.file_of]
-        tensors = {field: self.read(f"{stem}.{field}") for field in fields}
+        needed: tuple[str, ...] = ("qweight", "scales", "qzeros")
+        optional: tuple[str, ...] = ("g_idx",)
+        if f"{stem}.weight_packed" in self.file_of:
+            needed = ("weight_packed", "weight_scale", "weight_shape")
+            optional = ("weight_zero_point", "weight_g_idx")
+        fields = [*needed, *(f for f in optional if f"{stem}.{f}" in self.file_of)]
+        tensors = {field: self._read(f"{stem}.{field}") for field in fields}
         for scales in ("weight_scale", "scales"):
             if scales in tensors:
                 tensors[scales] = tensors[scales].to(dtype)
@@ -146,6 +156,10 @@ class QuantizedCheckpoint(CheckpointSource):
             return self._convert(tensors)
         except ValueError as error:
             raise ValueError(f"'{self.directory}', {stem}: {error}") from None
+
+    def _read(self, name: str) -> Tensor:
+        """Return a tensor of a quantised form, stored as its field must be."""
+        return self.read(name, DTYPES.get(name.rpartition(".")[2], FLOATING))
 
     def _convert(self, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
         if "weight_g_idx" in tensors:
@@ -159,7 +173,8 @@ class QuantizedCheckpoint(CheckpointSource):
         if self._described["quant_method"] == "awq":
             return from_awq(tensors, layout=Layout.ROWS)
         v2 = self._described.get("checkpoint_format") == "gptq_v2"
-        return from_gptq(tensors, bits=int(self._described["bits"]), v2=v2, layout=Layout.ROWS)
+        bits = size(self._described, "bits", where=QUANTIZATION)
+        return from_gptq(tensors, bits=bits, v2=v2, layout=Layout.ROWS)
 
     def _require_shape(
         self, stems: list[str], got: tuple[int, ...], expected: tuple[int, ...]
@@ -174,15 +189,20 @@ class QuantizedCheckpoint(CheckpointSource):
         prefix = f"{ATOM_ROOT}{index}."
         mine = [name for name in self.file_of if name.startswith(prefix)]
         metadata = self._handle(self.file_of[mine[0]]).metadata() or {}
+        if SCHEMES not in metadata:
+            raise ValueError(
+                f"'{self.directory / self.file_of[mine[0]]}' has no '{SCHEMES}' in its metadata, "
+                "which says how its layer is quantised; run llmpq-quantize again"
+            )
         schemes = json.loads(metadata[SCHEMES])
         fields: dict[str, dict[str, Tensor]] = {linear: {} for linear in schemes}
         parts: dict[str, Any] = {}
         for name in mine:
             part, _, field = name.removeprefix(prefix).rpartition(".")
             if part in schemes and field != "bias":
-                fields[part][field] = self.read(name)
+                fields[part][field] = self._read(name)
             else:
-                parts[f"{part}.{field}"] = self.read(name).to(dtype)
+                parts[f"{part}.{field}"] = self.read(name, FLOATING).to(dtype)
         for linear, tensors in fields.items():
             scheme = AtomScheme(**schemes[linear])
             scales = {key: tensors[key].to(dtype) for key in ("scale", "outlier_scale")}

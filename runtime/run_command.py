@@ -20,97 +20,32 @@ from rich.console import Console
 
 from llmpq.cluster import Cluster
 from llmpq.errors import BadPlanError, ExitCode
+from llmpq.file_form import replace_text
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
 from llmpq.runtime.batch_io import OrderedWriter, finished_lines, read_rows
-from llmpq.runtime.batch_rows import Answer, Defaults, Row, answer_line, error_line
-from llmpq.runtime.device_links import LINK_CHOICES
-from llmpq.runtime.kv_choice import AUTO, with_kv
-from llmpq.runtime.output_paths import check_files
-from llmpq.runtime.pipeline import MAX_TIMEOUT_S, Deadlines, Launch, Pipeline, Update
+from llmpq.runtime.batch_rows import Answer, Row, answer_line, error_line
+from llmpq.runtime.kv_choice import with_kv
+from llmpq.runtime.output_paths import check_files, naming, require_folder
+from llmpq.runtime.pipeline import Pipeline, Update
 from llmpq.runtime.progress import ProgressReporter
 from llmpq.runtime.report import JobResult, build_report, print_summary
 from llmpq.runtime.request import Request
-from llmpq.runtime.sampling_params import SamplingParams
+from llmpq.runtime.run_flags import check_flags, deadlines_of, declare, defaults_of, launch_of
 from llmpq.runtime.scheduler import Limits
-from llmpq.runtime.speculation_choice import add_speculation_arguments, choose_speculation
+from llmpq.runtime.speculation_choice import choose_speculation
 from llmpq.runtime.stage_actor import StageSettings, limits_of
+from llmpq.runtime.stage_host import LOCAL_HOST, meeting_host
 from llmpq.runtime.stage_loop import Finished
 from llmpq.runtime.tokenizer import Tokenizer
-from llmpq.runtime.trace import write_chrome_trace
+from llmpq.runtime.trace import StageRecord, write_chrome_trace
 
 _log = logging.getLogger("llmpq.run")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags of `run`."""
-    job = parser.add_argument_group("job")
-    job.add_argument(
-        "--strat_file_name", "--plan", dest="plan", required=True, metavar="PLAN",
-        help="plan.json of llmpq-algo; the .json may be left out",
-    )  # fmt: skip
-    job.add_argument("--model", metavar="DIR", help="model directory (default: the plan's)")
-    job.add_argument("-i", "--input", required=True, metavar="FILE", help="prompts")
-    job.add_argument("-o", "--output", required=True, metavar="FILE", help="answers, JSONL")
-    job.add_argument(
-        "--kv-cache-dtype", "--kv_cache_dtype", default=AUTO, metavar="KV",
-        help="kv16, kv8, kv4 or kv2 (int8, int4, int2) instead of what the plan says",
-    )  # fmt: skip
-    job.add_argument("--cluster", metavar="YAML", help="check that the plan was made for it")
-    job.add_argument(
-        "--resume", action="store_true", help="keep the rows that --output has, run the others"
-    )
-    job.add_argument("--trace", metavar="FILE", help="write a Chrome/Perfetto trace")
-    job.add_argument("--report", metavar="FILE", help="write the report as JSON")
-    job.add_argument("--json", action="store_true", help="print the report as JSON, not as tables")
-    _add_sampling(parser.add_argument_group("tokens (rows may say otherwise)"))
-    add_speculation_arguments(parser.add_argument_group("speculation"))
-    _add_launch(parser.add_argument_group("launch"))
-
-
-def _add_sampling(group: argparse._ArgumentGroup) -> None:
-    defaults = Defaults()
-    group.add_argument(
-        "--max_tokens", "--max-tokens", "--max_tokens_to_generate", type=int, metavar="N",
-        help="new tokens a row (default: the plan's)",
-    )  # fmt: skip
-    group.add_argument("--temperature", type=float, default=defaults.temperature, help="0: greedy")
-    group.add_argument("--top-k", "--top_k", type=int, metavar="K", help="default: all tokens")
-    group.add_argument("--top-p", "--top_p", type=float, default=defaults.top_p, metavar="P")
-    group.add_argument("--seed", type=int, default=defaults.seed, help="row i draws from seed + i")
-    group.add_argument(
-        "--ignore-eos", "--ignore_eos", action="store_true", help="always generate N tokens"
-    )
-
-
-def _add_launch(group: argparse._ArgumentGroup) -> None:
-    deadlines, launch = Deadlines(), Launch()
-    group.add_argument(
-        "--ray-address", "--ray_address", "--address", metavar="ADDRESS",
-        help="join this Ray ('auto': the one of this machine); default: start one on 127.0.0.1",
-    )  # fmt: skip
-    group.add_argument(
-        "--no_auto", "--no-auto", action="store_true",
-        help="start nothing: join the Ray that runs already (as --ray-address auto)",
-    )  # fmt: skip
-    group.add_argument("--master_addr", "--master-addr", metavar="IP",
-                       help="where the stages meet (default: the first stage's host where "
-                            "--cluster has several nodes, else 127.0.0.1)")  # fmt: skip
-    group.add_argument("--layer-cache", metavar="DIR",
-                       help="keep quantised layers here: a restart reads them")  # fmt: skip
-    group.add_argument("--links", choices=LINK_CHOICES, default="auto",
-                       help="between GPUs; auto: the best that works")  # fmt: skip
-    group.add_argument("--master_port", "--master-port", type=int, default=launch.master_port,
-                       metavar="PORT", help="default: a free one")  # fmt: skip
-    for name, default in (
-        ("placement", deadlines.placement_s),
-        ("load", deadlines.load_s),
-        ("step", deadlines.step_s),
-    ):
-        group.add_argument(
-            f"--{name}-timeout", f"--{name}_timeout", type=float, default=default, metavar="S",
-            help=f"seconds (default {default:g})",
-        )  # fmt: skip
+    declare(parser)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +62,7 @@ class Job:
 
 def main(args: argparse.Namespace) -> int:
     """Run a batch file through a plan; returns the exit code."""
-    _check_flags(args)
+    check_flags(args)
     plan = load_plan(args.plan)
     model_dir = args.model or plan.model.path
     if model_dir is None:
@@ -143,44 +78,41 @@ def main(args: argparse.Namespace) -> int:
         {"--input": args.input, "--strat_file_name": args.plan, "--cluster": args.cluster},
         {"--output": args.output, "--trace": args.trace, "--report": args.report},
     )
-    rows = read_rows(args.input, _defaults(args))
+    if args.layer_cache is not None and meeting_host(None, plan, cluster) == LOCAL_HOST:
+        require_folder("--layer-cache", args.layer_cache)  # elsewhere the stages look
+    rows = read_rows(args.input, defaults_of(args))
     done = finished_lines(args.output, rows) if args.resume else {}
     tokenizer = Tokenizer(model_dir)
     job = make_job(plan, spec, rows, tokenizer, skip=done)
     settings = _settings(args, plan)  # before the output file is touched
     with OrderedWriter(args.output, len(rows), done=done) as writer:
         if job.requests:
-            report = _run(job, args, settings, cluster, writer, tokenizer)
+            report, records = _run(job, args, settings, cluster, writer, tokenizer)
         else:
             _write_errors(job, writer)
-            _log.info("nothing to run: %d of %d rows were finished before", len(done), len(rows))
-            report = _report_of_nothing(job)
-    _show(report, args)
+            _log.info("nothing to run: %s", _why_nothing(job, len(done)))
+            report, records = _report_of_nothing(job), []
+    _show(report, records, job, args)
     if job.errors:
-        sys.stderr.write(
-            f"{len(job.errors)} of {len(rows)} rows failed; see their 'error' in {args.output}\n"
-        )
+        sys.stderr.write(f"{_failed(job)}; see their 'error' in {args.output}\n")
         return ExitCode.SOME_ROWS_FAILED
     return ExitCode.DONE
 
 
-def _check_flags(args: argparse.Namespace) -> None:
-    """`ValueError` for a value no row could be served with."""
-    if args.max_tokens is not None and args.max_tokens < 1:
-        raise ValueError(f"--max_tokens must be at least 1, got {args.max_tokens}")
-    try:
-        SamplingParams(temperature=args.temperature, top_p=args.top_p, top_k=args.top_k)
-    except ValueError as error:
-        raise ValueError(f"--{error}") from None
-    if not 0 <= args.master_port < 2**16:
-        raise ValueError(
-            f"--master_port must be 1 to 65535, or 0 for a free one, got {args.master_port}"
-        )
-    for name in ("placement", "load", "step"):
-        if not 0 < getattr(args, f"{name}_timeout") <= MAX_TIMEOUT_S:
-            raise ValueError(
-                f"--{name}-timeout must be a positive number of seconds, at most {MAX_TIMEOUT_S}"
-            )
+def _why_nothing(job: Job, num_done: int) -> str:
+    before = f"{num_done} of {len(job.rows)} rows were finished before"
+    if not job.errors:
+        return before
+    refused = f"{len(job.errors)} of {len(job.rows)} rows were refused"
+    return f"{refused}, {before}" if num_done else refused
+
+
+def _failed(job: Job) -> str:
+    """Return how many rows have an error; all of them have one cause, often."""
+    if len(job.errors) < len(job.rows):
+        return f"{len(job.errors)} of {len(job.rows)} rows failed"
+    index, message = next(iter(job.errors.items()))
+    return f"every row was refused, {len(job.rows)} in all (row {index}: {message})"
 
 
 def load_plan(name: str) -> Plan:
@@ -247,18 +179,18 @@ def _run(
     cluster: Cluster | None,
     writer: OrderedWriter,
     tokenizer: Tokenizer,
-) -> dict[str, Any]:
-    """Start the pipeline, write answers as they come, return the report."""
+) -> tuple[dict[str, Any], Sequence[StageRecord]]:
+    """Start the pipeline, write answers as they come; return the report and the stages' records."""
     started_s = time.monotonic()
-    launch = _launch(args)
-    deadlines = Deadlines(
-        placement_s=args.placement_timeout, load_s=args.load_timeout, step_s=args.step_timeout
-    )
     stages = job.plan.stages
     compare = args.compare_plain and settings.speculate is not None
     _log.info("starting %d stage%s", len(stages), "" if len(stages) == 1 else "s")
     with Pipeline.start(
-        job.plan, settings, cluster=cluster, deadlines=deadlines, launch=launch
+        job.plan,
+        settings,
+        cluster=cluster,
+        deadlines=deadlines_of(args),
+        launch=launch_of(args),
     ) as pipeline:
         startup_s = time.monotonic() - started_s
         _write_errors(job, writer)
@@ -269,10 +201,7 @@ def _run(
             pipeline.submit(job.requests, more=compare)
             finished = _serve(job, updates, writer, tokenizer, progress, more=compare)
         records = pipeline.records()
-        if args.trace is not None:
-            names = [f"stage {index} {stage.device}" for index, stage in enumerate(stages)]
-            write_chrome_trace(args.trace, names, records)
-        return build_report(
+        report = build_report(
             JobResult(
                 plan=job.plan,
                 loads=pipeline.load_reports,
@@ -285,6 +214,7 @@ def _run(
                 plain=_serve_plainly(job, pipeline, updates) if compare else None,
             )
         )
+    return report, records
 
 
 def _write_errors(job: Job, writer: OrderedWriter) -> None:
@@ -311,7 +241,9 @@ def _report_of_nothing(job: Job) -> dict[str, Any]:
 
 
 def _settings(args: argparse.Namespace, plan: Plan) -> StageSettings:
-    drafts = choose_speculation(plan, args.speculate, args.gamma, args.costs)
+    drafts = choose_speculation(
+        plan, args.speculate, args.gamma, args.costs, compare=args.compare_plain
+    )
     return StageSettings(
         model_dir=str(Path(args.model or plan.model.path or "").resolve()),
         trace=args.trace is not None,
@@ -320,14 +252,6 @@ def _settings(args: argparse.Namespace, plan: Plan) -> StageSettings:
         costs=drafts.costs,
         links=args.links,
         layer_cache=None if args.layer_cache is None else str(Path(args.layer_cache).resolve()),
-    )
-
-
-def _launch(args: argparse.Namespace) -> Launch:
-    return Launch(
-        ray_address=args.ray_address or ("auto" if args.no_auto else None),
-        master_addr=args.master_addr,
-        master_port=args.master_port,
     )
 
 
@@ -379,22 +303,25 @@ def _answer(request: Request, result: Finished, tokenizer: Tokenizer) -> Answer:
     )
 
 
-def _defaults(args: argparse.Namespace) -> Defaults:
-    return Defaults(
-        max_tokens=args.max_tokens,
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        seed=args.seed,
-        ignore_eos=args.ignore_eos,
-    )
-
-
-def _show(report: Mapping[str, Any], args: argparse.Namespace) -> None:
+def _show(
+    report: Mapping[str, Any],
+    records: Sequence[StageRecord],
+    job: Job,
+    args: argparse.Namespace,
+) -> None:
+    """Print the report, then write the files: a full disk takes nothing that could be shown."""
     text = json.dumps(report, indent=1) + "\n"
+    kept = f"the answers in '{args.output}' are complete"
+    with naming("standard output", kept=kept):
+        if args.json:
+            sys.stdout.write(text)
+        elif report["stages"]:
+            print_summary(report, Console(width=None if sys.stdout.isatty() else 110))
+        sys.stdout.flush()
     if args.report is not None:
-        Path(args.report).write_text(text)
-    if args.json:
-        sys.stdout.write(text)
-    elif report["stages"]:
-        print_summary(report, Console(width=None if sys.stdout.isatty() else 110))
+        with naming(args.report, kept=kept):
+            replace_text(Path(args.report), text)
+    if args.trace is not None and records:
+        names = [f"stage {i} {stage.device}" for i, stage in enumerate(job.plan.stages)]
+        with naming(args.trace, kept=kept):
+            write_chrome_trace(args.trace, names, records)

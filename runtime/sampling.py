@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from llmpq.runtime.sampling_params import SamplingParams
+from llmpq.runtime.upload import upload
 
 __all__ = ["SamplingParams", "draw", "probabilities", "sample", "uniform"]
 
@@ -36,9 +37,10 @@ def sample(logits_BV: Tensor, params: Sequence[SamplingParams], steps: Sequence[
     at_once = max(1, _ELEMENTS_AT_ONCE // logits_BV.shape[-1])
     for start in range(0, len(rows), at_once):
         some = rows[start : start + at_once]
-        probs = probabilities(logits_BV[some], [params[row] for row in some])
+        places = upload(some, torch.long, logits_BV.device)
+        probs = probabilities(logits_BV[places], [params[row] for row in some])
         numbers = [uniform(params[row].seed, steps[row]) for row in some]
-        tokens_B[some] = draw(probs, torch.tensor(numbers, dtype=torch.float64).to(probs.device))
+        tokens_B[places] = draw(probs, upload(numbers, torch.float64, probs.device))
     return tokens_B
 
 
@@ -46,7 +48,7 @@ def probabilities(logits_BV: Tensor, params: Sequence[SamplingParams]) -> Tensor
     """Return the distributions [B, V] the rows are drawn from, in float32; greedy is one-hot."""
     device, vocab = logits_BV.device, logits_BV.shape[-1]
     temperatures = [1.0 if p.greedy else p.temperature for p in params]
-    temperature_B = torch.tensor(temperatures, dtype=torch.float32).to(device)
+    temperature_B = upload(temperatures, torch.float32, device)
     # No temperature is too small: the largest logit is 0 whatever it is divided by.
     temperature_B.clamp_(min=torch.finfo(torch.float32).tiny)
     logits_BV = logits_BV.float()
@@ -56,6 +58,7 @@ def probabilities(logits_BV: Tensor, params: Sequence[SamplingParams]) -> Tensor
     cut = [row for row, p in enumerate(params) if ks[row] < vocab or p.top_p < 1.0]
     if not cut:
         return probs
+    # The one place where a host waits for the device, with top-k or top-p alone.
     # Most rows are decided by their most likely tokens; the others need them all in order. Which
     # a row takes is its own affair: its result must not depend on its batch-mates.
     likely = probs[cut].topk(min(_LIKELY, vocab), dim=-1)

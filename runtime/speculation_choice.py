@@ -10,6 +10,7 @@ from pathlib import Path
 from llmpq.cost_model import CostModel
 from llmpq.errors import unknown_name
 from llmpq.plan import Plan
+from llmpq.runtime.idle_flags import refuse_idle
 from llmpq.speculation import (
     MAX_GAMMA,
     MODES,
@@ -41,9 +42,9 @@ def add_speculation_arguments(group: argparse._ArgumentGroup) -> None:
         "default: what the plan says. The tokens are those of plain decoding",
     )  # fmt: skip
     group.add_argument(
-        "--gamma", default="auto", metavar="N",
+        "--gamma", metavar="N",
         help=f"tokens drafted per verify, 1..{MAX_GAMMA}, or auto (by --costs; a single GPU times "
-        "its own steps)",
+        "its own steps); default: the plan's, else auto",
     )  # fmt: skip
     group.add_argument("--costs", metavar="FILE", help="costs.json of llmpq-profile, for auto")
     group.add_argument(
@@ -52,14 +53,28 @@ def add_speculation_arguments(group: argparse._ArgumentGroup) -> None:
     )  # fmt: skip
 
 
-def choose_speculation(plan: Plan, mode: str | None, gamma: str, costs: str | None) -> Drafts:
-    """Return the decision; `ValueError` says why a wish cannot be met."""
+def choose_speculation(
+    plan: Plan,
+    mode: str | None,
+    gamma: str | None,
+    costs: str | None,
+    *,
+    compare: bool = False,
+) -> Drafts:
+    """Return the decision; `ValueError` says why a wish cannot be met, or has no effect."""
     if mode == "off" or (mode is None and plan.speculation is None):
+        _refuse_idle(mode, gamma, costs, compare)
         return Drafts()
-    length = None if gamma == "auto" else _parse_gamma(gamma)
+    length = None if gamma in (None, "auto") else _parse_gamma(str(gamma))
+    if costs is not None and length is not None and mode != "auto":
+        raise ValueError(
+            f"--costs has no effect with --gamma {gamma}: costs choose the number of drafts, or "
+            "with --speculate auto the mode; leave one of them out"
+        )
     if mode is None and plan.speculation is not None:
         mode = plan.speculation.mode
-        length = length or (None if costs is not None else plan.speculation.gamma)
+        if gamma is None and costs is None:
+            length = plan.speculation.gamma
     if mode == "auto":
         return _automatic(plan, costs, length)
     if mode not in MODES:
@@ -106,6 +121,16 @@ def _costs_to_obey(plan: Plan, costs: str | None) -> str | None:
     Differences of a few percent decide, which is what cost models err by.
     """
     return None if costs is None or times_itself(plan) else str(Path(costs).resolve())
+
+
+def _refuse_idle(mode: str | None, gamma: str | None, costs: str | None, compare: bool) -> None:
+    """`ValueError` for flags about drafts where there are none."""
+    flags = {"--gamma": gamma is not None, "--costs": costs is not None, "--compare-plain": compare}
+    refuse_idle(
+        flags,
+        "with --speculate off" if mode == "off" else "without drafts, and the plan has none",
+        "add --speculate MODE" if mode is None else "name a mode",
+    )
 
 
 def _require_usable(plan: Plan, mode: SpeculationMode) -> None:

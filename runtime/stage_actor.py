@@ -36,6 +36,7 @@ from llmpq.runtime.dummy_layers import CopiedLayers
 from llmpq.runtime.emulate import Emulation
 from llmpq.runtime.kept_layers import KeptLayers
 from llmpq.runtime.loader import CheckpointSource, RandomSource, TensorSource
+from llmpq.runtime.output_paths import require_folder
 from llmpq.runtime.peer_links import Room
 from llmpq.runtime.quantized_checkpoint import open_checkpoint
 from llmpq.runtime.request import Request
@@ -277,7 +278,8 @@ class StageActor:
     def _max_tokens(self) -> int:
         """Tokens of the largest micro-batch, padding included."""
         plan, workload = self._plan, self._plan.workload
-        longest_round = min(workload.max_len, MAX_GAMMA + 1)
+        drafts = self._settings.speculate is not None
+        longest_round = min(workload.max_len, MAX_GAMMA + 1) if drafts else 1
         return max(
             plan.prefill_microbatch * workload.prompt_len, plan.decode_microbatch * longest_round
         )
@@ -321,6 +323,7 @@ class StageActor:
         """Return the checkpoint behind the layers kept on disk, if that was asked for."""
         if self._settings.layer_cache is None or type(source) is not CheckpointSource:
             return source
+        require_folder("--layer-cache", self._settings.layer_cache)
         return KeptLayers(source, self._settings.layer_cache, self._schemes(), device)
 
     def _schemes(self) -> dict[int, WeightScheme | None]:

@@ -32,13 +32,13 @@ def listening_socket(host: str, port: int) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
+        listener.listen()  # two may bind a port, one may listen
     except OSError as error:
         listener.close()
         raise StageLostError(
             f"cannot listen on {host}:{port} ({error.strerror}); choose another --master_port, "
             "or an address of this host as --master_addr"
         ) from None
-    listener.listen()
     return listener
 
 

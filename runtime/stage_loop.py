@@ -154,6 +154,7 @@ class FirstStage:
         assert (transport is None) == (num_stages == 1)
         self._scheduler, self._compute, self._transport = scheduler, compute, transport
         self._mailbox, self._recorder = mailbox, recorder
+        self._num_stages = num_stages
         scheduler.whole_rounds = compute.whole_rounds
         self._runs_ahead = compute.runs_ahead if transport is None else transport.tokens_on_device
         ahead = self._runs_ahead or compute.whole_rounds
@@ -246,7 +247,8 @@ class FirstStage:
             width = result_width(kind, micro_batch.q_len)
             result = self._transport.receive_tokens(len(micro_batch.requests), width)
         # Devices work on their own: what one of them never finishes shows here.
-        with self._recorder.waiting(kind) if self._runs_ahead else nullcontext():
+        late = isinstance(result, Pending)
+        with self._recorder.waiting(kind, self._num_stages) if late else nullcontext():
             tokens = result_tokens(kind, arrived(result))
         if flight.ahead is None:
             finished = self._scheduler.complete(micro_batch, tokens)

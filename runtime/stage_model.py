@@ -73,7 +73,7 @@ class StageModel(nn.Module):
         readers: list[Reader] = [partial(source.layer, index, dtype) for index in layers]
         if first:
             readers.append(partial(source.embedding, dtype))
-        parts = _one_ahead(readers)
+        parts = _one_ahead([_on_this_stream(reader, builder.device) for reader in readers])
         built = []
         for index, precision in zip(layers, precisions, strict=True):
             built.append(builder.layer(next(parts), scheme(precision)))
@@ -165,6 +165,22 @@ class _Builder:
             device=self.device,
             norm_eps=self.spec.norm_eps,
         )
+
+
+def _on_this_stream(reader: Reader, device: torch.device) -> Reader:
+    """Return a reader whose kernels, if it has any, run in order with this thread's.
+
+    A random or copied layer is made on the GPU; the stage uses it and frees it on its own stream.
+    """
+    if device.type != "cuda":
+        return reader
+    stream = torch.cuda.current_stream(device)
+
+    def read() -> dict[str, Tensor]:
+        with torch.cuda.stream(stream):
+            return reader()
+
+    return read
 
 
 def _one_ahead(readers: Sequence[Reader]) -> Iterator[dict[str, Tensor]]:

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from llmpq.runtime.upload import upload
+
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
@@ -57,7 +59,7 @@ class Step:
             )
         if min(num_new) < 1 or min(starts) < 0:
             raise ValueError(f"a row needs a new token and a start >= 0, got {num_new}, {starts}")
-        rows = torch.tensor([slots, starts, num_new], dtype=torch.long).to(device)
+        rows = upload([slots, starts, num_new], torch.long, device)
         return cls(
             slots_B=rows[0],
             start_B=rows[1],

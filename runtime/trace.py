@@ -81,8 +81,9 @@ class Recorder:
     keep_events: bool = False
     totals: dict[str, KindTotals] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
-    current: tuple[str, float] | None = None
-    """Kind and start of the micro-batch being computed, None while waiting."""
+    current: tuple[str, float, int] | None = None
+    """Kind and start of the micro-batch being computed, and by how many stages; None if there is
+    none."""
     _epoch_s: float = field(default_factory=lambda: time.time() - time.perf_counter())
 
     @contextmanager
@@ -90,7 +91,7 @@ class Recorder:
         """Record the block as one micro-batch."""
         name = kind.name.lower()
         start_s = time.perf_counter()
-        self.current = (name, start_s)
+        self.current = (name, start_s, 1)
         yield
         end_s = time.perf_counter()
         self.current = None
@@ -103,16 +104,19 @@ class Recorder:
             self.events.append(Event(name, seq, rows, q_len, start_s, end_s))
 
     @contextmanager
-    def waiting(self, kind: StepKind) -> Iterator[None]:
-        """Count the block as a step that may be stuck, but not as work."""
-        self.current = (kind.name.lower(), time.perf_counter())
+    def waiting(self, kind: StepKind, num_stages: int = 1) -> Iterator[None]:
+        """Count the block as a step of so many stages that may be stuck, but not as work."""
+        self.current = (kind.name.lower(), time.perf_counter(), num_stages)
         yield
         self.current = None
 
     def stuck_s(self) -> float:
-        """Return how long the micro-batch being computed has been running, 0 while waiting."""
+        """Return how long the micro-batch being computed has been running on one stage, on average.
+
+        0 if there is none.
+        """
         current = self.current
-        return 0.0 if current is None else time.perf_counter() - current[1]
+        return 0.0 if current is None else (time.perf_counter() - current[1]) / current[2]
 
     def record(
         self, device_totals: Mapping[str, KindTotals] | None = None, *, sending_s: float = 0.0

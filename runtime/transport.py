@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from llmpq.errors import DeadlineError
 from llmpq.runtime.message import (
     StepMessage,
     header_size,
@@ -29,8 +30,10 @@ from llmpq.runtime.message import (
 from llmpq.runtime.pending import Pending
 from llmpq.runtime.request import StepKind
 
-_IDLE_LIMIT = timedelta(hours=24)
+IDLE_LIMIT = timedelta(hours=24)
 """A receive may wait this long for work; whether a stage still lives is the driver's to watch."""
+JOIN_LIMIT = timedelta(seconds=120)
+"""How long the stages may take to find each other once all are loaded."""
 
 
 _T = TypeVar("_T")
@@ -121,7 +124,9 @@ class GlooTransport(HostTokens):
 
         The hidden states are valid until the next call.
         """
-        dist.recv(self._room, self._rank - 1)
+        work = dist.irecv(self._room, self._rank - 1)
+        assert work is not None
+        work.wait(IDLE_LIMIT)
         message = unpack_header(self._room[: self._header_bytes].view(torch.long))
         if message.kind is StepKind.STOP:
             return message, None
@@ -142,13 +147,13 @@ class GlooTransport(HostTokens):
         """Wait for the sampled tokens [rows, width] of the oldest micro-batch in flight."""
         work, tokens_BK = self._expected.popleft()
         assert tokens_BK.shape == (rows, width)
-        work.wait()
+        work.wait(IDLE_LIMIT)
         return tokens_BK
 
     def close(self) -> None:
         """Wait until everything sent has arrived, then leave."""
         while self._pending:
-            self._pending.popleft()[0].wait()
+            self._pending.popleft()[0].wait(IDLE_LIMIT)
 
     def _expect_tokens(self, message: StepMessage) -> None:
         """Post the receive of a micro-batch's tokens, so that they need not wait for it."""
@@ -164,7 +169,7 @@ class GlooTransport(HostTokens):
         self._pending.append((work, tensor))
         # Older sends have been received: no more micro-batches than this are in flight.
         while len(self._pending) > self._max_pending:
-            self._pending.popleft()[0].wait()
+            self._pending.popleft()[0].wait(IDLE_LIMIT)
 
 
 def with_tokens(message: StepMessage, tokens: list[list[int]]) -> StepMessage:
@@ -235,8 +240,24 @@ class ThreadTransport(HostTokens):
         """Nothing is pending between threads."""
 
 
-def join_gloo(store: dist.Store, rank: int, num_stages: int) -> None:
-    """Join the stages' process group; returns when all have joined."""
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=num_stages, timeout=_IDLE_LIMIT
-    )
+def join_gloo(
+    store: dist.Store, rank: int, num_stages: int, *, limit: timedelta = JOIN_LIMIT
+) -> None:
+    """Join the stages' process group; returns when all have joined.
+
+    The group's limit also bounds how long gloo looks for its neighbours, so that waits for work,
+    which may take longer, name their own (`IDLE_LIMIT`): gloo heeds no later change of it.
+    """
+    try:
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=num_stages, timeout=limit
+        )
+    except RuntimeError as error:
+        text = str(error).splitlines()[0]
+        if "timeout" not in text.lower() and "timed out" not in text.lower():
+            raise
+        raise DeadlineError(
+            f"the {num_stages} stages have not found each other within "
+            f"{limit.total_seconds():.0f} s ({text}); look at their hosts and the network between "
+            "them, and run it again"
+        ) from None

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
+from pathlib import Path
 
 import pytest
 
 from llmpq.runtime.batch_io import OrderedWriter, finished_lines, read_rows
-from llmpq.runtime.batch_rows import Answer, Defaults, answer_line, error_line, json_row
+from llmpq.runtime.batch_rows import (
+    Answer,
+    Defaults,
+    answer_line,
+    error_line,
+    json_row,
+    text_row,
+)
 from llmpq.runtime.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.pure
@@ -287,3 +297,67 @@ def test_resuming_refuses_a_file_that_holds_something_else(tmp_path):
     out.write_text('{"custom_id": ["a"]}\n')
     with pytest.raises(ValueError, match="not from this input file"):
         finished_lines(out, rows)
+
+
+@pytest.fixture
+def full_disk(monkeypatch):
+    """Return a switch: from then on files take `room` bytes each, copies none."""
+
+    def fill(room: int) -> None:
+        class Full(io.FileIO):
+            def write(self, data) -> int:
+                copy = str(self.name).endswith(".tmp")
+                left = 0 if copy else room - os.fstat(self.fileno()).st_size
+                if left <= 0:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                return super().write(bytes(data)[:left])
+
+        def opened(path: Path, mode: str = "r", **options) -> io.IOBase:
+            if mode[0] == "r":
+                return open(path, mode, **options)
+            raw = Full(path, mode.replace("b", ""))
+            return raw if "buffering" in options else io.TextIOWrapper(io.BufferedWriter(raw))
+
+        monkeypatch.setattr(Path, "open", opened)
+
+    return fill
+
+
+FULL = "cannot write '{}': no space left on device; {} finished rows are kept in it: free some"
+
+
+def test_a_full_disk_is_named_and_keeps_whole_rows(tmp_path, full_disk):
+    path = tmp_path / "out.jsonl"
+    full_disk(30)
+    message = FULL.format(path, 2)
+    with pytest.raises(ValueError, match=message), OrderedWriter(path, 9) as writer:
+        for index in range(9):
+            writer.write(index, {"index": index})
+    assert lines(path) == [0, 1], "no half of a row"
+    assert [p.name for p in tmp_path.iterdir()] == ["out.jsonl"]
+
+
+def test_a_full_disk_keeps_rows_beyond_a_gap(tmp_path, full_disk):
+    path = tmp_path / "out.jsonl"
+    rows = [text_row(i, "x", Defaults()) for i in range(9)]
+    full_disk(70)
+    with pytest.raises(ValueError, match=FULL.format(path, 4)), OrderedWriter(path, 9) as writer:
+        for index in (0, 5, 1, 7):
+            writer.write(index, {"index": index})
+        raise KeyboardInterrupt
+    assert sorted(finished_lines(path, rows)) == [0, 1, 5, 7]
+
+
+def test_a_full_disk_leaves_what_an_earlier_run_finished(tmp_path, full_disk):
+    path = tmp_path / "out.jsonl"
+    path.write_text('{"index": 0}\n{"index": 3}\n')
+    rows = [text_row(i, "x", Defaults()) for i in range(5)]
+    done = finished_lines(path, rows)
+    full_disk(20)
+    with (
+        pytest.raises(ValueError, match=FULL.format(path, 2)),
+        OrderedWriter(path, 5, done=done) as writer,
+    ):
+        writer.write(1, {"index": 1})
+    assert lines(path) == [0, 3]
+    assert [p.name for p in tmp_path.iterdir()] == ["out.jsonl"]

@@ -61,6 +61,14 @@ def test_two_stages_over_ray(demo_model, tmp_path, ray_session, capsys):
         ([], "nothing to run"),
         (["--model", "llama-9", "--load-format", "dummy"], "unknown model"),
         (["--model", "opt-13b", "--load-format", "dummy", "--repeat", "0"], "--repeat"),
+        (["--model", "opt-13b", "--load-format", "dummy", "--batch", "0"], "'batch': Input should"),
+        (
+            ["--plan", "plan.json", "--batch", "32", "--kv", "kv4"],
+            "--kv, --batch have no effect with --strat_file_name",
+        ),
+        (["--plan", "plan.json", "--symmetric"], "--symmetric has no effect with --strat"),
+        (["--model", "opt-13b", "--commit", "abc"], "--commit has no effect without a row"),
+        (["--model", "opt-13b", "--links", "nccl"], "--links has no effect with --in-process"),
     ],
 )
 def test_refusals(flags, words, capsys):

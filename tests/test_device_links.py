@@ -8,11 +8,13 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as processes
 
+from llmpq.runtime import peer_links
 from llmpq.runtime.device_links import DeviceTransport, connect_devices
 from llmpq.runtime.message import STOP, StepMessage
+from llmpq.runtime.peer_links import Room
 from llmpq.runtime.request import StepKind
 from llmpq.runtime.sampling_params import SamplingParams
-from llmpq.runtime.transport import join_gloo
+from llmpq.runtime.transport import IDLE_LIMIT, join_gloo
 
 pytestmark = pytest.mark.cluster
 STAGES, HIDDEN = 3, 24
@@ -41,13 +43,17 @@ def stage(rank: int, path: str, broken: bool) -> None:
     # A pair that cannot be made: one stage asks for links its device does not have.
     backend = "nccl" if broken and rank == 1 else "gloo"
     limit_s = 3 if broken else 20
-    links = connect_devices(torch.device("cpu"), None, kinds=[backend], limit_s=limit_s)
+    room = Room(hidden_bytes=10 * HIDDEN * 4, max_rows=4, tickets=6)
+    links = connect_devices(torch.device("cpu"), room, kinds=[backend], limit_s=limit_s)
     if broken:
         assert links is None
         dist.barrier()  # gloo still works for everyone; nobody leaves before the others agree
         dist.destroy_process_group()
         return
     assert links is not None
+    # A message may wait longer for the steps before it than a trial for its answer.
+    for group in links.groups:
+        assert group._get_backend(torch.device("cpu")).options._timeout == IDLE_LIMIT
     options = {"hidden": HIDDEN, "dtype": torch.float32, "max_rows": 4, "max_tokens": 20}
     transport = DeviceTransport(links, max_pending=4, **options)
     for message in (PREFILL, VERIFY):
@@ -83,3 +89,19 @@ def test_hidden_states_travel_apart_from_headers():
 def test_one_broken_pair_sends_all_stages_back_to_gloo():
     with tempfile.TemporaryDirectory() as folder:
         processes.spawn(stage, (f"{folder}/store", True), nprocs=STAGES)
+
+
+def test_a_gpu_without_room_for_its_inbox_tells_the_others(monkeypatch):
+    """The stage fails before the handles are exchanged, and must take part in that all the same."""
+    monkeypatch.setattr(peer_links, "CudaDriver", lambda: None)
+    with tempfile.TemporaryDirectory() as folder:
+        join_gloo(dist.FileStore(f"{folder}/store", 1), 0, 1)
+        try:
+            links = peer_links.PeerLinks.__new__(peer_links.PeerLinks)
+            links._rank, links._world, links._problem = 0, 1, None
+            links.device = torch.device("cpu")
+            links._room = Room(hidden_bytes=8, max_rows=1 << 40, tickets=1 << 10)
+            links._open_neighbours()
+        finally:
+            dist.destroy_process_group()
+    assert "memory" in (links.trial() or "")

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import socket
+import subprocess
+import sys
 import time
 
 import pytest
@@ -112,6 +115,11 @@ def last_line(capsys) -> str:
         (["-o", "{dir}/o", "--top_p", "2"], "--top_p must be in (0, 1]"),
         (["-o", "{dir}/o", "--max_tokens", "0"], "--max_tokens must be at least 1, got 0"),
         (["-o", "{dir}/o", "--step-timeout", "0"], "--step-timeout must be a positive"),
+        (["-o", "{dir}/o", "--layer-cache", "{dir}/in.jsonl"], "is a file, expected a folder"),
+        (["-o", "{dir}/o", "--layer-cache", "{dir}/in.jsonl/c"], "in (Not a directory); give"),
+        (["-o", "{dir}/o", "--layer-cache", "/proc/none"], "--layer-cache '/proc/none' is no"),
+        (["-o", "{dir}/o", "--gamma", "3"], "--gamma has no effect without drafts"),
+        (["-o", "{dir}/o", "--compare-plain"], "--compare-plain has no effect without drafts"),
     ],
 )
 def test_a_run_that_cannot_work_ends_before_it_starts(job_files, started, capsys, more, message):
@@ -136,6 +144,59 @@ def test_with_nothing_left_to_do_the_report_is_still_written(job_files, started,
     assert printed == json.loads(report.read_text())
     assert (printed["completed"], printed["failed"], printed["stages"]) == (0, 0, [])
     assert json.loads(out.read_text()) == answer
+
+
+def test_when_every_row_is_refused_it_says_so_and_why(job_files, started, capsys, caplog):
+    words, folder = job_files
+    (folder / "in.jsonl").write_text("{not json\n[]\n")
+    out = folder / "out.jsonl"
+    with caplog.at_level("INFO", logger="llmpq"):
+        assert main([*words, "-o", str(out)]) == ExitCode.SOME_ROWS_FAILED
+    said = last_line(capsys)
+    assert said.startswith("every row was refused, 2 in all (row 0: line 1 is not JSON")
+    assert said.endswith(f"; see their 'error' in {out}")
+    assert "nothing to run: 2 of 2 rows were refused" in caplog.messages
+    assert "finished before" not in caplog.text
+    assert len(out.read_text().splitlines()) == 2
+
+
+def test_a_report_that_cannot_be_written_is_still_printed(job_files, started, capsys):
+    words, folder = job_files
+    out = folder / "out.jsonl"
+    out.write_text('{"custom_id": "a", "response": {"status_code": 200}, "error": null}\n')
+    more = ["-o", str(out), "--resume", "--json", "--report", "/dev/full"]
+    assert main([*words, *more]) == ExitCode.USAGE
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["schema"] == 1
+    assert captured.err.strip().splitlines()[-1] == (
+        "llmpq-dist: cannot write '/dev/full': no space left on device; the answers in "
+        f"'{out}' are complete, free some space or give another path"
+    )
+
+
+def test_a_full_standard_output_is_one_sentence(job_files):
+    words, folder = job_files
+    out = folder / "out.jsonl"
+    out.write_text('{"custom_id": "a", "response": {"status_code": 200}, "error": null}\n')
+    command = [sys.executable, "-m", "llmpq.runtime", *words, "-o", out, "--resume", "--json"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == ExitCode.USAGE, done.stderr
+    assert done.stderr.splitlines()[-1] == (
+        "llmpq-dist: cannot write 'standard output': no space left on device; the answers in "
+        f"'{out}' are complete, free some space or give another path"
+    )
+    short = (
+        "import llmpq.runtime.__main__ as line; line._dispatch = lambda words: print('short') or 0;"
+        "raise SystemExit(line.main(['check']))"
+    )
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", short], stdout=full, stderr=subprocess.PIPE, text=True,
+            timeout=60, env=os.environ | {"PYTHONUNBUFFERED": ""},
+        )  # fmt: skip
+    assert done.returncode == ExitCode.USAGE
+    assert done.stderr == "llmpq-dist: 'standard output': No space left on device\n"
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from llmpq import file_form
 from llmpq.cluster import Cluster
 from llmpq.file_form import read_json, replace_text
 from llmpq.model_spec import ModelSpec
+from llmpq.plan import ClusterRef
 
 pytestmark = pytest.mark.pure
 
@@ -25,9 +26,17 @@ def test_a_failed_write_leaves_what_was_there(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(file_form.os, "replace", full)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(OSError, match=f"No space left on device: '{path}'"):
         replace_text(path, "better")
+    message = f"cannot write '{path}': no space left on device; what it held is kept; free some"
+    with pytest.raises(ValueError, match=message):
+        ClusterRef(name="c", fingerprint="f").save_json(path)
     assert [p.name for p in tmp_path.iterdir()] == ["costs.json"] and path.read_text() == "good"
+
+
+def test_a_full_device_is_named() -> None:
+    with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
+        replace_text(Path("/dev/full"), "text")
 
 
 def test_a_link_is_written_through(tmp_path: Path) -> None:

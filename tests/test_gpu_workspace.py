@@ -79,11 +79,11 @@ def test_packed_weights_alone_need_no_library() -> None:
     assert found(PACKED, PLAIN, last=True) == found(PACKED, last=True)
 
 
-def test_a_stage_between_others_has_an_inbox_and_an_output_on_its_way() -> None:
+def test_a_stage_between_others_has_an_inbox_and_outputs_on_their_way() -> None:
     message = 2 * 32 * 512 * H
     step = 2 * 32 * H
     gate = 2 * 32 * 512 * (4 * H + 3 * F)
-    assert beside(first=False, last=False) == gate + 3 * message + 2 * step
+    assert beside(first=False, last=False) == gate + 4 * message + 2 * step
     assert beside(first=False, last=True) == gate + 2 * message + step + 2 * 32 * V
 
 
@@ -92,7 +92,7 @@ def test_prompts_are_padded_and_messages_are_not() -> None:
     padded, message = 2 * 8 * 256 * (4 * H + 3 * F), 2 * 8 * 200 * H
     sizes = {"prompt": 200, "prefill": 8, "decode": 8}
     step = 2 * 8 * H
-    assert beside(first=False, last=False, **sizes) == padded + 3 * message + 2 * step
+    assert beside(first=False, last=False, **sizes) == padded + 4 * message + 2 * step
     few = {"prompt": 50, "prefill": 8, "decode": 8}
     assert beside(**few) == 2 * 8 * 50 * (4 * H + 3 * F) + 8 * 8 * 50 + 2 * 8 * V
 

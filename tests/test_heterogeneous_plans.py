@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
 import json
 import subprocess
@@ -12,6 +13,7 @@ from types import ModuleType
 
 import pytest
 
+from llmpq.errors import StageLostError
 from llmpq.plan import Plan
 
 pytestmark = pytest.mark.pure
@@ -70,3 +72,61 @@ def test_the_sum_sets_both_exact_plans_beside_the_other_planners(tmp_path: Path)
         ("exact-kv16", "kv16", 4.0),
     ]
     assert all(r["baselines"] == {"pipeedge": 3.0} and r["predicted"] is None for r in summed)
+
+
+class StandIn:
+    """An engine that loads nothing: the plans of one method fail, the others take a second."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+
+    def __enter__(self) -> StandIn:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def start(self) -> None:
+        if self.plan.solver.method == "uniform":
+            raise StageLostError("its process ended")
+
+
+@pytest.mark.parametrize(
+    "methods, code, ran",
+    [
+        (["uniform"], 8, []),
+        (["pipeedge"], 0, ["pipeedge"]),
+        (["uniform", "pipeedge"], 8, ["pipeedge"]),
+    ],
+    ids=["none", "all", "some"],
+)
+def test_a_plan_that_fails_is_in_the_exit_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, methods: list[str], code: int, ran: list[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    script = importlib.import_module("heterogeneous")
+    made = plans("emulated-2-weak-2-strong", "4")["pipeedge"]
+    monkeypatch.setattr(script, "make_engine", lambda plan, args: StandIn(plan))
+    timed = script.Timed(total_s=[1.0], prefill_s=[0.5], records=())
+    monkeypatch.setattr(script, "time_jobs", lambda engine, plan, repeat: timed)
+    monkeypatch.setattr(script, "report", lambda plan, timed: None)
+    files = []
+    for method in methods:
+        files.append(tmp_path / f"{method}.json")
+        solver = made.solver.model_copy(update={"method": method})
+        made.model_copy(update={"solver": solver}).save_json(files[-1])
+    rows = tmp_path / "rows.jsonl"
+    monkeypatch.setattr(sys, "argv", ["x", "run", *map(str, files), "--rows", str(rows)])
+    assert script.main() == code
+    written = [json.loads(line) for line in rows.read_text().splitlines()] if ran else []
+    assert [r["case"]["plan"] for r in written if r["bench"] == "e2e"] == ran
+    assert rows.exists() == bool(ran)
+
+
+def test_a_bad_plan_file_is_one_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text("{}")
+    script = ROOT / "benchmarks" / "heterogeneous.py"
+    words = [sys.executable, script, "run", path, "--rows", tmp_path / "rows.jsonl"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 3 and done.stderr.count("\n") == 1 and str(path) in done.stderr

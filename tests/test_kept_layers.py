@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
@@ -82,3 +83,14 @@ def test_what_does_not_fit_is_made_again(model, tmp_path, change):
     again = build(model, folder, symmetric=change == "scheme")
     assert again[2] == first[2], "every layer is read from the checkpoint"
     assert (again[:2] == first[:2]) == (change != "scheme")
+
+
+def test_a_disk_without_room_for_a_layer_is_named(model, tmp_path, monkeypatch):
+    def full(_tensors: object, path: Path, **_: object) -> None:
+        path.write_bytes(b"half")
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("llmpq.runtime.kept_layers.save_file", full)
+    with pytest.raises(ValueError, match=r"cannot write '.*/0\.safetensors' of --layer"):
+        build(model, tmp_path / "kept")
+    assert not list((tmp_path / "kept").rglob("*.*")), "no half of a file"

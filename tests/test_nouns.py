@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -15,7 +18,7 @@ from llmpq.errors import BadPlanError, PlanMismatchError
 from llmpq.kv_format import kv_cache_bytes
 from llmpq.memory import Quantization, embedding_bytes, layer_weight_bytes
 from llmpq.model_spec import ModelSpec, builtin_configs
-from llmpq.plan import Plan
+from llmpq.plan import MemoryForm, Plan
 from llmpq.precision import KVPrecision, Precision, WeightScheme
 from llmpq.sensitivity import Sensitivity
 from llmpq.units import format_size, parse_size
@@ -275,3 +278,41 @@ def test_plan_file_round_trip_and_mismatch(tmp_path: Path) -> None:
     (tmp_path / "plan.pkl").write_bytes(b"\x80\x04\x95")
     with pytest.raises(BadPlanError, match="reads no pickle"):
         Plan.load(tmp_path / "plan.pkl")
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        ("quantization.outliers", -1, "'quantization.outliers': got -1, expected a whole number"),
+        ("quantization.group_size", 0, "'quantization.group_size': Input should be greater"),
+        ("stages.0.device_index", -1, "'stages.0.device_index': got -1"),
+        ("stages.0.sms", 0, "'stages.0.sms'"),
+        ("stages.0.prefill_s", math.nan, "'stages.0.prefill_s': got nan, expected a number"),
+        ("stages.0.decode_s", math.inf, "'stages.0.decode_s': got inf"),
+        ("stages.0.decode_s", -2.0, "'stages.0.decode_s': got -2.0"),
+        ("workload.gen_len", 10**9, "'workload.gen_len': got 1000000000"),
+        ("workload.batch", 10**30, "'workload.batch': got 1"),
+        ("prefill_microbatch", -3, "'prefill_microbatch': Input should be greater than 0"),
+        ("decode_microbatch", 10**9, "'decode_microbatch': got 1000000000"),
+        ("solver.value", math.nan, "'solver.value': got nan"),
+        ("stages.0.memory.kv_bytes", -1, "'stages.0.memory.kv_bytes': got -1"),
+    ],
+)
+def test_numbers_no_plan_can_hold_are_named(
+    place: str, value: float, message: str, tmp_path: Path
+) -> None:
+    data = plan_data([(0, 2)], 2)
+    memory = [name for name in MemoryForm.model_fields if name != "reserve_bytes"]
+    data["stages"][0] |= {"memory": dict.fromkeys(memory, 0)}
+    data |= {"quantization": {}, "solver": {"method": "m", "status": "feasible", "value": -1.0}}
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(data))
+    assert Plan.load(path).solver.value == -1.0, "an objective may be below zero"
+    *parents, last = place.split(".")
+    inner: Any = data
+    for key in parents:
+        inner = inner[int(key) if key.isdigit() else key]
+    inner[last] = value
+    path.write_text(json.dumps(data))
+    with pytest.raises(BadPlanError, match=f"plan.json: {re.escape(message)}"):
+        Plan.load(path)

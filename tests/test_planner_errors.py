@@ -94,7 +94,7 @@ ERRORS = {
     "negative theta": (
         [*SMALL[:-1], "-1"],
         2,
-        "llmpq-algo: --theta must be >= 0 seconds per unit of omega, got -1.0\n",
+        "llmpq-algo: --theta must be between 0 and 1e+15 seconds per unit of omega, got -1\n",
     ),
     "impossible budget": (
         [*SMALL, "--bits", "3", "--quality-budget", "0.1"],
@@ -160,7 +160,8 @@ ERRORS = {
     "no requests": (
         [*SMALL, "--global_bz", "0"],
         2,
-        "llmpq-algo: --global-bz must be a positive number, got 0\n",
+        "llmpq-algo: --global-bz must be between 1 and 10,000, got 0; it counts the requests in "
+        "flight, and a plan runs any number of them\n",
     ),
     "micro-batch beyond the batch": (
         [*SMALL, "--prefill-microbatch", "9"],

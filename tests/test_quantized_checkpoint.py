@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from llmpq.kernels.atom_formats import AtomWeight
@@ -24,7 +25,7 @@ from llmpq.profiler.recipes import Settings
 from llmpq.runtime.evaluate import load
 from llmpq.runtime.generate import LocalPipeline
 from llmpq.runtime.loader import CheckpointSource
-from llmpq.runtime.quantized_checkpoint import open_checkpoint
+from llmpq.runtime.quantized_checkpoint import open_checkpoint, stored_kv
 from llmpq.runtime.quantized_writer import layer_file
 from llmpq.runtime.step import Step
 
@@ -194,19 +195,23 @@ def test_other_settings_are_refused(demo_model: Path, tmp_path: Path) -> None:
         write(demo_model, tmp_path / "full", "w4a16")
 
 
-@pytest.mark.parametrize("method", ["gptq", "awq"])
-def test_gptq_and_awq_directories_are_read(method: str, demo_model: Path, tmp_path: Path) -> None:
-    spec = ModelSpec.from_directory(demo_model)
+def gptq_directory(method: str, demo_model: Path, folder: Path) -> None:
+    """Write the demo model as GPTQ or AWQ do."""
     tensors = load_file(demo_model / "model.safetensors")
     scheme = WeightScheme(bits=4)
     for name in [n for n in tensors if n.endswith("proj.weight")]:
         weight = quantize_weight(tensors.pop(name).float(), scheme, dtype=torch.float32)
         packed = to_gptq(weight) if method == "gptq" else to_awq(weight)
         tensors |= {f"{name.removesuffix('weight')}{key}": t for key, t in packed.items()}
-    save_file({name: t.contiguous() for name, t in tensors.items()}, tmp_path / "model.safetensors")
-    config = json.loads((demo_model / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": method, "bits": 4, "group_size": 128}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file({name: t.contiguous() for name, t in tensors.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_bytes((demo_model / "config.json").read_bytes())
+    change_config(folder, quant_method=method, bits=4, group_size=128)
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_gptq_and_awq_directories_are_read(method: str, demo_model: Path, tmp_path: Path) -> None:
+    spec = ModelSpec.from_directory(demo_model)
+    gptq_directory(method, demo_model, tmp_path)
     ours = LocalPipeline.from_directory(
         demo_model, precisions=[Precision.W4A16] * spec.num_layers, scheme=Quantization().scheme
     )
@@ -231,6 +236,110 @@ def test_unknown_methods_are_named(
         return
     with pytest.raises(ValueError, match=message):
         open_checkpoint(tmp_path, spec)
+
+
+def change_config(directory: Path, **quantization: Any) -> None:
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "quantization_config": quantization}))
+
+
+def change_tensors(path: Path, change: Any, metadata: dict[str, str] | None = None) -> None:
+    save_file(change(load_file(path)), path, metadata=metadata)
+
+
+@pytest.mark.parametrize("value", [5, "gptq", [1], True])
+def test_a_quantization_config_is_an_object(value: Any, demo_model: Path, tmp_path: Path) -> None:
+    spec = ModelSpec.from_directory(demo_model)
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": value}))
+    for read in (lambda: open_checkpoint(tmp_path, spec), lambda: stored_kv(tmp_path)):
+        with pytest.raises(ValueError, match="'quantization_config' must be an object, got"):
+            read()
+
+
+@pytest.mark.parametrize(
+    ("scheme", "message"),
+    [
+        (5, "'kv_cache_scheme' must be an object, got 5"),
+        ({"num_bits": "8", "type": "int"}, None),
+        ({"num_bits": [8], "type": []}, None),
+    ],
+)
+def test_a_kv_scheme_is_an_object(scheme: Any, message: str | None, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    change_config(tmp_path, kv_cache_scheme=scheme)
+    if message is None:
+        assert stored_kv(tmp_path) is KVPrecision.KV16
+        return
+    with pytest.raises(ValueError, match=message):
+        stored_kv(tmp_path)
+
+
+@pytest.mark.parametrize("bits", [None, "4", 0, 4.0])
+def test_gptq_says_its_bits(bits: Any, demo_model: Path, tmp_path: Path) -> None:
+    gptq_directory("gptq", demo_model, tmp_path)
+    change_config(tmp_path, quant_method="gptq", bits=bits)
+    with pytest.raises(ValueError, match="quantization_config: 'bits' (is missing|must be a posi)"):
+        LocalPipeline.from_directory(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "field", "dtype"),
+    [
+        ("w4a16", "q_proj.weight_packed", torch.float32),
+        ("w4a16", "q_proj.weight_packed", torch.int8),
+        ("w4a16", "q_proj.weight_scale", torch.int32),
+        ("w8a8", "q_proj.weight", torch.float8_e4m3fn),
+        ("w8a8", "q_proj.weight", torch.uint8),
+        ("w8a8", "q_proj.weight_scale", torch.int32),
+        ("w4a4", "qkv.codes", torch.float32),
+        ("w4a4", "qkv.scale", torch.int32),
+        ("w4a4", "attn_norm.weight", torch.int32),
+    ],
+)
+def test_tensors_of_another_dtype_are_refused(
+    scheme: str, field: str, dtype: torch.dtype, demo_model: Path, tmp_path: Path
+) -> None:
+    spec = write(demo_model, tmp_path / "q", scheme)
+    path = tmp_path / "q" / layer_file(2)
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata()
+    (name,) = (n for n in load_file(path) if n.endswith(field))
+    change_tensors(path, lambda ts: {**ts, name: ts[name].to(dtype)}, metadata)
+    kind = str(dtype).removeprefix("torch.")
+    with pytest.raises(ValueError, match=f"{path.name}': tensor '{name}' is {kind}, expected"):
+        open_checkpoint(tmp_path / "q", spec).layer(2, torch.float32)
+
+
+def test_a_packed_weight_without_its_scales(demo_model: Path, tmp_path: Path) -> None:
+    gptq_directory("gptq", demo_model, tmp_path)
+    name = "model.layers.2.self_attn.q_proj.scales"
+    change_tensors(tmp_path / "model.safetensors", lambda ts: {n: ts[n] for n in ts if n != name})
+    with pytest.raises(ValueError, match=f"'{name}' is missing"):
+        LocalPipeline.from_directory(tmp_path)
+
+
+@pytest.mark.parametrize("scheme", ["w4a16", "w4a4"])
+def test_a_quantised_directory_with_more_layers_than_its_config(
+    scheme: str, demo_model: Path, tmp_path: Path
+) -> None:
+    write(demo_model, tmp_path / "q", scheme)
+    path = tmp_path / "q" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_hidden_layers": 6}))
+    with pytest.raises(ValueError, match=r"has layers up to 7 .*config\.json says 6 layers"):
+        LocalPipeline.from_directory(tmp_path / "q")
+
+
+def test_quantised_weights_are_not_quantised_again(
+    demo_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(demo_model, tmp_path / "q", "w8a8")
+    (tmp_path / "q" / "tokenizer.json").write_bytes((demo_model / "tokenizer.json").read_bytes())
+    text = tmp_path / "calibration.txt"
+    text.write_text("def add(a, b):\n    return a + b\n" * 200)
+    words = [str(tmp_path / "q"), str(tmp_path / "again"), "--text", str(text), "--method", "rtn"]
+    assert quantize_main([*words, "--scheme", "w4a16", "--windows", "1", "--window", "32"]) == 2
+    assert "q_proj.weight' is int8, expected" in capsys.readouterr().err
 
 
 def test_a_plan_with_other_bits_is_refused(demo_model: Path, tmp_path: Path) -> None:

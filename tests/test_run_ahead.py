@@ -16,8 +16,9 @@ from llmpq.plan import Plan
 from llmpq.runtime.device_links import DeviceTransport, connect_devices
 from llmpq.runtime.generate import LocalPipeline
 from llmpq.runtime.loader import CheckpointSource
+from llmpq.runtime.pending import Pending
 from llmpq.runtime.request import Request, StepKind
-from llmpq.runtime.scheduler import Scheduler
+from llmpq.runtime.scheduler import Limits, Scheduler
 from llmpq.runtime.stage_actor import limits_of
 from llmpq.runtime.stage_compute import StageCompute, build_stage
 from llmpq.runtime.stage_loop import FirstStage, Mailbox, run_following_stage
@@ -124,3 +125,41 @@ def test_a_wait_for_tokens_is_watched_but_is_no_work():
         time.sleep(0.01)
         assert recorder.stuck_s() >= 0.01
     assert recorder.stuck_s() == 0 and not recorder.totals
+
+
+def test_a_wait_through_many_stages_counts_once_a_stage():
+    recorder = Recorder()
+    with recorder.waiting(StepKind.PREFILL, num_stages=1000):
+        time.sleep(0.01)
+        assert 1e-5 <= recorder.stuck_s() < 0.01
+
+
+@pytest.mark.parametrize("whole_rounds", [False, True])
+def test_a_device_that_never_answers_is_noticed(whole_rounds):
+    """One stage whose step was enqueued and never ends, with and without drafts."""
+    never, recorder, mailbox = threading.Event(), Recorder(), Mailbox()
+
+    class Copied:
+        def synchronize(self) -> None:
+            never.wait(60)
+
+    class Stuck:
+        runs_ahead = not whole_rounds
+
+        def run(self, message, hidden_BQH):
+            return Pending(torch.zeros(message.num_rows, 1, dtype=torch.long), Copied())
+
+    Stuck.whole_rounds = whole_rounds
+    limits = Limits(num_slots=1, prompt_len=4, max_len=8, prefill_microbatch=1, decode_microbatch=1)
+    first = FirstStage(Scheduler(limits), Stuck(), None, mailbox, recorder, num_stages=1)
+    mailbox.requests.put(Request(id=0, prompt=(1, 2), max_new=1))
+    mailbox.requests.put(None)
+    thread = threading.Thread(target=first.run, daemon=True)
+    thread.start()
+    end_s = time.monotonic() + 30
+    while recorder.stuck_s() < 0.05 and time.monotonic() < end_s:
+        time.sleep(0.01)
+    stuck_s = recorder.stuck_s()
+    never.set()
+    thread.join(30)
+    assert stuck_s >= 0.05 and not thread.is_alive()

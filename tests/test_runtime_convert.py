@@ -115,3 +115,20 @@ def test_a_full_target_is_left_alone(pickled):
     directory = pickled()
     with pytest.raises(ValueError, match="not empty"):
         convert(directory, directory)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({}, "'weight_map' must be an object, got None"),
+        ({"weight_map": ["a"]}, "'weight_map' must be an object"),
+        ({"weight_map": {"a": 5}}, "'a' is said to be in 5, expected a"),
+        ({"weight_map": {"a": "../../secret.bin"}}, "'a' is said to be in '../../secret.bin'"),
+    ],
+)
+def test_an_index_that_names_no_files(pickled, tmp_path, content, message):
+    directory = pickled(2)
+    (directory / "pytorch_model.bin.index.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=message):
+        convert(directory, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

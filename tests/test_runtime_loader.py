@@ -175,6 +175,133 @@ def test_a_missing_shard(copy):
         build(directory, range(3))
 
 
+def write_index(directory: Path, content: object) -> Path:
+    path = directory / "model.safetensors.index.json"
+    path.write_text(json.dumps(content))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({}, "'weight_map' must be an object, got None"),
+        ([], "got list, expected an object"),
+        ({"weight_map": None}, "'weight_map' must be an object, got None"),
+        ({"weight_map": [["a", "b"]]}, "'weight_map' must be an object, got "),
+        ({"weight_map": {}}, "'model.embed_tokens.weight' is missing.* It has no tensors"),
+    ],
+)
+def test_an_index_without_a_map_is_refused(copy, content, message):
+    path = write_index(copy("llama"), content)
+    with pytest.raises(ValueError, match=message) as refused:
+        build(path.parent, range(1))
+    assert str(path.parent) in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "file", [5, None, ["model.safetensors"], "", ".", "..", "../x/model.safetensors", "/etc/passwd"]
+)
+def test_an_index_names_files_of_its_own_directory_only(copy, file):
+    directory = copy("llama")
+    names = load_file(directory / "model.safetensors")
+    weight_map = {**dict.fromkeys(names, "model.safetensors"), "model.norm.weight": file}
+    write_index(directory, {"weight_map": weight_map})
+    with pytest.raises(ValueError, match=r"'model\.norm\.weight' is said to be in .*, expected a"):
+        build(directory, range(1))
+
+
+def test_a_tensor_that_its_shard_does_not_hold(copy):
+    directory = copy("llama")
+    names = [*load_file(directory / "model.safetensors")]
+    rewrite(directory, lambda ts: {n: t for n, t in ts.items() if n != "model.norm.weight"})
+    write_index(directory, {"weight_map": dict.fromkeys(names, "model.safetensors")})
+    with pytest.raises(ValueError, match=r"does not give tensor 'model\.norm\.weight', which"):
+        build(directory, range(3))
+
+
+def test_shards_may_lie_in_a_folder_of_the_directory(tiny_models, copy):
+    directory = copy("llama")
+    (directory / "shards").mkdir()
+    (directory / "model.safetensors").rename(directory / "shards" / "all.safetensors")
+    names = load_file(directory / "shards" / "all.safetensors")
+    write_index(directory, {"weight_map": dict.fromkeys(names, "shards/all.safetensors")})
+    assert torch.equal(logits_of(directory), logits_of(tiny_models.directory("llama")))
+
+
+@pytest.mark.parametrize("text", [b"{", b"\xff\xfe", b"[" * 99999], ids=["cut", "bytes", "deep"])
+def test_an_index_that_is_not_json(copy, text):
+    directory = copy("llama")
+    (directory / "model.safetensors.index.json").write_bytes(text)
+    with pytest.raises(ValueError, match=r"index\.json' is not JSON"):
+        build(directory, range(1))
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.int32, torch.int8, torch.uint8, torch.bool, torch.float8_e4m3fn], ids=str
+)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.0.mlp.up_proj.weight",
+        "model.layers.0.input_layernorm.weight",
+        "model.embed_tokens.weight",
+        "model.norm.weight",
+    ],
+)
+def test_weights_that_are_not_floating_point_are_refused(copy, name, dtype):
+    """They would run as if the numbers were weights: nothing says what they stand for."""
+    directory = copy("llama")
+    rewrite(directory, lambda ts: {**ts, name: ts[name].to(dtype)})
+    kind = str(dtype).removeprefix("torch.")
+    with pytest.raises(
+        ValueError, match=f"model.safetensors': tensor '{name}' is {kind}, expected"
+    ):
+        build(directory, range(3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+def test_any_plain_floating_point_is_read(copy, dtype):
+    directory = copy("llama")
+    rewrite(directory, lambda ts: {n: t.to(dtype) for n, t in ts.items()})
+    assert len(build(directory, range(3)).layers) == 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "key"),
+    [
+        ("opt", "num_hidden_layers"),
+        ("bloom", "n_layer"),
+        ("llama", "num_hidden_layers"),
+        ("qwen3", "num_hidden_layers"),
+        ("mixtral", "num_hidden_layers"),
+    ],
+)
+def test_a_config_with_fewer_layers_than_the_checkpoint_is_refused(copy, kind, key):
+    directory = copy(kind)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, key: 2}))
+    with pytest.raises(
+        ValueError, match=r"has layers up to 2 .*config\.json says 2 layers"
+    ) as refused:
+        build(directory, range(2))
+    assert str(directory) in str(refused.value)
+
+
+def test_buffers_and_tied_heads_of_old_checkpoints_are_no_layers(tiny_models, copy):
+    """Tensors that nothing reads stay legal: rotary buffers, integers among them."""
+    directory = copy("qwen3")
+    more = {
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(16),
+        "model.rotary_emb.inv_freq": torch.ones(16),
+        "model.layers.1.self_attn.masked_bias": torch.tensor(-10000),
+        "model.layers.norm.weight": torch.ones(1),
+        "vision.layers.40.weight": torch.ones(1),
+        "lm_head.weight": torch.zeros(199, 64),
+    }
+    rewrite(directory, lambda ts: {**ts, **more})
+    assert torch.equal(logits_of(directory), logits_of(tiny_models.directory("qwen3")))
+
+
 def test_a_directory_with_pickled_weights_says_what_to_run(copy):
     directory = copy("opt")
     (directory / "model.safetensors").rename(directory / "pytorch_model.bin")

@@ -12,6 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from llmpq.errors import StageLostError
 from llmpq.kernels import cpu_linear, kv_reference
 from llmpq.kv_format import kv_cache_bytes
 from llmpq.memory import Quantization, embedding_bytes, layer_weight_bytes, stage_memory
@@ -22,6 +23,7 @@ from llmpq.runtime.kv_cache import KVCache
 from llmpq.runtime.kv_factory import make_kv_cache
 from llmpq.runtime.layers import SparseMLP
 from llmpq.runtime.loader import RandomSource
+from llmpq.runtime.out_of_memory import out_of_memory
 from llmpq.runtime.stage_model import DTYPES, StageModel
 from llmpq.runtime.step import Step
 from llmpq.workload import Workload
@@ -318,3 +320,20 @@ def test_a_forgotten_temporary_is_noticed(monkeypatch):
 def test_the_planner_and_the_kernels_agree_on_the_piece_that_is_dequantised():
     assert cpu_linear._CHUNK_WEIGHTS == DEQUANTIZE_WEIGHTS
     assert kv_reference.PIECE_ELEMENTS == KV_PIECE_ELEMENTS
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), True),
+        (MemoryError(), True),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), True),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), True),
+        (torch.AcceleratorError("CUDA error: out of memory"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"), True),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+        (StageLostError("stage 1 was lost: the host ran out of memory"), False),
+    ],
+)
+def test_what_says_that_no_memory_is_left(error: Exception, expected: bool) -> None:
+    assert out_of_memory(error) is expected

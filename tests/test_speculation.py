@@ -313,6 +313,16 @@ def test_steps_are_timed_with_a_half_full_ring():
             assert length - packed_end(length) == 80, "16 held back and half a block"
 
 
+def test_steps_are_timed_within_their_slots():
+    from llmpq.runtime.cuda_step_times import POSITIONS, contexts_of
+
+    for max_len in range(1, 300):
+        contexts = contexts_of(max_len)
+        assert contexts == sorted(set(contexts)) and contexts[0] >= 0
+        assert contexts[-1] + min(max(POSITIONS), max_len) <= max_len
+    assert contexts_of(2048) == [208, 2000]
+
+
 def test_the_upper_plane_is_that_of_the_kernels_reference(engines):
     from llmpq.kernels.reference import high_plane_reference, relative_error
 

@@ -265,8 +265,8 @@ def test_the_command_line_decides(costs, demo_model, make_plan, tmp_path):
     path = tmp_path / "costs.json"
     costs.save_json(path)
     plan = make_plan(demo_model, (3,))
-    assert choose_speculation(plan, None, "auto", None) == Drafts()
-    assert choose_speculation(plan, "off", "3", None) == Drafts()
+    assert choose_speculation(plan, None, None, None) == Drafts()
+    assert choose_speculation(plan, "off", None, None) == Drafts()
     assert choose_speculation(plan, "ngram", "5", None) == Drafts(mode="ngram", gamma=5)
     automatic = choose_speculation(plan, "auto", "auto", str(path))
     assert automatic == Drafts(mode="w4kv4", costs=str(path))
@@ -280,8 +280,12 @@ def test_the_command_line_decides(costs, demo_model, make_plan, tmp_path):
     planned = plan.model_validate(
         plan.model_dump() | {"speculation": {"mode": "ngram", "gamma": 2, "acceptance": 0.4}}
     )
-    assert choose_speculation(planned, None, "auto", None) == Drafts(mode="ngram", gamma=2)
-    assert choose_speculation(planned, "off", "auto", None) == Drafts()
+    assert choose_speculation(planned, None, None, None) == Drafts(mode="ngram", gamma=2)
+    assert choose_speculation(planned, None, "3", None, compare=True).gamma == 3
+    assert choose_speculation(planned, None, "auto", str(path)).gamma is None
+    with pytest.raises(ValueError, match="add --costs"):
+        choose_speculation(planned, None, "auto", None)
+    assert choose_speculation(planned, "off", None, None) == Drafts()
 
 
 @pytest.mark.parametrize(
@@ -302,6 +306,23 @@ def test_the_command_line_decides(costs, demo_model, make_plan, tmp_path):
 def test_wishes_that_cannot_be_met(demo_model, make_plan, mode, gamma, message):
     with pytest.raises(ValueError, match=message):
         choose_speculation(make_plan(demo_model), mode, gamma, None)
+
+
+@pytest.mark.parametrize(
+    ("mode", "gamma", "costs", "compare", "message"),
+    [
+        (None, "3", None, False, "--gamma has no effect without drafts, and the plan has none"),
+        (None, "auto", "c.json", True, "--gamma, --costs, --compare-plain have no effect without"),
+        (None, None, None, True, "--compare-plain has no effect without drafts"),
+        ("off", "3", None, False, "--gamma has no effect with --speculate off: name a mode, or"),
+        ("ngram", "3", "c.json", False, "--costs has no effect with --gamma 3"),
+    ],
+)
+def test_flags_without_effect_are_refused(
+    demo_model, make_plan, mode, gamma, costs, compare, message
+):
+    with pytest.raises(ValueError, match=message):
+        choose_speculation(make_plan(demo_model), mode, gamma, costs, compare=compare)
 
 
 def test_usable_modes_by_plan(demo_model, make_plan):

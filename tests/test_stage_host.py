@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 
 import pytest
 
 from llmpq.cluster import Cluster
-from llmpq.runtime.stage_host import LOCAL_HOST, meeting_host, process_space
+from llmpq.errors import StageLostError
+from llmpq.runtime.stage_host import LOCAL_HOST, listening_socket, meeting_host, process_space
 
 pytestmark = pytest.mark.cpu
 
@@ -34,6 +36,34 @@ def test_stages_on_several_nodes_meet_at_the_first_ones_host(demo_model, make_pl
     together = tuple(stage.model_copy(update={"node": "one"}) for stage in stages)
     alone = plan.model_copy(update={"stages": together})
     assert meeting_host(None, alone, cluster) == LOCAL_HOST
+
+
+def test_a_port_that_somebody_else_took_is_a_sentence() -> None:
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.bind((LOCAL_HOST, 0))
+        port = other.getsockname()[1]
+        # Bound, not listening yet: a second bind succeeds, as between two runs that start together.
+        mine = listening_socket(LOCAL_HOST, port)
+        with pytest.raises(StageLostError, match=f"cannot listen on {LOCAL_HOST}:{port}"):
+            listening_socket(LOCAL_HOST, port)
+        mine.close()
+
+
+def test_two_that_bind_one_port_at_once_both_get_an_answer(monkeypatch) -> None:
+    taken = socket.socket()
+
+    class Raced(socket.socket):
+        def bind(self, address: tuple[str, int]) -> None:
+            super().bind(address)
+            if not taken.getsockname()[1]:  # the other run's bind and listen, in between
+                taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                taken.bind(self.getsockname())
+                taken.listen()
+
+    monkeypatch.setattr("llmpq.runtime.stage_host.socket.socket", Raced)
+    with taken, pytest.raises(StageLostError, match="Address already in use"):
+        listening_socket(LOCAL_HOST, 0)
 
 
 def test_a_child_shares_its_parents_process_space() -> None:

@@ -1,0 +1,149 @@
+"""Reading config.json: every value the code relies on is checked, and refused in one sentence."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmpq.model_spec import ModelSpec, RopeScaling, builtin_configs
+
+pytestmark = pytest.mark.pure
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+ABSENT = object()
+"""Stands for a key that is taken out."""
+INTEGER, NUMBER = "must be a positive integer, got", "must be a positive number, got"
+
+
+def spec_of(model: str, change: dict[str, Any]) -> ModelSpec:
+    """Return the spec of a built-in config with some keys changed or taken out."""
+    config = {**builtin_configs()[model], **change}
+    return ModelSpec.from_config(
+        {key: value for key, value in config.items() if value is not ABSENT}, name="changed"
+    )
+
+
+@pytest.mark.parametrize("value", [0, -1, 3.5, 4096.0, "4096", True, [4096], {}])
+@pytest.mark.parametrize(
+    ("model", "key"),
+    [
+        ("llama-3.1-8b", "hidden_size"),
+        ("llama-3.1-8b", "num_hidden_layers"),
+        ("llama-3.1-8b", "num_attention_heads"),
+        ("llama-3.1-8b", "num_key_value_heads"),
+        ("llama-3.1-8b", "intermediate_size"),
+        ("llama-3.1-8b", "vocab_size"),
+        ("llama-3.1-8b", "max_position_embeddings"),
+        ("qwen3-8b", "head_dim"),
+        ("mixtral-8x7b", "num_local_experts"),
+        ("opt-125m", "ffn_dim"),
+        ("bloom-560m", "n_layer"),
+        ("bloom-560m", "seq_length"),
+    ],
+)
+def test_a_size_is_a_positive_integer(model: str, key: str, value: object) -> None:
+    with pytest.raises(ValueError, match=f"config.json: '{key}' {INTEGER}"):
+        spec_of(model, {key: value})
+
+
+@pytest.mark.parametrize(
+    "value", [0, -1e-6, float("nan"), float("inf"), 10**400, "1e-6", True, [1e-6]]
+)
+@pytest.mark.parametrize(
+    ("model", "key"),
+    [
+        ("llama-3.1-8b", "rms_norm_eps"),
+        ("llama-3.1-8b", "rope_theta"),
+        ("bloom-560m", "layer_norm_epsilon"),
+    ],
+)
+def test_a_constant_is_a_positive_number(model: str, key: str, value: object) -> None:
+    with pytest.raises(ValueError, match=f"config.json: '{key}' {NUMBER}"):
+        spec_of(model, {key: value})
+
+
+@pytest.mark.parametrize("key", ["intermediate_size", "hidden_size", "vocab_size"])
+@pytest.mark.parametrize("value", [ABSENT, None])
+def test_a_missing_size_is_named(key: str, value: object) -> None:
+    with pytest.raises(ValueError, match=f"config.json: '{key}' is missing"):
+        spec_of("llama-3.1-8b", {key: value})
+
+
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters", "quantization_config"])
+@pytest.mark.parametrize("value", [5, [1, 2], "linear", True, 0])
+def test_a_section_is_an_object(key: str, value: object) -> None:
+    with pytest.raises(ValueError, match=f"config.json: '{key}' must be an object, got"):
+        spec_of("llama-3.1-8b", {key: value})
+
+
+@pytest.mark.parametrize("key", [key for key in LLAMA3 if key != "rope_type"])
+@pytest.mark.parametrize("value", [ABSENT, "8", float("nan"), 0, -2])
+def test_llama3_scaling_names_the_value_it_lacks(key: str, value: object) -> None:
+    scaling = {k: v for k, v in {**LLAMA3, key: value}.items() if v is not ABSENT}
+    problem = "is missing" if value is ABSENT else "must be a positive"
+    with pytest.raises(ValueError, match=f"config.json, llama3 rope scaling: '{key}' {problem}"):
+        spec_of("llama-3.1-8b", {"rope_scaling": scaling})
+
+
+@pytest.mark.parametrize("place", ["rope_scaling", "rope_parameters"])
+def test_rope_values_are_read_from_either_place(place: str) -> None:
+    other = {"rope_scaling", "rope_parameters"} - {place}
+    change = {place: {**LLAMA3, "rope_theta": 20000}, other.pop(): None, "rope_theta": ABSENT}
+    spec = spec_of("llama-3.1-8b", change)
+    assert spec.rope_theta == 20000.0 and spec.rope_scaling == RopeScaling(
+        factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "change", "message"),
+    [
+        (
+            "llama-3.1-8b",
+            {"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}},
+            "high_freq_factor=1.0 must be above low_freq_factor=1.0",
+        ),
+        ("llama-3.1-8b", {"rope_scaling": {"rope_type": "yarn"}}, "rope scaling 'yarn' is not"),
+        ("llama-3.1-8b", {"rope_scaling": {"rope_type": []}}, "is not supported"),
+        ("llama-3.1-8b", {"num_key_value_heads": 5}, "do not share 5 key/value heads"),
+        ("llama-3.1-8b", {"hidden_size": 4097}, "hidden_size=4097 is not a multiple of"),
+        ("opt-125m", {"hidden_size": 769}, "hidden_size=769 is not a multiple of"),
+        ("qwen3-8b", {"head_dim": 127}, "head_dim=127 is odd"),
+        ("llama-3.1-8b", {"tie_word_embeddings": "false"}, "must be true or false, got 'false'"),
+        ("opt-125m", {"enable_bias": "no"}, "must be true or false, got 'no'"),
+        ("llama-3.1-8b", {"eos_token_id": "2"}, "must be a token id or a list of them, got '2'"),
+        ("llama-3.1-8b", {"eos_token_id": [2, None]}, "must be a token id or a list of them"),
+        ("llama-3.1-8b", {"eos_token_id": {"a": 1}}, "must be a token id or a list of them"),
+        ("llama-3.1-8b", {"model_type": ["llama"]}, "unknown model_type"),
+        ("llama-3.1-8b", {"torch_dtype": 16}, "model dtype '16' is not supported"),
+    ],
+)
+def test_other_bad_values_are_named(model: str, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        spec_of(model, change)
+
+
+def test_absent_and_null_values_have_their_defaults() -> None:
+    change = {"num_key_value_heads": None, "rms_norm_eps": ABSENT, "rope_scaling": None}
+    spec = spec_of("llama-3.1-8b", {**change, "rope_theta": None, "tie_word_embeddings": None})
+    assert (spec.kv_heads, spec.norm_eps, spec.rope_theta) == (32, 1e-6, 10000.0)
+    assert spec.rope_scaling is None and not spec.tied_embeddings
+    assert spec_of("llama-3.1-8b", {"rms_norm_eps": 1}).norm_eps == 1.0
+    assert spec_of("llama-3.1-8b", {"eos_token_id": [1, 2]}).eos_token_ids == (1, 2)
+
+
+def test_the_sentence_names_the_directory(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(
+        json.dumps({**builtin_configs()["llama-3.1-8b"], "rms_norm_eps": float("nan")})
+    )
+    with pytest.raises(ValueError, match=f"^'{tmp_path}': config.json: 'rms_norm_eps' .*got nan"):
+        ModelSpec.from_directory(tmp_path)
