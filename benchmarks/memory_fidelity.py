@@ -15,6 +15,7 @@ import argparse
 import dataclasses
 import gc
 import random
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 from llmpq.device_spec import DeviceSpec, canonical_kind, device_specs
+from llmpq.gpu_workspace import OUTPUTS_LEAVING
 from llmpq.kernels.timing import write_row
 from llmpq.memory import StageMemory, stage_memory
 from llmpq.model_spec import ModelSpec
@@ -143,17 +145,17 @@ def _run(drawn: Drawn, compute: StageCompute, device: torch.device) -> None:
         tickets=8,
     )
     inbox = torch.zeros(0 if drawn.first else room.inbox_bytes(1), dtype=torch.uint8, device=device)
-    leaving: Any = None
+    leaving: deque[Any] = deque(maxlen=OUTPUTS_LEAVING)
     for kind, size, q_len, start in (
         (StepKind.PREFILL, plan.prefill_microbatch, work.prompt_len, 0),
         (StepKind.DECODE, plan.decode_microbatch, 1, work.prompt_len),
         (StepKind.PREFILL, plan.prefill_microbatch, work.prompt_len, 0),
     ):
-        for rows in [min(size, work.batch)] * 2 + [work.batch % size or size]:
+        whole = [min(size, work.batch)] * (1 + OUTPUTS_LEAVING)
+        for rows in [*whole, work.batch % size or size]:
             hidden = None if drawn.first else _hidden(inbox, rows, q_len, drawn)
-            leaving = arrived(compute.run(_message(kind, rows, q_len, start), hidden))
+            leaving.append(arrived(compute.run(_message(kind, rows, q_len, start), hidden)))
     torch.cuda.synchronize()
-    del leaving
 
 
 def _hidden(inbox: Tensor, rows: int, q_len: int, drawn: Drawn) -> Tensor:
