@@ -7,6 +7,7 @@ A plan is a file (`plan.json`, `schema: 1`). It can be written by hand: what the
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal, Self
@@ -168,7 +169,9 @@ class Plan(FileForm):
             name = place.rpartition(".")[2]
             whole = isinstance(number, int)
             most = (MAX_BYTES if name.endswith("_bytes") else MAX_COUNT) if whole else MAX_FLOAT
-            least = -most if name in SIGNED else 0
+            least = 0.0
+            if name in SIGNED:  # nobody computes with them
+                least, most = -sys.float_info.max, sys.float_info.max
             if not (math.isfinite(number) and least <= number <= most):
                 kind = "a whole number" if whole else "a number"
                 raise ValueError(

@@ -43,10 +43,11 @@ def room(p: Problem) -> Room:
             for k, (index, _) in enumerate(devices)
         ]
         held = [max(0, bytes_left // unit) for bytes_left in rooms]
-        used = sorted(range(len(devices)), key=lambda k: -held[k])[:most]
+        some = [first] if first == last else list(range(len(devices)))
+        used = sorted(some, key=lambda k: -held[k])[:most]
         total = sum(held[k] for k in used)
         lacking = max(0, p.spec.num_layers - total)
-        needs = [(held[k] + lacking) * unit - rooms[k] for k in range(len(devices))]
+        needs = {k: (held[k] + lacking) * unit - rooms[k] for k in used}
         nearest = min(used, key=lambda k: needs[k])
         if found is None or total > found.layers:
             missing = max(0, needs[nearest]) if lacking else 0
@@ -56,17 +57,19 @@ def room(p: Problem) -> Room:
 
 
 def _ends(class_of: list[int]) -> list[tuple[int, int]]:
-    """Return which devices can be first and last stage, one pair of devices per pair of classes."""
-    if len(class_of) == 1:
-        return [(0, 0)]
+    """Return which devices can be first and last stage, one pair of devices per pair of classes.
+
+    A device that is both is the only stage, for which it may have more room than for either.
+    """
     members: dict[int, list[int]] = {}
     for device, cls in enumerate(class_of):
         members.setdefault(cls, []).append(device)
-    return [
+    several = [
         (a[-1], b[-1] if a is not b else b[-2])
         for a, b in product(members.values(), repeat=2)
         if a is not b or len(a) > 1
     ]
+    return several + [(a[-1], a[-1]) for a in members.values()]
 
 
 def explain_infeasible(p: Problem) -> str:

@@ -41,10 +41,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if not words[0].startswith("-") and words[0] not in COMMANDS:
             raise unknown_name("command", words[0], COMMANDS)
-        try:
-            return _dispatch(words)
-        finally:
-            _flush()
+        code = _dispatch(words)
+        refused = _flush()
+        if refused is not None:
+            raise refused
+        return code
     except LlmpqError as error:
         return _end(str(error), error.exit_code)
     except ValueError as error:
@@ -81,13 +82,16 @@ def _dispatch(words: Sequence[str]) -> int:
     return int(importlib.import_module(COMMANDS[args.command][0]).main(args))
 
 
-def _flush() -> None:
-    """Send off what was printed; where nothing takes it, say so once, not again at the exit."""
+def _flush() -> OSError | None:
+    """Send off what was printed; return why nothing takes it, which nobody will hear again."""
+    if sys.stdout is None:  # closed by whoever called
+        return None
     try:
         sys.stdout.flush()
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise OSError(error.errno, error.strerror, "standard output") from None
+        return OSError(error.errno, error.strerror, "standard output")
+    return None
 
 
 def _interrupted(command: str) -> str:
@@ -100,6 +104,7 @@ def _interrupted(command: str) -> str:
 
 
 def _end(message: str, code: ExitCode) -> int:
+    _flush()
     sys.stderr.write(f"llmpq-dist: {' '.join(message.split())}\n")
     return code
 

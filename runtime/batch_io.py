@@ -8,6 +8,7 @@ Standard library only.
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,6 +26,8 @@ from llmpq.runtime.batch_rows import (
     text_row,
 )
 from llmpq.runtime.output_paths import cannot_write
+
+_log = logging.getLogger("llmpq.output")
 
 _JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
 
@@ -193,6 +196,15 @@ class OrderedWriter:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        try:
+            self._end()
+        except ValueError as failed:
+            if error is None:
+                raise
+            _log.warning("%s", failed)  # what ended the run matters more
+
+    def _end(self) -> None:
+        """Put all lines in order."""
         with self._naming():
             with self._file:
                 # Beyond the gap, too: a full disk may have no room for the copy in order.

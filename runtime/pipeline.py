@@ -15,6 +15,7 @@ import json
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
@@ -92,6 +93,7 @@ class Pipeline:
         self._progress = Progress()
         self._num_submitted, self._closed = 0, False
         self._moved_s = time.monotonic()
+        self._num_begun: Counter[int] = Counter()
 
     @classmethod
     @contextmanager
@@ -282,8 +284,9 @@ class Pipeline:
             if ref is not None and ray.wait([ref], timeout=0)[0]:
                 health = self._result(ref, index)
                 stuck_s = health["stuck_s"]
-                if health["kind"] is not None:
+                if health["kind"] is not None or health["num_begun"] != self._num_begun[index]:
                     self._moved_s = now_s
+                self._num_begun[index] = health["num_begun"]
                 del self._health[index]
                 if stuck_s > limit_s:
                     raise self._silent(index, f"has been in one {self._phase} step for")

@@ -11,7 +11,7 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -309,19 +309,33 @@ def _show(
     job: Job,
     args: argparse.Namespace,
 ) -> None:
-    """Print the report, then write the files: a full disk takes nothing that could be shown."""
+    """Print the report and write the files; what one refuses takes nothing of the others."""
     text = json.dumps(report, indent=1) + "\n"
-    kept = f"the answers in '{args.output}' are complete"
-    with naming("standard output", kept=kept):
+
+    def show() -> None:
         if args.json:
             sys.stdout.write(text)
         elif report["stages"]:
             print_summary(report, Console(width=None if sys.stdout.isatty() else 110))
         sys.stdout.flush()
-    if args.report is not None:
-        with naming(args.report, kept=kept):
-            replace_text(Path(args.report), text)
-    if args.trace is not None and records:
+
+    def write_trace() -> None:
         names = [f"stage {i} {stage.device}" for i, stage in enumerate(job.plan.stages)]
-        with naming(args.trace, kept=kept):
-            write_chrome_trace(args.trace, names, records)
+        write_chrome_trace(args.trace, names, records)
+
+    places: list[tuple[str, Callable[[], None]]] = []
+    if sys.stdout is not None:
+        places.append(("standard output", show))
+    if args.report is not None:
+        places.append((args.report, lambda: replace_text(Path(args.report), text)))
+    if args.trace is not None and records:
+        places.append((args.trace, write_trace))
+    refused: list[ValueError] = []
+    for place, write in places:
+        try:
+            with naming(place, kept=f"the answers in '{args.output}' are complete"):
+                write()
+        except ValueError as error:
+            refused.append(error)
+    if refused:
+        raise refused[0]

@@ -237,6 +237,7 @@ class StageActor:
         current = self._recorder.current
         return {
             "kind": current[0] if current is not None else None,
+            "num_begun": self._recorder.num_begun,
             "stuck_s": self._recorder.stuck_s(),
         }
 

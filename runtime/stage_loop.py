@@ -69,7 +69,8 @@ def run_following_stage(
         if last:
             transport.send_tokens(output)
         else:
-            transport.send_step(message, output)
+            with recorder.waiting(message.kind):  # for a slower stage behind this one
+                transport.send_step(message, output)
     if not last:
         transport.send_step(STOP, None)
     transport.close()
@@ -207,7 +208,8 @@ class FirstStage:
         if self._transport is None:
             self._in_flight.append(_Flight(micro_batch, output, self._go_on(micro_batch)))
         else:
-            self._transport.send_step(message, arrived(output))
+            with self._recorder.waiting(message.kind):
+                self._transport.send_step(message, arrived(output))
             ahead = self._go_on(micro_batch)
             self._in_flight.append(_Flight(micro_batch, None, ahead, message.slots))
 

@@ -84,6 +84,8 @@ class Recorder:
     current: tuple[str, float, int] | None = None
     """Kind and start of the micro-batch being computed, and by how many stages; None if there is
     none."""
+    num_begun: int = 0
+    """Micro-batches begun, also those that a device has yet to compute."""
     _epoch_s: float = field(default_factory=lambda: time.time() - time.perf_counter())
 
     @contextmanager
@@ -92,6 +94,7 @@ class Recorder:
         name = kind.name.lower()
         start_s = time.perf_counter()
         self.current = (name, start_s, 1)
+        self.num_begun += 1
         yield
         end_s = time.perf_counter()
         self.current = None

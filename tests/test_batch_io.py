@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from llmpq.errors import DeadlineError
 from llmpq.runtime.batch_io import OrderedWriter, finished_lines, read_rows
 from llmpq.runtime.batch_rows import (
     Answer,
@@ -337,14 +338,16 @@ def test_a_full_disk_is_named_and_keeps_whole_rows(tmp_path, full_disk):
     assert [p.name for p in tmp_path.iterdir()] == ["out.jsonl"]
 
 
-def test_a_full_disk_keeps_rows_beyond_a_gap(tmp_path, full_disk):
+def test_a_full_disk_keeps_rows_beyond_a_gap(tmp_path, full_disk, caplog):
+    """And hides nothing of what ended the run."""
     path = tmp_path / "out.jsonl"
     rows = [text_row(i, "x", Defaults()) for i in range(9)]
     full_disk(70)
-    with pytest.raises(ValueError, match=FULL.format(path, 4)), OrderedWriter(path, 9) as writer:
+    with pytest.raises(DeadlineError), OrderedWriter(path, 9) as writer:
         for index in (0, 5, 1, 7):
             writer.write(index, {"index": index})
-        raise KeyboardInterrupt
+        raise DeadlineError
+    assert FULL.format(path, 4) in caplog.text
     assert sorted(finished_lines(path, rows)) == [0, 1, 5, 7]
 
 

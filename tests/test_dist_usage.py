@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import socket
 import subprocess
@@ -179,9 +180,14 @@ def test_a_full_standard_output_is_one_sentence(job_files):
     out = folder / "out.jsonl"
     out.write_text('{"custom_id": "a", "response": {"status_code": 200}, "error": null}\n')
     command = [sys.executable, "-m", "llmpq.runtime", *words, "-o", out, "--resume", "--json"]
+    report = folder / "report.json"
     with open("/dev/full", "w") as full:
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+        done = subprocess.run(
+            [*command, "--report", report], stdout=full, stderr=subprocess.PIPE, text=True,
+            timeout=60, env=os.environ | {"PYTHONUNBUFFERED": ""},
+        )  # fmt: skip
     assert done.returncode == ExitCode.USAGE, done.stderr
+    assert json.loads(report.read_text())["schema"] == 1
     assert done.stderr.splitlines()[-1] == (
         "llmpq-dist: cannot write 'standard output': no space left on device; the answers in "
         f"'{out}' are complete, free some space or give another path"
@@ -197,6 +203,22 @@ def test_a_full_standard_output_is_one_sentence(job_files):
         )  # fmt: skip
     assert done.returncode == ExitCode.USAGE
     assert done.stderr == "llmpq-dist: 'standard output': No space left on device\n"
+
+
+def test_a_closed_standard_output_is_no_error(job_files):
+    words, folder = job_files
+    command = [sys.executable, "-m", "llmpq.runtime", *words, "-o", str(folder / "out.jsonl")]
+    (folder / "out.jsonl").write_text(
+        '{"custom_id": "a", "response": {"status_code": 200}, "error": null}\n'
+    )
+    closed = " ".join(shlex.quote(str(word)) for word in [*command, "--resume"]) + " >&-"
+    done = subprocess.run(["sh", "-c", closed], stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == ExitCode.DONE, done.stderr
+    done = subprocess.run(
+        ["sh", "-c", closed.replace("--resume", "--max_tokens 0")],
+        stderr=subprocess.PIPE, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == ExitCode.USAGE and "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from llmpq.plan import Plan
 from llmpq.planner.__main__ import main
 from llmpq.planner.advice import too_big
 from llmpq.planner.brute_force import assignments
@@ -206,6 +207,24 @@ def test_too_big_is_never_said_of_what_fits() -> None:
             said += 1
             assert not any(fits(p, a) for a in assignments(p))
     assert 3 <= said <= 57
+
+
+def test_a_device_that_holds_the_model_alone_is_enough(capsys: pytest.CaptureFixture[str]) -> None:
+    """A first stage that is also the last keeps no outputs on their way to another."""
+    words = ["--device-names", "T4", "--device-numbers", "2", "--model", "opt-1.3b", "--bits", "16"]
+    job = ["--global_bz", "4", "--s", "1900", "--n", "100", "--reserve", "10972000000"]
+    sizes = ["--max-devices", "1", "--prefill-microbatch", "1", "--decode-microbatch", "1"]
+    code, text, err = _run(capsys, *words, *job, *sizes)
+    assert (code, err) == (0, "") and "0-23" in text
+    code, _, err = _run(capsys, *words, *job[:-1], "10980000000", *sizes)
+    assert code == 5 and "does not fit" in err
+
+
+def test_the_largest_theta_makes_a_plan_that_can_be_read(tmp_path: Path) -> None:
+    words = ["--device-names", "T4", "--device-numbers", "1", *JOB, "--model", "opt-1.3b"]
+    path = tmp_path / "plan.json"
+    assert main([*words, "--theta", "1e15", "--bits", "3", "-o", str(path)]) == 0
+    assert Plan.load(path).solver.value > 1e15
 
 
 def test_a_profile_in_which_layers_take_no_time(
