@@ -62,7 +62,7 @@ def with_speculation(
             if gamma == 0:
                 raise ValueError(
                     f"drafts of {mode} are not predicted to pay at a batch of {rows} and a context "
-                    f"of {context:.0f}; leave --speculate out or choose one of {', '.join(usable)}"
+                    f"of {context:.0f}; leave --speculate out, or --speculate auto takes what pays"
                 )
             return _added(plan, spec, mode, gamma, speedup)
     raise ValueError(

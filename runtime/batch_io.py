@@ -33,7 +33,10 @@ _JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
 
 
 def read_rows(path: str | Path, defaults: Defaults) -> list[Row]:
-    """Read a batch file: JSON lines, or one prompt a line in any other file; blank lines drop."""
+    """Read a batch file: JSON lines, or one prompt a line in any other file; blank lines drop.
+
+    A pipe has no name that says which: its first line does.
+    """
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
     except FileNotFoundError:
@@ -44,7 +47,10 @@ def read_rows(path: str | Path, defaults: Defaults) -> list[Row]:
         raise ValueError(f"'{path}' is not UTF-8 text: {error}") from None
     except OSError as error:
         raise ValueError(f"'{path}' cannot be read: {error.strerror}") from None
-    is_json = Path(path).suffix.lower() in _JSON_SUFFIXES
+    suffix = Path(path).suffix or Path(path).resolve().suffix  # /dev/stdin < rows.jsonl
+    is_json = suffix.lower() in _JSON_SUFFIXES or (
+        not Path(path).is_file() and text.lstrip().startswith('{"')
+    )
     # Messages name lines as an editor counts them, blank ones included.
     numbered = [(n, line) for n, line in enumerate(text.split("\n"), start=1) if line.strip()]
     rows = []
@@ -142,8 +148,10 @@ class OrderedWriter:
         *,
         done: Mapping[int, Mapping[str, Any]] | None = None,
     ) -> None:
-        # A link stays one: what it points to is replaced.
-        self._path, self._num_rows = Path(path).resolve(), num_rows
+        self._path, self._num_rows = Path(path), num_rows
+        # A link stays one: what it points to is replaced. A pipe's link leads to no path.
+        if self._path.is_file() or not self._path.exists():
+            self._path = self._path.resolve()
         self._done: dict[int, Mapping[str, Any]] = dict(done or {})
         self._name, self._num_put = str(path), len(self._done)
         self._held: dict[int, Mapping[str, Any]] = dict(self._done)

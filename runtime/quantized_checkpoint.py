@@ -111,6 +111,8 @@ class QuantizedCheckpoint(CheckpointSource):
         """Read a fused linear's pieces, stack them along N and pack them our way."""
         if f"{stems[0]}.weight" in self.file_of:
             codes = [self.read(f"{stem}.weight", (torch.int8,)) for stem in stems]
+            for stem in stems:
+                self._require_no_zeros(stem)
             codes_NK = self._stacked(part, codes)
             scale_N1 = self._stacked(part, [self._read(f"{stem}.weight_scale") for stem in stems])
             self._require_shape(stems, codes_NK.shape, shape)
@@ -175,6 +177,15 @@ class QuantizedCheckpoint(CheckpointSource):
         v2 = self._described.get("checkpoint_format") == "gptq_v2"
         bits = size(self._described, "bits", where=QUANTIZATION)
         return from_gptq(tensors, bits=bits, v2=v2, layout=Layout.ROWS)
+
+    def _require_no_zeros(self, stem: str) -> None:
+        """Refuse 8-bit codes around zero points: int8 products have none."""
+        name = f"{stem}.weight_zero_point"
+        if name in self.file_of and bool(self.read(name, (torch.int8, torch.int32)).any()):
+            raise ValueError(
+                f"'{self.directory}': {stem} has zero points, which llmpq does not run for 8-bit "
+                "codes; quantise with symmetric weights, or with llmpq-quantize"
+            )
 
     def _require_shape(
         self, stems: list[str], got: tuple[int, ...], expected: tuple[int, ...]

@@ -364,3 +364,32 @@ def test_a_full_disk_leaves_what_an_earlier_run_finished(tmp_path, full_disk):
         writer.write(1, {"index": 1})
     assert lines(path) == [0, 3]
     assert [p.name for p in tmp_path.iterdir()] == ["out.jsonl"]
+
+
+def piped(data: bytes) -> str:
+    """Return the name of a pipe that has been written to and closed."""
+    out, into = os.pipe()
+    os.write(into, data)
+    os.close(into)
+    return f"/proc/self/fd/{out}"
+
+
+def test_a_pipe_of_json_lines_is_read_as_such(tmp_path):
+    line = json.dumps({"prompt": "x"})
+    assert [row.prompt for row in read_rows(piped(line.encode()), Defaults())] == ["x"]
+    assert [row.prompt for row in read_rows(piped(b"{ a line of code"), Defaults())] == [
+        "{ a line of code"
+    ]
+    (tmp_path / "rows.jsonl").write_text(line)
+    (tmp_path / "stdin").symlink_to(tmp_path / "rows.jsonl")
+    assert [row.prompt for row in read_rows(tmp_path / "stdin", Defaults())] == ["x"]
+
+
+def test_rows_are_written_into_a_pipe():
+    out, into = os.pipe()
+    with OrderedWriter(f"/proc/self/fd/{into}", 2) as writer:
+        writer.write(1, {"index": 1})
+        writer.write(0, {"index": 0})
+    os.close(into)
+    with open(out) as found:
+        assert [json.loads(line)["index"] for line in found] == [0, 1]

@@ -147,6 +147,30 @@ def test_a_low_bit_cache_is_named_in_the_configuration(
     assert 0.1 * rounded < ours < 1.5 * rounded
 
 
+@pytest.mark.parametrize("zero", [0, 3])
+def test_8_bit_codes_around_zero_points_are_refused(
+    zero: int, demo_model: Path, tmp_path: Path
+) -> None:
+    write(demo_model, tmp_path / "q", "w8a8")
+    path = tmp_path / "q" / layer_file(1)
+    tensors = load_file(path)
+    name = next(n for n in tensors if n.endswith("o_proj.weight_scale"))
+    points = torch.full_like(tensors[name], zero, dtype=torch.int8)
+    stem = name.removesuffix(".weight_scale")
+    save_file(tensors | {f"{stem}.weight_zero_point": points}, path)
+    index = tmp_path / "q" / "model.safetensors.index.json"
+    data = json.loads(index.read_text())
+    data["weight_map"][f"{stem}.weight_zero_point"] = layer_file(1)
+    index.write_text(json.dumps(data))
+    spec = ModelSpec.from_directory(tmp_path / "q")
+    source = open_checkpoint(tmp_path / "q", spec)
+    if zero == 0:
+        source.layer(1, torch.float32)
+        return
+    with pytest.raises(ValueError, match=f"{stem} has zero points, which llmpq does not run"):
+        source.layer(1, torch.float32)
+
+
 def test_w8a8_rounds_inputs_as_transformers_does(demo_model: Path, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("compressed_tensors")
