@@ -50,6 +50,7 @@ def address(request) -> Iterator[str]:
     folder = f"/tmp/llmpq-{port}"
     words = f"start --head --port={port} --num-gpus=2 --num-cpus=2 --include-dashboard=false"
     words += f" --node-ip-address=127.0.0.1 --object-store-memory=80000000 --temp-dir={folder}"
+    words += " --min-worker-port=0 --max-worker-port=0"  # any: several may run side by side
     command = [sys.executable, "-m", "ray.scripts.scripts", *words.split()]
     started = subprocess.run(command, env=env, timeout=LIMIT_S, capture_output=True, text=True)
     assert started.returncode == 0, started.stdout + started.stderr
