@@ -55,6 +55,8 @@ from llmpq.speculation import MeasuredTimes, SpeculationMode, expected_tokens
 from llmpq.workload import Workload
 
 PLAIN_STEPS = 48
+TIMED_ROUNDS = 64
+"""Of drafts and a verify, timed in three parts: the host learns of some a part of a round late."""
 INTO = 128
 """Tokens a run has generated, about, when its steps are timed."""
 DEVICE = torch.device("cuda:0")
@@ -145,11 +147,6 @@ class Bed:
         self.replayed = Replayed(self.batch, DEVICE)
         self.fast: CudaStageCompute | None = None
 
-    @property
-    def rounds(self) -> int:
-        """Rounds that are timed: fewer where many rows average out what is accepted."""
-        return max(24, min(64, 320 // self.batch))
-
     def _compute(self) -> CudaStageCompute:
         return CudaStageCompute(
             self.target.model,
@@ -183,7 +180,7 @@ class Bed:
         context: int,
         acceptance: float,
         tokens: float,
-        rounds: int | None = None,
+        rounds: int = TIMED_ROUNDS,
     ) -> list[float]:
         """Return samples of tokens/s with drafts; `tokens`: what a round yields.
 
@@ -192,7 +189,7 @@ class Bed:
         assert self.fast is not None
         self.replayed.rate.fill_(acceptance)
         self.replayed.restart()
-        return self._rate(self.fast, drafter, context, int((rounds or self.rounds) * tokens))
+        return self._rate(self.fast, drafter, context, int(rounds * tokens))
 
     def _rate(
         self, compute: CudaStageCompute, drafter: FixedDrafter | None, context: int, new: int

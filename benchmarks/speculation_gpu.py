@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from speculation_bed import Bed, Target, Times, collect
+from speculation_bed import TIMED_ROUNDS, Bed, Target, Times, collect
 from speculation_replay import ROOM, add_arguments, measured_acceptance
 
 from llmpq.kernels.timing import write_row
@@ -166,7 +166,7 @@ def measure_auto(args: argparse.Namespace, cell: Cell, fixed: dict[int, float]) 
     if pays:  # else the engine is started without drafts
         tokens = expected_tokens(cell.acceptance, fastest or max(fixed))
 
-        def run(one: FixedDrafter, rounds: int | None = None) -> list[float]:
+        def run(one: FixedDrafter, rounds: int = TIMED_ROUNDS) -> list[float]:
             return bed.rate(one, times.context, cell.acceptance, tokens, rounds)
 
         run(drafter, 2 * FEW_ROUNDS)  # captures graphs, learns
