@@ -56,7 +56,8 @@ from llmpq.workload import Workload
 
 PLAIN_STEPS = 48
 TIMED_ROUNDS = 64
-"""Of drafts and a verify, timed in three parts: the host learns of some a part of a round late."""
+"""Of drafts and a verify, timed in three parts: each row fills a block of a packed cache, during
+which rounds take longer, whatever the batch."""
 INTO = 128
 """Tokens a run has generated, about, when its steps are timed."""
 DEVICE = torch.device("cuda:0")

@@ -14,6 +14,7 @@ Legend: B rows, h hidden, V vocabulary, S slots.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -30,6 +31,10 @@ _log = logging.getLogger("llmpq.graphs")
 
 RING = 8
 """Steps whose inputs may be on their way to the device at once."""
+
+_CAPTURING = threading.Lock()
+"""Stages that share a process and a GPU capture in turn: torch begins a capture by waiting for the
+whole device, which the driver refuses, and ends another thread's capture for, while one goes on."""
 
 KEPT_ROWS = 32
 """Rows up to which a graph keeps logits of its own. A shrinking batch captures a graph for every
@@ -210,12 +215,15 @@ class DecodeGraphs:
                     self._put_back(before)
                 stream.synchronize()
                 # Other threads (a communicator's watchdog) may go on asking the driver.
-                with torch.cuda.graph(
-                    graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"
+                with (
+                    _CAPTURING,
+                    torch.cuda.graph(
+                        graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"
+                    ),
                 ):
                     output = self._forward(num_rows, static)
         except RuntimeError as error:
-            _log.warning("steps run without CUDA graphs: %s", error)
+            _log.warning("steps run without CUDA graphs: %s", str(error).partition("\n")[0])
             self._capture_failed = True
             return False
         finally:

@@ -32,6 +32,12 @@ def sample(logits_BV: Tensor, params: Sequence[SamplingParams], steps: Sequence[
         raise ValueError(
             f"{logits_BV.shape[0]} rows of logits, {len(params)} params, {len(steps)} steps"
         )
+    if logits_BV.is_cuda:
+        # Triton is not imported where there is no GPU.
+        from llmpq.kernels.fused_sample import sample_rows
+
+        told = told_rows(params, steps, vocab=logits_BV.shape[-1])
+        return sample_rows(logits_BV, upload(told, torch.float64, logits_BV.device))
     tokens_B = logits_BV.argmax(dim=-1)
     rows = [row for row, p in enumerate(params) if not p.greedy]
     at_once = max(1, _ELEMENTS_AT_ONCE // logits_BV.shape[-1])
@@ -42,6 +48,19 @@ def sample(logits_BV: Tensor, params: Sequence[SamplingParams], steps: Sequence[
         numbers = [uniform(params[row].seed, steps[row]) for row in some]
         tokens_B[places] = draw(probs, upload(numbers, torch.float64, probs.device))
     return tokens_B
+
+
+def told_rows(
+    params: Sequence[SamplingParams], steps: Sequence[int], *, vocab: int
+) -> list[list[float]]:
+    """Return what the kernel is told [4, B]: temperatures, k, p and random numbers."""
+    alone = [p.greedy for p in params]  # then the most likely token is all there is
+    return [
+        [1.0 if one else p.temperature for p, one in zip(params, alone, strict=True)],
+        [1 if one else min(p.top_k or vocab, vocab) for p, one in zip(params, alone, strict=True)],
+        [1.0 if one else p.top_p for p, one in zip(params, alone, strict=True)],
+        [uniform(p.seed, step) for p, step in zip(params, steps, strict=True)],
+    ]
 
 
 def probabilities(logits_BV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
@@ -58,7 +77,6 @@ def probabilities(logits_BV: Tensor, params: Sequence[SamplingParams]) -> Tensor
     cut = [row for row, p in enumerate(params) if ks[row] < vocab or p.top_p < 1.0]
     if not cut:
         return probs
-    # The one place where a host waits for the device, with top-k or top-p alone.
     # Most rows are decided by their most likely tokens; the others need them all in order. Which
     # a row takes is its own affair: its result must not depend on its batch-mates.
     likely = probs[cut].topk(min(_LIKELY, vocab), dim=-1)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-Values = Sequence[int] | Sequence[float] | Sequence[Sequence[int]]
+Values = Sequence[int] | Sequence[float] | Sequence[Sequence[int]] | Sequence[Sequence[float]]
 
 
 def upload(values: Values, dtype: torch.dtype, device: torch.device | str) -> Tensor:

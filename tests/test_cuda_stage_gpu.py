@@ -30,3 +30,19 @@ def test_tokens_equal_the_cpus(kind, graphs, tiny_models, random_prompts, make_p
     tokens = engine.run(Scheduler(limits_of(plan)), requests).tokens
     assert [tokens[i] for i in range(len(prompts))] == want
     assert bool(engine.computes[0].captured_rows) == graphs
+
+
+def test_stages_of_one_process_capture_their_graphs_in_turn(
+    demo_model, random_prompts, make_plan, caplog
+):
+    from llmpq.runtime.stage_actor import limits_of
+
+    plan = make_plan(demo_model, (2, 4, 6), batch=4, decode_microbatch=1)
+    spec, prompts = ModelSpec.from_directory(demo_model), random_prompts(9, 30, 3, 17)
+    source = CheckpointSource(demo_model, spec)
+    for _ in range(4):  # each stage captures at any moment
+        engine = ThreadEngine(plan, spec, source, device=("cuda:0",) * 4, graphs=True)
+        requests = [Request(id=i, prompt=tuple(p), max_new=6) for i, p in enumerate(prompts)]
+        engine.run(Scheduler(limits_of(plan)), requests)
+        assert all(compute.captured_rows for compute in engine.computes)
+    assert "without CUDA graphs" not in caplog.text

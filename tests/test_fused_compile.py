@@ -1,6 +1,7 @@
 """The fused kernels and plain attention compile to machine code for every listed architecture."""
 
 import pytest
+import torch
 
 from llmpq.kernels.compile import ARCHITECTURES, SHARED_LIMIT, compile_kernel
 from llmpq.kernels.fused_argmax import merge_kernel, parts_kernel
@@ -10,6 +11,7 @@ from llmpq.kernels.fused_mlp import silu_mul_kernel
 from llmpq.kernels.fused_norm import rms_norm_kernel
 from llmpq.kernels.fused_rope import rope_append_kernel
 from llmpq.kernels.fused_round import round_kernel
+from llmpq.kernels.fused_sample import BLOCK, KEY_BITS, sample_kernel
 from llmpq.kernels.ngram_lookup import look_up_kernel
 from llmpq.kernels.plain_attend import attend_kernel, combine_kernel
 
@@ -98,3 +100,17 @@ def test_compiles_within_shared_memory(name, arch):
     assert ("griddepcontrol.wait" in made.ptx) == (arch >= 90)
     if name == "silu":
         assert "ld.global.v4" in made.ptx, "accesses are not 16 bytes wide"
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("dtype", KEY_BITS)
+def test_sampling_compiles(dtype, arch):
+    name = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
+    arguments = {"x": f"*{name}", "how": "*fp64", "out": "*i64"}
+    arguments |= dict.fromkeys(("rows", "columns", "row_stride"), "i32")
+    constants = {"BITS": KEY_BITS[dtype], "BLOCK": BLOCK}
+    options = {"num_warps": 16}
+    made = compile_kernel(
+        sample_kernel, arch, arguments, constants, aligned=("x", "columns"), options=options
+    )
+    assert made.cubin and made.shared_bytes <= SHARED_LIMIT[arch]

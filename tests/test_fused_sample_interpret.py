@@ -1,0 +1,85 @@
+"""The sampling kernel against its twin, and against the CPU's way of sampling."""
+
+import pytest
+import torch
+
+from llmpq.kernels.fused_sample import KEY_BITS, sample_rows, sample_rows_reference
+from llmpq.runtime.sampling import SamplingParams, sample, told_rows
+
+pytestmark = pytest.mark.interpret
+WAYS = [
+    {"temperature": 1.0},
+    {"temperature": 0.7, "top_k": 20},
+    {"temperature": 1.3, "top_p": 0.8},
+    {"temperature": 0.9, "top_k": 40, "top_p": 0.9},
+    {"temperature": 5.0, "top_p": 0.98},  # most columns
+    {"temperature": 0.0},
+    {"temperature": 1e-300, "top_p": 0.5},
+    {"temperature": 100.0, "top_k": 3},
+    {"temperature": 1.0, "top_k": 1_000_000},
+    {"temperature": 1.0, "top_p": 1e-9},
+]
+
+
+def rows(dtype: torch.dtype, columns: int) -> tuple[torch.Tensor, list[SamplingParams], list[int]]:
+    """Return three rows of logits for every way of sampling."""
+    params = [SamplingParams(**way, seed=seed) for way in WAYS for seed in range(3)]
+    generator = torch.Generator().manual_seed(columns)
+    logits = torch.randn(len(params), columns, generator=generator) * 3
+    return logits.to(dtype), params, list(range(len(params)))
+
+
+def told(params: list[SamplingParams], steps: list[int], columns: int) -> torch.Tensor:
+    return torch.tensor(told_rows(params, steps, vocab=columns), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("dtype", KEY_BITS)
+@pytest.mark.parametrize("columns", [100, 777])
+def test_tokens_are_the_twins_and_the_cpus(dtype, columns):
+    logits, params, steps = rows(dtype, columns)
+    got = sample_rows(logits, told(params, steps, columns), block=256)
+    assert torch.equal(got, sample_rows_reference(logits, told(params, steps, columns)))
+    if dtype == torch.float32:  # 16 bits have equals, of which the CPU keeps any
+        assert torch.equal(got, sample(logits, params, steps))
+    moved = [step + 1 for step in steps]
+    assert not torch.equal(got, sample_rows(logits, told(params, moved, columns), block=256))
+
+
+def test_of_equals_the_first_are_kept():
+    logits = torch.zeros(4, 100)
+    logits[:, 7] = 1.0
+    equals = [column for column in range(100) if column != 7]
+    # e for the largest and 1 for each other: half of e + 99 is e + 48.1, half of e + 39 e + 18.1
+    for k, p, others in ((5, 1.0, 4), (100, 0.5, 49), (40, 0.5, 19)):
+        how = torch.tensor([[1.0] * 4, [k] * 4, [p] * 4, [0.0, 0.3, 0.6, 1 - 2**-53]]).double()
+        got = sample_rows(logits, how, block=64)
+        assert got[0] == 0 and got[3] == max(7, equals[others - 1]), (k, p)
+        assert torch.equal(got, sample_rows_reference(logits, how))
+
+
+def test_columns_that_nothing_may_pick_are_never_picked():
+    logits = torch.full((6, 130), -float("inf"))
+    logits[:, 100:104] = torch.tensor([0.0, -1.0, -2.0, -200.0])
+    numbers = torch.tensor([0.0, 0.3, 0.7, 0.9, 0.999999, 1 - 2**-53], dtype=torch.float64)
+    for temperature, k, p in ((1.0, 130, 1.0), (1.0, 3, 0.9), (1e300, 130, 1.0), (1.0, 130, 0.9)):
+        how = torch.tensor([[v] * 6 for v in (temperature, k, p)], dtype=torch.float64)
+        got = sample_rows(logits, torch.cat((how, numbers[None])), block=64)
+        assert set(got.tolist()) <= {100, 101, 102, 103}
+        assert got[0] == 100
+
+
+def test_a_row_with_nan_draws_one_of_its_columns():
+    logits = torch.randn(4, 50)
+    logits[0, 3] = logits[1] = float("nan")
+    params = [SamplingParams(temperature=1.0, top_p=0.9), SamplingParams(temperature=1.0, top_k=5)]
+    how = told(params * 2, [0] * 4, 50)
+    got = sample_rows(logits, how, block=64)
+    assert ((got >= 0) & (got < 50)).all()
+    assert torch.equal(got[2:], sample_rows_reference(logits, how)[2:])
+
+
+def test_wrong_tables_are_refused():
+    with pytest.raises(ValueError, match=r"float64 \[4, 2\]; got torch.float32 \[4, 2\]"):
+        sample_rows(torch.zeros(2, 9), torch.zeros(4, 2))
+    with pytest.raises(ValueError, match=r"got torch.float64 \[3, 2\]"):
+        sample_rows(torch.zeros(2, 9), torch.zeros(3, 2).double())
