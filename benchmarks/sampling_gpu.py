@@ -115,8 +115,10 @@ def time_job(args: argparse.Namespace) -> None:
                 rates.append(tokens / (time.perf_counter() - started_s))
         rate = sorted(rates)[1]
         greedy = greedy or rate
-        case = {"model": args.model, "precision": args.bits, "batch": args.batch, "way": way}
-        add(args, "sampling_job", case | {"new": args.new}, "tokens/s", rates, {"greedy": greedy})
+        case: dict[str, object] = {"model": args.model, "precision": args.bits}
+        case |= {"batch": args.batch, "way": way}
+        case |= {"new": args.new, "drawn": "one kernel"}
+        add(args, "sampling_job", case, "tokens/s", rates, {"greedy": greedy})
         print(f"{way:20} {rate:7.0f} tokens/s, {rate / greedy:.3f} of greedy")
     logits = engine.computes[0]._decode._captured[args.batch].output.logits_BV
     assert logits is not None

@@ -258,6 +258,20 @@ TABLES: dict[str, Pivot] = {
         value_title="continuous (ratio to static)",
         show=ratio_to_baseline("static"),
     ),
+    "sampling": Pivot(
+        file="sampling.jsonl",
+        bench="sampling",
+        index=("rows", "logits"),
+        column="way",
+        show=lambda row: f"{row['value']:.0f} ({row['baselines']['operators']:.0f})",
+    ),
+    "sampling_job": Pivot(
+        file="sampling.jsonl",
+        bench="sampling_job",
+        index=("model", "precision", "batch", "drawn"),
+        column="way",
+        show=lambda row: f"{row['value']:.0f} ({row['value'] / row['baselines']['greedy']:.2f})",
+    ),
     "scheduler_step": Pivot(
         file="engine.jsonl",
         bench="scheduler_step",

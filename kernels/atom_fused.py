@@ -32,9 +32,6 @@ from llmpq.precision import padded_k
 Activation = Literal["silu", "relu", "gelu"]
 NormKind = Literal["none", "rms", "layer"]
 
-FEW = 16
-"""Tokens up to which W8A8 keeps w on the tensor core's long side."""
-
 _NORMS: dict[str, int] = {"none": 0, "rms": 1, "layer": 2}
 
 
@@ -55,6 +52,21 @@ class GemmPlan:
     warps: int
     stages: int
     group_n: int = 8
+
+
+_HALF = GemmPlan(block_m=64, block_n=64, warps=4, stages=4)
+FEW_TILES: dict[tuple[int, bool], GemmPlan | None] = {
+    (16, False): None,
+    (16, True): None,
+    (32, False): _HALF,
+    (32, True): _HALF,
+    (64, False): _HALF,
+    (64, True): _HALF,
+    (128, False): _HALF,
+    (128, True): _HALF,
+}
+"""Tiles of W8A8 products by tokens, up to so many, and whether w has more than WIDE rows."""
+WIDE = 8192
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,18 +105,16 @@ def plan(rows: int, out_features: int) -> GemmPlan:
     return GemmPlan(block_m=128, block_n=128, warps=8, stages=3)
 
 
-def channel_plan(rows: int, out_features: int) -> GemmPlan:
-    """Return tiles of a W8A8 product of many tokens.
+def channel_plan(rows: int, out_features: int) -> GemmPlan | None:
+    """Return tiles of a W8A8 product, None for `atom_gemm_kernel`.
 
-    H200: 128 x 256 wins (gate_up, M = 1024: 224 us against 260) unless its tiles leave the last
-    wave of programs mostly empty (qkv, M = 1024: 64 us against 57). Of 128 x 128 with three stages
-    two programs fit a multiprocessor, with four one (qkv, M = 1024: 49 us and 73; o: 25 and 41).
+    Of 128 x 128 with three stages two programs fit a multiprocessor, and one multiplies while the
+    other stores; of 128 x 256, or with four stages, one (H200, M = 4096: qkv 161 us, 201 in
+    128 x 256; gate_up 848, 915; M = 1024: 180, 222).
     """
-    if rows <= 128:
-        return GemmPlan(block_m=64, block_n=64, warps=4, stages=4)
-    wide = -(-rows // 128) * -(-out_features // 256)
-    if wide >= 120 and wide / (-(-wide // 132) * 132) > 0.75:
-        return GemmPlan(block_m=128, block_n=256, warps=8, stages=3)
+    for most in (16, 32, 64, 128):
+        if rows <= most:
+            return FEW_TILES[most, out_features > WIDE]
     return GemmPlan(block_m=128, block_n=128, warps=4, stages=3)
 
 
@@ -207,8 +217,9 @@ def atom_gemm(
             f"{scales} scales. Round the input with the weight's own scheme."
         )
     y = torch.empty(m, weight.out_features, dtype=dtype, device=rounded.codes.device)
-    if scheme.group_size is None and not scheme.outliers and (m > FEW or tiles is not None):
-        chosen = tiles or channel_plan(m, weight.out_features)
+    channels = scheme.group_size is None and not scheme.outliers
+    chosen = tiles or (channel_plan(m, weight.out_features) if channels else None)
+    if channels and chosen is not None:
         _launch_channels(rounded, weight, bias, y, chosen)
         return y
     tiles = tiles or plan(m, weight.out_features)
