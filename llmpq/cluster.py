@@ -207,6 +207,11 @@ class Cluster(FileForm):
             raise ValueError(f"'{path}' is a directory, expected a cluster YAML") from None
         except (yaml.YAMLError, ValueError, RecursionError) as error:
             raise ValueError(f"'{path}' is not valid YAML{_place_of(error)}") from None
+        if _is_table_of_kinds(data):
+            raise ValueError(
+                f"'{path}' is a table of device kinds, expected a cluster: 'name' and 'nodes' that "
+                "say which devices you have; llmpq-algo devices --yaml prints this machine's"
+            )
         return cls.parse_data(data, where=str(path))
 
     @classmethod
@@ -223,6 +228,13 @@ class Cluster(FileForm):
         ]
         title = "-".join(f"{n}x{c}" for n, c in zip(names, counts, strict=True))
         return cls.parse_data({"name": title, "nodes": nodes}, where="--device_names")
+
+
+def _is_table_of_kinds(data: object) -> bool:
+    """Whether YAML holds what clusters/gpus.yaml does: kinds and their specifications."""
+    if not isinstance(data, dict) or not data:
+        return False
+    return all(isinstance(spec, dict) and "mem_gbps" in spec for spec in data.values())
 
 
 def _place_of(error: Exception) -> str:

@@ -8,13 +8,14 @@ micro-batches afterwards.
 from __future__ import annotations
 
 import itertools
+import math
 import time
 
 import numpy as np
 from numpy.typing import NDArray
 
 from llmpq.planner.exact.columns import Columns, TooManyColumns, make_columns
-from llmpq.planner.fits import fits
+from llmpq.planner.fits import fitting
 from llmpq.planner.outcome import Assignment, Infeasible, Outcome, Stage
 from llmpq.planner.pipeline_time import value
 from llmpq.planner.problem import Problem
@@ -23,10 +24,10 @@ MAX_ORDERS = 24
 """Orders of device kinds tried: 4! of them; more kinds keep the first 24."""
 
 
-def solve_adabits(p: Problem) -> Outcome:
+def solve_adabits(p: Problem, *, time_limit_s: float = math.inf) -> Outcome:
     """Return the best-quality plan, with its fastest micro-batches and order of kinds."""
     start = time.perf_counter()
-    starts = adabits_plans(p)
+    starts = adabits_plans(p, start + time_limit_s)
     if not starts:
         raise Infeasible("adabits: no order of device kinds fits; use --method exact")
     best = min(starts, key=lambda a: value(p, a))
@@ -50,17 +51,21 @@ def kind_orders(p: Problem) -> list[tuple[int, ...]]:
     return orders
 
 
-def adabits_plans(p: Problem) -> list[Assignment]:
-    """Return the best-quality plan of each order, at every pair of micro-batches it fits."""
+def adabits_plans(p: Problem, deadline: float = math.inf) -> list[Assignment]:
+    """Return the best-quality plan of each order, at every pair of micro-batches it fits.
+
+    Past the deadline what was found is all there is, one plan at least where there is one.
+    """
     try:
         columns = quality_columns(p)
     except TooManyColumns:
         return []
-    numbers = [p.numbers(*pair) for pair in p.pairs]
-    tight = np.min([x.capacity for x in numbers], axis=0)  # fits at every pair
-    roomy = np.max([x.capacity for x in numbers], axis=0)  # fits at the smallest pair, perhaps
-    found = []
+    tight = p.numbers(*p.pairs[-1]).capacity  # of the largest pair: fits at every one
+    roomy = p.numbers(*p.pairs[0]).capacity  # fits at the smallest pair, perhaps
+    found: list[Assignment] = []
     for order in kind_orders(p):
+        if found and time.perf_counter() > deadline:
+            break
         stages = _best_quality(p, columns, order, tight)
         stages = stages or _best_quality(p, columns, order, roomy)
         if stages is None:
@@ -69,9 +74,9 @@ def adabits_plans(p: Problem) -> list[Assignment]:
             Assignment(prefill_microbatch=eta, decode_microbatch=xi, stages=stages)
             for eta, xi in p.pairs
         ]
-        fitting = [a for a in plans if fits(p, a)]
-        if fitting:
-            found.append(min(fitting, key=lambda a: value(p, a)))
+        fine = fitting(p, plans, deadline)
+        if fine:
+            found.append(min(fine, key=lambda a: value(p, a)))
     return found
 
 
@@ -80,7 +85,7 @@ def quality_columns(p: Problem) -> Columns:
     x = p.numbers(*p.pairs[0])
     longest = p.num_layers if len(p.cluster.devices) <= 8 else 4 * -(-p.num_layers // 8)
     return make_columns(
-        p.omega, x.layer_bytes[0], int(x.capacity.max()), longest=min(longest, p.num_layers)
+        p.open_omega, x.layer_bytes[0], int(x.capacity.max()), longest=min(longest, p.num_layers)
     )
 
 
@@ -105,6 +110,8 @@ def _best_quality(
                 if not fit:
                     break
                 column = int(np.argmin(columns.least[m][a, :fit]))
+                if not np.isfinite(columns.least[m][a, column]):
+                    continue
                 cost = best[j, a] + columns.least[m][a, column]
                 if cost < best[j + 1, end]:
                     best[j + 1, end] = cost

@@ -75,6 +75,11 @@ def _ends(class_of: list[int]) -> list[tuple[int, int]]:
 def explain_infeasible(p: Problem) -> str:
     """Return one sentence: the short device, the missing bytes, the smallest changes that fit."""
     found = room(p)
+    if found.layers >= p.spec.num_layers and p.offered:
+        return (
+            f"{p.spec.name} does not fit {p.cluster.name} with every layer as it is stored; give a "
+            "smaller --global-bz, add a device, or quantise it to fewer bits with llmpq-quantize"
+        )
     if found.layers >= p.spec.num_layers:
         return (
             f"{p.spec.name} fits {p.cluster.name} only without the --pin, --max-devices, --group "
@@ -88,6 +93,8 @@ def explain_infeasible(p: Problem) -> str:
 
 def _fewer_bits(p: Problem) -> str:
     """`3-bit on 5 layers`, if bits that were not allowed would make it fit."""
+    if p.offered:  # stored bits stay as they are
+        return ""
     now = int(layer_bytes(p).min())
     missing = (p.spec.num_layers - room(p).layers) * now
     for precision in sorted(WEIGHT_ONLY, key=lambda c: -c.weight_bits):

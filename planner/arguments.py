@@ -178,9 +178,8 @@ def check_parser() -> argparse.ArgumentParser:
     """Return the parser of `llmpq-algo check`."""
     parser = argparse.ArgumentParser(prog="llmpq-algo check", allow_abbrev=False)
     parser.add_argument("plan", help="plan JSON")
-    group = parser.add_argument_group("what it should fit")
-    add_model(group)
-    add_cluster(group)
+    add_model(parser.add_argument_group("model, if not the plan's own"))
+    add_cluster(parser.add_argument_group("devices it should fit"))
     return parser
 
 

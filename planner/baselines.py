@@ -7,22 +7,23 @@ feasible one, which is up to 30 % slower).
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 
-from llmpq.planner.fits import fits, spare_bytes
+from llmpq.planner.fits import fitting, spare_bytes
 from llmpq.planner.outcome import Assignment, Infeasible, Outcome, Stage
 from llmpq.planner.pipeline_time import job_time, value
 from llmpq.planner.problem import Problem
 from llmpq.units import format_size
 
 
-def solve_uniform(p: Problem) -> Outcome:
+def solve_uniform(p: Problem, *, time_limit_s: float = math.inf) -> Outcome:
     """Return the even split at the highest precision that fits, with its fastest micro-batches."""
     start = time.perf_counter()
     order = [index for index, cls in enumerate(p.classes) for _ in cls.devices][: p.max_stages]
     for b in by_precision(p):
-        found = [a for a in _even(p, order, b) if fits(p, a)]
+        found = fitting(p, _even(p, order, b), start + time_limit_s)
         if found:
             best = min(found, key=lambda a: job_time(p, a).total_s)
             return Outcome(
@@ -54,9 +55,15 @@ def _shortage(p: Problem, order: Sequence[int], b: int) -> str:
 
 
 def by_precision(p: Problem) -> list[int]:
-    """Return the choices from the most bits to the fewest."""
+    """Return the choices that all layers may have, from the most bits to the fewest."""
     bits = [(c.weight_bits, c.activation_bits) for c in p.choices]
-    return sorted(range(len(p.choices)), key=lambda b: bits[b], reverse=True)
+    common = [b for b in range(len(p.choices)) if p.open[:, b].all()]
+    if not common:
+        raise Infeasible(
+            f"no precision is one that all layers of {p.spec.name} are stored at, which methods "
+            "of one precision need; use --method exact"
+        )
+    return sorted(common, key=lambda b: bits[b], reverse=True)
 
 
 def _even(p: Problem, order: Sequence[int], b: int) -> Iterator[Assignment]:

@@ -42,11 +42,10 @@ def _plan(args: argparse.Namespace) -> None:
 def _check(args: argparse.Namespace) -> None:
     from llmpq.plan import Plan
     from llmpq.planner.check import check_plan
-    from llmpq.planner.request import read_cluster, read_model
+    from llmpq.planner.request import model_of_plan, read_cluster
 
     plan = Plan.load(args.plan)
-    spec, _ = read_model(args)
-    check_plan(plan, spec=spec, cluster=read_cluster(args), costs=None)
+    check_plan(plan, spec=model_of_plan(args, plan), cluster=read_cluster(args), costs=None)
     sys.stdout.write(f"{args.plan}: {len(plan.stages)} stages, complete, fits\n")
 
 

@@ -1,8 +1,10 @@
-"""Whether an assignment fits memory, pins and device counts, in the problem's numbers."""
+"""Whether an assignment fits memory, pins, device counts and what each layer may have."""
 
 from __future__ import annotations
 
+import time
 from collections import Counter
+from collections.abc import Iterable
 
 from llmpq.planner.outcome import Assignment
 from llmpq.planner.problem import Problem
@@ -15,10 +17,23 @@ def fits(p: Problem, a: Assignment) -> bool:
         return False
     if len(a.stages) > p.max_stages:
         return False
+    if not all(p.open[i, b] for i, b in enumerate(a.choices)):
+        return False
     return all(
         spare_bytes(p, a, position) >= 0 and p.allowed(stage.cls, stage.start, stage.end)
         for position, stage in enumerate(a.stages)
     )
+
+
+def fitting(p: Problem, plans: Iterable[Assignment], deadline: float) -> list[Assignment]:
+    """Return the plans that fit; past the deadline the search for more of them ends."""
+    found: list[Assignment] = []
+    for a in plans:
+        if found and time.perf_counter() > deadline:
+            break
+        if fits(p, a):
+            found.append(a)
+    return found
 
 
 def spare_bytes(p: Problem, a: Assignment, position: int) -> int:

@@ -11,6 +11,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
+import numpy as np
+
 from llmpq.planner.adabits import adabits_plans
 from llmpq.planner.fits import fits, spare_bytes
 from llmpq.planner.outcome import Assignment, Infeasible, Outcome, Stage
@@ -26,14 +28,17 @@ def solve_heuristic(p: Problem, *, time_limit_s: float = 60.0) -> Outcome:
     start = time.perf_counter()
     best: Assignment | None = None
     worth = float("inf")
-    for plan in adabits_plans(p):
+    deadline = start + time_limit_s
+    for plan in adabits_plans(p, start + time_limit_s / 2):
         for pair in p.pairs:
+            if best is not None and time.perf_counter() > deadline:
+                break
             moved = Assignment(
                 prefill_microbatch=pair[0], decode_microbatch=pair[1], stages=plan.stages
             )
             if not fits(p, moved) or value(p, moved) > 1.5 * worth:
                 continue
-            found = _transfer(p, moved, start + time_limit_s)
+            found = _transfer(p, moved, deadline)
             if value(p, found) < worth:
                 best, worth = found, value(p, found)
     if best is None:
@@ -113,7 +118,7 @@ def _squeezed(p: Problem, a: Assignment) -> Assignment:
             options = [
                 (float(p.omega[i, b] - p.omega[i, choices[i]]) / saved, saved, i, b)
                 for i in range(stage.start, stage.end)
-                for b in range(len(p.choices))
+                for b in np.flatnonzero(p.open[i]).tolist()
                 if (saved := int(sizes[i, choices[i]] - sizes[i, b])) > 0
             ]
             if not options:
@@ -129,7 +134,9 @@ def _converted(p: Problem, a: Assignment, j: int, b: int) -> Iterator[Assignment
     stage = a.stages[j]
     bounds = [s.start for s in a.stages] + [a.stages[-1].end]
     for old in set(stage.choices) - {b}:
-        layers = [i for i in range(stage.start, stage.end) if a.choices[i] == old]
+        layers = [i for i in range(stage.start, stage.end) if a.choices[i] == old and p.open[i, b]]
+        if not layers:
+            continue
         best = min(layers, key=lambda i: float(p.omega[i, b] - p.omega[i, old]))
         choices = list(a.choices)
         choices[best] = b

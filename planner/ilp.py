@@ -54,7 +54,7 @@ def solve_ilp(
     start = time.perf_counter()
     search = _Search(p, backend, start + time_limit_s, gap, budget)
     if not search.all_orders:
-        for known in adabits_plans(p):
+        for known in adabits_plans(p, start + time_limit_s / 2):
             search.offer(known)
     search.run()
     if search.best is None:

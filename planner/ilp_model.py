@@ -104,6 +104,7 @@ def build_ilp(
     contiguous(ilp)
     ends_in_place(ilp)
     pins_held(ilp)
+    choices_offered(ilp)
     fit_in_memory(ilp)
     slowest_stage(ilp)
     minimise_time(ilp)
@@ -150,6 +151,13 @@ def pins_held(m: StageIlp) -> None:
             if cls.pinned and cls.pinned[0] <= i < cls.pinned[1] and index != m.order[j]:
                 for v in m.z[i, j]:
                     m.model.fix(int(v), 0.0)
+
+
+def choices_offered(m: StageIlp) -> None:
+    """z[i,j,b] = 0 where layer i may not have choice b."""
+    for i, b in zip(*np.nonzero(~m.problem.open), strict=True):
+        for v in m.z[i, :, b]:
+            m.model.fix(int(v), 0.0)
 
 
 def fit_in_memory(m: StageIlp) -> None:

@@ -21,6 +21,7 @@ from llmpq.planner.outcome import Infeasible, Outcome, Unfinished
 from llmpq.planner.problem import Problem
 from llmpq.planner.request import make_problem, parse_kv
 from llmpq.planner.speculation import describe, with_speculation
+from llmpq.planner.stored_precisions import stored_line
 from llmpq.planner.unheeded import refuse_unheeded
 from llmpq.planner.what_if import changed_problem
 from llmpq.precision import KVPrecision
@@ -55,6 +56,9 @@ def make_and_show(args: argparse.Namespace) -> None:
     refuse_unheeded(args)
     problem, path, notes = make_problem(args)
     wish = read_wish(args)
+    if problem.offered and args.bits is None:
+        stored = [precisions[0] for precisions in problem.offered]
+        sys.stderr.write(f"llmpq-algo: {stored_line(str(path), stored)}\n")
     if args.output == "":
         raise ValueError("--output is empty, expected a file's name; give one or leave it out")
     if args.pareto:
@@ -204,7 +208,10 @@ def _compare(args: argparse.Namespace, problem: Problem, wish: Wish, path: str |
     if not found:
         raise DoesNotFitError(explain_infeasible(problem))
     if not args.json:
-        offload = offload_isolated(problem)
+        try:
+            offload = offload_isolated(problem)
+        except Infeasible:  # no precision that all layers may have
+            offload = None
         rows = {m: a.plan if isinstance(a, Answer) else a for m, a in answers.items()}
         seconds = {m: a.outcome.seconds for m, a in answers.items() if isinstance(a, Answer)}
         open_console().print(comparison_table(rows, seconds, offload))

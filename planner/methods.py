@@ -63,7 +63,7 @@ def solve(
     if method == "adabits":
         from llmpq.planner.adabits import solve_adabits
 
-        return solve_adabits(p)
+        return solve_adabits(p, time_limit_s=time_limit_s)
     if method == "pipeedge":
         from llmpq.planner.pipeedge import solve_pipeedge
 
@@ -71,6 +71,6 @@ def solve(
     if method == "uniform":
         from llmpq.planner.baselines import solve_uniform
 
-        return solve_uniform(p)
+        return solve_uniform(p, time_limit_s=time_limit_s)
     assert method == "flexgen", method
     raise ValueError(NO_PLAN)

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmpq.cluster import Cluster, Device
+from llmpq.cost_model import Phase
 from llmpq.kv_format import kv_cache_bytes
 from llmpq.memory import Quantization, embedding_bytes, layer_weight_bytes
 from llmpq.model_spec import ModelSpec
@@ -56,6 +57,20 @@ class DeviceClass:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SizeNumbers:
+    """Times in seconds of one phase at one micro-batch size, as in `PairNumbers`."""
+
+    layer_s: Floats
+    """[L, C, B]"""
+    ends_s: Floats
+    """[C, 2]"""
+    hop_s: Floats
+    """[C, C]"""
+    back_s: Floats
+    """[C, C]"""
+
+
+@dataclass(frozen=True, kw_only=True)
 class PairNumbers:
     """Times in seconds and sizes in bytes for one pair of micro-batch sizes."""
 
@@ -76,8 +91,12 @@ class PairNumbers:
     back_decode_s: Floats
     layer_bytes: NDArray[np.int64]
     """[L, B] weights and the whole batch's KV."""
-    capacity: NDArray[np.int64]
-    """[C, 2, 2] bytes left for layers: index 1 says whether it is the first, 2 the last stage."""
+    problem: Problem
+
+    @cached_property
+    def capacity(self) -> NDArray[np.int64]:
+        """[C, 2, 2] bytes left for layers; index 1: whether it is the first stage, 2: the last."""
+        return capacity(self.problem, self.eta, self.xi)
 
     @cached_property
     def uniform(self) -> bool:
@@ -105,6 +124,8 @@ class Problem:
     """Device name -> layers `[start, end)` it must hold."""
     prefill_microbatch: int | None = None
     decode_microbatch: int | None = None
+    offered: tuple[tuple[Precision, ...], ...] = ()
+    """What each layer may have of `choices`, for a model that is stored quantised; empty: all."""
 
     @cached_property
     def groups(self) -> tuple[tuple[int, int], ...]:
@@ -164,6 +185,23 @@ class Problem:
         return np.array([table[start:end].sum(axis=0) for start, end in self.groups])
 
     @cached_property
+    def open(self) -> NDArray[np.bool_]:
+        """[L, B] whether a layer (every layer of a group) may have a choice."""
+        layers = self.offered or (self.choices,) * self.spec.num_layers
+        table = np.array([[p in own for p in self.choices] for own in layers])
+        return np.array([table[start:end].all(axis=0) for start, end in self.groups])
+
+    @property
+    def open_omega(self) -> Floats:
+        """[L, B] omega, infinite where a layer may not have the choice."""
+        return np.where(self.open, self.omega, np.inf)
+
+    @cached_property
+    def priced_omega(self) -> Floats:
+        """[L, B] theta times omega, infinite where a layer may not have the choice."""
+        return np.where(self.open, self.theta * self.omega, np.inf)
+
+    @cached_property
     def pairs(self) -> tuple[tuple[int, int], ...]:
         """The micro-batch sizes to try, (prefill, decode)."""
         return microbatch_pairs(
@@ -192,8 +230,31 @@ class Problem:
         return True
 
     def with_changes(self, **changes: object) -> Problem:
-        """Return the problem with some fields replaced (what-if, pareto, budget)."""
-        return replace(self, **changes)  # type: ignore[arg-type]
+        """Return the problem with some fields replaced (what-if, pareto, budget).
+
+        Another theta leaves every time and size as it is: they are not computed again.
+        """
+        changed = replace(self, **changes)  # type: ignore[arg-type]
+        if set(changes) == {"theta"}:
+            kept = ("pairs", "open", "omega", "_numbers", "_sizes", "all_layer_bytes")
+            changed.__dict__.update({k: self.__dict__[k] for k in kept if k in self.__dict__})
+        return changed
+
+    @cached_property
+    def _sizes(self) -> dict[tuple[Phase, int], SizeNumbers]:
+        return {}
+
+    def size_numbers(self, phase: Phase, size: int) -> SizeNumbers:
+        """Return the times of one phase at a micro-batch size: many pairs share them."""
+        if (phase, size) not in self._sizes:
+            self._sizes[phase, size] = _size_numbers(self, phase, size)
+        return self._sizes[phase, size]
+
+    @cached_property
+    def all_layer_bytes(self) -> NDArray[np.int64]:
+        """[L, B] weights and the whole batch's KV."""
+        sizes = np.array([end - start for start, end in self.groups], dtype=np.int64)
+        return sizes[:, None] * layer_bytes(self)[None, :]
 
     @cached_property
     def _numbers(self) -> dict[tuple[int, int], PairNumbers]:
@@ -207,28 +268,37 @@ class Problem:
 
 
 def _pair_numbers(p: Problem, eta: int, xi: int) -> PairNumbers:
-    work, costs = p.workload, p.costs
-    firsts = [c.first for c in p.classes]
-    sizes = np.array([end - start for start, end in p.groups], dtype=np.int64)
-    prefill = np.array(
-        [[costs.layer_prefill_s(d, b, work, eta) for b in p.choices] for d in firsts]
-    )
-    decode = np.array([[costs.layer_decode_s(d, b, work, xi) for b in p.choices] for d in firsts])
-    hidden = p.spec.hidden * work.dtype_bytes
-    token = 8
+    prefill, decode = p.size_numbers(Phase.PREFILL, eta), p.size_numbers(Phase.DECODE, xi)
     return PairNumbers(
         eta=eta,
         xi=xi,
-        prefill_s=sizes[:, None, None] * prefill,
-        decode_s=sizes[:, None, None] * decode,
-        ends_prefill_s=np.array([costs.ends_prefill_s(d, work, eta) for d in firsts]),
-        ends_decode_s=np.array([costs.ends_decode_s(d, work, xi) for d in firsts]),
-        hop_prefill_s=_hops(p, eta * work.prompt_len * hidden),
-        hop_decode_s=_hops(p, xi * hidden),
-        back_prefill_s=_hops(p, eta * token),
-        back_decode_s=_hops(p, xi * token),
-        layer_bytes=sizes[:, None] * layer_bytes(p)[None, :],
-        capacity=capacity(p, eta, xi),
+        prefill_s=prefill.layer_s,
+        decode_s=decode.layer_s,
+        ends_prefill_s=prefill.ends_s,
+        ends_decode_s=decode.ends_s,
+        hop_prefill_s=prefill.hop_s,
+        hop_decode_s=decode.hop_s,
+        back_prefill_s=prefill.back_s,
+        back_decode_s=decode.back_s,
+        layer_bytes=p.all_layer_bytes,
+        problem=p,
+    )
+
+
+def _size_numbers(p: Problem, phase: Phase, size: int) -> SizeNumbers:
+    work, costs = p.workload, p.costs
+    firsts = [c.first for c in p.classes]
+    prefill = phase is Phase.PREFILL
+    layer_s = costs.layer_prefill_s if prefill else costs.layer_decode_s
+    ends_s = costs.ends_prefill_s if prefill else costs.ends_decode_s
+    layers = np.array([end - start for start, end in p.groups], dtype=np.int64)
+    once = np.array([[layer_s(d, b, work, size) for b in p.choices] for d in firsts])
+    tokens = size * work.prompt_len if prefill else size
+    return SizeNumbers(
+        layer_s=layers[:, None, None] * once,
+        ends_s=np.array([ends_s(d, work, size) for d in firsts]),
+        hop_s=_hops(p, tokens * (p.spec.hidden * work.dtype_bytes)),
+        back_s=_hops(p, size * 8),
     )
 
 

@@ -34,6 +34,7 @@ def problem_data(p: Problem) -> dict[str, Any]:
         "scale": p.costs.scale,
         "quantization": asdict(p.quantization),
         "pins": {name: list(layers) for name, layers in p.pins.items()},
+        "offered": [[choice.value for choice in layer] for layer in p.offered],
     }
 
 
@@ -56,6 +57,7 @@ def parse_problem(data: dict[str, Any]) -> Problem:
         costs=costs,
         quantization=Quantization(**data["quantization"]),
         pins={name: (layers[0], layers[1]) for name, layers in data["pins"].items()},
+        offered=tuple(tuple(Precision(value) for value in layer) for layer in data["offered"]),
     )
 
 

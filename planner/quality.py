@@ -10,12 +10,13 @@ is within it, whichever way it is added up.
 
 from __future__ import annotations
 
+import math
 import time
 
 from llmpq.planner.exact.columns import TooManyColumns
 from llmpq.planner.exact.completion import MAX_STATES, Space, num_states
 from llmpq.planner.exact.form import make_form
-from llmpq.planner.exact.relaxation import ClassRelaxation
+from llmpq.planner.exact.relaxation import ClassRelaxation, quick_bound
 from llmpq.planner.exact.search import Search, solve_exact
 from llmpq.planner.ilp import solve_ilp
 from llmpq.planner.outcome import (
@@ -30,6 +31,10 @@ from llmpq.planner.pipeline_time import value
 from llmpq.planner.problem import Problem
 
 BISECTIONS = 14
+THETA_SHARE = 0.25
+"""Share of the time that looking for theta may take."""
+LONGEST_OFFER_S = 5.0
+"""Seconds that looking for one first plan within the budget may take."""
 
 
 def solve_budget(
@@ -51,7 +56,8 @@ def solve_budget(
     free = p.with_changes(theta=0.0)
     if not exact:
         return solve_ilp(free, time_limit_s=time_limit_s, gap=gap, budget=budget)
-    theta = best_theta(p, budget) if theta is None else theta
+    if theta is None:
+        theta = best_theta(p, budget, start + THETA_SHARE * time_limit_s)
     priced = p.with_changes(theta=theta)
     limit = budget * (1 + BUDGET_ROUNDING / 2)
     try:
@@ -86,8 +92,12 @@ def _offer_priced(p: Problem, search: Search, theta: float) -> None:
     """Offer the best plan of a theta, larger and larger, until one keeps the budget."""
     finest = 1e6 / max(float(p.omega.max()), 1e-9)
     for candidate in (theta, theta * 1.05, theta * 1.5, theta * 4.0, finest):
+        left = max(0.0, search.deadline - time.perf_counter())
+        if left == 0.0 and candidate != finest:
+            continue
+        limit = min(LONGEST_OFFER_S, left / 2)
         try:
-            found = solve_exact(p.with_changes(theta=candidate), time_limit_s=5.0, gap=1e-3)
+            found = solve_exact(p.with_changes(theta=candidate), time_limit_s=limit, gap=1e-3)
         except Infeasible:
             return
         search.offer(found.assignment)
@@ -95,8 +105,11 @@ def _offer_priced(p: Problem, search: Search, theta: float) -> None:
             return
 
 
-def best_theta(p: Problem, budget: float) -> float:
-    """Return the multiplier that gives the largest relaxed bound within the budget."""
+def best_theta(p: Problem, budget: float, deadline: float = math.inf) -> float:
+    """Return the multiplier that gives the largest relaxed bound within the budget.
+
+    Past the deadline it is the best one so far: any theta >= 0 gives a valid bound.
+    """
 
     def bound(theta: float) -> float:
         priced = p.with_changes(theta=theta)
@@ -104,12 +117,17 @@ def best_theta(p: Problem, budget: float) -> float:
         values = [relaxation.solve(make_form(priced, *pair)).value for pair in pairs]
         return min(values) - theta * budget
 
-    pairs = _best_pairs(p)
+    def late() -> bool:
+        return time.perf_counter() > deadline
+
+    pairs = _best_pairs(p, deadline)
     low, high = 0.0, 1.0
-    while bound(2 * high) > bound(high) and high < 1e9:
+    while not late() and bound(2 * high) > bound(high) and high < 1e9:
         high *= 2
     high *= 2
     for _ in range(BISECTIONS):  # the bound is concave in theta
+        if late():
+            break
         left, right = low + (high - low) / 3, high - (high - low) / 3
         if bound(left) < bound(right):
             low = left
@@ -118,8 +136,18 @@ def best_theta(p: Problem, budget: float) -> float:
     return (low + high) / 2
 
 
-def _best_pairs(p: Problem, most: int = 4) -> list[tuple[int, int]]:
-    """Return the pairs with the smallest relaxations: the bound is theirs."""
+def _best_pairs(p: Problem, deadline: float, most: int = 4) -> list[tuple[int, int]]:
+    """Return the pairs with the smallest relaxations: the bound is theirs.
+
+    A pair is relaxed only if its quick bound may be among them.
+    """
     relaxation = ClassRelaxation(p)
-    values = {pair: relaxation.solve(make_form(p, *pair)).value for pair in p.pairs}
-    return sorted(p.pairs, key=lambda pair: values[pair])[:most]
+    forms = {pair: make_form(p, *pair) for pair in p.pairs}
+    quick = {pair: quick_bound(p, form) for pair, form in forms.items()}
+    best: list[tuple[float, tuple[int, int]]] = []
+    for pair in sorted(p.pairs, key=lambda pair: quick[pair]):
+        if len(best) == most and (quick[pair] > best[-1][0] or time.perf_counter() > deadline):
+            break
+        best.append((relaxation.solve(forms[pair]).value, pair))
+        best = sorted(best, key=lambda found: found[0])[:most]
+    return [pair for _, pair in best]

@@ -137,7 +137,7 @@ def _ms(seconds: float | None) -> str:
 
 
 def comparison_table(
-    rows: dict[str, Plan | str], seconds: dict[str, float], offload: OffloadEstimate
+    rows: dict[str, Plan | str], seconds: dict[str, float], offload: OffloadEstimate | None
 ) -> Table:
     """Return the methods side by side, as plans or why there is none; flexgen is an estimate."""
     from rich import box
@@ -167,6 +167,8 @@ def comparison_table(
             f"{plan.solver.value / best:.3f}x",
             f"{seconds[method]:.2f} s",
         )
+    if offload is None:
+        return table
     table.add_row(
         f"flexgen (estimate, {offload.precision})",
         "",

@@ -14,11 +14,13 @@ from llmpq.cluster import Cluster
 from llmpq.cost_model import CostModel
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec, builtin_configs
+from llmpq.plan import Plan
 from llmpq.planner import limits
 from llmpq.planner.costs import CostBook
 from llmpq.planner.positions import positions_note
 from llmpq.planner.problem import Problem
 from llmpq.planner.roofline import estimate_costs
+from llmpq.planner.stored_precisions import has_weights, offered, stored_layers
 from llmpq.precision import K_PADDING, WEIGHT_ONLY, KVPrecision, Precision, default_outliers
 from llmpq.sensitivity import Sensitivity
 from llmpq.units import parse_size
@@ -43,6 +45,20 @@ def read_model(args: argparse.Namespace) -> tuple[ModelSpec, str | None]:
     if "/" in args.model and args.model.rsplit("/", 1)[-1].lower() not in builtin_configs():
         raise ValueError(f"no such model directory: '{args.model}'")
     return ModelSpec.by_name(args.model), None
+
+
+def model_of_plan(args: argparse.Namespace, plan: Plan) -> ModelSpec:
+    """Return the model a plan is for: as told, else by the plan's own path or name."""
+    if args.model or args.model_name or args.model_size:
+        spec, _ = read_model(args)
+    elif plan.model.path and Path(plan.model.path).is_dir():
+        spec = ModelSpec.from_directory(plan.model.path)
+    elif plan.model.name in builtin_configs():
+        spec = ModelSpec.by_name(plan.model.name)
+    else:
+        raise ValueError(f"the plan's model '{plan.model.name}' is not here; give --model DIR")
+    plan.require_model(spec)
+    return spec
 
 
 def read_cluster(args: argparse.Namespace) -> Cluster:
@@ -105,7 +121,9 @@ def make_problem(args: argparse.Namespace) -> tuple[Problem, str | None, list[st
     profile = None if args.costs is None else read_costs(args.costs, spec)
     omega = _omega_path(args, cluster, spec)
     listed = read_omega(omega, spec) if omega else None
-    choices = default_bits(listed, profile, cluster) if args.bits is None else parse_bits(args.bits)
+    asked = None if args.bits is None else parse_bits(args.bits)
+    layers = _offered(path, spec, asked)
+    choices = _all_of(layers) or asked or default_bits(listed, profile, cluster)
     sensitivity = listed or generic_sensitivity(spec, choices, parse_kv(args.kv))
     quantization = Quantization(
         group_size=_group_size(args.weight_group_size, choices),
@@ -120,13 +138,12 @@ def make_problem(args: argparse.Namespace) -> tuple[Problem, str | None, list[st
         dtype=dtype,
     )
     too_long = positions_note(spec, workload)
-    kvs = parse_kv(args.kv)
     estimate = estimate_costs(
         spec,
         cluster.devices,
         dtype=dtype,
         precisions=choices,
-        kvs=kvs,
+        kvs=parse_kv(args.kv),
         quantization=quantization,
     )
     costs = CostBook(estimate=estimate, profile=profile)
@@ -145,11 +162,38 @@ def make_problem(args: argparse.Namespace) -> tuple[Problem, str | None, list[st
         pins=parse_pins(args.pin, cluster, spec),
         prefill_microbatch=_within("--prefill-microbatch", args.prefill_microbatch, args.global_bz),
         decode_microbatch=_within("--decode-microbatch", args.decode_microbatch, args.global_bz),
+        offered=layers,
     )
+    _require_groups_agree(problem)
     notes = [too_long] if too_long else []
     notes += [] if listed else [GENERIC_NOTE]
     notes += costs.unprofiled(cluster.devices) + costs.warnings(cluster.devices, workload)
     return problem, path, notes
+
+
+def _offered(
+    path: str | None, spec: ModelSpec, asked: Sequence[Precision] | None
+) -> tuple[tuple[Precision, ...], ...]:
+    """Return what each layer of a quantised directory may have; nothing where all may have all."""
+    if path is None or (asked is not None and not has_weights(path)):
+        return ()
+    layers = stored_layers(path, spec)
+    return () if layers is None else offered(layers, asked)
+
+
+def _all_of(layers: Sequence[Sequence[Precision]]) -> tuple[Precision, ...]:
+    """Return every precision that some layer may have."""
+    return tuple(p for p in Precision if any(p in own for own in layers))
+
+
+def _require_groups_agree(p: Problem) -> None:
+    """Refuse a `--group` of layers that have no precision in common."""
+    for (start, end), choices in zip(p.groups, p.open, strict=True):
+        if not choices.any():
+            raise ValueError(
+                f"--group {p.group}: layers {start}-{end - 1} are stored at different precisions, "
+                "expected a common one; leave --group out"
+            )
 
 
 def _group_size(asked: int, choices: Sequence[Precision]) -> int | None:

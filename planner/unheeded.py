@@ -35,10 +35,13 @@ def refuse_unheeded(args: argparse.Namespace) -> None:
 
 
 def _refuse_dropped(args: argparse.Namespace) -> None:
-    """Refuse flags that `--pareto` or `--json` drop."""
+    """Refuse flags that others drop: a front is of every theta, a budget has its own."""
     sentences = {"--explain": args.explain, "--what-if": args.what_if}
+    theta = {"--theta": args.theta is not None}
+    drafts = {"--speculate": args.speculate is not None}
     for mode, chosen, unheeded in (
-        ("--pareto", args.pareto, {**sentences, "--speculate": args.speculate is not None}),
+        ("--pareto", args.pareto, {**sentences, **drafts, **theta}),
+        ("--quality-budget", args.quality_budget is not None, theta),
         ("--json", args.json, sentences),
     ):
         given = [flag for flag, value in unheeded.items() if value]

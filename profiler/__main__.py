@@ -15,7 +15,7 @@ from pathlib import Path
 
 from llmpq.errors import ExitCode, LlmpqError
 from llmpq.profiler import indicator_command, run_command
-from llmpq.runtime.output_paths import refusal, require_writable
+from llmpq.runtime.output_paths import check_files, refusal
 
 COMMANDS = ("run", "indicator", "merge")
 
@@ -28,7 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     try:
-        require_writable("--output", args.output)
+        cluster = getattr(args, "cluster", None)  # of `run` only
+        check_files({"--cluster": cluster}, {"--output": args.output})
         return int(args.main(args))
     except ValueError as error:
         sys.stderr.write(f"llmpq-profile: {error}\n")
@@ -39,6 +40,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except LlmpqError as error:
         sys.stderr.write(f"llmpq-profile: {error}\n")
         return error.exit_code
+    except (RuntimeError, MemoryError) as error:
+        # Imports torch, which whatever ran out of memory has imported before.
+        from llmpq.runtime.out_of_memory import first_line, out_of_memory
+
+        if not out_of_memory(error):
+            raise
+        sys.stderr.write(
+            f"llmpq-profile: out of memory: {first_line(error)}; take a shorter --window, or "
+            "another --device\n"
+        )
+        return ExitCode.DOES_NOT_FIT
     except KeyboardInterrupt:
         sys.stderr.write("llmpq-profile: stopped; samples taken so far are kept, run it again\n")
         return ExitCode.INTERRUPTED

@@ -6,8 +6,10 @@ import argparse
 import logging
 import os
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
@@ -18,15 +20,25 @@ from llmpq.model_spec import ModelSpec
 from llmpq.precision import WEIGHT_ONLY, KVPrecision, Precision
 from llmpq.profiler.messages import model_spec
 from llmpq.profiler.tables import omega_table
+from llmpq.runtime.idle_flags import refuse_idle
 from llmpq.sensitivity import Sensitivity
 
 log = logging.getLogger(__name__)
+
+OBSERVED = ("variance", "hessian", "output")
+"""Kinds that read weights and a text."""
+DEFAULTS: Mapping[str, Any] = {
+    "seed": 0, "rounding": "deterministic", "granularity": "group", "text": None, "windows": 16,
+    "window": 256, "symmetric": False, "device": "cpu",
+}  # fmt: skip
+"""What a flag that some kind does not heed says when it is not given."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `indicator`."""
     bits = ",".join(str(p.weight_bits) for p in WEIGHT_ONLY)
-    kinds = ("variance", "hessian", "output", "random")
+    kinds = (*OBSERVED, "random")
+    parser.set_defaults(main=main, **DEFAULTS)
     parser.add_argument("--kind", choices=kinds, default=kinds[0], help="method")
     parser.add_argument("--model", required=True, help="model directory (random: or a name)")
     parser.add_argument("--text", type=Path, help="calibration text, UTF-8 (not for random)")
@@ -34,24 +46,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bits", default=bits, help=f"precisions: {bits} (default), w8a8, w4a4")
     parser.add_argument("--kv", default="kv8,kv4,kv2", help="KV precisions (default kv8,kv4,kv2)")
     parser.add_argument(
-        "--rounding", choices=("deterministic", "stochastic"), default="deterministic"
+        "--rounding", choices=("deterministic", "stochastic"), help="default deterministic"
     )
     parser.add_argument(
         "--granularity",
         choices=("group", "tensor"),
-        default="group",
         help="a step per stored group of weights, or the paper's one per matrix (default group)",
     )
-    parser.add_argument("--windows", type=int, default=16, help="calibration windows (default 16)")
-    parser.add_argument("--window", type=int, default=256, help="tokens of one (default 256)")
+    parser.add_argument("--windows", type=int, help="calibration windows (default 16)")
+    parser.add_argument("--window", type=int, help="tokens of one (default 256)")
     parser.add_argument("--symmetric", action="store_true", help="grids without zero points")
-    parser.add_argument("--device", default="cpu", help="torch device (default cpu)")
-    parser.add_argument("--seed", type=int, default=0, help="of --kind random (default 0)")
-    parser.set_defaults(main=main)
+    parser.add_argument("--device", help="torch device (default cpu)")
+    parser.add_argument("--seed", type=int, help="of --kind random (default 0)")
 
 
 def main(args: argparse.Namespace) -> int:
     """Compute omega and write it."""
+    _refuse_idle_flags(args)
     spec = model_spec(args.model)
     precisions = tuple(Precision.parse(b) for b in args.bits.split(","))
     kv = tuple(KVPrecision.parse(b) for b in args.kv.split(",") if b)
@@ -67,6 +78,23 @@ def main(args: argparse.Namespace) -> int:
     return ExitCode.DONE
 
 
+def _refuse_idle_flags(args: argparse.Namespace) -> None:
+    """`ValueError` for flags that this kind does not heed."""
+    heeded = {
+        "seed": ("random",),
+        "rounding": ("variance",),
+        "granularity": ("variance",),
+        **dict.fromkeys(("text", "windows", "window", "symmetric", "device"), OBSERVED),
+    }
+    for name, kinds in heeded.items():
+        given = args.kind not in kinds and getattr(args, name) != DEFAULTS[name]
+        refuse_idle({f"--{name}": given}, f"with --kind {args.kind}", f"it is for {_or(kinds)}")
+
+
+def _or(names: Sequence[str]) -> str:
+    return " or ".join(names)
+
+
 def _random(
     args: argparse.Namespace,
     spec: ModelSpec,
@@ -75,6 +103,8 @@ def _random(
 ) -> Sensitivity:
     from llmpq.profiler.omega import random_tables
 
+    if args.seed < 0:
+        raise ValueError(f"--seed must be at least 0, got {args.seed}")
     weights, caches = random_tables(spec.num_layers, precisions, kv, seed=args.seed)
     return Sensitivity(
         indicator="random",

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from llmpq.file_form import read_json
 from llmpq.kernels.atom_scheme import AtomScheme
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
@@ -27,14 +28,18 @@ from llmpq.runtime.layers import Weight
 from llmpq.runtime.loader import CheckpointSource, weight_files
 from llmpq.runtime.quantized_checkpoint import QuantizedCheckpoint
 from llmpq.runtime.quantized_writer import (
+    ENDS_FILE,
+    REMEDY,
     CheckpointWriter,
     compressed_config,
     kv_cache_scheme,
     layer_file,
 )
 from llmpq.runtime.stage_model import DTYPES
+from llmpq.runtime.whole_files import write_text
 
 STATE_FILE = "quantize.json"
+ANY_LAYER = "model-layer-*.safetensors"
 
 OnLayer = Callable[[int, int, bool], None]
 """Hears of every finished layer: index, bytes, whether it was there already."""
@@ -140,12 +145,13 @@ def spread(precisions: Sequence[Precision], num_layers: int) -> tuple[Precision,
 def _claim(target: Path, description: dict[str, Any]) -> None:
     """Make the output directory, or check that it holds the same run unfinished.
 
-    A run that finished no layer, since its settings did not work out, may be followed by another.
+    A run that finished no layer, since its settings did not work out, may be followed by another;
+    of another model, embedding and head are not kept.
     """
     target.mkdir(parents=True, exist_ok=True)
     state = target / STATE_FILE
-    if state.exists() and (target / layer_file(0)).exists():
-        found = json.loads(state.read_text())
+    if state.exists() and any(target.glob(ANY_LAYER)):
+        found = _state(state)
         differing = sorted(k for k in description if found.get(k) != description[k])
         if differing:
             raise ValueError(
@@ -155,4 +161,16 @@ def _claim(target: Path, description: dict[str, Any]) -> None:
         return
     if not state.exists() and any(target.iterdir()):
         raise ValueError(f"'{target}' is not empty and has no {STATE_FILE}; give a new directory")
-    state.write_text(json.dumps(description, indent=1) + "\n")
+    (target / ENDS_FILE).unlink(missing_ok=True)
+    write_text(json.dumps(description, indent=1) + "\n", state, remedy=REMEDY)
+
+
+def _state(path: Path) -> dict[str, Any]:
+    """Read what a run noted about itself."""
+    found = read_json(path)
+    if not isinstance(found, dict):
+        raise ValueError(
+            f"'{path}' holds a {type(found).__name__}, expected what llmpq-quantize noted about "
+            "its run; give a new directory"
+        )
+    return found

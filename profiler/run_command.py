@@ -20,6 +20,8 @@ from llmpq.profiler.messages import Case, Sampling, model_spec
 from llmpq.profiler.samples import SampleLog
 from llmpq.profiler.session import Job, Outcome, default_copies, devices_here, run
 from llmpq.profiler.tables import links_table, profile_tables
+from llmpq.runtime.idle_flags import refuse_idle
+from llmpq.runtime.output_paths import check_files
 from llmpq.workload import DTYPE_BYTES, Dtype
 
 log = logging.getLogger(__name__)
@@ -72,6 +74,9 @@ def main(args: argparse.Namespace) -> int:
     """Profile and write costs.json; exit 8 if some targets could not be timed."""
     job = make_job(args)
     samples_path = args.samples or args.output.with_suffix(".samples.jsonl")
+    check_files(
+        {"--cluster": args.cluster}, {"--output": args.output, "--samples": str(samples_path)}
+    )
     with SampleLog(samples_path) as samples, _progress() as progress:
         task = progress.add_task("starting", total=_num_cases(job))
 
@@ -127,15 +132,24 @@ def make_job(args: argparse.Namespace) -> Job:
             verify_q=_counts(args.verify),
             job=_job(args.job, spec),
         ),
-        sampling=Sampling.parse_data(
-            {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p},
-            where="sampling",
-        ),
+        sampling=_sampling(args),
         rest_s=REST_S if len(cluster.devices) > 1 else 0.0,
         seconds_per_case=0.02 if args.quick else GPU_SECONDS if on_gpu else 0.1,
         min_repeats=3,
         links=len(cluster.devices) > 1,
     )
+
+
+def _sampling(args: argparse.Namespace) -> Sampling:
+    """Return how tokens are sampled; `ValueError` for flags that greedy ones do not heed."""
+    sampling = Sampling.parse_data(
+        {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p},
+        where="sampling",
+    )
+    if args.temperature == 0:
+        given = {"--top-k": args.top_k is not None, "--top-p": args.top_p != 1}
+        refuse_idle(given, "on greedy tokens", "add --temperature T")
+    return sampling
 
 
 def default_dtype(spec: ModelSpec, devices: tuple[Device, ...]) -> Dtype:

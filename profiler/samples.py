@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from llmpq.profiler.messages import Case, Conditions, Sample
+from llmpq.runtime.output_paths import naming
 
 
 class SampleLog:
@@ -36,13 +38,16 @@ class SampleLog:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._file.close()
+        with suppress(OSError):  # every line was flushed: only a refused one is tried again
+            self._file.close()
 
     def append(self, sample: Sample) -> None:
         """Write one sample through to the file."""
         self._samples.append(sample)
-        self._file.write(json.dumps(sample.model_dump(mode="json")) + "\n")
-        self._file.flush()
+        line = json.dumps(sample.model_dump(mode="json")) + "\n"
+        with naming(self._path, kept="the samples before are kept, run it again to continue"):
+            self._file.write(line)
+            self._file.flush()
 
     def taken(self, wanted: Iterable[Case], conditions: Conditions) -> dict[Case, Sample]:
         """Return the newest sample of each wanted case taken under these conditions.

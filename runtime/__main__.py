@@ -32,6 +32,7 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
+    _open_closed_streams()
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or (words[0].startswith("-") and words[0] not in ("-h", "--help")):
         words.insert(0, "run")
@@ -67,6 +68,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _end(_interrupted(words[0]), ExitCode.INTERRUPTED)
 
 
+def _open_closed_streams() -> None:
+    """Let what is printed go nowhere where the caller closed it: files and exit code remain."""
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (open as long as the process)
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+
+
 def _dispatch(words: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="llmpq-dist", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -84,8 +93,6 @@ def _dispatch(words: Sequence[str]) -> int:
 
 def _flush() -> OSError | None:
     """Send off what was printed; return why nothing takes it, which nobody will hear again."""
-    if sys.stdout is None:  # closed by whoever called
-        return None
     try:
         sys.stdout.flush()
     except OSError as error:

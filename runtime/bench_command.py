@@ -3,6 +3,9 @@
 A batch of equally long random prompts, a fixed number of greedy tokens each: one warm-up job, then
 `--repeat` timed ones. Runs a plan through Ray, or (`--in-process`) in this process: a plan of CPU
 stages, or a whole model on one GPU.
+
+Drafts are those of `llmpq-dist run` with the same plan and flags, on a checkpoint's weights only:
+random ones do not accept drafts as a trained model does, and their speed-up would be none.
 """
 
 from __future__ import annotations
@@ -10,11 +13,8 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import random
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,22 +25,17 @@ from rich.console import Console
 from llmpq.device_spec import canonical_kind
 from llmpq.errors import ExitCode
 from llmpq.file_form import explain
-from llmpq.kernels.timing import write_row
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
 from llmpq.precision import KVPrecision, Precision
-from llmpq.runtime.device_links import LINK_CHOICES, LinkChoice
+from llmpq.runtime.bench_jobs import Bench, run_in_process, run_through_ray
+from llmpq.runtime.bench_rows import add_rows, read_baselines, summary
+from llmpq.runtime.device_links import LINK_CHOICES
 from llmpq.runtime.hand_plan import hand_plan
 from llmpq.runtime.idle_flags import refuse_idle
-from llmpq.runtime.loader import RandomSource, TensorSource
-from llmpq.runtime.output_paths import naming, require_writable
-from llmpq.runtime.quantized_checkpoint import open_checkpoint
-from llmpq.runtime.report import JobResult, build_report, print_summary
-from llmpq.runtime.request import Request
-from llmpq.runtime.scheduler import Scheduler
-from llmpq.runtime.stage_actor import limits_of
-from llmpq.runtime.stage_compute import LoadReport
-from llmpq.runtime.thread_engine import ThreadEngine
+from llmpq.runtime.output_paths import check_files, naming
+from llmpq.runtime.report import print_summary
+from llmpq.runtime.speculation_choice import Drafts, add_speculation_arguments, choose_speculation
 from llmpq.workload import Workload
 
 _log = logging.getLogger("llmpq.bench")
@@ -68,6 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         job.add_argument(f"--{name}", type=int, metavar="N", help=_default(name))
     job.add_argument("--prefill-microbatch", type=int, metavar="N", help="default: the batch")
     job.add_argument("--decode-microbatch", type=int, metavar="N", help="default: the batch")
+    add_speculation_arguments(parser.add_argument_group("speculation"))
     how = parser.add_argument_group("how")
     how.add_argument("--in-process", action="store_true", help="no Ray: threads of this process")
     how.add_argument("--no-graphs", action="store_true", help="no CUDA graphs")
@@ -90,23 +86,6 @@ def _default(name: str) -> str:
     return f"default: {JOB[name]}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Bench:
-    """One job, ready to be repeated."""
-
-    plan: Plan
-    spec: ModelSpec
-    model: str
-    dummy: bool
-    graphs: bool
-    warm_up: int
-    repeat: int
-    seed: int
-    links: LinkChoice = "auto"
-    ray_address: str | None = None
-    master_addr: str | None = None
-
-
 def main(args: argparse.Namespace) -> int:
     """Time the job; returns the exit code."""
     if args.repeat < 1 or args.warm_up < 0:
@@ -114,19 +93,47 @@ def main(args: argparse.Namespace) -> int:
             f"--repeat must be >= 1, --warm-up >= 0, got {args.repeat}, {args.warm_up}"
         )
     _refuse_idle_flags(args)
-    if args.rows is not None:
-        require_writable("--rows", args.rows)
+    baselines = read_baselines(args.baseline)
+    check_files({"--strat_file_name": args.plan, "--costs": args.costs}, {"--rows": args.rows})
     bench = make_bench(args)
     reports = run_in_process(bench) if args.in_process else run_through_ray(bench)
-    report = summary(reports)
-    if args.json:
-        sys.stdout.write(json.dumps(report, indent=1) + "\n")
-    else:
-        print_summary(report, Console(width=None if sys.stdout.isatty() else 110))
-    if args.rows is not None:
-        with naming(args.rows, kept="the report is printed, the rows before are kept"):
-            add_row(Path(args.rows), bench, report, args)
+    report = summary(reports, num_jobs=bench.warm_up + bench.repeat)
+
+    def show() -> None:
+        if args.json:
+            sys.stdout.write(json.dumps(report, indent=1) + "\n")
+        else:
+            print_summary(report, Console(width=None if sys.stdout.isatty() else 110))
+        sys.stdout.flush()
+
+    def add() -> None:
+        add_rows(Path(args.rows), _case(bench), report, bench.plan, baselines, args.commit)
+
+    writers = {"standard output": show} | ({} if args.rows is None else {args.rows: add})
+    _write_all(writers)
     return ExitCode.DONE
+
+
+def _write_all(writers: Mapping[str, Callable[[], None]]) -> None:
+    """Write to every place; what one refuses takes nothing of the others."""
+    refused: list[ValueError] = []
+    for place, write in writers.items():
+        try:
+            with naming(place, kept="what was written elsewhere is whole"):
+                write()
+        except ValueError as error:
+            refused.append(error)
+    if refused:
+        raise refused[0]
+
+
+def _case(bench: Bench) -> dict[str, Any]:
+    """Return what tells this job from others, for its rows."""
+    return {
+        "model": bench.spec.name,
+        "weights": "dummy" if bench.dummy else "checkpoint",
+        "graphs": bench.graphs,
+    }
 
 
 def _refuse_idle_flags(args: argparse.Namespace) -> None:
@@ -135,6 +142,10 @@ def _refuse_idle_flags(args: argparse.Namespace) -> None:
         names = (*JOB, "symmetric", "prefill_microbatch", "decode_microbatch")
         given = {f"--{n.replace('_', '-')}": getattr(args, n) not in (None, False) for n in names}
         refuse_idle(given, "with --strat_file_name, whose plan says them", "re-plan")
+    elif args.symmetric and not _rounds_weights(args.bits):
+        refuse_idle({"--symmetric": True}, "on weights that are not rounded", "add --bits w4a16")
+    if args.load_format == "dummy":
+        _refuse_dummy_drafts(args)
     if args.rows is None:
         given = {"--commit": args.commit is not None, "--baseline": bool(args.baseline)}
         refuse_idle(given, "without a row to write", "add --rows FILE")
@@ -144,12 +155,31 @@ def _refuse_idle_flags(args: argparse.Namespace) -> None:
             "--ray-address": args.ray_address is not None,
             "--master_addr": args.master_addr is not None,
         }
-        refuse_idle(given, "with --in-process", "leave that out")
+        refuse_idle(given, "with --in-process", "run through Ray")
+
+
+def _rounds_weights(bits: str | None) -> bool:
+    return Precision.parse(bits or JOB["bits"]).weight_bits < 16
+
+
+def _refuse_dummy_drafts(args: argparse.Namespace) -> None:
+    """`ValueError` for flags about drafts where acceptance would mean nothing."""
+    given = {
+        "--speculate": args.speculate not in (None, "off"),
+        "--gamma": args.gamma is not None,
+        "--costs": args.costs is not None,
+        "--compare-plain": args.compare_plain,
+    }
+    refuse_idle(
+        given,
+        "with --load-format dummy, whose random weights accept drafts as no trained model does",
+        "give a directory of weights",
+    )
 
 
 def make_bench(args: argparse.Namespace) -> Bench:
     """Read the plan, or make the plan of a whole model on one device."""
-    plan = Plan.load(args.plan) if args.plan is not None else None
+    plan = _planned(args.plan)
     model = args.model or (plan.model.path if plan is not None else None)
     if model is None:
         raise ValueError("nothing to run: give --plan PLAN or --model DIR|NAME")
@@ -160,6 +190,8 @@ def make_bench(args: argparse.Namespace) -> Bench:
     if plan is None:
         plan = single_plan(spec, args)
     plan.require_model(spec)
+    _require_positions(plan, spec)
+    drafts = _drafts(plan, args)
     return Bench(
         plan=plan,
         spec=spec,
@@ -172,7 +204,52 @@ def make_bench(args: argparse.Namespace) -> Bench:
         links=args.links or "auto",
         ray_address=args.ray_address,
         master_addr=args.master_addr,
+        drafts=drafts,
+        compare=args.compare_plain,
     )
+
+
+def _planned(name: str | None) -> Plan | None:
+    if name is None:
+        return None
+    # Imports Ray, which a job without a plan need not wait for.
+    from llmpq.runtime.run_command import load_plan
+
+    return load_plan(name)
+
+
+def _require_positions(plan: Plan, spec: ModelSpec) -> None:
+    work = plan.workload
+    if work.max_len > spec.max_positions:
+        raise ValueError(
+            f"the job: prompts of {work.prompt_len} tokens and {work.gen_len} new ones are beyond "
+            f"the {spec.max_positions} positions of {spec.name}; shorten --prompt or --gen, or "
+            "re-plan"
+        )
+
+
+def _drafts(plan: Plan, args: argparse.Namespace) -> Drafts:
+    """Return how `llmpq-dist run` would draft; nothing on random weights, which is said."""
+    if args.load_format == "dummy":
+        if plan.speculation is not None and args.speculate is None:
+            _log.warning(
+                "the plan's drafts (%s, gamma %d) are left out, this times plain decoding: random "
+                "weights accept drafts as no trained model does; give a directory of weights to "
+                "time them",
+                plan.speculation.mode,
+                plan.speculation.gamma,
+            )
+        return Drafts()
+    drafts = choose_speculation(
+        plan, args.speculate, args.gamma, args.costs, compare=args.compare_plain
+    )
+    if drafts.mode is not None:
+        _log.warning(
+            "drafts of %s: prompts are random tokens, text may be accepted more or less often "
+            "(llmpq-dist run --compare-plain tells)",
+            drafts.mode,
+        )
+    return drafts
 
 
 def single_plan(spec: ModelSpec, args: argparse.Namespace) -> Plan:
@@ -209,171 +286,3 @@ def single_plan(spec: ModelSpec, args: argparse.Namespace) -> Plan:
 def _or(value: int | None, default: int) -> int:
     """Return the default where nothing was given; 0 is refused later."""
     return default if value is None else value
-
-
-def prompts_of(bench: Bench, job: int) -> list[Request]:
-    """Return a job's requests: random prompts, no stop, greedy."""
-    workload = bench.plan.workload
-    rng = random.Random(bench.seed * 1000 + job)
-    return [
-        Request(
-            id=index,
-            prompt=tuple(rng.randrange(bench.spec.vocab) for _ in range(workload.prompt_len)),
-            max_new=workload.gen_len,
-        )
-        for index in range(workload.batch)
-    ]
-
-
-def run_in_process(bench: Bench) -> list[dict[str, Any]]:
-    """Time the job in this process."""
-    plan = bench.plan
-    on_gpu = not any(stage.is_cpu for stage in plan.stages)
-    if on_gpu and len(plan.stages) > 1:
-        raise ValueError(
-            f"--in-process runs one GPU, the plan has {len(plan.stages)} stages; leave it out"
-        )
-    device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats()
-    started_s = time.perf_counter()
-    source = make_source(bench, device)
-    engine = ThreadEngine(plan, bench.spec, source, device=device, graphs=bench.graphs)
-    loads = engine.loads
-    startup_s = time.perf_counter() - started_s
-    _log.info("loaded in %.1f s", startup_s)
-
-    def job(index: int) -> JobResult:
-        run = engine.run(Scheduler(limits_of(plan)), prompts_of(bench, index))
-        return _result(plan, loads, run.records, run.finished, startup_s)
-
-    reports = _repeat(bench, job)
-    if on_gpu:
-        peak = torch.cuda.max_memory_allocated()
-        for report in reports:
-            report["peak_memory_bytes"] = peak
-    return reports
-
-
-def run_through_ray(bench: Bench) -> list[dict[str, Any]]:
-    """Time the job on the plan's stages, placed by Ray."""
-    # Ray takes seconds to import and is not needed in-process.
-    from llmpq.runtime.pipeline import Launch, Pipeline
-    from llmpq.runtime.stage_actor import StageSettings
-
-    settings = StageSettings(
-        model_dir=bench.model
-        if not Path(bench.model).is_dir()
-        else str(Path(bench.model).resolve()),
-        load_format="dummy" if bench.dummy else "auto",
-        graphs=bench.graphs,
-        links=bench.links,
-    )
-    plan, started_s = bench.plan, time.perf_counter()
-    launch = Launch(ray_address=bench.ray_address, master_addr=bench.master_addr)
-    with Pipeline.start(plan, settings, launch=launch) as pipeline:
-        startup_s = time.perf_counter() - started_s
-        updates = pipeline.updates()
-        num_jobs = bench.warm_up + bench.repeat
-
-        def job(index: int) -> JobResult:
-            pipeline.submit(prompts_of(bench, index), more=index + 1 < num_jobs)
-            finished: list[Any] = []
-            while len(finished) < plan.workload.batch:
-                finished += next(updates).finished
-            if index + 1 == num_jobs:
-                for _ in updates:
-                    pass
-            records = pipeline.records()
-            return _result(plan, pipeline.load_reports, records, finished, startup_s)
-
-        return _repeat(bench, job)
-
-
-def make_source(bench: Bench, device: torch.device) -> TensorSource:
-    """Return where the weights come from."""
-    if bench.dummy:
-        return RandomSource(bench.spec, seed=bench.seed, device=device)
-    return open_checkpoint(bench.model, bench.spec)
-
-
-def _repeat(bench: Bench, job: Callable[[int], JobResult]) -> list[dict[str, Any]]:
-    """Run warm-ups and timed jobs; return the timed ones' reports."""
-    reports = []
-    for index in range(bench.warm_up + bench.repeat):
-        report = build_report(job(index))
-        _log.info("job %d: %.1f tokens/s", index, report["output_throughput"])
-        if index >= bench.warm_up:
-            reports.append(report)
-    return reports
-
-
-def _result(
-    plan: Plan, loads: Sequence[LoadReport], records: Any, finished: Any, startup_s: float
-) -> JobResult:
-    return JobResult(
-        plan=plan,
-        loads=loads,
-        records=records,
-        finished=finished,
-        num_failed=0,
-        prompt_tokens=plan.workload.batch * plan.workload.prompt_len,
-        startup_s=startup_s,
-    )
-
-
-def summary(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the report of the median job, with every job's throughput and times."""
-    ordered = sorted(reports, key=lambda report: report["output_throughput"])
-    median = ordered[(len(ordered) - 1) // 2]
-    steps = median["workload"]["gen_len"] - 1
-    prefill_ms = [1e3 * report["measured"]["prefill_s"] for report in reports]
-    decode_ms = (
-        [1e3 * report["measured"]["decode_s"] / steps for report in reports] if steps else []
-    )
-    return median | {
-        "output_throughputs": [report["output_throughput"] for report in reports],
-        "prefill_ms": prefill_ms,
-        "decode_step_ms": decode_ms,
-    }
-
-
-def add_row(path: Path, bench: Bench, report: dict[str, Any], args: argparse.Namespace) -> None:
-    """Append the job's rows: output tokens a second, and the times of its two phases."""
-    plan = bench.plan
-    baselines = dict(item.split("=", 1) for item in args.baseline)
-    precisions = sorted({precision.value for precision in plan.precisions})
-    predicted = plan.predicted
-    case = {
-        "model": bench.spec.name,
-        "precision": "+".join(precisions),
-        "kv": plan.workload.kv.value,
-        "dtype": plan.workload.dtype,
-        "cluster": plan.cluster.name,
-        "batch": plan.workload.batch,
-        "prompt": plan.workload.prompt_len,
-        "gen": plan.workload.gen_len,
-        "plan": plan.solver.method,
-        "weights": "dummy" if bench.dummy else "checkpoint",
-        "symmetric": plan.quantization.symmetric,
-        "graphs": bench.graphs,
-    }
-    per_step = 1e3 / max(1, plan.workload.gen_len - 1)
-    rows = (
-        ("e2e", "tok/s", report["output_throughputs"], predicted and predicted.output_tokens_per_s),
-        ("e2e_prefill", "ms", report["prefill_ms"], predicted and 1e3 * predicted.prefill_s),
-        ("e2e_step", "ms", report["decode_step_ms"], predicted and predicted.decode_s * per_step),
-    )
-    for name, unit, samples, expected in rows:
-        if samples:
-            write_row(
-                path,
-                bench=name,
-                case=case,
-                unit=unit,
-                samples=samples,
-                baselines={k: float(v) for k, v in baselines.items()} if name == "e2e" else None,
-                commit=args.commit,
-                predicted=expected or None,
-                program="llmpq-dist",
-            )

@@ -9,23 +9,24 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from llmpq.runtime.loader import INDEX, SINGLE, read_weight_map
+from llmpq.runtime.whole_files import write_bytes, write_tensors, write_text
 from llmpq.units import format_size
 
 BIN, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 COPIED = ("*.json", "*.txt", "*.model", "*.jinja")
 """Files that go along: config, tokenizer, vocabulary, chat template."""
+REMEDY = "nothing is left of the conversion, free some space or give another directory"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,25 +46,51 @@ def convert(source: str | Path, target: str | Path) -> Converted:
         raise ValueError(f"'{target}' is a file; give a new directory for the safetensors")
     if target.exists() and any(target.iterdir()):
         raise ValueError(f"'{target}' is not empty; give a new directory")
+    with _whole_directory(target):
+        weight_map, total = _write_weights(shards, target)
+        _write_rest(source, target)
+    files = tuple(sorted(set(weight_map.values())))
+    return Converted(files=files, num_tensors=len(weight_map), num_bytes=total)
+
+
+@contextmanager
+def _whole_directory(target: Path) -> Iterator[None]:
+    """Make an empty directory to write files to; if that fails, take away what was written."""
+    existed = target.exists()
     target.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except BaseException:
+        for path in target.iterdir():
+            path.unlink()
+        if not existed:
+            target.rmdir()
+        raise
+
+
+def _write_weights(shards: list[Path], target: Path) -> tuple[dict[str, str], int]:
+    """Write shard by shard; return which file a tensor is in, and the bytes of all."""
     weight_map: dict[str, str] = {}
     total = 0
     for number, shard in enumerate(shards, start=1):
         name = SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
         tensors = dict(_distinct(_load(shard)))
-        save_file(tensors, target / name, metadata={"format": "pt"})
+        write_tensors(tensors, target / name, {}, remedy=REMEDY)
         weight_map |= dict.fromkeys(tensors, name)
         total += sum(tensor.nbytes for tensor in tensors.values())
         del tensors
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (target / INDEX).write_text(json.dumps(index, indent=1) + "\n")
-    for pattern in COPIED:
-        for path in sorted(source.glob(pattern)):
-            if path.name != BIN_INDEX:
-                shutil.copy(path, target / path.name)
-    files = tuple(sorted(set(weight_map.values())))
-    return Converted(files=files, num_tensors=len(weight_map), num_bytes=total)
+        write_text(json.dumps(index, indent=1) + "\n", target / INDEX, remedy=REMEDY)
+    return weight_map, total
+
+
+def _write_rest(source: Path, target: Path) -> None:
+    """Copy what goes along; config.json last, without which no loader takes the directory."""
+    found = {path for pattern in COPIED for path in source.glob(pattern)}
+    for path in sorted(found, key=lambda path: (path.name == "config.json", path.name)):
+        if path.name != BIN_INDEX:
+            write_bytes(path.read_bytes(), target / path.name, remedy=REMEDY)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -8,14 +8,12 @@ under their Hugging Face names and load in Transformers; Atom layers are written
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from llmpq.kernels.atom_formats import AtomWeight
@@ -28,8 +26,11 @@ from llmpq.runtime.families import FAMILIES
 from llmpq.runtime.layers import Weight
 from llmpq.runtime.loader import INDEX, CheckpointSource
 from llmpq.runtime.quantized_checkpoint import ATOM_ROOT, SCHEMES
+from llmpq.runtime.whole_files import write_bytes, write_tensors, write_text
 
 ENDS_FILE = "model-ends.safetensors"
+REMEDY = "free some space and run the same command again: it continues; or give another directory"
+"""What helps where a file cannot be written: the layers that are whole stay."""
 COPIED = ("generation_config.json", "tokenizer*", "special_tokens_map.json", "vocab.*", "*.jinja")
 
 
@@ -75,10 +76,12 @@ class CheckpointWriter:
         """Write the tokenizer's files and config.json: the directory is then whole."""
         for pattern in COPIED:
             for path in self._source.directory.glob(pattern):
-                shutil.copy(path, self.directory / path.name)
+                write_bytes(path.read_bytes(), self.directory / path.name, remedy=REMEDY)
         config = json.loads((self._source.directory / "config.json").read_text())
         config["quantization_config"] = dict(quantization)
-        _write_text(self.directory / "config.json", json.dumps(config, indent=2) + "\n")
+        write_text(
+            json.dumps(config, indent=2) + "\n", self.directory / "config.json", remedy=REMEDY
+        )
 
     def _named_tensors(
         self, index: int, part: str, weight: Weight, dtype: torch.dtype
@@ -149,7 +152,7 @@ class CheckpointWriter:
             weight_map |= dict.fromkeys(header, path.name)
             total += sum(end - start for start, end in header.values())
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        _write_text(self.directory / INDEX, json.dumps(index, indent=1) + "\n")
+        write_text(json.dumps(index, indent=1) + "\n", self.directory / INDEX, remedy=REMEDY)
 
 
 def is_channel_int8(weight: AtomWeight) -> bool:
@@ -254,13 +257,5 @@ def _header(path: Path) -> dict[str, tuple[int, int]]:
 
 def _save(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
     """Write a whole file or none: a half-written one must not pass for a finished layer."""
-    unfinished = path.with_suffix(".unfinished")
     dense = {name: tensor.contiguous().cpu() for name, tensor in tensors.items()}
-    save_file(dense, unfinished, metadata={"format": "pt", **metadata})
-    unfinished.replace(path)
-
-
-def _write_text(path: Path, text: str) -> None:
-    unfinished = path.with_suffix(".unfinished")
-    unfinished.write_text(text)
-    unfinished.replace(path)
+    write_tensors(dense, path, metadata, remedy=REMEDY)

@@ -6,7 +6,13 @@ from typing import Any
 
 import pytest
 
-from llmpq.kernels.atom_kernels import act_round_kernel, atom_gemm_kernel, norm_round_kernel
+from llmpq.kernels.atom_fused import FEW_TILES, WIDE, GemmPlan, channel_plan
+from llmpq.kernels.atom_kernels import (
+    act_round_kernel,
+    atom_gemm_kernel,
+    channel_gemm_kernel,
+    norm_round_kernel,
+)
 from llmpq.kernels.compile import ARCHITECTURES, SHARED_LIMIT, Compiled, compile_kernel
 
 pytestmark = pytest.mark.compile
@@ -16,16 +22,19 @@ TYPES = {
     **dict.fromkeys(("A", "WO", "CODES"), "*i8"),
     **dict.fromkeys(("SA", "SCALES", "HADAMARD"), "*fp32"),
     **dict.fromkeys(("SW", "SO", "BIAS", "Y", "X", "WEIGHT"), "*bf16"),
-    **dict.fromkeys(("M", "N", "K", "F", "normal", "outliers", "x_stride"), "i32"),
+    **dict.fromkeys(("M", "N", "K", "F", "normal", "outliers", "x_stride", "a_width"), "i32"),
     "INDEX": "*i32",
     "eps": "fp32",
 }
 
 
 def compiled(kernel: Any, arch: int, constants: dict[str, Any], w: str, **options: int) -> Compiled:
-    arguments = {n: {**TYPES, "W": w}[n] for n in kernel.arg_names if n in {**TYPES, "W": w}}
+    types = {name: t for name, t in {**TYPES, "W": w}.items() if name not in constants}
+    arguments = {name: types[name] for name in kernel.arg_names if name in types}
     aligned = tuple(n for n, t in arguments.items() if t.startswith("*"))
-    aligned += tuple(n for n in ("N", "K", "F", "x_stride", "outliers") if n in arguments)
+    aligned += tuple(
+        n for n in ("N", "K", "F", "x_stride", "outliers", "a_width") if n in arguments
+    )
     made = compile_kernel(kernel, arch, arguments, constants, aligned=aligned, options=options)
     assert made.cubin and made.shared_bytes <= SHARED_LIMIT[arch]
     return made
@@ -50,6 +59,23 @@ def test_product_compiles_to_tensor_cores(arch: int, bits: int, parts: int) -> N
         w = "*u8" if bits == 4 else "*i8"
         made = compiled(atom_gemm_kernel, arch, constants, w, num_warps=warps, num_stages=stages)
         assert any(kind in made.ptx for kind in (".s8", "kind::i8"))
+        assert any(unit in made.ptx for unit in ("mma.sync", "wgmma", "tcgen05.mma"))
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_every_tile_of_w8a8_fits_every_architecture(arch: int) -> None:
+    many = {channel_plan(rows, columns) for rows in (129, 4096) for columns in (WIDE, WIDE + 1)}
+    assert all(isinstance(tiles, GemmPlan) for tiles in many)
+    for tiles in many | set(FEW_TILES.values()):
+        constants = {
+            "K": 4096,
+            "HAS_BIAS": True,
+            "BLOCK_M": tiles.block_m,
+            "BLOCK_N": tiles.block_n,
+            "GROUP_M": 8,
+        }
+        options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
+        made = compiled(channel_gemm_kernel, arch, constants, "*i8", **options)
         assert any(unit in made.ptx for unit in ("mma.sync", "wgmma", "tcgen05.mma"))
 
 

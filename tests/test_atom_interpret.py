@@ -90,6 +90,14 @@ def test_product_is_exact(scheme: AtomScheme, m: int, n: int, k: int) -> None:
     assert error(product(x, weight, bias=bias), exact + bias) < 1e-6
 
 
+@pytest.mark.parametrize("m", [1, 16, 17, 50, 100, 130])
+def test_products_of_one_scale_a_channel_in_the_tiles_of_their_rows(m: int) -> None:
+    weight = quantize_atom(seeded(136, 300, seed=1), W8A8, dtype=torch.float16)
+    x = seeded(m, 300)
+    got = atom_gemm(norm_round(x, W8A8), weight, dtype=torch.float32)
+    assert error(got, integer_product(x, weight)) < 1e-6
+
+
 @pytest.mark.parametrize(
     "fault", ["scale of the next group", "outliers dropped", "channels shifted by one"]
 )

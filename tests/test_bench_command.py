@@ -1,18 +1,23 @@
 """`llmpq-dist bench`: the job's arithmetic, its rows, and its refusals; in-process and over Ray."""
 
+import errno
 import json
 
 import pytest
 
 from llmpq.model_spec import ModelSpec
+from llmpq.plan import Speculation
 from llmpq.precision import Precision
+from llmpq.runtime import bench_rows
 from llmpq.runtime.__main__ import main
-from llmpq.runtime.bench_command import summary
+from llmpq.runtime.bench_rows import summary
 from llmpq.runtime.emulate import memory_share
 from llmpq.runtime.hand_plan import hand_plan
 from llmpq.workload import Workload
 
 pytestmark = pytest.mark.cluster
+DUMMY = ["--model", "opt-13b", "--load-format", "dummy"]
+ROWS = ["--rows", "rows.jsonl"]
 JOB = ["--batch", "4", "--prompt", "8", "--gen", "5", "--dtype", "float32", "--repeat", "2"]
 
 
@@ -69,9 +74,18 @@ def test_two_stages_over_ray(demo_model, tmp_path, ray_session, capsys):
         (["--plan", "plan.json", "--symmetric"], "--symmetric has no effect with --strat"),
         (["--model", "opt-13b", "--commit", "abc"], "--commit has no effect without a row"),
         (["--model", "opt-13b", "--links", "nccl"], "--links has no effect with --in-process"),
+        ([*DUMMY, "--symmetric"], "--symmetric has no effect on weights that are not rounded"),
+        ([*DUMMY, "--prompt", "2000", "--gen", "50"], "beyond the 2048 positions of opt-13b"),
+        ([*DUMMY, *ROWS, "--baseline", "vllm"], "--baseline 'vllm': expected NAME=VALUE"),
+        ([*DUMMY, *ROWS, "--baseline", "vllm=fast"], "--baseline 'vllm=fast': expected NAME="),
+        ([*DUMMY, *ROWS, *2 * ["--baseline", "a=1"]], "--baseline names 'a' twice"),
+        ([*DUMMY, "--speculate", "kv4"], "--speculate has no effect with --load-format dummy"),
+        ([*DUMMY, "--gamma", "2", "--compare-plain"], "--gamma, --compare-plain have no effect"),
+        (["--plan", "rows.jsonl", "--rows", "rows.jsonl"], "are the same file, 'rows.jsonl'"),
     ],
 )
-def test_refusals(flags, words, capsys):
+def test_refusals(flags, words, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     assert main(["bench", "--in-process", *flags]) == 2
     assert words in capsys.readouterr().err
 
@@ -80,9 +94,14 @@ def test_the_median_job_is_reported():
     def report(speed: float) -> dict:
         measured = {"prefill_s": 1 / speed, "decode_s": 8 / speed}
         workload = {"gen_len": 5}
-        return {"output_throughput": speed, "measured": measured, "workload": workload}
+        return {
+            "output_throughput": speed,
+            "measured": measured,
+            "workload": workload,
+            "speculation": None,
+        }
 
-    found = summary([report(4.0), report(1.0), report(2.0)])
+    found = summary([report(4.0), report(1.0), report(2.0)], num_jobs=3)
     assert found["output_throughput"] == 2.0
     assert found["decode_step_ms"] == [500.0, 2000.0, 1000.0]
 
@@ -103,3 +122,110 @@ def test_weights_without_zeros_are_fewer_bytes(demo_model, capsys):
         report = json.loads(capsys.readouterr().out)
         sizes.append(report["stages"][0]["memory"]["weights_bytes"])
     assert sizes[0] < sizes[1]
+
+
+@pytest.fixture
+def drafting_plan(demo_model, tmp_path):
+    """Return a maker of a plan of some stages that asks for drafts."""
+
+    def make(*splits):
+        plan = hand_plan(
+            ModelSpec.from_directory(demo_model),
+            Workload(batch=4, prompt_len=8, gen_len=9, dtype="float32"),
+            splits=splits,
+            prefill_microbatch=2,
+            decode_microbatch=2,
+            model_dir=str(demo_model),
+        )
+        drafts = Speculation(mode="kv4", gamma=3, acceptance=0.5)
+        path = tmp_path / "plan.json"
+        path.write_text(plan.model_copy(update={"speculation": drafts}).dump_json())
+        return path
+
+    return make
+
+
+ONCE = ["--repeat", "1", "--warm-up", "1", "--json"]
+
+
+def test_a_plans_drafts_are_made(drafting_plan, tmp_path, capsys, caplog):
+    plan, rows = drafting_plan().with_suffix(""), tmp_path / "rows.jsonl"  # as run: no .json
+    flags = ["--in-process", "--compare-plain", "--rows", str(rows), "--commit", "abc"]
+    assert main(["bench", "--plan", str(plan), *ONCE, *flags]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert "drafts of kv4: prompts are random tokens" in caplog.text
+    seen = report["speculation"]
+    assert (seen["mode"], seen["gamma"], seen["counted_jobs"]) == ("kv4", 3, 2)
+    # A row's 8 tokens behind the first take 2 verifies where all drafts are accepted.
+    assert seen["verifies"] >= 2 * 4 * 2 and seen["draft_bytes"] > 0
+    assert report["total_output_tokens"] == 4 * 9
+    assert seen["plain"]["rows_with_the_same_tokens"] == 4
+    found = {row["bench"]: row for row in map(json.loads, rows.read_text().splitlines())}
+    assert {row["case"]["speculation"] for row in found.values()} == {"kv4, gamma 3"}
+    assert found["e2e"]["baselines"] == {"plain": seen["plain"]["output_throughput"]}
+    accepted = found["e2e_acceptance"]
+    assert accepted["value"] == seen["acceptance"] and accepted["predicted"] == 0.5
+
+
+def test_flags_override_the_plans_drafts(drafting_plan, capsys):
+    where = ["bench", "--in-process", "--plan", str(drafting_plan()), *ONCE]
+    assert main([*where, "--speculate", "off"]) == 0
+    assert json.loads(capsys.readouterr().out)["speculation"] is None
+    assert main([*where, "--speculate", "ngram", "--gamma", "2"]) == 0
+    seen = json.loads(capsys.readouterr().out)["speculation"]
+    assert (seen["mode"], seen["gamma"]) == ("ngram", 2)
+
+
+def test_random_weights_leave_a_plans_drafts_out_and_say_so(drafting_plan, capsys, caplog):
+    flags = ["--in-process", "--load-format", "dummy"]
+    assert main(["bench", "--plan", str(drafting_plan()), *ONCE, *flags]) == 0
+    assert json.loads(capsys.readouterr().out)["speculation"] is None
+    assert "the plan's drafts (kv4, gamma 3) are left out" in caplog.text
+
+
+def test_a_plans_drafts_over_ray(drafting_plan, ray_session, capsys):
+    plan = str(drafting_plan(4))
+    assert main(["bench", "--plan", plan, *ONCE, "--compare-plain"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    seen = report["speculation"]
+    assert (seen["mode"], seen["gamma"], seen["counted_jobs"]) == ("kv4", 3, 2)
+    assert seen["plain"]["rows_with_the_same_tokens"] == 4 and seen["draft_bytes"] > 0
+    assert report["total_output_tokens"] == 4 * 9
+    assert "decode" not in report["stages"][0]["steps"]  # those of the plain job
+
+
+def test_a_refused_place_takes_nothing_of_another(demo_model, tmp_path, capfd, monkeypatch):
+    where = ["--model", str(demo_model), "--load-format", "dummy", "--in-process", "--json"]
+    job = [*where, "--batch", "1", "--prompt", "4", "--gen", "2", *ONCE, "--commit", "abc"]
+    assert main(["bench", *job, "--rows", "/dev/full"]) == 2
+    printed = capfd.readouterr()
+    assert json.loads(printed.out)["completed"] == 1
+    assert "cannot write '/dev/full': no space left on device" in printed.err
+    rows = tmp_path / "rows.jsonl"
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr("sys.stdout", full)
+        assert main(["bench", *job, "--rows", str(rows)]) == 2
+    assert len(rows.read_text().splitlines()) == 3
+    assert "cannot write 'standard output': no space left" in capfd.readouterr().err
+
+
+def test_rows_are_added_all_or_none(tmp_path, monkeypatch):
+    written, path = bench_rows.write_row, tmp_path / "rows.jsonl"
+
+    def torn(path, *, bench, **fields):
+        written(path, bench=bench, **fields)
+        if bench == "e2e_step":
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(bench_rows, "write_row", torn)
+    plan = hand_plan(ModelSpec.by_name("opt-13b"), Workload(batch=1, prompt_len=4, gen_len=2))
+    report = {
+        "output_throughputs": [1.0], "prefill_ms": [1.0], "decode_step_ms": [1.0],
+        "speculation": None,
+    }  # fmt: skip
+    for before in (None, '{"bench": "other"}\n'):
+        if before is not None:
+            path.write_text(before)
+        with pytest.raises(OSError, match="No space"):
+            bench_rows.add_rows(path, {}, report, plan, {}, "abc")
+        assert (path.read_text() if path.exists() else None) == before

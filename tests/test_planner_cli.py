@@ -24,7 +24,7 @@ pytestmark = pytest.mark.pure
 ROOT = Path(__file__).resolve().parents[1]
 PAPER = ROOT / "clusters" / "paper"
 PAIR = ("prefill_microbatch", "decode_microbatch")
-JOB = ["--global_bz", "8", "--s", "512", "--n", "100", "--theta", "1"]
+JOB = ["--global_bz", "8", "--s", "512", "--n", "100"]
 SMALL = ["--device-names", "T4", "V100", "--device-numbers", "1", "1", "--model", "opt-13b", *JOB]
 
 

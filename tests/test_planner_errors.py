@@ -13,7 +13,7 @@ pytestmark = pytest.mark.pure
 
 ROOT = Path(__file__).resolve().parents[1]
 PAPER = ROOT / "clusters" / "paper"
-JOB = ["--global_bz", "8", "--s", "512", "--n", "100", "--theta", "1"]
+JOB = ["--global_bz", "8", "--s", "512", "--n", "100"]
 SMALL = ["--device-names", "T4", "V100", "--device-numbers", "1", "1", "--model", "opt-13b", *JOB]
 TABLE = {
     "T4": device_spec.device_specs()["T4"].model_copy(update={"aliases": ("Tesla_T4",)}),
@@ -92,7 +92,7 @@ ERRORS = {
         "+V100\n",
     ),
     "negative theta": (
-        [*SMALL[:-1], "-1"],
+        [*SMALL, "--theta", "-1"],
         2,
         "llmpq-algo: --theta must be between 0 and 1e+15 seconds per unit of omega, got -1\n",
     ),

@@ -195,14 +195,14 @@ def test_a_study_without_an_answer_is_said(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_study_under_a_budget_compares_plans_within_it(
     capsys: pytest.CaptureFixture[str], words: list[str]
 ) -> None:
-    budget = ["--global_bz", "8", "--bits", "4,8", "--theta", "0", "--quality-budget", "0.3"]
+    budget = ["--global_bz", "8", "--bits", "4,8", "--quality-budget", "0.3"]
     code, text, _ = _run(capsys, *words, *budget, "--explain")
     said = [line.split(" is ")[1] for line in text.splitlines() if line.startswith("- costs of")]
     assert code == 0 and len(said) == 4
     losses = [float(line.split("%")[0]) for line in said]
     assert max(losses) < 5
     kept = _predicted(capsys, *words, *budget)
-    fast = _predicted(capsys, *words, *budget[:-2])
+    fast = _predicted(capsys, *words, *budget[:-2], "--theta", "0")
     assert kept.total_s > 1.2 * fast.total_s and fast.sum_omega > 0.9, "4 bits break the budget"
 
 

@@ -18,16 +18,16 @@ COMMAND = ("-m", "llmpq.profiler.quantize_command")
 KILLED = """
 import os, signal, sys
 from llmpq.profiler.quantize_command import main
-from llmpq.runtime import quantized_writer
+from llmpq.runtime import whole_files
 
-save_file = quantized_writer.save_file
+save_file = whole_files.save_file
 
 def killed(tensors, path, metadata):
     save_file(tensors, path, metadata=metadata)
-    if path.stem == "model-layer-0003":
+    if path.name.startswith("model-layer-0003"):
         os.kill(os.getpid(), signal.SIGKILL)
 
-quantized_writer.save_file = killed
+whole_files.save_file = killed
 main(sys.argv[1:])
 """
 """Dies when layer 3 is written, before the file has its name."""

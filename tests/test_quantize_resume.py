@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from llmpq.model_spec import ModelSpec
@@ -16,8 +18,9 @@ from llmpq.profiler import quantize_command
 from llmpq.profiler.calibrate import random_windows
 from llmpq.profiler.quantize_model import Job, quantize_model
 from llmpq.profiler.recipes import Settings
+from llmpq.runtime import whole_files
 from llmpq.runtime.loader import CheckpointSource
-from llmpq.runtime.quantized_writer import layer_file
+from llmpq.runtime.quantized_writer import ENDS_FILE, layer_file
 
 pytestmark = pytest.mark.cpu
 
@@ -68,6 +71,82 @@ def test_layers_computed_in_another_dtype_are_not_taken(model: Path, tmp_path: P
     quantise(model, tmp_path / "q")
     with pytest.raises(ValueError, match="a quantisation that differs in dtype; give a new"):
         quantise(model, tmp_path / "q", torch.bfloat16)
+
+
+def test_embedding_of_another_model_is_not_taken(model: Path, tmp_path: Path) -> None:
+    target = tmp_path / "q"
+    quantise(model, target)
+    for path in target.glob("model-layer-*"):  # as a run that stopped in its first layer
+        path.unlink()
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.embed_tokens.weight"] *= 2
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    quantise(model, target)
+    found = load_file(target / ENDS_FILE)["model.embed_tokens.weight"]
+    assert found.equal(tensors["model.embed_tokens.weight"])
+
+
+def test_layers_behind_a_missing_first_one_are_not_taken(model: Path, tmp_path: Path) -> None:
+    quantise(model, tmp_path / "q")
+    (tmp_path / "q" / layer_file(0)).unlink()
+    with pytest.raises(ValueError, match="a quantisation that differs in dtype; give a new"):
+        quantise(model, tmp_path / "q", torch.bfloat16)
+
+
+@pytest.mark.parametrize("content, words", [("[]", "holds a list"), ("{", "is not JSON")])
+def test_a_state_that_is_none(model: Path, tmp_path: Path, content: str, words: str) -> None:
+    quantise(model, tmp_path / "q")
+    (tmp_path / "q" / "quantize.json").write_text(content)
+    with pytest.raises(ValueError, match=f"quantize.json' {words}"):
+        quantise(model, tmp_path / "q")
+
+
+@pytest.mark.parametrize("file", [layer_file(1), ENDS_FILE])
+def test_a_full_disk_is_named_and_the_run_continues(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
+) -> None:
+    target, write = tmp_path / "q", whole_files.save_file
+
+    def full(tensors: Any, path: Path, metadata: Any) -> None:
+        if path.name.startswith(file):
+            path.write_bytes(b"half")
+            raise SafetensorError("I/O error: No space left on device (os error 28)")
+        write(tensors, path, metadata=metadata)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(whole_files, "save_file", full)
+        with pytest.raises(
+            ValueError, match=f"cannot write '{target / file}': no space left.*free"
+        ):
+            quantise(model, target)
+    assert not list(target.glob("*.unfinished")) and not (target / file).exists()
+    with pytest.raises(ValueError, match="config.json"):
+        ModelSpec.from_directory(target)
+    first = file == layer_file(1)
+    assert quantise(model, target) == [first, False, False]
+    assert ModelSpec.from_directory(target).num_layers == 3
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "config.json", "model.safetensors.index.json"])
+def test_a_full_disk_while_small_files_are_written(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    target, write = tmp_path / "q", Path.write_bytes
+    (model / "tokenizer.json").write_text("{}")
+
+    def full(path: Path, content: bytes) -> int:
+        if path.parent == target and path.name.startswith(name):
+            write(path, content[:3])
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(path, content)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", full)
+        with pytest.raises(ValueError, match=f"cannot write '{target / name}': no space left"):
+            quantise(model, target)
+    assert not (target / "config.json").exists() and not (target / name).exists()
+    quantise(model, target)
+    assert (target / "config.json").exists() and (target / name).exists()
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import shutil
 import zipfile
@@ -10,8 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from llmpq.runtime import convert as command
+from llmpq.runtime import whole_files
+from llmpq.runtime.__main__ import main as dist
 from llmpq.runtime.convert import convert
 from llmpq.runtime.generate import LocalPipeline
 
@@ -132,3 +136,56 @@ def test_an_index_that_names_no_files(pickled, tmp_path, content, message):
     with pytest.raises(ValueError, match=message):
         convert(directory, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def full_after(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the disk be full once so many safetensors files are there; half of the next one is."""
+    save_file, done = whole_files.save_file, []
+
+    def save(tensors, path, metadata):
+        done.append(path)
+        if len(done) > number:
+            path.write_bytes(b"half")
+            raise SafetensorError("I/O error: No space left on device (os error 28)")
+        save_file(tensors, path, metadata=metadata)
+
+    monkeypatch.setattr(whole_files, "save_file", save)
+
+
+def test_a_full_disk_is_named_and_leaves_nothing(pickled, tmp_path, capsys, monkeypatch):
+    directory, target = pickled(3), tmp_path / "out"
+    with monkeypatch.context() as patch:
+        full_after(1, patch)
+        assert dist(["convert", str(directory), str(target)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    file = target / "model-00002-of-00003.safetensors"
+    assert f"cannot write '{file}': no space left on device (" in line
+    assert "to write" in line and "free some space" in line
+    assert not target.exists()
+    assert dist(["convert", str(directory), str(target)]) == 0  # the same command again
+
+
+def test_a_full_disk_while_config_is_copied(pickled, tmp_path, monkeypatch):
+    directory, target = pickled(), tmp_path / "out"
+    (directory / "tokenizer.json").write_text("{}")
+    target.mkdir()
+    write_bytes, kept = Path.write_bytes, []
+
+    def write(path, content):
+        if path.name.startswith("config.json"):
+            kept.extend(sorted(found.name for found in target.iterdir()))
+            write_bytes(path, content[:7])
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write_bytes(path, content)
+
+    monkeypatch.setattr(Path, "write_bytes", write)
+    with pytest.raises(ValueError, match="cannot write '.*config.json': no space left"):
+        convert(directory, target)
+    assert kept == ["model.safetensors", "tokenizer.json"]  # config.json is the last
+    assert target.is_dir() and not list(target.iterdir())
+
+
+def test_standard_output_that_is_closed(pickled, tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.stdout", None)
+    assert dist(["convert", str(pickled()), str(tmp_path / "out")]) == 0
+    assert (tmp_path / "out" / "config.json").exists()

@@ -32,7 +32,7 @@ class Columns:
     num_bytes: tuple[NDArray[np.int64], ...]
     """[m] -> [K], ascending."""
     least: tuple[Floats, ...]
-    """[m] -> [L - m + 1, K] least sum of omega of layers [a, a + m)."""
+    """[m] -> [L - m + 1, K] least sum of omega of layers [a, a + m), infinite if none may be so."""
     previous: tuple[NDArray[np.int64], ...]
     """[m] -> [K, B] index of k - e_b among the vectors of m - 1, or -1."""
     omega: Floats
@@ -58,6 +58,11 @@ class Columns:
         return tuple(reversed(found))
 
 
+def priced(omega: Floats, theta: float) -> Floats:
+    """Return theta times omega; what is infinite stays so at a theta of zero."""
+    return theta * omega if theta > 0 else np.where(np.isinf(omega), omega, 0.0)
+
+
 class TooManyColumns(Exception):
     """The table would be too large; group layers or use the integer program."""
 
@@ -72,7 +77,8 @@ def make_columns(
 ) -> Columns:
     """Return the table for stages of at most `capacity` bytes.
 
-    `only_whole`: one stage has all layers. `longest`: leave out stages of more layers.
+    `omega` is infinite where a layer may not have a choice. `only_whole`: one stage has all
+    layers. `longest`: leave out stages of more layers.
     """
     num_layers, num_choices = omega.shape
     counts = [np.zeros((1, num_choices), dtype=np.int64)]
@@ -96,6 +102,10 @@ def make_columns(
             above = least[-1][:starts, back[has, b]]
             np.minimum(table[:, has], above + omega[m - 1 : m - 1 + starts, b, None], out=above)
             table[:, has] = above
+        some = np.isfinite(table).any(axis=0)
+        vectors, back, table = vectors[some], back[some], table[:, some]
+        if not len(vectors):
+            break
         counts.append(vectors)
         sizes.append(vectors @ layer_bytes)
         least.append(table)
@@ -141,5 +151,6 @@ def _previous(
     for b in range(vectors.shape[1]):
         has = vectors[:, b] > 0
         wanted = vectors[has] @ base - base[b]
-        result[has, b] = order[np.searchsorted(codes[order], wanted)]
+        place = order[np.searchsorted(codes[order], wanted).clip(max=len(order) - 1)]
+        result[has, b] = np.where(codes[place] == wanted, place, -1)
     return result

@@ -21,7 +21,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from llmpq.planner.exact.columns import Columns
+from llmpq.planner.exact.columns import Columns, priced
 from llmpq.planner.exact.form import EVERYWHERE, Box, Form
 from llmpq.planner.exact.relaxation import Prices
 from llmpq.planner.problem import Floats, Problem
@@ -182,22 +182,22 @@ class Completion:
         theta = self.p.theta
         for m in range(1, self.columns.most + 1):
             sizes = self.columns.num_bytes[m]
-            least = self.columns.least[m]
-            starts = np.arange(len(least))
+            omega = priced(self.columns.least[m], theta)
+            starts = np.arange(len(omega))
             for c in range(classes):
                 fits = np.searchsorted(sizes, capacity[c], side="right")
                 mid = int(fits[0, 0])
                 if mid:
-                    priced = theta * least[:, :mid] + self.base[c][m][:mid]
-                    table[c, starts, starts + m] = priced.min(axis=1)
-                head, tail = theta * least[0], theta * least[-1]
+                    filled = omega[:, :mid] + self.base[c][m][:mid]
+                    table[c, starts, starts + m] = filled.min(axis=1)
+                head, tail = omega[0], omega[-1]
                 base, whole = self.base[c][m], m == layers
                 table[c, 0, m] = _least(head, base, int(fits[1, int(whole)])) + ends[c, 0]
                 if whole:
                     table[c, 0, m] += ends[c, 1]
                 else:
                     last = _least(tail, base, int(fits[0, 1])) + ends[c, 1]
-                    if len(least) > 1:
+                    if len(omega) > 1:
                         table[c, layers - m, layers] = last
         table[~self.space.allowed] = np.inf
         return table
@@ -278,8 +278,8 @@ class Completion:
         m, layers = end - start, self.p.num_layers
         room = self.form.numbers.capacity[c, int(start == 0), int(end == layers)]
         fits = int(np.searchsorted(self.columns.num_bytes[m], room, side="right"))
-        priced = self.p.theta * self.columns.least[m][start, :fits] + self.base[c][m][:fits]
-        return self.columns.choices(start, m, int(np.argmin(priced)))
+        omega = priced(self.columns.least[m][start, :fits], self.p.theta)
+        return self.columns.choices(start, m, int(np.argmin(omega + self.base[c][m][:fits])))
 
 
 def _least(omega: Floats, base: Floats, fits: int) -> float:

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from llmpq.planner.exact.columns import priced
 from llmpq.planner.exact.completion import Completion
 from llmpq.planner.outcome import Assignment, Stage
 from llmpq.planner.problem import Floats, Problem
@@ -219,9 +220,8 @@ class LabelSearch:
             fits = int(np.searchsorted(self.columns.num_bytes[m], room, side="right"))
             omega = self.columns.least[m][a, :fits]
             extra = first * bound.ends[c, 0] + last * bound.ends[c, 1]
-            keep = np.flatnonzero(
-                self.p.theta * omega + bound.base[c][m][:fits] + extra <= reach[end]
-            )
+            cost = priced(omega, self.p.theta) + bound.base[c][m][:fits] + extra
+            keep = np.flatnonzero((cost <= reach[end]) & np.isfinite(omega))
             if not len(keep):
                 continue
             tp, td = self.times[c][m]

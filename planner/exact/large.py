@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from llmpq.planner.exact.columns import TooManyColumns
 from llmpq.planner.exact.completion import ChainSpace, Space
 from llmpq.planner.exact.form import Box, Form, make_form
-from llmpq.planner.exact.relaxation import ClassRelaxation
-from llmpq.planner.exact.search import Search, solve_exact
+from llmpq.planner.exact.relaxation import ClassRelaxation, relaxed_or_quick
+from llmpq.planner.exact.search import OVERTIME_S, Search, solve_exact
 from llmpq.planner.ilp import solve_ilp
 from llmpq.planner.outcome import Assignment, Infeasible, Outcome, Stage
 from llmpq.planner.pipeline_time import value
@@ -38,7 +38,8 @@ def solve_short_stages(p: Problem, start: float, deadline: float, gap: float) ->
     if search.best is None:
         return solve_grouped(p, start, deadline, gap)
     forms = [make_form(p, *pair) for pair in p.pairs]
-    beyond = min(_with_long_stage(p, form, longest, search.relaxation) for form in forms)
+    late = deadline + OVERTIME_S
+    beyond = min(_with_long_stage(p, form, longest, search.relaxation, late) for form in forms)
     note = "" if beyond >= bound else f"stages of more than {longest} layers were not searched"
     return search.outcome(min(bound, beyond), start, note)
 
@@ -57,15 +58,16 @@ def _short_search(
     return None
 
 
-def _with_long_stage(p: Problem, form: Form, longest: int, relaxation: ClassRelaxation) -> float:
+def _with_long_stage(
+    p: Problem, form: Form, longest: int, relaxation: ClassRelaxation, deadline: float
+) -> float:
     """Bound of plans that have a stage of more than `longest` layers: P and D are at least its."""
     if longest >= p.num_layers:
         return math.inf
     x = form.numbers
     slow_p = (longest + 1) * float(x.prefill_s[0].min())
     slow_d = (longest + 1) * float(x.decode_s[0].min())
-    value = relaxation.solve(form, box=Box(p_low=slow_p, d_low=slow_d)).value
-    return value - 1e-7 * abs(value) if math.isfinite(value) else value
+    return relaxed_or_quick(relaxation, form, deadline, Box(p_low=slow_p, d_low=slow_d))
 
 
 def solve_chains(p: Problem, start: float, deadline: float, gap: float) -> Outcome:
@@ -100,7 +102,7 @@ def _sequences(p: Problem) -> list[Sequence[int]]:
 def solve_grouped(p: Problem, start: float, deadline: float, gap: float) -> Outcome:
     """Let neighbouring layers share a choice; bound by the relaxation of single layers."""
     relaxation = ClassRelaxation(p)
-    bound = min(relaxation.solve(make_form(p, *pair)).value for pair in p.pairs)
+    bound = min(relaxed_or_quick(relaxation, make_form(p, *pair), deadline) for pair in p.pairs)
     for size in (2, 3, 4, 6, 8):
         if p.group > 1 or p.spec.num_layers % size:
             continue
@@ -116,7 +118,7 @@ def solve_grouped(p: Problem, start: float, deadline: float, gap: float) -> Outc
             status="feasible",
             assignment=a,
             value=worth,
-            bound=min(bound - 1e-7 * abs(bound), worth),
+            bound=min(bound, worth),
             seconds=time.perf_counter() - start,
             note=f"searched in part (groups of {size} layers); the bound holds for every plan",
         )

@@ -16,6 +16,7 @@ y fractional; e_c, h_c say which class has the embedding and the head.
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -103,6 +104,7 @@ class ClassRelaxation:
         lp.num_col_, lp.num_row_ = width, len(start) - 1
         lp.col_cost_ = cost
         low, high = np.zeros(width), np.full(width, np.inf)
+        high[:ny] = np.where(p.open[:, None, :], np.inf, 0.0).repeat(classes, axis=1).ravel()
         low[-3:-1], high[-3:-1] = (box.p_low, box.d_low), (box.p_high, box.d_high)
         lp.col_lower_, lp.col_upper_ = low, high
         lp.row_lower_, lp.row_upper_ = lower, upper
@@ -159,6 +161,40 @@ class ClassRelaxation:
             np.array(lower),
             np.array(upper),
         )
+
+
+def quick_bound(p: Problem, form: Form, box: Box = EVERYWHERE) -> float:
+    """Return a lower bound of F over all plans of a pair within a box, without a program.
+
+    Every layer is priced by itself, whatever fits. The slowest of J stages takes a J-th of their
+    sum at least, or what the box says. Taken at kappa = 0 and 1.
+    """
+    best = -math.inf
+    for kappa in (0.0, 1.0):
+        d_weight = form.d_weight(kappa)
+        for share in (1.0 / p.max_stages,) if box is EVERYWHERE else (1.0 / p.max_stages, 0.0):
+            wp, wd = 1.0 + share * form.a, form.s_weight(kappa) + share * d_weight
+            floor = 0.0 if share else form.a * box.p_low + d_weight * box.d_low
+            best = max(best, _layers_alone(p, form, wp, wd) + floor)
+    return best - 1e-7 * abs(best)
+
+
+def relaxed_or_quick(
+    relaxation: ClassRelaxation, form: Form, deadline: float, box: Box = EVERYWHERE
+) -> float:
+    """Return the relaxation's bound of a pair, its quick bound once the deadline has passed."""
+    if time.perf_counter() > deadline:
+        return quick_bound(relaxation.p, form, box)
+    value = relaxation.solve(form, box=box).value
+    return value - 1e-7 * abs(value) if math.isfinite(value) else value
+
+
+def _layers_alone(p: Problem, form: Form, wp: float, wd: float) -> float:
+    """Return the sum of the least cost of every layer, embedding and head at weights of time."""
+    x = form.numbers
+    layer = (wp * x.prefill_s + wd * x.decode_s).min(axis=1) + p.priced_omega
+    ends = (wp * x.ends_prefill_s + wd * x.ends_decode_s).min(axis=0)
+    return float(layer.min(axis=1).sum() + ends.sum())
 
 
 def _scaled(prices: Floats, counts: Floats, most: float, high: float) -> Floats:

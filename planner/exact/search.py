@@ -1,10 +1,13 @@
 """Best-bound search over the pairs of micro-batch sizes, all device orders at once.
 
-1. Relax every pair (planner/exact/relaxation.py); put it on a heap by its bound.
+1. Bound every pair by its layers alone; relax it (planner/exact/relaxation.py) once no other has a
+   smaller bound, and put it on a heap.
 2. Pop the smallest: tighten it with the completion program, which also gives a plan.
 3. If it is still the smallest, close it: label setting below the best plan, in widening windows, so
    that the first window with a plan in it ends the pair.
-4. Stop when the smallest bound reaches the best plan: the plan is proven optimal.
+4. Stop when the smallest bound reaches the best plan: the plan is proven optimal. At the deadline
+   the smallest bound is the proof of what there is; without a plan, the pair that needs the least
+   memory is tried, and a little more time is taken.
 
 Clusters with too many classes of devices for all orders, and models with too many ways to fill a
 stage, are searched in part (planner/exact/large.py).
@@ -24,7 +27,7 @@ from llmpq.planner.exact.columns import Columns, TooManyColumns, make_columns
 from llmpq.planner.exact.completion import MAX_STATES, Completion, Space, num_states
 from llmpq.planner.exact.form import EVERYWHERE, Box, Form, make_form
 from llmpq.planner.exact.labels import GaveUp, LabelSearch, Limits
-from llmpq.planner.exact.relaxation import ClassRelaxation, Prices
+from llmpq.planner.exact.relaxation import ClassRelaxation, Prices, quick_bound
 from llmpq.planner.fits import fits
 from llmpq.planner.ilp import no_plan_fits, no_plan_yet, solve_ilp
 from llmpq.planner.outcome import (
@@ -55,6 +58,10 @@ PIECES = 6
 """Parts a range of D (or P) is split into."""
 RANGE_STEPS = 9
 """Bisections to shrink a range before it is split."""
+
+
+OVERTIME_S = 2.0
+"""Seconds beyond the deadline that a search without a plan may take."""
 
 
 @dataclass(kw_only=True)
@@ -94,13 +101,14 @@ class Search:
         """Smallest bound of any pair's relaxation: valid for every plan."""
         self.labels = 0
         self.stuck: list[float] = []
+        self.overtime = False
 
     def _columns(self, longest: int | None) -> Columns:
-        numbers = [self.p.numbers(eta, xi) for eta, xi in self.p.pairs]
+        roomiest = self.p.numbers(*self.p.pairs[0])  # larger micro-batches leave less room
         return make_columns(
-            self.p.omega,
-            numbers[0].layer_bytes[0],
-            max(int(x.capacity.max()) for x in numbers),
+            self.p.open_omega,
+            roomiest.layer_bytes[0],
+            int(roomiest.capacity.max()),
             only_whole=self.p.max_stages == 1,
             longest=longest,
         )
@@ -148,19 +156,38 @@ class Search:
         """Search; return the proven lower bound over the space."""
         heap: list[tuple[float, int, Part]] = []
         numbers = itertools.count()
-        for eta, xi in self.p.pairs:
-            part = self._part(make_form(self.p, eta, xi), EVERYWHERE, 0)
-            self.relaxed = min(self.relaxed, part.bound)
-            heapq.heappush(heap, (part.bound, next(numbers), part))
-        while heap and heap[0][0] < self.target:
-            bound, _, part = heapq.heappop(heap)
-            if time.perf_counter() > self.deadline and self.best is not None:
-                self.stuck.append(bound)
+        forms = [make_form(self.p, eta, xi) for eta, xi in self.p.pairs]
+        waiting = [(quick_bound(self.p, form), k) for k, form in enumerate(forms)]
+        heapq.heapify(waiting)
+        while True:
+            least = heap[0][0] if heap else math.inf
+            soonest = waiting[0][0] if waiting else math.inf
+            if min(least, soonest) >= self.target or self._late():
                 break
-            parts = self._close(part) if part.completions else self._tighten(part)
+            if soonest < least:
+                _, k = heapq.heappop(waiting)
+                part = self._part(forms[k], EVERYWHERE, 0, soonest)
+                self.relaxed = min(self.relaxed, part.bound)
+                # Until there is a plan, every pair is asked for one at once.
+                parts = self._tighten(part) if self.best is None else [part]
+            else:
+                _, _, part = heapq.heappop(heap)
+                parts = self._close(part) if part.completions else self._tighten(part)
             for open_part in parts:
                 heapq.heappush(heap, (open_part.bound, next(numbers), open_part))
-        return min([self.target, *self.stuck, *(bound for bound, _, _ in heap)])
+        self.relaxed = min(self.relaxed, soonest)
+        return min(self.target, least, soonest, *self.stuck, math.inf)
+
+    def _late(self) -> bool:
+        """Whether to stop: at the deadline, or a little later where there is no plan yet."""
+        now = time.perf_counter()
+        if now <= self.deadline:
+            return False
+        if self.best is None and not self.overtime:
+            self.overtime = True
+            roomiest = make_form(self.p, *self.p.pairs[0])
+            self._tighten(self._part(roomiest, EVERYWHERE, 0))
+        return self.best is not None or now > self.deadline + OVERTIME_S
 
     def _part(self, form: Form, box: Box, depth: int, at_least: float = -math.inf) -> Part:
         prices = self.relaxation.solve(form, box=box)

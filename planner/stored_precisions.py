@@ -1,0 +1,226 @@
+"""At which precisions the layers of a quantised model directory can be served.
+
+Reads config.json and the headers of the safetensors files, no weights. The names of a layer's
+tensors tell its form, as runtime/quantized_checkpoint.py lists them:
+
+    weight_packed, qweight    weights alone: their bits with 16-bit activations
+    weight int8 with a scale  w8a8
+    codes                     Atom: bits of weights and activations in the file's metadata
+    none of these             unquantised: 16 bits, or rounded while it loads
+
+Bits of weights cannot change once stored; Atom's weights also meet 16-bit activations.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llmpq.file_form import read_json
+from llmpq.model_config import section, size
+from llmpq.model_spec import ModelSpec, read_config
+from llmpq.precision import Precision
+
+METHODS = ("compressed-tensors", "gptq", "awq", "llmpq")
+"""Values of `quant_method` that the runtime reads."""
+QUANTIZATION = "config.json, quantization_config"
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+SCHEMES = "llmpq_schemes"
+"""Metadata key of an Atom file: linear -> fields of its scheme, as JSON."""
+LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")
+MAX_HEADER_BYTES = 100_000_000
+"""What the safetensors library allows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredLayer:
+    """How a layer is stored, and every precision it can be served at."""
+
+    stored: Precision
+    served: tuple[Precision, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Header:
+    """The header of one safetensors file."""
+
+    path: Path
+    tensors: dict[str, Any]
+    metadata: dict[str, str]
+    data_start: int
+
+    def whole_numbers(self, name: str) -> list[int]:
+        """Return the values of a small tensor of integers."""
+        start, end = self.tensors[name]["data_offsets"]
+        width = 8 if self.tensors[name]["dtype"] == "I64" else 4
+        with self.path.open("rb") as file:
+            file.seek(self.data_start + start)
+            content = file.read(end - start)
+        places = range(0, len(content), width)
+        return [int.from_bytes(content[i : i + width], "little", signed=True) for i in places]
+
+
+def stored_layers(directory: str | Path, spec: ModelSpec) -> tuple[StoredLayer, ...] | None:
+    """Return how every layer is stored; None for a directory that is not quantised."""
+    described = section(read_config(directory), "quantization_config")
+    if described is None:
+        return None
+    method = described.get("quant_method")
+    if method not in METHODS:
+        raise ValueError(
+            f"'{directory}': quantization method '{method}' is not supported; expected one of "
+            f"{', '.join(METHODS)}"
+        )
+    files = _files(Path(directory))
+    if not files:
+        raise ValueError(
+            f"'{directory}' is quantised but has no {SINGLE}, whose header says at how many bits "
+            "each layer is stored; get its weights, or say it with --bits"
+        )
+    found: dict[int, set[Precision]] = {}
+    for header in map(_read_header, files):
+        for layer, precision in _quantised(header, described):
+            found.setdefault(layer, set()).add(precision)
+    return tuple(_layer(directory, i, found.get(i, set())) for i in range(spec.num_layers))
+
+
+def has_weights(directory: str | Path) -> bool:
+    """Whether a directory has a checkpoint, not config.json alone."""
+    return bool(_files(Path(directory)))
+
+
+def _files(directory: Path) -> list[Path]:
+    """Return the checkpoint's files: the index's, or the single one; none where there is none."""
+    index = directory / INDEX
+    if not index.exists():
+        return [directory / SINGLE] if (directory / SINGLE).exists() else []
+    content = read_json(index)
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(weight_map, dict):
+        raise ValueError(f"'{index}' has no 'weight_map'; get the directory's files anew")
+    return [directory / str(name) for name in sorted({*weight_map.values()}, key=str)]
+
+
+def _read_header(path: Path) -> _Header:
+    """Return the header of a safetensors file; `ValueError` where it has none."""
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if length > MAX_HEADER_BYTES:
+                raise ValueError(f"a header of {length} bytes")
+            content = json.loads(file.read(length))
+        tensors = {name: at for name, at in content.items() if name != "__metadata__"}
+        metadata = content.get("__metadata__", {})
+    except FileNotFoundError:
+        raise ValueError(f"no such file: '{path}'; get the directory's files anew") from None
+    except (ValueError, AttributeError) as error:
+        raise ValueError(
+            f"'{path}' is not a safetensors file ({error}); get the directory's files anew"
+        ) from None
+    return _Header(path=path, tensors=tensors, metadata=metadata, data_start=8 + length)
+
+
+def _quantised(header: _Header, described: Mapping[str, Any]) -> Iterator[tuple[int, Precision]]:
+    """Yield layer and precision of every quantised linear of a file."""
+    for name in header.tensors:
+        layer = LAYER.search(name)
+        if layer is not None:
+            try:
+                precision = _precision(header, name, described)
+            except (KeyError, TypeError, IndexError, ZeroDivisionError, json.JSONDecodeError):
+                raise ValueError(
+                    f"'{header.path}' does not say how '{name}' is quantised; get the file anew, "
+                    "or quantise the model with llmpq-quantize"
+                ) from None
+            if precision is not None:
+                yield int(layer[1]), precision
+
+
+def _precision(header: _Header, name: str, described: Mapping[str, Any]) -> Precision | None:
+    """Return the precision that a tensor stands for; None for one that tells nothing."""
+    stem, _, kind = name.rpartition(".")
+    if kind == "codes":
+        scheme = json.loads(header.metadata[SCHEMES])[LAYER.sub("", stem.removeprefix("llmpq"))]
+        return _named(name, scheme["weight_bits"], scheme["activation_bits"])
+    if kind == "weight_packed":
+        in_features = header.whole_numbers(f"{stem}.weight_shape")[1]
+        return _named(name, header.tensors[name]["shape"][1] * 32 // in_features)
+    if kind == "qweight":
+        awq = described["quant_method"] == "awq"
+        return _named(name, 4 if awq else size(described, "bits", where=QUANTIZATION))
+    if kind == "weight" and f"{stem}.weight_scale" in header.tensors:
+        return Precision.W8A8 if header.tensors[name]["dtype"] == "I8" else None
+    return None
+
+
+def _named(name: str, weight_bits: int, activation_bits: int = 16) -> Precision:
+    try:
+        return Precision(f"w{weight_bits}a{activation_bits}")
+    except ValueError:
+        raise ValueError(
+            f"tensor '{name}' has {weight_bits}-bit weights for {activation_bits}-bit activations, "
+            f"expected one of {', '.join(p.value for p in Precision)}; quantise the model with "
+            "llmpq-quantize"
+        ) from None
+
+
+def _layer(directory: str | Path, index: int, found: set[Precision]) -> StoredLayer:
+    """Return a layer of these quantised linears; unquantised ones among them follow the others."""
+    if len(found) > 1:
+        raise ValueError(
+            f"'{directory}': layer {index} is stored at {names_of(tuple(found))} together, "
+            "expected one precision a layer; quantise the model with llmpq-quantize"
+        )
+    if not found:
+        return StoredLayer(stored=Precision.W16A16, served=tuple(Precision))
+    (stored,) = found
+    weight_only = Precision(f"w{stored.weight_bits}a16")
+    return StoredLayer(stored=stored, served=tuple(dict.fromkeys((stored, weight_only))))
+
+
+def offered(
+    layers: Sequence[StoredLayer], asked: Sequence[Precision] | None
+) -> tuple[tuple[Precision, ...], ...]:
+    """Return what each layer may be served at: as it is stored, or as `--bits` allows.
+
+    `ValueError` for a layer that `--bits` leaves nothing, and for bits that no layer can have.
+    """
+    if asked is None:
+        return tuple((layer.stored,) for layer in layers)
+    for index, layer in enumerate(layers):
+        if not set(asked) & set(layer.served):
+            raise ValueError(
+                f"--bits {names_of(asked)}: layer {index} is stored at {layer.stored.value}, "
+                f"expected {' or '.join(p.value for p in layer.served)} among them; leave --bits "
+                "out to plan every layer as it is stored, or plan the unquantised model"
+            )
+    idle = [p for p in asked if not any(p in layer.served for layer in layers)]
+    if idle:
+        raise ValueError(
+            f"--bits {names_of(asked)}: no layer can be served at {names_of(idle)}, they are "
+            f"stored at {names_of([layer.stored for layer in layers])}; leave "
+            f"{names_of(idle)} out, or plan the unquantised model"
+        )
+    return tuple(tuple(p for p in asked if p in layer.served) for layer in layers)
+
+
+def stored_line(directory: str, stored: Sequence[Precision]) -> str:
+    """Return one line: how a directory is stored, and that it is planned so."""
+    kinds = [p for p in Precision if p in stored]
+    if len(kinds) == 1:
+        return f"'{directory}' is stored at {kinds[0].value}: every layer is planned at it"
+    counts = ", ".join(f"{p.value} on {_layers(stored.count(p))}" for p in kinds)
+    return f"'{directory}' is stored at {counts}: each layer is planned at its own"
+
+
+def names_of(precisions: Sequence[Precision]) -> str:
+    """Return `w8a16,w4a16`: each once, most bits first."""
+    return ",".join(p.value for p in Precision if p in precisions)
+
+
+def _layers(count: int) -> str:
+    return "1 layer" if count == 1 else f"{count} layers"

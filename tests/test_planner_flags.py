@@ -1,0 +1,76 @@
+"""What `llmpq-algo` takes from the plan, and files and flags it says are of no use here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from llmpq.cluster import Cluster
+from llmpq.plan import Plan
+from llmpq.planner.__main__ import main
+
+pytestmark = pytest.mark.pure
+
+ROOT = Path(__file__).resolve().parents[1]
+DEVICES = ["--device-names", "V100", "--device-numbers", "1"]
+JOB = ["--global-bz", "2", "--s", "64", "--n", "8"]
+SMALL = [*DEVICES, *JOB, "--model", "opt-1.3b"]
+
+
+def _run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    code = main(list(words))
+    shown = capsys.readouterr()
+    return code, shown.out, shown.err
+
+
+def test_a_plan_is_checked_against_its_own_model(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    out = tmp_path / "plan.json"
+    assert _run(capsys, *SMALL, "-o", str(out))[0] == 0
+    text = f"{out}: 1 stages, complete, fits\n"
+    assert _run(capsys, "check", str(out), *DEVICES) == (0, text, "")
+    assert _run(capsys, "check", str(out), *DEVICES, "--model", "opt-125m")[0] == 4
+
+
+def test_a_plan_is_checked_against_the_directory_it_names(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    out, model = tmp_path / "plan.json", str(ROOT / "examples" / "demo-7m")
+    cluster = ["--cluster", str(ROOT / "examples" / "cpu-two-stages.yaml")]
+    assert _run(capsys, *cluster, *JOB, "--model", model, "-o", str(out))[0] == 0
+    assert _run(capsys, "check", str(out), *cluster)[0] == 0
+    plan = Plan.load(out)
+    gone = plan.model.model_copy(update={"path": str(tmp_path / "gone")})
+    plan.model_copy(update={"model": gone}).save_json(out)
+    code, _, err = _run(capsys, "check", str(out), *cluster)
+    text = "llmpq-algo: the plan's model 'demo-7m' is not here; give --model DIR\n"
+    assert (code, err) == (2, text)
+    assert _run(capsys, "check", str(out), *cluster, "--model", model)[0] == 0
+
+
+@pytest.mark.parametrize("mode", [["--pareto"], ["--quality-budget", "1"]])
+def test_theta_beside_what_has_its_own(capsys: pytest.CaptureFixture[str], mode: list[str]) -> None:
+    text = f"llmpq-algo: {mode[0]} does not go with --theta; leave one of them out\n"
+    assert _run(capsys, *SMALL, "--theta", "2", *mode) == (2, "", text)
+    assert _run(capsys, *SMALL, "--theta", "0", *mode) == (2, "", text)
+
+
+def test_a_table_of_kinds_is_no_cluster(capsys: pytest.CaptureFixture[str]) -> None:
+    table = str(ROOT / "clusters" / "gpus.yaml")
+    code, out, err = _run(capsys, "--cluster", table, *JOB, "--model", "opt-1.3b")
+    assert (code, out) == (2, "")
+    assert err == (
+        f"llmpq-algo: '{table}' is a table of device kinds, expected a cluster: 'name' and 'nodes' "
+        "that say which devices you have; llmpq-algo devices --yaml prints this machine's\n"
+    )
+
+
+def test_a_cluster_without_a_name_is_no_table_of_kinds(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    for text in ("{}", "nodes: []", "links: {between_nodes: {gbps: 1}}"):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=r"cluster\.yaml: '") as caught:
+            Cluster.load(path)
+        assert "table" not in str(caught.value)
