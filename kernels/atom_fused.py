@@ -218,7 +218,8 @@ def atom_gemm(
             f"{scales} scales. Round the input with the weight's own scheme."
         )
     y = torch.empty(m, weight.out_features, dtype=dtype, device=rounded.codes.device)
-    if scheme.group_size is None and not scheme.outliers:
+    whole_rows = scheme.group_size is None and not scheme.outliers
+    if whole_rows and weight.codes.ndim == 2:  # bytes; 4 bits come packed in blocks
         chosen = tiles or channel_plan(m, weight.out_features)
         _launch_channels(rounded, weight, bias, y, chosen)
         return y

@@ -101,7 +101,8 @@ def sample_kernel(
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(how + row)
     k = tl.load(how + rows + row)
-    p = tl.load(how + 2 * rows + row).to(tl.float32)
+    # A share of nothing, which float32 may make of it, would keep no column.
+    p = tl.maximum(tl.load(how + 2 * rows + row).to(tl.float32), 1e-30)
     number = tl.load(how + 3 * rows + row)
     # Whatever float32 makes of it, the largest number's weight is 1, that of minus infinity 0.
     temperature = tl.minimum(tl.maximum(temperature, 1e-37), 1e37)
@@ -126,6 +127,8 @@ def sample_kernel(
         # Without top-k nothing lies at the lowest key that could weigh anything.
         need = p * (above + tl.where(k < columns, equals.to(tl.float32) * same, 0.0))
         threshold = _threshold(x, columns, top, rate, need, False, BITS, BLOCK)
+        # Where sums round below a share of nearly 1, no key reaches it: top-k holds all the same.
+        threshold = tl.maximum(threshold, first)
         count, above, same = _around(x, columns, top, rate, threshold, BITS, BLOCK)
         equals = tl.maximum(tl.ceil((need - above) / same), 1.0).to(tl.float64)
         equals = tl.where(threshold == first, tl.minimum(equals, of_them), equals)
@@ -137,14 +140,18 @@ def sample_kernel(
     before = tl.zeros([], dtype=tl.float64)
     passed = tl.zeros([], dtype=tl.int32)
     found, last = columns, 0
+    top_key = _key(top, BITS)
     for start in range(0, columns, BLOCK):
         column, key, weight, there = _block(x, start, columns, top, rate, BITS, BLOCK)
         tie = there & (key == threshold)
         place = passed + tl.cumsum(tie.to(tl.int32)) - 1
         kept = (there & (key > threshold)) | (tie & (place < equals))
+        # An infinite number less itself is none; the largest weighs 1 whatever it is.
+        weight = tl.where(key == top_key, 1.0, weight)
         weight = tl.where(kept, weight, 0.0)
         up_to = before + tl.cumsum(weight).to(tl.float64)
-        hit = kept & (up_to > target)
+        # Partial sums round apart: one may exceed the number at a column that weighs nothing.
+        hit = (weight > 0) & (up_to > target)
         found = tl.minimum(found, tl.min(tl.where(hit, column, columns)))
         last = tl.maximum(last, tl.max(tl.where(weight > 0, column, 0)))
         before += tl.sum(weight).to(tl.float64)
@@ -164,6 +171,9 @@ def sample_rows(logits_BV: Tensor, how_4B: Tensor, *, block: int = BLOCK) -> Ten
             f"rows are told {FIELDS} numbers each, float64 [{FIELDS}, {rows}]; "
             f"got {how_4B.dtype} {list(how_4B.shape)}"
         )
+    if logits_BV.dtype not in KEY_BITS:
+        known = ", ".join(str(dtype) for dtype in KEY_BITS)
+        raise ValueError(f"logits are {logits_BV.dtype}, expected one of {known}; convert them")
     if logits_BV.stride(1) != 1:
         logits_BV = logits_BV.contiguous()
     out = torch.empty(rows, dtype=torch.long, device=logits_BV.device)

@@ -81,10 +81,10 @@ def stored_layers(directory: str | Path, spec: ModelSpec) -> tuple[StoredLayer, 
             f"'{directory}' is quantised but has no {SINGLE}, whose header says at how many bits "
             "each layer is stored; get its weights, or say it with --bits"
         )
+    file_of = {name: header for header in map(_read_header, files) for name in header.tensors}
     found: dict[int, set[Precision]] = {}
-    for header in map(_read_header, files):
-        for layer, precision in _quantised(header, described):
-            found.setdefault(layer, set()).add(precision)
+    for layer, precision in _quantised(file_of, described):
+        found.setdefault(layer, set()).add(precision)
     return tuple(_layer(directory, i, found.get(i, set())) for i in range(spec.num_layers))
 
 
@@ -124,13 +124,15 @@ def _read_header(path: Path) -> _Header:
     return _Header(path=path, tensors=tensors, metadata=metadata, data_start=8 + length)
 
 
-def _quantised(header: _Header, described: Mapping[str, Any]) -> Iterator[tuple[int, Precision]]:
-    """Yield layer and precision of every quantised linear of a file."""
-    for name in header.tensors:
+def _quantised(
+    file_of: Mapping[str, _Header], described: Mapping[str, Any]
+) -> Iterator[tuple[int, Precision]]:
+    """Yield layer and precision of every quantised linear; its tensors may be in several files."""
+    for name, header in file_of.items():
         layer = LAYER.search(name)
         if layer is not None:
             try:
-                precision = _precision(header, name, described)
+                precision = _precision(file_of, name, described)
             except (KeyError, TypeError, IndexError, ZeroDivisionError, json.JSONDecodeError):
                 raise ValueError(
                     f"'{header.path}' does not say how '{name}' is quantised; get the file anew, "
@@ -140,21 +142,35 @@ def _quantised(header: _Header, described: Mapping[str, Any]) -> Iterator[tuple[
                 yield int(layer[1]), precision
 
 
-def _precision(header: _Header, name: str, described: Mapping[str, Any]) -> Precision | None:
+def _precision(
+    file_of: Mapping[str, _Header], name: str, described: Mapping[str, Any]
+) -> Precision | None:
     """Return the precision that a tensor stands for; None for one that tells nothing."""
+    header = file_of[name]
     stem, _, kind = name.rpartition(".")
     if kind == "codes":
         scheme = json.loads(header.metadata[SCHEMES])[LAYER.sub("", stem.removeprefix("llmpq"))]
         return _named(name, scheme["weight_bits"], scheme["activation_bits"])
     if kind == "weight_packed":
-        in_features = header.whole_numbers(f"{stem}.weight_shape")[1]
+        shape = f"{stem}.weight_shape"
+        in_features = file_of[shape].whole_numbers(shape)[1]
         return _named(name, header.tensors[name]["shape"][1] * 32 // in_features)
     if kind == "qweight":
         awq = described["quant_method"] == "awq"
         return _named(name, 4 if awq else size(described, "bits", where=QUANTIZATION))
-    if kind == "weight" and f"{stem}.weight_scale" in header.tensors:
-        return Precision.W8A8 if header.tensors[name]["dtype"] == "I8" else None
+    if kind == "weight" and f"{stem}.weight_scale" in file_of:
+        _require_int8(name, header.tensors[name]["dtype"])
+        return Precision.W8A8
     return None
+
+
+def _require_int8(name: str, dtype: str) -> None:
+    """Refuse weights with a scale that are not int8, such as fp8: no kernel reads them."""
+    if dtype != "I8":
+        raise ValueError(
+            f"tensor '{name}' is {dtype} with a scale, expected I8; quantise the model with "
+            "llmpq-quantize"
+        )
 
 
 def _named(name: str, weight_bits: int, activation_bits: int = 16) -> Precision:

@@ -34,6 +34,7 @@ from llmpq.runtime.device_links import LINK_CHOICES
 from llmpq.runtime.hand_plan import hand_plan
 from llmpq.runtime.idle_flags import refuse_idle
 from llmpq.runtime.output_paths import check_files, naming
+from llmpq.runtime.plan_file import load_plan
 from llmpq.runtime.report import print_summary
 from llmpq.runtime.speculation_choice import Drafts, add_speculation_arguments, choose_speculation
 from llmpq.workload import Workload
@@ -179,7 +180,7 @@ def _refuse_dummy_drafts(args: argparse.Namespace) -> None:
 
 def make_bench(args: argparse.Namespace) -> Bench:
     """Read the plan, or make the plan of a whole model on one device."""
-    plan = _planned(args.plan)
+    plan = load_plan(args.plan) if args.plan is not None else None
     model = args.model or (plan.model.path if plan is not None else None)
     if model is None:
         raise ValueError("nothing to run: give --plan PLAN or --model DIR|NAME")
@@ -207,15 +208,6 @@ def make_bench(args: argparse.Namespace) -> Bench:
         drafts=drafts,
         compare=args.compare_plain,
     )
-
-
-def _planned(name: str | None) -> Plan | None:
-    if name is None:
-        return None
-    # Imports Ray, which a job without a plan need not wait for.
-    from llmpq.runtime.run_command import load_plan
-
-    return load_plan(name)
 
 
 def _require_positions(plan: Plan, spec: ModelSpec) -> None:

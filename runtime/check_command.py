@@ -26,7 +26,8 @@ from llmpq.plan import Plan
 from llmpq.runtime.failures import why
 from llmpq.runtime.pipeline import Deadlines
 from llmpq.runtime.placement import ray_cluster, reserve
-from llmpq.runtime.run_command import load_plan
+from llmpq.runtime.plan_file import load_plan
+from llmpq.runtime.run_flags import check_timeouts
 from llmpq.runtime.stage_host import meeting_host
 from llmpq.runtime.stage_probe import StageProbe
 from llmpq.units import format_size
@@ -52,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Look at every stage's place; returns 0 if the plan can run, else the worst outcome's code."""
+    check_timeouts({"--timeout": args.timeout, "--placement-timeout": args.placement_timeout})
     plan = load_plan(args.plan)
     cluster = None
     if args.cluster is not None:

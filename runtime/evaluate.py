@@ -30,11 +30,12 @@ from torch.nn import functional
 
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
-from llmpq.plan import Plan
 from llmpq.precision import KVPrecision, Precision
 from llmpq.runtime.generate import LocalPipeline
+from llmpq.runtime.idle_flags import refuse_idle
 from llmpq.runtime.kv_cache import KVCache
 from llmpq.runtime.low_bit_kv import LowBitKV
+from llmpq.runtime.plan_file import load_plan
 from llmpq.runtime.quantized_checkpoint import QuantizedCheckpoint, open_checkpoint, stored_kv
 from llmpq.runtime.stage_model import DTYPES
 from llmpq.runtime.step import Step
@@ -105,7 +106,7 @@ def perplexity(
     on_window: Callable[[int, float], None] | None = None,
 ) -> Perplexity:
     """Return the perplexity of a token stream; `on_window` hears of windows done and the value."""
-    length = window or min(MAX_WINDOW, pipeline.spec.max_positions)
+    length = min(MAX_WINDOW, pipeline.spec.max_positions) if window is None else window
     pieces = windows(tokens, length, stride=stride, whole=whole)
     caches = pipeline.caches(1, length)
     total, count = 0.0, 0
@@ -254,8 +255,8 @@ def load(
         dtype=DTYPES[dtype or planned_dtype],
         device=usable_device(device),
     )
-    bits = KVPrecision.parse(kv) if kv else planned_kv or stored_kv(model)
-    as_stored = isinstance(source, QuantizedCheckpoint) and not (precision or plan)
+    bits = KVPrecision.parse(kv) if kv is not None else planned_kv or stored_kv(model)
+    as_stored = isinstance(source, QuantizedCheckpoint) and precision is None and plan is None
     described = "quantised as stored" if as_stored else describe(precisions)
     if bits is KVPrecision.KV16:
         return pipeline, described
@@ -343,14 +344,14 @@ def _precisions(
     named: str | None, plan_file: str | None, symmetric: bool, spec: ModelSpec
 ) -> tuple[tuple[Precision, ...], Quantization, str, KVPrecision | None]:
     """Return every layer's precision, how it is stored, dtype and KV, from plan or option."""
-    if plan_file:
-        if named or symmetric:
+    if plan_file is not None:
+        if named is not None or symmetric:
             raise ValueError("--strat_file_name says the precisions; leave out the other options")
-        plan = Plan.load(plan_file)
+        plan = load_plan(plan_file)
         plan.require_model(spec)
         work = plan.workload
         return plan.precisions, plan.quantization.settings(), work.dtype, work.kv
-    chosen = [Precision.parse(name) for name in (named or "w16a16").split(",")]
+    chosen = [Precision.parse(name) for name in ("w16a16" if named is None else named).split(",")]
     if len(chosen) == 1:
         chosen *= spec.num_layers
     if len(chosen) != spec.num_layers:
@@ -358,7 +359,14 @@ def _precisions(
             f"--precision names {len(chosen)} layers, {spec.name} has {spec.num_layers}; give one "
             "precision for all, or one per layer"
         )
+    if symmetric and not any(_has_zeros(precision) for precision in chosen):
+        refuse_idle({"--symmetric": True}, "on weights without zeros", "add --precision w4a16")
     return tuple(chosen), Quantization(symmetric=symmetric), "float32", None
+
+
+def _has_zeros(precision: Precision) -> bool:
+    """Whether weights are stored in another way without zero points."""
+    return Quantization(symmetric=True).scheme(precision) != Quantization().scheme(precision)
 
 
 def _show_progress(windows: int, value: float) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 from rich.console import Console
 
 from llmpq.cluster import Cluster
-from llmpq.errors import BadPlanError, ExitCode
+from llmpq.errors import ExitCode
 from llmpq.file_form import replace_text
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
@@ -28,6 +28,7 @@ from llmpq.runtime.batch_rows import Answer, Row, answer_line, error_line
 from llmpq.runtime.kv_choice import with_kv
 from llmpq.runtime.output_paths import check_files, naming, require_folder
 from llmpq.runtime.pipeline import Pipeline, Update
+from llmpq.runtime.plan_file import load_plan
 from llmpq.runtime.progress import ProgressReporter
 from llmpq.runtime.report import JobResult, build_report, print_summary
 from llmpq.runtime.request import Request
@@ -113,16 +114,6 @@ def _failed(job: Job) -> str:
         return f"{len(job.errors)} of {len(job.rows)} rows failed"
     index, message = next(iter(job.errors.items()))
     return f"every row was refused, {len(job.rows)} in all (row {index}: {message})"
-
-
-def load_plan(name: str) -> Plan:
-    """Read a plan by path, with or without `.json`."""
-    path = Path(name)
-    if not path.exists() and path.with_name(path.name + ".json").exists():
-        path = path.with_name(path.name + ".json")
-    if path.suffix == ".pkl":
-        raise BadPlanError(f"'{path}': llmpq reads no pickle files; make a plan with llmpq-algo")
-    return Plan.load(path)
 
 
 def make_job(

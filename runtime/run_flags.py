@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 
 from llmpq.runtime.batch_rows import Defaults
 from llmpq.runtime.device_links import LINK_CHOICES
@@ -86,7 +87,9 @@ def _add_launch(group: argparse._ArgumentGroup) -> None:
 def check_flags(args: argparse.Namespace) -> None:
     """`ValueError` for a value no row could be served with."""
     if args.max_tokens is not None and args.max_tokens < 1:
-        raise ValueError(f"--max_tokens must be at least 1, got {args.max_tokens}")
+        raise ValueError(
+            f"--max_tokens must be at least 1, got {args.max_tokens}; leave it out for the plan's"
+        )
     try:
         SamplingParams(temperature=args.temperature, top_p=args.top_p, top_k=args.top_k)
     except ValueError as error:
@@ -95,10 +98,19 @@ def check_flags(args: argparse.Namespace) -> None:
         raise ValueError(
             f"--master_port must be 1 to 65535, or 0 for a free one, got {args.master_port}"
         )
-    for name in ("placement", "load", "step"):
-        if not 0 < getattr(args, f"{name}_timeout") <= MAX_TIMEOUT_S:
+    check_timeouts({
+        f"--{name}-timeout": getattr(args, f"{name}_timeout")
+        for name in ("placement", "load", "step")
+    })  # fmt: skip
+
+
+def check_timeouts(seconds: Mapping[str, float]) -> None:
+    """`ValueError` for a flag whose seconds nothing can wait."""
+    for flag, limit_s in seconds.items():
+        if not 0 < limit_s <= MAX_TIMEOUT_S:
             raise ValueError(
-                f"--{name}-timeout must be a positive number of seconds, at most {MAX_TIMEOUT_S}"
+                f"{flag} must be a positive number of seconds, at most {MAX_TIMEOUT_S}, got "
+                f"{limit_s:g}; leave it out for the default"
             )
 
 

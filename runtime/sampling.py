@@ -79,8 +79,10 @@ def probabilities(logits_BV: Tensor, params: Sequence[SamplingParams]) -> Tensor
         return probs
     # Most rows are decided by their most likely tokens; the others need them all in order. Which
     # a row takes is its own affair: its result must not depend on its batch-mates.
-    likely = probs[cut].topk(min(_LIKELY, vocab), dim=-1)
-    mass = likely.values.sum(dim=-1).tolist()
+    # Logits say the order: a high temperature makes probabilities equal that they tell apart.
+    likely = logits_BV[cut].topk(min(_LIKELY, vocab), dim=-1).indices
+    likely_probs = probs[cut].gather(1, likely)
+    mass = likely_probs.sum(dim=-1).tolist()
     decided = [
         ks[row] <= _LIKELY or (ks[row] == vocab and params[row].top_p <= mass[index])
         for index, row in enumerate(cut)
@@ -91,9 +93,10 @@ def probabilities(logits_BV: Tensor, params: Sequence[SamplingParams]) -> Tensor
             continue
         rows = [cut[index] for index in chosen]
         if enough:
-            values, order = likely.values[chosen], likely.indices[chosen]
+            values, order = likely_probs[chosen], likely[chosen]
         else:
-            values, order = probs[rows].sort(dim=-1, descending=True)
+            order = logits_BV[rows].argsort(dim=-1, descending=True)
+            values = probs[rows].gather(1, order)
         k_of = [None if ks[row] == vocab else ks[row] for row in rows]
         kept = _truncate(values, k_of, [params[row].top_p for row in rows])
         probs[rows] = torch.zeros_like(probs[rows]).scatter_(1, order, kept)

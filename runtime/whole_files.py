@@ -30,6 +30,9 @@ def write_tensors(
     """Write a safetensors file; `ValueError` ends with the remedy."""
     size = sum(tensor.nbytes for tensor in tensors.values())
     with _whole(path, size, remedy) as unfinished:
+        # safetensors makes files that only their owner reads, whatever the umask says.
+        unfinished.touch()
+        mode = unfinished.stat().st_mode
         try:
             save_file(dict(tensors), unfinished, metadata={"format": "pt", **metadata})
         except SafetensorError as error:
@@ -37,6 +40,7 @@ def write_tensors(
             if refused is None:
                 raise
             raise OSError(int(refused[2]), refused[1]) from None
+        unfinished.chmod(mode)
 
 
 def write_text(text: str, path: Path, *, remedy: str) -> None:

@@ -31,6 +31,7 @@ SIGNED = replace(PAPER, group_size=64, signed_scale=True, activation_clip=0.95)
 W8A8 = AtomScheme(
     weight_bits=8, activation_bits=8, group_size=None, weight_clip=1.0, activation_clip=1.0
 )
+CHANNEL4 = AtomScheme(group_size=None)
 SMALL = GemmPlan(block_m=16, block_n=16, warps=1, stages=1, group_n=2)
 
 
@@ -80,7 +81,7 @@ def product(x: torch.Tensor, weight: AtomWeight, **options: object) -> torch.Ten
     return atom_gemm(rounded, weight, dtype=torch.float32, tiles=SMALL, **options)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("scheme", [PAPER, SIGNED, W8A8, replace(PAPER, outliers=0)])
+@pytest.mark.parametrize("scheme", [PAPER, SIGNED, W8A8, CHANNEL4, replace(PAPER, outliers=0)])
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 16, 256), (17, 40, 300), (33, 24, 520)])
 def test_product_is_exact(scheme: AtomScheme, m: int, n: int, k: int) -> None:
     x, bias = seeded(m, k), seeded(n)

@@ -45,6 +45,16 @@ def test_two_stages_here(demo_model, plan_file, ray_session, capsys):
     assert all(0 < link["gloo_us"] < 1e6 and link["problem"] is None for link in found["links"])
 
 
+@pytest.mark.parametrize(
+    ("flag", "seconds"),
+    [("--timeout", "-1"), ("--timeout", "nan"), ("--placement-timeout", "-1"), ("--timeout", "0")],
+)
+def test_seconds_that_nothing_can_wait(flag, seconds, capsys):
+    assert main(["check", "plan", flag, seconds]) == ExitCode.USAGE
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{flag} must be a positive number of seconds, at most 10000000, got {seconds};" in line
+
+
 def test_a_model_that_is_not_the_plans(demo_model, tiny_models, plan_file, ray_session, capsys):
     path, other = plan_file(demo_model), tiny_models.directory("llama")
     code = main(["check", str(path), "--model", str(other), "--ray-address", ray_session])

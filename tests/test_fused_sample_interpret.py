@@ -83,3 +83,40 @@ def test_wrong_tables_are_refused():
         sample_rows(torch.zeros(2, 9), torch.zeros(4, 2))
     with pytest.raises(ValueError, match=r"got torch.float64 \[3, 2\]"):
         sample_rows(torch.zeros(2, 9), torch.zeros(3, 2).double())
+    with pytest.raises(ValueError, match=r"logits are torch.float64, expected one of .*float32"):
+        sample_rows(torch.zeros(2, 9).double(), torch.zeros(4, 2).double())
+
+
+def test_a_share_that_float32_rounds_to_nothing_is_the_likeliest_token():
+    how = torch.tensor([[1.0], [3], [1e-46], [0.5]], dtype=torch.float64)
+    assert sample_rows(torch.tensor([[0.0, 3.0, 1.0]]), how, block=64).tolist() == [1]
+
+
+def test_infinite_logits_are_the_likeliest():
+    logits = torch.tensor([[0.0, 1.0, float("inf")]]).expand(3, 3)
+    params = [SamplingParams(), SamplingParams(temperature=0.8), SamplingParams(temperature=1.0)]
+    got = sample_rows(logits, told(params, [0] * 3, 3), block=64)
+    assert got.tolist() == [2, 2, 2] and torch.equal(got[:1], sample(logits[:1], params[:1], [0]))
+
+
+def test_rounded_sums_do_not_pick_a_column_that_weighs_nothing():
+    """Half of the columns weigh nothing; the numbers lie where the others' sums end."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.full((48, 128), -float("inf"), dtype=torch.bfloat16)
+    logits[:, :45] = torch.randn(48, 45, generator=generator).bfloat16()
+    logits[:, -1] = -12.0
+    weights = (logits.double() - logits.double().amax(1, keepdim=True)).exp()
+    ends = weights[:, :45].sum(1) / weights.sum(1)
+    numbers = ends * (1 + torch.linspace(-2e-7, 2e-7, 48, dtype=torch.float64))
+    how = torch.stack([torch.full((48,), v, dtype=torch.float64) for v in (1.0, 128, 1.0)])
+    got = sample_rows(logits, torch.cat((how, numbers[None])), block=64)
+    assert logits[torch.arange(48), got].isfinite().all()
+
+
+def test_a_share_of_nearly_one_keeps_no_more_than_top_k():
+    """16 equals in the largest one's lane: a sum in float32 does not hear of them."""
+    logits = torch.full((1, 17 * 64), -18.0, dtype=torch.bfloat16)
+    logits[:, 63::64] = -17.375
+    logits[:, 63] = 0.0
+    how = torch.tensor([[1.0], [17], [1 - 2**-24], [1e-7]], dtype=torch.float64)
+    assert sample_rows(logits, how, block=64).tolist() == [63]

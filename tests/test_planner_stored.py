@@ -225,6 +225,22 @@ def test_gptq_and_awq_say_their_bits(tmp_path: Path) -> None:
         assert found == (StoredLayer(stored=stored, served=(stored,)),) * LAYERS
 
 
+@pytest.mark.parametrize("precision", [W4A16, W8A8])
+def test_a_linear_may_be_cut_into_two_files(tmp_path: Path, precision: Precision) -> None:
+    """Shards end where they are full: between a linear's tensors, too."""
+    spec = ModelSpec.from_directory(DEMO)
+    _write_config(tmp_path, {"quant_method": "compressed-tensors"})
+    tensors = {k: t for layer in range(LAYERS) for k, t in _linear(layer, precision)[0].items()}
+    names = list(tensors)
+    parts = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for file, own in parts.items():
+        _save(tmp_path / file, {name: tensors[name] for name in own}, {})
+    weight_map = {name: file for file, own in parts.items() for name in own}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    found = stored_layers(tmp_path, spec)
+    assert found is not None and [layer.stored for layer in found] == [precision] * LAYERS
+
+
 def test_an_unquantised_directory_may_have_everything(tmp_path: Path) -> None:
     assert stored_layers(DEMO, ModelSpec.from_directory(DEMO)) is None
     (tmp_path / "config.json").write_text((DEMO / "config.json").read_text())
@@ -270,6 +286,14 @@ def _two_in_a_layer(path: Path) -> str:
     return "layer 3 is stored at w8a16,w4a16 together, expected one precision a layer"
 
 
+def _fp8(path: Path) -> str:
+    stem = "model.layers.3.mlp.up_proj"
+    scale = ("BF16", [K, 1], b"")
+    tensors: Tensors = {f"{stem}.weight": ("F8_E4M3", [K, K], b""), f"{stem}.weight_scale": scale}
+    _save(path / "model-layer-0003.safetensors", tensors, {})
+    return f"tensor '{stem}.weight' is F8_E4M3 with a scale, expected I8"
+
+
 def _no_map(path: Path) -> str:
     (path / "model.safetensors.index.json").write_text("[]")
     return "has no 'weight_map'"
@@ -285,6 +309,7 @@ def _no_map(path: Path) -> str:
         _odd_bits,
         _no_shape,
         _two_in_a_layer,
+        _fp8,
         _no_map,
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,15 @@ def test_a_state_that_is_none(model: Path, tmp_path: Path, content: str, words: 
     (tmp_path / "q" / "quantize.json").write_text(content)
     with pytest.raises(ValueError, match=f"quantize.json' {words}"):
         quantise(model, tmp_path / "q")
+
+
+def test_files_are_as_readable_as_the_umask_says(model: Path, tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        quantise(model, tmp_path / "q")
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "q").iterdir()} == {0o640}
 
 
 @pytest.mark.parametrize("file", [layer_file(1), ENDS_FILE])

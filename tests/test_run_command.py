@@ -15,9 +15,10 @@ from llmpq.model_spec import ModelSpec
 from llmpq.precision import Precision
 from llmpq.runtime.__main__ import COMMANDS, main
 from llmpq.runtime.batch_rows import Defaults, Row, json_row, text_row
+from llmpq.runtime.plan_file import load_plan
 from llmpq.runtime.report import JobResult, build_report, precision_runs, print_summary
 from llmpq.runtime.request import Request
-from llmpq.runtime.run_command import _answer, load_plan, make_job
+from llmpq.runtime.run_command import _answer, make_job
 from llmpq.runtime.speculate import AutoDrafter, FixedDrafter, speculation_report
 from llmpq.runtime.stage_actor import StageSettings, make_drafter
 from llmpq.runtime.stage_compute import LoadReport

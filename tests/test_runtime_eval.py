@@ -117,6 +117,8 @@ def test_a_plan_says_precisions_and_dtype(demo_model, short_text, tmp_path, caps
     named = "8,8,4,4,4,4,4,8"
     same = json.loads(run(capsys, *common, "--precision", named, "--dtype", "bfloat16"))
     assert same["value"] == planned["value"]
+    by_name = json.loads(run(capsys, *common, "--strat_file_name", str(tmp_path / "plan")))
+    assert by_name == planned
     dense = json.loads(run(capsys, *common, "--dtype", "bfloat16"))
     assert dense["value"] != planned["value"]
 
@@ -142,6 +144,21 @@ def test_bad_input_is_explained(demo_model, short_text, tmp_path, capsys):
     (tmp_path / "m").mkdir()
     with pytest.raises(ValueError, match=r"no tokenizer\.json"):
         Tokenizer(tmp_path / "m")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--window", "0"], "a window needs at least 2 tokens, got 0"),
+        (["--precision", ""], "''"),
+        (["--kv-cache-dtype", ""], "''"),
+        (["--symmetric"], "--symmetric has no effect on weights without zeros: add --precision"),
+        (["--symmetric", "--precision", "w8a8"], "--symmetric has no effect"),
+    ],
+)
+def test_what_is_given_is_heeded_or_refused(demo_model, short_text, capsys, words, message):
+    with pytest.raises(ValueError, match=message):
+        run(capsys, "--model", str(demo_model), "--text", str(short_text), *words)
 
 
 def test_tokenizer_round_trip_and_chat(demo_model):

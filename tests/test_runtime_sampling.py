@@ -140,3 +140,14 @@ def test_impossible_settings_are_refused(bad, message):
 )  # fmt: skip
 def test_what_is_next_to_nothing_takes_the_most_likely(params):
     assert probabilities(LOGITS[None], [params]).tolist() == [[1.0, 0.0, 0.0, 0.0, 0.0, 0.0]]
+
+
+def test_top_k_are_the_largest_logits_at_any_temperature():
+    logits = torch.arange(200.0)[None] / 10
+    for k in (1, 3, 150):
+        for temperature in (1.0, 1e30):
+            params = [
+                SamplingParams(temperature=temperature, top_k=k, seed=seed) for seed in range(9)
+            ]
+            tokens = sample(logits.expand(9, -1), params, [0] * 9)
+            assert tokens.min() >= 200 - k, (k, temperature)
