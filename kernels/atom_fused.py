@@ -110,8 +110,8 @@ def channel_plan(rows: int, out_features: int) -> GemmPlan:
     """Return tiles of a W8A8 product.
 
     Of 128 x 128 with three stages two programs fit a multiprocessor, and one multiplies while the
-    other stores; of 128 x 256, or with four stages, one (H200, M = 4096: qkv 161 us, 201 in
-    128 x 256; gate_up 848, 915; M = 1024: 180, 222).
+    other stores; of 128 x 256, or with four stages, one (H200, M = 4096: qkv 161 us, 200 in
+    128 x 256; gate_up 848, 923; M = 1024: 180, 227).
     """
     most = max(16, 1 << (rows - 1).bit_length())
     if most <= 128:
