@@ -22,8 +22,8 @@ WAYS = [
 
 
 def rows(dtype: torch.dtype, columns: int) -> tuple[torch.Tensor, list[SamplingParams], list[int]]:
-    """Return three rows of logits for every way of sampling."""
-    params = [SamplingParams(**way, seed=seed) for way in WAYS for seed in range(3)]
+    """Return two rows of logits for every way of sampling."""
+    params = [SamplingParams(**way, seed=seed) for way in WAYS for seed in range(2)]
     generator = torch.Generator().manual_seed(columns)
     logits = torch.randn(len(params), columns, generator=generator) * 3
     return logits.to(dtype), params, list(range(len(params)))
@@ -33,8 +33,9 @@ def told(params: list[SamplingParams], steps: list[int], columns: int) -> torch.
     return torch.tensor(told_rows(params, steps, vocab=columns), dtype=torch.float64)
 
 
-@pytest.mark.parametrize("dtype", KEY_BITS)
-@pytest.mark.parametrize("columns", [100, 777])
+@pytest.mark.parametrize(
+    ("dtype", "columns"), [*((dtype, 100) for dtype in KEY_BITS), (torch.float32, 777)]
+)
 def test_tokens_are_the_twins_and_the_cpus(dtype, columns):
     logits, params, steps = rows(dtype, columns)
     got = sample_rows(logits, told(params, steps, columns), block=256)
