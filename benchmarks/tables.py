@@ -40,6 +40,8 @@ KV_32K = {"heads": 32, "kv_heads": 8, "batch": 8, "context": 32768, "kv": "kv4",
 
 SPECULATION_CELLS = tuple(f"{b} x {context}" for b in (1, 8, 32) for context in (1024, 8192, 32768))
 
+E2E_JOB = ("prompt", "gen", "precision", "symmetric", "dtype", "kv")
+
 POWERS_OF_TWO = frozenset(1 << i for i in range(14))
 
 TABLES: dict[str, Pivot] = {
@@ -89,28 +91,16 @@ TABLES: dict[str, Pivot] = {
     "e2e": Pivot(
         file="e2e.jsonl",
         bench="e2e",
-        index=(
-            "model",
-            "cluster",
-            "batch",
-            "prompt",
-            "gen",
-            "precision",
-            "symmetric",
-            "dtype",
-            "kv",
-        ),
-        where={"graphs": True},
+        index=("model", "cluster", "batch", *E2E_JOB),
+        where={"graphs": True, "speculation": None},
         show=over_vllm,
         value_title="output tokens/s",
     ),
     "e2e_step": Pivot(
         file="e2e.jsonl",
         bench="e2e_step",
-        index=(
-            *("model", "cluster", "prompt", "gen", "precision", "symmetric", "dtype", "kv"),
-            "graphs",
-        ),
+        index=("model", "cluster", *E2E_JOB, "graphs"),
+        where={"speculation": None},
         show=lambda row: f"{row['value']:.2f} ms",
         value_title="decode step",
     ),

@@ -2,11 +2,15 @@
 
 import pytest
 import torch
+from triton import knobs
 
 from llmpq.kernels.fused_sample import KEY_BITS, sample_rows, sample_rows_reference
 from llmpq.runtime.sampling import SamplingParams, sample, told_rows
 
-pytestmark = pytest.mark.interpret
+pytestmark = [
+    pytest.mark.interpret,
+    pytest.mark.skipif(not knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1"),
+]
 WAYS = [
     {"temperature": 1.0},
     {"temperature": 0.7, "top_k": 20},

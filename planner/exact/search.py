@@ -58,8 +58,6 @@ PIECES = 6
 """Parts a range of D (or P) is split into."""
 RANGE_STEPS = 9
 """Bisections to shrink a range before it is split."""
-
-
 OVERTIME_S = 2.0
 """Seconds beyond the deadline that a search without a plan may take."""
 
@@ -176,7 +174,7 @@ class Search:
             for open_part in parts:
                 heapq.heappush(heap, (open_part.bound, next(numbers), open_part))
         self.relaxed = min(self.relaxed, soonest)
-        return min(self.target, least, soonest, *self.stuck, math.inf)
+        return min(self.target, least, soonest, *self.stuck)
 
     def _late(self) -> bool:
         """Whether to stop: at the deadline, or a little later where there is no plan yet."""
