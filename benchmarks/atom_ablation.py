@@ -29,9 +29,9 @@ from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, WeightScheme
 from llmpq.profiler.atom import Recipe
 from llmpq.profiler.recipes import SMOOTHING
-from llmpq.runtime.evaluate import perplexity
-from llmpq.runtime.kv_cache import KVCache
-from llmpq.runtime.low_bit_kv import LowBitKV
+from llmpq.runtime.cache.low_bit_kv import LowBitKV
+from llmpq.runtime.cache.plain_kv import KVCache
+from llmpq.runtime.tools.evaluate import perplexity
 
 
 @dataclass(frozen=True)

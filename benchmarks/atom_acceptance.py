@@ -21,10 +21,10 @@ from llmpq.kernels.atom_formats import AtomWeight
 from llmpq.kernels.atom_scheme import AtomScheme
 from llmpq.profiler.atom import Recipe
 from llmpq.profiler.recipes import SMOOTHING
-from llmpq.runtime.evaluate import perplexity
-from llmpq.runtime.generate import LocalPipeline
-from llmpq.runtime.layers import Weight
+from llmpq.runtime.engine.plain_loop import LocalPipeline
+from llmpq.runtime.models.layers import Weight
 from llmpq.runtime.step import Step
+from llmpq.runtime.tools.evaluate import perplexity
 
 MAX_GAMMA = 7
 CONTEXT = 256

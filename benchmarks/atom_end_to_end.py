@@ -41,12 +41,12 @@ from llmpq.memory import stage_memory
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
 from llmpq.precision import KVPrecision, Precision
-from llmpq.runtime.hand_plan import hand_plan
-from llmpq.runtime.layers import Weight
-from llmpq.runtime.loader import RandomSource
+from llmpq.runtime.engine.scheduler import Limits, Scheduler
+from llmpq.runtime.launch.hand_plan import hand_plan
+from llmpq.runtime.launch.threads import ThreadEngine
+from llmpq.runtime.models.layers import Weight
 from llmpq.runtime.request import Request
-from llmpq.runtime.scheduler import Limits, Scheduler
-from llmpq.runtime.thread_engine import ThreadEngine
+from llmpq.runtime.weights.sources import RandomSource
 from llmpq.units import parse_size
 from llmpq.workload import Workload
 

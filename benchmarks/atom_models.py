@@ -21,15 +21,15 @@ from llmpq.profiler.atom import Recipe, layer_bytes
 from llmpq.profiler.calibrate import CalibrationRun, random_windows
 from llmpq.profiler.in_turn import quantize
 from llmpq.profiler.inject_outliers import InjectedSource
-from llmpq.runtime import layers
-from llmpq.runtime.families import parts
-from llmpq.runtime.generate import LocalPipeline
-from llmpq.runtime.kv_cache import KVCache
-from llmpq.runtime.layers import DecoderLayer, Weight
-from llmpq.runtime.loader import CheckpointSource, TensorSource
-from llmpq.runtime.stage_model import DTYPES
+from llmpq.runtime.cache.plain_kv import KVCache
+from llmpq.runtime.engine.plain_loop import LocalPipeline
+from llmpq.runtime.models import layer_tensors as parts
+from llmpq.runtime.models import layers
+from llmpq.runtime.models.layers import DecoderLayer, Weight
+from llmpq.runtime.models.stage_model import DTYPES
 from llmpq.runtime.step import Step
-from llmpq.runtime.tokenizer import Tokenizer
+from llmpq.runtime.text.tokenizer import Tokenizer
+from llmpq.runtime.weights.sources import CheckpointSource, TensorSource
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 INJECTED_FACTOR = 50.0

@@ -23,7 +23,7 @@ from llmpq.model_spec import ModelSpec, builtin_configs
 from llmpq.precision import Precision
 from llmpq.profiler.quantize_model import Job, quantize_model, spread
 from llmpq.profiler.recipes import Settings
-from llmpq.runtime.loader import RandomSource
+from llmpq.runtime.weights.sources import RandomSource
 
 
 class RandomCheckpoint(RandomSource):

@@ -29,14 +29,14 @@ from rows import write_row
 
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
-from llmpq.runtime.hand_plan import hand_plan
-from llmpq.runtime.loader import CheckpointSource
+from llmpq.runtime.engine.schedule_replay import Replay, StageCost, replay
+from llmpq.runtime.engine.scheduler import Limits, Scheduler
+from llmpq.runtime.launch.hand_plan import hand_plan
+from llmpq.runtime.launch.stage_actor import limits_of
+from llmpq.runtime.launch.threads import EngineRun, ThreadEngine
 from llmpq.runtime.request import MicroBatch, Request, StepKind
-from llmpq.runtime.schedule_replay import Replay, StageCost, replay
-from llmpq.runtime.scheduler import Limits, Scheduler
-from llmpq.runtime.stage_actor import limits_of
-from llmpq.runtime.thread_engine import EngineRun, ThreadEngine
 from llmpq.runtime.trace import Event
+from llmpq.runtime.weights.sources import CheckpointSource
 from llmpq.workload import Workload
 
 MODEL = Path(__file__).resolve().parents[1] / "examples" / "demo-7m"

@@ -24,7 +24,7 @@ from pathlib import Path
 from rows import write_row
 
 from llmpq.plan import Plan
-from llmpq.runtime.tokenizer import Tokenizer
+from llmpq.runtime.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"

@@ -30,17 +30,17 @@ from llmpq.kernels.reference import relative_error
 from llmpq.kernels.timing import write_row
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
-from llmpq.runtime.evaluate import perplexity
-from llmpq.runtime.generate import LocalPipeline
-from llmpq.runtime.hand_plan import hand_plan
-from llmpq.runtime.loader import RandomSource
-from llmpq.runtime.quantized_checkpoint import open_checkpoint
+from llmpq.runtime.drafts.drafters import FixedDrafter
+from llmpq.runtime.engine.plain_loop import LocalPipeline
+from llmpq.runtime.engine.scheduler import Limits, Scheduler
+from llmpq.runtime.launch.hand_plan import hand_plan
+from llmpq.runtime.launch.stage_actor import limits_of
+from llmpq.runtime.launch.threads import ThreadEngine
 from llmpq.runtime.request import Request
-from llmpq.runtime.scheduler import Limits, Scheduler
-from llmpq.runtime.speculate import FixedDrafter
-from llmpq.runtime.stage_actor import limits_of
-from llmpq.runtime.thread_engine import ThreadEngine
-from llmpq.runtime.tokenizer import Tokenizer
+from llmpq.runtime.text.tokenizer import Tokenizer
+from llmpq.runtime.tools.evaluate import perplexity
+from llmpq.runtime.weights.quantized_checkpoint import open_checkpoint
+from llmpq.runtime.weights.sources import RandomSource
 from llmpq.speculation import SpeculationMode
 from llmpq.workload import Workload
 

@@ -21,8 +21,8 @@ import torch
 from rows import write_row
 from transformers import AutoModelForCausalLM
 
-from llmpq.runtime.generate import LocalPipeline
-from llmpq.runtime.stage_model import DTYPES
+from llmpq.runtime.engine.plain_loop import LocalPipeline
+from llmpq.runtime.models.stage_model import DTYPES
 
 DEMO = Path(__file__).resolve().parents[1] / "examples" / "demo-7m"
 Tokens = list[list[int]]

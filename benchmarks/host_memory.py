@@ -25,10 +25,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from llmpq.kernels.timing import write_row
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import Precision
-from llmpq.runtime.hand_plan import hand_plan
-from llmpq.runtime.loader import CheckpointSource
-from llmpq.runtime.stage_compute import build_stage
-from llmpq.runtime.stage_model import DTYPES
+from llmpq.runtime.backends.stage_compute import build_stage
+from llmpq.runtime.launch.hand_plan import hand_plan
+from llmpq.runtime.models.stage_model import DTYPES
+from llmpq.runtime.weights.sources import CheckpointSource
 from llmpq.units import format_size
 from llmpq.workload import Workload
 

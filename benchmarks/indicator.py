@@ -25,10 +25,10 @@ from llmpq.model_spec import ModelSpec
 from llmpq.precision import WEIGHT_ONLY, KVPrecision, Precision
 from llmpq.profiler.calibration import cut_windows, observe
 from llmpq.profiler.omega import HessianObserver, VarianceObserver, random_tables
-from llmpq.runtime.evaluate import perplexity
-from llmpq.runtime.generate import LocalPipeline
-from llmpq.runtime.loader import CheckpointSource
-from llmpq.runtime.tokenizer import Tokenizer
+from llmpq.runtime.engine.plain_loop import LocalPipeline
+from llmpq.runtime.text.tokenizer import Tokenizer
+from llmpq.runtime.tools.evaluate import perplexity
+from llmpq.runtime.weights.sources import CheckpointSource
 
 KV = (KVPrecision.KV8, KVPrecision.KV4, KVPrecision.KV2)
 RANKED = (Precision.W4A16, Precision.W3A16)

@@ -21,10 +21,10 @@ from benchmarks.rows import write_row
 from llmpq.kernels.kv_formats import KVFormat
 from llmpq.kernels.kv_oracle import attend_from_history, relative_error
 from llmpq.precision import KVPrecision
-from llmpq.runtime.generate import LocalPipeline
-from llmpq.runtime.kv_cache import KVCache
+from llmpq.runtime.cache.plain_kv import KVCache
+from llmpq.runtime.engine.plain_loop import LocalPipeline
 from llmpq.runtime.step import Step
-from llmpq.runtime.tokenizer import Tokenizer
+from llmpq.runtime.text.tokenizer import Tokenizer
 
 FORMATS = tuple(
     (kv, group)

@@ -17,10 +17,10 @@ import torch
 
 from benchmarks.rows import write_row
 from llmpq.precision import KVPrecision
-from llmpq.runtime.evaluate import LowBitPipeline, perplexity
-from llmpq.runtime.generate import LocalPipeline
-from llmpq.runtime.stage_model import DTYPES
-from llmpq.runtime.tokenizer import Tokenizer
+from llmpq.runtime.engine.plain_loop import LocalPipeline
+from llmpq.runtime.models.stage_model import DTYPES
+from llmpq.runtime.text.tokenizer import Tokenizer
+from llmpq.runtime.tools.evaluate import LowBitPipeline, perplexity
 
 FORMATS: tuple[tuple[KVPrecision, int | None], ...] = (
     (KVPrecision.KV16, None),

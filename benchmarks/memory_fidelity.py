@@ -29,14 +29,14 @@ from llmpq.memory import StageMemory, stage_memory
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
 from llmpq.precision import KVPrecision, Precision
-from llmpq.runtime.hand_plan import hand_plan
-from llmpq.runtime.loader import RandomSource
-from llmpq.runtime.message import StepMessage
-from llmpq.runtime.peer_links import Room
+from llmpq.runtime.backends.stage_compute import StageCompute, build_stage
+from llmpq.runtime.launch.hand_plan import hand_plan
+from llmpq.runtime.links.message import StepMessage
+from llmpq.runtime.links.peer_links import Room
 from llmpq.runtime.pending import arrived
 from llmpq.runtime.request import StepKind
 from llmpq.runtime.sampling_params import SamplingParams
-from llmpq.runtime.stage_compute import StageCompute, build_stage
+from llmpq.runtime.weights.sources import RandomSource
 from llmpq.units import format_size
 from llmpq.workload import Workload
 

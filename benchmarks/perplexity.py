@@ -18,11 +18,11 @@ from rows import write_row
 
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import Precision, WeightScheme
-from llmpq.runtime.evaluate import perplexity
-from llmpq.runtime.generate import LocalPipeline
-from llmpq.runtime.loader import CheckpointSource
-from llmpq.runtime.stage_model import DTYPES
-from llmpq.runtime.tokenizer import Tokenizer
+from llmpq.runtime.engine.plain_loop import LocalPipeline
+from llmpq.runtime.models.stage_model import DTYPES
+from llmpq.runtime.text.tokenizer import Tokenizer
+from llmpq.runtime.tools.evaluate import perplexity
+from llmpq.runtime.weights.sources import CheckpointSource
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 BITS = (8, 4, 3)

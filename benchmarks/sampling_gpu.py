@@ -22,13 +22,13 @@ from torch import Tensor
 from llmpq.kernels.timing import write_row
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import Precision
-from llmpq.runtime.hand_plan import hand_plan
-from llmpq.runtime.loader import RandomSource
+from llmpq.runtime.engine.scheduler import Scheduler
+from llmpq.runtime.launch.hand_plan import hand_plan
+from llmpq.runtime.launch.stage_actor import limits_of
+from llmpq.runtime.launch.threads import ThreadEngine
+from llmpq.runtime.models.sampling import SamplingParams, draw, probabilities, sample, uniform
 from llmpq.runtime.request import Request
-from llmpq.runtime.sampling import SamplingParams, draw, probabilities, sample, uniform
-from llmpq.runtime.scheduler import Scheduler
-from llmpq.runtime.stage_actor import limits_of
-from llmpq.runtime.thread_engine import ThreadEngine
+from llmpq.runtime.weights.sources import RandomSource
 from llmpq.workload import Workload
 
 LOGITS = {"sharp": 6.0, "flat": 3.0}

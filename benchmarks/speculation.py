@@ -31,14 +31,14 @@ from rows import write_row
 from llmpq.kernels import timing
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import Precision
-from llmpq.runtime.hand_plan import hand_plan
-from llmpq.runtime.loader import CheckpointSource
+from llmpq.runtime.drafts.drafters import Acceptance, FixedDrafter
+from llmpq.runtime.engine.scheduler import Scheduler
+from llmpq.runtime.launch.hand_plan import hand_plan
+from llmpq.runtime.launch.stage_actor import limits_of
+from llmpq.runtime.launch.threads import ThreadEngine
 from llmpq.runtime.request import Request
-from llmpq.runtime.scheduler import Scheduler
-from llmpq.runtime.speculate import Acceptance, FixedDrafter
-from llmpq.runtime.stage_actor import limits_of
-from llmpq.runtime.thread_engine import ThreadEngine
-from llmpq.runtime.tokenizer import Tokenizer
+from llmpq.runtime.text.tokenizer import Tokenizer
+from llmpq.runtime.weights.sources import CheckpointSource
 from llmpq.speculation import SpeculationMode
 from llmpq.workload import Workload
 

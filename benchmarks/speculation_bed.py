@@ -30,27 +30,27 @@ from llmpq.kernels.timing import median_us
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
-from llmpq.runtime.cuda_speculate import look_up_drafts
-from llmpq.runtime.cuda_stage import CudaStageCompute
-from llmpq.runtime.cuda_step_times import (
+from llmpq.runtime.backends.cuda_speculate import look_up_drafts
+from llmpq.runtime.backends.cuda_stage import CudaStageCompute
+from llmpq.runtime.backends.cuda_step_times import (
     measure,
     seconds_of,
     step_message,
     typical_context,
 )
-from llmpq.runtime.draft_model import build_draft
-from llmpq.runtime.dual_kv import DualKV
-from llmpq.runtime.dummy_layers import CopiedLayers
-from llmpq.runtime.kv_cache import KVCache, PlainKVCache
-from llmpq.runtime.kv_factory import make_kv_cache
-from llmpq.runtime.loader import RandomSource
-from llmpq.runtime.low_bit_kv import LowBitKV
+from llmpq.runtime.cache.dual_kv import DualKV
+from llmpq.runtime.cache.kv_by_precision import make_kv_cache
+from llmpq.runtime.cache.low_bit_kv import LowBitKV
+from llmpq.runtime.cache.plain_kv import KVCache, PlainKVCache
+from llmpq.runtime.drafts.draft_model import build_draft
+from llmpq.runtime.drafts.drafters import FixedDrafter
+from llmpq.runtime.engine.scheduler import Limits, Scheduler
+from llmpq.runtime.engine.stage_loop import Mailbox
+from llmpq.runtime.models.stage_model import DTYPES, StageModel
 from llmpq.runtime.request import Request
-from llmpq.runtime.scheduler import Limits, Scheduler
-from llmpq.runtime.speculate import FixedDrafter
-from llmpq.runtime.stage_loop import Mailbox
-from llmpq.runtime.stage_model import DTYPES, StageModel
 from llmpq.runtime.trace import Recorder
+from llmpq.runtime.weights.dummy import CopiedLayers
+from llmpq.runtime.weights.sources import RandomSource
 from llmpq.speculation import MeasuredTimes, SpeculationMode, expected_tokens
 from llmpq.workload import Workload
 

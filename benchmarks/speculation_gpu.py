@@ -33,7 +33,7 @@ from speculation_bed import TIMED_ROUNDS, Bed, Target, Times, collect
 from speculation_replay import ROOM, add_arguments, measured_acceptance
 
 from llmpq.kernels.timing import write_row
-from llmpq.runtime.speculate import AutoDrafter, FixedDrafter
+from llmpq.runtime.drafts.drafters import AutoDrafter, FixedDrafter
 from llmpq.speculation import PRIOR_ACCEPTANCE, WORTHWHILE, expected_tokens
 
 TURNS = 3

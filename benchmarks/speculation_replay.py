@@ -20,14 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmpq.runtime.cuda_stage import CudaStageCompute
-from llmpq.runtime.kv_cache import PlainKVCache
-from llmpq.runtime.low_bit_kv import LowBitKV
-from llmpq.runtime.message import StepMessage
+from llmpq.runtime.backends.cuda_stage import CudaStageCompute
+from llmpq.runtime.cache.low_bit_kv import LowBitKV
+from llmpq.runtime.cache.plain_kv import PlainKVCache
+from llmpq.runtime.drafts.drafters import FixedDrafter
+from llmpq.runtime.engine.stage_loop import FirstStage
+from llmpq.runtime.links.message import StepMessage
 from llmpq.runtime.pending import Pending
 from llmpq.runtime.request import Request, StepKind
-from llmpq.runtime.speculate import FixedDrafter
-from llmpq.runtime.stage_loop import FirstStage
 
 ACCEPTANCE = Path(__file__).parent / "results" / "speculation.jsonl"
 ROUNDS = 1024

@@ -32,16 +32,16 @@ from speculation_replay import (
 
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import Precision
-from llmpq.runtime.cuda_stage import CudaStageCompute
-from llmpq.runtime.dual_kv import DualKV
-from llmpq.runtime.hand_plan import hand_plan
-from llmpq.runtime.kv_cache import PlainKVCache
-from llmpq.runtime.loader import RandomSource
+from llmpq.runtime.backends.cuda_stage import CudaStageCompute
+from llmpq.runtime.cache.dual_kv import DualKV
+from llmpq.runtime.cache.plain_kv import PlainKVCache
+from llmpq.runtime.drafts.drafters import FixedDrafter
+from llmpq.runtime.engine.scheduler import Scheduler
+from llmpq.runtime.launch.hand_plan import hand_plan
+from llmpq.runtime.launch.stage_actor import limits_of
+from llmpq.runtime.launch.threads import ThreadEngine
 from llmpq.runtime.request import MicroBatch, Request, StepKind
-from llmpq.runtime.scheduler import Scheduler
-from llmpq.runtime.speculate import FixedDrafter
-from llmpq.runtime.stage_actor import limits_of
-from llmpq.runtime.thread_engine import ThreadEngine
+from llmpq.runtime.weights.sources import RandomSource
 from llmpq.speculation import SpeculationMode, expected_tokens
 from llmpq.workload import Workload
 

@@ -24,13 +24,13 @@ from llmpq.kernels.gemm_config import Config, config_entry, form_name
 from llmpq.memory import Quantization
 from llmpq.model_spec import LinearShape, ModelSpec
 from llmpq.precision import Precision
-from llmpq.runtime.cuda_graphs import DecodeGraphs
-from llmpq.runtime.cuda_step_times import seconds_of, step_message
-from llmpq.runtime.draft_model import build_draft
-from llmpq.runtime.dummy_layers import CopiedLayers
-from llmpq.runtime.kv_cache import PlainKVCache
-from llmpq.runtime.loader import RandomSource
-from llmpq.runtime.stage_model import DTYPES, StageModel
+from llmpq.runtime.backends.cuda_graphs import DecodeGraphs
+from llmpq.runtime.backends.cuda_step_times import seconds_of, step_message
+from llmpq.runtime.cache.plain_kv import PlainKVCache
+from llmpq.runtime.drafts.draft_model import build_draft
+from llmpq.runtime.models.stage_model import DTYPES, StageModel
+from llmpq.runtime.weights.dummy import CopiedLayers
+from llmpq.runtime.weights.sources import RandomSource
 
 DEVICE = torch.device("cuda:0")
 WORTH_A_CHANGE = 0.998

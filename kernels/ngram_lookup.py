@@ -7,7 +7,7 @@
 A program: one request. It compares all places of the last LOOK_BACK tokens with the newest LONGEST
 at once: a copy of LONGEST tokens beats one of SHORTEST, a later one beats an earlier. Drafts that
 nothing was found for repeat the newest token. Bytes: 4 * LONGEST * LOOK_BACK read a request, from
-cache but for the first 4 * LOOK_BACK. Its twin is runtime/ngram.py.
+cache but for the first 4 * LOOK_BACK. Its twin is runtime/drafts/ngram.py.
 
 S slots, T slot length, B requests, Q drafts and one.
 """

@@ -1,4 +1,4 @@
-"""The largest temporary of a stage on a GPU, moment by moment as runtime/cuda_layers.py runs.
+"""The largest temporary of a stage on a GPU, as runtime/backends/cuda_layers.py runs.
 
 Other moments than a CPU's (llmpq/workspace.py): products add the residual stream themselves,
 attention's output lives until its layer ends, a packed weight meets many rows as one dense matrix.
@@ -29,11 +29,11 @@ PROMPT_WIDTH = 64
 length; below, padding would be a good part of the prompt."""
 
 INBOX_SLOTS = 2
-"""Messages an inbox has room for (runtime/peer_links.py)."""
+"""Messages an inbox has room for (runtime/links/peer_links.py)."""
 
 OUTPUTS_LEAVING = 2
 """Outputs of the largest size that may be on their way while the next one is made: a stage waits
-for a slower one behind it (runtime/device_links.py, runtime/peer_links.py)."""
+for a slower one behind it (runtime/links/device_links.py, runtime/links/peer_links.py)."""
 
 LIBRARY_BYTES = 66 << 20
 """cuBLAS takes 32 MiB on each of two streams, prompts' and graphs'; the rest is rounding (H200)."""

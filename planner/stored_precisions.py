@@ -1,7 +1,7 @@
 """At which precisions the layers of a quantised model directory can be served.
 
 Reads config.json and the headers of the safetensors files, no weights. The names of a layer's
-tensors tell its form, as runtime/quantized_checkpoint.py lists them:
+tensors tell its form, as runtime/weights/quantized_checkpoint.py lists them:
 
     weight_packed, qweight    weights alone: their bits with 16-bit activations
     weight int8 with a scale  w8a8

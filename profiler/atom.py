@@ -33,7 +33,7 @@ from llmpq.precision import WeightScheme
 from llmpq.profiler.calibrate import Hessian, LayerView
 from llmpq.profiler.gptq import DAMPING, gptq_atom, gptq_codes
 from llmpq.profiler.smooth import smoothed
-from llmpq.runtime.layers import Weight
+from llmpq.runtime.models.layers import Weight
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from llmpq.model_spec import ModelSpec
-from llmpq.runtime.attention import attend_fresh
-from llmpq.runtime.families import wiring
-from llmpq.runtime.families.parts import Parts
-from llmpq.runtime.layers import DecoderLayer, Linear, Weight
-from llmpq.runtime.loader import TensorSource
+from llmpq.runtime.models.attention import attend_fresh
+from llmpq.runtime.models.families import wiring
+from llmpq.runtime.models.layer_tensors import Parts
+from llmpq.runtime.models.layers import DecoderLayer, Linear, Weight
 from llmpq.runtime.step import Step
+from llmpq.runtime.weights.sources import TensorSource
 
 WINDOWS_AT_ONCE = 4
 MAX_WINDOWS = 1 << 14

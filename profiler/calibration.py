@@ -20,11 +20,11 @@ from llmpq.kernels.cpu_dense import plain_dense
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import Precision
-from llmpq.runtime.kv_cache import PlainKVCache
-from llmpq.runtime.layers import Linear
-from llmpq.runtime.loader import TensorSource
-from llmpq.runtime.stage_model import StageModel
+from llmpq.runtime.cache.plain_kv import PlainKVCache
+from llmpq.runtime.models.layers import Linear
+from llmpq.runtime.models.stage_model import StageModel
 from llmpq.runtime.step import Step
+from llmpq.runtime.weights.sources import TensorSource
 
 WINDOWS_AT_ONCE = 4
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from llmpq.profiler.messages import LinkTimings
-from llmpq.runtime.device_links import Links
-from llmpq.runtime.peer_links import Room
+from llmpq.runtime.links.device_links import Links
+from llmpq.runtime.links.peer_links import Room
 from llmpq.runtime.pending import arrived
 
 ROWS = 8

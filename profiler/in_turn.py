@@ -20,7 +20,7 @@ from llmpq.kernels.atom_reference import rounded
 from llmpq.kernels.atom_scheme import AtomScheme
 from llmpq.profiler.atom import Recipe, balanced, folded, quantize_layer, quantize_linear
 from llmpq.profiler.calibrate import CalibrationRun, Hessian, LayerView
-from llmpq.runtime.layers import Weight
+from llmpq.runtime.models.layers import Weight
 
 
 def quantize(

@@ -20,7 +20,7 @@ from llmpq.model_spec import ModelSpec
 from llmpq.precision import WEIGHT_ONLY, KVPrecision, Precision
 from llmpq.profiler.messages import model_spec
 from llmpq.profiler.tables import omega_table
-from llmpq.runtime.idle_flags import refuse_idle
+from llmpq.runtime.cli.flags_without_effect import refuse_idle
 from llmpq.sensitivity import Sensitivity
 
 log = logging.getLogger(__name__)
@@ -129,8 +129,8 @@ def _observed(
     from llmpq.profiler.omega import HessianObserver, VarianceObserver
     from llmpq.profiler.output_error import OutputErrorObserver
     from llmpq.profiler.recipes import Settings, num_outliers
-    from llmpq.runtime.evaluate import usable_device
-    from llmpq.runtime.loader import CheckpointSource
+    from llmpq.runtime.tools.evaluate import usable_device
+    from llmpq.runtime.weights.sources import CheckpointSource
 
     if not Path(args.model).is_dir():
         raise ValueError(
@@ -178,7 +178,7 @@ def _observed(
 
 def _tokens(args: argparse.Namespace) -> list[int]:
     """Read and tokenise the calibration text."""
-    from llmpq.runtime.tokenizer import Tokenizer
+    from llmpq.runtime.text.tokenizer import Tokenizer
 
     if args.text is None:
         raise ValueError(f"--kind {args.kind} needs calibration text: give --text FILE")

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from llmpq.model_spec import ModelSpec
-from llmpq.runtime.loader import TensorSource
+from llmpq.runtime.weights.sources import TensorSource
 
 
 @dataclass(frozen=True)

@@ -20,12 +20,12 @@ import torch.distributed as dist
 
 from llmpq.profiler.device_link_child import room, run_rounds
 from llmpq.profiler.messages import LinkJob, LinkTimings
-from llmpq.runtime.device_links import connect_devices
-from llmpq.runtime.message import StepMessage
+from llmpq.runtime.links.device_links import connect_devices
+from llmpq.runtime.links.message import StepMessage
+from llmpq.runtime.links.transport import GlooTransport, join_gloo
 from llmpq.runtime.pending import arrived
 from llmpq.runtime.request import StepKind
 from llmpq.runtime.sampling_params import SamplingParams
-from llmpq.runtime.transport import GlooTransport, join_gloo
 
 ROWS = 8
 TOKENS = (1, 8, 64, 256)

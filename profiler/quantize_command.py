@@ -113,8 +113,8 @@ def _quantize(args: argparse.Namespace) -> int:
     from llmpq.profiler.quantize_model import Job, quantize_model, spread
     from llmpq.profiler.quantize_progress import QuantizeProgress
     from llmpq.profiler.recipes import Settings
-    from llmpq.runtime.evaluate import usable_device
-    from llmpq.runtime.loader import CheckpointSource
+    from llmpq.runtime.tools.evaluate import usable_device
+    from llmpq.runtime.weights.sources import CheckpointSource
 
     device = usable_device(args.device)
     if args.output.exists() and not args.output.is_dir():
@@ -231,7 +231,7 @@ def _group_size(text: str) -> int | None:
 
 
 def _tokens(args: argparse.Namespace) -> list[int]:
-    from llmpq.runtime.tokenizer import Tokenizer
+    from llmpq.runtime.text.tokenizer import Tokenizer
 
     texts = []
     for path in args.text:

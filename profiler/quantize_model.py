@@ -24,10 +24,10 @@ from llmpq.profiler.atom import layer_bytes
 from llmpq.profiler.calibrate import CalibrationRun
 from llmpq.profiler.in_turn import quantize
 from llmpq.profiler.recipes import Settings, recipe
-from llmpq.runtime.layers import Weight
-from llmpq.runtime.loader import CheckpointSource, weight_files
-from llmpq.runtime.quantized_checkpoint import QuantizedCheckpoint
-from llmpq.runtime.quantized_writer import (
+from llmpq.runtime.models.layers import Weight
+from llmpq.runtime.models.stage_model import DTYPES
+from llmpq.runtime.weights.quantized_checkpoint import QuantizedCheckpoint
+from llmpq.runtime.weights.quantized_writer import (
     ENDS_FILE,
     REMEDY,
     CheckpointWriter,
@@ -35,8 +35,8 @@ from llmpq.runtime.quantized_writer import (
     kv_cache_scheme,
     layer_file,
 )
-from llmpq.runtime.stage_model import DTYPES
-from llmpq.runtime.whole_files import write_text
+from llmpq.runtime.weights.sources import CheckpointSource, weight_files
+from llmpq.runtime.weights.written_whole import write_text
 
 STATE_FILE = "quantize.json"
 ANY_LAYER = "model-layer-*.safetensors"

@@ -20,7 +20,7 @@ from llmpq.profiler.messages import Case, Sampling, model_spec
 from llmpq.profiler.samples import SampleLog
 from llmpq.profiler.session import Job, Outcome, default_copies, devices_here, run
 from llmpq.profiler.tables import links_table, profile_tables
-from llmpq.runtime.idle_flags import refuse_idle
+from llmpq.runtime.cli.flags_without_effect import refuse_idle
 from llmpq.runtime.output_paths import check_files
 from llmpq.workload import DTYPE_BYTES, Dtype
 

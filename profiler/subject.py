@@ -23,18 +23,18 @@ from llmpq.model_spec import ModelSpec
 from llmpq.precision import Precision
 from llmpq.profiler.messages import Case, Sampling, Target, Timing
 from llmpq.profiler.timing import Effort, time_call
-from llmpq.runtime.cuda_stage import CudaStageCompute, widened
-from llmpq.runtime.kv_cache import KVCache
-from llmpq.runtime.kv_factory import make_kv_cache
-from llmpq.runtime.layers import DecoderLayer
-from llmpq.runtime.loader import RandomSource
-from llmpq.runtime.message import StepMessage
+from llmpq.runtime.backends.cuda_stage import CudaStageCompute, widened
+from llmpq.runtime.backends.stage_compute import StageCompute
+from llmpq.runtime.cache.kv_by_precision import make_kv_cache
+from llmpq.runtime.cache.plain_kv import KVCache
+from llmpq.runtime.links.message import StepMessage
+from llmpq.runtime.models.layers import DecoderLayer
+from llmpq.runtime.models.stage_model import DTYPES, StageModel
 from llmpq.runtime.pending import arrived
 from llmpq.runtime.request import StepKind
 from llmpq.runtime.sampling_params import SamplingParams
-from llmpq.runtime.stage_compute import StageCompute
-from llmpq.runtime.stage_model import DTYPES, StageModel
 from llmpq.runtime.step import Step
+from llmpq.runtime.weights.sources import RandomSource
 from llmpq.workload import DTYPE_BYTES, Workload
 
 MAX_LAYERS = 4

@@ -138,7 +138,7 @@ def make_plan() -> Callable[..., Any]:
     """Return a maker of hand-written plans over CPU stages between `splits`."""
     from llmpq.model_spec import ModelSpec
     from llmpq.precision import Precision
-    from llmpq.runtime.hand_plan import hand_plan
+    from llmpq.runtime.launch.hand_plan import hand_plan
     from llmpq.workload import Workload
 
     def make(model: Path, splits: tuple[int, ...] = (), *, bits: str = "w16a16", **shape: Any):
@@ -162,7 +162,7 @@ def ray_session() -> Iterator[str]:
     """Start one Ray for all cluster tests; return its address for commands that join it."""
     import ray
 
-    from llmpq.runtime.placement import ray_cluster
+    from llmpq.runtime.launch.placement import ray_cluster
 
     with ray_cluster(None):
         yield ray.get_runtime_context().gcs_address

@@ -18,12 +18,12 @@ from llmpq.kernels.atom_tiles import AtomTiles, atom_tiles, best_form
 from llmpq.kernels.reference import relative_error
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
-from llmpq.runtime.families import wiring
-from llmpq.runtime.families.parts import Parts
-from llmpq.runtime.kv_factory import make_kv_cache
-from llmpq.runtime.layers import Weight
-from llmpq.runtime.loader import RandomSource
+from llmpq.runtime.cache.kv_by_precision import make_kv_cache
+from llmpq.runtime.models.families import wiring
+from llmpq.runtime.models.layer_tensors import Parts
+from llmpq.runtime.models.layers import Weight
 from llmpq.runtime.step import Step
+from llmpq.runtime.weights.sources import RandomSource
 
 pytestmark = [
     pytest.mark.gpu,

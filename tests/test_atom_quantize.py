@@ -33,10 +33,10 @@ from llmpq.profiler.gptq import gptq_atom, gptq_codes, inverse_factor
 from llmpq.profiler.in_turn import compensated, quantize
 from llmpq.profiler.inject_outliers import InjectedSource
 from llmpq.profiler.quantize_command import main as quantize_main
-from llmpq.runtime.generate import LocalPipeline
-from llmpq.runtime.loader import CheckpointSource
-from llmpq.runtime.quantized_checkpoint import open_checkpoint
+from llmpq.runtime.engine.plain_loop import LocalPipeline
 from llmpq.runtime.step import Step
+from llmpq.runtime.weights.quantized_checkpoint import open_checkpoint
+from llmpq.runtime.weights.sources import CheckpointSource
 
 pytestmark = pytest.mark.cpu
 FAMILIES = ("opt", "bloom", "llama", "qwen3", "mixtral")

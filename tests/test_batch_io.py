@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from llmpq.errors import DeadlineError
-from llmpq.runtime.batch_io import OrderedWriter, finished_lines, read_rows
-from llmpq.runtime.batch_rows import (
+from llmpq.runtime.sampling_params import SamplingParams
+from llmpq.runtime.text.batch_io import OrderedWriter, finished_lines, read_rows
+from llmpq.runtime.text.batch_rows import (
     Answer,
     Defaults,
     answer_line,
@@ -20,7 +21,6 @@ from llmpq.runtime.batch_rows import (
     json_row,
     text_row,
 )
-from llmpq.runtime.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.pure
 ANSWER = Answer(text=" world", tokens=[4, 5], finish_reason="length", prompt_tokens=3)

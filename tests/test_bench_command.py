@@ -8,11 +8,11 @@ import pytest
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Speculation
 from llmpq.precision import Precision
-from llmpq.runtime import bench_rows
-from llmpq.runtime.__main__ import main
-from llmpq.runtime.bench_rows import summary
-from llmpq.runtime.emulate import memory_share
-from llmpq.runtime.hand_plan import hand_plan
+from llmpq.runtime.backends.emulate import memory_share
+from llmpq.runtime.cli.main import main
+from llmpq.runtime.launch.hand_plan import hand_plan
+from llmpq.runtime.tools import bench_rows
+from llmpq.runtime.tools.bench_rows import summary
 from llmpq.workload import Workload
 
 pytestmark = pytest.mark.cluster

@@ -7,8 +7,8 @@ import pytest
 
 from llmpq.errors import ExitCode
 from llmpq.plan import MemoryForm
-from llmpq.runtime.__main__ import main
-from llmpq.runtime.check_command import judge
+from llmpq.runtime.cli.main import main
+from llmpq.runtime.tools.check import judge
 
 pytestmark = pytest.mark.cluster
 

@@ -15,25 +15,26 @@ from llmpq.kernels.kv_cache import QuantizedKVCache
 from llmpq.kernels.ngram_lookup import look_up
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
-from llmpq.runtime import cuda_layers, ngram
-from llmpq.runtime.cuda_stage import CudaStageCompute
-from llmpq.runtime.dual_kv import DualKV
-from llmpq.runtime.generate import LocalPipeline
-from llmpq.runtime.kv_cache import PlainKVCache
-from llmpq.runtime.layers import DecoderLayer
-from llmpq.runtime.loader import CheckpointSource
-from llmpq.runtime.low_bit_kv import LowBitKV
-from llmpq.runtime.message import describe
+from llmpq.runtime.backends import cuda_layers
+from llmpq.runtime.backends.cuda_stage import CudaStageCompute
+from llmpq.runtime.backends.stage_compute import build_stage
+from llmpq.runtime.cache.dual_kv import DualKV
+from llmpq.runtime.cache.low_bit_kv import LowBitKV
+from llmpq.runtime.cache.plain_kv import PlainKVCache
+from llmpq.runtime.drafts import ngram
+from llmpq.runtime.drafts.drafters import Acceptance, FixedDrafter
+from llmpq.runtime.engine.plain_loop import LocalPipeline
+from llmpq.runtime.engine.scheduler import Limits, Scheduler
+from llmpq.runtime.engine.stage_loop import FirstStage, Mailbox, result_tokens
+from llmpq.runtime.launch.stage_actor import limits_of
+from llmpq.runtime.links.message import describe
+from llmpq.runtime.models.layers import DecoderLayer
+from llmpq.runtime.models.sampling import SamplingParams
 from llmpq.runtime.pending import arrived
 from llmpq.runtime.request import Request, StepKind
-from llmpq.runtime.sampling import SamplingParams
-from llmpq.runtime.scheduler import Limits, Scheduler
-from llmpq.runtime.speculate import Acceptance, FixedDrafter
-from llmpq.runtime.stage_actor import limits_of
-from llmpq.runtime.stage_compute import build_stage
-from llmpq.runtime.stage_loop import FirstStage, Mailbox, result_tokens
 from llmpq.runtime.step import Step
 from llmpq.runtime.trace import Recorder
+from llmpq.runtime.weights.sources import CheckpointSource
 
 pytestmark = [
     pytest.mark.interpret,

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from llmpq.model_spec import ModelSpec
-from llmpq.runtime.generate import LocalPipeline
-from llmpq.runtime.loader import CheckpointSource
+from llmpq.runtime.engine.plain_loop import LocalPipeline
+from llmpq.runtime.engine.scheduler import Scheduler
+from llmpq.runtime.launch.threads import ThreadEngine
 from llmpq.runtime.request import Request
-from llmpq.runtime.scheduler import Scheduler
-from llmpq.runtime.thread_engine import ThreadEngine
+from llmpq.runtime.weights.sources import CheckpointSource
 
 pytestmark = [
     pytest.mark.gpu,
@@ -19,7 +19,7 @@ pytestmark = [
 @pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("kind", ["opt", "bloom", "llama", "qwen3"])
 def test_tokens_equal_the_cpus(kind, graphs, tiny_models, random_prompts, make_plan):
-    from llmpq.runtime.stage_actor import limits_of
+    from llmpq.runtime.launch.stage_actor import limits_of
 
     model, prompts = tiny_models.directory(kind), random_prompts(9, 30, 3, 17, 24, 5)
     plan = make_plan(model, batch=4, decode_microbatch=4)
@@ -35,7 +35,7 @@ def test_tokens_equal_the_cpus(kind, graphs, tiny_models, random_prompts, make_p
 def test_stages_of_one_process_capture_their_graphs_in_turn(
     demo_model, random_prompts, make_plan, caplog
 ):
-    from llmpq.runtime.stage_actor import limits_of
+    from llmpq.runtime.launch.stage_actor import limits_of
 
     plan = make_plan(demo_model, (2, 4, 6), batch=4, decode_microbatch=1)
     spec, prompts = ModelSpec.from_directory(demo_model), random_prompts(9, 30, 3, 17)

@@ -6,21 +6,21 @@ from triton import knobs
 
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
-from llmpq.runtime import cuda_graphs, cuda_layers
-from llmpq.runtime.cuda_graphs import rounded_rows
-from llmpq.runtime.cuda_stage import CudaStageCompute
-from llmpq.runtime.families import parts
-from llmpq.runtime.generate import LocalPipeline
-from llmpq.runtime.layers import DecoderLayer
-from llmpq.runtime.loader import CheckpointSource
+from llmpq.runtime.backends import cuda_graphs, cuda_layers
+from llmpq.runtime.backends.cuda_graphs import rounded_rows
+from llmpq.runtime.backends.cuda_stage import CudaStageCompute
+from llmpq.runtime.backends.stage_compute import build_stage
+from llmpq.runtime.engine.plain_loop import LocalPipeline
+from llmpq.runtime.engine.scheduler import Limits, Scheduler
+from llmpq.runtime.engine.stage_loop import FirstStage, Mailbox
+from llmpq.runtime.launch.threads import ThreadEngine
+from llmpq.runtime.models import layer_tensors as parts
+from llmpq.runtime.models.layers import DecoderLayer
+from llmpq.runtime.models.sampling import SamplingParams
 from llmpq.runtime.request import Request
-from llmpq.runtime.sampling import SamplingParams
-from llmpq.runtime.scheduler import Limits, Scheduler
-from llmpq.runtime.stage_compute import build_stage
-from llmpq.runtime.stage_loop import FirstStage, Mailbox
 from llmpq.runtime.step import Step
-from llmpq.runtime.thread_engine import ThreadEngine
 from llmpq.runtime.trace import Recorder
+from llmpq.runtime.weights.sources import CheckpointSource
 
 pytestmark = [
     pytest.mark.interpret,

@@ -10,11 +10,11 @@ import pytest
 import torch.distributed as dist
 
 from llmpq.errors import DeadlineError
-from llmpq.runtime import pipeline as pipelines
-from llmpq.runtime.pipeline import Deadlines, Pipeline
+from llmpq.runtime.launch import ray_actors as pipelines
+from llmpq.runtime.launch.ray_actors import Deadlines, Pipeline
+from llmpq.runtime.launch.stage_actor import StageActor, StageSettings
+from llmpq.runtime.links.transport import join_gloo
 from llmpq.runtime.request import Request
-from llmpq.runtime.stage_actor import StageActor, StageSettings
-from llmpq.runtime.transport import join_gloo
 
 pytestmark = pytest.mark.cluster
 

@@ -8,13 +8,13 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as processes
 
-from llmpq.runtime import peer_links
-from llmpq.runtime.device_links import DeviceTransport, connect_devices
-from llmpq.runtime.message import STOP, StepMessage
-from llmpq.runtime.peer_links import Room
+from llmpq.runtime.links import peer_links
+from llmpq.runtime.links.device_links import DeviceTransport, connect_devices
+from llmpq.runtime.links.message import STOP, StepMessage
+from llmpq.runtime.links.peer_links import Room
+from llmpq.runtime.links.transport import IDLE_LIMIT, join_gloo
 from llmpq.runtime.request import StepKind
 from llmpq.runtime.sampling_params import SamplingParams
-from llmpq.runtime.transport import IDLE_LIMIT, join_gloo
 
 pytestmark = pytest.mark.cluster
 STAGES, HIDDEN = 3, 24

@@ -18,9 +18,9 @@ import pytest
 
 from llmpq.cluster import Cluster
 from llmpq.errors import DoesNotFitError, ExitCode, StageLostError
-from llmpq.runtime.pipeline import Deadlines, Pipeline
+from llmpq.runtime.launch.ray_actors import Deadlines, Pipeline
+from llmpq.runtime.launch.stage_actor import StageSettings
 from llmpq.runtime.request import Request
-from llmpq.runtime.stage_actor import StageSettings
 
 pytestmark = pytest.mark.cluster
 NAMED_WITHIN_S = 15

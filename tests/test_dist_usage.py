@@ -18,11 +18,11 @@ from llmpq.errors import ExitCode
 from llmpq.model_spec import ModelSpec
 from llmpq.profiler.__main__ import main as profile
 from llmpq.profiler.quantize_command import main as quantize
-from llmpq.runtime import __main__ as command_line
-from llmpq.runtime.__main__ import main
-from llmpq.runtime.batch_rows import Defaults, json_row
-from llmpq.runtime.run_command import make_job
-from llmpq.runtime.tokenizer import Tokenizer
+from llmpq.runtime.cli import main as command_line
+from llmpq.runtime.cli.main import main
+from llmpq.runtime.cli.run import make_job
+from llmpq.runtime.text.batch_rows import Defaults, json_row
+from llmpq.runtime.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.cpu
 
@@ -85,7 +85,7 @@ def job_files(demo_model, make_plan, tmp_path):
 @pytest.fixture
 def started(monkeypatch):
     """Fail a test whose command gets as far as starting a pipeline."""
-    from llmpq.runtime.pipeline import Pipeline
+    from llmpq.runtime.launch.ray_actors import Pipeline
 
     def start(*_args: object, **_options: object) -> None:
         raise AssertionError("the pipeline was started")
@@ -193,7 +193,7 @@ def test_a_full_standard_output_is_one_sentence(job_files):
         f"'{out}' are complete, free some space or give another path"
     )
     short = (
-        "import llmpq.runtime.__main__ as line; line._dispatch = lambda words: print('short') or 0;"
+        "import llmpq.runtime.cli.main as line; line._dispatch = lambda words: print('short') or 0;"
         "raise SystemExit(line.main(['check']))"
     )
     with open("/dev/full", "w") as full:
@@ -339,7 +339,7 @@ def test_another_error_is_not_taken_for_a_lack_of_memory(monkeypatch):
 def test_without_an_address_ray_is_started_here_whatever_the_environment_says(monkeypatch):
     import ray
 
-    from llmpq.runtime.placement import ray_cluster
+    from llmpq.runtime.launch.placement import ray_cluster
 
     given: list[dict[str, object]] = []
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")

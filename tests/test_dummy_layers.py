@@ -7,8 +7,8 @@ from llmpq.kernels.qweight import QuantizedWeight
 from llmpq.memory import Quantization, layer_weight_bytes
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import Precision
-from llmpq.runtime.dummy_layers import CopiedLayers
-from llmpq.runtime.loader import RandomSource
+from llmpq.runtime.weights.dummy import CopiedLayers
+from llmpq.runtime.weights.sources import RandomSource
 
 pytestmark = pytest.mark.cpu
 

@@ -11,13 +11,13 @@ import torch
 
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
-from llmpq.runtime.loader import CheckpointSource
-from llmpq.runtime.message import StepMessage, describe, pack_header, unpack_header
+from llmpq.runtime.engine.scheduler import Scheduler
+from llmpq.runtime.launch.stage_actor import limits_of, read_request, write_request
+from llmpq.runtime.launch.threads import ThreadEngine
+from llmpq.runtime.links.message import StepMessage, describe, pack_header, unpack_header
 from llmpq.runtime.request import MicroBatch, Request, StepKind
 from llmpq.runtime.sampling_params import SamplingParams
-from llmpq.runtime.scheduler import Scheduler
-from llmpq.runtime.stage_actor import limits_of, read_request, write_request
-from llmpq.runtime.thread_engine import ThreadEngine
+from llmpq.runtime.weights.sources import CheckpointSource
 
 pytestmark = pytest.mark.cpu
 KINDS = ("opt", "bloom", "llama", "qwen3", "mixtral")

@@ -5,7 +5,7 @@ import torch
 from triton import knobs
 
 from llmpq.kernels.fused_sample import KEY_BITS, sample_rows, sample_rows_reference
-from llmpq.runtime.sampling import SamplingParams, sample, told_rows
+from llmpq.runtime.models.sampling import SamplingParams, sample, told_rows
 
 pytestmark = [
     pytest.mark.interpret,

@@ -10,9 +10,9 @@ from safetensors import SafetensorError
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import Precision
-from llmpq.runtime.kept_layers import KeptLayers
-from llmpq.runtime.loader import CheckpointSource
-from llmpq.runtime.stage_model import StageModel
+from llmpq.runtime.models.stage_model import StageModel
+from llmpq.runtime.weights.layer_cache import KeptLayers
+from llmpq.runtime.weights.sources import CheckpointSource
 
 pytestmark = pytest.mark.cpu
 BITS = [Precision.W4A16, Precision.W8A16, Precision.W16A16, Precision.W3A16]
@@ -90,7 +90,7 @@ def test_a_disk_without_room_for_a_layer_is_named(model, tmp_path, monkeypatch):
         path.write_bytes(b"half")
         raise SafetensorError("I/O error: No space left on device (os error 28)")
 
-    monkeypatch.setattr("llmpq.runtime.kept_layers.save_file", full)
+    monkeypatch.setattr("llmpq.runtime.weights.layer_cache.save_file", full)
     with pytest.raises(ValueError, match=r"cannot write '.*/0\.safetensors' of --layer"):
         build(model, tmp_path / "kept")
     assert not list((tmp_path / "kept").rglob("*.*")), "no half of a file"

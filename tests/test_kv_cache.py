@@ -9,11 +9,11 @@ from llmpq.kernels.kv_oracle import attend_from_history, relative_error
 from llmpq.kv_format import kv_cache_bytes
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
-from llmpq.runtime.dual_kv import DualKV
-from llmpq.runtime.generate import LocalPipeline
-from llmpq.runtime.kv_cache import PlainKVCache
-from llmpq.runtime.kv_factory import make_kv_cache
-from llmpq.runtime.low_bit_kv import LowBitKV
+from llmpq.runtime.cache.dual_kv import DualKV
+from llmpq.runtime.cache.kv_by_precision import make_kv_cache
+from llmpq.runtime.cache.low_bit_kv import LowBitKV
+from llmpq.runtime.cache.plain_kv import PlainKVCache
+from llmpq.runtime.engine.plain_loop import LocalPipeline
 from llmpq.runtime.step import Step
 
 pytestmark = pytest.mark.cpu

@@ -24,7 +24,7 @@ from llmpq.kernels.kv_cache import QuantizedKVCache
 from llmpq.kernels.kv_formats import KVFormat
 from llmpq.kernels.kv_oracle import relative_error
 from llmpq.model_spec import ModelSpec
-from llmpq.runtime.low_bit_kv import LowBitKV
+from llmpq.runtime.cache.low_bit_kv import LowBitKV
 from llmpq.runtime.step import Step
 
 pytestmark = pytest.mark.gpu

@@ -14,7 +14,7 @@ from llmpq.kernels.kv_oracle import relative_error
 from llmpq.kernels.kv_storage import DeviceRows, allocate_layer
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
-from llmpq.runtime.low_bit_kv import LowBitKV
+from llmpq.runtime.cache.low_bit_kv import LowBitKV
 from llmpq.runtime.step import Step
 
 triton = pytest.importorskip("triton")

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from llmpq.runtime.evaluate import perplexity
+from llmpq.runtime.tools.evaluate import perplexity
 
 lm_eval = pytest.importorskip(
     "lm_eval", reason="lm-eval is not installed: pip install 'llmpq[eval]'"
 )
 
-from llmpq.runtime.lm_eval import LlmpqModel  # noqa: E402
+from llmpq.runtime.tools.lm_eval import LlmpqModel  # noqa: E402
 
 pytestmark = pytest.mark.cpu
 PAIRS = [
@@ -131,7 +131,7 @@ def tasks(tmp_path: Path) -> Path:
 def test_local_tasks_run_through_the_harness(tasks: Path, demo_model: Path) -> None:
     """The command, as a user runs it: the class is found by its name."""
     run = subprocess.run(
-        [sys.executable, "-m", "llmpq.runtime.lm_eval", "run", "--model", "llmpq"]
+        [sys.executable, "-m", "llmpq.runtime.tools.lm_eval", "run", "--model", "llmpq"]
         + [
             "--model_args",
             f"pretrained={demo_model},precision=w8a16",

@@ -31,11 +31,11 @@ from llmpq.profiler.quantize_model import Job, quantize_model, spread
 from llmpq.profiler.recipes import Settings
 from llmpq.profiler.subject import Subject
 from llmpq.profiler.timing import Effort
-from llmpq.runtime.convert import convert
-from llmpq.runtime.generate import LocalPipeline
-from llmpq.runtime.layers import GatedMLP, Linear, SparseMLP
-from llmpq.runtime.loader import CheckpointSource
-from llmpq.runtime.quantized_checkpoint import open_checkpoint
+from llmpq.runtime.engine.plain_loop import LocalPipeline
+from llmpq.runtime.models.layers import GatedMLP, Linear, SparseMLP
+from llmpq.runtime.weights.convert import convert
+from llmpq.runtime.weights.quantized_checkpoint import open_checkpoint
+from llmpq.runtime.weights.sources import CheckpointSource
 
 pytestmark = pytest.mark.cpu
 MIXTRAL = builtin_configs()["mixtral-8x7b"]

@@ -9,11 +9,11 @@ import torch
 
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import Precision
-from llmpq.runtime.families.names import Shapes
-from llmpq.runtime.generate import LocalPipeline
-from llmpq.runtime.layers import SparseMLP
-from llmpq.runtime.loader import RandomSource
+from llmpq.runtime.engine.plain_loop import LocalPipeline
+from llmpq.runtime.models.layers import SparseMLP
+from llmpq.runtime.models.tensor_names import Shapes
 from llmpq.runtime.step import Step
+from llmpq.runtime.weights.sources import RandomSource
 
 pytestmark = [
     pytest.mark.gpu,

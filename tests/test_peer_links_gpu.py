@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as processes
 
-from llmpq.runtime.device_links import connect_devices
-from llmpq.runtime.peer_links import PeerLinks, Room
+from llmpq.runtime.links.device_links import connect_devices
+from llmpq.runtime.links.peer_links import PeerLinks, Room
+from llmpq.runtime.links.transport import join_gloo
 from llmpq.runtime.pending import arrived
-from llmpq.runtime.transport import join_gloo
 
 pytestmark = [
     pytest.mark.gpu,

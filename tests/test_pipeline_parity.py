@@ -7,9 +7,9 @@ import json
 import pytest
 import torch
 
-from llmpq.runtime.pipeline import Pipeline
+from llmpq.runtime.launch.ray_actors import Pipeline
+from llmpq.runtime.launch.stage_actor import StageSettings
 from llmpq.runtime.request import Request
-from llmpq.runtime.stage_actor import StageSettings
 from llmpq.runtime.trace import chrome_trace
 
 pytestmark = pytest.mark.cluster

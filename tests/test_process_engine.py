@@ -6,10 +6,10 @@ import sys
 import pytest
 
 from llmpq.errors import StageLostError
-from llmpq.runtime.generate import LocalPipeline
-from llmpq.runtime.process_engine import ProcessEngine
+from llmpq.runtime.engine.plain_loop import LocalPipeline
+from llmpq.runtime.launch.processes import ProcessEngine
+from llmpq.runtime.launch.stage_actor import StageSettings
 from llmpq.runtime.request import Request
-from llmpq.runtime.stage_actor import StageSettings
 
 pytestmark = pytest.mark.cluster
 
@@ -39,5 +39,5 @@ def test_a_stage_that_cannot_load_is_named(tiny_models, make_plan, tmp_path):
 
 def test_processes_and_threads_need_no_ray():
     code = "import sys; sys.modules['ray'] = None; import llmpq.runtime.{0}, llmpq.runtime.{1}"
-    code = code.format("stage_process", "thread_engine")
+    code = code.format("launch.stage_process", "launch.threads")
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from llmpq.device_spec import canonical_kind
-from llmpq.runtime.generate import LocalPipeline
-from llmpq.runtime.process_engine import ProcessEngine
+from llmpq.runtime.engine.plain_loop import LocalPipeline
+from llmpq.runtime.launch.processes import ProcessEngine
+from llmpq.runtime.launch.stage_actor import StageSettings
 from llmpq.runtime.request import Request
-from llmpq.runtime.stage_actor import StageSettings
 
 pytestmark = [
     pytest.mark.gpu,

@@ -24,7 +24,7 @@ from llmpq.profiler.indicator import InputStats, Rounding, activation_omega, wei
 from llmpq.profiler.kv_indicator import kv_omega, range_square
 from llmpq.profiler.omega import HessianObserver, VarianceObserver, random_tables
 from llmpq.profiler.recipes import Settings, num_outliers
-from llmpq.runtime.loader import CheckpointSource
+from llmpq.runtime.weights.sources import CheckpointSource
 from llmpq.sensitivity import Sensitivity
 
 pytestmark = pytest.mark.cpu

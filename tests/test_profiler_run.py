@@ -19,9 +19,9 @@ from llmpq.profiler.messages import Case, Conditions, Sample, Sampling, Target
 from llmpq.profiler.session import fit_entry
 from llmpq.profiler.subject import Subject, micro_batch
 from llmpq.profiler.timing import Effort, summarise
+from llmpq.runtime.backends.stage_compute import StageCompute
 from llmpq.runtime.pending import Pending
 from llmpq.runtime.sampling_params import SamplingParams
-from llmpq.runtime.stage_compute import StageCompute
 
 pytestmark = pytest.mark.cpu
 

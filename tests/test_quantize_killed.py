@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from llmpq.runtime.quantized_writer import layer_file
+from llmpq.runtime.weights.quantized_writer import layer_file
 
 pytestmark = pytest.mark.cpu
 TEXT = Path(__file__).parents[1] / "examples" / "heldout.txt"
@@ -18,7 +18,7 @@ COMMAND = ("-m", "llmpq.profiler.quantize_command")
 KILLED = """
 import os, signal, sys
 from llmpq.profiler.quantize_command import main
-from llmpq.runtime import whole_files
+from llmpq.runtime.weights import written_whole as whole_files
 
 save_file = whole_files.save_file
 

@@ -19,9 +19,9 @@ from llmpq.profiler import quantize_command
 from llmpq.profiler.calibrate import random_windows
 from llmpq.profiler.quantize_model import Job, quantize_model
 from llmpq.profiler.recipes import Settings
-from llmpq.runtime import whole_files
-from llmpq.runtime.loader import CheckpointSource
-from llmpq.runtime.quantized_writer import ENDS_FILE, layer_file
+from llmpq.runtime.weights import written_whole as whole_files
+from llmpq.runtime.weights.quantized_writer import ENDS_FILE, layer_file
+from llmpq.runtime.weights.sources import CheckpointSource
 
 pytestmark = pytest.mark.cpu
 

@@ -22,12 +22,12 @@ from llmpq.profiler.calibrate import random_windows
 from llmpq.profiler.quantize_command import main as quantize_main
 from llmpq.profiler.quantize_model import Job, quantize_model, spread
 from llmpq.profiler.recipes import Settings
-from llmpq.runtime.evaluate import load
-from llmpq.runtime.generate import LocalPipeline
-from llmpq.runtime.loader import CheckpointSource
-from llmpq.runtime.quantized_checkpoint import open_checkpoint, stored_kv
-from llmpq.runtime.quantized_writer import layer_file
+from llmpq.runtime.engine.plain_loop import LocalPipeline
 from llmpq.runtime.step import Step
+from llmpq.runtime.tools.evaluate import load
+from llmpq.runtime.weights.quantized_checkpoint import open_checkpoint, stored_kv
+from llmpq.runtime.weights.quantized_writer import layer_file
+from llmpq.runtime.weights.sources import CheckpointSource
 
 pytestmark = pytest.mark.cpu
 FAMILIES = ("opt", "bloom", "llama", "qwen3", "mixtral")

@@ -13,17 +13,17 @@ import torch.multiprocessing as processes
 
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
-from llmpq.runtime.device_links import DeviceTransport, connect_devices
-from llmpq.runtime.generate import LocalPipeline
-from llmpq.runtime.loader import CheckpointSource
+from llmpq.runtime.backends.stage_compute import StageCompute, build_stage
+from llmpq.runtime.engine.plain_loop import LocalPipeline
+from llmpq.runtime.engine.scheduler import Limits, Scheduler
+from llmpq.runtime.engine.stage_loop import FirstStage, Mailbox, run_following_stage
+from llmpq.runtime.launch.stage_actor import limits_of
+from llmpq.runtime.links.device_links import DeviceTransport, connect_devices
+from llmpq.runtime.links.transport import join_gloo
 from llmpq.runtime.pending import Pending
 from llmpq.runtime.request import Request, StepKind
-from llmpq.runtime.scheduler import Limits, Scheduler
-from llmpq.runtime.stage_actor import limits_of
-from llmpq.runtime.stage_compute import StageCompute, build_stage
-from llmpq.runtime.stage_loop import FirstStage, Mailbox, run_following_stage
 from llmpq.runtime.trace import Recorder
-from llmpq.runtime.transport import join_gloo
+from llmpq.runtime.weights.sources import CheckpointSource
 
 pytestmark = pytest.mark.cluster
 NEW = (9, 4, 9, 7, 9, 5)

@@ -13,11 +13,11 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-from llmpq.runtime import convert as command
-from llmpq.runtime import whole_files
-from llmpq.runtime.__main__ import main as dist
-from llmpq.runtime.convert import convert
-from llmpq.runtime.generate import LocalPipeline
+from llmpq.runtime.cli.main import main as dist
+from llmpq.runtime.engine.plain_loop import LocalPipeline
+from llmpq.runtime.weights import convert as command
+from llmpq.runtime.weights import written_whole as whole_files
+from llmpq.runtime.weights.convert import convert
 
 pytestmark = pytest.mark.cpu
 

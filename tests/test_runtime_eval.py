@@ -14,11 +14,11 @@ from llmpq.errors import PlanMismatchError
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import ClusterRef, ModelRef, Plan, StagePlan
 from llmpq.precision import Precision
-from llmpq.runtime import evaluate
-from llmpq.runtime.evaluate import describe, perplexity, windows
-from llmpq.runtime.generate import LocalPipeline
+from llmpq.runtime.engine.plain_loop import LocalPipeline
 from llmpq.runtime.step import Step
-from llmpq.runtime.tokenizer import Tokenizer
+from llmpq.runtime.text.tokenizer import Tokenizer
+from llmpq.runtime.tools import evaluate
+from llmpq.runtime.tools.evaluate import describe, perplexity, windows
 from llmpq.workload import Workload
 
 pytestmark = pytest.mark.cpu

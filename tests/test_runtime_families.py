@@ -7,9 +7,9 @@ import torch
 
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import Precision
-from llmpq.runtime.families.names import embedding_shapes, head_shapes, layer_shapes
-from llmpq.runtime.generate import LocalPipeline, pad
-from llmpq.runtime.layers import Attention
+from llmpq.runtime.engine.plain_loop import LocalPipeline, pad
+from llmpq.runtime.models.layers import Attention
+from llmpq.runtime.models.tensor_names import embedding_shapes, head_shapes, layer_shapes
 from llmpq.runtime.step import Step
 
 pytestmark = pytest.mark.cpu

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from llmpq.runtime.generate import LocalPipeline, pad
+from llmpq.runtime.engine.plain_loop import LocalPipeline, pad
 from llmpq.runtime.step import Step
 
 pytestmark = pytest.mark.cpu

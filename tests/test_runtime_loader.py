@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import Precision
-from llmpq.runtime.generate import LocalPipeline, pad
-from llmpq.runtime.loader import CheckpointSource, RandomSource
-from llmpq.runtime.stage_model import StageModel
+from llmpq.runtime.engine.plain_loop import LocalPipeline, pad
+from llmpq.runtime.models.stage_model import StageModel
 from llmpq.runtime.step import Step
+from llmpq.runtime.weights.sources import CheckpointSource, RandomSource
 
 pytestmark = pytest.mark.cpu
 W16 = Precision.W16A16

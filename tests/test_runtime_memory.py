@@ -18,14 +18,14 @@ from llmpq.kv_format import kv_cache_bytes
 from llmpq.memory import Quantization, embedding_bytes, layer_weight_bytes, stage_memory
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
-from llmpq.runtime.generate import LocalPipeline
-from llmpq.runtime.kv_cache import KVCache
-from llmpq.runtime.kv_factory import make_kv_cache
-from llmpq.runtime.layers import SparseMLP
-from llmpq.runtime.loader import RandomSource
+from llmpq.runtime.cache.kv_by_precision import make_kv_cache
+from llmpq.runtime.cache.plain_kv import KVCache
+from llmpq.runtime.engine.plain_loop import LocalPipeline
+from llmpq.runtime.models.layers import SparseMLP
+from llmpq.runtime.models.stage_model import DTYPES, StageModel
 from llmpq.runtime.out_of_memory import out_of_memory
-from llmpq.runtime.stage_model import DTYPES, StageModel
 from llmpq.runtime.step import Step
+from llmpq.runtime.weights.sources import RandomSource
 from llmpq.workload import Workload
 from llmpq.workspace import DEQUANTIZE_WEIGHTS, KV_PIECE_ELEMENTS, workspace_bytes
 
@@ -302,7 +302,7 @@ def test_stage_memory_is_predicted_within_5_percent(name):
 
 def test_a_forgotten_temporary_is_noticed(monkeypatch):
     """Planted: the MLP keeps its input twice; the 5 % must not hide that."""
-    from llmpq.runtime import layers
+    from llmpq.runtime.models import layers
 
     forward = layers.GatedMLP.forward
 

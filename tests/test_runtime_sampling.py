@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from llmpq.runtime.generate import LocalPipeline
-from llmpq.runtime.sampling import SamplingParams, draw, probabilities, sample, uniform
+from llmpq.runtime.engine.plain_loop import LocalPipeline
+from llmpq.runtime.models.sampling import SamplingParams, draw, probabilities, sample, uniform
 
 pytestmark = pytest.mark.cpu
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from llmpq.runtime.sampling import SamplingParams, sample, told_rows
+from llmpq.runtime.models.sampling import SamplingParams, sample, told_rows
 
 pytestmark = [
     pytest.mark.gpu,

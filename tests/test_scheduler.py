@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llmpq.runtime.engine.schedule_replay import replay
+from llmpq.runtime.engine.scheduler import Limits, Scheduler
 from llmpq.runtime.request import MicroBatch, Request, StepKind
-from llmpq.runtime.schedule_replay import replay
-from llmpq.runtime.scheduler import Limits, Scheduler
 
 pytestmark = pytest.mark.pure
 

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llmpq.runtime.drafts.drafters import FixedDrafter
+from llmpq.runtime.engine.scheduler import UNKNOWN, Limits, Scheduler
 from llmpq.runtime.request import MicroBatch, Request, StepKind
 from llmpq.runtime.sampling_params import SamplingParams
-from llmpq.runtime.scheduler import UNKNOWN, Limits, Scheduler
-from llmpq.runtime.speculate import FixedDrafter
 
 pytestmark = pytest.mark.pure
 SLOTS, MAX_LEN = 4, 40

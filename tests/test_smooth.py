@@ -18,8 +18,8 @@ from llmpq.profiler.in_turn import quantize
 from llmpq.profiler.inject_outliers import InjectedSource
 from llmpq.profiler.recipes import Settings, recipe
 from llmpq.profiler.smooth import factors, smoothed
-from llmpq.runtime.loader import CheckpointSource
-from llmpq.runtime.tokenizer import Tokenizer
+from llmpq.runtime.text.tokenizer import Tokenizer
+from llmpq.runtime.weights.sources import CheckpointSource
 
 pytestmark = pytest.mark.cpu
 TEXT = Path(__file__).parents[1] / "examples" / "heldout.txt"

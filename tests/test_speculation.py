@@ -12,18 +12,18 @@ from hypothesis import strategies as st
 
 from llmpq.kv_format import packed_end
 from llmpq.model_spec import ModelSpec
-from llmpq.runtime import acceptance, ngram
-from llmpq.runtime.draft_model import upper_plane
-from llmpq.runtime.loader import CheckpointSource
-from llmpq.runtime.message import StepMessage
+from llmpq.runtime.backends.stage_compute import StageCompute
+from llmpq.runtime.drafts import acceptance, ngram
+from llmpq.runtime.drafts.draft_model import upper_plane
+from llmpq.runtime.drafts.drafters import FixedDrafter
+from llmpq.runtime.engine.scheduler import Scheduler
+from llmpq.runtime.launch.stage_actor import limits_of
+from llmpq.runtime.launch.threads import ThreadEngine
+from llmpq.runtime.links.message import StepMessage
+from llmpq.runtime.models.sampling import probabilities
 from llmpq.runtime.request import Request, StepKind
-from llmpq.runtime.sampling import probabilities
 from llmpq.runtime.sampling_params import SamplingParams
-from llmpq.runtime.scheduler import Scheduler
-from llmpq.runtime.speculate import FixedDrafter
-from llmpq.runtime.stage_actor import limits_of
-from llmpq.runtime.stage_compute import StageCompute
-from llmpq.runtime.thread_engine import ThreadEngine
+from llmpq.runtime.weights.sources import CheckpointSource
 from llmpq.speculation import draft_bytes
 
 pytestmark = pytest.mark.cpu
@@ -62,7 +62,7 @@ def engines(demo_model, make_plan):
 @pytest.fixture(scope="module")
 def texts(demo_model):
     """Return token prompts of unequal length, one beyond a KV block, that continue well."""
-    from llmpq.runtime.tokenizer import Tokenizer
+    from llmpq.runtime.text.tokenizer import Tokenizer
 
     tokenizer = Tokenizer(demo_model)
     long = "def area(self):\n    return self.width * self.height\n\n" * 12
@@ -304,7 +304,7 @@ def test_prompt_lookup_sees_prompt_and_output_as_far_back_as_it_looks(monkeypatc
 
 
 def test_steps_are_timed_with_a_half_full_ring():
-    from llmpq.runtime.cuda_step_times import typical_context
+    from llmpq.runtime.backends.cuda_step_times import typical_context
 
     for context in (0, 30, 80, 81, 207, 208, 1024, 32896):
         length = typical_context(context)
@@ -314,7 +314,7 @@ def test_steps_are_timed_with_a_half_full_ring():
 
 
 def test_steps_are_timed_within_their_slots():
-    from llmpq.runtime.cuda_step_times import POSITIONS, contexts_of
+    from llmpq.runtime.backends.cuda_step_times import POSITIONS, contexts_of
 
     for max_len in range(1, 300):
         contexts = contexts_of(max_len)

@@ -12,10 +12,10 @@ from llmpq.errors import DoesNotFitError
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import MemoryForm
 from llmpq.precision import KVPrecision, Precision
-from llmpq.runtime.kv_choice import with_kv
+from llmpq.runtime.cli.speculation_choice import Drafts, choose_speculation
+from llmpq.runtime.drafts.drafters import AutoDrafter, FixedDrafter, speculation_report
+from llmpq.runtime.launch.planned_kv import with_kv
 from llmpq.runtime.request import Request
-from llmpq.runtime.speculate import AutoDrafter, FixedDrafter, speculation_report
-from llmpq.runtime.speculation_choice import Drafts, choose_speculation
 from llmpq.speculation import (
     MAX_GAMMA,
     PRIOR_ACCEPTANCE,

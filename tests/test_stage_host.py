@@ -10,7 +10,12 @@ import pytest
 
 from llmpq.cluster import Cluster
 from llmpq.errors import StageLostError
-from llmpq.runtime.stage_host import LOCAL_HOST, listening_socket, meeting_host, process_space
+from llmpq.runtime.launch.stage_host import (
+    LOCAL_HOST,
+    listening_socket,
+    meeting_host,
+    process_space,
+)
 
 pytestmark = pytest.mark.cpu
 
@@ -61,12 +66,12 @@ def test_two_that_bind_one_port_at_once_both_get_an_answer(monkeypatch) -> None:
                 taken.bind(self.getsockname())
                 taken.listen()
 
-    monkeypatch.setattr("llmpq.runtime.stage_host.socket.socket", Raced)
+    monkeypatch.setattr("llmpq.runtime.launch.stage_host.socket.socket", Raced)
     with taken, pytest.raises(StageLostError, match="Address already in use"):
         listening_socket(LOCAL_HOST, 0)
 
 
 def test_a_child_shares_its_parents_process_space() -> None:
-    code = "from llmpq.runtime.stage_host import process_space; print(process_space())"
+    code = "from llmpq.runtime.launch.stage_host import process_space; print(process_space())"
     child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert child.stdout.strip() == process_space()

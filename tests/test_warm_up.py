@@ -9,14 +9,14 @@ import torch
 
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
-from llmpq.runtime import stage_compute
-from llmpq.runtime.kv_factory import make_kv_cache
-from llmpq.runtime.loader import RandomSource
-from llmpq.runtime.message import StepMessage
+from llmpq.runtime.backends import stage_compute
+from llmpq.runtime.backends.stage_compute import StageCompute
+from llmpq.runtime.cache.kv_by_precision import make_kv_cache
+from llmpq.runtime.links.message import StepMessage
+from llmpq.runtime.models.stage_model import StageModel
 from llmpq.runtime.request import StepKind
 from llmpq.runtime.sampling_params import SamplingParams
-from llmpq.runtime.stage_compute import StageCompute
-from llmpq.runtime.stage_model import StageModel
+from llmpq.runtime.weights.sources import RandomSource
 from llmpq.workload import Workload
 
 pytestmark = pytest.mark.cpu

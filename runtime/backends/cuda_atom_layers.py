@@ -1,0 +1,121 @@
+"""Decoder layers of W4A4 on Hopper: every rounding rides on the operation before it.
+
+    norm + channel order + rounding      feeds qkv, gate_up (or up)      one pass
+    attention                            is the caller's
+    channel order + rounding             feeds o                         one pass
+    activation (+ rotation) + rounding   feeds down                      one pass
+    o, down                              add the residual stream themselves
+
+Legend: B rows, Q new tokens, M = B Q, h hidden.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from types import ModuleType
+
+from torch import Tensor
+
+from llmpq.kernels.atom_tiles import AtomTiles
+from llmpq.runtime.models.layers import MLP, DecoderLayer, GatedMLP, Linear, Norm
+
+Attend = Callable[[Tensor], Tensor]
+"""qkv [B, Q, heads * D] to the attention's output [B, Q, H * D], before the output product."""
+
+
+def rounds_inputs(layer: DecoderLayer) -> bool:
+    """Whether all of a layer's linears are in the form this file is for, and nobody watches."""
+    return all(
+        isinstance(part, Linear)
+        and isinstance(part.weight, AtomTiles)
+        and not part._forward_pre_hooks
+        for part in _linears(layer)
+    )
+
+
+def decoder_layer(
+    layer: DecoderLayer,
+    x_BQh: Tensor,
+    attend: Attend,
+    *,
+    last: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """Return the layer's new residual stream; `layers.DecoderLayer.forward` is its twin.
+
+    `last`: of [B, Q, h], the tokens [B, 1, h] to go on with after attention.
+    """
+    x_MK = x_BQh.reshape(-1, x_BQh.shape[-1])
+    qkv = _normed(layer.attn_norm, x_MK, layer.attention.qkv)
+    attended = attend(qkv.view(*x_BQh.shape[:-1], -1))
+    del qkv
+    if last is not None:
+        attended, x_BQh = last(attended), last(x_BQh)
+        x_MK = x_BQh.reshape(-1, x_BQh.shape[-1])
+    y = _ordered(attended.reshape(x_MK.shape[0], -1), layer.attention.o, x_MK)
+    del attended
+    mlp = layer.mlp
+    if isinstance(mlp, GatedMLP):
+        wide = _normed(layer.mlp_norm, y, mlp.gate_up)
+        return _activated(wide, "silu", mlp.down, y).view(x_BQh.shape)
+    assert isinstance(mlp, MLP)
+    wide = _normed(layer.mlp_norm, y, mlp.up)
+    return _activated(wide, mlp.activation, mlp.down, y).view(x_BQh.shape)
+
+
+def _normed(norm: Norm, x_MK: Tensor, part: Linear) -> Tensor:
+    """Return part(norm(x))."""
+    kernels, weight = _kernels(), _weight(part)
+    tokens = kernels.norm_input(
+        x_MK,
+        weight,
+        norm="rms" if norm.bias is None else "layer",
+        weight_K=norm.weight,
+        bias_K=norm.bias,
+        eps=norm.eps,
+    )
+    y_MN: Tensor = kernels.product(tokens, weight, dtype=x_MK.dtype, bias=part.bias)
+    return y_MN
+
+
+def _ordered(x_MK: Tensor, part: Linear, residual_MN: Tensor) -> Tensor:
+    """Return part(x) + residual."""
+    kernels, weight = _kernels(), _weight(part)
+    tokens = kernels.any_input(x_MK, weight)
+    y_MN: Tensor = kernels.product(
+        tokens, weight, dtype=x_MK.dtype, bias=part.bias, residual_MN=residual_MN
+    )
+    return y_MN
+
+
+def _activated(wide: Tensor, activation: str, part: Linear, residual_MN: Tensor) -> Tensor:
+    """Return part(activation(wide)) + residual, in the residual's place."""
+    kernels, weight = _kernels(), _weight(part)
+    tokens = kernels.activation_input(wide, weight, activation)
+    y_MN: Tensor = kernels.product(
+        tokens,
+        weight,
+        dtype=wide.dtype,
+        bias=part.bias,
+        residual_MN=residual_MN,
+        into_residual=True,
+    )
+    return y_MN
+
+
+@functools.cache
+def _kernels() -> ModuleType:
+    """Import what needs Gluon, only where a layer has the form it is for."""
+    return importlib.import_module("llmpq.kernels.atom_hopper")
+
+
+def _linears(layer: DecoderLayer) -> tuple[object, ...]:
+    mlp = layer.mlp
+    wide = mlp.gate_up if isinstance(mlp, GatedMLP) else getattr(mlp, "up", None)
+    return layer.attention.qkv, layer.attention.o, wide, getattr(mlp, "down", None)
+
+
+def _weight(part: Linear) -> AtomTiles:
+    assert isinstance(part.weight, AtomTiles)
+    return part.weight

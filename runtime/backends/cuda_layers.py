@@ -1,0 +1,254 @@
+"""Decoder layers on a GPU: the same parts and sums as layers.py, in fewer and fused launches.
+
+    norm        one kernel a row                                   kernels/fused_norm.py
+                LayerNorm also adds biases of dense o and down     kernels/fused_layer_norm.py
+    qkv         one product
+    positions   rotation and the cache's append in one kernel      kernels/fused_rope.py, kv_append
+    attention   prompts: torch's; up to 16 new tokens: one kernel that reads lengths from the device
+    o, down     products that add the residual stream themselves
+    gate        silu(gate) * up in one kernel                      kernels/fused_mlp.py
+
+Nothing here asks the device for a value, so a step of one new token can be captured in a graph;
+routers do (layers.SparseMLP), and models with experts run eagerly.
+
+Legend: B rows, Q new tokens, h hidden, H query heads, G key/value heads, D head_dim, S slots.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from llmpq.kernels import fused_layer_norm, fused_mlp, fused_norm, fused_rope, plain_attend
+from llmpq.kernels.linear import QuantizedWeight, linear
+from llmpq.runtime.backends import cuda_atom_layers
+from llmpq.runtime.cache.dual_kv import DualKV
+from llmpq.runtime.cache.low_bit_kv import LowBitKV
+from llmpq.runtime.cache.plain_kv import KVCache, PlainKVCache
+from llmpq.runtime.models.attention import attend_cached, score_bias
+from llmpq.runtime.models.layers import (
+    MLP,
+    Attention,
+    DecoderLayer,
+    GatedMLP,
+    Linear,
+    Norm,
+    SparseMLP,
+)
+from llmpq.runtime.step import Step
+
+
+def decoder_layer(
+    layer: DecoderLayer,
+    x_BQh: Tensor,
+    index: int,
+    step: Step,
+    kv: KVCache,
+    *,
+    last_only: bool = False,
+    in_place: bool = False,
+) -> Tensor:
+    """Return the layer's new residual stream; `layers.DecoderLayer.forward` is its twin.
+
+    `last_only`: after attention go on with the last valid token of each row, [B, 1, h].
+    `in_place`: it may take the input's place, which saves a dense o the copying.
+    """
+    last = partial(_last_tokens, step) if last_only and step.q_len > 1 else None
+    if cuda_atom_layers.rounds_inputs(layer):
+        inner = partial(attend, layer.attention, index=index, step=step, kv=kv)
+        return cuda_atom_layers.decoder_layer(layer, x_BQh, inner, last=last)
+    attended = attention(layer.attention, norm(layer.attn_norm, x_BQh), index, step, kv)
+    if last is not None:
+        attended, x_BQh = last(attended), last(x_BQh)
+    o, mlp, between = layer.attention.o, layer.mlp, layer.mlp_norm
+    if isinstance(mlp, SparseMLP):
+        y = product(o, attended, residual=x_BQh)
+        return y.add_(mlp(norm(between, y)))
+    early, late = (_bias_for(between, part) for part in (o, mlp.down))
+    y = product(o, attended, residual=x_BQh, into_residual=in_place, with_bias=early is None)
+    wide = norm(between, y, before=early, after=late)
+    if isinstance(mlp, GatedMLP):
+        hidden = fused_mlp.silu_mul(product(mlp.gate_up, wide))
+    else:
+        hidden = _activated(mlp, wide)
+    del wide
+    return product(mlp.down, hidden, residual=y, into_residual=True, with_bias=late is None)
+
+
+def _bias_for(between: Norm, part: Linear) -> Tensor | None:
+    """Return the bias of a dense o or down that the norm between them adds, None without one."""
+    fused = between.bias is not None and between.weight.numel() <= fused_layer_norm.MAX_COLUMNS
+    return part.bias if fused and _dense(part) is not None else None
+
+
+def _dense(part: nn.Module) -> Tensor | None:
+    """Return the weight of a plain dense product, None of any other part.
+
+    A watched linear (profiler/calibrate.py) is called as a module.
+    """
+    if type(part) is not Linear or part._forward_pre_hooks:
+        return None
+    weight = part.weight
+    return weight if isinstance(weight, Tensor) and not weight.is_mkldnn else None
+
+
+def _activated(mlp: MLP, wide: Tensor) -> Tensor:
+    """Return the activation of up(x); cuBLAS adds a dense bias and applies ReLU as it stores."""
+    weight, bias = _dense(mlp.up), mlp.up.bias
+    if mlp.activation == "relu" and weight is not None and bias is not None:
+        x_MK = wide.reshape(-1, wide.shape[-1])
+        return torch._addmm_activation(bias, x_MK, weight.t()).view(*wide.shape[:-1], -1)
+    up = product(mlp.up, wide)
+    return up.relu_() if mlp.activation == "relu" else functional.gelu(up, approximate="tanh")
+
+
+def _last_tokens(step: Step, x_BQh: Tensor) -> Tensor:
+    return step.last_valid(x_BQh)[:, None].contiguous()
+
+
+def norm(
+    part: Norm, x: Tensor, *, before: Tensor | None = None, after: Tensor | None = None
+) -> Tensor:
+    """Return x + before normalised; x becomes x + before + after (`_bias_for`'s)."""
+    if x.shape[-1] > fused_norm.MAX_COLUMNS:
+        normed: Tensor = part(x)
+        return normed
+    if part.bias is None:
+        return fused_norm.rms_norm(x, part.weight, part.eps)
+    return fused_layer_norm.layer_norm(
+        x, part.weight, part.bias, part.eps, before=before, after=after
+    )
+
+
+def product(
+    part: nn.Module,
+    x: Tensor,
+    *,
+    residual: Tensor | None = None,
+    into_residual: bool = False,
+    with_bias: bool = True,
+) -> Tensor:
+    """Return part(x) + residual; where the product can add it, that costs no extra pass.
+
+    `into_residual`: the sum may take the residual's place, which saves copying it. Without
+    `with_bias` the bias of a dense part is left out.
+    """
+    if residual is not None and type(part) is Linear and not part._forward_pre_hooks:
+        weight = part.weight
+        if isinstance(weight, QuantizedWeight):
+            return linear(x, weight, part.bias, residual, into_residual=into_residual)
+        dense = _dense(part)
+        if dense is not None and (part.bias is None or not with_bias):
+            flat, x_MK = residual.reshape(-1, dense.shape[0]), x.reshape(-1, dense.shape[1])
+            add = flat.addmm_ if into_residual else partial(torch.addmm, flat)
+            y: Tensor = add(x_MK, dense.t())
+            return y.view(residual.shape)
+    y_plain: Tensor = part(x)
+    return y_plain if residual is None else y_plain.add_(residual)
+
+
+def attention(part: Attention, x_BQh: Tensor, index: int, step: Step, kv: KVCache) -> Tensor:
+    """Return attention(q, k, v) [B, Q, H * D] of cache layer `index`, before the output product."""
+    return attend(part, product(part.qkv, x_BQh), index, step, kv)
+
+
+def attend(part: Attention, qkv_BQN: Tensor, index: int, step: Step, kv: KVCache) -> Tensor:
+    """Return attention(q, k, v) of the product with qkv."""
+    batch, q_len, _ = qkv_BQN.shape
+    qkv = qkv_BQN.view(batch, q_len, -1, part.head_dim)
+    q, k, v = qkv.split([part.heads, part.kv_heads, part.kv_heads], dim=2)
+    if part.q_norm is not None and part.k_norm is not None:
+        q, k = part.q_norm(q), part.k_norm(k)
+    inv_freq = None if part.rotary is None else part.rotary.inv_freq
+    if isinstance(kv, PlainKVCache):
+        out = _plain(part, q, k, v, index, step, kv)
+    elif isinstance(kv, DualKV) and isinstance(kv.inner, PlainKVCache):
+        out = _plain(part, q, k, v, index, step, kv.inner)
+        if not kv.catches_up(step):
+            _append_to_copy(part, k, v, index, step, kv)
+        elif index + 1 == len(kv.inner.k):
+            kv.catch_up(step)
+    elif inv_freq is not None and isinstance(kv, LowBitKV) and kv.rotates(step):
+        out = kv.attend(index, q, k, v, step, scale=part.scale, inv_freq=inv_freq)
+    else:
+        if inv_freq is not None:
+            q, k = fused_rope.rope(q, k, step.start_B, inv_freq)
+        out = kv.attend(index, q, k, v, step, scale=part.scale, alibi_slopes_H=part.alibi_slopes_H)
+    return out.reshape(batch, q_len, part.heads * part.head_dim)
+
+
+def _append_to_copy(
+    part: Attention, k: Tensor, v: Tensor, index: int, step: Step, kv: DualKV
+) -> None:
+    """Append a layer's keys, not rotated yet, and values to the 4-bit copy."""
+    inv_freq = None if part.rotary is None else part.rotary.inv_freq
+    if inv_freq is not None and not kv.copy.rotates(step):
+        (k, _), inv_freq = fused_rope.rope(k, k, step.start_B, inv_freq), None
+    kv.copy.append(index, k, v, step, inv_freq)
+
+
+def _plain(
+    part: Attention, q: Tensor, k: Tensor, v: Tensor, index: int, step: Step, kv: PlainKVCache
+) -> Tensor:
+    """Append to the 16-bit cache, then attend to it; prompts attend to the tokens just written."""
+    kv.check_room(step)
+    k_SGTD, v_SGTD = kv.k[index], kv.v[index]
+    rows = (step.slots_B, step.start_B, step.num_new_B)
+    inv_freq = None if part.rotary is None else part.rotary.inv_freq
+    slopes = part.alibi_slopes_H
+    q_BQHD = fused_rope.rope_append(q, k, v, k_SGTD, v_SGTD, *rows, inv_freq)
+    if step.fresh:
+        return _fresh(q_BQHD, k_SGTD, v_SGTD, step, part.scale, slopes)
+    if step.q_len <= plain_attend.MAX_Q_LEN:
+        return plain_attend.plain_attend(
+            q_BQHD,
+            k_SGTD,
+            v_SGTD,
+            *rows,
+            max_end=step.max_end,
+            scale=part.scale,
+            alibi_slopes_H=slopes,
+        )
+    return attend_cached(q_BQHD, k_SGTD, v_SGTD, step, scale=part.scale, alibi_slopes_H=slopes)
+
+
+def _fresh(
+    q_BQHD: Tensor,
+    k_SGTD: Tensor,
+    v_SGTD: Tensor,
+    step: Step,
+    scale: float,
+    alibi_slopes_H: Tensor | None,
+) -> Tensor:
+    """Causal attention of prompts, keys and values read where they were just written."""
+    bias = None
+    if alibi_slopes_H is not None:
+        bias = step.once("bias", lambda: score_bias(step, alibi_slopes_H, 1, q_BQHD.dtype))
+    q, k, v = q_BQHD.transpose(1, 2), _rows_of(k_SGTD, step), _rows_of(v_SGTD, step)
+    # Other backends may round float32 operands to fewer bits.
+    exact = q.dtype == torch.float32
+    with sdpa_kernel(SDPBackend.MATH) if exact else nullcontext():
+        out = functional.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=bias,
+            is_causal=bias is None,
+            scale=scale,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
+    return out.transpose(1, 2)
+
+
+def _rows_of(cache_SGTD: Tensor, step: Step) -> Tensor:
+    """Return the new tokens' keys or values [B, G, Q, D], in place where slots are consecutive."""
+    tokens = cache_SGTD[:, :, : step.q_len]
+    if len(step.runs) == 1:
+        _, slot, count = step.runs[0]
+        return tokens[slot : slot + count]
+    return tokens[step.slots_B]

@@ -1,0 +1,211 @@
+"""A stage on a CUDA device: decode through graphs, tokens that stay on the device, late answers.
+
+    decode          runtime/backends/cuda_graphs.py; other steps run as they come
+    results         copied to pinned host memory behind the step; whoever needs them waits for that
+                    copy only, so the next step may be issued before (`run` returns a `Pending`)
+    speculation     runtime/backends/cuda_speculate.py: drafts and verifies from graphs, too
+    runs_ahead      a whole model on one device: a request's next step may be issued with the token
+                    -1, "the one this slot produced last"
+
+Legend: B rows, Q new tokens, h hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from llmpq.gpu_workspace import padded_prompt
+from llmpq.runtime.backends.cuda_graphs import DecodeGraphs
+from llmpq.runtime.backends.cuda_speculate import CudaSpeculation
+from llmpq.runtime.backends.stage_compute import StageCompute
+from llmpq.runtime.cache.plain_kv import KVCache
+from llmpq.runtime.links.message import StepMessage
+from llmpq.runtime.models.sampling import sample
+from llmpq.runtime.models.stage_model import StageModel
+from llmpq.runtime.pending import Pending
+from llmpq.runtime.request import StepKind
+from llmpq.runtime.step import Step
+from llmpq.runtime.trace import MAX_EVENTS, KindTotals
+from llmpq.runtime.upload import upload
+from llmpq.speculation import MeasuredTimes, SpeculationMode
+from llmpq.workload import Workload
+
+
+class CudaStageCompute(StageCompute):
+    """One stage on a GPU, ready to run micro-batches."""
+
+    tokens_on_device = False
+    """Whether the links take sampled tokens from the device (last of several stages)."""
+
+    def __init__(
+        self,
+        model: StageModel,
+        kv: KVCache,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        workload: Workload,
+        decode_microbatch: int,
+        graphs: bool = True,
+    ) -> None:
+        """`graphs`: capture decode steps."""
+        super().__init__(model, kv, device, dtype)
+        self._whole = model.embedding is not None and model.head is not None
+        self._timed: list[tuple[StepKind, int, torch.cuda.Event, torch.cuda.Event]] = []
+        self._graph_options: dict[str, Any] = {
+            "num_slots": workload.batch,
+            "max_len": workload.max_len,
+            "max_rows": max(decode_microbatch, 1),
+            "dtype": dtype,
+            "device": device,
+            "capture": graphs,
+        }
+        learned = model.spec.positions == "learned"
+        positions = model.spec.max_positions if learned else workload.max_len
+        self._longest = min(workload.max_len, positions)
+        self._decode = DecodeGraphs(model, kv, **self._graph_options)
+        self.speculation: CudaSpeculation | None = None
+
+    def enable_speculation(
+        self, mode: SpeculationMode, workload: Workload, *, view: StageModel | None = None
+    ) -> int:
+        """As `StageCompute.enable_speculation`; its steps are captured as they come."""
+        extra = super().enable_speculation(mode, workload, view=view)
+        self._decode = DecodeGraphs(self.model, self.kv, **self._graph_options)
+        self.speculation = CudaSpeculation(
+            self._decode, self.draft, whole=self._whole, **self._graph_options
+        )
+        return extra
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether a step may name tokens by -1 that the step before has yet to produce."""
+        return self._whole and not self._truncates
+
+    @property
+    def whole_rounds(self) -> bool:
+        """Whether a round of drafts and its verify are one step, told -1 for what is not known."""
+        return self.speculation is not None and self.speculation.whole_rounds
+
+    @property
+    def captured_rows(self) -> list[int]:
+        """Numbers of rows that decode from a graph."""
+        return self._decode.captured_rows
+
+    @torch.inference_mode()
+    def take_tokens(self, slots: Sequence[int], tokens_B1: Tensor) -> None:
+        """Note tokens of slots, sampled elsewhere, for steps that name them by -1."""
+        slots_B = upload(slots, torch.long, self._device)
+        self._decode.remember(slots_B, tokens_B1[:, 0].to(self._device))
+
+    def warm_up(self, rows: int, prompt_len: int) -> None:
+        """As `StageCompute.warm_up`; captures the decode step of so many rows as well."""
+        super().warm_up(rows, prompt_len)
+        self._timed.clear()
+
+    def run(self, message: StepMessage, hidden_BQH: Tensor | None) -> Tensor | Pending:
+        """Return hidden states, or on the last stage the table of sampled tokens."""
+        if self._device.type != "cuda":
+            return self._run(message, hidden_BQH)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        result = self._run(message, hidden_BQH)
+        end.record()
+        if len(self._timed) < MAX_EVENTS:
+            self._timed.append((message.kind, message.num_rows, start, end))
+        return result
+
+    def step_times(self) -> MeasuredTimes:
+        """Time drafts and verifies on the device, to choose draft lengths by; slots are free."""
+        # Imported here: it builds on the graphs of speculation.
+        from llmpq.runtime.backends.cuda_step_times import contexts_of, measure
+
+        assert self.speculation is not None, "drafts need enable_speculation"
+        most = self._graph_options["max_rows"]
+        rows = sorted({1, max(1, most // 4), most})
+        longest = self._longest
+        return measure(self.speculation, rows, contexts_of(longest), max_len=longest)
+
+    def device_totals(self) -> dict[str, KindTotals]:
+        """Return the steps so far by kind, timed by the device, and forget them."""
+        totals: dict[str, KindTotals] = {}
+        for kind, rows, start, end in self._timed:
+            end.synchronize()
+            total = totals.setdefault(kind.name.lower(), KindTotals())
+            total.steps += 1
+            total.rows += rows
+            total.busy_s += start.elapsed_time(end) / 1e3
+        self._timed.clear()
+        return totals
+
+    @torch.inference_mode()
+    def _run(self, message: StepMessage, hidden_BQH: Tensor | None) -> Tensor | Pending:
+        if message.kind is StepKind.DECODE:
+            return self._run_decode(message, hidden_BQH)
+        if message.kind in (StepKind.DRAFT, StepKind.VERIFY, StepKind.ROUND):
+            return self._run_speculation(message, hidden_BQH)
+        step = message.step(self._device)
+        x = message.tokens_BQ(self._device) if hidden_BQH is None else hidden_BQH.to(self._device)
+        if self.speculation is not None:
+            self.speculation.take_prompts(step.slots_B, x)
+        step, x = self._widened(step, x)
+        # The cost model prices whole layers: the last of several stages would beat its plan.
+        y = self.model(x, step, self.kv, last_only=self._whole)
+        if self.model.head is None:
+            return self._leave(y[:, : message.q_len].contiguous())
+        tokens_B = sample(self.model.logits(y, step), message.sampling, message.sample_steps)
+        self._decode.remember(step.slots_B, tokens_B)
+        return self._answer(tokens_B[:, None])
+
+    def _widened(self, step: Step, x: Tensor) -> tuple[Step, Tensor]:
+        """Pad fresh prompts as `padded_prompt` says."""
+        width = padded_prompt(step.q_len, longest=self._longest) if step.fresh else step.q_len
+        return widened(step, x, width)
+
+    def _run_decode(self, message: StepMessage, hidden_BQH: Tensor | None) -> Tensor | Pending:
+        out, rows = self._decode.run(message, hidden_BQH), message.num_rows
+        if out.hidden_BQh is not None:
+            return self._leave(out.hidden_BQh[:rows].clone())
+        assert out.tokens_B is not None and out.logits_BV is not None
+        if all(params.greedy for params in message.sampling):
+            return self._answer(out.tokens_B[:rows, None])
+        tokens_B = sample(out.logits_BV[:rows], message.sampling, message.sample_steps)
+        self._decode.remember(self._decode.slots_B(rows), tokens_B)
+        return self._answer(tokens_B[:, None])
+
+    def _run_speculation(self, message: StepMessage, hidden_BQH: Tensor | None) -> Tensor | Pending:
+        assert self.speculation is not None, "drafts need enable_speculation"
+        if message.kind is StepKind.ROUND:
+            return self._answer(self.speculation.round(message))
+        drafts = message.kind is StepKind.DRAFT
+        run = self.speculation.draft_step if drafts else self.speculation.verify
+        out = run(message, hidden_BQH)
+        return self._leave(out) if self.model.head is None else self._answer(out)
+
+    def _leave(self, hidden_BQH: Tensor) -> Tensor:
+        return hidden_BQH if self.keep_on_device else hidden_BQH.cpu()
+
+    def _answer(self, result_BK: Tensor) -> Tensor | Pending:
+        if self.tokens_on_device:
+            return result_BK.clone()
+        if not self._whole or not result_BK.is_cuda:
+            return result_BK.cpu()
+        value = torch.empty(result_BK.shape, dtype=torch.long, pin_memory=True)
+        value.copy_(result_BK, non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record()
+        return Pending(value, copied)
+
+
+def widened(step: Step, x: Tensor, width: int) -> tuple[Step, Tensor]:
+    """Return a fresh step and its ids or hidden states with rows padded to `width` tokens."""
+    extra = width - step.q_len
+    if extra == 0:
+        return step, x
+    pad = (0, extra) if x.dim() == 2 else (0, 0, 0, extra)
+    return step.padded(width), functional.pad(x, pad)

@@ -1,0 +1,325 @@
+"""The arithmetic of one stage of a plan: its slice of the model, its KV cache, its sampler."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from llmpq.errors import DoesNotFitError
+from llmpq.model_spec import ModelSpec
+from llmpq.plan import Plan
+from llmpq.runtime.cache.dual_kv import DualKV, make_copy
+from llmpq.runtime.cache.kv_by_precision import make_kv_cache
+from llmpq.runtime.cache.plain_kv import KVCache
+from llmpq.runtime.drafts.acceptance import accept, draft_tokens
+from llmpq.runtime.drafts.draft_model import Draft, build_draft
+from llmpq.runtime.links.message import StepMessage
+from llmpq.runtime.models.sampling import sample
+from llmpq.runtime.models.stage_model import DTYPES, StageModel
+from llmpq.runtime.out_of_memory import out_of_memory
+from llmpq.runtime.pending import Pending
+from llmpq.runtime.request import StepKind
+from llmpq.runtime.sampling_params import SamplingParams
+from llmpq.runtime.step import Step
+from llmpq.runtime.trace import KindTotals
+from llmpq.runtime.weights.sources import TensorSource
+from llmpq.speculation import READS_KV4, SpeculationMode
+from llmpq.units import format_size
+from llmpq.workload import Workload
+
+MEMORY_TOLERANCE = 0.05
+"""Weights and KV cache may differ from the plan's prediction by this share."""
+
+WARM_UP_S = 2.0
+"""How long a stage on a CPU goes on running shapes to come."""
+GREEDY = SamplingParams()
+NUM_WIDTHS, MIN_WIDTH = 8, 8
+"""Prompt widths that it runs, and the least distance between them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadReport:
+    """What a stage allocated."""
+
+    weights_bytes: int
+    """Layers, and embedding and head where the stage has them."""
+    kv_bytes: int
+    seconds: float
+    draft_bytes: int = 0
+    """What drafts hold beyond the above."""
+
+
+class StageCompute:
+    """One stage, ready to run micro-batches."""
+
+    keep_on_device = False
+    """Whether the links take hidden states from the device; else they are brought to the host."""
+
+    def __init__(
+        self, model: StageModel, kv: KVCache, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self.model, self.kv, self._device, self._dtype = model, kv, device, dtype
+        self.draft: Draft | None = None
+        self._truncates = False
+        self._widths: tuple[int, ...] = ()
+        """Rows of a micro-batch -> the prompt widths that have run, ascending."""
+        self._draft_probs: dict[int, list[Tensor]] = {}
+        """Slot -> the distributions its unverified drafts were drawn from (last stage)."""
+
+    def enable_speculation(
+        self, mode: SpeculationMode, workload: Workload, *, view: StageModel | None = None
+    ) -> int:
+        """Prepare for drafts of a mode; return the bytes they take beyond the stage's own.
+
+        `view`: how another engine of the same weights and mode drafts, to share its copies.
+        """
+        self._truncates = True
+        if mode == "ngram":
+            return 0
+        kv, copy_bytes = self.kv, 0
+        if mode in READS_KV4:
+            copy = make_copy(self.model, workload, self._dtype, self._device)
+            self.kv, kv, copy_bytes = DualKV(self.kv, copy), copy, copy.nbytes
+        self.draft = build_draft(mode, self.model, kv) if view is None else Draft(view, kv, 0)
+        return self.draft.extra_bytes + copy_bytes
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether a step may name tokens by -1 that the step before has yet to produce."""
+        return False
+
+    @property
+    def whole_rounds(self) -> bool:
+        """Whether a round of drafts and its verify are one step, told -1 for what is not known."""
+        return False
+
+    def take_tokens(self, slots: Sequence[int], tokens_B1: Tensor) -> None:
+        """Not here: the host knows the tokens of a step before it issues the next."""
+        raise RuntimeError(f"a stage that does not run ahead got tokens of slots {list(slots)}")
+
+    def device_totals(self) -> dict[str, KindTotals]:
+        """Return the steps so far as the device timed them; empty where the host's clock serves."""
+        return {}
+
+    @torch.inference_mode()
+    def run(self, message: StepMessage, hidden_BQH: Tensor | None) -> Tensor | Pending:
+        """Return hidden states on the host, or on the last stage the table of sampled tokens."""
+        step = message.step(self._device)
+        x = message.tokens_BQ() if hidden_BQH is None else hidden_BQH
+        if self._truncates and message.kind is not StepKind.PREFILL:
+            self.kv.truncate(step.slots_B, step.start_B)
+        q_len = step.q_len
+        if message.kind is StepKind.PREFILL:
+            step, x = self._padded(step, x)
+        model, kv = self.model, self.kv
+        if message.kind is StepKind.DRAFT:
+            assert self.draft is not None, "drafts need enable_speculation"
+            model, kv = self.draft.model, self.draft.kv
+        output = model(x.to(self._device), step, kv)
+        if self.model.head is None:
+            if step.q_len > q_len:
+                output = output[:, :q_len].contiguous()
+            return output if self.keep_on_device else output.cpu()
+        return self._pick(output, step, message).cpu()
+
+    def _pick(self, hidden_BQH: Tensor, step: Step, message: StepMessage) -> Tensor:
+        """Return the result table of the last stage (see `stage_loop.result_tokens`)."""
+        if message.kind is StepKind.VERIFY:
+            return self._verify(hidden_BQH, step, message)
+        if message.kind is not StepKind.DRAFT or self.draft is None:
+            logits_BV = self.model.logits(hidden_BQH, step)
+            return sample(logits_BV, message.sampling, message.sample_steps)[:, None]
+        logits_BV = self.draft.model.logits(hidden_BQH, step)
+        tokens_B, probs = draft_tokens(logits_BV, message.sampling, message.sample_steps)
+        for slot, q_V in zip(message.slots, probs, strict=True):
+            if q_V is not None:
+                self._draft_probs.setdefault(slot, []).append(q_V)
+        return tokens_B[:, None]
+
+    def _verify(self, hidden_BQH: Tensor, step: Step, message: StepMessage) -> Tensor:
+        logits_BQV = self.model.logits(hidden_BQH, step, all_positions=True)
+        rows = accept(
+            logits_BQV,
+            [tokens[1:] for tokens in message.tokens],
+            [self._draft_probs.pop(slot, None) for slot in message.slots],
+            message.sampling,
+            message.sample_steps,
+        )
+        width = message.q_len
+        return torch.tensor([[len(row), *row, *[0] * (width - len(row))] for row in rows])
+
+    def _padded(self, step: Step, x: Tensor) -> tuple[Step, Tensor]:
+        """Widen prompts on a CPU to the next of the widths that `warm_up_shapes` chose."""
+        width = next((w for w in self._widths if w >= step.q_len), step.q_len)
+        extra = width - step.q_len
+        if extra == 0 or not step.fresh:
+            return step, x
+        return step.padded(width), functional.pad(
+            x, (0, extra) if x.dim() == 2 else (0, 0, 0, extra)
+        )
+
+    def warm_up(self, rows: int, prompt_len: int) -> None:
+        """Run one small step of each phase through slot 0 on, so that first times count as others.
+
+        What it leaves in the cache is overwritten by the first prompts. No prompts with length 0.
+        """
+        if prompt_len > 0:
+            self._run_zeros(StepKind.PREFILL, rows, prompt_len)
+        self._run_zeros(StepKind.DECODE, rows, 1)
+
+    def warm_up_shapes(self, plan: Plan) -> None:
+        """Run the shapes to come: the largest prompts on a GPU, so that a lack of memory shows.
+
+        On a CPU a product of a new shape takes twice its time, so prompts are padded to a few
+        widths, which the plan alone decides: sums differ with the shape, and tokens may not depend
+        on how busy the host is. The planned rows run at these widths as far as `WARM_UP_S` goes.
+        """
+        workload = plan.workload
+        prompt_len = min(workload.prompt_len, workload.max_len)
+        decode_rows = min(plan.decode_microbatch, workload.batch)
+        prefill_rows = min(plan.prefill_microbatch, workload.batch)
+        if self._device.type != "cpu":
+            self._run_zeros(StepKind.PREFILL, prefill_rows, prompt_len)
+            return
+        gap = max(MIN_WIDTH, -(-prompt_len // NUM_WIDTHS))
+        self._widths = (*range(gap, prompt_len, gap), prompt_len)
+        shapes = [(StepKind.PREFILL, prefill_rows, width) for width in self._widths]
+        shapes += [(StepKind.DECODE, rows, 1) for rows in range(decode_rows - 1, 0, -1)]
+        shapes += [
+            (StepKind.PREFILL, rows, width)
+            for rows in range(prefill_rows - 1, 0, -1)
+            for width in self._widths
+        ]
+        drawn = SamplingParams(temperature=1.0, top_p=0.9)
+        left_s, token_s = WARM_UP_S, 0.0
+        for kind, rows, q_len in shapes:
+            if rows * q_len * token_s > left_s:
+                break
+            seconds = self._run_zeros(kind, rows, q_len, drawn)
+            left_s -= seconds
+            if kind is StepKind.PREFILL:
+                token_s = seconds / (rows * q_len)
+
+    def _run_zeros(
+        self, kind: StepKind, rows: int, q_len: int, sampling: SamplingParams = GREEDY
+    ) -> float:
+        """Run a step of token 0 through the slots from 0 on; return its seconds."""
+        message = StepMessage(
+            kind=kind,
+            slots=range(rows),
+            starts=[0] * rows,
+            num_new=[q_len] * rows,
+            sample_steps=[0] * rows,
+            sampling=[sampling] * rows,
+            tokens=[[0] * q_len] * rows,
+        )
+        hidden = None
+        if self.model.embedding is None:
+            hidden = torch.zeros((rows, q_len, self.model.spec.hidden), dtype=self._dtype)
+        started_s = time.perf_counter()
+        self.run(message, hidden)
+        return time.perf_counter() - started_s
+
+
+def build_stage(
+    plan: Plan,
+    index: int,
+    spec: ModelSpec,
+    source: TensorSource,
+    device: torch.device,
+    *,
+    graphs: bool = True,
+) -> tuple[StageCompute, LoadReport]:
+    """Load a stage's slice and allocate its cache; `DoesNotFitError` if the plan erred.
+
+    On a GPU, `graphs` captures decode steps.
+    """
+    dtype = DTYPES[plan.workload.dtype]
+    started_s = time.perf_counter()
+    model, kv = _load(plan, index, spec, source, device)
+    report = LoadReport(
+        weights_bytes=model.weight_nbytes,
+        kv_bytes=kv.nbytes,
+        seconds=time.perf_counter() - started_s,
+    )
+    check_memory(plan, index, report)
+    if device.type == "cpu":
+        return StageCompute(model, kv, device, dtype), report
+    # Imported here: it builds on this module.
+    from llmpq.runtime.backends.cuda_stage import CudaStageCompute
+
+    compute = CudaStageCompute(
+        model,
+        kv,
+        device,
+        dtype,
+        workload=plan.workload,
+        decode_microbatch=plan.decode_microbatch,
+        graphs=graphs,
+    )
+    return compute, report
+
+
+def _load(
+    plan: Plan, index: int, spec: ModelSpec, source: TensorSource, device: torch.device
+) -> tuple[StageModel, KVCache]:
+    """Read and quantise a stage's layers and allocate its cache."""
+    stage, workload = plan.stages[index], plan.workload
+    dtype = DTYPES[workload.dtype]
+    try:
+        model = StageModel.build(
+            spec,
+            range(*stage.layers),
+            stage.precisions,
+            first=index == 0,
+            last=index == len(plan.stages) - 1,
+            dtype=dtype,
+            device=device,
+            scheme=plan.quantization.settings().scheme,
+            source=source,
+        )
+        kv = make_kv_cache(
+            spec,
+            workload.kv,
+            num_layers=stage.num_layers,
+            slots=workload.batch,
+            max_len=workload.max_len,
+            dtype=dtype,
+            device=device,
+        )
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
+        raise DoesNotFitError(
+            f"stage {stage.device} ran out of memory while loading layers {stage.layers[0]} to "
+            f"{stage.layers[1]}: {error}; re-plan with a larger reserve for this device"
+        ) from None
+    return model, kv
+
+
+def check_memory(plan: Plan, index: int, report: LoadReport) -> None:
+    """Compare what was allocated with what the plan predicts, within `MEMORY_TOLERANCE`."""
+    stage = plan.stages[index]
+    if stage.memory is None:
+        return
+    parts = (
+        (
+            "weights",
+            report.weights_bytes,
+            stage.memory.weights_bytes + stage.memory.embedding_bytes,
+        ),
+        ("KV cache", report.kv_bytes, stage.memory.kv_bytes),
+    )
+    for name, got, predicted in parts:
+        if abs(got - predicted) > MEMORY_TOLERANCE * predicted:
+            raise DoesNotFitError(
+                f"stage {stage.device}: the {name} of layers {stage.layers[0]} to "
+                f"{stage.layers[1]} take {format_size(got)}, the plan predicts "
+                f"{format_size(predicted)} (tolerance {MEMORY_TOLERANCE:.0%}); re-plan with this "
+                "version of llmpq-algo"
+            )

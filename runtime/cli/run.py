@@ -1,0 +1,332 @@
+"""`llmpq-dist run`: a batch file through a plan.
+
+Reads rows, turns them into requests, starts the pipeline, writes answers as they come and a
+summary at the end. What ends the run early leaves every finished row in the output file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from llmpq.cluster import Cluster
+from llmpq.errors import ExitCode
+from llmpq.file_form import replace_text
+from llmpq.model_spec import ModelSpec
+from llmpq.plan import Plan
+from llmpq.runtime.cli.plan_file import load_plan
+from llmpq.runtime.cli.run_flags import check_flags, deadlines_of, declare, defaults_of, launch_of
+from llmpq.runtime.cli.speculation_choice import choose_speculation
+from llmpq.runtime.engine.scheduler import Limits
+from llmpq.runtime.engine.stage_loop import Finished
+from llmpq.runtime.launch.planned_kv import with_kv
+from llmpq.runtime.launch.ray_actors import Pipeline, Update
+from llmpq.runtime.launch.stage_actor import StageSettings, limits_of
+from llmpq.runtime.launch.stage_host import LOCAL_HOST, meeting_host
+from llmpq.runtime.output_paths import check_files, naming, require_folder
+from llmpq.runtime.report.job_report import JobResult, build_report, print_summary
+from llmpq.runtime.report.progress import ProgressReporter
+from llmpq.runtime.request import Request
+from llmpq.runtime.text.batch_io import OrderedWriter, finished_lines, read_rows
+from llmpq.runtime.text.batch_rows import Answer, Row, answer_line, error_line
+from llmpq.runtime.text.tokenizer import Tokenizer
+from llmpq.runtime.trace import StageRecord, write_chrome_trace
+
+_log = logging.getLogger("llmpq.run")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags of `run`."""
+    declare(parser)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A batch file, read and checked against a plan."""
+
+    plan: Plan
+    spec: ModelSpec
+    rows: Sequence[Row]
+    requests: Sequence[Request]
+    errors: Mapping[int, str]
+    """Row index -> why it cannot be a request."""
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run a batch file through a plan; returns the exit code."""
+    check_flags(args)
+    plan = load_plan(args.plan)
+    model_dir = args.model or plan.model.path
+    if model_dir is None:
+        raise ValueError("the plan names no model directory; give one with --model DIR")
+    spec = ModelSpec.from_directory(model_dir)
+    plan.require_model(spec)
+    plan = with_kv(plan, spec, args.kv_cache_dtype)
+    cluster = None
+    if args.cluster is not None:
+        cluster = Cluster.load(args.cluster)
+        plan.require_cluster(cluster.name, cluster.fingerprint())
+    check_files(
+        {"--input": args.input, "--strat_file_name": args.plan, "--cluster": args.cluster},
+        {"--output": args.output, "--trace": args.trace, "--report": args.report},
+    )
+    if args.layer_cache is not None and meeting_host(None, plan, cluster) == LOCAL_HOST:
+        require_folder("--layer-cache", args.layer_cache)  # elsewhere the stages look
+    rows = read_rows(args.input, defaults_of(args))
+    done = finished_lines(args.output, rows) if args.resume else {}
+    tokenizer = Tokenizer(model_dir)
+    job = make_job(plan, spec, rows, tokenizer, skip=done)
+    settings = _settings(args, plan)  # before the output file is touched
+    with OrderedWriter(args.output, len(rows), done=done) as writer:
+        if job.requests:
+            report, records = _run(job, args, settings, cluster, writer, tokenizer)
+        else:
+            _write_errors(job, writer)
+            _log.info("nothing to run: %s", _why_nothing(job, len(done)))
+            report, records = _report_of_nothing(job), []
+    _show(report, records, job, args)
+    if job.errors:
+        sys.stderr.write(f"{_failed(job)}; see their 'error' in {args.output}\n")
+        return ExitCode.SOME_ROWS_FAILED
+    return ExitCode.DONE
+
+
+def _why_nothing(job: Job, num_done: int) -> str:
+    before = f"{num_done} of {len(job.rows)} rows were finished before"
+    if not job.errors:
+        return before
+    refused = f"{len(job.errors)} of {len(job.rows)} rows were refused"
+    return f"{refused}, {before}" if num_done else refused
+
+
+def _failed(job: Job) -> str:
+    """Return how many rows have an error; all of them have one cause, often."""
+    if len(job.errors) < len(job.rows):
+        return f"{len(job.errors)} of {len(job.rows)} rows failed"
+    index, message = next(iter(job.errors.items()))
+    return f"every row was refused, {len(job.rows)} in all (row {index}: {message})"
+
+
+def make_job(
+    plan: Plan,
+    spec: ModelSpec,
+    rows: Sequence[Row],
+    tokenizer: Tokenizer,
+    *,
+    skip: Mapping[int, Any],
+) -> Job:
+    """Turn rows into requests; a row that the plan has no room for becomes an error."""
+    limits = limits_of(plan)
+    requests: list[Request] = []
+    errors: dict[int, str] = {}
+    for row in rows:
+        if row.index in skip:
+            continue
+        try:
+            if row.error is not None:
+                raise ValueError(row.error)
+            requests.append(_request(row, plan, spec, limits, tokenizer))
+        except ValueError as error:
+            errors[row.index] = str(error)
+    return Job(plan=plan, spec=spec, rows=rows, requests=requests, errors=errors)
+
+
+def _request(
+    row: Row, plan: Plan, spec: ModelSpec, limits: Limits, tokenizer: Tokenizer
+) -> Request:
+    if row.messages:
+        tokens = tokenizer.encode_chat(row.messages)
+    elif isinstance(row.prompt, str):
+        tokens = tokenizer.encode(row.prompt)
+    else:
+        tokens = list(row.prompt)
+    if tokens and max(tokens) >= spec.vocab:
+        raise ValueError(f"token {max(tokens)} is not in the vocabulary of {spec.vocab}")
+    request = Request(
+        id=row.index,
+        prompt=tuple(tokens),
+        max_new=row.max_tokens or plan.workload.gen_len,
+        stop_ids=frozenset() if row.ignore_eos else frozenset(spec.eos_token_ids),
+        stop_texts=row.stop,
+        sampling=row.sampling,
+    )
+    limits.check(request)
+    return request
+
+
+def _run(
+    job: Job,
+    args: argparse.Namespace,
+    settings: StageSettings,
+    cluster: Cluster | None,
+    writer: OrderedWriter,
+    tokenizer: Tokenizer,
+) -> tuple[dict[str, Any], Sequence[StageRecord]]:
+    """Start the pipeline, write answers as they come; return the report and the stages' records."""
+    started_s = time.monotonic()
+    stages = job.plan.stages
+    compare = args.compare_plain and settings.speculate is not None
+    _log.info("starting %d stage%s", len(stages), "" if len(stages) == 1 else "s")
+    with Pipeline.start(
+        job.plan,
+        settings,
+        cluster=cluster,
+        deadlines=deadlines_of(args),
+        launch=launch_of(args),
+    ) as pipeline:
+        startup_s = time.monotonic() - started_s
+        _write_errors(job, writer)
+        for index, (stage, pid) in enumerate(zip(stages, pipeline.stage_pids(), strict=True)):
+            _log.info("stage %d: %s on %s, pid %d", index, stage.device, stage.node, pid)
+        with ProgressReporter(len(job.rows), quiet=args.json) as progress:
+            updates = pipeline.updates()
+            pipeline.submit(job.requests, more=compare)
+            finished = _serve(job, updates, writer, tokenizer, progress, more=compare)
+        records = pipeline.records()
+        report = build_report(
+            JobResult(
+                plan=job.plan,
+                loads=pipeline.load_reports,
+                records=records,
+                finished=finished,
+                num_failed=len(job.errors),
+                prompt_tokens=sum(len(request.prompt) for request in job.requests),
+                startup_s=startup_s,
+                speculation=pipeline.speculation(),
+                plain=_serve_plainly(job, pipeline, updates) if compare else None,
+            )
+        )
+    return report, records
+
+
+def _write_errors(job: Job, writer: OrderedWriter) -> None:
+    """Begin the output with the rows that cannot be requests."""
+    writer.begin()
+    for index, message in job.errors.items():
+        _log.warning("row %d: %s", index, message)
+        writer.write(index, error_line(job.rows[index], message))
+
+
+def _report_of_nothing(job: Job) -> dict[str, Any]:
+    """Return the report of a job that had nothing left to run: no stage was started."""
+    return build_report(
+        JobResult(
+            plan=job.plan.model_copy(update={"stages": ()}),
+            loads=(),
+            records=(),
+            finished=(),
+            num_failed=len(job.errors),
+            prompt_tokens=0,
+            startup_s=0.0,
+        )
+    )
+
+
+def _settings(args: argparse.Namespace, plan: Plan) -> StageSettings:
+    drafts = choose_speculation(
+        plan, args.speculate, args.gamma, args.costs, compare=args.compare_plain
+    )
+    return StageSettings(
+        model_dir=str(Path(args.model or plan.model.path or "").resolve()),
+        trace=args.trace is not None,
+        speculate=drafts.mode,
+        gamma=drafts.gamma,
+        costs=drafts.costs,
+        links=args.links,
+        layer_cache=None if args.layer_cache is None else str(Path(args.layer_cache).resolve()),
+    )
+
+
+def _serve(
+    job: Job,
+    updates: Iterator[Update],
+    writer: OrderedWriter,
+    tokenizer: Tokenizer,
+    progress: ProgressReporter,
+    *,
+    more: bool,
+) -> list[Finished]:
+    """Write every answer as it comes, to the job's end or, if `more` follows, the last one."""
+    requests = {request.id: request for request in job.requests}
+    finished: list[Finished] = []
+    for update in updates:
+        for result in update.finished:
+            row = job.rows[result.id]
+            answer = _answer(requests[result.id], result, tokenizer)
+            writer.write(row.index, answer_line(row, answer, job.plan.model.name))
+        finished += update.finished
+        progress.update(update.progress, writer.num_finished)
+        if more and len(finished) == len(requests):
+            break
+    return finished
+
+
+def _serve_plainly(job: Job, pipeline: Pipeline, updates: Iterator[Update]) -> list[Finished]:
+    """Serve the same requests again on the same stages, without drafts."""
+    _log.info("again without drafts, to compare")
+    pipeline.submit([replace(request, may_draft=False) for request in job.requests])
+    return [result for update in updates for result in update.finished]
+
+
+def _answer(request: Request, result: Finished, tokenizer: Tokenizer) -> Answer:
+    tokens = list(result.tokens)
+    shown = tokens[:-1] if tokens and tokens[-1] in request.stop_ids else tokens
+    # Decoding behind the prompt keeps a leading space that some tokenizers drop at the start.
+    before = tokenizer.decode(request.prompt)
+    whole = tokenizer.decode([*request.prompt, *shown])
+    text = whole[len(before) :] if whole.startswith(before) else tokenizer.decode(shown)
+    for stop in request.stop_texts:
+        text = text.split(stop, 1)[0]
+    return Answer(
+        text=text,
+        tokens=tokens,
+        finish_reason=result.finish_reason,
+        prompt_tokens=len(request.prompt),
+    )
+
+
+def _show(
+    report: Mapping[str, Any],
+    records: Sequence[StageRecord],
+    job: Job,
+    args: argparse.Namespace,
+) -> None:
+    """Print the report and write the files; what one refuses takes nothing of the others."""
+    text = json.dumps(report, indent=1) + "\n"
+
+    def show() -> None:
+        if args.json:
+            sys.stdout.write(text)
+        elif report["stages"]:
+            print_summary(report, Console(width=None if sys.stdout.isatty() else 110))
+        sys.stdout.flush()
+
+    def write_trace() -> None:
+        names = [f"stage {i} {stage.device}" for i, stage in enumerate(job.plan.stages)]
+        write_chrome_trace(args.trace, names, records)
+
+    places: list[tuple[str, Callable[[], None]]] = []
+    if sys.stdout is not None:
+        places.append(("standard output", show))
+    if args.report is not None:
+        places.append((args.report, lambda: replace_text(Path(args.report), text)))
+    if args.trace is not None and records:
+        places.append((args.trace, write_trace))
+    refused: list[ValueError] = []
+    for place, write in places:
+        try:
+            with naming(place, kept=f"the answers in '{args.output}' are complete"):
+                write()
+        except ValueError as error:
+            refused.append(error)
+    if refused:
+        raise refused[0]

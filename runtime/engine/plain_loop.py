@@ -1,0 +1,159 @@
+"""The plain loop: a fixed batch through stages in one process, token by token.
+
+This is the oracle of the pipeline (which overlaps what happens here in turn) and what benchmarks
+and `llmpq-dist eval` run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from llmpq.memory import Quantization
+from llmpq.model_spec import ModelSpec
+from llmpq.precision import Precision, WeightScheme
+from llmpq.runtime.cache.plain_kv import KVCache, PlainKVCache
+from llmpq.runtime.models.sampling import SamplingParams, sample
+from llmpq.runtime.models.stage_model import StageModel
+from llmpq.runtime.step import Step
+from llmpq.runtime.weights.quantized_checkpoint import open_checkpoint
+from llmpq.runtime.weights.sources import TensorSource
+
+GREEDY = SamplingParams()
+
+
+@dataclass(frozen=True)
+class LocalPipeline:
+    """All stages of a model in this process."""
+
+    spec: ModelSpec
+    stages: tuple[StageModel, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def build(
+        cls,
+        spec: ModelSpec,
+        source: TensorSource,
+        *,
+        splits: Sequence[int] = (),
+        precisions: Sequence[Precision] | None = None,
+        scheme: Callable[[Precision], WeightScheme | None] | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> LocalPipeline:
+        """Build the stages between `splits` (layer numbers); all 16-bit unless told otherwise.
+
+        `scheme` says how a precision is stored; by default as a plan's default `Quantization`.
+        """
+        chosen = tuple(precisions or [Precision.W16A16] * spec.num_layers)
+        bounds = [0, *splits, spec.num_layers]
+        stages = tuple(
+            StageModel.build(
+                spec,
+                range(start, end),
+                chosen[start:end],
+                first=start == 0,
+                last=end == spec.num_layers,
+                dtype=dtype,
+                device=device,
+                scheme=scheme or Quantization().scheme,
+                source=source,
+            )
+            for start, end in zip(bounds, bounds[1:], strict=False)
+        )
+        return cls(spec, stages, dtype, torch.device(device))
+
+    @classmethod
+    def from_directory(cls, path: str | Path, **options: object) -> LocalPipeline:
+        """Build from a local Hugging Face directory; options as in `build`."""
+        spec = ModelSpec.from_directory(path)
+        return cls.build(spec, open_checkpoint(path, spec), **options)  # type: ignore[arg-type]
+
+    def caches(self, slots: int, max_len: int) -> list[KVCache]:
+        """Return one empty 16-bit cache per stage."""
+        return [
+            PlainKVCache(
+                self.spec,
+                num_layers=len(stage.layers),
+                slots=slots,
+                max_len=max_len,
+                dtype=self.dtype,
+                device=self.device,
+            )
+            for stage in self.stages
+        ]
+
+    def logits(
+        self,
+        tokens_BQ: Tensor,
+        step: Step,
+        caches: Sequence[KVCache],
+        *,
+        all_positions: bool = False,
+    ) -> Tensor:
+        """Run all stages on one step."""
+        hidden_BQh = self.hidden(tokens_BQ, step, caches)
+        return self.stages[-1].logits(hidden_BQh, step, all_positions=all_positions)
+
+    def hidden(self, tokens_BQ: Tensor, step: Step, caches: Sequence[KVCache]) -> Tensor:
+        """Run all stages on one step, up to the head."""
+        x = tokens_BQ
+        for stage, cache in zip(self.stages, caches, strict=True):
+            x = stage(x, step, cache)
+        return x
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new: int,
+        params: Sequence[SamplingParams] | None = None,
+        stop_at_eos: bool = False,
+        enough: Callable[[list[list[int]]], bool] | None = None,
+    ) -> list[list[int]]:
+        """Return the new tokens of every prompt; the end-of-text token, if any, is the last.
+
+        `enough` is asked after every step whether the rows so far will do.
+        """
+        lengths = [len(prompt) for prompt in prompts]
+        if min(lengths) == 0 or max_new < 1:
+            raise ValueError("a prompt needs at least one token and max_new must be at least 1")
+        chosen = list(params or [GREEDY] * len(prompts))
+        slots = list(range(len(prompts)))
+        caches = self.caches(len(prompts), max(lengths) + max_new - 1)
+        outputs: list[Tensor] = []
+        for index in range(max_new):
+            if index == 0:
+                x, step = pad(prompts, self.device), self._step(slots, [0] * len(slots), lengths)
+            else:
+                starts = [length + index - 1 for length in lengths]
+                x, step = outputs[-1][:, None], self._step(slots, starts, [1] * len(slots))
+            logits_BV = self.logits(x, step, caches)
+            outputs.append(sample(logits_BV, chosen, [index] * len(slots)))
+            if enough is not None and enough(torch.stack(outputs, dim=1).tolist()):
+                break
+        rows = torch.stack(outputs, dim=1).tolist()
+        return [until_eos(row, self.spec.eos_token_ids) for row in rows] if stop_at_eos else rows
+
+    def _step(self, slots: Sequence[int], starts: Sequence[int], counts: Sequence[int]) -> Step:
+        return Step.of(slots, starts, counts, device=self.device)
+
+
+def pad(rows: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> Tensor:
+    """Return token rows as one tensor, padded on the right with zeros."""
+    longest = max(len(row) for row in rows)
+    return torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows]).to(device)
+
+
+def until_eos(tokens: Sequence[int], eos: Sequence[int]) -> list[int]:
+    """Return the tokens up to the first end-of-text token, itself included."""
+    for index, token in enumerate(tokens):
+        if token in eos:
+            return list(tokens[: index + 1])
+    return list(tokens)

@@ -1,0 +1,293 @@
+"""The loops that stages run: receive, forward, send.
+
+The first stage also holds the scheduler: it issues micro-batches while it may have more in flight,
+then waits for the oldest one's tokens. Knows nothing of Ray or processes; the links are a
+`Transport`, so the same loops run as actors and as threads of one process.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+from llmpq.runtime.engine.scheduler import UNKNOWN, Scheduler, max_ahead, max_in_flight
+from llmpq.runtime.links.message import STOP, StepMessage, describe, result_width
+from llmpq.runtime.links.transport import Transport
+from llmpq.runtime.pending import Pending, arrived
+from llmpq.runtime.request import MicroBatch, Request, StepKind
+from llmpq.runtime.trace import Recorder
+
+
+class Compute(Protocol):
+    """The arithmetic of one stage."""
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether a step may name tokens by -1 that the step before has yet to produce."""
+        ...
+
+    @property
+    def whole_rounds(self) -> bool:
+        """Whether a round of drafts and its verify are one step, told -1 for what is not known."""
+        ...
+
+    def run(self, message: StepMessage, hidden_BQH: Tensor | None) -> Tensor | Pending:
+        """Return hidden states, or on the last stage the result table of sampled tokens."""
+        ...
+
+    def take_tokens(self, slots: Sequence[int], tokens_B1: Tensor) -> None:
+        """Note tokens of slots, sampled elsewhere, for steps that name them by -1."""
+        ...
+
+
+def result_tokens(kind: StepKind, result_BK: Tensor) -> list[list[int]]:
+    """Return the new tokens of each row."""
+    rows: list[list[int]] = result_BK.tolist()
+    if kind in (StepKind.VERIFY, StepKind.ROUND):
+        return [row[1 : 1 + row[0]] for row in rows]
+    return rows
+
+
+def run_following_stage(
+    compute: Compute, transport: Transport, recorder: Recorder, *, last: bool
+) -> None:
+    """Serve every stage but the first until STOP passes through."""
+    while True:
+        message, hidden_BQH = transport.receive_step()
+        if message.kind is StepKind.STOP:
+            break
+        with recorder.step(message.kind, message.seq, message.num_rows, message.q_len):
+            output = arrived(compute.run(message, hidden_BQH))
+        if last:
+            transport.send_tokens(output)
+        else:
+            with recorder.waiting(message.kind):  # for a slower stage behind this one
+                transport.send_step(message, output)
+    if not last:
+        transport.send_step(STOP, None)
+    transport.close()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finished:
+    """A request that ended, with its times since it was submitted."""
+
+    id: int
+    tokens: list[int]
+    finish_reason: str
+    first_token_s: float
+    total_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """Counters of a running job."""
+
+    waiting: int = 0
+    running: int = 0
+    finished: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    phase: str = "idle"
+
+
+@dataclass
+class Mailbox:
+    """Where the driver's threads and the first stage's loop meet."""
+
+    requests: queue.Queue[Request | None] = field(default_factory=queue.Queue)
+    """Submissions; None closes: the loop ends when all submitted requests have ended."""
+    finished: deque[Finished] = field(default_factory=deque)
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    progress: Progress = field(default_factory=Progress)
+
+    def collect(self, timeout_s: float) -> list[Finished]:
+        """Return requests that ended since the last call, waiting up to `timeout_s` for one."""
+        with self.changed:
+            if not self.finished:
+                self.changed.wait(timeout_s)
+            done = list(self.finished)
+            self.finished.clear()
+            return done
+
+
+@dataclass(frozen=True)
+class _Ahead:
+    """A step whose rows went on before its tokens were known."""
+
+    places: list[tuple[Request, int]]
+    """Whose output, and where in it, each token goes."""
+    finished: list[Request]
+
+
+@dataclass(frozen=True)
+class _Flight:
+    """A micro-batch under way; its result is None while it travels through other stages."""
+
+    micro_batch: MicroBatch
+    result: Tensor | Pending | None
+    ahead: _Ahead | None = None
+    slots: Sequence[int] = ()
+    """The rows' slots when it was issued."""
+
+
+class FirstStage:
+    """The loop of the first stage; with one stage it is the whole engine."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        compute: Compute,
+        transport: Transport | None,
+        mailbox: Mailbox,
+        recorder: Recorder,
+        *,
+        num_stages: int,
+    ) -> None:
+        assert (transport is None) == (num_stages == 1)
+        self._scheduler, self._compute, self._transport = scheduler, compute, transport
+        self._mailbox, self._recorder = mailbox, recorder
+        self._num_stages = num_stages
+        scheduler.whole_rounds = compute.whole_rounds
+        self._runs_ahead = compute.runs_ahead if transport is None else transport.tokens_on_device
+        ahead = self._runs_ahead or compute.whole_rounds
+        self._max_in_flight = max_ahead(num_stages) if ahead else max_in_flight(num_stages)
+        self._in_flight: deque[_Flight] = deque()
+        self._num_brought = 0
+        """Flights, from the oldest on, whose tokens were brought to the device's table."""
+        self._closed = False
+        self._submitted_s: dict[int, float] = {}
+        self._first_token_s: dict[int, float] = {}
+        self._num_finished = self._prompt_tokens = 0
+
+    def run(self) -> None:
+        """Serve requests until the mailbox is closed and all of them have ended."""
+        while True:
+            self._take_submissions(wait=self._scheduler.idle and not self._in_flight)
+            while len(self._in_flight) < self._max_in_flight:
+                micro_batch = self._scheduler.next_micro_batch()
+                if micro_batch is None:
+                    break
+                self._issue(micro_batch)
+            if self._in_flight:
+                self._finish_oldest()
+            elif self._closed and self._scheduler.idle:
+                break
+        if self._transport is not None:
+            self._transport.send_step(STOP, None)
+            self._transport.close()
+
+    def _take_submissions(self, *, wait: bool) -> None:
+        """Move submitted requests to the scheduler, waiting for one if there is nothing to do."""
+        while not self._closed:
+            try:
+                request = self._mailbox.requests.get(block=wait)
+            except queue.Empty:
+                return
+            wait = False
+            if request is None:
+                self._closed = True
+                return
+            self._submitted_s[request.id] = time.perf_counter()
+            self._scheduler.submit(request)
+
+    def _issue(self, micro_batch: MicroBatch) -> None:
+        if self._transport is not None and self._runs_ahead:
+            self._bring_tokens(micro_batch, self._transport)
+        message = describe(micro_batch)
+        with self._recorder.step(message.kind, message.seq, message.num_rows, message.q_len):
+            output = self._compute.run(message, None)
+        if self._transport is None:
+            self._in_flight.append(_Flight(micro_batch, output, self._go_on(micro_batch)))
+        else:
+            with self._recorder.waiting(message.kind):
+                self._transport.send_step(message, arrived(output))
+            ahead = self._go_on(micro_batch)
+            self._in_flight.append(_Flight(micro_batch, None, ahead, message.slots))
+
+    def _bring_tokens(self, micro_batch: MicroBatch, transport: Transport) -> None:
+        """Have the device wait for tokens that this step builds on and the host does not know.
+
+        In order, since slots change hands: a later flight's tokens must overwrite an earlier one's.
+        """
+        unknown = {r.id for r in micro_batch.requests if r.output and r.output[-1] == UNKNOWN}
+        needed = 0
+        for place, flight in enumerate(self._in_flight):
+            if any(request.id in unknown for request in flight.micro_batch.requests):
+                needed = place + 1
+        for place in range(self._num_brought, needed):
+            slots = self._in_flight[place].slots
+            self._compute.take_tokens(slots, transport.bring_tokens(place, len(slots)))
+        self._num_brought = max(self._num_brought, needed)
+
+    def _go_on(self, micro_batch: MicroBatch) -> _Ahead | None:
+        """Let the rows of a step go on without its tokens, if no token can end a request."""
+        requests = micro_batch.requests
+        may_stop = any(request.stop_ids or request.stop_texts for request in requests)
+        plain = micro_batch.kind in (StepKind.PREFILL, StepKind.DECODE)
+        if not self._runs_ahead or may_stop or not plain or self._scheduler.drafts:
+            return None
+        places = [(request, len(request.output)) for request in requests]
+        finished = self._scheduler.complete(micro_batch, [[UNKNOWN]] * len(requests))
+        return _Ahead(places, finished)
+
+    def _finish_oldest(self) -> None:
+        flight = self._in_flight.popleft()
+        self._num_brought = max(0, self._num_brought - 1)
+        micro_batch, result = flight.micro_batch, flight.result
+        kind = micro_batch.kind
+        if result is None:
+            assert self._transport is not None
+            width = result_width(kind, micro_batch.q_len)
+            result = self._transport.receive_tokens(len(micro_batch.requests), width)
+        # Devices work on their own: what one of them never finishes shows here.
+        late = isinstance(result, Pending)
+        with self._recorder.waiting(kind, self._num_stages) if late else nullcontext():
+            tokens = result_tokens(kind, arrived(result))
+        if flight.ahead is None:
+            finished = self._scheduler.complete(micro_batch, tokens)
+        else:
+            finished = flight.ahead.finished
+            for (request, place), (token,) in zip(flight.ahead.places, tokens, strict=True):
+                request.output[place] = token
+        now_s = time.perf_counter()
+        if kind is StepKind.PREFILL:
+            self._prompt_tokens += sum(len(tokens) for tokens in micro_batch.tokens)
+            for request in micro_batch.requests:
+                self._first_token_s[request.id] = now_s
+        self._publish(kind, finished, now_s)
+
+    def _publish(self, kind: StepKind, finished: Sequence[Request], now_s: float) -> None:
+        done = []
+        for request in finished:
+            submitted_s = self._submitted_s.pop(request.id)
+            done.append(
+                Finished(
+                    id=request.id,
+                    tokens=request.output,
+                    finish_reason=request.finish_reason or "length",
+                    first_token_s=self._first_token_s.pop(request.id) - submitted_s,
+                    total_s=now_s - submitted_s,
+                )
+            )
+        self._num_finished += len(done)
+        with self._mailbox.changed:
+            self._mailbox.progress = Progress(
+                waiting=self._scheduler.num_waiting,
+                running=self._scheduler.num_running,
+                finished=self._num_finished,
+                prompt_tokens=self._prompt_tokens,
+                generated_tokens=self._scheduler.generated_tokens,
+                phase=kind.name.lower(),
+            )
+            if done:
+                self._mailbox.finished.extend(done)
+                self._mailbox.changed.notify_all()

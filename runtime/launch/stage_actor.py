@@ -1,0 +1,384 @@
+"""One stage as a Ray actor: loads its slice, joins the others, runs its loop, answers the driver.
+
+The driver starts it, watches it and reads results; between stages nothing passes through Ray. The
+loop runs in one of the actor's threads while others answer `poll` and `health`.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from llmpq.cost_model import CostModel
+from llmpq.device_spec import canonical_kind
+from llmpq.errors import PlanMismatchError
+from llmpq.model_spec import ModelSpec
+from llmpq.plan import Plan, StagePlan
+from llmpq.precision import WeightScheme
+from llmpq.runtime.backends.cuda_stage import CudaStageCompute
+from llmpq.runtime.backends.emulate import Emulation
+from llmpq.runtime.backends.stage_compute import StageCompute, build_stage
+from llmpq.runtime.drafts.drafters import AutoDrafter, FixedDrafter, speculation_report
+from llmpq.runtime.engine.scheduler import Limits, Scheduler, max_ahead
+from llmpq.runtime.engine.stage_loop import FirstStage, Mailbox, run_following_stage
+from llmpq.runtime.launch.stage_host import listening_socket, loopback_interface, process_space
+from llmpq.runtime.links.device_links import (
+    KINDS,
+    DeviceTransport,
+    LinkChoice,
+    Links,
+    connect_devices,
+)
+from llmpq.runtime.links.peer_links import Room
+from llmpq.runtime.links.transport import GlooTransport, join_gloo
+from llmpq.runtime.models.stage_model import DTYPES
+from llmpq.runtime.output_paths import require_folder
+from llmpq.runtime.request import Request
+from llmpq.runtime.sampling_params import SamplingParams
+from llmpq.runtime.text.stop_texts import StopTexts
+from llmpq.runtime.trace import Recorder
+from llmpq.runtime.weights.dummy import CopiedLayers
+from llmpq.runtime.weights.layer_cache import KeptLayers
+from llmpq.runtime.weights.quantized_checkpoint import open_checkpoint
+from llmpq.runtime.weights.sources import CheckpointSource, RandomSource, TensorSource
+from llmpq.speculation import MAX_GAMMA, PlanTimes, SpeculationMode
+
+WARM_UP_TOKENS = 16
+JOIN_LIMIT = datetime.timedelta(seconds=60)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageSettings:
+    """What a stage needs to know beyond the plan."""
+
+    model_dir: str
+    trace: bool = False
+    batching: str = "continuous"
+    speculate: SpeculationMode | None = None
+    gamma: int | None = None
+    """Draft length; None lets the cost model of `costs` choose it, again and again."""
+    costs: str | None = None
+    load_format: Literal["auto", "dummy", "copies"] = "auto"
+    """`dummy`: random weights made on the device; the model may be a built-in name. `copies`:
+    likewise, but all layers of a precision are alike, which takes a moment."""
+    graphs: bool = True
+    """Capture decode steps in CUDA graphs, on a GPU."""
+    layer_cache: str | None = None
+    """Folder that keeps quantised layers, so that a restart need not quantise them again."""
+    links: LinkChoice = "auto"
+    """How hidden states travel between GPUs; `auto` tries what is best first."""
+
+
+def limits_of(plan: Plan, batching: str = "continuous") -> Limits:
+    """Return the scheduler's limits under a plan."""
+    assert batching in ("continuous", "static")
+    return Limits(
+        num_slots=plan.workload.batch,
+        prompt_len=plan.workload.prompt_len,
+        max_len=plan.workload.max_len,
+        prefill_microbatch=plan.prefill_microbatch,
+        decode_microbatch=plan.decode_microbatch,
+        num_stages=len(plan.stages),
+        batching="static" if batching == "static" else "continuous",
+    )
+
+
+def make_drafter(plan: Plan, settings: StageSettings) -> FixedDrafter | None:
+    """Return the drafter of the settings, None for plain decoding."""
+    if settings.speculate is None:
+        return None
+    if settings.gamma is not None:
+        return FixedDrafter(settings.speculate, settings.gamma)
+    if settings.costs is None:
+        return None  # made once the device has timed itself
+    costs = CostModel.load_json(settings.costs)
+    return AutoDrafter(settings.speculate, PlanTimes(plan, costs, settings.speculate))
+
+
+class StageActor:
+    """Holds one stage; every method answers with plain values or JSON text."""
+
+    def __init__(self, index: int, plan_json: str, settings: dict[str, Any]) -> None:
+        # Streams that wait for a neighbour must not hold others up in a shared queue (default: 8).
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+        self._index = index
+        self._plan = Plan.parse_data(json.loads(plan_json), where="plan")
+        self._settings = StageSettings(**settings)
+        self._recorder = Recorder(keep_events=self._settings.trace)
+        self._mailbox = Mailbox()
+        self._compute: StageCompute | None = None
+        self._listener: socket.socket | None = None
+        self._store: dist.Store | None = None
+        self._gpu: torch.device | None = None
+        self._emulation: Emulation | None = None
+        self._stream: torch.cuda.Stream | None = None
+        self._links: Links | None = None
+        self._drafter = make_drafter(self._plan, self._settings) if index == 0 else None
+
+    @property
+    def _stage(self) -> StagePlan:
+        return self._plan.stages[self._index]
+
+    def identity(self) -> dict[str, Any]:
+        """Return the process of this stage and where its number counts."""
+        return {"pid": os.getpid(), "space": process_space()}
+
+    def load(self) -> dict[str, Any]:
+        """Check the device, load the stage's slice, warm it up; returns what it allocated."""
+        device = self._device()
+        self._use_threads()
+        spec, source = self._model(device)
+        self._plan.require_model(spec)
+        self._compute, report = build_stage(
+            self._plan, self._index, spec, source, device, graphs=self._settings.graphs
+        )
+        if self._settings.speculate is not None:
+            extra = self._compute.enable_speculation(self._settings.speculate, self._plan.workload)
+            report = replace(report, draft_bytes=extra)
+        workload = self._plan.workload
+        rows = min(self._plan.decode_microbatch, workload.batch)
+        if device.type == "cpu":
+            length = min(WARM_UP_TOKENS, workload.prompt_len, workload.max_len)
+            self._compute.warm_up(rows, length)
+            self._compute.warm_up_shapes(self._plan)
+        else:  # the plan's own shapes only: any other compiles kernels that no job needs
+            self._compute.warm_up_shapes(self._plan)
+            self._compute.warm_up(rows, 0)
+        if self._index == 0 and self._drafter is None and self._settings.speculate is not None:
+            assert isinstance(self._compute, CudaStageCompute), "draft lengths need a cost model"
+            times = self._compute.step_times()
+            self._drafter = AutoDrafter(self._settings.speculate, times, lengths=times.lengths)
+        return asdict(report)
+
+    def open_rendezvous(self, host: str, port: int) -> int:
+        """Open the meeting point of the stages (first stage only) and return its port."""
+        self._listener = listening_socket(host, port)
+        port = int(self._listener.getsockname()[1])
+        self._store = dist.TCPStore(
+            host,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=JOIN_LIMIT,
+            master_listen_fd=self._listener.detach(),
+        )
+        return port
+
+    def join(self, host: str, port: int) -> None:
+        """Join the stages' process group."""
+        if host.startswith("127."):
+            os.environ["GLOO_SOCKET_IFNAME"] = loopback_interface()
+        store = self._store or dist.TCPStore(host, port, is_master=False, timeout=JOIN_LIMIT)
+        self._store = store
+        join_gloo(dist.PrefixStore("stages", store), self._index, len(self._plan.stages))
+        if not any(stage.is_cpu for stage in self._plan.stages) and self._gpu is not None:
+            self._use_threads()
+            wanted = self._settings.links
+            kinds = {"auto": KINDS, "gloo": ()}.get(wanted, (wanted,))
+            self._links = connect_devices(self._gpu, self._room(), kinds=kinds)
+
+    def run(self) -> None:
+        """Run the stage's loop until the job ends."""
+        self._use_threads()
+        assert self._compute is not None
+        if self._stage.is_cpu:
+            self._compute.warm_up(1, 1)  # what libraries keep per thread
+        num_stages = len(self._plan.stages)
+        transport = self._transport() if num_stages > 1 else None
+        if self._index == 0:
+            scheduler = Scheduler(
+                limits_of(self._plan, self._settings.batching),
+                drafter=self._drafter,
+                ends_in_stop_text=StopTexts(self._settings.model_dir),
+            )
+            FirstStage(
+                scheduler,
+                self._compute,
+                transport,
+                self._mailbox,
+                self._recorder,
+                num_stages=num_stages,
+            ).run()
+        else:
+            assert transport is not None
+            last = self._index == num_stages - 1
+            run_following_stage(self._compute, transport, self._recorder, last=last)
+
+    def submit(self, requests_json: str) -> None:
+        """Queue requests (first stage only)."""
+        for fields in json.loads(requests_json):
+            self._mailbox.requests.put(read_request(fields))
+
+    def finish_submitting(self) -> None:
+        """Let the loop end once all submitted requests have."""
+        self._mailbox.requests.put(None)
+
+    def poll(self, timeout_s: float) -> str:
+        """Return requests that ended since the last poll, and counters."""
+        finished = self._mailbox.collect(timeout_s)
+        return json.dumps(
+            {
+                "finished": [asdict(request) for request in finished],
+                "progress": asdict(self._mailbox.progress),
+            }
+        )
+
+    def health(self) -> dict[str, Any]:
+        """Return what the loop is doing and for how long."""
+        current = self._recorder.current
+        return {
+            "kind": current[0] if current is not None else None,
+            "num_begun": self._recorder.num_begun,
+            "stuck_s": self._recorder.stuck_s(),
+        }
+
+    def record(self) -> str:
+        """Return what the stage recorded since the last call."""
+        totals = self._compute.device_totals() if self._compute is not None else None
+        sending_s = self._links.sending_s() if self._links is not None else 0.0
+        return self._recorder.record(totals, sending_s=sending_s).to_json()
+
+    def speculation(self) -> str:
+        """Return what came of the drafts, JSON null without any (first stage only)."""
+        return json.dumps(speculation_report(self._drafter) if self._drafter else None)
+
+    def _transport(self) -> GlooTransport:
+        """Return this stage's links: from device to device where that works for all stages."""
+        assert self._compute is not None
+        make: Callable[..., GlooTransport] = GlooTransport
+        if self._links is not None:
+            # Speculation's tables are made and read by hosts.
+            on_device = self._settings.speculate is None
+            make = partial(DeviceTransport, self._links, tokens_on_device=on_device)
+            self._compute.keep_on_device = True
+            if isinstance(self._compute, CudaStageCompute):
+                last = self._index == len(self._plan.stages) - 1
+                self._compute.tokens_on_device = on_device and last
+        return make(
+            hidden=self._compute.model.spec.hidden,
+            dtype=DTYPES[self._plan.workload.dtype],
+            max_rows=self._max_rows,
+            max_tokens=self._max_tokens,
+            max_pending=max_ahead(len(self._plan.stages)),
+        )
+
+    @property
+    def _max_rows(self) -> int:
+        return max(self._plan.prefill_microbatch, self._plan.decode_microbatch)
+
+    @property
+    def _max_tokens(self) -> int:
+        """Tokens of the largest micro-batch, padding included."""
+        plan, workload = self._plan, self._plan.workload
+        drafts = self._settings.speculate is not None
+        longest_round = min(workload.max_len, MAX_GAMMA + 1) if drafts else 1
+        return max(
+            plan.prefill_microbatch * workload.prompt_len, plan.decode_microbatch * longest_round
+        )
+
+    def _room(self) -> Room:
+        """Return the largest messages of the plan."""
+        assert self._compute is not None
+        hidden_bytes = self._compute.model.spec.hidden * self._plan.workload.dtype_bytes
+        return Room(
+            hidden_bytes=self._max_tokens * hidden_bytes,
+            max_rows=self._max_rows,
+            tickets=max_ahead(len(self._plan.stages)) + 2,
+        )
+
+    def _use_threads(self) -> None:
+        """Prepare a thread: the plan's threads (OpenMP keeps them per thread), an emulated GPU."""
+        if self._emulation is not None:
+            self._emulation.enter()
+        if self._gpu is not None:
+            # Not the default stream, which others of the process wait for. One for all threads:
+            # each stream keeps memory of its own.
+            self._stream = self._stream or torch.cuda.Stream(self._gpu)
+            torch.cuda.set_stream(self._stream)
+        if self._stage.threads is not None and torch.get_num_threads() != self._stage.threads:
+            torch.set_num_threads(self._stage.threads)
+
+    def _model(self, device: torch.device) -> tuple[ModelSpec, TensorSource]:
+        """Return the architecture and where its weights come from."""
+        model = self._settings.model_dir
+        if self._settings.load_format == "auto":
+            spec = ModelSpec.from_directory(model)
+            return spec, self._kept(open_checkpoint(model, spec), device)
+        known = os.path.isdir(model)
+        spec = ModelSpec.from_directory(model) if known else ModelSpec.by_name(model)
+        source = RandomSource(spec, device=device)
+        if self._settings.load_format == "dummy":
+            return spec, source
+        return spec, CopiedLayers(source, self._schemes(), device)
+
+    def _kept(self, source: CheckpointSource, device: torch.device) -> TensorSource:
+        """Return the checkpoint behind the layers kept on disk, if that was asked for."""
+        if self._settings.layer_cache is None or type(source) is not CheckpointSource:
+            return source
+        require_folder("--layer-cache", self._settings.layer_cache)
+        return KeptLayers(source, self._settings.layer_cache, self._schemes(), device)
+
+    def _schemes(self) -> dict[int, WeightScheme | None]:
+        """Return how each layer of the stage is stored."""
+        scheme, stage = self._plan.quantization.settings().scheme, self._stage
+        numbers = range(*stage.layers)
+        return {i: scheme(p) for i, p in zip(numbers, stage.precisions, strict=True)}
+
+    def _device(self) -> torch.device:
+        """Return the device Ray gave this actor, or refuse a plan made for another kind."""
+        stage = self._stage
+        if stage.is_cpu:
+            return torch.device("cpu")
+        if not torch.cuda.is_available():
+            raise PlanMismatchError(
+                f"stage {stage.device} was planned for {stage.kind}, host {socket.gethostname()} "
+                "offers this process no GPU; re-plan with llmpq-algo --cluster"
+            )
+        found = torch.cuda.get_device_name(0)
+        try:
+            kind = canonical_kind(found)
+        except ValueError:
+            kind = found
+        if kind != stage.kind:
+            raise PlanMismatchError(
+                f"stage {stage.device} was planned for {stage.kind}, got '{found}' on host "
+                f"{socket.gethostname()}; re-plan with llmpq-algo --cluster"
+            )
+        self._gpu = torch.device("cuda", 0)
+        self._emulation = Emulation(stage, self._gpu)
+        return self._gpu
+
+
+def write_request(request: Request) -> dict[str, Any]:
+    """Return a request's fields as JSON data."""
+    return {
+        "id": request.id,
+        "prompt": list(request.prompt),
+        "max_new": request.max_new,
+        "stop_ids": sorted(request.stop_ids),
+        "stop_texts": list(request.stop_texts),
+        "sampling": asdict(request.sampling),
+        "may_draft": request.may_draft,
+    }
+
+
+def read_request(fields: dict[str, Any]) -> Request:
+    """Return the request `write_request` wrote."""
+    return Request(
+        id=fields["id"],
+        prompt=tuple(fields["prompt"]),
+        max_new=fields["max_new"],
+        stop_ids=frozenset(fields["stop_ids"]),
+        stop_texts=tuple(fields["stop_texts"]),
+        sampling=SamplingParams(**fields["sampling"]),
+        may_draft=fields["may_draft"],
+    )

@@ -1,0 +1,1 @@
+"""How stages exchange messages: queues, gloo, peer memory, NCCL."""

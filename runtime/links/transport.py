@@ -1,0 +1,263 @@
+"""How stages exchange messages: gloo point-to-point between processes, queues between threads.
+
+Stage i sends headers and hidden states to stage i + 1, the last stage sends sampled tokens to the
+first. Sends never wait for the receiver: gloo's do, and a ring of stages that all wait in a send
+would stand still for ever, so a send keeps its tensors alive until it is known to be complete.
+"""
+
+from __future__ import annotations
+
+import math
+import queue
+import threading
+from collections import deque
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from llmpq.errors import DeadlineError
+from llmpq.runtime.links.message import (
+    StepMessage,
+    header_size,
+    pack_header,
+    result_width,
+    unpack_header,
+)
+from llmpq.runtime.pending import Pending
+from llmpq.runtime.request import StepKind
+
+IDLE_LIMIT = timedelta(hours=24)
+"""A receive may wait this long for work; whether a stage still lives is the driver's to watch."""
+JOIN_LIMIT = timedelta(seconds=120)
+"""How long the stages may take to find each other once all are loaded."""
+
+
+_T = TypeVar("_T")
+
+
+class Transport(Protocol):
+    """The links of one stage."""
+
+    tokens_on_device: bool
+    """Whether tokens return from device to device, so that the first stage may run ahead."""
+
+    def send_step(self, message: StepMessage, hidden_BQH: Tensor | None) -> None:
+        """Send a micro-batch to the next stage; a STOP has no hidden states."""
+        ...
+
+    def receive_step(self) -> tuple[StepMessage, Tensor | None]:
+        """Wait for the next micro-batch of the previous stage."""
+        ...
+
+    def send_tokens(self, tokens_BK: Tensor) -> None:
+        """Send sampled tokens from the last stage to the first."""
+        ...
+
+    def receive_tokens(self, rows: int, width: int) -> Tensor | Pending:
+        """Wait for the sampled tokens [rows, width] of the oldest micro-batch in flight."""
+        ...
+
+    def bring_tokens(self, place: int, rows: int) -> Tensor:
+        """Return the tokens of the micro-batch at a place in flight, for the current stream."""
+        ...
+
+    def close(self) -> None:
+        """Wait until everything sent has arrived, then leave."""
+        ...
+
+
+class HostTokens:
+    """What transports have in common whose tokens pass through the hosts."""
+
+    tokens_on_device = False
+
+    def bring_tokens(self, place: int, rows: int) -> Tensor:
+        """Not here: the host waits for its tokens."""
+        raise RuntimeError(f"tokens of micro-batch {place} ({rows} rows) come through the host")
+
+
+class GlooTransport(HostTokens):
+    """torch.distributed point-to-point over gloo; the process group is joined already.
+
+    One message per micro-batch: [header | hidden states | verify tokens] as bytes. gloo asks the
+    receiver before every message, so a second one costs a round trip (two processes on two busy
+    cores: 0.1 ms with one message, 2 ms with two). A receive may offer more room than comes, so the
+    receiver needs not know the size.
+    """
+
+    def __init__(
+        self,
+        *,
+        hidden: int,
+        dtype: torch.dtype,
+        max_rows: int,
+        max_tokens: int,
+        max_pending: int,
+    ) -> None:
+        """`max_tokens`: rows times padded length of the largest micro-batch."""
+        self._rank, self._world = dist.get_rank(), dist.get_world_size()
+        self._hidden, self._dtype = hidden, dtype
+        self._max_rows, self._max_pending = max_rows, max_pending
+        self._pending: deque[tuple[dist.Work, Tensor]] = deque()
+        self._expected: deque[tuple[dist.Work, Tensor]] = deque()
+        token_bytes = hidden * dtype.itemsize + torch.long.itemsize
+        self._header_bytes = header_size(max_rows) * torch.long.itemsize
+        self._room = torch.empty(self._header_bytes + max_tokens * token_bytes, dtype=torch.uint8)
+
+    def send_step(self, message: StepMessage, hidden_BQH: Tensor | None) -> None:
+        """Send a micro-batch to the next stage; a STOP has no hidden states."""
+        parts = [pack_header(message, self._max_rows)]
+        if hidden_BQH is not None:
+            parts.append(hidden_BQH.contiguous())
+        if message.kind is StepKind.VERIFY:
+            parts.append(message.tokens_BQ())
+        if self._rank == 0 and hidden_BQH is not None:
+            self._expect_tokens(message)
+        self._send(torch.cat([part.view(-1).view(torch.uint8) for part in parts]), self._rank + 1)
+
+    def receive_step(self) -> tuple[StepMessage, Tensor | None]:
+        """Wait for the next micro-batch of the previous stage.
+
+        The hidden states are valid until the next call.
+        """
+        work = dist.irecv(self._room, self._rank - 1)
+        assert work is not None
+        work.wait(IDLE_LIMIT)
+        message = unpack_header(self._room[: self._header_bytes].view(torch.long))
+        if message.kind is StepKind.STOP:
+            return message, None
+        shape = (message.num_rows, message.q_len, self._hidden)
+        tokens_at = self._header_bytes + math.prod(shape) * self._dtype.itemsize
+        hidden_BQH = self._room[self._header_bytes : tokens_at].view(self._dtype).view(shape)
+        if message.kind is StepKind.VERIFY:
+            end = tokens_at + math.prod(shape[:2]) * torch.long.itemsize
+            tokens_BQ = self._room[tokens_at:end].clone().view(torch.long).view(shape[:2])
+            message = with_tokens(message, tokens_BQ.tolist())
+        return message, hidden_BQH
+
+    def send_tokens(self, tokens_BK: Tensor) -> None:
+        """Send sampled tokens from the last stage to the first."""
+        self._send(tokens_BK.contiguous(), 0)
+
+    def receive_tokens(self, rows: int, width: int) -> Tensor | Pending:
+        """Wait for the sampled tokens [rows, width] of the oldest micro-batch in flight."""
+        work, tokens_BK = self._expected.popleft()
+        assert tokens_BK.shape == (rows, width)
+        work.wait(IDLE_LIMIT)
+        return tokens_BK
+
+    def close(self) -> None:
+        """Wait until everything sent has arrived, then leave."""
+        while self._pending:
+            self._pending.popleft()[0].wait(IDLE_LIMIT)
+
+    def _expect_tokens(self, message: StepMessage) -> None:
+        """Post the receive of a micro-batch's tokens, so that they need not wait for it."""
+        shape = (message.num_rows, result_width(message.kind, message.q_len))
+        tokens_BK = torch.empty(shape, dtype=torch.long)
+        work = dist.irecv(tokens_BK, self._world - 1)
+        assert work is not None
+        self._expected.append((work, tokens_BK))
+
+    def _send(self, tensor: Tensor, target: int) -> None:
+        work = dist.isend(tensor, target)
+        assert work is not None
+        self._pending.append((work, tensor))
+        # Older sends have been received: no more micro-batches than this are in flight.
+        while len(self._pending) > self._max_pending:
+            self._pending.popleft()[0].wait(IDLE_LIMIT)
+
+
+def with_tokens(message: StepMessage, tokens: list[list[int]]) -> StepMessage:
+    """Return a message with the table of its new tokens, padding cut off."""
+    rows = [row[:n] for row, n in zip(tokens, message.num_new, strict=True)]
+    return replace(message, tokens=rows)
+
+
+@dataclass(frozen=True)
+class Ring:
+    """The queues that connect the threads of one process; the simplest transport."""
+
+    steps: tuple[queue.Queue[tuple[Tensor, Tensor | None, Tensor | None]], ...]
+    tokens: queue.Queue[Tensor]
+    broken: threading.Event
+    """Set when a stage's thread failed, so that the others do not wait for it."""
+
+    @classmethod
+    def of(cls, num_stages: int) -> Ring:
+        """Build the queues for `num_stages` stages."""
+        steps = tuple(queue.Queue() for _ in range(num_stages))  # type: ignore[var-annotated]
+        return cls(steps, queue.Queue(), threading.Event())
+
+    def take(self, source: queue.Queue[_T]) -> _T:
+        """Wait for the next item of a queue."""
+        while True:
+            try:
+                return source.get(timeout=0.5)
+            except queue.Empty:
+                if self.broken.is_set():
+                    raise ConnectionError("another stage's thread failed") from None
+
+
+class ThreadTransport(HostTokens):
+    """The links of one stage that is a thread: what the gloo transport is tested against.
+
+    Headers are packed here too, so that both transports carry the same bytes.
+    """
+
+    def __init__(self, ring: Ring, rank: int, *, max_rows: int) -> None:
+        self._ring, self._rank, self._max_rows = ring, rank, max_rows
+
+    def send_step(self, message: StepMessage, hidden_BQH: Tensor | None) -> None:
+        """Send a micro-batch to the next stage; a STOP has no hidden states."""
+        tokens = message.tokens_BQ() if message.kind is StepKind.VERIFY else None
+        header = pack_header(message, self._max_rows)
+        self._ring.steps[self._rank + 1].put((header, hidden_BQH, tokens))
+
+    def receive_step(self) -> tuple[StepMessage, Tensor | None]:
+        """Wait for the next micro-batch of the previous stage."""
+        header, hidden_BQH, tokens = self._ring.take(self._ring.steps[self._rank])
+        message = unpack_header(header)
+        if tokens is not None:
+            message = with_tokens(message, tokens.tolist())
+        return message, hidden_BQH
+
+    def send_tokens(self, tokens_BK: Tensor) -> None:
+        """Send sampled tokens from the last stage to the first."""
+        self._ring.tokens.put(tokens_BK)
+
+    def receive_tokens(self, rows: int, width: int) -> Tensor:
+        """Wait for the sampled tokens of the oldest micro-batch in flight."""
+        tokens = self._ring.take(self._ring.tokens)
+        assert tokens.shape == (rows, width)
+        return tokens
+
+    def close(self) -> None:
+        """Nothing is pending between threads."""
+
+
+def join_gloo(
+    store: dist.Store, rank: int, num_stages: int, *, limit: timedelta = JOIN_LIMIT
+) -> None:
+    """Join the stages' process group; returns when all have joined.
+
+    The group's limit also bounds how long gloo looks for its neighbours, so that waits for work,
+    which may take longer, name their own (`IDLE_LIMIT`): gloo heeds no later change of it.
+    """
+    try:
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=num_stages, timeout=limit
+        )
+    except RuntimeError as error:
+        text = str(error).splitlines()[0]
+        if "timeout" not in text.lower() and "timed out" not in text.lower():
+            raise
+        raise DeadlineError(
+            f"the {num_stages} stages have not found each other within "
+            f"{limit.total_seconds():.0f} s ({text}); look at their hosts and the network between "
+            "them, and run it again"
+        ) from None

@@ -1,0 +1,1 @@
+"""The parts that decoder layers are wired from, and one file of wiring per model family."""

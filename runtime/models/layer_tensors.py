@@ -1,0 +1,66 @@
+"""The tensors of one layer (or embedding, or head), handed to a family's wiring by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from llmpq.kernels.atom_formats import AtomWeight, quantize_atom
+from llmpq.kernels.atom_scheme import atom_scheme
+from llmpq.kernels.atom_tiles import best_form
+from llmpq.kernels.cpu_dense import pack_dense
+from llmpq.kernels.quantize import quantize_weight
+from llmpq.precision import WeightScheme
+from llmpq.runtime.models.layers import Linear, Norm, Weight
+from llmpq.runtime.weights.as_planned import as_planned
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """Host tensors by part name, and how linears made of them are stored."""
+
+    tensors: Mapping[str, Weight]
+    """Only a linear's weight may come quantised already."""
+    scheme: WeightScheme | None
+    """None keeps linears dense."""
+    dtype: torch.dtype
+    device: torch.device
+    norm_eps: float
+    shared: frozenset[str] = frozenset()
+    """Parts that something else holds, too (a tied output matrix): left as they are."""
+
+    def tensor(self, name: str) -> Tensor:
+        """Return a part on the stage's device, in the stage's dtype."""
+        tensor = self.tensors[name]
+        assert isinstance(tensor, Tensor)
+        return tensor.to(self.device, self.dtype)
+
+    def optional(self, name: str) -> Tensor | None:
+        """Return a part, or None where the architecture has none."""
+        return self.tensor(name) if name in self.tensors else None
+
+    def norm(self, name: str) -> Norm:
+        """Return a norm; the bias tells LayerNorm from RMSNorm."""
+        return Norm(self.tensor(f"{name}.weight"), self.optional(f"{name}.bias"), self.norm_eps)
+
+    def linear(self, name: str) -> Linear:
+        """Return a linear, quantised on the stage's device when the layer has a scheme."""
+        bias = self.optional(f"{name}.bias")
+        weight = self.tensors[f"{name}.weight"]
+        if not isinstance(weight, Tensor):
+            planned = as_planned(weight, self.scheme, name).to(self.device)
+            return Linear(best_form(planned) if isinstance(planned, AtomWeight) else planned, bias)
+        if self.scheme is None:
+            dense = self.tensor(f"{name}.weight")
+            return Linear(dense if f"{name}.weight" in self.shared else pack_dense(dense), bias)
+        weight_NK = weight.to(self.device)
+        if self.scheme.activation_bits < 16:
+            rounded = quantize_atom(weight_NK, atom_scheme(self.scheme), dtype=self.dtype)
+            return Linear(best_form(rounded), bias)
+        # Stored as two planes, whose upper one alone may serve as a draft.
+        aligned = weight_NK.is_cuda and self.scheme.bits == 8 and not self.scheme.symmetric
+        weight = quantize_weight(weight_NK, self.scheme, dtype=self.dtype, plane_aligned=aligned)
+        return Linear(weight, bias)

@@ -1,0 +1,195 @@
+"""The model of one stage: layers [start, end), with the embedding and the head where it has them.
+
+Knows nothing of other stages, of requests or of devices other than its own.
+
+Legend: B rows, Q new tokens, h hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+
+import torch
+from torch import Tensor, nn
+
+from llmpq.model_spec import ModelSpec
+from llmpq.precision import Precision, WeightScheme
+from llmpq.runtime.cache.plain_kv import KVCache
+from llmpq.runtime.models.families import Wiring, wiring
+from llmpq.runtime.models.layer_tensors import Parts
+from llmpq.runtime.models.layers import DecoderLayer, Embedding, Head, held_weights
+from llmpq.runtime.step import Step
+from llmpq.runtime.weights.sources import TensorSource
+
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+"""Workload dtype -> torch dtype."""
+
+Reader = Callable[[], dict[str, Tensor]]
+
+
+class StageModel(nn.Module):
+    """Layers of a model that run on one device."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        layers: Sequence[DecoderLayer],
+        embedding: Embedding | None,
+        head: Head | None,
+    ) -> None:
+        super().__init__()
+        self.spec, self.embedding, self.head = spec, embedding, head
+        self.layers = nn.ModuleList(layers)
+
+    @classmethod
+    def build(
+        cls,
+        spec: ModelSpec,
+        layers: range,
+        precisions: Sequence[Precision],
+        *,
+        first: bool,
+        last: bool,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        scheme: Callable[[Precision], WeightScheme | None],
+        source: TensorSource,
+        on_layer: Callable[[int], None] | None = None,
+    ) -> StageModel:
+        """Read and quantise layer by layer, while the next part is being read.
+
+        The head is read last and alone: beside the embedding it would be the most host memory.
+
+        `scheme` says how a precision is stored (`Quantization.scheme`); `on_layer` hears of every
+        finished layer.
+        """
+        if len(precisions) != len(layers):
+            raise ValueError(f"{len(precisions)} precisions for {len(layers)} layers")
+        builder = _Builder(wiring(spec, torch.device(device)), spec, dtype, torch.device(device))
+        readers: list[Reader] = [partial(source.layer, index, dtype) for index in layers]
+        if first:
+            readers.append(partial(source.embedding, dtype))
+        parts = _one_ahead([_on_this_stream(reader, builder.device) for reader in readers])
+        built = []
+        for index, precision in zip(layers, precisions, strict=True):
+            built.append(builder.layer(next(parts), scheme(precision)))
+            if on_layer is not None:
+                on_layer(index)
+        embedding = builder.embedding(next(parts)) if first else None
+        head = None
+        if last:
+            tied = {}
+            if embedding is not None and spec.tied_embeddings:
+                tied = {"output.weight": embedding.tokens_Vh}
+            head = builder.head(source.head(dtype, with_output=not tied), tied)
+        return cls(spec, built, embedding, head)
+
+    @torch.inference_mode()
+    def forward(self, x: Tensor, step: Step, kv: KVCache, *, last_only: bool = False) -> Tensor:
+        """Return hidden states [B, Q, h] of tokens [B, Q] (first stage) or hidden states.
+
+        `last_only`: only `logits` of the last tokens will be asked; a GPU's last layer then
+        computes no others and returns [B, 1, h].
+        """
+        self._check_positions(step)
+        if self.embedding is not None:
+            x = self.embedding(x, step)
+        for index, layer in enumerate(self.layers):
+            options = {"last_only": True} if last_only and index + 1 == len(self.layers) else {}
+            x = layer(x, index, step, kv, in_place=index > 0, **options)
+        return x
+
+    @torch.inference_mode()
+    def logits(self, hidden_BQh: Tensor, step: Step, *, all_positions: bool = False) -> Tensor:
+        """Return logits [B, V] at each row's last valid token, or [B, Q, V] at every one."""
+        if self.head is None:
+            raise ValueError("only the last stage has a head; build it with last=True")
+        if not all_positions:
+            alone = hidden_BQh.shape[1] == 1
+            hidden_BQh = hidden_BQh[:, -1] if alone else step.last_valid(hidden_BQh)
+        output: Tensor = self.head(hidden_BQh)
+        return output
+
+    @property
+    def weight_nbytes(self) -> int:
+        """Bytes of all weights this stage holds, a shared matrix counted once."""
+        total, seen = 0, set()
+        for part in self.modules():
+            for held in held_weights(part):
+                if id(held) not in seen:
+                    seen.add(id(held))
+                    total += held.nbytes
+        return total
+
+    def _check_positions(self, step: Step) -> None:
+        if self.spec.positions == "learned" and step.max_end > self.spec.max_positions:
+            raise ValueError(
+                f"a request of {step.max_end} tokens exceeds the {self.spec.max_positions} learned "
+                f"positions of {self.spec.name}; shorten the prompt or generate fewer tokens"
+            )
+
+
+@dataclass(frozen=True)
+class _Builder:
+    """Turns host tensors into the parts of a stage on its device."""
+
+    wiring: Wiring
+    spec: ModelSpec
+    dtype: torch.dtype
+    device: torch.device
+
+    def layer(self, tensors: dict[str, Tensor], scheme: WeightScheme | None) -> DecoderLayer:
+        return self.wiring.layer(self._parts(tensors, scheme))
+
+    def embedding(self, tensors: dict[str, Tensor]) -> Embedding:
+        return self.wiring.embedding(self._parts(tensors, None))
+
+    def head(self, tensors: dict[str, Tensor], tied: dict[str, Tensor]) -> Head:
+        return self.wiring.head(self._parts(tensors, None, tied))
+
+    def _parts(
+        self,
+        tensors: dict[str, Tensor],
+        scheme: WeightScheme | None,
+        tied: Mapping[str, Tensor] = MappingProxyType({}),
+    ) -> Parts:
+        return Parts(
+            tensors={**tensors, **tied},
+            shared=frozenset(tied),
+            scheme=scheme,
+            dtype=self.dtype,
+            device=self.device,
+            norm_eps=self.spec.norm_eps,
+        )
+
+
+def _on_this_stream(reader: Reader, device: torch.device) -> Reader:
+    """Return a reader whose kernels, if it has any, run in order with this thread's.
+
+    A random or copied layer is made on the GPU; the stage uses it and frees it on its own stream.
+    """
+    if device.type != "cuda":
+        return reader
+    stream = torch.cuda.current_stream(device)
+
+    def read() -> dict[str, Tensor]:
+        with torch.cuda.stream(stream):
+            return reader()
+
+    return read
+
+
+def _one_ahead(readers: Sequence[Reader]) -> Iterator[dict[str, Tensor]]:
+    """Yield what each reader returns, the next one already reading in a thread."""
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        ahead = pool.submit(readers[0]) if readers else None
+        for following in [*readers[1:], None]:
+            if ahead is None:
+                return
+            held = [ahead.result()]
+            ahead = pool.submit(following) if following is not None else None
+            yield held.pop()  # nobody but the caller keeps it

@@ -1,0 +1,253 @@
+"""What a run came to: predicted beside measured, per stage and for the whole job.
+
+The names of the throughput and latency fields are those of vLLM's benchmarks.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from llmpq.plan import Plan, StagePlan
+from llmpq.runtime.backends.stage_compute import LoadReport
+from llmpq.runtime.engine.stage_loop import Finished
+from llmpq.runtime.trace import StageRecord
+from llmpq.units import format_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobResult:
+    """Everything the report is made of."""
+
+    plan: Plan
+    loads: Sequence[LoadReport]
+    records: Sequence[StageRecord]
+    finished: Sequence[Finished]
+    num_failed: int
+    prompt_tokens: int
+    startup_s: float
+    speculation: dict[str, Any] | None = None
+    """What came of the drafts."""
+    plain: Sequence[Finished] | None = None
+    """The same requests, served again by the same stages without drafts."""
+
+    @property
+    def wall_s(self) -> float:
+        """Time from the submission of the requests to the end of the last one."""
+        return _wall_s(self.finished)
+
+    @property
+    def generated_tokens(self) -> int:
+        """Tokens of all answers."""
+        return _num_tokens(self.finished)
+
+
+def _wall_s(finished: Sequence[Finished]) -> float:
+    return max((request.total_s for request in finished), default=0.0)
+
+
+def _num_tokens(finished: Sequence[Finished]) -> int:
+    return sum(len(request.tokens) for request in finished)
+
+
+def build_report(job: JobResult) -> dict[str, Any]:
+    """Return the report as JSON data; times in seconds unless the name says milliseconds."""
+    plan, wall_s = job.plan, job.wall_s
+    # With more requests than slots prompts and tokens are interleaved: there are no two phases.
+    fixed = len(job.finished) <= plan.workload.batch
+    prefill_s = max((r.first_token_s for r in job.finished), default=0.0) if fixed else None
+    decode_s = wall_s - prefill_s if prefill_s is not None else None
+    per_s = 1 / wall_s if wall_s > 0 else 0.0
+    predicted = plan.predicted.model_dump(mode="json") if plan.predicted is not None else None
+    return {
+        "schema": 1,
+        "model": plan.model.name,
+        "cluster": plan.cluster.name,
+        "workload": plan.workload.model_dump(mode="json"),
+        "prefill_microbatch": plan.prefill_microbatch,
+        "decode_microbatch": plan.decode_microbatch,
+        "completed": len(job.finished),
+        "failed": job.num_failed,
+        "total_input_tokens": job.prompt_tokens,
+        "total_output_tokens": job.generated_tokens,
+        "startup_s": job.startup_s,
+        "predicted": predicted,
+        "measured": {"prefill_s": prefill_s, "decode_s": decode_s, "total_s": wall_s},
+        "request_throughput": len(job.finished) * per_s,
+        "output_throughput": job.generated_tokens * per_s,
+        "total_token_throughput": (job.generated_tokens + job.prompt_tokens) * per_s,
+        **_latencies(job.finished),
+        "speculation": _speculation(job),
+        "stages": [
+            _stage(stage, load, record, wall_s)
+            for stage, load, record in zip(plan.stages, job.loads, job.records, strict=True)
+        ],
+    }
+
+
+def _speculation(job: JobResult) -> dict[str, Any] | None:
+    """Add to what came of the drafts how the stages' working time was spent."""
+    if job.speculation is None:
+        return None
+    busy_s: dict[str, float] = {}
+    for record in job.records:
+        for kind, totals in record.totals.items():
+            busy_s[kind] = busy_s.get(kind, 0.0) + totals.busy_s
+    whole_s = sum(busy_s.values()) or 1.0
+    return job.speculation | {
+        "draft_bytes": sum(load.draft_bytes for load in job.loads),
+        "time_share": {kind: seconds / whole_s for kind, seconds in busy_s.items()},
+        "plain": _plain(job),
+    }
+
+
+def _plain(job: JobResult) -> dict[str, Any] | None:
+    """Return the speed-up over the same requests without drafts, None if they were not served."""
+    if job.plain is None:
+        return None
+    tokens = {request.id: request.tokens for request in job.plain}
+    plain_s, with_drafts_s = _wall_s(job.plain), job.wall_s
+    plain_rate = _num_tokens(job.plain) / plain_s if plain_s > 0 else 0.0
+    rate = job.generated_tokens / with_drafts_s if with_drafts_s > 0 else 0.0
+    return {
+        "total_s": plain_s,
+        "output_throughput": plain_rate,
+        "speedup": rate / plain_rate if plain_rate > 0 else None,
+        "rows_with_the_same_tokens": sum(tokens[r.id] == r.tokens for r in job.finished),
+    }
+
+
+def _latencies(finished: Sequence[Finished]) -> dict[str, float]:
+    """Return time to first token, per further token and end to end, in milliseconds."""
+    samples = {
+        "ttft": [1e3 * r.first_token_s for r in finished],
+        "tpot": [
+            1e3 * (r.total_s - r.first_token_s) / (len(r.tokens) - 1)
+            for r in finished
+            if len(r.tokens) > 1
+        ],
+        "e2el": [1e3 * r.total_s for r in finished],
+    }
+    fields = {}
+    for name, values in samples.items():
+        if values:
+            fields[f"mean_{name}_ms"] = statistics.fmean(values)
+            fields[f"median_{name}_ms"] = statistics.median(values)
+            fields[f"p99_{name}_ms"] = sorted(values)[int(0.99 * (len(values) - 1))]
+    return fields
+
+
+def _stage(
+    stage: StagePlan, load: LoadReport, record: StageRecord, wall_s: float
+) -> dict[str, Any]:
+    memory = stage.memory
+    predicted = memory.weights_bytes + memory.embedding_bytes + memory.kv_bytes if memory else None
+    return {
+        "device": stage.device,
+        "node": stage.node,
+        "layers": list(stage.layers),
+        "precisions": precision_runs(stage),
+        "memory": {
+            "weights_bytes": load.weights_bytes,
+            "kv_bytes": load.kv_bytes,
+            "measured_bytes": load.weights_bytes + load.kv_bytes,
+            "predicted_bytes": predicted,
+            "limit_bytes": memory.limit_bytes if memory is not None else None,
+        },
+        "load_s": load.seconds,
+        "predicted_prefill_s": stage.prefill_s,
+        "predicted_decode_s": stage.decode_s,
+        "busy_share": record.busy_s / wall_s if wall_s > 0 else None,
+        "idle_share": max(0.0, 1 - record.busy_s / wall_s) if wall_s > 0 else None,
+        "sending_share": record.sending_s / wall_s if wall_s > 0 else None,
+        "steps": {
+            kind: {
+                "count": totals.steps,
+                "rows": totals.rows,
+                "busy_s": totals.busy_s,
+                "mean_s": totals.mean_s,
+            }
+            for kind, totals in record.totals.items()
+        },
+    }
+
+
+def precision_runs(stage: StagePlan) -> str:
+    """Return the precisions of a stage as runs: `w8a16 x3, w4a16 x2`."""
+    return ", ".join(
+        f"{precision.value} x{len(list(run))}" for precision, run in groupby(stage.precisions)
+    )
+
+
+_SHARES = ("busy", "idle", "sending")
+"""Computing and not computing; messages travel from GPU to GPU beside either."""
+
+
+def print_summary(report: Mapping[str, Any], console: Console) -> None:
+    """Print the report for a person: one table of stages, one of the job."""
+    table = Table(title="stages (predicted / measured)", title_justify="left")
+    columns = ("stage", "layers", "precision", "weights+KV", "prefill ms", "decode ms")
+    shown = _SHARES if any(stage["sending_share"] for stage in report["stages"]) else _SHARES[:1]
+    for column in (*columns, *shown):
+        table.add_column(column, justify="left" if column in ("stage", "precision") else "right")
+    for stage in report["stages"]:
+        memory, steps = stage["memory"], stage["steps"]
+        shares = [stage[f"{name}_share"] for name in shown]
+        table.add_row(
+            stage["device"],
+            "{}-{}".format(stage["layers"][0], stage["layers"][1] - 1),
+            stage["precisions"],
+            _pair(memory["predicted_bytes"], memory["measured_bytes"], format_size),
+            _pair(stage["predicted_prefill_s"], _mean(steps, "prefill"), _ms),
+            _pair(stage["predicted_decode_s"], _mean(steps, "decode"), _ms),
+            *("-" if share is None else f"{share:.0%}" for share in shares),
+        )
+    console.print(table)
+    predicted, measured = report["predicted"] or {}, report["measured"]
+    parts = [
+        f"{name} {_pair(predicted.get(key), measured[key], _seconds)}"
+        for name, key in (("prefill", "prefill_s"), ("decode", "decode_s"), ("total", "total_s"))
+    ]
+    console.print("time (predicted / measured): " + ", ".join(parts))
+    if report["speculation"] is not None:
+        console.print(_speculation_line(report["speculation"]))
+    console.print(
+        f"{report['completed']} rows done, {report['failed']} failed; "
+        f"{report['total_output_tokens']} tokens generated, "
+        f"{report['output_throughput']:.0f} tokens/s"
+    )
+
+
+def _speculation_line(seen: Mapping[str, Any]) -> str:
+    if not seen["verifies"]:
+        return f"speculation {seen['mode']}: off throughout, it would not have paid"
+    shares = ", ".join(f"{kind} {share:.0%}" for kind, share in seen["time_share"].items())
+    line = (
+        f"speculation {seen['mode']}, gamma {seen['gamma']}: {seen['acceptance']:.0%} of drafted "
+        f"tokens accepted, {seen['tokens_per_verify']:.2f} tokens a verify; time: {shares}"
+    )
+    plain = seen["plain"]
+    return line if plain is None else f"{line}; {plain['speedup']:.2f}x plain decoding"
+
+
+def _mean(steps: Mapping[str, Mapping[str, float]], kind: str) -> float | None:
+    return steps[kind]["mean_s"] if kind in steps else None
+
+
+def _pair(predicted: float | None, measured: float | None, show: Any) -> str:
+    left = "-" if predicted is None else show(predicted)
+    return f"{left} / {'-' if measured is None else show(measured)}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.2f}"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.2f} s"

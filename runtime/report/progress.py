@@ -1,0 +1,71 @@
+"""Progress of a running job on stderr: a bar on a terminal, a line now and then elsewhere."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from llmpq.runtime.engine import stage_loop
+
+LINE_EVERY_S = 5.0
+
+_log = logging.getLogger("llmpq.run")
+
+
+class ProgressReporter:
+    """Shows rows done and tokens per second since the first submission."""
+
+    def __init__(self, num_rows: int, *, quiet: bool = False) -> None:
+        self._num_rows = num_rows
+        self._started_s = self._last_line_s = time.monotonic()
+        self._bar: Progress | None = None
+        if not quiet and sys.stderr.isatty():
+            self._bar = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                TextColumn("{task.completed}/{task.total} rows"),
+                TextColumn("{task.fields[rate]}"),
+                TimeRemainingColumn(),
+                console=Console(stderr=True),
+            )
+            self._task = self._bar.add_task("generating", total=num_rows, rate="")
+        self._quiet = quiet
+
+    def __enter__(self) -> Self:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def update(self, progress: stage_loop.Progress, num_done: int) -> None:
+        """Take the counters of the job; `num_done` counts failed and earlier rows too."""
+        now_s = time.monotonic()
+        rate = f"{progress.generated_tokens / max(now_s - self._started_s, 1e-3):.0f} tokens/s"
+        if self._bar is not None:
+            self._bar.update(
+                self._task, completed=num_done, rate=rate, description=progress.phase.ljust(8)
+            )
+        elif not self._quiet and now_s - self._last_line_s >= LINE_EVERY_S:
+            self._last_line_s = now_s
+            _log.info(
+                "%d/%d rows, %d running, %d waiting, %s",
+                num_done,
+                self._num_rows,
+                progress.running,
+                progress.waiting,
+                rate,
+            )

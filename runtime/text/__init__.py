@@ -1,0 +1,1 @@
+"""Text in and out: tokenizer, stop strings, rows of batch files."""

@@ -1,0 +1,1 @@
+"""Commands beside the product's own: bench, check, evaluate, lm-evaluation-harness."""

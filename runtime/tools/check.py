@@ -1,0 +1,234 @@
+"""`llmpq-dist check plan.json`: the preflight. Looks at every stage's place, loads nothing.
+
+Per stage: host, versions, device, free memory against the plan's, the model's files; between
+stages: every link, device links included. Every problem is one line that says what to do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from rich.console import Console
+from rich.table import Table
+
+from llmpq.cluster import Cluster
+from llmpq.errors import DeadlineError, ExitCode, StageLostError
+from llmpq.plan import Plan
+from llmpq.runtime.cli.plan_file import load_plan
+from llmpq.runtime.cli.run_flags import check_timeouts
+from llmpq.runtime.launch.failures import why
+from llmpq.runtime.launch.placement import ray_cluster, reserve
+from llmpq.runtime.launch.ray_actors import Deadlines
+from llmpq.runtime.launch.stage_host import meeting_host
+from llmpq.runtime.launch.stage_probe import StageProbe
+from llmpq.units import format_size
+
+_log = logging.getLogger("llmpq.check")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags of `check`."""
+    deadlines = Deadlines()
+    parser.add_argument("plan", metavar="PLAN", help="plan.json of llmpq-algo")
+    parser.add_argument("--model", metavar="DIR", help="model directory (default: the plan's)")
+    parser.add_argument("--cluster", metavar="YAML", help="check that the plan was made for it")
+    parser.add_argument("--ray-address", "--address", metavar="ADDRESS", help="join this Ray")
+    parser.add_argument("--master_addr", "--master-addr", metavar="IP",
+                        help="where the stages meet (default: the first stage's host where "
+                             "--cluster has several nodes, else 127.0.0.1)")  # fmt: skip
+    parser.add_argument("--placement-timeout", type=float, default=deadlines.placement_s,
+                        metavar="S")  # fmt: skip
+    parser.add_argument("--timeout", type=float, default=90.0, metavar="S", help="for each look")
+    parser.add_argument("--json", action="store_true", help="print what was found as JSON")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Look at every stage's place; returns 0 if the plan can run, else the worst outcome's code."""
+    check_timeouts({"--timeout": args.timeout, "--placement-timeout": args.placement_timeout})
+    plan = load_plan(args.plan)
+    cluster = None
+    if args.cluster is not None:
+        cluster = Cluster.load(args.cluster)
+        plan.require_cluster(cluster.name, cluster.fingerprint())
+    with ray_cluster(args.ray_address):
+        group = reserve(plan, cluster, timeout_s=args.placement_timeout)
+        try:
+            places, links = look(plan, cluster, group, args)
+        finally:
+            remove_placement_group(group)
+    problems = judge(plan, places, links)
+    if args.json:
+        found = {"places": places, "links": links, "problems": [text for _, text in problems]}
+        sys.stdout.write(json.dumps(found, indent=1) + "\n")
+    else:
+        show(plan, places, links, Console(width=None if sys.stdout.isatty() else 120))
+    for _, text in problems:
+        sys.stderr.write(f"{text}\n")
+    if problems:
+        return max((code for code, _ in problems), key=_SEVERITY.index)
+    _log.info("the plan can run here")
+    return ExitCode.DONE
+
+
+_SEVERITY = (ExitCode.USAGE, ExitCode.DOES_NOT_FIT, ExitCode.MISMATCH, ExitCode.STAGE_LOST)
+
+
+def look(
+    plan: Plan, cluster: Cluster | None, group: PlacementGroup, args: argparse.Namespace
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Ask one probe per stage; return places and links."""
+    probe_class, probes = ray.remote(StageProbe), []
+    for index, stage in enumerate(plan.stages):
+        options = probe_class.options(
+            num_cpus=0,
+            num_gpus=0 if stage.is_cpu else 1,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(
+                placement_group=group, placement_group_bundle_index=index
+            ),
+        )
+        probes.append(options.remote(index, len(plan.stages), not stage.is_cpu))
+    directories = [_directory(plan, cluster, index, args.model) for index in range(len(probes))]
+    looks = [probe.look.remote(path) for probe, path in zip(probes, directories, strict=True)]
+    places = _all(plan, looks, "looking at its host", args.timeout)
+    links: list[dict[str, Any]] = []
+    if len(probes) > 1:
+        host = meeting_host(args.master_addr, plan, cluster)
+        (port,) = _all(plan, [probes[0].open_rendezvous.remote(host)], "meeting", args.timeout)
+        tries = [probe.try_links.remote(host, port) for probe in probes]
+        links = _all(plan, tries, "trying its links", args.timeout)
+    for probe in probes:
+        ray.kill(probe)
+    return places, links
+
+
+def _directory(plan: Plan, cluster: Cluster | None, index: int, model: str | None) -> str | None:
+    """Return where a stage's node keeps the model."""
+    if cluster is not None:
+        for node in cluster.nodes:
+            if node.name == plan.stages[index].node and node.model_dir is not None:
+                return node.model_dir
+    path = model or plan.model.path
+    return None if path is None else str(Path(path).resolve())
+
+
+def _all(plan: Plan, refs: Sequence[Any], doing: str, limit_s: float) -> list[Any]:
+    done, waiting = ray.wait(list(refs), num_returns=len(refs), timeout=limit_s)
+    if waiting:
+        names = ", ".join(plan.stages[refs.index(ref)].device for ref in waiting)
+        raise DeadlineError(
+            f"no answer from {names} while {doing} within {limit_s:.0f} s; look at its host and "
+            "firewall, or raise --timeout"
+        )
+    try:
+        return list(ray.get(list(refs)))
+    except ray.exceptions.RayError as error:
+        raise StageLostError(
+            f"a stage's place was lost while {doing}: {why(error)}; look at its host"
+        ) from None
+
+
+def judge(
+    plan: Plan, places: Sequence[Mapping[str, Any]], links: Sequence[Mapping[str, Any]]
+) -> list[tuple[ExitCode, str]]:
+    """Return every reason why the plan cannot run as it is, with its exit code."""
+    problems = []
+    for stage, place, need in zip(plan.stages, places, _needs(plan, places), strict=True):
+        where = f"stage {stage.device} on {stage.node} ({place['host']})"
+        if place["kind"] != stage.kind and not stage.is_cpu:
+            problems.append((
+                ExitCode.MISMATCH,
+                f"{where}: planned for {stage.kind}, found {place['gpu'] or place['kind']}; "
+                "re-plan with llmpq-algo --cluster",
+            ))  # fmt: skip
+        if place["model_problem"] is not None:
+            problems.append((ExitCode.USAGE, f"{where}: {place['model_problem']}"))
+        elif place["model_fingerprint"] != plan.model.fingerprint:
+            problems.append((
+                ExitCode.MISMATCH,
+                f"{where}: its model is {place['model_fingerprint']}, the plan was made for "
+                f"{plan.model.fingerprint} ({plan.model.name}); copy the right one there",
+            ))  # fmt: skip
+        if 0 < place["free_bytes"] < need:
+            problems.append((
+                ExitCode.DOES_NOT_FIT,
+                f"{where}: {format_size(place['free_bytes'])} free, the plan needs "
+                f"{format_size(need)} there; free some, or re-plan with a larger reserve",
+            ))  # fmt: skip
+    problems += [(ExitCode.MISMATCH, text) for text in differing_versions(plan, places)]
+    for index, link in enumerate(links):
+        if link["problem"] is not None:
+            after = plan.stages[(index + 1) % len(plan.stages)].device
+            problems.append((
+                ExitCode.STAGE_LOST,
+                f"link {plan.stages[index].device} -> {after}: {link['problem']}; open the "
+                "firewall between the hosts or give --master_addr",
+            ))  # fmt: skip
+    return problems
+
+
+def _needs(plan: Plan, places: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Return the bytes each stage asks of its place, CPU stages of one host through the first."""
+    needs = [stage.memory.total_bytes if stage.memory is not None else 0 for stage in plan.stages]
+    first_of: dict[str, int] = {}
+    for index, (stage, place) in enumerate(zip(plan.stages, places, strict=True)):
+        first = first_of.setdefault(place["host"], index) if stage.is_cpu else index
+        if first != index:
+            needs[first] += needs[index]
+            needs[index] = 0
+    return needs
+
+
+def differing_versions(plan: Plan, places: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a line for every package whose version differs from the first stage's."""
+    first, lines = places[0], []
+    for stage, place in zip(plan.stages[1:], places[1:], strict=True):
+        mine = {**place["packages"], "NCCL": place["nccl"]}
+        wanted = {**first["packages"], "NCCL": first["nccl"]}
+        for name in ("llmpq", "torch", "NCCL"):
+            if mine.get(name) != wanted.get(name):
+                lines.append(
+                    f"stage {stage.device} on {stage.node}: {name} {mine.get(name)}, the first "
+                    f"stage has {wanted.get(name)}; install the same version on every node"
+                )
+    return lines
+
+
+def show(
+    plan: Plan,
+    places: Sequence[Mapping[str, Any]],
+    links: Sequence[Mapping[str, Any]],
+    console: Console,
+) -> None:
+    """Print the table of places."""
+    table = Table(title=f"plan of {plan.model.name}, {len(places)} stages", title_justify="left")
+    for column in ("stage", "node", "host", "device", "needs", "free", "torch", "next link"):
+        table.add_column(column)
+    for index, (stage, place) in enumerate(zip(plan.stages, places, strict=True)):
+        need = format_size(stage.memory.total_bytes) if stage.memory is not None else "-"
+        table.add_row(
+            stage.device,
+            stage.node,
+            place["host"],
+            place["gpu"] or place["kind"],
+            need,
+            format_size(place["free_bytes"]),
+            place["packages"].get("torch", "-"),
+            _link(links[index]) if links else "-",
+        )
+    console.print(table)
+
+
+def _link(link: Mapping[str, Any]) -> str:
+    if link["problem"] is not None:
+        return "broken"
+    between = {None: "", "none": ", GPUs: none"}.get(link["device"], f", GPUs: {link['device']}")
+    return f"{link['gloo_us']:.0f} us{between}"

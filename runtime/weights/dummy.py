@@ -1,0 +1,52 @@
+"""Dummy weights in a moment: one layer of every precision is made, the others are copies of it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from llmpq.precision import WeightScheme
+from llmpq.runtime.models.layer_tensors import Parts
+from llmpq.runtime.weights.sources import RandomSource
+
+
+class CopiedLayers:
+    """Random weights of an architecture; layers of one scheme are equal, each in its own memory."""
+
+    def __init__(
+        self,
+        source: RandomSource,
+        schemes: Mapping[int, WeightScheme | None],
+        device: torch.device,
+    ) -> None:
+        """`schemes`: how each layer of the stage is stored."""
+        self._source, self._schemes, self._device = source, schemes, device
+        self._first: dict[WeightScheme | None, dict[str, Any]] = {}
+
+    def embedding(self, dtype: torch.dtype) -> dict[str, Any]:
+        """Make the embedding's parts."""
+        return self._source.embedding(dtype)
+
+    def head(self, dtype: torch.dtype, *, with_output: bool = True) -> dict[str, Any]:
+        """Make the head's parts."""
+        return self._source.head(dtype, with_output=with_output)
+
+    def layer(self, index: int, dtype: torch.dtype) -> dict[str, Any]:
+        """Return a layer's parts, its linears quantised as its scheme says."""
+        scheme = self._schemes[index]
+        first = self._first.get(scheme)
+        if first is not None:
+            return {name: copy.deepcopy(part) for name, part in first.items()}
+        tensors: dict[str, Any] = self._source.layer(index, dtype)
+        if scheme is not None:
+            parts = Parts(
+                tensors=tensors, scheme=scheme, dtype=dtype, device=self._device, norm_eps=0.0
+            )
+            names = [f"{shape.name}.weight" for shape in self._source.spec.linears()]
+            linears = {name: name.removesuffix(".weight") for name in names if name in tensors}
+            tensors |= {name: parts.linear(stem).weight for name, stem in linears.items()}
+        self._first[scheme] = tensors
+        return tensors

@@ -1,0 +1,148 @@
+"""Quantised layers kept on disk, so that a stage that starts again need not quantise again.
+
+    FOLDER/<hash of the checkpoint and of how it is stored>/<layer>.safetensors
+
+A file appears whole or not at all. Weights whose activations are rounded are not kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from llmpq.kernels.formats import Layout
+from llmpq.kernels.qweight import QuantizedWeight
+from llmpq.precision import WeightScheme
+from llmpq.runtime.models.layer_tensors import Parts
+from llmpq.runtime.weights.sources import CheckpointSource, weight_files
+
+_SHAPES = "llmpq_weights"
+"""Metadata key: linear -> what its tensors do not say of themselves, as JSON."""
+
+
+class KeptLayers:
+    """A checkpoint whose layers, once quantised, are read as they were stored."""
+
+    def __init__(
+        self,
+        source: CheckpointSource,
+        folder: str | Path,
+        schemes: Mapping[int, WeightScheme | None],
+        device: torch.device,
+    ) -> None:
+        """`schemes`: how each layer of the stage is stored."""
+        self._source, self._schemes, self._device = source, schemes, device
+        self._folder = Path(folder)
+        self.num_read = 0
+        """Layers that were found on disk."""
+
+    def embedding(self, dtype: torch.dtype) -> dict[str, Any]:
+        """Return the checkpoint's embedding."""
+        return self._source.embedding(dtype)
+
+    def head(self, dtype: torch.dtype, *, with_output: bool = True) -> dict[str, Any]:
+        """Return the checkpoint's head."""
+        return self._source.head(dtype, with_output=with_output)
+
+    def layer(self, index: int, dtype: torch.dtype) -> dict[str, Any]:
+        """Return a layer's parts, its linears quantised as its scheme says."""
+        scheme = self._schemes[index]
+        if scheme is None or scheme.activation_bits < 16:
+            return self._source.layer(index, dtype)
+        path = self._path(index, scheme, dtype)
+        found = self._read(path)
+        if found is not None:
+            self.num_read += 1
+            return found
+        parts = self._quantized(self._source.layer(index, dtype), scheme, dtype)
+        self._write(path, parts)
+        return parts
+
+    def _quantized(
+        self, tensors: dict[str, Any], scheme: WeightScheme, dtype: torch.dtype
+    ) -> dict[str, Any]:
+        parts = Parts(
+            tensors=tensors, scheme=scheme, dtype=dtype, device=self._device, norm_eps=0.0
+        )
+        names = [f"{shape.name}.weight" for shape in self._source.spec.linears()]
+        linears = {name: name.removesuffix(".weight") for name in names if name in tensors}
+        return tensors | {name: parts.linear(stem).weight for name, stem in linears.items()}
+
+    def _path(self, index: int, scheme: WeightScheme, dtype: torch.dtype) -> Path:
+        what = [
+            self._source.spec.fingerprint(),
+            weight_files(self._source),
+            repr(scheme),
+            str(dtype),
+            self._device.type,
+        ]
+        mark = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
+        return self._folder / mark / f"{index}.safetensors"
+
+    def _read(self, path: Path) -> dict[str, Any] | None:
+        """Return a kept layer; None where there is none, or one that cannot be read."""
+        try:
+            with safe_open(path, framework="pt", device=str(self._device)) as kept:
+                shapes = json.loads(kept.metadata()[_SHAPES])
+                parts: dict[str, Any] = {}
+                fields: dict[str, dict[str, Any]] = {name: {} for name in shapes}
+                for key in kept.keys():  # noqa: SIM118 (it is no mapping)
+                    name, _, field = key.rpartition(":")
+                    (fields[name] if name else parts)[field or key] = kept.get_tensor(key)
+        except (OSError, SafetensorError, KeyError, TypeError):
+            return None
+        return parts | {name: _weight(fields[name], shapes[name]) for name in shapes}
+
+    def _write(self, path: Path, parts: Mapping[str, Any]) -> None:
+        tensors: dict[str, torch.Tensor] = {}
+        shapes: dict[str, dict[str, Any]] = {}
+        for name, part in parts.items():
+            if not isinstance(part, QuantizedWeight):
+                tensors[name] = _on_host(part)
+                continue
+            planes = {f"{name}:plane{i}": plane for i, plane in enumerate(part.planes)}
+            zero = {} if part.zero is None else {f"{name}:zero": part.zero}
+            stored = planes | zero | {f"{name}:scale": part.scale}
+            tensors |= {key: _on_host(tensor) for key, tensor in stored.items()}
+            shapes[name] = {
+                "bits": part.bits,
+                "group_size": part.group_size,
+                "out_features": part.out_features,
+                "in_features": part.in_features,
+                "layout": part.layout.value,
+            }
+        unfinished = path.with_suffix(f".{os.getpid()}")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            save_file(tensors, unfinished, metadata={_SHAPES: json.dumps(shapes)})
+            unfinished.replace(path)
+        except (OSError, SafetensorError) as error:
+            unfinished.unlink(missing_ok=True)
+            raise ValueError(
+                f"cannot write '{path}' of --layer-cache: {error}; free some space, give another "
+                "folder or leave --layer-cache out"
+            ) from None
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy with memory of its own, as a file needs it."""
+    return tensor.detach().to("cpu", copy=True).contiguous()
+
+
+def _weight(fields: Mapping[str, torch.Tensor], shape: Mapping[str, Any]) -> QuantizedWeight:
+    planes = tuple(fields[f"plane{i}"] for i in range(sum(key[:5] == "plane" for key in fields)))
+    layout = Layout(shape["layout"])
+    return QuantizedWeight(
+        **{**shape, "layout": layout},
+        planes=planes,
+        scale=fields["scale"],
+        zero=fields.get("zero"),
+    )

@@ -1,0 +1,246 @@
+"""Checkpoints that come quantised: compressed-tensors, GPTQ, AWQ, and Atom's own form.
+
+What a tensor is called tells its form, so that every layer may have another one:
+
+    NAME.weight_packed             compressed-tensors, pack-quantized: weight_scale, weight_shape
+                                   and, if asymmetric, weight_zero_point beside it
+    NAME.weight int8               compressed-tensors, int-quantized: weight_scale [N, 1]; inputs
+                                   are rounded per token (w8a8)
+    NAME.qweight                   GPTQ or AWQ, as config.json says: qzeros, scales, g_idx
+    llmpq.layers.I.LINEAR.codes    Atom (kernels/atom_formats.py): scale, outliers, outlier_scale,
+                                   index_K; schemes in the file's metadata; the layer's norms and
+                                   biases are llmpq.layers.I.PART, its channels already reordered
+
+Linears come as QuantizedWeight or AtomWeight, everything else as tensors. N = out, K = in_features.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from llmpq.kernels.atom_formats import AtomWeight, atom_weight
+from llmpq.kernels.atom_quantize import Codes
+from llmpq.kernels.atom_scheme import AtomScheme
+from llmpq.kernels.convert import from_awq, from_compressed_tensors, from_gptq
+from llmpq.kernels.formats import Layout
+from llmpq.kernels.qweight import QuantizedWeight, from_codes
+from llmpq.model_config import section, size
+from llmpq.model_spec import ModelSpec, read_config
+from llmpq.precision import KVPrecision, padded_k
+from llmpq.runtime.models.tensor_names import Shapes
+from llmpq.runtime.weights.sources import ATOM_ROOT, FLOATING, CheckpointSource
+
+DTYPES = {
+    **dict.fromkeys(("weight_packed", "weight_zero_point", "qweight", "qzeros"), (torch.int32,)),
+    **dict.fromkeys(("weight_shape", "weight_g_idx", "g_idx"), (torch.int32, torch.int64)),
+    "codes": (torch.uint8, torch.int8),
+    "outliers": (torch.int8,),
+    "index_K": (torch.int32,),
+}
+"""Last part of a tensor's name -> what a checkpoint may store it as; FLOATING for the rest."""
+SCHEMES = "llmpq_schemes"
+"""Metadata key of an Atom file: linear -> fields of its AtomScheme, as JSON."""
+QUANTIZATION = "config.json, quantization_config"
+"""What errors call it."""
+
+
+def open_checkpoint(directory: str | Path, spec: ModelSpec) -> CheckpointSource:
+    """Return the source of a model directory, quantised or not."""
+    described = section(read_config(directory), "quantization_config")
+    if described is None:
+        return CheckpointSource(directory, spec)
+    return QuantizedCheckpoint(directory, spec, described)
+
+
+def stored_kv(directory: str | Path) -> KVPrecision:
+    """Return the KV precision a directory was quantised for; kv16 where it names none of ours."""
+    described = section(read_config(directory), "quantization_config") or {}
+    scheme = section(described, "kv_cache_scheme", where=QUANTIZATION) or {}
+    bits = scheme.get("num_bits") if scheme.get("type", "int") == "int" else None
+    return KVPrecision.parse(str(bits)) if bits in (2, 4, 8) else KVPrecision.KV16
+
+
+class QuantizedCheckpoint(CheckpointSource):
+    """A directory whose config.json has a `quantization_config`."""
+
+    METHODS = ("compressed-tensors", "gptq", "awq", "llmpq")
+
+    def __init__(
+        self, directory: str | Path, spec: ModelSpec, described: Mapping[str, Any]
+    ) -> None:
+        super().__init__(directory, spec)
+        method = described.get("quant_method")
+        if method not in self.METHODS:
+            raise ValueError(
+                f"'{directory}': quantization method '{method}' is not supported; expected one of "
+                f"{', '.join(self.METHODS)}"
+            )
+        self._described = described
+
+    def layer(self, index: int, dtype: torch.dtype) -> dict[str, Any]:
+        """Read one decoder layer's parts, its linears packed."""
+        if f"{ATOM_ROOT}{index}.qkv.codes" in self.file_of:
+            return self._atom_layer(index, dtype)
+        return super().layer(index, dtype)
+
+    def _parts(
+        self, shapes: Shapes, table: Mapping[str, tuple[str, ...]], dtype: torch.dtype
+    ) -> dict[str, Any]:
+        parts: dict[str, Any] = {}
+        for part, shape in shapes.items():
+            stems = [name.removesuffix(".weight") for name in table[part]]
+            if part.endswith(".weight") and self._is_packed(stems[0]):
+                parts[part] = self._weight(part, stems, shape, dtype)
+            else:
+                parts |= super()._parts({part: shape}, table, dtype)
+        return parts
+
+    def _is_packed(self, stem: str) -> bool:
+        return any(f"{stem}.{kind}" in self.file_of for kind in ("weight_scale", "qweight"))
+
+    def _weight(
+        self, part: str, stems: list[str], shape: tuple[int, ...], dtype: torch.dtype
+    ) -> QuantizedWeight | AtomWeight:
+        """Read a fused linear's pieces, stack them along N and pack them our way."""
+        if f"{stems[0]}.weight" in self.file_of:
+            codes = [self.read(f"{stem}.weight", (torch.int8,)) for stem in stems]
+            for stem in stems:
+                self._require_no_zeros(stem)
+            codes_NK = self._stacked(part, codes)
+            scale_N1 = self._stacked(part, [self._read(f"{stem}.weight_scale") for stem in stems])
+            self._require_shape(stems, codes_NK.shape, shape)
+            return _channel_weight(codes_NK, scale_N1, dtype)
+        pieces = [self._piece(stem, dtype) for stem in stems]
+        if len({(piece.bits, piece.group_size) for piece in pieces}) > 1:
+            raise ValueError(
+                f"'{self.directory}': {', '.join(stems)} are quantised differently; llmpq runs "
+                "them as one matrix and needs one scheme"
+            )
+        zero_NG = None
+        if not all(piece.symmetric for piece in pieces):
+            zero_NG = self._stacked(part, [piece.zero_NG() for piece in pieces])
+        codes_NK = self._stacked(part, [piece.codes() for piece in pieces])
+        self._require_shape(stems, (codes_NK.shape[0], pieces[0].in_features), shape)
+        return from_codes(
+            codes_NK,
+            self._stacked(part, [piece.scale_NG() for piece in pieces]),
+            zero_NG,
+            bits=pieces[0].bits,
+            group_size=pieces[0].group_size,
+            in_features=shape[1],
+        )
+
+    def _stacked(self, part: str, rows: list[Tensor]) -> Tensor:
+        """Return pieces one below the other, in our order of rows."""
+        whole, arrange = torch.cat(rows), self.names.arrange.get(part)
+        return whole if arrange is None else arrange(whole, self.spec)
+
+    def _piece(self, stem: str, dtype: torch.dtype) -> QuantizedWeight:
+        """Read one checkpoint linear of a weight-only form."""
+        needed: tuple[str, ...] = ("qweight", "scales", "qzeros")
+        optional: tuple[str, ...] = ("g_idx",)
+        if f"{stem}.weight_packed" in self.file_of:
+            needed = ("weight_packed", "weight_scale", "weight_shape")
+            optional = ("weight_zero_point", "weight_g_idx")
+        fields = [*needed, *(f for f in optional if f"{stem}.{f}" in self.file_of)]
+        tensors = {field: self._read(f"{stem}.{field}") for field in fields}
+        for scales in ("weight_scale", "scales"):
+            if scales in tensors:
+                tensors[scales] = tensors[scales].to(dtype)
+        try:
+            return self._convert(tensors)
+        except ValueError as error:
+            raise ValueError(f"'{self.directory}', {stem}: {error}") from None
+
+    def _read(self, name: str) -> Tensor:
+        """Return a tensor of a quantised form, stored as its field must be."""
+        return self.read(name, DTYPES.get(name.rpartition(".")[2], FLOATING))
+
+    def _convert(self, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
+        if "weight_g_idx" in tensors:
+            raise ValueError(
+                "its channels are ordered by activation (weight_g_idx), which llmpq does not run; "
+                "quantise without actorder, or with llmpq-quantize"
+            )
+        if "weight_packed" in tensors:
+            bits = tensors["weight_packed"].shape[1] * 32 // int(tensors["weight_shape"][1])
+            return from_compressed_tensors(tensors, bits=bits, layout=Layout.ROWS)
+        if self._described["quant_method"] == "awq":
+            return from_awq(tensors, layout=Layout.ROWS)
+        v2 = self._described.get("checkpoint_format") == "gptq_v2"
+        bits = size(self._described, "bits", where=QUANTIZATION)
+        return from_gptq(tensors, bits=bits, v2=v2, layout=Layout.ROWS)
+
+    def _require_no_zeros(self, stem: str) -> None:
+        """Refuse 8-bit codes around zero points: int8 products have none."""
+        name = f"{stem}.weight_zero_point"
+        if name in self.file_of and bool(self.read(name, (torch.int8, torch.int32)).any()):
+            raise ValueError(
+                f"'{self.directory}': {stem} has zero points, which llmpq does not run for 8-bit "
+                "codes; quantise with symmetric weights, or with llmpq-quantize"
+            )
+
+    def _require_shape(
+        self, stems: list[str], got: tuple[int, ...], expected: tuple[int, ...]
+    ) -> None:
+        if tuple(got) != expected:
+            raise ValueError(
+                f"'{self.directory}': {' + '.join(stems)} have shape {list(got)} together, "
+                f"config.json says {list(expected)}"
+            )
+
+    def _atom_layer(self, index: int, dtype: torch.dtype) -> dict[str, Any]:
+        prefix = f"{ATOM_ROOT}{index}."
+        mine = [name for name in self.file_of if name.startswith(prefix)]
+        metadata = self._handle(self.file_of[mine[0]]).metadata() or {}
+        if SCHEMES not in metadata:
+            raise ValueError(
+                f"'{self.directory / self.file_of[mine[0]]}' has no '{SCHEMES}' in its metadata, "
+                "which says how its layer is quantised; run llmpq-quantize again"
+            )
+        schemes = json.loads(metadata[SCHEMES])
+        fields: dict[str, dict[str, Tensor]] = {linear: {} for linear in schemes}
+        parts: dict[str, Any] = {}
+        for name in mine:
+            part, _, field = name.removeprefix(prefix).rpartition(".")
+            if part in schemes and field != "bias":
+                fields[part][field] = self._read(name)
+            else:
+                parts[f"{part}.{field}"] = self.read(name, FLOATING).to(dtype)
+        for linear, tensors in fields.items():
+            scheme = AtomScheme(**schemes[linear])
+            scales = {key: tensors[key].to(dtype) for key in ("scale", "outlier_scale")}
+            parts[f"{linear}.weight"] = AtomWeight(
+                scheme=scheme,
+                out_features=tensors["codes"].shape[0],
+                in_features=self._in_features(linear),
+                **{**tensors, **scales},
+            )
+        return parts
+
+    def _in_features(self, linear: str) -> int:
+        return next(s.in_features for s in self.spec.linears() if s.name == linear)
+
+
+def _channel_weight(codes_NK: Tensor, scale_N1: Tensor, dtype: torch.dtype) -> AtomWeight:
+    """Return 8-bit weights with one scale a row that meet inputs rounded per token."""
+    scheme = AtomScheme(
+        weight_bits=8, activation_bits=8, group_size=None, weight_clip=1.0, activation_clip=1.0
+    )
+    n, k = codes_NK.shape
+    codes = Codes(
+        rotated=False,
+        in_features=k,
+        codes=functional.pad(codes_NK, (0, padded_k(k) - k)),
+        scale=scale_N1.to(dtype),
+        outliers=torch.empty(n, 0, dtype=torch.int8),
+        outlier_scale=torch.ones(n, dtype=dtype),
+    )
+    return atom_weight(codes, scheme)

@@ -1,0 +1,261 @@
+"""Writes a quantised model directory, one file a layer, so that an interrupted run resumes.
+
+Layers that compressed-tensors can express (3-, 4- and 8-bit weights; w8a8) are written in its form
+under their Hugging Face names and load in Transformers; Atom layers are written as
+`quantized_checkpoint.py` describes. Embedding, head and the tokenizer's files go along.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmpq.kernels.atom_formats import AtomWeight
+from llmpq.kernels.convert import to_compressed_tensors
+from llmpq.kernels.formats import Layout
+from llmpq.kernels.qweight import QuantizedWeight, from_codes
+from llmpq.model_spec import ModelSpec
+from llmpq.precision import KVPrecision, Precision
+from llmpq.runtime.models.families import FAMILIES
+from llmpq.runtime.models.layers import Weight
+from llmpq.runtime.weights.quantized_checkpoint import ATOM_ROOT, SCHEMES
+from llmpq.runtime.weights.sources import INDEX, CheckpointSource
+from llmpq.runtime.weights.written_whole import write_bytes, write_tensors, write_text
+
+ENDS_FILE = "model-ends.safetensors"
+REMEDY = "free some space and run the same command again: it continues; or give another directory"
+"""What helps where a file cannot be written: the layers that are whole stay."""
+COPIED = ("generation_config.json", "tokenizer*", "special_tokens_map.json", "vocab.*", "*.jinja")
+
+
+def layer_file(index: int) -> str:
+    """Return the file name of a layer."""
+    return f"model-layer-{index:04}.safetensors"
+
+
+class CheckpointWriter:
+    """Writes the layers of one model, then everything else with the configuration."""
+
+    def __init__(self, directory: Path, spec: ModelSpec, source: CheckpointSource) -> None:
+        self.directory, self.spec, self._source = directory, spec, source
+        self._names = FAMILIES[spec.family].names
+
+    def write_layer(self, index: int, parts: Mapping[str, Weight], dtype: torch.dtype) -> None:
+        """Write one layer; dense parts in `dtype`."""
+        tensors: dict[str, Tensor] = {}
+        metadata = {"format": "pt"}
+        atom = {
+            part.removesuffix(".weight"): asdict(weight.scheme)
+            for part, weight in parts.items()
+            if isinstance(weight, AtomWeight) and not is_channel_int8(weight)
+        }
+        if atom:
+            metadata[SCHEMES] = json.dumps(atom)
+        for part, weight in parts.items():
+            if atom:
+                tensors |= _atom_tensors(index, part, weight, dtype)
+            else:
+                tensors |= self._named_tensors(index, part, weight, dtype)
+        _save(tensors, self.directory / layer_file(index), metadata)
+        self._write_index()
+
+    def begin(self) -> None:
+        """Write embedding and head, unless an earlier run has."""
+        if not (self.directory / ENDS_FILE).exists():
+            ends = [name for name in self._source.file_of if not self._is_of_a_layer(name)]
+            _save({name: self._source.read(name) for name in ends}, self.directory / ENDS_FILE, {})
+        self._write_index()
+
+    def finish(self, quantization: Mapping[str, Any]) -> None:
+        """Write the tokenizer's files and config.json: the directory is then whole."""
+        for pattern in COPIED:
+            for path in self._source.directory.glob(pattern):
+                write_bytes(path.read_bytes(), self.directory / path.name, remedy=REMEDY)
+        config = json.loads((self._source.directory / "config.json").read_text())
+        config["quantization_config"] = dict(quantization)
+        write_text(
+            json.dumps(config, indent=2) + "\n", self.directory / "config.json", remedy=REMEDY
+        )
+
+    def _named_tensors(
+        self, index: int, part: str, weight: Weight, dtype: torch.dtype
+    ) -> dict[str, Tensor]:
+        """Return a part under its Hugging Face names, fused rows taken apart."""
+        found = self._names.of_layer(self.spec, index)[part]
+        names = [self._source.root + name for name in found]
+        stems = [name.removesuffix(".weight") for name in names]
+        if isinstance(weight, Tensor):
+            rows = self._apart(part, weight.to(dtype), len(names))
+            return dict(zip(names, rows, strict=True))
+        if isinstance(weight, AtomWeight):
+            columns = {
+                "weight": weight.unpacked().codes[:, : weight.in_features],
+                "weight_scale": weight.scale.to(dtype),
+            }
+            return {
+                f"{stem}.{kind}": rows
+                for kind, whole in columns.items()
+                for stem, rows in zip(stems, self._apart(part, whole, len(stems)), strict=True)
+            }
+        return self._packed_tensors(part, stems, weight, dtype)
+
+    def _packed_tensors(
+        self, part: str, stems: list[str], weight: QuantizedWeight, dtype: torch.dtype
+    ) -> dict[str, Tensor]:
+        _require_whole_groups(weight)
+        codes, scales = (
+            self._apart(part, whole, len(stems))
+            for whole in (weight.codes(), weight.scale_NG().to(dtype))
+        )
+        zeros = self._apart(part, weight.zero_NG().to(dtype), len(stems))
+        tensors = {}
+        for stem, codes_NK, scale_NG, zero_NG in zip(stems, codes, scales, zeros, strict=True):
+            piece = from_codes(
+                codes_NK,
+                scale_NG,
+                None if weight.symmetric else zero_NG,
+                bits=weight.bits,
+                group_size=weight.group_size,
+                in_features=weight.in_features,
+                layout=Layout.ROWS,
+            )
+            for kind, tensor in to_compressed_tensors(piece).items():
+                tensors[f"{stem}.{kind}"] = tensor
+        return tensors
+
+    def _apart(self, part: str, whole: Tensor, pieces: int) -> tuple[Tensor, ...]:
+        """Return the rows of each checkpoint tensor, in the checkpoint's order."""
+        arrange = self._names.arrange.get(part)
+        if arrange is not None:
+            order = arrange(torch.arange(whole.shape[0])[:, None], self.spec)[:, 0]
+            return (whole[order.argsort()].contiguous(),)
+        sizes = [whole.shape[0] // pieces] * pieces
+        if pieces == 3:
+            kv = self.spec.kv_heads * self.spec.head_dim
+            sizes = [whole.shape[0] - 2 * kv, kv, kv]
+        return tuple(rows.contiguous() for rows in whole.split(sizes))
+
+    def _is_of_a_layer(self, name: str) -> bool:
+        return name.startswith(self._source.root + self._names.layer_prefix)
+
+    def _write_index(self) -> None:
+        weight_map: dict[str, str] = {}
+        total = 0
+        for path in sorted(self.directory.glob("model-*.safetensors")):
+            header = _header(path)
+            weight_map |= dict.fromkeys(header, path.name)
+            total += sum(end - start for start, end in header.values())
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        write_text(json.dumps(index, indent=1) + "\n", self.directory / INDEX, remedy=REMEDY)
+
+
+def is_channel_int8(weight: AtomWeight) -> bool:
+    """Whether compressed-tensors can express it: w8a8, one scale per row and per token."""
+    scheme = weight.scheme
+    plain = scheme.weight_bits == scheme.activation_bits == 8 and scheme.group_size is None
+    return plain and not scheme.outliers and not scheme.rotation and not scheme.signed_scale
+
+
+def _require_whole_groups(weight: QuantizedWeight) -> None:
+    if weight.group_size is not None and weight.in_features % weight.group_size:
+        raise ValueError(
+            f"{weight.in_features} inputs do not divide into groups of {weight.group_size}, which "
+            "compressed-tensors needs; quantise with --group-size channel"
+        )
+
+
+def _atom_tensors(index: int, part: str, weight: Weight, dtype: torch.dtype) -> dict[str, Tensor]:
+    if isinstance(weight, Tensor):
+        return {f"{ATOM_ROOT}{index}.{part}": weight.to(dtype)}
+    if not isinstance(weight, AtomWeight):
+        raise ValueError(f"layer {index}: {part} is not in Atom's form, the rest of the layer is")
+    stem = f"{ATOM_ROOT}{index}.{part.removesuffix('.weight')}"
+    scales = {"scale": weight.scale.to(dtype)}
+    if weight.outlier_scale is not None:
+        scales["outlier_scale"] = weight.outlier_scale.to(dtype)
+    tensors = {**weight.tensors, **scales}
+    return {f"{stem}.{field}": tensor for field, tensor in tensors.items()}
+
+
+def compressed_config(
+    spec: ModelSpec,
+    precisions: Sequence[Precision],
+    *,
+    group_size: int | None,
+    symmetric: bool,
+    kv: KVPrecision = KVPrecision.KV16,
+) -> dict[str, Any]:
+    """Return the compressed-tensors configuration of weight-only and w8a8 layers."""
+    before = FAMILIES[spec.family].names.layer_prefix
+    groups: dict[str, Any] = {}
+    for number, precision in enumerate(sorted(set(precisions) - {Precision.W16A16}, key=str)):
+        layers = [str(i) for i, p in enumerate(precisions) if p is precision]
+        everywhere = len(layers) == len(precisions)
+        pattern = before.replace(".", "\\.") + f"({'|'.join(layers)})\\..*"
+        w8a8 = precision is Precision.W8A8
+        groups[f"group_{number}"] = {
+            "targets": ["Linear"] if everywhere else [f"re:.*{pattern}"],
+            "format": "int-quantized" if w8a8 else "pack-quantized",
+            "weights": _arguments(
+                precision.weight_bits, None if w8a8 else group_size, symmetric=w8a8 or symmetric
+            ),
+            "input_activations": _token_arguments() if w8a8 else None,
+            "output_activations": None,
+        }
+    formats = {group["format"] for group in groups.values()}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": formats.pop() if len(formats) == 1 else "mixed-precision",
+        "quantization_status": "compressed",
+        "ignore": ["lm_head", *([r"re:.*\.gate$"] if spec.experts else [])],
+        "kv_cache_scheme": kv_cache_scheme(spec, kv),
+        "config_groups": groups,
+    }
+
+
+def kv_cache_scheme(spec: ModelSpec, kv: KVPrecision) -> dict[str, Any] | None:
+    """Return compressed-tensors' words for a low-bit cache: a scale and zero per token and head."""
+    if kv is KVPrecision.KV16:
+        return None
+    return {
+        "num_bits": kv.bits,
+        "type": "int",
+        "symmetric": False,
+        "strategy": "group",
+        "group_size": spec.head_dim,
+        "dynamic": True,
+    }
+
+
+def _arguments(bits: int, group_size: int | None, *, symmetric: bool) -> dict[str, Any]:
+    return {
+        "num_bits": bits,
+        "type": "int",
+        "symmetric": symmetric,
+        "strategy": "channel" if group_size is None else "group",
+        "group_size": group_size,
+        "dynamic": False,
+    }
+
+
+def _token_arguments() -> dict[str, Any]:
+    return {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+
+
+def _header(path: Path) -> dict[str, tuple[int, int]]:
+    """Return the byte ranges of a safetensors file's tensors."""
+    with path.open("rb") as file:
+        content = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    return {name: tuple(at["data_offsets"]) for name, at in content.items() if name[:2] != "__"}
+
+
+def _save(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
+    """Write a whole file or none: a half-written one must not pass for a finished layer."""
+    dense = {name: tensor.contiguous().cpu() for name, tensor in tensors.items()}
+    write_tensors(dense, path, metadata, remedy=REMEDY)

@@ -1,0 +1,267 @@
+"""Where a stage's weights come from: a safetensors checkpoint, or seeded random numbers.
+
+A source hands out one layer (or embedding, or head) at a time as host tensors by part name, so a
+stage reads its own slice only and never holds more than a few layers unquantised.
+"""
+
+from __future__ import annotations
+
+import re
+import reprlib
+from collections.abc import Collection, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from llmpq.file_form import read_json
+from llmpq.model_spec import ModelSpec
+from llmpq.runtime.models.families import FAMILIES
+from llmpq.runtime.models.tensor_names import Shapes, embedding_shapes, head_shapes, layer_shapes
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+ATOM_ROOT = "llmpq.layers."
+"""What Atom's layers are called up to the layer's number."""
+FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""Dtypes whose numbers are the weights; those of 8 bits and integers stand for others."""
+
+
+class TensorSource(Protocol):
+    """Hands out a model's parts, each as [rows, ...] tensors of the asked dtype."""
+
+    def embedding(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Return the parts of the embedding."""
+
+    def layer(self, index: int, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Return the parts of decoder layer `index`, counted over the whole model."""
+
+    def head(self, dtype: torch.dtype, *, with_output: bool = True) -> dict[str, Tensor]:
+        """Return the final norm and the output matrix (the embedding's, when tied)."""
+
+
+class CheckpointSource:
+    """Weights of a Hugging Face directory with `model.safetensors`, sharded or not."""
+
+    def __init__(self, directory: str | Path, spec: ModelSpec) -> None:
+        self.directory, self.spec = Path(directory), spec
+        self.names = FAMILIES[spec.family].names
+        self._open: dict[str, Any] = {}
+        self.file_of = self._index()
+        (token_name,) = self.names.embedding["tokens.weight"]
+        found = [root for root in self.names.roots if root + token_name in self.file_of]
+        if not found:
+            raise ValueError(
+                f"'{self.directory}': tensor '{self.names.roots[0]}{token_name}' is missing; "
+                f"is this a {spec.family} checkpoint? It has "
+                f"{', '.join([*sorted(self.file_of)[:4], '...']) if self.file_of else 'no tensors'}"
+            )
+        self.root = found[0]
+        self._require_no_more_layers()
+
+    def embedding(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Read the embedding's parts."""
+        table = {part: self._rooted(names) for part, names in self.names.embedding.items()}
+        return self._parts(embedding_shapes(self.spec), table, dtype)
+
+    def layer(self, index: int, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Read one decoder layer's parts."""
+        table = {
+            part: self._rooted(names)
+            for part, names in self.names.of_layer(self.spec, index).items()
+        }
+        return self._parts(layer_shapes(self.spec), table, dtype)
+
+    def head(self, dtype: torch.dtype, *, with_output: bool = True) -> dict[str, Tensor]:
+        """Read the head's parts; without the output matrix where the embedding is at hand."""
+        table = {part: self._rooted(names) for part, names in self.names.head.items()}
+        tied = self._rooted(self.names.embedding["tokens.weight"])
+        table["output.weight"] = tied if self.spec.tied_embeddings else (self.names.output,)
+        shapes = head_shapes(self.spec)
+        if not with_output:
+            del shapes["output.weight"]
+        return self._parts(shapes, table, dtype)
+
+    def _rooted(self, names: Any) -> tuple[str, ...]:
+        return tuple(self.root + name for name in names)
+
+    def _parts(
+        self, shapes: Shapes, table: Mapping[str, tuple[str, ...]], dtype: torch.dtype
+    ) -> dict[str, Tensor]:
+        """Read the parts of `shapes`, stacking and rearranging as the family's table says."""
+        parts = {}
+        for part, shape in shapes.items():
+            stacked = self._stack(table[part], shape, dtype)
+            arrange = self.names.arrange.get(part)
+            parts[part] = stacked if arrange is None else arrange(stacked, self.spec)
+        return parts
+
+    def _stack(self, names: tuple[str, ...], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Read tensors into one of `shape`, stacked along the first dimension."""
+        pieces = [self.read(name, FLOATING) for name in names]
+        rows = sum(piece.shape[0] for piece in pieces)
+        for name, piece in zip(names, pieces, strict=True):
+            if rows != shape[0] or piece.shape[1:] != shape[1:]:
+                raise ValueError(
+                    f"'{self.file_of[name]}': tensor '{name}' has shape {list(piece.shape)}; "
+                    f"{' + '.join(names)} must have shape {list(shape)} together, as config.json "
+                    "says. The checkpoint and its config.json do not belong together"
+                )
+        stacked = torch.empty(shape, dtype=dtype)
+        start = 0
+        for piece in pieces:
+            stacked[start : start + piece.shape[0]].copy_(piece)
+            start += piece.shape[0]
+        return stacked
+
+    def read(self, name: str, dtypes: Collection[torch.dtype] | None = None) -> Tensor:
+        """Return one tensor of the checkpoint by its own name; `ValueError` for another dtype."""
+        if name not in self.file_of:
+            raise ValueError(
+                f"'{self.directory}': tensor '{name}' is missing; the checkpoint has "
+                f"{len(self.file_of)} tensors. Download it again, or check config.json"
+            )
+        path = self.directory / self.file_of[name]
+        try:
+            tensor: Tensor = self._handle(self.file_of[name]).get_tensor(name)
+        except SafetensorError as error:
+            raise ValueError(
+                f"'{path}' does not give tensor '{name}', which {INDEX} says it holds ({error}). "
+                "Download it again"
+            ) from None
+        if dtypes is not None and tensor.dtype not in dtypes:
+            raise ValueError(
+                f"'{path}': tensor '{name}' is {_dtype_name(tensor.dtype)}, expected "
+                f"{' or '.join(map(_dtype_name, dtypes))}; llmpq reads quantised weights where "
+                "quantization_config in config.json says how. Download it again, or start from "
+                "the unquantised model"
+            )
+        return tensor
+
+    def _require_no_more_layers(self) -> None:
+        """Raise `ValueError` for layers that would never run: the model would be cut short."""
+        prefixes = map(re.escape, (self.root + self.names.layer_prefix, ATOM_ROOT))
+        pattern = re.compile(f"(?:{'|'.join(prefixes)})([0-9]+)\\.")
+        found = {int(match[1]): name for name in self.file_of if (match := pattern.match(name))}
+        last = max(found, default=0)
+        if last >= self.spec.num_layers:
+            raise ValueError(
+                f"'{self.directory}' has layers up to {last} (tensor '{found[last]}'), config.json "
+                f"says {self.spec.num_layers} layers: expected none from {self.spec.num_layers} "
+                "on. Correct config.json or download it again"
+            )
+
+    def _handle(self, file: str) -> Any:
+        """Open a shard once; the operating system maps it, tensors are read when touched."""
+        if file not in self._open:
+            path = self.directory / file
+            try:
+                self._open[file] = safe_open(path, framework="pt")
+            except FileNotFoundError:
+                raise ValueError(f"'{path}' is missing; {INDEX} names it as a shard") from None
+            except SafetensorError as error:
+                raise ValueError(
+                    f"'{path}' is truncated or not a safetensors file ({error}); its size is "
+                    f"{path.stat().st_size} bytes. Download it again"
+                ) from None
+        return self._open[file]
+
+    def _index(self) -> dict[str, str]:
+        """Return tensor name -> file name."""
+        index = self.directory / INDEX
+        if index.exists():
+            return read_weight_map(index)
+        if (self.directory / SINGLE).exists():
+            return dict.fromkeys(self._handle(SINGLE).keys(), SINGLE)
+        raise ValueError(self._nothing_to_read())
+
+    def _nothing_to_read(self) -> str:
+        pickled = sorted(path.name for path in self.directory.glob("*.bin"))
+        if pickled:
+            return (
+                f"'{self.directory}' has {pickled[0]} but no safetensors; llmpq reads no pickle "
+                f"files. Run: llmpq-dist convert {self.directory} {self.directory}-safetensors"
+            )
+        return f"no {SINGLE} or {INDEX} in '{self.directory}': expected a local model directory"
+
+
+def read_weight_map(index: Path) -> dict[str, str]:
+    """Return a checkpoint index's tensor name -> file name, files of its directory only."""
+    content = read_json(index)
+    if not isinstance(content, dict):
+        raise ValueError(
+            f"'{index}': got {type(content).__name__}, expected an object with 'weight_map'. "
+            "Download it again"
+        )
+    weight_map = content.get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise ValueError(
+            f"'{index}': 'weight_map' must be an object, got {reprlib.repr(weight_map)}. Download "
+            "it again"
+        )
+    for name, file in weight_map.items():
+        if not _is_file_name(file):
+            raise ValueError(
+                f"'{index}': '{name}' is said to be in {reprlib.repr(file)}, expected a file name "
+                "inside the model directory. Download it again"
+            )
+    return weight_map
+
+
+def _is_file_name(value: object) -> bool:
+    """Whether it is a path that leads to a file below a directory, never out of it."""
+    path = PurePosixPath(value) if isinstance(value, str) else PurePosixPath()
+    return path.parts != () and not path.is_absolute() and ".." not in path.parts
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def weight_files(source: CheckpointSource) -> list[list[str | int]]:
+    """Return what tells one checkpoint's weights from another's: names, bytes, changed in ns.
+
+    To read them all takes minutes.
+    """
+    names = sorted(set(source.file_of.values()))
+    stats = [(source.directory / name).stat() for name in names]
+    return [[name, s.st_size, s.st_mtime_ns] for name, s in zip(names, stats, strict=True)]
+
+
+class RandomSource:
+    """Seeded random weights of an architecture: the same whatever the split into stages."""
+
+    def __init__(
+        self, spec: ModelSpec, *, seed: int = 0, device: torch.device | str = "cpu"
+    ) -> None:
+        self.spec, self.seed, self.device = spec, seed, torch.device(device)
+
+    def embedding(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Make the embedding's parts."""
+        return self._parts(embedding_shapes(self.spec), 0, dtype)
+
+    def layer(self, index: int, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Make one decoder layer's parts."""
+        return self._parts(layer_shapes(self.spec), 1 + index, dtype)
+
+    def head(self, dtype: torch.dtype, *, with_output: bool = True) -> dict[str, Tensor]:
+        """Make the head's parts; a tied output matrix is the embedding's."""
+        shapes = head_shapes(self.spec)
+        if not with_output or self.spec.tied_embeddings:
+            del shapes["output.weight"]
+        parts = self._parts(shapes, 1 + self.spec.num_layers, dtype)
+        if with_output and self.spec.tied_embeddings:
+            parts["output.weight"] = self.embedding(dtype)["tokens.weight"]
+        return parts
+
+    def _parts(self, shapes: Shapes, stream: int, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Return N(0, 0.02^2) matrices; norm weights around 1, biases around 0."""
+        generator = torch.Generator(self.device).manual_seed(self.seed * 100_003 + stream)
+        parts = {}
+        for part, shape in shapes.items():
+            tensor = torch.empty(shape, dtype=dtype, device=self.device)
+            centre = 1.0 if part.endswith("norm.weight") else 0.0
+            parts[part] = tensor.normal_(centre, 0.02, generator=generator)
+        return parts
