@@ -24,7 +24,7 @@ from atom_models import (
 )
 from rows import write_row
 
-from llmpq.kernels.atom_scheme import AtomScheme
+from llmpq.kernels.formats.atom_scheme import AtomScheme
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, WeightScheme
 from llmpq.profiler.atom import Recipe

@@ -17,8 +17,8 @@ import torch
 from atom_models import ReadyLayers, Subject, add_arguments, quantized, subjects
 from rows import write_row
 
-from llmpq.kernels.atom_formats import AtomWeight
-from llmpq.kernels.atom_scheme import AtomScheme
+from llmpq.kernels.formats.atom_scheme import AtomScheme
+from llmpq.kernels.formats.atom_weight import AtomWeight
 from llmpq.profiler.atom import Recipe
 from llmpq.profiler.recipes import SMOOTHING
 from llmpq.runtime.engine.plain_loop import LocalPipeline

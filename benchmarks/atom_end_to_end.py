@@ -34,9 +34,9 @@ from rows import RESULTS
 from torch import Tensor
 
 from llmpq.errors import DoesNotFitError
-from llmpq.kernels.atom_formats import quantize_atom
-from llmpq.kernels.atom_scheme import AtomScheme
-from llmpq.kernels.timing import write_row
+from llmpq.kernels.formats.atom_scheme import AtomScheme
+from llmpq.kernels.formats.atom_weight import quantize_atom
+from llmpq.kernels.tools.gpu_timing import write_row
 from llmpq.memory import stage_memory
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from llmpq.kernels.atom_reference import atom_linear_reference
-from llmpq.kernels.qweight import QuantizedWeight
+from llmpq.kernels.atom.reference import atom_linear_reference
+from llmpq.kernels.formats.quantized_weight import QuantizedWeight
 from llmpq.model_spec import ModelSpec
 from llmpq.profiler.atom import Recipe, layer_bytes
 from llmpq.profiler.calibrate import CalibrationRun, random_windows

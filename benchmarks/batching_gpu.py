@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from llmpq.kernels.timing import write_row
+from llmpq.kernels.tools.gpu_timing import write_row
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import Precision
 from llmpq.runtime.engine.scheduler import Scheduler

@@ -19,15 +19,12 @@ from pathlib import Path
 
 import torch
 
-from llmpq.kernels import (
-    fused_argmax,
-    fused_mlp,
-    fused_norm,
-    fused_rope,
-    plain_attend,
-)
-from llmpq.kernels.reference import relative_error
-from llmpq.kernels.timing import write_row
+from llmpq.kernels.fused import argmax as fused_argmax
+from llmpq.kernels.fused import gated_mlp, rms_norm
+from llmpq.kernels.fused import rope_append as fused_rope
+from llmpq.kernels.gemm.reference import relative_error
+from llmpq.kernels.kv import plain_attend
+from llmpq.kernels.tools.gpu_timing import write_row
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
 from llmpq.runtime.drafts.drafters import FixedDrafter
@@ -58,12 +55,12 @@ def check_kernels() -> bool:
         x = torch.randn(37, 4096, device="cuda", dtype=dtype)
         r, w = torch.randn_like(x), torch.randn(4096, device="cuda", dtype=dtype)
         got, want = (
-            fused_norm.add_rms_norm(x, r, w, 1e-5),
-            fused_norm.add_rms_norm_reference(x, r, w, 1e-5),
+            rms_norm.add_rms_norm(x, r, w, 1e-5),
+            rms_norm.add_rms_norm_reference(x, r, w, 1e-5),
         )
         error = max(relative_error(a, b) for a, b in zip(got, want, strict=True))
         results.append(("add and norm", dtype, error, tolerance))
-        error = relative_error(fused_mlp.silu_mul(x), fused_mlp.silu_mul_reference(x))
+        error = relative_error(gated_mlp.silu_mul(x), gated_mlp.silu_mul_reference(x))
         results.append(("silu and multiply", dtype, error, tolerance))
         logits = torch.randn(37, 128_256, device="cuda", dtype=dtype).clamp_(max=3.5)
         same = torch.equal(

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.rows import write_row
-from llmpq.kernels.kv_formats import KVFormat
-from llmpq.kernels.kv_oracle import attend_from_history, relative_error
+from llmpq.kernels.formats.kv_block import KVFormat
+from llmpq.kernels.kv.oracle import attend_from_history, relative_error
 from llmpq.precision import KVPrecision
 from llmpq.runtime.cache.plain_kv import KVCache
 from llmpq.runtime.engine.plain_loop import LocalPipeline

@@ -28,7 +28,7 @@ import numpy as np
 
 from llmpq.cluster import Cluster, Device
 from llmpq.cost_model import CostModel, LatencyEntry, Phase
-from llmpq.kernels.timing import write_row
+from llmpq.kernels.tools.gpu_timing import write_row
 from llmpq.profiler.links import gpus_of
 from llmpq.profiler.messages import Case, Conditions, Sample, Sampling, Target, model_spec
 from llmpq.profiler.processes import Group, set_up_for

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from llmpq.device_spec import DeviceSpec, canonical_kind, device_specs
 from llmpq.gpu_workspace import OUTPUTS_LEAVING
-from llmpq.kernels.timing import write_row
+from llmpq.kernels.tools.gpu_timing import write_row
 from llmpq.memory import StageMemory, stage_memory
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan

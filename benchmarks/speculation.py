@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from rows import write_row
 
-from llmpq.kernels import timing
+from llmpq.kernels.tools import gpu_timing
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import Precision
 from llmpq.runtime.drafts.drafters import Acceptance, FixedDrafter
@@ -200,7 +200,7 @@ def write_acceptance(args: argparse.Namespace, case: dict[str, object], seen: Ac
         write_row("speculation.jsonl", **row)
     else:
         program = "python benchmarks/speculation.py"
-        timing.write_row(Path(args.rows), **row, commit=args.commit, program=program)
+        gpu_timing.write_row(Path(args.rows), **row, commit=args.commit, program=program)
     print(
         f"{case['mode']:16} gamma {case['gamma']}: accepted {seen.per_token:.3f} per token, "
         f"{seen.tokens_per_verify():.2f} tokens a verify"

@@ -6,7 +6,7 @@ Timed alone, back to back (`python -m llmpq.kernels bench gemm`), a product meet
 a layer small kernels run while the next product's weights are on their way, and another
 configuration may be the fastest (H200, Llama-3.1-8B, 8 bits with zeros in bfloat16, 8 rows: 9 us
 less a layer). Steps are captured. Products are searched one after the other, largest first; the
-winners are printed and written as entries of `kernels/tuned/*.json`.
+winners are printed and written as entries of `kernels/gemm/tuned/*.json`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from pathlib import Path
 
 import torch
 
-from llmpq.kernels import gemm_config
-from llmpq.kernels.gemm_config import Config, config_entry, form_name
+from llmpq.kernels.gemm import choice as gemm_config
+from llmpq.kernels.gemm.choice import form_name
+from llmpq.kernels.gemm.config import Config, config_entry
 from llmpq.memory import Quantization
 from llmpq.model_spec import LinearShape, ModelSpec
 from llmpq.precision import Precision

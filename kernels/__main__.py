@@ -9,12 +9,12 @@ import sys
 
 # Imported only when asked for: each needs torch and Triton, `--help` needs neither.
 _COMMANDS = {
-    ("bench", "gemm"): "llmpq.kernels.bench_gemm",
-    ("bench", "kv"): "llmpq.kernels.bench_kv",
-    ("bench", "atom"): "llmpq.kernels.bench_atom",
-    ("check", "gemm"): "llmpq.kernels.check_gemm",
-    ("check", "kv"): "llmpq.kernels.check_kv",
-    ("check", "atom"): "llmpq.kernels.check_atom",
+    ("bench", "gemm"): "llmpq.kernels.tools.bench_gemm",
+    ("bench", "kv"): "llmpq.kernels.tools.bench_kv",
+    ("bench", "atom"): "llmpq.kernels.tools.bench_atom",
+    ("check", "gemm"): "llmpq.kernels.tools.check_gemm",
+    ("check", "kv"): "llmpq.kernels.tools.check_kv",
+    ("check", "atom"): "llmpq.kernels.tools.check_atom",
 }
 
 _NOUNS = (

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from llmpq.kernels.cpu_linear import linear_cpu
-from llmpq.kernels.qweight import QuantizedWeight
+from llmpq.kernels.cpu.packed_linear import linear_cpu
+from llmpq.kernels.formats.quantized_weight import QuantizedWeight
 
 __all__ = ["QuantizedWeight", "linear"]
 
@@ -31,7 +31,7 @@ def linear(
     flat = None if residual is None else residual.reshape(-1, qweight.out_features)
     if x.is_cuda:
         # Triton is not imported where there is no GPU.
-        from llmpq.kernels.gemm import linear_gpu
+        from llmpq.kernels.gemm.linear_gpu import linear_gpu
 
         y = linear_gpu(x_MK, qweight, bias, flat, into_residual=into_residual)
     else:

@@ -19,7 +19,7 @@ from llmpq.precision import KVPrecision, Precision
 from llmpq.workload import Workload
 
 DENSE_ROWS = 256
-"""Rows from which a product may unpack its whole weight (kernels/gemm.py's crossover)."""
+"""Rows from which a product may unpack its whole weight (linear_gpu.py's crossover)."""
 
 SHARES_BYTES = 34 << 20
 """Float32 shares of the tiles that the Hopper kernel cuts, in place of an unpacked weight."""

@@ -27,7 +27,7 @@ RING_TOKENS = BLOCK_TOKENS + 2 * HOLDBACK_TOKENS
 """16-bit tokens kept per request: what any query of a step still sees, and room for that step."""
 
 HEAD_DIM_PADDING = 32
-"""Packed heads are padded with zero channels up to a multiple of this (kernels/kv_formats.py)."""
+"""Packed heads are padded with zero channels up to a multiple of this (kv_block.py)."""
 
 PARAM_BYTES = 4
 """One 16-bit scale and one 16-bit zero."""

@@ -12,7 +12,7 @@ from enum import Enum
 from llmpq.errors import unknown_name
 
 K_PADDING = 128
-"""Packed weights pad K up to a multiple of this, whatever the group size (kernels/formats.py)."""
+"""Packed weights pad K up to a multiple of this, whatever the group size (weight_layout.py)."""
 
 
 MAX_OUTLIERS = 128
@@ -93,7 +93,7 @@ class WeightScheme:
     the least squared error before rounding.
 
     Below 16 `activation_bits` the layer's input is rounded too, each token anew, the grid is
-    symmetric, and the last `outliers` input channels keep 8 bits (kernels/atom_scheme.py).
+    symmetric, and the last `outliers` input channels keep 8 bits (kernels/formats/atom_scheme.py).
     """
 
     bits: int

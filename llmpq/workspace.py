@@ -27,11 +27,11 @@ from llmpq.precision import KVPrecision, Precision, padded_k
 from llmpq.workload import Workload
 
 DEQUANTIZE_WEIGHTS = 1 << 20
-"""Weights a CPU dequantises at a time (kernels/cpu_linear.py)."""
+"""Weights a CPU dequantises at a time (kernels/cpu/packed_linear.py)."""
 
 KV_PIECE_ELEMENTS = 1 << 19
 """Elements of a low-bit KV cache that a CPU dequantises or packs at a time, keys or values
-(kernels/kv_reference.py)."""
+(kernels/kv/reference.py)."""
 
 
 def workspace_bytes(
@@ -216,7 +216,7 @@ def _has_bias(shape: _Shape) -> bool:
 
 
 def _view_bytes(spec: ModelSpec, shape: _Shape) -> int:
-    """Return the tables of a step over a low-bit cache (kernels/kv_view.py).
+    """Return the tables of a step over a low-bit cache (kernels/kv/step_view.py).
 
     Four int64 per token the ring takes; two and a flag per 16-bit token that is gathered; whether a
     query sees a key, and with ALiBi how far it is.

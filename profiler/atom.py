@@ -24,11 +24,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from llmpq.kernels.atom_formats import atom_weight
-from llmpq.kernels.atom_quantize import round_weight
-from llmpq.kernels.atom_scheme import AtomScheme
-from llmpq.kernels.quantize import quantize_codes
-from llmpq.kernels.qweight import from_codes
+from llmpq.kernels.formats.atom_rounding import round_weight
+from llmpq.kernels.formats.atom_scheme import AtomScheme
+from llmpq.kernels.formats.atom_weight import atom_weight
+from llmpq.kernels.formats.quantized_weight import from_codes
+from llmpq.kernels.formats.round_to_nearest import quantize_codes
 from llmpq.precision import WeightScheme
 from llmpq.profiler.calibrate import Hessian, LayerView
 from llmpq.profiler.gptq import DAMPING, gptq_atom, gptq_codes

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from llmpq.kernels.atom_quantize import (
+from llmpq.kernels.formats.atom_rounding import (
     Codes,
     fit_weight,
     normal_channels,
@@ -28,8 +28,8 @@ from llmpq.kernels.atom_quantize import (
     weight_grid,
     weight_units,
 )
-from llmpq.kernels.atom_scheme import AtomScheme
-from llmpq.kernels.quantize import quantize_codes
+from llmpq.kernels.formats.atom_scheme import AtomScheme
+from llmpq.kernels.formats.round_to_nearest import quantize_codes
 from llmpq.precision import WeightScheme, padded_k
 
 BLOCK = 128
@@ -218,7 +218,7 @@ def _round_columns(
     """Return codes and errors of columns that share a scale; each is corrected by those before."""
     if w_NB.is_cuda and rounding.limits and w_NB.shape[1].bit_count() == 1:
         # Triton is imported where a GPU runs it.
-        from llmpq.kernels.gptq_block import round_block
+        from llmpq.kernels.fused.gptq_block import round_block
 
         return round_block(w_NB, u_BB, scale_N1, zero_N1, rounding.limits)
     w_NB = w_NB.clone()

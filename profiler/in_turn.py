@@ -16,8 +16,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from llmpq.kernels.atom_reference import rounded
-from llmpq.kernels.atom_scheme import AtomScheme
+from llmpq.kernels.atom.reference import rounded
+from llmpq.kernels.formats.atom_scheme import AtomScheme
 from llmpq.profiler.atom import Recipe, balanced, folded, quantize_layer, quantize_linear
 from llmpq.profiler.calibrate import CalibrationRun, Hessian, LayerView
 from llmpq.runtime.models.layers import Weight

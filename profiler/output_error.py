@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from llmpq.kernels.atom_formats import quantize_atom
-from llmpq.kernels.atom_linear import atom_linear
-from llmpq.kernels.atom_scheme import atom_scheme
-from llmpq.kernels.quantize import quantize_weight
+from llmpq.kernels.atom.product import atom_linear
+from llmpq.kernels.formats.atom_scheme import atom_scheme
+from llmpq.kernels.formats.atom_weight import quantize_atom
+from llmpq.kernels.formats.round_to_nearest import quantize_weight
 from llmpq.memory import Quantization
 from llmpq.precision import KVPrecision, Precision, WeightScheme, default_outliers
 from llmpq.profiler.kv_indicator import kv_omega, range_square

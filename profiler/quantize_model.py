@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from llmpq.file_form import read_json
-from llmpq.kernels.atom_scheme import AtomScheme
+from llmpq.kernels.formats.atom_scheme import AtomScheme
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
 from llmpq.profiler.atom import layer_bytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from llmpq.kernels.atom_scheme import AtomScheme
+from llmpq.kernels.formats.atom_scheme import AtomScheme
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import Precision, WeightScheme, default_outliers
 from llmpq.profiler.atom import Recipe
@@ -23,7 +23,7 @@ class Settings:
     method: Literal["gptq", "rtn"] = "gptq"
     variant: Literal["improved", "paper"] = "improved"
     """w4a4: `paper` is Atom's recipe to the letter; `improved` searches each weight group's clip,
-    gives scales a sign, rotates the input of `down` (kernels/atom_scheme.py) and balances the
+    gives scales a sign, rotates the input of `down` (atom_scheme.py) and balances the
     channels of norms against the weights that read them (smooth.py)."""
     in_turn: bool = False
     """w4a4: every linear undoes the rounding before it (in_turn.py). Helps some models; a w4a16

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from llmpq.kernels.atom_fused import FEW_TILES, WIDE, GemmPlan, channel_plan
-from llmpq.kernels.atom_kernels import (
+from llmpq.kernels.atom.portable import FEW_TILES, WIDE, GemmPlan, channel_plan
+from llmpq.kernels.atom.portable_kernels import (
     act_round_kernel,
     atom_gemm_kernel,
     channel_gemm_kernel,
     norm_round_kernel,
 )
-from llmpq.kernels.compile import ARCHITECTURES, SHARED_LIMIT, Compiled, compile_kernel
+from llmpq.kernels.tools.cubin import ARCHITECTURES, SHARED_LIMIT, Compiled, compile_kernel
 
 pytestmark = pytest.mark.compile
 

@@ -7,16 +7,22 @@ from dataclasses import replace
 import pytest
 import torch
 
-from llmpq.kernels.atom_formats import (
+from llmpq.kernels.atom.product import atom_linear
+from llmpq.kernels.atom.reference import integer_product
+from llmpq.kernels.formats.atom_rounding import (
+    hadamard,
+    restore,
+    rotate,
+    round_activations,
+    round_weight,
+)
+from llmpq.kernels.formats.atom_scheme import AtomScheme
+from llmpq.kernels.formats.atom_weight import (
     AtomWeight,
     pack_nibbles,
     quantize_atom,
     unpack_nibbles,
 )
-from llmpq.kernels.atom_linear import atom_linear
-from llmpq.kernels.atom_quantize import hadamard, restore, rotate, round_activations, round_weight
-from llmpq.kernels.atom_reference import integer_product
-from llmpq.kernels.atom_scheme import AtomScheme
 from llmpq.memory import Quantization, layer_weight_bytes
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import Precision, default_scheme

@@ -8,14 +8,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from llmpq.kernels import check_atom
-from llmpq.kernels.atom_formats import AtomWeight, quantize_atom
-from llmpq.kernels.atom_hopper import Plan, norm_input, product
-from llmpq.kernels.atom_linear import atom_linear
-from llmpq.kernels.atom_reference import atom_linear_reference, integer_product
-from llmpq.kernels.atom_scheme import AtomScheme
-from llmpq.kernels.atom_tiles import AtomTiles, atom_tiles, best_form
-from llmpq.kernels.reference import relative_error
+from llmpq.kernels.atom.hopper import Plan, norm_input, product
+from llmpq.kernels.atom.product import atom_linear
+from llmpq.kernels.atom.reference import atom_linear_reference, integer_product
+from llmpq.kernels.formats.atom_scheme import AtomScheme
+from llmpq.kernels.formats.atom_tiles import AtomTiles, atom_tiles, best_form
+from llmpq.kernels.formats.atom_weight import AtomWeight, quantize_atom
+from llmpq.kernels.gemm.reference import relative_error
+from llmpq.kernels.tools import check_atom
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
 from llmpq.runtime.cache.kv_by_precision import make_kv_cache

@@ -9,16 +9,10 @@ from typing import Any
 import pytest
 from triton.experimental.gluon import language as gl
 
-from llmpq.kernels import (
-    atom_act,
-    atom_hopper,
-    atom_integer,
-    atom_norm,
-    atom_round,
-    atom_wgmma,
-    gptq_block,
-)
-from llmpq.kernels.compile import ARCHITECTURES, SHARED_LIMIT, compile_kernel
+from llmpq.kernels.atom import fp8_kernel, int8_kernel, round_activation, round_kernels, round_norm
+from llmpq.kernels.atom import hopper as atom_hopper
+from llmpq.kernels.fused import gptq_block
+from llmpq.kernels.tools.cubin import ARCHITECTURES, SHARED_LIMIT, compile_kernel
 
 pytestmark = pytest.mark.compile
 
@@ -80,7 +74,7 @@ def test_the_product_runs_on_fp8_tensor_cores_and_keeps_its_sums_in_registers(
         "GROUP_M": 8,
     }
     made = compiled(
-        atom_wgmma.wgmma_kernel,
+        fp8_kernel.wgmma_kernel,
         90,
         constants,
         4,
@@ -107,7 +101,7 @@ def test_the_product_of_integer_scales_runs_on_int8_tensor_cores(outliers: bool)
         "GROUP_M": 8,
     }
     made = compiled(
-        atom_integer.integer_kernel,
+        int8_kernel.integer_kernel,
         90,
         constants,
         4,
@@ -139,7 +133,7 @@ def _loop_of_products(lines: list[str], count: int) -> list[str]:
 def test_codes_times_integer_scales_compile(groups: int) -> None:
     constants = {"G": groups, "OUTLIERS": True, "ALL": 32 if groups == 31 else 128}
     constants |= {"BLOCK_M": 16, "BLOCK_G": 8, "STEPS": 15, "PDL": True, "INTERPRET": False}
-    made = compiled(atom_round.steps_kernel, 90, constants, 8)
+    made = compiled(round_kernels.steps_kernel, 90, constants, 8)
     assert "ld.global.v4" in made.ptx and "st.global.v4" in made.ptx
 
 
@@ -163,14 +157,14 @@ def test_norm_and_rounding_compile(form: int) -> None:
     out = "*i8" if form == 0 else "*bf16"
     for groups, warps in ((4, 4), (32, 8)):
         constants |= {"BLOCK_G": groups, "WHOLE": groups == 32}
-        compiled(atom_round.norm_round_kernel, 90, constants, warps, OUT=out)
+        compiled(round_kernels.norm_round_kernel, 90, constants, warps, OUT=out)
 
 
 @pytest.mark.parametrize("norm", [0, 1, 2])
 def test_the_gluon_norm_meets_at_few_barriers(norm: int) -> None:
     constants = {"OUTLIERS": 128, "SIGNED": True, "CLIP": 0.95, "G": 31, "BLOCK": 4096}
     constants |= {"FULL": norm == 1, "NORM": norm, "HAS_BIAS": norm == 2, "HAS_INDEX": True}
-    made = compiled(atom_norm.norm_codes_kernel, 90, constants | {"PDL": True}, 8)
+    made = compiled(round_norm.norm_codes_kernel, 90, constants | {"PDL": True}, 8)
     barriers = made.ptx.count("bar.sync") + made.ptx.count("barrier.sync")
     assert 1 <= barriers <= 2 + 3 * norm
     assert "cvt.rn.satfinite.e4m3x2.f32" in made.ptx
@@ -182,7 +176,7 @@ def test_the_gluon_norm_meets_at_few_barriers(norm: int) -> None:
 def test_the_rotation_runs_on_tensor_cores(activation: str) -> None:
     constants = {"OUTLIERS": 128, "SIGNED": True, "CLIP": 0.95, "G": 111, "STEPS": 4}
     constants |= {"ACT": activation, "ROTATE": activation == "silu", "PDL": True}
-    made = compiled(atom_act.act_codes_kernel, 90, constants, 4)
+    made = compiled(round_activation.act_codes_kernel, 90, constants, 4)
     assert "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16" in made.ptx
     assert "ld.global.v4" in made.ptx and "st.global.v4" in made.ptx
 
@@ -192,7 +186,7 @@ def test_activation_and_rounding_compile(form: int) -> None:
     constants = {**ROUNDING, "G": 111, "BLOCK_M": 1, "ACT": "silu", "ROTATE": True}
     constants |= {"FORM": form, "PDL": True}
     out = "*i8" if form == 0 else "*bf16"
-    made = compiled(atom_round.act_round_kernel, 90, constants, 1, OUT=out)
+    made = compiled(round_kernels.act_round_kernel, 90, constants, 1, OUT=out)
     assert form == 0 or made.shared_bytes == 0  # a warp turns its group by shuffles
 
 

@@ -8,18 +8,18 @@ import pytest
 import torch
 from triton import knobs
 
-from llmpq.kernels.atom_formats import AtomWeight, quantize_atom
-from llmpq.kernels.atom_fused import GemmPlan, RoundedInput, act_round, atom_gemm, norm_round
-from llmpq.kernels.atom_linear import integer_linear
-from llmpq.kernels.atom_quantize import round_activations
-from llmpq.kernels.atom_reference import (
+from llmpq.kernels.atom.portable import GemmPlan, RoundedInput, act_round, atom_gemm, norm_round
+from llmpq.kernels.atom.product import integer_linear
+from llmpq.kernels.atom.reference import (
     activation_reference,
     atom_linear_reference,
     integer_product,
     norm_reference,
     rounded_layout,
 )
-from llmpq.kernels.atom_scheme import AtomScheme
+from llmpq.kernels.formats.atom_rounding import round_activations
+from llmpq.kernels.formats.atom_scheme import AtomScheme
+from llmpq.kernels.formats.atom_weight import AtomWeight, quantize_atom
 
 pytestmark = [
     pytest.mark.interpret,

@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from llmpq.kernels.atom_formats import AtomWeight, quantize_atom
-from llmpq.kernels.atom_quantize import (
+from llmpq.kernels.atom.reference import atom_linear_reference, integer_product
+from llmpq.kernels.formats.atom_rounding import (
     Codes,
     integer_scales,
     restore,
@@ -20,10 +20,10 @@ from llmpq.kernels.atom_quantize import (
     round_weight,
     stored_integers,
 )
-from llmpq.kernels.atom_reference import atom_linear_reference, integer_product
-from llmpq.kernels.atom_scheme import MANY, AtomScheme
-from llmpq.kernels.quantize import quantize_codes
-from llmpq.kernels.qweight import from_codes
+from llmpq.kernels.formats.atom_scheme import MANY, AtomScheme
+from llmpq.kernels.formats.atom_weight import AtomWeight, quantize_atom
+from llmpq.kernels.formats.quantized_weight import from_codes
+from llmpq.kernels.formats.round_to_nearest import quantize_codes
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import Precision, WeightScheme

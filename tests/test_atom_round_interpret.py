@@ -9,15 +9,17 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from triton import knobs
 
-from llmpq.kernels import atom_hopper, atom_inputs, atom_scheme, qweight
-from llmpq.kernels.atom_formats import quantize_atom
-from llmpq.kernels.atom_hopper import RoundedTokens, activation_input, norm_input
-from llmpq.kernels.atom_quantize import integer_scales, restore, round_activations
-from llmpq.kernels.atom_reference import activation_reference, norm_reference
-from llmpq.kernels.atom_scheme import AtomScheme
-from llmpq.kernels.atom_tiles import AtomTiles, atom_tiles
-from llmpq.kernels.formats import Layout
-from llmpq.kernels.reference import relative_error
+from llmpq.kernels.atom import hopper as atom_hopper
+from llmpq.kernels.atom import hopper_inputs
+from llmpq.kernels.atom.hopper import RoundedTokens, activation_input, norm_input
+from llmpq.kernels.atom.reference import activation_reference, norm_reference
+from llmpq.kernels.formats import atom_scheme, quantized_weight
+from llmpq.kernels.formats.atom_rounding import integer_scales, restore, round_activations
+from llmpq.kernels.formats.atom_scheme import AtomScheme
+from llmpq.kernels.formats.atom_tiles import AtomTiles, atom_tiles
+from llmpq.kernels.formats.atom_weight import quantize_atom
+from llmpq.kernels.formats.weight_layout import Layout
+from llmpq.kernels.gemm.reference import relative_error
 
 pytestmark = [
     pytest.mark.interpret,
@@ -30,8 +32,8 @@ PAPER = AtomScheme(outliers=8)
 
 @pytest.fixture(autouse=True)
 def fragment_layout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pack as a GPU does. (Gluon, kernels/atom_norm.py, has no interpreter.)"""
-    monkeypatch.setattr(qweight, "best_layout", lambda *_: Layout.FRAGMENT)
+    """Pack as a GPU does. (Gluon, kernels/atom/round_norm.py, has no interpreter.)"""
+    monkeypatch.setattr(quantized_weight, "best_layout", lambda *_: Layout.FRAGMENT)
 
 
 def tiles_of(scheme: AtomScheme, k: int, order: torch.Tensor | None) -> AtomTiles:
@@ -74,7 +76,7 @@ def assert_codes(got: RoundedTokens, tiles: AtomTiles, exact: torch.Tensor) -> N
 def test_norm_order_and_rounding(
     scheme: AtomScheme, norm: str, few: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(atom_inputs, "FEW", 64 if few else 0)
+    monkeypatch.setattr(hopper_inputs, "FEW", 64 if few else 0)
     k, generator = 264, torch.Generator().manual_seed(4)
     order = torch.randperm(k, generator=generator)
     tiles = tiles_of(scheme, k, order)
@@ -92,7 +94,7 @@ def test_norm_order_and_rounding(
 def test_activation_rotation_and_rounding(
     activation: str, rotation: bool, few: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(atom_inputs, "FEW", 64 if few else 0)
+    monkeypatch.setattr(hopper_inputs, "FEW", 64 if few else 0)
     k = 264
     tiles = tiles_of(replace(SIGNED, rotation=rotation), k, None)
     wide = 2 * k if activation == "silu" else k
@@ -107,7 +109,7 @@ def test_activation_rotation_and_rounding(
 def test_codes_times_integer_scales(
     rotation: bool, outliers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(atom_inputs, "FEW", 0)
+    monkeypatch.setattr(hopper_inputs, "FEW", 0)
     monkeypatch.setattr(atom_scheme, "MANY", 4)
     k, generator = 1160, torch.Generator().manual_seed(7)
     scheme = replace(SIGNED, rotation=rotation, outliers=outliers, integer_scales=True)

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from llmpq.kernels import atom_tiles, qweight
-from llmpq.kernels.atom_formats import AtomWeight, quantize_atom
-from llmpq.kernels.atom_scheme import AtomScheme
-from llmpq.kernels.atom_tiles import AtomTiles, fits, fragment_order
-from llmpq.kernels.formats import Layout
+from llmpq.kernels.formats import atom_tiles, quantized_weight
+from llmpq.kernels.formats.atom_scheme import AtomScheme
+from llmpq.kernels.formats.atom_tiles import AtomTiles, fits, fragment_order
+from llmpq.kernels.formats.atom_weight import AtomWeight, quantize_atom
+from llmpq.kernels.formats.weight_layout import Layout
 
 pytestmark = pytest.mark.cpu
 
@@ -21,7 +21,7 @@ SCHEME = AtomScheme(outliers=8, signed_scale=True, activation_clip=0.95)
 @pytest.fixture(autouse=True)
 def fragment_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pack as a GPU does."""
-    monkeypatch.setattr(qweight, "best_layout", lambda *_: Layout.FRAGMENT)
+    monkeypatch.setattr(quantized_weight, "best_layout", lambda *_: Layout.FRAGMENT)
 
 
 def weight(scheme: AtomScheme, n: int = 32, k: int = 264) -> AtomWeight:

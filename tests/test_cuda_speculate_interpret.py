@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from triton import knobs
 
 from llmpq import gpu_workspace
-from llmpq.kernels import fused_round
-from llmpq.kernels.atom_scheme import AtomScheme
-from llmpq.kernels.kv_cache import QuantizedKVCache
-from llmpq.kernels.ngram_lookup import look_up
+from llmpq.kernels.formats.atom_scheme import AtomScheme
+from llmpq.kernels.fused import round_inputs
+from llmpq.kernels.fused.ngram_lookup import look_up
+from llmpq.kernels.kv.low_bit_cache import QuantizedKVCache
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
 from llmpq.runtime.backends import cuda_layers
@@ -189,9 +189,9 @@ def test_inputs_rounded_in_one_pass(columns):
     x[1, :128] = 0
     x[2, :128] = torch.arange(128) % 16 - 7.5
     scheme = AtomScheme(activation_clip=1.0)
-    got = fused_round.round_restore(x, scheme)
-    assert torch.equal(got, fused_round.round_restore_reference(x, scheme))
-    assert not torch.equal(got, fused_round.round_restore_reference(x, AtomScheme()))
+    got = round_inputs.round_restore(x, scheme)
+    assert torch.equal(got, round_inputs.round_restore_reference(x, scheme))
+    assert not torch.equal(got, round_inputs.round_restore_reference(x, AtomScheme()))
 
 
 def test_a_judge_that_keeps_too_much_is_noticed(tiny_models, random_prompts, make_plan):

@@ -3,17 +3,17 @@
 import pytest
 import torch
 
-from llmpq.kernels.compile import ARCHITECTURES, SHARED_LIMIT, compile_kernel
-from llmpq.kernels.fused_argmax import merge_kernel, parts_kernel
-from llmpq.kernels.fused_catch_up import catch_up_kernel
-from llmpq.kernels.fused_layer_norm import layer_norm_kernel
-from llmpq.kernels.fused_mlp import silu_mul_kernel
-from llmpq.kernels.fused_norm import rms_norm_kernel
-from llmpq.kernels.fused_rope import rope_append_kernel
-from llmpq.kernels.fused_round import round_kernel
-from llmpq.kernels.fused_sample import BLOCK, KEY_BITS, sample_kernel
-from llmpq.kernels.ngram_lookup import look_up_kernel
-from llmpq.kernels.plain_attend import attend_kernel, combine_kernel
+from llmpq.kernels.fused.argmax import merge_kernel, parts_kernel
+from llmpq.kernels.fused.draw_tokens import BLOCK, KEY_BITS, sample_kernel
+from llmpq.kernels.fused.gated_mlp import silu_mul_kernel
+from llmpq.kernels.fused.layer_norm import layer_norm_kernel
+from llmpq.kernels.fused.ngram_lookup import look_up_kernel
+from llmpq.kernels.fused.rms_norm import rms_norm_kernel
+from llmpq.kernels.fused.rope_append import rope_append_kernel
+from llmpq.kernels.fused.round_inputs import round_kernel
+from llmpq.kernels.kv.catch_up import catch_up_kernel
+from llmpq.kernels.kv.plain_attend import attend_kernel, combine_kernel
+from llmpq.kernels.tools.cubin import ARCHITECTURES, SHARED_LIMIT, compile_kernel
 
 pytestmark = pytest.mark.compile
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from triton import knobs
 
-from llmpq.kernels.fused_sample import KEY_BITS, sample_rows, sample_rows_reference
+from llmpq.kernels.fused.draw_tokens import KEY_BITS, sample_rows, sample_rows_reference
 from llmpq.runtime.models.sampling import SamplingParams, sample, told_rows
 
 pytestmark = [

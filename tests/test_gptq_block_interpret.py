@@ -6,7 +6,7 @@ import pytest
 import torch
 from triton import knobs
 
-from llmpq.kernels.gptq_block import round_block, round_block_reference
+from llmpq.kernels.fused.gptq_block import round_block, round_block_reference
 
 pytestmark = [
     pytest.mark.interpret,

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from llmpq.kernels import gemm_assembly as texts
+from llmpq.kernels.gemm import unpack_assembly as texts
 
 pytestmark = pytest.mark.cpu
 

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from llmpq.kernels.cpu_dense import dense_linear, pack_dense, plain_dense
+from llmpq.kernels.cpu.dense import dense_linear, pack_dense, plain_dense
 
 pytestmark = pytest.mark.cpu
 

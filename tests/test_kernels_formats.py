@@ -5,12 +5,12 @@ import itertools
 import pytest
 import torch
 
-from llmpq.kernels import formats
-from llmpq.kernels.formats import Layout
+from llmpq.kernels.formats import weight_layout as formats
+from llmpq.kernels.formats.quantized_weight import best_layout
+from llmpq.kernels.formats.round_to_nearest import quantize_weight
+from llmpq.kernels.formats.weight_layout import Layout
+from llmpq.kernels.gemm.reference import high_plane_reference, linear_reference, relative_error
 from llmpq.kernels.linear import linear
-from llmpq.kernels.quantize import quantize_weight
-from llmpq.kernels.qweight import best_layout
-from llmpq.kernels.reference import high_plane_reference, linear_reference, relative_error
 from llmpq.precision import WeightScheme
 
 pytestmark = pytest.mark.cpu
@@ -95,7 +95,7 @@ def test_planted_bugs_exceed_the_tolerance(dtype):
 
 @pytest.mark.parametrize("bits", [3, 4, 8])
 def test_large_weights_dequantise_in_pieces(bits, monkeypatch):
-    monkeypatch.setattr("llmpq.kernels.cpu_linear._CHUNK_WEIGHTS", 64 * 256)
+    monkeypatch.setattr("llmpq.kernels.cpu.packed_linear._CHUNK_WEIGHTS", 64 * 256)
     _, _, q = _weight(200, 256, bits)
     x, bias = torch.randn(100, 256), torch.randn(200)
     exact = linear_reference(x, q, bias, exact=True)

@@ -2,11 +2,11 @@
 
 import pytest
 
-from llmpq.kernels.compile import ARCHITECTURES, SHARED_LIMIT, compile_kernel
-from llmpq.kernels.dequantize import fragment_dequantize_kernel, rows_dequantize_kernel
-from llmpq.kernels.gemm_rows import rows_kernel
-from llmpq.kernels.gemm_tile import tile_kernel
-from llmpq.kernels.machine_code import overwritten, product_loops
+from llmpq.kernels.gemm.dequantize import fragment_dequantize_kernel, rows_dequantize_kernel
+from llmpq.kernels.gemm.rows_kernel import rows_kernel
+from llmpq.kernels.gemm.tile_kernel import tile_kernel
+from llmpq.kernels.tools.cubin import ARCHITECTURES, SHARED_LIMIT, compile_kernel
+from llmpq.kernels.tools.machine_code import overwritten, product_loops
 
 pytestmark = pytest.mark.compile
 

@@ -5,12 +5,12 @@ import itertools
 import pytest
 import torch
 
-from llmpq.kernels import gemm
 from llmpq.kernels.__main__ import main as kernels_main
-from llmpq.kernels.check_gemm import LIMITS, random_weight
-from llmpq.kernels.gemm_config import DENSE, Config, make_plan
+from llmpq.kernels.gemm import linear_gpu
+from llmpq.kernels.gemm.config import DENSE, Config, make_plan
+from llmpq.kernels.gemm.reference import linear_reference, relative_error
 from llmpq.kernels.linear import linear
-from llmpq.kernels.reference import linear_reference, relative_error
+from llmpq.kernels.tools.check_gemm import LIMITS, random_weight
 
 pytestmark = [
     pytest.mark.gpu,
@@ -58,7 +58,7 @@ def test_pipelined_sums_of_one_scale_a_channel(dtype, bm, stages, split):
     exact = linear_reference(x, q, exact=True)
     config = Config(kernel="tile", warps=8, bm=bm, stages=stages, split=split)
     plan = make_plan(config, torch.cuda.get_device_capability())
-    assert max(relative_error(gemm.run(plan, x, q), exact) for _ in range(20)) < LIMITS[dtype]
+    assert max(relative_error(linear_gpu.run(plan, x, q), exact) for _ in range(20)) < LIMITS[dtype]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -68,7 +68,7 @@ def test_a_dense_product_adds_shares_in_float32(dtype):
     x = torch.randn(417, 5604, device="cuda").to(dtype)
     settings = torch.backends.cuda.matmul
     before = settings.allow_fp16_reduced_precision_reduction
-    y = gemm.run(make_plan(DENSE, torch.cuda.get_device_capability()), x, q)
+    y = linear_gpu.run(make_plan(DENSE, torch.cuda.get_device_capability()), x, q)
     assert settings.allow_fp16_reduced_precision_reduction == before
     assert relative_error(y, linear_reference(x, q, exact=True)) < LIMITS[dtype]
 

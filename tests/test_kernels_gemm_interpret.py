@@ -6,12 +6,12 @@ import pytest
 import torch
 from triton import knobs
 
-from llmpq.kernels.dequantize import dequantize_triton
-from llmpq.kernels.formats import Layout
-from llmpq.kernels.gemm import run
-from llmpq.kernels.gemm_config import DENSE, Config, make_plan
-from llmpq.kernels.quantize import quantize_weight
-from llmpq.kernels.reference import linear_reference, relative_error
+from llmpq.kernels.formats.round_to_nearest import quantize_weight
+from llmpq.kernels.formats.weight_layout import Layout
+from llmpq.kernels.gemm.config import DENSE, Config, make_plan
+from llmpq.kernels.gemm.dequantize import dequantize_triton
+from llmpq.kernels.gemm.linear_gpu import run
+from llmpq.kernels.gemm.reference import linear_reference, relative_error
 from llmpq.precision import WeightScheme
 
 pytestmark = [

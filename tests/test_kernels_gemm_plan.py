@@ -8,20 +8,15 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from llmpq.kernels import gemm, gemm_config
 from llmpq.kernels.__main__ import main as kernels_main
-from llmpq.kernels.gemm_config import (
-    DENSE,
-    M_BUCKETS,
-    Config,
-    bucket,
-    config_entry,
-    default_config,
-)
+from llmpq.kernels.gemm import choice as gemm_config
+from llmpq.kernels.gemm import linear_gpu
+from llmpq.kernels.gemm.choice import M_BUCKETS, bucket, default_config
+from llmpq.kernels.gemm.config import DENSE, Config, config_entry
 
 pytestmark = pytest.mark.cpu
 
-TUNED = sorted((Path(gemm.__file__).parent / "tuned").glob("*.json"))
+TUNED = sorted((Path(linear_gpu.__file__).parent / "tuned").glob("*.json"))
 
 
 def test_buckets_hold_every_row_count():
@@ -98,7 +93,7 @@ def test_the_custom_op_has_a_fake():
         x = torch.empty(5, 256, dtype=torch.float16)
         planes = [torch.empty(64 * 256 // 2, dtype=torch.uint8)]
         scale = torch.empty(128, dtype=torch.float16)
-        y = gemm.quantized_linear(x, planes, scale, None, None, None, 4, False, 64)
+        y = linear_gpu.quantized_linear(x, planes, scale, None, None, None, 4, False, 64)
     assert y.shape == (5, 64) and y.dtype == torch.float16
 
 

@@ -7,13 +7,12 @@ import pytest
 import torch
 from triton.experimental.gluon import language as gl
 
-from llmpq.kernels import gemm_gluon, gemm_gluon_launch
-from llmpq.kernels.check_gemm import random_weight
-from llmpq.kernels.compile import compile_kernel
-from llmpq.kernels.gemm_config import Config
-from llmpq.kernels.gemm_gluon import gluon_kernel
-from llmpq.kernels.gemm_gluon_launch import fits
-from llmpq.kernels.gemm_gluon_plan import (
+from llmpq.kernels.gemm import gluon_kernel as gemm_gluon
+from llmpq.kernels.gemm import gluon_launch as gemm_gluon_launch
+from llmpq.kernels.gemm.config import Config
+from llmpq.kernels.gemm.gluon_kernel import gluon_kernel
+from llmpq.kernels.gemm.gluon_launch import fits
+from llmpq.kernels.gemm.gluon_plan import (
     BROAD,
     SHARED_BYTES,
     SMALL,
@@ -26,7 +25,9 @@ from llmpq.kernels.gemm_gluon_plan import (
     slot_columns,
     suits,
 )
-from llmpq.kernels.machine_code import overwritten, product_loops
+from llmpq.kernels.tools.check_gemm import random_weight
+from llmpq.kernels.tools.cubin import compile_kernel
+from llmpq.kernels.tools.machine_code import overwritten, product_loops
 
 pytestmark = pytest.mark.compile
 

@@ -5,10 +5,10 @@ import itertools
 import pytest
 import torch
 
-from llmpq.kernels import gemm
-from llmpq.kernels.check_gemm import LIMITS, random_weight
-from llmpq.kernels.gemm_config import Config, make_plan
-from llmpq.kernels.reference import linear_reference, relative_error
+from llmpq.kernels.gemm import linear_gpu
+from llmpq.kernels.gemm.config import Config, make_plan
+from llmpq.kernels.gemm.reference import linear_reference, relative_error
+from llmpq.kernels.tools.check_gemm import LIMITS, random_weight
 
 pytestmark = [
     pytest.mark.gpu,
@@ -44,7 +44,7 @@ GPU = torch.device("cuda")
 
 
 def _product(config, x, q, bias=None, residual=None, **options):
-    return gemm.run(make_plan(config, (9, 0)), x, q, bias, residual, **options)
+    return linear_gpu.run(make_plan(config, (9, 0)), x, q, bias, residual, **options)
 
 
 @pytest.mark.parametrize(

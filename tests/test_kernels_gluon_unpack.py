@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from llmpq.kernels import gemm_gluon_unpack as unpack
-from llmpq.kernels.formats import Layout, pack
-from llmpq.kernels.gemm_assembly import BZ3, BZ4, BZ8, FZ3, FZ4, FZ8
+from llmpq.kernels.formats.weight_layout import Layout, pack
+from llmpq.kernels.gemm import gluon_unpack as unpack
+from llmpq.kernels.gemm.unpack_assembly import BZ3, BZ4, BZ8, FZ3, FZ4, FZ8
 
 pytestmark = pytest.mark.cpu
 

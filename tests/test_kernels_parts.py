@@ -4,7 +4,7 @@ import argparse
 
 import pytest
 
-from llmpq.kernels.parts import add_part, share
+from llmpq.kernels.tools.shared_check import add_part, share
 
 
 def _part(*words: str) -> tuple[int, int]:

@@ -5,7 +5,7 @@ from dataclasses import fields
 import pytest
 import torch
 
-from llmpq.kernels.kv_oracle import attend_from_history, relative_error
+from llmpq.kernels.kv.oracle import attend_from_history, relative_error
 from llmpq.kv_format import kv_cache_bytes
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision

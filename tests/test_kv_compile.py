@@ -4,12 +4,14 @@ import re
 
 import pytest
 
-from llmpq.kernels import kv_append, kv_attend, kv_combine
-from llmpq.kernels.kv_ops import WORD_K_WIDTH
-from llmpq.kernels.kv_plan import LOOP_SHAPE
+from llmpq.kernels.kv import append as kv_append
+from llmpq.kernels.kv import attend as kv_attend
+from llmpq.kernels.kv import combine as kv_combine
+from llmpq.kernels.kv.launch_plan import LOOP_SHAPE
+from llmpq.kernels.kv.ops import WORD_K_WIDTH
 
 pytest.importorskip("triton")
-from llmpq.kernels.compile import ARCHITECTURES, SHARED_LIMIT, compile_kernel  # noqa: E402
+from llmpq.kernels.tools.cubin import ARCHITECTURES, SHARED_LIMIT, compile_kernel  # noqa: E402
 
 pytestmark = pytest.mark.compile
 POINTERS = {

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from llmpq.kernels.kv_formats import (
+from llmpq.kernels.formats.kv_block import (
     KVFormat,
     pack_keys,
     pack_values,
@@ -12,7 +12,7 @@ from llmpq.kernels.kv_formats import (
     unpack_keys,
     unpack_values,
 )
-from llmpq.kernels.kv_storage import allocate_layer
+from llmpq.kernels.kv.storage import allocate_layer
 from llmpq.kv_format import (
     BLOCK_TOKENS,
     HOLDBACK_TOKENS,

@@ -10,8 +10,11 @@ from llmpq.precision import KVPrecision
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
-from llmpq.kernels import fused_rope
-from llmpq.kernels.check_kv import (
+from llmpq.kernels.formats.kv_block import KVFormat
+from llmpq.kernels.fused import rope_append
+from llmpq.kernels.kv.low_bit_cache import QuantizedKVCache
+from llmpq.kernels.kv.oracle import relative_error
+from llmpq.kernels.tools.check_kv import (
     TOLERANCE,
     WORDS_EQUAL,
     Case,
@@ -20,9 +23,6 @@ from llmpq.kernels.check_kv import (
     random_steps,
     run_case,
 )
-from llmpq.kernels.kv_cache import QuantizedKVCache
-from llmpq.kernels.kv_formats import KVFormat
-from llmpq.kernels.kv_oracle import relative_error
 from llmpq.model_spec import ModelSpec
 from llmpq.runtime.cache.low_bit_kv import LowBitKV
 from llmpq.runtime.step import Step
@@ -129,7 +129,7 @@ def test_a_captured_decode_rotates_appends_and_draws():
         plan.device_rows.starts.copy_(torch.tensor([n + i for n in lengths]))
         graph.replay()
         now = Step.of([0, 1], [n + i for n in lengths], [1, 1], device="cuda")
-        q, k = fused_rope.rope_reference(q, k, now.start_B, inv_freq)
+        q, k = rope_append.rope_reference(q, k, now.start_B, inv_freq)
         want = plain.attend(0, q, k, v, now, scale=0.1)
         assert relative_error(out, want) < 2e-3
     words = "k_words_PGW"

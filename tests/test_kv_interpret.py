@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from llmpq.kernels.kv_cache import QuantizedKVCache
-from llmpq.kernels.kv_formats import KVFormat
-from llmpq.kernels.kv_oracle import relative_error
-from llmpq.kernels.kv_storage import DeviceRows, allocate_layer
+from llmpq.kernels.formats.kv_block import KVFormat
+from llmpq.kernels.kv.low_bit_cache import QuantizedKVCache
+from llmpq.kernels.kv.oracle import relative_error
+from llmpq.kernels.kv.storage import DeviceRows, allocate_layer
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
 from llmpq.runtime.cache.low_bit_kv import LowBitKV
@@ -21,8 +21,11 @@ triton = pytest.importorskip("triton")
 if not triton.knobs.runtime.interpret:
     pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
 
-from llmpq.kernels import fused_rope, kv_attend, kv_ops, kv_plan, kv_reference, kv_view  # noqa: E402
-from llmpq.kernels.check_kv import TOLERANCE, WORDS_EQUAL, Case, random_steps, run_case  # noqa: E402
+from llmpq.kernels.fused import rope_append  # noqa: E402
+from llmpq.kernels.kv import attend as kv_attend  # noqa: E402
+from llmpq.kernels.kv import launch_plan, reference, step_view  # noqa: E402
+from llmpq.kernels.kv import ops as kv_ops  # noqa: E402
+from llmpq.kernels.tools.check_kv import TOLERANCE, WORDS_EQUAL, Case, random_steps, run_case  # noqa: E402
 
 pytestmark = pytest.mark.interpret
 STEPS = [[(0, 280), (0, 20)], [(280, 1), (20, 1)]]
@@ -104,7 +107,7 @@ def test_the_runtime_cache_rotates_where_its_kernels_do(tiny_models, monkeypatch
         if fused:
             outs.append(cache.attend(0, q, k, v, step, scale=0.3, inv_freq=inv_freq))
         else:
-            q, k = fused_rope.rope_reference(q, k, step.start_B, inv_freq)
+            q, k = rope_append.rope_reference(q, k, step.start_B, inv_freq)
             outs.append(cache.attend(0, q, k, v, step, scale=0.3))
     assert relative_error(*outs) < 1e-3
 
@@ -121,10 +124,10 @@ def test_programs_that_draw_their_share(programs, first):
 def test_a_wrong_rotation_is_caught(monkeypatch):
     """Planted bug: every token at the position of the one before."""
     fmt = KVFormat(precision=P.KV4, head_dim=32)
-    honest = kv_reference.rotated
-    rows = kv_view.Rows
+    honest = reference.rotated
+    rows = step_view.Rows
     monkeypatch.setattr(
-        kv_reference,
+        reference,
         "rotated",
         lambda x, r, f: honest(
             x, rows(slots_B=r.slots_B, start_B=r.start_B - 1, num_new_B=r.num_new_B), f
@@ -171,7 +174,7 @@ def test_the_ops_have_fakes():
         rows = DeviceRows(**{n: table[:, 0] for n in ("slots", "starts", "counts")})
         q, kv = torch.empty(2, 3, 4, 64).half(), torch.empty(2, 3, 2, 64).half()
         kv_ops.run_append(fmt, layer, table, kv, kv, rows, paged=False)
-        plan = kv_plan.plan_attend(
+        plan = launch_plan.plan_attend(
             batch=2, q_len=3, heads=4, kv_heads=2, max_end=300, device=table.device, bits=4
         )
         out = kv_ops.run_attend(fmt, layer, table, q, rows, plan, scale=0.1, paged=False)
@@ -184,8 +187,8 @@ def test_a_chunk_fills_whole_waves_and_stays_short():
     resident = 132 * 12
     for tiles in (2, 30, 128, 510, 2046):
         for rows in (8, 32, 64, 256, 1024):
-            chunk = kv_plan.choose_chunk(tiles, rows, resident, 1, 2)
-            assert 1 <= chunk <= kv_plan.MAX_CHUNK and chunk % 2 == 0
+            chunk = launch_plan.choose_chunk(tiles, rows, resident, 1, 2)
+            assert 1 <= chunk <= launch_plan.MAX_CHUNK and chunk % 2 == 0
             programs = rows * (-(-tiles // chunk) + 1)
             assert programs >= min(resident, rows * tiles // 2) / 2 or chunk == 2
 
@@ -196,7 +199,7 @@ def test_the_combine_takes_every_output_once():
             for dim in (32, 64, 128):
                 for merge in (4096, 8192, 16384):
                     shape = {"parts": parts, "outputs": outputs, "dim": dim}
-                    step = kv_plan.combine_steps(**shape, merge=merge)
+                    step = launch_plan.combine_steps(**shape, merge=merge)
                     assert outputs % step["N_STEP"] == 0 and dim % step["D_STEP"] == 0
                     assert step["X_STEP"] * step["D_STEP"] * step["N_STEP"] <= merge
                     assert step["X_STEP"] >= min(parts, 256)
@@ -207,29 +210,29 @@ def test_measured_launches_are_used_near_their_shape(monkeypatch):
     launch = dict(
         chunk=28, ring_parts=1, tiles=2, stages=2, ahead=0, programs=0, first=0, early=1, merge=8192
     )
-    monkeypatch.setattr(kv_plan, "tuning_table", lambda: ({**entry, **launch},))
-    assert kv_plan.tuned_launch(4, 8, 64, 250) == kv_plan.Launch(**launch)
-    assert kv_plan.tuned_launch(4, 8, 64, 100) is None
-    assert kv_plan.tuned_launch(2, 8, 64, 255) is None
+    monkeypatch.setattr(launch_plan, "tuning_table", lambda: ({**entry, **launch},))
+    assert launch_plan.tuned_launch(4, 8, 64, 250) == launch_plan.Launch(**launch)
+    assert launch_plan.tuned_launch(4, 8, 64, 100) is None
+    assert launch_plan.tuned_launch(2, 8, 64, 255) is None
 
 
 def test_programs_that_do_not_start_together_draw_all_their_tiles(monkeypatch):
     """Keys of 32 tokens a group need more shared memory: 11 programs an SM instead of 12."""
-    monkeypatch.setattr(kv_plan, "_sm_count", lambda device: 132)
-    monkeypatch.setattr(kv_plan, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(launch_plan, "_sm_count", lambda device: 132)
+    monkeypatch.setattr(launch_plan, "capability", lambda device: (9, 0))
     shape = {"batch": 8, "q_len": 1, "heads": 32, "kv_heads": 8, "max_end": 32769, "bits": 4}
     plans = {
-        group: kv_plan.plan_attend(**shape, device=torch.device("cuda", 7), key_group=group)
+        group: launch_plan.plan_attend(**shape, device=torch.device("cuda", 7), key_group=group)
         for group in (128, 32)
     }
     assert plans[128].launch.first > plans[128].launch.chunk
     assert plans[32].launch == replace(plans[128].launch, first=plans[32].launch.chunk)
-    assert kv_plan.programs_per_sm(4, 128, 8, 2, 2, key_group=32) == 11
+    assert launch_plan.programs_per_sm(4, 128, 8, 2, 2, key_group=32) == 11
 
 
 def test_shipped_launches_are_complete():
-    for entry in kv_plan.tuning_table():
-        plan = kv_plan.tuned_launch(*(entry[k] for k in ("bits", "columns", "rows", "blocks")))
+    for entry in launch_plan.tuning_table():
+        plan = launch_plan.tuned_launch(*(entry[k] for k in ("bits", "columns", "rows", "blocks")))
         assert plan is not None
         assert plan.chunk % plan.tiles == 0
         assert plan.ring_parts in (1, 5)

@@ -5,12 +5,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmpq.kernels import kv_view
-from llmpq.kernels.kv_formats import KVFormat
-from llmpq.kernels.kv_oracle import attend_from_history, relative_error
-from llmpq.kernels.kv_reference import append, append_and_attend
-from llmpq.kernels.kv_storage import allocate_layer, contiguous_table
-from llmpq.kernels.kv_view import Rows
+from llmpq.kernels.formats.kv_block import KVFormat
+from llmpq.kernels.kv import step_view as kv_view
+from llmpq.kernels.kv.oracle import attend_from_history, relative_error
+from llmpq.kernels.kv.reference import append, append_and_attend
+from llmpq.kernels.kv.step_view import Rows
+from llmpq.kernels.kv.storage import allocate_layer, contiguous_table
 from llmpq.kv_format import packed_blocks, packed_end
 from llmpq.precision import KVPrecision
 

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from llmpq.cost_model import Phase
-from llmpq.kernels.atom_formats import AtomWeight
-from llmpq.kernels.atom_scheme import AtomScheme
+from llmpq.kernels.formats.atom_scheme import AtomScheme
+from llmpq.kernels.formats.atom_weight import AtomWeight
 from llmpq.memory import Quantization, layer_weight_bytes
 from llmpq.model_config import spec_fields
 from llmpq.model_spec import ModelSpec, builtin_configs

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from llmpq.kernels.formats import Layout
-from llmpq.kernels.quantize import quantize_weight
-from llmpq.kernels.qweight import QuantizedWeight
+from llmpq.kernels.formats.quantized_weight import QuantizedWeight
+from llmpq.kernels.formats.round_to_nearest import quantize_weight
+from llmpq.kernels.formats.weight_layout import Layout
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan, QuantizationForm, Speculation, StagePlan
 from llmpq.precision import Precision, WeightScheme

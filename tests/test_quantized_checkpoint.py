@@ -11,10 +11,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from llmpq.kernels.atom_formats import AtomWeight
-from llmpq.kernels.convert import to_awq, to_gptq
-from llmpq.kernels.quantize import quantize_weight
-from llmpq.kernels.qweight import QuantizedWeight
+from llmpq.kernels.formats.atom_weight import AtomWeight
+from llmpq.kernels.formats.interchange import to_awq, to_gptq
+from llmpq.kernels.formats.quantized_weight import QuantizedWeight
+from llmpq.kernels.formats.round_to_nearest import quantize_weight
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision, WeightScheme

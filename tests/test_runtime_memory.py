@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from llmpq.errors import StageLostError
-from llmpq.kernels import cpu_linear, kv_reference
+from llmpq.kernels.cpu import packed_linear
+from llmpq.kernels.kv import reference
 from llmpq.kv_format import kv_cache_bytes
 from llmpq.memory import Quantization, embedding_bytes, layer_weight_bytes, stage_memory
 from llmpq.model_spec import ModelSpec
@@ -261,7 +262,7 @@ def low_bit_peaks(name: str, kv: KVPrecision, phase: str, dtype: str) -> tuple[i
 @pytest.mark.parametrize("name", ["opt-13b", "bloom-560m"])
 def test_a_cache_that_is_dequantised_whole_is_noticed(name, monkeypatch):
     """Planted: the pieces have no bound."""
-    monkeypatch.setattr(kv_reference, "PIECE_ELEMENTS", 1 << 30)
+    monkeypatch.setattr(reference, "PIECE_ELEMENTS", 1 << 30)
     predicted, measured = low_bit_peaks(name, KVPrecision.KV4, "decode", "float32")
     assert measured > 1.05 * predicted
 
@@ -269,8 +270,8 @@ def test_a_cache_that_is_dequantised_whole_is_noticed(name, monkeypatch):
 @pytest.mark.parametrize("name", ATTENTION)
 def test_a_forgotten_copy_of_the_keys_is_noticed(name, monkeypatch):
     """Planted: joining packed and 16-bit keys goes through another tensor."""
-    joined = kv_reference._joined
-    monkeypatch.setattr(kv_reference, "_joined", lambda old, new: joined(old.clone(), new))
+    joined = reference._joined
+    monkeypatch.setattr(reference, "_joined", lambda old, new: joined(old.clone(), new))
     predicted, measured = low_bit_peaks(name, KVPrecision.KV4, "decode", "float32")
     assert measured > 1.05 * predicted
 
@@ -318,8 +319,8 @@ def test_a_forgotten_temporary_is_noticed(monkeypatch):
 
 
 def test_the_planner_and_the_kernels_agree_on_the_piece_that_is_dequantised():
-    assert cpu_linear._CHUNK_WEIGHTS == DEQUANTIZE_WEIGHTS
-    assert kv_reference.PIECE_ELEMENTS == KV_PIECE_ELEMENTS
+    assert packed_linear._CHUNK_WEIGHTS == DEQUANTIZE_WEIGHTS
+    assert reference.PIECE_ELEMENTS == KV_PIECE_ELEMENTS
 
 
 @pytest.mark.parametrize(

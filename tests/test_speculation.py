@@ -324,7 +324,7 @@ def test_steps_are_timed_within_their_slots():
 
 
 def test_the_upper_plane_is_that_of_the_kernels_reference(engines):
-    from llmpq.kernels.reference import high_plane_reference, relative_error
+    from llmpq.kernels.gemm.reference import high_plane_reference, relative_error
 
     part = engines("w8a16").computes[0].model.layers[0].mlp.down
     x = torch.randn(5, part.weight.in_features, generator=torch.Generator().manual_seed(0))

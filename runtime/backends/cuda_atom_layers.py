@@ -18,7 +18,7 @@ from types import ModuleType
 
 from torch import Tensor
 
-from llmpq.kernels.atom_tiles import AtomTiles
+from llmpq.kernels.formats.atom_tiles import AtomTiles
 from llmpq.runtime.models.layers import MLP, DecoderLayer, GatedMLP, Linear, Norm
 
 Attend = Callable[[Tensor], Tensor]
@@ -107,7 +107,7 @@ def _activated(wide: Tensor, activation: str, part: Linear, residual_MN: Tensor)
 @functools.cache
 def _kernels() -> ModuleType:
     """Import what needs Gluon, only where a layer has the form it is for."""
-    return importlib.import_module("llmpq.kernels.atom_hopper")
+    return importlib.import_module("llmpq.kernels.atom.hopper")
 
 
 def _linears(layer: DecoderLayer) -> tuple[object, ...]:

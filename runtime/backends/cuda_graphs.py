@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from llmpq.kernels.fused_argmax import argmax
+from llmpq.kernels.fused.argmax import argmax
 from llmpq.runtime.cache.plain_kv import KVCache
 from llmpq.runtime.links.message import StepMessage
 from llmpq.runtime.models.stage_model import StageModel

@@ -1,12 +1,12 @@
 """Decoder layers on a GPU: the same parts and sums as layers.py, in fewer and fused launches.
 
-    norm        one kernel a row                                   kernels/fused_norm.py
-                LayerNorm also adds biases of dense o and down     kernels/fused_layer_norm.py
+    norm        one kernel a row                                   kernels/fused/rms_norm.py
+                LayerNorm also adds biases of dense o and down     kernels/fused/layer_norm.py
     qkv         one product
-    positions   rotation and the cache's append in one kernel      kernels/fused_rope.py, kv_append
+    positions   rotation and the cache's append in one kernel      rope_append.py, kv_append
     attention   prompts: torch's; up to 16 new tokens: one kernel that reads lengths from the device
     o, down     products that add the residual stream themselves
-    gate        silu(gate) * up in one kernel                      kernels/fused_mlp.py
+    gate        silu(gate) * up in one kernel                      kernels/fused/gated_mlp.py
 
 Nothing here asks the device for a value, so a step of one new token can be captured in a graph;
 routers do (layers.SparseMLP), and models with experts run eagerly.
@@ -24,7 +24,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from llmpq.kernels import fused_layer_norm, fused_mlp, fused_norm, fused_rope, plain_attend
+from llmpq.kernels.fused import gated_mlp
+from llmpq.kernels.fused import layer_norm as fused_layer_norm
+from llmpq.kernels.fused import rms_norm as fused_norm
+from llmpq.kernels.fused import rope_append as fused_rope
+from llmpq.kernels.kv import plain_attend
 from llmpq.kernels.linear import QuantizedWeight, linear
 from llmpq.runtime.backends import cuda_atom_layers
 from llmpq.runtime.cache.dual_kv import DualKV
@@ -73,7 +77,7 @@ def decoder_layer(
     y = product(o, attended, residual=x_BQh, into_residual=in_place, with_bias=early is None)
     wide = norm(between, y, before=early, after=late)
     if isinstance(mlp, GatedMLP):
-        hidden = fused_mlp.silu_mul(product(mlp.gate_up, wide))
+        hidden = gated_mlp.silu_mul(product(mlp.gate_up, wide))
     else:
         hidden = _activated(mlp, wide)
     del wide

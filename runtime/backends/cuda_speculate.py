@@ -3,7 +3,7 @@
     a whole model    a round (gamma drafts, the verify, what of them is kept) is one graph. How far
                      each slot has come stays on the device, so the host issues a round before it
                      knows what the last one yielded, and reads counts and tokens once a round;
-                     n-grams are looked up in tokens that the device keeps (kernels/ngram_lookup.py)
+                     n-grams are looked up in tokens that the device keeps (ngram_lookup.py)
     a stage          a graph per draft step and one per verify; the last stage compares
 
 Rows that are sampled are drafted and verified step by step (acceptance.py), from the same graphs.
@@ -18,8 +18,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from llmpq.kernels.fused_argmax import argmax
-from llmpq.kernels.ngram_lookup import look_up
+from llmpq.kernels.fused.argmax import argmax
+from llmpq.kernels.fused.ngram_lookup import look_up
 from llmpq.runtime.backends.cuda_graphs import DecodeGraphs, StepOutput
 from llmpq.runtime.cache.plain_kv import KVCache
 from llmpq.runtime.drafts import ngram

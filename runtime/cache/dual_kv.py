@@ -61,7 +61,7 @@ class DualKV:
     def catch_up(self, step: Step) -> None:
         """Append to the copy what a step has left in all layers of the 16-bit cache."""
         # Imported here: Triton is not needed where there is no GPU.
-        from llmpq.kernels.fused_catch_up import catch_up
+        from llmpq.kernels.kv.catch_up import catch_up
 
         inner, cache = self.inner, self.copy.cache
         assert isinstance(inner, PlainKVCache)
@@ -78,7 +78,7 @@ class DualKV:
     @cached_property
     def _addresses(self) -> Tensor:
         """Where the copy's tensors are, layer by layer."""
-        from llmpq.kernels.fused_catch_up import addresses
+        from llmpq.kernels.kv.catch_up import addresses
 
         return addresses(self.copy.cache.layers, self.copy.cache.device)
 

@@ -1,6 +1,6 @@
 """The low-bit KV cache behind the runtime's cache protocol (runtime/cache/plain_kv.py).
 
-Knows nothing of packing: kernels/kv_cache.py does the work, on a GPU by kernels, elsewhere in plain
+Knows nothing of packing: low_bit_cache.py does the work, on a GPU by kernels, elsewhere in plain
 torch. Legend: B rows, Q new tokens, H query heads, G key/value heads, D head_dim.
 """
 
@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from llmpq.kernels.kv_cache import QuantizedKVCache, StepPlan
-from llmpq.kernels.kv_formats import KVFormat
+from llmpq.kernels.formats.kv_block import KVFormat
+from llmpq.kernels.kv.low_bit_cache import QuantizedKVCache, StepPlan
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
 from llmpq.runtime.models.attention import attend_fresh

@@ -22,14 +22,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from llmpq.kernels.atom_formats import AtomWeight
-from llmpq.kernels.atom_quantize import Grid
-from llmpq.kernels.atom_reference import rounded
-from llmpq.kernels.atom_scheme import AtomScheme
-from llmpq.kernels.cpu_dense import plain_dense
-from llmpq.kernels.formats import GROUP, Layout
+from llmpq.kernels.atom.reference import rounded
+from llmpq.kernels.cpu.dense import plain_dense
+from llmpq.kernels.formats.atom_rounding import Grid
+from llmpq.kernels.formats.atom_scheme import AtomScheme
+from llmpq.kernels.formats.atom_weight import AtomWeight
+from llmpq.kernels.formats.quantized_weight import QuantizedWeight, from_codes
+from llmpq.kernels.formats.weight_layout import GROUP, Layout
 from llmpq.kernels.linear import linear
-from llmpq.kernels.qweight import QuantizedWeight, from_codes
 from llmpq.precision import padded_k
 from llmpq.runtime.cache.plain_kv import KVCache
 from llmpq.runtime.models.layers import Linear
@@ -65,7 +65,7 @@ class RoundedLinear(nn.Module):
         """Return y [..., N] in x's dtype."""
         if x.is_cuda:
             # Triton is not imported where there is no GPU.
-            from llmpq.kernels.fused_round import round_restore
+            from llmpq.kernels.fused.round_inputs import round_restore
 
             return linear(round_restore(x, _ACTIVATIONS), self.weight, self.bias)
         flat = rounded(x.reshape(-1, x.shape[-1]), _ACTIVATIONS)

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from llmpq.kernels.atom_formats import AtomWeight, quantize_atom
-from llmpq.kernels.atom_scheme import atom_scheme
-from llmpq.kernels.atom_tiles import best_form
-from llmpq.kernels.cpu_dense import pack_dense
-from llmpq.kernels.quantize import quantize_weight
+from llmpq.kernels.cpu.dense import pack_dense
+from llmpq.kernels.formats.atom_scheme import atom_scheme
+from llmpq.kernels.formats.atom_tiles import best_form
+from llmpq.kernels.formats.atom_weight import AtomWeight, quantize_atom
+from llmpq.kernels.formats.round_to_nearest import quantize_weight
 from llmpq.precision import WeightScheme
 from llmpq.runtime.models.layers import Linear, Norm, Weight
 from llmpq.runtime.weights.as_planned import as_planned

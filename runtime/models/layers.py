@@ -19,15 +19,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from llmpq.kernels.atom_linear import AtomWeight, atom_linear
-from llmpq.kernels.cpu_dense import dense_linear
+from llmpq.kernels.atom.product import AtomWeight, atom_linear
+from llmpq.kernels.cpu.dense import dense_linear
 from llmpq.kernels.linear import QuantizedWeight, linear
 from llmpq.model_spec import ModelSpec, RopeScaling
 from llmpq.runtime.cache.plain_kv import KVCache
 from llmpq.runtime.step import Step
 
 Weight = Tensor | QuantizedWeight | AtomWeight
-"""A dense weight (kernels/cpu_dense.py), one of few bits, or one that meets rounded activations."""
+"""A dense weight (kernels/cpu/dense.py), one of few bits, or one that meets rounded activations."""
 
 _LARGE = 1 << 14
 """Elements from which passes over memory cost more than calls (8 x 256: 7 us against 22)."""

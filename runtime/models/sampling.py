@@ -34,7 +34,7 @@ def sample(logits_BV: Tensor, params: Sequence[SamplingParams], steps: Sequence[
         )
     if logits_BV.is_cuda:
         # Triton is not imported where there is no GPU.
-        from llmpq.kernels.fused_sample import sample_rows
+        from llmpq.kernels.fused.draw_tokens import sample_rows
 
         told = told_rows(params, steps, vocab=logits_BV.shape[-1])
         return sample_rows(logits_BV, upload(told, torch.float64, logits_BV.device))

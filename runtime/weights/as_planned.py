@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from llmpq.kernels.atom_formats import AtomWeight
-from llmpq.kernels.qweight import QuantizedWeight
+from llmpq.kernels.formats.atom_weight import AtomWeight
+from llmpq.kernels.formats.quantized_weight import QuantizedWeight
 from llmpq.precision import WeightScheme
 
 

@@ -18,8 +18,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from llmpq.kernels.formats import Layout
-from llmpq.kernels.qweight import QuantizedWeight
+from llmpq.kernels.formats.quantized_weight import QuantizedWeight
+from llmpq.kernels.formats.weight_layout import Layout
 from llmpq.precision import WeightScheme
 from llmpq.runtime.models.layer_tensors import Parts
 from llmpq.runtime.weights.sources import CheckpointSource, weight_files

@@ -7,7 +7,7 @@ What a tensor is called tells its form, so that every layer may have another one
     NAME.weight int8               compressed-tensors, int-quantized: weight_scale [N, 1]; inputs
                                    are rounded per token (w8a8)
     NAME.qweight                   GPTQ or AWQ, as config.json says: qzeros, scales, g_idx
-    llmpq.layers.I.LINEAR.codes    Atom (kernels/atom_formats.py): scale, outliers, outlier_scale,
+    llmpq.layers.I.LINEAR.codes    Atom (atom_weight.py): scale, outliers, outlier_scale,
                                    index_K; schemes in the file's metadata; the layer's norms and
                                    biases are llmpq.layers.I.PART, its channels already reordered
 
@@ -25,12 +25,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from llmpq.kernels.atom_formats import AtomWeight, atom_weight
-from llmpq.kernels.atom_quantize import Codes
-from llmpq.kernels.atom_scheme import AtomScheme
-from llmpq.kernels.convert import from_awq, from_compressed_tensors, from_gptq
-from llmpq.kernels.formats import Layout
-from llmpq.kernels.qweight import QuantizedWeight, from_codes
+from llmpq.kernels.formats.atom_rounding import Codes
+from llmpq.kernels.formats.atom_scheme import AtomScheme
+from llmpq.kernels.formats.atom_weight import AtomWeight, atom_weight
+from llmpq.kernels.formats.interchange import (
+    from_awq,
+    from_compressed_tensors,
+    from_gptq,
+)
+from llmpq.kernels.formats.quantized_weight import QuantizedWeight, from_codes
+from llmpq.kernels.formats.weight_layout import Layout
 from llmpq.model_config import section, size
 from llmpq.model_spec import ModelSpec, read_config
 from llmpq.precision import KVPrecision, padded_k

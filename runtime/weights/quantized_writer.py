@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmpq.kernels.atom_formats import AtomWeight
-from llmpq.kernels.convert import to_compressed_tensors
-from llmpq.kernels.formats import Layout
-from llmpq.kernels.qweight import QuantizedWeight, from_codes
+from llmpq.kernels.formats.atom_weight import AtomWeight
+from llmpq.kernels.formats.interchange import to_compressed_tensors
+from llmpq.kernels.formats.quantized_weight import QuantizedWeight, from_codes
+from llmpq.kernels.formats.weight_layout import Layout
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
 from llmpq.runtime.models.families import FAMILIES

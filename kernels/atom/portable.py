@@ -1,0 +1,285 @@
+"""Rounded activations from the operation that makes them, and the integer product that eats them.
+
+    norm_round   RMSNorm or LayerNorm (or nothing), channel order, rounding     -> RoundedInput
+    act_round    SiLU-mul, ReLU or GELU, a rotation if asked, rounding          -> RoundedInput
+    atom_gemm    RoundedInput times AtomWeight                                  -> y [M, N]
+
+`plan` decides tiles from shapes alone; the kernels are in portable_kernels.py, their twins in
+reference.py. Weights with 8-bit outliers, INT4 groups of 64 or 128, or INT8 per channel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import triton
+from torch import Tensor
+
+from llmpq.kernels.atom.portable_kernels import (
+    act_round_kernel,
+    atom_gemm_kernel,
+    channel_gemm_kernel,
+    norm_round_kernel,
+)
+from llmpq.kernels.formats.atom_rounding import hadamard
+from llmpq.kernels.formats.atom_scheme import AtomScheme
+from llmpq.kernels.formats.atom_weight import AtomWeight
+from llmpq.kernels.formats.weight_layout import GROUP
+from llmpq.precision import padded_k
+
+Activation = Literal["silu", "relu", "gelu"]
+NormKind = Literal["none", "rms", "layer"]
+
+_NORMS: dict[str, int] = {"none": 0, "rms": 1, "layer": 2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundedInput:
+    """Codes int8 [M, Kp + Op] (Op = 128 with outliers, else 0), scales float32 [M, G + 1]."""
+
+    codes: Tensor
+    scales: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class GemmPlan:
+    """Tiles of one product."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+    group_n: int = 8
+
+
+FEW_TILES = {
+    (16, False): GemmPlan(block_m=16, block_n=64, warps=4, stages=8),
+    (16, True): GemmPlan(block_m=16, block_n=128, warps=4, stages=4),
+    (32, False): GemmPlan(block_m=32, block_n=16, warps=2, stages=7),
+    (32, True): GemmPlan(block_m=32, block_n=128, warps=4, stages=4),
+    (64, False): GemmPlan(block_m=64, block_n=32, warps=4, stages=8),
+    (64, True): GemmPlan(block_m=64, block_n=128, warps=4, stages=4),
+    (128, False): GemmPlan(block_m=64, block_n=64, warps=4, stages=6),
+    (128, True): GemmPlan(block_m=128, block_n=128, warps=4, stages=3),
+}
+"""Tiles of W8A8 products by tokens, up to so many, and whether w has more than WIDE rows: the
+fastest of the layers of Llama-3.1-8B on an H200. Few rows are cut into many programs, each with
+enough of w on its way."""
+WIDE = 8192
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """How K of a scheme falls into groups."""
+
+    normal: int
+    padded: int
+    groups: int
+    group: int
+
+    @classmethod
+    def of(cls, scheme: AtomScheme, in_features: int) -> Shape:
+        """Return the shape, or say why no kernel fits."""
+        if scheme.number != "int" or scheme.outlier_bits != 8 or scheme.outliers > GROUP:
+            raise ValueError(
+                f"no Atom kernel for {scheme}; expected integers and at most {GROUP} outliers in "
+                "8 bits. Use atom_linear_reference"
+            )
+        normal = scheme.normal_features(in_features)
+        padded = padded_k(normal)
+        if scheme.group_size not in (None, 64, 128):
+            raise ValueError(
+                f"no Atom kernel for groups of {scheme.group_size}; expected 64, 128 or per channel"
+            )
+        group = scheme.group_size or padded
+        return cls(normal=normal, padded=padded, groups=padded // group, group=group)
+
+
+def plan(rows: int, out_features: int) -> GemmPlan:
+    """Return tiles: w's rows fill the tensor core's long side, tokens the other."""
+    if rows <= 16:
+        return GemmPlan(block_m=16, block_n=64, warps=4, stages=4)
+    if rows <= 64:
+        return GemmPlan(block_m=64, block_n=64, warps=4, stages=3)
+    return GemmPlan(block_m=128, block_n=128, warps=8, stages=3)
+
+
+def channel_plan(rows: int, out_features: int) -> GemmPlan:
+    """Return tiles of a W8A8 product.
+
+    Of 128 x 128 with three stages two programs fit a multiprocessor, and one multiplies while the
+    other stores; of 128 x 256, or with four stages, one (H200, M = 4096: qkv 161 us, 200 in
+    128 x 256; gate_up 848, 923; M = 1024: 180, 227).
+    """
+    most = max(16, 1 << (rows - 1).bit_length())
+    if most <= 128:
+        return FEW_TILES[most, out_features > WIDE]
+    return GemmPlan(block_m=128, block_n=128, warps=4, stages=3)
+
+
+def norm_round(
+    x_MK: Tensor,
+    scheme: AtomScheme,
+    *,
+    norm: NormKind = "none",
+    weight_K: Tensor | None = None,
+    bias_K: Tensor | None = None,
+    index_K: Tensor | None = None,
+    eps: float = 0.0,
+) -> RoundedInput:
+    """Norm a token, put its channels in order and round them, in one pass."""
+    if scheme.rotation:
+        raise ValueError("norm_round does not rotate; only the input of `down` is rotated")
+    m, k = x_MK.shape
+    shape = Shape.of(scheme, k)
+    rounded = _empty(x_MK, m, shape, scheme)
+    norm_round_kernel[(m,)](
+        x_MK,
+        x_MK if weight_K is None else weight_K,
+        x_MK if bias_K is None else bias_K,
+        x_MK if index_K is None else index_K,
+        rounded.codes,
+        rounded.scales,
+        k,
+        shape.normal,
+        scheme.outliers,
+        x_MK.stride(0),
+        eps,
+        GROUPS=shape.groups,
+        BLOCK_G=triton.next_power_of_2(shape.groups),
+        GROUP=shape.group,
+        BLOCK_GROUP=triton.next_power_of_2(shape.group),
+        BLOCK_K=triton.next_power_of_2(k),
+        BITS=scheme.activation_bits,
+        SIGNED=scheme.signed_scale,
+        CLIP=scheme.activation_clip,
+        NORM=_NORMS[norm],
+        HAS_BIAS=bias_K is not None,
+        HAS_INDEX=index_K is not None,
+        num_warps=4 if k <= 4096 else 8,
+    )
+    return rounded
+
+
+def act_round(x: Tensor, scheme: AtomScheme, activation: Activation) -> RoundedInput:
+    """Apply an MLP's activation and round; x is [M, 2F] (gate, up) for "silu", else [M, F]."""
+    m, width = x.shape
+    f = width // 2 if activation == "silu" else width
+    shape = Shape.of(scheme, f)
+    if scheme.group_size is None:
+        raise ValueError("act_round needs groups; per-channel inputs go through norm_round")
+    rounded = _empty(x, m, shape, scheme)
+    block_m = 16
+    blocks = shape.padded // GROUP + (1 if scheme.outliers else 0)
+    act_round_kernel[(triton.cdiv(m, block_m), blocks)](
+        x,
+        hadamard(x.device),
+        rounded.codes,
+        rounded.scales,
+        m,
+        f,
+        shape.normal,
+        scheme.outliers,
+        x.stride(0),
+        GROUPS=shape.groups,
+        GROUP=shape.group,
+        BLOCK_M=block_m,
+        BITS=scheme.activation_bits,
+        SIGNED=scheme.signed_scale,
+        CLIP=scheme.activation_clip,
+        ACT=activation,
+        ROTATE=scheme.rotation,
+        INTERPRET=bool(triton.knobs.runtime.interpret),
+        num_warps=4,
+    )
+    return rounded
+
+
+def atom_gemm(
+    rounded: RoundedInput,
+    weight: AtomWeight,
+    *,
+    dtype: torch.dtype,
+    bias: Tensor | None = None,
+    tiles: GemmPlan | None = None,
+) -> Tensor:
+    """Return y [M, N] in `dtype`, exact integer products scaled in float32."""
+    m = rounded.codes.shape[0]
+    scheme = weight.scheme
+    shape = Shape.of(scheme, weight.in_features)
+    expected = shape.padded + (GROUP if scheme.outliers else 0)
+    scales = shape.groups + 1
+    if rounded.codes.shape[1] != expected or rounded.scales.shape != (m, scales):
+        raise ValueError(
+            f"atom_gemm: got codes {tuple(rounded.codes.shape)} and scales "
+            f"{tuple(rounded.scales.shape)}, expected {expected} columns and "
+            f"{scales} scales. Round the input with the weight's own scheme."
+        )
+    y = torch.empty(m, weight.out_features, dtype=dtype, device=rounded.codes.device)
+    whole_rows = scheme.group_size is None and not scheme.outliers
+    if whole_rows and weight.codes.ndim == 2:  # bytes; 4 bits come packed in blocks
+        chosen = tiles or channel_plan(m, weight.out_features)
+        _launch_channels(rounded, weight, bias, y, chosen)
+        return y
+    tiles = tiles or plan(m, weight.out_features)
+    n_tiles = triton.cdiv(weight.out_features, tiles.block_n)
+    atom_gemm_kernel[(n_tiles * triton.cdiv(m, tiles.block_m),)](
+        rounded.codes,
+        rounded.scales,
+        weight.codes,
+        weight.scale,
+        weight.outliers,
+        weight.scale if weight.outlier_scale is None else weight.outlier_scale,
+        weight.scale if bias is None else bias,
+        y,
+        m,
+        weight.out_features,
+        scheme.outliers,
+        GROUPS=shape.groups,
+        BLOCKS=shape.padded // GROUP,
+        PARTS=0 if scheme.group_size is None else GROUP // shape.group,
+        BITS=4 if weight.codes.ndim == 3 else 8,
+        HAS_OUTLIERS=scheme.outliers > 0,
+        HAS_BIAS=bias is not None,
+        BLOCK_M=tiles.block_m,
+        BLOCK_N=tiles.block_n,
+        GROUP_N=tiles.group_n,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+    )
+    return y
+
+
+def _empty(x: Tensor, rows: int, shape: Shape, scheme: AtomScheme) -> RoundedInput:
+    width = shape.padded + (GROUP if scheme.outliers else 0)
+    return RoundedInput(
+        codes=torch.empty(rows, width, dtype=torch.int8, device=x.device),
+        scales=torch.empty(rows, shape.groups + 1, dtype=torch.float32, device=x.device),
+    )
+
+
+def _launch_channels(
+    rounded: RoundedInput, weight: AtomWeight, bias: Tensor | None, y: Tensor, tiles: GemmPlan
+) -> None:
+    (m, n), width = y.shape, rounded.codes.shape[1]
+    grid = (triton.cdiv(m, tiles.block_m) * triton.cdiv(n, tiles.block_n),)
+    channel_gemm_kernel[grid](
+        rounded.codes,
+        rounded.scales,
+        weight.codes,
+        weight.scale,
+        y if bias is None else bias,
+        y,
+        m,
+        n,
+        width,
+        K=width,
+        HAS_BIAS=bias is not None,
+        BLOCK_M=tiles.block_m,
+        BLOCK_N=tiles.block_n,
+        GROUP_M=8,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+    )

@@ -1,0 +1,353 @@
+"""Triton bodies of Atom: round activations where they are made, multiply integers by groups.
+
+A rounded input is one int8 matrix [M, Kp + Op]: normal channels padded to groups of 128, then the
+outliers padded to 128; its scales are float32 [M, G + 1], the outliers' last. So the outliers are
+one more group to the product:
+
+    acc[n, m] = sum_g  (w_g a_g) * sw[n, g] * sa[m, g]  +  (w_o a_o) * so[n] * sa[m, G]
+
+    w bytes of a k-group   [ k = j+64 | k = j ]        high | low nibble, two's complement
+    byte & 0xF0            16 * w[k = j + 64]           as int8, no further instruction
+    byte << 4              16 * w[k = j]                the factor 16 goes into the scale
+
+w stands on the left of the tensor core (A operand, from registers), a on the right. Group size 64
+is the same loop with one scale per nibble half. Bytes per output and k-group of 128: 64 / BM of w,
+128 / BN of a. All products are exact in int32: |sum| <= 128 * 8 * 127 * 16.
+
+Hopper runs W4A4 through fp8 (fp8_kernel.py); these run on every GPU with int8 tensor cores. W8A8
+for many tokens has no groups: a plain product (`channel_gemm_kernel`), tokens on the left.
+
+M tokens, N = out_features, K = in_features, G groups of a row.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _nearest(x):
+    """Round half to even: adding 1.5 * 2^23 leaves no bits below one."""
+    return (x + 12582912.0) - 12582912.0
+
+
+@triton.jit
+def _codes(y, BITS: tl.constexpr, SIGNED: tl.constexpr, CLIP: tl.constexpr):
+    """Codes and scale of the groups of y [R, G, 128 or 64], the last axis a group."""
+    half: tl.constexpr = 2 ** (BITS - 1)
+    high = tl.max(y, axis=2)
+    low = tl.min(y, axis=2)
+    if SIGNED:
+        scale = tl.where(high >= -low, high, low) * (CLIP / -half)
+    else:
+        scale = tl.maximum(high, -low) * (CLIP / (half - 1))
+    tiny: tl.constexpr = 1.1754943508222875e-38
+    scale = tl.where(tl.abs(scale) < tiny, tiny, scale)
+    q = _nearest(tl.div_rn(y, tl.broadcast_to(scale[:, :, None], y.shape)))
+    return tl.minimum(tl.maximum(q, -half), half - 1), scale
+
+
+@triton.jit
+def norm_round_kernel(
+    X,
+    WEIGHT,
+    BIAS,
+    INDEX,
+    CODES,
+    SCALES,
+    K,
+    normal,
+    outliers,
+    x_stride,
+    eps,
+    GROUPS: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_GROUP: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BITS: tl.constexpr,
+    SIGNED: tl.constexpr,
+    CLIP: tl.constexpr,
+    NORM: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_INDEX: tl.constexpr,
+):
+    """A token's norm, channel order and rounding; NORM 0 leaves x, 1 is RMSNorm, 2 LayerNorm.
+
+    The row is read twice: once as it lies for the norm, once in order (from L1).
+    """
+    row = tl.program_id(0).to(tl.int64)
+    x_row = X + row * x_stride
+    mean = 0.0
+    rstd = 1.0
+    if NORM > 0:
+        at = tl.arange(0, BLOCK_K)
+        x = tl.load(x_row + at, mask=at < K, other=0.0).to(tl.float32)
+        if NORM == 2:
+            mean = tl.sum(x, axis=0) / K
+            x = tl.where(at < K, x - mean, 0.0)
+        rstd = 1.0 / tl.sqrt_rn(tl.sum(x * x, axis=0) / K + eps)
+
+    # normal channels, all groups of the row at once
+    within = tl.arange(0, BLOCK_GROUP)[None, :]
+    place = tl.arange(0, BLOCK_G)[:, None] * GROUP + within
+    live = (place < normal) & (within < GROUP)
+    y = _ordered(x_row, WEIGHT, BIAS, INDEX, place, live, mean, rstd, NORM, HAS_BIAS, HAS_INDEX)
+    q, scale = _codes(y[None], BITS, SIGNED, CLIP)
+    width = GROUPS * GROUP
+    code_row = CODES + row * (width + (outliers > 0) * 128)
+    scale_row = SCALES + row * (GROUPS + 1)
+    groups = tl.arange(0, BLOCK_G)
+    inside = ((place < width) & (within < GROUP))[None]
+    tl.store(code_row + place[None], q.to(tl.int8), mask=inside)
+    tl.store(scale_row + groups[None], scale, mask=groups[None] < GROUPS)
+
+    # outliers: 8 bits, one scale
+    if outliers > 0:
+        slot = tl.arange(0, 128)[None, :]
+        kept = _ordered(
+            x_row,
+            WEIGHT,
+            BIAS,
+            INDEX,
+            normal + slot,
+            slot < outliers,
+            mean,
+            rstd,
+            NORM,
+            HAS_BIAS,
+            HAS_INDEX,
+        )
+        kept_q, kept_scale = _codes(kept[None], 8, False, 1.0)
+        tl.store(code_row + width + slot[None], kept_q.to(tl.int8))
+        tl.store(scale_row + GROUPS + tl.zeros((1, 1), tl.int32), kept_scale)
+
+
+@triton.jit
+def _ordered(
+    x_row,
+    WEIGHT,
+    BIAS,
+    INDEX,
+    place,
+    live,
+    mean,
+    rstd,
+    NORM: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_INDEX: tl.constexpr,
+):
+    """Normed channels in order, zero where not live."""
+    channel = place
+    if HAS_INDEX:
+        channel = tl.load(INDEX + place, mask=live, other=0)
+    y = tl.load(x_row + channel, mask=live, other=0.0).to(tl.float32)
+    if NORM > 0:
+        y = (y - mean) * rstd * tl.load(WEIGHT + channel, mask=live, other=0.0).to(tl.float32)
+        if HAS_BIAS:
+            y += tl.load(BIAS + channel, mask=live, other=0.0).to(tl.float32)
+    return tl.where(live, y, 0.0)
+
+
+@triton.jit
+def act_round_kernel(
+    X,
+    HADAMARD,
+    CODES,
+    SCALES,
+    M,
+    F,
+    normal,
+    outliers,
+    x_stride,
+    GROUPS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BITS: tl.constexpr,
+    SIGNED: tl.constexpr,
+    CLIP: tl.constexpr,
+    ACT: tl.constexpr,
+    ROTATE: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    """Activation and rounding of 128 channels of BLOCK_M tokens; x is [M, 2F] for "silu".
+
+    ACT: "silu" silu(gate) * up, "relu", "gelu" (tanh form). ROTATE multiplies the channels by the
+    Hadamard matrix before rounding. Programs past the normal channels take the outliers.
+    """
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    block = tl.program_id(1)
+    blocks: tl.constexpr = GROUPS * GROUP // 128
+    is_outlier = block == blocks
+    j = tl.arange(0, 128)
+    channel = tl.where(is_outlier, normal, block * 128) + j
+    live = channel < tl.where(is_outlier, normal + outliers, normal)
+    keep = (rows < M)[:, None] & live[None, :]
+    at = rows.to(tl.int64)[:, None] * x_stride + channel[None, :]
+    y = tl.load(X + at, mask=keep, other=0.0).to(tl.float32)
+    if ACT == "silu":
+        y = y / (1.0 + tl.exp(-y)) * tl.load(X + at + F, mask=keep, other=0.0).to(tl.float32)
+    elif ACT == "relu":
+        y = tl.maximum(y, 0.0)
+    else:
+        inner = 1.5957691216057308 * (y + 0.044715 * y * y * y)
+        y = y / (1.0 + tl.exp(-inner))
+    width = GROUPS * GROUP
+    code_at = rows.to(tl.int64)[:, None] * (width + (outliers > 0) * 128) + block * 128 + j[None, :]
+    scale_at = rows.to(tl.int64) * (GROUPS + 1)
+    if is_outlier:
+        kept_q, kept_scale = _codes(y[:, None, :], 8, False, 1.0)
+        kept_at = code_at[:, None, :]
+        tl.store(CODES + kept_at, kept_q.to(tl.int8), mask=(rows < M)[:, None, None])
+        tl.store(SCALES + (scale_at + GROUPS)[:, None], kept_scale, mask=(rows < M)[:, None])
+    else:
+        turned = y
+        if ROTATE:
+            h = tl.load(HADAMARD + j[:, None] * 128 + j[None, :])
+            precision: tl.constexpr = "ieee" if INTERPRET else "tf32x3"
+            turned = tl.dot(y, h, input_precision=precision)
+        parts: tl.constexpr = 128 // GROUP if GROUPS > 1 else 1
+        grouped = tl.reshape(turned, (BLOCK_M, parts, 128 // parts))
+        q, scale = _codes(grouped, BITS, SIGNED, CLIP)
+        flat = tl.reshape(q.to(tl.int8), (BLOCK_M, 128))
+        tl.store(CODES + code_at, flat, mask=(rows < M)[:, None])
+        part = tl.arange(0, parts)
+        first = scale_at[:, None] + block * parts + part[None, :]
+        tl.store(SCALES + first, scale, mask=(rows < M)[:, None])
+
+
+@triton.jit
+def _scales(sw_at, sa_at):
+    """The factor of a tile's integer sums, [N, M]."""
+    return tl.load(sw_at).to(tl.float32)[:, None] * tl.load(sa_at)[None, :]
+
+
+@triton.jit(do_not_specialize=["M"])
+def atom_gemm_kernel(
+    A,
+    SA,
+    W,
+    SW,
+    WO,
+    SO,
+    BIAS,
+    Y,
+    M,
+    N,
+    outliers,
+    GROUPS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    PARTS: tl.constexpr,
+    BITS: tl.constexpr,
+    HAS_OUTLIERS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUP_N: tl.constexpr,
+):
+    """Y [M, N] = A W^T with scales; BLOCKS k-groups of 128, PARTS scales in each (0: one a row)."""
+    pid = tl.program_id(0)
+    tiles_m = tl.cdiv(M, BLOCK_M)
+    # GROUP_N row blocks of w walk the tokens together, so that both operands are met in L2.
+    width = GROUP_N * tiles_m
+    first_n = pid // width * GROUP_N
+    count_n = tl.minimum(tl.cdiv(N, BLOCK_N) - first_n, GROUP_N)
+    n = (first_n + pid % width % count_n) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = pid % width // count_n * BLOCK_M + tl.arange(0, BLOCK_M)
+    n_row = tl.where(n < N, n, 0).to(tl.int64)
+    m_row = tl.where(m < M, m, 0).to(tl.int64)
+    j = tl.arange(0, 64)
+    a_width = BLOCKS * 128 + HAS_OUTLIERS * 128
+    a_at = A + m_row[None, :] * a_width + j[:, None]
+    sa_row = SA + m_row * (GROUPS + 1)
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    total = tl.zeros((BLOCK_N, BLOCK_M), tl.int32)
+    zero = tl.zeros((BLOCK_N, BLOCK_M), tl.int32)
+    for block in range(BLOCKS):
+        a_low = tl.load(a_at + block * 128)
+        a_high = tl.load(a_at + block * 128 + 64)
+        if BITS == 4:
+            byte = tl.load(W + n_row[:, None] * (BLOCKS * 64) + block * 64 + j[None, :])
+            w_low = (byte << 4).to(tl.int8, bitcast=True)
+            w_high = (byte & 0xF0).to(tl.int8, bitcast=True)
+        else:
+            w_at = W + n_row[:, None] * (BLOCKS * 128) + block * 128 + j[None, :]
+            w_low = tl.load(w_at)
+            w_high = tl.load(w_at + 64)
+        if PARTS == 0:
+            total = tl.dot(w_low, a_low, total, out_dtype=tl.int32)
+            total = tl.dot(w_high, a_high, total, out_dtype=tl.int32)
+        elif PARTS == 1:
+            part = tl.dot(w_low, a_low, zero, out_dtype=tl.int32)
+            part = tl.dot(w_high, a_high, part, out_dtype=tl.int32)
+            acc += part.to(tl.float32) * _scales(SW + n_row * GROUPS + block, sa_row + block)
+        else:
+            group = 2 * block
+            part = tl.dot(w_low, a_low, zero, out_dtype=tl.int32)
+            acc += part.to(tl.float32) * _scales(SW + n_row * GROUPS + group, sa_row + group)
+            part = tl.dot(w_high, a_high, zero, out_dtype=tl.int32)
+            acc += part.to(tl.float32) * _scales(
+                SW + n_row * GROUPS + group + 1, sa_row + group + 1
+            )
+    if PARTS == 0:
+        acc = total.to(tl.float32) * _scales(SW + n_row, sa_row)
+    if BITS == 4:
+        acc *= 0.0625
+    if HAS_OUTLIERS:
+        k = tl.arange(0, 128)
+        a = tl.load(A + m_row[None, :] * a_width + BLOCKS * 128 + k[:, None])
+        w = tl.load(
+            WO + n_row[:, None] * outliers + k[None, :], mask=k[None, :] < outliers, other=0
+        )
+        part = tl.dot(w, a, out_dtype=tl.int32)
+        acc += part.to(tl.float32) * _scales(SO + n_row, sa_row + GROUPS)
+    if HAS_BIAS:
+        acc += tl.load(BIAS + n_row).to(tl.float32)[:, None]
+    y_at = Y + m_row[None, :] * N + n[:, None]
+    tl.store(y_at, acc.to(Y.dtype.element_ty), mask=(n < N)[:, None] & (m < M)[None, :])
+
+
+@triton.jit(do_not_specialize=["M"])
+def channel_gemm_kernel(
+    A,
+    SA,
+    W,
+    SW,
+    BIAS,
+    Y,
+    M,
+    N,
+    a_width,
+    K: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUP_M: tl.constexpr,
+):
+    """Y [M, N] = A W^T of int8 with one scale a token and a row; both operands in shared memory."""
+    pid = tl.program_id(0)
+    width = GROUP_M * tl.cdiv(N, BLOCK_N)
+    first_m = pid // width * GROUP_M
+    count_m = tl.minimum(tl.cdiv(M, BLOCK_M) - first_m, GROUP_M)
+    m = (first_m + pid % width % count_m) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = pid % width // count_m * BLOCK_N + tl.arange(0, BLOCK_N)
+    m_row = tl.where(m < M, m, 0).to(tl.int64)
+    n_row = tl.where(n < N, n, 0).to(tl.int64)
+    k = tl.arange(0, 128)
+    a_at = A + m_row[:, None] * a_width + k[None, :]
+    w_at = W + n_row[None, :] * K + k[:, None]
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)
+    for _ in range(K // 128):
+        acc = tl.dot(tl.load(a_at), tl.load(w_at), acc, out_dtype=tl.int32)
+        a_at += 128
+        w_at += 128
+    # Two scales a token in SA: the second is that of outliers, of which there are none.
+    sa = tl.load(SA + m_row * 2)
+    sw = tl.load(SW + n_row).to(tl.float32)
+    y = acc.to(tl.float32) * sa[:, None] * sw[None, :]
+    if HAS_BIAS:
+        y += tl.load(BIAS + n_row).to(tl.float32)[None, :]
+    y_at = Y + m.to(tl.int64)[:, None] * N + n[None, :]
+    tl.store(y_at, y.to(Y.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])

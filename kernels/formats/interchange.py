@@ -1,0 +1,208 @@
+"""Checkpoints quantised elsewhere to our packed weights and back, bit for bit.
+
+Published forms (b bits, G groups of 128; int32 words hold a little-endian stream of b-bit codes:
+code i fills bits b*i .. b*i+b-1, and may straddle two words when b = 3):
+
+    GPTQ     qweight [K b/32, N], stream down K      qzeros [G, N b/32], stream along N
+             scales [G, N]      g_idx [K]: the group of each k      w = scale (code - zero)
+             "v1" files store zero - 1 (modulo 2^b), "v2" files the zero itself
+    AWQ      qweight [K, N/8], qzeros [G, N/8], scales [G, N], 4 bits only; nibble i of a word
+             is column 0 2 4 6 1 3 5 7 [i] of its eight
+    compressed-tensors "pack-quantized"
+             weight_packed [N, ceil(K b/32)], stream along K, codes offset by 2^(b-1)
+             weight_scale [N, G]     weight_zero_point [ceil(N b/32), G], stream down N, same
+             offset, absent when symmetric     weight_shape [2]
+
+Sources: AutoGPTQ/GPTQModel `qlinear` pack(), AutoAWQ `WQLinear_GEMM.from_linear`,
+compressed-tensors 0.20 `pack_quantized/helpers.py` (its own pack is an oracle in our tests).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from llmpq.kernels.formats.quantized_weight import QuantizedWeight, from_codes
+from llmpq.kernels.formats.weight_layout import GROUP, Layout
+from llmpq.precision import padded_k
+
+_AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+def pack_stream(codes: Tensor, bits: int) -> Tensor:
+    """Pack codes [R, C] into int32 words [R, ceil(C bits / 32)], a bit stream along each row."""
+    rows, columns = codes.shape
+    padded = functional.pad(codes, (0, -columns % 32)).long().view(rows, -1, 32)
+    words = torch.zeros(rows, padded.shape[1], bits, dtype=torch.int64, device=codes.device)
+    for i in range(32):
+        word, shift = divmod(bits * i, 32)
+        words[:, :, word] |= padded[:, :, i] << shift & 0xFFFFFFFF
+        if shift + bits > 32:
+            words[:, :, word + 1] |= padded[:, :, i] >> (32 - shift)
+    flat = words.view(rows, -1)[:, : -(-columns * bits // 32)]
+    return torch.where(flat >= 1 << 31, flat - (1 << 32), flat).int()
+
+
+def unpack_stream(words: Tensor, bits: int, columns: int) -> Tensor:
+    """Return the uint8 codes [R, columns] of `pack_stream`."""
+    rows = words.shape[0]
+    padded = functional.pad(words, (0, -words.shape[1] % bits)).long() & 0xFFFFFFFF
+    groups = padded.view(rows, -1, bits)
+    codes = torch.empty(rows, groups.shape[1], 32, dtype=torch.uint8, device=words.device)
+    for i in range(32):
+        word, shift = divmod(bits * i, 32)
+        value = groups[:, :, word] >> shift
+        if shift + bits > 32:
+            value = value | groups[:, :, word + 1] << (32 - shift)
+        codes[:, :, i] = (value & (1 << bits) - 1).to(torch.uint8)
+    return codes.view(rows, -1)[:, :columns]
+
+
+def from_gptq(
+    tensors: Mapping[str, Tensor], *, bits: int, v2: bool = False, layout: Layout | None = None
+) -> QuantizedWeight:
+    """Convert `qweight`, `qzeros`, `scales` and, if present, `g_idx` of one GPTQ layer."""
+    n, k = tensors["qweight"].shape[1], tensors["qweight"].shape[0] * 32 // bits
+    scale_NG = tensors["scales"].t()
+    group_size = _group_size(k, scale_NG.shape[1])
+    order = torch.arange(k) // (group_size or k)
+    if "g_idx" in tensors and not torch.equal(tensors["g_idx"].cpu().long(), order):
+        raise ValueError(
+            "GPTQ layer with activation order (g_idx is not k // group size): our kernels need the "
+            "k of a group side by side. Re-quantise with desc_act=False."
+        )
+    codes = unpack_stream(tensors["qweight"].t().contiguous(), bits, k)
+    zero = unpack_stream(tensors["qzeros"], bits, n)
+    if not v2:
+        zero = (zero + 1) & (1 << bits) - 1
+    return _build(codes, scale_NG, zero.t(), bits, group_size, layout)
+
+
+def to_gptq(q: QuantizedWeight, *, v2: bool = False) -> dict[str, Tensor]:
+    """Return one layer's GPTQ tensors; v1 files cannot tell zero 2^b from 0, and none is 2^b."""
+    k = _whole_k(q, "GPTQ")
+    zero = q.zero_NG().to(torch.uint8)
+    if not v2:
+        zero = (zero.int() - 1 & (1 << q.bits) - 1).to(torch.uint8)
+    return {
+        "qweight": pack_stream(q.codes()[:, :k], q.bits).t().contiguous(),
+        "qzeros": pack_stream(zero.t(), q.bits),
+        "scales": q.scale_NG().t().contiguous(),
+        "g_idx": (torch.arange(k) // (q.group_size or k)).int(),
+    }
+
+
+def from_awq(tensors: Mapping[str, Tensor], *, layout: Layout | None = None) -> QuantizedWeight:
+    """Convert `qweight`, `qzeros` and `scales` of one AWQ (GEMM version) layer."""
+    scale_NG = tensors["scales"].t()
+    k = tensors["qweight"].shape[0]
+    codes = _awq_unpack(tensors["qweight"]).t()
+    zero_NG = _awq_unpack(tensors["qzeros"]).t()
+    return _build(codes, scale_NG, zero_NG, 4, _group_size(k, scale_NG.shape[1]), layout)
+
+
+def to_awq(q: QuantizedWeight) -> dict[str, Tensor]:
+    """Return one 4-bit layer's AWQ (GEMM version) tensors."""
+    if q.bits != 4 or q.out_features % 8:
+        raise ValueError(
+            f"AWQ: got {q.bits} bits, N = {q.out_features}, expected 4 bits, N a multiple of 8"
+        )
+    k = _whole_k(q, "AWQ")
+    return {
+        "qweight": _awq_pack(q.codes()[:, :k].t()),
+        "qzeros": _awq_pack(q.zero_NG().to(torch.uint8).t()),
+        "scales": q.scale_NG().t().contiguous(),
+    }
+
+
+def from_compressed_tensors(
+    tensors: Mapping[str, Tensor], *, bits: int, layout: Layout | None = None
+) -> QuantizedWeight:
+    """Convert `weight_packed`, `weight_scale`, `weight_shape` and, if any, `weight_zero_point`."""
+    n, k = (int(size) for size in tensors["weight_shape"])
+    scale_NG = tensors["weight_scale"]
+    codes = unpack_stream(tensors["weight_packed"], bits, k)
+    zero_NG = None
+    if "weight_zero_point" in tensors:
+        zero_NG = unpack_stream(tensors["weight_zero_point"].t().contiguous(), bits, n).t()
+    return _build(codes, scale_NG, zero_NG, bits, _group_size(k, scale_NG.shape[1]), layout)
+
+
+def to_compressed_tensors(q: QuantizedWeight) -> dict[str, Tensor]:
+    """Return one layer's compressed-tensors "pack-quantized" tensors."""
+    packed = {
+        "weight_packed": pack_stream(q.codes()[:, : q.in_features], q.bits),
+        "weight_scale": q.scale_NG().contiguous(),
+        "weight_shape": torch.tensor([q.out_features, q.in_features]),
+    }
+    if q.zero is not None:
+        zero_GN = q.zero_NG().to(torch.uint8).t()
+        packed["weight_zero_point"] = pack_stream(zero_GN, q.bits).t().contiguous()
+    return packed
+
+
+def _group_size(k: int, groups: int) -> int | None:
+    if groups == 1 and k > GROUP:
+        return None
+    if groups != -(-k // GROUP):
+        raise ValueError(
+            f"group size: got {groups} groups of K = {k}, expected {-(-k // GROUP)} (groups of "
+            f"{GROUP}) or 1 (per channel). Re-quantise with one of them."
+        )
+    return GROUP
+
+
+def _build(
+    codes: Tensor,
+    scale_NG: Tensor,
+    zero_NG: Tensor | None,
+    bits: int,
+    group_size: int | None,
+    layout: Layout | None,
+) -> QuantizedWeight:
+    """Pad K with zero weights; zeros that are all 2^(b-1) make the weight symmetric."""
+    n, k = codes.shape
+    if zero_NG is not None and bool((zero_NG == 2 ** (bits - 1)).all()):
+        zero_NG = None
+    padding = padded_k(k) - k
+    if padding:
+        last = 2 ** (bits - 1) if zero_NG is None else zero_NG[:, -1:].expand(n, padding)
+        filler = codes.new_empty(n, padding)
+        filler[:] = last
+        codes = torch.cat((codes, filler), dim=1)
+    return from_codes(
+        codes.contiguous(),
+        scale_NG.contiguous(),
+        None if zero_NG is None else zero_NG.to(scale_NG.dtype).contiguous(),
+        bits=bits,
+        group_size=group_size,
+        in_features=k,
+        layout=layout,
+    )
+
+
+def _whole_k(q: QuantizedWeight, name: str) -> int:
+    if q.in_features % 32 or q.out_features % 32:
+        raise ValueError(
+            f"{name}: got N = {q.out_features}, K = {q.in_features}, expected multiples of 32: its "
+            "words have no room for a remainder"
+        )
+    return q.in_features
+
+
+def _awq_pack(codes_RN: Tensor) -> Tensor:
+    columns = codes_RN.int().reshape(codes_RN.shape[0], -1, 8)
+    words = torch.zeros(columns.shape[:2], dtype=torch.int32, device=codes_RN.device)
+    for i, column in enumerate(_AWQ_COLUMNS):
+        words |= columns[:, :, column] << (4 * i)
+    return words
+
+
+def _awq_unpack(words: Tensor) -> Tensor:
+    codes = torch.empty(*words.shape, 8, dtype=torch.uint8, device=words.device)
+    for i, column in enumerate(_AWQ_COLUMNS):
+        codes[:, :, column] = (words >> (4 * i) & 15).to(torch.uint8)
+    return codes.view(words.shape[0], -1)

@@ -1,0 +1,92 @@
+"""How one product is computed: what may be chosen of a launch (`Config`), and the launch decided.
+
+Which one suits a shape is choice.py's affair.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """One way to compute a product; `kernel` is "rows", "tile", "gluon" or "dense".
+
+    "dense" is dequantise, then cuBLAS.
+    """
+
+    kernel: str
+    blocks: int = 1
+    """16-row blocks of w a warp holds (BH)."""
+    warps: int = 4
+    depth: int = 2
+    """k-groups of w in flight in registers."""
+    x_depth: int = 2
+    """rows: k-groups of x in flight."""
+    bm: int = 16
+    """tile, gluon: rows of x a program multiplies; gluon: two powers of two at most, as in 160."""
+    stages: int = 1
+    """tile: cp.async stages; 1 keeps weights in registers instead. gluon: slots of the x ring."""
+    split: int = 1
+    """tile: programs that share one tile's K."""
+    scale_w: bool = False
+    """tile: scale the operand instead of the accumulator."""
+    registers: int | None = None
+    """tile, gluon: registers of a thread at most; None leaves it to the launch."""
+    cut: int = 0
+    """gluon: last waves of tiles whose K is shared out evenly, the unfinished one first."""
+    programs: int = 0
+    """gluon: programs at most; 0: one a multiprocessor."""
+    warpgroups: int = 2
+    """gluon: warpgroups of 64 * blocks rows of w: 2 or 3."""
+    asker: bool = False
+    """gluon: a warp of its own asks for x, not the first warpgroup."""
+
+    def __post_init__(self) -> None:
+        # Triton 3.6 overlaps the next step's operand with wgmma still reading the last one's
+        # registers when a pipelined loop feeds it from arithmetic: wrong sums (H200).
+        if self.scale_w and self.stages > 1:
+            raise ValueError("scale_w needs stages = 1: pipelined loops of it compute wrong sums")
+        if self.asker and (self.warpgroups != 2 or self.blocks * self.bm > 128):
+            raise ValueError(
+                f"asker: got {self.warpgroups} warpgroups with tiles of {self.blocks} x {self.bm}, "
+                "expected 2 and at most 128: with its warp, a thread has 168 registers"
+            )
+        rest = self.bm - (1 << self.bm.bit_length() - 1)
+        if rest and (self.kernel != "gluon" or self.blocks > 1 or rest < 8 or rest & (rest - 1)):
+            raise ValueError(
+                f"bm: got {self.bm} with {self.kernel} and {self.blocks} blocks, expected a power "
+                "of two or, gluon with one block, the sum of two from 8 on"
+            )
+
+
+DENSE = Config(kernel="dense")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProductPlan:
+    """A decided product: the configuration and the launch it makes."""
+
+    config: Config
+    pdl: bool
+    kwidth4: bool
+    interpret: bool
+
+
+def make_plan(
+    config: Config, capability: tuple[int, int], *, interpret: bool = False
+) -> ProductPlan:
+    """Fit a configuration to a compute capability."""
+    hopper_on = capability >= (9, 0)
+    return ProductPlan(
+        config=config,
+        pdl=hopper_on and not interpret,
+        kwidth4=not hopper_on,
+        interpret=interpret,
+    )
+
+
+def config_entry(config: Config) -> dict[str, object]:
+    """Return the fields of a configuration that differ from the defaults, for `tuned/*.json`."""
+    plain = asdict(Config(kernel=config.kernel))
+    return {k: v for k, v in asdict(config).items() if k == "kernel" or v != plain[k]}

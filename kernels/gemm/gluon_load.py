@@ -1,0 +1,103 @@
+"""Words, scales and zeros from memory to the registers of a warpgroup, for `gluon_kernel`.
+
+Registers bridge one k-group of time and the L2 the latency behind it: lines are asked of the L2
+several k-groups before registers load them. Legend as in gluon_kernel.py.
+"""
+
+# mypy: ignore-errors
+# ruff: noqa: SIM300
+# (A Gluon body is not Python: values change type as it is traced.)
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+@gluon.jit
+def _load_words(P0, P1, rows, lane, BITS: gl.constexpr, LANES: gl.constexpr):
+    """A lane's words of one k-group: the last axis is (jj/2, jj%2, k3); 3 bit: h, in triples."""
+    if BITS == 3:
+        h = gl.arange(0, 2, layout=gl.SliceLayout(0, LANES))[None, :]
+        at = rows[:, None] + (lane[:, None] * 2 + h)
+        return (gl.load(P0 + at), gl.load(P0 + at + 64), gl.load(P0 + at + 128))
+    else:
+        w = gl.arange(0, 8, layout=gl.SliceLayout(0, LANES))[None, :]
+        at = rows[:, None] + (w // 4 * 128 + lane[:, None] * 4 + w % 4)
+        if BITS == 8:
+            return (gl.load(P0 + at), gl.load(P1 + at))
+        else:
+            return (gl.load(P0 + at),)
+
+
+@gluon.jit
+def load(
+    P0, P1, S, Z, block, blocks, groups, group, WG: gl.constexpr, BH: gl.constexpr,
+    BITS: gl.constexpr, GROUPED: gl.constexpr, SYMMETRIC: gl.constexpr,
+):  # fmt: skip
+    """Words, scale and zero pairs of a warpgroup's rows of one k-group: BH tuples of tensors."""
+    WORDS: gl.constexpr = 192 if BITS == 3 else 256
+    OWN: gl.constexpr = 2 if BITS == 3 else 8
+    LANES: gl.constexpr = gl.BlockedLayout([1, OWN], [32, 1], [4, 1], [1, 0])
+    thread = gl.arange(0, 128, layout=gl.SliceLayout(1, LANES))
+    lane = thread % 32
+    start = (block.to(gl.int64) * groups + group) * WORDS
+    s_groups = groups if GROUPED else 1
+    s_start = (block * s_groups + (group if GROUPED else 0)) * 8
+    out = ()
+    for bh in gl.static_range(BH):
+        inner = gl.minimum((WG * BH + bh) * 4 + thread // 32, blocks - 1 - block)
+        words = _load_words(P0 + start, P1 + start, inner * groups * WORDS, lane, BITS, LANES)
+        pair = inner * s_groups * 8 + lane // 4
+        scale = gl.load(S + s_start + pair)
+        zero = scale if SYMMETRIC else gl.load(Z + s_start + pair)
+        out = out + ((words, scale, zero),)
+    return out
+
+
+@gluon.jit
+def _ask(pointers):
+    """Bring the lines of addresses to the L2; nobody waits for them."""
+    gl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1];mov.b32 $0, 0;",
+        "=r,l",
+        [pointers],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def ask_ahead(
+    P0, P1, S, Z, block, blocks, groups, group, WG: gl.constexpr, BH: gl.constexpr,
+    BITS: gl.constexpr, GROUPED: gl.constexpr, SYMMETRIC: gl.constexpr,
+):  # fmt: skip
+    """Bring what `load` will read to the L2: registers bridge less than the memory's latency."""
+    WORDS: gl.constexpr = 192 if BITS == 3 else 256
+    OWN: gl.constexpr = 2 if BITS == 3 else 8
+    LANES: gl.constexpr = gl.BlockedLayout([1, OWN], [32, 1], [4, 1], [1, 0])
+    thread = gl.arange(0, 128, layout=gl.SliceLayout(1, LANES))
+    start = block.to(gl.int64) * groups + group
+    for bh in gl.static_range(BH):
+        inner = gl.minimum((WG * BH + bh) * 4 + thread // 32, blocks - 1 - block) * groups
+        at = inner * WORDS + thread % 32 * (WORDS // 32)
+        _ask(P0 + start * WORDS + at)
+        if BITS == 8:
+            _ask(P1 + start * WORDS + at)
+        if GROUPED:
+            _ask(S + start * 8 + inner * 8)
+            if not SYMMETRIC:
+                _ask(Z + start * 8 + inner * 8)
+
+
+@gluon.jit
+def load_first(
+    P0, P1, S, Z, block, blocks, groups, first, last, WG: gl.constexpr, BH: gl.constexpr,
+    BITS: gl.constexpr, GROUPED: gl.constexpr, SYMMETRIC: gl.constexpr, FAR: gl.constexpr,
+):  # fmt: skip
+    """Load a tile's first k-group and bring the next ones to the L2."""
+    loaded = load(P0, P1, S, Z, block, blocks, groups, first, WG, BH, BITS, GROUPED, SYMMETRIC)
+    for i in gl.static_range(1, FAR):
+        group = gl.minimum(first + i, gl.maximum(last - 1, 0))
+        ask_ahead(P0, P1, S, Z, block, blocks, groups, group, WG, BH, BITS, GROUPED, SYMMETRIC)
+    return loaded

@@ -1,0 +1,85 @@
+"""How `gluon_kernel` divides a product: configurations, schedules, shapes that nobody tuned."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from llmpq.kernels.gemm.config import Config
+
+SHARED_BYTES = 232_448
+"""Shared memory a program may use on Hopper."""
+
+WIDE = Config(kernel="gluon", bm=256, stages=5)
+TALL = Config(kernel="gluon", blocks=2, bm=128, stages=5)
+BROAD = Config(kernel="gluon", bm=128, stages=5, warpgroups=3)
+SMALL = Config(kernel="gluon", bm=128, stages=6)
+
+_LEAST_GROUPS = 2  # of a program where K is shared out
+
+# us of a k-group of one program and of adding up the shares of cut tiles (H200, 4 bits).
+_GROUP_US = {WIDE: 1.2, TALL: 1.25, BROAD: 1.08, SMALL: 0.7}
+_SHARES_US = 8.0
+
+
+def slot_columns(config: Config) -> int:
+    """Columns of x in a slot of the ring: half a k-group where tiles of x are widest."""
+    return 64 if config.bm > 128 else 128
+
+
+def parts_of(config: Config) -> tuple[int, int]:
+    """Rows of the parts of a tile of x, both powers of two: 160 are 128 and 32."""
+    most = 1 << config.bm.bit_length() - 1
+    return most, config.bm - most
+
+
+def shared_bytes(config: Config) -> int:
+    """Return a program's shared memory: the ring of x, what y is staged in, barriers."""
+    ring = config.stages * config.bm * slot_columns(config) * 2
+    return ring + tile_rows(config) * config.bm * 2 + 16 * config.stages + 256
+
+
+def tile_rows(config: Config) -> int:
+    """Rows of w of a tile."""
+    return 64 * config.warpgroups * config.blocks
+
+
+def tiles_of(config: Config, n: int, rows: int) -> int:
+    """Tiles of `tile_rows` rows of w and bm rows of x."""
+    return -(-rows // config.bm) * -(-n // tile_rows(config))
+
+
+def schedule(config: Config, tiles: int, groups: int, multiprocessors: int) -> tuple[int, int]:
+    """Return how many programs run and how many tiles they multiply whole, in turns.
+
+    The other tiles' k-groups are shared out evenly: those of the unfinished last wave (cut 1), of
+    the last wave and the unfinished one (cut 2). Cut 0 shares nothing out.
+    """
+    programs = config.programs or multiprocessors
+    if config.cut == 0 or tiles % programs == 0:
+        return min(programs, tiles), tiles
+    whole = max(0, tiles // programs - config.cut + 1) * programs
+    if whole and (tiles - whole) * groups < programs * _LEAST_GROUPS:
+        whole -= programs
+    if whole == 0:
+        programs = max(1, min(programs, tiles * groups // _LEAST_GROUPS))
+    return programs, whole
+
+
+def suits(config: Config, bits: int) -> bool:
+    """Whether a thread's registers hold the words: two planes of two row blocks do not fit."""
+    return config.kernel != "gluon" or config.blocks == 1 or bits != 8
+
+
+def prefill_config(bits: int, n: int, k: int, rows: int, *, multiprocessors: int) -> Config:
+    """Return the configuration that a model of waves of tiles expects to be fastest on Hopper."""
+    groups = -(-k // 128)
+
+    def expected_us(config: Config) -> float:
+        base = replace(config, cut=0)
+        tiles = tiles_of(config, n, rows)
+        programs, whole = schedule(config, tiles, groups, multiprocessors)
+        steps = -(-whole // programs) * groups + -(-(tiles - whole) * groups // programs)
+        return steps * _GROUP_US[base] + (_SHARES_US if whole < tiles else 0)
+
+    bases = [c for c in (WIDE, TALL, BROAD, SMALL) if suits(c, bits)]
+    return min((replace(c, cut=cut) for c in bases for cut in (0, 1, 2)), key=expected_us)

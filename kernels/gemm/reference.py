@@ -1,0 +1,39 @@
+"""Plain-torch twins of the weight kernels: slow, clear, the oracle of every test and check."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from llmpq.kernels.formats.quantized_weight import QuantizedWeight
+
+
+def linear_reference(
+    x: Tensor, qweight: QuantizedWeight, bias: Tensor | None = None, *, exact: bool = False
+) -> Tensor:
+    """y = x w^T + bias with the dequantised weight; `exact` computes and returns float64."""
+    wide = torch.float64 if exact else torch.float32
+    y = x.to(wide) @ qweight.dequantize(wide).t()
+    if bias is not None:
+        y = y + bias.to(wide)
+    return y if exact else y.to(x.dtype)
+
+
+def high_plane_reference(x: Tensor, qweight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
+    """What an 8-bit weight's high nibble plane alone computes, in float64.
+
+    A code 16 h + l becomes 16 h + 7.5: the middle of the codes that share the nibble.
+    """
+    if qweight.bits != 8:
+        raise ValueError(f"high plane: got a {qweight.bits}-bit weight, expected 8 bits")
+    codes = (qweight.codes() >> 4).double() * 16 + 7.5
+    w = codes.view(qweight.out_features, qweight.groups, -1)
+    w = (w - qweight.zero_NG().double()[:, :, None]) * qweight.scale_NG().double()[:, :, None]
+    y = x.double() @ w.view(qweight.out_features, -1)[:, : qweight.in_features].t()
+    return y if bias is None else y + bias.double()
+
+
+def relative_error(got: Tensor, exact: Tensor) -> float:
+    """Frobenius norm of the error over that of `exact`; NaN if anything is NaN."""
+    exact = exact.double()
+    return float((got.double() - exact).norm() / exact.norm())

@@ -1,0 +1,175 @@
+"""`rows_kernel`: y = x w^T for a few rows of x (M <= 8, best to 2); all of K in one program.
+
+    program = 16*BH rows of w; its WM warps take the k-groups in turn
+        warp w:  words --> registers --> code - zero --> mma.sync with x's fragment
+    D k-groups of words in flight per warp before the first use; no loop, no shared memory; the
+    warps' sums meet once, at the end
+
+Moves bits/8 + 2/128 (scale) bytes per weight. The weights are requested before the previous
+kernel has ended (PDL: they do not depend on it), x only after.
+M rows of x, K in, N out; `blocks` of 16 rows of w, `groups` k-groups.
+"""
+
+# mypy: ignore-errors
+# ruff: noqa: SIM300
+# (A Triton body is not Python: values change type as it is traced; DT is no constant.)
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from llmpq.kernels.gemm.packed_operands import (
+    accumulator_scale,
+    dot,
+    finish,
+    load_pairs,
+    load_tile,
+    unpack,
+    zero_constants,
+)
+
+
+@triton.jit
+def _first(group, groups, WM: tl.constexpr, EVEN_G: tl.constexpr):
+    """First of WM k-groups from `group` on; moved back where they would pass the last one."""
+    if EVEN_G:
+        return group
+    else:
+        return tl.minimum(group, groups - WM)
+
+
+@triton.jit(do_not_specialize=["M"])
+def rows_kernel(
+    X, P0, P1, S, Z, BIAS, RESIDUAL, Y, M, N, K, blocks, groups,
+    BITS: tl.constexpr, GROUPED: tl.constexpr, SYMMETRIC: tl.constexpr, EVEN_K: tl.constexpr,
+    EVEN_G: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    BH: tl.constexpr, WM: tl.constexpr, STEPS: tl.constexpr, D: tl.constexpr, XD: tl.constexpr,
+    PDL: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """y = x w^T for M <= 8: STEPS * WM >= groups; steps past the last group are multiplied by 0."""
+    DT: tl.constexpr = X.dtype.element_ty
+    WORDS: tl.constexpr = 192 if BITS == 3 else 256
+    block = tl.program_id(0) * BH
+    left = blocks - block
+    S_GROUPS = groups if GROUPED else 1
+    P0 += block.to(tl.int64) * groups * WORDS
+    P1 += block.to(tl.int64) * groups * WORDS
+    S += block * S_GROUPS * 8
+    Z += block * S_GROUPS * 8
+
+    # Weights: D steps ahead of their use. A step that would start past the last group re-reads
+    # the last WM groups' start; x is zero there.
+    tiles = ()
+    for i in tl.static_range(min(D, STEPS)):
+        tiles += (
+            load_tile(
+                P0,
+                P1,
+                S,
+                Z,
+                left,
+                groups,
+                _first(i * WM, groups, WM, EVEN_G),
+                BITS,
+                GROUPED,
+                SYMMETRIC,
+                BH,
+                WM,
+                True,
+            ),
+        )
+    if not GROUPED:
+        channel_scale = load_pairs(S, left, 1, 0, BH, 1, True)
+        if not SYMMETRIC:
+            channel_zero = load_pairs(Z, left, 1, 0, BH, 1, True)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    xs = ()
+    for i in tl.static_range(min(XD, STEPS)):
+        xs += (_x_step(X, i, M, K, groups, WM, EVEN_K, EVEN_G),)
+
+    acc = tl.zeros([WM, BH * 16, 8], tl.float32)
+    for i in tl.static_range(STEPS):
+        if i + D < STEPS:
+            tiles += (
+                load_tile(
+                    P0,
+                    P1,
+                    S,
+                    Z,
+                    left,
+                    groups,
+                    _first((i + D) * WM, groups, WM, EVEN_G),
+                    BITS,
+                    GROUPED,
+                    SYMMETRIC,
+                    BH,
+                    WM,
+                    True,
+                ),
+            )
+        if i + XD < STEPS:
+            xs += (_x_step(X, i + XD, M, K, groups, WM, EVEN_K, EVEN_G),)
+        words, scale, zero = tiles[i]
+        zeros = ()
+        if not SYMMETRIC:
+            if GROUPED:
+                zeros = zero_constants(zero, BITS, DT, INTERPRET)
+            else:
+                wide = tl.broadcast_to(tl.reshape(channel_zero, (BH, 1, 32)), (BH, WM, 32))
+                zeros = zero_constants(tl.reshape(wide, (BH * WM * 32,)), BITS, DT, INTERPRET)
+        w = unpack(words, zeros, BITS, DT, SYMMETRIC, BH, WM, True, True, INTERPRET)
+        if GROUPED:
+            t = dot(w, xs[i], tl.zeros([WM, BH * 16, 8], tl.float32), INTERPRET)
+            t = tl.reshape(t, (WM, BH * 16, 1, 4, 2))
+            acc += tl.reshape(t * accumulator_scale(scale, DT, BH, WM, True), (WM, BH * 16, 8))
+        else:
+            acc = dot(w, xs[i], acc, INTERPRET)
+    total = tl.sum(acc, axis=0)
+    if not GROUPED:
+        s = tl.reshape(accumulator_scale(channel_scale, DT, BH, 1, True), (BH * 16, 1, 4, 1))
+        total = tl.reshape(tl.reshape(total, (BH * 16, 1, 4, 2)) * s, (BH * 16, 8))
+    finish(
+        total,
+        Y,
+        BIAS,
+        RESIDUAL,
+        block * 16,
+        0,
+        M,
+        N,
+        blocks * 16,
+        BH * 16,
+        8,
+        HAS_BIAS,
+        HAS_RESIDUAL,
+    )
+
+
+@triton.jit
+def _x_step(
+    X,
+    step: tl.constexpr,
+    M,
+    K,
+    groups,
+    WM: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    EVEN_G: tl.constexpr,
+):
+    """x of step `step`: the groups that `load_tile` reads, those already done masked to zero."""
+    first = _first(step * WM, groups, WM, EVEN_G)
+    f = tl.arange(0, WM * 1024)
+    warp = f // 64 % WM
+    row = f // 8 % 8
+    k = warp * 128 + f // (64 * WM) * 8 + f // 2 % 4 * 2 + f % 2
+    keep = row < M
+    if not EVEN_G:
+        keep = keep & (first + warp >= step * WM)
+    if not EVEN_K:
+        keep = keep & (first * 128 + k < K)
+    x = tl.load(X + first * 128 + row * K + k, mask=keep, other=0.0)
+    x = tl.permute(tl.reshape(x, (8, 2, WM, 8, 4, 2)), (2, 0, 4, 1, 5, 3))
+    return tl.reshape(x, (WM, 128, 8))

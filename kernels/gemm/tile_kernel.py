@@ -1,0 +1,287 @@
+"""`tile_kernel`: y = x w^T for more rows of x; K may be split over programs.
+
+    program = BN = 16*BH*WM rows of w x BM rows of x x a share of K
+        words --> registers --> code - zero --> left operand of wgmma (mma.sync before sm_90)
+        x --> shared memory --> right operand
+    STAGES 1: D k-groups of words ahead in registers while D are multiplied; else a cp.async
+    pipeline of STAGES. Both win somewhere (tuned/).
+    Shares of a tile leave float32 sums in a workspace; the last one to arrive adds them in order:
+    no float atomics, and results do not depend on the timing.
+
+Moves bits/8 + 2/128 (scale) bytes per weight, once. With STAGES 1 weights are requested before
+the previous kernel has ended (PDL), x only after.
+M rows of x, K in, N out; `blocks` of 16 rows of w, `groups` k-groups.
+"""
+
+# mypy: ignore-errors
+# ruff: noqa: SIM300
+# (A Triton body is not Python: values change type as it is traced; DT is no constant.)
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from llmpq.kernels.gemm.packed_operands import (
+    accumulator_scale,
+    dot,
+    finish,
+    load_pairs,
+    load_tile,
+    pair_floats,
+    unpack,
+    zero_constants,
+)
+
+
+@triton.jit
+def _scaled(
+    w, pairs, DT: tl.constexpr, BH: tl.constexpr, WM: tl.constexpr, INTERPRET: tl.constexpr
+):
+    """w * scale in DT: for tiles so wide that scaling the accumulator would need a second one."""
+    low, high = pair_floats(pairs, DT)
+    s = tl.reshape(tl.join(low.to(DT), high.to(DT)), (BH, WM, 8, 4, 2))
+    s = tl.reshape(tl.permute(s, (0, 1, 4, 2, 3)), (BH * WM * 16, 1, 4, 1))
+    w = tl.reshape(w, (BH * WM * 16, 16, 4, 2))
+    s = tl.broadcast_to(s, (BH * WM * 16, 16, 4, 2))
+    if INTERPRET:
+        w = (w.to(tl.float32) * s.to(tl.float32)).to(DT)
+    elif DT == tl.float16:
+        w = tl.inline_asm_elementwise(
+            "mul.f16x2 $0, $1, $2;", "=r,r,r", [w, s], dtype=tl.float16, is_pure=True, pack=2
+        )
+    else:
+        w = tl.inline_asm_elementwise(
+            "{.reg .b32 z; mov.b32 z, 0x80008000; fma.rn.bf16x2 $0, $1, $2, z;}",
+            "=r,r,r",
+            [w, s],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=2,
+        )
+    return tl.reshape(w, (BH * WM * 16, 128))
+
+
+@triton.jit
+def _accumulate(
+    acc,
+    tile,
+    x,
+    channel_zero,
+    BITS: tl.constexpr,
+    DT: tl.constexpr,
+    GROUPED: tl.constexpr,
+    SYMMETRIC: tl.constexpr,
+    SCALE_W: tl.constexpr,
+    BH: tl.constexpr,
+    WM: tl.constexpr,
+    BM: tl.constexpr,
+    KWIDTH4: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    """acc += scale * (code - zero) x of one k-group; not GROUPED, the scale waits for the end."""
+    words, scale, zero = tile
+    zeros = ()
+    if not SYMMETRIC:
+        if GROUPED:
+            zeros = zero_constants(zero, BITS, DT, INTERPRET)
+        else:
+            zeros = zero_constants(channel_zero, BITS, DT, INTERPRET)
+    w = unpack(words, zeros, BITS, DT, SYMMETRIC, BH, WM, False, KWIDTH4, INTERPRET)
+    BN: tl.constexpr = BH * WM * 16
+    if not GROUPED:
+        acc = dot(w, x, acc, INTERPRET)
+    elif SCALE_W:
+        acc = dot(_scaled(w, scale, DT, BH, WM, INTERPRET), x, acc, INTERPRET)
+    else:
+        t = dot(w, x, tl.zeros([BN, BM], tl.float32), INTERPRET)
+        t = tl.reshape(t, (BN, BM // 8, 4, 2))
+        acc += tl.reshape(t * accumulator_scale(scale, DT, BH, WM, False), (BN, BM))
+    return acc
+
+
+@triton.jit
+def _load_x(at, group, row_ok, k, K, EVEN_K: tl.constexpr):
+    if EVEN_K:
+        return tl.load(at + group * 128, mask=row_ok, other=0.0)
+    else:
+        return tl.load(at + group * 128, mask=row_ok & (group * 128 + k < K), other=0.0)
+
+
+@triton.jit(do_not_specialize=["M", "split"])
+def tile_kernel(
+    X, P0, P1, S, Z, BIAS, RESIDUAL, Y, PARTIAL, ARRIVED, M, N, K, blocks, groups, split,
+    BITS: tl.constexpr, GROUPED: tl.constexpr, SYMMETRIC: tl.constexpr, EVEN_K: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, SPLIT: tl.constexpr, SCALE_W: tl.constexpr,
+    BH: tl.constexpr, WM: tl.constexpr, BM: tl.constexpr, D: tl.constexpr, STAGES: tl.constexpr,
+    PDL: tl.constexpr, KWIDTH4: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """y = x w^T, grid (tiles of BM rows of x, tiles of rows of w, split).
+
+    Tiles of x come first so that a long x stays in the L2 and w is streamed once.
+    """
+    DT: tl.constexpr = X.dtype.element_ty
+    WORDS: tl.constexpr = 192 if BITS == 3 else 256
+    BN: tl.constexpr = BH * WM * 16
+    m0 = tl.program_id(0) * BM
+    tile, part = tl.program_id(1), tl.program_id(2)
+    block = tile * (BN // 16)
+    left = blocks - block
+    S_GROUPS = groups if GROUPED else 1
+    P0 += block.to(tl.int64) * groups * WORDS
+    P1 += block.to(tl.int64) * groups * WORDS
+    S += block * S_GROUPS * 8
+    Z += block * S_GROUPS * 8
+    steps = groups // D
+    first, last = part * steps // split, (part + 1) * steps // split
+
+    channel_zero = 0
+    if not GROUPED:
+        channel_scale = load_pairs(S, left, 1, 0, BH, WM, False)
+        if not SYMMETRIC:
+            channel_zero = load_pairs(Z, left, 1, 0, BH, WM, False)
+    k = tl.arange(0, 128)
+    if KWIDTH4:  # operand position 16 s + 4 c + 2 k3 + k0 holds k = 16 s + 8 k3 + 2 c + k0
+        k = k // 16 * 16 + k // 2 % 2 * 8 + k // 4 % 4 * 2 + k % 2
+    row_ok = (m0 + tl.arange(0, BM) < M)[None, :]
+    at = X + (m0 + tl.arange(0, BM)).to(tl.int64)[None, :] * K + k[:, None]
+    acc = tl.zeros([BN, BM], tl.float32)
+
+    if STAGES > 1:
+        if PDL:
+            gdc_launch_dependents()
+            gdc_wait()
+        for g in tl.range(first, last, num_stages=STAGES):
+            now = load_tile(P0, P1, S, Z, left, groups, g, BITS, GROUPED, SYMMETRIC, BH, WM, False)
+            if not GROUPED:
+                # Scaled here all the same: Triton 3.6 pipelines a sum that wgmma itself carries on
+                # without waiting for it to have read the operand that the next step unpacks.
+                now = (now[0], channel_scale, channel_zero)
+            x = _load_x(at, g, row_ok, k[:, None], K, EVEN_K)
+            acc = _accumulate(
+                acc,
+                now,
+                x,
+                channel_zero,
+                BITS,
+                DT,
+                True,
+                SYMMETRIC,
+                SCALE_W,
+                BH,
+                WM,
+                BM,
+                KWIDTH4,
+                INTERPRET,
+            )
+    else:
+        ahead = ()
+        for i in tl.static_range(D):
+            ahead += (
+                load_tile(
+                    P0,
+                    P1,
+                    S,
+                    Z,
+                    left,
+                    groups,
+                    first * D + i,
+                    BITS,
+                    GROUPED,
+                    SYMMETRIC,
+                    BH,
+                    WM,
+                    False,
+                ),
+            )
+        if PDL:
+            gdc_launch_dependents()
+            gdc_wait()
+        for step in tl.range(first, last, num_stages=1):
+            xs = ()
+            for i in tl.static_range(D):
+                xs += (_load_x(at, step * D + i, row_ok, k[:, None], K, EVEN_K),)
+            now = ahead
+            after = tl.minimum(step + 1, last - 1) * D
+            ahead = ()
+            for i in tl.static_range(D):
+                ahead += (
+                    load_tile(
+                        P0,
+                        P1,
+                        S,
+                        Z,
+                        left,
+                        groups,
+                        after + i,
+                        BITS,
+                        GROUPED,
+                        SYMMETRIC,
+                        BH,
+                        WM,
+                        False,
+                    ),
+                )
+            for i in tl.static_range(D):
+                acc = _accumulate(
+                    acc,
+                    now[i],
+                    xs[i],
+                    channel_zero,
+                    BITS,
+                    DT,
+                    GROUPED,
+                    SYMMETRIC,
+                    SCALE_W,
+                    BH,
+                    WM,
+                    BM,
+                    KWIDTH4,
+                    INTERPRET,
+                )
+
+    if not GROUPED and STAGES == 1:
+        s = accumulator_scale(channel_scale, DT, BH, WM, False)
+        acc = tl.reshape(tl.reshape(acc, (BN, BM // 8, 4, 2)) * s, (BN, BM))
+    if not SPLIT:
+        finish(
+            acc,
+            Y,
+            BIAS,
+            RESIDUAL,
+            block * 16,
+            m0,
+            M,
+            N,
+            blocks * 16,
+            BN,
+            BM,
+            HAS_BIAS,
+            HAS_RESIDUAL,
+        )
+    else:
+        slot = tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :]
+        slab = PARTIAL + tile.to(tl.int64) * split * (BN * BM)
+        tl.store(slab + part * (BN * BM) + slot, acc)
+        tl.debug_barrier()  # every thread's sums are written before this program counts itself
+        before = tl.atomic_add(ARRIVED + tile, 1, sem="acq_rel")
+        if before == split - 1:
+            total = tl.zeros([BN, BM], tl.float32)
+            for share in range(split):
+                total += tl.load(slab + share * (BN * BM) + slot, cache_modifier=".cg")
+            finish(
+                total,
+                Y,
+                BIAS,
+                RESIDUAL,
+                block * 16,
+                m0,
+                M,
+                N,
+                blocks * 16,
+                BN,
+                BM,
+                HAS_BIAS,
+                HAS_RESIDUAL,
+            )
+            tl.store(ARRIVED + tile, 0)

@@ -1,0 +1,263 @@
+"""Plain-torch twins of the low-bit KV kernels: the oracle in tests and the CPU path in production.
+
+Knows nothing of Triton. Lengths are read on the host, so on a GPU these functions synchronise.
+
+    append   quantise the blocks that this step completes, then write the new tokens to the ring
+    attend   softmax(q k * scale + alibi) v, each query seeing packed or 16-bit keys by position
+
+B: requests.  Q: new tokens, right padded.  H: query heads.  G: key-value heads.  D: head_dim.
+T: keys.  N: blocks.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from llmpq.kernels.formats.kv_block import (
+    KVFormat,
+    channel_gain,
+    from_thread_order,
+    pack_keys,
+    pack_values,
+    quantize,
+    to_thread_order,
+    token_gain,
+    unpack_keys,
+    unpack_values,
+)
+from llmpq.kernels.kv.step_view import Rows, StepView, look
+from llmpq.kernels.kv.storage import KVLayer
+from llmpq.kv_format import BLOCK_TOKENS
+
+PIECE_ELEMENTS = 1 << 19
+"""Elements of keys, or of values, that are dequantised or packed at a time."""
+
+
+def pack_block(fmt: KVFormat, k_TD: Tensor, v_TD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Quantise and pack blocks [..., 128, D]: key words, key params, value words, value params."""
+    pad = fmt.channels - fmt.head_dim
+    k_TD, v_TD = k_TD.float(), v_TD.float()
+    v_codes, v_scale, v_zero = quantize(v_TD, fmt.bits, -1)
+    if fmt.key_group is None:
+        k_codes, k_scale, k_zero = quantize(k_TD, fmt.bits, -1)
+        k_params = to_thread_order(torch.stack([k_scale, k_zero], -3).squeeze(-1))
+    else:
+        groups = k_TD.unflatten(-2, (BLOCK_TOKENS // fmt.key_group, fmt.key_group))
+        codes, k_scale, k_zero = quantize(groups, fmt.bits, -2)
+        k_codes = codes.flatten(-3, -2)
+        k_params = F.pad(torch.cat([k_scale, k_zero], -2), (0, pad))
+        k_params[..., 0, :] *= channel_gain(fmt, k_TD.device)
+    v_params = torch.stack([v_scale, v_zero], -3).squeeze(-1)
+    v_params[..., 0, :] *= token_gain(fmt, v_TD.device)
+    v_params = to_thread_order(v_params)
+    k_words = pack_keys(F.pad(k_codes, (0, pad)), fmt.bits)
+    v_words = pack_values(F.pad(v_codes, (0, pad)), fmt.bits)
+    return k_words, k_params, v_words, v_params
+
+
+def unpack_key_block(
+    fmt: KVFormat, layer: KVLayer, pages: Tensor, dtype: torch.dtype, heads: slice = slice(None)
+) -> Tensor:
+    """Dequantise the keys of pages [...] and some heads to [..., G, 128, D]."""
+    k_params = layer.k_params_PG[:, heads][pages].to(dtype)
+    k = unpack_keys(layer.k_words_PGW[:, heads][pages], fmt.bits, fmt.channels).to(dtype)
+    if fmt.key_group is None:
+        k_params = from_thread_order(k_params)
+        k = k.mul_(k_params[..., 0, :, None]).add_(k_params[..., 1, :, None])
+        return k[..., : fmt.head_dim]
+    k_params[..., 0, :] /= channel_gain(fmt, k_params.device)
+    groups = k.unflatten(-2, (-1, fmt.key_group))  # a view: the next line fills k
+    groups.mul_(k_params[..., 0, None, :]).add_(k_params[..., 1, None, :])
+    return k[..., : fmt.head_dim]
+
+
+def unpack_value_block(
+    fmt: KVFormat, layer: KVLayer, pages: Tensor, dtype: torch.dtype, heads: slice = slice(None)
+) -> Tensor:
+    """Dequantise the values of pages [...] and some heads to [..., G, 128, D]."""
+    v_params = from_thread_order(layer.v_params_PG[:, heads][pages].to(dtype))
+    v_params[..., 0, :] /= token_gain(fmt, v_params.device)
+    v = unpack_values(layer.v_words_PGW[:, heads][pages], fmt.bits, fmt.channels).to(dtype)
+    return v.mul_(v_params[..., 0, :, None]).add_(v_params[..., 1, :, None])[..., : fmt.head_dim]
+
+
+def append(
+    fmt: KVFormat,
+    layer: KVLayer,
+    table_SN: Tensor,
+    k_BQGD: Tensor,
+    v_BQGD: Tensor,
+    rows: Rows,
+    view: StepView | None = None,
+) -> None:
+    """Write the new tokens; pack every block that thereby lies `HOLDBACK_TOKENS` back."""
+    view = view or look(rows, k_BQGD.shape[1])
+    _pack_completed(fmt, layer, table_SN, k_BQGD, v_BQGD, view)
+    _write_ring(layer, k_BQGD, v_BQGD, view)
+
+
+def rope_append(
+    fmt: KVFormat,
+    layer: KVLayer,
+    table_SN: Tensor,
+    q_BQHD: Tensor,
+    k_BQGD: Tensor,
+    v_BQGD: Tensor,
+    rows: Rows,
+    inv_freq: Tensor,
+) -> Tensor:
+    """Rotate queries and keys, append the keys and values; return the rotated queries."""
+    append(fmt, layer, table_SN, rotated(k_BQGD, rows, inv_freq), v_BQGD, rows)
+    return rotated(q_BQHD, rows, inv_freq)
+
+
+def rotated(x_BQND: Tensor, rows: Rows, inv_freq: Tensor) -> Tensor:
+    """Rotate the halves of D by the tokens' positions, in float32."""
+    position_BQ = rows.start_B[:, None] + torch.arange(x_BQND.shape[1], device=x_BQND.device)
+    angle = position_BQ[:, :, None, None].float() * inv_freq
+    cos, sin = angle.cos(), angle.sin()
+    a, b = x_BQND.float().chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x_BQND.dtype)
+
+
+def _pack_completed(
+    fmt: KVFormat,
+    layer: KVLayer,
+    table_SN: Tensor,
+    k_BQGD: Tensor,
+    v_BQGD: Tensor,
+    view: StepView,
+) -> None:
+    """Pack the blocks the step completes, some at a time."""
+    done = view.completed
+    if done is None:
+        return
+    count = max(1, PIECE_ELEMENTS // (k_BQGD.shape[2] * BLOCK_TOKENS * fmt.channels))
+    pools = (layer.k_words_PGW, layer.k_params_PG, layer.v_words_PGW, layer.v_params_PG)
+    for first in range(0, len(done.slot_X), count):
+        part = slice(first, first + count)
+        tokens = done.tokens.rows(part)
+        k, v = tokens.read(layer.k_ring_SGRD, k_BQGD), tokens.read(layer.v_ring_SGRD, v_BQGD)
+        pages = table_SN[done.slot_X[part], done.block_X[part]].long()
+        for pool, block in zip(pools, pack_block(fmt, k, v), strict=True):
+            pool[pages] = block
+
+
+def _write_ring(layer: KVLayer, k_BQGD: Tensor, v_BQGD: Tensor, view: StepView) -> None:
+    request, token, slot, place = view.write
+    layer.k_ring_SGRD[slot, :, place] = k_BQGD[request, token]
+    layer.v_ring_SGRD[slot, :, place] = v_BQGD[request, token]
+
+
+def append_and_attend(
+    fmt: KVFormat,
+    layer: KVLayer,
+    table_SN: Tensor,
+    q_BQHD: Tensor,
+    k_BQGD: Tensor,
+    v_BQGD: Tensor,
+    rows: Rows,
+    *,
+    scale: float,
+    alibi_slopes_H: Tensor | None = None,
+    view: StepView | None = None,
+) -> Tensor:
+    """Append, then attend; a step may have any number of new tokens. Returns [B, Q, H, D].
+
+    The 16-bit keys are read before the ring is overwritten, so that the first queries of a long
+    step still see them. `view` is the step's, if the caller has it from another layer. Keys and
+    values are dequantised for some rows and heads at a time, `PIECE_ELEMENTS` where possible.
+    """
+    view = view or look(rows, q_BQHD.shape[1])
+    _pack_completed(fmt, layer, table_SN, k_BQGD, v_BQGD, view)
+    batch, kv_heads = k_BQGD.shape[0], k_BQGD.shape[2]
+    rep = q_BQHD.shape[2] // kv_heads
+    out = torch.empty(q_BQHD.shape, dtype=q_BQHD.dtype, device=q_BQHD.device)
+    at_once = max(1, PIECE_ELEMENTS // (view.num_keys * fmt.channels))
+    num_rows, num_heads = max(1, at_once // kv_heads), min(at_once, kv_heads)
+    for row in range(0, batch, num_rows):
+        for head in range(0, kv_heads, num_heads):
+            r, g = slice(row, row + num_rows), slice(head, head + num_heads)
+            h = slice(head * rep, (head + num_heads) * rep)
+            slopes = None if alibi_slopes_H is None else alibi_slopes_H[h]
+            k = _keys(fmt, layer, table_SN, k_BQGD, view, r, g)
+            v = _values(fmt, layer, table_SN, v_BQGD, view, r, g)
+            out[r, :, h] = _attention(q_BQHD[r, :, h], k, v, view, r, scale, slopes)
+    _write_ring(layer, k_BQGD, v_BQGD, view)
+    return out
+
+
+def _keys(
+    fmt: KVFormat,
+    layer: KVLayer,
+    table_SN: Tensor,
+    k_BQGD: Tensor,
+    view: StepView,
+    rows: slice,
+    heads: slice,
+) -> Tensor:
+    """Return the keys in sight of some rows and heads, packed ones first: [B, G, T, D]."""
+    recent = view.recent.rows(rows).read(layer.k_ring_SGRD[:, heads], k_BQGD[:, :, heads])
+    if not view.blocks:
+        return recent
+    pages = table_SN[view.rows.slots_B[rows], : view.blocks].long()
+    return _joined(unpack_key_block(fmt, layer, pages, k_BQGD.dtype, heads), recent)
+
+
+def _values(
+    fmt: KVFormat,
+    layer: KVLayer,
+    table_SN: Tensor,
+    v_BQGD: Tensor,
+    view: StepView,
+    rows: slice,
+    heads: slice,
+) -> Tensor:
+    """Return the values in sight, as `_keys`."""
+    recent = view.recent.rows(rows).read(layer.v_ring_SGRD[:, heads], v_BQGD[:, :, heads])
+    if not view.blocks:
+        return recent
+    pages = table_SN[view.rows.slots_B[rows], : view.blocks].long()
+    return _joined(unpack_value_block(fmt, layer, pages, v_BQGD.dtype, heads), recent)
+
+
+def _joined(old_BNGTD: Tensor, recent_BGTD: Tensor) -> Tensor:
+    """Return blocks and recent tokens in one tensor [B, G, T, D]."""
+    batch, blocks, groups, tokens, dim = old_BNGTD.shape
+    shape = (batch, groups, blocks * tokens + recent_BGTD.shape[2], dim)
+    joined = torch.empty(shape, dtype=recent_BGTD.dtype, device=recent_BGTD.device)
+    old = joined[:, :, : blocks * tokens].unflatten(2, (blocks, tokens))
+    old.copy_(old_BNGTD.transpose(1, 2))
+    joined[:, :, blocks * tokens :] = recent_BGTD
+    return joined
+
+
+def _attention(
+    q_BQHD: Tensor,
+    k_BGTD: Tensor,
+    v_BGTD: Tensor,
+    view: StepView,
+    rows: slice,
+    scale: float,
+    alibi_slopes_H: Tensor | None,
+) -> Tensor:
+    """Attend with the view's mask; the heads of a group share one product."""
+    batch, q_len, heads, dim = q_BQHD.shape
+    kv_heads = k_BGTD.shape[1]
+    seen = view.seen_BQT[rows]
+    mask = seen[:, None, None]
+    if alibi_slopes_H is not None:
+        slopes = alibi_slopes_H.to(q_BQHD.dtype).reshape(kv_heads, -1, 1, 1)
+        bias = slopes * view.distance_BQT[rows].to(q_BQHD.dtype)[:, None, None]
+        mask = bias.masked_fill_(~mask, float("-inf"))
+    if q_len > 1 or alibi_slopes_H is not None:
+        mask = mask.expand(batch, kv_heads, heads // kv_heads, q_len, -1).flatten(2, 3)
+    else:
+        mask = mask[:, :, 0]
+    q = q_BQHD.unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    out = F.scaled_dot_product_attention(q, k_BGTD, v_BGTD, attn_mask=mask, scale=scale)
+    empty = ~seen.any(-1).repeat(1, heads // kv_heads)[:, None, :, None]
+    out = out.masked_fill_(empty, 0.0)
+    return out.unflatten(2, (-1, q_len)).permute(0, 3, 1, 2, 4).reshape(batch, q_len, heads, dim)
