@@ -27,8 +27,8 @@ from rows import write_row
 from llmpq.kernels.formats.atom_scheme import AtomScheme
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, WeightScheme
-from llmpq.profiler.atom import Recipe
-from llmpq.profiler.recipes import SMOOTHING
+from llmpq.profiler.quantize.one_layer import Recipe
+from llmpq.profiler.quantize.recipes import SMOOTHING
 from llmpq.runtime.cache.low_bit_kv import LowBitKV
 from llmpq.runtime.cache.plain_kv import KVCache
 from llmpq.runtime.tools.evaluate import perplexity

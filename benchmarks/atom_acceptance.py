@@ -19,8 +19,8 @@ from rows import write_row
 
 from llmpq.kernels.formats.atom_scheme import AtomScheme
 from llmpq.kernels.formats.atom_weight import AtomWeight
-from llmpq.profiler.atom import Recipe
-from llmpq.profiler.recipes import SMOOTHING
+from llmpq.profiler.quantize.one_layer import Recipe
+from llmpq.profiler.quantize.recipes import SMOOTHING
 from llmpq.runtime.engine.plain_loop import LocalPipeline
 from llmpq.runtime.models.layers import Weight
 from llmpq.runtime.step import Step

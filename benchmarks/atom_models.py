@@ -17,10 +17,10 @@ from torch.nn import functional
 from llmpq.kernels.atom.reference import atom_linear_reference
 from llmpq.kernels.formats.quantized_weight import QuantizedWeight
 from llmpq.model_spec import ModelSpec
-from llmpq.profiler.atom import Recipe, layer_bytes
-from llmpq.profiler.calibrate import CalibrationRun, random_windows
-from llmpq.profiler.in_turn import quantize
-from llmpq.profiler.inject_outliers import InjectedSource
+from llmpq.profiler.quantize.inject_outliers import InjectedSource
+from llmpq.profiler.quantize.layer_walk import CalibrationRun, random_windows
+from llmpq.profiler.quantize.linears_in_turn import quantize
+from llmpq.profiler.quantize.one_layer import Recipe, layer_bytes
 from llmpq.runtime.cache.plain_kv import KVCache
 from llmpq.runtime.engine.plain_loop import LocalPipeline
 from llmpq.runtime.models import layer_tensors as parts

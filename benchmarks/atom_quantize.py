@@ -21,8 +21,8 @@ from torch import Tensor
 from llmpq.kernels.tools.gpu_timing import write_row
 from llmpq.model_spec import ModelSpec, builtin_configs
 from llmpq.precision import Precision
-from llmpq.profiler.quantize_model import Job, quantize_model, spread
-from llmpq.profiler.recipes import Settings
+from llmpq.profiler.quantize.recipes import Settings
+from llmpq.profiler.quantize.whole_model import Job, quantize_model, spread
 from llmpq.runtime.weights.sources import RandomSource
 
 

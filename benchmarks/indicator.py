@@ -23,8 +23,8 @@ from scipy.stats import spearmanr
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import WEIGHT_ONLY, KVPrecision, Precision
-from llmpq.profiler.calibration import cut_windows, observe
-from llmpq.profiler.omega import HessianObserver, VarianceObserver, random_tables
+from llmpq.profiler.quality.observation import cut_windows, observe
+from llmpq.profiler.quality.omega import HessianObserver, VarianceObserver, random_tables
 from llmpq.runtime.engine.plain_loop import LocalPipeline
 from llmpq.runtime.text.tokenizer import Tokenizer
 from llmpq.runtime.tools.evaluate import perplexity

@@ -29,11 +29,18 @@ import numpy as np
 from llmpq.cluster import Cluster, Device
 from llmpq.cost_model import CostModel, LatencyEntry, Phase
 from llmpq.kernels.tools.gpu_timing import write_row
-from llmpq.profiler.links import gpus_of
-from llmpq.profiler.messages import Case, Conditions, Sample, Sampling, Target, model_spec
-from llmpq.profiler.processes import Group, set_up_for
-from llmpq.profiler.samples import SampleLog
-from llmpq.profiler.session import devices_here, fit_entry, padded_to
+from llmpq.profiler.timing.cases import (
+    Case,
+    Conditions,
+    Sample,
+    Sampling,
+    Target,
+    model_spec,
+)
+from llmpq.profiler.timing.host_links import gpus_of
+from llmpq.profiler.timing.profile_host import devices_here, fit_entry, padded_to
+from llmpq.profiler.timing.sample_file import SampleLog
+from llmpq.profiler.timing.worker_processes import Group, set_up_for
 
 RESULTS = Path(__file__).parent / "results" / "fidelity.jsonl"
 LEAST_TOKENS = 16

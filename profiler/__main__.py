@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llmpq.errors import ExitCode, LlmpqError
-from llmpq.profiler import indicator_command, run_command
+from llmpq.profiler.cli import indicator as indicator_command
+from llmpq.profiler.cli import run as run_command
 from llmpq.runtime.output_paths import check_files, refusal
 
 COMMANDS = ("run", "indicator", "merge")

@@ -7,7 +7,7 @@ import torch
 
 from llmpq.memory import Quantization
 from llmpq.precision import KVPrecision, Precision, default_scheme
-from llmpq.profiler.output_error import OutputErrorObserver, output_error
+from llmpq.profiler.quality.output_error import OutputErrorObserver, output_error
 
 pytestmark = pytest.mark.cpu
 

@@ -27,12 +27,12 @@ from llmpq.kernels.formats.round_to_nearest import quantize_codes
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import Precision, WeightScheme
-from llmpq.profiler.atom import Recipe, channel_order, folded
-from llmpq.profiler.calibrate import CalibrationRun, random_windows
-from llmpq.profiler.gptq import gptq_atom, gptq_codes, inverse_factor
-from llmpq.profiler.in_turn import compensated, quantize
-from llmpq.profiler.inject_outliers import InjectedSource
-from llmpq.profiler.quantize_command import main as quantize_main
+from llmpq.profiler.cli.quantize import main as quantize_main
+from llmpq.profiler.quantize.gptq import gptq_atom, gptq_codes, inverse_factor
+from llmpq.profiler.quantize.inject_outliers import InjectedSource
+from llmpq.profiler.quantize.layer_walk import CalibrationRun, random_windows
+from llmpq.profiler.quantize.linears_in_turn import compensated, quantize
+from llmpq.profiler.quantize.one_layer import Recipe, channel_order, folded
 from llmpq.runtime.engine.plain_loop import LocalPipeline
 from llmpq.runtime.step import Step
 from llmpq.runtime.weights.quantized_checkpoint import open_checkpoint

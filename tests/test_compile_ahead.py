@@ -5,9 +5,9 @@ import pytest
 from llmpq.cost_model import Phase
 from llmpq.errors import StageLostError
 from llmpq.precision import Precision
-from llmpq.profiler import compile_ahead as module
-from llmpq.profiler.messages import Case, Ready, SetUp, Target, Timing
-from llmpq.profiler.processes import JobFailedError
+from llmpq.profiler.timing import compile_ahead as module
+from llmpq.profiler.timing.cases import Case, Ready, SetUp, Target, Timing
+from llmpq.profiler.timing.worker_processes import JobFailedError
 
 pytestmark = pytest.mark.pure
 

@@ -17,7 +17,7 @@ import torch
 from llmpq.errors import ExitCode
 from llmpq.model_spec import ModelSpec
 from llmpq.profiler.__main__ import main as profile
-from llmpq.profiler.quantize_command import main as quantize
+from llmpq.profiler.cli.quantize import main as quantize
 from llmpq.runtime.cli import main as command_line
 from llmpq.runtime.cli.main import main
 from llmpq.runtime.cli.run import make_job
@@ -277,9 +277,9 @@ def test_the_profiler_looks_at_its_output_before_it_starts(tmp_path, monkeypatch
     def start(args: object) -> int:
         raise AssertionError("the work was started")
 
-    monkeypatch.setattr("llmpq.profiler.run_command.main", start)
-    monkeypatch.setattr("llmpq.profiler.run_command.merge", start)
-    monkeypatch.setattr("llmpq.profiler.indicator_command.main", start)
+    monkeypatch.setattr("llmpq.profiler.cli.run.main", start)
+    monkeypatch.setattr("llmpq.profiler.cli.run.merge", start)
+    monkeypatch.setattr("llmpq.profiler.cli.indicator.main", start)
     words = {
         "run": ["--model", "opt-13b", "--cluster", "c.yaml"],
         "indicator": ["--model", "opt-13b"],
@@ -295,7 +295,7 @@ def test_the_profiler_says_what_the_system_refuses(tmp_path, monkeypatch, capsys
     def refuse(args: object) -> int:
         raise OSError(28, "No space left on device", "costs.json")
 
-    monkeypatch.setattr("llmpq.profiler.run_command.merge", refuse)
+    monkeypatch.setattr("llmpq.profiler.cli.run.merge", refuse)
     assert profile(["merge", "a", "-o", str(tmp_path / "costs.json")]) == ExitCode.USAGE
     assert last_line(capsys) == "llmpq-profile: 'costs.json': No space left on device"
 

@@ -20,17 +20,17 @@ from llmpq.model_spec import ModelSpec, builtin_configs
 from llmpq.plan import Plan
 from llmpq.planner.__main__ import main as plan_main
 from llmpq.precision import KVPrecision, Precision
-from llmpq.profiler.atom import Recipe, quantize_layer
-from llmpq.profiler.calibrate import CalibrationRun, Hessian, random_windows
-from llmpq.profiler.calibration import observe
-from llmpq.profiler.in_turn import quantize
-from llmpq.profiler.messages import Case, Sampling, Target
-from llmpq.profiler.omega import HessianObserver, VarianceObserver
-from llmpq.profiler.output_error import OutputErrorObserver
-from llmpq.profiler.quantize_model import Job, quantize_model, spread
-from llmpq.profiler.recipes import Settings
-from llmpq.profiler.subject import Subject
-from llmpq.profiler.timing import Effort
+from llmpq.profiler.quality.observation import observe
+from llmpq.profiler.quality.omega import HessianObserver, VarianceObserver
+from llmpq.profiler.quality.output_error import OutputErrorObserver
+from llmpq.profiler.quantize.layer_walk import CalibrationRun, Hessian, random_windows
+from llmpq.profiler.quantize.linears_in_turn import quantize
+from llmpq.profiler.quantize.one_layer import Recipe, quantize_layer
+from llmpq.profiler.quantize.recipes import Settings
+from llmpq.profiler.quantize.whole_model import Job, quantize_model, spread
+from llmpq.profiler.timing.cases import Case, Sampling, Target
+from llmpq.profiler.timing.stopwatch import Effort
+from llmpq.profiler.timing.timed_layers import Subject
 from llmpq.runtime.engine.plain_loop import LocalPipeline
 from llmpq.runtime.models.layers import GatedMLP, Linear, SparseMLP
 from llmpq.runtime.weights.convert import convert

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmpq.profiler import indicator_command
 from llmpq.profiler.__main__ import main
-from llmpq.profiler.samples import SampleLog
+from llmpq.profiler.cli import indicator
+from llmpq.profiler.timing.sample_file import SampleLog
 
 pytestmark = pytest.mark.cpu
 CLUSTER = Path(__file__).parents[1] / "examples" / "cpu-two-stages.yaml"
@@ -61,7 +61,7 @@ def test_no_memory_left_is_a_sentence(
     def fail(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    monkeypatch.setattr(indicator_command, "_random", fail)
+    monkeypatch.setattr(indicator, "_random", fail)
     words = f"indicator --kind random --model opt-13b -o {tmp_path / 'o.json'}"
     assert main(words.split()) == 5
     assert "llmpq-profile: out of memory: CUDA out of memory" in capsys.readouterr().err

@@ -5,7 +5,7 @@ import pytest
 
 from llmpq.cost_model import LatencyEntry, Phase, term_values
 from llmpq.precision import Precision
-from llmpq.profiler.fit import Fit, Point, fit_latency, fit_link
+from llmpq.profiler.timing.latency_fit import Fit, Point, fit_latency, fit_link
 
 pytestmark = pytest.mark.pure
 

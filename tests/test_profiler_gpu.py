@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from llmpq.cost_model import Phase
-from llmpq.profiler.fit import fit_link
-from llmpq.profiler.messages import Case, Ready, SetUp, Target, Timing
-from llmpq.profiler.processes import Child, Group, time_link
+from llmpq.profiler.timing.cases import Case, Ready, SetUp, Target, Timing
+from llmpq.profiler.timing.latency_fit import fit_link
+from llmpq.profiler.timing.worker_processes import Child, Group, time_link
 
 pytestmark = [
     pytest.mark.gpu,

@@ -16,14 +16,14 @@ from llmpq.kernels.formats.atom_weight import AtomWeight, quantize_atom
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import WEIGHT_ONLY, KVPrecision, Precision, WeightScheme
-from llmpq.profiler import output_error
 from llmpq.profiler.__main__ import main
-from llmpq.profiler.calibration import cut_windows, observe
-from llmpq.profiler.hessian import HessianSum, squared_error
-from llmpq.profiler.indicator import InputStats, Rounding, activation_omega, weight_omega
-from llmpq.profiler.kv_indicator import kv_omega, range_square
-from llmpq.profiler.omega import HessianObserver, VarianceObserver, random_tables
-from llmpq.profiler.recipes import Settings, num_outliers
+from llmpq.profiler.quality import output_error
+from llmpq.profiler.quality.hessian import HessianSum, squared_error
+from llmpq.profiler.quality.kv_variance import kv_omega, range_square
+from llmpq.profiler.quality.observation import cut_windows, observe
+from llmpq.profiler.quality.omega import HessianObserver, VarianceObserver, random_tables
+from llmpq.profiler.quality.variance import InputStats, Rounding, activation_omega, weight_omega
+from llmpq.profiler.quantize.recipes import Settings, num_outliers
 from llmpq.runtime.weights.sources import CheckpointSource
 from llmpq.sensitivity import Sensitivity
 

@@ -13,10 +13,16 @@ from llmpq.cluster import Cluster
 from llmpq.cost_model import CostModel, Phase
 from llmpq.errors import DeadlineError, StageLostError
 from llmpq.precision import Precision
-from llmpq.profiler import links, processes
 from llmpq.profiler.__main__ import main
-from llmpq.profiler.messages import Case, LinkTimings, SetUp, Target
-from llmpq.profiler.processes import Group, JobFailedError, _name_of, time_link
+from llmpq.profiler.timing import host_links
+from llmpq.profiler.timing import worker_processes as processes
+from llmpq.profiler.timing.cases import Case, LinkTimings, SetUp, Target
+from llmpq.profiler.timing.worker_processes import (
+    Group,
+    JobFailedError,
+    _name_of,
+    time_link,
+)
 
 pytestmark = pytest.mark.cluster
 
@@ -121,7 +127,7 @@ def test_a_failed_link_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
     ends = {one.profile_kind: [Answering(), Answering()], "CPU@2t": [Answering("Run\ntime: no")]}
     groups: Any = {kind: SimpleNamespace(children=children) for kind, children in ends.items()}
     set_up: Any = None
-    found = list(links.measure_links((one, two), groups, set_up, hidden=8, seconds=0.1))
+    found = list(host_links.measure_links((one, two), groups, set_up, hidden=8, seconds=0.1))
     assert [(link.source_kind, link.target_kind) for link in found] == [("CPU@1t", "CPU@1t")]
     assert caplog.messages == ["left out the link CPU@1t - CPU@2t: Run time: no"]
 

@@ -13,12 +13,12 @@ from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
 from llmpq.profiler.__main__ import main
-from llmpq.profiler.fit import Point, fit_latency
-from llmpq.profiler.grid import cases, make_grid
-from llmpq.profiler.messages import Case, Conditions, Sample, Sampling, Target
-from llmpq.profiler.session import fit_entry
-from llmpq.profiler.subject import Subject, micro_batch
-from llmpq.profiler.timing import Effort, summarise
+from llmpq.profiler.timing.cases import Case, Conditions, Sample, Sampling, Target
+from llmpq.profiler.timing.latency_fit import Point, fit_latency
+from llmpq.profiler.timing.profile_host import fit_entry
+from llmpq.profiler.timing.shape_grid import cases, make_grid
+from llmpq.profiler.timing.stopwatch import Effort, summarise
+from llmpq.profiler.timing.timed_layers import Subject, micro_batch
 from llmpq.runtime.backends.stage_compute import StageCompute
 from llmpq.runtime.pending import Pending
 from llmpq.runtime.sampling_params import SamplingParams

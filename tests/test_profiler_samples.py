@@ -10,10 +10,10 @@ from llmpq.cluster import Cluster
 from llmpq.cost_model import Phase
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
-from llmpq.profiler import session
-from llmpq.profiler.grid import Grid, cases, fitted_terms, make_grid
-from llmpq.profiler.messages import Case, Conditions, Sample, Sampling, Target, Timing
-from llmpq.profiler.samples import SampleLog
+from llmpq.profiler.timing import profile_host as session
+from llmpq.profiler.timing.cases import Case, Conditions, Sample, Sampling, Target, Timing
+from llmpq.profiler.timing.sample_file import SampleLog
+from llmpq.profiler.timing.shape_grid import Grid, cases, fitted_terms, make_grid
 
 pytestmark = pytest.mark.pure
 

@@ -14,10 +14,10 @@ from llmpq.runtime.weights.quantized_writer import layer_file
 
 pytestmark = pytest.mark.cpu
 TEXT = Path(__file__).parents[1] / "examples" / "heldout.txt"
-COMMAND = ("-m", "llmpq.profiler.quantize_command")
+COMMAND = ("-m", "llmpq.profiler.cli.quantize")
 KILLED = """
 import os, signal, sys
-from llmpq.profiler.quantize_command import main
+from llmpq.profiler.cli.quantize import main
 from llmpq.runtime.weights import written_whole as whole_files
 
 save_file = whole_files.save_file

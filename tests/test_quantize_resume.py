@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import Precision
-from llmpq.profiler import quantize_command
-from llmpq.profiler.calibrate import random_windows
-from llmpq.profiler.quantize_model import Job, quantize_model
-from llmpq.profiler.recipes import Settings
+from llmpq.profiler.cli import quantize as quantize_command
+from llmpq.profiler.quantize.layer_walk import random_windows
+from llmpq.profiler.quantize.recipes import Settings
+from llmpq.profiler.quantize.whole_model import Job, quantize_model
 from llmpq.runtime.weights import written_whole as whole_files
 from llmpq.runtime.weights.quantized_writer import ENDS_FILE, layer_file
 from llmpq.runtime.weights.sources import CheckpointSource

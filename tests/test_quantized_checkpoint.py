@@ -18,10 +18,10 @@ from llmpq.kernels.formats.round_to_nearest import quantize_weight
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision, WeightScheme
-from llmpq.profiler.calibrate import random_windows
-from llmpq.profiler.quantize_command import main as quantize_main
-from llmpq.profiler.quantize_model import Job, quantize_model, spread
-from llmpq.profiler.recipes import Settings
+from llmpq.profiler.cli.quantize import main as quantize_main
+from llmpq.profiler.quantize.layer_walk import random_windows
+from llmpq.profiler.quantize.recipes import Settings
+from llmpq.profiler.quantize.whole_model import Job, quantize_model, spread
 from llmpq.runtime.engine.plain_loop import LocalPipeline
 from llmpq.runtime.step import Step
 from llmpq.runtime.tools.evaluate import load

@@ -12,12 +12,12 @@ import torch
 
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import Precision
-from llmpq.profiler.atom import Recipe
-from llmpq.profiler.calibrate import CalibrationRun, Hessian, random_windows
-from llmpq.profiler.in_turn import quantize
-from llmpq.profiler.inject_outliers import InjectedSource
-from llmpq.profiler.recipes import Settings, recipe
-from llmpq.profiler.smooth import factors, smoothed
+from llmpq.profiler.quantize.inject_outliers import InjectedSource
+from llmpq.profiler.quantize.layer_walk import CalibrationRun, Hessian, random_windows
+from llmpq.profiler.quantize.linears_in_turn import quantize
+from llmpq.profiler.quantize.one_layer import Recipe
+from llmpq.profiler.quantize.recipes import Settings, recipe
+from llmpq.profiler.quantize.smooth_channels import factors, smoothed
 from llmpq.runtime.text.tokenizer import Tokenizer
 from llmpq.runtime.weights.sources import CheckpointSource
 

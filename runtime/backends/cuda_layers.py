@@ -93,7 +93,7 @@ def _bias_for(between: Norm, part: Linear) -> Tensor | None:
 def _dense(part: nn.Module) -> Tensor | None:
     """Return the weight of a plain dense product, None of any other part.
 
-    A watched linear (profiler/calibrate.py) is called as a module.
+    A watched linear (profiler/quantize/layer_walk.py) is called as a module.
     """
     if type(part) is not Linear or part._forward_pre_hooks:
         return None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from llmpq.profiler.messages import LinkTimings
+from llmpq.profiler.timing.cases import LinkTimings
 from llmpq.runtime.links.device_links import Links
 from llmpq.runtime.links.peer_links import Room
 from llmpq.runtime.pending import arrived

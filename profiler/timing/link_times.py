@@ -1,6 +1,6 @@
 """Latency and bandwidth of the runtime's own transport between two processes.
 
-Between two GPUs: device_link_child.py. Else, or where no such link works, over gloo:
+Between two GPUs: gpu_link_times.py. Else, or where no such link works, over gloo:
 
 Rank 0 plays the first stage: it sends a micro-batch of hidden states to rank 1, which answers with
 one token a row, as the last stage does. Each computes for a moment before it sends, so that the
@@ -18,8 +18,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from llmpq.profiler.device_link_child import room, run_rounds
-from llmpq.profiler.messages import LinkJob, LinkTimings
+from llmpq.profiler.timing.cases import LinkJob, LinkTimings
+from llmpq.profiler.timing.gpu_link_times import room, run_rounds
 from llmpq.runtime.links.device_links import connect_devices
 from llmpq.runtime.links.message import StepMessage
 from llmpq.runtime.links.transport import GlooTransport, join_gloo

@@ -20,7 +20,7 @@ from typing import Self, TypeVar
 from llmpq.cluster import Device
 from llmpq.errors import DeadlineError, StageLostError
 from llmpq.file_form import FileForm
-from llmpq.profiler.messages import (
+from llmpq.profiler.timing.cases import (
     Case,
     Failed,
     LinkJob,
@@ -50,7 +50,7 @@ class Child:
         if gpu is not None:
             env["CUDA_VISIBLE_DEVICES"] = _name_of(gpu, env.get("CUDA_VISIBLE_DEVICES"))
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "llmpq.profiler.child"],
+            [sys.executable, "-m", "llmpq.profiler.timing.timed_process"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -20,7 +20,7 @@ from llmpq.cost_model import Phase
 from llmpq.gpu_workspace import padded_prompt
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
-from llmpq.profiler.messages import Case, Target
+from llmpq.profiler.timing.cases import Case, Target
 from llmpq.workload import Dtype
 
 CACHED = 16

@@ -24,7 +24,7 @@ from llmpq.kernels.formats.atom_weight import quantize_atom
 from llmpq.kernels.formats.round_to_nearest import quantize_weight
 from llmpq.memory import Quantization
 from llmpq.precision import KVPrecision, Precision, WeightScheme, default_outliers
-from llmpq.profiler.kv_indicator import kv_omega, range_square
+from llmpq.profiler.quality.kv_variance import kv_omega, range_square
 
 SAMPLE_TOKENS = 512
 """Tokens kept of each linear's input, spread over the calibration text."""

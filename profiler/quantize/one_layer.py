@@ -30,9 +30,9 @@ from llmpq.kernels.formats.atom_weight import atom_weight
 from llmpq.kernels.formats.quantized_weight import from_codes
 from llmpq.kernels.formats.round_to_nearest import quantize_codes
 from llmpq.precision import WeightScheme
-from llmpq.profiler.calibrate import Hessian, LayerView
-from llmpq.profiler.gptq import DAMPING, gptq_atom, gptq_codes
-from llmpq.profiler.smooth import smoothed
+from llmpq.profiler.quantize.gptq import DAMPING, gptq_atom, gptq_codes
+from llmpq.profiler.quantize.layer_walk import Hessian, LayerView
+from llmpq.profiler.quantize.smooth_channels import smoothed
 from llmpq.runtime.models.layers import Weight
 
 
@@ -44,9 +44,9 @@ class Recipe:
     method: Literal["rtn", "gptq"] = "gptq"
     damping: float = DAMPING
     compensated: bool = False
-    """Quantise a layer's linears in turn, each to undo the rounding before it (in_turn.py)."""
+    """Quantise a layer's linears in turn, each to undo the rounding before (linears_in_turn)."""
     smoothing: float | None = None
-    """Share of large channels' size that norms hand over to weights first (smooth.py)."""
+    """Share of large channels' size that norms hand over to weights first (smooth_channels.py)."""
     rotated: tuple[str, ...] = ()
     """Linears whose input is rotated before it is rounded (AtomScheme.rotation)."""
 

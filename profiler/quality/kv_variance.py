@@ -13,7 +13,7 @@ from torch import Tensor
 
 from llmpq.kv_format import BLOCK_TOKENS
 from llmpq.precision import KVPrecision
-from llmpq.profiler.indicator import Rounding, share
+from llmpq.profiler.quality.variance import Rounding, share
 
 KEY_BLOCK = BLOCK_TOKENS
 """Tokens that share a key channel's step."""

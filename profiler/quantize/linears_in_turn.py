@@ -18,8 +18,14 @@ from torch import Tensor
 
 from llmpq.kernels.atom.reference import rounded
 from llmpq.kernels.formats.atom_scheme import AtomScheme
-from llmpq.profiler.atom import Recipe, balanced, folded, quantize_layer, quantize_linear
-from llmpq.profiler.calibrate import CalibrationRun, Hessian, LayerView
+from llmpq.profiler.quantize.layer_walk import CalibrationRun, Hessian, LayerView
+from llmpq.profiler.quantize.one_layer import (
+    Recipe,
+    balanced,
+    folded,
+    quantize_layer,
+    quantize_linear,
+)
 from llmpq.runtime.models.layers import Weight
 
 

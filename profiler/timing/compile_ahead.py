@@ -15,8 +15,8 @@ from contextlib import closing, suppress
 
 from llmpq.errors import StageLostError
 from llmpq.precision import Precision
-from llmpq.profiler.messages import Case, Ready, SetUp, Timing
-from llmpq.profiler.processes import Child, JobFailedError
+from llmpq.profiler.timing.cases import Case, Ready, SetUp, Timing
+from llmpq.profiler.timing.worker_processes import Child, JobFailedError
 
 log = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """The process that times: exactly the threads, GPU or share of a GPU a stage would have.
 
 Reads one JSON message a line from stdin (`SetUp` first, then `Case` or `LinkJob`) and answers each
-with one line. Started as `python -m llmpq.profiler.child`; ends with its parent's pipe.
+with one line. `python -m llmpq.profiler.timing.timed_process`; ends with its parent's pipe.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import torch
 
 from llmpq.file_form import FileForm
 from llmpq.memory import Quantization
-from llmpq.profiler.messages import Case, Failed, LinkJob, Ready, SetUp, model_spec
-from llmpq.profiler.subject import Subject
-from llmpq.profiler.timing import Effort
+from llmpq.profiler.timing.cases import Case, Failed, LinkJob, Ready, SetUp, model_spec
+from llmpq.profiler.timing.stopwatch import Effort
+from llmpq.profiler.timing.timed_layers import Subject
 
 
 def serve(requests: TextIO, answers: TextIO) -> None:
@@ -43,7 +43,7 @@ def serve(requests: TextIO, answers: TextIO) -> None:
         data = json.loads(line)
         try:
             if "rank" in data:
-                from llmpq.profiler.link_child import run_link
+                from llmpq.profiler.timing.link_times import run_link
 
                 _answer(answers, run_link(LinkJob.parse_data(data, where="link"), device))
             else:

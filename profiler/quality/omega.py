@@ -14,15 +14,15 @@ from torch import Tensor
 
 from llmpq.memory import Quantization
 from llmpq.precision import KVPrecision, Precision
-from llmpq.profiler.hessian import HessianSum, squared_error
-from llmpq.profiler.indicator import (
+from llmpq.profiler.quality.hessian import HessianSum, squared_error
+from llmpq.profiler.quality.kv_variance import kv_omega, range_square
+from llmpq.profiler.quality.variance import (
     Granularity,
     InputStats,
     Rounding,
     activation_omega,
     weight_omega,
 )
-from llmpq.profiler.kv_indicator import kv_omega, range_square
 
 Table = dict[Precision, list[float]]
 KVTable = dict[KVPrecision, list[float]]

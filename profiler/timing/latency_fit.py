@@ -2,7 +2,7 @@
 
 One regime is tried first. Where its held-out error misses the target, two regimes are fitted whose
 maximum is the time (a floor and a slope, say), then a polyline in the new tokens beside the terms
-of attention (curve_fit.py); each is kept if it is clearly better on held-out samples. Knows no
+of attention (polyline.py); each is kept if it is clearly better on held-out samples. Knows no
 torch: numbers in, coefficients out.
 """
 
@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmpq.cost_model import TERMS, ErrorStats, Phase, Regime, new_tokens, term_values
-from llmpq.profiler.curve_fit import CURVE_TERMS, MIN_KNOTS, choose_knots, hats
+from llmpq.profiler.timing.polyline import CURVE_TERMS, MIN_KNOTS, choose_knots, hats
 
 Array = NDArray[np.float64]
 

@@ -21,8 +21,8 @@ from llmpq.gpu_workspace import padded_prompt
 from llmpq.memory import Quantization, layer_weight_bytes
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import Precision
-from llmpq.profiler.messages import Case, Sampling, Target, Timing
-from llmpq.profiler.timing import Effort, time_call
+from llmpq.profiler.timing.cases import Case, Sampling, Target, Timing
+from llmpq.profiler.timing.stopwatch import Effort, time_call
 from llmpq.runtime.backends.cuda_stage import CudaStageCompute, widened
 from llmpq.runtime.backends.stage_compute import StageCompute
 from llmpq.runtime.cache.kv_by_precision import make_kv_cache

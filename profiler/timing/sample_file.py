@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from llmpq.profiler.messages import Case, Conditions, Sample
+from llmpq.profiler.timing.cases import Case, Conditions, Sample
 from llmpq.runtime.output_paths import naming
 
 

@@ -20,10 +20,10 @@ from llmpq.file_form import read_json
 from llmpq.kernels.formats.atom_scheme import AtomScheme
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
-from llmpq.profiler.atom import layer_bytes
-from llmpq.profiler.calibrate import CalibrationRun
-from llmpq.profiler.in_turn import quantize
-from llmpq.profiler.recipes import Settings, recipe
+from llmpq.profiler.quantize.layer_walk import CalibrationRun
+from llmpq.profiler.quantize.linears_in_turn import quantize
+from llmpq.profiler.quantize.one_layer import layer_bytes
+from llmpq.profiler.quantize.recipes import Settings, recipe
 from llmpq.runtime.models.layers import Weight
 from llmpq.runtime.models.stage_model import DTYPES
 from llmpq.runtime.weights.quantized_checkpoint import QuantizedCheckpoint

@@ -15,11 +15,17 @@ from llmpq.cost_model import CostModel
 from llmpq.errors import ExitCode
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import WEIGHT_ONLY, KVPrecision, Precision
-from llmpq.profiler.grid import cases, make_grid
-from llmpq.profiler.messages import Case, Sampling, model_spec
-from llmpq.profiler.samples import SampleLog
-from llmpq.profiler.session import Job, Outcome, default_copies, devices_here, run
-from llmpq.profiler.tables import links_table, profile_tables
+from llmpq.profiler.cli.tables import links_table, profile_tables
+from llmpq.profiler.timing.cases import Case, Sampling, model_spec
+from llmpq.profiler.timing.profile_host import (
+    Job,
+    Outcome,
+    default_copies,
+    devices_here,
+    run,
+)
+from llmpq.profiler.timing.sample_file import SampleLog
+from llmpq.profiler.timing.shape_grid import cases, make_grid
 from llmpq.runtime.cli.flags_without_effect import refuse_idle
 from llmpq.runtime.output_paths import check_files
 from llmpq.workload import DTYPE_BYTES, Dtype

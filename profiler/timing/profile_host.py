@@ -19,13 +19,26 @@ from llmpq.errors import unknown_name
 from llmpq.gpu_workspace import PROMPT_WIDTH
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
-from llmpq.profiler.compile_ahead import COMPILER_BYTES, compile_ahead
-from llmpq.profiler.fit import TARGET_ERROR, Point, fit_latency
-from llmpq.profiler.grid import Grid, cases, fitted_terms
-from llmpq.profiler.links import gpus_of, measure_links
-from llmpq.profiler.messages import Case, Conditions, Sample, Sampling, SetUp, Target, Timing
-from llmpq.profiler.processes import Group, JobFailedError, set_up_for, visible_gpus
-from llmpq.profiler.samples import SampleLog
+from llmpq.profiler.timing.cases import (
+    Case,
+    Conditions,
+    Sample,
+    Sampling,
+    SetUp,
+    Target,
+    Timing,
+)
+from llmpq.profiler.timing.compile_ahead import COMPILER_BYTES, compile_ahead
+from llmpq.profiler.timing.host_links import gpus_of, measure_links
+from llmpq.profiler.timing.latency_fit import TARGET_ERROR, Point, fit_latency
+from llmpq.profiler.timing.sample_file import SampleLog
+from llmpq.profiler.timing.shape_grid import Grid, cases, fitted_terms
+from llmpq.profiler.timing.worker_processes import (
+    Group,
+    JobFailedError,
+    set_up_for,
+    visible_gpus,
+)
 from llmpq.workload import Dtype
 
 log = logging.getLogger(__name__)

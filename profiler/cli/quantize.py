@@ -109,10 +109,10 @@ def _parser() -> argparse.ArgumentParser:
 def _quantize(args: argparse.Namespace) -> int:
     import torch
 
-    from llmpq.profiler.calibrate import random_windows
-    from llmpq.profiler.quantize_model import Job, quantize_model, spread
-    from llmpq.profiler.quantize_progress import QuantizeProgress
-    from llmpq.profiler.recipes import Settings
+    from llmpq.profiler.quantize.layer_progress import QuantizeProgress
+    from llmpq.profiler.quantize.layer_walk import random_windows
+    from llmpq.profiler.quantize.recipes import Settings
+    from llmpq.profiler.quantize.whole_model import Job, quantize_model, spread
     from llmpq.runtime.tools.evaluate import usable_device
     from llmpq.runtime.weights.sources import CheckpointSource
 

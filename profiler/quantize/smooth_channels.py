@@ -21,7 +21,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from llmpq.profiler.calibrate import Hessian, LayerView
+from llmpq.profiler.quantize.layer_walk import Hessian, LayerView
 
 READERS = {"attn_norm": ("qkv",), "mlp_norm": ("gate_up", "up", "router")}
 """Norm -> the matrices that read it, of every expert."""

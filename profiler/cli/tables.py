@@ -6,8 +6,8 @@ from rich.box import SIMPLE
 from rich.table import Table
 
 from llmpq.cost_model import CostModel, LatencyEntry, Phase
-from llmpq.profiler.messages import Target
-from llmpq.profiler.session import Outcome
+from llmpq.profiler.timing.cases import Target
+from llmpq.profiler.timing.profile_host import Outcome
 from llmpq.sensitivity import Sensitivity
 
 

@@ -14,9 +14,15 @@ from itertools import combinations_with_replacement
 from llmpq.cluster import Device
 from llmpq.cost_model import LinkCost
 from llmpq.device_spec import canonical_kind
-from llmpq.profiler.fit import fit_link
-from llmpq.profiler.messages import LinkTimings, Ready, SetUp
-from llmpq.profiler.processes import Child, Group, JobFailedError, time_link, visible_gpus
+from llmpq.profiler.timing.cases import LinkTimings, Ready, SetUp
+from llmpq.profiler.timing.latency_fit import fit_link
+from llmpq.profiler.timing.worker_processes import (
+    Child,
+    Group,
+    JobFailedError,
+    time_link,
+    visible_gpus,
+)
 
 log = logging.getLogger(__name__)
 

@@ -18,8 +18,8 @@ from llmpq.errors import ExitCode
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import WEIGHT_ONLY, KVPrecision, Precision
-from llmpq.profiler.messages import model_spec
-from llmpq.profiler.tables import omega_table
+from llmpq.profiler.cli.tables import omega_table
+from llmpq.profiler.timing.cases import model_spec
 from llmpq.runtime.cli.flags_without_effect import refuse_idle
 from llmpq.sensitivity import Sensitivity
 
@@ -101,7 +101,7 @@ def _random(
     precisions: tuple[Precision, ...],
     kv: tuple[KVPrecision, ...],
 ) -> Sensitivity:
-    from llmpq.profiler.omega import random_tables
+    from llmpq.profiler.quality.omega import random_tables
 
     if args.seed < 0:
         raise ValueError(f"--seed must be at least 0, got {args.seed}")
@@ -125,10 +125,10 @@ def _observed(
 ) -> Sensitivity:
     import torch
 
-    from llmpq.profiler.calibration import cut_windows, observe
-    from llmpq.profiler.omega import HessianObserver, VarianceObserver
-    from llmpq.profiler.output_error import OutputErrorObserver
-    from llmpq.profiler.recipes import Settings, num_outliers
+    from llmpq.profiler.quality.observation import cut_windows, observe
+    from llmpq.profiler.quality.omega import HessianObserver, VarianceObserver
+    from llmpq.profiler.quality.output_error import OutputErrorObserver
+    from llmpq.profiler.quantize.recipes import Settings, num_outliers
     from llmpq.runtime.tools.evaluate import usable_device
     from llmpq.runtime.weights.sources import CheckpointSource
 

@@ -8,8 +8,8 @@ from typing import Literal
 from llmpq.kernels.formats.atom_scheme import AtomScheme
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import Precision, WeightScheme, default_outliers
-from llmpq.profiler.atom import Recipe
-from llmpq.profiler.gptq import DAMPING
+from llmpq.profiler.quantize.gptq import DAMPING
+from llmpq.profiler.quantize.one_layer import Recipe
 
 SMOOTHING = 0.5
 """demo-7m with 8 outlier channels behind every norm: w4a4 +13.9 % -> +7.0 %, w8a8 +64 % -> +0.2 %;
@@ -24,10 +24,10 @@ class Settings:
     variant: Literal["improved", "paper"] = "improved"
     """w4a4: `paper` is Atom's recipe to the letter; `improved` searches each weight group's clip,
     gives scales a sign, rotates the input of `down` (atom_scheme.py) and balances the
-    channels of norms against the weights that read them (smooth.py)."""
+    channels of norms against the weights that read them (smooth_channels.py)."""
     in_turn: bool = False
-    """w4a4: every linear undoes the rounding before it (in_turn.py). Helps some models; a w4a16
-    target of the same weights may agree less often with its w4a4 draft."""
+    """w4a4: every linear undoes the rounding before it (linears_in_turn). Helps some models; a
+    w4a16 target of the same weights may agree less often with its w4a4 draft."""
     integer_scales: bool = False
     """w4a4: groups' scales are whole numbers times a row's, and a token's, unit (AtomScheme)."""
     group_size: int | None = 128

@@ -15,7 +15,7 @@ from typing import Literal
 
 import torch
 
-from llmpq.profiler.messages import Timing
+from llmpq.profiler.timing.cases import Timing
 
 WARM_UP = 2
 MAX_REPEATS = 1000

@@ -1,0 +1,1 @@
+"""The commands `llmpq-profile` and `llmpq-quantize`: arguments in, files and tables out."""
