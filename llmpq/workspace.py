@@ -3,7 +3,7 @@
 On a CPU; `on_gpu` asks llmpq/gpu_workspace.py instead. The formulas follow
 runtime/models/layers.py moment by moment: what is alive while a
 line runs, in bytes. A test compares them with the tensors that really live
-(tests/test_runtime_memory.py).
+(tests/runtime/models/test_memory.py).
 
 Symbols: v rows, s tokens of a row, t = v s tokens, T keys in sight, e bytes of an element; of
 `ModelSpec`: h hidden, q = H D query and g = G D key or value features, F ffn, V vocabulary.

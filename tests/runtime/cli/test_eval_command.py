@@ -22,7 +22,7 @@ from llmpq.runtime.tools.evaluate import describe, perplexity, windows
 from llmpq.workload import Workload
 
 pytestmark = pytest.mark.cpu
-TEXT = Path(__file__).parents[1] / "examples" / "heldout.txt"
+TEXT = Path(__file__).parents[3] / "examples" / "heldout.txt"
 
 
 @pytest.fixture(autouse=True)

@@ -25,7 +25,7 @@ from llmpq.planner.simulate import simulate
 
 pytestmark = pytest.mark.pure
 
-DATA = Path(__file__).resolve().parents[1] / "benchmarks" / "data"
+DATA = Path(__file__).resolve().parents[2] / "benchmarks" / "data"
 REAL = {
     row["plan"]: row
     for row in csv.DictReader((DATA / "llmpq_cluster3_e2e_validation.csv").open())

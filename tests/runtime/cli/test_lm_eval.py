@@ -67,7 +67,7 @@ def test_likelihoods_are_those_of_transformers(model: LlmpqModel, reference: Any
 
 
 def test_rolling_likelihood_counts_every_token_once(model: LlmpqModel, demo_model: Path) -> None:
-    text = (Path(__file__).parents[1] / "examples" / "heldout.txt").read_text()[:2000]
+    text = (Path(__file__).parents[3] / "examples" / "heldout.txt").read_text()[:2000]
     short = LlmpqModel(str(demo_model), max_length=200, batch_size=3)
     tokens = model.tok_encode(text)
     (whole,) = model.loglikelihood_rolling([request(text)])
@@ -146,7 +146,7 @@ def test_local_tasks_run_through_the_harness(tasks: Path, demo_model: Path) -> N
         text=True,
         timeout=200,
         env={"PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1", "HF_HOME": str(tasks / "home")},
-        cwd=Path(__file__).parents[1],
+        cwd=Path(__file__).parents[3],
     )
     assert run.returncode == 0, run.stderr[-2000:]
     (report,) = (tasks / "out").rglob("results_*.json")

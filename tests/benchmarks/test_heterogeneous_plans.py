@@ -18,7 +18,7 @@ from llmpq.plan import Plan
 
 pytestmark = pytest.mark.pure
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def load_script() -> ModuleType:

@@ -21,7 +21,7 @@ from llmpq.workload import Workload
 
 pytestmark = pytest.mark.pure
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PAPER = ROOT / "clusters" / "paper"
 PAIR = ("prefill_microbatch", "decode_microbatch")
 JOB = ["--global_bz", "8", "--s", "512", "--n", "100"]

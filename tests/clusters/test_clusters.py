@@ -16,7 +16,7 @@ pytestmark = pytest.mark.pure
 
 CLUSTERS = Path(str(resources.files("llmpq.clusters")))
 FILES = sorted(p for p in CLUSTERS.rglob("*.yaml") if p.name != "gpus.yaml")
-EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.yaml"))
+EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.yaml"))
 
 
 def test_the_paper_has_eleven_clusters_and_there_are_four_examples() -> None:
@@ -69,7 +69,7 @@ def test_the_papers_and_drivers_spellings_are_known(spelling: str, kind: str) ->
 def test_synthetic_omega_is_what_its_script_makes() -> None:
     import importlib.util
 
-    script = Path(__file__).parent.parent / "benchmarks" / "synthetic_omega.py"
+    script = Path(__file__).parents[2] / "benchmarks" / "synthetic_omega.py"
     spec = importlib.util.spec_from_file_location("synthetic_omega", script)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

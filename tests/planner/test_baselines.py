@@ -23,7 +23,7 @@ from llmpq.planner.replay import replay
 from llmpq.planner.request import make_problem
 
 pytestmark = pytest.mark.pure
-PAPER = Path(__file__).resolve().parents[1] / "clusters" / "paper"
+PAPER = Path(__file__).resolve().parents[2] / "clusters" / "paper"
 
 
 def _paper(number: int, model: str) -> Problem:

@@ -1,6 +1,6 @@
 """The Gluon kernel's operand, from packed bytes to [64 rows, 64 k], executed on the CPU.
 
-The assembly runs instruction by instruction (tests/test_kernels_assembly.py does the same for the
+The assembly runs instruction by instruction (test_unpack_assembly.py does the same for the
 other kernels'); axes and shapes are the kernel's own. Only the layouts are left to a GPU.
 """
 

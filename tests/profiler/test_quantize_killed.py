@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from llmpq.runtime.weights.quantized_writer import layer_file
 
 pytestmark = pytest.mark.cpu
-TEXT = Path(__file__).parents[1] / "examples" / "heldout.txt"
+TEXT = Path(__file__).parents[2] / "examples" / "heldout.txt"
 COMMAND = ("-m", "llmpq.profiler.cli.quantize")
 KILLED = """
 import os, signal, sys
@@ -39,7 +39,7 @@ def run(model: Path, target: Path, how: tuple[str, ...]) -> subprocess.Completed
         [sys.executable, *how, *words.split()],
         capture_output=True,
         text=True,
-        cwd=Path(__file__).parents[1],
+        cwd=Path(__file__).parents[2],
     )
 
 

@@ -17,7 +17,7 @@ from llmpq.workload import Workload
 
 pytestmark = pytest.mark.pure
 
-PAPER = Path(__file__).resolve().parents[1] / "clusters" / "paper"
+PAPER = Path(__file__).resolve().parents[2] / "clusters" / "paper"
 TINY = ["--device-names", "V100", "--device-numbers", "1", "--global-bz", "2"]
 JOB = ["--s", "64", "--n", "8"]
 REMEDY = "make one for this model with llmpq-profile indicator --model"

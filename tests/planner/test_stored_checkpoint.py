@@ -29,7 +29,7 @@ from llmpq.precision import Precision
 
 pytestmark = pytest.mark.pure
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "examples" / "demo-7m"
 CLUSTER = ["--cluster", str(ROOT / "examples" / "cpu-two-stages.yaml")]
 JOB = ["--global-bz", "4", "--s", "16", "--n", "4"]

@@ -24,7 +24,7 @@ from llmpq.planner.show_front import ListedFront, coverage
 from llmpq.precision import KVPrecision
 
 pytestmark = pytest.mark.pure
-PAPER = Path(__file__).resolve().parents[1] / "clusters" / "paper"
+PAPER = Path(__file__).resolve().parents[2] / "clusters" / "paper"
 Points = list[tuple[float, float]]
 
 
