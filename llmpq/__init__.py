@@ -4,4 +4,4 @@ Knows nothing of torch, solvers or devices. The rooms (planner, profiler, kernel
 these types and meet each other only through the files the types are written to.
 """
 
-__version__ = "0.1.0"
+from llmpq.version import __version__ as __version__

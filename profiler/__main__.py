@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llmpq.errors import ExitCode, LlmpqError
+from llmpq.output_paths import check_files, refusal
 from llmpq.profiler.cli import indicator as indicator_command
 from llmpq.profiler.cli import run as run_command
-from llmpq.runtime.output_paths import check_files, refusal
 
 COMMANDS = ("run", "indicator", "merge")
 
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
     except (RuntimeError, MemoryError) as error:
         # Imports torch, which whatever ran out of memory has imported before.
-        from llmpq.runtime.out_of_memory import first_line, out_of_memory
+        from llmpq.out_of_memory import first_line, out_of_memory
 
         if not out_of_memory(error):
             raise

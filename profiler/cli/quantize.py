@@ -16,9 +16,9 @@ from pathlib import Path
 from llmpq.errors import ExitCode, LlmpqError
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
+from llmpq.output_paths import refusal
 from llmpq.plan import Plan
 from llmpq.precision import K_PADDING, KVPrecision, Precision
-from llmpq.runtime.output_paths import refusal
 from llmpq.units import format_size
 
 log = logging.getLogger("llmpq.quantize")
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"llmpq-quantize: {refusal(error)}\n")
         return int(ExitCode.USAGE)
     except (RuntimeError, MemoryError) as error:
-        from llmpq.runtime.out_of_memory import out_of_memory
+        from llmpq.out_of_memory import out_of_memory
 
         if not out_of_memory(error):
             raise

@@ -14,6 +14,7 @@ from llmpq.cluster import Cluster, Device
 from llmpq.cost_model import CostModel
 from llmpq.errors import ExitCode
 from llmpq.model_spec import ModelSpec
+from llmpq.output_paths import check_files
 from llmpq.precision import WEIGHT_ONLY, KVPrecision, Precision
 from llmpq.profiler.cli.tables import links_table, profile_tables
 from llmpq.profiler.timing.cases import Case, Sampling, model_spec
@@ -27,7 +28,6 @@ from llmpq.profiler.timing.profile_host import (
 from llmpq.profiler.timing.sample_file import SampleLog
 from llmpq.profiler.timing.shape_grid import cases, make_grid
 from llmpq.runtime.cli.flags_without_effect import refuse_idle
-from llmpq.runtime.output_paths import check_files
 from llmpq.workload import DTYPE_BYTES, Dtype
 
 log = logging.getLogger(__name__)

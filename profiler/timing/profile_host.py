@@ -12,7 +12,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import groupby
 
-from llmpq import __version__
 from llmpq.cluster import Cluster, Device
 from llmpq.cost_model import CostModel, LatencyEntry, LinkCost, taken_length
 from llmpq.errors import unknown_name
@@ -39,6 +38,7 @@ from llmpq.profiler.timing.worker_processes import (
     set_up_for,
     visible_gpus,
 )
+from llmpq.version import __version__
 from llmpq.workload import Dtype
 
 log = logging.getLogger(__name__)

@@ -12,8 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from llmpq.output_paths import naming
 from llmpq.profiler.timing.cases import Case, Conditions, Sample
-from llmpq.runtime.output_paths import naming
 
 
 class SampleLog:

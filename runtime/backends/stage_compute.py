@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from llmpq.errors import DoesNotFitError
 from llmpq.model_spec import ModelSpec
+from llmpq.out_of_memory import out_of_memory
 from llmpq.plan import Plan
 from llmpq.runtime.cache.dual_kv import DualKV, make_copy
 from llmpq.runtime.cache.kv_by_precision import make_kv_cache
@@ -21,7 +22,6 @@ from llmpq.runtime.drafts.draft_model import Draft, build_draft
 from llmpq.runtime.links.message import StepMessage
 from llmpq.runtime.models.sampling import sample
 from llmpq.runtime.models.stage_model import DTYPES, StageModel
-from llmpq.runtime.out_of_memory import out_of_memory
 from llmpq.runtime.pending import Pending
 from llmpq.runtime.request import StepKind
 from llmpq.runtime.sampling_params import SamplingParams

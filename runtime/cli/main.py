@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from types import FrameType
 
 from llmpq.errors import ExitCode, LlmpqError, unknown_name
-from llmpq.runtime.output_paths import refusal
+from llmpq.output_paths import refusal
 
 COMMANDS = {
     "run": ("llmpq.runtime.cli.run", "run a batch file through a plan (the default)"),
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _end(refusal(error), ExitCode.USAGE)
     except (RuntimeError, MemoryError) as error:
         # Imports torch, which whatever ran out of memory has imported before.
-        from llmpq.runtime.out_of_memory import first_line, out_of_memory
+        from llmpq.out_of_memory import first_line, out_of_memory
 
         if not out_of_memory(error):
             raise

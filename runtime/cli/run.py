@@ -22,6 +22,7 @@ from llmpq.cluster import Cluster
 from llmpq.errors import ExitCode
 from llmpq.file_form import replace_text
 from llmpq.model_spec import ModelSpec
+from llmpq.output_paths import check_files, naming, require_folder
 from llmpq.plan import Plan
 from llmpq.runtime.cli.plan_file import load_plan
 from llmpq.runtime.cli.run_flags import check_flags, deadlines_of, declare, defaults_of, launch_of
@@ -32,7 +33,6 @@ from llmpq.runtime.launch.planned_kv import with_kv
 from llmpq.runtime.launch.ray_actors import Pipeline, Update
 from llmpq.runtime.launch.stage_actor import StageSettings, limits_of
 from llmpq.runtime.launch.stage_host import LOCAL_HOST, meeting_host
-from llmpq.runtime.output_paths import check_files, naming, require_folder
 from llmpq.runtime.report.job_report import JobResult, build_report, print_summary
 from llmpq.runtime.report.progress import ProgressReporter
 from llmpq.runtime.request import Request

@@ -7,8 +7,8 @@ import re
 import ray
 
 from llmpq.errors import DoesNotFitError, LlmpqError, StageLostError
+from llmpq.out_of_memory import first_line, out_of_memory
 from llmpq.plan import Plan
-from llmpq.runtime.out_of_memory import first_line, out_of_memory
 
 GRACE_S = 5.0
 """How long to look for the stage whose death broke another one's connection."""

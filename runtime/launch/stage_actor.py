@@ -22,6 +22,7 @@ from llmpq.cost_model import CostModel
 from llmpq.device_spec import canonical_kind
 from llmpq.errors import PlanMismatchError
 from llmpq.model_spec import ModelSpec
+from llmpq.output_paths import require_folder
 from llmpq.plan import Plan, StagePlan
 from llmpq.precision import WeightScheme
 from llmpq.runtime.backends.cuda_stage import CudaStageCompute
@@ -41,7 +42,6 @@ from llmpq.runtime.links.device_links import (
 from llmpq.runtime.links.peer_links import Room
 from llmpq.runtime.links.transport import GlooTransport, join_gloo
 from llmpq.runtime.models.stage_model import DTYPES
-from llmpq.runtime.output_paths import require_folder
 from llmpq.runtime.request import Request
 from llmpq.runtime.sampling_params import SamplingParams
 from llmpq.runtime.text.stop_texts import StopTexts

@@ -28,8 +28,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from llmpq.gpu_workspace import OUTPUTS_LEAVING
+from llmpq.out_of_memory import first_line
 from llmpq.runtime.links.cuda_driver import SHARED_BYTES, CudaDriver
-from llmpq.runtime.out_of_memory import first_line
 from llmpq.runtime.pending import Pending
 
 SLOTS = 2

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from llmpq.runtime.output_paths import cannot_write
+from llmpq.output_paths import cannot_write
 from llmpq.runtime.text.batch_rows import (
     PROMPT_HASH,
     Defaults,

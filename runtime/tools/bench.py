@@ -26,6 +26,7 @@ from llmpq.device_spec import canonical_kind
 from llmpq.errors import ExitCode
 from llmpq.file_form import explain
 from llmpq.model_spec import ModelSpec
+from llmpq.output_paths import check_files, naming
 from llmpq.plan import Plan
 from llmpq.precision import KVPrecision, Precision
 from llmpq.runtime.cli.flags_without_effect import refuse_idle
@@ -37,7 +38,6 @@ from llmpq.runtime.cli.speculation_choice import (
 )
 from llmpq.runtime.launch.hand_plan import hand_plan
 from llmpq.runtime.links.device_links import LINK_CHOICES
-from llmpq.runtime.output_paths import check_files, naming
 from llmpq.runtime.report.job_report import print_summary
 from llmpq.runtime.tools.bench_jobs import Bench, run_in_process, run_through_ray
 from llmpq.runtime.tools.bench_rows import add_rows, read_baselines, summary

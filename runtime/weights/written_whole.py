@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from llmpq.file_form import NO_SPACE
-from llmpq.runtime.output_paths import cannot_write
+from llmpq.output_paths import cannot_write
 from llmpq.units import format_size
 
 _REFUSED = re.compile(r"I/O error: (.*) \(os error ([0-9]+)\)")

@@ -18,13 +18,13 @@ from llmpq.kernels.kv import reference
 from llmpq.kv_format import kv_cache_bytes
 from llmpq.memory import Quantization, embedding_bytes, layer_weight_bytes, stage_memory
 from llmpq.model_spec import ModelSpec
+from llmpq.out_of_memory import out_of_memory
 from llmpq.precision import KVPrecision, Precision
 from llmpq.runtime.cache.kv_by_precision import make_kv_cache
 from llmpq.runtime.cache.plain_kv import KVCache
 from llmpq.runtime.engine.plain_loop import LocalPipeline
 from llmpq.runtime.models.layers import SparseMLP
 from llmpq.runtime.models.stage_model import DTYPES, StageModel
-from llmpq.runtime.out_of_memory import out_of_memory
 from llmpq.runtime.step import Step
 from llmpq.runtime.weights.sources import RandomSource
 from llmpq.workload import Workload

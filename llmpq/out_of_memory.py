@@ -1,8 +1,6 @@
-"""Which errors mean that a device, or the host, has no memory left."""
+"""Which errors mean that a device, or the host, has no memory left. Standard library only."""
 
 from __future__ import annotations
-
-import torch
 
 _NO_MEMORY = ("out of memory", "DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED")
 
@@ -19,7 +17,9 @@ def out_of_memory(error: BaseException) -> bool:
     The host's allocator, the driver (kernels and graphs that it loads), Triton and cuBLAS say it in
     a plain RuntimeError.
     """
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+    # By name: torch is not imported to ask, and has these names in every version we run.
+    name = type(error).__name__
+    if isinstance(error, MemoryError) or name == "OutOfMemoryError":
         return True
-    plain = type(error) in (RuntimeError, torch.AcceleratorError)
+    plain = name in ("RuntimeError", "AcceleratorError")
     return plain and any(words in str(error) for words in _NO_MEMORY)
