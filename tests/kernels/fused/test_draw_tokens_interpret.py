@@ -74,7 +74,7 @@ def test_columns_that_nothing_may_pick_are_never_picked():
 
 
 def test_a_row_with_nan_draws_one_of_its_columns():
-    logits = torch.randn(4, 50)
+    logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(7))
     logits[0, 3] = logits[1] = float("nan")
     params = [SamplingParams(temperature=1.0, top_p=0.9), SamplingParams(temperature=1.0, top_k=5)]
     how = told(params * 2, [0] * 4, 50)

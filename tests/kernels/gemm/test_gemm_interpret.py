@@ -4,6 +4,8 @@ import itertools
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from triton import knobs
 
 from llmpq.kernels.formats.round_to_nearest import quantize_weight
@@ -23,8 +25,12 @@ pytestmark = [
 TOLERANCE = {torch.float16: 5e-4, torch.bfloat16: 4e-3}
 
 
+def _random(*shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
 def _weight(n, k, bits, group=128, symmetric=True, dtype=torch.float16):
-    w = torch.randn(n, k, generator=torch.Generator().manual_seed(n + k))
+    w = _random(n, k)
     scheme = WeightScheme(bits=bits, group_size=group, symmetric=symmetric, clip_search=False)
     return quantize_weight(w, scheme, dtype=dtype, layout=Layout.FRAGMENT)
 
@@ -56,12 +62,10 @@ def test_products_match_their_twin(config, bits, symmetric):
     n, k, m = 38, 600, 3
     cases = [(128, torch.float16), (None, torch.float16), (128, torch.bfloat16)]
     for (group, dtype), extra in zip(cases, (True, False, False), strict=True):
-        if config.scale_w and dtype is torch.bfloat16:
-            continue  # the interpreter truncates to bfloat16 where a GPU rounds: twice the error
         q = _weight(n, k, bits, group, symmetric, dtype)
-        x = torch.randn(m, k).to(dtype)
-        bias = torch.randn(n).to(dtype) if extra else None
-        residual = torch.randn(m, n).to(dtype) if extra else None
+        x = _random(m, k).to(dtype)
+        bias = _random(n).to(dtype) if extra else None
+        residual = _random(m, n).to(dtype) if extra else None
         y = run(make_plan(config, (9, 0), interpret=True), x, q, bias, residual)
         exact = linear_reference(x, q, bias, exact=True)
         exact = exact if residual is None else exact + residual.double()
@@ -70,7 +74,7 @@ def test_products_match_their_twin(config, bits, symmetric):
 
 def test_many_rows_of_x_and_older_tensor_cores():
     q = _weight(64, 256, 4)
-    x = torch.randn(20, 256).half()
+    x = _random(20, 256).half()
     exact = linear_reference(x, q, exact=True)
     config = Config(kernel="tile", warps=2, depth=1, bm=8)
     for capability in ((8, 0), (9, 0)):
@@ -82,7 +86,7 @@ def test_many_rows_of_x_and_older_tensor_cores():
 @pytest.mark.parametrize("planted", ["scale", "nibble", "tail", "k tail"])
 def test_planted_bugs_are_caught(config, planted):
     q = _weight(70, 200, 4)
-    x = torch.randn(2, 200).half()
+    x = _random(2, 200).half()
     exact = linear_reference(x, q, exact=True)
     if planted == "scale":
         q.scale[7] *= 1.25
@@ -97,3 +101,21 @@ def test_planted_bugs_are_caught(config, planted):
         short[:, 192:] = 0
         y = run(make_plan(config, (9, 0), interpret=True), short, q)
     assert relative_error(y, exact) > 2 * TOLERANCE[torch.float16]
+
+
+@triton.jit
+def _store(X, Y, N: tl.constexpr):
+    at = tl.arange(0, N)
+    tl.store(Y + at, tl.load(X + at).to(tl.bfloat16))
+
+
+def test_the_interpreter_rounds_to_bfloat16_as_torch_does():
+    x = torch.cat([_random(500) * 10.0 ** (_random(500) * 5), torch.tensor(
+        [0.0, -0.0, 1.00390625, 1.01171875, 3.4e38, -3.4e38, 1e-39, float("inf"), -float("inf"),
+         float("nan"), 255.99999, -0.99999]
+    )])  # fmt: skip
+    y = torch.empty(512, dtype=torch.bfloat16)
+    _store[(1,)](x, y, 512)
+    assert torch.equal(y.isnan(), x.isnan())
+    real = ~x.isnan()
+    assert torch.equal(y[real], x.bfloat16()[real])
