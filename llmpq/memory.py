@@ -65,6 +65,17 @@ class StageMemory:
         )
 
 
+def expert_weight_bytes(
+    spec: ModelSpec, precision: Precision, quantization: Quantization, dtype_bytes: int
+) -> int:
+    """Return the bytes of one expert's matrices; zero for a model without experts."""
+    scheme = quantization.scheme(precision)
+    own = [s for s in spec.linears() if s.name.startswith("experts.0.")]
+    if scheme is None:
+        return sum(s.num_weights for s in own) * dtype_bytes
+    return sum(scheme.nbytes(s.out_features, s.in_features, dtype_bytes) for s in own)
+
+
 def layer_weight_bytes(
     spec: ModelSpec, precision: Precision, quantization: Quantization, dtype_bytes: int
 ) -> int:

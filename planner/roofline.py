@@ -5,17 +5,22 @@ same key replaces it. Per decoder layer, with v requests of s (or one) new token
 
     prefill  max(weight bytes / bandwidth + activations / bandwidth, flops / rate)
     decode   max(weight bytes / bandwidth, flops / rate) + KV bytes / bandwidth
+
+A layer with E experts of which each token takes k reads those that its tokens are expected to hit,
+E (1 - (1 - k/E)^tokens): a polyline in the tokens beside the terms. A token is taken to choose its
+experts by itself and evenly.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cache
 
 from llmpq.cluster import Device
 from llmpq.cost_model import CostModel, LatencyEntry, Part, Phase, Regime
 from llmpq.device_spec import DeviceSpec
 from llmpq.kv_format import kv_cache_bytes
-from llmpq.memory import Quantization, layer_weight_bytes
+from llmpq.memory import Quantization, expert_weight_bytes, layer_weight_bytes
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
 from llmpq.workload import DTYPE_BYTES, Dtype
@@ -23,6 +28,8 @@ from llmpq.workload import DTYPE_BYTES, Dtype
 GPU_FLOOR_S = 40e-6
 """Launch latency of one layer's kernels when nothing else limits it."""
 CPU_FLOOR_S = 100e-6
+KNOT_ERROR = 0.005
+"""Share by which the polyline of the experts hit may stay below the curve, which is concave."""
 DEQUANT_SLOWDOWN = 1.1
 """Weight-only kernels unpack before they multiply; costs about 10 % once compute-bound."""
 
@@ -83,18 +90,55 @@ def _floor(spec: DeviceSpec) -> float:
 
 
 def _linear_flops(spec: ModelSpec) -> float:
-    """Flops of one token through one layer's matrices; of experts, through those it is sent to.
-
-    All experts count as read from memory: a batch of 8 tokens already meets 90 % of 8 experts.
-    """
+    """Flops of one token through one layer's matrices; of experts, through those it is sent to."""
     return 2.0 * spec.weights_per_token
+
+
+def experts_hit(experts: int, per_token: int, tokens: float) -> float:
+    """Return how many of a layer's experts a number of tokens is expected to be sent to."""
+    return experts * (1.0 - (1.0 - per_token / experts) ** tokens)
+
+
+@cache
+def _hit_knots(experts: int, per_token: int) -> tuple[tuple[float, float], ...]:
+    """Return (tokens, experts hit) between which straight lines are within KNOT_ERROR; then all."""
+
+    def near(low: int, high: int) -> bool:
+        start, end = (experts_hit(experts, per_token, v) for v in (low, high))
+        return all(
+            start + (end - start) * (v - low) / (high - low)
+            >= (1 - KNOT_ERROR) * experts_hit(experts, per_token, v)
+            for v in range(low + 1, high)
+        )
+
+    knots, at = [(1.0, float(per_token))], 1
+    while experts - knots[-1][1] > KNOT_ERROR * experts:
+        after = at + 1
+        while near(at, after + 1):
+            after += 1
+        knots.append((float(after), experts_hit(experts, per_token, after)))
+        at = after
+    return (*knots, (at + 1.0, float(experts)), (at + 2.0, float(experts)))
+
+
+def _weight_reads(
+    spec: ModelSpec, precision: Precision, dtype: Dtype, quantization: Quantization
+) -> tuple[float, tuple[tuple[float, float], ...]]:
+    """Return the bytes every pass reads, and those of the experts by the number of tokens."""
+    width = DTYPE_BYTES[dtype]
+    weights = layer_weight_bytes(spec, precision, quantization, width)
+    if not spec.experts:
+        return float(weights), ()
+    expert = expert_weight_bytes(spec, precision, quantization, width)
+    knots = _hit_knots(spec.experts, spec.experts_per_token)
+    return float(weights - spec.experts * expert), tuple((v, hit * expert) for v, hit in knots)
 
 
 def _prefill(
     spec: ModelSpec, device: Device, precision: Precision, dtype: Dtype, quantization: Quantization
 ) -> LatencyEntry:
     width = DTYPE_BYTES[dtype]
-    weights = layer_weight_bytes(spec, precision, quantization, width)
+    weights, experts = _weight_reads(spec, precision, dtype, quantization)
     activations = 12.0 * spec.hidden * width
     attention = 2.0 * spec.heads * spec.head_dim  # causal: half of 4 * heads * head_dim
     floor, rate, speed = (
@@ -103,9 +147,12 @@ def _prefill(
         bandwidth(device),
     )
     plain = rate_flops(device, Precision.W16A16, dtype)
-    memory = {"1": floor + weights / speed, "v*s": activations / speed}
+    memory = Regime(
+        terms={"1": floor + weights / speed, "v*s": activations / speed},
+        curve=_over(experts, speed),
+    )
     compute = {"1": floor, "v*s": _linear_flops(spec) / rate, "v*s^2": attention / plain}
-    return _entry(device, "layer", Phase.PREFILL, precision, dtype, memory, compute)
+    return _entry(device, "layer", Phase.PREFILL, precision, dtype, memory, Regime(terms=compute))
 
 
 def _decode(
@@ -117,7 +164,7 @@ def _decode(
     quantization: Quantization,
 ) -> LatencyEntry:
     width = DTYPE_BYTES[dtype]
-    weights = layer_weight_bytes(spec, precision, quantization, width)
+    weights, experts = _weight_reads(spec, precision, dtype, quantization)
     tokens = 1024
     kv_token = (
         kv_cache_bytes(
@@ -136,9 +183,14 @@ def _decode(
         bandwidth(device),
     )
     reading = {"v*(t+s)": kv_token / speed}
-    memory = {"1": floor + weights / speed, **reading}
-    compute = {"1": floor, "v": _linear_flops(spec) / rate, **reading}
+    memory = Regime(terms={"1": floor + weights / speed, **reading}, curve=_over(experts, speed))
+    compute = Regime(terms={"1": floor, "v": _linear_flops(spec) / rate, **reading})
     return _entry(device, "layer", Phase.DECODE, precision, dtype, memory, compute, kv=kv)
+
+
+def _over(reads: tuple[tuple[float, float], ...], speed: float) -> tuple[tuple[float, float], ...]:
+    """Return the seconds that reading bytes takes, point by point."""
+    return tuple((tokens, num_bytes / speed) for tokens, num_bytes in reads)
 
 
 def _ends(spec: ModelSpec, device: Device, dtype: Dtype) -> list[LatencyEntry]:
@@ -147,14 +199,18 @@ def _ends(spec: ModelSpec, device: Device, dtype: Dtype) -> list[LatencyEntry]:
     floor = _floor(device.spec)
     rate = rate_flops(device, Precision.W16A16, dtype)
     token = 3.0 * spec.hidden * width / speed
-    head_memory = {"1": floor + spec.head_params * width / speed}
-    head_compute = {"1": floor, "v": 2.0 * spec.vocab * spec.hidden / rate}
+    head = (
+        Regime(terms={"1": floor + spec.head_params * width / speed}),
+        Regime(terms={"1": floor, "v": 2.0 * spec.vocab * spec.hidden / rate}),
+    )
+    rows = Regime(terms={"1": floor / 4, "v*s": token})
+    row = Regime(terms={"1": floor / 4, "v": token})
     plain = Precision.W16A16
     return [
-        _entry(device, "embedding", Phase.PREFILL, plain, dtype, {"1": floor / 4, "v*s": token}),
-        _entry(device, "embedding", Phase.DECODE, plain, dtype, {"1": floor / 4, "v": token}),
-        _entry(device, "head", Phase.PREFILL, plain, dtype, head_memory, head_compute),
-        _entry(device, "head", Phase.DECODE, plain, dtype, head_memory, head_compute),
+        _entry(device, "embedding", Phase.PREFILL, plain, dtype, rows),
+        _entry(device, "embedding", Phase.DECODE, plain, dtype, row),
+        _entry(device, "head", Phase.PREFILL, plain, dtype, *head),
+        _entry(device, "head", Phase.DECODE, plain, dtype, *head),
     ]
 
 
@@ -164,7 +220,7 @@ def _entry(
     phase: Phase,
     precision: Precision,
     dtype: Dtype,
-    *regimes: dict[str, float],
+    *regimes: Regime,
     kv: KVPrecision = KVPrecision.KV16,
 ) -> LatencyEntry:
     return LatencyEntry(
@@ -174,6 +230,6 @@ def _entry(
         precision=precision,
         kv=kv,
         dtype=dtype,
-        regimes=tuple(Regime(terms=terms) for terms in regimes),
+        regimes=regimes,
         source="estimated",
     )
