@@ -35,7 +35,7 @@ from llmpq.runtime.links.message import StepMessage
 from llmpq.runtime.links.peer_links import Room
 from llmpq.runtime.pending import arrived
 from llmpq.runtime.request import StepKind
-from llmpq.runtime.sampling_params import SamplingParams
+from llmpq.runtime.sampling_params import TokenChoice
 from llmpq.runtime.weights.sources import RandomSource
 from llmpq.units import format_size
 from llmpq.workload import Workload
@@ -172,7 +172,7 @@ def _message(kind: StepKind, rows: int, q_len: int, start: int) -> StepMessage:
         starts=[start] * rows,
         num_new=[q_len] * rows,
         sample_steps=[0] * rows,
-        sampling=[SamplingParams()] * rows,
+        sampling=[TokenChoice()] * rows,
         tokens=[[1] * q_len] * rows,
     )
 

@@ -26,7 +26,7 @@ from llmpq.runtime.engine.scheduler import Scheduler
 from llmpq.runtime.launch.hand_plan import hand_plan
 from llmpq.runtime.launch.stage_actor import limits_of
 from llmpq.runtime.launch.threads import ThreadEngine
-from llmpq.runtime.models.sampling import SamplingParams, draw, probabilities, sample, uniform
+from llmpq.runtime.models.sampling import TokenChoice, draw, probabilities, sample, uniform
 from llmpq.runtime.request import Request
 from llmpq.runtime.weights.sources import RandomSource
 from llmpq.workload import Workload
@@ -42,7 +42,7 @@ SHARP_TEMPERATURE = 0.1
 CALLS, REPEATS = 20, 5
 
 
-def operators(logits_BV: Tensor, params: list[SamplingParams], steps: list[int]) -> Tensor:
+def operators(logits_BV: Tensor, params: list[TokenChoice], steps: list[int]) -> Tensor:
     """Draw with torch's operators."""
     numbers = [uniform(p.seed, step) for p, step in zip(params, steps, strict=True)]
     probs_BV = probabilities(logits_BV, params)
@@ -69,7 +69,7 @@ def time_calls(args: argparse.Namespace, vocab: int) -> None:
         for name, deviation in LOGITS.items():
             logits = (torch.randn(rows, vocab, device="cuda") * deviation).to(torch.bfloat16)
             for way, words in WAYS.items():
-                params = [SamplingParams(temperature=1.0, seed=row, **words) for row in range(rows)]
+                params = [TokenChoice(temperature=1.0, seed=row, **words) for row in range(rows)]
                 steps = [7] * rows
                 samples = call_us(lambda: sample(logits, params, steps))  # noqa: B023
                 peer = sorted(call_us(lambda: operators(logits, params, steps)))  # noqa: B023
@@ -101,9 +101,9 @@ def time_job(args: argparse.Namespace) -> None:
                     id=row,
                     prompt=tuple((row * 977 + place * 31) % spec.vocab for place in range(128)),
                     max_new=args.new,
-                    sampling=SamplingParams()
+                    sampling=TokenChoice()
                     if words is None
-                    else SamplingParams(temperature=SHARP_TEMPERATURE, seed=row, **words),
+                    else TokenChoice(temperature=SHARP_TEMPERATURE, seed=row, **words),
                 )
                 for row in range(args.batch)
             ]

@@ -44,8 +44,8 @@ from llmpq.runtime.cache.low_bit_kv import LowBitKV
 from llmpq.runtime.cache.plain_kv import KVCache, PlainKVCache
 from llmpq.runtime.drafts.draft_model import build_draft
 from llmpq.runtime.drafts.drafters import FixedDrafter
+from llmpq.runtime.engine.mailbox import Mailbox
 from llmpq.runtime.engine.scheduler import Limits, Scheduler
-from llmpq.runtime.engine.stage_loop import Mailbox
 from llmpq.runtime.models.stage_model import DTYPES, StageModel
 from llmpq.runtime.request import Request
 from llmpq.runtime.trace import Recorder

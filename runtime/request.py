@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Literal
 
-from llmpq.runtime.sampling_params import SamplingParams
+from llmpq.runtime.sampling_params import TokenChoice
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "abort"]
 
 
 class StepKind(IntEnum):
@@ -35,9 +35,13 @@ class Request:
     max_new: int
     stop_ids: frozenset[int] = frozenset()
     stop_texts: tuple[str, ...] = ()
-    sampling: SamplingParams = field(default_factory=SamplingParams)
+    sampling: TokenChoice = field(default_factory=TokenChoice)
     may_draft: bool = True
     """False: decoded plainly, whatever the drafter wants."""
+    stream: bool = False
+    """Whether its tokens are told as they come, not only at its end."""
+    aborted: bool = False
+    """Nobody wants its tokens any more: it ends with the step under way."""
     slot: int = -1
     """KV slot while running, -1 otherwise."""
     output: list[int] = field(default_factory=list)

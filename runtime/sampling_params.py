@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamplingParams:
+class TokenChoice:
     """How one request's tokens are chosen; temperature 0 is greedy."""
 
     temperature: float = 0.0

@@ -46,6 +46,18 @@ class KindTotals:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoadReport:
+    """What a stage allocated."""
+
+    weights_bytes: int
+    """Layers, and embedding and head where the stage has them."""
+    kv_bytes: int
+    seconds: float
+    draft_bytes: int = 0
+    """What drafts hold beyond the above."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class StageRecord:
     """Everything one stage recorded, as the driver gets it."""
 

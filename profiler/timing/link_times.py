@@ -25,7 +25,7 @@ from llmpq.runtime.links.message import StepMessage
 from llmpq.runtime.links.transport import GlooTransport, join_gloo
 from llmpq.runtime.pending import arrived
 from llmpq.runtime.request import StepKind
-from llmpq.runtime.sampling_params import SamplingParams
+from llmpq.runtime.sampling_params import TokenChoice
 
 ROWS = 8
 TOKENS = (1, 8, 64, 256)
@@ -101,7 +101,7 @@ def _round_seconds(
         starts=[0] * ROWS,
         num_new=[tokens] * ROWS,
         sample_steps=[0] * ROWS,
-        sampling=[SamplingParams()] * ROWS,
+        sampling=[TokenChoice()] * ROWS,
     )
     hidden_BQH = torch.zeros(ROWS, tokens, hidden_size)
     samples: list[float] = []

@@ -32,7 +32,7 @@ from llmpq.runtime.models.layers import DecoderLayer
 from llmpq.runtime.models.stage_model import DTYPES, StageModel
 from llmpq.runtime.pending import arrived
 from llmpq.runtime.request import StepKind
-from llmpq.runtime.sampling_params import SamplingParams
+from llmpq.runtime.sampling_params import TokenChoice
 from llmpq.runtime.step import Step
 from llmpq.runtime.weights.sources import RandomSource
 from llmpq.workload import DTYPE_BYTES, Workload
@@ -68,7 +68,7 @@ class Subject:
         """`share`: of the GPU's multiprocessors, 1 if it is whole."""
         self.spec, self.device, self.quantization = spec, device, quantization
         self._one_layer_tokens = ONE_LAYER_TOKENS * share
-        self._sampling = SamplingParams(
+        self._sampling = TokenChoice(
             temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p
         )
         self._built: tuple[object, StageModel] | None = None
@@ -197,7 +197,7 @@ class Subject:
         )
 
 
-def micro_batch(case: Case, sampling: SamplingParams) -> StepMessage:
+def micro_batch(case: Case, sampling: TokenChoice) -> StepMessage:
     """Return the micro-batch of a case in slots 0..v-1, every other row a token shorter."""
     lengths = [max(case.q_len, case.length - row % 2) for row in range(case.v)]
     if case.target.phase is Phase.PREFILL:

@@ -18,7 +18,7 @@ from llmpq.runtime.backends.cuda_graphs import DecodeGraphs
 from llmpq.runtime.backends.cuda_speculate import CudaSpeculation
 from llmpq.runtime.links.message import StepMessage
 from llmpq.runtime.request import StepKind
-from llmpq.runtime.sampling_params import SamplingParams
+from llmpq.runtime.sampling_params import TokenChoice
 from llmpq.speculation import MAX_GAMMA, Line, MeasuredTimes
 
 POSITIONS = (1, 2, 3, 4, 6, MAX_GAMMA + 1)
@@ -89,6 +89,6 @@ def step_message(rows: int, context: int, q_len: int) -> StepMessage:
         starts=[context] * rows,
         num_new=[q_len] * rows,
         sample_steps=[1] * rows,
-        sampling=[SamplingParams()] * rows,
+        sampling=[TokenChoice()] * rows,
         tokens=[[1] * q_len] * rows,
     )

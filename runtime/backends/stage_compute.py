@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -24,9 +23,9 @@ from llmpq.runtime.models.sampling import sample
 from llmpq.runtime.models.stage_model import DTYPES, StageModel
 from llmpq.runtime.pending import Pending
 from llmpq.runtime.request import StepKind
-from llmpq.runtime.sampling_params import SamplingParams
+from llmpq.runtime.sampling_params import TokenChoice
 from llmpq.runtime.step import Step
-from llmpq.runtime.trace import KindTotals
+from llmpq.runtime.trace import KindTotals, LoadReport
 from llmpq.runtime.weights.sources import TensorSource
 from llmpq.speculation import READS_KV4, SpeculationMode
 from llmpq.units import format_size
@@ -37,21 +36,9 @@ MEMORY_TOLERANCE = 0.05
 
 WARM_UP_S = 2.0
 """How long a stage on a CPU goes on running shapes to come."""
-GREEDY = SamplingParams()
+GREEDY = TokenChoice()
 NUM_WIDTHS, MIN_WIDTH = 8, 8
 """Prompt widths that it runs, and the least distance between them."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoadReport:
-    """What a stage allocated."""
-
-    weights_bytes: int
-    """Layers, and embedding and head where the stage has them."""
-    kv_bytes: int
-    seconds: float
-    draft_bytes: int = 0
-    """What drafts hold beyond the above."""
 
 
 class StageCompute:
@@ -195,7 +182,7 @@ class StageCompute:
             for rows in range(prefill_rows - 1, 0, -1)
             for width in self._widths
         ]
-        drawn = SamplingParams(temperature=1.0, top_p=0.9)
+        drawn = TokenChoice(temperature=1.0, top_p=0.9)
         left_s, token_s = WARM_UP_S, 0.0
         for kind, rows, q_len in shapes:
             if rows * q_len * token_s > left_s:
@@ -206,7 +193,7 @@ class StageCompute:
                 token_s = seconds / (rows * q_len)
 
     def _run_zeros(
-        self, kind: StepKind, rows: int, q_len: int, sampling: SamplingParams = GREEDY
+        self, kind: StepKind, rows: int, q_len: int, sampling: TokenChoice = GREEDY
     ) -> float:
         """Run a step of token 0 through the slots from 0 on; return its seconds."""
         message = StepMessage(

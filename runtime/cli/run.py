@@ -27,8 +27,8 @@ from llmpq.plan import Plan
 from llmpq.runtime.cli.plan_file import load_plan
 from llmpq.runtime.cli.run_flags import check_flags, deadlines_of, declare, defaults_of, launch_of
 from llmpq.runtime.cli.speculation_choice import choose_speculation
+from llmpq.runtime.engine.mailbox import Finished
 from llmpq.runtime.engine.scheduler import Limits
-from llmpq.runtime.engine.stage_loop import Finished
 from llmpq.runtime.launch.planned_kv import with_kv
 from llmpq.runtime.launch.ray_actors import Pipeline, Update
 from llmpq.runtime.launch.stage_actor import StageSettings, limits_of

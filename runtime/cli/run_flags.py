@@ -9,7 +9,7 @@ from llmpq.runtime.cli.speculation_choice import add_speculation_arguments
 from llmpq.runtime.launch.planned_kv import AUTO
 from llmpq.runtime.launch.ray_actors import MAX_TIMEOUT_S, Deadlines, Launch
 from llmpq.runtime.links.device_links import LINK_CHOICES
-from llmpq.runtime.sampling_params import SamplingParams
+from llmpq.runtime.sampling_params import TokenChoice
 from llmpq.runtime.text.batch_rows import Defaults
 
 
@@ -91,7 +91,7 @@ def check_flags(args: argparse.Namespace) -> None:
             f"--max_tokens must be at least 1, got {args.max_tokens}; leave it out for the plan's"
         )
     try:
-        SamplingParams(temperature=args.temperature, top_p=args.top_p, top_k=args.top_k)
+        TokenChoice(temperature=args.temperature, top_p=args.top_p, top_k=args.top_k)
     except ValueError as error:
         raise ValueError(f"--{error}") from None
     if not 0 <= args.master_port < 2**16:

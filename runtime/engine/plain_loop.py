@@ -17,13 +17,13 @@ from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import Precision, WeightScheme
 from llmpq.runtime.cache.plain_kv import KVCache, PlainKVCache
-from llmpq.runtime.models.sampling import SamplingParams, sample
+from llmpq.runtime.models.sampling import TokenChoice, sample
 from llmpq.runtime.models.stage_model import StageModel
 from llmpq.runtime.step import Step
 from llmpq.runtime.weights.quantized_checkpoint import open_checkpoint
 from llmpq.runtime.weights.sources import TensorSource
 
-GREEDY = SamplingParams()
+GREEDY = TokenChoice()
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class LocalPipeline:
         prompts: Sequence[Sequence[int]],
         *,
         max_new: int,
-        params: Sequence[SamplingParams] | None = None,
+        params: Sequence[TokenChoice] | None = None,
         stop_at_eos: bool = False,
         enough: Callable[[list[list[int]]], bool] | None = None,
     ) -> list[list[int]]:

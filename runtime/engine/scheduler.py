@@ -16,9 +16,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from typing import Literal, Protocol
+from typing import Literal
 
-from llmpq.runtime.request import MicroBatch, Request, Round, StepKind
+from llmpq.runtime.drafts.drafter import Drafter
+from llmpq.runtime.request import FinishReason, MicroBatch, Request, Round, StepKind
 
 UNKNOWN = -1
 """Stands for a position or token that a round under way has yet to bring."""
@@ -76,22 +77,6 @@ def max_ahead(num_stages: int) -> int:
     return 2 if num_stages == 1 else 4 * num_stages
 
 
-class Drafter(Protocol):
-    """Chooses how many tokens a group drafts before it verifies, and may supply them itself."""
-
-    def gamma(self, requests: Sequence[Request]) -> int:
-        """Return the draft length for a group; 0 means plain decoding."""
-        ...
-
-    def propose(self, request: Request, gamma: int) -> list[int] | None:
-        """Return up to `gamma` tokens found without the model, None if the model drafts."""
-        ...
-
-    def observe(self, num_drafted: int, num_accepted: int) -> None:
-        """Take note of one request's verify."""
-        ...
-
-
 class Scheduler:
     """Continuous batching over the KV slots of a plan."""
 
@@ -147,6 +132,22 @@ class Scheduler:
         """Queue a request, first come first served; `ValueError` if it can never run."""
         self.limits.check(request)
         self._waiting.append(request)
+
+    def abort(self, request: Request) -> bool:
+        """End a request that nobody waits for any more; return whether it has ended.
+
+        If not, it ends when the step that is under way for it completes.
+        """
+        if request.finish_reason is not None:
+            return False
+        request.aborted = True
+        if request in self._waiting:
+            self._waiting.remove(request)
+            request.finish_reason = "abort"
+        elif request.in_flight == 0 and request in self._ready:
+            self._ready.remove(request)
+            self._end(request, "abort")
+        return request.finish_reason is not None
 
     def next_micro_batch(self) -> MicroBatch | None:
         """Return the next unit of work, or None until another one completes."""
@@ -359,6 +360,9 @@ class Scheduler:
 
     def _append(self, request: Request, new: Sequence[int]) -> bool:
         """Append tokens up to the first stop or the limit; free the slot if the request ended."""
+        if request.aborted:
+            self._end(request, "abort")
+            return True
         for token in new:
             request.output.append(token)
             self.generated_tokens += 1
@@ -367,12 +371,16 @@ class Scheduler:
                 and self._ends_in_stop_text is not None
                 and self._ends_in_stop_text(request)
             ):
-                request.finish_reason = "stop"
-            elif request.remaining == 0:
-                request.finish_reason = "length"
-            if request.finish_reason is not None:
-                self._group_of.pop(request.id, None)
-                heappush(self._free_slots, request.slot)
-                request.slot = -1
+                self._end(request, "stop")
+                return True
+            if request.remaining == 0:
+                self._end(request, "length")
                 return True
         return False
+
+    def _end(self, request: Request, reason: FinishReason) -> None:
+        """Free the slot of a running request."""
+        request.finish_reason = reason
+        self._group_of.pop(request.id, None)
+        heappush(self._free_slots, request.slot)
+        request.slot = -1

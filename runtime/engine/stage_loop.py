@@ -8,16 +8,16 @@ then waits for the oldest one's tokens. Knows nothing of Ray or processes; the l
 from __future__ import annotations
 
 import queue
-import threading
 import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
+from llmpq.runtime.engine.mailbox import Abort, Finished, Mailbox, Progress
 from llmpq.runtime.engine.scheduler import UNKNOWN, Scheduler, max_ahead, max_in_flight
 from llmpq.runtime.links.message import STOP, StepMessage, describe, result_width
 from llmpq.runtime.links.transport import Transport
@@ -76,49 +76,6 @@ def run_following_stage(
     transport.close()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Finished:
-    """A request that ended, with its times since it was submitted."""
-
-    id: int
-    tokens: list[int]
-    finish_reason: str
-    first_token_s: float
-    total_s: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Progress:
-    """Counters of a running job."""
-
-    waiting: int = 0
-    running: int = 0
-    finished: int = 0
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
-    phase: str = "idle"
-
-
-@dataclass
-class Mailbox:
-    """Where the driver's threads and the first stage's loop meet."""
-
-    requests: queue.Queue[Request | None] = field(default_factory=queue.Queue)
-    """Submissions; None closes: the loop ends when all submitted requests have ended."""
-    finished: deque[Finished] = field(default_factory=deque)
-    changed: threading.Condition = field(default_factory=threading.Condition)
-    progress: Progress = field(default_factory=Progress)
-
-    def collect(self, timeout_s: float) -> list[Finished]:
-        """Return requests that ended since the last call, waiting up to `timeout_s` for one."""
-        with self.changed:
-            if not self.finished:
-                self.changed.wait(timeout_s)
-            done = list(self.finished)
-            self.finished.clear()
-            return done
-
-
 @dataclass(frozen=True)
 class _Ahead:
     """A step whose rows went on before its tokens were known."""
@@ -164,8 +121,12 @@ class FirstStage:
         self._num_brought = 0
         """Flights, from the oldest on, whose tokens were brought to the device's table."""
         self._closed = False
+        self._open: dict[int, Request] = {}
+        """Requests that have not ended, by id."""
         self._submitted_s: dict[int, float] = {}
         self._first_token_s: dict[int, float] = {}
+        self._told: dict[int, int] = {}
+        """Tokens of a streamed request that the driver was told of."""
         self._num_finished = self._prompt_tokens = 0
 
     def run(self) -> None:
@@ -187,17 +148,26 @@ class FirstStage:
 
     def _take_submissions(self, *, wait: bool) -> None:
         """Move submitted requests to the scheduler, waiting for one if there is nothing to do."""
-        while not self._closed:
+        while True:
             try:
-                request = self._mailbox.requests.get(block=wait)
+                request = self._mailbox.requests.get(block=wait and not self._closed)
             except queue.Empty:
                 return
             wait = False
             if request is None:
                 self._closed = True
-                return
-            self._submitted_s[request.id] = time.perf_counter()
-            self._scheduler.submit(request)
+            elif isinstance(request, Abort):
+                self._abort(request.id)
+            else:
+                self._submitted_s[request.id] = time.perf_counter()
+                self._open[request.id] = request
+                self._scheduler.submit(request)
+
+    def _abort(self, request_id: int) -> None:
+        """End a request as soon as may be; one that has ended already stays as it is."""
+        request = self._open.get(request_id)
+        if request is not None and self._scheduler.abort(request):
+            self._publish(StepKind.DECODE, [request], time.perf_counter())
 
     def _issue(self, micro_batch: MicroBatch) -> None:
         if self._transport is not None and self._runs_ahead:
@@ -262,19 +232,30 @@ class FirstStage:
         if kind is StepKind.PREFILL:
             self._prompt_tokens += sum(len(tokens) for tokens in micro_batch.tokens)
             for request in micro_batch.requests:
-                self._first_token_s[request.id] = now_s
-        self._publish(kind, finished, now_s)
+                if request.id in self._open:
+                    self._first_token_s[request.id] = now_s
+        self._publish(kind, finished, now_s, micro_batch.requests)
 
-    def _publish(self, kind: StepKind, finished: Sequence[Request], now_s: float) -> None:
+    def _publish(
+        self,
+        kind: StepKind,
+        finished: Sequence[Request],
+        now_s: float,
+        stepped: Sequence[Request] = (),
+    ) -> None:
+        """Tell the driver what a step, or an abort, brought."""
+        tokens = self._new_tokens(stepped)
         done = []
         for request in finished:
+            del self._open[request.id]
+            self._told.pop(request.id, None)
             submitted_s = self._submitted_s.pop(request.id)
             done.append(
                 Finished(
                     id=request.id,
-                    tokens=request.output,
+                    tokens=_known(request.output) if request.aborted else request.output,
                     finish_reason=request.finish_reason or "length",
-                    first_token_s=self._first_token_s.pop(request.id) - submitted_s,
+                    first_token_s=self._first_token_s.pop(request.id, now_s) - submitted_s,
                     total_s=now_s - submitted_s,
                 )
             )
@@ -288,6 +269,25 @@ class FirstStage:
                 generated_tokens=self._scheduler.generated_tokens,
                 phase=kind.name.lower(),
             )
-            if done:
-                self._mailbox.finished.extend(done)
+            for request_id, new in tokens.items():
+                self._mailbox.tokens.setdefault(request_id, []).extend(new)
+            self._mailbox.finished.extend(done)
+            if done or tokens:
                 self._mailbox.changed.notify_all()
+
+    def _new_tokens(self, stepped: Sequence[Request]) -> dict[int, list[int]]:
+        """Return the tokens of streamed requests that the driver has not been told of."""
+        found = {}
+        for request in stepped:
+            if request.stream and request.id in self._open:
+                told = self._told.get(request.id, 0)
+                new = _known(request.output[told:])
+                if new:
+                    self._told[request.id] = told + len(new)
+                    found[request.id] = new
+        return found
+
+
+def _known(tokens: list[int]) -> list[int]:
+    """Return the tokens before the first one that a device has yet to tell."""
+    return tokens[: tokens.index(UNKNOWN)] if UNKNOWN in tokens else list(tokens)

@@ -17,7 +17,7 @@ from typing import Any, Self
 
 from llmpq.errors import DeadlineError, StageLostError
 from llmpq.plan import Plan
-from llmpq.runtime.engine.stage_loop import Finished
+from llmpq.runtime.engine.mailbox import Finished
 from llmpq.runtime.launch.stage_actor import StageSettings, write_request
 from llmpq.runtime.launch.stage_host import LOCAL_HOST
 from llmpq.runtime.request import Request

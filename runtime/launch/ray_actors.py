@@ -28,14 +28,13 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from llmpq.cluster import Cluster
 from llmpq.errors import DeadlineError, LlmpqError
 from llmpq.plan import Plan
-from llmpq.runtime.backends.stage_compute import LoadReport
-from llmpq.runtime.engine.stage_loop import Finished, Progress
+from llmpq.runtime.engine.mailbox import Finished, Progress
 from llmpq.runtime.launch.failures import GRACE_S, is_consequence, lost_stage
 from llmpq.runtime.launch.placement import ray_cluster, reserve
 from llmpq.runtime.launch.stage_actor import StageActor, StageSettings, write_request
 from llmpq.runtime.launch.stage_host import meeting_host, process_space
 from llmpq.runtime.request import Request
-from llmpq.runtime.trace import StageRecord
+from llmpq.runtime.trace import LoadReport, StageRecord
 
 _THREADS = 6
 """Threads of an actor: the loop, a poll, health checks and a submission."""

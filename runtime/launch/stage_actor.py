@@ -29,8 +29,9 @@ from llmpq.runtime.backends.cuda_stage import CudaStageCompute
 from llmpq.runtime.backends.emulate import Emulation
 from llmpq.runtime.backends.stage_compute import StageCompute, build_stage
 from llmpq.runtime.drafts.drafters import AutoDrafter, FixedDrafter, speculation_report
+from llmpq.runtime.engine.mailbox import Mailbox
 from llmpq.runtime.engine.scheduler import Limits, Scheduler, max_ahead
-from llmpq.runtime.engine.stage_loop import FirstStage, Mailbox, run_following_stage
+from llmpq.runtime.engine.stage_loop import FirstStage, run_following_stage
 from llmpq.runtime.launch.stage_host import listening_socket, loopback_interface, process_space
 from llmpq.runtime.links.device_links import (
     KINDS,
@@ -43,7 +44,7 @@ from llmpq.runtime.links.peer_links import Room
 from llmpq.runtime.links.transport import GlooTransport, join_gloo
 from llmpq.runtime.models.stage_model import DTYPES
 from llmpq.runtime.request import Request
-from llmpq.runtime.sampling_params import SamplingParams
+from llmpq.runtime.sampling_params import TokenChoice
 from llmpq.runtime.text.stop_texts import StopTexts
 from llmpq.runtime.trace import Recorder
 from llmpq.runtime.weights.dummy import CopiedLayers
@@ -223,14 +224,8 @@ class StageActor:
         self._mailbox.requests.put(None)
 
     def poll(self, timeout_s: float) -> str:
-        """Return requests that ended since the last poll, and counters."""
-        finished = self._mailbox.collect(timeout_s)
-        return json.dumps(
-            {
-                "finished": [asdict(request) for request in finished],
-                "progress": asdict(self._mailbox.progress),
-            }
-        )
+        """Return requests that ended since the last poll, streamed tokens, and counters."""
+        return json.dumps(asdict(self._mailbox.collect(timeout_s)))
 
     def health(self) -> dict[str, Any]:
         """Return what the loop is doing and for how long."""
@@ -368,6 +363,7 @@ def write_request(request: Request) -> dict[str, Any]:
         "stop_texts": list(request.stop_texts),
         "sampling": asdict(request.sampling),
         "may_draft": request.may_draft,
+        "stream": request.stream,
     }
 
 
@@ -379,6 +375,7 @@ def read_request(fields: dict[str, Any]) -> Request:
         max_new=fields["max_new"],
         stop_ids=frozenset(fields["stop_ids"]),
         stop_texts=tuple(fields["stop_texts"]),
-        sampling=SamplingParams(**fields["sampling"]),
+        sampling=TokenChoice(**fields["sampling"]),
         may_draft=fields["may_draft"],
+        stream=fields["stream"],
     )

@@ -18,8 +18,9 @@ from torch import Tensor
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
 from llmpq.runtime.backends.stage_compute import StageCompute, build_stage
+from llmpq.runtime.engine.mailbox import Finished, Mailbox
 from llmpq.runtime.engine.scheduler import Scheduler
-from llmpq.runtime.engine.stage_loop import Finished, FirstStage, Mailbox, run_following_stage
+from llmpq.runtime.engine.stage_loop import FirstStage, run_following_stage
 from llmpq.runtime.links.message import StepMessage
 from llmpq.runtime.links.transport import Ring, ThreadTransport
 from llmpq.runtime.request import Request

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from llmpq.runtime.request import MicroBatch, StepKind
-from llmpq.runtime.sampling_params import SamplingParams
+from llmpq.runtime.sampling_params import TokenChoice
 from llmpq.runtime.step import Step
 from llmpq.runtime.upload import upload
 
@@ -38,7 +38,7 @@ class StepMessage:
     num_new: Sequence[int] = ()
     sample_steps: Sequence[int] = ()
     """Index of the token each row samples, which seeds its random draw."""
-    sampling: Sequence[SamplingParams] = ()
+    sampling: Sequence[TokenChoice] = ()
     tokens: Sequence[Sequence[int]] = field(default=(), repr=False)
     """New tokens of each row: known to the first stage, and to all in a verify step."""
 
@@ -133,7 +133,7 @@ def unpack_header(header: Tensor) -> StepMessage:
         num_new=[row[2] for row in rows],
         sample_steps=[row[3] for row in rows],
         sampling=[
-            SamplingParams(
+            TokenChoice(
                 temperature=_bits_float(row[4]),
                 top_k=row[5] or None,
                 top_p=_bits_float(row[6]),

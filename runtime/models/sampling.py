@@ -14,10 +14,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from llmpq.runtime.sampling_params import SamplingParams
+from llmpq.runtime.sampling_params import TokenChoice
 from llmpq.runtime.upload import upload
 
-__all__ = ["SamplingParams", "draw", "probabilities", "sample", "uniform"]
+__all__ = ["TokenChoice", "draw", "probabilities", "sample", "uniform"]
 
 _MASK = (1 << 64) - 1
 _ELEMENTS_AT_ONCE = 1 << 20
@@ -26,7 +26,7 @@ _LIKELY = 128
 """Tokens looked at before all are sorted (8 x 4096: 0.2 ms against 1.6; 8 x 128,000: 1 / 75)."""
 
 
-def sample(logits_BV: Tensor, params: Sequence[SamplingParams], steps: Sequence[int]) -> Tensor:
+def sample(logits_BV: Tensor, params: Sequence[TokenChoice], steps: Sequence[int]) -> Tensor:
     """Return tokens [B]; `steps` counts the tokens each row's request has generated so far."""
     if not len(params) == len(steps) == logits_BV.shape[0]:
         raise ValueError(
@@ -51,7 +51,7 @@ def sample(logits_BV: Tensor, params: Sequence[SamplingParams], steps: Sequence[
 
 
 def told_rows(
-    params: Sequence[SamplingParams], steps: Sequence[int], *, vocab: int
+    params: Sequence[TokenChoice], steps: Sequence[int], *, vocab: int
 ) -> list[list[float]]:
     """Return what the kernel is told [4, B]: temperatures, k, p and random numbers."""
     alone = [p.greedy for p in params]  # then the most likely token is all there is
@@ -63,7 +63,7 @@ def told_rows(
     ]
 
 
-def probabilities(logits_BV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+def probabilities(logits_BV: Tensor, params: Sequence[TokenChoice]) -> Tensor:
     """Return the distributions [B, V] the rows are drawn from, in float32; greedy is one-hot."""
     device, vocab = logits_BV.device, logits_BV.shape[-1]
     temperatures = [1.0 if p.greedy else p.temperature for p in params]

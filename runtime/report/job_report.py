@@ -15,9 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 from llmpq.plan import Plan, StagePlan
-from llmpq.runtime.backends.stage_compute import LoadReport
-from llmpq.runtime.engine.stage_loop import Finished
-from llmpq.runtime.trace import StageRecord
+from llmpq.runtime.engine.mailbox import Finished
+from llmpq.runtime.trace import LoadReport, StageRecord
 from llmpq.units import format_size
 
 

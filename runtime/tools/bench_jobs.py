@@ -15,17 +15,16 @@ import torch
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
 from llmpq.runtime.backends.cuda_stage import CudaStageCompute
-from llmpq.runtime.backends.stage_compute import LoadReport
 from llmpq.runtime.cli.speculation_choice import Drafts
 from llmpq.runtime.drafts.drafters import AutoDrafter, FixedDrafter, speculation_report
+from llmpq.runtime.engine.mailbox import Finished
 from llmpq.runtime.engine.scheduler import Scheduler
-from llmpq.runtime.engine.stage_loop import Finished
 from llmpq.runtime.launch.stage_actor import StageSettings, limits_of, make_drafter
 from llmpq.runtime.launch.threads import EngineRun, ThreadEngine
 from llmpq.runtime.links.device_links import LinkChoice
 from llmpq.runtime.report.job_report import JobResult, build_report
 from llmpq.runtime.request import Request
-from llmpq.runtime.trace import StageRecord
+from llmpq.runtime.trace import LoadReport, StageRecord
 from llmpq.runtime.weights.quantized_checkpoint import open_checkpoint
 from llmpq.runtime.weights.sources import RandomSource, TensorSource
 

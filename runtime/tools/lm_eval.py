@@ -26,7 +26,7 @@ except ImportError as error:
     ) from None
 
 from llmpq.runtime.engine.plain_loop import pad
-from llmpq.runtime.sampling_params import SamplingParams
+from llmpq.runtime.sampling_params import TokenChoice
 from llmpq.runtime.step import Step
 from llmpq.runtime.text.tokenizer import Tokenizer
 from llmpq.runtime.tools.evaluate import MAX_WINDOW, load
@@ -200,11 +200,11 @@ def _likelihood(logits_NV: Tensor, targets_N: Tensor) -> tuple[float, bool]:
     return float(value), bool((logits_NV.argmax(1) == targets_N).all())
 
 
-def _sampling(options: dict[str, Any]) -> SamplingParams:
+def _sampling(options: dict[str, Any]) -> TokenChoice:
     """Return greedy sampling unless a task asks for another."""
     if not options.get("do_sample", float(options.get("temperature") or 0) > 0):
-        return SamplingParams()
-    return SamplingParams(
+        return TokenChoice()
+    return TokenChoice(
         temperature=float(options.get("temperature") or 1.0),
         top_k=options.get("top_k"),
         top_p=float(options.get("top_p", 1.0)),

@@ -21,7 +21,7 @@ from llmpq.profiler.timing.stopwatch import Effort, summarise
 from llmpq.profiler.timing.timed_layers import Subject, micro_batch
 from llmpq.runtime.backends.stage_compute import StageCompute
 from llmpq.runtime.pending import Pending
-from llmpq.runtime.sampling_params import SamplingParams
+from llmpq.runtime.sampling_params import TokenChoice
 
 pytestmark = pytest.mark.cpu
 
@@ -126,7 +126,7 @@ def test_a_gpu_times_prompts_with_their_padding(tiny_models: Any) -> None:
         target = Target(device_kind="c", part="layer", phase=Phase.PREFILL, dtype="float32")
         case = Case(target=target, v=2, length=length)
         x = torch.zeros(2, length, spec.hidden)
-        step, padded = subject._graph_step(case, micro_batch(case, SamplingParams()), x)
+        step, padded = subject._graph_step(case, micro_batch(case, TokenChoice()), x)
         assert (step.q_len, step.max_end, padded.shape[1]) == (taken, taken, taken)
 
 
@@ -149,7 +149,7 @@ def test_padded_prompts_are_fitted_at_the_tokens_they_take() -> None:
 def test_micro_batches_have_unequal_rows() -> None:
     def shape(phase: Phase, **sizes: int) -> tuple[list[int], list[int]]:
         target = Target(device_kind="c", part="layer", phase=phase, dtype="float32")
-        message = micro_batch(Case(target=target, **sizes), SamplingParams())
+        message = micro_batch(Case(target=target, **sizes), TokenChoice())
         return list(message.starts), list(message.num_new)
 
     assert shape(Phase.PREFILL, v=3, length=9) == ([0, 0, 0], [9, 8, 9])

@@ -23,13 +23,14 @@ from llmpq.runtime.cache.low_bit_kv import LowBitKV
 from llmpq.runtime.cache.plain_kv import PlainKVCache
 from llmpq.runtime.drafts import ngram
 from llmpq.runtime.drafts.drafters import Acceptance, FixedDrafter
+from llmpq.runtime.engine.mailbox import Mailbox
 from llmpq.runtime.engine.plain_loop import LocalPipeline
 from llmpq.runtime.engine.scheduler import Limits, Scheduler
-from llmpq.runtime.engine.stage_loop import FirstStage, Mailbox, result_tokens
+from llmpq.runtime.engine.stage_loop import FirstStage, result_tokens
 from llmpq.runtime.launch.stage_actor import limits_of
 from llmpq.runtime.links.message import describe
 from llmpq.runtime.models.layers import DecoderLayer
-from llmpq.runtime.models.sampling import SamplingParams
+from llmpq.runtime.models.sampling import TokenChoice
 from llmpq.runtime.pending import arrived
 from llmpq.runtime.request import Request, StepKind
 from llmpq.runtime.step import Step
@@ -160,8 +161,8 @@ def test_sampled_and_stopping_requests_beside_greedy_ones(
 ):
     model, prompts = tiny_models.directory("llama"), random_prompts(8, 8, 6)
     plan = make_plan(model, batch=3, decode_microbatch=3, prefill_microbatch=3)
-    sampled = SamplingParams(temperature=0.8, top_p=0.9, seed=3)
-    params = [SamplingParams(), sampled, SamplingParams()]
+    sampled = TokenChoice(temperature=0.8, top_p=0.9, seed=3)
+    params = [TokenChoice(), sampled, TokenChoice()]
     want = LocalPipeline.from_directory(model).generate(prompts, max_new=NEW, params=params)
     stop = frozenset(want[2][1:2])
     assert want[2][0] not in stop

@@ -10,13 +10,14 @@ from llmpq.runtime.backends import cuda_graphs, cuda_layers
 from llmpq.runtime.backends.cuda_graphs import rounded_rows
 from llmpq.runtime.backends.cuda_stage import CudaStageCompute
 from llmpq.runtime.backends.stage_compute import build_stage
+from llmpq.runtime.engine.mailbox import Mailbox
 from llmpq.runtime.engine.plain_loop import LocalPipeline
 from llmpq.runtime.engine.scheduler import Limits, Scheduler
-from llmpq.runtime.engine.stage_loop import FirstStage, Mailbox
+from llmpq.runtime.engine.stage_loop import FirstStage
 from llmpq.runtime.launch.threads import ThreadEngine
 from llmpq.runtime.models import layer_tensors as parts
 from llmpq.runtime.models.layers import DecoderLayer
-from llmpq.runtime.models.sampling import SamplingParams
+from llmpq.runtime.models.sampling import TokenChoice
 from llmpq.runtime.request import Request
 from llmpq.runtime.step import Step
 from llmpq.runtime.trace import Recorder
@@ -101,8 +102,8 @@ def test_sampled_and_stopping_requests_beside_greedy_ones(
     monkeypatch.setattr(cuda_graphs, "KEPT_ROWS", kept_rows)
     model, prompts = tiny_models.directory("llama"), random_prompts(8, 8, 6)
     plan = make_plan(model, batch=3, decode_microbatch=3, prefill_microbatch=3)
-    sampled = SamplingParams(temperature=0.8, top_p=0.9, seed=3)
-    params = [SamplingParams(), sampled, SamplingParams()]
+    sampled = TokenChoice(temperature=0.8, top_p=0.9, seed=3)
+    params = [TokenChoice(), sampled, TokenChoice()]
     pipeline = LocalPipeline.from_directory(model)
     want = pipeline.generate(prompts, max_new=NEW, params=params)
     stop = frozenset(want[2][1:2])

@@ -15,7 +15,7 @@ from llmpq.runtime.cache.kv_by_precision import make_kv_cache
 from llmpq.runtime.links.message import StepMessage
 from llmpq.runtime.models.stage_model import StageModel
 from llmpq.runtime.request import StepKind
-from llmpq.runtime.sampling_params import SamplingParams
+from llmpq.runtime.sampling_params import TokenChoice
 from llmpq.runtime.weights.sources import RandomSource
 from llmpq.workload import Workload
 
@@ -66,7 +66,7 @@ def message(kind: StepKind, starts: list[int], tokens: list[list[int]]) -> StepM
         starts=starts,
         num_new=[len(row) for row in tokens],
         sample_steps=[0] * rows,
-        sampling=[SamplingParams()] * rows,
+        sampling=[TokenChoice()] * rows,
         tokens=tokens,
     )
 

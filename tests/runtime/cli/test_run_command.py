@@ -13,19 +13,18 @@ from llmpq.cost_model import CostModel, LatencyEntry, Phase, Regime
 from llmpq.errors import BadPlanError
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import Precision
-from llmpq.runtime.backends.stage_compute import LoadReport
 from llmpq.runtime.cli.main import COMMANDS, main
 from llmpq.runtime.cli.plan_file import load_plan
 from llmpq.runtime.cli.run import _answer, make_job
 from llmpq.runtime.drafts.drafters import AutoDrafter, FixedDrafter, speculation_report
-from llmpq.runtime.engine.stage_loop import Finished
+from llmpq.runtime.engine.mailbox import Finished
 from llmpq.runtime.launch.stage_actor import StageSettings, make_drafter
 from llmpq.runtime.report.job_report import JobResult, build_report, precision_runs, print_summary
 from llmpq.runtime.request import Request
 from llmpq.runtime.text.batch_rows import Defaults, Row, json_row, text_row
 from llmpq.runtime.text.stop_texts import StopTexts
 from llmpq.runtime.text.tokenizer import Tokenizer
-from llmpq.runtime.trace import Event, KindTotals, StageRecord
+from llmpq.runtime.trace import Event, KindTotals, LoadReport, StageRecord
 
 pytestmark = pytest.mark.cpu
 CHAT = json.dumps(

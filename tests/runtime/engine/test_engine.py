@@ -16,7 +16,7 @@ from llmpq.runtime.launch.stage_actor import limits_of, read_request, write_requ
 from llmpq.runtime.launch.threads import ThreadEngine
 from llmpq.runtime.links.message import StepMessage, describe, pack_header, unpack_header
 from llmpq.runtime.request import MicroBatch, Request, StepKind
-from llmpq.runtime.sampling_params import SamplingParams
+from llmpq.runtime.sampling_params import TokenChoice
 from llmpq.runtime.weights.sources import CheckpointSource
 
 pytestmark = pytest.mark.cpu
@@ -65,7 +65,7 @@ def test_sampled_tokens_do_not_depend_on_stages_or_batch_mates(
                 id=i,
                 prompt=tuple(p),
                 max_new=10,
-                sampling=SamplingParams(temperature=1.5, top_k=50, top_p=0.9, seed=i),
+                sampling=TokenChoice(temperature=1.5, top_k=50, top_p=0.9, seed=i),
             )
             for i, p in enumerate(prompts)
         ]
@@ -113,7 +113,7 @@ def test_headers_carry_every_field():
             num_new=[rng.randrange(1, 5) for _ in range(rows)],
             sample_steps=[rng.randrange(512) for _ in range(rows)],
             sampling=[
-                SamplingParams(temperature=0.7 * i, top_k=i or None, top_p=0.95, seed=2**62 + i)
+                TokenChoice(temperature=0.7 * i, top_k=i or None, top_p=0.95, seed=2**62 + i)
                 for i in range(rows)
             ],
         )
@@ -134,7 +134,7 @@ def test_requests_survive_the_way_to_the_first_stage():
         max_new=9,
         stop_ids=frozenset({2, 5}),
         stop_texts=("\n\n",),
-        sampling=SamplingParams(temperature=0.5, top_k=4, top_p=0.9, seed=11),
+        sampling=TokenChoice(temperature=0.5, top_k=4, top_p=0.9, seed=11),
     )
     copy = read_request(write_request(request))
     assert write_request(copy) == write_request(request)

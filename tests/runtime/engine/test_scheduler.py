@@ -390,3 +390,34 @@ def test_groups_stay_together_where_steps_go_on_without_their_tokens():
         scheduler.complete(micro_batch, [[-1]] * len(micro_batch.requests))
     assert sorted(map(len, groups[:3])) == [10, 11, 11]
     assert groups[3:6] == groups[6:9] == groups[9:12] == groups[:3]
+
+
+@pytest.mark.parametrize("gamma", [0, 3])
+def test_an_aborted_request_frees_its_slot_and_leaves_the_others_alone(gamma):
+    """Whether it waits, is between steps or under way; the slots that remain serve the rest."""
+    for abort_after in range(9):
+        scheduler = Scheduler(limits(num_slots=3), drafter=EveryGamma(gamma) if gamma else None)
+        pipeline = FakePipeline(scheduler, depth=2)
+        requests = [request(i, max_new=9) for i in range(6)]
+        for r in requests:
+            scheduler.submit(r)
+        in_flight: deque[MicroBatch] = deque()
+        dropped, at_once, steps = (requests[abort_after % 4], requests[4]), [], 0
+        while not scheduler.idle or in_flight:
+            while len(in_flight) < 2 and (issued := scheduler.next_micro_batch()) is not None:
+                in_flight.append(issued)
+            done = in_flight.popleft()
+            pipeline.finished += scheduler.complete(done, pipeline._results(done))
+            steps += 1
+            if steps == abort_after + 1:
+                at_once = [r for r in dropped if scheduler.abort(r)]
+                assert not any(scheduler.abort(r) for r in at_once), "an abort is told once"
+        ended = [*pipeline.finished, *at_once]
+        assert sorted(r.id for r in ended) == list(range(6)), "everyone ends, and once"
+        assert scheduler.num_running == 0 and scheduler.num_waiting == 0
+        assert requests[4].finish_reason == "abort"
+        for r in requests:
+            if r.finish_reason == "abort":
+                assert r in dropped and r.output == expected_output(r)[: len(r.output)]
+            else:
+                assert r.output == expected_output(r)

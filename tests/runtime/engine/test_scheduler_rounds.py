@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from llmpq.runtime.drafts.drafters import FixedDrafter
 from llmpq.runtime.engine.scheduler import UNKNOWN, Limits, Scheduler
 from llmpq.runtime.request import MicroBatch, Request, StepKind
-from llmpq.runtime.sampling_params import SamplingParams
+from llmpq.runtime.sampling_params import TokenChoice
 
 pytestmark = pytest.mark.pure
 SLOTS, MAX_LEN = 4, 40
@@ -100,7 +100,7 @@ def test_every_request_gets_its_tokens(sizes, decode, gamma, sampled, seed):
     device, done = Device(seed), []
     requests = [
         Request(id=i, prompt=(1,) * length, max_new=new,
-                sampling=SamplingParams(temperature=float(i in sampled)))
+                sampling=TokenChoice(temperature=float(i in sampled)))
         for i, (length, new) in enumerate(sizes)
     ]  # fmt: skip
     for request in requests:

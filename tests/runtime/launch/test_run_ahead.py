@@ -14,9 +14,10 @@ import torch.multiprocessing as processes
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
 from llmpq.runtime.backends.stage_compute import StageCompute, build_stage
+from llmpq.runtime.engine.mailbox import Mailbox
 from llmpq.runtime.engine.plain_loop import LocalPipeline
 from llmpq.runtime.engine.scheduler import Limits, Scheduler
-from llmpq.runtime.engine.stage_loop import FirstStage, Mailbox, run_following_stage
+from llmpq.runtime.engine.stage_loop import FirstStage, run_following_stage
 from llmpq.runtime.launch.stage_actor import limits_of
 from llmpq.runtime.links.device_links import DeviceTransport, connect_devices
 from llmpq.runtime.links.transport import join_gloo

@@ -14,7 +14,7 @@ from llmpq.runtime.links.message import STOP, StepMessage
 from llmpq.runtime.links.peer_links import Room
 from llmpq.runtime.links.transport import IDLE_LIMIT, join_gloo
 from llmpq.runtime.request import StepKind
-from llmpq.runtime.sampling_params import SamplingParams
+from llmpq.runtime.sampling_params import TokenChoice
 
 pytestmark = pytest.mark.cluster
 STAGES, HIDDEN = 3, 24
@@ -25,7 +25,7 @@ PREFILL = StepMessage(
     starts=[0, 0],
     num_new=[5, 4],
     sample_steps=[0, 0],
-    sampling=[SamplingParams()] * 2,
+    sampling=[TokenChoice()] * 2,
     tokens=[[1] * 5, [2] * 4],
 )
 VERIFY = replace(PREFILL, kind=StepKind.VERIFY, seq=2, starts=[5, 4], num_new=[2, 1],

@@ -1,0 +1,76 @@
+"""Where whoever submits requests and the first stage's loop meet, and what they tell each other.
+
+No torch: a driver whose stages are other processes needs nothing else of the engine.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from llmpq.runtime.request import Request
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finished:
+    """A request that ended, with its times since it was submitted."""
+
+    id: int
+    tokens: list[int]
+    finish_reason: str
+    first_token_s: float
+    total_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """Counters of a running job."""
+
+    waiting: int = 0
+    running: int = 0
+    finished: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    phase: str = "idle"
+
+
+@dataclass(frozen=True, kw_only=True)
+class News:
+    """What happened since the driver asked last."""
+
+    finished: Sequence[Finished]
+    tokens: Mapping[int, Sequence[int]]
+    """New tokens of the requests that are streamed, by id."""
+    progress: Progress
+
+
+@dataclass(frozen=True)
+class Abort:
+    """The wish that a request end now."""
+
+    id: int
+
+
+@dataclass
+class Mailbox:
+    """Where the driver's threads and the first stage's loop meet."""
+
+    requests: queue.Queue[Request | Abort | None] = field(default_factory=queue.Queue)
+    """Submissions; None closes: the loop ends when all submitted requests have ended."""
+    finished: deque[Finished] = field(default_factory=deque)
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    progress: Progress = field(default_factory=Progress)
+
+    def collect(self, timeout_s: float) -> News:
+        """Return what happened since the last call, waiting up to `timeout_s` for something."""
+        with self.changed:
+            if not self.finished and not self.tokens:
+                self.changed.wait(timeout_s)
+            news = News(finished=list(self.finished), tokens=self.tokens, progress=self.progress)
+            self.finished.clear()
+            self.tokens = {}
+            return news
