@@ -77,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Profile and write costs.json; exit 8 if some targets could not be timed."""
+    """Profile and write costs.json; exit 8 if a case or a link could not be measured."""
     job = make_job(args)
     samples_path = args.samples or args.output.with_suffix(".samples.jsonl")
     check_files(
@@ -93,7 +93,8 @@ def main(args: argparse.Namespace) -> int:
     outcome.costs.save_json(args.output)
     report(outcome)
     log.info("wrote %s (samples: %s)", args.output, samples_path)
-    return ExitCode.SOME_ROWS_FAILED if outcome.failed else ExitCode.DONE
+    complete = not (outcome.failed or outcome.failed_links)
+    return ExitCode.DONE if complete else ExitCode.SOME_ROWS_FAILED
 
 
 def merge(args: argparse.Namespace) -> int:
@@ -170,8 +171,10 @@ def report(outcome: Outcome) -> None:
         console.print(table)
     if outcome.costs.links:
         console.print(links_table(outcome.costs))
-    for target, error in outcome.failed.items():
-        log.warning("left out %s: %s", target.title, error)
+    for target in dict.fromkeys(case.target for case in outcome.failed):
+        log.warning("left out %s: not all of its cases could be measured", target.title)
+    for case, error in outcome.failed.items():
+        log.warning("not measured: %s: %s", case.title, error)
     noise = sorted(outcome.noise.values())
     if noise and noise[len(noise) // 2] > NOISY:
         log.warning(

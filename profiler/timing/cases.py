@@ -48,6 +48,13 @@ class Case(FileForm):
     """Whether to time how long the host takes to enqueue it, not the device to do it."""
 
     @property
+    def title(self) -> str:
+        """Return the target and the shape: `a100 layer decode w4a16, batch 8, 512 tokens`."""
+        verify = f", {self.q_len} at once" if self.q_len > 1 else ""
+        launch = ", launch" if self.launch else ""
+        return f"{self.target.title}, batch {self.v}, {self.length} tokens{verify}{launch}"
+
+    @property
     def new_tokens(self) -> int:
         """Tokens that pass through the part."""
         return self.v * (self.length if self.target.phase is Phase.PREFILL else self.q_len)
@@ -157,6 +164,8 @@ class Failed(FileForm):
     """Answer when a job could not be done."""
 
     error: str
+    lost: bool = False
+    """Whether the process can do no other job either: its GPU refuses all further work."""
 
 
 def model_spec(model: str) -> ModelSpec:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing
 
 from llmpq.errors import StageLostError
 from llmpq.precision import Precision
@@ -28,12 +28,20 @@ COMPILER_BYTES = 8 << 30
 """Memory of the GPU that a process may need: a few layers, and caches of the longest cases."""
 
 
+RESTARTS = 2
+"""Of a process whose GPU refuses further work; after that its cases compile as they are timed."""
+
+NAMED = 6
+"""Failed cases that a warning names."""
+
+
 def compile_ahead(
     set_up: SetUp, cases: Sequence[Case], gpu: int | None, *, processes: int = 1
-) -> None:
+) -> dict[Case, str]:
     """Call the cases' kernels once, in about so many processes, at least one for each precision.
 
-    Nothing is done where that is a single one.
+    Nothing is done where that is a single one. Returns the cases that failed, which a warning
+    names, with their errors: too large beside the other processes, or they fail again when timed.
     """
     of_precision: dict[Precision, list[Case]] = {}
     for case in cases:
@@ -42,11 +50,17 @@ def compile_ahead(
     each = max(1, processes // max(1, len(of_precision)))
     pieces = [piece for its in of_precision.values() for piece in _pieces(its, each)]
     if len(pieces) < 2:
-        return
+        return {}
     hasty = set_up.model_copy(update={"seconds_per_case": 1e-4, "min_repeats": 1, "sustain_s": 0.0})
     with ThreadPoolExecutor(len(pieces)) as pool:
         # Consumed, so that an error of a thread is raised here.
-        list(pool.map(lambda its: _call(hasty, its, gpu), pieces))
+        parts = list(pool.map(lambda its: _call(hasty, its, gpu), pieces))
+    failed = {case: error for part in parts for case, error in part.items()}
+    for error in dict.fromkeys(failed.values()):
+        its = [case.title for case, reason in failed.items() if reason == error]
+        more = f" and {len(its) - NAMED} more" if len(its) > NAMED else ""
+        log.warning("compiling ahead failed for %s%s: %s", "; ".join(its[:NAMED]), more, error)
+    return failed
 
 
 def _pieces(cases: Sequence[Case], count: int) -> list[Sequence[Case]]:
@@ -55,14 +69,32 @@ def _pieces(cases: Sequence[Case], count: int) -> list[Sequence[Case]]:
     return [cases[i : i + size] for i in range(0, len(cases), size)]
 
 
-def _call(set_up: SetUp, cases: Sequence[Case], gpu: int | None) -> None:
-    with closing(Child(set_up, gpu=gpu)) as child:
+def _call(set_up: SetUp, cases: Sequence[Case], gpu: int | None) -> dict[Case, str]:
+    """Call cases one after the other in a process; return those that failed, with the error."""
+    failed: dict[Case, str] = {}
+    restarts = 0
+    with ExitStack() as stack:
         try:
-            child.receive(Ready)
+            child = _child(set_up, gpu, stack)
             for case in cases:
                 child.send(case)
-                # Too large beside the other processes, or it will fail again when it is timed.
-                with suppress(JobFailedError):
+                try:
                     child.receive(Timing)
+                except JobFailedError as error:
+                    failed[case] = str(error)
+                    if not error.lost:
+                        continue
+                    restarts += 1
+                    if restarts > RESTARTS:
+                        break
+                    child.close()
+                    child = _child(set_up, gpu, stack)
         except StageLostError as error:
             log.warning("%s; its kernels are compiled as they are timed", error)
+    return failed
+
+
+def _child(set_up: SetUp, gpu: int | None, stack: ExitStack) -> Child:
+    child = stack.enter_context(closing(Child(set_up, gpu=gpu)))
+    child.receive(Ready)
+    return child

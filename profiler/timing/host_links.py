@@ -34,11 +34,12 @@ def measure_links(
     *,
     hidden: int,
     seconds: float,
+    failed: list[str],
 ) -> Iterator[LinkCost]:
     """Measure every pair of kinds, one kind with itself included where there are two of it.
 
-    A link whose trial fails is left out: plans then take the cluster file's. `groups` are the
-    timing processes of the CPU kinds, which are ready.
+    A link whose trial fails is left out and named in `failed`: plans then take the cluster file's.
+    `groups` are the timing processes of the CPU kinds, which are ready.
     """
     measured: dict[tuple[str, str], LinkTimings | None] = {}
     for source, target in combinations_with_replacement(devices, 2):
@@ -48,6 +49,7 @@ def measure_links(
                 measured[pair] = _time_pair(source, target, groups, set_up, hidden, seconds)
             except JobFailedError as error:
                 log.warning("left out the link %s - %s: %s", *pair, " ".join(str(error).split()))
+                failed.append(" - ".join(pair))
                 measured[pair] = None
         timings = measured[pair]
         if timings is None:

@@ -14,7 +14,7 @@ from itertools import groupby
 
 from llmpq.cluster import Cluster, Device
 from llmpq.cost_model import CostModel, LatencyEntry, LinkCost, taken_length
-from llmpq.errors import unknown_name
+from llmpq.errors import StageLostError, unknown_name
 from llmpq.gpu_workspace import PROMPT_WIDTH
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
@@ -42,6 +42,9 @@ from llmpq.version import __version__
 from llmpq.workload import Dtype
 
 log = logging.getLogger(__name__)
+
+MOST_RESTARTS = 4
+"""Of the processes of a device kind, after cases that left their GPU useless to them."""
 
 LEAST_TARGET = 0.01
 """Mean held-out error below which no more detailed fit is tried, however quiet the samples."""
@@ -78,8 +81,10 @@ class Outcome:
     noise: dict[Target, float]
     """Median over an entry's samples of their interquartile half-width, relative."""
     copies: dict[str, int]
-    failed: dict[Target, str]
-    """Targets left out, with the first error."""
+    failed: dict[Case, str]
+    """Cases that could not be measured, with the error; their targets are left out."""
+    failed_links: tuple[str, ...] = ()
+    """Links that could not be measured."""
 
 
 OnCase = Callable[[Case], None]
@@ -90,9 +95,10 @@ def run(job: Job, samples: SampleLog, on_case: OnCase) -> Outcome:
     """Time every device kind in turn, then the links between them, and fit."""
     entries: list[LatencyEntry] = []
     noise: dict[Target, float] = {}
-    failed: dict[Target, str] = {}
+    failed: dict[Case, str] = {}
     versions: dict[str, str] = {"llmpq": __version__, "sampling": job.sampling.title}
     links: tuple[LinkCost, ...] = ()
+    failed_links: list[str] = []
     compiled = False  # shares of a GPU run the kernels of the whole one
     with ExitStack() as stack:
         groups = {}
@@ -116,6 +122,7 @@ def run(job: Job, samples: SampleLog, on_case: OnCase) -> Outcome:
                     lambda device: _set_up(job, device),
                     hidden=job.spec.hidden,
                     seconds=50 * job.seconds_per_case,
+                    failed=failed_links,
                 )
             )
     costs = CostModel(
@@ -125,7 +132,13 @@ def run(job: Job, samples: SampleLog, on_case: OnCase) -> Outcome:
         links=links,
         versions=versions,
     )
-    return Outcome(costs=costs, noise=noise, copies=job.copies, failed=failed)
+    return Outcome(
+        costs=costs,
+        noise=noise,
+        copies=job.copies,
+        failed=failed,
+        failed_links=tuple(failed_links),
+    )
 
 
 def devices_here(cluster: Cluster, wanted: str | None) -> tuple[Device, ...]:
@@ -205,7 +218,7 @@ def _take(
     group: Group,
     samples: SampleLog,
     on_case: OnCase,
-    failed: dict[Target, str],
+    failed: dict[Case, str],
     compiled: bool,
 ) -> list[Sample]:
     """Return the samples of a device kind, timing those that are not on disk.
@@ -232,34 +245,55 @@ def _take(
         absent = [case for case in wanted if case not in done]
         set_up, gpu = _set_up(job, device), gpus_of(device)[0]
         compile_ahead(set_up, absent, gpu, processes=_compilers(device))
-    for target, together in groupby(wanted, key=lambda case: case.target):
+    for _, together in groupby(wanted, key=lambda case: case.target):
         missing = []
         for case in together:
             if case in done:
                 on_case(case)
             else:
                 missing.append(case)
-        try:
-            for case, timing in _rounds(group, missing, twice=device.spec.is_cpu):
-                done[case] = Sample(conditions=conditions, case=case, timing=timing)
-                samples.append(done[case])
-                on_case(case)
-        except JobFailedError as error:
-            failed[target] = str(error)
-    return [sample for case, sample in done.items() if case.target not in failed]
+        for case, timing in _rounds(group, missing, failed, twice=device.spec.is_cpu):
+            done[case] = Sample(conditions=conditions, case=case, timing=timing)
+            samples.append(done[case])
+            on_case(case)
+    without = {case.target for case in failed}
+    return [sample for case, sample in done.items() if case.target not in without]
 
 
-def _rounds(group: Group, missing: Sequence[Case], *, twice: bool) -> Iterator[tuple[Case, Timing]]:
+def _rounds(
+    group: Group, missing: Sequence[Case], failed: dict[Case, str], *, twice: bool
+) -> Iterator[tuple[Case, Timing]]:
     """Time the cases of a target; on a CPU in two rounds, keeping the faster timing of each.
 
-    Other programs only add time, and seldom at both moments.
+    Other programs only add time, and seldom at both moments. Cases that cannot be measured are
+    put into `failed`.
     """
-    if not twice:
-        yield from ((case, group.time(case)) for case in missing)
-        return
-    first = {case: group.time(case) for case in missing}
+
+    def timed(case: Case) -> Timing | None:
+        try:
+            return group.time(case)
+        except JobFailedError as error:
+            failed[case] = str(error)
+            if error.lost:
+                _restart(group, failed)
+            return None
+
+    first = {case: timed(case) for case in missing} if twice else {}
     for case in missing:
-        yield case, min(first[case], group.time(case), key=lambda timing: timing.seconds)
+        found = [t for t in (first.get(case), None if case in failed else timed(case)) if t]
+        if case not in failed:
+            yield case, min(found, key=lambda timing: timing.seconds)
+
+
+def _restart(group: Group, failed: dict[Case, str]) -> None:
+    """Start a group's processes anew; `StageLostError` where that does not help."""
+    if group.restarts == MOST_RESTARTS:
+        *_, (case, error) = failed.items()
+        raise StageLostError(
+            f"the GPU refused further work after {case.title} ({error}), as after "
+            f"{MOST_RESTARTS} cases before it; samples taken so far are kept"
+        )
+    group.restart()
 
 
 def _compilers(device: Device) -> int:

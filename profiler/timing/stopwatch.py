@@ -96,25 +96,40 @@ def _goes_on(samples: list[float], spent: float, effort: Effort) -> bool:
 
 
 def _cuda_samples(call: Callable[[], object], effort: Effort, *, graph: bool) -> list[float]:
-    """Time bursts between events, so that launch gaps of the host do not count."""
-    stream = _timing_stream()
-    with torch.cuda.stream(stream):
-        begin = time.perf_counter()
-        for _ in range(WARM_UP):
-            call()
-            stream.synchronize()
-            if time.perf_counter() - begin > effort.seconds:
-                break
-        run = _captured(call) if graph else call
-        once = _burst(run, stream, 1)
-        sustained = once > LONG_S and effort.sustain_s > 0
-        if sustained:
-            _burst(run, stream, max(1, int(effort.sustain_s / once)))
-        burst = max(1, min(50, int(effort.seconds / max(once, 1e-6) / effort.min_repeats)))
-        samples = [once] if graph and burst == 1 and not sustained else []
-        begin = time.perf_counter()
-        while _goes_on(samples, time.perf_counter() - begin, effort):
-            samples.append(_burst(run, stream, burst))
+    """Time bursts between events, so that launch gaps of the host do not count.
+
+    Weights, caches and indices are still being made on the caller's stream when this begins, and
+    their memory is taken again there afterwards, also when a call failed: each stream waits for
+    the other.
+    """
+    stream, callers = _timing_stream(), torch.cuda.current_stream()
+    stream.wait_stream(callers)
+    try:
+        with torch.cuda.stream(stream):
+            return _samples_on(stream, call, effort, graph=graph)
+    finally:
+        callers.wait_stream(stream)
+
+
+def _samples_on(
+    stream: torch.cuda.Stream, call: Callable[[], object], effort: Effort, *, graph: bool
+) -> list[float]:
+    begin = time.perf_counter()
+    for _ in range(WARM_UP):
+        call()
+        stream.synchronize()
+        if time.perf_counter() - begin > effort.seconds:
+            break
+    run = _captured(call) if graph else call
+    once = _burst(run, stream, 1)
+    sustained = once > LONG_S and effort.sustain_s > 0
+    if sustained:
+        _burst(run, stream, max(1, int(effort.sustain_s / once)))
+    burst = max(1, min(50, int(effort.seconds / max(once, 1e-6) / effort.min_repeats)))
+    samples = [once] if graph and burst == 1 and not sustained else []
+    begin = time.perf_counter()
+    while _goes_on(samples, time.perf_counter() - begin, effort):
+        samples.append(_burst(run, stream, burst))
     return samples
 
 

@@ -49,7 +49,19 @@ def serve(requests: TextIO, answers: TextIO) -> None:
             else:
                 _answer(answers, subject.time(Case.parse_data(data, where="case"), effort))
         except (RuntimeError, ValueError) as error:
-            _answer(answers, Failed(error=f"{type(error).__name__}: {error}"))
+            reason = f"{type(error).__name__}: {error}"
+            _answer(answers, Failed(error=reason, lost=_is_lost(device)))
+
+
+def _is_lost(device: torch.device) -> bool:
+    """Return whether the GPU refuses this process all further work, as after a bad address."""
+    if device.type != "cuda":
+        return False
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError:
+        return True
+    return False
 
 
 def claim_device(set_up: SetUp) -> tuple[torch.device, object]:

@@ -85,7 +85,8 @@ class Child:
             raise StageLostError(self._death())
         data = json.loads(line)
         if "error" in data:
-            raise JobFailedError(Failed.parse_data(data, where="child").error)
+            failed = Failed.parse_data(data, where="child")
+            raise JobFailedError(failed.error, lost=failed.lost)
         return kind.parse_data(data, where="child")
 
     def close(self) -> None:
@@ -108,15 +109,21 @@ class Child:
 
 
 class JobFailedError(RuntimeError):
-    """A child could not do a job, and goes on."""
+    """A child could not do a job; it goes on unless it is `lost`."""
+
+    def __init__(self, error: str, *, lost: bool = False) -> None:
+        super().__init__(error)
+        self.lost = lost
 
 
 class Group:
     """Copies of a child for one device kind, working in step."""
 
     def __init__(self, set_up: SetUp, *, copies: int, gpus: Sequence[int | None]) -> None:
-        self.children = [Child(set_up, gpu=gpus[i % len(gpus)]) for i in range(copies)]
+        self._set_up, self._gpus = set_up, [gpus[i % len(gpus)] for i in range(copies)]
+        self.children = [Child(set_up, gpu=gpu) for gpu in self._gpus]
         self._ready: Ready | None = None
+        self.restarts = 0
 
     def __enter__(self) -> Self:
         return self
@@ -128,6 +135,14 @@ class Group:
         """End all children."""
         for child in self.children:
             child.close()
+
+    def restart(self) -> None:
+        """End all children and start others in their place."""
+        self.close()
+        self.children = [Child(self._set_up, gpu=gpu) for gpu in self._gpus]
+        self._ready = None
+        self.restarts += 1
+        _ = self.ready
 
     @property
     def ready(self) -> Ready:
@@ -167,12 +182,13 @@ def _receive_all(children: Sequence[Child], kind: type[Answer]) -> list[Answer]:
 
     An answer left behind would pass for that to the next job.
     """
-    answers, failed = [], None
+    answers: list[Answer] = []
+    failed: JobFailedError | None = None
     for child in children:
         try:
             answers.append(child.receive(kind))
         except JobFailedError as error:
-            failed = error
+            failed = error if failed is None or error.lost else failed
     if failed is not None:
         raise failed
     return answers

@@ -30,6 +30,8 @@ class FakeChild:
             return Ready(machine="m", device_name="d")
         if self.cases[-1].v == 3:
             raise JobFailedError("no memory")
+        if self.cases[-1].v == 4:
+            raise JobFailedError("bad address", lost=True)
         return Timing(seconds=1.0, low_s=1.0, high_s=1.0, repeats=1)
 
     def close(self) -> None:
@@ -68,6 +70,26 @@ def test_every_precision_has_its_process() -> None:
         assert child.set_up.sustain_s == 0 and child.set_up.min_repeats == 1
         assert len({case.target.precision for case in child.cases}) == 1
         assert [case.v for case in child.cases] == [1, 3, 2], "the rest goes on after a failure"
+
+
+def test_what_failed_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    its = cases("16", "4")
+    failed = module.compile_ahead(SetUp(model="m", cuda=True), its, 1)
+    assert failed == {case: "no memory" for case in its if case.v == 3}
+    assert caplog.messages == [
+        "compiling ahead failed for g layer prefill w16a16, batch 3, 64 tokens; "
+        "g layer prefill w4a16, batch 3, 64 tokens: no memory"
+    ]
+
+
+def test_a_lost_gpu_is_taken_by_another_process(caplog: pytest.LogCaptureFixture) -> None:
+    first = cases("16")[0]
+    bad = [first.model_copy(update={"v": 4, "length": n}) for n in range(1, 10)]
+    failed = module.compile_ahead(SetUp(model="m", cuda=True), [*cases("16"), *bad, *cases("4")], 1)
+    lost = [child for child in FakeChild.started if child.cases and child.cases[-1].v == 4]
+    assert len(lost) == module.RESTARTS + 1 and all(child.closed for child in FakeChild.started)
+    assert [case for case in failed if case.v == 4] == bad[: module.RESTARTS + 1]
+    assert "bad address" in caplog.text
 
 
 def test_more_processes_share_a_precisions_cases() -> None:

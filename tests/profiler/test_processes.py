@@ -127,7 +127,11 @@ def test_a_failed_link_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
     ends = {one.profile_kind: [Answering(), Answering()], "CPU@2t": [Answering("Run\ntime: no")]}
     groups: Any = {kind: SimpleNamespace(children=children) for kind, children in ends.items()}
     set_up: Any = None
-    found = list(host_links.measure_links((one, two), groups, set_up, hidden=8, seconds=0.1))
+    failed: list[str] = []
+    found = list(
+        host_links.measure_links((one, two), groups, set_up, hidden=8, seconds=0.1, failed=failed)
+    )
+    assert failed == ["CPU@1t - CPU@2t"]
     assert [(link.source_kind, link.target_kind) for link in found] == [("CPU@1t", "CPU@1t")]
     assert caplog.messages == ["left out the link CPU@1t - CPU@2t: Run time: no"]
 
