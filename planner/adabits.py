@@ -2,7 +2,7 @@
 
 For a fixed order of devices the layers are cut and quantised so that quality is best within memory;
 speed is looked at only to choose the order (of device kinds, as the paper's code does) and the
-micro-batches afterwards.
+micro-batches afterwards. A device that cannot hold a single layer is left out.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ import math
 import time
 
 import numpy as np
-from numpy.typing import NDArray
 
-from llmpq.planner.exact.columns import Columns, TooManyColumns, make_columns
 from llmpq.planner.fits import fitting
-from llmpq.planner.outcome import Assignment, Infeasible, Outcome, Stage
+from llmpq.planner.least_loss import least_loss
+from llmpq.planner.outcome import Assignment, Infeasible, Outcome, Stage, Unfinished
 from llmpq.planner.pipeline_time import value
 from llmpq.planner.problem import Problem
 
@@ -28,6 +27,8 @@ def solve_adabits(p: Problem, *, time_limit_s: float = math.inf) -> Outcome:
     """Return the best-quality plan, with its fastest micro-batches and order of kinds."""
     start = time.perf_counter()
     starts = adabits_plans(p, start + time_limit_s)
+    if not starts and time.perf_counter() > start + time_limit_s:
+        raise Unfinished(f"adabits: no plan within {time_limit_s:g} s; give a longer --time-limit")
     if not starts:
         raise Infeasible("adabits: no order of device kinds fits; use --method exact")
     best = min(starts, key=lambda a: value(p, a))
@@ -42,87 +43,44 @@ def solve_adabits(p: Problem, *, time_limit_s: float = math.inf) -> Outcome:
 
 
 def kind_orders(p: Problem) -> list[tuple[int, ...]]:
-    """Return orders that keep equal devices together, all devices used."""
-    kinds = range(len(p.classes))
-    orders = []
+    """Return orders that keep equal devices together, of all devices that hold a layer."""
+    smallest = int(p.all_layer_bytes.min())
+    room = p.numbers(*p.pairs[0]).capacity.max(axis=(1, 2))
+    kinds = [c for c, cls in enumerate(p.classes) if room[c] >= smallest or cls.pinned is not None]
+    orders: dict[tuple[int, ...], None] = {}
     for kind_order in itertools.islice(itertools.permutations(kinds), MAX_ORDERS):
         order = tuple(c for c in kind_order for _ in p.classes[c].devices)
-        orders.append(order[: p.max_stages])
-    return orders
+        orders[order[: p.max_stages]] = None
+    return [order for order in orders if order]
 
 
 def adabits_plans(p: Problem, deadline: float = math.inf) -> list[Assignment]:
-    """Return the best-quality plan of each order, at every pair of micro-batches it fits.
+    """Return the best-quality plan of each order, at the best pair of micro-batches it fits.
 
-    Past the deadline what was found is all there is, one plan at least where there is one.
+    The first order is always tried; past the deadline what was found is all there is.
     """
-    try:
-        columns = quality_columns(p)
-    except TooManyColumns:
-        return []
-    tight = p.numbers(*p.pairs[-1]).capacity  # of the largest pair: fits at every one
-    roomy = p.numbers(*p.pairs[0]).capacity  # fits at the smallest pair, perhaps
     found: list[Assignment] = []
-    for order in kind_orders(p):
-        if found and time.perf_counter() > deadline:
+    for number, order in enumerate(kind_orders(p)):
+        if number and time.perf_counter() > deadline:
             break
-        stages = _best_quality(p, columns, order, tight)
-        stages = stages or _best_quality(p, columns, order, roomy)
+        stages = _best_quality(p, order, deadline if number else math.inf)
         if stages is None:
             continue
-        plans = [
+        plans = (
             Assignment(prefill_microbatch=eta, decode_microbatch=xi, stages=stages)
             for eta, xi in p.pairs
-        ]
+        )
         fine = fitting(p, plans, deadline)
         if fine:
             found.append(min(fine, key=lambda a: value(p, a)))
     return found
 
 
-def quality_columns(p: Problem) -> Columns:
-    """Return the least omega of every filling of a stage."""
-    x = p.numbers(*p.pairs[0])
-    longest = p.num_layers if len(p.cluster.devices) <= 8 else 4 * -(-p.num_layers // 8)
-    return make_columns(
-        p.open_omega, x.layer_bytes[0], int(x.capacity.max()), longest=min(longest, p.num_layers)
-    )
-
-
-def _best_quality(
-    p: Problem, columns: Columns, order: tuple[int, ...], capacity: NDArray[np.int64]
-) -> tuple[Stage, ...] | None:
-    """Cut the layers over an order of devices for the least sum of omega, memory permitting."""
-    layers = p.num_layers
-    best = np.full((len(order) + 1, layers + 1), np.inf)
-    best[0, 0] = 0.0
-    back: dict[tuple[int, int], tuple[int, int]] = {}
-    for j, cls in enumerate(order):
-        for a in range(layers):
-            if not np.isfinite(best[j, a]):
-                continue
-            for m in range(1, min(columns.most, layers - a) + 1):
-                end = a + m
-                if (j == len(order) - 1) != (end == layers) or not p.allowed(cls, a, end):
-                    continue
-                room = capacity[cls, int(a == 0), int(end == layers)]
-                fit = int(np.searchsorted(columns.num_bytes[m], room, side="right"))
-                if not fit:
-                    break
-                column = int(np.argmin(columns.least[m][a, :fit]))
-                if not np.isfinite(columns.least[m][a, column]):
-                    continue
-                cost = best[j, a] + columns.least[m][a, column]
-                if cost < best[j + 1, end]:
-                    best[j + 1, end] = cost
-                    back[j + 1, end] = (a, column)
-    if not np.isfinite(best[len(order), layers]):
-        return None
-    stages: list[Stage] = []
-    end = layers
-    for j in range(len(order), 0, -1):
-        a, column = back[j, end]
-        choices = columns.choices(a, end - a, column)
-        stages.append(Stage(cls=order[j - 1], start=a, end=end, choices=choices))
-        end = a
-    return tuple(reversed(stages))
+def _best_quality(p: Problem, order: tuple[int, ...], deadline: float) -> tuple[Stage, ...] | None:
+    """Return the best cut that fits at every pair of micro-batches, else one for the smallest."""
+    tight = p.numbers(*p.pairs[-1]).capacity
+    roomy = p.numbers(*p.pairs[0]).capacity
+    found = least_loss(p, order, tight, deadline)
+    if found is None and not np.array_equal(tight, roomy):
+        found = least_loss(p, order, roomy, deadline)
+    return found

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from llmpq.planner.fits import fitting, spare_bytes
-from llmpq.planner.outcome import Assignment, Infeasible, Outcome, Stage
+from llmpq.planner.outcome import Assignment, Infeasible, Outcome, Stage, Unfinished
 from llmpq.planner.pipeline_time import job_time, value
 from llmpq.planner.problem import Problem
 from llmpq.units import format_size
@@ -21,9 +21,10 @@ from llmpq.units import format_size
 def solve_uniform(p: Problem, *, time_limit_s: float = math.inf) -> Outcome:
     """Return the even split at the highest precision that fits, with its fastest micro-batches."""
     start = time.perf_counter()
+    deadline = start + time_limit_s
     order = [index for index, cls in enumerate(p.classes) for _ in cls.devices][: p.max_stages]
     for b in by_precision(p):
-        found = fitting(p, _even(p, order, b), start + time_limit_s)
+        found = fitting(p, _even(p, order, b), deadline)
         if found:
             best = min(found, key=lambda a: job_time(p, a).total_s)
             return Outcome(
@@ -34,6 +35,8 @@ def solve_uniform(p: Problem, *, time_limit_s: float = math.inf) -> Outcome:
                 bound=None,
                 seconds=time.perf_counter() - start,
             )
+    if time.perf_counter() > deadline:
+        raise Unfinished(f"uniform: no plan within {time_limit_s:g} s; give a longer --time-limit")
     least = by_precision(p)[-1]
     raise Infeasible(
         f"uniform: an even split of {p.spec.num_layers} layers over {len(order)} devices does not "
@@ -43,15 +46,12 @@ def solve_uniform(p: Problem, *, time_limit_s: float = math.inf) -> Outcome:
 
 def _shortage(p: Problem, order: Sequence[int], b: int) -> str:
     """`T4-0 is short by 1.3 GiB` where the even split that is nearest to fitting lacks most."""
-    worst = []
-    for a in _even(p, order, b):
-        spare = [spare_bytes(p, a, position) for position in range(len(order))]
-        worst.append((min(spare), -spare.index(min(spare))))
-    spare_least, position = max(worst)
-    if spare_least >= 0:
+    smallest = next(_even(p, order, b))  # larger micro-batches leave no more room
+    spare = [spare_bytes(p, smallest, position) for position in range(len(order))]
+    if min(spare) >= 0:
         return "a --pin forbids it"
     devices = [device for cls in p.classes for device in cls.devices]
-    return f"{devices[-position].name} is short by {format_size(-spare_least)}"
+    return f"{devices[spare.index(min(spare))].name} is short by {format_size(-min(spare))}"
 
 
 def by_precision(p: Problem) -> list[int]:

@@ -26,10 +26,10 @@ def fits(p: Problem, a: Assignment) -> bool:
 
 
 def fitting(p: Problem, plans: Iterable[Assignment], deadline: float) -> list[Assignment]:
-    """Return the plans that fit; past the deadline the search for more of them ends."""
+    """Return the plans that fit; past the deadline only the first is looked at."""
     found: list[Assignment] = []
-    for a in plans:
-        if found and time.perf_counter() > deadline:
+    for number, a in enumerate(plans):
+        if number and time.perf_counter() > deadline:
             break
         if fits(p, a):
             found.append(a)

@@ -49,7 +49,8 @@ def estimate_flexgen(p: Problem) -> OffloadEstimate:
     devices = p.cluster.devices
     share = -(-p.spec.num_layers // len(devices))
     choice = by_precision(p)[0]
-    stages = [_stage(p, device, share, p.choices[choice]) for device in devices]
+    each = [_stage(p, cls.first, share, p.choices[choice]) for cls in p.classes]
+    stages = [each[c] for c, cls in enumerate(p.classes) for _ in cls.devices]
     mp = md = len(devices)  # the batch is cut by the number of stages, as in the paper
     prefill = sum(s[0] for s in stages) + (mp - 1) * max(s[0] for s in stages)
     decode = max(md * max(s[1] for s in stages), sum(s[1] for s in stages))

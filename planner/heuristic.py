@@ -15,7 +15,7 @@ import numpy as np
 
 from llmpq.planner.adabits import adabits_plans
 from llmpq.planner.fits import fits, spare_bytes
-from llmpq.planner.outcome import Assignment, Infeasible, Outcome, Stage
+from llmpq.planner.outcome import Assignment, Infeasible, Outcome, Stage, Unfinished
 from llmpq.planner.pipeline_time import stage_times, value
 from llmpq.planner.problem import Problem
 
@@ -29,9 +29,13 @@ def solve_heuristic(p: Problem, *, time_limit_s: float = 60.0) -> Outcome:
     best: Assignment | None = None
     worth = float("inf")
     deadline = start + time_limit_s
-    for plan in adabits_plans(p, start + time_limit_s / 2):
+    plans = adabits_plans(p, start + time_limit_s / 2)
+    for plan in plans:
+        if value(p, plan) < worth:
+            best, worth = plan, value(p, plan)
+    for plan in plans:
         for pair in p.pairs:
-            if best is not None and time.perf_counter() > deadline:
+            if time.perf_counter() > deadline:
                 break
             moved = Assignment(
                 prefill_microbatch=pair[0], decode_microbatch=pair[1], stages=plan.stages
@@ -41,6 +45,10 @@ def solve_heuristic(p: Problem, *, time_limit_s: float = 60.0) -> Outcome:
             found = _transfer(p, moved, deadline)
             if value(p, found) < worth:
                 best, worth = found, value(p, found)
+    if best is None and time.perf_counter() > start + time_limit_s / 2:
+        raise Unfinished(
+            f"heuristic: no plan within {time_limit_s:g} s; give a longer --time-limit"
+        )
     if best is None:
         raise Infeasible("heuristic: adabits found no start that fits; use --method exact")
     return Outcome(
@@ -59,6 +67,8 @@ def _transfer(p: Problem, a: Assignment, deadline: float) -> Assignment:
     while time.perf_counter() < deadline:
         better = None
         for candidate in _neighbours(p, a):
+            if time.perf_counter() > deadline:
+                break
             if fits(p, candidate):
                 new = value(p, candidate)
                 if new < worth - 1e-12:

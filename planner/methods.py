@@ -67,7 +67,7 @@ def solve(
     if method == "pipeedge":
         from llmpq.planner.pipeedge import solve_pipeedge
 
-        return solve_pipeedge(p)
+        return solve_pipeedge(p, time_limit_s=time_limit_s)
     if method == "uniform":
         from llmpq.planner.baselines import solve_uniform
 

@@ -3,7 +3,8 @@
 PipeEdge minimises the slowest stage of a single-phase pipeline by dynamic programming over (devices
 used, last device, layers done); it may leave devices out. It knows nothing of generation: here it
 balances prefill and, alternatively, decode, with equal micro-batches in both phases, and the better
-of all these plans is kept.
+of all these plans is kept. With more sets of devices than MAX_SETS the devices stay in a row, equal
+ones together, in which any may be skipped.
 """
 
 from __future__ import annotations
@@ -14,26 +15,31 @@ import time
 import numpy as np
 
 from llmpq.planner.baselines import by_precision
-from llmpq.planner.exact.completion import MAX_STATES, ChainSpace, Space, num_states
+from llmpq.planner.device_sets import DeviceSets, every_set, in_a_row, num_sets
 from llmpq.planner.fits import fits
-from llmpq.planner.outcome import Assignment, Infeasible, Outcome, Stage
+from llmpq.planner.outcome import Assignment, Infeasible, Outcome, Stage, Unfinished
 from llmpq.planner.pipeline_time import job_time, value
 from llmpq.planner.problem import PairNumbers, Problem
 
+MAX_SETS = 1500
 
-def solve_pipeedge(p: Problem) -> Outcome:
+
+def solve_pipeedge(p: Problem, *, time_limit_s: float = math.inf) -> Outcome:
     """Return the balanced plan at the highest precision that fits."""
     start = time.perf_counter()
-    small = num_states(p) <= MAX_STATES
-    space = Space(p) if small else ChainSpace(p, range(len(p.classes)))
+    deadline = start + time_limit_s
+    sets = every_set(p) if num_sets(p) <= MAX_SETS else in_a_row(p)
+    allowed = _allowed(p)
     equal = [pair for pair in p.pairs if pair[0] == pair[1]] or list(p.pairs)
     for b in by_precision(p):
-        found = [
-            plan
-            for eta, xi in equal
-            for phase in ("prefill", "decode")
-            if (plan := _balanced(p, space, p.numbers(eta, xi), b, phase)) and fits(p, plan)
-        ]
+        found: list[Assignment] = []
+        for eta, xi in equal:
+            for phase in ("prefill", "decode"):
+                if time.perf_counter() > deadline:
+                    break
+                plan = _balanced(p, sets, allowed, p.numbers(eta, xi), b, phase, deadline)
+                if plan is not None and fits(p, plan):
+                    found.append(plan)
         if found:
             best = min(found, key=lambda a: job_time(p, a).total_s)
             return Outcome(
@@ -44,43 +50,77 @@ def solve_pipeedge(p: Problem) -> Outcome:
                 bound=None,
                 seconds=time.perf_counter() - start,
             )
+        if time.perf_counter() > deadline:
+            raise Unfinished(
+                f"pipeedge: no plan within {time_limit_s:g} s; give a longer --time-limit"
+            )
     raise Infeasible("pipeedge: no precision fits; use --method exact")
 
 
-def _balanced(p: Problem, space: Space, x: PairNumbers, b: int, phase: str) -> Assignment | None:
-    """Cut the layers so that the slowest stage or hop of a phase is as fast as possible."""
-    prefill = phase == "prefill"
-    table = (x.prefill_s if prefill else x.decode_s)[0, :, b]
-    ends = x.ends_prefill_s if prefill else x.ends_decode_s
-    hops = x.hop_prefill_s if prefill else x.hop_decode_s
-    layers, classes = p.num_layers, len(p.classes)
-    length = np.arange(layers + 1)
-    span = length[None, :] - length[:, None]
-    stage = np.full((classes, layers + 1, layers + 1), np.inf)
-    for c in range(classes):
-        room = x.capacity[c] // int(x.layer_bytes[0, b])
-        most = np.full(span.shape, room[0, 0])
-        most[0, :], most[:, layers] = room[1, 0], room[0, 1]
-        most[0, layers] = room[1, 1]
-        cost = span * table[c]
-        cost[0, :] += ends[c, 0]
-        cost[:, layers] += ends[c, 1]
-        fine = (span >= 1) & (span <= most) & space.allowed[c]
-        stage[c][fine] = cost[fine]
-    worst = np.full((len(space.used), classes, layers + 1), np.inf)
-    worst[space.complete, :, layers] = 0.0
-    for s in range(len(space.used) - 1, -1, -1):
+def _allowed(p: Problem) -> np.ndarray:
+    """[C, L+1, L+1] whether the pins let a stage of a class hold layers [a, a')."""
+    size = p.num_layers + 1
+    table = np.repeat(np.triu(np.ones((1, size, size), dtype=bool), 1), len(p.classes), axis=0)
+    if any(cls.pinned is not None for cls in p.classes):
+        for c, a, end in zip(*np.nonzero(table), strict=True):
+            table[c, a, end] = p.allowed(int(c), int(a), int(end))
+    return table
+
+
+def _balanced(
+    p: Problem,
+    sets: DeviceSets,
+    allowed: np.ndarray,
+    x: PairNumbers,
+    b: int,
+    phase: str,
+    deadline: float = math.inf,
+) -> Assignment | None:
+    """Cut the layers so that the slowest stage or hop of a phase is as fast as possible.
+
+    None if nothing fits, or at the deadline.
+    """
+    hops = x.hop_prefill_s if phase == "prefill" else x.hop_decode_s
+    stage = _stage_table(p, allowed, x, b, phase)
+    states, classes = sets.after.shape
+    worst = np.full((states, classes, p.num_layers + 1), np.inf)
+    worst[:, :, p.num_layers] = 0.0
+    for s in range(states - 1, -1, -1):
+        if s % 64 == 0 and time.perf_counter() > deadline:
+            return None
         for c in range(classes):
-            after = space.after[s, c]
+            after = sets.after[s, c]
             if after >= 0:
                 enter = np.maximum(stage[c], worst[after, c][None, :]).min(axis=1)
                 worst[s] = np.minimum(worst[s], np.maximum(hops[:, c, None], enter[None, :]))
-    return _walk(p, space, x, b, (stage, worst, hops))
+    return _walk(p, sets, x, b, (stage, worst, hops))
+
+
+def _stage_table(p: Problem, allowed: np.ndarray, x: PairNumbers, b: int, phase: str) -> np.ndarray:
+    """[C, L+1, L+1] time of a stage of layers [a, a'), infinite where it does not fit."""
+    prefill = phase == "prefill"
+    times = (x.prefill_s if prefill else x.decode_s)[:, :, b]
+    ends = x.ends_prefill_s if prefill else x.ends_decode_s
+    layers = p.num_layers
+    until = np.concatenate([np.zeros((1, times.shape[1])), np.cumsum(times, axis=0)])
+    held = np.concatenate([[0], np.cumsum(x.layer_bytes[:, b])])
+    needed = held[None, :] - held[:, None]
+    stage = np.full(allowed.shape, np.inf)
+    for c in range(len(p.classes)):
+        room = np.full(needed.shape, x.capacity[c, 0, 0])
+        room[0, :], room[:, layers] = x.capacity[c, 1, 0], x.capacity[c, 0, 1]
+        room[0, layers] = x.capacity[c, 1, 1]
+        cost = until[None, :, c] - until[:, None, c]
+        cost[0, :] += ends[c, 0]
+        cost[:, layers] += ends[c, 1]
+        fine = allowed[c] & (needed <= room)
+        stage[c][fine] = cost[fine]
+    return stage
 
 
 def _walk(
     p: Problem,
-    space: Space,
+    sets: DeviceSets,
     x: PairNumbers,
     b: int,
     tables: tuple[np.ndarray, np.ndarray, np.ndarray],
@@ -91,7 +131,7 @@ def _walk(
     while a < p.num_layers:
         best = (math.inf, -1, -1)
         for c in range(len(p.classes)):
-            after = space.after[state, c]
+            after = sets.after[state, c]
             if after >= 0:
                 cost = np.maximum(stage[c, a], worst[after, c])
                 if last >= 0:
@@ -100,5 +140,5 @@ def _walk(
         if not math.isfinite(best[0]):
             return None
         stages.append(Stage(cls=best[1], start=a, end=best[2], choices=(b,) * (best[2] - a)))
-        state, last, a = int(space.after[state, best[1]]), best[1], best[2]
+        state, last, a = int(sets.after[state, best[1]]), best[1], best[2]
     return Assignment(prefill_microbatch=x.eta, decode_microbatch=x.xi, stages=tuple(stages))

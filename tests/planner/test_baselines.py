@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from pathlib import Path
 
 import pytest
@@ -10,12 +11,12 @@ import pytest
 from llmpq.planner.adabits import kind_orders
 from llmpq.planner.arguments import plan_parser
 from llmpq.planner.brute_force import assignments
-from llmpq.planner.exact.completion import Space
+from llmpq.planner.device_sets import every_set
 from llmpq.planner.fits import fits
 from llmpq.planner.flexgen import estimate_flexgen
 from llmpq.planner.methods import solve
-from llmpq.planner.outcome import Infeasible
-from llmpq.planner.pipeedge import _balanced
+from llmpq.planner.outcome import Infeasible, Unfinished
+from llmpq.planner.pipeedge import _allowed, _balanced
 from llmpq.planner.pipeline_time import job_time, stage_times, sum_omega
 from llmpq.planner.problem import Problem
 from llmpq.planner.random_problems import random_problem
@@ -49,7 +50,7 @@ def test_pipeedge_balances_as_brute_force_does() -> None:
         )
         work = p.workload.model_copy(update={"gen_len": 1})
         p = p.with_changes(workload=work, prefill_microbatch=1, decode_microbatch=1, theta=0.0)
-        found = _balanced(p, Space(p), p.numbers(1, 1), 1, "prefill")
+        found = _balanced(p, every_set(p), _allowed(p), p.numbers(1, 1), 1, "prefill")
         same = [a for a in assignments(p) if set(a.choices) == {1} and fits(p, a)]
         if found is None:
             assert not same
@@ -104,3 +105,49 @@ def test_offloading_slows_down_with_less_memory() -> None:
     assert ours.total_s > job_time(p, solve(p, "exact").assignment).total_s
     small = _paper(1, "opt-13b")
     assert estimate_flexgen(small).on_device > theirs.on_device * 0.5
+
+
+ODD = {
+    "sixteen kinds": "--device-names P40 P100 V100 T4 A10 A30 A40 L4 RTX-3060 RTX-3090 RTX-4090 "
+    "L40S H20 A100-40GB A100-80GB CPU --device-numbers "
+    + " ".join(["1"] * 16)
+    + " --model llama-2-70b --global_bz 100 --kv 8",
+    "more devices than layers": "--device-names T4 L4 --device-numbers 60 60 --global_bz 32 "
+    "--model llama-3.1-405b",
+    "few may be used": "--device-names T4 H200 L4 --device-numbers 30 2 30 --model llama-3.1-70b "
+    "--global_bz 32 --max-devices 3",
+    "many micro-batches": "--device-names H200 --device-numbers 4 --model opt-1.3b "
+    "--global_bz 10000 --s 16 --n 4",
+}
+BASELINE_LIMIT_S = 1.5
+
+
+@pytest.mark.parametrize("method", ["pipeedge", "adabits", "heuristic", "uniform"])
+@pytest.mark.parametrize("name", ODD)
+def test_a_baseline_ends_in_time_with_a_plan_that_fits(name: str, method: str) -> None:
+    p = make_problem(plan_parser().parse_args(ODD[name].split()))[0]
+    start = time.perf_counter()
+    try:
+        found = solve(p, method, time_limit_s=BASELINE_LIMIT_S)
+    except Unfinished:  # on a slow machine
+        assert time.perf_counter() - start > BASELINE_LIMIT_S / 2
+    except Infeasible:
+        assert method != "pipeedge"
+    else:
+        assert fits(p, found.assignment)
+    assert time.perf_counter() - start < BASELINE_LIMIT_S + 8.0
+
+
+def test_a_baseline_without_time_says_so() -> None:
+    p = _paper(3, "opt-30b")
+    with pytest.raises(Unfinished, match="within 0 s; give a longer --time-limit"):
+        solve(p, "pipeedge", time_limit_s=0.0)
+    for method in ("adabits", "heuristic", "uniform"):  # of which one plan is quickly made
+        assert fits(p, solve(p, method, time_limit_s=0.0).assignment)
+
+
+def test_devices_that_hold_no_layer_are_left_out_by_adabits() -> None:
+    words = "--device-names H200 T4 --device-numbers 2 1 --model bloom-176b --global_bz 1"
+    job = ["--bits", "16", "--s", "8192", "--reserve", "10 GiB", "--max-devices", "3"]
+    p = make_problem(plan_parser().parse_args([*words.split(), *job]))[0]
+    assert all(set(order) == {0} for order in kind_orders(p))
