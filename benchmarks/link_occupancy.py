@@ -28,7 +28,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
@@ -82,7 +82,7 @@ class Job:
 
 
 class Host:
-    """A stage on the CPU: gloo, and matrices on one thread."""
+    """A stage on the CPU: gloo, and one thread that is busy."""
 
     def __init__(self, job: Job) -> None:
         store = dist.TCPStore(
@@ -98,16 +98,16 @@ class Host:
             max_tokens=ROWS * max(HOST_TOKENS),
             max_pending=WINDOW,
         )
-        self._x = torch.eye(128)
-        self._sleep_s = job.compute_us / 1e6 if job.sleeps else 0.0
-        self._count = calibrated(self._multiply, job.compute_us)
+        self._compute_s, self._sleeps = job.compute_us / 1e6, job.sleeps
 
     def compute(self) -> None:
-        """Do the same work every time, whatever else the cores are asked to do."""
-        if self._sleep_s:
-            time.sleep(self._sleep_s)
-        else:
-            self._multiply(self._count)
+        """Take the same CPU time whenever asked; a core that is taken away makes it longer."""
+        if self._sleeps:
+            time.sleep(self._compute_s)
+            return
+        end_s = time.thread_time() + self._compute_s
+        while time.thread_time() < end_s:
+            pass
 
     def send(self, tokens: int) -> None:
         """Send a message that says when it left."""
@@ -132,10 +132,6 @@ class Host:
         self._links.close()
         dist.barrier()
 
-    def _multiply(self, count: int) -> None:
-        for _ in range(count):
-            self._x = self._x @ self._x
-
 
 class Gpu:
     """A stage on a GPU: NCCL or peer memory, and matrices on the current stream."""
@@ -154,7 +150,7 @@ class Gpu:
         if problem is not None:
             raise RuntimeError(f"{job.backend}: {problem}")
         self._x = torch.eye(2048, dtype=DTYPE, device=device)
-        self._count = calibrated(self._multiply, job.compute_us)
+        self._count = self._calibrate(job.compute_us)
 
     @staticmethod
     def _connect(device: torch.device, backend: str) -> Links:
@@ -169,7 +165,8 @@ class Gpu:
 
     def compute(self) -> None:
         """Enqueue the same work every time."""
-        self._multiply(self._count, wait=False)
+        for _ in range(self._count):
+            self._x = self._x @ self._x
 
     def send(self, tokens: int) -> None:
         """Enqueue a message."""
@@ -187,22 +184,15 @@ class Gpu:
         torch.cuda.synchronize()
         dist.barrier()
 
-    def _multiply(self, count: int, wait: bool = True) -> None:
-        for _ in range(count):
-            self._x = self._x @ self._x
-        if wait:
+    def _calibrate(self, us: float) -> int:
+        """Return how many products take about this long."""
+        self._count, seconds = 20, []
+        for _ in range(9):
+            start = time.perf_counter()
+            self.compute()
             torch.cuda.synchronize()
-
-
-def calibrated(work: Callable[[int], None], us: float) -> int:
-    """Return how often to do `work` for it to take about this long."""
-    work(20)
-    seconds = []
-    for _ in range(9):
-        start = time.perf_counter()
-        work(20)
-        seconds.append((time.perf_counter() - start) / 20)
-    return max(1, round(us / 1e6 / statistics.median(seconds)))
+            seconds.append((time.perf_counter() - start) / self._count)
+        return max(1, round(us / 1e6 / statistics.median(seconds)))
 
 
 def run_stage(job: Job) -> Found:
