@@ -84,6 +84,9 @@ class CommandParser:
         self.program, self._summary, self._example, self._notes = program, summary, example, notes
         self._parser = _Parser(prog=program, add_help=False, allow_abbrev=False)
         self._parser.shown = {}
+        self._help_all = argparse._StoreTrueAction(
+            ["--help-all"], "help_all", help="all flags (--version: which llmpq this is)"
+        )
         self._daily: set[str] = set()
         self._only: list[tuple[argparse.Action, Only]] = []
         self._positionals: list[argparse.Action] = []
@@ -156,10 +159,12 @@ class CommandParser:
                 formatter.start_section(group.title if everything else None)
                 formatter.add_arguments(actions)
                 formatter.end_section()
+        if not everything and self._hides():
+            formatter.start_section(None)
+            formatter.add_arguments([self._help_all])
+            formatter.end_section()
         text = formatter.format_help().strip("\n")
         lines += [line for line in text.splitlines() if everything or line.strip()]
-        rest = f"{'--help-all':24}all flags" if not everything and self._hides() else ""
-        lines += [f"  {rest}"] if rest else []
         lines += ["", *self._notes.splitlines()] if self._notes else []
         return "\n".join([*lines, "", f"example: {self._example}", ""])
 
@@ -246,8 +251,10 @@ class _HelpFormatter(argparse.HelpFormatter):
         names = ", ".join(self._shown.get(action.dest, action.option_strings))
         if action.nargs == 0:
             return names
-        default = "|".join(map(str, action.choices)) if action.choices else action.dest.upper()
-        return f"{names} {self._format_args(action, default if len(default) < 24 else 'NAME')}"
+        if action.metavar is not None or not action.choices:
+            return f"{names} {self._format_args(action, action.dest.upper())}"
+        one_of = "|".join(map(str, action.choices))
+        return f"{names} {one_of if len(one_of) < 40 else action.dest.upper()}"
 
 
 def _spellings(name: str) -> tuple[str, ...]:

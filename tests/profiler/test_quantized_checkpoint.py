@@ -399,7 +399,7 @@ def test_the_command_quantises_and_explains(
         (["--windows", "0"], "got 0 calibration windows of 1024 tokens"),
         (["--window", "0"], "windows of 0 tokens, expected 1 to"),
         (["--variant", "paper"], "--variant is for w4a4 layers, there are none here"),
-        (["--in-turn"], "--in-turn is for w4a4 layers and gptq"),
+        (["--in-turn"], "--in-turn is for w4a4 layers"),
         (["--outliers", "8"], "--outliers is for w4a4 layers"),
         (["--scheme", "w8a8", "--group-size", "64"], "--group-size is for w4a4 and weight-only"),
         (["--scheme", "w4a4", "--asymmetric"], "--asymmetric is for w3a16, w4a16 and w8a16"),

@@ -18,10 +18,13 @@ CLUSTER = Path(__file__).parents[2] / "examples" / "cpu-two-stages.yaml"
 @pytest.mark.parametrize(
     "flags, words",
     [
-        ("--kind random --windows 5", "--windows has no effect with --kind random"),
-        ("--kind random --text none.txt", "--text has no effect with --kind random"),
-        ("--kind variance --seed 4", "--seed has no effect with --kind variance"),
-        ("--kind hessian --granularity tensor", "--granularity has no effect with --kind hessian"),
+        ("--kind random --windows 5", "--windows has no effect with another --kind: take"),
+        ("--kind random --text none.txt", "--text has no effect with another --kind: take"),
+        (
+            "--kind variance --seed 4",
+            "--seed has no effect with another --kind: take",
+        ),
+        ("--kind hessian --granularity tensor", "--granularity has no effect with another --kind"),
         ("--kind random --seed -1", "--seed must be at least 0, got -1"),
     ],
 )

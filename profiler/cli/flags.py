@@ -1,0 +1,264 @@
+"""The flags of `llmpq-profile` and `llmpq-quantize`, and the requests that are made of them.
+
+Standard library only, so that `--help` is instant.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from llmpq.command_line import CommandParser, Only
+from llmpq.precision import WEIGHT_ONLY
+
+BITS = ",".join(str(p.weight_bits) for p in WEIGHT_ONLY)
+DTYPES = ("float16", "bfloat16", "float32")
+OBSERVED = ("variance", "hessian", "output")
+"""Kinds of indicator that read weights and a text."""
+NOTES = """\
+commands (flags alone mean `run`): run, indicator, merge; each has its own --help.
+Plan with the file: llmpq-algo --costs costs.json"""
+
+SCHEMES = """\
+schemes: w4a4 (Atom: 4-bit weights and activations, outlier channels in 8 bits), w8a8;
+weights alone: w8a16, w4a16, w3a16"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileRequest:
+    """What `run` measures, and where it writes."""
+
+    model: str
+    cluster: Path
+    output: Path
+    samples: Path | None
+    device: str | None
+    dtype: Literal["float16", "bfloat16", "float32"] | None
+    bits: str
+    kv: str
+    verify: str
+    temperature: float
+    top_k: int | None
+    top_p: float
+    quick: bool
+    max_batch: int | None
+    max_len: int | None
+    max_tokens: int | None
+    job: str | None
+    copies: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class OmegaRequest:
+    """How `indicator` weighs what each layer loses."""
+
+    model: str
+    output: Path
+    kind: Literal["variance", "hessian", "output", "random"]
+    text: Path | None
+    bits: str
+    kv: str
+    rounding: Literal["deterministic", "stochastic"]
+    granularity: Literal["group", "tensor"]
+    windows: int
+    window: int
+    symmetric: bool
+    device: str
+    seed: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeRequest:
+    """Cost files to join."""
+
+    files: list[Path]
+    output: Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizeRequest:
+    """What `llmpq-quantize` rounds, how, and where to."""
+
+    model: Path
+    output: Path
+    scheme: str | None
+    plan: Path | None
+    text: list[Path]
+    method: Literal["gptq", "rtn"]
+    variant: Literal["improved", "paper"] | None
+    in_turn: bool
+    integer_scales: bool
+    group_size: str | None
+    outliers: int | None
+    asymmetric: bool
+    kv_cache_dtype: str | None
+    windows: int
+    window: int
+    seed: int
+    device: str
+
+
+def run_parser() -> CommandParser:
+    """Return the flags of `llmpq-profile [run]`."""
+    parser = CommandParser(
+        "llmpq-profile run",
+        "Time the layers, the embedding, the head and the links of this host: costs.json.",
+        example="llmpq-profile --model llama-3.1-8b --cluster my.yaml -o costs.json",
+        notes=NOTES,
+    )
+    what = parser.section("what to time")
+    what.flag("--model", required=True, help="model directory, or a built-in name")
+    what.flag("--cluster", type=Path, required=True, help="cluster YAML")
+    what.flag("--device", daily=True, help="only this device kind (default: all present here)")
+    what.flag("--bits", default=BITS, daily=True, help=f"precisions to time (default {BITS})")
+    what.flag("--kv", default="kv16", daily=True, help="KV precisions to time (default kv16)")
+    what.flag(
+        "--job", daily=True, metavar="512/100", help="only what such prompts and new tokens need"
+    )
+    what.flag("--dtype", choices=DTYPES, help="default: float32 on CPU, else the model's")
+    what.flag("--verify", default="", help="also time verifying of this many tokens: 2,4")
+    sampled = Only(lambda a: a.temperature > 0, "on greedy tokens", "add --temperature T")
+    what.flag("--temperature", type=float, default=0.0, help="above 0: time sampled tokens")
+    what.flag("--top-k", type=int, only=sampled, help="sample of the K likeliest (default all)")
+    what.flag("--top-p", type=float, default=1.0, only=sampled, help="sample of this probability")
+    much = parser.section("how much")
+    much.flag("--quick", action="store_true", daily=True, help="few shapes, short repeats")
+    much.flag("--max-batch", type=int, help="largest micro-batch (default 32, 16 with --quick)")
+    lengths = Only(lambda a: not a.job, "beside --job, which names its lengths", "leave --job out")
+    much.flag(
+        "--max-len",
+        type=int,
+        only=lengths,
+        help="longest prompt or cache (default 2048, 256 with --quick)",
+    )
+    much.flag("--max-tokens", type=int, help="most of one prefill (default 4096, GPU 32768)")
+    much.flag("--copies", type=int, help="processes that time at once (default: as will run)")
+    files = parser.section("files")
+    files.flag("-o", "--output", type=Path, required=True, help="costs.json to write")
+    files.flag("--samples", type=Path, help="samples.jsonl to go on from and append to")
+    return parser
+
+
+def indicator_parser() -> CommandParser:
+    """Return the flags of `llmpq-profile indicator`."""
+    parser = CommandParser(
+        "llmpq-profile indicator",
+        "Measure omega, what each layer loses at each precision: omega.json.",
+        example="llmpq-profile indicator --model DIR --text sample.txt -o omega.json",
+        notes="Plan with the file: llmpq-algo --omega-file omega.json",
+    )
+    observed = _kinds(*OBSERVED)
+    what = parser.section("what to measure")
+    what.flag("--model", required=True, help="model directory (random: or a name)")
+    what.flag(
+        "--kind",
+        choices=(*OBSERVED, "random"),
+        default="variance",
+        daily=True,
+        help="method (default variance)",
+    )
+    what.flag("--text", type=Path, daily=True, only=observed, help="calibration text, UTF-8")
+    what.flag("--bits", default=BITS, daily=True, help=f"{BITS} (default), w8a8, w4a4")
+    what.flag("--kv", default="kv8,kv4,kv2", daily=True, help="KV precisions (all by default)")
+    what.flag("--device", default="cpu", daily=True, only=observed, help="cpu (default) or cuda")
+    what.flag("--windows", type=int, default=16, only=observed, help="of the text (default 16)")
+    what.flag("--window", type=int, default=256, only=observed, help="tokens of one (256)")
+    what.flag(
+        "--symmetric", action="store_true", only=observed, help="roundings without zero points"
+    )
+    what.flag(
+        "--rounding",
+        choices=("deterministic", "stochastic"),
+        default="deterministic",
+        only=_kinds("variance"),
+        help="default deterministic",
+    )
+    what.flag(
+        "--granularity",
+        choices=("group", "tensor"),
+        default="group",
+        only=_kinds("variance"),
+        help="a step per stored group (default), or per matrix as in the paper",
+    )
+    what.flag("--seed", type=int, default=0, only=_kinds("random"), help="of --kind random")
+    what.flag("-o", "--output", type=Path, required=True, help="omega.json to write")
+    return parser
+
+
+def merge_parser() -> CommandParser:
+    """Return the flags of `llmpq-profile merge`."""
+    parser = CommandParser(
+        "llmpq-profile merge",
+        "Join the cost files of several hosts; where two say the same, the later one counts.",
+        example="llmpq-profile merge a.json b.json -o costs.json",
+    )
+    parser.positional("files", nargs="+", type=Path, metavar="costs.json...", help="to join")
+    parser.section("files").flag(
+        "-o", "--output", type=Path, required=True, help="costs.json to write"
+    )
+    return parser
+
+
+def quantize_parser() -> CommandParser:
+    """Return the flags of `llmpq-quantize`."""
+    parser = CommandParser(
+        "llmpq-quantize",
+        "Write a quantised copy of a model directory.",
+        example="llmpq-quantize MODEL OUT --scheme w4a4 --text sample.txt",
+        notes=SCHEMES,
+    )
+    parser.positional("model", type=Path, help="Hugging Face model directory")
+    parser.positional("output", type=Path, help="directory to write; a stopped run continues")
+    what = parser.section("what to write")
+    what.flag("--scheme", daily=True, help="of all layers, or one per layer with commas")
+    what.flag(
+        "--plan",
+        also=("--strat-file-name",),
+        type=Path,
+        daily=True,
+        help="take precisions, group size, symmetry and outliers from this plan",
+    )
+    what.flag("--kv-cache-dtype", help="KV bits config.json names: 16, 8, 4, 2 (the plan's, or 16)")
+    how = parser.section("how to round")
+    how.flag("--text", type=Path, required=True, nargs="+", help="calibration text")
+    how.flag("--method", choices=("gptq", "rtn"), default="gptq", daily=True, help="default gptq")
+    how.flag("--device", default="cpu", daily=True, help="cpu (default) or cuda")
+    how.flag(
+        "--variant",
+        choices=("improved", "paper"),
+        help="w4a4: Atom's recipe to the letter, or (default) with searched clips, signed scales, "
+        "a rotation before `down` and balanced norms",
+    )
+    how.flag(
+        "--in-turn",
+        action="store_true",
+        only=Only(lambda a: a.method == "gptq", "with --method rtn", "take --method gptq"),
+        help="w4a4: fit each linear to the rounded inputs it will get (less perplexity on some "
+        "models, fewer drafts accepted on some)",
+    )
+    how.flag(
+        "--integer-scales",
+        action="store_true",
+        help="w4a4: groups' scales are whole numbers to 15 times a row's unit: faster prompts on "
+        "Hopper, which plans do not count; measure the perplexity",
+    )
+    how.flag("--group-size", help="128 or channel; w4a4 also 64, 32 (default 128)")
+    how.flag("--outliers", type=int, help="w4a4: channels in 8 bits (hidden/32, <=128)")
+    how.flag(
+        "--asymmetric",
+        action="store_true",
+        help="zero points in w3/w4/w8a16 layers: less error, but Transformers cannot load them",
+    )
+    how.flag("--windows", type=int, default=128, help="calibration windows (128)")
+    how.flag("--window", type=int, default=2048, help="tokens of a window (2048)")
+    how.flag("--seed", type=int, default=0, help="where the windows are taken (0)")
+    return parser
+
+
+def _kinds(*kinds: str) -> Only:
+    def holds(flags: Namespace) -> bool:
+        return flags.kind in kinds
+
+    return Only(holds, "with another --kind", f"take --kind {' or '.join(kinds)}")
