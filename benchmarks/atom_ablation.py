@@ -24,7 +24,7 @@ from atom_models import (
 )
 from rows import write_row
 
-from llmpq.kernels.formats.atom_scheme import AtomScheme
+from llmpq.kernels.formats.atom_scheme import W8A8, AtomScheme
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, WeightScheme
 from llmpq.profiler.quantize.one_layer import Recipe
@@ -56,9 +56,6 @@ def steps(outliers: int, group: int) -> list[Step]:
     improved = replace(rotated, smoothing=SMOOTHING)
     in_turn = replace(improved, compensated=True)
     integers = replace(improved, scheme=replace(signed, integer_scales=True))
-    w8a8 = AtomScheme(
-        weight_bits=8, activation_bits=8, group_size=None, weight_clip=1.0, activation_clip=1.0
-    )
     return [
         Step("w4a4 rtn", Recipe(scheme=rtn, method="rtn")),
         Step("+ hidden/32 outliers in 16 bits", Recipe(scheme=kept, method="rtn")),
@@ -76,9 +73,9 @@ def steps(outliers: int, group: int) -> list[Step]:
         Step("+ each linear undoes the rounding before it", in_turn),
         Step("+ kv int4 (--in-turn)", in_turn, kv4="token"),
         Step("  or kv int4, keys per channel (--in-turn)", in_turn, kv4="channel"),
-        Step("w8a8 gptq", Recipe(scheme=w8a8)),
+        Step("w8a8 gptq", Recipe(scheme=W8A8)),
         Step(
-            "w8a8 gptq, channels balanced (the default)", Recipe(scheme=w8a8, smoothing=SMOOTHING)
+            "w8a8 gptq, channels balanced (the default)", Recipe(scheme=W8A8, smoothing=SMOOTHING)
         ),
         Step("w4a16 rtn", Recipe(scheme=WeightScheme(bits=4), method="rtn")),
         Step("w4a16 gptq", Recipe(scheme=WeightScheme(bits=4))),

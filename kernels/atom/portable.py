@@ -158,6 +158,7 @@ def norm_round(
         NORM=_NORMS[norm],
         HAS_BIAS=bias_K is not None,
         HAS_INDEX=index_K is not None,
+        COMPRESSED=scheme.activation_rule == "compressed",
         num_warps=4 if k <= 4096 else 8,
     )
     return rounded

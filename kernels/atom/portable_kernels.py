@@ -50,6 +50,19 @@ def _codes(y, BITS: tl.constexpr, SIGNED: tl.constexpr, CLIP: tl.constexpr):
 
 
 @triton.jit
+def _compressed(y, DT: tl.constexpr):
+    """int8 codes and scale of the rows y [R, G, K] as compressed-tensors defines them for DT."""
+    scale = tl.maximum(tl.max(y, axis=2), -tl.min(y, axis=2))
+    scale = tl.div_rn(scale, scale * 0.0 + 127.5).to(DT).to(tl.float32)
+    eps: tl.constexpr = (
+        0.0009765625 if tl.float16 == DT else 0.0078125 if tl.bfloat16 == DT else 2.0**-23
+    )
+    scale = tl.where(scale == 0.0, eps, scale)
+    q = tl.div_rn(y, tl.broadcast_to(scale[:, :, None], y.shape)).to(DT).to(tl.float32)
+    return tl.minimum(tl.maximum(_nearest(q), -128.0), 127.0), scale
+
+
+@triton.jit
 def norm_round_kernel(
     X,
     WEIGHT,
@@ -73,6 +86,7 @@ def norm_round_kernel(
     NORM: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_INDEX: tl.constexpr,
+    COMPRESSED: tl.constexpr,
 ):
     """A token's norm, channel order and rounding; NORM 0 leaves x, 1 is RMSNorm, 2 LayerNorm.
 
@@ -95,7 +109,11 @@ def norm_round_kernel(
     place = tl.arange(0, BLOCK_G)[:, None] * GROUP + within
     live = (place < normal) & (within < GROUP)
     y = _ordered(x_row, WEIGHT, BIAS, INDEX, place, live, mean, rstd, NORM, HAS_BIAS, HAS_INDEX)
-    q, scale = _codes(y[None], BITS, SIGNED, CLIP)
+    if COMPRESSED:
+        DT: tl.constexpr = X.dtype.element_ty
+        q, scale = _compressed(y.to(DT).to(tl.float32)[None], DT)
+    else:
+        q, scale = _codes(y[None], BITS, SIGNED, CLIP)
     width = GROUPS * GROUP
     code_row = CODES + row * (width + (outliers > 0) * 128)
     scale_row = SCALES + row * (GROUPS + 1)

@@ -19,23 +19,28 @@ from llmpq.kernels.formats.atom_scheme import AtomScheme
 from llmpq.kernels.formats.atom_weight import AtomWeight
 
 
-def atom_linear_reference(x: Tensor, weight: AtomWeight, bias: Tensor | None = None) -> Tensor:
-    """y = x w^T + bias, x [..., K]; y [..., N] in x's dtype."""
+def atom_linear_reference(
+    x: Tensor, weight: AtomWeight, bias: Tensor | None = None, *, exact: bool = False
+) -> Tensor:
+    """y = x w^T + bias, x [..., K]; y [..., N] in x's dtype, or `exact`: float32 from the codes on.
+
+    What codes and scales are may depend on x's dtype (`activation_rule`).
+    """
     if weight.index_K is not None:
         x = x.index_select(-1, weight.index_K)
     if x.numel() == 0:
         return x.new_empty(*x.shape[:-1], weight.out_features)
     x_MK = x.reshape(-1, weight.in_features)
-    w_NK = restore(codes_for(weight, x_MK.shape[0])).to(x.dtype)
-    y = functional.linear(rounded(x_MK, weight.scheme), w_NK, bias)
+    w_NK = restore(codes_for(weight, x_MK.shape[0])).to(torch.float32 if exact else x.dtype)
+    y = functional.linear(rounded(x_MK, weight.scheme).to(w_NK.dtype), w_NK, bias)
     return y.view(*x.shape[:-1], weight.out_features)
 
 
 def rounded(x_MK: Tensor, scheme: AtomScheme) -> Tensor:
-    """Return reordered activations as the product sees them, in x's dtype."""
+    """Return reordered activations as the product sees them, in float32 unless 16 bits stay."""
     if scheme.activation_bits == 16:
         return x_MK
-    return restore(round_activations(x_MK, scheme)).to(x_MK.dtype)
+    return restore(round_activations(x_MK, scheme))
 
 
 def integer_product(x_MK: Tensor, weight: AtomWeight) -> Tensor:

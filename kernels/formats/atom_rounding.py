@@ -193,12 +193,25 @@ def round_activations(x_MK: Tensor, scheme: AtomScheme) -> Codes:
         raise ValueError("activations of 16 bits are not rounded; choose 3, 4 or 8 bits")
     grid = activation_grid(scheme)
     groups_RG = _groups(x_MK, scheme)
+    if scheme.activation_rule == "compressed":
+        codes, scale = _compressed(groups_RG, x_MK.dtype)
+        return _assemble(codes, scale, x_MK, scheme, torch.float32)
     scale = grid.fit(groups_RG, scheme.activation_clip, torch.float32)
     codes = grid.round(groups_RG, scale)
     if scheme.takes_integers(x_MK.shape[0]):
         steps, unit = integer_scales(scale.view(x_MK.shape[0], -1))
         scale = steps * unit
     return _assemble(codes, scale, x_MK, scheme, torch.float32)
+
+
+def _compressed(x_MK: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return int8 codes and scales [M, 1] as compressed-tensors defines them for inputs of `dtype`.
+
+    Of float32 numbers that are exact in `dtype`: each quotient is rounded to it, as torch does.
+    """
+    scale_M1 = (x_MK.abs().amax(dim=1, keepdim=True) / 127.5).to(dtype)
+    scale_M1 = torch.where(scale_M1 == 0, torch.finfo(dtype).eps, scale_M1).float()
+    return (x_MK / scale_M1).to(dtype).float().round_().clamp_(-128, 127), scale_M1
 
 
 def restore(codes: Codes) -> Tensor:

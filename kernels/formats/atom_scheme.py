@@ -9,6 +9,10 @@ the layer runs, weights when the model is quantised.
     activations   scale = clip * max|x| / (2^(b-1) - 1)          as the authors' code, clip 0.9
     e2m1          scale = clip * max|.| / 12                     4-bit floats, codes are twice them
 
+    compressed    scale = max|x| / 127.5, code = round(x / scale), scale and x / scale rounded to
+                  x's dtype: int8 inputs of compressed-tensors checkpoints, whose codes and scales
+                  Transformers and vLLM make so
+
 Three additions of ours, all off in the paper's recipe; the first two cost the product nothing:
 
     signed_scale  scale = -clip * x_max / 2^(b-1), x_max the value with max|x|: the scale takes the
@@ -28,6 +32,7 @@ from typing import Literal
 from llmpq.precision import WeightScheme
 
 Number = Literal["int", "e2m1"]
+Rule = Literal["atom", "compressed"]
 
 MANY = 256
 """Tokens above which integer scales are used; below, activations keep the groups' own."""
@@ -47,6 +52,8 @@ class AtomScheme:
     weight_clip: float | None = 0.85
     """None searches the least squared error per group."""
     activation_clip: float = 0.9
+    activation_rule: Rule = "atom"
+    """Whose definition of an 8-bit activation's scale: Atom's, or compressed-tensors'."""
     number: Number = "int"
     signed_scale: bool = False
     rotation: bool = False
@@ -74,11 +81,23 @@ class AtomScheme:
                 f"{self.number}, {self.weight_bits} and {self.activation_bits} bits, groups of "
                 f"{self.group_size}"
             )
+        if self.activation_rule == "compressed" and not self._is_channel_int8():
+            raise ValueError(
+                "activation_rule 'compressed' is for 8-bit integers with one scale a row and a "
+                f"token, got {self.weight_bits} and {self.activation_bits} bits, groups of "
+                f"{self.group_size}, {self.outliers} outliers"
+            )
         clips = (self.activation_clip, 1.0 if self.weight_clip is None else self.weight_clip)
         if self.outliers < 0 or not all(0 < clip <= 1 for clip in clips):
             raise ValueError(
                 f"outliers must be >= 0 and clips in (0, 1], got {self.outliers} and {clips}"
             )
+
+    def _is_channel_int8(self) -> bool:
+        """Whether compressed-tensors has a name for it: plain int8, a scale a row and a token."""
+        plain = self.weight_bits == self.activation_bits == 8 and self.group_size is None
+        added = self.outliers or self.rotation or self.signed_scale or self.activation_clip != 1
+        return plain and self.number == "int" and not added
 
     def takes_integers(self, rows: int) -> bool:
         """Whether a product of so many tokens replaces scales by whole numbers and a unit."""
@@ -96,6 +115,7 @@ class AtomScheme:
 
 def atom_scheme(scheme: WeightScheme) -> AtomScheme:
     """Return the Atom form of a weight scheme that has rounded activations."""
+    channel_int8 = scheme.bits == scheme.activation_bits == 8 and scheme.group_size is None
     return AtomScheme(
         weight_bits=scheme.bits,
         activation_bits=scheme.activation_bits,
@@ -103,4 +123,16 @@ def atom_scheme(scheme: WeightScheme) -> AtomScheme:
         outliers=scheme.outliers,
         weight_clip=None if scheme.clip_search else 1.0,
         activation_clip=1.0 if scheme.activation_bits == 8 else 0.9,
+        activation_rule="compressed" if channel_int8 and not scheme.outliers else "atom",
     )
+
+
+W8A8 = AtomScheme(
+    weight_bits=8,
+    activation_bits=8,
+    group_size=None,
+    weight_clip=1.0,
+    activation_clip=1.0,
+    activation_rule="compressed",
+)
+"""Int8 weights and inputs, a scale a row and a token: compressed-tensors' "int-quantized"."""

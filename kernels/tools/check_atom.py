@@ -25,7 +25,7 @@ from llmpq.kernels.atom.reference import (
     norm_reference,
 )
 from llmpq.kernels.formats.atom_rounding import restore, round_activations
-from llmpq.kernels.formats.atom_scheme import AtomScheme
+from llmpq.kernels.formats.atom_scheme import W8A8, AtomScheme
 from llmpq.kernels.formats.atom_tiles import AtomTiles, best_form
 from llmpq.kernels.formats.atom_weight import AtomWeight, quantize_atom
 from llmpq.kernels.gemm.reference import relative_error
@@ -35,9 +35,6 @@ LIMITS = {torch.float16: 1e-3, torch.bfloat16: 4e-3, torch.float32: 2e-3}
 """Relative Frobenius error allowed: rounding a 16-bit output, and inputs that lie on an edge."""
 
 W4A4 = AtomScheme(outliers=128, signed_scale=True, activation_clip=0.95)
-W8A8 = AtomScheme(
-    weight_bits=8, activation_bits=8, group_size=None, weight_clip=1.0, activation_clip=1.0
-)
 SCHEMES = {
     "w4a4": W4A4,
     "w4a4-paper": replace(W4A4, signed_scale=False, activation_clip=0.9),
@@ -135,7 +132,7 @@ def tokens(m: int, k: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 def _error(x_MK: Tensor, fast: AtomWeight, weight: AtomWeight) -> float:
     """Return the error against the twin; the CPU runs the twin, so against integer products."""
     if x_MK.is_cuda or weight.scheme.activation_bits == 16:
-        exact = atom_linear_reference(x_MK.float(), weight)
+        exact = atom_linear_reference(x_MK, weight, exact=True)
     else:
         index_K = weight.index_K
         exact = integer_product(x_MK if index_K is None else x_MK[:, index_K.long()], weight)

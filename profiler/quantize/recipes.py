@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from llmpq.kernels.formats.atom_scheme import AtomScheme
+from llmpq.kernels.formats.atom_scheme import W8A8, AtomScheme
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import Precision, WeightScheme, default_outliers
 from llmpq.profiler.quantize.gptq import DAMPING
@@ -46,9 +46,7 @@ def recipe(precision: Precision, spec: ModelSpec, settings: Settings) -> Recipe 
         return _atom(spec, settings)
     scheme: AtomScheme | WeightScheme
     if precision is Precision.W8A8:
-        scheme = AtomScheme(
-            weight_bits=8, activation_bits=8, group_size=None, weight_clip=1.0, activation_clip=1.0
-        )
+        scheme = W8A8
     else:
         scheme = WeightScheme(
             bits=precision.weight_bits,

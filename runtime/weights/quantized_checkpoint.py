@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from llmpq.kernels.formats.atom_rounding import Codes
-from llmpq.kernels.formats.atom_scheme import AtomScheme
+from llmpq.kernels.formats.atom_scheme import W8A8, AtomScheme
 from llmpq.kernels.formats.atom_weight import AtomWeight, atom_weight
 from llmpq.kernels.formats.interchange import (
     from_awq,
@@ -235,9 +235,6 @@ class QuantizedCheckpoint(CheckpointSource):
 
 def _channel_weight(codes_NK: Tensor, scale_N1: Tensor, dtype: torch.dtype) -> AtomWeight:
     """Return 8-bit weights with one scale a row that meet inputs rounded per token."""
-    scheme = AtomScheme(
-        weight_bits=8, activation_bits=8, group_size=None, weight_clip=1.0, activation_clip=1.0
-    )
     n, k = codes_NK.shape
     codes = Codes(
         rotated=False,
@@ -247,4 +244,4 @@ def _channel_weight(codes_NK: Tensor, scale_N1: Tensor, dtype: torch.dtype) -> A
         outliers=torch.empty(n, 0, dtype=torch.int8),
         outlier_scale=torch.ones(n, dtype=dtype),
     )
-    return atom_weight(codes, scheme)
+    return atom_weight(codes, W8A8)

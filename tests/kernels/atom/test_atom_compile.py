@@ -80,9 +80,11 @@ def test_every_tile_of_w8a8_fits_every_architecture(arch: int) -> None:
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_norm_compiles(arch: int) -> None:
+@pytest.mark.parametrize("compressed", [True, False])
+def test_norm_compiles(arch: int, compressed: bool) -> None:
     constants = {
         **ROUNDING,
+        "COMPRESSED": compressed,
         "GROUPS": 31,
         "BLOCK_G": 32,
         "GROUP": 128,

@@ -18,7 +18,7 @@ from llmpq.kernels.atom.reference import (
     rounded_layout,
 )
 from llmpq.kernels.formats.atom_rounding import round_activations
-from llmpq.kernels.formats.atom_scheme import AtomScheme
+from llmpq.kernels.formats.atom_scheme import W8A8, AtomScheme
 from llmpq.kernels.formats.atom_weight import AtomWeight, quantize_atom
 
 pytestmark = [
@@ -28,9 +28,6 @@ pytestmark = [
 
 PAPER = AtomScheme(outliers=8)
 SIGNED = replace(PAPER, group_size=64, signed_scale=True, activation_clip=0.95)
-W8A8 = AtomScheme(
-    weight_bits=8, activation_bits=8, group_size=None, weight_clip=1.0, activation_clip=1.0
-)
 CHANNEL4 = AtomScheme(group_size=None)
 SMALL = GemmPlan(block_m=16, block_n=16, warps=1, stages=1, group_n=2)
 
@@ -46,6 +43,17 @@ def assert_same_rounding(got: RoundedInput, exact: torch.Tensor, scheme: AtomSch
     assert torch.allclose(got.scales[:, used], scales[:, used], rtol=1e-5)
     off = (got.codes.int() - codes.int()).abs()
     assert int(off.max()) <= 1 and float((off > 0).float().mean()) < 2e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_int8_inputs_are_rounded_as_compressed_tensors_does(dtype: torch.dtype) -> None:
+    """Bit for bit; the twin is held against the library itself in test_atom_weight.py."""
+    x = (seeded(64, 300) * 10.0 ** seeded(64, 1)).to(dtype)
+    x[1], x[2] = 0, seeded(300).to(dtype) * torch.finfo(dtype).tiny * 512
+    got = norm_round(x, W8A8)
+    codes, scales = rounded_layout(round_activations(x, W8A8))
+    assert torch.equal(got.codes, codes)
+    assert torch.equal(got.scales[:, 0], scales[:, 0])
 
 
 @pytest.mark.parametrize("scheme", [PAPER, SIGNED, W8A8, replace(PAPER, outliers=0)])

@@ -16,7 +16,7 @@ from llmpq.kernels.formats.atom_rounding import (
     round_activations,
     round_weight,
 )
-from llmpq.kernels.formats.atom_scheme import AtomScheme
+from llmpq.kernels.formats.atom_scheme import W8A8, AtomScheme
 from llmpq.kernels.formats.atom_weight import (
     AtomWeight,
     pack_nibbles,
@@ -39,7 +39,8 @@ SCHEMES = {
     "rotated": replace(PAPER, rotation=True),
     "w3a3": replace(PAPER, weight_bits=3, activation_bits=3),
     "e2m1": replace(PAPER, number="e2m1"),
-    "w8a8": AtomScheme(weight_bits=8, activation_bits=8, group_size=None, weight_clip=1.0),
+    "w8a8": W8A8,
+    "w8a8 of atom's rule": replace(W8A8, activation_rule="atom"),
 }
 
 
@@ -198,3 +199,35 @@ def test_a_layer_counts_its_channel_orders() -> None:
 def test_bad_schemes_say_what_is_wrong(fields: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         AtomScheme(**fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_int8_inputs_have_the_codes_and_scales_of_compressed_tensors(dtype: torch.dtype) -> None:
+    """Bit for bit, for tokens of any size: zeros, single outliers, scales that underflow."""
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.quantization import QuantizationArgs
+    from compressed_tensors.quantization.lifecycle.forward import quantize
+    from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
+
+    seeded = torch.Generator().manual_seed(5)
+    x = torch.randn(400, 384, generator=seeded) * 10.0 ** (
+        2 * torch.randn(400, 1, generator=seeded)
+    )
+    x[::3, 7] *= 50
+    x[1], x[2], x[4] = 0, x[2] * 1e-30, x[4] * torch.finfo(dtype).tiny
+    x = x.clamp(-6e4, 6e4).to(dtype)
+    args = QuantizationArgs(num_bits=8, type="int", symmetric=True, strategy="token", dynamic=True)
+    scale, zero = compute_dynamic_scales_and_zp(x[None], args, torch.nn.Module())
+    codes = quantize(x[None], scale, zero, args)[0]
+    ours = round_activations(x, W8A8)
+    assert scale.dtype == dtype and not zero.any()
+    assert torch.equal(ours.scale, scale[0].float())
+    assert torch.equal(ours.codes.to(dtype), codes)
+    atoms = round_activations(x, replace(W8A8, activation_rule="atom"))
+    assert not torch.equal(atoms.scale, scale[0].float())
+
+
+def test_the_rule_of_compressed_tensors_is_for_its_format_only() -> None:
+    for changed in ({"group_size": 128}, {"outliers": 4}, {"activation_clip": 0.9}):
+        with pytest.raises(ValueError, match="activation_rule 'compressed' is for 8-bit"):
+            replace(W8A8, **changed)
