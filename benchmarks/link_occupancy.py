@@ -47,7 +47,7 @@ from llmpq.runtime.links.message import StepMessage
 from llmpq.runtime.links.peer_links import PeerLinks
 from llmpq.runtime.links.transport import GlooTransport, join_gloo
 from llmpq.runtime.request import StepKind
-from llmpq.runtime.sampling_params import SamplingParams
+from llmpq.runtime.sampling_params import TokenChoice
 
 FILE = "links.jsonl"
 ROWS, HIDDEN = 8, 4096
@@ -118,7 +118,7 @@ class Host:
             starts=[0] * ROWS,
             num_new=[tokens] * ROWS,
             sample_steps=[0] * ROWS,
-            sampling=[SamplingParams()] * ROWS,
+            sampling=[TokenChoice()] * ROWS,
         )
         self._links.send_step(message, torch.zeros(ROWS, tokens, HIDDEN))
 

@@ -85,8 +85,10 @@ class GlooTransport(HostTokens):
 
     One message per micro-batch: [header | hidden states | verify tokens] as bytes. gloo asks the
     receiver before every message, so a second one costs a round trip (two processes on two busy
-    cores: 0.1 ms with one message, 2 ms with two). A receive may offer more room than comes, so the
-    receiver needs not know the size.
+    cores: 0.1 ms with one message, 2 ms with two), and a receive is posted before its message is
+    wanted: over a network of 3 ms one way, a receiver that computes loses 0.5 ms a message, else
+    6.5 (benchmarks/link_occupancy.py). A receive may offer more room than comes, so the receiver
+    needs not know the size.
     """
 
     def __init__(
@@ -106,7 +108,9 @@ class GlooTransport(HostTokens):
         self._expected: deque[tuple[dist.Work, Tensor]] = deque()
         token_bytes = hidden * dtype.itemsize + torch.long.itemsize
         self._header_bytes = header_size(max_rows) * torch.long.itemsize
-        self._room = torch.empty(self._header_bytes + max_tokens * token_bytes, dtype=torch.uint8)
+        most_bytes = self._header_bytes + max_tokens * token_bytes
+        self._rooms = [torch.empty(most_bytes, dtype=torch.uint8) for _ in range(2)]
+        self._coming: dist.Work | None = None
 
     def send_step(self, message: StepMessage, hidden_BQH: Tensor | None) -> None:
         """Send a micro-batch to the next stage; a STOP has no hidden states."""
@@ -124,18 +128,21 @@ class GlooTransport(HostTokens):
 
         The hidden states are valid until the next call.
         """
-        work = dist.irecv(self._room, self._rank - 1)
-        assert work is not None
-        work.wait(IDLE_LIMIT)
-        message = unpack_header(self._room[: self._header_bytes].view(torch.long))
+        if self._coming is None:
+            self._coming = self._offer_room()
+        self._coming.wait(IDLE_LIMIT)
+        self._rooms.reverse()
+        room, self._coming = self._rooms[1], None
+        message = unpack_header(room[: self._header_bytes].view(torch.long))
         if message.kind is StepKind.STOP:
             return message, None
+        self._coming = self._offer_room()
         shape = (message.num_rows, message.q_len, self._hidden)
         tokens_at = self._header_bytes + math.prod(shape) * self._dtype.itemsize
-        hidden_BQH = self._room[self._header_bytes : tokens_at].view(self._dtype).view(shape)
+        hidden_BQH = room[self._header_bytes : tokens_at].view(self._dtype).view(shape)
         if message.kind is StepKind.VERIFY:
             end = tokens_at + math.prod(shape[:2]) * torch.long.itemsize
-            tokens_BQ = self._room[tokens_at:end].clone().view(torch.long).view(shape[:2])
+            tokens_BQ = room[tokens_at:end].clone().view(torch.long).view(shape[:2])
             message = with_tokens(message, tokens_BQ.tolist())
         return message, hidden_BQH
 
@@ -154,6 +161,12 @@ class GlooTransport(HostTokens):
         """Wait until everything sent has arrived, then leave."""
         while self._pending:
             self._pending.popleft()[0].wait(IDLE_LIMIT)
+
+    def _offer_room(self) -> dist.Work:
+        """Post the receive of the next micro-batch, so that it arrives while this one computes."""
+        work = dist.irecv(self._rooms[0], self._rank - 1)
+        assert work is not None
+        return work
 
     def _expect_tokens(self, message: StepMessage) -> None:
         """Post the receive of a micro-batch's tokens, so that they need not wait for it."""

@@ -1,0 +1,74 @@
+"""gloo asks a receiver before every message, so the next receive is posted while a stage computes."""
+
+from __future__ import annotations
+
+from collections import deque
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from llmpq.runtime.links.message import STOP, StepMessage, pack_header
+from llmpq.runtime.links.transport import GlooTransport
+from llmpq.runtime.request import StepKind
+from llmpq.runtime.sampling_params import TokenChoice
+
+pytestmark = pytest.mark.cpu
+
+HIDDEN, MAX_ROWS = 4, 2
+
+
+class Wire:
+    """Messages on their way to rank 1, and the rooms it offered for them."""
+
+    def __init__(self) -> None:
+        self.messages: deque[Tensor] = deque()
+        self.rooms: deque[Tensor] = deque()
+
+    def put(self, message: StepMessage, hidden_BQH: Tensor | None) -> None:
+        parts = [pack_header(message, MAX_ROWS)] + ([] if hidden_BQH is None else [hidden_BQH])
+        self.messages.append(torch.cat([part.view(-1).view(torch.uint8) for part in parts]))
+
+    def irecv(self, room: Tensor, source: int) -> Wire:
+        assert source == 0
+        self.rooms.append(room)
+        return self
+
+    def wait(self, limit: timedelta) -> None:
+        message = self.messages.popleft()
+        self.rooms.popleft()[: len(message)] = message
+
+
+@pytest.fixture
+def wire(monkeypatch: pytest.MonkeyPatch) -> Wire:
+    found = Wire()
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "irecv", found.irecv)
+    return found
+
+
+def _step(seq: int) -> StepMessage:
+    return StepMessage(
+        kind=StepKind.DECODE, seq=seq, slots=[0], starts=[3], num_new=[1], sample_steps=[0],
+        sampling=[TokenChoice()],
+    )  # fmt: skip
+
+
+def test_the_next_receive_is_posted_while_the_last_message_is_in_use(wire: Wire) -> None:
+    transport = GlooTransport(
+        hidden=HIDDEN, dtype=torch.float32, max_rows=MAX_ROWS, max_tokens=2, max_pending=2
+    )
+    for seq in range(3):
+        wire.put(_step(seq), torch.full((1, 1, HIDDEN), float(seq)))
+    wire.put(STOP, None)
+    for seq in range(3):
+        message, hidden_BQH = transport.receive_step()
+        assert hidden_BQH is not None and message.seq == seq
+        assert len(wire.rooms) == 1
+        wire.rooms[0].fill_(255)  # What arrives early must not lie over what is in use.
+        assert hidden_BQH.tolist() == [[[float(seq)] * HIDDEN]]
+    message, _ = transport.receive_step()
+    assert message.kind is StepKind.STOP and not wire.rooms
