@@ -45,7 +45,7 @@ def solve_adabits(p: Problem, *, time_limit_s: float = math.inf) -> Outcome:
 def kind_orders(p: Problem) -> list[tuple[int, ...]]:
     """Return orders that keep equal devices together, of all devices that hold a layer."""
     smallest = int(p.all_layer_bytes.min())
-    room = p.numbers(*p.pairs[0]).capacity.max(axis=(1, 2))
+    room = p.numbers(*p.pairs[0]).capacity.reshape(len(p.classes), -1).max(axis=1)
     kinds = [c for c, cls in enumerate(p.classes) if room[c] >= smallest or cls.pinned is not None]
     orders: dict[tuple[int, ...], None] = {}
     for kind_order in itertools.islice(itertools.permutations(kinds), MAX_ORDERS):
