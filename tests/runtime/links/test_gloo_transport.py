@@ -1,4 +1,4 @@
-"""gloo asks a receiver before every message, so the next receive is posted while a stage computes."""
+"""gloo asks a receiver before every message: the next receive is posted while a stage computes."""
 
 from __future__ import annotations
 
