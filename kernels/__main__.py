@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import logging
 import sys
 
+from llmpq.command_line import end_of
+from llmpq.kernels.tools.flags import COMMANDS, PROGRAM
+
 # Imported only when asked for: each needs torch and Triton, `--help` needs neither.
-_COMMANDS = {
+_MODULES = {
     ("bench", "gemm"): "llmpq.kernels.tools.bench_gemm",
     ("bench", "kv"): "llmpq.kernels.tools.bench_kv",
     ("bench", "atom"): "llmpq.kernels.tools.bench_atom",
@@ -17,32 +19,35 @@ _COMMANDS = {
     ("check", "atom"): "llmpq.kernels.tools.check_atom",
 }
 
-_NOUNS = (
-    ("gemm", "weight kernels"),
-    ("kv", "KV-cache kernels"),
-    ("atom", "kernels of rounded inputs, W4A4 and W8A8"),
-)
+USAGE = f"""\
+usage: {PROGRAM} {{bench,check}} {{gemm,kv,atom}} [flags]
+
+  bench gemm|kv|atom   time kernels on this GPU
+  check gemm|kv|atom   compare kernels with their plain-torch twins
+
+gemm: weight kernels; kv: the low-bit KV cache; atom: rounded inputs, W4A4 and W8A8.
+Each has its own --help: {PROGRAM} bench gemm --help
+"""
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    argv = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser(prog="python -m llmpq.kernels", description=__doc__)
-    verbs = parser.add_subparsers(dest="verb", required=True)
-    for verb, text in (("bench", "time kernels on this GPU"), ("check", "compare with the twins")):
-        nouns = verbs.add_parser(verb, help=text).add_subparsers(dest="noun", required=True)
-        for noun, what in _NOUNS:
-            command = nouns.add_parser(noun, help=what)
-            if argv[:2] == [verb, noun]:
-                importlib.import_module(_COMMANDS[verb, noun]).add_arguments(command)
-    args = parser.parse_args(argv)
-    try:
-        code = importlib.import_module(_COMMANDS[args.verb, args.noun]).main(args)
-    except ValueError as error:
-        logging.error("%s", error)
-        return 2
-    return int(code)
+    words = sys.argv[1:] if argv is None else argv
+    if not words or words[0] in ("-h", "--help", "--help-all"):
+        sys.stdout.write(USAGE)
+        return 0 if words else 2
+    return end_of(PROGRAM, lambda: _run(words))
+
+
+def _run(words: list[str]) -> int:
+    command = (words[0], words[1] if len(words) > 1 else "")
+    if command not in COMMANDS:
+        known = ", ".join(" ".join(names) for names in COMMANDS)
+        raise ValueError(f"unknown command '{' '.join(command).strip()}'; expected one of {known}")
+    parser, request = COMMANDS[command]
+    asked = parser().read_as(request, words[2:])
+    return int(importlib.import_module(_MODULES[command]).main(asked))
 
 
 if __name__ == "__main__":

@@ -7,14 +7,12 @@ Llama-3.1-8B's products with 128 outlier channels; cold caches, CUDA graphs, med
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import logging
 import statistics
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -36,6 +34,7 @@ from llmpq.kernels.fused import rms_norm as fused_norm
 from llmpq.kernels.linear import linear
 from llmpq.kernels.tools.check_atom import LAYER, SCHEMES, W4A4, random_weight
 from llmpq.kernels.tools.check_gemm import random_weight as random_w4a16
+from llmpq.kernels.tools.flags import BenchAtom
 from llmpq.kernels.tools.gpu_timing import copies_for, time_launches, write_row
 
 log = logging.getLogger(__name__)
@@ -46,58 +45,47 @@ SMALL = 64
 Call = Callable[[int], object]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of the command."""
-    parser.add_argument("--what", default="gemm", choices=("gemm", "fused", "sweep"))
-    parser.add_argument("--m", default="1,16,32,128,256,512,1024,2048,4096", help="tokens")
-    parser.add_argument("--scheme", default="w4a4,w8a8", help="of w4a4, w4a4-int, w8a8")
-    parser.add_argument("--shapes", default=",".join(LAYER), help="of " + ", ".join(LAYER))
-    parser.add_argument("--repeats", type=int, default=20, help="samples per case [20]")
-    parser.add_argument("--out", type=Path, help="append rows (JSON lines) to this file")
-    parser.add_argument("--commit", help="commit to name in rows where git is not at hand")
-
-
-def main(args: argparse.Namespace) -> int:
+def main(asked: BenchAtom) -> int:
     """Time what was asked for."""
     if not torch.cuda.is_available():
         log.error("bench atom needs a CUDA GPU; `check atom` compares the CPU's way without one")
         return 2
-    rows = [int(m) for m in args.m.split(",")]
-    if args.what == "fused":
+    rows = [int(m) for m in asked.m.split(",")]
+    if asked.what == "fused":
         for m in rows:
-            _report("atom_fused", {"m": m, "hidden": 4096, "ffn": 14336}, _fused(m, args), args)
+            _report("atom_fused", {"m": m, "hidden": 4096, "ffn": 14336}, _fused(m, asked), asked)
         return 0
-    for key, m in itertools.product(args.scheme.split(","), rows):
-        if args.what == "sweep":
-            for name in args.shapes.split(","):
-                _sweep(name, key, m, args)
+    for key, m in itertools.product(asked.scheme.split(","), rows):
+        if asked.what == "sweep":
+            for name in asked.shapes.split(","):
+                _sweep(name, key, m, asked)
             continue
-        found = {name: _products(name, key, m, args) for name in args.shapes.split(",")}
+        found = {name: _products(name, key, m, asked) for name in asked.shapes.split(",")}
         for name, times in found.items():
-            _report("atom_gemm", {"shape": name, "m": m, "precision": key}, times, args)
+            _report("atom_gemm", {"shape": name, "m": m, "precision": key}, times, asked)
         if len(found) == len(LAYER):
             total = {k: _sum([t[k] for t in found.values()]) for k in next(iter(found.values()))}
-            _report("atom_gemm", {"shape": "layer", "m": m, "precision": key}, total, args)
+            _report("atom_gemm", {"shape": "layer", "m": m, "precision": key}, total, asked)
     return 0
 
 
-def _products(name: str, key: str, m: int, args: argparse.Namespace) -> dict[str, list[float]]:
+def _products(name: str, key: str, m: int, asked: BenchAtom) -> dict[str, list[float]]:
     """Time a product, the same from 16-bit inputs, and its peers."""
     k, n = LAYER[name]
     ways = _ways(name, key, m)
     pool, calls = ways
-    times = {kind: _time(call, len(pool), args) for kind, call in calls.items()}
+    times = {kind: _time(call, len(pool), asked) for kind, call in calls.items()}
     x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
     if key != "w8a8" and m <= SMALL:
         peers = [
             random_w4a16(n, k, 4, True, 128, torch.bfloat16, x.device)
             for _ in range(copies_for(n * k // 2))
         ]
-        times["w4a16"] = _time(lambda i: linear(x, peers[i]), len(peers), args)
+        times["w4a16"] = _time(lambda i: linear(x, peers[i]), len(peers), asked)
         del peers
     copies = copies_for(2 * n * k)
     dense = torch.randn(copies, n, k, device="cuda", dtype=torch.bfloat16)
-    times["cublas_bf16"] = _time(lambda i: functional.linear(x, dense[i]), copies, args)
+    times["cublas_bf16"] = _time(lambda i: functional.linear(x, dense[i]), copies, asked)
     return times
 
 
@@ -140,7 +128,7 @@ def _copy(weight: AtomWeight) -> AtomWeight:
     return replace(weight, codes=weight.codes.clone())
 
 
-def _sweep(name: str, key: str, m: int, args: argparse.Namespace) -> None:
+def _sweep(name: str, key: str, m: int, asked: BenchAtom) -> None:
     """Time tiles and print the fastest three."""
     k, n = LAYER[name]
     one = best_form(random_weight(name, k, n, SCHEMES[key], torch.bfloat16, torch.device("cuda")))
@@ -161,7 +149,7 @@ def _sweep(name: str, key: str, m: int, args: argparse.Namespace) -> None:
     found = []
     for shown, call in calls:
         try:
-            found.append((statistics.median(_time(call, len(pool), args)), shown))
+            found.append((statistics.median(_time(call, len(pool), asked)), shown))
         except Exception as error:  # tiles that do not fit shared memory or registers
             sys.stdout.write(f"{shown}: {type(error).__name__}\n")
     for us, shown in sorted(found)[:3]:
@@ -185,7 +173,7 @@ def _channel_tiles(m: int) -> Iterator[GemmPlan]:
                 yield GemmPlan(block_m=block_m, block_n=block_n, warps=warps, stages=stages)
 
 
-def _fused(m: int, args: argparse.Namespace) -> dict[str, list[float]]:
+def _fused(m: int, asked: BenchAtom) -> dict[str, list[float]]:
     """Time the fused roundings beside the operations they ride on."""
     hidden, ffn = 4096, 14336
     device, dtype = torch.device("cuda"), torch.bfloat16
@@ -197,30 +185,30 @@ def _fused(m: int, args: argparse.Namespace) -> dict[str, list[float]]:
     norm_K = torch.rand(hidden, device=device, dtype=dtype)
     times = {
         "norm_round": _time(
-            lambda i: norm_input(x[i], wide, norm="rms", weight_K=norm_K, eps=1e-5), copies, args
+            lambda i: norm_input(x[i], wide, norm="rms", weight_K=norm_K, eps=1e-5), copies, asked
         ),
         "rms_norm_torch": _time(
-            lambda i: functional.rms_norm(x[i], norm_K.shape, norm_K, 1e-5), copies, args
+            lambda i: functional.rms_norm(x[i], norm_K.shape, norm_K, 1e-5), copies, asked
         ),
-        "rms_norm_ours": _time(lambda i: fused_norm.rms_norm(x[i], norm_K, 1e-5), copies, args),
+        "rms_norm_ours": _time(lambda i: fused_norm.rms_norm(x[i], norm_K, 1e-5), copies, asked),
     }
     copies = min(8, copies_for(4 * m * ffn))
     gate_up = torch.randn(copies, m, 2 * ffn, device=device, dtype=dtype)
     plain = replace(down, scheme=replace(down.scheme, rotation=False))
     times |= {
         "silu_mul_rotate_round": _time(
-            lambda i: activation_input(gate_up[i], down, "silu"), copies, args
+            lambda i: activation_input(gate_up[i], down, "silu"), copies, asked
         ),
         "silu_mul_round": _time(
-            lambda i: activation_input(gate_up[i], plain, "silu"), copies, args
+            lambda i: activation_input(gate_up[i], plain, "silu"), copies, asked
         ),
-        "silu_mul_ours": _time(lambda i: gated_mlp.silu_mul(gate_up[i]), copies, args),
+        "silu_mul_ours": _time(lambda i: gated_mlp.silu_mul(gate_up[i]), copies, asked),
     }
     return times
 
 
-def _time(call: Call, copies: int, args: argparse.Namespace) -> list[float]:
-    return time_launches(call, copies, repeats=args.repeats)
+def _time(call: Call, copies: int, asked: BenchAtom) -> list[float]:
+    return time_launches(call, copies, repeats=asked.repeats)
 
 
 def _sum(parts: list[list[float]]) -> list[float]:
@@ -228,7 +216,7 @@ def _sum(parts: list[list[float]]) -> list[float]:
 
 
 def _report(
-    bench: str, case: dict[str, object], times: dict[str, list[float]], args: argparse.Namespace
+    bench: str, case: dict[str, object], times: dict[str, list[float]], asked: BenchAtom
 ) -> None:
     medians = {kind: statistics.median(us) for kind, us in times.items()}
     shown = " ".join(f"{k}={v}" for k, v in case.items())
@@ -237,15 +225,15 @@ def _report(
     ratio = f"  x{peers[0] / medians['product']:.2f}" if peers else ""
     sys.stdout.write(f"{shown:48s} {each} us{ratio}\n")
     sys.stdout.flush()
-    if not args.out:
+    if not asked.out:
         return
     first, *others = times
     write_row(
-        args.out,
+        asked.out,
         bench=bench,
         case={"model": "llama-3.1-8b", **case},
         unit="us",
         samples=times[first],
         baselines={kind: medians[kind] for kind in others},
-        commit=args.commit,
+        commit=asked.commit,
     )

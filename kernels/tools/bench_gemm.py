@@ -6,12 +6,10 @@ products (qkv, o, gate_up, down); NxK names are single products written K x N as
 
 from __future__ import annotations
 
-import argparse
 import logging
 import statistics
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch.nn import functional
@@ -20,6 +18,7 @@ from llmpq.kernels.formats.quantized_weight import QuantizedWeight
 from llmpq.kernels.formats.weight_layout import GROUP
 from llmpq.kernels.linear import linear
 from llmpq.kernels.tools.check_gemm import random_weight
+from llmpq.kernels.tools.flags import BenchGemm
 from llmpq.kernels.tools.gpu_timing import copies_for, copy_bandwidth, time_launches, write_row
 from llmpq.precision import Precision
 
@@ -65,23 +64,7 @@ _MATRIX_FLOPS = 790e12  # a bf16 8192^3 product on an H200: the floor of long pr
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of the command."""
-    parser.add_argument(
-        "--shapes",
-        default="llama-3.1-8b",
-        help=f"models ({', '.join(MODELS)}) and products KxN, comma separated",
-    )
-    parser.add_argument("--m", default="1,16,32,64", help="rows of x [1,16,32,64]")
-    parser.add_argument("--precision", default="w4a16", help="w3a16,w4a16,w8a16 [w4a16]")
-    parser.add_argument("--dtype", default="fp16", help="fp16 or bf16 [fp16]")
-    parser.add_argument("--symmetric", action="store_true", help="no zeros [asymmetric]")
-    parser.add_argument("--repeats", type=int, default=20, help="samples per case [20]")
-    parser.add_argument("--out", type=Path, help="append rows (JSON lines) to this file")
-    parser.add_argument("--commit", help="commit to name in rows where git is not at hand")
-
-
-def main(args: argparse.Namespace) -> int:
+def main(asked: BenchGemm) -> int:
     """Time every case, print a table and write rows."""
     if not torch.cuda.is_available():
         log.error("bench gemm needs a CUDA GPU; `check gemm` compares the CPU paths without one")
@@ -91,24 +74,24 @@ def main(args: argparse.Namespace) -> int:
     sys.stdout.write(
         f"{'case':44s} {'us':>8s} {'GB/s':>7s} {'% floor':>8s} {'cuBLAS':>8s} {'ratio':>6s}  tiny\n"
     )
-    for precision in (Precision.parse(p) for p in args.precision.split(",")):
-        for name in args.shapes.split(","):
-            for m in (int(m) for m in args.m.split(",")):
-                _bench_case(name, m, precision, bandwidth, args)
+    for precision in (Precision.parse(p) for p in asked.precision.split(",")):
+        for name in asked.shapes.split(","):
+            for m in (int(m) for m in asked.m.split(",")):
+                _bench_case(name, m, precision, bandwidth, asked)
     return 0
 
 
 def _bench_case(
-    name: str, m: int, precision: Precision, bandwidth: float, args: argparse.Namespace
+    name: str, m: int, precision: Precision, bandwidth: float, asked: BenchGemm
 ) -> None:
     """One model's layer (and each of its products) or one product, at one number of rows."""
     products = MODELS.get(name) or {name: _parse_product(name)}
     results = {}
     for product, (k, n) in products.items():
-        results[product] = _time_product(n, k, m, precision, bandwidth, args)
-        _report(name, product, m, precision, results[product], args)
+        results[product] = _time_product(n, k, m, precision, bandwidth, asked)
+        _report(name, product, m, precision, results[product], asked)
     if name in MODELS:
-        _report(name, "layer", m, precision, _total(list(results.values())), args)
+        _report(name, "layer", m, precision, _total(list(results.values())), asked)
 
 
 def _total(parts: list[Timing]) -> Timing:
@@ -133,18 +116,18 @@ def _parse_product(name: str) -> tuple[int, int]:
 
 
 def _time_product(
-    n: int, k: int, m: int, precision: Precision, bandwidth: float, args: argparse.Namespace
+    n: int, k: int, m: int, precision: Precision, bandwidth: float, asked: BenchGemm
 ) -> Timing:
-    dtype, device = _DTYPES[args.dtype], torch.device("cuda")
+    dtype, device = _DTYPES[asked.dtype], torch.device("cuda")
     bits = precision.weight_bits
-    first = random_weight(n, k, bits, args.symmetric, GROUP, dtype, device)
+    first = random_weight(n, k, bits, asked.symmetric, GROUP, dtype, device)
     copies = copies_for(first.nbytes)
     pool = [first] + [_shuffled(first) for _ in range(copies - 1)]
     x = torch.randn(m, k, device=device).to(dtype)
     dense = torch.randn(copies_for(2 * n * k), n, k, device=device, dtype=dtype)
     us, cublas = [], []
     for _ in range(_ROUNDS):  # in turns: the clock moves between a cold and a busy GPU
-        each = -(-args.repeats // _ROUNDS)
+        each = -(-asked.repeats // _ROUNDS)
         cublas += time_launches(lambda i: functional.linear(x, dense[i]), len(dense), repeats=each)
         us += time_launches(lambda i: linear(x, pool[i]), copies, repeats=each)
     moved = first.nbytes + 2 * m * (n + k)
@@ -188,34 +171,34 @@ def _time_tinygemm(q: QuantizedWeight, x: torch.Tensor) -> float | None:
 
 
 def _report(
-    name: str, shape: str, m: int, precision: Precision, result: Timing, args: argparse.Namespace
+    name: str, shape: str, m: int, precision: Precision, result: Timing, asked: BenchGemm
 ) -> None:
     us = statistics.median(result.us)
     tiny = "" if result.tinygemm_us is None else f"{result.tinygemm_us:8.1f}"
     sys.stdout.write(
-        f"{f'{name} {shape} m={m} {precision.value} {args.dtype}':44s} {us:8.2f} "
+        f"{f'{name} {shape} m={m} {precision.value} {asked.dtype}':44s} {us:8.2f} "
         f"{result.moved_bytes / us / 1e3:7.0f} {100 * result.floor_us / us:8.0f} "
         f"{result.cublas_us:8.1f} {us / result.cublas_us:6.2f} {tiny}\n"
     )
-    if not args.out:
+    if not asked.out:
         return
-    baselines = {f"cublas_{args.dtype}": result.cublas_us}
+    baselines = {f"cublas_{asked.dtype}": result.cublas_us}
     if result.tinygemm_us is not None:
         baselines["tinygemm_bf16"] = result.tinygemm_us
     write_row(
-        args.out,
+        asked.out,
         bench="gemm",
         case={
             "model": name if name in MODELS else None,
             "shape": shape,
             "m": m,
             "precision": precision.value,
-            "dtype": args.dtype,
-            "symmetric": args.symmetric,
+            "dtype": asked.dtype,
+            "symmetric": asked.symmetric,
         },
         unit="us",
         samples=result.us,
         floor=result.floor_us,
         baselines=baselines,
-        commit=args.commit,
+        commit=asked.commit,
     )

@@ -11,7 +11,6 @@ inputs rotate past the L2, launches run from a CUDA graph, the median of the sam
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
 import sys
@@ -37,6 +36,7 @@ from llmpq.kernels.kv.launch_plan import (
 )
 from llmpq.kernels.kv.ops import run_append, run_attend
 from llmpq.kernels.kv.storage import DeviceRows, KVLayer, allocate_layer, contiguous_table
+from llmpq.kernels.tools.flags import BenchKV
 from llmpq.kernels.tools.gpu_timing import copies_for, time_launches
 from llmpq.kv_format import BLOCK_TOKENS, HOLDBACK_TOKENS, packed_blocks, packed_end
 from llmpq.precision import KVPrecision
@@ -331,31 +331,20 @@ def measure(case: KVCase, device: torch.device, repeats: int) -> dict[str, list[
     return {name: sdpa_sample(case, backend, device, repeats) for name, backend in backends.items()}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `bench kv`."""
-    parser.add_argument("--rows", action="store_true", help="append to benchmarks/results/kv.jsonl")
-    parser.add_argument("--setting", choices=SETTINGS, default="", help="run one setting only")
-    parser.add_argument("--only", default="", help="run the cases whose JSON contains this text")
-    parser.add_argument(
-        "--tune", action="store_true", help="measure launches, write kv/tuning.json"
-    )
-    parser.add_argument("--repeats", type=int, default=20, help="samples of each case")
-
-
-def main(args: argparse.Namespace) -> int:
+def main(asked: BenchKV) -> int:
     """Run the suite on the current GPU."""
     if not torch.cuda.is_available():
         raise ValueError("bench kv needs a CUDA GPU; on a CPU the low-bit cache is plain torch")
     device = torch.device("cuda")
-    if args.tune:
-        tune_all(device, args.only)
+    if asked.tune:
+        tune_all(device, asked.only)
         return 0
     fp16: dict[tuple[int, ...], dict[str, float]] = {}
     for case in suite():
-        wanted = case.kv == "kv16" or args.setting in ("", case.setting)
-        if not wanted or args.only not in json.dumps(asdict(case)):
+        wanted = case.kv == "kv16" or asked.setting in ("", case.setting)
+        if not wanted or asked.only not in json.dumps(asdict(case)):
             continue
-        samples = measure(case, device, args.repeats)
+        samples = measure(case, device, asked.repeats)
         medians = {name: sorted(s)[len(s) // 2] for name, s in samples.items()}
         shape = (case.heads, case.kv_heads, case.batch, case.context)
         us = medians.pop("value")
@@ -364,13 +353,13 @@ def main(args: argparse.Namespace) -> int:
             fp16[shape] = {"sdpa_cudnn_fp16": us, "sdpa_flash_fp16": baselines["sdpa_flash"]}
         elif case.op == "attend":
             baselines |= fp16.get(shape, {})
-        _report(args, case, us, samples["value"], baselines)
+        _report(asked, case, us, samples["value"], baselines)
         torch.cuda.empty_cache()
     return 0
 
 
 def _report(
-    args: argparse.Namespace,
+    asked: BenchKV,
     case: KVCase,
     us: float,
     samples: list[float],
@@ -386,7 +375,7 @@ def _report(
     others = " ".join(f"{key} {value:.1f}" for key, value in baselines.items())
     sys.stdout.write(f"{name:38} {more:22} {us:8.2f} us {share} {speed} {others}\n")
     sys.stdout.flush()
-    if args.rows:
+    if asked.rows:
         write_row: Callable[..., object] = importlib.import_module("benchmarks.rows").write_row
         write_row(
             "kv.jsonl",

@@ -7,7 +7,6 @@ show. Without one: the CPU's way on small shapes. Exit code 1 if anything is wro
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import sys
 from collections.abc import Iterator
@@ -29,7 +28,7 @@ from llmpq.kernels.formats.atom_scheme import W8A8, AtomScheme
 from llmpq.kernels.formats.atom_tiles import AtomTiles, best_form
 from llmpq.kernels.formats.atom_weight import AtomWeight, quantize_atom
 from llmpq.kernels.gemm.reference import relative_error
-from llmpq.kernels.tools.shared_check import add_part, share
+from llmpq.kernels.tools.flags import CheckAtom, share
 
 LIMITS = {torch.float16: 1e-3, torch.bfloat16: 4e-3, torch.float32: 2e-3}
 """Relative Frobenius error allowed: rounding a 16-bit output, and inputs that lie on an edge."""
@@ -50,24 +49,14 @@ ROWS = (1, 2, 3, 16, 33, 64, 65, 130, 257, 1024)
 INTEGERS = SCHEMES["w4a4-int"]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of the command."""
-    parser.add_argument("--scheme", default=",".join(SCHEMES), help="of " + ", ".join(SCHEMES))
-    parser.add_argument("--dtype", default="bf16,fp16", help="fp16,bf16 (GPU) [both]")
-    parser.add_argument("--m", default=None, help="tokens; default: one or more a way")
-    parser.add_argument("--shapes", default="all", help="layer, odd or all [all]")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and inputs")
-    add_part(parser)
-
-
-def main(args: argparse.Namespace) -> int:
+def main(asked: CheckAtom) -> int:
     """Check, print one line per case that fails and a summary; 0 if none did."""
-    torch.manual_seed(args.seed)
+    torch.manual_seed(asked.seed)
     gpu = torch.cuda.is_available()
     device = torch.device("cuda" if gpu else "cpu")
     wrong = checked = 0
     worst = 0.0
-    for shown, error, limit in (*products(args, device), *(fused(device) if gpu else ())):
+    for shown, error, limit in (*products(asked, device), *(fused(device) if gpu else ())):
         checked += 1
         worst = max(worst, error / limit)
         if not error < limit:
@@ -86,22 +75,26 @@ def main(args: argparse.Namespace) -> int:
     return 1 if wrong or missed else 0
 
 
-def products(args: argparse.Namespace, device: torch.device) -> Iterator[tuple[str, float, float]]:
+def _schemes(asked: CheckAtom) -> list[str]:
+    return asked.scheme.split(",") if asked.scheme else list(SCHEMES)
+
+
+def products(asked: CheckAtom, device: torch.device) -> Iterator[tuple[str, float, float]]:
     """Yield every product's name, error and limit."""
     gpu = device.type == "cuda"
-    shapes = (LAYER if args.shapes != "odd" else {}) | (ODD if args.shapes != "layer" else {})
+    shapes = (LAYER if asked.shapes != "odd" else {}) | (ODD if asked.shapes != "layer" else {})
     if not gpu:
         shapes = {name: shape for name, shape in shapes.items() if shape[0] * shape[1] < 1 << 20}
-    rows = ROWS if args.m is None else tuple(int(m) for m in args.m.split(","))
+    rows = ROWS if asked.m is None else tuple(int(m) for m in asked.m.split(","))
     names = {"fp16": torch.float16, "bf16": torch.bfloat16}
-    dtypes = [names[name] for name in args.dtype.split(",")] if gpu else [torch.float32]
+    dtypes = [names[name] for name in asked.dtype.split(",")] if gpu else [torch.float32]
     weights = [
         (name, key, dtype)
-        for name, key, dtype in itertools.product(shapes, args.scheme.split(","), dtypes)
+        for name, key, dtype in itertools.product(shapes, _schemes(asked), dtypes)
         # of float16 other shapes take the same ways
         if dtype != torch.float16 or name not in ("qkv", "gate_up")
     ]
-    for name, key, dtype in share(weights, args.part):
+    for name, key, dtype in share(weights, asked.part):
         k, n = shapes[name]
         weight = random_weight(name, k, n, SCHEMES[key], dtype, device)
         fast = best_form(weight)

@@ -7,7 +7,6 @@ paths. Exit code 1 if any error exceeds its limit.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import logging
 import random
@@ -21,7 +20,7 @@ from llmpq.kernels.formats.quantized_weight import QuantizedWeight, from_codes
 from llmpq.kernels.formats.weight_layout import GROUP
 from llmpq.kernels.gemm.reference import linear_reference, relative_error
 from llmpq.kernels.linear import linear
-from llmpq.kernels.tools.shared_check import add_part, share
+from llmpq.kernels.tools.flags import CheckGemm, share
 from llmpq.precision import padded_k
 
 LIMITS = {torch.float16: 5e-4, torch.bfloat16: 4e-3, torch.float32: 5e-6}
@@ -51,30 +50,19 @@ class Case:
     group_size: int | None
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of the command."""
-    parser.add_argument("--bits", default="3,4,8", help="weight bits to check [3,4,8]")
-    parser.add_argument("--dtype", default=None, help="fp16,bf16 (GPU), fp32,bf16 (CPU)")
-    parser.add_argument("--m", default=None, help="rows of x; default: of every bucket")
-    parser.add_argument("--seed", type=int, default=0, help="of the order, shapes, codes and x")
-    parser.add_argument("--shapes", default="all", help="tuned, odd, random or all [all]")
-    parser.add_argument("--seconds", type=float, default=None, help="start no weight after these")
-    add_part(parser)
-
-
-def main(args: argparse.Namespace) -> int:
+def main(asked: CheckGemm) -> int:
     """Check, print one line per case that fails and a summary; 0 if none did."""
     gpu = torch.cuda.is_available()
     device = torch.device("cuda" if gpu else "cpu")
-    torch.manual_seed(args.seed)
-    cases = _cases(gpu, args)
-    random.Random(args.seed).shuffle(cases)
-    cases = list(share(cases, args.part))
+    torch.manual_seed(asked.seed)
+    cases = _cases(gpu, asked)
+    random.Random(asked.seed).shuffle(cases)
+    cases = list(share(cases, asked.part))
     started_s = time.perf_counter()
     worst: dict[torch.dtype, float] = {}
     failed = checked = weights = 0
     for case in cases:
-        if args.seconds is not None and time.perf_counter() - started_s > args.seconds:
+        if asked.seconds is not None and time.perf_counter() - started_s > asked.seconds:
             break
         weights += 1
         q = random_weight(
@@ -115,32 +103,32 @@ def random_weight(
     return from_codes(codes, scale, zero, bits=bits, group_size=group_size, in_features=k)
 
 
-def _cases(gpu: bool, args: argparse.Namespace) -> list[Case]:
+def _cases(gpu: bool, asked: CheckGemm) -> list[Case]:
     """Every kind of weight of every shape."""
-    names = (args.dtype or ("fp16,bf16" if gpu else "fp32,bf16")).split(",")
-    shapes = _shapes(gpu, args)
+    names = (asked.dtype or ("fp16,bf16" if gpu else "fp32,bf16")).split(",")
+    shapes = _shapes(gpu, asked)
     return [
         Case(n, k, rows, int(bits), _DTYPES[name], symmetric, group)
-        for bits, name, (n, k, rows) in itertools.product(args.bits.split(","), names, shapes)
+        for bits, name, (n, k, rows) in itertools.product(asked.bits.split(","), names, shapes)
         for symmetric, group in itertools.product((True, False), (GROUP, None))
         # Per channel takes the same configurations; small shapes cover it.
         if group is not None or n * k <= 1 << 24
     ]
 
 
-def _shapes(gpu: bool, args: argparse.Namespace) -> list[tuple[int, int, tuple[int, ...]]]:
+def _shapes(gpu: bool, asked: CheckGemm) -> list[tuple[int, int, tuple[int, ...]]]:
     if not gpu:
         return [(n, k, ODD_ROWS) for n, k in (*ODD_SHAPES[:3], (512, 1024))]
     from llmpq.kernels.gemm.choice import M_BUCKETS, tuned_shapes
 
-    draw = random.Random(args.seed)
+    draw = random.Random(asked.seed)
     # The fullest of a bucket while these are few, then also those that leave a tile unfinished.
     rows = tuple(
         high if high <= 256 else draw.randint(low + 1, high)
         for low, high in itertools.pairwise((0, *M_BUCKETS))
     )
-    if args.m is not None:
-        rows = tuple(int(m) for m in args.m.split(","))
+    if asked.m is not None:
+        rows = tuple(int(m) for m in asked.m.split(","))
     kinds: dict[str, list[tuple[int, int, tuple[int, ...]]]] = {
         "tuned": [(n, k, rows) for n, k in tuned_shapes()],
         "odd": [(n, k, ODD_ROWS) for n, k in ODD_SHAPES],
@@ -153,9 +141,9 @@ def _shapes(gpu: bool, args: argparse.Namespace) -> list[tuple[int, int, tuple[i
             for _ in range(RANDOM_SHAPES)
         ],
     }
-    if args.shapes != "all" and args.shapes not in kinds:
-        raise ValueError(f"--shapes: got {args.shapes!r}, expected {', '.join(kinds)} or all")
-    return [s for name, some in kinds.items() for s in some if args.shapes in (name, "all")]
+    if asked.shapes != "all" and asked.shapes not in kinds:
+        raise ValueError(f"--shapes: got {asked.shapes!r}, expected {', '.join(kinds)} or all")
+    return [s for name, some in kinds.items() for s in some if asked.shapes in (name, "all")]
 
 
 def _error(q: QuantizedWeight, m: int, k: int, dtype: torch.dtype, device: torch.device) -> float:

@@ -7,7 +7,6 @@ recomputed in float64 from the whole history (kv/oracle.py).
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 from collections.abc import Iterator, Sequence
@@ -24,7 +23,7 @@ from llmpq.kernels.kv.ops import run_append, run_attend
 from llmpq.kernels.kv.oracle import attend_from_history, relative_error
 from llmpq.kernels.kv.step_view import Rows
 from llmpq.kernels.kv.storage import DeviceRows, KVLayer, allocate_layer
-from llmpq.kernels.tools.shared_check import add_part, share
+from llmpq.kernels.tools.flags import CheckKV, share
 from llmpq.kv_format import BLOCK_TOKENS, packed_blocks, packed_end
 from llmpq.precision import KVPrecision
 
@@ -256,28 +255,22 @@ def describe(case: Case) -> str:
     )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `check kv`."""
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--only", default="", help="run the variants whose line contains this text")
-    add_part(parser)
-
-
-def main(args: argparse.Namespace) -> int:
+def main(asked: CheckKV) -> int:
     """Check all variants; 1 if one fails."""
-    if args.device == "cpu" and not triton.knobs.runtime.interpret:
+    device = asked.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cpu" and not triton.knobs.runtime.interpret:
         sys.stderr.write(
             "check kv: the kernels need a GPU, and this machine shows none; to run them in "
             "Triton's interpreter set TRITON_INTERPRET=1 (float16 alone: it truncates bfloat16)\n"
         )
         return 2
     failed = total = 0
-    for case in share(cases(), args.part):
+    for case in share(cases(), asked.part):
         line = describe(case)
-        if args.only not in line:
+        if asked.only not in line:
             continue
         total += 1
-        outcome = run_case(case, torch.device(args.device))
+        outcome = run_case(case, torch.device(device))
         good = outcome.error < TOLERANCE[case.dtype] and outcome.words_equal > WORDS_EQUAL
         failed += not good
         sys.stdout.write(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import replace
 
 import pytest
 import torch
 
+from llmpq.kernels.__main__ import main as kernels_main
 from llmpq.kernels.atom.hopper import Plan, norm_input, product
 from llmpq.kernels.atom.product import atom_linear
 from llmpq.kernels.atom.reference import atom_linear_reference, integer_product
@@ -32,10 +32,8 @@ pytestmark = [
 
 
 def test_the_check_command_finds_nothing_wrong_and_every_planted_fault() -> None:
-    parser = argparse.ArgumentParser()
-    check_atom.add_arguments(parser)
-    args = parser.parse_args(["--shapes", "odd", "--m", "1,33,65,130,300"])
-    assert check_atom.main(args) == 0
+    words = ["--shapes", "odd", "--m", "1,33,65,130,300"]
+    assert kernels_main(["check", "atom", *words]) == 0
 
 
 def test_products_replay_in_graphs() -> None:
