@@ -98,6 +98,7 @@ class Host:
             max_tokens=ROWS * max(HOST_TOKENS),
             max_pending=WINDOW,
         )
+        self._hidden = {n: torch.zeros(ROWS, n, HIDDEN) for n in HOST_TOKENS}
         self._compute_s, self._sleeps = job.compute_us / 1e6, job.sleeps
 
     def compute(self) -> None:
@@ -120,7 +121,7 @@ class Host:
             sample_steps=[0] * ROWS,
             sampling=[TokenChoice()] * ROWS,
         )
-        self._links.send_step(message, torch.zeros(ROWS, tokens, HIDDEN))
+        self._links.send_step(message, self._hidden[tokens])
 
     def receive(self, tokens: int) -> float:
         """Receive a message; return the microseconds since it left."""
