@@ -12,9 +12,12 @@ from importlib import resources
 import yaml
 from pydantic import Field
 
-from llmpq.errors import unknown_name
+from llmpq.card_names import card_name, find_kind, nearest_kinds
+from llmpq.errors import shortened
 from llmpq.file_form import FileForm
-from llmpq.units import Size
+from llmpq.units import Size, format_size
+
+GIB = 2**30
 
 
 class DeviceSpec(FileForm):
@@ -63,18 +66,52 @@ def device_specs() -> Mapping[str, DeviceSpec]:
     return {k: DeviceSpec.parse_data(v, where=f"gpus.yaml: {k}") for k, v in table.items()}
 
 
-def canonical_kind(name: str) -> str:
-    """Return the table's name of a device kind; `ValueError` offers the nearest one."""
-    by_name: dict[str, str] = {}
-    for kind, spec in device_specs().items():
-        for spelling in (kind, *spec.aliases):
-            by_name[_key(spelling)] = kind
-    if _key(name) not in by_name:
-        spellings = [k for k in device_specs()]
-        spellings += [a for spec in device_specs().values() for a in spec.aliases]
-        raise unknown_name("device", name, spellings)
-    return by_name[_key(name)]
+def canonical_kind(name: str, memory_bytes: int | None = None) -> str:
+    """Return the table's name of a device kind; `ValueError` offers the nearest ones.
+
+    `memory_bytes` is what a driver reports: it tells cards of one name apart (RTX 4060 Ti).
+    """
+    kind = known_kind(name, memory_bytes)
+    if kind is None:
+        raise ValueError(
+            f"{unknown_card(name)}; describe a card that is not in the table by 'spec' in a "
+            "cluster YAML: spec: {memory: 24 GiB, mem_gbps: 936, fp16_tflops: 71}"
+        )
+    return kind
 
 
-def _key(name: str) -> str:
-    return name.lower().replace("_", "-").replace(" ", "-").removeprefix("nvidia-")
+def known_kind(name: str, memory_bytes: int | None = None) -> str | None:
+    """Return the table's name of a device kind, None where it has none of this name."""
+    specs = device_specs()
+    sizes = {kind: spec.memory / GIB for kind, spec in specs.items()}
+    kind = find_kind(name, _spellings(), sizes)
+    if kind is None or memory_bytes is None:
+        return kind
+    alike = [other for other in siblings(kind) if not specs[other].is_cpu]
+    return min([kind, *alike], key=lambda other: abs(specs[other].memory - memory_bytes))
+
+
+def siblings(kind: str) -> tuple[str, ...]:
+    """Return the other kinds that differ from one in their memory's size by name: A100-40GB."""
+    own = {card_name(name).core for name in (kind, *device_specs()[kind].aliases)}
+    return tuple(
+        other
+        for other, names in _spellings().items()
+        if other != kind and own & {card_name(name).core for name in (other, *names)}
+    )
+
+
+def unknown_card(name: str) -> str:
+    """Return what is wrong with a name that the table does not have, and the nearest names."""
+    stated, shown = card_name(name).memory_gb, shortened(name)
+    bare = None if stated is None else known_kind(card_name(name).core)
+    if bare is not None:
+        sizes = [format_size(device_specs()[k].memory) for k in (bare, *siblings(bare))]
+        return f"unknown device '{shown}': the {bare} of the table has {' or '.join(sizes)}"
+    near = nearest_kinds(name, _spellings())
+    hint = f"nearest: {', '.join(near)}" if near else "no name of the table is like it"
+    return f"unknown device '{shown}': {hint} (all: llmpq-algo devices --known)"
+
+
+def _spellings() -> Mapping[str, tuple[str, ...]]:
+    return {kind: spec.aliases for kind, spec in device_specs().items()}

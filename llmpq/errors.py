@@ -68,8 +68,13 @@ def nearest(name: str, options: Iterable[str]) -> str:
     return f"did you mean '{by_lower[close[0]]}'? " if close else ""
 
 
+def shortened(text: str, most: int = 80) -> str:
+    """Return a text as an error shows it: what is too long to read ends in dots."""
+    return text if len(text) <= most else f"{text[: most - 20]}..."
+
+
 def unknown_name(what: str, name: str, options: Iterable[str]) -> ValueError:
     """Build the error for a name that is not among `options`."""
     known = sorted(options)
     shown = ", ".join(known[:40]) + (", ..." if len(known) > 40 else "")
-    return ValueError(f"unknown {what} '{name}': {nearest(name, known)}known: {shown}")
+    return ValueError(f"unknown {what} '{shortened(name)}': {nearest(name, known)}known: {shown}")

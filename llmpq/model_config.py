@@ -107,6 +107,12 @@ def _qwen3(config: Config) -> dict[str, Any]:
     return {"family": "qwen3", "qk_norm": True, **_rotary(config)}
 
 
+def _mistral(config: Config) -> dict[str, Any]:
+    """Llama's layers and names; a window over the last tokens is not supported."""
+    _expect(config, "sliding_window", None, default=None)
+    return _llama(config)
+
+
 def _mixtral(config: Config) -> dict[str, Any]:
     _expect(config, "sliding_window", None, default=None)
     experts = size(config, "num_local_experts")
@@ -174,6 +180,7 @@ FAMILIES = {
     "opt": _opt,
     "bloom": _bloom,
     "llama": _llama,
+    "mistral": _mistral,
     "qwen3": _qwen3,
     "mixtral": _mixtral,
 }

@@ -181,13 +181,21 @@ class ModelSpec:
 
     @classmethod
     def by_name(cls, name: str, size: str | None = None) -> ModelSpec:
-        """Return a built-in spec: `opt-30b`, or the paper's `opt` and `30b`."""
+        """Return a built-in spec: `opt-30b`, `Qwen/Qwen3-32B`, or the paper's `opt` and `30b`."""
         full = f"{name}-{size}" if size else name
-        full = full.lower().rsplit("/", 1)[-1]
-        known = builtin_configs()
-        if full not in known:
-            raise unknown_name("model", full, known)
-        return cls.from_config(known[full], name=full)
+        known, found = builtin_configs(), builtin_name(full)
+        if found is None:
+            raise unknown_name("model", full.lower().rsplit("/", 1)[-1], known)
+        return cls.from_config(known[found], name=found)
+
+
+def builtin_name(name: str) -> str | None:
+    """Return the built-in name that a name or a Hugging Face id means, None where none does."""
+    known, short = builtin_configs(), name.lower().rsplit("/", 1)[-1]
+    if short in known:
+        return short
+    ids = {i.lower(): own for own, listed in builtin_ids().items() if own in known for i in listed}
+    return ids.get(name.lower()) or {i.rsplit("/", 1)[-1]: own for i, own in ids.items()}.get(short)
 
 
 def read_config(directory: str | Path) -> dict[str, Any]:
@@ -212,3 +220,13 @@ def builtin_configs() -> Mapping[str, Mapping[str, Any]]:
     text = resources.files("llmpq").joinpath("models.yaml").read_text()
     configs: Mapping[str, Mapping[str, Any]] = yaml.safe_load(text)
     return configs
+
+
+@lru_cache(maxsize=1)
+def builtin_ids() -> Mapping[str, tuple[str, ...]]:
+    """Return the Hugging Face ids of the built-in models, by built-in name; the first is its own.
+
+    The others have the same architecture: instruction-tuned, or older spellings.
+    """
+    text = resources.files("llmpq").joinpath("model_ids.yaml").read_text()
+    return {name: tuple(ids) for name, ids in yaml.safe_load(text).items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import reprlib
 from typing import Annotated
 
 from pydantic import BeforeValidator
@@ -21,19 +22,34 @@ _UNITS = {
 }
 
 
+MAX_SIZE = 2**60
+"""Bytes: more than any device has, and what a plan may hold."""
+LEAST_BARE = 2**20
+"""Bytes below which a number without a unit is asked back: `memory: 24` means 24 GB."""
+
+
 def parse_size(value: object) -> int:
     """Return bytes from an integer or a text such as `14.8 GiB`, `40MiB`, `80 GB`."""
-    if isinstance(value, bool) or not isinstance(value, (int, str)):
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         raise ValueError(f"expected a size such as '14.8 GiB' or a number of bytes, got {value!r}")
-    if isinstance(value, int):
-        size = float(value)
-    else:
-        match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*", value)
+    shown = reprlib.repr(value)
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*(-?[0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*", value)
         if match is None or match[2].lower() not in _UNITS:
-            raise ValueError(f"expected a size such as '14.8 GiB', got {value!r}")
-        size = float(match[1]) * _UNITS[match[2].lower()]
+            raise ValueError(f"expected a size such as '14.8 GiB', got {shown}")
+        number, unit = float(match[1]), match[2].lower()
+    else:
+        # An integer may be too large for a float.
+        number, unit = float(max(-1, min(value, 2 * MAX_SIZE))), ""
+    size = number * _UNITS[unit]
+    if not size <= MAX_SIZE:  # not a number, too
+        raise ValueError(f"a size is at most {format_size(MAX_SIZE)}, got {shown}")
     if size < 0:
-        raise ValueError(f"a size cannot be negative, got {value!r}")
+        raise ValueError(f"a size cannot be negative, got {shown}")
+    if not unit and 0 < size < LEAST_BARE:
+        meant = f"{number:g} GB" if number < 1000 else f"{number:.15g} MiB"
+        plural = "" if number == 1 else "s"
+        raise ValueError(f"{number:.15g} byte{plural}? write {meant}, or {number:.15g} B if so")
     return int(size)
 
 

@@ -30,7 +30,7 @@ GROUP_SIZES = "weights that share a scale: 128, or 0 for a channel; w4a4 alone a
 EPILOG = """\
 exit codes: 0 done, 2 usage or bad input, 3 bad plan, 4 plan for another model or cluster,
 5 does not fit, 130 interrupted
-example: llmpq-algo --cluster clusters/paper/03.yaml --model opt-30b --global_bz 32 --s 512 --n 100
+example: llmpq-algo --devices 4090,3090:2,cpu --model qwen3-32b --global_bz 8 --s 512 --n 100
 """
 
 
@@ -79,14 +79,15 @@ def _what_to_plan(parser: argparse.ArgumentParser) -> None:
 
 def add_model(group: argparse._ArgumentGroup) -> None:
     """Add the ways to name a model."""
-    _flag(group, "--model", help="Hugging Face directory, or a built-in name such as opt-30b")
+    _flag(group, "--model", help="Hugging Face directory, or a known name such as qwen3-32b")
     _flag(group, "--model-name", help="paper's form: opt, with --model-size 30b")
     _flag(group, "--model-size", help="paper's form: 30b")
 
 
 def add_cluster(group: argparse._ArgumentGroup) -> None:
     """Add the ways to describe devices."""
-    _flag(group, "--cluster", help="cluster YAML")
+    _flag(group, "--devices", help="devices of one machine, such as 4090,3090:2,cpu")
+    _flag(group, "--cluster", help="cluster YAML: several machines, links, reserves")
     _flag(group, "--device-names", nargs="+", help="paper's form: T4 V100, one node per kind")
     _flag(group, "--device-numbers", nargs="+", type=int, help="paper's form: 3 1")
     _flag(group, "--from-ray", nargs="?", const="auto", help="devices of a running Ray cluster")

@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from llmpq.cluster import Cluster
-from llmpq.device_spec import canonical_kind, device_specs
+from llmpq.device_spec import device_specs, known_kind
 from llmpq.ray_address import require_ray
 from llmpq.units import format_size
 
@@ -73,25 +73,8 @@ def parse_smi(text: str) -> list[Found]:
 
 
 def kind_of(reported: str, memory_bytes: int | None = None) -> str | None:
-    """Return the table's kind for a driver's or Ray's name, by name and memory."""
-    spellings = [reported, reported.split(" (")[0]]
-    words = reported.replace("NVIDIA ", "").replace("Tesla ", "").split()
-    spellings += ["-".join(words), words[0] if words else ""]
-    if memory_bytes is not None:
-        gib = round(memory_bytes / 2**30)
-        spellings.insert(0, f"{words[0].split('-')[0]}-{_marketed(gib)}GB" if words else "")
-    for spelling in spellings:
-        try:
-            return canonical_kind(spelling)
-        except ValueError:
-            continue
-    return None
-
-
-def _marketed(gib: int) -> int:
-    """Return the size a card is sold as: what drivers report is a little less."""
-    sizes = (8, 11, 12, 16, 24, 32, 40, 48, 64, 80, 94, 96, 141, 180, 192)
-    return min((size for size in sizes if size >= gib), default=gib)
+    """Return the table's kind for a driver's or Ray's name; the memory tells versions apart."""
+    return known_kind(reported, memory_bytes) or known_kind(reported.split(" (")[0], memory_bytes)
 
 
 def _cpu() -> Found:

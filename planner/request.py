@@ -12,8 +12,10 @@ from pathlib import Path
 
 from llmpq.cluster import Cluster
 from llmpq.cost_model import CostModel
+from llmpq.device_list import read_devices
+from llmpq.errors import nearest, shortened
 from llmpq.memory import Quantization
-from llmpq.model_spec import ModelSpec, builtin_configs
+from llmpq.model_spec import ModelSpec, builtin_configs, builtin_name
 from llmpq.plan import Plan
 from llmpq.planner import limits
 from llmpq.planner.costs import CostBook
@@ -40,11 +42,21 @@ def read_model(args: argparse.Namespace) -> tuple[ModelSpec, str | None]:
         return ModelSpec.by_name(args.model_name, args.model_size), None
     if not args.model:
         raise ValueError("--model is missing: a Hugging Face directory, or a name such as opt-30b")
-    if Path(args.model).is_dir():
+    if _is_directory(args.model):
         return ModelSpec.from_directory(args.model), str(args.model)
-    if "/" in args.model and args.model.rsplit("/", 1)[-1].lower() not in builtin_configs():
-        raise ValueError(f"no such model directory: '{args.model}'")
+    if "/" in args.model and builtin_name(args.model) is None:
+        short = args.model.rstrip("/").rsplit("/", 1)[-1]
+        hint = nearest(short, builtin_configs()).strip()
+        wrong = f"no such model directory: '{shortened(args.model)}'"
+        raise ValueError(f"{wrong}; no built-in model has this name: {hint}" if hint else wrong)
     return ModelSpec.by_name(args.model), None
+
+
+def _is_directory(text: str) -> bool:
+    try:
+        return Path(text).is_dir()
+    except (OSError, ValueError):  # too long for a path, or with a zero byte
+        return False
 
 
 def model_of_plan(args: argparse.Namespace, plan: Plan) -> ModelSpec:
@@ -68,16 +80,18 @@ def read_cluster(args: argparse.Namespace) -> Cluster:
             "--device-numbers does nothing without --device-names; add it or leave "
             "--device-numbers out"
         )
-    given = [bool(args.cluster), bool(args.device_names), bool(args.from_ray)]
-    if sum(given) != 1:
+    ways = (args.devices, args.cluster, args.device_names, args.from_ray)
+    if sum(way is not None for way in ways) != 1:
         raise ValueError(
-            "give the devices in one way: --cluster FILE, --device-names with --device-numbers, "
-            "or --from-ray"
+            "give the devices in one way: --devices 4090,3090:2,cpu, --cluster FILE, "
+            "--device-names with --device-numbers, or --from-ray"
         )
     if args.from_ray:
         from llmpq.planner.discovery import cluster_from_ray
 
         cluster = cluster_from_ray(args.from_ray)
+    elif args.devices is not None:
+        cluster = read_devices(args.devices).cluster
     elif args.device_names:
         numbers = args.device_numbers or ()
         for name, number in zip(args.device_names, numbers, strict=False):
@@ -87,6 +101,13 @@ def read_cluster(args: argparse.Namespace) -> Cluster:
         cluster = Cluster.load(args.cluster)
     reserve = getattr(args, "reserve", None)
     return cluster if reserve is None else with_reserve(cluster, _reserve_bytes(reserve))
+
+
+def assumed_of_devices(args: argparse.Namespace) -> list[str]:
+    """Return what `--devices` leaves open and the plan assumes."""
+    if args.devices is None:
+        return []
+    return [f"assumed: {line}" for line in read_devices(args.devices).assumptions]
 
 
 def _reserve_bytes(text: str) -> int:
@@ -165,7 +186,7 @@ def make_problem(args: argparse.Namespace) -> tuple[Problem, str | None, list[st
         offered=layers,
     )
     _require_groups_agree(problem)
-    notes = [too_long] if too_long else []
+    notes = assumed_of_devices(args) + ([too_long] if too_long else [])
     notes += [] if listed else [GENERIC_NOTE]
     notes += costs.unprofiled(cluster.devices) + costs.warnings(cluster.devices, workload)
     return problem, path, notes

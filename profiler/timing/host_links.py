@@ -13,7 +13,7 @@ from itertools import combinations_with_replacement
 
 from llmpq.cluster import Device
 from llmpq.cost_model import LinkCost
-from llmpq.device_spec import canonical_kind
+from llmpq.device_spec import canonical_kind, siblings
 from llmpq.profiler.timing.cases import LinkTimings, Ready, SetUp
 from llmpq.profiler.timing.latency_fit import fit_link
 from llmpq.profiler.timing.worker_processes import (
@@ -111,6 +111,7 @@ def _physical(device: Device) -> str:
 def _is_kind(name: str, device: Device) -> bool:
     """Whether a GPU's driver name is the device's kind."""
     try:
-        return canonical_kind(name) == device.kind
+        kind = canonical_kind(name)
+        return device.kind in (kind, *siblings(kind))
     except ValueError:
         return name.lower() == device.kind.lower()

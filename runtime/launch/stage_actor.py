@@ -340,7 +340,7 @@ class StageActor:
             )
         found = torch.cuda.get_device_name(0)
         try:
-            kind = canonical_kind(found)
+            kind = canonical_kind(found, torch.cuda.get_device_properties(0).total_memory)
         except ValueError:
             kind = found
         if kind != stage.kind:

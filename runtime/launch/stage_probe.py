@@ -146,7 +146,7 @@ class StageProbe:
             return None, "no GPU", 0, 0
         name = torch.cuda.get_device_name(0)
         try:
-            kind = canonical_kind(name)
+            kind = canonical_kind(name, torch.cuda.get_device_properties(0).total_memory)
         except ValueError:
             kind = name
         return name, kind, *torch.cuda.mem_get_info(0)

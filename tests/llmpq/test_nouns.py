@@ -17,7 +17,7 @@ from llmpq.cost_model import CostModel, LatencyEntry, Phase
 from llmpq.errors import BadPlanError, PlanMismatchError
 from llmpq.kv_format import kv_cache_bytes
 from llmpq.memory import Quantization, embedding_bytes, layer_weight_bytes
-from llmpq.model_spec import ModelSpec, builtin_configs
+from llmpq.model_spec import ModelSpec, builtin_configs, builtin_ids, builtin_name
 from llmpq.plan import MemoryForm, Plan
 from llmpq.precision import KVPrecision, Precision, WeightScheme
 from llmpq.sensitivity import Sensitivity
@@ -36,6 +36,20 @@ PUBLISHED_BILLIONS = {
     "llama-3.1-70b": 70.554,
     "qwen3-8b": 8.191,
     "qwen3-14b": 14.768,
+    "opt-2.7b": 2.652,
+    "llama-3-8b": 8.030,
+    "llama-3.2-1b": 1.236,
+    "llama-3.2-3b": 3.213,
+    "llama-3.3-70b": 70.554,
+    "qwen3-0.6b": 0.596,
+    "qwen3-1.7b": 1.721,
+    "qwen3-4b": 4.022,
+    "qwen3-32b": 32.762,
+    "mistral-7b": 7.248,
+    "mistral-nemo-12b": 12.248,
+    "mistral-small-24b": 23.572,
+    "codestral-22b": 22.247,
+    "yi-34b": 34.389,
 }
 """Parameter counts of the published checkpoints."""
 
@@ -44,6 +58,27 @@ PUBLISHED_BILLIONS = {
 def test_builtin_models_have_their_published_size(name: str) -> None:
     spec = ModelSpec.by_name(name)
     assert spec.num_params / 1e9 == pytest.approx(PUBLISHED_BILLIONS[name], rel=1e-3)
+
+
+def test_hugging_face_ids_mean_builtin_models() -> None:
+    assert set(builtin_ids()) == set(builtin_configs())
+    for name, ids in builtin_ids().items():
+        for own in ids:
+            assert builtin_name(own) == builtin_name(own.upper()) == name
+            assert ModelSpec.by_name(own).name == name
+    assert builtin_name("Qwen3-32B") == builtin_name("Qwen/Qwen3-32B") == "qwen3-32b"
+    assert builtin_name("Qwen/Qwen3-32B-AWQ") is None and builtin_name("") is None
+    with pytest.raises(ValueError, match="did you mean 'qwen3-32b'"):
+        ModelSpec.by_name("Qwen/Qwen3-33B")
+
+
+def test_mistral_is_llama_without_a_window() -> None:
+    config = dict(builtin_configs()["mistral-7b"])
+    same = {k: v for k, v in config.items() if k != "sliding_window"} | {"model_type": "llama"}
+    of = ModelSpec.from_config
+    assert of(config, name="a").fingerprint() == of(same, name="a").fingerprint()
+    with pytest.raises(ValueError, match="sliding_window=4096 is not supported"):
+        of({**config, "sliding_window": 4096}, name="a")
 
 
 def test_paper_spelling_of_a_model() -> None:
@@ -145,7 +180,7 @@ def test_cluster_names_devices_and_links() -> None:
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        (("nodes", 1, "devices", 0, "kind"), "V10", "unknown device 'V10': did you mean 'V100'"),
+        (("nodes", 1, "devices", 0, "kind"), "V10", "'V10': nearest: V100-16GB, V100"),
         (("nodes", 1, "devices", 0, "reserv"), 1, "did you mean 'reserve'"),
         (("nodes", 0, "acelerators"), "T4", "did you mean 'accelerators'"),
         (("links", "pairs", 0, "between"), ["a", "c"], "unknown node 'c'"),

@@ -33,8 +33,16 @@ ERRORS = {
     "unknown device": (
         ["--device-names", "V10", "--device-numbers", "1", "--model", "opt-13b"],
         2,
-        "llmpq-algo: unknown device 'V10': did you mean 'V100'? known: T4, Tesla_T4, V100, "
-        "V100-32GB\n",
+        "llmpq-algo: unknown device 'V10': nearest: V100-32GB (all: llmpq-algo devices --known); "
+        "describe a card that is not in the table by 'spec' in a cluster YAML: spec: {memory: 24 "
+        "GiB, mem_gbps: 936, fp16_tflops: 71}\n",
+    ),
+    "unknown card": (
+        ["--devices", "V100,T5:2", "--model", "opt-13b"],
+        2,
+        "llmpq-algo: --devices T5:2: unknown device 'T5': nearest: T4 (all: llmpq-algo devices "
+        "--known); describe a card that is not in the table as NAME=MEMORY+BANDWIDTH+RATE, such as "
+        "t5=24GB+936GB/s+71TFLOPS\n",
     ),
     "unknown model": (
         ["--device-names", "T4", "--device-numbers", "1", "--model", "opt-31b"],
@@ -50,8 +58,8 @@ ERRORS = {
     "no devices": (
         ["--model", "opt-13b"],
         2,
-        "llmpq-algo: give the devices in one way: --cluster FILE, --device-names with "
-        "--device-numbers, or --from-ray\n",
+        "llmpq-algo: give the devices in one way: --devices 4090,3090:2,cpu, --cluster FILE, "
+        "--device-names with --device-numbers, or --from-ray\n",
     ),
     "unequal lists": (
         ["--device-names", "T4", "V100", "--device-numbers", "1", "--model", "opt-13b"],
@@ -133,8 +141,9 @@ ERRORS = {
     "what-if of an unknown kind": (
         [*SMALL, "--what-if", "+V10"],
         2,
-        "llmpq-algo: unknown device 'V10': did you mean 'V100'? known: T4, Tesla_T4, V100, "
-        "V100-32GB\n",
+        "llmpq-algo: unknown device 'V10': nearest: V100-32GB (all: llmpq-algo devices --known); "
+        "describe a card that is not in the table by 'spec' in a cluster YAML: spec: {memory: 24 "
+        "GiB, mem_gbps: 936, fp16_tflops: 71}\n",
     ),
     "what-if without any device": (
         ["--device-names", "V100", "--device-numbers", "1", "--model", "opt-13b", *JOB]
@@ -156,6 +165,12 @@ ERRORS = {
         ["--model", "models/mine"],
         2,
         "llmpq-algo: no such model directory: 'models/mine'\n",
+    ),
+    "no such model on the hub": (
+        ["--model", "facebook/opt-31b"],
+        2,
+        "llmpq-algo: no such model directory: 'facebook/opt-31b'; no built-in model has this name: "
+        "did you mean 'opt-30b'?\n",
     ),
     "no requests": (
         [*SMALL, "--global_bz", "0"],

@@ -65,7 +65,7 @@ NUMBERS = {
     "--pareto -o README.md/plan.json": "cannot write 'README.md/plan.1.json': 'README.md' is not a "
     "directory",
     "--reserve nan": "--reserve: expected a size such as '14.8 GiB', got 'nan'",
-    "--reserve=-1GiB": "--reserve: expected a size such as '14.8 GiB', got '-1GiB'",
+    "--reserve=-1GiB": "--reserve: a size cannot be negative, got '-1GiB'",
     "--reserve=": "--reserve: expected a size such as '14.8 GiB', got ''",
     f"--what-if batch={HUGE}": f"--what-if batch must be between 1 and 10,000, got {HUGE}",
     f"--what-if s={HUGE}": f"--what-if s {TOKENS} {HUGE}",

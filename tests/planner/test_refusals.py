@@ -95,7 +95,7 @@ CLUSTERS = {
         "{path}: this llmpq reads schema 1, got schema 2; make the file anew, or update llmpq"
     ),
     "name: x\nnodes:\n  - {name: a, accelerators: T4}\n  - {name: b, accelerators: V10}\n": (
-        "{path}: node 'b': unknown device 'V10': did you mean 'V100'? known: "
+        "{path}: node 'b': unknown device 'V10': nearest: V100-16GB"
     ),
 }
 
