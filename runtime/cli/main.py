@@ -39,6 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(format="%(message)s", level=logging.WARNING, stream=sys.stderr)
     logging.getLogger("llmpq").setLevel(logging.INFO)
     signal.signal(signal.SIGTERM, _interrupt)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # under nohup it stays ignored
+        signal.signal(signal.SIGHUP, _interrupt)
     try:
         if not words[0].startswith("-") and words[0] not in COMMANDS:
             raise unknown_name("command", words[0], COMMANDS)

@@ -6,13 +6,8 @@ checked against the nodes first and has a deadline.
 
 from __future__ import annotations
 
-import logging
-import os
-import signal
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
@@ -21,7 +16,7 @@ from llmpq.cluster import Cluster
 from llmpq.errors import StageLostError
 from llmpq.plan import Plan, StagePlan
 from llmpq.ray_address import require_ray
-from llmpq.runtime.launch.stage_host import LOCAL_HOST
+from llmpq.runtime.launch.own_ray import joined_ray, own_ray
 
 _CPU_SHARE = 0.001
 """CPU a CPU stage's bundle asks for: a bundle may not be empty, and stages may share cores."""
@@ -41,40 +36,8 @@ def ray_cluster(address: str | None) -> Iterator[None]:
             require_ray(address)
         except ValueError as error:
             raise StageLostError(str(error)) from None
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
-    logging.getLogger("ray").setLevel(logging.ERROR)
-    common: dict[str, Any] = {
-        "log_to_driver": False,
-        "logging_level": logging.ERROR,
-        "namespace": "llmpq",
-    }
-    handler = signal.getsignal(signal.SIGTERM)
-    try:
-        if address is not None:
-            ray.init(address=address, **common)
-        else:
-            ray.init(
-                address="local",  # whatever RAY_ADDRESS says
-                include_dashboard=False,
-                object_store_memory=80 * 2**20,
-                _node_ip_address=LOCAL_HOST,
-                # Ray starts workers at nice +15, where stages lose to everything else.
-                _system_config={"worker_niceness": 0},
-                **common,
-            )
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        where = f"at '{address}'" if address is not None else "on this machine"
-        raise StageLostError(
-            f"could not {'join' if address else 'start'} Ray {where}: {error}; check it with: "
-            "ray status (where it wants a token: RAY_AUTH_MODE=token and ~/.ray/auth_token)"
-        ) from None
-    if threading.current_thread() is threading.main_thread() and handler is not None:
-        signal.signal(signal.SIGTERM, handler)  # Ray sets its own, which ends without a word
-    try:
+    with own_ray() if address is None else joined_ray(address):
         yield
-    finally:
-        ray.shutdown()
 
 
 def bundle_of(stage: StagePlan) -> dict[str, float]:

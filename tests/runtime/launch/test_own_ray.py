@@ -1,0 +1,134 @@
+"""A Ray that llmpq starts: who can reach it, and what is left of it when it does not get far."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytestmark = pytest.mark.cluster
+LIMIT_S = 100
+SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+LIST_SOCKETS = """
+import os, psutil, ray
+from llmpq.runtime.launch.placement import ray_cluster
+
+with ray_cluster(None):
+    actor = ray.remote(type("Worker", (), {"pid": lambda self: os.getpid()})).remote()
+    ray.get(actor.pid.remote())
+    me = psutil.Process()
+    for process in [me, *me.children(recursive=True)]:
+        for link in process.net_connections("inet"):
+            if link.status == psutil.CONN_LISTEN:
+                print(process.name(), link.laddr.ip)
+    print("token", len(os.environ["RAY_AUTH_TOKEN"]), os.environ["RAY_AUTH_MODE"])
+print("after", os.environ.get("RAY_AUTH_TOKEN"), len(me.children(recursive=True)))
+"""
+JOIN_WITHOUT_TOKEN = """
+import sys
+from ray._raylet import GcsClient
+
+try:
+    GcsClient(address=sys.argv[1]).get_all_node_info()
+except Exception as error:
+    print(type(error).__name__)
+"""
+
+
+def test_what_listens_is_on_loopback_and_wants_a_token():
+    done = subprocess.run(
+        [sys.executable, "-c", LIST_SOCKETS], capture_output=True, text=True, timeout=LIMIT_S,
+        check=True,
+    )  # fmt: skip
+    *sockets, token, after = done.stdout.splitlines()
+    hosts = {line.split()[-1].removeprefix("::ffff:") for line in sockets}
+    assert any(line.startswith("gcs_server") for line in sockets)
+    assert any(line.startswith("raylet") for line in sockets)
+    assert hosts == {"127.0.0.1"}, done.stdout
+    assert token.split()[1:] == ["64", "token"]
+    assert after == "after None 0", "neither the token nor a process outlives the block"
+
+
+def test_who_has_no_token_is_refused(ray_session):
+    without = {k: v for k, v in os.environ.items() if not k.startswith("RAY_AUTH")}
+    done = subprocess.run(
+        [sys.executable, "-c", JOIN_WITHOUT_TOKEN, ray_session],
+        env=without | {"RAY_AUTH_MODE": "disabled"},
+        capture_output=True, text=True, timeout=LIMIT_S, check=False,
+    )  # fmt: skip
+    assert done.stdout.split() == ["AuthenticationError"], done.stderr
+
+
+def _descendants(of: psutil.Process) -> list[psutil.Process]:
+    try:
+        return of.children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _start_and_disturb(folder: Path, victim: str | signal.Signals) -> tuple[int, str, list[str]]:
+    """Run a command that starts Ray; at Ray's first process, send a signal or kill a part.
+
+    Returns exit code, stderr, and what is left.
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-m", "llmpq.runtime", "check", "plan.json"], cwd=folder,
+        stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
+        env=os.environ | {"TMPDIR": str(folder)},
+    )  # fmt: skip
+    me, seen, done = psutil.Process(process.pid), dict[int, psutil.Process](), False
+    end_s = time.monotonic() + LIMIT_S
+    while process.poll() is None and time.monotonic() < end_s:
+        for child in _descendants(me):
+            seen[child.pid] = child
+            with contextlib.suppress(psutil.Error):
+                if not done and isinstance(victim, str) and child.name() == victim:
+                    child.kill()
+                    done = True
+                elif not done and victim in SIGNALS and child.name() == "gcs_server":
+                    process.send_signal(victim)
+                    done = True
+        time.sleep(0.02)
+    assert done, "Ray was to be disturbed while it started"
+    _, errors = process.communicate(timeout=LIMIT_S)
+    left = []
+    for child in seen.values():
+        with contextlib.suppress(psutil.Error):
+            if child.is_running() and child.status() != psutil.STATUS_ZOMBIE:
+                left.append(child.name())
+    return process.returncode, errors, left + [path.name for path in folder.glob("llmpq-ray-*")]
+
+
+@pytest.fixture
+def folder(make_plan, demo_model) -> Iterator[Path]:
+    """Return a folder with a plan, of a name so short that Ray's sockets go there."""
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="t-") as name:
+        make_plan(demo_model).save_json(Path(name) / "plan.json")
+        yield Path(name)
+
+
+@pytest.mark.parametrize(
+    ("victim", "code", "says"),
+    [
+        (signal.SIGTERM, 130, "interrupted"),
+        (signal.SIGHUP, 130, "interrupted"),
+        ("gcs_server", 6, "could not start Ray on this machine: its process gcs_server died"),
+        ("raylet", 6, "could not start Ray on this machine: its process raylet died"),
+    ],
+)
+def test_a_start_that_is_cut_short_leaves_a_sentence_and_nothing_else(folder, victim, code, says):
+    found, errors, left = _start_and_disturb(folder, victim)
+    lines = [line for line in errors.splitlines() if line.startswith("llmpq-dist: ")]
+    assert found == code, errors
+    assert len(lines) == 1 and says in lines[0], errors
+    assert "Traceback" not in errors
+    assert left == []
