@@ -26,8 +26,10 @@ SAME = 1e-6
 """Relative difference below which two sums of omega, or widths, are taken as equal."""
 GAP = 1e-6
 """Relative gap each point is proven to."""
-LONGEST_S = 10.0
-"""Seconds a point may take; a point that takes longer keeps the bound it has."""
+END_SHARE, POINT_SHARE = 1 / 4, 1 / 3
+"""Share of the time left that an end of the front, or another point, may take; a point that is not
+proven by then keeps the bound it has."""
+SHORTEST_S = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,8 +92,11 @@ class FrontSearch:
     def run(self) -> Front:
         """Find the ends, then supported points, then what lies between them."""
         finest = max(float(self.p.omega.max()), 1e-9)
-        fast = self._supported(1e-9 / finest)
-        fine = self._most_precise(self._supported(1e6 / finest))
+        fast = self._supported(1e-9 / finest, END_SHARE)
+        try:
+            fine = self._most_precise(self._supported(1e6 / finest, END_SHARE))
+        except Infeasible:  # out of time
+            fine, self.slack = fast, math.inf
         self.points = [fast]
         if fast.omega > fine.omega * (1 + SAME) + SAME * finest:
             self.points.append(fine)
@@ -135,7 +140,11 @@ class FrontSearch:
             self.openings.remove(opening)
             left, right = opening.left, opening.right
             theta = (right.time_s - left.time_s) / (left.omega - right.omega)
-            found = self._supported(theta)
+            try:
+                found = self._supported(theta)
+            except Infeasible:  # out of time
+                self.given_up.append(opening)
+                continue
             line = left.time_s + theta * left.omega
             new = found.time_s + theta * found.omega < line * (1 - GAP)
             if new and left.time_s < found.time_s < right.time_s:
@@ -158,7 +167,7 @@ class FrontSearch:
         budget = o.left.omega * (1 - SAME) if o.tried else middle
         try:
             found = self._within(budget, o.right)
-        except Infeasible:  # the integer program, out of time
+        except Infeasible:  # out of time
             self.given_up.append(o)
             return
         if found is None or found.omega <= o.right.omega * (1 + SAME):
@@ -204,9 +213,9 @@ class FrontSearch:
                     best, slope = here, theta
         return max(slope, 0.0)
 
-    def _supported(self, theta: float) -> FrontPoint:
+    def _supported(self, theta: float, share: float = POINT_SHARE) -> FrontPoint:
         outcome = solve_exact(
-            self.p.with_changes(theta=theta), time_limit_s=self._seconds(), gap=GAP
+            self.p.with_changes(theta=theta), time_limit_s=self._seconds(share), gap=GAP
         )
         omega = sum_omega(self.p, outcome.assignment)
         bound = None
@@ -229,7 +238,7 @@ class FrontSearch:
         if fine.omega > least * (1 + SAME):
             theta = 4 * longest / (SAME * fine.omega)
             priced = self.p.with_changes(theta=theta)
-            best = solve_exact(priced, time_limit_s=self._seconds(), gap=SAME / 4)
+            best = solve_exact(priced, time_limit_s=self._seconds(END_SHARE), gap=SAME / 4)
             known, omega = best.assignment, sum_omega(self.p, best.assignment)
             if best.bound is None or best.bound - theta * omega * (1 - SAME) < longest:
                 self.slack = math.inf  # a more precise plan is neither known nor excluded
@@ -245,8 +254,8 @@ class FrontSearch:
         outcome = replace(outcome, note="the smallest sum of omega there is")
         return replace(fine, time_s=outcome.value, omega=omega, outcome=outcome)
 
-    def _seconds(self) -> float:
-        return max(1.0, min(LONGEST_S, self.deadline - time.perf_counter()))
+    def _seconds(self, share: float = POINT_SHARE) -> float:
+        return max(SHORTEST_S, share * (self.deadline - time.perf_counter()))
 
 
 def pareto_front(p: Problem, *, points: int = 25, time_limit_s: float = 60.0) -> Front:

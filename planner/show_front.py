@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,15 +65,15 @@ def list_front(problem: Problem, wish: Wish, path: str | None, points: int) -> L
     found: list[tuple[float, float, int, FrontPoint, Problem]] = []
     width, complete = 0.0, True
     unfinished: Unfinished | None = None
-    for kv in wish.kvs:
+    deadline = time.perf_counter() + wish.time_limit_s
+    for number, kv in enumerate(wish.kvs):
         work = problem.workload.model_copy(update={"kv": kv})
         priced = problem.with_changes(workload=work, theta=0.0)
         if too_big(priced):
             continue
+        left = max(0.0, deadline - time.perf_counter()) / (len(wish.kvs) - number)
         try:
-            front = front_isolated(
-                priced, points=points, time_limit_s=wish.time_limit_s / len(wish.kvs)
-            )
+            front = front_isolated(priced, points=points, time_limit_s=left)
         except Unfinished as error:
             unfinished, width, complete = error, math.inf, False
             continue

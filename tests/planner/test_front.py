@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,16 @@ import pytest
 from llmpq.plan import Plan
 from llmpq.planner import show_front
 from llmpq.planner.__main__ import main
+from llmpq.planner.arguments import plan_parser
 from llmpq.planner.brute_force import assignments
+from llmpq.planner.check import check_plan
 from llmpq.planner.fits import fits
 from llmpq.planner.front import Front, pareto_front
 from llmpq.planner.outcome import Unfinished
 from llmpq.planner.pipeline_time import sum_omega, value
 from llmpq.planner.problem import Problem
 from llmpq.planner.random_problems import random_problem
+from llmpq.planner.request import make_problem
 from llmpq.planner.show_front import ListedFront, coverage
 from llmpq.precision import KVPrecision
 
@@ -217,3 +221,23 @@ def test_front_of_two_kv_precisions_is_merged(capsys: pytest.CaptureFixture[str]
     assert code == 0 and {plan["workload"]["kv"] for plan in plans} <= {"kv16", "kv8"}
     omegas = [plan["predicted"]["sum_omega"] for plan in plans]
     assert omegas == sorted(set(omegas), reverse=True)
+
+
+def test_a_home_machine_and_a_laptop_list_a_front_in_time(tmp_path: Path) -> None:
+    """2 x 4090, a 3090 and a CPU over a slow link: each plan is feasible, none is dominated."""
+    cluster = PAPER.parents[1] / "benchmarks" / "clusters" / "home-4090-3090-cpu.yaml"
+    words = f"--cluster {cluster} --model llama-2-13b --global-bz 4 --s 128 --n 16 --bits 8,4"
+    limit_s, out = 4.0, tmp_path / "plan.json"
+    start = time.perf_counter()
+    assert main([*words.split(), "--pareto", "--time-limit", str(limit_s), "-o", str(out)]) == 0
+    assert time.perf_counter() - start < limit_s + 12.0  # a busy machine
+    plans = [Plan.load(path) for path in sorted(tmp_path.iterdir())]
+    assert plans
+    p = make_problem(plan_parser().parse_args(words.split()))[0]
+    points = []
+    for plan in plans:
+        check_plan(plan, spec=p.spec, cluster=p.cluster, costs=p.costs)
+        assert plan.predicted is not None
+        points.append((plan.predicted.total_s, plan.predicted.sum_omega))
+    points.sort()
+    assert all(a[1] > b[1] for a, b in zip(points, points[1:], strict=False))
