@@ -22,7 +22,7 @@ from llmpq.model_spec import ModelSpec
 from llmpq.precision import Precision
 from llmpq.runtime.engine.scheduler import Scheduler
 from llmpq.runtime.launch.hand_plan import hand_plan
-from llmpq.runtime.launch.stage_actor import limits_of
+from llmpq.runtime.launch.stage_settings import limits_of
 from llmpq.runtime.launch.threads import ThreadEngine
 from llmpq.runtime.request import Request
 from llmpq.runtime.weights.sources import RandomSource

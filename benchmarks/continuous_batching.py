@@ -32,7 +32,7 @@ from llmpq.plan import Plan
 from llmpq.runtime.engine.schedule_replay import Replay, StageCost, replay
 from llmpq.runtime.engine.scheduler import Limits, Scheduler
 from llmpq.runtime.launch.hand_plan import hand_plan
-from llmpq.runtime.launch.stage_actor import limits_of
+from llmpq.runtime.launch.stage_settings import limits_of
 from llmpq.runtime.launch.threads import EngineRun, ThreadEngine
 from llmpq.runtime.request import MicroBatch, Request, StepKind
 from llmpq.runtime.trace import Event

@@ -31,7 +31,7 @@ from llmpq.runtime.drafts.drafters import FixedDrafter
 from llmpq.runtime.engine.plain_loop import LocalPipeline
 from llmpq.runtime.engine.scheduler import Limits, Scheduler
 from llmpq.runtime.launch.hand_plan import hand_plan
-from llmpq.runtime.launch.stage_actor import limits_of
+from llmpq.runtime.launch.stage_settings import limits_of
 from llmpq.runtime.launch.threads import ThreadEngine
 from llmpq.runtime.request import Request
 from llmpq.runtime.text.tokenizer import Tokenizer

@@ -184,7 +184,7 @@ def since(start_s: float) -> float:
 def make_engine(plan: Plan, args: argparse.Namespace) -> Any:
     """Start the processes of a plan's stages."""
     from llmpq.runtime.launch.processes import ProcessEngine
-    from llmpq.runtime.launch.stage_actor import StageSettings
+    from llmpq.runtime.launch.stage_settings import StageSettings
 
     settings = StageSettings(model_dir=plan.model.name, load_format="copies", links=args.links)
     gpus = [int(gpu) for gpu in args.gpus.split(",")] if args.gpus else None

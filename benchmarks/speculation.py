@@ -34,7 +34,7 @@ from llmpq.precision import Precision
 from llmpq.runtime.drafts.drafters import Acceptance, FixedDrafter
 from llmpq.runtime.engine.scheduler import Scheduler
 from llmpq.runtime.launch.hand_plan import hand_plan
-from llmpq.runtime.launch.stage_actor import limits_of
+from llmpq.runtime.launch.stage_settings import limits_of
 from llmpq.runtime.launch.threads import ThreadEngine
 from llmpq.runtime.request import Request
 from llmpq.runtime.text.tokenizer import Tokenizer

@@ -38,7 +38,7 @@ from llmpq.runtime.cache.plain_kv import PlainKVCache
 from llmpq.runtime.drafts.drafters import FixedDrafter
 from llmpq.runtime.engine.scheduler import Scheduler
 from llmpq.runtime.launch.hand_plan import hand_plan
-from llmpq.runtime.launch.stage_actor import limits_of
+from llmpq.runtime.launch.stage_settings import limits_of
 from llmpq.runtime.launch.threads import ThreadEngine
 from llmpq.runtime.request import MicroBatch, Request, StepKind
 from llmpq.runtime.weights.sources import RandomSource

@@ -31,8 +31,8 @@ from llmpq.runtime.engine.mailbox import Finished
 from llmpq.runtime.engine.scheduler import Limits
 from llmpq.runtime.launch.planned_kv import with_kv
 from llmpq.runtime.launch.ray_actors import Pipeline, Update
-from llmpq.runtime.launch.stage_actor import StageSettings, limits_of
 from llmpq.runtime.launch.stage_host import LOCAL_HOST, meeting_host
+from llmpq.runtime.launch.stage_settings import StageSettings, limits_of
 from llmpq.runtime.report.job_report import JobResult, build_report, print_summary
 from llmpq.runtime.report.progress import ProgressReporter
 from llmpq.runtime.request import Request

@@ -18,8 +18,8 @@ from typing import Any, Self
 from llmpq.errors import DeadlineError, StageLostError
 from llmpq.plan import Plan
 from llmpq.runtime.engine.mailbox import Finished
-from llmpq.runtime.launch.stage_actor import StageSettings, write_request
 from llmpq.runtime.launch.stage_host import LOCAL_HOST
+from llmpq.runtime.launch.stage_settings import StageSettings, write_request
 from llmpq.runtime.request import Request
 from llmpq.runtime.trace import StageRecord
 

@@ -31,8 +31,9 @@ from llmpq.plan import Plan
 from llmpq.runtime.engine.mailbox import Finished, Progress
 from llmpq.runtime.launch.failures import GRACE_S, is_consequence, lost_stage
 from llmpq.runtime.launch.placement import ray_cluster, reserve
-from llmpq.runtime.launch.stage_actor import StageActor, StageSettings, write_request
+from llmpq.runtime.launch.stage_actor import StageActor
 from llmpq.runtime.launch.stage_host import meeting_host, process_space
+from llmpq.runtime.launch.stage_settings import StageSettings, write_request
 from llmpq.runtime.request import Request
 from llmpq.runtime.trace import LoadReport, StageRecord
 

@@ -11,9 +11,9 @@ import json
 import os
 import socket
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,67 +30,29 @@ from llmpq.runtime.backends.emulate import Emulation
 from llmpq.runtime.backends.stage_compute import StageCompute, build_stage
 from llmpq.runtime.drafts.drafters import AutoDrafter, FixedDrafter, speculation_report
 from llmpq.runtime.engine.mailbox import Mailbox
-from llmpq.runtime.engine.scheduler import Limits, Scheduler, max_ahead
+from llmpq.runtime.engine.scheduler import Scheduler, max_ahead
 from llmpq.runtime.engine.stage_loop import FirstStage, run_following_stage
 from llmpq.runtime.launch.stage_host import listening_socket, loopback_interface, process_space
+from llmpq.runtime.launch.stage_settings import StageSettings, limits_of, read_request
 from llmpq.runtime.links.device_links import (
     KINDS,
     DeviceTransport,
-    LinkChoice,
     Links,
     connect_devices,
 )
 from llmpq.runtime.links.peer_links import Room
 from llmpq.runtime.links.transport import GlooTransport, join_gloo
 from llmpq.runtime.models.stage_model import DTYPES
-from llmpq.runtime.request import Request
-from llmpq.runtime.sampling_params import TokenChoice
 from llmpq.runtime.text.stop_texts import StopTexts
 from llmpq.runtime.trace import Recorder
 from llmpq.runtime.weights.dummy import CopiedLayers
 from llmpq.runtime.weights.layer_cache import KeptLayers
 from llmpq.runtime.weights.quantized_checkpoint import open_checkpoint
 from llmpq.runtime.weights.sources import CheckpointSource, RandomSource, TensorSource
-from llmpq.speculation import MAX_GAMMA, PlanTimes, SpeculationMode
+from llmpq.speculation import MAX_GAMMA, PlanTimes
 
 WARM_UP_TOKENS = 16
 JOIN_LIMIT = datetime.timedelta(seconds=60)
-
-
-@dataclass(frozen=True, kw_only=True)
-class StageSettings:
-    """What a stage needs to know beyond the plan."""
-
-    model_dir: str
-    trace: bool = False
-    batching: str = "continuous"
-    speculate: SpeculationMode | None = None
-    gamma: int | None = None
-    """Draft length; None lets the cost model of `costs` choose it, again and again."""
-    costs: str | None = None
-    load_format: Literal["auto", "dummy", "copies"] = "auto"
-    """`dummy`: random weights made on the device; the model may be a built-in name. `copies`:
-    likewise, but all layers of a precision are alike, which takes a moment."""
-    graphs: bool = True
-    """Capture decode steps in CUDA graphs, on a GPU."""
-    layer_cache: str | None = None
-    """Folder that keeps quantised layers, so that a restart need not quantise them again."""
-    links: LinkChoice = "auto"
-    """How hidden states travel between GPUs; `auto` tries what is best first."""
-
-
-def limits_of(plan: Plan, batching: str = "continuous") -> Limits:
-    """Return the scheduler's limits under a plan."""
-    assert batching in ("continuous", "static")
-    return Limits(
-        num_slots=plan.workload.batch,
-        prompt_len=plan.workload.prompt_len,
-        max_len=plan.workload.max_len,
-        prefill_microbatch=plan.prefill_microbatch,
-        decode_microbatch=plan.decode_microbatch,
-        num_stages=len(plan.stages),
-        batching="static" if batching == "static" else "continuous",
-    )
 
 
 def make_drafter(plan: Plan, settings: StageSettings) -> FixedDrafter | None:
@@ -351,31 +313,3 @@ class StageActor:
         self._gpu = torch.device("cuda", 0)
         self._emulation = Emulation(stage, self._gpu)
         return self._gpu
-
-
-def write_request(request: Request) -> dict[str, Any]:
-    """Return a request's fields as JSON data."""
-    return {
-        "id": request.id,
-        "prompt": list(request.prompt),
-        "max_new": request.max_new,
-        "stop_ids": sorted(request.stop_ids),
-        "stop_texts": list(request.stop_texts),
-        "sampling": asdict(request.sampling),
-        "may_draft": request.may_draft,
-        "stream": request.stream,
-    }
-
-
-def read_request(fields: dict[str, Any]) -> Request:
-    """Return the request `write_request` wrote."""
-    return Request(
-        id=fields["id"],
-        prompt=tuple(fields["prompt"]),
-        max_new=fields["max_new"],
-        stop_ids=frozenset(fields["stop_ids"]),
-        stop_texts=tuple(fields["stop_texts"]),
-        sampling=TokenChoice(**fields["sampling"]),
-        may_draft=fields["may_draft"],
-        stream=fields["stream"],
-    )

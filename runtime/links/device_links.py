@@ -20,7 +20,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -35,9 +35,6 @@ from llmpq.runtime.pending import Pending
 from llmpq.runtime.request import StepKind
 
 _log = logging.getLogger("llmpq.links")
-
-LinkChoice = Literal["auto", "peer", "nccl", "gloo"]
-LINK_CHOICES: tuple[LinkChoice, ...] = ("auto", "peer", "nccl", "gloo")
 
 KINDS = ("peer", "nccl")
 """What is tried, best first; gloo needs no device links."""

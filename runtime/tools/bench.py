@@ -37,7 +37,7 @@ from llmpq.runtime.cli.speculation_choice import (
     choose_speculation,
 )
 from llmpq.runtime.launch.hand_plan import hand_plan
-from llmpq.runtime.links.device_links import LINK_CHOICES
+from llmpq.runtime.launch.stage_settings import LINK_CHOICES
 from llmpq.runtime.report.job_report import print_summary
 from llmpq.runtime.tools.bench_jobs import Bench, run_in_process, run_through_ray
 from llmpq.runtime.tools.bench_rows import add_rows, read_baselines, summary

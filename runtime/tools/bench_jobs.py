@@ -19,9 +19,9 @@ from llmpq.runtime.cli.speculation_choice import Drafts
 from llmpq.runtime.drafts.drafters import AutoDrafter, FixedDrafter, speculation_report
 from llmpq.runtime.engine.mailbox import Finished
 from llmpq.runtime.engine.scheduler import Scheduler
-from llmpq.runtime.launch.stage_actor import StageSettings, limits_of, make_drafter
+from llmpq.runtime.launch.stage_actor import make_drafter
+from llmpq.runtime.launch.stage_settings import LinkChoice, StageSettings, limits_of
 from llmpq.runtime.launch.threads import EngineRun, ThreadEngine
-from llmpq.runtime.links.device_links import LinkChoice
 from llmpq.runtime.report.job_report import JobResult, build_report
 from llmpq.runtime.request import Request
 from llmpq.runtime.trace import LoadReport, StageRecord

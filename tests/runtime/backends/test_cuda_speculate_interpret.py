@@ -27,7 +27,7 @@ from llmpq.runtime.engine.mailbox import Mailbox
 from llmpq.runtime.engine.plain_loop import LocalPipeline
 from llmpq.runtime.engine.scheduler import Limits, Scheduler
 from llmpq.runtime.engine.stage_loop import FirstStage, result_tokens
-from llmpq.runtime.launch.stage_actor import limits_of
+from llmpq.runtime.launch.stage_settings import limits_of
 from llmpq.runtime.links.message import describe
 from llmpq.runtime.models.layers import DecoderLayer
 from llmpq.runtime.models.sampling import TokenChoice

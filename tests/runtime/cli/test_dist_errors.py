@@ -19,7 +19,7 @@ import pytest
 from llmpq.cluster import Cluster
 from llmpq.errors import DoesNotFitError, ExitCode, StageLostError
 from llmpq.runtime.launch.ray_actors import Deadlines, Pipeline
-from llmpq.runtime.launch.stage_actor import StageSettings
+from llmpq.runtime.launch.stage_settings import StageSettings
 from llmpq.runtime.request import Request
 
 pytestmark = pytest.mark.cluster

@@ -17,7 +17,7 @@ from llmpq.runtime.drafts import acceptance, ngram
 from llmpq.runtime.drafts.draft_model import upper_plane
 from llmpq.runtime.drafts.drafters import FixedDrafter
 from llmpq.runtime.engine.scheduler import Scheduler
-from llmpq.runtime.launch.stage_actor import limits_of
+from llmpq.runtime.launch.stage_settings import limits_of
 from llmpq.runtime.launch.threads import ThreadEngine
 from llmpq.runtime.links.message import StepMessage
 from llmpq.runtime.models.sampling import probabilities

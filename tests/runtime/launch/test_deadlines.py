@@ -12,7 +12,8 @@ import torch.distributed as dist
 from llmpq.errors import DeadlineError
 from llmpq.runtime.launch import ray_actors as pipelines
 from llmpq.runtime.launch.ray_actors import Deadlines, Pipeline
-from llmpq.runtime.launch.stage_actor import StageActor, StageSettings
+from llmpq.runtime.launch.stage_actor import StageActor
+from llmpq.runtime.launch.stage_settings import StageSettings
 from llmpq.runtime.links.transport import join_gloo
 from llmpq.runtime.request import Request
 

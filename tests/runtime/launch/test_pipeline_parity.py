@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from llmpq.runtime.launch.ray_actors import Pipeline
-from llmpq.runtime.launch.stage_actor import StageSettings
+from llmpq.runtime.launch.stage_settings import StageSettings
 from llmpq.runtime.request import Request
 from llmpq.runtime.trace import chrome_trace
 

@@ -8,7 +8,7 @@ import pytest
 from llmpq.errors import StageLostError
 from llmpq.runtime.engine.plain_loop import LocalPipeline
 from llmpq.runtime.launch.processes import ProcessEngine
-from llmpq.runtime.launch.stage_actor import StageSettings
+from llmpq.runtime.launch.stage_settings import StageSettings
 from llmpq.runtime.request import Request
 
 pytestmark = pytest.mark.cluster

@@ -6,7 +6,7 @@ import torch
 from llmpq.device_spec import canonical_kind
 from llmpq.runtime.engine.plain_loop import LocalPipeline
 from llmpq.runtime.launch.processes import ProcessEngine
-from llmpq.runtime.launch.stage_actor import StageSettings
+from llmpq.runtime.launch.stage_settings import StageSettings
 from llmpq.runtime.request import Request
 
 pytestmark = [

@@ -18,7 +18,7 @@ from llmpq.runtime.engine.mailbox import Mailbox
 from llmpq.runtime.engine.plain_loop import LocalPipeline
 from llmpq.runtime.engine.scheduler import Limits, Scheduler
 from llmpq.runtime.engine.stage_loop import FirstStage, run_following_stage
-from llmpq.runtime.launch.stage_actor import limits_of
+from llmpq.runtime.launch.stage_settings import limits_of
 from llmpq.runtime.links.device_links import DeviceTransport, connect_devices
 from llmpq.runtime.links.transport import join_gloo
 from llmpq.runtime.pending import Pending

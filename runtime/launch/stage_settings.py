@@ -1,0 +1,79 @@
+"""What a launcher tells its stages: settings once, requests as they come. Plain data, no torch."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from llmpq.plan import Plan
+from llmpq.runtime.engine.scheduler import Limits
+from llmpq.runtime.request import Request
+from llmpq.runtime.sampling_params import TokenChoice
+from llmpq.speculation import SpeculationMode
+
+LinkChoice = Literal["auto", "peer", "nccl", "gloo"]
+LINK_CHOICES: tuple[LinkChoice, ...] = ("auto", "peer", "nccl", "gloo")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageSettings:
+    """What a stage needs to know beyond the plan."""
+
+    model_dir: str
+    trace: bool = False
+    batching: str = "continuous"
+    speculate: SpeculationMode | None = None
+    gamma: int | None = None
+    """Draft length; None lets the cost model of `costs` choose it, again and again."""
+    costs: str | None = None
+    load_format: Literal["auto", "dummy", "copies"] = "auto"
+    """`dummy`: random weights made on the device; the model may be a built-in name. `copies`:
+    likewise, but all layers of a precision are alike, which takes a moment."""
+    graphs: bool = True
+    """Capture decode steps in CUDA graphs, on a GPU."""
+    layer_cache: str | None = None
+    """Folder that keeps quantised layers, so that a restart need not quantise them again."""
+    links: LinkChoice = "auto"
+    """How hidden states travel between GPUs; `auto` tries what is best first."""
+
+
+def limits_of(plan: Plan, batching: str = "continuous") -> Limits:
+    """Return the scheduler's limits under a plan."""
+    assert batching in ("continuous", "static")
+    return Limits(
+        num_slots=plan.workload.batch,
+        prompt_len=plan.workload.prompt_len,
+        max_len=plan.workload.max_len,
+        prefill_microbatch=plan.prefill_microbatch,
+        decode_microbatch=plan.decode_microbatch,
+        num_stages=len(plan.stages),
+        batching="static" if batching == "static" else "continuous",
+    )
+
+
+def write_request(request: Request) -> dict[str, Any]:
+    """Return a request's fields as JSON data."""
+    return {
+        "id": request.id,
+        "prompt": list(request.prompt),
+        "max_new": request.max_new,
+        "stop_ids": sorted(request.stop_ids),
+        "stop_texts": list(request.stop_texts),
+        "sampling": asdict(request.sampling),
+        "may_draft": request.may_draft,
+        "stream": request.stream,
+    }
+
+
+def read_request(fields: dict[str, Any]) -> Request:
+    """Return the request `write_request` wrote."""
+    return Request(
+        id=fields["id"],
+        prompt=tuple(fields["prompt"]),
+        max_new=fields["max_new"],
+        stop_ids=frozenset(fields["stop_ids"]),
+        stop_texts=tuple(fields["stop_texts"]),
+        sampling=TokenChoice(**fields["sampling"]),
+        may_draft=fields["may_draft"],
+        stream=fields["stream"],
+    )
