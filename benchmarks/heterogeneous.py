@@ -115,26 +115,35 @@ def measure(args: argparse.Namespace) -> list[str]:
     """Run every plan and write its rows; report a plan that fails, return the names of all such."""
     plans = [(path.name, Plan.load(path)) for path in args.plans]
     groups, failed = grouped(plans, args.together), list[str]()
-    following = [make_engine(plan, args) for _, plan in groups[0]]
+    stack, engines = place_all(groups[0], args)
     for index, group in enumerate(groups):
-        with ExitStack() as stack:
-            engines = [stack.enter_context(engine) for engine in following]
+        with stack:
             started_s = time.perf_counter()
             problems = start_all(engines)
             log.info("%d plans loaded in %.1f s", len(group), since(started_s))
             late = since(args.started_s) > args.time_limit
-            following = []
+            following = None
             if index + 1 < len(groups) and not late:  # their processes import meanwhile
-                following = [make_engine(plan, args) for _, plan in groups[index + 1]]
+                following = place_all(groups[index + 1], args)
             for (name, plan), engine, problem in zip(group, engines, problems, strict=True):
                 if not measure_one(name, plan, engine, problem, args):
                     failed.append(name)
-        if late and index + 1 < len(groups):
-            log.info("time is up: %d plans left out", sum(map(len, groups[index + 1 :])))
+        if following is None:
+            if index + 1 < len(groups):
+                log.info("time is up: %d plans left out", sum(map(len, groups[index + 1 :])))
             break
+        stack, engines = following
     if args.rows.exists():
         sum_up(args.rows)
     return failed
+
+
+def place_all(
+    group: Sequence[tuple[str, Plan]], args: argparse.Namespace
+) -> tuple[ExitStack, list[Any]]:
+    """Start the processes of several plans; the stack takes them down."""
+    stack = ExitStack()
+    return stack, [stack.enter_context(make_engine(plan, args)) for _, plan in group]
 
 
 def grouped(plans: Sequence[tuple[str, Plan]], most: int) -> list[list[tuple[str, Plan]]]:
@@ -151,7 +160,7 @@ def start_all(engines: Sequence[Any]) -> list[Exception | None]:
 
     def start(engine: Any) -> Exception | None:
         try:
-            engine.start()
+            engine.begin()
         except (LlmpqError, ValueError) as error:
             return error
         return None
@@ -183,12 +192,22 @@ def since(start_s: float) -> float:
 
 def make_engine(plan: Plan, args: argparse.Namespace) -> Any:
     """Start the processes of a plan's stages."""
-    from llmpq.runtime.launch.processes import ProcessEngine
+    from llmpq.runtime.launch.engine import Engine
+    from llmpq.runtime.launch.launcher import Deadlines, Launch
     from llmpq.runtime.launch.stage_settings import StageSettings
 
     settings = StageSettings(model_dir=plan.model.name, load_format="copies", links=args.links)
-    gpus = [int(gpu) for gpu in args.gpus.split(",")] if args.gpus else None
-    return ProcessEngine(plan, settings, gpus=gpus, limit_s=args.limit)
+    gpus = [int(gpu) for gpu in args.gpus.split(",")] if args.gpus else range(len(plan.stages))
+    stages = tuple(
+        stage.model_copy(update={"device_index": gpu})
+        for stage, gpu in zip(plan.stages, gpus, strict=False)
+    )
+    return Engine.placed(
+        plan.model_copy(update={"stages": stages}),
+        settings,
+        deadlines=Deadlines(load_s=args.limit, step_s=args.limit),
+        launch=Launch(backend="processes"),
+    )
 
 
 def is_emulated(plan: Plan) -> bool:

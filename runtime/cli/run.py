@@ -29,8 +29,8 @@ from llmpq.runtime.cli.run_flags import check_flags, deadlines_of, declare, defa
 from llmpq.runtime.cli.speculation_choice import choose_speculation
 from llmpq.runtime.engine.mailbox import Finished
 from llmpq.runtime.engine.scheduler import Limits
+from llmpq.runtime.launch.engine import Engine, Update
 from llmpq.runtime.launch.planned_kv import with_kv
-from llmpq.runtime.launch.ray_actors import Pipeline, Update
 from llmpq.runtime.launch.stage_host import LOCAL_HOST, meeting_host
 from llmpq.runtime.launch.stage_settings import StageSettings, limits_of
 from llmpq.runtime.report.job_report import JobResult, build_report, print_summary
@@ -176,7 +176,7 @@ def _run(
     stages = job.plan.stages
     compare = args.compare_plain and settings.speculate is not None
     _log.info("starting %d stage%s", len(stages), "" if len(stages) == 1 else "s")
-    with Pipeline.start(
+    with Engine.start(
         job.plan,
         settings,
         cluster=cluster,
@@ -270,7 +270,7 @@ def _serve(
     return finished
 
 
-def _serve_plainly(job: Job, pipeline: Pipeline, updates: Iterator[Update]) -> list[Finished]:
+def _serve_plainly(job: Job, pipeline: Engine, updates: Iterator[Update]) -> list[Finished]:
     """Serve the same requests again on the same stages, without drafts."""
     _log.info("again without drafts, to compare")
     pipeline.submit([replace(request, may_draft=False) for request in job.requests])

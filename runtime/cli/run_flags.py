@@ -6,8 +6,8 @@ import argparse
 from collections.abc import Mapping
 
 from llmpq.runtime.cli.speculation_choice import add_speculation_arguments
+from llmpq.runtime.launch.launcher import MAX_TIMEOUT_S, Deadlines, Launch
 from llmpq.runtime.launch.planned_kv import AUTO
-from llmpq.runtime.launch.ray_actors import MAX_TIMEOUT_S, Deadlines, Launch
 from llmpq.runtime.launch.stage_settings import LINK_CHOICES
 from llmpq.runtime.sampling_params import TokenChoice
 from llmpq.runtime.text.batch_rows import Defaults

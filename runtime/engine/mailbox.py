@@ -51,7 +51,8 @@ class News:
 class Abort:
     """The wish that a request end now."""
 
-    id: int
+    id: int | None
+    """None: that all do."""
 
 
 @dataclass

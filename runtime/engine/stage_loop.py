@@ -163,11 +163,12 @@ class FirstStage:
                 self._open[request.id] = request
                 self._scheduler.submit(request)
 
-    def _abort(self, request_id: int) -> None:
-        """End a request as soon as may be; one that has ended already stays as it is."""
-        request = self._open.get(request_id)
-        if request is not None and self._scheduler.abort(request):
-            self._publish(StepKind.DECODE, [request], time.perf_counter())
+    def _abort(self, request_id: int | None) -> None:
+        """End a request, or all, as soon as may be; one that has ended stays as it is."""
+        known = [r for r in self._open.values() if request_id in (None, r.id)]
+        ended = [request for request in known if self._scheduler.abort(request)]
+        if ended:
+            self._publish(StepKind.DECODE, ended, time.perf_counter())
 
     def _issue(self, micro_batch: MicroBatch) -> None:
         if self._transport is not None and self._runs_ahead:

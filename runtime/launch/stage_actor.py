@@ -10,7 +10,7 @@ import datetime
 import json
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -29,7 +29,7 @@ from llmpq.runtime.backends.cuda_stage import CudaStageCompute
 from llmpq.runtime.backends.emulate import Emulation
 from llmpq.runtime.backends.stage_compute import StageCompute, build_stage
 from llmpq.runtime.drafts.drafters import AutoDrafter, FixedDrafter, speculation_report
-from llmpq.runtime.engine.mailbox import Mailbox
+from llmpq.runtime.engine.mailbox import Abort, Mailbox
 from llmpq.runtime.engine.scheduler import Scheduler, max_ahead
 from llmpq.runtime.engine.stage_loop import FirstStage, run_following_stage
 from llmpq.runtime.launch.stage_host import listening_socket, loopback_interface, process_space
@@ -41,7 +41,8 @@ from llmpq.runtime.links.device_links import (
     connect_devices,
 )
 from llmpq.runtime.links.peer_links import Room
-from llmpq.runtime.links.transport import GlooTransport, join_gloo
+from llmpq.runtime.links.thread_links import ThreadMeeting
+from llmpq.runtime.links.transport import GlooTransport, Transport, join_gloo
 from llmpq.runtime.models.stage_model import DTYPES
 from llmpq.runtime.text.stop_texts import StopTexts
 from llmpq.runtime.trace import Recorder
@@ -70,7 +71,15 @@ def make_drafter(plan: Plan, settings: StageSettings) -> FixedDrafter | None:
 class StageActor:
     """Holds one stage; every method answers with plain values or JSON text."""
 
-    def __init__(self, index: int, plan_json: str, settings: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        index: int,
+        plan_json: str,
+        settings: dict[str, Any],
+        *,
+        meeting: ThreadMeeting | None = None,
+    ) -> None:
+        """`meeting`: where the stages meet that are threads of one process; else by address."""
         # Streams that wait for a neighbour must not hold others up in a shared queue (default: 8).
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         self._index = index
@@ -85,6 +94,7 @@ class StageActor:
         self._emulation: Emulation | None = None
         self._stream: torch.cuda.Stream | None = None
         self._links: Links | None = None
+        self._meeting = meeting
         self._drafter = make_drafter(self._plan, self._settings) if index == 0 else None
 
     @property
@@ -181,6 +191,16 @@ class StageActor:
         for fields in json.loads(requests_json):
             self._mailbox.requests.put(read_request(fields))
 
+    def abort(self, request_ids: Sequence[int]) -> None:
+        """End requests as soon as their steps under way have (first stage only)."""
+        for request_id in request_ids:
+            self._mailbox.requests.put(Abort(request_id))
+
+    def stop(self) -> None:
+        """End the loop as soon as the steps under way have."""
+        self._mailbox.requests.put(Abort(None))
+        self._mailbox.requests.put(None)
+
     def finish_submitting(self) -> None:
         """Let the loop end once all submitted requests have."""
         self._mailbox.requests.put(None)
@@ -208,9 +228,12 @@ class StageActor:
         """Return what came of the drafts, JSON null without any (first stage only)."""
         return json.dumps(speculation_report(self._drafter) if self._drafter else None)
 
-    def _transport(self) -> GlooTransport:
+    def _transport(self) -> Transport:
         """Return this stage's links: from device to device where that works for all stages."""
         assert self._compute is not None
+        if self._meeting is not None:
+            self._compute.keep_on_device = self._gpu is not None
+            return self._meeting.transport(self._index, max_rows=self._max_rows)
         make: Callable[..., GlooTransport] = GlooTransport
         if self._links is not None:
             # Speculation's tables are made and read by hosts.
@@ -257,6 +280,7 @@ class StageActor:
         if self._emulation is not None:
             self._emulation.enter()
         if self._gpu is not None:
+            torch.cuda.set_device(self._gpu)
             # Not the default stream, which others of the process wait for. One for all threads:
             # each stream keeps memory of its own.
             self._stream = self._stream or torch.cuda.Stream(self._gpu)
@@ -300,7 +324,8 @@ class StageActor:
                 f"stage {stage.device} was planned for {stage.kind}, host {socket.gethostname()} "
                 "offers this process no GPU; re-plan with llmpq-algo --cluster"
             )
-        found = torch.cuda.get_device_name(0)
+        number = 0 if self._meeting is None else self._meeting.devices[self._index].index
+        found = torch.cuda.get_device_name(number)
         try:
             kind = canonical_kind(found, torch.cuda.get_device_properties(0).total_memory)
         except ValueError:
@@ -310,6 +335,6 @@ class StageActor:
                 f"stage {stage.device} was planned for {stage.kind}, got '{found}' on host "
                 f"{socket.gethostname()}; re-plan with llmpq-algo --cluster"
             )
-        self._gpu = torch.device("cuda", 0)
+        self._gpu = torch.device("cuda", number)
         self._emulation = Emulation(stage, self._gpu)
         return self._gpu

@@ -1,63 +1,80 @@
-"""One stage as a plain process: `StageActor` behind JSON lines, for benchmarks without Ray.
+"""One stage as a plain process: `StageActor` behind JSON lines.
 
 First line: {"index": 0, "plan": {...}, "settings": {...}}. Then one call a line, such as
-{"call": "load", "args": []}, each answered with {"value": ...} or {"error": "..."}. `run` is
-answered at once and goes on in a thread; whether it ended is the answer to `ended`.
+{"number": 3, "call": "load", "args": []}, each in a thread of its own and answered, in any order,
+with {"number": 3, "value": ...} or {"number": 3, "error": "ValueError", "text": "..."}. The process
+ends with its standard input, so that it never outlives who started it.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 import threading
 from typing import Any, TextIO
 
-from llmpq.runtime.launch.stage_actor import StageActor
+from llmpq.out_of_memory import first_line, out_of_memory
 
-CALLS = ("load", "open_rendezvous", "join", "submit", "finish_submitting", "poll", "record")
-_END_S = 30.0
+CALLS = (
+    *("identity", "load", "open_rendezvous", "join", "run", "submit", "abort"),
+    *("finish_submitting", "poll", "health", "record", "speculation"),
+)
+
+
+class _Server:
+    """Answers the calls of one actor."""
+
+    def __init__(self, first: dict[str, Any], answers: TextIO) -> None:
+        # Imported here: what cannot be imported is the answer to the first call.
+        from llmpq.runtime.launch.stage_actor import StageActor
+
+        self._actor = StageActor(first["index"], json.dumps(first["plan"]), first["settings"])
+        self._answers, self._lock = answers, threading.Lock()
+
+    def answer(self, request: dict[str, Any]) -> None:
+        """Make one call."""
+        message: dict[str, Any] = {"number": request["number"]}
+        try:
+            assert request["call"] in CALLS, request["call"]
+            message["value"] = getattr(self._actor, request["call"])(*request["args"])
+        except BaseException as error:  # the caller's to judge
+            name = "MemoryError" if out_of_memory(error) else _public_name(error)
+            message |= {"error": name, "text": _told(error)}
+        with self._lock:
+            self._answers.write(json.dumps(message) + "\n")
+            self._answers.flush()
+
+
+def _public_name(error: BaseException) -> str:
+    """Return the name of the error's kind, or of the kind of outcome it stands for."""
+    for kind in (ValueError, ConnectionError):
+        if isinstance(error, kind):
+            return kind.__name__
+    return type(error).__name__
+
+
+def _told(error: BaseException) -> str:
+    """Return an error's text; of those that a native stack may follow, the first line."""
+    return first_line(error) if isinstance(error, (RuntimeError, MemoryError)) else str(error)
 
 
 def serve(requests: TextIO, answers: TextIO) -> None:
     """Answer calls until the pipe closes."""
-    first = json.loads(requests.readline())
-    actor = StageActor(first["index"], json.dumps(first["plan"]), first["settings"])
-    _answer(answers, {"value": actor.identity()})
-    running: threading.Thread | None = None
-    failures: list[str] = []
-
-    def run() -> None:
-        try:
-            actor.run()
-        except Exception as error:
-            failures.append(f"{type(error).__name__}: {error}")
-
+    server = _Server(json.loads(requests.readline()), answers)
     for line in requests:
-        request = json.loads(line)
-        call, args = request["call"], request.get("args", [])
-        try:
-            if failures:
-                raise RuntimeError(failures[0])
-            value: Any = None
-            if call == "run":
-                running = threading.Thread(target=run, daemon=True)
-                running.start()
-            elif call == "ended":
-                assert running is not None
-                running.join(_END_S)
-                value = not running.is_alive()
-            else:
-                assert call in CALLS, call
-                value = getattr(actor, call)(*args)
-            _answer(answers, {"value": value})
-        except Exception as error:
-            _answer(answers, {"error": f"{type(error).__name__}: {error}"})
+        threading.Thread(target=server.answer, args=(json.loads(line),), daemon=True).start()
 
 
-def _answer(answers: TextIO, message: dict[str, Any]) -> None:
-    answers.write(json.dumps(message) + "\n")
-    answers.flush()
+def main() -> None:
+    """Serve on the standard streams; what libraries print goes to stderr."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's to answer
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    serve(sys.stdin, answers)
+    os._exit(0)  # threads may be waiting for stages that are gone
 
 
 if __name__ == "__main__":
-    serve(sys.stdin, sys.stdout)
+    main()

@@ -6,14 +6,12 @@ the links differ.
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
@@ -21,8 +19,7 @@ from llmpq.runtime.backends.stage_compute import StageCompute, build_stage
 from llmpq.runtime.engine.mailbox import Finished, Mailbox
 from llmpq.runtime.engine.scheduler import Scheduler
 from llmpq.runtime.engine.stage_loop import FirstStage, run_following_stage
-from llmpq.runtime.links.message import StepMessage
-from llmpq.runtime.links.transport import Ring, ThreadTransport
+from llmpq.runtime.links.thread_links import ThreadMeeting
 from llmpq.runtime.request import Request
 from llmpq.runtime.trace import Recorder, StageRecord
 from llmpq.runtime.weights.sources import TensorSource
@@ -71,31 +68,14 @@ class ThreadEngine:
         self.computes: list[StageCompute] = [compute for compute, _ in built]
         self.loads = [load for _, load in built]
 
-    def _links(self, ring: Ring, max_rows: int) -> list[ThreadTransport]:
-        """Return every stage's links; between GPUs hidden states never wait for other work."""
-        devices = self._devices
-        if len(set(devices)) == 1 or any(device.type != "cuda" for device in devices):
-            return [ThreadTransport(ring, rank, max_rows=max_rows) for rank in range(len(devices))]
-        hops = [_Hop(a, b) for a, b in zip(devices[:-1], devices[1:], strict=True)]
-        return [
-            _DeviceTransport(
-                ring,
-                rank,
-                max_rows=max_rows,
-                out=hops[rank] if rank < len(hops) else None,
-                into=hops[rank - 1] if rank > 0 else None,
-            )
-            for rank in range(len(devices))
-        ]
-
     def run(
         self, scheduler: Scheduler, requests: Sequence[Request], *, keep_events: bool = False
     ) -> EngineRun:
         """Serve the requests to their end; a stage's failure is raised here."""
         num_stages = len(self.computes)
-        mailbox, ring = Mailbox(), Ring.of(num_stages)
+        mailbox, meeting = Mailbox(), ThreadMeeting([str(device) for device in self._devices])
         max_rows = max(self.plan.prefill_microbatch, self.plan.decode_microbatch)
-        links = self._links(ring, max_rows)
+        links = [meeting.transport(rank, max_rows=max_rows) for rank in range(num_stages)]
         recorders = [Recorder(keep_events=keep_events) for _ in range(num_stages)]
         failures: list[BaseException] = []
 
@@ -108,7 +88,7 @@ class ThreadEngine:
                     )
             except BaseException as error:
                 failures.append(error)
-                ring.broken.set()
+                meeting.break_off()
 
         threads = [
             threading.Thread(target=follow, args=(rank,), daemon=True)
@@ -131,7 +111,7 @@ class ThreadEngine:
             with _current(self._devices[0]):
                 first.run()
         except BaseException as error:
-            ring.broken.set()
+            meeting.break_off()
             if failures and isinstance(error, ConnectionError):
                 raise failures[0] from None
             raise
@@ -142,51 +122,6 @@ class ThreadEngine:
             for recorder, compute in zip(recorders, self.computes, strict=True)
         ]
         return EngineRun(finished=list(mailbox.finished), records=records)
-
-
-class _Hop:
-    """From one GPU to the next, on streams of its own: behind what is sent, before what follows."""
-
-    def __init__(self, here: torch.device, there: torch.device) -> None:
-        self._here, self._there = here, there
-        self._out, self._in = torch.cuda.Stream(here), torch.cuda.Stream(there)
-        self._arrivals: queue.SimpleQueue[torch.cuda.Event] = queue.SimpleQueue()
-
-    def send(self, hidden_BQH: Tensor) -> Tensor:
-        """Return the copy on the other GPU, which is on its way."""
-        self._out.wait_stream(torch.cuda.current_stream(self._here))
-        hidden_BQH.record_stream(self._out)
-        with torch.cuda.stream(self._in), torch.cuda.stream(self._out):
-            moved = hidden_BQH.to(self._there, non_blocking=True)
-            self._arrivals.put(self._in.record_event())
-        return moved
-
-    def take(self, moved_BQH: Tensor) -> None:
-        """Have the other GPU's current stream wait for the oldest copy on its way."""
-        stream = torch.cuda.current_stream(self._there)
-        stream.wait_event(self._arrivals.get())
-        moved_BQH.record_stream(stream)
-
-
-class _DeviceTransport(ThreadTransport):
-    """Links between threads whose stages have a GPU each."""
-
-    def __init__(
-        self, ring: Ring, rank: int, *, max_rows: int, out: _Hop | None, into: _Hop | None
-    ) -> None:
-        super().__init__(ring, rank, max_rows=max_rows)
-        self._out, self._into = out, into
-
-    def send_step(self, message: StepMessage, hidden_BQH: Tensor | None) -> None:
-        if hidden_BQH is not None and hidden_BQH.is_cuda and self._out is not None:
-            hidden_BQH = self._out.send(hidden_BQH)
-        super().send_step(message, hidden_BQH)
-
-    def receive_step(self) -> tuple[StepMessage, Tensor | None]:
-        message, hidden_BQH = super().receive_step()
-        if hidden_BQH is not None and hidden_BQH.is_cuda and self._into is not None:
-            self._into.take(hidden_BQH)
-        return message, hidden_BQH
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:

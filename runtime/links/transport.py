@@ -1,4 +1,4 @@
-"""How stages exchange messages: gloo point-to-point between processes, queues between threads.
+"""How stages exchange messages; between processes by gloo, point-to-point.
 
 Stage i sends headers and hidden states to stage i + 1, the last stage sends sampled tokens to the
 first. Sends never wait for the receiver: gloo's do, and a ring of stages that all wait in a send
@@ -8,12 +8,10 @@ would stand still for ever, so a send keeps its tensors alive until it is known 
 from __future__ import annotations
 
 import math
-import queue
-import threading
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -34,9 +32,6 @@ IDLE_LIMIT = timedelta(hours=24)
 """A receive may wait this long for work; whether a stage still lives is the driver's to watch."""
 JOIN_LIMIT = timedelta(seconds=120)
 """How long the stages may take to find each other once all are loaded."""
-
-
-_T = TypeVar("_T")
 
 
 class Transport(Protocol):
@@ -189,68 +184,6 @@ def with_tokens(message: StepMessage, tokens: list[list[int]]) -> StepMessage:
     """Return a message with the table of its new tokens, padding cut off."""
     rows = [row[:n] for row, n in zip(tokens, message.num_new, strict=True)]
     return replace(message, tokens=rows)
-
-
-@dataclass(frozen=True)
-class Ring:
-    """The queues that connect the threads of one process; the simplest transport."""
-
-    steps: tuple[queue.Queue[tuple[Tensor, Tensor | None, Tensor | None]], ...]
-    tokens: queue.Queue[Tensor]
-    broken: threading.Event
-    """Set when a stage's thread failed, so that the others do not wait for it."""
-
-    @classmethod
-    def of(cls, num_stages: int) -> Ring:
-        """Build the queues for `num_stages` stages."""
-        steps = tuple(queue.Queue() for _ in range(num_stages))  # type: ignore[var-annotated]
-        return cls(steps, queue.Queue(), threading.Event())
-
-    def take(self, source: queue.Queue[_T]) -> _T:
-        """Wait for the next item of a queue."""
-        while True:
-            try:
-                return source.get(timeout=0.5)
-            except queue.Empty:
-                if self.broken.is_set():
-                    raise ConnectionError("another stage's thread failed") from None
-
-
-class ThreadTransport(HostTokens):
-    """The links of one stage that is a thread: what the gloo transport is tested against.
-
-    Headers are packed here too, so that both transports carry the same bytes.
-    """
-
-    def __init__(self, ring: Ring, rank: int, *, max_rows: int) -> None:
-        self._ring, self._rank, self._max_rows = ring, rank, max_rows
-
-    def send_step(self, message: StepMessage, hidden_BQH: Tensor | None) -> None:
-        """Send a micro-batch to the next stage; a STOP has no hidden states."""
-        tokens = message.tokens_BQ() if message.kind is StepKind.VERIFY else None
-        header = pack_header(message, self._max_rows)
-        self._ring.steps[self._rank + 1].put((header, hidden_BQH, tokens))
-
-    def receive_step(self) -> tuple[StepMessage, Tensor | None]:
-        """Wait for the next micro-batch of the previous stage."""
-        header, hidden_BQH, tokens = self._ring.take(self._ring.steps[self._rank])
-        message = unpack_header(header)
-        if tokens is not None:
-            message = with_tokens(message, tokens.tolist())
-        return message, hidden_BQH
-
-    def send_tokens(self, tokens_BK: Tensor) -> None:
-        """Send sampled tokens from the last stage to the first."""
-        self._ring.tokens.put(tokens_BK)
-
-    def receive_tokens(self, rows: int, width: int) -> Tensor:
-        """Wait for the sampled tokens of the oldest micro-batch in flight."""
-        tokens = self._ring.take(self._ring.tokens)
-        assert tokens.shape == (rows, width)
-        return tokens
-
-    def close(self) -> None:
-        """Nothing is pending between threads."""
 
 
 def join_gloo(

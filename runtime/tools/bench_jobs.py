@@ -127,11 +127,12 @@ def _with_drafts(
 def run_through_ray(bench: Bench) -> list[dict[str, Any]]:
     """Time the job on the plan's stages, placed by Ray."""
     # Ray takes seconds to import and is not needed in-process.
-    from llmpq.runtime.launch.ray_actors import Launch, Pipeline
+    from llmpq.runtime.launch.engine import Engine
+    from llmpq.runtime.launch.launcher import Launch
 
     plan, started_s = bench.plan, time.perf_counter()
     launch = Launch(ray_address=bench.ray_address, master_addr=bench.master_addr)
-    with Pipeline.start(plan, _settings(bench), launch=launch) as pipeline:
+    with Engine.start(plan, _settings(bench), launch=launch) as pipeline:
         startup_s = time.perf_counter() - started_s
         updates = pipeline.updates()
         num_jobs = bench.warm_up + bench.repeat

@@ -25,9 +25,9 @@ from llmpq.errors import DeadlineError, ExitCode, StageLostError
 from llmpq.plan import Plan
 from llmpq.runtime.cli.plan_file import load_plan
 from llmpq.runtime.cli.run_flags import check_timeouts
-from llmpq.runtime.launch.failures import why
+from llmpq.runtime.launch.launcher import Deadlines
 from llmpq.runtime.launch.placement import ray_cluster, reserve
-from llmpq.runtime.launch.ray_actors import Deadlines
+from llmpq.runtime.launch.ray_launcher import failure_of
 from llmpq.runtime.launch.stage_host import meeting_host
 from llmpq.runtime.launch.stage_probe import StageProbe
 from llmpq.units import format_size
@@ -132,7 +132,7 @@ def _all(plan: Plan, refs: Sequence[Any], doing: str, limit_s: float) -> list[An
         return list(ray.get(list(refs)))
     except ray.exceptions.RayError as error:
         raise StageLostError(
-            f"a stage's place was lost while {doing}: {why(error)}; look at its host"
+            f"a stage's place was lost while {doing}: {failure_of(error)}; look at its host"
         ) from None
 
 

@@ -18,7 +18,8 @@ import pytest
 
 from llmpq.cluster import Cluster
 from llmpq.errors import DoesNotFitError, ExitCode, StageLostError
-from llmpq.runtime.launch.ray_actors import Deadlines, Pipeline
+from llmpq.runtime.launch.engine import Engine
+from llmpq.runtime.launch.launcher import Deadlines
 from llmpq.runtime.launch.stage_settings import StageSettings
 from llmpq.runtime.request import Request
 
@@ -170,7 +171,7 @@ def test_unusable_weights_are_named(ray_session, demo_model, make_plan, tmp_path
     settings = StageSettings(model_dir=str(folder))
     with (
         pytest.raises(ValueError, match=message),
-        Pipeline.start(make_plan(demo_model, (3,)), settings),
+        Engine.start(make_plan(demo_model, (3,)), settings),
     ):
         pass
 
@@ -201,7 +202,7 @@ def test_memory_that_differs_from_the_plan_is_refused(ray_session, demo_model, m
                             where="test")  # fmt: skip
     with (
         pytest.raises(DoesNotFitError, match=r"weights of layers 0 to 8 take .* plan predicts 976"),
-        Pipeline.start(wrong, StageSettings(model_dir=str(demo_model))),
+        Engine.start(wrong, StageSettings(model_dir=str(demo_model))),
     ):
         pass
 
@@ -223,7 +224,7 @@ def test_a_killed_stage_is_named_with_its_cause(ray_session, demo_model, make_pl
     killed_s, pids = 0.0, []
     with (
         pytest.raises(StageLostError) as lost,
-        Pipeline.start(plan, StageSettings(model_dir=str(demo_model))) as pipeline,
+        Engine.start(plan, StageSettings(model_dir=str(demo_model))) as pipeline,
     ):
         pids = pipeline.stage_pids()
         pipeline.submit(requests)
@@ -310,7 +311,7 @@ def test_a_placement_that_can_never_be_met_says_so(ray_session, demo_model, make
     started_s = time.monotonic()
     with (
         pytest.raises(StageLostError, match=r"needs 1 GPUs \(T4-0\), Ray's cluster has 0"),
-        Pipeline.start(plan, StageSettings(model_dir=str(demo_model))),
+        Engine.start(plan, StageSettings(model_dir=str(demo_model))),
     ):
         pass
     labelled = Cluster.parse_data(
@@ -319,7 +320,7 @@ def test_a_placement_that_can_never_be_met_says_so(ray_session, demo_model, make
     )
     with (
         pytest.raises(StageLostError, match=r"labels \{'a': 'b'\}, none of the 1 nodes has them"),
-        Pipeline.start(
+        Engine.start(
             make_plan(demo_model, (4,)), StageSettings(model_dir=str(demo_model)), cluster=labelled
         ),
     ):
@@ -338,7 +339,7 @@ def test_a_placement_that_stays_pending_is_given_up(ray_session, demo_model, mak
             pytest.raises(
                 StageLostError, match=r"not be placed within 2 s: CPU-0 .*CPU: 0 free of"
             ),
-            Pipeline.start(
+            Engine.start(
                 make_plan(demo_model, (4,)),
                 StageSettings(model_dir=str(demo_model)),
                 deadlines=Deadlines(placement_s=2),

@@ -85,12 +85,12 @@ def job_files(demo_model, make_plan, tmp_path):
 @pytest.fixture
 def started(monkeypatch):
     """Fail a test whose command gets as far as starting a pipeline."""
-    from llmpq.runtime.launch.ray_actors import Pipeline
+    from llmpq.runtime.launch.engine import Engine
 
     def start(*_args: object, **_options: object) -> None:
         raise AssertionError("the pipeline was started")
 
-    monkeypatch.setattr(Pipeline, "start", start)
+    monkeypatch.setattr(Engine, "start", start)
 
 
 def last_line(capsys) -> str:

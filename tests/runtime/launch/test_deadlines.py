@@ -10,14 +10,16 @@ import pytest
 import torch.distributed as dist
 
 from llmpq.errors import DeadlineError
-from llmpq.runtime.launch import ray_actors as pipelines
-from llmpq.runtime.launch.ray_actors import Deadlines, Pipeline
+from llmpq.runtime.launch import ray_launcher
+from llmpq.runtime.launch.engine import Engine
+from llmpq.runtime.launch.launcher import Deadlines, Launch
 from llmpq.runtime.launch.stage_actor import StageActor
 from llmpq.runtime.launch.stage_settings import StageSettings
 from llmpq.runtime.links.transport import join_gloo
 from llmpq.runtime.request import Request
 
 pytestmark = pytest.mark.cluster
+RAY = Launch(backend="ray")
 
 
 def test_a_stage_that_never_joins_is_given_up(tmp_path):
@@ -43,12 +45,12 @@ def test_a_lost_message_ends_the_run(ray_session, demo_model, make_plan, monkeyp
             progress = {"finished": 1} if closing else {"running": 1}
             return json.dumps({"finished": [], "progress": progress})
 
-    monkeypatch.setattr(pipelines, "StageActor", Waiting)
+    monkeypatch.setattr(ray_launcher, "StageActor", Waiting)
     plan, settings = make_plan(demo_model, (4,)), StageSettings(model_dir=str(demo_model))
     started_s = time.monotonic()
     with (
         pytest.raises(DeadlineError, match=r"no stage has computed for 4 s during .*--resume"),
-        Pipeline.start(plan, settings, deadlines=Deadlines(step_s=1)) as pipeline,
+        Engine.start(plan, settings, deadlines=Deadlines(step_s=1), launch=RAY) as pipeline,
     ):
         pipeline.submit([Request(id=0, prompt=(5,), max_new=2)])
         started_s = time.monotonic()
@@ -60,8 +62,8 @@ def test_a_lost_message_ends_the_run(ray_session, demo_model, make_plan, monkeyp
 def test_a_reader_who_takes_long_is_not_the_stages_fault(ray_session, demo_model, make_plan):
     settings = StageSettings(model_dir=str(demo_model))
     finished = []
-    with Pipeline.start(
-        make_plan(demo_model, (4,)), settings, deadlines=Deadlines(step_s=1)
+    with Engine.start(
+        make_plan(demo_model, (4,)), settings, deadlines=Deadlines(step_s=1), launch=RAY
     ) as pipeline:
         pipeline.submit([Request(id=0, prompt=(5,), max_new=9)], more=True)
         updates = pipeline.updates()

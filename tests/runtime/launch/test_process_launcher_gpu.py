@@ -5,7 +5,8 @@ import torch
 
 from llmpq.device_spec import canonical_kind
 from llmpq.runtime.engine.plain_loop import LocalPipeline
-from llmpq.runtime.launch.processes import ProcessEngine
+from llmpq.runtime.launch.engine import Engine
+from llmpq.runtime.launch.launcher import Deadlines, Launch
 from llmpq.runtime.launch.stage_settings import StageSettings
 from llmpq.runtime.request import Request
 
@@ -16,14 +17,20 @@ pytestmark = [
 NEW = 24
 
 
-def on_gpus(plan):
-    """Return a plan of CPU stages as one of stages on this host's GPUs."""
+def on_gpus(plan, gpus):
+    """Return a plan of CPU stages as one of stages on these of this host's GPUs."""
     kind = canonical_kind(torch.cuda.get_device_name(0))
     stages = tuple(
         stage.model_copy(
-            update={"device": f"GPU-{i}", "kind": kind, "profile_kind": kind, "threads": None}
+            update={
+                "device": f"GPU-{i}",
+                "device_index": gpu,
+                "kind": kind,
+                "profile_kind": kind,
+                "threads": None,
+            }
         )
-        for i, stage in enumerate(plan.stages)
+        for i, (stage, gpu) in enumerate(zip(plan.stages, gpus, strict=True))
     )
     return plan.model_copy(update={"stages": stages})
 
@@ -45,11 +52,11 @@ def test_tokens_equal_the_cpus(splits, links, wanted, demo_model, make_plan, cap
     if links == "nccl" and count < 2:
         pytest.skip("NCCL needs a GPU per stage")
     prompts, tokens = wanted
-    plan = on_gpus(make_plan(demo_model, splits, gen_len=NEW))
     gpus = [min(index * count // (len(splits) + 1), count - 1) for index in range(len(splits) + 1)]
     settings = StageSettings(model_dir=str(demo_model), links=links)
-    with ProcessEngine(plan, settings, gpus=gpus, limit_s=90.0) as engine:
-        engine.start()
+    plan = on_gpus(make_plan(demo_model, splits, gen_len=NEW), gpus)
+    launch, deadlines = Launch(backend="processes"), Deadlines(load_s=90.0, step_s=90.0)
+    with Engine.start(plan, settings, launch=launch, deadlines=deadlines) as engine:
         requests = [Request(id=i, prompt=tuple(p), max_new=NEW) for i, p in enumerate(prompts)]
         rows = {done.id: done.tokens for done in engine.serve(requests)}
         engine.end()

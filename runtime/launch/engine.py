@@ -1,0 +1,344 @@
+"""The driver's side of a running plan: start the stages, watch them, submit requests, get results.
+
+    with Engine.start(plan, settings) as engine:
+        engine.submit(requests)
+        for update in engine.updates(): ...
+
+Every wait has a deadline and watches all stages at once: the first that fails is named, with its
+cause, and everything is torn down. Nothing the stages exchange passes through here. A launcher says
+what a stage is: a thread, a process or a Ray actor.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future
+from concurrent.futures import wait as wait_for
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from llmpq.cluster import Cluster
+from llmpq.errors import DeadlineError
+from llmpq.plan import Plan
+from llmpq.runtime.engine.mailbox import Finished, Progress
+from llmpq.runtime.launch.failures import GRACE_S, is_consequence, lost_stage
+from llmpq.runtime.launch.launcher import (
+    Deadlines,
+    Launch,
+    Launcher,
+    StageFailure,
+    StageHandle,
+    make_launcher,
+)
+from llmpq.runtime.launch.stage_host import meeting_host, process_space
+from llmpq.runtime.launch.stage_settings import StageSettings, write_request
+from llmpq.runtime.request import Request
+from llmpq.runtime.trace import LoadReport, StageRecord
+
+_POLL_S = 0.25
+_STILL_STEPS = 4
+"""Step deadlines for which nobody may compute while rows wait: a message is under way, or lost."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Update:
+    """News of a running job."""
+
+    finished: Sequence[Finished]
+    progress: Progress
+    tokens: Mapping[int, Sequence[int]]
+    """New tokens of the requests that are streamed, by id."""
+
+
+class Engine:
+    """The stages of a plan, running."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        settings: StageSettings,
+        deadlines: Deadlines,
+        launch: Launch,
+        cluster: Cluster | None,
+    ) -> None:
+        self.plan, self._settings, self._deadlines = plan, settings, deadlines
+        self._launch, self._cluster = launch, cluster
+        self._meets_by_address = True
+        self._news: Iterator[Update] | None = None
+        self.load_reports: list[LoadReport] = []
+        self._stages: Sequence[StageHandle] = ()
+        self._pids: list[int] = []
+        self._running: dict[Future[Any], int] = {}
+        self._health: dict[int, Future[Any]] = {}
+        self._last_answer_s: dict[int, float] = {}
+        self._asked_s: dict[int, float] = {}
+        """When `_health` was asked for: a reader who takes long must not count as a silence."""
+        self._phase = "start-up"
+        self._progress = Progress()
+        self._num_submitted, self._closed = 0, False
+        self._moved_s = time.monotonic()
+        self._num_begun: Counter[int] = Counter()
+
+    @classmethod
+    @contextmanager
+    def start(
+        cls,
+        plan: Plan,
+        settings: StageSettings,
+        *,
+        cluster: Cluster | None = None,
+        deadlines: Deadlines | None = None,
+        launch: Launch | None = None,
+    ) -> Iterator[Engine]:
+        """Place, load and connect the stages; the block's end takes them down."""
+        with cls.placed(
+            plan, settings, cluster=cluster, deadlines=deadlines, launch=launch
+        ) as engine:
+            engine.begin()
+            yield engine
+
+    @classmethod
+    @contextmanager
+    def placed(
+        cls,
+        plan: Plan,
+        settings: StageSettings,
+        *,
+        cluster: Cluster | None = None,
+        deadlines: Deadlines | None = None,
+        launch: Launch | None = None,
+    ) -> Iterator[Engine]:
+        """Start the stages, which import what they need; `begin` lets them load."""
+        launch = launch or Launch()
+        engine = cls(plan, settings, deadlines or Deadlines(), launch, cluster)
+        with ExitStack() as stack:
+            launcher = stack.enter_context(make_launcher(plan, launch, engine._deadlines))
+            stack.callback(engine._kill)
+            engine._place(launcher)
+            yield engine
+
+    def begin(self) -> None:
+        """Load and connect the stages and start their loops."""
+        identities = self._all("identity", self._deadlines.load_s)
+        here = process_space()
+        self._pids = [who["pid"] if who["space"] == here else 0 for who in identities]
+        self._phase = "loading"
+        self.load_reports = [
+            LoadReport(**report) for report in self._all("load", self._deadlines.load_s)
+        ]
+        self._connect()
+        self._phase = "prefill"
+        self._running = {stage.call("run"): i for i, stage in enumerate(self._stages)}
+
+    def serve(self, requests: Sequence[Request]) -> list[Finished]:
+        """Serve requests to their end; more may follow, until `end`."""
+        self._news = self._news or self.updates()
+        self.submit(requests, more=True)
+        finished: list[Finished] = []
+        while len(finished) < len(requests):
+            finished += next(self._news).finished
+        return finished
+
+    def end(self) -> None:
+        """Let the loops end."""
+        self.submit((), more=False)
+        for _ in self._news or self.updates():
+            pass
+
+    def submit(self, requests: Sequence[Request], *, more: bool = False) -> None:
+        """Queue requests; unless `more` are to come, the job ends when these have ended."""
+        text = json.dumps([write_request(request) for request in requests])
+        self._ask_first("submit", text)
+        self._num_submitted += len(requests)
+        self._closed, self._moved_s = not more, time.monotonic()
+        if not more:
+            self._ask_first("finish_submitting")
+
+    def abort(self, request_ids: Sequence[int]) -> None:
+        """End requests as soon as the steps under way for them have; their news come as ever."""
+        self._ask_first("abort", list(request_ids))
+
+    def updates(self) -> Iterator[Update]:
+        """Yield news until every stage has ended its loop."""
+        poll = None
+        now_s = time.monotonic()
+        self._last_answer_s = dict.fromkeys(range(len(self._stages)), now_s)
+        self._moved_s = now_s
+        while self._running:
+            poll = poll or self._stages[0].call("poll", _POLL_S)
+            done, _ = wait_for(
+                [poll, *self._running, *self._health.values()], _POLL_S, FIRST_COMPLETED
+            )
+            if poll in done:
+                news, told_s = self._read_poll(poll), time.monotonic()
+                yield news
+                self._moved_s += time.monotonic() - told_s  # the reader's time, not the stages'
+                poll = None
+            for ended in done & self._running.keys():
+                self._result(ended, self._running[ended])
+                del self._running[ended]
+            self._check_health()
+        if poll is not None:
+            yield self._read_last(poll)
+        yield self._read_last(self._stages[0].call("poll", 0.0))
+
+    def records(self) -> list[StageRecord]:
+        """Return what every stage recorded."""
+        texts = self._all("record", self._deadlines.step_s)
+        return [StageRecord.from_json(text) for text in texts]
+
+    def speculation(self) -> dict[str, Any] | None:
+        """Return what came of the drafts, None without any."""
+        report: dict[str, Any] | None = json.loads(self._ask_first("speculation"))
+        return report
+
+    def stage_pids(self) -> list[int]:
+        """Return the process of every stage."""
+        return list(self._pids)
+
+    def _place(self, launcher: Launcher) -> None:
+        """Start a stage each; a node may keep the model at a path of its own."""
+        nodes = self._cluster.nodes if self._cluster is not None else ()
+        folders = {node.name: node.model_dir for node in nodes}
+        settings = [
+            replace(self._settings, model_dir=folders.get(stage.node) or self._settings.model_dir)
+            for stage in self.plan.stages
+        ]
+        self._meets_by_address = launcher.meets_by_address
+        self._stages = launcher.start(self.plan, settings, self._cluster)
+
+    def _connect(self) -> None:
+        """Let the stages meet."""
+        self._phase = "connecting"
+        if len(self._stages) > 1 and self._meets_by_address:
+            host = meeting_host(self._launch.master_addr, self.plan, self._cluster)
+            port = self._ask_first("open_rendezvous", host, self._launch.master_port)
+            self._all("join", self._limit_s, host, port)
+
+    @property
+    def _limit_s(self) -> float:
+        return self._deadlines.load_s if self._starting else self._deadlines.step_s
+
+    @property
+    def _starting(self) -> bool:
+        return self._phase in ("start-up", "loading", "connecting")
+
+    def _ask_first(self, method: str, *args: object) -> Any:
+        """Return the first stage's answer."""
+        return self._gather([self._stages[0].call(method, *args)], self._limit_s)[0]
+
+    def _all(self, method: str, limit_s: float, *args: object) -> list[Any]:
+        """Return every stage's answer."""
+        return self._gather([stage.call(method, *args) for stage in self._stages], limit_s)
+
+    def _gather(self, calls: Sequence[Future[Any]], limit_s: float) -> list[Any]:
+        """Wait for calls to stages 0, 1, ...; the first failure wins, whosever it is."""
+        index_of = {call: index for index, call in enumerate(calls)}
+        pending, end_s = set(calls), time.monotonic() + limit_s
+        while pending:
+            left_s = max(0.0, end_s - time.monotonic())
+            done, pending = wait_for(pending, left_s, FIRST_COMPLETED)
+            if not done:
+                names = ", ".join(
+                    self.plan.stages[index].device
+                    for call, index in index_of.items()
+                    if call in pending
+                )
+                option = "--load-timeout" if self._starting else "--step-timeout"
+                raise DeadlineError(
+                    f"no answer from {names} during {self._phase} within {limit_s:.0f} s; raise "
+                    f"the deadline with {option} or look at the stage's host"
+                )
+            for call in done:
+                self._result(call, index_of[call])
+        return [call.result() for call in calls]
+
+    def _result(self, call: Future[Any], index: int) -> Any:
+        """Return a finished call's value, or raise for the stage that is to blame."""
+        try:
+            return call.result()
+        except StageFailure as failure:
+            raise self._blame(failure, index) from None
+
+    def _blame(self, failure: StageFailure, index: int) -> Exception:
+        """Name the stage that failed first: a broken connection is the death of another."""
+        if is_consequence(failure):
+            others = {call: i for call, i in self._running.items() if i != index}
+            end_s = time.monotonic() + GRACE_S
+            while others and (left_s := end_s - time.monotonic()) > 0:
+                done, _ = wait_for(others, left_s, FIRST_COMPLETED)
+                for call in done:
+                    other, found = others.pop(call), call.exception()
+                    if isinstance(found, StageFailure) and not is_consequence(found):
+                        return self._describe(found, other)
+        return self._describe(failure, index)
+
+    def _describe(self, failure: StageFailure, index: int) -> Exception:
+        pid = self._pids[index] if self._pids else 0
+        return lost_stage(failure, self.plan, index, phase=self._phase, pid=pid)
+
+    def _read_last(self, poll: Future[Any]) -> Update:
+        """Read a poll once the loops have ended, when health is asked for no more."""
+        self._gather([poll], self._deadlines.step_s)
+        return self._read_poll(poll)
+
+    def _read_poll(self, poll: Future[Any]) -> Update:
+        data = json.loads(self._result(poll, 0))
+        progress = Progress(**data["progress"])
+        if progress.phase != "idle":
+            self._phase = progress.phase
+        idle = not self._closed and progress.finished >= self._num_submitted
+        if idle or progress != self._progress:
+            self._progress, self._moved_s = progress, time.monotonic()
+        return Update(
+            finished=[Finished(**row) for row in data["finished"]],
+            progress=progress,
+            tokens={int(key): tokens for key, tokens in data.get("tokens", {}).items()},
+        )
+
+    def _check_health(self) -> None:
+        """Ask every stage how it is; silence or one step beyond the deadline is an error."""
+        now_s, limit_s = time.monotonic(), self._deadlines.step_s
+        for index in self._running.values():
+            asked = self._health.get(index)
+            if asked is not None and asked.done():
+                health = self._result(asked, index)
+                stuck_s = health["stuck_s"]
+                if health["kind"] is not None or health["num_begun"] != self._num_begun[index]:
+                    self._moved_s = now_s
+                self._num_begun[index] = health["num_begun"]
+                del self._health[index]
+                if stuck_s > limit_s:
+                    raise self._silent(index, f"has been in one {self._phase} step for")
+                self._last_answer_s[index] = now_s
+            if index not in self._health:
+                if now_s - self._last_answer_s[index] >= min(1.0, limit_s / 4):
+                    self._health[index] = self._stages[index].call("health")
+                    self._asked_s[index] = now_s
+            elif now_s - self._asked_s[index] > limit_s:
+                raise self._silent(index, "has not answered for")
+        if self._running and now_s - self._moved_s > _STILL_STEPS * limit_s:
+            raise DeadlineError(
+                f"no stage has computed for {_STILL_STEPS * limit_s:.0f} s during {self._phase} "
+                "while rows wait: a message between two stages is lost or very late; look at the "
+                "network between their hosts, raise --step-timeout, or continue with: llmpq-dist "
+                "run --resume"
+            )
+
+    def _silent(self, index: int, what: str) -> DeadlineError:
+        stage = self.plan.stages[index]
+        pid = f", pid {self._pids[index]}" if self._pids[index] else ""
+        return DeadlineError(
+            f"stage {index} ({stage.device} on {stage.node}{pid}) {what} "
+            f"{self._deadlines.step_s:.0f} s during {self._phase} (step deadline); look at its "
+            "host, raise --step-timeout, or continue with: llmpq-dist run --resume"
+        )
+
+    def _kill(self) -> None:
+        """End the stages, stopped ones too."""
+        for index, stage in enumerate(self._stages):
+            stage.kill(self._pids[index] if self._pids else 0)

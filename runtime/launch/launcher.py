@@ -1,0 +1,122 @@
+"""What an engine asks of whoever starts its stages: threads, processes or Ray.
+
+A launcher starts one stage per stage of the plan and gives each a handle; everything else (loading,
+connecting, watching, blaming) is the engine's and the same for all. A call that fails raises
+`StageFailure`, whatever the launcher.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Literal, Protocol, Self
+
+from llmpq.cluster import Cluster
+from llmpq.plan import Plan
+from llmpq.runtime.launch.stage_settings import StageSettings
+
+Backend = Literal["auto", "threads", "processes", "ray"]
+BACKENDS: tuple[Backend, ...] = ("auto", "threads", "processes", "ray")
+MAX_TIMEOUT_S = 10**7
+"""The longest deadline that can be asked for: four months."""
+
+
+class StageFailure(Exception):
+    """A call to a stage failed."""
+
+    def __init__(self, reason: str, cause: BaseException | None = None) -> None:
+        """`cause`: what the stage raised; None if its process is gone, for this reason."""
+        super().__init__(reason)
+        self.cause = cause
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deadlines:
+    """How long things may take before the job is given up."""
+
+    placement_s: float = 25.0
+    load_s: float = 600.0
+    step_s: float = 30.0
+    """One micro-batch on one stage, or a stage's silence."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """How the stages are started and where they meet."""
+
+    backend: Backend = "auto"
+    ray_address: str | None = None
+    """An existing Ray; None starts one on this machine where Ray is asked for."""
+    master_addr: str | None = None
+    """None: this host, or the first stage's if the cluster's stages are on several nodes."""
+    master_port: int = 0
+    """0 lets the system choose."""
+
+
+class StageHandle(Protocol):
+    """One stage that was started."""
+
+    def call(self, method: str, *args: object) -> Future[Any]:
+        """Call a method of its `StageActor`; the future raises `StageFailure`."""
+        ...
+
+    def kill(self, pid: int) -> None:
+        """End it; `pid` is its process's number where that is known on this host, else 0."""
+        ...
+
+
+class Launcher(Protocol):
+    """Starts stages; as a context manager, its end takes down whatever it started."""
+
+    meets_by_address: bool
+    """Whether the stages find each other at a host and a port."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
+
+    def start(
+        self, plan: Plan, settings: Sequence[StageSettings], cluster: Cluster | None
+    ) -> Sequence[StageHandle]:
+        """Start every stage of a plan, each with its settings."""
+        ...
+
+
+def choose_backend(plan: Plan, launch: Launch) -> Backend:
+    """Return how the stages of a plan are started where nothing else is asked for.
+
+    One stage runs in this process, several of one node as processes of this host, those of several
+    nodes, or at a Ray's address, through Ray.
+    """
+    if launch.backend != "auto":
+        if launch.ray_address is not None and launch.backend != "ray":
+            raise ValueError(
+                f"the address of a Ray has no effect with --backend {launch.backend}: leave one out"
+            )
+        return launch.backend
+    if launch.ray_address is not None or len({stage.node for stage in plan.stages}) > 1:
+        return "ray"
+    return "threads" if len(plan.stages) == 1 else "processes"
+
+
+def make_launcher(plan: Plan, launch: Launch, deadlines: Deadlines) -> Launcher:
+    """Return the launcher; only what it needs is imported."""
+    backend = choose_backend(plan, launch)
+    if backend == "ray":
+        from llmpq.runtime.launch.ray_launcher import RayLauncher
+
+        return RayLauncher(launch.ray_address, placement_s=deadlines.placement_s)
+    if backend == "processes":
+        from llmpq.runtime.launch.process_launcher import ProcessLauncher
+
+        return ProcessLauncher()
+    from llmpq.runtime.launch.thread_launcher import ThreadLauncher
+
+    return ThreadLauncher()

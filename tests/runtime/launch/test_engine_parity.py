@@ -1,0 +1,145 @@
+"""Stages as threads, processes and Ray actors: the tokens are those of transformers, over all."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from llmpq.runtime.launch.engine import Engine
+from llmpq.runtime.launch.launcher import Launch
+from llmpq.runtime.launch.stage_settings import StageSettings
+from llmpq.runtime.request import Request
+from llmpq.runtime.trace import chrome_trace
+
+pytestmark = pytest.mark.cluster
+MAX_NEW = 16
+
+
+@pytest.fixture(scope="module")
+def expected(demo_model, random_prompts):
+    """Prompts of unequal length, and what transformers generates for each."""
+    import transformers
+
+    torch.set_num_threads(1)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(demo_model, dtype=torch.float32)
+    prompts = random_prompts(5, 24, 1, 9, 17, vocab=4000)
+    outputs = []
+    for prompt in prompts:
+        tokens = reference.generate(
+            torch.tensor([prompt]),
+            max_new_tokens=MAX_NEW,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        outputs.append(tokens[0, len(prompt) :].tolist())
+    return prompts, outputs
+
+
+@pytest.fixture(params=["threads", "processes", "ray"])
+def launch(request):
+    """Return each way to start stages."""
+    if request.param == "ray":
+        request.getfixturevalue("ray_session")
+    return Launch(backend=request.param)
+
+
+@pytest.mark.parametrize("splits", [(), (3,), (2, 5)], ids=["1 stage", "2 stages", "3 stages"])
+def test_stages_give_the_tokens_of_transformers(demo_model, make_plan, expected, launch, splits):
+    prompts, outputs = expected
+    plan = make_plan(demo_model, splits, batch=4, prompt_len=24, gen_len=MAX_NEW)
+    settings = StageSettings(model_dir=str(demo_model), trace=True)
+    tokens, streamed = {}, {}
+    with Engine.start(plan, settings, launch=launch) as engine:
+        engine.submit([
+            Request(id=i, prompt=tuple(p), max_new=MAX_NEW, stream=i % 2 == 0)
+            for i, p in enumerate(prompts)
+        ])  # fmt: skip
+        for update in engine.updates():
+            tokens |= {done.id: done.tokens for done in update.finished}
+            for number, new in update.tokens.items():
+                streamed.setdefault(number, []).extend(new)
+        records = engine.records()
+    assert streamed == {i: outputs[i] for i in range(0, len(prompts), 2)}
+    assert [tokens[i] for i in range(len(prompts))] == outputs
+    for record in records:
+        assert record.totals["prefill"].rows == len(prompts)
+        assert record.totals["decode"].rows == len(prompts) * (MAX_NEW - 1)
+    events = chrome_trace([stage.device for stage in plan.stages], records)["traceEvents"]
+    assert {event["pid"] for event in events} == set(range(len(plan.stages)))
+    assert sum(event["ph"] == "X" for event in events) == sum(
+        total.steps for record in records for total in record.totals.values()
+    )
+    json.dumps(events)
+
+
+def test_speculation_over_stages_gives_the_same_tokens(demo_model, make_plan, expected, launch):
+    prompts, outputs = expected
+    plan = make_plan(demo_model, (2, 5), batch=4, prompt_len=24, gen_len=MAX_NEW)
+    settings = StageSettings(model_dir=str(demo_model), speculate="w4kv4", gamma=3, trace=True)
+    tokens = {}
+    with Engine.start(plan, settings, launch=launch) as engine:
+        engine.submit(
+            [Request(id=i, prompt=tuple(p), max_new=MAX_NEW) for i, p in enumerate(prompts)]
+        )
+        for update in engine.updates():
+            tokens |= {done.id: done.tokens for done in update.finished}
+        report = engine.speculation()
+        records = engine.records()
+    assert [tokens[i] for i in range(len(prompts))] == outputs
+    assert report is not None and report["mode"] == "w4kv4" and report["acceptance"] > 0.3
+    for record in records:
+        assert {"prefill", "draft", "verify"} <= set(record.totals)
+    assert all(load.draft_bytes > 0 for load in engine.load_reports)
+    events = chrome_trace([stage.device for stage in plan.stages], records)["traceEvents"]
+    colours = {(event["pid"], event["cat"]): event["cname"] for event in events if "cat" in event}
+    for pid in range(3):
+        shown = [colours[pid, kind] for kind in ("prefill", "draft", "verify")]
+        assert len(set(shown)) == 3, "drafts, verifies and prefills are told apart"
+
+
+def test_an_engine_serves_jobs_in_turn_and_aborts_between_steps(
+    demo_model, make_plan, expected, launch
+):
+    prompts, outputs = expected
+    plan = make_plan(demo_model, (4,), batch=2, prompt_len=24, gen_len=900)
+    with Engine.start(plan, StageSettings(model_dir=str(demo_model)), launch=launch) as engine:
+        for _ in range(2):
+            jobs = [Request(id=i, prompt=tuple(p), max_new=16) for i, p in enumerate(prompts)]
+            rows = {done.id: done.tokens for done in engine.serve(jobs)}
+            assert [rows[i] for i in range(len(prompts))] == outputs
+            assert all(record.totals["decode"].steps > 0 for record in engine.records())
+        long = [Request(id=7 + i, prompt=(5,), max_new=900, stream=True) for i in range(3)]
+        engine.submit(long)
+        ended = []
+        for update in engine.updates():
+            if update.tokens and not ended:
+                engine.abort([8, 7, 9, 1234])
+            ended += update.finished
+    assert sorted(done.id for done in ended) == [7, 8, 9]
+    assert {done.finish_reason for done in ended} == {"abort"}
+    assert all(len(done.tokens) < 900 for done in ended)
+
+
+@pytest.mark.parametrize("backend", ["threads", "processes"])
+def test_a_stage_that_cannot_load_is_named_by_what_is_wrong(
+    demo_model, make_plan, tmp_path, backend
+):
+    plan, settings = make_plan(demo_model, (4,)), StageSettings(model_dir=str(tmp_path))
+    with (
+        pytest.raises(ValueError, match="config.json"),
+        Engine.start(plan, settings, launch=Launch(backend=backend)),
+    ):
+        pass
+
+
+def test_stages_as_threads_and_processes_need_no_ray_and_a_driver_of_processes_no_torch():
+    code = "import sys; sys.modules['ray'] = None; import llmpq.runtime.launch.{0}, llmpq.runtime."
+    for module in ("stage_process", "thread_launcher"):
+        subprocess.run([sys.executable, "-c", code.format(module) + "launch.engine"], check=True)
+    code = code.format("process_launcher") + "launch.engine; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
