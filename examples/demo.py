@@ -42,7 +42,7 @@ def main() -> int:
         f" --omega_file {out}/omega.json {workload} --theta 0.01 --bits 16,4 -o {out}/plan.json",
         f"llmpq-dist --strat_file_name {out}/plan.json --model {model} -i {HERE}/prompts.jsonl"
         f" -o {out}/outputs.jsonl --max_tokens {GEN_LEN} --ignore-eos {SAMPLING} --seed 1"
-        f" --trace {out}/trace.json --report {out}/report.json",
+        f" --backend ray --trace {out}/trace.json --report {out}/report.json",
     )
     started = time.monotonic()
     for step in steps:

@@ -6,7 +6,13 @@ import argparse
 from collections.abc import Mapping
 
 from llmpq.runtime.cli.speculation_choice import add_speculation_arguments
-from llmpq.runtime.launch.launcher import MAX_TIMEOUT_S, Deadlines, Launch
+from llmpq.runtime.launch.launcher import (
+    BACKEND_HELP,
+    BACKENDS,
+    MAX_TIMEOUT_S,
+    Deadlines,
+    Launch,
+)
 from llmpq.runtime.launch.planned_kv import AUTO
 from llmpq.runtime.launch.stage_settings import LINK_CHOICES
 from llmpq.runtime.sampling_params import TokenChoice
@@ -56,9 +62,10 @@ def _add_sampling(group: argparse._ArgumentGroup) -> None:
 
 def _add_launch(group: argparse._ArgumentGroup) -> None:
     deadlines, launch = Deadlines(), Launch()
+    group.add_argument("--backend", choices=BACKENDS, default=launch.backend, help=BACKEND_HELP)
     group.add_argument(
         "--ray-address", "--ray_address", "--address", metavar="ADDRESS",
-        help="join this Ray ('auto': the one of this machine); default: start one on 127.0.0.1",
+        help="run through this Ray ('auto': the one of this machine)",
     )  # fmt: skip
     group.add_argument(
         "--no_auto", "--no-auto", action="store_true",
@@ -117,6 +124,7 @@ def check_timeouts(seconds: Mapping[str, float]) -> None:
 def launch_of(args: argparse.Namespace) -> Launch:
     """Return where the stages meet."""
     return Launch(
+        backend=args.backend,
         ray_address=args.ray_address or ("auto" if args.no_auto else None),
         master_addr=args.master_addr,
         master_port=args.master_port,

@@ -25,6 +25,7 @@ from llmpq.cluster import Cluster
 from llmpq.errors import DeadlineError
 from llmpq.plan import Plan
 from llmpq.runtime.engine.mailbox import Finished, Progress
+from llmpq.runtime.launch.choose_launcher import make_launcher
 from llmpq.runtime.launch.failures import GRACE_S, is_consequence, lost_stage
 from llmpq.runtime.launch.launcher import (
     Deadlines,
@@ -32,7 +33,6 @@ from llmpq.runtime.launch.launcher import (
     Launcher,
     StageFailure,
     StageHandle,
-    make_launcher,
 )
 from llmpq.runtime.launch.stage_host import meeting_host, process_space
 from llmpq.runtime.launch.stage_settings import StageSettings, write_request
@@ -195,6 +195,11 @@ class Engine:
         """Return what came of the drafts, None without any."""
         report: dict[str, Any] | None = json.loads(self._ask_first("speculation"))
         return report
+
+    def peak_memory(self) -> list[int]:
+        """Return the most bytes each stage had on its GPU at once; 0 on a CPU."""
+        peaks: list[int] = self._all("peak_memory", self._deadlines.step_s)
+        return peaks
 
     def stage_pids(self) -> list[int]:
         """Return the process of every stage."""

@@ -19,6 +19,9 @@ from llmpq.runtime.launch.stage_settings import StageSettings
 
 Backend = Literal["auto", "threads", "processes", "ray"]
 BACKENDS: tuple[Backend, ...] = ("auto", "threads", "processes", "ray")
+BACKEND_HELP = (
+    "how stages run; auto: one in this process, several of one node as processes, else through Ray"
+)
 MAX_TIMEOUT_S = 10**7
 """The longest deadline that can be asked for: four months."""
 
@@ -87,36 +90,3 @@ class Launcher(Protocol):
     ) -> Sequence[StageHandle]:
         """Start every stage of a plan, each with its settings."""
         ...
-
-
-def choose_backend(plan: Plan, launch: Launch) -> Backend:
-    """Return how the stages of a plan are started where nothing else is asked for.
-
-    One stage runs in this process, several of one node as processes of this host, those of several
-    nodes, or at a Ray's address, through Ray.
-    """
-    if launch.backend != "auto":
-        if launch.ray_address is not None and launch.backend != "ray":
-            raise ValueError(
-                f"the address of a Ray has no effect with --backend {launch.backend}: leave one out"
-            )
-        return launch.backend
-    if launch.ray_address is not None or len({stage.node for stage in plan.stages}) > 1:
-        return "ray"
-    return "threads" if len(plan.stages) == 1 else "processes"
-
-
-def make_launcher(plan: Plan, launch: Launch, deadlines: Deadlines) -> Launcher:
-    """Return the launcher; only what it needs is imported."""
-    backend = choose_backend(plan, launch)
-    if backend == "ray":
-        from llmpq.runtime.launch.ray_launcher import RayLauncher
-
-        return RayLauncher(launch.ray_address, placement_s=deadlines.placement_s)
-    if backend == "processes":
-        from llmpq.runtime.launch.process_launcher import ProcessLauncher
-
-        return ProcessLauncher()
-    from llmpq.runtime.launch.thread_launcher import ThreadLauncher
-
-    return ThreadLauncher()

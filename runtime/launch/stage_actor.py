@@ -224,6 +224,10 @@ class StageActor:
         sending_s = self._links.sending_s() if self._links is not None else 0.0
         return self._recorder.record(totals, sending_s=sending_s).to_json()
 
+    def peak_memory(self) -> int:
+        """Return the most bytes torch had on this stage's GPU at once; 0 on a CPU."""
+        return 0 if self._gpu is None else torch.cuda.max_memory_allocated(self._gpu)
+
     def speculation(self) -> str:
         """Return what came of the drafts, JSON null without any (first stage only)."""
         return json.dumps(speculation_report(self._drafter) if self._drafter else None)

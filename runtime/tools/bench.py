@@ -1,8 +1,7 @@
 """`llmpq-dist bench`: LLM-PQ's offline job, timed; the report has vLLM's field names.
 
 A batch of equally long random prompts, a fixed number of greedy tokens each: one warm-up job, then
-`--repeat` timed ones. Runs a plan through Ray, or (`--in-process`) in this process: a plan of CPU
-stages, or a whole model on one GPU.
+`--repeat` timed ones. Runs a plan, or a whole model on this machine's first GPU, or its CPU.
 
 Drafts are those of `llmpq-dist run` with the same plan and flags, on a checkpoint's weights only:
 random ones do not accept drafts as a trained model does, and their speed-up would be none.
@@ -37,9 +36,10 @@ from llmpq.runtime.cli.speculation_choice import (
     choose_speculation,
 )
 from llmpq.runtime.launch.hand_plan import hand_plan
+from llmpq.runtime.launch.launcher import BACKEND_HELP, BACKENDS, Launch
 from llmpq.runtime.launch.stage_settings import LINK_CHOICES
 from llmpq.runtime.report.job_report import print_summary
-from llmpq.runtime.tools.bench_jobs import Bench, run_in_process, run_through_ray
+from llmpq.runtime.tools.bench_jobs import Bench, run_jobs
 from llmpq.runtime.tools.bench_rows import add_rows, read_baselines, summary
 from llmpq.workload import Workload
 
@@ -70,7 +70,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     job.add_argument("--decode-microbatch", type=int, metavar="N", help="default: the batch")
     add_speculation_arguments(parser.add_argument_group("speculation"))
     how = parser.add_argument_group("how")
-    how.add_argument("--in-process", action="store_true", help="no Ray: threads of this process")
+    how.add_argument("--backend", choices=BACKENDS, help=BACKEND_HELP)
+    how.add_argument("--in-process", action="store_true", help="as --backend threads")
     how.add_argument("--no-graphs", action="store_true", help="no CUDA graphs")
     how.add_argument("--links", choices=LINK_CHOICES, help="between GPUs (default: auto)")
     how.add_argument("--ray-address", "--address", metavar="ADDRESS", help="join this Ray")
@@ -101,7 +102,7 @@ def main(args: argparse.Namespace) -> int:
     baselines = read_baselines(args.baseline)
     check_files({"--strat_file_name": args.plan, "--costs": args.costs}, {"--rows": args.rows})
     bench = make_bench(args)
-    reports = run_in_process(bench) if args.in_process else run_through_ray(bench)
+    reports = run_jobs(bench)
     report = summary(reports, num_jobs=bench.warm_up + bench.repeat)
 
     def show() -> None:
@@ -157,10 +158,11 @@ def _refuse_idle_flags(args: argparse.Namespace) -> None:
     if args.in_process:
         given = {
             "--links": args.links is not None,
+            "--backend": args.backend is not None,
             "--ray-address": args.ray_address is not None,
             "--master_addr": args.master_addr is not None,
         }
-        refuse_idle(given, "with --in-process", "run through Ray")
+        refuse_idle(given, "with --in-process", "drop --in-process")
 
 
 def _rounds_weights(bits: str | None) -> bool:
@@ -207,8 +209,11 @@ def make_bench(args: argparse.Namespace) -> Bench:
         repeat=args.repeat,
         seed=args.seed,
         links=args.links or "auto",
-        ray_address=args.ray_address,
-        master_addr=args.master_addr,
+        launch=Launch(
+            backend="threads" if args.in_process else args.backend or "auto",
+            ray_address=args.ray_address,
+            master_addr=args.master_addr,
+        ),
         drafts=drafts,
         compare=args.compare_plain,
     )

@@ -1,4 +1,4 @@
-"""A job of `llmpq-dist bench`, run and repeated: through Ray, or in this process."""
+"""A job of `llmpq-dist bench`, run and repeated on the stages of a plan."""
 
 from __future__ import annotations
 
@@ -6,27 +6,20 @@ import logging
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
-from llmpq.runtime.backends.cuda_stage import CudaStageCompute
 from llmpq.runtime.cli.speculation_choice import Drafts
-from llmpq.runtime.drafts.drafters import AutoDrafter, FixedDrafter, speculation_report
 from llmpq.runtime.engine.mailbox import Finished
-from llmpq.runtime.engine.scheduler import Scheduler
-from llmpq.runtime.launch.stage_actor import make_drafter
-from llmpq.runtime.launch.stage_settings import LinkChoice, StageSettings, limits_of
-from llmpq.runtime.launch.threads import EngineRun, ThreadEngine
+from llmpq.runtime.launch.engine import Engine
+from llmpq.runtime.launch.launcher import Launch
+from llmpq.runtime.launch.stage_settings import LinkChoice, StageSettings
 from llmpq.runtime.report.job_report import JobResult, build_report
 from llmpq.runtime.request import Request
 from llmpq.runtime.trace import LoadReport, StageRecord
-from llmpq.runtime.weights.quantized_checkpoint import open_checkpoint
-from llmpq.runtime.weights.sources import RandomSource, TensorSource
 
 _log = logging.getLogger("llmpq.bench")
 
@@ -44,8 +37,7 @@ class Bench:
     repeat: int
     seed: int
     links: LinkChoice = "auto"
-    ray_address: str | None = None
-    master_addr: str | None = None
+    launch: Launch = Launch()
     drafts: Drafts = Drafts()
     compare: bool = False
     """Serve every job again without drafts."""
@@ -66,99 +58,28 @@ def prompts_of(bench: Bench, job: int, *, may_draft: bool = True) -> list[Reques
     ]
 
 
-def run_in_process(bench: Bench) -> list[dict[str, Any]]:
-    """Time the job in this process."""
-    plan = bench.plan
-    on_gpu = not any(stage.is_cpu for stage in plan.stages)
-    if on_gpu and len(plan.stages) > 1:
-        raise ValueError(
-            f"--in-process runs one GPU, the plan has {len(plan.stages)} stages; leave it out"
-        )
-    device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats()
-    started_s = time.perf_counter()
-    source = make_source(bench, device)
-    engine = ThreadEngine(plan, bench.spec, source, device=device, graphs=bench.graphs)
-    loads, drafter = _with_drafts(bench, engine)
-    startup_s = time.perf_counter() - started_s
-    _log.info("loaded in %.1f s", startup_s)
-
-    def serve(requests: Sequence[Request]) -> EngineRun:
-        return engine.run(Scheduler(limits_of(plan), drafter=drafter), requests)
-
-    def job(index: int) -> JobResult:
-        run = serve(prompts_of(bench, index))
-        counts = speculation_report(drafter) if drafter is not None else None
-        plain = None
-        if bench.compare:
-            plain = serve(prompts_of(bench, index, may_draft=False)).finished
-        return _result(bench, loads, run.records, run.finished, startup_s, counts, plain)
-
-    reports = _repeat(bench, job)
-    if on_gpu:
-        peak = torch.cuda.max_memory_allocated()
-        for report in reports:
-            report["peak_memory_bytes"] = peak
-    return reports
-
-
-def _with_drafts(
-    bench: Bench, engine: ThreadEngine
-) -> tuple[list[LoadReport], FixedDrafter | None]:
-    """Prepare the stages for drafts, if any; return what they hold then and who drafts."""
-    mode = bench.drafts.mode
-    if mode is None:
-        return engine.loads, None
-    workload = bench.plan.workload
-    loads = [
-        replace(load, draft_bytes=compute.enable_speculation(mode, workload))
-        for compute, load in zip(engine.computes, engine.loads, strict=True)
-    ]
-    drafter = make_drafter(bench.plan, _settings(bench))
-    if drafter is None:
-        first = engine.computes[0]
-        assert isinstance(first, CudaStageCompute), "draft lengths need a cost model"
-        times = first.step_times()
-        drafter = AutoDrafter(mode, times, lengths=times.lengths)
-    return loads, drafter
-
-
-def run_through_ray(bench: Bench) -> list[dict[str, Any]]:
-    """Time the job on the plan's stages, placed by Ray."""
-    # Ray takes seconds to import and is not needed in-process.
-    from llmpq.runtime.launch.engine import Engine
-    from llmpq.runtime.launch.launcher import Launch
-
+def run_jobs(bench: Bench) -> list[dict[str, Any]]:
+    """Time the job on the plan's stages; return the report of every timed repetition."""
     plan, started_s = bench.plan, time.perf_counter()
-    launch = Launch(ray_address=bench.ray_address, master_addr=bench.master_addr)
-    with Engine.start(plan, _settings(bench), launch=launch) as pipeline:
+    with Engine.start(plan, _settings(bench), launch=bench.launch) as engine:
         startup_s = time.perf_counter() - started_s
-        updates = pipeline.updates()
-        num_jobs = bench.warm_up + bench.repeat
-
-        def serve(requests: Sequence[Request], *, more: bool) -> list[Finished]:
-            pipeline.submit(requests, more=more)
-            finished: list[Finished] = []
-            while len(finished) < plan.workload.batch:
-                finished += next(updates).finished
-            if not more:
-                for _ in updates:
-                    pass
-            return finished
+        _log.info("loaded in %.1f s", startup_s)
 
         def job(index: int) -> JobResult:
-            more, plain = index + 1 < num_jobs, None
-            finished = serve(prompts_of(bench, index), more=more or bench.compare)
-            records, counts = pipeline.records(), pipeline.speculation()
+            finished = engine.serve(prompts_of(bench, index))
+            records, counts, plain = engine.records(), engine.speculation(), None
             if bench.compare:
-                plain = serve(prompts_of(bench, index, may_draft=False), more=more)
-                pipeline.records()  # what the plain job left is no part of the next one's
-            return _result(
-                bench, pipeline.load_reports, records, finished, startup_s, counts, plain
-            )
+                plain = engine.serve(prompts_of(bench, index, may_draft=False))
+                engine.records()  # what the plain job left is no part of the next one's
+            return _result(bench, engine.load_reports, records, finished, startup_s, counts, plain)
 
-        return _repeat(bench, job)
+        reports = _repeat(bench, job)
+        peaks = engine.peak_memory()
+        engine.end()
+    for report in reports:
+        if any(peaks):
+            report["peak_memory_bytes"] = max(peaks)
+    return reports
 
 
 def _settings(bench: Bench) -> StageSettings:
@@ -172,13 +93,6 @@ def _settings(bench: Bench) -> StageSettings:
         graphs=bench.graphs,
         links=bench.links,
     )
-
-
-def make_source(bench: Bench, device: torch.device) -> TensorSource:
-    """Return where the weights come from."""
-    if bench.dummy:
-        return RandomSource(bench.spec, seed=bench.seed, device=device)
-    return open_checkpoint(bench.model, bench.spec)
 
 
 def _repeat(bench: Bench, job: Callable[[int], JobResult]) -> list[dict[str, Any]]:

@@ -19,12 +19,13 @@ import pytest
 from llmpq.cluster import Cluster
 from llmpq.errors import DoesNotFitError, ExitCode, StageLostError
 from llmpq.runtime.launch.engine import Engine
-from llmpq.runtime.launch.launcher import Deadlines
+from llmpq.runtime.launch.launcher import Deadlines, Launch
 from llmpq.runtime.launch.stage_settings import StageSettings
 from llmpq.runtime.request import Request
 
 pytestmark = pytest.mark.cluster
 NAMED_WITHIN_S = 15
+RAY = Launch(backend="ray")
 
 
 def command(plan: Path, *more: object) -> list[str]:
@@ -217,14 +218,24 @@ def long_job(make_plan, demo_model) -> tuple[object, list[Request]]:
     return plan, requests
 
 
-@pytest.mark.parametrize("phase", ["prefill", "decode"])
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_stage_is_named_with_its_cause(ray_session, demo_model, make_plan, phase, victim):
+@pytest.mark.parametrize(
+    ("phase", "victim", "backend"),
+    [
+        ("prefill", 0, "ray"),
+        ("decode", 1, "ray"),
+        ("prefill", 1, "processes"),
+        ("decode", 0, "processes"),
+    ],
+)
+def test_a_killed_stage_is_named_with_its_cause(
+    ray_session, demo_model, make_plan, phase, victim, backend
+):
     plan, requests = long_job(make_plan, demo_model)
+    settings, launch = StageSettings(model_dir=str(demo_model)), Launch(backend=backend)
     killed_s, pids = 0.0, []
     with (
         pytest.raises(StageLostError) as lost,
-        Engine.start(plan, StageSettings(model_dir=str(demo_model))) as pipeline,
+        Engine.start(plan, settings, launch=launch) as pipeline,
     ):
         pids = pipeline.stage_pids()
         pipeline.submit(requests)
@@ -242,12 +253,16 @@ def test_a_killed_stage_is_named_with_its_cause(ray_session, demo_model, make_pl
     assert gone(pids), "no process is left behind"
 
 
-def test_the_command_names_a_killed_stage_and_ends_with_its_code(ray_session, plan_file, tmp_path):
+@pytest.mark.parametrize("backend", ["ray", "processes"])
+def test_the_command_names_a_killed_stage_and_ends_with_its_code(
+    ray_session, plan_file, tmp_path, backend
+):
     plan = plan_file((4,), batch=2, gen_len=160, prompt_len=8)
     source, out, log = (tmp_path / name for name in ("in.jsonl", "out.jsonl", "log"))
     rows = [{"prompt": "import os\n", "max_tokens": 160 if i else 8} for i in range(7)]
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = command(plan, "-i", source, "-o", out, "--ignore-eos", "--ray-address", ray_session)
+    joined = ("--ray-address", ray_session) if backend == "ray" else ("--backend", backend)
+    words = command(plan, "-i", source, "-o", out, "--ignore-eos", *joined)
     with log.open("w") as stderr:
         process = subprocess.Popen(words, stderr=stderr, stdout=subprocess.DEVNULL)
         end_s = time.monotonic() + 60
@@ -268,8 +283,9 @@ def test_the_command_names_a_killed_stage_and_ends_with_its_code(ray_session, pl
     assert 1 <= len(out.read_text().splitlines()) < len(rows), "what was finished is kept"
 
 
+@pytest.mark.parametrize("backend", ["ray", "processes"])
 def test_a_stopped_stage_is_named_at_its_deadline_and_resume_finishes(
-    ray_session, plan_file, tmp_path
+    ray_session, plan_file, tmp_path, backend
 ):
     """Exit 7, no orphans; what --resume adds is what an uninterrupted run gives."""
     assert Deadlines().step_s == 30, "the default"
@@ -278,7 +294,8 @@ def test_a_stopped_stage_is_named_at_its_deadline_and_resume_finishes(
     texts = ("import os\n", "def main(", "class A:", "for i in", "NAME\n", "x = [1, 2", "return")
     rows = [{"prompt": t, "max_tokens": 160 if i else 8} for i, t in enumerate(texts)]
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    joined = ("-i", source, "--ignore-eos", "--ray-address", ray_session)
+    how = ("--ray-address", ray_session) if backend == "ray" else ("--backend", backend)
+    joined = ("-i", source, "--ignore-eos", *how)
     words = command(plan, *joined, "-o", out, "--step-timeout", 3)
     log = tmp_path / "log"
     with log.open("w") as stderr:
@@ -311,7 +328,7 @@ def test_a_placement_that_can_never_be_met_says_so(ray_session, demo_model, make
     started_s = time.monotonic()
     with (
         pytest.raises(StageLostError, match=r"needs 1 GPUs \(T4-0\), Ray's cluster has 0"),
-        Engine.start(plan, StageSettings(model_dir=str(demo_model))),
+        Engine.start(plan, StageSettings(model_dir=str(demo_model)), launch=RAY),
     ):
         pass
     labelled = Cluster.parse_data(
@@ -321,7 +338,10 @@ def test_a_placement_that_can_never_be_met_says_so(ray_session, demo_model, make
     with (
         pytest.raises(StageLostError, match=r"labels \{'a': 'b'\}, none of the 1 nodes has them"),
         Engine.start(
-            make_plan(demo_model, (4,)), StageSettings(model_dir=str(demo_model)), cluster=labelled
+            make_plan(demo_model, (4,)),
+            StageSettings(model_dir=str(demo_model)),
+            cluster=labelled,
+            launch=RAY,
         ),
     ):
         pass
@@ -343,6 +363,7 @@ def test_a_placement_that_stays_pending_is_given_up(ray_session, demo_model, mak
                 make_plan(demo_model, (4,)),
                 StageSettings(model_dir=str(demo_model)),
                 deadlines=Deadlines(placement_s=2),
+                launch=RAY,
             ),
         ):
             pass
@@ -350,14 +371,19 @@ def test_a_placement_that_stays_pending_is_given_up(ray_session, demo_model, mak
         remove_placement_group(everything)
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
-def test_a_stop_keeps_what_is_done_and_resume_finishes_it(ray_session, plan_file, tmp_path, how):
-    """Its command starts a Ray of its own: nothing of that may stay either."""
+@pytest.mark.parametrize(
+    ("how", "backend"),
+    [(signal.SIGINT, "ray"), (signal.SIGTERM, "ray"), (signal.SIGINT, "processes")],
+)
+def test_a_stop_keeps_what_is_done_and_resume_finishes_it(
+    ray_session, plan_file, tmp_path, how, backend
+):
+    """Its command may start a Ray of its own: nothing of that may stay either."""
     plan = plan_file((4,), batch=2, gen_len=160, prompt_len=8)
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     rows = [{"prompt": "import os\n", "max_tokens": 8 if i == 0 else 160} for i in range(7)]
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = command(plan, "-i", source, "-o", out, "--ignore-eos")
+    words = command(plan, "-i", source, "-o", out, "--ignore-eos", "--backend", backend)
     process = subprocess.Popen(
         words,
         stderr=subprocess.PIPE,
