@@ -26,7 +26,7 @@ from llmpq.units import Size
 class Emulate(FileForm):
     """Make a GPU behave as a smaller one: a share of its SMs and a memory cap."""
 
-    sms: int | None = Field(default=None, gt=0)
+    sms: int | None = Field(default=None, gt=0, le=65536)
     memory: Size | None = None
 
 
@@ -39,7 +39,7 @@ class DeviceGroup(FileForm):
     """Memory of each device, instead of the table's."""
     reserve: Size = 0
     """Memory of each device that stays free for others."""
-    threads: int | None = Field(default=None, gt=0)
+    threads: int | None = Field(default=None, gt=0, le=65536)
     """Threads of a CPU stage; the field is an error on a GPU."""
     emulate: Emulate | None = None
     spec: DeviceSpec | None = None
@@ -49,8 +49,8 @@ class DeviceGroup(FileForm):
 class Link(FileForm):
     """A connection: 1e9 bits per second one way, and latency of one message."""
 
-    gbps: float = Field(gt=0)
-    latency_us: float = Field(ge=0)
+    gbps: float = Field(ge=1e-6, le=1e9)
+    latency_us: float = Field(ge=0, le=1e9)
 
     def seconds(self, num_bytes: float) -> float:
         """Return the time one message of `num_bytes` takes."""
@@ -129,7 +129,7 @@ class PlanningHints(FileForm):
     """What the cluster's author recommends for planning; command-line flags override it."""
 
     model: str | None = None
-    theta: float | None = None
+    theta: float | None = Field(default=None, ge=0, le=1e15)
     omega_file: str | None = None
     note: str = ""
 

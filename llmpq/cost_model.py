@@ -29,6 +29,9 @@ from llmpq.file_form import FileForm
 from llmpq.precision import KVPrecision, Precision
 from llmpq.workload import Dtype
 
+MAX_S = 1e9
+"""Seconds of one term: beyond it a number is a slip, and sums of many would overflow."""
+
 
 class Phase(Enum):
     """Which pass is timed."""
@@ -60,8 +63,8 @@ class Regime(FileForm):
     def _curve_ascends(self) -> Self:
         if len(self.curve) == 1 or any(a[0] >= b[0] for a, b in pairwise(self.curve)):
             raise ValueError("a curve needs at least two points of ascending new tokens")
-        if any(not seconds >= 0 for _, seconds in self.curve):
-            raise ValueError("a curve's times must be >= 0 seconds")
+        if any(not 0 <= number <= MAX_S for point in self.curve for number in point):
+            raise ValueError(f"a curve's tokens and seconds must be >= 0 and at most {MAX_S:g}")
         return self
 
     def curve_s(self, new_tokens: float) -> float:
@@ -117,9 +120,9 @@ class LatencyEntry(FileForm):
     kv: KVPrecision = KVPrecision.KV16
     dtype: Dtype
     regimes: tuple[Regime, ...] = Field(min_length=1)
-    launch_s: float = Field(default=0.0, ge=0)
+    launch_s: float = Field(default=0.0, ge=0, le=MAX_S)
     """Time the host takes to enqueue it on a GPU, where no graph does: a step takes the longer."""
-    padded_to: int = Field(default=1, ge=1)
+    padded_to: int = Field(default=1, ge=1, le=2**20)
     """Prompts of so many tokens or more take a multiple of it."""
     sampled_v: tuple[int, int] | None = None
     """Smallest and largest micro-batch that was measured; None for an estimate."""
@@ -136,8 +139,10 @@ class LatencyEntry(FileForm):
                         f"unknown term '{term}' of {self.phase.value}: "
                         f"{nearest(term, TERMS[self.phase])}terms: {', '.join(TERMS[self.phase])}"
                     )
-                if not value >= 0:
-                    raise ValueError(f"term '{term}' must be >= 0 seconds, got {value}")
+                if not 0 <= value <= MAX_S:
+                    raise ValueError(
+                        f"term '{term}' must be >= 0 seconds and at most {MAX_S:g}, got {value}"
+                    )
         return self
 
     def seconds(self, *, v: int, length: float, q_len: int = 1) -> float:
@@ -169,8 +174,8 @@ class LinkCost(FileForm):
     source_kind: str
     target_kind: str
     same_node: bool = True
-    alpha_s: float = Field(ge=0)
-    beta_s_per_byte: float = Field(ge=0)
+    alpha_s: float = Field(ge=0, le=MAX_S)
+    beta_s_per_byte: float = Field(ge=0, le=MAX_S)
 
 
 class CostModel(FileForm):

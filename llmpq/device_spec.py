@@ -18,6 +18,8 @@ from llmpq.file_form import FileForm
 from llmpq.units import Size, format_size
 
 GIB = 2**30
+MAX_RATE = 1e6
+"""Bandwidths in GB/s and rates in 1e12 per second: beyond it a number is a slip."""
 
 
 class DeviceSpec(FileForm):
@@ -25,23 +27,23 @@ class DeviceSpec(FileForm):
 
     memory: Size
     """Memory the driver reports as total."""
-    mem_gbps: float = Field(gt=0)
+    mem_gbps: float = Field(ge=1e-3, le=MAX_RATE)
     """Memory bandwidth, 1e9 bytes per second."""
-    fp16_tflops: float = Field(gt=0)
+    fp16_tflops: float = Field(ge=1e-6, le=MAX_RATE)
     """Dense 16-bit matrix rate (tensor cores where present), 1e12 per second."""
-    fp32_tflops: float | None = None
-    int8_tops: float | None = None
-    fp8_tflops: float | None = None
-    int4_tops: float | None = None
+    fp32_tflops: float | None = Field(default=None, ge=1e-6, le=MAX_RATE)
+    int8_tops: float | None = Field(default=None, ge=1e-6, le=MAX_RATE)
+    fp8_tflops: float | None = Field(default=None, ge=1e-6, le=MAX_RATE)
+    int4_tops: float | None = Field(default=None, ge=1e-6, le=MAX_RATE)
     capability: str | None = None
     """CUDA compute capability such as `8.0`; None where it is not an NVIDIA GPU."""
     context: Size = 0
     """Memory the framework takes before the first tensor (CUDA context, libraries)."""
-    matmul_efficiency: float = Field(default=0.55, gt=0, le=1)
+    matmul_efficiency: float = Field(default=0.55, ge=1e-6, le=1)
     """Share of the peak rate that large matrix products reach; used by the roofline estimate."""
-    memory_efficiency: float = Field(default=0.7, gt=0, le=1)
+    memory_efficiency: float = Field(default=0.7, ge=1e-6, le=1)
     """Share of the bandwidth that reading weights reaches; used by the roofline estimate."""
-    sms: int | None = Field(default=None, gt=0)
+    sms: int | None = Field(default=None, gt=0, le=65536)
     """Streaming multiprocessors (compute units on AMD); an emulated share is scaled by it."""
     aliases: tuple[str, ...] = ()
     """Other names of the same card, as drivers, clouds and papers spell it."""

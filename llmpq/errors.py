@@ -7,6 +7,7 @@ A plain `ValueError` is the user's input (exit code 2).
 from __future__ import annotations
 
 import difflib
+import reprlib
 from collections.abc import Iterable
 from enum import IntEnum
 
@@ -71,6 +72,14 @@ def nearest(name: str, options: Iterable[str]) -> str:
 def shortened(text: str, most: int = 80) -> str:
     """Return a text as an error shows it: what is too long to read ends in dots."""
     return text if len(text) <= most else f"{text[: most - 20]}..."
+
+
+def short_repr(value: object) -> str:
+    """Return a value as an error shows it, however many digits it has."""
+    try:
+        return reprlib.repr(value)
+    except ValueError:  # Python does not write out integers of thousands of digits
+        return "a number of thousands of digits"
 
 
 def unknown_name(what: str, name: str, options: Iterable[str]) -> ValueError:

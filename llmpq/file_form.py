@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from llmpq.errors import nearest
+from llmpq.errors import nearest, short_repr
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 """What the system says where a disk or a quota is full."""
@@ -115,10 +115,17 @@ def explain(error: ValidationError, model: type[BaseModel]) -> str:
     message = first["msg"].removeprefix("Value error, ")
     got = first.get("input")
     if place == "schema" and isinstance(got, int):
-        return f"this llmpq reads schema 1, got schema {got}; make the file anew, or update llmpq"
+        schema = short_repr(got)
+        return (
+            f"this llmpq reads schema 1, got schema {schema}; make the file anew, or update llmpq"
+        )
     if not first["loc"]:
         return message
-    shown = "" if first["type"] == "missing" or isinstance(got, (dict, list)) else f" (got {got!r})"
+    shown = (
+        ""
+        if first["type"] == "missing" or isinstance(got, (dict, list))
+        else f" (got {short_repr(got)})"
+    )
     return f"'{place}': {message}{shown}"
 
 

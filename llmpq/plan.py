@@ -6,7 +6,6 @@ A plan is a file (`plan.json`, `schema: 1`). It can be written by hand: what the
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from llmpq.device_spec import device_specs
-from llmpq.errors import BadPlanError, PlanMismatchError
+from llmpq.errors import BadPlanError, PlanMismatchError, short_repr
 from llmpq.file_form import FileForm
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
@@ -172,11 +171,11 @@ class Plan(FileForm):
             least = 0.0
             if name in SIGNED:  # nobody computes with them
                 least, most = -sys.float_info.max, sys.float_info.max
-            if not (math.isfinite(number) and least <= number <= most):
+            if not least <= number <= most:  # not a number, too
                 kind = "a whole number" if whole else "a number"
                 raise ValueError(
-                    f"'{place}': got {number}, expected {kind} from {least:g} to {most:g}; correct "
-                    "the file, or re-plan with llmpq-algo"
+                    f"'{place}': got {short_repr(number)}, expected {kind} from {least:g} to "
+                    f"{most:g}; correct the file, or re-plan with llmpq-algo"
                 )
         return self
 

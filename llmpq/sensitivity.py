@@ -6,17 +6,20 @@ omega. A group of layers has the sum of its layers' omega.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
 
 from pydantic import Field, model_validator
 
+from llmpq.errors import short_repr
 from llmpq.file_form import FileForm
 from llmpq.precision import KVPrecision, Precision
 
 REMEDY = "make one for this model with llmpq-profile indicator --model"
+
+MAX_OMEGA = 1e15
+"""Of one layer: beyond it a sum of omega loses what tells plans apart."""
 
 
 class Sensitivity(FileForm):
@@ -40,13 +43,13 @@ class Sensitivity(FileForm):
                 if len(values) != self.num_layers:
                     raise ValueError(
                         f"omega of {precision.value} has {len(values)} layers, expected "
-                        f"{self.num_layers}"
+                        f"{short_repr(self.num_layers)}"
                     )
-                wrong = [v for v in values if not 0 <= v < math.inf]
+                wrong = [v for v in values if not 0 <= v <= MAX_OMEGA]
                 if wrong:
                     raise ValueError(
-                        f"omega of {precision.value} must be finite and >= 0, got {wrong[0]}; "
-                        f"{REMEDY}"
+                        f"omega of {precision.value} must be finite and >= 0 (at most "
+                        f"{MAX_OMEGA:g}), got {wrong[0]}; {REMEDY}"
                     )
         return self
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-import reprlib
 from typing import Annotated
 
 from pydantic import BeforeValidator
+
+from llmpq.errors import short_repr
 
 _UNITS = {
     "": 1,
@@ -31,8 +32,10 @@ LEAST_BARE = 2**20
 def parse_size(value: object) -> int:
     """Return bytes from an integer or a text such as `14.8 GiB`, `40MiB`, `80 GB`."""
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        raise ValueError(f"expected a size such as '14.8 GiB' or a number of bytes, got {value!r}")
-    shown = reprlib.repr(value)
+        raise ValueError(
+            f"expected a size such as '14.8 GiB' or a number of bytes, got {short_repr(value)}"
+        )
+    shown = short_repr(value)
     if isinstance(value, str):
         match = re.fullmatch(r"\s*(-?[0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*", value)
         if match is None or match[2].lower() not in _UNITS:

@@ -6,7 +6,6 @@ left out of the file unless asked for.
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Iterator
 
 from llmpq.cluster import Device
@@ -26,6 +25,7 @@ from llmpq.planner.pipeline_time import StageTimes, job_time, stage_times, sum_o
 from llmpq.planner.positions import positions_note
 from llmpq.planner.problem import Problem
 from llmpq.precision import Precision
+from llmpq.version import __version__
 
 
 def build_plan(p: Problem, outcome: Outcome, *, model_path: str | None = None) -> Plan:
@@ -143,7 +143,7 @@ def _solver_report(p: Problem, outcome: Outcome) -> SolverReport:
         value=outcome.value,
         bound=outcome.bound,
         gap=outcome.gap,
-        version=outcome.version or importlib.metadata.version("llmpq"),
+        version=outcome.version or __version__,
         sensitivity=p.sensitivity.indicator,
         note="; ".join(filter(None, (outcome.note, positions_note(p.spec, p.workload)))),
     )

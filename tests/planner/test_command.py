@@ -254,3 +254,23 @@ def _timed(command: list[str]) -> float:
     start = time.perf_counter()
     subprocess.run(command, capture_output=True, check=True, cwd=ROOT)
     return time.perf_counter() - start
+
+
+def test_it_plans_from_a_checkout_that_is_not_installed() -> None:
+    """No metadata of an installed llmpq, and the repository only as the working directory."""
+    code = (
+        "import importlib.metadata as m, sys\n"
+        "found = m.version\n"
+        "def version(name):\n"
+        "    if name == 'llmpq':\n"
+        "        raise m.PackageNotFoundError(name)\n"
+        "    return found(name)\n"
+        "m.version = version\n"
+        "from llmpq.planner.__main__ import main\n"
+        "sys.exit(main('--devices 4090 --model opt-125m --global_bz 2 --s 16 --n 4'.split()))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert "opt-125m on RTX-4090" in done.stdout
