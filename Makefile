@@ -1,13 +1,19 @@
 # make demo   set up, profile this machine, plan the bundled model over two unequal stages, run the plan
-# make test   every test tier that this machine can run
+# make test         every test tier that this machine can run; two processes at once where tests are
+#                   independent (make test WORKERS= for one)
+# make test-quick   what needs no torch, and one model on the CPU: a minute, for people at work
 # make lint   ruff and mypy          make clean   remove what make made
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 OUT := out/demo
+WORKERS := -n 2 --dist loadfile
+TIMES := .test-seconds
+# Runs $(2), and notes the seconds it took as tier $(1).
+timed = start=$$(date +%s); $(2) && echo "$(1) $$(($$(date +%s) - start))" >> $(TIMES)
 
-.PHONY: demo test test-cpu test-interpret test-compile test-cluster lint clean setup
+.PHONY: demo test test-quick test-cpu test-interpret test-compile test-cluster lint clean setup
 setup: $(VENV)/.installed
 
 # torch first and pinned: an unpinned install pulls gigabytes of CUDA on a machine without a GPU.
@@ -25,17 +31,22 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: setup
 	$(BIN)/python examples/demo.py --out $(OUT)
 
+# Threads of torch spin while another process has their core: one each where two processes test.
+# A file's tests stay together: they share models and, in `cluster`, one Ray.
 test: test-cpu test-interpret test-compile test-cluster
+	@echo "every tier passed; seconds: $$(cat $(TIMES) | tr '\n' ' ')"; rm -f $(TIMES)
 
 # `gpu` tests skip themselves with the reason where there is no CUDA device.
 test-cpu: setup
-	$(BIN)/python -m pytest -q -m "not interpret and not compile and not cluster"
+	$(call timed,cpu,OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(WORKERS) -m "not interpret and not compile and not cluster")
 test-interpret: setup
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -m interpret
+	$(call timed,interpret,OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -q $(WORKERS) -m interpret)
 test-compile: setup
-	$(BIN)/python -m pytest -q -m compile
+	$(call timed,compile,$(BIN)/python -m pytest -q $(WORKERS) -m compile)
 test-cluster: setup
-	$(BIN)/python -m pytest -q -m cluster
+	$(call timed,cluster,$(BIN)/python -m pytest -q -m cluster)
+test-quick: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(WORKERS) -m quick
 
 lint: setup
 	$(BIN)/ruff check .
@@ -43,4 +54,4 @@ lint: setup
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(TIMES) out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -15,6 +15,20 @@ settings.load_profile("seeded")
 VOCAB, HIDDEN, LAYERS, POSITIONS = 199, 64, 3, 128
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Import no file for `-m quick` that has no quick test: torch alone takes seconds."""
+    if config.option.markexpr != "quick" or not collection_path.name.startswith("test_"):
+        return None
+    text = collection_path.read_text(encoding="utf-8")
+    return None if "mark.pure" in text or "mark.quick" in text else True
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Count as quick what is pure and not slow."""
+    if item.get_closest_marker("pure") and not item.get_closest_marker("slow"):
+        item.add_marker("quick")
+
+
 def _config(kind: str) -> Any:
     """Return a transformers config: shapes that differ where mistakes hide."""
     import transformers

@@ -24,7 +24,7 @@ from llmpq.planner.problem import Objective, Problem
 from llmpq.planner.random_problems import random_problem
 from llmpq.planner.request import make_problem
 
-pytestmark = pytest.mark.pure
+pytestmark = [pytest.mark.pure, pytest.mark.slow]
 
 CLUSTERS = Path(__file__).resolve().parents[2] / "clusters"
 LIMIT_S = 1.0

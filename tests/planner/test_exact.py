@@ -40,6 +40,7 @@ def _exact(p: Problem, gap: float = 1e-9) -> Outcome | None:
         return None
 
 
+@pytest.mark.slow
 def test_exact_is_brute_force_on_tiny_problems() -> None:
     infeasible = 0
     for seed in range(100):
@@ -53,6 +54,7 @@ def test_exact_is_brute_force_on_tiny_problems() -> None:
     assert 0 < infeasible < 50
 
 
+@pytest.mark.slow
 def test_exact_is_the_integer_program_on_500_problems() -> None:
     for seed in range(1000, 1500):
         p = _problem(seed, layers=(3, 6), kinds=(1, 2), devices=(1, 2), batch=2)
@@ -194,6 +196,7 @@ def test_chains_of_few_devices_are_brute_force() -> None:
     assert solved >= 20
 
 
+@pytest.mark.slow
 def test_splitting_parts_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """With no patience every part is split by the range of D and P; the optimum is the same."""
     monkeypatch.setattr(exact_search, "PATIENCE", (0, 0, 0))

@@ -74,6 +74,7 @@ def _covered(plan: tuple[float, float], points: Points, width: float) -> bool:
     )
 
 
+@pytest.mark.slow
 def test_whole_front_is_brute_force() -> None:
     solved, between = 0, 0
     for seed in range(30):

@@ -348,6 +348,7 @@ def _restricted(seed: int) -> Problem:
     return p.with_changes(offered=own, theta=rng.choice([0.0, p.theta]))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error")
 def test_restricted_layers_are_planned_as_well_as_by_trying_everything() -> None:
     solved = 0
@@ -383,6 +384,7 @@ def test_no_method_gives_a_layer_what_it_may_not_have() -> None:
     assert min(solved[m] for m in ("exact", "ilp", "heuristic", "adabits")) > 10
 
 
+@pytest.mark.slow
 def test_the_front_of_layers_that_have_no_choice_is_one_sum_of_omega() -> None:
     seeds = (seed for seed in range(40) if brute_force(_restricted(seed))[1] is not None)
     for seed in list(seeds)[:4]:

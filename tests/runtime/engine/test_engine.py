@@ -19,7 +19,7 @@ from llmpq.runtime.request import MicroBatch, Request, StepKind
 from llmpq.runtime.sampling_params import TokenChoice
 from llmpq.runtime.weights.sources import CheckpointSource
 
-pytestmark = pytest.mark.cpu
+pytestmark = [pytest.mark.cpu, pytest.mark.quick]
 KINDS = ("opt", "bloom", "llama", "qwen3", "mixtral")
 
 

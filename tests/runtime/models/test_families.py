@@ -12,7 +12,7 @@ from llmpq.runtime.models.layers import Attention
 from llmpq.runtime.models.tensor_names import embedding_shapes, head_shapes, layer_shapes
 from llmpq.runtime.step import Step
 
-pytestmark = pytest.mark.cpu
+pytestmark = [pytest.mark.cpu, pytest.mark.quick]
 KINDS = ("opt", "bloom", "llama", "qwen3", "mixtral")
 
 
