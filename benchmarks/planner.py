@@ -1,13 +1,15 @@
 """Times and compares the planner on the paper's clusters; rows go to results/planner.jsonl.
 
     python benchmarks/planner.py times     whole commands, 11 clusters, both objectives
+    python benchmarks/planner.py times --against DIR    beside another checkout, in turn
     python benchmarks/planner.py methods   every method's plan on every cluster, scored alike
     python benchmarks/planner.py scale     clusters larger than the paper's
     python benchmarks/planner.py real      predicted against measured time of four real plans
     python benchmarks/planner.py random    exact against the integer program on random problems
 
 Rows: `planner` seconds of a whole command (process start included), `planner_gap` its proven gap,
-`planner_ratio` a method's objective (simulated time + theta * sum omega) over exact's.
+`planner_against` its seconds over another tree's, `planner_ratio` a method's objective (simulated
+time + theta * sum omega) over exact's.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import os
 import random
 import resource
 import statistics
@@ -81,16 +84,19 @@ def scale_flags(case: str) -> list[str]:
 
 
 def run_command(
-    flags: list[str], repeats: int
+    flags: list[str], repeats: int, root: Path = ROOT
 ) -> tuple[list[float], list[float], dict[str, float]]:
-    """Run `llmpq-algo` in its own process; return wall seconds, CPU seconds, solver report."""
+    """Run a tree's `llmpq-algo` in its own process; return wall and CPU seconds, solver report."""
     seconds, cpu = [], []
+    environment = {**os.environ, "PYTHONPATH": str(root)}
     with tempfile.TemporaryDirectory() as folder:
         plan = Path(folder) / "plan.json"
         command = [sys.executable, "-m", "llmpq.planner", *flags, "-o", str(plan)]
         for _ in range(repeats):
             start, used = time.perf_counter(), cpu_seconds()
-            subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+            subprocess.run(
+                command, cwd=root, env=environment, check=True, stdout=subprocess.DEVNULL
+            )
             seconds.append(time.perf_counter() - start)
             cpu.append(cpu_seconds() - used)
         return seconds, cpu, json.loads(plan.read_text())["solver"]
@@ -129,6 +135,51 @@ def bench_times(repeats: int, noisy: bool) -> None:
             )
         mean = sum(medians) / len(medians)
         print(f"{objective}: mean {mean:.2f} s, max {max(medians):.2f} s, gap <= {max(gaps):.1e}")
+
+
+def bench_against(other: Path, repeats: int, noisy: bool) -> None:
+    """Time the commands of this tree and of another in turn, so that both meet the same load."""
+    for objective in ("paper", "makespan"):
+        for number in MODELS:
+            flags = cluster_flags(number, objective)
+            ours: list[float] = []
+            theirs: list[float] = []
+            cpu: list[tuple[float, float]] = []
+            for _ in range(repeats):
+                new, new_cpu, solver = run_command(flags, 1)
+                old, old_cpu, before = run_command(flags, 1, other)
+                ours, theirs = ours + new, theirs + old
+                cpu.append((new_cpu[0], old_cpu[0]))
+            case = {"cluster": f"{number:02d}", "objective": objective, "method": "exact"}
+            row = write_row(
+                FILE,
+                bench="planner_against",
+                case={**case, "other": described(other)},
+                unit="x",
+                samples=[one / two for one, two in zip(ours, theirs, strict=True)],
+                baselines={
+                    "seconds": statistics.median(ours),
+                    "other_seconds": statistics.median(theirs),
+                    "cpu_s": statistics.median(one for one, _ in cpu),
+                    "other_cpu_s": statistics.median(two for _, two in cpu),
+                    "value": solver["value"],
+                    "other_value": before["value"],
+                },
+                noisy=noisy,
+            )
+            base = row["baselines"]
+            print(
+                f"{number:02d} {objective:8s} {row['value']:.2f}x: {base['seconds']:.2f} s, before "
+                f"{base['other_seconds']:.2f}; CPU {base['cpu_s']:.2f}, {base['other_cpu_s']:.2f}; "
+                f"value {solver['value']:.9g}, {before['value']:.9g}",
+                flush=True,
+            )
+
+
+def described(tree: Path) -> str:
+    """Return the commit of another tree."""
+    command = ["git", "describe", "--always", "--dirty"]
+    return subprocess.run(command, cwd=tree, capture_output=True, text=True, check=True).stdout[:-1]
 
 
 def bench_scale(repeats: int, noisy: bool) -> None:
@@ -255,10 +306,13 @@ def main() -> None:
     parser.add_argument("--time-limit", type=float, default=60.0, help="of each method")
     parser.add_argument("--count", type=int, default=500, help="random problems")
     parser.add_argument("--noisy", action="store_true", help="the machine was busy: mark the rows")
+    parser.add_argument("--against", type=Path, help="another checkout, for `times`")
     validation = ROOT / "benchmarks" / "data" / "llmpq_cluster3_e2e_validation.csv"
     parser.add_argument("--measured", type=Path, default=validation, help="CSV of stage times")
     args = parser.parse_args()
-    if args.part == "times":
+    if args.against is not None:
+        bench_against(args.against.resolve(), args.repeats, args.noisy)
+    elif args.part == "times":
         bench_times(args.repeats, args.noisy)
     elif args.part == "scale":
         bench_scale(args.repeats, args.noisy)
