@@ -85,8 +85,10 @@ def add_model(group: argparse._ArgumentGroup) -> None:
 
 
 def add_cluster(group: argparse._ArgumentGroup) -> None:
-    """Add the ways to describe devices."""
-    _flag(group, "--devices", help="devices of one machine, such as 4090,3090:2,cpu")
+    """Add the ways to describe devices; without any, this machine's."""
+    _flag(
+        group, "--devices", help="devices of one machine, such as 4090,3090:2,cpu (default: here)"
+    )
     _flag(group, "--cluster", help="cluster YAML: several machines, links, reserves")
     _flag(group, "--device-names", nargs="+", help="paper's form: T4 V100, one node per kind")
     _flag(group, "--device-numbers", nargs="+", type=int, help="paper's form: 3 1")

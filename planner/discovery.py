@@ -7,26 +7,24 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from itertools import groupby
 from typing import Any
 
 import yaml
 
 from llmpq.cluster import Cluster
-from llmpq.device_spec import device_specs, known_kind
+from llmpq.device_spec import device_specs
 from llmpq.ray_address import require_ray
+from llmpq.this_machine import MIB, Gpu, kind_of, read_gpus, read_host, visible
 from llmpq.units import format_size
-
-MIB = 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """A device of this machine; `kind` is None when the table does not know it."""
+    """Equal devices of this machine; `kind` is None when the table does not know them."""
 
     reported: str
     kind: str | None
@@ -37,54 +35,19 @@ class Found:
 
 def local_devices() -> list[Found]:
     """Return this machine's GPUs, or its CPU when it has none."""
-    gpus = _nvidia_smi()
-    return gpus or [_cpu()]
+    host = read_host()
+    return grouped(visible(read_gpus())) or [
+        Found(reported=host.reported, kind="CPU", count=1, memory_bytes=host.total_bytes)
+    ]
 
 
-def _nvidia_smi() -> list[Found]:
-    query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
-    except (FileNotFoundError, subprocess.TimeoutExpired):
-        return []
-    return parse_smi(done.stdout) if done.returncode == 0 else []
-
-
-def parse_smi(text: str) -> list[Found]:
-    """Read nvidia-smi's `name, MiB` lines; equal neighbours become one entry with a count."""
-    found: list[Found] = []
-    for line in text.strip().splitlines():
-        name, _, mib = line.rpartition(",")
-        memory = int(mib) * MIB if mib.strip().isdigit() else None
-        kind = kind_of(name.strip(), memory)
-        if found and (found[-1].reported, found[-1].memory_bytes) == (name.strip(), memory):
-            last = found.pop()
-            found.append(
-                Found(
-                    reported=last.reported,
-                    kind=last.kind,
-                    count=last.count + 1,
-                    memory_bytes=last.memory_bytes,
-                )
-            )
-        else:
-            found.append(Found(reported=name.strip(), kind=kind, count=1, memory_bytes=memory))
-    return found
-
-
-def kind_of(reported: str, memory_bytes: int | None = None) -> str | None:
-    """Return the table's kind for a driver's or Ray's name; the memory tells versions apart."""
-    return known_kind(reported, memory_bytes) or known_kind(reported.split(" (")[0], memory_bytes)
-
-
-def _cpu() -> Found:
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    name = "CPU"
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            name = line.partition(":")[2].strip()
-            break
-    return Found(reported=name, kind="CPU", count=1, memory_bytes=memory)
+def grouped(gpus: Sequence[Gpu]) -> list[Found]:
+    """Return GPUs as entries with a count: equal neighbours become one."""
+    alike = groupby(gpus, key=lambda gpu: (gpu.reported, gpu.kind, gpu.total_bytes))
+    return [
+        Found(reported=name, kind=kind, count=len(list(members)), memory_bytes=memory)
+        for (name, kind, memory), members in alike
+    ]
 
 
 def cluster_yaml(found: list[Found]) -> str:
@@ -95,7 +58,7 @@ def cluster_yaml(found: list[Found]) -> str:
             continue
         group: dict[str, Any] = {"kind": device.kind, "count": device.count}
         if device.kind == "CPU":
-            group["threads"] = os.cpu_count() or 1
+            group["threads"] = read_host().threads
         if device.memory_bytes is not None:
             group["memory"] = f"{device.memory_bytes // MIB} MiB"
         groups.append(group)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from llmpq.cluster import Cluster
 from llmpq.cost_model import CostModel
+from llmpq.costs_cache import cache_folder, cached_costs
 from llmpq.device_list import read_devices
 from llmpq.errors import nearest, shortened
 from llmpq.memory import Quantization
@@ -25,6 +26,7 @@ from llmpq.planner.roofline import estimate_costs
 from llmpq.planner.stored_precisions import has_weights, offered, stored_layers
 from llmpq.precision import K_PADDING, WEIGHT_ONLY, KVPrecision, Precision, default_outliers
 from llmpq.sensitivity import Sensitivity
+from llmpq.this_machine import NAME, assumed, this_machine
 from llmpq.units import parse_size
 from llmpq.workload import Workload
 
@@ -81,7 +83,7 @@ def read_cluster(args: argparse.Namespace) -> Cluster:
             "--device-numbers out"
         )
     ways = (args.devices, args.cluster, args.device_names, args.from_ray)
-    if sum(way is not None for way in ways) != 1:
+    if sum(way is not None for way in ways) > 1:
         raise ValueError(
             "give the devices in one way: --devices 4090,3090:2,cpu, --cluster FILE, "
             "--device-names with --device-numbers, or --from-ray"
@@ -98,7 +100,7 @@ def read_cluster(args: argparse.Namespace) -> Cluster:
             limits.whole(f"--device-numbers: {name}", number, limits.MAX_DEVICES)
         cluster = Cluster.from_counts(args.device_names, numbers)
     else:
-        cluster = Cluster.load(args.cluster)
+        cluster = this_machine() if args.cluster is None else Cluster.load(args.cluster)
     reserve = getattr(args, "reserve", None)
     return cluster if reserve is None else with_reserve(cluster, _reserve_bytes(reserve))
 
@@ -139,7 +141,7 @@ def make_problem(args: argparse.Namespace) -> tuple[Problem, str | None, list[st
     if dtype == "auto":
         cpus = all(d.spec.is_cpu for d in cluster.devices)
         dtype = "float32" if cpus else spec.dtype
-    profile = None if args.costs is None else read_costs(args.costs, spec)
+    profile, remarks = _measured(args, cluster, spec)
     omega = _omega_path(args, cluster, spec)
     listed = read_omega(omega, spec) if omega else None
     asked = None if args.bits is None else parse_bits(args.bits)
@@ -186,10 +188,25 @@ def make_problem(args: argparse.Namespace) -> tuple[Problem, str | None, list[st
         offered=layers,
     )
     _require_groups_agree(problem)
-    notes = assumed_of_devices(args) + ([too_long] if too_long else [])
+    notes = remarks + assumed_of_devices(args) + ([too_long] if too_long else [])
     notes += [] if listed else [GENERIC_NOTE]
     notes += costs.unprofiled(cluster.devices) + costs.warnings(cluster.devices, workload)
     return problem, path, notes
+
+
+def _measured(
+    args: argparse.Namespace, cluster: Cluster, spec: ModelSpec
+) -> tuple[CostModel | None, list[str]]:
+    """Return the costs of `--costs`; for this machine, else, those that a run has kept."""
+    if args.costs is not None:
+        return read_costs(args.costs, spec), []
+    if cluster.name != NAME:
+        return None, []
+    kept, notes = cached_costs(spec.fingerprint(), {d.profile_kind for d in cluster.devices})
+    notes += assumed(cluster)
+    if kept is not None:
+        notes.append(f"costs measured here before: {cache_folder() / spec.fingerprint()}")
+    return kept, notes
 
 
 def _offered(

@@ -33,8 +33,8 @@ planner, planner/exact, planner/export (one level)
 
 profiler/timing, profiler/quality, profiler/quantize <- profiler/cli <- profiler/__main__
 
-runtime/pending, runtime/request, runtime/sampling_params, runtime/step, runtime/trace, \
-runtime/upload (one level)
+runtime/auto_plan, runtime/pending, runtime/request, runtime/sampling_params, runtime/step, \
+runtime/trace, runtime/upload (one level)
 runtime/step <- runtime/models, runtime/weights, runtime/cache (one level) <- runtime/drafts
 runtime/drafts <- runtime/backends <- runtime/engine <- runtime/launch <- runtime/llm
 runtime/step <- runtime/links <- runtime/engine
@@ -51,6 +51,8 @@ ON_FIRST_USE = {
     ("llmpq", "runtime/llm"),
     ("llmpq", "planner/make"),
     ("runtime/llm", "planner/make"),
+    ("runtime/auto_plan", "planner/make_plan"),
+    ("runtime/auto_plan", "planner/discovery"),
 }
 """The few imports upward: the front door, and the one place where a run asks for a plan."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,13 +25,15 @@ from llmpq.file_form import replace_text
 from llmpq.model_spec import ModelSpec
 from llmpq.output_paths import check_files, naming, require_folder
 from llmpq.plan import Plan
+from llmpq.precision import KVPrecision
+from llmpq.runtime.auto_plan import DEFAULT_NEW_TOKENS, Lengths, plan_for
 from llmpq.runtime.cli.plan_file import load_plan
 from llmpq.runtime.cli.run_flags import check_flags, deadlines_of, declare, defaults_of, launch_of
 from llmpq.runtime.cli.speculation_choice import choose_speculation
 from llmpq.runtime.engine.mailbox import Finished
 from llmpq.runtime.engine.scheduler import Limits
 from llmpq.runtime.launch.engine import Engine, Update
-from llmpq.runtime.launch.planned_kv import with_kv
+from llmpq.runtime.launch.planned_kv import AUTO, with_kv
 from llmpq.runtime.launch.stage_host import LOCAL_HOST, meeting_host
 from llmpq.runtime.launch.stage_settings import StageSettings, limits_of
 from llmpq.runtime.report.job_report import JobResult, build_report, print_summary
@@ -64,26 +67,28 @@ class Job:
 def main(args: argparse.Namespace) -> int:
     """Run a batch file through a plan; returns the exit code."""
     check_flags(args)
-    plan = load_plan(args.plan)
-    model_dir = args.model or plan.model.path
+    plan = None if args.plan is None else load_plan(args.plan)
+    model_dir = args.model or (plan.model.path if plan is not None else None)
     if model_dir is None:
         raise ValueError("the plan names no model directory; give one with --model DIR")
     spec = ModelSpec.from_directory(model_dir)
-    plan.require_model(spec)
-    plan = with_kv(plan, spec, args.kv_cache_dtype)
-    cluster = None
-    if args.cluster is not None:
-        cluster = Cluster.load(args.cluster)
-        plan.require_cluster(cluster.name, cluster.fingerprint())
+    cluster = None if args.cluster is None else Cluster.load(args.cluster)
+    if plan is not None:
+        plan.require_model(spec)
+        plan = with_kv(plan, spec, args.kv_cache_dtype)
+        if cluster is not None:
+            plan.require_cluster(cluster.name, cluster.fingerprint())
     check_files(
         {"--input": args.input, "--strat_file_name": args.plan, "--cluster": args.cluster},
         {"--output": args.output, "--trace": args.trace, "--report": args.report},
     )
-    if args.layer_cache is not None and meeting_host(None, plan, cluster) == LOCAL_HOST:
-        require_folder("--layer-cache", args.layer_cache)  # elsewhere the stages look
     rows = read_rows(args.input, defaults_of(args))
     done = finished_lines(args.output, rows) if args.resume else {}
     tokenizer = Tokenizer(model_dir)
+    if plan is None:
+        plan = _made_plan(args, model_dir, rows, tokenizer, cluster)
+    if args.layer_cache is not None and meeting_host(None, plan, cluster) == LOCAL_HOST:
+        require_folder("--layer-cache", args.layer_cache)  # elsewhere the stages look
     job = make_job(plan, spec, rows, tokenizer, skip=done)
     settings = _settings(args, plan)  # before the output file is touched
     with OrderedWriter(args.output, len(rows), done=done) as writer:
@@ -98,6 +103,46 @@ def main(args: argparse.Namespace) -> int:
         sys.stderr.write(f"{_failed(job)}; see their 'error' in {args.output}\n")
         return ExitCode.SOME_ROWS_FAILED
     return ExitCode.DONE
+
+
+def _made_plan(
+    args: argparse.Namespace,
+    model_dir: str,
+    rows: Sequence[Row],
+    tokenizer: Tokenizer,
+    cluster: Cluster | None,
+) -> Plan:
+    """Plan for the rows and the devices there are, and show the plan."""
+    lengths = lengths_of(rows, tokenizer, ModelSpec.from_directory(model_dir))
+    kv = KVPrecision.KV16 if args.kv_cache_dtype == AUTO else KVPrecision.parse(args.kv_cache_dtype)
+    made = plan_for(
+        model_dir, lengths, cluster=cluster, from_ray=args.from_ray, kv=kv, profile=args.profile
+    )
+    if not args.json and sys.stdout is not None:
+        sys.stdout.write(f"{lengths.text()}\n{made.text(shutil.get_terminal_size((110, 0))[0])}\n")
+        sys.stdout.flush()
+    return made.plan
+
+
+def lengths_of(rows: Sequence[Row], tokenizer: Tokenizer, spec: ModelSpec) -> Lengths:
+    """Return the lengths of the rows that the model can serve."""
+    prompts, new_tokens = [], []
+    for row in rows:
+        try:
+            length = len(_tokens(row, tokenizer)) if row.error is None else 0
+        except ValueError:
+            continue
+        wanted = row.max_tokens or DEFAULT_NEW_TOKENS
+        if length > 0 and length + wanted - 1 <= spec.max_positions:
+            prompts.append(length)
+            new_tokens.append(wanted)
+    return Lengths(prompts=prompts or [1], new_tokens=new_tokens or [1])
+
+
+def _tokens(row: Row, tokenizer: Tokenizer) -> list[int]:
+    if row.messages:
+        return tokenizer.encode_chat(row.messages)
+    return tokenizer.encode(row.prompt) if isinstance(row.prompt, str) else list(row.prompt)
 
 
 def _why_nothing(job: Job, num_done: int) -> str:
@@ -143,12 +188,7 @@ def make_job(
 def _request(
     row: Row, plan: Plan, spec: ModelSpec, limits: Limits, tokenizer: Tokenizer
 ) -> Request:
-    if row.messages:
-        tokens = tokenizer.encode_chat(row.messages)
-    elif isinstance(row.prompt, str):
-        tokens = tokenizer.encode(row.prompt)
-    else:
-        tokens = list(row.prompt)
+    tokens = _tokens(row, tokenizer)
     if tokens and max(tokens) >= spec.vocab:
         raise ValueError(f"token {max(tokens)} is not in the vocabulary of {spec.vocab}")
     request = Request(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 
+from llmpq.runtime.auto_plan import DEFAULT_NEW_TOKENS
+from llmpq.runtime.cli.flags_without_effect import refuse_idle
 from llmpq.runtime.cli.speculation_choice import add_speculation_arguments
 from llmpq.runtime.launch.launcher import (
     BACKEND_HELP,
@@ -23,8 +25,9 @@ def declare(parser: argparse.ArgumentParser) -> None:
     """Declare the flags of `run`."""
     job = parser.add_argument_group("job")
     job.add_argument(
-        "--strat_file_name", "--plan", dest="plan", required=True, metavar="PLAN",
-        help="plan.json of llmpq-algo; the .json may be left out",
+        "--strat_file_name", "--plan", dest="plan", metavar="PLAN",
+        help="plan.json of llmpq-algo; the .json may be left out (default: plan for the devices "
+        "there are)",
     )  # fmt: skip
     job.add_argument("--model", metavar="DIR", help="model directory (default: the plan's)")
     job.add_argument("-i", "--input", required=True, metavar="FILE", help="prompts")
@@ -33,7 +36,19 @@ def declare(parser: argparse.ArgumentParser) -> None:
         "--kv-cache-dtype", "--kv_cache_dtype", default=AUTO, metavar="KV",
         help="kv16, kv8, kv4 or kv2 (int8, int4, int2) instead of what the plan says",
     )  # fmt: skip
-    job.add_argument("--cluster", metavar="YAML", help="check that the plan was made for it")
+    job.add_argument(
+        "--cluster", metavar="YAML",
+        help="check that the plan was made for it; without a plan: plan for its devices",
+    )  # fmt: skip
+    job.add_argument(
+        "--from-ray", "--from_ray", nargs="?", const="auto", metavar="ADDRESS",
+        help="without a plan: plan for the devices of this Ray (default address: auto) and run "
+        "there",
+    )  # fmt: skip
+    job.add_argument(
+        "--profile", action="store_true",
+        help="without a plan: measure this machine first; the costs are kept for later runs",
+    )  # fmt: skip
     job.add_argument(
         "--resume", action="store_true", help="keep the rows that --output has, run the others"
     )
@@ -49,7 +64,7 @@ def _add_sampling(group: argparse._ArgumentGroup) -> None:
     defaults = Defaults()
     group.add_argument(
         "--max_tokens", "--max-tokens", "--max_tokens_to_generate", type=int, metavar="N",
-        help="new tokens a row (default: the plan's)",
+        help=f"new tokens a row (default: the plan's, without a plan {DEFAULT_NEW_TOKENS})",
     )  # fmt: skip
     group.add_argument("--temperature", type=float, default=defaults.temperature, help="0: greedy")
     group.add_argument("--top-k", "--top_k", type=int, metavar="K", help="default: all tokens")
@@ -92,7 +107,12 @@ def _add_launch(group: argparse._ArgumentGroup) -> None:
 
 
 def check_flags(args: argparse.Namespace) -> None:
-    """`ValueError` for a value no row could be served with."""
+    """`ValueError` for a value no row could be served with, and for flags without effect."""
+    if args.plan is None:
+        _check_planning(args)
+    else:
+        given = {"--from-ray": args.from_ray is not None, "--profile": args.profile}
+        refuse_idle(given, "with a plan", "give no plan")
     if args.max_tokens is not None and args.max_tokens < 1:
         raise ValueError(
             f"--max_tokens must be at least 1, got {args.max_tokens}; leave it out for the plan's"
@@ -111,6 +131,24 @@ def check_flags(args: argparse.Namespace) -> None:
     })  # fmt: skip
 
 
+def _check_planning(args: argparse.Namespace) -> None:
+    """Check the flags of a run that makes its plan itself."""
+    if args.model is None:
+        raise ValueError(
+            "give --model DIR to plan for the devices there are, or --strat_file_name PLAN to run "
+            "a plan of llmpq-algo"
+        )
+    if args.from_ray is not None and args.cluster is not None:
+        raise ValueError("give the devices in one way: --from-ray or --cluster")
+    if args.from_ray is not None and args.profile:
+        raise ValueError(
+            "--profile measures this machine, --from-ray plans for others: leave --profile out, or "
+            "run llmpq-profile on each node and plan with llmpq-algo --costs"
+        )
+    if args.from_ray is not None and args.ray_address not in (None, args.from_ray):
+        raise ValueError("--from-ray and --ray-address name two Rays; leave --ray-address out")
+
+
 def check_timeouts(seconds: Mapping[str, float]) -> None:
     """`ValueError` for a flag whose seconds nothing can wait."""
     for flag, limit_s in seconds.items():
@@ -125,7 +163,7 @@ def launch_of(args: argparse.Namespace) -> Launch:
     """Return where the stages meet."""
     return Launch(
         backend=args.backend,
-        ray_address=args.ray_address or ("auto" if args.no_auto else None),
+        ray_address=args.ray_address or args.from_ray or ("auto" if args.no_auto else None),
         master_addr=args.master_addr,
         master_port=args.master_port,
     )
@@ -141,7 +179,7 @@ def deadlines_of(args: argparse.Namespace) -> Deadlines:
 def defaults_of(args: argparse.Namespace) -> Defaults:
     """Return what a row gets that says nothing else."""
     return Defaults(
-        max_tokens=args.max_tokens,
+        max_tokens=args.max_tokens or (DEFAULT_NEW_TOKENS if args.plan is None else None),
         temperature=args.temperature,
         top_k=args.top_k,
         top_p=args.top_p,

@@ -10,9 +10,18 @@ import yaml
 from llmpq.cluster import Cluster
 from llmpq.planner import discovery
 from llmpq.planner.__main__ import main
-from llmpq.planner.discovery import cluster_of_nodes, cluster_yaml, kind_of, parse_smi
+from llmpq.planner.discovery import Found, cluster_of_nodes, cluster_yaml, grouped
+from llmpq.this_machine import kind_of, parse_gpus
 
 pytestmark = pytest.mark.pure
+
+
+def gpus(*cards: tuple[str, int | str]) -> list[Found]:
+    """Return what is found where nvidia-smi lists these names and MiB."""
+    lines = [
+        f"{i}, GPU-{i}, {name}, {mib}, {mib}, 570.1, 8.0" for i, (name, mib) in enumerate(cards)
+    ]
+    return grouped(parse_gpus("\n".join(lines)))
 
 
 @pytest.mark.parametrize(
@@ -36,7 +45,7 @@ def test_drivers_names_are_known(reported: str, mib: int, kind: str | None) -> N
 
 
 def test_smi_lines_become_groups_and_a_cluster() -> None:
-    found = parse_smi("Tesla T4, 15360\nTesla T4, 15360\nNVIDIA H200, 143771\n")
+    found = gpus(("Tesla T4", 15360), ("Tesla T4", 15360), ("NVIDIA H200", 143771))
     assert [(f.kind, f.count) for f in found] == [("T4", 2), ("H200", 1)]
     text = cluster_yaml(found)
     cluster = Cluster.parse_data(yaml.safe_load(text), where="test")
@@ -47,7 +56,7 @@ def test_smi_lines_become_groups_and_a_cluster() -> None:
 def test_a_gpu_that_shares_the_hosts_memory_is_listed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = parse_smi("NVIDIA GB10, [N/A]\nNVIDIA T4, [N/A]\n")
+    found = gpus(("NVIDIA GB10", "[N/A]"), ("NVIDIA T4", "[N/A]"))
     assert [(f.kind, f.memory_bytes) for f in found] == [(None, None), ("T4", None)]
     cluster = Cluster.parse_data(yaml.safe_load(cluster_yaml(found)), where="test")
     assert [d.name for d in cluster.devices] == ["T4-0"], "its memory is the table's"

@@ -55,8 +55,8 @@ ERRORS = {
         2,
         "llmpq-algo: --model is missing: a Hugging Face directory, or a name such as opt-30b\n",
     ),
-    "no devices": (
-        ["--model", "opt-13b"],
+    "two ways to give devices": (
+        ["--model", "opt-13b", "--devices", "4090", "--from-ray"],
         2,
         "llmpq-algo: give the devices in one way: --devices 4090,3090:2,cpu, --cluster FILE, "
         "--device-names with --device-numbers, or --from-ray\n",

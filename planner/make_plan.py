@@ -1,0 +1,184 @@
+"""A plan from values: a model directory, the devices, the job. What a run without a plan asks for.
+
+Without `bits`, layers keep the precision they are stored in where they fit; where they do not, they
+give up as little as they must: a plan may lower no layer from 8 to 4 bits unless that halves the
+job's time (`_careful_theta`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from llmpq.cluster import Cluster
+from llmpq.cost_model import CostModel
+from llmpq.errors import DoesNotFitError
+from llmpq.memory import Quantization
+from llmpq.model_spec import ModelSpec
+from llmpq.plan import Plan
+from llmpq.planner.costs import CostBook
+from llmpq.planner.make import Answer, Wish, answer
+from llmpq.planner.positions import positions_note
+from llmpq.planner.problem import Problem
+from llmpq.planner.request import default_bits, generic_sensitivity
+from llmpq.planner.roofline import estimate_costs
+from llmpq.planner.stored_precisions import offered, stored_layers
+from llmpq.precision import Precision
+from llmpq.workload import Workload
+
+TIME_LIMIT_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class MadePlan:
+    """A plan and what to say about it."""
+
+    plan: Plan
+    seconds: float
+    notes: tuple[str, ...]
+
+    def with_notes(self, notes: Sequence[str]) -> MadePlan:
+        """Return it with more to say."""
+        return replace(self, notes=(*notes, *self.notes))
+
+    def text(self, width: int = 110) -> str:
+        """Return the plan's table as `llmpq-algo` prints it, and the notes."""
+        from io import StringIO
+
+        from rich.console import Console
+
+        from llmpq.planner.report import print_plan
+
+        console = Console(file=StringIO(), width=width)
+        print_plan(console, self.plan, seconds=self.seconds)
+        for note in self.notes:
+            console.print(f"note: {note}", highlight=False, soft_wrap=True, markup=False)
+        text: str = console.file.getvalue()  # type: ignore[attr-defined]
+        return text
+
+
+def make_plan(
+    model_dir: str | Path,
+    cluster: Cluster,
+    workload: Workload,
+    *,
+    costs: CostModel | None = None,
+    bits: Sequence[Precision] | None = None,
+    windows: Sequence[int] = (),
+    time_limit_s: float = TIME_LIMIT_S,
+) -> MadePlan:
+    """Return a plan of a job on the devices of a cluster; `DoesNotFitError` says what is short.
+
+    `costs`: measured, of some kinds of device or all; the others are estimated. `windows`: batch
+    sizes that will do instead of the workload's, best first: the first that fits is taken.
+    """
+    spec = ModelSpec.from_directory(model_dir)
+    stored = stored_layers(str(model_dir), spec)
+    layers = () if stored is None else offered(stored, bits)
+    wish = Wish(
+        method="exact",
+        time_limit_s=time_limit_s,
+        gap=1e-6,
+        backend="highs",
+        budget=None,
+        kvs=(workload.kv,),
+    )
+
+    def solved(choices: Sequence[Precision], theta: float, batch: int) -> Answer:
+        work = workload.model_copy(update={"batch": batch})
+        problem = _problem(spec, cluster, work, costs, choices, theta, layers)
+        return answer(problem, wish, str(Path(model_dir)))
+
+    ways = _ways(solved, spec, bits, layers, default_bits(None, costs, cluster))
+    best = _first_that_fits(ways, windows or (workload.batch,))
+    work, book = best.problem.workload, best.problem.costs
+    notes = [positions_note(spec, work), best.outcome.note]
+    notes += book.unprofiled(cluster.devices) + book.warnings(cluster.devices, work)
+    return MadePlan(
+        plan=best.plan,
+        seconds=best.outcome.seconds,
+        notes=tuple(note for note in notes if note),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Way:
+    """One way to choose precisions, and the smallest window for which it is worth taking."""
+
+    solve: Callable[[int], Answer]
+    least_window: int = 1
+
+
+def _ways(
+    solved: Callable[[Sequence[Precision], float, int], Answer],
+    spec: ModelSpec,
+    bits: Sequence[Precision] | None,
+    layers: Sequence[Sequence[Precision]],
+    usual: Sequence[Precision],
+) -> list[_Way]:
+    """Return how precisions may be chosen, best first."""
+    if layers:
+        stored = tuple(p for p in Precision if any(p in own for own in layers))
+        return [_Way(solve=lambda batch: solved(stored, 0.0, batch))]
+    if bits is not None:
+        return [_Way(solve=lambda batch: solved(bits, 1.0, batch))]
+
+    def least_loss(batch: int) -> Answer:
+        quick = solved(usual, 1.0, batch).plan.predicted
+        assert quick is not None, "the planner always predicts"
+        return solved(usual, _careful_theta(spec, quick.total_s), batch)
+
+    own = [_Way(solve=lambda batch: solved((Precision.W16A16,), 0.0, batch), least_window=8)]
+    return (own if Precision.W16A16 in usual else []) + [_Way(solve=least_loss)]
+
+
+def _first_that_fits(ways: Sequence[_Way], windows: Sequence[int]) -> Answer:
+    refusal: DoesNotFitError | None = None
+    for way in ways:
+        for batch in windows:
+            if batch < min(way.least_window, windows[0]):
+                continue
+            try:
+                return way.solve(batch)
+            except DoesNotFitError as error:
+                refusal = error
+    assert refusal is not None, "there is a window at least"
+    raise refusal
+
+
+def _careful_theta(spec: ModelSpec, total_s: float) -> float:
+    """Seconds per unit of omega at which a layer's step from 8 to 4 bits costs the whole job."""
+    return spec.num_layers * total_s
+
+
+def _problem(
+    spec: ModelSpec,
+    cluster: Cluster,
+    workload: Workload,
+    costs: CostModel | None,
+    choices: Sequence[Precision],
+    theta: float,
+    layers: tuple[tuple[Precision, ...], ...],
+) -> Problem:
+    kvs = (workload.kv,)
+    quantization = Quantization()
+    estimate = estimate_costs(
+        spec,
+        cluster.devices,
+        dtype=workload.dtype,
+        precisions=choices,
+        kvs=kvs,
+        quantization=quantization,
+    )
+    return Problem(
+        spec=spec,
+        cluster=cluster,
+        workload=workload,
+        choices=tuple(choices),
+        sensitivity=generic_sensitivity(spec, choices, kvs),
+        costs=CostBook(estimate=estimate, profile=costs),
+        theta=theta,
+        quantization=quantization,
+        offered=layers,
+    )

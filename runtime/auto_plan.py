@@ -1,0 +1,156 @@
+"""A plan for a run that was given none: which devices, what job, at what cost.
+
+Devices: this machine's, a running Ray's, or a cluster's that the caller has. Job: read off the
+rows. Costs: measured here before (kept in the user's cache directory), or estimated. The planner is
+imported when a plan is asked for, not before.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from llmpq.cluster import Cluster
+from llmpq.cost_model import CostModel
+from llmpq.costs_cache import cache_folder, cached_costs, store_costs
+from llmpq.errors import ExitCode, StageLostError
+from llmpq.model_spec import ModelSpec
+from llmpq.precision import KVPrecision
+from llmpq.this_machine import assumed, this_machine
+from llmpq.workload import Dtype, Workload
+
+if TYPE_CHECKING:
+    from llmpq.planner.make_plan import MadePlan
+
+DEFAULT_NEW_TOKENS = 64
+"""New tokens of a row that does not say, where no plan does either."""
+MAX_WINDOW = 256
+"""Rows of a job that are planned to be under way at once; the others follow as these end."""
+MAX_CPU_WINDOW = 32
+_MIDDLE, _MOST = 0.5, 0.95
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lengths:
+    """Tokens of the rows of a job: of each prompt, and what each may generate."""
+
+    prompts: Sequence[int]
+    new_tokens: Sequence[int]
+
+    def text(self) -> str:
+        """Return the rows' number and the quantiles of their lengths."""
+        return (
+            f"{len(self.prompts)} rows, prompts of {_quantiles(self.prompts)} tokens, "
+            f"{_quantiles(self.new_tokens)} new ones"
+        )
+
+
+def workload_of(lengths: Lengths, *, dtype: Dtype, window: int, kv: KVPrecision) -> Workload:
+    """Return the job that holds every row: the longest prompt, the longest prompt with its answer.
+
+    Times are predicted for answers that 95 % of the rows stay within.
+    """
+    longest = max(lengths.prompts)
+    whole = max(p + n for p, n in zip(lengths.prompts, lengths.new_tokens, strict=True))
+    usual = quantile(lengths.new_tokens, _MOST)
+    return Workload(
+        batch=min(len(lengths.prompts), window),
+        prompt_len=longest,
+        gen_len=max(1, whole - longest, usual),
+        kv=kv,
+        dtype=dtype,
+    )
+
+
+def quantile(values: Sequence[int], share: float) -> int:
+    """Return the least value that a share of the values does not exceed."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, max(0, -int(-share * len(ordered) // 1) - 1))]
+
+
+def plan_for(
+    model_dir: str | Path,
+    lengths: Lengths,
+    *,
+    cluster: Cluster | None = None,
+    from_ray: str | None = None,
+    kv: KVPrecision = KVPrecision.KV16,
+    profile: bool = False,
+) -> MadePlan:
+    """Return a plan for rows of these lengths on the devices there are, and what to say about it.
+
+    The devices are `cluster`'s, those of the Ray at `from_ray`, or this machine's. `profile`
+    measures this machine's first and keeps the costs.
+    """
+    spec = ModelSpec.from_directory(model_dir)
+    devices = cluster or devices_of(from_ray)
+    on_cpu = all(device.spec.is_cpu for device in devices.devices)
+    dtype: Dtype = "float32" if on_cpu else spec.dtype
+    work = workload_of(lengths, dtype=dtype, window=MAX_CPU_WINDOW if on_cpu else MAX_WINDOW, kv=kv)
+    return plan_job(model_dir, devices, work, profile=profile)
+
+
+def plan_job(
+    model_dir: str | Path, cluster: Cluster, work: Workload, *, profile: bool = False
+) -> MadePlan:
+    """Return a plan of a job on a cluster's devices; a batch that does not fit is halved."""
+    from llmpq.planner.make_plan import make_plan
+
+    spec = ModelSpec.from_directory(model_dir)
+    if profile:
+        store_costs(measure(model_dir, cluster, work.dtype))
+    kinds = {device.profile_kind for device in cluster.devices}
+    costs, notes = cached_costs(spec.fingerprint(), kinds)
+    if costs is not None:
+        notes.append(f"costs measured here before: {cache_folder() / spec.fingerprint()}")
+    made = make_plan(model_dir, cluster, work, costs=costs, windows=halved(work.batch))
+    return made.with_notes([*assumed(cluster), *notes])
+
+
+def halved(batch: int) -> list[int]:
+    """Return a batch and what is left of it by halving, down to one."""
+    sizes = [batch]
+    while sizes[-1] > 1:
+        sizes.append(sizes[-1] // 2)
+    return sizes
+
+
+def devices_of(from_ray: str | None) -> Cluster:
+    """Return the devices of the Ray at an address, else this machine's."""
+    if from_ray is None:
+        return this_machine()
+    from llmpq.planner.discovery import cluster_from_ray
+
+    return cluster_from_ray(from_ray)
+
+
+def measure(model_dir: str | Path, cluster: Cluster, dtype: Dtype) -> CostModel:
+    """Return costs of a model on this machine's devices, measured by llmpq-profile."""
+    with tempfile.TemporaryDirectory(prefix="llmpq-profile-") as name:
+        described, measured = Path(name) / "cluster.yaml", Path(name) / "costs.json"
+        # JSON is YAML.
+        described.write_text(json.dumps(cluster.model_dump(mode="json", by_alias=True)))
+        command = [
+            sys.executable, "-m", "llmpq.profiler", "--model", str(model_dir),
+            "--cluster", str(described), "--dtype", dtype, "--quick", "-o", str(measured),
+        ]  # fmt: skip
+        done = subprocess.run(command, stdout=sys.stderr, check=False)
+        if done.returncode not in (ExitCode.DONE, ExitCode.SOME_ROWS_FAILED):
+            raise StageLostError(
+                f"--profile: llmpq-profile ended with code {done.returncode}, its reason stands "
+                "above; leave --profile out to plan with estimated costs"
+            )
+        return CostModel.load_json(measured)
+
+
+def _quantiles(values: Sequence[int]) -> str:
+    low, high, most = quantile(values, _MIDDLE), quantile(values, _MOST), max(values)
+    if low == most:
+        return str(most)
+    return f"{low} (half of them), {high} (95 %) and at most {most}"
