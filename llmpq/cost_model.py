@@ -64,7 +64,7 @@ class Regime(FileForm):
         if len(self.curve) == 1 or any(a[0] >= b[0] for a, b in pairwise(self.curve)):
             raise ValueError("a curve needs at least two points of ascending new tokens")
         if any(not 0 <= number <= MAX_S for point in self.curve for number in point):
-            raise ValueError(f"a curve's tokens and seconds must be >= 0 and at most {MAX_S:g}")
+            raise ValueError(f"a curve must be >= 0 tokens, >= 0 seconds and at most {MAX_S:g}")
         return self
 
     def curve_s(self, new_tokens: float) -> float:

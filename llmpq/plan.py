@@ -18,6 +18,7 @@ from llmpq.errors import BadPlanError, PlanMismatchError, short_repr
 from llmpq.file_form import FileForm
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
+from llmpq.plan_inputs import PlanInputs
 from llmpq.precision import Precision
 from llmpq.workload import Workload
 
@@ -27,6 +28,9 @@ MAX_COUNT, MAX_BYTES, MAX_FLOAT = 2**24, 2**60, 1e15
 """Most a plan may say of anything it counts; of bytes; of seconds, rates and shares."""
 SIGNED = ("value", "bound", "gap", "sum_omega")
 """What may be below zero: a solver's objective and what it is made of."""
+
+SIZES = ("memory", "context")
+"""Bytes, as cluster files name them."""
 
 
 class ModelRef(FileForm):
@@ -160,6 +164,8 @@ class Plan(FileForm):
     stages: tuple[StagePlan, ...] = Field(min_length=1)
     speculation: Speculation | None = None
     predicted: Predicted | None = None
+    inputs: PlanInputs | None = None
+    """The entries the prediction was computed from; `llmpq-algo check` needs no other file."""
     solver: SolverReport = SolverReport(method="hand", status="hand-written")
 
     @model_validator(mode="after")
@@ -167,7 +173,8 @@ class Plan(FileForm):
         for place, number in _numbers(self.model_dump(mode="json", by_alias=True), ""):
             name = place.rpartition(".")[2]
             whole = isinstance(number, int)
-            most = (MAX_BYTES if name.endswith("_bytes") else MAX_COUNT) if whole else MAX_FLOAT
+            size = name.endswith("_bytes") or name in SIZES
+            most = (MAX_BYTES if size else MAX_COUNT) if whole else MAX_FLOAT
             least = 0.0
             if name in SIGNED:  # nobody computes with them
                 least, most = -sys.float_info.max, sys.float_info.max

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, PlainSerializer
 
 from llmpq.errors import short_repr
 
@@ -66,5 +66,10 @@ def format_size(num_bytes: float) -> str:
     return f"{sign}{size:.1f} TiB"
 
 
-Size = Annotated[int, BeforeValidator(parse_size)]
+def _written(num_bytes: int) -> int | str:
+    """Return a size as a file holds it: few bytes with their unit, or they would be asked back."""
+    return num_bytes if num_bytes == 0 or num_bytes >= LEAST_BARE else f"{num_bytes} B"
+
+
+Size = Annotated[int, BeforeValidator(parse_size), PlainSerializer(_written)]
 """A number of bytes in a file form; texts with units are accepted."""

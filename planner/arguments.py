@@ -20,7 +20,7 @@ Plan which layers of a model run on which device at which precision.
 
 commands (bare flags mean `plan`):
   plan      make a plan (default)
-  check     check a plan against a model and a cluster
+  check     check a plan, by the entries it carries or against a cluster
   export    write a plan as another engine's settings
   devices   list this machine's devices, or every known card
 """
@@ -182,7 +182,7 @@ def check_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="llmpq-algo check", allow_abbrev=False)
     parser.add_argument("plan", help="plan JSON")
     add_model(parser.add_argument_group("model, if not the plan's own"))
-    add_cluster(parser.add_argument_group("devices it should fit"))
+    add_cluster(parser.add_argument_group("devices it should fit, if not those it was made for"))
     return parser
 
 

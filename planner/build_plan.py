@@ -22,6 +22,7 @@ from llmpq.plan import (
 )
 from llmpq.planner.outcome import Assignment, Outcome, Stage
 from llmpq.planner.pipeline_time import StageTimes, job_time, stage_times, sum_omega
+from llmpq.planner.plan_entries import used_inputs
 from llmpq.planner.positions import positions_note
 from llmpq.planner.problem import Problem
 from llmpq.precision import Precision
@@ -54,6 +55,13 @@ def build_plan(p: Problem, outcome: Outcome, *, model_path: str | None = None) -
         decode_microbatch=a.decode_microbatch,
         stages=stages,
         predicted=_predicted(p, a, times, devices),
+        inputs=used_inputs(
+            p.spec,
+            p.cluster,
+            p.costs,
+            p.workload,
+            [(d, s.precisions) for d, s in zip(devices, stages, strict=True)],
+        ),
         solver=_solver_report(p, outcome),
     )
 

@@ -1,53 +1,119 @@
 """Checks a plan against the nouns, sharing no code with any solver.
 
-Recomputes every layer's device, every stage's bytes and every time from the plan file, the model,
-the cluster and the costs; a plan that passes can be run. Used on every plan the command writes.
+Recomputes every layer's device, every stage's bytes and every time: from the entries that the plan
+carries alone, and from a cluster and costs where they are given. A plan that passes can be run.
+Used on every plan the command writes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from llmpq.cluster import Cluster, Device
-from llmpq.cost_model import Phase
+from llmpq.cost_model import Part, Phase
 from llmpq.errors import BadPlanError, DoesNotFitError
 from llmpq.memory import stage_memory
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
+from llmpq.plan_inputs import PlanInputs
 from llmpq.planner.costs import CostBook
+from llmpq.planner.plan_entries import used_inputs
 from llmpq.planner.speculation import round_bytes
+from llmpq.precision import Precision
 from llmpq.units import format_size
 
 RELATIVE_TOLERANCE = 1e-6
 """Sums in another order differ in the last bits; a wrong layer differs by far more."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Recomputed:
+    """A plan's times, written out a second time."""
+
+    prefill_s: float
+    decode_s: float
+    stage_prefill_s: tuple[float, ...]
+    stage_decode_s: tuple[float, ...]
+
+    @property
+    def total_s(self) -> float:
+        """Time of the whole job."""
+        return self.prefill_s + self.decode_s
+
+
 def check_plan(plan: Plan, *, spec: ModelSpec, cluster: Cluster, costs: CostBook | None) -> None:
-    """Raise `BadPlanError`, `PlanMismatchError` or `DoesNotFitError` unless all is well."""
+    """Raise `BadPlanError`, `PlanMismatchError` or `DoesNotFitError` unless all is well.
+
+    The devices are the cluster's, the times the costs'; then the plan's own entries are checked.
+    """
     plan.require_model(spec)
     plan.require_cluster(cluster.name, cluster.fingerprint())
-    covered = [i for stage in plan.stages for i in range(*stage.layers)]
-    if covered != list(range(spec.num_layers)):
-        raise BadPlanError(f"layers are run as {covered}, expected each of {spec.num_layers} once")
     devices = [_device(cluster, stage.device, stage.profile_kind) for stage in plan.stages]
-    for position, device in enumerate(devices):
-        _check_memory(plan, spec, position, device)
-    if costs is not None and plan.predicted is not None:
-        total = recomputed_seconds(plan, spec, cluster, devices, costs)
-        if abs(total - plan.predicted.total_s) > RELATIVE_TOLERANCE * total:
+    _check_layers_and_memory(plan, spec, devices)
+    if costs is not None:
+        precisions = [stage.precisions for stage in plan.stages]
+        stages = list(zip(devices, precisions, strict=True))
+        inputs = used_inputs(spec, cluster, costs, plan.workload, stages)
+        _check_times(plan, recomputed(plan, inputs))
+    if plan.inputs is not None:
+        check_alone(plan)
+
+
+def check_alone(plan: Plan) -> Recomputed | None:
+    """Check a plan by the entries it carries; return its times, None where it predicts none."""
+    inputs = plan.inputs
+    if inputs is None:
+        raise BadPlanError(
+            "the plan carries no device, link and cost entries (an older llmpq made it, or a "
+            "hand): re-plan with llmpq-algo, or name the devices with --cluster or --devices"
+        )
+    plan.require_model(inputs.model)
+    names = [device.name for device in inputs.devices]
+    stages = [stage.device for stage in plan.stages]
+    if names != stages:
+        raise BadPlanError(
+            f"the plan carries entries of devices {', '.join(names)}, its stages are on "
+            f"{', '.join(stages)}; re-plan with llmpq-algo"
+        )
+    devices = [entry.device() for entry in inputs.devices]
+    for stage, device in zip(plan.stages, devices, strict=True):
+        _require_kind(device, stage.device, stage.profile_kind, "its entry")
+        if stage.memory is not None and stage.memory.limit_bytes != device.limit_bytes:
             raise BadPlanError(
-                f"the plan predicts {plan.predicted.total_s:.6f} s, its own stages take "
-                f"{total:.6f} s; re-plan with llmpq-algo"
+                f"stage {stage.device}: the plan states a limit of {stage.memory.limit_bytes} "
+                f"bytes, its entry has {device.limit_bytes}; re-plan with llmpq-algo"
             )
+    _check_layers_and_memory(plan, inputs.model, devices)
+    if plan.predicted is None:
+        return None
+    try:
+        times = recomputed(plan, inputs)
+    except ValueError as error:
+        raise BadPlanError(f"{error}; re-plan with llmpq-algo") from None
+    _check_times(plan, times)
+    return times
 
 
 def _device(cluster: Cluster, name: str, profile_kind: str) -> Device:
     device = cluster.device(name)
+    _require_kind(device, name, profile_kind, "the cluster")
+    return device
+
+
+def _require_kind(device: Device, name: str, profile_kind: str, where: str) -> None:
     if device.profile_kind != profile_kind:
         raise BadPlanError(
-            f"stage {name}: the plan has a {profile_kind}, the cluster a {device.profile_kind}"
+            f"stage {name}: the plan has a {profile_kind}, {where} a {device.profile_kind}"
         )
-    return device
+
+
+def _check_layers_and_memory(plan: Plan, spec: ModelSpec, devices: Sequence[Device]) -> None:
+    covered = [i for stage in plan.stages for i in range(*stage.layers)]
+    if covered != list(range(spec.num_layers)):
+        raise BadPlanError(f"layers are run as {covered}, expected each of {spec.num_layers} once")
+    for position, device in enumerate(devices):
+        _check_memory(plan, spec, position, device)
 
 
 def _check_memory(plan: Plan, spec: ModelSpec, position: int, device: Device) -> None:
@@ -83,53 +149,104 @@ def _check_memory(plan: Plan, spec: ModelSpec, position: int, device: Device) ->
         )
 
 
-def recomputed_seconds(
-    plan: Plan, spec: ModelSpec, cluster: Cluster, devices: Sequence[Device], costs: CostBook
-) -> float:
-    """Return the plan's makespan from its stages, written out a second time."""
-    work, eta, xi = plan.workload, plan.prefill_microbatch, plan.decode_microbatch
-    last = len(devices) - 1
-    tp, td, hp, hd = [], [], [], []
-    hidden = spec.hidden * work.dtype_bytes
-    for j, (stage, device) in enumerate(zip(plan.stages, devices, strict=True)):
-        scale = costs.factor(device)
-        prefill = [
-            costs.entry(device, "layer", Phase.PREFILL, work, b).seconds(
-                v=eta, length=work.prompt_len
-            )
-            for b in stage.precisions
-        ]
-        decode = [_mean(costs, device, "layer", plan, xi, b) for b in stage.precisions]
-        for part, here in (("embedding", j == 0), ("head", j == last)):
-            if here:
-                entry = costs.entry(device, part, Phase.PREFILL, work)  # type: ignore[arg-type]
-                prefill.append(entry.seconds(v=eta, length=work.prompt_len))
-                decode.append(_mean(costs, device, part, plan, xi))
-        tp.append(sum(prefill) * scale)
-        td.append(sum(decode) * scale)
-        if j < last:
-            hp.append(costs.hop_s(cluster, device, devices[j + 1], eta * work.prompt_len * hidden))
-            hd.append(costs.hop_s(cluster, device, devices[j + 1], xi * hidden))
-    mp, md, n = -(-work.batch // eta), -(-work.batch // xi), work.gen_len
-    ring = [costs.hop_s(cluster, devices[-1], devices[0], v * 8.0) for v in (eta, xi)]
-    rp, rd = ring if last else (0.0, 0.0)
-    if n == 1:
-        return (mp - 1) * max(tp + hp) + sum(tp) + sum(hp)
-    total = (mp - 1) * max([*tp, *hp, rp]) + sum(tp) + sum(hp)
-    slowest = max(td + hd + ([rd] if n > 2 else []))
-    through = sum(td) + sum(hd)
-    total += rp + through + (md - 1) * slowest
-    return total + (n - 2) * max(md * slowest, through + rd)
-
-
-def _mean(
-    costs: CostBook, device: Device, part: str, plan: Plan, xi: int, b: object = None
-) -> float:
-    """Mean of a decode entry over t = 1..n-1."""
+def _check_times(plan: Plan, times: Recomputed) -> None:
+    """Refuse a plan that predicts other times than its entries give."""
+    told = plan.predicted
+    if told is None:
+        return
+    if _differ(told.total_s, times.total_s):
+        raise BadPlanError(
+            f"the plan predicts {told.total_s:.6f} s, its own stages take {times.total_s:.6f} s; "
+            "re-plan with llmpq-algo"
+        )
     work = plan.workload
-    args = () if b is None else (b,)
-    entry = costs.entry(device, part, Phase.DECODE, work, *args)  # type: ignore[arg-type]
-    steps = range(1, work.gen_len)
-    if not steps:
-        return 0.0
-    return sum(entry.seconds(v=xi, length=work.prompt_len + t) for t in steps) / len(steps)
+    rate = work.batch * work.gen_len / times.total_s
+    pairs: list[tuple[str, float | None, float]] = [
+        ("prefill", told.prefill_s, times.prefill_s),
+        ("decode", told.decode_s, times.decode_s),
+        ("tokens/s", told.output_tokens_per_s, rate),
+    ]
+    for j, stage in enumerate(plan.stages):
+        pairs += [
+            (f"stage {stage.device}'s prefill", stage.prefill_s, times.stage_prefill_s[j]),
+            (f"stage {stage.device}'s decode", stage.decode_s, times.stage_decode_s[j]),
+        ]
+    for what, stated, found in pairs:
+        if stated is not None and _differ(stated, found):
+            raise BadPlanError(
+                f"the plan states {stated:.6g} for {what}, its entries give {found:.6g}; re-plan "
+                "with llmpq-algo"
+            )
+
+
+def _differ(stated: float, found: float) -> bool:
+    return not abs(stated - found) <= RELATIVE_TOLERANCE * max(abs(found), 1e-12)
+
+
+def recomputed(plan: Plan, inputs: PlanInputs) -> Recomputed:
+    """Return the plan's times from its stages and entries; `ValueError` if an entry is missing."""
+    work, eta, xi = plan.workload, plan.prefill_microbatch, plan.decode_microbatch
+    hidden = inputs.model.hidden * work.dtype_bytes
+    last, n = len(plan.stages) - 1, work.gen_len
+    tp, td = _stage_times(plan, inputs)
+    hops = [
+        inputs.link(a.device, b.device)
+        for a, b in zip(plan.stages[:-1], plan.stages[1:], strict=True)
+    ]
+    sizes = (eta * work.prompt_len * hidden, xi * hidden)
+    prefill_way, decode_way = (sum(link.seconds(size) for link in hops) for size in sizes)
+    prefill_busy, decode_busy = ([link.busy_s(size) for link in hops] for size in sizes)
+    rp = rd = busy_rp = busy_rd = 0.0
+    if last:
+        ring = inputs.link(plan.stages[-1].device, plan.stages[0].device)
+        rp, rd = ring.seconds(eta * 8), ring.seconds(xi * 8)
+        busy_rp, busy_rd = ring.busy_s(eta * 8), ring.busy_s(xi * 8)
+    mp, md = -(-work.batch // eta), -(-work.batch // xi)
+    slowest_prefill = max([*tp, *prefill_busy, *([busy_rp] if n > 1 else [])])
+    prefill = (mp - 1) * slowest_prefill + sum(tp) + prefill_way + (rp if n > 1 else 0.0)
+    decode = 0.0
+    if n > 1:
+        slowest = max([*td, *decode_busy, *([busy_rd] if n > 2 else [])])
+        through = sum(td) + decode_way
+        decode = through + (md - 1) * slowest + (n - 2) * max(md * slowest, through + rd)
+    return Recomputed(
+        prefill_s=prefill, decode_s=decode, stage_prefill_s=tuple(tp), stage_decode_s=tuple(td)
+    )
+
+
+def _stage_times(plan: Plan, inputs: PlanInputs) -> tuple[list[float], list[float]]:
+    """Return each stage's time of one prefill and of one mean decode micro-batch."""
+    sizes: Mapping[Phase, int] = {
+        Phase.PREFILL: plan.prefill_microbatch,
+        Phase.DECODE: plan.decode_microbatch,
+    }
+    known: dict[tuple[object, ...], float] = {}
+
+    def seconds(kind: str, part: Part, phase: Phase, precision: Precision) -> float:
+        key = (kind, part, phase, precision)
+        if key not in known:
+            entry = inputs.cost(kind, part, phase, precision, plan.workload.kv)
+            lengths = _lengths(plan, phase)
+            times = (entry.seconds(v=sizes[phase], length=length) for length in lengths)
+            known[key] = sum(times) / len(lengths) if lengths else 0.0
+        return known[key]
+
+    found: dict[Phase, list[float]] = {phase: [] for phase in sizes}
+    for j, (stage, device) in enumerate(zip(plan.stages, inputs.devices, strict=True)):
+        kind = device.profile_kind
+        for phase, column in found.items():
+            total = sum(seconds(kind, "layer", phase, b) for b in stage.precisions)
+            if j == 0:
+                total += seconds(kind, "embedding", phase, Precision.W16A16)
+            if j == len(plan.stages) - 1:
+                total += seconds(kind, "head", phase, Precision.W16A16)
+            column.append(total * device.time_factor)
+    return found[Phase.PREFILL], found[Phase.DECODE]
+
+
+def _lengths(plan: Plan, phase: Phase) -> Sequence[int]:
+    """Return the prompt's length, or the cache's at each decode step t = 1..n-1."""
+    start = plan.workload.prompt_len
+    if phase is Phase.PREFILL:
+        return (start,)
+    return range(start + 1, start + plan.workload.gen_len)

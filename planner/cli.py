@@ -41,12 +41,27 @@ def _plan(args: argparse.Namespace) -> None:
 
 def _check(args: argparse.Namespace) -> None:
     from llmpq.plan import Plan
-    from llmpq.planner.check import check_plan
-    from llmpq.planner.request import model_of_plan, read_cluster
+    from llmpq.planner.check import check_alone, check_plan
+    from llmpq.planner.request import model_of_plan, names_devices, read_cluster
 
     plan = Plan.load(args.plan)
-    check_plan(plan, spec=model_of_plan(args, plan), cluster=read_cluster(args), costs=None)
+    alone = plan.inputs is not None
+    if names_devices(args) or not alone:
+        if not names_devices(args):
+            raise ValueError(
+                f"'{args.plan}' carries no device, link and cost entries (an older llmpq made it, "
+                "or a hand): name the devices it should fit with --cluster or --devices"
+            )
+        check_plan(plan, spec=model_of_plan(args, plan), cluster=read_cluster(args), costs=None)
+    elif args.model or args.model_name or args.model_size:
+        model_of_plan(args, plan)
+    times = check_alone(plan) if alone else None
     sys.stdout.write(f"{args.plan}: {len(plan.stages)} stages, complete, fits\n")
+    if times is not None:
+        sys.stdout.write(
+            f"recomputed from its own entries: {times.total_s:.3f} s (prefill "
+            f"{times.prefill_s:.3f}, decode {times.decode_s:.3f})\n"
+        )
 
 
 def _export(args: argparse.Namespace) -> None:

@@ -15,6 +15,35 @@ from llmpq.errors import nearest
 from llmpq.precision import KVPrecision, Precision
 from llmpq.workload import Workload
 
+OCCUPYING_SHARE = 1.0
+"""Share of a link's latency that keeps sender, link or receiver from anything else."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkTerms:
+    """A message of b bytes takes delay + handshake + b * per_byte seconds.
+
+    During all but the delay it occupies its way.
+    """
+
+    delay_s: float
+    handshake_s: float
+    per_byte_s: float
+
+    @classmethod
+    def split(cls, latency_s: float, per_byte_s: float) -> LinkTerms:
+        """Return the terms of a link whose latency was measured as a whole."""
+        handshake = OCCUPYING_SHARE * latency_s
+        return cls(delay_s=latency_s - handshake, handshake_s=handshake, per_byte_s=per_byte_s)
+
+    def busy_s(self, num_bytes: float) -> float:
+        """Return for how long a message occupies its way."""
+        return self.handshake_s + self.per_byte_s * num_bytes
+
+    def seconds(self, num_bytes: float) -> float:
+        """Return the time until a message has arrived."""
+        return self.delay_s + self.busy_s(num_bytes)
+
 
 @dataclass(frozen=True, kw_only=True)
 class CostBook:
@@ -98,16 +127,20 @@ class CostBook:
             mean_decode_s(head, work, xi) * factor,
         )
 
+    def link(self, cluster: Cluster, source: Device, target: Device) -> LinkTerms:
+        """Return what messages between two devices cost, measured if they were."""
+        same_node = source.node == target.node
+        cost = self.profile and self.profile.link(
+            source.profile_kind, target.profile_kind, same_node=same_node
+        )
+        if cost:
+            return LinkTerms.split(cost.alpha_s, cost.beta_s_per_byte)
+        link = cluster.link(source, target)
+        return LinkTerms.split(link.latency_us * 1e-6, 8 / (link.gbps * 1e9))
+
     def hop_s(self, cluster: Cluster, source: Device, target: Device, num_bytes: float) -> float:
         """Time of one message between two devices, measured if it was."""
-        same_node = source.node == target.node
-        for model in (self.profile,):
-            cost = model and model.link(
-                source.profile_kind, target.profile_kind, same_node=same_node
-            )
-            if cost:
-                return cost.alpha_s + cost.beta_s_per_byte * num_bytes
-        return cluster.link(source, target).seconds(num_bytes)
+        return self.link(cluster, source, target).seconds(num_bytes)
 
     def warnings(self, devices: tuple[Device, ...], work: Workload) -> list[str]:
         """Name the device kinds whose shapes lie outside what was sampled."""

@@ -67,12 +67,20 @@ def model_of_plan(args: argparse.Namespace, plan: Plan) -> ModelSpec:
         spec, _ = read_model(args)
     elif plan.model.path and Path(plan.model.path).is_dir():
         spec = ModelSpec.from_directory(plan.model.path)
+    elif plan.inputs is not None:
+        spec = plan.inputs.model
     elif plan.model.name in builtin_configs():
         spec = ModelSpec.by_name(plan.model.name)
     else:
         raise ValueError(f"the plan's model '{plan.model.name}' is not here; give --model DIR")
     plan.require_model(spec)
     return spec
+
+
+def names_devices(args: argparse.Namespace) -> bool:
+    """Whether any flag says which devices there are."""
+    ways = (args.devices, args.cluster, args.device_names, args.device_numbers, args.from_ray)
+    return any(way is not None for way in ways)
 
 
 def read_cluster(args: argparse.Namespace) -> Cluster:

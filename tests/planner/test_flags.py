@@ -29,8 +29,8 @@ def test_a_plan_is_checked_against_its_own_model(
 ) -> None:
     out = tmp_path / "plan.json"
     assert _run(capsys, *SMALL, "-o", str(out))[0] == 0
-    text = f"{out}: 1 stages, complete, fits\n"
-    assert _run(capsys, "check", str(out), *DEVICES) == (0, text, "")
+    code, text, err = _run(capsys, "check", str(out), *DEVICES)
+    assert (code, err) == (0, "") and text.startswith(f"{out}: 1 stages, complete, fits\n")
     assert _run(capsys, "check", str(out), *DEVICES, "--model", "opt-125m")[0] == 4
 
 
@@ -44,6 +44,8 @@ def test_a_plan_is_checked_against_the_directory_it_names(
     plan = Plan.load(out)
     gone = plan.model.model_copy(update={"path": str(tmp_path / "gone")})
     plan.model_copy(update={"model": gone}).save_json(out)
+    assert _run(capsys, "check", str(out), *cluster)[0] == 0, "by the shapes that it carries"
+    plan.model_copy(update={"model": gone, "inputs": None}).save_json(out)
     code, _, err = _run(capsys, "check", str(out), *cluster)
     text = "llmpq-algo: the plan's model 'demo-7m' is not here; give --model DIR\n"
     assert (code, err) == (2, text)
