@@ -1,4 +1,4 @@
-"""A plan as other engines' settings, with what they cannot express said."""
+"""A plan as other engines' settings, with what they cannot express said; one file per engine."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from pathlib import Path
 
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
-from llmpq.planner.export.checkpoints import compressed_tensors, gptqmodel
-from llmpq.planner.export.launchers import llamacpp, sglang, vllm
-from llmpq.planner.export.maps import accelerate
+from llmpq.planner.export.accelerate import accelerate
+from llmpq.planner.export.compressed_tensors import compressed_tensors
+from llmpq.planner.export.gptqmodel import gptqmodel
+from llmpq.planner.export.llamacpp import llamacpp
 from llmpq.planner.export.result import Exported
+from llmpq.planner.export.sglang import sglang
+from llmpq.planner.export.vllm import vllm
 from llmpq.planner.request import model_of_plan
 
 WRITERS: dict[str, Callable[[Plan, ModelSpec], Exported]] = {

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
+from functools import lru_cache
+from importlib import resources
 from itertools import groupby
+from typing import Any
 
+import yaml
+
+from llmpq.memory import Quantization
+from llmpq.model_spec import builtin_ids
 from llmpq.plan import Plan
 from llmpq.precision import KVPrecision, Precision
 
@@ -15,6 +23,25 @@ class Exported:
 
     text: str
     not_expressed: tuple[str, ...]
+
+
+@lru_cache(maxsize=1)
+def engine_flags() -> dict[str, Any]:
+    """Return the engines' flags, with the version they are of and where they were read."""
+    text = resources.files("llmpq.planner.export").joinpath("engine_flags.yaml").read_text()
+    flags: dict[str, Any] = yaml.safe_load(text)
+    return flags
+
+
+def model_id(plan: Plan) -> str:
+    """Return the plan's model directory, else its id as Hugging Face spells it."""
+    ids = builtin_ids().get(plan.model.name)
+    return plan.model.path or (ids[0] if ids else plan.model.name)
+
+
+def quoted(text: str) -> str:
+    """Return a word of a shell command."""
+    return shlex.quote(text)
 
 
 def layer_counts(plan: Plan) -> list[int]:
@@ -30,11 +57,29 @@ def by_precision(plan: Plan) -> dict[Precision, list[int]]:
     return dict(sorted(table.items(), key=lambda item: -item[0].weight_bits))
 
 
+def quantised(plan: Plan, engine: str) -> dict[Precision, list[int]]:
+    """Return the layers at each quantised precision; `ValueError` if there are none."""
+    table = by_precision(plan)
+    table.pop(Precision.W16A16, None)
+    if not table:
+        raise ValueError(
+            f"the plan quantises no layer, so there is no checkpoint for {engine} to write; export "
+            "the stages with --to vllm, sglang, llamacpp or accelerate"
+        )
+    return table
+
+
 def ranges(layers: list[int]) -> str:
     """Return `0-3,7` for [0, 1, 2, 3, 7]."""
     runs = groupby(enumerate(layers), key=lambda pair: pair[1] - pair[0])
     spans = [[layer for _, layer in run] for _, run in runs]
     return ",".join(f"{s[0]}-{s[-1]}" if len(s) > 1 else str(s[0]) for s in spans)
+
+
+def stages_line(plan: Plan) -> str:
+    """Say which device holds which layers, which a checkpoint does not."""
+    parts = [f"{s.device} {s.layers[0]}-{s.layers[1] - 1}" for s in plan.stages]
+    return f"stages: {', '.join(parts)} (write them with --to vllm or --to sglang)"
 
 
 def precision_line(plan: Plan) -> str | None:
@@ -43,6 +88,41 @@ def precision_line(plan: Plan) -> str | None:
     if set(table) == {Precision.W16A16}:
         return None
     return "; ".join(f"{p.value}: layers {ranges(layers)}" for p, layers in table.items())
+
+
+def checkpoint_line(plan: Plan) -> str | None:
+    """Say that the layers' precisions are the checkpoint's, None when all are unquantised."""
+    precision = precision_line(plan)
+    return precision and (
+        f"precision per layer ({precision}): it is a property of the checkpoint; write one with "
+        "--to compressed-tensors or --to gptqmodel"
+    )
+
+
+def zeros_line(plan: Plan) -> str | None:
+    """Say which layers the plan counts zeros for: configs of checkpoints ask for none.
+
+    Symmetric grids are what every reader takes: Transformers 5 refuses compressed-tensors' packed
+    zeros unless it dequantises, and vLLM serves GPTQ checkpoints without zeros only.
+    """
+    settings = plan.quantization.settings()
+    schemes = [settings.scheme(precision) for precision in plan.precisions]
+    layers = [i for i, scheme in enumerate(schemes) if scheme and not scheme.symmetric]
+    if not layers:
+        return None
+    return (
+        f"zeros of layers {ranges(layers)}: symmetric grids are written, which all readers take; "
+        "llmpq-quantize writes zeros, --symmetric plans without"
+    )
+
+
+def outliers_line(plan: Plan) -> str | None:
+    """Say that channels kept at 8 bits have no place in a checkpoint's words."""
+    settings: Quantization = plan.quantization.settings()
+    layers = by_precision(plan).get(Precision.W4A4)
+    if not layers or not settings.outliers:
+        return None
+    return f"the {settings.outliers} input channels that layers {ranges(layers)} keep at 8 bits"
 
 
 def microbatch_line(plan: Plan) -> str:
@@ -57,3 +137,14 @@ def kv_line(plan: Plan) -> str | None:
     """Say the KV precision, None when it is the engine's default."""
     kv = plan.workload.kv
     return None if kv is KVPrecision.KV16 else f"KV cache at {kv.bits} bit"
+
+
+def emulated_line(plan: Plan) -> str | None:
+    """Say that a share of a GPU is no other engine's, None when every stage has a whole device."""
+    shares = [f"{s.device} {s.sms} SMs" for s in plan.stages if s.sms is not None]
+    return f"shares of a GPU ({', '.join(shares)}): engines use all of it" if shares else None
+
+
+def said(*lines: str | None) -> tuple[str, ...]:
+    """Return the lines that have something to say."""
+    return tuple(line for line in lines if line)

@@ -1,7 +1,8 @@
-"""Exports: exact strings for a small plan, and configs that the engines' own readers accept."""
+"""Exports: what is written for small plans, what is refused, and with which words."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -13,6 +14,7 @@ from llmpq.plan import Plan
 from llmpq.planner.__main__ import main
 from llmpq.planner.export import WRITERS
 from llmpq.planner.export.result import ranges
+from llmpq.precision import Precision
 
 pytestmark = pytest.mark.pure
 
@@ -39,13 +41,40 @@ def _plan(nodes: tuple[str, str] = ("box", "box"), kv: str = "kv16") -> Plan:
 SPEC = ModelSpec.by_name("opt-125m")
 
 
+def _on(*stages: tuple[str, str, int, int], dtype: str = "float16", **changes: object) -> Plan:
+    """Return a plan of llama-2-7b: each stage's kind, node, index and number of layers."""
+    spec = ModelSpec.by_name("llama-2-7b")
+    start, rows = 0, []
+    for kind, node, index, layers in stages:
+        rows.append(
+            {"device": f"{kind}-{len(rows)}", "node": node, "device_index": index, "kind": kind,
+             "profile_kind": kind, "layers": [start, start + layers],
+             "precisions": ["w4a16"] * layers}
+        )  # fmt: skip
+        start += layers
+    data = {
+        "model": {"name": "llama-2-7b", "num_layers": start, "fingerprint": spec.fingerprint()},
+        "cluster": {"name": "box", "fingerprint": "0"},
+        "workload": {"batch": 8, "prompt_len": 512, "gen_len": 100, "dtype": dtype},
+        "prefill_microbatch": 2,
+        "decode_microbatch": 4,
+        "stages": rows,
+        **changes,
+    }
+    return Plan.parse_data(data, where="test")
+
+
+LLAMA = ModelSpec.by_name("llama-2-7b")
+
+
 def test_vllm_and_sglang_partitions() -> None:
     vllm = WRITERS["vllm"](_plan(), SPEC)
     assert vllm.text == (
-        "# vLLM: stages on T4-0@box, T4-1@box\n"
+        "# vLLM 0.33.0: stages on T4-0@box, T4-1@box\n"
+        "export CUDA_VISIBLE_DEVICES=0,1\n"
         "export VLLM_PP_LAYER_PARTITION=7,5\n"
-        "vllm serve opt-125m --pipeline-parallel-size 2 --dtype float16 --max-model-len 612 "
-        "--max-num-seqs 8\n"
+        "vllm serve facebook/opt-125m --pipeline-parallel-size 2 --dtype float16 "
+        "--max-model-len 612 --max-num-seqs 8\n"
     )
     assert any(
         line.startswith("precision per layer (w16a16: layers 0-3; w8a16")
@@ -54,16 +83,58 @@ def test_vllm_and_sglang_partitions() -> None:
     assert "--distributed-executor-backend ray" in WRITERS["vllm"](_plan(("a", "b")), SPEC).text
     sglang = WRITERS["sglang"](_plan(("a", "b")), SPEC).text
     assert "export SGLANG_PP_LAYER_PARTITION=7,5\n" in sglang
-    assert "--pp-size 2" in sglang and "--nnodes 2" in sglang
+    assert "--pp-size 2" in sglang
+    assert "--nnodes 2 --node-rank 0 --dist-init-addr a:20000\n" in sglang
+    assert "--nnodes 2 --node-rank 1 --dist-init-addr a:20000\n" in sglang
 
 
-def test_llamacpp_split_counts_the_head_and_names_odd_layers() -> None:
-    text = WRITERS["llamacpp"](_plan(kv="kv8"), SPEC).text
-    assert "-ngl 13 --split-mode layer --tensor-split 7,6 " in text
-    assert "--tensor-type 'blk\\.(0|1|2|3)\\..*=f16'" in text
-    assert "--tensor-type 'blk\\.(9|10|11)\\..*=q4_k'" in text
-    assert " model-f16.gguf model-plan.gguf Q8_0\n" in text
-    assert "--cache-type-k q8_0 --cache-type-v q8_0" in text
+def test_gpus_are_listed_in_the_order_of_their_stages() -> None:
+    plan = _on(("A100-40GB", "box", 2, 20), ("A100-40GB", "box", 0, 12))
+    assert "CUDA_VISIBLE_DEVICES=2,0\n" in WRITERS["vllm"](plan, LLAMA).text
+    assert "CUDA_VISIBLE_DEVICES=2,0 python -m sglang" in WRITERS["sglang"](plan, LLAMA).text
+    assert "--device CUDA2,CUDA0 " in WRITERS["llamacpp"](plan, LLAMA).text
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_servers_on_gpus_refuse_a_cpu_stage(engine: str) -> None:
+    plan = _on(("RTX-3090", "home", 0, 20), ("CPU", "home", 0, 12))
+    with pytest.raises(ValueError, match=r"runs no stage on a CPU .* CPU-1; .*--to llamacpp"):
+        WRITERS[engine](plan, LLAMA)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+@pytest.mark.parametrize("kind", ["T4", "V100-32GB", "RTX-2080-Ti", "P100-16GB"])
+def test_servers_on_gpus_refuse_bfloat16_where_there_is_none(engine: str, kind: str) -> None:
+    stages = (("A100-40GB", "box", 0, 20), (kind, "box", 1, 12))
+    with pytest.raises(ValueError, match=rf"no bfloat16 on {kind}-1 .*--dtype float16"):
+        WRITERS[engine](_on(*stages, dtype="bfloat16"), LLAMA)
+    assert "--dtype float16" in WRITERS[engine](_on(*stages), LLAMA).text
+    assert "--dtype bfloat16" in WRITERS[engine](_on(*stages[:1], dtype="bfloat16"), LLAMA).text
+
+
+def test_servers_say_which_cards_are_too_old_for_their_release() -> None:
+    plan = _on(("V100-32GB", "box", 0, 32))
+    lines = WRITERS["vllm"](plan, LLAMA).not_expressed
+    assert any(line.startswith("V100-32GB-0 (V100-32GB, 7.0): vLLM runs on") for line in lines)
+    turing = WRITERS["vllm"](_on(("T4", "box", 0, 32)), LLAMA)
+    assert not any("older release" in line for line in turing.not_expressed)
+
+
+def test_pipelines_that_nodes_cannot_be_given_are_refused() -> None:
+    back = _on(("L4", "a", 0, 10), ("L4", "b", 0, 10), ("L4", "a", 1, 12))
+    with pytest.raises(ValueError, match=r"comes back to a \(nodes in order: a, b, a\)"):
+        WRITERS["vllm"](back, LLAMA)
+    uneven = _on(("L4", "a", 0, 10), ("L4", "a", 1, 10), ("L4", "b", 0, 12))
+    with pytest.raises(ValueError, match="as many stages, the plan has a 2, b 1"):
+        WRITERS["sglang"](uneven, LLAMA)
+    assert "VLLM_PP_LAYER_PARTITION=10,10,12" in WRITERS["vllm"](uneven, LLAMA).text
+
+
+def test_families_that_an_engine_does_not_have_are_refused() -> None:
+    with pytest.raises(ValueError, match="llama.cpp has no OPT models; export with --to vllm"):
+        WRITERS["llamacpp"](_plan(), SPEC)
+    with pytest.raises(ValueError, match="SGLang has no BLOOM models"):
+        WRITERS["sglang"](_plan(), ModelSpec.by_name("bloom-560m"))
 
 
 @pytest.mark.parametrize(
@@ -106,6 +177,7 @@ def test_every_layer_matches_exactly_one_rule() -> None:
                 bits = 16 if hits and hits[0][0][0] == "-" else config["bits"]
                 bits = hits[0][1].get("bits", bits) if hits else bits
                 assert len(hits) <= 1 and bits == precision.weight_bits
+                assert config["sym"] is True
                 continue
             inner = config["quantization_config"]
             groups = [
@@ -115,6 +187,7 @@ def test_every_layer_matches_exactly_one_rule() -> None:
             assert len(groups) + len(ignored) == 1
             if groups:
                 assert groups[0]["weights"]["num_bits"] == precision.weight_bits
+                assert groups[0]["weights"]["symmetric"] is True
 
 
 def test_routers_stay_unquantised() -> None:
@@ -127,12 +200,43 @@ def test_routers_stay_unquantised() -> None:
     assert json.loads(WRITERS["gptqmodel"](plan, spec).text)["bits"] == 8
 
 
+def test_w8a8_has_a_scale_per_channel_as_the_plan_counts() -> None:
+    stage = _plan().stages[0]
+    bits = (Precision.W8A8,) * 4 + stage.precisions[4:]
+    stages = (stage.model_copy(update={"precisions": bits}), *_plan().stages[1:])
+    plan = _plan().model_copy(update={"stages": stages})
+    text = WRITERS["compressed-tensors"](plan, SPEC).text
+    groups = json.loads(text)["quantization_config"]["config_groups"]
+    found = [g for g in groups.values() if g["input_activations"]]
+    assert [(g["format"], g["weights"]["strategy"]) for g in found] == [
+        ("int-quantized", "channel")
+    ]
+    rules = json.loads(WRITERS["gptqmodel"](plan, SPEC).text)["dynamic"]
+    assert {"bits": 8, "group_size": -1} in rules.values() or {"group_size": -1} in rules.values()
+
+
+def test_groups_that_do_not_divide_the_model_are_refused() -> None:
+    spec = dataclasses.replace(SPEC, ffn=3000)
+    with pytest.raises(ValueError, match=r"groups of 128, the model's ffn size is 3000; plan with"):
+        WRITERS["compressed-tensors"](_plan(), spec)
+
+
+@pytest.mark.parametrize("engine", ["compressed-tensors", "gptqmodel"])
+def test_a_plan_that_quantises_nothing_has_no_checkpoint(engine: str) -> None:
+    stages = tuple(
+        stage.model_copy(update={"precisions": (Precision.W16A16,) * stage.num_layers})
+        for stage in _plan().stages
+    )
+    with pytest.raises(ValueError, match="the plan quantises no layer"):
+        WRITERS[engine](_plan().model_copy(update={"stages": stages}), SPEC)
+
+
 @pytest.mark.parametrize("engine", WRITERS)
 def test_command_writes_file_and_says_what_is_lost(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, engine: str
 ) -> None:
     plan, out = tmp_path / "plan.json", tmp_path / "out"
-    _plan().save_json(plan)
+    _on(("A100-40GB", "box", 0, 20), ("A100-40GB", "box", 1, 12)).save_json(plan)
     assert main(["export", str(plan), "--to", engine, "-o", str(out)]) == 0
     shown = capsys.readouterr()
     assert out.read_text() and shown.out == ""

@@ -1,0 +1,82 @@
+"""What engines that run on GPUs alone ask of a plan's stages: vLLM and SGLang."""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+from llmpq.device_spec import device_specs
+from llmpq.plan import Plan, StagePlan
+
+OLDEST_BFLOAT16 = (8, 0)
+OLDEST_WHEEL = (7, 5)
+"""Oldest compute capability that vLLM's wheel has code for, and that SGLang starts on."""
+
+
+def require_gpus(plan: Plan, engine: str) -> None:
+    """Raise `ValueError` for a stage on a CPU, or for bfloat16 on a GPU that has none."""
+    cpus = [stage.device for stage in plan.stages if stage.is_cpu]
+    if cpus:
+        raise ValueError(
+            f"{engine} runs no stage on a CPU beside GPUs, the plan has {', '.join(cpus)}; plan "
+            "with a cluster of the GPUs alone, or export with --to llamacpp or --to accelerate"
+        )
+    if plan.workload.dtype != "bfloat16":
+        return
+    for stage in plan.stages:
+        capability = _capability(stage)
+        if capability is not None and capability < OLDEST_BFLOAT16:
+            raise ValueError(
+                f"{engine} has no bfloat16 on {stage.device} ({stage.kind}, compute capability "
+                f"{_text(capability)}): it asks for {_text(OLDEST_BFLOAT16)} at least; plan with "
+                "--dtype float16, or leave the device out"
+            )
+
+
+def old_line(plan: Plan, engine: str) -> str | None:
+    """Say which devices the engine's present release has no code for."""
+    old = [s for s in plan.stages if (_capability(s) or OLDEST_WHEEL) < OLDEST_WHEEL]
+    if not old:
+        return None
+    names = ", ".join(f"{s.device} ({s.kind}, {_text(_capability(s) or (0, 0))})" for s in old)
+    return (
+        f"{names}: {engine} runs on compute capability {_text(OLDEST_WHEEL)} and newer; an older "
+        "release may still have code for them, llama.cpp has"
+    )
+
+
+def stages_by_node(plan: Plan, engine: str) -> list[tuple[str, list[StagePlan]]]:
+    """Return each node with its stages; `ValueError` if the pipeline comes back to a node."""
+    found = [(node, list(run)) for node, run in groupby(plan.stages, key=lambda s: s.node)]
+    names = [node for node, _ in found]
+    for node in names:
+        if names.count(node) > 1:
+            raise ValueError(
+                f"{engine} gives a node stages that follow each other, the plan comes back to "
+                f"{node} (nodes in order: {', '.join(names)}); plan for fewer nodes, or run the "
+                "plan with llmpq-dist"
+            )
+    return found
+
+
+def visible_devices(stages: list[StagePlan]) -> str:
+    """Return the environment's word for a node's GPUs in the order of its stages."""
+    return f"CUDA_VISIBLE_DEVICES={','.join(str(s.device_index) for s in stages)}"
+
+
+def pipeline_comment(engine: str, version: str, plan: Plan) -> str:
+    """Return the comment that says what the command is for."""
+    stages = ", ".join(f"{s.device}@{s.node}" for s in plan.stages)
+    return f"# {engine} {version}: stages on {stages}"
+
+
+def _capability(stage: StagePlan) -> tuple[int, int] | None:
+    """Return a GPU's compute capability, None where it is not NVIDIA's or not known."""
+    spec = device_specs().get(stage.kind)
+    if spec is None or spec.capability is None:
+        return None
+    major, _, minor = spec.capability.partition(".")
+    return int(major), int(minor or 0)
+
+
+def _text(capability: tuple[int, int]) -> str:
+    return f"{capability[0]}.{capability[1]}"

@@ -1,0 +1,200 @@
+"""llama.cpp: convert, quantise and serve commands; layers per device, bits per layer.
+
+llama.cpp hands layers to devices in order. With n of the layers and the output matrix on GPUs
+(`-ngl`), the CPU of the main host has the first ones; the GPUs share the others in proportion to
+`--tensor-split`, the output counted as one more layer at the end. Layers that the CPU has behind a
+GPU's are assigned to that GPU, and their weights are kept in host memory by `--override-tensor`,
+so that the CPU multiplies by them; their KV cache stays with the GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llmpq.device_spec import device_specs
+from llmpq.model_spec import ModelSpec
+from llmpq.plan import Plan, StagePlan
+from llmpq.planner.export.result import (
+    Exported,
+    by_precision,
+    emulated_line,
+    engine_flags,
+    microbatch_line,
+    model_id,
+    quoted,
+    ranges,
+    said,
+)
+from llmpq.precision import KVPrecision, Precision
+
+PORT = 50052
+GGUF_TYPES = {
+    Precision.W8A16: "q8_0",
+    Precision.W8A8: "q8_0",
+    Precision.W4A16: "q4_k",
+    Precision.W4A4: "q4_k",
+    Precision.W3A16: "q3_k",
+}
+GGUF_FILES = {"q8_0": "Q8_0", "q4_k": "Q4_K_S", "q3_k": "Q3_K_S"}
+CACHE_TYPES = {KVPrecision.KV8: "q8_0", KVPrecision.KV4: "q4_0", KVPrecision.KV2: "q4_0"}
+PLAIN_TYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Layers by device as llama.cpp's flags say it."""
+
+    gpus: list[StagePlan]
+    split: list[int]
+    """Layers of each GPU, those kept in host memory and the output matrix included."""
+    hosted: list[int]
+    """Layers assigned to a GPU whose weights stay in host memory."""
+    output_hosted: bool
+
+
+def llamacpp(plan: Plan, spec: ModelSpec) -> Exported:
+    """Return the commands that make a GGUF file of the plan's precisions and serve it."""
+    if spec.family == "opt":
+        raise ValueError("llama.cpp has no OPT models; export with --to vllm, sglang or accelerate")
+    main = _main_node(plan)
+    place = _placement(plan)
+    plain = PLAIN_TYPES[plan.workload.dtype]
+    quantise, model = _quantise(plan, plain)
+    lines = [
+        f"# llama.cpp ({engine_flags()['llamacpp']['version']}), on {main}: "
+        + ", ".join(f"{s.device} layers {s.layers[0]}-{s.layers[1] - 1}" for s in plan.stages),
+        _convert(plan, plain),
+        *quantise,
+    ]
+    remote = [s for s in place.gpus if s.node != main]
+    for node in dict.fromkeys(stage.node for stage in remote):
+        names = ",".join(_own_name(s) for s in remote if s.node == node)
+        lines.append(f"# on {node}")
+        lines.append(f"rpc-server --host 0.0.0.0 --port {PORT} --device {names}")
+    lines += [f"# on {main}"] if remote else []
+    lines.append(_serve(plan, place, model, main))
+    return Exported(text="\n".join(lines) + "\n", not_expressed=_missing(plan, place))
+
+
+def _main_node(plan: Plan) -> str:
+    """Return the node that llama-server runs on: the one whose CPU has layers, else the first's."""
+    nodes = list(dict.fromkeys(stage.node for stage in plan.stages if stage.is_cpu))
+    if len(nodes) > 1:
+        raise ValueError(
+            f"llama.cpp computes on the CPU of one host, the plan on those of {', '.join(nodes)}; "
+            "plan with the CPU of one of them"
+        )
+    return nodes[0] if nodes else plan.stages[0].node
+
+
+def _placement(plan: Plan) -> Placement:
+    gpus = [stage for stage in plan.stages if not stage.is_cpu]
+    split: list[int] = []
+    hosted: list[int] = []
+    for stage in plan.stages:
+        if not stage.is_cpu:
+            split.append(stage.num_layers)
+        elif split:
+            split[-1] += stage.num_layers
+            hosted += range(*stage.layers)
+    if split:
+        split[-1] += 1  # the output matrix
+    return Placement(
+        gpus=gpus,
+        split=split,
+        hosted=hosted,
+        output_hosted=bool(split) and plan.stages[-1].is_cpu,
+    )
+
+
+def _convert(plan: Plan, plain: str) -> str:
+    remote = "" if plan.model.path else " --remote"
+    model = quoted(model_id(plan))
+    return (
+        f"python convert_hf_to_gguf.py {model}{remote} --outtype {plain} "
+        f"--outfile model-{plain}.gguf"
+    )
+
+
+def _quantise(plan: Plan, plain: str) -> tuple[list[str], str]:
+    """Return the command, if any layer is quantised, and the file that is served.
+
+    The file's own type must be a quantised one, or llama-quantize heeds no `--tensor-type`; every
+    layer is named, or it mixes types of its own choice.
+    """
+    table = by_precision(plan)
+    quantised = [precision for precision in table if precision is not Precision.W16A16]
+    if not quantised:
+        return [], f"model-{plain}.gguf"
+    base = GGUF_TYPES[max(quantised, key=lambda p: len(table[p]))]
+    types = [
+        f"--tensor-type 'blk\\.({'|'.join(map(str, layers))})\\..*={GGUF_TYPES.get(p, plain)}'"
+        for p, layers in table.items()
+    ]
+    words = ["llama-quantize", *types, f"model-{plain}.gguf", "model-plan.gguf", GGUF_FILES[base]]
+    return [" ".join(words)], "model-plan.gguf"
+
+
+def _serve(plan: Plan, place: Placement, model: str, main: str) -> str:
+    words = ["llama-server", "-m", model, "-ngl", str(sum(place.split))]
+    remote = [s for s in place.gpus if s.node != main]
+    if remote:
+        hosts = dict.fromkeys(f"{stage.node}:{PORT}" for stage in remote)
+        words += ["--rpc", ",".join(hosts)]
+    words += ["--device", ",".join(_names(place.gpus, main)) or "none"]
+    if len(place.gpus) > 1:
+        words += ["--split-mode", "layer", "--tensor-split", ",".join(map(str, place.split))]
+    if place.hosted:
+        patterns = [f"blk\\.({'|'.join(map(str, place.hosted))})\\.=CPU"]
+        patterns += ["^output=CPU"] if place.output_hosted else []
+        words += ["--override-tensor", f"'{','.join(patterns)}'"]
+    threads = next((s.threads for s in plan.stages if s.is_cpu and s.threads), None)
+    if threads is not None:
+        words += ["--threads", str(threads)]
+    words += ["--ctx-size", str(plan.workload.batch * (plan.workload.max_len + 1))]
+    words += ["--parallel", str(plan.workload.batch)]
+    cache = CACHE_TYPES.get(plan.workload.kv)
+    if cache is not None:
+        words += ["--flash-attn", "on", "--cache-type-k", cache, "--cache-type-v", cache]
+    return " ".join(words)
+
+
+def _names(gpus: list[StagePlan], main: str) -> list[str]:
+    """Return what llama-server calls the GPUs; those behind RPC are numbered as they are listed."""
+    remote = [s for s in gpus if s.node != main]
+    hosts = list(dict.fromkeys(s.node for s in remote))
+    listed = [s.device for host in hosts for s in remote if s.node == host]
+    return [
+        _own_name(stage) if stage.node == main else f"RPC{listed.index(stage.device)}"
+        for stage in gpus
+    ]
+
+
+def _own_name(stage: StagePlan) -> str:
+    """Return what llama.cpp calls a GPU on its own host (`--list-devices`)."""
+    spec = device_specs().get(stage.kind)
+    amd = spec is not None and spec.capability is None
+    return f"{'ROCm' if amd else 'CUDA'}{stage.device_index}"
+
+
+def _missing(plan: Plan, place: Placement) -> tuple[str, ...]:
+    table = by_precision(plan)
+    rounded = [
+        f"activation bits of {precision.value} on layers {ranges(table[precision])}: weights only"
+        for precision in (Precision.W8A8, Precision.W4A4)
+        if precision in table
+    ]
+    quantised = set(table) != {Precision.W16A16}
+    return said(
+        microbatch_line(plan),
+        "KV cache at 2 bit: the closest is q4_0" if plan.workload.kv is KVPrecision.KV2 else None,
+        *rounded,
+        "block sizes: GGUF types have blocks of 32 or 256, not the plan's groups"
+        if quantised
+        else None,
+        f"KV cache of layers {ranges(place.hosted)} in host memory: llama.cpp keeps it on the GPU "
+        "of the layers before them"
+        if place.hosted
+        else None,
+        emulated_line(plan),
+    )

@@ -1,0 +1,66 @@
+"""SGLang: the pipeline partition and a launch command for each node."""
+
+from __future__ import annotations
+
+from llmpq.model_spec import ModelSpec
+from llmpq.plan import Plan
+from llmpq.planner.export.gpu_stages import (
+    old_line,
+    pipeline_comment,
+    require_gpus,
+    stages_by_node,
+    visible_devices,
+)
+from llmpq.planner.export.result import (
+    Exported,
+    checkpoint_line,
+    emulated_line,
+    engine_flags,
+    kv_line,
+    layer_counts,
+    microbatch_line,
+    model_id,
+    quoted,
+    said,
+)
+
+PORT = 20000
+
+
+def sglang(plan: Plan, spec: ModelSpec) -> Exported:
+    """Return the pipeline partition and launch commands of SGLang."""
+    require_gpus(plan, "SGLang")
+    if spec.family == "bloom":
+        raise ValueError("SGLang has no BLOOM models; export with --to vllm or --to llamacpp")
+    nodes = stages_by_node(plan, "SGLang")
+    counts = [len(stages) for _, stages in nodes]
+    if len(set(counts)) > 1:
+        parts = ", ".join(f"{node} {len(stages)}" for node, stages in nodes)
+        raise ValueError(
+            f"SGLang gives every node as many stages, the plan has {parts}; plan for nodes of as "
+            "many GPUs (--max-devices), or export with --to vllm"
+        )
+    lines = [pipeline_comment("SGLang", engine_flags()["sglang"]["version"], plan)]
+    lines.append(f"export SGLANG_PP_LAYER_PARTITION={','.join(map(str, layer_counts(plan)))}")
+    common = (
+        f"python -m sglang.launch_server --model-path {quoted(model_id(plan))} "
+        f"--pp-size {len(plan.stages)} --dtype {plan.workload.dtype} "
+        f"--context-length {plan.workload.max_len + 1} "
+        f"--max-running-requests {plan.workload.batch}"
+    )
+    for rank, (node, stages) in enumerate(nodes):
+        command = f"{visible_devices(stages)} {common}"
+        if len(nodes) > 1:
+            command += f" --nnodes {len(nodes)} --node-rank {rank}"
+            command += f" --dist-init-addr {quoted(nodes[0][0])}:{PORT}"
+            lines.append(f"# on {node}, with the partition exported there too")
+        lines.append(command)
+    kv = kv_line(plan)
+    missing = said(
+        microbatch_line(plan),
+        checkpoint_line(plan),
+        kv and f"{kv}: SGLang has no integer cache; its --kv-cache-dtype takes floats of 8 and 4",
+        emulated_line(plan),
+        old_line(plan, "SGLang"),
+    )
+    return Exported(text="\n".join(lines) + "\n", not_expressed=missing)

@@ -1,0 +1,73 @@
+"""vLLM: the pipeline partition and the serve command."""
+
+from __future__ import annotations
+
+from llmpq.model_spec import ModelSpec
+from llmpq.plan import Plan, StagePlan
+from llmpq.planner.export.gpu_stages import (
+    old_line,
+    pipeline_comment,
+    require_gpus,
+    stages_by_node,
+    visible_devices,
+)
+from llmpq.planner.export.result import (
+    Exported,
+    checkpoint_line,
+    emulated_line,
+    engine_flags,
+    kv_line,
+    layer_counts,
+    microbatch_line,
+    model_id,
+    quoted,
+    said,
+)
+from llmpq.precision import KVPrecision
+
+CACHE_TYPES = {KVPrecision.KV8: "int8_per_token_head", KVPrecision.KV4: "int4_per_token_head"}
+
+
+def vllm(plan: Plan, spec: ModelSpec) -> Exported:
+    """Return the pipeline partition and serve command of vLLM."""
+    require_gpus(plan, "vLLM")
+    nodes = stages_by_node(plan, "vLLM")
+    lines = [pipeline_comment("vLLM", engine_flags()["vllm"]["version"], plan)]
+    if len(nodes) == 1:
+        lines.append(f"export {visible_devices(nodes[0][1])}")
+    lines.append(f"export VLLM_PP_LAYER_PARTITION={','.join(map(str, layer_counts(plan)))}")
+    command = f"vllm serve {quoted(model_id(plan))} --pipeline-parallel-size {len(plan.stages)}"
+    if len(nodes) > 1:
+        command += " --distributed-executor-backend ray"
+    command += f" --dtype {plan.workload.dtype} --max-model-len {plan.workload.max_len + 1}"
+    command += f" --max-num-seqs {plan.workload.batch}"
+    cache = CACHE_TYPES.get(plan.workload.kv)
+    if cache is not None:
+        command += f" --kv-cache-dtype {cache}"
+    lines.append(command)
+    missing = said(
+        _order_line(nodes),
+        microbatch_line(plan),
+        "memory per stage: vLLM gives every stage the KV blocks of the fullest one",
+        checkpoint_line(plan),
+        None if cache else _no_cache_type(plan),
+        emulated_line(plan),
+        old_line(plan, "vLLM"),
+    )
+    return Exported(text="\n".join(lines) + "\n", not_expressed=missing)
+
+
+def _no_cache_type(plan: Plan) -> str | None:
+    kv = kv_line(plan)
+    return kv and f"{kv}: vLLM's integer caches have 4 or 8 bits"
+
+
+def _order_line(nodes: list[tuple[str, list[StagePlan]]]) -> str | None:
+    """Say in which order the nodes come, which Ray decides."""
+    if len(nodes) == 1:
+        return None
+    order = ", ".join(f"{node} ({visible_devices(stages)})" for node, stages in nodes)
+    return (
+        "which node runs which stages: Ray places ranks node by node, first those where vllm "
+        f"starts; the plan's order is {order}"
+    )

@@ -1,0 +1,140 @@
+"""llama.cpp's flags put every layer where the plan has it, by llama.cpp's own rule."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from bisect import bisect_right
+from itertools import accumulate
+
+import pytest
+
+from llmpq.model_spec import ModelSpec
+from llmpq.plan import Plan
+from llmpq.planner.export.llamacpp import llamacpp
+
+pytestmark = pytest.mark.pure
+
+SPEC = ModelSpec.by_name("qwen3-8b")
+
+
+def _plan(*stages: tuple[str, int], bits: str = "w4a16", kv: str = "kv16", nodes: str = "") -> Plan:
+    start, rows, seen = 0, [], dict[str, int]()
+    for number, (kind, layers) in enumerate(stages):
+        node = nodes[number] if nodes else "home"
+        index = seen.get(kind + node, 0)
+        seen[kind + node] = index + 1
+        rows.append(
+            {"device": f"{kind}-{number}", "node": node, "device_index": index, "kind": kind,
+             "profile_kind": kind, "layers": [start, start + layers],
+             "threads": 8 if kind == "CPU" else None, "precisions": [bits] * layers}
+        )  # fmt: skip
+        start += layers
+    data = {
+        "model": {"name": "qwen3-8b", "num_layers": start, "fingerprint": SPEC.fingerprint()},
+        "cluster": {"name": "home", "fingerprint": "0"},
+        "workload": {"batch": 4, "prompt_len": 64, "gen_len": 8, "kv": kv, "dtype": "bfloat16"},
+        "prefill_microbatch": 2,
+        "decode_microbatch": 4,
+        "stages": rows,
+    }
+    return Plan.parse_data(data, where="test")
+
+
+def _flags(plan: Plan) -> dict[str, str]:
+    """Return llama-server's flags and their values."""
+    last = shlex.split(llamacpp(plan, SPEC).text.splitlines()[-1])
+    assert last[0] == "llama-server"
+    return dict(zip(last[1::2], last[2::2], strict=True))
+
+
+def _placed(flags: dict[str, str], num_layers: int) -> list[str]:
+    """Return the device of every layer and, last, of the output matrix.
+
+    The rule of llama.cpp's load_tensors: the last `-ngl` of all layers and the output go to GPUs,
+    each to the first whose share of the running sum of `--tensor-split` is beyond its own place.
+    """
+    offloaded = min(int(flags["-ngl"]), num_layers + 1)
+    devices = flags["--device"].split(",")
+    split = [float(x) for x in flags.get("--tensor-split", "1").split(",")]
+    ends = [end / sum(split) for end in accumulate(split)]
+    first = num_layers + 1 - offloaded
+    found = [
+        "CPU" if i < first else devices[bisect_right(ends, (i - first) / offloaded)]
+        for i in range(num_layers + 1)
+    ]
+    names = [f"blk.{i}.ffn_up.weight" for i in range(num_layers)] + ["output.weight"]
+    for rule in flags.get("--override-tensor", "").split(","):
+        pattern, _, where = rule.partition("=")
+        for i, name in enumerate(names):
+            if rule and re.search(pattern, name):
+                found[i] = where
+    return found
+
+
+@pytest.mark.parametrize(
+    "stages",
+    [
+        (("RTX-4090", 20), ("RTX-3090", 16)),
+        (("CPU", 5), ("RTX-4090", 20), ("RTX-3090", 11)),
+        (("RTX-4090", 20), ("CPU", 5), ("RTX-3090", 11)),
+        (("RTX-4090", 20), ("RTX-3090", 11), ("CPU", 5)),
+        (("RTX-4090", 1), ("RTX-3090", 17), ("RTX-3090", 18)),
+        (("CPU", 3), ("RTX-4090", 30), ("CPU", 3)),
+        (("CPU", 36),),
+        (("MI300X", 36),),
+    ],
+)
+def test_every_layer_is_where_the_plan_has_it(stages: tuple[tuple[str, int], ...]) -> None:
+    plan = _plan(*stages)
+    flags = _flags(plan)
+    wanted: list[str] = []
+    for stage in plan.stages:
+        maker = "ROCm" if stage.kind == "MI300X" else "CUDA"
+        name = "CPU" if stage.is_cpu else f"{maker}{stage.device_index}"
+        wanted += [name] * stage.num_layers
+    assert _placed(flags, 36) == [*wanted, wanted[-1]]
+
+
+def test_a_cpu_stage_has_no_share_of_the_gpus() -> None:
+    flags = _flags(_plan(("CPU", 5), ("RTX-4090", 20), ("RTX-3090", 11)))
+    assert flags["--tensor-split"] == "20,12" and flags["-ngl"] == "32"
+    assert flags["--device"] == "CUDA0,CUDA0" and flags["--threads"] == "8"
+    one = _flags(_plan(("CPU", 6), ("RTX-4090", 30)))
+    assert "--tensor-split" not in one and one["-ngl"] == "31"
+    alone = _flags(_plan(("CPU", 36)))
+    assert alone["-ngl"] == "0" and alone["--device"] == "none"
+    behind = llamacpp(_plan(("RTX-4090", 30), ("CPU", 6)), SPEC)
+    assert any("KV cache of layers 30-35" in line for line in behind.not_expressed)
+
+
+def test_gpus_of_other_nodes_are_reached_by_rpc_from_the_node_whose_cpu_works() -> None:
+    plan = _plan(("RTX-3090", 10), ("CPU", 6), ("RTX-4090", 10), ("RTX-3090", 10), nodes="abba")
+    text = llamacpp(plan, SPEC).text
+    assert "# on a\nrpc-server --host 0.0.0.0 --port 50052 --device CUDA0,CUDA1\n# on b\n" in text
+    flags = _flags(plan)
+    assert flags["--rpc"] == "a:50052" and flags["--device"] == "RPC0,CUDA0,RPC1"
+    with pytest.raises(ValueError, match="on the CPU of one host, the plan on those of a, b"):
+        llamacpp(_plan(("CPU", 6), ("CPU", 30), nodes="ab"), SPEC)
+
+
+def test_a_quantised_file_names_the_type_of_every_layer() -> None:
+    plan = _plan(("RTX-4090", 36), kv="kv8")
+    mixed = (*(["w16a16"] * 20), *(["w8a16"] * 10), *(["w3a16"] * 6))
+    data = plan.model_dump(mode="json", by_alias=True)
+    data["stages"][0]["precisions"] = list(mixed)
+    text = llamacpp(Plan.parse_data(data, where="test"), SPEC).text
+    assert "convert_hf_to_gguf.py Qwen/Qwen3-8B --remote --outtype bf16" in text
+    words = next(shlex.split(li) for li in text.splitlines() if li.startswith("llama-quantize"))
+    # llama-quantize heeds --tensor-type only where the file's own type is a quantised one.
+    assert words[-3:] == ["model-bf16.gguf", "model-plan.gguf", "Q8_0"]
+    rules = [word.split("=") for word in words if word.startswith("blk")]
+    for layer, bits in enumerate(mixed):
+        hits = [type_ for rule, type_ in rules if re.search(rule, f"blk.{layer}.attn_q.weight")]
+        assert hits == [{"w16a16": "bf16", "w8a16": "q8_0", "w3a16": "q3_k"}[bits]]
+    assert "--flash-attn on --cache-type-k q8_0 --cache-type-v q8_0" in text
+
+
+def test_an_unquantised_plan_serves_the_converted_file() -> None:
+    text = llamacpp(_plan(("RTX-4090", 36), bits="w16a16"), SPEC).text
+    assert "llama-quantize" not in text and "llama-server -m model-bf16.gguf" in text
