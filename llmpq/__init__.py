@@ -1,7 +1,48 @@
-"""The shared nouns of llmpq: precision, model, cluster, workload, cost model, sensitivity, plan.
+"""llmpq: plan a model over the devices you have, and run the plan.
 
-Knows nothing of torch, solvers or devices. The rooms (planner, profiler, kernels, runtime) import
-these types and meet each other only through the files the types are written to.
+    from llmpq import LLM, SamplingParams
+
+    with LLM("examples/demo-7m") as llm:
+        for answer in llm.generate(["def main():"], SamplingParams(max_tokens=32)):
+            print(answer.text)
+
+These names are loaded on first use: importing the package loads no torch, and the planner runs
+where there is none. The modules beside this file are the nouns that all rooms share.
 """
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
 from llmpq.version import __version__ as __version__
+
+if TYPE_CHECKING:
+    from llmpq.plan import Plan as Plan
+    from llmpq.planner.make import make_plan as make_plan
+    from llmpq.runtime.llm import LLM as LLM
+    from llmpq.runtime.llm import RequestOutput as RequestOutput
+    from llmpq.runtime.llm import SamplingParams as SamplingParams
+
+_DOOR = {
+    "LLM": "llmpq.runtime.llm",
+    "SamplingParams": "llmpq.runtime.llm",
+    "RequestOutput": "llmpq.runtime.llm",
+    "Plan": "llmpq.plan",
+    "make_plan": "llmpq.planner.make",
+}
+"""Name -> the module that has it."""
+
+__all__ = ["LLM", "Plan", "RequestOutput", "SamplingParams", "make_plan"]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _DOOR:
+        raise AttributeError(f"module 'llmpq' has no attribute '{name}'")
+    value = getattr(importlib.import_module(_DOOR[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

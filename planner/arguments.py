@@ -9,6 +9,7 @@ import argparse
 
 from llmpq.planner.limits import MAX_BATCH
 
+DTYPES = ("auto", "float16", "bfloat16", "float32")
 METHODS = ("exact", "ilp", "heuristic", "adabits", "uniform", "pipeedge", "flexgen", "all")
 EXPORTS = ("vllm", "sglang", "llamacpp", "accelerate", "compressed-tensors", "gptqmodel")
 DEFAULT_POINTS = 25
@@ -65,11 +66,10 @@ def _what_to_plan(parser: argparse.ArgumentParser) -> None:
     )
     _flag(group, "--s", "--prompt-len", type=int, default=512, help="prompt tokens per request")
     _flag(group, "--n", "--gen-len", type=int, default=100, help="tokens to generate per request")
-    dtypes = ("auto", "float16", "bfloat16", "float32")
     _flag(
         group,
         "--dtype",
-        choices=dtypes,
+        choices=DTYPES,
         default="auto",
         help="auto: float32 on a cluster of CPUs, else the model's own",
     )

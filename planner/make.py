@@ -6,9 +6,10 @@ import argparse
 import math
 import sys
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmpq.errors import DoesNotFitError
+from llmpq.errors import DoesNotFitError, unknown_name
 from llmpq.file_form import check_writable
 from llmpq.plan import Plan
 from llmpq.planner import limits
@@ -243,3 +244,55 @@ def _what_if(console: Console, change: str, best: Answer, wish: Wish, path: str 
     assert before is not None and after is not None, "the planner always predicts"
     line = f"what if {change}: {compared(before, after)}"
     console.print(line, highlight=False, soft_wrap=True, markup=False)
+
+
+def make_plan(
+    model: str | Path,
+    *,
+    devices: str | None = None,
+    cluster: str | Path | None = None,
+    batch: int = 16,
+    prompt_len: int = 512,
+    gen_len: int = 100,
+    bits: str | None = None,
+    kv: str = "16",
+    dtype: str = "auto",
+    costs: str | Path | None = None,
+    omega_file: str | Path | None = None,
+    theta: float | None = None,
+    quality_budget: float | None = None,
+    method: str | None = None,
+    time_limit_s: float = 60.0,
+) -> Plan:
+    """Return the best plan of a job, as `llmpq-algo` makes it with the flags of these names.
+
+    The devices are `devices` ("4090,3090:2,cpu"), those of a cluster file, or this machine's.
+    """
+    from llmpq.planner.arguments import DTYPES, METHODS, plan_parser
+
+    if dtype not in DTYPES:
+        raise unknown_name("dtype", dtype, DTYPES)
+    if method is not None and method not in METHODS:
+        raise unknown_name("method", method, METHODS)
+    wishes: dict[str, object] = {
+        "--model": model,
+        "--devices": devices,
+        "--cluster": cluster,
+        "--batch": batch,
+        "--prompt-len": prompt_len,
+        "--gen-len": gen_len,
+        "--bits": bits,
+        "--kv": kv,
+        "--dtype": dtype,
+        "--costs": costs,
+        "--omega-file": omega_file,
+        "--theta": theta,
+        "--quality-budget": quality_budget,
+        "--method": method,
+        "--time-limit": time_limit_s,
+    }
+    words = [str(word) for pair in wishes.items() if pair[1] is not None for word in pair]
+    args = plan_parser().parse_args(words)
+    refuse_unheeded(args)
+    problem, path, _ = make_problem(args)
+    return answer(problem, read_wish(args), path).plan

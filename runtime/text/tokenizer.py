@@ -28,8 +28,10 @@ class Tokenizer:
         return tokens
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens, special ones left out."""
-        text: str = self._inner.decode(list(tokens), skip_special_tokens=True)
+        """Return the text of tokens, special ones left out, spaces as they were generated."""
+        text: str = self._inner.decode(
+            list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
         return text
 
     @property

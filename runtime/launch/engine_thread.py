@@ -1,0 +1,120 @@
+"""An engine that serves many callers: a thread hands each its requests' news as they come."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from llmpq.errors import StageLostError
+from llmpq.runtime.engine.mailbox import Finished, Progress
+from llmpq.runtime.launch.engine import Engine
+from llmpq.runtime.request import Request
+
+_END_S = 5.0
+"""How long the loops may take to end before the stages are taken down."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestNews:
+    """What a caller hears: new tokens, the end of a request, or that none will come any more."""
+
+    id: int
+    tokens: Sequence[int] = ()
+    finished: Finished | None = None
+    error: BaseException | None = None
+
+
+Listener = Callable[[RequestNews], None]
+"""Called in the engine's thread; it may not wait."""
+
+
+class EngineThread:
+    """Owns a running engine and the thread that reads its news."""
+
+    def __init__(self, engine: Engine, stack: ExitStack) -> None:
+        """`stack` takes the engine down."""
+        self.engine, self._stack = engine, stack
+        self._listeners: dict[int, Listener] = {}
+        self._lock = threading.Lock()
+        self._error: BaseException | None = None
+        self._closed = False
+        self.progress = Progress()
+        self._thread = threading.Thread(target=self._read, daemon=True, name="llmpq news")
+        self._thread.start()
+
+    def submit(self, requests: Sequence[Request], listener: Listener) -> None:
+        """Queue requests; the listener hears of each until it has ended."""
+        with self._lock:
+            self._require_open()
+            self._listeners |= {request.id: listener for request in requests}
+        try:
+            self.engine.submit(requests, more=True)
+        except BaseException:
+            with self._lock:
+                for request in requests:
+                    self._listeners.pop(request.id, None)
+            raise
+
+    def abort(self, request_ids: Sequence[int]) -> None:
+        """End requests between steps; their listeners hear of it as of any end."""
+        if request_ids and self._error is None and not self._closed:
+            self.engine.abort(request_ids)
+
+    def close(self) -> None:
+        """End all requests and the stages."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            left = list(self._listeners)
+        try:
+            if self._error is None:
+                self.engine.abort(left)
+                self.engine.submit((), more=False)
+                self._thread.join(_END_S)
+        except Exception as error:  # whatever it is, the stages are taken down
+            self._fail(error)
+        finally:
+            self._stack.close()
+            self._fail(StageLostError("the engine was closed"))
+
+    def stats(self) -> Mapping[str, Any]:
+        """Return the counters of the whole run."""
+        return asdict(self.progress)
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("this LLM is closed; make another one")
+        if self._error is not None:
+            raise self._error
+
+    def _read(self) -> None:
+        """Hand out news until the loops have ended or a stage is lost."""
+        try:
+            for update in self.engine.updates():
+                self.progress = update.progress
+                for number, tokens in update.tokens.items():
+                    self._tell(RequestNews(id=number, tokens=tokens))
+                for finished in update.finished:
+                    self._tell(RequestNews(id=finished.id, finished=finished), last=True)
+        except BaseException as error:
+            self._fail(error)
+
+    def _tell(self, news: RequestNews, *, last: bool = False) -> None:
+        with self._lock:
+            listener = self._listeners.get(news.id)
+            if last:
+                self._listeners.pop(news.id, None)
+        if listener is not None:
+            listener(news)
+
+    def _fail(self, error: BaseException) -> None:
+        """Tell whoever still waits why nothing will come."""
+        with self._lock:
+            self._error = self._error or error
+            left, self._listeners = self._listeners, {}
+        for number, listener in left.items():
+            listener(RequestNews(id=number, error=self._error))

@@ -1,0 +1,278 @@
+"""LLM: a model directory in, text out, on whatever devices there are.
+
+    with LLM("DIR") as llm:                       # this machine's devices; planned if several
+        llm.generate(["A prompt"], SamplingParams(max_tokens=32))[0].text
+    LLM("DIR", plan="plan.json"), LLM("DIR", cluster="c.yaml")
+
+Knows nothing of devices or of what a stage is: a plan is chosen (plan_choice.py), an engine started
+(launch/), text read and written (text/). Names and defaults are vLLM's where they mean the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self, cast
+
+from llmpq.plan import MAX_GAMMA, Plan
+from llmpq.runtime.engine.mailbox import Finished
+from llmpq.runtime.launch.engine import Engine
+from llmpq.runtime.launch.engine_thread import EngineThread, RequestNews
+from llmpq.runtime.launch.launcher import Backend, Deadlines, Launch
+from llmpq.runtime.launch.planned_kv import AUTO, with_kv
+from llmpq.runtime.launch.stage_settings import LinkChoice, StageSettings, limits_of
+from llmpq.runtime.plan_choice import Wishes, choose_plan
+from llmpq.runtime.request_output import CompletionOutput, RequestOutput
+from llmpq.runtime.sampling_params import SamplingParams
+from llmpq.runtime.text.prompts import Ask, Messages, Prompt, Prompts, completion, listed
+from llmpq.speculation import SpeculationMode, usable_modes
+
+__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
+
+
+class LLM:
+    """A model that is loaded and answers prompts; a context manager, or end it with `close`."""
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        plan: Plan | str | Path | None = None,
+        cluster: str | Path | None = None,
+        backend: Backend = "auto",
+        ray_address: str | None = None,
+        max_model_len: int | None = None,
+        max_num_seqs: int | None = None,
+        dtype: str = AUTO,
+        kv_cache_dtype: str = AUTO,
+        speculate: SpeculationMode | Literal["off"] | None = None,
+        gamma: int | None = None,
+        links: LinkChoice = "auto",
+        layer_cache: str | Path | None = None,
+        deadlines: Deadlines | None = None,
+    ) -> None:
+        """Plan where there is no plan, start the stages, load the weights.
+
+        `model` may be left out where the plan names its directory. `max_model_len` (tokens of a
+        prompt and its answer) and `max_num_seqs` (requests at once) are for plans made here.
+        `speculate` and `gamma` (tokens drafted per verify) are the plan's unless they are given.
+        """
+        wishes = Wishes(
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            dtype=dtype,
+            kv_cache_dtype=kv_cache_dtype,
+        )
+        chosen = choose_plan(model, plan, cluster, wishes)
+        self._plan = with_kv(chosen.plan, chosen.spec, kv_cache_dtype)
+        limits = limits_of(self._plan)
+        self._prompts = Prompts(
+            chosen.directory, chosen.spec, max_len=limits.max_len, check=limits.check
+        )
+        self._asked: dict[str, tuple[int, ...]] = {}
+        """Prompts under way, by name: the numbers of their requests."""
+        mode, length = _drafts(self._plan, speculate, gamma)
+        settings = StageSettings(
+            model_dir=str(chosen.directory),
+            speculate=mode,
+            gamma=length,
+            links=links,
+            layer_cache=None if layer_cache is None else str(Path(layer_cache).resolve()),
+        )
+        with ExitStack() as stack:
+            engine = stack.enter_context(
+                Engine.start(
+                    self._plan,
+                    settings,
+                    cluster=chosen.cluster,
+                    deadlines=deadlines,
+                    launch=Launch(backend=backend, ray_address=ray_address),
+                )
+            )
+            self._engine = EngineThread(engine, stack.pop_all())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End what is under way and take the stages down; again does nothing."""
+        self._engine.close()
+
+    @property
+    def plan(self) -> Plan:
+        """Who holds which layers at which bits, and what was predicted."""
+        return self._plan
+
+    def stats(self) -> dict[str, Any]:
+        """Return counters of the run so far and what every stage holds."""
+        engine = self._engine.engine
+        parts = zip(self._plan.stages, engine.stage_pids(), engine.load_reports, strict=True)
+        stages = [
+            {
+                "device": stage.device,
+                "node": stage.node,
+                "layers": list(stage.layers),
+                "pid": pid,
+                "weights_bytes": load.weights_bytes,
+                "kv_bytes": load.kv_bytes,
+            }
+            for stage, pid, load in parts
+        ]
+        return {**self._engine.stats(), "requests": list(self._asked), "stages": stages}
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Return the answers to prompts, in their order; `ValueError` if one can never run."""
+        several = listed(prompts)
+        params = SamplingParams() if sampling_params is None else sampling_params
+        each = [params] * len(several) if isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(several):
+            raise ValueError(
+                f"got {len(each)} sampling_params for {len(several)} prompts; give one, or one each"
+            )
+        return self._serve([
+            self._prompts.ask(prompt, own) for prompt, own in zip(several, each, strict=True)
+        ])  # fmt: skip
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | None = None,
+    ) -> list[RequestOutput]:
+        """Return the answer to a conversation, or to each of several, by the model's template."""
+        if not messages:
+            raise ValueError("a conversation needs at least one message")
+        alone = isinstance(messages[0], Mapping)
+        several = cast(Sequence[Messages], [messages] if alone else messages)
+        params = sampling_params or SamplingParams()
+        prompts = [self._prompts.conversation(one) for one in several]
+        return self._serve([self._prompts.ask(prompt, params) for prompt in prompts])
+
+    async def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+    ) -> AsyncIterator[str]:
+        """Yield the answer's text as it comes; joined, the pieces are the text of `generate`.
+
+        Leaving the loop early aborts the request, and so does `abort(request_id)`.
+        """
+        params = sampling_params or SamplingParams()
+        if params.n != 1:
+            raise ValueError(f"a stream has one answer, got n={params.n}; leave n out")
+        ask = self._prompts.ask(prompt, params, name=request_id, stream=True)
+        (request,) = ask.requests
+        loop = asyncio.get_running_loop()
+        news: asyncio.Queue[RequestNews] = asyncio.Queue()
+
+        def listen(heard: RequestNews) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(news.put_nowait, heard)
+
+        text, ended = self._prompts.stream_of(request), False
+        self._begin([ask])
+        try:
+            self._engine.submit([request], listen)
+            while not ended:
+                heard = await news.get()
+                ended = heard.finished is not None or heard.error is not None
+                if heard.error is not None:
+                    raise heard.error
+                piece = text.finish() if ended else text.push(heard.tokens)
+                if piece:
+                    yield piece
+        finally:
+            self._end([ask])
+            if not ended:
+                self._engine.abort([request.id])
+
+    def abort(self, request_id: str) -> None:
+        """End a prompt's answers between two steps; what there is of them is the result.
+
+        A name that is not under way is no error: it may just have ended.
+        """
+        self._engine.abort(self._asked.get(request_id, ()))
+
+    def _serve(self, asks: Sequence[Ask]) -> list[RequestOutput]:
+        """Run all requests to their end; an interruption ends them."""
+        news: queue.SimpleQueue[RequestNews] = queue.SimpleQueue()
+        requests = [request for ask in asks for request in ask.requests]
+        finished: dict[int, Finished] = {}
+        self._begin(asks)
+        try:
+            if requests:
+                self._engine.submit(requests, news.put)
+            while len(finished) < len(requests):
+                heard = news.get()
+                if heard.error is not None:
+                    raise heard.error
+                if heard.finished is not None:
+                    finished[heard.id] = heard.finished
+        except BaseException:
+            self._engine.abort([r.id for r in requests if r.id not in finished])
+            raise
+        finally:
+            self._end(asks)
+        return [self._output(ask, finished) for ask in asks]
+
+    def _output(self, ask: Ask, finished: Mapping[int, Finished]) -> RequestOutput:
+        ends = [(request, finished[request.id]) for request in ask.requests]
+        return RequestOutput(
+            request_id=ask.name,
+            prompt=ask.prompt,
+            prompt_token_ids=ask.tokens,
+            outputs=[
+                completion(index, self._prompts.text_of(request, end.tokens), end)
+                for index, (request, end) in enumerate(ends)
+            ],
+        )
+
+    def _begin(self, asks: Sequence[Ask]) -> None:
+        for ask in asks:
+            if ask.name in self._asked:
+                raise ValueError(f"request_id '{ask.name}' is under way; take another one")
+            self._asked[ask.name] = tuple(request.id for request in ask.requests)
+
+    def _end(self, asks: Sequence[Ask]) -> None:
+        for ask in asks:
+            self._asked.pop(ask.name, None)
+
+
+def _drafts(
+    plan: Plan, mode: SpeculationMode | Literal["off"] | None, gamma: int | None
+) -> tuple[SpeculationMode | None, int | None]:
+    """Return who drafts and how many tokens; `ValueError` for a wish that cannot be met."""
+    planned = plan.speculation
+    if mode == "off" or (mode is None and planned is None):
+        if gamma is not None:
+            raise ValueError(f"gamma={gamma} has no effect without drafts; give speculate, too")
+        return None, None
+    if mode is None:
+        assert planned is not None
+        return planned.mode, planned.gamma if gamma is None else gamma
+    if mode not in usable_modes(plan):
+        usable = ", ".join(usable_modes(plan))
+        raise ValueError(f"speculate='{mode}' cannot draft for this plan; choose one of {usable}")
+    alone_on_gpu = len(plan.stages) == 1 and not plan.stages[0].is_cpu
+    if gamma is None and not alone_on_gpu:
+        raise ValueError(f"speculate='{mode}' needs gamma=1..{MAX_GAMMA}, tokens drafted at once")
+    if gamma is not None and not 1 <= gamma <= MAX_GAMMA:
+        raise ValueError(f"gamma must be 1..{MAX_GAMMA}, got {gamma}")
+    return mode, gamma

@@ -1,0 +1,155 @@
+"""Which plan a model is run by: the one that was given, or one made for the devices there are.
+
+One device needs no planner: a whole, unquantised model in 16 bits (32 on a CPU), if it fits.
+Several devices, a directory that is stored quantised, or a model that one device cannot hold are
+planned.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from llmpq.cluster import Cluster
+from llmpq.model_spec import ModelSpec, read_config
+from llmpq.plan import Plan
+from llmpq.precision import KVPrecision
+from llmpq.runtime.auto_plan import plan_job
+from llmpq.runtime.launch.device_plan import device_plan
+from llmpq.runtime.launch.planned_kv import AUTO
+from llmpq.this_machine import this_machine
+from llmpq.workload import DTYPE_BYTES, Dtype, Workload
+
+_log = logging.getLogger("llmpq.run")
+
+MAX_MODEL_LEN = 2048
+"""Tokens of a prompt and its answer, where nothing else is said and the model has as many."""
+SLOTS = {True: 8, False: 32}
+"""Requests at once on a cluster of CPUs, and on one with GPUs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wishes:
+    """What a plan made here is asked for; None and `auto` leave it open."""
+
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    dtype: str = AUTO
+    kv_cache_dtype: str = AUTO
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """A model and the plan it is run by."""
+
+    directory: Path
+    spec: ModelSpec
+    plan: Plan
+    cluster: Cluster | None
+
+
+def choose_plan(
+    model: str | Path | None,
+    plan: Plan | str | Path | None,
+    cluster: str | Path | None,
+    wishes: Wishes,
+) -> Chosen:
+    """Return the plan to run; `LlmpqError` or `ValueError` says why there is none."""
+    if plan is None:
+        if model is None:
+            raise ValueError("nothing to run: give a model directory, or plan= that names one")
+        directory, spec = _read(model)
+        made, known = _made(directory, spec, cluster, wishes)
+        return Chosen(directory=directory, spec=spec, plan=made, cluster=known)
+    given = plan if isinstance(plan, Plan) else Plan.load(plan)
+    for name, value in (
+        ("max_model_len", wishes.max_model_len),
+        ("max_num_seqs", wishes.max_num_seqs),
+        ("dtype", None if wishes.dtype == AUTO else wishes.dtype),
+    ):
+        if value is not None:
+            raise ValueError(f"{name} has no effect with plan=, which says it; leave it out")
+    if model is None and given.model.path is None:
+        raise ValueError("the plan names no model directory; give it: LLM('DIR', plan=...)")
+    directory, spec = _read(model if model is not None else str(given.model.path))
+    given.require_model(spec)
+    known = None if cluster is None else Cluster.load(cluster)
+    if known is not None:
+        given.require_cluster(known.name, known.fingerprint())
+    return Chosen(directory=directory, spec=spec, plan=given, cluster=known)
+
+
+def _read(model: str | Path) -> tuple[Path, ModelSpec]:
+    directory = Path(model).resolve()
+    if not directory.is_dir():
+        raise ValueError(f"no such model directory: '{model}'; expected a local one, with weights")
+    return directory, ModelSpec.from_directory(directory)
+
+
+def _made(
+    directory: Path, spec: ModelSpec, cluster: str | Path | None, wishes: Wishes
+) -> tuple[Plan, Cluster | None]:
+    """Make a plan for a cluster's devices, or for this machine's."""
+    known = this_machine() if cluster is None else Cluster.load(cluster)
+    cpus = all(device.spec.is_cpu for device in known.devices)
+    max_len = _max_len(spec, wishes)
+    slots = SLOTS[cpus] if wishes.max_num_seqs is None else _at_least_one("max_num_seqs", wishes)
+    if len(known.devices) == 1 and read_config(directory).get("quantization_config") is None:
+        whole = device_plan(
+            spec,
+            known.devices[0],
+            model_dir=str(directory),
+            dtype=_dtype(spec, wishes, cpus),
+            kv=_kv(wishes),
+            max_len=max_len,
+            slots=slots,
+            may_shrink=wishes.max_num_seqs is None,
+        )
+        if whole is not None:
+            return whole, known
+    prompt_len = max(1, max_len // 2)
+    work = Workload(
+        batch=slots,
+        prompt_len=prompt_len,
+        gen_len=max_len - prompt_len + 1,
+        kv=_kv(wishes),
+        dtype=_dtype(spec, wishes, cpus),
+    )
+    made = plan_job(directory, known, work)
+    for note in made.notes:
+        _log.info("%s", note)
+    return made.plan, known
+
+
+def _max_len(spec: ModelSpec, wishes: Wishes) -> int:
+    if wishes.max_model_len is None:
+        return min(MAX_MODEL_LEN, spec.max_positions)
+    longest = _at_least_one("max_model_len", wishes)
+    if longest > spec.max_positions:
+        raise ValueError(
+            f"max_model_len must be at most {spec.max_positions}, the positions of {spec.name}, "
+            f"got {longest}"
+        )
+    return longest
+
+
+def _at_least_one(name: str, wishes: Wishes) -> int:
+    value: object = getattr(wishes, name)
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{name} must be a whole number from 1 on, got {value!r}")
+    return value
+
+
+def _dtype(spec: ModelSpec, wishes: Wishes, cpus: bool) -> Dtype:
+    if wishes.dtype == AUTO:
+        return "float32" if cpus else spec.dtype
+    if wishes.dtype not in DTYPE_BYTES:
+        raise ValueError(f"dtype must be auto, {', '.join(DTYPE_BYTES)}, got '{wishes.dtype}'")
+    return cast(Dtype, wishes.dtype)
+
+
+def _kv(wishes: Wishes) -> KVPrecision:
+    wish = wishes.kv_cache_dtype
+    return KVPrecision.KV16 if wish == AUTO else KVPrecision.parse(wish)

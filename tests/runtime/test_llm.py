@@ -1,0 +1,233 @@
+"""The front door: text in and out over every way to start stages, streams, aborts, refusals."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+import llmpq
+from llmpq import LLM, Plan, SamplingParams, make_plan
+
+GREEDY = SamplingParams(temperature=0, max_tokens=24)
+PROMPTS = ["def main():", "import os\n", "class Stack:\n    "]
+
+
+def streamed(llm: LLM, prompt: str, params: SamplingParams) -> list[str]:
+    async def pieces() -> list[str]:
+        return [piece async for piece in llm.stream(prompt, params)]
+
+    return asyncio.run(pieces())
+
+
+@pytest.fixture(scope="module")
+def one(demo_model):
+    """Return the model on this machine's one device, in this process."""
+    with LLM(demo_model, max_num_seqs=4) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def wanted(one):
+    """Return the greedy answers of one stage."""
+    return [answer.text for answer in one.generate(PROMPTS, GREEDY)]
+
+
+@pytest.mark.cpu
+def test_the_door_opens_without_torch_and_shows_what_there_is():
+    code = (
+        "import sys, llmpq; assert 'torch' not in sys.modules and 'pydantic' not in sys.modules;"
+        "print(sorted(set(dir(llmpq)) & {'LLM', 'SamplingParams', 'Plan', 'make_plan'}));"
+        "from llmpq import Plan, make_plan; assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "['LLM', 'Plan', 'SamplingParams', 'make_plan']"
+    with pytest.raises(AttributeError, match="LMM"):
+        llmpq.LMM  # noqa: B018
+
+
+@pytest.mark.cpu
+def test_answers_have_the_names_of_vllms(one, wanted):
+    (answer,) = one.generate(PROMPTS[0], GREEDY)
+    assert answer.prompt == PROMPTS[0] and answer.finished
+    assert answer.text == answer.outputs[0].text == wanted[0]
+    assert len(answer.outputs[0].token_ids) == 24 and answer.outputs[0].finish_reason == "length"
+    ids = one.generate({"prompt_token_ids": list(answer.prompt_token_ids)}, GREEDY)
+    assert ids[0].text == wanted[0] and ids[0].prompt is None
+    assert one.plan.stages[0].is_cpu and one.stats()["finished"] >= 2
+
+
+@pytest.mark.cpu
+def test_sampling_is_seeded_and_several_answers_differ(one):
+    drawn = SamplingParams(n=3, max_tokens=12, seed=5)
+    first, again = one.generate(PROMPTS[0], drawn), one.generate(PROMPTS[0], drawn)
+    texts = [output.text for output in first[0].outputs]
+    assert texts == [output.text for output in again[0].outputs] and len(set(texts)) == 3
+    assert [output.index for output in first[0].outputs] == [0, 1, 2]
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("stop", [None, "self", ["    def", "zzz"], "(self):\n"])
+def test_a_stream_gives_the_text_of_generate(one, stop):
+    params = SamplingParams(temperature=0, max_tokens=80, stop=stop)
+    for prompt in PROMPTS[:2]:
+        (answer,) = one.generate(prompt, params)
+        pieces = streamed(one, prompt, params)
+        assert "".join(pieces) == answer.text
+        assert all(pieces) and (len(pieces) > 3 or stop is not None)
+        if stop is not None and answer.outputs[0].finish_reason == "stop":
+            assert not any(text in answer.text for text in params.stop_texts)
+
+
+@pytest.mark.cpu
+def test_an_abort_ends_a_stream_between_steps_and_frees_its_place(one):
+    params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+
+    async def some(prompt: str, name: str) -> str:
+        text = ""
+        async for piece in one.stream(prompt, params, request_id=name):
+            text += piece
+            if len(text) > 20 and name == "by name":
+                one.abort("by name")
+            if len(text) > 20 and name == "by leaving":
+                break
+        return text
+
+    async def both() -> list[str]:
+        return await asyncio.gather(some(PROMPTS[0], "by name"), some(PROMPTS[0], "by leaving"))
+
+    whole = one.generate(PROMPTS[0], SamplingParams(temperature=0, max_tokens=200, ignore_eos=True))
+    for text in asyncio.run(both()):
+        assert 20 < len(text) < len(whole[0].text) and whole[0].text.startswith(text)
+    one.generate(PROMPTS[1], GREEDY)
+    assert one.stats()["running"] == 0 and one.stats()["requests"] == []
+
+
+@pytest.mark.cpu
+def test_an_abort_ends_generate_with_what_there_is(one):
+    params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+    answers: list[llmpq.RequestOutput] = []
+    caller = threading.Thread(target=lambda: answers.extend(one.generate(PROMPTS, params)))
+    caller.start()
+    while one.stats()["running"] < 3:
+        time.sleep(0.01)
+    for name in one.stats()["requests"]:
+        one.abort(name)
+    caller.join(60)
+    assert [answer.outputs[0].finish_reason for answer in answers] == ["abort"] * 3
+    one.abort("nobody")
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"logprobs": 3}, "logprobs=3 is not supported yet"),
+        ({"min_p": 0.1}, "min_p=0.1 is not supported yet"),
+        ({"max_tokens": 0}, "max_tokens must be a whole number from 1 on"),
+        ({"n": 2, "temperature": 0}, "n=2 greedy answers"),
+        ({"top_p": 0.0}, "top_p must be in"),
+        ({"temperature": -1}, "temperature must be 0"),
+        ({"stop": ["a", ""]}, "stop must be a text or several"),
+    ],
+)
+def test_parameters_that_cannot_be_met_are_refused(options, said):
+    with pytest.raises(ValueError, match=said):
+        SamplingParams(**options)
+
+
+@pytest.mark.cpu
+def test_prompts_that_can_never_run_are_refused_and_leave_the_engine_well(one, wanted):
+    for prompt, said in (
+        ("", "no tokens"),
+        ("x y " * 900, "prompts of at most 1024"),
+        ([5, 99999], "token 99999 is not in the vocabulary"),
+        ({"text": "a"}, "prompt_token_ids, got"),
+        (3.5, "a text or a list of token ids"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=said):
+            one.generate([prompt], GREEDY)
+    with pytest.raises(ValueError, match="chat template"):
+        one.chat([{"role": "user", "content": "hi"}])
+    with pytest.raises(ValueError, match="2 sampling_params for 1 prompts"):
+        one.generate(["a"], [GREEDY, GREEDY])
+    assert one.generate(PROMPTS[0], GREEDY)[0].text == wanted[0]
+
+
+@pytest.mark.cpu
+def test_a_chat_is_a_prompt_by_the_models_template(demo_model, tmp_path, wanted):
+    folder = shutil.copytree(demo_model, tmp_path / "model")
+    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    with LLM(folder, max_num_seqs=2) as llm:
+        talks = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
+        assert llm.chat(talks[0], GREEDY)[0].text == wanted[0]
+        assert [answer.text for answer in llm.chat(talks, GREEDY)] == wanted
+    with pytest.raises(RuntimeError, match="closed"):
+        llm.generate(PROMPTS[0], GREEDY)
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"model": "nowhere"}, "no such model directory: 'nowhere'"),
+        ({}, "nothing to run"),
+        ({"max_model_len": 5000}, "max_model_len must be at most 1024"),
+        ({"max_num_seqs": 0}, "max_num_seqs must be"),
+        ({"dtype": "int3"}, "dtype must be auto"),
+        ({"speculate": "ngram"}, "needs gamma=1..7"),
+        ({"gamma": 3}, "gamma=3 has no effect"),
+        ({"plan": "one", "max_num_seqs": 3}, "max_num_seqs has no effect with plan="),
+        ({"ray_address": "auto", "backend": "threads"}, "no effect with --backend threads"),
+    ],
+)
+def test_wishes_that_cannot_be_met_are_refused(demo_model, make_plan, options, said):
+    options = dict(options)
+    if "plan" in options:
+        options["plan"] = make_plan(demo_model)
+    model = options.pop("model", demo_model if options else None)
+    with pytest.raises(ValueError, match=said):
+        LLM(model, **options)
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("backend", ["threads", "auto"])
+def test_three_stages_give_the_answers_of_one(demo_model, make_plan, wanted, tmp_path, backend):
+    path = tmp_path / "plan.json"
+    make_plan(demo_model, (2, 5), batch=4, prompt_len=64, gen_len=512).save_json(path)
+    with LLM(plan=path, backend=backend) as llm:
+        assert [answer.text for answer in llm.generate(PROMPTS, GREEDY)] == wanted
+        assert "".join(streamed(llm, PROMPTS[0], GREEDY)) == wanted[0]
+        pids = {stage["pid"] for stage in llm.stats()["stages"]}
+        assert len(pids) == (1 if backend == "threads" else 3)
+
+
+@pytest.mark.cluster
+def test_a_cluster_is_planned_and_drafts_change_nothing(demo_model, wanted, tmp_path):
+    cluster = tmp_path / "c.yaml"
+    cluster.write_text(
+        "schema: 1\nname: two\nnodes: [{name: here, devices: [{kind: CPU, count: 2, "
+        "memory: 20 MiB}]}]\n"
+    )
+    with LLM(demo_model, cluster=cluster, max_model_len=128, max_num_seqs=2) as llm:
+        assert len(llm.plan.stages) == 2 and llm.plan.predicted is not None
+        plain = [answer.text for answer in llm.generate(PROMPTS, GREEDY)]
+        plan = llm.plan
+    with LLM(demo_model, plan=plan, backend="threads", speculate="ngram", gamma=3) as llm:
+        assert [answer.text for answer in llm.generate(PROMPTS, GREEDY)] == plain
+
+
+@pytest.mark.cpu
+def test_plans_are_made_by_name(demo_model):
+    plan = make_plan(demo_model, devices="cpu,cpu", batch=2, prompt_len=16, gen_len=8)
+    assert isinstance(plan, Plan) and plan.model.path == str(demo_model)
+    with pytest.raises(ValueError, match="unknown method 'best'"):
+        make_plan(demo_model, devices="cpu", method="best")
