@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import resource
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -84,6 +85,8 @@ class Tried:
 
     value: float
     seconds: float
+    cpu_s: float = 0.0
+    """What a busy machine does not stretch much."""
     answer: Answer | None = None
     said: str = ""
 
@@ -100,16 +103,24 @@ def tried(case: RandomCase, method: str, time_limit_s: float, **changes: object)
         budget=case.budget if keeps else None,
         kvs=case.kvs,
     )
-    start = time.perf_counter()
+    start, used = time.perf_counter(), cpu_seconds()
+    found: Answer | None = None
+    said, worth = "", math.inf
     try:
         found = answer(problem, how, None)
+        worth = valued(case, found.problem, found.outcome.assignment)
     except Unfinished:
-        return Tried(value=math.inf, seconds=time.perf_counter() - start, said="no plan in time")
+        said = "no plan in time"
     except DoesNotFitError:
-        return Tried(value=math.inf, seconds=time.perf_counter() - start, said="found no plan")
-    seconds = time.perf_counter() - start
-    worth = valued(case, found.problem, found.outcome.assignment)
-    return Tried(value=worth, seconds=seconds, answer=found)
+        said = "found no plan"
+    seconds, cpu_s = time.perf_counter() - start, cpu_seconds() - used
+    return Tried(value=worth, seconds=seconds, cpu_s=cpu_s, answer=found, said=said)
+
+
+def cpu_seconds() -> float:
+    """Return the CPU time of this process and its children."""
+    kinds = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    return sum(u.ru_utime + u.ru_stime for u in map(resource.getrusage, kinds))
 
 
 def valued(case: RandomCase, p: Problem, a: Assignment) -> float:
@@ -170,7 +181,7 @@ def compare(
     other = others[best].value if best else math.inf
     ratio = 1.0 if math.isinf(other) else exact.value / other
     found = exact.answer
-    measured: dict[str, float] = {"seconds": exact.seconds}
+    measured: dict[str, float] = {"seconds": exact.seconds, "cpu_s": exact.cpu_s}
     if found is not None:
         out = found.outcome
         measured |= {
@@ -209,7 +220,7 @@ def tell(row: Mapping[str, Any]) -> None:
     far = "  REPLAY" if abs(base.get("replay_difference", 0.0)) > 0.005 else ""
     print(
         f"{case['name']}: {row['value']:.6f}x of {case['best_other'] or 'nothing'}{bound}, "
-        f"{base['seconds']:.1f} s {case['said']}{worse}{late}{wrong}{far}",
+        f"{base['seconds']:.1f} s ({base['cpu_s']:.1f} CPU) {case['said']}{worse}{late}{wrong}{far}",
         flush=True,
     )
 
