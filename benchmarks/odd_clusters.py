@@ -218,9 +218,10 @@ def tell(row: Mapping[str, Any]) -> None:
     bound = f", gap {base['gap']:.2%}" if "gap" in base else ", no bound"
     wrong = "" if base.get("checked", 1.0) else "  CHECK"
     far = "  REPLAY" if abs(base.get("replay_difference", 0.0)) > 0.005 else ""
+    flags = f"{worse}{late}{wrong}{far}"
     print(
         f"{case['name']}: {row['value']:.6f}x of {case['best_other'] or 'nothing'}{bound}, "
-        f"{base['seconds']:.1f} s ({base['cpu_s']:.1f} CPU) {case['said']}{worse}{late}{wrong}{far}",
+        f"{base['seconds']:.1f} s ({base['cpu_s']:.1f} CPU) {case['said']}{flags}",
         flush=True,
     )
 
