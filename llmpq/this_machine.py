@@ -23,6 +23,10 @@ QUERY = ("index", "uuid", "name", "memory.total", "memory.free", "driver_version
 SMI_S = 20.0
 _ROUNDED_TO = 256 * MIB
 """Memory in use counts in such steps: cards that differ by less are alike to the planner."""
+_THREAD_BYTES = 64 * MIB
+"""Weights that keep a thread busy in a step: threads that have less wait for each other, for long
+where cores are shared (7M parameters, two threads on two busy cores: 20 times one thread's time).
+"""
 _GUESS = {"mem_gbps": 300, "fp16_tflops": 50, "context": "0.5 GiB"}
 """Rates of a GPU that is not in the table: those of a small card."""
 
@@ -153,6 +157,11 @@ def host_memory() -> tuple[int, int]:
     fields = dict(line.split(":", 1) for line in path.read_text().splitlines())
     total, free = (int(fields[key].split()[0]) * 1024 for key in ("MemTotal", "MemAvailable"))
     return total, free
+
+
+def useful_threads(threads: int, weight_bytes: int) -> int:
+    """Return how many of a host's threads a model keeps busy."""
+    return min(threads, 1 + weight_bytes // _THREAD_BYTES)
 
 
 def _cores() -> int:

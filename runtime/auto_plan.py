@@ -22,11 +22,11 @@ from llmpq.costs_cache import cache_folder, cached_costs, store_costs
 from llmpq.errors import ExitCode, StageLostError
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
-from llmpq.this_machine import assumed, this_machine
-from llmpq.workload import Dtype, Workload
+from llmpq.this_machine import assumed, this_machine, useful_threads
+from llmpq.workload import DTYPE_BYTES, Dtype, Workload
 
 if TYPE_CHECKING:
-    from llmpq.planner.make_plan import MadePlan
+    from llmpq.planner.plan_run import MadePlan
 
 DEFAULT_NEW_TOKENS = 64
 """New tokens of a row that does not say, where no plan does either."""
@@ -92,6 +92,8 @@ def plan_for(
     devices = cluster or devices_of(from_ray)
     on_cpu = all(device.spec.is_cpu for device in devices.devices)
     dtype: Dtype = "float32" if on_cpu else spec.dtype
+    if cluster is None and from_ray is None and on_cpu:
+        devices = _with_useful_threads(devices, spec.num_params * DTYPE_BYTES[dtype])
     work = workload_of(lengths, dtype=dtype, window=MAX_CPU_WINDOW if on_cpu else MAX_WINDOW, kv=kv)
     return plan_job(model_dir, devices, work, profile=profile)
 
@@ -100,7 +102,7 @@ def plan_job(
     model_dir: str | Path, cluster: Cluster, work: Workload, *, profile: bool = False
 ) -> MadePlan:
     """Return a plan of a job on a cluster's devices; a batch that does not fit is halved."""
-    from llmpq.planner.make_plan import make_plan
+    from llmpq.planner.plan_run import plan_run
 
     spec = ModelSpec.from_directory(model_dir)
     if profile:
@@ -109,7 +111,7 @@ def plan_job(
     costs, notes = cached_costs(spec.fingerprint(), kinds)
     if costs is not None:
         notes.append(f"costs measured here before: {cache_folder() / spec.fingerprint()}")
-    made = make_plan(model_dir, cluster, work, costs=costs, windows=halved(work.batch))
+    made = plan_run(model_dir, cluster, work, costs=costs, windows=halved(work.batch))
     return made.with_notes([*assumed(cluster), *notes])
 
 
@@ -128,6 +130,15 @@ def devices_of(from_ray: str | None) -> Cluster:
     from llmpq.planner.discovery import cluster_from_ray
 
     return cluster_from_ray(from_ray)
+
+
+def _with_useful_threads(cluster: Cluster, weight_bytes: int) -> Cluster:
+    """Return a machine without GPUs with as many threads as a model keeps busy."""
+    (node,) = cluster.nodes
+    (group,) = node.devices
+    threads = useful_threads(group.threads or 1, weight_bytes)
+    node = node.model_copy(update={"devices": (group.model_copy(update={"threads": threads}),)})
+    return Cluster(name=cluster.name, nodes=(node,), links=cluster.links)
 
 
 def measure(model_dir: str | Path, cluster: Cluster, dtype: Dtype) -> CostModel:

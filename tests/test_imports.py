@@ -51,7 +51,7 @@ not). Between rooms only the first two lines count; within a room, that room's.
 ON_FIRST_USE = {
     ("llmpq", "runtime/llm"),
     ("llmpq", "planner/make"),
-    ("runtime/auto_plan", "planner/make_plan"),
+    ("runtime/auto_plan", "planner/plan_run"),
     ("runtime/auto_plan", "planner/discovery"),
 }
 """The few imports upward: the front door, and the one place where a run asks for a plan."""

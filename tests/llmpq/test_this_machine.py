@@ -8,7 +8,7 @@ from llmpq import costs_cache, this_machine
 from llmpq.cost_model import CostModel, LatencyEntry, LinkCost, Phase, Regime
 from llmpq.device_spec import device_specs
 from llmpq.precision import Precision
-from llmpq.this_machine import GIB, Host, assumed, free_cores, parse_gpus, visible
+from llmpq.this_machine import GIB, Host, assumed, free_cores, parse_gpus, useful_threads, visible
 
 pytestmark = pytest.mark.pure
 
@@ -71,6 +71,11 @@ def test_gpus_are_seen_as_cuda_sees_them(wanted, indices):
 @pytest.mark.parametrize(("load", "threads"), [(0.2, 8), (3.4, 5), (8.0, 1), (40.0, 1)])
 def test_busy_cores_are_left_to_others(load, threads):
     assert free_cores(8, load) == threads
+
+
+@pytest.mark.parametrize(("mib", "threads"), [(28, 1), (64, 2), (200, 4), (100_000, 16)])
+def test_small_models_get_few_threads(mib, threads):
+    assert useful_threads(16, mib * 2**20) == threads
 
 
 def test_this_machine_is_found_as_it_is():

@@ -9,7 +9,7 @@ import pytest
 from llmpq.cluster import Cluster
 from llmpq.errors import DoesNotFitError
 from llmpq.planner.__main__ import main
-from llmpq.planner.make_plan import make_plan
+from llmpq.planner.plan_run import plan_run
 from llmpq.precision import Precision
 from llmpq.workload import Workload
 
@@ -27,20 +27,20 @@ def cpus(*sizes: str) -> Cluster:
 
 
 def test_layers_keep_16_bits_where_they_fit():
-    made = make_plan(MODEL, cpus("1 GiB"), JOB)
+    made = plan_run(MODEL, cpus("1 GiB"), JOB)
     assert set(made.plan.precisions) == {Precision.W16A16}
     assert made.plan.predicted is not None and made.plan.predicted.estimated
     assert "estimated" in made.text()
 
 
 def test_two_devices_keep_what_one_cannot():
-    assert len(make_plan(MODEL, cpus("20 MiB"), JOB).plan.stages) == 1
-    made = make_plan(MODEL, cpus("28 MiB", "28 MiB"), JOB)
+    assert len(plan_run(MODEL, cpus("20 MiB"), JOB).plan.stages) == 1
+    made = plan_run(MODEL, cpus("28 MiB", "28 MiB"), JOB)
     assert len(made.plan.stages) == 2 and set(made.plan.precisions) == {Precision.W16A16}
 
 
 def test_layers_give_up_no_more_than_they_must():
-    tight = make_plan(MODEL, cpus("20 MiB"), JOB).plan
+    tight = plan_run(MODEL, cpus("20 MiB"), JOB).plan
     assert Precision.W3A16 not in tight.precisions and Precision.W4A16 not in tight.precisions
     assert Precision.W8A16 in tight.precisions
 
@@ -48,18 +48,18 @@ def test_layers_give_up_no_more_than_they_must():
 def test_the_window_shrinks_before_bits_do():
     size = "64 MiB"
     job = JOB.model_copy(update={"batch": 256})
-    made = make_plan(MODEL, cpus(size), job, windows=(256, 128, 64, 32, 16, 8, 4, 2, 1))
+    made = plan_run(MODEL, cpus(size), job, windows=(256, 128, 64, 32, 16, 8, 4, 2, 1))
     assert 8 <= made.plan.workload.batch < 256
     assert set(made.plan.precisions) == {Precision.W16A16}
 
 
 def test_what_does_not_fit_at_all_is_refused():
     with pytest.raises(DoesNotFitError, match="short by"):
-        make_plan(MODEL, cpus("6 MiB"), JOB, windows=(8, 4, 2, 1))
+        plan_run(MODEL, cpus("6 MiB"), JOB, windows=(8, 4, 2, 1))
 
 
 def test_bits_that_are_asked_for_are_kept():
-    made = make_plan(MODEL, cpus("1 GiB"), JOB, bits=[Precision.W4A16])
+    made = plan_run(MODEL, cpus("1 GiB"), JOB, bits=[Precision.W4A16])
     assert set(made.plan.precisions) == {Precision.W4A16}
 
 

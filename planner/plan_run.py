@@ -58,7 +58,7 @@ class MadePlan:
         return text
 
 
-def make_plan(
+def plan_run(
     model_dir: str | Path,
     cluster: Cluster,
     workload: Workload,
