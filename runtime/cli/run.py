@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ from llmpq.runtime.report.progress import ProgressReporter
 from llmpq.runtime.request import Request
 from llmpq.runtime.text.batch_io import OrderedWriter, finished_lines, read_rows
 from llmpq.runtime.text.batch_rows import Answer, Row, answer_line, error_line
+from llmpq.runtime.text.made_with import made_by, made_with
 from llmpq.runtime.text.tokenizer import Tokenizer
 from llmpq.runtime.trace import StageRecord, write_chrome_trace
 
@@ -62,6 +64,8 @@ class Job:
     requests: Sequence[Request]
     errors: Mapping[int, str]
     """Row index -> why it cannot be a request."""
+    made: Callable[[Row], Mapping[str, Any]] | None = None
+    """What a row's answer is made with: its line says it."""
 
 
 def main(args: argparse.Namespace) -> int:
@@ -83,13 +87,14 @@ def main(args: argparse.Namespace) -> int:
         {"--output": args.output, "--trace": args.trace, "--report": args.report},
     )
     rows = read_rows(args.input, defaults_of(args))
-    done = finished_lines(args.output, rows) if args.resume else {}
     tokenizer = Tokenizer(model_dir)
     if plan is None:
         plan = _made_plan(args, model_dir, rows, tokenizer, cluster)
     if args.layer_cache is not None and meeting_host(None, plan, cluster) == LOCAL_HOST:
         require_folder("--layer-cache", args.layer_cache)  # elsewhere the stages look
-    job = make_job(plan, spec, rows, tokenizer, skip=done)
+    made = partial(made_with, common=made_by(plan, model_dir), default_tokens=plan.workload.gen_len)
+    done = finished_lines(args.output, rows, made) if args.resume else {}
+    job = make_job(plan, spec, rows, tokenizer, skip=done, made=made)
     settings = _settings(args, plan)  # before the output file is touched
     with OrderedWriter(args.output, len(rows), done=done) as writer:
         if job.requests:
@@ -168,6 +173,7 @@ def make_job(
     tokenizer: Tokenizer,
     *,
     skip: Mapping[int, Any],
+    made: Callable[[Row], Mapping[str, Any]] | None = None,
 ) -> Job:
     """Turn rows into requests; a row that the plan has no room for becomes an error."""
     limits = limits_of(plan)
@@ -182,7 +188,7 @@ def make_job(
             requests.append(_request(row, plan, spec, limits, tokenizer))
         except ValueError as error:
             errors[row.index] = str(error)
-    return Job(plan=plan, spec=spec, rows=rows, requests=requests, errors=errors)
+    return Job(plan=plan, spec=spec, rows=rows, requests=requests, errors=errors, made=made)
 
 
 def _request(
@@ -302,7 +308,8 @@ def _serve(
         for result in update.finished:
             row = job.rows[result.id]
             answer = _answer(requests[result.id], result, tokenizer)
-            writer.write(row.index, answer_line(row, answer, job.plan.model.name))
+            made = None if job.made is None else job.made(row)
+            writer.write(row.index, answer_line(row, answer, job.plan.model.name, made))
         finished += update.finished
         progress.update(update.progress, writer.num_finished)
         if more and len(finished) == len(requests):

@@ -2,7 +2,6 @@
 
 The output is a JSON line per row. It is appended to while the job runs and never holds half a
 row that counts: what an interrupted job has written is what `--resume` starts from.
-Standard library only.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any, Self
 
 from llmpq.output_paths import cannot_write
 from llmpq.runtime.text.batch_rows import (
+    MADE_WITH,
     PROMPT_HASH,
     Defaults,
     Row,
@@ -26,6 +26,7 @@ from llmpq.runtime.text.batch_rows import (
     prompt_hash,
     text_row,
 )
+from llmpq.runtime.text.made_with import differences
 
 _log = logging.getLogger("llmpq.output")
 
@@ -80,10 +81,15 @@ def _refuse_duplicates(rows: Sequence[Row], numbers: Sequence[int]) -> list[Row]
     return checked
 
 
-def finished_lines(path: str | Path, rows: Sequence[Row]) -> dict[int, dict[str, Any]]:
+def finished_lines(
+    path: str | Path,
+    rows: Sequence[Row],
+    made: Callable[[Row], Mapping[str, Any]] | None = None,
+) -> dict[int, dict[str, Any]]:
     """Return the answers an earlier run left, by row index, without failed rows and torn lines.
 
-    `ValueError` if the file was made from another input.
+    `made` tells what a row's answer is made with now. `ValueError` if the file was made from
+    another input, or its answers with another model, precision or sampling.
     """
     done: dict[int, dict[str, Any]] = {}
     if not Path(path).exists():
@@ -121,8 +127,21 @@ def finished_lines(path: str | Path, rows: Sequence[Row]) -> dict[int, dict[str,
                 f"'{path}' answers another input: its row {index} has another prompt; give the "
                 "same -i as before, or another -o"
             )
+        if made is not None and MADE_WITH in data:
+            _require_alike(path, index, data[MADE_WITH], made(row))
         done[index] = data
     return done
+
+
+def _require_alike(
+    path: str | Path, index: int, found: Mapping[str, Any], wanted: Mapping[str, Any]
+) -> None:
+    """Refuse an answer that this run would have made otherwise."""
+    if unlike := differences(found, wanted):
+        raise ValueError(
+            f"'{path}' was made otherwise, its row {index}: {'; '.join(unlike)}: run it with what "
+            "was given before, or give another -o"
+        )
 
 
 def _answers(data: Mapping[str, Any], row: Row) -> bool:

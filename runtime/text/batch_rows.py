@@ -21,6 +21,8 @@ Form = Literal["text", "plain", "completion", "chat"]
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 PROMPT_HASH = "prompt_hash"
 """Key of an OpenAI answer that tells --resume which prompt was answered."""
+MADE_WITH = "made_with"
+"""Key of what an answer was made with: model, precision, sampling."""
 
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "n": (1, None),
@@ -117,8 +119,11 @@ def json_row(index: int, line: str, defaults: Defaults, *, number: int | None = 
         return Row(index=index, form=form, row_id=shown, error=f"line {number}: {error}")
 
 
-def answer_line(row: Row, answer: Answer, model: str) -> dict[str, Any]:
-    """Return the output line of a finished row."""
+def answer_line(
+    row: Row, answer: Answer, model: str, made_with: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return the output line of a finished row; `made_with` is what `--resume` compares."""
+    made = {} if made_with is None else {MADE_WITH: dict(made_with)}
     if row.form in ("text", "plain"):
         line: dict[str, Any] = {"index": row.index}
         if row.row_id is not None:
@@ -132,6 +137,7 @@ def answer_line(row: Row, answer: Answer, model: str) -> dict[str, Any]:
             "completion_tokens": len(answer.tokens),
             "tokens": answer.tokens,
             "error": None,
+            **made,
         }
     chat = row.form == "chat"
     choice: dict[str, Any] = {
@@ -157,7 +163,8 @@ def answer_line(row: Row, answer: Answer, model: str) -> dict[str, Any]:
         },
     }
     response = {"status_code": 200, "request_id": f"req-{row.index}", "body": body}
-    return _batch_line(row) | {"response": response, "error": None, PROMPT_HASH: prompt_hash(row)}
+    line = {"response": response, "error": None, PROMPT_HASH: prompt_hash(row), **made}
+    return _batch_line(row) | line
 
 
 def prompt_hash(row: Row) -> str:
