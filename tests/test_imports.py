@@ -266,7 +266,7 @@ def test_a_right_direction_is_let_through() -> None:
         ("llmpq.runtime.engine.stage_loop", "llmpq.runtime.models.layers"),
         ("llmpq.profiler.timing.cases", "llmpq.runtime.step"),
         ("llmpq.kernels.tools.bench_kv", "llmpq.kernels.formats.kv_block"),
-        ("llmpq.runtime.auto_plan", "llmpq.planner.make_plan"),
+        ("llmpq.runtime.auto_plan", "llmpq.planner.plan_run"),
     ):
         assert wrong_edges({module: frozenset({target})}) == []
 

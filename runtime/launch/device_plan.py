@@ -8,14 +8,11 @@ from llmpq.model_spec import ModelSpec
 from llmpq.plan import ClusterRef, Plan
 from llmpq.precision import KVPrecision
 from llmpq.runtime.launch.hand_plan import hand_plan
+from llmpq.this_machine import useful_threads
 from llmpq.workload import DTYPE_BYTES, Dtype, Workload
 
 _MEMORY_SHARE = 0.85
 """Of a device's memory: the rest is for temporaries and whoever else is there."""
-_THREAD_BYTES = 64 << 20
-"""Weights that keep a thread busy in a step. Threads that have less wait for each other, and where
-cores are shared with other programs for long (7M parameters, two threads on two busy cores: 20
-times one thread's time)."""
 _PREFILL_TOKENS = 2048
 """Prompt tokens that share a micro-batch, about."""
 
@@ -51,7 +48,7 @@ def device_plan(
     slots = min(slots, room)
     threads = None
     if device.threads is not None:
-        threads = min(device.threads, 1 + weights // _THREAD_BYTES)
+        threads = useful_threads(device.threads, weights)
     plan = hand_plan(
         spec,
         # One new token beyond a prompt as long as the cache: any prompt that fits may come.
