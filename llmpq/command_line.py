@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import IO, Any, TypeVar
 
@@ -61,7 +61,7 @@ class Section:
         *names: str,
         daily: bool = False,
         also: Sequence[str] = (),
-        only: Only | None = None,
+        only: Only | Sequence[Only] = (),
         **options: Any,
     ) -> None:
         """Declare a flag: listed names, whether `--help` shows it, what makes it have an effect.
@@ -74,7 +74,8 @@ class Section:
         if "dest" not in options:
             options["dest"] = _dest(names)
         action = self._group.add_argument(*listed, *hidden, **options)
-        self._parser.declared(action, tuple(listed), daily=daily, only=only)
+        conditions = (only,) if isinstance(only, Only) else tuple(only)
+        self._parser.declared(action, tuple(listed), daily=daily, only=conditions)
 
 
 class CommandParser:
@@ -100,14 +101,18 @@ class CommandParser:
         self._positionals.append(self._parser.add_argument(name, **options))
 
     def declared(
-        self, action: argparse.Action, listed: tuple[str, ...], *, daily: bool, only: Only | None
+        self,
+        action: argparse.Action,
+        listed: tuple[str, ...],
+        *,
+        daily: bool,
+        only: tuple[Only, ...],
     ) -> None:
         """Note what `Section.flag` was told."""
         self._parser.shown[action.dest] = listed
         if daily or action.required:
             self._daily.add(action.dest)
-        if only is not None:
-            self._only.append((action, only))
+        self._only += [(action, condition) for condition in only]
 
     def read(self, argv: Sequence[str]) -> argparse.Namespace:
         """Return the flags' values; ends the process after `--help`, `--help-all`, `--version`.
@@ -131,12 +136,14 @@ class CommandParser:
                 setattr(found, action.dest, action.default)
             else:
                 given.add(action.dest)
-        for action, only in self._only:
-            if action.dest in given and not only.holds(found):
-                name = self._parser.shown[action.dest][-1]
-                raise ValueError(
-                    f"{name} has no effect {only.otherwise}: {only.remedy}, or leave it out"
-                )
+        for _, only in self._only:
+            if not only.holds(found):
+                names = {
+                    self._parser.shown[action.dest][-1]: action.dest in given
+                    for action, other in self._only
+                    if other is only
+                }
+                refuse_without_effect(names, only.otherwise, only.remedy)
         return found
 
     def read_as(self, request: type[T], argv: Sequence[str]) -> T:
@@ -203,6 +210,20 @@ class CommandParser:
         return ValueError(f"unknown flag '{word}': {hint}see {self.program} --help-all")
 
 
+def refuse_without_effect(given: Mapping[str, bool], otherwise: str, remedy: str) -> None:
+    """`ValueError` for flags that were given though they have no effect.
+
+    For what a declared `Only` cannot know, since it depends on a file that a flag names.
+    `given`: flag -> whether it was; the other two as in `Only`.
+    """
+    idle = [flag for flag, was in given.items() if was]
+    if idle:
+        verb, them = ("has", "it") if len(idle) == 1 else ("have", "them")
+        raise ValueError(
+            f"{', '.join(idle)} {verb} no effect {otherwise}: {remedy}, or leave {them} out"
+        )
+
+
 def end_of(
     program: str,
     run: Callable[[], int],
@@ -236,6 +257,10 @@ class _Parser(argparse.ArgumentParser):
     shown: dict[str, tuple[str, ...]]
 
     def error(self, message: str) -> Any:
+        for action in self._actions:  # named as listed, not by every spelling
+            listed = self.shown.get(action.dest)
+            if listed:
+                message = message.replace("/".join(action.option_strings), "/".join(listed))
         raise ValueError(f"{message}; see {self.prog} --help")
 
 

@@ -6,7 +6,6 @@ summary at the end. What ends the run early leaves every finished row in the out
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import shutil
@@ -29,7 +28,13 @@ from llmpq.plan import Plan
 from llmpq.precision import KVPrecision
 from llmpq.runtime.auto_plan import DEFAULT_NEW_TOKENS, Lengths, plan_for
 from llmpq.runtime.cli.plan_file import load_plan
-from llmpq.runtime.cli.run_flags import check_flags, deadlines_of, declare, defaults_of, launch_of
+from llmpq.runtime.cli.run_flags import (
+    RunOptions,
+    check_flags,
+    deadlines_of,
+    defaults_of,
+    launch_of,
+)
 from llmpq.runtime.cli.speculation_choice import choose_speculation
 from llmpq.runtime.engine.mailbox import Finished
 from llmpq.runtime.engine.scheduler import Limits
@@ -49,11 +54,6 @@ from llmpq.runtime.trace import StageRecord, write_chrome_trace
 _log = logging.getLogger("llmpq.run")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the flags of `run`."""
-    declare(parser)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """A batch file, read and checked against a plan."""
@@ -68,50 +68,50 @@ class Job:
     """What a row's answer is made with: its line says it."""
 
 
-def main(args: argparse.Namespace) -> int:
+def main(options: RunOptions) -> int:
     """Run a batch file through a plan; returns the exit code."""
-    check_flags(args)
-    plan = None if args.plan is None else load_plan(args.plan)
-    model_dir = args.model or (plan.model.path if plan is not None else None)
+    check_flags(options)
+    plan = None if options.plan is None else load_plan(options.plan)
+    model_dir = options.model or (plan.model.path if plan is not None else None)
     if model_dir is None:
         raise ValueError("the plan names no model directory; give one with --model DIR")
     spec = ModelSpec.from_directory(model_dir)
-    cluster = None if args.cluster is None else Cluster.load(args.cluster)
+    cluster = None if options.cluster is None else Cluster.load(options.cluster)
     if plan is not None:
         plan.require_model(spec)
-        plan = with_kv(plan, spec, args.kv_cache_dtype)
+        plan = with_kv(plan, spec, options.kv_cache_dtype)
         if cluster is not None:
             plan.require_cluster(cluster.name, cluster.fingerprint())
     check_files(
-        {"--input": args.input, "--strat_file_name": args.plan, "--cluster": args.cluster},
-        {"--output": args.output, "--trace": args.trace, "--report": args.report},
+        {"--input": options.input, "--plan": options.plan, "--cluster": options.cluster},
+        {"--output": options.output, "--trace": options.trace, "--report": options.report},
     )
-    rows = read_rows(args.input, defaults_of(args))
+    rows = read_rows(options.input, defaults_of(options))
     tokenizer = Tokenizer(model_dir)
     if plan is None:
-        plan = _made_plan(args, model_dir, rows, tokenizer, cluster)
-    if args.layer_cache is not None and meeting_host(None, plan, cluster) == LOCAL_HOST:
-        require_folder("--layer-cache", args.layer_cache)  # elsewhere the stages look
+        plan = _made_plan(options, model_dir, rows, tokenizer, cluster)
+    if options.layer_cache is not None and meeting_host(None, plan, cluster) == LOCAL_HOST:
+        require_folder("--layer-cache", options.layer_cache)  # elsewhere the stages look
     made = partial(made_with, common=made_by(plan, model_dir), default_tokens=plan.workload.gen_len)
-    done = finished_lines(args.output, rows, made) if args.resume else {}
+    done = finished_lines(options.output, rows, made) if options.resume else {}
     job = make_job(plan, spec, rows, tokenizer, skip=done, made=made)
-    settings = _settings(args, plan)  # before the output file is touched
-    with OrderedWriter(args.output, len(rows), done=done) as writer:
+    settings = _settings(options, plan)  # before the output file is touched
+    with OrderedWriter(options.output, len(rows), done=done) as writer:
         if job.requests:
-            report, records = _run(job, args, settings, cluster, writer, tokenizer)
+            report, records = _run(job, options, settings, cluster, writer, tokenizer)
         else:
             _write_errors(job, writer)
             _log.info("nothing to run: %s", _why_nothing(job, len(done)))
             report, records = _report_of_nothing(job), []
-    _show(report, records, job, args)
+    _show(report, records, job, options)
     if job.errors:
-        sys.stderr.write(f"{_failed(job)}; see their 'error' in {args.output}\n")
+        sys.stderr.write(f"{_failed(job)}; see their 'error' in {options.output}\n")
         return ExitCode.SOME_ROWS_FAILED
     return ExitCode.DONE
 
 
 def _made_plan(
-    args: argparse.Namespace,
+    options: RunOptions,
     model_dir: str,
     rows: Sequence[Row],
     tokenizer: Tokenizer,
@@ -119,11 +119,16 @@ def _made_plan(
 ) -> Plan:
     """Plan for the rows and the devices there are, and show the plan."""
     lengths = lengths_of(rows, tokenizer, ModelSpec.from_directory(model_dir))
-    kv = KVPrecision.KV16 if args.kv_cache_dtype == AUTO else KVPrecision.parse(args.kv_cache_dtype)
+    wish = options.kv_cache_dtype
     made = plan_for(
-        model_dir, lengths, cluster=cluster, from_ray=args.from_ray, kv=kv, profile=args.profile
+        model_dir,
+        lengths,
+        cluster=cluster,
+        from_ray=options.from_ray,
+        kv=KVPrecision.KV16 if wish == AUTO else KVPrecision.parse(wish),
+        profile=options.profile,
     )
-    if not args.json and sys.stdout is not None:
+    if not options.json and sys.stdout is not None:
         sys.stdout.write(f"{lengths.text()}\n{made.text(shutil.get_terminal_size((110, 0))[0])}\n")
         sys.stdout.flush()
     return made.plan
@@ -211,7 +216,7 @@ def _request(
 
 def _run(
     job: Job,
-    args: argparse.Namespace,
+    options: RunOptions,
     settings: StageSettings,
     cluster: Cluster | None,
     writer: OrderedWriter,
@@ -220,20 +225,20 @@ def _run(
     """Start the pipeline, write answers as they come; return the report and the stages' records."""
     started_s = time.monotonic()
     stages = job.plan.stages
-    compare = args.compare_plain and settings.speculate is not None
+    compare = options.compare_plain and settings.speculate is not None
     _log.info("starting %d stage%s", len(stages), "" if len(stages) == 1 else "s")
     with Engine.start(
         job.plan,
         settings,
         cluster=cluster,
-        deadlines=deadlines_of(args),
-        launch=launch_of(args),
+        deadlines=deadlines_of(options),
+        launch=launch_of(options),
     ) as pipeline:
         startup_s = time.monotonic() - started_s
         _write_errors(job, writer)
         for index, (stage, pid) in enumerate(zip(stages, pipeline.stage_pids(), strict=True)):
             _log.info("stage %d: %s on %s, pid %d", index, stage.device, stage.node, pid)
-        with ProgressReporter(len(job.rows), quiet=args.json) as progress:
+        with ProgressReporter(len(job.rows), quiet=options.json) as progress:
             updates = pipeline.updates()
             pipeline.submit(job.requests, more=compare)
             finished = _serve(job, updates, writer, tokenizer, progress, more=compare)
@@ -277,18 +282,20 @@ def _report_of_nothing(job: Job) -> dict[str, Any]:
     )
 
 
-def _settings(args: argparse.Namespace, plan: Plan) -> StageSettings:
+def _settings(options: RunOptions, plan: Plan) -> StageSettings:
     drafts = choose_speculation(
-        plan, args.speculate, args.gamma, args.costs, compare=args.compare_plain
+        plan, options.speculate, options.gamma, options.costs, compare=options.compare_plain
     )
     return StageSettings(
-        model_dir=str(Path(args.model or plan.model.path or "").resolve()),
-        trace=args.trace is not None,
+        model_dir=str(Path(options.model or plan.model.path or "").resolve()),
+        trace=options.trace is not None,
         speculate=drafts.mode,
         gamma=drafts.gamma,
         costs=drafts.costs,
-        links=args.links,
-        layer_cache=None if args.layer_cache is None else str(Path(args.layer_cache).resolve()),
+        links=options.links,
+        layer_cache=None
+        if options.layer_cache is None
+        else str(Path(options.layer_cache).resolve()),
     )
 
 
@@ -345,13 +352,13 @@ def _show(
     report: Mapping[str, Any],
     records: Sequence[StageRecord],
     job: Job,
-    args: argparse.Namespace,
+    options: RunOptions,
 ) -> None:
     """Print the report and write the files; what one refuses takes nothing of the others."""
     text = json.dumps(report, indent=1) + "\n"
 
     def show() -> None:
-        if args.json:
+        if options.json:
             sys.stdout.write(text)
         elif report["stages"]:
             print_summary(report, Console(width=None if sys.stdout.isatty() else 110))
@@ -359,19 +366,19 @@ def _show(
 
     def write_trace() -> None:
         names = [f"stage {i} {stage.device}" for i, stage in enumerate(job.plan.stages)]
-        write_chrome_trace(args.trace, names, records)
+        write_chrome_trace(str(options.trace), names, records)
 
     places: list[tuple[str, Callable[[], None]]] = []
     if sys.stdout is not None:
         places.append(("standard output", show))
-    if args.report is not None:
-        places.append((args.report, lambda: replace_text(Path(args.report), text)))
-    if args.trace is not None and records:
-        places.append((args.trace, write_trace))
+    if options.report is not None:
+        places.append((options.report, lambda: replace_text(Path(str(options.report)), text)))
+    if options.trace is not None and records:
+        places.append((options.trace, write_trace))
     refused: list[ValueError] = []
     for place, write in places:
         try:
-            with naming(place, kept=f"the answers in '{args.output}' are complete"):
+            with naming(place, kept=f"the answers in '{options.output}' are complete"):
                 write()
         except ValueError as error:
             refused.append(error)

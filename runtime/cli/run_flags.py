@@ -1,151 +1,265 @@
-"""The flags of `llmpq-dist run`: which there are, what they may say, what they stand for."""
+"""The flags of `llmpq-dist run`: which there are, what they may say, what they stand for.
+
+Imports no torch and no Ray, so that `--help` is instant.
+"""
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping
+from dataclasses import dataclass
 
+from llmpq.command_line import CommandParser, Only, Section
 from llmpq.runtime.auto_plan import DEFAULT_NEW_TOKENS
-from llmpq.runtime.cli.flags_without_effect import refuse_idle
-from llmpq.runtime.cli.speculation_choice import add_speculation_arguments
 from llmpq.runtime.launch.launcher import (
     BACKEND_HELP,
     BACKENDS,
     MAX_TIMEOUT_S,
+    Backend,
     Deadlines,
     Launch,
 )
 from llmpq.runtime.launch.planned_kv import AUTO
-from llmpq.runtime.launch.stage_settings import LINK_CHOICES
+from llmpq.runtime.launch.stage_settings import LINK_CHOICES, LinkChoice
 from llmpq.runtime.sampling_params import TokenChoice
 from llmpq.runtime.text.batch_rows import Defaults
+from llmpq.speculation import MAX_GAMMA, MODES
+
+NOTES = """\
+commands (flags alone mean `run`): run, check, bench, eval, convert; each has its own --help.
+Make a plan: llmpq-algo --model DIR --cluster my.yaml -o plan.json"""
 
 
-def declare(parser: argparse.ArgumentParser) -> None:
-    """Declare the flags of `run`."""
-    job = parser.add_argument_group("job")
-    job.add_argument(
-        "--strat_file_name", "--plan", dest="plan", metavar="PLAN",
-        help="plan.json of llmpq-algo; the .json may be left out (default: plan for the devices "
-        "there are)",
-    )  # fmt: skip
-    job.add_argument("--model", metavar="DIR", help="model directory (default: the plan's)")
-    job.add_argument("-i", "--input", required=True, metavar="FILE", help="prompts")
-    job.add_argument("-o", "--output", required=True, metavar="FILE", help="answers, JSONL")
-    job.add_argument(
-        "--kv-cache-dtype", "--kv_cache_dtype", default=AUTO, metavar="KV",
-        help="kv16, kv8, kv4 or kv2 (int8, int4, int2) instead of what the plan says",
-    )  # fmt: skip
-    job.add_argument(
-        "--cluster", metavar="YAML",
-        help="check that the plan was made for it; without a plan: plan for its devices",
-    )  # fmt: skip
-    job.add_argument(
-        "--from-ray", "--from_ray", nargs="?", const="auto", metavar="ADDRESS",
-        help="without a plan: plan for the devices of this Ray (default address: auto) and run "
-        "there",
-    )  # fmt: skip
-    job.add_argument(
-        "--profile", action="store_true",
-        help="without a plan: measure this machine first; the costs are kept for later runs",
-    )  # fmt: skip
-    job.add_argument(
-        "--resume", action="store_true", help="keep the rows that --output has, run the others"
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """What `run` is asked for."""
+
+    plan: str | None
+    model: str | None
+    input: str
+    output: str
+    kv_cache_dtype: str
+    cluster: str | None
+    from_ray: str | None
+    profile: bool
+    resume: bool
+    trace: str | None
+    report: str | None
+    json: bool
+    max_tokens: int | None
+    temperature: float
+    top_k: int | None
+    top_p: float
+    seed: int
+    ignore_eos: bool
+    speculate: str | None
+    gamma: str | None
+    costs: str | None
+    compare_plain: bool
+    backend: Backend
+    ray_address: str | None
+    no_auto: bool
+    master_addr: str | None
+    master_port: int
+    layer_cache: str | None
+    links: LinkChoice
+    placement_timeout: float
+    load_timeout: float
+    step_timeout: float
+
+
+def run_parser() -> CommandParser:
+    """Return the flags of `llmpq-dist [run]`."""
+    parser = CommandParser(
+        "llmpq-dist run",
+        "Run a file of prompts: through a plan, or planned for the devices there are.",
+        example="llmpq-dist --model DIR -i prompts.jsonl -o outputs.jsonl",
+        notes=NOTES,
     )
-    job.add_argument("--trace", metavar="FILE", help="write a Chrome/Perfetto trace")
-    job.add_argument("--report", metavar="FILE", help="write the report as JSON")
-    job.add_argument("--json", action="store_true", help="print the report as JSON, not as tables")
-    _add_sampling(parser.add_argument_group("tokens (rows may say otherwise)"))
-    add_speculation_arguments(parser.add_argument_group("speculation"))
-    _add_launch(parser.add_argument_group("launch"))
+    job = parser.section("job")
+    add_plan(job, text="plan.json of llmpq-algo (default: plan for the devices there are)")
+    job.flag("--model", daily=True, metavar="DIR", help="model directory (default: the plan's)")
+    job.flag("-i", "--input", required=True, metavar="FILE", help="prompts: JSONL, or a line each")
+    job.flag("-o", "--output", required=True, metavar="FILE", help="answers, JSONL")
+    job.flag("--resume", daily=True, action="store_true", help="keep the rows that --output has")
+    job.flag("--report", daily=True, metavar="FILE", help="write the report as JSON")
+    job.flag("--json", daily=True, action="store_true", help="print the report as JSON")
+    job.flag("--trace", metavar="FILE", help="write a Chrome/Perfetto trace")
+    cluster = "check that the plan was made for it; without a plan: plan for its devices"
+    job.flag("--cluster", metavar="YAML", help=cluster)
+    unplanned = Only(lambda a: a.plan is None, "with a plan", "give no plan")
+    job.flag(
+        "--from-ray",
+        nargs="?",
+        const="auto",
+        metavar="ADDRESS",
+        only=unplanned,
+        help="plan for the devices of this Ray (default address: auto) and run there",
+    )
+    job.flag(
+        "--profile",
+        daily=True,
+        action="store_true",
+        only=unplanned,
+        help="measure this machine first; the costs are kept for later runs",
+    )
+    kv = "kv16, kv8, kv4 or kv2 (int8, int4, int2) instead of what the plan says"
+    job.flag("--kv-cache-dtype", default=AUTO, metavar="KV", help=kv)
+    _add_sampling(parser.section("tokens (rows may say otherwise)"))
+    add_speculation(parser.section("speculation"), daily=True)
+    _add_launch(parser.section("launch"))
+    return parser
 
 
-def _add_sampling(group: argparse._ArgumentGroup) -> None:
+def add_plan(section: Section, *, required: bool = False, text: str = "") -> None:
+    """Declare `--plan`, which the paper calls `--strat_file_name`."""
+    section.flag(
+        "--plan",
+        also=("--strat-file-name",),
+        required=required,
+        daily=True,
+        metavar="PLAN",
+        help=text or "plan.json of llmpq-algo; the .json may be left out",
+    )
+
+
+def _add_sampling(section: Section) -> None:
     defaults = Defaults()
-    group.add_argument(
-        "--max_tokens", "--max-tokens", "--max_tokens_to_generate", type=int, metavar="N",
+    section.flag(
+        "--max-tokens",
+        also=("--max-tokens-to-generate",),
+        daily=True,
+        type=int,
+        metavar="N",
         help=f"new tokens a row (default: the plan's, without a plan {DEFAULT_NEW_TOKENS})",
-    )  # fmt: skip
-    group.add_argument("--temperature", type=float, default=defaults.temperature, help="0: greedy")
-    group.add_argument("--top-k", "--top_k", type=int, metavar="K", help="default: all tokens")
-    group.add_argument("--top-p", "--top_p", type=float, default=defaults.top_p, metavar="P")
-    group.add_argument("--seed", type=int, default=defaults.seed, help="row i draws from seed + i")
-    group.add_argument(
-        "--ignore-eos", "--ignore_eos", action="store_true", help="always generate N tokens"
+    )
+    section.flag(
+        "--temperature",
+        daily=True,
+        type=float,
+        metavar="T",
+        default=defaults.temperature,
+        help=f"0: greedy (default {defaults.temperature:g})",
+    )
+    section.flag("--top-k", type=int, metavar="K", help="of the K likeliest (default: of all)")
+    section.flag(
+        "--top-p", type=float, default=defaults.top_p, metavar="P", help="of this probability"
+    )
+    section.flag("--seed", type=int, default=defaults.seed, help="row i draws from seed + i")
+    section.flag("--ignore-eos", action="store_true", help="always generate N tokens")
+
+
+def add_speculation(section: Section, *, daily: bool = False, only: Only | tuple[()] = ()) -> None:
+    """Declare the flags about drafts."""
+    section.flag(
+        "--speculate",
+        daily=daily,
+        only=only,
+        metavar="MODE",
+        help=f"{', '.join(MODES)}, auto (what pays by --costs, if anything) or off (default: the "
+        "plan's); same tokens",
+    )
+    section.flag(
+        "--gamma",
+        only=only,
+        metavar="N",
+        help=f"tokens drafted per verify, 1..{MAX_GAMMA}, or auto (by --costs; a single GPU times "
+        "its own steps); default: the plan's, else auto",
+    )
+    section.flag("--costs", only=only, metavar="FILE", help="costs.json of llmpq-profile, for auto")
+    section.flag(
+        "--compare-plain",
+        only=only,
+        action="store_true",
+        help="then serve the rows again without drafts; the report states the speed-up",
     )
 
 
-def _add_launch(group: argparse._ArgumentGroup) -> None:
+def _add_launch(section: Section) -> None:
     deadlines, launch = Deadlines(), Launch()
-    group.add_argument("--backend", choices=BACKENDS, default=launch.backend, help=BACKEND_HELP)
-    group.add_argument(
-        "--ray-address", "--ray_address", "--address", metavar="ADDRESS",
+    section.flag(
+        "--backend", daily=True, choices=BACKENDS, default=launch.backend, help=BACKEND_HELP
+    )
+    section.flag(
+        "--ray-address",
+        also=("--address",),
+        metavar="ADDRESS",
         help="run through this Ray ('auto': the one of this machine)",
-    )  # fmt: skip
-    group.add_argument(
-        "--no_auto", "--no-auto", action="store_true",
+    )
+    section.flag(
+        "--no-auto",
+        action="store_true",
         help="start nothing: join the Ray that runs already (as --ray-address auto)",
-    )  # fmt: skip
-    group.add_argument("--master_addr", "--master-addr", metavar="IP",
-                       help="where the stages meet (default: the first stage's host where "
-                            "--cluster has several nodes, else 127.0.0.1)")  # fmt: skip
-    group.add_argument("--layer-cache", metavar="DIR",
-                       help="keep quantised layers here: a restart reads them")  # fmt: skip
-    group.add_argument("--links", choices=LINK_CHOICES, default="auto",
-                       help="between GPUs; auto: the best that works")  # fmt: skip
-    group.add_argument("--master_port", "--master-port", type=int, default=launch.master_port,
-                       metavar="PORT", help="default: a free one")  # fmt: skip
+    )
+    add_master_addr(section)
+    section.flag(
+        "--master-port",
+        type=int,
+        default=launch.master_port,
+        metavar="PORT",
+        help="default: a free one",
+    )
+    layers = "keep quantised layers here: a restart reads them"
+    section.flag("--layer-cache", metavar="DIR", help=layers)
+    links = "between GPUs; auto: the best that works"
+    section.flag("--links", choices=LINK_CHOICES, default="auto", help=links)
     for name, default in (
         ("placement", deadlines.placement_s),
         ("load", deadlines.load_s),
         ("step", deadlines.step_s),
     ):
-        group.add_argument(
-            f"--{name}-timeout", f"--{name}_timeout", type=float, default=default, metavar="S",
-            help=f"seconds (default {default:g})",
-        )  # fmt: skip
+        seconds = f"seconds (default {default:g})"
+        section.flag(f"--{name}-timeout", type=float, default=default, metavar="S", help=seconds)
 
 
-def check_flags(args: argparse.Namespace) -> None:
-    """`ValueError` for a value no row could be served with, and for flags without effect."""
-    if args.plan is None:
-        _check_planning(args)
-    else:
-        given = {"--from-ray": args.from_ray is not None, "--profile": args.profile}
-        refuse_idle(given, "with a plan", "give no plan")
-    if args.max_tokens is not None and args.max_tokens < 1:
+def add_master_addr(section: Section, only: Only | tuple[()] = ()) -> None:
+    """Declare `--master-addr`."""
+    section.flag(
+        "--master-addr",
+        metavar="IP",
+        only=only,
+        help="where the stages meet (default: the first stage's host where --cluster has several "
+        "nodes, else 127.0.0.1)",
+    )
+
+
+def check_flags(options: RunOptions) -> None:
+    """`ValueError` for a value no row could be served with, or for flags that contradict."""
+    if options.plan is None:
+        _check_planning(options)
+    if options.max_tokens is not None and options.max_tokens < 1:
         raise ValueError(
-            f"--max_tokens must be at least 1, got {args.max_tokens}; leave it out for the plan's"
+            f"--max-tokens must be at least 1, got {options.max_tokens}; leave it out for the "
+            "plan's"
         )
     try:
-        TokenChoice(temperature=args.temperature, top_p=args.top_p, top_k=args.top_k)
+        TokenChoice(temperature=options.temperature, top_p=options.top_p, top_k=options.top_k)
     except ValueError as error:
         raise ValueError(f"--{error}") from None
-    if not 0 <= args.master_port < 2**16:
+    if not 0 <= options.master_port < 2**16:
         raise ValueError(
-            f"--master_port must be 1 to 65535, or 0 for a free one, got {args.master_port}"
+            f"--master-port must be 1 to 65535, or 0 for a free one, got {options.master_port}"
         )
     check_timeouts({
-        f"--{name}-timeout": getattr(args, f"{name}_timeout")
+        f"--{name}-timeout": getattr(options, f"{name}_timeout")
         for name in ("placement", "load", "step")
     })  # fmt: skip
 
 
-def _check_planning(args: argparse.Namespace) -> None:
+def _check_planning(options: RunOptions) -> None:
     """Check the flags of a run that makes its plan itself."""
-    if args.model is None:
+    if options.model is None:
         raise ValueError(
-            "give --model DIR to plan for the devices there are, or --strat_file_name PLAN to run "
-            "a plan of llmpq-algo"
+            "give --model DIR to plan for the devices there are, or --plan PLAN to run a plan of "
+            "llmpq-algo"
         )
-    if args.from_ray is not None and args.cluster is not None:
+    if options.from_ray is not None and options.cluster is not None:
         raise ValueError("give the devices in one way: --from-ray or --cluster")
-    if args.from_ray is not None and args.profile:
+    if options.from_ray is not None and options.profile:
         raise ValueError(
             "--profile measures this machine, --from-ray plans for others: leave --profile out, or "
             "run llmpq-profile on each node and plan with llmpq-algo --costs"
         )
-    if args.from_ray is not None and args.ray_address not in (None, args.from_ray):
+    if options.from_ray is not None and options.ray_address not in (None, options.from_ray):
         raise ValueError("--from-ray and --ray-address name two Rays; leave --ray-address out")
 
 
@@ -159,30 +273,34 @@ def check_timeouts(seconds: Mapping[str, float]) -> None:
             )
 
 
-def launch_of(args: argparse.Namespace) -> Launch:
+def launch_of(options: RunOptions) -> Launch:
     """Return where the stages meet."""
     return Launch(
-        backend=args.backend,
-        ray_address=args.ray_address or args.from_ray or ("auto" if args.no_auto else None),
-        master_addr=args.master_addr,
-        master_port=args.master_port,
+        backend=options.backend,
+        ray_address=options.ray_address
+        or options.from_ray
+        or ("auto" if options.no_auto else None),
+        master_addr=options.master_addr,
+        master_port=options.master_port,
     )
 
 
-def deadlines_of(args: argparse.Namespace) -> Deadlines:
+def deadlines_of(options: RunOptions) -> Deadlines:
     """Return how long things may take."""
     return Deadlines(
-        placement_s=args.placement_timeout, load_s=args.load_timeout, step_s=args.step_timeout
+        placement_s=options.placement_timeout,
+        load_s=options.load_timeout,
+        step_s=options.step_timeout,
     )
 
 
-def defaults_of(args: argparse.Namespace) -> Defaults:
+def defaults_of(options: RunOptions) -> Defaults:
     """Return what a row gets that says nothing else."""
     return Defaults(
-        max_tokens=args.max_tokens or (DEFAULT_NEW_TOKENS if args.plan is None else None),
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        seed=args.seed,
-        ignore_eos=args.ignore_eos,
+        max_tokens=options.max_tokens or (DEFAULT_NEW_TOKENS if options.plan is None else None),
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        seed=options.seed,
+        ignore_eos=options.ignore_eos,
     )

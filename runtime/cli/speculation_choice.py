@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import logging
 from dataclasses import dataclass
 from pathlib import Path
 
+from llmpq.command_line import refuse_without_effect
 from llmpq.cost_model import CostModel
 from llmpq.errors import unknown_name
 from llmpq.plan import Plan
-from llmpq.runtime.cli.flags_without_effect import refuse_idle
 from llmpq.speculation import (
     MAX_GAMMA,
     MODES,
@@ -34,25 +33,6 @@ class Drafts:
     costs: str | None = None
 
 
-def add_speculation_arguments(group: argparse._ArgumentGroup) -> None:
-    """Declare the flags."""
-    group.add_argument(
-        "--speculate", metavar="MODE",
-        help=f"{', '.join(MODES)}, auto (what the cost model says pays, if anything) or off; "
-        "default: what the plan says. The tokens are those of plain decoding",
-    )  # fmt: skip
-    group.add_argument(
-        "--gamma", metavar="N",
-        help=f"tokens drafted per verify, 1..{MAX_GAMMA}, or auto (by --costs; a single GPU times "
-        "its own steps); default: the plan's, else auto",
-    )  # fmt: skip
-    group.add_argument("--costs", metavar="FILE", help="costs.json of llmpq-profile, for auto")
-    group.add_argument(
-        "--compare-plain", "--compare_plain", action="store_true",
-        help="then serve the rows again without drafts; the report states the speed-up",
-    )  # fmt: skip
-
-
 def choose_speculation(
     plan: Plan,
     mode: str | None,
@@ -63,7 +43,7 @@ def choose_speculation(
 ) -> Drafts:
     """Return the decision; `ValueError` says why a wish cannot be met, or has no effect."""
     if mode == "off" or (mode is None and plan.speculation is None):
-        _refuse_idle(mode, gamma, costs, compare)
+        _refuse_without_drafts(mode, gamma, costs, compare)
         return Drafts()
     length = None if gamma in (None, "auto") else _parse_gamma(str(gamma))
     if costs is not None and length is not None and mode != "auto":
@@ -123,10 +103,12 @@ def _costs_to_obey(plan: Plan, costs: str | None) -> str | None:
     return None if costs is None or times_itself(plan) else str(Path(costs).resolve())
 
 
-def _refuse_idle(mode: str | None, gamma: str | None, costs: str | None, compare: bool) -> None:
+def _refuse_without_drafts(
+    mode: str | None, gamma: str | None, costs: str | None, compare: bool
+) -> None:
     """`ValueError` for flags about drafts where there are none."""
     flags = {"--gamma": gamma is not None, "--costs": costs is not None, "--compare-plain": compare}
-    refuse_idle(
+    refuse_without_effect(
         flags,
         "with --speculate off" if mode == "off" else "without drafts, and the plan has none",
         "add --speculate MODE" if mode is None else "name a mode",

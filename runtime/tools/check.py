@@ -6,7 +6,6 @@ stages: every link, device links included. Every problem is one line that says w
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import sys
@@ -25,7 +24,7 @@ from llmpq.errors import DeadlineError, ExitCode, StageLostError
 from llmpq.plan import Plan
 from llmpq.runtime.cli.plan_file import load_plan
 from llmpq.runtime.cli.run_flags import check_timeouts
-from llmpq.runtime.launch.launcher import Deadlines
+from llmpq.runtime.cli.tool_flags import CheckOptions
 from llmpq.runtime.launch.placement import ray_cluster, reserve
 from llmpq.runtime.launch.ray_launcher import failure_of
 from llmpq.runtime.launch.stage_host import meeting_host
@@ -35,38 +34,22 @@ from llmpq.units import format_size
 _log = logging.getLogger("llmpq.check")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the flags of `check`."""
-    deadlines = Deadlines()
-    parser.add_argument("plan", metavar="PLAN", help="plan.json of llmpq-algo")
-    parser.add_argument("--model", metavar="DIR", help="model directory (default: the plan's)")
-    parser.add_argument("--cluster", metavar="YAML", help="check that the plan was made for it")
-    parser.add_argument("--ray-address", "--address", metavar="ADDRESS", help="join this Ray")
-    parser.add_argument("--master_addr", "--master-addr", metavar="IP",
-                        help="where the stages meet (default: the first stage's host where "
-                             "--cluster has several nodes, else 127.0.0.1)")  # fmt: skip
-    parser.add_argument("--placement-timeout", type=float, default=deadlines.placement_s,
-                        metavar="S")  # fmt: skip
-    parser.add_argument("--timeout", type=float, default=90.0, metavar="S", help="for each look")
-    parser.add_argument("--json", action="store_true", help="print what was found as JSON")
-
-
-def main(args: argparse.Namespace) -> int:
+def main(options: CheckOptions) -> int:
     """Look at every stage's place; returns 0 if the plan can run, else the worst outcome's code."""
-    check_timeouts({"--timeout": args.timeout, "--placement-timeout": args.placement_timeout})
-    plan = load_plan(args.plan)
+    check_timeouts({"--timeout": options.timeout, "--placement-timeout": options.placement_timeout})
+    plan = load_plan(options.plan)
     cluster = None
-    if args.cluster is not None:
-        cluster = Cluster.load(args.cluster)
+    if options.cluster is not None:
+        cluster = Cluster.load(options.cluster)
         plan.require_cluster(cluster.name, cluster.fingerprint())
-    with ray_cluster(args.ray_address):
-        group = reserve(plan, cluster, timeout_s=args.placement_timeout)
+    with ray_cluster(options.ray_address):
+        group = reserve(plan, cluster, timeout_s=options.placement_timeout)
         try:
-            places, links = look(plan, cluster, group, args)
+            places, links = look(plan, cluster, group, options)
         finally:
             remove_placement_group(group)
     problems = judge(plan, places, links)
-    if args.json:
+    if options.json:
         found = {"places": places, "links": links, "problems": [text for _, text in problems]}
         sys.stdout.write(json.dumps(found, indent=1) + "\n")
     else:
@@ -83,28 +66,28 @@ _SEVERITY = (ExitCode.USAGE, ExitCode.DOES_NOT_FIT, ExitCode.MISMATCH, ExitCode.
 
 
 def look(
-    plan: Plan, cluster: Cluster | None, group: PlacementGroup, args: argparse.Namespace
+    plan: Plan, cluster: Cluster | None, group: PlacementGroup, options: CheckOptions
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Ask one probe per stage; return places and links."""
     probe_class, probes = ray.remote(StageProbe), []
     for index, stage in enumerate(plan.stages):
-        options = probe_class.options(
+        placed = probe_class.options(
             num_cpus=0,
             num_gpus=0 if stage.is_cpu else 1,
             scheduling_strategy=PlacementGroupSchedulingStrategy(
                 placement_group=group, placement_group_bundle_index=index
             ),
         )
-        probes.append(options.remote(index, len(plan.stages), not stage.is_cpu))
-    directories = [_directory(plan, cluster, index, args.model) for index in range(len(probes))]
+        probes.append(placed.remote(index, len(plan.stages), not stage.is_cpu))
+    directories = [_directory(plan, cluster, index, options.model) for index in range(len(probes))]
     looks = [probe.look.remote(path) for probe, path in zip(probes, directories, strict=True)]
-    places = _all(plan, looks, "looking at its host", args.timeout)
+    places = _all(plan, looks, "looking at its host", options.timeout)
     links: list[dict[str, Any]] = []
     if len(probes) > 1:
-        host = meeting_host(args.master_addr, plan, cluster)
-        (port,) = _all(plan, [probes[0].open_rendezvous.remote(host)], "meeting", args.timeout)
+        host = meeting_host(options.master_addr, plan, cluster)
+        (port,) = _all(plan, [probes[0].open_rendezvous.remote(host)], "meeting", options.timeout)
         tries = [probe.try_links.remote(host, port) for probe in probes]
-        links = _all(plan, tries, "trying its links", args.timeout)
+        links = _all(plan, tries, "trying its links", options.timeout)
     for probe in probes:
         ray.kill(probe)
     return places, links

@@ -16,7 +16,6 @@ Legend: B windows at once, Q tokens of a window, V vocabulary.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import sys
@@ -28,13 +27,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from llmpq.command_line import refuse_without_effect
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
 from llmpq.runtime.cache.low_bit_kv import LowBitKV
 from llmpq.runtime.cache.plain_kv import KVCache
-from llmpq.runtime.cli.flags_without_effect import refuse_idle
 from llmpq.runtime.cli.plan_file import load_plan
+from llmpq.runtime.cli.tool_flags import EvalOptions
 from llmpq.runtime.engine.plain_loop import LocalPipeline
 from llmpq.runtime.models.stage_model import DTYPES
 from llmpq.runtime.step import Step
@@ -162,63 +162,32 @@ def _loss_sum(logits_QV: Tensor, targets_Q: Tensor) -> float:
     return float(torch.stack(losses).sum())
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `llmpq-dist eval`."""
-    parser.add_argument("--model", required=True, help="local Hugging Face model directory")
-    parser.add_argument("--text", required=True, help="text file to predict")
-    parser.add_argument(
-        "--precision", help="precision of all layers, or one per layer with commas (default w16a16)"
-    )
-    parser.add_argument("--strat_file_name", help="plan whose precisions and quantisation to use")
-    parser.add_argument(
-        "--kv-cache-dtype", help="bits of the KV cache (default the plan's or directory's, or 16)"
-    )
-    parser.add_argument("--symmetric", action="store_true", help="quantise without zero points")
-    parser.add_argument("--dtype", choices=sorted(DTYPES), help="default: the plan's, or float32")
-    parser.add_argument("--device", default="cpu", help="torch device (default cpu)")
-    parser.add_argument(
-        "--protocol",
-        choices=("all", "gptq"),
-        default="all",
-        help="gptq: whole windows only, the text's last tokens left out (default all)",
-    )
-    parser.add_argument("--window", type=int, help="tokens of a window (default the model's, 2048)")
-    parser.add_argument("--stride", type=int, help="windows overlap, starting so far apart")
-    parser.add_argument(
-        "--agreement",
-        action="store_true",
-        help="also the share of tokens on which the 16-bit model (or --reference) agrees greedily",
-    )
-    parser.add_argument("--reference", help="unquantised directory, if --model is a quantised one")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-
-
-def main(args: argparse.Namespace) -> int:
+def main(options: EvalOptions) -> int:
     """Print the perplexity of `--text` and the protocol; return the exit code."""
     pipeline, described = load(
-        args.model,
-        precision=args.precision,
-        plan=args.strat_file_name,
-        symmetric=args.symmetric,
-        kv=args.kv_cache_dtype,
-        dtype=args.dtype,
-        device=args.device,
+        options.model,
+        precision=options.precision,
+        plan=options.plan,
+        symmetric=options.symmetric,
+        kv=options.kv_cache_dtype,
+        dtype=options.dtype,
+        device=options.device,
     )
-    tokens = Tokenizer(args.model).encode(_text(args.text), special=False)
+    tokens = Tokenizer(options.model).encode(_text(options.text), special=False)
     result = perplexity(
         pipeline,
         tokens,
-        window=args.window,
-        stride=args.stride,
-        whole=args.protocol == "gptq",
-        on_window=None if args.json else _show_progress,
+        window=options.window,
+        stride=options.stride,
+        whole=options.protocol == "gptq",
+        on_window=None if options.json else _show_progress,
     )
     shares: dict[str, float] = {}
-    if args.agreement or args.reference:
-        other = _reference(args, pipeline)
+    if options.agreement or options.reference:
+        other = _reference(options, pipeline)
         shares["agreement"] = agreement(pipeline, other, tokens, window=result.window)
     dtype = str(pipeline.dtype).removeprefix("torch.")
-    if args.json:
+    if options.json:
         named = {"model": pipeline.spec.name, "precision": described, "dtype": dtype}
         sys.stdout.write(json.dumps(named | asdict(result) | shares) + "\n")
         return 0
@@ -296,9 +265,9 @@ class LowBitPipeline(LocalPipeline):
         ]
 
 
-def _reference(args: argparse.Namespace, pipeline: LocalPipeline) -> LocalPipeline:
+def _reference(options: EvalOptions, pipeline: LocalPipeline) -> LocalPipeline:
     """Return the 16-bit model that agreement is measured with."""
-    directory = args.reference or args.model
+    directory = options.reference or options.model
     source = open_checkpoint(directory, pipeline.spec)
     if isinstance(source, QuantizedCheckpoint):
         raise ValueError(
@@ -350,7 +319,7 @@ def _precisions(
     """Return every layer's precision, how it is stored, dtype and KV, from plan or option."""
     if plan_file is not None:
         if named is not None or symmetric:
-            raise ValueError("--strat_file_name says the precisions; leave out the other options")
+            raise ValueError("a plan says the precisions: name them, or the plan")
         plan = load_plan(plan_file)
         plan.require_model(spec)
         work = plan.workload
@@ -364,7 +333,9 @@ def _precisions(
             "precision for all, or one per layer"
         )
     if symmetric and not any(_has_zeros(precision) for precision in chosen):
-        refuse_idle({"--symmetric": True}, "on weights without zeros", "add --precision w4a16")
+        refuse_without_effect(
+            {"--symmetric": True}, "on weights without zeros", "add --precision w4a16"
+        )
     return tuple(chosen), Quantization(symmetric=symmetric), "float32", None
 
 

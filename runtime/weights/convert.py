@@ -7,7 +7,6 @@ where the file allows it. The tensors themselves are not changed.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Iterator
@@ -93,19 +92,12 @@ def _write_rest(source: Path, target: Path) -> None:
             write_bytes(path.read_bytes(), target / path.name, remedy=REMEDY)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `llmpq-dist convert`."""
-    parser.add_argument("source", help=f"model directory with {BIN}, sharded or not")
-    parser.add_argument("target", help="new directory for the safetensors")
-
-
-def main(args: argparse.Namespace) -> int:
-    """Convert and say what was written; return the exit code."""
-    done = convert(args.source, args.target)
-    sys.stdout.write(
-        f"wrote {done.num_tensors} tensors, {format_size(done.num_bytes)}, in "
-        f"{len(done.files)} file{'s' if len(done.files) > 1 else ''} to {args.target}\n"
-    )
+def convert_and_say(source: str | Path, target: str | Path) -> int:
+    """Convert, say what was written, and return the exit code."""
+    done = convert(source, target)
+    files = f"{len(done.files)} file{'s' if len(done.files) > 1 else ''}"
+    size = format_size(done.num_bytes)
+    sys.stdout.write(f"wrote {done.num_tensors} tensors, {size}, in {files} to {target}\n")
     return 0
 
 

@@ -111,7 +111,7 @@ def test_a_run_needs_nothing_but_a_model_and_prompts(demo_model, tmp_path, capsy
 @pytest.mark.parametrize(
     ("flags", "named", "remedy"),
     [
-        ([], "--model", "--strat_file_name"),
+        ([], "--model", "--plan"),
         (["--plan", "p.json", "--profile"], "--profile", "leave it out"),
         (["--plan", "p.json", "--from-ray"], "--from-ray", "leave it out"),
         (["--model", "m", "--from-ray", "--profile"], "--profile", "llmpq-profile"),

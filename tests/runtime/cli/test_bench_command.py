@@ -69,9 +69,9 @@ def test_two_stages_over_ray(demo_model, tmp_path, ray_session, capsys):
         (["--model", "opt-13b", "--load-format", "dummy", "--batch", "0"], "'batch': Input should"),
         (
             ["--plan", "plan.json", "--batch", "32", "--kv", "kv4"],
-            "--kv, --batch have no effect with --strat_file_name",
+            "--kv, --batch have no effect with --plan",
         ),
-        (["--plan", "plan.json", "--symmetric"], "--symmetric has no effect with --strat"),
+        (["--plan", "plan.json", "--symmetric"], "--symmetric has no effect with --plan"),
         (["--model", "opt-13b", "--commit", "abc"], "--commit has no effect without a row"),
         (["--model", "opt-13b", "--links", "nccl"], "--links has no effect with --in-process"),
         ([*DUMMY, "--symmetric"], "--symmetric has no effect on weights that are not rounded"),

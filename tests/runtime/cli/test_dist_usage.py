@@ -104,17 +104,17 @@ def last_line(capsys) -> str:
     [
         (["-o", "{dir}/in.jsonl"], "--output and --input are the same file"),
         (["-o", "{dir}/./link.jsonl"], "--output and --input are the same file"),
-        (["-o", "{dir}/plan.json"], "--output and --strat_file_name are the same file"),
+        (["-o", "{dir}/plan.json"], "--output and --plan are the same file"),
         (["-o", "{dir}/o", "--trace", "{dir}/o"], "--trace and --output are the same file"),
         (["-o", "{dir}"], "--output '{dir}' is a directory"),
         (["-o", "{dir}/in.jsonl/out"], "cannot be written (File exists"),
         (["-o", "/proc/none/out"], "cannot be written (No such file"),
         (["-o", "{dir}/o", "--trace", "{dir}"], "--trace '{dir}' is a directory"),
         (["-o", "{dir}/o", "--report", "{dir}"], "--report '{dir}' is a directory"),
-        (["-o", "{dir}/o", "--master_port", "99999"], "--master_port must be 1 to 65535"),
+        (["-o", "{dir}/o", "--master_port", "99999"], "--master-port must be 1 to 65535"),
         (["-o", "{dir}/o", "--temperature", "-1"], "--temperature must be 0 (greedy)"),
         (["-o", "{dir}/o", "--top_p", "2"], "--top_p must be in (0, 1]"),
-        (["-o", "{dir}/o", "--max_tokens", "0"], "--max_tokens must be at least 1, got 0"),
+        (["-o", "{dir}/o", "--max_tokens", "0"], "--max-tokens must be at least 1, got 0"),
         (["-o", "{dir}/o", "--step-timeout", "0"], "--step-timeout must be a positive"),
         (["-o", "{dir}/o", "--layer-cache", "{dir}/in.jsonl"], "is a file, expected a folder"),
         (["-o", "{dir}/o", "--layer-cache", "{dir}/in.jsonl/c"], "in (Not a directory); give"),
@@ -193,7 +193,7 @@ def test_a_full_standard_output_is_one_sentence(job_files):
         f"'{out}' are complete, free some space or give another path"
     )
     short = (
-        "import llmpq.runtime.cli.main as line; line._dispatch = lambda words: print('short') or 0;"
+        "import llmpq.runtime.cli.main as line; line._dispatch = lambda *_: print('short') or 0;"
         "raise SystemExit(line.main(['check']))"
     )
     with open("/dev/full", "w") as full:
@@ -242,7 +242,7 @@ def test_other_commands_end_with_one_sentence(demo_model, tmp_path, capsys, word
 
 
 def test_whatever_the_system_refuses_is_one_sentence(monkeypatch, capsys):
-    def refuse(words: object) -> int:
+    def refuse(*words: object) -> int:
         raise OSError(28, "No space left on device", "/somewhere/out.jsonl")
 
     monkeypatch.setattr(command_line, "_dispatch", refuse)
@@ -252,7 +252,7 @@ def test_whatever_the_system_refuses_is_one_sentence(monkeypatch, capsys):
 
 @pytest.mark.parametrize(("command", "kept"), [("run", True), ("eval", False), ("bench", False)])
 def test_an_interrupt_promises_rows_only_where_there_are_some(monkeypatch, capsys, command, kept):
-    def interrupt(words: object) -> int:
+    def interrupt(*words: object) -> int:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(command_line, "_dispatch", interrupt)
@@ -318,7 +318,7 @@ def test_a_device_that_is_not_here_is_one_sentence(demo_model, tmp_path, capsys,
 def test_a_lack_of_memory_is_a_sentence(monkeypatch, capsys):
     text = "[enforce fail at alloc_cpu.cpp:130] . DefaultCPUAllocator: can't allocate memory\nstack"
 
-    def allocate(words: object) -> int:
+    def allocate(*words: object) -> int:
         raise RuntimeError(text)
 
     monkeypatch.setattr(command_line, "_dispatch", allocate)
@@ -328,7 +328,7 @@ def test_a_lack_of_memory_is_a_sentence(monkeypatch, capsys):
 
 
 def test_another_error_is_not_taken_for_a_lack_of_memory(monkeypatch):
-    def fail(words: object) -> int:
+    def fail(*words: object) -> int:
         raise RuntimeError("planted")
 
     monkeypatch.setattr(command_line, "_dispatch", fail)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 from pathlib import Path
@@ -14,6 +13,7 @@ from llmpq.errors import PlanMismatchError
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import ClusterRef, ModelRef, Plan, StagePlan
 from llmpq.precision import Precision
+from llmpq.runtime.cli.tool_flags import EvalOptions, eval_parser
 from llmpq.runtime.engine.plain_loop import LocalPipeline
 from llmpq.runtime.step import Step
 from llmpq.runtime.text.tokenizer import Tokenizer
@@ -68,9 +68,7 @@ def test_quantised_demo_model_keeps_its_quality(demo_model, tokens):
 
 
 def run(capsys, *arguments: str) -> str:
-    parser = argparse.ArgumentParser()
-    evaluate.add_arguments(parser)
-    assert evaluate.main(parser.parse_args(list(arguments))) == 0
+    assert evaluate.main(eval_parser().read_as(EvalOptions, arguments)) == 0
     return capsys.readouterr().out
 
 
@@ -129,7 +127,7 @@ def test_a_plan_for_another_model_is_refused(tiny_models, demo_model, short_text
     arguments = ["--model", str(demo_model), "--text", str(short_text)]
     with pytest.raises(PlanMismatchError, match="re-plan"):
         run(capsys, *arguments, "--strat_file_name", str(tmp_path / "plan.json"))
-    with pytest.raises(ValueError, match="leave out the other options"):
+    with pytest.raises(ValueError, match="--precision has no effect with --plan"):
         plan = str(tmp_path / "plan.json")
         run(capsys, *arguments, "--strat_file_name", plan, "--precision", "4")
 

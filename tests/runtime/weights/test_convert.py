@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import errno
 import json
 import shutil
@@ -15,7 +14,6 @@ from safetensors import SafetensorError
 
 from llmpq.runtime.cli.main import main as dist
 from llmpq.runtime.engine.plain_loop import LocalPipeline
-from llmpq.runtime.weights import convert as command
 from llmpq.runtime.weights import written_whole as whole_files
 from llmpq.runtime.weights.convert import convert
 
@@ -64,9 +62,7 @@ def test_a_converted_model_generates_the_same(
 
 
 def test_the_command_says_what_it_wrote(pickled, tmp_path, capsys):
-    parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
-    assert command.main(parser.parse_args([str(pickled()), str(tmp_path / "out")])) == 0
+    assert dist(["convert", str(pickled()), str(tmp_path / "out")]) == 0
     assert "tensors" in capsys.readouterr().out
 
 

@@ -1,0 +1,253 @@
+"""The flags of `llmpq-dist check`, `bench`, `eval` and `convert`, and what they become.
+
+Imports no torch and no Ray, so that `--help` is instant.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from llmpq.command_line import CommandParser, Only, Section
+from llmpq.precision import Precision
+from llmpq.runtime.cli.run_flags import add_master_addr, add_plan, add_speculation
+from llmpq.runtime.launch.launcher import BACKEND_HELP, BACKENDS, Backend, Deadlines
+from llmpq.runtime.launch.stage_settings import LINK_CHOICES, LinkChoice
+
+JOB: Mapping[str, Any] = {
+    "bits": "w16a16", "kv": "kv16", "dtype": "bfloat16", "batch": 32, "prompt": 512, "gen": 100
+}  # fmt: skip
+"""What a job of `bench` without a plan is, unless flags say otherwise."""
+DTYPES = ("float16", "bfloat16", "float32")
+Dtype = Literal["float16", "bfloat16", "float32"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckOptions:
+    """Which plan to look at, and where."""
+
+    plan: str
+    model: str | None
+    cluster: str | None
+    ray_address: str | None
+    master_addr: str | None
+    placement_timeout: float
+    timeout: float
+    json: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertOptions:
+    """Which checkpoint to write again, and where to."""
+
+    source: Path
+    target: Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions:
+    """Which job to time, and how."""
+
+    plan: str | None
+    model: str | None
+    load_format: Literal["auto", "dummy"]
+    bits: str | None
+    symmetric: bool
+    kv: str | None
+    dtype: Dtype | None
+    batch: int | None
+    prompt: int | None
+    gen: int | None
+    prefill_microbatch: int | None
+    decode_microbatch: int | None
+    speculate: str | None
+    gamma: str | None
+    costs: str | None
+    compare_plain: bool
+    backend: Backend | None
+    in_process: bool
+    no_graphs: bool
+    links: LinkChoice | None
+    ray_address: str | None
+    master_addr: str | None
+    warm_up: int
+    repeat: int
+    seed: int
+    json: bool
+    rows: str | None
+    commit: str | None
+    baseline: list[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalOptions:
+    """Whose perplexity to measure, at which precision, on which text."""
+
+    model: str
+    text: str
+    precision: str | None
+    plan: str | None
+    kv_cache_dtype: str | None
+    symmetric: bool
+    dtype: Dtype | None
+    device: str
+    protocol: Literal["all", "gptq"]
+    window: int | None
+    stride: int | None
+    agreement: bool
+    reference: str | None
+    json: bool
+
+
+def check_parser() -> CommandParser:
+    """Return the flags of `llmpq-dist check`."""
+    parser = CommandParser(
+        "llmpq-dist check",
+        "Look whether a plan can run here: places, memory, model, versions, links. Loads nothing.",
+        example="llmpq-dist check plan.json --model DIR",
+    )
+    parser.positional("plan", metavar="PLAN", help="plan.json of llmpq-algo")
+    flags = parser.section("where to look")
+    flags.flag("--model", daily=True, metavar="DIR", help="model directory (default: the plan's)")
+    flags.flag("--cluster", daily=True, metavar="YAML", help="check that the plan is for it")
+    flags.flag("--ray-address", also=("--address",), daily=True, help="join this Ray")
+    flags.flag("--json", daily=True, action="store_true", help="print what was found as JSON")
+    add_master_addr(flags)
+    seconds = Deadlines().placement_s
+    flags.flag("--placement-timeout", type=float, default=seconds, metavar="S", help="seconds")
+    flags.flag("--timeout", type=float, default=90.0, metavar="S", help="seconds for each look")
+    return parser
+
+
+def convert_parser() -> CommandParser:
+    """Return the flags of `llmpq-dist convert`."""
+    parser = CommandParser(
+        "llmpq-dist convert",
+        "Write a directory with pytorch_model.bin files again as safetensors; runs no code of it.",
+        example="llmpq-dist convert OLD NEW",
+    )
+    parser.positional("source", type=Path, help="directory with pytorch_model*.bin")
+    parser.positional("target", type=Path, help="directory to create")
+    return parser
+
+
+def bench_parser() -> CommandParser:
+    """Return the flags of `llmpq-dist bench`."""
+    parser = CommandParser(
+        "llmpq-dist bench",
+        "Time LLM-PQ's offline job: equally long random prompts, a fixed number of greedy tokens.",
+        example="llmpq-dist bench --model llama-3.1-8b --load-format dummy --bits w4a16",
+    )
+    what = parser.section("what to run")
+    add_plan(what, text="plan.json (default: a whole model on one device)")
+    what.flag("--model", daily=True, metavar="DIR|NAME", help="directory, or a built-in name")
+    what.flag(
+        "--load-format",
+        choices=("auto", "dummy"),
+        default="auto",
+        daily=True,
+        help="dummy: random weights, made on the device",
+    )
+    _add_job(parser.section("the job, without a plan"))
+    add_speculation(parser.section("speculation"), only=Only(
+        lambda a: a.load_format != "dummy" or a.speculate == "off",
+        "with --load-format dummy, whose random weights accept drafts as no trained model does",
+        "give a directory of weights",
+    ))  # fmt: skip
+    _add_how(parser.section("how"))
+    out = parser.section("results")
+    out.flag("--json", daily=True, action="store_true", help="print the report as JSON")
+    out.flag("--rows", daily=True, metavar="FILE", help="append a result row (JSONL)")
+    row = Only(lambda a: a.rows is not None, "without a row to write", "add --rows FILE")
+    out.flag("--commit", only=row, help="commit a row names, where git cannot tell")
+    baseline = "tokens/s of another engine on the same job, for the row"
+    out.flag(
+        "--baseline", action="append", default=[], metavar="NAME=VALUE", only=row, help=baseline
+    )
+    return parser
+
+
+def _add_job(job: Section) -> None:
+    unplanned = Only(lambda a: a.plan is None, "with --plan, whose plan says it", "re-plan")
+    rounded = Only(_rounds_weights, "on weights that are not rounded", "add --bits w4a16")
+    job.flag("--bits", daily=True, metavar="PRECISION", only=unplanned, help=_default("bits"))
+    job.flag(
+        "--symmetric", action="store_true", only=(unplanned, rounded), help="weights without zeros"
+    )
+    job.flag("--kv", daily=True, metavar="PRECISION", only=unplanned, help=_default("kv"))
+    job.flag("--dtype", choices=DTYPES, only=unplanned, help=_default("dtype"))
+    for name in ("batch", "prompt", "gen"):
+        job.flag(
+            f"--{name}", daily=True, type=int, metavar="N", only=unplanned, help=_default(name)
+        )
+    for phase in ("prefill", "decode"):
+        job.flag(
+            f"--{phase}-microbatch", type=int, metavar="N", only=unplanned, help="default: --batch"
+        )
+
+
+def _add_how(how: Section) -> None:
+    started = Only(lambda a: not a.in_process, "with --in-process", "drop --in-process")
+    how.flag("--backend", choices=BACKENDS, only=started, help=BACKEND_HELP)
+    how.flag("--in-process", action="store_true", daily=True, help="as --backend threads")
+    how.flag("--no-graphs", action="store_true", help="no CUDA graphs")
+    how.flag("--links", choices=LINK_CHOICES, only=started, help="between GPUs (default: auto)")
+    how.flag("--ray-address", also=("--address",), only=started, help="join this Ray")
+    add_master_addr(how, only=started)
+    how.flag("--warm-up", type=int, default=1, metavar="N", help="jobs that are not timed (1)")
+    how.flag("--repeat", type=int, default=3, daily=True, metavar="N", help="jobs that are (3)")
+    how.flag("--seed", type=int, default=0, help="of prompts and dummy weights")
+
+
+def _default(name: str) -> str:
+    return f"default: {JOB[name]}"
+
+
+def _rounds_weights(flags: Namespace) -> bool:
+    return Precision.parse(flags.bits or JOB["bits"]).weight_bits < 16
+
+
+def eval_parser() -> CommandParser:
+    """Return the flags of `llmpq-dist eval`."""
+    parser = CommandParser(
+        "llmpq-dist eval",
+        "Measure the perplexity of a model on a text, at any precision.",
+        example="llmpq-dist eval --model DIR --text FILE --precision w4a16",
+    )
+    flags = parser.section("what to measure")
+    flags.flag("--model", required=True, metavar="DIR", help="model directory")
+    flags.flag("--text", required=True, metavar="FILE", help="text to predict")
+    unplanned = Only(lambda a: a.plan is None, "with --plan, whose plan says it", "drop --plan")
+    flags.flag(
+        "--precision",
+        daily=True,
+        only=unplanned,
+        help="of all layers, or one per layer with commas (default w16a16)",
+    )
+    add_plan(flags, text="take precisions and quantisation from this plan")
+    flags.flag(
+        "--kv-cache-dtype", daily=True, metavar="KV", help="(default the plan's or directory's)"
+    )
+    flags.flag("--symmetric", action="store_true", only=unplanned, help="without zero points")
+    flags.flag("--dtype", choices=DTYPES, help="default: the plan's, or float32")
+    flags.flag("--device", default="cpu", daily=True, help="cpu (default) or cuda")
+    flags.flag(
+        "--protocol",
+        choices=("all", "gptq"),
+        default="all",
+        help="gptq: whole windows only, the text's last tokens left out (default all)",
+    )
+    flags.flag("--window", type=int, metavar="N", help="tokens (default the model's, at most 2048)")
+    flags.flag("--stride", type=int, metavar="N", help="windows overlap, starting so far apart")
+    flags.flag(
+        "--agreement",
+        daily=True,
+        action="store_true",
+        help="also the share of tokens on which the 16-bit model agrees greedily",
+    )
+    flags.flag("--reference", metavar="DIR", help="16-bit weights, if --model is quantised")
+    flags.flag("--json", daily=True, action="store_true", help="print one JSON object")
+    return parser

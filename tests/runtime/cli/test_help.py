@@ -1,0 +1,61 @@
+"""Every command's help: one screen, at once, without torch or Ray; every flag under --help-all."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from llmpq.kernels.tools.flags import COMMANDS as KERNEL_TOOLS
+from llmpq.version import __version__
+
+pytestmark = pytest.mark.pure
+
+COMMANDS = [
+    "llmpq.profiler",
+    "llmpq.profiler indicator",
+    "llmpq.profiler merge",
+    "llmpq.profiler.cli.quantize",
+    "llmpq.runtime",
+    *(f"llmpq.runtime {name}" for name in ("run", "check", "bench", "eval", "convert")),
+    *(f"llmpq.kernels {verb} {noun}" for verb, noun in KERNEL_TOOLS),
+]
+
+
+def said(command: str, *words: str) -> str:
+    module, *name = command.split()
+    heavy = "import sys, runpy; sys.argv[1:1] = []\ntry:\n    runpy.run_module(sys.argv.pop(1), "
+    watch = f"{heavy}run_name='__main__')\nfinally:\n    print(*sys.modules, file=sys.stderr)"
+    done = subprocess.run(
+        [sys.executable, "-c", watch, module, *name, *words],
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    loaded = set(done.stderr.split())
+    assert not loaded & {"torch", "ray", "triton", "transformers"}, (
+        "help imports what takes seconds"
+    )
+    return done.stdout
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_is_one_screen_with_an_example(command: str) -> None:
+    lines = said(command, "--help").splitlines()
+    flags = [line for line in lines if line.startswith("  -")]
+    assert lines[0].startswith("usage: ") and lines[-1].startswith("example: ")
+    assert len(lines) <= 40 and len(flags) <= 14, (len(lines), len(flags))
+    assert max(map(len, lines)) <= 100
+
+
+@pytest.mark.parametrize("command", ["llmpq.profiler", "llmpq.runtime", "llmpq.runtime bench"])
+def test_every_flag_is_under_help_all(command: str) -> None:
+    short, long = said(command, "--help"), said(command, "--help-all")
+    assert long.count("  --") > short.count("  --")
+    listed = {line.split()[0] for line in long.splitlines() if line.startswith("  -")}
+    assert not any("_" in flag for flag in listed), "underscores are accepted, not listed"
+
+
+@pytest.mark.parametrize("command", ["llmpq.profiler", "llmpq.runtime", "llmpq.kernels check kv"])
+def test_version(command: str) -> None:
+    assert said(command, "--version").split()[-1] == __version__
