@@ -1,19 +1,162 @@
-"""The compressed-tensors config is read by compressed-tensors itself."""
+"""Exports are read by the libraries they are for: compressed-tensors, Transformers, accelerate."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
 from llmpq.planner.export import WRITERS
+from llmpq.planner.export.module_names import LAYERS
 
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.cpu
 
+SIZES = {
+    "hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64,
+    "max_position_embeddings": 64,
+}  # fmt: skip
+GATED = {**SIZES, "intermediate_size": 384, "num_key_value_heads": 2, "head_dim": 64}
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "opt": lambda: transformers.OPTConfig(**SIZES, ffn_dim=512, word_embed_proj_dim=256),
+    "bloom": lambda: transformers.BloomConfig(
+        hidden_size=256, n_layer=2, n_head=4, vocab_size=64, tie_word_embeddings=True
+    ),
+    "llama": lambda: transformers.LlamaConfig(**GATED),
+    "qwen3": lambda: transformers.Qwen3Config(**GATED),
+    "mixtral": lambda: transformers.MixtralConfig(**GATED, num_local_experts=2),
+}
 
-def test_compressed_tensors_reads_the_config() -> None:
+
+def _model(family: str) -> tuple[Any, ModelSpec]:
+    """Return a two-layer model of random weights and what the planner knows of it."""
+    torch.manual_seed(0)
+    config = CONFIGS[family]()
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    data = {**config.to_dict(), "torch_dtype": "float32"}
+    return model, ModelSpec.from_config(data, name=f"tiny-{family}")
+
+
+def _plan(spec: ModelSpec, precisions: tuple[str, str], *, cpu: bool = True) -> Plan:
+    """Return a plan of two stages of one layer each."""
+    stages = [
+        {"device": f"d{j}", "node": "box", "device_index": j, "kind": "CPU" if cpu else "T4",
+         "profile_kind": "d", "layers": [j, j + 1], "precisions": [precisions[j]]}
+        for j in range(2)
+    ]  # fmt: skip
+    data = {
+        "model": {"name": spec.name, "num_layers": 2, "fingerprint": spec.fingerprint()},
+        "cluster": {"name": "box", "fingerprint": "0"},
+        "workload": {"batch": 1, "prompt_len": 16, "gen_len": 8, "kv": "kv8"},
+        "quantization": {"group_size": 128},
+        "prefill_microbatch": 1,
+        "decode_microbatch": 1,
+        "stages": stages,
+    }
+    return Plan.parse_data(data, where="test")
+
+
+TOKENS_BT = torch.arange(32).reshape(2, 16)
+
+
+def _logits(model: Any) -> Any:
+    with torch.no_grad():
+        return model(TOKENS_BT).logits
+
+
+def _round(x: Any, scale: Any, bits: int) -> Any:
+    """Round to the symmetric grid of a scale and back."""
+    most = 2 ** (bits - 1)
+    return torch.clamp(torch.round(x / scale), -most, most - 1) * scale
+
+
+def _round_inputs(bits: int) -> Callable[[Any, tuple[Any, ...]], tuple[Any, ...]]:
+    """Return a hook that rounds a linear's input, each token on a grid of its own."""
+
+    def hook(_: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        scale = inputs[0].abs().amax(-1, keepdim=True) / ((2**bits - 1) / 2)
+        return (_round(inputs[0], scale.clamp(min=1e-12), bits),)
+
+    return hook
+
+
+def _compress(model: Any, config: dict[str, Any]) -> None:
+    """Put a model into compressed-tensors' form; the scales are those of the largest weights."""
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    compressors = pytest.importorskip("compressed_tensors.compressors")
+    read = quantization.QuantizationConfig.model_validate(config)
+    quantization.apply_quantization_config(model, read)
+    for module in model.modules():
+        scheme = getattr(module, "quantization_scheme", None)
+        if scheme is not None:
+            bits, size = scheme.weights.num_bits, scheme.weights.group_size
+            groups = module.weight.detach().unflatten(-1, (-1, size or module.in_features))
+            module.weight_scale.data = groups.abs().amax(-1) / 2 ** (bits - 1)
+    compressors.ModelCompressor(quantization_config=read).compress_model(model)
+
+
+def _dequantised(model: Any, spec: ModelSpec, plan: Plan) -> int:
+    """Round a plain model's weights and inputs as the plan says; return the linears touched."""
+    touched = 0
+    for name, module in model.named_modules():
+        layer = next((int(part) for part in name.split(".") if part.isdigit()), None)
+        if not isinstance(module, torch.nn.Linear) or layer is None:
+            continue
+        scheme = plan.quantization.settings().scheme(plan.precisions[layer])
+        if scheme is None:
+            continue
+        groups = module.weight.data.unflatten(-1, (-1, scheme.group_size or module.in_features))
+        scale = groups.abs().amax(-1, keepdim=True) / 2 ** (scheme.bits - 1)
+        module.weight.data = _round(groups, scale, scheme.bits).flatten(-2)
+        if scheme.activation_bits < 16:
+            module.register_forward_pre_hook(_round_inputs(scheme.activation_bits))
+        touched += 1
+    return touched
+
+
+@pytest.mark.parametrize(
+    ("family", "precisions"),
+    [
+        ("llama", ("w16a16", "w3a16")),
+        ("llama", ("w8a16", "w4a16")),
+        ("llama", ("w8a8", "w4a16")),
+        ("llama", ("w4a4", "w4a4")),
+        ("qwen3", ("w4a16", "w16a16")),
+        ("opt", ("w8a16", "w3a16")),
+        ("bloom", ("w4a16", "w8a8")),
+    ],
+)
+def test_transformers_reloads_what_the_config_describes(
+    tmp_path: Path, family: str, precisions: tuple[str, str]
+) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    model, spec = _model(family)
+    plan = _plan(spec, precisions)
+    text = WRITERS["compressed-tensors"](plan, spec).text
+    plain = _logits(model)
+
+    compressed, _ = _model(family)
+    _compress(compressed, json.loads(text)["quantization_config"])
+    tied = {"lm_head.weight"} if spec.tied_embeddings else set()
+    tensors = {k: v.contiguous() for k, v in compressed.state_dict().items() if k not in tied}
+    safetensors.save_file(tensors, str(tmp_path / "model.safetensors"), {"format": "pt"})
+    config = {**model.config.to_dict(), "architectures": [type(model).__name__]}
+    (tmp_path / "config.json").write_text(json.dumps({**config, **json.loads(text)}))
+
+    assert _dequantised(model, spec, plan) > 0
+    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    wanted, logits = _logits(model), _logits(found)
+    torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-4)
+    assert (wanted - plain).abs().max() > 20 * 1e-4  # rounding is seen, so a wrong grid would be
+
+
+def test_compressed_tensors_reads_every_precision_at_once() -> None:
     quantization = pytest.importorskip("compressed_tensors.quantization")
     spec = ModelSpec.by_name("opt-125m")
     bits = ["w16a16"] * 2 + ["w8a16"] * 4 + ["w4a16"] * 2 + ["w3a16"] * 2 + ["w8a8", "w4a4"]
@@ -34,3 +177,38 @@ def test_compressed_tensors_reads_the_config() -> None:
     assert sorted(g.weights.num_bits for g in read.config_groups.values()) == [3, 4, 4, 8, 8]
     assert all(g.weights.symmetric for g in read.config_groups.values())
     assert read.kv_cache_scheme is None
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_accelerate_dispatches_a_model_by_the_map(tmp_path: Path, family: str) -> None:
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is in the dev extra")
+    utils = pytest.importorskip("accelerate.utils")
+    model, spec = _model(family)
+    wanted = _logits(model)
+
+    on_gpus = json.loads(WRITERS["accelerate"](_plan(spec, ("w16a16",) * 2, cpu=False), spec).text)
+    utils.check_device_map(model, on_gpus)
+    assert set(on_gpus.values()) == {0, 1}
+    with pytest.raises(ValueError, match="does not give any device"):
+        utils.check_device_map(model, {k: v for k, v in on_gpus.items() if not k.endswith(".1")})
+
+    # Two devices that every machine has: stage 0 in memory, stage 1 brought from disk as it runs.
+    apart = {name: ("cpu", "disk")[device] for name, device in on_gpus.items()}
+    found = accelerate.dispatch_model(
+        model, apart, main_device="cpu", offload_dir=str(tmp_path / "offloaded")
+    )
+    torch.testing.assert_close(_logits(found), wanted)
+    devices = {name: parameter.device.type for name, parameter in found.named_parameters()}
+    layers = LAYERS[spec.family]
+    assert {d for name, d in devices.items() if name.startswith(f"{layers}.0.")} == {"cpu"}
+    assert {d for name, d in devices.items() if name.startswith(f"{layers}.1.")} == {"meta"}
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_transformers_loads_a_checkpoint_by_the_map(tmp_path: Path, family: str) -> None:
+    pytest.importorskip("accelerate", reason="accelerate is in the dev extra")
+    model, spec = _model(family)
+    model.save_pretrained(tmp_path)
+    device_map = json.loads(WRITERS["accelerate"](_plan(spec, ("w16a16",) * 2), spec).text)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, device_map=device_map)
+    torch.testing.assert_close(_logits(loaded.eval()), _logits(model))
