@@ -69,7 +69,7 @@ def cluster_flags(number: int, objective: str) -> list[str]:
     """Return the issue's command for a paper cluster."""
     name, size = MODELS[number].split()
     flags = f"--cluster clusters/paper/{number:02d}.yaml --model-name {name} --model_size {size}"
-    job = "--global_bz 32 --s 512 --n 100 --theta 1"
+    job = "--global_bz 32 --s 512 --n 100 --theta 1 --bits 16,8,4,3"
     return f"{flags} {job} --objective {objective}".split()
 
 
@@ -78,7 +78,9 @@ def scale_flags(case: str) -> list[str]:
     names, numbers, model = SCALE[case]
     name, size = model.split()
     flags = f"--device-names {names} --device-numbers {numbers} --model-name {name} "
-    flags += f"--model-size {size} --global_bz 32 --s 512 --n 100 --theta 1 --gap 0.02"
+    flags += (
+        f"--model-size {size} --global_bz 32 --s 512 --n 100 --theta 1 --bits 16,8,4,3 --gap 0.02"
+    )
     omega = ROOT / "clusters" / "paper" / f"omega-{name}-{size}.json"
     return flags.split() + (["--omega-file", str(omega)] if omega.exists() else [])
 

@@ -129,7 +129,7 @@ class PlanningHints(FileForm):
     """What the cluster's author recommends for planning; command-line flags override it."""
 
     model: str | None = None
-    theta: float | None = Field(default=None, ge=0, le=1e15)
+    theta: float | None = None
     omega_file: str | None = None
     note: str = ""
 

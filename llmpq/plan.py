@@ -118,6 +118,10 @@ class Predicted(FileForm):
     total_s: float
     output_tokens_per_s: float
     sum_omega: float
+    all_8bit_omega: float | None = None
+    """Sum of omega with every layer at w8a16 and a 16-bit cache; None where it is not known."""
+    all_4bit_omega: float | None = None
+    """The same at w4a16: what the plan's own is to be compared with."""
     bottleneck: str
     """Device of the stage that bounds the longer phase."""
     estimated: bool = False

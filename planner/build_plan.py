@@ -137,9 +137,17 @@ def _predicted(p: Problem, a: Assignment, times: StageTimes, devices: list[Devic
         total_s=job.total_s,
         output_tokens_per_s=p.workload.batch * p.workload.gen_len / job.total_s,
         sum_omega=sum_omega(p, a),
+        all_8bit_omega=_uniform_omega(p, Precision.W8A16),
+        all_4bit_omega=_uniform_omega(p, Precision.W4A16),
         bottleneck=devices[slowest].name,
         estimated=any(p.costs.estimated(d, used, p.workload) for d in devices),
     )
+
+
+def _uniform_omega(p: Problem, precision: Precision) -> float | None:
+    """Return the quality loss of every layer at one precision, if the indicator knows it."""
+    values = p.sensitivity.weights.get(precision)
+    return None if values is None else float(sum(values))
 
 
 def _solver_report(p: Problem, outcome: Outcome) -> SolverReport:

@@ -42,7 +42,7 @@ def _plan(args: argparse.Namespace) -> None:
 def _check(args: argparse.Namespace) -> None:
     from llmpq.plan import Plan
     from llmpq.planner.check import check_alone, check_plan
-    from llmpq.planner.request import model_of_plan, names_devices, read_cluster
+    from llmpq.planner.named_inputs import model_of_plan, names_devices, read_cluster
 
     plan = Plan.load(args.plan)
     alone = plan.inputs is not None

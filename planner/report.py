@@ -103,7 +103,36 @@ def headline(plan: Plan) -> list[str]:
             f"{predicted.decode_s:.3f}), {predicted.output_tokens_per_s:.1f} tokens/s, sum omega "
             f"{predicted.sum_omega:.4g}; times {source}"
         )
+        lines += loss_lines(plan)
     lines.append(f"{solver.method}: {quality_of(plan)}")
+    return lines
+
+
+GUESSES = {
+    "none": "quality is not priced",
+    "generic": "a guess from the variance of rounding, equal for all layers",
+    "synthetic": "made up for the model, not measured",
+    "random": "drawn at random",
+}
+"""Indicators that were not measured on the model, and what they are."""
+
+
+def loss_lines(plan: Plan) -> list[str]:
+    """Return the plan's quality loss beside that of uniform precisions, and where it is from."""
+    predicted, indicator = plan.predicted, plan.solver.sensitivity
+    if predicted is None:
+        return []
+    uniform = {"8 bits": predicted.all_8bit_omega, "4 bits": predicted.all_4bit_omega}
+    known = [f"at {bits} {value:.4g}" for bits, value in uniform.items() if value is not None]
+    beside = f" (all layers {', '.join(known)})" if known else ""
+    source = GUESSES.get(indicator, "measured")
+    lines = [f"quality loss: {predicted.sum_omega:.4g}{beside}; indicator {indicator}, {source}"]
+    worst = predicted.all_4bit_omega
+    if worst is not None and predicted.sum_omega > worst * (1 + 1e-9):
+        lines.append(
+            "warning: the plan loses more quality than all layers at 4 bits; allow more memory, a "
+            "smaller batch or more bits (--bits), or raise --theta"
+        )
     return lines
 
 

@@ -13,131 +13,25 @@ from pathlib import Path
 from llmpq.cluster import Cluster
 from llmpq.cost_model import CostModel
 from llmpq.costs_cache import cache_folder, cached_costs
-from llmpq.device_list import read_devices
-from llmpq.errors import nearest, shortened
 from llmpq.memory import Quantization
-from llmpq.model_spec import ModelSpec, builtin_configs, builtin_name
-from llmpq.plan import Plan
+from llmpq.model_spec import ModelSpec
 from llmpq.planner import limits
 from llmpq.planner.costs import CostBook
+from llmpq.planner.named_inputs import assumed_of_devices, read_cluster, read_model
 from llmpq.planner.positions import positions_note
 from llmpq.planner.problem import Problem
 from llmpq.planner.roofline import estimate_costs
 from llmpq.planner.stored_precisions import has_weights, offered, stored_layers
 from llmpq.precision import K_PADDING, WEIGHT_ONLY, KVPrecision, Precision, default_outliers
 from llmpq.sensitivity import Sensitivity
-from llmpq.this_machine import NAME, assumed, this_machine
-from llmpq.units import parse_size
+from llmpq.this_machine import NAME, assumed
 from llmpq.workload import Workload
 
 GENERIC_NOTE = (
-    "no --omega-file: quality is priced by a generic table, equal for all layers "
-    "(1 = every layer at 4 bits); measure it with llmpq-profile indicator"
+    "no --omega-file: the quality loss is a guess, by the generic indicator: the variance of "
+    "rounding, equal for all layers (1 = every layer at 4 bits); measure it with llmpq-profile "
+    "indicator"
 )
-
-
-def read_model(args: argparse.Namespace) -> tuple[ModelSpec, str | None]:
-    """Return the model and the directory it was read from."""
-    if args.model and (args.model_name or args.model_size):
-        raise ValueError("give either --model or --model-name with --model-size, not both")
-    if args.model_name:
-        return ModelSpec.by_name(args.model_name, args.model_size), None
-    if not args.model:
-        raise ValueError("--model is missing: a Hugging Face directory, or a name such as opt-30b")
-    if _is_directory(args.model):
-        return ModelSpec.from_directory(args.model), str(args.model)
-    if "/" in args.model and builtin_name(args.model) is None:
-        short = args.model.rstrip("/").rsplit("/", 1)[-1]
-        hint = nearest(short, builtin_configs()).strip()
-        wrong = f"no such model directory: '{shortened(args.model)}'"
-        raise ValueError(f"{wrong}; no built-in model has this name: {hint}" if hint else wrong)
-    return ModelSpec.by_name(args.model), None
-
-
-def _is_directory(text: str) -> bool:
-    try:
-        return Path(text).is_dir()
-    except (OSError, ValueError):  # too long for a path, or with a zero byte
-        return False
-
-
-def model_of_plan(args: argparse.Namespace, plan: Plan) -> ModelSpec:
-    """Return the model a plan is for: as told, else by the plan's own path or name."""
-    if args.model or args.model_name or args.model_size:
-        spec, _ = read_model(args)
-    elif plan.model.path and Path(plan.model.path).is_dir():
-        spec = ModelSpec.from_directory(plan.model.path)
-    elif plan.inputs is not None:
-        spec = plan.inputs.model
-    elif plan.model.name in builtin_configs():
-        spec = ModelSpec.by_name(plan.model.name)
-    else:
-        raise ValueError(f"the plan's model '{plan.model.name}' is not here; give --model DIR")
-    plan.require_model(spec)
-    return spec
-
-
-def names_devices(args: argparse.Namespace) -> bool:
-    """Whether any flag says which devices there are."""
-    ways = (args.devices, args.cluster, args.device_names, args.device_numbers, args.from_ray)
-    return any(way is not None for way in ways)
-
-
-def read_cluster(args: argparse.Namespace) -> Cluster:
-    """Return the cluster, with `--reserve` taken off every device."""
-    if args.device_numbers and not args.device_names:
-        raise ValueError(
-            "--device-numbers does nothing without --device-names; add it or leave "
-            "--device-numbers out"
-        )
-    ways = (args.devices, args.cluster, args.device_names, args.from_ray)
-    if sum(way is not None for way in ways) > 1:
-        raise ValueError(
-            "give the devices in one way: --devices 4090,3090:2,cpu, --cluster FILE, "
-            "--device-names with --device-numbers, or --from-ray"
-        )
-    if args.from_ray:
-        from llmpq.planner.discovery import cluster_from_ray
-
-        cluster = cluster_from_ray(args.from_ray)
-    elif args.devices is not None:
-        cluster = read_devices(args.devices).cluster
-    elif args.device_names:
-        numbers = args.device_numbers or ()
-        for name, number in zip(args.device_names, numbers, strict=False):
-            limits.whole(f"--device-numbers: {name}", number, limits.MAX_DEVICES)
-        cluster = Cluster.from_counts(args.device_names, numbers)
-    else:
-        cluster = this_machine() if args.cluster is None else Cluster.load(args.cluster)
-    reserve = getattr(args, "reserve", None)
-    return cluster if reserve is None else with_reserve(cluster, _reserve_bytes(reserve))
-
-
-def assumed_of_devices(args: argparse.Namespace) -> list[str]:
-    """Return what `--devices` leaves open and the plan assumes."""
-    if args.devices is None:
-        return []
-    return [f"assumed: {line}" for line in read_devices(args.devices).assumptions]
-
-
-def _reserve_bytes(text: str) -> int:
-    try:
-        return parse_size(text)
-    except ValueError as error:
-        raise ValueError(f"--reserve: {error}") from None
-
-
-def with_reserve(cluster: Cluster, extra_bytes: int) -> Cluster:
-    """Return the cluster with this much memory kept free on every device."""
-    nodes = []
-    for node in cluster.nodes:
-        groups = tuple(
-            group.model_copy(update={"reserve": group.reserve + extra_bytes})
-            for group in node.groups()
-        )
-        nodes.append(node.model_copy(update={"devices": groups, "accelerators": None}))
-    data = cluster.model_copy(update={"nodes": tuple(nodes)})
-    return Cluster.parse_data(data.model_dump(by_alias=True), where="--reserve")
 
 
 def make_problem(args: argparse.Namespace) -> tuple[Problem, str | None, list[str]]:
@@ -312,8 +206,11 @@ def parse_kv(text: str) -> tuple[KVPrecision, ...]:
 def default_bits(
     sensitivity: Sensitivity | None, profile: CostModel | None, cluster: Cluster
 ) -> tuple[Precision, ...]:
-    """Return the weight-only precisions that the omega file and the profile both know."""
-    allowed = [p for p in WEIGHT_ONLY]
+    """Return the weight-only precisions that the omega file and the profile both know.
+
+    Three bits lose so much that a model must be asked for with them (`--bits`).
+    """
+    allowed = [p for p in WEIGHT_ONLY if p is not Precision.W3A16]
     if sensitivity is not None:
         listed = {*sensitivity.weights, Precision.W16A16}
         allowed = [p for p in allowed if p in listed]
@@ -342,7 +239,10 @@ def generic_sensitivity(
         indicator="generic",
         model=spec.name,
         num_layers=layers,
-        weights={p: column(min(p.weight_bits, p.activation_bits)) for p in choices},
+        weights={
+            p: column(min(p.weight_bits, p.activation_bits))
+            for p in dict.fromkeys((*choices, Precision.W8A16, Precision.W4A16))
+        },
         kv={kv: tuple(x / 4 for x in column(kv.bits)) for kv in kvs},
     )
 

@@ -16,7 +16,7 @@ from llmpq.planner.export.llamacpp import llamacpp
 from llmpq.planner.export.result import Exported
 from llmpq.planner.export.sglang import sglang
 from llmpq.planner.export.vllm import vllm
-from llmpq.planner.request import model_of_plan
+from llmpq.planner.named_inputs import model_of_plan
 
 WRITERS: dict[str, Callable[[Plan, ModelSpec], Exported]] = {
     "vllm": vllm,

@@ -50,7 +50,6 @@ CLUSTER = {
         }
     ],
     "links": {"within_node": {"gbps": 1, "latency_us": 1}},
-    "planning": {"theta": 1.0},
 }
 
 

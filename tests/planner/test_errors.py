@@ -70,8 +70,8 @@ ERRORS = {
     "does not fit": (
         ["--device-names", "T4", "--device-numbers", "1", "--model", "opt-30b"],
         5,
-        "llmpq-algo: opt-30b does not fit T4x1: T4-0 is short by 10.7 GiB: batch 2 (--global-bz "
-        "2)\n",
+        "llmpq-algo: opt-30b does not fit T4x1: T4-0 is short by 14.1 GiB: add a device or take a "
+        "smaller model\n",
     ),
     "bad pin": (
         [*SMALL, "--pin", "0-99=T4-0"],
