@@ -64,6 +64,7 @@ class RunOptions:
     links: LinkChoice
     placement_timeout: float
     load_timeout: float
+    stall_timeout: float
     step_timeout: float
 
 
@@ -202,12 +203,13 @@ def _add_launch(section: Section) -> None:
     section.flag("--layer-cache", metavar="DIR", help=layers)
     links = "between GPUs; auto: the best that works"
     section.flag("--links", choices=LINK_CHOICES, default="auto", help=links)
-    for name, default in (
-        ("placement", deadlines.placement_s),
-        ("load", deadlines.load_s),
-        ("step", deadlines.step_s),
+    for name, default, what in (
+        ("placement", deadlines.placement_s, "seconds"),
+        ("load", deadlines.load_s, "seconds"),
+        ("stall", deadlines.stall_s, "seconds without progress of a stage that loads"),
+        ("step", deadlines.step_s, "seconds"),
     ):
-        seconds = f"seconds (default {default:g})"
+        seconds = f"{what} (default {default:g})"
         section.flag(f"--{name}-timeout", type=float, default=default, metavar="S", help=seconds)
 
 
@@ -241,7 +243,7 @@ def check_flags(options: RunOptions) -> None:
         )
     check_timeouts({
         f"--{name}-timeout": getattr(options, f"{name}_timeout")
-        for name in ("placement", "load", "step")
+        for name in ("placement", "load", "stall", "step")
     })  # fmt: skip
 
 
@@ -290,6 +292,7 @@ def deadlines_of(options: RunOptions) -> Deadlines:
     return Deadlines(
         placement_s=options.placement_timeout,
         load_s=options.load_timeout,
+        stall_s=options.stall_timeout,
         step_s=options.step_timeout,
     )
 

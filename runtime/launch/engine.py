@@ -34,6 +34,7 @@ from llmpq.runtime.launch.launcher import (
     StageFailure,
     StageHandle,
 )
+from llmpq.runtime.launch.load_watch import LoadWatch
 from llmpq.runtime.launch.stage_host import meeting_host, process_space
 from llmpq.runtime.launch.stage_settings import StageSettings, write_request
 from llmpq.runtime.request import Request
@@ -128,7 +129,12 @@ class Engine:
         self._pids = [who["pid"] if who["space"] == here else 0 for who in identities]
         self._phase = "loading"
         self.load_reports = [
-            LoadReport(**report) for report in self._all("load", self._deadlines.load_s)
+            LoadReport(**report)
+            for report in self._gather(
+                [stage.call("load") for stage in self._stages],
+                self._deadlines.load_s,
+                watch=LoadWatch(self._stages, self._deadlines.stall_s),
+            )
         ]
         self._connect()
         self._phase = "prefill"
@@ -240,14 +246,21 @@ class Engine:
         """Return every stage's answer."""
         return self._gather([stage.call(method, *args) for stage in self._stages], limit_s)
 
-    def _gather(self, calls: Sequence[Future[Any]], limit_s: float) -> list[Any]:
+    def _gather(
+        self, calls: Sequence[Future[Any]], limit_s: float, *, watch: LoadWatch | None = None
+    ) -> list[Any]:
         """Wait for calls to stages 0, 1, ...; the first failure wins, whosever it is."""
         index_of = {call: index for index, call in enumerate(calls)}
         pending, end_s = set(calls), time.monotonic() + limit_s
         while pending:
             left_s = max(0.0, end_s - time.monotonic())
-            done, pending = wait_for(pending, left_s, FIRST_COMPLETED)
-            if not done:
+            wait_s = left_s if watch is None else min(left_s, _POLL_S)
+            done, pending = wait_for(pending, wait_s, FIRST_COMPLETED)
+            if watch is not None:
+                still = watch.still([index_of[call] for call in pending])
+                if still is not None:
+                    raise self._stalled(still)
+            if not done and wait_s == left_s:
                 names = ", ".join(
                     self.plan.stages[index].device
                     for call, index in index_of.items()
@@ -335,13 +348,23 @@ class Engine:
             )
 
     def _silent(self, index: int, what: str) -> DeadlineError:
-        stage = self.plan.stages[index]
-        pid = f", pid {self._pids[index]}" if self._pids[index] else ""
         return DeadlineError(
-            f"stage {index} ({stage.device} on {stage.node}{pid}) {what} "
+            f"{self._named(index)} {what} "
             f"{self._deadlines.step_s:.0f} s during {self._phase} (step deadline); look at its "
             "host, raise --step-timeout, or continue with: llmpq-dist run --resume"
         )
+
+    def _stalled(self, index: int) -> DeadlineError:
+        return DeadlineError(
+            f"{self._named(index)} has made no progress for {self._deadlines.stall_s:.0f} s while "
+            "it loads: look at its host and at the disk that its weights are on, or raise "
+            "--stall-timeout"
+        )
+
+    def _named(self, index: int) -> str:
+        stage = self.plan.stages[index]
+        pid = f", pid {self._pids[index]}" if self._pids[index] else ""
+        return f"stage {index} ({stage.device} on {stage.node}{pid})"
 
     def _kill(self) -> None:
         """End the stages, stopped ones too."""

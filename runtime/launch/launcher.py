@@ -41,6 +41,8 @@ class Deadlines:
 
     placement_s: float = 25.0
     load_s: float = 600.0
+    stall_s: float = 30.0
+    """Without progress while a stage loads."""
     step_s: float = 30.0
     """One micro-batch on one stage, or a stage's silence."""
 

@@ -32,6 +32,7 @@ from llmpq.runtime.drafts.drafters import AutoDrafter, FixedDrafter, speculation
 from llmpq.runtime.engine.mailbox import Abort, Mailbox
 from llmpq.runtime.engine.scheduler import Scheduler, max_ahead
 from llmpq.runtime.engine.stage_loop import FirstStage, run_following_stage
+from llmpq.runtime.launch.load_watch import LoadSigns
 from llmpq.runtime.launch.stage_host import listening_socket, loopback_interface, process_space
 from llmpq.runtime.launch.stage_settings import StageSettings, limits_of, read_request
 from llmpq.runtime.links.device_links import (
@@ -88,6 +89,7 @@ class StageActor:
         self._recorder = Recorder(keep_events=self._settings.trace)
         self._mailbox = Mailbox()
         self._compute: StageCompute | None = None
+        self._signs: LoadSigns | None = None
         self._listener: socket.socket | None = None
         self._store: dist.Store | None = None
         self._gpu: torch.device | None = None
@@ -107,6 +109,7 @@ class StageActor:
 
     def load(self) -> dict[str, Any]:
         """Check the device, load the stage's slice, warm it up; returns what it allocated."""
+        self._signs = LoadSigns()
         device = self._device()
         self._use_threads()
         spec, source = self._model(device)
@@ -130,6 +133,7 @@ class StageActor:
             assert isinstance(self._compute, CudaStageCompute), "draft lengths need a cost model"
             times = self._compute.step_times()
             self._drafter = AutoDrafter(self._settings.speculate, times, lengths=times.lengths)
+        self._signs = None
         return asdict(report)
 
     def open_rendezvous(self, host: str, port: int) -> int:
@@ -210,12 +214,13 @@ class StageActor:
         return json.dumps(asdict(self._mailbox.collect(timeout_s)))
 
     def health(self) -> dict[str, Any]:
-        """Return what the loop is doing and for how long."""
+        """Return what the loop is doing and for how long; while it loads, signs of that."""
         current = self._recorder.current
         return {
             "kind": current[0] if current is not None else None,
             "num_begun": self._recorder.num_begun,
             "stuck_s": self._recorder.stuck_s(),
+            "loading": self._signs.read() if self._signs is not None else None,
         }
 
     def record(self) -> str:

@@ -1,0 +1,96 @@
+"""Whether a stage that loads gets on: what it does is counted there, and watched by the driver.
+
+Loading takes minutes where weights are large or kernels are compiled, and reports nothing for long
+stretches. But it computes, reads, or waits for a compiler that does. A stage of which none of this
+can be seen for a while, or that does not answer, stands still.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Collection, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from llmpq.runtime.launch.launcher import StageHandle
+
+_ASK_EVERY_S = 1.0
+_GRAINS = (0.05, 64 * 1024)
+"""Seconds of processor time and bytes read that count as progress: polls take less in a minute."""
+_IO = Path("/proc/self/io")
+
+
+class LoadSigns:
+    """The stage's side: counters that grow while the thread that made this object loads."""
+
+    def __init__(self) -> None:
+        self._clock = time.pthread_getcpuclockid(threading.get_ident())
+
+    def read(self) -> list[float]:
+        """Return seconds of processor time, of compilers too, and bytes read from disks."""
+        return [time.clock_gettime(self._clock) + _children_s(), _bytes_read()]
+
+
+class LoadWatch:
+    """The driver's side: asks stages how they are and finds the one that stands still."""
+
+    def __init__(self, stages: Sequence[StageHandle], limit_s: float) -> None:
+        now_s = time.monotonic()
+        self._stages, self._limit_s = stages, limit_s
+        self._asked: dict[int, Future[Any]] = {}
+        self._asked_s: dict[int, float] = {}
+        self._signs: dict[int, Sequence[float]] = {}
+        self._moved_s = dict.fromkeys(range(len(stages)), now_s)
+
+    def still(self, loading: Collection[int]) -> int | None:
+        """Return a stage that is loading and has not got on within the limit, None if all have."""
+        now_s = time.monotonic()
+        for index in loading:
+            asked = self._asked.get(index)
+            if asked is not None and asked.done():
+                del self._asked[index]
+                if asked.exception() is None and self._moved(index, asked.result()["loading"]):
+                    self._moved_s[index] = now_s
+            if index not in self._asked and now_s - self._asked_s.get(index, 0.0) >= _ASK_EVERY_S:
+                self._asked[index] = self._stages[index].call("health")
+                self._asked_s[index] = now_s
+            if now_s - self._moved_s[index] > self._limit_s:
+                return index
+        return None
+
+    def _moved(self, index: int, signs: Sequence[float] | None) -> bool:
+        """Whether what a stage has done since it last got on is more than answering."""
+        if signs is None:  # has not begun
+            return False
+        before = self._signs.get(index)
+        if before is not None and all(
+            now - old < grain for now, old, grain in zip(signs, before, _GRAINS, strict=True)
+        ):
+            return False
+        self._signs[index] = signs
+        return True
+
+
+def _children_s() -> float:
+    """Return the processor time of this process's children: compilers of kernels."""
+    total = 0.0
+    for child in psutil.Process().children():
+        try:
+            times = child.cpu_times()
+        except psutil.Error:
+            continue
+        total += times.user + times.system
+    return total
+
+
+def _bytes_read() -> float:
+    """Return the bytes this process has read from disks, 0 where the system does not say."""
+    try:
+        lines = _IO.read_text().splitlines()
+    except OSError:
+        return 0.0
+    return float(next((x.split()[1] for x in lines if x.startswith("read_bytes")), 0))

@@ -1,0 +1,147 @@
+"""A stage that stands still while it loads is named; one that computes or reads is not."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import Future
+
+import pytest
+
+from llmpq.errors import DeadlineError
+from llmpq.runtime.launch import thread_launcher
+from llmpq.runtime.launch.engine import Engine
+from llmpq.runtime.launch.launcher import Deadlines, Launch
+from llmpq.runtime.launch.load_watch import LoadSigns, LoadWatch
+from llmpq.runtime.launch.stage_actor import StageActor
+from llmpq.runtime.launch.stage_settings import StageSettings
+
+pytestmark = pytest.mark.cpu
+
+
+class Stage:
+    """A stage that answers with what it is told, or not at all."""
+
+    def __init__(self, *signs: list[float] | None, silent: bool = False) -> None:
+        self._signs, self._silent, self.asked = list(signs), silent, 0
+
+    def call(self, method: str, *args: object) -> Future[dict[str, object]]:
+        assert method == "health"
+        answer: Future[dict[str, object]] = Future()
+        if not self._silent:
+            answer.set_result({"loading": self._signs[min(self.asked, len(self._signs) - 1)]})
+        self.asked += 1
+        return answer
+
+    def kill(self, pid: int) -> None:
+        raise AssertionError
+
+
+def stalled_after(monkeypatch: pytest.MonkeyPatch, *stages: Stage, seconds: int) -> dict[int, int]:
+    """Return which stage stands still, by the second in which it is named."""
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    watch, found = LoadWatch(stages, limit_s=5.0), {}
+    for second in range(seconds):
+        now[0] = second + 0.01
+        still = watch.still(range(len(stages)))
+        if still is not None:
+            found.setdefault(still, second)
+    return found
+
+
+def test_only_who_does_nothing_is_named(monkeypatch):
+    busy = Stage(*([0.1 * i, 0.0] for i in range(40)))
+    reading = Stage(*([0.0, 1e6 * i] for i in range(40)))
+    assert stalled_after(monkeypatch, busy, reading, seconds=40) == {}
+    busy, idle = Stage(*([0.1 * i, 0.0] for i in range(40))), Stage([3.0, 7e6])
+    found = stalled_after(monkeypatch, busy, idle, seconds=40)
+    assert list(found) == [1] and 5 <= found[1] <= 8
+
+
+def test_answering_is_no_progress(monkeypatch):
+    polled = Stage(*([0.001 * i, 100.0 * i] for i in range(40)))
+    assert list(stalled_after(monkeypatch, polled, seconds=40)) == [0]
+
+
+def test_a_stage_that_does_not_answer_stands_still(monkeypatch):
+    stage = Stage(silent=True)
+    assert list(stalled_after(monkeypatch, stage, seconds=40)) == [0]
+    assert stage.asked == 1, "no second question before the first is answered"
+
+
+def test_signs_grow_with_work_of_this_thread_and_of_compilers():
+    signs = LoadSigns()
+
+    def cpu_s() -> float:
+        return signs.read()[0]
+
+    before = cpu_s()
+    time.sleep(0.2)
+    other = threading.Thread(target=lambda: sum(range(3_000_000)))
+    other.start()
+    other.join()
+    assert cpu_s() - before < 0.05, "another thread's work is not its own"
+    end_s = time.thread_time() + 0.1
+    while time.thread_time() < end_s:
+        pass
+    assert cpu_s() - before >= 0.1
+    before = cpu_s()
+    child = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        deadline_s = time.monotonic() + 30
+        while cpu_s() - before < 0.1 and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+        assert cpu_s() - before >= 0.1
+    finally:
+        child.kill()
+        child.wait()
+
+
+def test_a_stage_that_hangs_in_its_load_is_named(demo_model, make_plan, monkeypatch):
+    over = threading.Event()
+
+    class Hanging(StageActor):
+        def load(self):
+            if self._index == 1:
+                self._signs = LoadSigns()
+                over.wait(60)
+            return super().load()
+
+    monkeypatch.setattr(thread_launcher, "StageActor", Hanging)
+    plan, settings = make_plan(demo_model, (4,)), StageSettings(model_dir=str(demo_model))
+    started_s = time.monotonic()
+    try:
+        with (
+            pytest.raises(DeadlineError, match=r"stage 1 \(CPU-1 .*no progress for 2 s .*loads"),
+            Engine.start(
+                plan, settings, deadlines=Deadlines(stall_s=2), launch=Launch(backend="threads")
+            ),
+        ):
+            pass
+    finally:
+        over.set()
+    assert time.monotonic() - started_s < 40
+
+
+@pytest.mark.cluster
+def test_a_process_whose_disk_does_not_answer_is_named(demo_model, make_plan, tmp_path):
+    """The weights are a pipe that nobody writes into."""
+    folder = tmp_path / "model"
+    shutil.copytree(demo_model, folder)
+    path = next(folder.glob("*.safetensors"))
+    path.unlink()
+    os.mkfifo(path)
+    settings = StageSettings(model_dir=str(folder))
+    with (
+        pytest.raises(DeadlineError, match=r"pid \d+\) has made no progress for 3 s"),
+        Engine.start(
+            make_plan(folder, (4,)), settings,
+            deadlines=Deadlines(stall_s=3, load_s=100), launch=Launch(backend="processes"),
+        ),
+    ):  # fmt: skip
+        pass
