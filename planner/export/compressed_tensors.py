@@ -36,7 +36,7 @@ def compressed_tensors(plan: Plan, spec: ModelSpec) -> Exported:
         assert scheme is not None
         _require_whole_groups(spec, scheme, precision)
         groups[f"group_{len(groups)}"] = {
-            "targets": [f"re:{layers_pattern(spec.family, layers)}"],
+            "targets": [f"re:{layers_pattern(spec.family, layers, spec.num_layers)}"],
             "weights": _weights(scheme),
             "input_activations": _activations(scheme),
             "output_activations": None,
@@ -52,7 +52,7 @@ def compressed_tensors(plan: Plan, spec: ModelSpec) -> Exported:
         "ignore": [
             "lm_head",
             *([r"re:.*\.gate$"] if spec.experts else []),
-            *([f"re:{layers_pattern(spec.family, plain)}"] if plain else []),
+            *([f"re:{layers_pattern(spec.family, plain, spec.num_layers)}"] if plain else []),
         ],
         "kv_cache_scheme": None,
     }

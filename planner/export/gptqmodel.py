@@ -34,11 +34,11 @@ def gptqmodel(plan: Plan, spec: ModelSpec) -> Exported:
     dynamic: dict[str, dict[str, Any]] = {}
     plain = by_precision(plan).get(Precision.W16A16)
     if plain:
-        dynamic[f"-:{layers_pattern(spec.family, plain)}"] = {}
+        dynamic[f"-:{layers_pattern(spec.family, plain, spec.num_layers)}"] = {}
     for precision, layers in table.items():
         own = {key: of for key, of in _grid(plan, precision).items() if of != common[key]}
         if own:
-            dynamic[f"+:{layers_pattern(spec.family, layers)}"] = own
+            dynamic[f"+:{layers_pattern(spec.family, layers, spec.num_layers)}"] = own
     config = {
         "quant_method": "gptq",
         "checkpoint_format": "gptq",

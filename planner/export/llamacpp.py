@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from llmpq.device_spec import device_specs
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan, StagePlan
+from llmpq.planner.export.module_names import numbers_pattern
 from llmpq.planner.export.result import (
     Exported,
     by_precision,
@@ -128,7 +129,8 @@ def _quantise(plan: Plan, plain: str) -> tuple[list[str], str]:
         return [], f"model-{plain}.gguf"
     base = GGUF_TYPES[max(quantised, key=lambda p: len(table[p]))]
     types = [
-        f"--tensor-type 'blk\\.({'|'.join(map(str, layers))})\\..*={GGUF_TYPES.get(p, plain)}'"
+        f"--tensor-type 'blk\\.{numbers_pattern(layers, plan.model.num_layers)}\\..*="
+        f"{GGUF_TYPES.get(p, plain)}'"
         for p, layers in table.items()
     ]
     words = ["llama-quantize", *types, f"model-{plain}.gguf", "model-plan.gguf", GGUF_FILES[base]]

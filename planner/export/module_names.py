@@ -27,7 +27,13 @@ LAST: dict[Family, tuple[str, ...]] = {
 }
 
 
-def layers_pattern(family: Family, layers: list[int]) -> str:
-    """Return a regular expression of everything inside these layers."""
+def layers_pattern(family: Family, layers: list[int], num_layers: int) -> str:
+    """Return a regular expression of everything inside these layers of a model."""
     root = LAYERS[family].replace(".", "\\.")
-    return f"{root}\\.({'|'.join(str(i) for i in layers)})\\..*"
+    return f"{root}\\.{numbers_pattern(layers, num_layers)}\\..*"
+
+
+def numbers_pattern(layers: list[int], num_layers: int) -> str:
+    """Return a regular expression of these layers' numbers."""
+    every = len(layers) == num_layers
+    return "[0-9]+" if every else f"({'|'.join(str(i) for i in layers)})"
