@@ -25,7 +25,8 @@ class FileForm(BaseModel):
     def parse_data(cls, data: object, *, where: str) -> Self:
         """Validate plain data; `ValueError` names the file, the key and what was expected."""
         if not isinstance(data, dict):
-            raise ValueError(f"{where}: expected a mapping at the top, got {type(data).__name__}")
+            got = "an empty file" if data is None else type(data).__name__
+            raise ValueError(f"{where}: expected a mapping at the top, got {got}")
         try:
             return cls.model_validate(data)
         except ValidationError as error:
@@ -113,6 +114,9 @@ def explain(error: ValidationError, model: type[BaseModel]) -> str:
         known = _keys_near(model, first["loc"])
         return f"unknown key '{place}': {nearest(key, known)}valid keys: {', '.join(known)}"
     message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "missing":
+        known = _keys_near(model, first["loc"])
+        return f"'{place}': {message}; valid keys: {', '.join(known)}"
     got = first.get("input")
     if place == "schema" and isinstance(got, int):
         schema = short_repr(got)
@@ -121,11 +125,7 @@ def explain(error: ValidationError, model: type[BaseModel]) -> str:
         )
     if not first["loc"]:
         return message
-    shown = (
-        ""
-        if first["type"] == "missing" or isinstance(got, (dict, list))
-        else f" (got {short_repr(got)})"
-    )
+    shown = "" if isinstance(got, (dict, list)) else f" (got {short_repr(got)})"
     return f"'{place}': {message}{shown}"
 
 

@@ -13,12 +13,18 @@ OLDEST_WHEEL = (7, 5)
 
 
 def require_gpus(plan: Plan, engine: str) -> None:
-    """Raise `ValueError` for a stage on a CPU, or for bfloat16 on a GPU that has none."""
+    """Raise `ValueError` for a CPU stage, GPUs of two makers, or bfloat16 where there is none."""
     cpus = [stage.device for stage in plan.stages if stage.is_cpu]
     if cpus:
         raise ValueError(
             f"{engine} runs no stage on a CPU beside GPUs, the plan has {', '.join(cpus)}; plan "
             "with a cluster of the GPUs alone, or export with --to llamacpp or --to accelerate"
+        )
+    makers = {_maker(stage): stage.device for stage in plan.stages}
+    if len(makers) > 1:
+        raise ValueError(
+            f"{engine} is built for one maker's GPUs, the plan has {' and '.join(makers)} "
+            f"({', '.join(makers.values())}); plan for one maker's, or export with --to llamacpp"
         )
     if plan.workload.dtype != "bfloat16":
         return
@@ -67,6 +73,11 @@ def pipeline_comment(engine: str, version: str, plan: Plan) -> str:
     """Return the comment that says what the command is for."""
     stages = ", ".join(f"{s.device}@{s.node}" for s in plan.stages)
     return f"# {engine} {version}: stages on {stages}"
+
+
+def _maker(stage: StagePlan) -> str:
+    spec = device_specs().get(stage.kind)
+    return "AMD" if spec is not None and spec.capability is None else "NVIDIA"
 
 
 def _capability(stage: StagePlan) -> tuple[int, int] | None:

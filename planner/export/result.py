@@ -95,7 +95,7 @@ def checkpoint_line(plan: Plan) -> str | None:
     precision = precision_line(plan)
     return precision and (
         f"precision per layer ({precision}): it is a property of the checkpoint; write one with "
-        "--to compressed-tensors or --to gptqmodel"
+        "llmpq-quantize --plan, or by --to compressed-tensors or --to gptqmodel"
     )
 
 
@@ -114,6 +114,16 @@ def zeros_line(plan: Plan) -> str | None:
         f"zeros of layers {ranges(layers)}: symmetric grids are written, which all readers take; "
         "llmpq-quantize writes zeros, --symmetric plans without"
     )
+
+
+def quantise_comment(plan: Plan) -> list[str]:
+    """Return the comment that says which model to serve, none when all layers are at 16 bits."""
+    if precision_line(plan) is None:
+        return []
+    return [
+        f"# {model_id(plan)} stands for its checkpoint at the plan's bits: write that first "
+        "(llmpq-quantize MODEL OUT --plan PLAN) and serve OUT"
+    ]
 
 
 def outliers_line(plan: Plan) -> str | None:

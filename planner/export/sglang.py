@@ -20,6 +20,7 @@ from llmpq.planner.export.result import (
     layer_counts,
     microbatch_line,
     model_id,
+    quantise_comment,
     quoted,
     said,
 )
@@ -41,6 +42,7 @@ def sglang(plan: Plan, spec: ModelSpec) -> Exported:
             "many GPUs (--max-devices), or export with --to vllm"
         )
     lines = [pipeline_comment("SGLang", engine_flags()["sglang"]["version"], plan)]
+    lines += quantise_comment(plan)
     lines.append(f"export SGLANG_PP_LAYER_PARTITION={','.join(map(str, layer_counts(plan)))}")
     common = (
         f"python -m sglang.launch_server --model-path {quoted(model_id(plan))} "

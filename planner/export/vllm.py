@@ -20,6 +20,7 @@ from llmpq.planner.export.result import (
     layer_counts,
     microbatch_line,
     model_id,
+    quantise_comment,
     quoted,
     said,
 )
@@ -33,6 +34,7 @@ def vllm(plan: Plan, spec: ModelSpec) -> Exported:
     require_gpus(plan, "vLLM")
     nodes = stages_by_node(plan, "vLLM")
     lines = [pipeline_comment("vLLM", engine_flags()["vllm"]["version"], plan)]
+    lines += quantise_comment(plan)
     if len(nodes) == 1:
         lines.append(f"export {visible_devices(nodes[0][1])}")
     lines.append(f"export VLLM_PP_LAYER_PARTITION={','.join(map(str, layer_counts(plan)))}")

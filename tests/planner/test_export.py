@@ -71,6 +71,8 @@ def test_vllm_and_sglang_partitions() -> None:
     vllm = WRITERS["vllm"](_plan(), SPEC)
     assert vllm.text == (
         "# vLLM 0.33.0: stages on T4-0@box, T4-1@box\n"
+        "# facebook/opt-125m stands for its checkpoint at the plan's bits: write that first "
+        "(llmpq-quantize MODEL OUT --plan PLAN) and serve OUT\n"
         "export CUDA_VISIBLE_DEVICES=0,1\n"
         "export VLLM_PP_LAYER_PARTITION=7,5\n"
         "vllm serve facebook/opt-125m --pipeline-parallel-size 2 --dtype float16 "
@@ -118,6 +120,16 @@ def test_servers_say_which_cards_are_too_old_for_their_release() -> None:
     assert any(line.startswith("V100-32GB-0 (V100-32GB, 7.0): vLLM runs on") for line in lines)
     turing = WRITERS["vllm"](_on(("T4", "box", 0, 32)), LLAMA)
     assert not any("older release" in line for line in turing.not_expressed)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_servers_on_gpus_refuse_two_makers(engine: str) -> None:
+    plan = _on(("MI300X", "box", 0, 20), ("H100-SXM", "box", 1, 12))
+    with pytest.raises(
+        ValueError, match=r"has AMD and NVIDIA \(MI300X-0, H100-SXM-1\); .*llamacpp"
+    ):
+        WRITERS[engine](plan, LLAMA)
+    assert "--device ROCm0,CUDA1 " in WRITERS["llamacpp"](plan, LLAMA).text
 
 
 def test_pipelines_that_nodes_cannot_be_given_are_refused() -> None:
