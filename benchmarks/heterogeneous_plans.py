@@ -34,7 +34,7 @@ def make_plans(args: argparse.Namespace) -> None:
 
 def plans_of(path: Path, args: argparse.Namespace) -> Iterator[tuple[str, Plan]]:
     """Yield the baselines' plans and the exact ones held to PipeEdge's quality."""
-    from llmpq.planner.arguments import plan_parser
+    from llmpq.planner.arguments import plan_request
     from llmpq.planner.outcome import Infeasible
     from llmpq.planner.request import make_problem, parse_kv
 
@@ -44,7 +44,7 @@ def plans_of(path: Path, args: argparse.Namespace) -> Iterator[tuple[str, Plan]]
     flags = f"--model {model} --global_bz {args.batch} --s {args.prompt} --n {args.gen}"
     flags += f" --bits {args.bits}"
     given = ["--cluster", str(path), "--costs", args.costs, *flags.split()]
-    problem, _, notes = make_problem(plan_parser().parse_args(given))
+    problem, _, notes = make_problem(plan_request(given))
     for note in notes:
         log.info("note: %s", note)
     rival = None

@@ -20,7 +20,7 @@ from typing import Any
 import yaml
 
 from llmpq.planner.advice import too_big
-from llmpq.planner.arguments import plan_parser
+from llmpq.planner.arguments import plan_request
 from llmpq.planner.problem import Problem
 from llmpq.planner.random_cases import RandomCase
 from llmpq.planner.request import make_problem, parse_kv
@@ -95,7 +95,7 @@ class OddProblem:
 
 def read_case(words: list[str]) -> RandomCase:
     """Return the problem that a command states."""
-    args = plan_parser().parse_args(words)
+    args = plan_request(words)
     return RandomCase(
         problem=make_problem(args)[0], kvs=parse_kv(args.kv), budget=args.quality_budget
     )

@@ -29,7 +29,7 @@ from pathlib import Path
 
 from rows import write_row
 
-from llmpq.planner.arguments import plan_parser
+from llmpq.planner.arguments import plan_request
 from llmpq.planner.exact.search import solve_exact
 from llmpq.planner.flexgen import estimate_flexgen
 from llmpq.planner.ilp import solve_ilp
@@ -212,7 +212,7 @@ def bench_methods(time_limit_s: float) -> None:
     """Score every method's plan by the simulator, against exact's."""
     worst = 0.0
     for number in MODELS:
-        p, _, _ = make_problem(plan_parser().parse_args(cluster_flags(number, "makespan")))
+        p, _, _ = make_problem(plan_request(cluster_flags(number, "makespan")))
         exact = 0.0
         for method in PLANNERS:
             case = {"cluster": f"{number:02d}", "objective": "makespan", "method": method}

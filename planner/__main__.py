@@ -3,30 +3,32 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
-from llmpq.planner.arguments import (
-    COMMANDS,
-    check_parser,
-    devices_parser,
-    export_parser,
-    plan_parser,
-)
+from llmpq.command_line import end_of
+from llmpq.planner import arguments as flags
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code."""
     words = _joined(list(sys.argv[1:] if argv is None else argv))
-    command = words.pop(0) if words and words[0] in COMMANDS else "plan"
-    parsers = {
-        "plan": plan_parser,
-        "check": check_parser,
-        "export": export_parser,
-        "devices": devices_parser,
-    }
-    args = parsers[command]().parse_args(words)
+    command = words.pop(0) if words and words[0] in flags.COMMANDS else "plan"
+    return end_of("llmpq-algo", lambda: _run(command, words), interrupted="interrupted")
+
+
+def _run(command: str, words: list[str]) -> int:
+    """Read the flags, then import what does the work."""
+    parser, request = {
+        "plan": (flags.plan_parser, flags.PlanRequest),
+        "check": (flags.check_parser, flags.CheckRequest),
+        "export": (flags.export_parser, flags.ExportRequest),
+        "devices": (flags.devices_parser, flags.ListRequest),
+    }[command]
+    asked: Any = parser().read_as(request, words)
     from llmpq.planner import cli
 
-    return cli.run(command, args)
+    cli.run(command, asked)
+    return 0
 
 
 def _joined(words: list[str]) -> list[str]:

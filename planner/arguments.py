@@ -1,12 +1,16 @@
-"""The flags of `llmpq-algo`: ours and the paper's, every `--a-b` also as `--a_b`.
+"""The flags of `llmpq-algo`, and the request that each of its commands makes of them.
 
-Standard library only, so that `--help` is instant.
+Standard library only, so that `--help` is instant. The paper's spellings are accepted, not listed.
 """
 
 from __future__ import annotations
 
-import argparse
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
+from llmpq.command_line import CommandParser, Only, Section
 from llmpq.planner.limits import MAX_BATCH
 
 DTYPES = ("auto", "float16", "bfloat16", "float32")
@@ -15,192 +19,333 @@ EXPORTS = ("vllm", "sglang", "llamacpp", "accelerate", "compressed-tensors", "gp
 DEFAULT_POINTS = 25
 """Points of a front, unless `--pareto-points` says."""
 COMMANDS = ("plan", "check", "export", "devices")
-
-DESCRIPTION = """\
-Plan which layers of a model run on which device at which precision.
-
-commands (bare flags mean `plan`):
-  plan      make a plan (default)
-  check     check a plan, by the entries it carries or against a cluster
-  export    write a plan as another engine's settings
-  devices   list this machine's devices, or every known card
-"""
-
 GROUP_SIZES = "weights that share a scale: 128, or 0 for a channel; w4a4 alone also 64 or 32"
-
-EPILOG = """\
+NOTES = """\
+commands (flags alone mean `plan`): plan, check, export, devices; each has its own --help.
 exit codes: 0 done, 2 usage or bad input, 3 bad plan, 4 plan for another model or cluster,
-5 does not fit, 130 interrupted
-example: llmpq-algo --devices 4090,3090:2,cpu --model qwen3-32b --global_bz 8 --s 512 --n 100
-"""
+5 does not fit, 130 interrupted"""
 
 
-def plan_parser() -> argparse.ArgumentParser:
-    """Return the parser of `llmpq-algo [plan]`."""
-    parser = argparse.ArgumentParser(
-        prog="llmpq-algo",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+@dataclass(frozen=True, kw_only=True)
+class ModelRequest:
+    """The ways to name a model."""
+
+    model: str | None
+    model_name: str | None
+    model_size: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DevicesRequest(ModelRequest):
+    """A model, and the ways to describe devices."""
+
+    devices: str | None
+    cluster: str | None
+    device_names: list[str] | None
+    device_numbers: list[int] | None
+    from_ray: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRequest(DevicesRequest):
+    """What to plan, how to choose, how to solve, what to print."""
+
+    global_bz: int
+    s: int
+    n: int
+    dtype: Any
+    """A name of `DTYPES`."""
+    costs: str | None
+    omega_file: str | None
+    theta: float | None
+    quality_budget: float | None
+    pareto: bool
+    pareto_points: int | None
+    bits: str | None
+    kv: str
+    reserve: str | None
+    pin: list[str]
+    max_devices: int | None
+    group: int
+    prefill_microbatch: int | None
+    decode_microbatch: int | None
+    symmetric: bool
+    weight_group_size: int
+    outliers: int | None
+    method: str | None
+    shaq_efficient: bool
+    objective: Literal["makespan", "paper"]
+    solver: Any
+    """A name of `ilp_backends.Backend`."""
+    gap: float
+    time_limit: float
+    speculate: str | None
+    output: str | None
+    json: bool
+    explain: bool
+    what_if: list[str]
+    debug: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckRequest(DevicesRequest):
+    """Which plan to check, against what."""
+
+    plan: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportRequest(ModelRequest):
+    """Which plan to write, for which engine, where to."""
+
+    plan: str
+    to: str
+    output: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ListRequest:
+    """Which devices to list, and how."""
+
+    known: bool
+    json: bool
+    from_ray: str | None
+    yaml: bool
+
+
+def plan_request(words: Sequence[str]) -> PlanRequest:
+    """Return what these flags of `llmpq-algo plan` ask for; `ValueError` for what is wrong."""
+    return plan_parser().read_as(PlanRequest, words)
+
+
+def plan_parser() -> CommandParser:
+    """Return the flags of `llmpq-algo [plan]`."""
+    parser = CommandParser(
+        "llmpq-algo plan",
+        "Plan which layers of a model run on which device at which precision.",
+        example="llmpq-algo --devices 4090,3090:2,cpu --model qwen3-32b --batch 8 -o plan.json",
+        notes=NOTES,
     )
-    _what_to_plan(parser)
-    _how_to_choose(parser)
-    _how_to_solve(parser)
-    _what_to_print(parser)
+    _what_to_plan(parser.section("model, devices, job"))
+    _how_to_choose(parser.section("quality"))
+    _limits(parser.section("constraints"))
+    _how_to_solve(parser.section("solving"))
+    _what_to_print(parser.section("output"))
     return parser
 
 
-def _what_to_plan(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("model, devices, job")
-    add_model(group)
-    add_cluster(group)
-    _flag(
-        group,
-        "--global-bz",
-        "--global-batch-size",
+def _what_to_plan(section: Section) -> None:
+    add_model(section)
+    add_cluster(section)
+    section.flag(
         "--batch",
+        also=("--global-bz", "--global-batch-size"),
+        dest="global_bz",
+        daily=True,
         type=int,
         default=16,
-        help=f"requests in flight, at most {MAX_BATCH:,}",
+        metavar="N",
+        help=f"requests in flight, at most {MAX_BATCH:,} (16)",
     )
-    _flag(group, "--s", "--prompt-len", type=int, default=512, help="prompt tokens per request")
-    _flag(group, "--n", "--gen-len", type=int, default=100, help="tokens to generate per request")
-    _flag(
-        group,
+    for name, paper, default, what in (
+        ("prompt", "s", 512, "prompt tokens per request"),
+        ("gen", "n", 100, "tokens to generate per request"),
+    ):
+        section.flag(
+            f"--{name}-len",
+            also=(f"--{paper}",),
+            dest=paper,
+            daily=True,
+            type=int,
+            default=default,
+            metavar="N",
+            help=f"{what} ({default})",
+        )
+    section.flag(
+        "--costs",
+        daily=True,
+        metavar="FILE",
+        help="costs.json of llmpq-profile; without it times are estimated",
+    )
+    section.flag(
         "--dtype",
         choices=DTYPES,
         default="auto",
         help="auto: float32 on a cluster of CPUs, else the model's own",
     )
-    _flag(group, "--costs", help="costs.json of llmpq-profile; without it times are estimated")
-    _flag(group, "--fit", "--fit-cost-model", action="store_true", help="paper's flag; always on")
+    section.flag("--fit", also=("--fit-cost-model",), action="store_true", help="always on")
 
 
-def add_model(group: argparse._ArgumentGroup) -> None:
-    """Add the ways to name a model."""
-    _flag(group, "--model", help="Hugging Face directory, or a known name such as qwen3-32b")
-    _flag(group, "--model-name", help="paper's form: opt, with --model-size 30b")
-    _flag(group, "--model-size", help="paper's form: 30b")
+def add_model(section: Section) -> None:
+    """Declare the ways to name a model."""
+    model = "Hugging Face directory, or a known name such as qwen3-32b"
+    section.flag("--model", daily=True, metavar="DIR|NAME", help=model)
+    section.flag("--model-name", help="paper's form: opt, with --model-size 30b")
+    section.flag("--model-size", help="paper's form: 30b")
 
 
-def add_cluster(group: argparse._ArgumentGroup) -> None:
-    """Add the ways to describe devices; without any, this machine's."""
-    _flag(
-        group, "--devices", help="devices of one machine, such as 4090,3090:2,cpu (default: here)"
+def add_cluster(section: Section) -> None:
+    """Declare the ways to describe devices; without any, this machine's."""
+    section.flag(
+        "--devices",
+        daily=True,
+        help="of one machine, such as 4090,3090:2,cpu (default: this machine's)",
     )
-    _flag(group, "--cluster", help="cluster YAML: several machines, links, reserves")
-    _flag(group, "--device-names", nargs="+", help="paper's form: T4 V100, one node per kind")
-    _flag(group, "--device-numbers", nargs="+", type=int, help="paper's form: 3 1")
-    _flag(group, "--from-ray", nargs="?", const="auto", help="devices of a running Ray cluster")
+    cluster = "cluster YAML: several machines, links, reserves"
+    section.flag("--cluster", daily=True, metavar="YAML", help=cluster)
+    section.flag("--device-names", nargs="+", help="paper's form: T4 V100, one node per kind")
+    section.flag("--device-numbers", nargs="+", type=int, help="paper's form: 3 1")
+    section.flag("--from-ray", nargs="?", const="auto", help="devices of a running Ray cluster")
 
 
-def _how_to_choose(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("quality and constraints")
-    _flag(group, "--omega-file", help="omega.json of llmpq-profile indicator")
-    _flag(group, "--theta", type=float, help="seconds one unit of omega is worth (default 1)")
-    _flag(group, "--quality-budget", type=float, help="fastest plan with sum omega at most this")
-    _flag(group, "--pareto", action="store_true", help="list the front of time and sum omega")
-    _flag(group, "--pareto-points", type=int, help=f"points at most (default {DEFAULT_POINTS})")
-    _flag(group, "--bits", default=None, help="precisions allowed: 3,4,8,16 or w8a8,w4a16")
-    _flag(group, "--kv", "--kv-cache-dtype", default="16", help="KV bits allowed, such as 16,8,4")
-    _flag(group, "--reserve", help="memory to leave free on every device, such as 1GiB")
-    _flag(group, "--pin", action="append", default=[], metavar="LAYERS=DEVICE", help="0-3=T4-0")
-    _flag(group, "--max-devices", type=int, help="use at most this many devices")
-    _flag(group, "--group", "--group-size", type=int, default=1, help="layers that share a choice")
-    _flag(group, "--prefill-microbatch", type=int, help="fix the prefill micro-batch")
-    _flag(group, "--decode-microbatch", type=int, help="fix the decode micro-batch")
-    _flag(group, "--symmetric", action="store_true", help="symmetric weight quantisation")
-    _flag(group, "--weight-group-size", type=int, default=128, help=GROUP_SIZES)
-    _flag(group, "--outliers", type=int, help="w4a4: channels in 8 bits (hidden/32, at most 128)")
+def _how_to_choose(section: Section) -> None:
+    no_front = Only(lambda a: not a.pareto, "with --pareto", "leave --pareto out")
+    no_budget = Only(
+        lambda a: a.quality_budget is None, "with --quality-budget", "leave --quality-budget out"
+    )
+    front = Only(lambda a: a.pareto, "without --pareto", "add --pareto")
+    omega = "omega.json of llmpq-profile indicator: what each layer loses at each precision"
+    section.flag("--omega-file", daily=True, metavar="FILE", help=omega)
+    section.flag(
+        "--theta",
+        daily=True,
+        type=float,
+        only=(no_front, no_budget),
+        help="seconds one unit of omega is worth (default 1)",
+    )
+    budget = "the fastest plan with sum omega at most this"
+    section.flag("--quality-budget", daily=True, type=float, metavar="OMEGA", help=budget)
+    section.flag("--pareto", action="store_true", help="list the front of time and sum omega")
+    points = f"points at most (default {DEFAULT_POINTS})"
+    section.flag("--pareto-points", type=int, only=front, help=points)
+    bits = "precisions allowed, such as 4,8,16 or w8a8,w4a16 (default: all but 3 bits)"
+    section.flag("--bits", daily=True, help=bits)
+    kv = "KV bits allowed, such as 16,8,4 (default 16)"
+    section.flag("--kv", also=("--kv-cache-dtype",), default="16", help=kv)
 
 
-def _how_to_solve(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("solving")
-    _flag(group, "--method", choices=METHODS, help="default exact; all: side by side")
-    _flag(
-        group,
+def _limits(section: Section) -> None:
+    reserve = "memory to leave free on every device, such as 1GiB"
+    section.flag("--reserve", metavar="SIZE", help=reserve)
+    section.flag(
+        "--pin", action="append", default=[], metavar="LAYERS=DEVICE", help="0-3=T4-0 (may repeat)"
+    )
+    section.flag("--max-devices", type=int, help="use at most this many devices")
+    section.flag(
+        "--group", also=("--group-size",), type=int, default=1, help="layers that share a choice"
+    )
+    section.flag("--prefill-microbatch", type=int, help="fix the prefill micro-batch")
+    section.flag("--decode-microbatch", type=int, help="fix the decode micro-batch")
+    section.flag("--symmetric", action="store_true", help="symmetric weight quantisation")
+    section.flag("--weight-group-size", type=int, default=128, help=GROUP_SIZES)
+    section.flag("--outliers", type=int, help="w4a4: channels in 8 bits (hidden/32, at most 128)")
+
+
+def _how_to_solve(section: Section) -> None:
+    section.flag("--method", choices=METHODS, metavar="METHOD", help=", ".join(METHODS))
+    section.flag(
         "--shaq-efficient",
-        "--llm-pq-efficient",
-        "--llm_pq-efficient",
+        also=("--llm-pq-efficient", "--llm_pq-efficient"),
         action="store_true",
+        only=Only(
+            lambda a: a.method in (None, "heuristic"),
+            "without --method heuristic",
+            "take that method",
+        ),
         help="paper's flag for --method heuristic",
     )
-    _flag(
-        group,
+    section.flag(
         "--objective",
         choices=("makespan", "paper"),
         default="makespan",
         help="makespan: the true pipeline time; paper: its eq. (4)",
     )
-    solvers = ("highs", "pulp-highs", "cbc", "gurobi")
-    _flag(group, "--solver", choices=solvers, help="of --method ilp (default highs)")
-    _flag(
-        group,
-        "--gap",
-        "--ilp-tolerance",
-        type=float,
-        default=1e-6,
-        help="relative gap to prove, 0 to 1",
+    section.flag(
+        "--solver",
+        choices=("highs", "pulp-highs", "cbc", "gurobi"),
+        only=Only(_uses_solver, "without --method ilp (or all)", "add it"),
+        help="of --method ilp (default highs)",
     )
-    _flag(
-        group, "--time-limit", "--ilp-time-limit", type=float, default=60.0, help="seconds, or inf"
-    )
-    _flag(
-        group,
+    gap = "relative gap to prove, 0 to 1 (1e-6)"
+    section.flag("--gap", also=("--ilp-tolerance",), type=float, default=1e-6, help=gap)
+    seconds = "seconds, or inf (60)"
+    section.flag("--time-limit", also=("--ilp-time-limit",), type=float, default=60.0, help=seconds)
+    section.flag(
         "--speculate",
         metavar="MODE",
+        only=Only(lambda a: not a.pareto, "with --pareto", "leave --pareto out"),
         help="add drafts to the plan: auto (if any fit and pay), qspec, w4kv4, planes, kv4, ngram",
     )
 
 
-def _what_to_print(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("output")
-    _flag(group, "--output", "-o", help="plan JSON to write")
-    _flag(group, "--json", action="store_true", help="print the plan as JSON, nothing else")
-    _flag(group, "--explain", action="store_true", help="say why this plan, and how sure it is")
-    _flag(
-        group,
+def _uses_solver(flags: Namespace) -> bool:
+    return flags.method in ("ilp", "all") and not flags.shaq_efficient
+
+
+def _what_to_print(section: Section) -> None:
+    tables = (
+        Only(lambda a: not a.pareto, "with --pareto", "leave --pareto out"),
+        Only(lambda a: not a.json, "with --json", "leave --json out"),
+    )
+    section.flag("-o", "--output", daily=True, metavar="FILE", help="plan JSON to write")
+    section.flag(
+        "--explain",
+        daily=True,
+        action="store_true",
+        only=tables,
+        help="say why this plan, and how sure it is",
+    )
+    section.flag(
         "--what-if",
         action="append",
         default=[],
         metavar="CHANGE",
+        only=tables,
         help="re-plan with +V100, -T4-0 or batch=16 and compare (may repeat)",
     )
-    _flag(group, "--debug", action="store_true", help="log what the solver does")
+    section.flag("--json", action="store_true", help="print the plan as JSON, nothing else")
+    section.flag("--debug", action="store_true", help="log what the solver does")
 
 
-def _flag(group: argparse._ArgumentGroup, *names: str, **options: object) -> None:
-    """Add a flag under both of its spellings."""
-    spellings = list(names)
-    spellings += [n[:2] + n[2:].replace("-", "_") for n in names if n.startswith("--")]
-    group.add_argument(*dict.fromkeys(spellings), **options)  # type: ignore[arg-type]
-
-
-def check_parser() -> argparse.ArgumentParser:
-    """Return the parser of `llmpq-algo check`."""
-    parser = argparse.ArgumentParser(prog="llmpq-algo check", allow_abbrev=False)
-    parser.add_argument("plan", help="plan JSON")
-    add_model(parser.add_argument_group("model, if not the plan's own"))
-    add_cluster(parser.add_argument_group("devices it should fit, if not those it was made for"))
+def check_parser() -> CommandParser:
+    """Return the flags of `llmpq-algo check`."""
+    parser = CommandParser(
+        "llmpq-algo check",
+        "Check a plan: by the entries it carries, or against a model and devices.",
+        example="llmpq-algo check plan.json",
+    )
+    parser.positional("plan", metavar="PLAN", help="plan JSON")
+    add_model(parser.section("model, if not the plan's own"))
+    add_cluster(parser.section("devices it should fit, if not those it was made for"))
     return parser
 
 
-def export_parser() -> argparse.ArgumentParser:
-    """Return the parser of `llmpq-algo export`."""
-    parser = argparse.ArgumentParser(prog="llmpq-algo export", allow_abbrev=False)
-    parser.add_argument("plan", help="plan JSON")
-    parser.add_argument("--to", choices=EXPORTS, required=True, help="the engine to write for")
-    parser.add_argument("-o", "--output", help="file to write instead of printing")
-    add_model(parser.add_argument_group("model, where the plan's own name does not say it"))
+def export_parser() -> CommandParser:
+    """Return the flags of `llmpq-algo export`."""
+    parser = CommandParser(
+        "llmpq-algo export",
+        "Write a plan as another engine's settings.",
+        example="llmpq-algo export plan.json --to vllm -o serve.sh",
+    )
+    parser.positional("plan", metavar="PLAN", help="plan JSON")
+    section = parser.section("what to write")
+    engine = "|".join(EXPORTS)
+    section.flag("--to", choices=EXPORTS, metavar="ENGINE", required=True, help=engine)
+    section.flag("-o", "--output", daily=True, metavar="FILE", help="file to write (else stdout)")
+    add_model(parser.section("model, where the plan's own name does not say it"))
     return parser
 
 
-def devices_parser() -> argparse.ArgumentParser:
-    """Return the parser of `llmpq-algo devices`."""
-    parser = argparse.ArgumentParser(prog="llmpq-algo devices", allow_abbrev=False)
-    parser.add_argument("--known", action="store_true", help="list the table of known cards")
-    parser.add_argument("--json", action="store_true", help="machine-readable")
-    parser.add_argument("--from-ray", "--from_ray", nargs="?", const="auto", help="ask Ray instead")
-    parser.add_argument("--yaml", action="store_true", help="print a cluster YAML to start from")
+def devices_parser() -> CommandParser:
+    """Return the flags of `llmpq-algo devices`."""
+    parser = CommandParser(
+        "llmpq-algo devices",
+        "List this machine's devices, or every known card.",
+        example="llmpq-algo devices --yaml > my.yaml",
+    )
+    section = parser.section("which, and how")
+    section.flag("--known", daily=True, action="store_true", help="the table of known cards")
+    section.flag("--json", daily=True, action="store_true", help="machine-readable")
+    section.flag("--from-ray", daily=True, nargs="?", const="auto", help="ask Ray instead")
+    section.flag("--yaml", daily=True, action="store_true", help="a cluster YAML to start from")
     return parser

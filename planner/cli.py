@@ -1,62 +1,57 @@
-"""What `llmpq-algo` does after its flags are read; results on stdout, one sentence on stderr."""
+"""What `llmpq-algo` does after its flags are read; results on stdout."""
 
 from __future__ import annotations
 
-import argparse
 import logging
 import sys
+from collections.abc import Callable
+from typing import Any
 
-from llmpq.errors import ExitCode, LlmpqError
+from llmpq.planner.arguments import CheckRequest, ExportRequest, ListRequest, PlanRequest
 
 
-def run(command: str, args: argparse.Namespace) -> int:
-    """Run a command; turn outcomes into exit codes with one sentence on stderr."""
+def run(command: str, request: Any) -> None:
+    """Do what a request asks for; results on stdout."""
     logging.basicConfig(
-        level=logging.DEBUG if getattr(args, "debug", False) else logging.WARNING,
+        level=logging.DEBUG if getattr(request, "debug", False) else logging.WARNING,
         format="%(message)s",
         stream=sys.stderr,
     )
-    commands = {"plan": _plan, "check": _check, "export": _export, "devices": _devices}
-    try:
-        commands[command](args)
-    except LlmpqError as error:
-        return _fail(str(error), int(error.exit_code))
-    except (ValueError, OSError) as error:
-        return _fail(str(error), int(ExitCode.USAGE))
-    except KeyboardInterrupt:
-        return _fail("interrupted", int(ExitCode.INTERRUPTED))
-    return int(ExitCode.DONE)
+    commands: dict[str, Callable[[Any], None]] = {
+        "plan": _plan,
+        "check": _check,
+        "export": _export,
+        "devices": _devices,
+    }
+    commands[command](request)
 
 
-def _fail(message: str, code: int) -> int:
-    sys.stderr.write(f"llmpq-algo: {message}\n")
-    return code
-
-
-def _plan(args: argparse.Namespace) -> None:
+def _plan(request: PlanRequest) -> None:
     from llmpq.planner.make import make_and_show
 
-    make_and_show(args)
+    make_and_show(request)
 
 
-def _check(args: argparse.Namespace) -> None:
+def _check(request: CheckRequest) -> None:
     from llmpq.plan import Plan
     from llmpq.planner.check import check_alone, check_plan
     from llmpq.planner.named_inputs import model_of_plan, names_devices, read_cluster
 
-    plan = Plan.load(args.plan)
+    plan = Plan.load(request.plan)
     alone = plan.inputs is not None
-    if names_devices(args) or not alone:
-        if not names_devices(args):
+    if names_devices(request) or not alone:
+        if not names_devices(request):
             raise ValueError(
-                f"'{args.plan}' carries no device, link and cost entries (an older llmpq made it, "
-                "or a hand): name the devices it should fit with --cluster or --devices"
+                f"'{request.plan}' carries no device, link and cost entries (an older llmpq made "
+                "it, or a hand): name the devices it should fit with --cluster or --devices"
             )
-        check_plan(plan, spec=model_of_plan(args, plan), cluster=read_cluster(args), costs=None)
-    elif args.model or args.model_name or args.model_size:
-        model_of_plan(args, plan)
+        check_plan(
+            plan, spec=model_of_plan(request, plan), cluster=read_cluster(request), costs=None
+        )
+    elif request.model or request.model_name or request.model_size:
+        model_of_plan(request, plan)
     times = check_alone(plan) if alone else None
-    sys.stdout.write(f"{args.plan}: {len(plan.stages)} stages, complete, fits\n")
+    sys.stdout.write(f"{request.plan}: {len(plan.stages)} stages, complete, fits\n")
     if times is not None:
         sys.stdout.write(
             f"recomputed from its own entries: {times.total_s:.3f} s (prefill "
@@ -64,13 +59,13 @@ def _check(args: argparse.Namespace) -> None:
         )
 
 
-def _export(args: argparse.Namespace) -> None:
+def _export(request: ExportRequest) -> None:
     from llmpq.planner.export import export_plan
 
-    export_plan(args)
+    export_plan(request)
 
 
-def _devices(args: argparse.Namespace) -> None:
+def _devices(request: ListRequest) -> None:
     from llmpq.planner.discovery import show_devices
 
-    show_devices(args)
+    show_devices(request)

@@ -5,7 +5,6 @@ Asks `nvidia-smi` and `/proc`, never torch; Ray is imported only for `--from-ray
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ import yaml
 
 from llmpq.cluster import Cluster
 from llmpq.device_spec import device_specs
+from llmpq.planner.arguments import ListRequest
 from llmpq.ray_address import require_ray
 from llmpq.this_machine import MIB, Gpu, kind_of, read_gpus, read_host, visible
 from llmpq.units import format_size
@@ -119,28 +119,28 @@ UNLIKE = (("known", "from_ray"), ("known", "yaml"), ("from_ray", "yaml"), ("json
 """Flags of `llmpq-algo devices` of which one would have no effect beside the other."""
 
 
-def show_devices(args: argparse.Namespace) -> None:
+def show_devices(request: ListRequest) -> None:
     """Print the devices found (or known) as a table, JSON or a cluster YAML."""
     for one, other in UNLIKE:
-        if getattr(args, one) and getattr(args, other):
+        if getattr(request, one) and getattr(request, other):
             flags = f"--{one} does not go with --{other}".replace("_", "-")
             raise ValueError(f"{flags}; leave one of them out")
-    if args.known:
-        _show_known(args.json)
+    if request.known:
+        _show_known(request.json)
         return
-    if args.from_ray:
-        cluster = cluster_from_ray(args.from_ray)
+    if request.from_ray:
+        cluster = cluster_from_ray(request.from_ray)
         rows = [
             {"name": d.name, "node": d.node, "memory_bytes": d.memory_bytes}
             for d in cluster.devices
         ]
         text = "".join(f"{r['name']} on {r['node']}\n" for r in rows)
-        sys.stdout.write(json.dumps(rows, indent=1) + "\n" if args.json else text)
+        sys.stdout.write(json.dumps(rows, indent=1) + "\n" if request.json else text)
         return
     found = local_devices()
-    if args.yaml:
+    if request.yaml:
         sys.stdout.write(cluster_yaml(found))
-    elif args.json:
+    elif request.json:
         sys.stdout.write(json.dumps([asdict(f) for f in found], indent=1) + "\n")
     else:
         for device in found:

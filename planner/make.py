@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from llmpq.errors import DoesNotFitError, unknown_name
 from llmpq.file_form import check_writable
 from llmpq.plan import Plan
 from llmpq.planner import limits
 from llmpq.planner.advice import explain_infeasible, too_big
+from llmpq.planner.arguments import PlanRequest
 from llmpq.planner.build_plan import build_plan
 from llmpq.planner.check import check_plan
 from llmpq.planner.ilp_backends import Backend
@@ -23,9 +23,9 @@ from llmpq.planner.problem import Problem
 from llmpq.planner.request import make_problem, parse_kv
 from llmpq.planner.speculation import describe, with_speculation
 from llmpq.planner.stored_precisions import stored_line
-from llmpq.planner.unheeded import refuse_unheeded
 from llmpq.planner.what_if import changed_problem
 from llmpq.precision import KVPrecision
+from llmpq.speculation import SpeculationMode
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -52,56 +52,62 @@ class Answer:
     plan: Plan
 
 
-def make_and_show(args: argparse.Namespace) -> None:
+def make_and_show(request: PlanRequest) -> None:
     """Plan, check, write `-o`, and print."""
-    refuse_unheeded(args)
-    problem, path, notes = make_problem(args)
-    wish = read_wish(args)
-    if problem.offered and args.bits is None:
+    _check_mode(request.speculate)
+    problem, path, notes = make_problem(request)
+    wish = read_wish(request)
+    if problem.offered and request.bits is None:
         stored = [precisions[0] for precisions in problem.offered]
         sys.stderr.write(f"llmpq-algo: {stored_line(str(path), stored)}\n")
-    if args.output == "":
+    if request.output == "":
         raise ValueError("--output is empty, expected a file's name; give one or leave it out")
-    if args.pareto:
+    if request.pareto:
         from llmpq.planner.show_front import show_front
 
-        show_front(args, problem, wish, path)
+        show_front(request, problem, wish, path)
         return
-    if args.output:
-        check_writable(args.output)
-    for change in args.what_if:
+    if request.output:
+        check_writable(request.output)
+    for change in request.what_if:
         changed_problem(problem, change)
     everything = wish.method == "all"
-    best = answer(problem, wish, path) if not everything else _compare(args, problem, wish, path)
-    if args.speculate is not None:
-        best = replace(best, plan=_drafting(best.plan, problem, args.speculate))
+    best = answer(problem, wish, path) if not everything else _compare(request, problem, wish, path)
+    if request.speculate is not None:
+        best = replace(best, plan=_drafting(best.plan, problem, request.speculate))
         notes = [*notes, describe(best.plan)]
-    if args.output:
-        best.plan.save_json(args.output)
-    if args.json:
+    if request.output:
+        best.plan.save_json(request.output)
+    if request.json:
         sys.stdout.write(best.plan.dump_json())
         return
     console = open_console()
     from llmpq.planner.report import print_plan
 
     print_plan(console, best.plan, seconds=best.outcome.seconds)
-    if args.explain:
+    if request.explain:
         _explain(console, best, wish.budget)
-    for change in args.what_if:
+    for change in request.what_if:
         _what_if(console, change, best, wish, path)
     for note in notes + ([best.outcome.note] if best.outcome.note else []):
         console.print(f"note: {note}", highlight=False, soft_wrap=True, markup=False)
-    if args.output:
-        console.print(f"wrote {args.output}", highlight=False, soft_wrap=True, markup=False)
+    if request.output:
+        console.print(f"wrote {request.output}", highlight=False, soft_wrap=True, markup=False)
 
 
-def read_wish(args: argparse.Namespace) -> Wish:
+def _check_mode(speculate: str | None) -> None:
+    modes = ("auto", *get_args(SpeculationMode))
+    if speculate is not None and speculate not in modes:
+        raise ValueError(f"--speculate {speculate}: expected one of {', '.join(modes)}")
+
+
+def read_wish(request: PlanRequest) -> Wish:
     """Return how to solve, from the flags."""
-    method, budget = "heuristic" if args.shaq_efficient else args.method or "exact", None
+    method, budget = "heuristic" if request.shaq_efficient else request.method or "exact", None
     if method == "flexgen":
         raise ValueError(NO_PLAN)
-    if args.quality_budget is not None:
-        budget = limits.within("--quality-budget", args.quality_budget, limits.MAX_BUDGET)
+    if request.quality_budget is not None:
+        budget = limits.within("--quality-budget", request.quality_budget, limits.MAX_BUDGET)
     if budget is not None and method not in ("exact", "ilp"):
         raise ValueError(
             f"--quality-budget is for --method exact or ilp, not {method}: the others cannot "
@@ -109,11 +115,11 @@ def read_wish(args: argparse.Namespace) -> Wish:
         )
     return Wish(
         method=method,
-        time_limit_s=limits.within("--time-limit", args.time_limit, math.inf),
-        gap=limits.within("--gap", args.gap, 1.0),
-        backend=args.solver or "highs",
+        time_limit_s=limits.within("--time-limit", request.time_limit, math.inf),
+        gap=limits.within("--gap", request.gap, 1.0),
+        backend=request.solver or "highs",
         budget=budget,
-        kvs=parse_kv(args.kv),
+        kvs=parse_kv(request.kv),
     )
 
 
@@ -188,7 +194,7 @@ def open_console() -> Console:
     return Console(width=None if sys.stdout.isatty() else 160)
 
 
-def _compare(args: argparse.Namespace, problem: Problem, wish: Wish, path: str | None) -> Answer:
+def _compare(request: PlanRequest, problem: Problem, wish: Wish, path: str | None) -> Answer:
     """Solve with every method, print them side by side, return the best."""
     from llmpq.planner.isolated import offload_isolated
     from llmpq.planner.report import comparison_table
@@ -208,7 +214,7 @@ def _compare(args: argparse.Namespace, problem: Problem, wish: Wish, path: str |
         raise unfinished
     if not found:
         raise DoesNotFitError(explain_infeasible(problem))
-    if not args.json:
+    if not request.json:
         try:
             offload = offload_isolated(problem)
         except Infeasible:  # no precision that all layers may have
@@ -268,7 +274,7 @@ def make_plan(
 
     The devices are `devices` ("4090,3090:2,cpu"), those of a cluster file, or this machine's.
     """
-    from llmpq.planner.arguments import DTYPES, METHODS, plan_parser
+    from llmpq.planner.arguments import DTYPES, METHODS, plan_request
 
     if dtype not in DTYPES:
         raise unknown_name("dtype", dtype, DTYPES)
@@ -292,7 +298,6 @@ def make_plan(
         "--time-limit": time_limit_s,
     }
     words = [str(word) for pair in wishes.items() if pair[1] is not None for word in pair]
-    args = plan_parser().parse_args(words)
-    refuse_unheeded(args)
-    problem, path, _ = make_problem(args)
-    return answer(problem, read_wish(args), path).plan
+    request = plan_request(words)
+    problem, path, _ = make_problem(request)
+    return answer(problem, read_wish(request), path).plan

@@ -5,7 +5,6 @@ Knows nothing of jobs and solvers. Every error names the flag and what to do.
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 from llmpq.cluster import Cluster
@@ -14,26 +13,27 @@ from llmpq.errors import nearest, shortened
 from llmpq.model_spec import ModelSpec, builtin_configs, builtin_name
 from llmpq.plan import Plan
 from llmpq.planner import limits
+from llmpq.planner.arguments import DevicesRequest, ModelRequest
 from llmpq.this_machine import this_machine
 from llmpq.units import parse_size
 
 
-def read_model(args: argparse.Namespace) -> tuple[ModelSpec, str | None]:
+def read_model(request: ModelRequest) -> tuple[ModelSpec, str | None]:
     """Return the model and the directory it was read from."""
-    if args.model and (args.model_name or args.model_size):
+    if request.model and (request.model_name or request.model_size):
         raise ValueError("give either --model or --model-name with --model-size, not both")
-    if args.model_name:
-        return ModelSpec.by_name(args.model_name, args.model_size), None
-    if not args.model:
+    if request.model_name:
+        return ModelSpec.by_name(request.model_name, request.model_size), None
+    if not request.model:
         raise ValueError("--model is missing: a Hugging Face directory, or a name such as opt-30b")
-    if _is_directory(args.model):
-        return ModelSpec.from_directory(args.model), str(args.model)
-    if "/" in args.model and builtin_name(args.model) is None:
-        short = args.model.rstrip("/").rsplit("/", 1)[-1]
+    if _is_directory(request.model):
+        return ModelSpec.from_directory(request.model), str(request.model)
+    if "/" in request.model and builtin_name(request.model) is None:
+        short = request.model.rstrip("/").rsplit("/", 1)[-1]
         hint = nearest(short, builtin_configs()).strip()
-        wrong = f"no such model directory: '{shortened(args.model)}'"
+        wrong = f"no such model directory: '{shortened(request.model)}'"
         raise ValueError(f"{wrong}; no built-in model has this name: {hint}" if hint else wrong)
-    return ModelSpec.by_name(args.model), None
+    return ModelSpec.by_name(request.model), None
 
 
 def _is_directory(text: str) -> bool:
@@ -43,10 +43,10 @@ def _is_directory(text: str) -> bool:
         return False
 
 
-def model_of_plan(args: argparse.Namespace, plan: Plan) -> ModelSpec:
+def model_of_plan(request: ModelRequest, plan: Plan) -> ModelSpec:
     """Return the model a plan is for: as told, else by the plan's own path or name."""
-    if args.model or args.model_name or args.model_size:
-        spec, _ = read_model(args)
+    if request.model or request.model_name or request.model_size:
+        spec, _ = read_model(request)
     elif plan.model.path and Path(plan.model.path).is_dir():
         spec = ModelSpec.from_directory(plan.model.path)
     elif plan.inputs is not None:
@@ -59,47 +59,53 @@ def model_of_plan(args: argparse.Namespace, plan: Plan) -> ModelSpec:
     return spec
 
 
-def names_devices(args: argparse.Namespace) -> bool:
+def names_devices(request: DevicesRequest) -> bool:
     """Whether any flag says which devices there are."""
-    ways = (args.devices, args.cluster, args.device_names, args.device_numbers, args.from_ray)
+    ways = (
+        request.devices,
+        request.cluster,
+        request.device_names,
+        request.device_numbers,
+        request.from_ray,
+    )
     return any(way is not None for way in ways)
 
 
-def read_cluster(args: argparse.Namespace) -> Cluster:
+def read_cluster(request: DevicesRequest) -> Cluster:
     """Return the cluster, with `--reserve` taken off every device."""
-    if args.device_numbers and not args.device_names:
+    if request.device_numbers and not request.device_names:
         raise ValueError(
             "--device-numbers does nothing without --device-names; add it or leave "
             "--device-numbers out"
         )
-    ways = (args.devices, args.cluster, args.device_names, args.from_ray)
+    ways = (request.devices, request.cluster, request.device_names, request.from_ray)
     if sum(way is not None for way in ways) > 1:
         raise ValueError(
             "give the devices in one way: --devices 4090,3090:2,cpu, --cluster FILE, "
             "--device-names with --device-numbers, or --from-ray"
         )
-    if args.from_ray:
+    if request.from_ray:
         from llmpq.planner.discovery import cluster_from_ray
 
-        cluster = cluster_from_ray(args.from_ray)
-    elif args.devices is not None:
-        cluster = read_devices(args.devices).cluster
-    elif args.device_names:
-        numbers = args.device_numbers or ()
-        for name, number in zip(args.device_names, numbers, strict=False):
+        cluster = cluster_from_ray(request.from_ray)
+    elif request.devices is not None:
+        cluster = read_devices(request.devices).cluster
+    elif request.device_names:
+        numbers = request.device_numbers or ()
+        for name, number in zip(request.device_names, numbers, strict=False):
             limits.whole(f"--device-numbers: {name}", number, limits.MAX_DEVICES)
-        cluster = Cluster.from_counts(args.device_names, numbers)
+        cluster = Cluster.from_counts(request.device_names, numbers)
     else:
-        cluster = this_machine() if args.cluster is None else Cluster.load(args.cluster)
-    reserve = getattr(args, "reserve", None)
+        cluster = this_machine() if request.cluster is None else Cluster.load(request.cluster)
+    reserve = getattr(request, "reserve", None)
     return cluster if reserve is None else with_reserve(cluster, _reserve_bytes(reserve))
 
 
-def assumed_of_devices(args: argparse.Namespace) -> list[str]:
+def assumed_of_devices(request: DevicesRequest) -> list[str]:
     """Return what `--devices` leaves open and the plan assumes."""
-    if args.devices is None:
+    if request.devices is None:
         return []
-    return [f"assumed: {line}" for line in read_devices(args.devices).assumptions]
+    return [f"assumed: {line}" for line in read_devices(request.devices).assumptions]
 
 
 def _reserve_bytes(text: str) -> int:

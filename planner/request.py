@@ -5,7 +5,6 @@ Knows nothing of solvers. Every error names the flag and what to do.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
@@ -16,6 +15,7 @@ from llmpq.costs_cache import cache_folder, cached_costs
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
 from llmpq.planner import limits
+from llmpq.planner.arguments import PlanRequest
 from llmpq.planner.costs import CostBook
 from llmpq.planner.named_inputs import assumed_of_devices, read_cluster, read_model
 from llmpq.planner.positions import positions_note
@@ -34,32 +34,32 @@ GENERIC_NOTE = (
 )
 
 
-def make_problem(args: argparse.Namespace) -> tuple[Problem, str | None, list[str]]:
+def make_problem(request: PlanRequest) -> tuple[Problem, str | None, list[str]]:
     """Return the problem, the model's directory, and notes for the user."""
-    spec, path = read_model(args)
-    cluster = read_cluster(args)
-    limits.check_job(args.global_bz, args.s, args.n)
-    dtype = args.dtype
+    spec, path = read_model(request)
+    cluster = read_cluster(request)
+    limits.check_job(request.global_bz, request.s, request.n)
+    dtype = request.dtype
     if dtype == "auto":
         cpus = all(d.spec.is_cpu for d in cluster.devices)
         dtype = "float32" if cpus else spec.dtype
-    profile, remarks = _measured(args, cluster, spec)
-    omega = _omega_path(args, cluster, spec)
+    profile, remarks = _measured(request, cluster, spec)
+    omega = _omega_path(request, cluster, spec)
     listed = read_omega(omega, spec) if omega else None
-    asked = None if args.bits is None else parse_bits(args.bits)
+    asked = None if request.bits is None else parse_bits(request.bits)
     layers = _offered(path, spec, asked)
     choices = _all_of(layers) or asked or default_bits(listed, profile, cluster)
-    sensitivity = listed or generic_sensitivity(spec, choices, parse_kv(args.kv))
+    sensitivity = listed or generic_sensitivity(spec, choices, parse_kv(request.kv))
     quantization = Quantization(
-        group_size=_group_size(args.weight_group_size, choices),
-        symmetric=args.symmetric,
-        outliers=_outliers(args.outliers, choices, spec),
+        group_size=_group_size(request.weight_group_size, choices),
+        symmetric=request.symmetric,
+        outliers=_outliers(request.outliers, choices, spec),
     )
     workload = Workload(
-        batch=args.global_bz,
-        prompt_len=args.s,
-        gen_len=args.n,
-        kv=parse_kv(args.kv)[0],
+        batch=request.global_bz,
+        prompt_len=request.s,
+        gen_len=request.n,
+        kv=parse_kv(request.kv)[0],
         dtype=dtype,
     )
     too_long = positions_note(spec, workload)
@@ -68,7 +68,7 @@ def make_problem(args: argparse.Namespace) -> tuple[Problem, str | None, list[st
         cluster.devices,
         dtype=dtype,
         precisions=choices,
-        kvs=parse_kv(args.kv),
+        kvs=parse_kv(request.kv),
         quantization=quantization,
     )
     costs = CostBook(estimate=estimate, profile=profile)
@@ -79,29 +79,33 @@ def make_problem(args: argparse.Namespace) -> tuple[Problem, str | None, list[st
         choices=choices,
         sensitivity=sensitivity,
         costs=costs,
-        theta=_theta(args, cluster),
-        objective=args.objective,
+        theta=_theta(request, cluster),
+        objective=request.objective,
         quantization=quantization,
-        group=limits.positive("--group", args.group),
-        max_devices=limits.positive_if_given("--max-devices", args.max_devices),
-        pins=parse_pins(args.pin, cluster, spec),
-        prefill_microbatch=_within("--prefill-microbatch", args.prefill_microbatch, args.global_bz),
-        decode_microbatch=_within("--decode-microbatch", args.decode_microbatch, args.global_bz),
+        group=limits.positive("--group", request.group),
+        max_devices=limits.positive_if_given("--max-devices", request.max_devices),
+        pins=parse_pins(request.pin, cluster, spec),
+        prefill_microbatch=_within(
+            "--prefill-microbatch", request.prefill_microbatch, request.global_bz
+        ),
+        decode_microbatch=_within(
+            "--decode-microbatch", request.decode_microbatch, request.global_bz
+        ),
         offered=layers,
     )
     _require_groups_agree(problem)
-    notes = remarks + assumed_of_devices(args) + ([too_long] if too_long else [])
+    notes = remarks + assumed_of_devices(request) + ([too_long] if too_long else [])
     notes += [] if listed else [GENERIC_NOTE]
     notes += costs.unprofiled(cluster.devices) + costs.warnings(cluster.devices, workload)
     return problem, path, notes
 
 
 def _measured(
-    args: argparse.Namespace, cluster: Cluster, spec: ModelSpec
+    request: PlanRequest, cluster: Cluster, spec: ModelSpec
 ) -> tuple[CostModel | None, list[str]]:
     """Return the costs of `--costs`; for this machine, else, those that a run has kept."""
-    if args.costs is not None:
-        return read_costs(args.costs, spec), []
+    if request.costs is not None:
+        return read_costs(request.costs, spec), []
     if cluster.name != NAME:
         return None, []
     kept, notes = cached_costs(spec.fingerprint(), {d.profile_kind for d in cluster.devices})
@@ -274,20 +278,20 @@ def parse_pins(
     return pins
 
 
-def _omega_path(args: argparse.Namespace, cluster: Cluster, spec: ModelSpec) -> Path | None:
+def _omega_path(request: PlanRequest, cluster: Cluster, spec: ModelSpec) -> Path | None:
     """Return the omega file: the flag, or the cluster's hint when it is for this model."""
-    if args.omega_file is not None:
-        return Path(args.omega_file)
+    if request.omega_file is not None:
+        return Path(request.omega_file)
     hint = cluster.planning
-    if args.cluster and hint.omega_file and hint.model == spec.name:
-        return Path(args.cluster).parent / hint.omega_file
+    if request.cluster and hint.omega_file and hint.model == spec.name:
+        return Path(request.cluster).parent / hint.omega_file
     return None
 
 
-def _theta(args: argparse.Namespace, cluster: Cluster) -> float:
+def _theta(request: PlanRequest, cluster: Cluster) -> float:
     """Return seconds per unit of omega: the flag, or the cluster's hint, or 1."""
-    asked, hint = args.theta, cluster.planning.theta
-    where = "--theta" if asked is not None else f"'{args.cluster}': planning.theta"
+    asked, hint = request.theta, cluster.planning.theta
+    where = "--theta" if asked is not None else f"'{request.cluster}': planning.theta"
     theta = asked if asked is not None else 1.0 if hint is None else hint
     return limits.within(where, float(theta), limits.MAX_THETA, " seconds per unit of omega")
 

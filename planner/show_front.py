@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import sys
@@ -14,7 +13,7 @@ from llmpq.errors import DoesNotFitError
 from llmpq.file_form import check_writable
 from llmpq.plan import Plan
 from llmpq.planner.advice import explain_infeasible, too_big
-from llmpq.planner.arguments import DEFAULT_POINTS
+from llmpq.planner.arguments import DEFAULT_POINTS, PlanRequest
 from llmpq.planner.front import FrontPoint
 from llmpq.planner.isolated import front_isolated
 from llmpq.planner.make import Wish, checked_plan, open_console
@@ -32,23 +31,23 @@ class ListedFront:
     complete: bool
 
 
-def show_front(args: argparse.Namespace, problem: Problem, wish: Wish, path: str | None) -> None:
+def show_front(request: PlanRequest, problem: Problem, wish: Wish, path: str | None) -> None:
     """Write the plans of the front next to `-o`, print the table (or all of it as JSON)."""
     if wish.method != "exact":
         raise ValueError(f"--pareto is for --method exact, not {wish.method}")
     if wish.budget is not None:
         raise ValueError("--pareto lists every budget; leave --quality-budget out")
-    points = DEFAULT_POINTS if args.pareto_points is None else args.pareto_points
+    points = DEFAULT_POINTS if request.pareto_points is None else request.pareto_points
     if points < 2:
         raise ValueError(f"--pareto-points must be at least 2, got {points}")
-    if args.output:
-        check_writable(_numbered(Path(args.output), 1))
+    if request.output:
+        check_writable(_numbered(Path(request.output), 1))
     front = list_front(problem, wish, path, points)
     written = []
-    for number, plan in enumerate(front.plans if args.output else (), start=1):
-        written.append(_numbered(Path(args.output), number))
+    for number, plan in enumerate(front.plans if request.output else (), start=1):
+        written.append(_numbered(Path(str(request.output)), number))
         plan.save_json(written[-1])
-    if args.json:
+    if request.json:
         sys.stdout.write(json.dumps(_content(front), indent=1) + "\n")
         return
     from llmpq.planner.report import front_table

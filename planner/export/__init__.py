@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
+from llmpq.planner.arguments import ExportRequest
 from llmpq.planner.export.accelerate import accelerate
 from llmpq.planner.export.compressed_tensors import compressed_tensors
 from llmpq.planner.export.gptqmodel import gptqmodel
@@ -28,12 +28,12 @@ WRITERS: dict[str, Callable[[Plan, ModelSpec], Exported]] = {
 }
 
 
-def export_plan(args: argparse.Namespace) -> None:
+def export_plan(request: ExportRequest) -> None:
     """Write a plan for an engine to `-o` or stdout; the rest goes to stderr, a line each."""
-    plan = Plan.load(args.plan)
-    exported = WRITERS[args.to](plan, model_of_plan(args, plan))
-    if args.output:
-        Path(args.output).write_text(exported.text)
+    plan = Plan.load(request.plan)
+    exported = WRITERS[request.to](plan, model_of_plan(request, plan))
+    if request.output:
+        Path(request.output).write_text(exported.text)
     else:
         sys.stdout.write(exported.text)
     for line in exported.not_expressed:

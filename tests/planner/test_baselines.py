@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from llmpq.planner.adabits import kind_orders
-from llmpq.planner.arguments import plan_parser
+from llmpq.planner.arguments import plan_request
 from llmpq.planner.brute_force import assignments
 from llmpq.planner.device_sets import every_set
 from llmpq.planner.fits import fits
@@ -29,7 +29,7 @@ PAPER = Path(__file__).resolve().parents[2] / "clusters" / "paper"
 
 def _paper(number: int, model: str) -> Problem:
     words = f"--cluster {PAPER}/{number:02d}.yaml --model {model} --global_bz 32 --s 512 --n 100"
-    return make_problem(plan_parser().parse_args(words.split()))[0]
+    return make_problem(plan_request(words.split()))[0]
 
 
 def test_uniform_takes_its_best_microbatch() -> None:
@@ -125,7 +125,7 @@ BASELINE_LIMIT_S = 1.5
 @pytest.mark.parametrize("method", ["pipeedge", "adabits", "heuristic", "uniform"])
 @pytest.mark.parametrize("name", ODD)
 def test_a_baseline_ends_in_time_with_a_plan_that_fits(name: str, method: str) -> None:
-    p = make_problem(plan_parser().parse_args(ODD[name].split()))[0]
+    p = make_problem(plan_request(ODD[name].split()))[0]
     start = time.perf_counter()
     try:
         found = solve(p, method, time_limit_s=BASELINE_LIMIT_S)
@@ -149,5 +149,5 @@ def test_a_baseline_without_time_says_so() -> None:
 def test_devices_that_hold_no_layer_are_left_out_by_adabits() -> None:
     words = "--device-names H200 T4 --device-numbers 2 1 --model bloom-176b --global_bz 1"
     job = ["--bits", "16", "--s", "8192", "--reserve", "10 GiB", "--max-devices", "3"]
-    p = make_problem(plan_parser().parse_args([*words.split(), *job]))[0]
+    p = make_problem(plan_request([*words.split(), *job]))[0]
     assert all(set(order) == {0} for order in kind_orders(p))

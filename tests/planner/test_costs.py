@@ -11,7 +11,7 @@ from llmpq.memory import stage_memory
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
 from llmpq.planner.__main__ import main
-from llmpq.planner.arguments import plan_parser
+from llmpq.planner.arguments import plan_request
 from llmpq.planner.costs import mean_decode_s
 from llmpq.planner.problem import Problem
 from llmpq.planner.request import make_problem
@@ -24,7 +24,7 @@ SMALL = "--device-names T4 V100 --device-numbers 1 1 --model opt-1.3b --global_b
 
 
 def _problem(words: str = SMALL) -> Problem:
-    return make_problem(plan_parser().parse_args(words.split()))[0]
+    return make_problem(plan_request(words.split()))[0]
 
 
 def _profile(kind: str = "T4", scale: float = 0.5, drop: Precision | None = None) -> CostModel:

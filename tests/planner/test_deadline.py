@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from llmpq.planner.arguments import plan_parser
+from llmpq.planner.arguments import plan_request
 from llmpq.planner.brute_force import assignments
 from llmpq.planner.exact.form import EVERYWHERE, Box, Form, make_form
 from llmpq.planner.exact.relaxation import quick_bound
@@ -33,7 +33,7 @@ MARGIN_S = 8.0
 
 
 def _problem(words: str) -> Problem:
-    return make_problem(plan_parser().parse_args(words.split()))[0]
+    return make_problem(plan_request(words.split()))[0]
 
 
 def _many_pairs() -> Problem:

@@ -13,7 +13,7 @@ from llmpq.memory import Quantization, expert_weight_bytes, layer_weight_bytes
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
 from llmpq.planner.__main__ import main
-from llmpq.planner.arguments import plan_parser
+from llmpq.planner.arguments import plan_request
 from llmpq.planner.check import check_plan
 from llmpq.planner.costs import CostBook
 from llmpq.planner.outcome import Assignment, Stage
@@ -103,7 +103,7 @@ def test_expected_hits_match_a_count() -> None:
 def test_closed_form_replay_and_check_read_the_same_times() -> None:
     words = "--device-names H100 L40S --device-numbers 1 2 --model mixtral-8x7b --bits 4"
     job = "--global_bz 12 --s 64 --n 40"
-    p = make_problem(plan_parser().parse_args([*words.split(), *job.split()]))[0]
+    p = make_problem(plan_request([*words.split(), *job.split()]))[0]
     stages = (
         Stage(cls=0, start=0, end=16, choices=(0,) * 16),
         Stage(cls=1, start=16, end=24, choices=(0,) * 8),
@@ -118,7 +118,7 @@ def test_check_recomputes_the_time_of_a_plan_with_experts(tmp_path: Path) -> Non
     assert main([*words.split(), "-o", str(tmp_path / "plan.json")]) == 0
     plan, p = (
         Plan.load(tmp_path / "plan.json"),
-        make_problem(plan_parser().parse_args(words.split()))[0],
+        make_problem(plan_request(words.split()))[0],
     )
     check_plan(plan, spec=p.spec, cluster=p.cluster, costs=p.costs)
     dense = [

@@ -14,7 +14,7 @@ import pytest
 from llmpq.plan import Plan
 from llmpq.planner import show_front
 from llmpq.planner.__main__ import main
-from llmpq.planner.arguments import plan_parser
+from llmpq.planner.arguments import plan_request
 from llmpq.planner.brute_force import assignments
 from llmpq.planner.check import check_plan
 from llmpq.planner.fits import fits
@@ -234,7 +234,7 @@ def test_a_home_machine_and_a_laptop_list_a_front_in_time(tmp_path: Path) -> Non
     assert time.perf_counter() - start < limit_s + 12.0  # a busy machine
     plans = [Plan.load(path) for path in sorted(tmp_path.iterdir())]
     assert plans
-    p = make_problem(plan_parser().parse_args(words.split()))[0]
+    p = make_problem(plan_request(words.split()))[0]
     points = []
     for plan in plans:
         check_plan(plan, spec=p.spec, cluster=p.cluster, costs=p.costs)

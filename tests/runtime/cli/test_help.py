@@ -13,6 +13,10 @@ from llmpq.version import __version__
 pytestmark = pytest.mark.pure
 
 COMMANDS = [
+    "llmpq.planner",
+    "llmpq.planner check",
+    "llmpq.planner export",
+    "llmpq.planner devices",
     "llmpq.profiler",
     "llmpq.profiler indicator",
     "llmpq.profiler merge",
