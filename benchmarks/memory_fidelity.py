@@ -29,7 +29,8 @@ from llmpq.memory import StageMemory, stage_memory
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
 from llmpq.precision import KVPrecision, Precision
-from llmpq.runtime.backends.stage_compute import StageCompute, build_stage
+from llmpq.runtime.backends.build_stage import build_stage
+from llmpq.runtime.backends.stage_compute import StageCompute
 from llmpq.runtime.launch.hand_plan import hand_plan
 from llmpq.runtime.links.message import StepMessage
 from llmpq.runtime.links.peer_links import Room

@@ -30,6 +30,7 @@ from llmpq.kernels.tools.gpu_timing import median_us
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
+from llmpq.runtime.backends.backend import backend_of
 from llmpq.runtime.backends.cuda_speculate import look_up_drafts
 from llmpq.runtime.backends.cuda_stage import CudaStageCompute
 from llmpq.runtime.backends.cuda_step_times import (
@@ -95,6 +96,7 @@ class Target:
             device=DEVICE,
             scheme=scheme,
             source=CopiedLayers(source, schemes, DEVICE),  # type: ignore[arg-type]
+            runner=backend_of(DEVICE).layers(),
         )
         kv = KVPrecision(args.kv)
         unusual = ["atom"] * args.atom + [kv.value] * (kv is not KVPrecision.KV16)

@@ -25,6 +25,7 @@ from llmpq.kernels.gemm.config import Config, config_entry
 from llmpq.memory import Quantization
 from llmpq.model_spec import LinearShape, ModelSpec
 from llmpq.precision import Precision
+from llmpq.runtime.backends.backend import backend_of
 from llmpq.runtime.backends.cuda_graphs import DecodeGraphs
 from llmpq.runtime.backends.cuda_step_times import seconds_of, step_message
 from llmpq.runtime.cache.plain_kv import PlainKVCache
@@ -144,6 +145,7 @@ def main() -> None:
         device=DEVICE,
         scheme=scheme,
         source=source,
+        runner=backend_of(DEVICE).layers(),
     )
     products = list(spec.linears())
     if args.head:

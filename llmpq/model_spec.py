@@ -21,8 +21,9 @@ from typing import Any, Literal
 import yaml
 
 from llmpq.errors import unknown_name
+from llmpq.families.config_values import RopeScaling
+from llmpq.model_config import spec_fields
 
-Family = Literal["opt", "bloom", "llama", "qwen3", "mixtral"]
 Positions = Literal["learned", "alibi", "rotary"]
 Norm = Literal["layernorm", "rmsnorm"]
 
@@ -44,21 +45,12 @@ class LinearShape:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RopeScaling:
-    """Llama 3's frequency scaling of rotary positions; None elsewhere."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_positions: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class ModelSpec:
     """The architecture of one decoder-only model; equal specs run the same plans."""
 
     name: str
-    family: Family
+    family: str
+    """A name of `llmpq.families`."""
     num_layers: int
     hidden: int
     heads: int
@@ -175,8 +167,6 @@ class ModelSpec:
     @classmethod
     def from_config(cls, config: Mapping[str, Any], *, name: str) -> ModelSpec:
         """Read the keys of a Hugging Face config; `ValueError` names what is not supported."""
-        from llmpq.model_config import spec_fields
-
         return cls(**spec_fields(config, name))
 
     @classmethod

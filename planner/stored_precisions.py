@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llmpq.families.config_values import section, size
 from llmpq.file_form import read_json
-from llmpq.model_config import section, size
 from llmpq.model_spec import ModelSpec, read_config
 from llmpq.precision import Precision
 

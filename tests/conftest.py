@@ -53,6 +53,10 @@ def _config(kind: str) -> Any:
         return transformers.LlamaConfig(
             **rotary, num_key_value_heads=2, tie_word_embeddings=False, rope_parameters=llama3
         )
+    if kind == "qwen2":
+        return transformers.Qwen2Config(
+            **rotary, num_key_value_heads=2, tie_word_embeddings=True, rope_theta=1e6
+        )
     if kind == "qwen3":
         return transformers.Qwen3Config(
             **rotary, num_key_value_heads=1, head_dim=32, tie_word_embeddings=True
@@ -78,7 +82,7 @@ def _config(kind: str) -> Any:
 class TinyModels:
     """Makes each model once per session: its directory, and the transformers model itself."""
 
-    kinds = ("opt", "bloom", "llama", "qwen3", "mixtral")
+    kinds = ("opt", "bloom", "llama", "qwen2", "qwen3", "mixtral")
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

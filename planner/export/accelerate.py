@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 
+from llmpq.families import FAMILIES
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
-from llmpq.planner.export.module_names import FIRST, LAST, LAYERS
 from llmpq.planner.export.result import (
     Exported,
     emulated_line,
@@ -28,11 +28,11 @@ def accelerate(plan: Plan, spec: ModelSpec) -> Exported:
     devices: list[int | str] = [
         "cpu" if stage.is_cpu else stage.device_index for stage in plan.stages
     ]
-    table: dict[str, int | str] = {name: devices[0] for name in FIRST[spec.family]}
+    table: dict[str, int | str] = {name: devices[0] for name in FAMILIES[spec.family].before}
     for stage, device in zip(plan.stages, devices, strict=True):
         for layer in range(*stage.layers):
-            table[f"{LAYERS[spec.family]}.{layer}"] = device
-    for name in LAST[spec.family]:
+            table[f"{FAMILIES[spec.family].layers_at}.{layer}"] = device
+    for name in FAMILIES[spec.family].behind:
         # A tied head is the embedding matrix: accelerate keeps it on the embedding's device.
         tied = name == "lm_head" and spec.tied_embeddings
         table[name] = devices[0] if tied else devices[-1]

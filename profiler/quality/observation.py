@@ -20,6 +20,7 @@ from llmpq.kernels.cpu.dense import plain_dense
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import Precision
+from llmpq.runtime.backends.backend import backend_of
 from llmpq.runtime.cache.plain_kv import PlainKVCache
 from llmpq.runtime.models.layers import Linear
 from llmpq.runtime.models.stage_model import StageModel
@@ -135,6 +136,7 @@ def _stage(
         device=device,
         scheme=Quantization().scheme,
         source=source,
+        runner=backend_of(device).layers(),
     )
 
 

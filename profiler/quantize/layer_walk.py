@@ -18,10 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from llmpq.model_spec import ModelSpec
+from llmpq.runtime.backends.backend import backend_of
 from llmpq.runtime.models.attention import attend_fresh
-from llmpq.runtime.models.families import wiring
 from llmpq.runtime.models.layer_tensors import Parts
 from llmpq.runtime.models.layers import DecoderLayer, Linear, Weight
+from llmpq.runtime.models.wiring import Wiring
 from llmpq.runtime.step import Step
 from llmpq.runtime.weights.sources import TensorSource
 
@@ -69,7 +70,7 @@ class CalibrationRun:
     ) -> None:
         self.spec, self.source, self.dtype = spec, source, dtype
         self.device = torch.device(device)
-        self._wiring = wiring(spec, self.device)
+        self._wiring = Wiring(spec, self.device, backend_of(self.device).layers())
         embedding = self._wiring.embedding(self._parts(source.embedding(dtype)))
         # Hidden states stay where the layers run: 128 windows of 2048 tokens of an 8B model take
         # 2.1 GB in 16 bits.

@@ -23,6 +23,7 @@ from llmpq.model_spec import ModelSpec
 from llmpq.precision import Precision
 from llmpq.profiler.timing.cases import Case, Sampling, Target, Timing
 from llmpq.profiler.timing.stopwatch import Effort, time_call
+from llmpq.runtime.backends.backend import backend_of
 from llmpq.runtime.backends.cuda_stage import CudaStageCompute, widened
 from llmpq.runtime.backends.stage_compute import StageCompute
 from llmpq.runtime.cache.kv_by_precision import make_kv_cache
@@ -194,6 +195,7 @@ class Subject:
             device=self.device,
             scheme=self.quantization.scheme,
             source=RandomSource(self.spec, device=self.device),
+            runner=backend_of(self.device).layers(),
         )
 
 

@@ -36,6 +36,7 @@ from llmpq.runtime.cache.low_bit_kv import LowBitKV
 from llmpq.runtime.cache.plain_kv import KVCache, PlainKVCache
 from llmpq.runtime.models.attention import attend_cached, score_bias
 from llmpq.runtime.models.layers import (
+    ACTIVATIONS,
     MLP,
     Attention,
     DecoderLayer,
@@ -43,8 +44,31 @@ from llmpq.runtime.models.layers import (
     Linear,
     Norm,
     SparseMLP,
+    require_activation,
 )
 from llmpq.runtime.step import Step
+
+
+class CudaLayers:
+    """The functions below as a `LayerRunner`."""
+
+    def decoder_layer(
+        self,
+        layer: DecoderLayer,
+        x_BQh: Tensor,
+        index: int,
+        step: Step,
+        kv: KVCache,
+        *,
+        last_only: bool = False,
+        in_place: bool = False,
+    ) -> Tensor:
+        """Return the layer's new residual stream."""
+        return decoder_layer(layer, x_BQh, index, step, kv, last_only=last_only, in_place=in_place)
+
+    def norm(self, part: Norm, x: Tensor) -> Tensor:
+        """Return x normalised."""
+        return norm(part, x)
 
 
 def decoder_layer(
@@ -77,6 +101,7 @@ def decoder_layer(
     y = product(o, attended, residual=x_BQh, into_residual=in_place, with_bias=early is None)
     wide = norm(between, y, before=early, after=late)
     if isinstance(mlp, GatedMLP):
+        require_activation(mlp.activation, ("silu",), "the GPU's gated MLP")
         hidden = gated_mlp.silu_mul(product(mlp.gate_up, wide))
     else:
         hidden = _activated(mlp, wide)
@@ -107,8 +132,8 @@ def _activated(mlp: MLP, wide: Tensor) -> Tensor:
     if mlp.activation == "relu" and weight is not None and bias is not None:
         x_MK = wide.reshape(-1, wide.shape[-1])
         return torch._addmm_activation(bias, x_MK, weight.t()).view(*wide.shape[:-1], -1)
-    up = product(mlp.up, wide)
-    return up.relu_() if mlp.activation == "relu" else functional.gelu(up, approximate="tanh")
+    require_activation(mlp.activation, ACTIVATIONS, "the GPU's MLP")
+    return ACTIVATIONS[mlp.activation](product(mlp.up, wide))
 
 
 def _last_tokens(step: Step, x_BQh: Tensor) -> Tensor:

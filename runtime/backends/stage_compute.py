@@ -9,30 +9,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from llmpq.errors import DoesNotFitError
-from llmpq.model_spec import ModelSpec
-from llmpq.out_of_memory import out_of_memory
 from llmpq.plan import Plan
 from llmpq.runtime.cache.dual_kv import DualKV, make_copy
-from llmpq.runtime.cache.kv_by_precision import make_kv_cache
 from llmpq.runtime.cache.plain_kv import KVCache
 from llmpq.runtime.drafts.acceptance import accept, draft_tokens
 from llmpq.runtime.drafts.draft_model import Draft, build_draft
 from llmpq.runtime.links.message import StepMessage
 from llmpq.runtime.models.sampling import sample
-from llmpq.runtime.models.stage_model import DTYPES, StageModel
+from llmpq.runtime.models.stage_model import StageModel
 from llmpq.runtime.pending import Pending
 from llmpq.runtime.request import StepKind
 from llmpq.runtime.sampling_params import TokenChoice
 from llmpq.runtime.step import Step
-from llmpq.runtime.trace import KindTotals, LoadReport
-from llmpq.runtime.weights.sources import TensorSource
+from llmpq.runtime.trace import KindTotals
 from llmpq.speculation import READS_KV4, SpeculationMode
-from llmpq.units import format_size
 from llmpq.workload import Workload
-
-MEMORY_TOLERANCE = 0.05
-"""Weights and KV cache may differ from the plan's prediction by this share."""
 
 WARM_UP_S = 2.0
 """How long a stage on a CPU goes on running shapes to come."""
@@ -211,102 +202,3 @@ class StageCompute:
         started_s = time.perf_counter()
         self.run(message, hidden)
         return time.perf_counter() - started_s
-
-
-def build_stage(
-    plan: Plan,
-    index: int,
-    spec: ModelSpec,
-    source: TensorSource,
-    device: torch.device,
-    *,
-    graphs: bool = True,
-) -> tuple[StageCompute, LoadReport]:
-    """Load a stage's slice and allocate its cache; `DoesNotFitError` if the plan erred.
-
-    On a GPU, `graphs` captures decode steps.
-    """
-    dtype = DTYPES[plan.workload.dtype]
-    started_s = time.perf_counter()
-    model, kv = _load(plan, index, spec, source, device)
-    report = LoadReport(
-        weights_bytes=model.weight_nbytes,
-        kv_bytes=kv.nbytes,
-        seconds=time.perf_counter() - started_s,
-    )
-    check_memory(plan, index, report)
-    if device.type == "cpu":
-        return StageCompute(model, kv, device, dtype), report
-    # Imported here: it builds on this module.
-    from llmpq.runtime.backends.cuda_stage import CudaStageCompute
-
-    compute = CudaStageCompute(
-        model,
-        kv,
-        device,
-        dtype,
-        workload=plan.workload,
-        decode_microbatch=plan.decode_microbatch,
-        graphs=graphs,
-    )
-    return compute, report
-
-
-def _load(
-    plan: Plan, index: int, spec: ModelSpec, source: TensorSource, device: torch.device
-) -> tuple[StageModel, KVCache]:
-    """Read and quantise a stage's layers and allocate its cache."""
-    stage, workload = plan.stages[index], plan.workload
-    dtype = DTYPES[workload.dtype]
-    try:
-        model = StageModel.build(
-            spec,
-            range(*stage.layers),
-            stage.precisions,
-            first=index == 0,
-            last=index == len(plan.stages) - 1,
-            dtype=dtype,
-            device=device,
-            scheme=plan.quantization.settings().scheme,
-            source=source,
-        )
-        kv = make_kv_cache(
-            spec,
-            workload.kv,
-            num_layers=stage.num_layers,
-            slots=workload.batch,
-            max_len=workload.max_len,
-            dtype=dtype,
-            device=device,
-        )
-    except (RuntimeError, MemoryError) as error:
-        if not out_of_memory(error):
-            raise
-        raise DoesNotFitError(
-            f"stage {stage.device} ran out of memory while loading layers {stage.layers[0]} to "
-            f"{stage.layers[1]}: {error}; re-plan with a larger reserve for this device"
-        ) from None
-    return model, kv
-
-
-def check_memory(plan: Plan, index: int, report: LoadReport) -> None:
-    """Compare what was allocated with what the plan predicts, within `MEMORY_TOLERANCE`."""
-    stage = plan.stages[index]
-    if stage.memory is None:
-        return
-    parts = (
-        (
-            "weights",
-            report.weights_bytes,
-            stage.memory.weights_bytes + stage.memory.embedding_bytes,
-        ),
-        ("KV cache", report.kv_bytes, stage.memory.kv_bytes),
-    )
-    for name, got, predicted in parts:
-        if abs(got - predicted) > MEMORY_TOLERANCE * predicted:
-            raise DoesNotFitError(
-                f"stage {stage.device}: the {name} of layers {stage.layers[0]} to "
-                f"{stage.layers[1]} take {format_size(got)}, the plan predicts "
-                f"{format_size(predicted)} (tolerance {MEMORY_TOLERANCE:.0%}); re-plan with this "
-                "version of llmpq-algo"
-            )

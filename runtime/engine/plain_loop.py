@@ -16,6 +16,7 @@ from torch import Tensor
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import Precision, WeightScheme
+from llmpq.runtime.backends.backend import backend_of
 from llmpq.runtime.cache.plain_kv import KVCache, PlainKVCache
 from llmpq.runtime.models.sampling import TokenChoice, sample
 from llmpq.runtime.models.stage_model import StageModel
@@ -64,6 +65,7 @@ class LocalPipeline:
                 device=device,
                 scheme=scheme or Quantization().scheme,
                 source=source,
+                runner=backend_of(device).layers(),
             )
             for start, end in zip(bounds, bounds[1:], strict=False)
         )

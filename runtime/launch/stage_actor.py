@@ -25,9 +25,10 @@ from llmpq.model_spec import ModelSpec
 from llmpq.output_paths import require_folder
 from llmpq.plan import Plan, StagePlan
 from llmpq.precision import WeightScheme
+from llmpq.runtime.backends.build_stage import build_stage
 from llmpq.runtime.backends.cuda_stage import CudaStageCompute
 from llmpq.runtime.backends.emulate import Emulation
-from llmpq.runtime.backends.stage_compute import StageCompute, build_stage
+from llmpq.runtime.backends.stage_compute import StageCompute
 from llmpq.runtime.drafts.drafters import AutoDrafter, FixedDrafter, speculation_report
 from llmpq.runtime.engine.mailbox import Abort, Mailbox
 from llmpq.runtime.engine.scheduler import Scheduler, max_ahead

@@ -15,7 +15,8 @@ import torch
 
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
-from llmpq.runtime.backends.stage_compute import StageCompute, build_stage
+from llmpq.runtime.backends.build_stage import build_stage
+from llmpq.runtime.backends.stage_compute import StageCompute
 from llmpq.runtime.engine.mailbox import Finished, Mailbox
 from llmpq.runtime.engine.scheduler import Scheduler
 from llmpq.runtime.engine.stage_loop import FirstStage, run_following_stage

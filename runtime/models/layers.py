@@ -9,11 +9,9 @@ Legend: B rows, Q new tokens, h hidden, H query heads, G key/value heads, D head
 from __future__ import annotations
 
 import functools
-import importlib
 import math
-from collections.abc import Sequence
-from types import ModuleType
-from typing import Literal
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -169,26 +167,41 @@ class Attention(nn.Module):
         return q, k, v
 
 
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "relu": Tensor.relu_,
+    "gelu": functools.partial(functional.gelu, approximate="tanh"),
+}
+"""What an MLP without a gate applies, in place where that can be."""
+
+
+def require_activation(name: str, known: Collection[str], where: str) -> None:
+    """Refuse an activation that nobody here computes: another one in its place would be wrong."""
+    if name not in known:
+        raise ValueError(
+            f"activation '{name}' is not supported in {where}; expected {' or '.join(known)}"
+        )
+
+
 class MLP(nn.Module):
     """down(act(up(x))): ReLU (OPT) or the tanh form of GELU (BLOOM)."""
 
-    def __init__(self, up: Linear, down: Linear, activation: Literal["relu", "gelu"]) -> None:
+    def __init__(self, up: Linear, down: Linear, activation: str) -> None:
         super().__init__()
         self.up, self.down, self.activation = up, down, activation
+        require_activation(activation, ACTIVATIONS, "an MLP")
 
     def forward(self, x_BQh: Tensor) -> Tensor:
         """Return [B, Q, h]."""
-        up = self.up(x_BQh)
-        up = up.relu_() if self.activation == "relu" else functional.gelu(up, approximate="tanh")
-        return self.down(up)
+        return self.down(ACTIVATIONS[self.activation](self.up(x_BQh)))
 
 
 class GatedMLP(nn.Module):
     """down(silu(gate(x)) * up(x)) with gate and up fused into one matrix [2 F, h]."""
 
-    def __init__(self, gate_up: Linear, down: Linear) -> None:
+    def __init__(self, gate_up: Linear, down: Linear, activation: str = "silu") -> None:
         super().__init__()
-        self.gate_up, self.down = gate_up, down
+        self.gate_up, self.down, self.activation = gate_up, down, activation
+        require_activation(activation, ("silu",), "a gated MLP")
 
     def forward(self, x_BQh: Tensor) -> Tensor:
         """Return [B, Q, h]."""
@@ -210,7 +223,7 @@ class SparseMLP(nn.Module):
     Legend: T tokens, E experts, C = T * per_token chosen (token, expert) pairs.
     """
 
-    def __init__(self, router_Eh: Tensor, experts: Sequence[GatedMLP], per_token: int) -> None:
+    def __init__(self, router_Eh: Tensor, experts: Sequence[nn.Module], per_token: int) -> None:
         super().__init__()
         self.router_Eh, self.per_token = router_Eh, per_token
         self.experts = nn.ModuleList(experts)
@@ -244,10 +257,12 @@ class DecoderLayer(nn.Module):
         attention: Attention,
         mlp_norm: Norm,
         mlp: MLP | GatedMLP | SparseMLP,
+        runner: LayerRunner,
     ) -> None:
         super().__init__()
         self.attn_norm, self.attention = attn_norm, attention
         self.mlp_norm, self.mlp = mlp_norm, mlp
+        self.runner = runner
 
     def forward(
         self,
@@ -264,19 +279,56 @@ class DecoderLayer(nn.Module):
         `last_only`: nobody reads but the last valid token of each row, [B, 1, h] will do.
         `in_place`: nobody reads the input again, it need not be left as it was.
         """
-        if x_BQh.is_cuda:
-            run = _cuda_layers().decoder_layer
-            y: Tensor = run(self, x_BQh, layer, step, kv, last_only=last_only, in_place=in_place)
-            return y
-        y = self.attention(self.attn_norm(x_BQh), layer, step, kv)
+        return self.runner.decoder_layer(
+            self, x_BQh, layer, step, kv, last_only=last_only, in_place=in_place
+        )
+
+
+class LayerRunner(Protocol):
+    """Who computes layers: torch's operators here, fused kernels of a backend elsewhere."""
+
+    def decoder_layer(
+        self,
+        layer: DecoderLayer,
+        x_BQh: Tensor,
+        index: int,
+        step: Step,
+        kv: KVCache,
+        *,
+        last_only: bool = False,
+        in_place: bool = False,
+    ) -> Tensor:
+        """Return the new residual stream of a layer (see `DecoderLayer.forward`)."""
+        ...
+
+    def norm(self, part: Norm, x: Tensor) -> Tensor:
+        """Return x normalised."""
+        ...
+
+
+class PlainLayers:
+    """Torch's operators, one after the other: the CPU's way, and the twin of every other."""
+
+    def decoder_layer(
+        self,
+        layer: DecoderLayer,
+        x_BQh: Tensor,
+        index: int,
+        step: Step,
+        kv: KVCache,
+        *,
+        last_only: bool = False,
+        in_place: bool = False,
+    ) -> Tensor:
+        """Return the new residual stream; all tokens go on, the input stays as it was."""
+        y: Tensor = layer.attention(layer.attn_norm(x_BQh), index, step, kv)
         y.add_(x_BQh)
-        return y.add_(self.mlp(self.mlp_norm(y)))
+        return y.add_(layer.mlp(layer.mlp_norm(y)))
 
-
-@functools.cache
-def _cuda_layers() -> ModuleType:
-    """Import what needs Triton, only where a GPU runs it."""
-    return importlib.import_module("llmpq.runtime.backends.cuda_layers")
+    def norm(self, part: Norm, x: Tensor) -> Tensor:
+        """Return x normalised."""
+        normed: Tensor = part(x)
+        return normed
 
 
 class Embedding(nn.Module):
@@ -308,10 +360,10 @@ def held_weights(part: nn.Module) -> list[Weight]:
 class Head(nn.Module):
     """Final norm and output matrix."""
 
-    def __init__(self, norm: Norm, output: Linear) -> None:
+    def __init__(self, norm: Norm, output: Linear, runner: LayerRunner) -> None:
         super().__init__()
-        self.norm, self.output = norm, output
+        self.norm, self.output, self.runner = norm, output, runner
 
     def forward(self, x: Tensor) -> Tensor:
         """Return logits [..., V]."""
-        return self.output(_cuda_layers().norm(self.norm, x) if x.is_cuda else self.norm(x))
+        return self.output(self.runner.norm(self.norm, x))

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import Precision, WeightScheme
 from llmpq.runtime.cache.plain_kv import KVCache
-from llmpq.runtime.models.families import Wiring, wiring
 from llmpq.runtime.models.layer_tensors import Parts
-from llmpq.runtime.models.layers import DecoderLayer, Embedding, Head, held_weights
+from llmpq.runtime.models.layers import DecoderLayer, Embedding, Head, LayerRunner, held_weights
+from llmpq.runtime.models.wiring import Wiring
 from llmpq.runtime.step import Step
 from llmpq.runtime.weights.sources import TensorSource
 
@@ -59,17 +59,19 @@ class StageModel(nn.Module):
         scheme: Callable[[Precision], WeightScheme | None],
         source: TensorSource,
         on_layer: Callable[[int], None] | None = None,
+        runner: LayerRunner | None = None,
     ) -> StageModel:
         """Read and quantise layer by layer, while the next part is being read.
 
         The head is read last and alone: beside the embedding it would be the most host memory.
 
         `scheme` says how a precision is stored (`Quantization.scheme`); `on_layer` hears of every
-        finished layer.
+        finished layer; `runner` computes the layers, torch's operators unless told otherwise.
         """
         if len(precisions) != len(layers):
             raise ValueError(f"{len(precisions)} precisions for {len(layers)} layers")
-        builder = _Builder(wiring(spec, torch.device(device)), spec, dtype, torch.device(device))
+        place = torch.device(device)
+        builder = _Builder(Wiring(spec, place, runner), spec, dtype, place)
         readers: list[Reader] = [partial(source.layer, index, dtype) for index in layers]
         if first:
             readers.append(partial(source.embedding, dtype))

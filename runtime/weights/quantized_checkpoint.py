@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from llmpq.families.config_values import section, size
 from llmpq.kernels.formats.atom_rounding import Codes
 from llmpq.kernels.formats.atom_scheme import W8A8, AtomScheme
 from llmpq.kernels.formats.atom_weight import AtomWeight, atom_weight
@@ -35,10 +36,9 @@ from llmpq.kernels.formats.interchange import (
 )
 from llmpq.kernels.formats.quantized_weight import QuantizedWeight, from_codes
 from llmpq.kernels.formats.weight_layout import Layout
-from llmpq.model_config import section, size
 from llmpq.model_spec import ModelSpec, read_config
 from llmpq.precision import KVPrecision, padded_k
-from llmpq.runtime.models.tensor_names import Shapes
+from llmpq.runtime.models.part_shapes import Shapes
 from llmpq.runtime.weights.sources import ATOM_ROOT, FLOATING, CheckpointSource
 
 DTYPES = {

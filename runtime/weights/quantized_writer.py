@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from llmpq.families import FAMILIES
 from llmpq.kernels.formats.atom_weight import AtomWeight
 from llmpq.kernels.formats.interchange import to_compressed_tensors
 from llmpq.kernels.formats.quantized_weight import QuantizedWeight, from_codes
 from llmpq.kernels.formats.weight_layout import Layout
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
-from llmpq.runtime.models.families import FAMILIES
 from llmpq.runtime.models.layers import Weight
 from llmpq.runtime.weights.quantized_checkpoint import ATOM_ROOT, SCHEMES
 from llmpq.runtime.weights.sources import INDEX, CheckpointSource

@@ -16,10 +16,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from llmpq.families import FAMILIES
 from llmpq.file_form import read_json
 from llmpq.model_spec import ModelSpec
-from llmpq.runtime.models.families import FAMILIES
-from llmpq.runtime.models.tensor_names import Shapes, embedding_shapes, head_shapes, layer_shapes
+from llmpq.runtime.models.part_shapes import Shapes, embedding_shapes, head_shapes, layer_shapes
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

@@ -13,7 +13,7 @@ from llmpq.planner.__main__ import main as plan_main
 from llmpq.precision import Precision
 from llmpq.profiler.__main__ import main as profile_main
 from llmpq.profiler.cli.quantize import main as quantize_main
-from llmpq.runtime.backends.stage_compute import build_stage
+from llmpq.runtime.backends.build_stage import build_stage
 from llmpq.runtime.engine.plain_loop import LocalPipeline
 from llmpq.runtime.weights.quantized_checkpoint import open_checkpoint
 

@@ -32,7 +32,7 @@ from llmpq.runtime.weights.quantized_writer import layer_file
 from llmpq.runtime.weights.sources import CheckpointSource
 
 pytestmark = pytest.mark.cpu
-FAMILIES = ("opt", "bloom", "llama", "qwen3", "mixtral")
+FAMILIES = ("opt", "bloom", "llama", "qwen2", "qwen3", "mixtral")
 TOKENS = list(range(5, 45))
 
 

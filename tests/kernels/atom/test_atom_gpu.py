@@ -18,10 +18,11 @@ from llmpq.kernels.gemm.reference import relative_error
 from llmpq.kernels.tools import check_atom
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
+from llmpq.runtime.backends.backend import backend_of
 from llmpq.runtime.cache.kv_by_precision import make_kv_cache
-from llmpq.runtime.models.families import wiring
 from llmpq.runtime.models.layer_tensors import Parts
 from llmpq.runtime.models.layers import Weight
+from llmpq.runtime.models.wiring import Wiring
 from llmpq.runtime.step import Step
 from llmpq.runtime.weights.sources import RandomSource
 
@@ -207,7 +208,7 @@ def _run(
     last_only: bool = False,
 ) -> torch.Tensor:
     made = Parts(tensors=parts, scheme=None, dtype=x.dtype, device=device, norm_eps=spec.norm_eps)
-    layer = wiring(spec, device).layer(made)
+    layer = Wiring(spec, device, backend_of(device).layers()).layer(made)
     assert isinstance(layer.attention.qkv.weight, AtomTiles) == (device.type == "cuda")
     rows, q_len, _ = x.shape
     kv = make_kv_cache(

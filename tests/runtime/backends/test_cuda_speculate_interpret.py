@@ -16,8 +16,8 @@ from llmpq.kernels.kv.low_bit_cache import QuantizedKVCache
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
 from llmpq.runtime.backends import cuda_layers
+from llmpq.runtime.backends.build_stage import build_stage
 from llmpq.runtime.backends.cuda_stage import CudaStageCompute
-from llmpq.runtime.backends.stage_compute import build_stage
 from llmpq.runtime.cache.dual_kv import DualKV
 from llmpq.runtime.cache.low_bit_kv import LowBitKV
 from llmpq.runtime.cache.plain_kv import PlainKVCache

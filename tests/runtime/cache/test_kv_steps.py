@@ -9,7 +9,7 @@ from llmpq.runtime.engine.plain_loop import LocalPipeline, pad
 from llmpq.runtime.step import Step
 
 pytestmark = pytest.mark.cpu
-KINDS = ("opt", "bloom", "llama", "qwen3", "mixtral")
+KINDS = ("opt", "bloom", "llama", "qwen2", "qwen3", "mixtral")
 LENGTHS = (9, 14, 4)
 
 

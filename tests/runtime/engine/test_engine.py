@@ -20,7 +20,7 @@ from llmpq.runtime.sampling_params import TokenChoice
 from llmpq.runtime.weights.sources import CheckpointSource
 
 pytestmark = [pytest.mark.cpu, pytest.mark.quick]
-KINDS = ("opt", "bloom", "llama", "qwen3", "mixtral")
+KINDS = ("opt", "bloom", "llama", "qwen2", "qwen3", "mixtral")
 
 
 @pytest.fixture(autouse=True)

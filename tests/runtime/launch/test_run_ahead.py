@@ -13,7 +13,8 @@ import torch.multiprocessing as processes
 
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
-from llmpq.runtime.backends.stage_compute import StageCompute, build_stage
+from llmpq.runtime.backends.build_stage import build_stage
+from llmpq.runtime.backends.stage_compute import StageCompute
 from llmpq.runtime.engine.mailbox import Mailbox
 from llmpq.runtime.engine.plain_loop import LocalPipeline
 from llmpq.runtime.engine.scheduler import Limits, Scheduler

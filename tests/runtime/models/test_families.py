@@ -7,13 +7,14 @@ import torch
 
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import Precision
+from llmpq.runtime.backends.backend import backend_of
 from llmpq.runtime.engine.plain_loop import LocalPipeline, pad
-from llmpq.runtime.models.layers import Attention
-from llmpq.runtime.models.tensor_names import embedding_shapes, head_shapes, layer_shapes
+from llmpq.runtime.models.layers import MLP, Attention, GatedMLP, Linear
+from llmpq.runtime.models.part_shapes import embedding_shapes, head_shapes, layer_shapes
 from llmpq.runtime.step import Step
 
 pytestmark = [pytest.mark.cpu, pytest.mark.quick]
-KINDS = ("opt", "bloom", "llama", "qwen3", "mixtral")
+KINDS = ("opt", "bloom", "llama", "qwen2", "qwen3", "mixtral")
 
 
 @pytest.fixture(autouse=True)
@@ -125,3 +126,14 @@ def test_parts_have_the_bytes_the_planner_counts(name):
         (head_shapes(spec), spec.head_params),
     ):
         assert sum(torch.Size(shape).numel() for shape in shapes.values()) == expected
+
+
+def test_an_activation_that_no_part_computes_is_refused():
+    """On every device: another one in its place would give wrong text without a word."""
+    part = Linear(torch.zeros(4, 4), None)
+    with pytest.raises(ValueError, match="activation 'gelu' is not supported in a gated MLP"):
+        GatedMLP(part, part, "gelu")
+    with pytest.raises(ValueError, match="activation 'swish' is not supported"):
+        MLP(part, part, "swish")
+    with pytest.raises(ValueError, match="no stage runs on 'meta' devices"):
+        backend_of("meta")

@@ -11,7 +11,7 @@ from llmpq.model_spec import ModelSpec
 from llmpq.precision import Precision
 from llmpq.runtime.engine.plain_loop import LocalPipeline
 from llmpq.runtime.models.layers import SparseMLP
-from llmpq.runtime.models.tensor_names import Shapes
+from llmpq.runtime.models.part_shapes import Shapes
 from llmpq.runtime.step import Step
 from llmpq.runtime.weights.sources import RandomSource
 

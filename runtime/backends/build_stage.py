@@ -1,0 +1,110 @@
+"""Loads a stage of a plan: its slice of the model and its cache, counted against the plan."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from llmpq.errors import DoesNotFitError
+from llmpq.model_spec import ModelSpec
+from llmpq.out_of_memory import out_of_memory
+from llmpq.plan import Plan
+from llmpq.runtime.backends.backend import backend_of
+from llmpq.runtime.backends.stage_compute import StageCompute
+from llmpq.runtime.cache.kv_by_precision import make_kv_cache
+from llmpq.runtime.cache.plain_kv import KVCache
+from llmpq.runtime.models.stage_model import DTYPES, StageModel
+from llmpq.runtime.trace import LoadReport
+from llmpq.runtime.weights.sources import TensorSource
+from llmpq.units import format_size
+
+MEMORY_TOLERANCE = 0.05
+"""Weights and KV cache may differ from the plan's prediction by this share."""
+
+
+def build_stage(
+    plan: Plan,
+    index: int,
+    spec: ModelSpec,
+    source: TensorSource,
+    device: torch.device,
+    *,
+    graphs: bool = True,
+) -> tuple[StageCompute, LoadReport]:
+    """Load a stage's slice and allocate its cache; `DoesNotFitError` if the plan erred.
+
+    On a GPU, `graphs` captures decode steps.
+    """
+    dtype = DTYPES[plan.workload.dtype]
+    started_s = time.perf_counter()
+    model, kv = _load(plan, index, spec, source, device)
+    report = LoadReport(
+        weights_bytes=model.weight_nbytes,
+        kv_bytes=kv.nbytes,
+        seconds=time.perf_counter() - started_s,
+    )
+    check_memory(plan, index, report)
+    compute = backend_of(device).compute(model, kv, device, dtype, plan=plan, graphs=graphs)
+    return compute, report
+
+
+def _load(
+    plan: Plan, index: int, spec: ModelSpec, source: TensorSource, device: torch.device
+) -> tuple[StageModel, KVCache]:
+    """Read and quantise a stage's layers and allocate its cache."""
+    stage, workload = plan.stages[index], plan.workload
+    dtype = DTYPES[workload.dtype]
+    try:
+        model = StageModel.build(
+            spec,
+            range(*stage.layers),
+            stage.precisions,
+            first=index == 0,
+            last=index == len(plan.stages) - 1,
+            dtype=dtype,
+            device=device,
+            scheme=plan.quantization.settings().scheme,
+            source=source,
+            runner=backend_of(device).layers(),
+        )
+        kv = make_kv_cache(
+            spec,
+            workload.kv,
+            num_layers=stage.num_layers,
+            slots=workload.batch,
+            max_len=workload.max_len,
+            dtype=dtype,
+            device=device,
+        )
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
+        raise DoesNotFitError(
+            f"stage {stage.device} ran out of memory while loading layers {stage.layers[0]} to "
+            f"{stage.layers[1]}: {error}; re-plan with a larger reserve for this device"
+        ) from None
+    return model, kv
+
+
+def check_memory(plan: Plan, index: int, report: LoadReport) -> None:
+    """Compare what was allocated with what the plan predicts, within `MEMORY_TOLERANCE`."""
+    stage = plan.stages[index]
+    if stage.memory is None:
+        return
+    parts = (
+        (
+            "weights",
+            report.weights_bytes,
+            stage.memory.weights_bytes + stage.memory.embedding_bytes,
+        ),
+        ("KV cache", report.kv_bytes, stage.memory.kv_bytes),
+    )
+    for name, got, predicted in parts:
+        if abs(got - predicted) > MEMORY_TOLERANCE * predicted:
+            raise DoesNotFitError(
+                f"stage {stage.device}: the {name} of layers {stage.layers[0]} to "
+                f"{stage.layers[1]} take {format_size(got)}, the plan predicts "
+                f"{format_size(predicted)} (tolerance {MEMORY_TOLERANCE:.0%}); re-plan with this "
+                "version of llmpq-algo"
+            )

@@ -1,0 +1,32 @@
+"""CPUs: torch's operators and our packed products (kernels/cpu/), step by step."""
+
+from __future__ import annotations
+
+import torch
+
+from llmpq.plan import Plan
+from llmpq.runtime.backends.stage_compute import StageCompute
+from llmpq.runtime.cache.plain_kv import KVCache
+from llmpq.runtime.models.layers import PlainLayers
+from llmpq.runtime.models.stage_model import StageModel
+
+
+class CpuBackend:
+    """A stage on its host's cores."""
+
+    def layers(self) -> PlainLayers:
+        """Return torch's operators."""
+        return PlainLayers()
+
+    def compute(
+        self,
+        model: StageModel,
+        kv: KVCache,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        plan: Plan,
+        graphs: bool,
+    ) -> StageCompute:
+        """Return the plain arithmetic; nothing is captured."""
+        return StageCompute(model, kv, device, dtype)

@@ -1,0 +1,41 @@
+"""CUDA GPUs: fused layers, captured decode steps, tokens that stay on the device."""
+
+from __future__ import annotations
+
+import torch
+
+from llmpq.plan import Plan
+from llmpq.runtime.backends.cuda_layers import CudaLayers
+from llmpq.runtime.backends.cuda_stage import CudaStageCompute
+from llmpq.runtime.backends.stage_compute import StageCompute
+from llmpq.runtime.cache.plain_kv import KVCache
+from llmpq.runtime.models.stage_model import StageModel
+
+
+class CudaBackend:
+    """A stage on a GPU."""
+
+    def layers(self) -> CudaLayers:
+        """Return the fused kernels."""
+        return CudaLayers()
+
+    def compute(
+        self,
+        model: StageModel,
+        kv: KVCache,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        plan: Plan,
+        graphs: bool,
+    ) -> StageCompute:
+        """Return the arithmetic with captured steps, unless `graphs` says no."""
+        return CudaStageCompute(
+            model,
+            kv,
+            device,
+            dtype,
+            workload=plan.workload,
+            decode_microbatch=plan.decode_microbatch,
+            graphs=graphs,
+        )

@@ -1,0 +1,47 @@
+"""Which parts an architecture has and how large they are; a family's record names their sources.
+
+A part is one tensor of ours: a norm's weight, a fused matrix, a bias.
+"""
+
+from __future__ import annotations
+
+from llmpq.model_spec import ModelSpec
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def layer_shapes(spec: ModelSpec) -> Shapes:
+    """Return the parts of one decoder layer; their sizes sum to `spec.layer_params`."""
+    shapes = norm_shapes("attn_norm", spec) | norm_shapes("mlp_norm", spec)
+    for linear in spec.linears():
+        shapes[f"{linear.name}.weight"] = (linear.out_features, linear.in_features)
+        if linear.bias:
+            shapes[f"{linear.name}.bias"] = (linear.out_features,)
+    if spec.experts:
+        shapes["router.weight"] = (spec.experts, spec.hidden)
+    if spec.qk_norm:
+        shapes |= {"q_norm.weight": (spec.head_dim,), "k_norm.weight": (spec.head_dim,)}
+    return shapes
+
+
+def embedding_shapes(spec: ModelSpec) -> Shapes:
+    """Return the parts of the first stage beyond layers; they sum to `spec.embedding_params`."""
+    shapes: Shapes = {"tokens.weight": (spec.vocab, spec.hidden)}
+    if spec.positions == "learned":
+        shapes["positions.weight"] = (spec.max_positions + 2, spec.hidden)
+    if spec.embedding_norm:
+        shapes |= norm_shapes("norm", spec)
+    return shapes
+
+
+def head_shapes(spec: ModelSpec) -> Shapes:
+    """Return the parts of the last stage beyond layers; they sum to `spec.head_params`."""
+    return norm_shapes("norm", spec) | {"output.weight": (spec.vocab, spec.hidden)}
+
+
+def norm_shapes(name: str, spec: ModelSpec) -> Shapes:
+    """Return weight, and bias where the model's norms have one."""
+    shapes: Shapes = {f"{name}.weight": (spec.hidden,)}
+    if spec.norm == "layernorm":
+        shapes[f"{name}.bias"] = (spec.hidden,)
+    return shapes
