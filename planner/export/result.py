@@ -117,12 +117,18 @@ def zeros_line(plan: Plan) -> str | None:
 
 
 def quantise_comment(plan: Plan) -> list[str]:
-    """Return the comment that says which model to serve, none when all layers are at 16 bits."""
-    if precision_line(plan) is None:
+    """Return the comment that says which model to serve, none when all layers are at 16 bits.
+
+    What llmpq-quantize writes of 4-bit activations or of a low-bit cache is for llmpq-dist alone.
+    """
+    table = by_precision(plan)
+    if set(table) == {Precision.W16A16}:
         return []
+    own = plan.workload.kv is KVPrecision.KV16 and Precision.W4A4 not in table
+    how = "llmpq-quantize MODEL OUT --plan PLAN" if own else "export --to compressed-tensors"
     return [
         f"# {model_id(plan)} stands for its checkpoint at the plan's bits: write that first "
-        "(llmpq-quantize MODEL OUT --plan PLAN) and serve OUT"
+        f"({how}) and serve it"
     ]
 
 
