@@ -58,7 +58,11 @@ class Link(FileForm):
 
 
 class PairLink(Link):
-    """A link between two named nodes (or within one, named twice)."""
+    """A link between two nodes, within one (named twice), or of single devices.
+
+    A device is named as in a plan, `RTX-3090-0`, or by its place, `box:1`; with a node it is every
+    link of the device to that node.
+    """
 
     between: tuple[str, str]
 
@@ -148,13 +152,7 @@ class Cluster(FileForm):
         names = [node.name for node in self.nodes]
         if len(set(names)) != len(names):
             raise ValueError(f"node names must differ, got {names}")
-        for pair in self.links.pairs:
-            for end in pair.between:
-                if end not in names:
-                    raise ValueError(
-                        f"links.pairs: unknown node '{end}': {nearest(end, names)}nodes: "
-                        f"{', '.join(names)}"
-                    )
+        _ = self._pair_links
         specs: dict[str, DeviceSpec] = {}
         for device in self.devices:
             _require_same(specs.setdefault(device.kind, device.spec), device)
@@ -181,12 +179,65 @@ class Cluster(FileForm):
         raise unknown_name("device", name, [d.name for d in self.devices])
 
     def link(self, source: Device, target: Device) -> Link:
-        """Return the link between the nodes of two devices."""
-        ends = {source.node, target.node}
+        """Return the link of two devices: their own, else that of their nodes."""
+        own = self.own_link(source, target)
+        if own is not None:
+            return own
+        pair = self._pair_links.get(frozenset({("node", source.node), ("node", target.node)}))
+        if pair is not None:
+            return pair
+        same = source.node == target.node
+        return self.links.within_node if same else self.links.between_nodes
+
+    def own_link(self, source: Device, target: Device) -> Link | None:
+        """Return the link that names one of two devices, or both; None where none does."""
+        devices, nodes = (source.name, target.name), (source.node, target.node)
+        for ends in (
+            {("device", devices[0]), ("device", devices[1])},
+            {("device", devices[0]), ("node", nodes[1])},
+            {("node", nodes[0]), ("device", devices[1])},
+        ):
+            found = self._pair_links.get(frozenset(ends))
+            if found is not None:
+                return found
+        return None
+
+    def has_own_links(self, device: Device) -> bool:
+        """Whether a link names the device: it is then unlike all others of its kind."""
+        return any(("device", device.name) in ends for ends in self._pair_links)
+
+    @cached_property
+    def _pair_links(self) -> dict[frozenset[tuple[str, str]], Link]:
+        """The links of `pairs` by their two ends, each a node's name or a device's."""
+        found: dict[frozenset[tuple[str, str]], Link] = {}
         for pair in self.links.pairs:
-            if set(pair.between) == ends:
-                return Link(gbps=pair.gbps, latency_us=pair.latency_us)
-        return self.links.within_node if len(ends) == 1 else self.links.between_nodes
+            ends = [self._end(end) for end in pair.between]
+            shown = f"links.pairs: [{', '.join(pair.between)}]"
+            if ends[0] == ends[1] and ends[0][0] == "device":
+                raise ValueError(f"{shown} is one device, expected two; name the other one")
+            if frozenset(ends) in found:
+                raise ValueError(f"{shown} is given twice; leave one of them out")
+            found[frozenset(ends)] = Link(gbps=pair.gbps, latency_us=pair.latency_us)
+        return found
+
+    def _end(self, name: str) -> tuple[str, str]:
+        """Return what an end of a pair is: ("node", its name) or ("device", its name)."""
+        nodes = [node.name for node in self.nodes]
+        devices = [d for d in self.devices if name in (d.name, f"{d.node}:{d.index}")]
+        if name in nodes and not devices:
+            return "node", name
+        if len(devices) == 1 and name not in nodes:
+            return "device", devices[0].name
+        if devices:
+            raise ValueError(
+                f"links.pairs: '{name}' is a node and a device, or two devices; name the device by "
+                "its place, such as node:0, and give nodes other names"
+            )
+        known = [*nodes, *(d.name for d in self.devices)]
+        shown = ", ".join(known[:20]) + (", ..." if len(known) > 20 else "")
+        raise ValueError(
+            f"links.pairs: unknown node or device '{name}': {nearest(name, known)}known: {shown}"
+        )
 
     def fingerprint(self) -> str:
         """Return a short hash of devices and links; names of the file and hosts do not count."""

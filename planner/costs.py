@@ -128,9 +128,13 @@ class CostBook:
         )
 
     def link(self, cluster: Cluster, source: Device, target: Device) -> LinkTerms:
-        """Return what messages between two devices cost, measured if they were."""
+        """Return what messages between two devices cost, measured if they were.
+
+        A link that the cluster gives for these very devices comes before one of their kinds.
+        """
         same_node = source.node == target.node
-        cost = self.profile and self.profile.link(
+        measured = self.profile if cluster.own_link(source, target) is None else None
+        cost = measured and measured.link(
             source.profile_kind, target.profile_kind, same_node=same_node
         )
         if cost:

@@ -150,6 +150,7 @@ class Problem:
                 device.limit_bytes,
                 device.spec.context,
                 pinned,
+                device.name if self.cluster.has_own_links(device) else "",
             )
             members.setdefault(key, []).append(device)
         return tuple(

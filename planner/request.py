@@ -39,10 +39,7 @@ def make_problem(request: PlanRequest) -> tuple[Problem, str | None, list[str]]:
     spec, path = read_model(request)
     cluster = read_cluster(request)
     limits.check_job(request.global_bz, request.s, request.n)
-    dtype = request.dtype
-    if dtype == "auto":
-        cpus = all(d.spec.is_cpu for d in cluster.devices)
-        dtype = "float32" if cpus else spec.dtype
+    workload = _workload(request, cluster, spec)
     profile, remarks = _measured(request, cluster, spec)
     omega = _omega_path(request, cluster, spec)
     listed = read_omega(omega, spec) if omega else None
@@ -55,18 +52,11 @@ def make_problem(request: PlanRequest) -> tuple[Problem, str | None, list[str]]:
         symmetric=request.symmetric,
         outliers=_outliers(request.outliers, choices, spec),
     )
-    workload = Workload(
-        batch=request.global_bz,
-        prompt_len=request.s,
-        gen_len=request.n,
-        kv=parse_kv(request.kv)[0],
-        dtype=dtype,
-    )
     too_long = positions_note(spec, workload)
     estimate = estimate_costs(
         spec,
         cluster.devices,
-        dtype=dtype,
+        dtype=workload.dtype,
         precisions=choices,
         kvs=parse_kv(request.kv),
         quantization=quantization,
@@ -98,6 +88,21 @@ def make_problem(request: PlanRequest) -> tuple[Problem, str | None, list[str]]:
     notes += [] if listed else [GENERIC_NOTE]
     notes += costs.unprofiled(cluster.devices) + costs.warnings(cluster.devices, workload)
     return problem, path, notes
+
+
+def _workload(request: PlanRequest, cluster: Cluster, spec: ModelSpec) -> Workload:
+    """Return the job; CPUs alone compute in float32 unless told otherwise."""
+    dtype = request.dtype
+    if dtype == "auto":
+        cpus = all(d.spec.is_cpu for d in cluster.devices)
+        dtype = "float32" if cpus else spec.dtype
+    return Workload(
+        batch=request.global_bz,
+        prompt_len=request.s,
+        gen_len=request.n,
+        kv=parse_kv(request.kv)[0],
+        dtype=dtype,
+    )
 
 
 def _measured(

@@ -84,7 +84,7 @@ def _added(cluster: Cluster, kind: str) -> Cluster:
     ]
     if not owners:
         node = Node(name=f"added-{name.lower()}", devices=(DeviceGroup(kind=name),))
-        return _with_nodes(cluster, [*cluster.nodes, node])
+        return _with_nodes(cluster, [*cluster.nodes, node], None)
     node, position = owners[-1]
     return _resized(cluster, node, position, 1)
 
@@ -107,11 +107,13 @@ def _removed(cluster: Cluster, gone: Device) -> Cluster:
     for position, group in enumerate(node.groups()):
         end += group.count
         if gone.index < end:
-            return _resized(cluster, node, position, -1)
+            return _resized(cluster, node, position, -1, gone)
     raise AssertionError("a device belongs to a group of its node")
 
 
-def _resized(cluster: Cluster, node: Node, position: int, change: int) -> Cluster:
+def _resized(
+    cluster: Cluster, node: Node, position: int, change: int, gone: Device | None = None
+) -> Cluster:
     """Add devices to a node's group, or take them away: an empty group and an empty node go."""
     groups = list(node.groups())
     count = groups[position].count + change
@@ -126,10 +128,26 @@ def _resized(cluster: Cluster, node: Node, position: int, change: int) -> Cluste
             nodes.append(other.model_copy(update={"devices": tuple(groups), "accelerators": None}))
     if not nodes:
         raise ValueError("--what-if would leave no device")
-    return _with_nodes(cluster, nodes)
+    return _with_nodes(cluster, nodes, gone)
 
 
-def _with_nodes(cluster: Cluster, nodes: list[Node]) -> Cluster:
-    """Read the changed cluster anew: a copy would keep the old list of devices."""
+def _with_nodes(cluster: Cluster, nodes: list[Node], gone: Device | None) -> Cluster:
+    """Read the changed cluster anew: a copy would keep the old list of devices.
+
+    Links of single devices follow them to their new numbers; those of what is gone go.
+    """
     data = cluster.model_copy(update={"nodes": tuple(nodes)}).model_dump(by_alias=True)
+    pairs, data["links"]["pairs"] = cluster.links.pairs, []
+    changed = Cluster.parse_data(data, where="--what-if")
+    left = [d for d in cluster.devices if gone is None or d.name != gone.name]
+    # A device that is added comes last of its kind: the others keep their names.
+    kept = changed.devices if gone is not None else left
+    names = {old.name: new.name for old, new in zip(left, kept, strict=True)}
+    own = {node.name for node in cluster.nodes}
+    names |= {node.name: node.name for node in changed.nodes}
+    for pair in pairs:
+        ends = [end if end in own else cluster.device(end).name for end in pair.between]
+        if all(end in names for end in ends):
+            moved = [names[end] for end in ends]
+            data["links"]["pairs"].append({**pair.model_dump(), "between": moved})
     return Cluster.parse_data(data, where="--what-if")

@@ -183,7 +183,7 @@ def test_cluster_names_devices_and_links() -> None:
         (("nodes", 1, "devices", 0, "kind"), "V10", "'V10': nearest: V100-16GB, V100"),
         (("nodes", 1, "devices", 0, "reserv"), 1, "did you mean 'reserve'"),
         (("nodes", 0, "acelerators"), "T4", "did you mean 'accelerators'"),
-        (("links", "pairs", 0, "between"), ["a", "c"], "unknown node 'c'"),
+        (("links", "pairs", 0, "between"), ["a", "c"], "unknown node or device 'c'"),
         (("links", "pairs", 0, "gbps"), 0, "greater than or equal to 0.000001"),
         (("nodes", 1, "devices", 0, "threads"), 2, "'threads' is for CPU devices"),
     ],
