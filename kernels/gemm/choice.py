@@ -1,6 +1,8 @@
-"""Which kernel multiplies a shape, and how: measured tables (`tuned/*.json`), else a default.
+"""Which kernel multiplies a shape, and how: the fastest by the model of the machine (predict.py).
 
-Knows no launch: linear_gpu.py makes that of a `ProductPlan`.
+Corrections go first, where a search on the GPU found better than the model expects: `tuned/*.json`,
+for a compute capability and a number of multiprocessors, and what `llmpq-profile tune` left in the
+user's cache directory. Knows no launch: linear_gpu.py makes that of a `ProductPlan`.
 """
 
 from __future__ import annotations
@@ -13,24 +15,20 @@ from pathlib import Path
 import torch
 
 from llmpq.kernels.formats.weight_layout import BLOCK_ROWS
+from llmpq.kernels.gemm.candidates import candidates
 from llmpq.kernels.gemm.config import DENSE, Config, ProductPlan, make_plan
-from llmpq.kernels.gemm.gluon_plan import prefill_config, suits
-
-GLUON_CAPABILITY = (9, 0)
-"""The compute capability that `gluon_kernel` is written for."""
-
-GLUON_ROWS = 65
-"""Fewest rows of x that it takes where nothing was measured."""
+from llmpq.kernels.gemm.gluon_plan import suits
+from llmpq.kernels.gemm.machine import Machine, machine_of
+from llmpq.kernels.gemm.predict import Product, expected_us
 
 TENSOR_CORE_CAPABILITY = (8, 0)
 """Oldest compute capability for which Triton emits tensor-core code."""
 
 M_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 320, *range(384, 2048, 128), 2048, 4096)
-"""Tuned entries and plans are kept per bucket: the least one that is >= M.
+"""Tuned entries are kept per bucket: the least one that is >= M."""
 
-From 256 rows on they follow the tiles of x (320 are two of 160); where one was not measured, the
-next one up to a power of two serves.
-"""
+NEAR = 0.875
+"""Of a bucket of more than 16 rows: fewer take what the model says for their number."""
 
 
 def bucket(rows: int) -> int | None:
@@ -38,20 +36,12 @@ def bucket(rows: int) -> int | None:
     return next((m for m in M_BUCKETS if rows <= m), None)
 
 
-def default_config(bits: int, n: int, k: int, rows: int, *, multiprocessors: int) -> Config:
-    """Return a sane configuration for shapes and GPUs that nobody tuned."""
-    groups = -(-k // 128)
-    if rows <= 2:
-        many = n // BLOCK_ROWS >= 2.5 * multiprocessors
-        return Config(kernel="rows", warps=4 if many else 8, depth=4 if bits == 8 else 6)
-    if rows > 256:
-        return DENSE
-    bm = max(16, min(128, 1 << (rows - 1).bit_length()))
-    tiles = -(-n // 128) * -(-rows // bm)
-    split = max(1, min(groups // 2, 2 * multiprocessors // tiles)) if rows <= bm else 1
-    if rows > 32:
-        return Config(kernel="tile", warps=8, bm=bm, stages=3, split=split)
-    return Config(kernel="tile", warps=8, bm=bm, depth=2 if groups % 2 == 0 else 1, split=split)
+def rounded_rows(rows: int) -> int:
+    """Return the number of rows that a plan is made for: plans are kept, and not for every one."""
+    if rows <= 8:
+        return 1 << (rows - 1).bit_length()
+    step = 16 if rows <= 256 else 32 if rows <= 1024 else 128
+    return -(-rows // step) * step
 
 
 @dataclass(frozen=True)
@@ -59,7 +49,8 @@ class _Key:
     """What a tuned entry was measured for; entries without a form were measured in float16,
     symmetric, and serve the other forms too where these have none."""
 
-    gpu: str
+    gpu: tuple[int, int, int]
+    """Compute capability and multiprocessors."""
     bits: int
     n: int
     k: int
@@ -79,7 +70,8 @@ def _tuned() -> dict[_Key, Config]:
     for path in sorted((Path(__file__).parent / "tuned").glob("*.json")):
         table = json.loads(path.read_text())
         for e in table["entries"]:
-            key = _Key(table["gpu"], e["bits"], e["n"], e["k"], e["m"], e.get("form"))
+            gpu = (*table["capability"], table["multiprocessors"])
+            key = _Key(gpu, e["bits"], e["n"], e["k"], e["m"], e.get("form"))
             found[key] = Config(**e["config"])
     return found
 
@@ -102,32 +94,29 @@ def plan(
     """Decide how to multiply `rows` rows of x by a weight [n, k] on `device`."""
     if device.type != "cuda":
         raise ValueError(f"plan: got device {device}, expected a CUDA GPU")
-    properties = torch.cuda.get_device_properties(device)
-    capability = (properties.major, properties.minor)
-    if capability < TENSOR_CORE_CAPABILITY or n < BLOCK_ROWS:
-        return make_plan(DENSE, capability)
-    config = _measured(properties.name, bits, n, k, rows, form_name(dtype, symmetric))
-    if config is None:
-        count = properties.multi_processor_count
-        config = _default(bits, n, k, rows, multiprocessors=count, capability=capability)
-    return make_plan(config, capability)
+    machine = machine_of(device)
+    if machine.capability < TENSOR_CORE_CAPABILITY or n < BLOCK_ROWS:
+        return make_plan(DENSE, machine.capability)
+    product = Product(bits, n, k, rows, form_name(dtype, symmetric))
+    config = _measured(machine, product) or choose(product, machine)
+    return make_plan(config, machine.capability)
 
 
-def _default(
-    bits: int, n: int, k: int, rows: int, *, multiprocessors: int, capability: tuple[int, int]
-) -> Config:
-    """What serves a shape that nobody measured."""
-    if capability == GLUON_CAPABILITY and rows >= GLUON_ROWS:
-        return prefill_config(bits, n, k, rows, multiprocessors=multiprocessors)
-    return default_config(bits, n, k, rows, multiprocessors=multiprocessors)
+def choose(product: Product, machine: Machine) -> Config:
+    """Return the configuration that the model of the machine expects to be the fastest."""
+    found = candidates(product, machine)
+    return min(found, key=lambda config: expected_us(config, product, machine), default=DENSE)
 
 
-def _measured(gpu: str, bits: int, n: int, k: int, rows: int, form: str) -> Config | None:
-    """The nearest measurement: bits and forms without their own use that of 4 bits, float16."""
-    own = bucket(rows) or M_BUCKETS[-1]
-    for m in (m for m in M_BUCKETS if own <= m <= 1 << (own - 1).bit_length()):
-        for b, f in ((bits, form), (bits, None), (4, form), (4, None)):
-            config = _tuned().get(_Key(gpu, b, n, k, m, f))
-            if config is not None and suits(config, bits):
-                return config
+def _measured(machine: Machine, product: Product) -> Config | None:
+    """The nearest measurement; 3 bits and forms without their own use those of 4 bits, float16."""
+    gpu = (*machine.capability, machine.multiprocessors)
+    own, rows = bucket(product.rows), product.rows
+    if own is None or (own > 16 and rows < NEAR * own):
+        return None
+    kinds = ((product.bits, product.form), (product.bits, None))
+    for b, f in (*kinds, (4, product.form), (4, None)) if product.bits == 3 else kinds:
+        config = _tuned().get(_Key(gpu, b, product.n, product.k, own, f))
+        if config is not None and suits(config, product.bits):
+            return config
     return None

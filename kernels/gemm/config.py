@@ -81,7 +81,7 @@ def make_plan(
     return ProductPlan(
         config=config,
         pdl=hopper_on and not interpret,
-        kwidth4=not hopper_on,
+        kwidth4=not (9, 0) <= capability < (12, 0),  # mma.sync there
         interpret=interpret,
     )
 

@@ -1,24 +1,13 @@
-"""How `gluon_kernel` divides a product: configurations, schedules, shapes that nobody tuned."""
+"""How `gluon_kernel` divides a product: tiles, shared memory, schedules."""
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 from llmpq.kernels.gemm.config import Config
 
 SHARED_BYTES = 232_448
 """Shared memory a program may use on Hopper."""
 
-WIDE = Config(kernel="gluon", bm=256, stages=5)
-TALL = Config(kernel="gluon", blocks=2, bm=128, stages=5)
-BROAD = Config(kernel="gluon", bm=128, stages=5, warpgroups=3)
-SMALL = Config(kernel="gluon", bm=128, stages=6)
-
 _LEAST_GROUPS = 2  # of a program where K is shared out
-
-# us of a k-group of one program and of adding up the shares of cut tiles (H200, 4 bits).
-_GROUP_US = {WIDE: 1.2, TALL: 1.25, BROAD: 1.08, SMALL: 0.7}
-_SHARES_US = 8.0
 
 
 def slot_columns(config: Config) -> int:
@@ -35,7 +24,7 @@ def parts_of(config: Config) -> tuple[int, int]:
 def shared_bytes(config: Config) -> int:
     """Return a program's shared memory: the ring of x, what y is staged in, barriers."""
     ring = config.stages * config.bm * slot_columns(config) * 2
-    return ring + tile_rows(config) * config.bm * 2 + 16 * config.stages + 256
+    return ring + tile_rows(config) * config.bm * 2 + 16 * config.stages + 320
 
 
 def tile_rows(config: Config) -> int:
@@ -68,18 +57,3 @@ def schedule(config: Config, tiles: int, groups: int, multiprocessors: int) -> t
 def suits(config: Config, bits: int) -> bool:
     """Whether a thread's registers hold the words: two planes of two row blocks do not fit."""
     return config.kernel != "gluon" or config.blocks == 1 or bits != 8
-
-
-def prefill_config(bits: int, n: int, k: int, rows: int, *, multiprocessors: int) -> Config:
-    """Return the configuration that a model of waves of tiles expects to be fastest on Hopper."""
-    groups = -(-k // 128)
-
-    def expected_us(config: Config) -> float:
-        base = replace(config, cut=0)
-        tiles = tiles_of(config, n, rows)
-        programs, whole = schedule(config, tiles, groups, multiprocessors)
-        steps = -(-whole // programs) * groups + -(-(tiles - whole) * groups // programs)
-        return steps * _GROUP_US[base] + (_SHARES_US if whole < tiles else 0)
-
-    bases = [c for c in (WIDE, TALL, BROAD, SMALL) if suits(c, bits)]
-    return min((replace(c, cut=cut) for c in bases for cut in (0, 1, 2)), key=expected_us)

@@ -7,7 +7,7 @@
     above              dequantise, then cuBLAS
     GPU before sm_80   dequantise, then cuBLAS, always: Triton drives no older tensor core
 
-Which configuration: `tuned/*.json` (measured, per GPU and shape), else `default_config`.
+Which configuration: choice.py, by a model of the machine with measured corrections.
 Rows of w past the last full 16 go through cuBLAS. Nothing here synchronises or allocates more than
 torch's caching allocator can serve inside a CUDA graph.
 """
@@ -27,7 +27,7 @@ from torch.nn import functional
 from llmpq.kernels.formats.quantized_weight import QuantizedWeight
 from llmpq.kernels.formats.weight_layout import BLOCK_ROWS
 from llmpq.kernels.gemm import gluon_launch
-from llmpq.kernels.gemm.choice import bucket, plan
+from llmpq.kernels.gemm.choice import plan, rounded_rows
 from llmpq.kernels.gemm.config import Config, ProductPlan
 from llmpq.kernels.gemm.dequantize import dequantize_triton
 from llmpq.kernels.gemm.rows_kernel import rows_kernel
@@ -179,9 +179,14 @@ def _launch_tiles(
     planes, scale, zero = q.block_words()
     blocks, groups = q.out_features // BLOCK_ROWS, -(-k // 128)
     bn = BLOCK_ROWS * config.blocks * config.warps
-    tiles, split = triton.cdiv(blocks * BLOCK_ROWS, bn), config.split
-    partial = x.new_empty(tiles * split * bn * config.bm if split > 1 else 1, dtype=torch.float32)
-    tile_kernel[(triton.cdiv(m, config.bm), tiles, split)](
+    m_tiles, tiles, split = (
+        triton.cdiv(m, config.bm),
+        triton.cdiv(blocks * BLOCK_ROWS, bn),
+        config.split,
+    )
+    sums = m_tiles * tiles * split * bn * config.bm if split > 1 else 1
+    partial = x.new_empty(sums, dtype=torch.float32)
+    tile_kernel[(m_tiles, tiles, split)](
         x,
         planes[0],
         planes[-1],
@@ -191,7 +196,7 @@ def _launch_tiles(
         x if residual is None else residual,
         y,
         partial,
-        arrivals(x.device, tiles),
+        arrivals(x.device, m_tiles * tiles),
         m,
         q.out_features,
         k,
@@ -279,7 +284,7 @@ def quantized_linear(
 def _plan_of(x_MK: Tensor, q: QuantizedWeight) -> ProductPlan:
     rows, k = x_MK.shape
     form = (x_MK.dtype, q.symmetric)
-    return plan(q.bits, q.out_features, k, bucket(rows) or rows, x_MK.device, *form)
+    return plan(q.bits, q.out_features, k, rounded_rows(rows), x_MK.device, *form)
 
 
 @quantized_linear.register_fake

@@ -108,7 +108,7 @@ def _load_x(at, group, row_ok, k, K, EVEN_K: tl.constexpr):
         return tl.load(at + group * 128, mask=row_ok & (group * 128 + k < K), other=0.0)
 
 
-@triton.jit(do_not_specialize=["M", "split"])
+@triton.jit(do_not_specialize=["M", "blocks", "groups", "split"])
 def tile_kernel(
     X, P0, P1, S, Z, BIAS, RESIDUAL, Y, PARTIAL, ARRIVED, M, N, K, blocks, groups, split,
     BITS: tl.constexpr, GROUPED: tl.constexpr, SYMMETRIC: tl.constexpr, EVEN_K: tl.constexpr,
@@ -261,10 +261,11 @@ def tile_kernel(
         )
     else:
         slot = tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :]
-        slab = PARTIAL + tile.to(tl.int64) * split * (BN * BM)
+        shared = tile * tl.num_programs(0) + tl.program_id(0)
+        slab = PARTIAL + shared.to(tl.int64) * split * (BN * BM)
         tl.store(slab + part * (BN * BM) + slot, acc)
         tl.debug_barrier()  # every thread's sums are written before this program counts itself
-        before = tl.atomic_add(ARRIVED + tile, 1, sem="acq_rel")
+        before = tl.atomic_add(ARRIVED + shared, 1, sem="acq_rel")
         if before == split - 1:
             total = tl.zeros([BN, BM], tl.float32)
             for share in range(split):
@@ -284,4 +285,4 @@ def tile_kernel(
                 HAS_BIAS,
                 HAS_RESIDUAL,
             )
-            tl.store(ARRIVED + tile, 0)
+            tl.store(ARRIVED + shared, 0)

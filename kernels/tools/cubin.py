@@ -16,9 +16,12 @@ from triton.experimental.gluon._runtime import GluonASTSource
 ARCHITECTURES = (80, 86, 89, 90, 100)
 """sm_80 A100, sm_86 A10/3090, sm_89 L4/4090, sm_90 H100/H200, sm_100 B200."""
 
+CONSUMER_BLACKWELL = 120
+"""RTX 5090: weight kernels are compiled for it, too."""
+
 # Shared memory a block may use, in bytes (CUDA C programming guide, "maximum amount of shared
 # memory per thread block").
-SHARED_LIMIT = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448}
+SHARED_LIMIT = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,18 @@
 """How many tokens to draft before verifying, and what came of it.
 
 `FixedDrafter` always drafts as many; `AutoDrafter` asks the formulas of `llmpq.speculation` for the
-length that pays at this batch and context, with the acceptance it has observed, 0 included.
+length that pays at this batch and context, with the acceptance it has observed, 0 included, and
+stops by the host's clock where rounds with drafts take longer a token than plain ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from llmpq.runtime.drafts import ngram
+from llmpq.runtime.drafts.round_times import RoundTimes
 from llmpq.runtime.request import Request
 from llmpq.speculation import (
     MAX_GAMMA,
@@ -115,9 +117,14 @@ class AutoDrafter(FixedDrafter):
         *,
         acceptance: float | None = None,
         lengths: Sequence[int] = range(1, MAX_GAMMA + 1),
+        clock: Callable[[], float] | None = None,
     ) -> None:
-        """`lengths`: those to choose from, 0 beside them."""
+        """`lengths`: those to choose from, 0 beside them. `clock`: the host's, to stop by it."""
         super().__init__(mode, MAX_GAMMA)
+        self._clock = clock
+        self._clocked: dict[int, RoundTimes] = {}
+        """Rows of a group (up to a power of two) -> what its rounds take."""
+        self._current: RoundTimes | None = None
         self._times, self._lengths = times, lengths
         self.estimate = PRIOR_ACCEPTANCE[mode] if acceptance is None else acceptance
         self.chosen: dict[int, int] = {}
@@ -128,7 +135,29 @@ class AutoDrafter(FixedDrafter):
         self._known = self.PRIOR_TOKENS
 
     def gamma(self, requests: Sequence[Request]) -> int:
-        """Return the draft length for a group; 0 where drafting does not pay."""
+        """Return the draft length for a group; 0 where drafting does not pay, or did not."""
+        rows = len(requests)
+        clocked = self._clocked_for(rows)
+        allowed = clocked is None or clocked.allows()
+        gamma = self._predicted(requests) if allowed else 0
+        if clocked is not None:
+            clocked.started(drafting=gamma > 0, rows=rows)
+        self._idle_rounds = 0 if gamma > 0 else self._idle_rounds + 1
+        self.chosen[gamma] = self.chosen.get(gamma, 0) + 1
+        return gamma
+
+    def _clocked_for(self, rows: int) -> RoundTimes | None:
+        if self._clock is None:
+            return None
+        size = 1 << (rows - 1).bit_length()
+        clocked = self._clocked.setdefault(size, RoundTimes(self._clock))
+        if self._current is not None and self._current is not clocked:
+            clocked.forget_time()
+        self._current = clocked
+        return clocked
+
+    def _predicted(self, requests: Sequence[Request]) -> int:
+        """Return the draft length that step times and the acceptance so far speak for."""
         rows = len(requests)
         context = sum(request.num_cached for request in requests) / rows
         gamma, speedup = best_gamma(
@@ -142,13 +171,13 @@ class AutoDrafter(FixedDrafter):
         if gamma == 0 and self.mode == "ngram":
             untried = self.acceptance.verifies < self.PROBES
             gamma = min(self._lengths) if untried or self._idle_rounds >= self.PROBE_EVERY else 0
-        self._idle_rounds = 0 if gamma > 0 else self._idle_rounds + 1
-        self.chosen[gamma] = self.chosen.get(gamma, 0) + 1
         return gamma
 
     def observe(self, num_drafted: int, num_accepted: int) -> None:
         """Take note of one request's verify and update the acceptance per token."""
         super().observe(num_drafted, num_accepted)
+        if self._current is not None:
+            self._current.add(num_accepted + 1)
         # Drafts behind the first refused one were not judged.
         judged = min(num_drafted, num_accepted + 1)
         for place in range(judged):

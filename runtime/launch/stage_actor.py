@@ -10,6 +10,7 @@ import datetime
 import json
 import os
 import socket
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -67,7 +68,8 @@ def make_drafter(plan: Plan, settings: StageSettings) -> FixedDrafter | None:
     if settings.costs is None:
         return None  # made once the device has timed itself
     costs = CostModel.load_json(settings.costs)
-    return AutoDrafter(settings.speculate, PlanTimes(plan, costs, settings.speculate))
+    times = PlanTimes(plan, costs, settings.speculate)
+    return AutoDrafter(settings.speculate, times, clock=time.perf_counter)
 
 
 class StageActor:
@@ -133,7 +135,9 @@ class StageActor:
         if self._index == 0 and self._drafter is None and self._settings.speculate is not None:
             assert isinstance(self._compute, CudaStageCompute), "draft lengths need a cost model"
             times = self._compute.step_times()
-            self._drafter = AutoDrafter(self._settings.speculate, times, lengths=times.lengths)
+            self._drafter = AutoDrafter(
+                self._settings.speculate, times, lengths=times.lengths, clock=time.perf_counter
+            )
         self._signs = None
         return asdict(report)
 

@@ -11,8 +11,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from llmpq.kernels.__main__ import main as kernels_main
 from llmpq.kernels.gemm import choice as gemm_config
 from llmpq.kernels.gemm import linear_gpu
-from llmpq.kernels.gemm.choice import M_BUCKETS, bucket, default_config
-from llmpq.kernels.gemm.config import DENSE, Config, config_entry
+from llmpq.kernels.gemm.choice import M_BUCKETS, bucket, rounded_rows
+from llmpq.kernels.gemm.config import Config, config_entry
+from llmpq.kernels.gemm.machine import REFERENCE, Machine
+from llmpq.kernels.gemm.predict import Product
 
 pytestmark = pytest.mark.cpu
 
@@ -25,20 +27,18 @@ def test_buckets_hold_every_row_count():
     assert bucket(5000) is None
 
 
-@pytest.mark.parametrize("bits", [3, 4, 8])
-def test_defaults_fit_any_shape(bits):
-    for n, k, m in [(64, 128, 1), (4096, 4096, 2), (21504, 7168, 16), (48, 11008, 64), (1, 1, 300)]:
-        config = default_config(bits, n, k, m, multiprocessors=132)
-        assert config.kernel in ("rows", "tile", "dense")
-        assert config.split <= max(1, -(-k // 128)) and (config.bm & config.bm - 1) == 0
-    assert default_config(bits, 4096, 4096, 1, multiprocessors=132).kernel == "rows"
-    assert default_config(bits, 4096, 4096, 2000, multiprocessors=132) == DENSE
+def test_plans_are_made_for_numbers_of_rows_that_are_not_less():
+    for rows in range(1, 5000, 7):
+        assert rows <= rounded_rows(rows) <= max(2 * rows, 16)
+        assert rounded_rows(rounded_rows(rows)) == rounded_rows(rows)
+    assert [rounded_rows(m) for m in (1, 3, 9, 96, 97, 777, 1025)] == [1, 4, 16, 96, 112, 800, 1152]
 
 
 @pytest.mark.parametrize("path", TUNED, ids=lambda p: p.name)
 def test_tuned_tables_parse_and_fit_their_shapes(path):
     table = json.loads(path.read_text())
-    assert table["schema"] == 1 and table["gpu"]
+    assert table["schema"] == 2 and table["reason"] and table["measured_on"]
+    assert table["multiprocessors"] > 0 and len(table["capability"]) == 2
     for entry in table["entries"]:
         config = Config(**entry["config"])
         assert entry["m"] in M_BUCKETS and entry["bits"] in (3, 4, 8)
@@ -55,25 +55,34 @@ def test_tuned_tables_parse_and_fit_their_shapes(path):
             assert entry["m"] <= 8 and groups % config.warps == 0
 
 
-def test_the_nearest_measurement_serves(monkeypatch):
+def test_a_near_measurement_goes_before_the_model(monkeypatch):
     def config(split):
         return Config(kernel="tile", split=split)
 
-    key = partial(gemm_config._Key, "a GPU", n=64, k=1024, m=16)
+    key = partial(gemm_config._Key, (9, 0, 132), n=64, k=1024, m=16)
     table = {key(4): config(1), key(4, form="bf16 zeros"): config(2), key(8): config(3)}
-    table |= {key(4, m=512): config(4), key(4, m=768): config(5), key(4, m=1024): config(6)}
+    table |= {key(4, m=512): config(4), key(4, m=768): config(5)}
     monkeypatch.setattr(gemm_config, "_tuned", lambda: table)
 
-    def split(bits, dtype, symmetric, rows=16):
-        form = gemm_config.form_name(dtype, symmetric)
-        found = gemm_config._measured("a GPU", bits, 64, 1024, rows, form)
+    def split(bits, form, rows=16, machine=REFERENCE):
+        found = gemm_config._measured(machine, Product(bits, 64, 1024, rows, form))
         return found and found.split
 
-    assert split(4, torch.float16, True) == split(4, torch.bfloat16, True) == 1
-    assert split(4, torch.bfloat16, False) == split(3, torch.bfloat16, False) == 2
-    assert split(8, torch.bfloat16, False) == 3
-    assert [split(4, torch.float16, True, m) for m in (300, 500, 600, 700, 900)] == [4, 4, 5, 5, 6]
-    assert split(4, torch.float16, True, rows=9) == 1 and split(4, torch.float16, True, 17) is None
+    assert split(4, "fp16") == split(4, "bf16") == split(3, "fp16") == 1
+    assert split(4, "bf16 zeros") == split(3, "bf16 zeros") == 2
+    assert split(8, "bf16 zeros") == 3, "8 bits do not take those of 4"
+    assert [split(4, "fp16", m) for m in (400, 450, 512, 600, 700, 900)] == [
+        None,
+        4,
+        4,
+        None,
+        5,
+        None,
+    ]
+    assert split(4, "fp16", 9) == 1 and split(4, "fp16", 17) is None
+    assert split(4, "fp16", machine=Machine(multiprocessors=114)) is None
+    other = Machine(capability=(8, 0))
+    assert split(4, "fp16", machine=other) is None
 
 
 @pytest.mark.parametrize("more", [{"bm": 224}, {"bm": 160, "blocks": 2}, {"bm": 132}])

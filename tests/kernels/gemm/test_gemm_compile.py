@@ -1,11 +1,23 @@
 """Every weight kernel compiles to machine code for every listed architecture, without a GPU."""
 
+from dataclasses import replace
+from itertools import product
+
 import pytest
 
+from llmpq.kernels.gemm.choice import choose
+from llmpq.kernels.gemm.config import make_plan
 from llmpq.kernels.gemm.dequantize import fragment_dequantize_kernel, rows_dequantize_kernel
+from llmpq.kernels.gemm.machine import REFERENCE
+from llmpq.kernels.gemm.predict import Product, shared_estimate
 from llmpq.kernels.gemm.rows_kernel import rows_kernel
 from llmpq.kernels.gemm.tile_kernel import tile_kernel
-from llmpq.kernels.tools.cubin import ARCHITECTURES, SHARED_LIMIT, compile_kernel
+from llmpq.kernels.tools.cubin import (
+    ARCHITECTURES,
+    CONSUMER_BLACKWELL,
+    SHARED_LIMIT,
+    compile_kernel,
+)
 from llmpq.kernels.tools.machine_code import overwritten, product_loops
 
 pytestmark = pytest.mark.compile
@@ -70,6 +82,37 @@ def test_tile_kernel_compiles(arch, bits, dtype, symmetric, stages):
         assert "wgmma" in made.ptx
     elif arch < 90:
         assert "mma.sync" in made.ptx
+
+
+@pytest.mark.parametrize("arch", [*ARCHITECTURES, CONSUMER_BLACKWELL])
+def test_every_tile_that_may_be_chosen_compiles_and_fits(arch):
+    """The forms that the model of the machine chooses for some product of some model."""
+    machine = replace(
+        REFERENCE,
+        capability=divmod(arch, 10),
+        shared_block=SHARED_LIMIT[arch],
+        shared_all=SHARED_LIMIT[arch] + 1024,
+    )
+    shapes = [(5760, 2304), (7168, 5120), (5120, 17408), (28672, 4096), (4096, 14336), (1024, 2048)]
+    kinds = {}
+    for bits, (n, k), rows in product((4, 8), shapes, (1, 4, 16, 32, 48, 64, 96, 128, 200)):
+        config = choose(Product(bits, n, k, rows, "bf16 zeros"), machine)
+        if config.kernel == "tile":
+            kinds[bits, replace(config, split=2)] = config
+    assert kinds
+    for bits, config in kinds:
+        constants = _constants(bits, False, arch) | {
+            "SCALE_W": False,
+            "KWIDTH4": make_plan(config, machine.capability).kwidth4,
+            "BH": config.blocks,
+            "WM": config.warps,
+            "BM": config.bm,
+            "D": config.depth if config.stages == 1 else 1,
+            "STAGES": config.stages,
+        }
+        options = {"num_warps": config.warps, "num_stages": config.stages}
+        made = _compile(tile_kernel, arch, "bf16", constants, **options, maxnreg=config.registers)
+        assert made.shared_bytes <= shared_estimate(config, bits, machine), config
 
 
 @pytest.mark.parametrize("bits,dtype,symmetric", [*VARIANTS, (4, "bf16", False)])

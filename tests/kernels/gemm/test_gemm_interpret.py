@@ -82,6 +82,18 @@ def test_many_rows_of_x_and_older_tensor_cores():
         assert relative_error(y, exact) < TOLERANCE[torch.float16]
 
 
+@pytest.mark.parametrize("stages", [1, 3])
+def test_several_tiles_of_x_may_share_their_k_each(stages):
+    """Every tile of x has sums and a counter of its own."""
+    q = _weight(70, 640, 4)
+    x = _random(37, 640).half()
+    exact = linear_reference(x, q, exact=True)
+    config = Config(kernel="tile", warps=1, bm=16, depth=1, stages=stages, split=3)
+    for _ in range(2):  # counters are left at zero
+        y = run(make_plan(config, (9, 0), interpret=True), x, q)
+        assert relative_error(y, exact) < TOLERANCE[torch.float16]
+
+
 @pytest.mark.parametrize("config", [ROWS, TILE], ids=["rows", "tile"])
 @pytest.mark.parametrize("planted", ["scale", "nibble", "tail", "k tail"])
 def test_planted_bugs_are_caught(config, planted):

@@ -9,28 +9,30 @@ from triton.experimental.gluon import language as gl
 
 from llmpq.kernels.gemm import gluon_kernel as gemm_gluon
 from llmpq.kernels.gemm import gluon_launch as gemm_gluon_launch
+from llmpq.kernels.gemm.candidates import GLUON_FORMS, gluon_candidates
 from llmpq.kernels.gemm.config import Config
 from llmpq.kernels.gemm.gluon_kernel import gluon_kernel
 from llmpq.kernels.gemm.gluon_launch import fits
 from llmpq.kernels.gemm.gluon_plan import (
-    BROAD,
     SHARED_BYTES,
-    SMALL,
-    TALL,
-    WIDE,
     parts_of,
-    prefill_config,
     schedule,
     shared_bytes,
     slot_columns,
     suits,
 )
+from llmpq.kernels.gemm.machine import REFERENCE
+from llmpq.kernels.gemm.predict import Product
 from llmpq.kernels.tools.check_gemm import random_weight
 from llmpq.kernels.tools.cubin import compile_kernel
 from llmpq.kernels.tools.machine_code import overwritten, product_loops
 
 pytestmark = pytest.mark.compile
 
+WIDE = Config(kernel="gluon", bm=256, stages=5)
+TALL = Config(kernel="gluon", blocks=2, bm=128, stages=5)
+BROAD = Config(kernel="gluon", bm=128, stages=5, warpgroups=3)
+SMALL = Config(kernel="gluon", bm=128, stages=6)
 ASKER = Config(kernel="gluon", bm=128, stages=6, asker=True)
 PARTS = Config(kernel="gluon", bm=192, stages=7)
 BROAD_PARTS = Config(kernel="gluon", bm=160, stages=7, warpgroups=3)
@@ -141,15 +143,20 @@ def test_schedules_cover_every_tile():
 
 
 @pytest.mark.parametrize("bits", [3, 4, 8])
-def test_untuned_shapes_get_a_configuration_that_fits(bits):
-    for n, k, m in [(16, 128, 65), (6144, 4096, 256), (28672, 4096, 8192), (4096, 14336, 77)]:
-        config = prefill_config(bits, n, k, m, multiprocessors=132)
-        assert config.kernel == "gluon" and suits(config, bits)
-        assert shared_bytes(config) <= SHARED_BYTES
+def test_candidates_fit(bits):
+    for n, k, m in [(16, 128, 65), (6144, 4096, 256), (28672, 4096, 2048), (4096, 14336, 77)]:
+        found = list(gluon_candidates(Product(bits, n, k, m), REFERENCE))
+        assert found and all(suits(config, bits) for config in found)
+        assert all(shared_bytes(config) <= SHARED_BYTES for config in found)
     assert not suits(TALL, 8) and suits(TALL, 4) and suits(WIDE, 8)
-    # One wave of tiles needs no shares; a quarter of one does.
-    assert prefill_config(4, 128 * 132, 4096, 128, multiprocessors=132).cut == 0
-    assert prefill_config(4, 128 * 33, 8192, 128, multiprocessors=132).cut == 1
+
+
+def test_every_form_that_may_be_chosen_compiles():
+    known = {WIDE, BROAD, ASKER, SMALL, PARTS}
+    for config in GLUON_FORMS:
+        if config not in known:
+            made = _compile(config, 4, "bf16", False, True)
+            assert made.cubin and made.shared_bytes <= min(SHARED_BYTES, shared_bytes(config))
 
 
 def test_a_warp_that_asks_needs_registers_for_the_rest():

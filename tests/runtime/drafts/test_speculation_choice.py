@@ -193,6 +193,75 @@ def test_auto_tries_n_grams_that_do_not_seem_to_pay(accepted):
     assert {other.gamma(group(1, 100)) for _ in range(100)} == {0}, "a model's drafts cost a step"
 
 
+def _tokens_per_second(
+    round_s: dict[bool, float], acceptance: float, rounds: int, *, seed: int = 0, rows: int = 1
+) -> float:
+    """Decode with drafts by the clock; return the speed-up over plain rounds alone."""
+    now = [0.0]
+    drafter = AutoDrafter("ngram", Free(), acceptance=0.9, clock=lambda: now[0])
+    draw, tokens = random.Random(seed), 0
+    for _ in range(rounds):
+        gamma = drafter.gamma(group(rows, 100))
+        now[0] += round_s[gamma > 0] * draw.uniform(0.97, 1.03)
+        for _ in range(rows):
+            accepted = 0
+            while accepted < gamma and draw.random() < acceptance:
+                accepted += 1
+            drafter.observe(gamma, accepted)
+            tokens += accepted + 1
+    return tokens / rows * round_s[False] / now[0]
+
+
+class Free(Machine):
+    """By its step times drafts and their positions cost nothing: all of them seem to pay."""
+
+    def draft_s(self, rows, context):
+        return 0.0
+
+    def verify_s(self, rows, context, q_len):
+        return super().verify_s(rows, context, 1)
+
+
+@pytest.mark.parametrize("acceptance", [0.0, 0.15, 0.4])
+@pytest.mark.parametrize("cost", [1.0, 1.2, 2.0, 3.0])
+@pytest.mark.parametrize("rows", [1, 32])
+def test_drafts_that_lose_by_the_clock_are_switched_off(acceptance, cost, rows):
+    """Whatever the step times say: a round with drafts takes `cost` plain ones."""
+    gained = _tokens_per_second({False: 2e-3, True: cost * 2e-3}, acceptance, 600, rows=rows)
+    assert gained >= 0.98
+
+
+def test_drafts_that_pay_by_the_clock_go_on():
+    assert _tokens_per_second({False: 2e-3, True: 2.2e-3}, 0.8, 600) > 2
+    assert _tokens_per_second({False: 2e-3, True: 2.2e-3}, 0.8, 600, rows=8) > 2
+
+
+def test_a_loss_is_tried_again_more_and_more_seldom():
+    now, drafted = [0.0], []
+    drafter = AutoDrafter("w4kv4", Free(), acceptance=0.9, clock=lambda: now[0])
+    for _ in range(3000):
+        gamma = drafter.gamma(group(1, 100))
+        drafted.append(gamma > 0)
+        now[0] += 5e-3 * (gamma + 1)
+        drafter.estimate = 0.9
+        drafter.observe(gamma, 0)
+    assert 4 <= sum(drafted) < 40
+    assert sum(drafted[:100]) >= 3 and not any(drafted[100:400])
+
+
+def test_time_between_groups_of_other_sizes_is_not_theirs():
+    now = [0.0]
+    drafter = AutoDrafter("w4kv4", Free(), acceptance=0.9, clock=lambda: now[0])
+    for round_ in range(400):
+        rows = 1 if round_ % 2 else 64
+        gamma = drafter.gamma(group(rows, 100))
+        now[0] += (2e-3 if rows == 1 else 4e-2) * (1.1 if gamma else 1)
+        for _ in range(rows):
+            drafter.observe(gamma, gamma)
+    assert all(clocked.gain() is None for clocked in drafter._clocked.values())
+    assert drafter.chosen[0] < 20
+
+
 def test_only_judged_drafts_count_in_the_estimate():
     drafter = AutoDrafter("w4kv4", Machine(), acceptance=0.5)
     for _ in range(3000):  # two accepted, one refused, four never looked at: 2/3
