@@ -22,6 +22,7 @@ import torch
 from llmpq.kernels.gemm import choice as gemm_config
 from llmpq.kernels.gemm.choice import form_name
 from llmpq.kernels.gemm.config import Config, config_entry
+from llmpq.kernels.gemm.machine import machine_of
 from llmpq.memory import Quantization
 from llmpq.model_spec import LinearShape, ModelSpec
 from llmpq.precision import Precision
@@ -154,7 +155,8 @@ def main() -> None:
         size = {"out_features": spec.vocab, "in_features": spec.hidden}
         products.append(LinearShape(name="head", **size, bias=False))
     layers = Layers(model=model, dtype=dtype, context=args.context)
-    gpu = torch.cuda.get_device_name()
+    machine = machine_of(DEVICE)
+    gpu = (*machine.capability, machine.multiprocessors)
     entries = []
     for rows in args.rows:
         shapes = sorted(products, key=lambda s: -s.num_weights)
