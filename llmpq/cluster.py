@@ -27,6 +27,7 @@ class Emulate(FileForm):
     """Make a GPU behave as a smaller one: a share of its SMs and a memory cap."""
 
     sms: int | None = Field(default=None, gt=0, le=65536)
+    """Multiprocessors it may use."""
     memory: Size | None = None
 
 
@@ -34,6 +35,7 @@ class DeviceGroup(FileForm):
     """`count` equal devices of one node."""
 
     kind: str
+    """A card that `llmpq-algo devices --known` lists, `CPU`, or any name beside `spec`."""
     count: int = Field(default=1, gt=0, le=1000)
     memory: Size | None = None
     """Memory of each device, instead of the table's."""
@@ -50,7 +52,9 @@ class Link(FileForm):
     """A connection: 1e9 bits per second one way, and latency of one message."""
 
     gbps: float = Field(ge=1e-6, le=1e9)
+    """Gigabits per second, one way."""
     latency_us: float = Field(ge=0, le=1e9)
+    """Microseconds that a message of no bytes takes."""
 
     def seconds(self, num_bytes: float) -> float:
         """Return the time one message of `num_bytes` takes."""
@@ -65,6 +69,7 @@ class PairLink(Link):
     """
 
     between: tuple[str, str]
+    """Names of two nodes, or one name twice."""
 
 
 class Links(FileForm):
@@ -80,6 +85,7 @@ class Node(FileForm):
 
     name: str
     host: str = "127.0.0.1"
+    """Where other nodes reach it."""
     devices: tuple[DeviceGroup, ...] = ()
     accelerators: str | None = None
     """Short form of one device group, `T4:3`."""
@@ -134,7 +140,9 @@ class PlanningHints(FileForm):
 
     model: str | None = None
     theta: float | None = None
+    """As `--theta`."""
     omega_file: str | None = None
+    """As `--omega-file`."""
     note: str = ""
 
 

@@ -268,7 +268,7 @@ class _HelpFormatter(argparse.HelpFormatter):
     """One line a flag where it fits: listed names only, the value's name once."""
 
     def __init__(self, program: str, shown: dict[str, tuple[str, ...]]) -> None:
-        super().__init__(program, max_help_position=26)
+        super().__init__(program, max_help_position=26, width=96)
         self._shown = shown
 
     def _format_action_invocation(self, action: argparse.Action) -> str:

@@ -39,6 +39,7 @@ class ModelRef(FileForm):
     name: str
     num_layers: int = Field(gt=0)
     fingerprint: str
+    """Hash of the architecture: a plan runs with no other."""
     path: str | None = None
     """Directory the planner read it from; the runtime uses it unless told otherwise."""
 
@@ -48,14 +49,18 @@ class ClusterRef(FileForm):
 
     name: str
     fingerprint: str
+    """Hash of devices and links."""
 
 
 class QuantizationForm(FileForm):
     """File form of `Quantization`."""
 
     group_size: int | None = Field(default=128, gt=0, multiple_of=32)
+    """Weights that share a scale; none: a whole channel."""
     symmetric: bool = False
+    """Whether groups have no zero point."""
     outliers: int = 0
+    """Input channels that w4a4 layers keep in 8 bits."""
 
     def settings(self) -> Quantization:
         """Return the value the byte formulas take."""
@@ -69,9 +74,12 @@ class MemoryForm(FileForm):
 
     weights_bytes: int
     embedding_bytes: int
+    """Embedding on the first stage, norm and head on the last."""
     kv_bytes: int
     workspace_bytes: int
+    """The largest temporary of either phase."""
     context_bytes: int
+    """What the framework takes for itself."""
     total_bytes: int
     limit_bytes: int
     reserve_bytes: int = 0
@@ -81,10 +89,14 @@ class StagePlan(FileForm):
     """One stage: a device and the half-open range of layers it runs."""
 
     device: str
+    """Name in the cluster, such as T4-1."""
     node: str
     device_index: int = 0
+    """Number of the device on its node."""
     kind: str
+    """The card, as the device table names it."""
     profile_kind: str
+    """Under which its measured times are stored: the card and what changes its speed."""
     threads: int | None = Field(default=None, ge=1, le=65536)
     """Threads of a CPU stage."""
     sms: int | None = Field(default=None, gt=0)
@@ -92,6 +104,7 @@ class StagePlan(FileForm):
     layers: tuple[int, int]
     """`[start, end)`."""
     precisions: tuple[Precision, ...]
+    """One for each layer of the stage."""
     memory: MemoryForm | None = None
     prefill_s: float | None = None
     """Predicted time of one prefill micro-batch, the hop to the next stage not included."""
@@ -114,10 +127,13 @@ class Predicted(FileForm):
     """What the planner expects of the whole job."""
 
     prefill_s: float
+    """Until every request has its first token."""
     decode_s: float
+    """The other tokens."""
     total_s: float
     output_tokens_per_s: float
     sum_omega: float
+    """The quality loss of all layers together."""
     all_8bit_omega: float | None = None
     """Sum of omega with every layer at w8a16 and a 16-bit cache; None where it is not known."""
     all_4bit_omega: float | None = None
@@ -135,13 +151,19 @@ class SolverReport(FileForm):
     status: Literal["optimal", "feasible", "heuristic", "baseline", "hand-written"]
     objective: Literal["makespan", "paper"] = "makespan"
     theta: float = 0.0
+    """Seconds that one unit of omega was worth."""
     value: float | None = None
     """Seconds plus theta times sum of omega."""
     bound: float | None = None
+    """No plan has a lower value."""
     gap: float | None = None
+    """How far value may be above the best, as a share of it."""
     seconds: float | None = None
+    """Time the search took."""
     version: str = ""
+    """Of the solver."""
     sensitivity: str = "none"
+    """The indicator that omega came from."""
     note: str = ""
 
 
@@ -150,8 +172,11 @@ class Speculation(FileForm):
 
     mode: Literal["qspec", "w4kv4", "planes", "kv4", "ngram"]
     gamma: int = Field(gt=0, le=MAX_GAMMA)
+    """Tokens drafted before each verify."""
     acceptance: float = Field(ge=0, le=1)
+    """Share of drafted tokens that is expected to be kept."""
     extra_bytes: int = 0
+    """Memory of the drafts, all stages together."""
     predicted_speedup: float | None = None
 
 
@@ -164,8 +189,11 @@ class Plan(FileForm):
     workload: Workload
     quantization: QuantizationForm = QuantizationForm()
     prefill_microbatch: int = Field(gt=0)
+    """Requests whose prompts go through a stage at a time."""
     decode_microbatch: int = Field(gt=0)
+    """Requests that get one more token in a step of a stage."""
     stages: tuple[StagePlan, ...] = Field(min_length=1)
+    """In the order of the pipeline; together they have every layer once."""
     speculation: Speculation | None = None
     predicted: Predicted | None = None
     inputs: PlanInputs | None = None

@@ -21,9 +21,13 @@ class Workload(FileForm):
     """LLM-PQ's offline job: B prompts of s tokens, n new tokens each."""
 
     batch: int = Field(gt=0)
+    """Requests in flight."""
     prompt_len: int = Field(gt=0)
+    """Tokens of a prompt, at most."""
     gen_len: int = Field(gt=0)
+    """New tokens of a request, at most."""
     kv: KVPrecision = KVPrecision.KV16
+    """Bits of the KV cache."""
     dtype: Dtype = "float16"
     """Dtype of activations, of unquantised weights and of the 16-bit KV cache (float32 allowed)."""
 

@@ -15,7 +15,7 @@ from llmpq.planner.limits import MAX_BATCH
 
 DTYPES = ("auto", "float16", "bfloat16", "float32")
 METHODS = ("exact", "ilp", "heuristic", "adabits", "uniform", "pipeedge", "flexgen", "all")
-EXPORTS = ("vllm", "sglang", "llamacpp", "accelerate", "compressed-tensors", "gptqmodel")
+EXPORTS = ("vllm", "sglang", "llamacpp", "accelerate", "compressed-tensors", "gptqmodel", "svg")
 DEFAULT_POINTS = 25
 """Points of a front, unless `--pareto-points` says."""
 COMMANDS = ("plan", "check", "export", "devices")
@@ -324,7 +324,7 @@ def export_parser() -> CommandParser:
     """Return the flags of `llmpq-algo export`."""
     parser = CommandParser(
         "llmpq-algo export",
-        "Write a plan as another engine's settings.",
+        "Write a plan as another engine's settings, or as a picture (svg).",
         example="llmpq-algo export plan.json --to vllm -o serve.sh",
     )
     parser.positional("plan", metavar="PLAN", help="plan JSON")

@@ -13,6 +13,7 @@ from llmpq.planner.export.accelerate import accelerate
 from llmpq.planner.export.compressed_tensors import compressed_tensors
 from llmpq.planner.export.gptqmodel import gptqmodel
 from llmpq.planner.export.llamacpp import llamacpp
+from llmpq.planner.export.picture import picture
 from llmpq.planner.export.result import Exported
 from llmpq.planner.export.sglang import sglang
 from llmpq.planner.export.vllm import vllm
@@ -25,6 +26,7 @@ WRITERS: dict[str, Callable[[Plan, ModelSpec], Exported]] = {
     "accelerate": accelerate,
     "compressed-tensors": compressed_tensors,
     "gptqmodel": gptqmodel,
+    "svg": picture,
 }
 
 
