@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from odd_problems import larger_pair
 from rows import RESULTS, commit, write_row
 
-from llmpq.errors import DoesNotFitError
+from llmpq.errors import DoesNotFitError, LlmpqError
 from llmpq.planner.all_plans import best_of_all
 from llmpq.planner.make import Answer, Wish, answer
 from llmpq.planner.outcome import Unfinished
@@ -74,6 +74,8 @@ def solved(case: RandomCase, time_limit_s: float) -> Answer | str:
         return "unfinished"
     except DoesNotFitError:
         return "infeasible"
+    except (ValueError, LlmpqError) as error:
+        return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def optimum(case: RandomCase) -> float:
@@ -127,8 +129,8 @@ def stopped(seed: int, _: float) -> Tally:
     found = solved(case, rng.choice([0.0, 1e-3, rng.random() * whole, rng.random() * whole]))
     tally.seconds = time.perf_counter() - start
     if isinstance(found, str):
-        if found == "infeasible" and math.isfinite(best):
-            tally.failures.append(f"says infeasible, the optimum is {best:.9g}")
+        if found != "unfinished" and (found != "infeasible" or math.isfinite(best)):
+            tally.failures.append(f"says {found}, the optimum is {best:.9g}")
         return tally
     tally.compared, out = 1, found.outcome
     tally.proven = int(out.status == "optimal")
