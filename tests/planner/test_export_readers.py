@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from llmpq.families import FAMILIES
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
 from llmpq.planner.export import WRITERS
-from llmpq.planner.export.module_names import LAYERS
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -29,6 +29,9 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         hidden_size=256, n_layer=2, n_head=4, vocab_size=64, tie_word_embeddings=True
     ),
     "llama": lambda: transformers.LlamaConfig(**GATED),
+    "qwen2": lambda: transformers.Qwen2Config(
+        **{k: v for k, v in GATED.items() if k != "head_dim"}
+    ),
     "qwen3": lambda: transformers.Qwen3Config(**GATED),
     "mixtral": lambda: transformers.MixtralConfig(**GATED, num_local_experts=2),
 }
@@ -120,6 +123,10 @@ def _dequantised(model: Any, spec: ModelSpec, plan: Plan) -> int:
     return touched
 
 
+def test_every_family_is_tried() -> None:
+    assert set(CONFIGS) == set(FAMILIES)
+
+
 @pytest.mark.parametrize(
     ("family", "precisions"),
     [
@@ -128,6 +135,7 @@ def _dequantised(model: Any, spec: ModelSpec, plan: Plan) -> int:
         ("llama", ("w8a8", "w4a16")),
         ("llama", ("w4a4", "w4a4")),
         ("qwen3", ("w4a16", "w16a16")),
+        ("qwen2", ("w16a16", "w4a16")),
         ("opt", ("w8a16", "w3a16")),
         ("bloom", ("w4a16", "w8a8")),
     ],
@@ -199,7 +207,7 @@ def test_accelerate_dispatches_a_model_by_the_map(tmp_path: Path, family: str) -
     )
     torch.testing.assert_close(_logits(found), wanted)
     devices = {name: parameter.device.type for name, parameter in found.named_parameters()}
-    layers = LAYERS[spec.family]
+    layers = FAMILIES[spec.family].layers_at
     assert {d for name, d in devices.items() if name.startswith(f"{layers}.0.")} == {"cpu"}
     assert {d for name, d in devices.items() if name.startswith(f"{layers}.1.")} == {"meta"}
 
