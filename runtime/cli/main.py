@@ -1,7 +1,7 @@
 """`llmpq-dist`: run a plan, convert a checkpoint, evaluate a precision.
 
     llmpq-dist [run] --plan plan.json --model DIR -i prompts.jsonl -o outputs.jsonl
-    llmpq-dist check plan.json | bench ... | convert ... | eval ...
+    llmpq-dist doctor | check plan.json | bench ... | convert ... | eval ...
 
 Every failure ends with one sentence on stderr and the exit code of its outcome.
 """
@@ -38,6 +38,9 @@ class Command:
 COMMANDS = {
     "run": Command(run_parser, RunOptions, "llmpq.runtime.cli.run"),
     "check": Command(tool_flags.check_parser, tool_flags.CheckOptions, "llmpq.runtime.tools.check"),
+    "doctor": Command(
+        tool_flags.doctor_parser, tool_flags.DoctorOptions, "llmpq.runtime.tools.doctor"
+    ),
     "convert": Command(
         tool_flags.convert_parser,
         tool_flags.ConvertOptions,

@@ -40,6 +40,15 @@ class CheckOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DoctorOptions:
+    """Where to look, and how long."""
+
+    ray_address: str | None
+    timeout: float
+    json: bool
+
+
+@dataclass(frozen=True, kw_only=True)
 class ConvertOptions:
     """Which checkpoint to write again, and where to."""
 
@@ -119,6 +128,22 @@ def check_parser() -> CommandParser:
     seconds = Deadlines().placement_s
     flags.flag("--placement-timeout", type=float, default=seconds, metavar="S", help="seconds")
     flags.flag("--timeout", type=float, default=90.0, metavar="S", help="seconds for each look")
+    return parser
+
+
+def doctor_parser() -> CommandParser:
+    """Return the flags of `llmpq-dist doctor`."""
+    parser = CommandParser(
+        "llmpq-dist doctor",
+        "Say what each device and node can run, what is missing, and what to do about it.",
+        example="llmpq-dist doctor --ray-address HOST:6379",
+    )
+    flags = parser.section("where to look")
+    address = "look at every node of this Ray ('auto': of this machine); default: this machine"
+    flags.flag("--ray-address", also=("--address", "--from-ray"), daily=True, help=address)
+    flags.flag("--json", daily=True, action="store_true", help="print what was found as JSON")
+    seconds = "seconds for each look (default 60)"
+    flags.flag("--timeout", daily=True, type=float, default=60.0, metavar="S", help=seconds)
     return parser
 
 

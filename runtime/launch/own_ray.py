@@ -117,6 +117,8 @@ def _private() -> dict[str, str]:
     return _common() | {
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        # Where cores are busy its agents take longer to start than Ray's 15 s.
+        "RAY_agent_register_timeout_ms": "60000",
     }
 
 

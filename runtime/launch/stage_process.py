@@ -1,9 +1,9 @@
-"""One stage as a plain process: `StageActor` behind JSON lines.
+"""One stage, or one survey of a node, as a plain process: its calls as JSON lines.
 
-First line: {"index": 0, "plan": {...}, "settings": {...}}. Then one call a line, such as
-{"number": 3, "call": "load", "args": []}, each in a thread of its own and answered, in any order,
-with {"number": 3, "value": ...} or {"number": 3, "error": "ValueError", "text": "..."}. The process
-ends with its standard input, so that it never outlives who started it.
+First line: {"index": 0, "plan": {...}, "settings": {...}}, or {"survey": {...}}. Then one call a
+line, such as {"number": 3, "call": "load", "args": []}, each in a thread of its own and answered,
+in any order, with {"number": 3, "value": ...} or {"number": 3, "error": "ValueError", "text":
+"..."}. The process ends with its standard input, so that it never outlives who started it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from llmpq.out_of_memory import first_line, out_of_memory
 CALLS = (
     *("identity", "load", "open_rendezvous", "join", "run", "submit", "abort"),
     *("finish_submitting", "poll", "health", "record", "speculation"),
-    "peak_memory",
+    *("peak_memory", "look", "try_gpus", "try_copies", "try_links"),
 )
 
 
@@ -28,10 +28,7 @@ class _Server:
     """Answers the calls of one actor."""
 
     def __init__(self, first: dict[str, Any], answers: TextIO) -> None:
-        # Imported here: what cannot be imported is the answer to the first call.
-        from llmpq.runtime.launch.stage_actor import StageActor
-
-        self._actor = StageActor(first["index"], json.dumps(first["plan"]), first["settings"])
+        self._actor = _actor(first)
         self._answers, self._lock = answers, threading.Lock()
 
     def answer(self, request: dict[str, Any]) -> None:
@@ -46,6 +43,17 @@ class _Server:
         with self._lock:
             self._answers.write(json.dumps(message) + "\n")
             self._answers.flush()
+
+
+def _actor(first: dict[str, Any]) -> Any:
+    # Imported here: what cannot be imported is the answer to the first call.
+    if "survey" in first:
+        from llmpq.runtime.launch.node_survey import NodeSurvey
+
+        return NodeSurvey(**first["survey"])
+    from llmpq.runtime.launch.stage_actor import StageActor
+
+    return StageActor(first["index"], json.dumps(first["plan"]), first["settings"])
 
 
 def _public_name(error: BaseException) -> str:

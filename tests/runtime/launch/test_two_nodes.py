@@ -30,6 +30,7 @@ JOB = ("--strat_file_name", "plan.json", "-i", "in.jsonl", "-o", "out.jsonl")
 def ray(*arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "ray.scripts.scripts", *map(str, arguments)]
     environment = os.environ | {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token"}
+    environment["RAY_agent_register_timeout_ms"] = "60000"
     return subprocess.run(
         command, env=environment, capture_output=True, text=True, check=True, timeout=LIMIT_S
     )
@@ -114,3 +115,11 @@ def test_a_node_that_is_not_there_is_named(address, files):
     done = dist(files, "check", "plan.json", *where)
     assert done.returncode == 6
     assert "needs a node with labels {'place': 'nowhere'}" in done.stderr
+
+
+def test_the_doctor_looks_at_the_nodes_of_a_ray(address, tmp_path):
+    done = dist(tmp_path, "doctor", "--json", "--ray-address", address)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert len(report["nodes"]) == 1, "both Ray nodes are this machine"
+    assert len(report["links"]) == 1 and report["links"][0]["latency_us"] > 0

@@ -1,0 +1,252 @@
+"""What a survey of nodes means: what each device can run, what is wrong, what to do about it.
+
+Pure: plain values in (launch/node_survey.py has their form), sentences out. No torch, no Ray.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from llmpq.units import format_size
+
+Survey = Mapping[str, Any]
+
+WHEELS = "https://download.pytorch.org/whl"
+_LEAST = {"torch": (2, 11), "ray": (2, 52)}
+"""Oldest versions that the project is written for."""
+_SAME = ("llmpq", "torch", "ray")
+"""Packages that must not differ between nodes."""
+_BUILDS = (((13, 0), "cu130"), ((12, 8), "cu128"), ((12, 6), "cu126"))
+"""Builds of torch's wheels by the CUDA that a driver must serve, newest first."""
+_OLD_BUILD, _NEWER_FROM = "cu126", (7, 5)
+"""The last build with code for cards older than this."""
+_LITTLE = 0.1
+_SHM_BYTES = 100 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """Something to know: an error keeps a device from running, advice does not."""
+
+    level: Literal["error", "advice"]
+    text: str
+    """What is so, and what to do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceLine:
+    """A device and what it can run."""
+
+    node: str
+    device: str
+    memory: str
+    runs: str
+    """What it runs, or why it runs nothing."""
+    usable: bool
+
+
+def device_lines(survey: Survey) -> list[DeviceLine]:
+    """Return a line per GPU, and one of the cores."""
+    node, cpu = str(survey["host"]), survey["cpu"]
+    lines = [_gpu_line(survey, number, gpu) for number, gpu in enumerate(survey["gpus"])]
+    return [
+        *lines,
+        DeviceLine(
+            node=node,
+            device=f"CPU: {cpu['reported']}, {cpu['threads']} free threads",
+            memory=_memory(cpu),
+            runs="float32, all precisions (w3a16 to w8a16 unpacked), all KV bits",
+            usable=True,
+        ),
+    ]
+
+
+def findings(survey: Survey) -> list[Finding]:
+    """Return what is wrong on one node."""
+    host = survey["host"]
+    found = _of_versions(survey) + _of_torch(survey)
+    for number, gpu in enumerate(survey["gpus"]):
+        name = f"{host}: GPU {number} ({gpu['reported']})"
+        if _torch_serves(survey) and not _has_code(gpu["capability"], survey["torch_arches"]):
+            found.append(_error(
+                f"{name} has compute capability {gpu['capability']}, torch "
+                f"{survey['packages'].get('torch')} holds code for "
+                f"{', '.join(survey['torch_arches'])} only: "
+                f"{_install(survey, gpu['capability'])}, or leave the card out with "
+                "CUDA_VISIBLE_DEVICES"
+            ))  # fmt: skip
+        if gpu["kind"] is None:
+            found.append(_advice(
+                f"{name} is not in the table of cards, its speed is a guess: measure it with "
+                "llmpq-dist run --profile, or describe it by 'spec' in a cluster YAML"
+            ))  # fmt: skip
+        total, free = gpu["total_bytes"], gpu["free_bytes"]
+        if total and free is not None and free < _LITTLE * total:
+            found.append(_advice(
+                f"{name} has {format_size(free)} of {format_size(total)} free: see with nvidia-smi "
+                "who uses it"
+            ))  # fmt: skip
+    if survey["shm_bytes"] is not None and survey["shm_bytes"] < _SHM_BYTES:
+        found.append(_advice(
+            f"{host}: /dev/shm has {format_size(survey['shm_bytes'])}, Ray keeps 80 MiB there: "
+            "start the container with --shm-size=1g"
+        ))  # fmt: skip
+    return found
+
+
+def differences(surveys: Sequence[Survey]) -> list[Finding]:
+    """Return which versions differ between nodes that would share a pipeline."""
+    found, first = [], surveys[0]
+    for other in surveys[1:]:
+        pairs = [(n, first["packages"].get(n), other["packages"].get(n)) for n in _SAME]
+        old, new = (".".join(s["python"].split(".")[:2]) for s in (first, other))
+        pairs.append(("Python", old, new))
+        if first["gpus"] and other["gpus"]:
+            pairs.append(("NCCL", first["nccl"], other["nccl"]))
+        for name, wanted, got in pairs:
+            if got != wanted:
+                found.append(_error(
+                    f"{other['host']} has {name} {got or 'not installed'}, {first['host']} has "
+                    f"{wanted or 'none'}: install the same version on every node"
+                ))  # fmt: skip
+    return found
+
+
+def _gpu_line(survey: Survey, number: int, gpu: Mapping[str, Any]) -> DeviceLine:
+    text, usable = _gpu_runs(survey, gpu)
+    tried = {look["gpu"]: look["problem"] for look in survey.get("tried", ())}
+    if usable and tried.get(number) is not None:
+        text, usable = f"nothing: a product on it failed ({tried[number]})", False
+    return DeviceLine(
+        node=str(survey["host"]),
+        device=f"GPU {number}: {gpu['reported']}, sm_{gpu['capability'].replace('.', '')}, "
+        f"driver {gpu['driver']}",
+        memory=_memory(gpu),
+        runs=text,
+        usable=usable,
+    )
+
+
+def _gpu_runs(survey: Survey, gpu: Mapping[str, Any]) -> tuple[str, bool]:
+    """Return what a GPU can run, and whether that is anything."""
+    if not _torch_serves(survey):
+        return "nothing: torch cannot use it", False
+    capability = _version(gpu["capability"])
+    if not _has_code(gpu["capability"], survey["torch_arches"]):
+        return "nothing: torch's wheel has no code for it", False
+    types = "float16, bfloat16" if capability >= (8, 0) else "float16"
+    if "triton" not in survey["packages"]:
+        return f"{types}; quantised layers by torch operators, as Triton is missing", True
+    if capability >= (9, 0) and capability < (10, 0):
+        return f"{types}, packed kernels w3a16 w4a16 w8a16, w8a8, w4a4, KV 16 8 4 2", True
+    if capability >= (8, 0):
+        return f"{types}, packed kernels w3a16 w4a16 w8a16, KV 16 8 4 2", True
+    if capability >= (7, 5):
+        return f"{types}, packed weights unpacked by Triton, products by cuBLAS", True
+    return f"{types}, packed weights unpacked by torch operators, products by cuBLAS", True
+
+
+def _torch_serves(survey: Survey) -> bool:
+    return survey["torch_cuda"] is not None and survey["torch_sees"] > 0
+
+
+def _of_versions(survey: Survey) -> list[Finding]:
+    found, packages = [], survey["packages"]
+    for name, least in _LEAST.items():
+        have = packages.get(name)
+        wanted = ".".join(map(str, least))
+        if have is None and name == "ray":
+            found.append(_advice(
+                f"{survey['host']}: Ray is not installed, which only jobs over several machines "
+                "need: pip install 'llmpq[run]'"
+            ))  # fmt: skip
+        elif have is None or _version(have) < least:
+            found.append(_error(
+                f"{survey['host']}: {name} {have or 'is not installed'}, expected {wanted} or "
+                f"newer: pip install '{name}>={wanted}'"
+            ))  # fmt: skip
+    for name in ("safetensors", "transformers"):
+        if name not in packages:
+            found.append(_error(
+                f"{survey['host']}: {name} is not installed: pip install 'llmpq[run]'"
+            ))  # fmt: skip
+    if survey["gpus"] and "triton" not in packages:
+        found.append(_error(
+            f"{survey['host']}: Triton is not installed, which quantised layers on GPUs need: "
+            "pip install 'llmpq[gpu]'"
+        ))  # fmt: skip
+    return found
+
+
+def _of_torch(survey: Survey) -> list[Finding]:
+    """Return why torch cannot use the GPUs that the driver has."""
+    if not survey["gpus"] or _torch_serves(survey):
+        return []
+    host, torch = survey["host"], survey["packages"].get("torch")
+    count = len(survey["gpus"])
+    if survey["torch_cuda"] is None:
+        return [_error(f"{host}: torch {torch} has no CUDA, its {count} GPUs lie idle: "
+                       f"{_install(survey)}")]  # fmt: skip
+    serves = survey["driver_cuda"]
+    if serves is not None and _version(serves)[0] < _version(survey["torch_cuda"])[0]:
+        driver = survey["gpus"][0]["driver"]
+        return [_error(
+            f"{host}: driver {driver} serves CUDA {serves}, torch {torch} is built for "
+            f"{survey['torch_cuda']}: update the driver, or {_install(survey)}"
+        )]  # fmt: skip
+    return [_error(
+        f"{host}: the driver has {count} GPUs, torch sees none: look at CUDA_VISIBLE_DEVICES, at "
+        "who may open /dev/nvidia*, and, in a container, at --gpus all"
+    )]  # fmt: skip
+
+
+def _install(survey: Survey, capability: str | None = None) -> str:
+    """Return the command that installs a torch for the node's driver and card."""
+    serves = _version(survey["driver_cuda"] or "0.0")
+    if capability is not None and _version(capability) < _NEWER_FROM:
+        build = _OLD_BUILD
+    else:
+        build = next((name for needs, name in _BUILDS if serves >= needs), _OLD_BUILD)
+    return f"pip install torch --index-url {WHEELS}/{build}"
+
+
+def _has_code(capability: str, arches: Sequence[str]) -> bool:
+    """Whether a wheel's code runs on a card: made for its generation, or compiled when loaded."""
+    if not re.fullmatch(r"\d+\.\d+", capability):
+        return True  # the driver does not say
+    major, minor = _version(capability)[:2]
+    for arch in arches:
+        match = re.fullmatch(r"(sm|compute)_(\d+)(\d)[af]?", arch)
+        if match is None:
+            continue
+        form, own = match[1], (int(match[2]), int(match[3]))
+        if own[0] == major and own[1] <= minor and form == "sm" and not arch.endswith(("a", "f")):
+            return True
+        if arch.endswith(("a", "f")) and own == (major, minor):
+            return True
+        if form == "compute" and own <= (major, minor):
+            return True
+    return False
+
+
+def _version(text: str) -> tuple[int, ...]:
+    """Return the first numbers of a version: 2.13.0+cpu is (2, 13)."""
+    return tuple(int(part) for part in re.findall(r"\d+", text)[:2]) or (0,)
+
+
+def _memory(device: Mapping[str, Any]) -> str:
+    total, free = device["total_bytes"], device["free_bytes"]
+    if total is None:
+        return "the host's"
+    return f"{format_size(free) if free is not None else '?'} free of {format_size(total)}"
+
+
+def _error(text: str) -> Finding:
+    return Finding(level="error", text=text)
+
+
+def _advice(text: str) -> Finding:
+    return Finding(level="advice", text=text)

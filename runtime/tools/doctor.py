@@ -1,0 +1,223 @@
+"""`llmpq-dist doctor`: what each device and node can run, what is missing, and what to do.
+
+Looks at this machine, or with `--ray-address` at every node of a Ray. Every look is in a process of
+its own and has a deadline, so that a GPU or a network that hangs is named like anything else.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from llmpq.errors import ExitCode
+from llmpq.out_of_memory import first_line
+from llmpq.runtime.cli.run_flags import check_timeouts
+from llmpq.runtime.cli.tool_flags import DoctorOptions
+from llmpq.runtime.launch.launcher import StageHandle
+from llmpq.runtime.launch.stage_host import LOCAL_HOST
+from llmpq.runtime.tools.diagnosis import Finding, device_lines, differences, findings
+
+_log = logging.getLogger("llmpq.doctor")
+
+
+def main(options: DoctorOptions) -> int:
+    """Look, print, and return 0 if every device that there is can run stages."""
+    check_timeouts({"--timeout": options.timeout})
+    with _nodes(options.ray_address) as (handles, address):
+        report = examine(handles, address, options.timeout)
+    if options.json:
+        sys.stdout.write(json.dumps(report, indent=1) + "\n")
+    else:
+        show(report, Console(width=None if sys.stdout.isatty() else 140))
+    bad = [item for item in report["findings"] if item["level"] == "error"]
+    for item in bad:
+        sys.stderr.write(f"{item['text']}\n")
+    if bad:
+        return ExitCode.STAGE_LOST
+    _log.info("every device listed can run stages")
+    return ExitCode.DONE
+
+
+@contextmanager
+def _nodes(ray_address: str | None) -> Iterator[tuple[Sequence[StageHandle], str]]:
+    """Yield a survey per node, two where there is one node, and where they can meet."""
+    with ExitStack() as stack:
+        if ray_address is None:
+            yield _local(stack), LOCAL_HOST
+        else:
+            yield _of_ray(stack, ray_address)
+
+
+def _local(stack: ExitStack) -> list[StageHandle]:
+    from llmpq.runtime.launch.process_launcher import ProcessStage
+
+    started: list[StageHandle] = []
+    for index in range(2):
+        process = ProcessStage({"survey": {"index": index, "num_nodes": 2}}, dict(os.environ))
+        stack.callback(process.wait)
+        stack.callback(process.kill)
+        started.append(process)
+    return started
+
+
+def _of_ray(stack: ExitStack, address: str) -> tuple[list[StageHandle], str]:
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    from llmpq.runtime.launch.node_survey import NodeSurvey
+    from llmpq.runtime.launch.placement import ray_cluster
+    from llmpq.runtime.launch.ray_launcher import RayStage
+
+    stack.enter_context(ray_cluster(address))
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    places = nodes if len(nodes) > 1 else nodes * 2
+    actor_class, started = ray.remote(NodeSurvey), list[StageHandle]()
+    for index, node in enumerate(places):
+        placed = actor_class.options(
+            num_cpus=0,
+            max_concurrency=2,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
+        )
+        actor = RayStage(placed.remote(index, len(places), see_all=True))
+        stack.callback(actor.kill)
+        started.append(actor)
+    hosts = {node["NodeManagerAddress"] for node in places}
+    return started, LOCAL_HOST if len(hosts) == 1 else places[0]["NodeManagerAddress"]
+
+
+def examine(handles: Sequence[StageHandle], address: str, limit_s: float) -> dict[str, Any]:
+    """Ask every node; return surveys, devices, links and findings as plain values."""
+    looks, found = _ask([handle.call("look") for handle in handles], "look at itself", limit_s)
+    surveys, seen = [], set[tuple[str, str]]()
+    for index, look in enumerate(looks):
+        if look is None:
+            continue
+        here = (look["host"], look["machine"])
+        if here in seen:
+            continue  # the second process of a single node
+        seen.add(here)
+        if look["torch_sees"]:
+            surveys.append(look | _gpus(handles[index], look, limit_s, found))
+        else:
+            surveys.append(look)
+    links: list[dict[str, Any]] = []
+    if all(look is not None for look in looks):
+        names = [str(look["host"]) for look in looks if look is not None]
+        links = _links(handles, names, address, limit_s, found)
+    for survey in surveys:
+        found += findings(survey)
+    found += differences(surveys) if surveys else []
+    return {
+        "nodes": surveys,
+        "devices": [asdict(line) for survey in surveys for line in device_lines(survey)],
+        "links": links,
+        "findings": [asdict(item) for item in found],
+    }
+
+
+def _gpus(
+    handle: StageHandle, look: Mapping[str, Any], limit_s: float, found: list[Finding]
+) -> dict[str, Any]:
+    """Try a node's GPUs, and copies between them."""
+    (tried,), failed = _ask([handle.call("try_gpus")], "compute on its GPUs", limit_s)
+    found += failed
+    if tried is None:
+        return {"tried": [{"gpu": i, "problem": "no answer"} for i in range(len(look["gpus"]))]}
+    copies: list[Any] = []
+    if look["torch_sees"] > 1:
+        (answer,), failed = _ask([handle.call("try_copies")], "copy between its GPUs", limit_s)
+        found += failed
+        copies = answer or []
+    return {"tried": tried, "copies": copies}
+
+
+def _links(
+    handles: Sequence[StageHandle],
+    names: Sequence[str],
+    address: str,
+    limit_s: float,
+    found: list[Finding],
+) -> list[dict[str, Any]]:
+    """Measure gloo between the nodes, or between two processes of one."""
+    (port,), failed = _ask([handles[0].call("open_rendezvous", address)], "listen", limit_s)
+    found += failed
+    if port is None:
+        return []
+    calls = [handle.call("try_links", address, port) for handle in handles]
+    answers, failed = _ask(calls, f"meet the others at {address}:{port}", limit_s)
+    found += failed
+    return [
+        {**link, "from": names[link["from"]], "to": names[link["to"]]}
+        for answer in answers
+        for link in answer or ()
+    ]
+
+
+def _ask(
+    calls: Sequence[Future[Any]], doing: str, limit_s: float
+) -> tuple[list[Any], list[Finding]]:
+    """Return the answers, None for each that failed or is late, and what to say about those."""
+    end_s = time.monotonic() + limit_s
+    answers: list[Any] = []
+    found: list[Finding] = []
+    for index, call in enumerate(calls):
+        wait([call], timeout=max(0.0, end_s - time.monotonic()))
+        if not call.done():
+            answers.append(None)
+            found.append(Finding(level="error", text=(
+                f"node {index} did not {doing} within {limit_s:.0f} s: look at its host, its GPUs "
+                "(nvidia-smi) and the firewall between the hosts, or raise --timeout"
+            )))  # fmt: skip
+        elif (error := call.exception()) is not None:
+            answers.append(None)
+            found.append(Finding(level="error", text=(
+                f"node {index} could not {doing}: {first_line(error)}; look at its host and, "
+                "where it meets others, at the firewall"
+            )))  # fmt: skip
+        else:
+            answers.append(call.result())
+    return answers, found
+
+
+def show(report: Mapping[str, Any], console: Console) -> None:
+    """Print nodes, devices, links, and what to do."""
+    nodes = Table(title="nodes", title_justify="left")
+    for column in ("node", "python", "llmpq", "torch", "CUDA", "triton", "ray", "NCCL"):
+        nodes.add_column(column)
+    for node in report["nodes"]:
+        have = [node["packages"].get(name, "-") for name in ("llmpq", "torch")]
+        more = [node["packages"].get(name, "-") for name in ("triton", "ray")]
+        cuda, nccl = node["torch_cuda"] or "-", node["nccl"] or "-"
+        nodes.add_row(node["host"], node["python"], *have, cuda, *more, nccl)
+    devices = Table(title="devices", title_justify="left")
+    for column in ("node", "device", "memory", "runs"):
+        devices.add_column(column)
+    for line in report["devices"]:
+        devices.add_row(line["node"], line["device"], line["memory"], line["runs"])
+    links = Table(title="links (measured)", title_justify="left")
+    for column in ("from", "to", "over", "latency", "Gb/s"):
+        links.add_column(column)
+    for link in report["links"]:
+        latency = f"{link['latency_us']:.0f} us"
+        links.add_row(link["from"], link["to"], "gloo", latency, f"{link['gbps']:.1f}")
+    for node in report["nodes"]:
+        for copy in node.get("copies", ()):
+            over = "peer memory" if copy["direct"] else "the host"
+            ends = (f"{node['host']} GPU {copy[end]}" for end in ("from", "to"))
+            links.add_row(*ends, over, "-", f"{copy['gbps']:.0f}")
+    for table in (nodes, devices, links):
+        console.print(table)
+    advice = [item["text"] for item in report["findings"] if item["level"] == "advice"]
+    for text in advice:
+        console.print(f"- {text}", highlight=False, soft_wrap=True, markup=False)
