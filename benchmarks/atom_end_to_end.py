@@ -43,9 +43,9 @@ from llmpq.plan import Plan
 from llmpq.precision import KVPrecision, Precision
 from llmpq.runtime.engine.scheduler import Limits, Scheduler
 from llmpq.runtime.launch.hand_plan import hand_plan
-from llmpq.runtime.launch.threads import ThreadEngine
 from llmpq.runtime.models.layers import Weight
 from llmpq.runtime.request import Request
+from llmpq.runtime.tools.open_stages import OpenStages
 from llmpq.runtime.weights.sources import RandomSource
 from llmpq.units import parse_size
 from llmpq.workload import Workload
@@ -121,7 +121,7 @@ def measure(spec: ModelSpec, precision: Precision, args: argparse.Namespace, bat
     torch.cuda.reset_peak_memory_stats()
     plan = plan_of(spec, precision, args, batch)
     source = (AtomSource if precision is Precision.W4A4 else RandomSource)(spec, device="cuda")
-    engine = ThreadEngine(plan, spec, source, device="cuda")
+    engine = OpenStages(plan, spec, source, device="cuda")
     shown = f"{precision.value} {plan.workload.kv.value} batch {batch}"
     print(f"{shown}: {torch.cuda.memory_allocated() / 1e9:.2f} GB loaded", flush=True)
     for compute in engine.computes:
@@ -191,7 +191,7 @@ def drawn_lengths(rng: random.Random, workload: Workload) -> tuple[int, int]:
 
 
 def run_job(
-    engine: ThreadEngine, plan: Plan, requests: Sequence[Request]
+    engine: OpenStages, plan: Plan, requests: Sequence[Request]
 ) -> tuple[float, dict[str, float]]:
     """Serve requests; return seconds, and by phase."""
     limits = Limits(

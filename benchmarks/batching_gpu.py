@@ -23,8 +23,8 @@ from llmpq.precision import Precision
 from llmpq.runtime.engine.scheduler import Scheduler
 from llmpq.runtime.launch.hand_plan import hand_plan
 from llmpq.runtime.launch.stage_settings import limits_of
-from llmpq.runtime.launch.threads import ThreadEngine
 from llmpq.runtime.request import Request
+from llmpq.runtime.tools.open_stages import OpenStages
 from llmpq.runtime.weights.sources import RandomSource
 from llmpq.workload import Workload
 
@@ -55,7 +55,7 @@ def requests(count: int, vocab: int, seed: int) -> list[Request]:
     ]
 
 
-def make_engine(args: argparse.Namespace) -> ThreadEngine:
+def make_engine(args: argparse.Namespace) -> OpenStages:
     """Return the engine: a whole model, or a stage per GPU."""
     spec = ModelSpec.by_name(args.gpu_model)
     if args.layers is not None:
@@ -74,7 +74,7 @@ def make_engine(args: argparse.Namespace) -> ThreadEngine:
     )
     source = RandomSource(spec, device="cuda:0")
     devices = [f"cuda:{index}" for index in range(stages)]
-    return ThreadEngine(plan, spec, source, device=devices if stages > 1 else devices[0])
+    return OpenStages(plan, spec, source, device=devices if stages > 1 else devices[0])
 
 
 def described(args: argparse.Namespace) -> str:
@@ -84,7 +84,7 @@ def described(args: argparse.Namespace) -> str:
     return f"{whole.name}{part}"
 
 
-def warm_up(engine: ThreadEngine, slots: int) -> None:
+def warm_up(engine: OpenStages, slots: int) -> None:
     """Capture the decode step of every number of rows, and compile what prompts need."""
     job = [
         Request(id=i, prompt=(5,) * (16 + 40 * (i % 9)), max_new=8 + 2 * i) for i in range(slots)

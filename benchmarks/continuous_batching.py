@@ -33,8 +33,8 @@ from llmpq.runtime.engine.schedule_replay import Replay, StageCost, replay
 from llmpq.runtime.engine.scheduler import Limits, Scheduler
 from llmpq.runtime.launch.hand_plan import hand_plan
 from llmpq.runtime.launch.stage_settings import limits_of
-from llmpq.runtime.launch.threads import EngineRun, ThreadEngine
 from llmpq.runtime.request import MicroBatch, Request, StepKind
+from llmpq.runtime.tools.open_stages import OpenRun, OpenStages
 from llmpq.runtime.trace import Event
 from llmpq.runtime.weights.sources import CheckpointSource
 from llmpq.workload import Workload
@@ -48,7 +48,7 @@ class Timed:
     """A run and its speed."""
 
     tokens_per_s: float
-    run: EngineRun
+    run: OpenRun
 
 
 def requests(count: int, vocab: int, seed: int) -> list[Request]:
@@ -93,7 +93,7 @@ def simulate(plan: Plan, batching: str, job: Sequence[Request], cost: StageCost)
     return replay(scheduler, job, [cost] * len(plan.stages))
 
 
-def timed_rate(engine: ThreadEngine, scheduler: Scheduler, job: Sequence[Request]) -> Timed:
+def timed_rate(engine: OpenStages, scheduler: Scheduler, job: Sequence[Request]) -> Timed:
     """Run a job on one stage; its rate by the thread's own clock leaves other programs out."""
     started_s = time.thread_time()
     run = engine.run(scheduler, job, keep_events=True)
@@ -157,7 +157,7 @@ def main() -> None:
             decode_microbatch=args.slots // num_stages,
         )
 
-    engine = ThreadEngine(plan(1), spec, CheckpointSource(args.model, spec))
+    engine = OpenStages(plan(1), spec, CheckpointSource(args.model, spec))
     rates: dict[str, list[float]] = {"continuous": [], "static": []}
     events: list[Event] = []
     for repeat in range(args.repeats):

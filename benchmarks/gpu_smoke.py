@@ -32,10 +32,10 @@ from llmpq.runtime.engine.plain_loop import LocalPipeline
 from llmpq.runtime.engine.scheduler import Limits, Scheduler
 from llmpq.runtime.launch.hand_plan import hand_plan
 from llmpq.runtime.launch.stage_settings import limits_of
-from llmpq.runtime.launch.threads import ThreadEngine
 from llmpq.runtime.request import Request
 from llmpq.runtime.text.tokenizer import Tokenizer
 from llmpq.runtime.tools.evaluate import perplexity
+from llmpq.runtime.tools.open_stages import OpenStages
 from llmpq.runtime.weights.quantized_checkpoint import open_checkpoint
 from llmpq.runtime.weights.sources import RandomSource
 from llmpq.speculation import SpeculationMode
@@ -195,7 +195,7 @@ def _serve(
         decode_microbatch=6 // stages,
     )
     source = open_checkpoint(DEMO, spec)
-    engine = ThreadEngine(plan, spec, source, device=device, graphs=graphs, speculate=mode)
+    engine = OpenStages(plan, spec, source, device=device, graphs=graphs, speculate=mode)
     requests = [Request(id=i, prompt=tuple(p), max_new=max_new) for i, p in enumerate(prompts)]
     drafter = None if mode is None else FixedDrafter(mode, 3)
     tokens = engine.run(Scheduler(limits_of(plan), drafter=drafter), requests).tokens
@@ -262,7 +262,7 @@ def profile(bits: str, kv: str, layers: int) -> bool:
     plan = hand_plan(
         spec, workload, precision=precision, prefill_microbatch=32, decode_microbatch=32
     )
-    engine = ThreadEngine(plan, spec, RandomSource(spec, device="cuda:0"), device="cuda:0")
+    engine = OpenStages(plan, spec, RandomSource(spec, device="cuda:0"), device="cuda:0")
 
     def job(new: int) -> None:
         requests = [Request(id=i, prompt=(i + 5,) * 512, max_new=new) for i in range(32)]

@@ -43,11 +43,11 @@ from delayed_network import DEVICE, DelayedNetwork
 from llmpq.profiler.timing.gpu_link_times import DTYPE, room, run_rounds
 from llmpq.profiler.timing.gpu_link_times import TOKENS as GPU_TOKENS
 from llmpq.runtime.links.device_links import DeviceLinks, Links
-from llmpq.runtime.links.message import StepMessage
 from llmpq.runtime.links.peer_links import PeerLinks
 from llmpq.runtime.links.transport import GlooTransport, join_gloo
 from llmpq.runtime.request import StepKind
 from llmpq.runtime.sampling_params import TokenChoice
+from llmpq.runtime.step_message import StepMessage
 
 FILE = "links.jsonl"
 ROWS, HIDDEN = 8, 4096

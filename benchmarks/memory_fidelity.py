@@ -32,11 +32,11 @@ from llmpq.precision import KVPrecision, Precision
 from llmpq.runtime.backends.build_stage import build_stage
 from llmpq.runtime.backends.stage_compute import StageCompute
 from llmpq.runtime.launch.hand_plan import hand_plan
-from llmpq.runtime.links.message import StepMessage
 from llmpq.runtime.links.peer_links import Room
 from llmpq.runtime.pending import arrived
 from llmpq.runtime.request import StepKind
 from llmpq.runtime.sampling_params import TokenChoice
+from llmpq.runtime.step_message import StepMessage
 from llmpq.runtime.weights.sources import RandomSource
 from llmpq.units import format_size
 from llmpq.workload import Workload

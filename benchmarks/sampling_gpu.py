@@ -25,9 +25,9 @@ from llmpq.precision import Precision
 from llmpq.runtime.engine.scheduler import Scheduler
 from llmpq.runtime.launch.hand_plan import hand_plan
 from llmpq.runtime.launch.stage_settings import limits_of
-from llmpq.runtime.launch.threads import ThreadEngine
 from llmpq.runtime.models.sampling import TokenChoice, draw, probabilities, sample, uniform
 from llmpq.runtime.request import Request
+from llmpq.runtime.tools.open_stages import OpenStages
 from llmpq.runtime.weights.sources import RandomSource
 from llmpq.workload import Workload
 
@@ -91,7 +91,7 @@ def time_job(args: argparse.Namespace) -> None:
         prefill_microbatch=args.batch,
         decode_microbatch=args.batch,
     )
-    engine = ThreadEngine(plan, spec, RandomSource(spec, device="cuda:0"), device="cuda:0")
+    engine = OpenStages(plan, spec, RandomSource(spec, device="cuda:0"), device="cuda:0")
     greedy = 0.0
     for way, words in {"greedy": None, **WAYS}.items():
         rates = []

@@ -35,9 +35,9 @@ from llmpq.runtime.drafts.drafters import Acceptance, FixedDrafter
 from llmpq.runtime.engine.scheduler import Scheduler
 from llmpq.runtime.launch.hand_plan import hand_plan
 from llmpq.runtime.launch.stage_settings import limits_of
-from llmpq.runtime.launch.threads import ThreadEngine
 from llmpq.runtime.request import Request
 from llmpq.runtime.text.tokenizer import Tokenizer
+from llmpq.runtime.tools.open_stages import OpenStages
 from llmpq.runtime.weights.sources import CheckpointSource
 from llmpq.speculation import SpeculationMode
 from llmpq.workload import Workload
@@ -84,7 +84,7 @@ def jobs(tokens: Sequence[int], count: int, prompt_len: int, max_new: int) -> li
     ]
 
 
-def measure_acceptance(engine: ThreadEngine, mode: Mode, gamma: int, work: Work) -> Acceptance:
+def measure_acceptance(engine: OpenStages, mode: Mode, gamma: int, work: Work) -> Acceptance:
     """Draft and verify once behind every window."""
     drafter = FixedDrafter(mode.name, gamma)
     windows = jobs(work.tokens, work.windows, work.prompt_len, gamma + 2)
@@ -93,7 +93,7 @@ def measure_acceptance(engine: ThreadEngine, mode: Mode, gamma: int, work: Work)
 
 
 def measure_speed(
-    engine: ThreadEngine, plain: ThreadEngine, mode: Mode, gamma: int, work: Work
+    engine: OpenStages, plain: OpenStages, mode: Mode, gamma: int, work: Work
 ) -> tuple[list[float], list[float]]:
     """Return tokens/s with drafts and without, in turn; the tokens must be the same.
 
@@ -157,7 +157,7 @@ def main() -> None:
             decode_microbatch=args.batch,
         )
         source = CheckpointSource(args.model, spec)
-        engine = ThreadEngine(plan, spec, source, speculate=mode.name, device=args.on)
+        engine = OpenStages(plan, spec, source, speculate=mode.name, device=args.on)
         case = {
             "model": spec.name,
             "text": Path(args.text).name,
@@ -170,7 +170,7 @@ def main() -> None:
             write_acceptance(args, case | {"gamma": gamma}, seen)
         if args.on != "cpu" or args.no_speed:
             continue
-        without = ThreadEngine(plan, spec, source)
+        without = OpenStages(plan, spec, source)
         fast, plain = measure_speed(engine, without, mode, args.speed_gamma, work)
         write_row(
             "speculation.jsonl",

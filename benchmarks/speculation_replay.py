@@ -25,9 +25,9 @@ from llmpq.runtime.cache.low_bit_kv import LowBitKV
 from llmpq.runtime.cache.plain_kv import PlainKVCache
 from llmpq.runtime.drafts.drafters import FixedDrafter
 from llmpq.runtime.engine.stage_loop import FirstStage
-from llmpq.runtime.links.message import StepMessage
 from llmpq.runtime.pending import Pending
 from llmpq.runtime.request import Request, StepKind
+from llmpq.runtime.step_message import StepMessage
 
 ACCEPTANCE = Path(__file__).parent / "results" / "speculation.jsonl"
 ROUNDS = 1024

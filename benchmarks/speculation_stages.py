@@ -39,8 +39,8 @@ from llmpq.runtime.drafts.drafters import FixedDrafter
 from llmpq.runtime.engine.scheduler import Scheduler
 from llmpq.runtime.launch.hand_plan import hand_plan
 from llmpq.runtime.launch.stage_settings import limits_of
-from llmpq.runtime.launch.threads import ThreadEngine
 from llmpq.runtime.request import MicroBatch, Request, StepKind
+from llmpq.runtime.tools.open_stages import OpenStages
 from llmpq.runtime.weights.sources import RandomSource
 from llmpq.speculation import SpeculationMode, expected_tokens
 from llmpq.workload import Workload
@@ -63,7 +63,7 @@ class LoggingScheduler(Scheduler):
 
 def make_engine(
     args: argparse.Namespace, batch: int, context: int, mode: SpeculationMode | None
-) -> ThreadEngine:
+) -> OpenStages:
     """Return a stage per GPU whose cache holds noise."""
     spec = ModelSpec.by_name(args.model)
     if args.layers is not None:
@@ -78,7 +78,7 @@ def make_engine(
     )
     devices = [f"cuda:{index}" for index in range(args.stages)]
     source = RandomSource(spec, device=devices[0])
-    engine = ThreadEngine(plan, spec, source, device=devices, speculate=mode)
+    engine = OpenStages(plan, spec, source, device=devices, speculate=mode)
     for compute in engine.computes:
         inner = compute.kv.inner if isinstance(compute.kv, DualKV) else compute.kv
         assert isinstance(inner, PlainKVCache)
@@ -88,7 +88,7 @@ def make_engine(
     return engine
 
 
-def rate(engine: ThreadEngine, drafter: FixedDrafter | None, context: int, new: int) -> list[float]:
+def rate(engine: OpenStages, drafter: FixedDrafter | None, context: int, new: int) -> list[float]:
     """Return samples of tokens/s."""
     batch = engine.plan.workload.batch
     scheduler = LoggingScheduler(limits_of(engine.plan), drafter=drafter)

@@ -19,13 +19,13 @@ from types import TracebackType
 from typing import Any, Literal, Self, cast
 
 from llmpq.plan import MAX_GAMMA, Plan
-from llmpq.runtime.engine.mailbox import Finished
 from llmpq.runtime.launch.engine import Engine
 from llmpq.runtime.launch.engine_thread import EngineThread, RequestNews
 from llmpq.runtime.launch.launcher import Backend, Deadlines, Launch
 from llmpq.runtime.launch.planned_kv import AUTO, with_kv
 from llmpq.runtime.launch.stage_settings import LinkChoice, StageSettings, limits_of
 from llmpq.runtime.plan_choice import Wishes, choose_plan
+from llmpq.runtime.request import Finished
 from llmpq.runtime.request_output import CompletionOutput, RequestOutput
 from llmpq.runtime.sampling_params import SamplingParams
 from llmpq.runtime.text.prompts import Ask, Messages, Prompt, Prompts, completion, listed

@@ -102,3 +102,26 @@ class MicroBatch:
     def max_end(self) -> int:
         """Longest cache after this step."""
         return max(s + len(t) for s, t in zip(self.starts, self.tokens, strict=True))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finished:
+    """A request that ended, with its times since it was submitted."""
+
+    id: int
+    tokens: list[int]
+    finish_reason: str
+    first_token_s: float
+    total_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """Counters of a running job."""
+
+    waiting: int = 0
+    running: int = 0
+    finished: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    phase: str = "idle"

@@ -21,11 +21,11 @@ import torch.distributed as dist
 from llmpq.profiler.timing.cases import LinkJob, LinkTimings
 from llmpq.profiler.timing.gpu_link_times import room, run_rounds
 from llmpq.runtime.links.device_links import connect_devices
-from llmpq.runtime.links.message import StepMessage
 from llmpq.runtime.links.transport import GlooTransport, join_gloo
 from llmpq.runtime.pending import arrived
 from llmpq.runtime.request import StepKind
 from llmpq.runtime.sampling_params import TokenChoice
+from llmpq.runtime.step_message import StepMessage
 
 ROWS = 8
 TOKENS = (1, 8, 64, 256)

@@ -28,13 +28,13 @@ from llmpq.runtime.backends.cuda_stage import CudaStageCompute, widened
 from llmpq.runtime.backends.stage_compute import StageCompute
 from llmpq.runtime.cache.kv_by_precision import make_kv_cache
 from llmpq.runtime.cache.plain_kv import KVCache
-from llmpq.runtime.links.message import StepMessage
 from llmpq.runtime.models.layers import DecoderLayer
 from llmpq.runtime.models.stage_model import DTYPES, StageModel
 from llmpq.runtime.pending import arrived
 from llmpq.runtime.request import StepKind
 from llmpq.runtime.sampling_params import TokenChoice
 from llmpq.runtime.step import Step
+from llmpq.runtime.step_message import StepMessage
 from llmpq.runtime.weights.sources import RandomSource
 from llmpq.workload import DTYPE_BYTES, Workload
 

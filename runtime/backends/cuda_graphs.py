@@ -23,9 +23,9 @@ from torch import Tensor
 
 from llmpq.kernels.fused.argmax import argmax
 from llmpq.runtime.cache.plain_kv import KVCache
-from llmpq.runtime.links.message import StepMessage
 from llmpq.runtime.models.stage_model import StageModel
 from llmpq.runtime.step import Step
+from llmpq.runtime.step_message import StepMessage
 
 _log = logging.getLogger("llmpq.graphs")
 

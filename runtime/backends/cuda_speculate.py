@@ -25,9 +25,9 @@ from llmpq.runtime.cache.plain_kv import KVCache
 from llmpq.runtime.drafts import ngram
 from llmpq.runtime.drafts.acceptance import accept, draft_tokens
 from llmpq.runtime.drafts.draft_model import Draft
-from llmpq.runtime.links.message import StepMessage
 from llmpq.runtime.models.stage_model import StageModel
 from llmpq.runtime.step import Step
+from llmpq.runtime.step_message import StepMessage
 from llmpq.runtime.upload import upload
 from llmpq.speculation import MAX_GAMMA
 

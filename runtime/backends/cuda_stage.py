@@ -24,12 +24,12 @@ from llmpq.runtime.backends.cuda_graphs import DecodeGraphs
 from llmpq.runtime.backends.cuda_speculate import CudaSpeculation
 from llmpq.runtime.backends.stage_compute import StageCompute
 from llmpq.runtime.cache.plain_kv import KVCache
-from llmpq.runtime.links.message import StepMessage
 from llmpq.runtime.models.sampling import sample
 from llmpq.runtime.models.stage_model import StageModel
 from llmpq.runtime.pending import Pending
 from llmpq.runtime.request import StepKind
 from llmpq.runtime.step import Step
+from llmpq.runtime.step_message import StepMessage
 from llmpq.runtime.trace import MAX_EVENTS, KindTotals
 from llmpq.runtime.upload import upload
 from llmpq.speculation import MeasuredTimes, SpeculationMode

@@ -16,9 +16,9 @@ import torch
 from llmpq.kv_format import BLOCK_TOKENS, HOLDBACK_TOKENS
 from llmpq.runtime.backends.cuda_graphs import DecodeGraphs
 from llmpq.runtime.backends.cuda_speculate import CudaSpeculation
-from llmpq.runtime.links.message import StepMessage
 from llmpq.runtime.request import StepKind
 from llmpq.runtime.sampling_params import TokenChoice
+from llmpq.runtime.step_message import StepMessage
 from llmpq.speculation import MAX_GAMMA, Line, MeasuredTimes
 
 POSITIONS = (1, 2, 3, 4, 6, MAX_GAMMA + 1)

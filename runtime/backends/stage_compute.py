@@ -14,13 +14,13 @@ from llmpq.runtime.cache.dual_kv import DualKV, make_copy
 from llmpq.runtime.cache.plain_kv import KVCache
 from llmpq.runtime.drafts.acceptance import accept, draft_tokens
 from llmpq.runtime.drafts.draft_model import Draft, build_draft
-from llmpq.runtime.links.message import StepMessage
 from llmpq.runtime.models.sampling import sample
 from llmpq.runtime.models.stage_model import StageModel
 from llmpq.runtime.pending import Pending
 from llmpq.runtime.request import StepKind
 from llmpq.runtime.sampling_params import TokenChoice
 from llmpq.runtime.step import Step
+from llmpq.runtime.step_message import StepMessage
 from llmpq.runtime.trace import KindTotals
 from llmpq.speculation import READS_KV4, SpeculationMode
 from llmpq.workload import Workload

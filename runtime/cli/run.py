@@ -36,7 +36,6 @@ from llmpq.runtime.cli.run_flags import (
     launch_of,
 )
 from llmpq.runtime.cli.speculation_choice import choose_speculation
-from llmpq.runtime.engine.mailbox import Finished
 from llmpq.runtime.engine.scheduler import Limits
 from llmpq.runtime.launch.engine import Engine, Update
 from llmpq.runtime.launch.planned_kv import AUTO, with_kv
@@ -44,7 +43,8 @@ from llmpq.runtime.launch.stage_host import LOCAL_HOST, meeting_host
 from llmpq.runtime.launch.stage_settings import StageSettings, limits_of
 from llmpq.runtime.report.job_report import JobResult, build_report, print_summary
 from llmpq.runtime.report.progress import ProgressReporter
-from llmpq.runtime.request import Request
+from llmpq.runtime.request import Finished, Request
+from llmpq.runtime.text.answer_text import answer_text
 from llmpq.runtime.text.batch_io import OrderedWriter, finished_lines, read_rows
 from llmpq.runtime.text.batch_rows import Answer, Row, answer_line, error_line
 from llmpq.runtime.text.made_with import made_by, made_with
@@ -333,13 +333,13 @@ def _serve_plainly(job: Job, pipeline: Engine, updates: Iterator[Update]) -> lis
 
 def _answer(request: Request, result: Finished, tokenizer: Tokenizer) -> Answer:
     tokens = list(result.tokens)
-    shown = tokens[:-1] if tokens and tokens[-1] in request.stop_ids else tokens
-    # Decoding behind the prompt keeps a leading space that some tokenizers drop at the start.
-    before = tokenizer.decode(request.prompt)
-    whole = tokenizer.decode([*request.prompt, *shown])
-    text = whole[len(before) :] if whole.startswith(before) else tokenizer.decode(shown)
-    for stop in request.stop_texts:
-        text = text.split(stop, 1)[0]
+    text = answer_text(
+        tokenizer,
+        request.prompt,
+        tokens,
+        stop_ids=request.stop_ids,
+        stop_texts=request.stop_texts,
+    )
     return Answer(
         text=text,
         tokens=tokens,

@@ -11,30 +11,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from llmpq.runtime.request import Request
-
-
-@dataclass(frozen=True, kw_only=True)
-class Finished:
-    """A request that ended, with its times since it was submitted."""
-
-    id: int
-    tokens: list[int]
-    finish_reason: str
-    first_token_s: float
-    total_s: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Progress:
-    """Counters of a running job."""
-
-    waiting: int = 0
-    running: int = 0
-    finished: int = 0
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
-    phase: str = "idle"
+from llmpq.runtime.request import Finished, Progress, Request
 
 
 @dataclass(frozen=True, kw_only=True)

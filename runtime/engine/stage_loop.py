@@ -17,12 +17,12 @@ from typing import Protocol
 
 from torch import Tensor
 
-from llmpq.runtime.engine.mailbox import Abort, Finished, Mailbox, Progress
+from llmpq.runtime.engine.mailbox import Abort, Mailbox
 from llmpq.runtime.engine.scheduler import UNKNOWN, Scheduler, max_ahead, max_in_flight
-from llmpq.runtime.links.message import STOP, StepMessage, describe, result_width
 from llmpq.runtime.links.transport import Transport
 from llmpq.runtime.pending import Pending, arrived
-from llmpq.runtime.request import MicroBatch, Request, StepKind
+from llmpq.runtime.request import Finished, MicroBatch, Progress, Request, StepKind
+from llmpq.runtime.step_message import STOP, StepMessage, describe, result_width
 from llmpq.runtime.trace import Recorder
 
 

@@ -24,7 +24,6 @@ from typing import Any
 from llmpq.cluster import Cluster
 from llmpq.errors import DeadlineError
 from llmpq.plan import Plan
-from llmpq.runtime.engine.mailbox import Finished, Progress
 from llmpq.runtime.launch.choose_launcher import make_launcher
 from llmpq.runtime.launch.failures import GRACE_S, is_consequence, lost_stage
 from llmpq.runtime.launch.launcher import (
@@ -37,7 +36,7 @@ from llmpq.runtime.launch.launcher import (
 from llmpq.runtime.launch.load_watch import LoadWatch
 from llmpq.runtime.launch.stage_host import meeting_host, process_space
 from llmpq.runtime.launch.stage_settings import StageSettings, write_request
-from llmpq.runtime.request import Request
+from llmpq.runtime.request import Finished, Progress, Request
 from llmpq.runtime.trace import LoadReport, StageRecord
 
 _POLL_S = 0.25

@@ -9,9 +9,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from llmpq.errors import StageLostError
-from llmpq.runtime.engine.mailbox import Finished, Progress
 from llmpq.runtime.launch.engine import Engine
-from llmpq.runtime.request import Request
+from llmpq.runtime.request import Finished, Progress, Request
 
 _END_S = 5.0
 """How long the loops may take to end before the stages are taken down."""

@@ -28,11 +28,11 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from llmpq.gpu_workspace import OUTPUTS_LEAVING
-from llmpq.runtime.links.message import StepMessage
 from llmpq.runtime.links.peer_links import PeerLinks, Room
 from llmpq.runtime.links.transport import IDLE_LIMIT, GlooTransport
 from llmpq.runtime.pending import Pending
 from llmpq.runtime.request import StepKind
+from llmpq.runtime.step_message import StepMessage
 
 _log = logging.getLogger("llmpq.links")
 

@@ -1,4 +1,4 @@
-"""What travels between stages: a header that describes one micro-batch, beside its hidden states.
+"""How a micro-batch is described on its way between stages: the header beside its hidden states.
 
 The header is one int64 tensor of fixed size, so that a receiver can post its receive before it
 knows what comes:
@@ -13,85 +13,15 @@ Verify steps send their tokens [B, Q] along, since the last stage must compare t
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from llmpq.runtime.request import MicroBatch, StepKind
+from llmpq.runtime.request import StepKind
 from llmpq.runtime.sampling_params import TokenChoice
-from llmpq.runtime.step import Step
-from llmpq.runtime.upload import upload
+from llmpq.runtime.step_message import StepMessage
 
 _WIDTH = 8
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepMessage:
-    """One micro-batch as a stage sees it: numbers only, no request objects."""
-
-    kind: StepKind
-    seq: int = 0
-    slots: Sequence[int] = ()
-    starts: Sequence[int] = ()
-    num_new: Sequence[int] = ()
-    sample_steps: Sequence[int] = ()
-    """Index of the token each row samples, which seeds its random draw."""
-    sampling: Sequence[TokenChoice] = ()
-    tokens: Sequence[Sequence[int]] = field(default=(), repr=False)
-    """New tokens of each row: known to the first stage, and to all in a verify step."""
-
-    @property
-    def q_len(self) -> int:
-        """Width of the padded tables."""
-        return max(self.num_new, default=0)
-
-    @property
-    def num_rows(self) -> int:
-        """Requests in the micro-batch."""
-        return len(self.slots)
-
-    def step(self, device: torch.device | str) -> Step:
-        """Build the value the model's forward takes."""
-        return Step.of(self.slots, self.starts, self.num_new, device=device)
-
-    def tokens_BQ(self, device: torch.device | str = "cpu") -> Tensor:
-        """Return the new tokens, right padded with 0."""
-        table = [[*row, *[0] * (self.q_len - len(row))] for row in self.tokens]
-        return upload(table, torch.long, device)
-
-
-STOP = StepMessage(kind=StepKind.STOP)
-
-
-def describe(micro_batch: MicroBatch) -> StepMessage:
-    """Return the message of a micro-batch the scheduler issued."""
-    requests = micro_batch.requests
-    # A draft step samples the token after the drafts it has; all others the one after the output.
-    ahead = micro_batch.kind is StepKind.DRAFT
-    return StepMessage(
-        kind=micro_batch.kind,
-        seq=micro_batch.seq,
-        slots=[request.slot for request in requests],
-        starts=micro_batch.starts,
-        num_new=_counts(micro_batch),
-        sample_steps=[len(r.output) + (len(r.drafts) if ahead else 0) for r in requests],
-        sampling=[request.sampling for request in requests],
-        tokens=micro_batch.tokens,
-    )
-
-
-def _counts(micro_batch: MicroBatch) -> list[int]:
-    """Return how many positions each row's newest one gets behind it, itself included."""
-    if micro_batch.kind is StepKind.ROUND and micro_batch.round is not None:
-        return [micro_batch.round.gamma + 1] * len(micro_batch.requests)
-    return [len(tokens) for tokens in micro_batch.tokens]
-
-
-def result_width(kind: StepKind, q_len: int) -> int:
-    """Return the columns of a result: one token, or for a verify a count and up to Q tokens."""
-    return 1 + q_len if kind is StepKind.VERIFY else 1
 
 
 def header_size(max_rows: int) -> int:

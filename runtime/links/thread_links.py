@@ -11,9 +11,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from llmpq.runtime.links.message import StepMessage, pack_header, unpack_header
+from llmpq.runtime.links.message import pack_header, unpack_header
 from llmpq.runtime.links.transport import HostTokens, with_tokens
 from llmpq.runtime.request import StepKind
+from llmpq.runtime.step_message import StepMessage
 
 _T = TypeVar("_T")
 

@@ -18,15 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from llmpq.errors import DeadlineError
-from llmpq.runtime.links.message import (
-    StepMessage,
-    header_size,
-    pack_header,
-    result_width,
-    unpack_header,
-)
+from llmpq.runtime.links.message import header_size, pack_header, unpack_header
 from llmpq.runtime.pending import Pending
 from llmpq.runtime.request import StepKind
+from llmpq.runtime.step_message import StepMessage, result_width
 
 IDLE_LIMIT = timedelta(hours=24)
 """A receive may wait this long for work; whether a stage still lives is the driver's to watch."""

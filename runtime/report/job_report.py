@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from llmpq.plan import Plan, StagePlan
-from llmpq.runtime.engine.mailbox import Finished
+from llmpq.runtime.request import Finished
 from llmpq.runtime.trace import LoadReport, StageRecord
 from llmpq.units import format_size
 

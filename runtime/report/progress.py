@@ -11,7 +11,7 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from llmpq.runtime.engine import stage_loop
+from llmpq.runtime import request
 
 LINE_EVERY_S = 5.0
 
@@ -51,7 +51,7 @@ class ProgressReporter:
         if self._bar is not None:
             self._bar.stop()
 
-    def update(self, progress: stage_loop.Progress, num_done: int) -> None:
+    def update(self, progress: request.Progress, num_done: int) -> None:
         """Take the counters of the job; `num_done` counts failed and earlier rows too."""
         now_s = time.monotonic()
         rate = f"{progress.generated_tokens / max(now_s - self._started_s, 1e-3):.0f} tokens/s"

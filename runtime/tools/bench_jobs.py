@@ -13,12 +13,11 @@ from typing import Any
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
 from llmpq.runtime.cli.speculation_choice import Drafts
-from llmpq.runtime.engine.mailbox import Finished
 from llmpq.runtime.launch.engine import Engine
 from llmpq.runtime.launch.launcher import Launch
 from llmpq.runtime.launch.stage_settings import LinkChoice, StageSettings
 from llmpq.runtime.report.job_report import JobResult, build_report
-from llmpq.runtime.request import Request
+from llmpq.runtime.request import Finished, Request
 from llmpq.runtime.trace import LoadReport, StageRecord
 
 _log = logging.getLogger("llmpq.bench")

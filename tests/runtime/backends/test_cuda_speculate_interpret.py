@@ -28,12 +28,12 @@ from llmpq.runtime.engine.plain_loop import LocalPipeline
 from llmpq.runtime.engine.scheduler import Limits, Scheduler
 from llmpq.runtime.engine.stage_loop import FirstStage, result_tokens
 from llmpq.runtime.launch.stage_settings import limits_of
-from llmpq.runtime.links.message import describe
 from llmpq.runtime.models.layers import DecoderLayer
 from llmpq.runtime.models.sampling import TokenChoice
 from llmpq.runtime.pending import arrived
 from llmpq.runtime.request import Request, StepKind
 from llmpq.runtime.step import Step
+from llmpq.runtime.step_message import describe
 from llmpq.runtime.trace import Recorder
 from llmpq.runtime.weights.sources import CheckpointSource
 

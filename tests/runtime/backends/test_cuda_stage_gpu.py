@@ -6,8 +6,8 @@ import torch
 from llmpq.model_spec import ModelSpec
 from llmpq.runtime.engine.plain_loop import LocalPipeline
 from llmpq.runtime.engine.scheduler import Scheduler
-from llmpq.runtime.launch.threads import ThreadEngine
 from llmpq.runtime.request import Request
+from llmpq.runtime.tools.open_stages import OpenStages
 from llmpq.runtime.weights.sources import CheckpointSource
 
 pytestmark = [
@@ -25,7 +25,7 @@ def test_tokens_equal_the_cpus(kind, graphs, tiny_models, random_prompts, make_p
     plan = make_plan(model, batch=4, decode_microbatch=4)
     spec = ModelSpec.from_directory(model)
     want = LocalPipeline.from_directory(model).generate(prompts, max_new=12)
-    engine = ThreadEngine(plan, spec, CheckpointSource(model, spec), device="cuda:0", graphs=graphs)
+    engine = OpenStages(plan, spec, CheckpointSource(model, spec), device="cuda:0", graphs=graphs)
     requests = [Request(id=i, prompt=tuple(p), max_new=12) for i, p in enumerate(prompts)]
     tokens = engine.run(Scheduler(limits_of(plan)), requests).tokens
     assert [tokens[i] for i in range(len(prompts))] == want
@@ -41,7 +41,7 @@ def test_stages_of_one_process_capture_their_graphs_in_turn(
     spec, prompts = ModelSpec.from_directory(demo_model), random_prompts(9, 30, 3, 17)
     source = CheckpointSource(demo_model, spec)
     for _ in range(4):  # each stage captures at any moment
-        engine = ThreadEngine(plan, spec, source, device=("cuda:0",) * 4, graphs=True)
+        engine = OpenStages(plan, spec, source, device=("cuda:0",) * 4, graphs=True)
         requests = [Request(id=i, prompt=tuple(p), max_new=6) for i, p in enumerate(prompts)]
         engine.run(Scheduler(limits_of(plan)), requests)
         assert all(compute.captured_rows for compute in engine.computes)

@@ -14,12 +14,12 @@ from llmpq.runtime.engine.mailbox import Mailbox
 from llmpq.runtime.engine.plain_loop import LocalPipeline
 from llmpq.runtime.engine.scheduler import Limits, Scheduler
 from llmpq.runtime.engine.stage_loop import FirstStage
-from llmpq.runtime.launch.threads import ThreadEngine
 from llmpq.runtime.models import layer_tensors as parts
 from llmpq.runtime.models.layers import DecoderLayer
 from llmpq.runtime.models.sampling import TokenChoice
 from llmpq.runtime.request import Request
 from llmpq.runtime.step import Step
+from llmpq.runtime.tools.open_stages import OpenStages
 from llmpq.runtime.trace import Recorder
 from llmpq.runtime.weights.sources import CheckpointSource
 
@@ -129,7 +129,7 @@ def test_low_bit_cache(tiny_models, random_prompts, make_plan, on_gpu_path, monk
     requests = [Request(id=i, prompt=tuple(p), max_new=NEW) for i, p in enumerate(prompts)]
     got = serve(plan, stage(plan, model), requests)
     monkeypatch.undo()
-    engine = ThreadEngine(
+    engine = OpenStages(
         plan,
         ModelSpec.from_directory(model),
         CheckpointSource(model, ModelSpec.from_directory(model)),

@@ -12,10 +12,10 @@ from llmpq.precision import KVPrecision, Precision
 from llmpq.runtime.backends import stage_compute
 from llmpq.runtime.backends.stage_compute import StageCompute
 from llmpq.runtime.cache.kv_by_precision import make_kv_cache
-from llmpq.runtime.links.message import StepMessage
 from llmpq.runtime.models.stage_model import StageModel
 from llmpq.runtime.request import StepKind
 from llmpq.runtime.sampling_params import TokenChoice
+from llmpq.runtime.step_message import StepMessage
 from llmpq.runtime.weights.sources import RandomSource
 from llmpq.workload import Workload
 

@@ -18,11 +18,11 @@ from llmpq.runtime.drafts.draft_model import upper_plane
 from llmpq.runtime.drafts.drafters import FixedDrafter
 from llmpq.runtime.engine.scheduler import Scheduler
 from llmpq.runtime.launch.stage_settings import limits_of
-from llmpq.runtime.launch.threads import ThreadEngine
-from llmpq.runtime.links.message import StepMessage
 from llmpq.runtime.models.sampling import probabilities
 from llmpq.runtime.request import Request, StepKind
 from llmpq.runtime.sampling_params import TokenChoice
+from llmpq.runtime.step_message import StepMessage
+from llmpq.runtime.tools.open_stages import OpenStages
 from llmpq.runtime.weights.sources import CheckpointSource
 from llmpq.speculation import draft_bytes
 
@@ -46,14 +46,14 @@ def engines(demo_model, make_plan):
     """Return a maker of engines of the demo model, each made once."""
     made = {}
 
-    def engine(bits: str, splits=(), mode=None, **shape) -> ThreadEngine:
+    def engine(bits: str, splits=(), mode=None, **shape) -> OpenStages:
         key = (bits, splits, mode, *sorted(shape.items()))
         if key not in made:
             values = {"batch": 3, "prompt_len": 160, "gen_len": 24} | shape
             plan = make_plan(demo_model, splits, bits=bits, **values)
             spec = ModelSpec.from_directory(demo_model)
             source = CheckpointSource(demo_model, spec)
-            made[key] = ThreadEngine(plan, spec, source, speculate=mode)
+            made[key] = OpenStages(plan, spec, source, speculate=mode)
         return made[key]
 
     return engine
@@ -81,7 +81,7 @@ def requests(texts, **more) -> list[Request]:
     return [Request(id=i, prompt=text, max_new=lengths[i], **more) for i, text in enumerate(texts)]
 
 
-def serve(engine: ThreadEngine, jobs: list[Request], drafter=None) -> list[list[int]]:
+def serve(engine: OpenStages, jobs: list[Request], drafter=None) -> list[list[int]]:
     done = engine.run(Scheduler(limits_of(engine.plan), drafter=drafter), jobs)
     return [done.tokens[job.id] for job in jobs]
 
@@ -122,7 +122,7 @@ def test_sampled_tokens_do_not_depend_on_the_number_of_stages(engines, texts):
     assert runs[0] == runs[1]
 
 
-def slot_kv(engine: ThreadEngine, slot: int, length: int) -> torch.Tensor:
+def slot_kv(engine: OpenStages, slot: int, length: int) -> torch.Tensor:
     caches = [getattr(compute.kv, "inner", compute.kv) for compute in engine.computes]
     pairs = [torch.stack([kv.k[:, slot, :, :length], kv.v[:, slot, :, :length]]) for kv in caches]
     return torch.cat(pairs, dim=1)

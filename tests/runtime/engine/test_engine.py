@@ -13,10 +13,11 @@ from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
 from llmpq.runtime.engine.scheduler import Scheduler
 from llmpq.runtime.launch.stage_settings import limits_of, read_request, write_request
-from llmpq.runtime.launch.threads import ThreadEngine
-from llmpq.runtime.links.message import StepMessage, describe, pack_header, unpack_header
+from llmpq.runtime.links.message import pack_header, unpack_header
 from llmpq.runtime.request import MicroBatch, Request, StepKind
 from llmpq.runtime.sampling_params import TokenChoice
+from llmpq.runtime.step_message import StepMessage, describe
+from llmpq.runtime.tools.open_stages import OpenStages
 from llmpq.runtime.weights.sources import CheckpointSource
 
 pytestmark = [pytest.mark.cpu, pytest.mark.quick]
@@ -28,13 +29,13 @@ def _one_thread():
     torch.set_num_threads(1)
 
 
-def engine(make_plan, model, splits, **workload) -> ThreadEngine:
+def engine(make_plan, model, splits, **workload) -> OpenStages:
     spec = ModelSpec.from_directory(model)
     plan = make_plan(model, splits, **workload)
-    return ThreadEngine(plan, spec, CheckpointSource(model, spec))
+    return OpenStages(plan, spec, CheckpointSource(model, spec))
 
 
-def serve(runner: ThreadEngine, requests: list[Request], **options) -> list[list[int]]:
+def serve(runner: OpenStages, requests: list[Request], **options) -> list[list[int]]:
     done = runner.run(Scheduler(limits_of(runner.plan), **options), requests)
     return [done.tokens[request.id] for request in requests]
 

@@ -10,11 +10,11 @@ import torch.multiprocessing as processes
 
 from llmpq.runtime.links import peer_links
 from llmpq.runtime.links.device_links import DeviceTransport, connect_devices
-from llmpq.runtime.links.message import STOP, StepMessage
 from llmpq.runtime.links.peer_links import Room
 from llmpq.runtime.links.transport import IDLE_LIMIT, join_gloo
 from llmpq.runtime.request import StepKind
 from llmpq.runtime.sampling_params import TokenChoice
+from llmpq.runtime.step_message import STOP, StepMessage
 
 pytestmark = pytest.mark.cluster
 STAGES, HIDDEN = 3, 24

@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from llmpq.runtime.links.message import STOP, StepMessage, pack_header
+from llmpq.runtime.links.message import pack_header
 from llmpq.runtime.links.transport import GlooTransport
 from llmpq.runtime.request import StepKind
 from llmpq.runtime.sampling_params import TokenChoice
+from llmpq.runtime.step_message import STOP, StepMessage
 
 pytestmark = pytest.mark.cpu
 

@@ -1,7 +1,7 @@
-"""The same engine without processes: every stage is a thread of this one.
+"""The stages of a plan laid open in one process, for tests and benchmarks.
 
-For tests and benchmarks: the loops, the scheduler and the messages are those of the actors, only
-the links differ.
+Whoever holds them sees their parts, drives them with schedulers and drafters of its own, and runs
+job after job; users have `LLM`. The loops and messages are those of every launcher.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
 from llmpq.runtime.backends.build_stage import build_stage
 from llmpq.runtime.backends.stage_compute import StageCompute
-from llmpq.runtime.engine.mailbox import Finished, Mailbox
+from llmpq.runtime.engine.mailbox import Mailbox
 from llmpq.runtime.engine.scheduler import Scheduler
 from llmpq.runtime.engine.stage_loop import FirstStage, run_following_stage
 from llmpq.runtime.links.thread_links import ThreadMeeting
-from llmpq.runtime.request import Request
+from llmpq.runtime.request import Finished, Request
 from llmpq.runtime.trace import Recorder, StageRecord
 from llmpq.runtime.weights.sources import TensorSource
 from llmpq.speculation import SpeculationMode
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineRun:
+class OpenRun:
     """What a job left behind."""
 
     finished: Sequence[Finished]
@@ -40,7 +40,7 @@ class EngineRun:
         return {request.id: request.tokens for request in self.finished}
 
 
-class ThreadEngine:
+class OpenStages:
     """The loaded stages of a plan: on the CPU, all on one GPU, or each on a GPU of its own."""
 
     def __init__(
@@ -71,7 +71,7 @@ class ThreadEngine:
 
     def run(
         self, scheduler: Scheduler, requests: Sequence[Request], *, keep_events: bool = False
-    ) -> EngineRun:
+    ) -> OpenRun:
         """Serve the requests to their end; a stage's failure is raised here."""
         num_stages = len(self.computes)
         mailbox, meeting = Mailbox(), ThreadMeeting([str(device) for device in self._devices])
@@ -122,7 +122,7 @@ class ThreadEngine:
             recorder.record(compute.device_totals())
             for recorder, compute in zip(recorders, self.computes, strict=True)
         ]
-        return EngineRun(finished=list(mailbox.finished), records=records)
+        return OpenRun(finished=list(mailbox.finished), records=records)
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:
