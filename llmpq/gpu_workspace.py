@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
@@ -84,6 +85,12 @@ def gpu_workspace_bytes(
     return libraries + inbox + _graph_bytes(spec, decode, first=first, last=last) + max(moments)
 
 
+@lru_cache(maxsize=1 << 14)  # planners ask for every pair of sizes
+def _widest_moment(spec: ModelSpec, shape: _Shape, quantized: bool, unpacks: bool) -> int:
+    """Return the most that lives at once while one micro-batch passes through a layer."""
+    return max(_layer_moments(spec, shape, quantized=quantized, unpacks=unpacks))
+
+
 @dataclass(frozen=True)
 class _Shape:
     """One micro-batch."""
@@ -114,8 +121,8 @@ def _phase_bytes(
 ) -> int:
     """Return the most that lives at once while one micro-batch passes through the layers."""
     moments = [0]
-    for bits in {p.weight_bits for p in precisions}:
-        moments += _layer_moments(spec, shape, quantized=bits < 16, unpacks=unpacks)
+    for quantized in {p.weight_bits < 16 for p in precisions}:
+        moments.append(_widest_moment(spec, shape, quantized, unpacks))
     if last:
         moments.append(_head_bytes(spec, shape))
     return max(moments)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from llmpq.gpu_workspace import gpu_workspace_bytes
 from llmpq.kv_format import (
@@ -70,12 +71,18 @@ def workspace_bytes(
     for shape in (prefill, decode):
         received = 0 if first else shape.tokens * spec.hidden * e
         moments = [0]
-        for bits in {p.weight_bits for p in precisions}:
-            moments += _layer_moments(spec, shape, quantized=bits < 16)
+        for quantized in {p.weight_bits < 16 for p in precisions}:
+            moments.append(_widest_moment(spec, shape, quantized))
         if last:
             moments.append(_logits_bytes(spec, shape))
         peaks.append(received + max(moments))
     return max(peaks)
+
+
+@lru_cache(maxsize=1 << 14)  # planners ask for every pair of sizes
+def _widest_moment(spec: ModelSpec, shape: _Shape, quantized: bool) -> int:
+    """Return the most that lives at once while one micro-batch passes through a layer."""
+    return max(_layer_moments(spec, shape, quantized=quantized))
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from llmpq.planner.least_loss import least_loss
 from llmpq.planner.outcome import Assignment, Infeasible, Outcome, Stage, Unfinished
 from llmpq.planner.pipeline_time import value
 from llmpq.planner.problem import Problem
+from llmpq.planner.room import DENSE, MIXED, NEVER, PACKED
 
 MAX_ORDERS = 24
 """Orders of device kinds tried: 4! of them; more kinds keep the first 24."""
@@ -80,7 +81,10 @@ def _best_quality(p: Problem, order: tuple[int, ...], deadline: float) -> tuple[
     """Return the best cut that fits at every pair of micro-batches, else one for the smallest."""
     tight = p.numbers(*p.pairs[-1]).capacity
     roomy = p.numbers(*p.pairs[0]).capacity
-    found = least_loss(p, order, tight, deadline)
-    if found is None and not np.array_equal(tight, roomy):
-        found = least_loss(p, order, roomy, deadline)
-    return found
+    for capacity in (tight,) if np.array_equal(tight, roomy) else (tight, roomy):
+        for sort in (MIXED, PACKED, DENSE):
+            if capacity[0, 0, 0, sort] != NEVER:
+                found = least_loss(p, order, capacity, sort, deadline)
+                if found is not None:
+                    return found
+    return None

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from itertools import product
 
 from llmpq.cluster import Device
-from llmpq.planner.problem import Problem, capacity, layer_bytes
+from llmpq.planner.problem import Problem
+from llmpq.planner.room import layer_bytes
 from llmpq.precision import WEIGHT_ONLY, KVPrecision
 from llmpq.units import format_size
 
@@ -33,7 +34,7 @@ def too_big(p: Problem) -> bool:
 def room(p: Problem) -> Room:
     """Return how much of the model fits at the fewest bits and the smallest micro-batches."""
     eta, xi = p.prefill_microbatch or 1, p.decode_microbatch or 1
-    table, unit = capacity(p, eta, xi), int(layer_bytes(p).min())
+    table, unit = p.capacity(eta, xi).max(axis=-1), int(layer_bytes(p).min())
     devices = [(index, d) for index, cls in enumerate(p.classes) for d in cls.devices]
     most = min(len(devices), p.max_devices or len(devices))
     found: Room | None = None

@@ -135,7 +135,7 @@ def _seconds(
     """[K] time of the job, given [stages, K] times of stages and the hops between them."""
     (mp, md), n = counts, p.workload.gen_len
     way_p, way_d = sum(hops.hop_prefill_s), sum(hops.hop_decode_s)
-    busy_p, busy_d = max(hops.hop_prefill_s, default=0.0), max(hops.hop_decode_s, default=0.0)
+    busy_p, busy_d = (max(b[:-1], default=0.0) for b in (hops.busy_prefill_s, hops.busy_decode_s))
     if p.objective == "paper":
         first = (mp - 1) * np.maximum(tp.max(axis=0), busy_p) + tp.sum(axis=0)
         again = (md - 1) * np.maximum(td.max(axis=0), busy_d) + td.sum(axis=0)
@@ -144,9 +144,9 @@ def _seconds(
         slowest = np.maximum(tp.max(axis=0), busy_p)
         return np.asarray((mp - 1) * slowest + tp.sum(axis=0) + way_p)
     back_p, back_d = hops.back_prefill_s, hops.back_decode_s
-    slowest = np.maximum(tp.max(axis=0), max(busy_p, back_p))
+    slowest = np.maximum(tp.max(axis=0), max(busy_p, hops.busy_prefill_s[-1]))
     first = (mp - 1) * slowest + tp.sum(axis=0) + way_p + back_p
     token = td.sum(axis=0) + way_d
-    slowest = np.maximum(td.max(axis=0), max(busy_d, back_d if n > 2 else 0.0))
+    slowest = np.maximum(td.max(axis=0), max(busy_d, hops.busy_decode_s[-1] if n > 2 else 0.0))
     rest = (n - 2) * np.maximum(md * slowest, token + back_d)
     return np.asarray(first + rest + token + (md - 1) * slowest)

@@ -17,11 +17,11 @@ def explain_plan(p: Problem, a: Assignment, names: list[str]) -> list[str]:
     """Return sentences: who bounds each phase, who waits how long, what limits the choice."""
     times = stage_times(p, a)
     mp, md = p.counts(a.prefill_microbatch, a.decode_microbatch)
-    lines = [_prefill_line(times.prefill_s, times.hop_prefill_s, names, mp)]
+    lines = [_prefill_line(times.prefill_s, times.busy_prefill_s, names, mp)]
     n = p.workload.gen_len
     if n > 1:
         once = sum(times.decode_s) + sum(times.hop_decode_s) + times.back_decode_s
-        slowest = max((*times.decode_s, *times.hop_decode_s))
+        slowest = max((*times.decode_s, *times.busy_decode_s))
         j = max(range(len(names)), key=lambda k: times.decode_s[k])
         full = md * slowest
         if full >= once:

@@ -6,8 +6,11 @@ import time
 from collections import Counter
 from collections.abc import Iterable
 
+import numpy as np
+
 from llmpq.planner.outcome import Assignment
 from llmpq.planner.problem import Problem
+from llmpq.planner.room import sort_of
 
 
 def fits(p: Problem, a: Assignment) -> bool:
@@ -43,4 +46,5 @@ def spare_bytes(p: Problem, a: Assignment, position: int) -> int:
     first, last = int(position == 0), int(position == len(a.stages) - 1)
     layers = range(stage.start, stage.end)
     used = sum(int(x.layer_bytes[i, b]) for i, b in zip(layers, stage.choices, strict=True))
-    return int(x.capacity[stage.cls, first, last]) - used
+    sort = int(sort_of(p.choices, np.bincount(stage.choices, minlength=len(p.choices))))
+    return int(x.capacity[stage.cls, first, last, sort]) - used

@@ -21,7 +21,8 @@ from llmpq.planner.baselines import by_precision
 from llmpq.planner.costs import mean_decode_s
 from llmpq.planner.ilp_backends import solve_milp
 from llmpq.planner.linear_model import LinearModel
-from llmpq.planner.problem import Problem, capacity
+from llmpq.planner.problem import Problem
+from llmpq.planner.room import DENSE, PACKED
 from llmpq.precision import Precision
 
 PCIE_GBPS = 12.0
@@ -79,8 +80,9 @@ def _stage(
         head_dim=p.spec.head_dim,
         dtype_bytes=work.dtype_bytes,
     )
+    sort = PACKED if precision.weight_bits < 16 else DENSE
     index = next(i for i, c in enumerate(p.classes) if device in c.devices)
-    room = max(0, int(capacity(p, micro, micro)[index].min()))
+    room = max(0, int(p.capacity(micro, micro)[index, :, :, sort].min()))
     prefill_entry = p.costs.entry(device, "layer", Phase.PREFILL, work, precision)
     decode_entry = p.costs.entry(device, "layer", Phase.DECODE, work, precision)
     compute_prefill = layers * prefill_entry.seconds(v=micro, length=work.prompt_len)

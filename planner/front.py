@@ -269,10 +269,10 @@ def _longest_s(p: Problem) -> float:
     longest = 0.0
     for pair in p.pairs:
         x, (mp, md) = p.numbers(*pair), p.counts(*pair)
-        prefill = x.prefill_s.max() + x.hop_prefill_s.max()
-        decode = x.decode_s.max() + x.hop_decode_s.max()
-        once = p.num_layers * prefill + 2 * x.ends_prefill_s.max() + x.back_prefill_s.max()
-        token = p.num_layers * decode + 2 * x.ends_decode_s.max() + x.back_decode_s.max()
+        prefill = x.prefill_s.max() + x.hop_prefill.total_s.max()
+        decode = x.decode_s.max() + x.hop_decode.total_s.max()
+        once = p.num_layers * prefill + 2 * x.ends_prefill_s.max() + x.back_prefill.total_s.max()
+        token = p.num_layers * decode + 2 * x.ends_decode_s.max() + x.back_decode.total_s.max()
         longest = max(longest, float(mp * once + p.workload.gen_len * md * token))
     return longest
 

@@ -17,6 +17,7 @@ import numpy as np
 from llmpq.planner.linear_model import LinearModel
 from llmpq.planner.outcome import Assignment, Stage
 from llmpq.planner.problem import PairNumbers, Problem
+from llmpq.planner.room import DENSE, MIXED, NEVER, PACKED
 
 MIB = float(2**20)
 """Memory rows are in MiB: a solver's tolerance of 1e-6 is then one byte."""
@@ -161,25 +162,45 @@ def choices_offered(m: StageIlp) -> None:
 
 
 def fit_in_memory(m: StageIlp) -> None:
-    """sum_ib bytes[i,b] z[i,j,b] <= capacity[j] for each stage j.  (J constraints)"""
+    """sum_ib bytes[i,b] z[i,j,b] <= capacity[j] for each stage j.  (J constraints, or 3 J)
+
+    A stage with layers of 16 bits only, or of fewer bits only, has more room than one with both:
+    where that is so, binaries u say which it is, u[j,dense] + u[j,packed] <= 1, and a layer of the
+    other sort is forbidden, sum over it of z <= L (1 - u).
+    """
     for j, cls in enumerate(m.order):
-        last = j == len(m.order) - 1
-        room = float(m.numbers.capacity[cls, int(j == 0), int(last)])
+        room = m.numbers.capacity[cls, int(j == 0), int(j == len(m.order) - 1)]
         terms = m.stage_sum(j, m.numbers.layer_bytes / MIB)
-        m.model.at_most(f"memory[{j}]", terms, room / MIB)
+        sorts = [s for s in (DENSE, PACKED) if room[s] > NEVER]
+        if len(sorts) < 2:
+            m.model.at_most(f"memory[{j}]", terms, float(room[sorts[0]]) / MIB)
+            continue
+        only = [m.model.variable(f"only[{j},{sort}]", binary=True) for sort in sorts]
+        gains = [(v, -float(room[s] - room[MIXED]) / MIB) for v, s in zip(only, sorts, strict=True)]
+        m.model.at_most(f"memory[{j}]", terms + gains, float(room[MIXED]) / MIB)
+        m.model.at_most(f"sort[{j}]", [(v, 1.0) for v in only], 1.0)
+        for v, other in zip(only, (True, False), strict=True):
+            barred = [
+                (int(z), 1.0)
+                for b, choice in enumerate(m.problem.choices)
+                if (choice.weight_bits < 16) is other
+                for z in m.z[:, j, b]
+            ]
+            layers = float(m.z.shape[0])
+            m.model.at_most(f"sort[{j},{v}]", [*barred, (v, layers)], layers)
 
 
 def slowest_stage(m: StageIlp) -> None:
-    """P >= tp[j], D >= td[j] for each stage, P >= hp, D >= hd for each hop.  (2J constraints)"""
+    """P >= tp[j], D >= td[j]; both at least what of a hop occupies its link.  (2J constraints)"""
     x = m.numbers
     makespan, n = m.problem.objective == "makespan", m.problem.workload.gen_len
     hops = [(a, b) for a, b in zip(m.order, m.order[1:], strict=False)]
-    floor_p = max([0.0] + [float(x.hop_prefill_s[h]) for h in hops])
-    floor_d = max([0.0] + [float(x.hop_decode_s[h]) for h in hops])
+    floor_p = max([0.0] + [float(x.hop_prefill.busy_s[h]) for h in hops])
+    floor_d = max([0.0] + [float(x.hop_decode.busy_s[h]) for h in hops])
     if makespan and n > 1 and hops:
-        floor_p = max(floor_p, float(x.back_prefill_s[m.order[-1], m.order[0]]))
+        floor_p = max(floor_p, float(x.back_prefill.busy_s[m.order[-1], m.order[0]]))
     if makespan and n > 2 and hops:
-        floor_d = max(floor_d, float(x.back_decode_s[m.order[-1], m.order[0]]))
+        floor_d = max(floor_d, float(x.back_decode.busy_s[m.order[-1], m.order[0]]))
     m.model.at_least("hops_prefill", [(m.slowest_prefill, 1.0)], floor_p)
     m.model.at_least("hops_decode", [(m.slowest_decode, 1.0)], floor_d)
     for j, cls in enumerate(m.order):
@@ -208,20 +229,20 @@ def minimise_time(m: StageIlp) -> None:
     model.costs[m.slowest_prefill] += mp - 1
     model.constant += sum(m.ends(j, x.ends_prefill_s) for j in stages)
     if not paper:
-        model.constant += sum(float(x.hop_prefill_s[h]) for h in hops)
+        model.constant += sum(float(x.hop_prefill.total_s[h]) for h in hops)
     if n < 2:
         return
     fixed = sum(m.ends(j, x.ends_decode_s) for j in stages)
     times = n - 1 if paper else 1
     if not paper:
-        fixed += sum(float(x.hop_decode_s[h]) for h in hops)
-        model.constant += float(x.back_prefill_s[ring]) if hops else 0.0
+        fixed += sum(float(x.hop_decode.total_s[h]) for h in hops)
+        model.constant += float(x.back_prefill.total_s[ring]) if hops else 0.0
     model.constant += times * fixed
     for v, t in once:
         model.costs[v] += times * t
     model.costs[m.slowest_decode] += times * (md - 1)
     if m.period is not None:
-        back = float(x.back_decode_s[ring]) if hops else 0.0
+        back = float(x.back_decode.total_s[ring]) if hops else 0.0
         model.costs[m.period] += n - 2
         model.at_least("period_full", [(m.period, 1.0), (m.slowest_decode, -float(md))], 0.0)
         terms = [(m.period, 1.0), *((v, -t) for v, t in once)]

@@ -115,7 +115,7 @@ def answer_of(work: Callable[[], Answer]) -> str:
     try:
         answer: dict[str, Any] = asdict(work())
     except Unfinished as error:
-        answer = {"unfinished": str(error)}
+        answer = {"unfinished": str(error), "bound": error.bound}
     except Infeasible as error:
         answer = {"infeasible": str(error)}
     except (ValueError, LlmpqError) as error:
@@ -147,7 +147,7 @@ def _fields(text: bytes, signal_number: int, what: str) -> dict[str, Any]:
         )
     answer: dict[str, Any] = json.loads(text)
     if "unfinished" in answer:
-        raise Unfinished(answer["unfinished"])
+        raise Unfinished(answer["unfinished"], bound=answer["bound"])
     if "infeasible" in answer:
         raise Infeasible(answer["infeasible"])
     if "refused" in answer:

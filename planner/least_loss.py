@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from llmpq.planner.outcome import Stage
 from llmpq.planner.problem import Floats, Problem
+from llmpq.planner.room import choices_of
 
 MOST_FILLINGS = 400
 """Fillings of a stage kept per boundary: a step of 0.25 % of what its bits can change."""
@@ -41,19 +42,23 @@ NOTHING = _Fillings(
 
 
 def least_loss(
-    p: Problem, order: Sequence[int], capacity: NDArray[np.int64], deadline: float
+    p: Problem, order: Sequence[int], capacity: NDArray[np.int64], sort: int, deadline: float
 ) -> tuple[Stage, ...] | None:
-    """Return the stages of least sum of omega on an order of classes; None if none fits in time."""
+    """Return the stages of least sum of omega on an order of classes; None if none fits in time.
+
+    Stages have weights of a sort (planner/room.py), or of less.
+    """
     layers, count = p.num_layers, len(order)
+    omega = np.where(choices_of(p.choices, sort), p.open_omega, np.inf)
     enter = np.full(layers + 1, np.inf)
     enter[0] = 0.0
     tables: list[list[_Fillings]] = []
     for j, cls in enumerate(order):
         if time.perf_counter() > deadline:
             return None
-        room = int(capacity[cls, int(j == 0), int(j == count - 1)])
+        room = int(capacity[cls, int(j == 0), int(j == count - 1), sort])
         begins = np.where(np.arange(layers + 1) <= layers - (count - j), enter, np.inf)
-        table = _stage_fillings(p, cls, begins, room)
+        table = _stage_fillings(p, cls, begins, room, omega)
         enter = np.array([f.loss[-1] if len(f.loss) else np.inf for f in table])
         enter[[not _may_end(p, cls, end) for end in range(layers + 1)]] = np.inf
         tables.append(table)
@@ -62,9 +67,11 @@ def least_loss(
     return _stages(order, tables, layers)
 
 
-def _stage_fillings(p: Problem, cls: int, begins: Floats, room: int) -> list[_Fillings]:
+def _stage_fillings(
+    p: Problem, cls: int, begins: Floats, room: int, omega: Floats
+) -> list[_Fillings]:
     """Return the fillings of a stage by the boundary it ends at; it may begin at finite losses."""
-    sizes, omega = p.all_layer_bytes, p.open_omega
+    sizes = p.all_layer_bytes
     table = [NOTHING]
     for i in range(p.num_layers):
         before = table[-1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
@@ -18,7 +19,7 @@ from llmpq.planner.build_plan import build_plan
 from llmpq.planner.check import check_plan
 from llmpq.planner.ilp_backends import Backend
 from llmpq.planner.methods import NO_PLAN, PLANNERS, How
-from llmpq.planner.outcome import Infeasible, Outcome, Unfinished
+from llmpq.planner.outcome import OPTIMAL_GAP, Infeasible, Outcome, Unfinished
 from llmpq.planner.problem import Problem
 from llmpq.planner.request import make_problem, parse_kv
 from llmpq.planner.speculation import describe, with_speculation
@@ -124,34 +125,56 @@ def read_wish(request: PlanRequest) -> Wish:
 
 
 def answer(problem: Problem, wish: Wish, path: str | None) -> Answer:
-    """Return the best plan over the KV precisions allowed; explain it when nothing fits."""
-    best: Answer | None = None
+    """Return the best plan over the KV precisions allowed; explain it when nothing fits.
+
+    The time is shared out among the precisions, and the bound is the least of all of them.
+    """
+    best: tuple[Problem, Outcome] | None = None
+    bounds: list[float] = []
     unfinished: Unfinished | None = None
     refusal = ""
-    for kv in wish.kvs:
-        work = problem.workload.model_copy(update={"kv": kv})
-        priced = problem.with_changes(workload=work)
+    deadline = time.perf_counter() + wish.time_limit_s
+    for number, kv in enumerate(wish.kvs):
+        priced = problem.with_changes(workload=problem.workload.model_copy(update={"kv": kv}))
         if too_big(priced):
             continue
+        left = max(0.0, deadline - time.perf_counter())
+        share = wish.time_limit_s if math.isinf(left) else left / (len(wish.kvs) - number)
+        ceiling = math.inf if best is None else best[1].value
         try:
-            outcome = _solve(priced, wish)
+            outcome = _solve(priced, replace(wish, time_limit_s=share), ceiling)
         except Unfinished as error:
             unfinished = error
+            bounds.append(error.bound)
             continue
         except Infeasible as error:
             refusal = str(error)
             continue
-        if best is None or outcome.value < best.outcome.value:
-            # Under a budget the value is time alone.
-            valued = priced if wish.budget is None else priced.with_changes(theta=0.0)
-            best = Answer(problem=priced, outcome=outcome, plan=checked_plan(valued, outcome, path))
+        bounds.append(-math.inf if outcome.bound is None else outcome.bound)
+        if best is None or outcome.value < best[1].value:
+            best = priced, outcome
     if best is None and unfinished is not None:
         raise unfinished
     if best is None:
         if wish.method not in ("exact", "ilp") or wish.budget is not None:
             _raise_unless_smaller(problem, refusal)
         raise DoesNotFitError(explain_infeasible(problem)) from None
-    return best
+    priced, outcome = best
+    outcome = _over_all(outcome, min(bounds))
+    # Under a budget the value is time alone.
+    valued = priced if wish.budget is None else priced.with_changes(theta=0.0)
+    return Answer(problem=priced, outcome=outcome, plan=checked_plan(valued, outcome, path))
+
+
+def _over_all(outcome: Outcome, bound: float) -> Outcome:
+    """Return an outcome with the bound over every KV precision in place of its own."""
+    if outcome.bound is None:
+        return outcome
+    if not math.isfinite(bound):
+        return replace(outcome, bound=None, status="feasible")
+    bound = min(bound, outcome.value)
+    proven = outcome.value - bound <= OPTIMAL_GAP * abs(outcome.value)
+    return replace(outcome, bound=bound, status="optimal" if proven else "feasible")
 
 
 def _drafting(plan: Plan, problem: Problem, wish: str) -> Plan:
@@ -166,7 +189,7 @@ def _raise_unless_smaller(problem: Problem, refusal: str) -> None:
         raise DoesNotFitError(refusal)
 
 
-def _solve(problem: Problem, wish: Wish) -> Outcome:
+def _solve(problem: Problem, wish: Wish, ceiling: float) -> Outcome:
     """Solve in a child process: a crash there is an error here."""
     from llmpq.planner.isolated import solve_isolated
 
@@ -176,6 +199,7 @@ def _solve(problem: Problem, wish: Wish) -> Outcome:
         gap=wish.gap,
         backend=wish.backend,
         budget=wish.budget,
+        ceiling=ceiling,
     )
     return solve_isolated(problem, how)
 
@@ -201,6 +225,8 @@ def _compare(request: PlanRequest, problem: Problem, wish: Wish, path: str | Non
 
     answers: dict[str, Answer | str] = {}
     unfinished: Unfinished | None = None
+    works = [problem.workload.model_copy(update={"kv": kv}) for kv in wish.kvs]
+    may_fit = not all(too_big(problem.with_changes(workload=work)) for work in works)
     for method in PLANNERS:
         try:
             answers[method] = answer(problem, replace(wish, method=method), path)
@@ -208,7 +234,7 @@ def _compare(request: PlanRequest, problem: Problem, wish: Wish, path: str | Non
             unfinished = error
             answers[method] = "no plan in time"
         except DoesNotFitError:
-            answers[method] = "does not fit"
+            answers[method] = "found no plan" if may_fit else "does not fit"
     found = [a for a in answers.values() if isinstance(a, Answer)]
     if not found and unfinished is not None:
         raise unfinished

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from llmpq.planner.ilp_backends import Backend
@@ -23,11 +24,17 @@ class How:
     gap: float = 1e-6
     backend: Backend = "highs"
     budget: float | None = None
+    ceiling: float = math.inf
+    """A value that another search has reached: plans that are not below it need not be found."""
 
 
 def solve_as(p: Problem, how: How) -> Outcome:
     """Return the outcome of one method, within its budget if it has one."""
     limit, gap = how.time_limit_s, how.gap
+    if how.budget is None and how.method == "exact":
+        from llmpq.planner.exact.search import solve_exact
+
+        return solve_exact(p, time_limit_s=limit, gap=gap, ceiling=how.ceiling)
     if how.budget is None:
         return solve(p, how.method, backend=how.backend, time_limit_s=limit, gap=gap)
     if how.method == "ilp":
@@ -36,7 +43,7 @@ def solve_as(p: Problem, how: How) -> Outcome:
         return solve_ilp(p, backend=how.backend, budget=how.budget, time_limit_s=limit, gap=gap)
     from llmpq.planner.quality import solve_budget
 
-    return solve_budget(p, how.budget, time_limit_s=limit, gap=gap)
+    return solve_budget(p, how.budget, time_limit_s=limit, gap=gap, ceiling=how.ceiling)
 
 
 def solve(

@@ -13,16 +13,11 @@ def distinct_sizes(batch: int) -> tuple[int, ...]:
 
 
 def microbatch_pairs(
-    batch: int, *, prefill: int | None = None, decode: int | None = None
+    prefill: tuple[int, ...], decode: tuple[int, ...], *, ordered: bool = False
 ) -> tuple[tuple[int, int], ...]:
-    """Return (prefill, decode) sizes with prefill <= decode (the paper's pruning), or as fixed."""
-    sizes = distinct_sizes(batch)
-    return tuple(
-        (eta, xi)
-        for xi in ((decode,) if decode else sizes)
-        for eta in ((prefill,) if prefill else sizes)
-        if eta <= xi or prefill is not None or decode is not None
-    )
+    """Return every (prefill, decode) size; `ordered` leaves out prefill > decode, as the paper."""
+    pairs = [(eta, xi) for xi in decode for eta in prefill if eta <= xi or not ordered]
+    return tuple(pairs) or tuple((eta, xi) for xi in decode for eta in prefill)
 
 
 def sizes_of(batch: int, microbatch: int) -> tuple[int, ...]:

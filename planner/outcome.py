@@ -5,6 +5,7 @@ Choices are indices into `Problem.choices`, classes into `Problem.classes`; laye
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -57,10 +58,13 @@ class Outcome:
 
     @property
     def gap(self) -> float | None:
-        """Relative distance of the value to the bound."""
+        """How far the value is above the bound, relative to the bound; infinite at one of zero."""
         if self.bound is None:
             return None
-        return max(0.0, (self.value - self.bound) / abs(self.value)) if self.value else 0.0
+        above = max(0.0, self.value - self.bound)
+        if self.bound <= 0.0:
+            return math.inf if above else 0.0
+        return above / self.bound
 
 
 class Infeasible(DoesNotFitError):
@@ -68,4 +72,8 @@ class Infeasible(DoesNotFitError):
 
 
 class Unfinished(Infeasible):
-    """No plan was found in the time given; there may be one."""
+    """No plan was found in the time given; there may be one, not below `bound`."""
+
+    def __init__(self, message: str, bound: float = -math.inf) -> None:
+        super().__init__(message)
+        self.bound = bound

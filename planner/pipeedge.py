@@ -20,6 +20,7 @@ from llmpq.planner.fits import fits
 from llmpq.planner.outcome import Assignment, Infeasible, Outcome, Stage, Unfinished
 from llmpq.planner.pipeline_time import job_time, value
 from llmpq.planner.problem import PairNumbers, Problem
+from llmpq.planner.room import DENSE, PACKED
 
 MAX_SETS = 1500
 
@@ -80,7 +81,7 @@ def _balanced(
 
     None if nothing fits, or at the deadline.
     """
-    hops = x.hop_prefill_s if phase == "prefill" else x.hop_decode_s
+    hops = (x.hop_prefill if phase == "prefill" else x.hop_decode).busy_s
     stage = _stage_table(p, allowed, x, b, phase)
     states, classes = sets.after.shape
     worst = np.full((states, classes, p.num_layers + 1), np.inf)
@@ -106,10 +107,11 @@ def _stage_table(p: Problem, allowed: np.ndarray, x: PairNumbers, b: int, phase:
     held = np.concatenate([[0], np.cumsum(x.layer_bytes[:, b])])
     needed = held[None, :] - held[:, None]
     stage = np.full(allowed.shape, np.inf)
+    capacity = x.capacity[..., PACKED if p.choices[b].weight_bits < 16 else DENSE]
     for c in range(len(p.classes)):
-        room = np.full(needed.shape, x.capacity[c, 0, 0])
-        room[0, :], room[:, layers] = x.capacity[c, 1, 0], x.capacity[c, 0, 1]
-        room[0, layers] = x.capacity[c, 1, 1]
+        room = np.full(needed.shape, capacity[c, 0, 0])
+        room[0, :], room[:, layers] = capacity[c, 1, 0], capacity[c, 0, 1]
+        room[0, layers] = capacity[c, 1, 1]
         cost = until[None, :, c] - until[:, None, c]
         cost[0, :] += ends[c, 0]
         cost[:, layers] += ends[c, 1]

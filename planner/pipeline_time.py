@@ -3,14 +3,15 @@
 tp, td   each stage's time per prefill and decode micro-batch
 hp, hd   each hop's time to the next stage (sent while the next micro-batch computes)
 rp, rd   the sampled tokens' way from the last stage back to the first
+bhp ...  the part of each of these that occupies the link: the rest only delays the message
 mp, md   numbers of prefill and decode micro-batches; n tokens a request
 
-    P = max(tp, hp, rp)   D = max(td, hd, rd)   S = sum td + sum hd
+    P = max(tp, bhp, brp)   D = max(td, bhd, brd)   S = sum td + sum hd
 
     T = (mp-1) P + sum tp + sum hp + rp                   prefill, first token (rp only if n >= 2)
       + (n-2) max(md D, S + rd) + S + (md-1) D            the other n-1 tokens (n >= 2)
 
-rp counts in P only if n >= 2 and rd in D only if n > 2: nothing travels back after the last token.
+brp counts in P only if n >= 2, brd in D only if n > 2: nothing travels back after the last token.
 
 Exact for equal micro-batches (planner/simulate.py agrees); an upper bound with a ragged last one,
 or where the way back is slower than every stage.
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from llmpq.planner.links import Hops
 from llmpq.planner.outcome import Assignment
 from llmpq.planner.problem import Problem
 
@@ -34,6 +36,9 @@ class StageTimes:
     hop_decode_s: tuple[float, ...] = ()
     back_prefill_s: float = 0.0
     back_decode_s: float = 0.0
+    busy_prefill_s: tuple[float, ...] = ()
+    """For how long each message of prefill occupies its link, the way back last."""
+    busy_decode_s: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,13 +57,13 @@ class PhaseTimes:
 def makespan(t: StageTimes, *, mp: int, md: int, n: int) -> PhaseTimes:
     """Return the time of the job (formula in the module's docstring)."""
     first_back = t.back_prefill_s if n > 1 else 0.0
-    slowest_prefill = max(*t.prefill_s, *t.hop_prefill_s, first_back)
+    ways = t.busy_prefill_s if n > 1 else t.busy_prefill_s[:-1]
+    slowest_prefill = max((*t.prefill_s, *ways))
     prefill = (mp - 1) * slowest_prefill + sum(t.prefill_s) + sum(t.hop_prefill_s) + first_back
     if n < 2:
         return PhaseTimes(prefill_s=prefill, decode_s=0.0)
     once = sum(t.decode_s) + sum(t.hop_decode_s)
-    back = t.back_decode_s if n > 2 else 0.0
-    slowest = max(*t.decode_s, *t.hop_decode_s, back)
+    slowest = max((*t.decode_s, *(t.busy_decode_s if n > 2 else t.busy_decode_s[:-1])))
     period = max(md * slowest, once + t.back_decode_s)
     decode = (n - 2) * period + once + (md - 1) * slowest
     return PhaseTimes(prefill_s=prefill, decode_s=decode)
@@ -70,11 +75,11 @@ def paper_time(t: StageTimes, *, mp: int, md: int, n: int) -> PhaseTimes:
     (mp-1) P + sum tp + (n-1) ((md-1) D + sum td): the pipeline drains after every token. Hops bound
     P and D but are not in the sums (constraint 7).
     """
-    slowest_prefill = max(*t.prefill_s, *t.hop_prefill_s, 0.0)
+    slowest_prefill = max(*t.prefill_s, *t.busy_prefill_s[:-1], 0.0)
     prefill = (mp - 1) * slowest_prefill + sum(t.prefill_s)
     if n < 2:
         return PhaseTimes(prefill_s=prefill, decode_s=0.0)
-    slowest = max(*t.decode_s, *t.hop_decode_s, 0.0)
+    slowest = max(*t.decode_s, *t.busy_decode_s[:-1], 0.0)
     decode = (n - 1) * ((md - 1) * slowest + sum(t.decode_s))
     return PhaseTimes(prefill_s=prefill, decode_s=decode)
 
@@ -111,11 +116,21 @@ def stage_times(p: Problem, a: Assignment) -> StageTimes:
     return StageTimes(
         prefill_s=tuple(prefill),
         decode_s=tuple(decode),
-        hop_prefill_s=tuple(float(x.hop_prefill_s[link]) for link in links),
-        hop_decode_s=tuple(float(x.hop_decode_s[link]) for link in links),
-        back_prefill_s=0.0 if alone else float(x.back_prefill_s[ends]),
-        back_decode_s=0.0 if alone else float(x.back_decode_s[ends]),
+        hop_prefill_s=tuple(float(x.hop_prefill.total_s[link]) for link in links),
+        hop_decode_s=tuple(float(x.hop_decode.total_s[link]) for link in links),
+        back_prefill_s=0.0 if alone else float(x.back_prefill.total_s[ends]),
+        back_decode_s=0.0 if alone else float(x.back_decode.total_s[ends]),
+        busy_prefill_s=_busy(x.hop_prefill, x.back_prefill, links, ends),
+        busy_decode_s=_busy(x.hop_decode, x.back_decode, links, ends),
     )
+
+
+def _busy(
+    hop: Hops, back: Hops, links: list[tuple[int, int]], ends: tuple[int, int]
+) -> tuple[float, ...]:
+    """Return for how long each message on a ring of stages occupies its link, the way back last."""
+    last = float(back.busy_s[ends]) if links else 0.0
+    return (*(float(hop.busy_s[link]) for link in links), last)
 
 
 def sum_omega(p: Problem, a: Assignment) -> float:

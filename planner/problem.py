@@ -1,16 +1,16 @@
 """From nouns to numbers: what a solver sees of a model, a cluster and a workload.
 
-Knows nothing of solvers. Equal devices of one node form a class; a stage runs on one device of a
-class. Symbols: L layers (or groups of layers), C classes, B choices of precision, eta and xi the
-prefill and decode micro-batch sizes, P and D the slowest stage's time in either phase.
+Knows nothing of solvers. Devices that can take each other's place form a class; a stage runs on one
+device of a class. Symbols: L layers (or groups of layers), C classes, B choices of precision, eta
+and xi the prefill and decode micro-batch sizes, P and D the slowest stage's time in either phase.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import product
 from typing import Literal
 
 import numpy as np
@@ -18,23 +18,25 @@ from numpy.typing import NDArray
 
 from llmpq.cluster import Cluster, Device
 from llmpq.cost_model import Phase
-from llmpq.kv_format import kv_cache_bytes
-from llmpq.memory import Quantization, embedding_bytes, layer_weight_bytes
+from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
 from llmpq.planner.costs import CostBook
-from llmpq.planner.microbatch import microbatch_pairs
+from llmpq.planner.links import ClassLinks, Floats, Hops, LinkTables, link_tables
+from llmpq.planner.microbatch import distinct_sizes, microbatch_pairs
+from llmpq.planner.room import capacity, layer_bytes
+from llmpq.planner.symmetry import alike_devices, device_key, twin_nodes
 from llmpq.precision import KVPrecision, Precision
 from llmpq.sensitivity import Sensitivity
 from llmpq.workload import Workload
-from llmpq.workspace import workspace_bytes
 
-Floats = NDArray[np.float64]
 Objective = Literal["makespan", "paper"]
+MANY_DEVICES = 256
+"""Devices up to which every link is looked at; of more, equal ones of a node are alike."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceClass:
-    """Devices that are interchangeable in a plan: same kind, node, limit and pins."""
+    """Devices that are interchangeable in a plan (planner/symmetry.py)."""
 
     devices: tuple[Device, ...]
     pinned: tuple[int, int] | None = None
@@ -64,10 +66,10 @@ class SizeNumbers:
     """[L, C, B]"""
     ends_s: Floats
     """[C, 2]"""
-    hop_s: Floats
-    """[C, C]"""
-    back_s: Floats
-    """[C, C]"""
+    hop: Hops
+    """A stage's output, to the next stage."""
+    back: Hops
+    """Sampled tokens, from the last stage to the first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,20 +85,20 @@ class PairNumbers:
     ends_prefill_s: Floats
     """[C, 2] embedding (as first stage) and head (as last stage)."""
     ends_decode_s: Floats
-    hop_prefill_s: Floats
-    """[C, C] from a stage of one class to the next stage of another."""
-    hop_decode_s: Floats
-    back_prefill_s: Floats
-    """[C, C] sampled tokens from the last stage's class to the first stage's."""
-    back_decode_s: Floats
+    hop_prefill: Hops
+    """From a stage of one class to the next stage of another."""
+    hop_decode: Hops
+    back_prefill: Hops
+    """Sampled tokens from the last stage's class to the first stage's."""
+    back_decode: Hops
     layer_bytes: NDArray[np.int64]
     """[L, B] weights and the whole batch's KV."""
     problem: Problem
 
-    @cached_property
+    @property
     def capacity(self) -> NDArray[np.int64]:
-        """[C, 2, 2] bytes left for layers; index 1: whether it is the first stage, 2: the last."""
-        return capacity(self.problem, self.eta, self.xi)
+        """[C, 2, 2, 3] bytes left for layers: first stage or not, last or not, sort of weights."""
+        return self.problem.capacity(self.eta, self.xi)
 
     @cached_property
     def uniform(self) -> bool:
@@ -126,6 +128,9 @@ class Problem:
     decode_microbatch: int | None = None
     offered: tuple[tuple[Precision, ...], ...] = ()
     """What each layer may have of `choices`, for a model that is stored quantised; empty: all."""
+    nearest_links: bool = False
+    """Put devices of equal kind and memory into one class, as if all had the best of their links:
+    no plan of the true problem is slower for that, so its bounds are valid there."""
 
     @cached_property
     def groups(self) -> tuple[tuple[int, int], ...]:
@@ -139,24 +144,63 @@ class Problem:
         return len(self.groups)
 
     @cached_property
+    def _keys(self) -> list[Hashable]:
+        return [device_key(device, self.pins) for device in self.cluster.devices]
+
+    @cached_property
+    def links(self) -> LinkTables:
+        """Coefficients of the links between all devices, in the cluster's order."""
+        return link_tables(self.cluster, self.cluster.devices, self.costs)
+
+    @cached_property
+    def members(self) -> list[list[int]]:
+        """Device numbers of each class, in the cluster's order."""
+        devices = self.cluster.devices
+        if self.nearest_links:
+            return alike_devices(devices, self._keys, None)
+        if len(devices) > MANY_DEVICES:
+            return alike_devices(devices, self._keys_and_nodes, None)
+        return alike_devices(devices, self._keys, self.links)
+
+    @property
+    def _keys_and_nodes(self) -> list[Hashable]:
+        devices = self.cluster.devices
+        own = [d.name if self.cluster.has_own_links(d) else "" for d in devices]
+        nodes = [d.node for d in devices]
+        return list(zip(self._keys, nodes, own, strict=True))
+
+    @cached_property
     def classes(self) -> tuple[DeviceClass, ...]:
         """Interchangeable devices, in the cluster's order."""
-        members: dict[tuple[object, ...], list[Device]] = {}
-        for device in self.cluster.devices:
-            pinned = device.name if device.name in self.pins else ""
-            key = (
-                device.profile_kind,
-                device.node,
-                device.limit_bytes,
-                device.spec.context,
-                pinned,
-                device.name if self.cluster.has_own_links(device) else "",
-            )
-            members.setdefault(key, []).append(device)
+        devices = self.cluster.devices
         return tuple(
-            DeviceClass(devices=tuple(devices), pinned=self._pinned_groups(devices[0].name))
-            for devices in members.values()
+            DeviceClass(
+                devices=tuple(devices[i] for i in members),
+                pinned=self._pinned_groups(devices[members[0]].name),
+            )
+            for members in self.members
         )
+
+    @cached_property
+    def class_links(self) -> ClassLinks:
+        """The links between classes."""
+        devices = self.cluster.devices
+        if len(devices) <= MANY_DEVICES:
+            return self.links.between(self.members)
+        # Two devices of a node and kind stand for all of them.
+        groups = alike_devices(devices, self._keys_and_nodes, None)
+        kept = {i for group in groups for i in group[:2]}
+        number = {i: k for k, i in enumerate(sorted(kept))}
+        links = link_tables(self.cluster, [devices[i] for i in number], self.costs)
+        members = [[number[i] for i in own if i in kept] for own in self.members]
+        return links.between(members)
+
+    @cached_property
+    def node_twins(self) -> list[list[tuple[int, ...]]]:
+        """Groups of nodes that can be exchanged whole, each node as its classes."""
+        if self.nearest_links or len(self.cluster.devices) > MANY_DEVICES:
+            return []
+        return twin_nodes(self.cluster.devices, self._keys, self.members, self.links)
 
     def _pinned_groups(self, device: str) -> tuple[int, int] | None:
         if device not in self.pins:
@@ -203,11 +247,26 @@ class Problem:
         return np.where(self.open, self.theta * self.omega, np.inf)
 
     @cached_property
+    def prefill_sizes(self) -> tuple[int, ...]:
+        """The prefill micro-batch sizes to try, ascending."""
+        fixed = self.prefill_microbatch
+        return (fixed,) if fixed else distinct_sizes(self.workload.batch)
+
+    @cached_property
+    def decode_sizes(self) -> tuple[int, ...]:
+        """The decode micro-batch sizes to try, ascending."""
+        fixed = self.decode_microbatch
+        return (fixed,) if fixed else distinct_sizes(self.workload.batch)
+
+    @cached_property
     def pairs(self) -> tuple[tuple[int, int], ...]:
-        """The micro-batch sizes to try, (prefill, decode)."""
-        return microbatch_pairs(
-            self.workload.batch, prefill=self.prefill_microbatch, decode=self.decode_microbatch
-        )
+        """The micro-batch sizes to try, (prefill, decode).
+
+        The paper's objective keeps the paper's pruning, prefill <= decode, where neither is fixed.
+        """
+        fixed = self.prefill_microbatch or self.decode_microbatch
+        ordered = self.objective == "paper" and not fixed
+        return microbatch_pairs(self.prefill_sizes, self.decode_sizes, ordered=ordered)
 
     def counts(self, eta: int, xi: int) -> tuple[int, int]:
         """Return the numbers of prefill and decode micro-batches."""
@@ -237,8 +296,10 @@ class Problem:
         """
         changed = replace(self, **changes)  # type: ignore[arg-type]
         if set(changes) == {"theta"}:
-            kept = ("pairs", "open", "omega", "_numbers", "_sizes", "all_layer_bytes")
-            changed.__dict__.update({k: self.__dict__[k] for k in kept if k in self.__dict__})
+            fields = {f.name for f in dataclasses.fields(self)}
+            own = {*fields, "priced_omega"}
+            kept = {k: v for k, v in self.__dict__.items() if k not in own}
+            changed.__dict__.update(kept)
         return changed
 
     @cached_property
@@ -256,6 +317,16 @@ class Problem:
         """[L, B] weights and the whole batch's KV."""
         sizes = np.array([end - start for start, end in self.groups], dtype=np.int64)
         return sizes[:, None] * layer_bytes(self)[None, :]
+
+    @cached_property
+    def _capacities(self) -> dict[tuple[int, int], NDArray[np.int64]]:
+        return {}
+
+    def capacity(self, eta: int, xi: int) -> NDArray[np.int64]:
+        """[C, 2, 2, 3] bytes left for layers (planner/room.py)."""
+        if (eta, xi) not in self._capacities:
+            self._capacities[eta, xi] = capacity(self, eta, xi)
+        return self._capacities[eta, xi]
 
     @cached_property
     def _numbers(self) -> dict[tuple[int, int], PairNumbers]:
@@ -277,10 +348,10 @@ def _pair_numbers(p: Problem, eta: int, xi: int) -> PairNumbers:
         decode_s=decode.layer_s,
         ends_prefill_s=prefill.ends_s,
         ends_decode_s=decode.ends_s,
-        hop_prefill_s=prefill.hop_s,
-        hop_decode_s=decode.hop_s,
-        back_prefill_s=prefill.back_s,
-        back_decode_s=decode.back_s,
+        hop_prefill=prefill.hop,
+        hop_decode=decode.hop,
+        back_prefill=prefill.back,
+        back_decode=decode.back,
         layer_bytes=p.all_layer_bytes,
         problem=p,
     )
@@ -298,65 +369,6 @@ def _size_numbers(p: Problem, phase: Phase, size: int) -> SizeNumbers:
     return SizeNumbers(
         layer_s=layers[:, None, None] * once,
         ends_s=np.array([ends_s(d, work, size) for d in firsts]),
-        hop_s=_hops(p, tokens * (p.spec.hidden * work.dtype_bytes)),
-        back_s=_hops(p, size * 8),
+        hop=p.class_links.hops(tokens * (p.spec.hidden * work.dtype_bytes)),
+        back=p.class_links.hops(size * 8),
     )
-
-
-def _hops(p: Problem, message_bytes: float) -> Floats:
-    """[C, C] time of one message; a stage sends nothing to itself."""
-    firsts = [c.first for c in p.classes]
-    return np.array(
-        [[p.costs.hop_s(p.cluster, a, b, message_bytes) for b in firsts] for a in firsts]
-    )
-
-
-def layer_bytes(p: Problem) -> NDArray[np.int64]:
-    """[B] weights and KV of one layer."""
-    work = p.workload
-    kv = kv_cache_bytes(
-        work.kv,
-        slots=work.batch,
-        max_len=work.max_len,
-        kv_heads=p.spec.kv_heads,
-        head_dim=p.spec.head_dim,
-        dtype_bytes=work.dtype_bytes,
-    )
-    weights = [layer_weight_bytes(p.spec, b, p.quantization, work.dtype_bytes) for b in p.choices]
-    return np.array([w + kv for w in weights], dtype=np.int64)
-
-
-def capacity(p: Problem, eta: int, xi: int) -> NDArray[np.int64]:
-    """[C, 2, 2] limit minus context, embedding or head, and the workspace of all choices together.
-
-    A stage of several precisions may need more than with any one of them alone: a dense product
-    has a library's workspace, a packed one its own.
-    """
-    table = np.zeros((len(p.classes), 2, 2), dtype=np.int64)
-    kinds = {_memory_kind(cls) for cls in p.classes}
-    for first, last in product((False, True), repeat=2):
-        ends = embedding_bytes(p.spec, first=first, last=last, dtype_bytes=p.workload.dtype_bytes)
-        workspace = {
-            (on_gpu, unpacks): workspace_bytes(
-                p.spec,
-                p.workload,
-                precisions=p.choices,
-                first=first,
-                last=last,
-                prefill_microbatch=eta,
-                decode_microbatch=xi,
-                on_gpu=on_gpu,
-                unpacks=unpacks,
-            )
-            for on_gpu, unpacks in kinds
-        }
-        for index, cls in enumerate(p.classes):
-            fixed = cls.first.spec.context + ends + workspace[_memory_kind(cls)]
-            table[index, int(first), int(last)] = cls.first.limit_bytes - fixed
-    return table
-
-
-def _memory_kind(cls: DeviceClass) -> tuple[bool, bool]:
-    """Return whether a class's stages run on a GPU, and whether it unpacks whole weights."""
-    spec = cls.first.spec
-    return not spec.is_cpu, spec.unpacks_weights

@@ -13,10 +13,11 @@ from __future__ import annotations
 import math
 import time
 
-from llmpq.planner.exact.columns import TooManyColumns
-from llmpq.planner.exact.completion import MAX_STATES, Space, num_states
+import numpy as np
+
 from llmpq.planner.exact.form import make_form
-from llmpq.planner.exact.relaxation import ClassRelaxation, quick_bound
+from llmpq.planner.exact.pairs import PairTables
+from llmpq.planner.exact.relaxation import ClassRelaxation
 from llmpq.planner.exact.search import Search, solve_exact
 from llmpq.planner.ilp import solve_ilp
 from llmpq.planner.outcome import (
@@ -45,6 +46,7 @@ def solve_budget(
     gap: float = 1e-6,
     theta: float | None = None,
     known: Assignment | None = None,
+    ceiling: float = math.inf,
 ) -> Outcome:
     """Return the fastest plan whose sum of omega is at most `budget`, with its proof.
 
@@ -52,40 +54,89 @@ def solve_budget(
     and a `known` plan within it, where the caller has them, save looking for them.
     """
     start = time.perf_counter()
-    exact = num_states(p) <= MAX_STATES and p.numbers(*p.pairs[0]).uniform
+    refuse_unreachable(p, budget)
     free = p.with_changes(theta=0.0)
-    if not exact:
+    if not p.numbers(*p.pairs[0]).uniform:
         return solve_ilp(free, time_limit_s=time_limit_s, gap=gap, budget=budget)
     if theta is None:
         theta = best_theta(p, budget, start + THETA_SHARE * time_limit_s)
     priced = p.with_changes(theta=theta)
     limit = budget * (1 + BUDGET_ROUNDING / 2)
-    try:
-        search = Search(priced, Space(p), start + time_limit_s, gap, budget=limit)
-    except TooManyColumns:
-        return solve_ilp(free, time_limit_s=time_limit_s, gap=gap, budget=budget)
+    search = Search(
+        priced,
+        start + time_limit_s,
+        gap,
+        budget=limit,
+        ceiling=ceiling + theta * limit,
+    )
     if known is not None:
         search.offer(known)
+    search.begin()
     if search.best is None:
         _offer_priced(p, search, theta)
     bound = search.run() - theta * limit
-    if search.best is None and search.stuck:
+    if search.best is None and bound < math.inf:
         raise Unfinished(
             f"no plan with a sum of omega of at most {budget:g} was found within "
-            f"{time_limit_s:g} s; give a longer --time-limit"
+            f"{time_limit_s:g} s; give a longer --time-limit",
+            bound=bound,
         )
     if search.best is None:
-        raise Infeasible(f"no plan has a sum of omega of at most {budget:g}")
+        raise Infeasible(
+            f"no plan that fits has a sum of omega of at most {budget:g}; give a larger "
+            "--quality-budget, or leave it out to see what can be had"
+        )
     seconds = value(free, search.best)
     return Outcome(
         method="exact",
         status="optimal" if seconds - bound <= OPTIMAL_GAP * seconds else "feasible",
         assignment=search.best,
         value=seconds,
-        bound=bound,
+        bound=min(bound, seconds),
         seconds=time.perf_counter() - start,
         note=f"fastest with sum omega <= {budget:g} (theta at the budget {theta:.3g})",
     )
+
+
+def refuse_unreachable(p: Problem, budget: float) -> None:
+    """Raise `Infeasible` at once for a budget that no plan can keep, with the best there is.
+
+    Layers at their least omega may be more than fits: then the memory of all devices together,
+    layers cut into fractions, says what is the least (a linear program of two rows, solved by
+    steps along its hull).
+    """
+    least = least_loss_bound(p)
+    if budget * (1 + BUDGET_ROUNDING) < least * (1 - 1e-9):
+        raise Infeasible(
+            f"no plan has a sum of omega of at most {budget:g}: the smallest that these devices "
+            f"and precisions allow is {least:.6g}; give --quality-budget "
+            f"{_rounded_up(least):g} or more"
+        )
+
+
+def least_loss_bound(p: Problem) -> float:
+    """Return a sum of omega that no plan is below, by the memory of all devices together."""
+    omega, sizes = p.open_omega, p.all_layer_bytes
+    room = p.capacity(p.prefill_sizes[0], p.decode_sizes[0]).max(axis=(1, 2, 3))
+    counts = np.array([min(cls.count, p.max_stages) for cls in p.classes])
+    held = np.sort(np.repeat(np.clip(room, 0, None), counts))[::-1][: p.max_stages]
+    left = float(held.sum())
+    # max over rho >= 0 of  sum_i min_b (omega + rho bytes) - rho room: concave, piecewise linear.
+    finite = np.where(np.isfinite(omega), omega, 1e300)
+    span = float(np.ptp(sizes)) or 1.0
+    high = float(finite[np.isfinite(omega)].max()) / span * 4 + 1e-30
+    best = float(omega.min(axis=1).sum())
+    for rho in np.concatenate([[0.0], np.geomspace(high * 1e-9, high, 200)]):
+        best = max(best, float((finite + rho * sizes).min(axis=1).sum() - rho * left))
+    return best
+
+
+def _rounded_up(loss: float) -> float:
+    """Return a number of four digits that is not below a loss."""
+    if loss <= 0:
+        return 0.0
+    step = 10.0 ** (math.floor(math.log10(loss)) - 3)
+    return math.ceil(loss / step) * step
 
 
 def _offer_priced(p: Problem, search: Search, theta: float) -> None:
@@ -137,17 +188,20 @@ def best_theta(p: Problem, budget: float, deadline: float = math.inf) -> float:
 
 
 def _best_pairs(p: Problem, deadline: float, most: int = 4) -> list[tuple[int, int]]:
-    """Return the pairs with the smallest relaxations: the bound is theirs.
-
-    A pair is relaxed only if its quick bound may be among them.
-    """
-    relaxation = ClassRelaxation(p)
-    forms = {pair: make_form(p, *pair) for pair in p.pairs}
-    quick = {pair: quick_bound(p, form) for pair, form in forms.items()}
-    best: list[tuple[float, tuple[int, int]]] = []
-    for pair in sorted(p.pairs, key=lambda pair: quick[pair]):
-        if len(best) == most and (quick[pair] > best[-1][0] or time.perf_counter() > deadline):
+    """Return pairs with small relaxations, the smallest first."""
+    relaxation, tables = ClassRelaxation(p), PairTables(p)
+    bounds = np.where(tables.open, tables.first_bounds(relaxation.groups).min(axis=0), np.inf)
+    found: list[tuple[float, tuple[int, int]]] = []
+    while len(found) < most or bounds.min() < found[0][0]:
+        at = np.unravel_index(int(np.argmin(bounds)), bounds.shape)
+        if not np.isfinite(bounds[at]) or (found and time.perf_counter() > deadline):
             break
-        best.append((relaxation.solve(forms[pair]).value, pair))
-        best = sorted(best, key=lambda found: found[0])[:most]
-    return [pair for _, pair in best]
+        pair = p.prefill_sizes[at[0]], p.decode_sizes[at[1]]
+        form = make_form(p, *pair)
+        prices = relaxation.solve(form)
+        if math.isfinite(prices.value):
+            proven = tables.bounds(relaxation.groups, form, prices).min(axis=0)
+            bounds = np.maximum(bounds, proven)
+        bounds[at] = np.inf
+        found = sorted([*found, (prices.value, pair)])
+    return [pair for _, pair in found[:most]]

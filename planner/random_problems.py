@@ -10,7 +10,8 @@ from llmpq.cost_model import TERMS, CostModel, LatencyEntry, Phase, Regime
 from llmpq.model_spec import ModelSpec
 from llmpq.planner.costs import CostBook
 from llmpq.planner.microbatch import distinct_sizes
-from llmpq.planner.problem import Objective, Problem, capacity, layer_bytes
+from llmpq.planner.problem import Objective, Problem
+from llmpq.planner.room import capacity, layer_bytes
 from llmpq.precision import WEIGHT_ONLY, Precision
 from llmpq.sensitivity import Sensitivity
 from llmpq.workload import Workload
@@ -134,7 +135,7 @@ def _sensitivity(
 def _tight_memory(rng: random.Random, p: Problem, counts: list[int]) -> list[int]:
     """Memory that holds from a little too few to somewhat more layers than needed."""
     batch = p.workload.batch
-    fixed = 2**34 - int(capacity(p, batch, batch)[:, 1, 1].min())
+    fixed = 2**34 - int(capacity(p, batch, batch)[:, 1, 1].max(axis=-1).min())
     sizes = layer_bytes(p)
     share = p.num_layers / sum(counts)
     return [

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 
 import numpy as np
 
 from llmpq.cost_model import Phase
 from llmpq.planner.costs import decode_times
+from llmpq.planner.links import Hops
 from llmpq.planner.microbatch import sizes_of
 from llmpq.planner.outcome import Assignment, Stage
 from llmpq.planner.pipeline_time import PhaseTimes
@@ -23,25 +25,23 @@ def replay(p: Problem, a: Assignment) -> PhaseTimes:
     lengths = work.prompt_len + np.arange(1, max(work.gen_len, 2), dtype=np.float64)
 
     @cache
-    def prefill_ring(size: int) -> tuple[float, ...]:
+    def prefill_ring(size: int) -> list[tuple[float, float]]:
         x = p.numbers(size, a.decode_microbatch)
         stages = [sum(float(x.prefill_s[i, s.cls, b]) for i, b in _layers(s)) for s in a.stages]
         stages[0] += float(x.ends_prefill_s[a.stages[0].cls, 0])
         stages[-1] += float(x.ends_prefill_s[a.stages[-1].cls, 1])
-        return _ring(a, stages, x.hop_prefill_s, x.back_prefill_s)
+        return _ring(stages, _ways(a, x.hop_prefill, x.back_prefill))
 
     @cache
-    def decode_ring(size: int) -> np.ndarray:
+    def decode_rings(size: int) -> list[list[tuple[float, float]]]:
         x = p.numbers(a.prefill_microbatch, size)
         rows = [_decode_rows(p, a, position, size, lengths) for position in range(len(a.stages))]
-        ring = _ring(a, [0.0] * len(a.stages), x.hop_decode_s, x.back_decode_s)
-        table = np.repeat(np.array(ring)[:, None], len(lengths), axis=1)
-        table[: 2 * len(rows) : 2] = rows
-        return table
+        ways = _ways(a, x.hop_decode, x.back_decode)
+        return [_ring(stages, ways) for stages in np.array(rows).T.tolist()]
 
     return simulate(
         lambda i, t: prefill_ring(prefill_sizes[i]),
-        lambda i, t: decode_ring(decode_sizes[i])[:, t - 1].tolist(),
+        lambda i, t: decode_rings(decode_sizes[i])[t - 1],
         mp=len(prefill_sizes),
         md=len(decode_sizes),
         n=work.gen_len,
@@ -52,18 +52,27 @@ def _layers(stage: Stage) -> zip[tuple[int, int]]:
     return zip(range(stage.start, stage.end), stage.choices, strict=True)
 
 
+def _ways(a: Assignment, hop: Hops, back: Hops) -> list[tuple[float, float]]:
+    """Return (occupied, total) of the hop behind every stage; the last one goes to the first."""
+    order = [stage.cls for stage in a.stages]
+    if len(order) == 1:
+        return [(0.0, 0.0)]
+    ends = (order[-1], order[0])
+    ways = [
+        (float(hop.busy_s[link]), float(hop.total_s[link]))
+        for link in zip(order, order[1:], strict=False)
+    ]
+    return [*ways, (float(back.busy_s[ends]), float(back.total_s[ends]))]
+
+
 def _ring(
-    a: Assignment, stages: list[float], hops: np.ndarray, back: np.ndarray
-) -> tuple[float, ...]:
-    """Interleave stages with the hops behind them; the last hop goes back to the first stage."""
-    ring: list[float] = []
-    for position, seconds in enumerate(stages):
-        ring.append(seconds)
-        if position + 1 < len(stages):
-            ring.append(float(hops[a.stages[position].cls, a.stages[position + 1].cls]))
-    alone = len(stages) == 1
-    ring.append(0.0 if alone else float(back[a.stages[-1].cls, a.stages[0].cls]))
-    return tuple(ring)
+    stages: Sequence[float], ways: Sequence[tuple[float, float]]
+) -> list[tuple[float, float]]:
+    """Interleave stages with the hops behind them."""
+    ring: list[tuple[float, float]] = []
+    for seconds, way in zip(stages, ways, strict=True):
+        ring += [(seconds, seconds), way]
+    return ring
 
 
 def _decode_rows(

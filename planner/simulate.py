@@ -1,8 +1,9 @@
 """Replays a plan micro-batch by micro-batch: the slow, plain check of the closed form.
 
 A pipeline is a ring of resources (stage, hop, stage, ..., stage, hop back); each serves one
-micro-batch at a time, in order of arrival. Prefill ends before decode starts. Micro-batches may be
-ragged, and every decode step uses its true cache length.
+micro-batch at a time, in order of arrival. What a hop only delays keeps nobody else waiting.
+Prefill ends before decode starts. Micro-batches may be ragged, and every decode step uses its true
+cache length.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from collections.abc import Callable, Sequence
 
 from llmpq.planner.pipeline_time import PhaseTimes
 
-Times = Callable[[int, int], Sequence[float]]
-"""(micro-batch index, decode step t) -> time at each resource; the last one is the hop back."""
+Times = Callable[[int, int], Sequence[tuple[float, float]]]
+"""(micro-batch index, decode step t) -> at each resource, seconds it is occupied and seconds until
+the micro-batch is at the next one; the last resource is the hop back."""
 
 
 def simulate(prefill: Times, decode: Times, *, mp: int, md: int, n: int) -> PhaseTimes:
@@ -35,9 +37,10 @@ def simulate(prefill: Times, decode: Times, *, mp: int, md: int, n: int) -> Phas
     return PhaseTimes(prefill_s=start, decode_s=max(ready) - start)
 
 
-def _walk(times: Sequence[float], free: list[float], now: float) -> float:
+def _walk(times: Sequence[tuple[float, float]], free: list[float], now: float) -> float:
     """Send one micro-batch through the resources; update when each is free; return its arrival."""
-    for k, seconds in enumerate(times):
-        now = max(now, free[k]) + seconds
-        free[k] = now
+    for k, (occupied, total) in enumerate(times):
+        begin = max(now, free[k])
+        free[k] = begin + occupied
+        now = begin + total
     return now

@@ -3,131 +3,46 @@
 With prices lambda, mu a stage costs (1 + lambda) tp + (wS' + mu) td + theta omega, whatever else
 the plan does; the cheapest way to finish from every state is a dynamic program over
 
-    state s (how many devices of each class are used), last class c, layer boundary a
+    state s (devices used of each class), last class c, layer boundary a
 
     B[s, c, a] = min over c', a' of  hop(c, c') + T[c', a, a'] + B[s + c', c', a']
 
-T is the cheapest filling of a stage that fits its memory (embedding and head where they live). As P
-is at least any stage so far, F >= cost + (A - rem lambda) P + (D's weight - rem mu) D + B, where
-rem sums the prices of the devices still unused.
+As P is at least any stage so far, F >= cost + (A - rem lambda) P + (D's weight - rem mu) D + B,
+where rem sums the prices of the devices still unused. Where states are too many to list, s is left
+out of the program and a device of class c costs a rent r_c instead:
+
+    B[s, c, a] >= B_r[c, a] - sum_c r_c unused_c(s)
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from llmpq.planner.exact.columns import Columns, priced
+from llmpq.planner.exact.columns import Columns
 from llmpq.planner.exact.form import EVERYWHERE, Box, Form
+from llmpq.planner.exact.islands import Islands
 from llmpq.planner.exact.relaxation import Prices
+from llmpq.planner.exact.space import Space
+from llmpq.planner.exact.stages import Weights, stages_by_price, stages_by_table
 from llmpq.planner.problem import Floats, Problem
 
-MAX_STATES = 1500
-"""Largest space searched over all device orders; larger ones keep a class's devices together."""
+RENT_STEPS = 25
+"""Steps of the search for rents."""
 
 
-class Space:
-    """The states of a problem: tuples of used devices per class, numbered by their total."""
+@dataclass(frozen=True, kw_only=True)
+class Rest:
+    """What the prices of the devices unused in a state leave of the weights of P and D."""
 
-    def __init__(self, p: Problem) -> None:
-        tuples: list[tuple[int, ...]] = [()]
-        for cls in p.classes:
-            tuples = [
-                (*t, n) for t in tuples for n in range(min(cls.count, p.max_stages - sum(t)) + 1)
-            ]
-        self.used = sorted(tuples, key=lambda t: (sum(t), t))
-        self.index = {t: i for i, t in enumerate(self.used)}
-        classes = len(p.classes)
-        self.after = np.full((len(self.used), classes), -1, dtype=np.int64)
-        """[S, C] the state after one more device of a class, -1 if there is none left."""
-        for i, t in enumerate(self.used):
-            for c in range(classes):
-                more = (*t[:c], t[c] + 1, *t[c + 1 :])
-                self.after[i, c] = self.index.get(more, -1)
-        counts = np.array([c.count for c in p.classes])
-        self.unused = counts - np.array(self.used)
-        self.allowed = _allowed(p)
-        required = [c for c, cls in enumerate(p.classes) if cls.pinned is not None]
-        self.complete = np.array([all(t[c] for c in required) for t in self.used])
-        """[S] whether every pinned device has its stage."""
-
-
-def num_states(p: Problem) -> int:
-    """Return the size of the space over all device orders."""
-    ways = [1] + [0] * p.max_stages  # of using so many devices
-    for cls in p.classes:
-        ways = [sum(ways[max(0, t - cls.count) : t + 1]) for t in range(len(ways))]
-    return sum(ways)
-
-
-class ChainSpace(Space):
-    """States of plans that use the classes in one sequence, each class's devices in a row.
-
-    Classes may be used in part or left out. State 0 is the start; others are (position, used before
-    of this class, stages so far), the last left at 0 where a plan may use every device.
-    """
-
-    def __init__(self, p: Problem, sequence: Sequence[int]) -> None:
-        classes = len(p.classes)
-        counts = [p.classes[c].count for c in sequence]
-        limited = p.max_stages < min(len(p.cluster.devices), p.num_layers)
-        step = int(limited)
-        states = [
-            (k, used, stages)
-            for k, count in enumerate(counts)
-            for used in range(count)
-            for stages in _stages_so_far(sum(counts[:k]), used, p.max_stages if limited else None)
-        ]
-        number = {state: i + 1 for i, state in enumerate(states)}
-        self.after = np.full((len(states) + 1, classes), -1, dtype=np.int64)
-        self.unused = np.zeros((len(states) + 1, classes), dtype=np.int64)
-        self.unused[0] = [cls.count for cls in p.classes]
-        self.complete = np.ones(len(states) + 1, dtype=bool)
-        pinned = [k for k, c in enumerate(sequence) if p.classes[c].pinned is not None]
-        for i, (k, used, stages) in enumerate([(-1, 0, 0), *states]):
-            onward = stages < p.max_stages
-            blocked = min((q for q in pinned if q > k), default=len(sequence))
-            self.complete[i] = blocked == len(sequence)
-            if k >= 0:
-                left = p.classes[sequence[k]].count - used - 1
-                self.unused[i, sequence[k]] = left
-                if left and onward:
-                    self.after[i, sequence[k]] = number[k, used + 1, stages + step]
-            for later in range(k + 1, min(blocked + 1, len(sequence))) if onward else ():
-                self.after[i, sequence[later]] = number[later, 0, stages + step]
-                self.unused[i, sequence[later]] = p.classes[sequence[later]].count
-            if k >= 0:
-                for later in range(k + 1, len(sequence)):
-                    self.unused[i, sequence[later]] = p.classes[sequence[later]].count
-            self.unused[i] = np.minimum(self.unused[i], p.max_stages - stages)
-        self.used = [(0,) * classes] * (len(states) + 1)
-        self.allowed = _allowed(p)
-
-
-def _stages_so_far(before: int, used: int, most: int | None) -> range:
-    """How many stages a plan may have with the device after `used` ones of a class.
-
-    `before`: the devices of earlier classes, of which it has none to all. No limit: not counted.
-    """
-    return range(1) if most is None else range(used + 1, min(before + used + 1, most) + 1)
-
-
-def _allowed(p: Problem) -> np.ndarray:
-    """[C, L+1, L+1] whether the pins let a stage of a class hold layers [a, a')."""
-    size = p.num_layers + 1
-    table = np.zeros((len(p.classes), size, size), dtype=bool)
-    upper = np.triu(np.ones((size, size), dtype=bool), 1)
-    pinned = any(cls.pinned for cls in p.classes)
-    for c in range(len(p.classes)):
-        table[c] = upper
-        if pinned:
-            for a, b in zip(*np.nonzero(upper), strict=True):
-                table[c, a, b] = p.allowed(c, int(a), int(b))
-    return table
+    p: float
+    d: float
+    over: float
+    """What prices beyond the weights cost at most, at the box's upper bounds; <= 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,151 +52,223 @@ class Completion:
     p: Problem
     form: Form
     prices: Prices
-    columns: Columns
+    columns: Columns | None
     space: Space
     box: Box = EVERYWHERE
+    islands: Islands | None = None
+    aim: float = math.inf
+    """A value that the bound had better reach: what steps towards good rents go by."""
+    _rests: dict[int, Rest] = field(default_factory=dict)
 
     @cached_property
-    def weights(self) -> tuple[Floats, Floats]:
-        """[C] weights of tp and td in a stage's cost."""
-        prefill = 1.0 + self.prices.prefill
-        return prefill, self.form.s_weight(self.prices.kappa) + self.prices.decode
-
-    @cached_property
-    def base(self) -> list[list[Floats]]:
-        """[C][m] -> [K] priced time of each count vector, infinite beyond the box."""
-        classes = range(len(self.p.classes))
-        return [[self._priced(c, k) for k in self.columns.counts] for c in classes]
-
-    def _priced(self, c: int, counts: NDArray[np.int64]) -> Floats:
-        x, (wp, wd) = self.form.numbers, self.weights
-        tp, td = counts @ x.prefill_s[0, c], counts @ x.decode_s[0, c]
-        inside = (tp <= self.box.p_high) & (td <= self.box.d_high)
-        return np.where(inside, wp[c] * tp + wd[c] * td, np.inf)
-
-    @cached_property
-    def ends(self) -> Floats:
-        """[C, 2] priced time of embedding and head."""
-        x, (wp, wd) = self.form.numbers, self.weights
-        return wp[:, None] * x.ends_prefill_s + wd[:, None] * x.ends_decode_s
+    def weights(self) -> Weights:
+        """What time costs in a stage."""
+        s_weight = self.form.s_weight(self.prices.kappa)
+        return Weights(
+            prefill=1.0 + self.prices.prefill,
+            decode=s_weight + self.prices.decode,
+            hop_decode=s_weight,
+        )
 
     @cached_property
     def hops(self) -> Floats:
         """[C, C] cost of a hop."""
-        x = self.form.numbers
-        if not self.form.hops_in_sums:
-            return np.zeros_like(x.hop_prefill_s)
-        return x.hop_prefill_s + self.form.s_weight(self.prices.kappa) * x.hop_decode_s
+        x, box = self.form.numbers, self.box
+        cost = np.zeros_like(x.hop_prefill.total_s)
+        if self.form.hops_in_sums:
+            cost = x.hop_prefill.total_s + self.weights.hop_decode * x.hop_decode.total_s
+        barred = (x.hop_prefill.busy_s > box.p_high) | (x.hop_decode.busy_s > box.d_high)
+        if box.island is not None and self.islands is not None:
+            barred = barred | self.islands.crosses
+        return np.asarray(np.where(barred, np.inf, cost))
 
     @cached_property
     def stage(self) -> Floats:
         """[C, L+1, L+1] T: cheapest stage of layers [a, a'), infinite where nothing fits."""
-        layers, classes = self.p.num_layers, len(self.p.classes)
-        table = np.full((classes, layers + 1, layers + 1), np.inf)
-        capacity, ends = self.form.numbers.capacity, self.ends
-        theta = self.p.theta
-        for m in range(1, self.columns.most + 1):
-            sizes = self.columns.num_bytes[m]
-            omega = priced(self.columns.least[m], theta)
-            starts = np.arange(len(omega))
-            for c in range(classes):
-                fits = np.searchsorted(sizes, capacity[c], side="right")
-                mid = int(fits[0, 0])
-                if mid:
-                    filled = omega[:, :mid] + self.base[c][m][:mid]
-                    table[c, starts, starts + m] = filled.min(axis=1)
-                head, tail = omega[0], omega[-1]
-                base, whole = self.base[c][m], m == layers
-                table[c, 0, m] = _least(head, base, int(fits[1, int(whole)])) + ends[c, 0]
-                if whole:
-                    table[c, 0, m] += ends[c, 1]
-                else:
-                    last = _least(tail, base, int(fits[0, 1])) + ends[c, 1]
-                    if len(omega) > 1:
-                        table[c, layers - m, layers] = last
+        if self.columns is not None:
+            table = stages_by_table(self.p, self.form, self.weights, self.box, self.columns)
+        else:
+            rho = self.prices.memory
+            table = stages_by_price(self.p, self.form, self.weights, self.box, rho)
         table[~self.space.allowed] = np.inf
+        if self.box.island is not None and self.islands is not None:
+            table[self.islands.counts[self.box.island] == 0] = np.inf
         return table
 
     @cached_property
-    def finish(self) -> Floats:
-        """[S, C, L+1] B: cheapest way to finish after a stage of class c ends at a boundary."""
-        space, layers, classes = self.space, self.p.num_layers, len(self.p.classes)
-        table = np.full((len(space.used), classes, layers + 1), np.inf)
-        table[space.complete, :, layers] = 0.0
-        hops, stage = self.hops, self.stage
-        for s in range(len(space.used) - 1, -1, -1):
+    def after(self) -> NDArray[np.int64]:
+        """[S, C] the state after one more device; the one beyond the last cannot go on.
+
+        Where states are not listed there is one, which every device leaves as it is.
+        """
+        classes = len(self.p.classes)
+        if not self.space.listed:
+            return np.zeros((1, classes), dtype=np.int64)
+        states = len(self.space.used)
+        found = [[self.space.after(s, c) for c in range(classes)] for s in range(states)]
+        table = np.array(found, dtype=np.int64)
+        return np.where(table < 0, states, table)
+
+    @cached_property
+    def rents(self) -> Floats:
+        """[C] what a device costs where states are not listed, zero where they are.
+
+        Steps along what the cheapest plan uses beyond the devices that there are.
+        """
+        classes = len(self.p.classes)
+        best, rents = -math.inf, np.zeros(classes)
+        if self.space.listed:
+            return rents
+        counts, chosen, step = self.space.unused(0), rents, 1.0
+        for _ in range(RENT_STEPS):
+            table, enter = self._program(rents)
+            value = float(enter[0, :, 0].min() - rents @ counts)
+            if not math.isfinite(value):
+                return rents
+            if value > best:
+                best, chosen = value, rents
+            else:
+                step /= 1.5
+            used = self._walk_uses(table, rents)
+            over = used - counts
+            length = float(over @ over)
+            if not length or not (over > 0).any():
+                break
+            aim = self.aim if math.isfinite(self.aim) else value + 0.02 * abs(value)
+            rents = np.clip(
+                rents + step * max(aim - value, 1e-3 * abs(value)) / length * over, 0, None
+            )
+        return chosen
+
+    def _program(self, rents: Floats) -> tuple[Floats, Floats]:
+        """Return B [S+1, C, L+1] and the cheapest next stage of each class [S, C, L], no hop."""
+        layers, after = self.p.num_layers, self.after
+        states, classes = after.shape
+        table = np.full((states + 1, classes, layers + 1), np.inf)
+        table[:states, :, layers] = 0.0
+        if not self.space.listed:
+            table[states] = table[0]
+        enter = np.full((states, classes, layers), np.inf)
+        hops = self.hops
+        for a in range(layers - 1, -1, -1):
             for c in range(classes):
-                after = space.after[s, c]
-                if after < 0:
-                    continue
-                enter = (stage[c] + table[after, c][None, :]).min(axis=1)
-                table[s] = np.minimum(table[s], hops[:, c, None] + enter[None, :])
-        return table
+                ahead = self.stage[c, a, a + 1 :] + rents[c]
+                near = np.isfinite(ahead)
+                if near.any():
+                    onward = table[after[:, c], c, a + 1 :]
+                    enter[:, c, a] = (onward[:, near] + ahead[near]).min(axis=1)
+            table[:states, :, a] = (hops[None] + enter[:, None, :, a]).min(axis=2)
+        return table, enter
 
     @cached_property
-    def remaining(self) -> tuple[Floats, Floats]:
-        """[S] weights of P and D that the unused devices have not priced."""
-        prefill, decode = self._unpriced
-        return np.clip(prefill, 0.0, None), np.clip(decode, 0.0, None)
+    def _tables(self) -> tuple[Floats, Floats]:
+        return self._program(self.rents)
+
+    def _walk_uses(self, table: Floats, rents: Floats) -> NDArray[np.int64]:
+        """[C] devices that the cheapest plan uses where states are not listed."""
+        used = np.zeros(len(rents), dtype=np.int64)
+        a, last = 0, -1
+        while a < self.p.num_layers:
+            costs = self.stage[:, a] + rents[:, None] + table[0]
+            if last >= 0:
+                costs = costs + self.hops[last][:, None]
+            last, a = (int(k) for k in np.unravel_index(int(np.argmin(costs)), costs.shape))
+            used[last] += 1
+        return used
+
+    def finish(self, state: int, last: int) -> Floats:
+        """[L+1] the cheapest way to finish after a stage of class `last` in a state."""
+        table = self._tables[0]
+        if self.space.listed:
+            return np.asarray(table[state, last])
+        return np.asarray(table[0, last] - self.rents @ self.space.unused(state))
+
+    def rest(self, state: int) -> Rest:
+        """Return the weights of P and D that the unused devices have not priced."""
+        if state not in self._rests:
+            unused, box = self._left(state), self.box
+            p = float(self.form.a - unused @ self.prices.prefill)
+            d = float(self.form.d_weight(self.prices.kappa) - unused @ self.prices.decode)
+            over = sum(
+                weight * high
+                for weight, high in ((p, box.p_high), (d, box.d_high))
+                if weight < 0 and math.isfinite(high)
+            )
+            self._rests[state] = Rest(p=max(p, 0.0), d=max(d, 0.0), over=over)
+        return self._rests[state]
+
+    def _left(self, state: int) -> NDArray[np.int64]:
+        """[C] unused devices that stages to come may use at most."""
+        unused = self.space.unused(state)
+        if self.box.island is None or self.islands is None:
+            return unused
+        here = self.islands.counts[self.box.island] - np.array(self.space.used[state])
+        return np.minimum(unused, np.maximum(here, 0))
 
     @cached_property
-    def overpriced(self) -> Floats:
-        """[S] what prices beyond the weights cost at most, at the box's upper bounds; <= 0."""
-        prefill, decode = self._unpriced
-        total = np.zeros(len(prefill))
-        for weight, high in ((prefill, self.box.p_high), (decode, self.box.d_high)):
-            over = np.clip(weight, None, 0.0)
-            total += over * high if np.isfinite(high) else 0.0
-        return total
-
-    @cached_property
-    def _unpriced(self) -> tuple[Floats, Floats]:
-        unused = self.space.unused
-        prefill = self.form.a - unused @ self.prices.prefill
-        decode = self.form.d_weight(self.prices.kappa) - unused @ self.prices.decode
-        return prefill, decode
+    def constant(self) -> float:
+        """What every plan of the box costs beside its stages and hops."""
+        rest = self.rest(0)
+        rent = 0.0 if self.space.listed else float(self.rents @ self.space.unused(0))
+        return rest.p * self.box.p_low + rest.d * self.box.d_low + rest.over - rent
 
     @cached_property
     def value(self) -> float:
-        """A lower bound of F over all plans of the pair."""
-        space = self.space
-        best = np.inf
-        for c in range(len(self.p.classes)):
-            after = space.after[0, c]
-            if after >= 0:
-                best = min(best, float((self.stage[c, 0] + self.finish[after, c]).min()))
-        rest_p, rest_d = self.remaining
-        floor = rest_p[0] * self.box.p_low + rest_d[0] * self.box.d_low
-        return best + float(floor + self.overpriced[0])
+        """A lower bound of F over all plans of the pair in the box."""
+        return float((self._tables[1][0, :, 0]).min()) + self.constant
+
+    @cached_property
+    def through(self) -> Floats:
+        """[C, L, L+1] the least that all else costs in a plan with a stage of layers [a, a')."""
+        layers, after, hops = self.p.num_layers, self.after, self.hops
+        states, classes = after.shape
+        table, _ = self._tables
+        rents = self.rents
+        arrive = np.full((states + 1, classes, layers + 1), np.inf)
+        found = np.full((classes, layers, layers + 1), np.inf)
+        for a in range(layers):
+            if a == 0:
+                enter = np.full((states, classes), np.inf)
+                enter[0] = 0.0
+            else:
+                enter = (arrive[:states, :, a, None] + hops[None]).min(axis=1)
+            for c in range(classes):
+                ahead = self.stage[c, a, a + 1 :] + rents[c]
+                near = np.flatnonzero(np.isfinite(ahead)) + a + 1
+                from_here = np.flatnonzero(np.isfinite(enter[:, c]))
+                if not len(near) or not len(from_here):
+                    continue
+                at = np.ix_(after[from_here, c], np.array([c]), near)
+                cost = enter[from_here, c, None] + rents[c]
+                found[c, a, near] = (cost + table[at][:, 0]).min(axis=0)
+                onward = cost + self.stage[c, a, near]
+                rows = after[from_here, c]
+                if self.space.listed:
+                    arrive[at] = np.minimum(arrive[at], onward[:, None, :])
+                else:
+                    arrive[rows[0], c, near] = np.minimum(arrive[rows[0], c, near], onward[0])
+        return found
 
     def greedy(self) -> list[tuple[int, int, int]]:
-        """Return (class, start, end) of the stages of a plan that attains `value`."""
-        space, layers = self.space, self.p.num_layers
+        """Return (class, start, end) of the stages of a plan that attains `value`.
+
+        Where states are not listed, of one that uses no device twice; empty if it meets a dead end.
+        """
+        layers = self.p.num_layers
         state, last, a = 0, -1, 0
         found: list[tuple[int, int, int]] = []
         while a < layers:
-            best = (np.inf, -1, -1)
+            best = (math.inf, -1, -1, -1)
             for c in range(len(self.p.classes)):
-                after = space.after[state, c]
+                after = self.space.after(state, c)
                 if after < 0:
                     continue
                 hop = 0.0 if last < 0 else float(self.hops[last, c])
-                costs = self.stage[c, a] + self.finish[after, c] + hop
+                costs = self.stage[c, a] + self.finish(after, c) + hop + self.rents[c]
                 end = int(np.argmin(costs))
-                best = min(best, (float(costs[end]), c, end))
+                best = min(best, (float(costs[end]), c, end, after))
+            if not math.isfinite(best[0]):
+                return []
             found.append((best[1], a, best[2]))
-            state, last, a = int(space.after[state, best[1]]), best[1], best[2]
+            state, last, a = best[3], best[1], best[2]
         return found
-
-    def cheapest(self, c: int, start: int, end: int) -> tuple[int, ...]:
-        """Return the choices of the stage that T prices."""
-        m, layers = end - start, self.p.num_layers
-        room = self.form.numbers.capacity[c, int(start == 0), int(end == layers)]
-        fits = int(np.searchsorted(self.columns.num_bytes[m], room, side="right"))
-        omega = priced(self.columns.least[m][start, :fits], self.p.theta)
-        return self.columns.choices(start, m, int(np.argmin(omega + self.base[c][m][:fits])))
-
-
-def _least(omega: Floats, base: Floats, fits: int) -> float:
-    """Cheapest of the first `fits` columns, infinite if there is none."""
-    return float((omega[:fits] + base[:fits]).min()) if fits else float("inf")

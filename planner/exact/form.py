@@ -33,6 +33,8 @@ class Form:
     back: float
     """Of the decode hop back, where F is linear but tokens still travel back."""
     hops_in_sums: bool
+    first_back: bool
+    """Whether the first tokens travel back: their hop bounds P."""
     back_bounds: bool
     """Whether the hop back bounds D."""
 
@@ -53,6 +55,8 @@ class Box:
     p_high: float = math.inf
     d_low: float = 0.0
     d_high: float = math.inf
+    island: int | None = None
+    """The island on which plans stay (planner/exact/islands.py)."""
 
 
 EVERYWHERE = Box()
@@ -73,6 +77,7 @@ def make_form(p: Problem, eta: int, xi: int) -> Form:
             md=md,
             back=0.0,
             hops_in_sums=False,
+            first_back=False,
             back_bounds=False,
         )
     later = max(0.0, n - 2.0)
@@ -86,5 +91,6 @@ def make_form(p: Problem, eta: int, xi: int) -> Form:
         md=md,
         back=later if md == 1 else 0.0,
         hops_in_sums=True,
+        first_back=n > 1,
         back_bounds=n > 2,
     )

@@ -23,8 +23,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llmpq.planner.exact.columns import priced
+from llmpq.planner.exact.columns import assigned
 from llmpq.planner.exact.completion import Completion
+from llmpq.planner.exact.wanted import WORTH_COMPARING, Live, TooMany, live_columns, useful
 from llmpq.planner.outcome import Assignment, Stage
 from llmpq.planner.problem import Floats, Problem
 
@@ -59,7 +60,7 @@ class Bucket:
     omega: Floats
     parent: np.ndarray
     stage: np.ndarray
-    """[n, 4] class, start, layers, column of the last stage."""
+    """[n, 4] class, start, layers, count vector of the last stage."""
 
     def pick(self, rows: np.ndarray) -> Bucket:
         """Return some of the labels."""
@@ -97,14 +98,7 @@ class LabelSearch:
         budget: float | None = None,
     ) -> None:
         self.p, self.bounds, self.limits, self.budget = p, bounds, limits, budget
-        self.form, self.space, self.columns = bounds[0].form, bounds[0].space, bounds[0].columns
-        self.times = [
-            [
-                (k @ self.form.numbers.prefill_s[0, c], k @ self.form.numbers.decode_s[0, c])
-                for k in self.columns.counts
-            ]
-            for c in range(len(p.classes))
-        ]
+        self.form, self.space = bounds[0].form, bounds[0].space
         self.cells: list[dict[Key, list[Bucket]]] = [{} for _ in range(p.num_layers)]
         self.kept: list[Bucket] = []
         self.offsets: list[int] = [0]
@@ -115,6 +109,12 @@ class LabelSearch:
     def run(self, below: float) -> Assignment | None:
         """Return the best plan with F < below, None if there is none."""
         self.below = below
+        if not min(bound.value for bound in self.bounds) < math.inf:
+            return None
+        try:
+            self.columns = live_columns(self.bounds[0], below, self._late)
+        except TooMany:
+            raise GaveUp from None
         start = Bucket(
             p=np.full(1, self.bounds[0].box.p_low),
             d=np.full(1, self.bounds[0].box.d_low),
@@ -140,6 +140,9 @@ class LabelSearch:
         """Return the best plan so far."""
         return None if self.best is None else self._assignment()
 
+    def _late(self) -> bool:
+        return time.perf_counter() > self.limits.deadline
+
     def _settle(self, bucket: Bucket, key: Key, a: int) -> Bucket:
         """Drop labels that the best plan found since has made useless, and dominated ones."""
         lower = self._bound(bucket, key[1], key[2], a)
@@ -155,7 +158,7 @@ class LabelSearch:
         self.kept.append(bucket)
         self.count += len(bucket.p)
         self.offsets.append(self.count)
-        if self.count > self.limits.max_labels or time.perf_counter() > self.limits.deadline:
+        if self.count > self.limits.max_labels or self._late():
             raise GaveUp
         return offset
 
@@ -163,26 +166,29 @@ class LabelSearch:
         """Largest completion bound over the kappas."""
         lower = np.full(len(b.p), -np.inf)
         for bound in self.bounds:
-            rest_p, rest_d = bound.remaining
+            rest = bound.rest(state)
             extra = bound.form.s_weight(bound.prices.kappa) - self.form.ws
-            value = b.cost + extra * b.s + rest_p[state] * b.p + rest_d[state] * b.d
-            value += bound.finish[state, last, a] + bound.overpriced[state]
+            value = b.cost + extra * b.s + rest.p * b.p + rest.d * b.d
+            value += bound.finish(state, last)[a] + rest.over
             np.maximum(lower, value, out=lower)
         return lower
 
     def _expand_all(self, a: int, ready: dict[Key, tuple[Bucket, int]]) -> None:
         """Extend every label at a boundary by one stage of every class."""
-        if time.perf_counter() > self.limits.deadline:
+        if self._late():
             raise GaveUp
         for c in range(len(self.p.classes)):
-            reach = self._reach(c, ready)
-            if reach is None:
+            columns = self.columns.by_start.get((c, a))
+            reach = self._reach(c, ready) if columns is not None else None
+            if columns is None or reach is None:
                 continue
-            columns = self._live_columns(a, c, reach)
-            if columns is None:
+            columns = columns.pick(columns.cost <= reach[a + columns.layers])
+            if not len(columns.layers):
                 continue
+            if sum(len(bucket.p) for bucket, _ in ready.values()) >= WORTH_COMPARING:
+                columns = useful(columns)
             for key, (bucket, offset) in ready.items():
-                after = int(self.space.after[key[1], c])
+                after = self.space.after(key[1], c)
                 if after >= 0:
                     self._expand(a, c, key, after, bucket, offset, columns)
 
@@ -190,54 +196,21 @@ class LabelSearch:
         """[L+1] how much a stage of class c that ends there may cost, priced, over all labels."""
         bound = self.bounds[0]
         extra = bound.form.s_weight(bound.prices.kappa) - self.form.ws
-        rest_p, rest_d = bound.remaining
         reach = np.full(self.p.num_layers + 1, -np.inf)
         for (_, state, last), (b, _) in ready.items():
-            after = self.space.after[state, c]
+            after = self.space.after(state, c)
             if after < 0:
                 continue
             # P and D so far are priced by what is left after this stage.
-            done = b.cost + extra * b.s + rest_p[state] * b.p + rest_d[state] * b.d
-            done = done + bound.overpriced[state]
+            rest = bound.rest(state)
+            done = b.cost + extra * b.s + rest.p * b.p + rest.d * b.d + rest.over
             hop = float(bound.hops[last, c]) if last >= 0 else 0.0
             # Below may be infinite, and so is the way on from a boundary that cannot be finished.
-            onward = bound.finish[after, c]
+            onward = bound.finish(after, c)
             room = np.where(np.isfinite(onward), self.below - float(done.min()) - hop, -np.inf)
             onward = np.where(np.isfinite(onward), onward, 0.0)
             np.maximum(reach, room - onward, out=reach)
         return None if not np.any(reach > -np.inf) else reach
-
-    def _live_columns(self, a: int, c: int, reach: Floats) -> tuple[np.ndarray, ...] | None:
-        """Columns of stages [a, a + m) that some label here can still use."""
-        bound, numbers, layers = self.bounds[0], self.form.numbers, self.p.num_layers
-        live: list[tuple[np.ndarray, ...]] = []
-        for m in range(1, min(self.columns.most, layers - a) + 1):
-            end = a + m
-            if bound.stage[c, a, end] > reach[end]:
-                continue
-            first, last = int(a == 0), int(end == layers)
-            room = numbers.capacity[c, first, last]
-            fits = int(np.searchsorted(self.columns.num_bytes[m], room, side="right"))
-            omega = self.columns.least[m][a, :fits]
-            extra = first * bound.ends[c, 0] + last * bound.ends[c, 1]
-            cost = priced(omega, self.p.theta) + bound.base[c][m][:fits] + extra
-            keep = np.flatnonzero((cost <= reach[end]) & np.isfinite(omega))
-            if not len(keep):
-                continue
-            tp, td = self.times[c][m]
-            ends_p, ends_d = numbers.ends_prefill_s[c], numbers.ends_decode_s[c]
-            live.append(
-                (
-                    np.full(len(keep), m),
-                    keep,
-                    tp[keep] + first * ends_p[0] + last * ends_p[1],
-                    td[keep] + first * ends_d[0] + last * ends_d[1],
-                    omega[keep],
-                )
-            )
-        if not live:
-            return None
-        return tuple(np.concatenate(part) for part in zip(*live, strict=True))
 
     def _expand(
         self,
@@ -247,14 +220,15 @@ class LabelSearch:
         after: int,
         bucket: Bucket,
         offset: int,
-        columns: tuple[np.ndarray, ...],
+        columns: Live,
     ) -> None:
         """Combine labels and columns; store what may still beat the best plan."""
         first, _, last = key
         x, form, layers = self.form.numbers, self.form, self.p.num_layers
-        m, column, tp, td, omega = columns
-        hop_p = float(x.hop_prefill_s[last, c]) if last >= 0 else 0.0
-        hop_d = float(x.hop_decode_s[last, c]) if last >= 0 else 0.0
+        m, tp, td, omega = columns.layers, columns.tp, columns.td, columns.omega
+        way_p, way_d = (x.hop_prefill, x.hop_decode) if last >= 0 else (None, None)
+        hop_p, busy_p = (way_p.total_s[last, c], way_p.busy_s[last, c]) if way_p else (0.0, 0.0)
+        hop_d, busy_d = (way_d.total_s[last, c], way_d.busy_s[last, c]) if way_d else (0.0, 0.0)
         in_sums = 1.0 if form.hops_in_sums else 0.0
         self.work += len(bucket.p) * len(m) * len(self.bounds)
         if self.work > self.limits.max_work:
@@ -262,17 +236,17 @@ class LabelSearch:
         chunk = max(1, 400_000 // len(m))
         for low in range(0, len(bucket.p), chunk):
             rows = slice(low, low + chunk)
-            p = np.maximum(np.maximum(bucket.p[rows], hop_p)[:, None], tp[None, :])
-            d = np.maximum(np.maximum(bucket.d[rows], hop_d)[:, None], td[None, :])
+            p = np.maximum(np.maximum(bucket.p[rows], busy_p)[:, None], tp[None, :])
+            d = np.maximum(np.maximum(bucket.d[rows], busy_d)[:, None], td[None, :])
             s = (bucket.s[rows] + in_sums * hop_d)[:, None] + td[None, :]
             cost = (bucket.cost[rows] + in_sums * (hop_p + form.ws * hop_d))[:, None]
             cost = cost + (tp + form.ws * td + self.p.theta * omega)[None, :]
             lower = np.full(cost.shape, -np.inf)
             for bound in self.bounds:
-                rest_p, rest_d = bound.remaining
+                rest = bound.rest(after)
                 extra = form.s_weight(bound.prices.kappa) - form.ws
-                value = cost + extra * s + rest_p[after] * p + rest_d[after] * d
-                value += bound.finish[after, c, a + m][None, :] + bound.overpriced[after]
+                value = cost + extra * s + rest.p * p + rest.d * d
+                value += bound.finish(after, c)[a + m][None, :] + rest.over
                 np.maximum(lower, value, out=lower)
             label, which = np.nonzero(lower < self.below)
             if not len(label):
@@ -289,7 +263,7 @@ class LabelSearch:
                         np.full(len(label), c),
                         np.full(len(label), a),
                         m[which],
-                        column[which],
+                        columns.vector[which],
                     ],
                     axis=1,
                 ),
@@ -309,15 +283,17 @@ class LabelSearch:
         """Value whole plans by F itself; keep the best."""
         first, _, last = key
         x, form = self.form.numbers, self.form
-        alone = b.stage[:, 1] == 0
-        back = np.where(alone, 0.0, x.back_decode_s[last, first])
+        several = b.stage[:, 1] > 0
+        back = several * x.back_decode.total_s[last, first]
         value = b.cost + form.back * back
-        if form.hops_in_sums and self.p.workload.gen_len > 1:
-            first_back = np.where(alone, 0.0, x.back_prefill_s[last, first])
-            value = value + first_back + form.a * np.maximum(b.p, first_back)
+        if form.first_back:
+            value = value + several * x.back_prefill.total_s[last, first]
+            busy = several * x.back_prefill.busy_s[last, first]
+            value = value + form.a * np.maximum(b.p, busy)
         else:
             value = value + form.a * b.p
-        d = np.maximum(b.d, back) if form.back_bounds else b.d
+        busy = several * x.back_decode.busy_s[last, first]
+        d = np.maximum(b.d, busy) if form.back_bounds else b.d
         value = value + form.bd * d
         value = value + form.z * np.maximum(form.md * d, b.s + back)
         if self.budget is not None:
@@ -360,7 +336,7 @@ class LabelSearch:
         stages: list[Stage] = []
         while True:
             c, a, m, column = (int(v) for v in stage)
-            choices = self.columns.choices(a, m, column)
+            choices = assigned(self.p.open_omega[a : a + m], self.columns.vectors[column])
             stages.append(Stage(cls=c, start=a, end=a + m, choices=choices))
             if a == 0:
                 break

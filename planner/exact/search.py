@@ -1,64 +1,59 @@
 """Best-bound search over the pairs of micro-batch sizes, all device orders at once.
 
-1. Bound every pair by its layers alone; relax it (planner/exact/relaxation.py) once no other has a
-   smaller bound, and put it on a heap.
-2. Pop the smallest: tighten it with the completion program, which also gives a plan.
-3. If it is still the smallest, close it: label setting below the best plan, in widening windows, so
-   that the first window with a plan in it ends the pair.
+1. Good plans first (planner/exact/starts.py), improved by small changes, in a fifth of the time.
+2. Every pair is bounded by the multipliers of the few whose relaxation is solved: always the pair
+   with the smallest bound is solved next, and what its multipliers prove of all others is kept.
+3. The smallest part is tightened with the completion program, which also gives a plan, and closed:
+   label setting below the best plan, in widening windows; a part that takes too many labels is cut
+   by the range of D or P.
 4. Stop when the smallest bound reaches the best plan: the plan is proven optimal. At the deadline
-   the smallest bound is the proof of what there is; without a plan, the pair that needs the least
-   memory is tried, and a little more time is taken.
+   the smallest bound is the proof of what there is.
 
-Clusters with too many classes of devices for all orders, and models with too many ways to fill a
-stage, are searched in part (planner/exact/large.py).
+Where devices are too many for listed states and many of them differ by their links alone, the proof
+is of the problem in which all have the nearest links; plans are valued with the true ones.
 """
 
 from __future__ import annotations
 
-import contextlib
 import heapq
 import itertools
 import logging
 import math
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from llmpq.planner.exact.columns import Columns, TooManyColumns, make_columns
-from llmpq.planner.exact.completion import MAX_STATES, Completion, Space, num_states
+import numpy as np
+
+from llmpq.planner.exact.columns import Columns, TooManyColumns, assigned, make_columns, priced
+from llmpq.planner.exact.completion import Completion
 from llmpq.planner.exact.form import EVERYWHERE, Box, Form, make_form
+from llmpq.planner.exact.improve import improved
 from llmpq.planner.exact.labels import GaveUp, LabelSearch, Limits
-from llmpq.planner.exact.relaxation import ClassRelaxation, Prices, quick_bound
-from llmpq.planner.fits import fits
+from llmpq.planner.exact.pairs import PairTables
+from llmpq.planner.exact.relaxation import ClassRelaxation, Prices
+from llmpq.planner.exact.space import Space
+from llmpq.planner.exact.stages import column_costs, layer_costs
+from llmpq.planner.exact.starts import Incumbent, first_plans, other_methods
+from llmpq.planner.exact.true_links import with_true_links
 from llmpq.planner.ilp import no_plan_fits, no_plan_yet, solve_ilp
-from llmpq.planner.outcome import (
-    BUDGET_ROUNDING,
-    OPTIMAL_GAP,
-    Assignment,
-    Infeasible,
-    Outcome,
-    Stage,
-    Unfinished,
-)
-from llmpq.planner.pipeline_time import sum_omega, value
+from llmpq.planner.outcome import OPTIMAL_GAP, Assignment, Infeasible, Outcome, Stage, Unfinished
 from llmpq.planner.problem import Problem
 
-WINDOWS = (0.002, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, math.inf)
-"""Widths of the label windows above a pair's bound, relative."""
-
-
-PATIENCE = (25_000, 15_000, 40_000, 150_000)
+WINDOWS = (0.004, 0.02, 0.1, math.inf)
+"""Widths of the label windows above a part's bound, relative."""
+PATIENCE = (8_000, 8_000, 20_000, 100_000)
 """Labels a part may take, by how often it was split, before it is split again."""
 WORK = 1500
 """Label-column pairs a label may take on average, before a part is split."""
-QUICK_WINDOWS = (0.005, 0.02, 0.08, 0.3)
-QUICK_WORK = 4e6
-BEAM = 24
-"""Labels a cell keeps in the quick search for a plan."""
+WIDE_GAP = 0.06
+"""Relative gap above which a part is cut by its range before labels are set in it."""
 PIECES = 6
 """Parts a range of D (or P) is split into."""
 RANGE_STEPS = 9
 """Bisections to shrink a range before it is split."""
-OVERTIME_S = 2.0
+START_SHARE = 0.2
+"""Share of the time that looking for good plans first may take."""
+OVERTIME_S = 1.0
 """Seconds beyond the deadline that a search without a plan may take."""
 
 
@@ -76,47 +71,48 @@ class Part:
 
 
 class Search:
-    """State of the best-bound search."""
+    """State of the best-bound search; `ceiling`: a value that another search has reached."""
 
     def __init__(
         self,
         p: Problem,
-        space: Space,
         deadline: float,
         gap: float,
         *,
-        longest: int | None = None,
         budget: float | None = None,
+        ceiling: float = math.inf,
     ) -> None:
-        self.p, self.space, self.deadline = p, space, deadline
+        self.true, self.start, self.deadline = p, time.perf_counter(), deadline
         self.gap = gap / 2  # half of it for pruning, so that the stated gap is below the wish
-        self.budget = budget
-        self.relaxation = ClassRelaxation(p)
-        self.columns = self._columns(longest)
-        self.best: Assignment | None = None
-        self.value = math.inf
-        self.relaxed = math.inf
-        """Smallest bound of any pair's relaxation: valid for every plan."""
+        self.budget, self.ceiling = budget, ceiling
+        self.incumbent = Incumbent(p, budget)
+        self.true_tables = PairTables(p)
+        self.p, self.space = _searched(p)
+        self.tables = self.true_tables if self.p is p else PairTables(self.p)
+        self.relaxation = ClassRelaxation(self.p)
+        self.columns = _columns(self.p)
         self.labels = 0
         self.stuck: list[float] = []
         self.overtime = False
+        self.improved: set[tuple[tuple[int, int, int], ...]] = set()
 
-    def _columns(self, longest: int | None) -> Columns:
-        roomiest = self.p.numbers(*self.p.pairs[0])  # larger micro-batches leave less room
-        return make_columns(
-            self.p.open_omega,
-            roomiest.layer_bytes[0],
-            int(roomiest.capacity.max()),
-            only_whole=self.p.max_stages == 1,
-            longest=longest,
-        )
+    @property
+    def best(self) -> Assignment | None:
+        """The best plan so far."""
+        return self.incumbent.best
 
-    def outcome(self, bound: float, start: float, note: str) -> Outcome:
+    @property
+    def value(self) -> float:
+        """Its worth."""
+        return self.incumbent.value
+
+    def outcome(self, bound: float, note: str) -> Outcome:
         """Return the best plan with a bound; a bound below infinity says there may be one."""
         if self.best is None and bound < math.inf:
-            raise Unfinished(no_plan_yet(self.deadline - start))
+            limit = max(0.0, self.deadline - self.start)
+            raise Unfinished(no_plan_yet(limit), bound=bound)
         if self.best is None:
-            raise Infeasible(no_plan_fits(self.p))
+            raise Infeasible(no_plan_fits(self.true))
         proven = self.value - bound <= OPTIMAL_GAP * abs(self.value)
         return Outcome(
             method="exact",
@@ -124,68 +120,99 @@ class Search:
             assignment=self.best,
             value=self.value,
             bound=min(bound, self.value),
-            seconds=time.perf_counter() - start,
+            seconds=time.perf_counter() - self.start,
             note=note,
         )
-
-    def offer(self, a: Assignment) -> None:
-        """Keep a better plan; under a budget its worth is time + theta * budget.
-
-        What the label search found within the budget is within it here, too, however it rounds.
-        """
-        if fits(self.p, a):
-            worth = value(self.p, a)
-            if self.budget is not None:
-                spare = self.budget - sum_omega(self.p, a)
-                within = spare >= -self.budget * BUDGET_ROUNDING / 2
-                worth = worth + self.p.theta * spare if within else math.inf
-            if worth < self.value:
-                self.best, self.value = a, worth
 
     @property
     def target(self) -> float:
         """Bounds at or above this are as good as closed."""
-        if not math.isfinite(self.value):
+        value = min(self.value, self.ceiling)
+        if not math.isfinite(value):
             return math.inf
         priced = self.p.theta * self.budget if self.budget is not None else 0.0
-        return self.value - self.gap * (self.value - priced)
+        return value - self.gap * abs(value - priced)
+
+    def offer(self, a: Assignment) -> None:
+        """Keep a plan of the searched problem, and what small changes make of it."""
+        plan = a if self.p is self.true else with_true_links(self.true, self.p, a)
+        self.incumbent.offer(plan)
+        shape = tuple((s.cls, s.start, s.end) for s in plan.stages)
+        left = self.deadline - time.perf_counter()
+        if shape not in self.improved and left > 0:
+            self.improved.add(shape)
+            limit = time.perf_counter() + left * START_SHARE / 4
+            improved(self.incumbent, self.true_tables, plan, limit)
+
+    def begin(self) -> None:
+        """Offer simple plans, and improve the best of them."""
+        now = time.perf_counter()
+        limit = now + START_SHARE * max(0.0, self.deadline - now)
+        found: list[tuple[float, int, Assignment]] = []
+        for number, plan in enumerate(first_plans(self.true, self.true_tables)):
+            self.incumbent.offer(plan)
+            heapq.heappush(found, (self.incumbent.worth(plan), number, plan))
+            if time.perf_counter() > limit and self.best is not None:
+                break
+        for _, _, plan in heapq.nsmallest(3, found):
+            share = (limit - time.perf_counter()) / 4
+            improved(self.incumbent, self.true_tables, plan, time.perf_counter() + share)
+        for plan in other_methods(self.true, (limit + time.perf_counter()) / 2):
+            self.incumbent.offer(plan)
+        if self.best is not None:
+            improved(self.incumbent, self.true_tables, self.best, limit)
 
     def run(self) -> float:
         """Search; return the proven lower bound over the space."""
         heap: list[tuple[float, int, Part]] = []
         numbers = itertools.count()
-        forms = [make_form(self.p, eta, xi) for eta, xi in self.p.pairs]
-        waiting = [(quick_bound(self.p, form), k) for k, form in enumerate(forms)]
-        heapq.heapify(waiting)
+        bounds = self.tables.first_bounds(self.relaxation.groups)
+        solved = np.broadcast_to(~self.tables.open, bounds.shape).copy()
         while True:
+            waiting = np.where(solved, np.inf, bounds)
+            soonest = float(waiting.min())
             least = heap[0][0] if heap else math.inf
-            soonest = waiting[0][0] if waiting else math.inf
             if min(least, soonest) >= self.target or self._late():
                 break
             if soonest < least:
-                _, k = heapq.heappop(waiting)
-                part = self._part(forms[k], EVERYWHERE, 0, soonest)
-                self.relaxed = min(self.relaxed, part.bound)
-                # Until there is a plan, every pair is asked for one at once.
-                parts = self._tighten(part) if self.best is None else [part]
+                case, row, column = np.unravel_index(int(np.argmin(waiting)), waiting.shape)
+                solved[case, row, column] = True
+                form = make_form(self.p, self.p.prefill_sizes[row], self.p.decode_sizes[column])
+                part = self._part(form, self._box(int(case), form), 0, soonest)
+                if math.isfinite(part.prices.value):
+                    proven = self.tables.bounds(self.relaxation.groups, form, part.prices)
+                    bounds = np.maximum(bounds, proven)
+                parts = [part]
             else:
                 _, _, part = heapq.heappop(heap)
                 parts = self._close(part) if part.completions else self._tighten(part)
             for open_part in parts:
-                heapq.heappush(heap, (open_part.bound, next(numbers), open_part))
-        self.relaxed = min(self.relaxed, soonest)
+                if open_part.bound < math.inf:
+                    heapq.heappush(heap, (open_part.bound, next(numbers), open_part))
         return min(self.target, least, soonest, *self.stuck)
+
+    def _box(self, case: int, form: Form) -> Box:
+        """Return what is known of the plans of a case: their island, or that they cross."""
+        islands, x = self.tables.islands, form.numbers
+        if islands is None:
+            return EVERYWHERE
+        if case < len(islands.counts):
+            return Box(island=case)
+        return Box(
+            p_low=islands.quickest_crossing(x.hop_prefill.busy_s),
+            d_low=islands.quickest_crossing(x.hop_decode.busy_s),
+        )
 
     def _late(self) -> bool:
         """Whether to stop: at the deadline, or a little later where there is no plan yet."""
         now = time.perf_counter()
         if now <= self.deadline:
             return False
-        if self.best is None and not self.overtime:
+        if self.best is None and not self.overtime and self.ceiling == math.inf:
             self.overtime = True
-            roomiest = make_form(self.p, *self.p.pairs[0])
+            roomiest = make_form(self.p, self.p.prefill_sizes[0], self.p.decode_sizes[0])
             self._tighten(self._part(roomiest, EVERYWHERE, 0))
-        return self.best is not None or now > self.deadline + OVERTIME_S
+        return True
 
     def _part(self, form: Form, box: Box, depth: int, at_least: float = -math.inf) -> Part:
         prices = self.relaxation.solve(form, box=box)
@@ -200,7 +227,9 @@ class Search:
         part.bound = max(part.bound, bound.value)
         if math.isinf(bound.value):
             return []
-        self.offer(_greedy_plan(bound))
+        plan = greedy_plan(bound)
+        if plan is not None:
+            self.offer(plan)
         return [part]
 
     def _completion(self, part: Part, prices: Prices) -> Completion:
@@ -211,6 +240,8 @@ class Search:
             columns=self.columns,
             space=self.space,
             box=part.box,
+            islands=self.tables.islands,
+            aim=self.target,
         )
 
     def _close(self, part: Part) -> list[Part]:
@@ -220,18 +251,14 @@ class Search:
         slowest stage is nearly known, so bounds are tight and labels few.
         """
         if len(part.completions) == 1 and part.form.z:
-            middle = part.prices.kappa
-            for kappa in sorted({0.0, middle / 2, (1 + middle) / 2, 1.0} - {middle}):
-                prices = self.relaxation.solve(part.form, kappa, part.box)
-                part.completions.append(self._completion(part, prices))
-            part.bound = max(part.bound, *(c.value for c in part.completions))
-            if part.bound >= self.target:
-                return []
-        if part.window == 0 and part.depth <= 1:
-            self._quick_plan(part)
+            self._more_kappas(part)
         if part.bound >= self.target:
             return []
-        below = min(self.target, part.bound + abs(part.bound) * WINDOWS[part.window])
+        if part.depth < 2 and self.target - part.bound > WIDE_GAP * abs(part.bound) < math.inf:
+            return self._split(part)
+        below = part.bound + abs(part.bound) * WINDOWS[part.window]
+        if self.target < part.bound + 1.5 * (below - part.bound):
+            below = self.target
         part.window += 1
         last = part.depth >= len(PATIENCE)
         patience = 3_000_000 if last else PATIENCE[part.depth]
@@ -252,25 +279,22 @@ class Search:
                 self.stuck.append(part.bound)
                 return []
             return self._split(part)
+        if found is not None and self.p is not self.true:
+            self.stuck.append(search.below)  # with the nearest links: a bound, not a plan
         if found is not None or below >= self.target:
             return []
         part.bound = below
         return [part]
 
-    def _quick_plan(self, part: Part) -> None:
-        """Look for a good plan with few labels: the better it is, the fewer labels later."""
-        limits = Limits(deadline=self.deadline, beam=BEAM, max_work=QUICK_WORK)
-        for width in QUICK_WINDOWS:
-            below = min(self.target, part.bound + abs(part.bound) * width)
-            search = LabelSearch(self.p, part.completions, limits, self.budget)
-            with contextlib.suppress(GaveUp):
-                search.run(below)
-            self.labels += search.count
-            found = search.found()
-            if found is not None:
-                self.offer(found)
-            if found is not None or below >= self.target or search.work > QUICK_WORK:
+    def _more_kappas(self, part: Part) -> None:
+        """Bound a part at other kappas, too: F is the larger of two linear forms."""
+        middle = part.prices.kappa
+        for kappa in sorted({0.0, middle / 2, (1 + middle) / 2, 1.0} - {middle}):
+            if part.bound >= self.target or time.perf_counter() > self.deadline:
                 return
+            prices = self.relaxation.solve(part.form, kappa, part.box)
+            part.completions.append(self._completion(part, prices))
+            part.bound = max(part.bound, part.completions[-1].value)
 
     def _split(self, part: Part) -> list[Part]:
         """Cut the range of D, then P, then D again, that can still hold a better plan."""
@@ -278,8 +302,8 @@ class Search:
         low, high = self._range(part, *names)
         cuts = [low + (high - low) * k / PIECES for k in range(PIECES + 1)]
         parts = []
-        for start, end in zip(cuts, cuts[1:], strict=False):
-            box = replace(part.box, **{names[0]: start, names[1]: end})
+        for start, end in itertools.pairwise(cuts):
+            box = _limited(part.box, {names[0]: start, names[1]: end})
             made = self._part(part.form, box, part.depth + 1, part.bound)
             if made.bound < self.target:
                 parts.append(made)
@@ -310,32 +334,76 @@ class Search:
         return least, outside
 
     def _relaxed_within(self, part: Part, **limits: float) -> float:
-        bound = self.relaxation.solve(part.form, box=replace(part.box, **limits)).value
-        return bound - 1e-7 * abs(bound) if math.isfinite(bound) else bound
+        return self.relaxation.bound(part.form, _limited(part.box, limits))
 
 
-def solve_exact(p: Problem, *, time_limit_s: float = 60.0, gap: float = 1e-6) -> Outcome:
-    """Return the best plan over all orders and pairs, with its proof."""
-    from llmpq.planner.exact.large import solve_chains, solve_short_stages
+def _limited(box: Box, limits: dict[str, float]) -> Box:
+    """Return a box with some of its limits replaced."""
+    changed = {"p_low": box.p_low, "p_high": box.p_high, "d_low": box.d_low, "d_high": box.d_high}
+    return Box(**{**changed, **limits}, island=box.island)
 
-    start = time.perf_counter()
-    deadline = start + time_limit_s
+
+def solve_exact(
+    p: Problem,
+    *,
+    time_limit_s: float = 60.0,
+    gap: float = 1e-6,
+    ceiling: float = math.inf,
+) -> Outcome:
+    """Return the best plan over all orders and pairs, with its proof.
+
+    With a `ceiling`, plans that are not below it need not be found: `Unfinished` with a bound that
+    is not below it, either, says that there are none.
+    """
     if not p.numbers(*p.pairs[0]).uniform:
         return solve_ilp(p, time_limit_s=time_limit_s, gap=gap)
-    if num_states(p) > MAX_STATES:
-        return solve_chains(p, start, deadline, gap)
-    try:
-        search = Search(p, Space(p), deadline, gap)
-    except TooManyColumns:
-        return solve_short_stages(p, start, deadline, gap)
+    search = Search(p, time.perf_counter() + time_limit_s, gap, ceiling=ceiling)
+    search.begin()
     bound = search.run()
     logging.getLogger(__name__).debug("exact: %d labels", search.labels)
-    return search.outcome(bound, start, "")
+    return search.outcome(bound, "")
 
 
-def _greedy_plan(bound: Completion) -> Assignment:
+def greedy_plan(bound: Completion) -> Assignment | None:
+    """Return the plan that a completion's bound is made of, None if it meets a dead end."""
+    p, numbers = bound.p, bound.form.numbers
+    found = bound.greedy()
+    if not found:
+        return None
     stages = tuple(
-        Stage(cls=c, start=a, end=b, choices=bound.cheapest(c, a, b)) for c, a, b in bound.greedy()
+        Stage(cls=c, start=a, end=e, choices=_filled(bound, c, a, e)) for c, a, e in found
     )
-    numbers = bound.form.numbers
+    assert stages[-1].end == p.num_layers
     return Assignment(prefill_microbatch=numbers.eta, decode_microbatch=numbers.xi, stages=stages)
+
+
+def _filled(bound: Completion, c: int, a: int, e: int) -> tuple[int, ...]:
+    """Return choices of a stage near the cheapest that fits: what does not fit is repaired."""
+    p, columns, m = bound.p, bound.columns, e - a
+    if columns is not None:
+        room = bound.form.numbers.capacity[c, int(a == 0), int(e == p.num_layers)]
+        fits = columns.fitting(m, room)
+        cost = column_costs(bound.form, bound.weights, bound.box, columns.counts[m], c)
+        cost = np.where(fits, cost + priced(columns.least[m][a], p.theta), np.inf)
+        return assigned(p.open_omega[a:e], columns.counts[m][int(np.argmin(cost))])
+    cost = layer_costs(p, bound.form, bound.weights, c)[a:e]
+    return tuple(int(b) for b in cost.argmin(axis=1))
+
+
+def _searched(p: Problem) -> tuple[Problem, Space]:
+    """Return the problem to prove, and its states: itself, or with the nearest links."""
+    space = Space(p)
+    if space.listed:
+        return p, space
+    nearest = p.with_changes(nearest_links=True)
+    if len(nearest.classes) < len(p.classes):
+        return nearest, Space(nearest)
+    return p, space
+
+
+def _columns(p: Problem) -> Columns | None:
+    """Return the table of columns, None where it would be too large."""
+    try:
+        return make_columns(p)
+    except TooManyColumns:
+        return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from pathlib import Path
@@ -88,7 +89,10 @@ def test_exact_beats_the_baselines_in_simulated_time(number: int, model: str) ->
     p = _paper(number, model)
 
     def score(method: str) -> float:
-        a = solve(p, method).assignment
+        try:
+            a = solve(p, method).assignment
+        except Infeasible:  # an even split of 176 billion weights needs 3 bits
+            return math.inf
         return replay(p, a).total_s + p.theta * sum_omega(p, a)
 
     exact = score("exact")

@@ -5,21 +5,21 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from llmpq.planner.arguments import plan_request
 from llmpq.planner.brute_force import assignments
-from llmpq.planner.exact.form import EVERYWHERE, Box, Form, make_form
-from llmpq.planner.exact.relaxation import quick_bound
+from llmpq.planner.exact.form import make_form
+from llmpq.planner.exact.pairs import PairTables
+from llmpq.planner.exact.relaxation import ClassRelaxation
 from llmpq.planner.exact.search import solve_exact
 from llmpq.planner.fits import fits
 from llmpq.planner.front import pareto_front
 from llmpq.planner.methods import PLANNERS, How, solve, solve_as
 from llmpq.planner.outcome import Infeasible
-from llmpq.planner.pipeline_time import stage_times, sum_omega, value
+from llmpq.planner.pipeline_time import sum_omega, value
 from llmpq.planner.problem import Objective, Problem
 from llmpq.planner.random_problems import random_problem
 from llmpq.planner.request import make_problem
@@ -93,40 +93,36 @@ def test_without_time_there_is_a_plan_where_one_fits() -> None:
     assert found > 20
 
 
-def _least_by_pair(p: Problem, box: Callable[[Form], Box]) -> dict[tuple[int, int], float]:
-    """Return the least objective of each pair, by trying everything whose P and D are in the box.
-
-    Memory is left out: the bound holds without it.
-    """
-    boxes = {pair: box(make_form(p, *pair)) for pair in p.pairs}
+def _least_by_pair(p: Problem) -> dict[tuple[int, int], float]:
+    """Return the least objective of each pair, by trying everything that fits."""
     least: dict[tuple[int, int], float] = {}
     for a in assignments(p):
-        pair = (a.prefill_microbatch, a.decode_microbatch)
-        times, its = stage_times(p, a), boxes[pair]
-        if max(times.prefill_s) >= its.p_low and max(times.decode_s) >= its.d_low:
+        if fits(p, a):
+            pair = (a.prefill_microbatch, a.decode_microbatch)
             least[pair] = min(least.get(pair, math.inf), value(p, a))
     return least
 
 
-def _slow(form: Form) -> Box:
-    x = form.numbers
-    return Box(p_low=3 * float(x.prefill_s.min()), d_low=3 * float(x.decode_s.min()))
-
-
 @pytest.mark.parametrize("objective", ["makespan", "paper"])
-@pytest.mark.parametrize("box", [lambda _: EVERYWHERE, _slow], ids=["everywhere", "slow"])
-def test_no_plan_of_a_pair_is_below_its_quick_bound(
-    objective: Objective, box: Callable[[Form], Box]
-) -> None:
+def test_no_plan_of_a_pair_is_below_what_other_pairs_prove_of_it(objective: Objective) -> None:
+    """Bounds of layers by themselves, and those by the multipliers of any other pair's program."""
     close = 0
     for seed in range(25):
         rng = random.Random(seed)
         p = random_problem(rng, layers=(3, 4), kinds=(1, 2), devices=(1, 2), objective=objective)
-        for pair, least in _least_by_pair(p, box).items():
+        least = _least_by_pair(p)
+        tables, relaxation = PairTables(p), ClassRelaxation(p)
+        bounds = [tables.first_bounds(relaxation.groups).min(axis=0)]
+        for pair in p.pairs[::3]:
             form = make_form(p, *pair)
-            quick = quick_bound(p, form, box(form))
-            assert quick <= least * (1 + 1e-9)
-            close += quick > 0.5 * least
+            prices = relaxation.solve(form)
+            if math.isfinite(prices.value):
+                bounds.append(tables.bounds(relaxation.groups, form, prices).min(axis=0))
+        for row, eta in enumerate(p.prefill_sizes):
+            for column, xi in enumerate(p.decode_sizes):
+                for table in bounds:
+                    assert table[row, column] <= least.get((eta, xi), math.inf) * (1 + 1e-9)
+                    close += table[row, column] > 0.5 * least.get((eta, xi), math.inf)
     assert close > 50, "a bound of nothing would pass as well"
 
 

@@ -70,7 +70,7 @@ ERRORS = {
     "does not fit": (
         ["--device-names", "T4", "--device-numbers", "1", "--model", "opt-30b"],
         5,
-        "llmpq-algo: opt-30b does not fit T4x1: T4-0 is short by 14.1 GiB: add a device or take a "
+        "llmpq-algo: opt-30b does not fit T4x1: T4-0 is short by 13.7 GiB: add a device or take a "
         "smaller model\n",
     ),
     "bad pin": (
@@ -107,7 +107,8 @@ ERRORS = {
     "impossible budget": (
         [*SMALL, "--bits", "3", "--quality-budget", "0.1"],
         5,
-        "llmpq-algo: no plan has a sum of omega of at most 0.1\n",
+        "llmpq-algo: no plan has a sum of omega of at most 0.1: the smallest that these devices "
+        "and precisions allow is 4.59184; give --quality-budget 4.592 or more\n",
     ),
     "budget for a method without": (
         [*SMALL, "--method", "uniform", "--quality-budget", "1"],

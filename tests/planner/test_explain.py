@@ -56,8 +56,8 @@ def _predicted(capsys: pytest.CaptureFixture[str], *flags: str) -> Predicted:
 SHORT = {
     "bits, KV or batch": (
         "--global_bz 32 --bits 8,16",
-        "small-0 is short by 807.9 MiB: 4-bit on 4 layers (--bits), or KV at 8 bit (--kv 8), or "
-        "batch 30 (--global-bz 30)",
+        "small-0 is short by 415.9 MiB: 4-bit on 4 layers (--bits), or KV at 8 bit (--kv 8), or "
+        "batch 31 (--global-bz 31)",
         ["--global_bz 32 --bits 4,8", "--global_bz 32 --bits 8 --kv 8", "--global_bz 30 --bits 8"],
     ),
     "bits alone": (
@@ -274,7 +274,8 @@ def test_how_good_the_plan_is_known_to_be(
 
 def _explained(monkeypatch: pytest.MonkeyPatch, **times: object) -> list[str]:
     """The sentences for three stages with given times, two micro-batches in each phase."""
-    moments = {"hop_prefill_s": (0.0, 0.0), "hop_decode_s": (0.0, 0.0), "back_decode_s": 0.0}
+    moments = {"busy_prefill_s": (0.0,) * 3, "busy_decode_s": (0.0,) * 3, "back_decode_s": 0.0}
+    moments["hop_decode_s"] = (0.0, 0.0)
     monkeypatch.setattr(explain, "stage_times", lambda *_: SimpleNamespace(**{**moments, **times}))
     monkeypatch.setattr(explain, "_memory_lines", lambda *_: ["b is full: 1.0 MiB free"])
     names = ["a", "b", "c"]
@@ -293,7 +294,7 @@ def test_a_pipeline_bound_by_a_link_and_by_a_tokens_own_way(
     lines = _explained(
         monkeypatch,
         prefill_s=(0.010, 0.020, 0.010),
-        hop_prefill_s=(0.001, 0.050),
+        busy_prefill_s=(0.001, 0.050, 0.0),
         decode_s=(0.004, 0.005, 0.004),
     )
     assert lines == [

@@ -1,0 +1,68 @@
+"""Islands: sets of devices with quick links among them and slow ones to all others.
+
+A plan stays on one island, or some message of it crosses a slow link and occupies it: then no phase
+is quicker than that. Each case alone has a far better bound than both together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmpq.planner.problem import Floats, Problem
+
+SLOWER = 4.0
+"""How many times slower than the links of an island those between islands are at least."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Islands:
+    """Devices of each class on each island, and which hops between classes cross."""
+
+    counts: NDArray[np.int64]
+    """[I, C]; of islands that are alike one stands for all."""
+    crosses: NDArray[np.bool_]
+    """[C, C]."""
+
+    def quickest_crossing(self, busy_s: Floats) -> float:
+        """Return for how long a message between islands occupies its link at least."""
+        return float(busy_s[self.crosses].min())
+
+
+def find_islands(p: Problem) -> Islands | None:
+    """Return the islands of a cluster, None where all links are about equally quick."""
+    classes = len(p.classes)
+    per_byte = np.full((classes, classes), np.nan)
+    for ends, terms in p.class_links.terms.items():
+        per_byte[ends] = terms[:, 2].min()
+    known = np.unique(per_byte[np.isfinite(per_byte)])
+    if len(known) < 2 or known[0] <= 0:
+        return None
+    ratios = known[1:] / known[:-1]
+    widest = int(np.argmax(ratios))
+    if ratios[widest] < SLOWER:
+        return None
+    slow = np.isfinite(per_byte) & (per_byte > known[widest] * np.sqrt(ratios[widest]))
+    near = _connected(~slow & np.isfinite(per_byte))
+    found: list[NDArray[np.int64]] = []
+    for c, cls in enumerate(p.classes):
+        if slow[c, c]:
+            alone = np.zeros(classes, dtype=np.int64)
+            alone[c] = 1
+            found.append(alone)
+        elif not near[c, :c].any():
+            most = np.array([other.count for other in p.classes])
+            found.append(np.where(near[c] | (np.arange(classes) == c), most, 0))
+        assert cls.count > 0
+    crosses = ~(near | np.eye(classes, dtype=bool)) | (np.eye(classes, dtype=bool) & slow)
+    return Islands(counts=np.array(found), crosses=crosses) if crosses.any() else None
+
+
+def _connected(near: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Return which classes are joined by quick links, over others, too."""
+    joined = near | near.T
+    for c in range(len(joined)):
+        joined |= joined[:, c, None] & joined[None, c]
+    return joined

@@ -1,0 +1,220 @@
+"""Bounds and values of all pairs of micro-batch sizes at once.
+
+A job of B requests has some 4 B pairs. Times go by one size of the two, so tables of all prefill
+sizes [E] and all decode sizes [X] say everything; what a relaxation's multipliers prove of one
+pair, they prove of every pair, once scaled to its weights.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmpq.cost_model import Phase
+from llmpq.planner.exact.form import Form, make_form
+from llmpq.planner.exact.islands import Islands, find_islands
+from llmpq.planner.exact.relaxation import LayerGroups, Prices, class_memory
+from llmpq.planner.outcome import Stage
+from llmpq.planner.problem import Floats, Problem
+from llmpq.planner.room import sort_of
+
+
+class PairTables:
+    """Times and weights of every size: `p.prefill_sizes` [E] by `p.decode_sizes` [X]."""
+
+    def __init__(self, p: Problem) -> None:
+        self.p = p
+        etas, xis = p.prefill_sizes, p.decode_sizes
+        prefill = [p.size_numbers(Phase.PREFILL, eta) for eta in etas]
+        decode = [p.size_numbers(Phase.DECODE, xi) for xi in xis]
+        self.prefill_s = np.array([x.layer_s[0] for x in prefill])
+        """[E, C, B]."""
+        self.decode_s = np.array([x.layer_s[0] for x in decode])
+        """[X, C, B]."""
+        self.ends_prefill_s = np.array([x.ends_s for x in prefill])
+        """[E, C, 2]."""
+        self.ends_decode_s = np.array([x.ends_s for x in decode])
+        self.hops = (prefill, decode)
+        across = [make_form(p, etas[0], xi) for xi in xis]
+        self.a = np.array([make_form(p, eta, xis[0]).a for eta in etas])
+        """[E] weight of P."""
+        self.bd, self.ws, self.z, self.md, self.back = (
+            np.array([float(getattr(form, name)) for form in across])
+            for name in ("bd", "ws", "z", "md", "back")
+        )
+        self.form = across[0]
+        self.open = np.zeros((len(etas), len(xis)), dtype=bool)
+        """[E, X] whether a pair may be chosen."""
+        rows = {eta: k for k, eta in enumerate(etas)}
+        columns = {xi: k for k, xi in enumerate(xis)}
+        for eta, xi in p.pairs:
+            self.open[rows[eta], columns[xi]] = True
+
+    def first_bounds(self, groups: LayerGroups) -> Floats:
+        """[I, E, X] lower bounds of F that price every layer by itself, whatever fits, by case."""
+        zero, one = np.zeros(len(self.p.classes)), np.ones(len(self.p.classes))
+        found = []
+        for case in range(len(self.cases)):
+            bounds = [
+                self._of_case(groups, kappa, (share, share, zero), (1.0, 1.0), case)
+                for kappa in (0.0, 1.0)
+                for share in (zero, one)
+            ]
+            found.append(np.max(bounds, axis=0))
+        return np.array(found)
+
+    def bounds(self, groups: LayerGroups, form: Form, prices: Prices) -> Floats:
+        """[I, E, X] lower bounds of F from the multipliers of one pair, by case."""
+        weights = (form.a, form.d_weight(prices.kappa))
+        multipliers = (prices.prefill, prices.decode, prices.memory)
+        cases = range(len(self.cases))
+        return np.array(
+            [self._of_case(groups, prices.kappa, multipliers, weights, case) for case in cases]
+        )
+
+    @cached_property
+    def cases(self) -> Floats:
+        """[I, C] devices of each class that the plans of a case may use.
+
+        One case for each island, if there are any, and at last one for all plans, or all that
+        cross between islands.
+        """
+        if self.islands is None:
+            return self.counts[None]
+        return np.concatenate([self.islands.counts.astype(float), self.counts[None]])
+
+    def _of_case(
+        self,
+        groups: LayerGroups,
+        kappa: float,
+        multipliers: tuple[Floats, Floats, Floats],
+        weights: tuple[float, float],
+        case: int,
+    ) -> Floats:
+        """Bound every pair by multipliers of weights (A, D's), shared out among devices."""
+        counts = self.cases[case]
+        most = min(1.0, self.p.max_stages / float(counts.sum()))
+        scaled = [
+            prices * (weight / (float(prices @ counts) * most) if prices @ counts > 0 else 0.0)
+            for prices, weight in zip(multipliers, weights, strict=False)
+        ]
+        found = self._on(groups, kappa, (scaled[0], scaled[1], multipliers[2]), weights, counts)
+        if self.islands is None or case < len(self.cases) - 1:
+            return found
+        zero = np.zeros(len(counts))
+        slow_p, slow_d = (
+            np.array([self.islands.quickest_crossing(x.hop.busy_s) for x in sizes])
+            for sizes in self.hops
+        )
+        d_weight = self.bd + kappa * self.z * self.md
+        slowest = (self.a * slow_p)[:, None] + (d_weight * slow_d)[None]
+        crossing = self._on(groups, kappa, (zero, zero, multipliers[2]), weights, counts) + slowest
+        return np.maximum(found, crossing)
+
+    def _on(
+        self,
+        groups: LayerGroups,
+        kappa: float,
+        multipliers: tuple[Floats, Floats, Floats],
+        weights: tuple[float, float],
+        counts: Floats,
+    ) -> Floats:
+        """Scale multipliers to every pair's weights; price layers, ends, memory of `counts`."""
+        some = counts > 0
+        per_p, per_d, per_byte = (prices[some] for prices in multipliers)
+        by_a = self.a / weights[0] if weights[0] > 0 else np.zeros_like(self.a)
+        d_weight = self.bd + kappa * self.z * self.md
+        by_d = d_weight / weights[1] if weights[1] > 0 else np.zeros_like(d_weight)
+        s_weight = self.ws + (1 - kappa) * self.z
+        wp = 1.0 + by_a[:, None] * per_p[None]
+        wd = s_weight[:, None] + by_d[:, None] * per_d[None]
+        memory = class_memory(self.roomiest)
+        in_memory = per_byte[:, None] * self.p.all_layer_bytes[0][None]
+        prefill = wp[..., None] * self.prefill_s[:, some] + in_memory
+        decode = wd[..., None] * self.decode_s[:, some]
+        layer = (prefill[:, None] + decode[None]).min(axis=2)
+        total = np.zeros(self.open.shape)
+        for omega, size in zip(groups.omega, groups.sizes, strict=True):
+            total += size * (layer + omega).min(axis=-1)
+        for end, less in ((0, memory.first), (1, memory.last)):
+            of_prefill = wp * self.ends_prefill_s[:, some, end] + per_byte * less[some]
+            of_decode = wd * self.ends_decode_s[:, some, end]
+            total += (of_prefill[:, None] + of_decode[None]).min(axis=-1)
+        total -= float(per_byte @ (counts[some] * memory.middle[some]))
+        return np.asarray(total - 1e-7 * np.abs(total))
+
+    @cached_property
+    def islands(self) -> Islands | None:
+        """Sets of devices with slow links between them, if there are."""
+        return find_islands(self.p)
+
+    @cached_property
+    def roomiest(self) -> NDArray[np.int64]:
+        """Capacity of the smallest micro-batches: no pair has more."""
+        return self.p.capacity(self.p.prefill_sizes[0], self.p.decode_sizes[0])
+
+    @cached_property
+    def counts(self) -> Floats:
+        """[C] devices of each class that a plan may use."""
+        return np.array([min(c.count, self.p.max_stages) for c in self.p.classes], dtype=float)
+
+    def values(self, stages: tuple[Stage, ...]) -> Floats:
+        """[E, X] F without theta omega of the same stages at every pair, whatever fits."""
+        counts = np.array([np.bincount(s.choices, minlength=len(self.p.choices)) for s in stages])
+        order = [s.cls for s in stages]
+        tp = np.einsum("ejb,jb->ej", self.prefill_s[:, order], counts)
+        td = np.einsum("xjb,jb->xj", self.decode_s[:, order], counts)
+        for times, ends in ((tp, self.ends_prefill_s), (td, self.ends_decode_s)):
+            times[:, 0] += ends[:, order[0], 0]
+            times[:, -1] += ends[:, order[-1], 1]
+        form, links = self.form, list(zip(order, order[1:], strict=False))
+        ring = (order[-1], order[0]) if links else None
+        way_p, way_d = (
+            np.array([sum(x.hop.total_s[link] for link in links) for x in sizes])
+            for sizes in self.hops
+        )
+        busy_p, busy_d = (
+            np.array([max((x.hop.busy_s[link] for link in links), default=0.0) for x in sizes])
+            for sizes in self.hops
+        )
+        back_p, back_d, busy_back_p, busy_back_d = (
+            np.array([float(getattr(x.back, part)[ring]) if ring else 0.0 for x in sizes])
+            for part in ("total_s", "busy_s")
+            for sizes in self.hops
+        )
+        slowest_p = np.maximum(tp.max(axis=1), busy_p)
+        slowest_d = np.maximum(td.max(axis=1), busy_d)
+        if form.first_back:
+            slowest_p = np.maximum(slowest_p, busy_back_p)
+        if form.back_bounds:
+            slowest_d = np.maximum(slowest_d, busy_back_d)
+        in_sums = 1.0 if form.hops_in_sums else 0.0
+        s = td.sum(axis=1) + in_sums * way_d
+        prefill = self.a * slowest_p + tp.sum(axis=1) + in_sums * way_p
+        if form.hops_in_sums and form.first_back:
+            prefill = prefill + back_p
+        decode = self.bd * slowest_d + self.ws * s + self.back * back_d
+        decode = decode + self.z * np.maximum(self.md * slowest_d, s + back_d)
+        return np.asarray(prefill[:, None] + decode[None, :])
+
+    def best_pair(self, stages: tuple[Stage, ...], most: float) -> tuple[int, int] | None:
+        """Return the quickest pair (eta, xi) at which stages fit, below a time `most`."""
+        times = np.where(self.open, self.values(stages), np.inf)
+        counts = np.array([np.bincount(s.choices, minlength=len(self.p.choices)) for s in stages])
+        needed = counts @ self.p.all_layer_bytes[0]
+        sorts = sort_of(self.p.choices, counts)
+        last = len(stages) - 1
+        for flat in np.argsort(times, axis=None, kind="stable"):
+            row, column = np.unravel_index(flat, times.shape)
+            if not times[row, column] < most:
+                return None
+            eta, xi = self.p.prefill_sizes[row], self.p.decode_sizes[column]
+            room = self.p.capacity(eta, xi)
+            if all(
+                needed[j] <= room[s.cls, int(j == 0), int(j == last), sorts[j]]
+                for j, s in enumerate(stages)
+            ):
+                return eta, xi
+        return None

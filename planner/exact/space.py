@@ -1,0 +1,103 @@
+"""Which devices a partial plan has used: the states that labels and bounds go by.
+
+Few devices or kinds: every state is listed, and bounds know exactly which devices are left. Many:
+states are numbered as the search meets them, and bounds charge a rent for each device instead
+(planner/exact/completion.py).
+
+Nodes that are twins are used in one order: the second only once the first has a stage.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmpq.planner.problem import Problem
+
+MAX_STATES = 3000
+"""Most states that are listed."""
+MAX_WORK = 60e6
+"""Most steps of the program over listed states: states x classes x layers^2 / 2."""
+
+Used = tuple[int, ...]
+"""Devices of each class that are used."""
+
+
+class Space:
+    """The states of a problem; state 0 is the start."""
+
+    def __init__(self, p: Problem) -> None:
+        self.p = p
+        self.counts = np.array([cls.count for cls in p.classes])
+        self.allowed = allowed_stages(p)
+        self._before = _nodes_before(p)
+        self.used: list[Used] = []
+        self._index: dict[Used, int] = {}
+        self._after: dict[tuple[int, int], int] = {}
+        self.number((0,) * len(p.classes))
+        self.listed = self._list_all()
+
+    def number(self, used: Used) -> int:
+        """Return the number of a state."""
+        if used not in self._index:
+            self._index[used] = len(self.used)
+            self.used.append(used)
+        return self._index[used]
+
+    def after(self, state: int, c: int) -> int:
+        """Return the state after one more device of a class, -1 if there is none."""
+        if (state, c) not in self._after:
+            self._after[state, c] = self._next(self.used[state], c)
+        return self._after[state, c]
+
+    def unused(self, state: int) -> NDArray[np.int64]:
+        """[C] devices of each class that stages to come may use at most."""
+        left = self.p.max_stages - sum(self.used[state])
+        return np.minimum(self.counts - np.array(self.used[state]), left)
+
+    def _next(self, used: Used, c: int) -> int:
+        if used[c] >= self.counts[c] or sum(used) >= self.p.max_stages:
+            return -1
+        before = self._before.get(c)
+        if before is not None and not any(used[d] for d in before):
+            return -1
+        return self.number((*used[:c], used[c] + 1, *used[c + 1 :]))
+
+    def _list_all(self) -> bool:
+        """Number every state, those with fewer devices first, unless there are too many."""
+        p = self.p
+        most = min(MAX_STATES, MAX_WORK * 2 / (len(p.classes) * (p.num_layers + 1) ** 2))
+        state = 0
+        while state < len(self.used):
+            for c in range(len(p.classes)):
+                self.after(state, c)
+            if len(self.used) > most:
+                self.used, self._index, self._after = [], {}, {}
+                self.number((0,) * len(p.classes))
+                return False
+            state += 1
+        return True
+
+
+def _nodes_before(p: Problem) -> dict[int, tuple[int, ...]]:
+    """Return class -> the classes of the twin node one of which must be used before it."""
+    before: dict[int, tuple[int, ...]] = {}
+    for group in p.node_twins:
+        for node, after in zip(group, group[1:], strict=False):
+            for c in after:
+                before[c] = node
+    return before
+
+
+def allowed_stages(p: Problem) -> NDArray[np.bool_]:
+    """[C, L+1, L+1] whether the pins let a stage of a class hold layers [a, a')."""
+    size = p.num_layers + 1
+    table = np.zeros((len(p.classes), size, size), dtype=bool)
+    upper = np.triu(np.ones((size, size), dtype=bool), 1)
+    pinned = any(cls.pinned for cls in p.classes)
+    for c in range(len(p.classes)):
+        table[c] = upper
+        if pinned:
+            for a, b in zip(*np.nonzero(upper), strict=True):
+                table[c, a, b] = p.allowed(c, int(a), int(b))
+    return table

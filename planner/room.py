@@ -1,0 +1,102 @@
+"""Bytes that a stage has for layers: a device's limit less everything that is not a layer.
+
+What a stage needs beside its layers depends on the sorts of weights it multiplies, not on how many
+layers have them: dense products have a library's workspace, packed ones their own, a stage with
+both has the larger of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmpq.kv_format import kv_cache_bytes
+from llmpq.memory import embedding_bytes, layer_weight_bytes
+from llmpq.precision import Precision
+from llmpq.workspace import workspace_bytes
+
+if TYPE_CHECKING:
+    from llmpq.planner.problem import DeviceClass, Problem
+
+DENSE, PACKED, MIXED = 0, 1, 2
+"""Sorts of stages: every layer of 16 bits, every layer of fewer, both."""
+NEVER = -(2**60)
+"""Bytes left for a stage that cannot be."""
+
+
+def sort_of(choices: Sequence[Precision], counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the sort of stages with `counts[..., b]` layers at each choice."""
+    packed = np.array([choice.weight_bits < 16 for choice in choices])
+    some_packed = counts[..., packed].sum(axis=-1) > 0
+    some_dense = counts[..., ~packed].sum(axis=-1) > 0
+    return np.where(some_packed & some_dense, MIXED, np.where(some_packed, PACKED, DENSE))
+
+
+def choices_of(choices: Sequence[Precision], sort: int) -> NDArray[np.bool_]:
+    """[B] which choices a stage of a sort may have."""
+    packed = np.array([choice.weight_bits < 16 for choice in choices])
+    return {DENSE: ~packed, PACKED: packed, MIXED: np.ones(len(packed), dtype=bool)}[sort]
+
+
+def layer_bytes(p: Problem) -> NDArray[np.int64]:
+    """[B] weights and KV of one layer."""
+    work = p.workload
+    kv = kv_cache_bytes(
+        work.kv,
+        slots=work.batch,
+        max_len=work.max_len,
+        kv_heads=p.spec.kv_heads,
+        head_dim=p.spec.head_dim,
+        dtype_bytes=work.dtype_bytes,
+    )
+    weights = [layer_weight_bytes(p.spec, b, p.quantization, work.dtype_bytes) for b in p.choices]
+    return np.array([w + kv for w in weights], dtype=np.int64)
+
+
+def capacity(p: Problem, eta: int, xi: int) -> NDArray[np.int64]:
+    """[C, 2, 2, 3] bytes left for layers: whether it is the first stage, the last, and its sort.
+
+    NEVER where the choices allow no stage of that sort.
+    """
+    table = np.full((len(p.classes), 2, 2, 3), NEVER, dtype=np.int64)
+    kinds = {_memory_kind(cls) for cls in p.classes}
+    sorts = _sorts(p.choices)
+    for first, last in product((False, True), repeat=2):
+        ends = embedding_bytes(p.spec, first=first, last=last, dtype_bytes=p.workload.dtype_bytes)
+        for sort, precisions in sorts.items():
+            workspace = {
+                (on_gpu, unpacks): workspace_bytes(
+                    p.spec,
+                    p.workload,
+                    precisions=precisions,
+                    first=first,
+                    last=last,
+                    prefill_microbatch=eta,
+                    decode_microbatch=xi,
+                    on_gpu=on_gpu,
+                    unpacks=unpacks,
+                )
+                for on_gpu, unpacks in kinds
+            }
+            for index, cls in enumerate(p.classes):
+                fixed = cls.first.spec.context + ends + workspace[_memory_kind(cls)]
+                table[index, int(first), int(last), sort] = cls.first.limit_bytes - fixed
+    return table
+
+
+def _sorts(choices: Sequence[Precision]) -> dict[int, tuple[Precision, ...]]:
+    """Return one example of the precisions of each sort that the choices allow."""
+    dense = tuple(choice for choice in choices if choice.weight_bits == 16)[:1]
+    packed = tuple({c.weight_bits: c for c in choices if c.weight_bits < 16}.values())
+    found = {DENSE: dense, PACKED: packed, MIXED: dense + packed if dense and packed else ()}
+    return {sort: precisions for sort, precisions in found.items() if precisions}
+
+
+def _memory_kind(cls: DeviceClass) -> tuple[bool, bool]:
+    """Return whether a class's stages run on a GPU, and whether it unpacks whole weights."""
+    spec = cls.first.spec
+    return not spec.is_cpu, spec.unpacks_weights
