@@ -1,4 +1,4 @@
-"""Write the tables of the README files from the rows in `benchmarks/results/`.
+"""Write the tables of the READMEs and of docs/results/ from the rows in `benchmarks/results/`.
 
     python benchmarks/tables.py            rewrite every table in place
     python benchmarks/tables.py --check    exit 1 if a table differs from its rows
@@ -11,7 +11,9 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+from pathlib import Path
 
+from front_table import FrontTable
 from table_cells import (
     ROOT,
     Pivot,
@@ -44,7 +46,8 @@ E2E_JOB = ("prompt", "gen", "precision", "symmetric", "dtype", "kv")
 
 POWERS_OF_TWO = frozenset(1 << i for i in range(14))
 
-TABLES: dict[str, Pivot] = {
+TABLES: dict[str, Pivot | FrontTable] = {
+    "front": FrontTable(),
     "atom_ablation": Pivot(
         file="atom.jsonl",
         bench="atom_ablation",
@@ -365,8 +368,18 @@ def rewrite(text: str) -> str:
     return re.sub(r"<!-- table (\S+) -->.*?<!-- end \1 -->", table, text, flags=re.S)
 
 
+def pages() -> list[Path]:
+    """Return every page of the tree that may show a table, the rooms once."""
+    folders = [
+        path
+        for path in ROOT.iterdir()
+        if path.is_dir() and path.name[0] != "." and path.name != "llmpq"
+    ]
+    return sorted([*ROOT.glob("*.md"), *(page for f in folders for page in f.rglob("*.md"))])
+
+
 def main() -> int:
-    """Rewrite or check every README of the tree."""
+    """Rewrite or check every page of the tree."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -375,9 +388,7 @@ def main() -> int:
     )
     args = parser.parse_args()
     stale = []
-    for path in sorted([*ROOT.glob("*.md"), *ROOT.glob("*/*.md")]):
-        if ".venv" in path.parts:
-            continue
+    for path in pages():
         old = path.read_text()
         new = rewrite(old)
         if new != old:

@@ -75,6 +75,18 @@ def test_demo_leaves_its_files_and_readable_text(demo: tuple[Path, str]) -> None
     assert "predicted / measured" in printed and "out/demo" in printed
 
 
+def test_the_five_lines_of_python_print_what_is_said() -> None:
+    text = (ROOT / "README.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", text, flags=re.S)
+    assert len([line for line in code.splitlines() if line.strip()]) <= 5
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    (said,) = re.findall(r"continues Python: `(.*?)`", text)
+    assert done.stdout.strip() == said
+
+
 @pytest.mark.parametrize("command", readme_commands())
 def test_readme_command_runs(demo: tuple[Path, str], command: str) -> None:
     folder, _ = demo
