@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import resource
 import sys
 import time
@@ -204,6 +205,7 @@ def compare(
         case={**key, "limit_s": time_limit_s, "best_other": best, "said": exact.said},
         unit="x",
         samples=[ratio if math.isfinite(ratio) else 1e9],
+        noisy=os.getloadavg()[0] > (os.cpu_count() or 1),
         baselines={**measured, **plans, **late},
     )
     tell(row)

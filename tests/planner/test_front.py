@@ -231,7 +231,7 @@ def test_a_home_machine_and_a_laptop_list_a_front_in_time(tmp_path: Path) -> Non
     limit_s, out = 4.0, tmp_path / "plan.json"
     start = time.perf_counter()
     assert main([*words.split(), "--pareto", "--time-limit", str(limit_s), "-o", str(out)]) == 0
-    assert time.perf_counter() - start < limit_s + 12.0  # a busy machine
+    assert time.perf_counter() - start < limit_s + 40.0  # a busy machine
     plans = [Plan.load(path) for path in sorted(tmp_path.iterdir())]
     assert plans
     p = make_problem(plan_request(words.split()))[0]
