@@ -27,7 +27,15 @@ from llmpq.kernels.gemm.candidates import GLUON_FORMS, ROWS_FORMS, TILE_FORMS, c
 from llmpq.kernels.gemm.config import Config
 from llmpq.kernels.gemm.gluon_plan import tile_rows
 from llmpq.kernels.gemm.machine import REFERENCE
-from llmpq.kernels.gemm.predict import Product, StepTime, expected_us, form_key, resident, work
+from llmpq.kernels.gemm.predict import (
+    Product,
+    StepTime,
+    expected_us,
+    form_key,
+    past_the_end,
+    resident,
+    work,
+)
 
 TIMES = Path(predict.__file__).with_name("step_times.json")
 CONSTANTS = {
@@ -90,6 +98,7 @@ class Fit:
         return [
             made.steps, made.turns, made.issued, made.l2_bytes, made.again_bytes, made.pieces,
             made.sharers, product.moved_bytes, key[3], config.split > 1, one,
+            past_the_end(config, product.rows),
         ]  # fmt: skip
 
     def _registers(self, form: str) -> int:
@@ -100,11 +109,11 @@ class Fit:
         n, sharp = len(self.forms), predict.SHARPNESS
         g, (a, s, u) = np.exp(p[:6]), (np.exp(p[6 + i * n : 6 + (i + 1) * n])[self.of]
                                        for i in range(3))  # fmt: skip
-        steps, turns, issued, l2, again, pieces, sharers, moved, rows, split, one = self.x.T
+        steps, turns, issued, l2, again, pieces, sharers, moved, rows, split, one, past = self.x.T
         bandwidth = REFERENCE.bandwidth / 1e6
         if self.kernel == "gluon":
             launch, read, cut, per_byte, sharer, rate = g
-            body = (issued * s + turns * a, moved / (bandwidth * read), l2 / 6.2e6)
+            body = (issued * s * past + turns * a, moved / (bandwidth * read), l2 / 6.2e6)
             more = np.where(pieces > 0, cut + pieces * one / (per_byte * 1e6)
                             + sharer * np.maximum(0, sharers - 1) * one / 65536, 0)  # fmt: skip
             more = more + again / (bandwidth * rate)
