@@ -51,3 +51,22 @@ def test_links_lead_somewhere(page: Path) -> None:
     local = [t for t in targets if "://" not in t and not t.startswith("mailto:")]
     missing = [t for t in local if not (page.parent / t).exists()]
     assert missing == []
+
+
+def test_the_changelog_is_a_list_under_a_version() -> None:
+    lines = (ROOT / "CHANGELOG.md").read_text().splitlines()
+    versions = [line for line in lines if line.startswith("## ")]
+    assert versions and all(re.fullmatch(r"## \d+\.\d+\.\d+", line) for line in versions)
+    assert not any(line.startswith("### ") for line in lines), "newest first, in one list"
+
+
+@pytest.mark.parametrize(
+    "room", ["llmpq", "planner", "profiler", "kernels", "runtime", "clusters", "examples", "tests"]
+)
+def test_every_room_has_a_page_of_its_own(room: str) -> None:
+    lines = (ROOT / room / "README.md").read_text().splitlines()
+    assert lines[0].startswith("# ") and len(lines) <= 90
+
+
+def test_the_front_page_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 115
