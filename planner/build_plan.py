@@ -6,6 +6,7 @@ left out of the file unless asked for.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from llmpq.cluster import Device
@@ -151,14 +152,16 @@ def _uniform_omega(p: Problem, precision: Precision) -> float | None:
 
 
 def _solver_report(p: Problem, outcome: Outcome) -> SolverReport:
+    """Return what the plan says of its solver; a bound of zero or less says nothing of a time."""
+    bounded = outcome.gap is not None and math.isfinite(outcome.gap)
     return SolverReport(
         method=outcome.method,
         status=outcome.status,
         objective=p.objective,
         theta=p.theta,
         value=outcome.value,
-        bound=outcome.bound,
-        gap=outcome.gap,
+        bound=outcome.bound if bounded else None,
+        gap=outcome.gap if bounded else None,
         version=outcome.version or __version__,
         sensitivity=p.sensitivity.indicator,
         note="; ".join(filter(None, (outcome.note, positions_note(p.spec, p.workload)))),

@@ -8,7 +8,9 @@ import pytest
 
 from llmpq.errors import DoesNotFitError
 from llmpq.planner.all_plans import best_of_all
+from llmpq.planner.build_plan import build_plan
 from llmpq.planner.make import Wish, answer
+from llmpq.planner.outcome import Outcome
 from llmpq.planner.problem_form import problem_data
 from llmpq.planner.random_cases import random_case
 
@@ -59,3 +61,17 @@ def test_the_command_finds_the_best_plan(seed: int) -> None:
     found = answer(case.priced(case.kvs[0]), wish, None).outcome
     assert found.value == pytest.approx(best, rel=1e-6)
     assert found.bound is not None and found.bound <= best * (1 + 1e-9)
+
+
+def test_a_bound_that_says_nothing_is_left_out_of_the_plan() -> None:
+    case = random_case(0)
+    p = case.priced(case.kvs[0])
+    best, found = best_of_all(p)
+    assert found is not None
+    for bound in (0.0, -1.0):
+        cut = Outcome(
+            method="exact", status="feasible", assignment=found, value=best, bound=bound,
+            seconds=0.0,
+        )  # fmt: skip
+        solver = build_plan(p, cut).solver
+        assert solver is not None and solver.bound is None and solver.gap is None
