@@ -223,7 +223,7 @@ def main() -> int:
         for name, value in (("p50", p50), ("p90", p90)):
             case = {"loss": name, "held_out": args.held_out, "products": len(loss)}
             write_row(
-                "gemm.jsonl", bench="gemm_choice", case=case, unit="share",
+                "gemm_choice.jsonl", bench="gemm_choice", case=case, unit="share",
                 samples=[float(value)], device="NVIDIA H200",
             )  # fmt: skip
     if args.write:

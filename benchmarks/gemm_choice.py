@@ -1,6 +1,6 @@
 """What the model of the machine chooses, timed beside cuBLAS, on shapes that no table has.
 
-    python benchmarks/gemm_choice.py --rows gemm.jsonl [--processes 12] [--commit C]
+    python benchmarks/gemm_choice.py --rows gemm_choice.jsonl [--processes 12] [--commit C]
 
 `linear` itself is timed; with --no-table the tuned corrections are left out. A row a product, and
 the geometric mean of cuBLAS's time over ours for every number of rows. Kernels are compiled by
