@@ -27,9 +27,15 @@ def run(command: str, request: Any) -> None:
 
 
 def _plan(request: PlanRequest) -> None:
-    from llmpq.planner.make import make_and_show
+    from llmpq.planner.make import make_and_show, read_job
 
-    make_and_show(request)
+    job = read_job(request)
+    if request.pareto:
+        from llmpq.planner.show_front import show_front
+
+        show_front(request, job.problem, job.wish, job.path)
+    else:
+        make_and_show(request, job)
 
 
 def _check(request: CheckRequest) -> None:

@@ -53,8 +53,18 @@ class Answer:
     plan: Plan
 
 
-def make_and_show(request: PlanRequest) -> None:
-    """Plan, check, write `-o`, and print."""
+@dataclass(frozen=True, kw_only=True)
+class PlanJob:
+    """A request, checked: what to solve, how, and what to tell the user beside it."""
+
+    problem: Problem
+    wish: Wish
+    path: str | None
+    notes: list[str]
+
+
+def read_job(request: PlanRequest) -> PlanJob:
+    """Check a request and read its files; say which precisions a stored model keeps."""
     _check_mode(request.speculate)
     problem, path, notes = make_problem(request)
     wish = read_wish(request)
@@ -63,11 +73,12 @@ def make_and_show(request: PlanRequest) -> None:
         sys.stderr.write(f"llmpq-algo: {stored_line(str(path), stored)}\n")
     if request.output == "":
         raise ValueError("--output is empty, expected a file's name; give one or leave it out")
-    if request.pareto:
-        from llmpq.planner.show_front import show_front
+    return PlanJob(problem=problem, wish=wish, path=path, notes=notes)
 
-        show_front(request, problem, wish, path)
-        return
+
+def make_and_show(request: PlanRequest, job: PlanJob) -> None:
+    """Plan, check, write `-o`, and print."""
+    problem, wish, path, notes = job.problem, job.wish, job.path, job.notes
     if request.output:
         check_writable(request.output)
     for change in request.what_if:

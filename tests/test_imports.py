@@ -58,12 +58,6 @@ ON_FIRST_USE = {
 }
 """The few imports upward: the front door, and the one place where a run asks for a plan."""
 
-NOT_YET: set[tuple[str, str]] = set()
-"""Edges that are there and should not be. Take one out when it is gone; add none."""
-
-CIRCLES_NOT_YET = ({"llmpq.planner.make", "llmpq.planner.show_front"},)
-"""Two files of each circle of files that is there and should not be. Add none."""
-
 Graph = Mapping[str, frozenset[str]]
 """Module -> modules of this package that it imports."""
 
@@ -207,7 +201,7 @@ def wrong_edges(edges: Graph) -> list[str]:
                     m.removeprefix("llmpq.").replace(".", "/") for m in (module, target)
                 )
                 good = (room, other_room) in pairs or at_the_door in ON_FIRST_USE
-            if not good and (inside, other) not in NOT_YET:
+            if not good:
                 wrong.append(f"{module} -> {target}")
     return wrong
 
@@ -223,8 +217,7 @@ def test_imports_follow_the_rooms(edges: Graph) -> None:
 
 
 def test_no_files_in_a_circle(edges: Graph) -> None:
-    found = circles(edges)
-    assert [c for c in found if not any(known <= c for known in CIRCLES_NOT_YET)] == []
+    assert circles(edges) == []
 
 
 def test_planner_and_nouns_leave_torch_alone() -> None:

@@ -50,6 +50,16 @@ def test_files_and_functions_stay_short(path: Path) -> None:
             assert length <= MAX_FUNCTION_LINES, f"{node.name} has {length} lines"
 
 
+def test_nine_functions_of_ten_are_short() -> None:
+    lengths = sorted(
+        (node.end_lineno or node.lineno) - node.lineno + 1
+        for path in sources()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not is_kernel(node)
+    )
+    assert len(lengths) > 1000 and lengths[len(lengths) * 9 // 10] <= 30
+
+
 @pytest.mark.parametrize("path", sources(), ids=lambda p: str(p.relative_to(ROOT)))
 def test_nothing_unpickles_or_evaluates(path: Path) -> None:
     tree = ast.parse(path.read_text())

@@ -24,19 +24,18 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from llmpq.planner.exact.columns import Columns, TooManyColumns, assigned, make_columns, priced
-from llmpq.planner.exact.completion import Completion
+from llmpq.planner.exact.columns import Columns, TooManyColumns, make_columns
+from llmpq.planner.exact.completion import Completion, greedy_plan
 from llmpq.planner.exact.form import EVERYWHERE, Box, Form, make_form
 from llmpq.planner.exact.improve import improved
 from llmpq.planner.exact.labels import GaveUp, LabelSearch, Limits
 from llmpq.planner.exact.pairs import PairTables
 from llmpq.planner.exact.relaxation import ClassRelaxation, Prices
 from llmpq.planner.exact.space import Space
-from llmpq.planner.exact.stages import column_costs, layer_costs
 from llmpq.planner.exact.starts import Incumbent, first_plans, other_methods
 from llmpq.planner.exact.true_links import with_true_links
 from llmpq.planner.ilp import no_plan_fits, no_plan_yet, solve_ilp
-from llmpq.planner.outcome import OPTIMAL_GAP, Assignment, Infeasible, Outcome, Stage, Unfinished
+from llmpq.planner.outcome import OPTIMAL_GAP, Assignment, Infeasible, Outcome, Unfinished
 from llmpq.planner.problem import Problem
 
 WINDOWS = (0.004, 0.02, 0.1, math.inf)
@@ -362,32 +361,6 @@ def solve_exact(
     bound = search.run()
     logging.getLogger(__name__).debug("exact: %d labels", search.labels)
     return search.outcome(bound, "")
-
-
-def greedy_plan(bound: Completion) -> Assignment | None:
-    """Return the plan that a completion's bound is made of, None if it meets a dead end."""
-    p, numbers = bound.p, bound.form.numbers
-    found = bound.greedy()
-    if not found:
-        return None
-    stages = tuple(
-        Stage(cls=c, start=a, end=e, choices=_filled(bound, c, a, e)) for c, a, e in found
-    )
-    assert stages[-1].end == p.num_layers
-    return Assignment(prefill_microbatch=numbers.eta, decode_microbatch=numbers.xi, stages=stages)
-
-
-def _filled(bound: Completion, c: int, a: int, e: int) -> tuple[int, ...]:
-    """Return choices of a stage near the cheapest that fits: what does not fit is repaired."""
-    p, columns, m = bound.p, bound.columns, e - a
-    if columns is not None:
-        room = bound.form.numbers.capacity[c, int(a == 0), int(e == p.num_layers)]
-        fits = columns.fitting(m, room)
-        cost = column_costs(bound.form, bound.weights, bound.box, columns.counts[m], c)
-        cost = np.where(fits, cost + priced(columns.least[m][a], p.theta), np.inf)
-        return assigned(p.open_omega[a:e], columns.counts[m][int(np.argmin(cost))])
-    cost = layer_costs(p, bound.form, bound.weights, c)[a:e]
-    return tuple(int(b) for b in cost.argmin(axis=1))
 
 
 def _searched(p: Problem) -> tuple[Problem, Space]:
