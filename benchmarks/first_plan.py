@@ -53,8 +53,9 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--rows", help="file of benchmarks/results/ to append to")
     parser.add_argument("--noisy", action="store_true", help="the machine was busy")
+    parser.add_argument("--only", default="", help="lines with this text alone")
     args = parser.parse_args()
-    for line in documented():
+    for line in [line for line in documented() if args.only in line]:
         runs = [seconds_of(line) for _ in range(args.repeat)]
         walls, cpus = [run[0] for run in runs], [run[1] for run in runs]
         print(f"{min(walls):6.2f} to {max(walls):.2f} s, {min(cpus):.2f} s of CPU: {line}")

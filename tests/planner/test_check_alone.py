@@ -39,7 +39,7 @@ def _read(data: dict[str, Any]) -> Plan:
 
 def test_a_plan_written_and_read_gives_its_own_times_again() -> None:
     checked = 0
-    for seed in range(40):
+    for seed in range(24):
         plan = _plan_of(seed)
         if plan is None:
             continue
@@ -50,7 +50,7 @@ def test_a_plan_written_and_read_gives_its_own_times_again() -> None:
         assert times.total_s == pytest.approx(plan.predicted.total_s, rel=1e-9)
         assert times.prefill_s == pytest.approx(plan.predicted.prefill_s, rel=1e-9)
         checked += 1
-    assert checked >= 20
+    assert checked >= 12
 
 
 def _several_stages() -> dict[str, Any]:
