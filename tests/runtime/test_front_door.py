@@ -61,7 +61,7 @@ def test_the_lines_say_the_same_on_one_and_on_three_stages(folder, demo_model, m
     greedy = re.sub(r"(, )?temperature=[0-9.]+", "", code)
     greedy = greedy.replace("SamplingParams(", "SamplingParams(temperature=0, ")
     whole = run(greedy, folder)
-    assert len(whole.split()) > 5
+    assert len(whole.strip()) > 20
     make_plan(demo_model, (2, 5), batch=4, prompt_len=64, gen_len=512).save_json(
         folder / "plan.json"
     )
@@ -94,4 +94,4 @@ def test_the_lines_run_from_a_wheel_outside_the_repository(tmp_path):
     (tmp_path / "examples" / "demo-7m").symlink_to(ROOT / "examples" / "demo-7m")
     check = f"\nimport llmpq\nassert llmpq.__file__.startswith({str(site)!r}), llmpq.__file__\n"
     printed = run(shown_lines() + check, tmp_path, PYTHONPATH=str(site))
-    assert len(printed.split()) > 5
+    assert len(printed.strip()) > 20
