@@ -58,12 +58,12 @@ class Outcome:
 
     @property
     def gap(self) -> float | None:
-        """How far the value is above the bound, relative to the bound; infinite at one of zero."""
+        """How far the value is above the bound, relative to it; None where it says nothing."""
         if self.bound is None:
             return None
         above = max(0.0, self.value - self.bound)
         if self.bound <= 0.0:
-            return math.inf if above else 0.0
+            return None if above else 0.0
         return above / self.bound
 
 

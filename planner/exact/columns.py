@@ -92,6 +92,14 @@ def make_columns(p: Problem, *, longest: int | None = None) -> Columns:
     )
 
 
+def columns_if_few(p: Problem) -> Columns | None:
+    """Return the table, None where it would be too large."""
+    try:
+        return make_columns(p)
+    except TooManyColumns:
+        return None
+
+
 def priced(omega: Floats, theta: float) -> Floats:
     """Return theta times omega; what is infinite stays so at a theta of zero."""
     return theta * omega if theta > 0 else np.where(np.isinf(omega), omega, 0.0)

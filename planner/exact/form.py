@@ -58,6 +58,12 @@ class Box:
     island: int | None = None
     """The island on which plans stay (planner/exact/islands.py)."""
 
+    def with_limits(self, limits: dict[str, float]) -> Box:
+        """Return the box with some limits of P and D replaced."""
+        p, d = (self.p_low, self.p_high), (self.d_low, self.d_high)
+        own = {"p_low": p[0], "p_high": p[1], "d_low": d[0], "d_high": d[1]}
+        return Box(**{**own, **limits}, island=self.island)
+
 
 EVERYWHERE = Box()
 

@@ -5,6 +5,7 @@ Proves nothing; the better the plan, the less is left to prove.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Iterator
@@ -176,7 +177,7 @@ def _descend(scales: Scales, draft: Draft, deadline: float) -> tuple[Draft, floa
     better = True
     while better and time.perf_counter() < deadline:
         better = False
-        for moves in (_shifts, _rebalanced, _requantised, _retimed, _other_devices):
+        for moves in (_shifts, _rebalanced, _requantised, _retimed, _other_devices, _widened):
             changed = True
             while changed and time.perf_counter() < deadline:
                 changed = False
@@ -328,6 +329,27 @@ def _other_devices(scales: Scales, d: Draft) -> Iterator[Draft]:
                 swapped = list(d.order)
                 swapped[j], swapped[k] = swapped[k], swapped[j]
                 yield Draft(order=tuple(swapped), bounds=d.bounds, choices=d.choices)
+
+
+def _widened(scales: Scales, d: Draft) -> Iterator[Draft]:
+    """Add an unused device where its messages are quickest, and share the layers out anew."""
+    p, used = scales.p, np.bincount(d.order, minlength=len(scales.p.classes))
+    if len(d.order) >= p.max_stages:
+        return
+    hop = scales.form.numbers.hop_decode.total_s
+    for c in (c for c, cls in enumerate(p.classes) if used[c] < cls.count):
+        ways = [
+            sum(float(hop[a, b]) for a, b in itertools.pairwise((*d.order[:j], c, *d.order[j:])))
+            for j in range(len(d.order) + 1)
+        ]
+        for j in np.argsort(ways, kind="stable")[:2]:
+            order = (*d.order[:j], c, *d.order[j:])
+            # Its first layer comes from the stage before it, or behind it.
+            cut = d.bounds[j] - 1 if j > 0 else 1
+            bounds = (*d.bounds[:j], cut, *d.bounds[j:]) if j > 0 else (0, 1, *d.bounds[1:])
+            if all(low < high for low, high in itertools.pairwise(bounds)):
+                wider = Draft(order=order, bounds=bounds, choices=d.choices)
+                yield from _rebalanced(scales, wider)
 
 
 def _without(d: Draft, j: int) -> Iterator[tuple[int, ...]]:

@@ -20,19 +20,27 @@ import itertools
 import logging
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from llmpq.planner.exact.columns import Columns, TooManyColumns, make_columns
-from llmpq.planner.exact.completion import Completion, greedy_plan
+from llmpq.planner.exact.columns import columns_if_few
+from llmpq.planner.exact.completion import Completion
 from llmpq.planner.exact.form import EVERYWHERE, Box, Form, make_form
+from llmpq.planner.exact.greedy import greedy_plan
 from llmpq.planner.exact.improve import improved
 from llmpq.planner.exact.labels import GaveUp, LabelSearch, Limits
 from llmpq.planner.exact.pairs import PairTables
 from llmpq.planner.exact.relaxation import ClassRelaxation, Prices
 from llmpq.planner.exact.space import Space
-from llmpq.planner.exact.starts import Incumbent, first_plans, other_methods
+from llmpq.planner.exact.starts import (
+    Incumbent,
+    first_plans,
+    in_all_choices,
+    of_one_precision,
+    other_methods,
+)
 from llmpq.planner.exact.true_links import with_true_links
 from llmpq.planner.ilp import no_plan_fits, no_plan_yet, solve_ilp
 from llmpq.planner.outcome import OPTIMAL_GAP, Assignment, Infeasible, Outcome, Unfinished
@@ -89,7 +97,7 @@ class Search:
         self.p, self.space = _searched(p)
         self.tables = self.true_tables if self.p is p else PairTables(self.p)
         self.relaxation = ClassRelaxation(self.p)
-        self.columns = _columns(self.p)
+        self.columns = columns_if_few(self.p)
         self.labels = 0
         self.stuck: list[float] = []
         self.overtime = False
@@ -156,10 +164,28 @@ class Search:
         for _, _, plan in heapq.nsmallest(3, found):
             share = (limit - time.perf_counter()) / 4
             improved(self.incumbent, self.true_tables, plan, time.perf_counter() + share)
+        for plan in self._of_one_precision(limit):
+            improved(self.incumbent, self.true_tables, plan, limit)
         for plan in other_methods(self.true, (limit + time.perf_counter()) / 2):
             self.incumbent.offer(plan)
         if self.best is not None:
             improved(self.incumbent, self.true_tables, self.best, limit)
+
+    def _of_one_precision(self, limit: float) -> Iterator[Assignment]:
+        """Yield what a short search finds of each precision alone: its tables are small."""
+        p = self.true
+        alone = [b for b in range(len(p.choices)) if p.open[:, b].all()]
+        for number, b in enumerate(alone if len(p.choices) > 1 else ()):
+            now = time.perf_counter()
+            share = (limit - now) / (2 * len(alone) - number)
+            if share <= 0:
+                return
+            small = Search(of_one_precision(p, b), now + share, self.gap)
+            for plan in first_plans(small.true, small.true_tables):
+                small.incumbent.offer(plan)
+            small.run()
+            if small.best is not None:
+                yield in_all_choices(small.best, b)
 
     def run(self) -> float:
         """Search; return the proven lower bound over the space."""
@@ -302,7 +328,7 @@ class Search:
         cuts = [low + (high - low) * k / PIECES for k in range(PIECES + 1)]
         parts = []
         for start, end in itertools.pairwise(cuts):
-            box = _limited(part.box, {names[0]: start, names[1]: end})
+            box = part.box.with_limits({names[0]: start, names[1]: end})
             made = self._part(part.form, box, part.depth + 1, part.bound)
             if made.bound < self.target:
                 parts.append(made)
@@ -333,13 +359,7 @@ class Search:
         return least, outside
 
     def _relaxed_within(self, part: Part, **limits: float) -> float:
-        return self.relaxation.bound(part.form, _limited(part.box, limits))
-
-
-def _limited(box: Box, limits: dict[str, float]) -> Box:
-    """Return a box with some of its limits replaced."""
-    changed = {"p_low": box.p_low, "p_high": box.p_high, "d_low": box.d_low, "d_high": box.d_high}
-    return Box(**{**changed, **limits}, island=box.island)
+        return self.relaxation.bound(part.form, part.box.with_limits(limits))
 
 
 def solve_exact(
@@ -372,11 +392,3 @@ def _searched(p: Problem) -> tuple[Problem, Space]:
     if len(nearest.classes) < len(p.classes):
         return nearest, Space(nearest)
     return p, space
-
-
-def _columns(p: Problem) -> Columns | None:
-    """Return the table of columns, None where it would be too large."""
-    try:
-        return make_columns(p)
-    except TooManyColumns:
-        return None

@@ -94,9 +94,9 @@ def stages_by_price(p: Problem, form: Form, weights: Weights, box: Box, rho: Flo
     for c in range(len(p.classes)):
         costs = layer_costs(p, form, weights, c)
         for sort in (DENSE, PACKED, MIXED):
-            if capacity[c, 0, 0, sort] == NEVER:
-                continue
             choices = choices_of(p.choices, sort)
+            if capacity[c, 0, 0, sort] == NEVER or not choices.any():
+                continue
             made = priced_layers(p, costs, choices, float(rho[c]))
             least = _least_times(p, form, c, choices, box)
             room = capacity[c, :, :, sort]

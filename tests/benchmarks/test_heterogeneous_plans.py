@@ -86,7 +86,7 @@ class StandIn:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def start(self) -> None:
+    def begin(self) -> None:
         if self.plan.solver.method == "uniform":
             raise StageLostError("its process ended")
 
