@@ -23,7 +23,7 @@ nodes:
   - {name: there, devices: [{kind: CPU, threads: 1}], labels: {place: there},
      model_dir: copy}
 """
-LIMIT_S = 60
+LIMIT_S = 150
 JOB = ("--strat_file_name", "plan.json", "-i", "in.jsonl", "-o", "out.jsonl")
 
 
