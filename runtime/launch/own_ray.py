@@ -78,6 +78,8 @@ def joined_ray(address: str) -> Iterator[None]:
     """Join the Ray at an address for the block; it is left running."""
     import ray
 
+    if address == "auto":
+        address = os.environ.get("RAY_ADDRESS", address)
     local = address.startswith(("127.", "localhost"))
     try:
         with _environment(_common()), _loopback(local):
