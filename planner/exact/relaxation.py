@@ -8,6 +8,7 @@ device order, with or without devices left out:
     sum_gb bytes y + ends <= count_c capacity_c  (rho_c)  memory of a class
     sum_gb tp y + ends <= count_c P   (lambda_c)          prefill
     sum_gb td y + ends <= count_c D   (mu_c)              decode
+    sum_gb y <= count_c m_c                               whole layers: m_c fit within the box
     z >= md D,  z >= S                (kappa)             decode period
 
 y fractional; e_c, h_c say which class has the embedding and the head. Layers of about equal omega
@@ -180,7 +181,7 @@ class ClassRelaxation:
         cost[ny : ny + classes], cost[ny + classes : ny + 2 * classes] = ends[:, 0], ends[:, 1]
         cost[-3:] = form.a, d_weight, form.z if fixed is None else 0.0
         counts = self.counts(box)
-        index, value, start, lower, upper = self._rows(form, counts, ny, width)
+        index, value, start, lower, upper = self._rows(form, box, ny, width)
         lp: Any = self.highspy.HighsLp()
         lp.num_col_, lp.num_row_ = width, len(start) - 1
         lp.col_cost_ = cost
@@ -195,8 +196,8 @@ class ClassRelaxation:
         lp.a_matrix_.start_, lp.a_matrix_.index_, lp.a_matrix_.value_ = start, index, value
         return lp
 
-    def _rows(self, form: Form, counts: Floats, ny: int, width: int) -> tuple[np.ndarray, ...]:
-        x = form.numbers
+    def _rows(self, form: Form, box: Box, ny: int, width: int) -> tuple[np.ndarray, ...]:
+        x, counts = form.numbers, self.counts(box)
         groups, classes, choices = self.shape
         y = np.arange(ny).reshape(self.shape)
         index: list[np.ndarray] = [y[g].ravel() for g in range(groups)]
@@ -240,6 +241,12 @@ class ClassRelaxation:
             value.append(np.ones(classes))
         lower += [0.0, 0.0, 1.0, 1.0]
         upper += [np.inf, np.inf, 1.0, 1.0]
+        for c, most in enumerate(most_layers(form, box)):
+            if most < self.p.num_layers:
+                index.append(y[:, c].ravel())
+                value.append(np.ones(groups * choices))
+                lower.append(-np.inf)
+                upper.append(float(counts[c] * most))
         start = np.cumsum([0] + [len(part) for part in index])
         return (
             np.concatenate(index),
@@ -248,6 +255,15 @@ class ClassRelaxation:
             np.array(lower),
             np.array(upper),
         )
+
+
+def most_layers(form: Form, box: Box) -> list[int]:
+    """Return how many layers of the quickest choices a stage of each class may have in a box."""
+    x, most = form.numbers, np.full(len(form.numbers.prefill_s[0]), np.inf)
+    for table, high in ((x.prefill_s[0], box.p_high), (x.decode_s[0], box.d_high)):
+        once = np.maximum(table.min(axis=1), 1e-300)
+        most = np.minimum(most, np.floor(high / once * (1 + 1e-9)))
+    return [int(min(layers, len(x.prefill_s))) for layers in most]
 
 
 def _scaled(prices: Floats, counts: Floats, most: float, high: float) -> Floats:

@@ -27,6 +27,7 @@ import numpy as np
 
 from llmpq.planner.exact.columns import columns_if_few
 from llmpq.planner.exact.completion import Completion
+from llmpq.planner.exact.cutting import cut_boxes
 from llmpq.planner.exact.form import EVERYWHERE, Box, Form, make_form
 from llmpq.planner.exact.greedy import greedy_plan
 from llmpq.planner.exact.improve import improved
@@ -54,10 +55,9 @@ WORK = 1500
 """Label-column pairs a label may take on average, before a part is split."""
 WIDE_GAP = 0.06
 """Relative gap above which a part is cut by its range before labels are set in it."""
-PIECES = 6
-"""Parts a range of D (or P) is split into."""
-RANGE_STEPS = 9
-"""Bisections to shrink a range before it is split."""
+MANY_STAGES = 8
+FEW_LAYERS = 6
+"""Layers a stage, below which times move in steps, and cutting by them comes before labels."""
 START_SHARE = 0.2
 """Share of the time that looking for good plans first may take."""
 OVERTIME_S = 1.0
@@ -279,7 +279,8 @@ class Search:
             self._more_kappas(part)
         if part.bound >= self.target:
             return []
-        if part.depth < 2 and self.target - part.bound > WIDE_GAP * abs(part.bound) < math.inf:
+        wide = self.target - part.bound > WIDE_GAP * abs(part.bound) < math.inf
+        if part.depth < 2 and (wide or self._in_steps):
             return self._split(part)
         below = part.bound + abs(part.bound) * WINDOWS[part.window]
         if self.target < part.bound + 1.5 * (below - part.bound):
@@ -311,6 +312,12 @@ class Search:
         part.bound = below
         return [part]
 
+    @property
+    def _in_steps(self) -> bool:
+        """Whether many stages have few layers each."""
+        most = self.p.max_stages
+        return most >= MANY_STAGES and self.p.num_layers < FEW_LAYERS * most
+
     def _more_kappas(self, part: Part) -> None:
         """Bound a part at other kappas, too: F is the larger of two linear forms."""
         middle = part.prices.kappa
@@ -323,43 +330,11 @@ class Search:
 
     def _split(self, part: Part) -> list[Part]:
         """Cut the range of D, then P, then D again, that can still hold a better plan."""
-        names = ("d_low", "d_high") if part.depth % 2 == 0 else ("p_low", "p_high")
-        low, high = self._range(part, *names)
-        cuts = [low + (high - low) * k / PIECES for k in range(PIECES + 1)]
-        parts = []
-        for start, end in itertools.pairwise(cuts):
-            box = part.box.with_limits({names[0]: start, names[1]: end})
-            made = self._part(part.form, box, part.depth + 1, part.bound)
-            if made.bound < self.target:
-                parts.append(made)
-        return parts
-
-    def _range(self, part: Part, low_name: str, high_name: str) -> tuple[float, float]:
-        """Shrink a range by the relaxation: outside it no plan is better than the best."""
-        box = part.box
-        low, high = getattr(box, low_name), getattr(box, high_name)
-        if math.isinf(high):
-            weight = part.form.d_weight(1.0) if low_name == "d_low" else part.form.a
-            high = self.target / weight if weight > 0 and math.isfinite(self.target) else 1e6
-        inside, outside = high, low  # smallest upper bound with room for a better plan
-        for _ in range(RANGE_STEPS):
-            middle = (inside + outside) / 2
-            if self._relaxed_within(part, **{high_name: middle}) < self.target:
-                inside = middle
-            else:
-                outside = middle
-        least = outside
-        inside, outside = least, high  # largest lower bound with room for a better plan
-        for _ in range(RANGE_STEPS):
-            middle = (inside + outside) / 2
-            if self._relaxed_within(part, **{low_name: middle}) < self.target:
-                inside = middle
-            else:
-                outside = middle
-        return least, outside
-
-    def _relaxed_within(self, part: Part, **limits: float) -> float:
-        return self.relaxation.bound(part.form, part.box.with_limits(limits))
+        boxes = cut_boxes(
+            self.relaxation, part.form, part.box, self.target, decode=part.depth % 2 == 0
+        )
+        made = [self._part(part.form, box, part.depth + 1, part.bound) for box in boxes]
+        return [part for part in made if part.bound < self.target]
 
 
 def solve_exact(
