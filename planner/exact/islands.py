@@ -47,15 +47,12 @@ def find_islands(p: Problem) -> Islands | None:
     slow = np.isfinite(per_byte) & (per_byte > known[widest] * np.sqrt(ratios[widest]))
     near = _connected(~slow & np.isfinite(per_byte))
     found: list[NDArray[np.int64]] = []
-    for c, cls in enumerate(p.classes):
-        if slow[c, c]:
-            alone = np.zeros(classes, dtype=np.int64)
-            alone[c] = 1
-            found.append(alone)
-        elif not near[c, :c].any():
-            most = np.array([other.count for other in p.classes])
-            found.append(np.where(near[c] | (np.arange(classes) == c), most, 0))
-        assert cls.count > 0
+    own, most = np.eye(classes, dtype=np.int64), np.array([cls.count for cls in p.classes])
+    for c in range(classes):
+        if not near[c, :c].any():
+            others = np.delete(near[c], c).any()
+            # Equal devices with slow links among them alone are an island each.
+            found.append(own[c] if slow[c, c] and not others else most * (near[c] | (own[c] > 0)))
     crosses = ~(near | np.eye(classes, dtype=bool)) | (np.eye(classes, dtype=bool) & slow)
     return Islands(counts=np.array(found), crosses=crosses) if crosses.any() else None
 

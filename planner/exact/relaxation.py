@@ -46,9 +46,6 @@ class Prices:
     """[C] mu."""
     memory: Floats
     """[C] rho: seconds of F per byte."""
-    slow_p: float = 0.0
-    """P of the relaxation."""
-    slow_d: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,8 +139,7 @@ class ClassRelaxation:
             return none
         counts = self.counts(box)
         self.basis = solver.getBasis()
-        solution = solver.getSolution()
-        duals, slow = np.array(solution.row_dual), solution.col_value[-3:-1]
+        duals = np.array(solver.getSolution().row_dual)
         memory, prefill, decode = np.split(duals[groups : groups + 3 * classes], 3)
         if kappa is None:
             share = float(np.clip(duals[groups + 3 * classes], 0, None))
@@ -154,8 +150,6 @@ class ClassRelaxation:
             prefill=_scaled(np.clip(prefill, 0, None), counts, form.a, box.p_high),
             decode=_scaled(np.clip(decode, 0, None), counts, form.d_weight(kappa), box.d_high),
             memory=np.clip(-memory, 0, None) / 2**30,
-            slow_p=float(slow[0]),
-            slow_d=float(slow[1]),
         )
 
     def bound(self, form: Form, box: Box = EVERYWHERE) -> float:

@@ -257,3 +257,23 @@ def test_least_omega_of_counts_is_exact_for_any_omega() -> None:
                 assert np.bincount(choices, minlength=3).tolist() == counts.tolist()
                 cost = sum(omega[i, b] for i, b in enumerate(choices))
                 assert cost == pytest.approx(columns.least[m][start, column])
+
+
+def test_kinds_that_are_nearer_to_each_other_than_to_themselves_are_brute_force() -> None:
+    """Links within a node slower than between nodes: two equal devices are on one island, too."""
+    solved = 0
+    for seed in range(3000, 3020):
+        p = _problem(seed, layers=(3, 4), kinds=(2, 2), devices=(1, 2), precisions=2, batch=2)
+        data = p.cluster.model_dump(by_alias=True)
+        data["links"] = {
+            "within_node": {"gbps": 0.01, "latency_us": 5},
+            "between_nodes": {"gbps": 800, "latency_us": 5},
+        }
+        p = p.with_changes(cluster=Cluster.parse_data(data, where="test"))
+        best, _ = brute_force(p)
+        found = _exact(p)
+        assert (math.inf if found is None else found.value) == pytest.approx(best, rel=1e-8), seed
+        if found is not None:
+            assert found.bound is not None and found.bound <= best * (1 + 1e-9)
+            solved += 1
+    assert solved > 8
