@@ -34,9 +34,9 @@ def make_plans(args: argparse.Namespace) -> None:
 
 def plans_of(path: Path, args: argparse.Namespace) -> Iterator[tuple[str, Plan]]:
     """Yield the baselines' plans and the exact ones held to PipeEdge's quality."""
-    from llmpq.planner.arguments import plan_request
+    from llmpq.planner.cli.arguments import plan_request
+    from llmpq.planner.inputs.make_problem import make_problem, parse_kv
     from llmpq.planner.outcome import Infeasible
-    from llmpq.planner.request import make_problem, parse_kv
 
     model = Cluster.load(path).planning.model
     if model is None:
@@ -80,9 +80,9 @@ def exact_plan(problem: Any, rival: tuple[Any, Any], workload: Any, limit_s: flo
     Sought twice: over all precisions, and over the rival's own from the rival's plan on. That one
     needs no room for the workspaces of others, and is found however tight the budget is.
     """
+    from llmpq.planner.front.quality import solve_budget
     from llmpq.planner.outcome import Infeasible
-    from llmpq.planner.pipeline_time import sum_omega
-    from llmpq.planner.quality import solve_budget
+    from llmpq.planner.predict.pipeline_time import sum_omega
 
     alone, known = rival
     budget, found = sum_omega(alone, known), []
@@ -126,8 +126,8 @@ def solve_baseline(problem: Any, method: str, limit_s: float) -> tuple[Any, Any]
 
 def best_microbatches(problem: Any, outcome: Any) -> Any:
     """Return the outcome with its stages kept and the fastest micro-batches for them."""
-    from llmpq.planner.fits import fits
-    from llmpq.planner.pipeline_time import job_time, value
+    from llmpq.planner.predict.fits import fits
+    from llmpq.planner.predict.pipeline_time import job_time, value
 
     options = [
         replace(outcome.assignment, prefill_microbatch=eta, decode_microbatch=xi)

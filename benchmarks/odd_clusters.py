@@ -34,13 +34,13 @@ from odd_problems import OddProblem, odd_problem, read_case
 from rows import RESULTS, commit, write_row
 
 from llmpq.errors import BadPlanError, DoesNotFitError
+from llmpq.planner.answer import Answer, Wish, answer
 from llmpq.planner.check import check_plan
-from llmpq.planner.make import Answer, Wish, answer
 from llmpq.planner.outcome import BUDGET_ROUNDING, Assignment, Unfinished
-from llmpq.planner.pipeline_time import job_time, sum_omega, value
+from llmpq.planner.predict.pipeline_time import job_time, sum_omega, value
+from llmpq.planner.predict.replay import replay
 from llmpq.planner.problem import Problem
-from llmpq.planner.random_cases import RandomCase
-from llmpq.planner.replay import replay
+from llmpq.planner.tools.random_cases import RandomCase
 
 FILE = "odd_clusters.jsonl"
 CLUSTERS = Path(__file__).parent / "clusters"

@@ -19,11 +19,11 @@ from typing import Any
 
 import yaml
 
-from llmpq.planner.advice import too_big
-from llmpq.planner.arguments import plan_request
+from llmpq.planner.cli.arguments import plan_request
+from llmpq.planner.inputs.make_problem import make_problem, parse_kv
+from llmpq.planner.predict.advice import too_big
 from llmpq.planner.problem import Problem
-from llmpq.planner.random_cases import RandomCase
-from llmpq.planner.request import make_problem, parse_kv
+from llmpq.planner.tools.random_cases import RandomCase
 
 KINDS = (
     "CPU", "P40", "P100-16GB", "V100-16GB", "V100-32GB", "T4", "RTX-2080-Ti", "A10", "A30", "A40",

@@ -4,10 +4,11 @@
     python benchmarks/planner_proofs.py stopped --from 0 --to 2000   no bound above the optimum
     python benchmarks/planner_proofs.py more --from 0 --to 300       more to choose from is no worse
 
-`same` and `stopped` draw small problems (planner/random_cases.py) and value every plan there is;
-`stopped` ends the search at a random moment. `more` takes problems of real size (odd_problems.py)
-and adds a device, memory, or a precision: where both are proven the larger problem's plan must not
-be slower beyond the gap, else it must be within its own stated gap of the smaller problem's value.
+`same` and `stopped` draw small problems (planner/tools/random_cases.py) and value every plan there
+is; `stopped` ends the search at a random moment. `more` takes problems of real size
+(odd_problems.py) and adds a device, memory, or a precision: where both are proven the
+larger problem's plan must not be slower beyond the gap, else it must be within its own stated gap
+of the smaller problem's value.
 
 One row a block of seeds: `planner_proofs`, value = cases that failed, each told on stderr with its
 seed. A block that has its row at this commit is not run again.
@@ -28,11 +29,11 @@ from odd_problems import larger_pair
 from rows import RESULTS, commit, write_row
 
 from llmpq.errors import DoesNotFitError, LlmpqError
-from llmpq.planner.all_plans import best_of_all
-from llmpq.planner.make import Answer, Wish, answer
+from llmpq.planner.answer import Answer, Wish, answer
 from llmpq.planner.outcome import Unfinished
-from llmpq.planner.random_cases import RandomCase, random_case
-from llmpq.planner.replay import replay
+from llmpq.planner.predict.replay import replay
+from llmpq.planner.tools.all_plans import best_of_all
+from llmpq.planner.tools.random_cases import RandomCase, random_case
 
 FILE = "planner.jsonl"
 BLOCKS = {"same": 250, "stopped": 250, "more": 25}

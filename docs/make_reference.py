@@ -22,7 +22,7 @@ from llmpq.cluster import Cluster
 from llmpq.command_line import CommandParser
 from llmpq.kernels.tools.flags import COMMANDS as KERNEL_TOOLS
 from llmpq.plan import Plan
-from llmpq.planner import arguments
+from llmpq.planner.cli import arguments
 from llmpq.profiler.cli import flags as profiler_flags
 from llmpq.runtime.cli import tool_flags
 from llmpq.runtime.cli.run_flags import run_parser

@@ -1,4 +1,4 @@
-"""`llmpq-algo`: reads the command line, nothing else; the work is in planner/cli.py."""
+"""`llmpq-algo`: reads the command line, nothing else; the work is in planner/cli/commands.py."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import sys
 from typing import Any
 
 from llmpq.command_line import end_of
-from llmpq.planner import arguments as flags
+from llmpq.planner.cli import arguments as flags
+from llmpq.planner.inputs import requests
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -19,15 +20,15 @@ def main(argv: list[str] | None = None) -> int:
 def _run(command: str, words: list[str]) -> int:
     """Read the flags, then import what does the work."""
     parser, request = {
-        "plan": (flags.plan_parser, flags.PlanRequest),
-        "check": (flags.check_parser, flags.CheckRequest),
-        "export": (flags.export_parser, flags.ExportRequest),
-        "devices": (flags.devices_parser, flags.ListRequest),
+        "plan": (flags.plan_parser, requests.PlanRequest),
+        "check": (flags.check_parser, requests.CheckRequest),
+        "export": (flags.export_parser, requests.ExportRequest),
+        "devices": (flags.devices_parser, requests.ListRequest),
     }[command]
     asked: Any = parser().read_as(request, words)
-    from llmpq.planner import cli
+    from llmpq.planner.cli import commands
 
-    cli.run(command, asked)
+    commands.run(command, asked)
     return 0
 
 

@@ -22,9 +22,9 @@ from llmpq.plan import (
     StagePlan,
 )
 from llmpq.planner.outcome import Assignment, Outcome, Stage
-from llmpq.planner.pipeline_time import StageTimes, job_time, stage_times, sum_omega
 from llmpq.planner.plan_entries import used_inputs
 from llmpq.planner.positions import positions_note
+from llmpq.planner.predict.pipeline_time import StageTimes, job_time, stage_times, sum_omega
 from llmpq.planner.problem import Problem
 from llmpq.precision import Precision
 from llmpq.version import __version__

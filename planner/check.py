@@ -17,9 +17,9 @@ from llmpq.memory import stage_memory
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
 from llmpq.plan_inputs import PlanInputs
-from llmpq.planner.costs import CostBook
+from llmpq.planner.costs.cost_book import CostBook
 from llmpq.planner.plan_entries import used_inputs
-from llmpq.planner.speculation import round_bytes
+from llmpq.planner.predict.speculation import round_bytes
 from llmpq.precision import Precision
 from llmpq.units import format_size
 

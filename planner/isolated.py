@@ -19,16 +19,16 @@ from dataclasses import asdict
 from typing import Any, Literal
 
 from llmpq.errors import LlmpqError
-from llmpq.planner.flexgen import OffloadEstimate, estimate_flexgen
-from llmpq.planner.front import Front, FrontPoint, pareto_front
+from llmpq.planner.baselines.flexgen import OffloadEstimate, estimate_flexgen
+from llmpq.planner.front.front import Front, FrontPoint, pareto_front
 from llmpq.planner.methods import How, solve_as
 from llmpq.planner.outcome import Assignment, Infeasible, Outcome, Stage, Unfinished
 from llmpq.planner.problem import Problem
 from llmpq.planner.problem_form import problem_data
 
 CHILD = (sys.executable, "-m", "llmpq.planner.solver_child")
-Job = Literal["plan", "front", "offload"]
-Answer = Outcome | Front | OffloadEstimate
+Task = Literal["plan", "front", "offload"]
+Solved = Outcome | Front | OffloadEstimate
 
 
 class SolverCrashed(LlmpqError):
@@ -55,7 +55,7 @@ def offload_isolated(problem: Problem) -> OffloadEstimate:
     return OffloadEstimate(**_answered(problem, "offload", {}, what="flexgen"))
 
 
-def run_job(problem: Problem, job: Job, options: dict[str, Any]) -> Answer:
+def run_job(problem: Problem, job: Task, options: dict[str, Any]) -> Solved:
     """Do a job in this process: what the child does."""
     if job == "plan":
         return solve_as(problem, How(**options))
@@ -64,7 +64,7 @@ def run_job(problem: Problem, job: Job, options: dict[str, Any]) -> Answer:
     return estimate_flexgen(problem)
 
 
-def _answered(problem: Problem, job: Job, options: dict[str, Any], *, what: str) -> dict[str, Any]:
+def _answered(problem: Problem, job: Task, options: dict[str, Any], *, what: str) -> dict[str, Any]:
     if may_fork():
         return answer_forked(lambda: run_job(problem, job, options), what=what)
     return answer_spawned(problem, job, options, what=what)
@@ -75,7 +75,7 @@ def may_fork() -> bool:
     return hasattr(os, "fork") and threading.active_count() == 1
 
 
-def answer_forked(work: Callable[[], Answer], *, what: str) -> dict[str, Any]:
+def answer_forked(work: Callable[[], Solved], *, what: str) -> dict[str, Any]:
     """Call `work` in a fork of this process; return its answer's fields."""
     sys.stdout.flush()
     sys.stderr.flush()
@@ -98,7 +98,7 @@ def answer_forked(work: Callable[[], Answer], *, what: str) -> dict[str, Any]:
 
 def answer_spawned(
     problem: Problem,
-    job: Job,
+    job: Task,
     options: dict[str, Any],
     *,
     what: str,
@@ -110,7 +110,7 @@ def answer_spawned(
     return _fields(done.stdout, max(0, -done.returncode), what)
 
 
-def answer_of(work: Callable[[], Answer]) -> str:
+def answer_of(work: Callable[[], Solved]) -> str:
     """Return what `work` returns, or the refusal it raises, as JSON."""
     try:
         answer: dict[str, Any] = asdict(work())
@@ -123,7 +123,7 @@ def answer_of(work: Callable[[], Answer]) -> str:
     return json.dumps(answer)
 
 
-def _answer_and_exit(work: Callable[[], Answer], writer: int) -> None:
+def _answer_and_exit(work: Callable[[], Solved], writer: int) -> None:
     """Do the work, write the answer, leave without the parent's clean-up."""
     code = 0
     try:

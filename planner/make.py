@@ -1,292 +1,34 @@
-"""Makes a plan from the command line's wishes, checks it, writes and prints it."""
+"""Makes a plan: by names, as `llmpq-algo` does (`make_plan`), or from values (`plan_workload`).
+
+`plan_workload` is what a run without a plan asks for. Without `bits`, layers keep the precision
+they are stored in where they fit; where they do not, they give up as little as they must: a plan
+may lower no layer from 8 to 4 bits unless that halves the job's time (`_careful_theta`).
+"""
 
 from __future__ import annotations
 
-import math
-import sys
-import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
 
+from llmpq.cluster import Cluster
+from llmpq.cost_model import CostModel
 from llmpq.errors import DoesNotFitError, unknown_name
-from llmpq.file_form import check_writable
+from llmpq.memory import Quantization
+from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
-from llmpq.planner import limits
-from llmpq.planner.advice import explain_infeasible, too_big
-from llmpq.planner.arguments import PlanRequest
-from llmpq.planner.build_plan import build_plan
-from llmpq.planner.check import check_plan
-from llmpq.planner.ilp_backends import Backend
-from llmpq.planner.methods import NO_PLAN, PLANNERS, How
-from llmpq.planner.outcome import OPTIMAL_GAP, Infeasible, Outcome, Unfinished
+from llmpq.planner.answer import Answer, Wish, answer, read_wish
+from llmpq.planner.cli.arguments import DTYPES, METHODS, plan_request
+from llmpq.planner.costs.cost_book import CostBook
+from llmpq.planner.costs.roofline import estimate_costs
+from llmpq.planner.inputs.make_problem import default_bits, generic_sensitivity, make_problem
+from llmpq.planner.inputs.stored_precisions import offered, stored_layers
+from llmpq.planner.positions import positions_note
 from llmpq.planner.problem import Problem
-from llmpq.planner.request import make_problem, parse_kv
-from llmpq.planner.speculation import describe, with_speculation
-from llmpq.planner.stored_precisions import stored_line
-from llmpq.planner.what_if import changed_problem
-from llmpq.precision import KVPrecision
-from llmpq.speculation import SpeculationMode
+from llmpq.precision import Precision
+from llmpq.workload import Workload
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
-
-@dataclass(frozen=True, kw_only=True)
-class Wish:
-    """How to solve, from the flags."""
-
-    method: str
-    time_limit_s: float
-    gap: float
-    backend: Backend
-    budget: float | None
-    kvs: tuple[KVPrecision, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Answer:
-    """A solved problem and its checked plan."""
-
-    problem: Problem
-    outcome: Outcome
-    plan: Plan
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanJob:
-    """A request, checked: what to solve, how, and what to tell the user beside it."""
-
-    problem: Problem
-    wish: Wish
-    path: str | None
-    notes: list[str]
-
-
-def read_job(request: PlanRequest) -> PlanJob:
-    """Check a request and read its files; say which precisions a stored model keeps."""
-    _check_mode(request.speculate)
-    problem, path, notes = make_problem(request)
-    wish = read_wish(request)
-    if problem.offered and request.bits is None:
-        stored = [precisions[0] for precisions in problem.offered]
-        sys.stderr.write(f"llmpq-algo: {stored_line(str(path), stored)}\n")
-    if request.output == "":
-        raise ValueError("--output is empty, expected a file's name; give one or leave it out")
-    return PlanJob(problem=problem, wish=wish, path=path, notes=notes)
-
-
-def make_and_show(request: PlanRequest, job: PlanJob) -> None:
-    """Plan, check, write `-o`, and print."""
-    problem, wish, path, notes = job.problem, job.wish, job.path, job.notes
-    if request.output:
-        check_writable(request.output)
-    for change in request.what_if:
-        changed_problem(problem, change)
-    everything = wish.method == "all"
-    best = answer(problem, wish, path) if not everything else _compare(request, problem, wish, path)
-    if request.speculate is not None:
-        best = replace(best, plan=_drafting(best.plan, problem, request.speculate))
-        notes = [*notes, describe(best.plan)]
-    if request.output:
-        best.plan.save_json(request.output)
-    if request.json:
-        sys.stdout.write(best.plan.dump_json())
-        return
-    console = open_console()
-    from llmpq.planner.report import print_plan
-
-    print_plan(console, best.plan, seconds=best.outcome.seconds)
-    if request.explain:
-        _explain(console, best, wish.budget)
-    for change in request.what_if:
-        _what_if(console, change, best, wish, path)
-    for note in notes + ([best.outcome.note] if best.outcome.note else []):
-        console.print(f"note: {note}", highlight=False, soft_wrap=True, markup=False)
-    if request.output:
-        console.print(f"wrote {request.output}", highlight=False, soft_wrap=True, markup=False)
-
-
-def _check_mode(speculate: str | None) -> None:
-    modes = ("auto", *get_args(SpeculationMode))
-    if speculate is not None and speculate not in modes:
-        raise ValueError(f"--speculate {speculate}: expected one of {', '.join(modes)}")
-
-
-def read_wish(request: PlanRequest) -> Wish:
-    """Return how to solve, from the flags."""
-    method, budget = "heuristic" if request.shaq_efficient else request.method or "exact", None
-    if method == "flexgen":
-        raise ValueError(NO_PLAN)
-    if request.quality_budget is not None:
-        budget = limits.within("--quality-budget", request.quality_budget, limits.MAX_BUDGET)
-    if budget is not None and method not in ("exact", "ilp"):
-        raise ValueError(
-            f"--quality-budget is for --method exact or ilp, not {method}: the others cannot "
-            "keep a budget"
-        )
-    return Wish(
-        method=method,
-        time_limit_s=limits.within("--time-limit", request.time_limit, math.inf),
-        gap=limits.within("--gap", request.gap, 1.0),
-        backend=request.solver or "highs",
-        budget=budget,
-        kvs=parse_kv(request.kv),
-    )
-
-
-def answer(problem: Problem, wish: Wish, path: str | None) -> Answer:
-    """Return the best plan over the KV precisions allowed; explain it when nothing fits.
-
-    The time is shared out among the precisions, and the bound is the least of all of them.
-    """
-    best: tuple[Problem, Outcome] | None = None
-    bounds: list[float] = []
-    unfinished: Unfinished | None = None
-    refusal = ""
-    deadline = time.perf_counter() + wish.time_limit_s
-    for number, kv in enumerate(wish.kvs):
-        priced = problem.with_changes(workload=problem.workload.model_copy(update={"kv": kv}))
-        if too_big(priced):
-            continue
-        left = max(0.0, deadline - time.perf_counter())
-        share = wish.time_limit_s if math.isinf(left) else left / (len(wish.kvs) - number)
-        ceiling = math.inf if best is None else best[1].value
-        try:
-            outcome = _solve(priced, replace(wish, time_limit_s=share), ceiling)
-        except Unfinished as error:
-            unfinished = error
-            bounds.append(error.bound)
-            continue
-        except Infeasible as error:
-            refusal = str(error)
-            continue
-        bounds.append(-math.inf if outcome.bound is None else outcome.bound)
-        if best is None or outcome.value < best[1].value:
-            best = priced, outcome
-    if best is None and unfinished is not None:
-        raise unfinished
-    if best is None:
-        if wish.method not in ("exact", "ilp") or wish.budget is not None:
-            _raise_unless_smaller(problem, refusal)
-        raise DoesNotFitError(explain_infeasible(problem)) from None
-    priced, outcome = best
-    outcome = _over_all(outcome, min(bounds))
-    # Under a budget the value is time alone.
-    valued = priced if wish.budget is None else priced.with_changes(theta=0.0)
-    return Answer(problem=priced, outcome=outcome, plan=checked_plan(valued, outcome, path))
-
-
-def _over_all(outcome: Outcome, bound: float) -> Outcome:
-    """Return an outcome with the bound over every KV precision in place of its own."""
-    if outcome.bound is None:
-        return outcome
-    if not math.isfinite(bound):
-        return replace(outcome, bound=None, status="feasible")
-    bound = min(bound, outcome.value)
-    proven = outcome.value - bound <= OPTIMAL_GAP * abs(outcome.value)
-    return replace(outcome, bound=bound, status="optimal" if proven else "feasible")
-
-
-def _drafting(plan: Plan, problem: Problem, wish: str) -> Plan:
-    costs = problem.costs.estimate
-    costs = costs if problem.costs.profile is None else costs.merged(problem.costs.profile)
-    return with_speculation(plan, problem.spec, problem.cluster, costs, wish)
-
-
-def _raise_unless_smaller(problem: Problem, refusal: str) -> None:
-    """Report a method's own refusal when the model as such would fit."""
-    if not too_big(problem):
-        raise DoesNotFitError(refusal)
-
-
-def _solve(problem: Problem, wish: Wish, ceiling: float) -> Outcome:
-    """Solve in a child process: a crash there is an error here."""
-    from llmpq.planner.isolated import solve_isolated
-
-    how = How(
-        method=wish.method,
-        time_limit_s=wish.time_limit_s,
-        gap=wish.gap,
-        backend=wish.backend,
-        budget=wish.budget,
-        ceiling=ceiling,
-    )
-    return solve_isolated(problem, how)
-
-
-def checked_plan(problem: Problem, outcome: Outcome, path: str | None) -> Plan:
-    """Build the plan and have it checked by code that shares nothing with the solver."""
-    plan = build_plan(problem, outcome, model_path=path)
-    check_plan(plan, spec=problem.spec, cluster=problem.cluster, costs=problem.costs)
-    return plan
-
-
-def open_console() -> Console:
-    """Return the console of results: wide where no terminal says how wide it is."""
-    from rich.console import Console
-
-    return Console(width=None if sys.stdout.isatty() else 160)
-
-
-def _compare(request: PlanRequest, problem: Problem, wish: Wish, path: str | None) -> Answer:
-    """Solve with every method, print them side by side, return the best."""
-    from llmpq.planner.isolated import offload_isolated
-    from llmpq.planner.report import comparison_table
-
-    answers: dict[str, Answer | str] = {}
-    unfinished: Unfinished | None = None
-    works = [problem.workload.model_copy(update={"kv": kv}) for kv in wish.kvs]
-    may_fit = not all(too_big(problem.with_changes(workload=work)) for work in works)
-    for method in PLANNERS:
-        try:
-            answers[method] = answer(problem, replace(wish, method=method), path)
-        except Unfinished as error:
-            unfinished = error
-            answers[method] = "no plan in time"
-        except DoesNotFitError:
-            answers[method] = "found no plan" if may_fit else "does not fit"
-    found = [a for a in answers.values() if isinstance(a, Answer)]
-    if not found and unfinished is not None:
-        raise unfinished
-    if not found:
-        raise DoesNotFitError(explain_infeasible(problem))
-    if not request.json:
-        try:
-            offload = offload_isolated(problem)
-        except Infeasible:  # no precision that all layers may have
-            offload = None
-        rows = {m: a.plan if isinstance(a, Answer) else a for m, a in answers.items()}
-        seconds = {m: a.outcome.seconds for m, a in answers.items() if isinstance(a, Answer)}
-        open_console().print(comparison_table(rows, seconds, offload))
-    return min(found, key=lambda a: a.outcome.value)
-
-
-def _explain(console: Console, best: Answer, budget: float | None) -> None:
-    from llmpq.planner.explain import cost_error_study, explain_plan, regret_lines
-
-    names = [stage.device for stage in best.plan.stages]
-    lines = explain_plan(best.problem, best.outcome.assignment, names)
-    lines += regret_lines(cost_error_study(best.problem, best.outcome, budget=budget))
-    for line in lines:
-        console.print(f"- {line}", highlight=False, soft_wrap=True, markup=False)
-
-
-def _what_if(console: Console, change: str, best: Answer, wish: Wish, path: str | None) -> None:
-    """Print what a change would do, planned by the same method: of all, by the best one."""
-    from llmpq.planner.what_if import compared
-
-    if wish.method == "all":
-        wish = replace(wish, method=best.outcome.method)
-    try:
-        other = answer(changed_problem(best.problem, change), wish, path)
-    except DoesNotFitError as error:
-        console.print(f"what if {change}: {error}", highlight=False, soft_wrap=True, markup=False)
-        return
-    before, after = best.plan.predicted, other.plan.predicted
-    assert before is not None and after is not None, "the planner always predicts"
-    line = f"what if {change}: {compared(before, after)}"
-    console.print(line, highlight=False, soft_wrap=True, markup=False)
+TIME_LIMIT_S = 60.0
 
 
 def make_plan(
@@ -311,8 +53,6 @@ def make_plan(
 
     The devices are `devices` ("4090,3090:2,cpu"), those of a cluster file, or this machine's.
     """
-    from llmpq.planner.arguments import DTYPES, METHODS, plan_request
-
     if dtype not in DTYPES:
         raise unknown_name("dtype", dtype, DTYPES)
     if method is not None and method not in METHODS:
@@ -338,3 +78,157 @@ def make_plan(
     request = plan_request(words)
     problem, path, _ = make_problem(request)
     return answer(problem, read_wish(request), path).plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class MadePlan:
+    """A plan and what to say about it."""
+
+    plan: Plan
+    seconds: float
+    notes: tuple[str, ...]
+
+    def with_notes(self, notes: Sequence[str]) -> MadePlan:
+        """Return it with more to say."""
+        return replace(self, notes=(*notes, *self.notes))
+
+    def text(self, width: int = 110) -> str:
+        """Return the plan's table as `llmpq-algo` prints it, and the notes."""
+        from io import StringIO
+
+        from rich.console import Console
+
+        from llmpq.planner.cli.report import print_plan
+
+        console = Console(file=StringIO(), width=width)
+        print_plan(console, self.plan, seconds=self.seconds)
+        for note in self.notes:
+            console.print(f"note: {note}", highlight=False, soft_wrap=True, markup=False)
+        text: str = console.file.getvalue()  # type: ignore[attr-defined]
+        return text
+
+
+def plan_workload(
+    model_dir: str | Path,
+    cluster: Cluster,
+    workload: Workload,
+    *,
+    costs: CostModel | None = None,
+    bits: Sequence[Precision] | None = None,
+    windows: Sequence[int] = (),
+    time_limit_s: float = TIME_LIMIT_S,
+) -> MadePlan:
+    """Return a plan of a job on the devices of a cluster; `DoesNotFitError` says what is short.
+
+    `costs`: measured, of some kinds of device or all; the others are estimated. `windows`: batch
+    sizes that will do instead of the workload's, best first: the first that fits is taken.
+    """
+    spec = ModelSpec.from_directory(model_dir)
+    stored = stored_layers(str(model_dir), spec)
+    layers = () if stored is None else offered(stored, bits)
+    wish = Wish(
+        method="exact",
+        time_limit_s=time_limit_s,
+        gap=1e-6,
+        backend="highs",
+        budget=None,
+        kvs=(workload.kv,),
+    )
+
+    def solved(choices: Sequence[Precision], theta: float, batch: int) -> Answer:
+        work = workload.model_copy(update={"batch": batch})
+        problem = _problem(spec, cluster, work, costs, choices, theta, layers)
+        return answer(problem, wish, str(Path(model_dir)))
+
+    ways = _ways(solved, spec, bits, layers, default_bits(None, costs, cluster))
+    best = _first_that_fits(ways, windows or (workload.batch,))
+    work, book = best.problem.workload, best.problem.costs
+    notes = [positions_note(spec, work), best.outcome.note]
+    notes += book.unprofiled(cluster.devices) + book.warnings(cluster.devices, work)
+    return MadePlan(
+        plan=best.plan,
+        seconds=best.outcome.seconds,
+        notes=tuple(note for note in notes if note),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Way:
+    """One way to choose precisions, and the smallest window for which it is worth taking."""
+
+    solve: Callable[[int], Answer]
+    least_window: int = 1
+
+
+def _ways(
+    solved: Callable[[Sequence[Precision], float, int], Answer],
+    spec: ModelSpec,
+    bits: Sequence[Precision] | None,
+    layers: Sequence[Sequence[Precision]],
+    usual: Sequence[Precision],
+) -> list[_Way]:
+    """Return how precisions may be chosen, best first."""
+    if layers:
+        stored = tuple(p for p in Precision if any(p in own for own in layers))
+        return [_Way(solve=lambda batch: solved(stored, 0.0, batch))]
+    if bits is not None:
+        return [_Way(solve=lambda batch: solved(bits, 1.0, batch))]
+
+    def least_loss(batch: int) -> Answer:
+        quick = solved(usual, 1.0, batch).plan.predicted
+        assert quick is not None, "the planner always predicts"
+        return solved(usual, _careful_theta(spec, quick.total_s), batch)
+
+    own = [_Way(solve=lambda batch: solved((Precision.W16A16,), 0.0, batch), least_window=8)]
+    return (own if Precision.W16A16 in usual else []) + [_Way(solve=least_loss)]
+
+
+def _first_that_fits(ways: Sequence[_Way], windows: Sequence[int]) -> Answer:
+    refusal: DoesNotFitError | None = None
+    for way in ways:
+        for batch in windows:
+            if batch < min(way.least_window, windows[0]):
+                continue
+            try:
+                return way.solve(batch)
+            except DoesNotFitError as error:
+                refusal = error
+    assert refusal is not None, "there is a window at least"
+    raise refusal
+
+
+def _careful_theta(spec: ModelSpec, total_s: float) -> float:
+    """Seconds per unit of omega at which a layer's step from 8 to 4 bits costs the whole job."""
+    return spec.num_layers * total_s
+
+
+def _problem(
+    spec: ModelSpec,
+    cluster: Cluster,
+    workload: Workload,
+    costs: CostModel | None,
+    choices: Sequence[Precision],
+    theta: float,
+    layers: tuple[tuple[Precision, ...], ...],
+) -> Problem:
+    kvs = (workload.kv,)
+    quantization = Quantization()
+    estimate = estimate_costs(
+        spec,
+        cluster.devices,
+        dtype=workload.dtype,
+        precisions=choices,
+        kvs=kvs,
+        quantization=quantization,
+    )
+    return Problem(
+        spec=spec,
+        cluster=cluster,
+        workload=workload,
+        choices=tuple(choices),
+        sensitivity=generic_sensitivity(spec, choices, kvs),
+        costs=CostBook(estimate=estimate, profile=costs),
+        theta=theta,
+        quantization=quantization,
+        offered=layers,
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from llmpq.planner.ilp_backends import Backend
+from llmpq.planner.ilp.backends import Backend
 from llmpq.planner.outcome import Outcome
 from llmpq.planner.problem import Problem
 
@@ -38,10 +38,10 @@ def solve_as(p: Problem, how: How) -> Outcome:
     if how.budget is None:
         return solve(p, how.method, backend=how.backend, time_limit_s=limit, gap=gap)
     if how.method == "ilp":
-        from llmpq.planner.ilp import solve_ilp
+        from llmpq.planner.ilp.solve import solve_ilp
 
         return solve_ilp(p, backend=how.backend, budget=how.budget, time_limit_s=limit, gap=gap)
-    from llmpq.planner.quality import solve_budget
+    from llmpq.planner.front.quality import solve_budget
 
     return solve_budget(p, how.budget, time_limit_s=limit, gap=gap, ceiling=how.ceiling)
 
@@ -60,23 +60,23 @@ def solve(
 
         return solve_exact(p, time_limit_s=time_limit_s, gap=gap)
     if method == "ilp":
-        from llmpq.planner.ilp import solve_ilp
+        from llmpq.planner.ilp.solve import solve_ilp
 
         return solve_ilp(p, backend=backend, time_limit_s=time_limit_s, gap=gap)
     if method == "heuristic":
-        from llmpq.planner.heuristic import solve_heuristic
+        from llmpq.planner.baselines.heuristic import solve_heuristic
 
         return solve_heuristic(p, time_limit_s=time_limit_s)
     if method == "adabits":
-        from llmpq.planner.adabits import solve_adabits
+        from llmpq.planner.baselines.adabits import solve_adabits
 
         return solve_adabits(p, time_limit_s=time_limit_s)
     if method == "pipeedge":
-        from llmpq.planner.pipeedge import solve_pipeedge
+        from llmpq.planner.baselines.pipeedge import solve_pipeedge
 
         return solve_pipeedge(p, time_limit_s=time_limit_s)
     if method == "uniform":
-        from llmpq.planner.baselines import solve_uniform
+        from llmpq.planner.baselines.uniform import solve_uniform
 
         return solve_uniform(p, time_limit_s=time_limit_s)
     assert method == "flexgen", method

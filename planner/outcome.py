@@ -68,7 +68,7 @@ class Outcome:
 
 
 class Infeasible(DoesNotFitError):
-    """No plan fits; the command explains it with `planner/advice.py`."""
+    """No plan fits; the command explains it with `planner/predict/advice.py`."""
 
 
 class Unfinished(Infeasible):

@@ -12,7 +12,7 @@ from llmpq.cluster import Cluster, Device
 from llmpq.cost_model import LatencyEntry, Phase
 from llmpq.model_spec import ModelSpec
 from llmpq.plan_inputs import DeviceInput, LinkInput, PlanInputs
-from llmpq.planner.costs import CostBook
+from llmpq.planner.costs.cost_book import CostBook
 from llmpq.precision import Precision
 from llmpq.workload import Workload
 

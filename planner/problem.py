@@ -20,10 +20,10 @@ from llmpq.cluster import Cluster, Device
 from llmpq.cost_model import Phase
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
-from llmpq.planner.costs import CostBook
-from llmpq.planner.links import ClassLinks, Floats, Hops, LinkTables, link_tables
+from llmpq.planner.costs.cost_book import CostBook
+from llmpq.planner.costs.links import ClassLinks, Floats, Hops, LinkTables, link_tables
+from llmpq.planner.costs.stage_memory import capacity, layer_bytes
 from llmpq.planner.microbatch import distinct_sizes, microbatch_pairs
-from llmpq.planner.room import capacity, layer_bytes
 from llmpq.planner.symmetry import alike_devices, device_key, twin_nodes
 from llmpq.precision import KVPrecision, Precision
 from llmpq.sensitivity import Sensitivity
@@ -323,7 +323,7 @@ class Problem:
         return {}
 
     def capacity(self, eta: int, xi: int) -> NDArray[np.int64]:
-        """[C, 2, 2, 3] bytes left for layers (planner/room.py)."""
+        """[C, 2, 2, 3] bytes left for layers (planner/costs/stage_memory.py)."""
         if (eta, xi) not in self._capacities:
             self._capacities[eta, xi] = capacity(self, eta, xi)
         return self._capacities[eta, xi]

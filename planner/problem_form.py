@@ -9,7 +9,7 @@ from llmpq.cluster import Cluster
 from llmpq.cost_model import CostModel
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec, RopeScaling
-from llmpq.planner.costs import CostBook
+from llmpq.planner.costs.cost_book import CostBook
 from llmpq.planner.problem import Problem
 from llmpq.precision import Precision
 from llmpq.sensitivity import Sensitivity

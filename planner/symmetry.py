@@ -11,7 +11,7 @@ from collections.abc import Hashable, Mapping, Sequence
 import numpy as np
 
 from llmpq.cluster import Device
-from llmpq.planner.links import LinkTables
+from llmpq.planner.costs.links import LinkTables
 
 
 def device_key(device: Device, pins: Mapping[str, tuple[int, int]]) -> Hashable:

@@ -26,7 +26,7 @@ from llmpq.this_machine import assumed, this_machine, useful_threads
 from llmpq.workload import DTYPE_BYTES, Dtype, Workload
 
 if TYPE_CHECKING:
-    from llmpq.planner.plan_run import MadePlan
+    from llmpq.planner.make import MadePlan
 
 DEFAULT_NEW_TOKENS = 64
 """New tokens of a row that does not say, where no plan does either."""
@@ -102,7 +102,7 @@ def plan_job(
     model_dir: str | Path, cluster: Cluster, work: Workload, *, profile: bool = False
 ) -> MadePlan:
     """Return a plan of a job on a cluster's devices; a batch that does not fit is halved."""
-    from llmpq.planner.plan_run import plan_run
+    from llmpq.planner.make import plan_workload
 
     spec = ModelSpec.from_directory(model_dir)
     if profile:
@@ -111,7 +111,7 @@ def plan_job(
     costs, notes = cached_costs(spec.fingerprint(), kinds)
     if costs is not None:
         notes.append(f"costs measured here before: {cache_folder() / spec.fingerprint()}")
-    made = plan_run(model_dir, cluster, work, costs=costs, windows=halved(work.batch))
+    made = plan_workload(model_dir, cluster, work, costs=costs, windows=halved(work.batch))
     return made.with_notes([*assumed(cluster), *notes])
 
 
@@ -127,7 +127,7 @@ def devices_of(from_ray: str | None) -> Cluster:
     """Return the devices of the Ray at an address, else this machine's."""
     if from_ray is None:
         return this_machine()
-    from llmpq.planner.discovery import cluster_from_ray
+    from llmpq.planner.inputs.discovery import cluster_from_ray
 
     return cluster_from_ray(from_ray)
 

@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 
+from llmpq.planner.costs.stage_memory import sort_of
 from llmpq.planner.problem import Floats, Problem
-from llmpq.planner.room import sort_of
 
 MAX_VECTORS = 150_000
 """Count vectors of all lengths together."""
@@ -40,7 +40,7 @@ class Columns:
     num_bytes: tuple[NDArray[np.int64], ...]
     """[m] -> [K]."""
     sorts: tuple[NDArray[np.int64], ...]
-    """[m] -> [K] sort of weights (planner/room.py)."""
+    """[m] -> [K] sort of weights (planner/costs/stage_memory.py)."""
     least: tuple[Floats, ...]
     """[m] -> [L - m + 1, K] least sum of omega of layers [a, a + m), infinite if none may be so."""
 

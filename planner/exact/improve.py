@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from llmpq.planner.costs.stage_memory import sort_of
 from llmpq.planner.exact.form import make_form
 from llmpq.planner.exact.pairs import PairTables
 from llmpq.planner.exact.starts import Incumbent
 from llmpq.planner.outcome import BUDGET_ROUNDING, Assignment, Stage
 from llmpq.planner.problem import Problem
-from llmpq.planner.room import sort_of
 
 SHIFTS = (1, 2, 4, 8)
 """Layers moved, or changed, at once."""

@@ -13,12 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmpq.cost_model import Phase
+from llmpq.planner.costs.stage_memory import sort_of
 from llmpq.planner.exact.form import Form, make_form
 from llmpq.planner.exact.islands import Islands, find_islands
 from llmpq.planner.exact.relaxation import LayerGroups, Prices, class_memory
 from llmpq.planner.outcome import Stage
 from llmpq.planner.problem import Floats, Problem
-from llmpq.planner.room import sort_of
 
 
 class PairTables:

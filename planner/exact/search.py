@@ -43,7 +43,7 @@ from llmpq.planner.exact.starts import (
     other_methods,
 )
 from llmpq.planner.exact.true_links import with_true_links
-from llmpq.planner.ilp import no_plan_fits, no_plan_yet, solve_ilp
+from llmpq.planner.ilp.solve import no_plan_fits, no_plan_yet, solve_ilp
 from llmpq.planner.outcome import OPTIMAL_GAP, Assignment, Infeasible, Outcome, Unfinished
 from llmpq.planner.problem import Problem
 

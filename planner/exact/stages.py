@@ -17,10 +17,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from llmpq.planner.costs.stage_memory import DENSE, MIXED, NEVER, PACKED, choices_of
 from llmpq.planner.exact.columns import Columns, priced
 from llmpq.planner.exact.form import Box, Form
 from llmpq.planner.problem import Floats, Problem
-from llmpq.planner.room import DENSE, MIXED, NEVER, PACKED, choices_of
 
 RHOS = 10
 """Prices of memory tried beside zero and the relaxation's."""

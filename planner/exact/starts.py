@@ -13,12 +13,12 @@ from dataclasses import replace
 
 import numpy as np
 
+from llmpq.planner.costs.stage_memory import sort_of
 from llmpq.planner.exact.pairs import PairTables
-from llmpq.planner.fits import fits
 from llmpq.planner.outcome import BUDGET_ROUNDING, Assignment, Infeasible, Stage
-from llmpq.planner.pipeline_time import sum_omega, value
+from llmpq.planner.predict.fits import fits
+from llmpq.planner.predict.pipeline_time import sum_omega, value
 from llmpq.planner.problem import Floats, Problem
-from llmpq.planner.room import sort_of
 
 
 class Incumbent:
@@ -70,10 +70,10 @@ def first_plans(p: Problem, tables: PairTables) -> Iterator[Assignment]:
 
 def other_methods(p: Problem, deadline: float) -> Iterator[Assignment]:
     """Yield the plans of the simpler methods, each within its share of the time."""
-    from llmpq.planner.adabits import solve_adabits
-    from llmpq.planner.baselines import solve_uniform
-    from llmpq.planner.heuristic import solve_heuristic
-    from llmpq.planner.pipeedge import solve_pipeedge
+    from llmpq.planner.baselines.adabits import solve_adabits
+    from llmpq.planner.baselines.heuristic import solve_heuristic
+    from llmpq.planner.baselines.pipeedge import solve_pipeedge
+    from llmpq.planner.baselines.uniform import solve_uniform
 
     methods = (solve_uniform, solve_pipeedge, solve_adabits, solve_heuristic)
     for number, solve in enumerate(methods):

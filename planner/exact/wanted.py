@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from llmpq.planner.costs.stage_memory import MIXED, choices_of, sort_of
 from llmpq.planner.exact.columns import priced
 from llmpq.planner.exact.completion import Completion
 from llmpq.planner.exact.dominance import undominated
@@ -29,7 +30,6 @@ from llmpq.planner.exact.stages import (
     priced_layers,
 )
 from llmpq.planner.problem import Floats
-from llmpq.planner.room import MIXED, choices_of, sort_of
 
 MAX_LIVE = 150_000
 """Vectors of a class at one length, or of all that can be used; beyond it a part is split."""

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
-from llmpq.planner.arguments import ExportRequest
 from llmpq.planner.export.accelerate import accelerate
 from llmpq.planner.export.compressed_tensors import compressed_tensors
 from llmpq.planner.export.gptqmodel import gptqmodel
@@ -17,7 +16,8 @@ from llmpq.planner.export.picture import picture
 from llmpq.planner.export.result import Exported
 from llmpq.planner.export.sglang import sglang
 from llmpq.planner.export.vllm import vllm
-from llmpq.planner.named_inputs import model_of_plan
+from llmpq.planner.inputs.named_inputs import model_of_plan
+from llmpq.planner.inputs.requests import ExportRequest
 
 WRITERS: dict[str, Callable[[Plan, ModelSpec], Exported]] = {
     "vllm": vllm,

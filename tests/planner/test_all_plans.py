@@ -7,12 +7,12 @@ import random
 
 import pytest
 
-from llmpq.planner.all_plans import best_of_all
-from llmpq.planner.brute_force import assignments, brute_force
-from llmpq.planner.fits import fits
-from llmpq.planner.pipeline_time import sum_omega, value
+from llmpq.planner.predict.fits import fits
+from llmpq.planner.predict.pipeline_time import sum_omega, value
 from llmpq.planner.problem import Objective
-from llmpq.planner.random_problems import random_problem
+from llmpq.planner.tools.all_plans import best_of_all
+from llmpq.planner.tools.brute_force import assignments, brute_force
+from llmpq.planner.tools.random_problems import random_problem
 
 pytestmark = pytest.mark.pure
 

@@ -9,20 +9,20 @@ from pathlib import Path
 
 import pytest
 
-from llmpq.planner.adabits import kind_orders
-from llmpq.planner.arguments import plan_request
-from llmpq.planner.brute_force import assignments
-from llmpq.planner.device_sets import every_set
-from llmpq.planner.fits import fits
-from llmpq.planner.flexgen import estimate_flexgen
+from llmpq.planner.baselines.adabits import kind_orders
+from llmpq.planner.baselines.device_sets import every_set
+from llmpq.planner.baselines.flexgen import estimate_flexgen
+from llmpq.planner.baselines.pipeedge import _allowed, _balanced
+from llmpq.planner.cli.arguments import plan_request
+from llmpq.planner.inputs.make_problem import make_problem
 from llmpq.planner.methods import solve
 from llmpq.planner.outcome import Infeasible, Unfinished
-from llmpq.planner.pipeedge import _allowed, _balanced
-from llmpq.planner.pipeline_time import job_time, stage_times, sum_omega
+from llmpq.planner.predict.fits import fits
+from llmpq.planner.predict.pipeline_time import job_time, stage_times, sum_omega
+from llmpq.planner.predict.replay import replay
 from llmpq.planner.problem import Problem
-from llmpq.planner.random_problems import random_problem
-from llmpq.planner.replay import replay
-from llmpq.planner.request import make_problem
+from llmpq.planner.tools.brute_force import assignments
+from llmpq.planner.tools.random_problems import random_problem
 
 pytestmark = pytest.mark.pure
 PAPER = Path(__file__).resolve().parents[2] / "clusters" / "paper"

@@ -18,7 +18,7 @@ from llmpq.planner.build_plan import build_plan
 from llmpq.planner.check import check_alone
 from llmpq.planner.methods import solve
 from llmpq.planner.outcome import Infeasible
-from llmpq.planner.random_problems import random_problem
+from llmpq.planner.tools.random_problems import random_problem
 
 pytestmark = pytest.mark.pure
 

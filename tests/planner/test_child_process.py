@@ -17,8 +17,8 @@ import pytest
 
 from llmpq.planner import isolated
 from llmpq.planner.__main__ import main
-from llmpq.planner.flexgen import estimate_flexgen
-from llmpq.planner.front import Front, pareto_front
+from llmpq.planner.baselines.flexgen import estimate_flexgen
+from llmpq.planner.front.front import Front, pareto_front
 from llmpq.planner.isolated import (
     SolverCrashed,
     answer_forked,
@@ -31,7 +31,7 @@ from llmpq.planner.methods import How, solve
 from llmpq.planner.outcome import Infeasible, Outcome
 from llmpq.planner.problem import Problem
 from llmpq.planner.problem_form import parse_problem, problem_data
-from llmpq.planner.random_problems import random_problem
+from llmpq.planner.tools.random_problems import random_problem
 
 pytestmark = pytest.mark.pure
 

@@ -11,12 +11,12 @@ from llmpq.memory import stage_memory
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
 from llmpq.planner.__main__ import main
-from llmpq.planner.arguments import plan_request
-from llmpq.planner.costs import mean_decode_s
+from llmpq.planner.cli.arguments import plan_request
+from llmpq.planner.costs.cost_book import mean_decode_s
+from llmpq.planner.costs.roofline import estimate_costs
+from llmpq.planner.costs.stage_memory import DENSE, MIXED, PACKED
+from llmpq.planner.inputs.make_problem import make_problem
 from llmpq.planner.problem import Problem
-from llmpq.planner.request import make_problem
-from llmpq.planner.roofline import estimate_costs
-from llmpq.planner.room import DENSE, MIXED, PACKED
 from llmpq.precision import KVPrecision, Precision
 from llmpq.workload import Workload
 

@@ -9,20 +9,20 @@ from pathlib import Path
 
 import pytest
 
-from llmpq.planner.arguments import plan_request
-from llmpq.planner.brute_force import assignments
+from llmpq.planner.cli.arguments import plan_request
 from llmpq.planner.exact.form import make_form
 from llmpq.planner.exact.pairs import PairTables
 from llmpq.planner.exact.relaxation import ClassRelaxation
 from llmpq.planner.exact.search import solve_exact
-from llmpq.planner.fits import fits
-from llmpq.planner.front import pareto_front
+from llmpq.planner.front.front import pareto_front
+from llmpq.planner.inputs.make_problem import make_problem
 from llmpq.planner.methods import PLANNERS, How, solve, solve_as
 from llmpq.planner.outcome import Infeasible
-from llmpq.planner.pipeline_time import sum_omega, value
+from llmpq.planner.predict.fits import fits
+from llmpq.planner.predict.pipeline_time import sum_omega, value
 from llmpq.planner.problem import Objective, Problem
-from llmpq.planner.random_problems import random_problem
-from llmpq.planner.request import make_problem
+from llmpq.planner.tools.brute_force import assignments
+from llmpq.planner.tools.random_problems import random_problem
 
 pytestmark = [pytest.mark.pure, pytest.mark.slow]
 

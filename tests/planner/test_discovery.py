@@ -8,9 +8,9 @@ import pytest
 import yaml
 
 from llmpq.cluster import Cluster
-from llmpq.planner import discovery
 from llmpq.planner.__main__ import main
-from llmpq.planner.discovery import Found, cluster_of_nodes, cluster_yaml, grouped
+from llmpq.planner.inputs import discovery
+from llmpq.planner.inputs.discovery import Found, cluster_of_nodes, cluster_yaml, grouped
 from llmpq.this_machine import kind_of, parse_gpus
 
 pytestmark = pytest.mark.pure

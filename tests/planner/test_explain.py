@@ -11,14 +11,14 @@ import pytest
 
 from llmpq.cluster import Cluster
 from llmpq.plan import Plan, Predicted, SolverReport
-from llmpq.planner import explain
 from llmpq.planner.__main__ import main
-from llmpq.planner.explain import Regret, regret_lines
+from llmpq.planner.cli import explain
+from llmpq.planner.cli.explain import Regret, regret_lines
+from llmpq.planner.cli.report import quality_of
 from llmpq.planner.methods import solve
 from llmpq.planner.outcome import Unfinished
-from llmpq.planner.random_problems import random_problem
-from llmpq.planner.report import quality_of
-from llmpq.planner.what_if import changed_problem, compared
+from llmpq.planner.predict.what_if import changed_problem, compared
+from llmpq.planner.tools.random_problems import random_problem
 
 pytestmark = pytest.mark.pure
 CARDS = """

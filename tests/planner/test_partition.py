@@ -17,7 +17,7 @@ from llmpq.planner.check import check_plan
 from llmpq.planner.exact.search import solve_exact
 from llmpq.planner.outcome import Infeasible
 from llmpq.planner.problem import Problem
-from llmpq.planner.random_problems import random_problem
+from llmpq.planner.tools.random_problems import random_problem
 
 pytestmark = pytest.mark.pure
 

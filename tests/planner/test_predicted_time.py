@@ -8,20 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from llmpq.planner.fits import fits
 from llmpq.planner.microbatch import distinct_sizes, microbatch_pairs, sizes_of
 from llmpq.planner.outcome import Assignment, Stage
-from llmpq.planner.pipeline_time import (
+from llmpq.planner.predict.fits import fits
+from llmpq.planner.predict.pipeline_time import (
     StageTimes,
     job_time,
     makespan,
     paper_time,
     published_code_time,
 )
+from llmpq.planner.predict.replay import replay
+from llmpq.planner.predict.simulate import simulate
 from llmpq.planner.problem import Problem
-from llmpq.planner.random_problems import random_problem
-from llmpq.planner.replay import replay
-from llmpq.planner.simulate import simulate
+from llmpq.planner.tools.random_problems import random_problem
 
 pytestmark = pytest.mark.pure
 

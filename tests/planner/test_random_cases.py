@@ -7,12 +7,12 @@ import math
 import pytest
 
 from llmpq.errors import DoesNotFitError
-from llmpq.planner.all_plans import best_of_all
+from llmpq.planner.answer import Wish, answer
 from llmpq.planner.build_plan import build_plan
-from llmpq.planner.make import Wish, answer
 from llmpq.planner.outcome import Outcome
 from llmpq.planner.problem_form import problem_data
-from llmpq.planner.random_cases import random_case
+from llmpq.planner.tools.all_plans import best_of_all
+from llmpq.planner.tools.random_cases import random_case
 
 pytestmark = pytest.mark.pure
 

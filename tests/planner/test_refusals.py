@@ -118,7 +118,7 @@ def test_folders_in_the_place_of_files(
     code, _, err = _run(capsys, *words, str(tmp_path))
     assert code == 2
     assert err == f"llmpq-algo: '{tmp_path}' is a directory, expected a cluster YAML\n"
-    monkeypatch.setattr("llmpq.planner.make.answer", None)  # refused before planning
+    monkeypatch.setattr("llmpq.planner.cli.show_plan.answer", None)  # refused before planning
     file = tmp_path / "file"
     file.write_text("")
     below = file / "plan.json"
@@ -210,7 +210,7 @@ def test_no_method_in_time_is_not_no_room(
     def late(*_: object) -> None:
         raise Unfinished("no plan found within 1 s; give a longer --time-limit")
 
-    monkeypatch.setattr("llmpq.planner.make._solve", late)
+    monkeypatch.setattr("llmpq.planner.answer._solve", late)
     code, _, err = _run(capsys, *TINY, *JOB, "--model", "opt-1.3b", "--method", "all")
     assert code == 5
     assert err == "llmpq-algo: no plan found within 1 s; give a longer --time-limit\n"

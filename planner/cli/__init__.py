@@ -1,0 +1,1 @@
+"""The command line of `llmpq-algo`: flags in, tables and JSON out."""

@@ -1,0 +1,263 @@
+"""The flags of `llmpq-algo`; each command makes a request of them (planner/inputs/requests.py).
+
+Standard library only, so that `--help` is instant. The paper's spellings are accepted, not listed.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Sequence
+
+from llmpq.command_line import CommandParser, Only, Section
+from llmpq.planner.inputs.requests import PlanRequest
+from llmpq.planner.limits import MAX_BATCH
+
+DTYPES = ("auto", "float16", "bfloat16", "float32")
+METHODS = ("exact", "ilp", "heuristic", "adabits", "uniform", "pipeedge", "flexgen", "all")
+EXPORTS = ("vllm", "sglang", "llamacpp", "accelerate", "compressed-tensors", "gptqmodel", "svg")
+DEFAULT_POINTS = 25
+"""Points of a front, unless `--pareto-points` says."""
+COMMANDS = ("plan", "check", "export", "devices")
+GROUP_SIZES = "weights that share a scale: 128, or 0 for a channel; w4a4 alone also 64 or 32"
+NOTES = """\
+commands (flags alone mean `plan`): plan, check, export, devices; each has its own --help.
+exit codes: 0 done, 2 usage or bad input, 3 bad plan, 4 plan for another model or cluster,
+5 does not fit, 130 interrupted"""
+
+
+def plan_request(words: Sequence[str]) -> PlanRequest:
+    """Return what these flags of `llmpq-algo plan` ask for; `ValueError` for what is wrong."""
+    return plan_parser().read_as(PlanRequest, words)
+
+
+def plan_parser() -> CommandParser:
+    """Return the flags of `llmpq-algo [plan]`."""
+    parser = CommandParser(
+        "llmpq-algo plan",
+        "Plan which layers of a model run on which device at which precision.",
+        example="llmpq-algo --devices 4090,3090:2,cpu --model qwen3-32b --batch 8 -o plan.json",
+        notes=NOTES,
+    )
+    _what_to_plan(parser.section("model, devices, job"))
+    _how_to_choose(parser.section("quality"))
+    _limits(parser.section("constraints"))
+    _how_to_solve(parser.section("solving"))
+    _what_to_print(parser.section("output"))
+    return parser
+
+
+def _what_to_plan(section: Section) -> None:
+    add_model(section)
+    add_cluster(section)
+    section.flag(
+        "--batch",
+        also=("--global-bz", "--global-batch-size"),
+        dest="global_bz",
+        daily=True,
+        type=int,
+        default=16,
+        metavar="N",
+        help=f"requests in flight, at most {MAX_BATCH:,} (16)",
+    )
+    for name, paper, default, what in (
+        ("prompt", "s", 512, "prompt tokens per request"),
+        ("gen", "n", 100, "tokens to generate per request"),
+    ):
+        section.flag(
+            f"--{name}-len",
+            also=(f"--{paper}",),
+            dest=paper,
+            daily=True,
+            type=int,
+            default=default,
+            metavar="N",
+            help=f"{what} ({default})",
+        )
+    section.flag(
+        "--costs",
+        daily=True,
+        metavar="FILE",
+        help="costs.json of llmpq-profile; without it times are estimated",
+    )
+    section.flag(
+        "--dtype",
+        choices=DTYPES,
+        default="auto",
+        help="auto: float32 on a cluster of CPUs, else the model's own",
+    )
+    section.flag("--fit", also=("--fit-cost-model",), action="store_true", help="always on")
+
+
+def add_model(section: Section) -> None:
+    """Declare the ways to name a model."""
+    model = "Hugging Face directory, or a known name such as qwen3-32b"
+    section.flag("--model", daily=True, metavar="DIR|NAME", help=model)
+    section.flag("--model-name", help="paper's form: opt, with --model-size 30b")
+    section.flag("--model-size", help="paper's form: 30b")
+
+
+def add_cluster(section: Section) -> None:
+    """Declare the ways to describe devices; without any, this machine's."""
+    section.flag(
+        "--devices",
+        daily=True,
+        help="of one machine, such as 4090,3090:2,cpu (default: this machine's)",
+    )
+    cluster = "cluster YAML: several machines, links, reserves"
+    section.flag("--cluster", daily=True, metavar="YAML", help=cluster)
+    section.flag("--device-names", nargs="+", help="paper's form: T4 V100, one node per kind")
+    section.flag("--device-numbers", nargs="+", type=int, help="paper's form: 3 1")
+    section.flag("--from-ray", nargs="?", const="auto", help="devices of a running Ray cluster")
+
+
+def _how_to_choose(section: Section) -> None:
+    no_front = Only(lambda a: not a.pareto, "with --pareto", "leave --pareto out")
+    no_budget = Only(
+        lambda a: a.quality_budget is None, "with --quality-budget", "leave --quality-budget out"
+    )
+    front = Only(lambda a: a.pareto, "without --pareto", "add --pareto")
+    omega = "omega.json of llmpq-profile indicator: what each layer loses at each precision"
+    section.flag("--omega-file", daily=True, metavar="FILE", help=omega)
+    section.flag(
+        "--theta",
+        daily=True,
+        type=float,
+        only=(no_front, no_budget),
+        help="seconds one unit of omega is worth (default 1)",
+    )
+    budget = "the fastest plan with sum omega at most this"
+    section.flag("--quality-budget", daily=True, type=float, metavar="OMEGA", help=budget)
+    section.flag("--pareto", action="store_true", help="list the front of time and sum omega")
+    points = f"points at most (default {DEFAULT_POINTS})"
+    section.flag("--pareto-points", type=int, only=front, help=points)
+    bits = "precisions allowed, such as 4,8,16 or w8a8,w4a16 (default: all but 3 bits)"
+    section.flag("--bits", daily=True, help=bits)
+    kv = "KV bits allowed, such as 16,8,4 (default 16)"
+    section.flag("--kv", also=("--kv-cache-dtype",), default="16", help=kv)
+
+
+def _limits(section: Section) -> None:
+    reserve = "memory to leave free on every device, such as 1GiB"
+    section.flag("--reserve", metavar="SIZE", help=reserve)
+    section.flag(
+        "--pin", action="append", default=[], metavar="LAYERS=DEVICE", help="0-3=T4-0 (may repeat)"
+    )
+    section.flag("--max-devices", type=int, help="use at most this many devices")
+    section.flag(
+        "--group", also=("--group-size",), type=int, default=1, help="layers that share a choice"
+    )
+    section.flag("--prefill-microbatch", type=int, help="fix the prefill micro-batch")
+    section.flag("--decode-microbatch", type=int, help="fix the decode micro-batch")
+    section.flag("--symmetric", action="store_true", help="symmetric weight quantisation")
+    section.flag("--weight-group-size", type=int, default=128, help=GROUP_SIZES)
+    section.flag("--outliers", type=int, help="w4a4: channels in 8 bits (hidden/32, at most 128)")
+
+
+def _how_to_solve(section: Section) -> None:
+    section.flag("--method", choices=METHODS, metavar="METHOD", help=", ".join(METHODS))
+    section.flag(
+        "--shaq-efficient",
+        also=("--llm-pq-efficient", "--llm_pq-efficient"),
+        action="store_true",
+        only=Only(
+            lambda a: a.method in (None, "heuristic"),
+            "without --method heuristic",
+            "take that method",
+        ),
+        help="paper's flag for --method heuristic",
+    )
+    section.flag(
+        "--objective",
+        choices=("makespan", "paper"),
+        default="makespan",
+        help="makespan: the true pipeline time; paper: its eq. (4)",
+    )
+    section.flag(
+        "--solver",
+        choices=("highs", "pulp-highs", "cbc", "gurobi"),
+        only=Only(_uses_solver, "without --method ilp (or all)", "add it"),
+        help="of --method ilp (default highs)",
+    )
+    gap = "relative gap to prove, 0 to 1 (1e-6)"
+    section.flag("--gap", also=("--ilp-tolerance",), type=float, default=1e-6, help=gap)
+    seconds = "seconds, or inf (60)"
+    section.flag("--time-limit", also=("--ilp-time-limit",), type=float, default=60.0, help=seconds)
+    section.flag(
+        "--speculate",
+        metavar="MODE",
+        only=Only(lambda a: not a.pareto, "with --pareto", "leave --pareto out"),
+        help="add drafts to the plan: auto (if any fit and pay), qspec, w4kv4, planes, kv4, ngram",
+    )
+
+
+def _uses_solver(flags: Namespace) -> bool:
+    return flags.method in ("ilp", "all") and not flags.shaq_efficient
+
+
+def _what_to_print(section: Section) -> None:
+    tables = (
+        Only(lambda a: not a.pareto, "with --pareto", "leave --pareto out"),
+        Only(lambda a: not a.json, "with --json", "leave --json out"),
+    )
+    section.flag("-o", "--output", daily=True, metavar="FILE", help="plan JSON to write")
+    section.flag(
+        "--explain",
+        daily=True,
+        action="store_true",
+        only=tables,
+        help="say why this plan, and how sure it is",
+    )
+    section.flag(
+        "--what-if",
+        action="append",
+        default=[],
+        metavar="CHANGE",
+        only=tables,
+        help="re-plan with +V100, -T4-0 or batch=16 and compare (may repeat)",
+    )
+    section.flag("--json", action="store_true", help="print the plan as JSON, nothing else")
+    section.flag("--debug", action="store_true", help="log what the solver does")
+
+
+def check_parser() -> CommandParser:
+    """Return the flags of `llmpq-algo check`."""
+    parser = CommandParser(
+        "llmpq-algo check",
+        "Check a plan: by the entries it carries, or against a model and devices.",
+        example="llmpq-algo check plan.json",
+    )
+    parser.positional("plan", metavar="PLAN", help="plan JSON")
+    add_model(parser.section("model, if not the plan's own"))
+    add_cluster(parser.section("devices it should fit, if not those it was made for"))
+    return parser
+
+
+def export_parser() -> CommandParser:
+    """Return the flags of `llmpq-algo export`."""
+    parser = CommandParser(
+        "llmpq-algo export",
+        "Write a plan as another engine's settings, or as a picture (svg).",
+        example="llmpq-algo export plan.json --to vllm -o serve.sh",
+    )
+    parser.positional("plan", metavar="PLAN", help="plan JSON")
+    section = parser.section("what to write")
+    engine = "|".join(EXPORTS)
+    section.flag("--to", choices=EXPORTS, metavar="ENGINE", required=True, help=engine)
+    section.flag("-o", "--output", daily=True, metavar="FILE", help="file to write (else stdout)")
+    add_model(parser.section("model, where the plan's own name does not say it"))
+    return parser
+
+
+def devices_parser() -> CommandParser:
+    """Return the flags of `llmpq-algo devices`."""
+    parser = CommandParser(
+        "llmpq-algo devices",
+        "List this machine's devices, or every known card.",
+        example="llmpq-algo devices --yaml > my.yaml",
+    )
+    section = parser.section("which, and how")
+    section.flag("--known", daily=True, action="store_true", help="the table of known cards")
+    section.flag("--json", daily=True, action="store_true", help="machine-readable")
+    section.flag("--from-ray", daily=True, nargs="?", const="auto", help="ask Ray instead")
+    section.flag("--yaml", daily=True, action="store_true", help="a cluster YAML to start from")
+    return parser

@@ -1,0 +1,77 @@
+"""What `llmpq-algo` does after its flags are read; results on stdout."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from llmpq.planner.inputs.requests import CheckRequest, ExportRequest, ListRequest, PlanRequest
+
+
+def run(command: str, request: Any) -> None:
+    """Do what a request asks for; results on stdout."""
+    logging.basicConfig(
+        level=logging.DEBUG if getattr(request, "debug", False) else logging.WARNING,
+        format="%(message)s",
+        stream=sys.stderr,
+    )
+    commands: dict[str, Callable[[Any], None]] = {
+        "plan": _plan,
+        "check": _check,
+        "export": _export,
+        "devices": _devices,
+    }
+    commands[command](request)
+
+
+def _plan(request: PlanRequest) -> None:
+    from llmpq.planner.cli.show_plan import make_and_show, read_job
+
+    job = read_job(request)
+    if request.pareto:
+        from llmpq.planner.cli.show_front import show_front
+
+        show_front(request, job.problem, job.wish, job.path)
+    else:
+        make_and_show(request, job)
+
+
+def _check(request: CheckRequest) -> None:
+    from llmpq.plan import Plan
+    from llmpq.planner.check import check_alone, check_plan
+    from llmpq.planner.inputs.named_inputs import model_of_plan, names_devices, read_cluster
+
+    plan = Plan.load(request.plan)
+    alone = plan.inputs is not None
+    if names_devices(request) or not alone:
+        if not names_devices(request):
+            raise ValueError(
+                f"'{request.plan}' carries no device, link and cost entries (an older llmpq made "
+                "it, or a hand): name the devices it should fit with --cluster or --devices"
+            )
+        check_plan(
+            plan, spec=model_of_plan(request, plan), cluster=read_cluster(request), costs=None
+        )
+    elif request.model or request.model_name or request.model_size:
+        model_of_plan(request, plan)
+    times = check_alone(plan) if alone else None
+    sys.stdout.write(f"{request.plan}: {len(plan.stages)} stages, complete, fits\n")
+    if times is not None:
+        sys.stdout.write(
+            f"recomputed from its own entries: {times.total_s:.3f} s (prefill "
+            f"{times.prefill_s:.3f}, decode {times.decode_s:.3f})\n"
+        )
+
+
+def _export(request: ExportRequest) -> None:
+    from llmpq.planner.export import export_plan
+
+    export_plan(request)
+
+
+def _devices(request: ListRequest) -> None:
+    from llmpq.planner.inputs.discovery import show_devices
+
+    show_devices(request)

@@ -1,0 +1,133 @@
+"""Why this plan: the bottleneck, what each stage waits for, and how sure the choice is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from llmpq.planner.isolated import solve_isolated
+from llmpq.planner.methods import How
+from llmpq.planner.outcome import Assignment, Outcome, Unfinished
+from llmpq.planner.predict.fits import spare_bytes
+from llmpq.planner.predict.pipeline_time import stage_times, value
+from llmpq.planner.problem import Problem
+from llmpq.units import format_size
+
+
+def explain_plan(p: Problem, a: Assignment, names: list[str]) -> list[str]:
+    """Return sentences: who bounds each phase, who waits how long, what limits the choice."""
+    times = stage_times(p, a)
+    mp, md = p.counts(a.prefill_microbatch, a.decode_microbatch)
+    lines = [_prefill_line(times.prefill_s, times.busy_prefill_s, names, mp)]
+    n = p.workload.gen_len
+    if n > 1:
+        once = sum(times.decode_s) + sum(times.hop_decode_s) + times.back_decode_s
+        slowest = max((*times.decode_s, *times.busy_decode_s))
+        j = max(range(len(names)), key=lambda k: times.decode_s[k])
+        full = md * slowest
+        if full >= once:
+            lines.append(
+                f"decode is bound by {names[j]}: {_batches(md)} x {_ms(slowest)} = {_ms(full)} "
+                f"per token of every request; a token's own way takes {_ms(once)}"
+            )
+        else:
+            lines.append(
+                f"decode is bound by a token's own way through {len(names)} stages, {_ms(once)}; "
+                f"{_batches(md)} keep{'s' * (md == 1)} the slowest stage, {names[j]}, busy for "
+                f"{_ms(full)} of it"
+            )
+        period = max(full, once)
+        for k, name in enumerate(names):
+            waits = 1 - md * times.decode_s[k] / period
+            whom = "its next token" if full < once else names[j]
+            if waits > 0.01:
+                lines.append(f"{name} waits {waits:.0%} of decode for {whom}")
+    lines += _memory_lines(p, a, names)
+    unused = [d.name for d in p.cluster.devices if d.name not in names]
+    if unused:
+        lines.append(f"left out, faster without: {', '.join(unused)}")
+    return lines
+
+
+def _prefill_line(
+    stages: tuple[float, ...], hops: tuple[float, ...], names: list[str], mp: int
+) -> str:
+    j = max(range(len(names)), key=lambda k: stages[k])
+    if hops and max(hops) > stages[j]:
+        k = max(range(len(hops)), key=lambda i: hops[i])
+        return (
+            f"prefill is bound by the link {names[k]} -> {names[k + 1]}: {_ms(hops[k])} a message"
+        )
+    return f"prefill is bound by {names[j]}: {_batches(mp)} x {_ms(stages[j])}"
+
+
+def _memory_lines(p: Problem, a: Assignment, names: list[str]) -> list[str]:
+    """Name the stages whose memory is what keeps them from more layers or bits."""
+    x = p.numbers(a.prefill_microbatch, a.decode_microbatch)
+    lines = []
+    for j, name in enumerate(names):
+        spare = spare_bytes(p, a, j)
+        if spare < int(x.layer_bytes.min()):
+            lines.append(f"{name} is full: {format_size(spare)} free, less than one more layer")
+    return lines
+
+
+@dataclass(frozen=True, kw_only=True)
+class Regret:
+    """What a wrong cost of one device kind would cost."""
+
+    kind: str
+    factor: float
+    loss: float
+    """Relative loss of this plan against the best one under the changed costs."""
+
+
+def cost_error_study(
+    p: Problem,
+    outcome: Outcome,
+    *,
+    budget: float | None = None,
+    error: float = 0.1,
+    time_limit_s: float = 5.0,
+) -> list[Regret]:
+    """Re-plan with each device kind slower and faster by `error`; compare with this plan.
+
+    Under a budget of the sum of omega, plans are compared by their time alone.
+    """
+    how = How(method="exact", time_limit_s=time_limit_s, gap=1e-3, budget=budget)
+    p = p if budget is None else p.with_changes(theta=0.0)
+    found = []
+    for kind in sorted({d.profile_kind for d in p.cluster.devices}):
+        for factor in (1 - error, 1 + error):
+            scale = {**p.costs.scale, kind: p.costs.scale.get(kind, 1.0) * factor}
+            changed = p.with_changes(costs=replace(p.costs, scale=scale))
+            try:
+                best = solve_isolated(changed, how)
+            except Unfinished:  # says nothing of this plan
+                continue
+            kept = value(changed, outcome.assignment)
+            loss = max(0.0, kept / best.value - 1)
+            found.append(Regret(kind=kind, factor=factor, loss=loss))
+    return found
+
+
+def regret_lines(study: list[Regret]) -> list[str]:
+    """Return the study as sentences."""
+    if not study:
+        return ["how much a cost error loses is not known: no plan was found in time"]
+    worst = max(study, key=lambda r: r.loss)
+    lines = [
+        f"costs of {r.kind} x {r.factor:.2f}: this plan is {r.loss:.2%} above the best one"
+        for r in study
+    ]
+    lines.append(
+        f"a cost error of 10 % on one device kind loses at most {worst.loss:.2%} ({worst.kind})"
+    )
+    return lines
+
+
+def _batches(count: int) -> str:
+    return "1 micro-batch" if count == 1 else f"{count} micro-batches"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f} ms"

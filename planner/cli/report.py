@@ -1,0 +1,235 @@
+"""The plan as people read it: a table of stages, a table of memory, a few sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from llmpq.plan import Plan, StagePlan
+from llmpq.units import format_size
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from llmpq.planner.baselines.flexgen import OffloadEstimate
+    from llmpq.planner.front.front import FrontPoint
+
+
+def bits_text(stage: StagePlan) -> str:
+    """Return a stage's precisions run by run: `8 x w4a16, 2 x w8a16`."""
+    runs = [(p, len(list(run))) for p, run in groupby(stage.precisions)]
+    if len(runs) > 4:
+        kinds = sorted(set(stage.precisions), key=lambda p: -p.weight_bits)
+        return ", ".join(f"{stage.precisions.count(p)} x {p.value}" for p in kinds) + " (mixed)"
+    return ", ".join(f"{count} x {p.value}" for p, count in runs)
+
+
+def stage_table(plan: Plan) -> Table:
+    """Return stage, device, layers, bits, memory and times."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, title=None, pad_edge=False)
+    for name, justify in (
+        ("stage", "right"),
+        ("device", "left"),
+        ("layers", "left"),
+        ("bits", "left"),
+        ("memory", "right"),
+        ("prefill", "right"),
+        ("decode", "right"),
+        ("", "left"),
+    ):
+        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    for index, stage in enumerate(plan.stages):
+        bottleneck = plan.predicted is not None and plan.predicted.bottleneck == stage.device
+        memory = stage.memory
+        table.add_row(
+            str(index),
+            f"{stage.device} ({stage.node})",
+            f"{stage.layers[0]}-{stage.layers[1] - 1}",
+            bits_text(stage),
+            f"{format_size(memory.total_bytes)} / {format_size(memory.limit_bytes)}"
+            if memory
+            else "",
+            _ms(stage.prefill_s),
+            _ms(stage.decode_s),
+            "<- bottleneck" if bottleneck else "",
+        )
+    return table
+
+
+def memory_table(plan: Plan) -> Table:
+    """Return where each stage's memory goes."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    columns = ("device", "weights", "embed/head", "KV", "workspace", "context", "total", "limit")
+    for name in (*columns, "free"):
+        table.add_column(name, justify="left" if name == "device" else "right")
+    for stage in plan.stages:
+        m = stage.memory
+        if m is None:
+            continue
+        sizes = (
+            m.weights_bytes,
+            m.embedding_bytes,
+            m.kv_bytes,
+            m.workspace_bytes,
+            m.context_bytes,
+            m.total_bytes,
+            m.limit_bytes,
+            m.limit_bytes - m.total_bytes,
+        )
+        table.add_row(stage.device, *(format_size(size) for size in sizes))
+    return table
+
+
+def headline(plan: Plan) -> list[str]:
+    """Return what the plan promises, in a few lines."""
+    work, predicted, solver = plan.workload, plan.predicted, plan.solver
+    lines = [
+        f"{plan.model.name} on {plan.cluster.name}: {work.batch} requests of {work.prompt_len} + "
+        f"{work.gen_len} tokens, {work.dtype}, {work.kv.value}",
+        f"micro-batches: prefill {plan.prefill_microbatch}, decode {plan.decode_microbatch}",
+    ]
+    if predicted is not None:
+        source = "estimated from specifications" if predicted.estimated else "from the profile"
+        lines.append(
+            f"predicted: {predicted.total_s:.3f} s (prefill {predicted.prefill_s:.3f}, decode "
+            f"{predicted.decode_s:.3f}), {predicted.output_tokens_per_s:.1f} tokens/s, sum omega "
+            f"{predicted.sum_omega:.4g}; times {source}"
+        )
+        lines += loss_lines(plan)
+    lines.append(f"{solver.method}: {quality_of(plan)}")
+    return lines
+
+
+GUESSES = {
+    "none": "quality is not priced",
+    "generic": "a guess from the variance of rounding, equal for all layers",
+    "synthetic": "made up for the model, not measured",
+    "random": "drawn at random",
+}
+"""Indicators that were not measured on the model, and what they are."""
+
+
+def loss_lines(plan: Plan) -> list[str]:
+    """Return the plan's quality loss beside that of uniform precisions, and where it is from."""
+    predicted, indicator = plan.predicted, plan.solver.sensitivity
+    if predicted is None:
+        return []
+    uniform = {"8 bits": predicted.all_8bit_omega, "4 bits": predicted.all_4bit_omega}
+    known = [f"at {bits} {value:.4g}" for bits, value in uniform.items() if value is not None]
+    beside = f" (all layers {', '.join(known)})" if known else ""
+    source = GUESSES.get(indicator, "measured")
+    lines = [f"quality loss: {predicted.sum_omega:.4g}{beside}; indicator {indicator}, {source}"]
+    worst = predicted.all_4bit_omega
+    if worst is not None and predicted.sum_omega > worst * (1 + 1e-9):
+        lines.append(
+            "warning: the plan loses more quality than all layers at 4 bits; allow more memory, a "
+            "smaller batch or more bits (--bits), or raise --theta"
+        )
+    return lines
+
+
+def quality_of(plan: Plan) -> str:
+    """Return how good the plan is known to be."""
+    solver = plan.solver
+    if solver.value is None:
+        return solver.status
+    value = f"objective {solver.value:.6g} (theta {solver.theta:g}, {solver.objective})"
+    if solver.gap is None:
+        return f"{value}, no bound"
+    if solver.status == "optimal":
+        return f"{value}, proven optimal (gap {solver.gap:.1e})"
+    return f"{value}, at most {solver.gap:.2%} above the optimum (bound {solver.bound:.6g})"
+
+
+def print_plan(console: Console, plan: Plan, *, seconds: float | None = None) -> None:
+    """Print headline, stages and memory."""
+    for line in headline(plan):
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
+    if seconds is not None:
+        console.print(f"solved in {seconds:.2f} s", highlight=False)
+    console.print(stage_table(plan))
+    console.print(memory_table(plan))
+
+
+def _ms(seconds: float | None) -> str:
+    if seconds is None:
+        return ""
+    return f"{seconds * 1e3:.2f} ms" if seconds < 10 else f"{seconds:.1f} s"
+
+
+def comparison_table(
+    rows: dict[str, Plan | str], seconds: dict[str, float], offload: OffloadEstimate | None
+) -> Table:
+    """Return the methods side by side, as plans or why there is none; flexgen is an estimate."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("method")
+    for name in ("objective", "time", "sum omega", "tokens/s", "against best", "solved in"):
+        table.add_column(name, justify="right")
+    values = [
+        plan.solver.value
+        for plan in rows.values()
+        if isinstance(plan, Plan) and plan.solver.value is not None
+    ]
+    best = min(values)
+    for method, plan in rows.items():
+        if isinstance(plan, str):
+            table.add_row(method, plan, "", "", "", "", "")
+            continue
+        assert plan.predicted is not None and plan.solver.value is not None, "planners predict"
+        table.add_row(
+            method,
+            f"{plan.solver.value:.4f}",
+            f"{plan.predicted.total_s:.3f} s",
+            f"{plan.predicted.sum_omega:.4g}",
+            f"{plan.predicted.output_tokens_per_s:.1f}",
+            f"{plan.solver.value / best:.3f}x",
+            f"{seconds[method]:.2f} s",
+        )
+    if offload is None:
+        return table
+    table.add_row(
+        f"flexgen (estimate, {offload.precision})",
+        "",
+        f"{offload.total_s:.3f} s",
+        f"{offload.sum_omega:.4g}",
+        "",
+        "",
+        "",
+    )
+    return table
+
+
+def front_table(plans: Sequence[Plan], points: Sequence[FrontPoint]) -> Table:
+    """Return the front of time against sum omega, fastest first, numbered as its files are."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("", "time", "gap", "sum omega", "theta", "tokens/s", "micro-batches", "stages"):
+        table.add_column(name, justify="left" if name == "stages" else "right")
+    for number, (plan, point) in enumerate(zip(plans, points, strict=True), start=1):
+        if plan.predicted is None:
+            continue
+        stages = " | ".join(f"{s.device} {s.layers[0]}-{s.layers[1] - 1}" for s in plan.stages)
+        table.add_row(
+            str(number),
+            f"{plan.predicted.total_s:.3f} s",
+            "none" if plan.solver.gap is None else f"{plan.solver.gap:.1e}",
+            f"{plan.predicted.sum_omega:.4g}",
+            f"{point.theta:.3g}" if point.supported else "-",
+            f"{plan.predicted.output_tokens_per_s:.1f}",
+            f"{plan.prefill_microbatch}, {plan.decode_microbatch}",
+            stages,
+        )
+    return table

@@ -1,0 +1,128 @@
+"""Which model and which devices the command's flags name: files read, built-in names looked up.
+
+Knows nothing of jobs and solvers. Every error names the flag and what to do.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from llmpq.cluster import Cluster
+from llmpq.device_list import read_devices
+from llmpq.errors import nearest, shortened
+from llmpq.model_spec import ModelSpec, builtin_configs, builtin_name
+from llmpq.plan import Plan
+from llmpq.planner import limits
+from llmpq.planner.inputs.requests import DevicesRequest, ModelRequest
+from llmpq.this_machine import this_machine
+from llmpq.units import parse_size
+
+
+def read_model(request: ModelRequest) -> tuple[ModelSpec, str | None]:
+    """Return the model and the directory it was read from."""
+    if request.model and (request.model_name or request.model_size):
+        raise ValueError("give either --model or --model-name with --model-size, not both")
+    if request.model_name:
+        return ModelSpec.by_name(request.model_name, request.model_size), None
+    if not request.model:
+        raise ValueError("--model is missing: a Hugging Face directory, or a name such as opt-30b")
+    if _is_directory(request.model):
+        return ModelSpec.from_directory(request.model), str(request.model)
+    if "/" in request.model and builtin_name(request.model) is None:
+        short = request.model.rstrip("/").rsplit("/", 1)[-1]
+        hint = nearest(short, builtin_configs()).strip()
+        wrong = f"no such model directory: '{shortened(request.model)}'"
+        raise ValueError(f"{wrong}; no built-in model has this name: {hint}" if hint else wrong)
+    return ModelSpec.by_name(request.model), None
+
+
+def _is_directory(text: str) -> bool:
+    try:
+        return Path(text).is_dir()
+    except (OSError, ValueError):  # too long for a path, or with a zero byte
+        return False
+
+
+def model_of_plan(request: ModelRequest, plan: Plan) -> ModelSpec:
+    """Return the model a plan is for: as told, else by the plan's own path or name."""
+    if request.model or request.model_name or request.model_size:
+        spec, _ = read_model(request)
+    elif plan.model.path and Path(plan.model.path).is_dir():
+        spec = ModelSpec.from_directory(plan.model.path)
+    elif plan.inputs is not None:
+        spec = plan.inputs.model
+    elif plan.model.name in builtin_configs():
+        spec = ModelSpec.by_name(plan.model.name)
+    else:
+        raise ValueError(f"the plan's model '{plan.model.name}' is not here; give --model DIR")
+    plan.require_model(spec)
+    return spec
+
+
+def names_devices(request: DevicesRequest) -> bool:
+    """Whether any flag says which devices there are."""
+    ways = (
+        request.devices,
+        request.cluster,
+        request.device_names,
+        request.device_numbers,
+        request.from_ray,
+    )
+    return any(way is not None for way in ways)
+
+
+def read_cluster(request: DevicesRequest) -> Cluster:
+    """Return the cluster, with `--reserve` taken off every device."""
+    if request.device_numbers and not request.device_names:
+        raise ValueError(
+            "--device-numbers does nothing without --device-names; add it or leave "
+            "--device-numbers out"
+        )
+    ways = (request.devices, request.cluster, request.device_names, request.from_ray)
+    if sum(way is not None for way in ways) > 1:
+        raise ValueError(
+            "give the devices in one way: --devices 4090,3090:2,cpu, --cluster FILE, "
+            "--device-names with --device-numbers, or --from-ray"
+        )
+    if request.from_ray:
+        from llmpq.planner.inputs.discovery import cluster_from_ray
+
+        cluster = cluster_from_ray(request.from_ray)
+    elif request.devices is not None:
+        cluster = read_devices(request.devices).cluster
+    elif request.device_names:
+        numbers = request.device_numbers or ()
+        for name, number in zip(request.device_names, numbers, strict=False):
+            limits.whole(f"--device-numbers: {name}", number, limits.MAX_DEVICES)
+        cluster = Cluster.from_counts(request.device_names, numbers)
+    else:
+        cluster = this_machine() if request.cluster is None else Cluster.load(request.cluster)
+    reserve = getattr(request, "reserve", None)
+    return cluster if reserve is None else with_reserve(cluster, _reserve_bytes(reserve))
+
+
+def assumed_of_devices(request: DevicesRequest) -> list[str]:
+    """Return what `--devices` leaves open and the plan assumes."""
+    if request.devices is None:
+        return []
+    return [f"assumed: {line}" for line in read_devices(request.devices).assumptions]
+
+
+def _reserve_bytes(text: str) -> int:
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise ValueError(f"--reserve: {error}") from None
+
+
+def with_reserve(cluster: Cluster, extra_bytes: int) -> Cluster:
+    """Return the cluster with this much memory kept free on every device."""
+    nodes = []
+    for node in cluster.nodes:
+        groups = tuple(
+            group.model_copy(update={"reserve": group.reserve + extra_bytes})
+            for group in node.groups()
+        )
+        nodes.append(node.model_copy(update={"devices": groups, "accelerators": None}))
+    data = cluster.model_copy(update={"nodes": tuple(nodes)})
+    return Cluster.parse_data(data.model_dump(by_alias=True), where="--reserve")

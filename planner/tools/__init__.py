@@ -1,0 +1,1 @@
+"""Tools for developers: random problems, and plans found by trying everything."""
