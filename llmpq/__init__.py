@@ -23,17 +23,26 @@ if TYPE_CHECKING:
     from llmpq.runtime.llm import LLM as LLM
     from llmpq.runtime.llm import RequestOutput as RequestOutput
     from llmpq.runtime.llm import SamplingParams as SamplingParams
+    from llmpq.runtime.llm import StructuredOutputsParams as StructuredOutputsParams
 
 _DOOR = {
     "LLM": "llmpq.runtime.llm",
     "SamplingParams": "llmpq.runtime.llm",
+    "StructuredOutputsParams": "llmpq.runtime.llm",
     "RequestOutput": "llmpq.runtime.llm",
     "Plan": "llmpq.plan",
     "make_plan": "llmpq.planner.make",
 }
 """Name -> the module that has it."""
 
-__all__ = ["LLM", "Plan", "RequestOutput", "SamplingParams", "make_plan"]
+__all__ = [
+    "LLM",
+    "Plan",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutputsParams",
+    "make_plan",
+]
 
 
 def __getattr__(name: str) -> object:

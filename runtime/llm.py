@@ -25,13 +25,13 @@ from llmpq.runtime.launch.launcher import Backend, Deadlines, Launch
 from llmpq.runtime.launch.planned_kv import AUTO, with_kv
 from llmpq.runtime.launch.stage_settings import LinkChoice, StageSettings, limits_of
 from llmpq.runtime.plan_choice import Wishes, choose_plan
-from llmpq.runtime.request import Finished
 from llmpq.runtime.request_output import CompletionOutput, RequestOutput
-from llmpq.runtime.sampling_params import SamplingParams
-from llmpq.runtime.text.prompts import Ask, Messages, Prompt, Prompts, completion, listed
+from llmpq.runtime.sampling_params import SamplingParams, StructuredOutputsParams
+from llmpq.runtime.text.prompts import Ask, Messages, Prompt, Prompts, listed
+from llmpq.runtime.token_rules import Noted
 from llmpq.speculation import SpeculationMode, usable_modes
 
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
+__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "StructuredOutputsParams"]
 
 
 class LLM:
@@ -186,7 +186,7 @@ class LLM:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(news.put_nowait, heard)
 
-        text, ended = self._prompts.stream_of(request), False
+        text, ended = self._prompts.stream_of(ask), False
         self._begin([ask])
         try:
             self._engine.submit([request], listen)
@@ -214,7 +214,7 @@ class LLM:
         """Run all requests to their end; an interruption ends them."""
         news: queue.SimpleQueue[RequestNews] = queue.SimpleQueue()
         requests = [request for ask in asks for request in ask.requests]
-        finished: dict[int, Finished] = {}
+        finished: dict[int, RequestNews] = {}
         self._begin(asks)
         try:
             if requests:
@@ -224,7 +224,7 @@ class LLM:
                 if heard.error is not None:
                     raise heard.error
                 if heard.finished is not None:
-                    finished[heard.id] = heard.finished
+                    finished[heard.id] = heard
         except BaseException:
             self._engine.abort([r.id for r in requests if r.id not in finished])
             raise
@@ -232,16 +232,22 @@ class LLM:
             self._end(asks)
         return [self._output(ask, finished) for ask in asks]
 
-    def _output(self, ask: Ask, finished: Mapping[int, Finished]) -> RequestOutput:
-        ends = [(request, finished[request.id]) for request in ask.requests]
+    def _output(self, ask: Ask, finished: Mapping[int, RequestNews]) -> RequestOutput:
+        ends = [finished[request.id] for request in ask.requests]
+        noted = ends[0].noted
+        scores = None
+        if ask.params.prompt_logprobs is not None and noted is not None:
+            scores = [None, *self._prompts.logprobs(noted.prompt)]
         return RequestOutput(
             request_id=ask.name,
             prompt=ask.prompt,
             prompt_token_ids=ask.tokens,
             outputs=[
-                completion(index, self._prompts.text_of(request, end.tokens), end)
-                for index, (request, end) in enumerate(ends)
+                self._prompts.output(ask, index, end.finished, end.noted or Noted())
+                for index, end in enumerate(ends)
+                if end.finished is not None
             ],
+            prompt_logprobs=scores,
         )
 
     def _begin(self, asks: Sequence[Ask]) -> None:

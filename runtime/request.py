@@ -10,6 +10,7 @@ from enum import IntEnum
 from typing import Literal
 
 from llmpq.runtime.sampling_params import TokenChoice
+from llmpq.runtime.token_rules import TokenRules
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -36,6 +37,12 @@ class Request:
     stop_ids: frozenset[int] = frozenset()
     stop_texts: tuple[str, ...] = ()
     sampling: TokenChoice = field(default_factory=TokenChoice)
+    rules: TokenRules | None = None
+    """What it asks of its tokens beyond `sampling`; the last stage is told."""
+    min_new: int = 0
+    """Tokens before which nothing but the limit ends it."""
+    priority: int = 0
+    """Lower numbers go first; equal ones first come first served."""
     may_draft: bool = True
     """False: decoded plainly, whatever the drafter wants."""
     stream: bool = False
@@ -55,6 +62,11 @@ class Request:
     def num_cached(self) -> int:
         """Tokens whose KV is final: all but the newest one."""
         return len(self.prompt) + len(self.output) - 1
+
+    @property
+    def drafts_plainly(self) -> bool:
+        """Whether a device may draft and verify it by the model's most likely tokens alone."""
+        return self.sampling.greedy and self.rules is None
 
     @property
     def remaining(self) -> int:

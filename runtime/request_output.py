@@ -2,8 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Logprob:
+    """How likely a token was, by the model's own logits, before penalties and temperature."""
+
+    logprob: float
+    """Natural logarithm of the probability."""
+    rank: int
+    """1 for the most likely token."""
+    decoded_token: str
+    """Its text alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +31,18 @@ class CompletionOutput:
     first_token_s: float
     """From submission to the first token."""
     total_s: float
+    logprobs: Sequence[Mapping[int, Logprob]] | None = None
+    """For each token: itself, then the most likely ones; None where they were not asked for."""
+    stop_reason: int | str | None = None
+    """The stop token or text that ended it; None for end-of-text and other ends."""
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """The sum of the tokens' logprobs."""
+        if self.logprobs is None:
+            return None
+        pairs = zip(self.token_ids, self.logprobs, strict=True)
+        return sum(told[token].logprob for token, told in pairs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +55,8 @@ class RequestOutput:
     prompt_token_ids: Sequence[int]
     outputs: Sequence[CompletionOutput]
     finished: bool = True
+    prompt_logprobs: Sequence[Mapping[int, Logprob] | None] | None = None
+    """For each token of the prompt, None for the first, which nothing leads to."""
 
     @property
     def text(self) -> str:

@@ -1,12 +1,20 @@
 """How tokens are chosen: what a user asks for, and what one request of it is told.
 
-Standard library only; the arithmetic is in models/sampling.py.
+Standard library only; the arithmetic is in models/sampling.py and models/ruled_sampling.py.
 """
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+from llmpq.runtime.token_rules import Guide
+
+MAX_LOGPROBS = 100
+"""Most likely tokens that may be told beside a chosen one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +26,8 @@ class TokenChoice:
     """Only the k most likely tokens; None for all."""
     top_p: float = 1.0
     """Only the most likely tokens that together have this probability."""
+    min_p: float = 0.0
+    """Only tokens with at least this share of the most likely one's probability."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -29,6 +39,8 @@ class TokenChoice:
             )
         if not 0.0 < self.top_p <= 1.0:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
+        if not 0.0 <= self.min_p <= 1.0:
+            raise ValueError(f"min_p must be in [0, 1], got {self.min_p}")
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"seed must be between 0 and 2^63 - 1, got {self.seed}")
 
@@ -38,19 +50,55 @@ class TokenChoice:
         return self.temperature == 0.0
 
 
-_NOT_YET: Mapping[str, tuple[object, ...]] = {
-    "min_p": (0.0,),
-    "presence_penalty": (0.0,),
-    "frequency_penalty": (0.0,),
-    "repetition_penalty": (1.0,),
-    "logit_bias": (None, {}),
-    "logprobs": (None,),
-    "prompt_logprobs": (None,),
-    "min_tokens": (0,),
-    "bad_words": (None, (), []),
-    "include_stop_str_in_output": (False,),
-}
-"""Names that other engines have, accepted only with values that change nothing."""
+@dataclass(frozen=True, kw_only=True)
+class StructuredOutputsParams:
+    """What an answer's text must be: one of the three."""
+
+    json: str | Mapping[str, Any] | bool | None = None
+    """A JSON schema, as data or text."""
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("json", "regex", "choice") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(
+                f"structured_outputs needs one of json, regex, choice, got {given or 'none'}"
+            )
+        self.guide()
+
+    def guide(self) -> Guide:
+        """Return what the last stage is told."""
+        if self.json is not None:
+            return Guide(kind="json", text=_schema_text(self.json))
+        if self.regex is not None:
+            if not isinstance(self.regex, str):
+                raise ValueError(f"regex must be a text, got {self.regex!r:.100}")
+            return Guide(kind="regex", text=self.regex)
+        choice = self.choice
+        if (
+            not isinstance(choice, Sequence)
+            or isinstance(choice, str)
+            or not choice
+            or not all(isinstance(text, str) and text for text in choice)
+        ):
+            raise ValueError(f"choice must be a list of texts, none empty, got {choice!r:.100}")
+        return Guide(kind="choice", text=json.dumps(list(choice)))
+
+
+def _schema_text(schema: str | Mapping[str, Any] | bool) -> str:
+    """Return a JSON schema as text."""
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except ValueError as error:
+            raise ValueError(f"the JSON schema is not JSON: {error}") from None
+    if not isinstance(schema, (Mapping, bool)):
+        raise ValueError(f"a JSON schema is an object or a boolean, got {schema!r:.100}")
+    try:
+        return json.dumps(schema)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"the JSON schema cannot be written as JSON: {error}") from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,50 +108,65 @@ class SamplingParams:
     n: int = 1
     """Answers to each prompt."""
     max_tokens: int | None = 16
-    """None: as many as there is room for."""
+    """None: as many as there is room for. 0: only the prompt is scored (`prompt_logprobs`)."""
     temperature: float = 1.0
     """0 is greedy: always the most likely token."""
     top_p: float = 1.0
     """Only the most likely tokens that together have this probability."""
     top_k: int = 0
     """Only the k most likely tokens; 0 or -1 for all."""
+    min_p: float = 0.0
+    """Only tokens with at least this share of the most likely one's probability."""
     seed: int | None = None
     """None draws one; answer j of a prompt draws from seed + j."""
     stop: str | Sequence[str] | None = None
     """Texts at which an answer ends, without them."""
     stop_token_ids: Sequence[int] | None = None
+    include_stop_str_in_output: bool = False
+    """Whether the text goes up to the end of the stop text that ended it."""
     ignore_eos: bool = False
     """Whether the end-of-text token ends nothing."""
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: Mapping[int, float] | None = None
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
     min_tokens: int = 0
+    """Tokens before which neither an end nor a stop is chosen or looked for."""
+    presence_penalty: float = 0.0
+    """Taken from the logit of a token that is in the answer; -2..2."""
+    frequency_penalty: float = 0.0
+    """Taken from a token's logit for each time that it is in the answer; -2..2."""
+    repetition_penalty: float = 1.0
+    """Logits of tokens in prompt and answer: divided by it if positive, else multiplied."""
+    logit_bias: Mapping[int, float] | None = None
+    """Added to the logits of tokens, -100..100."""
     bad_words: Sequence[str] | None = None
-    include_stop_str_in_output: bool = False
+    """Texts whose tokens are never completed."""
+    logprobs: int | None = None
+    """Most likely tokens told beside each chosen one, which is told with 0, too."""
+    prompt_logprobs: int | None = None
+    """The same for the prompt's tokens."""
+    truncate_prompt_tokens: int | None = None
+    """Only the last so many tokens of the prompt; -1 for as many as there is room for."""
+    structured_outputs: StructuredOutputsParams | None = None
+    """What the text must be: JSON of a schema, a match of a regex, or one of some texts."""
 
     def __post_init__(self) -> None:
-        for name, neutral in _NOT_YET.items():
-            value = getattr(self, name)
-            if value not in neutral:
-                raise ValueError(
-                    f"{name}={value!r} is not supported yet, expected {neutral[0]!r}; leave it out"
-                )
-        for name, least in (("n", 1), ("max_tokens", 1), ("top_k", -1)):
-            value = getattr(self, name)
-            if value is None and name == "max_tokens":
-                continue
-            if type(value) is not int or value < least:
-                raise ValueError(f"{name} must be a whole number from {least} on, got {value!r}")
+        _check_counts(self)
+        _check_numbers(self)
         if not all(isinstance(text, str) and text for text in self.stop_texts):
             raise ValueError(f"stop must be a text or several, none empty, got {self.stop!r}")
+        words = self.bad_words or ()
+        if isinstance(words, str) or not all(isinstance(w, str) and w for w in words):
+            raise ValueError(f"bad_words must be texts, none empty, got {self.bad_words!r}")
         if self.n > 1 and self.temperature == 0:
             raise ValueError(
                 f"n={self.n} greedy answers would all be the same; set a temperature or leave n out"
             )
+        if self.max_tokens == 0 and self.prompt_logprobs is None:
+            raise ValueError("max_tokens=0 asks for nothing; set prompt_logprobs to score prompts")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(
+                f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}"
+            )
+        if self.structured_outputs is not None:
+            _check_guided(self)
         self.choice(0)
 
     @property
@@ -117,5 +180,77 @@ class SamplingParams:
             temperature=float(self.temperature),
             top_k=self.top_k if self.top_k > 0 else None,
             top_p=float(self.top_p),
+            min_p=float(self.min_p),
             seed=seed % 2**63,
         )
+
+
+def _check_counts(params: SamplingParams) -> None:
+    for name, least in (
+        ("n", 1),
+        ("max_tokens", 0),
+        ("top_k", -1),
+        ("min_tokens", 0),
+        ("logprobs", 0),
+        ("prompt_logprobs", 0),
+        ("truncate_prompt_tokens", -1),
+    ):
+        value = getattr(params, name)
+        may_be_absent = SamplingParams.__dataclass_fields__[name].type.endswith("None")
+        if value is None and may_be_absent:
+            continue
+        if type(value) is not int or value < least:
+            raise ValueError(f"{name} must be a whole number from {least} on, got {value!r}")
+    for name in ("logprobs", "prompt_logprobs"):
+        if (getattr(params, name) or 0) > MAX_LOGPROBS:
+            raise ValueError(f"{name} must be at most {MAX_LOGPROBS}, got {getattr(params, name)}")
+    if params.truncate_prompt_tokens == 0:
+        raise ValueError("truncate_prompt_tokens=0 leaves no prompt; give 1 or more, or -1")
+    if params.seed is not None and type(params.seed) is not int:
+        raise ValueError(f"seed must be a whole number, got {params.seed!r}")
+
+
+def _check_numbers(params: SamplingParams) -> None:
+    for name, least, most in (
+        ("temperature", -math.inf, math.inf),
+        ("top_p", -math.inf, math.inf),
+        ("min_p", 0.0, 1.0),
+        ("presence_penalty", -2.0, 2.0),
+        ("frequency_penalty", -2.0, 2.0),
+        ("repetition_penalty", 0.0, math.inf),
+    ):
+        value = getattr(params, name)
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise ValueError(f"{name} must be a number, got {value!r}")
+        if not least <= value <= most:
+            raise ValueError(f"{name} must be from {least:g} to {most:g}, got {value!r}")
+    if not 0.0 < params.repetition_penalty < math.inf:
+        raise ValueError(f"repetition_penalty must be positive, got {params.repetition_penalty!r}")
+    bias = params.logit_bias
+    if bias is not None and not isinstance(bias, Mapping):
+        raise ValueError(f"logit_bias must map token ids to numbers, got {bias!r:.100}")
+    for token, value in (bias or {}).items():
+        number = not isinstance(value, bool) and isinstance(value, (int, float))
+        if type(token) is not int or not number or not -100 <= value <= 100:
+            raise ValueError(
+                "logit_bias must map token ids to numbers from -100 to 100, got "
+                f"{token!r}: {value!r}"
+            )
+
+
+def _check_guided(params: SamplingParams) -> None:
+    """Refuse what would leave a guide no token to choose."""
+    if not isinstance(params.structured_outputs, StructuredOutputsParams):
+        raise ValueError(
+            "structured_outputs must be a StructuredOutputsParams, got "
+            f"{params.structured_outputs!r:.100}"
+        )
+    for name, value, neutral in (
+        ("ignore_eos", params.ignore_eos, False),
+        ("min_tokens", params.min_tokens, 0),
+        ("bad_words", tuple(params.bad_words or ()), ()),
+    ):
+        if value != neutral:
+            raise ValueError(
+                f"{name}={value!r} may forbid what structured_outputs demand; leave one of them out"
+            )

@@ -11,6 +11,7 @@ from torch import Tensor
 from llmpq.runtime.request import MicroBatch, StepKind
 from llmpq.runtime.sampling_params import TokenChoice
 from llmpq.runtime.step import Step
+from llmpq.runtime.token_rules import NO_RULES
 from llmpq.runtime.upload import upload
 
 
@@ -26,6 +27,8 @@ class StepMessage:
     sample_steps: Sequence[int] = ()
     """Index of the token each row samples, which seeds its random draw."""
     sampling: Sequence[TokenChoice] = ()
+    requests: Sequence[int] = ()
+    """Numbers of the rows' requests, by which the last stage knows their rules; -1 without any."""
     tokens: Sequence[Sequence[int]] = field(default=(), repr=False)
     """New tokens of each row: known to the first stage, and to all in a verify step."""
 
@@ -65,6 +68,7 @@ def describe(micro_batch: MicroBatch) -> StepMessage:
         num_new=_counts(micro_batch),
         sample_steps=[len(r.output) + (len(r.drafts) if ahead else 0) for r in requests],
         sampling=[request.sampling for request in requests],
+        requests=[NO_RULES if request.rules is None else request.id for request in requests],
         tokens=micro_batch.tokens,
     )
 

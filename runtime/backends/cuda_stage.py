@@ -24,7 +24,6 @@ from llmpq.runtime.backends.cuda_graphs import DecodeGraphs
 from llmpq.runtime.backends.cuda_speculate import CudaSpeculation
 from llmpq.runtime.backends.stage_compute import StageCompute
 from llmpq.runtime.cache.plain_kv import KVCache
-from llmpq.runtime.models.sampling import sample
 from llmpq.runtime.models.stage_model import StageModel
 from llmpq.runtime.pending import Pending
 from llmpq.runtime.request import StepKind
@@ -155,10 +154,13 @@ class CudaStageCompute(StageCompute):
             self.speculation.take_prompts(step.slots_B, x)
         step, x = self._widened(step, x)
         # The cost model prices whole layers: the last of several stages would beat its plan.
-        y = self.model(x, step, self.kv, last_only=self._whole)
+        scored = self.sampler.scores_prompts(message)
+        y = self.model(x, step, self.kv, last_only=self._whole and not scored)
         if self.model.head is None:
             return self._leave(y[:, : message.q_len].contiguous())
-        tokens_B = sample(self.model.logits(y, step), message.sampling, message.sample_steps)
+        if scored:
+            self.sampler.score_prompts(self.model.head, y, message)
+        tokens_B = self.sampler.pick(self.model.logits(y, step), message)
         self._decode.remember(step.slots_B, tokens_B)
         return self._answer(tokens_B[:, None])
 
@@ -172,9 +174,9 @@ class CudaStageCompute(StageCompute):
         if out.hidden_BQh is not None:
             return self._leave(out.hidden_BQh[:rows].clone())
         assert out.tokens_B is not None and out.logits_BV is not None
-        if all(params.greedy for params in message.sampling):
+        if all(params.greedy for params in message.sampling) and not self.sampler.knows(message):
             return self._answer(out.tokens_B[:rows, None])
-        tokens_B = sample(out.logits_BV[:rows], message.sampling, message.sample_steps)
+        tokens_B = self.sampler.pick(out.logits_BV[:rows], message)
         self._decode.remember(self._decode.slots_B(rows), tokens_B)
         return self._answer(tokens_B[:, None])
 

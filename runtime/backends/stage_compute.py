@@ -14,7 +14,7 @@ from llmpq.runtime.cache.dual_kv import DualKV, make_copy
 from llmpq.runtime.cache.plain_kv import KVCache
 from llmpq.runtime.drafts.acceptance import accept, draft_tokens
 from llmpq.runtime.drafts.draft_model import Draft, build_draft
-from llmpq.runtime.models.sampling import sample
+from llmpq.runtime.models.ruled_sampling import RuledSampler
 from llmpq.runtime.models.stage_model import StageModel
 from llmpq.runtime.pending import Pending
 from llmpq.runtime.request import StepKind
@@ -42,6 +42,8 @@ class StageCompute:
         self, model: StageModel, kv: KVCache, device: torch.device, dtype: torch.dtype
     ) -> None:
         self.model, self.kv, self._device, self._dtype = model, kv, device, dtype
+        self.sampler = RuledSampler()
+        """Chooses tokens on the last stage; whoever serves requests tells it their rules."""
         self.draft: Draft | None = None
         self._truncates = False
         self._widths: tuple[int, ...] = ()
@@ -110,8 +112,10 @@ class StageCompute:
         if message.kind is StepKind.VERIFY:
             return self._verify(hidden_BQH, step, message)
         if message.kind is not StepKind.DRAFT or self.draft is None:
+            if self.sampler.scores_prompts(message) and self.model.head is not None:
+                self.sampler.score_prompts(self.model.head, hidden_BQH, message)
             logits_BV = self.model.logits(hidden_BQH, step)
-            return sample(logits_BV, message.sampling, message.sample_steps)[:, None]
+            return self.sampler.pick(logits_BV, message)[:, None]
         logits_BV = self.draft.model.logits(hidden_BQH, step)
         tokens_B, probs = draft_tokens(logits_BV, message.sampling, message.sample_steps)
         for slot, q_V in zip(message.slots, probs, strict=True):

@@ -266,17 +266,24 @@ class Scheduler:
         return max(-(-decodable // limits.decode_microbatch), at_work)
 
     def _take(self, size: int) -> list[Request]:
-        """Take the next rows to decode; those that whole rounds serve do not mix with others."""
-        if not self.whole_rounds:
+        """Take the next rows to decode; those that are drafted for do not mix with others."""
+        first = self._ready[0]
+        alone = all(self._drafted_like(first, request) for request in self._ready)
+        if alone and not self.whole_rounds:
             return self._take_together(size)
-        greedy = self._ready[0].sampling.greedy
         alike: list[Request] = []
         others: deque[Request] = deque()
         for request in self._ready:
-            joins = request.sampling.greedy == greedy and len(alike) < size
+            joins = self._drafted_like(first, request) and len(alike) < size
             (alike if joins else others).append(request)
         self._ready = others
         return alike
+
+    def _drafted_like(self, one: Request, other: Request) -> bool:
+        """Whether two requests may decode in one group."""
+        if self.whole_rounds and one.drafts_plainly != other.drafts_plainly:
+            return False
+        return self._drafter is None or one.may_draft == other.may_draft
 
     def _take_together(self, size: int) -> list[Request]:
         """Take rows that decoded together last, where an even split allows.
@@ -299,7 +306,7 @@ class Scheduler:
         gamma = 0
         if self._drafter is not None and all(request.may_draft for request in requests):
             gamma = self._drafter.gamma(requests)
-        if self.whole_rounds and requests[0].sampling.greedy:
+        if self.whole_rounds and requests[0].drafts_plainly:
             return self._start_whole_round(Round(requests, gamma, drafts_done=gamma))
         gamma = min(gamma, max(request.remaining for request in requests) - 1)
         round_ = Round(requests, gamma)
@@ -366,10 +373,13 @@ class Scheduler:
         for token in new:
             request.output.append(token)
             self.generated_tokens += 1
-            if token in request.stop_ids or (
-                request.stop_texts
-                and self._ends_in_stop_text is not None
-                and self._ends_in_stop_text(request)
+            if len(request.output) > request.min_new and (
+                token in request.stop_ids
+                or (
+                    request.stop_texts
+                    and self._ends_in_stop_text is not None
+                    and self._ends_in_stop_text(request)
+                )
             ):
                 self._end(request, "stop")
                 return True

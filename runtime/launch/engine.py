@@ -37,6 +37,7 @@ from llmpq.runtime.launch.load_watch import LoadWatch
 from llmpq.runtime.launch.stage_host import meeting_host, process_space
 from llmpq.runtime.launch.stage_settings import StageSettings, write_request
 from llmpq.runtime.request import Finished, Progress, Request
+from llmpq.runtime.token_rules import Noted
 from llmpq.runtime.trace import LoadReport, StageRecord
 
 _POLL_S = 0.25
@@ -156,6 +157,9 @@ class Engine:
 
     def submit(self, requests: Sequence[Request], *, more: bool = False) -> None:
         """Queue requests; unless `more` are to come, the job ends when these have ended."""
+        ruled = [[r.id, r.rules.to_data()] for r in requests if r.rules is not None]
+        if ruled:  # first, so that no step comes to the last stage before its rules
+            self._ask_last("take_rules", json.dumps(ruled))
         text = json.dumps([write_request(request) for request in requests])
         self._ask_first("submit", text)
         self._num_submitted += len(requests)
@@ -166,6 +170,11 @@ class Engine:
     def abort(self, request_ids: Sequence[int]) -> None:
         """End requests as soon as the steps under way for them have; their news come as ever."""
         self._ask_first("abort", list(request_ids))
+
+    def noted(self, request_ids: Sequence[int], ended: Sequence[int]) -> dict[int, Noted]:
+        """Return the scores of requests since the last call; the last stage forgets the ended."""
+        rows = json.loads(self._ask_last("noted", list(request_ids), list(ended)))
+        return {number: Noted.from_data(data) for number, data in rows}
 
     def updates(self) -> Iterator[Update]:
         """Yield news until every stage has ended its loop."""
@@ -241,15 +250,26 @@ class Engine:
         """Return the first stage's answer."""
         return self._gather([self._stages[0].call(method, *args)], self._limit_s)[0]
 
+    def _ask_last(self, method: str, *args: object) -> Any:
+        """Return the last stage's answer."""
+        last = len(self._stages) - 1
+        call = self._stages[last].call(method, *args)
+        return self._gather([call], self._limit_s, first=last)[0]
+
     def _all(self, method: str, limit_s: float, *args: object) -> list[Any]:
         """Return every stage's answer."""
         return self._gather([stage.call(method, *args) for stage in self._stages], limit_s)
 
     def _gather(
-        self, calls: Sequence[Future[Any]], limit_s: float, *, watch: LoadWatch | None = None
+        self,
+        calls: Sequence[Future[Any]],
+        limit_s: float,
+        *,
+        first: int = 0,
+        watch: LoadWatch | None = None,
     ) -> list[Any]:
-        """Wait for calls to stages 0, 1, ...; the first failure wins, whosever it is."""
-        index_of = {call: index for index, call in enumerate(calls)}
+        """Wait for calls to stages `first` and on; the first failure wins, whosever it is."""
+        index_of = {call: index for index, call in enumerate(calls, start=first)}
         pending, end_s = set(calls), time.monotonic() + limit_s
         while pending:
             left_s = max(0.0, end_s - time.monotonic())

@@ -9,8 +9,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from llmpq.errors import StageLostError
-from llmpq.runtime.launch.engine import Engine
+from llmpq.runtime.launch.engine import Engine, Update
 from llmpq.runtime.request import Finished, Progress, Request
+from llmpq.runtime.token_rules import Noted
 
 _END_S = 5.0
 """How long the loops may take to end before the stages are taken down."""
@@ -23,6 +24,8 @@ class RequestNews:
     id: int
     tokens: Sequence[int] = ()
     finished: Finished | None = None
+    noted: Noted | None = None
+    """Scores of tokens that came, where they were asked for."""
     error: BaseException | None = None
 
 
@@ -37,6 +40,8 @@ class EngineThread:
         """`stack` takes the engine down."""
         self.engine, self._stack = engine, stack
         self._listeners: dict[int, Listener] = {}
+        self._ruled: set[int] = set()
+        """Requests under way whose rules the last stage knows."""
         self._lock = threading.Lock()
         self._error: BaseException | None = None
         self._closed = False
@@ -49,12 +54,14 @@ class EngineThread:
         with self._lock:
             self._require_open()
             self._listeners |= {request.id: listener for request in requests}
+            self._ruled |= {request.id for request in requests if request.rules is not None}
         try:
             self.engine.submit(requests, more=True)
         except BaseException:
             with self._lock:
                 for request in requests:
                     self._listeners.pop(request.id, None)
+                    self._ruled.discard(request.id)
             raise
 
     def abort(self, request_ids: Sequence[int]) -> None:
@@ -95,12 +102,24 @@ class EngineThread:
         try:
             for update in self.engine.updates():
                 self.progress = update.progress
+                noted = self._noted(update)
                 for number, tokens in update.tokens.items():
-                    self._tell(RequestNews(id=number, tokens=tokens))
+                    self._tell(RequestNews(id=number, tokens=tokens, noted=noted.get(number)))
                 for finished in update.finished:
-                    self._tell(RequestNews(id=finished.id, finished=finished), last=True)
+                    number = finished.id
+                    news = RequestNews(id=number, finished=finished, noted=noted.get(number))
+                    self._tell(news, last=True)
         except BaseException as error:
             self._fail(error)
+
+    def _noted(self, update: Update) -> dict[int, Noted]:
+        """Return the scores that belong to an update's tokens; who ended is forgotten."""
+        ended = [f.id for f in update.finished if f.id in self._ruled]
+        asked = {*ended, *(number for number in update.tokens if number in self._ruled)}
+        if not asked:
+            return {}
+        self._ruled.difference_update(ended)
+        return self.engine.noted(sorted(asked), ended)
 
     def _tell(self, news: RequestNews, *, last: bool = False) -> None:
         with self._lock:

@@ -13,7 +13,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ from llmpq.runtime.drafts.drafters import AutoDrafter, FixedDrafter, speculation
 from llmpq.runtime.engine.mailbox import Abort, Mailbox
 from llmpq.runtime.engine.scheduler import Scheduler, max_ahead
 from llmpq.runtime.engine.stage_loop import FirstStage, run_following_stage
+from llmpq.runtime.guides import Guides
 from llmpq.runtime.launch.load_watch import LoadSigns
 from llmpq.runtime.launch.stage_host import listening_socket, loopback_interface, process_space
 from llmpq.runtime.launch.stage_settings import StageSettings, limits_of, read_request
@@ -48,6 +49,7 @@ from llmpq.runtime.links.thread_links import ThreadMeeting
 from llmpq.runtime.links.transport import GlooTransport, Transport, join_gloo
 from llmpq.runtime.models.stage_model import DTYPES
 from llmpq.runtime.text.stop_texts import StopTexts
+from llmpq.runtime.token_rules import TokenRules
 from llmpq.runtime.trace import Recorder
 from llmpq.runtime.weights.dummy import CopiedLayers
 from llmpq.runtime.weights.layer_cache import KeptLayers
@@ -101,6 +103,12 @@ class StageActor:
         self._links: Links | None = None
         self._meeting = meeting
         self._drafter = make_drafter(self._plan, self._settings) if index == 0 else None
+
+    @cached_property
+    def _guides(self) -> Guides:
+        spec = ModelSpec.from_directory(self._settings.model_dir)
+        vocab, ends = spec.vocab, spec.eos_token_ids
+        return Guides(self._settings.model_dir, vocab=vocab, end_ids=ends)
 
     @property
     def _stage(self) -> StagePlan:
@@ -209,6 +217,23 @@ class StageActor:
         """End the loop as soon as the steps under way have."""
         self._mailbox.requests.put(Abort(None))
         self._mailbox.requests.put(None)
+
+    def take_rules(self, requests_json: str) -> None:
+        """Learn what requests ask of their tokens, before they begin (last stage only)."""
+        assert self._compute is not None
+        for number, data in json.loads(requests_json):
+            rules = TokenRules.from_data(data)
+            automaton = None if rules.guide is None else self._guides.compile(rules.guide)
+            self._compute.sampler.take_rules(number, rules, automaton)
+
+    def noted(self, request_ids: Sequence[int], ended: Sequence[int]) -> str:
+        """Return requests' scores since the last call, and forget those that ended (last stage)."""
+        assert self._compute is not None
+        sampler = self._compute.sampler
+        found = json.dumps([[n, sampler.noted(n).to_data()] for n in request_ids])
+        for number in ended:
+            sampler.forget(number)
+        return found
 
     def finish_submitting(self) -> None:
         """Let the loop end once all submitted requests have."""

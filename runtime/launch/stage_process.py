@@ -19,7 +19,7 @@ from llmpq.out_of_memory import first_line, out_of_memory
 
 CALLS = (
     *("identity", "load", "open_rendezvous", "join", "run", "submit", "abort"),
-    *("finish_submitting", "poll", "health", "record", "speculation"),
+    *("take_rules", "noted", "finish_submitting", "poll", "health", "record", "speculation"),
     *("peak_memory", "look", "try_gpus", "try_copies", "try_links"),
 )
 

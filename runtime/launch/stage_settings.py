@@ -9,6 +9,7 @@ from llmpq.plan import Plan
 from llmpq.runtime.engine.scheduler import Limits
 from llmpq.runtime.request import Request
 from llmpq.runtime.sampling_params import TokenChoice
+from llmpq.runtime.token_rules import TokenRules
 from llmpq.speculation import SpeculationMode
 
 LinkChoice = Literal["auto", "peer", "nccl", "gloo"]
@@ -60,6 +61,9 @@ def write_request(request: Request) -> dict[str, Any]:
         "stop_ids": sorted(request.stop_ids),
         "stop_texts": list(request.stop_texts),
         "sampling": asdict(request.sampling),
+        "rules": None if request.rules is None else request.rules.to_data(),
+        "min_new": request.min_new,
+        "priority": request.priority,
         "may_draft": request.may_draft,
         "stream": request.stream,
     }
@@ -74,6 +78,9 @@ def read_request(fields: dict[str, Any]) -> Request:
         stop_ids=frozenset(fields["stop_ids"]),
         stop_texts=tuple(fields["stop_texts"]),
         sampling=TokenChoice(**fields["sampling"]),
+        rules=None if fields["rules"] is None else TokenRules.from_data(fields["rules"]),
+        min_new=fields["min_new"],
+        priority=fields["priority"],
         may_draft=fields["may_draft"],
         stream=fields["stream"],
     )

@@ -3,9 +3,10 @@
 The header is one int64 tensor of fixed size, so that a receiver can post its receive before it
 knows what comes:
 
-    [kind, seq, rows, q_len, has_tokens, 0, 0, 0]
-    [slot, start, num_new, step, temperature, top_k, top_p, seed]    one line per row
-    (temperature and top_p are the bits of a float64)
+    [kind, seq, rows, q_len, has_tokens, 0, ...]
+    [slot, start, num_new, step, temperature, top_k, top_p, min_p, seed, request]  a line per row
+    (temperature, top_p and min_p are the bits of a float64; what else a request asks of its tokens
+    the last stage knows by the request's number, which is -1 where it asks nothing)
 
 Verify steps send their tokens [B, Q] along, since the last stage must compare them.
 """
@@ -20,8 +21,9 @@ from torch import Tensor
 from llmpq.runtime.request import StepKind
 from llmpq.runtime.sampling_params import TokenChoice
 from llmpq.runtime.step_message import StepMessage
+from llmpq.runtime.token_rules import NO_RULES
 
-_WIDTH = 8
+_WIDTH = 10
 
 
 def header_size(max_rows: int) -> int:
@@ -32,7 +34,8 @@ def header_size(max_rows: int) -> int:
 def pack_header(message: StepMessage, max_rows: int) -> Tensor:
     """Return the header tensor of a message."""
     has_tokens = int(message.kind is StepKind.VERIFY)
-    values = [message.kind, message.seq, message.num_rows, message.q_len, has_tokens, 0, 0, 0]
+    values = [message.kind, message.seq, message.num_rows, message.q_len, has_tokens]
+    values += [0] * (_WIDTH - len(values))
     for row in range(message.num_rows):
         sampling = message.sampling[row]
         values += [
@@ -43,7 +46,9 @@ def pack_header(message: StepMessage, max_rows: int) -> Tensor:
             _float_bits(sampling.temperature),
             sampling.top_k or 0,
             _float_bits(sampling.top_p),
+            _float_bits(sampling.min_p),
             sampling.seed,
+            message.requests[row] if message.requests else NO_RULES,
         ]
     header = torch.zeros(header_size(max_rows), dtype=torch.long)
     header[: len(values)] = torch.tensor(values, dtype=torch.long)
@@ -67,10 +72,12 @@ def unpack_header(header: Tensor) -> StepMessage:
                 temperature=_bits_float(row[4]),
                 top_k=row[5] or None,
                 top_p=_bits_float(row[6]),
-                seed=row[7],
+                min_p=_bits_float(row[7]),
+                seed=row[8],
             )
             for row in rows
         ],
+        requests=[row[9] for row in rows],
     )
 
 

@@ -1,4 +1,4 @@
-"""Choosing the next token: greedy, or seeded temperature / top-k / top-p sampling.
+"""Choosing the next token: greedy, or seeded temperature / top-k / top-p / min-p sampling.
 
 A row's random number depends on its request's seed and on how many tokens the request has
 generated, on nothing else: not on its batch-mates, its slot or the number of stages. One uniform
@@ -17,7 +17,7 @@ from torch import Tensor
 from llmpq.runtime.sampling_params import TokenChoice
 from llmpq.runtime.upload import upload
 
-__all__ = ["TokenChoice", "draw", "probabilities", "sample", "uniform"]
+__all__ = ["TokenChoice", "draw", "probabilities", "sample", "sample_with_torch", "uniform"]
 
 _MASK = (1 << 64) - 1
 _ELEMENTS_AT_ONCE = 1 << 20
@@ -32,12 +32,19 @@ def sample(logits_BV: Tensor, params: Sequence[TokenChoice], steps: Sequence[int
         raise ValueError(
             f"{logits_BV.shape[0]} rows of logits, {len(params)} params, {len(steps)} steps"
         )
-    if logits_BV.is_cuda:
+    if logits_BV.is_cuda and not any(p.min_p for p in params):
         # Triton is not imported where there is no GPU.
         from llmpq.kernels.fused.draw_tokens import sample_rows
 
         told = told_rows(params, steps, vocab=logits_BV.shape[-1])
         return sample_rows(logits_BV, upload(told, torch.float64, logits_BV.device))
+    return sample_with_torch(logits_BV, params, steps)
+
+
+def sample_with_torch(
+    logits_BV: Tensor, params: Sequence[TokenChoice], steps: Sequence[int]
+) -> Tensor:
+    """As `sample`, on any device; logits may be -inf, not all of a row's."""
     tokens_B = logits_BV.argmax(dim=-1)
     rows = [row for row, p in enumerate(params) if not p.greedy]
     at_once = max(1, _ELEMENTS_AT_ONCE // logits_BV.shape[-1])
@@ -76,7 +83,7 @@ def probabilities(logits_BV: Tensor, params: Sequence[TokenChoice]) -> Tensor:
     ks = [1 if p.greedy else min(p.top_k or vocab, vocab) for p in params]
     cut = [row for row, p in enumerate(params) if ks[row] < vocab or p.top_p < 1.0]
     if not cut:
-        return probs
+        return _without_unlikely(probs, params)
     # Most rows are decided by their most likely tokens; the others need them all in order. Which
     # a row takes is its own affair: its result must not depend on its batch-mates.
     # Logits say the order: a high temperature makes probabilities equal that they tell apart.
@@ -100,7 +107,18 @@ def probabilities(logits_BV: Tensor, params: Sequence[TokenChoice]) -> Tensor:
         k_of = [None if ks[row] == vocab else ks[row] for row in rows]
         kept = _truncate(values, k_of, [params[row].top_p for row in rows])
         probs[rows] = torch.zeros_like(probs[rows]).scatter_(1, order, kept)
-    return probs
+    return _without_unlikely(probs, params)
+
+
+def _without_unlikely(probs_BV: Tensor, params: Sequence[TokenChoice]) -> Tensor:
+    """Zero what min-p cuts off: less than this share of the most likely token's; renormalise."""
+    rows = [row for row, p in enumerate(params) if p.min_p and not p.greedy]
+    if rows:
+        least_R = upload([params[row].min_p for row in rows], probs_BV.dtype, probs_BV.device)
+        some = probs_BV[rows]
+        some *= some >= least_R[:, None] * some.amax(dim=-1, keepdim=True)
+        probs_BV[rows] = some / some.sum(dim=-1, keepdim=True)
+    return probs_BV
 
 
 def _truncate(sorted_BN: Tensor, ks: Sequence[int | None], top_ps: Sequence[float]) -> Tensor:

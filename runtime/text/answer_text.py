@@ -41,9 +41,23 @@ def answer_text(
 
 def before_stop(text: str, stop_texts: Sequence[str]) -> str:
     """Return the text before the first stop text, all of it if it has none."""
-    for stop in stop_texts:
-        text = text.split(stop, 1)[0]
-    return text
+    found = first_stop(text, stop_texts)
+    return text if found is None else text[: found[0]]
+
+
+def first_stop(text: str, stop_texts: Sequence[str], behind: int = 0) -> tuple[int, str] | None:
+    """Return the first stop text that ends behind a place, and where it begins."""
+    found = [
+        (at, stop)
+        for stop in stop_texts
+        if (at := text.find(stop, max(0, behind - len(stop) + 1))) >= 0
+    ]
+    return min(found, default=None)
+
+
+def settled_length(text: str) -> int:
+    """Return the characters of a text that no further token changes."""
+    return len(text.rstrip(_HALF))
 
 
 def _text_behind(decoder: Decoder, context: Sequence[int], tokens: Sequence[int]) -> str:
@@ -66,8 +80,16 @@ class TextStream:
         *,
         stop_ids: Collection[int] = (),
         stop_texts: Sequence[str] = (),
+        min_tokens: int = 0,
+        with_stop: bool = False,
     ) -> None:
+        """`min_tokens`: stop texts that end within so many do not count; `with_stop`: kept."""
         self._decoder, self._stop_ids, self._stop_texts = decoder, stop_ids, stop_texts
+        self._uncounted, self._with_stop = min_tokens, with_stop
+        self._behind = 0
+        """Characters within which a stop text must not end."""
+        self.stopped_at: str | None = None
+        """The stop text that ended the answer."""
         self._context = list(prompt[-_CONTEXT:])
         self._tokens: list[int] = []
         """Those whose text is not settled."""
@@ -77,7 +99,12 @@ class TextStream:
 
     def push(self, tokens: Sequence[int]) -> str:
         """Take new tokens; return the text that is certain by them."""
-        self._tokens += tokens
+        free = min(len(tokens), self._uncounted)
+        if free:
+            self._uncounted -= free
+            self._tokens += tokens[:free]
+            self._behind = settled_length(self._whole())
+        self._tokens += tokens[free:]
         text = self._text()
         certain = text[: len(text) - _held_back(text, self._stop_texts)]
         if text.endswith(_HALF):
@@ -91,10 +118,18 @@ class TextStream:
         return self._hand_out(self._text())
 
     def _text(self) -> str:
+        text = self._whole()
+        found = first_stop(text, self._stop_texts, self._behind)
+        if found is None:
+            return text
+        at, self.stopped_at = found
+        return text[: at + (len(self.stopped_at) if self._with_stop else 0)]
+
+    def _whole(self) -> str:
+        """Return the text of all tokens but the one that ended them."""
         tokens = self._tokens
         shown = tokens[:-1] if tokens and tokens[-1] in self._stop_ids else tokens
-        text = self._settled + _text_behind(self._decoder, self._context, shown)
-        return before_stop(text, self._stop_texts)
+        return self._settled + _text_behind(self._decoder, self._context, shown)
 
     def _hand_out(self, text: str) -> str:
         new, self._told = text[self._told :], max(self._told, len(text))

@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from llmpq.model_spec import ModelSpec
-from llmpq.runtime.request import Request
-from llmpq.runtime.request_output import CompletionOutput
+from llmpq.runtime.guides import Guides
+from llmpq.runtime.request import Finished, Request
+from llmpq.runtime.request_output import CompletionOutput, Logprob
 from llmpq.runtime.sampling_params import SamplingParams
-from llmpq.runtime.text.answer_text import TextStream, answer_text
+from llmpq.runtime.text.answer_text import TextStream
+from llmpq.runtime.text.rules_of import rules_of
 from llmpq.runtime.text.tokenizer import Tokenizer
+from llmpq.runtime.token_rules import Noted, TokenScores
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """A text, token ids, or `{"prompt": text}` or `{"prompt_token_ids": ids}`."""
@@ -33,6 +36,7 @@ class Ask:
     tokens: tuple[int, ...]
     requests: tuple[Request, ...]
     """One for each answer."""
+    params: SamplingParams
 
 
 class Prompts:
@@ -44,6 +48,7 @@ class Prompts:
         """`check` refuses requests that can never run; the tokenizer is read meanwhile."""
         self._spec, self._max_len, self._check = spec, max_len, check
         self._tokenizer: Future[Tokenizer] = _begun(directory)
+        self._guides = Guides(directory, vocab=spec.vocab, end_ids=spec.eos_token_ids)
         self._num_requests = 0
 
     @property
@@ -68,19 +73,29 @@ class Prompts:
         *,
         name: str | None = None,
         stream: bool = False,
+        priority: int = 0,
     ) -> Ask:
-        """Return the requests of a prompt; `ValueError` if they can never run."""
+        """Return the requests of a prompt; `ValueError` if they can never run.
+
+        A prompt that is only scored generates one token all the same, which nobody sees.
+        """
         text, tokens = self._tokens_of(prompt)
-        stops = frozenset(params.stop_token_ids or ())
-        if not params.ignore_eos:
-            stops |= frozenset(self._spec.eos_token_ids)
+        tokens = self._truncated(tokens, params)
+        stops = self._stop_ids(params)
         room = max(1, self._max_len - len(tokens) + 1)
+        rules = rules_of(params, tokens, stops, self._spec, lambda: self.tokenizer)
+        if rules is not None and rules.guide is not None:
+            self._guides.check(rules.guide)
         first = Request(
             id=-1,
             prompt=tokens,
-            max_new=room if params.max_tokens is None else min(params.max_tokens, room),
+            max_new=room if params.max_tokens is None else min(params.max_tokens or 1, room),
             stop_ids=stops,
             stop_texts=params.stop_texts,
+            rules=rules,
+            min_new=params.min_tokens,
+            priority=priority,
+            may_draft=rules is None,
             stream=stream,
         )
         self._check(first)
@@ -91,23 +106,82 @@ class Prompts:
         )
         self._num_requests += params.n
         shown = str(requests[0].id) if name is None else name
-        return Ask(name=shown, prompt=text, tokens=tokens, requests=requests)
+        return Ask(name=shown, prompt=text, tokens=tokens, requests=requests, params=params)
 
-    def text_of(self, request: Request, tokens: Sequence[int]) -> str:
-        """Return the text of a finished request."""
-        return answer_text(
+    def stream_of(self, ask: Ask) -> TextStream:
+        """Return what an answer's text is made with, whole or while its tokens come."""
+        request = ask.requests[0]
+        return TextStream(
             self,
             request.prompt,
-            tokens,
             stop_ids=request.stop_ids,
             stop_texts=request.stop_texts,
+            min_tokens=request.min_new,
+            with_stop=ask.params.include_stop_str_in_output,
         )
 
-    def stream_of(self, request: Request) -> TextStream:
-        """Return the text of a request while its tokens come."""
-        return TextStream(
-            self, request.prompt, stop_ids=request.stop_ids, stop_texts=request.stop_texts
+    def output(self, ask: Ask, index: int, finished: Finished, noted: Noted) -> CompletionOutput:
+        """Return one answer as users get it."""
+        scored_only = ask.params.max_tokens == 0
+        tokens = [] if scored_only else finished.tokens
+        text = self.stream_of(ask)
+        pieces = text.push(tokens) + text.finish()
+        told = ask.params.logprobs is not None
+        return CompletionOutput(
+            index=index,
+            text=pieces,
+            token_ids=tokens,
+            finish_reason="length" if scored_only else finished.finish_reason,
+            first_token_s=finished.first_token_s,
+            total_s=finished.total_s,
+            logprobs=self.logprobs(noted.output[: len(tokens)]) if told else None,
+            stop_reason=None if scored_only else self._stop_reason(ask, finished, text),
         )
+
+    def logprobs(self, scores: Sequence[TokenScores]) -> list[dict[int, Logprob]]:
+        """Return scores as users get them, the chosen token's first."""
+        rows = []
+        for told in scores:
+            row: dict[int, Logprob] = {}
+            for score in told:
+                shown = self.text_of(score.token)
+                own = Logprob(logprob=score.logprob, rank=score.rank, decoded_token=shown)
+                row.setdefault(score.token, own)
+            rows.append(row)
+        return rows
+
+    def text_of(self, token: int) -> str:
+        """Return the text of one token, special ones too; empty without a tokenizer."""
+        if self._tokenizer.exception() is not None:
+            return ""
+        return self.tokenizer.text_of(token)
+
+    def _stop_reason(self, ask: Ask, finished: Finished, text: TextStream) -> int | str | None:
+        if finished.finish_reason != "stop":
+            return None
+        last = finished.tokens[-1]
+        if last in (ask.params.stop_token_ids or ()):
+            return last
+        return text.stopped_at
+
+    def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
+        stops = frozenset(params.stop_token_ids or ())
+        if params.ignore_eos:
+            return stops
+        if params.structured_outputs is not None and not self._spec.eos_token_ids:
+            raise ValueError(
+                "structured_outputs need an end-of-text token and config.json names none"
+            )
+        return stops | frozenset(self._spec.eos_token_ids)
+
+    def _truncated(self, tokens: tuple[int, ...], params: SamplingParams) -> tuple[int, ...]:
+        """Return the last tokens of a prompt, as many as were asked for."""
+        keep = params.truncate_prompt_tokens
+        if keep is None:
+            return tokens
+        if keep == -1:
+            keep = max(1, self._max_len - max(1, params.max_tokens or 1) + 1)
+        return tokens[-keep:]
 
     def _tokens_of(self, prompt: Prompt) -> tuple[str | None, tuple[int, ...]]:
         """Return a prompt's text, if it has one, and its tokens."""
@@ -135,18 +209,6 @@ def listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if several and all(type(token) is int for token in several):
         return [several]  # type: ignore[list-item]
     return several  # type: ignore[return-value]
-
-
-def completion(index: int, text: str, finished: Any) -> CompletionOutput:
-    """Return one answer as users get it."""
-    return CompletionOutput(
-        index=index,
-        text=text,
-        token_ids=finished.tokens,
-        finish_reason=finished.finish_reason,
-        first_token_s=finished.first_token_s,
-        total_s=finished.total_s,
-    )
 
 
 def _begun(directory: Path) -> Future[Tokenizer]:

@@ -6,6 +6,7 @@ from functools import cached_property
 from pathlib import Path
 
 from llmpq.runtime.request import Request
+from llmpq.runtime.text.answer_text import first_stop, settled_length
 from llmpq.runtime.text.tokenizer import Tokenizer
 
 _BYTES_PER_CHARACTER = 4
@@ -25,5 +26,8 @@ class StopTexts:
     def __call__(self, request: Request) -> bool:
         """Return whether the newest token completed a stop text."""
         longest = max(len(text) for text in request.stop_texts)
-        text = self._tokenizer.decode(request.output[-_BYTES_PER_CHARACTER * (longest + 1) :])
-        return any(stop in text for stop in request.stop_texts)
+        tail = request.output[-_BYTES_PER_CHARACTER * (longest + 1) :]
+        behind = 0
+        if request.min_new:  # then there may be stop texts that did not count
+            behind = settled_length(self._tokenizer.decode(tail[:-1]))
+        return first_stop(self._tokenizer.decode(tail), request.stop_texts, behind) is not None

@@ -34,6 +34,13 @@ class Tokenizer:
         )
         return text
 
+    def text_of(self, token: int) -> str:
+        """Return the text of one token alone, a special one's name."""
+        text: str = self._inner.decode(
+            [token], skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return text
+
     @property
     def bos_token_id(self) -> int | None:
         """The beginning-of-text token, where the tokenizer's settings name one."""

@@ -1,0 +1,114 @@
+"""Guided decoding: which tokens may come next, so that a text fits a schema, a regex or a choice.
+
+llguidance decides (a Rust library without dependencies; `benchmarks/guides.py` compares it with
+xgrammar). It reads the model's tokenizer.json; each request has an automaton of its own on the last
+stage. JSON is written without free white space, `{"a": 1, "b": 2}`: a small model given the choice
+may go on with blanks for ever.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmpq.runtime.token_rules import Guide
+
+_JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_LONGEST = 1 << 20
+"""Characters of a schema, regex or choice."""
+
+
+class Guides:
+    """Makes the automata of one model's requests."""
+
+    def __init__(self, model_dir: str | Path, *, vocab: int, end_ids: Sequence[int]) -> None:
+        """Nothing is read before the first guide; `vocab` is that of the logits."""
+        self._path, self._vocab, self._end_ids = Path(model_dir), vocab, list(end_ids)
+
+    def check(self, guide: Guide) -> None:
+        """Raise `ValueError` for a guide that no text can follow or that is not understood."""
+        if len(guide.text) > _LONGEST:
+            raise ValueError(f"a {guide.kind} of {len(guide.text)} characters is too long")
+        library = _llguidance()
+        try:
+            message = library.LLMatcher.validate_grammar(_grammar(guide), self._tokenizer)
+        except ValueError as error:  # a schema that is no object
+            message = str(error)
+        if message and not message.startswith("WARNING"):
+            reason = " ".join(message.split())[:200]
+            raise ValueError(f"structured_outputs: the {guide.kind} cannot be followed: {reason}")
+
+    def compile(self, guide: Guide) -> Automaton:
+        """Return the automaton of one request."""
+        matcher = _llguidance().LLMatcher(self._tokenizer, _grammar(guide), log_level=0)
+        return Automaton(matcher, self._end_ids)
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        path = self._path / "tokenizer.json"
+        try:
+            text = path.read_text(encoding="utf-8")
+            return _llguidance().LLTokenizer(text, n_vocab=self._vocab, eos_token=self._end_ids)
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"'{path}' cannot be used for structured_outputs: {str(error)[:200]}"
+            ) from None
+
+
+class Automaton:
+    """What one answer may go on with."""
+
+    def __init__(self, matcher: Any, end_ids: Sequence[int]) -> None:
+        self._matcher, self._end_ids = matcher, list(end_ids)
+        self._taken: list[int] = []
+
+    def allowed(self, tokens: Sequence[int], vocab: int) -> Tensor:
+        """Return which tokens [V] may follow those of the answer so far, on the host."""
+        self._follow(list(tokens))
+        allowed_V = torch.zeros(vocab, dtype=torch.bool)
+        if not self._matcher.is_stopped():
+            bits = torch.frombuffer(
+                bytearray(self._matcher.compute_logit_bias()), dtype=torch.uint8
+            )
+            allowed_V[: len(bits)] = bits[:vocab] > 0
+        if not allowed_V.any():  # the text is whole, or the guide is beyond what can be followed
+            allowed_V[self._end_ids] = True
+        return allowed_V
+
+    def _follow(self, tokens: list[int]) -> None:
+        """Bring the automaton to where the answer is; it may have gone another way before."""
+        if tokens[: len(self._taken)] != self._taken:
+            self._matcher.reset()
+            self._taken = []
+        for token in tokens[len(self._taken) :]:
+            if not self._matcher.is_stopped():
+                self._matcher.consume_token(token)
+        self._taken = tokens
+
+
+def _grammar(guide: Guide) -> str:
+    """Return a guide as llguidance's grammar."""
+    matcher = _llguidance().LLMatcher
+    if guide.kind == "json":
+        return str(matcher.grammar_from_json_schema(guide.text, overrides=_JSON_STYLE))
+    if guide.kind == "regex":
+        return str(matcher.grammar_from_regex(guide.text))
+    texts = [json.dumps(text) for text in dict.fromkeys(json.loads(guide.text))]
+    return str(matcher.grammar_from_lark(f"start: {' | '.join(texts)}"))
+
+
+def _llguidance() -> Any:
+    """Import it on first use: most jobs have no guides."""
+    try:
+        import llguidance
+    except ImportError:
+        raise ValueError(
+            "structured_outputs need llguidance, which is not installed: pip install llguidance"
+        ) from None
+    return llguidance

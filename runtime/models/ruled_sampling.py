@@ -1,0 +1,223 @@
+"""Choosing tokens where requests have rules: penalties, biases, guides; and noting logprobs.
+
+Logits change in this order: repetition, frequency and presence penalties, logit_bias, then what is
+forbidden (ends before `min_tokens`, bad runs, what a guide does not allow). Then the row is sampled
+as any other. What a row gets depends on its own request only, and on tokens by their place, so a
+step that is done again (a request that was set aside and recomputed) gives the same.
+
+Without a guide or logprobs nothing waits for the device: the tokens so far stay on it.
+
+Legend: B rows, V vocabulary, N tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from llmpq.runtime.models.sampling import sample, sample_with_torch
+from llmpq.runtime.step_message import StepMessage
+from llmpq.runtime.token_rules import Noted, TokenRules, TokenScore, TokenScores
+
+_POSITIONS_AT_ONCE = 64
+"""Positions of a prompt whose logits are made together: a few float copies of them live at once."""
+
+
+class Automaton(Protocol):
+    """What a guide allows next."""
+
+    def allowed(self, tokens: Sequence[int], vocab: int) -> Tensor:
+        """Return which tokens [V] may follow those of the answer so far, on the host."""
+        ...
+
+
+@dataclass
+class _Ruled:
+    """A request's rules and what is known of it so far."""
+
+    rules: TokenRules
+    automaton: Automaton | None
+    chosen: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))
+    """The answer's tokens by place, with room for more; on the device of the logits."""
+    noted: Noted = field(default_factory=Noted)
+    num_told: int = 0
+    """Scores of the answer that were fetched."""
+    num_scored: int = 0
+    """Tokens of the prompt whose follower was scored."""
+    kept: dict[str, Tensor] = field(default_factory=dict)
+    """Tensors made of the rules once."""
+
+    def before(self, step: int, device: torch.device) -> Tensor:
+        """Return the tokens of the answer [N] before a place."""
+        if self.chosen.device != device or len(self.chosen) <= step:
+            room = torch.zeros(max(64, 2 * step), dtype=torch.long, device=device)
+            room[: min(step, len(self.chosen))] = self.chosen[:step].to(device)
+            self.chosen = room
+        return self.chosen[:step]
+
+    def once(self, name: str, values: Sequence[float], like: Tensor) -> Tensor:
+        """Return values as a tensor on a device."""
+        found = self.kept.get(name)
+        if found is None or found.device != like.device:
+            found = self.kept[name] = torch.tensor(values, dtype=like.dtype, device=like.device)
+        return found
+
+    def unscored(self, start: int, count: int) -> tuple[int, int] | None:
+        """Return the first and last + 1 place of a step whose follower is to be scored yet."""
+        if self.rules.prompt_logprobs is None:
+            return None
+        first, end = max(start, self.num_scored), min(start + count, len(self.rules.prompt) - 1)
+        return (first, end) if first < end else None
+
+
+class RuledSampler:
+    """The sampler of a last stage: requests that have rules are known to it by number."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, _Ruled] = {}
+
+    def take_rules(
+        self, number: int, rules: TokenRules, automaton: Automaton | None = None
+    ) -> None:
+        """Learn the rules of a request that has not begun; may be called from any thread.
+
+        `automaton`: of its guide, if it has one.
+        """
+        assert (automaton is None) == (rules.guide is None)
+        self._known[number] = _Ruled(rules, automaton)
+
+    def forget(self, number: int) -> None:
+        """Drop a request that has ended."""
+        self._known.pop(number, None)
+
+    def noted(self, number: int) -> Noted:
+        """Return the scores of a request that were not fetched before."""
+        ruled = self._known.get(number)
+        if ruled is None:
+            return Noted()
+        new = Noted(output=ruled.noted.output[ruled.num_told :], prompt=ruled.noted.prompt)
+        ruled.num_told += len(new.output)
+        ruled.noted.prompt = []
+        return new
+
+    def knows(self, message: StepMessage) -> bool:
+        """Whether a row of a step has rules."""
+        return any(number in self._known for number in message.requests)
+
+    def scores_prompts(self, message: StepMessage) -> bool:
+        """Whether other positions of a step than the last ones are asked for."""
+        rows = zip(message.requests, message.starts, message.num_new, strict=False)
+        known = ((self._known.get(number), start, count) for number, start, count in rows)
+        return any(
+            ruled is not None and ruled.unscored(start, count) is not None
+            for ruled, start, count in known
+        )
+
+    def pick(self, logits_BV: Tensor, message: StepMessage) -> Tensor:
+        """Return tokens [B] of a step's rows, and note what their rules ask."""
+        params, steps = message.sampling, message.sample_steps
+        ruled = {
+            row: self._known[number]
+            for row, number in enumerate(message.requests)
+            if number in self._known
+        }
+        changed = [row for row, known in ruled.items() if known.rules.changes_logits]
+        if not changed:
+            tokens_B = sample(logits_BV, params, steps)
+        else:
+            others = [row for row in range(message.num_rows) if row not in changed]
+            tokens_B = torch.empty(message.num_rows, dtype=torch.long, device=logits_BV.device)
+            if others:
+                told = [params[row] for row in others], [steps[row] for row in others]
+                tokens_B[others] = sample(logits_BV[others], *told)
+            logits_RV = logits_BV[changed].float()
+            for logits_V, row in zip(logits_RV, changed, strict=True):
+                apply_rules(ruled[row], logits_V, steps[row])
+            told = [params[row] for row in changed], [steps[row] for row in changed]
+            tokens_B[changed] = sample_with_torch(logits_RV, *told)
+        for row, known in ruled.items():
+            _keep(known, steps[row], tokens_B[row], logits_BV[row])
+        return tokens_B
+
+    def score_prompts(
+        self, head: Callable[[Tensor], Tensor], hidden_BQh: Tensor, message: StepMessage
+    ) -> None:
+        """Note the scores of prompts' tokens that follow a step's positions."""
+        for row, number in enumerate(message.requests):
+            known, start = self._known.get(number), message.starts[row]
+            part = None if known is None else known.unscored(start, message.num_new[row])
+            if known is None or part is None:
+                continue
+            first, end = part
+            prompt = known.once(
+                "prompt", known.rules.prompt, hidden_BQh.new_empty(0, dtype=torch.long)
+            )
+            most = known.rules.prompt_logprobs or 0
+            for at in range(first, end, _POSITIONS_AT_ONCE):
+                until = min(end, at + _POSITIONS_AT_ONCE)
+                logits_NV = head(hidden_BQh[row, at - start : until - start])
+                known.noted.prompt += scores(logits_NV, prompt[at + 1 : until + 1], most)
+            known.num_scored = end
+
+
+def apply_rules(known: _Ruled, logits_V: Tensor, step: int) -> None:
+    """Change the logits of the answer's token at a place, in place."""
+    rules, answer_N = known.rules, known.before(step, logits_V.device)
+    if rules.repetition_penalty != 1.0:
+        seen_N = torch.cat((known.once("prompt", rules.prompt, answer_N), answer_N))
+        seen = logits_V[seen_N]
+        penalty = rules.repetition_penalty
+        logits_V[seen_N] = torch.where(seen > 0, seen / penalty, seen * penalty)
+    if (rules.frequency_penalty or rules.presence_penalty) and step:
+        counts_V = torch.zeros_like(logits_V).scatter_add_(
+            0, answer_N, torch.ones_like(answer_N, dtype=logits_V.dtype)
+        )
+        logits_V -= rules.frequency_penalty * counts_V
+        logits_V -= rules.presence_penalty * (counts_V > 0)
+    if rules.logit_bias:
+        tokens = known.once("biased", tuple(rules.logit_bias), answer_N)
+        logits_V[tokens] += known.once("bias", tuple(rules.logit_bias.values()), logits_V)
+    if step < rules.min_tokens and rules.end_ids:
+        logits_V[known.once("ends", rules.end_ids, answer_N)] = -math.inf
+    for index, run in enumerate(rules.bad_tokens):
+        if len(run) - 1 <= step:
+            run_N = known.once(f"bad {index}", run, answer_N)
+            completes = (answer_N[step - len(run) + 1 :] == run_N[:-1]).all()
+            logits_V[run[-1]] = torch.where(completes, -math.inf, logits_V[run[-1]])
+    if known.automaton is not None:
+        allowed_V = known.automaton.allowed(answer_N.tolist(), len(logits_V))
+        logits_V.masked_fill_(~allowed_V.to(logits_V.device), -math.inf)
+
+
+def scores(logits_NV: Tensor, tokens_N: Tensor, most: int) -> list[TokenScores]:
+    """Return each token's score by its logits, and those of the `most` likeliest."""
+    logprobs_NV = logits_NV.float().log_softmax(dim=-1)
+    own_N1 = logprobs_NV.gather(1, tokens_N[:, None])
+    ranks_N = (logprobs_NV > own_N1).sum(dim=1) + 1
+    top = logprobs_NV.topk(min(most, logits_NV.shape[-1]), dim=-1)
+    likeliest = zip(top.indices.tolist(), top.values.tolist(), strict=True)
+    own = zip(tokens_N.tolist(), own_N1[:, 0].tolist(), ranks_N.tolist(), strict=True)
+    return [
+        (
+            TokenScore(*chosen),
+            *(
+                TokenScore(token, logprob, rank)
+                for rank, (token, logprob) in enumerate(zip(*others, strict=True), start=1)
+            ),
+        )
+        for chosen, others in zip(own, likeliest, strict=True)
+    ]
+
+
+def _keep(known: _Ruled, step: int, token: Tensor, logits_V: Tensor) -> None:
+    """Remember a chosen token at its place, and its score if that is asked for."""
+    known.before(step, token.device)
+    known.chosen[step] = token
+    most = known.rules.logprobs
+    if most is not None and len(known.noted.output) <= step:
+        known.noted.output += scores(logits_V[None], token[None], most)

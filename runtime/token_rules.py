@@ -1,0 +1,118 @@
+"""What a request asks of its tokens beyond temperature, top-k, top-p and min-p.
+
+The last stage is told once, by the request's number, before the first stage hears of the request;
+what it noted (logprobs) is fetched by number, too. Steps carry the number only, so that rules may
+be of any size. Standard library only; the arithmetic is in models/ruled_sampling.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+GuideKind = Literal["json", "regex", "choice"]
+NO_RULES = -1
+"""Stands for the number of a request that has none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Guide:
+    """What an answer's text must be: JSON of a schema, matched by a regex, or one of some texts."""
+
+    kind: GuideKind
+    text: str
+    """The schema as JSON, the regular expression, or the texts as a JSON list."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenRules:
+    """The rules of one request; the defaults change nothing."""
+
+    repetition_penalty: float = 1.0
+    """Logits of tokens seen, in the prompt or the answer: divided by it if positive, else times."""
+    frequency_penalty: float = 0.0
+    """Taken from a token's logit for each time that it is in the answer."""
+    presence_penalty: float = 0.0
+    """Taken from a token's logit if it is in the answer."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    min_tokens: int = 0
+    """Tokens before which `end_ids` are not chosen."""
+    end_ids: tuple[int, ...] = ()
+    bad_tokens: tuple[tuple[int, ...], ...] = ()
+    """Runs of tokens none of which may be completed."""
+    guide: Guide | None = None
+    logprobs: int | None = None
+    """Most likely tokens told beside each chosen one; None tells nothing."""
+    prompt_logprobs: int | None = None
+    prompt: tuple[int, ...] = ()
+    """Told where a rule needs it."""
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether a token may be chosen that would not be without the rules."""
+        return self.guide is not None or bool(
+            self.repetition_penalty != 1.0
+            or self.frequency_penalty
+            or self.presence_penalty
+            or self.logit_bias
+            or self.min_tokens
+            or self.bad_tokens
+        )
+
+    def to_data(self) -> dict[str, Any]:
+        """Return the rules as JSON data."""
+        return asdict(self) | {"logit_bias": [list(pair) for pair in self.logit_bias.items()]}
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any]) -> TokenRules:
+        """Return the rules that `to_data` wrote."""
+        guide = data["guide"]
+        return cls(**{
+            **data,
+            "logit_bias": {token: bias for token, bias in data["logit_bias"]},
+            "end_ids": tuple(data["end_ids"]),
+            "bad_tokens": tuple(tuple(run) for run in data["bad_tokens"]),
+            "guide": None if guide is None else Guide(**guide),
+            "prompt": tuple(data["prompt"]),
+        })  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TokenScore:
+    """How likely a token was, by the model's own logits, before rules and temperature."""
+
+    token: int
+    logprob: float
+    """Natural logarithm of its probability."""
+    rank: int
+    """1 for the most likely token; as many others are likelier as it says beyond that."""
+
+
+TokenScores = tuple[TokenScore, ...]
+"""The chosen token's first, then those of the most likely ones."""
+
+
+@dataclass(kw_only=True)
+class Noted:
+    """Scores of one request, by the order of its tokens."""
+
+    output: list[TokenScores] = field(default_factory=list)
+    prompt: list[TokenScores] = field(default_factory=list)
+    """Of the prompt's tokens from the second on."""
+
+    def to_data(self) -> dict[str, Any]:
+        """Return the scores as JSON data."""
+        parts = {"output": self.output, "prompt": self.prompt}
+        return {
+            key: [[[s.token, s.logprob, s.rank] for s in scores] for scores in part]
+            for key, part in parts.items()
+        }
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, Sequence[Sequence[Sequence[Any]]]]) -> Noted:
+        """Return the scores that `to_data` wrote."""
+        return cls(**{
+            key: [tuple(TokenScore(*score) for score in scores) for scores in part]
+            for key, part in data.items()
+        })  # fmt: skip

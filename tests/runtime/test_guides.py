@@ -1,0 +1,120 @@
+"""Guided decoding: every answer parses and fits, whatever the model would rather say."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+
+import jsonschema
+import pytest
+
+from llmpq import LLM, SamplingParams, StructuredOutputsParams
+from llmpq.runtime.guides import Guides
+from llmpq.runtime.token_rules import Guide
+
+pytestmark = pytest.mark.cpu
+
+
+def random_schema(rng: random.Random, depth: int = 0) -> dict:
+    """Return a schema all of whose texts are short."""
+    kinds = ["integer", "string", "boolean", "enum", "null"] + ["object", "array"] * (depth < 2)
+    kind = "object" if depth == 0 else rng.choice(kinds)
+    if kind == "integer":
+        low = rng.randint(-50, 50)
+        return {"type": "integer", "minimum": low, "maximum": low + rng.randint(0, 200)}
+    if kind == "string":
+        return {"type": "string", "maxLength": rng.randint(0, 8)}
+    if kind == "enum":
+        return {"enum": rng.sample(["red", 7, None, 'a "quote"', 2.5, "\u00e9t\u00e9"], 3)}
+    if kind == "array":
+        count = rng.randint(0, 3)
+        return {
+            "type": "array", "items": random_schema(rng, depth + 1),
+            "minItems": rng.randint(0, count), "maxItems": count,
+        }  # fmt: skip
+    if kind == "object":
+        names = rng.sample(["id", "name", "tags", "size", "on", "x y", "\u00fc"], rng.randint(1, 3))
+        return {
+            "type": "object",
+            "properties": {name: random_schema(rng, depth + 1) for name in names},
+            "required": names,
+            "additionalProperties": False,
+        }
+    return {"type": kind}
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["one stage", "two stages"])
+def llm(request, demo_model, make_plan):
+    cuts = () if request.param == 1 else (3,)
+    plan = make_plan(demo_model, cuts, batch=8, prompt_len=32, gen_len=480, decode_microbatch=8)
+    with LLM(demo_model, plan=plan, backend="threads") as made:
+        yield made
+
+
+def asked(guide: StructuredOutputsParams, seed: int, **options: object) -> SamplingParams:
+    values = {"temperature": 1.0, "seed": seed, "max_tokens": 400} | options
+    return SamplingParams(structured_outputs=guide, **values)
+
+
+def test_schemas_are_met(llm):
+    rng = random.Random(20)
+    schemas = [random_schema(rng) for _ in range(16)]
+    params = [
+        asked(StructuredOutputsParams(json=schema), seed, temperature=seed % 2)
+        for seed, schema in enumerate(schemas)
+    ]
+    for schema, answer in zip(schemas, llm.generate(["x = "] * 16, params), strict=True):
+        assert answer.outputs[0].finish_reason == "stop", (schema, answer.text)
+        jsonschema.validate(json.loads(answer.text), schema)
+
+
+def test_regexes_and_choices_are_met_beside_free_answers(llm):
+    date = r"20[0-9]{2}-(0[1-9]|1[0-2])-[0-3][0-9]"
+    names = ["yes", 'no "really"', "caf\u00e9", "yes indeed"]
+    params = [
+        asked(StructuredOutputsParams(regex=date), 1),
+        SamplingParams(temperature=0, max_tokens=12),
+        *(asked(StructuredOutputsParams(choice=names), seed) for seed in range(5)),
+    ]
+    answers = llm.generate(["when: "] * len(params), params)
+    assert re.fullmatch(date, answers[0].text)
+    assert answers[1].text == llm.generate("when: ", params[1])[0].text
+    found = {answer.text for answer in answers[2:]}
+    assert found <= set(names) and len(found) > 1
+
+
+def test_a_guide_does_not_change_a_text_that_fits(llm):
+    free = llm.generate("def main():", SamplingParams(temperature=0, max_tokens=12))[0].text
+    params = asked(StructuredOutputsParams(choice=[free, free + "!"]), 0, temperature=0)
+    assert llm.generate("def main():", params)[0].text in (free, free + "!")
+
+
+@pytest.mark.parametrize(
+    ("guide", "said"),
+    [
+        ({"json": {"type": "nonsense"}}, "Invalid type: nonsense"),
+        ({"json": False}, "json cannot be followed"),
+        ({"json": {"not": {"type": "string"}}}, "not"),
+        ({"regex": "(["}, "unclosed character class"),
+        ({"regex": "a" * (1 << 20) + "a"}, "is too long"),
+    ],
+)
+def test_guides_that_cannot_be_followed_are_refused(llm, guide, said):
+    with pytest.raises(ValueError, match=said) as caught:
+        llm.generate("a", SamplingParams(structured_outputs=StructuredOutputsParams(**guide)))
+    assert "\n" not in str(caught.value)
+    assert llm.generate("a", SamplingParams(temperature=0, max_tokens=1))[0].outputs
+
+
+def test_an_automaton_follows_an_answer_that_was_computed_anew(demo_model):
+    guides = Guides(demo_model, vocab=4100, end_ids=[0])
+    automaton = guides.compile(Guide(kind="choice", text='["yes", "no"]'))
+    start = automaton.allowed([], 4100).nonzero()[:, 0].tolist()
+    assert 1 < len(start) < 10 and 0 not in start
+    whole = [start[0]]
+    while not automaton.allowed(whole, 4100)[0]:
+        whole.append(int(automaton.allowed(whole, 4100).nonzero()[0, 0]))
+    assert automaton.allowed(whole, 4100).sum() == 1  # nothing but the end
+    assert automaton.allowed([], 4100).nonzero()[:, 0].tolist() == start
+    assert automaton.allowed([*whole, 0], 4100)[0]

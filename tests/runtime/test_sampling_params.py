@@ -1,0 +1,100 @@
+"""What requests may ask: every bad value is refused in one sentence that names it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from llmpq.runtime.sampling_params import SamplingParams, StructuredOutputsParams
+
+pytestmark = pytest.mark.pure
+
+BAD = [
+    ({"n": 0}, "n must be a whole number from 1 on, got 0"),
+    ({"n": 1.5}, "n must be"),
+    ({"n": None}, "n must be"),
+    ({"n": 2, "temperature": 0}, "n=2 greedy answers"),
+    ({"max_tokens": -1}, "max_tokens must be"),
+    ({"max_tokens": 0}, "max_tokens=0 asks for nothing"),
+    ({"temperature": -0.1}, "temperature must be"),
+    ({"temperature": math.nan}, "temperature must be"),
+    ({"temperature": math.inf}, "temperature must be"),
+    ({"temperature": "hot"}, "temperature must be a number, got 'hot'"),
+    ({"temperature": True}, "temperature must be a number"),
+    ({"top_p": 0}, "top_p must be"),
+    ({"top_p": 1.01}, "top_p must be"),
+    ({"top_k": -2}, "top_k must be"),
+    ({"top_k": 2.5}, "top_k must be"),
+    ({"top_k": 2**40}, "top_k must be"),
+    ({"min_p": -0.1}, "min_p must be from 0 to 1"),
+    ({"min_p": 1.5}, "min_p must be from 0 to 1"),
+    ({"min_p": None}, "min_p must be a number"),
+    ({"presence_penalty": math.nan}, "presence_penalty must be from -2 to 2"),
+    ({"presence_penalty": 2.1}, "presence_penalty must be from -2 to 2"),
+    ({"frequency_penalty": -3}, "frequency_penalty must be from -2 to 2"),
+    ({"repetition_penalty": 0}, "repetition_penalty must be positive"),
+    ({"repetition_penalty": -1}, "repetition_penalty must be"),
+    ({"repetition_penalty": math.inf}, "repetition_penalty must be"),
+    ({"logit_bias": {"5": 1.0}}, "logit_bias must map token ids"),
+    ({"logit_bias": {5: 101}}, "from -100 to 100, got 5: 101"),
+    ({"logit_bias": {5: math.nan}}, "from -100 to 100"),
+    ({"logit_bias": [5]}, "logit_bias must map"),
+    ({"seed": 1.5}, "seed must be a whole number"),
+    ({"stop": ""}, "stop must be"),
+    ({"stop": ["a", ""]}, "stop must be"),
+    ({"stop": [3]}, "stop must be"),
+    ({"bad_words": "word"}, "bad_words must be texts"),
+    ({"bad_words": [""]}, "bad_words must be texts"),
+    ({"logprobs": -1}, "logprobs must be"),
+    ({"logprobs": True}, "logprobs must be"),
+    ({"logprobs": 101}, "logprobs must be at most 100, got 101"),
+    ({"prompt_logprobs": 101}, "prompt_logprobs must be at most 100"),
+    ({"min_tokens": -1}, "min_tokens must be"),
+    ({"min_tokens": 17}, "min_tokens=17 is more than max_tokens=16"),
+    ({"truncate_prompt_tokens": 0}, "leaves no prompt"),
+    ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens must be"),
+    ({"structured_outputs": {"json": {}}}, "must be a StructuredOutputsParams"),
+]
+
+
+@pytest.mark.parametrize(("options", "said"), BAD)
+def test_bad_values_are_refused_in_one_sentence(options, said):
+    with pytest.raises(ValueError) as caught:
+        SamplingParams(**options)
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, "one of json, regex, choice, got none"),
+        ({"json": {}, "regex": "a"}, "got ['json', 'regex']"),
+        ({"json": "{"}, "the JSON schema is not JSON"),
+        ({"json": "3"}, "an object or a boolean"),
+        ({"json": {"a": {1, 2}}}, "cannot be written as JSON"),
+        ({"regex": 3}, "regex must be a text"),
+        ({"choice": []}, "choice must be a list of texts"),
+        ({"choice": "yes"}, "choice must be a list of texts"),
+        ({"choice": ["a", ""]}, "none empty"),
+    ],
+)
+def test_guides_are_checked(options, said):
+    with pytest.raises(ValueError) as caught:
+        StructuredOutputsParams(**options)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("options", [{"ignore_eos": True}, {"min_tokens": 2}, {"bad_words": ["a"]}])
+def test_what_could_leave_a_guide_no_token_is_refused(options):
+    guide = StructuredOutputsParams(choice=["yes", "no"])
+    with pytest.raises(ValueError, match="may forbid what structured_outputs demand"):
+        SamplingParams(structured_outputs=guide, **options)
+
+
+def test_neutral_values_are_taken():
+    params = SamplingParams(
+        min_p=0, presence_penalty=0, repetition_penalty=1, logit_bias={}, stop=[], bad_words=[],
+        logprobs=None, min_tokens=0, max_tokens=None, seed=-5,
+    )  # fmt: skip
+    assert params.choice(-5).seed == 2**63 - 5
