@@ -114,9 +114,12 @@ def test_headers_carry_every_field():
             num_new=[rng.randrange(1, 5) for _ in range(rows)],
             sample_steps=[rng.randrange(512) for _ in range(rows)],
             sampling=[
-                TokenChoice(temperature=0.7 * i, top_k=i or None, top_p=0.95, seed=2**62 + i)
+                TokenChoice(
+                    temperature=0.7 * i, top_k=i or None, top_p=0.95, min_p=0.01 * i, seed=2**62 + i
+                )
                 for i in range(rows)
             ],
+            requests=[rng.randrange(-1, 10**9) for _ in range(rows)],
         )
         assert unpack_header(pack_header(message, max_rows=8)) == message
 
