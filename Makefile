@@ -32,7 +32,7 @@ demo: setup
 	$(BIN)/python examples/demo.py --out $(OUT)
 
 # Threads of torch spin while another process has their core: one each where two processes test.
-# A file's tests stay together: they share models and, in `cluster`, one Ray.
+# A file's tests stay together: they share models. In `cluster` each process has one Ray of its own.
 test: test-cpu test-interpret test-compile test-cluster
 	@echo "every tier passed; seconds: $$(cat $(TIMES) | tr '\n' ' ')"; rm -f $(TIMES)
 
@@ -44,7 +44,7 @@ test-interpret: setup
 test-compile: setup
 	$(call timed,compile,$(BIN)/python -m pytest -q $(WORKERS) -m compile)
 test-cluster: setup
-	$(call timed,cluster,$(BIN)/python -m pytest -q -m cluster)
+	$(call timed,cluster,$(BIN)/python -m pytest -q $(WORKERS) -m cluster)
 test-quick: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(WORKERS) -m quick
 

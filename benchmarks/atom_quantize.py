@@ -22,7 +22,7 @@ from llmpq.kernels.tools.gpu_timing import write_row
 from llmpq.model_spec import ModelSpec, builtin_configs
 from llmpq.precision import Precision
 from llmpq.profiler.quantize.recipes import Settings
-from llmpq.profiler.quantize.whole_model import Job, quantize_model, spread
+from llmpq.profiler.quantize.whole_model import QuantizeJob, quantize_model, spread
 from llmpq.runtime.weights.sources import RandomSource
 
 
@@ -69,7 +69,7 @@ def main() -> None:
         spec = ModelSpec.from_config(config, name=args.model)
     shutil.rmtree(args.out, ignore_errors=True)
     torch.manual_seed(0)
-    job = Job(
+    job = QuantizeJob(
         spec=spec,
         precisions=spread((Precision.W4A4,), spec.num_layers),
         settings=Settings(),

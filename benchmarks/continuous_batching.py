@@ -35,7 +35,7 @@ from llmpq.runtime.launch.hand_plan import hand_plan
 from llmpq.runtime.launch.stage_settings import limits_of
 from llmpq.runtime.request import MicroBatch, Request, StepKind
 from llmpq.runtime.tools.open_stages import OpenRun, OpenStages
-from llmpq.runtime.trace import Event
+from llmpq.runtime.trace import TraceEvent
 from llmpq.runtime.weights.sources import CheckpointSource
 from llmpq.workload import Workload
 
@@ -69,7 +69,7 @@ def requests(count: int, vocab: int, seed: int) -> list[Request]:
     ]
 
 
-def fitted_cost(events: Sequence[Event], num_stages: int) -> StageCost:
+def fitted_cost(events: Sequence[TraceEvent], num_stages: int) -> StageCost:
     """Fit seconds = a + b * rows * q_len per kind to measured steps, shared by equal stages."""
     fits = {}
     for kind in ("prefill", "decode"):
@@ -159,7 +159,7 @@ def main() -> None:
 
     engine = OpenStages(plan(1), spec, CheckpointSource(args.model, spec))
     rates: dict[str, list[float]] = {"continuous": [], "static": []}
-    events: list[Event] = []
+    events: list[TraceEvent] = []
     for repeat in range(args.repeats):
         for batching in rates:
             job = requests(args.requests, spec.vocab, args.seed)

@@ -30,11 +30,11 @@ from llmpq.cluster import Cluster, Device
 from llmpq.cost_model import CostModel, LatencyEntry, Phase
 from llmpq.kernels.tools.gpu_timing import write_row
 from llmpq.profiler.timing.cases import (
-    Case,
     Conditions,
     Sample,
     Sampling,
     Target,
+    TimedCase,
     model_spec,
 )
 from llmpq.profiler.timing.host_links import gpus_of
@@ -138,7 +138,9 @@ def compare(costs: CostModel, samples: Sequence[Sample]) -> list[Compared]:
     return found
 
 
-def draw(costs: CostModel, device: Device, count: int, max_tokens: int, seed: int) -> list[Case]:
+def draw(
+    costs: CostModel, device: Device, count: int, max_tokens: int, seed: int
+) -> list[TimedCase]:
     """Return workloads inside the ranges of the device's layer entries, one precision's together.
 
     Half are prompts, half decode steps, precisions in turn.
@@ -166,7 +168,7 @@ def draw(costs: CostModel, device: Device, count: int, max_tokens: int, seed: in
     )
 
 
-def _draw_one(rng: random.Random, entry: LatencyEntry, max_tokens: int) -> Case:
+def _draw_one(rng: random.Random, entry: LatencyEntry, max_tokens: int) -> TimedCase:
     assert entry.sampled_v is not None and entry.sampled_length is not None
     low, high = (max(LEAST_TOKENS, entry.sampled_length[0]), entry.sampled_length[1])
     target = Target(
@@ -184,10 +186,12 @@ def _draw_one(rng: random.Random, entry: LatencyEntry, max_tokens: int) -> Case:
         most = max_tokens if entry.phase is Phase.PREFILL else 16 * max_tokens
         seen = entry.phase is Phase.DECODE and v in knots
         if v * length <= most and not seen:
-            return Case(target=target, v=v, length=length)
+            return TimedCase(target=target, v=v, length=length)
 
 
-def time_all(model: str, device: Device, drawn: Sequence[Case], seconds: float) -> Iterator[Sample]:
+def time_all(
+    model: str, device: Device, drawn: Sequence[TimedCase], seconds: float
+) -> Iterator[Sample]:
     """Time the workloads in a process that has the device."""
     set_up = set_up_for(
         device, model, sampling=Sampling(), rest_s=0.0, seconds_per_case=seconds, min_repeats=3

@@ -19,7 +19,7 @@ from llmpq.plan import Plan
 from llmpq.plan_inputs import PlanInputs
 from llmpq.planner.costs.cost_book import CostBook
 from llmpq.planner.plan_entries import used_inputs
-from llmpq.planner.predict.speculation import round_bytes
+from llmpq.planner.predict.add_drafts import round_bytes
 from llmpq.precision import Precision
 from llmpq.units import format_size
 

@@ -8,7 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 
-class Event(Protocol):
+class CopyEvent(Protocol):
     """What tells that a copy has arrived (a `torch.cuda.Event`)."""
 
     def synchronize(self) -> None:
@@ -21,7 +21,7 @@ class Pending:
     """A result in host memory, valid once its copy has arrived."""
 
     value: Tensor
-    copied: Event
+    copied: CopyEvent
 
     def wait(self) -> Tensor:
         """Return the result once it has arrived."""

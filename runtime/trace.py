@@ -20,7 +20,7 @@ MAX_EVENTS = 200_000
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class TraceEvent:
     """One micro-batch on one stage."""
 
     kind: str
@@ -62,7 +62,7 @@ class StageRecord:
     """Everything one stage recorded, as the driver gets it."""
 
     totals: Mapping[str, KindTotals]
-    events: Sequence[Event] = ()
+    events: Sequence[TraceEvent] = ()
     sending_s: float = 0.0
     """Time its messages were on their way from device to device, beside its computing."""
 
@@ -81,7 +81,7 @@ class StageRecord:
         data = json.loads(text)
         return cls(
             totals={kind: KindTotals(**total) for kind, total in data["totals"].items()},
-            events=[Event(**event) for event in data["events"]],
+            events=[TraceEvent(**event) for event in data["events"]],
             sending_s=data["sending_s"],
         )
 
@@ -92,7 +92,7 @@ class Recorder:
 
     keep_events: bool = False
     totals: dict[str, KindTotals] = field(default_factory=dict)
-    events: list[Event] = field(default_factory=list)
+    events: list[TraceEvent] = field(default_factory=list)
     current: tuple[str, float, int] | None = None
     """Kind and start of the micro-batch being computed, and by how many stages; None if there is
     none."""
@@ -116,7 +116,7 @@ class Recorder:
         total.busy_s += end_s - start_s
         if self.keep_events and len(self.events) < MAX_EVENTS:
             start_s, end_s = start_s + self._epoch_s, end_s + self._epoch_s
-            self.events.append(Event(name, seq, rows, q_len, start_s, end_s))
+            self.events.append(TraceEvent(name, seq, rows, q_len, start_s, end_s))
 
     @contextmanager
     def waiting(self, kind: StepKind, num_stages: int = 1) -> Iterator[None]:

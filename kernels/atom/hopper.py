@@ -39,7 +39,7 @@ from llmpq.kernels.gemm.linear_gpu import arrivals, linear_gpu
 
 __all__ = [
     "Activation",
-    "Plan",
+    "HopperPlan",
     "RoundedTokens",
     "activation_input",
     "any_input",
@@ -67,7 +67,7 @@ _SHARES_COST = 0.45
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class HopperPlan:
     """How a product runs; `bm` None is the weight-only kernels."""
 
     bm: int | None
@@ -84,18 +84,18 @@ def plan(
     *,
     activation_bits: int = 4,
     multiprocessors: int = 132,
-) -> Plan:
+) -> HopperPlan:
     """Decide from shapes alone: the tiles whose waves of programs take least."""
     if is_few(rows, activation_bits):
-        return Plan(bm=None)
+        return HopperPlan(bm=None)
 
-    def took(chosen: Plan) -> float:
+    def took(chosen: HopperPlan) -> float:
         assert chosen.bm is not None
         waves = -(-rows // chosen.bm) * -(-out_features // ROWS) / multiprocessors
         whole = math.ceil(waves) if not chosen.shares else waves + _SHARES_COST * 32 / groups
         return whole * _TILE_COST[chosen.bm]
 
-    return min((Plan(bm=bm, shares=s) for bm in _TILE_COST for s in (False, True)), key=took)
+    return min((HopperPlan(bm=bm, shares=s) for bm in _TILE_COST for s in (False, True)), key=took)
 
 
 def product(
@@ -106,7 +106,7 @@ def product(
     bias: Tensor | None = None,
     residual_MN: Tensor | None = None,
     into_residual: bool = False,
-    chosen: Plan | None = None,
+    chosen: HopperPlan | None = None,
 ) -> Tensor:
     """Return y [M, N] = x w^T (+ bias) (+ residual); `into_residual`: in the residual's place."""
     if tokens.unit is not None:

@@ -40,7 +40,7 @@ LONG_TILES = 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class Launch:
+class KvLaunch:
     """What is tuned of a launch."""
 
     chunk: int
@@ -71,7 +71,7 @@ class AttendPlan:
     splits: int
     pdl: bool
     """Launch both kernels while their predecessor ends (PDL, sm_90 and later)."""
-    launch: Launch
+    launch: KvLaunch
 
 
 @lru_cache
@@ -113,7 +113,7 @@ def plan_attend(
         resident = sms * programs_per_sm(bits, head_dim, columns, tiles, stages)
         ring_parts = 5 if rows * 5 < resident else 1
         chunk = choose_chunk(2 * blocks, rows, resident, ring_parts, tiles)
-        launch = Launch(chunk=chunk, ring_parts=ring_parts, tiles=tiles, stages=stages)
+        launch = KvLaunch(chunk=chunk, ring_parts=ring_parts, tiles=tiles, stages=stages)
         if rows * (num_programs(launch, blocks) + ring_parts) <= resident:
             launch = replace(launch, ahead=AHEAD)
         if chunk >= LONG_TILES:
@@ -131,7 +131,7 @@ def plan_attend(
     )
 
 
-def num_programs(launch: Launch, blocks: int) -> int:
+def num_programs(launch: KvLaunch, blocks: int) -> int:
     """Return the programs a row of `blocks` packed blocks gets."""
     chunks = -(-2 * blocks // launch.chunk)
     return min(chunks, launch.programs) if launch.programs else chunks
@@ -151,7 +151,7 @@ def tuning_table() -> tuple[dict[str, int], ...]:
     return tuple(json.loads(text))
 
 
-def tuned_launch(bits: int, columns: int, rows: int, blocks: int) -> Launch | None:
+def tuned_launch(bits: int, columns: int, rows: int, blocks: int) -> KvLaunch | None:
     """Return the measured launch of the nearest shape, None if none is near."""
 
     def distance(entry: dict[str, int]) -> float:
@@ -161,7 +161,7 @@ def tuned_launch(bits: int, columns: int, rows: int, blocks: int) -> Launch | No
     entry = min(near, key=distance, default=None)
     if entry is None or distance(entry) > TUNED_RANGE:
         return None
-    return Launch(**{f.name: entry[f.name] for f in fields(Launch)})
+    return KvLaunch(**{f.name: entry[f.name] for f in fields(KvLaunch)})
 
 
 def _ratio(a: int, b: int) -> float:

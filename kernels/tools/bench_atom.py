@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from llmpq.kernels.atom.hopper import (
-    Plan,
+    HopperPlan,
     RoundedTokens,
     activation_input,
     norm_input,
@@ -140,7 +140,7 @@ def _sweep(name: str, key: str, m: int, asked: BenchAtom) -> None:
             return
         tokens = _round(x, one)
         for bm, group_m, shares in itertools.product((64, 128), (4, 8, 16), (False, True)):
-            chosen = Plan(bm=bm, group_m=group_m, shares=shares)
+            chosen = HopperPlan(bm=bm, group_m=group_m, shares=shares)
             calls.append((str(chosen), _tiled(tokens, pool, chosen, x.dtype)))
     else:
         rounded = norm_round(x, one.scheme, index_K=one.index_K)
@@ -156,7 +156,9 @@ def _sweep(name: str, key: str, m: int, asked: BenchAtom) -> None:
         sys.stdout.write(f"{key} {name} m={m} {us:8.1f} us  {shown}\n")
 
 
-def _tiled(tokens: RoundedTokens, pool: list[AtomWeight], chosen: Plan, dtype: torch.dtype) -> Call:
+def _tiled(
+    tokens: RoundedTokens, pool: list[AtomWeight], chosen: HopperPlan, dtype: torch.dtype
+) -> Call:
     return lambda i: product(tokens, _tiles(pool[i]), dtype=dtype, chosen=chosen)
 
 

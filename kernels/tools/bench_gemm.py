@@ -50,7 +50,7 @@ _ROUNDS = 4
 
 
 @dataclass(frozen=True)
-class Timing:
+class GemmTime:
     """One case's samples in microseconds, what it must move, and what the peers took."""
 
     us: list[float]
@@ -94,9 +94,9 @@ def _bench_case(
         _report(name, "layer", m, precision, _total(list(results.values())), asked)
 
 
-def _total(parts: list[Timing]) -> Timing:
+def _total(parts: list[GemmTime]) -> GemmTime:
     tiny = [p.tinygemm_us for p in parts if p.tinygemm_us is not None]
-    return Timing(
+    return GemmTime(
         us=[sum(samples) for samples in zip(*(p.us for p in parts), strict=True)],
         moved_bytes=sum(p.moved_bytes for p in parts),
         floor_us=sum(p.floor_us for p in parts),
@@ -117,7 +117,7 @@ def _parse_product(name: str) -> tuple[int, int]:
 
 def _time_product(
     n: int, k: int, m: int, precision: Precision, bandwidth: float, asked: BenchGemm
-) -> Timing:
+) -> GemmTime:
     dtype, device = _DTYPES[asked.dtype], torch.device("cuda")
     bits = precision.weight_bits
     first = random_weight(n, k, bits, asked.symmetric, GROUP, dtype, device)
@@ -131,7 +131,7 @@ def _time_product(
         cublas += time_launches(lambda i: functional.linear(x, dense[i]), len(dense), repeats=each)
         us += time_launches(lambda i: linear(x, pool[i]), copies, repeats=each)
     moved = first.nbytes + 2 * m * (n + k)
-    return Timing(
+    return GemmTime(
         us=us,
         moved_bytes=moved,
         floor_us=max(moved / bandwidth, 2 * m * n * k / _MATRIX_FLOPS) * 1e6,
@@ -171,7 +171,7 @@ def _time_tinygemm(q: QuantizedWeight, x: torch.Tensor) -> float | None:
 
 
 def _report(
-    name: str, shape: str, m: int, precision: Precision, result: Timing, asked: BenchGemm
+    name: str, shape: str, m: int, precision: Precision, result: GemmTime, asked: BenchGemm
 ) -> None:
     us = statistics.median(result.us)
     tiny = "" if result.tinygemm_us is None else f"{result.tinygemm_us:8.1f}"

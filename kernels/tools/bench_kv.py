@@ -29,7 +29,7 @@ from llmpq.kernels.formats.kv_block import KVFormat, channel_gain, to_thread_ord
 from llmpq.kernels.kv.launch_plan import (
     AHEAD,
     AttendPlan,
-    Launch,
+    KvLaunch,
     num_programs,
     plan_attend,
     programs_per_sm,
@@ -240,7 +240,7 @@ TUNE_SHAPES = {
 
 def candidates(
     bits: int, head_dim: int, columns: int, rows: int, tiles_all: int, sms: int
-) -> set[Launch]:
+) -> set[KvLaunch]:
     """Return the launches `--tune` tries for rows of `tiles_all` packed tiles."""
     found = set()
     for tiles, stages in TUNE_SHAPES[bits]:
@@ -252,12 +252,12 @@ def candidates(
             chunk = min(max(tiles, chunk + chunk % tiles), tiles_all)
             together = rows * (-(-tiles_all // chunk) + ring) <= resident
             aheads = (0, AHEAD) if together else (0,)
-            found |= {Launch(**loop, chunk=chunk, ahead=ahead) for ahead in aheads}
+            found |= {KvLaunch(**loop, chunk=chunk, ahead=ahead) for ahead in aheads}
         loop["ring_parts"] = 1 if rows >= 32 else ring
         drawing = max(1, resident // rows - loop["ring_parts"])
         share = tiles_all // drawing
         for first in {share * k // 8 // tiles * tiles for k in (2, 5, 6, 7)}:
-            found |= {Launch(**loop, chunk=c, programs=drawing, first=first) for c in (2, 4)}
+            found |= {KvLaunch(**loop, chunk=c, programs=drawing, first=first) for c in (2, 4)}
     return found
 
 
@@ -268,7 +268,7 @@ def tune(bench: AttendBench) -> dict[str, int]:
     rows = case.batch * case.kv_heads * -(-case.heads // case.kv_heads * case.q_len // columns)
     sms = torch.cuda.get_device_properties(bench.device).multi_processor_count
 
-    def time(launch: Launch) -> float:
+    def time(launch: KvLaunch) -> float:
         tried = replace(bench.plan, launch=launch, splits=num_programs(launch, blocks))
         return min(bench.sample(tried, repeats=5))
 

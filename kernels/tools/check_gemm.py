@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Case:
+class GemmCase:
     """One weight, and the numbers of rows of x it is multiplied with."""
 
     n: int
@@ -103,12 +103,12 @@ def random_weight(
     return from_codes(codes, scale, zero, bits=bits, group_size=group_size, in_features=k)
 
 
-def _cases(gpu: bool, asked: CheckGemm) -> list[Case]:
+def _cases(gpu: bool, asked: CheckGemm) -> list[GemmCase]:
     """Every kind of weight of every shape."""
     names = (asked.dtype or ("fp16,bf16" if gpu else "fp32,bf16")).split(",")
     shapes = _shapes(gpu, asked)
     return [
-        Case(n, k, rows, int(bits), _DTYPES[name], symmetric, group)
+        GemmCase(n, k, rows, int(bits), _DTYPES[name], symmetric, group)
         for bits, name, (n, k, rows) in itertools.product(asked.bits.split(","), names, shapes)
         for symmetric, group in itertools.product((True, False), (GROUP, None))
         # Per channel takes the same configurations; small shapes cover it.

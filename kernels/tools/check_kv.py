@@ -38,7 +38,7 @@ Steps = Sequence[Sequence[tuple[int, int]]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class KvCase:
     """One variant of the kernels and what is done with it."""
 
     fmt: KVFormat
@@ -64,7 +64,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class KvError:
     """The worst of a case."""
 
     error: float
@@ -73,7 +73,7 @@ class Outcome:
 
 
 def build(
-    case: Case, device: torch.device, gen: torch.Generator
+    case: KvCase, device: torch.device, gen: torch.Generator
 ) -> tuple[Tensor, KVLayer, KVLayer]:
     """Return a page table and two empty caches: the kernels' and the twin's."""
     slots = len(case.steps[0])
@@ -119,7 +119,7 @@ def share_equal(layer: KVLayer, twin: KVLayer, *, rope: bool = False) -> float:
     return equal
 
 
-def run_case(case: Case, device: torch.device, seed: int = 0) -> Outcome:
+def run_case(case: KvCase, device: torch.device, seed: int = 0) -> KvError:
     """Run one case's steps on `device`."""
     fmt, slots, scale = case.fmt, len(case.steps[0]), case.fmt.head_dim**-0.5
     gen = torch.Generator().manual_seed(seed)
@@ -174,7 +174,7 @@ def run_case(case: Case, device: torch.device, seed: int = 0) -> Outcome:
             history = {"start": first, "scale": scale, "alibi_slopes_H": slopes}
             want = attend_from_history(fmt, q[b, :num], past[0, b], past[1, b], **history)
             worst = max(worst, relative_error(got[b, :num], want))
-    return Outcome(worst, equal if not tickets.any() else 0.0)
+    return KvError(worst, equal if not tickets.any() else 0.0)
 
 
 def drawing(plan: AttendPlan, programs: int, first: int, end: int) -> AttendPlan:
@@ -197,36 +197,36 @@ ONE_LONG: Steps = [[(0, 1), (0, 130), (0, 30000)], [(1, 1), (130, 1), (30000, 1)
 EDGES = (127, 128, 143, 144, 145, 271, 272, 273, 400)
 
 
-def cases() -> Iterator[Case]:
+def cases() -> Iterator[KvCase]:
     """All variants: formats x types, then heads, q_len, layouts, lengths."""
     fp16, bf16 = torch.float16, torch.bfloat16
     for precision in (KVPrecision.KV8, KVPrecision.KV4, KVPrecision.KV2):
         for group in (128, 64, 32, None):
             for dim in (64, 128):
                 fmt = KVFormat(precision=precision, head_dim=dim, key_group=group)
-                yield Case(fmt=fmt, heads=8, kv_heads=2, dtype=fp16, steps=STEPS)
-                yield Case(fmt=fmt, heads=4, kv_heads=2, dtype=bf16, steps=STEPS, paged=False)
+                yield KvCase(fmt=fmt, heads=8, kv_heads=2, dtype=fp16, steps=STEPS)
+                yield KvCase(fmt=fmt, heads=4, kv_heads=2, dtype=bf16, steps=STEPS, paged=False)
     kv4 = KVFormat(precision=KVPrecision.KV4, head_dim=128)
     for heads, kv_heads in ((8, 2), (4, 4), (8, 1), (12, 2), (16, 2)):
-        yield Case(fmt=kv4, heads=heads, kv_heads=kv_heads, dtype=fp16, steps=LONG)
-    yield Case(fmt=kv4, heads=8, kv_heads=2, dtype=fp16, steps=LONG, alibi=True)
+        yield KvCase(fmt=kv4, heads=heads, kv_heads=kv_heads, dtype=fp16, steps=LONG)
+    yield KvCase(fmt=kv4, heads=8, kv_heads=2, dtype=fp16, steps=LONG, alibi=True)
     for first in (0, 2, 10):
-        yield Case(fmt=kv4, heads=8, kv_heads=2, dtype=fp16, steps=LONG, programs=3, first=first)
-        yield Case(
+        yield KvCase(fmt=kv4, heads=8, kv_heads=2, dtype=fp16, steps=LONG, programs=3, first=first)
+        yield KvCase(
             fmt=kv4, heads=8, kv_heads=2, dtype=fp16, steps=UNEQUAL, programs=16, first=first
         )
-    yield Case(fmt=kv4, heads=8, kv_heads=2, dtype=fp16, steps=STEPS, rope=True)
-    yield Case(fmt=kv4, heads=12, kv_heads=4, dtype=bf16, steps=STEPS, rope=True, paged=False)
+    yield KvCase(fmt=kv4, heads=8, kv_heads=2, dtype=fp16, steps=STEPS, rope=True)
+    yield KvCase(fmt=kv4, heads=12, kv_heads=4, dtype=bf16, steps=STEPS, rope=True, paged=False)
     for length in EDGES:
         steps = [[(0, length), (0, 1)], [(length, 2), (1, 2)]]
-        yield Case(fmt=kv4, heads=8, kv_heads=2, dtype=fp16, steps=steps)
-    yield Case(fmt=kv4, heads=8, kv_heads=2, dtype=fp16, steps=EMPTY)
-    yield Case(fmt=kv4, heads=32, kv_heads=8, dtype=fp16, steps=ONE_LONG)
+        yield KvCase(fmt=kv4, heads=8, kv_heads=2, dtype=fp16, steps=steps)
+    yield KvCase(fmt=kv4, heads=8, kv_heads=2, dtype=fp16, steps=EMPTY)
+    yield KvCase(fmt=kv4, heads=32, kv_heads=8, dtype=fp16, steps=ONE_LONG)
     kv8 = KVFormat(precision=KVPrecision.KV8, head_dim=128)
     steps = [[(0, 512)] * 4, [(512, 1)] * 4]
-    yield Case(fmt=kv8, heads=32, kv_heads=8, dtype=bf16, steps=steps, paged=False)
+    yield KvCase(fmt=kv8, heads=32, kv_heads=8, dtype=bf16, steps=steps, paged=False)
     chunks = [[(0, 100)], [(100, 200)], [(300, 1)], [(301, 500)], [(801, 1)]]
-    yield Case(fmt=kv4, heads=8, kv_heads=2, dtype=fp16, steps=chunks)
+    yield KvCase(fmt=kv4, heads=8, kv_heads=2, dtype=fp16, steps=chunks)
 
 
 def random_steps(
@@ -241,7 +241,7 @@ def random_steps(
     return steps
 
 
-def describe(case: Case) -> str:
+def describe(case: KvCase) -> str:
     """Return one line that names the variant."""
     fmt = case.fmt
     keys = "KT" if fmt.key_group is None else f"KC{fmt.key_group}"

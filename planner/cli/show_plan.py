@@ -15,8 +15,8 @@ from llmpq.planner.inputs.requests import PlanRequest
 from llmpq.planner.inputs.stored_precisions import stored_line
 from llmpq.planner.methods import PLANNERS
 from llmpq.planner.outcome import Infeasible, Unfinished
+from llmpq.planner.predict.add_drafts import describe, with_speculation
 from llmpq.planner.predict.advice import explain_infeasible, too_big
-from llmpq.planner.predict.speculation import describe, with_speculation
 from llmpq.planner.predict.what_if import changed_problem
 from llmpq.planner.problem import Problem
 from llmpq.speculation import SpeculationMode

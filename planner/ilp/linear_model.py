@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class Constraint:
     """lower <= sum coefficient * variable <= upper."""
 
     name: str
@@ -25,7 +25,7 @@ class LinearModel:
     costs: list[float] = field(default_factory=list)
     uppers: list[float] = field(default_factory=list)
     binary: list[bool] = field(default_factory=list)
-    rows: list[Row] = field(default_factory=list)
+    rows: list[Constraint] = field(default_factory=list)
     constant: float = 0.0
 
     def variable(self, name: str, *, cost: float = 0.0, binary: bool = False) -> int:
@@ -43,12 +43,12 @@ class LinearModel:
 
     def at_most(self, name: str, terms: Iterable[tuple[int, float]], bound: float) -> None:
         """Add sum <= bound."""
-        self.rows.append(Row(name=name, terms=tuple(terms), lower=-math.inf, upper=bound))
+        self.rows.append(Constraint(name=name, terms=tuple(terms), lower=-math.inf, upper=bound))
 
     def at_least(self, name: str, terms: Iterable[tuple[int, float]], bound: float) -> None:
         """Add sum >= bound."""
-        self.rows.append(Row(name=name, terms=tuple(terms), lower=bound, upper=math.inf))
+        self.rows.append(Constraint(name=name, terms=tuple(terms), lower=bound, upper=math.inf))
 
     def equal(self, name: str, terms: Iterable[tuple[int, float]], bound: float) -> None:
         """Add sum == bound."""
-        self.rows.append(Row(name=name, terms=tuple(terms), lower=bound, upper=bound))
+        self.rows.append(Constraint(name=name, terms=tuple(terms), lower=bound, upper=bound))

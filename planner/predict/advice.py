@@ -17,7 +17,7 @@ from llmpq.units import format_size
 
 
 @dataclass(frozen=True, kw_only=True)
-class Room:
+class StageRoom:
     """How many layers fit at most, and what the rest would take."""
 
     layers: int
@@ -31,13 +31,13 @@ def too_big(p: Problem) -> bool:
     return room(p).layers < p.spec.num_layers
 
 
-def room(p: Problem) -> Room:
+def room(p: Problem) -> StageRoom:
     """Return how much of the model fits at the fewest bits and the smallest micro-batches."""
     eta, xi = p.prefill_microbatch or 1, p.decode_microbatch or 1
     table, unit = p.capacity(eta, xi).max(axis=-1), int(layer_bytes(p).min())
     devices = [(index, d) for index, cls in enumerate(p.classes) for d in cls.devices]
     most = min(len(devices), p.max_devices or len(devices))
-    found: Room | None = None
+    found: StageRoom | None = None
     for first, last in _ends([index for index, _ in devices]):
         rooms = [
             int(table[index, int(k == first), int(k == last)])
@@ -52,7 +52,7 @@ def room(p: Problem) -> Room:
         nearest = min(used, key=lambda k: needs[k])
         if found is None or total > found.layers:
             missing = max(0, needs[nearest]) if lacking else 0
-            found = Room(layers=total, device=devices[nearest][1], missing_bytes=missing)
+            found = StageRoom(layers=total, device=devices[nearest][1], missing_bytes=missing)
     assert found is not None, "a cluster has at least one device"
     return found
 

@@ -22,7 +22,7 @@ from llmpq.profiler.cli.flags import QuantizeRequest, quantize_parser
 from llmpq.units import format_size
 
 if TYPE_CHECKING:
-    from llmpq.profiler.quantize.whole_model import Job
+    from llmpq.profiler.quantize.whole_model import QuantizeJob
 
 log = logging.getLogger("llmpq.quantize")
 
@@ -72,11 +72,11 @@ def quantize(request: QuantizeRequest) -> int:
     return int(ExitCode.DONE)
 
 
-def make_job(request: QuantizeRequest, spec: ModelSpec) -> Job:
+def make_job(request: QuantizeRequest, spec: ModelSpec) -> QuantizeJob:
     """Resolve plan, precisions and groups, check them, and read the text."""
     from llmpq.profiler.quantize.layer_walk import random_windows
     from llmpq.profiler.quantize.recipes import Settings
-    from llmpq.profiler.quantize.whole_model import Job, spread
+    from llmpq.profiler.quantize.whole_model import QuantizeJob, spread
 
     plan = _plan(request, spec)
     named = plan.precisions if plan else _named(request.scheme)
@@ -86,7 +86,7 @@ def make_job(request: QuantizeRequest, spec: ModelSpec) -> Job:
     group_size = _group_size(request.group_size) if request.group_size else planned.group_size
     _require_packed(group_size, named)
     _require_whole_groups(request.integer_scales, group_size)
-    return Job(
+    return QuantizeJob(
         spec=spec,
         precisions=spread(named, spec.num_layers),
         settings=Settings(

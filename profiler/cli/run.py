@@ -16,10 +16,10 @@ from llmpq.output_paths import check_files
 from llmpq.precision import KVPrecision, Precision
 from llmpq.profiler.cli.flags import MergeRequest, ProfileRequest
 from llmpq.profiler.cli.tables import links_table, profile_tables
-from llmpq.profiler.timing.cases import Case, Sampling, model_spec
+from llmpq.profiler.timing.cases import Sampling, TimedCase, model_spec
 from llmpq.profiler.timing.profile_host import (
-    Job,
-    Outcome,
+    HostProfile,
+    ProfileJob,
     default_copies,
     devices_here,
     run,
@@ -49,7 +49,7 @@ def main(request: ProfileRequest) -> int:
     with SampleLog(samples_path) as samples, _progress() as progress:
         task = progress.add_task("starting", total=_num_cases(job))
 
-        def on_case(case: Case) -> None:
+        def on_case(case: TimedCase) -> None:
             progress.update(task, advance=1, description=case.target.title)
 
         outcome = run(job, samples, on_case)
@@ -72,7 +72,7 @@ def merge(request: MergeRequest) -> int:
     return ExitCode.DONE
 
 
-def make_job(request: ProfileRequest) -> Job:
+def make_job(request: ProfileRequest) -> ProfileJob:
     """Check the arguments and resolve model, cluster and grid."""
     spec, cluster = model_spec(request.model), Cluster.load(request.cluster)
     devices = devices_here(cluster, request.device)
@@ -82,7 +82,7 @@ def make_job(request: ProfileRequest) -> Job:
         value = getattr(request, name)
         if value is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
-    return Job(
+    return ProfileJob(
         model=request.model,
         spec=spec,
         devices=devices,
@@ -121,7 +121,7 @@ def default_dtype(spec: ModelSpec, devices: tuple[Device, ...]) -> Dtype:
     return "float32" if all(d.spec.is_cpu for d in devices) else spec.dtype
 
 
-def report(outcome: Outcome) -> None:
+def report(outcome: HostProfile) -> None:
     """Print the tables, and say what failed or was noisy."""
     console = Console()
     for table in profile_tables(outcome):
@@ -151,7 +151,7 @@ def _progress() -> Progress:
     )
 
 
-def _num_cases(job: Job) -> int:
+def _num_cases(job: ProfileJob) -> int:
     total = 0
     for device in job.devices:
         kind = device.profile_kind

@@ -7,11 +7,11 @@ from rich.table import Table
 
 from llmpq.cost_model import CostModel, LatencyEntry, Phase
 from llmpq.profiler.timing.cases import Target
-from llmpq.profiler.timing.profile_host import Outcome
+from llmpq.profiler.timing.profile_host import HostProfile
 from llmpq.sensitivity import Sensitivity
 
 
-def profile_tables(outcome: Outcome) -> list[Table]:
+def profile_tables(outcome: HostProfile) -> list[Table]:
     """Return a table a device kind, one line an entry: held-out error, noise, example, range."""
     tables = []
     for kind in outcome.costs.device_kinds:

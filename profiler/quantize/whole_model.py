@@ -46,7 +46,7 @@ OnLayer = Callable[[int, int, bool], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class QuantizeJob:
     """What to quantise and how."""
 
     spec: ModelSpec
@@ -75,7 +75,7 @@ class Job:
 
 
 def quantize_model(
-    job: Job,
+    job: QuantizeJob,
     source: CheckpointSource,
     target: Path,
     *,
@@ -107,7 +107,7 @@ def quantize_model(
     writer.finish(quantization_config(job))
 
 
-def quantization_config(job: Job) -> dict[str, Any]:
+def quantization_config(job: QuantizeJob) -> dict[str, Any]:
     """Return config.json's `quantization_config`: compressed-tensors' where it can say it all."""
     settings = job.settings
     if Precision.W4A4 in job.precisions:

@@ -37,7 +37,7 @@ class Target(FileForm):
         return f"{self.device_kind} {self.part} {self.phase.value}{layer}"
 
 
-class Case(FileForm):
+class TimedCase(FileForm):
     """One shape of a target: what is timed."""
 
     target: Target
@@ -60,7 +60,7 @@ class Case(FileForm):
         return self.v * (self.length if self.target.phase is Phase.PREFILL else self.q_len)
 
 
-class Timing(FileForm):
+class CaseTime(FileForm):
     """How long one call took: the median of `repeats`, and the middle half's ends."""
 
     seconds: float = Field(gt=0)
@@ -110,8 +110,8 @@ class Sample(FileForm):
     """A line of `samples.jsonl`: a case, its timing, and what it was taken under."""
 
     conditions: Conditions
-    case: Case
-    timing: Timing
+    case: TimedCase
+    timing: CaseTime
 
 
 class SetUp(FileForm):

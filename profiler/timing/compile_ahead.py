@@ -15,7 +15,7 @@ from contextlib import ExitStack, closing
 
 from llmpq.errors import StageLostError
 from llmpq.precision import Precision
-from llmpq.profiler.timing.cases import Case, Ready, SetUp, Timing
+from llmpq.profiler.timing.cases import CaseTime, Ready, SetUp, TimedCase
 from llmpq.profiler.timing.worker_processes import Child, JobFailedError
 
 log = logging.getLogger(__name__)
@@ -36,14 +36,14 @@ NAMED = 6
 
 
 def compile_ahead(
-    set_up: SetUp, cases: Sequence[Case], gpu: int | None, *, processes: int = 1
-) -> dict[Case, str]:
+    set_up: SetUp, cases: Sequence[TimedCase], gpu: int | None, *, processes: int = 1
+) -> dict[TimedCase, str]:
     """Call the cases' kernels once, in about so many processes, at least one for each precision.
 
     Nothing is done where that is a single one. Returns the cases that failed, which a warning
     names, with their errors: too large beside the other processes, or they fail again when timed.
     """
-    of_precision: dict[Precision, list[Case]] = {}
+    of_precision: dict[Precision, list[TimedCase]] = {}
     for case in cases:
         if case.new_tokens <= MOST_TOKENS:
             of_precision.setdefault(case.target.precision, []).append(case)
@@ -63,15 +63,15 @@ def compile_ahead(
     return failed
 
 
-def _pieces(cases: Sequence[Case], count: int) -> list[Sequence[Case]]:
+def _pieces(cases: Sequence[TimedCase], count: int) -> list[Sequence[TimedCase]]:
     """Return the cases in at most so many runs of neighbours, as long as each other."""
     size = -(-len(cases) // count)
     return [cases[i : i + size] for i in range(0, len(cases), size)]
 
 
-def _call(set_up: SetUp, cases: Sequence[Case], gpu: int | None) -> dict[Case, str]:
+def _call(set_up: SetUp, cases: Sequence[TimedCase], gpu: int | None) -> dict[TimedCase, str]:
     """Call cases one after the other in a process; return those that failed, with the error."""
-    failed: dict[Case, str] = {}
+    failed: dict[TimedCase, str] = {}
     restarts = 0
     with ExitStack() as stack:
         try:
@@ -79,7 +79,7 @@ def _call(set_up: SetUp, cases: Sequence[Case], gpu: int | None) -> dict[Case, s
             for case in cases:
                 child.send(case)
                 try:
-                    child.receive(Timing)
+                    child.receive(CaseTime)
                 except JobFailedError as error:
                     failed[case] = str(error)
                     if not error.lost:

@@ -19,19 +19,19 @@ from llmpq.gpu_workspace import PROMPT_WIDTH
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
 from llmpq.profiler.timing.cases import (
-    Case,
+    CaseTime,
     Conditions,
     Sample,
     Sampling,
     SetUp,
     Target,
-    Timing,
+    TimedCase,
 )
 from llmpq.profiler.timing.compile_ahead import COMPILER_BYTES, compile_ahead
 from llmpq.profiler.timing.host_links import gpus_of, measure_links
 from llmpq.profiler.timing.latency_fit import TARGET_ERROR, Point, fit_latency
 from llmpq.profiler.timing.sample_file import SampleLog
-from llmpq.profiler.timing.shape_grid import Grid, cases, fitted_terms
+from llmpq.profiler.timing.shape_grid import ShapeGrid, cases, fitted_terms
 from llmpq.profiler.timing.worker_processes import (
     Group,
     JobFailedError,
@@ -51,7 +51,7 @@ LEAST_TARGET = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class ProfileJob:
     """What to profile, and how hard."""
 
     model: str
@@ -64,7 +64,7 @@ class Job:
     precisions: tuple[Precision, ...]
     kv: tuple[KVPrecision, ...]
     dtype: Dtype
-    grid: Grid
+    grid: ShapeGrid
     sampling: Sampling
     rest_s: float
     seconds_per_case: float
@@ -74,28 +74,28 @@ class Job:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class HostProfile:
     """What a run found."""
 
     costs: CostModel
     noise: dict[Target, float]
     """Median over an entry's samples of their interquartile half-width, relative."""
     copies: dict[str, int]
-    failed: dict[Case, str]
+    failed: dict[TimedCase, str]
     """Cases that could not be measured, with the error; their targets are left out."""
     failed_links: tuple[str, ...] = ()
     """Links that could not be measured."""
 
 
-OnCase = Callable[[Case], None]
+OnCase = Callable[[TimedCase], None]
 """Hears of every case whose sample is there."""
 
 
-def run(job: Job, samples: SampleLog, on_case: OnCase) -> Outcome:
+def run(job: ProfileJob, samples: SampleLog, on_case: OnCase) -> HostProfile:
     """Time every device kind in turn, then the links between them, and fit."""
     entries: list[LatencyEntry] = []
     noise: dict[Target, float] = {}
-    failed: dict[Case, str] = {}
+    failed: dict[TimedCase, str] = {}
     versions: dict[str, str] = {"llmpq": __version__, "sampling": job.sampling.title}
     links: tuple[LinkCost, ...] = ()
     failed_links: list[str] = []
@@ -132,7 +132,7 @@ def run(job: Job, samples: SampleLog, on_case: OnCase) -> Outcome:
         links=links,
         versions=versions,
     )
-    return Outcome(
+    return HostProfile(
         costs=costs,
         noise=noise,
         copies=job.copies,
@@ -196,7 +196,7 @@ def padded_to(device: Device) -> int:
     return 1 if device.spec.is_cpu else PROMPT_WIDTH
 
 
-def _set_up(job: Job, device: Device) -> SetUp:
+def _set_up(job: ProfileJob, device: Device) -> SetUp:
     return set_up_for(
         device,
         job.model,
@@ -207,18 +207,18 @@ def _set_up(job: Job, device: Device) -> SetUp:
     )
 
 
-def _group(job: Job, device: Device) -> Group:
+def _group(job: ProfileJob, device: Device) -> Group:
     gpus: Sequence[int | None] = (None,) if device.spec.is_cpu else gpus_of(device)
     return Group(_set_up(job, device), copies=job.copies[device.profile_kind], gpus=gpus)
 
 
 def _take(
-    job: Job,
+    job: ProfileJob,
     device: Device,
     group: Group,
     samples: SampleLog,
     on_case: OnCase,
-    failed: dict[Case, str],
+    failed: dict[TimedCase, str],
     compiled: bool,
 ) -> list[Sample]:
     """Return the samples of a device kind, timing those that are not on disk.
@@ -261,15 +261,15 @@ def _take(
 
 
 def _rounds(
-    group: Group, missing: Sequence[Case], failed: dict[Case, str], *, twice: bool
-) -> Iterator[tuple[Case, Timing]]:
+    group: Group, missing: Sequence[TimedCase], failed: dict[TimedCase, str], *, twice: bool
+) -> Iterator[tuple[TimedCase, CaseTime]]:
     """Time the cases of a target; on a CPU in two rounds, keeping the faster timing of each.
 
     Other programs only add time, and seldom at both moments. Cases that cannot be measured are
     put into `failed`.
     """
 
-    def timed(case: Case) -> Timing | None:
+    def timed(case: TimedCase) -> CaseTime | None:
         try:
             return group.time(case)
         except JobFailedError as error:
@@ -285,7 +285,7 @@ def _rounds(
             yield case, min(found, key=lambda timing: timing.seconds)
 
 
-def _restart(group: Group, failed: dict[Case, str]) -> None:
+def _restart(group: Group, failed: dict[TimedCase, str]) -> None:
     """Start a group's processes anew; `StageLostError` where that does not help."""
     if group.restarts == MOST_RESTARTS:
         *_, (case, error) = failed.items()

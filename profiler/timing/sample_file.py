@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Self
 
 from llmpq.output_paths import naming
-from llmpq.profiler.timing.cases import Case, Conditions, Sample
+from llmpq.profiler.timing.cases import Conditions, Sample, TimedCase
 
 
 class SampleLog:
@@ -49,7 +49,7 @@ class SampleLog:
             self._file.write(line)
             self._file.flush()
 
-    def taken(self, wanted: Iterable[Case], conditions: Conditions) -> dict[Case, Sample]:
+    def taken(self, wanted: Iterable[TimedCase], conditions: Conditions) -> dict[TimedCase, Sample]:
         """Return the newest sample of each wanted case taken under these conditions.
 
         How tokens are sampled is a condition of the head's times only.

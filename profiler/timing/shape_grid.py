@@ -20,7 +20,7 @@ from llmpq.cost_model import Phase
 from llmpq.gpu_workspace import padded_prompt
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
-from llmpq.profiler.timing.cases import Case, Target
+from llmpq.profiler.timing.cases import Target, TimedCase
 from llmpq.workload import Dtype
 
 CACHED = 16
@@ -28,7 +28,7 @@ CACHED = 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class Grid:
+class ShapeGrid:
     """Micro-batch sizes and lengths to time, and the most tokens of one case."""
 
     prefill_v: tuple[int, ...]
@@ -46,21 +46,21 @@ class Grid:
     """Most new tokens of a prefill case; a cache may hold `CACHED` times as many."""
 
 
-_QUICK = Grid(
+_QUICK = ShapeGrid(
     prefill_v=(1, 3, 8),
     prefill_length=(16, 64, 128),
     decode_v=(1, 2, 4, 8),
     decode_length=(24, 128),
     max_tokens=640,
 )
-_FULL = Grid(
+_FULL = ShapeGrid(
     prefill_v=(1, 2, 3, 4, 8, 16),
     prefill_length=(32, 96, 128, 256, 512, 1024),
     decode_v=(1, 2, 3, 4, 8, 16, 32, 64),
     decode_length=(64, 192, 512, 1024, 2048),
     max_tokens=4096,
 )
-_GPU = Grid(
+_GPU = ShapeGrid(
     prefill_v=(1, 2, 4, 8, 16, 32, 64),
     prefill_length=(16, 32, 64, 128, 256, 512, 1024, 2048, 4096),
     prefill_tokens=(
@@ -89,7 +89,7 @@ def make_grid(
     max_tokens: int | None = None,
     verify_q: Sequence[int] = (),
     job: tuple[int, int] | None = None,
-) -> Grid:
+) -> ShapeGrid:
     """Return the grid up to `max_batch` requests of `max_len` tokens.
 
     By default the longest is what the model allows, at most 256 in a quick run and 2048 otherwise,
@@ -110,7 +110,7 @@ def make_grid(
                 f"of them within --max-tokens {most} and --max-batch {max_batch}; try --max-tokens "
                 f"{enough} --max-batch {max(4, max_batch)}"
             )
-        return Grid(
+        return ShapeGrid(
             prefill_v=batches,
             prefill_length=(prompt,),
             decode_v=_up_to(shapes.decode_v, max_batch),
@@ -119,7 +119,7 @@ def make_grid(
             launch=shapes.launch,
             max_tokens=most,
         )
-    return Grid(
+    return ShapeGrid(
         prefill_v=_up_to(shapes.prefill_v, max_batch),
         prefill_length=_up_to(shapes.prefill_length, longest),
         decode_v=_up_to(shapes.decode_v, max_batch),
@@ -133,15 +133,15 @@ def make_grid(
 
 
 def cases(
-    grid: Grid,
+    grid: ShapeGrid,
     *,
     device_kind: str,
     dtype: Dtype,
     precisions: Sequence[Precision],
     kv: Sequence[KVPrecision],
-) -> list[Case]:
+) -> list[TimedCase]:
     """Return every case of one device kind, the cases of one target together."""
-    found: list[Case] = []
+    found: list[TimedCase] = []
     phases = (Phase.DECODE, *((Phase.VERIFY,) if grid.verify_q else ()), Phase.PREFILL)
     for precision in precisions:
         for kv_bits in kv:
@@ -176,25 +176,25 @@ def fitted_terms(target: Target) -> tuple[str, ...] | None:
     }[target.phase]
 
 
-def _layer_cases(grid: Grid, target: Target) -> Iterator[Case]:
+def _layer_cases(grid: ShapeGrid, target: Target) -> Iterator[TimedCase]:
     if target.phase is Phase.PREFILL:
         shapes = [(v, s) for v in grid.prefill_v for s in grid.prefill_length]
         if grid.prefill_tokens:
             shapes = sorted(set(_by_tokens(grid, edges=target.part == "layer")), key=_tokens)
         if grid.launch and target.part == "layer":
-            yield Case(target=target, v=1, length=min(grid.prefill_length), launch=True)
+            yield TimedCase(target=target, v=1, length=min(grid.prefill_length), launch=True)
         yield from (
-            Case(target=target, v=v, length=s) for v, s in shapes if v * s <= grid.max_tokens
+            TimedCase(target=target, v=v, length=s) for v, s in shapes if v * s <= grid.max_tokens
         )
         return
     for q in grid.verify_q if target.phase is Phase.VERIFY else (1,):
         for v in grid.decode_v:
             for length in grid.decode_length:
                 if v * length <= CACHED * grid.max_tokens:
-                    yield Case(target=target, v=v, length=max(length, q), q_len=q)
+                    yield TimedCase(target=target, v=v, length=max(length, q), q_len=q)
 
 
-def _by_tokens(grid: Grid, *, edges: bool) -> Iterator[tuple[int, int]]:
+def _by_tokens(grid: ShapeGrid, *, edges: bool) -> Iterator[tuple[int, int]]:
     """Yield (micro-batch, length) of numbers of tokens: many short prompts, some, one long.
 
     As short and as long as micro-batch sizes and lengths of the grid allow. At `edges`, some: with
@@ -212,7 +212,7 @@ def _by_tokens(grid: Grid, *, edges: bool) -> Iterator[tuple[int, int]]:
             yield _middle(shapes)
 
 
-def _shapes(grid: Grid, tokens: int) -> list[tuple[int, int]]:
+def _shapes(grid: ShapeGrid, tokens: int) -> list[tuple[int, int]]:
     """Return every (micro-batch, length) of so many tokens, padding included, shortest first."""
     longest = max(grid.prefill_length)
     return [
@@ -234,7 +234,7 @@ def _middle(shapes: list[tuple[int, int]]) -> tuple[int, int]:
     return min(shapes, key=lambda shape: abs(math.log(shape[1] / mean)))
 
 
-def _end_cases(grid: Grid, target: Target) -> Iterator[Case]:
+def _end_cases(grid: ShapeGrid, target: Target) -> Iterator[TimedCase]:
     """Return the cases of embedding or head: the past plays no part, so its length is one value."""
     if target.phase is Phase.PREFILL:
         yield from _layer_cases(grid, target)

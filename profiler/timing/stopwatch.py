@@ -15,7 +15,7 @@ from typing import Literal
 
 import torch
 
-from llmpq.profiler.timing.cases import Timing
+from llmpq.profiler.timing.cases import CaseTime
 
 WARM_UP = 2
 MAX_REPEATS = 1000
@@ -37,7 +37,7 @@ class Effort:
 
 def time_call(
     call: Callable[[], object], *, device: torch.device, effort: Effort, layers: int, graph: bool
-) -> Timing:
+) -> CaseTime:
     """Return the median seconds of `call`, divided by the `layers` it goes through."""
     if device.type == "cuda":
         how: Literal["eager", "graph"] = "graph" if graph else "eager"
@@ -49,11 +49,11 @@ def time_call(
 
 def summarise(
     samples: list[float], *, layers: int = 1, how: Literal["eager", "graph"] = "eager"
-) -> Timing:
+) -> CaseTime:
     """Return the median and the quartiles of repeated times."""
     ordered = sorted(samples)
     last = len(ordered) - 1
-    return Timing(
+    return CaseTime(
         seconds=statistics.median(ordered),
         low_s=ordered[last // 4],
         high_s=ordered[last - last // 4],

@@ -21,7 +21,7 @@ from llmpq.gpu_workspace import padded_prompt
 from llmpq.memory import Quantization, layer_weight_bytes
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import Precision
-from llmpq.profiler.timing.cases import Case, Sampling, Target, Timing
+from llmpq.profiler.timing.cases import CaseTime, Sampling, Target, TimedCase
 from llmpq.profiler.timing.stopwatch import Effort, time_call
 from llmpq.runtime.backends.backend import backend_of
 from llmpq.runtime.backends.cuda_stage import CudaStageCompute, widened
@@ -54,7 +54,7 @@ _KINDS = {
 }
 
 
-class Subject:
+class TimedModel:
     """The model on one device; parts are built when first timed, one stage is kept at a time."""
 
     def __init__(
@@ -74,7 +74,7 @@ class Subject:
         )
         self._built: tuple[object, StageModel] | None = None
 
-    def time(self, case: Case, effort: Effort) -> Timing:
+    def time(self, case: TimedCase, effort: Effort) -> CaseTime:
         """Time one case: per layer, where it is one of layers."""
         target, stage = case.target, self._stage_of(case)
         layers = max(1, len(stage.layers))
@@ -98,7 +98,7 @@ class Subject:
         )
         return max(1, min(MAX_LAYERS, self.spec.num_layers, MAX_LAYERS_BYTES // one))
 
-    def _call(self, case: Case, stage: StageModel, *, graph: bool) -> Callable[[], object]:
+    def _call(self, case: TimedCase, stage: StageModel, *, graph: bool) -> Callable[[], object]:
         """Return the stage's work on one micro-batch; in a graph, on inputs that stay in place."""
         dtype = DTYPES[case.target.dtype]
         kv = self._cache(case, len(stage.layers))
@@ -123,7 +123,7 @@ class Subject:
 
         return replayed
 
-    def _compute(self, case: Case, stage: StageModel, kv: KVCache) -> StageCompute:
+    def _compute(self, case: TimedCase, stage: StageModel, kv: KVCache) -> StageCompute:
         """Return what the runtime computes with; hidden states stay on a GPU, as for its links."""
         dtype = DTYPES[case.target.dtype]
         if self.device.type == "cpu":
@@ -147,7 +147,7 @@ class Subject:
         compute.keep_on_device = True
         return compute
 
-    def _graph_step(self, case: Case, message: StepMessage, x: Tensor) -> tuple[Step, Tensor]:
+    def _graph_step(self, case: TimedCase, message: StepMessage, x: Tensor) -> tuple[Step, Tensor]:
         """Return a prompt padded as the runtime does, or a decode step that says no more of its
         rows than the runtime's graphs know; and its ids or hidden states."""
         step = message.step(self.device)
@@ -157,7 +157,7 @@ class Subject:
             step = replace(step, max_end=case.length, runs=(), uniform=False)
         return step, x
 
-    def _cache(self, case: Case, num_layers: int) -> KVCache:
+    def _cache(self, case: TimedCase, num_layers: int) -> KVCache:
         return make_kv_cache(
             self.spec,
             case.target.kv,
@@ -168,7 +168,7 @@ class Subject:
             device=self.device,
         )
 
-    def _stage_of(self, case: Case) -> StageModel:
+    def _stage_of(self, case: TimedCase) -> StageModel:
         """Return the stage that a case is timed on: a single layer where one takes long enough."""
         stage = self._stage(case.target)
         if self.device.type == "cpu" or case.new_tokens < self._one_layer_tokens:
@@ -199,7 +199,7 @@ class Subject:
         )
 
 
-def micro_batch(case: Case, sampling: TokenChoice) -> StepMessage:
+def micro_batch(case: TimedCase, sampling: TokenChoice) -> StepMessage:
     """Return the micro-batch of a case in slots 0..v-1, every other row a token shorter."""
     lengths = [max(case.q_len, case.length - row % 2) for row in range(case.v)]
     if case.target.phase is Phase.PREFILL:

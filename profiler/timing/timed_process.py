@@ -1,7 +1,7 @@
 """The process that times: exactly the threads, GPU or share of a GPU a stage would have.
 
-Reads one JSON message a line from stdin (`SetUp` first, then `Case` or `LinkJob`) and answers each
-with one line. `python -m llmpq.profiler.timing.timed_process`; ends with its parent's pipe.
+Reads one JSON message a line from stdin (`SetUp` first, then `TimedCase` or `LinkJob`) and answers
+each with one line. `python -m llmpq.profiler.timing.timed_process`; ends with its parent's pipe.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import torch
 
 from llmpq.file_form import FileForm
 from llmpq.memory import Quantization
-from llmpq.profiler.timing.cases import Case, Failed, LinkJob, Ready, SetUp, model_spec
+from llmpq.profiler.timing.cases import Failed, LinkJob, Ready, SetUp, TimedCase, model_spec
 from llmpq.profiler.timing.stopwatch import Effort
-from llmpq.profiler.timing.timed_layers import Subject
+from llmpq.profiler.timing.timed_layers import TimedModel
 
 
 def serve(requests: TextIO, answers: TextIO) -> None:
     """Answer requests until the pipe closes."""
     set_up = SetUp.parse_data(json.loads(requests.readline()), where="set-up")
     device, _alive = claim_device(set_up)
-    subject = Subject(
+    timed_model = TimedModel(
         model_spec(set_up.model),
         device,
         Quantization(),
@@ -47,7 +47,7 @@ def serve(requests: TextIO, answers: TextIO) -> None:
 
                 _answer(answers, run_link(LinkJob.parse_data(data, where="link"), device))
             else:
-                _answer(answers, subject.time(Case.parse_data(data, where="case"), effort))
+                _answer(answers, timed_model.time(TimedCase.parse_data(data, where="case"), effort))
         except (RuntimeError, ValueError) as error:
             reason = f"{type(error).__name__}: {error}"
             _answer(answers, Failed(error=reason, lost=_is_lost(device)))

@@ -21,14 +21,14 @@ from llmpq.cluster import Device
 from llmpq.errors import DeadlineError, StageLostError
 from llmpq.file_form import FileForm
 from llmpq.profiler.timing.cases import (
-    Case,
+    CaseTime,
     Failed,
     LinkJob,
     LinkTimings,
     Ready,
     Sampling,
     SetUp,
-    Timing,
+    TimedCase,
 )
 
 SUSTAIN_S = 0.1
@@ -151,11 +151,11 @@ class Group:
             self._ready = [child.receive(Ready) for child in self.children][0]
         return self._ready
 
-    def time(self, case: Case) -> Timing:
+    def time(self, case: TimedCase) -> CaseTime:
         """Time a case on all copies at once; return the median over the copies."""
         for child in self.children:
             child.send(case)
-        timings = _receive_all(self.children, Timing)
+        timings = _receive_all(self.children, CaseTime)
         return timings[0].model_copy(
             update={
                 name: statistics.median(getattr(timing, name) for timing in timings)

@@ -46,7 +46,7 @@ from llmpq.runtime.report.progress import ProgressReporter
 from llmpq.runtime.request import Finished, Request
 from llmpq.runtime.text.answer_text import answer_text
 from llmpq.runtime.text.batch_io import OrderedWriter, finished_lines, read_rows
-from llmpq.runtime.text.batch_rows import Answer, Row, answer_line, error_line
+from llmpq.runtime.text.batch_rows import AnswerText, Row, answer_line, error_line
 from llmpq.runtime.text.made_with import made_by, made_with
 from llmpq.runtime.text.tokenizer import Tokenizer
 from llmpq.runtime.trace import StageRecord, write_chrome_trace
@@ -331,7 +331,7 @@ def _serve_plainly(job: Job, pipeline: Engine, updates: Iterator[Update]) -> lis
     return [result for update in updates for result in update.finished]
 
 
-def _answer(request: Request, result: Finished, tokenizer: Tokenizer) -> Answer:
+def _answer(request: Request, result: Finished, tokenizer: Tokenizer) -> AnswerText:
     tokens = list(result.tokens)
     text = answer_text(
         tokenizer,
@@ -340,7 +340,7 @@ def _answer(request: Request, result: Finished, tokenizer: Tokenizer) -> Answer:
         stop_ids=request.stop_ids,
         stop_texts=request.stop_texts,
     )
-    return Answer(
+    return AnswerText(
         text=text,
         tokens=tokens,
         finish_reason=result.finish_reason,

@@ -83,7 +83,7 @@ class Row:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class AnswerText:
     """What a row's request produced."""
 
     text: str
@@ -120,7 +120,7 @@ def json_row(index: int, line: str, defaults: Defaults, *, number: int | None = 
 
 
 def answer_line(
-    row: Row, answer: Answer, model: str, made_with: Mapping[str, Any] | None = None
+    row: Row, answer: AnswerText, model: str, made_with: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """Return the output line of a finished row; `made_with` is what `--resume` compares."""
     made = {} if made_with is None else {MADE_WITH: dict(made_with)}

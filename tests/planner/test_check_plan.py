@@ -16,8 +16,8 @@ from llmpq.planner.build_plan import build_plan
 from llmpq.planner.check import check_plan
 from llmpq.planner.methods import PLANNERS, solve
 from llmpq.planner.outcome import Infeasible
+from llmpq.planner.predict.add_drafts import round_bytes
 from llmpq.planner.predict.pipeline_time import value
-from llmpq.planner.predict.speculation import round_bytes
 from llmpq.planner.problem import Problem
 from llmpq.planner.tools.random_problems import random_problem
 from llmpq.speculation import draft_bytes

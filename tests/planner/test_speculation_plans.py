@@ -9,7 +9,7 @@ from llmpq.cost_model import CostModel, LatencyEntry, Phase, Regime
 from llmpq.errors import DoesNotFitError
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import MemoryForm
-from llmpq.planner.predict.speculation import with_speculation
+from llmpq.planner.predict.add_drafts import with_speculation
 from llmpq.precision import Precision
 from llmpq.speculation import draft_bytes
 

@@ -6,7 +6,7 @@ from llmpq.cost_model import Phase
 from llmpq.errors import StageLostError
 from llmpq.precision import Precision
 from llmpq.profiler.timing import compile_ahead as module
-from llmpq.profiler.timing.cases import Case, Ready, SetUp, Target, Timing
+from llmpq.profiler.timing.cases import CaseTime, Ready, SetUp, Target, TimedCase
 from llmpq.profiler.timing.worker_processes import JobFailedError
 
 pytestmark = pytest.mark.pure
@@ -19,10 +19,10 @@ class FakeChild:
 
     def __init__(self, set_up: SetUp, *, gpu: int | None) -> None:
         self.set_up, self.gpu, self.closed = set_up, gpu, False
-        self.cases: list[Case] = []
+        self.cases: list[TimedCase] = []
         FakeChild.started.append(self)
 
-    def send(self, case: Case) -> None:
+    def send(self, case: TimedCase) -> None:
         self.cases.append(case)
 
     def receive(self, kind: type) -> object:
@@ -32,7 +32,7 @@ class FakeChild:
             raise JobFailedError("no memory")
         if self.cases[-1].v == 4:
             raise JobFailedError("bad address", lost=True)
-        return Timing(seconds=1.0, low_s=1.0, high_s=1.0, repeats=1)
+        return CaseTime(seconds=1.0, low_s=1.0, high_s=1.0, repeats=1)
 
     def close(self) -> None:
         self.closed = True
@@ -44,9 +44,9 @@ def _fake(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "Child", FakeChild)
 
 
-def cases(*bits: str) -> list[Case]:
+def cases(*bits: str) -> list[TimedCase]:
     return [
-        Case(
+        TimedCase(
             target=Target(
                 device_kind="g",
                 part="layer",

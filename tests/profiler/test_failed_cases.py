@@ -14,7 +14,7 @@ from llmpq.cost_model import CostModel
 from llmpq.errors import StageLostError
 from llmpq.profiler.__main__ import main
 from llmpq.profiler.timing import profile_host, stopwatch
-from llmpq.profiler.timing.cases import Case, Timing
+from llmpq.profiler.timing.cases import CaseTime, TimedCase
 from llmpq.profiler.timing.worker_processes import Group, JobFailedError
 
 pytestmark = pytest.mark.cpu
@@ -27,11 +27,11 @@ def _profile(
     """Profile with batches of `rows` failing; return the code, the file and the restarts."""
     restarts = [0]
 
-    def time(_: Group, case: Case) -> Timing:
+    def time(_: Group, case: TimedCase) -> CaseTime:
         if case.v == rows and case.target.part == "layer" and case.length < 40:
             raise JobFailedError("RuntimeError: bad address", lost=lost)
         seconds = 1e-4 * case.v * case.length
-        return Timing(seconds=seconds, low_s=seconds, high_s=seconds, repeats=3)
+        return CaseTime(seconds=seconds, low_s=seconds, high_s=seconds, repeats=3)
 
     def restart(group: Group) -> None:
         restarts[0] += 1

@@ -16,7 +16,7 @@ from llmpq.precision import Precision
 from llmpq.profiler.__main__ import main
 from llmpq.profiler.timing import host_links
 from llmpq.profiler.timing import worker_processes as processes
-from llmpq.profiler.timing.cases import Case, LinkTimings, SetUp, Target
+from llmpq.profiler.timing.cases import LinkTimings, SetUp, Target, TimedCase
 from llmpq.profiler.timing.worker_processes import (
     Group,
     JobFailedError,
@@ -66,11 +66,11 @@ def test_profile_stop_and_resume(tmp_path: Path, tiny_models: Any) -> None:
     assert len(resumed) == len(lines)
 
 
-def case(**changed: Any) -> Case:
+def case(**changed: Any) -> TimedCase:
     target = Target(
         device_kind="CPU@1t", part="layer", phase=Phase.DECODE, dtype="float32", **changed
     )
-    return Case(target=target, v=1, length=16)
+    return TimedCase(target=target, v=1, length=16)
 
 
 def test_a_failed_job_and_a_dead_child_are_told_apart(tiny_models: Any) -> None:

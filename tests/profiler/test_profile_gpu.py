@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from llmpq.cost_model import Phase
-from llmpq.profiler.timing.cases import Case, Ready, SetUp, Target, Timing
+from llmpq.profiler.timing.cases import CaseTime, Ready, SetUp, Target, TimedCase
 from llmpq.profiler.timing.latency_fit import fit_link
 from llmpq.profiler.timing.worker_processes import Child, Group, time_link
 
@@ -17,11 +17,11 @@ pytestmark = [
 ]
 
 
-def time_layer(model: str, phase: Phase, *, sms: int | None, v: int, length: int) -> Timing:
+def time_layer(model: str, phase: Phase, *, sms: int | None, v: int, length: int) -> CaseTime:
     target = Target(device_kind="gpu", part="layer", phase=phase, dtype="float16")
     with Group(SetUp(model=model, cuda=True, sms=sms), copies=1, gpus=[0]) as group:
         assert group.ready.device_name == torch.cuda.get_device_name(0)
-        return group.time(Case(target=target, v=v, length=length))
+        return group.time(TimedCase(target=target, v=v, length=length))
 
 
 @pytest.mark.parametrize("phase", [Phase.PREFILL, Phase.DECODE])

@@ -18,7 +18,7 @@ from llmpq.precision import Precision
 from llmpq.profiler.cli import quantize as quantize_command
 from llmpq.profiler.quantize.layer_walk import random_windows
 from llmpq.profiler.quantize.recipes import Settings
-from llmpq.profiler.quantize.whole_model import Job, quantize_model
+from llmpq.profiler.quantize.whole_model import QuantizeJob, quantize_model
 from llmpq.runtime.weights import written_whole as whole_files
 from llmpq.runtime.weights.quantized_writer import ENDS_FILE, layer_file
 from llmpq.runtime.weights.sources import CheckpointSource
@@ -35,7 +35,7 @@ def model(tiny_models: Any, tmp_path: Path) -> Path:
 def quantise(model: Path, target: Path, dtype: torch.dtype = torch.float32) -> list[bool]:
     """Return which layers were there already."""
     spec = ModelSpec.from_directory(model)
-    job = Job(
+    job = QuantizeJob(
         spec=spec,
         precisions=(Precision.W8A16,) * spec.num_layers,
         settings=Settings(method="rtn", group_size=None),

@@ -23,7 +23,7 @@ from llmpq.precision import KVPrecision, Precision, WeightScheme
 from llmpq.profiler.cli.quantize import main as quantize_main
 from llmpq.profiler.quantize.layer_walk import random_windows
 from llmpq.profiler.quantize.recipes import Settings
-from llmpq.profiler.quantize.whole_model import Job, quantize_model, spread
+from llmpq.profiler.quantize.whole_model import QuantizeJob, quantize_model, spread
 from llmpq.runtime.engine.plain_loop import LocalPipeline
 from llmpq.runtime.step import Step
 from llmpq.runtime.tools.evaluate import load
@@ -47,7 +47,7 @@ def write(
 ) -> ModelSpec:
     """Quantise a directory with two short windows of calibration."""
     spec = ModelSpec.from_directory(directory)
-    job = Job(
+    job = QuantizeJob(
         spec=spec,
         precisions=spread([Precision.parse(s) for s in schemes.split(",")], spec.num_layers),
         settings=Settings(method=method, **settings),  # type: ignore[arg-type]

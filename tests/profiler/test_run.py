@@ -13,12 +13,12 @@ from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
 from llmpq.profiler.__main__ import main
-from llmpq.profiler.timing.cases import Case, Conditions, Sample, Sampling, Target
+from llmpq.profiler.timing.cases import Conditions, Sample, Sampling, Target, TimedCase
 from llmpq.profiler.timing.latency_fit import Point, fit_latency
 from llmpq.profiler.timing.profile_host import fit_entry
 from llmpq.profiler.timing.shape_grid import cases, make_grid
 from llmpq.profiler.timing.stopwatch import Effort, summarise
-from llmpq.profiler.timing.timed_layers import Subject, micro_batch
+from llmpq.profiler.timing.timed_layers import TimedModel, micro_batch
 from llmpq.runtime.backends.stage_compute import StageCompute
 from llmpq.runtime.pending import Pending
 from llmpq.runtime.sampling_params import TokenChoice
@@ -35,7 +35,7 @@ nodes:
 """
 
 
-def seconds(fit: Any, phase: Phase, case: Case) -> float:
+def seconds(fit: Any, phase: Phase, case: TimedCase) -> float:
     entry = LatencyEntry(
         device_kind="CPU@1t",
         part="layer",
@@ -54,7 +54,7 @@ def ratios(
     """Fit a small grid of one layer's times; return predicted over measured at other shapes."""
     torch.set_num_threads(1)
     spec = ModelSpec.from_directory(directory)
-    subject = Subject(spec, torch.device("cpu"), Quantization(), Sampling())
+    timed = TimedModel(spec, torch.device("cpu"), Quantization(), Sampling())
     effort = Effort(seconds=0.01, min_repeats=5)
     found = cases(
         make_grid(spec, quick=True, max_batch=8, max_len=96),
@@ -71,13 +71,15 @@ def ratios(
         dtype="float32",
     )
     points = [
-        Point(v=case.v, length=case.length, seconds=scale(subject.time(case, effort).seconds))
+        Point(v=case.v, length=case.length, seconds=scale(timed.time(case, effort).seconds))
         for case in found
         if case.target == target
     ]
     fit = fit_latency(phase, points)
-    unseen = [Case(target=target, v=v, length=s) for v, s in ((2, 40), (5, 30), (6, 80), (7, 50))]
-    return [seconds(fit, phase, c) / subject.time(c, effort).seconds for c in unseen]
+    unseen = [
+        TimedCase(target=target, v=v, length=s) for v, s in ((2, 40), (5, 30), (6, 80), (7, 50))
+    ]
+    return [seconds(fit, phase, c) / timed.time(c, effort).seconds for c in unseen]
 
 
 @pytest.mark.parametrize("phase", [Phase.PREFILL, Phase.DECODE])
@@ -94,9 +96,11 @@ def test_milliseconds_taken_for_seconds_are_noticed(tiny_models: Any) -> None:
 def test_a_layer_is_timed_alone(tiny_models: Any) -> None:
     """The time of a stage of several layers is divided by their number."""
     spec = ModelSpec.from_directory(tiny_models.directory("opt"))
-    subject = Subject(spec, torch.device("cpu"), Quantization(), Sampling())
+    timed = TimedModel(spec, torch.device("cpu"), Quantization(), Sampling())
     target = Target(device_kind="c", part="layer", phase=Phase.DECODE, dtype="float32")
-    timing = subject.time(Case(target=target, v=2, length=16), Effort(seconds=0.005, min_repeats=3))
+    timing = timed.time(
+        TimedCase(target=target, v=2, length=16), Effort(seconds=0.005, min_repeats=3)
+    )
     assert timing.layers == spec.num_layers == 3
     assert summarise([0.3, 0.1, 0.2], layers=1).seconds == 0.2
     assert summarise([5.0, 1.0, 2.0, 3.0, 4.0]).noise == pytest.approx(1 / 3)
@@ -113,20 +117,22 @@ def test_an_answer_on_its_way_is_waited_for(
 
     monkeypatch.setattr(StageCompute, "run", lambda *_: Pending(torch.zeros(1), Copied()))
     spec = ModelSpec.from_directory(tiny_models.directory("opt"))
-    subject = Subject(spec, torch.device("cpu"), Quantization(), Sampling())
+    timed = TimedModel(spec, torch.device("cpu"), Quantization(), Sampling())
     target = Target(device_kind="c", part="layer", phase=Phase.PREFILL, dtype="float32")
-    timing = subject.time(Case(target=target, v=2, length=8), Effort(seconds=0.005, min_repeats=3))
+    timing = timed.time(
+        TimedCase(target=target, v=2, length=8), Effort(seconds=0.005, min_repeats=3)
+    )
     assert len(waits) >= timing.repeats >= 3
 
 
 def test_a_gpu_times_prompts_with_their_padding(tiny_models: Any) -> None:
     spec = ModelSpec.from_directory(tiny_models.directory("llama"))
-    subject = Subject(spec, torch.device("cpu"), Quantization(), Sampling())
+    timed = TimedModel(spec, torch.device("cpu"), Quantization(), Sampling())
     for length, taken in ((20, 20), (70, 128)):
         target = Target(device_kind="c", part="layer", phase=Phase.PREFILL, dtype="float32")
-        case = Case(target=target, v=2, length=length)
+        case = TimedCase(target=target, v=2, length=length)
         x = torch.zeros(2, length, spec.hidden)
-        step, padded = subject._graph_step(case, micro_batch(case, TokenChoice()), x)
+        step, padded = timed._graph_step(case, micro_batch(case, TokenChoice()), x)
         assert (step.q_len, step.max_end, padded.shape[1]) == (taken, taken, taken)
 
 
@@ -138,7 +144,7 @@ def test_padded_prompts_are_fitted_at_the_tokens_they_take() -> None:
         taken = length if length < 64 else -(-length // 64) * 64
         timing = summarise([1e-6 * v * taken] * 3)
         return Sample(
-            conditions=conditions, case=Case(target=target, v=v, length=length), timing=timing
+            conditions=conditions, case=TimedCase(target=target, v=v, length=length), timing=timing
         )
 
     samples = [made(v, length) for v in (1, 2, 4) for length in (16, 65, 100, 400)]
@@ -149,7 +155,7 @@ def test_padded_prompts_are_fitted_at_the_tokens_they_take() -> None:
 def test_micro_batches_have_unequal_rows() -> None:
     def shape(phase: Phase, **sizes: int) -> tuple[list[int], list[int]]:
         target = Target(device_kind="c", part="layer", phase=phase, dtype="float32")
-        message = micro_batch(Case(target=target, **sizes), TokenChoice())
+        message = micro_batch(TimedCase(target=target, **sizes), TokenChoice())
         return list(message.starts), list(message.num_new)
 
     assert shape(Phase.PREFILL, v=3, length=9) == ([0, 0, 0], [9, 8, 9])

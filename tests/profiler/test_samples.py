@@ -11,26 +11,26 @@ from llmpq.cost_model import Phase
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
 from llmpq.profiler.timing import profile_host as session
-from llmpq.profiler.timing.cases import Case, Conditions, Sample, Sampling, Target, Timing
+from llmpq.profiler.timing.cases import CaseTime, Conditions, Sample, Sampling, Target, TimedCase
 from llmpq.profiler.timing.sample_file import SampleLog
-from llmpq.profiler.timing.shape_grid import Grid, cases, fitted_terms, make_grid
+from llmpq.profiler.timing.shape_grid import ShapeGrid, cases, fitted_terms, make_grid
 
 pytestmark = pytest.mark.pure
 
 TARGET = Target(device_kind="CPU@1t", part="layer", phase=Phase.DECODE, dtype="float32")
 GREEDY, NUCLEUS = Sampling(), Sampling(temperature=0.7, top_p=0.9)
-CASES = [Case(target=TARGET, v=v, length=64) for v in (1, 2, 4)]
+CASES = [TimedCase(target=TARGET, v=v, length=64) for v in (1, 2, 4)]
 
 
 HERE = Conditions(model_fingerprint="f", machine="here", copies=2)
 
 
-def sample(case: Case, *, seconds: float = 1e-3, **changed: Any) -> Sample:
-    timing = Timing(seconds=seconds, low_s=seconds, high_s=seconds, repeats=5)
+def sample(case: TimedCase, *, seconds: float = 1e-3, **changed: Any) -> Sample:
+    timing = CaseTime(seconds=seconds, low_s=seconds, high_s=seconds, repeats=5)
     return Sample(conditions=HERE.model_copy(update=changed), case=case, timing=timing)
 
 
-def taken(log: SampleLog, **changed: Any) -> dict[Case, Sample]:
+def taken(log: SampleLog, **changed: Any) -> dict[TimedCase, Sample]:
     return log.taken(CASES, HERE.model_copy(update=changed))
 
 
@@ -86,7 +86,7 @@ def test_a_line_that_is_no_sample_is_an_error(tmp_path: Path) -> None:
         SampleLog(path)
 
 
-def grid_cases(grid: Grid) -> list[Case]:
+def grid_cases(grid: ShapeGrid) -> list[TimedCase]:
     return cases(
         grid,
         device_kind="T4",

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from llmpq.kernels.__main__ import main as kernels_main
-from llmpq.kernels.atom.hopper import Plan, norm_input, product
+from llmpq.kernels.atom.hopper import HopperPlan, norm_input, product
 from llmpq.kernels.atom.product import atom_linear
 from llmpq.kernels.atom.reference import atom_linear_reference, integer_product
 from llmpq.kernels.formats.atom_scheme import AtomScheme
@@ -68,7 +68,7 @@ def test_tiles_whose_k_is_shared_out(bm: int, m: int, n: int, k: int) -> None:
     tokens = norm_input(x, tiles)
     runs = [
         product(
-            tokens, tiles, dtype=x.dtype, residual_MN=more, chosen=Plan(bm=bm, shares=shares)
+            tokens, tiles, dtype=x.dtype, residual_MN=more, chosen=HopperPlan(bm=bm, shares=shares)
         ).float()
         for shares in (True, True, False)
     ]

@@ -17,7 +17,7 @@ from llmpq.kernels.kv.oracle import relative_error
 from llmpq.kernels.tools.check_kv import (
     TOLERANCE,
     WORDS_EQUAL,
-    Case,
+    KvCase,
     cases,
     describe,
     random_steps,
@@ -63,7 +63,7 @@ LENGTH = st.sampled_from([0, 1, 127, 128, 143, 144, 145, 271, 272, 273, 2063, 20
 def test_random_drafts_and_truncations(lengths, moves, fmt, paged):
     """Prompts, then steps of 1 to 4 tokens of which some are forgotten again."""
     steps = random_steps(lengths, moves)
-    case = Case(
+    case = KvCase(
         fmt=fmt, heads=8, kv_heads=2, dtype=torch.float16, steps=steps, paged=paged, width=4
     )
     outcome = run_case(case, torch.device("cuda"))

@@ -25,7 +25,7 @@ from llmpq.kernels.fused import rope_append  # noqa: E402
 from llmpq.kernels.kv import attend as kv_attend  # noqa: E402
 from llmpq.kernels.kv import launch_plan, reference, step_view  # noqa: E402
 from llmpq.kernels.kv import ops as kv_ops  # noqa: E402
-from llmpq.kernels.tools.check_kv import TOLERANCE, WORDS_EQUAL, Case, random_steps, run_case  # noqa: E402
+from llmpq.kernels.tools.check_kv import TOLERANCE, WORDS_EQUAL, KvCase, random_steps, run_case  # noqa: E402
 
 pytestmark = pytest.mark.interpret
 STEPS = [[(0, 280), (0, 20)], [(280, 1), (20, 1)]]
@@ -33,7 +33,7 @@ P = KVPrecision
 
 
 def check(fmt, *, heads, kv_heads, steps, dtype=torch.float16, tolerance=None, **kind):
-    case = Case(fmt=fmt, heads=heads, kv_heads=kv_heads, dtype=dtype, steps=steps, **kind)
+    case = KvCase(fmt=fmt, heads=heads, kv_heads=kv_heads, dtype=dtype, steps=steps, **kind)
     outcome = run_case(case, torch.device("cpu"))
     assert outcome.words_equal > WORDS_EQUAL
     assert outcome.error < (tolerance or TOLERANCE[dtype])

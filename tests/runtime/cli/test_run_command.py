@@ -24,7 +24,7 @@ from llmpq.runtime.request import Finished, Request
 from llmpq.runtime.text.batch_rows import Defaults, Row, json_row, text_row
 from llmpq.runtime.text.stop_texts import StopTexts
 from llmpq.runtime.text.tokenizer import Tokenizer
-from llmpq.runtime.trace import Event, KindTotals, LoadReport, StageRecord
+from llmpq.runtime.trace import KindTotals, LoadReport, StageRecord, TraceEvent
 
 pytestmark = pytest.mark.cpu
 CHAT = json.dumps(
@@ -151,7 +151,7 @@ def test_the_drafter_follows_the_settings(demo_model, make_plan, tmp_path):
 def test_the_report_sets_predictions_beside_measurements(demo_model, make_plan):
     plan = make_plan(demo_model, (3,))
     totals = {"prefill": KindTotals(2, 4, 0.2), "decode": KindTotals(10, 20, 0.5)}
-    events = (Event("decode", 1, 2, 1, 0.0, 0.05),)
+    events = (TraceEvent("decode", 1, 2, 1, 0.0, 0.05),)
     record = StageRecord(totals=totals, events=events)
     assert StageRecord.from_json(record.to_json()).totals == totals
     load = LoadReport(weights_bytes=100, kv_bytes=20, seconds=0.1)

@@ -27,10 +27,10 @@ from llmpq.profiler.quantize.layer_walk import CalibrationRun, Hessian, random_w
 from llmpq.profiler.quantize.linears_in_turn import quantize
 from llmpq.profiler.quantize.one_layer import Recipe, quantize_layer
 from llmpq.profiler.quantize.recipes import Settings
-from llmpq.profiler.quantize.whole_model import Job, quantize_model, spread
-from llmpq.profiler.timing.cases import Case, Sampling, Target
+from llmpq.profiler.quantize.whole_model import QuantizeJob, quantize_model, spread
+from llmpq.profiler.timing.cases import Sampling, Target, TimedCase
 from llmpq.profiler.timing.stopwatch import Effort
-from llmpq.profiler.timing.timed_layers import Subject
+from llmpq.profiler.timing.timed_layers import TimedModel
 from llmpq.runtime.engine.plain_loop import LocalPipeline
 from llmpq.runtime.models.layers import GatedMLP, Linear, SparseMLP
 from llmpq.runtime.weights.convert import convert
@@ -132,7 +132,7 @@ def test_experts_of_a_checkpoint_share_their_outlier_channels(
     tiny: tuple[Path, ModelSpec, CheckpointSource], tmp_path: Path
 ) -> None:
     directory, spec, source = tiny
-    job = Job(
+    job = QuantizeJob(
         spec=spec,
         precisions=spread([Precision.W4A4], spec.num_layers),
         settings=Settings(outliers=4),
@@ -209,7 +209,7 @@ def test_every_indicator_counts_an_expert_by_its_tokens(
 
 def test_layers_are_timed(tiny: tuple[Path, ModelSpec, CheckpointSource]) -> None:
     _, spec, _ = tiny
-    subject = Subject(spec, torch.device("cpu"), Quantization(), Sampling())
+    subject = TimedModel(spec, torch.device("cpu"), Quantization(), Sampling())
     for phase in (Phase.PREFILL, Phase.DECODE):
         target = Target(
             device_kind="cpu",
@@ -218,7 +218,7 @@ def test_layers_are_timed(tiny: tuple[Path, ModelSpec, CheckpointSource]) -> Non
             precision=Precision.W4A16,
             dtype="float32",
         )
-        case = Case(target=target, v=2, length=16)
+        case = TimedCase(target=target, v=2, length=16)
         assert subject.time(case, Effort(seconds=0.01, min_repeats=3)).seconds > 0
 
 

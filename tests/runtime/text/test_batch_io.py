@@ -14,7 +14,7 @@ from llmpq.errors import DeadlineError
 from llmpq.runtime.sampling_params import TokenChoice
 from llmpq.runtime.text.batch_io import OrderedWriter, finished_lines, read_rows
 from llmpq.runtime.text.batch_rows import (
-    Answer,
+    AnswerText,
     Defaults,
     answer_line,
     error_line,
@@ -23,7 +23,7 @@ from llmpq.runtime.text.batch_rows import (
 )
 
 pytestmark = pytest.mark.pure
-ANSWER = Answer(text=" world", tokens=[4, 5], finish_reason="length", prompt_tokens=3)
+ANSWER = AnswerText(text=" world", tokens=[4, 5], finish_reason="length", prompt_tokens=3)
 
 
 def openai(url: str = "/v1/completions", **body) -> str:
