@@ -23,6 +23,10 @@ BLOCK_TOKENS = 128
 HOLDBACK_TOKENS = 16
 """The newest tokens that are never packed: the longest draft plus one that a step may verify."""
 
+TAIL_TOKENS = HOLDBACK_TOKENS + 1
+"""16-bit tokens behind a packed block that whoever finds it in a prefix cache goes on from: its
+next query is the first after the one that had the block packed."""
+
 RING_TOKENS = BLOCK_TOKENS + 2 * HOLDBACK_TOKENS
 """16-bit tokens kept per request: what any query of a step still sees, and room for that step."""
 
@@ -41,6 +45,16 @@ def packed_end(position: int) -> int:
 def packed_blocks(max_len: int) -> int:
     """Return how many blocks of a request of `max_len` tokens are ever packed."""
     return packed_end(max_len - 1) // BLOCK_TOKENS
+
+
+def pool_blocks(kv: KVPrecision, tokens: int) -> int:
+    """Return how many blocks of a pool a request of so many cached tokens holds.
+
+    kv16: every token is in a block. Else the newest tokens are in the request's ring.
+    """
+    if kv is KVPrecision.KV16:
+        return -(-tokens // BLOCK_TOKENS)
+    return packed_blocks(tokens)
 
 
 def padded_head_dim(head_dim: int) -> int:
@@ -84,3 +98,29 @@ def kv_cache_bytes(
         kv, kv_heads=kv_heads, head_dim=head_dim, key_group=key_group
     )
     return slots * (packed + RING_TOKENS * token)
+
+
+def kv_pool_bytes(
+    kv: KVPrecision,
+    *,
+    num_blocks: int,
+    slots: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype_bytes: int,
+    prefix_cache: bool,
+    key_group: int | None = BLOCK_TOKENS,
+) -> int:
+    """Return the bytes of one layer's pool of blocks, for `slots` requests at once.
+
+    kv16:  num_blocks * BLOCK_TOKENS * token
+    else:  num_blocks * (block_bytes + TAIL_TOKENS * token, the latter for found prefixes only)
+           + slots * RING_TOKENS * token
+    where  token = 2 * kv_heads * head_dim * dtype_bytes
+    """
+    token = 2 * kv_heads * head_dim * dtype_bytes
+    if kv is KVPrecision.KV16:
+        return num_blocks * BLOCK_TOKENS * token
+    block = block_bytes(kv, kv_heads=kv_heads, head_dim=head_dim, key_group=key_group)
+    behind = TAIL_TOKENS * token if prefix_cache else 0
+    return num_blocks * (block + behind) + slots * RING_TOKENS * token

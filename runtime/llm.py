@@ -12,19 +12,22 @@ from __future__ import annotations
 
 import asyncio
 import queue
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, cast
 
+from llmpq.model_spec import ModelSpec
 from llmpq.plan import MAX_GAMMA, Plan
 from llmpq.runtime.launch.engine import Engine
 from llmpq.runtime.launch.engine_thread import EngineThread, RequestNews
 from llmpq.runtime.launch.launcher import Backend, Deadlines, Launch
 from llmpq.runtime.launch.planned_kv import AUTO, with_kv
+from llmpq.runtime.launch.pool_plan import PoolPlan, is_paged
 from llmpq.runtime.launch.stage_settings import LinkChoice, StageSettings, limits_of
 from llmpq.runtime.plan_choice import Wishes, choose_plan
+from llmpq.runtime.request import Request
 from llmpq.runtime.request_output import CompletionOutput, RequestOutput
 from llmpq.runtime.sampling_params import SamplingParams, StructuredOutputsParams
 from llmpq.runtime.text.prompts import Ask, Messages, Prompt, Prompts, listed
@@ -47,6 +50,8 @@ class LLM:
         ray_address: str | None = None,
         max_model_len: int | None = None,
         max_num_seqs: int | None = None,
+        max_num_batched_tokens: int | None = None,
+        enable_prefix_caching: bool = True,
         dtype: str = AUTO,
         kv_cache_dtype: str = AUTO,
         speculate: SpeculationMode | Literal["off"] | None = None,
@@ -59,6 +64,8 @@ class LLM:
 
         `model` may be left out where the plan names its directory. `max_model_len` (tokens of a
         prompt and its answer) and `max_num_seqs` (requests at once) are for plans made here.
+        `max_num_batched_tokens` (of a step, so that a long prompt does not hold up answers) and
+        `enable_prefix_caching` (what prompts share is computed once) are heeded on CPUs.
         `speculate` and `gamma` (tokens drafted per verify) are the plan's unless they are given.
         """
         wishes = Wishes(
@@ -69,10 +76,6 @@ class LLM:
         )
         chosen = choose_plan(model, plan, cluster, wishes)
         self._plan = with_kv(chosen.plan, chosen.spec, kv_cache_dtype)
-        limits = limits_of(self._plan)
-        self._prompts = Prompts(
-            chosen.directory, chosen.spec, max_len=limits.max_len, check=limits.check
-        )
         self._asked: dict[str, tuple[int, ...]] = {}
         """Prompts under way, by name: the numbers of their requests."""
         mode, length = _drafts(self._plan, speculate, gamma)
@@ -82,7 +85,13 @@ class LLM:
             gamma=length,
             links=links,
             layer_cache=None if layer_cache is None else str(Path(layer_cache).resolve()),
+            live=True,
+            max_model_len=max_model_len,
+            step_tokens=_at_least_one("max_num_batched_tokens", max_num_batched_tokens),
+            prefix_cache=enable_prefix_caching,
         )
+        max_len, check = _limits(self._plan, chosen.spec, settings)
+        self._prompts = Prompts(chosen.directory, chosen.spec, max_len=max_len, check=check)
         with ExitStack() as stack:
             engine = stack.enter_context(
                 Engine.start(
@@ -259,6 +268,23 @@ class LLM:
     def _end(self, asks: Sequence[Ask]) -> None:
         for ask in asks:
             self._asked.pop(ask.name, None)
+
+
+def _limits(
+    plan: Plan, spec: ModelSpec, settings: StageSettings
+) -> tuple[int, Callable[[Request], None]]:
+    """Return the tokens that a request may have cached, and what refuses those that never run."""
+    if is_paged(plan, settings):
+        pool = PoolPlan(plan, spec, settings).limits
+        return pool.room - 1, pool.check
+    slots = limits_of(plan)
+    return slots.max_len, slots.check
+
+
+def _at_least_one(name: str, value: int | None) -> int | None:
+    if value is not None and (type(value) is not int or value < 1):
+        raise ValueError(f"{name} must be a whole number from 1 on, got {value!r}")
+    return value
 
 
 def _drafts(

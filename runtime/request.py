@@ -5,6 +5,7 @@ Knows nothing of devices or text: tokens in, tokens out. Standard library only.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Literal
@@ -25,6 +26,8 @@ class StepKind(IntEnum):
     VERIFY = 4
     ROUND = 5
     """Drafts and their verify in one step."""
+    MIXED = 6
+    """Chunks of prompts beside decoding rows."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -56,6 +59,10 @@ class Request:
     """Tokens proposed after `output` and not verified yet."""
     in_flight: int = 0
     """Rounds under way, each in one step, whose tokens are not known yet."""
+    num_prefix_hits: int = 0
+    """Prompt tokens that were found in the prefix cache when the request was first let in."""
+    num_preemptions: int = 0
+    """How often its KV was given up for another request's."""
     finish_reason: FinishReason | None = None
 
     @property
@@ -93,6 +100,27 @@ class Round:
         return StepKind.DRAFT if self.drafts_done < self.gamma else StepKind.VERIFY
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PagedRow:
+    """What a step of the paged engine says of one row beyond its tokens."""
+
+    slot: int
+    samples: bool = True
+    """Whether the row's last token brings a new one; a prompt's earlier chunks do not."""
+    num_drafts: int = 0
+    """Drafts behind its newest token, which the step verifies."""
+    first_block: int = 0
+    """Where in the request's block table `new_blocks` go."""
+    new_blocks: tuple[int, ...] = ()
+    """Blocks the table got since the request's last row."""
+    resumes: bool = False
+    """Its first row goes on from blocks found in the prefix cache."""
+    sample_step: int = 0
+    """Index of the token it samples."""
+    admission: int = 0
+    """Which time of the request's being let in it belongs to."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class MicroBatch:
     """One unit of work for the pipeline: `tokens[b]` are the new tokens of `requests[b]`."""
@@ -104,11 +132,19 @@ class MicroBatch:
     """Tokens in each request's cache before this step."""
     tokens: list[list[int]]
     round: Round | None = None
+    rows: tuple[PagedRow, ...] = ()
+    """Of the paged engine, one for each request; empty where requests have slots of one length."""
 
     @property
     def q_len(self) -> int:
         """Width of the padded token table."""
         return max(len(tokens) for tokens in self.tokens)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """New tokens that stand in a prompt."""
+        steps = zip(self.requests, self.starts, self.tokens, strict=True)
+        return sum(min(len(t), max(0, len(r.prompt) - s)) for r, s, t in steps)
 
     @property
     def max_end(self) -> int:
@@ -125,6 +161,11 @@ class Finished:
     finish_reason: str
     first_token_s: float
     total_s: float
+    queue_s: float = 0.0
+    """Until its first step was issued."""
+    num_prefix_hits: int = 0
+    """Tokens of its prompt that were found in the prefix cache."""
+    num_preemptions: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,3 +178,5 @@ class Progress:
     prompt_tokens: int = 0
     generated_tokens: int = 0
     phase: str = "idle"
+    gauges: Mapping[str, int] = field(default_factory=dict)
+    """Of the paged engine: blocks of its pool and what came of the prefix cache."""

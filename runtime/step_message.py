@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from llmpq.runtime.request import MicroBatch, StepKind
+from llmpq.runtime.request import MicroBatch, PagedRow, StepKind
 from llmpq.runtime.sampling_params import TokenChoice
 from llmpq.runtime.step import Step
 from llmpq.runtime.token_rules import NO_RULES
@@ -31,6 +31,8 @@ class StepMessage:
     """Numbers of the rows' requests, by which the last stage knows their rules; -1 without any."""
     tokens: Sequence[Sequence[int]] = field(default=(), repr=False)
     """New tokens of each row: known to the first stage, and to all in a verify step."""
+    paged: Sequence[PagedRow] = ()
+    """Of the paged engine, what its cache has to know of each row; empty elsewhere."""
 
     @property
     def q_len(self) -> int:
@@ -41,6 +43,11 @@ class StepMessage:
     def num_rows(self) -> int:
         """Requests in the micro-batch."""
         return len(self.slots)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns of its hidden states: padded, or all rows behind each other in one."""
+        return (1, sum(self.num_new)) if self.paged else (self.num_rows, self.q_len)
 
     def step(self, device: torch.device | str) -> Step:
         """Build the value the model's forward takes."""
@@ -57,19 +64,21 @@ STOP = StepMessage(kind=StepKind.STOP)
 
 def describe(micro_batch: MicroBatch) -> StepMessage:
     """Return the message of a micro-batch the scheduler issued."""
-    requests = micro_batch.requests
+    requests, rows = micro_batch.requests, micro_batch.rows
     # A draft step samples the token after the drafts it has; all others the one after the output.
     ahead = micro_batch.kind is StepKind.DRAFT
     return StepMessage(
         kind=micro_batch.kind,
         seq=micro_batch.seq,
-        slots=[request.slot for request in requests],
+        slots=[row.slot for row in rows] or [request.slot for request in requests],
         starts=micro_batch.starts,
         num_new=_counts(micro_batch),
-        sample_steps=[len(r.output) + (len(r.drafts) if ahead else 0) for r in requests],
+        sample_steps=[row.sample_step for row in rows]
+        or [len(r.output) + (len(r.drafts) if ahead else 0) for r in requests],
         sampling=[request.sampling for request in requests],
         requests=[NO_RULES if request.rules is None else request.id for request in requests],
         tokens=micro_batch.tokens,
+        paged=rows,
     )
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -11,8 +13,10 @@ from llmpq.model_spec import ModelSpec
 from llmpq.out_of_memory import out_of_memory
 from llmpq.plan import Plan
 from llmpq.runtime.backends.backend import backend_of
+from llmpq.runtime.backends.paged_compute import PagedStageCompute
 from llmpq.runtime.backends.stage_compute import StageCompute
 from llmpq.runtime.cache.kv_by_precision import make_kv_cache
+from llmpq.runtime.cache.paged_by_precision import PoolSize, make_paged_kv
 from llmpq.runtime.cache.plain_kv import KVCache
 from llmpq.runtime.models.stage_model import DTYPES, StageModel
 from llmpq.runtime.trace import LoadReport
@@ -49,34 +53,75 @@ def build_stage(
     return compute, report
 
 
+def build_paged_stage(
+    plan: Plan,
+    index: int,
+    spec: ModelSpec,
+    source: TensorSource,
+    device: torch.device,
+    pool: PoolSize,
+) -> tuple[PagedStageCompute, LoadReport]:
+    """Load a stage's slice and allocate its pool of KV blocks, instead of the plan's slots."""
+    if device.type != "cpu":
+        raise ValueError(f"the paged engine runs on CPUs so far, got '{device}'")
+    stage, dtype = plan.stages[index], DTYPES[plan.workload.dtype]
+    started_s = time.perf_counter()
+    with _blaming_memory(plan, index):
+        model = _load_model(plan, index, spec, source, device)
+        kv = make_paged_kv(
+            spec, plan.workload.kv, pool, num_layers=stage.num_layers, dtype=dtype, device=device
+        )
+    report = LoadReport(
+        weights_bytes=model.weight_nbytes,
+        kv_bytes=kv.nbytes,
+        seconds=time.perf_counter() - started_s,
+    )
+    return PagedStageCompute(model, kv, device, dtype), report
+
+
 def _load(
     plan: Plan, index: int, spec: ModelSpec, source: TensorSource, device: torch.device
 ) -> tuple[StageModel, KVCache]:
     """Read and quantise a stage's layers and allocate its cache."""
-    stage, workload = plan.stages[index], plan.workload
-    dtype = DTYPES[workload.dtype]
-    try:
-        model = StageModel.build(
-            spec,
-            range(*stage.layers),
-            stage.precisions,
-            first=index == 0,
-            last=index == len(plan.stages) - 1,
-            dtype=dtype,
-            device=device,
-            scheme=plan.quantization.settings().scheme,
-            source=source,
-            runner=backend_of(device).layers(),
-        )
+    workload = plan.workload
+    with _blaming_memory(plan, index):
+        model = _load_model(plan, index, spec, source, device)
         kv = make_kv_cache(
             spec,
             workload.kv,
-            num_layers=stage.num_layers,
+            num_layers=plan.stages[index].num_layers,
             slots=workload.batch,
             max_len=workload.max_len,
-            dtype=dtype,
+            dtype=DTYPES[workload.dtype],
             device=device,
         )
+    return model, kv
+
+
+def _load_model(
+    plan: Plan, index: int, spec: ModelSpec, source: TensorSource, device: torch.device
+) -> StageModel:
+    stage = plan.stages[index]
+    return StageModel.build(
+        spec,
+        range(*stage.layers),
+        stage.precisions,
+        first=index == 0,
+        last=index == len(plan.stages) - 1,
+        dtype=DTYPES[plan.workload.dtype],
+        device=device,
+        scheme=plan.quantization.settings().scheme,
+        source=source,
+        runner=backend_of(device).layers(),
+    )
+
+
+@contextmanager
+def _blaming_memory(plan: Plan, index: int) -> Iterator[None]:
+    """Say which stage ran out of memory."""
+    stage = plan.stages[index]
+    try:
+        yield
     except (RuntimeError, MemoryError) as error:
         if not out_of_memory(error):
             raise
@@ -84,7 +129,6 @@ def _load(
             f"stage {stage.device} ran out of memory while loading layers {stage.layers[0]} to "
             f"{stage.layers[1]}: {error}; re-plan with a larger reserve for this device"
         ) from None
-    return model, kv
 
 
 def check_memory(plan: Plan, index: int, report: LoadReport) -> None:

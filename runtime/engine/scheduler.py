@@ -128,6 +128,10 @@ class Scheduler:
         """Whether every submitted request has ended."""
         return not self._waiting and self.num_running == 0
 
+    def gauges(self) -> dict[str, int]:
+        """Return nothing: slots say all there is."""
+        return {}
+
     def submit(self, request: Request) -> None:
         """Queue a request, first come first served; `ValueError` if it can never run."""
         self.limits.check(request)

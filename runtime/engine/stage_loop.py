@@ -18,6 +18,7 @@ from typing import Protocol
 from torch import Tensor
 
 from llmpq.runtime.engine.mailbox import Abort, Mailbox
+from llmpq.runtime.engine.paged_scheduler import PagedScheduler
 from llmpq.runtime.engine.scheduler import UNKNOWN, Scheduler, max_ahead, max_in_flight
 from llmpq.runtime.links.transport import Transport
 from llmpq.runtime.pending import Pending, arrived
@@ -101,7 +102,7 @@ class FirstStage:
 
     def __init__(
         self,
-        scheduler: Scheduler,
+        scheduler: Scheduler | PagedScheduler,
         compute: Compute,
         transport: Transport | None,
         mailbox: Mailbox,
@@ -124,6 +125,7 @@ class FirstStage:
         self._open: dict[int, Request] = {}
         """Requests that have not ended, by id."""
         self._submitted_s: dict[int, float] = {}
+        self._begun_s: dict[int, float] = {}
         self._first_token_s: dict[int, float] = {}
         self._told: dict[int, int] = {}
         """Tokens of a streamed request that the driver was told of."""
@@ -173,6 +175,9 @@ class FirstStage:
     def _issue(self, micro_batch: MicroBatch) -> None:
         if self._transport is not None and self._runs_ahead:
             self._bring_tokens(micro_batch, self._transport)
+        now_s = time.perf_counter()
+        for request in micro_batch.requests:
+            self._begun_s.setdefault(request.id, now_s)
         message = describe(micro_batch)
         with self._recorder.step(message.kind, message.seq, message.num_rows, message.q_len):
             output = self._compute.run(message, None)
@@ -230,11 +235,10 @@ class FirstStage:
             for (request, place), (token,) in zip(flight.ahead.places, tokens, strict=True):
                 request.output[place] = token
         now_s = time.perf_counter()
-        if kind is StepKind.PREFILL:
-            self._prompt_tokens += sum(len(tokens) for tokens in micro_batch.tokens)
-            for request in micro_batch.requests:
-                if request.id in self._open:
-                    self._first_token_s[request.id] = now_s
+        self._prompt_tokens += micro_batch.num_prompt_tokens
+        for request in micro_batch.requests:
+            if request.output and request.id in self._open:
+                self._first_token_s.setdefault(request.id, now_s)
         self._publish(kind, finished, now_s, micro_batch.requests)
 
     def _publish(
@@ -258,6 +262,9 @@ class FirstStage:
                     finish_reason=request.finish_reason or "length",
                     first_token_s=self._first_token_s.pop(request.id, now_s) - submitted_s,
                     total_s=now_s - submitted_s,
+                    queue_s=self._begun_s.pop(request.id, now_s) - submitted_s,
+                    num_prefix_hits=request.num_prefix_hits,
+                    num_preemptions=request.num_preemptions,
                 )
             )
         self._num_finished += len(done)
@@ -269,6 +276,7 @@ class FirstStage:
                 prompt_tokens=self._prompt_tokens,
                 generated_tokens=self._scheduler.generated_tokens,
                 phase=kind.name.lower(),
+                gauges=self._scheduler.gauges(),
             )
             for request_id, new in tokens.items():
                 self._mailbox.tokens.setdefault(request_id, []).extend(new)

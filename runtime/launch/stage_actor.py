@@ -10,33 +10,39 @@ import datetime
 import json
 import os
 import socket
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import cached_property, partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from llmpq.cost_model import CostModel
 from llmpq.device_spec import canonical_kind
 from llmpq.errors import PlanMismatchError
 from llmpq.model_spec import ModelSpec
 from llmpq.output_paths import require_folder
 from llmpq.plan import Plan, StagePlan
 from llmpq.precision import WeightScheme
-from llmpq.runtime.backends.build_stage import build_stage
 from llmpq.runtime.backends.cuda_stage import CudaStageCompute
 from llmpq.runtime.backends.emulate import Emulation
+from llmpq.runtime.backends.paged_compute import PagedStageCompute
 from llmpq.runtime.backends.stage_compute import StageCompute
-from llmpq.runtime.drafts.drafters import AutoDrafter, FixedDrafter, speculation_report
+from llmpq.runtime.drafts.drafters import speculation_report
 from llmpq.runtime.engine.mailbox import Abort, Mailbox
+from llmpq.runtime.engine.paged_scheduler import PagedScheduler
 from llmpq.runtime.engine.scheduler import Scheduler, max_ahead
 from llmpq.runtime.engine.stage_loop import FirstStage, run_following_stage
 from llmpq.runtime.guides import Guides
 from llmpq.runtime.launch.load_watch import LoadSigns
+from llmpq.runtime.launch.pool_plan import PoolPlan, is_paged
 from llmpq.runtime.launch.stage_host import listening_socket, loopback_interface, process_space
+from llmpq.runtime.launch.stage_loading import (
+    load_with_pool,
+    load_with_slots,
+    make_drafter,
+    timed_drafter,
+)
 from llmpq.runtime.launch.stage_settings import StageSettings, limits_of, read_request
 from llmpq.runtime.links.device_links import (
     KINDS,
@@ -55,23 +61,9 @@ from llmpq.runtime.weights.dummy import CopiedLayers
 from llmpq.runtime.weights.layer_cache import KeptLayers
 from llmpq.runtime.weights.quantized_checkpoint import open_checkpoint
 from llmpq.runtime.weights.sources import CheckpointSource, RandomSource, TensorSource
-from llmpq.speculation import MAX_GAMMA, PlanTimes
+from llmpq.speculation import MAX_GAMMA
 
-WARM_UP_TOKENS = 16
 JOIN_LIMIT = datetime.timedelta(seconds=60)
-
-
-def make_drafter(plan: Plan, settings: StageSettings) -> FixedDrafter | None:
-    """Return the drafter of the settings, None for plain decoding."""
-    if settings.speculate is None:
-        return None
-    if settings.gamma is not None:
-        return FixedDrafter(settings.speculate, settings.gamma)
-    if settings.costs is None:
-        return None  # made once the device has timed itself
-    costs = CostModel.load_json(settings.costs)
-    times = PlanTimes(plan, costs, settings.speculate)
-    return AutoDrafter(settings.speculate, times, clock=time.perf_counter)
 
 
 class StageActor:
@@ -93,7 +85,8 @@ class StageActor:
         self._settings = StageSettings(**settings)
         self._recorder = Recorder(keep_events=self._settings.trace)
         self._mailbox = Mailbox()
-        self._compute: StageCompute | None = None
+        self._compute: StageCompute | PagedStageCompute | None = None
+        self._pool: PoolPlan | None = None
         self._signs: LoadSigns | None = None
         self._listener: socket.socket | None = None
         self._store: dist.Store | None = None
@@ -125,27 +118,15 @@ class StageActor:
         self._use_threads()
         spec, source = self._model(device)
         self._plan.require_model(spec)
-        self._compute, report = build_stage(
-            self._plan, self._index, spec, source, device, graphs=self._settings.graphs
-        )
-        if self._settings.speculate is not None:
-            extra = self._compute.enable_speculation(self._settings.speculate, self._plan.workload)
-            report = replace(report, draft_bytes=extra)
-        workload = self._plan.workload
-        rows = min(self._plan.decode_microbatch, workload.batch)
-        if device.type == "cpu":
-            length = min(WARM_UP_TOKENS, workload.prompt_len, workload.max_len)
-            self._compute.warm_up(rows, length)
-            self._compute.warm_up_shapes(self._plan)
-        else:  # the plan's own shapes only: any other compiles kernels that no job needs
-            self._compute.warm_up_shapes(self._plan)
-            self._compute.warm_up(rows, 0)
-        if self._index == 0 and self._drafter is None and self._settings.speculate is not None:
-            assert isinstance(self._compute, CudaStageCompute), "draft lengths need a cost model"
-            times = self._compute.step_times()
-            self._drafter = AutoDrafter(
-                self._settings.speculate, times, lengths=times.lengths, clock=time.perf_counter
+        if is_paged(self._plan, self._settings):
+            self._pool = PoolPlan(self._plan, spec, self._settings)
+            self._compute, report = load_with_pool(self._pool, self._index, source, device)
+        else:
+            self._compute, report = load_with_slots(
+                self._plan, self._index, self._settings, spec, source, device
             )
+            if self._index == 0 and self._drafter is None:
+                self._drafter = timed_drafter(self._compute, self._settings)
         self._signs = None
         return asdict(report)
 
@@ -185,13 +166,8 @@ class StageActor:
         num_stages = len(self._plan.stages)
         transport = self._transport() if num_stages > 1 else None
         if self._index == 0:
-            scheduler = Scheduler(
-                limits_of(self._plan, self._settings.batching),
-                drafter=self._drafter,
-                ends_in_stop_text=StopTexts(self._settings.model_dir),
-            )
             FirstStage(
-                scheduler,
+                self._scheduler(),
                 self._compute,
                 transport,
                 self._mailbox,
@@ -202,6 +178,15 @@ class StageActor:
             assert transport is not None
             last = self._index == num_stages - 1
             run_following_stage(self._compute, transport, self._recorder, last=last)
+
+    def _scheduler(self) -> Scheduler | PagedScheduler:
+        ends = StopTexts(self._settings.model_dir)
+        if self._pool is not None:
+            return PagedScheduler(
+                self._pool.limits, ends_in_stop_text=ends, salt=self._plan.model.fingerprint
+            )
+        limits = limits_of(self._plan, self._settings.batching)
+        return Scheduler(limits, drafter=self._drafter, ends_in_stop_text=ends)
 
     def submit(self, requests_json: str) -> None:
         """Queue requests (first stage only)."""
@@ -288,16 +273,22 @@ class StageActor:
             max_rows=self._max_rows,
             max_tokens=self._max_tokens,
             max_pending=max_ahead(len(self._plan.stages)),
+            max_blocks=0 if self._pool is None else self._pool.max_blocks,
         )
 
     @property
     def _max_rows(self) -> int:
+        if self._pool is not None:
+            return self._pool.limits.max_rows
         return max(self._plan.prefill_microbatch, self._plan.decode_microbatch)
 
     @property
     def _max_tokens(self) -> int:
         """Tokens of the largest micro-batch, padding included."""
         plan, workload = self._plan, self._plan.workload
+        if self._pool is not None:
+            limits = self._pool.limits
+            return max(limits.step_tokens, limits.decode_rows + 1)
         drafts = self._settings.speculate is not None
         longest_round = min(workload.max_len, MAX_GAMMA + 1) if drafts else 1
         return max(

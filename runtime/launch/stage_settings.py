@@ -34,6 +34,14 @@ class StageSettings:
     """Capture decode steps in CUDA graphs, on a GPU."""
     layer_cache: str | None = None
     """Folder that keeps quantised layers, so that a restart need not quantise them again."""
+    live: bool = False
+    """Requests come as they like, of any lengths, instead of as the plan foresees."""
+    max_model_len: int | None = None
+    """Tokens of a live request's prompt and answer at most; None: the model's positions."""
+    step_tokens: int | None = None
+    """Tokens of a step of live requests, at most; None: `pool_plan.STEP_TOKENS`."""
+    prefix_cache: bool = True
+    """Whether blocks of live requests are found again by others that begin alike."""
     links: LinkChoice = "auto"
     """How hidden states travel between GPUs; `auto` tries what is best first."""
 

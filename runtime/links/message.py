@@ -3,10 +3,15 @@
 The header is one int64 tensor of fixed size, so that a receiver can post its receive before it
 knows what comes:
 
-    [kind, seq, rows, q_len, has_tokens, 0, ...]
+    [kind, seq, rows, q_len, has_tokens, paging, 0, ...]
     [slot, start, num_new, step, temperature, top_k, top_p, min_p, seed, request]  a line per row
     (temperature, top_p and min_p are the bits of a float64; what else a request asks of its tokens
     the last stage knows by the request's number, which is -1 where it asks nothing)
+
+`paging` counts the int64 behind the header that say which blocks the rows of a paged step got:
+
+    [slot, flags, drafts, first block, new blocks, admission] + its new blocks    for each row
+    (flags: 1, it samples; 2, it resumes)
 
 Verify steps send their tokens [B, Q] along, since the last stage must compare them.
 """
@@ -14,16 +19,19 @@ Verify steps send their tokens [B, Q] along, since the last stage must compare t
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from llmpq.runtime.request import StepKind
+from llmpq.runtime.request import PagedRow, StepKind
 from llmpq.runtime.sampling_params import TokenChoice
 from llmpq.runtime.step_message import StepMessage
 from llmpq.runtime.token_rules import NO_RULES
 
 _WIDTH = 10
+_PAGING_WIDTH = 6
 
 
 def header_size(max_rows: int) -> int:
@@ -34,7 +42,8 @@ def header_size(max_rows: int) -> int:
 def pack_header(message: StepMessage, max_rows: int) -> Tensor:
     """Return the header tensor of a message."""
     has_tokens = int(message.kind is StepKind.VERIFY)
-    values = [message.kind, message.seq, message.num_rows, message.q_len, has_tokens]
+    paging = sum(_PAGING_WIDTH + len(row.new_blocks) for row in message.paged)
+    values = [message.kind, message.seq, message.num_rows, message.q_len, has_tokens, paging]
     values += [0] * (_WIDTH - len(values))
     for row in range(message.num_rows):
         sampling = message.sampling[row]
@@ -79,6 +88,47 @@ def unpack_header(header: Tensor) -> StepMessage:
         ],
         requests=[row[9] for row in rows],
     )
+
+
+def paging_size(header: Tensor) -> int:
+    """Return how many int64 of paging follow a header."""
+    return int(header[5])
+
+
+def max_paging_size(max_rows: int, max_blocks: int) -> int:
+    """Return the int64 of the longest paging: each row tells a whole table of `max_blocks`."""
+    return max_rows * (_PAGING_WIDTH + max_blocks)
+
+
+def pack_paging(rows: Sequence[PagedRow]) -> Tensor:
+    """Return which blocks the rows of a paged step got; empty for another step."""
+    values: list[int] = []
+    for row in rows:
+        flags = int(row.samples) + 2 * int(row.resumes)
+        values += [row.slot, flags, row.num_drafts, row.first_block, len(row.new_blocks)]
+        values += [row.admission, *row.new_blocks]
+    return torch.tensor(values, dtype=torch.long)
+
+
+def unpack_paging(message: StepMessage, paging: Tensor) -> StepMessage:
+    """Return a message with the rows that `pack_paging` wrote."""
+    values, rows, at = paging.tolist(), [], 0
+    for sample_step in message.sample_steps if values else ():
+        slot, flags, num_drafts, first_block, num_new, admission = values[at : at + _PAGING_WIDTH]
+        at += _PAGING_WIDTH + num_new
+        rows.append(
+            PagedRow(
+                slot=slot,
+                samples=bool(flags & 1),
+                resumes=bool(flags & 2),
+                num_drafts=num_drafts,
+                first_block=first_block,
+                new_blocks=tuple(values[at - num_new : at]),
+                sample_step=sample_step,
+                admission=admission,
+            )
+        )
+    return replace(message, paged=tuple(rows))
 
 
 def _float_bits(value: float) -> int:

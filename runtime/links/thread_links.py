@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from llmpq.runtime.links.message import pack_header, unpack_header
+from llmpq.runtime.links.message import pack_header, pack_paging, unpack_header, unpack_paging
 from llmpq.runtime.links.transport import HostTokens, with_tokens
 from llmpq.runtime.request import StepKind
 from llmpq.runtime.step_message import StepMessage
@@ -23,7 +23,7 @@ _T = TypeVar("_T")
 class Ring:
     """The queues that connect the threads of one process; the simplest transport."""
 
-    steps: tuple[queue.Queue[tuple[Tensor, Tensor | None, Tensor | None]], ...]
+    steps: tuple[queue.Queue[tuple[Tensor, Tensor, Tensor | None, Tensor | None]], ...]
     tokens: queue.Queue[Tensor]
     broken: threading.Event
     """Set when a stage's thread failed, so that the others do not wait for it."""
@@ -56,13 +56,13 @@ class ThreadTransport(HostTokens):
     def send_step(self, message: StepMessage, hidden_BQH: Tensor | None) -> None:
         """Send a micro-batch to the next stage; a STOP has no hidden states."""
         tokens = message.tokens_BQ() if message.kind is StepKind.VERIFY else None
-        header = pack_header(message, self._max_rows)
-        self._ring.steps[self._rank + 1].put((header, hidden_BQH, tokens))
+        header, paging = pack_header(message, self._max_rows), pack_paging(message.paged)
+        self._ring.steps[self._rank + 1].put((header, paging, hidden_BQH, tokens))
 
     def receive_step(self) -> tuple[StepMessage, Tensor | None]:
         """Wait for the next micro-batch of the previous stage."""
-        header, hidden_BQH, tokens = self._ring.take(self._ring.steps[self._rank])
-        message = unpack_header(header)
+        header, paging, hidden_BQH, tokens = self._ring.take(self._ring.steps[self._rank])
+        message = unpack_paging(unpack_header(header), paging)
         if tokens is not None:
             message = with_tokens(message, tokens.tolist())
         return message, hidden_BQH

@@ -18,7 +18,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from llmpq.errors import DeadlineError
-from llmpq.runtime.links.message import header_size, pack_header, unpack_header
+from llmpq.runtime.links.message import (
+    header_size,
+    max_paging_size,
+    pack_header,
+    pack_paging,
+    paging_size,
+    unpack_header,
+    unpack_paging,
+)
 from llmpq.runtime.pending import Pending
 from llmpq.runtime.request import StepKind
 from llmpq.runtime.step_message import StepMessage, result_width
@@ -89,8 +97,12 @@ class GlooTransport(HostTokens):
         max_rows: int,
         max_tokens: int,
         max_pending: int,
+        max_blocks: int = 0,
     ) -> None:
-        """`max_tokens`: rows times padded length of the largest micro-batch."""
+        """`max_tokens`: rows times padded length of the largest micro-batch.
+
+        `max_blocks`: of a request's table, where the engine is a paged one.
+        """
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         self._hidden, self._dtype = hidden, dtype
         self._max_rows, self._max_pending = max_rows, max_pending
@@ -98,13 +110,14 @@ class GlooTransport(HostTokens):
         self._expected: deque[tuple[dist.Work, Tensor]] = deque()
         token_bytes = hidden * dtype.itemsize + torch.long.itemsize
         self._header_bytes = header_size(max_rows) * torch.long.itemsize
-        most_bytes = self._header_bytes + max_tokens * token_bytes
+        paging_bytes = max_paging_size(max_rows, max_blocks) * torch.long.itemsize
+        most_bytes = self._header_bytes + paging_bytes + max_tokens * token_bytes
         self._rooms = [torch.empty(most_bytes, dtype=torch.uint8) for _ in range(2)]
         self._coming: dist.Work | None = None
 
     def send_step(self, message: StepMessage, hidden_BQH: Tensor | None) -> None:
         """Send a micro-batch to the next stage; a STOP has no hidden states."""
-        parts = [pack_header(message, self._max_rows)]
+        parts = [pack_header(message, self._max_rows), pack_paging(message.paged)]
         if hidden_BQH is not None:
             parts.append(hidden_BQH.contiguous())
         if message.kind is StepKind.VERIFY:
@@ -123,13 +136,17 @@ class GlooTransport(HostTokens):
         self._coming.wait(IDLE_LIMIT)
         self._rooms.reverse()
         room, self._coming = self._rooms[1], None
-        message = unpack_header(room[: self._header_bytes].view(torch.long))
+        header = room[: self._header_bytes].view(torch.long)
+        message = unpack_header(header)
         if message.kind is StepKind.STOP:
             return message, None
         self._coming = self._offer_room()
-        shape = (message.num_rows, message.q_len, self._hidden)
-        tokens_at = self._header_bytes + math.prod(shape) * self._dtype.itemsize
-        hidden_BQH = room[self._header_bytes : tokens_at].view(self._dtype).view(shape)
+        hidden_at = self._header_bytes + paging_size(header) * torch.long.itemsize
+        paging = room[self._header_bytes : hidden_at].view(torch.long)
+        message = unpack_paging(message, paging)
+        shape = (*message.shape, self._hidden)
+        tokens_at = hidden_at + math.prod(shape) * self._dtype.itemsize
+        hidden_BQH = room[hidden_at:tokens_at].view(self._dtype).view(shape)
         if message.kind is StepKind.VERIFY:
             end = tokens_at + math.prod(shape[:2]) * torch.long.itemsize
             tokens_BQ = room[tokens_at:end].clone().view(torch.long).view(shape[:2])

@@ -10,19 +10,23 @@ import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
-from llmpq.runtime.backends.build_stage import build_stage
+from llmpq.runtime.backends.build_stage import build_paged_stage, build_stage
+from llmpq.runtime.backends.paged_compute import PagedStageCompute
 from llmpq.runtime.backends.stage_compute import StageCompute
+from llmpq.runtime.cache.paged_by_precision import PoolSize
 from llmpq.runtime.engine.mailbox import Mailbox
+from llmpq.runtime.engine.paged_scheduler import PagedScheduler
 from llmpq.runtime.engine.scheduler import Scheduler
 from llmpq.runtime.engine.stage_loop import FirstStage, run_following_stage
 from llmpq.runtime.links.thread_links import ThreadMeeting
 from llmpq.runtime.request import Finished, Request
-from llmpq.runtime.trace import Recorder, StageRecord
+from llmpq.runtime.trace import LoadReport, Recorder, StageRecord
 from llmpq.runtime.weights.sources import TensorSource
 from llmpq.speculation import SpeculationMode
 
@@ -52,30 +56,41 @@ class OpenStages:
         speculate: SpeculationMode | None = None,
         device: torch.device | str | Sequence[str] = "cpu",
         graphs: bool = True,
+        pool: PoolSize | None = None,
     ) -> None:
-        """`device`: of all stages, or one for each."""
-        self.plan = plan
+        """`device`: of all stages, or one for each. `pool`: for the paged engine, on CPUs."""
+        self.plan, self._pool = plan, pool
         if isinstance(device, (str, torch.device)):
             device = [str(device)] * len(plan.stages)
         self._devices = [torch.device(name) for name in device]
-        built = []
+        built: list[tuple[StageCompute | PagedStageCompute, LoadReport]] = []
         for index, place in enumerate(self._devices):
+            if pool is not None:
+                built.append(build_paged_stage(plan, index, spec, source, place, pool))
+                continue
             with _current(place):
                 compute, load = build_stage(plan, index, spec, source, place, graphs=graphs)
                 compute.keep_on_device = place.type == "cuda"
                 if speculate is not None:
                     compute.enable_speculation(speculate, plan.workload)
             built.append((compute, load))
-        self.computes: list[StageCompute] = [compute for compute, _ in built]
+        self.computes: list[Any] = [compute for compute, _ in built]
+        """`StageCompute`s, or `PagedStageCompute`s where there is a pool."""
         self.loads = [load for _, load in built]
 
     def run(
-        self, scheduler: Scheduler, requests: Sequence[Request], *, keep_events: bool = False
+        self,
+        scheduler: Scheduler | PagedScheduler,
+        requests: Sequence[Request],
+        *,
+        keep_events: bool = False,
     ) -> OpenRun:
         """Serve the requests to their end; a stage's failure is raised here."""
         num_stages = len(self.computes)
         mailbox, meeting = Mailbox(), ThreadMeeting([str(device) for device in self._devices])
         max_rows = max(self.plan.prefill_microbatch, self.plan.decode_microbatch)
+        if self._pool is not None:
+            max_rows = self._pool.slots
         links = [meeting.transport(rank, max_rows=max_rows) for rank in range(num_stages)]
         recorders = [Recorder(keep_events=keep_events) for _ in range(num_stages)]
         failures: list[BaseException] = []

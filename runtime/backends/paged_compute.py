@@ -1,0 +1,162 @@
+"""The arithmetic of one stage of the paged engine: steps of rows of any lengths, packed.
+
+On a CPU a product of a new shape takes twice its time, so the tokens of a step are padded to a
+ladder of counts; what is padding is never read and never sent.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from llmpq.runtime.cache.paged_kv import PagedKV
+from llmpq.runtime.models.ruled_sampling import RuledSampler
+from llmpq.runtime.models.stage_model import StageModel
+from llmpq.runtime.ragged_step import RaggedStep
+from llmpq.runtime.request import PagedRow, StepKind
+from llmpq.runtime.step_message import StepMessage
+from llmpq.runtime.trace import KindTotals
+
+WARM_UP_S = 2.0
+"""How long a stage on a CPU goes on running shapes to come."""
+EXACT_TOKENS = 16
+"""Token counts up to here are run as they are."""
+
+
+def ladder(tokens: int) -> int:
+    """Return the places of a step of so many tokens: at most an eighth more."""
+    if tokens <= EXACT_TOKENS:
+        return tokens
+    rung = 1 << max(0, tokens.bit_length() - 4)
+    return -(-tokens // rung) * rung
+
+
+class PagedStageCompute:
+    """One stage on a CPU, ready to run the steps of a `PagedScheduler`."""
+
+    keep_on_device = False
+    runs_ahead = False
+    whole_rounds = False
+
+    def __init__(
+        self, model: StageModel, kv: PagedKV, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self.model, self.kv, self._device, self._dtype = model, kv, device, dtype
+        self.sampler = RuledSampler()
+        """Chooses tokens on the last stage; whoever serves requests tells it their rules."""
+
+    def take_tokens(self, slots: Sequence[int], tokens_B1: Tensor) -> None:
+        """Not here: the host knows the tokens of a step before it issues the next."""
+        raise RuntimeError(f"a stage that does not run ahead got tokens of slots {list(slots)}")
+
+    def device_totals(self) -> dict[str, KindTotals]:
+        """Return nothing: the host's clock serves."""
+        return {}
+
+    @torch.inference_mode()
+    def run(self, message: StepMessage, hidden_BQH: Tensor | None) -> Tensor:
+        """Return hidden states [1, T, h], or on the last stage a token of each row [B, 1].
+
+        Rows that sample nothing get -1.
+        """
+        self.kv.take_rows(message.paged, message.starts)
+        wanted = [row for row, told in enumerate(message.paged) if told.samples]
+        num_tokens = sum(message.num_new)
+        step = RaggedStep.of_rows(
+            message.slots,
+            message.starts,
+            message.num_new,
+            wanted=wanted,
+            width=ladder(num_tokens),
+            device=self._device,
+        )
+        if hidden_BQH is None:
+            x = torch.tensor([[token for row in message.tokens for token in row]])
+        else:
+            x = hidden_BQH
+        extra = step.q_len - num_tokens
+        if extra:
+            x = functional.pad(x, (0, extra) if x.dim() == 2 else (0, 0, 0, extra))
+        output = self.model(x.to(self._device), step, self.kv)
+        if self.model.head is None:
+            return output[:, :num_tokens].cpu()
+        if self.sampler.scores_prompts(message):
+            self._score_prompts(output, step, message)
+        tokens_B1 = torch.full((message.num_rows, 1), -1, dtype=torch.long)
+        if wanted:
+            tokens_B1[wanted, 0] = self._pick(output, step, _rows_of(message, wanted)).cpu()
+        return tokens_B1
+
+    def _pick(self, hidden_BQH: Tensor, step: RaggedStep, message: StepMessage) -> Tensor:
+        """Return the tokens of the rows that sample; the message has no others."""
+        logits_BV = self.model.logits(hidden_BQH, step)
+        return self.sampler.pick(logits_BV, message)
+
+    def _score_prompts(self, hidden_BQH: Tensor, step: RaggedStep, message: StepMessage) -> None:
+        """Note scores of prompts' tokens, of one row after the other."""
+        assert self.model.head is not None
+        for row, span in enumerate(step.spans):
+            own = hidden_BQH[:, span.first : span.first + span.count]
+            self.sampler.score_prompts(self.model.head, own, _rows_of(message, [row]))
+
+    def warm_up(self, rows: int, step_tokens: int) -> None:
+        """Run steps of zeros through the first block, so that first times count as others.
+
+        What they leave in the cache belongs to nobody.
+        """
+        left_s, token_s = WARM_UP_S, 0.0
+        counts = [*range(rows, 0, -1), *_rungs(step_tokens)]
+        for count in counts:
+            if count * token_s > left_s:
+                break
+            kind = StepKind.DECODE if count <= rows else StepKind.PREFILL
+            seconds = self._run_zeros(kind, count)
+            left_s, token_s = left_s - seconds, seconds / count
+
+    def _run_zeros(self, kind: StepKind, count: int) -> float:
+        """Run `count` rows of one token, or chunks that fit the first block; return the seconds."""
+        told = StepMessage(
+            kind=kind,
+            slots=[0] * count,
+            starts=[0] * count,
+            num_new=[1] * count,
+            sample_steps=[0] * count,
+            sampling=[],
+            tokens=[[0]] * count,
+            paged=[PagedRow(slot=0, samples=False, new_blocks=(0,))] * count,
+        )
+        hidden = None
+        if self.model.embedding is None:
+            hidden = torch.zeros((1, count, self.model.spec.hidden), dtype=self._dtype)
+        started_s = time.perf_counter()
+        self.run(told, hidden)
+        return time.perf_counter() - started_s
+
+
+def _rungs(step_tokens: int) -> list[int]:
+    """Return the ladder's counts up to a step's tokens, the largest first."""
+    rungs, count = [], ladder(step_tokens)
+    while count > EXACT_TOKENS:
+        rungs.append(count)
+        count -= 1 << max(0, (count - 1).bit_length() - 4)
+    return rungs
+
+
+def _rows_of(message: StepMessage, rows: Sequence[int]) -> StepMessage:
+    """Return a message of some of the rows; tokens are left out."""
+    return replace(
+        message,
+        slots=[message.slots[row] for row in rows],
+        starts=[message.starts[row] for row in rows],
+        num_new=[message.num_new[row] for row in rows],
+        sample_steps=[message.sample_steps[row] for row in rows],
+        sampling=[message.sampling[row] for row in rows],
+        requests=[message.requests[row] for row in rows] if message.requests else (),
+        tokens=(),
+        paged=[message.paged[row] for row in rows],
+    )

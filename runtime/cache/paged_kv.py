@@ -1,0 +1,256 @@
+"""The KV cache of a stage of the paged engine: a pool of blocks, and who has which.
+
+Which block a request has is the scheduler's to say (runtime/engine/block_tables.py); it comes with
+the step, as numbers, and is the same on every stage. What a query sees packed and what in 16 bits
+depends on its position alone (llmpq/kv_format.py), never on how its prompt was cut into chunks.
+
+Legend: T tokens of a step, H query heads, G key/value heads, R = H / G, D head_dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from llmpq.kv_format import BLOCK_TOKENS
+from llmpq.model_spec import ModelSpec
+from llmpq.runtime.models.attention import NEG_INF
+from llmpq.runtime.ragged_step import RaggedStep, Span
+from llmpq.runtime.request import PagedRow
+from llmpq.runtime.step import Step
+
+PIECE_ELEMENTS = 1 << 22
+"""Elements of keys that rows gather together."""
+
+
+class PagedKV(Protocol):
+    """What the paged engine needs of a cache, beside what layers need of any (`KVCache`)."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held; equal to `llmpq.kv_format.kv_pool_bytes` times layers."""
+        ...
+
+    def take_rows(self, rows: Sequence[PagedRow], starts: Sequence[int]) -> None:
+        """Take note of the blocks that a step's rows got, before the step runs."""
+        ...
+
+    def attend(
+        self,
+        layer: int,
+        q_BQHD: Tensor,
+        k_BQGD: Tensor,
+        v_BQGD: Tensor,
+        step: Step,
+        *,
+        scale: float,
+        alibi_slopes_H: Tensor | None = None,
+    ) -> Tensor:
+        """Append the step's keys and values, then return its causal attention [1, T, H, D]."""
+        ...
+
+    def truncate(self, slots_B: Tensor, length_B: Tensor) -> None:
+        """Forget the tokens of these slots from `length` on (a rejected draft)."""
+        ...
+
+
+class BlockLists:
+    """The block table of every slot, on the host."""
+
+    def __init__(self, slots: int) -> None:
+        self._blocks: list[list[int]] = [[] for _ in range(slots)]
+
+    def take(self, row: PagedRow) -> None:
+        """Take the blocks a row brings; what its slot had behind them was another request's."""
+        table = self._blocks[row.slot]
+        if row.first_block > len(table):
+            raise ValueError(
+                f"slot {row.slot} has {len(table)} blocks, its row brings those from "
+                f"{row.first_block} on"
+            )
+        del table[row.first_block :]
+        table += row.new_blocks
+
+    def of(self, slot: int) -> Sequence[int]:
+        """Return the blocks of a slot, in the order of its tokens."""
+        return self._blocks[slot]
+
+
+class PagedPlainKV:
+    """Unquantised keys and values: token p of a request is at p % 128 of its block p // 128."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        *,
+        num_layers: int,
+        slots: int,
+        num_blocks: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        shape = (num_layers, num_blocks * BLOCK_TOKENS, spec.kv_heads, spec.head_dim)
+        self.k = torch.zeros(shape, dtype=dtype, device=device)
+        self.v = torch.zeros(shape, dtype=dtype, device=device)
+        self._tables = BlockLists(slots)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values, all layers."""
+        return self.k.nbytes + self.v.nbytes
+
+    def take_rows(self, rows: Sequence[PagedRow], starts: Sequence[int]) -> None:
+        """Take note of the blocks that a step's rows got."""
+        for row in rows:
+            self._tables.take(row)
+
+    def truncate(self, slots_B: Tensor, length_B: Tensor) -> None:
+        """Nothing to do: tokens beyond a request's start are never read and get overwritten."""
+
+    def attend(
+        self,
+        layer: int,
+        q_BQHD: Tensor,
+        k_BQGD: Tensor,
+        v_BQGD: Tensor,
+        step: Step,
+        *,
+        scale: float,
+        alibi_slopes_H: Tensor | None = None,
+    ) -> Tensor:
+        """Append the step's keys and values, then return its causal attention [1, T, H, D]."""
+        assert isinstance(step, RaggedStep)
+        k_pool, v_pool = self.k[layer], self.v[layer]
+        places_T = step.once("places", lambda: self._places(step))
+        k_pool[places_T], v_pool[places_T] = k_BQGD[0, : len(places_T)], v_BQGD[0, : len(places_T)]
+        out = torch.zeros(q_BQHD.shape, dtype=q_BQHD.dtype, device=q_BQHD.device)
+        single = [span for span in step.spans if span.count == 1]
+        width = k_pool.shape[1] * k_pool.shape[2]
+        for group in _pieces(single, PIECE_ELEMENTS // width):
+            at = [span.first for span in group]
+            found = self._decode(q_BQHD[0, at], k_pool, v_pool, group, step, scale, alibi_slopes_H)
+            out[0, at] = found
+        for span in step.spans:
+            if span.count > 1:
+                part = slice(span.first, span.first + span.count)
+                own = (k_BQGD[0, part], v_BQGD[0, part])
+                if span.start > 0:
+                    places_N = step.once(f"context {span.slot}", partial(self._upto, span))
+                    own = (k_pool[places_N], v_pool[places_N])
+                out[0, part] = attend_chunk(
+                    q_BQHD[0, part], *own, span, step, scale=scale, alibi_slopes_H=alibi_slopes_H
+                )
+        return out
+
+    def _decode(
+        self,
+        q_BHD: Tensor,
+        k_pool: Tensor,
+        v_pool: Tensor,
+        group: Sequence[Span],
+        step: RaggedStep,
+        scale: float,
+        alibi_slopes_H: Tensor | None,
+    ) -> Tensor:
+        """Return [B, H, D] of rows of one token, over their blocks."""
+        (batch, heads, dim), kv_heads = q_BHD.shape, k_pool.shape[1]
+        name = group[0].first
+        longest = max(span.end for span in group)
+        places_BN = step.once(f"blocks {name}", lambda: self._table(group, longest))
+        k, v = (pool[places_BN].transpose(1, 2) for pool in (k_pool, v_pool))
+        if alibi_slopes_H is not None:
+            away = step.once(f"away {name}", lambda: _decode_bias(group, longest, alibi_slopes_H))
+            bias = away.to(q_BHD.dtype).view(batch, kv_heads, heads // kv_heads, longest)
+        else:
+            bias = step.once(f"bias {name}", lambda: _decode_bias(group, longest, None))
+            bias = bias.to(q_BHD.dtype)
+        out = functional.scaled_dot_product_attention(
+            q_BHD.view(batch, kv_heads, heads // kv_heads, dim), k, v, attn_mask=bias, scale=scale
+        )
+        return out.reshape(batch, heads, dim)
+
+    def _places(self, step: RaggedStep) -> Tensor:
+        """Return [T]: where in the pool each token of a step goes."""
+        places = []
+        for span in step.spans:
+            table = self._tables.of(span.slot)
+            places += [
+                table[p // BLOCK_TOKENS] * BLOCK_TOKENS + p % BLOCK_TOKENS
+                for p in range(span.start, span.end)
+            ]
+        return torch.tensor(places, device=self.k.device)
+
+    def _upto(self, span: Span) -> Tensor:
+        """Return [N]: where the tokens of a row's request are, its new ones included."""
+        return self._table([span], span.end)[0]
+
+    def _table(self, group: Sequence[Span], longest: int) -> Tensor:
+        """Return [B, N]: where the tokens of rows' requests are; block 0 where there is none."""
+        blocks = -(-longest // BLOCK_TOKENS)
+        tables = [list(self._tables.of(span.slot)[:blocks]) for span in group]
+        padded = [table + [0] * (blocks - len(table)) for table in tables]
+        first_BM = torch.tensor(padded, device=self.k.device) * BLOCK_TOKENS
+        within = torch.arange(BLOCK_TOKENS, device=self.k.device)
+        return (first_BM[:, :, None] + within).flatten(1)[:, :longest].contiguous()
+
+
+def attend_chunk(
+    q_QHD: Tensor,
+    k_NGD: Tensor,
+    v_NGD: Tensor,
+    span: Span,
+    step: RaggedStep,
+    *,
+    scale: float,
+    alibi_slopes_H: Tensor | None = None,
+) -> Tensor:
+    """Return [Q, H, D] of a chunk's queries over its request's keys, the chunk's own the last."""
+    num_keys, gqa = len(k_NGD), q_QHD.shape[1] != k_NGD.shape[1]
+    bias = None
+    if span.start > 0 or alibi_slopes_H is not None:
+        bias = step.once(
+            f"bias of row {span.first}", lambda: _chunk_bias(span, num_keys, alibi_slopes_H)
+        ).to(q_QHD.dtype)
+    q, k, v = (x.transpose(0, 1)[None] for x in (q_QHD, k_NGD, v_NGD))
+    out = functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=bias, is_causal=bias is None, scale=scale, enable_gqa=gqa
+    )
+    return out[0].transpose(0, 1)
+
+
+def _chunk_bias(span: Span, num_keys: int, alibi_slopes_H: Tensor | None) -> Tensor:
+    """Return [Q, N] or [H, Q, N]: -inf at keys behind a query, plus ALiBi's slopes."""
+    away_QN = torch.arange(num_keys) - torch.arange(span.start, span.end)[:, None]
+    bias = torch.zeros(away_QN.shape)
+    if alibi_slopes_H is not None:
+        bias = alibi_slopes_H.cpu()[:, None, None] * away_QN
+    return bias.masked_fill_(away_QN > 0, NEG_INF)
+
+
+def _decode_bias(group: Sequence[Span], longest: int, alibi_slopes_H: Tensor | None) -> Tensor:
+    """Return [B, 1, 1, N] or [B, H, N]: -inf at keys a row does not have, plus ALiBi's slopes."""
+    query_B1 = torch.tensor([[span.start] for span in group])
+    away_BN = torch.arange(longest) - query_B1
+    if alibi_slopes_H is None:
+        zeros = torch.zeros(away_BN.shape)
+        return zeros.masked_fill_(away_BN > 0, NEG_INF)[:, None, None]
+    bias = alibi_slopes_H.cpu()[:, None] * away_BN[:, None]
+    return bias.masked_fill_(away_BN[:, None] > 0, NEG_INF)
+
+
+def _pieces(spans: Sequence[Span], num_keys: int) -> list[list[Span]]:
+    """Split rows so that each part, padded to its longest, gathers about `num_keys` keys."""
+    pieces: list[list[Span]] = []
+    longest = 0
+    for span in spans:
+        longest = max(longest, span.end)
+        if not pieces or longest * (len(pieces[-1]) + 1) > num_keys:
+            pieces.append([])
+            longest = span.end
+        pieces[-1].append(span)
+    return pieces

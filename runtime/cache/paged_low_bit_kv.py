@@ -1,0 +1,161 @@
+"""The pool of packed blocks: 8, 4 or 2-bit keys and values, a 16-bit ring per running request.
+
+The packing and the attention are `QuantizedKVCache`'s, whose page table the step's rows fill. For
+the prefix cache a block comes with the `TAIL_TOKENS` tokens behind it in 16 bits: whoever finds
+it goes on right behind those, where a query sees every found block packed and them as they are.
+
+Legend: T tokens of a step, Q tokens of a row, H query heads, G key/value heads, D head_dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from llmpq.kernels.formats.kv_block import KVFormat
+from llmpq.kernels.kv.low_bit_cache import QuantizedKVCache, StepPlan
+from llmpq.kernels.kv.step_view import completed_blocks
+from llmpq.kv_format import BLOCK_TOKENS, RING_TOKENS, TAIL_TOKENS, packed_blocks
+from llmpq.model_spec import ModelSpec
+from llmpq.precision import KVPrecision
+from llmpq.runtime.ragged_step import RaggedStep, Span
+from llmpq.runtime.request import PagedRow
+from llmpq.runtime.step import Step
+
+
+class PagedLowBitKV:
+    """Packed keys and values of one stage, the newest tokens in 16 bits."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        kv: KVPrecision,
+        *,
+        num_layers: int,
+        slots: int,
+        num_blocks: int,
+        max_len: int,
+        prefix_cache: bool,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        key_group: int | None = BLOCK_TOKENS,
+    ) -> None:
+        """`max_len`: tokens of the longest request; tables have room for its blocks."""
+        columns = packed_blocks(max_len)
+        self._table_SN = torch.zeros((slots, columns), dtype=torch.int32, device=device)
+        self.cache = QuantizedKVCache(
+            KVFormat(precision=kv, head_dim=spec.head_dim, key_group=key_group),
+            num_layers=num_layers,
+            kv_heads=spec.kv_heads,
+            slots=slots,
+            max_len=max_len,
+            dtype=dtype,
+            device=device,
+            table_SN=self._table_SN,
+            pages=num_blocks,
+            exact_prompt=False,
+        )
+        behind = (num_layers, num_blocks if prefix_cache else 0, TAIL_TOKENS)
+        shape = (*behind, spec.kv_heads, spec.head_dim)
+        self._k_behind = torch.zeros(shape, dtype=dtype, device=device)
+        self._v_behind = torch.zeros(shape, dtype=dtype, device=device)
+        """[layers, blocks, 17, G, D]: the tokens behind each block; no blocks without prefixes."""
+        self._step: RaggedStep | None = None
+        self._parts: list[tuple[Sequence[Span], StepPlan]] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of blocks, of what is behind them, and of rings, all layers."""
+        return self.cache.nbytes + self._k_behind.nbytes + self._v_behind.nbytes
+
+    def take_rows(self, rows: Sequence[PagedRow], starts: Sequence[int]) -> None:
+        """Take note of the blocks that a step's rows got; found ones bring what is behind them."""
+        for row, start in zip(rows, starts, strict=True):
+            if row.new_blocks:
+                end = row.first_block + len(row.new_blocks)
+                blocks = torch.tensor(row.new_blocks, dtype=torch.int32)
+                self._table_SN[row.slot, row.first_block : end] = blocks
+            if row.resumes:
+                self._resume(row.slot, start)
+
+    def truncate(self, slots_B: Tensor, length_B: Tensor) -> None:
+        """Nothing to do: positions decide what is packed, drafts never are (holdback)."""
+
+    def attend(
+        self,
+        layer: int,
+        q_BQHD: Tensor,
+        k_BQGD: Tensor,
+        v_BQGD: Tensor,
+        step: Step,
+        *,
+        scale: float,
+        alibi_slopes_H: Tensor | None = None,
+    ) -> Tensor:
+        """Append the step's keys and values, then return its causal attention [1, T, H, D]."""
+        assert isinstance(step, RaggedStep)
+        if step is not self._step:
+            self._step, self._parts = step, self._planned(step)
+        out = torch.zeros(q_BQHD.shape, dtype=q_BQHD.dtype, device=q_BQHD.device)
+        for spans, plan in self._parts:
+            places = torch.tensor([range(s.first, s.first + s.count) for s in spans])
+            q, k, v = (x[0, places] for x in (q_BQHD, k_BQGD, v_BQGD))
+            for row, span in enumerate(spans):
+                self._keep_behind(layer, span, k[row], v[row])
+            out[0, places] = self.cache.run(
+                plan, layer, q, k, v, scale=scale, alibi_slopes_H=alibi_slopes_H
+            )
+        return out
+
+    def _planned(self, step: RaggedStep) -> list[tuple[Sequence[Span], StepPlan]]:
+        """Return the rows of one token together and each chunk alone, ready for every layer."""
+        single = [span for span in step.spans if span.count == 1]
+        parts = [single] if single else []
+        parts += [[span] for span in step.spans if span.count > 1]
+        return [(spans, self._plan(spans)) for spans in parts]
+
+    def _plan(self, spans: Sequence[Span]) -> StepPlan:
+        device = self.cache.device
+        slots, starts, counts = (
+            torch.tensor(values, device=device)
+            for values in zip(*((s.slot, s.start, s.count) for s in spans), strict=True)
+        )
+        return self.cache.plan(
+            slots,
+            starts,
+            counts,
+            q_len=spans[0].count,
+            fresh=False,
+            max_end=max(span.end for span in spans),
+        )
+
+    def _keep_behind(self, layer: int, span: Span, k_QGD: Tensor, v_QGD: Tensor) -> None:
+        """Keep the tokens behind every block that a row is about to have packed.
+
+        Before the step is appended: the ring still has what the row's own tokens would overwrite.
+        """
+        if not self._k_behind.shape[1]:
+            return
+        for block in completed_blocks(span.start, span.end):
+            first = (block + 1) * BLOCK_TOKENS
+            page = self._table_SN[span.slot, block].long()
+            old = max(span.start - first, 0)
+            places = torch.arange(first, first + old) % RING_TOKENS
+            new = slice(first + old - span.start, first + TAIL_TOKENS - span.start)
+            rings = self.cache.layers[layer]
+            for kept, ring, fresh in (
+                (self._k_behind, rings.k_ring_SGRD, k_QGD),
+                (self._v_behind, rings.v_ring_SGRD, v_QGD),
+            ):
+                kept[layer, page, :old] = ring[span.slot][:, places].transpose(0, 1)
+                kept[layer, page, old:] = fresh[new]
+
+    def _resume(self, slot: int, start: int) -> None:
+        """Put the tokens behind the last block found into a request's ring."""
+        page = self._table_SN[slot, start // BLOCK_TOKENS - 1].long()
+        places = torch.arange(start - TAIL_TOKENS, start) % RING_TOKENS
+        for layer, rings in enumerate(self.cache.layers):
+            rings.k_ring_SGRD[slot][:, places] = self._k_behind[layer, page].transpose(0, 1)
+            rings.v_ring_SGRD[slot][:, places] = self._v_behind[layer, page].transpose(0, 1)

@@ -1,0 +1,110 @@
+"""Who holds which block of the KV pool: reference counts, free blocks, cached ones. Pure Python.
+
+A block is a number; all stages keep the same part of a request under it. A block is in one of three
+states: held by one request or more, free, or cached: held by nobody but found again by its key
+until it is taken, the least recently used first.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterable, Sequence
+
+
+class BlockPool:
+    """Blocks 0 .. num_blocks - 1."""
+
+    def __init__(self, num_blocks: int) -> None:
+        if num_blocks < 1:
+            raise ValueError(f"a KV pool needs at least one block, got {num_blocks}")
+        self.num_blocks = num_blocks
+        self._free = deque(range(num_blocks))
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        """Blocks with a key and without a holder, least recently used first."""
+        self._num_holders = [0] * num_blocks
+        self._key_of: dict[int, bytes] = {}
+        self._block_of: dict[bytes, int] = {}
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that `take` can still hand out: free and cached ones."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def num_held(self) -> int:
+        """Blocks that requests hold."""
+        return self.num_blocks - self.num_available
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that nobody holds and that can be found again."""
+        return len(self._cached)
+
+    def take(self, count: int) -> list[int]:
+        """Return blocks with one holder each; the caller has looked at `num_available`."""
+        if count > self.num_available:
+            raise ValueError(f"{count} blocks were asked for, {self.num_available} are available")
+        return [self._take_one() for _ in range(count)]
+
+    def find(self, keys: Iterable[bytes]) -> list[int]:
+        """Return the blocks of the first keys, up to the first that is not known."""
+        found = []
+        for key in keys:
+            block = self._block_of.get(key)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def num_unheld(self, blocks: Iterable[int]) -> int:
+        """Return how many of the blocks `share` would take out of what is available."""
+        return sum(self._num_holders[block] == 0 for block in blocks)
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """Add a holder to blocks that were found."""
+        for block in blocks:
+            if self._num_holders[block] == 0:
+                del self._cached[block]
+            self._num_holders[block] += 1
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Take a holder off a request's blocks; its last block leaves the cache first."""
+        for block in reversed(blocks):
+            if self._num_holders[block] == 0:
+                raise ValueError(f"block {block} was released, nobody holds it")
+            self._num_holders[block] -= 1
+            if self._num_holders[block] == 0:
+                if block in self._key_of:
+                    self._cached[block] = None
+                else:
+                    self._free.append(block)
+
+    def register(self, block: int, key: bytes) -> None:
+        """Let a held block be found by a key; the first block of a key stays the one found."""
+        if key not in self._block_of and block not in self._key_of:
+            self._block_of[key] = block
+            self._key_of[block] = key
+
+    def check(self, tables: Iterable[Sequence[int]]) -> None:
+        """Raise `AssertionError` unless these tables are all holders and no block is lost.
+
+        For tests: after every step of a schedule.
+        """
+        holders = Counter(block for table in tables for block in table)
+        for block, count in enumerate(self._num_holders):
+            assert holders[block] == count, f"block {block}: {holders[block]} holders, not {count}"
+        free, cached = set(self._free), set(self._cached)
+        assert len(free) == len(self._free), "a block is free twice"
+        assert not free & cached and not (free | cached) & holders.keys()
+        assert len(free) + len(cached) + len(holders) == self.num_blocks, "a block is lost"
+        assert cached <= self._key_of.keys() and not free & self._key_of.keys()
+        assert {key: block for block, key in self._key_of.items()} == self._block_of
+
+    def _take_one(self) -> int:
+        if self._free:
+            block = self._free.popleft()
+        else:
+            block, _ = self._cached.popitem(last=False)
+            del self._block_of[self._key_of.pop(block)]
+        self._num_holders[block] = 1
+        return block

@@ -1,0 +1,162 @@
+"""Requests over a pool of blocks: what each holds, and what of it others can find. Pure Python."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from llmpq.kv_format import BLOCK_TOKENS, HOLDBACK_TOKENS, pool_blocks
+from llmpq.runtime.engine.block_pool import BlockPool
+from llmpq.runtime.engine.pool_limits import PoolLimits
+from llmpq.runtime.engine.prefix_keys import PrefixKeys, chain_root
+from llmpq.runtime.request import PagedRow, Request
+
+WATERMARK = 0.01
+"""Share of the pool that stays free when a request is let in beside others."""
+
+
+@dataclass(eq=False)
+class Holder:
+    """A request and what it holds."""
+
+    request: Request
+    order: tuple[int, int]
+    """Lower runs first: priority, then arrival."""
+    keys: PrefixKeys
+    blocks: list[int] = field(default_factory=list)
+    num_told: int = 0
+    """Blocks of the table that stages know."""
+    num_registered: int = 0
+    num_computed: int = 0
+    """Tokens whose KV has been issued."""
+    num_sampled: int = 0
+    """Tokens of the output that were asked for."""
+    in_flight: int = 0
+    """Of these, how many are not known yet."""
+    admission: int = 0
+    """How often it was let in."""
+    resumes: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompt and of the answer so far."""
+        return len(self.request.prompt) + len(self.request.output)
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that are there to be computed."""
+        return self.num_tokens - self.num_computed
+
+    @property
+    def decodes(self) -> bool:
+        """Whether it has nothing left to compute but its newest token."""
+        return self.remaining <= 1 and self.num_sampled > 0
+
+    def tokens(self, start: int, end: int) -> list[int]:
+        """Return a range of its tokens."""
+        prompt, output = self.request.prompt, self.request.output
+        split = len(prompt)
+        return [*prompt[start:end], *output[max(0, start - split) : max(0, end - split)]]
+
+    def row(self, *, samples: bool, num_drafts: int) -> PagedRow:
+        """Return what a step says of it, and count its blocks as told."""
+        row = PagedRow(
+            slot=self.request.slot,
+            samples=samples,
+            num_drafts=num_drafts,
+            first_block=self.num_told,
+            new_blocks=tuple(self.blocks[self.num_told :]),
+            resumes=self.resumes,
+            sample_step=self.num_sampled,
+            admission=self.admission,
+        )
+        self.num_told, self.resumes = len(self.blocks), False
+        return row
+
+    def __lt__(self, other: Holder) -> bool:
+        return self.order < other.order
+
+
+class BlockTables:
+    """Gives blocks of one pool to requests and takes them back."""
+
+    def __init__(self, limits: PoolLimits, salt: str) -> None:
+        self.pool, self._limits = BlockPool(limits.num_blocks), limits
+        self._root = chain_root(limits.kv.value, salt)
+        self._watermark = max(1, int(WATERMARK * limits.num_blocks))
+        self.prefix_queries = self.prefix_hits = 0
+        """Tokens of prompts let in, and how many of them were found in the prefix cache."""
+
+    def holder(self, request: Request, arrival: int) -> Holder:
+        """Return a request that holds nothing yet."""
+        keys = PrefixKeys(self._root, tail=self._limits.tail)
+        return Holder(request, (request.priority, arrival), keys)
+
+    def blocks(self, tokens: int) -> int:
+        """Return how many blocks hold so many tokens."""
+        return pool_blocks(self._limits.kv, tokens)
+
+    def lacks(self, holder: Holder, tokens: int) -> int:
+        """Return how many blocks more than are available a request of so many tokens needs."""
+        return self.blocks(tokens) - len(holder.blocks) - self.pool.num_available
+
+    def grow(self, holder: Holder, tokens: int) -> None:
+        """Give a request the blocks of so many tokens."""
+        needed = self.blocks(tokens) - len(holder.blocks)
+        if needed > 0:
+            holder.blocks += self.pool.take(needed)
+
+    def fits(self, holder: Holder, running: Iterable[Holder]) -> bool:
+        """Whether all that a request is now fits above the watermark.
+
+        What prompts that were let in have yet to take is not counted as free.
+        """
+        hits = self._found(holder)
+        needed = self.blocks(holder.num_tokens) - len(hits) + self.pool.num_unheld(hits)
+        promised = sum(max(0, self.blocks(s.num_tokens) - len(s.blocks)) for s in running)
+        return self.pool.num_available - promised - self._watermark >= needed
+
+    def begin(self, holder: Holder) -> None:
+        """Give a request the blocks that hold its first tokens already."""
+        hits = self._found(holder)
+        self.pool.share(hits)
+        holder.blocks, holder.num_told, holder.num_registered = hits, 0, len(hits)
+        holder.num_computed = len(hits) * BLOCK_TOKENS + self._limits.tail if hits else 0
+        holder.resumes = bool(hits)
+        if holder.admission == 0:
+            holder.request.num_prefix_hits = holder.num_computed
+            self.prefix_queries += len(holder.request.prompt)
+            self.prefix_hits += holder.num_computed
+        holder.admission += 1
+
+    def release(self, holder: Holder) -> None:
+        """Take all blocks of a request."""
+        self.pool.release(holder.blocks)
+        holder.blocks, holder.num_computed = [], 0
+
+    def register(self, holder: Holder, end: int) -> None:
+        """Let the blocks that the tokens before `end` fill be found by others."""
+        count = self.blocks(end) if self._limits.tail else end // BLOCK_TOKENS
+        if not self._limits.prefix_cache or count <= holder.num_registered:
+            return
+        keys = holder.keys.upto(holder.tokens, end, count)
+        for index in range(holder.num_registered, len(keys)):
+            self.pool.register(holder.blocks[index], keys[index])
+        holder.num_registered = len(keys)
+
+    def check(self, holders: Iterable[Holder]) -> None:
+        """Raise `AssertionError` if a block is lost, owned twice or held for nothing; for tests."""
+        several = list(holders)
+        self.pool.check(holder.blocks for holder in several)
+        for holder in several:
+            # A row of drafts may have got a block that the tokens it kept do not reach.
+            most = self.blocks(holder.num_tokens + HOLDBACK_TOKENS)
+            assert self.blocks(holder.num_computed) <= len(holder.blocks) <= most
+
+    def _found(self, holder: Holder) -> list[int]:
+        """Return the cached blocks that a request can start from; a token is left to compute."""
+        rules = holder.request.rules
+        if not self._limits.prefix_cache or (rules and rules.prompt_logprobs is not None):
+            return []  # whose tokens are all to be scored has to compute them
+        most = (holder.num_tokens - 1 - self._limits.tail) // BLOCK_TOKENS
+        return self.pool.find(holder.keys.upto(holder.tokens, holder.num_tokens, max(0, most)))

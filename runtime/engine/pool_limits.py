@@ -1,0 +1,65 @@
+"""What the paged engine has room for, and which requests can therefore never run. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from llmpq.kv_format import BLOCK_TOKENS, HOLDBACK_TOKENS, TAIL_TOKENS
+from llmpq.precision import KVPrecision
+from llmpq.runtime.request import Request
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolLimits:
+    """What there is room for."""
+
+    num_blocks: int
+    """Blocks of the pool, as many on every stage."""
+    kv: KVPrecision = KVPrecision.KV16
+    max_rows: int
+    """Requests that may run at once."""
+    max_len: int
+    """Tokens of a prompt and its answer (the model's positions or less)."""
+    step_tokens: int
+    """Tokens of a step, unless more rows than that decode at once."""
+    decode_rows: int
+    """Decoding rows of a step at most."""
+    num_stages: int = 1
+    prefix_cache: bool = True
+    tokens_ahead: int = 1
+    """Steps of one request that may be under way: beyond 1 its next token is asked for before the
+    last one is known, and thrown away if that ended the request."""
+    batching: Literal["continuous", "static"] = "continuous"
+    """`static` lets requests in only when all others have ended (for comparison)."""
+
+    @property
+    def tail(self) -> int:
+        """Tokens behind a block without which nobody goes on from it."""
+        return 0 if self.kv is KVPrecision.KV16 else TAIL_TOKENS
+
+    @property
+    def room(self) -> int:
+        """Tokens of the longest request: prompt and answer (its last token is never cached)."""
+        full = self.num_blocks * BLOCK_TOKENS
+        cached = full if self.kv is KVPrecision.KV16 else full + BLOCK_TOKENS + HOLDBACK_TOKENS
+        return min(self.max_len, cached + 1)
+
+    def check(self, request: Request) -> None:
+        """Raise `ValueError` if a request can never run under these limits."""
+        length = len(request.prompt)
+        if length == 0:
+            raise ValueError("the prompt has no tokens; expected at least one")
+        if request.max_new < 1:
+            raise ValueError(f"max_tokens must be at least 1, got {request.max_new}")
+        if length >= self.room:
+            raise ValueError(
+                f"the prompt has {length} tokens; the model and its KV cache have room for "
+                f"{self.room} with the answer: shorten it, or give more with max_model_len or "
+                "another plan"
+            )
+        if length + request.max_new > self.room:
+            raise ValueError(
+                f"a prompt of {length} tokens and {request.max_new} new ones exceed the {self.room}"
+                f" there is room for; ask for at most {self.room - length} tokens"
+            )

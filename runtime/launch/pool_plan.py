@@ -1,0 +1,93 @@
+"""How many KV blocks a plan's stages have room for, when requests come as they like.
+
+The plan counts its KV as slots of one length. A pool gives the same requests as many blocks as they
+need at their longest, and fewer where the plan leaves a device no room for what is rounded up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from llmpq.errors import DoesNotFitError
+from llmpq.kv_format import pool_blocks
+from llmpq.model_spec import ModelSpec
+from llmpq.plan import Plan
+from llmpq.runtime.cache.paged_by_precision import PoolSize
+from llmpq.runtime.engine.pool_limits import PoolLimits
+from llmpq.runtime.launch.stage_settings import StageSettings
+
+STEP_TOKENS = 512
+"""Tokens of a step, where nobody says: a long prompt holds answers up for no longer than these."""
+
+
+def is_paged(plan: Plan, settings: StageSettings) -> bool:
+    """Whether the paged engine serves a plan; else requests have the plan's slots."""
+    return settings.live and settings.speculate is None and all(s.is_cpu for s in plan.stages)
+
+
+@dataclass(frozen=True)
+class PoolPlan:
+    """The pool of a plan's stages, for stages and for the scheduler."""
+
+    plan: Plan
+    spec: ModelSpec
+    settings: StageSettings
+
+    @property
+    def size(self) -> PoolSize:
+        """Return what every stage allocates; `DoesNotFitError` if one has no room for a block."""
+        workload = self.plan.workload
+        blocks = workload.batch * max(1, pool_blocks(workload.kv, workload.max_len))
+        most = self.settings.max_model_len or self.spec.max_positions
+        size = PoolSize(
+            num_blocks=blocks,
+            slots=workload.batch,
+            max_len=most,
+            prefix_cache=self.settings.prefix_cache,
+        )
+        while any(self._excess(index, size) > 0 for index in range(len(self.plan.stages))):
+            if size.num_blocks == 1:
+                raise DoesNotFitError(
+                    "the plan leaves no room for a block of 128 tokens of KV cache on every stage; "
+                    "re-plan with a larger --n or a smaller reserve"
+                )
+            size = replace(size, num_blocks=max(1, size.num_blocks * 15 // 16))
+        return size
+
+    @property
+    def limits(self) -> PoolLimits:
+        """Return what the scheduler may do."""
+        workload, plan = self.plan.workload, self.plan
+        size = self.size
+        return PoolLimits(
+            num_blocks=size.num_blocks,
+            kv=workload.kv,
+            max_rows=size.slots,
+            max_len=size.max_len,
+            step_tokens=self.settings.step_tokens or STEP_TOKENS,
+            decode_rows=min(plan.decode_microbatch, size.slots),
+            num_stages=len(plan.stages),
+            prefix_cache=size.prefix_cache,
+            batching="static" if self.settings.batching == "static" else "continuous",
+        )
+
+    @property
+    def max_blocks(self) -> int:
+        """Return how many blocks a request's table has at most."""
+        limits = self.limits
+        return min(limits.num_blocks, pool_blocks(limits.kv, limits.room))
+
+    def _excess(self, index: int, size: PoolSize) -> int:
+        """Return the bytes by which a stage's pool exceeds what its device has left for it."""
+        stage, workload = self.plan.stages[index], self.plan.workload
+        if stage.memory is None:
+            return 0
+        memory = stage.memory
+        room = memory.limit_bytes - (memory.total_bytes - memory.kv_bytes)
+        nbytes = size.nbytes(
+            self.spec,
+            workload.kv,
+            num_layers=stage.num_layers,
+            dtype_bytes=workload.dtype_bytes,
+        )
+        return nbytes - max(room, memory.kv_bytes)

@@ -1,0 +1,257 @@
+"""The paged engine with threads for stages: tokens equal transformers' under every schedule."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from llmpq.kv_format import kv_pool_bytes
+from llmpq.model_spec import ModelSpec
+from llmpq.precision import KVPrecision
+from llmpq.runtime.cache.low_bit_kv import LowBitKV
+from llmpq.runtime.cache.paged_by_precision import PoolSize, make_paged_kv
+from llmpq.runtime.engine.paged_scheduler import PagedScheduler
+from llmpq.runtime.engine.plain_loop import LocalPipeline
+from llmpq.runtime.engine.pool_limits import PoolLimits
+from llmpq.runtime.launch.stage_settings import read_request, write_request
+from llmpq.runtime.links.message import pack_paging, unpack_paging
+from llmpq.runtime.request import Finished, PagedRow, Request, StepKind
+from llmpq.runtime.sampling_params import TokenChoice
+from llmpq.runtime.step import Step
+from llmpq.runtime.step_message import StepMessage
+from llmpq.runtime.tools.open_stages import OpenStages
+from llmpq.runtime.weights.sources import CheckpointSource
+
+pytestmark = [pytest.mark.cpu, pytest.mark.quick]
+KINDS = ("opt", "bloom", "llama", "qwen2", "qwen3", "mixtral")
+POOL = PoolSize(num_blocks=12, slots=4, max_len=1000)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    torch.set_num_threads(1)
+
+
+class Bench:
+    """A model's stages with a pool, and schedulers over it."""
+
+    def __init__(self, make_plan, model, splits=(), *, pool=POOL, kv=KVPrecision.KV16) -> None:
+        spec = ModelSpec.from_directory(model)
+        plan = make_plan(model, splits, kv=kv, batch=pool.slots)
+        self.pool, self.kv, self.num_stages = pool, kv, len(splits) + 1
+        self.stages = OpenStages(plan, spec, CheckpointSource(model, spec), pool=pool)
+
+    def scheduler(self, *, step_tokens: int = 64, **changed: object) -> PagedScheduler:
+        values = {
+            "num_blocks": self.pool.num_blocks,
+            "kv": self.kv,
+            "max_rows": self.pool.slots,
+            "max_len": self.pool.max_len,
+            "step_tokens": step_tokens,
+            "decode_rows": 3,
+            "num_stages": self.num_stages,
+            "prefix_cache": self.pool.prefix_cache,
+            **changed,
+        }
+        return PagedScheduler(PoolLimits(**values))  # type: ignore[arg-type]
+
+    def serve(self, requests: list[Request], **changed: object) -> list[list[int]]:
+        return self.run(self.scheduler(**changed), requests)
+
+    def run(self, scheduler: PagedScheduler, requests: list[Request]) -> list[list[int]]:
+        self.finished: dict[int, Finished] = {
+            end.id: end for end in self.stages.run(scheduler, requests).finished
+        }
+        scheduler.check()
+        assert scheduler.idle and scheduler.tables.pool.num_held == 0
+        return [self.finished[request.id].tokens for request in requests]
+
+
+class Preempting(PagedScheduler):
+    """Preempts running requests at random steps, beside those that it must."""
+
+    def __init__(self, like: PagedScheduler) -> None:
+        super().__init__(like.limits)
+        self._rng = random.Random(2)
+
+    def next_micro_batch(self):
+        if self._running and self._rng.random() < 0.05:
+            self._preempt(self._rng.choice(self._running))
+            self.check()
+        return super().next_micro_batch()
+
+
+def asked(prompts: list[list[int]], max_new: int, **options: object) -> list[Request]:
+    return [
+        Request(id=i, prompt=tuple(p), max_new=max_new, **options)  # type: ignore[arg-type]
+        for i, p in enumerate(prompts)
+    ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_equal_transformers_over_stages_and_chunks(
+    tiny_models, random_prompts, make_plan, kind
+):
+    prompts = random_prompts(5, 90, 1, 33, 3, 64)
+    expected = tiny_models.greedy(kind, prompts, 10)
+    for splits, step_tokens in (((), 1), ((), 64), ((1,), 7), ((1, 2), 33), ((1,), 512)):
+        bench = Bench(make_plan, tiny_models.directory(kind), splits)
+        assert bench.serve(asked(prompts, 10), step_tokens=step_tokens) == expected
+
+
+@pytest.mark.parametrize("kind", ["llama", "bloom"])
+def test_long_requests_are_preempted_and_find_what_they_share(
+    tiny_models, random_prompts, make_plan, kind
+):
+    """Rotary and ALiBi positions have no end: 600 tokens of a model of 128."""
+    trunk, *tails = random_prompts(300, 4, 60, 1, 130, 200, seed=5)
+    prompts = [trunk + tail for tail in tails]
+    expected = tiny_models.greedy(kind, prompts, 40)
+    pool = PoolSize(num_blocks=7, slots=4, max_len=1000)
+    preempted = hits = 0
+    for splits, prefix_cache in (((), True), ((1,), True), ((), False)):
+        bench = Bench(make_plan, tiny_models.directory(kind), splits, pool=pool)
+        scheduler = bench.scheduler(step_tokens=100, prefix_cache=prefix_cache)
+        for _ in range(2):  # the second time with what the first has left
+            assert bench.run(scheduler, asked(prompts, 40)) == expected
+            preempted += sum(end.num_preemptions for end in bench.finished.values())
+            hits += sum(end.num_prefix_hits for end in bench.finished.values())
+            assert prefix_cache or not any(e.num_prefix_hits for e in bench.finished.values())
+    assert preempted > 0 and hits > 0
+
+
+def packed_greedy(pipeline: LocalPipeline, kv: KVPrecision, prompt, max_new: int) -> list[int]:
+    """Generate with a cache of few bits that nobody shares: what a query sees is by position."""
+    cache = LowBitKV(
+        pipeline.spec,
+        kv,
+        num_layers=pipeline.spec.num_layers,
+        slots=1,
+        max_len=len(prompt) + max_new,
+        dtype=torch.float32,
+        exact_prompt=False,
+    )
+    new, start, tokens = list(prompt), 0, []
+    while len(tokens) < max_new:
+        step = Step.of([0], [start], [len(new)])
+        logits_BV = pipeline.logits(torch.tensor([new]), step, [cache])
+        start += len(new)
+        new = [int(logits_BV.argmax())]
+        tokens += new
+    return tokens
+
+
+@pytest.mark.parametrize("kv", [KVPrecision.KV8, KVPrecision.KV4, KVPrecision.KV2])
+def test_packed_caches_equal_their_unpaged_twin_under_every_schedule(
+    tiny_models, random_prompts, make_plan, kv
+):
+    trunk, *tails = random_prompts(300, 4, 60, 1, 200, seed=6)
+    prompts = [trunk + tail for tail in tails] + random_prompts(20, 143, seed=8)
+    model = tiny_models.directory("qwen3")
+    pipeline = LocalPipeline.from_directory(model)
+    expected = [packed_greedy(pipeline, kv, prompt, 30) for prompt in prompts]
+    pool = PoolSize(num_blocks=6, slots=4, max_len=1000)
+    hits = 0
+    for splits, step_tokens in (((), 64), ((1,), 129), ((1, 2), 1000)):
+        bench = Bench(make_plan, model, splits, pool=pool, kv=kv)
+        scheduler = Preempting(bench.scheduler(step_tokens=step_tokens))
+        for _ in range(2):
+            assert bench.run(scheduler, asked(prompts, 30)) == expected
+            hits += sum(end.num_prefix_hits for end in bench.finished.values())
+    assert hits > 0
+
+
+def test_sampled_tokens_do_not_depend_on_the_schedule(tiny_models, random_prompts, make_plan):
+    prompts = random_prompts(5, 80, 3, 33)
+    model = tiny_models.directory("llama")
+
+    def requests() -> list[Request]:
+        found = asked(prompts, 10)
+        for request in found:
+            request.sampling = TokenChoice(temperature=1.5, top_k=50, top_p=0.9, seed=request.id)
+        return found
+
+    whole = Bench(make_plan, model).serve(requests(), step_tokens=512)
+    chunked = Bench(make_plan, model, (1, 2)).serve(requests(), step_tokens=3)
+    assert whole == chunked and len({tuple(row) for row in whole}) == len(prompts)
+
+
+def test_aborts_free_blocks_and_leave_the_others_alone(tiny_models, random_prompts, make_plan):
+    prompts = random_prompts(5, 12, 60, 9)
+    expected = tiny_models.greedy("llama", prompts, 20)
+    bench = Bench(make_plan, tiny_models.directory("llama"), (1,))
+    scheduler, rng = bench.scheduler(step_tokens=16), random.Random(1)
+    requests = asked(prompts, 20)
+    issue, begun = scheduler.next_micro_batch, set()
+
+    def issue_and_abort():
+        micro_batch = issue()
+        if micro_batch is not None:
+            begun.update(request.id for request in micro_batch.requests)
+        if 2 in begun and rng.random() < 0.3 and not requests[2].finish_reason:
+            assert scheduler.abort(requests[2])
+            scheduler.check()
+        return micro_batch
+
+    scheduler.next_micro_batch = issue_and_abort  # type: ignore[method-assign]
+    for request in requests:
+        scheduler.submit(request)
+    from_stages = drive(bench, scheduler)
+    assert requests[2].finish_reason == "abort"
+    assert requests[2].output == expected[2][: len(requests[2].output)]
+    for index in (0, 1, 3):
+        assert requests[index].output == expected[index]
+    assert from_stages == {0, 1, 3}
+
+
+def drive(bench: Bench, scheduler: PagedScheduler) -> set[int]:
+    """Run what was submitted through the stages, one step at a time; return who ended."""
+    from llmpq.runtime.step_message import describe
+
+    ended = set()
+    while not scheduler.idle:
+        micro_batch = scheduler.next_micro_batch()
+        assert micro_batch is not None
+        message, x = describe(micro_batch), None
+        for compute in bench.stages.computes:
+            x = compute.run(message, x)
+        assert x is not None
+        ended |= {request.id for request in scheduler.complete(micro_batch, x.tolist())}
+    return ended
+
+
+@pytest.mark.parametrize("kv", list(KVPrecision))
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_the_pool_takes_the_bytes_the_formula_says(demo_model, kv, prefix_cache):
+    spec = ModelSpec.from_directory(demo_model)
+    size = PoolSize(num_blocks=3, slots=2, max_len=400, prefix_cache=prefix_cache)
+    cache = make_paged_kv(spec, kv, size, num_layers=2, dtype=torch.float32)
+    assert cache.nbytes == size.nbytes(spec, kv, num_layers=2, dtype_bytes=4)
+    one = kv_pool_bytes(
+        kv,
+        num_blocks=3,
+        slots=2,
+        kv_heads=spec.kv_heads,
+        head_dim=spec.head_dim,
+        dtype_bytes=4,
+        prefix_cache=prefix_cache,
+    )
+    assert cache.nbytes == 2 * one
+
+
+def test_rows_survive_the_way_to_the_next_stage():
+    rows = (
+        PagedRow(slot=3, samples=False, first_block=2, new_blocks=(9, 7), admission=2),
+        PagedRow(slot=0, resumes=True, num_drafts=3, sample_step=5, new_blocks=(1,)),
+        PagedRow(slot=1),
+    )
+    told = StepMessage(kind=StepKind.MIXED, sample_steps=[row.sample_step for row in rows])
+    assert unpack_paging(told, pack_paging(rows)).paged == rows
+    assert unpack_paging(told, pack_paging(())).paged == ()
+
+
+def test_priorities_survive_the_way_to_the_first_stage():
+    request = Request(id=1, prompt=(1,), max_new=1, priority=-3)
+    assert read_request(write_request(request)).priority == -3

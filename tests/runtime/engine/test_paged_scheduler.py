@@ -1,0 +1,407 @@
+"""The paged scheduler: any schedule gives what one request after the other gives, no block lost."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from zlib import crc32
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from llmpq.kv_format import BLOCK_TOKENS, HOLDBACK_TOKENS, TAIL_TOKENS, packed_end
+from llmpq.precision import KVPrecision
+from llmpq.runtime.engine.paged_scheduler import PagedScheduler
+from llmpq.runtime.engine.pool_limits import PoolLimits
+from llmpq.runtime.engine.scheduler import UNKNOWN
+from llmpq.runtime.request import MicroBatch, PagedRow, Request, StepKind
+
+pytestmark = pytest.mark.pure
+
+VOCAB = 7
+STOP = 0
+
+
+def chained(digest: int, token: int) -> int:
+    """Return the digest of a token behind others."""
+    return crc32(token.to_bytes(8, "little", signed=True), digest)
+
+
+def next_token(digest: int) -> int:
+    """Return the token that the model of this world says after tokens of a digest."""
+    return digest % VOCAB
+
+
+def simple_schedule(requests: Sequence[Request]) -> dict[int, list[int]]:
+    """The oracle: one request after the other, one token after the other."""
+    answers = {}
+    for request in requests:
+        digest, output = 0, []
+        for token in request.prompt:
+            digest = chained(digest, token)
+        while len(output) < request.max_new:
+            output.append(next_token(digest))
+            digest = chained(digest, output[-1])
+            if output[-1] in request.stop_ids:
+                break
+        answers[request.id] = output
+    return answers
+
+
+@dataclass
+class FakeStage:
+    """A stage without arithmetic: what stands for keys and values is a digest of all tokens so far.
+
+    A row that finds another request's block, an old one or none is caught where it reads it.
+    """
+
+    kv: KVPrecision
+    blocks: dict[int, list[int]] = field(default_factory=dict)
+    rings: dict[tuple[int, int], int] = field(default_factory=dict)
+    """(slot, position) -> digest: the 16-bit tokens of a cache of few bits."""
+    tables: dict[int, list[int]] = field(default_factory=dict)
+    newest: dict[int, int] = field(default_factory=dict)
+
+    def run(self, micro_batch: MicroBatch) -> list[list[int]]:
+        """Return the new tokens of every row; a row that samples nothing gets one nobody wants."""
+        steps = zip(micro_batch.rows, micro_batch.starts, micro_batch.tokens, strict=True)
+        return [self._row(row, start, tokens) for row, start, tokens in steps]
+
+    def _row(self, row: PagedRow, start: int, tokens: Sequence[int]) -> list[int]:
+        table = self.tables.setdefault(row.slot, [])
+        del table[row.first_block :]
+        table += row.new_blocks
+        if row.resumes and self.kv is not KVPrecision.KV16:
+            tail = self.blocks[table[start // BLOCK_TOKENS - 1]][BLOCK_TOKENS:]
+            for index, digest in enumerate(tail):
+                self.rings[row.slot, start - TAIL_TOKENS + index] = digest
+        digests = []
+        for index, told in enumerate(tokens):
+            token = self.newest[row.slot] if told == UNKNOWN else told
+            position = start + index
+            packs = self._pack(row.slot, table, position)
+            before = self._read(row.slot, table, position) if position else 0
+            digests.append(chained(before, token))
+            self._write(row.slot, table, position, digests[-1])
+            if packs:
+                self.blocks[table[position // BLOCK_TOKENS - 1]].append(digests[-1])
+        found = [next_token(digests[-1 - row.num_drafts])]
+        for index, draft in enumerate(tokens[len(tokens) - row.num_drafts :]):
+            if draft != found[-1]:
+                break
+            found.append(next_token(digests[len(tokens) - row.num_drafts + index]))
+        self.newest[row.slot] = found[-1]
+        return found
+
+    def _read(self, slot: int, table: Sequence[int], position: int) -> int:
+        """Return the digest before a position, from where its query would read it."""
+        last = position - 1
+        if self.kv is KVPrecision.KV16:
+            return self.blocks[table[last // BLOCK_TOKENS]][last % BLOCK_TOKENS]
+        line = packed_end(position)
+        for old in range(max(0, line - BLOCK_TOKENS), line):  # the newest packed block
+            digest = self.blocks[table[old // BLOCK_TOKENS]][old % BLOCK_TOKENS]
+            if old + 1 < line:
+                following = self.blocks[table[old // BLOCK_TOKENS]][old % BLOCK_TOKENS + 1]
+                assert any(chained(digest, token) == following for token in range(VOCAB))
+        for recent in range(line + 1, position):
+            digest, following = self.rings[slot, recent - 1], self.rings[slot, recent]
+            assert any(chained(digest, token) == following for token in range(VOCAB))
+        return self.rings[slot, last]
+
+    def _pack(self, slot: int, table: Sequence[int], position: int) -> bool:
+        """Pack the block that the query at a position is the first to see packed, if any."""
+        line = packed_end(position)
+        packs = self.kv is not KVPrecision.KV16 and 0 < line == position - HOLDBACK_TOKENS
+        if packs:
+            span = range(line - BLOCK_TOKENS, line + HOLDBACK_TOKENS)
+            self.blocks[table[line // BLOCK_TOKENS - 1]] = [self.rings[slot, p] for p in span]
+        return packs
+
+    def _write(self, slot: int, table: Sequence[int], position: int, digest: int) -> None:
+        if self.kv is KVPrecision.KV16:
+            block = self.blocks.setdefault(table[position // BLOCK_TOKENS], [0] * BLOCK_TOKENS)
+            block[position % BLOCK_TOKENS] = digest
+            return
+        self.rings[slot, position] = digest
+        self.rings.pop((slot, position - BLOCK_TOKENS - 2 * HOLDBACK_TOKENS), None)
+
+
+class GuessingDrafter:
+    """Drafts that are right more often than not."""
+
+    def __init__(self, rng: random.Random, length: int) -> None:
+        self._rng, self._length = rng, length
+
+    def gamma(self, requests: Sequence[Request]) -> int:
+        return self._length
+
+    def propose(self, request: Request, gamma: int) -> list[int] | None:
+        digest = 0
+        for token in (*request.prompt, *request.output):
+            digest = chained(digest, token)
+        drafts = []
+        for _ in range(self._rng.randint(0, gamma)):
+            right = self._rng.random() < 0.7
+            drafts.append(next_token(digest) if right else self._rng.randrange(VOCAB))
+            digest = chained(digest, drafts[-1])
+        return drafts
+
+    def observe(self, num_drafted: int, num_accepted: int) -> None:
+        assert 0 <= num_accepted <= num_drafted
+
+
+def play(
+    scheduler: PagedScheduler,
+    requests: Sequence[Request],
+    rng: random.Random,
+    *,
+    depth: int,
+    abort_chance: float = 0.0,
+    stage: FakeStage | None = None,
+) -> set[int]:
+    """Serve requests that come at random times; return those that were aborted.
+
+    `depth` micro-batches are under way at most; the scheduler is checked after every move.
+    """
+    stage = stage or FakeStage(scheduler.limits.kv)
+    coming, open_, aborted = deque(requests), {}, set()
+    in_flight: deque[tuple[MicroBatch, list[list[int]]]] = deque()
+    while coming or not scheduler.idle or in_flight:
+        moves = []
+        if coming:
+            moves.append("submit")
+        if len(in_flight) < depth:
+            moves += ["issue"] * 3
+        if in_flight:
+            moves += ["complete"] * 3
+        move = rng.choice(moves)
+        if scheduler._running and rng.random() < abort_chance:
+            scheduler._preempt(rng.choice(scheduler._running))
+        elif open_ and rng.random() < abort_chance:
+            request = rng.choice(list(open_.values()))
+            assert scheduler.abort(request) and request.slot == -1
+            aborted.add(request.id)
+            del open_[request.id]
+        elif move == "submit":
+            request = coming.popleft()
+            scheduler.submit(request)
+            open_[request.id] = request
+        elif move == "issue":
+            micro_batch = scheduler.next_micro_batch()
+            if micro_batch is not None:
+                in_flight.append((micro_batch, stage.run(micro_batch)))
+            else:
+                stuck = not in_flight and not coming and not scheduler.idle
+                assert not stuck, "nothing runs and nothing will"
+        else:
+            for request in scheduler.complete(*in_flight.popleft()):
+                del open_[request.id]
+        scheduler.check()
+    assert not open_
+    assert scheduler.tables.pool.num_held == 0
+    return aborted
+
+
+def limits(**changed: object) -> PoolLimits:
+    values = {
+        "num_blocks": 8,
+        "max_rows": 4,
+        "max_len": 10_000,
+        "step_tokens": 64,
+        "decode_rows": 4,
+        **changed,
+    }
+    return PoolLimits(**values)  # type: ignore[arg-type]
+
+
+def make_requests(rng: random.Random, count: int, longest: int) -> list[Request]:
+    """Prompts of few tokens that share beginnings of many."""
+    trunk = [rng.randrange(VOCAB) for _ in range(longest)]
+    found = []
+    for number in range(count):
+        shared = trunk[: rng.choice((0, rng.randint(0, longest - 1)))]
+        own = rng.randint(0 if shared else 1, min(40, longest - len(shared)))
+        prompt = (*shared, *(rng.randrange(VOCAB) for _ in range(own)))
+        found.append(
+            Request(
+                id=number,
+                prompt=prompt,
+                max_new=rng.choice((1, 2, 30, 150)),
+                stop_ids=frozenset({STOP} if rng.random() < 0.3 else ()),
+                priority=rng.choice((0, 0, 0, 1)),
+            )
+        )
+    return found
+
+
+@settings(
+    max_examples=int(os.environ.get("LLMPQ_SCHEDULES", "60")),
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+@given(
+    seed=st.integers(0, 2**32),
+    kv=st.sampled_from([KVPrecision.KV16, KVPrecision.KV4]),
+    num_blocks=st.integers(5, 24),
+    max_rows=st.integers(1, 6),
+    step_tokens=st.sampled_from([1, 7, 64, 129, 1000]),
+    stages=st.integers(1, 3),
+    mode=st.sampled_from(["plain", "ahead", "drafts"]),
+    prefix_cache=st.booleans(),
+    static=st.booleans(),
+    abort_chance=st.sampled_from([0.0, 0.02]),
+)
+def test_random_schedules_equal_the_simple_one(
+    seed,
+    kv,
+    num_blocks,
+    max_rows,
+    step_tokens,
+    stages,
+    mode,
+    prefix_cache,
+    static,
+    abort_chance,
+):
+    rng = random.Random(seed)
+    allowed = limits(
+        num_blocks=num_blocks,
+        kv=kv,
+        max_rows=max_rows,
+        step_tokens=step_tokens,
+        decode_rows=rng.randint(1, max_rows),
+        num_stages=stages,
+        prefix_cache=prefix_cache,
+        tokens_ahead=rng.randint(2, 4) if mode == "ahead" else 1,
+        batching="static" if static else "continuous",
+    )
+    longest = min(300, num_blocks * BLOCK_TOKENS - 160)
+    requests = make_requests(rng, rng.randint(1, 10), longest)
+    drafter = GuessingDrafter(rng, rng.randint(1, 8)) if mode == "drafts" else None
+    scheduler = PagedScheduler(allowed, drafter=drafter)
+    expected = simple_schedule(requests)
+    aborted = play(
+        scheduler, requests, rng, depth=rng.randint(1, 2 * stages + 2), abort_chance=abort_chance
+    )
+    for request in requests:
+        if request.id in aborted:
+            assert request.output == expected[request.id][: len(request.output)]
+        else:
+            assert request.output == expected[request.id], request.id
+    assert scheduler.num_running == scheduler.num_waiting == 0
+
+
+def test_a_long_prompt_goes_in_chunks_beside_decoding_rows():
+    scheduler = PagedScheduler(limits(step_tokens=32))
+    short = Request(id=0, prompt=(1,) * 10, max_new=50)
+    scheduler.submit(short)
+    first = scheduler.next_micro_batch()
+    assert first is not None and first.kind is StepKind.PREFILL
+    scheduler.complete(first, [[2]])
+    long = Request(id=1, prompt=(2,) * 100, max_new=4)
+    scheduler.submit(long)
+    seen = []
+    while len(long.output) == 0:
+        step = scheduler.next_micro_batch()
+        assert step is not None
+        seen.append((step.kind, [len(tokens) for tokens in step.tokens]))
+        scheduler.complete(step, [[3]] * len(step.requests))
+    assert seen == [(StepKind.MIXED, [1, 31])] * 3 + [(StepKind.MIXED, [1, 7])]
+
+
+def test_what_a_request_may_still_ask_reserves_nothing():
+    scheduler = PagedScheduler(limits(num_blocks=8, max_rows=4))
+    for number in range(4):
+        scheduler.submit(Request(id=number, prompt=(1,) * 16, max_new=900))
+    step = scheduler.next_micro_batch()
+    assert step is not None and len(step.requests) == 4
+    assert scheduler.tables.pool.num_held == 4
+
+
+def test_the_youngest_is_preempted_and_the_oldest_never():
+    rng = random.Random(3)
+    scheduler = PagedScheduler(limits(num_blocks=4, max_rows=4, step_tokens=512))
+    requests = [Request(id=n, prompt=(n + 1,) * 20, max_new=300) for n in range(4)]
+    expected = simple_schedule(requests)
+    play(scheduler, requests, rng, depth=1)
+    assert [request.output for request in requests] == [expected[n] for n in range(4)]
+    assert requests[0].num_preemptions == 0 and requests[3].num_preemptions > 0
+
+
+def test_lower_priorities_run_first():
+    scheduler = PagedScheduler(limits(max_rows=1))
+    for number, priority in enumerate((2, 0, 1)):
+        scheduler.submit(Request(id=number, prompt=(1,), max_new=1, priority=priority))
+    order = []
+    while not scheduler.idle:
+        step = scheduler.next_micro_batch()
+        assert step is not None
+        order += [request.id for request in scheduler.complete(step, [[1]])]
+    assert order == [1, 2, 0]
+
+
+@pytest.mark.parametrize(
+    ("kv", "shared", "hit"),
+    [
+        (KVPrecision.KV16, 300, 256),
+        (KVPrecision.KV16, 256, 256),
+        (KVPrecision.KV4, 300, 256 + 17),
+        (KVPrecision.KV4, 270, 128 + 17),
+    ],
+)
+def test_full_blocks_are_found_again(kv, shared, hit):
+    scheduler = PagedScheduler(limits(num_blocks=16, kv=kv, step_tokens=1000))
+    trunk = tuple(n % VOCAB for n in range(shared))
+    requests = [Request(id=n, prompt=(*trunk, n + 1, 5, 5), max_new=2) for n in range(2)]
+    expected = simple_schedule(requests)
+    stage = FakeStage(kv)
+    for request in requests:  # one after the other
+        play(scheduler, [request], random.Random(0), depth=1, stage=stage)
+    assert [request.num_prefix_hits for request in requests] == [0, hit]
+    assert [request.output for request in requests] == [expected[n] for n in range(2)]
+
+
+def test_a_prompt_found_whole_computes_a_token_at_least():
+    scheduler = PagedScheduler(limits(num_blocks=16, step_tokens=1000))
+    stage = FakeStage(KVPrecision.KV16)
+    for number in range(2):
+        request = Request(id=number, prompt=(1,) * 256, max_new=1)
+        play(scheduler, [request], random.Random(0), depth=1, stage=stage)
+    assert request.num_prefix_hits == 128
+
+
+def test_other_models_salts_and_precisions_share_nothing():
+    keys = set()
+    for kv in KVPrecision:
+        for salt in ("a", "b"):
+            scheduler = PagedScheduler(limits(kv=kv), salt=salt)
+            holder = scheduler.tables.holder(Request(id=0, prompt=(1,) * 200, max_new=1), 0)
+            keys |= set(holder.keys.upto(holder.tokens, 200, 1))
+    assert len(keys) == 2 * len(KVPrecision)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "max_new", "says"),
+    [
+        (0, 1, "no tokens"),
+        (10, 0, "at least 1"),
+        (1025, 1, "has 1025 tokens; .* room for 1025"),
+        (1000, 40, "at most 25"),
+    ],
+)
+def test_what_can_never_run_is_refused(prompt, max_new, says):
+    with pytest.raises(ValueError, match=says):
+        limits(num_blocks=8).check(Request(id=0, prompt=(1,) * prompt, max_new=max_new))
+
+
+def test_the_longest_request_there_is_room_for_runs():
+    for kv in KVPrecision:
+        allowed = limits(num_blocks=5, kv=kv, step_tokens=100)
+        request = Request(id=0, prompt=(1,) * (allowed.room - 5), max_new=5)
+        play(PagedScheduler(allowed), [request], random.Random(0), depth=1)
+        assert len(request.output) == 5
