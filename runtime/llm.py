@@ -62,10 +62,11 @@ class LLM:
     ) -> None:
         """Plan where there is no plan, start the stages, load the weights.
 
-        `model` may be left out where the plan names its directory. `max_model_len` (tokens of a
-        prompt and its answer) and `max_num_seqs` (requests at once) are for plans made here.
-        `max_num_batched_tokens` (of a step, so that a long prompt does not hold up answers) and
-        `enable_prefix_caching` (what prompts share is computed once) are heeded on CPUs.
+        `model` may be left out where the plan names its directory. `max_num_seqs` (requests at
+        once) is for plans made here, and so is `max_model_len` (tokens of a prompt and its answer)
+        on GPUs. On CPUs, without drafts, KV is one pool of blocks: there `max_num_batched_tokens`
+        bounds a step (so that a long prompt does not hold up answers; 512 if left out) and
+        `enable_prefix_caching` has what prompts share computed once.
         `speculate` and `gamma` (tokens drafted per verify) are the plan's unless they are given.
         """
         wishes = Wishes(

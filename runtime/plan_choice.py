@@ -64,8 +64,9 @@ def choose_plan(
         made, known = _made(directory, spec, cluster, wishes)
         return Chosen(directory=directory, spec=spec, plan=made, cluster=known)
     given = plan if isinstance(plan, Plan) else Plan.load(plan)
+    on_cpus = all(stage.is_cpu for stage in given.stages)  # where no request has a slot
     for name, value in (
-        ("max_model_len", wishes.max_model_len),
+        ("max_model_len", None if on_cpus else wishes.max_model_len),
         ("max_num_seqs", wishes.max_num_seqs),
         ("dtype", None if wishes.dtype == AUTO else wishes.dtype),
     ):
@@ -75,6 +76,7 @@ def choose_plan(
         raise ValueError("the plan names no model directory; give it: LLM('DIR', plan=...)")
     directory, spec = _read(model if model is not None else str(given.model.path))
     given.require_model(spec)
+    _max_len(spec, wishes)
     known = None if cluster is None else Cluster.load(cluster)
     if known is not None:
         given.require_cluster(known.name, known.fingerprint())

@@ -85,6 +85,10 @@ class PagedScheduler:
         """Whether every submitted request has ended."""
         return not self._holders
 
+    def cached_tokens(self) -> list[int]:
+        """Return how many tokens of each running request are, or are being, computed."""
+        return [holder.num_computed for holder in self._running]
+
     def gauges(self) -> dict[str, int]:
         """Return blocks of the pool, and tokens of the prefix cache since the start."""
         pool = self.tables.pool

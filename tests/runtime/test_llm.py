@@ -145,7 +145,7 @@ def test_parameters_that_cannot_be_met_are_refused(options, said):
 def test_prompts_that_can_never_run_are_refused_and_leave_the_engine_well(one, wanted):
     for prompt, said in (
         ("", "no tokens"),
-        ("x y " * 900, "prompts of at most 1024"),
+        ("x y " * 900, "have room for 1024 with the answer"),
         ([5, 99999], "token 99999 is not in the vocabulary"),
         ({"text": "a"}, "prompt_token_ids, got"),
         (3.5, "a text or a list of token ids"),
@@ -181,6 +181,8 @@ def test_a_chat_is_a_prompt_by_the_models_template(demo_model, tmp_path, wanted)
         ({}, "nothing to run"),
         ({"max_model_len": 5000}, "max_model_len must be at most 1024"),
         ({"max_num_seqs": 0}, "max_num_seqs must be"),
+        ({"max_num_batched_tokens": 0}, "max_num_batched_tokens must be"),
+        ({"plan": "one", "max_model_len": 5000}, "max_model_len must be at most 1024"),
         ({"dtype": "int3"}, "dtype must be auto"),
         ({"speculate": "ngram"}, "needs gamma=1..7"),
         ({"gamma": 3}, "gamma=3 has no effect"),
@@ -230,3 +232,33 @@ def test_plans_are_made_by_name(demo_model):
     assert isinstance(plan, Plan) and plan.model.path == str(demo_model)
     with pytest.raises(ValueError, match="unknown method 'best'"):
         make_plan(demo_model, devices="cpu", method="best")
+
+
+@pytest.mark.cpu
+def test_requests_of_any_lengths_share_a_pool_and_their_beginnings(demo_model, make_plan):
+    """A plan for prompts of 32 tokens serves longer ones; a second round finds the first's."""
+    trunk = [7 + n % 50 for n in range(300)]
+    prompts = [trunk + [9 + n] * (1 + 30 * n) for n in range(5)]
+    greedy = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    plan = make_plan(demo_model, (3,), batch=4, prompt_len=32, gen_len=300)
+    answers = []
+    for on in (True, False):
+        options = {"backend": "threads", "enable_prefix_caching": on, "max_num_batched_tokens": 48}
+        with LLM(plan=plan, **options) as llm:
+            for _ in range(2):
+                found = llm.generate(prompts, greedy)
+                answers.append([answer.outputs[0].token_ids for answer in found])
+            gauges = llm.stats()["gauges"]
+            assert gauges["blocks"] == 4 * 3 and gauges["blocks_held"] == 0
+            assert (gauges["prefix_hits"] > 256 * 5) == on
+    assert all(row == answers[0] for row in answers) and len(set(map(str, answers[0]))) == 5
+
+
+@pytest.mark.cpu
+def test_a_limit_of_length_goes_with_a_plan_on_cpus(demo_model, make_plan):
+    plan = make_plan(demo_model, batch=2, prompt_len=32, gen_len=100)
+    with LLM(plan=plan, max_model_len=40) as llm:
+        (answer,) = llm.generate([[5] * 30], SamplingParams(max_tokens=None, ignore_eos=True))
+        assert len(answer.outputs[0].token_ids) == 10
+        with pytest.raises(ValueError, match="have room for 40 with the answer"):
+            llm.generate([[5] * 40], GREEDY)

@@ -24,7 +24,7 @@ from llmpq.runtime.step_message import StepMessage
 from llmpq.runtime.tools.open_stages import OpenStages
 from llmpq.runtime.weights.sources import CheckpointSource
 
-pytestmark = [pytest.mark.cpu, pytest.mark.quick]
+pytestmark = pytest.mark.cpu
 KINDS = ("opt", "bloom", "llama", "qwen2", "qwen3", "mixtral")
 POOL = PoolSize(num_blocks=12, slots=4, max_len=1000)
 
@@ -113,7 +113,7 @@ def test_long_requests_are_preempted_and_find_what_they_share(
     preempted = hits = 0
     for splits, prefix_cache in (((), True), ((1,), True), ((), False)):
         bench = Bench(make_plan, tiny_models.directory(kind), splits, pool=pool)
-        scheduler = bench.scheduler(step_tokens=100, prefix_cache=prefix_cache)
+        scheduler = Preempting(bench.scheduler(step_tokens=100, prefix_cache=prefix_cache))
         for _ in range(2):  # the second time with what the first has left
             assert bench.run(scheduler, asked(prompts, 40)) == expected
             preempted += sum(end.num_preemptions for end in bench.finished.values())
