@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import asyncio
 import queue
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, cast
 
-from llmpq.model_spec import ModelSpec
 from llmpq.plan import MAX_GAMMA, Plan
 from llmpq.runtime.launch.engine import Engine
 from llmpq.runtime.launch.engine_thread import EngineThread, RequestNews
@@ -26,8 +25,7 @@ from llmpq.runtime.launch.launcher import Backend, Deadlines, Launch
 from llmpq.runtime.launch.planned_kv import AUTO, with_kv
 from llmpq.runtime.launch.pool_plan import PoolPlan, is_paged
 from llmpq.runtime.launch.stage_settings import LinkChoice, StageSettings, limits_of
-from llmpq.runtime.plan_choice import Wishes, choose_plan
-from llmpq.runtime.request import Request
+from llmpq.runtime.plan_choice import Chosen, Wishes, choose_plan
 from llmpq.runtime.request_output import CompletionOutput, RequestOutput
 from llmpq.runtime.sampling_params import SamplingParams, StructuredOutputsParams
 from llmpq.runtime.text.prompts import Ask, Messages, Prompt, Prompts, listed
@@ -91,18 +89,13 @@ class LLM:
             step_tokens=_at_least_one("max_num_batched_tokens", max_num_batched_tokens),
             prefix_cache=enable_prefix_caching,
         )
-        max_len, check = _limits(self._plan, chosen.spec, settings)
-        self._prompts = Prompts(chosen.directory, chosen.spec, max_len=max_len, check=check)
+        self._prompts = _prompts(chosen, self._plan, settings)
+        launch = Launch(backend=backend, ray_address=ray_address)
+        start = Engine.start(
+            self._plan, settings, cluster=chosen.cluster, deadlines=deadlines, launch=launch
+        )
         with ExitStack() as stack:
-            engine = stack.enter_context(
-                Engine.start(
-                    self._plan,
-                    settings,
-                    cluster=chosen.cluster,
-                    deadlines=deadlines,
-                    launch=Launch(backend=backend, ray_address=ray_address),
-                )
-            )
+            engine = stack.enter_context(start)
             self._engine = EngineThread(engine, stack.pop_all())
 
     def __enter__(self) -> Self:
@@ -271,15 +264,14 @@ class LLM:
             self._asked.pop(ask.name, None)
 
 
-def _limits(
-    plan: Plan, spec: ModelSpec, settings: StageSettings
-) -> tuple[int, Callable[[Request], None]]:
-    """Return the tokens that a request may have cached, and what refuses those that never run."""
+def _prompts(chosen: Chosen, plan: Plan, settings: StageSettings) -> Prompts:
+    """Return who makes requests of prompts and refuses those that can never run."""
+    directory, spec = chosen.directory, chosen.spec
     if is_paged(plan, settings):
         pool = PoolPlan(plan, spec, settings).limits
-        return pool.room - 1, pool.check
+        return Prompts(directory, spec, max_len=pool.room - 1, check=pool.check)
     slots = limits_of(plan)
-    return slots.max_len, slots.check
+    return Prompts(directory, spec, max_len=slots.max_len, check=slots.check)
 
 
 def _at_least_one(name: str, value: int | None) -> int | None:
