@@ -28,7 +28,7 @@ from llmpq.precision import KVPrecision, Precision, padded_k
 from llmpq.workload import Workload
 
 DEQUANTIZE_WEIGHTS = 1 << 20
-"""Weights a CPU dequantises at a time (kernels/cpu/packed_linear.py)."""
+"""Weights a CPU dequantises at a time (kernels/cpu/native_linear.py)."""
 
 KV_PIECE_ELEMENTS = 1 << 19
 """Elements of a low-bit KV cache that a CPU dequantises or packs at a time, keys or values
@@ -170,18 +170,15 @@ def _routing_bytes(spec: ModelSpec, shape: _Shape) -> int:
 def _linear_bytes(shape: _Shape, n: int, k: int, *, quantized: bool) -> int:
     """Return the product [t, n] and, for packed weights, the piece being dequantised.
 
-    Codes take a byte each until they are numbers of e bytes. A matrix of several pieces needs its
-    product and the product of one piece besides.
+    A matrix of several pieces needs its product and the product of one piece besides. Without a
+    C++ compiler, the codes of a piece take a byte each until they are numbers.
     """
     e, product = shape.element_bytes, shape.tokens * n * shape.element_bytes
     if not quantized:
         return product
     rows = min(n, max(64, DEQUANTIZE_WEIGHTS // k // 64 * 64))
     piece = rows * padded_k(k)
-    unpacking = piece * (e + 1)
-    if rows == n:
-        return max(unpacking, piece * e + product)
-    return product + max(unpacking, piece * e + shape.tokens * rows * e)
+    return piece * e + (product if rows == n else product + shape.tokens * rows * e)
 
 
 def _positioned_bytes(spec: ModelSpec, shape: _Shape) -> int:

@@ -23,8 +23,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from llmpq.kernels.cpu.dense import dense_linear
+from llmpq.kernels.cpu.native_linear import native_linear
 from llmpq.kernels.formats.quantized_weight import QuantizedWeight
 from llmpq.kernels.formats.weight_layout import GROUP, Layout
+from llmpq.kernels.native.library import library
 from llmpq.precision import padded_k
 
 _NEVER = 1 << 62
@@ -40,6 +42,8 @@ _CHUNK_WEIGHTS = 1 << 20
 
 def linear_cpu(x_MK: Tensor, qweight: QuantizedWeight, bias: Tensor | None) -> Tensor:
     """Multiply x [M, K] by a weight whose planes are on the CPU."""
+    if qweight.layout is Layout.CPU and (library() is not None):
+        return native_linear(x_MK, qweight, bias)
     rows = x_MK.shape[0] if x_MK.dtype == torch.bfloat16 else _NEVER
     int8_rows = _INT8_ROWS if qweight.groups == 1 else _INT8_GROUPED_ROWS
     if qweight.layout is Layout.CPU_INT4 and rows <= _INT4_ROWS:

@@ -1,5 +1,9 @@
-"""The two weight layouts that torch's own CPU operators read; codes in, bytes out, and back.
+"""The weight layouts of CPUs: our own, and the two that torch's operators read; there and back.
 
+CPU (ours, kernels/native/weight.h)   [N, Kp/128, 16 bits bytes]; a row's k-group is
+    4 bit   32 words of 16 bits   word i:  [ k=i+96 | k=i+64 | k=i+32 | k=i ]     four bits each
+    3 bit   32 words of 12 bits   the same, three bits each; two words to three bytes, low one first
+    8 bit   128 bytes             byte k
 CPU_INT4 (torch's int4pack on x86), 64 rows (AVX-512) or 32 (AVX2) to a block, one byte a k and row
 pair:        [N/64, Kp, 32]:  byte j = [ row j+32 | row j ]          (AVX2: [N/32, Kp, 16])
              a last block of 16, 32 or 48 rows:  byte j = [ row 2j+1 | row 2j ]
@@ -13,6 +17,36 @@ import functools
 
 import torch
 from torch import Tensor
+
+
+def pack_cpu(codes_NK: Tensor, bits: int) -> Tensor:
+    """Pack codes [N, Kp] into our own layout, flat uint8."""
+    if bits == 8:
+        return codes_NK.reshape(-1)
+    quarters = codes_NK.reshape(-1, 4, 32)
+    if bits == 4:
+        low = quarters[:, 0] | quarters[:, 1] << 4
+        return torch.stack((low, quarters[:, 2] | quarters[:, 3] << 4), dim=2).view(-1)
+    quarters = quarters.to(torch.int16)
+    words = quarters[:, 0] | quarters[:, 1] << 3 | quarters[:, 2] << 6 | quarters[:, 3] << 9
+    even, odd = words[:, ::2], words[:, 1::2]
+    packed = torch.stack((even & 255, even >> 8 | (odd & 15) << 4, odd >> 4), dim=2)
+    return packed.to(torch.uint8).view(-1)
+
+
+def unpack_cpu(flat: Tensor, bits: int, out_features: int) -> Tensor:
+    """Return the codes [N, Kp] of `pack_cpu`."""
+    if bits == 8:
+        return flat.view(out_features, -1).clone()
+    if bits == 4:
+        low, high = flat.view(-1, 32, 2).unbind(2)
+        quarters = torch.stack((low & 15, low >> 4, high & 15, high >> 4), dim=1)
+        return quarters.view(out_features, -1)
+    first, second, third = flat.view(-1, 16, 3).to(torch.int16).unbind(2)
+    even, odd = first | (second & 15) << 8, second >> 4 | third << 4
+    words = torch.stack((even, odd), dim=2).view(-1, 32)
+    quarters = torch.stack([words >> 3 * field & 7 for field in range(4)], dim=1)
+    return quarters.to(torch.uint8).view(out_features, -1)
 
 
 @functools.cache

@@ -1,6 +1,6 @@
 """QuantizedWeight: the packed planes, scales and zeros of one linear layer's weight [N, K].
 
-Knows where the bytes lie (weight_layout.py, cpu/packed_linear.py's two layouts); knows no matmul.
+Knows where the bytes lie (weight_layout.py, cpu_layout.py); knows no matmul.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from torch import Tensor
 from llmpq.kernels.formats import cpu_layout
 from llmpq.kernels.formats import weight_layout as formats
 from llmpq.kernels.formats.weight_layout import GROUP, Layout
+from llmpq.kernels.native.library import library
 from llmpq.precision import padded_k
 
 
@@ -61,6 +62,8 @@ class QuantizedWeight:
             return cpu_layout.unpack_int8(self.planes[0][:, start:stop])
         # Rows start on a block of every layout, so a run of rows is a run of bytes.
         rows = tuple(p.view(-1)[self._row_run(p, start, stop)] for p in self.planes)
+        if self.layout is Layout.CPU:
+            return cpu_layout.unpack_cpu(rows[0], self.bits, stop - start)
         if self.layout is Layout.CPU_INT4:
             return cpu_layout.unpack_int4(rows[0], stop - start)
         return formats.unpack(rows, self.bits, self.layout, stop - start)
@@ -216,8 +219,10 @@ def from_codes(
         )
     if layout is None:
         layout = best_layout(codes_NK.device, bits, n, scale_NG.dtype)
-    if layout is Layout.CPU_INT4:
-        planes: tuple[Tensor, ...] = (cpu_layout.pack_int4(codes_NK),)
+    if layout is Layout.CPU:
+        planes: tuple[Tensor, ...] = (cpu_layout.pack_cpu(codes_NK, bits),)
+    elif layout is Layout.CPU_INT4:
+        planes = (cpu_layout.pack_int4(codes_NK),)
     elif layout is Layout.CPU_INT8:
         planes = (cpu_layout.pack_int8(codes_NK, group_size),)
     else:
@@ -244,6 +249,8 @@ def best_layout(device: torch.device, bits: int, out_features: int, dtype: torch
     """Return the layout that `linear` is fastest with on this device."""
     if device.type != "cpu":
         return Layout.FRAGMENT
+    if library() is not None:
+        return Layout.CPU
     if bits == 8:
         return Layout.CPU_INT8
     if bits == 4 and dtype == torch.bfloat16 and cpu_layout.int4_usable(out_features):

@@ -52,6 +52,7 @@ class Layout(Enum):
 
     ROWS = "rows"
     FRAGMENT = "fragment"
+    CPU = "cpu"
     CPU_INT4 = "cpu_int4"
     CPU_INT8 = "cpu_int8"
 
@@ -95,7 +96,7 @@ def unpack(planes: tuple[Tensor, ...], bits: int, layout: Layout, out_features: 
 
 def pack_scales(scale_NG: Tensor, layout: Layout) -> Tensor:
     """Flatten scales or zeros [N, G]; FRAGMENT puts the 16 rows of a block together."""
-    if layout is Layout.ROWS:
+    if layout in (Layout.ROWS, Layout.CPU):
         return scale_NG.reshape(-1)
     out_features, groups = scale_NG.shape
     full = out_features // BLOCK_ROWS * BLOCK_ROWS
@@ -106,7 +107,7 @@ def pack_scales(scale_NG: Tensor, layout: Layout) -> Tensor:
 def unpack_scales(flat: Tensor, layout: Layout, out_features: int) -> Tensor:
     """Return scales or zeros [N, G] of a tensor made by `pack_scales`."""
     groups = flat.numel() // out_features
-    if layout is Layout.ROWS:
+    if layout in (Layout.ROWS, Layout.CPU):
         return flat.view(out_features, groups)
     full = out_features // BLOCK_ROWS * BLOCK_ROWS
     blocks = flat[: full * groups].view(-1, groups, 8, 2).permute(0, 3, 2, 1)

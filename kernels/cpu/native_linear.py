@@ -1,0 +1,105 @@
+"""y = x w^T on the CPU by our own code (kernels/native/): few rows, or unpacked and multiplied.
+
+Shapes: x [M, K], w [N, K].
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from llmpq.kernels.cpu.dense import dense_linear
+from llmpq.kernels.formats.quantized_weight import QuantizedWeight
+from llmpq.kernels.formats.weight_layout import GROUP
+from llmpq.kernels.native.library import library
+from llmpq.precision import padded_k
+
+_NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""How kernels/native/vectors.h calls them."""
+
+_FEW_ROWS = {torch.float32: 12, torch.bfloat16: 32, torch.float16: 32}
+"""Rows of x up to which codes are multiplied as they are."""
+
+_CHUNK_WEIGHTS = 1 << 20
+"""Weights dequantised at a time: what stays in a core's L2, as packed_linear.py measured."""
+
+
+def native_linear(x_MK: Tensor, qweight: QuantizedWeight, bias: Tensor | None) -> Tensor:
+    """Multiply x [M, K] by a weight in the layout `Layout.CPU`."""
+    if x_MK.shape[0] <= _FEW_ROWS[x_MK.dtype]:
+        return few_rows(x_MK, qweight, bias)
+    n = qweight.out_features
+    step = max(64, _CHUNK_WEIGHTS // qweight.in_features // 64 * 64)
+    if step >= n:
+        return dense_linear(x_MK, dequantize_rows(qweight, x_MK.dtype, 0, n), bias)
+    y = x_MK.new_empty(x_MK.shape[0], n)
+    for start in range(0, n, step):
+        stop = min(n, start + step)
+        w = dequantize_rows(qweight, x_MK.dtype, start, stop)
+        y[:, start:stop] = dense_linear(x_MK, w, None if bias is None else bias[start:stop])
+        del w  # or two pieces are alive at once
+    return y
+
+
+def few_rows(x_MK: Tensor, qweight: QuantizedWeight, bias: Tensor | None) -> Tensor:
+    """Multiply codes and x, rounded to 16 bits a k-group, as integers (few_rows.h)."""
+    x_MK = x_MK.contiguous()
+    m, n = x_MK.shape[0], qweight.out_features
+    y = x_MK.new_empty(m, n)
+    bias = bias if bias is None else bias.to(x_MK.dtype)
+    _call(
+        "llmpq_few_rows",
+        _address(x_MK),
+        *_addresses(qweight),
+        _address(bias),
+        _address(y),
+        m,
+        *_sizes(qweight),
+        _NUMBERS[x_MK.dtype],
+        _NUMBERS[qweight.scale.dtype],
+        torch.get_num_threads(),
+    )
+    return y
+
+
+def dequantize_rows(qweight: QuantizedWeight, dtype: torch.dtype, start: int, stop: int) -> Tensor:
+    """Return rows start..stop of w [N, K], computed in float32."""
+    w = torch.empty(stop - start, qweight.in_features, dtype=dtype)
+    _call(
+        "llmpq_dequantize",
+        *_addresses(qweight),
+        _address(w),
+        start,
+        stop,
+        *_sizes(qweight),
+        _NUMBERS[dtype],
+        _NUMBERS[qweight.scale.dtype],
+        torch.get_num_threads(),
+    )
+    return w
+
+
+def _call(name: str, *arguments: int) -> None:
+    """Call a function of the library; addresses and sizes are 64 bits wide each."""
+    found = library()
+    assert found is not None
+    function = getattr(found, name)
+    if function.argtypes is None:
+        function.argtypes = [ctypes.c_size_t] * len(arguments)
+        function.restype = None
+    function(*arguments)
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _addresses(qweight: QuantizedWeight) -> tuple[int, int, int]:
+    return _address(qweight.planes[0]), _address(qweight.scale), _address(qweight.zero)
+
+
+def _sizes(qweight: QuantizedWeight) -> tuple[int, ...]:
+    k = qweight.in_features
+    return qweight.out_features, k, padded_k(k) // GROUP, qweight.groups, qweight.bits

@@ -1,0 +1,130 @@
+// Few rows of x: integer dot products of codes with x rounded to 16 bits a k-group.
+//
+//   y[m,n] = sum_g s[n,g] (xs[m,g] sum_k c[n,k] xq[m,k] - z[n,g] xsum[m,g])
+//
+// xs is a power of two, so that bfloat16 numbers down to 1/128 of their group's largest are exact and
+// smaller ones are off by at most 2^-16 of it (products: 3e-5, where rounding y to bfloat16 costs
+// 1e-3). float32 x takes two such rows, the second what the first left: 30 bits.
+// Cost a k-group of 128 weights: 16 bits bytes read, 4-bit codes by 6 shifts and masks (AVX-512); for
+// each row of x 4 dot products, a conversion and an fma.
+#pragma once
+#include <vector>
+
+#include "weight.h"
+
+struct RoundedRows {
+  std::vector<int16_t> q;        // [R, k_groups, 128], R = M * parts
+  std::vector<float> scale, sum; // [R, padded groups]
+  int64_t parts, padded;
+  RoundedRows(int64_t M, int64_t parts, const Weight& w)
+      : q(M * parts * w.k_groups * GROUP), scale(M * parts * w.padded_groups()),
+        sum(M * parts * w.padded_groups()), parts(parts), padded(w.padded_groups()) {}
+};
+
+static inline void round_group(const float* x, const Weight& w, int64_t row, int64_t g, RoundedRows& r) {
+  __m256 top = _mm256_setzero_ps(), wrong = top;
+  const __m256 sign = _mm256_set1_ps(-0.0f);
+  for (int i = 0; i < GROUP; i += 8) {
+    __m256 v = _mm256_loadu_ps(x + i);
+    top = _mm256_max_ps(top, _mm256_andnot_ps(sign, v));
+    wrong = _mm256_fmadd_ps(v, _mm256_setzero_ps(), wrong);  // NaN where x is not finite
+  }
+  alignas(32) float tops[8], wrongs[8];
+  _mm256_store_ps(tops, top);
+  _mm256_store_ps(wrongs, wrong);
+  float most = 0, not_finite = 0;
+  for (int i = 0; i < 8; ++i) { most = tops[i] > most ? tops[i] : most; not_finite += wrongs[i]; }
+  int exponent = most > 1e-30f && std::isfinite(most) ? std::ilogb(most) : -100;
+  float step = std::ldexp(1.0f, exponent - 14);
+  alignas(32) float rest[GROUP];
+  std::memcpy(rest, x, sizeof rest);
+  for (int64_t part = 0; part < r.parts; ++part, step *= 0x1p-15f) {
+    int64_t at = row * r.parts + part;
+    int16_t* q = r.q.data() + (at * w.k_groups + g) * GROUP;
+    __m256 inverse = _mm256_set1_ps(1 / step), back = _mm256_set1_ps(step);
+    __m256i sum = _mm256_setzero_si256();
+    alignas(32) int16_t flat[GROUP];
+    for (int i = 0; i < GROUP; i += 8) {
+      __m256 v = _mm256_load_ps(rest + i);
+      __m256i whole = _mm256_cvtps_epi32(_mm256_mul_ps(v, inverse));
+      __m128i half = _mm_packs_epi32(_mm256_castsi256_si128(whole), _mm256_extracti128_si256(whole, 1));
+      whole = _mm256_cvtepi16_epi32(half);
+      sum = _mm256_add_epi32(sum, whole);
+      _mm256_store_ps(rest + i, _mm256_fnmadd_ps(_mm256_cvtepi32_ps(whole), back, v));
+      _mm_store_si128((__m128i*)(flat + i), half);
+    }
+    if (w.bits == 8) for (int k = 0; k < GROUP; ++k) q[place(8, k)] = flat[k];
+    else std::memcpy(q, flat, sizeof flat);
+    alignas(32) int32_t sums[8];
+    _mm256_store_si256((__m256i*)sums, sum);
+    int32_t all = 0;
+    for (int i = 0; i < 8; ++i) all += sums[i];
+    r.scale[at * r.padded + g] = step + not_finite;
+    r.sum[at * r.padded + g] = step * (float)all;
+  }
+}
+
+// Rounds k-group g of row m of x [M, K]; what lies past K is zero.
+static void round_row_group(const void* x, int64_t number, const Weight& w, int64_t m, int64_t g, RoundedRows& r) {
+  float values[GROUP] = {};
+  int64_t count = w.K - g * GROUP < GROUP ? w.K - g * GROUP : GROUP;
+  copy_floats(values, x, m * w.K + g * GROUP, count, number);
+  round_group(values, w, m, g, r);
+}
+
+struct Output {
+  void* y;           // [M, N]
+  const void* bias;  // [N] or null
+  int64_t number;
+};
+
+// Rows first .. first + ROWS of the rounded x (PARTS to a row of y) times rows n0 .. n1 of w.
+template <int BITS, int ROWS, int PARTS>
+static void few_rows(const Weight& w, const RoundedRows& x, const Output& out, int64_t first, int64_t n0,
+                     int64_t n1, float* s, float* z) {
+  for (int64_t n = n0; n < n1; ++n) {
+    w.grid(n, s, z);
+    const uint8_t* p = w.row(n);
+    Floats acc[ROWS], off[ROWS];
+    for (int m = 0; m < ROWS; ++m) acc[m] = off[m] = floats(0);
+    for (int64_t g0 = 0; g0 < w.k_groups; g0 += LANES) {
+      alignas(64) float factor[ROWS][LANES];
+      Floats scale = load(s + g0), scaled_zero = mul(scale, load(z + g0));
+      for (int m = 0; m < ROWS; ++m) {
+        int64_t at = (first + m) * x.padded + g0;
+        store(factor[m], mul(scale, load(x.scale.data() + at)));
+        off[m] = fma(scaled_zero, load(x.sum.data() + at), off[m]);
+      }
+      int64_t g1 = g0 + LANES < w.k_groups ? g0 + LANES : w.k_groups;
+      for (int64_t g = g0; g < g1; ++g, p += 16 * BITS) {
+        Ints c[VECTORS];
+        unpack<BITS>(p, c);
+        _mm_prefetch((const char*)(p + 2048), _MM_HINT_T0);
+        if (BITS == 8) _mm_prefetch((const char*)(p + 2048 + 64), _MM_HINT_T0);
+        for (int m = 0; m < ROWS; ++m) {
+          const int16_t* q = x.q.data() + ((first + m) * w.k_groups + g) * GROUP;
+          Ints d = no_ints();
+          for (int v = 0; v < VECTORS; ++v) d = dot(d, c[v], load(q + v * 2 * LANES));
+          acc[m] = fma(to_floats(d), floats(factor[m][g - g0]), acc[m]);
+        }
+      }
+    }
+    float bias = out.bias ? float_of(out.bias, n, out.number) : 0;
+    for (int m = 0; m < ROWS; m += PARTS) {
+      Floats sum = sub(acc[m], off[m]);
+      if (PARTS == 2) sum = add(sum, sub(acc[m + PARTS - 1], off[m + PARTS - 1]));
+      put(out.y, (first + m) / PARTS * w.N + n, out.number, total(sum) + bias);
+    }
+  }
+}
+
+template <int BITS, int PARTS>
+static void few_rows(const Weight& w, const RoundedRows& x, const Output& out, int64_t M, int64_t n0,
+                     int64_t n1, float* s, float* z) {
+  int64_t first = 0, rows = M * PARTS;
+  for (; rows - first >= 8; first += 8) few_rows<BITS, 8, PARTS>(w, x, out, first, n0, n1, s, z);
+  for (; rows - first >= 4; first += 4) few_rows<BITS, 4, PARTS>(w, x, out, first, n0, n1, s, z);
+  for (; rows - first >= 2; first += 2) few_rows<BITS, 2, PARTS>(w, x, out, first, n0, n1, s, z);
+  if constexpr (PARTS == 1)
+    if (first < rows) few_rows<BITS, 1, 1>(w, x, out, first, n0, n1, s, z);
+}

@@ -1,0 +1,207 @@
+"""The C++ of this folder as a library: compiled once a machine, kept in the user's cache, opened.
+
+    ~/.cache/llmpq/native/<mark>.so      mark: sources, flags, compiler, OpenMP library
+    ~/.cache/llmpq/native/<mark>.sha256  of the library: a damaged one is compiled anew, not opened
+
+Where it cannot be compiled (no compiler, not x86-64, no AVX2) there is none, and one line says so;
+torch's operators serve then. Threads are those of the OpenMP library that torch itself has loaded:
+one pool, `torch.get_num_threads()` of it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+_log = logging.getLogger(__name__)
+
+_HERE = Path(__file__).parent
+_SOURCE = _HERE / "products.cpp"
+_COMPILERS = ("g++", "c++", "clang++")
+_OPENMP = ("libgomp*.so*", "libiomp5*.so*", "libomp*.so*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Level:
+    """Instructions to compile for."""
+
+    name: str
+    needs: frozenset[str]
+    """Names in /proc/cpuinfo."""
+    flags: tuple[str, ...]
+    """What the compiler is told."""
+
+
+def _levels() -> tuple[Level, ...]:
+    """Return the levels, the best last; each has all that the one before has."""
+    steps = (
+        ("avx2", ("avx2", "fma", "f16c"), ("avx2", "fma", "f16c")),
+        (
+            "avx512",
+            ("avx512f", "avx512bw", "avx512vl", "avx512dq"),
+            ("avx512f", "avx512bw", "avx512vl", "avx512dq"),
+        ),
+        ("avx512_vnni", ("avx512_vnni",), ("avx512vnni",)),
+        ("avx512_bf16", ("avx512_bf16",), ("avx512bf16",)),
+    )
+    levels: list[Level] = []
+    needs: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ()
+    for name, more, options in steps:
+        needs, flags = needs + more, (*flags, *(f"-m{option}" for option in options))
+        levels.append(Level(name=name, needs=frozenset(needs), flags=flags))
+    return tuple(levels)
+
+
+LEVELS = {level.name: level for level in _levels()}
+
+
+def usable_levels() -> list[Level]:
+    """Return the levels that this machine's CPU has, the best last."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return []
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return []
+    flags = next((line for line in lines if line.startswith("flags")), "")
+    present = set(flags.partition(":")[2].split())
+    return [level for level in LEVELS.values() if level.needs <= present]
+
+
+@functools.cache
+def best_level() -> Level | None:
+    """Return the widest level this CPU has; None where we have no code for it."""
+    levels = usable_levels()
+    return levels[-1] if levels else None
+
+
+def library() -> ctypes.CDLL | None:
+    """Return the library for this machine, compiled now if it never was; None without one."""
+    level = best_level()
+    return None if level is None else library_of(level)
+
+
+@functools.cache
+def library_of(level: Level) -> ctypes.CDLL | None:
+    """Return the library of one level."""
+    compiler = next((path for name in _COMPILERS if (path := shutil.which(name))), None)
+    if compiler is None:
+        _log.warning(
+            "no C++ compiler (%s) here: products on this CPU run on torch's operators, several "
+            "times slower. Install one, g++ say, for llmpq's own.",
+            ", ".join(_COMPILERS),
+        )
+        return None
+    try:
+        return _opened(level, compiler)
+    except (OSError, subprocess.SubprocessError) as error:
+        _log.warning(
+            "llmpq's own products for this CPU could not be compiled (%s): torch's operators "
+            "serve, several times slower",
+            _reason(error),
+        )
+        return None
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, subprocess.CalledProcessError):
+        lines = [line for line in str(error.stderr).splitlines() if line.strip()]
+        return lines[0] if lines else f"{error.cmd[0]} ended with code {error.returncode}"
+    return str(error)
+
+
+def _opened(level: Level, compiler: str) -> ctypes.CDLL:
+    command = [compiler, "-O3", "-std=c++17", "-fPIC", "-fopenmp", *level.flags]
+    openmp = _openmp_library()
+    mark = _mark(command, openmp)
+    for folder in (cache_folder(), Path(tempfile.gettempdir()) / f"llmpq-native-{os.getuid()}"):
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if folder.stat().st_uid != os.getuid():
+                continue  # another user's code is not run
+            with _locked(folder / "lock"):
+                path = folder / f"{mark}.so"
+                if not _whole(path):
+                    _compile(command, openmp, path)
+        except PermissionError:
+            continue
+        if openmp is not None:
+            ctypes.CDLL(str(openmp), mode=ctypes.RTLD_GLOBAL)
+        return ctypes.CDLL(str(path))
+    raise OSError(f"no folder to keep it in: '{cache_folder()}' cannot be written")
+
+
+def cache_folder() -> Path:
+    """Return where compiled libraries are kept."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "llmpq" / "native"
+
+
+def _openmp_library() -> Path | None:
+    """Return the OpenMP library that torch brings along; None where it uses the system's."""
+    package = Path(torch.__file__).parent
+    for folder in (package / "lib", package.parent / "torch.libs"):
+        for pattern in _OPENMP:
+            found = sorted(folder.glob(pattern))
+            if found:
+                return found[0]
+    return None
+
+
+def _mark(command: list[str], openmp: Path | None) -> str:
+    version = subprocess.run(
+        [command[0], "--version"], capture_output=True, text=True, check=True, timeout=60
+    ).stdout
+    hashed = hashlib.sha256("\0".join([*command, version, str(openmp)]).encode())
+    for path in sorted([*_HERE.glob("*.h"), *_HERE.glob("*.cpp")]):
+        hashed.update(path.name.encode() + b"\0" + path.read_bytes())
+    return hashed.hexdigest()[:24]
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold a file's lock: processes that start together compile once."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _whole(path: Path) -> bool:
+    """Whether the library is there, byte for byte as it was compiled."""
+    try:
+        expected = path.with_suffix(".sha256").read_text()
+        return hashlib.sha256(path.read_bytes()).hexdigest() == expected
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def _compile(command: list[str], openmp: Path | None, path: Path) -> None:
+    _log.info("compiling products for this CPU, once: %s", path)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        part, made = Path(folder) / "products.o", Path(folder) / "products.so"
+        # Linked without -fopenmp, which would bring a second OpenMP library.
+        link = ["-fopenmp"] if openmp is None else [str(openmp)]
+        for step in (
+            [*command, "-c", str(_SOURCE), "-o", str(part)],
+            [command[0], "-shared", str(part), *link, "-o", str(made)],
+        ):
+            subprocess.run(step, capture_output=True, text=True, check=True, timeout=280)
+        digest = Path(folder) / "digest"
+        digest.write_text(hashlib.sha256(made.read_bytes()).hexdigest())
+        digest.replace(path.with_suffix(".sha256"))
+        made.replace(path)

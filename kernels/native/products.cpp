@@ -1,0 +1,56 @@
+// Products of quantised weights, called through ctypes (native.py); no header of torch, two seconds to compile.
+// Built once a machine for one level of instructions; threads are those of the OpenMP library that
+// torch has loaded, so that there is one pool.
+#include <omp.h>
+
+#include "dequantize.h"
+#include "few_rows.h"
+
+// Weights below which waking threads costs more than they save.
+constexpr int64_t ALONE = 1 << 17;
+static int threads_for(int64_t work, int64_t threads) { return work < ALONE ? 1 : (int)threads; }
+
+extern "C" {
+
+// y [M, N] = x [M, K] w^T + bias for few rows; x, bias and y are of one number, scales of another.
+void llmpq_few_rows(const void* x, const uint8_t* codes, const void* scale, const void* zero, const void* bias,
+                    void* y, int64_t M, int64_t N, int64_t K, int64_t k_groups, int64_t groups, int64_t bits,
+                    int64_t number, int64_t scale_number, int64_t threads) {
+  Weight w{codes, scale, zero, N, K, k_groups, groups, bits, scale_number};
+  Output out{y, bias, number};
+  RoundedRows rounded(M, number == FLOAT32 ? 2 : 1, w);
+  auto run = [&](auto product, int64_t n0, int64_t n1, float* s) {
+    product(w, rounded, out, M, n0, n1, s, s + w.padded_groups());
+  };
+  constexpr int64_t block = 32;
+#pragma omp parallel num_threads(threads_for(M * N * K, threads))
+  {
+    std::vector<float> grid(2 * w.padded_groups());
+#pragma omp for schedule(static)
+    for (int64_t i = 0; i < M * k_groups; ++i) round_row_group(x, number, w, i / k_groups, i % k_groups, rounded);
+#pragma omp for schedule(dynamic, 4)
+    for (int64_t n = 0; n < (N + block - 1) / block; ++n) {
+      int64_t n0 = n * block, n1 = n0 + block < N ? n0 + block : N;
+      bool two = rounded.parts == 2;
+      if (bits == 3) run(two ? few_rows<3, 2> : few_rows<3, 1>, n0, n1, grid.data());
+      else if (bits == 4) run(two ? few_rows<4, 2> : few_rows<4, 1>, n0, n1, grid.data());
+      else run(two ? few_rows<8, 2> : few_rows<8, 1>, n0, n1, grid.data());
+    }
+  }
+}
+
+// Rows n0 .. n1 of w as out [n1 - n0, K] of `number`.
+void llmpq_dequantize(const uint8_t* codes, const void* scale, const void* zero, void* out, int64_t n0, int64_t n1,
+                      int64_t N, int64_t K, int64_t k_groups, int64_t groups, int64_t bits, int64_t number,
+                      int64_t scale_number, int64_t threads) {
+  Weight w{codes, scale, zero, N, K, k_groups, groups, bits, scale_number};
+#pragma omp parallel num_threads(threads_for((n1 - n0) * K, threads))
+  {
+    std::vector<float> grid(2 * w.padded_groups());
+    auto row = bits == 3 ? dequantize_row<3> : bits == 4 ? dequantize_row<4> : dequantize_row<8>;
+#pragma omp for schedule(static)
+    for (int64_t n = n0; n < n1; ++n) row(w, n, out, (n - n0) * K, number, grid.data(), grid.data() + w.padded_groups());
+  }
+}
+
+}  // extern "C"

@@ -1,0 +1,114 @@
+// Vectors of the level a build is for: AVX2 (8 floats) or AVX-512 (16), and what numbers lie as in memory.
+#pragma once
+#include <immintrin.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+#define WIDE 1
+using Ints = __m512i;
+using Floats = __m512;
+constexpr int LANES = 16;
+static inline Floats floats(float v) { return _mm512_set1_ps(v); }
+static inline Floats load(const float* p) { return _mm512_loadu_ps(p); }
+static inline void store(float* p, Floats v) { _mm512_storeu_ps(p, v); }
+static inline Floats mul(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
+static inline Floats sub(Floats a, Floats b) { return _mm512_sub_ps(a, b); }
+static inline Floats add(Floats a, Floats b) { return _mm512_add_ps(a, b); }
+static inline Floats fma(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
+static inline Floats to_floats(Ints v) { return _mm512_cvtepi32_ps(v); }
+static inline float total(Floats v) { return _mm512_reduce_add_ps(v); }
+static inline Ints load(const int16_t* p) { return _mm512_loadu_si512(p); }
+// acc + sums of neighbouring products of 16-bit integers.
+static inline Ints dot(Ints acc, Ints a, Ints b) {
+#ifdef __AVX512VNNI__
+  return _mm512_dpwssd_epi32(acc, a, b);
+#else
+  return _mm512_add_epi32(acc, _mm512_madd_epi16(a, b));
+#endif
+}
+static inline Ints no_ints() { return _mm512_setzero_si512(); }
+#else
+#define WIDE 0
+using Ints = __m256i;
+using Floats = __m256;
+constexpr int LANES = 8;
+static inline Floats floats(float v) { return _mm256_set1_ps(v); }
+static inline Floats load(const float* p) { return _mm256_loadu_ps(p); }
+static inline void store(float* p, Floats v) { _mm256_storeu_ps(p, v); }
+static inline Floats mul(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
+static inline Floats sub(Floats a, Floats b) { return _mm256_sub_ps(a, b); }
+static inline Floats add(Floats a, Floats b) { return _mm256_add_ps(a, b); }
+static inline Floats fma(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
+static inline Floats to_floats(Ints v) { return _mm256_cvtepi32_ps(v); }
+static inline float total(Floats v) {
+  __m128 h = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+  h = _mm_add_ps(h, _mm_movehl_ps(h, h));
+  return _mm_cvtss_f32(_mm_add_ss(h, _mm_movehdup_ps(h)));
+}
+static inline Ints load(const int16_t* p) { return _mm256_loadu_si256((const __m256i*)p); }
+static inline Ints dot(Ints acc, Ints a, Ints b) {
+  return _mm256_add_epi32(acc, _mm256_madd_epi16(a, b));
+}
+static inline Ints no_ints() { return _mm256_setzero_si256(); }
+#endif
+
+// How a number of an array lies in memory; the same values as `_NUMBERS` of native.py.
+enum Number : int64_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
+static inline int64_t size_of(int64_t number) { return number == FLOAT32 ? 4 : 2; }
+
+static inline float float_of(const void* p, int64_t i, int64_t number) {
+  if (number == FLOAT32) return ((const float*)p)[i];
+  uint16_t half = ((const uint16_t*)p)[i];
+  if (number == FLOAT16) return _cvtsh_ss(half);
+  uint32_t word = (uint32_t)half << 16;
+  float value;
+  std::memcpy(&value, &word, 4);
+  return value;
+}
+
+static inline __m256 eight_of(const void* p, int64_t i, int64_t number) {
+  if (number == FLOAT32) return _mm256_loadu_ps((const float*)p + i);
+  __m128i half = _mm_loadu_si128((const __m128i*)((const uint16_t*)p + i));
+  if (number == FLOAT16) return _mm256_cvtph_ps(half);
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16));
+}
+
+// Rounded to nearest, halves to even; NaN stays NaN.
+static inline uint16_t bfloat16_of(float value) {
+  uint32_t word;
+  std::memcpy(&word, &value, 4);
+  if (value != value) return (uint16_t)(word >> 16 | 0x40);
+  return (uint16_t)((word + 0x7fff + (word >> 16 & 1)) >> 16);
+}
+
+static inline void put(void* p, int64_t i, int64_t number, float value) {
+  if (number == FLOAT32) ((float*)p)[i] = value;
+  else if (number == FLOAT16) ((uint16_t*)p)[i] = _cvtss_sh(value, _MM_FROUND_TO_NEAREST_INT);
+  else ((uint16_t*)p)[i] = bfloat16_of(value);
+}
+
+static inline void put_eight(void* p, int64_t i, int64_t number, __m256 v) {
+  if (number == FLOAT32) { _mm256_storeu_ps((float*)p + i, v); return; }
+  __m128i half;
+  if (number == FLOAT16) {
+    half = _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT);
+  } else {
+    __m256i word = _mm256_castps_si256(v), one = _mm256_set1_epi32(1);
+    __m256i odd = _mm256_and_si256(_mm256_srli_epi32(word, 16), one);
+    __m256i up = _mm256_add_epi32(word, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+    __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(v, v, _CMP_UNORD_Q));
+    up = _mm256_srli_epi32(_mm256_blendv_epi8(up, _mm256_set1_epi32(0x7fc00000), nan), 16);
+    half = _mm_packus_epi32(_mm256_castsi256_si128(up), _mm256_extracti128_si256(up, 1));
+  }
+  _mm_storeu_si128((__m128i*)((uint16_t*)p + i), half);
+}
+
+// out[0..n) as floats.
+static inline void copy_floats(float* out, const void* p, int64_t start, int64_t n, int64_t number) {
+  int64_t i = 0;
+  for (; i + 8 <= n; i += 8) _mm256_storeu_ps(out + i, eight_of(p, start + i, number));
+  for (; i < n; ++i) out[i] = float_of(p, start + i, number);
+}

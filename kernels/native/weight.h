@@ -1,0 +1,90 @@
+// A quantised weight as kernels/formats/cpu_layout.py draws it, and its codes as 16-bit integers.
+#pragma once
+#include "vectors.h"
+
+constexpr int64_t GROUP = 128;
+constexpr int VECTORS = GROUP / (2 * LANES);  // of 16-bit integers, a k-group
+
+struct Weight {
+  const uint8_t* codes;  // [N, Kp/128, 16 bits bytes]
+  const void* scale;     // [N, groups]
+  const void* zero;      // the same, or null: 2^(bits-1)
+  int64_t N, K, k_groups, groups, bits, number;
+  int64_t group_bytes() const { return 16 * bits; }
+  const uint8_t* row(int64_t n) const { return codes + n * k_groups * group_bytes(); }
+  int64_t padded_groups() const { return (k_groups + 15) / 16 * 16; }
+
+  // scale[g] and zero[g] of row n for every k-group; nothing but 0 from there to padded_groups().
+  void grid(int64_t n, float* s, float* z) const {
+    int64_t at = groups == 1 ? n : n * k_groups, count = groups == 1 ? 1 : k_groups;
+    copy_floats(s, scale, at, count, number);
+    if (zero) copy_floats(z, zero, at, count, number);
+    else for (int64_t g = 0; g < count; ++g) z[g] = (float)(1 << (bits - 1));
+    for (int64_t g = count; g < k_groups; ++g) { s[g] = s[0]; z[g] = z[0]; }
+    for (int64_t g = k_groups; g < padded_groups(); ++g) s[g] = z[g] = 0;
+  }
+};
+
+#if WIDE
+// 32 words of 12 bits: three bytes hold two; a 128-bit lane gets the 12 bytes of eight.
+static inline __m512i words12(const uint8_t* p) {
+  const __m512i spread = _mm512_setr_epi32(0, 1, 2, 2, 3, 4, 5, 5, 6, 7, 8, 8, 9, 10, 11, 11);
+  const __m512i pair = _mm512_broadcast_i32x4(
+      _mm_setr_epi8(0, 1, 1, 2, 3, 4, 4, 5, 6, 7, 7, 8, 9, 10, 10, 11));
+  __m512i v = _mm512_permutexvar_epi32(spread, _mm512_maskz_loadu_epi32(0x0fff, p));
+  return _mm512_srlv_epi16(_mm512_shuffle_epi8(v, pair), _mm512_set1_epi32(4 << 16));
+}
+template <int BITS>
+static inline void unpack(const uint8_t* p, Ints* c) {
+  if constexpr (BITS == 8) {
+    for (int h = 0; h < 2; ++h) {
+      __m512i w = _mm512_loadu_si512(p + 64 * h);
+      c[2 * h] = _mm512_and_si512(w, _mm512_set1_epi16(255));
+      c[2 * h + 1] = _mm512_srli_epi16(w, 8);
+    }
+  } else {
+    const __m512i low = _mm512_set1_epi16((1 << BITS) - 1);
+    __m512i w = BITS == 4 ? _mm512_loadu_si512(p) : words12(p);
+    c[0] = _mm512_and_si512(w, low);
+    c[1] = _mm512_and_si512(_mm512_srli_epi16(w, BITS), low);
+    c[2] = _mm512_and_si512(_mm512_srli_epi16(w, 2 * BITS), low);
+    c[3] = _mm512_srli_epi16(w, 3 * BITS);
+    if (BITS == 3) c[3] = _mm512_and_si512(c[3], low);
+  }
+}
+#else
+static inline __m256i words12(const uint8_t* p, int half) {
+  const __m128i pair = _mm_setr_epi8(0, 1, 1, 2, 3, 4, 4, 5, 6, 7, 7, 8, 9, 10, 10, 11);
+  // The last 12 bytes are read as the end of 16: nothing beyond the weight is touched.
+  const __m128i last = _mm_add_epi8(pair, _mm_set1_epi8(4));
+  __m128i lo = _mm_shuffle_epi8(_mm_loadu_si128((const __m128i*)(p + 24 * half)), pair);
+  __m128i hi = half ? _mm_shuffle_epi8(_mm_loadu_si128((const __m128i*)(p + 32)), last)
+                    : _mm_shuffle_epi8(_mm_loadu_si128((const __m128i*)(p + 12)), pair);
+  __m256i v = _mm256_set_m128i(hi, lo);
+  return _mm256_blend_epi16(v, _mm256_srli_epi16(v, 4), 0xaa);
+}
+template <int BITS>
+static inline void unpack(const uint8_t* p, Ints* c) {
+  for (int j = 0; j < (BITS == 8 ? 4 : 2); ++j) {
+    if constexpr (BITS == 8) {
+      __m256i w = _mm256_loadu_si256((const __m256i*)(p + 32 * j));
+      int at = 4 * (j / 2) + j % 2;
+      c[at] = _mm256_and_si256(w, _mm256_set1_epi16(255));
+      c[at + 2] = _mm256_srli_epi16(w, 8);
+    } else {
+      const __m256i low = _mm256_set1_epi16((1 << BITS) - 1);
+      __m256i w = BITS == 4 ? _mm256_loadu_si256((const __m256i*)(p + 32 * j)) : words12(p, j);
+      c[j] = _mm256_and_si256(w, low);
+      c[2 + j] = _mm256_and_si256(_mm256_srli_epi16(w, BITS), low);
+      c[4 + j] = _mm256_and_si256(_mm256_srli_epi16(w, 2 * BITS), low);
+      c[6 + j] = _mm256_srli_epi16(w, 3 * BITS);
+      if (BITS == 3) c[6 + j] = _mm256_and_si256(c[6 + j], low);
+    }
+  }
+}
+#endif
+
+// Where the k-th number of a k-group stands among the codes that `unpack` returns.
+static inline int place(int64_t bits, int k) {
+  return bits == 8 ? k / 64 * 64 + k % 2 * 32 + k % 64 / 2 : k;
+}

@@ -1,0 +1,121 @@
+"""Our own CPU products at every level of instructions this machine has, against their twin."""
+
+import itertools
+
+import pytest
+import torch
+
+from llmpq.kernels.cpu import native_linear
+from llmpq.kernels.cpu.native_linear import dequantize_rows, few_rows
+from llmpq.kernels.formats.round_to_nearest import quantize_weight
+from llmpq.kernels.formats.weight_layout import Layout
+from llmpq.kernels.gemm.reference import linear_reference, relative_error
+from llmpq.kernels.linear import linear
+from llmpq.kernels.native import library
+from llmpq.precision import WeightScheme
+
+pytestmark = pytest.mark.cpu
+
+SCHEMES = list(itertools.product((3, 4, 8), (128, None), (True, False)))
+SHAPES = [(1, 1), (33, 200), (80, 256), (65, 2176), (129, 5000)]
+# float32: sums of K products. 16 bits: the most that one rounding of y takes off (2^-8, 2^-11), and
+# x off by 2^-16 of its group's largest.
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 5.5e-4}
+LEVELS = [level.name for level in library.usable_levels()]
+
+if library.library() is None:
+    pytest.skip("needs an x86-64 CPU with AVX2 and a C++ compiler", allow_module_level=True)
+
+
+@pytest.fixture(params=LEVELS)
+def level(request, monkeypatch):
+    """Dispatch forced to one level."""
+    monkeypatch.setattr(library, "best_level", lambda: library.LEVELS[request.param])
+    assert library.library() is not None
+    return request.param
+
+
+def _weight(n, k, bits, group, symmetric, dtype):
+    w = torch.randn(n, k, generator=torch.Generator().manual_seed(n * k + bits))
+    scheme = WeightScheme(bits=bits, group_size=group, symmetric=symmetric, clip_search=False)
+    q = quantize_weight(w, scheme, dtype=dtype)
+    assert q.layout is Layout.CPU and q.nbytes == scheme.nbytes(n, k, dtype.itemsize)
+    return q
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+def test_few_rows_equal_their_twin_on_odd_shapes(level, dtype):
+    torch.manual_seed(0)
+    for (bits, group, symmetric), (n, k) in itertools.product(SCHEMES, SHAPES):
+        q = _weight(n, k, bits, group, symmetric, dtype)
+        for m in (1, 2, 7, 13):
+            x, bias = torch.randn(m, k).to(dtype), torch.randn(n).to(dtype)
+            exact = linear_reference(x, q, bias, exact=True)
+            y = few_rows(x, q, bias)
+            assert y.dtype == dtype
+            error = relative_error(y, exact)
+            assert error < TOLERANCE[dtype], (bits, group, symmetric, n, k, m)
+
+
+@pytest.mark.parametrize("bits", [3, 4, 8])
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+def test_rows_dequantise_to_the_nearest_number(level, bits, dtype):
+    q = _weight(129, 333, bits, 128, False, dtype)
+    for start, stop in ((0, 129), (64, 100)):
+        got = dequantize_rows(q, dtype, start, stop)
+        assert torch.equal(got, q.dequantize(dtype)[start:stop])
+
+
+def test_many_rows_take_the_weight_in_pieces(level, monkeypatch):
+    monkeypatch.setattr(native_linear, "_CHUNK_WEIGHTS", 64 * 256)
+    q = _weight(200, 256, 4, 128, False, torch.float32)
+    x, bias = torch.randn(70, 256), torch.randn(200)
+    assert relative_error(linear(x, q, bias), linear_reference(x, q, bias, exact=True)) < 2e-6
+
+
+@pytest.mark.parametrize("bits", [3, 4, 8])
+def test_planted_faults_exceed_the_tolerance(level, bits):
+    torch.manual_seed(bits)
+    q = _weight(3, 256, bits, 128, False, torch.bfloat16)
+    x = torch.randn(3, 256).to(torch.bfloat16)
+    exact = linear_reference(x, q, exact=True)
+
+    def error():
+        return relative_error(few_rows(x, q, None), exact)
+
+    assert error() < TOLERANCE[torch.bfloat16]
+    faults = ((q.scale, lambda t: t * 2), (q.zero, lambda t: t + 8), (q.planes[0], lambda t: ~t))
+    for flat, change in faults:
+        kept = flat[-4:].clone()
+        flat[-4:] = change(kept)
+        assert error() > TOLERANCE[torch.bfloat16]
+        flat[-4:] = kept
+
+
+def test_large_and_small_numbers_in_one_group_keep_their_bits(level):
+    """One outlier of 1000: the others' error stays below 2^-16 of it, and zeros stay zeros."""
+    q = _weight(64, 128, 8, 128, True, torch.bfloat16)
+    x = torch.full((1, 128), 0.5)
+    x[0, 7] = 1000
+    exact = linear_reference(x.bfloat16(), q, exact=True)
+    assert relative_error(few_rows(x.bfloat16(), q, None), exact) < TOLERANCE[torch.bfloat16]
+    assert not few_rows(torch.zeros(2, 128).bfloat16(), q, None).any()
+    tiny = torch.full((1, 128), 1e-38).bfloat16()
+    assert torch.isfinite(few_rows(tiny, q, None)).all()
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_not_finite_is_seen(level, wrong, dtype):
+    q = _weight(64, 256, 4, 128, False, dtype)
+    x = torch.ones(2, 256, dtype=dtype)
+    x[1, 200] = wrong
+    y = few_rows(x, q, None)
+    assert torch.isfinite(y[0]).all() and not torch.isfinite(y[1]).any()
+
+
+def test_rows_with_gaps_and_no_rows(level):
+    q = _weight(64, 256, 4, 128, False, torch.float32)
+    x = torch.randn(3, 512)[:, ::2]
+    assert relative_error(few_rows(x, q, None), linear_reference(x, q, exact=True)) < 2e-6
+    assert few_rows(torch.empty(0, 256), q, None).shape == (0, 64)

@@ -1,0 +1,97 @@
+"""The compiled library: kept, mended when damaged, done without when it cannot be had."""
+
+import logging
+import shutil
+
+import pytest
+import torch
+
+from llmpq.kernels.formats.quantized_weight import best_layout
+from llmpq.kernels.formats.round_to_nearest import quantize_weight
+from llmpq.kernels.formats.weight_layout import Layout
+from llmpq.kernels.gemm.reference import linear_reference, relative_error
+from llmpq.kernels.linear import linear
+from llmpq.kernels.native import library
+from llmpq.precision import WeightScheme
+
+pytestmark = pytest.mark.cpu
+
+if library.library() is None:
+    pytest.skip("needs an x86-64 CPU with AVX2 and a C++ compiler", allow_module_level=True)
+
+
+@pytest.fixture
+def anew(monkeypatch, tmp_path):
+    """A cache of its own, and nothing opened yet."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    library.library_of.cache_clear()
+    yield library.cache_folder()
+    library.library_of.cache_clear()
+
+
+def test_a_library_is_compiled_once(anew, monkeypatch):
+    level = library.usable_levels()[0]
+    assert library.library_of(level) is not None
+    (path,) = anew.glob("*.so")
+    made = path.stat().st_mtime_ns
+    library.library_of.cache_clear()
+    monkeypatch.setattr(library, "_compile", lambda *_: pytest.fail("compiled again"))
+    assert library.library_of(level) is not None
+    assert path.stat().st_mtime_ns == made and len(list(anew.glob("*.so"))) == 1
+
+
+@pytest.mark.parametrize("damage", ["cut short", "a byte changed", "no digest"])
+def test_a_damaged_library_is_compiled_anew(anew, monkeypatch, damage):
+    level = library.usable_levels()[0]
+    made = []
+
+    def copied(command, openmp, path):
+        made.append(path)
+        path.write_bytes(b"whole")
+        path.with_suffix(".sha256").write_text(library.hashlib.sha256(b"whole").hexdigest())
+
+    monkeypatch.setattr(library, "_compile", copied)
+    monkeypatch.setattr(library.ctypes, "CDLL", lambda *_, **__: object())
+    library.library_of(level)
+    (path,) = anew.glob("*.so")
+    if damage == "no digest":
+        path.with_suffix(".sha256").unlink()
+    else:
+        path.write_bytes(b"who" if damage == "cut short" else b"whale")
+    library.library_of.cache_clear()
+    library.library_of(level)
+    assert len(made) == 2 and path.read_bytes() == b"whole"
+
+
+def test_without_a_compiler_torch_serves_and_one_line_says_so(anew, monkeypatch, caplog):
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    with caplog.at_level(logging.WARNING):
+        assert library.library() is None
+        assert library.library() is None
+    (line,) = caplog.messages
+    assert "no C++ compiler" in line and "torch" in line
+    scheme = WeightScheme(bits=4, clip_search=False)
+    for dtype, layout in ((torch.bfloat16, Layout.CPU_INT4), (torch.float32, Layout.ROWS)):
+        assert best_layout(torch.device("cpu"), 4, 64, dtype) is layout
+        q = quantize_weight(torch.randn(64, 256), scheme, dtype=dtype)
+        x = torch.randn(3, 256).to(dtype)
+        assert relative_error(linear(x, q), linear_reference(x, q, exact=True)) < 4e-3
+
+
+def test_a_weight_packed_for_the_library_runs_without_it(anew, monkeypatch):
+    scheme = WeightScheme(bits=3, clip_search=False)
+    q = quantize_weight(torch.randn(70, 300), scheme, dtype=torch.bfloat16, layout=Layout.CPU)
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    x = torch.randn(3, 300).bfloat16()
+    assert relative_error(linear(x, q), linear_reference(x, q, exact=True)) < 4e-3
+
+
+def test_a_compiler_that_fails_is_said(anew, monkeypatch, tmp_path, caplog):
+    broken = tmp_path / "g++"
+    broken.write_text("#!/bin/sh\necho 'out of order' >&2\nexit 3\n")
+    broken.chmod(0o755)
+    monkeypatch.setattr(shutil, "which", lambda _: str(broken))
+    assert library.library() is None
+    (line,) = caplog.messages
+    assert "out of order" in line and "torch" in line
+    assert not list(anew.glob("*.so"))
