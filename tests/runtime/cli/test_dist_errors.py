@@ -18,6 +18,7 @@ import pytest
 
 from llmpq.cluster import Cluster
 from llmpq.errors import DoesNotFitError, ExitCode, StageLostError
+from llmpq.runtime.cli.main import main
 from llmpq.runtime.launch.engine import Engine
 from llmpq.runtime.launch.launcher import Deadlines, Launch
 from llmpq.runtime.launch.stage_settings import StageSettings
@@ -40,6 +41,17 @@ def run(plan: Path, *more: object, **options) -> subprocess.CompletedProcess[str
 
 def last_line(done: subprocess.CompletedProcess[str]) -> str:
     return done.stderr.strip().splitlines()[-1]
+
+
+@pytest.fixture
+def refused(capsys):
+    """Run a command in this process that ends before any stage starts: exit code, last line."""
+
+    def ended(plan: Path, *more: object) -> tuple[int, str]:
+        code = main(list(map(str, command(plan, *more)[3:])))
+        return code, capsys.readouterr().err.strip().splitlines()[-1]
+
+    return ended
 
 
 def gone(pids: list[int], within_s: float = 10) -> bool:
@@ -111,36 +123,39 @@ def test_bad_rows_get_an_error_and_the_rest_finishes(ray_session, plan_file, pro
 
 
 @pytest.mark.parametrize("what", ["model", "cluster"])
-def test_a_plan_for_something_else_is_refused(plan_file, prompts, tiny_models, tmp_path, what):
+def test_a_plan_for_something_else_is_refused(
+    refused, plan_file, prompts, tiny_models, tmp_path, what
+):
     wrong: list[object] = ["--model", tiny_models.directory("opt")]
     if what == "cluster":
         other = tmp_path / "cluster.yaml"
         other.write_text("schema: 1\nname: other\nnodes: [{name: n, accelerators: 'T4:2'}]\n")
         Cluster.load(other)
         wrong = ["--cluster", other]
-    done = run(plan_file(), "-i", prompts, "-o", tmp_path / "out.jsonl", *wrong)
-    assert done.returncode == ExitCode.MISMATCH
-    assert f"the plan was made for {what}" in last_line(done) and "re-plan" in last_line(done)
+    code, said = refused(plan_file(), "-i", prompts, "-o", tmp_path / "out.jsonl", *wrong)
+    assert code == ExitCode.MISMATCH
+    assert f"the plan was made for {what}" in said and "re-plan" in said
     assert not (tmp_path / "out.jsonl").exists()
 
 
-def test_a_wish_that_cannot_be_met_leaves_the_output_alone(plan_file, prompts, tmp_path):
+def test_a_wish_that_cannot_be_met_leaves_the_output_alone(refused, plan_file, prompts, tmp_path):
     out = tmp_path / "out.jsonl"
     out.write_text("precious\n")
-    done = run(plan_file(), "-i", prompts, "-o", out, "--speculate", "qspec", "--gamma", 3)
-    assert done.returncode == ExitCode.USAGE and "needs 4-bit layers" in last_line(done)
+    wish = ("--speculate", "qspec", "--gamma", 3)
+    code, said = refused(plan_file(), "-i", prompts, "-o", out, *wish)
+    assert code == ExitCode.USAGE and "needs 4-bit layers" in said
     assert out.read_text() == "precious\n"
 
 
 @pytest.mark.parametrize(
     ("text", "code"), [("{}", ExitCode.BAD_PLAN), (None, ExitCode.BAD_PLAN)], ids=["empty", "none"]
 )
-def test_an_unusable_plan_file(prompts, tmp_path, text, code):
+def test_an_unusable_plan_file(refused, prompts, tmp_path, text, code):
     path = tmp_path / "bad.json"
     if text is not None:
         path.write_text(text)
-    done = run(path, "-i", prompts, "-o", tmp_path / "out.jsonl")
-    assert done.returncode == code and "bad.json" in last_line(done)
+    found, said = refused(path, "-i", prompts, "-o", tmp_path / "out.jsonl")
+    assert found == code and "bad.json" in said
 
 
 def broken_copy(demo_model: Path, folder: Path, damage: str) -> Path:

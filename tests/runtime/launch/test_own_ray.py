@@ -134,3 +134,36 @@ def test_a_start_that_is_cut_short_leaves_a_sentence_and_nothing_else(folder, vi
     assert len(lines) == 1 and says in lines[0], errors
     assert "Traceback" not in errors
     assert left == []
+
+
+HOLD_RAY = """
+import sys, time
+from llmpq.errors import StageLostError
+from llmpq.runtime.launch.placement import ray_cluster
+
+try:
+    with ray_cluster(None):
+        print("started", flush=True)
+        time.sleep(50)
+except StageLostError as error:
+    sys.exit(f"{error}")
+"""
+
+
+@pytest.mark.parametrize("victim", ["gcs_server", "raylet"])
+def test_a_ray_that_dies_while_it_is_used_ends_the_wait_and_leaves_nothing(folder, victim):
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD_RAY], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={name: text for name, text in os.environ.items() if not name.startswith("RAY_")}
+        | {"TMPDIR": str(folder)},
+    )  # fmt: skip
+    assert process.stdout is not None and process.stdout.readline() == "started\n"
+    parts = _descendants(psutil.Process(process.pid))
+    (part,) = [child for child in parts if child.name() == victim]
+    part.kill()
+    _, errors = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 1
+    assert f"Ray's process {victim} on this machine died" in errors, errors
+    assert "Traceback" not in errors
+    assert [child.name() for child in parts if child.is_running()] == []
+    assert list(folder.glob("llmpq-ray-*")) == []
