@@ -251,6 +251,7 @@ class LLM:
                 if end.finished is not None
             ],
             prompt_logprobs=scores,
+            num_cached_tokens=ends[0].finished.num_prefix_hits if ends[0].finished else 0,
         )
 
     def _begin(self, asks: Sequence[Ask]) -> None:

@@ -35,6 +35,16 @@ class CompletionOutput:
     """For each token: itself, then the most likely ones; None where they were not asked for."""
     stop_reason: int | str | None = None
     """The stop token or text that ended it; None for end-of-text and other ends."""
+    queue_s: float = 0.0
+    """From submission to its first step."""
+    num_preemptions: int = 0
+    """How often its keys and values were given up for others and computed again."""
+
+    @property
+    def per_token_s(self) -> float | None:
+        """The mean time of a token after the first; None for an answer of less than two."""
+        later = len(self.token_ids) - 1
+        return (self.total_s - self.first_token_s) / later if later > 0 else None
 
     @property
     def cumulative_logprob(self) -> float | None:
@@ -57,6 +67,8 @@ class RequestOutput:
     finished: bool = True
     prompt_logprobs: Sequence[Mapping[int, Logprob] | None] | None = None
     """For each token of the prompt, None for the first, which nothing leads to."""
+    num_cached_tokens: int = 0
+    """Tokens of the prompt that were found in the prefix cache."""
 
     @property
     def text(self) -> str:

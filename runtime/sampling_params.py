@@ -128,6 +128,8 @@ class SamplingParams:
     """Whether the end-of-text token ends nothing."""
     min_tokens: int = 0
     """Tokens before which neither an end nor a stop is chosen or looked for."""
+    timeout_s: float | None = None
+    """Seconds after which an answer is ended as by an abort (not one of vLLM's)."""
     presence_penalty: float = 0.0
     """Taken from the logit of a token that is in the answer; -2..2."""
     frequency_penalty: float = 0.0
@@ -167,6 +169,9 @@ class SamplingParams:
             )
         if self.structured_outputs is not None:
             _check_guided(self)
+        timeout_s: object = self.timeout_s
+        if timeout_s is not None and not (isinstance(timeout_s, (int, float)) and timeout_s > 0):
+            raise ValueError(f"timeout_s must be a number of seconds above 0, got {timeout_s!r}")
         self.choice(0)
 
     @property

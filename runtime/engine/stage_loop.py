@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from typing import Protocol
 
 from torch import Tensor
@@ -126,6 +127,8 @@ class FirstStage:
         """Requests that have not ended, by id."""
         self._submitted_s: dict[int, float] = {}
         self._begun_s: dict[int, float] = {}
+        self._deadlines: list[tuple[float, int]] = []
+        """When requests are to be ended that have not, soonest first."""
         self._first_token_s: dict[int, float] = {}
         self._told: dict[int, int] = {}
         """Tokens of a streamed request that the driver was told of."""
@@ -135,6 +138,7 @@ class FirstStage:
         """Serve requests until the mailbox is closed and all of them have ended."""
         while True:
             self._take_submissions(wait=self._scheduler.idle and not self._in_flight)
+            self._end_late()
             while len(self._in_flight) < self._max_in_flight:
                 micro_batch = self._scheduler.next_micro_batch()
                 if micro_batch is None:
@@ -161,9 +165,19 @@ class FirstStage:
             elif isinstance(request, Abort):
                 self._abort(request.id)
             else:
-                self._submitted_s[request.id] = time.perf_counter()
+                now_s = self._submitted_s[request.id] = time.perf_counter()
+                if request.timeout_s is not None:
+                    heappush(self._deadlines, (now_s + request.timeout_s, request.id))
                 self._open[request.id] = request
                 self._scheduler.submit(request)
+
+    def _end_late(self) -> None:
+        """End requests whose time is over."""
+        now_s = time.perf_counter()
+        while self._deadlines and self._deadlines[0][0] <= now_s:
+            _, request_id = heappop(self._deadlines)
+            if request_id in self._open:
+                self._abort(request_id)
 
     def _abort(self, request_id: int | None) -> None:
         """End a request, or all, as soon as may be; one that has ended stays as it is."""

@@ -38,7 +38,8 @@ class PoolPlan:
         """Return what every stage allocates; `DoesNotFitError` if one has no room for a block."""
         workload = self.plan.workload
         blocks = workload.batch * max(1, pool_blocks(workload.kv, workload.max_len))
-        most = self.settings.max_model_len or self.spec.max_positions
+        # The last token of an answer is never run: it needs no position.
+        most = self.settings.max_model_len or self.spec.max_positions + 1
         size = PoolSize(
             num_blocks=blocks,
             slots=workload.batch,

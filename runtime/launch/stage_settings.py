@@ -72,6 +72,7 @@ def write_request(request: Request) -> dict[str, Any]:
         "rules": None if request.rules is None else request.rules.to_data(),
         "min_new": request.min_new,
         "priority": request.priority,
+        "timeout_s": request.timeout_s,
         "may_draft": request.may_draft,
         "stream": request.stream,
     }
@@ -89,6 +90,7 @@ def read_request(fields: dict[str, Any]) -> Request:
         rules=None if fields["rules"] is None else TokenRules.from_data(fields["rules"]),
         min_new=fields["min_new"],
         priority=fields["priority"],
+        timeout_s=fields["timeout_s"],
         may_draft=fields["may_draft"],
         stream=fields["stream"],
     )

@@ -46,7 +46,9 @@ class Prompts:
         self, directory: Path, spec: ModelSpec, *, max_len: int, check: Callable[[Request], None]
     ) -> None:
         """`check` refuses requests that can never run; the tokenizer is read meanwhile."""
-        self._spec, self._max_len, self._check = spec, max_len, check
+        self._spec, self._check = spec, check
+        self.max_len = max_len
+        """Tokens of a prompt and its answer that are run: all but the answer's last."""
         self._tokenizer: Future[Tokenizer] = _begun(directory)
         self._guides = Guides(directory, vocab=spec.vocab, end_ids=spec.eos_token_ids)
         self._num_requests = 0
@@ -82,7 +84,7 @@ class Prompts:
         text, tokens = self._tokens_of(prompt)
         tokens = self._truncated(tokens, params)
         stops = self._stop_ids(params)
-        room = max(1, self._max_len - len(tokens) + 1)
+        room = max(1, self.max_len - len(tokens) + 1)
         rules = rules_of(params, tokens, stops, self._spec, lambda: self.tokenizer)
         if rules is not None and rules.guide is not None:
             self._guides.check(rules.guide)
@@ -95,6 +97,7 @@ class Prompts:
             rules=rules,
             min_new=params.min_tokens,
             priority=priority,
+            timeout_s=params.timeout_s,
             may_draft=rules is None,
             stream=stream,
         )
@@ -134,6 +137,8 @@ class Prompts:
             finish_reason="length" if scored_only else finished.finish_reason,
             first_token_s=finished.first_token_s,
             total_s=finished.total_s,
+            queue_s=finished.queue_s,
+            num_preemptions=finished.num_preemptions,
             logprobs=self.logprobs(noted.output[: len(tokens)]) if told else None,
             stop_reason=None if scored_only else self._stop_reason(ask, finished, text),
         )
@@ -180,7 +185,7 @@ class Prompts:
         if keep is None:
             return tokens
         if keep == -1:
-            keep = max(1, self._max_len - max(1, params.max_tokens or 1) + 1)
+            keep = max(1, self.max_len - max(1, params.max_tokens or 1) + 1)
         return tokens[-keep:]
 
     def _tokens_of(self, prompt: Prompt) -> tuple[str | None, tuple[int, ...]]:

@@ -145,7 +145,7 @@ def test_parameters_that_cannot_be_met_are_refused(options, said):
 def test_prompts_that_can_never_run_are_refused_and_leave_the_engine_well(one, wanted):
     for prompt, said in (
         ("", "no tokens"),
-        ("x y " * 900, "have room for 1024 with the answer"),
+        ("x y " * 900, "have room for 1025 with the answer"),
         ([5, 99999], "token 99999 is not in the vocabulary"),
         ({"text": "a"}, "prompt_token_ids, got"),
         (3.5, "a text or a list of token ids"),
@@ -262,3 +262,20 @@ def test_a_limit_of_length_goes_with_a_plan_on_cpus(demo_model, make_plan):
         assert len(answer.outputs[0].token_ids) == 10
         with pytest.raises(ValueError, match="have room for 40 with the answer"):
             llm.generate([[5] * 40], GREEDY)
+
+
+@pytest.mark.cpu
+def test_answers_tell_what_was_cached_and_deadlines_end_them(one):
+    prompt = [11 + n % 40 for n in range(300)]
+    greedy = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    one.generate([prompt], greedy)
+    (answer,) = one.generate([prompt + [5]], greedy)
+    (output,) = answer.outputs
+    assert answer.num_cached_tokens == 256 and output.num_preemptions == 0
+    assert 0 <= output.queue_s <= output.first_token_s <= output.total_s
+    late = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True, timeout_s=0.05)
+    (answer,) = one.generate([[7, 8, 9]], late)
+    assert answer.outputs[0].finish_reason == "abort" and len(answer.outputs[0].token_ids) < 1000
+    assert one.stats()["gauges"]["blocks_held"] == 0
+    with pytest.raises(ValueError, match="timeout_s must be"):
+        SamplingParams(timeout_s=0)
