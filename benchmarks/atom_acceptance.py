@@ -22,7 +22,7 @@ from llmpq.kernels.formats.atom_weight import AtomWeight
 from llmpq.profiler.quantize.one_layer import Recipe
 from llmpq.profiler.quantize.recipes import SMOOTHING
 from llmpq.runtime.engine.plain_loop import LocalPipeline
-from llmpq.runtime.models.layers import Weight
+from llmpq.runtime.models.linear import Weight
 from llmpq.runtime.step import Step
 from llmpq.runtime.tools.evaluate import perplexity
 

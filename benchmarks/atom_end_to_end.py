@@ -43,7 +43,7 @@ from llmpq.plan import Plan
 from llmpq.precision import KVPrecision, Precision
 from llmpq.runtime.engine.scheduler import Limits, Scheduler
 from llmpq.runtime.launch.hand_plan import hand_plan
-from llmpq.runtime.models.layers import Weight
+from llmpq.runtime.models.linear import Weight
 from llmpq.runtime.request import Request
 from llmpq.runtime.tools.open_stages import OpenStages
 from llmpq.runtime.weights.sources import RandomSource

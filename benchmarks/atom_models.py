@@ -25,7 +25,8 @@ from llmpq.runtime.cache.plain_kv import KVCache
 from llmpq.runtime.engine.plain_loop import LocalPipeline
 from llmpq.runtime.models import layer_tensors as parts
 from llmpq.runtime.models import layers
-from llmpq.runtime.models.layers import DecoderLayer, Weight
+from llmpq.runtime.models.layers import DecoderLayer
+from llmpq.runtime.models.linear import Weight
 from llmpq.runtime.models.stage_model import DTYPES
 from llmpq.runtime.step import Step
 from llmpq.runtime.text.tokenizer import Tokenizer

@@ -161,6 +161,7 @@ def docstrings(model: type[BaseModel]) -> dict[str, str]:
 def parsers() -> Iterator[CommandParser]:
     yield from (arguments.plan_parser(), arguments.check_parser(), arguments.export_parser())
     yield arguments.devices_parser()
+    yield arguments.models_parser()
     yield from (run_parser(), tool_flags.check_parser(), tool_flags.bench_parser())
     yield from (tool_flags.eval_parser(), tool_flags.convert_parser(), tool_flags.doctor_parser())
     yield from (profiler_flags.run_parser(), profiler_flags.indicator_parser())

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from functools import lru_cache
 from importlib import resources
 from pathlib import Path
@@ -21,11 +22,17 @@ from typing import Any, Literal
 import yaml
 
 from llmpq.errors import unknown_name
-from llmpq.families.config_values import RopeScaling
+from llmpq.families.parts import Latent, RopeScaling, Router
 from llmpq.model_config import spec_fields
 
 Positions = Literal["learned", "alibi", "rotary"]
 Norm = Literal["layernorm", "rmsnorm"]
+NormOrder = Literal["pre", "post", "both"]
+FIRST_OPTIONAL = ("qk_norm", "embedding_norm", "rope_theta", "rope_scaling")
+"""Fields with a default that every fingerprint counts."""
+SHARED = "shared."
+"""What the names of the linears begin with that every token goes through beside its experts."""
+Activation = Literal["relu", "gelu", "silu", "gelu_tanh", "clamped_silu"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +49,11 @@ class LinearShape:
     def num_weights(self) -> int:
         """Number of elements of the matrix."""
         return self.out_features * self.in_features
+
+    @property
+    def of_expert(self) -> bool:
+        """Whether it belongs to an MLP that only some tokens go through."""
+        return self.name.startswith("experts.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +74,7 @@ class ModelSpec:
     positions: Positions
     norm: Norm
     norm_eps: float
-    activation: Literal["relu", "gelu", "silu"]
+    activation: Activation
     gated: bool
     qkv_bias: bool
     linear_bias: bool
@@ -74,6 +86,45 @@ class ModelSpec:
     experts: int = 0
     """MLPs of a layer that a router chooses from for each token; 0: one MLP, no router."""
     experts_per_token: int = 0
+    router: Router = Router()
+    shared_ffn: int = 0
+    """Width of an MLP that every token goes through beside its experts."""
+    dense_layers: tuple[int, ...] = ()
+    """Layers of a model with experts that have one MLP of width `dense_ffn` instead."""
+    dense_ffn: int = 0
+    norm_order: NormOrder = "pre"
+    """Where a layer has norms: before attention and MLP, behind them, or both."""
+    o_bias: bool | None = None
+    """Whether `o` has a bias where the MLP's linears differ from it."""
+    qk_norm_whole: bool = False
+    """The norms of queries and keys are over all heads at once."""
+    windows: tuple[int, ...] = ()
+    """Tokens each layer sees, itself included, 0 for all; nothing where every layer sees all."""
+    score_factor: float | None = None
+    """What scores are multiplied by; None: 1 / sqrt(head_dim)."""
+    score_cap: float = 0.0
+    """Scores s become cap * tanh(s / cap)."""
+    logit_cap: float = 0.0
+    sinks: bool = False
+    """Each head has a score that takes part in the softmax and brings no value."""
+    rotary_dim: int | None = None
+    """Channels of a head that are turned, the first ones; None: all."""
+    window_rope_theta: float | None = None
+    """Layers with a window turn by this theta, unscaled."""
+    embedding_factor: float = 1.0
+    residual_factor: float = 1.0
+    """What attention and MLP add to the residual stream is multiplied by this."""
+    logit_factor: float = 1.0
+    activation_limit: float = 0.0
+    """clamped_silu: gate and up are kept below this, up above its negative, too."""
+    activation_slope: float = 1.0
+    """clamped_silu: gate * sigmoid(slope * gate)."""
+    latent: Latent | None = None
+    """What keys and values are made of; `kv_heads` is then 1 and `head_dim` what a token caches."""
+    further_layers: int = field(default=0, compare=False)
+    """Layers behind the last one that a checkpoint has and nobody runs (MTP)."""
+    left_out: tuple[str, ...] = field(default=(), compare=False)
+    """Parts of the checkpoint that are not run, for the user to hear of."""
     dtype: Literal["float16", "bfloat16", "float32"] = "float16"
     eos_token_ids: tuple[int, ...] = field(default=(), compare=False)
 
@@ -83,25 +134,55 @@ class ModelSpec:
         Every expert has its own up and down. The router, [E, h], is not among them: it is never
         quantised.
         """
-        q_out, kv_out = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        shapes = self._attention_linears()
         up_out = 2 * self.ffn if self.gated else self.ffn
         up = "gate_up" if self.gated else "up"
-        shapes = [
-            ("qkv", q_out + 2 * kv_out, self.hidden, self.qkv_bias),
-            ("o", self.hidden, q_out, self.linear_bias),
-        ]
         for owner in self.mlps():
             shapes += [
                 (f"{owner}{up}", up_out, self.hidden, self.linear_bias),
                 (f"{owner}down", self.hidden, self.ffn, self.linear_bias),
+            ]
+        if self.shared_ffn:
+            shapes += [
+                (f"{SHARED}gate_up", 2 * self.shared_ffn, self.hidden, False),
+                (f"{SHARED}down", self.hidden, self.shared_ffn, False),
             ]
         return tuple(
             LinearShape(name=name, out_features=n, in_features=k, bias=bias)
             for name, n, k, bias in shapes
         )
 
+    def _attention_linears(self) -> list[tuple[str, int, int, bool]]:
+        """Return name, out_features, in_features and bias of attention's fused matrices."""
+        o_bias = self.linear_bias if self.o_bias is None else self.o_bias
+        h = self.hidden
+        if self.latent is None:
+            q_out, kv_out = self.heads * self.head_dim, self.kv_heads * self.head_dim
+            return [("qkv", q_out + 2 * kv_out, h, self.qkv_bias), ("o", h, q_out, o_bias)]
+        latent, q_out = self.latent, self.heads * self.latent.q_head_dim
+        queries = [("q", q_out, h, False)]
+        if latent.q_rank:
+            queries = [("q_a", latent.q_rank, h, False), ("q_b", q_out, latent.q_rank, False)]
+        return [
+            *queries,
+            ("kv_a", latent.kv_rank + latent.rope_dim, h, False),
+            ("o", h, self.heads * latent.v_dim, o_bias),
+        ]
+
+    def at_length(self, max_len: int) -> ModelSpec:
+        """Return the spec of a run whose requests may have `max_len` tokens."""
+        if self.rope_scaling is None:
+            return self
+        return replace(self, rope_scaling=self.rope_scaling.at_length(max_len))
+
+    def of_layer(self, index: int) -> ModelSpec:
+        """Return the spec of a model whose layers are all like layer `index`."""
+        if index not in self.dense_layers:
+            return self
+        return _dense(self)
+
     def mlps(self) -> tuple[str, ...]:
-        """Return what the names of each MLP's linears begin with: `experts.0.`, or nothing."""
+        """Return what the names of each routed MLP's linears begin with: `experts.0.`, or ``."""
         return tuple(f"experts.{number}." for number in range(self.experts)) or ("",)
 
     @property
@@ -110,20 +191,56 @@ class ModelSpec:
         return self.hidden * (2 if self.norm == "layernorm" else 1)
 
     @property
+    def layer_norms(self) -> tuple[str, ...]:
+        """Names of a layer's norms over the hidden size, in the order they are used."""
+        before, behind = ("attn_norm", "mlp_norm"), ("attn_out_norm", "mlp_out_norm")
+        both = (before[0], behind[0], before[1], behind[1])
+        return {"pre": before, "post": behind, "both": both}[self.norm_order]
+
+    @property
+    def kept_whole(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of a layer's parts that are never quantised, beside norms and biases of linears.
+
+        Norms of queries and keys, router, sinks, and the matrix that makes keys and values.
+        """
+        shapes: dict[str, tuple[int, ...]] = {}
+        if self.experts:
+            shapes["router.weight"] = (self.experts, self.hidden)
+            if self.router.bias:
+                shapes["router.bias"] = (self.experts,)
+            if self.router.correction:
+                shapes["router.correction"] = (self.experts,)
+        if self.qk_norm:
+            q, k = (self.heads, self.kv_heads) if self.qk_norm_whole else (1, 1)
+            shapes["q_norm.weight"] = (q * self.head_dim,)
+            shapes["k_norm.weight"] = (k * self.head_dim,)
+        if self.sinks:
+            shapes["sinks"] = (self.heads,)
+        if self.latent is not None:
+            shapes["kv_norm.weight"] = (self.latent.kv_rank,)
+            made = self.heads * (self.latent.nope_dim + self.latent.v_dim)
+            shapes["kv_b.weight"] = (made, self.latent.kv_rank)
+            if self.latent.q_rank:
+                shapes["q_norm.weight"] = (self.latent.q_rank,)
+        return shapes
+
+    @property
     def layer_params(self) -> int:
         """Parameters of one decoder layer, biases and norms included."""
         linear = sum(s.num_weights + (s.out_features if s.bias else 0) for s in self.linears())
-        qk = 2 * self.head_dim if self.qk_norm else 0
-        return linear + 2 * self.norm_params + qk + self.experts * self.hidden
+        whole = sum(math.prod(shape) for shape in self.kept_whole.values())
+        return linear + len(self.layer_norms) * self.norm_params + whole
 
     @property
     def weights_per_token(self) -> int:
         """Weights of a layer that one token is multiplied with: those of its experts only."""
         shares = [
-            s.num_weights * (self.experts_per_token / self.experts if "." in s.name else 1)
+            s.num_weights * (self.experts_per_token / self.experts if s.of_expert else 1)
             for s in self.linears()
         ]
-        return round(sum(shares)) + self.experts * self.hidden
+        whole = self.kept_whole
+        kv_b = math.prod(whole["kv_b.weight"]) if self.latent is not None else 0
+        return round(sum(shares)) + self.experts * self.hidden + kv_b
 
     @property
     def embedding_params(self) -> int:
@@ -144,15 +261,21 @@ class ModelSpec:
     def num_params(self) -> int:
         """Parameters of the whole model, tied embeddings counted once."""
         tied = self.vocab * self.hidden if self.tied_embeddings else 0
-        return self.num_layers * self.layer_params + self.embedding_params + self.head_params - tied
+        layers = sum(self.of_layer(i).layer_params for i in self.dense_layers)
+        layers += (self.num_layers - len(self.dense_layers)) * self.layer_params
+        return layers + self.embedding_params + self.head_params - tied
 
     def fingerprint(self) -> str:
         """Return a short hash of the architecture; name and end-of-text ids do not count."""
-        ignored = {"name", "eos_token_ids"}
-        if not self.experts:
-            # Dense models keep the fingerprint they had before there were experts.
-            ignored |= {"experts", "experts_per_token"}
-        content = {k: v for k, v in asdict(self).items() if k not in ignored}
+        content = {k: v for k, v in asdict(self).items() if k not in NOT_ARCHITECTURE}
+        # A model that does not have what a later version added keeps the fingerprint it had.
+        for added, default in ADDED.items():
+            if content[added] == default:
+                del content[added]
+        if content["rope_scaling"] is not None:
+            content["rope_scaling"] = {
+                k: v for k, v in content["rope_scaling"].items() if v != SCALING_ADDED.get(k)
+            }
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
     @classmethod
@@ -170,6 +293,20 @@ class ModelSpec:
         return cls(**spec_fields(config, name))
 
     @classmethod
+    def from_fields(cls, data: Mapping[str, Any]) -> ModelSpec:
+        """Return the spec that `dataclasses.asdict` wrote, lists for tuples."""
+        made: dict[str, Any] = {k: _frozen(v) for k, v in data.items()}
+        kinds: tuple[tuple[str, Any], ...] = (
+            ("rope_scaling", RopeScaling),
+            ("router", Router),
+            ("latent", Latent),
+        )
+        for name, kind in kinds:
+            if made[name] is not None:
+                made[name] = kind(**{k: _frozen(v) for k, v in made[name].items()})
+        return cls(**made)
+
+    @classmethod
     def by_name(cls, name: str, size: str | None = None) -> ModelSpec:
         """Return a built-in spec: `opt-30b`, `Qwen/Qwen3-32B`, or the paper's `opt` and `30b`."""
         full = f"{name}-{size}" if size else name
@@ -177,6 +314,42 @@ class ModelSpec:
         if found is None:
             raise unknown_name("model", full.lower().rsplit("/", 1)[-1], known)
         return cls.from_config(known[found], name=found)
+
+
+NOT_ARCHITECTURE = ("name", "eos_token_ids", "left_out", "further_layers")
+ADDED: Mapping[str, Any] = {
+    found.name: asdict(found.default) if isinstance(found.default, Router) else found.default
+    for found in fields(ModelSpec)
+    if found.default is not MISSING
+    and found.name not in (*NOT_ARCHITECTURE, *FIRST_OPTIONAL, "dtype")
+}
+"""Fields that came after the first fingerprints were written -> what a model without them has."""
+SCALING_ADDED = {
+    found.name: found.default
+    for found in fields(RopeScaling)
+    if found.default is not MISSING
+    and found.name not in ("low_freq_factor", "high_freq_factor", "original_max_positions")
+}
+
+
+@lru_cache(maxsize=1 << 8)  # planners ask for every layer
+def _dense(spec: ModelSpec) -> ModelSpec:
+    """Return a model of only the layers without experts."""
+    return replace(
+        spec,
+        ffn=spec.dense_ffn,
+        experts=0,
+        experts_per_token=0,
+        router=Router(),
+        shared_ffn=0,
+        dense_layers=(),
+        dense_ffn=0,
+    )
+
+
+def _frozen(value: Any) -> Any:
+    """Return a tuple for a list."""
+    return tuple(value) if isinstance(value, list) else value
 
 
 def builtin_name(name: str) -> str | None:

@@ -138,12 +138,16 @@ def _layer_moments(spec: ModelSpec, shape: _Shape, *, quantized: bool) -> Iterat
     yield once + unit * 2 * h + linear(qkv, h)
     yield once + unit * (2 * h + qkv) + _positioned_bytes(spec, shape)
     rotated = qk if spec.positions == "rotary" else 0
-    yield once + unit * (2 * h + qkv + rotated + q)
+    yield once + unit * (2 * h + qkv + rotated + q) + _score_bytes(spec, shape)
     if shape.low_bit:
         yield once + unit * (2 * h + qkv + rotated) + _packing_bytes(spec, shape)
         if not shape.fresh:
             yield once + unit * (2 * h + qkv + rotated + q) + _dequantised_bytes(spec, shape)
     yield once + unit * (2 * h + q) + linear(h, q)
+    if spec.norm_order != "pre":
+        yield once + unit * 5 * h  # what a norm behind is given and gives, and its float32
+    if spec.shared_ffn:
+        yield once + unit * (5 * h + 3 * spec.shared_ffn)
     if spec.experts:
         # All tokens may be sent to one expert. Beside x, its norm and the new residual stream live
         # the sum over experts and the tokens gathered for one.
@@ -159,6 +163,28 @@ def _layer_moments(spec: ModelSpec, shape: _Shape, *, quantized: bool) -> Iterat
         yield once + unit * 3 * h + linear(f, h)
         yield once + unit * (3 * h + (f if spec.activation == "relu" else 2 * f))
     yield once + unit * (3 * h + f) + linear(h, f)
+
+
+def _score_bytes(spec: ModelSpec, shape: _Shape) -> int:
+    """Return the scores that soft caps and sinks need as float32 numbers, [v, H, s, T] thrice.
+
+    Scores, with a sink beside them, and the softmax; then as shares in e bytes.
+    """
+    if not (spec.score_cap or spec.sinks):
+        return 0
+    scores = shape.rows * spec.heads * shape.row_tokens * (shape.keys + 1)
+    return scores * (12 + shape.element_bytes)
+
+
+def _window_bytes(spec: ModelSpec, shape: _Shape) -> int:
+    """Return the masks of windows, and of all tokens where scores are numbers, [v, R s, T]."""
+    if not (spec.windows or spec.score_cap or spec.sinks):
+        return 0
+    rep = spec.heads // spec.kv_heads
+    kinds = len({window for window in spec.windows if window < shape.keys} | {0})
+    rows = 1 if shape.fresh else shape.rows
+    width = 4 if spec.score_cap or spec.sinks else shape.element_bytes
+    return kinds * rows * rep * shape.row_tokens * shape.keys * (width + 2)
 
 
 def _routing_bytes(spec: ModelSpec, shape: _Shape) -> int:
@@ -211,7 +237,9 @@ def _step_bytes(spec: ModelSpec, shape: _Shape) -> int:
     if spec.positions == "learned":
         return view + mask
     angles = shape.row_tokens if shape.fresh else shape.tokens
-    return view + mask + angles * spec.head_dim * e
+    thetas = 1 if spec.window_rope_theta is None else 2
+    windows = _window_bytes(spec, shape)
+    return view + mask + windows + thetas * angles * spec.head_dim * e
 
 
 def _has_bias(shape: _Shape) -> bool:

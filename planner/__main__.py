@@ -24,6 +24,7 @@ def _run(command: str, words: list[str]) -> int:
         "check": (flags.check_parser, requests.CheckRequest),
         "export": (flags.export_parser, requests.ExportRequest),
         "devices": (flags.devices_parser, requests.ListRequest),
+        "models": (flags.models_parser, requests.ModelsRequest),
     }[command]
     asked: Any = parser().read_as(request, words)
     from llmpq.planner.cli import commands

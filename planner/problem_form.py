@@ -8,7 +8,7 @@ from typing import Any
 from llmpq.cluster import Cluster
 from llmpq.cost_model import CostModel
 from llmpq.memory import Quantization
-from llmpq.model_spec import ModelSpec, RopeScaling
+from llmpq.model_spec import ModelSpec
 from llmpq.planner.costs.cost_book import CostBook
 from llmpq.planner.problem import Problem
 from llmpq.precision import Precision
@@ -49,7 +49,7 @@ def parse_problem(data: dict[str, Any]) -> Problem:
     )
     return Problem(
         **{name: data[name] for name in PLAIN},
-        spec=_spec(data["spec"]),
+        spec=ModelSpec.from_fields(data["spec"]),
         cluster=Cluster.parse_data(data["cluster"], where=where),
         workload=Workload.parse_data(data["workload"], where=where),
         choices=tuple(Precision(value) for value in data["choices"]),
@@ -58,15 +58,4 @@ def parse_problem(data: dict[str, Any]) -> Problem:
         quantization=Quantization(**data["quantization"]),
         pins={name: (layers[0], layers[1]) for name, layers in data["pins"].items()},
         offered=tuple(tuple(Precision(value) for value in layer) for layer in data["offered"]),
-    )
-
-
-def _spec(data: dict[str, Any]) -> ModelSpec:
-    scaling = data["rope_scaling"]
-    return ModelSpec(
-        **{
-            **data,
-            "rope_scaling": None if scaling is None else RopeScaling(**scaling),
-            "eos_token_ids": tuple(data["eos_token_ids"]),
-        }
     )

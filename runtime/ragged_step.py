@@ -84,6 +84,13 @@ class RaggedStep(Step):
         """Tokens of all rows, without padding."""
         return self.spans[-1].first + self.spans[-1].count
 
+    @property
+    def lengths_BQ(self) -> Tensor:
+        """Tokens of every token's request with this step, [1, T]; 0 for padding."""
+        lengths = [span.end for span in self.spans for _ in range(span.count)]
+        lengths += [0] * (self.q_len - len(lengths))
+        return torch.tensor([lengths])
+
     def last_valid(self, x_BQH: Tensor) -> Tensor:
         """Return [wanted rows, H]: each at its last token."""
         return x_BQH[0, list(self.wanted)]

@@ -81,6 +81,11 @@ class Step:
         """Position of every new token, padding included; [1, Q] when all rows are alike."""
         return self.once("positions", self._positions)
 
+    @property
+    def lengths_BQ(self) -> Tensor:
+        """Tokens of every row's request with this step, [B, 1]."""
+        return (self.start_B + self.num_new_B)[:, None]
+
     def once(self, key: str, make: Callable[[], Tensor]) -> Tensor:
         """Return the tensor derived under `key`, making it at its first use."""
         if key not in self.memo:

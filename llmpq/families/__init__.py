@@ -2,7 +2,23 @@
 
 from __future__ import annotations
 
-from llmpq.families import bloom, llama, mixtral, opt, qwen2, qwen3
+from llmpq.families import (
+    bloom,
+    deepseek,
+    gemma,
+    glm4,
+    glm4_moe,
+    gpt_oss,
+    granite,
+    llama,
+    mixtral,
+    olmo2,
+    opt,
+    phi3,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+)
 from llmpq.families.record import Family
 
 FAMILIES: dict[str, Family] = {
@@ -14,6 +30,15 @@ FAMILIES: dict[str, Family] = {
         qwen2.FAMILY,
         qwen3.FAMILY,
         mixtral.FAMILY,
+        gemma.FAMILY,
+        phi3.FAMILY,
+        glm4.FAMILY,
+        granite.FAMILY,
+        olmo2.FAMILY,
+        qwen3_moe.FAMILY,
+        gpt_oss.FAMILY,
+        glm4_moe.FAMILY,
+        deepseek.FAMILY,
     )
 }
 """Name -> record."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from llmpq.families.config_values import Config, expect, flag, number, size
-from llmpq.families.record import Family, NameTable, linear_names, norm_names
+from llmpq.families.record import Arrange, Family, NameTable, linear_names, norm_names
 
 
 def fields(config: Config) -> dict[str, Any]:
@@ -58,7 +58,7 @@ FAMILY = Family(
             ("down", ("h.{i}.mlp.dense_4h_to_h",)),
         ),
         head=norm_names(("norm", "ln_f")),
-        arrange={"qkv.weight": _apart, "qkv.bias": _apart},
+        arrange={"qkv.weight": Arrange(rows=_apart), "qkv.bias": Arrange(rows=_apart)},
     ),
     layers_at="transformer.h",
     before=("transformer.word_embeddings", "transformer.word_embeddings_layernorm"),

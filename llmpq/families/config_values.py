@@ -8,71 +8,13 @@ from __future__ import annotations
 
 import reprlib
 import sys
+from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 Config = Mapping[str, Any]
-
-
-@dataclass(frozen=True, kw_only=True)
-class RopeScaling:
-    """Llama 3's frequency scaling of rotary positions; None elsewhere."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_positions: int
-
-
-def rotary_fields(config: Config) -> dict[str, Any]:
-    """Fields that the rotary, RMSNorm, SiLU-gated families share."""
-    expect(config, "hidden_act", "silu", default="silu")
-    hidden = size(config, "hidden_size")
-    heads = size(config, "num_attention_heads")
-    parameters, scaling = (section(config, key) for key in ("rope_parameters", "rope_scaling"))
-    rope = {**(parameters or {}), **(scaling or {})}
-    theta = number(rope, "rope_theta", default=10000.0)
-    return {
-        "num_layers": size(config, "num_hidden_layers"),
-        "hidden": hidden,
-        "heads": heads,
-        "kv_heads": size(config, "num_key_value_heads", default=heads),
-        "ffn": size(config, "intermediate_size"),
-        "vocab": size(config, "vocab_size"),
-        "max_positions": size(config, "max_position_embeddings"),
-        "positions": "rotary",
-        "norm": "rmsnorm",
-        "norm_eps": number(config, "rms_norm_eps", default=1e-6),
-        "activation": "silu",
-        "gated": True,
-        "qkv_bias": False,
-        "linear_bias": False,
-        "tied_embeddings": flag(config, "tie_word_embeddings", default=False),
-        "rope_theta": number(config, "rope_theta", default=theta),
-        "rope_scaling": _rope_scaling(rope),
-    }
-
-
-def _rope_scaling(rope: Config) -> RopeScaling | None:
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default":
-        return None
-    if kind != "llama3":
-        raise ValueError(f"rope scaling '{kind}' is not supported; expected 'default' or 'llama3'")
-    where = "config.json, llama3 rope scaling"
-    low, high = (number(rope, f"{end}_freq_factor", where=where) for end in ("low", "high"))
-    if high <= low:
-        raise ValueError(
-            f"{where}: high_freq_factor={high} must be above low_freq_factor={low}; correct them "
-            "or download config.json again"
-        )
-    return RopeScaling(
-        factor=number(rope, "factor", where=where),
-        low_freq_factor=low,
-        high_freq_factor=high,
-        original_max_positions=size(rope, "original_max_position_embeddings", where=where),
-    )
+EPSILONS = (1e-12, 1e-2)
+"""Norms in use add 1e-6 or 1e-5, GLM-4 1.5e-7; others are slips of the pen."""
 
 
 def section(config: Config, key: str, *, where: str = "config.json") -> Config | None:
@@ -100,6 +42,48 @@ def number(
     return float(_value(config, [key], _is_number, "a positive number", default, where))
 
 
+def bounded(
+    config: Config,
+    key: str,
+    limits: tuple[float, float],
+    *,
+    default: float | None = None,
+    where: str = "config.json",
+) -> float:
+    """Return the number of a key within limits that no model in use is outside of."""
+    found = number(config, key, default=default, where=where)
+    if not limits[0] <= found <= limits[1]:
+        raise ValueError(
+            f"{where}: '{key}'={found:g} is absurd, expected {limits[0]:g} to {limits[1]:g}; "
+            "correct it or download config.json again"
+        )
+    return found
+
+
+def epsilon(config: Config, key: str, *, default: float) -> float:
+    """Return the small number a norm adds to what it divides by."""
+    return bounded(config, key, EPSILONS, default=default)
+
+
+def head_size(config: Config) -> int:
+    """Return a head's channels: `head_dim`, or the hidden size shared by the heads."""
+    if config.get("head_dim") is not None:
+        return size(config, "head_dim")
+    heads = ("num_attention_heads", "n_head")
+    return size(config, "hidden_size", "n_embed") // size(config, *heads)
+
+
+def with_defaults(config: Config, **defaults: Any) -> Config:
+    """Return a config with a family's own defaults for keys that are absent or null."""
+    missing = {key: value for key, value in defaults.items() if config.get(key) is None}
+    return ChainMap(missing, config)  # type: ignore[arg-type]
+
+
+def is_given(value: object) -> bool:
+    """Whether a value switches anything on: null, false, zero and empty ones do not."""
+    return value is not None and value is not False and value not in (0, "", [], {})
+
+
 def flag(config: Config, key: str, *, default: bool) -> bool:
     """Return the truth value of a key."""
     return bool(_value(config, [key], _is_flag, "true or false", default))
@@ -114,8 +98,8 @@ def _value(
     where: str = "config.json",
 ) -> Any:
     """Return the value of the first key that is there, if accepted; `default` where none is."""
-    for key in keys:
-        value = config.get(key)
+    given = {key: config.get(key) for key in keys}  # all are read: the others say the same
+    for key, value in given.items():
         if value is not None and not accepts(value):
             raise ValueError(
                 f"{where}: '{key}' must be {expected}, got {reprlib.repr(value)}; correct it or "
@@ -154,7 +138,8 @@ def _is_token_ids(value: Any) -> bool:
 
 def expect(config: Config, key: str, expected: Any, *, default: Any) -> None:
     """Refuse a config in which a key says anything but what the family is run with."""
-    got = config.get(key, default)
+    given = config.get(key)
+    got = default if given is None else given
     if got != expected:
         raise ValueError(
             f"config.json: {key}={got!r} is not supported; this model family is run with "

@@ -1,46 +1,72 @@
-"""Llama 2 and 3, Mistral: RMSNorm, rotary positions, grouped heads, gated SiLU."""
+"""Llama 2 and 3, Mistral: RMSNorm, rotary positions, grouped heads, gated SiLU.
+
+    x += o(attention(turn(q), turn(k), v)) of norm(x);  x += down(silu(gate) * up) of norm(x)
+
+Mistral's layers see a window of tokens where the config gives one.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from llmpq.families.config_values import Config, expect, rotary_fields
+from llmpq.families.config_values import Config, flag, with_defaults
 from llmpq.families.record import Family, NameTable, linear_names, norm_names
+from llmpq.families.rotary_families import everywhere, rotary_fields
+
+MISTRAL_WINDOW = 4096
+"""What Transformers takes where a Mistral config says nothing; null means no window."""
 
 
 def fields(config: Config) -> dict[str, Any]:
     """Return the fields of `ModelSpec`."""
-    expect(config, "attention_bias", False, default=False)
-    expect(config, "mlp_bias", False, default=False)
-    if config.get("model_type") == "mistral":  # a window over the last tokens is not supported
-        expect(config, "sliding_window", None, default=None)
-    return rotary_fields(config)
+    found = {**rotary_fields(config), **bias_fields(config)}
+    if config.get("model_type") == "mistral":
+        silent = "sliding_window" not in config
+        told = with_defaults(config, sliding_window=MISTRAL_WINDOW) if silent else config
+        found["windows"] = everywhere(told)
+    return found
 
+
+def bias_fields(config: Config) -> dict[str, Any]:
+    """Return which linears have biases: attention's, the MLP's."""
+    attention, mlp = (flag(config, f"{part}_bias", default=False) for part in ("attention", "mlp"))
+    o_bias = attention if attention != mlp else None
+    return {"qkv_bias": attention, "linear_bias": mlp, "o_bias": o_bias}
+
+
+QKV = linear_names(
+    (
+        "qkv",
+        (
+            "layers.{i}.self_attn.q_proj",
+            "layers.{i}.self_attn.k_proj",
+            "layers.{i}.self_attn.v_proj",
+        ),
+    )
+)
+OUT = linear_names(("o", ("layers.{i}.self_attn.o_proj",)))
+MLP = linear_names(
+    ("gate_up", ("layers.{i}.mlp.gate_proj", "layers.{i}.mlp.up_proj")),
+    ("down", ("layers.{i}.mlp.down_proj",)),
+)
+NORMS = norm_names(
+    ("attn_norm", "layers.{i}.input_layernorm"),
+    ("mlp_norm", "layers.{i}.post_attention_layernorm"),
+)
+HEAD_NORMS = {
+    f"{part}_norm.weight": (f"layers.{{i}}.self_attn.{part}_norm.weight",) for part in ("q", "k")
+}
+ROOTS = ("model.", "model.language_model.", "language_model.model.", "")
 
 FAMILY = Family(
     name="llama",
-    model_types=("llama", "mistral"),
+    model_types=("llama", "mistral", "mistral3"),
+    text_section="text_config",
     fields=fields,
     names=NameTable(
-        roots=("model.", ""),
+        roots=ROOTS,
         embedding={"tokens.weight": ("embed_tokens.weight",)},
-        layer=norm_names(
-            ("attn_norm", "layers.{i}.input_layernorm"),
-            ("mlp_norm", "layers.{i}.post_attention_layernorm"),
-        )
-        | linear_names(
-            (
-                "qkv",
-                (
-                    "layers.{i}.self_attn.q_proj",
-                    "layers.{i}.self_attn.k_proj",
-                    "layers.{i}.self_attn.v_proj",
-                ),
-            ),
-            ("o", ("layers.{i}.self_attn.o_proj",)),
-            ("gate_up", ("layers.{i}.mlp.gate_proj", "layers.{i}.mlp.up_proj")),
-            ("down", ("layers.{i}.mlp.down_proj",)),
-        ),
+        layer={**NORMS, **QKV, **OUT, **MLP},
         head=norm_names(("norm", "norm")),
     ),
     layers_at="model.layers",

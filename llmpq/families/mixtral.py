@@ -6,8 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 from llmpq.families import llama
-from llmpq.families.config_values import Config, expect, rotary_fields, size
+from llmpq.families.config_values import Config
+from llmpq.families.experts import counts
 from llmpq.families.record import linear_names
+from llmpq.families.rotary_families import everywhere, rotary_fields
 
 _MOE = "layers.{i}.block_sparse_moe"
 _EXPERT = f"{_MOE}.experts.{{e}}"
@@ -21,16 +23,8 @@ _ATTENTION = {
 
 def fields(config: Config) -> dict[str, Any]:
     """Return the fields of `ModelSpec`."""
-    expect(config, "sliding_window", None, default=None)
-    experts = size(config, "num_local_experts")
-    per_token = size(config, "num_experts_per_tok")
-    if per_token > experts:
-        raise ValueError(
-            f"config.json: num_experts_per_tok={per_token} of num_local_experts={experts}; "
-            "expected at most all of them"
-        )
-    counts = {"experts": experts, "experts_per_token": per_token}
-    return {**rotary_fields(config), **counts}
+    own = {**counts(config, "num_local_experts"), "windows": everywhere(config)}
+    return {**rotary_fields(config), **own}
 
 
 FAMILY = replace(

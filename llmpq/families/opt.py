@@ -12,6 +12,8 @@ def fields(config: Config) -> dict[str, Any]:
     """Return the fields of `ModelSpec`."""
     hidden = size(config, "hidden_size")
     expect(config, "word_embed_proj_dim", hidden, default=hidden)
+    expect(config, "layer_norm_elementwise_affine", True, default=True)
+    expect(config, "_remove_final_layer_norm", False, default=False)
     expect(config, "do_layer_norm_before", True, default=True)
     expect(config, "activation_function", "relu", default="relu")
     bias = flag(config, "enable_bias", default=True)

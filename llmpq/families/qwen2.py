@@ -1,4 +1,7 @@
-"""Qwen2 and Qwen2.5: Llama's layer with biases on queries, keys and values."""
+"""Qwen2 and Qwen2.5: Llama's layer with biases on queries, keys and values.
+
+With `use_sliding_window` the layers from `max_window_layers` on see a window of tokens.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,27 @@ from dataclasses import replace
 from typing import Any
 
 from llmpq.families import llama
-from llmpq.families.config_values import Config, expect, rotary_fields
+from llmpq.families.config_values import Config, flag, size
+from llmpq.families.record import Family
+from llmpq.families.rotary_families import FULL, SLIDING, layer_kinds, rotary_fields, windows
 
 
 def fields(config: Config) -> dict[str, Any]:
     """Return the fields of `ModelSpec`."""
-    expect(config, "use_sliding_window", False, default=False)
-    return {**rotary_fields(config), "qkv_bias": True}
+    return {**rotary_fields(config), "qkv_bias": True, "windows": late_windows(config)}
 
 
-FAMILY = replace(llama.FAMILY, name="qwen2", model_types=("qwen2",), fields=fields)
+def late_windows(config: Config) -> tuple[int, ...]:
+    """Return each layer's window: layers from `max_window_layers` on have one, if any has."""
+    if not flag(config, "use_sliding_window", default=False):
+        for key in ("sliding_window", "layer_types", "max_window_layers"):
+            config.get(key)  # read, and without effect
+        return ()
+    first = config.get("max_window_layers")
+    first = first if type(first) is int else size(config, "num_hidden_layers")
+    count = size(config, "num_hidden_layers")
+    default = [SLIDING if index >= first else FULL for index in range(count)]
+    return windows(config, layer_kinds(config, default))
+
+
+FAMILY: Family = replace(llama.FAMILY, name="qwen2", model_types=("qwen2",), fields=fields)

@@ -1,4 +1,4 @@
-"""Qwen3: Llama's layer with RMSNorm on every query and key head before rotation."""
+"""Qwen3: Llama's layer with RMSNorm on every query and key head before it is turned."""
 
 from __future__ import annotations
 
@@ -6,24 +6,22 @@ from dataclasses import replace
 from typing import Any
 
 from llmpq.families import llama
-from llmpq.families.config_values import Config, expect, rotary_fields
+from llmpq.families.config_values import Config
+from llmpq.families.qwen2 import late_windows
+from llmpq.families.rotary_families import rotary_fields
 
 
 def fields(config: Config) -> dict[str, Any]:
     """Return the fields of `ModelSpec`."""
-    expect(config, "attention_bias", False, default=False)
-    expect(config, "use_sliding_window", False, default=False)
-    return {**rotary_fields(config), "qk_norm": True}
+    own = {"qk_norm": True, "windows": late_windows(config)}
+    return {**rotary_fields(config), **llama.bias_fields(config), **own}
 
 
-_HEAD_NORMS = {
-    f"{part}_norm.weight": (f"layers.{{i}}.self_attn.{part}_norm.weight",) for part in ("q", "k")
-}
 _NAMES = llama.FAMILY.names
 FAMILY = replace(
     llama.FAMILY,
     name="qwen3",
     model_types=("qwen3",),
     fields=fields,
-    names=replace(_NAMES, layer={**_NAMES.layer, **_HEAD_NORMS}),
+    names=replace(_NAMES, layer={**_NAMES.layer, **llama.HEAD_NORMS}),
 )

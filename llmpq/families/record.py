@@ -2,19 +2,41 @@
 
 A part is one tensor of ours: a norm's weight, a fused matrix, a bias. A family's `NameTable` says
 what each is called in a Hugging Face checkpoint; what parts there are, the spec's fields decide.
-Sources of one part are stacked along its first dimension. No torch.
+Sources of one part are stacked along its first dimension. `NAME[3]` is row 3 of a tensor's first
+dimension, `NAME[3]^T` that row transposed. No torch.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from llmpq.families.config_values import Config
 
-Arrange = Callable[[Any, Any], Any]
+Rows = Callable[[Any, Any], Any]
 """A tensor and the spec to the tensor with its rows in our order."""
+EXPERT = re.compile(r"experts\.[0-9]+\.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrange:
+    """How a stored part becomes ours: its rows in another order, or a number added to all."""
+
+    rows: Rows | None = None
+    offset: float = 0.0
+
+    def ours(self, tensor: Any, spec: Any) -> Any:
+        """Return a checkpoint's stacked tensor in our form."""
+        if self.offset:
+            return tensor + self.offset
+        return tensor if self.rows is None else self.rows(tensor, spec)
+
+
+AS_IT_IS = Arrange()
+ABOVE_ONE = Arrange(offset=1.0)
+"""Gemma stores what its norms' weights exceed one by."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,15 +49,18 @@ class NameTable:
     layer: Mapping[str, tuple[str, ...]]
     """`{i}` is the layer's number; parts and names with `{e}` stand for one of every expert."""
     head: Mapping[str, tuple[str, ...]]
+    dense: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """The table of `ModelSpec.dense_layers`, where a model has such."""
     output: str = "lm_head.weight"
     """The untied output matrix, beside the root."""
     arrange: Mapping[str, Arrange] = field(default_factory=dict)
-    """Parts whose rows are stored in another order than ours (q, then k, then v)."""
+    """Parts that are stored in another form than ours (q, then k, then v)."""
 
     def of_layer(self, spec: Any, index: int) -> dict[str, tuple[str, ...]]:
         """Return the entries of decoder layer `index`, those of every expert spelled out."""
         table: dict[str, tuple[str, ...]] = {}
-        for part, names in self.layer.items():
+        own = self.dense if index in spec.dense_layers else self.layer
+        for part, names in own.items():
             for expert in range(spec.experts) if "{e}" in part else (0,):
                 table[part.format(e=expert)] = tuple(n.format(i=index, e=expert) for n in names)
         return table
@@ -43,7 +68,11 @@ class NameTable:
     @property
     def layer_prefix(self) -> str:
         """What every tensor of a layer is called up to the layer's number."""
-        return self.layer["attn_norm.weight"][0].partition("{i}")[0]
+        return next(iter(self.layer.values()))[0].partition("{i}")[0]
+
+    def arranged(self, part: str) -> Arrange:
+        """Return how a part is put in our form, whichever expert it is of."""
+        return self.arrange.get(EXPERT.sub("experts.{e}.", part), AS_IT_IS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +91,8 @@ class Family:
     """Its modules in front of the layers."""
     behind: tuple[str, ...]
     """And behind them."""
+    text_section: str | None = None
+    """Key of the part of `config.json` that describes the language model, if not the whole."""
 
 
 def norm_names(*parts: tuple[str, str]) -> dict[str, tuple[str, ...]]:

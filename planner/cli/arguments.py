@@ -17,10 +17,11 @@ METHODS = ("exact", "ilp", "heuristic", "adabits", "uniform", "pipeedge", "flexg
 EXPORTS = ("vllm", "sglang", "llamacpp", "accelerate", "compressed-tensors", "gptqmodel", "svg")
 DEFAULT_POINTS = 25
 """Points of a front, unless `--pareto-points` says."""
-COMMANDS = ("plan", "check", "export", "devices")
+COMMANDS = ("plan", "check", "export", "devices", "models")
 GROUP_SIZES = "weights that share a scale: 128, or 0 for a channel; w4a4 alone also 64 or 32"
 NOTES = """\
-commands (flags alone mean `plan`): plan, check, export, devices; each has its own --help.
+commands (flags alone mean `plan`): plan, check, export, devices, models; each has
+its own --help.
 exit codes: 0 done, 2 usage or bad input, 3 bad plan, 4 plan for another model or cluster,
 5 does not fit, 130 interrupted"""
 
@@ -245,6 +246,18 @@ def export_parser() -> CommandParser:
     section.flag("--to", choices=EXPORTS, metavar="ENGINE", required=True, help=engine)
     section.flag("-o", "--output", daily=True, metavar="FILE", help="file to write (else stdout)")
     add_model(parser.section("model, where the plan's own name does not say it"))
+    return parser
+
+
+def models_parser() -> CommandParser:
+    """Return the flags of `llmpq-algo models`."""
+    parser = CommandParser(
+        "llmpq-algo models",
+        "List model families and built-in models, and what each runs with.",
+        example="llmpq-algo models",
+    )
+    section = parser.section("how")
+    section.flag("--json", daily=True, action="store_true", help="machine-readable")
     return parser
 
 

@@ -7,7 +7,13 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from llmpq.planner.inputs.requests import CheckRequest, ExportRequest, ListRequest, PlanRequest
+from llmpq.planner.inputs.requests import (
+    CheckRequest,
+    ExportRequest,
+    ListRequest,
+    ModelsRequest,
+    PlanRequest,
+)
 
 
 def run(command: str, request: Any) -> None:
@@ -22,6 +28,7 @@ def run(command: str, request: Any) -> None:
         "check": _check,
         "export": _export,
         "devices": _devices,
+        "models": _models,
     }
     commands[command](request)
 
@@ -75,3 +82,9 @@ def _devices(request: ListRequest) -> None:
     from llmpq.planner.inputs.discovery import show_devices
 
     show_devices(request)
+
+
+def _models(request: ModelsRequest) -> None:
+    from llmpq.planner.cli.show_models import show_models
+
+    show_models(as_json=request.json)

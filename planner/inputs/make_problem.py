@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
 
+from llmpq.capabilities import lacking_sentence, ways_of
 from llmpq.cluster import Cluster
 from llmpq.cost_model import CostModel
 from llmpq.costs_cache import cache_folder, cached_costs
@@ -85,9 +86,20 @@ def make_problem(request: PlanRequest) -> tuple[Problem, str | None, list[str]]:
     )
     _require_groups_agree(problem)
     notes = remarks + assumed_of_devices(request) + ([too_long] if too_long else [])
+    notes += _not_run(spec, cluster, workload)
     notes += [] if listed else [GENERIC_NOTE]
     notes += costs.unprofiled(cluster.devices) + costs.warnings(cluster.devices, workload)
     return problem, path, notes
+
+
+def _not_run(spec: ModelSpec, cluster: Cluster, workload: Workload) -> list[str]:
+    """Return what of the model is left out, and what this version's runtime does not run yet."""
+    notes = [f"left out: {part}" for part in spec.left_out]
+    ways = ways_of(
+        gpu=any(not d.spec.is_cpu for d in cluster.devices), kv=workload.kv, drafts=False
+    )
+    lacking = lacking_sentence(spec, ways, max_len=workload.max_len)
+    return notes + ([lacking] if lacking is not None else [])
 
 
 def _workload(request: PlanRequest, cluster: Cluster, spec: ModelSpec) -> Workload:

@@ -84,6 +84,13 @@ class ExportRequest(ModelRequest):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ModelsRequest:
+    """How to list what models run where."""
+
+    json: bool
+
+
+@dataclass(frozen=True, kw_only=True)
 class ListRequest:
     """Which devices to list, and how."""
 

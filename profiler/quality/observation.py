@@ -22,7 +22,7 @@ from llmpq.model_spec import ModelSpec
 from llmpq.precision import Precision
 from llmpq.runtime.backends.backend import backend_of
 from llmpq.runtime.cache.plain_kv import PlainKVCache
-from llmpq.runtime.models.layers import Linear
+from llmpq.runtime.models.linear import Linear
 from llmpq.runtime.models.stage_model import StageModel
 from llmpq.runtime.step import Step
 from llmpq.runtime.weights.sources import TensorSource

@@ -19,9 +19,10 @@ from torch import Tensor, nn
 
 from llmpq.model_spec import ModelSpec
 from llmpq.runtime.backends.backend import backend_of
-from llmpq.runtime.models.attention import attend_fresh
+from llmpq.runtime.models.attention import EVERYTHING, ScoreRule, attend_fresh
 from llmpq.runtime.models.layer_tensors import Parts
-from llmpq.runtime.models.layers import DecoderLayer, Linear, Weight
+from llmpq.runtime.models.layers import DecoderLayer
+from llmpq.runtime.models.linear import Linear, Weight
 from llmpq.runtime.models.wiring import Wiring
 from llmpq.runtime.step import Step
 from llmpq.runtime.weights.sources import TensorSource
@@ -70,6 +71,8 @@ class CalibrationRun:
     ) -> None:
         self.spec, self.source, self.dtype = spec, source, dtype
         self.device = torch.device(device)
+        self._index = 0
+        """The layer that is being quantised: the one that `view` read last."""
         self._wiring = Wiring(spec, self.device, backend_of(self.device).layers())
         embedding = self._wiring.embedding(self._parts(source.embedding(dtype)))
         # Hidden states stay where the layers run: 128 windows of 2048 tokens of an 8B model take
@@ -81,6 +84,7 @@ class CalibrationRun:
 
     def view(self, index: int) -> LayerView:
         """Read layer `index`, run it unquantised and return what its linears saw."""
+        self._index = index
         tensors = self.source.layer(index, self.dtype)
         layer = self._layer(tensors)
         found = {
@@ -114,7 +118,7 @@ class CalibrationRun:
             self._hidden[number] = layer(x, 0, _step(x), FRESH)
 
     def _layer(self, tensors: Mapping[str, Weight]) -> DecoderLayer:
-        return self._wiring.layer(self._parts(tensors))
+        return self._wiring.layer(self._parts(tensors), self._index)
 
     def _parts(self, tensors: Mapping[str, Weight]) -> Parts:
         return Parts(
@@ -145,10 +149,11 @@ class FreshAttention:
         *,
         scale: float,
         alibi_slopes_H: Tensor | None = None,
+        rule: ScoreRule = EVERYTHING,
     ) -> Tensor:
         """Return plain causal attention [B, Q, H, D]."""
         return attend_fresh(
-            q_BQHD, k_BQGD, v_BQGD, step, scale=scale, alibi_slopes_H=alibi_slopes_H
+            q_BQHD, k_BQGD, v_BQGD, step, scale=scale, alibi_slopes_H=alibi_slopes_H, rule=rule
         )
 
     def truncate(self, slots_B: Tensor, length_B: Tensor) -> None:

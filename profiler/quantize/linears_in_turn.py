@@ -26,7 +26,7 @@ from llmpq.profiler.quantize.one_layer import (
     quantize_layer,
     quantize_linear,
 )
-from llmpq.runtime.models.layers import Weight
+from llmpq.runtime.models.linear import Weight
 
 
 def quantize(

@@ -33,7 +33,7 @@ from llmpq.precision import WeightScheme
 from llmpq.profiler.quantize.gptq import DAMPING, gptq_atom, gptq_codes
 from llmpq.profiler.quantize.layer_walk import Hessian, LayerView
 from llmpq.profiler.quantize.smooth_channels import smoothed
-from llmpq.runtime.models.layers import Weight
+from llmpq.runtime.models.linear import Weight
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ from llmpq.profiler.quantize.layer_walk import CalibrationRun
 from llmpq.profiler.quantize.linears_in_turn import quantize
 from llmpq.profiler.quantize.one_layer import layer_bytes
 from llmpq.profiler.quantize.recipes import Settings, recipe
-from llmpq.runtime.models.layers import Weight
+from llmpq.runtime.models.linear import Weight
 from llmpq.runtime.models.stage_model import DTYPES
 from llmpq.runtime.weights.quantized_checkpoint import QuantizedCheckpoint
 from llmpq.runtime.weights.quantized_writer import (

@@ -19,7 +19,10 @@ from types import ModuleType
 from torch import Tensor
 
 from llmpq.kernels.formats.atom_tiles import AtomTiles
-from llmpq.runtime.models.layers import MLP, DecoderLayer, GatedMLP, Linear, Norm
+from llmpq.runtime.models.layers import Attention, DecoderLayer
+from llmpq.runtime.models.linear import Linear
+from llmpq.runtime.models.mlps import MLP, GatedMLP
+from llmpq.runtime.models.norms import Norm
 
 Attend = Callable[[Tensor], Tensor]
 """qkv [B, Q, heads * D] to the attention's output [B, Q, H * D], before the output product."""
@@ -46,14 +49,16 @@ def decoder_layer(
 
     `last`: of [B, Q, h], the tokens [B, 1, h] to go on with after attention.
     """
+    part = layer.attention
+    assert isinstance(part, Attention)  # cuda_layers.known_attention
     x_MK = x_BQh.reshape(-1, x_BQh.shape[-1])
-    qkv = _normed(layer.attn_norm, x_MK, layer.attention.qkv)
+    qkv = _normed(layer.attn_norm, x_MK, part.qkv)
     attended = attend(qkv.view(*x_BQh.shape[:-1], -1))
     del qkv
     if last is not None:
         attended, x_BQh = last(attended), last(x_BQh)
         x_MK = x_BQh.reshape(-1, x_BQh.shape[-1])
-    y = _ordered(attended.reshape(x_MK.shape[0], -1), layer.attention.o, x_MK)
+    y = _ordered(attended.reshape(x_MK.shape[0], -1), part.o, x_MK)
     del attended
     mlp = layer.mlp
     if isinstance(mlp, GatedMLP):
@@ -113,7 +118,9 @@ def _kernels() -> ModuleType:
 def _linears(layer: DecoderLayer) -> tuple[object, ...]:
     mlp = layer.mlp
     wide = mlp.gate_up if isinstance(mlp, GatedMLP) else getattr(mlp, "up", None)
-    return layer.attention.qkv, layer.attention.o, wide, getattr(mlp, "down", None)
+    part = layer.attention
+    qkv = part.qkv if isinstance(part, Attention) else None
+    return qkv, part.o, wide, getattr(mlp, "down", None)
 
 
 def _weight(part: Linear) -> AtomTiles:

@@ -35,17 +35,11 @@ from llmpq.runtime.cache.dual_kv import DualKV
 from llmpq.runtime.cache.low_bit_kv import LowBitKV
 from llmpq.runtime.cache.plain_kv import KVCache, PlainKVCache
 from llmpq.runtime.models.attention import attend_cached, score_bias
-from llmpq.runtime.models.layers import (
-    ACTIVATIONS,
-    MLP,
-    Attention,
-    DecoderLayer,
-    GatedMLP,
-    Linear,
-    Norm,
-    SparseMLP,
-    require_activation,
-)
+from llmpq.runtime.models.experts import SparseMLP
+from llmpq.runtime.models.layers import Attention, DecoderLayer
+from llmpq.runtime.models.linear import Linear
+from llmpq.runtime.models.mlps import ACTIVATIONS, MLP, GatedMLP, require_activation
+from llmpq.runtime.models.norms import Norm
 from llmpq.runtime.step import Step
 
 
@@ -86,14 +80,15 @@ def decoder_layer(
     `last_only`: after attention go on with the last valid token of each row, [B, 1, h].
     `in_place`: it may take the input's place, which saves a dense o the copying.
     """
+    part = known_attention(layer)
     last = partial(_last_tokens, step) if last_only and step.q_len > 1 else None
     if cuda_atom_layers.rounds_inputs(layer):
-        inner = partial(attend, layer.attention, index=index, step=step, kv=kv)
+        inner = partial(attend, part, index=index, step=step, kv=kv)
         return cuda_atom_layers.decoder_layer(layer, x_BQh, inner, last=last)
-    attended = attention(layer.attention, norm(layer.attn_norm, x_BQh), index, step, kv)
+    attended = attention(part, norm(layer.attn_norm, x_BQh), index, step, kv)
     if last is not None:
         attended, x_BQh = last(attended), last(x_BQh)
-    o, mlp, between = layer.attention.o, layer.mlp, layer.mlp_norm
+    o, mlp, between = part.o, layer.mlp, layer.mlp_norm
     if isinstance(mlp, SparseMLP):
         y = product(o, attended, residual=x_BQh)
         return y.add_(mlp(norm(between, y)))
@@ -107,6 +102,20 @@ def decoder_layer(
         hidden = _activated(mlp, wide)
     del wide
     return product(mlp.down, hidden, residual=y, into_residual=True, with_bias=late is None)
+
+
+def known_attention(layer: DecoderLayer) -> Attention:
+    """Return the layer's attention if the kernels know it; `llmpq/capabilities.py` refuses before.
+
+    Whatever reaches a GPU unplanned stops here, in place of giving other text without a word.
+    """
+    part, behind = layer.attention, layer.attn_out_norm is not None
+    scaled = layer.residual_factor != 1.0
+    if not isinstance(part, Attention) or part.rule is not None or behind or scaled:
+        raise ValueError("a layer's attention or norms are of a kind no GPU kernel computes yet")
+    if part.rotary is not None and not part.rotary.is_plain(part.head_dim):
+        raise ValueError("a layer's rotary positions are of a kind that no GPU kernel computes yet")
+    return part
 
 
 def _bias_for(between: Norm, part: Linear) -> Tensor | None:

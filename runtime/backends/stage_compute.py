@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from llmpq.capabilities import Way, require
 from llmpq.plan import Plan
 from llmpq.runtime.cache.dual_kv import DualKV, make_copy
 from llmpq.runtime.cache.plain_kv import KVCache
@@ -58,6 +59,8 @@ class StageCompute:
 
         `view`: how another engine of the same weights and mode drafts, to share its copies.
         """
+        packed: tuple[Way, ...] = ("packed_kv",) if mode in READS_KV4 else ()
+        require(self.model.spec, ("drafts", *packed), max_len=workload.max_len)
         self._truncates = True
         if mode == "ngram":
             return 0

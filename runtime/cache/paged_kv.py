@@ -19,7 +19,13 @@ from torch.nn import functional
 
 from llmpq.kv_format import BLOCK_TOKENS
 from llmpq.model_spec import ModelSpec
-from llmpq.runtime.models.attention import NEG_INF
+from llmpq.runtime.models.attention import (
+    EVERYTHING,
+    NEG_INF,
+    ScoreRule,
+    sinks_of,
+    with_scores,
+)
 from llmpq.runtime.ragged_step import RaggedStep, Span
 from llmpq.runtime.request import PagedRow
 from llmpq.runtime.step import Step
@@ -122,6 +128,7 @@ class PagedPlainKV:
         *,
         scale: float,
         alibi_slopes_H: Tensor | None = None,
+        rule: ScoreRule = EVERYTHING,
     ) -> Tensor:
         """Append the step's keys and values, then return its causal attention [1, T, H, D]."""
         assert isinstance(step, RaggedStep)
@@ -133,8 +140,9 @@ class PagedPlainKV:
         width = k_pool.shape[1] * k_pool.shape[2]
         for group in _pieces(single, PIECE_ELEMENTS // width):
             at = [span.first for span in group]
-            found = self._decode(q_BQHD[0, at], k_pool, v_pool, group, step, scale, alibi_slopes_H)
-            out[0, at] = found
+            out[0, at] = self._decode(
+                q_BQHD[0, at], k_pool, v_pool, group, step, scale, alibi_slopes_H, rule
+            )
         for span in step.spans:
             if span.count > 1:
                 part = slice(span.first, span.first + span.count)
@@ -143,7 +151,13 @@ class PagedPlainKV:
                     places_N = step.once(f"context {span.slot}", partial(self._upto, span))
                     own = (k_pool[places_N], v_pool[places_N])
                 out[0, part] = attend_chunk(
-                    q_BQHD[0, part], *own, span, step, scale=scale, alibi_slopes_H=alibi_slopes_H
+                    q_BQHD[0, part],
+                    *own,
+                    span,
+                    step,
+                    scale=scale,
+                    alibi_slopes_H=alibi_slopes_H,
+                    rule=rule,
                 )
         return out
 
@@ -156,6 +170,7 @@ class PagedPlainKV:
         step: RaggedStep,
         scale: float,
         alibi_slopes_H: Tensor | None,
+        rule: ScoreRule,
     ) -> Tensor:
         """Return [B, H, D] of rows of one token, over their blocks."""
         (batch, heads, dim), kv_heads = q_BHD.shape, k_pool.shape[1]
@@ -167,11 +182,17 @@ class PagedPlainKV:
             away = step.once(f"away {name}", lambda: _decode_bias(group, longest, alibi_slopes_H))
             bias = away.to(q_BHD.dtype).view(batch, kv_heads, heads // kv_heads, longest)
         else:
-            bias = step.once(f"bias {name}", lambda: _decode_bias(group, longest, None))
-            bias = bias.to(q_BHD.dtype)
-        out = functional.scaled_dot_product_attention(
-            q_BHD.view(batch, kv_heads, heads // kv_heads, dim), k, v, attn_mask=bias, scale=scale
-        )
+            bias = step.once(
+                f"bias {name} {rule.window}",
+                lambda: _decode_bias(group, longest, None, rule.window),
+            )
+        q = q_BHD.view(batch, kv_heads, heads // kv_heads, dim)
+        if rule.is_explicit:
+            sinks = sinks_of(rule, kv_heads, 1)
+            out = with_scores(q, k, v, bias, sinks, scale=scale, cap=rule.cap)
+            return out.reshape(batch, heads, dim)
+        bias = bias.to(q_BHD.dtype)
+        out = functional.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale)
         return out.reshape(batch, heads, dim)
 
     def _places(self, step: RaggedStep) -> Tensor:
@@ -208,14 +229,21 @@ def attend_chunk(
     *,
     scale: float,
     alibi_slopes_H: Tensor | None = None,
+    rule: ScoreRule = EVERYTHING,
 ) -> Tensor:
     """Return [Q, H, D] of a chunk's queries over its request's keys, the chunk's own the last."""
     num_keys, gqa = len(k_NGD), q_QHD.shape[1] != k_NGD.shape[1]
     bias = None
-    if span.start > 0 or alibi_slopes_H is not None:
+    window = rule.window if 0 < rule.window < num_keys else 0
+    if span.start > 0 or alibi_slopes_H is not None or window or rule.is_explicit:
         bias = step.once(
-            f"bias of row {span.first}", lambda: _chunk_bias(span, num_keys, alibi_slopes_H)
-        ).to(q_QHD.dtype)
+            f"bias of row {span.first} {window}",
+            lambda: _chunk_bias(span, num_keys, alibi_slopes_H, window),
+        )
+    if rule.is_explicit:
+        assert bias is not None
+        return _chunk_with_scores(q_QHD, k_NGD, v_NGD, bias, scale, rule)
+    bias = None if bias is None else bias.to(q_QHD.dtype)
     q, k, v = (x.transpose(0, 1)[None] for x in (q_QHD, k_NGD, v_NGD))
     out = functional.scaled_dot_product_attention(
         q, k, v, attn_mask=bias, is_causal=bias is None, scale=scale, enable_gqa=gqa
@@ -223,22 +251,44 @@ def attend_chunk(
     return out[0].transpose(0, 1)
 
 
-def _chunk_bias(span: Span, num_keys: int, alibi_slopes_H: Tensor | None) -> Tensor:
-    """Return [Q, N] or [H, Q, N]: -inf at keys behind a query, plus ALiBi's slopes."""
+def _chunk_with_scores(
+    q_QHD: Tensor, k_NGD: Tensor, v_NGD: Tensor, bias_QN: Tensor, scale: float, rule: ScoreRule
+) -> Tensor:
+    """Return [Q, H, D] of a chunk's queries where scores are capped or have sinks."""
+    (q_len, heads, dim), groups = q_QHD.shape, k_NGD.shape[1]
+    rep = heads // groups
+    q = q_QHD.view(q_len, groups, rep, dim).permute(1, 2, 0, 3).reshape(1, groups, -1, dim)
+    k, v = (x.transpose(0, 1)[None] for x in (k_NGD, v_NGD))
+    sinks = sinks_of(rule, groups, q_len)
+    out = with_scores(q, k, v, bias_QN.repeat(rep, 1), sinks, scale=scale, cap=rule.cap)
+    return out.view(groups, rep, q_len, dim).permute(2, 0, 1, 3).reshape(q_len, heads, dim)
+
+
+def _chunk_bias(
+    span: Span, num_keys: int, alibi_slopes_H: Tensor | None, window: int = 0
+) -> Tensor:
+    """Return [Q, N] or [H, Q, N]: -inf at keys a query does not see, plus ALiBi's slopes."""
     away_QN = torch.arange(num_keys) - torch.arange(span.start, span.end)[:, None]
     bias = torch.zeros(away_QN.shape)
     if alibi_slopes_H is not None:
         bias = alibi_slopes_H.cpu()[:, None, None] * away_QN
-    return bias.masked_fill_(away_QN > 0, NEG_INF)
+    return bias.masked_fill_(_unseen(away_QN, window), NEG_INF)
 
 
-def _decode_bias(group: Sequence[Span], longest: int, alibi_slopes_H: Tensor | None) -> Tensor:
-    """Return [B, 1, 1, N] or [B, H, N]: -inf at keys a row does not have, plus ALiBi's slopes."""
+def _unseen(away: Tensor, window: int) -> Tensor:
+    """Return which keys a query does not see, by how far behind it they are."""
+    return away > 0 if window == 0 else (away > 0) | (away <= -window)
+
+
+def _decode_bias(
+    group: Sequence[Span], longest: int, alibi_slopes_H: Tensor | None, window: int = 0
+) -> Tensor:
+    """Return [B, 1, 1, N] or [B, H, N]: -inf at keys a row does not see, plus ALiBi's slopes."""
     query_B1 = torch.tensor([[span.start] for span in group])
     away_BN = torch.arange(longest) - query_B1
     if alibi_slopes_H is None:
         zeros = torch.zeros(away_BN.shape)
-        return zeros.masked_fill_(away_BN > 0, NEG_INF)[:, None, None]
+        return zeros.masked_fill_(_unseen(away_BN, window), NEG_INF)[:, None, None]
     bias = alibi_slopes_H.cpu()[:, None] * away_BN[:, None]
     return bias.masked_fill_(away_BN[:, None] > 0, NEG_INF)
 

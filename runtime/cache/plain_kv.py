@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from llmpq.model_spec import ModelSpec
-from llmpq.runtime.models.attention import attend_cached, attend_fresh
+from llmpq.runtime.models.attention import EVERYTHING, ScoreRule, attend_cached, attend_fresh
 from llmpq.runtime.step import Step
 
 
@@ -76,15 +76,25 @@ class PlainKVCache:
         *,
         scale: float,
         alibi_slopes_H: Tensor | None = None,
+        rule: ScoreRule = EVERYTHING,
     ) -> Tensor:
-        """Append the step's keys and values, then return its causal attention [B, Q, H, D]."""
+        """Append the step's keys and values, then return its causal attention [B, Q, H, D].
+
+        The low-bit caches know no `rule` (llmpq/capabilities.py).
+        """
         self.check_room(step)
         k, v = self.k[layer], self.v[layer]
         _append(k, k_BQGD, step)
         _append(v, v_BQGD, step)
         if step.fresh:
             return attend_fresh(
-                q_BQHD, k_BQGD, v_BQGD, step, scale=scale, alibi_slopes_H=alibi_slopes_H
+                q_BQHD,
+                k_BQGD,
+                v_BQGD,
+                step,
+                scale=scale,
+                alibi_slopes_H=alibi_slopes_H,
+                rule=rule,
             )
         return attend_cached(
             q_BQHD,
@@ -93,6 +103,7 @@ class PlainKVCache:
             step,
             scale=scale,
             alibi_slopes_H=alibi_slopes_H,
+            rule=rule,
         )
 
     def check_room(self, step: Step) -> None:

@@ -47,12 +47,15 @@ class LocalPipeline:
         scheme: Callable[[Precision], WeightScheme | None] | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        max_len: int | None = None,
     ) -> LocalPipeline:
         """Build the stages between `splits` (layer numbers); all 16-bit unless told otherwise.
 
         `scheme` says how a precision is stored; by default as a plan's default `Quantization`.
+        `max_len`: tokens a request may have, as a plan knows them (`ModelSpec.at_length`).
         """
         chosen = tuple(precisions or [Precision.W16A16] * spec.num_layers)
+        spec = spec if max_len is None else spec.at_length(max_len)
         bounds = [0, *splits, spec.num_layers]
         stages = tuple(
             StageModel.build(
@@ -126,6 +129,7 @@ class LocalPipeline:
         lengths = [len(prompt) for prompt in prompts]
         if min(lengths) == 0 or max_new < 1:
             raise ValueError("a prompt needs at least one token and max_new must be at least 1")
+        self._require_one_rope(lengths, max_new)
         chosen = list(params or [GREEDY] * len(prompts))
         slots = list(range(len(prompts)))
         caches = self.caches(len(prompts), max(lengths) + max_new - 1)
@@ -142,6 +146,18 @@ class LocalPipeline:
                 break
         rows = torch.stack(outputs, dim=1).tolist()
         return [until_eos(row, self.spec.eos_token_ids) for row in rows] if stop_at_eos else rows
+
+    def _require_one_rope(self, lengths: Sequence[int], max_new: int) -> None:
+        """Refuse requests that begin with longrope's short factors and end with its long ones."""
+        scaling = self.spec.rope_scaling
+        if scaling is None or scaling.kind != "longrope" or not scaling.by_length:
+            return
+        limit = scaling.original_max_positions
+        if any(length <= limit < length + max_new - 1 for length in lengths):
+            raise ValueError(
+                f"a request grows beyond {limit} tokens, where {self.spec.name} changes its rope "
+                "factors; build the pipeline with max_len, or generate fewer tokens"
+            )
 
     def _step(self, slots: Sequence[int], starts: Sequence[int], counts: Sequence[int]) -> Step:
         return Step.of(slots, starts, counts, device=self.device)

@@ -2,10 +2,14 @@
 
 Legend: B rows, Q new tokens, T keys, H query heads, G key/value heads, R = H / G, D head_dim.
 ALiBi adds slope[h] * (key position - query position) to the scores (BLOOM; Press et al. 2022);
-softmax ignores the constant by which that differs from slope * key position.
+softmax ignores the constant by which that differs from slope * key position. A `ScoreRule` adds
+what other families do to scores: windows, soft caps, sinks.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,6 +20,26 @@ from llmpq.runtime.step import Step
 NEG_INF = float("-inf")
 
 
+@dataclass(frozen=True, eq=False)
+class ScoreRule:
+    """What a layer does to its scores beside scaling them; none of it with ALiBi."""
+
+    window: int = 0
+    """The query at p sees the keys above p - window; 0: all."""
+    cap: float = 0.0
+    """Scores s become cap * tanh(s / cap) (Gemma 2)."""
+    sinks_H: Tensor | None = None
+    """A score per head that takes part in the softmax and brings no value (gpt-oss)."""
+
+    @property
+    def is_explicit(self) -> bool:
+        """Whether scores have to be there as numbers: torch's operator only adds a bias to them."""
+        return self.cap > 0 or self.sinks_H is not None
+
+
+EVERYTHING = ScoreRule()
+
+
 def attend_fresh(
     q_BQHD: Tensor,
     k_BQGD: Tensor,
@@ -24,14 +48,21 @@ def attend_fresh(
     *,
     scale: float,
     alibi_slopes_H: Tensor | None = None,
+    rule: ScoreRule = EVERYTHING,
 ) -> Tensor:
     """Return o [B, Q, H, D] of prompts that start at position 0: plain causal attention.
 
     Rows are padded on the right, so no valid query sees padding.
     """
+    if rule.is_explicit:
+        k, v = k_BQGD.transpose(1, 2), v_BQGD.transpose(1, 2)
+        return _explicit(q_BQHD, [(k, v)], step, scale, rule)
     bias = None
-    if alibi_slopes_H is not None:
-        bias = step.once("bias", lambda: score_bias(step, alibi_slopes_H, 1, q_BQHD.dtype))
+    window = rule.window if 0 < rule.window < step.max_end else 0
+    if alibi_slopes_H is not None or window:
+        bias = step.once(
+            f"bias{window}", lambda: score_bias(step, alibi_slopes_H, 1, q_BQHD.dtype, window)
+        )
     o_BHQD = functional.scaled_dot_product_attention(
         q_BQHD.transpose(1, 2),
         k_BQGD.transpose(1, 2),
@@ -52,6 +83,7 @@ def attend_cached(
     *,
     scale: float,
     alibi_slopes_H: Tensor | None = None,
+    rule: ScoreRule = EVERYTHING,
 ) -> Tensor:
     """Return o [B, Q, H, D] over the cached keys of the rows' slots, the step's own included.
 
@@ -59,11 +91,23 @@ def attend_cached(
     and never expanded (bf16, CPU, R = 2: 7x faster than `enable_gqa` at Q = 1). Slots are read in
     place, one run of consecutive ones at a time: gathering them would copy the cache every step.
     """
+    if rule.is_explicit:
+        pieces = [
+            (
+                k_SGTD[slot : slot + count, :, : step.max_end],
+                v_SGTD[slot : slot + count, :, : step.max_end],
+            )
+            for _, slot, count in step.runs
+        ]
+        return _explicit(q_BQHD, pieces, step, scale, rule)
     (batch, q_len, heads, dim), groups = q_BQHD.shape, k_SGTD.shape[1]
     rep = heads // groups
     bias = None
-    if not (step.uniform and q_len == 1) or alibi_slopes_H is not None:
-        bias = step.once("bias", lambda: score_bias(step, alibi_slopes_H, rep, q_BQHD.dtype))
+    window = rule.window if 0 < rule.window < step.max_end else 0
+    if not (step.uniform and q_len == 1) or alibi_slopes_H is not None or window:
+        bias = step.once(
+            f"bias{window}", lambda: score_bias(step, alibi_slopes_H, rep, q_BQHD.dtype, window)
+        )
     q_BGRQD = q_BQHD.view(batch, q_len, groups, rep, dim).permute(0, 2, 3, 1, 4)
     q = q_BGRQD.reshape(batch, groups, rep * q_len, dim)
     parts = [
@@ -81,14 +125,81 @@ def attend_cached(
     return o_BGRQD.permute(0, 3, 1, 2, 4).reshape(batch, q_len, heads, dim)
 
 
-def score_bias(step: Step, alibi_slopes_H: Tensor | None, rep: int, dtype: torch.dtype) -> Tensor:
-    """Return what is added to the scores: -inf at future keys, plus ALiBi's slopes.
+def _explicit(
+    q_BQHD: Tensor,
+    pieces: Sequence[tuple[Tensor, Tensor]],
+    step: Step,
+    scale: float,
+    rule: ScoreRule,
+) -> Tensor:
+    """Return o [B, Q, H, D] with the scores as numbers, [rows, G, R * Q, T] in float32.
+
+    `pieces`: keys and values [rows, G, T, D] of consecutive rows.
+    """
+    (batch, q_len, heads, dim), groups = q_BQHD.shape, pieces[0][0].shape[1]
+    rep = heads // groups
+    window = rule.window if 0 < rule.window < step.max_end else 0
+    bias = step.once(
+        f"whole bias{window}", lambda: score_bias(step, None, rep, torch.float32, window)
+    )
+    q_BGRQD = q_BQHD.view(batch, q_len, groups, rep, dim).permute(0, 2, 3, 1, 4)
+    q = q_BGRQD.reshape(batch, groups, rep * q_len, dim)
+    sinks = sinks_of(rule, groups, q_len)
+    parts, row = [], 0
+    for k, v in pieces:
+        rows = slice(row, row + k.shape[0])
+        row += k.shape[0]
+        own = bias if bias.shape[0] == 1 else bias[rows]
+        parts.append(with_scores(q[rows], k, v, own, sinks, scale=scale, cap=rule.cap))
+    o = parts[0] if len(parts) == 1 else torch.cat(parts)
+    o_BGRQD = o.view(batch, groups, rep, q_len, dim)
+    return o_BGRQD.permute(0, 3, 1, 2, 4).reshape(batch, q_len, heads, dim)
+
+
+def sinks_of(rule: ScoreRule, groups: int, q_len: int) -> Tensor | None:
+    """Return the sinks of R * Q query rows of every key/value head, [1, G, R * Q, 1] float32."""
+    if rule.sinks_H is None:
+        return None
+    by_group = rule.sinks_H.float().view(1, groups, -1, 1)
+    return by_group.repeat_interleave(q_len, dim=2)
+
+
+def with_scores(
+    q_BGMD: Tensor,
+    k_BGTD: Tensor,
+    v_BGTD: Tensor,
+    bias: Tensor,
+    sinks_1GM1: Tensor | None,
+    *,
+    scale: float,
+    cap: float,
+) -> Tensor:
+    """Return [B, G, M, D] of M query rows of every key/value head, with caps and sinks.
+
+    `bias`: -inf at unseen keys, float32, whatever gives [B, G, M, T].
+    """
+    scores = torch.matmul(q_BGMD, k_BGTD.transpose(-1, -2)).float().mul_(scale)
+    if cap:
+        scores.div_(cap).tanh_().mul_(cap)
+    scores += bias
+    if sinks_1GM1 is not None:
+        scores = torch.cat((scores, sinks_1GM1.expand(scores.shape[0], -1, -1, -1)), dim=-1)
+    share = scores.softmax(dim=-1)[..., : k_BGTD.shape[2]].to(v_BGTD.dtype)
+    return torch.matmul(share, v_BGTD)
+
+
+def score_bias(
+    step: Step, alibi_slopes_H: Tensor | None, rep: int, dtype: torch.dtype, window: int = 0
+) -> Tensor:
+    """Return what is added to the scores: -inf at unseen keys, plus ALiBi's slopes.
 
     Shape [B, 1, R * Q, T], or [B, H, Q, T] with slopes; B is 1 when all rows are alike.
     """
     keys_T = torch.arange(step.max_end, device=step.start_B.device)
     positions_BQ1 = step.positions_BQ[:, :, None]
     future = keys_T > positions_BQ1
+    if window:
+        future |= keys_T <= positions_BQ1 - window
     if alibi_slopes_H is None:
         bias = torch.zeros(future.shape, dtype=dtype, device=keys_T.device)
         return bias.masked_fill_(future, NEG_INF)[:, None].repeat(1, 1, rep, 1)

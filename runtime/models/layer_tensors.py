@@ -14,7 +14,8 @@ from llmpq.kernels.formats.atom_tiles import best_form
 from llmpq.kernels.formats.atom_weight import AtomWeight, quantize_atom
 from llmpq.kernels.formats.round_to_nearest import quantize_weight
 from llmpq.precision import WeightScheme
-from llmpq.runtime.models.layers import Linear, Norm, Weight
+from llmpq.runtime.models.linear import Linear, Weight
+from llmpq.runtime.models.norms import Norm
 from llmpq.runtime.weights.as_planned import as_planned
 
 

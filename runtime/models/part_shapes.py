@@ -11,17 +11,15 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def layer_shapes(spec: ModelSpec) -> Shapes:
-    """Return the parts of one decoder layer; their sizes sum to `spec.layer_params`."""
-    shapes = norm_shapes("attn_norm", spec) | norm_shapes("mlp_norm", spec)
+    """Return the parts of a layer like `spec`'s (`ModelSpec.of_layer`), `layer_params` in all."""
+    shapes: Shapes = {}
+    for name in spec.layer_norms:
+        shapes |= norm_shapes(name, spec)
     for linear in spec.linears():
         shapes[f"{linear.name}.weight"] = (linear.out_features, linear.in_features)
         if linear.bias:
             shapes[f"{linear.name}.bias"] = (linear.out_features,)
-    if spec.experts:
-        shapes["router.weight"] = (spec.experts, spec.hidden)
-    if spec.qk_norm:
-        shapes |= {"q_norm.weight": (spec.head_dim,), "k_norm.weight": (spec.head_dim,)}
-    return shapes
+    return shapes | spec.kept_whole
 
 
 def embedding_shapes(spec: ModelSpec) -> Shapes:

@@ -78,7 +78,7 @@ class StageModel(nn.Module):
         parts = _one_ahead([_on_this_stream(reader, builder.device) for reader in readers])
         built = []
         for index, precision in zip(layers, precisions, strict=True):
-            built.append(builder.layer(next(parts), scheme(precision)))
+            built.append(builder.layer(next(parts), scheme(precision), index))
             if on_layer is not None:
                 on_layer(index)
         embedding = builder.embedding(next(parts)) if first else None
@@ -144,8 +144,10 @@ class _Builder:
     dtype: torch.dtype
     device: torch.device
 
-    def layer(self, tensors: dict[str, Tensor], scheme: WeightScheme | None) -> DecoderLayer:
-        return self.wiring.layer(self._parts(tensors, scheme))
+    def layer(
+        self, tensors: dict[str, Tensor], scheme: WeightScheme | None, index: int
+    ) -> DecoderLayer:
+        return self.wiring.layer(self._parts(tensors, scheme), index)
 
     def embedding(self, tensors: dict[str, Tensor]) -> Embedding:
         return self.wiring.embedding(self._parts(tensors, None))

@@ -1,28 +1,29 @@
 """How the parts of a model go together: what its spec says, whatever family it is of.
 
     layer   x += attention(norm(x)); x += mlp(norm(x))   norms, biases, activation by the spec
-rotary, ALiBi or learned positions; norms of query and key heads; gated MLPs; experts
+rotary, ALiBi or learned positions; norms of query and key heads; gated MLPs; experts; latents
 """
 
 from __future__ import annotations
 
 import torch
 
-from llmpq.model_spec import ModelSpec
-from llmpq.runtime.models.attention import alibi_slopes
+from llmpq.model_spec import SHARED, ModelSpec
+from llmpq.runtime.models.attention import ScoreRule, alibi_slopes
+from llmpq.runtime.models.experts import Routing, SparseMLP
+from llmpq.runtime.models.latent_attention import LatentAttention
 from llmpq.runtime.models.layer_tensors import Parts
 from llmpq.runtime.models.layers import (
-    MLP,
     Attention,
     DecoderLayer,
     Embedding,
-    GatedMLP,
     Head,
     LayerRunner,
     PlainLayers,
-    Rotary,
-    SparseMLP,
 )
+from llmpq.runtime.models.mlps import MLP, Gate, GatedMLP
+from llmpq.runtime.models.norms import NoNorm
+from llmpq.runtime.models.rotary import Rotary
 
 
 class Wiring:
@@ -33,7 +34,7 @@ class Wiring:
     ) -> None:
         """`runner`: who computes the layers; torch's operators unless told otherwise."""
         self._spec, self._runner = spec, runner or PlainLayers()
-        self._rotary = Rotary(spec, device) if spec.positions == "rotary" else None
+        self._rotary, self._window_rotary = _rotaries(spec, device)
         self._slopes_H = None
         if spec.positions == "alibi":
             self._slopes_H = alibi_slopes(spec.heads).to(device)
@@ -45,40 +46,102 @@ class Wiring:
             parts.tensor("tokens.weight"),
             parts.tensor("positions.weight") if learned else None,
             parts.norm("norm") if self._spec.embedding_norm else None,
+            factor=self._spec.embedding_factor,
         )
 
-    def layer(self, parts: Parts) -> DecoderLayer:
-        """Wire one decoder layer."""
-        head_norms = self._spec.qk_norm
+    def layer(self, parts: Parts, index: int) -> DecoderLayer:
+        """Wire decoder layer `index`, counted over the whole model."""
+        spec = self._spec.of_layer(index)
+        norms = {name: parts.norm(name) for name in spec.layer_norms}
+        latent = spec.latent is not None
         return DecoderLayer(
-            attn_norm=parts.norm("attn_norm"),
-            attention=Attention(
-                self._spec,
-                parts.linear("qkv"),
-                parts.linear("o"),
-                rotary=self._rotary,
-                alibi_slopes_H=self._slopes_H,
-                q_norm=parts.norm("q_norm") if head_norms else None,
-                k_norm=parts.norm("k_norm") if head_norms else None,
-            ),
-            mlp_norm=parts.norm("mlp_norm"),
-            mlp=self._mlp(parts),
+            attn_norm=norms.get("attn_norm", NoNorm()),
+            attention=self._latent_attention(parts) if latent else self._attention(parts, index),
+            mlp_norm=norms.get("mlp_norm", NoNorm()),
+            mlp=_mlp(spec, parts),
             runner=self._runner,
+            attn_out_norm=norms.get("attn_out_norm"),
+            mlp_out_norm=norms.get("mlp_out_norm"),
+            residual_factor=spec.residual_factor,
         )
 
     def head(self, parts: Parts) -> Head:
         """Wire the last stage's norm and output matrix."""
-        return Head(parts.norm("norm"), parts.linear("output"), self._runner)
+        return Head(
+            parts.norm("norm"),
+            parts.linear("output"),
+            self._runner,
+            factor=self._spec.logit_factor,
+            cap=self._spec.logit_cap,
+        )
 
-    def _mlp(self, parts: Parts) -> MLP | GatedMLP | SparseMLP:
-        if not self._spec.experts:
-            return self._dense_mlp(parts, "")
-        experts = [self._dense_mlp(parts, owner) for owner in self._spec.mlps()]
-        router = parts.tensor("router.weight")
-        return SparseMLP(router, experts, self._spec.experts_per_token)
+    def _attention(self, parts: Parts, index: int) -> Attention:
+        spec = self._spec
+        window = spec.windows[index] if spec.windows else 0
+        rule = None
+        if window or spec.score_cap or spec.sinks:
+            sinks_H = parts.tensor("sinks") if spec.sinks else None
+            rule = ScoreRule(window=window, cap=spec.score_cap, sinks_H=sinks_H)
+        return Attention(
+            spec,
+            parts.linear("qkv"),
+            parts.linear("o"),
+            rotary=self._window_rotary if window else self._rotary,
+            alibi_slopes_H=self._slopes_H,
+            q_norm=parts.norm("q_norm") if spec.qk_norm else None,
+            k_norm=parts.norm("k_norm") if spec.qk_norm else None,
+            rule=rule,
+        )
 
-    def _dense_mlp(self, parts: Parts, owner: str) -> MLP | GatedMLP:
-        down, activation = parts.linear(f"{owner}down"), self._spec.activation
-        if self._spec.gated:
-            return GatedMLP(parts.linear(f"{owner}gate_up"), down, activation)
-        return MLP(parts.linear(f"{owner}up"), down, activation)
+    def _latent_attention(self, parts: Parts) -> LatentAttention:
+        spec = self._spec
+        assert spec.latent is not None and self._rotary is not None
+        small = spec.latent.q_rank > 0
+        return LatentAttention(
+            spec,
+            (parts.linear("q_a"), parts.norm("q_norm"), parts.linear("q_b"))
+            if small
+            else parts.linear("q"),
+            parts.linear("kv_a"),
+            parts.norm("kv_norm"),
+            parts.tensor("kv_b.weight"),
+            parts.linear("o"),
+            self._rotary,
+        )
+
+
+def _rotaries(spec: ModelSpec, device: torch.device) -> tuple[Rotary | None, Rotary | None]:
+    """Return the rotary positions of layers that see all tokens, and of those with a window."""
+    if spec.positions != "rotary":
+        return None, None
+    assert spec.rope_theta is not None
+    turned = spec.head_dim if spec.latent is None else spec.latent.rope_dim
+    turned = spec.rotary_dim or turned
+    rotary = Rotary(turned, spec.rope_theta, spec.rope_scaling, device)
+    if spec.window_rope_theta is None:
+        return rotary, rotary
+    return rotary, Rotary(turned, spec.window_rope_theta, None, device, name=" of windows")
+
+
+def _mlp(spec: ModelSpec, parts: Parts) -> MLP | GatedMLP | SparseMLP:
+    if not spec.experts:
+        return _dense_mlp(spec, parts, "")
+    rule = spec.router
+    routing = Routing(
+        parts.tensor("router.weight"),
+        spec.experts_per_token,
+        rule,
+        bias_E=parts.tensor("router.bias") if rule.bias else None,
+        correction_E=parts.tensor("router.correction") if rule.correction else None,
+    )
+    experts = [_dense_mlp(spec, parts, owner) for owner in spec.mlps()]
+    shared = _dense_mlp(spec, parts, SHARED) if spec.shared_ffn else None
+    return SparseMLP(routing, experts, shared)
+
+
+def _dense_mlp(spec: ModelSpec, parts: Parts, owner: str) -> MLP | GatedMLP:
+    down = parts.linear(f"{owner}down")
+    if spec.gated:
+        gate = Gate(spec.activation, spec.activation_limit, spec.activation_slope)
+        return GatedMLP(parts.linear(f"{owner}gate_up"), down, gate)
+    return MLP(parts.linear(f"{owner}up"), down, spec.activation)

@@ -24,7 +24,7 @@ class CopiedLayers:
     ) -> None:
         """`schemes`: how each layer of the stage is stored."""
         self._source, self._schemes, self._device = source, schemes, device
-        self._first: dict[WeightScheme | None, dict[str, Any]] = {}
+        self._first: dict[tuple[WeightScheme | None, str], dict[str, Any]] = {}
 
     def embedding(self, dtype: torch.dtype) -> dict[str, Any]:
         """Make the embedding's parts."""
@@ -37,7 +37,8 @@ class CopiedLayers:
     def layer(self, index: int, dtype: torch.dtype) -> dict[str, Any]:
         """Return a layer's parts, its linears quantised as its scheme says."""
         scheme = self._schemes[index]
-        first = self._first.get(scheme)
+        alike = (scheme, self._source.spec.of_layer(index).fingerprint())
+        first = self._first.get(alike)
         if first is not None:
             return {name: copy.deepcopy(part) for name, part in first.items()}
         tensors: dict[str, Any] = self._source.layer(index, dtype)
@@ -45,8 +46,9 @@ class CopiedLayers:
             parts = Parts(
                 tensors=tensors, scheme=scheme, dtype=dtype, device=self._device, norm_eps=0.0
             )
-            names = [f"{shape.name}.weight" for shape in self._source.spec.linears()]
+            spec = self._source.spec.of_layer(index)
+            names = [f"{shape.name}.weight" for shape in spec.linears()]
             linears = {name: name.removesuffix(".weight") for name in names if name in tensors}
             tensors |= {name: parts.linear(stem).weight for name, stem in linears.items()}
-        self._first[scheme] = tensors
+        self._first[alike] = tensors
         return tensors

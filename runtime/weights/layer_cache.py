@@ -62,17 +62,16 @@ class KeptLayers:
         if found is not None:
             self.num_read += 1
             return found
-        parts = self._quantized(self._source.layer(index, dtype), scheme, dtype)
+        parts = self._quantized(index, scheme, dtype)
         self._write(path, parts)
         return parts
 
-    def _quantized(
-        self, tensors: dict[str, Any], scheme: WeightScheme, dtype: torch.dtype
-    ) -> dict[str, Any]:
+    def _quantized(self, index: int, scheme: WeightScheme, dtype: torch.dtype) -> dict[str, Any]:
+        tensors: dict[str, Any] = self._source.layer(index, dtype)
         parts = Parts(
             tensors=tensors, scheme=scheme, dtype=dtype, device=self._device, norm_eps=0.0
         )
-        names = [f"{shape.name}.weight" for shape in self._source.spec.linears()]
+        names = [f"{shape.name}.weight" for shape in self._source.spec.of_layer(index).linears()]
         linears = {name: name.removesuffix(".weight") for name in names if name in tensors}
         return tensors | {name: parts.linear(stem).weight for name, stem in linears.items()}
 

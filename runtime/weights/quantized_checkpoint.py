@@ -17,7 +17,7 @@ Linears come as QuantizedWeight or AtomWeight, everything else as tensors. N = o
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,8 @@ DTYPES = {
     "index_K": (torch.int32,),
 }
 """Last part of a tensor's name -> what a checkpoint may store it as; FLOATING for the rest."""
+FIELDS = frozenset(DTYPES) | {"weight_scale", "scales"}
+"""Last parts of the names of what a quantised linear is stored as."""
 SCHEMES = "llmpq_schemes"
 """Metadata key of an Atom file: linear -> fields of its AtomScheme, as JSON."""
 QUANTIZATION = "config.json, quantization_config"
@@ -87,6 +89,13 @@ class QuantizedCheckpoint(CheckpointSource):
                 f"{', '.join(self.METHODS)}"
             )
         self._described = described
+
+    def _is_known(self, name: str, expected: Collection[str]) -> bool:
+        """Whether a tensor belongs to a quantised form of an expected one, or may be there."""
+        stem, _, last = name.rpartition(".")
+        if name.startswith(ATOM_ROOT) or (last in FIELDS and f"{stem}.weight" in expected):
+            return True
+        return super()._is_known(name, expected)
 
     def layer(self, index: int, dtype: torch.dtype) -> dict[str, Any]:
         """Read one decoder layer's parts, its linears packed."""
@@ -143,8 +152,8 @@ class QuantizedCheckpoint(CheckpointSource):
 
     def _stacked(self, part: str, rows: list[Tensor]) -> Tensor:
         """Return pieces one below the other, in our order of rows."""
-        whole, arrange = torch.cat(rows), self.names.arrange.get(part)
-        return whole if arrange is None else arrange(whole, self.spec)
+        whole: Tensor = self.names.arranged(part).ours(torch.cat(rows), self.spec)
+        return whole
 
     def _piece(self, stem: str, dtype: torch.dtype) -> QuantizedWeight:
         """Read one checkpoint linear of a weight-only form."""
@@ -224,13 +233,14 @@ class QuantizedCheckpoint(CheckpointSource):
             parts[f"{linear}.weight"] = AtomWeight(
                 scheme=scheme,
                 out_features=tensors["codes"].shape[0],
-                in_features=self._in_features(linear),
+                in_features=self._in_features(linear, index),
                 **{**tensors, **scales},
             )
         return parts
 
-    def _in_features(self, linear: str) -> int:
-        return next(s.in_features for s in self.spec.linears() if s.name == linear)
+    def _in_features(self, linear: str, index: int) -> int:
+        spec = self.spec.of_layer(index)
+        return next(s.in_features for s in spec.linears() if s.name == linear)
 
 
 def _channel_weight(codes_NK: Tensor, scale_N1: Tensor, dtype: torch.dtype) -> AtomWeight:

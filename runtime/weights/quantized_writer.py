@@ -23,7 +23,7 @@ from llmpq.kernels.formats.quantized_weight import QuantizedWeight, from_codes
 from llmpq.kernels.formats.weight_layout import Layout
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
-from llmpq.runtime.models.layers import Weight
+from llmpq.runtime.models.linear import Weight
 from llmpq.runtime.weights.quantized_checkpoint import ATOM_ROOT, SCHEMES
 from llmpq.runtime.weights.sources import INDEX, CheckpointSource
 from llmpq.runtime.weights.written_whole import write_bytes, write_tensors, write_text
@@ -131,10 +131,12 @@ class CheckpointWriter:
 
     def _apart(self, part: str, whole: Tensor, pieces: int) -> tuple[Tensor, ...]:
         """Return the rows of each checkpoint tensor, in the checkpoint's order."""
-        arrange = self._names.arrange.get(part)
-        if arrange is not None:
-            order = arrange(torch.arange(whole.shape[0])[:, None], self.spec)[:, 0]
-            return (whole[order.argsort()].contiguous(),)
+        arrange = self._names.arranged(part)
+        if arrange.offset:
+            return (whole - arrange.offset,)
+        if arrange.rows is not None:
+            order = arrange.rows(torch.arange(whole.shape[0])[:, None], self.spec)[:, 0]
+            whole = whole[order.argsort()]
         sizes = [whole.shape[0] // pieces] * pieces
         if pieces == 3:
             kv = self.spec.kv_heads * self.spec.head_dim

@@ -25,6 +25,15 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 ATOM_ROOT = "llmpq.layers."
 """What Atom's layers are called up to the layer's number."""
+ROW = re.compile(r"(?P<name>.+)\[(?P<index>[0-9]+)\](?P<transposed>\^T)?")
+UNREAD = re.compile(
+    r"rotary_emb\.|\.(masked_bias|position_ids|[kvq]_scale|output_scale)$|^lm_head\."
+)
+"""Buffers that old checkpoints carry, scales of a KV cache in 8 bits, and tied heads."""
+LEFT_OUT = re.compile(
+    r"(^|\.)(vision(_tower|_model)?|visual|audio_tower|multi_modal_projector|mm_projector|mtp)\."
+)
+"""Parts of a checkpoint beside the language model."""
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """Dtypes whose numbers are the weights; those of 8 bits and integers stand for others."""
 
@@ -60,6 +69,7 @@ class CheckpointSource:
             )
         self.root = found[0]
         self._require_no_more_layers()
+        self._require_known_tensors()
 
     def embedding(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """Read the embedding's parts."""
@@ -72,17 +82,23 @@ class CheckpointSource:
             part: self._rooted(names)
             for part, names in self.names.of_layer(self.spec, index).items()
         }
-        return self._parts(layer_shapes(self.spec), table, dtype)
+        return self._parts(layer_shapes(self.spec.of_layer(index)), table, dtype)
 
     def head(self, dtype: torch.dtype, *, with_output: bool = True) -> dict[str, Tensor]:
         """Read the head's parts; without the output matrix where the embedding is at hand."""
         table = {part: self._rooted(names) for part, names in self.names.head.items()}
         tied = self._rooted(self.names.embedding["tokens.weight"])
-        table["output.weight"] = tied if self.spec.tied_embeddings else (self.names.output,)
+        table["output.weight"] = tied if self.spec.tied_embeddings else (self._output_name(),)
         shapes = head_shapes(self.spec)
         if not with_output:
             del shapes["output.weight"]
         return self._parts(shapes, table, dtype)
+
+    def _output_name(self) -> str:
+        """Return what the untied output matrix is called: beside the root, or beside its owner."""
+        owner = self.root.split(".")[0]
+        inside = f"{owner}.{self.names.output}"
+        return inside if inside in self.file_of else self.names.output
 
     def _rooted(self, names: Any) -> tuple[str, ...]:
         return tuple(self.root + name for name in names)
@@ -94,8 +110,7 @@ class CheckpointSource:
         parts = {}
         for part, shape in shapes.items():
             stacked = self._stack(table[part], shape, dtype)
-            arrange = self.names.arrange.get(part)
-            parts[part] = stacked if arrange is None else arrange(stacked, self.spec)
+            parts[part] = self.names.arranged(part).ours(stacked, self.spec)
         return parts
 
     def _stack(self, names: tuple[str, ...], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -105,7 +120,8 @@ class CheckpointSource:
         for name, piece in zip(names, pieces, strict=True):
             if rows != shape[0] or piece.shape[1:] != shape[1:]:
                 raise ValueError(
-                    f"'{self.file_of[name]}': tensor '{name}' has shape {list(piece.shape)}; "
+                    f"'{self.file_of[stored_name(name)]}': tensor '{name}' has shape "
+                    f"{list(piece.shape)}; "
                     f"{' + '.join(names)} must have shape {list(shape)} together, as config.json "
                     "says. The checkpoint and its config.json do not belong together"
                 )
@@ -117,7 +133,20 @@ class CheckpointSource:
         return stacked
 
     def read(self, name: str, dtypes: Collection[torch.dtype] | None = None) -> Tensor:
-        """Return one tensor of the checkpoint by its own name; `ValueError` for another dtype."""
+        """Return one tensor of the checkpoint by its own name; `ValueError` for another dtype.
+
+        `NAME[3]` is row 3 of its first dimension, `NAME[3]^T` that row transposed.
+        """
+        row = ROW.fullmatch(name)
+        if row is not None:
+            whole = self._get(row["name"], dtypes, int(row["index"]))
+            return whole.t() if row["transposed"] else whole
+        return self._get(name, dtypes)
+
+    def _get(
+        self, name: str, dtypes: Collection[torch.dtype] | None, index: int | None = None
+    ) -> Tensor:
+        """Return a tensor, or one row of it."""
         if name not in self.file_of:
             raise ValueError(
                 f"'{self.directory}': tensor '{name}' is missing; the checkpoint has "
@@ -125,7 +154,10 @@ class CheckpointSource:
             )
         path = self.directory / self.file_of[name]
         try:
-            tensor: Tensor = self._handle(self.file_of[name]).get_tensor(name)
+            handle = self._handle(self.file_of[name])
+            tensor: Tensor = (
+                handle.get_tensor(name) if index is None else handle.get_slice(name)[index]
+            )
         except SafetensorError as error:
             raise ValueError(
                 f"'{path}' does not give tensor '{name}', which {INDEX} says it holds ({error}). "
@@ -146,12 +178,51 @@ class CheckpointSource:
         pattern = re.compile(f"(?:{'|'.join(prefixes)})([0-9]+)\\.")
         found = {int(match[1]): name for name in self.file_of if (match := pattern.match(name))}
         last = max(found, default=0)
-        if last >= self.spec.num_layers:
+        beyond = last - self.spec.num_layers + 1
+        if beyond > self.spec.further_layers:
             raise ValueError(
                 f"'{self.directory}' has layers up to {last} (tensor '{found[last]}'), config.json "
                 f"says {self.spec.num_layers} layers: expected none from {self.spec.num_layers} "
                 "on. Correct config.json or download it again"
             )
+
+    def _require_known_tensors(self) -> None:
+        """Refuse tensors that nobody reads: what they do would be missing from every layer."""
+        expected = self._expected()
+        others = [name for name in self.file_of if name not in expected]
+        unknown = sorted(name for name in others if not self._is_known(name, expected))
+        if unknown:
+            raise ValueError(
+                f"'{self.directory}': tensor '{unknown[0]}' is not part of a {self.spec.family} "
+                f"model as config.json describes it{_and_more(len(unknown))}; llmpq would run the "
+                "model without it. Correct config.json, or download the checkpoint again"
+            )
+
+    def _expected(self) -> set[str]:
+        """Return the names of all tensors that the spec's parts are read from."""
+        spec, names = self.spec, self.names
+        tables = [(embedding_shapes(spec), names.embedding), (head_shapes(spec), names.head)]
+        for index in range(spec.num_layers):
+            tables.append((layer_shapes(spec.of_layer(index)), names.of_layer(spec, index)))
+        found = {self._output_name()}
+        for shapes, table in tables:
+            for part in shapes:
+                found.update(self.root + stored_name(name) for name in table.get(part, ()))
+        return found
+
+    def _is_known(self, name: str, expected: Collection[str]) -> bool:
+        """Whether a tensor that no part is read from may be there."""
+        if UNREAD.search(name) or LEFT_OUT.search(name) or self._is_further(name):
+            return True
+        # Old tools write the biases that a family does not have: zeros change nothing.
+        is_bias = name.endswith(".bias") and name.removesuffix("bias") + "weight" in expected
+        return is_bias and not bool(self.read(name).any())
+
+    def _is_further(self, name: str) -> bool:
+        """Whether a tensor is of a layer behind the last one, which nobody runs."""
+        prefix = self.root + self.names.layer_prefix
+        number = name.removeprefix(prefix).partition(".")[0] if name.startswith(prefix) else ""
+        return number.isdigit() and int(number) >= self.spec.num_layers
 
     def _handle(self, file: str) -> Any:
         """Open a shard once; the operating system maps it, tensors are read when touched."""
@@ -185,6 +256,16 @@ class CheckpointSource:
                 f"files. Run: llmpq-dist convert {self.directory} {self.directory}-safetensors"
             )
         return f"no {SINGLE} or {INDEX} in '{self.directory}': expected a local model directory"
+
+
+def _and_more(count: int) -> str:
+    return "" if count == 1 else f", nor are {count - 1} others"
+
+
+def stored_name(name: str) -> str:
+    """Return what the tensor is called that a name, maybe of a row, is read from."""
+    row = ROW.fullmatch(name)
+    return name if row is None else row["name"]
 
 
 def read_weight_map(index: Path) -> dict[str, str]:
@@ -244,7 +325,7 @@ class RandomSource:
 
     def layer(self, index: int, dtype: torch.dtype) -> dict[str, Tensor]:
         """Make one decoder layer's parts."""
-        return self._parts(layer_shapes(self.spec), 1 + index, dtype)
+        return self._parts(layer_shapes(self.spec.of_layer(index)), 1 + index, dtype)
 
     def head(self, dtype: torch.dtype, *, with_output: bool = True) -> dict[str, Tensor]:
         """Make the head's parts; a tied output matrix is the embedding's."""

@@ -112,7 +112,7 @@ def test_rope_values_are_read_from_either_place(place: str) -> None:
             {"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}},
             "high_freq_factor=1.0 must be above low_freq_factor=1.0",
         ),
-        ("llama-3.1-8b", {"rope_scaling": {"rope_type": "yarn"}}, "rope scaling 'yarn' is not"),
+        ("llama-3.1-8b", {"rope_scaling": {"rope_type": "ntk"}}, "rope scaling 'ntk' is not"),
         ("llama-3.1-8b", {"rope_scaling": {"rope_type": []}}, "is not supported"),
         ("llama-3.1-8b", {"num_key_value_heads": 5}, "do not share 5 key/value heads"),
         ("llama-3.1-8b", {"hidden_size": 4097}, "hidden_size=4097 is not a multiple of"),
@@ -123,7 +123,7 @@ def test_rope_values_are_read_from_either_place(place: str) -> None:
         ("llama-3.1-8b", {"eos_token_id": "2"}, "must be a token id or a list of them, got '2'"),
         ("llama-3.1-8b", {"eos_token_id": [2, None]}, "must be a token id or a list of them"),
         ("llama-3.1-8b", {"eos_token_id": {"a": 1}}, "must be a token id or a list of them"),
-        ("llama-3.1-8b", {"model_type": ["llama"]}, "unknown model_type"),
+        ("llama-3.1-8b", {"model_type": ["llama"]}, "is not supported: llmpq lacks"),
         ("llama-3.1-8b", {"torch_dtype": 16}, "model dtype '16' is not supported"),
     ],
 )
@@ -137,7 +137,7 @@ def test_absent_and_null_values_have_their_defaults() -> None:
     spec = spec_of("llama-3.1-8b", {**change, "rope_theta": None, "tie_word_embeddings": None})
     assert (spec.kv_heads, spec.norm_eps, spec.rope_theta) == (32, 1e-6, 10000.0)
     assert spec.rope_scaling is None and not spec.tied_embeddings
-    assert spec_of("llama-3.1-8b", {"rms_norm_eps": 1}).norm_eps == 1.0
+    assert spec_of("llama-3.1-8b", {"rope_theta": 20000}).rope_theta == 20000.0
     assert spec_of("llama-3.1-8b", {"eos_token_id": [1, 2]}).eos_token_ids == (1, 2)
 
 

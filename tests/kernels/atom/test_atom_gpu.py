@@ -21,7 +21,7 @@ from llmpq.precision import KVPrecision
 from llmpq.runtime.backends.backend import backend_of
 from llmpq.runtime.cache.kv_by_precision import make_kv_cache
 from llmpq.runtime.models.layer_tensors import Parts
-from llmpq.runtime.models.layers import Weight
+from llmpq.runtime.models.linear import Weight
 from llmpq.runtime.models.wiring import Wiring
 from llmpq.runtime.step import Step
 from llmpq.runtime.weights.sources import RandomSource

@@ -15,7 +15,7 @@ from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan, QuantizationForm, Speculation, StagePlan
 from llmpq.precision import Precision, WeightScheme
 from llmpq.runtime.drafts.draft_model import upper_plane
-from llmpq.runtime.models.layers import Linear
+from llmpq.runtime.models.linear import Linear
 from llmpq.speculation import MAX_GAMMA, draft_bytes
 
 pytestmark = pytest.mark.cpu

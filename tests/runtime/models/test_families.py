@@ -9,7 +9,9 @@ from llmpq.model_spec import ModelSpec
 from llmpq.precision import Precision
 from llmpq.runtime.backends.backend import backend_of
 from llmpq.runtime.engine.plain_loop import LocalPipeline, pad
-from llmpq.runtime.models.layers import MLP, Attention, GatedMLP, Linear
+from llmpq.runtime.models.layers import Attention
+from llmpq.runtime.models.linear import Linear
+from llmpq.runtime.models.mlps import MLP, GatedMLP
 from llmpq.runtime.models.part_shapes import embedding_shapes, head_shapes, layer_shapes
 from llmpq.runtime.step import Step
 

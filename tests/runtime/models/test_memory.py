@@ -23,7 +23,7 @@ from llmpq.precision import KVPrecision, Precision
 from llmpq.runtime.cache.kv_by_precision import make_kv_cache
 from llmpq.runtime.cache.plain_kv import KVCache
 from llmpq.runtime.engine.plain_loop import LocalPipeline
-from llmpq.runtime.models.layers import SparseMLP
+from llmpq.runtime.models.experts import SparseMLP
 from llmpq.runtime.models.stage_model import DTYPES, StageModel
 from llmpq.runtime.step import Step
 from llmpq.runtime.weights.sources import RandomSource
@@ -64,7 +64,7 @@ def local(spec: ModelSpec, precision: str, dtype: str, splits=(), **options) -> 
     )
     for part in (part for stage in pipeline.stages for part in stage.modules()):
         if isinstance(part, SparseMLP):
-            part.router_Eh.zero_()  # all tokens meet the same experts: the most memory
+            part.routing.weight_Eh.zero_()  # all tokens meet the same experts: the most memory
     return pipeline
 
 

@@ -32,7 +32,9 @@ from llmpq.profiler.timing.cases import Sampling, Target, TimedCase
 from llmpq.profiler.timing.stopwatch import Effort
 from llmpq.profiler.timing.timed_layers import TimedModel
 from llmpq.runtime.engine.plain_loop import LocalPipeline
-from llmpq.runtime.models.layers import GatedMLP, Linear, SparseMLP
+from llmpq.runtime.models.experts import Routing, SparseMLP
+from llmpq.runtime.models.linear import Linear
+from llmpq.runtime.models.mlps import GatedMLP
 from llmpq.runtime.weights.convert import convert
 from llmpq.runtime.weights.quantized_checkpoint import open_checkpoint
 from llmpq.runtime.weights.sources import CheckpointSource
@@ -51,15 +53,15 @@ def sparse(experts: int = 5, per_token: int = 2, *, hidden: int = 16, ffn: int =
         GatedMLP(Linear(matrix(2 * ffn, hidden), None), Linear(matrix(hidden, ffn), None))
         for _ in range(experts)
     ]
-    return SparseMLP(matrix(experts, hidden), mlps, per_token)
+    return SparseMLP(Routing(matrix(experts, hidden), per_token), mlps)
 
 
 def by_the_formula(part: SparseMLP, x: torch.Tensor) -> torch.Tensor:
     """Token by token: the softmax's largest chances, renormalised, times their experts."""
     rows = []
     for token in x.flatten(0, 1):
-        chance = (part.router_Eh @ token).softmax(0)
-        chosen = chance.argsort(descending=True)[: part.per_token]
+        chance = (part.routing.weight_Eh @ token).softmax(0)
+        chosen = chance.argsort(descending=True)[: part.routing.per_token]
         total = chance[chosen].sum()
         rows.append(sum(chance[e] / total * part.experts[int(e)](token[None])[0] for e in chosen))
     return torch.stack(rows).view_as(x)
@@ -70,17 +72,17 @@ def test_a_token_gets_its_experts_weighted_sum(per_token: int) -> None:
     part = sparse(per_token=per_token)
     x = torch.randn(3, 7, 16, generator=torch.Generator().manual_seed(1))
     torch.testing.assert_close(part(x), by_the_formula(part, x), rtol=1e-4, atol=1e-4)
-    part.router_Eh = part.router_Eh.roll(1, dims=0)
+    part.routing.weight_Eh = part.routing.weight_Eh.roll(1, dims=0)
     other = part(x)
-    part.router_Eh = part.router_Eh.roll(-1, dims=0)
+    part.routing.weight_Eh = part.routing.weight_Eh.roll(-1, dims=0)
     assert not torch.allclose(other, by_the_formula(part, x), rtol=0.1, atol=0.1)
 
 
 def test_an_expert_without_tokens_is_left_out() -> None:
     part = sparse()
-    part.router_Eh[3] = 0
-    part.router_Eh[:3] = 1
-    part.router_Eh[4] = -1
+    part.routing.weight_Eh[3] = 0
+    part.routing.weight_Eh[:3] = 1
+    part.routing.weight_Eh[4] = -1
     assert part(torch.ones(1, 2, 16)).isfinite().all()
 
 
@@ -101,7 +103,7 @@ def test_bytes_count_every_expert_and_flops_those_of_a_token() -> None:
     ("change", "message"),
     [
         ({"num_experts_per_tok": 9}, "num_experts_per_tok=9 of num_local_experts=8"),
-        ({"sliding_window": 4096}, "sliding_window=4096 is not supported"),
+        ({"layer_types": ["chunked_attention"] * 32}, "type 'chunked_attention' are not supported"),
         ({"num_local_experts": 0}, "'num_local_experts' must be a positive integer"),
     ],
 )

@@ -10,7 +10,7 @@ import torch
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import Precision
 from llmpq.runtime.engine.plain_loop import LocalPipeline
-from llmpq.runtime.models.layers import SparseMLP
+from llmpq.runtime.models.experts import SparseMLP
 from llmpq.runtime.models.part_shapes import Shapes
 from llmpq.runtime.step import Step
 from llmpq.runtime.weights.sources import RandomSource
@@ -66,7 +66,7 @@ def test_quantised_experts_are_near_the_cpus(bits: str) -> None:
         )
         for part in pipeline.stages[0].modules():
             if isinstance(part, SparseMLP):
-                part.router_Eh = part.router_Eh.roll(rolled, dims=0)
+                part.routing.weight_Eh = part.routing.weight_Eh.roll(rolled, dims=0)
         step = Step.of([0], [0], [40], device=device)
         tokens = torch.arange(40, device=device)[None] * 17 % SPEC.vocab
         caches = pipeline.caches(1, 40)

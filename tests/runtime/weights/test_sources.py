@@ -294,7 +294,6 @@ def test_buffers_and_tied_heads_of_old_checkpoints_are_no_layers(tiny_models, co
         "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(16),
         "model.rotary_emb.inv_freq": torch.ones(16),
         "model.layers.1.self_attn.masked_bias": torch.tensor(-10000),
-        "model.layers.norm.weight": torch.ones(1),
         "vision.layers.40.weight": torch.ones(1),
         "lm_head.weight": torch.zeros(199, 64),
     }

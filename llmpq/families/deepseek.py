@@ -1,0 +1,133 @@
+"""DeepSeek-V2 and V3 (and R1): latent attention, and a mixture behind the first layers.
+
+    attention: runtime/models/latent_attention.py; the turned channels are stored in pairs
+    V2   w = the k largest of softmax(router(x)), of the groups with the best expert; times a scale
+    V3   p = sigmoid(router(x)), chosen by p + c of the groups whose two best are best; w = p of the
+         chosen, made to sum to one, times a scale
+    y = sum of w_e expert_e(x) + shared(x)
+
+Layers that predict further tokens (MTP) are left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from llmpq.families import llama
+from llmpq.families.config_values import Config, expect, number, size
+from llmpq.families.experts import counts, expert_names, first_layers, groups
+from llmpq.families.glm4_moe import mixture
+from llmpq.families.parts import Latent, Router
+from llmpq.families.record import Arrange, linear_names
+from llmpq.families.rope import yarn_score_factor
+from llmpq.families.rotary_families import pairs_to_halves, rotary_fields
+
+
+def fields(config: Config) -> dict[str, Any]:
+    """Return the fields of `ModelSpec`."""
+    for key in ("attention_bias", "mlp_bias"):
+        expect(config, key, False, default=False)
+    expect(config, "rope_interleave", True, default=True)
+    expect(config, "moe_layer_freq", 1, default=1)
+    for key in ("head_dim", "qk_head_dim"):
+        config.get(key)  # the sum of others
+    base = rotary_fields(config)
+    small = config.get("q_lora_rank") is not None
+    latent = Latent(
+        q_rank=size(config, "q_lora_rank") if small else 0,
+        kv_rank=size(config, "kv_lora_rank"),
+        nope_dim=size(config, "qk_nope_head_dim"),
+        rope_dim=size(config, "qk_rope_head_dim"),
+        v_dim=size(config, "v_head_dim"),
+    )
+    is_v3 = config.get("model_type") == "deepseek_v3"
+    return {
+        **base,
+        **(_v3(config, base["ffn"]) if is_v3 else _v2(config, base["ffn"])),
+        "latent": latent,
+        "kv_heads": 1,
+        "head_dim": latent.kv_rank + latent.rope_dim,
+        "score_factor": latent.q_head_dim**-0.5 * yarn_score_factor(config),
+    }
+
+
+def _v3(config: Config, ffn: int) -> dict[str, Any]:
+    expect(config, "scoring_func", "sigmoid", default="sigmoid")
+    expect(config, "topk_method", "noaux_tc", default="noaux_tc")
+    return mixture(config, ffn)
+
+
+def _v2(config: Config, ffn: int) -> dict[str, Any]:
+    expect(config, "scoring_func", "softmax", default="softmax")
+    expect(config, "norm_topk_prob", False, default=False)
+    found = counts(config, "n_routed_experts", "num_local_experts", "num_experts")
+    wide = size(config, "moe_intermediate_size")
+    number_of, kept = groups(config, found["experts"])
+    if config.get("topk_method", "greedy") == "greedy":
+        number_of = kept = 1
+    else:
+        expect(config, "topk_method", "group_limited_greedy", default="greedy")
+    shared = size(config, "n_shared_experts", default=2)
+    scale = number(config, "routed_scaling_factor", default=1.0)
+    return {
+        **found,
+        "ffn": wide,
+        "shared_ffn": wide * shared,
+        "router": Router(normalise=False, scale=scale, groups=number_of, groups_kept=kept),
+        **first_layers(config, ffn),
+    }
+
+
+def _query_halves(rows: Any, spec: Any) -> Any:
+    """Return query rows whose turned channels, the last of each head, are halves."""
+    latent = spec.latent
+    by_head = rows.view(spec.heads, latent.q_head_dim, *rows.shape[1:])
+    out = by_head.clone()
+    turned = by_head[:, latent.nope_dim :].reshape(-1, *rows.shape[1:])
+    halves = pairs_to_halves(turned, spec.heads, latent.rope_dim, latent.rope_dim)
+    out[:, latent.nope_dim :] = halves.view(spec.heads, latent.rope_dim, *rows.shape[1:])
+    return out.view(rows.shape)
+
+
+def _key_halves(rows: Any, spec: Any) -> Any:
+    """Return the latent's rows, the shared key's channels behind them as halves."""
+    latent = spec.latent
+    out = rows.clone()
+    out[latent.kv_rank :] = pairs_to_halves(
+        rows[latent.kv_rank :], 1, latent.rope_dim, latent.rope_dim
+    )
+    return out
+
+
+_SELF = "layers.{i}.self_attn"
+_ATTENTION = {
+    **llama.NORMS,
+    **linear_names(
+        ("q", (f"{_SELF}.q_proj",)),
+        ("q_a", (f"{_SELF}.q_a_proj",)),
+        ("q_b", (f"{_SELF}.q_b_proj",)),
+        ("kv_a", (f"{_SELF}.kv_a_proj_with_mqa",)),
+        ("kv_b", (f"{_SELF}.kv_b_proj",)),
+    ),
+    **llama.OUT,
+    "q_norm.weight": (f"{_SELF}.q_a_layernorm.weight",),
+    "kv_norm.weight": (f"{_SELF}.kv_a_layernorm.weight",),
+}
+FAMILY = replace(
+    llama.FAMILY,
+    name="deepseek",
+    model_types=("deepseek_v2", "deepseek_v3"),
+    text_section=None,
+    fields=fields,
+    names=replace(
+        llama.FAMILY.names,
+        layer={**_ATTENTION, **expert_names("layers.{i}.mlp", shared=True)},
+        dense={**_ATTENTION, **llama.MLP},
+        arrange={
+            "q.weight": Arrange(rows=_query_halves),
+            "q_b.weight": Arrange(rows=_query_halves),
+            "kv_a.weight": Arrange(rows=_key_halves),
+        },
+    ),
+)

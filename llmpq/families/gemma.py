@@ -1,0 +1,89 @@
+"""Gemma 2 and 3: scaled embeddings, norms before and behind, GeGLU, windows on most layers.
+
+    x = sqrt(h) * embedding
+    x += norm(o(attention(...)) of norm(x));  x += norm(down(gelu(gate) * up)) of norm(x)
+
+Norms multiply by 1 + w, scores by 1 / sqrt(query_pre_attn_scalar). Gemma 2 caps scores and logits
+and gives every other layer a window; Gemma 3 norms query and key heads, gives five layers of six a
+window, and turns those by a theta of their own. Its vision tower is left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from llmpq.families import llama
+from llmpq.families.config_values import Config, expect, is_given, number, size, with_defaults
+from llmpq.families.record import ABOVE_ONE, norm_names
+from llmpq.families.rope import window_theta
+from llmpq.families.rotary_families import alternating, layer_kinds, rotary_fields, windows
+
+THETA = {"gemma2": 1e4, "gemma3": 1e6}
+LOCAL_THETA = 1e4
+FULL_EVERY = {"gemma2": 2, "gemma3": 6}
+WINDOW = 4096
+"""What Transformers takes where a config names none."""
+CAPS = {"gemma2": (50.0, 30.0), "gemma3": (0.0, 0.0)}
+"""Of scores and of logits, where the config does not say."""
+
+
+def fields(config: Config) -> dict[str, Any]:
+    """Return the fields of `ModelSpec`."""
+    kind = "gemma2" if config.get("model_type") == "gemma2" else "gemma3"
+    expect(config, "attention_bias", False, default=False)
+    expect(config, "use_bidirectional_attention", False, default=False)
+    hidden = size(config, "hidden_size")
+    every = size(
+        config, "sliding_window_pattern", "_sliding_window_pattern", default=FULL_EVERY[kind]
+    )
+    given = (config.get("rope_parameters") or {}).get("rope_theta", THETA[kind])
+    told = with_defaults(config, rope_theta=given, sliding_window=WINDOW)
+    score_cap, logit_cap = (
+        _cap(config, f"{what}_logit_softcapping", default)
+        for what, default in zip(("attn", "final"), CAPS[kind], strict=True)
+    )
+    found = {
+        **rotary_fields(told, activation="gelu_tanh", tied=True),
+        "head_dim": size(config, "head_dim", default=256),
+        "norm_order": "both",
+        "windows": windows(told, layer_kinds(config, alternating(config, every))),
+        "score_factor": number(config, "query_pre_attn_scalar", default=256) ** -0.5,
+        "score_cap": score_cap,
+        "logit_cap": logit_cap,
+        "embedding_factor": hidden**0.5,
+    }
+    if kind == "gemma3":
+        found["qk_norm"] = True
+        found["window_rope_theta"] = window_theta(
+            config, beside="rope_local_base_freq", default=LOCAL_THETA
+        )
+    return found
+
+
+def _cap(config: Config, key: str, default: float) -> float:
+    """Return a soft cap, 0 for none; null and silence differ."""
+    if key in config and not is_given(config[key]):
+        return 0.0
+    return number(config, key, default=default) if key in config or default else 0.0
+
+
+_NORMS = norm_names(
+    ("attn_norm", "layers.{i}.input_layernorm"),
+    ("attn_out_norm", "layers.{i}.post_attention_layernorm"),
+    ("mlp_norm", "layers.{i}.pre_feedforward_layernorm"),
+    ("mlp_out_norm", "layers.{i}.post_feedforward_layernorm"),
+)
+_ABOVE_ONE = ("attn_norm", "attn_out_norm", "mlp_norm", "mlp_out_norm", "q_norm", "k_norm", "norm")
+FAMILY = replace(
+    llama.FAMILY,
+    name="gemma",
+    model_types=("gemma2", "gemma3_text", "gemma3"),
+    text_section="text_config",
+    fields=fields,
+    names=replace(
+        llama.FAMILY.names,
+        layer={**_NORMS, **llama.QKV, **llama.OUT, **llama.MLP, **llama.HEAD_NORMS},
+        arrange={f"{norm}.weight": ABOVE_ONE for norm in _ABOVE_ONE},
+    ),
+)

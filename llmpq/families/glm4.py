@@ -1,0 +1,76 @@
+"""GLM-4: norms before and behind attention and MLP, half of each head's channels turned in pairs.
+
+    x += norm(o(attention(...)) of norm(x));  x += norm(down(silu(gate) * up)) of norm(x)
+
+GLM (`glm`, GLM-4-9b of 2024) is the same without the norms behind. Gate and up are stored as one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from llmpq.families import llama
+from llmpq.families.config_values import Config, flag, with_defaults
+from llmpq.families.record import Arrange, linear_names, norm_names
+from llmpq.families.rotary_families import pairs_to_halves, rotary_fields, turned_channels
+
+PARTIAL = 0.5
+"""The share of a head's channels that is turned where the config does not say."""
+
+
+def fields(config: Config) -> dict[str, Any]:
+    """Return the fields of `ModelSpec`."""
+    has_two = config.get("model_type") == "glm4"
+    bias = flag(config, "attention_bias", default=has_two)
+    return {
+        **rotary_fields(half_turned(config), norm_eps=1.5625e-7),
+        "qkv_bias": bias,
+        "norm_order": "both" if has_two else "pre",
+    }
+
+
+def half_turned(config: Config) -> Config:
+    """Return a config that says how much of a head is turned."""
+    given = (config.get("rope_parameters") or {}).get("partial_rotary_factor", PARTIAL)
+    return with_defaults(config, partial_rotary_factor=given)
+
+
+def _halves(qkv: Any, spec: Any) -> Any:
+    """Return q, k, v rows with the turned channels of q and k as halves."""
+    rows = [spec.heads * spec.head_dim, *[spec.kv_heads * spec.head_dim] * 2]
+    q, k, v = qkv.split(rows)
+    out = qkv.clone()
+    turned = turned_channels(spec)
+    out[: rows[0]] = pairs_to_halves(q, spec.heads, spec.head_dim, turned)
+    out[rows[0] : rows[0] + rows[1]] = pairs_to_halves(k, spec.kv_heads, spec.head_dim, turned)
+    out[rows[0] + rows[1] :] = v
+    return out
+
+
+_LAYER = {
+    **norm_names(
+        ("attn_norm", "layers.{i}.input_layernorm"),
+        ("attn_out_norm", "layers.{i}.post_self_attn_layernorm"),
+        ("mlp_norm", "layers.{i}.post_attention_layernorm"),
+        ("mlp_out_norm", "layers.{i}.post_mlp_layernorm"),
+    ),
+    **llama.QKV,
+    **llama.OUT,
+    **linear_names(
+        ("gate_up", ("layers.{i}.mlp.gate_up_proj",)),
+        ("down", ("layers.{i}.mlp.down_proj",)),
+    ),
+}
+FAMILY = replace(
+    llama.FAMILY,
+    name="glm4",
+    model_types=("glm4", "glm"),
+    text_section=None,
+    fields=fields,
+    names=replace(
+        llama.FAMILY.names,
+        layer=_LAYER,
+        arrange={f"qkv.{kind}": Arrange(rows=_halves) for kind in ("weight", "bias")},
+    ),
+)

@@ -1,0 +1,67 @@
+"""GLM-4.5 and 4.6: Llama's layer, half of each head turned, and a mixture behind the first layers.
+
+    p = sigmoid(router(x));  chosen = the k largest of p + c, of the best groups
+    y = scale * sum of w_e expert_e(x) + shared(x),  w = p of the chosen, made to sum to one
+
+Layers that predict further tokens (MTP) are left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from llmpq.families import llama
+from llmpq.families.config_values import Config, flag, number, size
+from llmpq.families.experts import counts, expert_names, first_layers, groups
+from llmpq.families.glm4 import half_turned
+from llmpq.families.parts import Router
+from llmpq.families.rotary_families import rotary_fields
+
+
+def fields(config: Config) -> dict[str, Any]:
+    """Return the fields of `ModelSpec`."""
+    base = rotary_fields(half_turned(config), norm_eps=1e-5)
+    return {
+        **base,
+        "qkv_bias": flag(config, "attention_bias", default=False),
+        "qk_norm": flag(config, "use_qk_norm", default=False),
+        **mixture(config, base["ffn"]),
+    }
+
+
+def mixture(config: Config, ffn: int) -> dict[str, Any]:
+    """Return the fields of a mixture as DeepSeek-V3's, from a config's keys."""
+    found = counts(config, "n_routed_experts", "num_local_experts", "num_experts")
+    wide = size(config, "moe_intermediate_size")
+    number_of, kept = groups(config, found["experts"])
+    return {
+        **found,
+        "ffn": wide,
+        "shared_ffn": wide * size(config, "n_shared_experts", default=1),
+        "router": Router(
+            score="sigmoid",
+            normalise=flag(config, "norm_topk_prob", default=True),
+            scale=number(config, "routed_scaling_factor", default=1.0),
+            group_score="top2",
+            correction=True,
+            groups=number_of,
+            groups_kept=kept,
+        ),
+        **first_layers(config, ffn),
+    }
+
+
+_ATTENTION = {**llama.NORMS, **llama.QKV, **llama.OUT, **llama.HEAD_NORMS}
+FAMILY = replace(
+    llama.FAMILY,
+    name="glm4_moe",
+    model_types=("glm4_moe",),
+    text_section=None,
+    fields=fields,
+    names=replace(
+        llama.FAMILY.names,
+        layer={**_ATTENTION, **expert_names("layers.{i}.mlp", shared=True)},
+        dense={**_ATTENTION, **llama.MLP},
+    ),
+)

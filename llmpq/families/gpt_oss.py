@@ -1,0 +1,79 @@
+"""gpt-oss: windows on every other layer, a sink per head, experts with clamped gates and biases.
+
+    softmax over the scores and one more, the sink, which brings no value
+    w = softmax over the k largest of router(x)
+    expert = down(g sigmoid(1.702 g) (u + 1)) with g = min(gate, 7), u = clamp(up, -7, 7)
+
+Experts are stored in one tensor a layer, transposed, gate and up in turn; or as MXFP4 codes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from llmpq.families import llama
+from llmpq.families.config_values import Config, flag, number, with_defaults
+from llmpq.families.experts import counts
+from llmpq.families.parts import Router
+from llmpq.families.record import Arrange
+from llmpq.families.rotary_families import alternating, layer_kinds, rotary_fields, windows
+
+FULL_EVERY = 2
+THETA = 150000.0
+
+
+def fields(config: Config) -> dict[str, Any]:
+    """Return the fields of `ModelSpec`."""
+    for key in ("initial_context_length", "experts_per_token"):
+        config.get(key)  # said again elsewhere
+    given = (config.get("rope_parameters") or {}).get("rope_theta", THETA)
+    told = with_defaults(config, rope_theta=given)
+    bias = flag(config, "attention_bias", default=True)
+    return {
+        **rotary_fields(told, norm_eps=1e-5),
+        **counts(config, "num_local_experts", "num_experts"),
+        "activation": "clamped_silu",
+        "activation_limit": number(config, "swiglu_limit", default=7.0),
+        "activation_slope": number(config, "swiglu_alpha", default=1.702),
+        "qkv_bias": bias,
+        "linear_bias": True,
+        "o_bias": None if bias else False,
+        "windows": windows(config, layer_kinds(config, alternating(config, FULL_EVERY))),
+        "sinks": True,
+        "router": Router(bias=True),
+    }
+
+
+def _in_turn(rows: Any, spec: Any) -> Any:
+    """Return gates, then ups, of rows that are a gate and an up in turn."""
+    by_pair = rows.view(spec.ffn, 2, *rows.shape[1:])
+    return by_pair.transpose(0, 1).reshape(rows.shape)
+
+
+_EXPERTS = "layers.{i}.mlp.experts"
+FAMILY = replace(
+    llama.FAMILY,
+    name="gpt_oss",
+    model_types=("gpt_oss",),
+    text_section=None,
+    fields=fields,
+    names=replace(
+        llama.FAMILY.names,
+        layer={
+            **llama.NORMS,
+            **llama.QKV,
+            **llama.OUT,
+            "sinks": ("layers.{i}.self_attn.sinks",),
+            "router.weight": ("layers.{i}.mlp.router.weight",),
+            "router.bias": ("layers.{i}.mlp.router.bias",),
+            "experts.{e}.gate_up.weight": (f"{_EXPERTS}.gate_up_proj[{{e}}]^T",),
+            "experts.{e}.gate_up.bias": (f"{_EXPERTS}.gate_up_proj_bias[{{e}}]",),
+            "experts.{e}.down.weight": (f"{_EXPERTS}.down_proj[{{e}}]^T",),
+            "experts.{e}.down.bias": (f"{_EXPERTS}.down_proj_bias[{{e}}]",),
+        },
+        arrange={
+            f"experts.{{e}}.gate_up.{kind}": Arrange(rows=_in_turn) for kind in ("weight", "bias")
+        },
+    ),
+)

@@ -1,0 +1,97 @@
+"""Values of a model that are more than a number: its rope scaling, its router, its latent cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+ScalingKind = Literal["llama3", "linear", "dynamic", "yarn", "longrope"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """How rotary frequencies were stretched to longer texts (runtime/models/rotary.py).
+
+    Fields that a kind does not name keep their defaults.
+    """
+
+    factor: float
+    """How many times longer: linear, dynamic, llama3, yarn."""
+    low_freq_factor: float = 0.0
+    """llama3: waves with fewer turns within the original length are slowed by the whole factor."""
+    high_freq_factor: float = 0.0
+    """llama3: waves with more turns are left alone."""
+    original_max_positions: int = 0
+    """Positions the model saw before it was stretched; dynamic: the model's maximum."""
+    kind: ScalingKind = "llama3"
+    attention_factor: float = 1.0
+    """yarn, longrope: cosines and sines are this much larger."""
+    beta_fast: float = 32.0
+    """yarn: dimensions with more turns are left alone."""
+    beta_slow: float = 1.0
+    """yarn: dimensions with fewer turns are slowed by the whole factor."""
+    truncate: bool = True
+    """yarn: the ramp starts and ends at whole dimensions."""
+    short_factors: tuple[float, ...] = ()
+    """longrope: what each frequency is divided by up to the original length, ..."""
+    long_factors: tuple[float, ...] = ()
+    """... and beyond it."""
+
+    @property
+    def by_length(self) -> bool:
+        """Whether a request's frequencies change with its length so far."""
+        return self.kind == "dynamic" or self.short_factors != self.long_factors
+
+    def at_length(self, max_len: int) -> RopeScaling:
+        """Return the scaling of a run whose requests may have `max_len` tokens.
+
+        Longrope's keys of short texts do not go with queries of long ones, so a run decides once.
+        """
+        if self.kind != "longrope":
+            return self
+        is_long = max_len > self.original_max_positions
+        factors = self.long_factors if is_long else self.short_factors
+        return replace(self, short_factors=factors, long_factors=factors)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Router:
+    """How a token's experts are chosen and weighed; the defaults are Mixtral's."""
+
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    normalise: bool = True
+    """The chosen experts' weights are made to sum to one."""
+    scale: float = 1.0
+    """Then they are multiplied by this."""
+    groups: int = 1
+    """Experts stand in so many groups, of which a token keeps only the best."""
+    groups_kept: int = 1
+    group_score: Literal["max", "top2"] = "max"
+    """A group counts as its best expert, or as the sum of its two best."""
+    bias: bool = False
+    """The router's product has a bias."""
+    correction: bool = False
+    """A vector is added to the scores for the choice alone, not for the weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Latent:
+    """Multi-head latent attention (DeepSeek-V2): keys and values are made of one small vector.
+
+    A token caches `kv_rank + rope_dim` numbers. A query head of `nope_dim + rope_dim` meets them
+    after its first part has gone through the matrix that would have made its keys.
+    """
+
+    q_rank: int
+    """Size of the queries' own small vector; 0: queries are made of the hidden state."""
+    kv_rank: int
+    nope_dim: int
+    """Channels of a query head without positions."""
+    rope_dim: int
+    """Channels of a query head with positions; their key is shared by all heads."""
+    v_dim: int
+
+    @property
+    def q_head_dim(self) -> int:
+        """Channels of a query head before it meets the cache."""
+        return self.nope_dim + self.rope_dim

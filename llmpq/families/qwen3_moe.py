@@ -1,0 +1,54 @@
+"""Qwen3's mixtures: Qwen3's attention, and experts that a router chooses from for each token.
+
+w = the k largest of softmax(router(x)), made to sum to one if `norm_topk_prob`
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from llmpq.families import llama, qwen3
+from llmpq.families.config_values import Config, expect, flag, size
+from llmpq.families.experts import counts, expert_names
+from llmpq.families.parts import Router
+
+
+def fields(config: Config) -> dict[str, Any]:
+    """Return the fields of `ModelSpec`."""
+    expect(config, "mlp_bias", False, default=False)
+    base = qwen3.fields(config)
+    return {
+        **base,
+        **counts(config, "num_experts", "num_local_experts"),
+        "ffn": size(config, "moe_intermediate_size"),
+        "router": Router(normalise=flag(config, "norm_topk_prob", default=False)),
+        **_dense_layers(config, base["ffn"]),
+    }
+
+
+def _dense_layers(config: Config, ffn: int) -> dict[str, Any]:
+    """Return the layers without experts: those listed, and all but every n-th."""
+    every = size(config, "decoder_sparse_step", default=1)
+    listed = config.get("mlp_only_layers") or []
+    count = size(config, "num_hidden_layers")
+    if not isinstance(listed, list) or not all(type(i) is int and 0 <= i < count for i in listed):
+        raise ValueError(
+            f"config.json: 'mlp_only_layers' must be numbers of layers below {count}, got {listed}"
+        )
+    dense = tuple(i for i in range(count) if i in listed or (i + 1) % every)
+    return {"dense_layers": dense, "dense_ffn": ffn} if dense else {}
+
+
+_ATTENTION = {**llama.NORMS, **llama.QKV, **llama.OUT, **llama.HEAD_NORMS}
+FAMILY = replace(
+    llama.FAMILY,
+    name="qwen3_moe",
+    model_types=("qwen3_moe",),
+    fields=fields,
+    names=replace(
+        llama.FAMILY.names,
+        layer={**_ATTENTION, **expert_names("layers.{i}.mlp")},
+        dense={**_ATTENTION, **llama.MLP},
+    ),
+)

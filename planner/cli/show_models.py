@@ -1,0 +1,99 @@
+"""`llmpq-algo models`: families and built-in models, and what each runs with.
+
+The same table refuses a run (llmpq/capabilities.py). A family's row is what its built-in models
+have at full length; a single model, or shorter requests, may run with more.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+
+from llmpq.capabilities import WAYS, Way, lacks
+from llmpq.families import FAMILIES
+from llmpq.model_spec import ModelSpec, builtin_configs
+
+COLUMNS: dict[Way, str] = {
+    "gpu": "GPU",
+    "packed_kv": "KV 8 4 2",
+    "drafts": "speculation",
+    "rounded": "w8a8 w4a4",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """What one family or model runs with, on CPUs always with 16-bit KV and w16 to w3a16."""
+
+    name: str
+    says: str
+    """A family's `model_type`s, or a model's size."""
+    missing: dict[Way, tuple[str, ...]]
+
+
+def show_models(*, as_json: bool) -> None:
+    """Print the tables, or both as one JSON object."""
+    families, models = _families(), [_model(name) for name in builtin_configs()]
+    if as_json:
+        found = {
+            kind: [
+                {
+                    "name": r.name,
+                    "says": r.says,
+                    "missing": {w: list(m) for w, m in r.missing.items()},
+                }
+                for r in rows
+            ]
+            for kind, rows in (("families", families), ("models", models))
+        }
+        sys.stdout.write(json.dumps(found, indent=1) + "\n")
+        return
+    sys.stdout.write(_table("family", "model_type in config.json", families))
+    sys.stdout.write("\n" + _table("built-in model", "parameters", models))
+    sys.stdout.write("\n" + _why(families))
+
+
+def _families() -> list[Row]:
+    specs = [ModelSpec.by_name(name) for name in builtin_configs()]
+    rows = []
+    for family in FAMILIES.values():
+        own = [spec for spec in specs if spec.family == family.name]
+        missing = {
+            way: tuple(dict.fromkeys(name for spec in own for name in lacks(spec, way)))
+            for way in WAYS
+        }
+        rows.append(Row(name=family.name, says=" ".join(family.model_types), missing=missing))
+    return rows
+
+
+def _model(name: str) -> Row:
+    spec = ModelSpec.by_name(name)
+    return Row(
+        name=name,
+        says=f"{spec.num_params / 1e9:.1f}e9",
+        missing={way: lacks(spec, way) for way in WAYS},
+    )
+
+
+def _table(title: str, says: str, rows: list[Row]) -> str:
+    """Return rows of `yes` and `no` under the ways' names."""
+    first = max(len(title), *(len(row.name) for row in rows)) + 2
+    second = max(len(says), *(len(row.says) for row in rows)) + 2
+    head = "".join(f"{name:<13}" for name in ("CPU", *COLUMNS.values())).rstrip()
+    lines = [f"{title:<{first}}{says:<{second}}{head}"]
+    for row in rows:
+        cells = ["yes", *("no" if row.missing[way] else "yes" for way in COLUMNS)]
+        line = f"{row.name:<{first}}{row.says:<{second}}" + "".join(f"{c:<13}" for c in cells)
+        lines.append(line.rstrip())
+    return "\n".join(lines) + "\n"
+
+
+def _why(rows: list[Row]) -> str:
+    """Return, for each family, what the ways lack that do not run it."""
+    lines = []
+    for row in rows:
+        for way, missing in row.missing.items():
+            if missing:
+                lines.append(f"{row.name}: {WAYS[way]} lacks {', '.join(missing)}")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,97 @@
+"""Mixtures of experts: a router chooses, each expert runs once on its tokens, the sum goes on.
+
+    p = score(W x + b)                 softmax or sigmoid over all experts
+    chosen = the k largest of p + c    c: a correction for the choice alone; of the best groups only
+    y = sum_e w_e expert_e(x) + shared(x),   w = p of the chosen, made to sum to one, times a scale
+
+Legend: T tokens, E experts, k experts of a token, C = T k chosen (token, expert) pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from llmpq.families.parts import Router
+
+
+class Routing(nn.Module):
+    """Chooses each token's experts and weighs them, as a `Router` says."""
+
+    def __init__(
+        self,
+        weight_Eh: Tensor,
+        per_token: int,
+        rule: Router | None = None,
+        *,
+        bias_E: Tensor | None = None,
+        correction_E: Tensor | None = None,
+    ) -> None:
+        super().__init__()
+        self.weight_Eh, self.per_token, self.rule = weight_Eh, per_token, rule or Router()
+        self.bias_E, self.correction_E = bias_E, correction_E
+
+    def forward(self, x_Th: Tensor) -> tuple[Tensor, Tensor]:
+        """Return weights and numbers [T, k] of each token's experts."""
+        logits_TE = functional.linear(x_Th, self.weight_Eh, self.bias_E).float()
+        sigmoid = self.rule.score == "sigmoid"
+        chance_TE = logits_TE.sigmoid() if sigmoid else logits_TE.softmax(dim=-1)
+        wish_TE = chance_TE
+        if self.correction_E is not None:
+            wish_TE = chance_TE + self.correction_E.float()
+        if self.rule.groups > 1:
+            wish_TE = self._best_groups(wish_TE)
+        expert = wish_TE.topk(self.per_token, dim=-1).indices
+        weight = chance_TE.gather(1, expert)
+        if self.rule.normalise:
+            weight = weight / (weight.sum(-1, keepdim=True) + (1e-20 if sigmoid else 0.0))
+        return (weight * self.rule.scale).to(x_Th.dtype), expert
+
+    def _best_groups(self, wish_TE: Tensor) -> Tensor:
+        """Return the wishes, -inf for experts of groups that a token does not keep."""
+        by_group = wish_TE.unflatten(1, (self.rule.groups, -1))
+        if self.rule.group_score == "max":
+            score_TG = by_group.amax(-1)
+        else:
+            score_TG = by_group.topk(2, dim=-1).values.sum(-1)
+        kept = score_TG.topk(self.rule.groups_kept, dim=-1).indices
+        dropped = torch.ones_like(score_TG, dtype=torch.bool).scatter_(1, kept, False)
+        return by_group.masked_fill(dropped[:, :, None], float("-inf")).flatten(1)
+
+
+class SparseMLP(nn.Module):
+    """Routing, experts, and an MLP that all tokens share, if any.
+
+    Tokens are sorted by expert, so each expert runs once, on its tokens only. How many those are
+    has to be known on the host: one wait for the device per layer, which is why steps of such
+    layers are not captured in graphs.
+    """
+
+    def __init__(
+        self, routing: Routing, experts: Sequence[nn.Module], shared: nn.Module | None = None
+    ) -> None:
+        super().__init__()
+        self.routing, self.shared = routing, shared
+        self.experts = nn.ModuleList(experts)
+
+    def forward(self, x_BQh: Tensor) -> Tensor:
+        """Return [B, Q, h]."""
+        x_Th = x_BQh.reshape(-1, x_BQh.shape[-1])
+        weight, expert = self.routing(x_Th)
+        order_C = expert.flatten().argsort(stable=True)
+        token_C, weight_C = order_C // expert.shape[1], weight.flatten()[order_C, None]
+        counts = expert.flatten().bincount(minlength=len(self.experts)).tolist()
+        y_Th = torch.zeros_like(x_Th)
+        start = 0
+        for mlp, count in zip(self.experts, counts, strict=True):
+            if count:
+                tokens = token_C[start : start + count]
+                weights = weight_C[start : start + count]
+                y_Th.index_add_(0, tokens, mlp(x_Th[tokens]).mul_(weights))
+                start += count
+        if self.shared is not None:
+            y_Th.add_(self.shared(x_Th))
+        return y_Th.view(x_BQh.shape)

@@ -1,0 +1,83 @@
+"""Multi-head latent attention (DeepSeek-V2): a token caches one small vector for all heads.
+
+    c = norm(A x)[:L], r = turn(A x)[L:]        cached, L + P numbers a token, one "head"
+    q = B norm(C x) or B x, per head (n, p)     n: without positions, p: turned
+    score = n . (K c) + p . r = (K^T n) . c + p . r
+    out   = V sum_t a_t c_t                     K, V [H, ., L]: the halves of kv_b
+
+So queries go through K^T once and meet the cache as it is: attention of one key/value head of
+L + P channels, whose values are its keys. kv_b is never quantised.
+
+Legend: B rows, Q new tokens, h hidden, H query heads, L kv_rank, P rope_dim, N nope_dim, V v_dim.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from llmpq.model_spec import ModelSpec
+from llmpq.runtime.cache.plain_kv import KVCache
+from llmpq.runtime.models.linear import Linear
+from llmpq.runtime.models.norms import Norm
+from llmpq.runtime.models.rotary import Rotary
+from llmpq.runtime.step import Step
+
+
+class LatentAttention(nn.Module):
+    """Queries against the latents of all tokens so far, then the output matrix."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        queries: tuple[Linear, Norm, Linear] | Linear,
+        kv_a: Linear,
+        kv_norm: Norm,
+        kv_b: Tensor,
+        o: Linear,
+        rotary: Rotary,
+    ) -> None:
+        """`queries`: one matrix, or the small vector's matrix, its norm and the second matrix."""
+        super().__init__()
+        assert spec.latent is not None and spec.score_factor is not None
+        self.latent, self.heads, self.scale = spec.latent, spec.heads, spec.score_factor
+        self.q: Linear | None = None
+        if isinstance(queries, Linear):
+            self.q = queries
+        else:
+            self.q_a, self.q_norm, self.q_b = queries
+        self.kv_a, self.kv_norm, self.kv_b, self.o = kv_a, kv_norm, kv_b, o
+        self.rotary = rotary
+
+    def forward(self, x_BQh: Tensor, layer: int, step: Step, kv: KVCache) -> Tensor:
+        """Return o(attention) [B, Q, h] of cache layer `layer`."""
+        batch, q_len, _ = x_BQh.shape
+        keys_HNL, values_HVL = self._halves()
+        cached_BQ1D = self._cached(x_BQh, step)
+        q = self._queries(x_BQh).view(batch, q_len, self.heads, self.latent.q_head_dim)
+        plain, turned = q.split([self.latent.nope_dim, self.latent.rope_dim], dim=-1)
+        absorbed_BQHL = torch.einsum("bqhn,hnl->bqhl", plain, keys_HNL)
+        q_BQHD = torch.cat((absorbed_BQHL, self.rotary.rotate(turned, step)), dim=-1)
+        del q, plain, turned, absorbed_BQHL, x_BQh
+        out = kv.attend(layer, q_BQHD, cached_BQ1D, cached_BQ1D, step, scale=self.scale)
+        summed_BQHL = out[..., : self.latent.kv_rank]
+        made = torch.einsum("bqhl,hvl->bqhv", summed_BQHL, values_HVL)
+        return self.o(made.reshape(batch, q_len, self.heads * self.latent.v_dim))
+
+    def _queries(self, x_BQh: Tensor) -> Tensor:
+        if self.q is not None:
+            return self.q(x_BQh)
+        return self.q_b(self.q_norm(self.q_a(x_BQh)))
+
+    def _cached(self, x_BQh: Tensor, step: Step) -> Tensor:
+        """Return what a token caches, [B, Q, 1, L + P]."""
+        made = self.kv_a(x_BQh)
+        latent, turned = made.split([self.latent.kv_rank, self.latent.rope_dim], dim=-1)
+        positioned = self.rotary.rotate(turned[:, :, None], step)
+        return torch.cat((self.kv_norm(latent)[:, :, None], positioned), dim=-1)
+
+    def _halves(self) -> tuple[Tensor, Tensor]:
+        """Return the matrices of keys [H, N, L] and of values [H, V, L]."""
+        by_head = self.kv_b.view(self.heads, -1, self.latent.kv_rank)
+        keys, values = by_head.split([self.latent.nope_dim, self.latent.v_dim], dim=1)
+        return keys, values

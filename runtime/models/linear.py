@@ -1,0 +1,32 @@
+"""A product with a matrix, dense or of few bits.
+
+Weights are plain attributes, not parameters: they are never trained, moved or saved, and a plain
+attribute is the cheapest to read.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from llmpq.kernels.atom.product import AtomWeight, atom_linear
+from llmpq.kernels.cpu.dense import dense_linear
+from llmpq.kernels.linear import QuantizedWeight, linear
+
+Weight = Tensor | QuantizedWeight | AtomWeight
+"""A dense weight (kernels/cpu/dense.py), one of few bits, or one that meets rounded activations."""
+
+
+class Linear(nn.Module):
+    """y = x W^T + b with a dense or a quantised W [N, K]."""
+
+    def __init__(self, weight: Weight, bias: Tensor | None) -> None:
+        super().__init__()
+        self.weight, self.bias = weight, bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return y [..., N] in x's dtype."""
+        if isinstance(self.weight, Tensor):
+            return dense_linear(x, self.weight, self.bias)
+        if isinstance(self.weight, AtomWeight):
+            return atom_linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias)

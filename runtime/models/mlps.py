@@ -1,0 +1,98 @@
+"""MLPs: with or without a gate.
+
+    MLP        down(act(up(x)))                    act: ReLU (OPT), the tanh form of GELU (BLOOM)
+    GatedMLP   down(act(gate(x), up(x)))           gate and up are one matrix [2 F, h]
+               silu:         silu(g) * u           Llama and most since
+               gelu_tanh:    gelu(g) * u           Gemma
+               clamped_silu: g sigmoid(s g) (u + 1), g and u clamped   gpt-oss
+
+Legend: B rows, Q new tokens, h hidden, F ffn.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from llmpq.runtime.models.linear import Linear
+
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "relu": Tensor.relu_,
+    "gelu": functools.partial(functional.gelu, approximate="tanh"),
+}
+"""What an MLP without a gate applies, in place where that can be."""
+
+
+def require_activation(name: str, known: Collection[str], where: str) -> None:
+    """Refuse an activation that nobody here computes: another one in its place would be wrong."""
+    if name not in known:
+        raise ValueError(
+            f"activation '{name}' is not supported in {where}; expected {' or '.join(known)}"
+        )
+
+
+class MLP(nn.Module):
+    """down(act(up(x))): ReLU (OPT) or the tanh form of GELU (BLOOM)."""
+
+    def __init__(self, up: Linear, down: Linear, activation: str) -> None:
+        super().__init__()
+        self.up, self.down, self.activation = up, down, activation
+        require_activation(activation, ACTIVATIONS, "an MLP")
+
+    def forward(self, x_BQh: Tensor) -> Tensor:
+        """Return [B, Q, h]."""
+        return self.down(ACTIVATIONS[self.activation](self.up(x_BQh)))
+
+
+@dataclass(frozen=True)
+class Gate:
+    """What a gated MLP makes of gate and up."""
+
+    activation: str = "silu"
+    limit: float = 0.0
+    """clamped_silu: gate and up are at most this, up at least its negative."""
+    slope: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Refuse an activation that nobody here computes."""
+        require_activation(self.activation, GATED, "a gated MLP")
+
+    def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
+        """Return a new tensor; gate and up, strided halves of one, stay as they were."""
+        if self.activation == "silu":
+            return functional.silu(gate).mul_(up)
+        if self.activation == "gelu_tanh":
+            return functional.gelu(gate, approximate="tanh").mul_(up)
+        gate = gate.clamp(max=self.limit)
+        glu = torch.sigmoid(gate * self.slope).mul_(gate)
+        return up.clamp(min=-self.limit, max=self.limit).add_(1).mul_(glu)
+
+
+GATED = ("silu", "gelu_tanh", "clamped_silu")
+
+
+class GatedMLP(nn.Module):
+    """down(act(gate(x), up(x))) with gate and up fused into one matrix [2 F, h]."""
+
+    def __init__(self, gate_up: Linear, down: Linear, gate: Gate | str = "silu") -> None:
+        super().__init__()
+        self.gate_up, self.down = gate_up, down
+        self.gate = Gate(gate) if isinstance(gate, str) else gate
+
+    @property
+    def activation(self) -> str:
+        """Name of the gate's activation."""
+        return self.gate.activation
+
+    def forward(self, x_BQh: Tensor) -> Tensor:
+        """Return [B, Q, h]."""
+        gate, up = self.gate_up(x_BQh).chunk(2, dim=-1)
+        # Out of place: the halves are strided views, and `down` wants rows without gaps.
+        hidden = self.gate(gate, up)
+        del gate, up
+        return self.down(hidden)

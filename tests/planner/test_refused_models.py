@@ -1,0 +1,215 @@
+"""What is not run is refused by the feature that lacks, or named: nothing is passed over."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from llmpq.capabilities import FEATURES, WAYS, lacking_sentence, lacks, require, ways_of
+from llmpq.families import BY_MODEL_TYPE, FAMILIES
+from llmpq.families.not_run import FEATURE_OF
+from llmpq.model_spec import ModelSpec, builtin_configs
+from llmpq.planner.__main__ import main as planner
+from llmpq.precision import KVPrecision, Precision
+
+pytestmark = pytest.mark.pure
+
+
+def spec_of(model: str, **change: Any) -> ModelSpec:
+    return ModelSpec.from_config({**builtin_configs()[model], **change}, name="changed")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "feature"),
+    [
+        ("qwen3_next", "recurrent state beside the KV cache"),
+        ("falcon_mamba", "recurrent state beside the KV cache"),
+        ("gpt_neox", "a parallel residual"),
+        ("llama4", "attention in chunks"),
+        ("smollm3", "layers without positions"),
+        ("t5", "decoder-only"),
+        ("qwen4", "a record of this family"),
+    ],
+)
+def test_a_family_is_refused_by_what_llmpq_lacks(model_type: str, feature: str) -> None:
+    with pytest.raises(ValueError, match=f"model_type '{model_type}' .*{feature}") as refused:
+        spec_of("llama-3-8b", model_type=model_type)
+    assert "did you mean" not in str(refused.value) and "qwen3_moe" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("keys", "feature"),
+    [
+        ({"mamba_d_state": 16}, "recurrent state"),
+        ({"n_routed_experts": 64}, "this family's mixture of experts"),
+        ({"use_parallel_residual": True}, "parallel residual"),
+        ({"vision_config": {"depth": 2}}, "text model beside a vision tower"),
+    ],
+)
+def test_a_family_nobody_has_listed_is_judged_by_its_keys(keys: dict, feature: str) -> None:  # type: ignore[type-arg]
+    with pytest.raises(ValueError, match=feature):
+        spec_of("llama-3-8b", model_type="brand_new", **keys)
+
+
+def test_no_family_is_both_run_and_refused() -> None:
+    assert not set(FEATURE_OF) & set(BY_MODEL_TYPE)
+
+
+@pytest.mark.parametrize("model", ["llama-3-8b", "opt-125m", "gpt-oss-20b", "deepseek-v3"])
+def test_a_key_that_nobody_reads_is_refused_unless_it_is_off(model: str) -> None:
+    with pytest.raises(ValueError, match="'attention_temperature'=2.0 is not known to llmpq's"):
+        spec_of(model, attention_temperature=2.0)
+    for off in (None, False, 0, "", [], {}):
+        assert spec_of(model, attention_temperature=off) == spec_of(model)
+    assert spec_of(model, initializer_range=0.5, transformers_version="9") == spec_of(model)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rope_theta": 3.0}, "'rope_theta'=3 is absurd, expected 100 to 1e[+]11"),
+        ({"rope_theta": 1e30}, "'rope_theta'=1e[+]30 is absurd"),
+        ({"rms_norm_eps": 0.5}, "'rms_norm_eps'=0.5 is absurd, expected 1e-12 to 0.01"),
+        ({"rms_norm_eps": 1e-30}, "is absurd"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0.5}}, "'factor'=0.5 is absurd"),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": 4, "bend": 2}},
+            "'bend'=2 is not known",
+        ),
+        ({"partial_rotary_factor": 1.5}, "must be at most 1"),
+        ({"partial_rotary_factor": 0.01}, "turns 1 channels of a head of 128"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4}},
+            "'original_max_position_embeddings'",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "longrope", "original_max_position_embeddings": 4096}},
+            "'short_factor' must be 64 positive numbers",
+        ),
+    ],
+)
+def test_absurd_constants_are_refused(change: dict, message: str) -> None:  # type: ignore[type-arg]
+    with pytest.raises(ValueError, match=message):
+        spec_of("llama-3-8b", **change)
+
+
+@pytest.mark.parametrize(
+    ("model", "change", "message"),
+    [
+        ("gemma-3-12b", {"layer_types": ["full_attention"]}, "kind of each of 48 layers"),
+        ("gemma-3-12b", {"hidden_activation": "relu"}, "hidden_activation='relu' is not supported"),
+        ("gemma-2-9b", {"use_bidirectional_attention": True}, "is not supported"),
+        ("deepseek-v3", {"topk_method": "random"}, "topk_method='random' is not supported"),
+        ("deepseek-v3", {"n_group": 7}, "256 experts in n_group=7 groups"),
+        ("deepseek-v3", {"topk_group": 9}, "of which topk_group=9 are kept"),
+        ("deepseek-v3", {"first_k_dense_replace": 99}, "'first_k_dense_replace' must be"),
+        ("deepseek-v2-lite", {"norm_topk_prob": True}, "norm_topk_prob=True is not supported"),
+        ("deepseek-v3", {"attention_bias": True}, "attention_bias=True is not supported"),
+        (
+            "qwen3-30b-a3b",
+            {"num_experts_per_tok": 999},
+            "num_experts_per_tok=999 of num_experts=128",
+        ),
+        ("qwen3-30b-a3b", {"mlp_only_layers": [99]}, "numbers of layers below 48"),
+        ("phi-4", {"lm_head_bias": True}, "lm_head_bias=True is not supported"),
+    ],
+)
+def test_what_a_family_does_not_run_with_is_refused(model: str, change: dict, message: str) -> None:  # type: ignore[type-arg]
+    with pytest.raises(ValueError, match=message):
+        spec_of(model, **change)
+
+
+def test_what_is_left_out_is_named() -> None:
+    air = ModelSpec.by_name("glm-4.5-air")
+    assert air.left_out == ("1 layers that predict further tokens (MTP)",) and air.further_layers
+    text = dict(builtin_configs()["gemma-3-12b"])
+    whole = {"model_type": "gemma3", "text_config": text, "vision_config": {"depth": 2}}
+    spec = ModelSpec.from_config(whole, name="gemma")
+    assert spec.left_out == ("the vision tower: text only",)
+    assert spec.fingerprint() == ModelSpec.by_name("gemma-3-12b").fingerprint()
+
+
+def test_the_planner_says_what_is_left_out_and_what_no_gpu_runs(capsys: Any) -> None:
+    words = "--model glm-4.5-air --devices 4090:8,H100:2 --batch 2 --prompt-len 64 --gen-len 8"
+    assert planner([*words.split(), "--method", "uniform"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "left out: 1 layers that predict further tokens (MTP)" in said
+    assert "has heads turned in part" in said and "export the plan to another engine" in said
+
+
+def test_windows_beyond_every_request_change_nothing() -> None:
+    spec = ModelSpec.by_name("mistral-7b")
+    windowed = spec_of("mistral-7b", sliding_window=4096)
+    gpu = ways_of(gpu=True, kv=KVPrecision.KV4, drafts=True)
+    assert lacking_sentence(windowed, gpu, max_len=4096) is None
+    assert lacking_sentence(spec, gpu, max_len=32768) is None
+    with pytest.raises(ValueError, match="a window over the last tokens, .* with a GPU yet; plan"):
+        require(windowed, gpu, max_len=4097)
+    with pytest.raises(ValueError, match="a KV cache of 8, 4 or 2 bits yet; plan with --kv 16"):
+        require(windowed, gpu[1:], max_len=4097)
+    cpu = ways_of(gpu=False, kv=KVPrecision.KV16, drafts=True, precisions=[Precision.W4A16])
+    require(windowed, cpu, max_len=32768)
+
+
+@pytest.mark.parametrize(
+    ("model", "way"),
+    [
+        ("gpt-oss-20b", "packed_kv"),
+        ("deepseek-v3", "rounded"),
+        ("gemma-2-9b", "gpu"),
+    ],
+)
+def test_every_way_is_refused_by_feature(model: str, way: Any) -> None:
+    spec = ModelSpec.by_name(model)
+    missing = lacks(spec, way)
+    assert missing and set(missing) <= {feature.name for feature in FEATURES}
+    with pytest.raises(ValueError, match=missing[0].replace("(", r"\(").replace(")", r"\)")):
+        require(spec, [way], max_len=spec.max_positions)
+
+
+def test_the_families_of_before_run_every_way() -> None:
+    for name in builtin_configs():
+        spec = ModelSpec.by_name(name)
+        if spec.family in ("opt", "bloom", "llama", "qwen2", "qwen3", "mixtral"):
+            assert not any(lacks(spec, way) for way in WAYS), name
+
+
+def test_the_table_is_printed(capsys: Any) -> None:
+    assert planner(["models"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for family in FAMILIES.values():
+        (row,) = [line for line in lines if line.startswith(f"{family.name} ")]
+        assert family.model_types[0] in row
+    assert any(line.startswith("gpt_oss: a GPU lacks") and "sinks" in line for line in lines)
+    assert planner(["models", "--json"]) == 0
+    assert '"gpt-oss-20b"' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", sorted(builtin_configs()))
+def test_a_spec_survives_a_round_trip(name: str) -> None:
+    import json
+
+    spec = ModelSpec.by_name(name)
+    data = json.loads(json.dumps(dataclasses.asdict(spec)))
+    assert ModelSpec.from_fields(data) == spec
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("qwen3-30b-a3b", 30.5),
+        ("qwen3-235b-a22b", 235.1),
+        ("gpt-oss-20b", 20.9),
+        ("gpt-oss-120b", 116.8),
+        ("deepseek-v2-lite", 15.7),
+        ("deepseek-v3", 671.0),
+        ("glm-4.5-air", 106.9),
+        ("phi-4", 14.7),
+        ("gemma-3-27b", 27.0),
+    ],
+)
+def test_built_in_models_have_the_parameters_their_cards_state(name: str, billions: float) -> None:
+    """GLM-4.5-Air's card says 106B, Gemma's counts the vision tower besides."""
+    assert ModelSpec.by_name(name).num_params / 1e9 == pytest.approx(billions, abs=0.06)

@@ -1,0 +1,398 @@
+"""Families of the last years against Transformers: token for token, every option switched on.
+
+Tiny random configs, fp32; prompts of unequal length, some beyond the window and beyond the length
+that a scaled rope was trained for; one, two and three stages.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from llmpq.model_spec import ModelSpec
+from llmpq.precision import KVPrecision, Precision
+from llmpq.runtime.cache.kv_by_precision import make_kv_cache
+from llmpq.runtime.cache.paged_by_precision import PoolSize
+from llmpq.runtime.engine.paged_scheduler import PagedScheduler
+from llmpq.runtime.engine.plain_loop import LocalPipeline, pad
+from llmpq.runtime.engine.pool_limits import PoolLimits
+from llmpq.runtime.launch.engine import Engine
+from llmpq.runtime.launch.launcher import Launch
+from llmpq.runtime.launch.stage_settings import StageSettings
+from llmpq.runtime.models.part_shapes import embedding_shapes, head_shapes, layer_shapes
+from llmpq.runtime.request import Request
+from llmpq.runtime.step import Step
+from llmpq.runtime.tools.open_stages import OpenStages
+from llmpq.runtime.weights.sources import CheckpointSource, RandomSource
+
+pytestmark = pytest.mark.cpu
+VOCAB, WINDOW, TRAINED, NEW = 199, 6, 32, 12
+BASE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": TRAINED,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+}
+ALTERNATING = ["sliding_attention", "full_attention"] * 2
+MIXTURE = {
+    "moe_intermediate_size": 40,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.7,
+}
+LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.5,
+    "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [2.0, 3.0, 4.0, 5.0],
+    "original_max_position_embeddings": TRAINED,
+}
+GEMMA = {"head_dim": 32, "sliding_window": WINDOW, "query_pre_attn_scalar": 24}
+BY_LAYER = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mistral": ("Mistral", {"sliding_window": WINDOW, "head_dim": 32}),
+    "llama with biases, linear rope": (
+        "Llama",
+        {
+            "attention_bias": True,
+            "mlp_bias": True,
+            "rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 5000.0},
+        },
+    ),
+    "llama with dynamic rope": (
+        "Llama",
+        {
+            "max_position_embeddings": 10,
+            "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
+        },
+    ),
+    "llama with yarn": ("Llama", {"rope_parameters": YARN}),
+    "qwen2 with late windows": (
+        "Qwen2",
+        {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2},
+    ),
+    "gemma2": ("Gemma2", {**GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}),
+    "gemma3": ("Gemma3Text", {**GEMMA, "layer_types": ALTERNATING, "rope_parameters": BY_LAYER}),
+    "phi3": (
+        "Phi3",
+        {
+            "original_max_position_embeddings": TRAINED,
+            "sliding_window": 9,
+            "pad_token_id": 0,
+            "rope_parameters": LONGROPE,
+        },
+    ),
+    "glm4": ("Glm4", {"head_dim": 32, "attention_bias": True, "pad_token_id": 0}),
+    "glm": ("Glm", {"head_dim": 32, "attention_bias": True, "pad_token_id": 0}),
+    "granite": (
+        "Granite",
+        {
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.5,
+            "logits_scaling": 4.0,
+        },
+    ),
+    "olmo2": ("Olmo2", {}),
+    "olmo3": ("Olmo3", {"sliding_window": WINDOW, "layer_types": ALTERNATING}),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {
+            "head_dim": 32,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "gpt_oss": (
+        "GptOss",
+        {
+            "head_dim": 32,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "sliding_window": WINDOW,
+            "rope_parameters": {**YARN, "truncate": False},
+        },
+    ),
+    "glm4_moe": (
+        "Glm4Moe",
+        {
+            **MIXTURE,
+            "head_dim": 32,
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 0.5,
+            },
+        },
+    ),
+    "deepseek_v2": (
+        "DeepseekV2",
+        {
+            **MIXTURE,
+            **LATENT,
+            "topk_method": "group_limited_greedy",
+            "n_shared_experts": 2,
+            "q_lora_rank": None,
+            "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.9},
+        },
+    ),
+    "deepseek_v3": (
+        "DeepseekV3",
+        {
+            **MIXTURE,
+            **LATENT,
+            "n_shared_experts": 1,
+            "q_lora_rank": 20,
+            "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.8},
+        },
+    ),
+}
+BY_RULE = ("gemma2", "gemma3", "gpt_oss", "deepseek_v3")
+"""Kinds whose attention is not Llama's."""
+
+
+class Models:
+    """Makes each model once: a directory, and the tokens that Transformers generates."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._made = folder, {}
+
+    def reference(self, kind: str) -> Any:
+        import transformers
+
+        if kind not in self._made:
+            torch.manual_seed(len(kind))
+            name, options = KINDS[kind]
+            config = getattr(transformers, f"{name}Config")(**{**BASE, **options})
+            with torch.inference_mode(False), torch.no_grad():
+                model = transformers.AutoModelForCausalLM.from_config(
+                    config, attn_implementation="eager"
+                ).eval()
+                buffers = [(n, b) for n, b in model.named_buffers() if "correction" in n]
+                for name, tensor in [*model.named_parameters(), *buffers]:
+                    noise = torch.randn_like(tensor)
+                    zeroed = tensor.ndim > 1 or "sinks" in name or "bias" in name
+                    scale = 1.0 if "sinks" in name else 0.1
+                    tensor.copy_(noise * scale if zeroed else tensor + noise * 0.1)
+            model.save_pretrained(self._folder / kind)
+            self._made[kind] = model
+        return self._made[kind]
+
+    def directory(self, kind: str) -> Path:
+        self.reference(kind)
+        return self._folder / kind
+
+    def greedy(self, kind: str, prompts: list[list[int]]) -> list[list[int]]:
+        def one(prompt: list[int]) -> list[int]:
+            tokens = self.reference(kind).generate(
+                torch.tensor([prompt]),
+                max_new_tokens=NEW,
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=0,
+            )
+            return tokens[0, len(prompt) :].tolist()
+
+        return [one(prompt) for prompt in prompts]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    torch.set_num_threads(1)
+    return Models(tmp_path_factory.mktemp("kinds"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_tokens_equal_transformers_whatever_the_split(
+    models: Models, random_prompts: Callable[..., list[list[int]]], kind: str
+) -> None:
+    long = KINDS[kind][1].get("rope_parameters") is LONGROPE
+    batches = [random_prompts(5, 17, 1, 9)]
+    # Longrope changes its factors at a length; a run has requests on one side only.
+    batches += [random_prompts(40, 35, seed=1)] if long else []
+    for prompts in batches:
+        expected = models.greedy(kind, prompts)
+        assert len({tuple(row) for row in expected}) == len(prompts), "a constant oracle"
+        for splits in ((), (1,), (1, 3)):
+            pipeline = LocalPipeline.from_directory(models.directory(kind), splits=splits)
+            assert pipeline.generate(prompts, max_new=NEW) == expected
+
+
+@pytest.mark.parametrize("kind", BY_RULE)
+@pytest.mark.parametrize("speculate", [None, "ngram"])
+def test_an_engine_gives_the_same_tokens(
+    models: Models, make_plan: Any, random_prompts: Any, kind: str, speculate: Any
+) -> None:
+    prompts = random_prompts(5, 24, 1, 9)
+    plan = make_plan(models.directory(kind), (2,), batch=4, prompt_len=24, gen_len=NEW)
+    settings = StageSettings(
+        model_dir=str(models.directory(kind)), speculate=speculate, gamma=3 if speculate else None
+    )
+    with Engine.start(plan, settings, launch=Launch(backend="threads")) as engine:
+        engine.submit([
+            Request(id=i, prompt=tuple(prompt), max_new=NEW) for i, prompt in enumerate(prompts)
+        ])  # fmt: skip
+        found = {d.id: d.tokens for update in engine.updates() for d in update.finished}
+    assert [found[i] for i in range(len(prompts))] == models.greedy(kind, prompts)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "dynamic" not in kind])
+def test_chunks_of_a_pool_give_the_same_tokens(
+    models: Models, make_plan: Any, random_prompts: Any, kind: str
+) -> None:
+    """The paged engine: prompts in chunks of 8 tokens beside decoding rows, two stages."""
+    prompts = random_prompts(5, 19, 1, 9)
+    directory = models.directory(kind)
+    spec = ModelSpec.from_directory(directory)
+    pool = PoolSize(num_blocks=8, slots=4, max_len=TRAINED)
+    plan = make_plan(directory, (2,), batch=4)
+    limits = PoolLimits(
+        num_blocks=8,
+        kv=KVPrecision.KV16,
+        max_rows=4,
+        max_len=TRAINED,
+        step_tokens=8,
+        decode_rows=3,
+        num_stages=2,
+        prefix_cache=True,
+    )
+    stages = OpenStages(plan, spec, CheckpointSource(directory, spec), pool=pool)
+    requests = [
+        Request(id=i, prompt=tuple(prompt), max_new=NEW) for i, prompt in enumerate(prompts)
+    ]
+    found = {done.id: done.tokens for done in stages.run(PagedScheduler(limits), requests).finished}
+    assert [found[i] for i in range(len(prompts))] == models.greedy(kind, prompts)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parts_have_the_bytes_the_planner_counts(models: Models, kind: str) -> None:
+    spec = ModelSpec.from_directory(models.directory(kind))
+    total = sum(p.numel() for p in models.reference(kind).parameters())
+    total += sum(b.numel() for n, b in models.reference(kind).named_buffers() if "correction" in n)
+    assert spec.num_params == total
+    for index in range(spec.num_layers):
+        one = spec.of_layer(index)
+        shapes = layer_shapes(one).values()
+        assert sum(torch.Size(shape).numel() for shape in shapes) == one.layer_params
+    for shapes, params in (
+        (embedding_shapes(spec), spec.embedding_params),
+        (head_shapes(spec), spec.head_params),
+    ):
+        assert sum(torch.Size(shape).numel() for shape in shapes.values()) == params
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_quantised_and_random_weights_run_whatever_the_split(
+    models: Models, random_prompts: Any, kind: str
+) -> None:
+    spec = ModelSpec.from_directory(models.directory(kind))
+    precisions = [Precision.W8A16, Precision.W16A16, Precision.W4A16, Precision.W3A16]
+    prompts = random_prompts(4, 7)
+    found = [
+        LocalPipeline.build(spec, RandomSource(spec), precisions=precisions, splits=splits)
+        for splits in ((), (2,))
+    ]
+    whole, halves = (pipeline.generate(prompts, max_new=4) for pipeline in found)
+    assert whole == halves
+
+
+def logits(directory: Path, prompt: list[int], kv: KVPrecision) -> torch.Tensor:
+    """Return the logits of the last tokens, attended to through a cache of these bits."""
+    pipeline = LocalPipeline.from_directory(directory)
+    cache = make_kv_cache(
+        pipeline.spec, kv, num_layers=4, slots=1, max_len=len(prompt), dtype=torch.float32
+    )
+    first = len(prompt) - 1
+    pipeline.hidden(pad([prompt[:first]]), Step.of([0], [0], [first]), [cache])
+    return pipeline.logits(pad([prompt[first:]]), Step.of([0], [first], [1]), [cache])
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v2", "deepseek_v3"])
+def test_latents_in_few_bits_are_near_those_in_sixteen(
+    models: Models, random_prompts: Any, kind: str
+) -> None:
+    (prompt,) = random_prompts(300)
+    directory = models.directory(kind)
+    exact = logits(directory, prompt, KVPrecision.KV16)
+    errors = [
+        float((logits(directory, prompt, kv) - exact).norm() / exact.norm())
+        for kv in (KVPrecision.KV8, KVPrecision.KV4, KVPrecision.KV2)
+    ]
+    assert 0 < errors[0] < 0.02 and errors[0] < min(errors[1:])
+
+
+def test_rope_of_a_run_is_decided_once(models: Models, random_prompts: Any) -> None:
+    """Short prompts of a run with long ones turn by the long factors, and none may cross."""
+    directory = models.directory("phi3")
+    prompts = random_prompts(TRAINED - 4, 3)
+    with pytest.raises(ValueError, match=f"grows beyond {TRAINED} tokens"):
+        LocalPipeline.from_directory(directory).generate(prompts, max_new=NEW)
+    by_run = [
+        LocalPipeline.from_directory(directory, max_len=length).generate(prompts[1:], max_new=8)
+        for length in (TRAINED, TRAINED + 1)
+    ]
+    assert by_run[0] != by_run[1]
+    assert by_run[0] == LocalPipeline.from_directory(directory).generate(prompts[1:], max_new=8)
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        ("gemma2", {"attn_logit_softcapping": 40.0}),
+        ("gemma2", {"query_pre_attn_scalar": 8}),
+        ("gpt_oss", {"swiglu_limit": 0.05}),
+        ("gpt_oss", {"sliding_window": 2}),
+        ("granite", {"residual_multiplier": 0.9}),
+        ("deepseek_v3", {"topk_group": 1}),
+        ("deepseek_v3", {"routed_scaling_factor": 0.1}),
+        ("glm4", {"partial_rotary_factor": 0.25}),
+        ("llama with yarn", {"rope_scaling": {**YARN, "factor": 2.0}}),
+    ],
+)
+def test_every_option_changes_the_logits(
+    models: Models, random_prompts: Any, tmp_path: Path, kind: str, change: dict[str, Any]
+) -> None:
+    """So that the comparison above would see it."""
+    (prompt,) = random_prompts(20)
+    directory = models.directory(kind)
+    config = json.loads((directory / "config.json").read_text())
+    for path in directory.glob("*.safetensors"):
+        (tmp_path / path.name).symlink_to(path)
+    (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
+    found = [logits(path, prompt, KVPrecision.KV16) for path in (directory, tmp_path)]
+    assert float((found[0] - found[1]).norm() / found[0].norm()) > 1e-3
