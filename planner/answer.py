@@ -20,6 +20,9 @@ from llmpq.planner.predict.advice import explain_infeasible, too_big
 from llmpq.planner.problem import Problem
 from llmpq.precision import KVPrecision
 
+AGAIN_SHARE = 0.1
+"""Share of the time that must be left for a KV precision to be looked at once more."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Wish:
@@ -67,43 +70,72 @@ def read_wish(request: PlanRequest) -> Wish:
 def answer(problem: Problem, wish: Wish, path: str | None) -> Answer:
     """Return the best plan over the KV precisions allowed; explain it when nothing fits.
 
-    The time is shared out among the precisions, and the bound is the least of all of them.
+    The time is shared out among the precisions, and the bound is the least of all of them. What
+    some leave of their time is for the one whose bound is the least.
     """
-    best: tuple[Problem, Outcome] | None = None
-    bounds: list[float] = []
-    unfinished: Unfinished | None = None
-    refusal = ""
-    deadline = time.perf_counter() + wish.time_limit_s
-    for number, kv in enumerate(wish.kvs):
-        priced = problem.with_changes(workload=problem.workload.model_copy(update={"kv": kv}))
-        if too_big(priced):
-            continue
-        left = max(0.0, deadline - time.perf_counter())
-        share = wish.time_limit_s if math.isinf(left) else left / (len(wish.kvs) - number)
-        ceiling = math.inf if best is None else best[1].value
-        try:
-            outcome = _solve(priced, replace(wish, time_limit_s=share), ceiling)
-        except Unfinished as error:
-            unfinished = error
-            bounds.append(error.bound)
-            continue
-        except Infeasible as error:
-            refusal = str(error)
-            continue
-        bounds.append(-math.inf if outcome.bound is None else outcome.bound)
-        if best is None or outcome.value < best[1].value:
-            best = priced, outcome
-    if best is None and unfinished is not None:
-        raise unfinished
+    works = [problem.workload.model_copy(update={"kv": kv}) for kv in wish.kvs]
+    of_kvs = [problem.with_changes(workload=work) for work in works]
+    tries = _Tries(wish, [priced for priced in of_kvs if not too_big(priced)])
+    best = tries.solved()
+    if best is None and tries.unfinished is not None:
+        raise tries.unfinished
     if best is None:
         if wish.method not in ("exact", "ilp") or wish.budget is not None:
-            _raise_unless_smaller(problem, refusal)
+            _raise_unless_smaller(problem, tries.refusal)
         raise DoesNotFitError(explain_infeasible(problem)) from None
     priced, outcome = best
-    outcome = _over_all(outcome, min(bounds))
+    outcome = _over_all(outcome, min(tries.bounds.values()))
     # Under a budget the value is time alone.
     valued = priced if wish.budget is None else priced.with_changes(theta=0.0)
     return Answer(problem=priced, outcome=outcome, plan=checked_plan(valued, outcome, path))
+
+
+class _Tries:
+    """Solves a problem at several KV precisions, within one limit."""
+
+    def __init__(self, wish: Wish, problems: list[Problem]) -> None:
+        self.wish, self.problems = wish, problems
+        self.best: tuple[Problem, Outcome] | None = None
+        self.bounds: dict[int, float] = {}
+        self.unfinished: Unfinished | None = None
+        self.refusal = ""
+
+    def solved(self) -> tuple[Problem, Outcome] | None:
+        """Return the best problem and outcome."""
+        limit = self.wish.time_limit_s
+        deadline = time.perf_counter() + limit
+        for number in range(len(self.problems)):
+            left = max(0.0, deadline - time.perf_counter())
+            waiting = len(self.problems) - number
+            self._solve(number, limit if math.isinf(left) else left / waiting)
+        again = sorted(self.bounds, key=lambda number: self.bounds[number])
+        for number in again if len(self.problems) > 1 and self.wish.method == "exact" else ():
+            left = deadline - time.perf_counter()
+            if left > AGAIN_SHARE * limit and self._may_be_better(number):
+                self._solve(number, left)
+        return self.best
+
+    def _may_be_better(self, number: int) -> bool:
+        value = math.inf if self.best is None else self.best[1].value
+        return self.bounds[number] < value - self.wish.gap * abs(value)
+
+    def _solve(self, number: int, limit_s: float) -> None:
+        """Solve at one precision; keep the plan if it is the best, and what is proven."""
+        priced, known = self.problems[number], self.bounds.get(number, -math.inf)
+        best = None if self.best is None else self.best[1]
+        try:
+            outcome = _solve(priced, replace(self.wish, time_limit_s=limit_s), best)
+        except Unfinished as error:
+            self.unfinished = error
+            self.bounds[number] = max(known, error.bound)
+            return
+        except Infeasible as error:
+            self.refusal = str(error)
+            return
+        bound = -math.inf if outcome.bound is None else outcome.bound
+        self.bounds[number] = max(known, bound)
+        if self.best is None or outcome.value < self.best[1].value:
+            self.best = priced, outcome
 
 
 def _over_all(outcome: Outcome, bound: float) -> Outcome:
@@ -123,8 +155,11 @@ def _raise_unless_smaller(problem: Problem, refusal: str) -> None:
         raise DoesNotFitError(refusal)
 
 
-def _solve(problem: Problem, wish: Wish, ceiling: float) -> Outcome:
-    """Solve in a child process: a crash there is an error here."""
+def _solve(problem: Problem, wish: Wish, best: Outcome | None) -> Outcome:
+    """Solve in a child process: a crash there is an error here.
+
+    `best` is what another KV precision has led to.
+    """
     from llmpq.planner.isolated import solve_isolated
 
     how = How(
@@ -133,7 +168,8 @@ def _solve(problem: Problem, wish: Wish, ceiling: float) -> Outcome:
         gap=wish.gap,
         backend=wish.backend,
         budget=wish.budget,
-        ceiling=ceiling,
+        ceiling=math.inf if best is None else best.value,
+        known=None if best is None else best.assignment,
     )
     return solve_isolated(problem, how)
 

@@ -58,6 +58,9 @@ def offload_isolated(problem: Problem) -> OffloadEstimate:
 def run_job(problem: Problem, job: Task, options: dict[str, Any]) -> Solved:
     """Do a job in this process: what the child does."""
     if job == "plan":
+        known = options.get("known")
+        if isinstance(known, dict):
+            options = {**options, "known": _assignment(known)}
         return solve_as(problem, How(**options))
     if job == "front":
         return pareto_front(problem, **options)
@@ -156,6 +159,9 @@ def _fields(text: bytes, signal_number: int, what: str) -> dict[str, Any]:
 
 
 def _outcome(answer: dict[str, Any]) -> Outcome:
-    a = answer["assignment"]
+    return Outcome(**{**answer, "assignment": _assignment(answer["assignment"])})
+
+
+def _assignment(a: dict[str, Any]) -> Assignment:
     stages = tuple(Stage(**{**s, "choices": tuple(s["choices"])}) for s in a["stages"])
-    return Outcome(**{**answer, "assignment": Assignment(**{**a, "stages": stages})})
+    return Assignment(**{**a, "stages": stages})

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from llmpq.planner.ilp.backends import Backend
-from llmpq.planner.outcome import Outcome
+from llmpq.planner.outcome import Assignment, Outcome
 from llmpq.planner.problem import Problem
 
 PLANNERS = ("exact", "ilp", "heuristic", "adabits", "pipeedge", "uniform")
@@ -26,6 +26,8 @@ class How:
     budget: float | None = None
     ceiling: float = math.inf
     """A value that another search has reached: plans that are not below it need not be found."""
+    known: Assignment | None = None
+    """A plan to start from, which need not fit."""
 
 
 def solve_as(p: Problem, how: How) -> Outcome:
@@ -34,7 +36,7 @@ def solve_as(p: Problem, how: How) -> Outcome:
     if how.budget is None and how.method == "exact":
         from llmpq.planner.exact.search import solve_exact
 
-        return solve_exact(p, time_limit_s=limit, gap=gap, ceiling=how.ceiling)
+        return solve_exact(p, time_limit_s=limit, gap=gap, ceiling=how.ceiling, known=how.known)
     if how.budget is None:
         return solve(p, how.method, backend=how.backend, time_limit_s=limit, gap=gap)
     if how.method == "ilp":
@@ -43,7 +45,9 @@ def solve_as(p: Problem, how: How) -> Outcome:
         return solve_ilp(p, backend=how.backend, budget=how.budget, time_limit_s=limit, gap=gap)
     from llmpq.planner.front.quality import solve_budget
 
-    return solve_budget(p, how.budget, time_limit_s=limit, gap=gap, ceiling=how.ceiling)
+    return solve_budget(
+        p, how.budget, time_limit_s=limit, gap=gap, ceiling=how.ceiling, known=how.known
+    )
 
 
 def solve(

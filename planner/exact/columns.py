@@ -16,7 +16,6 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import linear_sum_assignment
 
 from llmpq.planner.costs.stage_memory import sort_of
 from llmpq.planner.problem import Floats, Problem
@@ -113,15 +112,53 @@ def assigned(omega: Floats, counts: NDArray[np.int64]) -> tuple[int, ...]:
     used = np.flatnonzero(counts)
     if len(used) == 1:
         return (int(used[0]),) * int(counts.sum())
-    seats = np.repeat(np.arange(len(counts)), counts)
-    cost = omega[:, seats]
+    cost = omega[:, used]
     finite = np.isfinite(cost)
     # One forbidden pair costs more than all allowed ones together.
-    barred = 1.0 + len(seats) * (float(np.abs(cost[finite]).max()) if finite.any() else 0.0)
-    rows, columns = linear_sum_assignment(np.where(finite, cost, barred))
-    chosen = np.empty(len(seats), dtype=np.int64)
-    chosen[rows] = seats[columns]
-    return tuple(int(b) for b in chosen)
+    barred = 1.0 + len(cost) * (float(np.abs(cost[finite]).max()) if finite.any() else 0.0)
+    cost = np.where(finite, cost, barred)
+    if len(used) == 2:
+        chosen = np.ones(len(cost), dtype=np.int64)
+        order = np.argsort(cost[:, 0] - cost[:, 1], kind="stable")
+        chosen[order[: counts[used[0]]]] = 0
+    else:
+        chosen = _least_flow(cost, counts[used])
+    return tuple(int(b) for b in used[chosen])
+
+
+def _least_flow(cost: Floats, counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """[m] columns of least total cost [m, K], `counts` [K] rows having each.
+
+    Row by row, each by the cheapest path of moves to a column that has room (successive shortest
+    paths; Ahuja, Magnanti and Orlin, Network Flows, 1993, sec. 9.7).
+    """
+    kinds, left = len(counts), counts.copy()
+    rounding = 1e-12 * float(np.abs(cost).max())
+    chosen = np.full(len(cost), -1)
+    for row in range(len(cost)):
+        # What it costs to move some row of column j to column k, and which one.
+        move, which = np.full((kinds, kinds), np.inf), np.zeros((kinds, kinds), dtype=np.int64)
+        for j in range(kinds):
+            own = np.flatnonzero(chosen == j)
+            if len(own):
+                change = cost[own] - cost[own, j, None]
+                best = change.argmin(axis=0)
+                move[j], which[j] = change[best, np.arange(kinds)], own[best]
+        way, before = cost[row].copy(), np.full(kinds, -1)
+        for _ in range(kinds - 1):
+            through = way[:, None] + move
+            source = through.argmin(axis=0)
+            shorter = through[source, np.arange(kinds)] < way - rounding
+            way = np.where(shorter, through[source, np.arange(kinds)], way)
+            before = np.where(shorter, source, before)
+        end = int(np.argmin(np.where(left > 0, way, np.inf)))
+        left[end] -= 1
+        while before[end] >= 0:
+            source_column = int(before[end])
+            chosen[which[source_column, end]] = end
+            end = source_column
+        chosen[row] = end
+    return chosen
 
 
 def _next_vectors(counts: NDArray[np.int64], base: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -23,6 +23,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from llmpq.planner.exact.cases import most_priced
 from llmpq.planner.exact.columns import Columns
 from llmpq.planner.exact.form import EVERYWHERE, Box, Form
 from llmpq.planner.exact.islands import Islands
@@ -126,7 +127,7 @@ class Completion:
         counts, chosen, step = self.space.unused(0), rents, 1.0
         for _ in range(RENT_STEPS):
             table, enter = self._program(rents)
-            value = float(enter[0, :, 0].min() - rents @ counts)
+            value = float(enter[0, :, 0].min() - most_priced(rents, counts, self.most))
             if not math.isfinite(value):
                 return rents
             if value > best:
@@ -149,7 +150,7 @@ class Completion:
         layers, after = self.p.num_layers, self.after
         states, classes = after.shape
         table = np.full((states + 1, classes, layers + 1), np.inf)
-        table[:states, :, layers] = 0.0
+        table[:states, :, layers] = self._ended[:, None]
         if not self.space.listed:
             table[states] = table[0]
         enter = np.full((states, classes, layers), np.inf)
@@ -163,6 +164,24 @@ class Completion:
                     enter[:, c, a] = (onward[:, near] + ahead[near]).min(axis=1)
             table[:states, :, a] = (hops[None] + enter[:, None, :, a]).min(axis=2)
         return table, enter
+
+    @property
+    def most(self) -> int:
+        """Largest number of stages."""
+        return self.p.max_stages if self.box.most is None else self.box.most
+
+    @cached_property
+    def _ended(self) -> Floats:
+        """[S] zero where a plan may end in a state, infinite with too few or many stages."""
+        if not self.space.listed:
+            return np.zeros(1)
+        stages = np.array([sum(used) for used in self.space.used])
+        within = (stages >= self.box.fewest) & (stages <= self.most)
+        return np.where(within, 0.0, np.inf)
+
+    def _left(self, state: int) -> int:
+        """Return how many stages may follow a state."""
+        return max(0, self.most - sum(self.space.used[state]))
 
     @cached_property
     def _tables(self) -> tuple[Floats, Floats]:
@@ -185,14 +204,16 @@ class Completion:
         table = self._tables[0]
         if self.space.listed:
             return np.asarray(table[state, last])
-        return np.asarray(table[0, last] - self.rents @ self.space.unused(state))
+        rent = most_priced(self.rents, self.space.unused(state), self._left(state))
+        return np.asarray(table[0, last] - rent)
 
     def rest(self, state: int) -> Rest:
         """Return the weights of P and D that the unused devices have not priced."""
         if state not in self._rests:
-            unused, box = self._left(state), self.box
-            p = float(self.form.a - unused @ self.prices.prefill)
-            d = float(self.form.d_weight(self.prices.kappa) - unused @ self.prices.decode)
+            unused, left, box = self._unused(state), self._left(state), self.box
+            weight = self.form.d_weight(self.prices.kappa)
+            p = self.form.a - most_priced(self.prices.prefill, unused, left)
+            d = weight - most_priced(self.prices.decode, unused, left)
             over = sum(
                 weight * high
                 for weight, high in ((p, box.p_high), (d, box.d_high))
@@ -201,7 +222,7 @@ class Completion:
             self._rests[state] = Rest(p=max(p, 0.0), d=max(d, 0.0), over=over)
         return self._rests[state]
 
-    def _left(self, state: int) -> NDArray[np.int64]:
+    def _unused(self, state: int) -> NDArray[np.int64]:
         """[C] unused devices that stages to come may use at most."""
         unused = self.space.unused(state)
         if self.box.island is None or self.islands is None:
@@ -213,7 +234,7 @@ class Completion:
     def constant(self) -> float:
         """What every plan of the box costs beside its stages and hops."""
         rest = self.rest(0)
-        rent = 0.0 if self.space.listed else float(self.rents @ self.space.unused(0))
+        rent = most_priced(self.rents, self.space.unused(0), self.most)
         return rest.p * self.box.p_low + rest.d * self.box.d_low + rest.over - rent
 
     @cached_property

@@ -11,7 +11,7 @@ bound of F, and F is the larger of those of kappa = 0 and kappa = 1.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from llmpq.planner.problem import PairNumbers, Problem
 
@@ -57,12 +57,17 @@ class Box:
     d_high: float = math.inf
     island: int | None = None
     """The island on which plans stay (planner/exact/islands.py)."""
+    fewest: int = 1
+    """Smallest number of stages."""
+    most: int | None = None
+    """Largest number of stages, None for any."""
+    hops_prefill_s: float = 0.0
+    """What all hops of prefill take together at least."""
+    hops_decode_s: float = 0.0
 
     def with_limits(self, limits: dict[str, float]) -> Box:
         """Return the box with some limits of P and D replaced."""
-        p, d = (self.p_low, self.p_high), (self.d_low, self.d_high)
-        own = {"p_low": p[0], "p_high": p[1], "d_low": d[0], "d_high": d[1]}
-        return Box(**{**own, **limits}, island=self.island)
+        return replace(self, **limits)  # type: ignore[arg-type]
 
 
 EVERYWHERE = Box()

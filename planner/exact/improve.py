@@ -9,37 +9,19 @@ import itertools
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 
-from llmpq.planner.costs.stage_memory import sort_of
-from llmpq.planner.exact.form import make_form
+from llmpq.planner.exact.drafts import Draft, Scales
 from llmpq.planner.exact.pairs import PairTables
 from llmpq.planner.exact.starts import Incumbent
-from llmpq.planner.outcome import BUDGET_ROUNDING, Assignment, Stage
+from llmpq.planner.outcome import Assignment
 from llmpq.planner.problem import Problem
 
 SHIFTS = (1, 2, 4, 8)
 """Layers moved, or changed, at once."""
 PACES = (0.995, 0.98, 0.95, 0.9, 0.8, 0.65, 1.005, 1.02, 1.05, 1.1, 1.25, 1.5)
 """Shares of the slowest stage's time that all stages are given together."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Draft:
-    """A plan as lists: classes of the stages, their boundaries, a choice of every layer."""
-
-    order: tuple[int, ...]
-    bounds: tuple[int, ...]
-    choices: tuple[int, ...]
-
-    def stages(self) -> tuple[Stage, ...]:
-        """Return the stages as solvers name them."""
-        return tuple(
-            Stage(cls=c, start=low, end=high, choices=self.choices[low:high])
-            for c, low, high in zip(self.order, self.bounds, self.bounds[1:], strict=False)
-        )
 
 
 def improved(
@@ -53,9 +35,32 @@ def improved(
         choices=start.choices,
     )
     pair = (start.prefill_microbatch, start.decode_microbatch)
+    draft, pair, worth = _settled(incumbent, tables, draft, pair, deadline)
+    # At sizes beside its own another plan may be better, to which no small change leads.
+    for near in _beside(p, pair):
+        if time.perf_counter() > deadline:
+            break
+        other = _settled(incumbent, tables, draft, near, deadline)
+        if other[2] < worth * (1 - 1e-9):
+            draft, pair, worth = other
+    result = Assignment(
+        prefill_microbatch=pair[0], decode_microbatch=pair[1], stages=draft.stages()
+    )
+    incumbent.offer(result)
+    return result
+
+
+def _settled(
+    incumbent: Incumbent,
+    tables: PairTables,
+    draft: Draft,
+    pair: tuple[int, int],
+    deadline: float,
+) -> tuple[Draft, tuple[int, int], float]:
+    """Return what small changes lead to, the pair that suits it best, and its worth."""
     worth = math.inf
     while True:
-        scales = Scales(p, *pair, budget=incumbent.budget)
+        scales = Scales(incumbent.p, *pair, budget=incumbent.budget)
         draft, found = _descend(scales, draft, deadline)
         if not found < worth * (1 - 1e-9):
             break
@@ -64,120 +69,38 @@ def improved(
         if best is None or best == pair or time.perf_counter() > deadline:
             break
         pair = best
-    result = Assignment(
-        prefill_microbatch=pair[0], decode_microbatch=pair[1], stages=draft.stages()
-    )
-    incumbent.offer(result)
-    return result
+    return draft, pair, worth
 
 
-class Scales:
-    """Weighs drafts at one pair of micro-batch sizes."""
-
-    def __init__(self, p: Problem, eta: int, xi: int, budget: float | None) -> None:
-        self.p, self.budget = p, budget
-        self.form = make_form(p, eta, xi)
-        x = self.form.numbers
-        self.tp, self.td = x.prefill_s[0], x.decode_s[0]
-        self.sizes = p.all_layer_bytes[0]
-        self.unit = np.eye(len(p.choices), dtype=np.int64)
-        self.omega = np.where(p.open, p.omega, np.inf)
-        self.rows = np.arange(p.num_layers)
-
-    def counts(self, draft: Draft) -> np.ndarray:
-        """[J, B] layers of each stage at each choice."""
-        summed = np.cumsum(self.unit[list(draft.choices)], axis=0)
-        ends = summed[np.array(draft.bounds[1:]) - 1]
-        return np.asarray(np.diff(ends, axis=0, prepend=0))
-
-    def spare(self, draft: Draft, counts: np.ndarray) -> np.ndarray:
-        """[J] bytes that each stage leaves free."""
-        count = len(draft.order)
-        first, last = np.zeros(count, dtype=int), np.zeros(count, dtype=int)
-        first[0], last[-1] = 1, 1
-        room = self.form.numbers.capacity[list(draft.order), first, last]
-        sorts = sort_of(self.p.choices, counts)
-        return np.asarray(room[np.arange(count), sorts] - counts @ self.sizes)
-
-    def worth(self, draft: Draft) -> float:
-        """Return the objective, infinite if a draft does not fit."""
-        counts = self.counts(draft)
-        if (self.spare(draft, counts) < 0).any():
-            return math.inf
-        if self.p.pins and not all(
-            self.p.allowed(c, low, high)
-            for c, low, high in zip(draft.order, draft.bounds, draft.bounds[1:], strict=False)
-        ):
-            return math.inf
-        omega = float(self.omega[self.rows, list(draft.choices)].sum())
-        if not math.isfinite(omega):
-            return math.inf
-        if self.budget is not None and omega > self.budget * (1 + BUDGET_ROUNDING / 4):
-            return math.inf
-        priced = omega if self.budget is None else self.budget
-        return self._seconds(draft.order, counts) + self.p.theta * priced
-
-    def _seconds(self, order: tuple[int, ...], counts: np.ndarray) -> float:
-        x, form, stages = self.form.numbers, self.form, list(order)
-        tp = (counts * self.tp[stages]).sum(axis=1)
-        td = (counts * self.td[stages]).sum(axis=1)
-        tp[0] += x.ends_prefill_s[order[0], 0]
-        tp[-1] += x.ends_prefill_s[order[-1], 1]
-        td[0] += x.ends_decode_s[order[0], 0]
-        td[-1] += x.ends_decode_s[order[-1], 1]
-        slow_p, slow_d = float(tp.max()), float(td.max())
-        cost_p, once = float(tp.sum()), float(td.sum())
-        back = 0.0
-        if len(stages) > 1:
-            links, ring = (stages[:-1], stages[1:]), (stages[-1], stages[0])
-            slow_p = max(slow_p, float(x.hop_prefill.busy_s[links].max()))
-            slow_d = max(slow_d, float(x.hop_decode.busy_s[links].max()))
-            if form.first_back:
-                slow_p = max(slow_p, float(x.back_prefill.busy_s[ring]))
-            if form.back_bounds:
-                slow_d = max(slow_d, float(x.back_decode.busy_s[ring]))
-            if form.hops_in_sums:
-                cost_p += float(x.hop_prefill.total_s[links].sum())
-                once += float(x.hop_decode.total_s[links].sum())
-                back = float(x.back_decode.total_s[ring])
-                if form.first_back:
-                    cost_p += float(x.back_prefill.total_s[ring])
-        total = form.a * slow_p + cost_p + form.bd * slow_d + form.ws * once + form.back * back
-        return total + form.z * max(form.md * slow_d, once + back)
-
-    def squeezed(self, draft: Draft) -> Draft | None:
-        """Lower precisions on stages that are too full, least omega a byte first."""
-        choices = np.array(draft.choices)
-        for j in np.flatnonzero(self.spare(draft, self.counts(draft)) < 0):
-            low, high = draft.bounds[j], draft.bounds[j + 1]
-            now = Draft(order=draft.order, bounds=draft.bounds, choices=tuple(choices.tolist()))
-            while (short := -int(self.spare(now, self.counts(now))[j])) > 0:
-                held = choices[low:high]
-                saved = self.sizes[held][:, None] - self.sizes[None]
-                had = np.nan_to_num(self.omega[np.arange(low, high), held], posinf=1e300)
-                lost = self.omega[low:high] - had[:, None]
-                rate = np.where(saved > 0, lost / np.maximum(saved, 1), np.inf)
-                layer, b = np.unravel_index(int(np.argmin(rate)), rate.shape)
-                if not np.isfinite(rate[layer, b]):
-                    return None
-                # As many layers at once as are needed, cheapest first.
-                same = np.flatnonzero((held == held[layer]) & np.isfinite(rate[:, b]))
-                needed = -(-short // int(saved[layer, b]))
-                change = same[np.argsort(rate[same, b], kind="stable")][:needed]
-                choices[low + change] = b
-                now = Draft(order=draft.order, bounds=draft.bounds, choices=tuple(choices.tolist()))
-        return Draft(order=draft.order, bounds=draft.bounds, choices=tuple(choices.tolist()))
+def _beside(p: Problem, pair: tuple[int, int]) -> Iterator[tuple[int, int]]:
+    """Yield the pairs with the next smaller or larger size of one phase."""
+    for k, sizes in ((1, p.decode_sizes), (0, p.prefill_sizes)):
+        at = sizes.index(pair[k])
+        for near in (at - 1, at + 1):
+            if 0 <= near < len(sizes):
+                found = (pair[0], sizes[near]) if k else (sizes[near], pair[1])
+                if found in p.pairs:
+                    yield found
 
 
 def _descend(scales: Scales, draft: Draft, deadline: float) -> tuple[Draft, float]:
     """Take every change that helps, until none does."""
     squeezed = scales.squeezed(draft)
-    draft = draft if squeezed is None else squeezed
+    draft = scales.within_budget(draft if squeezed is None else squeezed)
     worth = scales.worth(draft)
     better = True
     while better and time.perf_counter() < deadline:
         better = False
-        for moves in (_shifts, _rebalanced, _requantised, _retimed, _other_devices, _widened):
+        for moves in (
+            _shifts,
+            _rebalanced,
+            _requantised,
+            _retimed,
+            _other_devices,
+            _widened,
+            _moved,
+            _passed,
+        ):
             changed = True
             while changed and time.perf_counter() < deadline:
                 changed = False
@@ -210,6 +133,45 @@ def _shifts(scales: Scales, d: Draft) -> Iterator[Draft]:
             next_to = d.choices[low - 1] if step > 0 else d.choices[high]
             choices = (*d.choices[:low], *(next_to,) * (high - low), *d.choices[high:])
             yield Draft(order=d.order, bounds=bounds, choices=choices)
+
+
+def _moved(scales: Scales, d: Draft) -> Iterator[Draft]:
+    """Put a stage elsewhere in the order, with as many layers as it has."""
+    count, sizes = len(d.order), np.diff(d.bounds).tolist()
+    for j in range(count):
+        for k in range(count):
+            if abs(j - k) < 2:
+                continue
+            order, held = list(d.order), list(sizes)
+            order.insert(k, order.pop(j))
+            held.insert(k, held.pop(j))
+            bounds = (0, *itertools.accumulate(held))
+            yield Draft(order=tuple(order), bounds=bounds, choices=d.choices)
+
+
+def _passed(scales: Scales, d: Draft) -> Iterator[Draft]:
+    """Give layers of one stage to another that is not beside it; those between are moved along.
+
+    From a slowest stage, or one of few layers.
+    """
+    count, counts = len(d.order), scales.counts(d)
+    held = [d.choices[low:high] for low, high in itertools.pairwise(d.bounds)]
+    slow = [(counts * table[list(d.order)]).sum(axis=1) for table in (scales.td, scales.tp)]
+    givers = {int(np.argmax(slow[0])), int(np.argmax(slow[1])), int(np.argmin(counts.sum(axis=1)))}
+    for j in sorted(givers):
+        for k in (*range(j - 1), *range(j + 2, count)):
+            for step in (s for s in SHIFTS if s < len(held[j])):
+                sizes = [len(own) for own in held]
+                sizes[j], sizes[k] = sizes[j] - step, sizes[k] + step
+                bounds = (0, *itertools.accumulate(sizes))
+                yield Draft(order=d.order, bounds=bounds, choices=d.choices)
+                if len(set(d.choices)) > 1:
+                    # Every stage keeps its mix, and so do the layers that go.
+                    mixes = list(held)
+                    mixes[k] = (*mixes[k], *mixes[j][len(mixes[j]) - step :])
+                    mixes[j] = mixes[j][: len(mixes[j]) - step]
+                    kept = tuple(itertools.chain.from_iterable(mixes))
+                    yield Draft(order=d.order, bounds=bounds, choices=kept)
 
 
 def _rebalanced(scales: Scales, d: Draft) -> Iterator[Draft]:

@@ -25,6 +25,8 @@ class Islands:
     """[I, C]; of islands that are alike one stands for all."""
     crosses: NDArray[np.bool_]
     """[C, C]."""
+    sizes: NDArray[np.int64]
+    """Devices of every island, those that are alike counted, too."""
 
     def quickest_crossing(self, busy_s: Floats) -> float:
         """Return for how long a message between islands occupies its link at least."""
@@ -47,14 +49,19 @@ def find_islands(p: Problem) -> Islands | None:
     slow = np.isfinite(per_byte) & (per_byte > known[widest] * np.sqrt(ratios[widest]))
     near = _connected(~slow & np.isfinite(per_byte))
     found: list[NDArray[np.int64]] = []
+    sizes: list[int] = []
     own, most = np.eye(classes, dtype=np.int64), np.array([cls.count for cls in p.classes])
     for c in range(classes):
         if not near[c, :c].any():
             others = np.delete(near[c], c).any()
             # Equal devices with slow links among them alone are an island each.
-            found.append(own[c] if slow[c, c] and not others else most * (near[c] | (own[c] > 0)))
+            apart = bool(slow[c, c]) and not others
+            found.append(own[c] if apart else most * (near[c] | (own[c] > 0)))
+            sizes += [1] * int(most[c]) if apart else [int(found[-1].sum())]
     crosses = ~(near | np.eye(classes, dtype=bool)) | (np.eye(classes, dtype=bool) & slow)
-    return Islands(counts=np.array(found), crosses=crosses) if crosses.any() else None
+    if not crosses.any():
+        return None
+    return Islands(counts=np.array(found), crosses=crosses, sizes=np.array(sizes))
 
 
 def _connected(near: NDArray[np.bool_]) -> NDArray[np.bool_]:

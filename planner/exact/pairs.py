@@ -7,6 +7,7 @@ pair, they prove of every pair, once scaled to its weights.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -14,11 +15,34 @@ from numpy.typing import NDArray
 
 from llmpq.cost_model import Phase
 from llmpq.planner.costs.stage_memory import sort_of
-from llmpq.planner.exact.form import Form, make_form
+from llmpq.planner.exact.cases import (
+    Case,
+    by_stages,
+    cases_of,
+    least_hops,
+    least_slowest,
+    most_priced,
+)
+from llmpq.planner.exact.form import Box, Form, make_form
 from llmpq.planner.exact.islands import Islands, find_islands
 from llmpq.planner.exact.relaxation import LayerGroups, Prices, class_memory
 from llmpq.planner.outcome import Stage
 from llmpq.planner.problem import Floats, Problem
+
+
+@dataclass(frozen=True, kw_only=True)
+class Floor:
+    """What the plans of a case take at least, in seconds, at every size."""
+
+    case: Case
+    slow_p: Floats
+    """[E] the slowest stage."""
+    slow_d: Floats
+    """[X]."""
+    hops_p: Floats
+    """[E] all hops of one micro-batch together."""
+    hops_d: Floats
+    """[X]."""
 
 
 class PairTables:
@@ -56,9 +80,9 @@ class PairTables:
         """[I, E, X] lower bounds of F that price every layer by itself, whatever fits, by case."""
         zero, one = np.zeros(len(self.p.classes)), np.ones(len(self.p.classes))
         found = []
-        for case in range(len(self.cases)):
+        for floor in self.floors:
             bounds = [
-                self._of_case(groups, kappa, (share, share, zero), (1.0, 1.0), case)
+                self._of_case(groups, kappa, (share, share, zero), (1.0, 1.0), floor)
                 for kappa in (0.0, 1.0)
                 for share in (zero, one)
             ]
@@ -69,21 +93,83 @@ class PairTables:
         """[I, E, X] lower bounds of F from the multipliers of one pair, by case."""
         weights = (form.a, form.d_weight(prices.kappa))
         multipliers = (prices.prefill, prices.decode, prices.memory)
-        cases = range(len(self.cases))
         return np.array(
-            [self._of_case(groups, prices.kappa, multipliers, weights, case) for case in cases]
+            [
+                self._of_case(groups, prices.kappa, multipliers, weights, floor)
+                for floor in self.floors
+            ]
         )
 
     @cached_property
-    def cases(self) -> Floats:
-        """[I, C] devices of each class that the plans of a case may use.
+    def floors(self) -> list[Floor]:
+        """What the plans of each case take at least, at every size."""
+        return [self._floor(case) for case in cases_of(self.p, self.islands)]
 
-        One case for each island, if there are any, and at last one for all plans, or all that
-        cross between islands.
-        """
-        if self.islands is None:
-            return self.counts[None]
-        return np.concatenate([self.islands.counts.astype(float), self.counts[None]])
+    def cut_by_stages(self, pair: tuple[int, int], step_s: float) -> None:
+        """Make cases of their own of numbers of stages whose hops differ by more than a step."""
+        etas, xis = self.p.prefill_sizes, self.p.decode_sizes
+        row, column = etas.index(pair[0]), xis.index(pair[1])
+        weight = self.ws[column] + self.z[column]
+        cases = [floor.case for floor in self.floors]
+        costs = []
+        for case in cases:
+            hops = [self._hops(case, k, (row, column)) for k in range(1, case.most + 1)]
+            costs.append(np.array([float(p[0] + weight * d[0]) for p, d in hops]))
+        self.floors = [self._floor(case) for case in by_stages(cases, costs, step_s)]
+
+    def box(self, case: int, form: Form) -> Box:
+        """Return what is known of the plans of a case at a pair."""
+        floor, x = self.floors[case], form.numbers
+        row = self.p.prefill_sizes.index(x.eta)
+        column = self.p.decode_sizes.index(x.xi)
+        return Box(
+            p_low=float(floor.slow_p[row]),
+            d_low=float(floor.slow_d[column]),
+            island=floor.case.island,
+            fewest=floor.case.fewest,
+            most=floor.case.most,
+            hops_prefill_s=float(floor.hops_p[row]),
+            hops_decode_s=float(floor.hops_d[column]),
+        )
+
+    def _floor(self, case: Case) -> Floor:
+        slow = []
+        sizes = self.p.all_layer_bytes[0]
+        roomy = np.clip(self.roomiest.max(axis=(1, 2, 3)), 0, None) // max(1, int(sizes.min()))
+        for layer_s, ends_s in (
+            (self.prefill_s, self.ends_prefill_s),
+            (self.decode_s, self.ends_decode_s),
+        ):
+            quickest = layer_s.min(axis=2)
+            slow.append(least_slowest(case, quickest, ends_s, self.p.num_layers, roomy))
+        if case.crosses and self.islands is not None:
+            crossing = [
+                np.array([self.islands.quickest_crossing(x.hop.busy_s) for x in sizes])
+                for sizes in self.hops
+            ]
+            slow = [np.maximum(a, b) for a, b in zip(slow, crossing, strict=True)]
+        hops_p, hops_d = self._hops(case, case.fewest, None)
+        return Floor(case=case, slow_p=slow[0], slow_d=slow[1], hops_p=hops_p, hops_d=hops_d)
+
+    def _hops(self, case: Case, stages: int, at: tuple[int, int] | None) -> tuple[Floats, Floats]:
+        """Return what the hops of so many stages take at least, at every size, or at one pair's."""
+        found = []
+        for k, sizes in enumerate(self.hops):
+            chosen = sizes if at is None else [sizes[at[k]]]
+            if not self.form.hops_in_sums:
+                found.append(np.zeros(len(chosen)))
+                continue
+            times = np.array([np.where(self._linked, x.hop.total_s, np.inf) for x in chosen])
+            found.append(least_hops(case, stages, self.islands, times))
+        return found[0], found[1]
+
+    @cached_property
+    def _linked(self) -> NDArray[np.bool_]:
+        """[C, C] whether there are two devices of these classes."""
+        table = np.zeros((len(self.p.classes),) * 2, dtype=bool)
+        for ends in self.p.class_links.terms:
+            table[ends] = True
+        return table
 
     def _of_case(
         self,
@@ -91,27 +177,37 @@ class PairTables:
         kappa: float,
         multipliers: tuple[Floats, Floats, Floats],
         weights: tuple[float, float],
-        case: int,
+        floor: Floor,
     ) -> Floats:
-        """Bound every pair by multipliers of weights (A, D's), shared out among devices."""
-        counts = self.cases[case]
-        most = min(1.0, self.p.max_stages / float(counts.sum()))
-        scaled = [
-            prices * (weight / (float(prices @ counts) * most) if prices @ counts > 0 else 0.0)
-            for prices, weight in zip(multipliers, weights, strict=False)
-        ]
-        found = self._on(groups, kappa, (scaled[0], scaled[1], multipliers[2]), weights, counts)
-        if self.islands is None or case < len(self.cases) - 1:
-            return found
-        zero = np.zeros(len(counts))
-        slow_p, slow_d = (
-            np.array([self.islands.quickest_crossing(x.hop.busy_s) for x in sizes])
-            for sizes in self.hops
-        )
+        """Bound every pair by multipliers of weights (A, D's), shared out among devices.
+
+        Once with all of both weights on the devices, once with what the multipliers leave of them
+        on the least that the slowest stage takes.
+        """
+        case = floor.case
         d_weight = self.bd + kappa * self.z * self.md
-        slowest = (self.a * slow_p)[:, None] + (d_weight * slow_d)[None]
-        crossing = self._on(groups, kappa, (zero, zero, multipliers[2]), weights, counts) + slowest
-        return np.maximum(found, crossing)
+        totals = [most_priced(prices, case.counts, case.most) for prices in multipliers[:2]]
+        shares = [
+            total / weight if weight > 0 else 0.0
+            for total, weight in zip(totals, weights, strict=True)
+        ]
+        found = np.full(self.open.shape, -np.inf)
+        for full in (True, False):
+            scales = [
+                1.0 / share if share > 0 and (full or share > 1) else float(share > 0)
+                for share in shares
+            ]
+            left = [1.0 - share * scale for share, scale in zip(shares, scales, strict=True)]
+            scaled = (multipliers[0] * scales[0], multipliers[1] * scales[1], multipliers[2])
+            bound = self._on(groups, kappa, scaled, weights, case.counts)
+            slowest = (left[0] * self.a * floor.slow_p)[:, None]
+            slowest = slowest + (left[1] * d_weight * floor.slow_d)[None]
+            found = np.maximum(found, bound + slowest * (1 - 1e-9))
+            if min(shares) >= 1:
+                break
+        s_weight = self.ws + (1 - kappa) * self.z
+        hops = floor.hops_p[:, None] + (s_weight * floor.hops_d)[None]
+        return np.asarray(found + hops * (1 - 1e-9))
 
     def _on(
         self,
@@ -154,11 +250,6 @@ class PairTables:
     def roomiest(self) -> NDArray[np.int64]:
         """Capacity of the smallest micro-batches: no pair has more."""
         return self.p.capacity(self.p.prefill_sizes[0], self.p.decode_sizes[0])
-
-    @cached_property
-    def counts(self) -> Floats:
-        """[C] devices of each class that a plan may use."""
-        return np.array([min(c.count, self.p.max_stages) for c in self.p.classes], dtype=float)
 
     def values(self, stages: tuple[Stage, ...]) -> Floats:
         """[E, X] F without theta omega of the same stages at every pair, whatever fits."""

@@ -9,7 +9,8 @@ device order, with or without devices left out:
     sum_gb tp y + ends <= count_c P   (lambda_c)          prefill
     sum_gb td y + ends <= count_c D   (mu_c)              decode
     sum_gb y <= count_c m_c                               whole layers: m_c fit within the box
-    z >= md D,  z >= S                (kappa)             decode period
+    sum_gcb tp y + ends <= most P,  likewise D            no more stages than a box has
+    z >= md D,  z >= S + hops         (kappa)             decode period
 
 y fractional; e_c, h_c say which class has the embedding and the head. Layers of about equal omega
 share a group g, at the least omega of any of them. By weak duality the multipliers of one pair of
@@ -25,6 +26,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from llmpq.planner.exact.cases import most_priced
 from llmpq.planner.exact.form import EVERYWHERE, Box, Form
 from llmpq.planner.exact.islands import find_islands
 from llmpq.planner.problem import Floats, Problem
@@ -122,6 +124,11 @@ class ClassRelaxation:
             return self.everywhere
         return np.minimum(self.islands.counts[box.island], self.everywhere)
 
+    def _few(self, box: Box) -> bool:
+        """Whether a box has fewer stages than its plans have devices."""
+        most = self.p.max_stages if box.most is None else box.most
+        return most < self.counts(box).sum()
+
     def solve(self, form: Form, kappa: float | None = None, box: Box = EVERYWHERE) -> Prices:
         """Return the prices of a pair within a box; value is infinite if no plan fits."""
         solver, kinds = self.solver, self.highspy.HighsModelStatus
@@ -141,14 +148,19 @@ class ClassRelaxation:
         self.basis = solver.getBasis()
         duals = np.array(solver.getSolution().row_dual)
         memory, prefill, decode = np.split(duals[groups : groups + 3 * classes], 3)
+        if self._few(box):
+            prefill, decode = prefill + max(duals[-2], 0.0), decode + max(duals[-1], 0.0)
+        most = self.p.max_stages if box.most is None else box.most
         if kappa is None:
             share = float(np.clip(duals[groups + 3 * classes], 0, None))
             kappa = min(1.0, share / form.z) if form.z else 1.0
         return Prices(
             value=solver.getInfo().objective_function_value,
             kappa=kappa,
-            prefill=_scaled(np.clip(prefill, 0, None), counts, form.a, box.p_high),
-            decode=_scaled(np.clip(decode, 0, None), counts, form.d_weight(kappa), box.d_high),
+            prefill=_scaled(np.clip(prefill, 0, None), counts, most, form.a, box.p_high),
+            decode=_scaled(
+                np.clip(decode, 0, None), counts, most, form.d_weight(kappa), box.d_high
+            ),
             memory=np.clip(-memory, 0, None) / 2**30,
         )
 
@@ -179,6 +191,7 @@ class ClassRelaxation:
         lp: Any = self.highspy.HighsLp()
         lp.num_col_, lp.num_row_ = width, len(start) - 1
         lp.col_cost_ = cost
+        lp.offset_ = box.hops_prefill_s + s_weight * box.hops_decode_s
         low, high = np.zeros(width), np.full(width, np.inf)
         barred = shut[:, None, :] | (counts == 0)[None, :, None]
         high[:ny] = np.where(barred, 0.0, np.inf).ravel()
@@ -233,7 +246,7 @@ class ClassRelaxation:
         for which in (0, 1):
             index.append(np.arange(ny + which * classes, ny + (which + 1) * classes))
             value.append(np.ones(classes))
-        lower += [0.0, 0.0, 1.0, 1.0]
+        lower += [0.0, box.hops_decode_s, 1.0, 1.0]
         upper += [np.inf, np.inf, 1.0, 1.0]
         for c, most in enumerate(most_layers(form, box)):
             if most < self.p.num_layers:
@@ -241,14 +254,31 @@ class ClassRelaxation:
                 value.append(np.ones(groups * choices))
                 lower.append(-np.inf)
                 upper.append(float(counts[c] * most))
+        few = self._rows_of_few(form, box, width)
+        index, value = index + [k for k, _ in few], value + [v for _, v in few]
+        lower, upper = lower + [0.0] * len(few), upper + [np.inf] * len(few)
         start = np.cumsum([0] + [len(part) for part in index])
-        return (
-            np.concatenate(index),
-            np.concatenate(value),
-            start,
-            np.array(lower),
-            np.array(upper),
-        )
+        whole = np.concatenate(index), np.concatenate(value)
+        return *whole, start, np.array(lower), np.array(upper)
+
+    def _rows_of_few(self, form: Form, box: Box, width: int) -> list[tuple[Floats, Floats]]:
+        """Return the last two rows: all stages together take `most` times the slowest at most.
+
+        Their multipliers belong to every class.
+        """
+        if not self._few(box):
+            return []
+        x, groups = form.numbers, self.shape[0]
+        most = np.full(1, float(self.p.max_stages if box.most is None else box.most))
+        found = []
+        for times, table, slow in (
+            (x.prefill_s[0], x.ends_prefill_s, width - 3),
+            (x.decode_s[0], x.ends_decode_s, width - 2),
+        ):
+            layers = np.broadcast_to(times, (groups, *times.shape)).ravel()
+            where = np.append(np.arange(width - 3), slow)
+            found.append((where, np.concatenate([-layers, -table.T.ravel(), most])))
+        return found
 
 
 def most_layers(form: Form, box: Box) -> list[int]:
@@ -260,12 +290,12 @@ def most_layers(form: Form, box: Box) -> list[int]:
     return [int(min(layers, len(x.prefill_s))) for layers in most]
 
 
-def _scaled(prices: Floats, counts: Floats, most: float, high: float) -> Floats:
-    """Scale so that sum count * price <= most, which makes any prices valid.
+def _scaled(prices: Floats, counts: Floats, most: int, weight: float, high: float) -> Floats:
+    """Scale so that the prices of `most` devices are the weight at most: then any are valid.
 
     Not needed where the slowest stage has an upper bound: what is over is paid at that bound.
     """
     if math.isfinite(high):
         return prices
-    total = float(prices @ counts)
-    return prices * min(1.0, most / total) if total > 0 else prices
+    total = most_priced(prices, counts, most)
+    return prices * min(1.0, weight / total) if total > 0 else prices

@@ -1,30 +1,27 @@
 """Best-bound search over the pairs of micro-batch sizes, all device orders at once.
 
-1. Good plans first (planner/exact/starts.py), improved by small changes, in a fifth of the time.
+1. Good plans first (planner/exact/starts.py, beam.py), improved by small changes.
 2. Every pair is bounded by the multipliers of the few whose relaxation is solved: always the pair
    with the smallest bound is solved next, and what its multipliers prove of all others is kept.
-3. The smallest part is tightened with the completion program, which also gives a plan, and closed:
-   label setting below the best plan, in widening windows; a part that takes too many labels is cut
-   by the range of D or P.
-4. Stop when the smallest bound reaches the best plan: the plan is proven optimal. At the deadline
-   the smallest bound is the proof of what there is.
+3. The smallest part is tightened by the completion program, which also gives a plan, and closed:
+   labels below the best plan, in widening windows; of too many labels, cut by the range of D or P.
+4. Stop when the smallest bound reaches the best plan: it is proven optimal, else within the bound.
 
-Where devices are too many for listed states and many of them differ by their links alone, the proof
-is of the problem in which all have the nearest links; plans are valued with the true ones.
+Where devices are too many for listed states and many differ by their links alone, the problem with
+the nearest links is proven first; plans are valued with the true ones.
 """
 
 from __future__ import annotations
 
 import heapq
-import itertools
 import logging
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 import numpy as np
 
+from llmpq.planner.exact.beam import beam_plans
 from llmpq.planner.exact.columns import columns_if_few
 from llmpq.planner.exact.completion import Completion
 from llmpq.planner.exact.cutting import cut_boxes
@@ -33,14 +30,16 @@ from llmpq.planner.exact.greedy import greedy_plan
 from llmpq.planner.exact.improve import improved
 from llmpq.planner.exact.labels import GaveUp, LabelSearch, Limits
 from llmpq.planner.exact.pairs import PairTables
+from llmpq.planner.exact.parts import Open, Part
 from llmpq.planner.exact.relaxation import ClassRelaxation, Prices
-from llmpq.planner.exact.space import Space
+from llmpq.planner.exact.space import Space, searched
 from llmpq.planner.exact.starts import (
     Incumbent,
     first_plans,
     in_all_choices,
     of_one_precision,
     other_methods,
+    unlike,
 )
 from llmpq.planner.exact.true_links import with_true_links
 from llmpq.planner.ilp.solve import no_plan_fits, no_plan_yet, solve_ilp
@@ -51,6 +50,8 @@ WINDOWS = (0.004, 0.02, 0.1, math.inf)
 """Widths of the label windows above a part's bound, relative."""
 PATIENCE = (8_000, 8_000, 20_000, 100_000)
 """Labels a part may take, by how often it was split, before it is split again."""
+FEW_LABELS = 0.05
+"""Share of its patience from which on a part's window is widened step by step."""
 WORK = 1500
 """Label-column pairs a label may take on average, before a part is split."""
 WIDE_GAP = 0.06
@@ -59,22 +60,21 @@ MANY_STAGES = 8
 FEW_LAYERS = 6
 """Layers a stage, below which times move in steps, and cutting by them comes before labels."""
 START_SHARE = 0.2
-"""Share of the time that looking for good plans first may take."""
+"""Share of the time that looking for good plans first may take, if that is more than START_S."""
+SOON_SHARE = 0.1
+"""Share of the time for a search from the simplest plans alone."""
+HASTY_SHARE = 0.005
+"""Share of what is left of that for the improvement of a plan."""
+START_S = 0.6
+"""Seconds that it may take, but not more than half of the time."""
+IMPROVE_SHARE = 0.5
+"""Share of what is left of that for the improvement of each of a few plans."""
+HOP_STEP = 0.01
+"""Share of the best plan's value that hops may differ by within a case of numbers of stages."""
+NEAREST_SHARE = 0.5
+"""Share of the time that a search with the nearest links may take."""
 OVERTIME_S = 1.0
 """Seconds beyond the deadline that a search without a plan may take."""
-
-
-@dataclass(kw_only=True)
-class Part:
-    """A pair of micro-batch sizes, all of it or a box of P and D, and what is known of it."""
-
-    form: Form
-    bound: float
-    prices: Prices
-    box: Box = EVERYWHERE
-    depth: int = 0
-    completions: list[Completion] = field(default_factory=list)
-    window: int = 0
 
 
 class Search:
@@ -94,13 +94,15 @@ class Search:
         self.budget, self.ceiling = budget, ceiling
         self.incumbent = Incumbent(p, budget)
         self.true_tables = PairTables(p)
-        self.p, self.space = _searched(p)
+        self.p, self.space = searched(p)
         self.tables = self.true_tables if self.p is p else PairTables(self.p)
         self.relaxation = ClassRelaxation(self.p)
         self.columns = columns_if_few(self.p)
         self.labels = 0
         self.stuck: list[float] = []
         self.overtime = False
+        self.hasty = False
+        self.open: Open | None = None
         self.improved: set[tuple[tuple[int, int, int], ...]] = set()
 
     @property
@@ -148,26 +150,50 @@ class Search:
         left = self.deadline - time.perf_counter()
         if shape not in self.improved and left > 0:
             self.improved.add(shape)
-            limit = time.perf_counter() + left * START_SHARE / 4
+            share = HASTY_SHARE if self.hasty else START_SHARE / 4
+            limit = time.perf_counter() + left * share
             improved(self.incumbent, self.true_tables, plan, limit)
 
-    def begin(self) -> None:
-        """Offer simple plans, and improve the best of them."""
-        now = time.perf_counter()
-        limit = now + START_SHARE * max(0.0, self.deadline - now)
-        found: list[tuple[float, int, Assignment]] = []
-        for number, plan in enumerate(first_plans(self.true, self.true_tables)):
+    def soon(self, known: Assignment | None = None) -> float:
+        """Search for a little while from the simplest plans; return the bound, often a proof."""
+        end, now = self.deadline, time.perf_counter()
+        self.deadline = now + SOON_SHARE * max(0.0, end - now)
+        if known is not None:
+            self.incumbent.offer(known)
+        for plan in first_plans(self.true, self.true_tables):
             self.incumbent.offer(plan)
-            heapq.heappush(found, (self.incumbent.worth(plan), number, plan))
-            if time.perf_counter() > limit and self.best is not None:
-                break
-        for _, _, plan in heapq.nsmallest(3, found):
-            share = (limit - time.perf_counter()) / 4
+        self.hasty = True
+        bound = self._run() if self.best is not None else -math.inf
+        self.hasty, self.deadline = False, end
+        return bound
+
+    def begin(self, known: Assignment | None = None) -> None:
+        """Offer simple plans, and a known one, and improve the best of them."""
+        now = time.perf_counter()
+        left = max(0.0, self.deadline - now)
+        limit = now + max(START_SHARE * left, min(START_S, left / 2))
+        found: list[tuple[float, Assignment]] = []
+
+        def keep(plans: Iterator[Assignment], until: float) -> None:
+            for plan in plans:
+                self.incumbent.offer(plan)
+                found.append((self.incumbent.worth(plan), plan))
+                if time.perf_counter() > until and self.best is not None:
+                    return
+
+        if known is not None:
+            # What is known of the same devices at another precision of KV may need other choices.
+            improved(self.incumbent, self.true_tables, known, (now + limit) / 2)
+        keep(first_plans(self.true, self.true_tables), (now + limit) / 2)
+        keep(beam_plans(self.true, self.true_tables, (now + limit) / 2), limit)
+        now = time.perf_counter()
+        keep(other_methods(self.true, now + (limit - now) / 4), limit)
+        for plan in unlike(found, 3):
+            share = (limit - time.perf_counter()) * IMPROVE_SHARE
             improved(self.incumbent, self.true_tables, plan, time.perf_counter() + share)
         for plan in self._of_one_precision(limit):
             improved(self.incumbent, self.true_tables, plan, limit)
-        for plan in other_methods(self.true, (limit + time.perf_counter()) / 2):
-            self.incumbent.offer(plan)
+        keep(other_methods(self.true, limit), limit)
         if self.best is not None:
             improved(self.incumbent, self.true_tables, self.best, limit)
 
@@ -188,12 +214,35 @@ class Search:
                 yield in_all_choices(small.best, b)
 
     def run(self) -> float:
-        """Search; return the proven lower bound over the space."""
-        heap: list[tuple[float, int, Part]] = []
-        numbers = itertools.count()
+        """Search; return the proven lower bound over the space.
+
+        With the nearest links first, where that is another problem, then with the true ones.
+        """
+        if self.p is self.true:
+            return self._run()
+        end, now = self.deadline, time.perf_counter()
+        self.deadline = now + NEAREST_SHARE * max(0.0, end - now)
+        bound, self.deadline = self._run(), end
+        if bound < self.target and time.perf_counter() < end:
+            self.p, self.space, self.tables = self.true, Space(self.true), self.true_tables
+            self.relaxation, self.columns = ClassRelaxation(self.p), columns_if_few(self.p)
+            self.stuck, self.open = [], None
+            bound = max(bound, self._run())
+        return bound
+
+    def _opened(self) -> Open:
+        if self.best is not None:
+            pair = self.best.prefill_microbatch, self.best.decode_microbatch
+            self.tables.cut_by_stages(pair, HOP_STEP * self.value)
         bounds = self.tables.first_bounds(self.relaxation.groups)
-        solved = np.broadcast_to(~self.tables.open, bounds.shape).copy()
+        return Open(bounds=bounds, solved=np.broadcast_to(~self.tables.open, bounds.shape).copy())
+
+    def _run(self) -> float:
+        """Search on where the last call stopped."""
+        self.open = state = self.open or self._opened()
+        heap, numbers, solved = state.heap, state.numbers, state.solved
         while True:
+            bounds = state.bounds
             waiting = np.where(solved, np.inf, bounds)
             soonest = float(waiting.min())
             least = heap[0][0] if heap else math.inf
@@ -203,10 +252,10 @@ class Search:
                 case, row, column = np.unravel_index(int(np.argmin(waiting)), waiting.shape)
                 solved[case, row, column] = True
                 form = make_form(self.p, self.p.prefill_sizes[row], self.p.decode_sizes[column])
-                part = self._part(form, self._box(int(case), form), 0, soonest)
+                part = self._part(form, self.tables.box(int(case), form), 0, soonest)
                 if math.isfinite(part.prices.value):
                     proven = self.tables.bounds(self.relaxation.groups, form, part.prices)
-                    bounds = np.maximum(bounds, proven)
+                    state.bounds = np.maximum(bounds, proven)
                 parts = [part]
             else:
                 _, _, part = heapq.heappop(heap)
@@ -216,24 +265,12 @@ class Search:
                     heapq.heappush(heap, (open_part.bound, next(numbers), open_part))
         return min(self.target, least, soonest, *self.stuck)
 
-    def _box(self, case: int, form: Form) -> Box:
-        """Return what is known of the plans of a case: their island, or that they cross."""
-        islands, x = self.tables.islands, form.numbers
-        if islands is None:
-            return EVERYWHERE
-        if case < len(islands.counts):
-            return Box(island=case)
-        return Box(
-            p_low=islands.quickest_crossing(x.hop_prefill.busy_s),
-            d_low=islands.quickest_crossing(x.hop_decode.busy_s),
-        )
-
     def _late(self) -> bool:
         """Whether to stop: at the deadline, or a little later where there is no plan yet."""
         now = time.perf_counter()
         if now <= self.deadline:
             return False
-        if self.best is None and not self.overtime and self.ceiling == math.inf:
+        if self.best is None and not self.overtime and not self.hasty and self.ceiling == math.inf:
             self.overtime = True
             roomiest = make_form(self.p, self.p.prefill_sizes[0], self.p.decode_sizes[0])
             self._tighten(self._part(roomiest, EVERYWHERE, 0))
@@ -272,8 +309,7 @@ class Search:
     def _close(self, part: Part) -> list[Part]:
         """Widen the window until a plan is found in it or the part is proven useless.
 
-        A part that takes too many labels is split by the range of D or P: within a small range the
-        slowest stage is nearly known, so bounds are tight and labels few.
+        One of too many labels is split by the range of D or P: in a small one bounds are tight.
         """
         if len(part.completions) == 1 and part.form.z:
             self._more_kappas(part)
@@ -285,7 +321,6 @@ class Search:
         below = part.bound + abs(part.bound) * WINDOWS[part.window]
         if self.target < part.bound + 1.5 * (below - part.bound):
             below = self.target
-        part.window += 1
         last = part.depth >= len(PATIENCE)
         patience = 3_000_000 if last else PATIENCE[part.depth]
         work = math.inf if last else WORK * patience
@@ -298,8 +333,12 @@ class Search:
         else:
             gave_up = False
         self.labels += search.count
+        # A window of few labels may as well be wide.
+        part.window = part.window + 1 if search.count > FEW_LABELS * patience else len(WINDOWS) - 1
         if found is not None:
             self.offer(found)
+        if gave_up and self.hasty and time.perf_counter() > self.deadline:
+            return [part]
         if gave_up:
             if last or time.perf_counter() > self.deadline:
                 self.stuck.append(part.bound)
@@ -343,27 +382,19 @@ def solve_exact(
     time_limit_s: float = 60.0,
     gap: float = 1e-6,
     ceiling: float = math.inf,
+    known: Assignment | None = None,
 ) -> Outcome:
     """Return the best plan over all orders and pairs, with its proof.
 
-    With a `ceiling`, plans that are not below it need not be found: `Unfinished` with a bound that
-    is not below it, either, says that there are none.
+    With a `ceiling`, plans that are not below it need not be found: `Unfinished` with a bound not
+    below it says that there are none. `known`: a plan to start from.
     """
     if not p.numbers(*p.pairs[0]).uniform:
         return solve_ilp(p, time_limit_s=time_limit_s, gap=gap)
     search = Search(p, time.perf_counter() + time_limit_s, gap, ceiling=ceiling)
-    search.begin()
-    bound = search.run()
+    bound = search.soon(known)
+    if bound < search.target:
+        search.begin(known)
+        bound = search.run()
     logging.getLogger(__name__).debug("exact: %d labels", search.labels)
     return search.outcome(bound, "")
-
-
-def _searched(p: Problem) -> tuple[Problem, Space]:
-    """Return the problem to prove, and its states: itself, or with the nearest links."""
-    space = Space(p)
-    if space.listed:
-        return p, space
-    nearest = p.with_changes(nearest_links=True)
-    if len(nearest.classes) < len(p.classes):
-        return nearest, Space(nearest)
-    return p, space

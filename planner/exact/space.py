@@ -101,3 +101,14 @@ def allowed_stages(p: Problem) -> NDArray[np.bool_]:
             for a, b in zip(*np.nonzero(upper), strict=True):
                 table[c, a, b] = p.allowed(c, int(a), int(b))
     return table
+
+
+def searched(p: Problem) -> tuple[Problem, Space]:
+    """Return the problem to prove, and its states: itself, or with the nearest links."""
+    space = Space(p)
+    if space.listed:
+        return p, space
+    nearest = p.with_changes(nearest_links=True)
+    if len(nearest.classes) < len(p.classes):
+        return nearest, Space(nearest)
+    return p, space

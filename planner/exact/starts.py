@@ -75,7 +75,7 @@ def other_methods(p: Problem, deadline: float) -> Iterator[Assignment]:
     from llmpq.planner.baselines.pipeedge import solve_pipeedge
     from llmpq.planner.baselines.uniform import solve_uniform
 
-    methods = (solve_uniform, solve_pipeedge, solve_adabits, solve_heuristic)
+    methods = (solve_pipeedge, solve_uniform, solve_adabits, solve_heuristic)
     for number, solve in enumerate(methods):
         left = deadline - time.perf_counter()
         if left <= 0:
@@ -102,6 +102,16 @@ def in_all_choices(a: Assignment, b: int) -> Assignment:
     """Return a plan of `of_one_precision` as one of the whole problem."""
     stages = [replace(s, choices=(b,) * len(s.choices)) for s in a.stages]
     return replace(a, stages=tuple(stages))
+
+
+def unlike(found: list[tuple[float, Assignment]], most: int) -> list[Assignment]:
+    """Return the best plans, one of each order of classes."""
+    kept: dict[tuple[int, ...], Assignment] = {}
+    for _, plan in sorted(found, key=lambda pair: pair[0]):
+        kept.setdefault(tuple(stage.cls for stage in plan.stages), plan)
+        if len(kept) == most:
+            break
+    return list(kept.values())
 
 
 def _middle_pair(p: Problem) -> tuple[int, int]:

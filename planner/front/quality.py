@@ -69,12 +69,13 @@ def solve_budget(
         budget=limit,
         ceiling=ceiling + theta * limit,
     )
-    if known is not None:
-        search.offer(known)
-    search.begin()
-    if search.best is None:
-        _offer_priced(p, search, theta)
-    bound = search.run() - theta * limit
+    bound = search.soon(known)
+    if bound < search.target:
+        search.begin(known)
+        if search.best is None:
+            _offer_priced(p, search, theta)
+        bound = search.run()
+    bound -= theta * limit
     if search.best is None and bound < math.inf:
         raise Unfinished(
             f"no plan with a sum of omega of at most {budget:g} was found within "

@@ -72,7 +72,8 @@ def test_a_planted_bug_would_be_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """With dominance that ignores D, and no plan to start from, some come out wrong."""
     from llmpq.planner.exact import labels
 
-    monkeypatch.setattr(exact_search.Search, "begin", lambda _: None)
+    monkeypatch.setattr(exact_search.Search, "begin", lambda *_: None)
+    monkeypatch.setattr(exact_search.Search, "soon", lambda *_: -math.inf)
     monkeypatch.setattr(exact_search, "improved", lambda *_: None)
     honest = labels._dominated
 
