@@ -5,19 +5,14 @@ Shapes: x [M, K], w [N, K].
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 from torch import Tensor
 
 from llmpq.kernels.cpu.dense import dense_linear
 from llmpq.kernels.formats.quantized_weight import QuantizedWeight
 from llmpq.kernels.formats.weight_layout import GROUP
-from llmpq.kernels.native.library import library
+from llmpq.kernels.native.library import NUMBERS, address, call
 from llmpq.precision import padded_k
-
-_NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""How kernels/native/vectors.h calls them."""
 
 _FEW_ROWS = {torch.float32: 12, torch.bfloat16: 32, torch.float16: 32}
 """Rows of x up to which codes are multiplied as they are."""
@@ -49,16 +44,16 @@ def few_rows(x_MK: Tensor, qweight: QuantizedWeight, bias: Tensor | None) -> Ten
     m, n = x_MK.shape[0], qweight.out_features
     y = x_MK.new_empty(m, n)
     bias = bias if bias is None else bias.to(x_MK.dtype)
-    _call(
+    call(
         "llmpq_few_rows",
-        _address(x_MK),
+        address(x_MK),
         *_addresses(qweight),
-        _address(bias),
-        _address(y),
+        address(bias),
+        address(y),
         m,
         *_sizes(qweight),
-        _NUMBERS[x_MK.dtype],
-        _NUMBERS[qweight.scale.dtype],
+        NUMBERS[x_MK.dtype],
+        NUMBERS[qweight.scale.dtype],
         torch.get_num_threads(),
     )
     return y
@@ -67,37 +62,22 @@ def few_rows(x_MK: Tensor, qweight: QuantizedWeight, bias: Tensor | None) -> Ten
 def dequantize_rows(qweight: QuantizedWeight, dtype: torch.dtype, start: int, stop: int) -> Tensor:
     """Return rows start..stop of w [N, K], computed in float32."""
     w = torch.empty(stop - start, qweight.in_features, dtype=dtype)
-    _call(
+    call(
         "llmpq_dequantize",
         *_addresses(qweight),
-        _address(w),
+        address(w),
         start,
         stop,
         *_sizes(qweight),
-        _NUMBERS[dtype],
-        _NUMBERS[qweight.scale.dtype],
+        NUMBERS[dtype],
+        NUMBERS[qweight.scale.dtype],
         torch.get_num_threads(),
     )
     return w
 
 
-def _call(name: str, *arguments: int) -> None:
-    """Call a function of the library; addresses and sizes are 64 bits wide each."""
-    found = library()
-    assert found is not None
-    function = getattr(found, name)
-    if function.argtypes is None:
-        function.argtypes = [ctypes.c_size_t] * len(arguments)
-        function.restype = None
-    function(*arguments)
-
-
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
-
-
 def _addresses(qweight: QuantizedWeight) -> tuple[int, int, int]:
-    return _address(qweight.planes[0]), _address(qweight.scale), _address(qweight.zero)
+    return address(qweight.planes[0]), address(qweight.scale), address(qweight.zero)
 
 
 def _sizes(qweight: QuantizedWeight) -> tuple[int, ...]:

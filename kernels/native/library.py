@@ -67,6 +67,9 @@ def _levels() -> tuple[Level, ...]:
     return tuple(levels)
 
 
+NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""What vectors.h calls them."""
+
 LEVELS = {level.name: level for level in _levels()}
 
 
@@ -118,6 +121,22 @@ def library_of(level: Level) -> ctypes.CDLL | None:
         return None
 
 
+def call(name: str, *arguments: int) -> None:
+    """Call a function of the library; addresses and sizes are 64 bits wide each."""
+    found = library()
+    assert found is not None
+    function = getattr(found, name)
+    if function.argtypes is None:
+        function.argtypes = [ctypes.c_size_t] * len(arguments)
+        function.restype = None
+    function(*arguments)
+
+
+def address(tensor: torch.Tensor | None) -> int:
+    """Return where a tensor lies, 0 for none."""
+    return 0 if tensor is None else tensor.data_ptr()
+
+
 def _reason(error: Exception) -> str:
     if isinstance(error, subprocess.CalledProcessError):
         lines = [line for line in str(error.stderr).splitlines() if line.strip()]
@@ -126,7 +145,16 @@ def _reason(error: Exception) -> str:
 
 
 def _opened(level: Level, compiler: str) -> ctypes.CDLL:
-    command = [compiler, "-O3", "-std=c++17", "-fPIC", "-fopenmp", *level.flags]
+    # Without contraction, search.h rounds where torch does.
+    command = [
+        compiler,
+        "-O3",
+        "-std=c++17",
+        "-ffp-contract=off",
+        "-fPIC",
+        "-fopenmp",
+        *level.flags,
+    ]
     openmp = _openmp_library()
     mark = _mark(command, openmp)
     for folder in (cache_folder(), Path(tempfile.gettempdir()) / f"llmpq-native-{os.getuid()}"):

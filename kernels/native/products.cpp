@@ -5,6 +5,7 @@
 
 #include "dequantize.h"
 #include "few_rows.h"
+#include "search.h"
 
 // Weights below which waking threads costs more than they save.
 constexpr int64_t ALONE = 1 << 17;
@@ -50,6 +51,24 @@ void llmpq_dequantize(const uint8_t* codes, const void* scale, const void* zero,
     auto row = bits == 3 ? dequantize_row<3> : bits == 4 ? dequantize_row<4> : dequantize_row<8>;
 #pragma omp for schedule(static)
     for (int64_t n = n0; n < n1; ++n) row(w, n, out, (n - n0) * K, number, grid.data(), grid.data() + w.padded_groups());
+  }
+}
+
+// Codes, scales and zeros (null if symmetric) of w [N, K] in k-groups.
+void llmpq_quantize(const void* w, uint8_t* codes, void* scale, void* zero, int64_t N, int64_t K, int64_t k_groups,
+                    int64_t bits, int64_t symmetric, int64_t number, int64_t scale_number, const float* clip,
+                    const float* factor, int64_t clips, const float* least_scale, int64_t sum_lanes, int64_t threads) {
+  Search how{bits, symmetric, clips, sum_lanes, clip, factor, *least_scale, scale_number};
+#pragma omp parallel for schedule(dynamic, 8) num_threads(threads_for(N * K, threads))
+  for (int64_t n = 0; n < N; ++n) {
+    for (int64_t g = 0; g < k_groups; ++g) {
+      alignas(64) float values[GROUP] = {}, found[GROUP];
+      copy_floats(values, w, n * K + g * GROUP, K - g * GROUP < GROUP ? K - g * GROUP : GROUP, number);
+      Grid grid = search_group(values, how, found);
+      pack_group(found, bits, codes + (n * k_groups + g) * 16 * bits);
+      put(scale, n * k_groups + g, scale_number, grid.scale);
+      if (zero) put(zero, n * k_groups + g, scale_number, grid.zero);
+    }
   }
 }
 
