@@ -84,13 +84,13 @@ class Node(FileForm):
     """One machine."""
 
     name: str
-    host: str = "127.0.0.1"
-    """Where other nodes reach it."""
+    host: str | None = None
+    """The name or address (IPv4 or IPv6) of its Ray node; left out, `labels` or devices tell."""
     devices: tuple[DeviceGroup, ...] = ()
     accelerators: str | None = None
     """Short form of one device group, `T4:3`."""
     labels: Mapping[str, str] = {}
-    """Ray node labels a stage's bundle must match."""
+    """Labels that its Ray node was started with."""
     model_dir: str | None = None
     """Where this node keeps the model, if not where the command says."""
 

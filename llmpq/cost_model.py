@@ -178,6 +178,18 @@ class LinkCost(FileForm):
     beta_s_per_byte: float = Field(ge=0, le=MAX_S)
 
 
+class NodeLinkCost(FileForm):
+    """Time of one message from a node to another one: alpha_s + bytes * beta_s_per_byte."""
+
+    source: str
+    """The sender, by its name in the cluster file."""
+    target: str
+    alpha_s: float = Field(ge=0, le=MAX_S)
+    occupied_s: float = Field(ge=0, le=MAX_S)
+    """What of alpha_s keeps the next message from its way; the rest is only delay."""
+    beta_s_per_byte: float = Field(ge=0, le=MAX_S)
+
+
 class CostModel(FileForm):
     """All costs of one model on a set of device kinds."""
 
@@ -186,6 +198,8 @@ class CostModel(FileForm):
     model_fingerprint: str
     entries: tuple[LatencyEntry, ...]
     links: tuple[LinkCost, ...] = ()
+    node_links: tuple[NodeLinkCost, ...] = ()
+    """Between nodes of a cluster, each direction; they come before those of kinds."""
     versions: Mapping[str, str] = {}
 
     @cached_property
@@ -225,6 +239,13 @@ class CostModel(FileForm):
                 return cost
         return None
 
+    def node_link(self, source: str, target: str) -> NodeLinkCost | None:
+        """Return the measured link from a node to another one."""
+        for cost in self.node_links:
+            if (cost.source, cost.target) == (source, target):
+                return cost
+        return None
+
     def merged(self, other: CostModel) -> CostModel:
         """Return both models' entries and links; `other` wins where both have one."""
         if other.model_fingerprint != self.model_fingerprint:
@@ -236,11 +257,13 @@ class CostModel(FileForm):
             (*sorted((link.source_kind, link.target_kind)), link.same_node): link
             for link in self.links + other.links
         }
+        between = {(link.source, link.target): link for link in self.node_links + other.node_links}
         # Not a copy of this model, whose cached properties would come along.
         return type(self)(
             model=self.model,
             model_fingerprint=self.model_fingerprint,
             entries=tuple(entries.values()),
             links=tuple(links.values()),
+            node_links=tuple(between.values()),
             versions={**self.versions, **other.versions},
         )

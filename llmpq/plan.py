@@ -7,7 +7,7 @@ A plan is a file (`plan.json`, `schema: 1`). It can be written by hand: what the
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Literal, Self
 
@@ -123,6 +123,19 @@ class StagePlan(FileForm):
         return self.threads is not None or (spec is not None and spec.is_cpu)
 
 
+class NodePlan(FileForm):
+    """What tells one machine of a plan from the others, as its cluster file said it."""
+
+    name: str
+    """As the stages call it."""
+    host: str | None = None
+    """Name or address of its Ray node."""
+    labels: Mapping[str, str] = {}
+    """Labels that its Ray node was started with."""
+    model_dir: str | None = None
+    """Where it keeps the model, if not where the command says."""
+
+
 class Predicted(FileForm):
     """What the planner expects of the whole job."""
 
@@ -194,6 +207,8 @@ class Plan(FileForm):
     """Requests that get one more token in a step of a stage."""
     stages: tuple[StagePlan, ...] = Field(min_length=1)
     """In the order of the pipeline; together they have every layer once."""
+    nodes: tuple[NodePlan, ...] = ()
+    """How to find the stages' machines; one that is not listed is told by its devices."""
     speculation: Speculation | None = None
     predicted: Predicted | None = None
     inputs: PlanInputs | None = None
@@ -241,6 +256,9 @@ class Plan(FileForm):
             raise ValueError(
                 f"the stages cover layers [0, {expected}), the model has {self.model.num_layers}"
             )
+        listed = [node.name for node in self.nodes]
+        if len(set(listed)) != len(listed):
+            raise ValueError(f"a node is listed more than once: {listed}")
         devices = [stage.device for stage in self.stages]
         if len(set(devices)) != len(devices):
             raise ValueError(f"a device has more than one stage: {devices}")

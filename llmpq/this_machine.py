@@ -136,7 +136,7 @@ def read_host() -> Host:
     if limit is not None and limit < total:
         total, free = limit, min(free, max(0, limit - used))
     return Host(
-        reported=_processor(),
+        reported=processor_name(),
         threads=free_cores(_cores(), os.getloadavg()[0]),
         total_bytes=total,
         free_bytes=free,
@@ -186,7 +186,8 @@ def _group_memory() -> tuple[int | None, int]:
     return (int(limit), used) if limit.isdigit() else (None, used)
 
 
-def _processor() -> str:
+def processor_name() -> str:
+    """Return the processor as the system reports it."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

@@ -21,6 +21,7 @@ from llmpq.plan import (
     SolverReport,
     StagePlan,
 )
+from llmpq.plan_nodes import node_plans
 from llmpq.planner.outcome import Assignment, Outcome, Stage
 from llmpq.planner.plan_entries import used_inputs
 from llmpq.planner.positions import positions_note
@@ -55,6 +56,7 @@ def build_plan(p: Problem, outcome: Outcome, *, model_path: str | None = None) -
         prefill_microbatch=a.prefill_microbatch,
         decode_microbatch=a.decode_microbatch,
         stages=stages,
+        nodes=node_plans(p.cluster, {device.node for device in devices}),
         predicted=_predicted(p, a, times, devices),
         inputs=used_inputs(
             p.spec,

@@ -47,6 +47,10 @@ def _started(command: str, words: Sequence[str]) -> Callable[[], int]:
         return lambda: indicator.main(weighing)
     timing = flags.run_parser().read_as(flags.ProfileRequest, words)
     check_files({"--cluster": str(timing.cluster)}, {"--output": str(timing.output)})
+    if timing.ray_address is not None:
+        from llmpq.profiler.cli import run_hosts
+
+        return lambda: run_hosts.main(timing)
     from llmpq.profiler.cli import run
 
     return lambda: run.main(timing)

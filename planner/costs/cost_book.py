@@ -135,10 +135,18 @@ class CostBook:
     def link(self, cluster: Cluster, source: Device, target: Device) -> LinkTerms:
         """Return what messages between two devices cost, measured if they were.
 
-        A link that the cluster gives for these very devices comes before one of their kinds.
+        A link that the cluster gives for these very devices comes before one of their nodes, which
+        comes before one of their kinds.
         """
         same_node = source.node == target.node
         measured = self.profile if cluster.own_link(source, target) is None else None
+        between = measured and not same_node and measured.node_link(source.node, target.node)
+        if between:
+            return LinkTerms(
+                delay_s=max(0.0, between.alpha_s - between.occupied_s),
+                handshake_s=min(between.alpha_s, between.occupied_s),
+                per_byte_s=between.beta_s_per_byte,
+            )
         cost = measured and measured.link(
             source.profile_kind, target.profile_kind, same_node=same_node
         )

@@ -48,6 +48,8 @@ class ProfileRequest:
     max_tokens: int | None
     job: str | None
     copies: int | None
+    ray_address: str | None
+    wait_nodes: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +113,8 @@ def run_parser() -> CommandParser:
     what = parser.section("what to time")
     what.flag("--model", required=True, help="model directory, or a built-in name")
     what.flag("--cluster", type=Path, required=True, help="cluster YAML")
+    hosts = "time every kind on a host of this Ray that has it, and the links between the hosts"
+    what.flag("--ray-address", daily=True, also=("--address",), help=hosts)
     what.flag("--device", daily=True, help="only this device kind (default: all present here)")
     what.flag("--bits", default=BITS, daily=True, help=f"precisions to time (default {BITS})")
     what.flag("--kv", default="kv16", daily=True, help="KV precisions to time (default kv16)")
@@ -134,6 +138,9 @@ def run_parser() -> CommandParser:
         help="longest prompt or cache (default 2048, 256 with --quick)",
     )
     much.flag("--max-tokens", type=int, help="most of one prefill (default 4096, GPU 32768)")
+    there = Only(lambda a: a.ray_address, "without --ray-address", "add --ray-address HOST:PORT")
+    seconds = "seconds for hosts that have not joined the Ray (30; 0: none)"
+    much.flag("--wait-nodes", type=float, default=30.0, metavar="S", only=there, help=seconds)
     much.flag("--copies", type=int, help="processes that time at once (default: as will run)")
     files = parser.section("files")
     files.flag("-o", "--output", type=Path, required=True, help="costs.json to write")

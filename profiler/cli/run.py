@@ -72,10 +72,19 @@ def merge(request: MergeRequest) -> int:
     return ExitCode.DONE
 
 
-def make_job(request: ProfileRequest) -> ProfileJob:
-    """Check the arguments and resolve model, cluster and grid."""
-    spec, cluster = model_spec(request.model), Cluster.load(request.cluster)
-    devices = devices_here(cluster, request.device)
+def make_job(
+    request: ProfileRequest,
+    cluster: Cluster | None = None,
+    *,
+    devices: tuple[Device, ...] | None = None,
+) -> ProfileJob:
+    """Check the arguments and resolve model, cluster and grid.
+
+    `cluster`: instead of the file; `devices`: of another host, instead of those found here.
+    """
+    spec, cluster = model_spec(request.model), cluster or Cluster.load(request.cluster)
+    if devices is None:
+        devices = devices_here(cluster, request.device)
     on_gpu = any(not d.spec.is_cpu for d in devices)
     max_batch = request.max_batch or (16 if request.quick else 32)
     for name in ("max_batch", "max_len", "max_tokens", "copies"):

@@ -41,6 +41,20 @@ def links_table(costs: CostModel) -> Table:
     return table
 
 
+def node_links_table(costs: CostModel) -> Table:
+    """Return one line a direction between two nodes."""
+    table = Table(title="links between hosts, each direction", box=SIMPLE)
+    for name in ("from", "to"):
+        table.add_column(name)
+    for name in ("latency", "occupied", "bandwidth"):
+        table.add_column(name, justify="right")
+    for link in costs.node_links:
+        rate = f"{8e-6 / link.beta_s_per_byte:.0f} Mb/s" if link.beta_s_per_byte else "no limit"
+        times = format_time(link.alpha_s), format_time(link.occupied_s)
+        table.add_row(link.source, link.target, *times, rate)
+    return table
+
+
 def omega_table(sensitivity: Sensitivity) -> Table:
     """Return one line a layer: omega of each weight and KV precision."""
     table = Table(

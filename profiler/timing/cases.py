@@ -144,6 +144,10 @@ class LinkJob(FileForm):
     seconds: float = Field(gt=0)
     on_device: bool = False
     """Whether both ends are GPUs, whose links pass the hosts by."""
+    host: str = "127.0.0.1"
+    """Where the two meet, at `port`."""
+    own: str | None = None
+    """This end's address, if they are on two hosts."""
 
 
 class Ready(FileForm):
@@ -158,6 +162,8 @@ class LinkTimings(FileForm):
 
     sizes: tuple[int, ...]
     seconds: tuple[float, ...]
+    occupied_s: float = 0.0
+    """Between two of the smallest messages that follow each other at once, computing left out."""
 
 
 class Failed(FileForm):

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from llmpq.profiler.timing.cases import LinkJob, LinkTimings
 from llmpq.profiler.timing.gpu_link_times import room, run_rounds
+from llmpq.runtime.launch.stage_host import talk_over
 from llmpq.runtime.links.device_links import connect_devices
 from llmpq.runtime.links.transport import GlooTransport, join_gloo
 from llmpq.runtime.pending import arrived
@@ -34,13 +35,16 @@ COMPUTE_S = 5e-3
 """How long each end computes between messages."""
 BLOCKS = 3
 """Blocks of rounds per size; the fastest counts, since others only add time."""
+BURST = 8
+"""Messages that follow each other at once: as many as a pipeline of two may have on their way."""
 JOIN_LIMIT = timedelta(seconds=60)
 
 
 def run_link(job: LinkJob, device: torch.device) -> LinkTimings:
     """Exchange messages with the other child; return the one-way seconds by size (rank 0's)."""
+    talk_over(job.host, job.own)
     store = dist.TCPStore(
-        "127.0.0.1", job.port, world_size=2, is_master=job.rank == 0, timeout=JOIN_LIMIT
+        job.host, job.port, world_size=2, is_master=job.rank == 0, timeout=JOIN_LIMIT
     )
     if job.on_device:
         found = _device_link(job, dist.PrefixStore("devices", store), device)
@@ -52,25 +56,30 @@ def run_link(job: LinkJob, device: torch.device) -> LinkTimings:
         dtype=torch.float32,
         max_rows=ROWS,
         max_tokens=ROWS * max(TOKENS),
-        max_pending=2,
+        max_pending=BURST,
     )
     sizes = tuple(ROWS * tokens * job.hidden * 4 for tokens in TOKENS)
     try:
         if job.rank == 1:
             for _ in range(len(TOKENS) * BLOCKS):
                 _echo(transport)
+            for _ in range(BLOCKS):
+                _answer_burst(transport)
             return LinkTimings(sizes=sizes, seconds=(0.0,) * len(sizes))
         budget_s = job.seconds / len(TOKENS) / BLOCKS
         rounds = [
             min(_round_seconds(transport, job.hidden, tokens, budget_s) for _ in range(BLOCKS))
             for tokens in TOKENS
         ]
+        bursts = min(_burst_seconds(transport, job.hidden) for _ in range(BLOCKS))
     finally:
         transport.close()
         dist.destroy_process_group()
     back = rounds[0] / 2
     return LinkTimings(
-        sizes=sizes, seconds=(back, *(max(seconds - back, back) for seconds in rounds[1:]))
+        sizes=sizes,
+        seconds=(back, *(max(seconds - back, back) for seconds in rounds[1:])),
+        occupied_s=max(0.0, bursts - rounds[0]) / (BURST - 1),
     )
 
 
@@ -95,14 +104,7 @@ def _round_seconds(
 
     Not the median: a wake-up that waits for another program's time slice takes milliseconds.
     """
-    message = StepMessage(
-        kind=StepKind.PREFILL,
-        slots=range(ROWS),
-        starts=[0] * ROWS,
-        num_new=[tokens] * ROWS,
-        sample_steps=[0] * ROWS,
-        sampling=[TokenChoice()] * ROWS,
-    )
+    message = _message(tokens)
     hidden_BQH = torch.zeros(ROWS, tokens, hidden_size)
     samples: list[float] = []
     begin, done = time.perf_counter(), False
@@ -115,6 +117,34 @@ def _round_seconds(
         theirs_ns = int(arrived(transport.receive_tokens(ROWS, 1))[0, 0])
         samples.append(time.perf_counter() - start - theirs_ns / 1e9)
     return max(sorted(samples)[len(samples) // 4], 1e-9)
+
+
+def _burst_seconds(transport: GlooTransport, hidden_size: int) -> float:
+    """Return the time of `BURST` smallest messages at once and the answer to the last."""
+    hidden_BQH = torch.zeros(ROWS, 1, hidden_size)
+    start = time.perf_counter()
+    for _ in range(BURST):
+        transport.send_step(_message(1), hidden_BQH)
+    for _ in range(BURST):
+        arrived(transport.receive_tokens(ROWS, 1))
+    return time.perf_counter() - start
+
+
+def _answer_burst(transport: GlooTransport) -> None:
+    for _ in range(BURST):
+        transport.receive_step()
+        transport.send_tokens(torch.zeros(ROWS, 1, dtype=torch.long))
+
+
+def _message(tokens: int) -> StepMessage:
+    return StepMessage(
+        kind=StepKind.PREFILL,
+        slots=range(ROWS),
+        starts=[0] * ROWS,
+        num_new=[tokens] * ROWS,
+        sample_steps=[0] * ROWS,
+        sampling=[TokenChoice()] * ROWS,
+    )
 
 
 def _echo(transport: GlooTransport) -> None:

@@ -37,9 +37,9 @@ from llmpq.runtime.cli.run_flags import (
 )
 from llmpq.runtime.cli.speculation_choice import choose_speculation
 from llmpq.runtime.engine.scheduler import Limits
+from llmpq.runtime.launch.choose_launcher import choose_backend
 from llmpq.runtime.launch.engine import Engine, Update
 from llmpq.runtime.launch.planned_kv import AUTO, with_kv
-from llmpq.runtime.launch.stage_host import LOCAL_HOST, meeting_host
 from llmpq.runtime.launch.stage_settings import StageSettings, limits_of
 from llmpq.runtime.report.job_report import JobResult, build_report, print_summary
 from llmpq.runtime.report.progress import ProgressReporter
@@ -90,7 +90,7 @@ def main(options: RunOptions) -> int:
     tokenizer = Tokenizer(model_dir)
     if plan is None:
         plan = _made_plan(options, model_dir, rows, tokenizer, cluster)
-    if options.layer_cache is not None and meeting_host(None, plan, cluster) == LOCAL_HOST:
+    if options.layer_cache is not None and choose_backend(plan, launch_of(options)) != "ray":
         require_folder("--layer-cache", options.layer_cache)  # elsewhere the stages look
     made = partial(made_with, common=made_by(plan, model_dir), default_tokens=plan.workload.gen_len)
     done = finished_lines(options.output, rows, made) if options.resume else {}
@@ -236,8 +236,10 @@ def _run(
     ) as pipeline:
         startup_s = time.monotonic() - started_s
         _write_errors(job, writer)
-        for index, (stage, pid) in enumerate(zip(stages, pipeline.stage_pids(), strict=True)):
-            _log.info("stage %d: %s on %s, pid %d", index, stage.device, stage.node, pid)
+        for index, (stage, place) in enumerate(zip(stages, pipeline.places, strict=True)):
+            where = ", ".join(filter(None, (place.address, place.device, place.uuid)))
+            named = f"{stage.device} on {stage.node}"
+            _log.info("stage %d: %s (%s: %s), pid %d", index, named, place.host, where, place.pid)
         with ProgressReporter(len(job.rows), quiet=options.json) as progress:
             updates = pipeline.updates()
             pipeline.submit(job.requests, more=compare)
@@ -253,6 +255,7 @@ def _run(
                 prompt_tokens=sum(len(request.prompt) for request in job.requests),
                 startup_s=startup_s,
                 speculation=pipeline.speculation(),
+                places=[place.as_report() for place in pipeline.places],
                 plain=_serve_plainly(job, pipeline, updates) if compare else None,
             )
         )
@@ -293,6 +296,7 @@ def _settings(options: RunOptions, plan: Plan) -> StageSettings:
         gamma=drafts.gamma,
         costs=drafts.costs,
         links=options.links,
+        copy_weights=options.copy_weights,
         layer_cache=None
         if options.layer_cache is None
         else str(Path(options.layer_cache).resolve()),

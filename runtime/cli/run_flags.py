@@ -60,8 +60,11 @@ class RunOptions:
     no_auto: bool
     master_addr: str | None
     master_port: int
+    network_interface: str | None
+    copy_weights: bool
     layer_cache: str | None
     links: LinkChoice
+    wait_nodes: float
     placement_timeout: float
     load_timeout: float
     stall_timeout: float
@@ -199,10 +202,15 @@ def _add_launch(section: Section) -> None:
         metavar="PORT",
         help="default: a free one",
     )
+    network = "over which hosts talk: a name for all, or NODE=NAME,... (default: Ray's own)"
+    section.flag("--network-interface", metavar="NAME", help=network)
+    copies = "send each host its stage's slice of --model; kept in --layer-cache (default ~/.cache)"
+    section.flag("--copy-weights", action="store_true", help=copies)
     layers = "keep quantised layers here: a restart reads them"
     section.flag("--layer-cache", metavar="DIR", help=layers)
     links = "between GPUs; auto: the best that works"
     section.flag("--links", choices=LINK_CHOICES, default="auto", help=links)
+    add_wait_nodes(section)
     for name, default, what in (
         ("placement", deadlines.placement_s, "seconds"),
         ("load", deadlines.load_s, "seconds"),
@@ -219,9 +227,25 @@ def add_master_addr(section: Section, only: Only | tuple[()] = ()) -> None:
         "--master-addr",
         metavar="IP",
         only=only,
-        help="where the stages meet (default: the first stage's host where --cluster has several "
-        "nodes, else 127.0.0.1)",
+        help="where the stages meet (default: the first stage's address where they are on several "
+        "hosts, else 127.0.0.1)",
     )
+
+
+def add_wait_nodes(section: Section) -> None:
+    """Declare `--wait-nodes`."""
+    default = Deadlines().wait_nodes_s
+    seconds = f"seconds for nodes that have not joined the Ray (default {default:g}; 0: none)"
+    section.flag("--wait-nodes", type=float, default=default, metavar="S", help=seconds)
+
+
+def check_wait(seconds: float) -> None:
+    """`ValueError` for a `--wait-nodes` that nobody can wait."""
+    if not 0 <= seconds <= MAX_TIMEOUT_S:
+        raise ValueError(
+            f"--wait-nodes must be 0 to {MAX_TIMEOUT_S} seconds, got {seconds:g}; leave it out for "
+            "the default"
+        )
 
 
 def check_flags(options: RunOptions) -> None:
@@ -245,6 +269,7 @@ def check_flags(options: RunOptions) -> None:
         f"--{name}-timeout": getattr(options, f"{name}_timeout")
         for name in ("placement", "load", "stall", "step")
     })  # fmt: skip
+    check_wait(options.wait_nodes)
 
 
 def _check_planning(options: RunOptions) -> None:
@@ -284,12 +309,14 @@ def launch_of(options: RunOptions) -> Launch:
         or ("auto" if options.no_auto else None),
         master_addr=options.master_addr,
         master_port=options.master_port,
+        network_interface=options.network_interface,
     )
 
 
 def deadlines_of(options: RunOptions) -> Deadlines:
     """Return how long things may take."""
     return Deadlines(
+        wait_nodes_s=options.wait_nodes,
         placement_s=options.placement_timeout,
         load_s=options.load_timeout,
         stall_s=options.stall_timeout,

@@ -13,7 +13,12 @@ from typing import Any, Literal
 
 from llmpq.command_line import CommandParser, Only, Section
 from llmpq.precision import Precision
-from llmpq.runtime.cli.run_flags import add_master_addr, add_plan, add_speculation
+from llmpq.runtime.cli.run_flags import (
+    add_master_addr,
+    add_plan,
+    add_speculation,
+    add_wait_nodes,
+)
 from llmpq.runtime.launch.launcher import BACKEND_HELP, BACKENDS, Backend, Deadlines
 from llmpq.runtime.launch.stage_settings import LINK_CHOICES, LinkChoice
 
@@ -34,6 +39,7 @@ class CheckOptions:
     cluster: str | None
     ray_address: str | None
     master_addr: str | None
+    wait_nodes: float
     placement_timeout: float
     timeout: float
     json: bool
@@ -125,6 +131,7 @@ def check_parser() -> CommandParser:
     flags.flag("--ray-address", also=("--address",), daily=True, help="join this Ray")
     flags.flag("--json", daily=True, action="store_true", help="print what was found as JSON")
     add_master_addr(flags)
+    add_wait_nodes(flags)
     seconds = Deadlines().placement_s
     flags.flag("--placement-timeout", type=float, default=seconds, metavar="S", help="seconds")
     flags.flag("--timeout", type=float, default=90.0, metavar="S", help="seconds for each look")

@@ -29,7 +29,7 @@ def make_launcher(plan: Plan, launch: Launch, deadlines: Deadlines) -> Launcher:
     if backend == "ray":
         from llmpq.runtime.launch.ray_launcher import RayLauncher
 
-        return RayLauncher(launch.ray_address, placement_s=deadlines.placement_s)
+        return RayLauncher(launch, deadlines)
     if backend == "processes":
         from llmpq.runtime.launch.process_launcher import ProcessLauncher
 

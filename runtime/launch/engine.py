@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future
 from concurrent.futures import wait as wait_for
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from llmpq.cluster import Cluster
@@ -35,6 +35,7 @@ from llmpq.runtime.launch.launcher import (
 )
 from llmpq.runtime.launch.load_watch import LoadWatch
 from llmpq.runtime.launch.stage_host import meeting_host, process_space
+from llmpq.runtime.launch.stage_place import StagePlace, settings_of_stages
 from llmpq.runtime.launch.stage_settings import StageSettings, write_request
 from llmpq.runtime.request import Finished, Progress, Request
 from llmpq.runtime.token_rules import Noted
@@ -68,10 +69,12 @@ class Engine:
     ) -> None:
         self.plan, self._settings, self._deadlines = plan, settings, deadlines
         self._launch, self._cluster = launch, cluster
-        self._meets_by_address = True
+        self._launcher: Launcher | None = None
         self._news: Iterator[Update] | None = None
         self.load_reports: list[LoadReport] = []
         self._stages: Sequence[StageHandle] = ()
+        self.places: list[StagePlace] = []
+        """Where each stage is; known once they have begun."""
         self._pids: list[int] = []
         self._running: dict[Future[Any], int] = {}
         self._health: dict[int, Future[Any]] = {}
@@ -124,9 +127,10 @@ class Engine:
 
     def begin(self) -> None:
         """Load and connect the stages and start their loops."""
-        identities = self._all("identity", self._deadlines.load_s)
+        answers = self._all("identity", self._deadlines.load_s)
+        self.places = [StagePlace(**answer) for answer in answers]
         here = process_space()
-        self._pids = [who["pid"] if who["space"] == here else 0 for who in identities]
+        self._pids = [place.pid if place.space == here else 0 for place in self.places]
         self._phase = "loading"
         self.load_reports = [
             LoadReport(**report)
@@ -221,20 +225,17 @@ class Engine:
 
     def _place(self, launcher: Launcher) -> None:
         """Start a stage each; a node may keep the model at a path of its own."""
-        nodes = self._cluster.nodes if self._cluster is not None else ()
-        folders = {node.name: node.model_dir for node in nodes}
-        settings = [
-            replace(self._settings, model_dir=folders.get(stage.node) or self._settings.model_dir)
-            for stage in self.plan.stages
-        ]
-        self._meets_by_address = launcher.meets_by_address
+        settings = settings_of_stages(
+            self.plan, self._cluster, self._settings, self._launch.network_interface
+        )
+        self._launcher = launcher
         self._stages = launcher.start(self.plan, settings, self._cluster)
 
     def _connect(self) -> None:
         """Let the stages meet."""
         self._phase = "connecting"
-        if len(self._stages) > 1 and self._meets_by_address:
-            host = meeting_host(self._launch.master_addr, self.plan, self._cluster)
+        if len(self._stages) > 1 and self._launcher and self._launcher.meets_by_address:
+            host = meeting_host(self._launch.master_addr, [p.address for p in self.places])
             port = self._ask_first("open_rendezvous", host, self._launch.master_port)
             self._all("join", self._limit_s, host, port)
 
@@ -272,8 +273,9 @@ class Engine:
         index_of = {call: index for index, call in enumerate(calls, start=first)}
         pending, end_s = set(calls), time.monotonic() + limit_s
         while pending:
+            self._require_launcher()
             left_s = max(0.0, end_s - time.monotonic())
-            wait_s = left_s if watch is None else min(left_s, _POLL_S)
+            wait_s = min(left_s, _POLL_S)
             done, pending = wait_for(pending, wait_s, FIRST_COMPLETED)
             if watch is not None:
                 still = watch.still([index_of[call] for call in pending])
@@ -337,8 +339,15 @@ class Engine:
             tokens={int(key): tokens for key, tokens in data.get("tokens", {}).items()},
         )
 
+    def _require_launcher(self) -> None:
+        """Raise if whoever keeps the stages is gone."""
+        lost = None if self._launcher is None else self._launcher.lost()
+        if lost is not None:
+            raise lost
+
     def _check_health(self) -> None:
         """Ask every stage how it is; silence or one step beyond the deadline is an error."""
+        self._require_launcher()
         now_s, limit_s = time.monotonic(), self._deadlines.step_s
         for index in self._running.values():
             asked = self._health.get(index)

@@ -39,6 +39,8 @@ class StageFailure(Exception):
 class Deadlines:
     """How long things may take before the job is given up."""
 
+    wait_nodes_s: float = 30.0
+    """For nodes of the plan that have not joined the Ray yet; 0: they must be there."""
     placement_s: float = 25.0
     load_s: float = 600.0
     stall_s: float = 30.0
@@ -55,9 +57,11 @@ class Launch:
     ray_address: str | None = None
     """An existing Ray; None starts one on this machine where Ray is asked for."""
     master_addr: str | None = None
-    """None: this host, or the first stage's if the cluster's stages are on several nodes."""
+    """None: loopback, or the first stage's address where the stages are on several hosts."""
     master_port: int = 0
     """0 lets the system choose."""
+    network_interface: str | None = None
+    """Over which hosts talk: one name for all, or NODE=NAME,... ; None: Ray's own."""
 
 
 class StageHandle(Protocol):
@@ -86,6 +90,10 @@ class Launcher(Protocol):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None: ...
+
+    def lost(self) -> Exception | None:
+        """Return what to raise once whoever keeps the stages is gone; None while it is there."""
+        ...
 
     def start(
         self, plan: Plan, settings: Sequence[StageSettings], cluster: Cluster | None

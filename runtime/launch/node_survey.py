@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from llmpq.runtime.launch.stage_host import listening_socket, loopback_interface, process_space
+from llmpq.runtime.launch.stage_host import listening_socket, process_space, talk_over
 from llmpq.runtime.launch.stage_probe import LIMIT, nccl_version, package_versions
 from llmpq.runtime.links.transport import join_gloo
 from llmpq.this_machine import SMI_S, read_gpus, read_host, visible
@@ -84,10 +84,12 @@ class NodeSurvey:
         )  # fmt: skip
         return port
 
-    def try_links(self, host: str, port: int) -> list[dict[str, Any]]:
-        """Time messages over gloo from this node to every later one, pair by pair."""
-        if host.startswith("127."):
-            os.environ["GLOO_SOCKET_IFNAME"] = loopback_interface()
+    def try_links(self, host: str, port: int, own: str | None) -> list[dict[str, Any]]:
+        """Time messages over gloo from this node to every later one, pair by pair.
+
+        `own`: its address, at which the others reach it.
+        """
+        talk_over(host, own)
         store = self._store or dist.TCPStore(host, port, is_master=False, timeout=LIMIT)
         self._store = store
         join_gloo(dist.PrefixStore("doctor", store), self._index, self._num_nodes, limit=LIMIT)

@@ -57,6 +57,9 @@ class ProcessLauncher:
         for stage in self._stages:
             stage.wait()
 
+    def lost(self) -> None:
+        """Nobody else keeps the stages."""
+
     def start(
         self, plan: Plan, settings: Sequence[StageSettings], cluster: Cluster | None
     ) -> list[ProcessStage]:

@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import re
-import signal
-from collections.abc import Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import ray
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from llmpq.cluster import Cluster
-from llmpq.out_of_memory import first_line
+from llmpq.errors import StageLostError
 from llmpq.plan import Plan
-from llmpq.runtime.launch.launcher import StageFailure
+from llmpq.runtime.launch.launcher import Deadlines, Launch
+from llmpq.runtime.launch.node_questions import require_same
 from llmpq.runtime.launch.placement import ray_cluster, reserve
+from llmpq.runtime.launch.ray_giver import RayGiver
+from llmpq.runtime.launch.ray_stage import RayStage
+from llmpq.runtime.launch.ray_watch import RayWatch
 from llmpq.runtime.launch.stage_actor import StageActor
 from llmpq.runtime.launch.stage_settings import StageSettings
 
-_THREADS = 6
-"""Threads of an actor: the loop, a poll, health checks and a submission."""
+_THREADS = 7
+"""Threads of an actor: the loop, a poll, health checks, a submission and a beat."""
 
 
 class RayLauncher:
@@ -34,10 +34,11 @@ class RayLauncher:
 
     meets_by_address = True
 
-    def __init__(self, address: str | None, *, placement_s: float) -> None:
-        """`address`: of a running Ray; None uses this process's, or starts one that ends here."""
-        self._address, self._placement_s = address, placement_s
+    def __init__(self, launch: Launch, deadlines: Deadlines) -> None:
+        """`launch` names a running Ray; else this process's is used, or one started for the job."""
+        self._address, self._deadlines = launch.ray_address, deadlines
         self._stack = ExitStack()
+        self._watch: RayWatch | None = None
 
     def __enter__(self) -> Self:
         self._stack.enter_context(ray_cluster(self._address))
@@ -49,16 +50,30 @@ class RayLauncher:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if self._watch is not None:
+            self._watch.close()
         self._stack.__exit__(kind, error, trace)
+
+    def lost(self) -> StageLostError | None:
+        """Return what to say once Ray's head is gone."""
+        return None if self._watch is None else self._watch.lost()
 
     def start(
         self, plan: Plan, settings: Sequence[StageSettings], cluster: Cluster | None
     ) -> list[RayStage]:
-        """Reserve the bundles and start an actor in each."""
-        group = reserve(plan, cluster, timeout_s=self._placement_s)
-        self._stack.callback(_remove, group)
+        """Reserve the bundles and start an actor in each; nodes of other versions are refused."""
+        joined = self._address is not None
+        placed = reserve(
+            plan,
+            cluster,
+            joined=joined,
+            wait_s=self._deadlines.wait_nodes_s,
+            timeout_s=self._deadlines.placement_s,
+        )
+        self._stack.callback(self._unless_lost, _remove, placed.group)
         actor_class, plan_json = ray.remote(StageActor), plan.dump_json()
-        stages = []
+        stages: list[RayStage] = []
+        giver: RayGiver | None = None
         for index, stage in enumerate(plan.stages):
             options = actor_class.options(
                 num_cpus=0,
@@ -66,59 +81,33 @@ class RayLauncher:
                 max_concurrency=_THREADS,
                 max_restarts=0,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    placement_group=group, placement_group_bundle_index=index
+                    placement_group=placed.group, placement_group_bundle_index=index
                 ),
             )
-            stages.append(RayStage(options.remote(index, plan_json, asdict(settings[index]))))
-            self._stack.callback(stages[-1].kill)
+            node = placed.nodes[index]
+            own = replace(settings[index], address=node.address)
+            copies = own.copy_weights and not node.is_here
+            if copies and giver is None:
+                giver = RayGiver.start(own.driver_model_dir or own.model_dir)
+                self._stack.callback(giver.close)
+            given = giver if copies else None
+            stages.append(RayStage(options.remote(index, plan_json, asdict(own), weights=given)))
+            self._stack.callback(self._end, stages[-1])
+        if joined:
+            head = ray.get_runtime_context().gcs_address
+            self._watch = RayWatch(head, stages, self._deadlines.step_s)
+            require_same(placed.nodes, settings, self._deadlines.placement_s)
         return stages
 
+    def _end(self, stage: RayStage) -> None:
+        if self.lost() is None:
+            stage.kill()
+        else:  # whoever would end it is gone
+            stage.call("end")
 
-class RayStage:
-    """An actor's calls as futures."""
-
-    def __init__(self, actor: Any) -> None:
-        self._actor = actor
-
-    def call(self, method: str, *args: object) -> Future[Any]:
-        """Call a method of the actor."""
-        answer: Future[Any] = Future()
-
-        def arrived(inner: Future[Any]) -> None:
-            error = inner.exception()
-            if error is None:
-                answer.set_result(inner.result())
-            else:
-                answer.set_exception(failure_of(error))
-
-        getattr(self._actor, method).remote(*args).future().add_done_callback(arrived)
-        return answer
-
-    def kill(self, pid: int = 0) -> None:
-        """End the actor's process; by its number, if it is known, even if it is stopped."""
-        with contextlib.suppress(Exception):
-            ray.kill(self._actor, no_restart=True)
-        if pid:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-
-
-def failure_of(error: BaseException) -> StageFailure:
-    """Return Ray's error as a stage's: what was raised there, or why its process is gone."""
-    cause = getattr(error, "cause", None)
-    if cause is not None:
-        return StageFailure(f"{type(cause).__name__}: {first_line(cause)}", cause)
-    if isinstance(error, ray.exceptions.OutOfMemoryError):
-        return StageFailure(f"the host ran out of memory ({first_line(error)})")
-    text = str(error)
-    exit_type = re.search(r"Worker exit type: (\w+)", text)
-    detail = re.search(r"Worker exit detail: (.*?)(?:\. |\n|$)", text)
-    if exit_type is None:
-        return StageFailure(first_line(error))
-    return StageFailure(
-        f"its process died ({exit_type[1]}: {detail[1] if detail else 'no detail'}; killed by a "
-        "signal such as SIGKILL from the kernel's out-of-memory killer, or crashed)"
-    )
+    def _unless_lost(self, undo: Callable[[PlacementGroup], None], group: PlacementGroup) -> None:
+        if self.lost() is None:
+            undo(group)
 
 
 def _remove(group: PlacementGroup) -> None:

@@ -11,15 +11,14 @@ import json
 import os
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cached_property, partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from llmpq.device_spec import canonical_kind
-from llmpq.errors import PlanMismatchError
+from llmpq.costs_cache import cache_folder
 from llmpq.model_spec import ModelSpec
 from llmpq.output_paths import require_folder
 from llmpq.plan import Plan, StagePlan
@@ -36,13 +35,15 @@ from llmpq.runtime.engine.stage_loop import FirstStage, run_following_stage
 from llmpq.runtime.guides import Guides
 from llmpq.runtime.launch.load_watch import LoadSigns
 from llmpq.runtime.launch.pool_plan import PoolPlan, is_paged
-from llmpq.runtime.launch.stage_host import listening_socket, loopback_interface, process_space
+from llmpq.runtime.launch.ray_watch import Listening
+from llmpq.runtime.launch.stage_host import address_on, listening_socket, talk_over
 from llmpq.runtime.launch.stage_loading import (
     load_with_pool,
     load_with_slots,
     make_drafter,
     timed_drafter,
 )
+from llmpq.runtime.launch.stage_place import place_of
 from llmpq.runtime.launch.stage_settings import StageSettings, limits_of, read_request
 from llmpq.runtime.links.device_links import (
     KINDS,
@@ -57,6 +58,7 @@ from llmpq.runtime.models.stage_model import DTYPES
 from llmpq.runtime.text.stop_texts import StopTexts
 from llmpq.runtime.token_rules import TokenRules
 from llmpq.runtime.trace import Recorder
+from llmpq.runtime.weights.copied_slice import Giver, copied_slice
 from llmpq.runtime.weights.dummy import CopiedLayers
 from llmpq.runtime.weights.layer_cache import KeptLayers
 from llmpq.runtime.weights.quantized_checkpoint import open_checkpoint
@@ -76,8 +78,12 @@ class StageActor:
         settings: dict[str, Any],
         *,
         meeting: ThreadMeeting | None = None,
+        weights: Giver | None = None,
     ) -> None:
-        """`meeting`: where the stages meet that are threads of one process; else by address."""
+        """`meeting`: where the stages meet that are threads of one process; else by address.
+
+        `weights`: who gives the stage's slice of the checkpoint, if it is not on this host.
+        """
         # Streams that wait for a neighbour must not hold others up in a shared queue (default: 8).
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         self._index = index
@@ -87,6 +93,7 @@ class StageActor:
         self._mailbox = Mailbox()
         self._compute: StageCompute | PagedStageCompute | None = None
         self._pool: PoolPlan | None = None
+        self._listening = Listening()
         self._signs: LoadSigns | None = None
         self._listener: socket.socket | None = None
         self._store: dist.Store | None = None
@@ -94,7 +101,7 @@ class StageActor:
         self._emulation: Emulation | None = None
         self._stream: torch.cuda.Stream | None = None
         self._links: Links | None = None
-        self._meeting = meeting
+        self._meeting, self._weights = meeting, weights
         self._drafter = make_drafter(self._plan, self._settings) if index == 0 else None
 
     @cached_property
@@ -108,8 +115,18 @@ class StageActor:
         return self._plan.stages[self._index]
 
     def identity(self) -> dict[str, Any]:
-        """Return the process of this stage and where its number counts."""
-        return {"pid": os.getpid(), "space": process_space()}
+        """Return where this stage is, as `StagePlace`'s fields; refuse a device of another kind."""
+        own = address_on(self._settings.network_interface, self._settings.address)
+        number = None if self._stage.is_cpu else self._gpu_number()
+        return asdict(place_of(self._stage, number, own))
+
+    def beat(self, silence_s: float) -> None:
+        """Hear that the driver lives; a silence of so many seconds ends this process."""
+        self._listening.heard(silence_s)
+
+    def end(self) -> None:
+        """End this process at once."""
+        os._exit(1)
 
     def load(self) -> dict[str, Any]:
         """Check the device, load the stage's slice, warm it up; returns what it allocated."""
@@ -146,8 +163,7 @@ class StageActor:
 
     def join(self, host: str, port: int) -> None:
         """Join the stages' process group."""
-        if host.startswith("127."):
-            os.environ["GLOO_SOCKET_IFNAME"] = loopback_interface()
+        talk_over(host, address_on(self._settings.network_interface, self._settings.address))
         store = self._store or dist.TCPStore(host, port, is_master=False, timeout=JOIN_LIMIT)
         self._store = store
         join_gloo(dist.PrefixStore("stages", store), self._index, len(self._plan.stages))
@@ -320,6 +336,10 @@ class StageActor:
 
     def _model(self, device: torch.device) -> tuple[ModelSpec, TensorSource]:
         """Return the architecture and where its weights come from."""
+        if self._weights is not None:
+            folder = self._settings.layer_cache or str(cache_folder().parent / "layers")
+            copied = copied_slice(self._weights, folder, self._stage.layers)
+            self._settings = replace(self._settings, model_dir=str(copied))
         model = self._settings.model_dir
         if self._settings.load_format == "auto":
             spec = ModelSpec.from_directory(model)
@@ -349,22 +369,12 @@ class StageActor:
         stage = self._stage
         if stage.is_cpu:
             return torch.device("cpu")
-        if not torch.cuda.is_available():
-            raise PlanMismatchError(
-                f"stage {stage.device} was planned for {stage.kind}, host {socket.gethostname()} "
-                "offers this process no GPU; re-plan with llmpq-algo --cluster"
-            )
-        number = 0 if self._meeting is None else self._meeting.devices[self._index].index
-        found = torch.cuda.get_device_name(number)
-        try:
-            kind = canonical_kind(found, torch.cuda.get_device_properties(0).total_memory)
-        except ValueError:
-            kind = found
-        if kind != stage.kind:
-            raise PlanMismatchError(
-                f"stage {stage.device} was planned for {stage.kind}, got '{found}' on host "
-                f"{socket.gethostname()}; re-plan with llmpq-algo --cluster"
-            )
+        number = self._gpu_number()
+        place_of(stage, number, None)
         self._gpu = torch.device("cuda", number)
         self._emulation = Emulation(stage, self._gpu)
         return self._gpu
+
+    def _gpu_number(self) -> int:
+        """Return the number of the stage's GPU among those that its process sees."""
+        return 0 if self._meeting is None else self._meeting.devices[self._index].index

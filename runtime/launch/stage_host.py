@@ -1,34 +1,96 @@
-"""What a stage asks of its host, with Ray or without: its device's sort, sockets, loopback."""
+"""What a stage asks of its host, with Ray or without: addresses, interfaces, sockets, loopback."""
 
 from __future__ import annotations
 
+import ipaddress
+import os
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 
-from llmpq.cluster import Cluster
+import psutil
+
 from llmpq.errors import StageLostError
-from llmpq.plan import Plan
 
 LOCAL_HOST = "127.0.0.1"
+_INTERFACE_OF = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+"""How the libraries that carry messages are told which network to use."""
 
 
-def meeting_host(asked: str | None, plan: Plan, cluster: Cluster | None) -> str:
+def meeting_host(asked: str | None, addresses: Sequence[str | None]) -> str:
     """Return the address at which the stages meet.
 
-    What was asked for, else this host, or the first stage's where the cluster puts stages on
-    several nodes.
+    What was asked for, else loopback if all stages are on one host, or the first one's address.
     """
     if asked is not None:
         return asked
-    first = plan.stages[0].node
-    if cluster is None or all(stage.node == first for stage in plan.stages):
+    first = addresses[0]
+    if first is None or all(address == first for address in addresses):
         return LOCAL_HOST
-    return next(node.host for node in cluster.nodes if node.name == first)
+    return first
+
+
+def own_addresses() -> dict[str, list[str]]:
+    """Return the addresses of every network interface of this host, IPv4 ones first."""
+    found: dict[str, list[str]] = {}
+    for name, entries in psutil.net_if_addrs().items():
+        kept = [e for e in entries if e.family in (socket.AF_INET, socket.AF_INET6)]
+        kept.sort(key=lambda entry: entry.family != socket.AF_INET)
+        found[name] = [entry.address.partition("%")[0] for entry in kept]
+    return found
+
+
+def addresses_of(host: str) -> frozenset[str]:
+    """Return what a host's name stands for on this machine; nothing where it is not known."""
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return frozenset()
+    return frozenset(str(entry[4][0]).partition("%")[0] for entry in found)
+
+
+def address_on(interface: str | None, own: str | None) -> str | None:
+    """Return the address of a named interface, else a host's own; `ValueError` for no such one."""
+    if interface is None:
+        return own
+    known = own_addresses()
+    if not known.get(interface):
+        there = ", ".join(f"{name} ({found[0]})" for name, found in known.items() if found)
+        raise ValueError(
+            f"--network-interface {interface}: host {socket.gethostname()} has no such interface "
+            f"with an address; it has {there}"
+        )
+    return known[interface][0]
+
+
+def talk_over(meeting: str, own: str | None) -> None:
+    """Let the libraries of this process use the network that the stages meet on.
+
+    Without it they take whatever the host's name resolves to, on Debian 127.0.1.1. `own` is this
+    host's address for the other ones.
+    """
+    if is_loopback(meeting):
+        os.environ["GLOO_SOCKET_IFNAME"] = loopback_interface()
+        return
+    for interface, addresses in own_addresses().items():
+        if own in addresses:
+            for name in _INTERFACE_OF:
+                os.environ[name] = interface
+            return
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an address is one that only this host reaches."""
+    try:
+        return ipaddress.ip_address(address.strip("[]")).is_loopback
+    except ValueError:
+        return address == "localhost"
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
     """Bind a listening socket on this host only; port 0 lets the system choose."""
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import datetime
 import importlib.metadata
-import os
 import platform
 import socket
 import time
@@ -21,7 +20,7 @@ import torch.distributed as dist
 
 from llmpq.device_spec import canonical_kind
 from llmpq.model_spec import ModelSpec
-from llmpq.runtime.launch.stage_host import listening_socket, loopback_interface
+from llmpq.runtime.launch.stage_host import listening_socket, talk_over
 from llmpq.runtime.links.device_links import connect_devices
 from llmpq.runtime.links.peer_links import Room
 from llmpq.runtime.links.transport import join_gloo
@@ -100,10 +99,9 @@ class StageProbe:
         )  # fmt: skip
         return port
 
-    def try_links(self, host: str, port: int) -> dict[str, Any]:
-        """Join the other probes and exchange messages around the ring."""
-        if host.startswith("127."):
-            os.environ["GLOO_SOCKET_IFNAME"] = loopback_interface()
+    def try_links(self, host: str, port: int, own: str | None) -> dict[str, Any]:
+        """Join the other probes and exchange messages around the ring; `own`: its address."""
+        talk_over(host, own)
         try:
             store = self._store or dist.TCPStore(host, port, is_master=False, timeout=LIMIT)
             self._store = store

@@ -21,6 +21,10 @@ class StageSettings:
     """What a stage needs to know beyond the plan."""
 
     model_dir: str
+    driver_model_dir: str | None = None
+    """The directory on the driver's host, where a node may keep the model elsewhere."""
+    copy_weights: bool = False
+    """Take the stage's slice from the driver's directory; the layer cache keeps it."""
     trace: bool = False
     batching: str = "continuous"
     speculate: SpeculationMode | None = None
@@ -42,6 +46,10 @@ class StageSettings:
     """Tokens of a step of live requests, at most; None: `pool_plan.STEP_TOKENS`."""
     prefix_cache: bool = True
     """Whether blocks of live requests are found again by others that begin alike."""
+    address: str | None = None
+    """Its node's own address, at which other hosts' stages reach it; None: all are on this host."""
+    network_interface: str | None = None
+    """Over which stages of several hosts talk, where it is not the one of `address`."""
     links: LinkChoice = "auto"
     """How hidden states travel between GPUs; `auto` tries what is best first."""
 

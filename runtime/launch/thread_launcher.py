@@ -49,6 +49,9 @@ class ThreadLauncher:
             stage.wait(end_s - time.monotonic())
         self._stages.clear()
 
+    def lost(self) -> None:
+        """Nobody else keeps the stages."""
+
     def start(
         self, plan: Plan, settings: Sequence[StageSettings], cluster: Cluster | None
     ) -> list[ThreadStage]:

@@ -8,6 +8,7 @@ would stand still for ever, so a send keeps its tensors alive until it is known 
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
 from dataclasses import replace
 from datetime import timedelta
@@ -33,6 +34,9 @@ from llmpq.runtime.step_message import StepMessage, result_width
 
 IDLE_LIMIT = timedelta(hours=24)
 """A receive may wait this long for work; whether a stage still lives is the driver's to watch."""
+_MOST_AHEAD = 4
+"""Messages for which a receiver has room before it wants them: over a network as many may be on
+their way at once, as each asks first."""
 JOIN_LIMIT = timedelta(seconds=120)
 """How long the stages may take to find each other once all are loaded."""
 
@@ -112,8 +116,11 @@ class GlooTransport(HostTokens):
         self._header_bytes = header_size(max_rows) * torch.long.itemsize
         paging_bytes = max_paging_size(max_rows, max_blocks) * torch.long.itemsize
         most_bytes = self._header_bytes + paging_bytes + max_tokens * token_bytes
-        self._rooms = [torch.empty(most_bytes, dtype=torch.uint8) for _ in range(2)]
-        self._coming: dist.Work | None = None
+        ahead = min(max(1, max_pending), _MOST_AHEAD)
+        self._rooms = [torch.empty(most_bytes, dtype=torch.uint8) for _ in range(1 + ahead)]
+        self._free = deque(self._rooms)
+        self._coming: deque[tuple[dist.Work, Tensor]] = deque()
+        self._read: Tensor | None = None
 
     def send_step(self, message: StepMessage, hidden_BQH: Tensor | None) -> None:
         """Send a micro-batch to the next stage; a STOP has no hidden states."""
@@ -131,16 +138,16 @@ class GlooTransport(HostTokens):
 
         The hidden states are valid until the next call.
         """
-        if self._coming is None:
-            self._coming = self._offer_room()
-        self._coming.wait(IDLE_LIMIT)
-        self._rooms.reverse()
-        room, self._coming = self._rooms[1], None
+        if self._read is not None:
+            self._free.append(self._read)
+        self._offer_rooms()
+        work, room = self._coming.popleft()
+        work.wait(IDLE_LIMIT)
+        self._read = room
         header = room[: self._header_bytes].view(torch.long)
         message = unpack_header(header)
         if message.kind is StepKind.STOP:
             return message, None
-        self._coming = self._offer_room()
         hidden_at = self._header_bytes + paging_size(header) * torch.long.itemsize
         paging = room[self._header_bytes : hidden_at].view(torch.long)
         message = unpack_paging(message, paging)
@@ -169,11 +176,13 @@ class GlooTransport(HostTokens):
         while self._pending:
             self._pending.popleft()[0].wait(IDLE_LIMIT)
 
-    def _offer_room(self) -> dist.Work:
-        """Post the receive of the next micro-batch, so that it arrives while this one computes."""
-        work = dist.irecv(self._rooms[0], self._rank - 1)
-        assert work is not None
-        return work
+    def _offer_rooms(self) -> None:
+        """Post receives into all rooms that are free, so that messages arrive meanwhile."""
+        while self._free:
+            room = self._free.popleft()
+            work = dist.irecv(room, self._rank - 1)
+            assert work is not None
+            self._coming.append((work, room))
 
     def _expect_tokens(self, message: StepMessage) -> None:
         """Post the receive of a micro-batch's tokens, so that they need not wait for it."""
@@ -206,6 +215,7 @@ def join_gloo(
     The group's limit also bounds how long gloo looks for its neighbours, so that waits for work,
     which may take longer, name their own (`IDLE_LIMIT`): gloo heeds no later change of it.
     """
+    begun_s = time.monotonic()
     try:
         dist.init_process_group(
             "gloo", store=store, rank=rank, world_size=num_stages, timeout=limit
@@ -214,8 +224,9 @@ def join_gloo(
         text = str(error).splitlines()[0]
         if "timeout" not in text.lower() and "timed out" not in text.lower():
             raise
+        passed_s = time.monotonic() - begun_s
         raise DeadlineError(
-            f"the {num_stages} stages have not found each other within "
-            f"{limit.total_seconds():.0f} s ({text}); look at their hosts and the network between "
-            "them, and run it again"
+            f"the {num_stages} stages have not found each other within {passed_s:.0f} s ({text}); "
+            "look at their hosts and the network between them (all ports must be open; hosts with "
+            "several networks: --network-interface), and run it again"
         ) from None

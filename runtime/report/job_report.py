@@ -33,6 +33,8 @@ class JobResult:
     startup_s: float
     speculation: dict[str, Any] | None = None
     """What came of the drafts."""
+    places: Sequence[Mapping[str, Any]] = ()
+    """Host, address and device of every stage, as it reported them."""
     plain: Sequence[Finished] | None = None
     """The same requests, served again by the same stages without drafts."""
 
@@ -84,8 +86,14 @@ def build_report(job: JobResult) -> dict[str, Any]:
         **_latencies(job.finished),
         "speculation": _speculation(job),
         "stages": [
-            _stage(stage, load, record, wall_s)
-            for stage, load, record in zip(plan.stages, job.loads, job.records, strict=True)
+            {**_stage(stage, load, record, wall_s), **place}
+            for stage, load, record, place in zip(
+                plan.stages,
+                job.loads,
+                job.records,
+                job.places or [{}] * len(plan.stages),
+                strict=True,
+            )
         ],
     }
 

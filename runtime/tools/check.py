@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup, remove_placement_group
+from ray.util.placement_group import remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from rich.console import Console
 from rich.table import Table
@@ -22,11 +22,12 @@ from rich.table import Table
 from llmpq.cluster import Cluster
 from llmpq.errors import DeadlineError, ExitCode, StageLostError
 from llmpq.plan import Plan
+from llmpq.plan_nodes import nodes_of
 from llmpq.runtime.cli.plan_file import load_plan
-from llmpq.runtime.cli.run_flags import check_timeouts
+from llmpq.runtime.cli.run_flags import check_timeouts, check_wait
 from llmpq.runtime.cli.tool_flags import CheckOptions
-from llmpq.runtime.launch.placement import ray_cluster, reserve
-from llmpq.runtime.launch.ray_launcher import failure_of
+from llmpq.runtime.launch.placement import Placement, ray_cluster, reserve
+from llmpq.runtime.launch.ray_stage import failure_of
 from llmpq.runtime.launch.stage_host import meeting_host
 from llmpq.runtime.launch.stage_probe import StageProbe
 from llmpq.units import format_size
@@ -37,17 +38,24 @@ _log = logging.getLogger("llmpq.check")
 def main(options: CheckOptions) -> int:
     """Look at every stage's place; returns 0 if the plan can run, else the worst outcome's code."""
     check_timeouts({"--timeout": options.timeout, "--placement-timeout": options.placement_timeout})
+    check_wait(options.wait_nodes)
     plan = load_plan(options.plan)
     cluster = None
     if options.cluster is not None:
         cluster = Cluster.load(options.cluster)
         plan.require_cluster(cluster.name, cluster.fingerprint())
     with ray_cluster(options.ray_address):
-        group = reserve(plan, cluster, timeout_s=options.placement_timeout)
+        placed = reserve(
+            plan,
+            cluster,
+            joined=options.ray_address is not None,
+            wait_s=options.wait_nodes,
+            timeout_s=options.placement_timeout,
+        )
         try:
-            places, links = look(plan, cluster, group, options)
+            places, links = look(plan, cluster, placed, options)
         finally:
-            remove_placement_group(group)
+            remove_placement_group(placed.group)
     problems = judge(plan, places, links)
     if options.json:
         found = {"places": places, "links": links, "problems": [text for _, text in problems]}
@@ -66,27 +74,31 @@ _SEVERITY = (ExitCode.USAGE, ExitCode.DOES_NOT_FIT, ExitCode.MISMATCH, ExitCode.
 
 
 def look(
-    plan: Plan, cluster: Cluster | None, group: PlacementGroup, options: CheckOptions
+    plan: Plan, cluster: Cluster | None, placed: Placement, options: CheckOptions
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Ask one probe per stage; return places and links."""
     probe_class, probes = ray.remote(StageProbe), []
     for index, stage in enumerate(plan.stages):
-        placed = probe_class.options(
+        actor = probe_class.options(
             num_cpus=0,
             num_gpus=0 if stage.is_cpu else 1,
             scheduling_strategy=PlacementGroupSchedulingStrategy(
-                placement_group=group, placement_group_bundle_index=index
+                placement_group=placed.group, placement_group_bundle_index=index
             ),
         )
-        probes.append(placed.remote(index, len(plan.stages), not stage.is_cpu))
+        probes.append(actor.remote(index, len(plan.stages), not stage.is_cpu))
     directories = [_directory(plan, cluster, index, options.model) for index in range(len(probes))]
     looks = [probe.look.remote(path) for probe, path in zip(probes, directories, strict=True)]
     places = _all(plan, looks, "looking at its host", options.timeout)
     links: list[dict[str, Any]] = []
     if len(probes) > 1:
-        host = meeting_host(options.master_addr, plan, cluster)
+        addresses = [node.address for node in placed.nodes]
+        host = meeting_host(options.master_addr, addresses)
         (port,) = _all(plan, [probes[0].open_rendezvous.remote(host)], "meeting", options.timeout)
-        tries = [probe.try_links.remote(host, port) for probe in probes]
+        tries = [
+            probe.try_links.remote(host, port, own)
+            for probe, own in zip(probes, addresses, strict=True)
+        ]
         links = _all(plan, tries, "trying its links", options.timeout)
     for probe in probes:
         ray.kill(probe)
@@ -95,10 +107,9 @@ def look(
 
 def _directory(plan: Plan, cluster: Cluster | None, index: int, model: str | None) -> str | None:
     """Return where a stage's node keeps the model."""
-    if cluster is not None:
-        for node in cluster.nodes:
-            if node.name == plan.stages[index].node and node.model_dir is not None:
-                return node.model_dir
+    for node in nodes_of(plan, cluster):
+        if node.name == plan.stages[index].node and node.model_dir is not None:
+            return node.model_dir
     path = model or plan.model.path
     return None if path is None else str(Path(path).resolve())
 

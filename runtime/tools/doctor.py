@@ -25,7 +25,7 @@ from llmpq.out_of_memory import first_line
 from llmpq.runtime.cli.run_flags import check_timeouts
 from llmpq.runtime.cli.tool_flags import DoctorOptions
 from llmpq.runtime.launch.launcher import StageHandle
-from llmpq.runtime.launch.stage_host import LOCAL_HOST
+from llmpq.runtime.launch.stage_host import LOCAL_HOST, meeting_host
 from llmpq.runtime.tools.diagnosis import Finding, device_lines, differences, findings
 
 _log = logging.getLogger("llmpq.doctor")
@@ -34,8 +34,8 @@ _log = logging.getLogger("llmpq.doctor")
 def main(options: DoctorOptions) -> int:
     """Look, print, and return 0 if every device that there is can run stages."""
     check_timeouts({"--timeout": options.timeout})
-    with _nodes(options.ray_address) as (handles, address):
-        report = examine(handles, address, options.timeout)
+    with _nodes(options.ray_address) as (handles, addresses):
+        report = examine(handles, addresses, options.timeout)
     if options.json:
         sys.stdout.write(json.dumps(report, indent=1) + "\n")
     else:
@@ -50,11 +50,11 @@ def main(options: DoctorOptions) -> int:
 
 
 @contextmanager
-def _nodes(ray_address: str | None) -> Iterator[tuple[Sequence[StageHandle], str]]:
-    """Yield a survey per node, two where there is one node, and where they can meet."""
+def _nodes(ray_address: str | None) -> Iterator[tuple[Sequence[StageHandle], Sequence[str]]]:
+    """Yield a survey per node, two where there is one node, and the address of each."""
     with ExitStack() as stack:
         if ray_address is None:
-            yield _local(stack), LOCAL_HOST
+            yield _local(stack), [LOCAL_HOST] * 2
         else:
             yield _of_ray(stack, ray_address)
 
@@ -71,13 +71,13 @@ def _local(stack: ExitStack) -> list[StageHandle]:
     return started
 
 
-def _of_ray(stack: ExitStack, address: str) -> tuple[list[StageHandle], str]:
+def _of_ray(stack: ExitStack, address: str) -> tuple[list[StageHandle], list[str]]:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     from llmpq.runtime.launch.node_survey import NodeSurvey
     from llmpq.runtime.launch.placement import ray_cluster
-    from llmpq.runtime.launch.ray_launcher import RayStage
+    from llmpq.runtime.launch.ray_stage import RayStage
 
     stack.enter_context(ray_cluster(address))
     nodes = [node for node in ray.nodes() if node["Alive"]]
@@ -92,11 +92,12 @@ def _of_ray(stack: ExitStack, address: str) -> tuple[list[StageHandle], str]:
         actor = RayStage(placed.remote(index, len(places), see_all=True))
         stack.callback(actor.kill)
         started.append(actor)
-    hosts = {node["NodeManagerAddress"] for node in places}
-    return started, LOCAL_HOST if len(hosts) == 1 else places[0]["NodeManagerAddress"]
+    return started, [node["NodeManagerAddress"] for node in places]
 
 
-def examine(handles: Sequence[StageHandle], address: str, limit_s: float) -> dict[str, Any]:
+def examine(
+    handles: Sequence[StageHandle], addresses: Sequence[str], limit_s: float
+) -> dict[str, Any]:
     """Ask every node; return surveys, devices, links and findings as plain values."""
     looks, found = _ask([handle.call("look") for handle in handles], "look at itself", limit_s)
     surveys, seen = [], set[tuple[str, str]]()
@@ -114,7 +115,7 @@ def examine(handles: Sequence[StageHandle], address: str, limit_s: float) -> dic
     links: list[dict[str, Any]] = []
     if all(look is not None for look in looks):
         names = [str(look["host"]) for look in looks if look is not None]
-        links = _links(handles, names, address, limit_s, found)
+        links = _links(handles, names, addresses, limit_s, found)
     for survey in surveys:
         found += findings(survey)
     found += differences(surveys) if surveys else []
@@ -145,16 +146,20 @@ def _gpus(
 def _links(
     handles: Sequence[StageHandle],
     names: Sequence[str],
-    address: str,
+    addresses: Sequence[str],
     limit_s: float,
     found: list[Finding],
 ) -> list[dict[str, Any]]:
     """Measure gloo between the nodes, or between two processes of one."""
+    address = meeting_host(None, addresses)
     (port,), failed = _ask([handles[0].call("open_rendezvous", address)], "listen", limit_s)
     found += failed
     if port is None:
         return []
-    calls = [handle.call("try_links", address, port) for handle in handles]
+    calls = [
+        handle.call("try_links", address, port, own)
+        for handle, own in zip(handles, addresses, strict=True)
+    ]
     answers, failed = _ask(calls, f"meet the others at {address}:{port}", limit_s)
     found += failed
     return [

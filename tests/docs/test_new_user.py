@@ -33,7 +33,11 @@ LINES = _documented()
 def test_three_lines_and_two_files_are_documented() -> None:
     assert sum("--devices" in line for line in LINES) == 3
     assert sum("--cluster" in line for line in LINES) == 2
-    assert {path.name for path in CLUSTERS.glob("*.yaml")} == {"home.yaml", "two-nodes.yaml"}
+    assert {path.name for path in CLUSTERS.glob("*.yaml")} == {
+        "home.yaml",
+        "two-machines.yaml",
+        "two-nodes.yaml",
+    }
 
 
 @pytest.mark.parametrize("line", LINES)

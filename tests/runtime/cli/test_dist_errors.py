@@ -342,7 +342,7 @@ def test_a_placement_that_can_never_be_met_says_so(ray_session, demo_model, make
     plan = type(make_plan(demo_model, ())).parse_data(data, where="test")
     started_s = time.monotonic()
     with (
-        pytest.raises(StageLostError, match=r"needs 1 GPUs \(T4-0\), Ray's cluster has 0"),
+        pytest.raises(StageLostError, match=r"needs 1 GPUs \(T4-0\), this machine is .*CPU only"),
         Engine.start(plan, StageSettings(model_dir=str(demo_model)), launch=RAY),
     ):
         pass
@@ -351,7 +351,7 @@ def test_a_placement_that_can_never_be_met_says_so(ray_session, demo_model, make
         where="test",
     )
     with (
-        pytest.raises(StageLostError, match=r"labels \{'a': 'b'\}, none of the 1 nodes has them"),
+        pytest.raises(StageLostError, match=r"labels a=b; .*is another machine than this one"),
         Engine.start(
             make_plan(demo_model, (4,)),
             StageSettings(model_dir=str(demo_model)),

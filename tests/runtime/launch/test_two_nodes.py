@@ -30,7 +30,7 @@ JOB = ("--strat_file_name", "plan.json", "-i", "in.jsonl", "-o", "out.jsonl")
 def ray(*arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "ray.scripts.scripts", *map(str, arguments)]
     environment = os.environ | {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token"}
-    environment["RAY_agent_register_timeout_ms"] = "60000"
+    environment |= {"RAY_agent_register_timeout_ms": "60000", "RAY_worker_niceness": "0"}
     return subprocess.run(
         command, env=environment, capture_output=True, text=True, check=True, timeout=LIMIT_S
     )
@@ -112,9 +112,10 @@ def test_a_node_that_is_not_there_is_named(address, files):
     text = (files / "cluster.yaml").read_text()
     (files / "cluster.yaml").write_text(text.replace("place: there", "place: nowhere"))
     where = ("--cluster", "cluster.yaml", "--address", address)
-    done = dist(files, "check", "plan.json", *where)
+    done = dist(files, "check", "plan.json", *where, "--wait-nodes", 0)
     assert done.returncode == 6
-    assert "needs a node with labels {'place': 'nowhere'}" in done.stderr
+    assert "node 'there' (labels place=nowhere; CPU-0) is missing" in done.stderr
+    assert "Ray has 2: " in done.stderr and "labels place=here" in done.stderr
 
 
 def test_the_doctor_looks_at_the_nodes_of_a_ray(address, tmp_path):

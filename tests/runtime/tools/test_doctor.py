@@ -138,7 +138,7 @@ def test_what_hangs_or_fails_is_a_finding_and_the_rest_is_shown():
     link = {"from": 0, "to": 1, "latency_us": 30.0, "gbps": 9.0}
     well = Node(survey(), try_links=[link])
     silent = Node(survey(gpu(), host="b", machine="b 2"), try_links=RuntimeError("no route\nstack"))
-    report = examine([well, silent], "10.0.0.1", limit_s=0.2)
+    report = examine([well, silent], ["10.0.0.1", "10.0.0.2"], limit_s=0.2)
     assert [line["node"] for line in report["devices"]] == ["a", "b", "b"]
     assert report["links"][0] | {"from": "a", "to": "b"} == report["links"][0]
     texts = [item["text"] for item in report["findings"]]

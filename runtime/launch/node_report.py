@@ -1,0 +1,89 @@
+"""What a Ray node has installed, and which model it would read: asked before a stage loads.
+
+`report` runs on nodes whose llmpq may be another one, or none: it travels as code and imports
+nothing but the standard library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from llmpq.errors import PlanMismatchError
+
+SAME = ("llmpq", "torch", "ray")
+"""Packages whose versions must not differ between hosts."""
+_VOLATILE = ("_name_or_path", "transformers_version")
+"""Keys of config.json that say nothing of the model."""
+
+
+def report(model_dir: str | None) -> dict[str, Any]:
+    """Return this host's name, versions, and the config.json of a model directory.
+
+    `problem` says why there is no `config`.
+    """
+    import importlib.metadata
+    import json
+    import os
+    import platform
+    import socket
+
+    versions = {"Python": ".".join(platform.python_version_tuple()[:2])}
+    for name in ("llmpq", "torch", "ray"):
+        try:
+            # What follows a plus tells how it was built: 2.13.0+cpu and +cu130 go together.
+            versions[name] = importlib.metadata.version(name).partition("+")[0]
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = "not installed"
+    config, problem = None, None
+    if model_dir is not None:
+        try:
+            with open(os.path.join(model_dir, "config.json"), encoding="utf-8") as file:
+                config = json.load(file)
+        except (OSError, ValueError) as error:
+            problem = f"no readable config.json in '{model_dir}' ({error})"
+    return {
+        "host": socket.gethostname(),
+        "versions": versions,
+        "config": config,
+        "problem": problem,
+    }
+
+
+def require_alike(here: Mapping[str, Any], there: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
+    """Refuse nodes whose versions or model are not this host's.
+
+    `there`: how each node is called, and its report. `PlanMismatchError` names the first that has
+    another version or another config.json, `ValueError` the first without one.
+    """
+    for name, found in there:
+        for package, wanted in here["versions"].items():
+            got = found["versions"].get(package)
+            if got != wanted:
+                raise PlanMismatchError(
+                    f"node {name} has {package} {got}, this host has {wanted}: install the same "
+                    "version on every node"
+                )
+    for name, found in there:
+        if found["problem"] is not None:
+            raise ValueError(
+                f"node {name} has {found['problem']}; copy the model there, name its folder as the "
+                "node's model_dir in the cluster file, or give --copy-weights"
+            )
+        key = _different(here["config"], found["config"])
+        if key is not None:
+            raise PlanMismatchError(
+                f"node {name} has another model: '{key}' in its config.json is "
+                f"{found['config'].get(key)!r}, here it is {here['config'].get(key)!r}; copy the "
+                "right one there, or give --copy-weights"
+            )
+
+
+def _different(here: Mapping[str, Any] | None, there: Mapping[str, Any] | None) -> str | None:
+    """Return the first key of two config.json that is not the same."""
+    if here is None or there is None:
+        return None
+    for key in sorted({*here, *there} - set(_VOLATILE)):
+        if here.get(key) != there.get(key):
+            return key
+    return None

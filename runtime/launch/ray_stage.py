@@ -1,0 +1,62 @@
+"""An actor's calls as futures, and Ray's errors as a stage's."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+from concurrent.futures import Future
+from typing import Any
+
+import ray
+
+from llmpq.out_of_memory import first_line
+from llmpq.runtime.launch.launcher import StageFailure
+
+
+class RayStage:
+    """An actor's calls as futures."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+
+    def call(self, method: str, *args: object) -> Future[Any]:
+        """Call a method of the actor."""
+        answer: Future[Any] = Future()
+
+        def arrived(inner: Future[Any]) -> None:
+            error = inner.exception()
+            if error is None:
+                answer.set_result(inner.result())
+            else:
+                answer.set_exception(failure_of(error))
+
+        getattr(self._actor, method).remote(*args).future().add_done_callback(arrived)
+        return answer
+
+    def kill(self, pid: int = 0) -> None:
+        """End the actor's process; by its number, if it is known, even if it is stopped."""
+        with contextlib.suppress(Exception):
+            ray.kill(self._actor, no_restart=True)
+        if pid:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def failure_of(error: BaseException) -> StageFailure:
+    """Return Ray's error as a stage's: what was raised there, or why its process is gone."""
+    cause = getattr(error, "cause", None)
+    if cause is not None:
+        return StageFailure(f"{type(cause).__name__}: {first_line(cause)}", cause)
+    if isinstance(error, ray.exceptions.OutOfMemoryError):
+        return StageFailure(f"the host ran out of memory ({first_line(error)})")
+    text = str(error)
+    exit_type = re.search(r"Worker exit type: (\w+)", text)
+    detail = re.search(r"Worker exit detail: (.*?)(?:\. |\n|$)", text)
+    if exit_type is None:
+        return StageFailure(first_line(error))
+    return StageFailure(
+        f"its process died ({exit_type[1]}: {detail[1] if detail else 'no detail'}; killed by a "
+        "signal such as SIGKILL from the kernel's out-of-memory killer, or crashed)"
+    )
