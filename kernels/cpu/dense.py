@@ -10,6 +10,15 @@ oneDNN with a plain weight / with a blocked one:
     bfloat16  1536, 256    30 / 29 / 20         37 / 36 / 25         119 / 117 / 106
               4096, 4096   3983 / 4195 / 1616   4718 / 4685 / 2619   13810 / 13790 / 11009
 
+A plain weight (a tied head, float16, shapes that would be padded) meets few rows in our own code
+(kernels/native/dense.h), which reads it once. Two busy cores of an Intel Xeon with AMX, N x K =
+64128 x 2048 (bfloat16: 128256 x 2048), ms, `functional.linear` / ours:
+
+    rows    float32        bfloat16       float16
+    1       47.0 / 42.5    64.3 / 56.7    43.4 / 26.6
+    4       99.3 / 56.7    65.1 / 63.7    52.2 / 33.5
+    8       149.0 / 81.5   75.8 / 97.3    57.3 / 66.8     (oneDNN's float32, plain: 69)
+
 A blocked weight is an opaque `torch.Tensor` (`is_mkldnn`); shapes it would pad stay plain, so that
 bytes are those the planner counts.
 """
@@ -19,6 +28,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from llmpq.kernels.native.library import NUMBERS, address, call, library
+
+_NATIVE_ROWS = 4
+"""Rows up to which our own code takes a plain weight."""
 
 _PLAIN_ROWS = 8
 """Rows from which oneDNN wins on a plain float32 weight."""
@@ -40,6 +54,8 @@ def plain_dense(weight_NK: Tensor) -> Tensor:
 def dense_linear(x: Tensor, weight_NK: Tensor, bias: Tensor | None) -> Tensor:
     """Return x W^T + b [..., N] for a weight that is packed or not, on any device."""
     if not weight_NK.is_mkldnn:
+        if native_takes(x, weight_NK):
+            return native_dense(x, weight_NK, bias)
         rows = x.numel() // x.shape[-1]
         plain_wins = rows >= _PLAIN_ROWS and weight_NK.dtype == torch.float32
         # Rows with gaps send oneDNN to its reference loops, a hundred times slower.
@@ -48,6 +64,32 @@ def dense_linear(x: Tensor, weight_NK: Tensor, bias: Tensor | None) -> Tensor:
     x_MK = x.reshape(-1, x.shape[-1]).contiguous()
     y_MN: Tensor = torch.ops.mkldnn._linear_pointwise(x_MK, weight_NK, bias, "none", [], "")
     return y_MN.view(*x.shape[:-1], y_MN.shape[-1])
+
+
+def native_takes(x: Tensor, weight_NK: Tensor) -> bool:
+    """Whether our own code computes this product, and sooner."""
+    return (
+        weight_NK.device.type == "cpu"
+        and x.numel() <= _NATIVE_ROWS * x.shape[-1]
+        and weight_NK.dtype in NUMBERS
+        and x.dtype == weight_NK.dtype
+        and weight_NK.is_contiguous()
+        and library() is not None
+    )
+
+
+def native_dense(x: Tensor, weight_NK: Tensor, bias: Tensor | None) -> Tensor:
+    """Return x W^T + b [..., N] of a plain weight, sums in float32 (kernels/native/dense.h)."""
+    n, k = weight_NK.shape
+    x_MK = x.reshape(-1, k).contiguous()
+    y_MN = x_MK.new_empty(x_MK.shape[0], n)
+    bias = bias if bias is None else bias.to(x.dtype).contiguous()
+    call(
+        "llmpq_dense",
+        *map(address, (x_MK, weight_NK, bias, y_MN)),
+        *(x_MK.shape[0], n, k, NUMBERS[x.dtype], torch.get_num_threads()),
+    )
+    return y_MN.view(*x.shape[:-1], n)
 
 
 def _usable(weight_NK: Tensor) -> bool:

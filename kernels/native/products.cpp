@@ -3,6 +3,7 @@
 // torch has loaded, so that there is one pool.
 #include <omp.h>
 
+#include "dense.h"
 #include "dequantize.h"
 #include "few_rows.h"
 #include "search.h"
@@ -70,6 +71,13 @@ void llmpq_quantize(const void* w, uint8_t* codes, void* scale, void* zero, int6
       if (zero) put(zero, n * k_groups + g, scale_number, grid.zero);
     }
   }
+}
+
+// y [M, N] = x [M, K] w^T + bias of one number, w [N, K] not quantised.
+void llmpq_dense(const void* x, const void* w, const void* bias, void* y, int64_t M, int64_t N, int64_t K,
+                 int64_t number, int64_t threads) {
+  auto run = number == FLOAT32 ? dense<FLOAT32> : number == BFLOAT16 ? dense<BFLOAT16> : dense<FLOAT16>;
+  run(x, w, bias, y, M, N, K, threads_for(M * N * K, threads));
 }
 
 }  // extern "C"

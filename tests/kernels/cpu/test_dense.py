@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 
 import pytest
 import torch
 
-from llmpq.kernels.cpu.dense import dense_linear, pack_dense, plain_dense
+from llmpq.kernels.cpu.dense import dense_linear, native_dense, pack_dense, plain_dense
+from llmpq.kernels.native import library
 
 pytestmark = pytest.mark.cpu
 
@@ -30,6 +32,25 @@ def test_products_equal_float64(dtype, n, k, rows, biased):
     assert error(weight) < limit
     assert error(pack_dense(weight)) < limit
     assert error(weight.roll(1, dims=0)) > limit, "rows in another order must not pass"
+
+
+@pytest.mark.skipif(library.library() is None, reason="needs AVX2 and a C++ compiler")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("level", [level.name for level in library.usable_levels()])
+def test_our_own_product_equals_float64(dtype, level, monkeypatch):
+    monkeypatch.setattr(library, "best_level", lambda: library.LEVELS[level])
+    torch.manual_seed(0)
+    limit = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5.5e-4}[dtype]
+    for (n, k), m in itertools.product([(129, 1000), (7, 33), (64, 8), (1, 1)], (1, 2, 3, 15)):
+        weight, x, bias = (torch.randn(size).to(dtype) for size in ((n, k), (m, k), (n,)))
+        exact = x.double() @ weight.double().T + bias.double()
+        got = native_dense(x, weight, bias)
+        assert got.dtype == dtype
+        assert float((got.double() - exact).norm() / exact.norm()) < limit, (n, k, m)
+        if n > 1:
+            weight[-1, -1] += 8
+            wrong = native_dense(x, weight, bias)
+            assert float((wrong.double() - exact).norm() / exact.norm()) > limit, "planted"
 
 
 @pytest.mark.parametrize("n, k", [(128, 256), (200, 96), (7, 33)])

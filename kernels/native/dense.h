@@ -1,0 +1,73 @@
+// Few rows of x times a weight that is not quantised, as the checkpoint stores it: [N, K], float32,
+// bfloat16 or float16. Sums in float32. Read once, at the memory's speed: 2 K bytes an output.
+#pragma once
+#include <vector>
+
+#include "vectors.h"
+
+#if WIDE
+static inline Floats wide_of(const void* p, int64_t i, int64_t number) {
+  if (number == FLOAT32) return _mm512_loadu_ps((const float*)p + i);
+  __m256i half = _mm256_loadu_si256((const __m256i*)((const uint16_t*)p + i));
+  if (number == FLOAT16) return _mm512_cvtph_ps(half);
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+}
+#else
+static inline Floats wide_of(const void* p, int64_t i, int64_t number) { return eight_of(p, i, number); }
+#endif
+
+// COLUMNS rows of w from n on times ROWS rows of x from m on; x [M, padded K] floats, zeros past K.
+template <int NUMBER, int ROWS, int COLUMNS>
+static inline void dense_block(const float* x, int64_t padded, const void* w, const void* bias, void* y, int64_t m,
+                               int64_t n, int64_t N, int64_t K) {
+  Floats acc[COLUMNS][ROWS];
+  for (int c = 0; c < COLUMNS; ++c)
+    for (int r = 0; r < ROWS; ++r) acc[c][r] = floats(0);
+  int64_t k = 0;
+  for (; k + LANES <= K; k += LANES) {
+    Floats v[COLUMNS];
+    for (int c = 0; c < COLUMNS; ++c) v[c] = wide_of(w, (n + c) * K + k, NUMBER);
+    for (int r = 0; r < ROWS; ++r) {
+      Floats xv = load(x + (m + r) * padded + k);
+      for (int c = 0; c < COLUMNS; ++c) acc[c][r] = fma(v[c], xv, acc[c][r]);
+    }
+  }
+  if (k < K) {
+    for (int c = 0; c < COLUMNS; ++c) {
+      alignas(64) float rest[LANES] = {};
+      copy_floats(rest, w, (n + c) * K + k, K - k, NUMBER);
+      for (int r = 0; r < ROWS; ++r) acc[c][r] = fma(load(rest), load(x + (m + r) * padded + k), acc[c][r]);
+    }
+  }
+  for (int c = 0; c < COLUMNS; ++c) {
+    float b = bias ? float_of(bias, n + c, NUMBER) : 0;
+    for (int r = 0; r < ROWS; ++r) put(y, (m + r) * N + n + c, NUMBER, total(acc[c][r]) + b);
+  }
+}
+
+template <int NUMBER, int ROWS>
+static void dense_rows(const float* x, int64_t padded, const void* w, const void* bias, void* y, int64_t m, int64_t n0,
+                       int64_t n1, int64_t N, int64_t K) {
+  constexpr int COLUMNS = (WIDE ? 16 : 8) / ROWS > 4 ? 4 : (WIDE ? 16 : 8) / ROWS;
+  int64_t n = n0;
+  for (; n + COLUMNS <= n1; n += COLUMNS) dense_block<NUMBER, ROWS, COLUMNS>(x, padded, w, bias, y, m, n, N, K);
+  for (; n < n1; ++n) dense_block<NUMBER, ROWS, 1>(x, padded, w, bias, y, m, n, N, K);
+}
+
+template <int NUMBER>
+static void dense(const void* x, const void* w, const void* bias, void* y, int64_t M, int64_t N, int64_t K,
+                  int threads) {
+  int64_t padded = (K + 15) / 16 * 16;
+  std::vector<float> rows(M * padded);
+  for (int64_t m = 0; m < M; ++m) copy_floats(rows.data() + m * padded, x, m * K, K, NUMBER);
+  constexpr int64_t block = 64;
+#pragma omp parallel for schedule(dynamic, 2) num_threads(threads)
+  for (int64_t i = 0; i < (N + block - 1) / block; ++i) {
+    int64_t n0 = i * block, n1 = n0 + block < N ? n0 + block : N, m = 0;
+    const float* p = rows.data();
+    for (; M - m >= 8; m += 8) dense_rows<NUMBER, 8>(p, padded, w, bias, y, m, n0, n1, N, K);
+    for (; M - m >= 4; m += 4) dense_rows<NUMBER, 4>(p, padded, w, bias, y, m, n0, n1, N, K);
+    for (; M - m >= 2; m += 2) dense_rows<NUMBER, 2>(p, padded, w, bias, y, m, n0, n1, N, K);
+    if (m < M) dense_rows<NUMBER, 1>(p, padded, w, bias, y, m, n0, n1, N, K);
+  }
+}
