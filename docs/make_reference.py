@@ -26,6 +26,7 @@ from llmpq.planner.cli import arguments
 from llmpq.profiler.cli import flags as profiler_flags
 from llmpq.runtime.cli import tool_flags
 from llmpq.runtime.cli.run_flags import run_parser
+from llmpq.runtime.cli.serve_flags import serve_parser
 
 FOLDER = Path(__file__).resolve().parent / "reference"
 MADE = "<!-- made by docs/make_reference.py from the code; do not edit -->\n"
@@ -162,7 +163,8 @@ def parsers() -> Iterator[CommandParser]:
     yield from (arguments.plan_parser(), arguments.check_parser(), arguments.export_parser())
     yield arguments.devices_parser()
     yield arguments.models_parser()
-    yield from (run_parser(), tool_flags.check_parser(), tool_flags.bench_parser())
+    yield from (run_parser(), serve_parser(), tool_flags.check_parser())
+    yield tool_flags.bench_parser()
     yield from (tool_flags.eval_parser(), tool_flags.convert_parser(), tool_flags.doctor_parser())
     yield from (profiler_flags.run_parser(), profiler_flags.indicator_parser())
     yield from (profiler_flags.merge_parser(), profiler_flags.quantize_parser())

@@ -13,12 +13,13 @@ from __future__ import annotations
 import asyncio
 import queue
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, aclosing
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, cast
 
 from llmpq.plan import MAX_GAMMA, Plan
+from llmpq.runtime.answers import Answers, LoopInbox
 from llmpq.runtime.launch.engine import Engine
 from llmpq.runtime.launch.engine_thread import EngineThread, RequestNews
 from llmpq.runtime.launch.launcher import Backend, Deadlines, Launch
@@ -29,6 +30,7 @@ from llmpq.runtime.plan_choice import Chosen, Wishes, choose_plan
 from llmpq.runtime.request_output import CompletionOutput, RequestOutput
 from llmpq.runtime.sampling_params import SamplingParams, StructuredOutputsParams
 from llmpq.runtime.text.prompts import Ask, Messages, Prompt, Prompts, listed
+from llmpq.runtime.text.tokenizer import Tokenizer
 from llmpq.runtime.token_rules import Noted
 from llmpq.speculation import SpeculationMode, usable_modes
 
@@ -77,6 +79,7 @@ class LLM:
         self._plan = with_kv(chosen.plan, chosen.spec, kv_cache_dtype)
         self._asked: dict[str, tuple[int, ...]] = {}
         """Prompts under way, by name: the numbers of their requests."""
+        self._inbox: LoopInbox | None = None
         mode, length = _drafts(self._plan, speculate, gamma)
         settings = StageSettings(
             model_dir=str(chosen.directory),
@@ -117,6 +120,20 @@ class LLM:
     def plan(self) -> Plan:
         """Who holds which layers at which bits, and what was predicted."""
         return self._plan
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer; `ValueError` where there is none."""
+        return self._prompts.tokenizer
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens that a prompt and its answer may have."""
+        return self._prompts.max_model_len
+
+    def check_alive(self) -> None:
+        """Raise what ended the engine, if it has ended."""
+        self._engine.check_alive()
 
     def stats(self) -> dict[str, Any]:
         """Return counters of the run so far and what every stage holds."""
@@ -180,31 +197,53 @@ class LLM:
         params = sampling_params or SamplingParams()
         if params.n != 1:
             raise ValueError(f"a stream has one answer, got n={params.n}; leave n out")
-        ask = self._prompts.ask(prompt, params, name=request_id, stream=True)
-        (request,) = ask.requests
+        answers = await self.submit(prompt, params, request_id=request_id)
+        async with aclosing(answers.deltas()) as deltas:
+            async for delta in deltas:
+                if delta.text:
+                    yield delta.text
+
+    async def submit(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+    ) -> Answers:
+        """Begin the answers to a prompt and return them, to be read by `deltas` as they come.
+
+        `ValueError` if they can never run. Lower `priority` goes first.
+        """
         loop = asyncio.get_running_loop()
-        news: asyncio.Queue[RequestNews] = asyncio.Queue()
-
-        def listen(heard: RequestNews) -> None:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(news.put_nowait, heard)
-
-        text, ended = self._prompts.stream_of(ask), False
-        self._begin([ask])
+        if self._inbox is None or self._inbox.loop is not loop:
+            self._inbox = LoopInbox(loop)
+        params = sampling_params or SamplingParams()
+        work = asyncio.to_thread(self._submit, prompt, params, request_id, priority, self._inbox)
+        made = asyncio.ensure_future(work)
         try:
-            self._engine.submit([request], listen)
-            while not ended:
-                heard = await news.get()
-                ended = heard.finished is not None or heard.error is not None
-                if heard.error is not None:
-                    raise heard.error
-                piece = text.finish() if ended else text.push(heard.tokens)
-                if piece:
-                    yield piece
-        finally:
+            return await asyncio.shield(made)
+        except asyncio.CancelledError:
+            made.add_done_callback(_give_up)  # it may still become one that nobody reads
+            raise
+
+    def _submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        name: str | None,
+        priority: int,
+        inbox: LoopInbox,
+    ) -> Answers:
+        ask = self._prompts.ask(prompt, params, name=name, stream=True, priority=priority)
+        self._begin([ask])
+        answers = Answers(ask, self._prompts, self._engine, inbox, ended=lambda: self._end([ask]))
+        try:
+            answers.begin()
+        except BaseException:
             self._end([ask])
-            if not ended:
-                self._engine.abort([request.id])
+            raise
+        return answers
 
     def abort(self, request_id: str) -> None:
         """End a prompt's answers between two steps; what there is of them is the result.
@@ -279,6 +318,11 @@ def _at_least_one(name: str, value: int | None) -> int | None:
     if value is not None and (type(value) is not int or value < 1):
         raise ValueError(f"{name} must be a whole number from 1 on, got {value!r}")
     return value
+
+
+def _give_up(made: asyncio.Future[Answers]) -> None:
+    if not made.cancelled() and made.exception() is None:
+        made.result().give_up()
 
 
 def _drafts(

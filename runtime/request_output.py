@@ -56,6 +56,22 @@ class CompletionOutput:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CompletionDelta:
+    """What is new of one answer since the last delta; the last one says how it ended."""
+
+    index: int
+    text: str
+    """Text is held back while it may be the beginning of a stop text, or half a character."""
+    token_ids: Sequence[int]
+    logprobs: Sequence[Mapping[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    first_token_s: float = 0.0
+    """From submission to the first token; told at the end, as `total_s` is."""
+    total_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class RequestOutput:
     """A prompt and its answers."""
 

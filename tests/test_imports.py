@@ -44,7 +44,7 @@ runtime/request_output, runtime/sampling_params, runtime/step, runtime/step_mess
 runtime/token_rules, runtime/trace, runtime/upload (one level)
 runtime/step_message <- runtime/models, runtime/weights, runtime/cache (one level) <- runtime/drafts
 runtime/drafts <- runtime/backends <- runtime/engine <- runtime/launch
-runtime/launch <- runtime/plan_choice <- runtime/llm
+runtime/launch <- runtime/answers, runtime/plan_choice <- runtime/llm
 runtime/step_message <- runtime/links <- runtime/engine
 runtime/step_message <- runtime/text <- runtime/launch
 runtime/step_message <- runtime/report <- runtime/llm

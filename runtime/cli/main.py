@@ -1,7 +1,7 @@
 """`llmpq-dist`: run a plan, convert a checkpoint, evaluate a precision.
 
     llmpq-dist [run] --plan plan.json --model DIR -i prompts.jsonl -o outputs.jsonl
-    llmpq-dist doctor | check plan.json | bench ... | convert ... | eval ...
+    llmpq-dist serve | doctor | check plan.json | bench ... | convert ... | eval ...
 
 Every failure ends with one sentence on stderr and the exit code of its outcome.
 """
@@ -22,6 +22,7 @@ from llmpq.command_line import CommandParser, end_of
 from llmpq.errors import unknown_name
 from llmpq.runtime.cli import tool_flags
 from llmpq.runtime.cli.run_flags import RunOptions, run_parser
+from llmpq.runtime.cli.serve_flags import ServeOptions, serve_parser
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ COMMANDS = {
         "convert_and_say",
     ),
     "bench": Command(tool_flags.bench_parser, tool_flags.BenchOptions, "llmpq.runtime.tools.bench"),
+    "serve": Command(serve_parser, ServeOptions, "llmpq.runtime.cli.serve"),
     "eval": Command(tool_flags.eval_parser, tool_flags.EvalOptions, "llmpq.runtime.tools.evaluate"),
 }
 

@@ -87,6 +87,10 @@ class EngineThread:
             self._stack.close()
             self._fail(StageLostError("the engine was closed"))
 
+    def check_alive(self) -> None:
+        """Raise what ended the engine, if it has ended."""
+        self._require_open()
+
     def stats(self) -> Mapping[str, Any]:
         """Return the counters of the whole run."""
         return asdict(self.progress)

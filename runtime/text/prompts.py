@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from llmpq.model_spec import ModelSpec
@@ -51,12 +52,18 @@ class Prompts:
         """Tokens of a prompt and its answer that are run: all but the answer's last."""
         self._tokenizer: Future[Tokenizer] = _begun(directory)
         self._guides = Guides(directory, vocab=spec.vocab, end_ids=spec.eos_token_ids)
+        self._lock = Lock()
         self._num_requests = 0
 
     @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer; `ValueError` where there is none."""
         return self._tokenizer.result()
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens that a prompt and its answer may have."""
+        return self._max_len + 1
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens; empty for a model without a tokenizer."""
@@ -103,11 +110,12 @@ class Prompts:
         )
         self._check(first)
         seed = random.getrandbits(62) if params.seed is None else params.seed
+        with self._lock:
+            number = self._num_requests
+            self._num_requests += params.n
         requests = tuple(
-            replace(first, id=self._num_requests + j, sampling=params.choice(seed + j))
-            for j in range(params.n)
+            replace(first, id=number + j, sampling=params.choice(seed + j)) for j in range(params.n)
         )
-        self._num_requests += params.n
         shown = str(requests[0].id) if name is None else name
         return Ask(name=shown, prompt=text, tokens=tokens, requests=requests, params=params)
 
@@ -134,14 +142,27 @@ class Prompts:
             index=index,
             text=pieces,
             token_ids=tokens,
-            finish_reason="length" if scored_only else finished.finish_reason,
+            finish_reason=self.finish_reason(ask, finished),
             first_token_s=finished.first_token_s,
             total_s=finished.total_s,
             queue_s=finished.queue_s,
             num_preemptions=finished.num_preemptions,
             logprobs=self.logprobs(noted.output[: len(tokens)]) if told else None,
-            stop_reason=None if scored_only else self._stop_reason(ask, finished, text),
+            stop_reason=self.stop_reason(ask, finished, text),
         )
+
+    def finish_reason(self, ask: Ask, finished: Finished) -> str:
+        """Return why an answer ended; one of no tokens is as long as it was to be."""
+        return "length" if ask.params.max_tokens == 0 else finished.finish_reason
+
+    def stop_reason(self, ask: Ask, finished: Finished, text: TextStream) -> int | str | None:
+        """Return the stop token or text that ended an answer, None for other ends."""
+        if self.finish_reason(ask, finished) != "stop":
+            return None
+        last = finished.tokens[-1]
+        if last in (ask.params.stop_token_ids or ()):
+            return last
+        return text.stopped_at
 
     def logprobs(self, scores: Sequence[TokenScores]) -> list[dict[int, Logprob]]:
         """Return scores as users get them, the chosen token's first."""
@@ -160,14 +181,6 @@ class Prompts:
         if self._tokenizer.exception() is not None:
             return ""
         return self.tokenizer.text_of(token)
-
-    def _stop_reason(self, ask: Ask, finished: Finished, text: TextStream) -> int | str | None:
-        if finished.finish_reason != "stop":
-            return None
-        last = finished.tokens[-1]
-        if last in (ask.params.stop_token_ids or ()):
-            return last
-        return text.stopped_at
 
     def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
         stops = frozenset(params.stop_token_ids or ())

@@ -3,10 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 TOKENIZER, SETTINGS = "tokenizer.json", "tokenizer_config.json"
+
+
+def _byte_of_character() -> dict[str, int]:
+    """Return which byte each character of a byte-level vocabulary stands for.
+
+    Printable bytes are themselves; the others are the characters from 256 on, in order.
+    """
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    found = {chr(byte): byte for byte in printable}
+    return found | {chr(256 + place): byte for place, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_of_character()
 
 
 class Tokenizer:
@@ -41,6 +56,26 @@ class Tokenizer:
         )
         return text
 
+    def bytes_of(self, token: int) -> bytes:
+        """Return the bytes that a token stands for, which need not be whole characters."""
+        piece = self._inner.convert_ids_to_tokens(token)
+        if isinstance(piece, str) and token not in self._inner.all_special_ids:
+            if self._byte_level and all(character in _BYTE_OF for character in piece):
+                return bytes(_BYTE_OF[character] for character in piece)
+            if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+                return bytes([int(piece[3:5], 16)])
+        return self.text_of(token).encode()
+
+    @cached_property
+    def _byte_level(self) -> bool:
+        return "ByteLevel" in repr(self._inner.backend_tokenizer.decoder)
+
+    @property
+    def chat_template(self) -> str | None:
+        """The model's format for conversations, as Jinja; None without any."""
+        template = getattr(self._inner, "chat_template", None)
+        return template if isinstance(template, str) else None
+
     @property
     def bos_token_id(self) -> int | None:
         """The beginning-of-text token, where the tokenizer's settings name one."""
@@ -52,17 +87,33 @@ class Tokenizer:
         """Whether the model knows a format for conversations."""
         return bool(getattr(self._inner, "chat_template", None))
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Return the tokens of a conversation (`role`, `content`), ready for the answer."""
-        if not self.has_chat_template:
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template: str | None = None,
+        add_generation_prompt: bool = True,
+        **options: Any,
+    ) -> list[int]:
+        """Return the tokens of a conversation (`role`, `content`), ready for the answer.
+
+        `template` instead of the model's; `options` are what it may ask for.
+        """
+        if template is None and not self.has_chat_template:
             raise ValueError(
-                "the model's tokenizer has no chat template: /v1/chat/completions needs one; "
-                "use /v1/completions with a prompt"
+                "the model's tokenizer has no chat template: /v1/chat/completions needs one "
+                "(--chat-template FILE); use /v1/completions with a prompt"
             )
         plain = [dict(message) for message in messages]
         try:
             text = self._inner.apply_chat_template(
-                plain, tokenize=False, add_generation_prompt=True
+                plain,
+                tools=tools,
+                chat_template=template,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                **options,
             )
         except Exception as error:  # a template is the model's program: it raises what it likes
             raise ValueError(f"the model's chat template refuses the messages: {error}") from None

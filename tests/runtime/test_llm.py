@@ -152,8 +152,8 @@ def test_prompts_that_can_never_run_are_refused_and_leave_the_engine_well(one, w
     ):
         with pytest.raises((ValueError, TypeError), match=said):
             one.generate([prompt], GREEDY)
-    with pytest.raises(ValueError, match="chat template"):
-        one.chat([{"role": "user", "content": "hi"}])
+    with pytest.raises(ValueError, match="refuses the messages"):
+        one.chat([{"role": "user"}])
     with pytest.raises(ValueError, match="2 sampling_params for 1 prompts"):
         one.generate(["a"], [GREEDY, GREEDY])
     assert one.generate(PROMPTS[0], GREEDY)[0].text == wanted[0]

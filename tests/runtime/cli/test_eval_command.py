@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -159,13 +160,18 @@ def test_what_is_given_is_heeded_or_refused(demo_model, short_text, capsys, word
         run(capsys, "--model", str(demo_model), "--text", str(short_text), *words)
 
 
-def test_tokenizer_round_trip_and_chat(demo_model):
+def test_tokenizer_round_trip_and_chat(demo_model, tmp_path):
     tokenizer = Tokenizer(demo_model)
     text = "def main(args):\n    return 0\n"
     assert tokenizer.decode(tokenizer.encode(text)) == text
-    assert not tokenizer.has_chat_template
+    hello = [{"role": "user", "content": "hello"}]
+    assert tokenizer.decode(tokenizer.encode_chat(hello)) == "# user:\nhello\n\n# assistant:\n"
+    shutil.copy(demo_model / "tokenizer.json", tmp_path)
+    bare = Tokenizer(tmp_path)
+    assert not bare.has_chat_template
     with pytest.raises(ValueError, match="no chat template"):
-        tokenizer.encode_chat([{"role": "user", "content": "hello"}])
+        bare.encode_chat(hello)
+    assert bare.encode_chat(hello, template="{{ messages[0].content }}") == bare.encode("hello")
 
 
 def test_runs_of_equal_precisions_are_named_once():

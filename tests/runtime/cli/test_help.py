@@ -22,7 +22,7 @@ COMMANDS = [
     "llmpq.profiler merge",
     "llmpq.profiler.cli.quantize",
     "llmpq.runtime",
-    *(f"llmpq.runtime {name}" for name in ("run", "check", "bench", "eval", "convert")),
+    *(f"llmpq.runtime {name}" for name in ("run", "serve", "check", "bench", "eval", "convert")),
     *(f"llmpq.kernels {verb} {noun}" for verb, noun in KERNEL_TOOLS),
 ]
 

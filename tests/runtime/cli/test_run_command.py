@@ -37,8 +37,11 @@ CHAT = json.dumps(
 
 
 @pytest.fixture(scope="module")
-def tokenizer(demo_model):
-    return Tokenizer(demo_model)
+def tokenizer(demo_model, tmp_path_factory):
+    """Return the model's tokenizer without its chat template."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    shutil.copy(demo_model / "tokenizer.json", folder)
+    return Tokenizer(folder)
 
 
 @pytest.fixture

@@ -1,0 +1,142 @@
+"""The answers to one prompt while they come: for event loops, which may serve many at once."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from llmpq.runtime.launch.engine_thread import EngineThread, RequestNews
+from llmpq.runtime.request_output import CompletionDelta, Logprob
+from llmpq.runtime.text.answer_text import TextStream
+from llmpq.runtime.text.prompts import Ask, Prompts
+from llmpq.runtime.token_rules import TokenScores
+
+
+class LoopInbox:
+    """Brings an engine's news into an event loop, all that wait at once."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self._lock = threading.Lock()
+        self._waiting: list[tuple[asyncio.Queue[RequestNews], RequestNews]] = []
+
+    def put(self, queue: asyncio.Queue[RequestNews], news: RequestNews) -> None:
+        """Hand news to a queue of the loop; called in any thread."""
+        with self._lock:
+            first = not self._waiting
+            self._waiting.append((queue, news))
+        if first:
+            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                self.loop.call_soon_threadsafe(self._hand_out)
+
+    def _hand_out(self) -> None:
+        with self._lock:
+            waiting, self._waiting = self._waiting, []
+        for queue, news in waiting:
+            queue.put_nowait(news)
+
+
+@dataclass
+class _Open:
+    """One answer that has not ended."""
+
+    index: int
+    text: TextStream
+    scores: list[TokenScores] = field(default_factory=list)
+    """Of tokens that have not been told."""
+    num_told: int = 0
+
+
+class Answers:
+    """The answers to one prompt; made by `LLM.submit`, read once by `deltas`."""
+
+    def __init__(
+        self,
+        ask: Ask,
+        prompts: Prompts,
+        engine: EngineThread,
+        inbox: LoopInbox,
+        *,
+        ended: Callable[[], None],
+    ) -> None:
+        """`ended` is called once nobody reads them any more."""
+        self._ended = ended
+        self._ask, self._prompts, self._engine, self._inbox = ask, prompts, engine, inbox
+        self._news: asyncio.Queue[RequestNews] = asyncio.Queue()
+        self._open = {
+            request.id: _Open(index, prompts.stream_of(ask))
+            for index, request in enumerate(ask.requests)
+        }
+        self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+        """For each token of the prompt, once the first answer has ended."""
+
+    @property
+    def request_id(self) -> str:
+        """The name by which they can be aborted."""
+        return self._ask.name
+
+    @property
+    def prompt(self) -> str | None:
+        """The prompt's text; None where tokens were given."""
+        return self._ask.prompt
+
+    @property
+    def prompt_token_ids(self) -> tuple[int, ...]:
+        """The prompt's tokens, as the model gets them."""
+        return self._ask.tokens
+
+    def begin(self) -> None:
+        """Queue the requests; waits for the first stage."""
+        self._engine.submit(self._ask.requests, lambda heard: self._inbox.put(self._news, heard))
+
+    async def deltas(self) -> AsyncGenerator[CompletionDelta]:
+        """Yield what is new of each answer, until all have ended; leaving early aborts them."""
+        try:
+            while self._open:
+                heard = await self._news.get()
+                if heard.error is not None:
+                    raise heard.error
+                if heard.id in self._open:
+                    yield self._delta(heard)
+        finally:
+            self.give_up()
+
+    def give_up(self) -> None:
+        """End what has not ended; again does nothing."""
+        left, self._open = list(self._open), {}
+        self._ended()
+        if left:  # in another thread: a stage is asked
+            self._inbox.loop.run_in_executor(None, self._engine.abort, left)
+
+    def _delta(self, heard: RequestNews) -> CompletionDelta:
+        """Return what is new of one answer."""
+        own, end = self._open[heard.id], heard.finished
+        if heard.noted is not None:
+            own.scores += heard.noted.output
+            if heard.noted.prompt:
+                self.prompt_logprobs = [None, *self._prompts.logprobs(heard.noted.prompt)]
+        told = list(heard.tokens) if end is None else end.tokens[own.num_told :]
+        tokens = [] if self._ask.params.max_tokens == 0 else told
+        own.num_told += len(told)
+        text = own.text.push(tokens)
+        scores, own.scores = own.scores[: len(tokens)], own.scores[len(tokens) :]
+        logprobs = None
+        if self._ask.params.logprobs is not None:
+            logprobs = self._prompts.logprobs(scores)
+        if end is None:
+            return CompletionDelta(index=own.index, text=text, token_ids=tokens, logprobs=logprobs)
+        del self._open[heard.id]
+        text += own.text.finish()
+        return CompletionDelta(
+            index=own.index,
+            text=text,
+            token_ids=tokens,
+            logprobs=logprobs,
+            finish_reason=self._prompts.finish_reason(self._ask, end),
+            stop_reason=self._prompts.stop_reason(self._ask, end, own.text),
+            first_token_s=end.first_token_s,
+            total_s=end.total_s,
+        )

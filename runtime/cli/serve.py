@@ -1,0 +1,111 @@
+"""`llmpq-dist serve`: flags to a server that answers until it is told to end."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from llmpq.runtime.cli.plan_file import load_plan
+from llmpq.runtime.cli.serve_flags import ServeOptions
+from llmpq.runtime.llm import LLM
+from llmpq.runtime.serve.settings import ServeSettings
+
+
+def main(options: ServeOptions) -> int:
+    """Serve; 0 once it has ended in order."""
+    settings = settings_of(options)
+    try:
+        from llmpq.runtime.serve.server import serve
+        from llmpq.runtime.serve.service import Service
+    except ImportError as error:
+        raise ValueError(
+            f"llmpq-dist serve needs {error.name}, which is not installed: pip install "
+            "'llmpq[run,serve]'"
+        ) from None
+    if options.no_access_log:
+        logging.getLogger("llmpq.serve.access").setLevel(logging.WARNING)
+    if not 0 < options.port < 65536:
+        raise ValueError(f"--port must be 1 to 65535, got {options.port}")
+    _require_free(options.host, options.port)
+    service = Service(settings)
+    failure = serve(service, lambda: _open(options), host=options.host, port=options.port)
+    if failure is not None:
+        raise failure
+    return 0
+
+
+def settings_of(options: ServeOptions) -> ServeSettings:
+    """Return what the server is told; `ValueError` for files that cannot be read."""
+    keys = list(options.api_key or ())
+    if options.api_key_file is not None:
+        lines = Path(options.api_key_file).read_text(encoding="utf-8").splitlines()
+        keys += [line.strip() for line in lines if line.strip()]
+        if not keys:
+            raise ValueError(f"--api-key-file '{options.api_key_file}' has no key; one a line")
+    template = options.chat_template
+    for name in ("max_requests", "max_prompts", "max_n", "max_body_bytes"):
+        value = getattr(options, name)
+        if value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    for name in ("request_timeout", "read_timeout", "drain_timeout"):
+        seconds = getattr(options, name)
+        if seconds is not None and not 0 <= seconds < float("inf"):
+            raise ValueError(f"--{name.replace('_', '-')} must be seconds from 0 on, got {seconds}")
+    return ServeSettings(
+        model_names=tuple(options.served_model_name or (_folder_name(options),)),
+        api_keys=tuple(keys),
+        max_body_bytes=options.max_body_bytes,
+        max_prompts=options.max_prompts,
+        max_n=options.max_n,
+        max_requests=options.max_requests,
+        request_timeout_s=options.request_timeout,
+        read_timeout_s=options.read_timeout,
+        drain_timeout_s=options.drain_timeout,
+        cors_origins=tuple(options.cors_origin or ()),
+        metrics_prefix=options.metrics_prefix,
+        tool_format=options.tool_call_parser,
+        chat_template=None if template is None else Path(template).read_text(encoding="utf-8"),
+    )
+
+
+def _folder_name(options: ServeOptions) -> str:
+    """Return what the model is called where nothing else is said: its folder's name."""
+    if options.model is not None:
+        return Path(options.model).resolve().name
+    if options.plan is not None:
+        return load_plan(options.plan).model.name
+    raise ValueError("nothing to serve; give --model DIR or --plan PLAN")
+
+
+def _open(options: ServeOptions) -> LLM:
+    more: dict[str, Any] = {}
+    if options.plan is None:
+        more = {"max_model_len": options.max_model_len, "max_num_seqs": options.max_num_seqs,
+                "dtype": options.dtype}  # fmt: skip
+    return LLM(
+        options.model,
+        plan=None if options.plan is None else load_plan(options.plan),
+        cluster=options.cluster,
+        backend=options.backend,
+        ray_address=options.ray_address,
+        kv_cache_dtype=options.kv_cache_dtype,
+        speculate=options.speculate,  # type: ignore[arg-type]
+        gamma=options.gamma,
+        **more,
+    )
+
+
+def _require_free(host: str, port: int) -> None:
+    """Refuse an address that cannot be listened at before a model is loaded for it."""
+    import socket
+
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+    except OSError as error:
+        raise ValueError(
+            f"cannot listen on {host}:{port} ({error.strerror}); choose another --port or --host"
+        ) from None

@@ -1,0 +1,135 @@
+"""The flags of `llmpq-dist serve`, and what they become. Imports no torch and no web framework."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from llmpq.command_line import CommandParser, Only, Section
+from llmpq.runtime.cli.run_flags import add_plan
+from llmpq.runtime.launch.launcher import BACKEND_HELP, BACKENDS, Backend
+from llmpq.runtime.launch.planned_kv import AUTO
+from llmpq.runtime.serve.settings import ServeSettings
+
+DEFAULTS = ServeSettings(model_names=())
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """What to serve, where, and for whom."""
+
+    plan: str | None
+    model: str | None
+    cluster: str | None
+    max_model_len: int | None
+    max_num_seqs: int | None
+    dtype: str
+    kv_cache_dtype: str
+    backend: Backend
+    ray_address: str | None
+    speculate: str | None
+    gamma: int | None
+    host: str
+    port: int
+    served_model_name: list[str] | None
+    api_key: list[str] | None
+    api_key_file: str | None
+    chat_template: str | None
+    tool_call_parser: Literal["auto", "hermes", "llama3"]
+    max_body_bytes: int
+    max_prompts: int
+    max_n: int
+    max_requests: int
+    request_timeout: float | None
+    read_timeout: float
+    drain_timeout: float
+    cors_origin: list[str] | None
+    metrics_prefix: Literal["vllm", "llmpq"]
+    no_access_log: bool
+
+
+def serve_parser() -> CommandParser:
+    """Return the flags of `llmpq-dist serve`."""
+    parser = CommandParser(
+        "llmpq-dist serve",
+        "Answer OpenAI's API over HTTP: through a plan, or planned for the devices there are.",
+        example="llmpq-dist serve --model DIR --port 8000",
+        notes="TLS is a proxy's to add; the server listens on this machine only unless --host says "
+        "otherwise.",
+    )
+    what = parser.section("what to serve")
+    add_plan(what, text="plan.json of llmpq-algo (default: plan for the devices there are)")
+    what.flag("--model", daily=True, metavar="DIR", help="model directory (default: the plan's)")
+    what.flag("--cluster", daily=True, metavar="YAML", help="plan for, or check, its devices")
+    name = "what requests may call the model, several times for several names (default: folder)"
+    what.flag("--served-model-name", daily=True, action="append", metavar="NAME", help=name)
+    unplanned = Only(lambda a: a.plan is None, "with --plan, whose plan says it", "re-plan")
+    length = "tokens of a prompt and its answer (default: the model's positions)"
+    what.flag("--max-model-len", daily=True, type=int, metavar="N", only=unplanned, help=length)
+    what.flag(
+        "--max-num-seqs", daily=True, type=int, metavar="N", only=unplanned, help="answers at once"
+    )
+    what.flag(
+        "--dtype", default=AUTO, only=unplanned, help="float16, bfloat16, float32 or a precision"
+    )
+    what.flag("--kv-cache-dtype", default=AUTO, metavar="KV", help="kv16, kv8, kv4 or kv2")
+    what.flag("--speculate", metavar="MODE", help="who drafts: off, or a mode of the plan")
+    what.flag("--gamma", type=int, metavar="N", help="tokens drafted at once")
+    what.flag("--backend", choices=BACKENDS, default="auto", help=BACKEND_HELP)
+    what.flag("--ray-address", also=("--address",), help="join this Ray")
+    what.flag("--chat-template", metavar="FILE", help="Jinja, instead of the model's own")
+    what.flag(
+        "--tool-call-parser",
+        choices=("auto", "hermes", "llama3"),
+        default="auto",
+        help="how the model writes calls of tools (default: as its template shows)",
+    )
+    _add_server(parser.section("server"))
+    _add_limits(parser.section("limits"))
+    return parser
+
+
+def _add_server(server: Section) -> None:
+    server.flag("--host", daily=True, default="127.0.0.1", help="address (default 127.0.0.1)")
+    server.flag("--port", daily=True, type=int, default=8000, metavar="N", help="port (8000)")
+    server.flag(
+        "--api-key", daily=True, action="append", metavar="KEY", help="open with it only; several"
+    )
+    server.flag("--api-key-file", metavar="FILE", help="keys, one a line: others see no arguments")
+    server.flag("--cors-origin", action="append", metavar="URL", help="let pages of it ask")
+    server.flag(
+        "--metrics-prefix",
+        choices=("vllm", "llmpq"),
+        default=DEFAULTS.metrics_prefix,
+        help="of metrics that vLLM has, too (default vllm, for its dashboards)",
+    )
+    server.flag("--no-access-log", action="store_true", help="no JSON line for each request")
+    server.flag(
+        "--drain-timeout",
+        daily=True,
+        type=float,
+        default=DEFAULTS.drain_timeout_s,
+        metavar="S",
+        help="seconds that answers under way get once SIGTERM came (30)",
+    )
+
+
+def _add_limits(limits: Section) -> None:
+    for name, value, text in (
+        ("--max-requests", DEFAULTS.max_requests, "answers under way; beyond them 429"),
+        ("--max-prompts", DEFAULTS.max_prompts, "prompts in one request"),
+        ("--max-n", DEFAULTS.max_n, "answers to one prompt"),
+        ("--max-body-bytes", DEFAULTS.max_body_bytes, "bytes of a request's body"),
+    ):
+        limits.flag(name, type=int, default=value, metavar="N", help=f"{text} ({value})")
+    limits.flag(
+        "--request-timeout", type=float, metavar="S", help="seconds an answer may take (any)"
+    )
+    seconds = DEFAULTS.read_timeout_s
+    limits.flag(
+        "--read-timeout",
+        type=float,
+        default=seconds,
+        metavar="S",
+        help=f"seconds a request's head, and its body, may take to arrive ({seconds:g})",
+    )

@@ -1,0 +1,59 @@
+"""How an answer leaves: whole as JSON, or as server-sent events while it comes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from fastapi import Request
+from fastapi.responses import StreamingResponse
+
+from llmpq.runtime.serve.errors import as_api_error
+
+_T = TypeVar("_T")
+DONE = "data: [DONE]\n\n"
+
+
+def event(data: Any, name: str | None = None) -> str:
+    """Return one server-sent event."""
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    return f"data: {text}\n\n" if name is None else f"event: {name}\ndata: {text}\n\n"
+
+
+def stream(events: AsyncIterator[str], path: str) -> StreamingResponse:
+    """Return a stream of events; an error in it is its last event, without `[DONE]`."""
+
+    async def guarded() -> AsyncIterator[str]:
+        try:
+            async for one in events:
+                yield one
+        except Exception as error:
+            name = "error" if path.startswith("/v1/messages") else None
+            yield event(as_api_error(error).body(path), name)
+
+    headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+    return StreamingResponse(guarded(), media_type="text/event-stream", headers=headers)
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
+    """Return what work returns; a client that goes away cancels it."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_gone(request))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            task.cancel()
+        return await task
+    finally:
+        for one in (task, gone):
+            one.cancel()
+            with suppress(asyncio.CancelledError, Exception):
+                await one
+
+
+async def _gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,151 @@
+"""The application: which path is answered by what."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, Protocol
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from starlette.middleware.cors import CORSMiddleware
+
+from llmpq.runtime.answers import Answers
+from llmpq.runtime.serve.answering import stream, while_connected
+from llmpq.runtime.serve.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from llmpq.runtime.serve.chat import Chat, plain_message
+from llmpq.runtime.serve.completions import Completion
+from llmpq.runtime.serve.errors import ApiError, handle_errors
+from llmpq.runtime.serve.gate import Gate
+from llmpq.runtime.serve.messages import Messages, MessagesBody
+from llmpq.runtime.serve.responses import Responses, ResponsesBody
+from llmpq.runtime.serve.service import Service
+from llmpq.version import __version__
+
+Made = Callable[[], Awaitable[dict[str, Any]]]
+
+
+class Answering(Protocol):
+    """A request of any form that may be streamed."""
+
+    async def begin(self) -> list[Answers]:
+        """Queue it."""
+        ...
+
+    async def whole(self) -> dict[str, Any]:
+        """Return the answer."""
+        ...
+
+    def events(self, begun: list[Answers]) -> AsyncIterator[str]:
+        """Yield the answer as it comes."""
+        ...
+
+
+async def answer(request: Request, asked: Answering, *, streamed: bool) -> Response:
+    """Answer a request, whole or as it comes; whatever can be refused is, before a stream."""
+    if streamed:
+        begun = await while_connected(request, asked.begin())
+        return stream(asked.events(begun), request.url.path)
+    return JSONResponse(await while_connected(request, asked.whole()))
+
+
+def make_app(service: Service) -> FastAPI:
+    """Return the application of a service."""
+    app = FastAPI(title="llmpq", version=__version__, docs_url=None, redoc_url=None)
+    handle_errors(app)
+    _add_answers(app, service)
+    _add_texts(app, service)
+    _add_state(app, service)
+    app.add_middleware(Gate, service=service)
+    if service.settings.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(service.settings.cors_origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+        )
+    return app
+
+
+def _add_answers(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/completions")
+    async def completions(request: Request, body: CompletionBody) -> Response:
+        return await answer(request, Completion(service, body), streamed=body.stream)
+
+    @app.post("/v1/chat/completions")
+    async def chat(request: Request, body: ChatBody) -> Response:
+        return await answer(request, Chat(service, body), streamed=body.stream)
+
+    @app.post("/v1/messages")
+    async def messages(request: Request, body: MessagesBody) -> Response:
+        return await answer(request, Messages(service, body), streamed=body.stream)
+
+    @app.post("/v1/responses")
+    async def responses(request: Request, body: ResponsesBody) -> Response:
+        return await answer(request, Responses(service, body), streamed=body.stream)
+
+    @app.post("/v1/embeddings")
+    async def embeddings() -> Response:
+        raise ApiError(501, "this server generates text; it makes no embeddings")
+
+
+def _add_texts(app: FastAPI, service: Service) -> None:
+    @app.post("/tokenize")
+    async def tokenize(body: TokenizeBody) -> dict[str, Any]:
+        service.check_model(body.model)
+        llm = service.ready()
+        if (body.prompt is None) == (body.messages is None):
+            raise ApiError(400, "expected either 'prompt' or 'messages'")
+        if body.messages is not None:
+            messages = [plain_message(message) for message in body.messages]
+            template = service.settings.chat_template
+            tokens = llm.tokenizer.encode_chat(messages, template=template)
+        else:
+            tokens = llm.tokenizer.encode(body.prompt or "", special=body.add_special_tokens)
+        return {"tokens": tokens, "count": len(tokens), "max_model_len": llm.max_model_len}
+
+    @app.post("/detokenize")
+    async def detokenize(body: DetokenizeBody) -> dict[str, Any]:
+        service.check_model(body.model)
+        tokenizer = service.ready().tokenizer
+        return {"prompt": tokenizer.decode(body.tokens)}
+
+
+def _add_state(app: FastAPI, service: Service) -> None:
+    def described(name: str) -> dict[str, Any]:
+        length = None if service.llm is None else service.llm.max_model_len
+        return {
+            "id": name,
+            "object": "model",
+            "created": int(service.began_s),
+            "owned_by": "llmpq",
+            "root": service.model_name,
+            "parent": None,
+            "max_model_len": length,
+        }
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        names = service.settings.model_names
+        return {"object": "list", "data": [described(name) for name in names]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        service.check_model(name)
+        return described(name)
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @app.get("/ready")
+    async def ready() -> dict[str, str]:
+        service.ready().check_alive()
+        return {"status": "ready"}
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": __version__}
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")

@@ -1,0 +1,232 @@
+"""What requests bring: OpenAI's fields, and the engine's further ones under vLLM's names.
+
+Fields without a meaning here (`user`, `store`, ...) are taken and change nothing, as are unknown
+ones, unless one is nearly the name of a known field: then it is a mistake and refused.
+"""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from llmpq.runtime.sampling_params import SamplingParams, StructuredOutputsParams
+
+Tokens = list[int]
+IGNORED = frozenset((
+    "user", "store", "metadata", "service_tier", "modalities", "prediction", "audio", "verbosity",
+    "reasoning_effort", "parallel_tool_calls", "prompt_cache_key", "safety_identifier",
+    "background", "include", "reasoning", "truncation", "web_search_options",
+    "prompt_cache_retention", "moderation", "prompt_cache_options", "stream_id", "function_call",
+    "functions", "include_reasoning",
+))  # fmt: skip
+"""Fields of the APIs that say nothing to a model of text."""
+
+
+class Body(BaseModel):
+    """A request's body; `None` is as good as leaving a field out."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nothing(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        known = [field.alias or name for name, field in cls.model_fields.items()]
+        for name in data:
+            if name in known or name in IGNORED:
+                continue
+            near = get_close_matches(name, known, n=1, cutoff=0.88)
+            if near:
+                raise ValueError(f"unknown field '{name}', did you mean '{near[0]}'?")
+        return {name: value for name, value in data.items() if value is not None}
+
+
+class StreamOptions(Body):
+    """What a stream tells beside the text."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class SamplingBody(Body):
+    """How tokens are chosen: what completions and chats have in common."""
+
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    logit_bias: dict[str, float] | None = None
+    # The engine's further ones.
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool = False
+    bad_words: list[str] | None = None
+    prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None
+    priority: int = 0
+    cache_salt: str | None = None
+    """Taken; answers do not depend on it."""
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: str | dict[str, Any] | bool | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    return_token_ids: bool = False
+
+    def params(self, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+        """Return the engine's parameters; `ValueError` for values that cannot be."""
+        greedy = 0 <= self.temperature < 1e-5
+        return SamplingParams(
+            n=self.n,
+            max_tokens=max_tokens,
+            temperature=0.0 if greedy else self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            seed=self.seed,
+            stop=self.stop,
+            stop_token_ids=self.stop_token_ids,
+            include_stop_str_in_output=self.include_stop_str_in_output,
+            ignore_eos=self.ignore_eos,
+            min_tokens=self.min_tokens,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            repetition_penalty=self.repetition_penalty,
+            logit_bias=_biases(self.logit_bias),
+            bad_words=self.bad_words,
+            logprobs=logprobs,
+            prompt_logprobs=self.prompt_logprobs,
+            truncate_prompt_tokens=self.truncate_prompt_tokens,
+            structured_outputs=self.guide(),
+        )
+
+    def guide(self) -> StructuredOutputsParams | None:
+        """Return what the text must be, under either of vLLM's names."""
+        given = dict(self.structured_outputs or {})
+        for name in ("json", "regex", "choice"):
+            value = getattr(self, f"guided_{name}")
+            if value is not None:
+                given[name] = value
+        unknown = sorted(set(given) - {"json", "regex", "choice"})
+        if unknown:
+            raise ValueError(f"structured_outputs takes json, regex or choice, got '{unknown[0]}'")
+        return StructuredOutputsParams(**given) if given else None
+
+
+def _biases(given: dict[str, float] | None) -> dict[int, float] | None:
+    """Return biases by token id; JSON has them by text."""
+    wrong = [key for key in given or {} if not key.strip().isdecimal()]
+    if wrong:
+        raise ValueError(f"logit_bias must map token ids to numbers, got '{wrong[0]}'")
+    return None if given is None else {int(key): value for key, value in given.items()}
+
+
+class CompletionBody(SamplingBody):
+    """A body of /v1/completions."""
+
+    prompt: str | list[str] | Tokens | list[Tokens] = ""
+    max_tokens: int | None = 16
+    logprobs: int | bool | None = None
+    echo: bool = False
+    suffix: str | None = None
+    best_of: int | None = None
+
+    def prompts(self) -> list[str | Tokens]:
+        """Return the prompts, one by one."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if self.prompt and isinstance(self.prompt[0], int):
+            return [self.prompt]
+        return list(self.prompt)  # type: ignore[arg-type]
+
+
+class Message(Body):
+    """One message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[dict[str, Any]] | None = None
+    name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+
+
+class JsonSchema(Body):
+    """A schema of `response_format`."""
+
+    name: str = ""
+    schema_: dict[str, Any] | bool | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+    description: str | None = None
+
+
+class ResponseFormat(Body):
+    """What an answer's text must be."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    json_schema: JsonSchema | None = None
+
+
+class Function(Body):
+    """A function that the model may call."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    """A tool: a function."""
+
+    type: Literal["function"] = "function"
+    function: Function
+
+
+class NamedTool(Body):
+    """The one tool that must be called."""
+
+    type: Literal["function"] = "function"
+    function: Function
+
+
+class ChatBody(SamplingBody):
+    """A body of /v1/chat/completions."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    response_format: ResponseFormat | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class TokenizeBody(Body):
+    """A body of /tokenize: a text or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool = True
+
+
+class DetokenizeBody(Body):
+    """A body of /detokenize."""
+
+    model: str | None = None
+    tokens: Tokens

@@ -1,0 +1,250 @@
+"""/v1/chat/completions: conversations by the model's template, tools, text that fits a schema."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from llmpq.runtime.answers import Answers
+from llmpq.runtime.request_output import Logprob
+from llmpq.runtime.sampling_params import StructuredOutputsParams
+from llmpq.runtime.serve.answering import DONE, event
+from llmpq.runtime.serve.bodies import ChatBody, Message, NamedTool
+from llmpq.runtime.serve.completions import LEAST_LOGPROB
+from llmpq.runtime.serve.errors import ApiError
+from llmpq.runtime.serve.service import Choice, Service, usage
+from llmpq.runtime.serve.tools import Calls, ToolReader, forced_schema
+
+
+class Chat:
+    """One request of /v1/chat/completions."""
+
+    def __init__(self, service: Service, body: ChatBody) -> None:
+        service.check_model(body.model)
+        self._service, self._body = service, body
+        self._forced = self._forced_tools()
+        if body.top_logprobs is not None and not body.logprobs:
+            raise ApiError(400, "'top_logprobs' needs 'logprobs': true", param="top_logprobs")
+        self._most = (body.top_logprobs or 0) if body.logprobs else None
+        guide = self._guide()
+        if guide is not None:
+            body.structured_outputs = guide
+        limit = body.max_completion_tokens
+        limit = body.max_tokens if limit is None else limit
+        if limit == 0:
+            raise ApiError(400, "max_tokens must be at least 1, got 0", param="max_tokens")
+        self._params = body.params(max_tokens=limit, logprobs=self._most)
+        self._head = {
+            "id": f"chatcmpl-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": body.model or service.model_name,
+        }
+
+    async def begin(self) -> list[Answers]:
+        """Queue the conversation."""
+        self._service.ready()
+        tokens = self._service.tokenizer.encode_chat(
+            [plain_message(message) for message in self._body.messages],
+            tools=self._tools(),
+            template=self._service.settings.chat_template,
+            add_generation_prompt=self._body.add_generation_prompt,
+            **(self._body.chat_template_kwargs or {}),
+        )
+        return await self._service.begin([tokens], self._params, priority=self._body.priority)
+
+    async def whole(self) -> dict[str, Any]:
+        """Return the answer."""
+        begun = await self.begin()
+        choices = await self._service.gather(begun, self._params.n)
+        answered = sum(len(choice.token_ids) for choice in choices)
+        return {
+            **self._head,
+            "object": "chat.completion",
+            "choices": [self._choice(choice) for choice in choices],
+            "usage": usage(len(begun[0].prompt_token_ids), answered),
+        }
+
+    async def events(self, begun: list[Answers]) -> AsyncIterator[str]:
+        """Yield the answer as it comes: roles first, then text or calls, then how it ended."""
+        options = self._body.stream_options
+        with_usage = options is not None and options.include_usage
+        running = options is not None and options.continuous_usage_stats
+        head = {**self._head, "object": "chat.completion.chunk"}
+        none = {"usage": None} if with_usage else {}
+        for index in range(self._params.n):
+            role = {"role": "assistant", "content": ""}
+            yield event({**head, **none, "choices": [_part(index, role)]})
+        used = usage(len(begun[0].prompt_token_ids), 0)
+        async with aclosing(self.parts(begun)) as parts:
+            async for part, used in parts:
+                now = {"usage": used} if running else none
+                yield event({**head, **now, "choices": [part]})
+        if with_usage:
+            yield event({**head, "choices": [], "usage": used})
+        yield DONE
+
+    async def parts(
+        self, begun: list[Answers]
+    ) -> AsyncGenerator[tuple[dict[str, Any], dict[str, Any]]]:
+        """Yield what is new of each answer, and what all took so far."""
+        n, answered, length = self._params.n, 0, len(begun[0].prompt_token_ids)
+        readers = [self._reader() for _ in range(n)]
+        async with aclosing(self._service.choices(begun, n)) as choices:
+            async for new in choices:
+                answered += len(new.token_ids)
+                ended = new.finish_reason is not None
+                deltas = readers[new.index].push(new.text, ended=ended)
+                logprobs = self._logprobs(new)
+                if not deltas and new.logprobs:
+                    deltas = [{"content": ""}]
+                used = usage(length, answered)
+                for delta in deltas:
+                    yield _part(new.index, delta, logprobs), used
+                    logprobs = None
+                if ended:
+                    reason = self._reason(new, readers[new.index].num_calls > 0)
+                    yield _part(new.index, {}, None, reason, new.stop_reason), used
+
+    def _choice(self, choice: Choice) -> dict[str, Any]:
+        reader = self._reader()
+        content, calls = reader.whole(choice.text)
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if calls:
+            message["tool_calls"] = calls
+        return {
+            "index": choice.index,
+            "message": message,
+            "logprobs": self._logprobs(choice),
+            "finish_reason": self._reason(choice, bool(calls)),
+            "stop_reason": choice.stop_reason,
+        }
+
+    def _reason(self, choice: Choice, called: bool) -> str | None:
+        if called and choice.finish_reason == "stop" and not self._forced:
+            return "tool_calls"
+        return choice.finish_reason
+
+    def _reader(self) -> ToolReader:
+        """Return what finds calls in an answer's text."""
+        if self._forced is not None:
+            return ToolReader(Calls.WHOLE if self._forced == "" else Calls.ARGUMENTS, self._forced)
+        if not self._tools():
+            return ToolReader(Calls.NONE)
+        settings = self._service.settings
+        template = settings.chat_template or self._service.tokenizer.chat_template or ""
+        return ToolReader(Calls.of(settings.tool_format, template))
+
+    def _tools(self) -> list[dict[str, Any]] | None:
+        if not self._body.tools or self._body.tool_choice == "none":
+            return None
+        return [tool.model_dump(exclude_none=True) for tool in self._body.tools]
+
+    def _forced_tools(self) -> str | None:
+        """Return the tool that must be called, "" where any of them; None where none must."""
+        choice, tools = self._body.tool_choice, self._body.tools or []
+        if choice in (None, "none", "auto"):
+            return None
+        if not tools:
+            raise ApiError(400, "'tool_choice' needs 'tools'", param="tool_choice")
+        if choice == "required":
+            return ""
+        assert isinstance(choice, NamedTool)
+        names = [tool.function.name for tool in tools]
+        if choice.function.name not in names:
+            raise ApiError(
+                400,
+                f"'tool_choice' names '{choice.function.name}', which is not one of the tools "
+                f"{', '.join(names)}",
+                param="tool_choice",
+            )
+        return choice.function.name
+
+    def _guide(self) -> dict[str, Any] | None:
+        """Return what the text must be by `tool_choice` or `response_format`."""
+        if self._forced is not None:
+            functions = [tool.function.model_dump() for tool in self._body.tools or []]
+            return {"json": forced_schema(functions, self._forced)}
+        wanted = self._body.response_format
+        if wanted is None or wanted.type == "text":
+            return None
+        if wanted.type == "json_object":
+            return {"json": {"type": "object"}}
+        if wanted.json_schema is None or wanted.json_schema.schema_ is None:
+            raise ApiError(
+                400, "'response_format' of type json_schema needs 'json_schema.schema'",
+                param="response_format",
+            )  # fmt: skip
+        StructuredOutputsParams(json=wanted.json_schema.schema_)
+        return {"json": wanted.json_schema.schema_}
+
+    def _logprobs(self, choice: Choice) -> dict[str, Any] | None:
+        if self._most is None:
+            return None
+        rows = zip(choice.token_ids, choice.logprobs, strict=False)
+        content = [self._token(token, scores) for token, scores in rows]
+        return {"content": content, "refusal": None}
+
+    def _token(self, token: int, scores: Mapping[int, Logprob]) -> dict[str, Any]:
+        ranked = sorted(scores.items(), key=lambda item: item[1].rank)
+        top = [self._score(t, s) for t, s in ranked if s.rank <= (self._most or 0)]
+        return {**self._score(token, scores[token]), "top_logprobs": top[: self._most]}
+
+    def _score(self, token: int, score: Logprob) -> dict[str, Any]:
+        return {
+            "token": score.decoded_token,
+            "logprob": max(score.logprob, LEAST_LOGPROB),
+            "bytes": list(self._service.tokenizer.bytes_of(token)),
+        }
+
+
+def plain_message(message: Message) -> dict[str, Any]:
+    """Return a message as templates take it; `ApiError` for what is not text."""
+    content = message.content
+    if isinstance(content, list):
+        content = "".join(_text_of(part) for part in content)
+    told = message.model_dump(exclude_none=True, include={"role", "name", "tool_call_id"})
+    told["content"] = content or ""
+    if message.tool_calls:
+        told["tool_calls"] = _plain_calls(message.tool_calls)
+    return told
+
+
+def _plain_calls(calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return calls as templates take them: arguments as data."""
+    plain = []
+    for call in calls:
+        function = dict(call.get("function") or {})
+        with_text = function.get("arguments")
+        if isinstance(with_text, str):
+            try:
+                function["arguments"] = json.loads(with_text)
+            except ValueError:
+                function["arguments"] = {}
+        plain.append({**call, "function": function})
+    return plain
+
+
+def _text_of(part: Mapping[str, Any]) -> str:
+    if part.get("type") in ("text", "input_text", "output_text", "refusal"):
+        text = part.get("text", part.get("refusal"))
+        if isinstance(text, str):
+            return text
+    raise ApiError(
+        400, f"the model reads text only, got a content part of type {part.get('type')!r}",
+        param="messages",
+    )  # fmt: skip
+
+
+def _part(
+    index: int,
+    delta: Mapping[str, Any],
+    logprobs: Mapping[str, Any] | None = None,
+    reason: str | None = None,
+    stop: int | str | None = None,
+) -> dict[str, Any]:
+    told = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+    return told if reason is None else {**told, "stop_reason": stop}

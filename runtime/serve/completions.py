@@ -1,0 +1,153 @@
+"""/v1/completions: text behind prompts, with echo and logprobs in OpenAI's older form."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from llmpq.runtime.answers import Answers
+from llmpq.runtime.request_output import Logprob
+from llmpq.runtime.serve.answering import DONE, event
+from llmpq.runtime.serve.bodies import CompletionBody
+from llmpq.runtime.serve.errors import ApiError
+from llmpq.runtime.serve.service import Choice, Service, usage
+from llmpq.runtime.text.tokenizer import Tokenizer
+
+LEAST_LOGPROB = -9999.0
+"""What stands for minus infinity, which JSON does not know."""
+
+
+class Completion:
+    """One request of /v1/completions."""
+
+    def __init__(self, service: Service, body: CompletionBody) -> None:
+        service.check_model(body.model)
+        if body.suffix:
+            raise ApiError(
+                400, "'suffix' is not supported: the model continues text", param="suffix"
+            )
+        if body.best_of not in (None, body.n):
+            raise ApiError(400, f"'best_of' must be n={body.n} or left out, got {body.best_of}",
+                           param="best_of")  # fmt: skip
+        self._service, self._body = service, body
+        wanted = int(body.logprobs) if body.logprobs else body.logprobs
+        self._logprobs = None if wanted is None or wanted is False else int(wanted)
+        max_tokens = body.max_tokens
+        if body.echo and (self._logprobs is not None or max_tokens == 0):
+            body.prompt_logprobs = self._logprobs or 0
+        self._params = body.params(max_tokens=max_tokens, logprobs=self._logprobs)
+        self._head = {
+            "id": f"cmpl-{uuid.uuid4().hex}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": body.model or service.model_name,
+        }
+
+    async def begin(self) -> list[Answers]:
+        """Queue the prompts."""
+        prompts = self._body.prompts()
+        return await self._service.begin(prompts, self._params, priority=self._body.priority)
+
+    async def whole(self) -> dict[str, Any]:
+        """Return the answer."""
+        begun = await self.begin()
+        choices = await self._service.gather(begun, self._params.n)
+        told = [self._choice(begun[c.index // self._params.n], c, first=True) for c in choices]
+        answered = sum(len(choice.token_ids) for choice in choices)
+        return {**self._head, "choices": told, "usage": usage(_prompt_tokens(begun), answered)}
+
+    async def events(self, begun: list[Answers]) -> AsyncIterator[str]:
+        """Yield the answer as it comes."""
+        options, n, answered = self._body.stream_options, self._params.n, 0
+        with_usage = options is not None and options.include_usage
+        running = options is not None and options.continuous_usage_stats
+        none = {"usage": None} if with_usage else {}
+        seen: set[int] = set()
+        told: dict[int, int] = {}
+        async with aclosing(self._service.choices(begun, n)) as choices:
+            async for new in choices:
+                answered += len(new.token_ids)
+                if not (new.text or new.logprobs or new.finish_reason):
+                    continue
+                first = new.index not in seen
+                seen.add(new.index)
+                answers = begun[new.index // n]
+                choice = self._choice(answers, new, first=first, behind=told.get(new.index, 0))
+                told[new.index] = told.get(new.index, 0) + len(choice["text"])
+                now = {"usage": usage(_prompt_tokens(begun), answered)} if running else none
+                yield event({**self._head, "choices": [choice], **now})
+        if with_usage:
+            final = usage(_prompt_tokens(begun), answered)
+            yield event({**self._head, "choices": [], "usage": final})
+        yield DONE
+
+    def _choice(
+        self, answers: Answers, choice: Choice, *, first: bool, behind: int = 0
+    ) -> dict[str, Any]:
+        """Return an answer, or what is new of it, behind the prompt if that is asked."""
+        text, rows = choice.text, [*zip(choice.token_ids, choice.logprobs, strict=False)]
+        asked: list[tuple[int, Mapping[int, Logprob] | None]] = [*rows]
+        if self._body.echo and first:
+            text = self._echo(answers) + text
+            scores = answers.prompt_logprobs or []
+            asked = [*zip(answers.prompt_token_ids, scores, strict=False), *rows]
+        logprobs = None
+        if self._logprobs is not None:
+            logprobs = logprobs_of(self._service, asked, self._logprobs, behind)
+        return {
+            "index": choice.index,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
+        }
+
+    def _echo(self, answers: Answers) -> str:
+        if answers.prompt is not None:
+            return answers.prompt
+        return self._service.tokenizer.decode(answers.prompt_token_ids)
+
+
+def logprobs_of(
+    service: Service,
+    rows: Sequence[tuple[int, Mapping[int, Logprob] | None]],
+    most: int,
+    behind: int = 0,
+) -> dict[str, Any]:
+    """Return logprobs in the older form; `behind` is where the first token's text begins."""
+    told: dict[str, list[Any]] = {
+        "tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []
+    }  # fmt: skip
+    tokenizer = service.tokenizer
+    for token, scores in rows:
+        shown = token_name(tokenizer, token)
+        told["tokens"].append(shown)
+        told["text_offset"].append(behind)
+        behind += len(shown)
+        if scores is None:
+            told["token_logprobs"].append(None)
+            told["top_logprobs"].append(None)
+            continue
+        told["token_logprobs"].append(max(scores[token].logprob, LEAST_LOGPROB))
+        likeliest = sorted(scores.items(), key=lambda item: item[1].rank)
+        told["top_logprobs"].append({
+            token_name(tokenizer, other): max(score.logprob, LEAST_LOGPROB)
+            for other, score in likeliest
+            if score.rank <= most or other == token
+        })  # fmt: skip
+    return told
+
+
+def token_name(tokenizer: Tokenizer, token: int) -> str:
+    """Return a token's text; its bytes where they are no whole characters."""
+    text = tokenizer.text_of(token)
+    if "\ufffd" not in text:
+        return text
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in tokenizer.bytes_of(token))
+
+
+def _prompt_tokens(begun: Sequence[Answers]) -> int:
+    return sum(len(answers.prompt_token_ids) for answers in begun)

@@ -1,0 +1,115 @@
+"""Refusals as clients expect them: OpenAI's JSON, or Anthropic's under /v1/messages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+
+from llmpq.errors import DeadlineError, StageLostError
+from llmpq.runtime.sampling_params import SamplingParams
+
+_KINDS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    408: "timeout_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    501: "not_implemented_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+RETRY_AFTER_S = 1
+
+
+class ApiError(HTTPException):
+    """A request that is refused, and why."""
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None
+    ) -> None:
+        super().__init__(status, message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+
+    @property
+    def told_headers(self) -> dict[str, str]:
+        """What the answer says beside its body."""
+        if self.status in (429, 503):
+            return {"Retry-After": str(RETRY_AFTER_S)}
+        return {"WWW-Authenticate": "Bearer"} if self.status == 401 else {}
+
+    def body(self, path: str = "") -> dict[str, Any]:
+        """Return the error as JSON data, in the form of the path's API."""
+        kind = _KINDS.get(self.status, "server_error")
+        if path.startswith("/v1/messages"):
+            kind = "api_error" if kind == "server_error" else kind
+            return {"type": "error", "error": {"type": kind, "message": self.message}}
+        return {
+            "error": {
+                "message": self.message,
+                "type": kind,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+
+def as_api_error(error: BaseException) -> ApiError:
+    """Return what a client is told of an error."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, (RequestValidationError, ValidationError)):
+        return _of_fields(error.errors()[0])
+    if isinstance(error, HTTPException):
+        return ApiError(error.status_code, str(error.detail))
+    if isinstance(error, ValueError):
+        return ApiError(400, str(error), param=_named_first(str(error)))
+    if isinstance(error, TimeoutError):
+        return ApiError(504, "the answer took longer than the server allows")
+    if isinstance(error, (StageLostError, DeadlineError, ConnectionError, RuntimeError)):
+        return ApiError(503, f"the engine has stopped: {str(error).splitlines()[0][:300]}")
+    return ApiError(500, f"the server failed ({type(error).__name__})")
+
+
+def handle_errors(app: FastAPI) -> None:
+    """Have every error of an application answered as JSON."""
+
+    async def answer(request: Request, error: Exception) -> JSONResponse:
+        found = as_api_error(error)
+        return JSONResponse(found.body(request.url.path), found.status, found.told_headers)
+
+    for kind in (ApiError, RequestValidationError, HTTPException, ValueError, Exception):
+        app.add_exception_handler(kind, answer)
+
+
+def _of_fields(first: Mapping[str, Any]) -> ApiError:
+    """Return what is wrong with a field as one sentence."""
+    words = [str(word) for word in first["loc"] if word != "body" and not _is_type(word)]
+    name = ".".join(words)
+    if first["type"] == "json_invalid":
+        return ApiError(400, f"the body is not JSON: {first.get('ctx', {}).get('error', '')}")
+    got = repr(first.get("input"))
+    shown = got if len(got) <= 100 else got[:100] + "..."
+    what = f"'{name}': {first['msg']}" if name else f"the body: {first['msg']}"
+    missing = first["type"] == "missing"
+    return ApiError(400, what if missing else f"{what}, got {shown}", param=name or None)
+
+
+def _is_type(word: object) -> bool:
+    """Whether a part of a place is pydantic's name for one form of a union."""
+    return isinstance(word, str) and ("[" in word or word in ("str", "int", "bool", "float"))
+
+
+def _named_first(message: str) -> str | None:
+    """Return the parameter that an engine's sentence is about."""
+    word = message.split("=")[0].split(" ")[0].rstrip(":")
+    return word if word in SamplingParams.__dataclass_fields__ else None

@@ -1,0 +1,133 @@
+"""What stands before every endpoint: keys, sizes, deadlines, the log; pure ASGI.
+
+A body that is too large or too slow is refused before it is held. Nothing of a body, and no key, is
+logged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+import time
+import uuid
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from llmpq.runtime.serve.errors import ApiError
+from llmpq.runtime.serve.service import Service
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Message, Receive, Send], Awaitable[None]]
+
+_log = logging.getLogger("llmpq.serve.access")
+_OPEN = ("/health", "/ready", "/version", "/metrics", "/", "/page/state")
+"""Paths that need no key: they tell nothing of requests."""
+
+
+class Gate:
+    """Lets requests through to the application, or refuses them."""
+
+    def __init__(self, app: App, service: Service) -> None:
+        self._app, self._service = app, service
+        self._keys = [key.encode() for key in service.settings.api_keys]
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Serve one connection's request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started_s, status, begun = time.perf_counter(), 0, False
+        name = _header(scope, b"x-request-id")[:64].decode("latin-1") or uuid.uuid4().hex
+
+        async def told(message: Message) -> None:
+            nonlocal status, begun
+            if message["type"] == "http.response.start":
+                status, begun = message["status"], True
+                message["headers"] = [*message["headers"], (b"x-request-id", name.encode())]
+            await send(message)
+
+        try:
+            self._check_key(scope)
+            await self._app(scope, self._bounded(scope, receive), told)
+        except ApiError as error:
+            if not begun:
+                await _refuse(error, scope["path"], told)
+        except Exception:
+            status = status or 500
+            raise
+        finally:
+            self._service.metrics.answered(status or 499)
+            client = scope.get("client") or ("", 0)
+            _log.info(json.dumps({
+                "time": round(time.time(), 3), "id": name, "client": client[0],
+                "method": scope["method"], "path": scope["path"], "status": status or 499,
+                "seconds": round(time.perf_counter() - started_s, 4),
+            }))  # fmt: skip
+
+    def _check_key(self, scope: Message) -> None:
+        if not self._keys or scope["path"] in _OPEN or scope["method"] == "OPTIONS":
+            return
+        word, _, given = _header(scope, b"authorization").partition(b" ")
+        if word.lower() != b"bearer":
+            given = _header(scope, b"x-api-key")
+        # Every key is compared, however soon one is right.
+        right = [hmac.compare_digest(key, given.strip()) for key in self._keys]
+        if not any(right):
+            raise ApiError(
+                401, "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'",
+                code="invalid_api_key",
+            )  # fmt: skip
+
+    def _bounded(self, scope: Message, receive: Receive) -> Receive:
+        """Return a receive that refuses bodies too large or too slow."""
+        most, limit_s = self._service.settings.max_body_bytes, self._service.settings.read_timeout_s
+        length = _header(scope, b"content-length")
+        if length.isdigit() and int(length) > most:
+            raise _too_large(most)
+        received, complete, end_s = 0, False, time.monotonic() + limit_s
+
+        async def bounded() -> Message:
+            nonlocal received, complete
+            if complete:
+                return await receive()
+            try:
+                async with asyncio.timeout(max(0.0, end_s - time.monotonic())):
+                    message = await receive()
+            except TimeoutError:
+                raise ApiError(
+                    408, f"the request's body did not arrive within {limit_s:g} s"
+                ) from None
+            if message["type"] == "http.request":
+                received += len(message.get("body", b""))
+                complete = not message.get("more_body", False)
+                if received > most:
+                    raise _too_large(most)
+            return message
+
+        return bounded
+
+
+def _header(scope: Message, name: bytes) -> bytes:
+    return next((bytes(value) for key, value in scope["headers"] if key == name), b"")
+
+
+def _too_large(most: int) -> ApiError:
+    return ApiError(413, f"the request's body is larger than {most} bytes (--max-body-bytes)")
+
+
+async def _refuse(error: ApiError, path: str, send: Send) -> None:
+    body = json.dumps(error.body(path)).encode()
+    headers = {
+        "content-type": "application/json",
+        "content-length": str(len(body)),
+        **error.told_headers,
+    }
+    if error.status in (408, 413):
+        headers["connection"] = "close"
+    told = [(key.lower().encode(), value.encode()) for key, value in headers.items()]
+    await send({"type": "http.response.start", "status": error.status, "headers": told})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,245 @@
+"""/v1/messages: Anthropic's API, as another form of a chat: text, tools, streams."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, Literal
+
+from pydantic import Field
+
+from llmpq.runtime.answers import Answers
+from llmpq.runtime.serve.answering import event
+from llmpq.runtime.serve.bodies import Body, ChatBody
+from llmpq.runtime.serve.chat import Chat
+from llmpq.runtime.serve.errors import ApiError
+from llmpq.runtime.serve.service import Service
+
+_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+
+class AnthropicMessage(Body):
+    """One message."""
+
+    role: Literal["user", "assistant"]
+    content: str | list[dict[str, Any]]
+
+
+class AnthropicTool(Body):
+    """A tool."""
+
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+
+
+class MessagesBody(Body):
+    """A body of /v1/messages."""
+
+    model: str
+    max_tokens: int = Field(ge=1)
+    messages: list[AnthropicMessage] = Field(min_length=1)
+    system: str | list[dict[str, Any]] | None = None
+    stream: bool = False
+    temperature: float = Field(default=1.0, ge=0, le=1)
+    top_p: float | None = None
+    top_k: int | None = None
+    stop_sequences: list[str] | None = None
+    tools: list[AnthropicTool] | None = None
+    tool_choice: dict[str, Any] | None = None
+
+    def as_chat(self) -> ChatBody:
+        """Return the same request in OpenAI's form."""
+        messages: list[dict[str, Any]] = []
+        if self.system:
+            messages.append({"role": "system", "content": _text(self.system)})
+        for message in self.messages:
+            messages += _plain(message)
+        chat: dict[str, Any] = {
+            "model": self.model,
+            "messages": messages,
+            "max_tokens": self.max_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "stop": self.stop_sequences or None,
+            "tools": self._tools(),
+            "tool_choice": self._tool_choice(),
+        }
+        return ChatBody.model_validate(chat)
+
+    def _tools(self) -> list[dict[str, Any]] | None:
+        told = [
+            {
+                "type": "function",
+                "function": {
+                    "name": tool.name,
+                    "description": tool.description,
+                    "parameters": tool.input_schema,
+                },
+            }
+            for tool in self.tools or []
+        ]
+        return told or None
+
+    def _tool_choice(self) -> Any:
+        if self.tool_choice is None:
+            return None
+        kind = self.tool_choice.get("type")
+        if kind == "tool":
+            name = self.tool_choice.get("name", "")
+            return {"type": "function", "function": {"name": name}}
+        if kind not in ("auto", "any", "none"):
+            raise ApiError(400, f"tool_choice.type must be auto, any, tool or none, got {kind!r}")
+        return "required" if kind == "any" else kind
+
+
+class Messages:
+    """One request of /v1/messages."""
+
+    def __init__(self, service: Service, body: MessagesBody) -> None:
+        self._chat, self._model = Chat(service, body.as_chat()), body.model
+        self._id = f"msg_{uuid.uuid4().hex}"
+        self._stops = set(body.stop_sequences or ())
+
+    async def begin(self) -> list[Answers]:
+        """Queue the conversation."""
+        return await self._chat.begin()
+
+    async def whole(self) -> dict[str, Any]:
+        """Return the answer."""
+        told = await self._chat.whole()
+        choice, used = told["choices"][0], told["usage"]
+        content: list[dict[str, Any]] = []
+        if choice["message"]["content"]:
+            content.append({"type": "text", "text": choice["message"]["content"]})
+        for call in choice["message"].get("tool_calls", ()):
+            function = call["function"]
+            content.append({
+                "type": "tool_use", "id": call["id"], "name": function["name"],
+                "input": _data(function["arguments"]),
+            })  # fmt: skip
+        return {
+            **self._head(),
+            "content": content,
+            **self._reason(choice, bool(choice["message"].get("tool_calls"))),
+            "usage": {
+                "input_tokens": used["prompt_tokens"],
+                "output_tokens": used["completion_tokens"],
+            },
+        }
+
+    async def events(self, begun: list[Answers]) -> AsyncIterator[str]:
+        """Yield the answer as it comes: blocks of text or of a tool's input."""
+        length = len(begun[0].prompt_token_ids)
+        used = {"input_tokens": length, "output_tokens": 0}
+        start = {**self._head(), "content": [], "stop_reason": None, "usage": used}
+        yield event({"type": "message_start", "message": start}, "message_start")
+        blocks = _Blocks()
+        async for choice, used_now in self._chat.parts(begun):
+            for name, data in blocks.take(choice["delta"]):
+                yield event(data, name)
+            if choice["finish_reason"] is not None:
+                for name, data in blocks.close():
+                    yield event(data, name)
+                ended = {
+                    "type": "message_delta",
+                    "delta": self._reason(choice, blocks.called),
+                    "usage": {"output_tokens": used_now["completion_tokens"]},
+                }
+                yield event(ended, "message_delta")
+        yield event({"type": "message_stop"}, "message_stop")
+
+    def _head(self) -> dict[str, Any]:
+        return {"id": self._id, "type": "message", "role": "assistant", "model": self._model}
+
+    def _reason(self, choice: dict[str, Any], called: bool) -> dict[str, Any]:
+        stopped = choice.get("stop_reason")
+        if stopped in self._stops:
+            return {"stop_reason": "stop_sequence", "stop_sequence": stopped}
+        reason = "tool_use" if called else _REASONS.get(choice["finish_reason"], "end_turn")
+        return {"stop_reason": reason, "stop_sequence": None}
+
+
+class _Blocks:
+    """The content blocks of a stream: one open at a time."""
+
+    def __init__(self) -> None:
+        self._index, self._kind = -1, ""
+        self.called = False
+
+    def take(self, delta: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+        """Return the events of a chat's delta."""
+        told: list[tuple[str, dict[str, Any]]] = []
+        if delta.get("content"):
+            told += self._open("text", {"type": "text", "text": ""})
+            told.append(self._delta({"type": "text_delta", "text": delta["content"]}))
+        for call in delta.get("tool_calls", ()):
+            self.called = True
+            if "id" in call:
+                block = {"type": "tool_use", "id": call["id"], "name": call["function"]["name"]}
+                told += self._open(call["id"], {**block, "input": {}})
+            arguments = call["function"]["arguments"]
+            told.append(self._delta({"type": "input_json_delta", "partial_json": arguments}))
+        return told
+
+    def close(self) -> list[tuple[str, dict[str, Any]]]:
+        """Return the end of the block that is open."""
+        if not self._kind:
+            return []
+        self._kind = ""
+        name = "content_block_stop"
+        return [(name, {"type": name, "index": self._index})]
+
+    def _open(self, kind: str, block: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+        if kind == self._kind:
+            return []
+        told = self.close()
+        self._index, self._kind = self._index + 1, kind
+        name = "content_block_start"
+        return [*told, (name, {"type": name, "index": self._index, "content_block": block})]
+
+    def _delta(self, delta: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+        name = "content_block_delta"
+        return name, {"type": name, "index": self._index, "delta": delta}
+
+
+def _plain(message: AnthropicMessage) -> list[dict[str, Any]]:
+    """Return a message in OpenAI's form; results of tools are messages of their own."""
+    if isinstance(message.content, str):
+        return [{"role": message.role, "content": message.content}]
+    told: list[dict[str, Any]] = []
+    texts, calls = [], []
+    for block in message.content:
+        kind = block.get("type")
+        if kind == "tool_result":
+            result = {"role": "tool", "tool_call_id": str(block.get("tool_use_id", ""))}
+            told.append({**result, "content": _text(block.get("content") or "")})
+        elif kind == "tool_use":
+            function = {"name": block.get("name"), "arguments": json.dumps(block.get("input", {}))}
+            calls.append({"id": block.get("id"), "type": "function", "function": function})
+        else:
+            texts.append(_text([block]))
+    if texts or calls:
+        own: dict[str, Any] = {"role": message.role, "content": "".join(texts)}
+        told.append(own | ({"tool_calls": calls} if calls else {}))
+    return told
+
+
+def _text(content: str | Sequence[dict[str, Any]]) -> str:
+    if isinstance(content, str):
+        return content
+    for block in content:
+        if block.get("type") != "text" or not isinstance(block.get("text"), str):
+            raise ApiError(
+                400, f"the model reads text only, got a block of type {block.get('type')!r}"
+            )
+    return "".join(block["text"] for block in content)
+
+
+def _data(arguments: str) -> Any:
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return {"text": arguments}

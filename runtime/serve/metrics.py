@@ -1,0 +1,151 @@
+"""Prometheus metrics under vLLM's names and labels, so that its dashboards work.
+
+Counts of requests and tokens are kept here as answers pass; what the engine holds is asked when
+somebody scrapes. What no other engine has (a stage's share of work) is under `llmpq:` always.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+
+SECONDS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
+    *(10.0, 20.0, 40.0, 80.0, 160.0),
+)
+GAPS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 10.0)
+LENGTHS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+LABELS = ("model_name", "engine")
+
+
+class Metrics:
+    """The counters of one server."""
+
+    def __init__(self, model: str, prefix: str, gauges: Callable[[], Mapping[str, Any]]) -> None:
+        """`gauges` says what the engine holds now, as `LLM.stats` does; empty while it loads."""
+        self.registry = CollectorRegistry()
+        self._labels = {"model_name": model, "engine": "0"}
+        self.prefix, self._gauges = prefix, gauges
+        self.registry.register(_EngineState(self))
+
+        def histogram(name: str, about: str, buckets: tuple[float, ...]) -> Histogram:
+            made = Histogram(
+                f"{prefix}:{name}", about, LABELS, buckets=buckets, registry=self.registry
+            )
+            return made.labels(**self._labels)
+
+        def counter(name: str, about: str, more: tuple[str, ...] = ()) -> Counter:
+            return Counter(f"{prefix}:{name}", about, (*LABELS, *more), registry=self.registry)
+
+        self.first_token_s = histogram(
+            "time_to_first_token_seconds", "From a request's arrival to its first token.", SECONDS
+        )
+        self.gap_s = histogram(
+            "inter_token_latency_seconds", "Between two tokens of an answer.", GAPS
+        )
+        self.per_token_s = histogram(
+            "request_time_per_output_token_seconds", "Mean time of a token after the first.", GAPS
+        )
+        self.total_s = histogram(
+            "e2e_request_latency_seconds", "From a request's arrival to its end.", SECONDS
+        )
+        self.prompt_lengths = histogram("request_prompt_tokens", "Tokens of a prompt.", LENGTHS)
+        self.answer_lengths = histogram(
+            "request_generation_tokens", "Tokens of an answer.", LENGTHS
+        )
+        self.prompt_tokens = counter("prompt_tokens", "Tokens of all prompts.").labels(
+            **self._labels
+        )
+        self.answer_tokens = counter("generation_tokens", "Tokens of all answers.").labels(
+            **self._labels
+        )
+        self._ended = counter("request_success", "Answers that ended.", ("finished_reason",))
+        self._refused = Counter(
+            "llmpq:http_responses", "HTTP answers by status.", ("status",), registry=self.registry
+        )
+
+    def ended(self, reason: str) -> None:
+        """Count an answer that ended."""
+        self._ended.labels(**self._labels, finished_reason=reason).inc()
+
+    def answered(self, status: int) -> None:
+        """Count an HTTP answer."""
+        self._refused.labels(status=str(status)).inc()
+
+    def text(self) -> bytes:
+        """Return all metrics in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+    def state(self) -> tuple[Mapping[str, Any], dict[str, str]]:
+        """Return what the engine holds, and the labels that go with it."""
+        return self._gauges(), self._labels
+
+
+class AnswerClock:
+    """The times of one answer, from the arrival of its request on."""
+
+    def __init__(self, metrics: Metrics, prompt_tokens: int) -> None:
+        self._metrics, self._began_s = metrics, time.perf_counter()
+        self._last_s: float | None = None
+        self._first_s = 0.0
+        self.num_tokens = 0
+        metrics.prompt_tokens.inc(prompt_tokens)
+        metrics.prompt_lengths.observe(prompt_tokens)
+
+    def tokens(self, count: int) -> None:
+        """Note tokens that came; several at once share the time since the last."""
+        if count == 0:
+            return
+        now_s = time.perf_counter()
+        if self._last_s is None:
+            self._first_s = now_s
+            self._metrics.first_token_s.observe(now_s - self._began_s)
+        else:
+            for _ in range(count):
+                self._metrics.gap_s.observe((now_s - self._last_s) / count)
+        self._last_s = now_s
+        self.num_tokens += count
+        self._metrics.answer_tokens.inc(count)
+
+    def end(self, reason: str) -> None:
+        """Note the answer's end."""
+        now_s = time.perf_counter()
+        self._metrics.total_s.observe(now_s - self._began_s)
+        self._metrics.answer_lengths.observe(self.num_tokens)
+        if self.num_tokens > 1 and self._last_s is not None:
+            mean_s = (self._last_s - self._first_s) / (self.num_tokens - 1)
+            self._metrics.per_token_s.observe(mean_s)
+        self._metrics.ended(reason)
+
+
+class _EngineState:
+    """What is asked of the engine at every scrape."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the gauges."""
+        stats, labels = self._metrics.state()
+        prefix = self._metrics.prefix
+        for name, about, value in (
+            ("num_requests_running", "Requests that hold memory.", stats.get("running", 0)),
+            ("num_requests_waiting", "Requests that wait for memory.", stats.get("waiting", 0)),
+            ("kv_cache_usage_perc", "Share of the KV memory in use.", stats.get("kv_usage", 0.0)),
+        ):
+            gauge = GaugeMetricFamily(f"{prefix}:{name}", about, labels=LABELS)
+            gauge.add_metric(tuple(labels.values()), float(value))
+            yield gauge
+        names = ("stage", "device", "node")
+        for name, about in (
+            ("weights_bytes", "Bytes of weights on a stage."),
+            ("kv_bytes", "Bytes of KV memory on a stage."),
+        ):
+            gauge = GaugeMetricFamily(f"llmpq:stage_{name}", about, labels=names)
+            for index, stage in enumerate(stats.get("stages", ())):
+                gauge.add_metric((str(index), stage["device"], stage["node"]), stage[name])
+            yield gauge

@@ -1,0 +1,150 @@
+"""Runs the application: loads the model behind it, bounds connections, ends in order."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from asyncio import TimerHandle, Transport
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from llmpq.runtime.llm import LLM
+from llmpq.runtime.serve.app import make_app
+from llmpq.runtime.serve.service import Service
+
+_log = logging.getLogger("llmpq.serve")
+_HEAD_BYTES = 32 << 10
+"""The most bytes of a request's head."""
+_IDLE_S = 10
+"""How long a connection may stay open between two requests."""
+_POLL_S = 0.05
+
+
+def protocol(head_timeout_s: float) -> type[H11Protocol]:
+    """Return uvicorn's protocol with a deadline for the head of every request.
+
+    uvicorn bounds how long a connection is idle after a request, not how long a request takes to
+    arrive: clients that send a byte now and then would hold connections for ever.
+    """
+
+    class Bounded(H11Protocol):
+        _deadline: TimerHandle | None = None
+
+        def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            self._deadline = self.loop.call_later(head_timeout_s, self._late)
+
+        def data_received(self, data: bytes) -> None:
+            if self._deadline is None and not self._busy():
+                self._deadline = self.loop.call_later(head_timeout_s, self._late)
+            super().data_received(data)
+            if self._busy():
+                self._disarm()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._disarm()
+            super().connection_lost(exc)
+
+        def _busy(self) -> bool:
+            return self.cycle is not None and not self.cycle.response_complete
+
+        def _disarm(self) -> None:
+            if self._deadline is not None:
+                self._deadline.cancel()
+                self._deadline = None
+
+        def _late(self) -> None:
+            self._deadline = None
+            if not self._busy() and not self.transport.is_closing():
+                self.transport.close()
+
+    return Bounded
+
+
+class Server(uvicorn.Server):
+    """Ends in order: what is under way is answered, nothing new begun."""
+
+    def __init__(self, service: Service, host: str, port: int) -> None:
+        self.service = service
+        config = uvicorn.Config(
+            make_app(service),
+            host=host,
+            port=port,
+            http=protocol(service.settings.read_timeout_s),
+            ws="none",
+            loop="asyncio",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=_IDLE_S,
+            timeout_graceful_shutdown=1,
+            h11_max_incomplete_event_size=_HEAD_BYTES,
+        )
+        super().__init__(config)
+        self._draining: asyncio.Task[None] | None = None
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Begin to end at the first signal, end at the second; called between two steps."""
+        if self.service.draining:
+            self.should_exit = self.force_exit = True
+            return
+        self.service.draining = True
+        _log.info("ending: no new requests, %d under way", self.service.num_under_way)
+
+    async def main_loop(self) -> None:
+        """Serve until told to end, then until what is under way has, or its time is over."""
+        while not self.service.draining and not self.should_exit:
+            await self._beat()
+        loop = asyncio.get_running_loop()
+        end_s = loop.time() + self.service.settings.drain_timeout_s
+        while self.service.num_under_way and not self.should_exit and loop.time() < end_s:
+            await self._beat()
+
+    async def _beat(self) -> None:
+        for counter in range(2):
+            if await self.on_tick(counter):
+                return
+            await asyncio.sleep(_POLL_S)
+
+
+def serve(
+    service: Service,
+    open_llm: Callable[[], LLM],
+    *,
+    host: str,
+    port: int,
+    on_start: Callable[[Server], None] | None = None,
+) -> BaseException | None:
+    """Serve until told to end; return why the engine could not be loaded, if it could not."""
+    server = Server(service, host, port)
+    failed: list[BaseException] = []
+
+    def load() -> None:
+        try:
+            service.llm = open_llm()
+            _log.info("ready: http://%s:%d serves %s", host, port, service.model_name)
+        except BaseException as error:
+            failed.append(error)
+            server.should_exit = True
+
+    loading = threading.Thread(target=load, daemon=True, name="llmpq loading")
+    loading.start()
+    if on_start is not None:
+        on_start(server)
+    try:
+        server.run()
+    finally:
+        if service.llm is not None:
+            service.llm.close()
+    return failed[0] if failed else None
+
+
+def started(server: Any) -> bool:
+    """Whether a server listens."""
+    return bool(server.started)

@@ -1,0 +1,210 @@
+"""What all endpoints stand on: the engine behind the server, its limits, answers as they come."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from llmpq.runtime.answers import Answers
+from llmpq.runtime.llm import LLM
+from llmpq.runtime.request_output import CompletionDelta, Logprob
+from llmpq.runtime.sampling_params import SamplingParams
+from llmpq.runtime.serve.errors import ApiError
+from llmpq.runtime.serve.metrics import AnswerClock, Metrics
+from llmpq.runtime.serve.settings import ServeSettings
+from llmpq.runtime.text.prompts import Prompt
+from llmpq.runtime.text.tokenizer import Tokenizer
+
+
+@dataclass
+class Choice:
+    """One answer, gathered."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[Mapping[int, Logprob]] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    def take(self, delta: CompletionDelta) -> None:
+        """Add what is new."""
+        self.text += delta.text
+        self.token_ids += delta.token_ids
+        self.logprobs += delta.logprobs or ()
+        self.finish_reason = delta.finish_reason or self.finish_reason
+        self.stop_reason = delta.stop_reason or self.stop_reason
+
+
+class Service:
+    """The engine of a server and what is under way."""
+
+    def __init__(self, settings: ServeSettings) -> None:
+        self.settings = settings
+        self.llm: LLM | None = None
+        """None while it loads."""
+        self.failure: str | None = None
+        """Why there is no engine."""
+        self.draining = False
+        self.num_under_way = 0
+        self.began_s = time.time()
+        self.metrics = Metrics(self.model_name, settings.metrics_prefix, self.stats)
+
+    @property
+    def model_name(self) -> str:
+        """What answers call the model."""
+        return self.settings.model_names[0]
+
+    def stats(self) -> Mapping[str, Any]:
+        """Return the engine's counters, empty while it loads."""
+        return {} if self.llm is None else self.llm.stats()
+
+    def ready(self) -> LLM:
+        """Return the engine, or refuse: it loads, has failed, or the server is about to end."""
+        if self.failure is not None:
+            raise ApiError(503, f"the engine has stopped: {self.failure}")
+        if self.llm is None:
+            raise ApiError(503, "the model is loading; try again in a moment")
+        if self.draining:
+            raise ApiError(503, "the server is about to end; ask another one")
+        return self.llm
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer, once it is loaded."""
+        assert self.llm is not None
+        return self.llm.tokenizer
+
+    def check_model(self, name: str | None) -> None:
+        """Refuse another model's name."""
+        if name is not None and name not in self.settings.model_names:
+            raise ApiError(
+                404,
+                f"the model '{name}' does not exist; this server has "
+                f"{', '.join(self.settings.model_names)}",
+                param="model",
+                code="model_not_found",
+            )
+
+    async def begin(
+        self, prompts: Sequence[Prompt], params: SamplingParams, *, priority: int = 0
+    ) -> list[Answers]:
+        """Begin the answers to prompts; all or none."""
+        llm, limits = self.ready(), self.settings
+        if not 1 <= len(prompts) <= limits.max_prompts:
+            raise ApiError(
+                400,
+                f"a request may have 1 to {limits.max_prompts} prompts, got {len(prompts)}",
+                param="prompt",
+            )
+        if params.n > limits.max_n:
+            raise ApiError(400, f"n may be at most {limits.max_n}, got {params.n}", param="n")
+        if self.num_under_way + len(prompts) * params.n > limits.max_requests:
+            raise ApiError(
+                429,
+                f"{self.num_under_way} requests are under way and {limits.max_requests} may be; "
+                "try again in a moment",
+                code="rate_limit_exceeded",
+            )
+        begun: list[Answers] = []
+        try:
+            for prompt in prompts:
+                name = uuid.uuid4().hex
+                begun.append(await llm.submit(prompt, params, request_id=name, priority=priority))
+        except BaseException:
+            for answers in begun:
+                answers.give_up()
+            raise
+        return begun
+
+    async def choices(self, begun: Sequence[Answers], n: int) -> AsyncGenerator[Choice]:
+        """Yield what is new of each answer, as a choice of its own, counted."""
+        clocks: dict[int, AnswerClock] = {}
+        for place, answers in enumerate(begun):
+            for j in range(n):
+                # A prompt with several answers counts once.
+                length = len(answers.prompt_token_ids) if j == 0 else 0
+                clocks[place * n + j] = AnswerClock(self.metrics, length)
+        self.num_under_way += len(clocks)
+        open_clocks = dict(clocks)
+        try:
+            async with asyncio.timeout(self.settings.request_timeout_s):
+                async with aclosing(_merged(begun, n)) as deltas:
+                    async for index, delta in deltas:
+                        clocks[index].tokens(len(delta.token_ids))
+                        new = Choice(index)
+                        new.take(delta)
+                        if delta.finish_reason is not None:
+                            open_clocks.pop(index).end(delta.finish_reason)
+                            self.num_under_way -= 1
+                        yield new
+        finally:
+            for answers in begun:
+                answers.give_up()
+            for clock in open_clocks.values():
+                clock.end("abort")
+            self.num_under_way -= len(open_clocks)
+
+    async def gather(self, begun: Sequence[Answers], n: int) -> list[Choice]:
+        """Return all answers once they have ended."""
+        whole = [Choice(index) for index in range(len(begun) * n)]
+        async with aclosing(self.choices(begun, n)) as choices:
+            async for new in choices:
+                own = whole[new.index]
+                own.text += new.text
+                own.token_ids += new.token_ids
+                own.logprobs += new.logprobs
+                own.finish_reason = new.finish_reason or own.finish_reason
+                own.stop_reason = new.stop_reason or own.stop_reason
+        return whole
+
+
+async def _merged(begun: Sequence[Answers], n: int) -> AsyncGenerator[tuple[int, CompletionDelta]]:
+    """Yield the deltas of several prompts as they come, by the number of the choice."""
+    if len(begun) == 1:
+        async with aclosing(begun[0].deltas()) as deltas:
+            async for delta in deltas:
+                yield delta.index, delta
+        return
+    news: asyncio.Queue[tuple[int, CompletionDelta] | BaseException | None] = asyncio.Queue()
+
+    async def read(place: int, answers: Answers) -> None:
+        try:
+            async with aclosing(answers.deltas()) as deltas:
+                async for delta in deltas:
+                    news.put_nowait((place * n + delta.index, delta))
+            news.put_nowait(None)
+        except Exception as error:
+            news.put_nowait(error)
+
+    async with AsyncExitStack() as stack:
+        tasks = [asyncio.create_task(read(i, answers)) for i, answers in enumerate(begun)]
+        for task in tasks:
+            stack.callback(task.cancel)
+        left = len(tasks)
+        while left:
+            heard = await news.get()
+            if isinstance(heard, BaseException):
+                raise heard
+            if heard is None:
+                left -= 1
+            else:
+                yield heard
+
+
+def usage(prompt_tokens: int, answer_tokens: int, cached_tokens: int = 0) -> dict[str, Any]:
+    """Return what an answer took, in OpenAI's form."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": answer_tokens,
+        "total_tokens": prompt_tokens + answer_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+    }
+
+
+Events = AsyncIterator[str]

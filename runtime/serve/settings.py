@@ -1,0 +1,37 @@
+"""What a server is told once. Standard library only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+ToolFormat = Literal["auto", "hermes", "llama3"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeSettings:
+    """How the server answers; the defaults are those of the flags."""
+
+    model_names: tuple[str, ...]
+    """Names that requests may call the model by; answers carry the first."""
+    api_keys: tuple[str, ...] = ()
+    """Any of them opens the server; none: it is open."""
+    max_body_bytes: int = 8 << 20
+    max_prompts: int = 64
+    """Prompts in one request."""
+    max_n: int = 16
+    """Answers to one prompt."""
+    max_requests: int = 512
+    """Requests under way; beyond them 429."""
+    request_timeout_s: float | None = None
+    """How long an answer may take; 504 then."""
+    read_timeout_s: float = 20.0
+    """How long a request's head, and then its body, may take to arrive."""
+    drain_timeout_s: float = 30.0
+    """How long answers under way may take once the server is told to end."""
+    cors_origins: tuple[str, ...] = ()
+    metrics_prefix: Literal["vllm", "llmpq"] = "vllm"
+    tool_format: ToolFormat = "auto"
+    chat_template: str | None = None
+    """A template's text instead of the model's own."""
+    log_prompts: bool = False

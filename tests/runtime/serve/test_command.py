@@ -1,0 +1,79 @@
+"""`llmpq-dist serve` as people start it: one line, one socket, an end in order."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+
+import psutil
+import pytest
+
+from llmpq.runtime.cli.main import main
+
+pytestmark = pytest.mark.cpu
+
+
+def test_one_line_serves_listens_once_and_ends_in_order(demo_model, tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    keys = tmp_path / "keys"
+    keys.write_text("sesame\n")
+    words = ["serve", "--model", str(demo_model), "--port", str(port), "--max-num-seqs", "2",
+             "--api-key-file", str(keys), "--served-model-name", "tiny"]  # fmt: skip
+    command = [sys.executable, "-m", "llmpq.runtime", *words]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            url = f"http://127.0.0.1:{port}"
+            end_s, statuses = time.monotonic() + 150, []
+            while time.monotonic() < end_s and (not statuses or statuses[-1] != 200):
+                time.sleep(0.1)
+                try:
+                    statuses.append(urllib.request.urlopen(f"{url}/ready", timeout=5).status)
+                except urllib.error.HTTPError as error:
+                    statuses.append(error.code)
+                except OSError:
+                    continue
+            assert statuses[-1] == 200 and set(statuses) <= {200, 503}
+            body = {"model": "tiny", "prompt": "import", "max_tokens": 3}
+            headers = {"Content-Type": "application/json", "Authorization": "Bearer sesame"}
+            data = json.dumps(body).encode()
+            asked = urllib.request.Request(f"{url}/v1/completions", data, headers)
+            with urllib.request.urlopen(asked, timeout=60) as answer:
+                assert json.load(answer)["usage"]["completion_tokens"] == 3
+            family = [process.pid, *(c.pid for c in psutil.Process(process.pid).children(True))]
+            listening = [
+                (c.laddr.ip, c.laddr.port)
+                for pid in family
+                for c in psutil.Process(pid).net_connections()
+                if c.status == psutil.CONN_LISTEN
+            ]
+            assert listening == [("127.0.0.1", port)]
+            process.send_signal(signal.SIGTERM)
+            said = process.communicate(timeout=60)[1]
+        finally:
+            process.kill()
+    assert process.returncode == 0, said
+    assert "sesame" not in said and '"path": "/v1/completions", "status": 200' in said
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "nothing to serve"),
+        (["--model", "nowhere", "--port", "0"], "--port must be 1 to 65535"),
+        (["--model", "nowhere", "--max-n", "0"], "--max-n must be at least 1"),
+        (["--model", "nowhere", "--drain-timeout", "-1"], "--drain-timeout must be seconds"),
+        (["--model", "nowhere", "--prot", "1"], "--port"),
+        (["--model", "nowhere", "--host", "203.0.113.9"], "cannot listen on 203.0.113.9"),
+    ],
+)
+def test_wrong_flags_are_refused(words, said, capsys):
+    assert main(["serve", *words]) == 2
+    assert said in capsys.readouterr().err.strip().splitlines()[-1]

@@ -1,0 +1,108 @@
+"""Anthropic's messages and OpenAI's responses: the same answers in their forms."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+
+import openai
+import pytest
+
+from llmpq import SamplingParams
+
+pytestmark = pytest.mark.cpu
+ASK = {
+    "model": "demo-7m", "max_tokens": 8, "temperature": 0, "system": "You code.",
+    "messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}],
+}  # fmt: skip
+PERSON = {
+    "type": "object", "properties": {"age": {"type": "integer", "minimum": 0, "maximum": 9}},
+    "required": ["age"], "additionalProperties": False,
+}  # fmt: skip
+
+
+def wanted(server) -> str:
+    talk = [{"role": "system", "content": "You code."}, {"role": "user", "content": "hi"}]
+    tokens = server.llm.tokenizer.encode_chat(talk)
+    return server.llm.generate([tokens], SamplingParams(temperature=0, max_tokens=8))[0].text
+
+
+def post(server, body, path="/v1/messages"):
+    data = json.dumps(body).encode()
+    request = urllib.request.Request(server.url + path, data, {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def events(text):
+    pairs = [block.split("\n") for block in text.strip().split("\n\n")]
+    assert all(name == f"event: {json.loads(data[6:])['type']}" for name, data in pairs)
+    return [json.loads(data[6:]) for _, data in pairs]
+
+
+def test_a_message_is_a_chat(server):
+    status, text = post(server, ASK)
+    told = json.loads(text)
+    assert status == 200 and told["content"] == [{"type": "text", "text": wanted(server)}]
+    assert told["stop_reason"] == "max_tokens" and told["usage"]["output_tokens"] == 8
+    status, text = post(server, ASK | {"stream": True})
+    got = events(text)
+    assert [got[0]["type"], got[-1]["type"]] == ["message_start", "message_stop"]
+    pieces = [e["delta"]["text"] for e in got if e["type"] == "content_block_delta"]
+    assert "".join(pieces) == wanted(server) and got[-2]["usage"] == {"output_tokens": 8}
+    stop = wanted(server)[2:4]
+    ended = json.loads(post(server, ASK | {"stop_sequences": [stop]})[1])
+    assert (ended["stop_reason"], ended["stop_sequence"]) == ("stop_sequence", stop)
+
+
+def test_a_tool_that_must_be_called_is(server):
+    tool = {"name": "find", "description": "finds", "input_schema": PERSON}
+    ask = ASK | {"tools": [tool], "tool_choice": {"type": "tool", "name": "find"}, "max_tokens": 60}
+    told = json.loads(post(server, ask)[1])
+    (block,) = told["content"]
+    assert block["type"] == "tool_use" and 0 <= block["input"]["age"] <= 9
+    assert told["stop_reason"] == "tool_use"
+    got = events(post(server, ask | {"stream": True})[1])
+    start = next(e for e in got if e["type"] == "content_block_start")
+    assert start["content_block"]["name"] == "find"
+    parts = [e["delta"]["partial_json"] for e in got if e["type"] == "content_block_delta"]
+    assert json.loads("".join(parts)) == block["input"]
+    talk = [*ASK["messages"], {"role": "assistant", "content": told["content"]},
+            {"role": "user", "content": [{"type": "tool_result", "content": "42",
+                                          "tool_use_id": block["id"]}]}]  # fmt: skip
+    assert post(server, ASK | {"messages": talk})[0] == 200
+
+
+def test_errors_are_anthropics(server):
+    image = [{"role": "user", "content": [{"type": "image", "source": {}}]}]
+    for change, status, said in (
+        ({"model": "other"}, 404, "does not exist"),
+        ({"messages": []}, 400, "'messages'"),
+        ({"messages": image}, 400, "reads text only"),
+        ({"temperature": 2}, 400, "'temperature'"),
+        ({"tool_choice": {"type": "some"}}, 400, "tool_choice.type"),
+    ):
+        got, text = post(server, ASK | change)
+        told = json.loads(text)
+        assert got == status and told["type"] == "error" and said in told["error"]["message"]
+
+
+def test_a_response_is_a_chat(server):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+        ask = {"model": "demo-7m", "input": "hi", "instructions": "You code.", "temperature": 0}
+        whole = client.responses.create(**ask, max_output_tokens=8)
+        assert whole.output_text == wanted(server) and whole.status == "incomplete"
+        assert whole.usage.output_tokens == 8
+        parts = list(client.responses.create(**ask, max_output_tokens=8, stream=True))
+        pieces = [p.delta for p in parts if p.type == "response.output_text.delta"]
+        assert "".join(pieces) == wanted(server)
+        assert parts[-1].response.output_text == wanted(server)
+        schema = {"type": "json_schema", "name": "x", "schema": PERSON, "strict": True}
+        fits = client.responses.create(model="demo-7m", input="a", text={"format": schema})
+        assert 0 <= json.loads(fits.output_text)["age"] <= 9
+        with pytest.raises(openai.BadRequestError, match="nothing is stored"):
+            client.responses.create(**ask, previous_response_id="resp_1")

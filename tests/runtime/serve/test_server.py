@@ -1,0 +1,196 @@
+"""The server itself: state, keys, limits, clients that misbehave or go away, ends in order."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import logging
+import re
+import socket
+import time
+import urllib.error
+import urllib.request
+
+import pytest
+
+pytestmark = pytest.mark.cpu
+JSON = {"Content-Type": "application/json"}
+
+
+def ask(server, path, body=None, headers=None, method=None):
+    """Return status, headers and JSON or text of an answer."""
+    data = (
+        None if body is None else (body if isinstance(body, bytes) else json.dumps(body).encode())
+    )
+    told = {"Content-Type": "application/json", **(headers or {})}
+    request = urllib.request.Request(server.url + path, data, told, method=method)
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            status, found, text = answer.status, answer.headers, answer.read()
+    except urllib.error.HTTPError as error:
+        status, found, text = error.code, error.headers, error.read()
+    is_json = found.get("content-type", "").startswith("application/json")
+    return status, found, json.loads(text) if is_json else text.decode()
+
+
+def begun(server, max_tokens=180):
+    """Return a connection whose answer has begun to stream."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    body = {"prompt": "def", "max_tokens": max_tokens, "stream": True, "ignore_eos": True}
+    connection.request("POST", "/v1/completions", json.dumps(body), JSON)
+    answer = connection.getresponse()
+    assert answer.status == 200 and answer.readline().startswith(b"data: ")
+    return connection, answer
+
+
+def until(done, limit_s=30.0):
+    end_s = time.monotonic() + limit_s
+    while not done() and time.monotonic() < end_s:
+        time.sleep(0.02)
+    assert done()
+
+
+def test_state_is_told_without_asking_for_tokens(server):
+    assert ask(server, "/health")[2] == {"status": "ok"}
+    assert ask(server, "/ready")[2] == {"status": "ready"}
+    assert set(ask(server, "/version")[2]) == {"version"}
+    status, _, tokens = ask(server, "/tokenize", {"prompt": "def main():"})
+    assert status == 200 and tokens["count"] == len(tokens["tokens"])
+    assert ask(server, "/detokenize", {"tokens": tokens["tokens"]})[2] == {"prompt": "def main():"}
+    chat = ask(server, "/tokenize", {"messages": [{"role": "user", "content": "hi"}]})[2]
+    assert chat["count"] > tokens["count"]
+
+
+def test_metrics_count_what_was_answered(server):
+    def read(name: str) -> float:
+        text = ask(server, "/metrics")[2]
+        found = re.findall(rf"^{re.escape(name)}(?:{{[^}}]*}})? (\S+)$", text, flags=re.M)
+        return sum(map(float, found))
+
+    before = {name: read(name) for name in (
+        "vllm:prompt_tokens_total", "vllm:generation_tokens_total", "vllm:request_success_total",
+        "vllm:time_to_first_token_seconds_count", "vllm:inter_token_latency_seconds_count",
+        "vllm:e2e_request_latency_seconds_count", "vllm:request_prompt_tokens_sum",
+    )}  # fmt: skip
+    body = {"prompt": [[5, 6, 7], [8, 9]], "max_tokens": 4, "ignore_eos": True}
+    assert ask(server, "/v1/completions", body)[0] == 200
+    grown = [read(name) - value for name, value in before.items()]
+    assert grown == [5, 8, 2, 2, 6, 2, 5]
+    assert read("vllm:num_requests_running") == 0
+    assert 'model_name="demo-7m"' in ask(server, "/metrics")[2]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "said"),
+    [
+        ("/v1/completions", b"{", 400, "the body is not JSON"),
+        ("/v1/completions", b"[1]", 400, "the body"),
+        ("/v1/completions", b"", 400, "the body"),
+        ("/v1/completions", b'{"prompt": "\\ud800"}', 400, "half a character"),
+        ("/v1/nothing", {}, 404, "Not Found"),
+        ("/../../etc/passwd", None, 404, "Not Found"),
+        ("/v1/models/..%2f..%2fetc%2fpasswd", None, 404, "does not exist"),
+        ("/tokenize", {}, 400, "either 'prompt' or 'messages'"),
+    ],
+)
+def test_malformed_requests_get_one_sentence(server, path, body, status, said):
+    got, _, told = ask(server, path, body)
+    assert got == status and said in told["error"]["message"]
+    assert set(told["error"]) == {"message", "type", "param", "code"}
+
+
+def test_a_client_that_goes_away_frees_its_slot(server):
+    connection, answer = begun(server)
+    assert server.service.num_under_way == 1
+    answer.close()
+    connection.close()
+    until(lambda: server.service.num_under_way == 0 and server.llm.stats()["running"] == 0)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port)
+    body = json.dumps({"prompt": "def", "max_tokens": 180, "ignore_eos": True})
+    connection.request("POST", "/v1/completions", body, JSON)
+    until(lambda: server.llm.stats()["running"] == 1)
+    connection.close()
+    until(lambda: server.llm.stats()["running"] == 0)
+
+
+def test_large_slow_and_endless_requests_are_bounded(two_stages, running):
+    with running(two_stages, read_timeout_s=0.5, max_body_bytes=20_000) as server:
+        status, _, told = ask(server, "/v1/completions", b"x" * 100_000)
+        assert status == 413 and "larger than 20000 bytes" in told["error"]["message"]
+        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as slow:
+            slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\n")  # no end of the head
+            assert slow.recv(100) == b""
+        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as silent:
+            assert silent.recv(100) == b""
+        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as half:
+            half.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 50\r\n\r\n{")
+            assert b" 408 " in half.recv(200)
+        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as chunks:
+            head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
+            chunks.sendall(head + b"6000\r\n" + b"x" * 0x6000 + b"\r\n")
+            assert b" 413 " in chunks.recv(200)
+        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as flood:
+            head = b"GET /health HTTP/1.1\r\n" + b"".join(b"X-%d: y\r\n" % i for i in range(9000))
+            try:
+                flood.sendall(head)
+                assert b" 400 " in flood.recv(200)
+            except ConnectionError:
+                pass  # it hung up before it had heard it all
+        assert ask(server, "/health")[0] == 200
+        # A stream may take longer than a head: it is not cut off.
+        connection, answer = begun(server, max_tokens=60)
+        time.sleep(0.7)
+        assert answer.read().endswith(b"data: [DONE]\n\n")
+
+
+def test_keys_open_the_server_and_are_never_logged(two_stages, running, caplog):
+    caplog.set_level(logging.DEBUG)
+    with running(two_stages, api_keys=("first-key", "second-key")) as server:
+        body = {"prompt": "very private words", "max_tokens": 1}
+        for headers in ({}, {"Authorization": "Bearer wrong-key"}, {"Authorization": "first-key"}):
+            status, found, told = ask(server, "/v1/completions", body, headers)
+            assert status == 401 and told["error"]["code"] == "invalid_api_key"
+            assert found["WWW-Authenticate"] == "Bearer"
+        for headers in ({"Authorization": "Bearer second-key"}, {"X-Api-Key": "first-key"}):
+            assert ask(server, "/v1/completions", body, headers)[0] == 200
+        assert ask(server, "/health")[0] == 200 and ask(server, "/v1/models")[0] == 401
+        assert ask(server, "/tokenize", {"prompt": "a"})[0] == 401
+    lines = [r.getMessage() for r in caplog.records if r.name == "llmpq.serve.access"]
+    assert [json.loads(line)["status"] for line in lines] == [
+        401,
+        401,
+        401,
+        200,
+        200,
+        200,
+        401,
+        401,
+    ]
+    for text in ("first-key", "second-key", "wrong-key", "very private words"):
+        assert text not in caplog.text
+
+
+def test_too_many_requests_are_asked_back_and_answers_have_a_deadline(two_stages, running):
+    with running(two_stages, max_requests=1, request_timeout_s=0.3) as server:
+        connection, answer = begun(server)
+        status, found, told = ask(server, "/v1/completions", {"prompt": "a", "max_tokens": 1})
+        assert status == 429 and found["Retry-After"] == "1"
+        assert told["error"]["type"] == "rate_limit_error"
+        rest = answer.read()
+        assert b"[DONE]" not in rest
+        assert json.loads(rest.strip().splitlines()[-1][6:])["error"]["type"] == "timeout_error"
+        connection.close()
+        long = {"prompt": "a", "max_tokens": 180, "ignore_eos": True}
+        assert ask(server, "/v1/completions", long)[0] == 504
+        until(lambda: server.llm.stats()["running"] == 0)
+
+
+def test_it_ends_in_order(two_stages, running):
+    with running(two_stages, drain_timeout_s=20.0) as server:
+        connection, answer = begun(server, max_tokens=120)
+        server.server.handle_exit(15, None)
+        status, found, _ = ask(server, "/v1/completions", {"prompt": "a", "max_tokens": 1})
+        assert status == 503 and found["Retry-After"] == "1"
+        assert ask(server, "/ready")[0] == 503 and ask(server, "/health")[0] == 200
+        assert answer.read().endswith(b"data: [DONE]\n\n")
+        connection.close()
