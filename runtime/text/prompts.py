@@ -63,7 +63,7 @@ class Prompts:
     @property
     def max_model_len(self) -> int:
         """Tokens that a prompt and its answer may have."""
-        return self._max_len + 1
+        return self.max_len + 1
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens; empty for a model without a tokenizer."""
