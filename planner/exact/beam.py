@@ -277,7 +277,8 @@ class _Beam:
         )
         free = now.used < self.counts
         hop = np.where(now.last[:, None] >= 0, self.hops[now.last], 0.0)
-        cost = now.cost[:, None, None] + size * self.price[None] + hop[:, :, None]
+        with np.errstate(invalid="ignore"):  # no layers at a price without end
+            cost = now.cost[:, None, None] + size * self.price[None] + hop[:, :, None]
         cost = np.where(free[:, :, None] & (size > 0), cost, np.inf)
         row, c, b = np.nonzero(np.isfinite(cost))
         used = now.used[row]

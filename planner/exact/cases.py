@@ -125,18 +125,20 @@ def least_slowest(
     rows = np.arange(len(once))
     while (high - low > 1).any():
         middle = (low + high) // 2
-        held = _held(times[rows, np.maximum(middle, 0)], once, case, roomy)
-        enough, wide = held - lost >= layers, high - low > 1
+        whole = np.floor(times[rows, np.maximum(middle, 0)][:, None] / once * (1 + 1e-9))
+        # Embedding and head take of the time, not of the layers there is memory for.
+        in_time = _of_most(whole, case) - lost >= layers
+        enough = in_time & (_of_most(np.minimum(whole, roomy[some]), case) >= layers)
+        wide = high - low > 1
         high = np.where(wide & enough, middle, high)
         low = np.where(wide & ~enough, middle, low)
     return np.asarray(np.maximum(alone, times[rows, high]) * (1 - 1e-9))
 
 
-def _held(most_s: Floats, once: Floats, case: Case, roomy: NDArray[np.int64]) -> Floats:
-    """[n] layers that a case's devices hold at most if no stage takes longer."""
-    some = case.counts > 0
-    whole = np.minimum(np.floor(most_s[:, None] / once * (1 + 1e-9)), roomy[some])
-    order = np.argsort(-whole, axis=1, kind="stable")
-    counts = np.take_along_axis(np.broadcast_to(case.counts[some], whole.shape), order, axis=1)
-    taken = np.clip(case.most - (np.cumsum(counts, axis=1) - counts), 0, counts)
-    return np.asarray((np.take_along_axis(whole, order, axis=1) * taken).sum(axis=1))
+def _of_most(layers: Floats, case: Case) -> Floats:
+    """[n] the most layers that the devices of a case hold, [n, C] of each class."""
+    order = np.argsort(-layers, axis=1, kind="stable")
+    counts = case.counts[case.counts > 0]
+    held = np.take_along_axis(np.broadcast_to(counts, layers.shape), order, axis=1)
+    taken = np.clip(case.most - (np.cumsum(held, axis=1) - held), 0, held)
+    return np.asarray((np.take_along_axis(layers, order, axis=1) * taken).sum(axis=1))

@@ -65,9 +65,9 @@ SOON_SHARE = 0.1
 """Share of the time for a search from the simplest plans alone."""
 HASTY_SHARE = 0.005
 """Share of what is left of that for the improvement of a plan."""
-START_S = 0.6
+START_S = 0.8
 """Seconds that it may take, but not more than half of the time."""
-IMPROVE_SHARE = 0.5
+IMPROVE_SHARE = 0.4
 """Share of what is left of that for the improvement of each of a few plans."""
 HOP_STEP = 0.01
 """Share of the best plan's value that hops may differ by within a case of numbers of stages."""
@@ -181,18 +181,17 @@ class Search:
                 if time.perf_counter() > until and self.best is not None:
                     return
 
-        if known is not None:
-            # What is known of the same devices at another precision of KV may need other choices.
+        if known is not None:  # it may not fit: it is of another precision of KV
             improved(self.incumbent, self.true_tables, known, (now + limit) / 2)
         keep(first_plans(self.true, self.true_tables), (now + limit) / 2)
         keep(beam_plans(self.true, self.true_tables, (now + limit) / 2), limit)
         now = time.perf_counter()
         keep(other_methods(self.true, now + (limit - now) / 4), limit)
-        for plan in unlike(found, 3):
-            share = (limit - time.perf_counter()) * IMPROVE_SHARE
-            improved(self.incumbent, self.true_tables, plan, time.perf_counter() + share)
-        for plan in self._of_one_precision(limit):
-            improved(self.incumbent, self.true_tables, plan, limit)
+        for number, plan in enumerate(unlike(found, 3)):
+            now = time.perf_counter()
+            improved(self.incumbent, self.true_tables, plan, now + (limit - now) * IMPROVE_SHARE)
+            for other in self._of_one_precision(limit) if number == 0 else ():
+                improved(self.incumbent, self.true_tables, other, limit)
         keep(other_methods(self.true, limit), limit)
         if self.best is not None:
             improved(self.incumbent, self.true_tables, self.best, limit)
@@ -201,12 +200,13 @@ class Search:
         """Yield what a short search finds of each precision alone: its tables are small."""
         p = self.true
         alone = [b for b in range(len(p.choices)) if p.open[:, b].all()]
-        for number, b in enumerate(alone if len(p.choices) > 1 else ()):
+        used = self.best.choices if self.best is not None else ()
+        alone.sort(key=lambda b: -used.count(b))
+        for b in alone if len(p.choices) > 1 else ():
             now = time.perf_counter()
-            share = (limit - now) / (2 * len(alone) - number)
-            if share <= 0:
+            if now > limit:
                 return
-            small = Search(of_one_precision(p, b), now + share, self.gap)
+            small = Search(of_one_precision(p, b), (now + limit) / 2, self.gap)
             for plan in first_plans(small.true, small.true_tables):
                 small.incumbent.offer(plan)
             small.run()

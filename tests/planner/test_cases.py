@@ -1,0 +1,82 @@
+"""What a case says that its plans take at least is true of each, and every plan has a case."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+
+from llmpq.planner.exact.cases import Case, most_priced
+from llmpq.planner.exact.pairs import Floor, PairTables
+from llmpq.planner.outcome import Assignment
+from llmpq.planner.predict.fits import fits
+from llmpq.planner.predict.pipeline_time import stage_times
+from llmpq.planner.problem import Problem
+from llmpq.planner.tools.brute_force import assignments
+from llmpq.planner.tools.random_cases import random_case
+
+pytestmark = pytest.mark.pure
+ROUNDING = 1e-9
+NOTHING_S = 1e-200
+
+
+def _crossings(tables: PairTables, a: Assignment) -> bool:
+    assert tables.islands is not None
+    order = [stage.cls for stage in a.stages]
+    return any(tables.islands.crosses[one, two] for one, two in itertools.pairwise(order))
+
+
+def _belongs(tables: PairTables, case: Case, a: Assignment) -> bool:
+    if not case.fewest <= len(a.stages) <= case.most:
+        return False
+    used = np.bincount([stage.cls for stage in a.stages], minlength=len(case.counts))
+    if (used > case.counts).any():
+        return False
+    if tables.islands is None:
+        return True
+    return _crossings(tables, a) == case.crosses
+
+
+def _check(tables: PairTables, floor: Floor, a: Assignment) -> None:
+    p, times = tables.p, stage_times(tables.p, a)
+    row = p.prefill_sizes.index(a.prefill_microbatch)
+    column = p.decode_sizes.index(a.decode_microbatch)
+    slow_p = max((*times.prefill_s, *times.busy_prefill_s[:-1]))
+    slow_d = max((*times.decode_s, *times.busy_decode_s[:-1]))
+    assert floor.slow_p[row] <= slow_p * (1 + ROUNDING) + NOTHING_S
+    assert floor.slow_d[column] <= slow_d * (1 + ROUNDING) + NOTHING_S
+    if p.objective == "makespan":
+        assert floor.hops_p[row] <= sum(times.hop_prefill_s) * (1 + ROUNDING)
+        assert floor.hops_d[column] <= sum(times.hop_decode_s) * (1 + ROUNDING)
+
+
+def _some_plans(p: Problem, rng: random.Random) -> list[Assignment]:
+    plans = [a for a in itertools.islice(assignments(p), 4_000) if fits(p, a)]
+    return rng.sample(plans, min(len(plans), 300))
+
+
+def test_no_plan_takes_less_than_its_case_says() -> None:
+    checked = several = 0
+    for seed in range(70_000, 70_060):
+        rng = random.Random(seed)
+        case = random_case(seed)
+        p = case.priced(case.kvs[0]).with_changes(pins={}, offered=())
+        tables = PairTables(p)
+        tables.cut_by_stages(p.pairs[0], 0.0)
+        several += len(tables.floors) > 1
+        for a in _some_plans(p, rng):
+            found = [floor for floor in tables.floors if _belongs(tables, floor.case, a)]
+            assert found, f"seed {seed}: {a} is in no case"
+            for floor in found:
+                _check(tables, floor, a)
+            checked += 1
+    assert checked > 1000 and several > 10
+
+
+def test_the_prices_of_the_dearest_devices_are_summed() -> None:
+    prices, counts = np.array([1.0, 5.0, 2.0]), np.array([3, 1, 2])
+    assert most_priced(prices, counts, 1) == 5.0
+    assert most_priced(prices, counts, 4) == 5.0 + 2 * 2.0 + 1.0
+    assert most_priced(prices, counts, 99) == float(prices @ counts)
