@@ -1,7 +1,8 @@
 """Two network namespaces of this machine whose packets arrive later: hosts far from each other.
 
 Linux, root, `ip` of iproute2 and /dev/net/tun. Every packet that leaves one end is read by a thread
-here and written to the other end when its time has come, so both directions have the delay, and
+here and written to the other end when its time has come, so both directions have the delay. A
+packet takes its bytes' time at the bandwidth, one after the other in each direction; without one,
 bandwidth is whatever this thread can carry.
 """
 
@@ -16,6 +17,7 @@ import struct
 import subprocess
 import threading
 import time
+from bisect import insort
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,9 +34,10 @@ class DelayedNetwork:
 
     addresses = ("10.77.0.1", "10.77.0.2")
 
-    def __init__(self, delay_us: float) -> None:
-        """Delay every packet by this, one way."""
-        self._delay_s = delay_us / 1e6
+    def __init__(self, delay_us: float, *, mbps: float | None = None, mtu: int = _MTU) -> None:
+        """Delay every packet by this, one way; `mbps`: 1e6 bits per second, each way."""
+        self._delay_s, self._mtu = delay_us / 1e6, mtu
+        self._s_per_byte = 0.0 if mbps is None else 8e-6 / mbps
         self._names = tuple(f"llmpq-{os.getpid()}-{end}" for end in range(2))
         self._stop = threading.Event()
         self._ready = threading.Event()
@@ -54,7 +57,7 @@ class DelayedNetwork:
             inside = ("-n", name)
             _ip(*inside, "link", "set", "lo", "up")
             _ip(*inside, "addr", "add", f"{self.addresses[end]}/24", "dev", DEVICE)
-            _ip(*inside, "link", "set", DEVICE, "mtu", str(_MTU), "txqueuelen", "10000", "up")
+            _ip(*inside, "link", "set", DEVICE, "mtu", str(self._mtu), "txqueuelen", "10000", "up")
         return self
 
     def __exit__(
@@ -84,18 +87,25 @@ class DelayedNetwork:
         finally:
             self._ready.set()
         waiting: deque[tuple[float, int, bytes]] = deque()
+        free_s = dict.fromkeys(ends, 0.0)
         while not self._stop.is_set():
             pause = 0.05 if not waiting else max(0.0, waiting[0][0] - time.perf_counter())
             for fd in select.select(ends, (), (), min(pause, 0.05))[0]:
                 packet = os.read(fd, _MTU + 100)
                 other = ends[1 - ends.index(fd)]
-                waiting.append((time.perf_counter() + self._delay_s, other, packet))
+                sent_s = max(time.perf_counter(), free_s[fd]) + len(packet) * self._s_per_byte
+                free_s[fd] = sent_s
+                insort(waiting, (sent_s + self._delay_s, other, packet), key=_when)
             while waiting and waiting[0][0] <= time.perf_counter():
                 _, target, packet = waiting.popleft()
                 with contextlib.suppress(OSError):  # An end that is not up loses packets.
                     os.write(target, packet)
         for fd in ends:
             os.close(fd)
+
+
+def _when(packet: tuple[float, int, bytes]) -> float:
+    return packet[0]
 
 
 def _open_device(namespace: str) -> int:

@@ -25,7 +25,7 @@ from llmpq.profiler.cli.run import default_dtype, make_job
 from llmpq.profiler.cli.tables import links_table, node_links_table
 from llmpq.profiler.timing.cases import LinkJob, LinkTimings, model_spec
 from llmpq.profiler.timing.host_actor import HostActor
-from llmpq.profiler.timing.latency_fit import fit_link
+from llmpq.profiler.timing.latency_fit import fit_link, fit_rounds
 from llmpq.runtime.launch.node_match import RayNode, WantedNode
 from llmpq.runtime.launch.placement import ray_cluster, wait_for_nodes
 from llmpq.runtime.launch.ray_stage import failure_of
@@ -169,13 +169,19 @@ def _links(
             for ref, name in zip(ends, (source, target), strict=True)
         ]
         timings = LinkTimings.model_validate(answers[0])
-        alpha_s, beta_s_per_byte = fit_link(timings.sizes, timings.seconds)
+        if timings.rounds_s:
+            alpha_s, beta_s_per_byte, occupied_s = fit_rounds(
+                timings.sizes, timings.rounds_s, timings.burst_s
+            )
+        else:  # from GPU to GPU: messages are only enqueued
+            alpha_s, beta_s_per_byte = fit_link(timings.sizes, timings.seconds)
+            occupied_s = 0.0
         found.append(
             NodeLinkCost(
                 source=source,
                 target=target,
                 alpha_s=alpha_s,
-                occupied_s=min(alpha_s, timings.occupied_s),
+                occupied_s=occupied_s,
                 beta_s_per_byte=beta_s_per_byte,
             )
         )

@@ -162,8 +162,10 @@ class LinkTimings(FileForm):
 
     sizes: tuple[int, ...]
     seconds: tuple[float, ...]
-    occupied_s: float = 0.0
-    """Between two of the smallest messages that follow each other at once, computing left out."""
+    rounds_s: tuple[float, ...] = ()
+    """Until the answer of one token a row was back, as measured."""
+    burst_s: float = 0.0
+    """Between two of the smallest messages that follow each other at once."""
 
 
 class Failed(FileForm):

@@ -84,6 +84,20 @@ def fit_link(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, flo
     return float(alpha), float(beta)
 
 
+def fit_rounds(
+    sizes: Sequence[int], rounds_s: Sequence[float], burst_s: float
+) -> tuple[float, float, float]:
+    """Return alpha_s, beta_s_per_byte and what of alpha occupies the way, of two hosts apart.
+
+    A round is a message of a size, and an answer of next to no bytes: alpha twice. `burst_s`:
+    between two of the smallest messages that follow each other.
+    """
+    both_s, beta_s_per_byte = fit_link(sizes, rounds_s)
+    alpha_s = both_s / 2
+    occupied_s = max(0.0, burst_s - beta_s_per_byte * sizes[0])
+    return alpha_s, beta_s_per_byte, min(alpha_s, occupied_s)
+
+
 def _stats(errors: Array) -> ErrorStats:
     return ErrorStats(
         mean=float(errors.mean()), p95=float(np.quantile(errors, 0.95)), samples=len(errors)

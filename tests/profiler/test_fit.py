@@ -5,7 +5,7 @@ import pytest
 
 from llmpq.cost_model import LatencyEntry, Phase, term_values
 from llmpq.precision import Precision
-from llmpq.profiler.timing.latency_fit import Fit, Point, fit_latency, fit_link
+from llmpq.profiler.timing.latency_fit import Fit, Point, fit_latency, fit_link, fit_rounds
 
 pytestmark = pytest.mark.pure
 
@@ -130,3 +130,13 @@ def test_link_latency_and_bandwidth() -> None:
     alpha_s, beta = fit_link(sizes, [4e-5 + size / 2e9 for size in sizes])
     assert alpha_s == pytest.approx(4e-5, rel=1e-6)
     assert beta == pytest.approx(5e-10, rel=1e-6)
+
+
+def test_rounds_between_hosts_give_the_way_there_and_what_occupies_it():
+    alpha_s, beta_s_per_byte, occupied_s = 5e-3, 8e-8, 2e-3
+    sizes = (16_384, 131_072, 1_048_576)
+    rounds = [2 * alpha_s + size * beta_s_per_byte for size in sizes]
+    burst_s = occupied_s + sizes[0] * beta_s_per_byte
+    assert fit_rounds(sizes, rounds, burst_s) == pytest.approx((5e-3, 8e-8, 2e-3))
+    assert fit_rounds(sizes, rounds, 0.0)[2] == 0.0
+    assert fit_rounds(sizes, rounds, 1.0)[2] == pytest.approx(alpha_s)

@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-LIMIT_S = 240
+LIMIT_S = 400
 PORT = 6379
 NETWORK = "10.77.0"
 HOSTS = "127.0.0.1 localhost\n127.0.1.1 {name}\n"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.cluster, pytest.mark.hosts]
+pytestmark = [pytest.mark.cluster, pytest.mark.hosts, pytest.mark.timeout(1200)]
 
 CPU = "devices: [{kind: CPU, threads: 1}]"
 PROMPTS = ("import os\n", "def ", "class A", "x = ")
