@@ -139,4 +139,7 @@ class Answers:
             stop_reason=self._prompts.stop_reason(self._ask, end, own.text),
             first_token_s=end.first_token_s,
             total_s=end.total_s,
+            queue_s=end.queue_s,
+            num_cached_tokens=end.num_prefix_hits,
+            num_preemptions=end.num_preemptions,
         )

@@ -135,6 +135,11 @@ class LLM:
         """Raise what ended the engine, if it has ended."""
         self._engine.check_alive()
 
+    def stage_busy_s(self) -> list[float]:
+        """Return how long each stage has computed so far; asks the stages."""
+        self._engine.check_alive()
+        return self._engine.engine.busy_s()
+
     def stats(self) -> dict[str, Any]:
         """Return counters of the run so far and what every stage holds."""
         engine = self._engine.engine

@@ -67,8 +67,13 @@ class CompletionDelta:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     first_token_s: float = 0.0
-    """From submission to the first token; told at the end, as `total_s` is."""
+    """From submission to the first token; told at the end, as what follows is."""
     total_s: float = 0.0
+    queue_s: float = 0.0
+    """From submission to its first step."""
+    num_cached_tokens: int = 0
+    """Tokens of the prompt that were found in the prefix cache."""
+    num_preemptions: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

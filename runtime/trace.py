@@ -98,6 +98,8 @@ class Recorder:
     none."""
     num_begun: int = 0
     """Micro-batches begun, also those that a device has yet to compute."""
+    busy_s: float = 0.0
+    """Time the stage computed, by the host's clock, since it was made."""
     _epoch_s: float = field(default_factory=lambda: time.time() - time.perf_counter())
 
     @contextmanager
@@ -114,6 +116,7 @@ class Recorder:
         total.steps += 1
         total.rows += rows
         total.busy_s += end_s - start_s
+        self.busy_s += end_s - start_s
         if self.keep_events and len(self.events) < MAX_EVENTS:
             start_s, end_s = start_s + self._epoch_s, end_s + self._epoch_s
             self.events.append(TraceEvent(name, seq, rows, q_len, start_s, end_s))

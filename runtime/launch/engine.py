@@ -177,8 +177,8 @@ class Engine:
 
     def noted(self, request_ids: Sequence[int], ended: Sequence[int]) -> dict[int, Noted]:
         """Return the scores of requests since the last call; the last stage forgets the ended."""
-        rows = json.loads(self._ask_last("noted", list(request_ids), list(ended)))
-        return {number: Noted.from_data(data) for number, data in rows}
+        text = self._ask_last("noted", list(request_ids), list(ended))
+        return {number: Noted.from_data(data) for number, data in json.loads(text)}
 
     def updates(self) -> Iterator[Update]:
         """Yield news until every stage has ended its loop."""
@@ -206,18 +206,19 @@ class Engine:
 
     def records(self) -> list[StageRecord]:
         """Return what every stage recorded."""
-        texts = self._all("record", self._deadlines.step_s)
-        return [StageRecord.from_json(text) for text in texts]
+        return [StageRecord.from_json(t) for t in self._all("record", self._deadlines.step_s)]
 
     def speculation(self) -> dict[str, Any] | None:
         """Return what came of the drafts, None without any."""
-        report: dict[str, Any] | None = json.loads(self._ask_first("speculation"))
-        return report
+        return json.loads(self._ask_first("speculation"))
+
+    def busy_s(self) -> list[float]:
+        """Return how long each stage has computed since its loop began."""
+        return self._all("busy_s", self._deadlines.step_s)
 
     def peak_memory(self) -> list[int]:
         """Return the most bytes each stage had on its GPU at once; 0 on a CPU."""
-        peaks: list[int] = self._all("peak_memory", self._deadlines.step_s)
-        return peaks
+        return self._all("peak_memory", self._deadlines.step_s)
 
     def stage_pids(self) -> list[int]:
         """Return the process of every stage."""
@@ -254,8 +255,7 @@ class Engine:
     def _ask_last(self, method: str, *args: object) -> Any:
         """Return the last stage's answer."""
         last = len(self._stages) - 1
-        call = self._stages[last].call(method, *args)
-        return self._gather([call], self._limit_s, first=last)[0]
+        return self._gather([self._stages[last].call(method, *args)], self._limit_s, first=last)[0]
 
     def _all(self, method: str, limit_s: float, *args: object) -> list[Any]:
         """Return every stage's answer."""

@@ -254,6 +254,10 @@ class StageActor:
             "loading": self._signs.read() if self._signs is not None else None,
         }
 
+    def busy_s(self) -> float:
+        """Return how long the stage has computed since its loop began."""
+        return self._recorder.busy_s
+
     def record(self) -> str:
         """Return what the stage recorded since the last call."""
         totals = self._compute.device_totals() if self._compute is not None else None

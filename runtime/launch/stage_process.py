@@ -19,8 +19,8 @@ from llmpq.out_of_memory import first_line, out_of_memory
 
 CALLS = (
     *("identity", "load", "open_rendezvous", "join", "run", "submit", "abort"),
-    *("take_rules", "noted", "finish_submitting", "poll", "health", "record", "speculation"),
-    *("peak_memory", "look", "try_gpus", "try_copies", "try_links"),
+    *("take_rules", "noted", "busy_s", "finish_submitting", "poll", "health", "record"),
+    *("speculation", "peak_memory", "look", "try_gpus", "try_copies", "try_links"),
 )
 
 

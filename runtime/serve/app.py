@@ -17,6 +17,7 @@ from llmpq.runtime.serve.completions import Completion
 from llmpq.runtime.serve.errors import ApiError, handle_errors
 from llmpq.runtime.serve.gate import Gate
 from llmpq.runtime.serve.messages import Messages, MessagesBody
+from llmpq.runtime.serve.page import add_page
 from llmpq.runtime.serve.responses import Responses, ResponsesBody
 from llmpq.runtime.serve.service import Service
 from llmpq.version import __version__
@@ -55,6 +56,7 @@ def make_app(service: Service) -> FastAPI:
     _add_answers(app, service)
     _add_texts(app, service)
     _add_state(app, service)
+    add_page(app, service)
     app.add_middleware(Gate, service=service)
     if service.settings.cors_origins:
         app.add_middleware(
@@ -147,5 +149,6 @@ def _add_state(app: FastAPI, service: Service) -> None:
         return {"version": __version__}
 
     @app.get("/metrics")
-    async def metrics() -> Response:
+    def metrics() -> Response:
+        # In a thread: the stages are asked.
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")

@@ -65,7 +65,7 @@ class Chat:
             **self._head,
             "object": "chat.completion",
             "choices": [self._choice(choice) for choice in choices],
-            "usage": usage(len(begun[0].prompt_token_ids), answered),
+            "usage": usage(len(begun[0].prompt_token_ids), answered, choices[0].num_cached_tokens),
         }
 
     async def events(self, begun: list[Answers]) -> AsyncIterator[str]:
@@ -92,6 +92,7 @@ class Chat:
     ) -> AsyncGenerator[tuple[dict[str, Any], dict[str, Any]]]:
         """Yield what is new of each answer, and what all took so far."""
         n, answered, length = self._params.n, 0, len(begun[0].prompt_token_ids)
+        cached = 0
         readers = [self._reader() for _ in range(n)]
         async with aclosing(self._service.choices(begun, n)) as choices:
             async for new in choices:
@@ -101,7 +102,8 @@ class Chat:
                 logprobs = self._logprobs(new)
                 if not deltas and new.logprobs:
                     deltas = [{"content": ""}]
-                used = usage(length, answered)
+                cached += new.num_cached_tokens if new.index == 0 else 0
+                used = usage(length, answered, cached)
                 for delta in deltas:
                     yield _part(new.index, delta, logprobs), used
                     logprobs = None

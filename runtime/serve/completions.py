@@ -57,11 +57,13 @@ class Completion:
         choices = await self._service.gather(begun, self._params.n)
         told = [self._choice(begun[c.index // self._params.n], c, first=True) for c in choices]
         answered = sum(len(choice.token_ids) for choice in choices)
-        return {**self._head, "choices": told, "usage": usage(_prompt_tokens(begun), answered)}
+        cached = sum(c.num_cached_tokens for c in choices if c.index % self._params.n == 0)
+        used = usage(_prompt_tokens(begun), answered, cached)
+        return {**self._head, "choices": told, "usage": used}
 
     async def events(self, begun: list[Answers]) -> AsyncIterator[str]:
         """Yield the answer as it comes."""
-        options, n, answered = self._body.stream_options, self._params.n, 0
+        options, n, answered, cached = self._body.stream_options, self._params.n, 0, 0
         with_usage = options is not None and options.include_usage
         running = options is not None and options.continuous_usage_stats
         none = {"usage": None} if with_usage else {}
@@ -70,6 +72,7 @@ class Completion:
         async with aclosing(self._service.choices(begun, n)) as choices:
             async for new in choices:
                 answered += len(new.token_ids)
+                cached += new.num_cached_tokens if new.index % n == 0 else 0
                 if not (new.text or new.logprobs or new.finish_reason):
                     continue
                 first = new.index not in seen
@@ -80,7 +83,7 @@ class Completion:
                 now = {"usage": usage(_prompt_tokens(begun), answered)} if running else none
                 yield event({**self._head, "choices": [choice], **now})
         if with_usage:
-            final = usage(_prompt_tokens(begun), answered)
+            final = usage(_prompt_tokens(begun), answered, cached)
             yield event({**self._head, "choices": [], "usage": final})
         yield DONE
 

@@ -24,7 +24,7 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 _log = logging.getLogger("llmpq.serve.access")
-_OPEN = ("/health", "/ready", "/version", "/metrics", "/", "/page/state")
+_OPEN = ("/health", "/ready", "/version", "/metrics", "/")
 """Paths that need no key: they tell nothing of requests."""
 
 
@@ -69,7 +69,7 @@ class Gate:
             }))  # fmt: skip
 
     def _check_key(self, scope: Message) -> None:
-        if not self._keys or scope["path"] in _OPEN or scope["method"] == "OPTIONS":
+        if not self._keys or _open(scope["path"]) or scope["method"] == "OPTIONS":
             return
         word, _, given = _header(scope, b"authorization").partition(b" ")
         if word.lower() != b"bearer":
@@ -109,6 +109,10 @@ class Gate:
             return message
 
         return bounded
+
+
+def _open(path: str) -> bool:
+    return path in _OPEN or path.startswith("/page/")
 
 
 def _header(scope: Message, name: bytes) -> bytes:

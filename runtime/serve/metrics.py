@@ -7,11 +7,13 @@ somebody scrapes. What no other engine has (a stage's share of work) is under `l
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from llmpq.runtime.request_output import CompletionDelta
 
 SECONDS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
@@ -63,6 +65,13 @@ class Metrics:
         self.answer_tokens = counter("generation_tokens", "Tokens of all answers.").labels(
             **self._labels
         )
+        self.queue_s = histogram(
+            "request_queue_time_seconds", "From a request's arrival to its first step.", SECONDS
+        )
+        self.sums: dict[str, float] = dict.fromkeys(
+            ("requests", "tokens", "first_token_s", "first_tokens", "gap_s", "gaps"), 0.0
+        )
+        """What the page draws, since the start."""
         self._ended = counter("request_success", "Answers that ended.", ("finished_reason",))
         self._refused = Counter(
             "llmpq:http_responses", "HTTP answers by status.", ("status",), registry=self.registry
@@ -100,25 +109,39 @@ class AnswerClock:
         """Note tokens that came; several at once share the time since the last."""
         if count == 0:
             return
-        now_s = time.perf_counter()
+        now_s, sums = time.perf_counter(), self._metrics.sums
+        sums["tokens"] += count
         if self._last_s is None:
             self._first_s = now_s
+            sums["first_token_s"] += now_s - self._began_s
+            sums["first_tokens"] += 1
             self._metrics.first_token_s.observe(now_s - self._began_s)
         else:
+            sums["gap_s"] += now_s - self._last_s
+            sums["gaps"] += count
             for _ in range(count):
                 self._metrics.gap_s.observe((now_s - self._last_s) / count)
         self._last_s = now_s
         self.num_tokens += count
         self._metrics.answer_tokens.inc(count)
 
-    def end(self, reason: str) -> None:
+    def end(self, last: CompletionDelta) -> None:
         """Note the answer's end."""
+        self._metrics.queue_s.observe(last.queue_s)
+        self._end(last.finish_reason or "abort")
+
+    def abort(self) -> None:
+        """Note that nobody waits for the rest."""
+        self._end("abort")
+
+    def _end(self, reason: str) -> None:
         now_s = time.perf_counter()
         self._metrics.total_s.observe(now_s - self._began_s)
         self._metrics.answer_lengths.observe(self.num_tokens)
         if self.num_tokens > 1 and self._last_s is not None:
             mean_s = (self._last_s - self._first_s) / (self.num_tokens - 1)
             self._metrics.per_token_s.observe(mean_s)
+        self._metrics.sums["requests"] += 1
         self._metrics.ended(reason)
 
 
@@ -131,21 +154,45 @@ class _EngineState:
     def collect(self) -> Iterator[Metric]:
         """Yield the gauges."""
         stats, labels = self._metrics.state()
-        prefix = self._metrics.prefix
+        prefix, values = self._metrics.prefix, tuple(labels.values())
+        held = stats.get("gauges", {})
         for name, about, value in (
             ("num_requests_running", "Requests that hold memory.", stats.get("running", 0)),
             ("num_requests_waiting", "Requests that wait for memory.", stats.get("waiting", 0)),
-            ("kv_cache_usage_perc", "Share of the KV memory in use.", stats.get("kv_usage", 0.0)),
+            ("kv_cache_usage_perc", "Share of the KV memory in use.", kv_usage(held)),
         ):
             gauge = GaugeMetricFamily(f"{prefix}:{name}", about, labels=LABELS)
-            gauge.add_metric(tuple(labels.values()), float(value))
+            gauge.add_metric(values, float(value))
             yield gauge
-        names = ("stage", "device", "node")
-        for name, about in (
-            ("weights_bytes", "Bytes of weights on a stage."),
-            ("kv_bytes", "Bytes of KV memory on a stage."),
+        for name, about, key in (
+            ("prefix_cache_queries", "Prompt tokens looked up.", "prefix_queries"),
+            ("prefix_cache_hits", "Prompt tokens found.", "prefix_hits"),
+            ("num_preemptions", "Requests set aside for others.", "preemptions"),
         ):
-            gauge = GaugeMetricFamily(f"llmpq:stage_{name}", about, labels=names)
-            for index, stage in enumerate(stats.get("stages", ())):
-                gauge.add_metric((str(index), stage["device"], stage["node"]), stage[name])
-            yield gauge
+            counter = CounterMetricFamily(f"{prefix}:{name}", about, labels=LABELS)
+            counter.add_metric(values, float(held.get(key, 0)))
+            yield counter
+        yield from _of_stages(stats.get("stages", ()))
+
+
+def kv_usage(held: Mapping[str, int]) -> float:
+    """Return the share of the pool's blocks that requests hold."""
+    return held.get("blocks_held", 0) / max(1, held.get("blocks", 0))
+
+
+def _of_stages(stages: Sequence[Mapping[str, Any]]) -> Iterator[Metric]:
+    """Yield what each stage holds, and how long it has computed: what no other engine tells."""
+    names = ("stage", "device", "node")
+    for name, about in (
+        ("weights_bytes", "Bytes of weights on a stage."),
+        ("kv_bytes", "Bytes of KV memory on a stage."),
+    ):
+        gauge = GaugeMetricFamily(f"llmpq:stage_{name}", about, labels=names)
+        for index, stage in enumerate(stages):
+            gauge.add_metric((str(index), stage["device"], stage["node"]), stage[name])
+        yield gauge
+    about = "Seconds that a stage has computed; its rate is the stage's busy share."
+    busy = CounterMetricFamily("llmpq:stage_busy_seconds", about, labels=names)
+    for index, stage in enumerate(stages):
+        busy.add_metric((str(index), stage["device"], stage["node"]), stage["busy_s"])
+    yield busy

@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
+from llmpq.errors import LlmpqError
 from llmpq.runtime.answers import Answers
 from llmpq.runtime.llm import LLM
 from llmpq.runtime.request_output import CompletionDelta, Logprob
@@ -31,6 +32,7 @@ class Choice:
     logprobs: list[Mapping[int, Logprob]] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    num_cached_tokens: int = 0
 
     def take(self, delta: CompletionDelta) -> None:
         """Add what is new."""
@@ -39,6 +41,7 @@ class Choice:
         self.logprobs += delta.logprobs or ()
         self.finish_reason = delta.finish_reason or self.finish_reason
         self.stop_reason = delta.stop_reason or self.stop_reason
+        self.num_cached_tokens += delta.num_cached_tokens
 
 
 class Service:
@@ -61,8 +64,16 @@ class Service:
         return self.settings.model_names[0]
 
     def stats(self) -> Mapping[str, Any]:
-        """Return the engine's counters, empty while it loads."""
-        return {} if self.llm is None else self.llm.stats()
+        """Return the engine's counters, empty while there is none; asks the stages, so it waits."""
+        if self.llm is None:
+            return {}
+        try:
+            busy_s = self.llm.stage_busy_s()
+        except (LlmpqError, RuntimeError, OSError):
+            return {}
+        told = self.llm.stats()
+        pairs = zip(told["stages"], busy_s, strict=True)
+        return {**told, "stages": [{**stage, "busy_s": busy} for stage, busy in pairs]}
 
     def ready(self) -> LLM:
         """Return the engine, or refuse: it loads, has failed, or the server is about to end."""
@@ -140,14 +151,14 @@ class Service:
                         new = Choice(index)
                         new.take(delta)
                         if delta.finish_reason is not None:
-                            open_clocks.pop(index).end(delta.finish_reason)
+                            open_clocks.pop(index).end(delta)
                             self.num_under_way -= 1
                         yield new
         finally:
             for answers in begun:
                 answers.give_up()
             for clock in open_clocks.values():
-                clock.end("abort")
+                clock.abort()
             self.num_under_way -= len(open_clocks)
 
     async def gather(self, begun: Sequence[Answers], n: int) -> list[Choice]:
@@ -161,6 +172,7 @@ class Service:
                 own.logprobs += new.logprobs
                 own.finish_reason = new.finish_reason or own.finish_reason
                 own.stop_reason = new.stop_reason or own.stop_reason
+                own.num_cached_tokens += new.num_cached_tokens
         return whole
 
 

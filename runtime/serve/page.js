@@ -1,0 +1,168 @@
+// Draws the state of the server every second, and streams an answer into the page.
+"use strict";
+
+const EVERY_MS = 1000, POINTS = 120;
+const SVG = "http://www.w3.org/2000/svg";
+const byId = (name) => document.getElementById(name);
+const series = { tokens: [], first: [], gap: [] };
+let before = null, drawn = "";
+
+function shape(name, attributes) {
+  const made = document.createElementNS(SVG, name);
+  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
+  return made;
+}
+
+function text(name, value) {
+  const made = document.createElement(name);
+  made.textContent = value;
+  return made;
+}
+
+function bitsOf(precision) {
+  return Number(/^w(\d+)/.exec(precision)[1]);
+}
+
+function drawPlan(plan) {
+  const key = JSON.stringify(plan);
+  if (!plan || key === drawn) return;
+  drawn = key;
+  const layers = plan.stages.reduce((sum, stage) => sum + stage.bits.length, 0);
+  const rate = plan.tokens_per_s === null ? "" : `, ${plan.tokens_per_s.toFixed(0)} tokens/s predicted`;
+  byId("plan-text").textContent =
+    `${layers} layers over ${plan.stages.length} device${plan.stages.length > 1 ? "s" : ""}, ` +
+    `KV cache ${plan.kv}${rate}`;
+  byId("stages").replaceChildren(...plan.stages.map(stageCard));
+  const all = [...new Set(plan.stages.flatMap((stage) => stage.bits.map(bitsOf)))].sort((a, b) => b - a);
+  byId("legend").replaceChildren(...all.map((bits) => {
+    const item = document.createElement("li"), box = shape("svg", { viewBox: "0 0 1 1", "aria-hidden": "true" });
+    box.append(shape("rect", { width: 1, height: 1, class: `bits-${bits}` }));
+    item.append(box, ` ${bits} bits`);
+    return item;
+  }));
+}
+
+function stageCard(stage, index) {
+  const card = document.createElement("li"), last = stage.first_layer + stage.bits.length - 1;
+  const picture = shape("svg", {
+    viewBox: `0 0 ${stage.bits.length} 1`, preserveAspectRatio: "none", role: "img",
+    "aria-label": `layers ${stage.first_layer} to ${last}: ${stage.bits.join(", ")}`,
+  });
+  stage.bits.forEach((precision, place) => picture.append(shape("rect", {
+    x: place + 0.05, y: 0, width: 0.9, height: 1, class: `bits-${bitsOf(precision)}`,
+  })));
+  const load = document.createElement("meter");
+  load.min = 0; load.max = 1; load.id = `load-${index}`;
+  load.setAttribute("aria-label", `load of ${stage.device}`);
+  const share = text("p", "load");
+  share.id = `share-${index}`;
+  card.append(
+    text("h3", stage.device), text("p", `${stage.kind} on ${stage.node}`),
+    text("p", `layers ${stage.first_layer} to ${last}`), picture, share, load,
+  );
+  return card;
+}
+
+function drawChart(id, values, unit) {
+  const chart = byId(id), most = Math.max(1e-9, ...values);
+  chart.setAttribute("viewBox", `0 0 ${POINTS} 1`);
+  chart.setAttribute("preserveAspectRatio", "none");
+  const newest = values.length ? values[values.length - 1] : 0;
+  chart.setAttribute("aria-label", `${newest.toFixed(1)} ${unit}, at most ${most.toFixed(1)}`);
+  const points = values.map((value, at) => `${POINTS - values.length + at},${0.95 - 0.9 * value / most}`);
+  chart.replaceChildren(shape("polyline", { points: points.join(" ") }));
+}
+
+function push(list, value) {
+  list.push(value);
+  if (list.length > POINTS) list.shift();
+}
+
+function draw(state, now) {
+  byId("model").textContent = state.model;
+  document.title = `${state.model} - llmpq`;
+  byId("version").textContent = `llmpq ${state.version}`;
+  byId("status").textContent = state.status;
+  byId("status").className = state.status;
+  byId("running").textContent = state.running;
+  byId("waiting").textContent = state.waiting;
+  byId("kv").textContent = `${Math.round(100 * state.blocks_held / Math.max(1, state.blocks))} %`;
+  drawPlan(state.plan);
+  if (before) {
+    const seconds = (now - before.now) / 1000, sums = state.sums, old = before.state.sums;
+    const mean = (sum, count) =>
+      sums[count] > old[count] ? 1000 * (sums[sum] - old[sum]) / (sums[count] - old[count]) : 0;
+    push(series.tokens, (sums.tokens - old.tokens) / seconds);
+    push(series.first, mean("first_token_s", "first_tokens"));
+    push(series.gap, mean("gap_s", "gaps"));
+    byId("tokens-per-s").textContent = series.tokens[series.tokens.length - 1].toFixed(0);
+    state.stages.forEach((stage, index) => {
+      const was = before.state.stages[index], load = byId(`load-${index}`);
+      if (!was || !load) return;
+      load.value = Math.min(1, Math.max(0, (stage.busy_s - was.busy_s) / seconds));
+      byId(`share-${index}`).textContent = `load ${Math.round(100 * load.value)} %`;
+    });
+  }
+  drawChart("chart-tokens", series.tokens, "tokens per second");
+  drawChart("chart-first", series.first, "milliseconds");
+  drawChart("chart-gap", series.gap, "milliseconds");
+  before = { state, now };
+}
+
+async function beat() {
+  try {
+    const answer = await fetch("/page/state");
+    draw(await answer.json(), performance.now());
+  } catch (error) {
+    byId("status").textContent = "not reachable";
+    byId("status").className = "failed";
+  }
+  setTimeout(beat, EVERY_MS);
+}
+
+let running = null;
+
+async function ask(event) {
+  event.preventDefault();
+  if (running) running.abort();
+  running = new AbortController();
+  byId("answer").textContent = byId("problem").textContent = "";
+  byId("stop").disabled = false;
+  const headers = { "Content-Type": "application/json" };
+  if (byId("key").value) headers.Authorization = `Bearer ${byId("key").value}`;
+  const body = JSON.stringify({
+    prompt: byId("prompt").value, max_tokens: Number(byId("max-tokens").value),
+    temperature: Number(byId("temperature").value), stream: true,
+  });
+  try {
+    const answer = await fetch("/v1/completions", { method: "POST", headers, body, signal: running.signal });
+    if (!answer.ok) throw new Error((await answer.json()).error.message);
+    await read(answer.body.getReader());
+  } catch (error) {
+    if (error.name !== "AbortError") byId("problem").textContent = error.message;
+  }
+  byId("stop").disabled = true;
+}
+
+async function read(reader) {
+  const decoder = new TextDecoder();
+  let held = "";
+  for (;;) {
+    const { done, value } = await reader.read();
+    if (done) return;
+    held += decoder.decode(value, { stream: true });
+    const events = held.split("\n\n");
+    held = events.pop();
+    for (const one of events) {
+      const data = one.slice("data: ".length);
+      if (data === "[DONE]") continue;
+      const told = JSON.parse(data);
+      if (told.error) throw new Error(told.error.message);
+      byId("answer").append(told.choices.map((choice) => choice.text).join(""));
+    }
+  }
+}
+
+byId("ask").addEventListener("submit", ask);
+byId("stop").addEventListener("click", () => running && running.abort());
+beat();
