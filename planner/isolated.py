@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any, Literal
 
+from llmpq.child_lines import write_line
 from llmpq.errors import LlmpqError
 from llmpq.planner.baselines.flexgen import OffloadEstimate, estimate_flexgen
 from llmpq.planner.front.front import Front, FrontPoint, pareto_front
@@ -113,8 +114,8 @@ def answer_spawned(
     return _fields(done.stdout, max(0, -done.returncode), what)
 
 
-def answer_of(work: Callable[[], Solved]) -> str:
-    """Return what `work` returns, or the refusal it raises, as JSON."""
+def answer_of(work: Callable[[], Solved]) -> dict[str, Any]:
+    """Return what `work` returns, or the refusal it raises, as JSON types."""
     try:
         answer: dict[str, Any] = asdict(work())
     except Unfinished as error:
@@ -123,16 +124,16 @@ def answer_of(work: Callable[[], Solved]) -> str:
         answer = {"infeasible": str(error)}
     except (ValueError, LlmpqError) as error:
         answer = {"refused": str(error)}
-    return json.dumps(answer)
+    return answer
 
 
 def _answer_and_exit(work: Callable[[], Solved], writer: int) -> None:
     """Do the work, write the answer, leave without the parent's clean-up."""
     code = 0
     try:
-        text = answer_of(work)
-        with os.fdopen(writer, "wb") as pipe:
-            pipe.write(text.encode())
+        answer = answer_of(work)
+        with os.fdopen(writer, "w", encoding="utf-8") as pipe:
+            write_line(pipe, answer)
     except BaseException as error:
         sys.stderr.write(f"llmpq-algo: {type(error).__name__}: {error}\n")
         sys.stderr.flush()

@@ -6,7 +6,6 @@ each with one line. `python -m llmpq.profiler.timing.timed_process`; ends with i
 
 from __future__ import annotations
 
-import json
 import platform
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any, TextIO
 
 import torch
 
+from llmpq.child_lines import read_lines, take_answers, write_line
 from llmpq.file_form import FileForm
 from llmpq.memory import Quantization
 from llmpq.profiler.timing.cases import Failed, LinkJob, Ready, SetUp, TimedCase, model_spec
@@ -23,7 +23,8 @@ from llmpq.profiler.timing.timed_layers import TimedModel
 
 def serve(requests: TextIO, answers: TextIO) -> None:
     """Answer requests until the pipe closes."""
-    set_up = SetUp.parse_data(json.loads(requests.readline()), where="set-up")
+    messages = read_lines(requests)
+    set_up = SetUp.parse_data(next(messages), where="set-up")
     device, _alive = claim_device(set_up)
     timed_model = TimedModel(
         model_spec(set_up.model),
@@ -39,8 +40,7 @@ def serve(requests: TextIO, answers: TextIO) -> None:
         sustain_s=set_up.sustain_s,
     )
     _answer(answers, Ready(machine=machine(device), device_name=device_name(device)))
-    for line in requests:
-        data = json.loads(line)
+    for data in messages:
         try:
             if "rank" in data:
                 from llmpq.profiler.timing.link_times import run_link
@@ -108,9 +108,8 @@ def _has_cpuinfo() -> bool:
 
 
 def _answer(answers: TextIO, message: FileForm) -> None:
-    answers.write(json.dumps(message.model_dump(mode="json")) + "\n")
-    answers.flush()
+    write_line(answers, message.model_dump(mode="json"))
 
 
 if __name__ == "__main__":
-    serve(sys.stdin, sys.stdout)
+    serve(sys.stdin, take_answers())

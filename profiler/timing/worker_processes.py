@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Self, TypeVar
 
+from llmpq.child_lines import write_line
 from llmpq.cluster import Device
 from llmpq.errors import DeadlineError, StageLostError
 from llmpq.file_form import FileForm
@@ -62,8 +63,7 @@ class Child:
         """Send one message."""
         assert self._process.stdin is not None
         try:
-            self._process.stdin.write(json.dumps(message.model_dump(mode="json")) + "\n")
-            self._process.stdin.flush()
+            write_line(self._process.stdin, message.model_dump(mode="json"))
         except BrokenPipeError:
             raise StageLostError(self._death()) from None
 

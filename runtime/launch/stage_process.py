@@ -15,6 +15,7 @@ import sys
 import threading
 from typing import Any, TextIO
 
+from llmpq.child_lines import read_lines, take_answers, write_line
 from llmpq.out_of_memory import first_line, out_of_memory
 
 CALLS = (
@@ -41,8 +42,7 @@ class _Server:
             name = "MemoryError" if out_of_memory(error) else _public_name(error)
             message |= {"error": name, "text": _told(error)}
         with self._lock:
-            self._answers.write(json.dumps(message) + "\n")
-            self._answers.flush()
+            write_line(self._answers, message)
 
 
 def _actor(first: dict[str, Any]) -> Any:
@@ -71,17 +71,16 @@ def _told(error: BaseException) -> str:
 
 def serve(requests: TextIO, answers: TextIO) -> None:
     """Answer calls until the pipe closes."""
-    server = _Server(json.loads(requests.readline()), answers)
-    for line in requests:
-        threading.Thread(target=server.answer, args=(json.loads(line),), daemon=True).start()
+    messages = read_lines(requests)
+    server = _Server(next(messages), answers)
+    for message in messages:
+        threading.Thread(target=server.answer, args=(message,), daemon=True).start()
 
 
 def main() -> None:
     """Serve on the standard streams; what libraries print goes to stderr."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's to answer
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    serve(sys.stdin, answers)
+    serve(sys.stdin, take_answers())
     os._exit(0)  # threads may be waiting for stages that are gone
 
 
