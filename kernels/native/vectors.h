@@ -96,12 +96,16 @@ static inline void put_eight(void* p, int64_t i, int64_t number, __m256 v) {
   if (number == FLOAT16) {
     half = _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT);
   } else {
+#ifdef __AVX512BF16__
+    half = (__m128i)_mm256_cvtneps_pbh(v);
+#else
     __m256i word = _mm256_castps_si256(v), one = _mm256_set1_epi32(1);
     __m256i odd = _mm256_and_si256(_mm256_srli_epi32(word, 16), one);
     __m256i up = _mm256_add_epi32(word, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
     __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(v, v, _CMP_UNORD_Q));
     up = _mm256_srli_epi32(_mm256_blendv_epi8(up, _mm256_set1_epi32(0x7fc00000), nan), 16);
     half = _mm_packus_epi32(_mm256_castsi256_si128(up), _mm256_extracti128_si256(up, 1));
+#endif
   }
   _mm_storeu_si128((__m128i*)((uint16_t*)p + i), half);
 }

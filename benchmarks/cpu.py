@@ -1,0 +1,273 @@
+"""Decode and prefill on this machine's CPU: ours, Transformers and llama.cpp in turn, in one run.
+
+    python benchmarks/cpu.py --llama-bench PATH                  llama-3.2-1b at 16, 8 and 4 bits
+    python benchmarks/cpu.py --llama-bench PATH --model qwen2.5-3b --bits 4 --batch 1,8,32
+
+PATH is llama.cpp's `llama-bench`; `llama-batched-bench` beside it serves batches. Both build from
+the sdist of `llama-cpp-python` (in vendor/llama.cpp: `cmake -B build -DGGML_NATIVE=ON`, then `cmake
+--build build --target llama-bench llama-batched-bench`). Weights are random, in a GGUF file that the
+`gguf` package writes here. Programs alternate, so that other load falls on all of them; a row is the
+median of ours with theirs as baselines. `--head`: what llama.cpp's output matrix is: quantised like
+its layers (`same`), or `f16`, 16 bits as ours always is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rows import write_row
+
+from llmpq.kernels.native import library
+from llmpq.memory import Quantization
+from llmpq.model_spec import ModelSpec
+from llmpq.precision import Precision
+from llmpq.runtime.engine.plain_loop import LocalPipeline
+from llmpq.runtime.models.stage_model import DTYPES
+from llmpq.runtime.step import Step
+from llmpq.runtime.weights.dummy import CopiedLayers
+from llmpq.runtime.weights.sources import RandomSource
+
+KINDS = {16: "F16", 8: "Q8_0", 4: "Q4_0"}
+"""llmpq's bits -> llama.cpp's kind of file."""
+BLOCK = 32
+Seconds = tuple[float, float]
+"""Of the whole prefill, of one decode step."""
+
+
+def write_gguf(spec: ModelSpec, kind: str, head: str, path: Path) -> None:
+    """Write a model of random weights; every layer has the same bytes."""
+    import gguf
+
+    biased = any(shape.bias for shape in spec.linears() if shape.name == "qkv")
+    writer = gguf.GGUFWriter(path, "qwen2" if biased else "llama")
+    writer.add_context_length(spec.max_positions)
+    writer.add_embedding_length(spec.hidden)
+    writer.add_block_count(spec.num_layers)
+    writer.add_feed_forward_length(spec.ffn)
+    writer.add_head_count(spec.heads)
+    writer.add_head_count_kv(spec.kv_heads)
+    writer.add_layer_norm_rms_eps(spec.norm_eps)
+    writer.add_rope_freq_base(spec.rope_theta or 10000.0)
+    writer.add_vocab_size(spec.vocab)
+    writer.add_tokenizer_model("none")
+
+    def matrix(name: str, n: int, k: int, kind: str) -> None:
+        number = gguf.GGMLQuantizationType[kind]
+        writer.add_tensor(name, _random_matrix(n, k, kind), raw_dtype=number)
+
+    def ones(name: str, size: int) -> None:
+        writer.add_tensor(name, np.ones(size, np.float32))
+
+    head_kind = "F16" if head == "f16" else kind
+    matrix("token_embd.weight", spec.vocab, spec.hidden, head_kind)
+    if not spec.tied_embeddings:
+        matrix("output.weight", spec.vocab, spec.hidden, head_kind)
+    ones("output_norm.weight", spec.hidden)
+    q, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    for layer in range(spec.num_layers):
+        at = f"blk.{layer}."
+        for part, n, k in (
+            ("attn_q", q, spec.hidden), ("attn_k", kv, spec.hidden), ("attn_v", kv, spec.hidden),
+            ("attn_output", spec.hidden, q), ("ffn_gate", spec.ffn, spec.hidden),
+            ("ffn_up", spec.ffn, spec.hidden), ("ffn_down", spec.hidden, spec.ffn),
+        ):  # fmt: skip
+            matrix(f"{at}{part}.weight", n, k, kind)
+            if biased and part in ("attn_q", "attn_k", "attn_v"):
+                ones(f"{at}{part}.bias", n)
+        ones(f"{at}attn_norm.weight", spec.hidden)
+        ones(f"{at}ffn_norm.weight", spec.hidden)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _random_matrix(n: int, k: int, kind: str) -> np.ndarray:
+    random = np.random.default_rng(n + k)
+    if kind == "F16":
+        return np.resize(random.normal(0, 0.02, 1 << 20).astype(np.float16), (n, k))
+    block = {"Q4_0": 18, "Q8_0": 34}[kind]  # a float16 scale, then the codes
+    blocks = np.resize(random.integers(0, 256, (1 << 15, block), np.uint8), (n, k // BLOCK, block))
+    blocks[:, :, :2] = np.array([0.003], np.float16).view(np.uint8)
+    return blocks.reshape(n, -1)
+
+
+def our_model(spec: ModelSpec, bits: int, dtype: str) -> LocalPipeline:
+    """Build a model of random weights, all layers of one precision."""
+    precision = Precision.parse(str(bits))
+    scheme = Quantization().scheme
+    source = CopiedLayers(
+        RandomSource(spec), dict.fromkeys(range(spec.num_layers), scheme(precision)),
+        torch.device("cpu"),
+    )  # fmt: skip
+    return LocalPipeline.build(
+        spec, source, precisions=[precision] * spec.num_layers, dtype=DTYPES[dtype]
+    )
+
+
+@torch.inference_mode()
+def time_ours(model: LocalPipeline, batch: int, prompt: int, new: int) -> Seconds:
+    """Time one prefill and the mean of `new` decode steps."""
+    caches = model.caches(batch, prompt + new)
+    slots = list(range(batch))
+    tokens = torch.randint(1, model.spec.vocab, (batch, prompt))
+    start_s = time.perf_counter()
+    model.logits(tokens, Step.of(slots, [0] * batch, [prompt] * batch), caches).argmax(-1)
+    prefill_s = time.perf_counter() - start_s
+    start_s = time.perf_counter()
+    for index in range(new):
+        step = Step.of(slots, [prompt + index] * batch, [1] * batch)
+        model.logits(tokens[:, :1], step, caches).argmax(-1)
+    return prefill_s, (time.perf_counter() - start_s) / new
+
+
+def transformers_model(spec: ModelSpec, dtype: str) -> Any:
+    """Build Transformers' Llama of the same shape, random weights."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=spec.hidden, intermediate_size=spec.ffn, num_hidden_layers=spec.num_layers,
+        num_attention_heads=spec.heads, num_key_value_heads=spec.kv_heads, vocab_size=spec.vocab,
+        head_dim=spec.head_dim, tie_word_embeddings=spec.tied_embeddings,
+    )  # fmt: skip
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(DTYPES[dtype])
+    try:
+        return LlamaForCausalLM(config).eval()
+    finally:
+        torch.set_default_dtype(before)
+
+
+@torch.inference_mode()
+def time_transformers(model: Any, batch: int, prompt: int, new: int) -> Seconds:
+    """Time one prefill and the mean of `new` decode steps."""
+    tokens = torch.randint(1, model.config.vocab_size, (batch, prompt))
+    start_s = time.perf_counter()
+    out = model(tokens, use_cache=True, logits_to_keep=1)
+    prefill_s = time.perf_counter() - start_s
+    start_s = time.perf_counter()
+    for _ in range(new):
+        out = model(tokens[:, :1], past_key_values=out.past_key_values, use_cache=True)
+    return prefill_s, (time.perf_counter() - start_s) / new
+
+
+def time_llama(bench: Path, path: Path, batch: int, prompt: int, new: int, threads: int) -> Seconds:
+    """Ask llama.cpp's own program for tokens/s, and return seconds."""
+    shared = ["-m", str(path), "-t", str(threads)]
+    if batch == 1:
+        command = [str(bench), *shared, "-p", str(prompt), "-n", str(new), "-r", "1", "-o", "jsonl"]
+        first, second = _json_lines(command)
+        return prompt / first["avg_ts"], 1 / second["avg_ts"]
+    command = [
+        str(bench.with_name("llama-batched-bench")), *shared, "-npp", str(prompt), "-ntg", str(new),
+        "-npl", str(batch), "-c", str(batch * (prompt + new)), "--output-format", "jsonl",
+    ]  # fmt: skip
+    (line,) = _json_lines(command)
+    return line["t_pp"], line["t_tg"] / new
+
+
+def _json_lines(command: list[str]) -> list[dict[str, Any]]:
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode or not lines:
+        raise SystemExit(f"{command[0]} ended with code {done.returncode}: {done.stderr[-500:]}")
+    return [json.loads(line) for line in lines]
+
+
+def measure(
+    case: Mapping[str, Any], programs: Mapping[str, Callable[[], Seconds]], repeat: int, noisy: bool
+) -> None:
+    """Run the programs in turn, once to warm up; write a row for each phase."""
+    samples: dict[str, list[Seconds]] = {name: [] for name in programs}
+    for index in range(repeat + 1):
+        for name, program in programs.items():
+            seconds = program()
+            if index:
+                samples[name].append(seconds)
+    for phase, name in enumerate(("prefill", "decode step")):
+        times = {who: [sample[phase] for sample in runs] for who, runs in samples.items()}
+        medians = {who: statistics.median(values) for who, values in times.items()}
+        write_row(
+            "cpu.jsonl",
+            bench=f"cpu {name}",
+            case=dict(case),
+            unit="s",
+            samples=times["ours"],
+            baselines={who: value for who, value in medians.items() if who != "ours"},
+            noisy=noisy,
+        )
+        ratios = {w: f"{v / medians['ours']:.2f}x" for w, v in medians.items() if w != "ours"}
+        print(f"{case} {name}: ours {medians['ours'] * 1e3:.1f} ms; theirs / ours: {ratios}")
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def main() -> None:
+    """Measure and append rows to results/cpu.jsonl."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--llama-bench", type=Path, help="llama.cpp's program; left out without")
+    parser.add_argument("--model", default="llama-3.2-1b", help="a built-in model's shape")
+    parser.add_argument("--layers", type=int, help="fewer layers, of all programs")
+    parser.add_argument("--bits", type=_numbers, default=[16, 8, 4])
+    parser.add_argument("--batch", type=_numbers, default=[1])
+    parser.add_argument("--prompt", type=int, default=128)
+    parser.add_argument("--new", type=int, default=16)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--dtype", choices=sorted(DTYPES), default="bfloat16", help="of ours")
+    parser.add_argument("--level", choices=sorted(library.LEVELS), help="force our dispatch")
+    parser.add_argument("--head", choices=("same", "f16"), default="same")
+    parser.add_argument("--transformers", action="store_true", help="measure it, too (16 bits)")
+    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--noisy", action="store_true", help="the machine has other work")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    if args.level is not None:
+        level = library.LEVELS[args.level]
+        library.best_level = lambda: level  # type: ignore[assignment]
+    spec = ModelSpec.by_name(args.model)
+    spec = replace(spec, num_layers=args.layers) if args.layers else spec
+    with tempfile.TemporaryDirectory(prefix="llmpq-gguf-") as folder:
+        for bits in args.bits:
+            measure_bits(args, spec, bits, Path(folder) / f"{bits}.gguf")
+
+
+def measure_bits(args: argparse.Namespace, spec: ModelSpec, bits: int, path: Path) -> None:
+    """Measure all batches at one bit width."""
+    model = our_model(spec, bits, args.dtype)
+    hf = transformers_model(spec, args.dtype) if args.transformers and bits == 16 else None
+    llama = args.llama_bench is not None and bits in KINDS
+    if llama:
+        write_gguf(spec, KINDS[bits], args.head, path)
+    used = library.best_level()
+    for batch in args.batch:
+        size = (batch, args.prompt, args.new)
+        programs: dict[str, Callable[[], Seconds]] = {"ours": lambda s=size: time_ours(model, *s)}
+        if hf is not None:
+            programs["transformers"] = lambda s=size: time_transformers(hf, *s)
+        if llama:
+            name = f"llama.cpp {KINDS[bits]}"
+            programs[name] = lambda s=size: time_llama(args.llama_bench, path, *s, args.threads)
+        case = {
+            "model": args.model, "layers": spec.num_layers, "bits": bits, "dtype": args.dtype,
+            "batch": batch, "prompt": args.prompt, "new": args.new, "threads": args.threads,
+            "level": used.name if used else "torch", "llama head": args.head,
+        }  # fmt: skip
+        measure(case, programs, args.repeat, args.noisy)
+    path.unlink(missing_ok=True)
+
+
+if __name__ == "__main__":
+    main()
