@@ -4,11 +4,11 @@
     python benchmarks/cpu.py --llama-bench PATH --model qwen2.5-3b --bits 4 --batch 1,8,32
 
 PATH is llama.cpp's `llama-bench`; `llama-batched-bench` beside it serves batches. Both build from
-the sdist of `llama-cpp-python` (in vendor/llama.cpp: `cmake -B build -DGGML_NATIVE=ON`, then `cmake
---build build --target llama-bench llama-batched-bench`). Weights are random, in a GGUF file that the
-`gguf` package writes here. Programs alternate, so that other load falls on all of them; a row is the
-median of ours with theirs as baselines. `--head`: what llama.cpp's output matrix is: quantised like
-its layers (`same`), or `f16`, 16 bits as ours always is.
+the sdist of `llama-cpp-python` (in vendor/llama.cpp: `cmake -B build -DGGML_NATIVE=ON`, then
+`cmake --build build --target llama-bench llama-batched-bench`). Weights are random, in a GGUF file
+that the `gguf` package writes here. Programs alternate, so that other load falls on all of them; a
+row is the median of ours with theirs as baselines. `--head`: what llama.cpp's output matrix is:
+quantised like its layers (`same`), or `f16`, 16 bits as ours always is.
 """
 
 from __future__ import annotations
