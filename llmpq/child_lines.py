@@ -10,10 +10,10 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from typing import IO, Any
+from typing import IO, Any, TextIO
 
 
-def take_answers() -> IO[str]:
+def take_answers() -> TextIO:
     """Return a child's stream of answers; what is printed from here on goes to stderr."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
