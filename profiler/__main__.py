@@ -3,6 +3,7 @@
 llmpq-profile [run] --model DIR|NAME --cluster c.yaml -o costs.json
 llmpq-profile indicator --kind variance --model DIR --text FILE -o omega.json
 llmpq-profile merge a.json b.json -o costs.json
+llmpq-profile tune --model DIR [--plan plan.json]
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from llmpq.command_line import end_of
 from llmpq.output_paths import check_files
 from llmpq.profiler.cli import flags
 
-COMMANDS = ("run", "indicator", "merge")
+COMMANDS = ("run", "indicator", "merge", "tune")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,6 +46,12 @@ def _started(command: str, words: Sequence[str]) -> Callable[[], int]:
         from llmpq.profiler.cli import indicator
 
         return lambda: indicator.main(weighing)
+    if command == "tune":
+        tuning = flags.tune_parser().read_as(flags.TuneRequest, words)
+        check_files({"--plan": tuning.plan}, {})
+        from llmpq.profiler.cli import tune
+
+        return lambda: tune.main(tuning)
     timing = flags.run_parser().read_as(flags.ProfileRequest, words)
     check_files({"--cluster": str(timing.cluster)}, {"--output": str(timing.output)})
     if timing.ray_address is not None:

@@ -18,6 +18,7 @@ from llmpq.kernels.formats.weight_layout import BLOCK_ROWS
 from llmpq.kernels.gemm.candidates import candidates
 from llmpq.kernels.gemm.config import DENSE, Config, ProductPlan, make_plan
 from llmpq.kernels.gemm.gluon_plan import suits
+from llmpq.kernels.gemm.learned import learned
 from llmpq.kernels.gemm.machine import Machine, machine_of
 from llmpq.kernels.gemm.predict import Product, expected_us
 
@@ -98,8 +99,27 @@ def plan(
     if machine.capability < TENSOR_CORE_CAPABILITY or n < BLOCK_ROWS:
         return make_plan(DENSE, machine.capability)
     product = Product(bits, n, k, rows, form_name(dtype, symmetric))
-    config = _measured(machine, product) or choose(product, machine)
+    config = _tried.get(product) or learned(device).get(product)
+    config = config or _measured(machine, product) or choose(product, machine)
     return make_plan(config, machine.capability)
+
+
+_tried: dict[Product, Config] = {}
+
+
+def run_as(product: Product, config: Config | None) -> None:
+    """Have a product run so in this process, whatever was found before; None: as it would."""
+    if config is None:
+        _tried.pop(product, None)
+    else:
+        _tried[product] = config
+    plan.cache_clear()
+
+
+def read_again() -> None:
+    """Forget what the cache directory held: it has changed."""
+    learned.cache_clear()
+    plan.cache_clear()
 
 
 def choose(product: Product, machine: Machine) -> Config:

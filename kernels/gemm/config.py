@@ -27,6 +27,8 @@ class Config:
     """tile, gluon: rows of x a program multiplies; gluon: two powers of two at most, as in 160."""
     stages: int = 1
     """tile: cp.async stages; 1 keeps weights in registers instead. gluon: slots of the x ring."""
+    x_stages: int = 1
+    """tile with stages = 1: slots of x's ring, filled by cp.async while words are in registers."""
     split: int = 1
     """tile: programs that share one tile's K."""
     scale_w: bool = False

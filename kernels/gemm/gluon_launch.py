@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from llmpq.kernels.formats.quantized_weight import QuantizedWeight
@@ -50,9 +50,9 @@ def launch(
     m, k = x_MK.shape
     bt, extra = parts_of(config)
     planes, scale, zero = q.block_words()
-    blocks, groups = q.out_features // BLOCK_ROWS, triton.cdiv(k, 128)
-    m_tiles = triton.cdiv(m, config.bm)
-    n_tiles = triton.cdiv(blocks * BLOCK_ROWS, tile_rows(config))
+    blocks, groups = q.out_features // BLOCK_ROWS, -(-k // 128)
+    m_tiles = -(-m // config.bm)
+    n_tiles = -(-blocks * BLOCK_ROWS // tile_rows(config))
     tiles = m_tiles * n_tiles
     programs, whole = schedule(config, tiles, groups, _multiprocessors(x_MK.device))
     shares = 2 * programs * tile_rows(config) * config.bm if whole < tiles else 1
@@ -89,17 +89,39 @@ def launch(
 
 def _described(config: Config, x_MK: Tensor, y_MN: Tensor, box: int) -> tuple[Any, ...]:
     """Return x, y, and the rows of y that the first tile stores, in boxes of `box` rows."""
+    (m, k), n, columns = x_MK.shape, y_MN.shape[1], slot_columns(config)
+    rows, head = n // BLOCK_ROWS * BLOCK_ROWS, m - (-(-m // config.bm) - 1) * config.bm
+    dtype, x, y = x_MK.dtype, x_MK.data_ptr(), y_MN.data_ptr()
+    return (
+        _descriptor(x, dtype, (m, k), k, (box, columns)),
+        _descriptor(y, dtype, (m, rows), n, (box, 64)),
+        _descriptor(y, dtype, (head, rows), n, (box, 64)),
+    )
+
+
+@dataclass(frozen=True)
+class _Place:
+    """What a descriptor reads of its tensor: remembering this keeps no memory from being freed."""
+
+    address: int
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        """As a tensor's."""
+        return self.address
+
+
+@functools.lru_cache(maxsize=4096)
+def _descriptor(
+    address: int, dtype: torch.dtype, shape: tuple[int, int], stride: int, box: tuple[int, int]
+) -> Any:
+    """Return a descriptor; layers find their memory where the layer before had it."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    (m, k), n, columns = x_MK.shape, y_MN.shape[1], slot_columns(config)
-    rows, head = n // BLOCK_ROWS * BLOCK_ROWS, m - (triton.cdiv(m, config.bm) - 1) * config.bm
     layout = gl.NVMMASharedLayout(128, 16, 2)
-    return (
-        TensorDescriptor(x_MK, [m, k], [k, 1], [box, columns], layout),
-        TensorDescriptor(y_MN, [m, rows], [n, 1], [box, 64], layout),
-        TensorDescriptor(y_MN, [head, rows], [n, 1], [box, 64], layout),
-    )
+    place: Any = _Place(address, dtype)
+    return TensorDescriptor(place, list(shape), [stride, 1], list(box), layout)
 
 
 def _constants(config: Config, q: QuantizedWeight) -> dict[str, int | bool]:

@@ -216,6 +216,7 @@ def _launch_tiles(
         BM=config.bm,
         D=config.depth if config.stages == 1 and groups % config.depth == 0 else 1,
         STAGES=config.stages,
+        XS=config.x_stages if q.group_size is not None else 1,
         PDL=plan.pdl,
         KWIDTH4=plan.kwidth4,
         INTERPRET=plan.interpret,

@@ -114,7 +114,7 @@ def tile_kernel(
     BITS: tl.constexpr, GROUPED: tl.constexpr, SYMMETRIC: tl.constexpr, EVEN_K: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, SPLIT: tl.constexpr, SCALE_W: tl.constexpr,
     BH: tl.constexpr, WM: tl.constexpr, BM: tl.constexpr, D: tl.constexpr, STAGES: tl.constexpr,
-    PDL: tl.constexpr, KWIDTH4: tl.constexpr, INTERPRET: tl.constexpr,
+    XS: tl.constexpr, PDL: tl.constexpr, KWIDTH4: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """y = x w^T, grid (tiles of BM rows of x, tiles of rows of w, split).
 
@@ -197,7 +197,7 @@ def tile_kernel(
         if PDL:
             gdc_launch_dependents()
             gdc_wait()
-        for step in tl.range(first, last, num_stages=1):
+        for step in tl.range(first, last, num_stages=XS):
             xs = ()
             for i in tl.static_range(D):
                 xs += (_load_x(at, step * D + i, row_ok, k[:, None], K, EVEN_K),)

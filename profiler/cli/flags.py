@@ -18,7 +18,7 @@ DTYPES = ("float16", "bfloat16", "float32")
 OBSERVED = ("variance", "hessian", "output")
 """Kinds of indicator that read weights and a text."""
 NOTES = """\
-commands (flags alone mean `run`): run, indicator, merge; each has its own --help.
+commands (flags alone mean `run`): run, indicator, merge, tune; each has its own --help.
 Plan with the file: llmpq-algo --costs costs.json"""
 
 SCHEMES = """\
@@ -77,6 +77,20 @@ class MergeRequest:
 
     files: list[Path]
     output: Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneRequest:
+    """Whose products `tune` searches, and how long."""
+
+    model: str
+    plan: str | None
+    bits: str
+    batch: int
+    job: str
+    dtype: Literal["float16", "bfloat16"]
+    symmetric: bool
+    seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,6 +159,29 @@ def run_parser() -> CommandParser:
     files = parser.section("files")
     files.flag("-o", "--output", type=Path, required=True, help="costs.json to write")
     files.flag("--samples", type=Path, help="samples.jsonl to go on from and append to")
+    return parser
+
+
+def tune_parser() -> CommandParser:
+    """Return the flags of `llmpq-profile tune`."""
+    parser = CommandParser(
+        "llmpq-profile tune",
+        "Find the fastest products of a model on this GPU; llmpq-dist uses what is found.",
+        example="llmpq-profile tune --model DIR --plan plan.json",
+    )
+    what = parser.section("what to tune")
+    what.flag("--model", required=True, help="model directory, or a built-in name")
+    what.flag("--plan", daily=True, metavar="PLAN", help="rows and precisions of this plan")
+    unplanned = Only(lambda a: a.plan is None, "beside --plan, which says it", "give no plan")
+    what.flag("--bits", default="w4a16", daily=True, only=unplanned, help="default: w4a16")
+    what.flag("--batch", type=int, default=32, daily=True, only=unplanned, help="default: 32")
+    job = "prompt and new tokens (default 512/100)"
+    what.flag("--job", default="512/100", metavar="512/100", only=unplanned, help=job)
+    bfloat16 = "default: bfloat16"
+    what.flag("--dtype", choices=DTYPES[:2], default="bfloat16", only=unplanned, help=bfloat16)
+    what.flag("--symmetric", action="store_true", only=unplanned, help="weights without zeros")
+    much = parser.section("how long")
+    much.flag("--seconds", type=float, default=90.0, daily=True, help="at most (default 90)")
     return parser
 
 

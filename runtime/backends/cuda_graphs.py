@@ -107,6 +107,12 @@ class DecodeGraphs:
         self._capture_failed = not capture or asks or device.type != "cuda"
         self._pool = None if self._capture_failed else torch.cuda.graph_pool_handle()
 
+    def share(self, other: DecodeGraphs) -> None:
+        """Capture on another's stream into its memory: their steps never run at once."""
+        if not self._capture_failed and not other._capture_failed:
+            other._capturing = other._capturing or torch.cuda.Stream(self._device)
+            self._pool, self._capturing = other._pool, other._capturing
+
     @property
     def captured_rows(self) -> list[int]:
         """Numbers of rows that have a graph."""

@@ -1,6 +1,7 @@
 """A stage on a CUDA device: decode through graphs, tokens that stay on the device, late answers.
 
-    decode          runtime/backends/cuda_graphs.py; other steps run as they come
+    decode          runtime/backends/cuda_graphs.py; a short prompt that came before:
+                    cuda_prompts.py; other steps run as they come
     results         copied to pinned host memory behind the step; whoever needs them waits for that
                     copy only, so the next step may be issued before (`run` returns a `Pending`)
     speculation     runtime/backends/cuda_speculate.py: drafts and verifies from graphs, too
@@ -21,6 +22,7 @@ from torch.nn import functional
 
 from llmpq.gpu_workspace import padded_prompt
 from llmpq.runtime.backends.cuda_graphs import DecodeGraphs
+from llmpq.runtime.backends.cuda_prompts import PromptGraphs
 from llmpq.runtime.backends.cuda_speculate import CudaSpeculation
 from llmpq.runtime.backends.stage_compute import StageCompute
 from llmpq.runtime.cache.plain_kv import KVCache
@@ -68,6 +70,9 @@ class CudaStageCompute(StageCompute):
         positions = model.spec.max_positions if learned else workload.max_len
         self._longest = min(workload.max_len, positions)
         self._decode = DecodeGraphs(model, kv, **self._graph_options)
+        self._prompts = PromptGraphs(
+            self._decode, **self._graph_options | {"capture": graphs and self._whole}
+        )
         self.speculation: CudaSpeculation | None = None
 
     def enable_speculation(
@@ -148,26 +153,36 @@ class CudaStageCompute(StageCompute):
             return self._run_decode(message, hidden_BQH)
         if message.kind in (StepKind.DRAFT, StepKind.VERIFY, StepKind.ROUND):
             return self._run_speculation(message, hidden_BQH)
+        width, scored = self._width(message), self.sampler.scores_prompts(message)
+        if self.speculation is None and not scored and self._prompts.takes(message, width):
+            logits_BV = self._prompts.logits_BV(message, width)
+            slots_B = upload(message.slots, torch.long, self._device)
+            return self._sampled(message, logits_BV, slots_B)
         step = message.step(self._device)
         x = message.tokens_BQ(self._device) if hidden_BQH is None else hidden_BQH.to(self._device)
         if self.speculation is not None:
             self.speculation.take_prompts(step.slots_B, x)
-        step, x = self._widened(step, x)
+        step, x = widened(step, x, width)
         # The cost model prices whole layers: the last of several stages would beat its plan.
-        scored = self.sampler.scores_prompts(message)
         y = self.model(x, step, self.kv, last_only=self._whole and not scored)
         if self.model.head is None:
             return self._leave(y[:, : message.q_len].contiguous())
         if scored:
             self.sampler.score_prompts(self.model.head, y, message)
-        tokens_B = self.sampler.pick(self.model.logits(y, step), message)
-        self._decode.remember(step.slots_B, tokens_B)
+        return self._sampled(message, self.model.logits(y, step), step.slots_B)
+
+    def _sampled(
+        self, message: StepMessage, logits_BV: Tensor, slots_B: Tensor
+    ) -> Tensor | Pending:
+        """Return the answer of a step whose rows' new tokens are drawn from logits."""
+        tokens_B = self.sampler.pick(logits_BV, message)
+        self._decode.remember(slots_B, tokens_B)
         return self._answer(tokens_B[:, None])
 
-    def _widened(self, step: Step, x: Tensor) -> tuple[Step, Tensor]:
-        """Pad fresh prompts as `padded_prompt` says."""
-        width = padded_prompt(step.q_len, longest=self._longest) if step.fresh else step.q_len
-        return widened(step, x, width)
+    def _width(self, message: StepMessage) -> int:
+        """Return the tokens a row takes: fresh prompts are padded as `padded_prompt` says."""
+        fresh, q_len = max(message.starts, default=0) == 0, message.q_len
+        return padded_prompt(q_len, longest=self._longest) if fresh else q_len
 
     def _run_decode(self, message: StepMessage, hidden_BQH: Tensor | None) -> Tensor | Pending:
         out, rows = self._decode.run(message, hidden_BQH), message.num_rows

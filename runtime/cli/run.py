@@ -96,6 +96,8 @@ def main(options: RunOptions) -> int:
     done = finished_lines(options.output, rows, made) if options.resume else {}
     job = make_job(plan, spec, rows, tokenizer, skip=done, made=made)
     settings = _settings(options, plan)  # before the output file is touched
+    if options.tune and job.requests:
+        _tune(plan, spec)
     with OrderedWriter(options.output, len(rows), done=done) as writer:
         if job.requests:
             report, records = _run(job, options, settings, cluster, writer, tokenizer)
@@ -132,6 +134,14 @@ def _made_plan(
         sys.stdout.write(f"{lengths.text()}\n{made.text(shutil.get_terminal_size((110, 0))[0])}\n")
         sys.stdout.flush()
     return made.plan
+
+
+def _tune(plan: Plan, spec: ModelSpec) -> None:
+    """Tune the plan's products on this machine's GPU; the stages read what is found."""
+    from llmpq.runtime.tools.tune_products import job_of, line, tune
+
+    for found in tune(job_of(plan, spec)):
+        _log.info("%s", line(found))
 
 
 def lengths_of(rows: Sequence[Row], tokenizer: Tokenizer, spec: ModelSpec) -> Lengths:

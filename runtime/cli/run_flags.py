@@ -41,6 +41,7 @@ class RunOptions:
     cluster: str | None
     from_ray: str | None
     profile: bool
+    tune: bool
     resume: bool
     trace: str | None
     report: str | None
@@ -105,6 +106,11 @@ def run_parser() -> CommandParser:
         action="store_true",
         only=unplanned,
         help="measure this machine first; the costs are kept for later runs",
+    )
+    job.flag(
+        "--tune",
+        action="store_true",
+        help="find the fastest products on this machine's GPU first (90 s at most); kept",
     )
     kv = "kv16, kv8, kv4 or kv2 (int8, int4, int2) instead of what the plan says"
     job.flag("--kv-cache-dtype", default=AUTO, metavar="KV", help=kv)

@@ -40,6 +40,31 @@ def test_flags_of_other_kinds(
 @pytest.mark.parametrize(
     "flags, words",
     [
+        ("--bits w16a16,w8a8", "no layer has low-bit weights and 16-bit inputs"),
+        ("--bits w5a16", "w5a16"),
+        ("--batch 0", "--batch must be at least 1, got 0"),
+        ("--seconds 0", "--seconds must be above 0, got 0"),
+        ("--job 512", "--job: got '512', expected PROMPT/NEW tokens"),
+        ("--plan none.json --bits w4a16", "--bits has no effect beside --plan"),
+        ("--plan none.json", "none.json"),
+    ],
+)
+def test_what_cannot_be_tuned(
+    demo_model: Path, capsys: pytest.CaptureFixture[str], flags: str, words: str
+) -> None:
+    assert main(f"tune --model {demo_model} {flags}".split()) == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to tune")
+def test_a_cpu_has_nothing_to_tune(demo_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(f"tune --model {demo_model}".split()) == 2
+    assert "nothing to tune: this machine has no CUDA GPU" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
         ("--output {out} --top-k 5", "--top-k has no effect on greedy tokens"),
         ("--output {out} --top-p 0.5", "--top-p has no effect on greedy tokens"),
         ("--output {cluster}", "--output and --cluster are the same file"),

@@ -38,12 +38,12 @@ KERNELS = {
     ),
     "attend": (
         attend_kernel,
-        ATTEND | {"N": 64, "SPLIT": True, "ALIBI": True, "STAGES": 3},
+        ATTEND | {"N": 64, "SPLIT": True, "ALIBI": True, "STAGES": 2, "AHEAD": 2},
         {"num_warps": 4},
     ),
     "attend-float32": (
         attend_kernel,
-        ATTEND | {"N": 32, "SPLIT": False, "ALIBI": False, "STAGES": 2},
+        ATTEND | {"N": 32, "SPLIT": False, "ALIBI": False, "STAGES": 2, "AHEAD": 2},
         {"num_warps": 4},
     ),
     "combine": (combine_kernel, ATTEND | {"X": 32, "ROWS": 4}, {"num_warps": 4}),

@@ -75,6 +75,7 @@ def test_rows_kernel_compiles(arch, bits, dtype, symmetric):
 def test_tile_kernel_compiles(arch, bits, dtype, symmetric, stages):
     constants = _constants(bits, symmetric, arch)
     constants |= {"BH": 1, "WM": 4, "BM": 16, "D": 2 if stages == 1 else 1, "STAGES": stages}
+    constants |= {"XS": 3 if stages == 1 else 1}
     # Only tuned for Hopper; Triton 3.6 and 3.9 fail to compile it for sm_100.
     constants |= {"SCALE_W": stages == 1 and arch == 90}
     made = _compile(tile_kernel, arch, dtype, constants, num_warps=4, num_stages=stages)
@@ -109,6 +110,7 @@ def test_every_tile_that_may_be_chosen_compiles_and_fits(arch):
             "BM": config.bm,
             "D": config.depth if config.stages == 1 else 1,
             "STAGES": config.stages,
+            "XS": config.x_stages,
         }
         options = {"num_warps": config.warps, "num_stages": config.stages}
         made = _compile(tile_kernel, arch, "bf16", constants, **options, maxnreg=config.registers)
@@ -122,6 +124,7 @@ def test_products_in_flight_keep_their_operands(bits, dtype, symmetric, grouped,
     """Sums that wgmma carries from step to step itself are pipelined wrongly (H200: error 23)."""
     constants = _constants(bits, symmetric, 90) | {"GROUPED": grouped, "SCALE_W": False}
     constants |= {"BH": 1, "WM": 8, "BM": bm, "D": 2 if stages == 1 else 1, "STAGES": stages}
+    constants |= {"XS": 3 if stages == 1 and grouped else 1}  # as the launch has them
     made = _compile(tile_kernel, 90, dtype, constants, num_warps=8, num_stages=stages)
     code = made.machine_code()
     assert product_loops(code) and overwritten(code) == []

@@ -95,6 +95,19 @@ def test_tokens_equal_transformers(kind, tiny_models, random_prompts, make_plan,
     assert compute.blind_steps > 0, "no step ran ahead of the host"
 
 
+@pytest.mark.parametrize("kind", ["opt", "llama"])
+def test_prompts_of_a_width_that_came_before(
+    kind, tiny_models, random_prompts, make_plan, on_gpu_path
+):
+    model, prompts = tiny_models.directory(kind), random_prompts(9, 9, 5, 9, 5)
+    plan = make_plan(model, batch=3, decode_microbatch=3, prefill_microbatch=1)
+    compute = stage(plan, model)
+    requests = [Request(id=i, prompt=tuple(p), max_new=NEW) for i, p in enumerate(prompts)]
+    tokens = serve(plan, compute, requests)
+    assert list(dict(sorted(tokens.items())).values()) == tiny_models.greedy(kind, prompts, NEW)
+    assert sorted(compute._prompts._widths) == [5, 9]
+
+
 @pytest.mark.parametrize("kept_rows", [0, 32])
 def test_sampled_and_stopping_requests_beside_greedy_ones(
     kept_rows, tiny_models, random_prompts, make_plan, on_gpu_path, monkeypatch
