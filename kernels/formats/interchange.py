@@ -99,8 +99,8 @@ def from_awq(tensors: Mapping[str, Tensor], *, layout: Layout | None = None) -> 
     """Convert `qweight`, `qzeros` and `scales` of one AWQ (GEMM version) layer."""
     scale_NG = tensors["scales"].t()
     k = tensors["qweight"].shape[0]
-    codes = _awq_unpack(tensors["qweight"]).t()
-    zero_NG = _awq_unpack(tensors["qzeros"]).t()
+    codes = awq_unpack(tensors["qweight"]).t()
+    zero_NG = awq_unpack(tensors["qzeros"]).t()
     return _build(codes, scale_NG, zero_NG, 4, _group_size(k, scale_NG.shape[1]), layout)
 
 
@@ -201,7 +201,8 @@ def _awq_pack(codes_RN: Tensor) -> Tensor:
     return words
 
 
-def _awq_unpack(words: Tensor) -> Tensor:
+def awq_unpack(words: Tensor) -> Tensor:
+    """Return the codes [R, N] of AWQ words [R, N / 8], columns in order."""
     codes = torch.empty(*words.shape, 8, dtype=torch.uint8, device=words.device)
     for i, column in enumerate(_AWQ_COLUMNS):
         codes[:, :, column] = (words >> (4 * i) & 15).to(torch.uint8)

@@ -6,7 +6,8 @@ tensors tell its form, as runtime/weights/quantized_checkpoint.py lists them:
     weight_packed, qweight    weights alone: their bits with 16-bit activations
     weight int8 with a scale  w8a8
     codes                     Atom: bits of weights and activations in the file's metadata
-    none of these             unquantised: 16 bits, or rounded while it loads
+    none of these             unquantised: 16 bits, or rounded while it loads; so are FP8, MXFP4
+                              and NVFP4, and integers in groups or orders that no kernel takes
 
 Bits of weights cannot change once stored; Atom's weights also meet 16-bit activations.
 """
@@ -25,12 +26,14 @@ from llmpq.file_form import read_json
 from llmpq.model_spec import ModelSpec, read_config
 from llmpq.precision import Precision
 
-METHODS = ("compressed-tensors", "gptq", "awq", "llmpq")
+METHODS = ("compressed-tensors", "gptq", "awq", "llmpq", "fp8", "fbgemm_fp8", "mxfp4")
 """Values of `quant_method` that the runtime reads."""
 QUANTIZATION = "config.json, quantization_config"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 SCHEMES = "llmpq_schemes"
 """Metadata key of an Atom file: linear -> fields of its scheme, as JSON."""
+GROUP = 128
+"""Weights that share a scale in our kernels."""
 LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")
 MAX_HEADER_BYTES = 100_000_000
 """What the safetensors library allows."""
@@ -152,20 +155,42 @@ def _precision(
         scheme = json.loads(header.metadata[SCHEMES])[LAYER.sub("", stem.removeprefix("llmpq"))]
         return _named(name, scheme["weight_bits"], scheme["activation_bits"])
     if kind == "weight_packed":
+        if header.tensors[name]["dtype"] == "U8" or f"{stem}.weight_g_idx" in file_of:
+            return None
         shape = f"{stem}.weight_shape"
         in_features = file_of[shape].whole_numbers(shape)[1]
+        if _is_foreign(_groups(file_of, f"{stem}.weight_scale", 1), in_features):
+            return None
         return _named(name, header.tensors[name]["shape"][1] * 32 // in_features)
     if kind == "qweight":
         awq = described["quant_method"] == "awq"
-        return _named(name, 4 if awq else size(described, "bits", where=QUANTIZATION))
+        bits = 4 if awq else size(described, "bits", where=QUANTIZATION)
+        rows = header.tensors[name]["shape"][0]
+        groups = _groups(file_of, f"{stem}.scales", 0)
+        if described.get("desc_act") or _is_foreign(groups, rows if awq else rows * 32 // bits):
+            return None
+        return _named(name, bits)
     if kind == "weight" and f"{stem}.weight_scale" in file_of:
+        if header.tensors[name]["dtype"].startswith("F8"):
+            return None
         _require_int8(name, header.tensors[name]["dtype"])
         return Precision.W8A8
     return None
 
 
+def _groups(file_of: Mapping[str, _Header], scales: str, dimension: int) -> int | None:
+    """Return how many groups a matrix has, None where its scales are not there to tell."""
+    found = file_of.get(scales)
+    return None if found is None else int(found.tensors[scales]["shape"][dimension])
+
+
+def _is_foreign(groups: int | None, in_features: int) -> bool:
+    """Whether no kernel takes the groups, so that codes become numbers when they are read."""
+    return groups is not None and groups not in (1, -(-in_features // GROUP))
+
+
 def _require_int8(name: str, dtype: str) -> None:
-    """Refuse weights with a scale that are not int8, such as fp8: no kernel reads them."""
+    """Refuse weights with a scale that are neither int8 nor FP8."""
     if dtype != "I8":
         raise ValueError(
             f"tensor '{name}' is {dtype} with a scale, expected I8; quantise the model with "

@@ -6,6 +6,8 @@ What a tensor is called tells its form, so that every layer may have another one
                                    and, if asymmetric, weight_zero_point beside it
     NAME.weight int8               compressed-tensors, int-quantized: weight_scale [N, 1]; inputs
                                    are rounded per token (w8a8)
+    float_forms.py                 FP8, MXFP4, NVFP4, integers in other groups or orders: numbers,
+                                   which the plan's precision rounds as it would the original's
     NAME.qweight                   GPTQ or AWQ, as config.json says: qzeros, scales, g_idx
     llmpq.layers.I.LINEAR.codes    Atom (atom_weight.py): scale, outliers, outlier_scale,
                                    index_K; schemes in the file's metadata; the layer's norms and
@@ -35,11 +37,17 @@ from llmpq.kernels.formats.interchange import (
     from_gptq,
 )
 from llmpq.kernels.formats.quantized_weight import QuantizedWeight, from_codes
-from llmpq.kernels.formats.weight_layout import Layout
+from llmpq.kernels.formats.weight_layout import GROUP, Layout
 from llmpq.model_spec import ModelSpec, read_config
 from llmpq.precision import KVPrecision, padded_k
 from llmpq.runtime.models.part_shapes import Shapes
-from llmpq.runtime.weights.sources import ATOM_ROOT, FLOATING, CheckpointSource
+from llmpq.runtime.weights.float_forms import (
+    expert_numbers,
+    fp4_numbers,
+    fp8_numbers,
+    integer_numbers,
+)
+from llmpq.runtime.weights.sources import ATOM_ROOT, FLOATING, ROW, CheckpointSource
 
 DTYPES = {
     **dict.fromkeys(("weight_packed", "weight_zero_point", "qweight", "qzeros"), (torch.int32,)),
@@ -49,7 +57,14 @@ DTYPES = {
     "index_K": (torch.int32,),
 }
 """Last part of a tensor's name -> what a checkpoint may store it as; FLOATING for the rest."""
-FIELDS = frozenset(DTYPES) | {"weight_scale", "scales"}
+FIELDS = frozenset(DTYPES) | {
+    "weight_scale",
+    "scales",
+    "weight_scale_inv",
+    "weight_global_scale",
+    "input_scale",
+    "input_global_scale",
+}
 """Last parts of the names of what a quantised linear is stored as."""
 SCHEMES = "llmpq_schemes"
 """Metadata key of an Atom file: linear -> fields of its AtomScheme, as JSON."""
@@ -76,11 +91,12 @@ def stored_kv(directory: str | Path) -> KVPrecision:
 class QuantizedCheckpoint(CheckpointSource):
     """A directory whose config.json has a `quantization_config`."""
 
-    METHODS = ("compressed-tensors", "gptq", "awq", "llmpq")
+    METHODS = ("compressed-tensors", "gptq", "awq", "llmpq", "fp8", "fbgemm_fp8", "mxfp4")
 
     def __init__(
         self, directory: str | Path, spec: ModelSpec, described: Mapping[str, Any]
     ) -> None:
+        self._described = described
         super().__init__(directory, spec)
         method = described.get("quant_method")
         if method not in self.METHODS:
@@ -88,12 +104,13 @@ class QuantizedCheckpoint(CheckpointSource):
                 f"'{directory}': quantization method '{method}' is not supported; expected one of "
                 f"{', '.join(self.METHODS)}"
             )
-        self._described = described
 
     def _is_known(self, name: str, expected: Collection[str]) -> bool:
         """Whether a tensor belongs to a quantised form of an expected one, or may be there."""
         stem, _, last = name.rpartition(".")
         if name.startswith(ATOM_ROOT) or (last in FIELDS and f"{stem}.weight" in expected):
+            return True
+        if name.endswith(("_blocks", "_scales")) and name[: -len("_blocks")] in expected:
             return True
         return super()._is_known(name, expected)
 
@@ -116,7 +133,82 @@ class QuantizedCheckpoint(CheckpointSource):
         return parts
 
     def _is_packed(self, stem: str) -> bool:
-        return any(f"{stem}.{kind}" in self.file_of for kind in ("weight_scale", "qweight"))
+        """Whether a linear's codes are kept as they are."""
+        kinds = ("weight_scale", "qweight")
+        return self._form(stem) is None and any(f"{stem}.{k}" in self.file_of for k in kinds)
+
+    def read(self, name: str, dtypes: Collection[torch.dtype] | None = None) -> Tensor:
+        """Return one tensor by its own name; numbers where it is stored as codes of those."""
+        row = ROW.fullmatch(name)
+        if row is not None and f"{row['name']}_blocks" in self.file_of:
+            return expert_numbers(row["name"], int(row["index"]), self._row)
+        stem, _, last = name.rpartition(".")
+        form = self._form(stem) if last == "weight" else None
+        try:
+            if form == "fp8":
+                codes = super().read(name)
+                return fp8_numbers(stem, codes, self.file_of, super().read, self._block_size())
+            if form == "fp4":
+                return fp4_numbers(stem, self.file_of, super().read)
+            if form == "integers":
+                bits = self._bits(stem)
+                return integer_numbers(stem, self.file_of, self._read, self._described, bits)
+        except ValueError as error:
+            raise ValueError(f"'{self.directory}', {stem}: {error}") from None
+        return super().read(name, dtypes)
+
+    def _form(self, stem: str) -> str | None:
+        """Return how a linear's numbers are stored; None for numbers, and codes that are kept."""
+        packed, weight = f"{stem}.weight_packed", f"{stem}.weight"
+        if weight in self.file_of:
+            return "fp8" if self._header(weight)[0].startswith("F8") else None
+        if packed in self.file_of and self._header(packed)[0] == "U8":
+            return "fp4"
+        codes = packed if packed in self.file_of else f"{stem}.qweight"
+        if codes not in self.file_of:
+            return None
+        return "integers" if self._is_foreign(stem, codes) else None
+
+    def _is_foreign(self, stem: str, codes: str) -> bool:
+        """Whether codes have groups or an order that no kernel takes (stored_precisions.py)."""
+        if f"{stem}.weight_g_idx" in self.file_of:
+            return True
+        if codes.endswith("weight_packed"):
+            k = int(self.read(f"{stem}.weight_shape")[1])
+            groups = self._header(f"{stem}.weight_scale")[1][1]
+        else:
+            if self._described.get("desc_act"):
+                return True
+            awq = self._described["quant_method"] == "awq"
+            rows, groups = self._header(codes)[1][0], self._header(f"{stem}.scales")[1][0]
+            k = rows if awq else rows * 32 // self._bits(stem)
+        return groups not in (1, -(-k // GROUP))
+
+    def _bits(self, stem: str) -> int:
+        """Return the bits of a linear's integer codes."""
+        packed = f"{stem}.weight_packed"
+        if packed in self.file_of:
+            k = int(self.read(f"{stem}.weight_shape")[1])
+            return int(self._header(packed)[1][1]) * 32 // k
+        if self._described["quant_method"] == "awq":
+            return 4
+        return size(self._described, "bits", where=QUANTIZATION)
+
+    def _block_size(self) -> Any:
+        """Return the rows and columns that share a scale, as config.json says it."""
+        given = self._described.get("weight_block_size")
+        groups = self._described.get("config_groups")
+        for group in groups.values() if isinstance(groups, dict) and given is None else ():
+            given = given or (group.get("weights") or {}).get("block_structure")
+        return given
+
+    def _row(self, name: str, index: int) -> Tensor:
+        return self._get(name, (torch.uint8,), index)
+
+    def _header(self, name: str) -> tuple[str, list[int]]:
+        """Return a tensor's dtype, as safetensors calls it, and its shape, without reading it."""
+        stored = self._handle(self.file_of[name]).get_slice(name)
+        return stored.get_dtype(), stored.get_shape()
 
     def _weight(
         self, part: str, stems: list[str], shape: tuple[int, ...], dtype: torch.dtype

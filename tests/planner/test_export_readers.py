@@ -23,6 +23,11 @@ SIZES = {
     "max_position_embeddings": 64,
 }  # fmt: skip
 GATED = {**SIZES, "intermediate_size": 384, "num_key_value_heads": 2, "head_dim": 64}
+PADDED = {**{k: v for k, v in GATED.items() if k != "head_dim"}, "pad_token_id": 0}
+EXPERTS = {
+    "n_routed_experts": 2, "num_experts_per_tok": 1, "n_group": 1, "topk_group": 1,
+    "moe_intermediate_size": 128, "first_k_dense_replace": 1,
+}  # fmt: skip
 CONFIGS: dict[str, Callable[[], Any]] = {
     "opt": lambda: transformers.OPTConfig(**SIZES, ffn_dim=512, word_embed_proj_dim=256),
     "bloom": lambda: transformers.BloomConfig(
@@ -34,6 +39,21 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     ),
     "qwen3": lambda: transformers.Qwen3Config(**GATED),
     "mixtral": lambda: transformers.MixtralConfig(**GATED, num_local_experts=2),
+    "gemma": lambda: transformers.Gemma2Config(**GATED, pad_token_id=0),
+    "phi3": lambda: transformers.Phi3Config(**PADDED),
+    "glm4": lambda: transformers.Glm4Config(**PADDED),
+    "granite": lambda: transformers.GraniteConfig(**PADDED),
+    "olmo2": lambda: transformers.Olmo2Config(**PADDED),
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
+        **GATED, num_experts=2, num_experts_per_tok=1, moe_intermediate_size=128
+    ),
+    "gpt_oss": lambda: transformers.GptOssConfig(
+        **GATED, num_local_experts=2, num_experts_per_tok=1
+    ),
+    "glm4_moe": lambda: transformers.Glm4MoeConfig(**GATED, **EXPERTS),
+    "deepseek": lambda: transformers.DeepseekV3Config(
+        **SIZES, **EXPERTS, kv_lora_rank=32, q_lora_rank=32, num_key_value_heads=4
+    ),
 }
 
 

@@ -286,12 +286,12 @@ def _two_in_a_layer(path: Path) -> str:
     return "layer 3 is stored at w8a16,w4a16 together, expected one precision a layer"
 
 
-def _fp8(path: Path) -> str:
+def _of_another_dtype(path: Path) -> str:
     stem = "model.layers.3.mlp.up_proj"
     scale = ("BF16", [K, 1], b"")
-    tensors: Tensors = {f"{stem}.weight": ("F8_E4M3", [K, K], b""), f"{stem}.weight_scale": scale}
+    tensors: Tensors = {f"{stem}.weight": ("I16", [K, K], b""), f"{stem}.weight_scale": scale}
     _save(path / "model-layer-0003.safetensors", tensors, {})
-    return f"tensor '{stem}.weight' is F8_E4M3 with a scale, expected I8"
+    return f"tensor '{stem}.weight' is I16 with a scale, expected I8"
 
 
 def _no_map(path: Path) -> str:
@@ -309,7 +309,7 @@ def _no_map(path: Path) -> str:
         _odd_bits,
         _no_shape,
         _two_in_a_layer,
-        _fp8,
+        _of_another_dtype,
         _no_map,
     ],
 )

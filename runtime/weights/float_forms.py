@@ -1,0 +1,86 @@
+"""Stored forms that become numbers when they are read, and are rounded as the plan says.
+
+    NAME.weight float8           weight_scale (one, a row, a block), or weight_scale_inv (blocks)
+    NAME.weight_packed uint8     MXFP4 (weight_scale uint8) or NVFP4 (and weight_global_scale)
+    NAME_blocks, NAME_scales     MXFP4 of gpt-oss's experts, [E, N, K / 32, 16] and [E, N, K / 32]
+    NAME.qweight, weight_packed  4 and 8 bits whose groups our kernels do not take: 32 or 64
+                                 weights, or channels ordered by activation (g_idx)
+
+The numbers are the form's own, in float32. Scales of inputs are not used: inputs keep 16 bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmpq.kernels.formats.float_codes import from_fp8, from_mxfp4, from_nvfp4
+from llmpq.kernels.formats.integer_numbers import (
+    numbers_of_awq,
+    numbers_of_gptq,
+    numbers_of_packed,
+)
+
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+Read = Callable[[str], Tensor]
+"""A tensor of the checkpoint by its own name."""
+
+
+def fp8_numbers(
+    stem: str, codes: Tensor, held: Mapping[str, str], read: Read, block: Any
+) -> Tensor:
+    """Return float32 [N, K] of FP8 codes; `held`: names of the checkpoint's tensors."""
+    inverse = f"{stem}.weight_scale_inv"
+    name = inverse if inverse in held else f"{stem}.weight_scale"
+    if name not in held:
+        raise ValueError(f"{stem}.weight is FP8 without weight_scale; download the model again")
+    scale = read(name)
+    blocks = None
+    if scale.dim() == 2 and scale.shape[1] > 1 or (scale.dim() == 2 and name == inverse):
+        blocks = _block(block, stem)
+    return from_fp8(codes, scale, blocks)
+
+
+def _block(block: Any, stem: str) -> tuple[int, int]:
+    good = isinstance(block, list) and len(block) == 2
+    if not good or not all(type(size) is int and size > 0 for size in block):
+        raise ValueError(
+            f"{stem}.weight has a table of scales, config.json's weight block size is {block!r}; "
+            "expected two numbers, such as [128, 128]"
+        )
+    return block[0], block[1]
+
+
+def fp4_numbers(stem: str, held: Mapping[str, str], read: Read) -> Tensor:
+    """Return float32 [N, K] of two E2M1 codes a byte."""
+    packed, scale = read(f"{stem}.weight_packed"), read(f"{stem}.weight_scale")
+    whole = f"{stem}.weight_global_scale"
+    if whole in held:
+        return from_nvfp4(packed, scale, read(whole))
+    return from_mxfp4(packed, scale)
+
+
+def expert_numbers(name: str, index: int, read_row: Callable[[str, int], Tensor]) -> Tensor:
+    """Return float32 [N, K] of one expert's MXFP4 blocks."""
+    blocks, exponents = (read_row(f"{name}_{kind}", index) for kind in ("blocks", "scales"))
+    return from_mxfp4(blocks.flatten(-2), exponents)
+
+
+def integer_numbers(
+    stem: str, held: Mapping[str, str], read: Read, described: Mapping[str, Any], bits: int
+) -> Tensor:
+    """Return float32 [N, K] of integer codes in groups of any size and order."""
+    fields = (
+        ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")
+        if f"{stem}.weight_packed" in held
+        else ("qweight", "scales", "qzeros", "g_idx")
+    )
+    tensors = {field: read(f"{stem}.{field}") for field in fields if f"{stem}.{field}" in held}
+    if "weight_packed" in tensors:
+        return numbers_of_packed(tensors, bits=bits)
+    if described.get("quant_method") == "awq":
+        return numbers_of_awq(tensors)
+    return numbers_of_gptq(tensors, bits=bits, v2=described.get("checkpoint_format") == "gptq_v2")
