@@ -51,7 +51,7 @@ WINDOWS = (0.004, 0.02, 0.1, math.inf)
 PATIENCE = (8_000, 8_000, 20_000, 100_000)
 """Labels a part may take, by how often it was split, before it is split again."""
 FEW_LABELS = 0.05
-"""Share of its patience from which on a part's window is widened step by step."""
+"""Share of its patience up to which a part's next window is the widest at once."""
 WORK = 1500
 """Label-column pairs a label may take on average, before a part is split."""
 WIDE_GAP = 0.06
@@ -333,8 +333,8 @@ class Search:
         else:
             gave_up = False
         self.labels += search.count
-        # A window of few labels may as well be wide.
-        part.window = part.window + 1 if search.count > FEW_LABELS * patience else len(WINDOWS) - 1
+        many, widest = search.count > FEW_LABELS * patience, len(WINDOWS) - 1
+        part.window = min(part.window + 1, widest) if many else widest
         if found is not None:
             self.offer(found)
         if gave_up and self.hasty and time.perf_counter() > self.deadline:

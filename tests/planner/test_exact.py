@@ -278,3 +278,20 @@ def test_kinds_that_are_nearer_to_each_other_than_to_themselves_are_brute_force(
             assert found.bound is not None and found.bound <= best * (1 + 1e-9)
             solved += 1
     assert solved > 8
+
+
+def test_a_part_stopped_in_its_widest_window_is_gone_on_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    p = _problem(7, layers=(5, 6), kinds=(2, 2), devices=(2, 2), precisions=2)
+    search = exact_search.Search(p, math.inf, 1e-9)
+    form = exact_search.make_form(p, *p.pairs[0])
+    part = search._part(form, exact_search.EVERYWHERE, 2)
+    assert search._tighten(part) == [part]
+    part.window = len(exact_search.WINDOWS) - 1
+    monkeypatch.setattr(exact_search, "PATIENCE", (-1, -1, -1, -1))
+    search.hasty, search.deadline, search.incumbent.value = True, -math.inf, math.inf
+    for _ in range(3):
+        assert search._close(part) == [part]
+    search.hasty, search.deadline = False, math.inf
+    assert math.isfinite(search.run()) or search.best is None

@@ -77,6 +77,19 @@ def test_stages_give_the_tokens_of_transformers(demo_model, make_plan, expected,
     json.dumps(events)
 
 
+@pytest.mark.parametrize("sizes", [(4, 1), (3, 2), (1, 4)], ids=["4 and 1", "3 and 2", "1 and 4"])
+def test_micro_batches_may_be_larger_in_either_phase(demo_model, make_plan, expected, sizes):
+    """Stages as threads; prefill's micro-batch is the larger one in the first two plans."""
+    prompts, outputs = expected
+    shape = {"prefill_microbatch": sizes[0], "decode_microbatch": sizes[1]}
+    plan = make_plan(demo_model, (4,), batch=4, prompt_len=24, gen_len=MAX_NEW, **shape)
+    settings = StageSettings(model_dir=str(demo_model))
+    with Engine.start(plan, settings, launch=Launch(backend="threads")) as engine:
+        jobs = [Request(id=i, prompt=tuple(p), max_new=MAX_NEW) for i, p in enumerate(prompts)]
+        tokens = {done.id: done.tokens for done in engine.serve(jobs)}
+    assert [tokens[i] for i in range(len(prompts))] == outputs
+
+
 def test_speculation_over_stages_gives_the_same_tokens(demo_model, make_plan, expected, launch):
     prompts, outputs = expected
     plan = make_plan(demo_model, (2, 5), batch=4, prompt_len=24, gen_len=MAX_NEW)
