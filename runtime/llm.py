@@ -64,9 +64,9 @@ class LLM:
 
         `model` may be left out where the plan names its directory. `max_num_seqs` (requests at
         once) is for plans made here, and so is `max_model_len` (tokens of a prompt and its answer)
-        on GPUs. On CPUs, without drafts, KV is one pool of blocks: there `max_num_batched_tokens`
-        bounds a step (so that a long prompt does not hold up answers; 512 if left out) and
-        `enable_prefix_caching` has what prompts share computed once.
+        on GPUs. On CPUs, but for drafts by the model, KV is one pool of blocks: there
+        `max_num_batched_tokens` bounds a step (so that a long prompt does not hold up answers; 512
+        if left out) and `enable_prefix_caching` has what prompts share computed once.
         `speculate` and `gamma` (tokens drafted per verify) are the plan's unless they are given.
         """
         wishes = Wishes(

@@ -53,7 +53,8 @@ class RaggedStep(Step):
     ) -> RaggedStep:
         """Build the step of rows at `starts` that bring `counts` tokens each.
 
-        `wanted`: rows whose last token's hidden state is asked for. `width`: places in all.
+        `wanted`: of how many of each row's last tokens the hidden state is asked for. `width`:
+        places in all.
         """
         if not len(slots) == len(starts) == len(counts) > 0:
             raise ValueError(
@@ -76,7 +77,11 @@ class RaggedStep(Step):
             fresh=False,
             runs=(),
             spans=tuple(spans),
-            wanted=tuple(spans[row].first + spans[row].count - 1 for row in wanted),
+            wanted=tuple(
+                place
+                for span, last in zip(spans, wanted, strict=True)
+                for place in range(span.first + span.count - last, span.first + span.count)
+            ),
         )
 
     @property
@@ -92,7 +97,7 @@ class RaggedStep(Step):
         return torch.tensor([lengths])
 
     def last_valid(self, x_BQH: Tensor) -> Tensor:
-        """Return [wanted rows, H]: each at its last token."""
+        """Return [wanted places, H]."""
         return x_BQH[0, list(self.wanted)]
 
     def _positions(self) -> Tensor:

@@ -109,8 +109,8 @@ class PagedRow:
     slot: int
     samples: bool = True
     """Whether the row's last token brings a new one; a prompt's earlier chunks do not."""
-    num_drafts: int = 0
-    """Drafts behind its newest token, which the step verifies."""
+    drafts: tuple[int, ...] = ()
+    """Tokens behind its newest one that the step verifies."""
     first_block: int = 0
     """Where in the request's block table `new_blocks` go."""
     new_blocks: tuple[int, ...] = ()

@@ -89,6 +89,12 @@ def _counts(micro_batch: MicroBatch) -> list[int]:
     return [len(tokens) for tokens in micro_batch.tokens]
 
 
-def result_width(kind: StepKind, q_len: int) -> int:
-    """Return the columns of a result: one token, or for a verify a count and up to Q tokens."""
+def result_width(kind: StepKind, q_len: int, rows: Sequence[PagedRow] = ()) -> int:
+    """Return the columns of a result: one token, or where drafts were verified a count and tokens.
+
+    `rows`: of a paged step.
+    """
+    if rows:
+        longest = max(len(row.drafts) for row in rows)
+        return 2 + longest if longest else 1
     return 1 + q_len if kind is StepKind.VERIFY else 1

@@ -79,11 +79,12 @@ def build_paged_stage(
     """Load a stage's slice and allocate its pool of KV blocks, instead of the plan's slots."""
     if device.type != "cpu":
         raise ValueError(f"the paged engine runs on CPUs so far, got '{device}'")
-    _require_known(plan, index, spec, device, pool.max_len)
+    longest = pool.max_len - 1  # the last token is never run
+    _require_known(plan, index, spec, device, longest)
     stage, dtype = plan.stages[index], DTYPES[plan.workload.dtype]
     started_s = time.perf_counter()
     with _blaming_memory(plan, index):
-        model = _load_model(plan, index, spec.at_length(pool.max_len), source, device)
+        model = _load_model(plan, index, spec.at_length(longest), source, device)
         kv = make_paged_kv(
             spec, plan.workload.kv, pool, num_layers=stage.num_layers, dtype=dtype, device=device
         )

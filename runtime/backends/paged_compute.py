@@ -15,11 +15,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from llmpq.runtime.cache.paged_kv import PagedKV
+from llmpq.runtime.drafts.acceptance import accept
 from llmpq.runtime.models.ruled_sampling import RuledSampler
 from llmpq.runtime.models.stage_model import StageModel
 from llmpq.runtime.ragged_step import RaggedStep
 from llmpq.runtime.request import PagedRow, StepKind
-from llmpq.runtime.step_message import StepMessage
+from llmpq.runtime.step_message import StepMessage, result_width
 from llmpq.runtime.trace import KindTotals
 
 WARM_UP_S = 2.0
@@ -60,12 +61,13 @@ class PagedStageCompute:
 
     @torch.inference_mode()
     def run(self, message: StepMessage, hidden_BQH: Tensor | None) -> Tensor:
-        """Return hidden states [1, T, h], or on the last stage a token of each row [B, 1].
+        """Return hidden states [1, T, h], or on the last stage the new tokens of each row.
 
-        Rows that sample nothing get -1.
+        A token each [B, 1], -1 of rows that sample nothing; where drafts were verified, how many
+        tokens and those (see `result_width`).
         """
         self.kv.take_rows(message.paged, message.starts)
-        wanted = [row for row, told in enumerate(message.paged) if told.samples]
+        wanted = [1 + len(row.drafts) if row.samples else 0 for row in message.paged]
         num_tokens = sum(message.num_new)
         step = RaggedStep.of_rows(
             message.slots,
@@ -87,15 +89,34 @@ class PagedStageCompute:
             return output[:, :num_tokens].cpu()
         if self.sampler.scores_prompts(message):
             self._score_prompts(output, step, message)
-        tokens_B1 = torch.full((message.num_rows, 1), -1, dtype=torch.long)
-        if wanted:
-            tokens_B1[wanted, 0] = self._pick(output, step, _rows_of(message, wanted)).cpu()
-        return tokens_B1
+        rows: list[list[int]] = [[-1]] * message.num_rows
+        if step.wanted:
+            self._pick(self.model.logits(output, step), message, wanted, rows)
+        if not any(row.drafts for row in message.paged):
+            return torch.tensor(rows)
+        width = result_width(message.kind, 0, message.paged) - 1
+        return torch.tensor([[len(row), *row, *[0] * (width - len(row))] for row in rows])
 
-    def _pick(self, hidden_BQH: Tensor, step: RaggedStep, message: StepMessage) -> Tensor:
-        """Return the tokens of the rows that sample; the message has no others."""
-        logits_BV = self.model.logits(hidden_BQH, step)
-        return self.sampler.pick(logits_BV, message)
+    def _pick(
+        self, logits_NV: Tensor, message: StepMessage, wanted: Sequence[int], rows: list[list[int]]
+    ) -> None:
+        """Put the new tokens of the rows that sample in their places."""
+        first = [sum(wanted[:row]) for row in range(len(wanted))]
+        plain = [row for row, count in enumerate(wanted) if count == 1]
+        if plain:
+            logits_BV = logits_NV[[first[row] for row in plain]]
+            tokens = self.sampler.pick(logits_BV, _rows_of(message, plain)).tolist()
+            for row, token in zip(plain, tokens, strict=True):
+                rows[row] = [token]
+        for row, count in enumerate(wanted):
+            if count > 1:
+                (rows[row],) = accept(
+                    logits_NV[None, first[row] : first[row] + count],
+                    [message.paged[row].drafts],
+                    [None],
+                    [message.sampling[row]],
+                    [message.sample_steps[row]],
+                )
 
     def _score_prompts(self, hidden_BQH: Tensor, step: RaggedStep, message: StepMessage) -> None:
         """Note scores of prompts' tokens, of one row after the other."""

@@ -92,6 +92,8 @@ def _open(options: ServeOptions) -> LLM:
         kv_cache_dtype=options.kv_cache_dtype,
         speculate=options.speculate,  # type: ignore[arg-type]
         gamma=options.gamma,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        enable_prefix_caching=not options.no_prefix_cache,
         **more,
     )
 

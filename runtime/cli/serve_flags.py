@@ -22,6 +22,8 @@ class ServeOptions:
     model: str | None
     cluster: str | None
     max_model_len: int | None
+    max_num_batched_tokens: int | None
+    no_prefix_cache: bool
     max_num_seqs: int | None
     dtype: str
     kv_cache_dtype: str
@@ -68,6 +70,11 @@ def serve_parser() -> CommandParser:
     what.flag("--max-model-len", daily=True, type=int, metavar="N", only=unplanned, help=length)
     what.flag(
         "--max-num-seqs", daily=True, type=int, metavar="N", only=unplanned, help="answers at once"
+    )
+    step = "tokens of a step on CPUs: a long prompt holds answers up no longer (default: 512)"
+    what.flag("--max-num-batched-tokens", type=int, metavar="N", help=step)
+    what.flag(
+        "--no-prefix-cache", action="store_true", help="compute anew what prompts share (CPUs)"
     )
     what.flag(
         "--dtype", default=AUTO, only=unplanned, help="float16, bfloat16, float32 or a precision"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from llmpq.kv_format import BLOCK_TOKENS, HOLDBACK_TOKENS, pool_blocks
@@ -58,12 +58,12 @@ class Holder:
         split = len(prompt)
         return [*prompt[start:end], *output[max(0, start - split) : max(0, end - split)]]
 
-    def row(self, *, samples: bool, num_drafts: int) -> PagedRow:
+    def row(self, *, samples: bool, drafts: Sequence[int]) -> PagedRow:
         """Return what a step says of it, and count its blocks as told."""
         row = PagedRow(
             slot=self.request.slot,
             samples=samples,
-            num_drafts=num_drafts,
+            drafts=tuple(drafts),
             first_block=self.num_told,
             new_blocks=tuple(self.blocks[self.num_told :]),
             resumes=self.resumes,

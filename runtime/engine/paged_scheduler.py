@@ -155,12 +155,12 @@ class PagedScheduler:
             reason = None
             if row.samples:
                 new = tokens[index][: request.max_new - row.sample_step]
-                if self._drafter is not None and row.num_drafts:
-                    self._drafter.observe(row.num_drafts, len(tokens[index]) - 1)
+                if self._drafter is not None and row.drafts:
+                    self._drafter.observe(len(row.drafts), len(tokens[index]) - 1)
                 reason = self._append(holder, row.sample_step, new)
-                end += len(new) - 1 - row.num_drafts
+                end += len(new) - 1 - len(row.drafts)
             if row.admission == holder.admission and request.slot >= 0:
-                if row.num_drafts:
+                if row.drafts:
                     holder.num_computed = end
                 self.tables.register(holder, min(end, holder.num_tokens))
             if reason is not None:
@@ -267,7 +267,7 @@ class PagedScheduler:
             starts.append(start)
             tokens.append([*holder.tokens(start, end), *drafts])
             samples = end == holder.num_tokens
-            rows.append(holder.row(samples=samples, num_drafts=len(drafts)))
+            rows.append(holder.row(samples=samples, drafts=drafts))
             holder.num_computed = start + count
             if samples:
                 holder.num_sampled += 1

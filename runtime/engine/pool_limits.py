@@ -22,7 +22,7 @@ class PoolLimits:
     max_len: int
     """Tokens of a prompt and its answer (the model's positions or less)."""
     step_tokens: int
-    """Tokens of a step, unless more rows than that decode at once."""
+    """Tokens of a step, unless rows that decode, and their drafts, are more."""
     decode_rows: int
     """Decoding rows of a step at most."""
     num_stages: int = 1

@@ -23,7 +23,7 @@ from llmpq.runtime.engine.paged_scheduler import PagedScheduler
 from llmpq.runtime.engine.scheduler import UNKNOWN, Scheduler, max_ahead, max_in_flight
 from llmpq.runtime.links.transport import Transport
 from llmpq.runtime.pending import Pending, arrived
-from llmpq.runtime.request import Finished, MicroBatch, Progress, Request, StepKind
+from llmpq.runtime.request import Finished, MicroBatch, PagedRow, Progress, Request, StepKind
 from llmpq.runtime.step_message import STOP, StepMessage, describe, result_width
 from llmpq.runtime.trace import Recorder
 
@@ -50,10 +50,12 @@ class Compute(Protocol):
         ...
 
 
-def result_tokens(kind: StepKind, result_BK: Tensor) -> list[list[int]]:
-    """Return the new tokens of each row."""
+def result_tokens(
+    kind: StepKind, result_BK: Tensor, rows_of_pool: Sequence[PagedRow] = ()
+) -> list[list[int]]:
+    """Return the new tokens of each row; `rows_of_pool`: of a paged step."""
     rows: list[list[int]] = result_BK.tolist()
-    if kind in (StepKind.VERIFY, StepKind.ROUND):
+    if kind in (StepKind.VERIFY, StepKind.ROUND) or any(row.drafts for row in rows_of_pool):
         return [row[1 : 1 + row[0]] for row in rows]
     return rows
 
@@ -236,12 +238,12 @@ class FirstStage:
         kind = micro_batch.kind
         if result is None:
             assert self._transport is not None
-            width = result_width(kind, micro_batch.q_len)
+            width = result_width(kind, micro_batch.q_len, micro_batch.rows)
             result = self._transport.receive_tokens(len(micro_batch.requests), width)
         # Devices work on their own: what one of them never finishes shows here.
         late = isinstance(result, Pending)
         with self._recorder.waiting(kind, self._num_stages) if late else nullcontext():
-            tokens = result_tokens(kind, arrived(result))
+            tokens = result_tokens(kind, arrived(result), micro_batch.rows)
         if flight.ahead is None:
             finished = self._scheduler.complete(micro_batch, tokens)
         else:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from llmpq.capabilities import lacking_sentence, ways_of
 from llmpq.errors import DoesNotFitError
 from llmpq.kv_format import pool_blocks
 from llmpq.model_spec import ModelSpec
@@ -22,7 +23,8 @@ STEP_TOKENS = 512
 
 def is_paged(plan: Plan, settings: StageSettings) -> bool:
     """Whether the paged engine serves a plan; else requests have the plan's slots."""
-    return settings.live and settings.speculate is None and all(s.is_cpu for s in plan.stages)
+    modelless = settings.speculate in (None, "ngram")
+    return settings.live and modelless and all(stage.is_cpu for stage in plan.stages)
 
 
 @dataclass(frozen=True)
@@ -38,12 +40,10 @@ class PoolPlan:
         """Return what every stage allocates; `DoesNotFitError` if one has no room for a block."""
         workload = self.plan.workload
         blocks = workload.batch * max(1, pool_blocks(workload.kv, workload.max_len))
-        # The last token of an answer is never run: it needs no position.
-        most = self.settings.max_model_len or self.spec.max_positions + 1
         size = PoolSize(
             num_blocks=blocks,
             slots=workload.batch,
-            max_len=most,
+            max_len=self.settings.max_model_len or self._longest + 1,
             prefix_cache=self.settings.prefix_cache,
         )
         while any(self._excess(index, size) > 0 for index in range(len(self.plan.stages))):
@@ -77,6 +77,19 @@ class PoolPlan:
         """Return how many blocks a request's table has at most."""
         limits = self.limits
         return min(limits.num_blocks, pool_blocks(limits.kv, limits.room))
+
+    @property
+    def _longest(self) -> int:
+        """Return the positions that requests may have where nobody says.
+
+        All of the model's, unless it computes otherwise, or needs what this plan cannot, at that
+        length: then what the plan was made for. The last token of an answer needs no position.
+        """
+        planned, most = self.plan.workload.max_len, self.spec.max_positions
+        ways = ways_of(gpu=False, kv=self.plan.workload.kv, drafts=False)
+        alike = self.spec.at_length(most) == self.spec.at_length(planned)
+        able = lacking_sentence(self.spec, ways, max_len=most) is None
+        return most if alike and able else min(planned, most)
 
     def _excess(self, index: int, size: PoolSize) -> int:
         """Return the bytes by which a stage's pool exceeds what its device has left for it."""

@@ -199,7 +199,10 @@ class StageActor:
         ends = StopTexts(self._settings.model_dir)
         if self._pool is not None:
             return PagedScheduler(
-                self._pool.limits, ends_in_stop_text=ends, salt=self._plan.model.fingerprint
+                self._pool.limits,
+                drafter=self._drafter,
+                ends_in_stop_text=ends,
+                salt=self._plan.model.fingerprint,
             )
         limits = limits_of(self._plan, self._settings.batching)
         return Scheduler(limits, drafter=self._drafter, ends_in_stop_text=ends)
@@ -308,7 +311,7 @@ class StageActor:
         plan, workload = self._plan, self._plan.workload
         if self._pool is not None:
             limits = self._pool.limits
-            return max(limits.step_tokens, limits.decode_rows + 1)
+            return max(limits.step_tokens, limits.decode_rows * (MAX_GAMMA + 1) + 1)
         drafts = self._settings.speculate is not None
         longest_round = min(workload.max_len, MAX_GAMMA + 1) if drafts else 1
         return max(

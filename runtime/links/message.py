@@ -10,7 +10,7 @@ knows what comes:
 
 `paging` counts the int64 behind the header that say which blocks the rows of a paged step got:
 
-    [slot, flags, drafts, first block, new blocks, admission] + its new blocks    for each row
+    [slot, flags, drafts, first block, new blocks, admission] + drafts, new blocks    for each row
     (flags: 1, it samples; 2, it resumes)
 
 Verify steps send their tokens [B, Q] along, since the last stage must compare them.
@@ -29,6 +29,7 @@ from llmpq.runtime.request import PagedRow, StepKind
 from llmpq.runtime.sampling_params import TokenChoice
 from llmpq.runtime.step_message import StepMessage
 from llmpq.runtime.token_rules import NO_RULES
+from llmpq.speculation import MAX_GAMMA
 
 _WIDTH = 10
 _PAGING_WIDTH = 6
@@ -42,7 +43,7 @@ def header_size(max_rows: int) -> int:
 def pack_header(message: StepMessage, max_rows: int) -> Tensor:
     """Return the header tensor of a message."""
     has_tokens = int(message.kind is StepKind.VERIFY)
-    paging = sum(_PAGING_WIDTH + len(row.new_blocks) for row in message.paged)
+    paging = len(pack_paging(message.paged))
     values = [message.kind, message.seq, message.num_rows, message.q_len, has_tokens, paging]
     values += [0] * (_WIDTH - len(values))
     for row in range(message.num_rows):
@@ -97,7 +98,7 @@ def paging_size(header: Tensor) -> int:
 
 def max_paging_size(max_rows: int, max_blocks: int) -> int:
     """Return the int64 of the longest paging: each row tells a whole table of `max_blocks`."""
-    return max_rows * (_PAGING_WIDTH + max_blocks)
+    return max_rows * (_PAGING_WIDTH + MAX_GAMMA + max_blocks)
 
 
 def pack_paging(rows: Sequence[PagedRow]) -> Tensor:
@@ -105,8 +106,8 @@ def pack_paging(rows: Sequence[PagedRow]) -> Tensor:
     values: list[int] = []
     for row in rows:
         flags = int(row.samples) + 2 * int(row.resumes)
-        values += [row.slot, flags, row.num_drafts, row.first_block, len(row.new_blocks)]
-        values += [row.admission, *row.new_blocks]
+        values += [row.slot, flags, len(row.drafts), row.first_block, len(row.new_blocks)]
+        values += [row.admission, *row.drafts, *row.new_blocks]
     return torch.tensor(values, dtype=torch.long)
 
 
@@ -115,13 +116,13 @@ def unpack_paging(message: StepMessage, paging: Tensor) -> StepMessage:
     values, rows, at = paging.tolist(), [], 0
     for sample_step in message.sample_steps if values else ():
         slot, flags, num_drafts, first_block, num_new, admission = values[at : at + _PAGING_WIDTH]
-        at += _PAGING_WIDTH + num_new
+        at += _PAGING_WIDTH + num_drafts + num_new
         rows.append(
             PagedRow(
                 slot=slot,
                 samples=bool(flags & 1),
                 resumes=bool(flags & 2),
-                num_drafts=num_drafts,
+                drafts=tuple(values[at - num_new - num_drafts : at - num_new]),
                 first_block=first_block,
                 new_blocks=tuple(values[at - num_new : at]),
                 sample_step=sample_step,

@@ -186,7 +186,7 @@ class GlooTransport(HostTokens):
 
     def _expect_tokens(self, message: StepMessage) -> None:
         """Post the receive of a micro-batch's tokens, so that they need not wait for it."""
-        shape = (message.num_rows, result_width(message.kind, message.q_len))
+        shape = (message.num_rows, result_width(message.kind, message.q_len, message.paged))
         tokens_BK = torch.empty(shape, dtype=torch.long)
         work = dist.irecv(tokens_BK, self._world - 1)
         assert work is not None

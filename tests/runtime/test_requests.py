@@ -22,8 +22,11 @@ def hf(demo_model):
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one stage", "two stages"])
-def llm(request, demo_model, make_plan):
-    """Return the model in float32 over one stage or two."""
+def llm(request, hf, demo_model, make_plan):
+    """Return the model in float32 over one stage or two.
+
+    After `hf`: it reads its tokenizer in a thread, and two threads must not import transformers.
+    """
     cuts = () if request.param == 1 else (3,)
     plan = make_plan(demo_model, cuts, batch=4, prompt_len=110, gen_len=12, dtype="float32")
     with LLM(demo_model, plan=plan, backend="threads") as made:

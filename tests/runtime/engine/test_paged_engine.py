@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 
+from llmpq.families.parts import RopeScaling
 from llmpq.kv_format import kv_pool_bytes
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
 from llmpq.runtime.cache.low_bit_kv import LowBitKV
 from llmpq.runtime.cache.paged_by_precision import PoolSize, make_paged_kv
+from llmpq.runtime.drafts.drafters import FixedDrafter
 from llmpq.runtime.engine.paged_scheduler import PagedScheduler
 from llmpq.runtime.engine.plain_loop import LocalPipeline
 from llmpq.runtime.engine.pool_limits import PoolLimits
-from llmpq.runtime.launch.stage_settings import read_request, write_request
+from llmpq.runtime.launch.pool_plan import PoolPlan
+from llmpq.runtime.launch.stage_settings import StageSettings, read_request, write_request
 from llmpq.runtime.links.message import pack_paging, unpack_paging
 from llmpq.runtime.request import Finished, PagedRow, Request, StepKind
 from llmpq.runtime.sampling_params import TokenChoice
@@ -244,7 +248,7 @@ def test_the_pool_takes_the_bytes_the_formula_says(demo_model, kv, prefix_cache)
 def test_rows_survive_the_way_to_the_next_stage():
     rows = (
         PagedRow(slot=3, samples=False, first_block=2, new_blocks=(9, 7), admission=2),
-        PagedRow(slot=0, resumes=True, num_drafts=3, sample_step=5, new_blocks=(1,)),
+        PagedRow(slot=0, resumes=True, drafts=(4, 5, 6), sample_step=5, new_blocks=(1,)),
         PagedRow(slot=1),
     )
     told = StepMessage(kind=StepKind.MIXED, sample_steps=[row.sample_step for row in rows])
@@ -255,3 +259,47 @@ def test_rows_survive_the_way_to_the_next_stage():
 def test_priorities_survive_the_way_to_the_first_stage():
     request = Request(id=1, prompt=(1,), max_new=1, priority=-3)
     assert read_request(write_request(request)).priority == -3
+
+
+@pytest.mark.parametrize("sampling", [TokenChoice(), TokenChoice(temperature=0.7, seed=3)])
+def test_ngram_drafts_change_no_greedy_token_and_run_over_stages(demo_model, make_plan, sampling):
+    """Text repeats itself: drafts are found, and some are kept."""
+    text = [40 + n % 7 for n in range(150)]
+    prompts = [text, text[3:60], [9, 8, 7] * 5]
+    found, kept = [], 0
+    for splits, drafted in (((), False), ((), True), ((3,), True)):
+        bench = Bench(make_plan, demo_model, splits)
+        drafter = FixedDrafter("ngram", 4) if drafted else None
+        scheduler = PagedScheduler(bench.scheduler(step_tokens=40).limits, drafter=drafter)
+        found.append(bench.run(scheduler, asked(prompts, 30, sampling=sampling)))
+        if drafter is not None:
+            kept += sum(drafter.acceptance.accepted)
+    assert found[1] == found[2] and kept > 0
+    assert found[0] == found[1] or not sampling.greedy
+
+
+def test_requests_may_be_as_long_as_the_model_unless_it_then_computes_otherwise(
+    demo_model, make_plan
+):
+    """A window that packed caches do not know, or a rope of longer texts, keeps to the plan."""
+    spec = ModelSpec.from_directory(demo_model)
+    settings = StageSettings(model_dir="", live=True)
+    windowed = replace(spec, windows=(64,) * spec.num_layers)
+    long_rope = RopeScaling(
+        kind="longrope",
+        factor=4.0,
+        original_max_positions=256,
+        short_factors=(1.0,) * (spec.head_dim // 2),
+        long_factors=(2.0,) * (spec.head_dim // 2),
+    )
+    longer = replace(spec, rope_scaling=long_rope)
+    for model, kv, wanted in (
+        (spec, KVPrecision.KV4, spec.max_positions + 1),
+        (windowed, KVPrecision.KV16, spec.max_positions + 1),
+        (windowed, KVPrecision.KV4, 48),
+        (longer, KVPrecision.KV16, 48),
+    ):
+        plan = make_plan(demo_model, kv=kv, prompt_len=32, gen_len=16)
+        assert PoolPlan(plan, model, settings).size.max_len == wanted
+        told = replace(settings, max_model_len=40)
+        assert PoolPlan(plan, model, told).size.max_len == 40

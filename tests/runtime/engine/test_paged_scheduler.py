@@ -89,11 +89,11 @@ class FakeStage:
             self._write(row.slot, table, position, digests[-1])
             if packs:
                 self.blocks[table[position // BLOCK_TOKENS - 1]].append(digests[-1])
-        found = [next_token(digests[-1 - row.num_drafts])]
-        for index, draft in enumerate(tokens[len(tokens) - row.num_drafts :]):
+        found = [next_token(digests[-1 - len(row.drafts)])]
+        for index, draft in enumerate(row.drafts):
             if draft != found[-1]:
                 break
-            found.append(next_token(digests[len(tokens) - row.num_drafts + index]))
+            found.append(next_token(digests[len(tokens) - len(row.drafts) + index]))
         self.newest[row.slot] = found[-1]
         return found
 
