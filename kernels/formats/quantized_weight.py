@@ -173,7 +173,7 @@ class QuantizedWeight:
     def to(self, device: torch.device | str) -> QuantizedWeight:
         """Return the weight on `device`, in the layout that device computes with fastest."""
         target = torch.device(device)
-        if target.type == self.device.type:
+        if target.type == self.device.type and not self._better_on(target):
             return replace(
                 self,
                 planes=tuple(p.to(target) for p in self.planes),
@@ -188,6 +188,13 @@ class QuantizedWeight:
             group_size=self.group_size,
             in_features=self.in_features,
         )
+
+    def _better_on(self, device: torch.device) -> bool:
+        """Whether rows, as checkpoints of others are read, are not what this CPU is fastest with."""
+        if device.type != "cpu" or self.layout is not Layout.ROWS:
+            return False
+        best = best_layout(device, self.bits, self.out_features, self.scale.dtype)
+        return best is Layout.CPU
 
     def _unflatten(self, flat: Tensor) -> Tensor:
         if self.layout in (Layout.CPU_INT4, Layout.CPU_INT8):

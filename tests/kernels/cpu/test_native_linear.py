@@ -119,3 +119,12 @@ def test_rows_with_gaps_and_no_rows(level):
     x = torch.randn(3, 512)[:, ::2]
     assert relative_error(few_rows(x, q, None), linear_reference(x, q, exact=True)) < 2e-6
     assert few_rows(torch.empty(0, 256), q, None).shape == (0, 64)
+
+
+@pytest.mark.parametrize("bits", [3, 4, 8])
+def test_rows_of_a_stored_checkpoint_move_to_our_layout(bits):
+    scheme = WeightScheme(bits=bits, clip_search=False)
+    stored = quantize_weight(torch.randn(33, 200), scheme, dtype=torch.float32, layout=Layout.ROWS)
+    moved = stored.to("cpu")
+    assert moved.layout is Layout.CPU and moved.nbytes == stored.nbytes
+    assert torch.equal(moved.dequantize(torch.float32), stored.dequantize(torch.float32))
