@@ -190,7 +190,7 @@ class QuantizedWeight:
         )
 
     def _better_on(self, device: torch.device) -> bool:
-        """Whether rows, as checkpoints of others are read, are not what this CPU is fastest with."""
+        """Whether rows, as others' checkpoints are read, are not what a CPU is fastest with."""
         if device.type != "cpu" or self.layout is not Layout.ROWS:
             return False
         best = best_layout(device, self.bits, self.out_features, self.scale.dtype)
