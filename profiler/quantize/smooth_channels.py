@@ -23,7 +23,7 @@ from torch import Tensor
 
 from llmpq.profiler.quantize.layer_walk import Hessian, LayerView
 
-READERS = {"attn_norm": ("qkv",), "mlp_norm": ("gate_up", "up", "router")}
+READERS = {"attn_norm": ("qkv", "q", "q_a", "kv_a"), "mlp_norm": ("gate_up", "up", "router")}
 """Norm -> the matrices that read it, of every expert."""
 
 
@@ -31,6 +31,8 @@ def smoothed(view: LayerView, *, share: float = 0.5) -> LayerView:
     """Return the same layer with balanced channels; `share` is a, what activations give away."""
     tensors, hessians = dict(view.tensors), dict(view.hessians)
     for norm, readers in READERS.items():
+        if f"{norm}.weight" not in tensors:
+            continue  # a layer whose norms stand behind attention and MLP
         names = [part.removesuffix(".weight") for part in tensors if _kind(part) in readers]
         factor_K = factors(
             [hessians[name] for name in names if name in hessians],

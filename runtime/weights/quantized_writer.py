@@ -45,6 +45,12 @@ class CheckpointWriter:
     def __init__(self, directory: Path, spec: ModelSpec, source: CheckpointSource) -> None:
         self.directory, self.spec, self._source = directory, spec, source
         self._names = FAMILIES[spec.family].names
+        if any("[" in name for names in self._names.layer.values() for name in names):
+            raise ValueError(
+                f"{spec.family} keeps all experts of a layer in one tensor, which no quantised "
+                "form that llmpq writes can hold; plan its own checkpoint with --bits instead: "
+                "layers are rounded while they load"
+            )
 
     def write_layer(self, index: int, parts: Mapping[str, Weight], dtype: torch.dtype) -> None:
         """Write one layer; dense parts in `dtype`."""

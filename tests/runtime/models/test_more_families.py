@@ -16,6 +16,8 @@ import torch
 
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
+from llmpq.profiler.quantize.layer_walk import CalibrationRun, random_windows
+from llmpq.profiler.quantize.smooth_channels import smoothed
 from llmpq.runtime.cache.kv_by_precision import make_kv_cache
 from llmpq.runtime.cache.paged_by_precision import PoolSize
 from llmpq.runtime.engine.paged_scheduler import PagedScheduler
@@ -28,6 +30,7 @@ from llmpq.runtime.models.part_shapes import embedding_shapes, head_shapes, laye
 from llmpq.runtime.request import Request
 from llmpq.runtime.step import Step
 from llmpq.runtime.tools.open_stages import OpenStages
+from llmpq.runtime.weights.quantized_writer import CheckpointWriter
 from llmpq.runtime.weights.sources import CheckpointSource, RandomSource
 
 pytestmark = pytest.mark.cpu
@@ -396,3 +399,28 @@ def test_every_option_changes_the_logits(
     (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
     found = [logits(path, prompt, KVPrecision.KV16) for path in (directory, tmp_path)]
     assert float((found[0] - found[1]).norm() / found[0].norm()) > 1e-3
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "olmo2", "glm4_moe"])
+def test_smoothed_channels_leave_a_layer_what_it_computes(models: Models, kind: str) -> None:
+    directory = models.directory(kind)
+    spec = ModelSpec.from_directory(directory)
+    windows = random_windows([t % VOCAB for t in range(7, 900, 7)], count=2, length=24)
+    with torch.inference_mode():
+        run = CalibrationRun(spec, CheckpointSource(directory, spec), windows)
+        view = run.view(0)
+        other = smoothed(view)
+        for name in ("o", "down"):
+            for got, want in zip(
+                run.inputs(other.tensors, name), run.inputs(view.tensors, name), strict=True
+            ):
+                torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    changed = [n for n, t in view.tensors.items() if not torch.equal(t, other.tensors[n])]
+    assert bool(changed) == (kind != "olmo2"), "a layer without norms in front stays as it is"
+
+
+def test_a_checkpoint_that_no_form_can_hold_is_not_begun(models: Models, tmp_path: Path) -> None:
+    directory = models.directory("gpt_oss")
+    spec = ModelSpec.from_directory(directory)
+    with pytest.raises(ValueError, match="keeps all experts of a layer in one tensor"):
+        CheckpointWriter(tmp_path, spec, CheckpointSource(directory, spec))
