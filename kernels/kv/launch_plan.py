@@ -24,7 +24,11 @@ REGISTER_LIMIT = 12
 """One-warp programs an SM has registers for: 65536 / (156 * 32), rounded down to what fits."""
 
 SHARED_PER_SM = 228 * 1024
-"""Shared memory of a Hopper multiprocessor, of which every program takes 1 KiB more."""
+"""Shared memory of a Hopper multiprocessor, of which every program takes 1 KiB more: for plans that
+are made where there is no GPU to ask."""
+
+LEAST_SHARED = 101_376
+"""Of a program at most, on the smallest listed GPU: where the driver does not say."""
 
 AHEAD = 2
 """Tiles a program asks the L2 for while the kernel in front ends, if all programs start at once:
@@ -80,6 +84,16 @@ def _sm_count(device: torch.device) -> int:
 
 
 @lru_cache
+def shared_memory(device: torch.device) -> tuple[int, int]:
+    """Return the bytes of shared memory of a program at most, and of a multiprocessor."""
+    if device.type != "cuda":
+        return SHARED_PER_SM - 1024, SHARED_PER_SM
+    p = torch.cuda.get_device_properties(device)
+    block = int(getattr(p, "shared_memory_per_block_optin", LEAST_SHARED))
+    return block, int(getattr(p, "shared_memory_per_multiprocessor", block + 1024))
+
+
+@lru_cache
 def capability(device: torch.device) -> tuple[int, int]:
     """Return the GPU's compute capability."""
     return torch.cuda.get_device_capability(device)
@@ -104,13 +118,13 @@ def plan_attend(
     wanted = heads // kv_heads * q_len
     columns = 8 if wanted <= 8 else 16
     on_gpu = device.type == "cuda"
-    sms = _sm_count(device) if on_gpu else 2
+    sms, shared = _sm_count(device) if on_gpu else 2, shared_memory(device)[1]
     blocks = packed_end(max_end - 1) // BLOCK_TOKENS
     rows = batch * kv_heads * -(-wanted // columns)
     launch = tuned_launch(bits, columns, rows, blocks) if head_dim == 128 else None
     if launch is None:
         tiles, stages = LOOP_SHAPE[bits]
-        resident = sms * programs_per_sm(bits, head_dim, columns, tiles, stages)
+        resident = sms * programs_per_sm(bits, head_dim, columns, tiles, stages, shared=shared)
         ring_parts = 5 if rows * 5 < resident else 1
         chunk = choose_chunk(2 * blocks, rows, resident, ring_parts, tiles)
         launch = KvLaunch(chunk=chunk, ring_parts=ring_parts, tiles=tiles, stages=stages)
@@ -119,7 +133,7 @@ def plan_attend(
         if chunk >= LONG_TILES:
             launch = replace(launch, merge=LONG_MERGE)
     shape = (bits, head_dim, columns, launch.tiles, launch.stages)
-    together = sms * programs_per_sm(*shape, key_group=key_group)
+    together = sms * programs_per_sm(*shape, key_group=key_group, shared=shared)
     if launch.programs and rows * (num_programs(launch, blocks) + launch.ring_parts) > together:
         # what starts late must find little left (32 tokens a key group: 94 us dealt, 81 drawn)
         launch = replace(launch, first=launch.chunk)
@@ -176,11 +190,12 @@ def programs_per_sm(
     stages: int,
     *,
     key_group: int | None = BLOCK_TOKENS,
+    shared: int = SHARED_PER_SM,
 ) -> int:
-    """Return the one-warp programs that are resident on an SM."""
+    """Return the one-warp programs that are resident on an SM with `shared` bytes of memory."""
     keys = 4 * head_dim * max(1, 64 * tiles // key_group) if key_group else 256 * tiles
     buffer = tiles * (64 * head_dim * bits // 4 + 256) + keys
-    by_shared = SHARED_PER_SM // (max(1, stages - 1) * buffer + 1024)
+    by_shared = shared // (max(1, stages - 1) * buffer + 1024)
     return max(1, min(REGISTER_LIMIT if columns == 8 else 8, by_shared))
 
 

@@ -27,6 +27,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from llmpq.kernels.kv.launch_plan import shared_memory
 from llmpq.kernels.kv.register_operands import prefetch
 from llmpq.kernels.overlap import overlaps
 
@@ -185,16 +186,6 @@ def sm_count(device: torch.device) -> int:
 def choose_splits(programs: int, tokens: int, tile: int, sms: int) -> int:
     """Return the parts a request is split into: as many programs as run at once, no empty parts."""
     return max(1, min(PROGRAMS_PER_SM * sms // programs, -(-tokens // tile), MAX_SPLITS))
-
-
-@functools.cache
-def shared_memory(device: torch.device) -> tuple[int, int]:
-    """Return the bytes of shared memory of a program at most and of a multiprocessor."""
-    if device.type != "cuda":
-        return 101_376, 102_400
-    p = torch.cuda.get_device_properties(device)
-    block = int(getattr(p, "shared_memory_per_block_optin", 101_376))
-    return block, int(getattr(p, "shared_memory_per_multiprocessor", block + 1024))
 
 
 def choose_stages(tile_bytes: int, block: int, everywhere: int) -> int:

@@ -33,6 +33,7 @@ from llmpq.kernels.kv.launch_plan import (
     num_programs,
     plan_attend,
     programs_per_sm,
+    shared_memory,
 )
 from llmpq.kernels.kv.ops import run_append, run_attend
 from llmpq.kernels.kv.storage import DeviceRows, KVLayer, allocate_layer, contiguous_table
@@ -243,8 +244,9 @@ def candidates(
 ) -> set[KvLaunch]:
     """Return the launches `--tune` tries for rows of `tiles_all` packed tiles."""
     found = set()
+    shared = shared_memory(torch.device("cuda" if torch.cuda.is_available() else "cpu"))[1]
     for tiles, stages in TUNE_SHAPES[bits]:
-        resident = sms * programs_per_sm(bits, head_dim, columns, tiles, stages)
+        resident = sms * programs_per_sm(bits, head_dim, columns, tiles, stages, shared=shared)
         ring = 5 if rows * 5 < resident else 1
         loop = {"ring_parts": ring, "tiles": tiles, "stages": stages}
         for programs in (resident * w // 12 for w in (8, 10, 12, 16, 24, 36)):

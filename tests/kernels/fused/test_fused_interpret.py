@@ -11,6 +11,7 @@ from llmpq.kernels.fused import rms_norm as fused_norm
 from llmpq.kernels.fused import rope_append as fused_rope
 from llmpq.kernels.gemm.reference import relative_error
 from llmpq.kernels.kv import plain_attend
+from llmpq.kernels.tools.cubin import SHARED_LIMIT
 
 pytestmark = [
     pytest.mark.interpret,
@@ -173,6 +174,17 @@ def test_splits_fill_the_gpu_and_are_never_empty():
     assert plain_attend.choose_splits(256, 612, 64, 132) == 1
     assert plain_attend.choose_splits(8, 612, 64, 132) == 10
     assert plain_attend.choose_splits(8, 32768, 64, 132) == 33
+
+
+def test_stages_let_two_programs_fill_a_multiprocessor_of_any_listed_card():
+    tile = 2 * 64 * 128 * 2  # keys and values of 64 tokens
+    for arch, limit in SHARED_LIMIT.items():
+        stages = plain_attend.choose_stages(tile, limit, limit + 1024)
+        held = (stages - 1) * tile + plain_attend.BESIDE
+        assert held <= limit and stages == (4 if limit > 200_000 else 3 if arch == 80 else 2)
+        if stages > 2:
+            assert 2 * (held + 1024) <= limit + 1024 < 3 * ((stages - 1) * tile + 1024)
+    assert plain_attend.choose_stages(4 * tile, 101_376, 102_400) == 2
 
 
 def test_the_combine_leaves_multiprocessors_free():

@@ -220,6 +220,7 @@ def test_programs_that_do_not_start_together_draw_all_their_tiles(monkeypatch):
     """Keys of 32 tokens a group need more shared memory: 11 programs an SM instead of 12."""
     monkeypatch.setattr(launch_plan, "_sm_count", lambda device: 132)
     monkeypatch.setattr(launch_plan, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(launch_plan, "shared_memory", lambda device: (232_448, 233_472))
     shape = {"batch": 8, "q_len": 1, "heads": 32, "kv_heads": 8, "max_end": 32769, "bits": 4}
     plans = {
         group: launch_plan.plan_attend(**shape, device=torch.device("cuda", 7), key_group=group)
@@ -228,6 +229,23 @@ def test_programs_that_do_not_start_together_draw_all_their_tiles(monkeypatch):
     assert plans[128].launch.first > plans[128].launch.chunk
     assert plans[32].launch == replace(plans[128].launch, first=plans[32].launch.chunk)
     assert launch_plan.programs_per_sm(4, 128, 8, 2, 2, key_group=32) == 11
+
+
+def test_plans_follow_the_shared_memory_of_the_card(monkeypatch):
+    monkeypatch.setattr(launch_plan, "_sm_count", lambda device: 108)
+    monkeypatch.setattr(launch_plan, "capability", lambda device: (8, 9))
+    monkeypatch.setattr(launch_plan, "tuned_launch", lambda *shape: None)
+    shape = {"batch": 9, "q_len": 1, "heads": 32, "kv_heads": 8, "max_end": 6000, "bits": 8}
+    splits = {}
+    for index, kib in enumerate((228, 164, 100)):
+        launch_plan.plan_attend.cache_clear()
+        shared = (kib * 1024 - 1024, kib * 1024)
+        monkeypatch.setattr(launch_plan, "shared_memory", lambda device, shared=shared: shared)
+        splits[kib] = launch_plan.plan_attend(**shape, device=torch.device("cuda", index)).splits
+    launch_plan.plan_attend.cache_clear()
+    residents = [launch_plan.programs_per_sm(8, 128, 8, 1, 3, shared=k * 1024) for k in splits]
+    assert residents == [6, 4, 2]
+    assert len(set(splits.values())) == 3, splits
 
 
 def test_shipped_launches_are_complete():
