@@ -1,4 +1,7 @@
-"""Whether a Ray cluster can be at an address: Ray itself retries for ever where there is none.
+"""Where a Ray is, and how it is joined there.
+
+Ray itself retries for ever where there is none, and takes 127.0.0.1 for the address that this
+machine has in its network, where a Ray that listens on loopback only is not found.
 
 Ray's servers speak gRPC, which is HTTP/2: such a server greets with a SETTINGS frame (RFC 9113,
 section 3.4). Whatever else listens there does not.
@@ -8,6 +11,8 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 PROBE_S = 5.0
 """How long an address may take to accept a connection, and then to greet."""
@@ -48,3 +53,45 @@ def _greeting(host: str, port: int) -> bytes | None:
             return None
         link.sendall(_PREFACE)
         return link.recv(_HEADER_BYTES, socket.MSG_WAITALL)
+
+
+def named_ray(address: str) -> tuple[str, bool]:
+    """Return the address (`auto`: what RAY_ADDRESS says), and whether it is on loopback."""
+    if address == "auto":
+        address = os.environ.get("RAY_ADDRESS", address)
+    return address, address.startswith(("127.", "localhost"))
+
+
+@contextmanager
+def environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Set variables for the block and what it starts."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def on_loopback(wanted: bool) -> Iterator[None]:
+    """Let Ray, and what it starts in the block, take 127.0.0.1 for this machine's address.
+
+    The variable is Ray's own for "this machine only"; Ray itself reads it at import only.
+    """
+    from ray._private import ray_constants
+
+    if not wanted:
+        yield
+        return
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    with environment({"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}):
+        ray_constants.ENABLE_RAY_CLUSTER = False
+        try:
+            yield
+        finally:
+            ray_constants.ENABLE_RAY_CLUSTER = before

@@ -17,7 +17,7 @@ import yaml
 from llmpq.cluster import Cluster
 from llmpq.device_spec import device_specs
 from llmpq.planner.inputs.requests import ListRequest
-from llmpq.ray_address import require_ray
+from llmpq.ray_address import named_ray, on_loopback, require_ray
 from llmpq.this_machine import MIB, Gpu, kind_of, read_gpus, read_host, visible
 from llmpq.units import format_size
 
@@ -78,7 +78,9 @@ def cluster_from_ray(address: str) -> Cluster:
     except ImportError:
         raise ValueError("--from-ray needs Ray: pip install 'llmpq[run]'") from None
     try:
-        ray.init(address=address, logging_level="ERROR", log_to_driver=False)
+        named, local = named_ray(address)
+        with on_loopback(local):
+            ray.init(address=named, logging_level="ERROR", log_to_driver=False)
     except ConnectionError:
         raise ValueError(
             f"no Ray cluster at '{address}'; start one with: ray start --head, or give its address"

@@ -20,7 +20,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, ModuleType
@@ -30,6 +30,7 @@ import psutil
 
 from llmpq.errors import DeadlineError, StageLostError
 from llmpq.out_of_memory import first_line
+from llmpq.ray_address import environment, named_ray, on_loopback
 from llmpq.runtime.launch.stage_host import LOCAL_HOST
 
 START_S = 90.0
@@ -59,7 +60,7 @@ def own_ray() -> Iterator[None]:
     before = {child.pid for child in psutil.Process().children()}
     folder, over = _new_folder(), threading.Event()
     try:
-        with _adopting_orphans(), _environment(_private()):
+        with _adopting_orphans(), environment(_private()):
             try:
                 what, died = "start Ray on this machine", _look(before)
                 _in_thread(lambda: _start(folder), what, over=over, died=died)
@@ -78,11 +79,9 @@ def joined_ray(address: str) -> Iterator[None]:
     """Join the Ray at an address for the block; it is left running."""
     import ray
 
-    if address == "auto":
-        address = os.environ.get("RAY_ADDRESS", address)
-    local = address.startswith(("127.", "localhost"))
+    address, local = named_ray(address)
     try:
-        with _environment(_common()), _loopback(local):
+        with environment(_common()), on_loopback(local):
             _in_thread(lambda: ray.init(address=address, **_options()), f"join Ray at '{address}'")
         yield
     finally:
@@ -92,7 +91,7 @@ def joined_ray(address: str) -> Iterator[None]:
 def _start(folder: Path) -> None:
     import ray
 
-    with _loopback(True):
+    with on_loopback(True):
         _read_settings_again(ray)
         ray.init(
             address="local",  # whatever RAY_ADDRESS says
@@ -122,41 +121,6 @@ def _private() -> dict[str, str]:
         # Where cores are busy its agents take longer to start than Ray's 15 s.
         "RAY_agent_register_timeout_ms": "60000",
     }
-
-
-@contextmanager
-def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Set variables for the block and what it starts."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-
-@contextmanager
-def _loopback(wanted: bool) -> Iterator[None]:
-    """Let Ray, and what it starts in the block, take 127.0.0.1 for this machine's address.
-
-    The variable is Ray's own for "this machine only"; Ray itself reads it at import only.
-    """
-    from ray._private import ray_constants
-
-    if not wanted:
-        yield
-        return
-    before = ray_constants.ENABLE_RAY_CLUSTER
-    with _environment({"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}):
-        ray_constants.ENABLE_RAY_CLUSTER = False
-        try:
-            yield
-        finally:
-            ray_constants.ENABLE_RAY_CLUSTER = before
 
 
 def _read_settings_again(ray: ModuleType) -> None:
