@@ -13,7 +13,7 @@ TIMES := .test-seconds
 # Runs $(2), and notes the seconds it took as tier $(1).
 timed = start=$$(date +%s); $(2) && echo "$(1) $$(($$(date +%s) - start))" >> $(TIMES)
 
-.PHONY: demo test test-quick test-cpu test-interpret test-compile test-cluster lint clean setup
+.PHONY: demo test test-quick test-cpu test-interpret test-compile test-cluster test-hosts lint clean setup
 setup: $(VENV)/.installed
 
 # torch first and pinned: an unpinned install pulls gigabytes of CUDA on a machine without a GPU.
@@ -38,13 +38,16 @@ test: test-cpu test-interpret test-compile test-cluster
 
 # `gpu` tests skip themselves with the reason where there is no CUDA device.
 test-cpu: setup
-	$(call timed,cpu,OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(WORKERS) -m "not interpret and not compile and not cluster")
+	$(call timed,cpu,OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(WORKERS) -m "not interpret and not compile and not cluster and not hosts_long")
 test-interpret: setup
 	$(call timed,interpret,OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -q $(WORKERS) -m interpret)
 test-compile: setup
 	$(call timed,compile,$(BIN)/python -m pytest -q $(WORKERS) -m compile)
 test-cluster: setup
 	$(call timed,cluster,$(BIN)/python -m pytest -q $(WORKERS) -m cluster)
+# Not in `test`: minutes of hosts that are lost on purpose, and of the how-to's commands.
+test-hosts: setup
+	$(BIN)/python -m pytest -q -m hosts_long
 test-quick: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(WORKERS) -m quick
 

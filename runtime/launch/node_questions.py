@@ -13,10 +13,11 @@ from llmpq.runtime.launch.node_match import RayNode
 from llmpq.runtime.launch.ray_stage import failure_of
 from llmpq.runtime.launch.stage_settings import StageSettings
 
+ANSWER_S = 60.0
+"""How long a node may take to answer: it starts a process for it, if none is idle."""
 
-def require_same(
-    nodes: Sequence[RayNode], settings: Sequence[StageSettings], limit_s: float
-) -> None:
+
+def require_same(nodes: Sequence[RayNode], settings: Sequence[StageSettings]) -> None:
     """Refuse nodes, one per stage, with other versions or another model than this host's.
 
     `PlanMismatchError`, `ValueError` and `StageLostError` name the node.
@@ -35,12 +36,12 @@ def require_same(
         for node_id, folder in folders.items()
     ]
     names = {node.id: f"{node.hostname} ({node.address})" for node in nodes}
-    done, late = ray.wait(asked, num_returns=len(asked), timeout=limit_s)
+    done, late = ray.wait(asked, num_returns=len(asked), timeout=ANSWER_S)
     if late:
         silent = [names[node] for node, ref in zip(folders, asked, strict=True) if ref in late]
         raise StageLostError(
-            f"no answer from node {' and '.join(silent)} within {limit_s:.0f} s; look at it with: "
-            "ray status, or raise --placement-timeout"
+            f"no answer from node {' and '.join(silent)} within {ANSWER_S:.0f} s; look at its "
+            "load, and at it with: ray status"
         )
     try:
         answers = [ray.get(ref) for ref in asked]

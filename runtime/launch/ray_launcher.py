@@ -71,6 +71,8 @@ class RayLauncher:
             timeout_s=self._deadlines.placement_s,
         )
         self._stack.callback(self._unless_lost, _remove, placed.group)
+        if joined:  # first: a worker that is idle answers at once
+            require_same(placed.nodes, settings)
         actor_class, plan_json = ray.remote(StageActor), plan.dump_json()
         stages: list[RayStage] = []
         giver: RayGiver | None = None
@@ -96,7 +98,6 @@ class RayLauncher:
         if joined:
             head = ray.get_runtime_context().gcs_address
             self._watch = RayWatch(head, stages, self._deadlines.step_s)
-            require_same(placed.nodes, settings, self._deadlines.placement_s)
         return stages
 
     def _end(self, stage: RayStage) -> None:

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing
+from contextlib import AbstractContextManager, ExitStack, closing, suppress
 from pathlib import Path
 
 import psutil
@@ -138,8 +138,14 @@ class Host:
         return self.run(sys.executable, "-m", "llmpq.runtime", *words, folder=folder)
 
     def ray(self, *words: object) -> None:
-        """Run Ray's command on this host."""
-        self.run(sys.executable, "-m", "ray.scripts.scripts", *words, check=True)
+        """Run Ray's command on this host; one that a busy machine let down is tried again."""
+        for tries_left in (2, 1, 0):
+            done = self.run(
+                sys.executable, "-m", "ray.scripts.scripts", *words, check=not tries_left
+            )
+            if done.returncode == 0:
+                return
+            self.end_all()
 
     def processes(self) -> list[psutil.Process]:
         """Return what runs on this host."""
@@ -152,6 +158,13 @@ class Host:
             except OSError:
                 continue
         return found
+
+    def end_all(self) -> None:
+        """End all its processes at once, as a power cut does; the host stays."""
+        for process in self.processes():
+            if process.pid != self.pid:
+                with suppress(psutil.Error):
+                    process.kill()
 
     def close(self) -> None:
         self._space.close()
