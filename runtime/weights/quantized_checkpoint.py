@@ -207,6 +207,7 @@ class QuantizedCheckpoint(CheckpointSource):
 
     def _header(self, name: str) -> tuple[str, list[int]]:
         """Return a tensor's dtype, as safetensors calls it, and its shape, without reading it."""
+        self._require(name)
         stored = self._handle(self.file_of[name]).get_slice(name)
         return stored.get_dtype(), stored.get_shape()
 

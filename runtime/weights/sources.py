@@ -147,11 +147,7 @@ class CheckpointSource:
         self, name: str, dtypes: Collection[torch.dtype] | None, index: int | None = None
     ) -> Tensor:
         """Return a tensor, or one row of it."""
-        if name not in self.file_of:
-            raise ValueError(
-                f"'{self.directory}': tensor '{name}' is missing; the checkpoint has "
-                f"{len(self.file_of)} tensors. Download it again, or check config.json"
-            )
+        self._require(name)
         path = self.directory / self.file_of[name]
         try:
             handle = self._handle(self.file_of[name])
@@ -171,6 +167,14 @@ class CheckpointSource:
                 "the unquantised model"
             )
         return tensor
+
+    def _require(self, name: str) -> None:
+        """Raise `ValueError` for a tensor that no file holds."""
+        if name not in self.file_of:
+            raise ValueError(
+                f"'{self.directory}': tensor '{name}' is missing; the checkpoint has "
+                f"{len(self.file_of)} tensors. Download it again, or check config.json"
+            )
 
     def _require_no_more_layers(self) -> None:
         """Raise `ValueError` for layers that would never run: the model would be cut short."""

@@ -333,7 +333,6 @@ def test_gptq_says_its_bits(bits: Any, demo_model: Path, tmp_path: Path) -> None
         ("w4a16", "q_proj.weight_packed", torch.float32),
         ("w4a16", "q_proj.weight_packed", torch.int8),
         ("w4a16", "q_proj.weight_scale", torch.int32),
-        ("w8a8", "q_proj.weight", torch.float8_e4m3fn),
         ("w8a8", "q_proj.weight", torch.uint8),
         ("w8a8", "q_proj.weight_scale", torch.int32),
         ("w4a4", "qkv.codes", torch.float32),
@@ -353,6 +352,18 @@ def test_tensors_of_another_dtype_are_refused(
     kind = str(dtype).removeprefix("torch.")
     with pytest.raises(ValueError, match=f"{path.name}': tensor '{name}' is {kind}, expected"):
         open_checkpoint(tmp_path / "q", spec).layer(2, torch.float32)
+
+
+def test_int8_linears_beside_one_in_fp8_are_refused(demo_model: Path, tmp_path: Path) -> None:
+    """q, k and v are one product: FP8 is a form of its own, so the int8 one beside it is named."""
+    write(demo_model, tmp_path / "q", "w8a8")
+    path = tmp_path / "q" / layer_file(2)
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata()
+    (name,) = (n for n in load_file(path) if n.endswith("q_proj.weight"))
+    change_tensors(path, lambda ts: {**ts, name: ts[name].to(torch.float8_e4m3fn)}, metadata)
+    with pytest.raises(ValueError, match=r"k_proj.weight' is int8, expected"):
+        LocalPipeline.from_directory(tmp_path / "q")
 
 
 def test_a_packed_weight_without_its_scales(demo_model: Path, tmp_path: Path) -> None:

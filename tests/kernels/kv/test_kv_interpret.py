@@ -211,7 +211,7 @@ def test_measured_launches_are_used_near_their_shape(monkeypatch):
         chunk=28, ring_parts=1, tiles=2, stages=2, ahead=0, programs=0, first=0, early=1, merge=8192
     )
     monkeypatch.setattr(launch_plan, "tuning_table", lambda: ({**entry, **launch},))
-    assert launch_plan.tuned_launch(4, 8, 64, 250) == launch_plan.Launch(**launch)
+    assert launch_plan.tuned_launch(4, 8, 64, 250) == launch_plan.KvLaunch(**launch)
     assert launch_plan.tuned_launch(4, 8, 64, 100) is None
     assert launch_plan.tuned_launch(2, 8, 64, 255) is None
 

@@ -112,7 +112,10 @@ def test_long_requests_are_preempted_and_find_what_they_share(
     """Rotary and ALiBi positions have no end: 600 tokens of a model of 128."""
     trunk, *tails = random_prompts(300, 4, 60, 1, 130, 200, seed=5)
     prompts = [trunk + tail for tail in tails]
-    expected = tiny_models.greedy(kind, prompts, 40)
+    roomy = PoolSize(num_blocks=40, slots=4, max_len=1000)
+    alone = Bench(make_plan, tiny_models.directory(kind), (), pool=roomy)
+    expected = alone.run(alone.scheduler(step_tokens=1000, prefix_cache=False), asked(prompts, 40))
+    assert not any(end.num_preemptions for end in alone.finished.values())
     pool = PoolSize(num_blocks=7, slots=4, max_len=1000)
     preempted = hits = 0
     for splits, prefix_cache in (((), True), ((1,), True), ((), False)):

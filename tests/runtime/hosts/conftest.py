@@ -98,7 +98,8 @@ class Host:
         return ["nsenter", "-t", str(self.pid), "-a", *map(str, words)]
 
     def environment(self, more: Mapping[str, str] | None = None) -> dict[str, str]:
-        return os.environ | {
+        without = {name: text for name, text in os.environ.items() if not name.startswith("RAY_")}
+        return without | {
             "HOME": str(self.home),
             "RAY_AUTH_MODE": "token",
             "RAY_USAGE_STATS_ENABLED": "0",

@@ -165,5 +165,6 @@ def test_a_ray_that_dies_while_it_is_used_ends_the_wait_and_leaves_nothing(folde
     assert process.returncode == 1
     assert f"Ray's process {victim} on this machine died" in errors, errors
     assert "Traceback" not in errors
-    assert [child.name() for child in parts if child.is_running()] == []
+    _, left = psutil.wait_procs(parts, timeout=10)  # agents look for their raylet every few seconds
+    assert [child.name() for child in left] == []
     assert list(folder.glob("llmpq-ray-*")) == []
