@@ -195,7 +195,7 @@ class CheckpointSource:
         expected = self._expected()
         others = [name for name in self.file_of if name not in expected]
         unknown = sorted(name for name in others if not self._is_known(name, expected))
-        for weight in {name.removesuffix("_scale") for name in unknown} & expected:
+        for weight in sorted({name.removesuffix("_scale") for name in unknown} & expected):
             self.read(weight, FLOATING)  # a scale is unknown where its weight's codes are, too
         if unknown:
             raise ValueError(
