@@ -60,7 +60,7 @@ def own_ray() -> Iterator[None]:
     before = {child.pid for child in psutil.Process().children()}
     folder, over = _new_folder(), threading.Event()
     try:
-        with _adopting_orphans(), environment(_private()):
+        with _adopting_orphans(), _no_autoscaler(), environment(_private()):
             try:
                 what, died = "start Ray on this machine", _look(before)
                 _in_thread(lambda: _start(folder), what, over=over, died=died)
@@ -129,6 +129,25 @@ def _read_settings_again(ray: ModuleType) -> None:
         raylet: Any = ray._raylet
         raylet.Config.initialize("")
         raylet.AuthenticationTokenLoader.instance().reset_cache()
+
+
+@contextmanager
+def _no_autoscaler() -> Iterator[None]:
+    """Let the driver not ask a Ray without an autoscaler for that one's errors.
+
+    A thread of the driver's asks once, some time after the start, and for 60 s when the server has
+    died by then; `ray.shutdown` waits for that thread.
+    """
+    import ray._private.worker as worker
+
+    ask: Any = getattr(worker, "_internal_kv_get", None)
+    if ask is not None:
+        worker._internal_kv_get = lambda key: None
+    try:
+        yield
+    finally:
+        if ask is not None:
+            worker._internal_kv_get = ask
 
 
 def _in_thread(
