@@ -26,6 +26,7 @@ from llmpq.planner.outcome import Assignment, Outcome, Stage
 from llmpq.planner.plan_entries import used_inputs
 from llmpq.planner.positions import positions_note
 from llmpq.planner.predict.pipeline_time import StageTimes, job_time, stage_times, sum_omega
+from llmpq.planner.predict.step_by_step import step_note
 from llmpq.planner.problem import Problem
 from llmpq.precision import Precision
 from llmpq.version import __version__
@@ -155,6 +156,11 @@ def _uniform_omega(p: Problem, precision: Precision) -> float | None:
 
 def _solver_report(p: Problem, outcome: Outcome) -> SolverReport:
     """Return what the plan says of its solver; a bound of zero or less says nothing of a time."""
+    notes = (
+        outcome.note,
+        positions_note(p.spec, p.workload),
+        step_note(p, outcome.assignment),
+    )
     bounded = outcome.gap is not None and math.isfinite(outcome.gap)
     return SolverReport(
         method=outcome.method,
@@ -166,5 +172,5 @@ def _solver_report(p: Problem, outcome: Outcome) -> SolverReport:
         gap=outcome.gap if bounded else None,
         version=outcome.version or __version__,
         sensitivity=p.sensitivity.indicator,
-        note="; ".join(filter(None, (outcome.note, positions_note(p.spec, p.workload)))),
+        note="; ".join(filter(None, notes)),
     )

@@ -24,6 +24,7 @@ from llmpq.planner.costs.roofline import estimate_costs
 from llmpq.planner.inputs.make_problem import default_bits, generic_sensitivity, make_problem
 from llmpq.planner.inputs.stored_precisions import offered, stored_layers
 from llmpq.planner.positions import positions_note
+from llmpq.planner.predict.step_by_step import step_note
 from llmpq.planner.problem import Problem
 from llmpq.precision import Precision
 from llmpq.workload import Workload
@@ -144,6 +145,7 @@ def plan_workload(
     best = _first_that_fits(ways, windows or (workload.batch,))
     work, book = best.problem.workload, best.problem.costs
     notes = [positions_note(spec, work), best.outcome.note]
+    notes.append(step_note(best.problem, best.outcome.assignment))
     notes += book.unprofiled(cluster.devices) + book.warnings(cluster.devices, work)
     return MadePlan(
         plan=best.plan,

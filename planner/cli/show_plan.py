@@ -17,6 +17,7 @@ from llmpq.planner.methods import PLANNERS
 from llmpq.planner.outcome import Infeasible, Unfinished
 from llmpq.planner.predict.add_drafts import describe, with_speculation
 from llmpq.planner.predict.advice import explain_infeasible, too_big
+from llmpq.planner.predict.step_by_step import step_note
 from llmpq.planner.predict.what_if import changed_problem
 from llmpq.planner.problem import Problem
 from llmpq.speculation import SpeculationMode
@@ -73,7 +74,8 @@ def make_and_show(request: PlanRequest, job: PlanJob) -> None:
         _explain(console, best, wish.budget)
     for change in request.what_if:
         _what_if(console, change, best, wish, path)
-    for note in notes + ([best.outcome.note] if best.outcome.note else []):
+    own = [best.outcome.note, step_note(best.problem, best.outcome.assignment)]
+    for note in [*notes, *filter(None, own)]:
         console.print(f"note: {note}", highlight=False, soft_wrap=True, markup=False)
     if request.output:
         console.print(f"wrote {request.output}", highlight=False, soft_wrap=True, markup=False)

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from llmpq.planner.cli.arguments import plan_request
+from llmpq.planner.inputs.make_problem import make_problem
 from llmpq.planner.microbatch import distinct_sizes, microbatch_pairs, sizes_of
 from llmpq.planner.outcome import Assignment, Stage
 from llmpq.planner.predict.fits import fits
@@ -20,6 +22,7 @@ from llmpq.planner.predict.pipeline_time import (
 )
 from llmpq.planner.predict.replay import replay
 from llmpq.planner.predict.simulate import simulate
+from llmpq.planner.predict.step_by_step import step_by_step_time, step_note
 from llmpq.planner.problem import Problem
 from llmpq.planner.tools.random_problems import random_problem
 
@@ -148,6 +151,38 @@ def test_predicted_time_of_random_plans_against_their_replay(equal: bool) -> Non
         assert replayed <= predicted * 1.001
         if equal:
             assert predicted == pytest.approx(replayed, rel=1e-3)
+
+
+def test_time_step_by_step_of_random_plans_is_their_replay() -> None:
+    """Smaller last micro-batches, too, for which the closed form is an upper bound only."""
+    rng, rough = random.Random(11), 0
+    for _ in range(300):
+        p = random_problem(rng, batch=rng.choice([4, 5, 7, 9, 13]))
+        lengths = {"prompt_len": rng.choice([16, 512]), "gen_len": rng.choice([1, 2, 3, 20, 100])}
+        p = p.with_changes(workload=p.workload.model_copy(update=lengths))
+        a = _random_plan(rng, p, equal=rng.random() < 0.3)
+        stepwise, replayed = step_by_step_time(p, a), replay(p, a).total_s
+        assert stepwise.total_s == pytest.approx(replayed, rel=2e-3)
+        far = abs(job_time(p, a).total_s / stepwise.total_s - 1) > 0.01
+        rough += far
+        assert not far or "smaller" in step_note(p, a)
+    assert rough > 30
+
+
+def test_a_plan_whose_slowest_stage_changes_says_what_it_takes() -> None:
+    """One stage reads weights of 16 bits, the other more layers' cache of 4-bit ones."""
+    job = "--global-bz 128 --s 16 --n 2000 --bits 16,4"
+    words = f"--devices 4090:2 --model qwen3-8b {job}"
+    p = make_problem(plan_request(words.split()))[0]
+    stages = (
+        Stage(cls=0, start=0, end=16, choices=(0,) * 16),
+        Stage(cls=0, start=16, end=36, choices=(1,) * 20),
+    )
+    a = Assignment(prefill_microbatch=64, decode_microbatch=64, stages=stages)
+    predicted, replayed = job_time(p, a).total_s, replay(p, a).total_s
+    assert replayed > 1.005 * predicted
+    assert step_by_step_time(p, a).total_s == pytest.approx(replayed, rel=1e-3)
+    assert "the slowest changes as the cache grows" in step_note(p, a)
 
 
 def test_66_pairs_at_batch_32_one_size_per_count() -> None:

@@ -1,0 +1,77 @@
+"""How long a plan takes step by step: what the closed form of the search leaves out.
+
+The search takes every micro-batch as a whole one and a stage's mean time over all tokens
+(pipeline_time.py). Here the last micro-batch has its true size, and every token the slowest stage
+of its own cache length: a mean of the slowest is not below the slowest mean.
+
+    prefill  the longest way through micro-batches and stages: along whole ones to stage k, and
+             along the last one from there
+    decode   for every token the larger of a round trip and the fullest stage's work for all
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from llmpq.planner.costs.links import Floats
+from llmpq.planner.microbatch import sizes_of
+from llmpq.planner.outcome import Assignment
+from llmpq.planner.predict.pipeline_time import PhaseTimes, job_time
+from llmpq.planner.predict.replay import decode_ring, prefill_ring
+from llmpq.planner.problem import Problem
+
+TOLD = 0.005
+"""Relative distance from the prediction above which a plan says so."""
+
+
+def step_by_step_time(p: Problem, a: Assignment) -> PhaseTimes:
+    """Return the times of an assignment with its true micro-batch sizes and cache lengths."""
+    n, batch = p.workload.gen_len, p.workload.batch
+    sizes = sizes_of(batch, a.prefill_microbatch)
+    whole, last = (np.array(prefill_ring(p, a, size)) for size in (sizes[0], sizes[-1]))
+    ways = slice(None) if n > 1 else slice(-1)
+    prefill = _drained(whole[ways], last[ways], len(sizes))
+    if n < 2:
+        return PhaseTimes(prefill_s=prefill, decode_s=0.0)
+    sizes = sizes_of(batch, a.decode_microbatch)
+    whole_t, last_t = (_by_step(p, a, size) for size in (sizes[0], sizes[-1]))
+    held = (len(sizes) - 1) * whole_t[..., 0] + last_t[..., 0]
+    periods = np.maximum(held.max(axis=1), whole_t[..., 1].sum(axis=1))[:-1]
+    drained = _drained(whole_t[-1, :-1], last_t[-1, :-1], len(sizes))
+    return PhaseTimes(prefill_s=prefill, decode_s=float(periods.sum()) + drained)
+
+
+def step_note(p: Problem, a: Assignment) -> str:
+    """Return what a plan says where its prediction is not its time step by step, or nothing."""
+    predicted, stepwise = job_time(p, a).total_s, step_by_step_time(p, a).total_s
+    if abs(stepwise - predicted) <= TOLD * predicted:
+        return ""
+    above = stepwise > predicted
+    why = (
+        "which stage is the slowest changes as the cache grows"
+        if above
+        else "the last micro-batch is smaller"
+    )
+    return (
+        f"step by step the job takes {stepwise:.3f} s, {abs(stepwise / predicted - 1):.1%} "
+        f"{'more' if above else 'less'} than predicted: {why}"
+    )
+
+
+def _by_step(p: Problem, a: Assignment, size: int) -> Floats:
+    """[n-1, 2 J, 2] (occupied, total) of every stage and hop at every step t = 1..n-1."""
+    rows, ways = decode_ring(p, a, size)
+    ring = np.empty((rows.shape[1], 2 * len(rows), 2))
+    ring[:, 0::2, :] = rows.T[:, :, None]
+    ring[:, 1::2, :] = np.array(ways)[None]
+    return ring
+
+
+def _drained(whole: Floats, last: Floats, count: int) -> float:
+    """Return when the last of `count` micro-batches is through: [2 J, 2] occupied and total."""
+    if count == 1:
+        return float(last[:, 1].sum())
+    before = np.cumsum(whole[:, 1]) - whole[:, 1]
+    behind = np.cumsum(last[::-1, 1])[::-1]
+    slowest = np.maximum.accumulate(whole[:, 0])
+    return float((before + (count - 2) * slowest + whole[:, 0] + behind).max())
