@@ -6,13 +6,17 @@ Nothing in a config is passed over in silence: what no family reads must be know
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from llmpq.errors import short_repr, shortened
 from llmpq.families import BY_MODEL_TYPE
 from llmpq.families.config_values import Config, head_size, is_given, section, size, token_ids
 from llmpq.families.not_run import FURTHER_LAYERS, LEFT_OUT, WITHOUT_EQUATION, lacking
+from llmpq.gguf_config import config_of_gguf
+from llmpq.gguf_file import is_gguf, open_gguf
 
 HARMLESS = frozenset(
     [
@@ -234,3 +238,24 @@ def _dtype(config: Config, inner: Config) -> str:
     if dtype not in ("float16", "bfloat16", "float32"):
         raise ValueError(f"model dtype '{dtype}' is not supported: float16, bfloat16 or float32")
     return dtype
+
+
+def read_config(directory: str | Path) -> dict[str, Any]:
+    """Return the `config.json` of a model directory, or what it would say of a GGUF file.
+
+    `ValueError` if it is not a JSON object.
+    """
+    if is_gguf(directory):
+        return config_of_gguf(open_gguf(directory))
+    path = Path(directory) / "config.json"
+    try:
+        config = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ValueError(
+            f"no config.json in '{directory}': expected a local Hugging Face model directory"
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"'{path}' is not valid JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"'{path}': got {type(config).__name__}, expected an object")
+    return config

@@ -23,7 +23,8 @@ import yaml
 
 from llmpq.errors import unknown_name
 from llmpq.families.parts import Latent, RopeScaling, Router
-from llmpq.model_config import spec_fields
+from llmpq.gguf_file import is_gguf
+from llmpq.model_config import read_config, spec_fields
 
 Positions = Literal["learned", "alibi", "rotary"]
 Norm = Literal["layernorm", "rmsnorm"]
@@ -280,12 +281,13 @@ class ModelSpec:
 
     @classmethod
     def from_directory(cls, path: str | Path) -> ModelSpec:
-        """Read `config.json` of a local Hugging Face model directory."""
+        """Read `config.json` of a local Hugging Face model directory, or a GGUF file's metadata."""
         config = read_config(path)
         try:
             return cls.from_config(config, name=Path(path).resolve().name)
         except ValueError as error:
-            raise ValueError(f"'{path}': {error}") from None
+            said = str(error).replace("config.json", "its metadata") if is_gguf(path) else error
+            raise ValueError(f"'{path}': {said}") from None
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], *, name: str) -> ModelSpec:
@@ -359,22 +361,6 @@ def builtin_name(name: str) -> str | None:
         return short
     ids = {i.lower(): own for own, listed in builtin_ids().items() if own in known for i in listed}
     return ids.get(name.lower()) or {i.rsplit("/", 1)[-1]: own for i, own in ids.items()}.get(short)
-
-
-def read_config(directory: str | Path) -> dict[str, Any]:
-    """Return the `config.json` of a model directory; `ValueError` if it is not a JSON object."""
-    path = Path(directory) / "config.json"
-    try:
-        config = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise ValueError(
-            f"no config.json in '{directory}': expected a local Hugging Face model directory"
-        ) from None
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"'{path}' is not valid JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise ValueError(f"'{path}': got {type(config).__name__}, expected an object")
-    return config
 
 
 @lru_cache(maxsize=1)

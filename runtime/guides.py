@@ -1,7 +1,7 @@
 """Guided decoding: which tokens may come next, so that a text fits a schema, a regex or a choice.
 
 llguidance decides (a Rust library without dependencies; `benchmarks/guides.py` compares it with
-xgrammar). It reads the model's tokenizer.json; each request has an automaton of its own on the last
+xgrammar). It reads the model's tokenizer; each request has an automaton of its own on the last
 stage. JSON is written without free white space, `{"a": 1, "b": 2}`: a small model given the choice
 may go on with blanks for ever.
 """
@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from llmpq.gguf_file import is_gguf, open_gguf
+from llmpq.gguf_tokenizer import tokenizer_of
 from llmpq.runtime.token_rules import Guide
 
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -51,9 +53,13 @@ class Guides:
 
     @cached_property
     def _tokenizer(self) -> Any:
-        path = self._path / "tokenizer.json"
+        in_gguf = is_gguf(self._path)
+        path = self._path if in_gguf else self._path / "tokenizer.json"
         try:
-            text = path.read_text(encoding="utf-8")
+            if in_gguf:
+                text = tokenizer_of(open_gguf(path)).backend_tokenizer.to_str()
+            else:
+                text = path.read_text(encoding="utf-8")
             return _llguidance().LLTokenizer(text, n_vocab=self._vocab, eos_token=self._end_ids)
         except (OSError, ValueError) as error:
             raise ValueError(

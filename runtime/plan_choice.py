@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import cast
 
 from llmpq.cluster import Cluster
-from llmpq.model_spec import ModelSpec, read_config
+from llmpq.gguf_file import is_model
+from llmpq.model_config import read_config
+from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
 from llmpq.precision import KVPrecision
 from llmpq.runtime.auto_plan import plan_job
@@ -85,8 +87,10 @@ def choose_plan(
 
 def _read(model: str | Path) -> tuple[Path, ModelSpec]:
     directory = Path(model).resolve()
-    if not directory.is_dir():
-        raise ValueError(f"no such model directory: '{model}'; expected a local one, with weights")
+    if not is_model(directory):
+        raise ValueError(
+            f"no such model directory: '{model}'; expected a local one with weights, or a GGUF file"
+        )
     return directory, ModelSpec.from_directory(directory)
 
 

@@ -9,9 +9,12 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 from llmpq.capabilities import WAYS, Way, lacks
 from llmpq.families import FAMILIES
+from llmpq.gguf_config import ARCHITECTURES
+from llmpq.gguf_file import BLOCKS
 from llmpq.model_spec import ModelSpec, builtin_configs
 
 COLUMNS: dict[Way, str] = {
@@ -20,6 +23,10 @@ COLUMNS: dict[Way, str] = {
     "drafts": "speculation",
     "rounded": "w8a8 w4a4",
 }
+
+
+GGUF = {"architectures": "read from GGUF files", "types": "in blocks of"}
+"""What of GGUF files is listed -> how it is called."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +43,7 @@ def show_models(*, as_json: bool) -> None:
     """Print the tables, or both as one JSON object."""
     families, models = _families(), [_model(name) for name in builtin_configs()]
     if as_json:
-        found = {
+        found: dict[str, Any] = {
             kind: [
                 {
                     "name": r.name,
@@ -47,11 +54,19 @@ def show_models(*, as_json: bool) -> None:
             ]
             for kind, rows in (("families", families), ("models", models))
         }
+        found["gguf"] = _gguf()
         sys.stdout.write(json.dumps(found, indent=1) + "\n")
         return
     sys.stdout.write(_table("family", "model_type in config.json", families))
     sys.stdout.write("\n" + _table("built-in model", "parameters", models))
-    sys.stdout.write("\n" + _why(families))
+    for what, names in _gguf().items():
+        sys.stdout.write(f"\n{GGUF[what]}: {' '.join(names)}")
+    sys.stdout.write("\n\n" + _why(families))
+
+
+def _gguf() -> dict[str, list[str]]:
+    """Return what GGUF files may be of and hold."""
+    return {"architectures": [*ARCHITECTURES], "types": [kind for kind, _, _ in BLOCKS.values()]}
 
 
 def _families() -> list[Row]:

@@ -5,11 +5,10 @@ Knows nothing of jobs and solvers. Every error names the flag and what to do.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from llmpq.cluster import Cluster
 from llmpq.device_list import read_devices
 from llmpq.errors import nearest, shortened
+from llmpq.gguf_file import is_model
 from llmpq.model_spec import ModelSpec, builtin_configs, builtin_name
 from llmpq.plan import Plan
 from llmpq.planner import limits
@@ -26,7 +25,7 @@ def read_model(request: ModelRequest) -> tuple[ModelSpec, str | None]:
         return ModelSpec.by_name(request.model_name, request.model_size), None
     if not request.model:
         raise ValueError("--model is missing: a Hugging Face directory, or a name such as opt-30b")
-    if _is_directory(request.model):
+    if is_model(request.model):
         return ModelSpec.from_directory(request.model), str(request.model)
     if "/" in request.model and builtin_name(request.model) is None:
         short = request.model.rstrip("/").rsplit("/", 1)[-1]
@@ -36,18 +35,11 @@ def read_model(request: ModelRequest) -> tuple[ModelSpec, str | None]:
     return ModelSpec.by_name(request.model), None
 
 
-def _is_directory(text: str) -> bool:
-    try:
-        return Path(text).is_dir()
-    except (OSError, ValueError):  # too long for a path, or with a zero byte
-        return False
-
-
 def model_of_plan(request: ModelRequest, plan: Plan) -> ModelSpec:
     """Return the model a plan is for: as told, else by the plan's own path or name."""
     if request.model or request.model_name or request.model_size:
         spec, _ = read_model(request)
-    elif plan.model.path and Path(plan.model.path).is_dir():
+    elif plan.model.path and is_model(plan.model.path):
         spec = ModelSpec.from_directory(plan.model.path)
     elif plan.inputs is not None:
         spec = plan.inputs.model

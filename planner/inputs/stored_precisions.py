@@ -9,7 +9,9 @@ tensors tell its form, as runtime/weights/quantized_checkpoint.py lists them:
     none of these             unquantised: 16 bits, or rounded while it loads; so are FP8, MXFP4
                               and NVFP4, and integers in groups or orders that no kernel takes
 
-Bits of weights cannot change once stored; Atom's weights also meet 16-bit activations.
+A GGUF file's layers are planned at the bits nearest to those of most of their weights, and may be
+served at any. Bits of other weights cannot change once stored; Atom's weights also meet 16-bit
+activations.
 """
 
 from __future__ import annotations
@@ -23,7 +25,10 @@ from typing import Any
 
 from llmpq.families.config_values import section, size
 from llmpq.file_form import read_json
-from llmpq.model_spec import ModelSpec, read_config
+from llmpq.gguf_file import is_gguf, open_gguf
+from llmpq.model_config import read_config
+from llmpq.model_spec import ModelSpec
+from llmpq.planner.inputs.gguf_layers import StoredLayer, stored_in_gguf
 from llmpq.precision import Precision
 
 METHODS = ("compressed-tensors", "gptq", "awq", "llmpq", "fp8", "fbgemm_fp8", "mxfp4")
@@ -37,14 +42,6 @@ GROUP = 128
 LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")
 MAX_HEADER_BYTES = 100_000_000
 """What the safetensors library allows."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StoredLayer:
-    """How a layer is stored, and every precision it can be served at."""
-
-    stored: Precision
-    served: tuple[Precision, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +65,9 @@ class _Header:
 
 
 def stored_layers(directory: str | Path, spec: ModelSpec) -> tuple[StoredLayer, ...] | None:
-    """Return how every layer is stored; None for a directory that is not quantised."""
+    """Return how every layer is stored; None for a model that is not quantised."""
+    if is_gguf(directory):
+        return stored_in_gguf(open_gguf(directory), spec.num_layers)
     described = section(read_config(directory), "quantization_config")
     if described is None:
         return None
@@ -92,8 +91,8 @@ def stored_layers(directory: str | Path, spec: ModelSpec) -> tuple[StoredLayer, 
 
 
 def has_weights(directory: str | Path) -> bool:
-    """Whether a directory has a checkpoint, not config.json alone."""
-    return bool(_files(Path(directory)))
+    """Whether a model has a checkpoint, not config.json alone."""
+    return is_gguf(directory) or bool(_files(Path(directory)))
 
 
 def _files(directory: Path) -> list[Path]:

@@ -125,7 +125,7 @@ def run_parser() -> CommandParser:
         notes=NOTES,
     )
     what = parser.section("what to time")
-    what.flag("--model", required=True, help="model directory, or a built-in name")
+    what.flag("--model", required=True, help="model directory, GGUF file, or a built-in name")
     what.flag("--cluster", type=Path, required=True, help="cluster YAML")
     hosts = "time every kind on a host of this Ray that has it, and the links between the hosts"
     what.flag("--ray-address", daily=True, also=("--address",), help=hosts)
@@ -170,7 +170,7 @@ def tune_parser() -> CommandParser:
         example="llmpq-profile tune --model DIR --plan plan.json",
     )
     what = parser.section("what to tune")
-    what.flag("--model", required=True, help="model directory, or a built-in name")
+    what.flag("--model", required=True, help="model directory, GGUF file, or a built-in name")
     what.flag("--plan", daily=True, metavar="PLAN", help="rows and precisions of this plan")
     unplanned = Only(lambda a: a.plan is None, "beside --plan, which says it", "give no plan")
     what.flag("--bits", default="w4a16", daily=True, only=unplanned, help="default: w4a16")
@@ -195,7 +195,7 @@ def indicator_parser() -> CommandParser:
     )
     observed = _kinds(*OBSERVED)
     what = parser.section("what to measure")
-    what.flag("--model", required=True, help="model directory (random: or a name)")
+    what.flag("--model", required=True, help="model directory or GGUF file (random: or a name)")
     what.flag(
         "--kind",
         choices=(*OBSERVED, "random"),
@@ -253,7 +253,7 @@ def quantize_parser() -> CommandParser:
         example="llmpq-quantize MODEL OUT --scheme w4a4 --text sample.txt",
         notes=SCHEMES,
     )
-    parser.positional("model", type=Path, help="Hugging Face model directory")
+    parser.positional("model", type=Path, help="Hugging Face model directory, or GGUF file")
     parser.positional("output", type=Path, help="directory to write; a stopped run continues")
     what = parser.section("what to write")
     what.flag("--scheme", daily=True, help="of all layers, or one per layer with commas")

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from llmpq.errors import ExitCode
+from llmpq.gguf_file import is_model
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
@@ -77,12 +78,12 @@ def _observed(
 
     from llmpq.profiler.quality.observation import cut_windows, observe
     from llmpq.runtime.tools.evaluate import usable_device
-    from llmpq.runtime.weights.sources import CheckpointSource
+    from llmpq.runtime.weights.quantized_checkpoint import open_numbers
 
-    if not Path(request.model).is_dir():
+    if not is_model(request.model):
         raise ValueError(
-            f"--kind {request.kind} reads real weights: --model must be a model directory, got "
-            f"'{request.model}'; a built-in name works with --kind random"
+            f"--kind {request.kind} reads real weights: --model must be a directory or a GGUF "
+            f"file, got '{request.model}'; a built-in name works with --kind random"
         )
     if request.text is None:
         raise ValueError(f"--kind {request.kind} needs calibration text: give --text FILE")
@@ -98,7 +99,7 @@ def _observed(
         task = progress.add_task("layers", total=spec.num_layers)
         observe(
             spec,
-            CheckpointSource(request.model, spec),
+            open_numbers(request.model, spec),
             windows,
             observer,
             device=device,

@@ -47,7 +47,7 @@ def quantize(request: QuantizeRequest) -> int:
     from llmpq.profiler.quantize.layer_progress import QuantizeProgress
     from llmpq.profiler.quantize.whole_model import quantize_model
     from llmpq.runtime.tools.evaluate import usable_device
-    from llmpq.runtime.weights.sources import CheckpointSource
+    from llmpq.runtime.weights.quantized_checkpoint import open_numbers
 
     device = usable_device(request.device)
     if request.output.exists() and not request.output.is_dir():
@@ -58,7 +58,7 @@ def quantize(request: QuantizeRequest) -> int:
     with torch.inference_mode(), QuantizeProgress(spec.num_layers) as progress:
         quantize_model(
             job,
-            CheckpointSource(request.model, spec),
+            open_numbers(request.model, spec),
             request.output,
             device=device,
             dtype=torch.float32 if device.type == "cpu" else torch.bfloat16,

@@ -7,13 +7,13 @@ tokens of one request.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
 
 from llmpq.cost_model import Part, Phase
 from llmpq.file_form import FileForm
+from llmpq.gguf_file import is_model
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
 from llmpq.workload import Dtype
@@ -178,4 +178,4 @@ class Failed(FileForm):
 
 def model_spec(model: str) -> ModelSpec:
     """Return the spec of a model directory, or of a built-in name."""
-    return ModelSpec.from_directory(model) if Path(model).is_dir() else ModelSpec.by_name(model)
+    return ModelSpec.from_directory(model) if is_model(model) else ModelSpec.by_name(model)

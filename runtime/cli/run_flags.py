@@ -82,7 +82,12 @@ def run_parser() -> CommandParser:
     )
     job = parser.section("job")
     add_plan(job, text="plan.json of llmpq-algo (default: plan for the devices there are)")
-    job.flag("--model", daily=True, metavar="DIR", help="model directory (default: the plan's)")
+    job.flag(
+        "--model",
+        daily=True,
+        metavar="DIR",
+        help="directory or GGUF file (default: the plan's)",
+    )
     job.flag("-i", "--input", required=True, metavar="FILE", help="prompts: JSONL, or a line each")
     job.flag("-o", "--output", required=True, metavar="FILE", help="answers, JSONL")
     job.flag("--resume", daily=True, action="store_true", help="keep the rows that --output has")

@@ -61,7 +61,12 @@ def serve_parser() -> CommandParser:
     )
     what = parser.section("what to serve")
     add_plan(what, text="plan.json of llmpq-algo (default: plan for the devices there are)")
-    what.flag("--model", daily=True, metavar="DIR", help="model directory (default: the plan's)")
+    what.flag(
+        "--model",
+        daily=True,
+        metavar="DIR",
+        help="directory or GGUF file (default: the plan's)",
+    )
     what.flag("--cluster", daily=True, metavar="YAML", help="plan for, or check, its devices")
     name = "what requests may call the model, several times for several names (default: folder)"
     what.flag("--served-model-name", daily=True, action="append", metavar="NAME", help=name)

@@ -126,7 +126,12 @@ def check_parser() -> CommandParser:
     )
     parser.positional("plan", metavar="PLAN", help="plan.json of llmpq-algo")
     flags = parser.section("where to look")
-    flags.flag("--model", daily=True, metavar="DIR", help="model directory (default: the plan's)")
+    flags.flag(
+        "--model",
+        daily=True,
+        metavar="DIR",
+        help="directory or GGUF file (default: the plan's)",
+    )
     flags.flag("--cluster", daily=True, metavar="YAML", help="check that the plan is for it")
     flags.flag("--ray-address", also=("--address",), daily=True, help="join this Ray")
     flags.flag("--json", daily=True, action="store_true", help="print what was found as JSON")
@@ -250,7 +255,7 @@ def eval_parser() -> CommandParser:
         example="llmpq-dist eval --model DIR --text FILE --precision w4a16",
     )
     flags = parser.section("what to measure")
-    flags.flag("--model", required=True, metavar="DIR", help="model directory")
+    flags.flag("--model", required=True, metavar="DIR", help="model directory or GGUF file")
     flags.flag("--text", required=True, metavar="FILE", help="text to predict")
     unplanned = Only(lambda a: a.plan is None, "with --plan, whose plan says it", "drop --plan")
     flags.flag(

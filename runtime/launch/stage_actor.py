@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from llmpq.costs_cache import cache_folder
+from llmpq.gguf_file import is_model
 from llmpq.model_spec import ModelSpec
 from llmpq.output_paths import require_folder
 from llmpq.plan import Plan, StagePlan
@@ -351,7 +352,7 @@ class StageActor:
         if self._settings.load_format == "auto":
             spec = ModelSpec.from_directory(model)
             return spec, self._kept(open_checkpoint(model, spec), device)
-        known = os.path.isdir(model)
+        known = is_model(model)
         spec = ModelSpec.from_directory(model) if known else ModelSpec.by_name(model)
         source = RandomSource(spec, device=device)
         if self._settings.load_format == "dummy":

@@ -12,6 +12,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from llmpq.gguf_file import is_gguf, open_gguf
 from llmpq.plan import Plan
 from llmpq.precision import Precision
 from llmpq.runtime.text.batch_rows import Row
@@ -70,7 +71,8 @@ def digest(model_dir: str | Path) -> str:
     """
     state = hashlib.sha256()
     folder = Path(model_dir)
-    for path in sorted([folder / "config.json", *folder.glob("*.safetensors")]):
+    described = [folder / "config.json", *folder.glob("*.safetensors")]
+    for path in open_gguf(folder).parts if is_gguf(folder) else sorted(described):
         if not path.is_file():
             continue
         size = path.stat().st_size

@@ -1,4 +1,4 @@
-"""Text to tokens and back, with the fast tokenizer of a local model directory."""
+"""Text to tokens and back, with the fast tokenizer of a local model directory or GGUF file."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+from llmpq.gguf_file import is_gguf, open_gguf
+from llmpq.gguf_tokenizer import tokenizer_of
 
 TOKENIZER, SETTINGS = "tokenizer.json", "tokenizer_config.json"
 
@@ -121,6 +124,8 @@ class Tokenizer:
 
 
 def _load(directory: Path) -> Any:
+    if is_gguf(directory):
+        return tokenizer_of(open_gguf(directory))
     # transformers takes a second to import; commands that need no text do not pay for it.
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 

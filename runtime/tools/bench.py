@@ -23,6 +23,7 @@ from rich.console import Console
 from llmpq.device_spec import canonical_kind
 from llmpq.errors import ExitCode
 from llmpq.file_form import explain
+from llmpq.gguf_file import is_model
 from llmpq.model_spec import ModelSpec
 from llmpq.output_paths import check_files, naming
 from llmpq.plan import Plan
@@ -97,7 +98,7 @@ def make_bench(options: BenchOptions) -> Bench:
     model = options.model or (plan.model.path if plan is not None else None)
     if model is None:
         raise ValueError("nothing to run: give --plan PLAN or --model DIR|NAME")
-    is_directory = Path(model).is_dir()
+    is_directory = is_model(model)
     spec = ModelSpec.from_directory(model) if is_directory else ModelSpec.by_name(model)
     if not is_directory and options.load_format != "dummy":
         raise ValueError(f"'{model}' is no directory of weights; add --load-format dummy")

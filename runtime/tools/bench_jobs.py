@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llmpq.gguf_file import is_model
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
 from llmpq.runtime.cli.speculation_choice import Drafts
@@ -82,7 +83,7 @@ def run_jobs(bench: Bench) -> list[dict[str, Any]]:
 
 
 def _settings(bench: Bench) -> StageSettings:
-    is_directory = Path(bench.model).is_dir()
+    is_directory = is_model(bench.model)
     return StageSettings(
         model_dir=str(Path(bench.model).resolve()) if is_directory else bench.model,
         load_format="dummy" if bench.dummy else "auto",

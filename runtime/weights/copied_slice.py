@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from llmpq.families import FAMILIES
+from llmpq.gguf_file import is_gguf
 from llmpq.model_spec import ModelSpec
 from llmpq.runtime.weights.sources import ATOM_ROOT, INDEX, SINGLE, read_weight_map
 
@@ -47,6 +48,11 @@ class WeightGiver:
     """Reads a checkpoint for stages on other hosts."""
 
     def __init__(self, directory: str) -> None:
+        if is_gguf(directory):
+            raise ValueError(
+                f"--copy-weights copies safetensors, '{directory}' is a GGUF file; put it where "
+                "every host sees it, under the same path"
+            )
         self._directory = Path(directory)
 
     def listing(self) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from llmpq.families.config_values import section, size
+from llmpq.gguf_file import is_gguf
 from llmpq.kernels.formats.atom_rounding import Codes
 from llmpq.kernels.formats.atom_scheme import W8A8, AtomScheme
 from llmpq.kernels.formats.atom_weight import AtomWeight, atom_weight
@@ -38,7 +39,8 @@ from llmpq.kernels.formats.interchange import (
 )
 from llmpq.kernels.formats.quantized_weight import QuantizedWeight, from_codes
 from llmpq.kernels.formats.weight_layout import GROUP, Layout
-from llmpq.model_spec import ModelSpec, read_config
+from llmpq.model_config import read_config
+from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, padded_k
 from llmpq.runtime.models.part_shapes import Shapes
 from llmpq.runtime.weights.float_forms import (
@@ -47,6 +49,7 @@ from llmpq.runtime.weights.float_forms import (
     fp8_numbers,
     integer_numbers,
 )
+from llmpq.runtime.weights.gguf_checkpoint import GgufCheckpoint
 from llmpq.runtime.weights.sources import ATOM_ROOT, FLOATING, ROW, CheckpointSource
 
 DTYPES = {
@@ -73,11 +76,20 @@ QUANTIZATION = "config.json, quantization_config"
 
 
 def open_checkpoint(directory: str | Path, spec: ModelSpec) -> CheckpointSource:
-    """Return the source of a model directory, quantised or not."""
+    """Return the source of a model directory, quantised or not, or of a GGUF file."""
+    if is_gguf(directory):
+        return GgufCheckpoint(directory, spec)
     described = section(read_config(directory), "quantization_config")
     if described is None:
         return CheckpointSource(directory, spec)
     return QuantizedCheckpoint(directory, spec, described)
+
+
+def open_numbers(directory: str | Path, spec: ModelSpec) -> CheckpointSource:
+    """Return the source of a model to quantise: of 16 or 32 bits, or a GGUF file's numbers."""
+    return (
+        GgufCheckpoint(directory, spec) if is_gguf(directory) else CheckpointSource(directory, spec)
+    )
 
 
 def stored_kv(directory: str | Path) -> KVPrecision:

@@ -17,10 +17,13 @@ import torch
 from torch import Tensor
 
 from llmpq.families import FAMILIES
+from llmpq.gguf_file import is_gguf, open_gguf
+from llmpq.gguf_tokenizer import tokenizer_of
 from llmpq.kernels.formats.atom_weight import AtomWeight
 from llmpq.kernels.formats.interchange import to_compressed_tensors
 from llmpq.kernels.formats.quantized_weight import QuantizedWeight, from_codes
 from llmpq.kernels.formats.weight_layout import Layout
+from llmpq.model_config import read_config
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
 from llmpq.runtime.models.linear import Weight
@@ -80,10 +83,12 @@ class CheckpointWriter:
 
     def finish(self, quantization: Mapping[str, Any]) -> None:
         """Write the tokenizer's files and config.json: the directory is then whole."""
-        for pattern in COPIED:
+        if is_gguf(self._source.where):
+            tokenizer_of(open_gguf(self._source.where)).save_pretrained(self.directory)
+        for pattern in () if is_gguf(self._source.where) else COPIED:
             for path in self._source.directory.glob(pattern):
                 write_bytes(path.read_bytes(), self.directory / path.name, remedy=REMEDY)
-        config = json.loads((self._source.directory / "config.json").read_text())
+        config = read_config(self._source.where)
         config["quantization_config"] = dict(quantization)
         write_text(
             json.dumps(config, indent=2) + "\n", self.directory / "config.json", remedy=REMEDY

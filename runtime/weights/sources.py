@@ -54,6 +54,9 @@ class TensorSource(Protocol):
 class CheckpointSource:
     """Weights of a Hugging Face directory with `model.safetensors`, sharded or not."""
 
+    DESCRIBED_BY = "config.json"
+    """What says the model's shapes, in errors."""
+
     def __init__(self, directory: str | Path, spec: ModelSpec) -> None:
         self.directory, self.spec = Path(directory), spec
         self.names = FAMILIES[spec.family].names
@@ -63,13 +66,18 @@ class CheckpointSource:
         found = [root for root in self.names.roots if root + token_name in self.file_of]
         if not found:
             raise ValueError(
-                f"'{self.directory}': tensor '{self.names.roots[0]}{token_name}' is missing; "
+                f"'{self.where}': tensor '{self.names.roots[0]}{token_name}' is missing; "
                 f"is this a {spec.family} checkpoint? It has "
                 f"{', '.join([*sorted(self.file_of)[:4], '...']) if self.file_of else 'no tensors'}"
             )
         self.root = found[0]
         self._require_no_more_layers()
         self._require_known_tensors()
+
+    @property
+    def where(self) -> Path:
+        """Where it is, in errors."""
+        return self.directory
 
     def embedding(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """Read the embedding's parts."""
@@ -122,8 +130,8 @@ class CheckpointSource:
                 raise ValueError(
                     f"'{self.file_of[stored_name(name)]}': tensor '{name}' has shape "
                     f"{list(piece.shape)}; "
-                    f"{' + '.join(names)} must have shape {list(shape)} together, as config.json "
-                    "says. The checkpoint and its config.json do not belong together"
+                    f"{' + '.join(names)} must have shape {list(shape)} together, as "
+                    f"{self.DESCRIBED_BY} says: the two do not belong together"
                 )
         stacked = torch.empty(shape, dtype=dtype)
         start = 0
@@ -185,9 +193,9 @@ class CheckpointSource:
         beyond = last - self.spec.num_layers + 1
         if beyond > self.spec.further_layers:
             raise ValueError(
-                f"'{self.directory}' has layers up to {last} (tensor '{found[last]}'), config.json "
-                f"says {self.spec.num_layers} layers: expected none from {self.spec.num_layers} "
-                "on. Correct config.json or download it again"
+                f"'{self.where}' has layers up to {last} (tensor '{found[last]}'), "
+                f"{self.DESCRIBED_BY} says {self.spec.num_layers} layers: expected none from "
+                f"{self.spec.num_layers} on. Correct {self.DESCRIBED_BY} or download it again"
             )
 
     def _require_known_tensors(self) -> None:
@@ -199,9 +207,10 @@ class CheckpointSource:
             self.read(weight, FLOATING)  # a scale is unknown where its weight's codes are, too
         if unknown:
             raise ValueError(
-                f"'{self.directory}': tensor '{unknown[0]}' is not part of a {self.spec.family} "
-                f"model as config.json describes it{_and_more(len(unknown))}; llmpq would run the "
-                "model without it. Correct config.json, or download the checkpoint again"
+                f"'{self.where}': tensor '{unknown[0]}' is not part of a {self.spec.family} "
+                f"model as {self.DESCRIBED_BY} describes it{_and_more(len(unknown))}; llmpq would "
+                f"run the model without it. Correct {self.DESCRIBED_BY}, or download the "
+                "checkpoint again"
             )
 
     def _expected(self) -> set[str]:

@@ -1,0 +1,120 @@
+"""Weights of a GGUF file, mapped from it and read as the numbers they stand for.
+
+The file's names become the Hugging Face ones that the families' tables know (the `gguf` package has
+the list), and what llama.cpp's converter changed is changed back: rows of queries and keys of
+Llama's kind lie in pairs of turned channels, Gemma's norms are stored as 1 + w, all experts of a
+layer are one tensor.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from llmpq.gguf_config import UNREAD, architecture_of
+from llmpq.gguf_file import GgufTensor, open_gguf
+from llmpq.model_spec import ModelSpec
+from llmpq.runtime.weights.sources import CheckpointSource
+
+PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""Types whose bytes are the numbers."""
+EXPERT = re.compile(r"(?P<before>.*\.experts)\.(?P<index>[0-9]+)\.(?P<behind>.*)")
+SUFFIXES = (".weight", ".bias")
+
+
+class GgufCheckpoint(CheckpointSource):
+    """A model's GGUF file, in parts or whole."""
+
+    DESCRIBED_BY = "its metadata"
+
+    def __init__(self, path: str | Path, spec: ModelSpec) -> None:
+        self._file = open_gguf(path)
+        self._arch, self._means = architecture_of(self._file)
+        self._stored: dict[str, tuple[str, int | None]] = {}
+        self._spec = spec
+        super().__init__(self._file.path.parent, spec)
+
+    @property
+    def where(self) -> Path:
+        """What errors call it."""
+        return self._file.path
+
+    def _index(self) -> dict[str, str]:
+        """Return name -> file, by the families' names where a tensor has one."""
+        import gguf
+
+        arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == self._arch)
+        table = gguf.get_tensor_name_map(arch, self._spec.num_layers)
+        tensors = self._file.tensors
+        left = set(tensors) - UNREAD
+        for name in sorted(self._names()):
+            match = EXPERT.fullmatch(name)
+            merged = name if match is None else f"{match['before']}.{match['behind']}"
+            stored = table.get_name(merged, try_suffixes=SUFFIXES)
+            if stored in tensors:
+                self._stored[name] = stored, None if match is None else int(match["index"])
+                left.discard(stored)
+        files = {name: tensors[stored].path.name for name, (stored, _) in self._stored.items()}
+        return files | {name: tensors[name].path.name for name in left}
+
+    def _names(self) -> set[str]:
+        """Return every name that the family's tables may ask for."""
+        self.root, self.file_of = self.names.roots[0], {}
+        return self._expected() | {self.names.output}
+
+    def _output_name(self) -> str:
+        return self.names.output
+
+    def _is_known(self, name: str, expected: Collection[str]) -> bool:
+        """Whether a tensor is known: of those that no table names, none is."""
+        return name in self._stored and super()._is_known(name, expected)
+
+    def _require(self, name: str) -> None:
+        if name not in self._stored:
+            raise ValueError(
+                f"'{self._file.path}': tensor '{name}' is missing, by the name it has in "
+                f"safetensors; the file has {len(self._file.tensors)} tensors. Download it again"
+            )
+
+    def _get(
+        self, name: str, dtypes: Collection[torch.dtype] | None, index: int | None = None
+    ) -> Tensor:
+        """Return a tensor's numbers in the Hugging Face order: as stored, or float32."""
+        self._require(name)
+        stored, expert = self._stored[name]
+        tensor = numbers_of(self._file.tensors[stored], expert)
+        if self._means.above_one and name.endswith("norm.weight"):
+            tensor = tensor - 1
+        kind = re.search(r"\.([qk])_proj\.(weight|bias)$", name)
+        if self._means.pairs and kind is not None:
+            tensor = _halves(tensor, self.spec.heads if kind[1] == "q" else self.spec.kv_heads)
+        return tensor if index is None else tensor[index]
+
+    def _handle(self, file: str) -> Any:
+        raise AssertionError(f"{file} is no safetensors file")
+
+
+def numbers_of(tensor: GgufTensor, expert: int | None = None) -> Tensor:
+    """Return a tensor's numbers, or one expert's of them: as they are stored, or float32."""
+    from gguf import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    blocks, shape = tensor.blocks(), tensor.shape
+    if expert is not None:
+        blocks, shape = blocks.reshape(shape[0], -1)[expert], shape[1:]
+    if tensor.kind in PLAIN:
+        return torch.from_numpy(blocks).view(PLAIN[tensor.kind]).view(shape)
+    rows = np.asarray(blocks).reshape(*shape[:-1], -1)
+    return torch.from_numpy(dequantize(rows, GGMLQuantizationType[tensor.kind]))
+
+
+def _halves(rows: Tensor, heads: int) -> Tensor:
+    """Return rows [heads * head_dim, ...] whose turned pairs lie side by side as two halves."""
+    by_pair = rows.view(heads, -1, 2, *rows.shape[1:])
+    return by_pair.transpose(1, 2).reshape(rows.shape)

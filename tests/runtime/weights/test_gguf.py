@@ -1,0 +1,536 @@
+"""GGUF files, written here by the `gguf` package: the same tokens and logits as their originals."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from llmpq.gguf_file import BLOCKS, open_gguf
+from llmpq.model_spec import ModelSpec
+from llmpq.planner.inputs.stored_precisions import stored_layers
+from llmpq.precision import Precision
+from llmpq.runtime.engine.plain_loop import LocalPipeline, pad
+from llmpq.runtime.step import Step
+from llmpq.runtime.weights.gguf_checkpoint import numbers_of
+from llmpq.runtime.weights.quantized_checkpoint import open_checkpoint
+
+gguf = pytest.importorskip("gguf")
+pytestmark = pytest.mark.cpu
+TOKENS = [5, 30, 77, 120, 9, 61, 62, 63, 64, 11, 12, 13]
+BASE: dict[str, Any] = {
+    "vocab_size": 199,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+GEMMA = {"head_dim": 32, "sliding_window": 6, "num_hidden_layers": 7, "query_pre_attn_scalar": 32}
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.5,
+    "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [2.0, 3.0, 4.0, 5.0],
+    "original_max_position_embeddings": 8,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+KINDS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
+    # What it is: Transformers' class, the file's architecture, config, metadata beside the common.
+    "llama": ("Llama", "llama", {}, {}),
+    "llama with biases": ("Llama", "llama", {"attention_bias": True, "mlp_bias": True}, {}),
+    "llama 3": ("Llama", "llama", {"rope_parameters": LLAMA3, "head_dim": 32}, {}),
+    "llama, linear": (
+        "Llama",
+        "llama",
+        {"rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 5e3}},
+        {"rope.scaling.type": "linear", "rope.scaling.factor": 3.0},
+    ),
+    "qwen2, yarn, tied": (
+        "Qwen2",
+        "qwen2",
+        {"rope_parameters": YARN, "tie_word_embeddings": True},
+        {
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": 4.0,
+            "rope.scaling.original_context_length": 32,
+        },
+    ),
+    "qwen3": ("Qwen3", "qwen3", {"head_dim": 32}, {}),
+    "mistral": ("Mistral", "llama", {"sliding_window": 6}, {"attention.sliding_window": 6}),
+    "mixtral": (
+        "Mixtral",
+        "llama",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+        {"expert_count": 4, "expert_used_count": 2},
+    ),
+    "qwen3moe": (
+        "Qwen3Moe",
+        "qwen3moe",
+        {
+            "head_dim": 32,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "norm_topk_prob": True,
+        },
+        {"expert_count": 6, "expert_used_count": 3, "expert_feed_forward_length": 40},
+    ),
+    "gemma2": (
+        "Gemma2",
+        "gemma2",
+        {**GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
+        {
+            "attention.sliding_window": 6,
+            "attn_logit_softcapping": 5.0,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "gemma3": ("Gemma3Text", "gemma3", GEMMA, {"attention.sliding_window": 6}),
+    "phi3": (
+        "Phi3",
+        "phi3",
+        {
+            "rope_parameters": LONG,
+            "original_max_position_embeddings": 8,
+            "sliding_window": 9,
+            "pad_token_id": 0,
+        },
+        {"attention.sliding_window": 9, "rope.scaling.original_context_length": 8},
+    ),
+    "glm4": ("Glm4", "glm4", {"head_dim": 32, "attention_bias": True, "pad_token_id": 0}, {}),
+    "granite": (
+        "Granite",
+        "granite",
+        {
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.5,
+            "logits_scaling": 4.0,
+        },
+        {
+            "embedding_scale": 3.0,
+            "attention.scale": 0.2,
+            "residual_scale": 0.5,
+            "logit_scale": 4.0,
+        },
+    ),
+    "olmo2": ("Olmo2", "olmo2", {}, {}),
+}
+
+
+def random_model(kind: str) -> Any:
+    import transformers
+
+    name, _, changes, _ = KINDS[kind]
+    torch.manual_seed(3)
+    config = getattr(transformers, f"{name}Config")(**{**BASE, **changes})
+    model_class = f"{name.removesuffix('Text')}ForCausalLM"
+    model = getattr(transformers, model_class)(config).float().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+def in_pairs(rows: Tensor, heads: int) -> Tensor:
+    """llama.cpp's order: channel i of a head's first half, then channel i of its second."""
+    by_half = rows.reshape(heads, 2, -1, *rows.shape[1:])
+    return by_half.transpose(1, 2).reshape(rows.shape)
+
+
+def converted(model: Any, kind: str) -> dict[str, Tensor]:
+    """The tensors of a model as a converter names and turns them."""
+    _, arch, _, _ = KINDS[kind]
+    number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
+    config = model.config
+    table = gguf.get_tensor_name_map(number, config.num_hidden_layers)
+    heads = {"q": config.num_attention_heads, "k": config.num_key_value_heads}
+    found = {}
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        turned = re.search(r"\.([qk])_proj\.", name)
+        if turned and arch in ("llama", "granite"):
+            tensor = in_pairs(tensor, heads[turned[1]])
+        if arch in ("gemma2", "gemma3") and name.endswith("norm.weight"):
+            tensor = tensor + 1
+        if name.endswith("experts.gate_up_proj"):
+            layer = name.split(".")[2]
+            gate, up = tensor.chunk(2, dim=1)
+            found |= {
+                f"blk.{layer}.ffn_gate_exps.weight": gate,
+                f"blk.{layer}.ffn_up_exps.weight": up,
+            }
+        elif name.endswith("experts.down_proj"):
+            found[f"blk.{name.split('.')[2]}.ffn_down_exps.weight"] = tensor
+        else:
+            stored = table.get_name(name, try_suffixes=(".weight", ".bias"))
+            if stored is None and ".mlp.gate." in name:
+                stored = f"blk.{name.split('.')[2]}.ffn_gate_inp.weight"
+            assert stored is not None, name
+            found[stored] = tensor
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        for end in ("long", "short"):
+            found[f"rope_factors_{end}.weight"] = torch.tensor(rope[f"{end}_factor"])
+    if rope.get("rope_type") == "llama3":
+        found["rope_freqs.weight"] = llama3_factors(config, rope)
+    return found
+
+
+def llama3_factors(config: Any, rope: dict[str, Any]) -> Tensor:
+    """By how much each frequency is divided, as the converter writes it."""
+    plain = rope["rope_theta"] ** (-torch.arange(0, config.head_dim, 2).float() / config.head_dim)
+    turned = model_frequencies(config)
+    return plain / turned
+
+
+def model_frequencies(config: Any) -> Tensor:
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    return ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))[0]
+
+
+def common(config: Any, arch: str) -> dict[str, Any]:
+    rope = getattr(config, "rope_parameters", None) or {}
+    theta = (rope.get("full_attention") or rope).get("rope_theta")
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    share = rope.get("partial_rotary_factor", 1.0)
+    return {
+        "block_count": config.num_hidden_layers,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.key_length": head_dim,
+        "attention.value_length": head_dim,
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "rope.dimension_count": int(head_dim * share),
+        "rope.freq_base": float(theta),
+        "vocab_size": config.vocab_size,
+        "rope.scaling.finetuned": False,
+    }
+
+
+def write(
+    path: Path, arch: str, metadata: dict[str, Any], tensors: dict[str, Tensor], form: str = "F32"
+) -> None:
+    """Write a file whose matrices have a type; `random:` ones are blocks of random bytes."""
+    writer = gguf.GGUFWriter(path, arch)
+    for key, value in metadata.items():
+        full = key if key.startswith(("tokenizer.", "general.")) else f"{arch}.{key}"
+        kinds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
+        add = kinds.get(type(value), writer.add_string)
+        (writer.add_array if isinstance(value, list) else add)(full, value)
+    for name, tensor in tensors.items():
+        array = tensor.detach().float().contiguous().numpy()
+        number = gguf.GGMLQuantizationType[form]
+        if form != "F32" and array.ndim > 1 and "norm" not in name and "_inp" not in name:
+            writer.add_tensor(name, stored_as(array, number), raw_dtype=number)
+        else:
+            writer.add_tensor(name, array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def stored_as(array: Any, number: Any) -> Any:
+    """Quantise an array; random valid blocks where the package cannot."""
+    if array.shape[-1] % gguf.GGML_QUANT_SIZES[number][0]:
+        raise ValueError(f"{array.shape} in {number.name}")
+    try:
+        return gguf.quants.quantize(array, number)
+    except NotImplementedError:
+        return random_blocks(array.shape, number)
+
+
+def random_blocks(shape: tuple[int, ...], number: Any) -> Any:
+    """Blocks of random bytes, but for their fp16 scales, which are small."""
+    weights, size = gguf.GGML_QUANT_SIZES[number]
+    rng = np.random.default_rng(sum(shape))
+    blocks = rng.integers(0, 256, (*shape[:-1], shape[-1] // weights, size), dtype=np.uint8)
+    for at in SCALES[number.name]:
+        scale = rng.uniform(1e-4, 1e-3, blocks.shape[:-1]).astype("<f2")
+        blocks[..., at : at + 2] = scale[..., None].view(np.uint8)
+    return blocks.reshape(*shape[:-1], -1)
+
+
+SCALES = {
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q6_K": (208,),
+    "IQ4_NL": (0,),
+    "IQ4_XS": (0,),
+    "MXFP4": (),
+}
+"""Where a block's fp16 scales are."""
+
+
+def write_model(kind: str, path: Path, form: str = "F32", model: Any = None) -> Any:
+    model = random_model(kind) if model is None else model
+    _, arch, _, more = KINDS[kind]
+    write(path, arch, {**common(model.config, arch), **more}, converted(model, kind), form)
+    return model
+
+
+def logits(path: Path, **options: Any) -> Tensor:
+    pipeline = LocalPipeline.from_directory(path, **options)
+    step = Step.of([0], [0], [len(TOKENS)])
+    caches = pipeline.caches(1, len(TOKENS))
+    return pipeline.logits(pad([TOKENS]), step, caches, all_positions=True)
+
+
+def relative(got: Tensor, want: Tensor) -> float:
+    return float((got - want).norm() / want.norm())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_architecture_gives_transformers_tokens(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    model = write_model(kind, path)
+    prompts = [TOKENS, list(range(7, 16)), list(range(30, 50))]
+    pipeline = LocalPipeline.from_directory(path, max_len=64)
+    for prompt, got in zip(prompts, pipeline.generate(prompts, max_new=10), strict=True):
+        want = model.generate(
+            torch.tensor([prompt]), max_new_tokens=10, do_sample=False, eos_token_id=None
+        )
+        assert got == want[0, len(prompt) :].tolist()
+    with torch.no_grad():
+        want = model(torch.tensor([TOKENS])).logits[0]
+    assert relative(logits(path, max_len=64)[0], want) < 2e-5
+
+
+FORMS = [kind for kind, weights, _ in BLOCKS.values() if weights > 1]
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
+
+
+@pytest.mark.parametrize("form", [*FORMS, "F16", "BF16"])
+def test_blocks_are_the_numbers_that_gguf_says(form: str, tmp_path: Path) -> None:
+    number = gguf.GGMLQuantizationType[form]
+    array = np.random.default_rng(5).normal(size=(3, 512)).astype(np.float32)
+    stored = stored_as(array, number)
+    writer = gguf.GGUFWriter(tmp_path / "t.gguf", "llama")
+    writer.add_tensor("blk.0.attn_q.weight", stored, raw_dtype=number)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    tensor = open_gguf(tmp_path / "t.gguf").tensors["blk.0.attn_q.weight"]
+    assert (tensor.kind, tensor.shape) == (form, (3, 512))
+    want = torch.from_numpy(gguf.quants.dequantize(stored, number))
+    assert torch.equal(numbers_of(tensor).float(), want)
+
+
+def test_block_sizes_are_those_of_the_package() -> None:
+    for number, (kind, weights, size) in BLOCKS.items():
+        theirs = gguf.GGMLQuantizationType(number)
+        assert (theirs.name, gguf.GGML_QUANT_SIZES[theirs]) == (kind, (weights, size))
+
+
+def wide_llama(**changes: Any) -> Any:
+    import transformers
+
+    torch.manual_seed(3)
+    config = transformers.LlamaConfig(**{**BASE, **WIDE, **changes})
+    return transformers.LlamaForCausalLM(config).float().eval()
+
+
+@pytest.mark.parametrize("form", ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q4_K", "Q6_K", "IQ4_XS"])
+def test_quantised_blocks_give_the_logits_of_their_numbers(form: str, tmp_path: Path) -> None:
+    """The same model with the blocks' numbers as float32 is the reference: no second rounding."""
+    model, path, plain = wide_llama(), tmp_path / "model.gguf", tmp_path / "plain.gguf"
+    write_model("llama", path, form, model)
+    file = open_gguf(path)
+    numbers = {name: numbers_of(tensor).float() for name, tensor in file.tensors.items()}
+    write(plain, "llama", common(model.config, "llama"), numbers)
+    got, want = logits(path, dtype=torch.float32), logits(plain)
+    assert torch.equal(got, want)
+
+
+def test_experts_are_read_one_at_a_time_from_quantised_blocks(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    import transformers
+
+    torch.manual_seed(3)
+    config = transformers.MixtralConfig(
+        **{**BASE, **WIDE, "num_local_experts": 4, "num_experts_per_tok": 2}
+    )
+    model = transformers.MixtralForCausalLM(config).float().eval()
+    write_model("mixtral", path, "Q8_0", model)
+    source = open_checkpoint(path, ModelSpec.from_directory(path))
+    layer = source.layer(1, torch.float32)
+    want = model.state_dict()["model.layers.1.mlp.experts.down_proj"][3]
+    assert relative(layer["experts.3.down.weight"], want) < 0.01
+
+
+def test_layers_are_planned_at_the_bits_of_most_of_their_weights(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    model = wide_llama()
+    for form, precision in [("Q8_0", "w8a16"), ("Q4_K", "w4a16"), ("Q6_K", "w8a16")]:
+        write_model("llama", path, form, model)
+        layers = stored_layers(path, ModelSpec.from_directory(path))
+        assert layers is not None and [x.stored.value for x in layers] == [precision] * 2
+        assert layers[0].served == tuple(Precision)
+    write_model("llama", path, "F16", model)
+    assert stored_layers(path, ModelSpec.from_directory(path)) is None
+
+
+def split(path: Path, into: Path, count: int = 2) -> list[Path]:
+    """Write a file's tensors into parts, as llama.cpp's gguf-split does."""
+    whole = gguf.GGUFReader(path)
+    parts = []
+    for part in range(count):
+        parts.append(into / f"m-{part + 1:05}-of-{count:05}.gguf")
+        writer = gguf.GGUFWriter(parts[-1], "llama")
+        writer.add_uint16("split.no", part)
+        writer.add_uint16("split.count", count)
+        writer.add_int32("split.tensors.count", len(whole.tensors))
+        for name, field in whole.fields.items() if part == 0 else ():
+            if name.startswith("llama."):
+                kind = field.types[0]
+                writer.add_key_value(name, field.contents(), kind)
+        for tensor in whole.tensors[part::count]:
+            writer.add_tensor(tensor.name, np.array(tensor.data), raw_dtype=tensor.tensor_type)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    return parts
+
+
+def test_a_model_in_parts_is_read_from_any_of_them(tmp_path: Path) -> None:
+    write_model("llama", tmp_path / "model.gguf")
+    parts = split(tmp_path / "model.gguf", tmp_path)
+    want = logits(tmp_path / "model.gguf")
+    assert torch.equal(logits(parts[0]), want) and torch.equal(logits(parts[1]), want)
+    parts[0].rename(tmp_path / "kept")
+    with pytest.raises(ValueError, match="one of 2 parts and 'm-00001-of-00002.gguf' is not"):
+        open_gguf(parts[1])
+    parts[1].rename(parts[0])
+    (tmp_path / "kept").rename(parts[1])
+    with pytest.raises(ValueError, match="says it is part 1"):
+        open_gguf(parts[0])
+
+
+def rewritten(path: Path, change: Callable[[bytearray], bytes | bytearray]) -> Path:
+    path.write_bytes(change(bytearray(path.read_bytes())))
+    return path
+
+
+def replaced(old: bytes, new: bytes) -> Callable[[bytearray], bytearray]:
+    def change(content: bytearray) -> bytearray:
+        assert content.count(old) == 1
+        return content.replace(old, new)
+
+    return change
+
+
+NAME = b"blk.0.attn_q.weight"
+
+
+def described(**changes: int) -> Callable[[bytearray], bytearray]:
+    """Overwrite a number of the first tensor's description, `NAME`'s."""
+    place = {"dimensions": (0, 4), "columns": (4, 8), "type": (20, 4), "offset": (24, 8)}
+
+    def change(content: bytearray) -> bytearray:
+        for what, value in changes.items():
+            at, size = place[what]
+            start = content.index(NAME) + len(NAME) + at
+            content[start : start + size] = value.to_bytes(size, "little")
+        return content
+
+    return change
+
+
+BROKEN: dict[str, tuple[Callable[[bytearray], bytes | bytearray], str]] = {
+    "cut in its blocks": (lambda c: c[:-200], "ends at byte .*, the file has"),
+    "cut in its header": (lambda c: c[:300], "truncated or damaged"),
+    "cut after its magic": (lambda c: c[:4], "is not a GGUF file"),
+    "no GGUF": (lambda c: b"\x80\x02}" + c, "is not a GGUF file"),
+    "another version": (lambda c: c[:4] + (9).to_bytes(4, "little") + c[8:], "version 9"),
+    "billions of keys": (lambda c: c[:16] + b"\xff" * 8 + c[24:], "truncated or damaged"),
+    "billions of tensors": (lambda c: c[:8] + b"\xff" * 7 + b"\x0f" + c[16:], "truncated or"),
+    "too many dimensions": (described(dimensions=9), "has 9 dimensions"),
+    "absurd shape": (described(columns=1 << 50), "has shape"),
+    "larger than the file": (described(columns=1 << 30), "ends at byte"),
+    "unknown type": (described(type=77), "has type 77, which llmpq does not read"),
+    "rows that are no blocks": (described(type=12), "has rows of 64, Q4_K has blocks of 256"),
+    "offset inside another": (described(offset=32), "begins at byte .*, inside"),
+    "offset behind the end": (described(offset=1 << 40), "the file has"),
+    "offset between": (described(offset=(1 << 20) + 1), "unaligned"),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_damaged_files_are_refused_in_a_sentence(kind: str, tmp_path: Path) -> None:
+    change, message = BROKEN[kind]
+    path = tmp_path / "model.gguf"
+    write_model("llama", path)
+    rewritten(path, change)
+    with pytest.raises(ValueError, match=message) as error:
+        ModelSpec.from_directory(path)
+    assert str(path) in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({"llama.attention.head_count_kv": 3}, "do not share 3 key/value heads evenly"),
+        ({"llama.block_count": 1}, "model.gguf': tensor 'blk.1.attn_k.weight' is not part of"),
+        ({"llama.block_count": 3}, "tensor 'model.layers.2.* is missing"),
+        ({"llama.feed_forward_length": 80}, "must have shape .* as its metadata says"),
+        ({"llama.attention.value_length": 32}, "keys and values of different sizes"),
+        ({"llama.attention.layer_norm_rms_epsilon": -1.0}, "expected a positive number"),
+        ({"llama.rope.scaling.type": "klingon"}, "rope scaling 'klingon' is not supported"),
+        ({"llama.attention.temperature_scale": 0.5}, "temperature_scale'=0.5 is not known"),
+        ({"llama.feed_forward_length": [96, 80]}, "the same for every layer"),
+    ],
+)
+def test_lying_metadata_is_refused(metadata: dict[str, Any], message: str, tmp_path: Path) -> None:
+    path, model = tmp_path / "model.gguf", random_model("llama")
+    told = {f"llama.{k}": v for k, v in common(model.config, "llama").items()} | metadata
+    plain = {k.removeprefix("llama."): v for k, v in told.items()}
+    write(path, "llama", plain, converted(model, "llama"))
+    with pytest.raises(ValueError, match=message):
+        spec = ModelSpec.from_directory(path)
+        open_checkpoint(path, spec).layer(spec.num_layers - 1, torch.float32)
+
+
+def test_other_architectures_and_tensors_are_refused(tmp_path: Path) -> None:
+    path, model = tmp_path / "model.gguf", random_model("llama")
+    told, tensors = common(model.config, "llama"), converted(model, "llama")
+    write(path, "mamba", told, tensors)
+    with pytest.raises(ValueError, match="architecture 'mamba' is not read from GGUF.*qwen3moe"):
+        ModelSpec.from_directory(path)
+    write(path, "llama", told, tensors | {"blk.0.attn_sinks.weight": torch.ones(4)})
+    with pytest.raises(ValueError, match="'blk.0.attn_sinks.weight' is not part of a llama model"):
+        open_checkpoint(path, ModelSpec.from_directory(path))
+    write(path, "llama", told, {k: v for k, v in tensors.items() if k != "token_embd.weight"})
+    with pytest.raises(ValueError, match="no tensor 'token_embd.weight'"):
+        ModelSpec.from_directory(path)
