@@ -141,7 +141,7 @@ def ppl(subject: Subject, source: object, *, kv4: str) -> float:
         key_group = None if kv4 == "token" else 128
         cache = functools.partial(kv4_cache, key_group=key_group, device=subject.device)
         pipeline = CachedPipeline(plain.spec, plain.stages, plain.dtype, plain.device, cache)
-    return perplexity(pipeline, subject.tokens, window=1024).value
+    return perplexity(pipeline.scores, subject.tokens, window=1024).value
 
 
 def kv4_cache(

@@ -64,7 +64,7 @@ def measure(subject: Subject, name: str, recipe: Recipe, args: argparse.Namespac
     ready = quantized(subject, recipe)
     draft, target = (pipeline(subject, ready, bits) for bits in (4, 16))
     lengths = accepted_lengths(subject.tokens, draft, target, args.places)
-    target_ppl = perplexity(target, subject.tokens[:8192], window=1024).value
+    target_ppl = perplexity(target.scores, subject.tokens[:8192], window=1024).value
     for gamma in range(2, MAX_GAMMA + 1):
         judged = sum(min(length + 1, gamma) for length in lengths)
         accepted = sum(min(length, gamma) for length in lengths)

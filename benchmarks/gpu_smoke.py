@@ -34,7 +34,7 @@ from llmpq.runtime.launch.hand_plan import hand_plan
 from llmpq.runtime.launch.stage_settings import limits_of
 from llmpq.runtime.request import Request
 from llmpq.runtime.text.tokenizer import Tokenizer
-from llmpq.runtime.tools.evaluate import perplexity
+from llmpq.runtime.tools.evaluate import longest_window, perplexity
 from llmpq.runtime.tools.open_stages import OpenStages
 from llmpq.runtime.weights.quantized_checkpoint import open_checkpoint
 from llmpq.runtime.weights.sources import RandomSource
@@ -221,7 +221,7 @@ def check_perplexity(model_dir: Path, rows: Path | None, commit: str | None) -> 
     text = Tokenizer(model_dir).encode((EXAMPLES / "heldout.txt").read_text(), special=False)
     text = text[:40_000]
     pipeline = LocalPipeline.from_directory(model_dir, dtype=torch.bfloat16, device="cuda:0")
-    ours = perplexity(pipeline, text)
+    ours = perplexity(pipeline.scores, text, window=longest_window(spec))
     model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.bfloat16)
     model = model.cuda()
     total = count = 0.0

@@ -109,7 +109,7 @@ def layer_losses(
 
     def loss(precisions: Sequence[Precision]) -> float:
         pipeline = LocalPipeline.from_directory(model, precisions=precisions)
-        return math.log(perplexity(pipeline, tokens, window=512).value)
+        return math.log(perplexity(pipeline.scores, tokens, window=512).value)
 
     plain = [Precision.W16A16] * spec.num_layers
     base = loss(plain)

@@ -11,16 +11,19 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from benchmarks.rows import write_row
 from llmpq.precision import KVPrecision
+from llmpq.runtime.cache.low_bit_kv import LowBitKV
+from llmpq.runtime.cache.plain_kv import KVCache
 from llmpq.runtime.engine.plain_loop import LocalPipeline
 from llmpq.runtime.models.stage_model import DTYPES
 from llmpq.runtime.text.tokenizer import Tokenizer
-from llmpq.runtime.tools.evaluate import LowBitPipeline, perplexity
+from llmpq.runtime.tools.evaluate import perplexity
 
 FORMATS: tuple[tuple[KVPrecision, int | None], ...] = (
     (KVPrecision.KV16, None),
@@ -31,6 +34,34 @@ FORMATS: tuple[tuple[KVPrecision, int | None], ...] = (
     ),
 )
 """Precision, and tokens that share a channel's key scale (None: one scale per token)."""
+
+
+@dataclass(frozen=True)
+class LowBitPipeline(LocalPipeline):
+    """A pipeline whose prompts, too, attend to packed keys and values.
+
+    `key_group` tokens share a channel's key scale; None: one scale per token.
+    """
+
+    kv: KVPrecision
+    key_group: int | None = 128
+
+    def caches(self, slots: int, max_len: int) -> list[KVCache]:
+        """Return one empty cache per stage."""
+        return [
+            LowBitKV(
+                self.spec,
+                self.kv,
+                num_layers=len(stage.layers),
+                slots=slots,
+                max_len=max_len,
+                dtype=self.dtype,
+                device=self.device,
+                key_group=self.key_group,
+                exact_prompt=False,
+            )
+            for stage in self.stages
+        ]
 
 
 def main() -> int:
@@ -55,7 +86,7 @@ def main() -> int:
         low_bit = kv is not KVPrecision.KV16
         parts = (pipeline.spec, pipeline.stages, pipeline.dtype, pipeline.device)
         measured = LowBitPipeline(*parts, kv, group) if low_bit else pipeline
-        result = perplexity(measured, tokens, window=args.window)
+        result = perplexity(measured.scores, tokens, window=args.window)
         base = base or result.value
         keys = "kt" if group is None else f"kc{group}"
         case = {

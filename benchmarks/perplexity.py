@@ -21,7 +21,7 @@ from llmpq.precision import Precision, WeightScheme
 from llmpq.runtime.engine.plain_loop import LocalPipeline
 from llmpq.runtime.models.stage_model import DTYPES
 from llmpq.runtime.text.tokenizer import Tokenizer
-from llmpq.runtime.tools.evaluate import perplexity
+from llmpq.runtime.tools.evaluate import longest_window, perplexity
 from llmpq.runtime.weights.sources import CheckpointSource
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
@@ -56,7 +56,7 @@ def main() -> None:
             scheme=lambda precision: scheme,
             dtype=DTYPES[args.dtype],
         )
-        return perplexity(pipeline, tokens).value
+        return perplexity(pipeline.scores, tokens, window=longest_window(spec)).value
 
     base = measure(16, None)
     write = functools.partial(

@@ -40,6 +40,8 @@ __all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "Struct
 class LLM:
     """A model that is loaded and answers prompts; a context manager, or end it with `close`."""
 
+    _inbox: LoopInbox | None = None
+
     def __init__(
         self,
         model: str | Path | None = None,
@@ -58,6 +60,7 @@ class LLM:
         gamma: int | None = None,
         links: LinkChoice = "auto",
         layer_cache: str | Path | None = None,
+        packed_prompts: bool = False,
         deadlines: Deadlines | None = None,
     ) -> None:
         """Plan where there is no plan, start the stages, load the weights.
@@ -67,6 +70,7 @@ class LLM:
         on GPUs. On CPUs, but for drafts by the model, KV is one pool of blocks: there
         `max_num_batched_tokens` bounds a step (so that a long prompt does not hold up answers; 512
         if left out) and `enable_prefix_caching` has what prompts share computed once.
+        `packed_prompts`: on GPUs, too, prompts attend to low-bit keys and values as they are kept.
         `speculate` and `gamma` (tokens drafted per verify) are the plan's unless they are given.
         """
         wishes = Wishes(
@@ -77,9 +81,7 @@ class LLM:
         )
         chosen = choose_plan(model, plan, cluster, wishes)
         self._plan = with_kv(chosen.plan, chosen.spec, kv_cache_dtype)
-        self._asked: dict[str, tuple[int, ...]] = {}
-        """Prompts under way, by name: the numbers of their requests."""
-        self._inbox: LoopInbox | None = None
+        self._asked: dict[str, tuple[int, ...]] = {}  # prompts under way: their requests
         mode, length = _drafts(self._plan, speculate, gamma)
         settings = StageSettings(
             model_dir=str(chosen.directory),
@@ -91,6 +93,7 @@ class LLM:
             max_model_len=max_model_len,
             step_tokens=_at_least_one("max_num_batched_tokens", max_num_batched_tokens),
             prefix_cache=enable_prefix_caching,
+            packed_prompts=packed_prompts,
         )
         self._prompts = _prompts(chosen, self._plan, settings)
         launch = Launch(backend=backend, ray_address=ray_address)
@@ -98,8 +101,7 @@ class LLM:
             self._plan, settings, cluster=chosen.cluster, deadlines=deadlines, launch=launch
         )
         with ExitStack() as stack:
-            engine = stack.enter_context(start)
-            self._engine = EngineThread(engine, stack.pop_all())
+            self._engine = EngineThread(stack.enter_context(start), stack.pop_all())
 
     def __enter__(self) -> Self:
         return self

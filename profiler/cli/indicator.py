@@ -77,7 +77,7 @@ def _observed(
     import torch
 
     from llmpq.profiler.quality.observation import cut_windows, observe
-    from llmpq.runtime.tools.evaluate import usable_device
+    from llmpq.runtime.backends.backend import usable_device
     from llmpq.runtime.weights.quantized_checkpoint import open_numbers
 
     if not is_model(request.model):

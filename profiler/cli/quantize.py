@@ -46,7 +46,7 @@ def quantize(request: QuantizeRequest) -> int:
 
     from llmpq.profiler.quantize.layer_progress import QuantizeProgress
     from llmpq.profiler.quantize.whole_model import quantize_model
-    from llmpq.runtime.tools.evaluate import usable_device
+    from llmpq.runtime.backends.backend import usable_device
     from llmpq.runtime.weights.quantized_checkpoint import open_numbers
 
     device = usable_device(request.device)

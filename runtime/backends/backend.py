@@ -37,6 +37,25 @@ class Backend(Protocol):
         ...
 
 
+def usable_device(name: str) -> torch.device:
+    """Return the torch device of that name; `ValueError` if this machine has none."""
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"--device '{name}' is not a torch device; expected cpu or cuda") from None
+    if device.type == "cpu":
+        return device
+    if device.type != "cuda":
+        raise ValueError(f"--device '{name}' is not supported; expected cpu or cuda")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if (device.index or 0) >= count:
+        raise ValueError(
+            f"--device '{name}': torch sees {count} CUDA devices here; leave --device out to use "
+            "the CPU, or check nvidia-smi and that torch is built with CUDA"
+        )
+    return device
+
+
 def backend_of(device: torch.device | str) -> Backend:
     """Return the backend of a device; what it needs is imported only then."""
     sort = torch.device(device).type

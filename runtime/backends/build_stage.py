@@ -36,15 +36,16 @@ def build_stage(
     device: torch.device,
     *,
     graphs: bool = True,
+    packed_prompts: bool = False,
 ) -> tuple[StageCompute, LoadReport]:
     """Load a stage's slice and allocate its cache; `DoesNotFitError` if the plan erred.
 
-    On a GPU, `graphs` captures decode steps.
+    On a GPU, `graphs` captures decode steps. `packed_prompts`: as `StageSettings` says.
     """
     _require_known(plan, index, spec, device, plan.workload.max_len)
     dtype = DTYPES[plan.workload.dtype]
     started_s = time.perf_counter()
-    model, kv = _load(plan, index, spec, source, device)
+    model, kv = _load(plan, index, spec, source, device, exact_prompt=not packed_prompts)
     report = LoadReport(
         weights_bytes=model.weight_nbytes,
         kv_bytes=kv.nbytes,
@@ -97,7 +98,13 @@ def build_paged_stage(
 
 
 def _load(
-    plan: Plan, index: int, spec: ModelSpec, source: TensorSource, device: torch.device
+    plan: Plan,
+    index: int,
+    spec: ModelSpec,
+    source: TensorSource,
+    device: torch.device,
+    *,
+    exact_prompt: bool,
 ) -> tuple[StageModel, KVCache]:
     """Read and quantise a stage's layers and allocate its cache."""
     workload = plan.workload
@@ -111,6 +118,7 @@ def _load(
             max_len=workload.max_len,
             dtype=DTYPES[workload.dtype],
             device=device,
+            exact_prompt=exact_prompt,
         )
     return model, kv
 

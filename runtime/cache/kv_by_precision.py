@@ -19,12 +19,23 @@ def make_kv_cache(
     max_len: int,
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
+    exact_prompt: bool = True,
 ) -> KVCache:
-    """Allocate a stage's cache at the given precision."""
+    """Allocate a stage's cache at the given precision.
+
+    `exact_prompt`: a whole prompt attends to itself in 16 bits, whatever the cache keeps of it.
+    """
     if kv is KVPrecision.KV16:
         return PlainKVCache(
             spec, num_layers=num_layers, slots=slots, max_len=max_len, dtype=dtype, device=device
         )
     return LowBitKV(
-        spec, kv, num_layers=num_layers, slots=slots, max_len=max_len, dtype=dtype, device=device
+        spec,
+        kv,
+        num_layers=num_layers,
+        slots=slots,
+        max_len=max_len,
+        dtype=dtype,
+        device=device,
+        exact_prompt=exact_prompt,
     )

@@ -1,7 +1,7 @@
 """The plain loop: a fixed batch through stages in one process, token by token.
 
-This is the oracle of the pipeline (which overlaps what happens here in turn) and what benchmarks
-and `llmpq-dist eval` run.
+This is the oracle of the engine (which overlaps what happens here in turn), and what benchmarks
+run models with that no directory holds.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from llmpq.runtime.weights.quantized_checkpoint import open_checkpoint
 from llmpq.runtime.weights.sources import TensorSource
 
 GREEDY = TokenChoice()
+_POSITIONS_AT_ONCE = 256
+"""Positions whose logits are made together: a few float copies of them live at once."""
 
 
 @dataclass(frozen=True)
@@ -113,19 +115,29 @@ class LocalPipeline:
             x = stage(x, step, cache)
         return x
 
+    @torch.inference_mode()
+    def scores(self, tokens: Sequence[int]) -> tuple[list[float], list[int]]:
+        """Return what `tools.evaluate.Scores` asks for of tokens."""
+        step = self._step([0], [0], [len(tokens)])
+        caches, given_BQ = self.caches(1, len(tokens)), pad([tokens], self.device)
+        hidden_BQh, own, likeliest = self.hidden(given_BQ, step, caches), [], []
+        head = self.stages[-1].head
+        assert head is not None
+        for at in range(0, len(tokens) - 1, _POSITIONS_AT_ONCE):
+            targets_N = given_BQ[0, at + 1 : at + 1 + _POSITIONS_AT_ONCE]
+            logprobs_NV = head(hidden_BQh[0, at : at + len(targets_N)]).float().log_softmax(-1)
+            own += logprobs_NV.gather(1, targets_N[:, None])[:, 0].tolist()
+            likeliest += logprobs_NV.argmax(-1).tolist()
+        return own, likeliest
+
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
         *,
         max_new: int,
         params: Sequence[TokenChoice] | None = None,
-        stop_at_eos: bool = False,
-        enough: Callable[[list[list[int]]], bool] | None = None,
     ) -> list[list[int]]:
-        """Return the new tokens of every prompt; the end-of-text token, if any, is the last.
-
-        `enough` is asked after every step whether the rows so far will do.
-        """
+        """Return the new tokens of every prompt; an end-of-text token ends nothing."""
         lengths = [len(prompt) for prompt in prompts]
         if min(lengths) == 0 or max_new < 1:
             raise ValueError("a prompt needs at least one token and max_new must be at least 1")
@@ -142,10 +154,7 @@ class LocalPipeline:
                 x, step = outputs[-1][:, None], self._step(slots, starts, [1] * len(slots))
             logits_BV = self.logits(x, step, caches)
             outputs.append(sample(logits_BV, chosen, [index] * len(slots)))
-            if enough is not None and enough(torch.stack(outputs, dim=1).tolist()):
-                break
-        rows = torch.stack(outputs, dim=1).tolist()
-        return [until_eos(row, self.spec.eos_token_ids) for row in rows] if stop_at_eos else rows
+        return torch.stack(outputs, dim=1).tolist()
 
     def _require_one_rope(self, lengths: Sequence[int], max_new: int) -> None:
         """Refuse requests that begin with longrope's short factors and end with its long ones."""
@@ -167,11 +176,3 @@ def pad(rows: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> Te
     """Return token rows as one tensor, padded on the right with zeros."""
     longest = max(len(row) for row in rows)
     return torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows]).to(device)
-
-
-def until_eos(tokens: Sequence[int], eos: Sequence[int]) -> list[int]:
-    """Return the tokens up to the first end-of-text token, itself included."""
-    for index, token in enumerate(tokens):
-        if token in eos:
-            return list(tokens[: index + 1])
-    return list(tokens)

@@ -1,11 +1,12 @@
-"""A plan written by hand: CPU stages between given layers, for tests and benchmarks."""
+"""A plan written by hand: stages between given layers on the CPU, or a whole model on one GPU."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from llmpq.device_spec import canonical_kind
 from llmpq.model_spec import ModelSpec
-from llmpq.plan import ClusterRef, ModelRef, Plan, StagePlan
+from llmpq.plan import ClusterRef, ModelRef, Plan, QuantizationForm, StagePlan
 from llmpq.precision import Precision
 from llmpq.workload import Workload
 
@@ -15,13 +16,18 @@ def hand_plan(
     workload: Workload,
     *,
     splits: Sequence[int] = (),
-    precision: Precision = Precision.W16A16,
+    precision: Precision | Sequence[Precision] = Precision.W16A16,
+    quantization: QuantizationForm | None = None,
     prefill_microbatch: int = 1,
     decode_microbatch: int = 1,
     model_dir: str | None = None,
     threads: int = 1,
 ) -> Plan:
-    """Return a plan whose stages end at the layers `splits` and at the last one."""
+    """Return a plan whose stages end at the layers `splits` and at the last one.
+
+    `precision`: of all layers, or of each.
+    """
+    each = (precision,) * spec.num_layers if isinstance(precision, Precision) else tuple(precision)
     bounds = [0, *splits, spec.num_layers]
     stages = [
         StagePlan(
@@ -32,7 +38,7 @@ def hand_plan(
             profile_kind=f"CPU@{threads}t",
             threads=threads,
             layers=(start, end),
-            precisions=(precision,) * (end - start),
+            precisions=each[start:end],
         )
         for index, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False))
     ]
@@ -45,7 +51,25 @@ def hand_plan(
         ),
         cluster=ClusterRef(name="hand-written", fingerprint="0" * 16),
         workload=workload,
+        quantization=quantization or QuantizationForm(),
         prefill_microbatch=prefill_microbatch,
         decode_microbatch=decode_microbatch,
         stages=tuple(stages),
     )
+
+
+def on_gpu(plan: Plan, number: int = 0) -> Plan:
+    """Return the plan with its stages on this machine's GPU of that number, as torch counts."""
+    import torch  # plans of CPU stages are written without
+
+    kind = canonical_kind(torch.cuda.get_device_name(number))
+    change = {
+        "device": f"{kind}-{number}",
+        "device_index": number,
+        "kind": kind,
+        "profile_kind": kind,
+        "threads": None,
+    }
+    stages = tuple(stage.model_copy(update=change) for stage in plan.stages)
+    cluster = plan.cluster.model_copy(update={"name": f"{kind.lower()}x1"})
+    return plan.model_copy(update={"stages": stages, "cluster": cluster})

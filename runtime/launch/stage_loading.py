@@ -43,7 +43,15 @@ def load_with_slots(
     device: torch.device,
 ) -> tuple[StageCompute, LoadReport]:
     """Load a stage of a job that the plan foresees."""
-    compute, report = build_stage(plan, index, spec, source, device, graphs=settings.graphs)
+    compute, report = build_stage(
+        plan,
+        index,
+        spec,
+        source,
+        device,
+        graphs=settings.graphs,
+        packed_prompts=settings.packed_prompts,
+    )
     if settings.speculate is not None:
         extra = compute.enable_speculation(settings.speculate, plan.workload)
         report = replace(report, draft_bytes=extra)

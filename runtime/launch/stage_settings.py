@@ -46,6 +46,9 @@ class StageSettings:
     """Tokens of a step of live requests, at most; None: `pool_plan.STEP_TOKENS`."""
     prefix_cache: bool = True
     """Whether blocks of live requests are found again by others that begin alike."""
+    packed_prompts: bool = False
+    """Prompts, too, attend to packed keys and values, query by query; with a pool they always do.
+    """
     address: str | None = None
     """Its node's own address, at which other hosts' stages reach it; None: all are on this host."""
     network_interface: str | None = None

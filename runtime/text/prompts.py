@@ -86,18 +86,20 @@ class Prompts:
     ) -> Ask:
         """Return the requests of a prompt; `ValueError` if they can never run.
 
-        A prompt that is only scored generates one token all the same, which nobody sees.
+        A prompt that is only scored generates one token all the same, which nobody sees: in the
+        place of its last token, which need not be run.
         """
         text, tokens = self._tokens_of(prompt)
         tokens = self._truncated(tokens, params)
         stops = self._stop_ids(params)
-        room = max(1, self.max_len - len(tokens) + 1)
+        run = tokens[:-1] if params.max_tokens == 0 and len(tokens) > 1 else tokens
+        room = max(1, self.max_len - len(run) + 1)
         rules = rules_of(params, tokens, stops, self._spec, lambda: self.tokenizer)
         if rules is not None and rules.guide is not None:
             self._guides.check(rules.guide)
         first = Request(
             id=-1,
-            prompt=tokens,
+            prompt=run,
             max_new=room if params.max_tokens is None else min(params.max_tokens or 1, room),
             stop_ids=stops,
             stop_texts=params.stop_texts,

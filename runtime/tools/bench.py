@@ -20,18 +20,17 @@ import torch
 from pydantic import ValidationError
 from rich.console import Console
 
-from llmpq.device_spec import canonical_kind
 from llmpq.errors import ExitCode
 from llmpq.file_form import explain
 from llmpq.gguf_file import is_model
 from llmpq.model_spec import ModelSpec
 from llmpq.output_paths import check_files, naming
-from llmpq.plan import Plan
+from llmpq.plan import Plan, QuantizationForm
 from llmpq.precision import KVPrecision, Precision
 from llmpq.runtime.cli.plan_file import load_plan
 from llmpq.runtime.cli.speculation_choice import Drafts, choose_speculation
 from llmpq.runtime.cli.tool_flags import JOB, BenchOptions
-from llmpq.runtime.launch.hand_plan import hand_plan
+from llmpq.runtime.launch.hand_plan import hand_plan, on_gpu
 from llmpq.runtime.launch.launcher import Launch
 from llmpq.runtime.report.job_report import print_summary
 from llmpq.runtime.tools.bench_jobs import Bench, run_jobs
@@ -176,20 +175,13 @@ def single_plan(spec: ModelSpec, options: BenchOptions) -> Plan:
                 dtype=job["dtype"],
             ),
             precision=Precision.parse(job["bits"]),
+            quantization=QuantizationForm(symmetric=options.symmetric),
             prefill_microbatch=_or(options.prefill_microbatch, job["batch"]),
             decode_microbatch=_or(options.decode_microbatch, job["batch"]),
         )
     except ValidationError as error:
         raise ValueError(f"the job: {explain(error, Plan)}") from None
-    form = plan.quantization.model_copy(update={"symmetric": options.symmetric})
-    plan = plan.model_copy(update={"quantization": form})
-    if not torch.cuda.is_available():
-        return plan
-    kind = canonical_kind(torch.cuda.get_device_name(0))
-    change = {"device": f"{kind}-0", "kind": kind, "profile_kind": kind, "threads": None}
-    stages = tuple(stage.model_copy(update=change) for stage in plan.stages)
-    cluster = plan.cluster.model_copy(update={"name": f"{kind.lower()}x1"})
-    return plan.model_copy(update={"stages": stages, "cluster": cluster})
+    return on_gpu(plan) if torch.cuda.is_available() else plan
 
 
 def _or(value: int | None, default: int) -> int:

@@ -11,7 +11,7 @@ float32. Protocols:
 
 Agreement is the share of positions at which two models hold the same token to be most likely.
 
-Legend: B windows at once, Q tokens of a window, V vocabulary.
+A model is measured as it serves: `LLM` scores every window as a prompt.
 """
 
 from __future__ import annotations
@@ -20,30 +20,29 @@ import json
 import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
-from torch.nn import functional
 
 from llmpq.command_line import refuse_without_effect
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
+from llmpq.plan import Plan, QuantizationForm
 from llmpq.precision import KVPrecision, Precision
-from llmpq.runtime.cache.low_bit_kv import LowBitKV
-from llmpq.runtime.cache.plain_kv import KVCache
+from llmpq.runtime.backends.backend import usable_device
 from llmpq.runtime.cli.plan_file import load_plan
 from llmpq.runtime.cli.tool_flags import EvalOptions
-from llmpq.runtime.engine.plain_loop import LocalPipeline
-from llmpq.runtime.models.stage_model import DTYPES
-from llmpq.runtime.step import Step
-from llmpq.runtime.text.tokenizer import Tokenizer
+from llmpq.runtime.launch.hand_plan import hand_plan, on_gpu
+from llmpq.runtime.llm import LLM
+from llmpq.runtime.sampling_params import SamplingParams
 from llmpq.runtime.weights.quantized_checkpoint import (
     QuantizedCheckpoint,
     open_checkpoint,
     stored_kv,
 )
+from llmpq.this_machine import read_host, useful_threads
+from llmpq.workload import DTYPE_BYTES, Dtype, Workload
 
 MAX_WINDOW = 2048
 """Longest window, as in the papers; a shorter trained context shortens it."""
@@ -83,11 +82,7 @@ def windows(
     tokens: Sequence[int], length: int, *, stride: int | None = None, whole: bool = False
 ) -> list[Window]:
     """Cut a token stream; `whole` leaves out windows that are not full."""
-    if length < 2:
-        raise ValueError(f"a window needs at least 2 tokens, got {length}")
-    step = length if stride is None else stride
-    if not 0 < step <= length:
-        raise ValueError(f"the stride must be between 1 and the window's {length}, got {step}")
+    step = _step(length, stride)
     cut: list[Window] = []
     for start in range(0, len(tokens), step):
         piece = tokens[start : start + length]
@@ -100,24 +95,49 @@ def windows(
     return cut
 
 
+def _step(length: int, stride: int | None) -> int:
+    """Return how far apart windows start; `ValueError` for windows that cannot be."""
+    if length < 2:
+        raise ValueError(f"a window needs at least 2 tokens, got {length}")
+    step = length if stride is None else stride
+    if not 0 < step <= length:
+        raise ValueError(f"the stride must be between 1 and the window's {length}, got {step}")
+    return step
+
+
+Scores = Callable[[Sequence[int]], tuple[Sequence[float], Sequence[int]]]
+"""Of a window's tokens: the log-likelihood of every one but the first given those before it, and
+the token that is most likely in its place."""
+
+
+def scores_of(llm: LLM) -> Scores:
+    """Return how a model that is loaded judges windows."""
+    params = SamplingParams(max_tokens=0, prompt_logprobs=1)
+
+    def scores(tokens: Sequence[int]) -> tuple[list[float], list[int]]:
+        (answer,) = llm.generate([list(tokens)], params)
+        told = [row for row in answer.prompt_logprobs or () if row is not None]
+        own = [row[token].logprob for row, token in zip(told, tokens[1:], strict=True)]
+        return own, [list(row)[-1] for row in told]
+
+    return scores
+
+
 def perplexity(
-    pipeline: LocalPipeline,
+    scores: Scores,
     tokens: Sequence[int],
     *,
-    window: int | None = None,
+    window: int,
     stride: int | None = None,
     whole: bool = False,
     on_window: Callable[[int, float], None] | None = None,
 ) -> Perplexity:
     """Return the perplexity of a token stream; `on_window` hears of windows done and the value."""
-    length = min(MAX_WINDOW, pipeline.spec.max_positions) if window is None else window
-    pieces = windows(tokens, length, stride=stride, whole=whole)
-    caches = pipeline.caches(1, length)
+    pieces = windows(tokens, window, stride=stride, whole=whole)
     total, count = 0.0, 0
     for index, piece in enumerate(pieces):
-        logits_QV = _window_logits(pipeline, piece, caches)
-        targets = torch.tensor(piece.tokens[-piece.counted :], device=pipeline.device)
-        total += _loss_sum(logits_QV, targets)
+        own, _ = scores(piece.tokens)
+        total -= math.fsum(own[-piece.counted :])
         count += piece.counted
         if on_window is not None:
             on_window(index + 1, math.exp(total / count))
@@ -125,155 +145,153 @@ def perplexity(
         value=math.exp(total / count),
         num_tokens=count,
         num_windows=len(pieces),
-        window=length,
-        stride=stride or length,
+        window=window,
+        stride=stride or window,
     )
 
 
-def agreement(
-    pipeline: LocalPipeline, other: LocalPipeline, tokens: Sequence[int], *, window: int
-) -> float:
+def agreement(scores: Scores, other: Scores, tokens: Sequence[int], *, window: int) -> float:
     """Return the share of positions at which both models' most likely next token is the same."""
-    pieces = windows(tokens, window)
-    pairs = [(model, model.caches(1, window)) for model in (pipeline, other)]
-    same = 0
-    for piece in pieces:
-        ours, theirs = (
-            _window_logits(model, piece, caches).argmax(-1).cpu() for model, caches in pairs
-        )
-        same += int((ours == theirs).sum())
-    return same / sum(piece.counted for piece in pieces)
-
-
-def _window_logits(pipeline: LocalPipeline, piece: Window, caches: Sequence[KVCache]) -> Tensor:
-    """Return the logits [counted, V] that predict a window's judged tokens."""
-    tokens_BQ = torch.tensor([list(piece.tokens)], device=pipeline.device)
-    step = Step.of([0], [0], [len(piece.tokens)], device=pipeline.device)
-    logits_BQV = pipeline.logits(tokens_BQ, step, caches, all_positions=True)
-    return logits_BQV[0, -1 - piece.counted : -1]
-
-
-def _loss_sum(logits_QV: Tensor, targets_Q: Tensor) -> float:
-    """Return the summed negative log-likelihood, a few hundred positions at a time."""
-    losses = [
-        functional.cross_entropy(part.float(), target, reduction="sum")
-        for part, target in zip(logits_QV.split(256), targets_Q.split(256), strict=True)
-    ]
-    return float(torch.stack(losses).sum())
+    same = count = 0
+    for piece in windows(tokens, window):
+        pairs = zip(scores(piece.tokens)[1], other(piece.tokens)[1], strict=True)
+        same += sum(ours == theirs for ours, theirs in pairs)
+        count += piece.counted
+    return same / count
 
 
 def main(options: EvalOptions) -> int:
     """Print the perplexity of `--text` and the protocol; return the exit code."""
-    pipeline, described = load(
+    text = _text(options.text)
+    spec = ModelSpec.from_directory(options.model)
+    window = longest_window(spec) if options.window is None else options.window
+    _step(window, options.stride)  # before anything is loaded
+    if window > spec.max_positions:
+        raise ValueError(
+            f"--window {window} is beyond the {spec.max_positions} positions of {spec.name}; give "
+            "a shorter one"
+        )
+    job = MeasuredJob(max_len=window, dtype=options.dtype, device=usable_device(options.device))
+    plan, described = measured_plan(
         options.model,
+        spec,
+        job,
         precision=options.precision,
         plan=options.plan,
         symmetric=options.symmetric,
         kv=options.kv_cache_dtype,
-        dtype=options.dtype,
-        device=options.device,
     )
-    tokens = Tokenizer(options.model).encode(_text(options.text), special=False)
-    result = perplexity(
-        pipeline,
-        tokens,
-        window=options.window,
-        stride=options.stride,
-        whole=options.protocol == "gptq",
-        on_window=None if options.json else _show_progress,
-    )
-    shares: dict[str, float] = {}
-    if options.agreement or options.reference:
-        other = _reference(options, pipeline)
-        shares["agreement"] = agreement(pipeline, other, tokens, window=result.window)
-    dtype = str(pipeline.dtype).removeprefix("torch.")
+    with open_model(options.model, plan) as llm:
+        tokens = llm.tokenizer.encode(text, special=False)
+        result = perplexity(
+            scores_of(llm),
+            tokens,
+            window=window,
+            stride=options.stride,
+            whole=options.protocol == "gptq",
+            on_window=None if options.json else _show_progress,
+        )
+        shares: dict[str, float] = {}
+        if options.agreement or options.reference:
+            with _reference(options, job, plan.workload.dtype) as other:
+                both = scores_of(llm), scores_of(other)
+                shares["agreement"] = agreement(*both, tokens, window=window)
+    dtype = plan.workload.dtype
     if options.json:
-        named = {"model": pipeline.spec.name, "precision": described, "dtype": dtype}
+        named = {"model": spec.name, "precision": described, "dtype": dtype}
         sys.stdout.write(json.dumps(named | asdict(result) | shares) + "\n")
         return 0
     sys.stdout.write(
-        f"perplexity {result.value:.4f}  ({pipeline.spec.name}, {described}, {dtype})\n"
-        f"{result.protocol()}\n"
+        f"perplexity {result.value:.4f}  ({spec.name}, {described}, {dtype})\n{result.protocol()}\n"
     )
     for share in shares.values():
         sys.stdout.write(f"greedy agreement with 16 bits: {share:.2%} of positions\n")
     return 0
 
 
-def load(
+def longest_window(spec: ModelSpec) -> int:
+    """Return the longest window of a model where nobody says."""
+    return min(MAX_WINDOW, spec.max_positions)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredJob:
+    """What a model is loaded for when it is measured, beside its precisions."""
+
+    max_len: int
+    """Tokens of the longest window, or of a prompt and its answer."""
+    batch: int = 1
+    """Requests at once."""
+    dtype: Dtype | None = None
+    """None: the plan's, or float32."""
+    device: torch.device = torch.device("cpu")
+
+
+def measured_plan(
     model: str,
+    spec: ModelSpec,
+    job: MeasuredJob,
     *,
     precision: str | None = None,
     plan: str | None = None,
     symmetric: bool = False,
     kv: str | None = None,
-    dtype: str | None = None,
-    device: str = "cpu",
-) -> tuple[LocalPipeline, str]:
-    """Return a model whole in this process, and its precisions in words.
+) -> tuple[Plan, str]:
+    """Return the plan of a whole model on one device, and its precisions in words.
 
     A quantised directory runs as it is stored unless a precision or plan says otherwise; so does
-    its KV cache, which prompts then read packed, query by query.
+    its KV cache.
     """
-    spec = ModelSpec.from_directory(model)
-    precisions, quantization, planned_dtype, planned_kv = _precisions(
-        precision, plan, symmetric, spec
-    )
-    source = open_checkpoint(model, spec)
-    pipeline = LocalPipeline.build(
-        spec,
-        source,
-        precisions=precisions,
-        scheme=quantization.scheme,
-        dtype=DTYPES[dtype or planned_dtype],
-        device=usable_device(device),
-    )
+    precisions, form, planned_dtype, planned_kv = _precisions(precision, plan, symmetric, spec)
     bits = KVPrecision.parse(kv) if kv is not None else planned_kv or stored_kv(model)
-    as_stored = isinstance(source, QuantizedCheckpoint) and precision is None and plan is None
+    as_stored = precision is None and plan is None and _is_quantised(model, spec)
     described = "quantised as stored" if as_stored else describe(precisions)
-    if bits is KVPrecision.KV16:
-        return pipeline, described
-    fields = (pipeline.spec, pipeline.stages, pipeline.dtype, pipeline.device)
-    return LowBitPipeline(*fields, bits), f"{described}, {bits.value}"
+    weight_bytes = spec.num_params * DTYPE_BYTES["float32"]
+    made = hand_plan(
+        spec,
+        Workload(
+            batch=job.batch,
+            prompt_len=job.max_len,
+            gen_len=1,
+            kv=bits,
+            dtype=job.dtype or planned_dtype,
+        ),
+        precision=precisions,
+        quantization=form,
+        decode_microbatch=job.batch,
+        threads=useful_threads(read_host().threads, weight_bytes),
+    )
+    if job.device.type == "cuda":
+        made = on_gpu(made, job.device.index or 0)
+    return made, described if bits is KVPrecision.KV16 else f"{described}, {bits.value}"
 
 
-@dataclass(frozen=True)
-class LowBitPipeline(LocalPipeline):
-    """A pipeline whose prompts, too, attend to packed keys and values.
-
-    `key_group` tokens share a channel's key scale; None: one scale per token.
-    """
-
-    kv: KVPrecision
-    key_group: int | None = 128
-
-    def caches(self, slots: int, max_len: int) -> list[KVCache]:
-        """Return one empty cache per stage."""
-        return [
-            LowBitKV(
-                self.spec,
-                self.kv,
-                num_layers=len(stage.layers),
-                slots=slots,
-                max_len=max_len,
-                dtype=self.dtype,
-                device=self.device,
-                key_group=self.key_group,
-                exact_prompt=False,
-            )
-            for stage in self.stages
-        ]
+def open_model(model: str, plan: Plan) -> LLM:
+    """Load a model whose prompts, too, attend to packed keys and values."""
+    return LLM(
+        model,
+        plan=plan,
+        backend="threads",
+        max_num_batched_tokens=plan.workload.prompt_len,
+        enable_prefix_caching=False,
+        packed_prompts=True,
+    )
 
 
-def _reference(options: EvalOptions, pipeline: LocalPipeline) -> LocalPipeline:
+def _reference(options: EvalOptions, job: MeasuredJob, dtype: Dtype) -> LLM:
     """Return the 16-bit model that agreement is measured with."""
     directory = options.reference or options.model
-    source = open_checkpoint(directory, pipeline.spec)
-    if isinstance(source, QuantizedCheckpoint):
+    spec = ModelSpec.from_directory(directory)
+    if _is_quantised(directory, spec):
         raise ValueError(
             f"'{directory}' is quantised; give the directory it was made from with --reference"
         )
-    return LocalPipeline.build(pipeline.spec, source, dtype=pipeline.dtype, device=pipeline.device)
+    plan, _ = measured_plan(directory, spec, replace(job, dtype=dtype))
+    return open_model(directory, plan)
+
+
+def _is_quantised(model: str, spec: ModelSpec) -> bool:
+    return isinstance(open_checkpoint(model, spec), QuantizedCheckpoint)
 
 
 def _text(path: str) -> str:
@@ -281,25 +299,6 @@ def _text(path: str) -> str:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--text '{path}' cannot be read as UTF-8 text: {error}") from None
-
-
-def usable_device(name: str) -> torch.device:
-    """Return the torch device of that name; `ValueError` if this machine has none."""
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ValueError(f"--device '{name}' is not a torch device; expected cpu or cuda") from None
-    if device.type == "cpu":
-        return device
-    if device.type != "cuda":
-        raise ValueError(f"--device '{name}' is not supported; expected cpu or cuda")
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if (device.index or 0) >= count:
-        raise ValueError(
-            f"--device '{name}': torch sees {count} CUDA devices here; leave --device out to use "
-            "the CPU, or check nvidia-smi and that torch is built with CUDA"
-        )
-    return device
 
 
 def describe(precisions: Sequence[Precision]) -> str:
@@ -315,7 +314,7 @@ def describe(precisions: Sequence[Precision]) -> str:
 
 def _precisions(
     named: str | None, plan_file: str | None, symmetric: bool, spec: ModelSpec
-) -> tuple[tuple[Precision, ...], Quantization, str, KVPrecision | None]:
+) -> tuple[tuple[Precision, ...], QuantizationForm, Dtype, KVPrecision | None]:
     """Return every layer's precision, how it is stored, dtype and KV, from plan or option."""
     if plan_file is not None:
         if named is not None or symmetric:
@@ -323,7 +322,7 @@ def _precisions(
         plan = load_plan(plan_file)
         plan.require_model(spec)
         work = plan.workload
-        return plan.precisions, plan.quantization.settings(), work.dtype, work.kv
+        return plan.precisions, plan.quantization, work.dtype, work.kv
     chosen = [Precision.parse(name) for name in ("w16a16" if named is None else named).split(",")]
     if len(chosen) == 1:
         chosen *= spec.num_layers
@@ -336,7 +335,7 @@ def _precisions(
         refuse_without_effect(
             {"--symmetric": True}, "on weights without zeros", "add --precision w4a16"
         )
-    return tuple(chosen), Quantization(symmetric=symmetric), "float32", None
+    return tuple(chosen), QuantizationForm(symmetric=symmetric), "float32", None
 
 
 def _has_zeros(precision: Precision) -> bool:

@@ -9,12 +9,10 @@ max_length=N shortens the context.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 try:
     from lm_eval.api.model import TemplateLM
@@ -25,15 +23,18 @@ except ImportError as error:
         f"lm-evaluation-harness is not installed ({error}): pip install 'llmpq[eval]'"
     ) from None
 
-from llmpq.runtime.engine.plain_loop import pad
-from llmpq.runtime.sampling_params import TokenChoice
-from llmpq.runtime.step import Step
-from llmpq.runtime.text.tokenizer import Tokenizer
-from llmpq.runtime.tools.evaluate import MAX_WINDOW, load
+from llmpq.model_spec import ModelSpec
+from llmpq.runtime.backends.backend import usable_device
+from llmpq.runtime.sampling_params import SamplingParams
+from llmpq.runtime.tools.evaluate import MeasuredJob, longest_window, measured_plan, open_model
+from llmpq.workload import Dtype
 
 BATCH_SIZE = 8
 MAX_NEW_TOKENS = 256
 """Of `generate_until`, where a task says nothing: the harness's own default."""
+
+_ROWS_AT_ONCE = 256
+"""Rows whose scores are held together."""
 
 _Scored = tuple[Any, list[int], list[int]]
 """A request's text, context tokens and continuation tokens."""
@@ -41,7 +42,7 @@ _Scored = tuple[Any, list[int], list[int]]
 
 @register_model("llmpq")
 class LlmpqModel(TemplateLM):
-    """One model in this process; requests are answered in batches of similar length."""
+    """A model behind `LLM`, in this process; `batch_size` requests run at once."""
 
     def __init__(
         self,
@@ -49,7 +50,7 @@ class LlmpqModel(TemplateLM):
         *,
         precision: str | None = None,
         plan: str | None = None,
-        dtype: str | None = None,
+        dtype: Dtype | None = None,
         device: str | None = None,
         max_length: int | None = None,
         batch_size: int | str | None = None,
@@ -62,18 +63,25 @@ class LlmpqModel(TemplateLM):
                 f"the harness asks for --device {device}, its default, and torch sees no CUDA "
                 "device here; add --device cpu"
             )
-        self.pipeline, self.precision = load(
-            pretrained, precision=precision, plan=plan, dtype=dtype, device=device or "cpu"
-        )
-        self.tokens = Tokenizer(pretrained)
-        longest = min(MAX_WINDOW, self.pipeline.spec.max_positions)
+        self.spec = ModelSpec.from_directory(pretrained)
+        longest = longest_window(self.spec)
         self.max_length = min(int(max_length or longest), longest)
-        self.batch_size = _batch_size(batch_size)
+        job = MeasuredJob(
+            max_len=self.max_length,
+            batch=_batch_size(batch_size),
+            dtype=dtype,
+            device=usable_device(device or "cpu"),
+        )
+        made, self.precision = measured_plan(
+            pretrained, self.spec, job, precision=precision, plan=plan
+        )
+        self.llm = open_model(pretrained, made)
+        _ = self.llm.tokenizer  # read by now: the harness, too, imports Transformers
 
     @property
     def eot_token_id(self) -> int:
         """The end-of-text token: what a text without context is taken to follow."""
-        ends = self.pipeline.spec.eos_token_ids
+        ends = self.spec.eos_token_ids
         if not ends:
             raise ValueError("config.json names no eos_token_id, which empty contexts stand for")
         return ends[0]
@@ -81,51 +89,43 @@ class LlmpqModel(TemplateLM):
     @property
     def prefix_token_id(self) -> int:
         """The token before a text: beginning-of-text where the tokenizer has one."""
-        begin = self.tokens.bos_token_id
+        begin = self.llm.tokenizer.bos_token_id
         return self.eot_token_id if begin is None else begin
 
     @property
     def tokenizer_name(self) -> str:
         """What the harness names its caches after."""
-        return self.pipeline.spec.name
+        return self.spec.name
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: object
     ) -> list[int]:
         """Return the tokens of a text, without special ones unless asked."""
-        return self.tokens.encode(string, special=bool(add_special_tokens))
+        return self.llm.tokenizer.encode(string, special=bool(add_special_tokens))
 
-    @torch.inference_mode()
     def _loglikelihood_tokens(
         self, requests: Sequence[_Scored], disable_tqdm: bool = False, **_: object
     ) -> list[tuple[float, bool]]:
-        """Return log-likelihood of each continuation, and whether it is the greedy one."""
-        answers: dict[int, tuple[float, bool]] = {}
-        longest_first = sorted(
-            range(len(requests)), key=lambda i: -len(requests[i][1]) - len(requests[i][2])
-        )
-        for first in range(0, len(requests), self.batch_size):
-            batch = longest_first[first : first + self.batch_size]
-            scored = self._score([requests[i][1:] for i in batch])
-            answers |= dict(zip(batch, scored, strict=True))
-        return [answers[i] for i in range(len(requests))]
+        """Return log-likelihood of each continuation, and whether it is the greedy one.
 
-    def _score(self, pairs: Sequence[tuple[list[int], list[int]]]) -> Iterator[tuple[float, bool]]:
-        """Score (context, continuation) pairs in one step; contexts are cut on the left."""
-        rows = [(context + continuation)[-self.max_length - 1 :] for context, continuation in pairs]
-        lengths = [len(row) - 1 for row in rows]
-        device, last = self.pipeline.device, self.pipeline.stages[-1]
-        step = Step.of(range(len(rows)), [0] * len(rows), lengths, device=device)
-        caches = self.pipeline.caches(len(rows), max(lengths))
-        hidden_BQh = self.pipeline.hidden(pad([row[:-1] for row in rows], device), step, caches)
-        assert last.head is not None
-        for row, (_, continuation) in enumerate(pairs):
-            judged = min(len(continuation), lengths[row])
-            # The head runs on the judged positions only: logits of all would be gigabytes.
-            at = slice(lengths[row] - judged, lengths[row])
-            logits_NV = last.head(hidden_BQh[row, at]).float()
-            targets_N = torch.tensor(rows[row][len(rows[row]) - judged :], device=device)
-            yield _likelihood(logits_NV, targets_N)
+        Contexts are cut on the left. Long rows first, as the harness does: a lack of memory shows.
+        """
+        rows = [(context + more)[-self.max_length - 1 :] for _, context, more in requests]
+        order = sorted(range(len(rows)), key=lambda index: -len(rows[index]))
+        answers: dict[int, tuple[float, bool]] = {}
+        for first in range(0, len(order), _ROWS_AT_ONCE):
+            some = order[first : first + _ROWS_AT_ONCE]
+            prompts = [rows[index] for index in some]
+            params = SamplingParams(max_tokens=0, prompt_logprobs=0)
+            for index, answer in zip(some, self.llm.generate(prompts, params), strict=True):
+                row = rows[index]
+                judged = min(len(requests[index][2]), len(row) - 1)
+                told = [more for more in answer.prompt_logprobs or () if more is not None]
+                tail = zip(row[len(row) - judged :], told[len(told) - judged :], strict=True)
+                scores = [scored[token] for token, scored in tail]
+                value = sum(score.logprob for score in scores)
+                answers[index] = value, all(score.rank == 1 for score in scores)
+        return [answers[index] for index in range(len(rows))]
 
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = False
@@ -145,69 +145,33 @@ class LlmpqModel(TemplateLM):
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Return what follows each context, up to its first stop text."""
-        alike: dict[str, list[int]] = {}
-        for index, request in enumerate(requests):
-            alike.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(index)
-        answers: dict[int, str] = {}
-        for chosen in alike.values():
-            for first in range(0, len(chosen), self.batch_size):
-                batch = chosen[first : first + self.batch_size]
-                contexts = [requests[i].args[0] for i in batch]
-                texts = self._generate(contexts, requests[batch[0]].args[1])
-                answers |= dict(zip(batch, texts, strict=True))
-        return [answers[i] for i in range(len(requests))]
-
-    @torch.inference_mode()
-    def _generate(self, contexts: Sequence[str], options: dict[str, Any]) -> list[str]:
-        until = options.get("until") or []
-        stops = [until] if isinstance(until, str) else list(until)
-        max_new = int(options.get("max_gen_toks", MAX_NEW_TOKENS))
-        if max_new >= self.max_length:
-            raise ValueError(
-                f"a task asks for {max_new} new tokens, the model has a context of "
-                f"{self.max_length}; give --gen_kwargs max_gen_toks=N"
-            )
-        room = self.max_length - max_new
-        prompts = [self.tok_encode(c)[-room:] or [self.prefix_token_id] for c in contexts]
-        ends = set(self.pipeline.spec.eos_token_ids)
-
-        def enough(rows: list[list[int]]) -> bool:
-            return all(
-                not ends.isdisjoint(row) or _before(self.tokens.decode(row), stops) is not None
-                for row in rows
-            )
-
-        rows = self.pipeline.generate(
-            prompts,
-            max_new=max_new,
-            params=[_sampling(options)] * len(prompts),
-            stop_at_eos=True,
-            enough=enough,
-        )
-        texts = [self.tokens.decode(row) for row in rows]
-        return [text if (cut := _before(text, stops)) is None else cut for text in texts]
+        params = [_sampling(request.args[1]) for request in requests]
+        prompts = []
+        for request, own in zip(requests, params, strict=True):
+            max_new = own.max_tokens or 0
+            if max_new >= self.max_length:
+                raise ValueError(
+                    f"a task asks for {max_new} new tokens, the model has a context of "
+                    f"{self.max_length}; give --gen_kwargs max_gen_toks=N"
+                )
+            context = self.tok_encode(request.args[0])[-(self.max_length - max_new) :]
+            prompts.append(context or [self.prefix_token_id])
+        return [answer.outputs[0].text for answer in self.llm.generate(prompts, params)]
 
 
-def _before(text: str, stops: Sequence[str]) -> str | None:
-    """Return the text before its first stop text, None if it has none."""
-    found = [at for stop in stops if (at := text.find(stop)) >= 0]
-    return text[: min(found)] if found else None
-
-
-def _likelihood(logits_NV: Tensor, targets_N: Tensor) -> tuple[float, bool]:
-    chosen_N = logits_NV.gather(1, targets_N[:, None])[:, 0]
-    value = (chosen_N - logits_NV.logsumexp(1)).sum()
-    return float(value), bool((logits_NV.argmax(1) == targets_N).all())
-
-
-def _sampling(options: dict[str, Any]) -> TokenChoice:
-    """Return greedy sampling unless a task asks for another."""
-    if not options.get("do_sample", float(options.get("temperature") or 0) > 0):
-        return TokenChoice()
-    return TokenChoice(
-        temperature=float(options.get("temperature") or 1.0),
-        top_k=options.get("top_k"),
-        top_p=float(options.get("top_p", 1.0)),
+def _sampling(options: dict[str, Any]) -> SamplingParams:
+    """Return what a task asks for; greedy unless it says otherwise."""
+    until = options.get("until") or []
+    stops = [until] if isinstance(until, str) else [text for text in until if text]
+    drawn = options.get("do_sample", float(options.get("temperature") or 0) > 0)
+    temperature = float(options.get("temperature") or 1.0) if drawn else 0.0
+    return SamplingParams(
+        max_tokens=int(options.get("max_gen_toks", MAX_NEW_TOKENS)),
+        temperature=temperature,
+        top_k=int(options.get("top_k") or 0) if drawn else 0,
+        top_p=float(options.get("top_p", 1.0)) if drawn else 1.0,
+        stop=stops,
+        seed=0,
     )
 
 

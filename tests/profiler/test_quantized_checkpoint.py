@@ -26,7 +26,7 @@ from llmpq.profiler.quantize.recipes import Settings
 from llmpq.profiler.quantize.whole_model import QuantizeJob, quantize_model, spread
 from llmpq.runtime.engine.plain_loop import LocalPipeline
 from llmpq.runtime.step import Step
-from llmpq.runtime.tools.evaluate import load
+from llmpq.runtime.tools.evaluate import MeasuredJob, measured_plan, open_model, scores_of
 from llmpq.runtime.weights.quantized_checkpoint import open_checkpoint, stored_kv
 from llmpq.runtime.weights.quantized_writer import layer_file
 from llmpq.runtime.weights.sources import CheckpointSource
@@ -140,13 +140,22 @@ def test_a_low_bit_cache_is_named_in_the_configuration(
     tokens = [token % 4096 for token in range(5, 3000, 7)]
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "q", dtype=torch.float32)
     with torch.no_grad():
-        theirs = model.eval()(torch.tensor([tokens])).logits
-    pipeline, described = load(str(tmp_path / "q"))
+        logits_QV = model.eval()(torch.tensor([tokens])).logits[0, :-1]
+    targets = torch.tensor(tokens[1:])
+    theirs = logits_QV.log_softmax(-1).gather(1, targets[:, None])[:, 0]
+
+    def ours(bits: str | None) -> tuple[torch.Tensor, str]:
+        directory, job = str(tmp_path / "q"), MeasuredJob(max_len=len(tokens))
+        spec = ModelSpec.from_directory(directory)
+        plan, described = measured_plan(directory, spec, job, kv=bits)
+        with open_model(directory, plan) as llm:
+            return torch.tensor(scores_of(llm)(tokens)[0]), described
+
+    as_stored, described = ours(None)
     assert described == f"quantised as stored, {kv.value}"
-    plain, _ = load(str(tmp_path / "q"), kv="16")
-    exact = logits(plain, tokens)
-    ours, rounded = relative(logits(pipeline, tokens), exact), relative(theirs, exact)
-    assert 0.1 * rounded < ours < 1.5 * rounded
+    exact, _ = ours("16")
+    rounded = relative(theirs, exact)
+    assert 0.1 * rounded < relative(as_stored, exact) < 1.5 * rounded
 
 
 @pytest.mark.parametrize("zero", [0, 3])

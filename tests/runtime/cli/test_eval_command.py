@@ -13,13 +13,22 @@ import torch
 from llmpq.errors import PlanMismatchError
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import ClusterRef, ModelRef, Plan, StagePlan
-from llmpq.precision import Precision
+from llmpq.precision import KVPrecision, Precision
+from llmpq.runtime.cache.kv_by_precision import make_kv_cache
 from llmpq.runtime.cli.tool_flags import EvalOptions, eval_parser
 from llmpq.runtime.engine.plain_loop import LocalPipeline
 from llmpq.runtime.step import Step
 from llmpq.runtime.text.tokenizer import Tokenizer
 from llmpq.runtime.tools import evaluate
-from llmpq.runtime.tools.evaluate import describe, perplexity, windows
+from llmpq.runtime.tools.evaluate import (
+    MeasuredJob,
+    describe,
+    measured_plan,
+    open_model,
+    perplexity,
+    scores_of,
+    windows,
+)
 from llmpq.workload import Workload
 
 pytestmark = pytest.mark.cpu
@@ -46,11 +55,52 @@ def test_perplexity_is_that_of_transformers(demo_model, tokens):
         with torch.no_grad():
             mean = float(reference(window, labels=window).loss)
         loss, count = loss + mean * (window.numel() - 1), count + window.numel() - 1
-    result = perplexity(LocalPipeline.from_directory(demo_model), some, window=600)
+    result = perplexity(LocalPipeline.from_directory(demo_model).scores, some, window=600)
     assert (result.num_windows, result.num_tokens) == (3, count)
     assert result.value == pytest.approx(math.exp(loss / count), rel=1e-5)
-    shifted = perplexity(LocalPipeline.from_directory(demo_model), some[1:], window=600)
+    shifted = perplexity(LocalPipeline.from_directory(demo_model).scores, some[1:], window=600)
     assert shifted.value != pytest.approx(result.value, rel=1e-4)
+
+
+@pytest.mark.parametrize("precision", ["w16a16", "w4a16"])
+def test_the_engine_scores_as_the_plain_loop(demo_model, tokens, precision):
+    """Longer than a block, a window that fills the model's positions, and one token."""
+    spec = ModelSpec.from_directory(demo_model)
+    job = MeasuredJob(max_len=spec.max_positions)
+    plan, _ = measured_plan(str(demo_model), spec, job, precision=precision)
+    plain = LocalPipeline.from_directory(demo_model, precisions=plan.precisions)
+    with open_model(str(demo_model), plan) as llm:
+        for some in (tokens[:2], tokens[:300], tokens[: spec.max_positions]):
+            ours, likeliest = scores_of(llm)(some)
+            wanted, expected = plain.scores(some)
+            assert ours == pytest.approx(wanted, abs=1e-3) and likeliest == expected
+        assert scores_of(llm)(tokens[:1]) == ([], [])
+
+
+@pytest.mark.parametrize("bits", ["kv8", "kv2"])
+def test_prompts_are_read_through_the_packed_cache(demo_model, tokens, bits):
+    spec, some = ModelSpec.from_directory(demo_model), tokens[:700]
+    plan, described = measured_plan(str(demo_model), spec, MeasuredJob(max_len=len(some)), kv=bits)
+    assert described == f"w16a16 x8, {bits}"
+    with open_model(str(demo_model), plan) as llm:
+        ours, _ = scores_of(llm)(some)
+    plain = LocalPipeline.from_directory(demo_model)
+    step, (stage,) = Step.of([0], [0], [len(some)]), plain.stages
+    cache = make_kv_cache(
+        spec,
+        KVPrecision.parse(bits),
+        num_layers=len(stage.layers),
+        slots=1,
+        max_len=len(some),
+        dtype=torch.float32,
+        exact_prompt=False,
+    )
+    logits = plain.logits(torch.tensor([some]), step, [cache], all_positions=True)[0, :-1]
+    wanted = logits.log_softmax(-1).gather(1, torch.tensor(some[1:])[:, None])[:, 0]
+    assert ours == pytest.approx(wanted.tolist(), abs=2e-3)
+    exact = plain.scores(some)[0]
+    apart = max(abs(a - b) for a, b in zip(ours, exact, strict=True))
+    assert apart > (0.5 if bits == "kv2" else 5e-3)
 
 
 def test_quantised_demo_model_keeps_its_quality(demo_model, tokens):
@@ -59,7 +109,9 @@ def test_quantised_demo_model_keeps_its_quality(demo_model, tokens):
     def value(name: str) -> float:
         precisions = [Precision.parse(name)] * 8
         return perplexity(
-            LocalPipeline.from_directory(demo_model, precisions=precisions), tokens
+            LocalPipeline.from_directory(demo_model, precisions=precisions).scores,
+            tokens,
+            window=1024,
         ).value
 
     whole = value("w16a16")
@@ -139,7 +191,7 @@ def test_bad_input_is_explained(demo_model, short_text, tmp_path, capsys):
     with pytest.raises(ValueError, match="cannot be read as UTF-8"):
         run(capsys, "--model", str(demo_model), "--text", str(tmp_path / "none.txt"))
     with pytest.raises(ValueError, match="at least 2 tokens"):
-        perplexity(LocalPipeline.from_directory(demo_model), [5])
+        perplexity(LocalPipeline.from_directory(demo_model).scores, [5], window=8)
     (tmp_path / "m").mkdir()
     with pytest.raises(ValueError, match=r"no tokenizer\.json"):
         Tokenizer(tmp_path / "m")
@@ -149,6 +201,8 @@ def test_bad_input_is_explained(demo_model, short_text, tmp_path, capsys):
     ("words", "message"),
     [
         (["--window", "0"], "a window needs at least 2 tokens, got 0"),
+        (["--window", "64", "--stride", "65"], "stride must be between 1 and the window's 64"),
+        (["--window", "1025"], "--window 1025 is beyond the 1024 positions of demo-7m"),
         (["--precision", ""], "''"),
         (["--kv-cache-dtype", ""], "''"),
         (["--symmetric"], "--symmetric has no effect on weights without zeros: add --precision"),
@@ -197,8 +251,8 @@ def test_windows_of_every_protocol():
 
 def test_overlapping_windows_know_more(demo_model, tokens):
     pipeline, some = LocalPipeline.from_directory(demo_model), tokens[:800]
-    apart = perplexity(pipeline, some, window=200)
-    overlapping = perplexity(pipeline, some, window=200, stride=50)
+    apart = perplexity(pipeline.scores, some, window=200)
+    overlapping = perplexity(pipeline.scores, some, window=200, stride=50)
     assert overlapping.num_tokens == len(some) - 1
     assert overlapping.value < apart.value
     assert "windows that overlap by 150 of at most 200 tokens" in overlapping.protocol()
@@ -210,7 +264,7 @@ def test_overlapping_windows_know_more(demo_model, tokens):
         logits = pipeline.logits(window, step, pipeline.caches(1, 200), all_positions=True)
         every = torch.nn.functional.cross_entropy(logits[0, :-1], window[0, 1:], reduction="none")
         losses.append(every if start == 0 else every[-50:])
-    found = perplexity(pipeline, some[:250], window=200, stride=50)
+    found = perplexity(pipeline.scores, some[:250], window=200, stride=50)
     assert math.log(found.value) == pytest.approx(float(torch.cat(losses).mean()), rel=1e-5)
 
 

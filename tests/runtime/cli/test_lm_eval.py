@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from llmpq.runtime.tools.evaluate import perplexity
+from llmpq.runtime.tools.evaluate import perplexity, scores_of
 
 lm_eval = pytest.importorskip(
     "lm_eval", reason="lm-eval is not installed: pip install 'llmpq[eval]'"
@@ -74,7 +74,7 @@ def test_rolling_likelihood_counts_every_token_once(model: LlmpqModel, demo_mode
     (pieces,) = short.loglikelihood_rolling([request(text)])
     assert len(tokens) > 2 * short.max_length
     # One window over everything: the text after the prefix token, as `llmpq-dist eval` judges it.
-    value = perplexity(model.pipeline, [model.prefix_token_id, *tokens], window=1024)
+    value = perplexity(scores_of(model.llm), [model.prefix_token_id, *tokens], window=1024)
     assert value.num_windows == 1 and value.num_tokens == len(tokens)
     assert whole == pytest.approx(-torch.tensor(value.value).log().item() * len(tokens), rel=1e-4)
     assert pieces < whole, "less context, less likely"
@@ -86,7 +86,7 @@ def test_generation_stops_at_its_texts(model: LlmpqModel, reference: Any) -> Non
     tokens = reference.generate(
         torch.tensor([model.tok_encode(prompt)]), max_new_tokens=24, do_sample=False, pad_token_id=0
     )
-    assert text == model.tokens.decode(tokens[0, len(model.tok_encode(prompt)) :].tolist())
+    assert text == model.llm.tokenizer.decode(tokens[0, len(model.tok_encode(prompt)) :].tolist())
     stop = text[5:8]
     cut = model.generate_until(
         [
