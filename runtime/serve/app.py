@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from typing import Any, Protocol
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from starlette.middleware.cors import CORSMiddleware
 
 from llmpq.runtime.answers import Answers
@@ -14,7 +14,7 @@ from llmpq.runtime.serve.answering import stream, while_connected
 from llmpq.runtime.serve.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from llmpq.runtime.serve.chat import Chat, plain_message
 from llmpq.runtime.serve.completions import Completion
-from llmpq.runtime.serve.errors import ApiError, handle_errors
+from llmpq.runtime.serve.errors import ApiError, AsciiJson, handle_errors
 from llmpq.runtime.serve.gate import Gate
 from llmpq.runtime.serve.messages import Messages, MessagesBody
 from llmpq.runtime.serve.page import add_page
@@ -22,7 +22,16 @@ from llmpq.runtime.serve.responses import Responses, ResponsesBody
 from llmpq.runtime.serve.service import Service
 from llmpq.version import __version__
 
-Made = Callable[[], Awaitable[dict[str, Any]]]
+_REFUSALS: dict[int | str, dict[str, Any]] = {
+    status: {
+        "description": about,
+        "content": {"application/json": {"schema": {"type": "object", "required": ["error"]}}},
+    }
+    for status, about in (
+        ("4XX", "A request that is refused; OpenAI's error, Anthropic's under /v1/messages."),
+        ("5XX", "No engine (503), no such ability (501), too late (504)."),
+    )
+}
 
 
 class Answering(Protocol):
@@ -46,12 +55,14 @@ async def answer(request: Request, asked: Answering, *, streamed: bool) -> Respo
     if streamed:
         begun = await while_connected(request, asked.begin())
         return stream(asked.events(begun), request.url.path)
-    return JSONResponse(await while_connected(request, asked.whole()))
+    return AsciiJson(await while_connected(request, asked.whole()))
 
 
 def make_app(service: Service) -> FastAPI:
     """Return the application of a service."""
-    app = FastAPI(title="llmpq", version=__version__, docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title="llmpq", version=__version__, docs_url=None, redoc_url=None, responses=_REFUSALS
+    )
     handle_errors(app)
     _add_answers(app, service)
     _add_texts(app, service)
@@ -109,6 +120,10 @@ def _add_texts(app: FastAPI, service: Service) -> None:
     async def detokenize(body: DetokenizeBody) -> dict[str, Any]:
         service.check_model(body.model)
         tokenizer = service.ready().tokenizer
+        most = tokenizer.num_tokens - 1
+        wrong = [token for token in body.tokens if not 0 <= token <= most]
+        if wrong:
+            raise ApiError(400, f"tokens must be from 0 to {most}, got {wrong[0]}", param="tokens")
         return {"prompt": tokenizer.decode(body.tokens)}
 
 

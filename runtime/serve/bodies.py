@@ -7,13 +7,20 @@ ones, unless one is nearly the name of a known field: then it is a mistake and r
 from __future__ import annotations
 
 from difflib import get_close_matches
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from llmpq.runtime.sampling_params import SamplingParams, StructuredOutputsParams
 
-Tokens = list[int]
+
+def _whole(value: Any) -> Any:
+    """Return 1.0 as 1: JSON has one kind of number, and some clients write whole ones so."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Whole = Annotated[int, BeforeValidator(_whole)]
+Tokens = list[Whole]
 IGNORED = frozenset((
     "user", "store", "metadata", "service_tier", "modalities", "prediction", "audio", "verbosity",
     "reasoning_effort", "parallel_tool_calls", "prompt_cache_key", "safety_identifier",
@@ -57,26 +64,26 @@ class SamplingBody(Body):
     model: str | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
-    n: int = 1
+    n: Whole = 1
     temperature: float = 1.0
     top_p: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
-    seed: int | None = None
+    seed: Whole | None = None
     stop: str | list[str] | None = None
     logit_bias: dict[str, float] | None = None
     # The engine's further ones.
-    top_k: int = 0
+    top_k: Whole = 0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     ignore_eos: bool = False
-    min_tokens: int = 0
-    stop_token_ids: list[int] | None = None
+    min_tokens: Whole = 0
+    stop_token_ids: Tokens | None = None
     include_stop_str_in_output: bool = False
     bad_words: list[str] | None = None
-    prompt_logprobs: int | None = None
-    truncate_prompt_tokens: int | None = None
-    priority: int = 0
+    prompt_logprobs: Whole | None = None
+    truncate_prompt_tokens: Whole | None = None
+    priority: Whole = 0
     cache_salt: str | None = None
     """Taken; answers do not depend on it."""
     structured_outputs: dict[str, Any] | None = None
@@ -87,13 +94,16 @@ class SamplingBody(Body):
 
     def params(self, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
         """Return the engine's parameters; `ValueError` for values that cannot be."""
-        greedy = 0 <= self.temperature < 1e-5
+        # The likeliest alone: what OpenAI's top_p of 0 means, too.
+        greedy = 0 <= self.temperature < 1e-5 or self.top_p == 0
+        # Several greedy answers are the same one: the engine makes them of the likeliest token.
+        same = greedy and self.n > 1
         return SamplingParams(
             n=self.n,
             max_tokens=max_tokens,
-            temperature=0.0 if greedy else self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
+            temperature=1.0 if same else 0.0 if greedy else self.temperature,
+            top_p=self.top_p or 1.0,
+            top_k=1 if same else self.top_k,
             min_p=self.min_p,
             seed=self.seed,
             stop=self.stop,
@@ -137,11 +147,11 @@ class CompletionBody(SamplingBody):
     """A body of /v1/completions."""
 
     prompt: str | list[str] | Tokens | list[Tokens] = ""
-    max_tokens: int | None = 16
-    logprobs: int | bool | None = None
+    max_tokens: Whole | None = 16
+    logprobs: Whole | bool | None = None
     echo: bool = False
     suffix: str | None = None
-    best_of: int | None = None
+    best_of: Whole | None = None
 
     def prompts(self) -> list[str | Tokens]:
         """Return the prompts, one by one."""
@@ -152,13 +162,28 @@ class CompletionBody(SamplingBody):
         return list(self.prompt)  # type: ignore[arg-type]
 
 
+class CalledFunction(Body):
+    """A function that an answer called."""
+
+    name: str
+    arguments: str | dict[str, Any] = ""
+
+
+class ToolCall(Body):
+    """A call in an earlier answer."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
 class Message(Body):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[dict[str, Any]] | None = None
     name: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
 
 
@@ -205,10 +230,10 @@ class ChatBody(SamplingBody):
     """A body of /v1/chat/completions."""
 
     messages: list[Message] = Field(min_length=1)
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
+    max_tokens: Whole | None = None
+    max_completion_tokens: Whole | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Whole | None = None
     response_format: ResponseFormat | None = None
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None

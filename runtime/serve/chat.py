@@ -13,7 +13,7 @@ from llmpq.runtime.answers import Answers
 from llmpq.runtime.request_output import Logprob
 from llmpq.runtime.sampling_params import StructuredOutputsParams
 from llmpq.runtime.serve.answering import DONE, event
-from llmpq.runtime.serve.bodies import ChatBody, Message, NamedTool
+from llmpq.runtime.serve.bodies import ChatBody, Message, NamedTool, ToolCall
 from llmpq.runtime.serve.completions import LEAST_LOGPROB
 from llmpq.runtime.serve.errors import ApiError
 from llmpq.runtime.serve.service import Choice, Service, usage
@@ -52,7 +52,7 @@ class Chat:
             tools=self._tools(),
             template=self._service.settings.chat_template,
             add_generation_prompt=self._body.add_generation_prompt,
-            **(self._body.chat_template_kwargs or {}),
+            options=self._body.chat_template_kwargs,
         )
         return await self._service.begin([tokens], self._params, priority=self._body.priority)
 
@@ -215,18 +215,19 @@ def plain_message(message: Message) -> dict[str, Any]:
     return told
 
 
-def _plain_calls(calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _plain_calls(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
     """Return calls as templates take them: arguments as data."""
     plain = []
     for call in calls:
-        function = dict(call.get("function") or {})
-        with_text = function.get("arguments")
-        if isinstance(with_text, str):
+        given = call.function.arguments
+        arguments: Any = given
+        if isinstance(given, str):
             try:
-                function["arguments"] = json.loads(with_text)
-            except ValueError:
-                function["arguments"] = {}
-        plain.append({**call, "function": function})
+                arguments = json.loads(given)
+            except (ValueError, RecursionError):
+                arguments = {}
+        function = {"name": call.function.name, "arguments": arguments}
+        plain.append({**call.model_dump(exclude_none=True), "function": function})
     return plain
 
 
@@ -235,6 +236,9 @@ def _text_of(part: Mapping[str, Any]) -> str:
         text = part.get("text", part.get("refusal"))
         if isinstance(text, str):
             return text
+        raise ApiError(
+            400, f"a content part needs its text, got {text!r:.100}", param="messages"
+        )  # fmt: skip
     raise ApiError(
         400, f"the model reads text only, got a content part of type {part.get('type')!r}",
         param="messages",

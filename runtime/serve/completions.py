@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -29,16 +30,23 @@ class Completion:
             raise ApiError(
                 400, "'suffix' is not supported: the model continues text", param="suffix"
             )
-        if body.best_of not in (None, body.n):
-            raise ApiError(400, f"'best_of' must be n={body.n} or left out, got {body.best_of}",
-                           param="best_of")  # fmt: skip
         self._service, self._body = service, body
+        self._n, self._best_of = body.n, body.best_of or body.n
+        if self._best_of < self._n:
+            raise ApiError(400, f"'best_of' must be at least n={self._n}, got {self._best_of}",
+                           param="best_of")  # fmt: skip
+        if self._best_of > self._n and body.stream:
+            raise ApiError(400, f"'best_of' above n={self._n} cannot be streamed: the best answer "
+                           "is known at the end", param="best_of")  # fmt: skip
         wanted = int(body.logprobs) if body.logprobs else body.logprobs
         self._logprobs = None if wanted is None or wanted is False else int(wanted)
         max_tokens = body.max_tokens
-        if body.echo and (self._logprobs is not None or max_tokens == 0):
+        if max_tokens == 0 or (body.echo and self._logprobs is not None):
             body.prompt_logprobs = self._logprobs or 0
-        self._params = body.params(max_tokens=max_tokens, logprobs=self._logprobs)
+        body.n = self._best_of
+        ranked = 0 if self._best_of > self._n else None
+        asked = ranked if self._logprobs is None else self._logprobs
+        self._params = body.params(max_tokens=max_tokens, logprobs=asked)
         self._head = {
             "id": f"cmpl-{uuid.uuid4().hex}",
             "object": "text_completion",
@@ -48,18 +56,39 @@ class Completion:
 
     async def begin(self) -> list[Answers]:
         """Queue the prompts."""
-        prompts = self._body.prompts()
+        self._service.ready()
+        prompts = [self._started(prompt) for prompt in self._body.prompts()]
         return await self._service.begin(prompts, self._params, priority=self._body.priority)
 
     async def whole(self) -> dict[str, Any]:
         """Return the answer."""
         begun = await self.begin()
         choices = await self._service.gather(begun, self._params.n)
-        told = [self._choice(begun[c.index // self._params.n], c, first=True) for c in choices]
+        told = [self._choice(begun[c.index // self._best_of], c, first=True)
+                for c in self._best(choices)]  # fmt: skip
+        for index, choice in enumerate(told):
+            choice["index"] = index
         answered = sum(len(choice.token_ids) for choice in choices)
         cached = sum(c.num_cached_tokens for c in choices if c.index % self._params.n == 0)
         used = usage(_prompt_tokens(begun), answered, cached)
         return {**self._head, "choices": told, "usage": used}
+
+    def _started(self, prompt: str | Sequence[int]) -> str | Sequence[int]:
+        """Return a prompt, one of nothing as the token that begins a text."""
+        tokenizer = self._service.tokenizer
+        if prompt != "" or tokenizer.encode("") or tokenizer.start_token_id is None:
+            return prompt
+        return [tokenizer.start_token_id]
+
+    def _best(self, choices: Sequence[Choice]) -> list[Choice]:
+        """Return each prompt's `n` answers, the likeliest by the token first of `best_of`."""
+        if self._best_of == self._n:
+            return [*choices]
+        kept: list[Choice] = []
+        for first in range(0, len(choices), self._best_of):
+            own = choices[first : first + self._best_of]
+            kept += sorted(own, key=mean_logprob, reverse=True)[: self._n]
+        return kept
 
     async def events(self, begun: list[Answers]) -> AsyncIterator[str]:
         """Yield the answer as it comes."""
@@ -112,6 +141,12 @@ class Completion:
         if answers.prompt is not None:
             return answers.prompt
         return self._service.tokenizer.decode(answers.prompt_token_ids)
+
+
+def mean_logprob(choice: Choice) -> float:
+    """Return the mean log-probability of an answer's tokens; minus infinity for none."""
+    scores = [row[t].logprob for t, row in zip(choice.token_ids, choice.logprobs, strict=True)]
+    return sum(scores) / len(scores) if scores else -math.inf
 
 
 def logprobs_of(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,6 +23,7 @@ _KINDS = {
     405: "invalid_request_error",
     408: "timeout_error",
     413: "invalid_request_error",
+    415: "invalid_request_error",
     429: "rate_limit_error",
     500: "server_error",
     501: "not_implemented_error",
@@ -29,6 +31,15 @@ _KINDS = {
     504: "timeout_error",
 }
 RETRY_AFTER_S = 1
+_UNREAD = "the body cannot be read: it must be JSON in UTF-8, not nested hundreds of levels deep"
+
+
+class AsciiJson(JSONResponse):
+    """JSON that stays ASCII: half a character of a request's text can be told back."""
+
+    def render(self, content: Any) -> bytes:
+        """Return the body."""
+        return json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
 
 
 class ApiError(HTTPException):
@@ -70,7 +81,10 @@ def as_api_error(error: BaseException) -> ApiError:
     if isinstance(error, (RequestValidationError, ValidationError)):
         return _of_fields(error.errors()[0])
     if isinstance(error, HTTPException):
-        return ApiError(error.status_code, str(error.detail))
+        unread = error.status_code == 400 and "parsing the body" in str(error.detail)
+        return ApiError(error.status_code, _UNREAD if unread else str(error.detail))
+    if isinstance(error, RecursionError):
+        return ApiError(400, _UNREAD)
     if isinstance(error, ValueError):
         return ApiError(400, str(error), param=_named_first(str(error)))
     if isinstance(error, TimeoutError):
@@ -85,7 +99,7 @@ def handle_errors(app: FastAPI) -> None:
 
     async def answer(request: Request, error: Exception) -> JSONResponse:
         found = as_api_error(error)
-        return JSONResponse(found.body(request.url.path), found.status, found.told_headers)
+        return AsciiJson(found.body(request.url.path), found.status, found.told_headers)
 
     for kind in (ApiError, RequestValidationError, HTTPException, ValueError, Exception):
         app.add_exception_handler(kind, answer)

@@ -52,6 +52,7 @@ class Gate:
 
         try:
             self._check_key(scope)
+            _check_form(scope)
             await self._app(scope, self._bounded(scope, receive), told)
         except ApiError as error:
             if not begun:
@@ -111,6 +112,20 @@ class Gate:
         return bounded
 
 
+def _check_form(scope: Message) -> None:
+    """Refuse a body that is not called JSON: pages of other sites could send it unasked."""
+    kind = _header(scope, b"content-type").partition(b";")[0].strip().lower()
+    length = _header(scope, b"content-length")
+    empty = length in (b"", b"0") and not _header(scope, b"transfer-encoding")
+    if scope["method"] != "POST" or empty or kind == b"application/json":
+        return
+    if not (kind.startswith(b"application/") and kind.endswith(b"+json")):
+        shown = kind.decode("latin-1")[:100] or "none"
+        raise ApiError(
+            415, f"the body must be sent with 'Content-Type: application/json', got {shown}"
+        )
+
+
 def _open(path: str) -> bool:
     return path in _OPEN or path.startswith("/page/")
 
@@ -130,8 +145,8 @@ async def _refuse(error: ApiError, path: str, send: Send) -> None:
         "content-length": str(len(body)),
         **error.told_headers,
     }
-    if error.status in (408, 413):
-        headers["connection"] = "close"
+    # What is left of the body is not waited for.
+    headers["connection"] = "close"
     told = [(key.lower().encode(), value.encode()) for key, value in headers.items()]
     await send({"type": "http.response.start", "status": error.status, "headers": told})
     await send({"type": "http.response.body", "body": body})

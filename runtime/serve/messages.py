@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from typing import Any, Literal
 
 from pydantic import Field
@@ -227,14 +227,15 @@ def _plain(message: AnthropicMessage) -> list[dict[str, Any]]:
     return told
 
 
-def _text(content: str | Sequence[dict[str, Any]]) -> str:
+def _text(content: Any) -> str:
     if isinstance(content, str):
         return content
+    if not isinstance(content, list):
+        raise ApiError(400, f"content must be a text or a list of blocks, got {content!r:.100}")
     for block in content:
-        if block.get("type") != "text" or not isinstance(block.get("text"), str):
-            raise ApiError(
-                400, f"the model reads text only, got a block of type {block.get('type')!r}"
-            )
+        kind = block.get("type") if isinstance(block, dict) else block
+        if kind != "text" or not isinstance(block.get("text"), str):
+            raise ApiError(400, f"the model reads text only, got a block of type {kind!r:.100}")
     return "".join(block["text"] for block in content)
 
 

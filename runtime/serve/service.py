@@ -96,7 +96,7 @@ class Service:
         if name is not None and name not in self.settings.model_names:
             raise ApiError(
                 404,
-                f"the model '{name}' does not exist; this server has "
+                f"the model {name!r:.200} does not exist; this server has "
                 f"{', '.join(self.settings.model_names)}",
                 param="model",
                 code="model_not_found",

@@ -19,7 +19,7 @@ class ServeSettings:
     max_body_bytes: int = 8 << 20
     max_prompts: int = 64
     """Prompts in one request."""
-    max_n: int = 16
+    max_n: int = 128
     """Answers to one prompt."""
     max_requests: int = 512
     """Requests under way; beyond them 429."""

@@ -41,8 +41,7 @@ class Calls(Enum):
 def forced_schema(functions: Sequence[Mapping[str, Any]], name: str) -> dict[str, Any]:
     """Return what an answer must be that calls a tool, any of them where the name is empty."""
     if name:
-        (wanted,) = (f for f in functions if f["name"] == name)
-        return _arguments(wanted)
+        return _arguments(next(f for f in functions if f["name"] == name))
     return {
         "anyOf": [
             {

@@ -11,6 +11,12 @@ from llmpq.gguf_file import is_gguf, open_gguf
 from llmpq.gguf_tokenizer import tokenizer_of
 
 TOKENIZER, SETTINGS = "tokenizer.json", "tokenizer_config.json"
+_TEMPLATE_ARGUMENTS = frozenset((
+    "conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt",
+    "continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors",
+    "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs",
+))  # fmt: skip
+"""What a template's options cannot be called: they are said in other ways, or fixed."""
 
 
 def _byte_of_character() -> dict[str, int]:
@@ -86,6 +92,17 @@ class Tokenizer:
         return found
 
     @property
+    def start_token_id(self) -> int | None:
+        """What a text of nothing begins with: beginning of text, else its end, else None."""
+        found: int | None = self._inner.bos_token_id
+        return self._inner.eos_token_id if found is None else found
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens there are, special ones with them."""
+        return len(self._inner)
+
+    @property
     def has_chat_template(self) -> bool:
         """Whether the model knows a format for conversations."""
         return bool(getattr(self._inner, "chat_template", None))
@@ -97,17 +114,21 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         template: str | None = None,
         add_generation_prompt: bool = True,
-        **options: Any,
+        options: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Return the tokens of a conversation (`role`, `content`), ready for the answer.
 
-        `template` instead of the model's; `options` are what it may ask for.
+        `template` instead of the model's; `options` are what it may ask for. `ValueError` for
+        messages or options that it refuses.
         """
         if template is None and not self.has_chat_template:
             raise ValueError(
                 "the model's tokenizer has no chat template: /v1/chat/completions needs one "
                 "(--chat-template FILE); use /v1/completions with a prompt"
             )
+        own = sorted({*_TEMPLATE_ARGUMENTS} & set(options or ()))
+        if own:
+            raise ValueError(f"a chat template's options cannot be called '{own[0]}'")
         plain = [dict(message) for message in messages]
         try:
             text = self._inner.apply_chat_template(
@@ -116,7 +137,7 @@ class Tokenizer:
                 chat_template=template,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
-                **options,
+                **(options or {}),
             )
         except Exception as error:  # a template is the model's program: it raises what it likes
             raise ValueError(f"the model's chat template refuses the messages: {error}") from None

@@ -15,6 +15,7 @@ import pytest
 
 pytestmark = pytest.mark.cpu
 JSON = {"Content-Type": "application/json"}
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
 
 
 def ask(server, path, body=None, headers=None, method=None):
@@ -123,10 +124,10 @@ def test_large_slow_and_endless_requests_are_bounded(two_stages, running):
         with socket.create_connection(("127.0.0.1", server.port), timeout=10) as silent:
             assert silent.recv(100) == b""
         with socket.create_connection(("127.0.0.1", server.port), timeout=10) as half:
-            half.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 50\r\n\r\n{")
+            half.sendall(HEAD + b"Content-Length: 50\r\n\r\n{")
             assert b" 408 " in half.recv(200)
         with socket.create_connection(("127.0.0.1", server.port), timeout=10) as chunks:
-            head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
+            head = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
             chunks.sendall(head + b"6000\r\n" + b"x" * 0x6000 + b"\r\n")
             assert b" 413 " in chunks.recv(200)
         with socket.create_connection(("127.0.0.1", server.port), timeout=10) as flood:

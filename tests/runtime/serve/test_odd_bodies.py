@@ -1,0 +1,118 @@
+"""What a fuzzer found: odd but right bodies are answered, wrong ones told so, never 500."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+
+import pytest
+
+pytestmark = pytest.mark.cpu
+COMPLETIONS, CHATS, MESSAGES = "/v1/completions", "/v1/chat/completions", "/v1/messages"
+
+
+def post(server, path, body, kind="application/json"):
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    request = urllib.request.Request(server.url + path, data, {"Content-Type": kind})
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+def completion(**more):
+    return {"prompt": "def", "max_tokens": 2, "ignore_eos": True} | more
+
+
+def chat(**more):
+    return {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2} | more
+
+
+def called(call):
+    return chat(messages=[{"role": "assistant", "content": "", "tool_calls": [call]}])
+
+
+def block(content):
+    blocks = [{"type": "tool_result", "tool_use_id": "x", "content": content}]
+    return {"model": "demo-7m", "max_tokens": 1, "messages": [{"role": "user", "content": blocks}]}
+
+
+TOOL = {"type": "function", "function": {"name": "find"}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "said"),
+    [
+        (COMPLETIONS, b"[" * 100_000, 400, "the body cannot be read"),
+        (COMPLETIONS, b'{"prompt": "\xff"}', 400, "the body cannot be read"),
+        (COMPLETIONS, completion(model="\ud800"), 404, "the model '\\ud800' does not exist"),
+        (COMPLETIONS, completion(logit_bias={"\ud800": 1}), 400, "'\ud800'"),
+        (COMPLETIONS, completion(seed=0.5), 400, "'seed'"),
+        (COMPLETIONS, completion(n=1e30), 400, "n may be at most"),
+        (COMPLETIONS, completion(best_of=3, stream=True), 400, "cannot be streamed"),
+        (CHATS, chat(chat_template_kwargs={"messages": 5}), 400, "cannot be called 'messages'"),
+        (CHATS, chat(chat_template_kwargs={"tokenize": 5}), 400, "cannot be called 'tokenize'"),
+        (CHATS, called({"function": 5}), 400, "'messages.0.tool_calls.0.function'"),
+        (CHATS, called({"function": ["x"]}), 400, "'messages.0.tool_calls.0.function'"),
+        (CHATS, chat(messages=[{"role": "user", "content": [{"type": "text"}]}]), 400, "its text"),
+        (MESSAGES, block(5), 400, "a text or a list of blocks, got 5"),
+        (MESSAGES, block([5]), 400, "got a block of type 5"),
+        ("/detokenize", {"tokens": [-1]}, 400, "tokens must be from 0 to 4095, got -1"),
+        ("/detokenize", {"tokens": [10**30]}, 400, "tokens must be from 0 to 4095"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_a_sentence(server, path, body, status, said):
+    got, told = post(server, path, body)
+    assert got == status and said in told["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMPLETIONS, completion(n=1.0, seed=7.0, max_tokens=2.0, prompt=[5.0], logprobs=0.0)),
+        (COMPLETIONS, completion(seed=-(2**70))),
+        (COMPLETIONS, completion(best_of=0)),
+        (COMPLETIONS, completion(prompt="")),
+        (COMPLETIONS, {"max_tokens": 1}),
+        (COMPLETIONS, completion(max_tokens=0, ignore_eos=False)),
+        (CHATS, chat(tools=[TOOL, TOOL], tool_choice=TOOL)),
+        (CHATS, chat(messages=[{"role": "user"}])),
+    ],
+)
+def test_what_is_odd_but_right_is_answered(server, path, body):
+    status, told = post(server, path, body)
+    assert status == 200, told
+    assert len(told["choices"]) == 1
+
+
+def test_a_top_p_of_nothing_is_the_likeliest_token_as_often_as_asked(server):
+    greedy = post(server, COMPLETIONS, completion(temperature=0))[1]["choices"][0]["text"]
+    for body in (completion(top_p=0), completion(top_p=0, n=3), completion(temperature=0, n=2)):
+        status, told = post(server, COMPLETIONS, body)
+        assert status == 200 and len(told["choices"]) == body.get("n", 1)
+        assert {choice["text"] for choice in told["choices"]} == {greedy}
+
+
+def test_the_best_of_several_answers_are_the_likeliest(server):
+    asked = completion(prompt=["def", "import"], seed=3, max_tokens=4)
+    several = post(server, COMPLETIONS, asked | {"n": 5, "logprobs": 0})[1]["choices"]
+    best = post(server, COMPLETIONS, asked | {"n": 2, "best_of": 5})[1]
+    assert [choice["index"] for choice in best["choices"]] == [0, 1, 2, 3]
+    assert best["choices"][0]["logprobs"] is None and best["usage"]["completion_tokens"] == 40
+
+    def score(choice):
+        return sum(choice["logprobs"]["token_logprobs"])
+
+    for prompt in range(2):
+        own = sorted(several[prompt * 5 : prompt * 5 + 5], key=score, reverse=True)
+        found = [choice["text"] for choice in best["choices"][prompt * 2 : prompt * 2 + 2]]
+        assert found == [choice["text"] for choice in own[:2]]
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
+def test_only_json_is_read_so_no_page_can_send_it_unasked(server, kind):
+    status, told = post(server, COMPLETIONS, completion(), kind)
+    assert status == 415 and "Content-Type: application/json" in told["error"]["message"]
+    assert post(server, COMPLETIONS, completion(), "application/json; charset=utf-8")[0] == 200
