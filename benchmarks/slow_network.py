@@ -1,12 +1,14 @@
 """Two hosts on a slow network: is it measured right, and is it hidden behind the stages' work?
 
     python benchmarks/slow_network.py --write            100 Mb/s and 5 ms each way (root, TUN)
+    python benchmarks/slow_network.py --window --write   1 Gb/s and 10 ms, windows of 256 KiB
 
 The network is delayed_network.py's, so what is true of it is known. First llmpq-profile's own
 measurement between the two ends, in both directions, against the truth. Then batch jobs of two
 stages whose computing is replaced by waits of known length (two ends share this machine's cores):
 the runtime's own loops, scheduler and transport, against the planner's formula with the measured
-link, and against the same job on a network without delay.
+link, and against the same job on a network without delay. `--window`: prompts' messages over one
+connection and over several, where a connection's window does not fill the link.
 """
 
 from __future__ import annotations
@@ -36,14 +38,24 @@ from llmpq.runtime.engine.mailbox import Mailbox
 from llmpq.runtime.engine.scheduler import Limits, Scheduler, max_ahead
 from llmpq.runtime.engine.stage_loop import FirstStage, run_following_stage
 from llmpq.runtime.launch.stage_host import talk_over
-from llmpq.runtime.links.transport import GlooTransport, join_gloo
+from llmpq.runtime.links.transport import (
+    CONNECTIONS,
+    GlooTransport,
+    join_gloo,
+    more_connections,
+)
+from llmpq.runtime.pending import arrived
 from llmpq.runtime.request import Request, StepKind
+from llmpq.runtime.sampling_params import TokenChoice
 from llmpq.runtime.step_message import StepMessage
 from llmpq.runtime.trace import Recorder
 
 FILE = "links.jsonl"
 HIDDEN = 512
 PORT = 29400
+WINDOW_BYTES = 256 << 10
+MESSAGES, MESSAGE_TOKENS = 6, 4096
+"""8 MiB each."""
 JOIN = timedelta(seconds=60)
 
 
@@ -126,6 +138,56 @@ def run_job(rank: int, job: BatchJob, addresses: Sequence[str], port: int) -> fl
     return time.perf_counter() - started_s
 
 
+def run_messages(rank: int, several: bool, addresses: Sequence[str], port: int) -> float:
+    """Send prompts' messages one after the other; return the seconds of all."""
+    talk_over(addresses[0], addresses[rank])
+    store = dist.TCPStore(addresses[0], port, world_size=2, is_master=rank == 0, timeout=JOIN)
+    join_gloo(store, rank, 2)
+    transport = GlooTransport(
+        hidden=HIDDEN,
+        dtype=torch.float32,
+        max_rows=1,
+        max_tokens=MESSAGE_TOKENS,
+        max_pending=2,
+        more=more_connections() if several else (),
+    )
+    hidden_BQH = torch.zeros(1, MESSAGE_TOKENS, HIDDEN)
+    message = StepMessage(
+        kind=StepKind.PREFILL, slots=[0], starts=[0], num_new=[MESSAGE_TOKENS], sample_steps=[0],
+        sampling=[TokenChoice()],
+    )  # fmt: skip
+    dist.barrier()
+    started_s = time.perf_counter()
+    for _ in range(MESSAGES):
+        if rank == 0:
+            transport.send_step(message, hidden_BQH)
+            arrived(transport.receive_tokens(1, 1))
+        else:
+            transport.receive_step()
+            transport.send_tokens(torch.zeros(1, 1, dtype=torch.long))
+    transport.close()
+    return time.perf_counter() - started_s
+
+
+def windows(repeats: int, delay_us: float, mbps: float) -> dict[str, Any]:
+    """Return the row of large messages over several connections, and over one."""
+    window = f"net.ipv4.tcp_%smem=4096 65536 {WINDOW_BYTES}"
+    with DelayedNetwork(delay_us, mbps=mbps, mtu=9000) as network:
+        for at in range(2):
+            for way in ("r", "w"):
+                subprocess.run(network.command(at, ["sysctl", "-qw", window % way]), check=True)
+        rates: dict[bool, list[float]] = {True: [], False: []}
+        for _ in range(repeats):
+            for several, found in rates.items():
+                seconds = both_ends(network, {"port": PORT, "several": several})
+                found.append(8e-6 * MESSAGES * MESSAGE_TOKENS * HIDDEN * 4 / seconds)
+    middle = {several: sorted(found)[repeats // 2] for several, found in rates.items()}
+    print(f"{CONNECTIONS} connections {middle[True]:.0f} Mb/s, one {middle[False]:.0f}")
+    case = {"delay_us": delay_us, "mbps": mbps, "window_bytes": WINDOW_BYTES}
+    return {"bench": "connections", "case": {**case, "connections": CONNECTIONS}, "unit": "Mb/s",
+            "samples": rates[True], "baselines": {"one connection": middle[False]}}  # fmt: skip
+
+
 def predicted_s(job: BatchJob, terms: LinkTerms, back: LinkTerms) -> float:
     """Return the planner's time of a job over a link."""
     row_bytes = HIDDEN * torch.float32.itemsize
@@ -165,6 +227,8 @@ def end(told: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     if "job" in told:
         found: Any = run_job(rank, BatchJob(**told["job"]), addresses, told["port"])
+    elif "several" in told:
+        found = run_messages(rank, told["several"], addresses, told["port"])
     else:
         job = LinkJob(rank=rank, port=told["port"], hidden=HIDDEN, seconds=10.0,
                       host=addresses[0], own=addresses[rank])  # fmt: skip
@@ -191,11 +255,17 @@ def main() -> None:
     parser.add_argument("--delay-us", type=float, default=5000.0)
     parser.add_argument("--mbps", type=float, default=100.0)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--window", action="store_true", help="one and several connections")
     parser.add_argument("--noisy", action="store_true", help="other programs are running")
     parser.add_argument("--write", action="store_true", help="append rows to results/links.jsonl")
     options = parser.parse_args()
     if options.end:
         end(json.loads(options.end))
+        return
+    if options.window:
+        row = windows(options.repeats, 10_000.0, 1000.0)
+        if options.write:
+            rows.write_row(FILE, noisy=options.noisy, **row)
         return
     case = {"delay_us": options.delay_us, "mbps": options.mbps}
     found: list[dict[str, Any]] = []

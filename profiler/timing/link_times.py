@@ -22,7 +22,7 @@ from llmpq.profiler.timing.cases import LinkJob, LinkTimings
 from llmpq.profiler.timing.gpu_link_times import room, run_rounds
 from llmpq.runtime.launch.stage_host import talk_over
 from llmpq.runtime.links.device_links import connect_devices
-from llmpq.runtime.links.transport import GlooTransport, join_gloo
+from llmpq.runtime.links.transport import GlooTransport, join_gloo, more_connections
 from llmpq.runtime.pending import arrived
 from llmpq.runtime.request import StepKind
 from llmpq.runtime.sampling_params import TokenChoice
@@ -57,6 +57,7 @@ def run_link(job: LinkJob, device: torch.device) -> LinkTimings:
         max_rows=ROWS,
         max_tokens=ROWS * max(TOKENS),
         max_pending=BURST,
+        more=more_connections() if job.own is not None else (),  # as stages of several hosts have
     )
     sizes = tuple(ROWS * tokens * job.hidden * 4 for tokens in TOKENS)
     try:

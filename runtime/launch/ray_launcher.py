@@ -21,7 +21,7 @@ from llmpq.runtime.launch.node_questions import require_same
 from llmpq.runtime.launch.placement import ray_cluster, reserve
 from llmpq.runtime.launch.ray_giver import RayGiver
 from llmpq.runtime.launch.ray_stage import RayStage
-from llmpq.runtime.launch.ray_watch import RayWatch
+from llmpq.runtime.launch.ray_watch import SILENCE, RayWatch
 from llmpq.runtime.launch.stage_actor import StageActor
 from llmpq.runtime.launch.stage_settings import StageSettings
 
@@ -97,7 +97,7 @@ class RayLauncher:
             self._stack.callback(self._end, stages[-1])
         if joined:
             head = ray.get_runtime_context().gcs_address
-            self._watch = RayWatch(head, stages, self._deadlines.step_s)
+            self._watch = RayWatch(head, stages, SILENCE * self._deadlines.step_s)
         return stages
 
     def _end(self, stage: RayStage) -> None:

@@ -20,6 +20,8 @@ from llmpq.ray_address import require_ray
 
 BEAT_S = 2.0
 """How often the driver tells the stages that it is there."""
+SILENCE = 0.8
+"""Of a step's deadline: how long the driver may be silent; stages are gone soon after it."""
 HEAD_S = 15.0
 """How long Ray's head may be silent; a cable may be out for a few seconds."""
 

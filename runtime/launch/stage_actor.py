@@ -54,7 +54,12 @@ from llmpq.runtime.links.device_links import (
 )
 from llmpq.runtime.links.peer_links import Room
 from llmpq.runtime.links.thread_links import ThreadMeeting
-from llmpq.runtime.links.transport import GlooTransport, Transport, join_gloo
+from llmpq.runtime.links.transport import (
+    GlooTransport,
+    Transport,
+    join_gloo,
+    more_connections,
+)
 from llmpq.runtime.models.stage_model import DTYPES
 from llmpq.runtime.text.stop_texts import StopTexts
 from llmpq.runtime.token_rules import TokenRules
@@ -102,6 +107,7 @@ class StageActor:
         self._emulation: Emulation | None = None
         self._stream: torch.cuda.Stream | None = None
         self._links: Links | None = None
+        self._more: list[dist.ProcessGroup] = []
         self._meeting, self._weights = meeting, weights
         self._drafter = make_drafter(self._plan, self._settings) if index == 0 else None
 
@@ -173,6 +179,8 @@ class StageActor:
             wanted = self._settings.links
             kinds = {"auto": KINDS, "gloo": ()}.get(wanted, (wanted,))
             self._links = connect_devices(self._gpu, self._room(), kinds=kinds)
+        if self._settings.address is not None and self._links is None:
+            self._more = more_connections()
 
     def run(self) -> None:
         """Run the stage's loop until the job ends."""
@@ -282,7 +290,7 @@ class StageActor:
         if self._meeting is not None:
             self._compute.keep_on_device = self._gpu is not None
             return self._meeting.transport(self._index, max_rows=self._max_rows)
-        make: Callable[..., GlooTransport] = GlooTransport
+        make: Callable[..., GlooTransport] = partial(GlooTransport, more=self._more)
         if self._links is not None:
             # Speculation's tables are made and read by hosts.
             on_device = self._settings.speculate is None

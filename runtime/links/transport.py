@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Protocol
@@ -39,6 +40,10 @@ _MOST_AHEAD = 4
 their way at once, as each asks first."""
 JOIN_LIMIT = timedelta(seconds=120)
 """How long the stages may take to find each other once all are loaded."""
+CONNECTIONS = 4
+"""Between hosts: one connection has at most one window of data on its way, whatever the link."""
+_SHARED_BYTES = 1 << 20
+"""Messages above this size are shared out among the connections."""
 
 
 class Transport(Protocol):
@@ -90,7 +95,8 @@ class GlooTransport(HostTokens):
     cores: 0.1 ms with one message, 2 ms with two), and a receive is posted before its message is
     wanted: over a network of 3 ms one way, a receiver that computes loses 0.5 ms a message, else
     6.5 (benchmarks/link_occupancy.py). A receive may offer more room than comes, so the receiver
-    needs not know the size.
+    needs not know the size. With `more` connections a large message comes in as many parts, each
+    over one of its own: benchmarks/slow_network.py says what that gains.
     """
 
     def __init__(
@@ -102,15 +108,17 @@ class GlooTransport(HostTokens):
         max_tokens: int,
         max_pending: int,
         max_blocks: int = 0,
+        more: Sequence[dist.ProcessGroup] = (),
     ) -> None:
         """`max_tokens`: rows times padded length of the largest micro-batch.
 
-        `max_blocks`: of a request's table, where the engine is a paged one.
+        `max_blocks`: of a request's table, where the engine is a paged one. `more`: connections
+        beside the first (`more_connections`).
         """
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         self._hidden, self._dtype = hidden, dtype
         self._max_rows, self._max_pending = max_rows, max_pending
-        self._pending: deque[tuple[dist.Work, Tensor]] = deque()
+        self._pending: deque[tuple[list[dist.Work], Tensor]] = deque()
         self._expected: deque[tuple[dist.Work, Tensor]] = deque()
         token_bytes = hidden * dtype.itemsize + torch.long.itemsize
         self._header_bytes = header_size(max_rows) * torch.long.itemsize
@@ -121,6 +129,11 @@ class GlooTransport(HostTokens):
         self._free = deque(self._rooms)
         self._coming: deque[tuple[dist.Work, Tensor]] = deque()
         self._read: Tensor | None = None
+        part_bytes = max(math.ceil(most_bytes / (1 + len(more))), self._header_bytes)
+        self._more = [
+            _PartReader(group, self._rank - 1, part_bytes, ahead)
+            for group in (more if most_bytes > _SHARED_BYTES else ())
+        ]
 
     def send_step(self, message: StepMessage, hidden_BQH: Tensor | None) -> None:
         """Send a micro-batch to the next stage; a STOP has no hidden states."""
@@ -131,7 +144,13 @@ class GlooTransport(HostTokens):
             parts.append(message.tokens_BQ())
         if self._rank == 0 and hidden_BQH is not None:
             self._expect_tokens(message)
-        self._send(torch.cat([part.view(-1).view(torch.uint8) for part in parts]), self._rank + 1)
+        data = torch.cat([part.view(-1).view(torch.uint8) for part in parts])
+        first, *others = self._shares(len(data))
+        works = [
+            dist.isend(data[share], self._rank + 1, group=reader.group)
+            for share, reader in zip(others, self._more, strict=False)
+        ]
+        self._send(data[first], self._rank + 1, works)
 
     def receive_step(self) -> tuple[StepMessage, Tensor | None]:
         """Wait for the next micro-batch of the previous stage.
@@ -152,10 +171,13 @@ class GlooTransport(HostTokens):
         paging = room[self._header_bytes : hidden_at].view(torch.long)
         message = unpack_paging(message, paging)
         shape = (*message.shape, self._hidden)
-        tokens_at = hidden_at + math.prod(shape) * self._dtype.itemsize
+        end = tokens_at = hidden_at + math.prod(shape) * self._dtype.itemsize
+        if message.kind is StepKind.VERIFY:
+            end += math.prod(shape[:2]) * torch.long.itemsize
+        for share, reader in zip(self._shares(end)[1:], self._more, strict=False):
+            reader.read_into(room[share])
         hidden_BQH = room[hidden_at:tokens_at].view(self._dtype).view(shape)
         if message.kind is StepKind.VERIFY:
-            end = tokens_at + math.prod(shape[:2]) * torch.long.itemsize
             tokens_BQ = room[tokens_at:end].clone().view(torch.long).view(shape[:2])
             message = with_tokens(message, tokens_BQ.tolist())
         return message, hidden_BQH
@@ -174,10 +196,20 @@ class GlooTransport(HostTokens):
     def close(self) -> None:
         """Wait until everything sent has arrived, then leave."""
         while self._pending:
-            self._pending.popleft()[0].wait(IDLE_LIMIT)
+            self._wait_for_oldest()
+
+    def _shares(self, num_bytes: int) -> list[slice]:
+        """Return what of a message goes over each connection; both ends know its size."""
+        if not self._more or num_bytes <= _SHARED_BYTES:
+            return [slice(0, num_bytes)]
+        # The first part holds the header, which says how large the message is.
+        part = max(math.ceil(num_bytes / (1 + len(self._more))), self._header_bytes)
+        return [slice(at, min(at + part, num_bytes)) for at in range(0, num_bytes, part)]
 
     def _offer_rooms(self) -> None:
         """Post receives into all rooms that are free, so that messages arrive meanwhile."""
+        for reader in self._more:
+            reader.offer()
         while self._free:
             room = self._free.popleft()
             work = dist.irecv(room, self._rank - 1)
@@ -192,13 +224,45 @@ class GlooTransport(HostTokens):
         assert work is not None
         self._expected.append((work, tokens_BK))
 
-    def _send(self, tensor: Tensor, target: int) -> None:
-        work = dist.isend(tensor, target)
-        assert work is not None
-        self._pending.append((work, tensor))
+    def _send(self, tensor: Tensor, target: int, others: Sequence[dist.Work | None] = ()) -> None:
+        works = [work for work in (*others, dist.isend(tensor, target)) if work is not None]
+        self._pending.append((works, tensor))
         # Older sends have been received: no more micro-batches than this are in flight.
         while len(self._pending) > self._max_pending:
-            self._pending.popleft()[0].wait(IDLE_LIMIT)
+            self._wait_for_oldest()
+
+    def _wait_for_oldest(self) -> None:
+        works, _ = self._pending.popleft()
+        for work in works:
+            work.wait(IDLE_LIMIT)
+
+
+class _PartReader:
+    """Parts of large messages that come over a connection of their own, in order."""
+
+    def __init__(
+        self, group: dist.ProcessGroup, source: int, part_bytes: int, num_ahead: int
+    ) -> None:
+        self.group, self._source = group, source
+        self._part_bytes, self._num_ahead = part_bytes, num_ahead
+        self._coming: deque[tuple[dist.Work, Tensor]] = deque()
+
+    def offer(self) -> None:
+        """Post receives, so that parts arrive before they are wanted."""
+        while len(self._coming) < self._num_ahead:
+            self._post(torch.empty(self._part_bytes, dtype=torch.uint8))
+
+    def read_into(self, target: Tensor) -> None:
+        """Wait for the next part."""
+        work, room = self._coming.popleft()
+        work.wait(IDLE_LIMIT)
+        target.copy_(room[: len(target)])
+        self._post(room)
+
+    def _post(self, room: Tensor) -> None:
+        work = dist.irecv(room, self._source, group=self.group)
+        assert work is not None
+        self._coming.append((work, room))
 
 
 def with_tokens(message: StepMessage, tokens: list[list[int]]) -> StepMessage:
@@ -230,3 +294,8 @@ def join_gloo(
             "look at their hosts and the network between them (all ports must be open; hosts with "
             "several networks: --network-interface), and run it again"
         ) from None
+
+
+def more_connections() -> list[dist.ProcessGroup]:
+    """Open the connections beside the first; every stage calls it, after `join_gloo`."""
+    return [dist.new_group(backend="gloo", timeout=JOIN_LIMIT) for _ in range(CONNECTIONS - 1)]

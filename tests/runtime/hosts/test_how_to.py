@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.hosts_long, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.cluster, pytest.mark.hosts, pytest.mark.timeout(1200)]
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = ROOT / "docs/how-to/several-machines.md"

@@ -108,6 +108,21 @@ def test_a_node_without_its_copy_of_the_model_is_named(address, files):
     assert done.returncode == 2 and f"{files}/copy" in done.stderr
 
 
+def test_a_node_with_another_model_is_named_before_anything_loads(address, files, demo_model):
+    (files / "copy").unlink()
+    (files / "copy").mkdir()
+    for file in demo_model.iterdir():
+        (files / "copy" / file.name).symlink_to(file)
+    config = json.loads((demo_model / "config.json").read_text())
+    (files / "copy/config.json").unlink()
+    (files / "copy/config.json").write_text(json.dumps(config | {"rope_theta": 12345.0}))
+    done = dist(files, "run", *JOB, "--cluster", "cluster.yaml", "--address", address)
+    assert done.returncode == 4, done.stderr
+    (last,) = [line for line in done.stderr.splitlines() if "another model" in line]
+    assert "'rope_theta'" in last and "12345.0" in last and "--copy-weights" in last
+    assert (files / "out.jsonl").read_text() == ""
+
+
 def test_a_node_that_is_not_there_is_named(address, files):
     text = (files / "cluster.yaml").read_text()
     (files / "cluster.yaml").write_text(text.replace("place: there", "place: nowhere"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections import deque
 from datetime import timedelta
 
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from llmpq.runtime.links.message import pack_header
-from llmpq.runtime.links.transport import GlooTransport
+from llmpq.runtime.links.transport import GlooTransport, join_gloo, more_connections
 from llmpq.runtime.request import StepKind
 from llmpq.runtime.sampling_params import TokenChoice
 from llmpq.runtime.step_message import STOP, StepMessage
@@ -74,3 +75,55 @@ def test_the_next_receive_is_posted_while_the_last_message_is_in_use(wire: Wire)
         assert hidden_BQH.tolist() == [[[float(seq)] * HIDDEN]]
     message, _ = transport.receive_step()
     assert message.kind is StepKind.STOP
+
+
+SHAPES = ((1, 4), (2, 131_072), (1, 262_140), (2, 1), (2, 262_144), (1, 65_537), (1, 65_536))
+"""Rows and tokens of messages of 4 floats a token, from 64 bytes to 8 MiB, about the limit, too."""
+
+
+def _prefill(rows: int, tokens: int) -> StepMessage:
+    return StepMessage(
+        kind=StepKind.PREFILL, slots=range(rows), starts=[0] * rows, num_new=[tokens] * rows,
+        sample_steps=[0] * rows, sampling=[TokenChoice()] * rows,
+    )  # fmt: skip
+
+
+def _exchange(rank: int, path: str, wrong: multiprocessing.Queue) -> None:
+    join_gloo(dist.FileStore(path, 2), rank, 2)
+    transport = GlooTransport(
+        hidden=HIDDEN, dtype=torch.float32, max_rows=2, max_tokens=2 * 262_144, max_pending=2,
+        more=more_connections(),
+    )  # fmt: skip
+    for number, (rows, tokens) in enumerate(SHAPES):
+        torch.manual_seed(number)
+        expected = torch.randn(rows, tokens, HIDDEN)
+        if rank == 0:
+            transport.send_step(_prefill(rows, tokens), expected)
+            transport.receive_tokens(rows, 1)
+        else:
+            _, found = transport.receive_step()
+            if found is None or not torch.equal(found, expected):
+                wrong.put((rows, tokens))
+            transport.send_tokens(torch.zeros(rows, 1, dtype=torch.long))
+    if rank == 0:
+        transport.send_step(STOP, None)
+    elif transport.receive_step()[0].kind is not StepKind.STOP:
+        wrong.put("no stop")
+    transport.close()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_large_messages_come_over_several_connections_as_they_were_sent(tmp_path) -> None:
+    context = multiprocessing.get_context("spawn")
+    wrong = context.Queue()
+    ends = [
+        context.Process(target=_exchange, args=(rank, f"{tmp_path}/store", wrong))
+        for rank in (0, 1)
+    ]
+    for end in ends:
+        end.start()
+    for end in ends:
+        end.join(120)
+    assert [end.exitcode for end in ends] == [0, 0]
+    assert wrong.empty(), wrong.get()
