@@ -42,7 +42,7 @@ from delayed_network import DEVICE, DelayedNetwork
 
 from llmpq.profiler.timing.gpu_link_times import DTYPE, room, run_rounds
 from llmpq.profiler.timing.gpu_link_times import TOKENS as GPU_TOKENS
-from llmpq.runtime.links.device_links import DeviceLinks, Links
+from llmpq.runtime.links.device_links import DeviceLinks, StageLinks
 from llmpq.runtime.links.peer_links import PeerLinks
 from llmpq.runtime.links.transport import GlooTransport, join_gloo
 from llmpq.runtime.request import StepKind
@@ -154,7 +154,7 @@ class Gpu:
         self._count = self._calibrate(job.compute_us)
 
     @staticmethod
-    def _connect(device: torch.device, backend: str) -> Links:
+    def _connect(device: torch.device, backend: str) -> StageLinks:
         if backend == "peer":
             return PeerLinks(device, room(HIDDEN), limit_s=JOIN.total_seconds())
         return DeviceLinks(device, room(HIDDEN), backend=backend, limit_s=JOIN.total_seconds())

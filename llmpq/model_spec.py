@@ -22,7 +22,7 @@ from typing import Any, Literal
 import yaml
 
 from llmpq.errors import unknown_name
-from llmpq.families.parts import Latent, RopeScaling, Router
+from llmpq.families.spec_values import Latent, RopeScaling, Router
 from llmpq.gguf_file import is_gguf
 from llmpq.model_config import read_config, spec_fields
 

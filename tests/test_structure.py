@@ -70,3 +70,41 @@ def test_nothing_unpickles_or_evaluates(path: Path) -> None:
         if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)
     }
     assert not calls & {"eval", "exec"}
+
+
+ONE_MEANING = {
+    "errors": "what a caller is told and with which code: of commands, and over HTTP",
+    "linear": "the product with a weight of few bits: the function, and the layer around it",
+    "reference": "the plain-torch twin of a sub-room's kernels",
+}
+"""Names that several rooms have for the same thing, and which."""
+
+
+def twice(named: Iterator[tuple[str, Path]]) -> dict[str, list[str]]:
+    """Return the names that stand in several rooms or sub-rooms, and where."""
+    places: dict[str, list[str]] = {}
+    for name, path in named:
+        places.setdefault(name, []).append(str(path.relative_to(ROOT)))
+    return {name: found for name, found in places.items() if len(found) > 1}
+
+
+def test_a_name_of_a_file_means_one_thing() -> None:
+    """Files of command lines and tools aside: they are named for the command."""
+    files = (
+        (path.stem, path)
+        for path in sources()
+        if not path.stem.startswith("__") and not {"cli", "tools"} & set(path.parent.parts)
+    )
+    found = twice(files)
+    assert found.keys() == ONE_MEANING.keys(), found
+
+
+def test_a_name_of_a_public_class_means_one_thing() -> None:
+    classes = (
+        (node.name, path)
+        for path in sources()
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )
+    found = twice(classes)
+    assert not found, found

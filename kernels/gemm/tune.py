@@ -31,7 +31,7 @@ Timer = Callable[[Product, Config | None], float]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class TunedProduct:
     """What a search of one product came to."""
 
     product: Product
@@ -57,10 +57,10 @@ def ranked(product: Product, machine: Machine, *, few: int = FEW) -> list[Config
 
 def search(
     products: Sequence[Product], machine: Machine, timer: Timer, left_s: Callable[[], float]
-) -> tuple[list[Found], list[Product]]:
+) -> tuple[list[TunedProduct], list[Product]]:
     """Try every product in turn until no time is left; returns what was found, and what was not
     reached."""
-    found: list[Found] = []
+    found: list[TunedProduct] = []
     for place, product in enumerate(products):
         if left_s() <= 0:
             return found, list(products[place:])
@@ -70,7 +70,7 @@ def search(
 
 def _search_one(
     product: Product, machine: Machine, timer: Timer, left_s: Callable[[], float]
-) -> Found:
+) -> TunedProduct:
     before_us = timer(product, None)
     took: dict[Config, float] = {}
     for config in ranked(product, machine):
@@ -87,7 +87,7 @@ def _search_one(
         before_us = min(before_us, timer(product, None))
         us = max(took[best], timer(product, best))
     won = us < WORTH_A_CHANGE * before_us
-    return Found(
+    return TunedProduct(
         product=product,
         config=best if won else None,
         before_us=before_us,

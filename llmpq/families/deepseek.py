@@ -16,12 +16,12 @@ from typing import Any
 
 from llmpq.families import llama
 from llmpq.families.config_values import Config, expect, number, size
-from llmpq.families.experts import counts, expert_names, first_layers, groups
 from llmpq.families.glm4_moe import mixture
-from llmpq.families.parts import Latent, Router
+from llmpq.families.mixture_config import counts, expert_names, first_layers, groups
 from llmpq.families.record import Arrange, linear_names
 from llmpq.families.rope import yarn_score_factor
 from llmpq.families.rotary_families import pairs_to_halves, rotary_fields
+from llmpq.families.spec_values import Latent, Router
 
 
 def fields(config: Config) -> dict[str, Any]:

@@ -14,10 +14,10 @@ from typing import Any
 
 from llmpq.families import llama
 from llmpq.families.config_values import Config, flag, number, with_defaults
-from llmpq.families.experts import counts
-from llmpq.families.parts import Router
+from llmpq.families.mixture_config import counts
 from llmpq.families.record import Arrange
 from llmpq.families.rotary_families import alternating, layer_kinds, rotary_fields, windows
+from llmpq.families.spec_values import Router
 
 FULL_EVERY = 2
 THETA = 150000.0

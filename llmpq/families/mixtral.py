@@ -7,7 +7,7 @@ from typing import Any
 
 from llmpq.families import llama
 from llmpq.families.config_values import Config
-from llmpq.families.experts import counts
+from llmpq.families.mixture_config import counts
 from llmpq.families.record import linear_names
 from llmpq.families.rotary_families import everywhere, rotary_fields
 

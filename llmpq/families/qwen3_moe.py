@@ -10,8 +10,8 @@ from typing import Any
 
 from llmpq.families import llama, qwen3
 from llmpq.families.config_values import Config, expect, flag, size
-from llmpq.families.experts import counts, expert_names
-from llmpq.families.parts import Router
+from llmpq.families.mixture_config import counts, expert_names
+from llmpq.families.spec_values import Router
 
 
 def fields(config: Config) -> dict[str, Any]:

@@ -30,7 +30,7 @@ GGUF = {"architectures": "read from GGUF files", "types": "in blocks of"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class ModelRow:
     """What one family or model runs with, on CPUs always with 16-bit KV and w16 to w3a16."""
 
     name: str
@@ -69,7 +69,7 @@ def _gguf() -> dict[str, list[str]]:
     return {"architectures": [*ARCHITECTURES], "types": [kind for kind, _, _ in BLOCKS.values()]}
 
 
-def _families() -> list[Row]:
+def _families() -> list[ModelRow]:
     specs = [ModelSpec.by_name(name) for name in builtin_configs()]
     rows = []
     for family in FAMILIES.values():
@@ -78,20 +78,20 @@ def _families() -> list[Row]:
             way: tuple(dict.fromkeys(name for spec in own for name in lacks(spec, way)))
             for way in WAYS
         }
-        rows.append(Row(name=family.name, says=" ".join(family.model_types), missing=missing))
+        rows.append(ModelRow(name=family.name, says=" ".join(family.model_types), missing=missing))
     return rows
 
 
-def _model(name: str) -> Row:
+def _model(name: str) -> ModelRow:
     spec = ModelSpec.by_name(name)
-    return Row(
+    return ModelRow(
         name=name,
         says=f"{spec.num_params / 1e9:.1f}e9",
         missing={way: lacks(spec, way) for way in WAYS},
     )
 
 
-def _table(title: str, says: str, rows: list[Row]) -> str:
+def _table(title: str, says: str, rows: list[ModelRow]) -> str:
     """Return rows of `yes` and `no` under the ways' names."""
     first = max(len(title), *(len(row.name) for row in rows)) + 2
     second = max(len(says), *(len(row.says) for row in rows)) + 2
@@ -104,7 +104,7 @@ def _table(title: str, says: str, rows: list[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _why(rows: list[Row]) -> str:
+def _why(rows: list[ModelRow]) -> str:
     """Return, for each family, what the ways lack that do not run it."""
     lines = []
     for row in rows:

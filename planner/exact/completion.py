@@ -23,10 +23,10 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from llmpq.planner.exact.cases import most_priced
 from llmpq.planner.exact.columns import Columns
 from llmpq.planner.exact.form import EVERYWHERE, Box, Form
 from llmpq.planner.exact.islands import Islands
+from llmpq.planner.exact.plan_cases import most_priced
 from llmpq.planner.exact.relaxation import Prices
 from llmpq.planner.exact.space import Space
 from llmpq.planner.exact.stages import (

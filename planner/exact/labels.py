@@ -34,7 +34,7 @@ Key = tuple[int, int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class SearchLimits:
     """When to give up on a pair."""
 
     deadline: float
@@ -94,7 +94,7 @@ class LabelSearch:
         self,
         p: Problem,
         bounds: Sequence[Completion],
-        limits: Limits,
+        limits: SearchLimits,
         budget: float | None = None,
     ) -> None:
         self.p, self.bounds, self.limits, self.budget = p, bounds, limits, budget

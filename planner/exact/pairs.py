@@ -15,7 +15,9 @@ from numpy.typing import NDArray
 
 from llmpq.cost_model import Phase
 from llmpq.planner.costs.stage_memory import sort_of
-from llmpq.planner.exact.cases import (
+from llmpq.planner.exact.form import Box, Form, make_form
+from llmpq.planner.exact.islands import Islands, find_islands
+from llmpq.planner.exact.plan_cases import (
     Case,
     by_stages,
     cases_of,
@@ -23,8 +25,6 @@ from llmpq.planner.exact.cases import (
     least_slowest,
     most_priced,
 )
-from llmpq.planner.exact.form import Box, Form, make_form
-from llmpq.planner.exact.islands import Islands, find_islands
 from llmpq.planner.exact.relaxation import LayerGroups, Prices, class_memory
 from llmpq.planner.outcome import Stage
 from llmpq.planner.problem import Floats, Problem

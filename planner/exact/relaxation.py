@@ -26,9 +26,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmpq.planner.exact.cases import most_priced
 from llmpq.planner.exact.form import EVERYWHERE, Box, Form
 from llmpq.planner.exact.islands import find_islands
+from llmpq.planner.exact.plan_cases import most_priced
 from llmpq.planner.problem import Floats, Problem
 
 MAX_GROUPS = 20

@@ -28,10 +28,10 @@ from llmpq.planner.exact.cutting import cut_boxes
 from llmpq.planner.exact.form import EVERYWHERE, Box, Form, make_form
 from llmpq.planner.exact.greedy import greedy_plan
 from llmpq.planner.exact.improve import improved
-from llmpq.planner.exact.labels import GaveUp, LabelSearch, Limits
+from llmpq.planner.exact.labels import GaveUp, LabelSearch, SearchLimits
 from llmpq.planner.exact.pairs import PairTables
-from llmpq.planner.exact.parts import Open, Part
 from llmpq.planner.exact.relaxation import ClassRelaxation, Prices
+from llmpq.planner.exact.search_state import Open, Part
 from llmpq.planner.exact.space import Space, searched
 from llmpq.planner.exact.starts import (
     Incumbent,
@@ -324,7 +324,7 @@ class Search:
         last = part.depth >= len(PATIENCE)
         patience = 3_000_000 if last else PATIENCE[part.depth]
         work = math.inf if last else WORK * patience
-        limits = Limits(deadline=self.deadline, max_labels=patience, max_work=work)
+        limits = SearchLimits(deadline=self.deadline, max_labels=patience, max_work=work)
         search = LabelSearch(self.p, part.completions, limits, self.budget)
         try:
             found = search.run(below)

@@ -42,7 +42,7 @@ PLAIN_TYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Placement:
+class LayerSplit:
     """Layers by device as llama.cpp's flags say it."""
 
     gpus: list[StagePlan]
@@ -88,7 +88,7 @@ def _main_node(plan: Plan) -> str:
     return nodes[0] if nodes else plan.stages[0].node
 
 
-def _placement(plan: Plan) -> Placement:
+def _placement(plan: Plan) -> LayerSplit:
     gpus = [stage for stage in plan.stages if not stage.is_cpu]
     split: list[int] = []
     hosted: list[int] = []
@@ -100,7 +100,7 @@ def _placement(plan: Plan) -> Placement:
             hosted += range(*stage.layers)
     if split:
         split[-1] += 1  # the output matrix
-    return Placement(
+    return LayerSplit(
         gpus=gpus,
         split=split,
         hosted=hosted,
@@ -137,7 +137,7 @@ def _quantise(plan: Plan, plain: str) -> tuple[list[str], str]:
     return [" ".join(words)], "model-plan.gguf"
 
 
-def _serve(plan: Plan, place: Placement, model: str, main: str) -> str:
+def _serve(plan: Plan, place: LayerSplit, model: str, main: str) -> str:
     words = ["llama-server", "-m", model, "-ngl", str(sum(place.split))]
     remote = [s for s in place.gpus if s.node != main]
     if remote:
@@ -179,7 +179,7 @@ def _own_name(stage: StagePlan) -> str:
     return f"{'ROCm' if amd else 'CUDA'}{stage.device_index}"
 
 
-def _missing(plan: Plan, place: Placement) -> tuple[str, ...]:
+def _missing(plan: Plan, place: LayerSplit) -> tuple[str, ...]:
     table = by_precision(plan)
     rounded = [
         f"activation bits of {precision.value} on layers {ranges(table[precision])}: weights only"

@@ -23,7 +23,7 @@ from llmpq.units import format_size
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class FoundDevices:
     """Equal devices of this machine; `kind` is None when the table does not know them."""
 
     reported: str
@@ -33,24 +33,24 @@ class Found:
     """None where the driver does not say: a GPU that shares the host's memory."""
 
 
-def local_devices() -> list[Found]:
+def local_devices() -> list[FoundDevices]:
     """Return this machine's GPUs, or its CPU when it has none."""
     host = read_host()
     return grouped(visible(read_gpus())) or [
-        Found(reported=host.reported, kind="CPU", count=1, memory_bytes=host.total_bytes)
+        FoundDevices(reported=host.reported, kind="CPU", count=1, memory_bytes=host.total_bytes)
     ]
 
 
-def grouped(gpus: Sequence[Gpu]) -> list[Found]:
+def grouped(gpus: Sequence[Gpu]) -> list[FoundDevices]:
     """Return GPUs as entries with a count: equal neighbours become one."""
     alike = groupby(gpus, key=lambda gpu: (gpu.reported, gpu.kind, gpu.total_bytes))
     return [
-        Found(reported=name, kind=kind, count=len(list(members)), memory_bytes=memory)
+        FoundDevices(reported=name, kind=kind, count=len(list(members)), memory_bytes=memory)
         for (name, kind, memory), members in alike
     ]
 
 
-def cluster_yaml(found: list[Found]) -> str:
+def cluster_yaml(found: list[FoundDevices]) -> str:
     """Return a cluster YAML of this machine to start from."""
     groups: list[dict[str, Any]] = []
     for device in found:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from llmpq.model_spec import ModelSpec
 from llmpq.runtime.backends.backend import backend_of
 from llmpq.runtime.models.attention import EVERYTHING, ScoreRule, attend_fresh
-from llmpq.runtime.models.layer_tensors import Parts
+from llmpq.runtime.models.layer_tensors import LayerTensors
 from llmpq.runtime.models.layers import DecoderLayer
 from llmpq.runtime.models.linear import Linear, Weight
 from llmpq.runtime.models.wiring import Wiring
@@ -120,8 +120,8 @@ class CalibrationRun:
     def _layer(self, tensors: Mapping[str, Weight]) -> DecoderLayer:
         return self._wiring.layer(self._parts(tensors), self._index)
 
-    def _parts(self, tensors: Mapping[str, Weight]) -> Parts:
-        return Parts(
+    def _parts(self, tensors: Mapping[str, Weight]) -> LayerTensors:
+        return LayerTensors(
             tensors=tensors,
             scheme=None,
             dtype=self.dtype,

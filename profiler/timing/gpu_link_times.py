@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from llmpq.profiler.timing.cases import LinkTimings
-from llmpq.runtime.links.device_links import Links
+from llmpq.runtime.links.device_links import StageLinks
 from llmpq.runtime.links.peer_links import Room
 from llmpq.runtime.pending import arrived
 
@@ -31,7 +31,7 @@ def room(hidden: int) -> Room:
     )
 
 
-def run_rounds(links: Links, rank: int, hidden: int) -> LinkTimings:
+def run_rounds(links: StageLinks, rank: int, hidden: int) -> LinkTimings:
     """Exchange messages with the other child; return the one-way seconds by size (rank 0's)."""
     rounds = []
     for tokens in TOKENS:
@@ -50,7 +50,7 @@ def run_rounds(links: Links, rank: int, hidden: int) -> LinkTimings:
     )
 
 
-def _burst_s(links: Links, x_BQh: Tensor) -> float:
+def _burst_s(links: StageLinks, x_BQh: Tensor) -> float:
     """Send and wait for tokens `ROUNDS` times; return the device's seconds."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
@@ -66,7 +66,7 @@ def _burst_s(links: Links, x_BQh: Tensor) -> float:
     return float(start.elapsed_time(end)) / 1e3
 
 
-def _answer(links: Links, shape: torch.Size) -> None:
+def _answer(links: StageLinks, shape: torch.Size) -> None:
     """Return a token a row for every message, once it is there."""
     tokens_B1 = torch.zeros(ROWS, 1, dtype=torch.long, device=links.device)
     for _ in range(BURSTS * ROUNDS):

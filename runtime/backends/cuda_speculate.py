@@ -24,7 +24,7 @@ from llmpq.runtime.backends.cuda_graphs import DecodeGraphs, StepOutput
 from llmpq.runtime.cache.plain_kv import KVCache
 from llmpq.runtime.drafts import ngram
 from llmpq.runtime.drafts.acceptance import accept, draft_tokens
-from llmpq.runtime.drafts.draft_model import Draft
+from llmpq.runtime.drafts.draft_model import DraftModel
 from llmpq.runtime.models.stage_model import StageModel
 from llmpq.runtime.step import Step
 from llmpq.runtime.step_message import StepMessage
@@ -51,7 +51,7 @@ class RoundGraphs(DecodeGraphs):
         self,
         model: StageModel,
         kv: KVCache,
-        draft: Draft | Tensor,
+        draft: DraftModel | Tensor,
         gamma: int,
         length_S: Tensor,
         judge: Judge,
@@ -74,7 +74,7 @@ class RoundGraphs(DecodeGraphs):
         token_B = torch.where(token_B < 0, self.last_token_S[slots_B], token_B)
         room_B = (self.max_end - start_B).clamp_(max=self.gamma + 1)
         draft = self._draft
-        if isinstance(draft, Draft):
+        if isinstance(draft, DraftModel):
             tokens_BQ = self._drafted(draft, slots_B, start_B, token_B, room_B)
         else:
             tokens_BQ = look_up_drafts(draft, slots_B, start_B, token_B, self.gamma)
@@ -92,7 +92,7 @@ class RoundGraphs(DecodeGraphs):
         return StepOutput(table_BK=torch.cat((kept_B[:, None] + 1, choices_BQ), dim=1))
 
     def _drafted(
-        self, draft: Draft, slots_B: Tensor, start_B: Tensor, token_B: Tensor, room_B: Tensor
+        self, draft: DraftModel, slots_B: Tensor, start_B: Tensor, token_B: Tensor, room_B: Tensor
     ) -> Tensor:
         """Return the newest token and the drafts behind it [B, Q]."""
         model, kv, ones_B = draft.model, draft.kv, self._ones[: len(slots_B)]
@@ -159,7 +159,7 @@ class CudaSpeculation:
     """The draft, verify and round steps of one stage on a GPU."""
 
     def __init__(
-        self, decode: DecodeGraphs, draft: Draft | None, *, whole: bool, **options: object
+        self, decode: DecodeGraphs, draft: DraftModel | None, *, whole: bool, **options: object
     ) -> None:
         """`decode` runs the stage's plain steps; `options` are those of every graph."""
         self._model, self._kv = decode._model, decode._kv

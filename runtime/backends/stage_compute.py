@@ -14,7 +14,7 @@ from llmpq.plan import Plan
 from llmpq.runtime.cache.dual_kv import DualKV, make_copy
 from llmpq.runtime.cache.plain_kv import KVCache
 from llmpq.runtime.drafts.acceptance import accept, draft_tokens
-from llmpq.runtime.drafts.draft_model import Draft, build_draft
+from llmpq.runtime.drafts.draft_model import DraftModel, build_draft
 from llmpq.runtime.models.ruled_sampling import RuledSampler
 from llmpq.runtime.models.stage_model import StageModel
 from llmpq.runtime.pending import Pending
@@ -45,7 +45,7 @@ class StageCompute:
         self.model, self.kv, self._device, self._dtype = model, kv, device, dtype
         self.sampler = RuledSampler()
         """Chooses tokens on the last stage; whoever serves requests tells it their rules."""
-        self.draft: Draft | None = None
+        self.draft: DraftModel | None = None
         self._truncates = False
         self._widths: tuple[int, ...] = ()
         """Rows of a micro-batch -> the prompt widths that have run, ascending."""
@@ -68,7 +68,7 @@ class StageCompute:
         if mode in READS_KV4:
             copy = make_copy(self.model, workload, self._dtype, self._device)
             self.kv, kv, copy_bytes = DualKV(self.kv, copy), copy, copy.nbytes
-        self.draft = build_draft(mode, self.model, kv) if view is None else Draft(view, kv, 0)
+        self.draft = build_draft(mode, self.model, kv) if view is None else DraftModel(view, kv, 0)
         return self.draft.extra_bytes + copy_bytes
 
     @property

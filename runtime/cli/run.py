@@ -46,7 +46,7 @@ from llmpq.runtime.report.progress import ProgressReporter
 from llmpq.runtime.request import Finished, Request
 from llmpq.runtime.text.answer_text import answer_text
 from llmpq.runtime.text.batch_io import OrderedWriter, finished_lines, read_rows
-from llmpq.runtime.text.batch_rows import AnswerText, Row, answer_line, error_line
+from llmpq.runtime.text.batch_rows import AnswerText, BatchRow, answer_line, error_line
 from llmpq.runtime.text.made_with import made_by, made_with
 from llmpq.runtime.text.tokenizer import Tokenizer
 from llmpq.runtime.trace import StageRecord, write_chrome_trace
@@ -60,11 +60,11 @@ class Job:
 
     plan: Plan
     spec: ModelSpec
-    rows: Sequence[Row]
+    rows: Sequence[BatchRow]
     requests: Sequence[Request]
     errors: Mapping[int, str]
     """Row index -> why it cannot be a request."""
-    made: Callable[[Row], Mapping[str, Any]] | None = None
+    made: Callable[[BatchRow], Mapping[str, Any]] | None = None
     """What a row's answer is made with: its line says it."""
 
 
@@ -115,7 +115,7 @@ def main(options: RunOptions) -> int:
 def _made_plan(
     options: RunOptions,
     model_dir: str,
-    rows: Sequence[Row],
+    rows: Sequence[BatchRow],
     tokenizer: Tokenizer,
     cluster: Cluster | None,
 ) -> Plan:
@@ -144,7 +144,7 @@ def _tune(plan: Plan, spec: ModelSpec) -> None:
         _log.info("%s", line(found))
 
 
-def lengths_of(rows: Sequence[Row], tokenizer: Tokenizer, spec: ModelSpec) -> Lengths:
+def lengths_of(rows: Sequence[BatchRow], tokenizer: Tokenizer, spec: ModelSpec) -> Lengths:
     """Return the lengths of the rows that the model can serve."""
     prompts, new_tokens = [], []
     for row in rows:
@@ -159,7 +159,7 @@ def lengths_of(rows: Sequence[Row], tokenizer: Tokenizer, spec: ModelSpec) -> Le
     return Lengths(prompts=prompts or [1], new_tokens=new_tokens or [1])
 
 
-def _tokens(row: Row, tokenizer: Tokenizer) -> list[int]:
+def _tokens(row: BatchRow, tokenizer: Tokenizer) -> list[int]:
     if row.messages:
         return tokenizer.encode_chat(row.messages)
     return tokenizer.encode(row.prompt) if isinstance(row.prompt, str) else list(row.prompt)
@@ -184,11 +184,11 @@ def _failed(job: Job) -> str:
 def make_job(
     plan: Plan,
     spec: ModelSpec,
-    rows: Sequence[Row],
+    rows: Sequence[BatchRow],
     tokenizer: Tokenizer,
     *,
     skip: Mapping[int, Any],
-    made: Callable[[Row], Mapping[str, Any]] | None = None,
+    made: Callable[[BatchRow], Mapping[str, Any]] | None = None,
 ) -> Job:
     """Turn rows into requests; a row that the plan has no room for becomes an error."""
     limits = limits_of(plan)
@@ -207,7 +207,7 @@ def make_job(
 
 
 def _request(
-    row: Row, plan: Plan, spec: ModelSpec, limits: Limits, tokenizer: Tokenizer
+    row: BatchRow, plan: Plan, spec: ModelSpec, limits: Limits, tokenizer: Tokenizer
 ) -> Request:
     tokens = _tokens(row, tokenizer)
     if tokens and max(tokens) >= spec.vocab:

@@ -45,7 +45,7 @@ _Module = TypeVar("_Module", bound=nn.Module)
 
 
 @dataclass(frozen=True)
-class Draft:
+class DraftModel:
     """The draft's way through a stage."""
 
     model: StageModel
@@ -72,7 +72,7 @@ class RoundedLinear(nn.Module):
         return linear(flat.view(x.shape), self.weight, self.bias)
 
 
-def build_draft(mode: DraftMode, model: StageModel, kv: KVCache) -> Draft:
+def build_draft(mode: DraftMode, model: StageModel, kv: KVCache) -> DraftModel:
     """Return a stage's draft view over a cache; layers the mode cannot make cheaper stay."""
     held: list[QuantizedWeight] = []
 
@@ -91,7 +91,7 @@ def build_draft(mode: DraftMode, model: StageModel, kv: KVCache) -> Draft:
     view.layers = nn.ModuleList([_with_linears(layer, swaps[mode]) for layer in model.layers])
     if mode in COPIES_HEAD and model.head is not None:
         view.head = _with_linears(model.head, lambda part: to_four_bits(part, keep))
-    return Draft(view, kv, sum(weight.nbytes for weight in held))
+    return DraftModel(view, kv, sum(weight.nbytes for weight in held))
 
 
 def round_input(part: Linear) -> nn.Module:

@@ -49,7 +49,7 @@ from llmpq.runtime.launch.stage_settings import StageSettings, limits_of, read_r
 from llmpq.runtime.links.device_links import (
     KINDS,
     DeviceTransport,
-    Links,
+    StageLinks,
     connect_devices,
 )
 from llmpq.runtime.links.peer_links import Room
@@ -106,7 +106,7 @@ class StageActor:
         self._gpu: torch.device | None = None
         self._emulation: Emulation | None = None
         self._stream: torch.cuda.Stream | None = None
-        self._links: Links | None = None
+        self._links: StageLinks | None = None
         self._more: list[dist.ProcessGroup] = []
         self._meeting, self._weights = meeting, weights
         self._drafter = make_drafter(self._plan, self._settings) if index == 0 else None

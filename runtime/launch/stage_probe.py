@@ -34,7 +34,7 @@ _PROBE_ROOM = Room(hidden_bytes=_MESSAGE, max_rows=1, tickets=2)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class PlaceReport:
     """What a stage would find on its host."""
 
     host: str
@@ -73,10 +73,10 @@ class StageProbe:
         self._store: dist.Store | None = None
 
     def look(self, model_dir: str | None) -> dict[str, Any]:
-        """Return this place as a dictionary of `Place`'s fields."""
+        """Return this place as a dictionary of `PlaceReport`'s fields."""
         gpu, kind, free, total = self._device()
         problem, fingerprint = look_at_model(model_dir)
-        return Place(
+        return PlaceReport(
             host=socket.gethostname(),
             python=platform.python_version(),
             packages=package_versions(),

@@ -46,7 +46,7 @@ _MAX_CTAS = 4
 """Thread blocks of an NCCL kernel: what waits for a neighbour takes SMs from the layers."""
 
 
-class Links(Protocol):
+class StageLinks(Protocol):
     """The links of one stage; `PeerLinks` and `DeviceLinks`."""
 
     name: str
@@ -267,14 +267,14 @@ def connect_devices(
     *,
     kinds: Sequence[str] = KINDS,
     limit_s: float = TRIAL_LIMIT_S,
-) -> Links | None:
+) -> StageLinks | None:
     """Make and try links of one kind after the other; None, for every stage alike, for gloo.
 
     `peer` needs `room`; any other kind is a backend of torch.distributed. The verdicts travel over
     the stages' gloo group, which is joined already.
     """
     for kind in kinds:
-        links: Links | None = None
+        links: StageLinks | None = None
         try:
             if kind == "peer":
                 assert room is not None
@@ -299,7 +299,7 @@ class DeviceTransport(GlooTransport):
 
     def __init__(
         self,
-        links: Links,
+        links: StageLinks,
         *,
         hidden: int,
         dtype: torch.dtype,

@@ -20,7 +20,7 @@ from llmpq.runtime.weights.as_planned import as_planned
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parts:
+class LayerTensors:
     """Host tensors by part name, and how linears made of them are stored."""
 
     tensors: Mapping[str, Weight]

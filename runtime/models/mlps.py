@@ -50,7 +50,7 @@ class MLP(nn.Module):
 
 
 @dataclass(frozen=True)
-class Gate:
+class GateFunction:
     """What a gated MLP makes of gate and up."""
 
     activation: str = "silu"
@@ -79,10 +79,10 @@ GATED = ("silu", "gelu_tanh", "clamped_silu")
 class GatedMLP(nn.Module):
     """down(act(gate(x), up(x))) with gate and up fused into one matrix [2 F, h]."""
 
-    def __init__(self, gate_up: Linear, down: Linear, gate: Gate | str = "silu") -> None:
+    def __init__(self, gate_up: Linear, down: Linear, gate: GateFunction | str = "silu") -> None:
         super().__init__()
         self.gate_up, self.down = gate_up, down
-        self.gate = Gate(gate) if isinstance(gate, str) else gate
+        self.gate = GateFunction(gate) if isinstance(gate, str) else gate
 
     @property
     def activation(self) -> str:

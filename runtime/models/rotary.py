@@ -18,7 +18,7 @@ import math
 import torch
 from torch import Tensor
 
-from llmpq.families.parts import RopeScaling
+from llmpq.families.spec_values import RopeScaling
 from llmpq.runtime.step import Step
 
 

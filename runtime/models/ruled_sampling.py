@@ -28,7 +28,7 @@ _POSITIONS_AT_ONCE = 64
 """Positions of a prompt whose logits are made together: a few float copies of them live at once."""
 
 
-class Automaton(Protocol):
+class TokenAutomaton(Protocol):
     """What a guide allows next."""
 
     def allowed(self, tokens: Sequence[int], vocab: int) -> Tensor:
@@ -41,7 +41,7 @@ class _Ruled:
     """A request's rules and what is known of it so far."""
 
     rules: TokenRules
-    automaton: Automaton | None
+    automaton: TokenAutomaton | None
     chosen: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))
     """The answer's tokens by place, with room for more; on the device of the logits."""
     noted: Noted = field(default_factory=Noted)
@@ -82,7 +82,7 @@ class RuledSampler:
         self._known: dict[int, _Ruled] = {}
 
     def take_rules(
-        self, number: int, rules: TokenRules, automaton: Automaton | None = None
+        self, number: int, rules: TokenRules, automaton: TokenAutomaton | None = None
     ) -> None:
         """Learn the rules of a request that has not begun; may be called from any thread.
 

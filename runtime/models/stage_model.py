@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import Precision, WeightScheme
 from llmpq.runtime.cache.plain_kv import KVCache
-from llmpq.runtime.models.layer_tensors import Parts
+from llmpq.runtime.models.layer_tensors import LayerTensors
 from llmpq.runtime.models.layers import DecoderLayer, Embedding, Head, LayerRunner, held_weights
 from llmpq.runtime.models.wiring import Wiring
 from llmpq.runtime.step import Step
@@ -160,8 +160,8 @@ class _Builder:
         tensors: dict[str, Tensor],
         scheme: WeightScheme | None,
         tied: Mapping[str, Tensor] = MappingProxyType({}),
-    ) -> Parts:
-        return Parts(
+    ) -> LayerTensors:
+        return LayerTensors(
             tensors={**tensors, **tied},
             shared=frozenset(tied),
             scheme=scheme,

@@ -12,7 +12,7 @@ from llmpq.model_spec import SHARED, ModelSpec
 from llmpq.runtime.models.attention import ScoreRule, alibi_slopes
 from llmpq.runtime.models.experts import Routing, SparseMLP
 from llmpq.runtime.models.latent_attention import LatentAttention
-from llmpq.runtime.models.layer_tensors import Parts
+from llmpq.runtime.models.layer_tensors import LayerTensors
 from llmpq.runtime.models.layers import (
     Attention,
     DecoderLayer,
@@ -21,7 +21,7 @@ from llmpq.runtime.models.layers import (
     LayerRunner,
     PlainLayers,
 )
-from llmpq.runtime.models.mlps import MLP, Gate, GatedMLP
+from llmpq.runtime.models.mlps import MLP, GatedMLP, GateFunction
 from llmpq.runtime.models.norms import NoNorm
 from llmpq.runtime.models.rotary import Rotary
 
@@ -39,7 +39,7 @@ class Wiring:
         if spec.positions == "alibi":
             self._slopes_H = alibi_slopes(spec.heads).to(device)
 
-    def embedding(self, parts: Parts) -> Embedding:
+    def embedding(self, parts: LayerTensors) -> Embedding:
         """Wire the first stage's embedding."""
         learned = self._spec.positions == "learned"
         return Embedding(
@@ -49,7 +49,7 @@ class Wiring:
             factor=self._spec.embedding_factor,
         )
 
-    def layer(self, parts: Parts, index: int) -> DecoderLayer:
+    def layer(self, parts: LayerTensors, index: int) -> DecoderLayer:
         """Wire decoder layer `index`, counted over the whole model."""
         spec = self._spec.of_layer(index)
         norms = {name: parts.norm(name) for name in spec.layer_norms}
@@ -65,7 +65,7 @@ class Wiring:
             residual_factor=spec.residual_factor,
         )
 
-    def head(self, parts: Parts) -> Head:
+    def head(self, parts: LayerTensors) -> Head:
         """Wire the last stage's norm and output matrix."""
         return Head(
             parts.norm("norm"),
@@ -75,7 +75,7 @@ class Wiring:
             cap=self._spec.logit_cap,
         )
 
-    def _attention(self, parts: Parts, index: int) -> Attention:
+    def _attention(self, parts: LayerTensors, index: int) -> Attention:
         spec = self._spec
         window = spec.windows[index] if spec.windows else 0
         rule = None
@@ -93,7 +93,7 @@ class Wiring:
             rule=rule,
         )
 
-    def _latent_attention(self, parts: Parts) -> LatentAttention:
+    def _latent_attention(self, parts: LayerTensors) -> LatentAttention:
         spec = self._spec
         assert spec.latent is not None and self._rotary is not None
         small = spec.latent.q_rank > 0
@@ -123,7 +123,7 @@ def _rotaries(spec: ModelSpec, device: torch.device) -> tuple[Rotary | None, Rot
     return rotary, Rotary(turned, spec.window_rope_theta, None, device, name=" of windows")
 
 
-def _mlp(spec: ModelSpec, parts: Parts) -> MLP | GatedMLP | SparseMLP:
+def _mlp(spec: ModelSpec, parts: LayerTensors) -> MLP | GatedMLP | SparseMLP:
     if not spec.experts:
         return _dense_mlp(spec, parts, "")
     rule = spec.router
@@ -139,9 +139,9 @@ def _mlp(spec: ModelSpec, parts: Parts) -> MLP | GatedMLP | SparseMLP:
     return SparseMLP(routing, experts, shared)
 
 
-def _dense_mlp(spec: ModelSpec, parts: Parts, owner: str) -> MLP | GatedMLP:
+def _dense_mlp(spec: ModelSpec, parts: LayerTensors, owner: str) -> MLP | GatedMLP:
     down = parts.linear(f"{owner}down")
     if spec.gated:
-        gate = Gate(spec.activation, spec.activation_limit, spec.activation_slope)
+        gate = GateFunction(spec.activation, spec.activation_limit, spec.activation_slope)
         return GatedMLP(parts.linear(f"{owner}gate_up"), down, gate)
     return MLP(parts.linear(f"{owner}up"), down, spec.activation)

@@ -13,7 +13,7 @@ from llmpq.runtime.answers import Answers
 from llmpq.runtime.serve.answering import stream, while_connected
 from llmpq.runtime.serve.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from llmpq.runtime.serve.chat import Chat, plain_message
-from llmpq.runtime.serve.completions import Completion
+from llmpq.runtime.serve.completions import TextCompletion
 from llmpq.runtime.serve.errors import ApiError, AsciiJson, handle_errors
 from llmpq.runtime.serve.gate import Gate
 from llmpq.runtime.serve.messages import Messages, MessagesBody
@@ -82,7 +82,7 @@ def make_app(service: Service) -> FastAPI:
 def _add_answers(app: FastAPI, service: Service) -> None:
     @app.post("/v1/completions")
     async def completions(request: Request, body: CompletionBody) -> Response:
-        return await answer(request, Completion(service, body), streamed=body.stream)
+        return await answer(request, TextCompletion(service, body), streamed=body.stream)
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request, body: ChatBody) -> Response:

@@ -21,7 +21,7 @@ LEAST_LOGPROB = -9999.0
 """What stands for minus infinity, which JSON does not know."""
 
 
-class Completion:
+class TextCompletion:
     """One request of /v1/completions."""
 
     def __init__(self, service: Service, body: CompletionBody) -> None:

@@ -20,8 +20,8 @@ from llmpq.output_paths import cannot_write
 from llmpq.runtime.text.batch_rows import (
     MADE_WITH,
     PROMPT_HASH,
+    BatchRow,
     Defaults,
-    Row,
     json_row,
     prompt_hash,
     text_row,
@@ -33,7 +33,7 @@ _log = logging.getLogger("llmpq.output")
 _JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
 
 
-def read_rows(path: str | Path, defaults: Defaults) -> list[Row]:
+def read_rows(path: str | Path, defaults: Defaults) -> list[BatchRow]:
     """Read a batch file: JSON lines, or one prompt a line in any other file; blank lines drop.
 
     A pipe has no name that says which: its first line does.
@@ -67,7 +67,7 @@ def read_rows(path: str | Path, defaults: Defaults) -> list[Row]:
     return _refuse_duplicates(rows, [number for number, _ in numbered])
 
 
-def _refuse_duplicates(rows: Sequence[Row], numbers: Sequence[int]) -> list[Row]:
+def _refuse_duplicates(rows: Sequence[BatchRow], numbers: Sequence[int]) -> list[BatchRow]:
     """Give every row whose id was seen before an error; `numbers` are the rows' lines."""
     seen: dict[str, int] = {}
     checked = []
@@ -83,8 +83,8 @@ def _refuse_duplicates(rows: Sequence[Row], numbers: Sequence[int]) -> list[Row]
 
 def finished_lines(
     path: str | Path,
-    rows: Sequence[Row],
-    made: Callable[[Row], Mapping[str, Any]] | None = None,
+    rows: Sequence[BatchRow],
+    made: Callable[[BatchRow], Mapping[str, Any]] | None = None,
 ) -> dict[int, dict[str, Any]]:
     """Return the answers an earlier run left, by row index, without failed rows and torn lines.
 
@@ -144,7 +144,7 @@ def _require_alike(
         )
 
 
-def _answers(data: Mapping[str, Any], row: Row) -> bool:
+def _answers(data: Mapping[str, Any], row: BatchRow) -> bool:
     """Whether an answer is to this row's prompt, as far as the answer says what was asked."""
     shown = list(row.prompt) if isinstance(row.prompt, tuple) else row.prompt
     return (

@@ -65,7 +65,7 @@ class Defaults:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class BatchRow:
     """One request of a batch file, or the reason why it cannot be one."""
 
     index: int
@@ -92,21 +92,21 @@ class AnswerText:
     prompt_tokens: int
 
 
-def text_row(index: int, line: str, defaults: Defaults) -> Row:
+def text_row(index: int, line: str, defaults: Defaults) -> BatchRow:
     """Return the row of one line of text."""
     return _with_options(index, "text", None, {}, defaults, prompt=line)
 
 
-def json_row(index: int, line: str, defaults: Defaults, *, number: int | None = None) -> Row:
+def json_row(index: int, line: str, defaults: Defaults, *, number: int | None = None) -> BatchRow:
     """Return the row of one JSON line, a bad one with its error; `number` is its line's."""
     number = index + 1 if number is None else number
     try:
         data = json.loads(line)
     except (ValueError, RecursionError) as error:  # numbers too long are a plain ValueError
-        return Row(index=index, form="plain", error=f"line {number} is not JSON: {error}")
+        return BatchRow(index=index, form="plain", error=f"line {number} is not JSON: {error}")
     if not isinstance(data, dict):
         kind = type(data).__name__
-        return Row(
+        return BatchRow(
             index=index, form="plain", error=f"line {number}: expected an object, got {kind}"
         )
     openai = "custom_id" in data or "body" in data or "url" in data
@@ -116,11 +116,11 @@ def json_row(index: int, line: str, defaults: Defaults, *, number: int | None = 
         return _openai(index, data, defaults) if openai else _plain(index, data, defaults)
     except (ValueError, TypeError, OverflowError) as error:
         shown = row_id if isinstance(row_id, str) else None
-        return Row(index=index, form=form, row_id=shown, error=f"line {number}: {error}")
+        return BatchRow(index=index, form=form, row_id=shown, error=f"line {number}: {error}")
 
 
 def answer_line(
-    row: Row, answer: AnswerText, model: str, made_with: Mapping[str, Any] | None = None
+    row: BatchRow, answer: AnswerText, model: str, made_with: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """Return the output line of a finished row; `made_with` is what `--resume` compares."""
     made = {} if made_with is None else {MADE_WITH: dict(made_with)}
@@ -167,13 +167,13 @@ def answer_line(
     return _batch_line(row) | line
 
 
-def prompt_hash(row: Row) -> str:
+def prompt_hash(row: BatchRow) -> str:
     """Return 16 hex digits that differ, practically always, where prompts or messages do."""
     asked = list(row.messages) if row.messages else row.prompt
     return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def error_line(row: Row, message: str) -> dict[str, Any]:
+def error_line(row: BatchRow, message: str) -> dict[str, Any]:
     """Return the output line of a row that failed."""
     error = {"code": "invalid_request", "message": message}
     if row.form in ("text", "plain"):
@@ -184,11 +184,11 @@ def error_line(row: Row, message: str) -> dict[str, Any]:
     return _batch_line(row) | {"response": None, "error": error}
 
 
-def _batch_line(row: Row) -> dict[str, Any]:
+def _batch_line(row: BatchRow) -> dict[str, Any]:
     return {"id": f"batch_req_{row.index}", "custom_id": row.row_id}
 
 
-def _plain(index: int, data: Mapping[str, Any], defaults: Defaults) -> Row:
+def _plain(index: int, data: Mapping[str, Any], defaults: Defaults) -> BatchRow:
     row_id = data.get("id")
     options = {k: v for k, v in data.items() if k not in ("id", "prompt", "messages")}
     if ("prompt" in data) == ("messages" in data):
@@ -206,7 +206,7 @@ def _plain(index: int, data: Mapping[str, Any], defaults: Defaults) -> Row:
     )
 
 
-def _openai(index: int, data: Mapping[str, Any], defaults: Defaults) -> Row:
+def _openai(index: int, data: Mapping[str, Any], defaults: Defaults) -> BatchRow:
     if "body" not in data and "custom_id" in data and ("prompt" in data or "messages" in data):
         # The short form: what belongs into the body stands beside the id.
         rest = {key: value for key, value in data.items() if key not in ("custom_id", "url")}
@@ -272,7 +272,7 @@ def _with_options(
     *,
     prompt: str | tuple[int, ...] = "",
     messages: tuple[Mapping[str, Any], ...] = (),
-) -> Row:
+) -> BatchRow:
     """Build a row from its options, the command's defaults filling what it leaves out."""
     _check_options(options)
     given = {key: value for key, value in options.items() if value is not None}
@@ -288,7 +288,7 @@ def _with_options(
     ignore_eos = given.get("ignore_eos", defaults.ignore_eos)
     if not isinstance(ignore_eos, bool):
         raise ValueError(f"'ignore_eos' must be true or false, got {ignore_eos!r}")
-    return Row(
+    return BatchRow(
         index=index,
         form=form,
         row_id=row_id,

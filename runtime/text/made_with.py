@@ -15,7 +15,7 @@ from typing import Any
 from llmpq.gguf_file import is_gguf, open_gguf
 from llmpq.plan import Plan
 from llmpq.precision import Precision
-from llmpq.runtime.text.batch_rows import Row
+from llmpq.runtime.text.batch_rows import BatchRow
 
 _SAMPLES, _SAMPLE_BYTES = 16, 4096
 
@@ -37,7 +37,7 @@ def made_by(plan: Plan, model_dir: str | Path) -> dict[str, Any]:
     }
 
 
-def made_with(row: Row, common: Mapping[str, Any], default_tokens: int) -> dict[str, Any]:
+def made_with(row: BatchRow, common: Mapping[str, Any], default_tokens: int) -> dict[str, Any]:
     """Return what a row's answer is made with; `default_tokens` are those of rows that ask none."""
     choice = row.sampling
     fields: dict[str, Any] = {**common, "max_tokens": row.max_tokens or default_tokens}

@@ -25,7 +25,7 @@ from llmpq.kernels.gemm import choice, learned
 from llmpq.kernels.gemm.config import Config, config_entry
 from llmpq.kernels.gemm.machine import machine_of
 from llmpq.kernels.gemm.predict import Product
-from llmpq.kernels.gemm.tune import Found, search
+from llmpq.kernels.gemm.tune import TunedProduct, search
 from llmpq.kernels.linear import linear
 from llmpq.kernels.tools.gpu_timing import copies_for, time_launches
 from llmpq.model_spec import ModelSpec
@@ -91,7 +91,7 @@ def job_of(plan: Plan, spec: ModelSpec, seconds: float = SECONDS) -> TuneJob:
     )
 
 
-def tune(job: TuneJob) -> list[Found]:
+def tune(job: TuneJob) -> list[TunedProduct]:
     """Search, keep what won in the cache directory, and return what was found of every product."""
     if not job.precisions:
         raise ValueError(
@@ -100,7 +100,7 @@ def tune(job: TuneJob) -> list[Found]:
         )
     device = _device()
     until = time.monotonic() + job.seconds
-    found: list[Found] = []
+    found: list[TunedProduct] = []
     late = 0
     for precision in job.precisions:
         timer = StepTimer(job, precision, device)
@@ -140,7 +140,7 @@ def _device() -> torch.device:
     return device
 
 
-def line(found: Found) -> str:
+def line(found: TunedProduct) -> str:
     """Return a product's line: its shape, what holds it before and after."""
     p = found.product
     what = "as chosen" if found.config is None else str(config_entry(found.config))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from llmpq.precision import WeightScheme
-from llmpq.runtime.models.layer_tensors import Parts
+from llmpq.runtime.models.layer_tensors import LayerTensors
 from llmpq.runtime.weights.sources import RandomSource
 
 
@@ -43,7 +43,7 @@ class CopiedLayers:
             return {name: copy.deepcopy(part) for name, part in first.items()}
         tensors: dict[str, Any] = self._source.layer(index, dtype)
         if scheme is not None:
-            parts = Parts(
+            parts = LayerTensors(
                 tensors=tensors, scheme=scheme, dtype=dtype, device=self._device, norm_eps=0.0
             )
             spec = self._source.spec.of_layer(index)

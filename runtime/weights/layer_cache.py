@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from llmpq.kernels.formats.quantized_weight import QuantizedWeight
 from llmpq.kernels.formats.weight_layout import Layout
 from llmpq.precision import WeightScheme
-from llmpq.runtime.models.layer_tensors import Parts
+from llmpq.runtime.models.layer_tensors import LayerTensors
 from llmpq.runtime.weights.sources import CheckpointSource, weight_files
 
 _SHAPES = "llmpq_weights"
@@ -68,7 +68,7 @@ class KeptLayers:
 
     def _quantized(self, index: int, scheme: WeightScheme, dtype: torch.dtype) -> dict[str, Any]:
         tensors: dict[str, Any] = self._source.layer(index, dtype)
-        parts = Parts(
+        parts = LayerTensors(
             tensors=tensors, scheme=scheme, dtype=dtype, device=self._device, norm_eps=0.0
         )
         names = [f"{shape.name}.weight" for shape in self._source.spec.of_layer(index).linears()]

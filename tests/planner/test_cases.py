@@ -8,8 +8,8 @@ import random
 import numpy as np
 import pytest
 
-from llmpq.planner.exact.cases import Case, most_priced
 from llmpq.planner.exact.pairs import Floor, PairTables
+from llmpq.planner.exact.plan_cases import Case, most_priced
 from llmpq.planner.outcome import Assignment
 from llmpq.planner.predict.fits import fits
 from llmpq.planner.predict.pipeline_time import stage_times

@@ -10,13 +10,13 @@ import yaml
 from llmpq.cluster import Cluster
 from llmpq.planner.__main__ import main
 from llmpq.planner.inputs import discovery
-from llmpq.planner.inputs.discovery import Found, cluster_of_nodes, cluster_yaml, grouped
+from llmpq.planner.inputs.discovery import FoundDevices, cluster_of_nodes, cluster_yaml, grouped
 from llmpq.this_machine import kind_of, parse_gpus
 
 pytestmark = pytest.mark.pure
 
 
-def gpus(*cards: tuple[str, int | str]) -> list[Found]:
+def gpus(*cards: tuple[str, int | str]) -> list[FoundDevices]:
     """Return what is found where nvidia-smi lists these names and MiB."""
     lines = [
         f"{i}, GPU-{i}, {name}, {mib}, {mib}, 570.1, 8.0" for i, (name, mib) in enumerate(cards)

@@ -20,7 +20,7 @@ from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
 from llmpq.runtime.backends.backend import backend_of
 from llmpq.runtime.cache.kv_by_precision import make_kv_cache
-from llmpq.runtime.models.layer_tensors import Parts
+from llmpq.runtime.models.layer_tensors import LayerTensors
 from llmpq.runtime.models.linear import Weight
 from llmpq.runtime.models.wiring import Wiring
 from llmpq.runtime.step import Step
@@ -207,7 +207,9 @@ def _run(
     *,
     last_only: bool = False,
 ) -> torch.Tensor:
-    made = Parts(tensors=parts, scheme=None, dtype=x.dtype, device=device, norm_eps=spec.norm_eps)
+    made = LayerTensors(
+        tensors=parts, scheme=None, dtype=x.dtype, device=device, norm_eps=spec.norm_eps
+    )
     layer = Wiring(spec, device, backend_of(device).layers()).layer(made)
     assert isinstance(layer.attention.qkv.weight, AtomTiles) == (device.type == "cuda")
     rows, q_len, _ = x.shape

@@ -21,7 +21,7 @@ from llmpq.runtime.launch.stage_loading import make_drafter
 from llmpq.runtime.launch.stage_settings import StageSettings
 from llmpq.runtime.report.job_report import JobResult, build_report, precision_runs, print_summary
 from llmpq.runtime.request import Finished, Request
-from llmpq.runtime.text.batch_rows import Defaults, Row, json_row, text_row
+from llmpq.runtime.text.batch_rows import BatchRow, Defaults, json_row, text_row
 from llmpq.runtime.text.stop_texts import StopTexts
 from llmpq.runtime.text.tokenizer import Tokenizer
 from llmpq.runtime.trace import KindTotals, LoadReport, StageRecord, TraceEvent
@@ -49,7 +49,7 @@ def job(demo_model, make_plan, tokenizer):
     """Return a maker of jobs over a plan of 32-token prompts and 16 new tokens."""
     plan, spec = make_plan(demo_model, ()), ModelSpec.from_directory(demo_model)
 
-    def make(*rows: Row, using: Tokenizer = tokenizer, skip=()):
+    def make(*rows: BatchRow, using: Tokenizer = tokenizer, skip=()):
         return make_job(plan, spec, rows, using, skip=dict.fromkeys(skip))
 
     return make

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from llmpq.families.parts import RopeScaling
+from llmpq.families.spec_values import RopeScaling
 from llmpq.kv_format import kv_pool_bytes
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
