@@ -20,8 +20,10 @@ _VOLATILE = ("_name_or_path", "transformers_version")
 def report(model_dir: str | None) -> dict[str, Any]:
     """Return this host's name, versions, and the config.json of a model directory.
 
+    Of a GGUF file, which has none: its size and the SHA-256 of its head, where its keys are.
     `problem` says why there is no `config`.
     """
+    import hashlib
     import importlib.metadata
     import json
     import os
@@ -37,6 +39,14 @@ def report(model_dir: str | None) -> dict[str, Any]:
             versions[name] = "not installed"
     config, problem = None, None
     if model_dir is not None:
+        try:
+            if os.path.isfile(model_dir):
+                with open(model_dir, "rb") as file:
+                    head = hashlib.sha256(file.read(2**20)).hexdigest()
+                config = {"bytes": os.path.getsize(model_dir), "sha256 of its head": head}
+        except OSError as error:
+            problem = f"no readable '{model_dir}' ({error})"
+    if model_dir is not None and config is None and problem is None:
         try:
             with open(os.path.join(model_dir, "config.json"), encoding="utf-8") as file:
                 config = json.load(file)
@@ -73,7 +83,7 @@ def require_alike(here: Mapping[str, Any], there: Sequence[tuple[str, Mapping[st
         key = _different(here["config"], found["config"])
         if key is not None:
             raise PlanMismatchError(
-                f"node {name} has another model: '{key}' in its config.json is "
+                f"node {name} has another model: '{key}' of its configuration is "
                 f"{found['config'].get(key)!r}, here it is {here['config'].get(key)!r}; copy the "
                 "right one there, or give --copy-weights"
             )

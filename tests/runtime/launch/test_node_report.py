@@ -67,3 +67,19 @@ def test_another_model_is_named_with_the_key_that_differs(change):
 def test_what_says_nothing_of_the_model_may_differ():
     require_alike(answer(), [("hostb", answer(config=CONFIG | {"transformers_version": "5"}))])
     require_alike(answer(), [("hostb", answer(config=None))])
+
+
+def test_a_gguf_file_is_compared_by_its_size_and_head(tmp_path):
+    here, there = tmp_path / "here.gguf", tmp_path / "there.gguf"
+    here.write_bytes(b"GGUF" + bytes(64))
+    there.write_bytes(b"GGUF" + bytes(64))
+    require_alike(report(str(here)), [("hostb", report(str(there)))])
+    there.write_bytes(b"GGUF" + bytes(63) + b"1")
+    with pytest.raises(PlanMismatchError, match="node hostb has another model: 'sha256"):
+        require_alike(report(str(here)), [("hostb", report(str(there)))])
+    there.write_bytes(b"GGUF")
+    with pytest.raises(PlanMismatchError, match="node hostb has another model: 'bytes'"):
+        require_alike(report(str(here)), [("hostb", report(str(there)))])
+    there.unlink()
+    with pytest.raises(ValueError, match="hostb has no readable"):
+        require_alike(report(str(here)), [("hostb", report(str(there)))])
