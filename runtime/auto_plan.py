@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from llmpq.cluster import Cluster
 from llmpq.cost_model import CostModel
 from llmpq.costs_cache import cache_folder, cached_costs, store_costs
+from llmpq.default_dtype import default_dtype
 from llmpq.errors import ExitCode, StageLostError
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
@@ -91,7 +92,7 @@ def plan_for(
     spec = ModelSpec.from_directory(model_dir)
     devices = cluster or devices_of(from_ray)
     on_cpu = all(device.spec.is_cpu for device in devices.devices)
-    dtype: Dtype = "float32" if on_cpu else spec.dtype
+    dtype = default_dtype(spec, devices)
     if cluster is None and from_ray is None and on_cpu:
         devices = _with_useful_threads(devices, spec.num_params * DTYPE_BYTES[dtype])
     work = workload_of(lengths, dtype=dtype, window=MAX_CPU_WINDOW if on_cpu else MAX_WINDOW, kv=kv)

@@ -1,6 +1,6 @@
 """Which plan a model is run by: the one that was given, or one made for the devices there are.
 
-One device needs no planner: a whole, unquantised model in 16 bits (32 on a CPU), if it fits.
+One device needs no planner: a whole, unquantised model, if it fits.
 Several devices, a directory that is stored quantised, or a model that one device cannot hold are
 planned.
 """
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import cast
 
 from llmpq.cluster import Cluster
+from llmpq.default_dtype import default_dtype
 from llmpq.gguf_file import is_model
 from llmpq.model_config import read_config
 from llmpq.model_spec import ModelSpec
@@ -107,7 +108,7 @@ def _made(
             spec,
             known.devices[0],
             model_dir=str(directory),
-            dtype=_dtype(spec, wishes, cpus),
+            dtype=_dtype(spec, wishes, known),
             kv=_kv(wishes),
             max_len=max_len,
             slots=slots,
@@ -121,7 +122,7 @@ def _made(
         prompt_len=prompt_len,
         gen_len=max_len - prompt_len + 1,
         kv=_kv(wishes),
-        dtype=_dtype(spec, wishes, cpus),
+        dtype=_dtype(spec, wishes, known),
     )
     made = plan_job(directory, known, work)
     for note in made.notes:
@@ -148,9 +149,9 @@ def _at_least_one(name: str, wishes: Wishes) -> int:
     return value
 
 
-def _dtype(spec: ModelSpec, wishes: Wishes, cpus: bool) -> Dtype:
+def _dtype(spec: ModelSpec, wishes: Wishes, known: Cluster) -> Dtype:
     if wishes.dtype == AUTO:
-        return "float32" if cpus else spec.dtype
+        return default_dtype(spec, known)
     if wishes.dtype not in DTYPE_BYTES:
         raise ValueError(f"dtype must be auto, {', '.join(DTYPE_BYTES)}, got '{wishes.dtype}'")
     return cast(Dtype, wishes.dtype)

@@ -84,7 +84,7 @@ def _what_to_plan(section: Section) -> None:
         "--dtype",
         choices=DTYPES,
         default="auto",
-        help="auto: float32 on a cluster of CPUs, else the model's own",
+        help="auto: the model's own, but float32 on CPUs not known to be quick in it",
     )
     section.flag("--fit", also=("--fit-cost-model",), action="store_true", help="always on")
 

@@ -13,6 +13,7 @@ from llmpq.capabilities import lacking_sentence, ways_of
 from llmpq.cluster import Cluster
 from llmpq.cost_model import CostModel
 from llmpq.costs_cache import cache_folder, cached_costs
+from llmpq.default_dtype import default_dtype
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
 from llmpq.planner import limits
@@ -103,11 +104,10 @@ def _not_run(spec: ModelSpec, cluster: Cluster, workload: Workload) -> list[str]
 
 
 def _workload(request: PlanRequest, cluster: Cluster, spec: ModelSpec) -> Workload:
-    """Return the job; CPUs alone compute in float32 unless told otherwise."""
+    """Return the job."""
     dtype = request.dtype
     if dtype == "auto":
-        cpus = all(d.spec.is_cpu for d in cluster.devices)
-        dtype = "float32" if cpus else spec.dtype
+        dtype = default_dtype(spec, cluster)
     return Workload(
         batch=request.global_bz,
         prompt_len=request.s,

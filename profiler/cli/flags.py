@@ -135,7 +135,7 @@ def run_parser() -> CommandParser:
     what.flag(
         "--job", daily=True, metavar="512/100", help="only what such prompts and new tokens need"
     )
-    what.flag("--dtype", choices=DTYPES, help="default: float32 on CPU, else the model's")
+    what.flag("--dtype", choices=DTYPES, help="default: the model's, but float32 on a file's CPUs")
     what.flag("--verify", default="", help="also time verifying of this many tokens: 2,4")
     sampled = Only(lambda a: a.temperature > 0, "on greedy tokens", "add --temperature T")
     what.flag("--temperature", type=float, default=0.0, help="above 0: time sampled tokens")

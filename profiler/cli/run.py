@@ -10,6 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from llmpq.cluster import Cluster, Device
 from llmpq.cost_model import CostModel
+from llmpq.default_dtype import default_dtype
 from llmpq.errors import ExitCode
 from llmpq.model_spec import ModelSpec
 from llmpq.output_paths import check_files
@@ -26,7 +27,6 @@ from llmpq.profiler.timing.profile_host import (
 )
 from llmpq.profiler.timing.sample_file import SampleLog
 from llmpq.profiler.timing.shape_grid import cases, make_grid
-from llmpq.workload import Dtype
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ def make_job(
         copies={d.profile_kind: request.copies or default_copies(cluster, d) for d in devices},
         precisions=tuple(Precision.parse(b) for b in request.bits.split(",")),
         kv=tuple(KVPrecision.parse(b) for b in request.kv.split(",")),
-        dtype=request.dtype or default_dtype(spec, devices),
+        dtype=request.dtype or default_dtype(spec, cluster),
         grid=make_grid(
             spec,
             quick=request.quick,
@@ -123,11 +123,6 @@ def _sampling(request: ProfileRequest) -> Sampling:
         {"temperature": request.temperature, "top_k": request.top_k, "top_p": request.top_p},
         where="sampling",
     )
-
-
-def default_dtype(spec: ModelSpec, devices: tuple[Device, ...]) -> Dtype:
-    """Return float32 for CPUs, which compute fastest in it, and the model's own dtype for GPUs."""
-    return "float32" if all(d.spec.is_cpu for d in devices) else spec.dtype
 
 
 def report(outcome: HostProfile) -> None:

@@ -17,11 +17,12 @@ from rich.console import Console
 
 from llmpq.cluster import Cluster, Device
 from llmpq.cost_model import CostModel, NodeLinkCost
+from llmpq.default_dtype import default_dtype
 from llmpq.errors import ExitCode, StageLostError
 from llmpq.plan import NodePlan, StagePlan
 from llmpq.precision import Precision
 from llmpq.profiler.cli.flags import ProfileRequest
-from llmpq.profiler.cli.run import default_dtype, make_job
+from llmpq.profiler.cli.run import make_job
 from llmpq.profiler.cli.tables import links_table, node_links_table
 from llmpq.profiler.timing.cases import LinkJob, LinkTimings, model_spec
 from llmpq.profiler.timing.host_actor import HostActor
@@ -43,7 +44,7 @@ def main(request: ProfileRequest) -> int:
     cluster, spec = Cluster.load(request.cluster), model_spec(request.model)
     if request.samples is not None:
         raise ValueError("--samples names a file of one host; leave it out with --ray-address")
-    request = replace(request, dtype=request.dtype or default_dtype(spec, cluster.devices))
+    request = replace(request, dtype=request.dtype or default_dtype(spec, cluster))
     with ExitStack() as stack:
         stack.enter_context(ray_cluster(request.ray_address))
         nodes = wait_for_nodes(

@@ -29,7 +29,7 @@ def streamed(llm: LLM, prompt: str, params: SamplingParams) -> list[str]:
 @pytest.fixture(scope="module")
 def one(demo_model):
     """Return the model on this machine's one device, in this process."""
-    with LLM(demo_model, max_num_seqs=4) as llm:
+    with LLM(demo_model, dtype="float32", max_num_seqs=4) as llm:
         yield llm
 
 
