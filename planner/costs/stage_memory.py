@@ -8,6 +8,7 @@ both has the larger of each.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from itertools import product
 from typing import TYPE_CHECKING
 
@@ -30,15 +31,20 @@ NEVER = -(2**60)
 
 def sort_of(choices: Sequence[Precision], counts: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the sort of stages with `counts[..., b]` layers at each choice."""
-    packed = np.array([choice.weight_bits < 16 for choice in choices])
-    some_packed = counts[..., packed].sum(axis=-1) > 0
-    some_dense = counts[..., ~packed].sum(axis=-1) > 0
-    return np.where(some_packed & some_dense, MIXED, np.where(some_packed, PACKED, DENSE))
+    packed, sorts = _packed(tuple(choices)), np.array([DENSE, DENSE, PACKED, MIXED])
+    some_packed, some_dense = counts @ packed > 0, counts @ ~packed > 0
+    return np.asarray(sorts[2 * some_packed + some_dense])
+
+
+@cache
+def _packed(choices: tuple[Precision, ...]) -> NDArray[np.bool_]:
+    """[B] which choices are of packed weights."""
+    return np.array([choice.weight_bits < 16 for choice in choices])
 
 
 def choices_of(choices: Sequence[Precision], sort: int) -> NDArray[np.bool_]:
     """[B] which choices a stage of a sort may have."""
-    packed = np.array([choice.weight_bits < 16 for choice in choices])
+    packed = _packed(tuple(choices))
     return {DENSE: ~packed, PACKED: packed, MIXED: np.ones(len(packed), dtype=bool)}[sort]
 
 

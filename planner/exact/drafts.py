@@ -37,6 +37,9 @@ class Scales:
         self.form = make_form(p, eta, xi)
         x = self.form.numbers
         self.tp, self.td = x.prefill_s[0], x.decode_s[0]
+        self.both = np.stack([self.tp, self.td])
+        self.ends = np.stack([x.ends_prefill_s, x.ends_decode_s])
+        self.room = x.capacity
         self.sizes = p.all_layer_bytes[0]
         self.unit = np.eye(len(p.choices), dtype=np.int64)
         self.omega = np.where(p.open, p.omega, np.inf)
@@ -44,18 +47,17 @@ class Scales:
 
     def counts(self, draft: Draft) -> np.ndarray:
         """[J, B] layers of each stage at each choice."""
-        summed = np.cumsum(self.unit[list(draft.choices)], axis=0)
-        ends = summed[np.array(draft.bounds[1:]) - 1]
-        return np.asarray(np.diff(ends, axis=0, prepend=0))
+        chosen = self.unit[np.array(draft.choices)]
+        return np.asarray(np.add.reduceat(chosen, np.array(draft.bounds[:-1]), axis=0))
 
     def spare(self, draft: Draft, counts: np.ndarray) -> np.ndarray:
         """[J] bytes that each stage leaves free."""
         count = len(draft.order)
         first, last = np.zeros(count, dtype=int), np.zeros(count, dtype=int)
         first[0], last[-1] = 1, 1
-        room = self.form.numbers.capacity[list(draft.order), first, last]
         sorts = sort_of(self.p.choices, counts)
-        return np.asarray(room[np.arange(count), sorts] - counts @ self.sizes)
+        room = self.room[np.array(draft.order), first, last, sorts]
+        return np.asarray(room - counts @ self.sizes)
 
     def worth(self, draft: Draft) -> float:
         """Return the objective, infinite if a draft does not fit."""
@@ -76,15 +78,12 @@ class Scales:
         return self._seconds(draft.order, counts) + self.p.theta * priced
 
     def _seconds(self, order: tuple[int, ...], counts: np.ndarray) -> float:
-        x, form, stages = self.form.numbers, self.form, list(order)
-        tp = (counts * self.tp[stages]).sum(axis=1)
-        td = (counts * self.td[stages]).sum(axis=1)
-        tp[0] += x.ends_prefill_s[order[0], 0]
-        tp[-1] += x.ends_prefill_s[order[-1], 1]
-        td[0] += x.ends_decode_s[order[0], 0]
-        td[-1] += x.ends_decode_s[order[-1], 1]
-        slow_p, slow_d = float(tp.max()), float(td.max())
-        cost_p, once = float(tp.sum()), float(td.sum())
+        x, form, stages = self.form.numbers, self.form, np.array(order)
+        times = np.einsum("jb,xjb->xj", counts, self.both[:, stages])
+        times[:, 0] += self.ends[:, order[0], 0]
+        times[:, -1] += self.ends[:, order[-1], 1]
+        slow_p, slow_d = times.max(axis=1).tolist()
+        cost_p, once = times.sum(axis=1).tolist()
         back = 0.0
         if len(stages) > 1:
             links, ring = (stages[:-1], stages[1:]), (stages[-1], stages[0])

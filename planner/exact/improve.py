@@ -100,6 +100,7 @@ def _descend(scales: Scales, draft: Draft, deadline: float) -> tuple[Draft, floa
             _widened,
             _moved,
             _passed,
+            _turned,
         ):
             changed = True
             while changed and time.perf_counter() < deadline:
@@ -147,6 +148,23 @@ def _moved(scales: Scales, d: Draft) -> Iterator[Draft]:
             held.insert(k, held.pop(j))
             bounds = (0, *itertools.accumulate(held))
             yield Draft(order=tuple(order), bounds=bounds, choices=d.choices)
+
+
+def _turned(scales: Scales, d: Draft) -> Iterator[Draft]:
+    """Begin the ring of stages elsewhere, the other way round too, and exchange two stages."""
+    held = [d.choices[low:high] for low, high in itertools.pairwise(d.bounds)]
+    stages, count = list(zip(d.order, held, strict=True)), len(held)
+    orders = [stages[j:] + stages[:j] for j in range(1, count)]
+    orders += [order[::-1] for order in (stages, *orders)]
+    for j, k in itertools.combinations(range(count), 2):
+        if len(held[j]) != len(held[k]):
+            swapped = list(stages)
+            swapped[j], swapped[k] = swapped[k], swapped[j]
+            orders.append(swapped)
+    for order in orders if count > 1 else ():
+        bounds = (0, *itertools.accumulate(len(own) for _, own in order))
+        mixes = tuple(itertools.chain.from_iterable(own for _, own in order))
+        yield Draft(order=tuple(c for c, _ in order), bounds=bounds, choices=mixes)
 
 
 def _passed(scales: Scales, d: Draft) -> Iterator[Draft]:

@@ -14,7 +14,6 @@ the nearest links is proven first; plans are valued with the true ones.
 from __future__ import annotations
 
 import heapq
-import logging
 import math
 import time
 from collections.abc import Iterator
@@ -73,8 +72,8 @@ HOP_STEP = 0.01
 """Share of the best plan's value that hops may differ by within a case of numbers of stages."""
 NEAREST_SHARE = 0.5
 """Share of the time that a search with the nearest links may take."""
-OVERTIME_S = 1.0
-"""Seconds beyond the deadline that a search without a plan may take."""
+POLISH_SHARE = 0.15
+"""Share of the time that a plan which is not proven is improved in at the end."""
 
 
 class Search:
@@ -98,7 +97,6 @@ class Search:
         self.tables = self.true_tables if self.p is p else PairTables(self.p)
         self.relaxation = ClassRelaxation(self.p)
         self.columns = columns_if_few(self.p)
-        self.labels = 0
         self.stuck: list[float] = []
         self.overtime = False
         self.hasty = False
@@ -214,10 +212,16 @@ class Search:
                 yield in_all_choices(small.best, b)
 
     def run(self) -> float:
-        """Search; return the proven lower bound over the space.
+        """Search, improve what is not proven; return the proven lower bound over the space."""
+        end = self.deadline
+        self.deadline -= POLISH_SHARE * max(0.0, end - time.perf_counter())
+        bound, self.deadline = self._both_links(), end
+        if bound < self.target and self.best is not None:
+            improved(self.incumbent, self.true_tables, self.best, end)
+        return bound
 
-        With the nearest links first, where that is another problem, then with the true ones.
-        """
+    def _both_links(self) -> float:
+        """Search with the nearest links, where that is another problem, then the true ones."""
         if self.p is self.true:
             return self._run()
         end, now = self.deadline, time.perf_counter()
@@ -267,8 +271,7 @@ class Search:
 
     def _late(self) -> bool:
         """Whether to stop: at the deadline, or a little later where there is no plan yet."""
-        now = time.perf_counter()
-        if now <= self.deadline:
+        if time.perf_counter() <= self.deadline:
             return False
         if self.best is None and not self.overtime and not self.hasty and self.ceiling == math.inf:
             self.overtime = True
@@ -327,12 +330,9 @@ class Search:
         limits = SearchLimits(deadline=self.deadline, max_labels=patience, max_work=work)
         search = LabelSearch(self.p, part.completions, limits, self.budget)
         try:
-            found = search.run(below)
+            found, gave_up = search.run(below), False
         except GaveUp:
-            gave_up, found = True, search.found()
-        else:
-            gave_up = False
-        self.labels += search.count
+            found, gave_up = search.found(), True
         many, widest = search.count > FEW_LABELS * patience, len(WINDOWS) - 1
         part.window = min(part.window + 1, widest) if many else widest
         if found is not None:
@@ -396,5 +396,4 @@ def solve_exact(
     if bound < search.target:
         search.begin(known)
         bound = search.run()
-    logging.getLogger(__name__).debug("exact: %d labels", search.labels)
     return search.outcome(bound, "")
