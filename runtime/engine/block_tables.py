@@ -106,11 +106,14 @@ class BlockTables:
         if needed > 0:
             holder.blocks += self.pool.take(needed)
 
-    def fits(self, holder: Holder, running: Iterable[Holder]) -> bool:
+    def fits(self, holder: Holder, running: Sequence[Holder]) -> bool:
         """Whether all that a request is now fits above the watermark.
 
-        What prompts that were let in have yet to take is not counted as free.
+        What prompts that were let in have yet to take is not counted as free. The watermark is for
+        growth that may not fit: where all may grow to their limits, none is kept.
         """
+        if self._most(holder) + sum(map(self._most, running)) <= self.pool.num_blocks:
+            return True
         hits = self._found(holder)
         needed = self.blocks(holder.num_tokens) - len(hits) + self.pool.num_unheld(hits)
         promised = sum(max(0, self.blocks(s.num_tokens) - len(s.blocks)) for s in running)
@@ -152,6 +155,11 @@ class BlockTables:
             # A row of drafts may have got a block that the tokens it kept do not reach.
             most = self.blocks(holder.num_tokens + HOLDBACK_TOKENS)
             assert self.blocks(holder.num_computed) <= len(holder.blocks) <= most
+
+    def _most(self, holder: Holder) -> int:
+        """Return how many blocks a request may come to hold."""
+        request = holder.request
+        return self.blocks(len(request.prompt) + request.max_new - 1)
 
     def _found(self, holder: Holder) -> list[int]:
         """Return the cached blocks that a request can start from; a token is left to compute."""
