@@ -79,7 +79,7 @@ def measure(case: Case, spec: ModelSpec, model: str, rounds: int) -> list[float]
         decode_microbatch=max(1, case.batch // case.num_stages),
     )
     source = CheckpointSource(model, spec)
-    pool = PoolPlan(plan, spec, StageSettings(model_dir=model, live=True))
+    pool = PoolPlan(plan, spec, StageSettings(model_dir=model))
     slots = OpenStages(plan, spec, source)
     paged = OpenStages(plan, spec, source, pool=pool.size)
     limits = limits_of(plan)

@@ -156,6 +156,7 @@ class Recorder:
 _COLOURS = {
     "prefill": "thread_state_running",
     "decode": "rail_response",
+    "mixed": "rail_idle",
     "draft": "rail_animation",
     "verify": "rail_load",
     "round": "rail_load",

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from llmpq.kernels.cpu.block_attention import BlockRows, attend_blocks, native_takes
 from llmpq.kv_format import BLOCK_TOKENS
 from llmpq.model_spec import ModelSpec
 from llmpq.runtime.models.attention import (
@@ -134,15 +135,27 @@ class PagedPlainKV:
         assert isinstance(step, RaggedStep)
         k_pool, v_pool = self.k[layer], self.v[layer]
         places_T = step.once("places", lambda: self._places(step))
-        k_pool[places_T], v_pool[places_T] = k_BQGD[0, : len(places_T)], v_BQGD[0, : len(places_T)]
-        out = torch.zeros(q_BQHD.shape, dtype=q_BQHD.dtype, device=q_BQHD.device)
-        single = [span for span in step.spans if span.count == 1]
+        k_pool.index_copy_(0, places_T, k_BQGD[0, : len(places_T)])
+        v_pool.index_copy_(0, places_T, v_BQGD[0, : len(places_T)])
+        decode = partial(
+            self._decode,
+            k_pool=k_pool,
+            v_pool=v_pool,
+            step=step,
+            scale=scale,
+            alibi_slopes_H=alibi_slopes_H,
+            rule=rule,
+        )
+        single = step.once("single", lambda: [span for span in step.spans if span.count == 1])
+        gathers = rule.is_explicit or not native_takes(q_BQHD, k_pool)
         width = k_pool.shape[1] * k_pool.shape[2]
-        for group in _pieces(single, PIECE_ELEMENTS // width):
+        groups = _pieces(single, PIECE_ELEMENTS // width) if gathers else [single] if single else []
+        if len(groups) == 1 and len(single) == step.q_len:
+            return decode(q_BQHD[0], group=single)[None]
+        out = torch.zeros(q_BQHD.shape, dtype=q_BQHD.dtype, device=q_BQHD.device)
+        for group in groups:
             at = [span.first for span in group]
-            out[0, at] = self._decode(
-                q_BQHD[0, at], k_pool, v_pool, group, step, scale, alibi_slopes_H, rule
-            )
+            out[0, at] = decode(q_BQHD[0, at], group=group)
         for span in step.spans:
             if span.count > 1:
                 part = slice(span.first, span.first + span.count)
@@ -164,6 +177,7 @@ class PagedPlainKV:
     def _decode(
         self,
         q_BHD: Tensor,
+        *,
         k_pool: Tensor,
         v_pool: Tensor,
         group: Sequence[Span],
@@ -173,26 +187,24 @@ class PagedPlainKV:
         rule: ScoreRule,
     ) -> Tensor:
         """Return [B, H, D] of rows of one token, over their blocks."""
-        (batch, heads, dim), kv_heads = q_BHD.shape, k_pool.shape[1]
-        name = group[0].first
-        longest = max(span.end for span in group)
-        places_BN = step.once(f"blocks {name}", lambda: self._table(group, longest))
-        k, v = (pool[places_BN].transpose(1, 2) for pool in (k_pool, v_pool))
-        if alibi_slopes_H is not None:
-            away = step.once(f"away {name}", lambda: _decode_bias(group, longest, alibi_slopes_H))
-            bias = away.to(q_BHD.dtype).view(batch, kv_heads, heads // kv_heads, longest)
-        else:
-            bias = step.once(
-                f"bias {name} {rule.window}",
-                lambda: _decode_bias(group, longest, None, rule.window),
+        rows = step.once(f"blocks {group[0].first}", lambda: self._rows(group))
+        if not rule.is_explicit:
+            return attend_blocks(
+                q_BHD,
+                k_pool,
+                v_pool,
+                rows,
+                scale=scale,
+                window=rule.window,
+                alibi_slopes_H=alibi_slopes_H,
             )
+        (batch, heads, dim), kv_heads = q_BHD.shape, k_pool.shape[1]
+        seen_BN = rows.seen(rule.window)
+        bias = torch.zeros(seen_BN.shape).masked_fill_(~seen_BN, NEG_INF)[:, None, None]
         q = q_BHD.view(batch, kv_heads, heads // kv_heads, dim)
-        if rule.is_explicit:
-            sinks = sinks_of(rule, kv_heads, 1)
-            out = with_scores(q, k, v, bias, sinks, scale=scale, cap=rule.cap)
-            return out.reshape(batch, heads, dim)
-        bias = bias.to(q_BHD.dtype)
-        out = functional.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale)
+        k, v = rows.gathered(k_pool), rows.gathered(v_pool)
+        sinks = sinks_of(rule, kv_heads, 1)
+        out = with_scores(q, k, v, bias, sinks, scale=scale, cap=rule.cap)
         return out.reshape(batch, heads, dim)
 
     def _places(self, step: RaggedStep) -> Tensor:
@@ -208,16 +220,17 @@ class PagedPlainKV:
 
     def _upto(self, span: Span) -> Tensor:
         """Return [N]: where the tokens of a row's request are, its new ones included."""
-        return self._table([span], span.end)[0]
+        first_M1 = self._rows([span]).tables_BM[0, :, None] * BLOCK_TOKENS
+        places = (first_M1 + torch.arange(BLOCK_TOKENS)).flatten()[: span.end]
+        return places.to(self.k.device)
 
-    def _table(self, group: Sequence[Span], longest: int) -> Tensor:
-        """Return [B, N]: where the tokens of rows' requests are; block 0 where there is none."""
-        blocks = -(-longest // BLOCK_TOKENS)
-        tables = [list(self._tables.of(span.slot)[:blocks]) for span in group]
-        padded = [table + [0] * (blocks - len(table)) for table in tables]
-        first_BM = torch.tensor(padded, device=self.k.device) * BLOCK_TOKENS
-        within = torch.arange(BLOCK_TOKENS, device=self.k.device)
-        return (first_BM[:, :, None] + within).flatten(1)[:, :longest].contiguous()
+    def _rows(self, group: Sequence[Span]) -> BlockRows:
+        """Return the blocks of rows' requests; block 0 where there is none."""
+        tables = [self._tables.of(span.slot)[: -(-span.end // BLOCK_TOKENS)] for span in group]
+        longest = max(map(len, tables))
+        padded = [[*table, *[0] * (longest - len(table))] for table in tables]
+        ends = torch.tensor([span.end for span in group])
+        return BlockRows(torch.tensor(padded), ends)
 
 
 def attend_chunk(
@@ -278,19 +291,6 @@ def _chunk_bias(
 def _unseen(away: Tensor, window: int) -> Tensor:
     """Return which keys a query does not see, by how far behind it they are."""
     return away > 0 if window == 0 else (away > 0) | (away <= -window)
-
-
-def _decode_bias(
-    group: Sequence[Span], longest: int, alibi_slopes_H: Tensor | None, window: int = 0
-) -> Tensor:
-    """Return [B, 1, 1, N] or [B, H, N]: -inf at keys a row does not see, plus ALiBi's slopes."""
-    query_B1 = torch.tensor([[span.start] for span in group])
-    away_BN = torch.arange(longest) - query_B1
-    if alibi_slopes_H is None:
-        zeros = torch.zeros(away_BN.shape)
-        return zeros.masked_fill_(_unseen(away_BN, window), NEG_INF)[:, None, None]
-    bias = alibi_slopes_H.cpu()[:, None] * away_BN[:, None]
-    return bias.masked_fill_(away_BN[:, None] > 0, NEG_INF)
 
 
 def _pieces(spans: Sequence[Span], num_keys: int) -> list[list[Span]]:

@@ -36,11 +36,11 @@ from llmpq.runtime.cli.run_flags import (
     launch_of,
 )
 from llmpq.runtime.cli.speculation_choice import choose_speculation
-from llmpq.runtime.engine.scheduler import Limits
 from llmpq.runtime.launch.choose_launcher import choose_backend
 from llmpq.runtime.launch.engine import Engine, Update
 from llmpq.runtime.launch.planned_kv import AUTO, with_kv
-from llmpq.runtime.launch.stage_settings import StageSettings, limits_of
+from llmpq.runtime.launch.pool_plan import RequestLimits, request_limits
+from llmpq.runtime.launch.stage_settings import StageSettings
 from llmpq.runtime.report.job_report import JobResult, build_report, print_summary
 from llmpq.runtime.report.progress import ProgressReporter
 from llmpq.runtime.request import Finished, Request
@@ -86,16 +86,16 @@ def main(options: RunOptions) -> int:
         {"--input": options.input, "--plan": options.plan, "--cluster": options.cluster},
         {"--output": options.output, "--trace": options.trace, "--report": options.report},
     )
-    rows = read_rows(options.input, defaults_of(options))
-    tokenizer = Tokenizer(model_dir)
+    rows, tokenizer = read_rows(options.input, defaults_of(options)), Tokenizer(model_dir)
     if plan is None:
         plan = _made_plan(options, model_dir, rows, tokenizer, cluster)
     if options.layer_cache is not None and choose_backend(plan, launch_of(options)) != "ray":
         require_folder("--layer-cache", options.layer_cache)  # elsewhere the stages look
     made = partial(made_with, common=made_by(plan, model_dir), default_tokens=plan.workload.gen_len)
     done = finished_lines(options.output, rows, made) if options.resume else {}
-    job = make_job(plan, spec, rows, tokenizer, skip=done, made=made)
     settings = _settings(options, plan)  # before the output file is touched
+    limits = request_limits(plan, spec, settings)
+    job = make_job(plan, spec, rows, tokenizer, limits=limits, skip=done, made=made)
     if options.tune and job.requests:
         _tune(plan, spec)
     with OrderedWriter(options.output, len(rows), done=done) as writer:
@@ -187,11 +187,11 @@ def make_job(
     rows: Sequence[BatchRow],
     tokenizer: Tokenizer,
     *,
+    limits: RequestLimits,
     skip: Mapping[int, Any],
     made: Callable[[BatchRow], Mapping[str, Any]] | None = None,
 ) -> Job:
-    """Turn rows into requests; a row that the plan has no room for becomes an error."""
-    limits = limits_of(plan)
+    """Turn rows into requests; a row that there is no room for becomes an error."""
     requests: list[Request] = []
     errors: dict[int, str] = {}
     for row in rows:
@@ -207,7 +207,7 @@ def make_job(
 
 
 def _request(
-    row: BatchRow, plan: Plan, spec: ModelSpec, limits: Limits, tokenizer: Tokenizer
+    row: BatchRow, plan: Plan, spec: ModelSpec, limits: RequestLimits, tokenizer: Tokenizer
 ) -> Request:
     tokens = _tokens(row, tokenizer)
     if tokens and max(tokens) >= spec.vocab:

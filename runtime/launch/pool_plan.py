@@ -15,16 +15,23 @@ from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
 from llmpq.runtime.cache.paged_by_precision import PoolSize
 from llmpq.runtime.engine.pool_limits import PoolLimits
-from llmpq.runtime.launch.stage_settings import StageSettings
+from llmpq.runtime.engine.scheduler import Limits
+from llmpq.runtime.launch.stage_settings import StageSettings, limits_of
+
+RequestLimits = PoolLimits | Limits
 
 STEP_TOKENS = 512
 """Tokens of a step, where nobody says: a long prompt holds answers up for no longer than these."""
 
 
 def is_paged(plan: Plan, settings: StageSettings) -> bool:
-    """Whether the paged engine serves a plan; else requests have the plan's slots."""
-    modelless = settings.speculate in (None, "ngram")
-    return settings.live and modelless and all(stage.is_cpu for stage in plan.stages)
+    """Whether the paged engine serves a plan; else requests have the plan's slots.
+
+    On CPUs it does, but for drafts: those by the model's own weights keep caches of their own, and
+    of a job known beforehand rounds of drafts are timed and reported as such.
+    """
+    modelless = settings.speculate is None or (settings.live and settings.speculate == "ngram")
+    return modelless and all(stage.is_cpu for stage in plan.stages)
 
 
 @dataclass(frozen=True)
@@ -65,12 +72,19 @@ class PoolPlan:
             kv=workload.kv,
             max_rows=size.slots,
             max_len=size.max_len,
-            step_tokens=self.settings.step_tokens or STEP_TOKENS,
+            step_tokens=self._step_tokens,
             decode_rows=min(plan.decode_microbatch, size.slots),
             num_stages=len(plan.stages),
             prefix_cache=size.prefix_cache,
             batching="static" if self.settings.batching == "static" else "continuous",
         )
+
+    @property
+    def _step_tokens(self) -> int:
+        """Return the tokens of a step: of a job known beforehand, the plan's prompts together."""
+        if self.settings.step_tokens is not None or self.settings.live:
+            return self.settings.step_tokens or STEP_TOKENS
+        return max(STEP_TOKENS, self.plan.prefill_microbatch * self.plan.workload.prompt_len)
 
     @property
     def max_blocks(self) -> int:
@@ -105,3 +119,8 @@ class PoolPlan:
             dtype_bytes=workload.dtype_bytes,
         )
         return nbytes - max(room, memory.kv_bytes)
+
+
+def request_limits(plan: Plan, spec: ModelSpec, settings: StageSettings) -> RequestLimits:
+    """Return what says which requests can never run, of the engine that serves the plan."""
+    return PoolPlan(plan, spec, settings).limits if is_paged(plan, settings) else limits_of(plan)

@@ -21,6 +21,7 @@ from llmpq.profiler.cli.quantize import main as quantize
 from llmpq.runtime.cli import main as command_line
 from llmpq.runtime.cli.main import main
 from llmpq.runtime.cli.run import make_job
+from llmpq.runtime.launch.stage_settings import limits_of
 from llmpq.runtime.text.batch_rows import Defaults, json_row
 from llmpq.runtime.text.tokenizer import Tokenizer
 
@@ -53,11 +54,13 @@ def test_a_text_or_conversation_without_tokens_fails_its_row_only(
         '{"messages": [{"role": "user", "content": "import os"}]}',
     ]
     rows = [json_row(index, line, Defaults()) for index, line in enumerate(lines)]
+    plan = make_plan(demo_model, ())
     job = make_job(
-        make_plan(demo_model, ()),
+        plan,
         ModelSpec.from_directory(demo_model),
         rows,
         Tokenizer(chat_model),
+        limits=limits_of(plan),
         skip={},
     )
     assert [request.id for request in job.requests] == [3]

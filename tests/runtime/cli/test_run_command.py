@@ -17,6 +17,7 @@ from llmpq.runtime.cli.main import COMMANDS, main
 from llmpq.runtime.cli.plan_file import load_plan
 from llmpq.runtime.cli.run import _answer, make_job
 from llmpq.runtime.drafts.drafters import AutoDrafter, FixedDrafter, speculation_report
+from llmpq.runtime.launch.pool_plan import request_limits
 from llmpq.runtime.launch.stage_loading import make_drafter
 from llmpq.runtime.launch.stage_settings import StageSettings
 from llmpq.runtime.report.job_report import JobResult, build_report, precision_runs, print_summary
@@ -49,8 +50,10 @@ def job(demo_model, make_plan, tokenizer):
     """Return a maker of jobs over a plan of 32-token prompts and 16 new tokens."""
     plan, spec = make_plan(demo_model, ()), ModelSpec.from_directory(demo_model)
 
-    def make(*rows: BatchRow, using: Tokenizer = tokenizer, skip=()):
-        return make_job(plan, spec, rows, using, skip=dict.fromkeys(skip))
+    def make(*rows: BatchRow, using: Tokenizer = tokenizer, skip=(), speculate=None):
+        settings = StageSettings(model_dir=str(demo_model), speculate=speculate, gamma=2)
+        limits = request_limits(plan, spec, settings)
+        return make_job(plan, spec, rows, using, limits=limits, skip=dict.fromkeys(skip))
 
     return make
 
@@ -72,18 +75,30 @@ def test_rows_become_requests(job, tokenizer):
     [
         ('{"prompt": [5, 4096]}', "token 4096 is not in the vocabulary of 4096"),
         ('{"prompt": []}', "no tokens"),
+        (json.dumps({"prompt": [7] * 513}), "513 tokens; the model and its KV cache have room for"),
+        ('{"prompt": [7], "max_tokens": 513}', "ask for at most 512 tokens"),
+        (CHAT, "no chat template"),
+    ],
+)
+def test_rows_there_is_no_room_for_become_errors(job, line, message):
+    made = job(json_row(0, line, Defaults()), text_row(1, "x", Defaults()))
+    assert message in made.errors[0]
+    assert [request.id for request in made.requests] == [1]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
         (
             json.dumps({"prompt": [7] * 33}),
             "33 tokens, the plan was made for prompts of at most 32",
         ),
         ('{"prompt": [7], "max_tokens": 400}', "the plan has 47 a slot; ask for at most 47 tokens"),
-        (CHAT, "no chat template"),
     ],
 )
-def test_rows_the_plan_has_no_room_for_become_errors(job, line, message):
-    made = job(json_row(0, line, Defaults()), text_row(1, "x", Defaults()))
-    assert message in made.errors[0]
-    assert [request.id for request in made.requests] == [1]
+def test_rows_longer_than_planned_run_but_not_beside_drafts(job, line, message):
+    assert not job(json_row(0, line, Defaults())).errors
+    assert message in job(json_row(0, line, Defaults()), speculate="ngram").errors[0]
 
 
 def test_a_chat_row_uses_the_models_template(job, demo_model, tmp_path):
