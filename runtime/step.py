@@ -12,11 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from llmpq.runtime.upload import upload
+
+Derived = TypeVar("Derived")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +42,8 @@ class Step:
     place, a run at a time."""
     uniform: bool = False
     """Every row has the same start and `q_len` valid tokens."""
-    memo: dict[str, Tensor] = field(default_factory=dict, compare=False, repr=False)
-    """Tensors derived from the step once and shared by all layers."""
+    memo: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    """What was derived from the step once, shared by all layers."""
 
     @classmethod
     def of(
@@ -86,11 +89,12 @@ class Step:
         """Tokens of every row's request with this step, [B, 1]."""
         return (self.start_B + self.num_new_B)[:, None]
 
-    def once(self, key: str, make: Callable[[], Tensor]) -> Tensor:
-        """Return the tensor derived under `key`, making it at its first use."""
+    def once(self, key: str, make: Callable[[], Derived]) -> Derived:
+        """Return what was derived under `key`, making it at its first use."""
         if key not in self.memo:
             self.memo[key] = make()
-        return self.memo[key]
+        made: Derived = self.memo[key]
+        return made
 
     def padded(self, q_len: int) -> Step:
         """Return a fresh step whose rows are padded to `q_len`; what is padding is never read."""
