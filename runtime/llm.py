@@ -24,7 +24,7 @@ from llmpq.runtime.launch.engine import Engine
 from llmpq.runtime.launch.engine_thread import EngineThread, RequestNews
 from llmpq.runtime.launch.launcher import Backend, Deadlines, Launch
 from llmpq.runtime.launch.planned_kv import AUTO, with_kv
-from llmpq.runtime.launch.pool_plan import PoolPlan, is_paged
+from llmpq.runtime.launch.pool_plan import PoolPlan
 from llmpq.runtime.launch.stage_settings import LinkChoice, StageSettings, limits_of
 from llmpq.runtime.plan_choice import Chosen, Wishes, choose_plan
 from llmpq.runtime.request_output import CompletionOutput, RequestOutput
@@ -314,8 +314,9 @@ class LLM:
 def _prompts(chosen: Chosen, plan: Plan, settings: StageSettings) -> Prompts:
     """Return who makes requests of prompts and refuses those that can never run."""
     directory, spec = chosen.directory, chosen.spec
-    if is_paged(plan, settings):
-        pool = PoolPlan(plan, spec, settings).limits
+    live = PoolPlan(plan, spec, settings)
+    if live.serves:
+        pool = live.limits
         return Prompts(directory, spec, max_len=pool.room - 1, check=pool.check)
     slots = limits_of(plan)
     return Prompts(directory, spec, max_len=slots.max_len, check=slots.check)

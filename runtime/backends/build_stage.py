@@ -94,6 +94,7 @@ def build_paged_stage(
         kv_bytes=kv.nbytes,
         seconds=time.perf_counter() - started_s,
     )
+    check_memory(plan, index, spec, report, pool=pool)
     return PagedStageCompute(model, kv, device, dtype), report
 
 
@@ -156,18 +157,28 @@ def _blaming_memory(plan: Plan, index: int) -> Iterator[None]:
         ) from None
 
 
-def check_memory(plan: Plan, index: int, spec: ModelSpec, report: LoadReport) -> None:
-    """Compare what was allocated with what the plan predicts, within `MEMORY_TOLERANCE`."""
-    stage = plan.stages[index]
+def check_memory(
+    plan: Plan, index: int, spec: ModelSpec, report: LoadReport, *, pool: PoolSize | None = None
+) -> None:
+    """Compare what was allocated with what was predicted, within `MEMORY_TOLERANCE`.
+
+    The plan predicts slots; a `pool` says itself what it takes.
+    """
+    stage, workload = plan.stages[index], plan.workload
     if stage.memory is None:
         return
+    kv_bytes = stage.memory.kv_bytes
+    if pool is not None:
+        kv_bytes = pool.nbytes(
+            spec, workload.kv, num_layers=stage.num_layers, dtype_bytes=workload.dtype_bytes
+        )
     parts = (
         (
             "weights",
             report.weights_bytes,
             stage.memory.weights_bytes + stage.memory.embedding_bytes,
         ),
-        ("KV cache", report.kv_bytes, stage.memory.kv_bytes),
+        ("KV cache", report.kv_bytes, kv_bytes),
     )
     # A plan counts a mixture's first layers, which have one MLP, as the others: it may err upward.
     for name, got, predicted in parts:

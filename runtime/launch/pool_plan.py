@@ -24,16 +24,6 @@ STEP_TOKENS = 512
 """Tokens of a step, where nobody says: a long prompt holds answers up for no longer than these."""
 
 
-def is_paged(plan: Plan, settings: StageSettings) -> bool:
-    """Whether the paged engine serves a plan; else requests have the plan's slots.
-
-    On CPUs it does, but for drafts: those by the model's own weights keep caches of their own, and
-    of a job known beforehand rounds of drafts are timed and reported as such.
-    """
-    modelless = settings.speculate is None or (settings.live and settings.speculate == "ngram")
-    return modelless and all(stage.is_cpu for stage in plan.stages)
-
-
 @dataclass(frozen=True)
 class PoolPlan:
     """The pool of a plan's stages, for stages and for the scheduler."""
@@ -43,17 +33,24 @@ class PoolPlan:
     settings: StageSettings
 
     @property
+    def serves(self) -> bool:
+        """Whether the paged engine serves the plan; else requests have the plan's slots.
+
+        On CPUs it does. Slots remain for drafts by the model's own weights, which keep caches of
+        their own, and for jobs known beforehand with drafts, or of which fewer requests would be
+        under way at once than planned, since blocks round their lengths up.
+        """
+        if not all(stage.is_cpu for stage in self.plan.stages):
+            return False
+        if self.settings.live:
+            return self.settings.speculate in (None, "ngram")
+        return self.settings.speculate is None and self._fits(self._wanted)
+
+    @property
     def size(self) -> PoolSize:
         """Return what every stage allocates; `DoesNotFitError` if one has no room for a block."""
-        workload = self.plan.workload
-        blocks = workload.batch * max(1, pool_blocks(workload.kv, workload.max_len))
-        size = PoolSize(
-            num_blocks=blocks,
-            slots=workload.batch,
-            max_len=self.settings.max_model_len or self._longest + 1,
-            prefix_cache=self.settings.prefix_cache,
-        )
-        while any(self._excess(index, size) > 0 for index in range(len(self.plan.stages))):
+        size = self._wanted
+        while not self._fits(size):
             if size.num_blocks == 1:
                 raise DoesNotFitError(
                     "the plan leaves no room for a block of 128 tokens of KV cache on every stage; "
@@ -61,6 +58,21 @@ class PoolPlan:
                 )
             size = replace(size, num_blocks=max(1, size.num_blocks * 15 // 16))
         return size
+
+    @property
+    def _wanted(self) -> PoolSize:
+        """Return the pool of all that is planned to be under way at once."""
+        workload = self.plan.workload
+        return PoolSize(
+            num_blocks=workload.batch * max(1, pool_blocks(workload.kv, workload.max_len)),
+            slots=workload.batch,
+            max_len=self.settings.max_model_len or self._longest + 1,
+            prefix_cache=self.settings.prefix_cache,
+        )
+
+    def _fits(self, size: PoolSize) -> bool:
+        """Whether every stage's device has room for a pool."""
+        return all(self._excess(index, size) <= 0 for index in range(len(self.plan.stages)))
 
     @property
     def limits(self) -> PoolLimits:
@@ -123,4 +135,5 @@ class PoolPlan:
 
 def request_limits(plan: Plan, spec: ModelSpec, settings: StageSettings) -> RequestLimits:
     """Return what says which requests can never run, of the engine that serves the plan."""
-    return PoolPlan(plan, spec, settings).limits if is_paged(plan, settings) else limits_of(plan)
+    pool = PoolPlan(plan, spec, settings)
+    return pool.limits if pool.serves else limits_of(plan)

@@ -35,7 +35,7 @@ from llmpq.runtime.engine.scheduler import Scheduler, max_ahead
 from llmpq.runtime.engine.stage_loop import FirstStage, run_following_stage
 from llmpq.runtime.guides import Guides
 from llmpq.runtime.launch.load_watch import LoadSigns
-from llmpq.runtime.launch.pool_plan import PoolPlan, is_paged
+from llmpq.runtime.launch.pool_plan import PoolPlan
 from llmpq.runtime.launch.ray_watch import Listening
 from llmpq.runtime.launch.stage_host import address_on, listening_socket, talk_over
 from llmpq.runtime.launch.stage_loading import (
@@ -142,8 +142,9 @@ class StageActor:
         self._use_threads()
         spec, source = self._model(device)
         self._plan.require_model(spec)
-        if is_paged(self._plan, self._settings):
-            self._pool = PoolPlan(self._plan, spec, self._settings)
+        pool = PoolPlan(self._plan, spec, self._settings)
+        if pool.serves:
+            self._pool = pool
             self._compute, report = load_with_pool(self._pool, self._index, source, device)
         else:
             self._compute, report = load_with_slots(

@@ -212,7 +212,7 @@ def test_memory_that_differs_from_the_plan_is_refused(ray_session, demo_model, m
     sizes = dict.fromkeys(
         ("embedding_bytes", "workspace_bytes", "context_bytes", "total_bytes", "limit_bytes"), 0
     )
-    memory = sizes | {"weights_bytes": 10**6, "kv_bytes": 10**6}
+    memory = sizes | {"weights_bytes": 10**6, "kv_bytes": 10**8}
     stage = plan.stages[0].model_dump(mode="json") | {"memory": memory}
     wrong = plan.parse_data(plan.model_dump(mode="json", by_alias=True) | {"stages": [stage]},
                             where="test")  # fmt: skip

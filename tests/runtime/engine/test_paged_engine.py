@@ -306,3 +306,31 @@ def test_requests_may_be_as_long_as_the_model_unless_it_then_computes_otherwise(
         assert PoolPlan(plan, model, settings).size.max_len == wanted
         told = replace(settings, max_model_len=40)
         assert PoolPlan(plan, model, told).size.max_len == 40
+
+
+def test_a_job_known_beforehand_keeps_slots_where_fewer_requests_would_run_at_once(
+    demo_model, make_plan
+):
+    """Of 47 tokens a request blocks make 128: three times the memory of slots."""
+    spec = ModelSpec.from_directory(demo_model)
+    plan = make_plan(demo_model, (), batch=8)
+    token = 2 * spec.num_layers * spec.kv_heads * spec.head_dim * 4
+
+    def with_room(tokens: int):
+        sizes = dict.fromkeys(
+            ("embedding_bytes", "workspace_bytes", "context_bytes", "weights_bytes"), 0
+        )
+        kv = {"kv_bytes": 8 * 47 * token, "total_bytes": 8 * 47 * token}
+        memory = sizes | kv | {"limit_bytes": tokens * token}
+        stage = plan.stages[0].model_dump(mode="json") | {"memory": memory}
+        whole = plan.model_dump(mode="json", by_alias=True) | {"stages": [stage]}
+        return plan.parse_data(whole, where="test")
+
+    def pool(tokens: int, **told):
+        return PoolPlan(with_room(tokens), spec, StageSettings(model_dir="", **told))
+
+    assert pool(8 * 128).serves and pool(8 * 128).size.num_blocks == 8
+    assert not pool(8 * 128 - 1).serves
+    assert pool(8 * 128 - 1, live=True).serves and pool(8 * 128 - 1, live=True).size.num_blocks == 7
+    assert not pool(8 * 128, speculate="ngram", gamma=2).serves
+    assert pool(8 * 128, speculate="ngram", gamma=2, live=True).serves
