@@ -21,6 +21,7 @@ from llmpq.planner.answer import Answer, Wish, answer, read_wish
 from llmpq.planner.cli.arguments import DTYPES, METHODS, plan_request
 from llmpq.planner.costs.cost_book import CostBook
 from llmpq.planner.costs.roofline import estimate_costs
+from llmpq.planner.inputs.gguf_layers import kept_grid
 from llmpq.planner.inputs.make_problem import default_bits, generic_sensitivity, make_problem
 from llmpq.planner.inputs.stored_precisions import offered, stored_layers
 from llmpq.planner.positions import positions_note
@@ -127,6 +128,7 @@ def plan_workload(
     spec = ModelSpec.from_directory(model_dir)
     stored = stored_layers(str(model_dir), spec)
     layers = () if stored is None else offered(stored, bits)
+    grid = kept_grid(model_dir, cluster.devices)
     wish = Wish(
         method="exact",
         time_limit_s=time_limit_s,
@@ -138,7 +140,7 @@ def plan_workload(
 
     def solved(choices: Sequence[Precision], theta: float, batch: int) -> Answer:
         work = workload.model_copy(update={"batch": batch})
-        problem = _problem(spec, cluster, work, costs, choices, theta, layers)
+        problem = _problem(spec, cluster, work, costs, choices, theta, layers, grid)
         return answer(problem, wish, str(Path(model_dir)))
 
     ways = _ways(solved, spec, bits, layers, default_bits(None, costs, cluster))
@@ -212,9 +214,10 @@ def _problem(
     choices: Sequence[Precision],
     theta: float,
     layers: tuple[tuple[Precision, ...], ...],
+    quantization: Quantization | None,
 ) -> Problem:
     kvs = (workload.kv,)
-    quantization = Quantization()
+    quantization = quantization or Quantization()
     estimate = estimate_costs(
         spec,
         cluster.devices,

@@ -193,7 +193,7 @@ class QuantizedWeight:
         """Whether rows, as others' checkpoints are read, are not what a CPU is fastest with."""
         if device.type != "cpu" or self.layout is not Layout.ROWS:
             return False
-        best = best_layout(device, self.bits, self.out_features, self.scale.dtype)
+        best = best_layout(device, self.bits, self.out_features, self.scale.dtype, self.group_size)
         return best is Layout.CPU
 
     def _unflatten(self, flat: Tensor) -> Tensor:
@@ -225,7 +225,12 @@ def from_codes(
             f"{(n, k_padded // (group_size or k_padded))} for group size {group_size}"
         )
     if layout is None:
-        layout = best_layout(codes_NK.device, bits, n, scale_NG.dtype)
+        layout = best_layout(codes_NK.device, bits, n, scale_NG.dtype, group_size)
+    if group_size not in (None, GROUP) and layout not in (Layout.CPU, Layout.ROWS):
+        raise ValueError(
+            f"weights in groups of {group_size} for {codes_NK.device}: expected {GROUP} or a "
+            "channel there; plan with --weight-group-size 128"
+        )
     if layout is Layout.CPU:
         planes: tuple[Tensor, ...] = (cpu_layout.pack_cpu(codes_NK, bits),)
     elif layout is Layout.CPU_INT4:
@@ -252,12 +257,20 @@ def from_codes(
     )
 
 
-def best_layout(device: torch.device, bits: int, out_features: int, dtype: torch.dtype) -> Layout:
+def best_layout(
+    device: torch.device,
+    bits: int,
+    out_features: int,
+    dtype: torch.dtype,
+    group_size: int | None = GROUP,
+) -> Layout:
     """Return the layout that `linear` is fastest with on this device."""
     if device.type != "cpu":
         return Layout.FRAGMENT
     if library() is not None:
         return Layout.CPU
+    if group_size not in (None, GROUP):
+        return Layout.ROWS
     if bits == 8:
         return Layout.CPU_INT8
     if bits == 4 and dtype == torch.bfloat16 and cpu_layout.int4_usable(out_features):

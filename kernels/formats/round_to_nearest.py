@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from llmpq.kernels.formats.quantized_weight import QuantizedWeight, from_codes
-from llmpq.kernels.formats.weight_layout import GROUP, Layout
+from llmpq.kernels.formats.weight_layout import GROUP, GROUPS, Layout
 from llmpq.kernels.native.library import NUMBERS, address, call, library
 from llmpq.precision import WeightScheme, padded_k
 
@@ -117,10 +117,10 @@ def quantize_codes(
         raise ValueError(
             f"weight: got {w_NK.dtype} of shape {tuple(w_NK.shape)}, expected floats [N, K]"
         )
-    if scheme.group_size not in (None, GROUP):
+    if scheme.group_size not in (None, *GROUPS):
         raise ValueError(
-            f"group size: got {scheme.group_size}, expected {GROUP} or None (per channel): "
-            "the packed kernels know no other"
+            f"group size: got {scheme.group_size}, expected {', '.join(map(str, GROUPS))} or None "
+            "(per channel): the packed kernels know no other"
         )
     if plane_aligned and (scheme.bits != 8 or scheme.symmetric):
         raise ValueError("plane_aligned: expected an asymmetric 8-bit scheme, it moves the zeros")

@@ -44,6 +44,8 @@ from torch import Tensor
 from llmpq.precision import K_PADDING
 
 GROUP = K_PADDING
+GROUPS = (32, 64, GROUP)
+"""Weights that may share a scale, beside a channel's; fewer than a k-group's on CPUs only."""
 BLOCK_ROWS = 16
 
 

@@ -14,8 +14,10 @@ static void dequantize_row(const Weight& w, int64_t n, void* out, int64_t at, in
       unpack<BITS>(p, c);
       std::memcpy(codes, c, sizeof codes);
     }
-    const __m256 scale = _mm256_set1_ps(s[g]), zero = _mm256_set1_ps(z[g]);
+    const int64_t parts = w.parts();
     auto eight = [&](int64_t k) {
+      const int64_t part = g * parts + k * parts / GROUP;
+      const __m256 scale = _mm256_set1_ps(s[part]), zero = _mm256_set1_ps(z[part]);
       __m256i c = BITS == 8 ? _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(p + k)))
                             : _mm256_cvtepi16_epi32(_mm_load_si128((const __m128i*)(codes + k)));
       return _mm256_mul_ps(_mm256_sub_ps(_mm256_cvtepi32_ps(c), zero), scale);

@@ -2,6 +2,8 @@
 //
 //   y[m,n] = sum_g s[n,g] (xs[m,g] sum_k c[n,k] xq[m,k] - z[n,g] xsum[m,g])
 //
+// Groups of 32 or 64 weights: s, z and xsum of each 32 weights, xs of the whole k-group.
+//
 // xs is a power of two, so that bfloat16 numbers down to 1/128 of their group's largest are exact and
 // smaller ones are off by at most 2^-16 of it (products: 3e-5, where rounding y to bfloat16 costs
 // 1e-3). float32 x takes two such rows, the second what the first left: 30 bits.
@@ -14,11 +16,12 @@
 
 struct RoundedRows {
   std::vector<int16_t> q;        // [R, k_groups, 128], R = M * parts
-  std::vector<float> scale, sum; // [R, padded groups]
+  std::vector<float> scale;      // [R, padded groups]
+  std::vector<float> sum;        // [R, padded groups, parts of the weight's k-groups]
   int64_t parts, padded;
   RoundedRows(int64_t M, int64_t parts, const Weight& w)
       : q(M * parts * w.k_groups * GROUP), scale(M * parts * w.padded_groups()),
-        sum(M * parts * w.padded_groups()), parts(parts), padded(w.padded_groups()) {}
+        sum(M * parts * w.grid_size()), parts(parts), padded(w.padded_groups()) {}
 };
 
 static inline void round_group(const float* x, const Weight& w, int64_t row, int64_t g, RoundedRows& r) {
@@ -42,25 +45,28 @@ static inline void round_group(const float* x, const Weight& w, int64_t row, int
     int64_t at = row * r.parts + part;
     int16_t* q = r.q.data() + (at * w.k_groups + g) * GROUP;
     __m256 inverse = _mm256_set1_ps(1 / step), back = _mm256_set1_ps(step);
-    __m256i sum = _mm256_setzero_si256();
+    __m256i sum[FINE_PARTS] = {};
     alignas(32) int16_t flat[GROUP];
     for (int i = 0; i < GROUP; i += 8) {
       __m256 v = _mm256_load_ps(rest + i);
       __m256i whole = _mm256_cvtps_epi32(_mm256_mul_ps(v, inverse));
       __m128i half = _mm_packs_epi32(_mm256_castsi256_si128(whole), _mm256_extracti128_si256(whole, 1));
       whole = _mm256_cvtepi16_epi32(half);
-      sum = _mm256_add_epi32(sum, whole);
+      sum[i / 32] = _mm256_add_epi32(sum[i / 32], whole);
       _mm256_store_ps(rest + i, _mm256_fnmadd_ps(_mm256_cvtepi32_ps(whole), back, v));
       _mm_store_si128((__m128i*)(flat + i), half);
     }
     if (w.bits == 8) for (int k = 0; k < GROUP; ++k) q[place(8, k)] = flat[k];
     else std::memcpy(q, flat, sizeof flat);
-    alignas(32) int32_t sums[8];
-    _mm256_store_si256((__m256i*)sums, sum);
-    int32_t all = 0;
-    for (int i = 0; i < 8; ++i) all += sums[i];
+    int32_t all[FINE_PARTS] = {};
+    for (int64_t of = 0; of < FINE_PARTS; ++of) {
+      alignas(32) int32_t sums[8];
+      _mm256_store_si256((__m256i*)sums, sum[of]);
+      for (int i = 0; i < 8; ++i) all[w.fine() ? of : 0] += sums[i];
+    }
     r.scale[at * r.padded + g] = step + not_finite;
-    r.sum[at * r.padded + g] = step * (float)all;
+    float* to = r.sum.data() + (at * r.padded + g) * w.parts();
+    for (int64_t of = 0; of < w.parts(); ++of) to[of] = step * (float)all[of];
   }
 }
 
@@ -79,7 +85,7 @@ struct Output {
 };
 
 // Rows first .. first + ROWS of the rounded x (PARTS to a row of y) times rows n0 .. n1 of w.
-template <int BITS, int ROWS, int PARTS>
+template <int BITS, int ROWS, int PARTS, bool FINE>
 static void few_rows(const Weight& w, const RoundedRows& x, const Output& out, int64_t first, int64_t n0,
                      int64_t n1, float* s, float* z) {
   for (int64_t n = n0; n < n1; ++n) {
@@ -89,11 +95,15 @@ static void few_rows(const Weight& w, const RoundedRows& x, const Output& out, i
     for (int m = 0; m < ROWS; ++m) acc[m] = off[m] = floats(0);
     for (int64_t g0 = 0; g0 < w.k_groups; g0 += LANES) {
       alignas(64) float factor[ROWS][LANES];
-      Floats scale = load(s + g0), scaled_zero = mul(scale, load(z + g0));
+      constexpr int64_t GRIDS = FINE ? FINE_PARTS : 1;
       for (int m = 0; m < ROWS; ++m) {
         int64_t at = (first + m) * x.padded + g0;
-        store(factor[m], mul(scale, load(x.scale.data() + at)));
-        off[m] = fma(scaled_zero, load(x.sum.data() + at), off[m]);
+        Floats step = load(x.scale.data() + at);
+        store(factor[m], FINE ? step : mul(load(s + g0), step));
+        for (int64_t i = 0; i < GRIDS * LANES; i += LANES) {
+          Floats scaled_zero = mul(load(s + g0 * GRIDS + i), load(z + g0 * GRIDS + i));
+          off[m] = fma(scaled_zero, load(x.sum.data() + at * GRIDS + i), off[m]);
+        }
       }
       int64_t g1 = g0 + LANES < w.k_groups ? g0 + LANES : w.k_groups;
       for (int64_t g = g0; g < g1; ++g, p += 16 * BITS) {
@@ -103,9 +113,18 @@ static void few_rows(const Weight& w, const RoundedRows& x, const Output& out, i
         if (BITS == 8) _mm_prefetch((const char*)(p + 2048 + 64), _MM_HINT_T0);
         for (int m = 0; m < ROWS; ++m) {
           const int16_t* q = x.q.data() + ((first + m) * w.k_groups + g) * GROUP;
-          Ints d = no_ints();
-          for (int v = 0; v < VECTORS; ++v) d = dot(d, c[v], load(q + v * 2 * LANES));
-          acc[m] = fma(to_floats(d), floats(factor[m][g - g0]), acc[m]);
+          if constexpr (FINE) {
+            Floats d = floats(0);
+            for (int v = 0; v < VECTORS; ++v) {
+              Ints part = dot(no_ints(), c[v], load(q + v * 2 * LANES));
+              d = fma(to_floats(part), part_scales<BITS>(s + g * FINE_PARTS, v), d);
+            }
+            acc[m] = fma(d, floats(factor[m][g - g0]), acc[m]);
+          } else {
+            Ints d = no_ints();
+            for (int v = 0; v < VECTORS; ++v) d = dot(d, c[v], load(q + v * 2 * LANES));
+            acc[m] = fma(to_floats(d), floats(factor[m][g - g0]), acc[m]);
+          }
         }
       }
     }
@@ -118,13 +137,20 @@ static void few_rows(const Weight& w, const RoundedRows& x, const Output& out, i
   }
 }
 
+template <int BITS, int PARTS, bool FINE>
+static void few_rows_of(const Weight& w, const RoundedRows& x, const Output& out, int64_t M, int64_t n0,
+                     int64_t n1, float* s, float* z) {
+  int64_t first = 0, rows = M * PARTS;
+  for (; rows - first >= 8; first += 8) few_rows<BITS, 8, PARTS, FINE>(w, x, out, first, n0, n1, s, z);
+  for (; rows - first >= 4; first += 4) few_rows<BITS, 4, PARTS, FINE>(w, x, out, first, n0, n1, s, z);
+  for (; rows - first >= 2; first += 2) few_rows<BITS, 2, PARTS, FINE>(w, x, out, first, n0, n1, s, z);
+  if constexpr (PARTS == 1)
+    if (first < rows) few_rows<BITS, 1, 1, FINE>(w, x, out, first, n0, n1, s, z);
+}
+
 template <int BITS, int PARTS>
 static void few_rows(const Weight& w, const RoundedRows& x, const Output& out, int64_t M, int64_t n0,
                      int64_t n1, float* s, float* z) {
-  int64_t first = 0, rows = M * PARTS;
-  for (; rows - first >= 8; first += 8) few_rows<BITS, 8, PARTS>(w, x, out, first, n0, n1, s, z);
-  for (; rows - first >= 4; first += 4) few_rows<BITS, 4, PARTS>(w, x, out, first, n0, n1, s, z);
-  for (; rows - first >= 2; first += 2) few_rows<BITS, 2, PARTS>(w, x, out, first, n0, n1, s, z);
-  if constexpr (PARTS == 1)
-    if (first < rows) few_rows<BITS, 1, 1>(w, x, out, first, n0, n1, s, z);
+  auto run = w.fine() ? few_rows_of<BITS, PARTS, true> : few_rows_of<BITS, PARTS, false>;
+  run(w, x, out, M, n0, n1, s, z);
 }

@@ -23,12 +23,12 @@ void llmpq_few_rows(const void* x, const uint8_t* codes, const void* scale, cons
   Output out{y, bias, number};
   RoundedRows rounded(M, number == FLOAT32 ? 2 : 1, w);
   auto run = [&](auto product, int64_t n0, int64_t n1, float* s) {
-    product(w, rounded, out, M, n0, n1, s, s + w.padded_groups());
+    product(w, rounded, out, M, n0, n1, s, s + w.grid_size());
   };
   constexpr int64_t block = 32;
 #pragma omp parallel num_threads(threads_for(M * N * K, threads))
   {
-    std::vector<float> grid(2 * w.padded_groups());
+    std::vector<float> grid(2 * w.grid_size());
 #pragma omp for schedule(static)
     for (int64_t i = 0; i < M * k_groups; ++i) round_row_group(x, number, w, i / k_groups, i % k_groups, rounded);
 #pragma omp for schedule(dynamic, 4)
@@ -49,10 +49,10 @@ void llmpq_dequantize(const uint8_t* codes, const void* scale, const void* zero,
   Weight w{codes, scale, zero, N, K, k_groups, groups, bits, scale_number};
 #pragma omp parallel num_threads(threads_for((n1 - n0) * K, threads))
   {
-    std::vector<float> grid(2 * w.padded_groups());
+    std::vector<float> grid(2 * w.grid_size());
     auto row = bits == 3 ? dequantize_row<3> : bits == 4 ? dequantize_row<4> : dequantize_row<8>;
 #pragma omp for schedule(static)
-    for (int64_t n = n0; n < n1; ++n) row(w, n, out, (n - n0) * K, number, grid.data(), grid.data() + w.padded_groups());
+    for (int64_t n = n0; n < n1; ++n) row(w, n, out, (n - n0) * K, number, grid.data(), grid.data() + w.grid_size());
   }
 }
 

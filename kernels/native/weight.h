@@ -3,27 +3,46 @@
 #include "vectors.h"
 
 constexpr int64_t GROUP = 128;
+constexpr int64_t FINE_PARTS = 4;  // parts of 32 weights
 constexpr int VECTORS = GROUP / (2 * LANES);  // of 16-bit integers, a k-group
 
 struct Weight {
   const uint8_t* codes;  // [N, Kp/128, 16 bits bytes]
-  const void* scale;     // [N, groups]
+  const void* scale;     // [N, groups]: one, a k-group's, or two or four of each k-group
   const void* zero;      // the same, or null: 2^(bits-1)
   int64_t N, K, k_groups, groups, bits, number;
   int64_t group_bytes() const { return 16 * bits; }
   const uint8_t* row(int64_t n) const { return codes + n * k_groups * group_bytes(); }
   int64_t padded_groups() const { return (k_groups + 15) / 16 * 16; }
+  bool fine() const { return groups > k_groups; }              // groups of 32 or 64 weights
+  int64_t parts() const { return fine() ? FINE_PARTS : 1; }    // of a k-group, each with its grid
+  int64_t grid_size() const { return parts() * padded_groups(); }
 
-  // scale[g] and zero[g] of row n for every k-group; nothing but 0 from there to padded_groups().
+  // scale and zero of row n for every part of every k-group; from there to grid_size() 0.
   void grid(int64_t n, float* s, float* z) const {
-    int64_t at = groups == 1 ? n : n * k_groups, count = groups == 1 ? 1 : k_groups;
-    copy_floats(s, scale, at, count, number);
-    if (zero) copy_floats(z, zero, at, count, number);
+    int64_t count = groups, whole = parts() * k_groups;
+    copy_floats(s, scale, n * groups, count, number);
+    if (zero) copy_floats(z, zero, n * groups, count, number);
     else for (int64_t g = 0; g < count; ++g) z[g] = (float)(1 << (bits - 1));
-    for (int64_t g = count; g < k_groups; ++g) { s[g] = s[0]; z[g] = z[0]; }
-    for (int64_t g = k_groups; g < padded_groups(); ++g) s[g] = z[g] = 0;
+    if (count < whole)
+      for (int64_t g = whole - 1, each = whole / count; g > 0; --g) { s[g] = s[g / each]; z[g] = z[g / each]; }
+    for (int64_t g = whole; g < grid_size(); ++g) s[g] = z[g] = 0;
   }
 };
+
+// The scales of a k-group's four parts `s`, as the lanes of dot products of `unpack`'s vector v need them.
+template <int BITS>
+static inline Floats part_scales(const float* s, int v) {
+#if WIDE
+  if constexpr (BITS == 8) {
+    const float* h = s + v / 2 * 2;
+    return _mm512_insertf32x8(floats(h[0]), _mm256_set1_ps(h[1]), 1);
+  }
+  return floats(s[v]);
+#else
+  return floats(BITS == 8 ? s[v / 4 * 2 + v % 2] : s[v / 2]);
+#endif
+}
 
 #if WIDE
 // 32 words of 12 bits: three bytes hold two; a 128-bit lane gets the 12 bytes of eight.

@@ -18,7 +18,7 @@ EXPORTS = ("vllm", "sglang", "llamacpp", "accelerate", "compressed-tensors", "gp
 DEFAULT_POINTS = 25
 """Points of a front, unless `--pareto-points` says."""
 COMMANDS = ("plan", "check", "export", "devices", "models")
-GROUP_SIZES = "weights that share a scale: 128, or 0 for a channel; w4a4 alone also 64 or 32"
+GROUP_SIZES = "weights that share a scale: 128, or 0 for a channel; w4a4 and CPUs also 64, 32"
 NOTES = """\
 commands (flags alone mean `plan`): plan, check, export, devices, models; each has
 its own --help.
@@ -150,7 +150,7 @@ def _limits(section: Section) -> None:
     section.flag("--prefill-microbatch", type=int, help="fix the prefill micro-batch")
     section.flag("--decode-microbatch", type=int, help="fix the decode micro-batch")
     section.flag("--symmetric", action="store_true", help="symmetric weight quantisation")
-    section.flag("--weight-group-size", type=int, default=128, help=GROUP_SIZES)
+    section.flag("--weight-group-size", type=int, help=GROUP_SIZES)
     section.flag("--outliers", type=int, help="w4a4: channels in 8 bits (hidden/32, at most 128)")
 
 

@@ -4,17 +4,22 @@
     Q4_K, Q4_1, Q4_0, IQ4_XS, IQ4_NL, MXFP4, Q3_K, Q2_K        4 bits
 
 Files mix types inside a layer (Q4_K_M keeps some matrices at Q6_K): the layer gets the bits of most
-of its weights. The blocks are numbers to the runtime, so that any other precision will do, too.
+of its weights. On CPUs the runtime keeps the codes of most types where groups
+are of 32 (runtime/weights/gguf_codes.py); else blocks are numbers to it, to be rounded as planned.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 
-from llmpq.gguf_file import GgufFile
+from llmpq.cluster import Device
+from llmpq.gguf_file import GgufFile, is_gguf, open_gguf
+from llmpq.memory import Quantization
 from llmpq.precision import Precision
 
 LAYER = re.compile(r"blk\.(\d+)\.")
@@ -33,6 +38,25 @@ class StoredLayer:
 
     stored: Precision
     served: tuple[Precision, ...]
+
+
+CENTRED = ("Q8_0", "Q4_0", "Q5_0")
+"""Types without a low end of their own."""
+GROUP = 32
+"""Weights of a block that share a scale."""
+
+
+def kept_grid(path: str | Path, devices: Sequence[Device]) -> Quantization | None:
+    """Return the grid on which CPUs keep a GGUF file's codes as they are; None without one.
+
+    GPUs' products have groups of 128: there, codes are rounded a second time.
+    """
+    if not is_gguf(path) or not all(device.spec.is_cpu for device in devices):
+        return None
+    tensors = open_gguf(path).tensors.items()
+    kinds = {t.kind for name, t in tensors if LAYER.match(name) and len(t.shape) > 1}
+    kinds -= {"F32", "F16", "BF16"}
+    return Quantization(group_size=GROUP, symmetric=kinds <= set(CENTRED)) if kinds else None
 
 
 def stored_in_gguf(file: GgufFile, num_layers: int) -> tuple[StoredLayer, ...] | None:

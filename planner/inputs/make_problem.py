@@ -6,6 +6,7 @@ Knows nothing of solvers. Every error names the flag and what to do.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from llmpq.model_spec import ModelSpec
 from llmpq.planner import limits
 from llmpq.planner.costs.cost_book import CostBook
 from llmpq.planner.costs.roofline import estimate_costs
+from llmpq.planner.inputs.gguf_layers import kept_grid
 from llmpq.planner.inputs.named_inputs import assumed_of_devices, read_cluster, read_model
 from llmpq.planner.inputs.requests import PlanRequest
 from llmpq.planner.inputs.stored_precisions import has_weights, offered, stored_layers
@@ -49,11 +51,8 @@ def make_problem(request: PlanRequest) -> tuple[Problem, str | None, list[str]]:
     layers = _offered(path, spec, asked)
     choices = _all_of(layers) or asked or default_bits(listed, profile, cluster)
     sensitivity = listed or generic_sensitivity(spec, choices, parse_kv(request.kv))
-    quantization = Quantization(
-        group_size=_group_size(request.weight_group_size, choices),
-        symmetric=request.symmetric,
-        outliers=_outliers(request.outliers, choices, spec),
-    )
+    grid = _grid(request, path, choices, cluster)
+    quantization = replace(grid, outliers=_outliers(request.outliers, choices, spec))
     too_long = positions_note(spec, workload)
     estimate = estimate_costs(
         spec,
@@ -157,16 +156,30 @@ def _require_groups_agree(p: Problem) -> None:
             )
 
 
-def _group_size(asked: int, choices: Sequence[Precision]) -> int | None:
+def _grid(
+    request: PlanRequest, path: str | None, choices: Sequence[Precision], cluster: Cluster
+) -> Quantization:
+    """Return how weights are stored: as asked, or as CPUs keep a GGUF file's codes."""
+    kept = None if path is None else kept_grid(path, cluster.devices)
+    asked, symmetric = request.weight_group_size, request.symmetric
+    if asked is None and kept is not None:
+        return replace(kept, symmetric=symmetric or kept.symmetric)
+    size = _group_size(K_PADDING if asked is None else asked, choices, cluster)
+    return Quantization(group_size=size, symmetric=symmetric)
+
+
+def _group_size(asked: int, choices: Sequence[Precision], cluster: Cluster) -> int | None:
     """Return how many weights share a scale, None for a channel: what the kernels can run."""
     if asked not in (0, 32, 64, K_PADDING):
         raise ValueError(f"--weight-group-size {asked}: expected 128, 64, 32, or 0 for a channel")
     for precision in choices:
         weight_only = precision.weight_bits < precision.activation_bits
-        if weight_only and asked not in (0, K_PADDING):
+        others = [device.name for device in cluster.devices if not device.spec.is_cpu]
+        if weight_only and asked not in (0, K_PADDING) and others:
             raise ValueError(
                 f"--weight-group-size {asked}: {precision.value} layers have {K_PADDING} or 0 (a "
-                "channel), the packed kernels know no other; plan w4a4 without them (--bits)"
+                f"channel) on {others[0]}, only CPUs' kernels know others; plan w4a4 without them "
+                "(--bits)"
             )
     return asked or None
 

@@ -50,7 +50,7 @@ class PlanRequest(DevicesRequest):
     prefill_microbatch: int | None
     decode_microbatch: int | None
     symmetric: bool
-    weight_group_size: int
+    weight_group_size: int | None
     outliers: int | None
     method: str | None
     shaq_efficient: bool

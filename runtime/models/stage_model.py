@@ -23,6 +23,7 @@ from llmpq.runtime.models.layer_tensors import LayerTensors
 from llmpq.runtime.models.layers import DecoderLayer, Embedding, Head, LayerRunner, held_weights
 from llmpq.runtime.models.wiring import Wiring
 from llmpq.runtime.step import Step
+from llmpq.runtime.weights.gguf_checkpoint import GgufCheckpoint
 from llmpq.runtime.weights.sources import TensorSource
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -72,6 +73,8 @@ class StageModel(nn.Module):
             raise ValueError(f"{len(precisions)} precisions for {len(layers)} layers")
         place = torch.device(device)
         builder = _Builder(Wiring(spec, place, runner), spec, dtype, place)
+        if isinstance(source, GgufCheckpoint) and place.type == "cpu":
+            source.keep_codes(dict(zip(layers, map(scheme, precisions), strict=True)))
         readers: list[Reader] = [partial(source.layer, index, dtype) for index in layers]
         if first:
             readers.append(partial(source.embedding, dtype))

@@ -9,7 +9,8 @@ layer are one tensor.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,11 @@ from torch import Tensor
 
 from llmpq.gguf_config import UNREAD, architecture_of
 from llmpq.gguf_file import GgufTensor, open_gguf
+from llmpq.kernels.formats.quantized_weight import QuantizedWeight
 from llmpq.model_spec import ModelSpec
+from llmpq.precision import WeightScheme
+from llmpq.runtime.models.part_shapes import layer_shapes
+from llmpq.runtime.weights.gguf_codes import codes_of, kept_weight
 from llmpq.runtime.weights.sources import CheckpointSource
 
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -38,12 +43,62 @@ class GgufCheckpoint(CheckpointSource):
         self._arch, self._means = architecture_of(self._file)
         self._stored: dict[str, tuple[str, int | None]] = {}
         self._spec = spec
+        self._schemes: Mapping[int, WeightScheme | None] = {}
         super().__init__(self._file.path.parent, spec)
 
     @property
     def where(self) -> Path:
         """What errors call it."""
         return self._file.path
+
+    def keep_codes(self, schemes: Mapping[int, WeightScheme | None]) -> None:
+        """Hand out linears as their own codes where a layer's scheme can hold them."""
+        self._schemes = schemes
+
+    def layer(self, index: int, dtype: torch.dtype) -> dict[str, Any]:
+        """Read one decoder layer's parts: numbers, and codes where they are kept."""
+        spec, scheme = self.spec.of_layer(index), self._schemes.get(index)
+        table = {p: self._rooted(n) for p, n in self.names.of_layer(self.spec, index).items()}
+        shapes = layer_shapes(spec)
+        kept: dict[str, Any] = {}
+        for part in [f"{linear.name}.weight" for linear in spec.linears()] if scheme else ():
+            if part in shapes:
+                weight = self._kept(part, table[part], shapes[part], scheme, dtype)
+                kept |= {} if weight is None else {part: weight}
+        rest = {part: shape for part, shape in shapes.items() if part not in kept}
+        return {**self._parts(rest, table, dtype), **kept}
+
+    def _kept(
+        self,
+        part: str,
+        names: tuple[str, ...],
+        shape: tuple[int, ...],
+        scheme: WeightScheme | None,
+        dtype: torch.dtype,
+    ) -> QuantizedWeight | None:
+        """Return a linear's own codes; None where the scheme cannot hold them."""
+        pieces, kinds = [], []
+        for name in names:
+            self._require(name)
+            stored, expert = self._stored[name]
+            piece = codes_of(self._file.tensors[stored], expert)
+            if piece is None:
+                return None
+            pieces.append(piece.rows(partial(self._their_rows, name)))
+            kinds.append(self._file.tensors[stored].kind)
+        got = (sum(p.codes_NK.shape[0] for p in pieces), pieces[0].codes_NK.shape[1])
+        if scheme is None or got != shape or len({p.codes_NK.shape[1] for p in pieces}) > 1:
+            return None  # read as numbers, which says what is wrong
+        arranged = self.names.arranged(part)
+        order = partial(arranged.ours, spec=self.spec)
+        return kept_weight(pieces, kinds, scheme, dtype, order)
+
+    def _their_rows(self, name: str, rows: Tensor) -> Tensor:
+        """Return a matrix's rows in the Hugging Face order."""
+        kind = re.search(r"\.([qk])_proj\.(weight|bias)$", name)
+        if not self._means.pairs or kind is None:
+            return rows
+        return _halves(rows, self.spec.heads if kind[1] == "q" else self.spec.kv_heads)
 
     def _index(self) -> dict[str, str]:
         """Return name -> file, by the families' names where a tensor has one."""
@@ -91,9 +146,7 @@ class GgufCheckpoint(CheckpointSource):
         tensor = numbers_of(self._file.tensors[stored], expert)
         if self._means.above_one and name.endswith("norm.weight"):
             tensor = tensor - 1
-        kind = re.search(r"\.([qk])_proj\.(weight|bias)$", name)
-        if self._means.pairs and kind is not None:
-            tensor = _halves(tensor, self.spec.heads if kind[1] == "q" else self.spec.kv_heads)
+        tensor = self._their_rows(name, tensor)
         return tensor if index is None else tensor[index]
 
     def _handle(self, file: str) -> Any:

@@ -172,12 +172,12 @@ def test_flags_that_would_be_dropped_are_refused(
 
 GROUP_SIZES = {
     ("64", "4,8"): (
-        "w4a16 layers have 128 or 0 (a channel), the packed kernels know no other; plan w4a4 "
-        "without them (--bits)"
+        "w4a16 layers have 128 or 0 (a channel) on V100-32GB-0, only CPUs' kernels know others; "
+        "plan w4a4 without them (--bits)"
     ),
     ("32", "w4a4,w3a16"): (
-        "w3a16 layers have 128 or 0 (a channel), the packed kernels know no other; plan w4a4 "
-        "without them (--bits)"
+        "w3a16 layers have 128 or 0 (a channel) on V100-32GB-0, only CPUs' kernels know others; "
+        "plan w4a4 without them (--bits)"
     ),
     ("48", "w4a4"): "expected 128, 64, 32, or 0 for a channel",
     ("-1", "4"): "expected 128, 64, 32, or 0 for a channel",

@@ -16,7 +16,7 @@ from llmpq.precision import WeightScheme
 
 pytestmark = pytest.mark.cpu
 
-SCHEMES = list(itertools.product((3, 4, 8), (128, None), (True, False)))
+SCHEMES = list(itertools.product((3, 4, 8), (32, 64, 128, None), (True, False)))
 SHAPES = [(1, 1), (33, 200), (80, 256), (65, 2176), (129, 5000)]
 # float32: sums of K products. 16 bits: the most that one rounding of y takes off (2^-8, 2^-11), and
 # x off by 2^-16 of its group's largest.
@@ -60,10 +60,11 @@ def test_few_rows_equal_their_twin_on_odd_shapes(level, dtype):
 @pytest.mark.parametrize("bits", [3, 4, 8])
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 def test_rows_dequantise_to_the_nearest_number(level, bits, dtype):
-    q = _weight(129, 333, bits, 128, False, dtype)
-    for start, stop in ((0, 129), (64, 100)):
-        got = dequantize_rows(q, dtype, start, stop)
-        assert torch.equal(got, q.dequantize(dtype)[start:stop])
+    for group in (32, 64, 128, None):
+        q = _weight(129, 333, bits, group, False, dtype)
+        for start, stop in ((0, 129), (64, 100)):
+            got = dequantize_rows(q, dtype, start, stop)
+            assert torch.equal(got, q.dequantize(dtype)[start:stop])
 
 
 def test_many_rows_take_the_weight_in_pieces(level, monkeypatch):

@@ -157,9 +157,9 @@ def test_aligned_zeros_make_the_high_plane_a_4_bit_weight():
 
 
 def test_errors_say_what_to_do():
-    with pytest.raises(ValueError, match="expected 128 or None"):
+    with pytest.raises(ValueError, match="expected 32, 64, 128 or None"):
         quantize_weight(
-            torch.randn(8, 128), WeightScheme(bits=4, group_size=64), dtype=torch.float32
+            torch.randn(8, 128), WeightScheme(bits=4, group_size=96), dtype=torch.float32
         )
     with pytest.raises(ValueError, match="expected floats"):
         quantize_weight(

@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 
 from llmpq.gguf_file import BLOCKS, open_gguf
+from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
 from llmpq.planner.inputs.stored_precisions import stored_layers
-from llmpq.precision import Precision
+from llmpq.precision import Precision, WeightScheme
 from llmpq.runtime.engine.plain_loop import LocalPipeline, pad
 from llmpq.runtime.step import Step
 from llmpq.runtime.weights.gguf_checkpoint import numbers_of
+from llmpq.runtime.weights.gguf_codes import codes_of, kept_weight
 from llmpq.runtime.weights.quantized_checkpoint import open_checkpoint
 
 gguf = pytest.importorskip("gguf")
@@ -401,6 +403,30 @@ def test_layers_are_planned_at_the_bits_of_most_of_their_weights(tmp_path: Path)
     assert stored_layers(path, ModelSpec.from_directory(path)) is None
 
 
+@pytest.mark.parametrize(("form", "symmetric"), [("Q4_0", True), ("Q4_K", False)])
+def test_plans_for_cpus_keep_the_codes(form: str, symmetric: bool, tmp_path: Path) -> None:
+    from llmpq import LLM, SamplingParams
+
+    path = tmp_path / "model.gguf"
+    model = wide_llama()
+    words = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": ["a", "b", "ab", *(f"w{i}" for i in range(196))],
+        "tokenizer.ggml.merges": ["a b"],
+    }
+    told = {**common(model.config, "llama"), **words}
+    write(path, "llama", told, converted(model, "llama"), form)
+    want = LocalPipeline.from_directory(path, dtype=torch.float32).generate([TOKENS], max_new=6)
+    with LLM(path, dtype="float32") as llm:
+        grid = llm.plan.quantization
+        assert (grid.group_size, grid.symmetric) == (32, symmetric)
+        assert set(llm.plan.precisions) == {Precision.W4A16}
+        params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+        (answer,) = llm.generate([{"prompt_token_ids": TOKENS}], params)
+    assert list(answer.outputs[0].token_ids) == want[0]
+
+
 def split(path: Path, into: Path, count: int = 2) -> list[Path]:
     """Write a file's tensors into parts, as llama.cpp's gguf-split does."""
     whole = gguf.GGUFReader(path)
@@ -534,3 +560,107 @@ def test_other_architectures_and_tensors_are_refused(tmp_path: Path) -> None:
     write(path, "llama", told, {k: v for k, v in tensors.items() if k != "token_embd.weight"})
     with pytest.raises(ValueError, match="no tensor 'token_embd.weight'"):
         ModelSpec.from_directory(path)
+
+
+EVEN = ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K"]
+
+
+def held(form: str, bits: int, symmetric: bool, dtype: torch.dtype, path: Path) -> Any:
+    """A matrix in a form, as the weight that keeps its codes; and its numbers."""
+    number = gguf.GGMLQuantizationType[form]
+    array = np.random.default_rng(7).normal(size=(48, 512)).astype(np.float32) * 0.05
+    array[3, 64:96] = 0.25  # a flat group
+    stored = stored_as(array, number)
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tensor("w", stored, raw_dtype=number)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    piece = codes_of(open_gguf(path).tensors["w"], None)
+    assert piece is not None
+    scheme = WeightScheme(bits=bits, group_size=32, symmetric=symmetric)
+    kept = kept_weight([piece], [form], scheme, dtype, lambda rows: rows)
+    return kept, torch.from_numpy(gguf.quants.dequantize(stored, number))
+
+
+@pytest.mark.parametrize("form", EVEN)
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_codes_are_kept_without_a_second_rounding(
+    form: str, bits: int, symmetric: bool, tmp_path: Path
+) -> None:
+    few, centred = int(form[1]) <= bits, form.endswith("_0")
+    for dtype, most in ((torch.float32, 2e-6), (torch.bfloat16, 1e-3)):
+        kept, want = held(form, bits, symmetric, dtype, tmp_path / "t.gguf")
+        if not few or (symmetric and not centred):
+            assert kept is None  # the scheme has fewer bits, or no zeros
+            continue
+        scheme = WeightScheme(bits=bits, group_size=32, symmetric=symmetric)
+        assert kept.nbytes == scheme.nbytes(48, 512, dtype.itemsize)
+        got = kept.dequantize(torch.float32)
+        assert float((got - want).abs().max() / want.abs().max()) < (0 if centred else most) + 1e-12
+
+
+def test_scales_too_small_for_float16_are_read_as_numbers(tmp_path: Path) -> None:
+    number = gguf.GGMLQuantizationType.Q8_0
+    path = tmp_path / "t.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    stored = gguf.quants.quantize(np.full((4, 64), 1e-4, np.float32), number)
+    writer.add_tensor("w", stored, raw_dtype=number)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    piece = codes_of(open_gguf(path).tensors["w"], None)
+    assert piece is not None
+    scheme = WeightScheme(bits=8, group_size=32, symmetric=True)
+    same: Any = lambda rows: rows  # noqa: E731
+    assert kept_weight([piece], ["Q8_0"], scheme, torch.bfloat16, same) is None
+    assert kept_weight([piece], ["Q8_0"], scheme, torch.float32, same) is not None
+
+
+KEPT = [(kind, form) for kind in ("llama", "glm4") for form in ("Q8_0", "Q4_0", "Q4_K", "Q5_K")]
+
+
+@pytest.mark.parametrize(("kind", "form"), KEPT)
+def test_runs_of_kept_codes_give_the_logits_of_their_numbers(
+    kind: str, form: str, tmp_path: Path
+) -> None:
+    import transformers
+
+    path = tmp_path / "model.gguf"
+    name, _, changes, _ = KINDS[kind]
+    torch.manual_seed(3)
+    config = getattr(transformers, f"{name}Config")(**{**BASE, **changes, **WIDE, "head_dim": 64})
+    model = getattr(transformers, f"{name}ForCausalLM")(config).float().eval()
+    write_model(kind, path, form, model)
+    precision = Precision.W4A16 if form.startswith("Q4") else Precision.W8A16
+    options: dict[str, Any] = {"dtype": torch.float32}
+    packed = logits(
+        path,
+        precisions=[precision] * 2,
+        scheme=Quantization(group_size=32, symmetric=form.endswith("_0")).scheme,
+        **options,
+    )
+    rounded = logits(path, precisions=[precision] * 2, **options)
+    want = logits(path, **options)
+    assert relative(packed, want) < 5e-6 < relative(rounded, want)
+
+
+def test_experts_keep_their_codes(tmp_path: Path) -> None:
+    import transformers
+
+    path = tmp_path / "model.gguf"
+    torch.manual_seed(3)
+    config = transformers.MixtralConfig(
+        **{**BASE, **WIDE, "num_local_experts": 4, "num_experts_per_tok": 2}
+    )
+    write_model("mixtral", path, "Q4_0", transformers.MixtralForCausalLM(config).float().eval())
+    packed = logits(
+        path,
+        precisions=[Precision.W4A16] * 2,
+        scheme=Quantization(group_size=32, symmetric=True).scheme,
+        dtype=torch.float32,
+    )
+    assert relative(packed, logits(path, dtype=torch.float32)) < 5e-6
