@@ -21,7 +21,7 @@ import pytest
 
 LIMIT_S = 400
 PORT = 6379
-NETWORK = "10.77.0"
+NETWORK, NETWORK_V6 = "10.77.0", "fd00::"
 HOSTS = "127.0.0.1 localhost\n127.0.1.1 {name}\n"
 ENTER = """
 set -e
@@ -206,6 +206,7 @@ class Bed:
             f"addr add {host.address}/24 dev eth0",
             "link set eth0 up",
             f"route add default via {NETWORK}.254",
+            f"-6 addr add {NETWORK_V6}{index}/64 dev eth0 nodad",
         ):
             host.run("ip", *words.split(), check=True)
 
