@@ -28,6 +28,14 @@ _OPEN = ("/health", "/ready", "/version", "/metrics", "/")
 """Paths that need no key: they tell nothing of requests."""
 
 
+class _Body:
+    """A request's body: whether all of it has come."""
+
+    def __init__(self, scope: Message) -> None:
+        length = _header(scope, b"content-length")
+        self.complete = length in (b"", b"0") and not _header(scope, b"transfer-encoding")
+
+
 class Gate:
     """Lets requests through to the application, or refuses them."""
 
@@ -41,19 +49,23 @@ class Gate:
             await self._app(scope, receive, send)
             return
         started_s, status, begun = time.perf_counter(), 0, False
+        body = _Body(scope)
         name = _header(scope, b"x-request-id")[:64].decode("latin-1") or uuid.uuid4().hex
 
         async def told(message: Message) -> None:
             nonlocal status, begun
             if message["type"] == "http.response.start":
                 status, begun = message["status"], True
-                message["headers"] = [*message["headers"], (b"x-request-id", name.encode())]
+                more = [(b"x-request-id", name.encode())]
+                if not body.complete:  # what is left of it is not waited for
+                    more.append((b"connection", b"close"))
+                message["headers"] = [*message["headers"], *more]
             await send(message)
 
         try:
             self._check_key(scope)
             _check_form(scope)
-            await self._app(scope, self._bounded(scope, receive), told)
+            await self._app(scope, self._bounded(scope, receive, body), told)
         except ApiError as error:
             if not begun:
                 await _refuse(error, scope["path"], told)
@@ -83,17 +95,17 @@ class Gate:
                 code="invalid_api_key",
             )  # fmt: skip
 
-    def _bounded(self, scope: Message, receive: Receive) -> Receive:
+    def _bounded(self, scope: Message, receive: Receive, body: _Body) -> Receive:
         """Return a receive that refuses bodies too large or too slow."""
         most, limit_s = self._service.settings.max_body_bytes, self._service.settings.read_timeout_s
         length = _header(scope, b"content-length")
         if length.isdigit() and int(length) > most:
             raise _too_large(most)
-        received, complete, end_s = 0, False, time.monotonic() + limit_s
+        received, end_s = 0, time.monotonic() + limit_s
 
         async def bounded() -> Message:
-            nonlocal received, complete
-            if complete:
+            nonlocal received
+            if body.complete:
                 return await receive()
             try:
                 async with asyncio.timeout(max(0.0, end_s - time.monotonic())):
@@ -104,7 +116,7 @@ class Gate:
                 ) from None
             if message["type"] == "http.request":
                 received += len(message.get("body", b""))
-                complete = not message.get("more_body", False)
+                body.complete = not message.get("more_body", False)
                 if received > most:
                     raise _too_large(most)
             return message
@@ -115,9 +127,7 @@ class Gate:
 def _check_form(scope: Message) -> None:
     """Refuse a body that is not called JSON: pages of other sites could send it unasked."""
     kind = _header(scope, b"content-type").partition(b";")[0].strip().lower()
-    length = _header(scope, b"content-length")
-    empty = length in (b"", b"0") and not _header(scope, b"transfer-encoding")
-    if scope["method"] != "POST" or empty or kind == b"application/json":
+    if scope["method"] != "POST" or _Body(scope).complete or kind == b"application/json":
         return
     if not (kind.startswith(b"application/") and kind.endswith(b"+json")):
         shown = kind.decode("latin-1")[:100] or "none"
@@ -145,8 +155,6 @@ async def _refuse(error: ApiError, path: str, send: Send) -> None:
         "content-length": str(len(body)),
         **error.told_headers,
     }
-    # What is left of the body is not waited for.
-    headers["connection"] = "close"
     told = [(key.lower().encode(), value.encode()) for key, value in headers.items()]
     await send({"type": "http.response.start", "status": error.status, "headers": told})
     await send({"type": "http.response.body", "body": body})

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from llmpq.runtime.answers import Answers
 from llmpq.runtime.serve.answering import event
-from llmpq.runtime.serve.bodies import Body, ChatBody
+from llmpq.runtime.serve.bodies import Body, ChatBody, Whole
 from llmpq.runtime.serve.chat import Chat
 from llmpq.runtime.serve.errors import ApiError
 from llmpq.runtime.serve.service import Service
@@ -38,13 +38,13 @@ class MessagesBody(Body):
     """A body of /v1/messages."""
 
     model: str
-    max_tokens: int = Field(ge=1)
+    max_tokens: Whole = Field(ge=1)
     messages: list[AnthropicMessage] = Field(min_length=1)
     system: str | list[dict[str, Any]] | None = None
     stream: bool = False
     temperature: float = Field(default=1.0, ge=0, le=1)
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: Whole | None = None
     stop_sequences: list[str] | None = None
     tools: list[AnthropicTool] | None = None
     tool_choice: dict[str, Any] | None = None

@@ -63,12 +63,14 @@ function stageCard(stage, index) {
   return card;
 }
 
-function drawChart(id, values, unit) {
+function drawChart(id, title, values) {
   const chart = byId(id), most = Math.max(1e-9, ...values);
   chart.setAttribute("viewBox", `0 0 ${POINTS} 1`);
   chart.setAttribute("preserveAspectRatio", "none");
   const newest = values.length ? values[values.length - 1] : 0;
-  chart.setAttribute("aria-label", `${newest.toFixed(1)} ${unit}, at most ${most.toFixed(1)}`);
+  const told = values.length ? `${title}: ${newest.toFixed(1)}, at most ${most.toFixed(1)}` : title;
+  chart.setAttribute("aria-label", told);
+  byId(`${id}-title`).textContent = told;
   const points = values.map((value, at) => `${POINTS - values.length + at},${0.95 - 0.9 * value / most}`);
   chart.replaceChildren(shape("polyline", { points: points.join(" ") }));
 }
@@ -103,9 +105,9 @@ function draw(state, now) {
       byId(`share-${index}`).textContent = `load ${Math.round(100 * load.value)} %`;
     });
   }
-  drawChart("chart-tokens", series.tokens, "tokens per second");
-  drawChart("chart-first", series.first, "milliseconds");
-  drawChart("chart-gap", series.gap, "milliseconds");
+  drawChart("chart-tokens", "tokens/s", series.tokens);
+  drawChart("chart-first", "first token, ms", series.first);
+  drawChart("chart-gap", "time of a token, ms", series.gap);
   before = { state, now };
 }
 
@@ -125,7 +127,7 @@ let running = null;
 async function ask(event) {
   event.preventDefault();
   if (running) running.abort();
-  running = new AbortController();
+  const own = running = new AbortController();
   byId("answer").textContent = byId("problem").textContent = "";
   byId("stop").disabled = false;
   const headers = { "Content-Type": "application/json" };
@@ -135,13 +137,13 @@ async function ask(event) {
     temperature: Number(byId("temperature").value), stream: true,
   });
   try {
-    const answer = await fetch("/v1/completions", { method: "POST", headers, body, signal: running.signal });
+    const answer = await fetch("/v1/completions", { method: "POST", headers, body, signal: own.signal });
     if (!answer.ok) throw new Error((await answer.json()).error.message);
     await read(answer.body.getReader());
   } catch (error) {
     if (error.name !== "AbortError") byId("problem").textContent = error.message;
   }
-  byId("stop").disabled = true;
+  if (running === own) byId("stop").disabled = true;
 }
 
 async function read(reader) {

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from llmpq.runtime.answers import Answers
 from llmpq.runtime.serve.answering import event
-from llmpq.runtime.serve.bodies import Body, ChatBody
+from llmpq.runtime.serve.bodies import Body, ChatBody, Whole
 from llmpq.runtime.serve.chat import Chat
 from llmpq.runtime.serve.errors import ApiError
 from llmpq.runtime.serve.service import Service
@@ -25,7 +25,7 @@ class ResponsesBody(Body):
     model: str | None = None
     input: str | list[dict[str, Any]]
     instructions: str | None = None
-    max_output_tokens: int | None = Field(default=None, ge=1)
+    max_output_tokens: Whole | None = Field(default=None, ge=1)
     temperature: float = 1.0
     top_p: float = 1.0
     stream: bool = False

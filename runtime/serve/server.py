@@ -105,6 +105,9 @@ class Server(uvicorn.Server):
         end_s = loop.time() + self.service.settings.drain_timeout_s
         while self.service.num_under_way and not self.should_exit and loop.time() < end_s:
             await self._beat()
+        if self.service.num_under_way:
+            _log.info("ending: %d answers are cut off", self.service.num_under_way)
+            self.service.cut_off()
 
     async def _beat(self) -> None:
         for counter in range(2):

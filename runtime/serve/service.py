@@ -6,7 +6,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, aclosing
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,6 +55,9 @@ class Service:
         """Why there is no engine."""
         self.draining = False
         self.num_under_way = 0
+        self._deadlines: set[asyncio.Timeout] = set()
+        """Of the answers under way."""
+        self._cut_off = False
         self.began_s = time.time()
         self.metrics = Metrics(self.model_name, settings.metrics_prefix, self.stats)
 
@@ -102,6 +105,27 @@ class Service:
                 code="model_not_found",
             )
 
+    def cut_off(self) -> None:
+        """End the answers under way with an error; called from the event loop."""
+        self._cut_off, now_s = True, asyncio.get_running_loop().time()
+        for deadline in self._deadlines:
+            deadline.reschedule(now_s)
+
+    @asynccontextmanager
+    async def _in_time(self) -> AsyncGenerator[None]:
+        """Bound what a block takes: by the server's limit and by its end."""
+        try:
+            async with asyncio.timeout(self.settings.request_timeout_s) as deadline:
+                self._deadlines.add(deadline)
+                try:
+                    yield
+                finally:
+                    self._deadlines.discard(deadline)
+        except TimeoutError:
+            if self._cut_off:
+                raise ApiError(503, "the server has ended before the answer was complete") from None
+            raise
+
     async def begin(
         self, prompts: Sequence[Prompt], params: SamplingParams, *, priority: int = 0
     ) -> list[Answers]:
@@ -144,16 +168,15 @@ class Service:
         self.num_under_way += len(clocks)
         open_clocks = dict(clocks)
         try:
-            async with asyncio.timeout(self.settings.request_timeout_s):
-                async with aclosing(_merged(begun, n)) as deltas:
-                    async for index, delta in deltas:
-                        clocks[index].tokens(len(delta.token_ids))
-                        new = Choice(index)
-                        new.take(delta)
-                        if delta.finish_reason is not None:
-                            open_clocks.pop(index).end(delta)
-                            self.num_under_way -= 1
-                        yield new
+            async with self._in_time(), aclosing(_merged(begun, n)) as deltas:
+                async for index, delta in deltas:
+                    clocks[index].tokens(len(delta.token_ids))
+                    new = Choice(index)
+                    new.take(delta)
+                    if delta.finish_reason is not None:
+                        open_clocks.pop(index).end(delta)
+                        self.num_under_way -= 1
+                    yield new
         finally:
             for answers in begun:
                 answers.give_up()

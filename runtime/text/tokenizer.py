@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from llmpq.gguf_file import is_gguf, open_gguf
@@ -31,6 +32,9 @@ def _byte_of_character() -> dict[str, int]:
 
 
 _BYTE_OF = _byte_of_character()
+
+
+_LOADING = Lock()
 
 
 class Tokenizer:
@@ -145,6 +149,12 @@ class Tokenizer:
 
 
 def _load(directory: Path) -> Any:
+    # Transformers' names come as they are asked for, which two threads must not do at once.
+    with _LOADING:
+        return _loaded(directory)
+
+
+def _loaded(directory: Path) -> Any:
     if is_gguf(directory):
         return tokenizer_of(open_gguf(directory))
     # transformers takes a second to import; commands that need no text do not pay for it.

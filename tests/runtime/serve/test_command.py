@@ -71,6 +71,8 @@ def test_one_line_serves_listens_once_and_ends_in_order(demo_model, tmp_path):
         (["--model", "nowhere", "--max-n", "0"], "--max-n must be at least 1"),
         (["--model", "nowhere", "--drain-timeout", "-1"], "--drain-timeout must be seconds"),
         (["--model", "nowhere", "--prot", "1"], "--port"),
+        (["--model", "nowhere", "--chat-template", "no.jinja"], "no.jinja"),
+        (["--model", "nowhere", "--api-key-file", "no.keys"], "no.keys"),
         (["--model", "nowhere", "--host", "203.0.113.9"], "cannot listen on 203.0.113.9"),
     ],
 )

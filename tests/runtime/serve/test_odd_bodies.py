@@ -79,6 +79,7 @@ def test_what_cannot_be_is_refused_in_a_sentence(server, path, body, status, sai
         (COMPLETIONS, completion(max_tokens=0, ignore_eos=False)),
         (CHATS, chat(tools=[TOOL, TOOL], tool_choice=TOOL)),
         (CHATS, chat(messages=[{"role": "user"}])),
+        (CHATS, chat(max_completion_tokens=1.0)),
     ],
 )
 def test_what_is_odd_but_right_is_answered(server, path, body):

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import os
 import re
 import shutil
+import socket
 import subprocess
+import time
+import urllib.error
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +23,96 @@ pytestmark = pytest.mark.cpu
 BROWSER = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
 )
+DRIVER = shutil.which("chromedriver")
+WHY_NOT = "no Chromium with its driver here: apt-get install chromium chromium-driver"
+_WORDS = (
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync",
+    "--disable-dev-shm-usage", "--window-size=1100,1150",
+)  # fmt: skip
+
+
+class Browser:
+    """A headless Chromium, driven in the W3C's WebDriver protocol."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        options = {"binary": BROWSER, "args": [*_WORDS]}
+        wanted = {"goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
+        made = self._ask("POST", "/session", {"capabilities": {"alwaysMatch": wanted}})
+        self._url = f"{url}/session/{made['sessionId']}"
+
+    def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(
+            self._url + path, data, {"Content-Type": "application/json"}, method=method
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                return json.load(answer)["value"]
+        except urllib.error.HTTPError as error:
+            raise AssertionError(error.read().decode()[:2000]) from None
+
+    def open(self, url: str) -> None:
+        self._ask("POST", "/url", {"url": url})
+
+    def run(self, script: str) -> Any:
+        """Return what a script's `return` gives."""
+        return self._ask("POST", "/execute/sync", {"script": script, "args": []})
+
+    def text(self, name: str) -> str:
+        return str(self.run(f"return document.getElementById('{name}').textContent"))
+
+    def until(self, script: str, limit_s: float = 30.0) -> None:
+        """Wait until a script's expression is true."""
+        end_s = time.monotonic() + limit_s
+        while not self.run(f"return Boolean({script})"):
+            assert time.monotonic() < end_s, f"never true: {script}"
+            time.sleep(0.05)
+
+    def press(self, keys: str) -> None:
+        """Press keys, one after the other, wherever the focus is."""
+        presses = [{"type": kind, "value": key} for key in keys for kind in ("keyDown", "keyUp")]
+        self._ask("POST", "/actions", {"actions": [{"type": "key", "id": "k", "actions": presses}]})
+
+    def complaints(self) -> list[str]:
+        """Return what the console said since it was last asked."""
+        return [line["message"] for line in self._ask("POST", "/se/log", {"type": "browser"})]
+
+    def prefer(self, scheme: str) -> None:
+        """Show pages as people see them who prefer light or dark ones."""
+        media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+        self._ask("POST", "/goog/cdp/execute", {"cmd": "Emulation.setEmulatedMedia",
+                                                "params": media})  # fmt: skip
+
+    def picture(self) -> bytes:
+        """Return the window as PNG."""
+        return base64.b64decode(self._ask("GET", "/screenshot"))
+
+    def close(self) -> None:
+        self._ask("DELETE", "")
+
+
+@contextmanager
+def browser() -> Iterator[Browser]:
+    """Return a browser for a block."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    assert DRIVER is not None
+    with subprocess.Popen([DRIVER, f"--port={port}", "--silent"]) as driver:
+        try:
+            end_s = time.monotonic() + 30
+            while socket.socket().connect_ex(("127.0.0.1", port)):
+                assert time.monotonic() < end_s, "chromedriver does not listen"
+                time.sleep(0.05)
+            made = Browser(f"http://127.0.0.1:{port}")
+            try:
+                yield made
+            finally:
+                made.close()
+        finally:
+            driver.terminate()
 
 
 def read(server, path):
@@ -52,14 +150,69 @@ def test_its_numbers_move(server):
         assert new["busy_s"] > old["busy_s"]
 
 
-@pytest.mark.skipif(BROWSER is None, reason="no Chromium here: apt-get install chromium")
-def test_a_browser_draws_it_without_complaint(server, tmp_path):
-    shot = tmp_path / "page.png"
-    done = subprocess.run(
-        [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=6000",
-         f"--screenshot={shot}", "--enable-logging=stderr", "--dump-dom", f"{server.url}/"],
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert 'class="ready"' in done.stdout and "layers 0 to 2" in done.stdout
-    assert "CONSOLE" not in done.stderr, done.stderr
-    assert Path(shot).stat().st_size > 5000
+TAB, SPACE = "\ue004", " "
+
+
+@pytest.mark.skipif(BROWSER is None or DRIVER is None, reason=WHY_NOT)
+def test_a_browser_draws_it_and_streams_a_prompt(server, tmp_path):
+    pictures = Path(os.environ.get("LLMPQ_PAGE_PICTURES", tmp_path))
+    with browser() as page:
+        page.open(f"{server.url}/")
+        page.until("document.getElementById('status').className === 'ready'")
+        assert "8 layers over 2 devices" in page.text("plan-text")
+        layers = "document.querySelectorAll('#stages li svg rect').length"
+        assert page.run(f"return {layers}") == 8
+        # What a stream shows on its way: the answer grows, numbers move, then they rest.
+        page.run("""
+            window.lengths = [];
+            new MutationObserver(() => window.lengths.push(
+              document.getElementById('answer').textContent.length
+            )).observe(document.getElementById('answer'), {childList: true});
+            document.getElementById('max-tokens').value = 150;
+            document.getElementById('prompt').focus();
+        """)
+        for _ in range(4):  # by the keyboard: past the numbers and the key, to the button
+            page.press(TAB)
+        assert page.run("return document.activeElement.id") == "send"
+        page.press(SPACE)
+        page.until("Number(document.getElementById('tokens-per-s').textContent) > 0")
+        page.until("document.getElementById('load-1').value > 0")
+        page.until("document.getElementById('stop').disabled")
+        lengths = page.run("return window.lengths")
+        assert len(lengths) > 10 and lengths == sorted(lengths) and lengths[-1] > lengths[0] > 0
+        assert page.text("problem") == ""
+        points = "document.querySelector('#chart-tokens polyline').getAttribute('points')"
+        page.until(f"{points}.split(' ').length > 3")
+        shots = {}
+        for scheme in ("light", "dark"):
+            page.prefer(scheme)
+            shots[scheme] = page.picture()
+            (pictures / f"page-{scheme}.png").write_bytes(shots[scheme])
+        assert shots["light"] != shots["dark"]
+        assert page.complaints() == []
+
+
+@pytest.mark.skipif(BROWSER is None or DRIVER is None, reason=WHY_NOT)
+def test_the_page_says_what_was_refused_and_stops_when_told(server):
+    with browser() as page:
+        page.open(f"{server.url}/")
+        page.until("document.getElementById('status').className === 'ready'")
+        page.run("""
+            document.getElementById('temperature').value = -1;
+            document.getElementById('ask').noValidate = true;
+            document.getElementById('send').click();
+        """)
+        page.until("document.getElementById('problem').textContent.includes('temperature must')")
+        page.run("""
+            document.getElementById('temperature').value = 1;
+            document.getElementById('max-tokens').value = 190;
+            document.getElementById('send').click();
+        """)
+        page.until("document.getElementById('answer').textContent.length > 0")
+        page.run("document.getElementById('stop').click()")
+        page.until("document.getElementById('stop').disabled")
+        assert page.text("problem") == ""
+        end_s = time.monotonic() + 30
+        while server.service.num_under_way and time.monotonic() < end_s:
+            time.sleep(0.02)
+        assert server.service.num_under_way == 0

@@ -1,0 +1,175 @@
+"""Clients that mean harm, pages of other sites, and ends that do not wait."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import socket
+import threading
+import time
+from contextlib import suppress
+
+import psutil
+import pytest
+
+pytestmark = pytest.mark.cpu
+JSON = {"Content-Type": "application/json"}
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+MIB = 1 << 20
+
+
+def ask(server, method, path, body=None, headers=None):
+    """Return status, headers and bytes of an answer; the path goes as it is written."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    data = None if body is None else json.dumps(body)
+    connection.request(method, path, data, {**JSON, **(headers or {})})
+    answer = connection.getresponse()
+    found = answer.status, answer.headers, answer.read()
+    connection.close()
+    return found
+
+
+def connect(server):
+    return socket.create_connection(("127.0.0.1", server.port), timeout=20)
+
+
+def begun(server):
+    """Return a connection whose long answer has begun to stream."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    body = {"prompt": "def", "max_tokens": 180, "stream": True, "ignore_eos": True}
+    connection.request("POST", "/v1/completions", json.dumps(body), JSON)
+    answer = connection.getresponse()
+    assert answer.status == 200 and answer.readline().startswith(b"data: ")
+    return connection, answer
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/page/../../../../../../etc/passwd",
+        "/page/%2e%2e/%2e%2e/settings.py",
+        "/page/..%2f..%2fapp.py",
+        "/page//etc/passwd",
+        "//etc/passwd",
+        "/page/page.js/../../app.py",
+        "/v1/models/../../../etc/passwd",
+        "/page/page.js%00",
+    ],
+)
+def test_no_path_leads_to_a_file(server, path):
+    status, _, body = ask(server, "GET", path)
+    assert status == 404 and b"root:" not in body and b"import" not in body
+
+
+def test_a_hundred_megabytes_are_refused_unread(server):
+    own = psutil.Process(os.getpid())
+    with connect(server) as told:
+        told.sendall(HEAD + b"Content-Length: 104857600\r\n\r\n")
+        assert b" 413 " in told.recv(200), "before a byte of it was sent"
+    before, sent = own.memory_info().rss, 0
+    with connect(server) as chunks:
+        chunks.sendall(HEAD + b"Transfer-Encoding: chunked\r\n\r\n")
+        try:
+            for _ in range(100):
+                chunks.sendall(b"100000\r\n" + b"x" * MIB + b"\r\n")
+                sent += 1
+        except OSError:
+            pass  # it hung up
+    assert sent < 50
+    assert own.memory_info().rss - before < 64 * MIB
+    assert ask(server, "GET", "/health")[0] == 200
+
+
+def test_slow_senders_are_hung_up_on_and_others_served(two_stages, running):
+    with running(two_stages, read_timeout_s=1.0) as server:
+        slow = [connect(server) for _ in range(24)]
+        starts = [HEAD + b"X-Slow: ", HEAD + b"Content-Length: 5000\r\n\r\n{"]
+        for place, one in enumerate(slow):
+            one.sendall(starts[place % 2])
+        ended, stop = [False] * len(slow), threading.Event()
+
+        def dribble(place):
+            one = slow[place]
+            one.settimeout(0.1)
+            while not stop.is_set() and not ended[place]:
+                try:
+                    one.sendall(b" ")
+                    ended[place] = one.recv(4096) == b""
+                except TimeoutError:
+                    continue
+                except OSError:
+                    ended[place] = True
+
+        threads = [threading.Thread(target=dribble, args=(i,)) for i in range(len(slow))]
+        for thread in threads:
+            thread.start()
+        body = {"prompt": "def", "max_tokens": 2, "ignore_eos": True}
+        assert ask(server, "POST", "/v1/completions", body)[0] == 200
+        end_s = time.monotonic() + 90
+        while not all(ended) and time.monotonic() < end_s:
+            time.sleep(0.05)
+        stop.set()
+        for thread in threads:
+            thread.join(10)
+        for one in slow:
+            one.close()
+        assert all(ended)
+
+
+def test_pages_of_other_sites_may_ask_only_where_that_was_said(server, two_stages, running):
+    origin = {"Origin": "https://good.example"}
+    preflight = {**origin, "Access-Control-Request-Method": "POST",
+                 "Access-Control-Request-Headers": "authorization,content-type"}  # fmt: skip
+    allowed = "Access-Control-Allow-Origin"
+    assert allowed not in ask(server, "GET", "/v1/models", headers=origin)[1]
+    status, told, _ = ask(server, "OPTIONS", "/v1/completions", headers=preflight)
+    assert status == 405 and allowed not in told
+    settings = {"cors_origins": ("https://good.example",), "api_keys": ("sesame",)}
+    with running(two_stages, **settings) as asked:
+        status, told, _ = ask(asked, "OPTIONS", "/v1/completions", headers=preflight)
+        assert status == 200 and told[allowed] == "https://good.example"
+        assert "authorization" in told["Access-Control-Allow-Headers"].lower()
+        status, told, _ = ask(asked, "GET", "/v1/models", headers=origin)
+        assert status == 401 and told[allowed] == "https://good.example", "pages read why"
+        other = {"Origin": "https://evil.example", "Authorization": "Bearer sesame"}
+        status, told, _ = ask(asked, "GET", "/v1/models", headers=other)
+        assert status == 200 and allowed not in told
+
+
+def test_answers_that_outlast_the_end_are_told_so(two_stages, running):
+    with running(two_stages, drain_timeout_s=0.1) as server:
+        connection, answer = begun(server)
+        server.server.handle_exit(15, None)
+        rest = answer.read()
+        connection.close()
+    assert b"[DONE]" not in rest
+    error = json.loads(rest.strip().splitlines()[-1].removeprefix(b"data: "))["error"]
+    assert error["type"] == "overloaded_error" and "has ended" in error["message"]
+
+
+def test_a_second_signal_does_not_wait(two_stages, running):
+    with running(two_stages, drain_timeout_s=600.0) as server:
+        connection, answer = begun(server)
+        server.server.handle_exit(15, None)
+        time.sleep(0.2)
+        assert server.service.num_under_way == 1
+        server.server.handle_exit(15, None)
+        with suppress(http.client.IncompleteRead, ConnectionError):
+            assert b"[DONE]" not in answer.read()
+        connection.close()
+        end_s = time.monotonic() + 20
+        while server.service.num_under_way and time.monotonic() < end_s:
+            time.sleep(0.02)
+        assert server.service.num_under_way == 0
+
+
+def test_a_template_of_the_operator_replaces_the_models(two_stages, running):
+    with running(two_stages, chat_template="{{ messages[0].content }}") as server:
+        talk = {"messages": [{"role": "user", "content": "import os"}], "max_tokens": 3,
+                "temperature": 0}  # fmt: skip
+        told = json.loads(ask(server, "POST", "/v1/chat/completions", talk)[2])
+        plain = json.loads(ask(server, "POST", "/v1/completions", {
+            "prompt": "import os", "max_tokens": 3, "temperature": 0})[2])  # fmt: skip
+        assert told["usage"]["prompt_tokens"] == plain["usage"]["prompt_tokens"]
+        assert told["choices"][0]["message"]["content"] == plain["choices"][0]["text"]
