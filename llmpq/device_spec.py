@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import lru_cache
-from importlib import resources
 
-import yaml
 from pydantic import Field
 
 from llmpq.card_names import card_name, find_kind, nearest_kinds
 from llmpq.errors import shortened
 from llmpq.file_form import FileForm
+from llmpq.shipped_table import shipped_table
 from llmpq.units import Size, format_size
 
 GIB = 2**30
@@ -63,8 +62,7 @@ class DeviceSpec(FileForm):
 @lru_cache(maxsize=1)
 def device_specs() -> Mapping[str, DeviceSpec]:
     """Return the shipped table, by canonical name."""
-    text = resources.files("llmpq.clusters").joinpath("gpus.yaml").read_text()
-    table = yaml.safe_load(text)
+    table = shipped_table("llmpq.clusters", "gpus.yaml")
     return {k: DeviceSpec.parse_data(v, where=f"gpus.yaml: {k}") for k, v in table.items()}
 
 

@@ -15,16 +15,14 @@ import math
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from functools import lru_cache
-from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
-
-import yaml
 
 from llmpq.errors import unknown_name
 from llmpq.families.spec_values import Latent, RopeScaling, Router
 from llmpq.gguf_file import is_gguf
 from llmpq.model_config import read_config, spec_fields
+from llmpq.shipped_table import shipped_table
 
 Positions = Literal["learned", "alibi", "rotary"]
 Norm = Literal["layernorm", "rmsnorm"]
@@ -366,9 +364,7 @@ def builtin_name(name: str) -> str | None:
 @lru_cache(maxsize=1)
 def builtin_configs() -> Mapping[str, Mapping[str, Any]]:
     """Return the configs shipped in `models.yaml`, by name."""
-    text = resources.files("llmpq").joinpath("models.yaml").read_text()
-    configs: Mapping[str, Mapping[str, Any]] = yaml.safe_load(text)
-    return configs
+    return shipped_table("llmpq", "models.yaml")
 
 
 @lru_cache(maxsize=1)
@@ -377,5 +373,4 @@ def builtin_ids() -> Mapping[str, tuple[str, ...]]:
 
     The others have the same architecture: instruction-tuned, or older spellings.
     """
-    text = resources.files("llmpq").joinpath("model_ids.yaml").read_text()
-    return {name: tuple(ids) for name, ids in yaml.safe_load(text).items()}
+    return {name: tuple(ids) for name, ids in shipped_table("llmpq", "model_ids.yaml").items()}

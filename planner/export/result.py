@@ -5,16 +5,14 @@ from __future__ import annotations
 import shlex
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib import resources
 from itertools import groupby
 from typing import Any
-
-import yaml
 
 from llmpq.memory import Quantization
 from llmpq.model_spec import builtin_ids
 from llmpq.plan import Plan
 from llmpq.precision import KVPrecision, Precision
+from llmpq.shipped_table import shipped_table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,9 +26,7 @@ class Exported:
 @lru_cache(maxsize=1)
 def engine_flags() -> dict[str, Any]:
     """Return the engines' flags, with the version they are of and where they were read."""
-    text = resources.files("llmpq.planner.export").joinpath("engine_flags.yaml").read_text()
-    flags: dict[str, Any] = yaml.safe_load(text)
-    return flags
+    return shipped_table("llmpq.planner.export", "engine_flags.yaml")
 
 
 def model_id(plan: Plan) -> str:
