@@ -29,8 +29,8 @@ from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, WeightScheme
 from llmpq.profiler.quantize.one_layer import Recipe
 from llmpq.profiler.quantize.recipes import SMOOTHING
+from llmpq.runtime.cache.kv_cache import KVCache
 from llmpq.runtime.cache.low_bit_kv import LowBitKV
-from llmpq.runtime.cache.plain_kv import KVCache
 from llmpq.runtime.tools.evaluate import perplexity
 
 

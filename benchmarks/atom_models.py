@@ -21,7 +21,7 @@ from llmpq.profiler.quantize.inject_outliers import InjectedSource
 from llmpq.profiler.quantize.layer_walk import CalibrationRun, random_windows
 from llmpq.profiler.quantize.linears_in_turn import quantize
 from llmpq.profiler.quantize.one_layer import Recipe, layer_bytes
-from llmpq.runtime.cache.plain_kv import KVCache
+from llmpq.runtime.cache.kv_cache import KVCache
 from llmpq.runtime.engine.plain_loop import LocalPipeline
 from llmpq.runtime.models import layer_tensors as parts
 from llmpq.runtime.models import layers

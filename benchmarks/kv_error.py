@@ -21,7 +21,7 @@ from benchmarks.rows import write_row
 from llmpq.kernels.formats.kv_block import KVFormat
 from llmpq.kernels.kv.oracle import attend_from_history, relative_error
 from llmpq.precision import KVPrecision
-from llmpq.runtime.cache.plain_kv import KVCache
+from llmpq.runtime.cache.kv_cache import KVCache
 from llmpq.runtime.engine.plain_loop import LocalPipeline
 from llmpq.runtime.step import Step
 from llmpq.runtime.text.tokenizer import Tokenizer
@@ -36,7 +36,7 @@ QUERIES = 64
 
 
 @dataclass
-class Recorder:
+class Recorder(KVCache):
     """A cache that keeps what the layers bring, and attends as the cache below it does."""
 
     inner: KVCache
@@ -55,10 +55,6 @@ class Recorder:
         self.layers.append((q[0], k[0], v[0], scale))
         slopes = alibi_slopes_H
         return self.inner.attend(layer, q, k, v, step, scale=scale, alibi_slopes_H=slopes)
-
-    def truncate(self, slots_B: Tensor, length_B: Tensor) -> None:
-        """Pass on."""
-        self.inner.truncate(slots_B, length_B)
 
 
 def error(fmt: KVFormat, q: Tensor, k: Tensor, v: Tensor, scale: float) -> float:

@@ -126,7 +126,7 @@ def measure(drawn: Drawn, device: torch.device) -> tuple[int, int]:
     compute, _ = build_stage(
         plan, drawn.index, drawn.spec, RandomSource(drawn.spec, device=device), device
     )
-    compute.keep_on_device = True
+    compute.leave_on_device(hidden=True)
     compute.warm_up(min(plan.decode_microbatch, work.batch), min(WARM_UP_TOKENS, work.prompt_len))
     # Loading is over: what it needed is given back before prompts come.
     torch.cuda.reset_peak_memory_stats()

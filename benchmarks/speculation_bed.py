@@ -41,8 +41,9 @@ from llmpq.runtime.backends.cuda_step_times import (
 )
 from llmpq.runtime.cache.dual_kv import DualKV
 from llmpq.runtime.cache.kv_by_precision import make_kv_cache
+from llmpq.runtime.cache.kv_cache import KVCache
 from llmpq.runtime.cache.low_bit_kv import LowBitKV
-from llmpq.runtime.cache.plain_kv import KVCache, PlainKVCache
+from llmpq.runtime.cache.plain_kv import PlainKVCache
 from llmpq.runtime.drafts.draft_model import build_draft
 from llmpq.runtime.drafts.drafters import FixedDrafter
 from llmpq.runtime.engine.mailbox import Mailbox

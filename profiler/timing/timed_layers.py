@@ -27,7 +27,7 @@ from llmpq.runtime.backends.backend import backend_of
 from llmpq.runtime.backends.cuda_stage import CudaStageCompute, widened
 from llmpq.runtime.backends.stage_compute import StageCompute
 from llmpq.runtime.cache.kv_by_precision import make_kv_cache
-from llmpq.runtime.cache.plain_kv import KVCache
+from llmpq.runtime.cache.kv_cache import KVCache
 from llmpq.runtime.models.layers import DecoderLayer
 from llmpq.runtime.models.stage_model import DTYPES, StageModel
 from llmpq.runtime.pending import arrived
@@ -144,7 +144,7 @@ class TimedModel:
             decode_microbatch=case.v,
             graphs=False,
         )
-        compute.keep_on_device = True
+        compute.leave_on_device(hidden=True)
         return compute
 
     def _graph_step(self, case: TimedCase, message: StepMessage, x: Tensor) -> tuple[Step, Tensor]:

@@ -6,7 +6,7 @@ import torch
 
 from llmpq.plan import Plan
 from llmpq.runtime.backends.stage_compute import StageCompute
-from llmpq.runtime.cache.plain_kv import KVCache
+from llmpq.runtime.cache.kv_cache import KVCache
 from llmpq.runtime.models.layers import PlainLayers
 from llmpq.runtime.models.stage_model import StageModel
 

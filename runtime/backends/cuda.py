@@ -8,7 +8,7 @@ from llmpq.plan import Plan
 from llmpq.runtime.backends.cuda_layers import CudaLayers
 from llmpq.runtime.backends.cuda_stage import CudaStageCompute
 from llmpq.runtime.backends.stage_compute import StageCompute
-from llmpq.runtime.cache.plain_kv import KVCache
+from llmpq.runtime.cache.kv_cache import KVCache
 from llmpq.runtime.models.stage_model import StageModel
 
 

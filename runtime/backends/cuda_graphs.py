@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from llmpq.kernels.fused.argmax import argmax
-from llmpq.runtime.cache.plain_kv import KVCache
+from llmpq.runtime.cache.kv_cache import KVCache
 from llmpq.runtime.models.stage_model import StageModel
 from llmpq.runtime.step import Step
 from llmpq.runtime.step_message import StepMessage

@@ -31,9 +31,9 @@ from llmpq.kernels.fused import rope_append as fused_rope
 from llmpq.kernels.kv import plain_attend
 from llmpq.kernels.linear import QuantizedWeight, linear
 from llmpq.runtime.backends import cuda_atom_layers
-from llmpq.runtime.cache.dual_kv import DualKV
+from llmpq.runtime.cache.kv_cache import KVCache
 from llmpq.runtime.cache.low_bit_kv import LowBitKV
-from llmpq.runtime.cache.plain_kv import KVCache, PlainKVCache
+from llmpq.runtime.cache.plain_kv import PlainKVCache
 from llmpq.runtime.models.attention import attend_cached, score_bias
 from llmpq.runtime.models.experts import SparseMLP
 from llmpq.runtime.models.layers import Attention, DecoderLayer
@@ -203,16 +203,14 @@ def attend(part: Attention, qkv_BQN: Tensor, index: int, step: Step, kv: KVCache
     if part.q_norm is not None and part.k_norm is not None:
         q, k = part.q_norm(q), part.k_norm(k)
     inv_freq = None if part.rotary is None else part.rotary.inv_freq
-    if isinstance(kv, PlainKVCache):
-        out = _plain(part, q, k, v, index, step, kv)
-    elif isinstance(kv, DualKV) and isinstance(kv.inner, PlainKVCache):
-        out = _plain(part, q, k, v, index, step, kv.inner)
-        if not kv.catches_up(step):
-            _append_to_copy(part, k, v, index, step, kv)
-        elif index + 1 == len(kv.inner.k):
-            kv.catch_up(step)
-    elif inv_freq is not None and isinstance(kv, LowBitKV) and kv.rotates(step):
-        out = kv.attend(index, q, k, v, step, scale=part.scale, inv_freq=inv_freq)
+    if kv.plain is not None:
+        out = _plain(part, q, k, v, index, step, kv.plain)
+        if kv.dual is not None and not kv.dual.catches_up(step):
+            _append_to_copy(part, k, v, index, step, kv.dual.copy)
+        elif kv.dual is not None and index + 1 == len(kv.plain.k):
+            kv.dual.catch_up(step)
+    elif inv_freq is not None and (rotating := kv.rotating(step)) is not None:
+        out = rotating.attend(index, q, k, v, step, scale=part.scale, inv_freq=inv_freq)
     else:
         if inv_freq is not None:
             q, k = fused_rope.rope(q, k, step.start_B, inv_freq)
@@ -221,13 +219,13 @@ def attend(part: Attention, qkv_BQN: Tensor, index: int, step: Step, kv: KVCache
 
 
 def _append_to_copy(
-    part: Attention, k: Tensor, v: Tensor, index: int, step: Step, kv: DualKV
+    part: Attention, k: Tensor, v: Tensor, index: int, step: Step, copy: LowBitKV
 ) -> None:
     """Append a layer's keys, not rotated yet, and values to the 4-bit copy."""
     inv_freq = None if part.rotary is None else part.rotary.inv_freq
-    if inv_freq is not None and not kv.copy.rotates(step):
+    if inv_freq is not None and not copy.rotates(step):
         (k, _), inv_freq = fused_rope.rope(k, k, step.start_B, inv_freq), None
-    kv.copy.append(index, k, v, step, inv_freq)
+    copy.append(index, k, v, step, inv_freq)
 
 
 def _plain(

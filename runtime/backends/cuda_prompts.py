@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from llmpq.runtime.backends.cuda_graphs import DecodeGraphs, StepOutput
-from llmpq.runtime.cache.plain_kv import KVCache, PlainKVCache
+from llmpq.runtime.cache.kv_cache import KVCache
 from llmpq.runtime.models.stage_model import StageModel
 from llmpq.runtime.step import Step
 from llmpq.runtime.step_message import StepMessage
@@ -65,7 +65,7 @@ class PromptGraphs:
     def __init__(self, decode: DecodeGraphs, *, capture: bool, **options: Any) -> None:
         """`decode` runs the same stage's other steps; `options` are those of its graphs."""
         self._decode, self._options = decode, options | {"capture": capture, "max_rows": 1}
-        self._on = capture and isinstance(decode._kv, PlainKVCache)
+        self._on = capture and decode._kv.plain is decode._kv
         self._seen: set[int] = set()
         self._widths: dict[int, _OneWidth] = {}
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from llmpq.kernels.fused.argmax import argmax
 from llmpq.kernels.fused.ngram_lookup import look_up
 from llmpq.runtime.backends.cuda_graphs import DecodeGraphs, StepOutput
-from llmpq.runtime.cache.plain_kv import KVCache
+from llmpq.runtime.cache.kv_cache import KVCache
 from llmpq.runtime.drafts import ngram
 from llmpq.runtime.drafts.acceptance import accept, draft_tokens
 from llmpq.runtime.drafts.draft_model import DraftModel

@@ -25,7 +25,7 @@ from llmpq.runtime.backends.cuda_graphs import DecodeGraphs
 from llmpq.runtime.backends.cuda_prompts import PromptGraphs
 from llmpq.runtime.backends.cuda_speculate import CudaSpeculation
 from llmpq.runtime.backends.stage_compute import StageCompute
-from llmpq.runtime.cache.plain_kv import KVCache
+from llmpq.runtime.cache.kv_cache import KVCache
 from llmpq.runtime.models.stage_model import StageModel
 from llmpq.runtime.pending import Pending
 from llmpq.runtime.request import StepKind
@@ -39,9 +39,6 @@ from llmpq.workload import Workload
 
 class CudaStageCompute(StageCompute):
     """One stage on a GPU, ready to run micro-batches."""
-
-    tokens_on_device = False
-    """Whether the links take sampled tokens from the device (last of several stages)."""
 
     def __init__(
         self,
@@ -205,10 +202,10 @@ class CudaStageCompute(StageCompute):
         return self._leave(out) if self.model.head is None else self._answer(out)
 
     def _leave(self, hidden_BQH: Tensor) -> Tensor:
-        return hidden_BQH if self.keep_on_device else hidden_BQH.cpu()
+        return hidden_BQH if self._hidden_stay else hidden_BQH.cpu()
 
     def _answer(self, result_BK: Tensor) -> Tensor | Pending:
-        if self.tokens_on_device:
+        if self._tokens_stay:
             return result_BK.clone()
         if not self._whole or not result_BK.is_cuda:
             return result_BK.cpu()

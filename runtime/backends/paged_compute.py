@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from llmpq.runtime.cache.paged_kv import PagedKV
+from llmpq.runtime.cache.kv_cache import PagedKV
 from llmpq.runtime.drafts.acceptance import accept
 from llmpq.runtime.models.ruled_sampling import RuledSampler
 from llmpq.runtime.models.stage_model import StageModel
@@ -40,7 +40,6 @@ def ladder(tokens: int) -> int:
 class PagedStageCompute:
     """One stage on a CPU, ready to run the steps of a `PagedScheduler`."""
 
-    keep_on_device = False
     runs_ahead = False
     whole_rounds = False
 

@@ -12,7 +12,7 @@ from torch.nn import functional
 from llmpq.capabilities import Way, require
 from llmpq.plan import Plan
 from llmpq.runtime.cache.dual_kv import DualKV, make_copy
-from llmpq.runtime.cache.plain_kv import KVCache
+from llmpq.runtime.cache.kv_cache import KVCache
 from llmpq.runtime.drafts.acceptance import accept, draft_tokens
 from llmpq.runtime.drafts.draft_model import DraftModel, build_draft
 from llmpq.runtime.models.ruled_sampling import RuledSampler
@@ -36,21 +36,26 @@ NUM_WIDTHS, MIN_WIDTH = 8, 8
 class StageCompute:
     """One stage, ready to run micro-batches."""
 
-    keep_on_device = False
-    """Whether the links take hidden states from the device; else they are brought to the host."""
-
     def __init__(
         self, model: StageModel, kv: KVCache, device: torch.device, dtype: torch.dtype
     ) -> None:
         self.model, self.kv, self._device, self._dtype = model, kv, device, dtype
         self.sampler = RuledSampler()
         """Chooses tokens on the last stage; whoever serves requests tells it their rules."""
+        self._hidden_stay = self._tokens_stay = False
         self.draft: DraftModel | None = None
         self._truncates = False
         self._widths: tuple[int, ...] = ()
         """Rows of a micro-batch -> the prompt widths that have run, ascending."""
         self._draft_probs: dict[int, list[Tensor]] = {}
         """Slot -> the distributions its unverified drafts were drawn from (last stage)."""
+
+    def leave_on_device(self, *, hidden: bool, tokens: bool = False) -> None:
+        """Say what this stage's links take from the device; the rest is brought to the host.
+
+        Told before the first step: it is known once the stages have met.
+        """
+        self._hidden_stay, self._tokens_stay = hidden, tokens
 
     def enable_speculation(
         self, mode: SpeculationMode, workload: Workload, *, view: StageModel | None = None
@@ -107,7 +112,7 @@ class StageCompute:
         if self.model.head is None:
             if step.q_len > q_len:
                 output = output[:, :q_len].contiguous()
-            return output if self.keep_on_device else output.cpu()
+            return output if self._hidden_stay else output.cpu()
         return self._pick(output, step, message).cpu()
 
     def _pick(self, hidden_BQH: Tensor, step: Step, message: StepMessage) -> Tensor:

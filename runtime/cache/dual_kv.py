@@ -15,8 +15,9 @@ from torch import Tensor
 
 from llmpq.kv_format import HOLDBACK_TOKENS
 from llmpq.precision import KVPrecision
+from llmpq.runtime.cache.kv_cache import KVCache
 from llmpq.runtime.cache.low_bit_kv import LowBitKV
-from llmpq.runtime.cache.plain_kv import KVCache, PlainKVCache
+from llmpq.runtime.cache.plain_kv import PlainKVCache
 from llmpq.runtime.models.stage_model import StageModel
 from llmpq.runtime.step import Step
 from llmpq.speculation import MAX_GAMMA
@@ -25,11 +26,21 @@ from llmpq.workload import Workload
 assert MAX_GAMMA < HOLDBACK_TOKENS, "drafts must never be packed"
 
 
-class DualKV:
+class DualKV(KVCache):
     """The model's side: attends to `inner`, keeps `copy` up to date."""
 
     def __init__(self, inner: KVCache, copy: LowBitKV) -> None:
         self.inner, self.copy = inner, copy
+
+    @property
+    def plain(self) -> PlainKVCache | None:
+        """The inner one, where kernels read it."""
+        return self.inner.plain
+
+    @property
+    def dual(self) -> DualKV:
+        """Itself."""
+        return self
 
     @property
     def nbytes(self) -> int:
@@ -56,15 +67,15 @@ class DualKV:
     def catches_up(self, step: Step) -> bool:
         """Whether `catch_up` appends the step's tokens to the copy; else each layer does."""
         short = not step.fresh and step.q_len <= HOLDBACK_TOKENS
-        return short and isinstance(self.inner, PlainKVCache) and self.copy.cache.uses_kernels
+        return short and self.inner.plain is not None and self.copy.cache.uses_kernels
 
     def catch_up(self, step: Step) -> None:
         """Append to the copy what a step has left in all layers of the 16-bit cache."""
         # Imported here: Triton is not needed where there is no GPU.
         from llmpq.kernels.kv.catch_up import catch_up
 
-        inner, cache = self.inner, self.copy.cache
-        assert isinstance(inner, PlainKVCache)
+        inner, cache = self.inner.plain, self.copy.cache
+        assert inner is not None
         catch_up(
             cache.fmt,
             inner.k,

@@ -6,8 +6,9 @@ import torch
 
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
+from llmpq.runtime.cache.kv_cache import KVCache
 from llmpq.runtime.cache.low_bit_kv import LowBitKV
-from llmpq.runtime.cache.plain_kv import KVCache, PlainKVCache
+from llmpq.runtime.cache.plain_kv import PlainKVCache
 
 
 def make_kv_cache(

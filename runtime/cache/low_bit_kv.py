@@ -1,4 +1,4 @@
-"""The low-bit KV cache behind the runtime's cache protocol (runtime/cache/plain_kv.py).
+"""The low-bit KV cache behind the runtime's cache protocol (runtime/cache/kv_cache.py).
 
 Knows nothing of packing: low_bit_cache.py does the work, on a GPU by kernels, elsewhere in plain
 torch. Legend: B rows, Q new tokens, H query heads, G key/value heads, D head_dim.
@@ -13,11 +13,12 @@ from llmpq.kernels.formats.kv_block import KVFormat
 from llmpq.kernels.kv.low_bit_cache import QuantizedKVCache, StepPlan
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
+from llmpq.runtime.cache.kv_cache import KVCache
 from llmpq.runtime.models.attention import attend_fresh
 from llmpq.runtime.step import Step
 
 
-class LowBitKV:
+class LowBitKV(KVCache):
     """8, 4 or 2-bit keys and values of one stage, the newest tokens in 16 bits."""
 
     def __init__(
@@ -89,6 +90,10 @@ class LowBitKV:
         """Whether the step's append can rotate queries and keys in its own launch."""
         return self.cache.rotates(step.q_len, fresh=step.fresh)
 
+    def rotating(self, step: Step) -> LowBitKV | None:
+        """Return itself where it rotates the step's queries and keys."""
+        return self if self.rotates(step) else None
+
     def append(
         self,
         layer: int,
@@ -99,9 +104,6 @@ class LowBitKV:
     ) -> None:
         """Append the step's keys and values; nothing attends to them yet."""
         self.cache.append(self.planned(step), layer, k_BQGD, v_BQGD, inv_freq)
-
-    def truncate(self, slots_B: Tensor, length_B: Tensor) -> None:
-        """Nothing to do: positions decide what is packed, drafts never are (HOLDBACK_TOKENS)."""
 
     def planned(self, step: Step) -> StepPlan:
         """Prepare a step once for all layers."""

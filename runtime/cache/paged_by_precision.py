@@ -9,7 +9,8 @@ import torch
 from llmpq.kv_format import kv_pool_bytes
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
-from llmpq.runtime.cache.paged_kv import PagedKV, PagedPlainKV
+from llmpq.runtime.cache.kv_cache import PagedKV
+from llmpq.runtime.cache.paged_kv import PagedPlainKV
 from llmpq.runtime.cache.paged_low_bit_kv import PagedLowBitKV
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +19,7 @@ from torch.nn import functional
 from llmpq.kernels.cpu.block_attention import BlockRows, attend_blocks, native_takes
 from llmpq.kv_format import BLOCK_TOKENS
 from llmpq.model_spec import ModelSpec
+from llmpq.runtime.cache.kv_cache import PagedKV
 from llmpq.runtime.models.attention import (
     EVERYTHING,
     NEG_INF,
@@ -33,37 +33,6 @@ from llmpq.runtime.step import Step
 
 PIECE_ELEMENTS = 1 << 22
 """Elements of keys that rows gather together."""
-
-
-class PagedKV(Protocol):
-    """What the paged engine needs of a cache, beside what layers need of any (`KVCache`)."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held; equal to `llmpq.kv_format.kv_pool_bytes` times layers."""
-        ...
-
-    def take_rows(self, rows: Sequence[PagedRow], starts: Sequence[int]) -> None:
-        """Take note of the blocks that a step's rows got, before the step runs."""
-        ...
-
-    def attend(
-        self,
-        layer: int,
-        q_BQHD: Tensor,
-        k_BQGD: Tensor,
-        v_BQGD: Tensor,
-        step: Step,
-        *,
-        scale: float,
-        alibi_slopes_H: Tensor | None = None,
-    ) -> Tensor:
-        """Append the step's keys and values, then return its causal attention [1, T, H, D]."""
-        ...
-
-    def truncate(self, slots_B: Tensor, length_B: Tensor) -> None:
-        """Forget the tokens of these slots from `length` on (a rejected draft)."""
-        ...
 
 
 class BlockLists:
@@ -88,7 +57,7 @@ class BlockLists:
         return self._blocks[slot]
 
 
-class PagedPlainKV:
+class PagedPlainKV(PagedKV):
     """Unquantised keys and values: token p of a request is at p % 128 of its block p // 128."""
 
     def __init__(
@@ -115,9 +84,6 @@ class PagedPlainKV:
         """Take note of the blocks that a step's rows got."""
         for row in rows:
             self._tables.take(row)
-
-    def truncate(self, slots_B: Tensor, length_B: Tensor) -> None:
-        """Nothing to do: tokens beyond a request's start are never read and get overwritten."""
 
     def attend(
         self,

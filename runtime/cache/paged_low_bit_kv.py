@@ -20,12 +20,13 @@ from llmpq.kernels.kv.step_view import completed_blocks
 from llmpq.kv_format import BLOCK_TOKENS, RING_TOKENS, TAIL_TOKENS, packed_blocks
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
+from llmpq.runtime.cache.kv_cache import PagedKV
 from llmpq.runtime.ragged_step import RaggedStep, Span
 from llmpq.runtime.request import PagedRow
 from llmpq.runtime.step import Step
 
 
-class PagedLowBitKV:
+class PagedLowBitKV(PagedKV):
     """Packed keys and values of one stage, the newest tokens in 16 bits."""
 
     def __init__(
@@ -79,9 +80,6 @@ class PagedLowBitKV:
                 self._table_SN[row.slot, row.first_block : end] = blocks
             if row.resumes:
                 self._resume(row.slot, start)
-
-    def truncate(self, slots_B: Tensor, length_B: Tensor) -> None:
-        """Nothing to do: positions decide what is packed, drafts never are (holdback)."""
 
     def attend(
         self,

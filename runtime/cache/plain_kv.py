@@ -9,41 +9,16 @@ Legend: S slots, T max_len, B rows, Q new tokens, H query heads, G key/value hea
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
 from llmpq.model_spec import ModelSpec
+from llmpq.runtime.cache.kv_cache import KVCache
 from llmpq.runtime.models.attention import EVERYTHING, ScoreRule, attend_cached, attend_fresh
 from llmpq.runtime.step import Step
 
 
-class KVCache(Protocol):
-    """What a layer needs of a cache; kv16 is `PlainKVCache`, low-bit ones keep their own layout."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held; equal to `llmpq.kv_format.kv_cache_bytes` times layers."""
-
-    def attend(
-        self,
-        layer: int,
-        q_BQHD: Tensor,
-        k_BQGD: Tensor,
-        v_BQGD: Tensor,
-        step: Step,
-        *,
-        scale: float,
-        alibi_slopes_H: Tensor | None = None,
-    ) -> Tensor:
-        """Append the step's keys and values, then return its causal attention [B, Q, H, D]."""
-
-    def truncate(self, slots_B: Tensor, length_B: Tensor) -> None:
-        """Forget the tokens of these slots from `length` on (a rejected draft)."""
-
-
-class PlainKVCache:
+class PlainKVCache(KVCache):
     """Unquantised keys and values, [layers, S, G, T, D] each, in the model's dtype."""
 
     def __init__(
@@ -114,8 +89,10 @@ class PlainKVCache:
                 f"{self.max_len}; plan for a longer prompt or more generated tokens"
             )
 
-    def truncate(self, slots_B: Tensor, length_B: Tensor) -> None:
-        """Nothing to do: tokens beyond a request's start are never read and get overwritten."""
+    @property
+    def plain(self) -> PlainKVCache:
+        """Itself."""
+        return self
 
 
 def _append(cache_SGTD: Tensor, new_BQGD: Tensor, step: Step) -> None:

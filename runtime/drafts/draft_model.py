@@ -31,7 +31,7 @@ from llmpq.kernels.formats.quantized_weight import QuantizedWeight, from_codes
 from llmpq.kernels.formats.weight_layout import GROUP, Layout
 from llmpq.kernels.linear import linear
 from llmpq.precision import padded_k
-from llmpq.runtime.cache.plain_kv import KVCache
+from llmpq.runtime.cache.kv_cache import KVCache
 from llmpq.runtime.models.linear import Linear
 from llmpq.runtime.models.stage_model import StageModel
 from llmpq.speculation import COPIES_HEAD

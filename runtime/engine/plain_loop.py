@@ -17,7 +17,8 @@ from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import Precision, WeightScheme
 from llmpq.runtime.backends.backend import backend_of
-from llmpq.runtime.cache.plain_kv import KVCache, PlainKVCache
+from llmpq.runtime.cache.kv_cache import KVCache
+from llmpq.runtime.cache.plain_kv import PlainKVCache
 from llmpq.runtime.models.sampling import TokenChoice, sample
 from llmpq.runtime.models.stage_model import StageModel
 from llmpq.runtime.step import Step

@@ -24,7 +24,6 @@ from llmpq.model_spec import ModelSpec
 from llmpq.output_paths import require_folder
 from llmpq.plan import Plan, StagePlan
 from llmpq.precision import WeightScheme
-from llmpq.runtime.backends.cuda_stage import CudaStageCompute
 from llmpq.runtime.backends.emulate import Emulation
 from llmpq.runtime.backends.paged_compute import PagedStageCompute
 from llmpq.runtime.backends.stage_compute import StageCompute
@@ -289,17 +288,17 @@ class StageActor:
         """Return this stage's links: from device to device where that works for all stages."""
         assert self._compute is not None
         if self._meeting is not None:
-            self._compute.keep_on_device = self._gpu is not None
+            if isinstance(self._compute, StageCompute):
+                self._compute.leave_on_device(hidden=self._gpu is not None)
             return self._meeting.transport(self._index, max_rows=self._max_rows)
         make: Callable[..., GlooTransport] = partial(GlooTransport, more=self._more)
         if self._links is not None:
             # Speculation's tables are made and read by hosts.
             on_device = self._settings.speculate is None
             make = partial(DeviceTransport, self._links, tokens_on_device=on_device)
-            self._compute.keep_on_device = True
-            if isinstance(self._compute, CudaStageCompute):
-                last = self._index == len(self._plan.stages) - 1
-                self._compute.tokens_on_device = on_device and last
+            last = self._index == len(self._plan.stages) - 1
+            assert isinstance(self._compute, StageCompute)
+            self._compute.leave_on_device(hidden=True, tokens=on_device and last)
         return make(
             hidden=self._compute.model.spec.hidden,
             dtype=DTYPES[self._plan.workload.dtype],

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from llmpq.model_spec import ModelSpec
-from llmpq.runtime.cache.plain_kv import KVCache
+from llmpq.runtime.cache.kv_cache import KVCache
 from llmpq.runtime.models.linear import Linear
 from llmpq.runtime.models.norms import Norm
 from llmpq.runtime.models.rotary import Rotary

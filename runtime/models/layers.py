@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from llmpq.model_spec import ModelSpec
-from llmpq.runtime.cache.plain_kv import KVCache
+from llmpq.runtime.cache.kv_cache import KVCache
 from llmpq.runtime.models.attention import ScoreRule
 from llmpq.runtime.models.experts import Routing, SparseMLP
 from llmpq.runtime.models.latent_attention import LatentAttention

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import Precision, WeightScheme
-from llmpq.runtime.cache.plain_kv import KVCache
+from llmpq.runtime.cache.kv_cache import KVCache
 from llmpq.runtime.models.layer_tensors import LayerTensors
 from llmpq.runtime.models.layers import DecoderLayer, Embedding, Head, LayerRunner, held_weights
 from llmpq.runtime.models.wiring import Wiring

@@ -70,7 +70,7 @@ class OpenStages:
                 continue
             with _current(place):
                 compute, load = build_stage(plan, index, spec, source, place, graphs=graphs)
-                compute.keep_on_device = place.type == "cuda"
+                compute.leave_on_device(hidden=place.type == "cuda")
                 if speculate is not None:
                     compute.enable_speculation(speculate, plan.workload)
             built.append((compute, load))

@@ -1,0 +1,75 @@
+"""What layers need of a stage's KV cache, whatever it keeps keys and values as.
+
+Legend: B rows, Q new tokens, H query heads, G key/value heads, D head_dim.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from llmpq.runtime.request import PagedRow
+from llmpq.runtime.step import Step
+
+if TYPE_CHECKING:
+    from llmpq.runtime.cache.dual_kv import DualKV
+    from llmpq.runtime.cache.low_bit_kv import LowBitKV
+    from llmpq.runtime.cache.plain_kv import PlainKVCache
+
+
+class KVCache(ABC):
+    """Keys and values of all layers of one stage; layers count from 0 within it."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes held; equal to what `llmpq.kv_format` predicts, times layers."""
+
+    @abstractmethod
+    def attend(
+        self,
+        layer: int,
+        q_BQHD: Tensor,
+        k_BQGD: Tensor,
+        v_BQGD: Tensor,
+        step: Step,
+        *,
+        scale: float,
+        alibi_slopes_H: Tensor | None = None,
+    ) -> Tensor:
+        """Append the step's keys and values, then return its causal attention [B, Q, H, D]."""
+
+    def truncate(self, slots_B: Tensor, length_B: Tensor) -> None:  # noqa: B027
+        """Forget the tokens of these slots from `length` on (a rejected draft).
+
+        Nothing to do where tokens beyond a request's start are never read and get overwritten, and
+        where positions alone decide what is packed: drafts never are (HOLDBACK_TOKENS).
+        """
+
+    @property
+    def plain(self) -> PlainKVCache | None:
+        """The 16-bit tensors that kernels read and append to; None where there are none.
+
+        Whoever appends to them then sees to the copy of `dual`, too.
+        """
+        return None
+
+    @property
+    def dual(self) -> DualKV | None:
+        """This cache with its copy, where drafts read another than the model; else None."""
+        return None
+
+    def rotating(self, step: Step) -> LowBitKV | None:
+        """Return the cache if its append rotates a step's queries and keys itself, else None."""
+        return None
+
+
+class PagedKV(KVCache):
+    """A cache of the paged engine: a pool of blocks; rows have any lengths, packed as [1, T]."""
+
+    @abstractmethod
+    def take_rows(self, rows: Sequence[PagedRow], starts: Sequence[int]) -> None:
+        """Take note of the blocks that a step's rows got, before the step runs."""
