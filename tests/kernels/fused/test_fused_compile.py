@@ -30,7 +30,7 @@ KERNELS = {
         {"num_warps": 2},
     ),
     "silu": (silu_mul_kernel, {"BLOCK": 2048}, {"num_warps": 4}),
-    "norm": (rms_norm_kernel, {"BLOCK": 4096, "HAS_RESIDUAL": True}, {"num_warps": 8}),
+    "norm": (rms_norm_kernel, {"BLOCK": 4096}, {"num_warps": 8}),
     "layer-norm": (
         layer_norm_kernel,
         {"BLOCK": 8192, "BEFORE": True, "AFTER": True},

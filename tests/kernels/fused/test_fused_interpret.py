@@ -73,16 +73,9 @@ def test_gate(dtype, features):
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("columns", [64, 100])
 def test_norm(dtype, columns):
-    x, residual = normal(2, 3, columns, dtype=dtype), normal(2, 3, columns, dtype=dtype, seed=1)
-    weight = normal(columns, dtype=dtype, seed=2)
+    x, weight = normal(2, 3, columns, dtype=dtype), normal(columns, dtype=dtype, seed=2)
     want = fused_norm.rms_norm_reference(x, weight, 1e-5)
     assert relative_error(fused_norm.rms_norm(x, weight, 1e-5), want) < TOLERANCE[dtype]
-    for mine, theirs in zip(
-        fused_norm.add_rms_norm(x, residual, weight, 1e-5),
-        fused_norm.add_rms_norm_reference(x, residual, weight, 1e-5),
-        strict=True,
-    ):
-        assert relative_error(mine, theirs) < 2 * TOLERANCE[dtype]
     assert relative_error(fused_norm.rms_norm(x, weight, 0.5), want) > 0.05
 
 
