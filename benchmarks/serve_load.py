@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from rows import write_row
 
 MAX_TOKENS = 32
-NUM_PROMPTS = 40
+NUM_PROMPTS = 16
 
 
 @dataclass

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from fastapi import Request
 from fastapi.responses import StreamingResponse
 
-from llmpq.runtime.serve.errors import as_api_error
+from llmpq.runtime.serve.errors import ApiError, as_api_error
 
 _T = TypeVar("_T")
 DONE = "data: [DONE]\n\n"
@@ -39,13 +39,13 @@ def stream(events: AsyncIterator[str], path: str) -> StreamingResponse:
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
-    """Return what work returns; a client that goes away cancels it."""
+    """Return what work returns; a client that goes away cancels it: `ApiError` 499 then."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_gone(request))
     try:
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            task.cancel()
+            raise ApiError(499, "the client went away before the answer")
         return await task
     finally:
         for one in (task, gone):

@@ -100,7 +100,7 @@ def test_malformed_requests_get_one_sentence(server, path, body, status, said):
     assert set(told["error"]) == {"message", "type", "param", "code"}
 
 
-def test_a_client_that_goes_away_frees_its_slot(server):
+def test_a_client_that_goes_away_frees_its_slot_without_a_word_in_the_log(server, caplog):
     connection, answer = begun(server)
     assert server.service.num_under_way == 1
     answer.close()
@@ -112,6 +112,8 @@ def test_a_client_that_goes_away_frees_its_slot(server):
     until(lambda: server.llm.stats()["running"] == 1)
     connection.close()
     until(lambda: server.llm.stats()["running"] == 0)
+    assert ask(server, "/health")[0] == 200
+    assert [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING] == []
 
 
 def test_large_slow_and_endless_requests_are_bounded(two_stages, running):
