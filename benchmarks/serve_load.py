@@ -123,6 +123,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="examples/demo-7m")
     parser.add_argument("--plan")
+    parser.add_argument("--dtype", default="float32", help="16 bits: near ties fall by the batch")
     parser.add_argument("--clients", type=int, default=200)
     parser.add_argument("--seconds", type=float, default=180.0)
     parser.add_argument("--streams-only", action="store_true", help="no client misbehaves")
@@ -131,6 +132,8 @@ def main() -> None:
     options = parser.parse_args()
     port = free_port()
     what = ["--plan", options.plan] if options.plan else ["--max-num-seqs", "32"]
+    if not options.plan:
+        what += ["--dtype", options.dtype]
     command = [sys.executable, "-m", "llmpq.runtime", "serve", "--model", options.model, *what,
                "--port", str(port), "--served-model-name", "model", "--no-access-log"]  # fmt: skip
     with subprocess.Popen(command) as process:
@@ -151,7 +154,9 @@ def main() -> None:
         told["engine_alone_tokens_per_s"] = engine_alone(options)
     print(json.dumps(told, indent=1), *seen.wrong[:5], sep="\n")
     if options.write:
-        asked = {name: getattr(options, name) for name in ("clients", "seconds", "streams_only")}
+        asked = {
+            name: getattr(options, name) for name in ("clients", "seconds", "dtype", "streams_only")
+        }
         case = {"model": Path(options.model).name, **asked, **told}
         write_row("serve.jsonl", bench="serve_load", case=case, unit="tokens/s",
                   samples=[seen.tokens / took_s], noisy=True)  # fmt: skip
@@ -162,7 +167,7 @@ def engine_alone(options: argparse.Namespace) -> float:
     from llmpq import LLM, SamplingParams
 
     prompts = [f"def f{number % NUM_PROMPTS}(x):\n    " for number in range(4 * options.clients)]
-    more = {"plan": options.plan} if options.plan else {"max_num_seqs": 32}
+    more = {"plan": options.plan} if options.plan else {"max_num_seqs": 32, "dtype": options.dtype}
     with LLM(options.model, **more) as llm:
         params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
         llm.generate(prompts[: options.clients], params)
