@@ -111,7 +111,7 @@ def match_nodes(
     own = frozenset(map(plain_address, local))
     fitting: dict[str, list[RayNode]] = {}
     for want in wanted:
-        named = [node for node in nodes if _is_named(want, node, own)]
+        named = _named(want, nodes, own)
         fitting[want.node.name] = [node for node in named if lacks(want, node) is None]
         if want.is_named and named and not fitting[want.node.name]:
             raise Unmatched(_wrong_devices(want, named[0]), for_good=True)
@@ -119,7 +119,8 @@ def match_nodes(
     # Those with fewest choices first, so that the message is about the one that is to blame.
     for want in sorted(wanted, key=lambda w: len(fitting[w.node.name])):
         if not _assign(want, fitting, match, set()):
-            raise Unmatched(_missing(want, fitting[want.node.name], nodes), for_good=False)
+            taken = [match[n.id][0] for n in fitting[want.node.name]]
+            raise Unmatched(_missing(want, taken, nodes), for_good=False)
     return {want.node.name: node for want, node in match.values()}
 
 
@@ -148,20 +149,24 @@ def lacks(want: WantedNode, node: RayNode) -> str | None:
     return None
 
 
-def _is_named(want: WantedNode, node: RayNode, local: frozenset[str]) -> bool:
-    """Whether host and labels of a plan's node, as far as they are given, are a Ray node's."""
-    if any(node.labels.get(key) != value for key, value in want.node.labels.items()):
-        return False
+def _named(want: WantedNode, nodes: Sequence[RayNode], local: frozenset[str]) -> list[RayNode]:
+    """Return those whose host and labels are a plan's node's, as far as it gives them."""
+    labelled = [node for node in nodes if want.node.labels.items() <= node.labels.items()]
     if want.node.host is None:
-        return True
-    host, address = plain_address(want.node.host), plain_address(node.address)
-    if host in (address, node.hostname.lower()):
-        return True
-    named = {plain_address(one) for one in want.addresses}
-    if address in named:
-        return True
-    # This host's own name, wherever its hosts file puts it.
-    return any(_is_loopback(one) for one in named) and (node.is_here or address in local)
+        return labelled
+    host, at = plain_address(want.node.host), {plain_address(one) for one in want.addresses}
+    found = [
+        node
+        for node in labelled
+        if host in (plain_address(node.address), node.hostname.lower())
+        or plain_address(node.address) in at
+    ]
+    if found or not any(_is_loopback(one) for one in at):
+        return found
+    # This host's own name, wherever its hosts file puts it; a name that Ray knows is no other's.
+    if any(host == node.hostname.lower() for node in nodes):
+        return []
+    return [node for node in labelled if node.is_here or plain_address(node.address) in local]
 
 
 def _is_loopback(address: str) -> bool:
@@ -190,10 +195,12 @@ def _assign(
     return False
 
 
-def _missing(want: WantedNode, fitting: Sequence[RayNode], nodes: Sequence[RayNode]) -> str:
+def _missing(want: WantedNode, taken: Sequence[WantedNode], nodes: Sequence[RayNode]) -> str:
+    """`taken`: the nodes of the plan that are the Ray nodes which fit this one."""
     there = "; ".join(node.shown() for node in nodes) or "none"
-    if fitting:
-        why = "every Ray node that fits it is another node of the plan"
+    if taken:
+        others = " and ".join(f"'{other.node.name}'" for other in taken)
+        why = f"every Ray node that fits it is another node of the plan ({others})"
     elif want.is_named or not want.gpu_stages:
         why = "no Ray node is it"
     else:

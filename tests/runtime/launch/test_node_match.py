@@ -83,6 +83,20 @@ def test_this_hosts_name_means_its_ray_node_wherever_the_hosts_file_puts_it():
     assert names([want("a", "hosta", at=("::1",))], nodes) == {"a": "id1"}
 
 
+def test_another_hosts_name_is_that_host_although_this_hosts_file_puts_it_on_loopback():
+    # A machine that was renamed or copied keeps its former name on 127.0.1.1.
+    nodes = [node(1, here=True), node(2)]
+    assert names([want("b", "host2", at=("127.0.1.1",))], nodes) == {"b": "id2"}
+    with pytest.raises(Unmatched, match="no Ray node is it"):
+        names([want("b", "host2", at=("127.0.1.1",), rack="x")], nodes)
+
+
+def test_two_nodes_that_name_one_host_are_both_said():
+    wanted = [want("a", "host1"), want("b", "10.0.0.1")]
+    with pytest.raises(Unmatched, match=r"'b' \(host 10.0.0.1.* is another node .* \('a'\)"):
+        names(wanted, [node(1, here=True), node(2)])
+
+
 def test_two_nodes_alike_are_two_ray_nodes():
     nodes = [node(1, here=True), node(2)]
     assert set(names([want("a"), want("b")], nodes).values()) == {"id1", "id2"}
