@@ -50,6 +50,7 @@ class ProfileRequest:
     copies: int | None
     ray_address: str | None
     wait_nodes: float
+    network_interface: str | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,6 +156,8 @@ def run_parser() -> CommandParser:
     there = Only(lambda a: a.ray_address, "without --ray-address", "add --ray-address HOST:PORT")
     seconds = "seconds for hosts that have not joined the Ray (30; 0: none)"
     much.flag("--wait-nodes", type=float, default=30.0, metavar="S", only=there, help=seconds)
+    network = "over which hosts talk: a name for all, or NODE=NAME,... (default: Ray's own)"
+    much.flag("--network-interface", metavar="NAME", only=there, help=network)
     much.flag("--copies", type=int, help="processes that time at once (default: as will run)")
     files = parser.section("files")
     files.flag("-o", "--output", type=Path, required=True, help="costs.json to write")

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import reduce
 from itertools import permutations
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -19,6 +20,7 @@ from llmpq.cluster import Cluster, Device
 from llmpq.cost_model import CostModel, NodeLinkCost
 from llmpq.default_dtype import default_dtype
 from llmpq.errors import ExitCode, StageLostError
+from llmpq.out_of_memory import first_line
 from llmpq.plan import NodePlan, StagePlan
 from llmpq.precision import Precision
 from llmpq.profiler.cli.flags import ProfileRequest
@@ -28,9 +30,11 @@ from llmpq.profiler.timing.cases import LinkJob, LinkTimings, model_spec
 from llmpq.profiler.timing.host_actor import HostActor
 from llmpq.profiler.timing.latency_fit import fit_link, fit_rounds
 from llmpq.runtime.launch.node_match import RayNode, WantedNode
+from llmpq.runtime.launch.node_questions import ask_nodes
 from llmpq.runtime.launch.placement import ray_cluster, wait_for_nodes
 from llmpq.runtime.launch.ray_stage import failure_of
 from llmpq.runtime.launch.stage_host import addresses_of
+from llmpq.runtime.launch.stage_place import interfaces
 
 _LINK_S = 300.0
 """How long a pair of hosts may take: their largest messages take seconds where networks are slow.
@@ -50,13 +54,21 @@ def main(request: ProfileRequest) -> int:
         nodes = wait_for_nodes(
             [_wanted(cluster, n.name) for n in cluster.nodes], request.wait_nodes
         )
+        _require_alike(request, cluster, nodes)
         actors = {name: _actor(node, stack) for name, node in nodes.items()}
+        networks = interfaces(request.network_interface, nodes)
+        own = {
+            name: _answer(actor.address.remote(networks[name], nodes[name].address), nodes[name],
+                          "said where it is reached")
+            for name, actor in actors.items()
+        }  # fmt: skip
         found = _profile(request, cluster, nodes, actors)
         costs = reduce(
             CostModel.merged,
             [CostModel.parse_data(json.loads(f["costs"]), where="costs") for f in found],
         )
-        links = _links(cluster, nodes, actors, spec.hidden, 5.0 if request.quick else 20.0)
+        seconds = 5.0 if request.quick else 20.0
+        links = _links(cluster, nodes, own, actors, spec.hidden, seconds)
     costs = costs.model_copy(update={"node_links": tuple(links)})
     costs.save_json(request.output)
     console = Console()
@@ -108,6 +120,13 @@ def _wanted(cluster: Cluster, name: str) -> WantedNode:
     )
 
 
+def _require_alike(request: ProfileRequest, cluster: Cluster, nodes: Mapping[str, RayNode]) -> None:
+    """Refuse hosts of other versions or another model: their times would be others'."""
+    on_disk = request.model if Path(request.model).exists() else None
+    models = [next(n.model_dir for n in cluster.nodes if n.name == name) for name in nodes]
+    ask_nodes(list(nodes.values()), [model or on_disk for model in models], on_disk)
+
+
 def _actor(node: RayNode, stack: ExitStack) -> Any:
     actor = (
         ray.remote(HostActor)
@@ -148,21 +167,25 @@ def _job_of(request: ProfileRequest, cluster: Cluster, name: str, kinds: Sequenc
 def _links(
     cluster: Cluster,
     nodes: Mapping[str, RayNode],
+    own: Mapping[str, str],
     actors: Mapping[str, Any],
     hidden: int,
     seconds: float,
 ) -> list[NodeLinkCost]:
-    """Measure the link of every two nodes in both directions, one after the other."""
+    """Measure the link of every two nodes in both directions, one after the other.
+
+    `own`: the address at which each is reached.
+    """
     found = []
     on_gpu = {d.node for d in cluster.devices if not d.spec.is_cpu}
     for source, target in permutations(nodes, 2):
-        here = nodes[source].address
+        here = own[source]
         port = _answer(actors[source].port.remote(here), nodes[source], "given a port")
         ends = []
         for rank, name in enumerate((source, target)):
             job = LinkJob.model_validate({
                 "rank": rank, "port": port, "hidden": hidden, "seconds": seconds, "host": here,
-                "own": nodes[name].address, "on_device": {source, target} <= on_gpu,
+                "own": own[name], "on_device": {source, target} <= on_gpu,
             })  # fmt: skip
             ends.append(actors[name].link.remote(job.model_dump()))
         answers = [
@@ -196,7 +219,10 @@ def _answer(ref: Any, node: RayNode, doing: str, *, limit_s: float | None = None
     except ray.exceptions.GetTimeoutError:
         reason = f"no answer within {limit_s:.0f} s"
     except ray.exceptions.RayError as error:
-        reason = str(failure_of(error))
+        failure = failure_of(error)
+        if isinstance(failure.cause, ValueError):  # what was asked for is not there
+            raise ValueError(f"{node.shown()}: {first_line(failure.cause)}") from None
+        reason = str(failure)
     raise StageLostError(
         f"{node.shown()} has not {doing}: {reason}; look at the host and the network (all ports "
         "must be open between the hosts) and run it again, samples taken so far are kept"

@@ -13,6 +13,7 @@ from llmpq.profiler.timing.cases import LinkJob
 from llmpq.profiler.timing.link_times import run_link
 from llmpq.profiler.timing.profile_host import ProfileJob, run
 from llmpq.profiler.timing.sample_file import SampleLog
+from llmpq.runtime.launch.stage_host import address_on
 
 
 class HostActor:
@@ -35,6 +36,10 @@ class HostActor:
             "costs": outcome.costs.dump_json(),
             "failed": [case.title for case in outcome.failed] + list(outcome.failed_links),
         }
+
+    def address(self, interface: str | None, own: str) -> str:
+        """Return this host's address on a network interface, or its own where none is named."""
+        return address_on(interface, own) or own
 
     def port(self, address: str) -> int:
         """Return a port that is free at an address of this host."""

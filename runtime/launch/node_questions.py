@@ -22,10 +22,18 @@ def require_same(nodes: Sequence[RayNode], settings: Sequence[StageSettings]) ->
 
     `PlanMismatchError`, `ValueError` and `StageLostError` name the node.
     """
-    folders: dict[str, str | None] = {}
-    for node, own in zip(nodes, settings, strict=True):
-        read_there = own.load_format == "auto" and not own.copy_weights
-        folders[node.id] = own.model_dir if read_there else None
+    folders = [
+        own.model_dir if own.load_format == "auto" and not own.copy_weights else None
+        for own in settings
+    ]
+    ask_nodes(nodes, folders, settings[0].driver_model_dir)
+
+
+def ask_nodes(
+    nodes: Sequence[RayNode], models: Sequence[str | None], driver_model: str | None
+) -> None:
+    """Refuse nodes as `require_same` does; `models`: what each reads, None: nothing there."""
+    folders = dict(zip([node.id for node in nodes], models, strict=True))
     # By value: a node's llmpq may be another one, or none.
     ray.cloudpickle.register_pickle_by_value(node_report)
     task = ray.remote(node_report.report)
@@ -50,4 +58,4 @@ def require_same(nodes: Sequence[RayNode], settings: Sequence[StageSettings]) ->
             f"a node could not say what it has: {failure_of(error)}; look at it with: ray status"
         ) from None
     there = [(names[node], answer) for node, answer in zip(folders, answers, strict=True)]
-    node_report.require_alike(node_report.report(settings[0].driver_model_dir), there)
+    node_report.require_alike(node_report.report(driver_model), there)

@@ -52,6 +52,17 @@ def report(model_dir: str | None) -> dict[str, Any]:
                 config = json.load(file)
         except (OSError, ValueError) as error:
             problem = f"no readable config.json in '{model_dir}' ({error})"
+    if config is not None and problem is None and os.path.isdir(model_dir or ""):
+        here = {name for name in os.listdir(model_dir) if name.endswith(".safetensors")}
+        files = {"model.safetensors"} - here if not here else set()
+        try:
+            index = os.path.join(model_dir or "", "model.safetensors.index.json")
+            with open(index, encoding="utf-8") as file:
+                files = set(json.load(file)["weight_map"].values()) - here
+        except (OSError, ValueError, KeyError, AttributeError):
+            pass  # one file, or an index that loading refuses
+        if files:
+            problem = f"no {min(files)} in '{model_dir}'"
     return {
         "host": socket.gethostname(),
         "versions": versions,

@@ -28,6 +28,7 @@ def answer(
 
 def test_a_report_holds_the_versions_and_the_model_of_its_node(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "model.safetensors").touch()
     found = report(str(tmp_path))
     assert found["config"] == CONFIG and found["problem"] is None
     assert set(found["versions"]) == {"Python", *SAME}
@@ -83,3 +84,28 @@ def test_a_gguf_file_is_compared_by_its_size_and_head(tmp_path):
     there.unlink()
     with pytest.raises(ValueError, match="hostb has no readable"):
         require_alike(report(str(here)), [("hostb", report(str(there)))])
+
+
+@pytest.mark.parametrize(
+    ("index", "there", "missing"),
+    [
+        (None, [], "model.safetensors"),
+        (["a", "b"], ["a"], "b.safetensors"),
+        (["a", "b"], [], "a.safetensors"),
+        (["a", "b"], ["a", "b"], None),
+        (None, ["any"], None),
+    ],
+)
+def test_a_directory_without_all_its_weights_is_a_problem(tmp_path, index, there, missing):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    for name in there:
+        (tmp_path / f"{name}.safetensors").touch()
+    if index is not None:
+        names = {f"layer {at}": f"{name}.safetensors" for at, name in enumerate(index)}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    found = report(str(tmp_path))
+    if missing is None:
+        require_alike(found, [("hostb", found)])
+        return
+    with pytest.raises(ValueError, match=f"node hostb has no {missing} in .*--copy-weights"):
+        require_alike(found, [("hostb", found)])
