@@ -85,6 +85,17 @@ class MemoryForm(FileForm):
     reserve_bytes: int = 0
 
 
+class PoolForm(FileForm):
+    """The pool of KV blocks that each stage on CPUs keeps, for requests of any lengths."""
+
+    num_blocks: int = Field(ge=1, le=MAX_COUNT)
+    """Blocks of 128 tokens, as many on every stage."""
+    tokens: int = Field(ge=1, le=MAX_COUNT)
+    """Tokens of all requests under way that the blocks hold together."""
+    stage_bytes: tuple[int, ...]
+    """Of each stage, in their order."""
+
+
 class StagePlan(FileForm):
     """One stage: a device and the half-open range of layers it runs."""
 
@@ -209,6 +220,8 @@ class Plan(FileForm):
     """In the order of the pipeline; together they have every layer once."""
     nodes: tuple[NodePlan, ...] = ()
     """How to find the stages' machines; one that is not listed is told by its devices."""
+    pool: PoolForm | None = None
+    """What a run on CPUs keeps instead of `kv_bytes`; checked at its start."""
     speculation: Speculation | None = None
     predicted: Predicted | None = None
     inputs: PlanInputs | None = None
@@ -218,7 +231,7 @@ class Plan(FileForm):
     @model_validator(mode="after")
     def _holds_sane_numbers(self) -> Self:
         for place, number in _numbers(self.model_dump(mode="json", by_alias=True), ""):
-            name = place.rpartition(".")[2]
+            name = next((part for part in place.split(".")[::-1] if not part.isdigit()), place)
             whole = isinstance(number, int)
             size = name.endswith("_bytes") or name in SIZES
             most = (MAX_BYTES if size else MAX_COUNT) if whole else MAX_FLOAT

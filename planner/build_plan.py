@@ -7,15 +7,18 @@ left out of the file unless asked for.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from llmpq.cluster import Device
+from llmpq.errors import DoesNotFitError
+from llmpq.kv_format import BLOCK_TOKENS
 from llmpq.memory import stage_memory
 from llmpq.plan import (
     ClusterRef,
     MemoryForm,
     ModelRef,
     Plan,
+    PoolForm,
     Predicted,
     QuantizationForm,
     SolverReport,
@@ -28,6 +31,7 @@ from llmpq.planner.positions import positions_note
 from llmpq.planner.predict.pipeline_time import StageTimes, job_time, stage_times, sum_omega
 from llmpq.planner.predict.step_by_step import step_note
 from llmpq.planner.problem import Problem
+from llmpq.pool_size import fitting_pool, wanted_pool
 from llmpq.precision import Precision
 from llmpq.version import __version__
 
@@ -57,6 +61,7 @@ def build_plan(p: Problem, outcome: Outcome, *, model_path: str | None = None) -
         prefill_microbatch=a.prefill_microbatch,
         decode_microbatch=a.decode_microbatch,
         stages=stages,
+        pool=_pool(p, stages),
         nodes=node_plans(p.cluster, {device.node for device in devices}),
         predicted=_predicted(p, a, times, devices),
         inputs=used_inputs(
@@ -67,6 +72,30 @@ def build_plan(p: Problem, outcome: Outcome, *, model_path: str | None = None) -
             [(d, s.precisions) for d, s in zip(devices, stages, strict=True)],
         ),
         solver=_solver_report(p, outcome),
+    )
+
+
+def _pool(p: Problem, stages: Sequence[StagePlan]) -> PoolForm | None:
+    """Return the pool of KV blocks of a plan on CPUs; None elsewhere, and without room for one."""
+    if not all(stage.is_cpu for stage in stages):
+        return None
+    wanted = wanted_pool(p.workload, max_len=p.workload.max_len)
+    try:
+        size = fitting_pool(wanted, stages, p.spec, p.workload)
+    except DoesNotFitError:
+        return None
+    return PoolForm(
+        num_blocks=size.num_blocks,
+        tokens=size.num_blocks * BLOCK_TOKENS,
+        stage_bytes=tuple(
+            size.nbytes(
+                p.spec,
+                p.workload.kv,
+                num_layers=stage.num_layers,
+                dtype_bytes=p.workload.dtype_bytes,
+            )
+            for stage in stages
+        ),
     )
 
 

@@ -96,6 +96,12 @@ def headline(plan: Plan) -> list[str]:
         f"{work.gen_len} tokens, {work.dtype}, {work.kv.value}",
         f"micro-batches: prefill {plan.prefill_microbatch}, decode {plan.decode_microbatch}",
     ]
+    if plan.pool is not None:
+        most = format_size(max(plan.pool.stage_bytes))
+        lines.append(
+            f"KV pool: {plan.pool.num_blocks} blocks, {plan.pool.tokens} tokens at once of "
+            f"requests of any lengths; at most {most} a stage"
+        )
     if predicted is not None:
         source = "estimated from specifications" if predicted.estimated else "from the profile"
         lines.append(

@@ -13,12 +13,13 @@ from llmpq.errors import DoesNotFitError
 from llmpq.model_spec import ModelSpec
 from llmpq.out_of_memory import out_of_memory
 from llmpq.plan import Plan
+from llmpq.pool_size import PoolSize
 from llmpq.runtime.backends.backend import backend_of
 from llmpq.runtime.backends.paged_compute import PagedStageCompute
 from llmpq.runtime.backends.stage_compute import StageCompute
 from llmpq.runtime.cache.kv_by_precision import make_kv_cache
 from llmpq.runtime.cache.kv_cache import KVCache
-from llmpq.runtime.cache.paged_by_precision import PoolSize, make_paged_kv
+from llmpq.runtime.cache.paged_by_precision import make_paged_kv
 from llmpq.runtime.models.stage_model import DTYPES, StageModel
 from llmpq.runtime.trace import LoadReport
 from llmpq.runtime.weights.sources import TensorSource

@@ -52,7 +52,7 @@ def with_kv(plan: Plan, spec: ModelSpec, wish: str) -> Plan:
                     f"--kv {kv.value}"
                 )
         stages.append(stage.model_copy(update={"memory": memory}))
-    return plan.model_copy(update={"workload": workload, "stages": tuple(stages)})
+    return plan.model_copy(update={"workload": workload, "stages": tuple(stages), "pool": None})
 
 
 def _workspace_bytes(plan: Plan, spec: ModelSpec, stage: StagePlan, workload: Workload) -> int:

@@ -1,19 +1,15 @@
-"""How many KV blocks a plan's stages have room for, when requests come as they like.
-
-The plan counts its KV as slots of one length. A pool gives the same requests as many blocks as they
-need at their longest, and fewer where the plan leaves a device no room for what is rounded up.
-"""
+"""Whether and with what limits the paged engine serves a plan (its pool: llmpq/pool_size.py)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from llmpq.capabilities import lacking_sentence, ways_of
 from llmpq.errors import DoesNotFitError
 from llmpq.kv_format import pool_blocks
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
-from llmpq.runtime.cache.paged_by_precision import PoolSize
+from llmpq.pool_size import PoolSize, fits, fitting_pool, wanted_pool
 from llmpq.runtime.engine.pool_limits import PoolLimits
 from llmpq.runtime.engine.scheduler import Limits
 from llmpq.runtime.launch.stage_settings import StageSettings, limits_of
@@ -44,35 +40,33 @@ class PoolPlan:
             return False
         if self.settings.live:
             return self.settings.speculate in (None, "ngram")
-        return self.settings.speculate is None and self._fits(self._wanted)
+        return self.settings.speculate is None and fits(
+            self._wanted, self.plan.stages, self.spec, self.plan.workload
+        )
 
     @property
     def size(self) -> PoolSize:
-        """Return what every stage allocates; `DoesNotFitError` if one has no room for a block."""
-        size = self._wanted
-        while not self._fits(size):
-            if size.num_blocks == 1:
-                raise DoesNotFitError(
-                    "the plan leaves no room for a block of 128 tokens of KV cache on every stage; "
-                    "re-plan with a larger --n or a smaller reserve"
-                )
-            size = replace(size, num_blocks=max(1, size.num_blocks * 15 // 16))
+        """Return what every stage allocates, which is what the plan states if it states a pool.
+
+        `DoesNotFitError` if a stage has no room for a block, or the plan states another number.
+        """
+        size = fitting_pool(self._wanted, self.plan.stages, self.spec, self.plan.workload)
+        stated = self.plan.pool
+        if stated and self.settings.prefix_cache and stated.num_blocks != size.num_blocks:
+            raise DoesNotFitError(
+                f"the plan states a pool of {stated.num_blocks} blocks of KV cache, its stages "
+                f"have room for {size.num_blocks}; re-plan with this version of llmpq-algo"
+            )
         return size
 
     @property
     def _wanted(self) -> PoolSize:
         """Return the pool of all that is planned to be under way at once."""
-        workload = self.plan.workload
-        return PoolSize(
-            num_blocks=workload.batch * max(1, pool_blocks(workload.kv, workload.max_len)),
-            slots=workload.batch,
+        return wanted_pool(
+            self.plan.workload,
             max_len=self.settings.max_model_len or self._longest + 1,
             prefix_cache=self.settings.prefix_cache,
         )
-
-    def _fits(self, size: PoolSize) -> bool:
-        """Whether every stage's device has room for a pool."""
-        return all(self._excess(index, size) <= 0 for index in range(len(self.plan.stages)))
 
     @property
     def limits(self) -> PoolLimits:
@@ -116,21 +110,6 @@ class PoolPlan:
         alike = self.spec.at_length(most) == self.spec.at_length(planned)
         able = lacking_sentence(self.spec, ways, max_len=most) is None
         return most if alike and able else min(planned, most)
-
-    def _excess(self, index: int, size: PoolSize) -> int:
-        """Return the bytes by which a stage's pool exceeds what its device has left for it."""
-        stage, workload = self.plan.stages[index], self.plan.workload
-        if stage.memory is None:
-            return 0
-        memory = stage.memory
-        room = memory.limit_bytes - (memory.total_bytes - memory.kv_bytes)
-        nbytes = size.nbytes(
-            self.spec,
-            workload.kv,
-            num_layers=stage.num_layers,
-            dtype_bytes=workload.dtype_bytes,
-        )
-        return nbytes - max(room, memory.kv_bytes)
 
 
 def request_limits(plan: Plan, spec: ModelSpec, settings: StageSettings) -> RequestLimits:

@@ -16,10 +16,10 @@ import torch
 
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
+from llmpq.pool_size import PoolSize
 from llmpq.runtime.backends.build_stage import build_paged_stage, build_stage
 from llmpq.runtime.backends.paged_compute import PagedStageCompute
 from llmpq.runtime.backends.stage_compute import StageCompute
-from llmpq.runtime.cache.paged_by_precision import PoolSize
 from llmpq.runtime.engine.mailbox import Mailbox
 from llmpq.runtime.engine.paged_scheduler import PagedScheduler
 from llmpq.runtime.engine.scheduler import Scheduler

@@ -8,12 +8,15 @@ from dataclasses import replace
 import pytest
 import torch
 
+import llmpq
+from llmpq.errors import DoesNotFitError
 from llmpq.families.spec_values import RopeScaling
 from llmpq.kv_format import kv_pool_bytes
 from llmpq.model_spec import ModelSpec
+from llmpq.pool_size import PoolSize
 from llmpq.precision import KVPrecision
 from llmpq.runtime.cache.low_bit_kv import LowBitKV
-from llmpq.runtime.cache.paged_by_precision import PoolSize, make_paged_kv
+from llmpq.runtime.cache.paged_by_precision import make_paged_kv
 from llmpq.runtime.drafts.drafters import FixedDrafter
 from llmpq.runtime.engine.paged_scheduler import PagedScheduler
 from llmpq.runtime.engine.plain_loop import LocalPipeline
@@ -334,3 +337,27 @@ def test_a_job_known_beforehand_keeps_slots_where_fewer_requests_would_run_at_on
     assert pool(8 * 128 - 1, live=True).serves and pool(8 * 128 - 1, live=True).size.num_blocks == 7
     assert not pool(8 * 128, speculate="ngram", gamma=2).serves
     assert pool(8 * 128, speculate="ngram", gamma=2, live=True).serves
+
+
+@pytest.mark.parametrize("kv", ["kv16", "kv4"])
+def test_a_plan_states_the_pool_that_its_stages_allocate(demo_model, kv):
+    """And one that states another is refused at the start."""
+    spec = ModelSpec.from_directory(demo_model)
+    work = {
+        "batch": 3,
+        "prompt_len": 200,
+        "gen_len": 90,
+        "kv": kv.removeprefix("kv"),
+        "dtype": "float32",
+    }
+    made = llmpq.make_plan(demo_model, devices="cpu,cpu", **work)
+    stated = made.pool
+    assert stated is not None and len(made.stages) == len(stated.stage_bytes)
+    size = PoolPlan(made, spec, StageSettings(model_dir=str(demo_model), live=True)).size
+    stages = OpenStages(made, spec, CheckpointSource(demo_model, spec), pool=size)
+    assert [load.kv_bytes for load in stages.loads] == list(stated.stage_bytes)
+    assert stated.tokens == size.num_blocks * 128
+    for live in (True, False):
+        wrong = made.model_copy(update={"pool": stated.model_copy(update={"num_blocks": 99})})
+        with pytest.raises(DoesNotFitError, match="states a pool of 99 blocks .* re-plan"):
+            _ = PoolPlan(wrong, spec, StageSettings(model_dir="", live=live)).limits

@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from llmpq.model_spec import ModelSpec
+from llmpq.pool_size import PoolSize
 from llmpq.precision import KVPrecision, Precision
 from llmpq.profiler.quantize.layer_walk import CalibrationRun, random_windows
 from llmpq.profiler.quantize.smooth_channels import smoothed
 from llmpq.runtime.cache.kv_by_precision import make_kv_cache
-from llmpq.runtime.cache.paged_by_precision import PoolSize
 from llmpq.runtime.engine.paged_scheduler import PagedScheduler
 from llmpq.runtime.engine.plain_loop import LocalPipeline, pad
 from llmpq.runtime.engine.pool_limits import PoolLimits
