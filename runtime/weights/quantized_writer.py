@@ -89,6 +89,11 @@ class CheckpointWriter:
             for path in self._source.directory.glob(pattern):
                 write_bytes(path.read_bytes(), self.directory / path.name, remedy=REMEDY)
         config = read_config(self._source.where)
+        if "architectures" not in config:  # a GGUF file names none; other readers ask for it
+            from transformers.models.auto import modeling_auto
+
+            names = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+            config["architectures"] = [names[config["model_type"]]]
         config["quantization_config"] = dict(quantization)
         write_text(
             json.dumps(config, indent=2) + "\n", self.directory / "config.json", remedy=REMEDY

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -17,14 +18,17 @@ from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
 from llmpq.planner.inputs.stored_precisions import stored_layers
 from llmpq.precision import Precision, WeightScheme
+from llmpq.profiler.cli.quantize import main as quantize_main
 from llmpq.runtime.engine.plain_loop import LocalPipeline, pad
 from llmpq.runtime.step import Step
+from llmpq.runtime.text.tokenizer import Tokenizer
 from llmpq.runtime.weights.gguf_checkpoint import numbers_of
 from llmpq.runtime.weights.gguf_codes import codes_of, kept_weight
 from llmpq.runtime.weights.quantized_checkpoint import open_checkpoint
 
 gguf = pytest.importorskip("gguf")
 pytestmark = pytest.mark.cpu
+DEMO = Path(__file__).resolve().parents[3] / "examples/demo-7m"
 TOKENS = [5, 30, 77, 120, 9, 61, 62, 63, 64, 11, 12, 13]
 BASE: dict[str, Any] = {
     "vocab_size": 199,
@@ -664,3 +668,30 @@ def test_experts_keep_their_codes(tmp_path: Path) -> None:
         dtype=torch.float32,
     )
     assert relative(packed, logits(path, dtype=torch.float32)) < 5e-6
+
+
+def demo_tokenizer() -> dict[str, Any]:
+    stored = json.loads((DEMO / "tokenizer.json").read_text())["model"]
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": sorted(stored["vocab"], key=stored["vocab"].__getitem__),
+        "tokenizer.ggml.merges": [" ".join(pair) for pair in stored["merges"]],
+        "tokenizer.ggml.eos_token_id": 0,
+    }
+
+
+def test_a_file_is_quantised_to_a_directory_that_others_read(tmp_path: Path) -> None:
+    import transformers
+
+    demo = transformers.AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
+    path, into = tmp_path / "demo.gguf", tmp_path / "w8"
+    metadata = common(demo.config, "llama") | demo_tokenizer()
+    write(path, "llama", metadata, converted(demo, "llama"), "Q8_0")
+    words = ["--scheme", "w8a16", "--method", "rtn", "--text", str(DEMO.parent / "heldout.txt")]
+    assert quantize_main([str(path), str(into), *words]) == 0
+    config = transformers.AutoConfig.from_pretrained(into)
+    assert config.architectures == ["LlamaForCausalLM"]
+    theirs = transformers.AutoTokenizer.from_pretrained(into)
+    assert theirs("def f(x):\n")["input_ids"] == Tokenizer(DEMO).encode("def f(x):\n")
+    assert relative(logits(into, dtype=torch.float32), logits(path, dtype=torch.float32)) < 0.02
