@@ -45,7 +45,7 @@ test-compile: setup
 	$(call timed,compile,$(BIN)/python -m pytest -q $(WORKERS) -m compile)
 test-cluster: setup
 	$(call timed,cluster,$(BIN)/python -m pytest -q $(WORKERS) -m cluster)
-# Not in `test`: eight minutes of hosts that are lost on purpose.
+# Not in `test`: a quarter of an hour of hosts that are lost on purpose.
 test-hosts: setup
 	$(BIN)/python -m pytest -q -m hosts_long
 test-quick: setup

@@ -38,6 +38,8 @@ _CPU_SHARE = 0.001
 """CPU a CPU stage's bundle asks for: a bundle may not be empty, and stages may share cores."""
 _NAMED_AFTER_S = 3.0
 """How long a node may be missing before it is named."""
+_PLACED_LOOK_S = 2.0
+"""How often to look whether the nodes of stages that are being placed are still there."""
 _LOOK_S = 0.5
 
 _log = logging.getLogger("llmpq.placement")
@@ -84,21 +86,43 @@ def reserve(
     `joined`: the Ray is one that somebody started on one or more machines, so that every node of
     the plan is one of it; else this machine stands for all. Nodes may join for `wait_s` seconds.
     `StageLostError` names what is missing, `PlanMismatchError` devices of another kind.
+
+    A host that was cut off and has joined again is two nodes until Ray finds the former one dead:
+    where that one was chosen, its successor is looked for.
     """
     wanted = wanted_nodes(plan, cluster)
-    found = wait_for_nodes(wanted, wait_s) if joined else _this_machine(wanted)
-    nodes = tuple(found[stage.node] for stage in plan.stages)
     bundles = [bundle_of(stage) for stage in plan.stages]
-    selectors = [{NODE_ID: node.id} for node in nodes]
-    group = placement_group(bundles, strategy="PACK", bundle_label_selector=selectors)
-    if not group.wait(timeout_seconds=timeout_s):
+    while True:
+        found = wait_for_nodes(wanted, wait_s) if joined else _this_machine(wanted)
+        nodes = tuple(found[stage.node] for stage in plan.stages)
+        selectors = [{NODE_ID: node.id} for node in nodes]
+        group = placement_group(bundles, strategy="PACK", bundle_label_selector=selectors)
+        gone = _wait_placed(group, nodes, timeout_s)
+        if gone is None:
+            return Placement(group=group, nodes=nodes)
         remove_placement_group(group)
-        raise StageLostError(
-            f"the {len(bundles)} stages could not be placed within {timeout_s:.0f} s: "
-            f"{_asked(plan, nodes)}; {_offered()}. Add nodes, free resources "
-            "or re-plan with llmpq-algo --cluster"
-        )
-    return Placement(group=group, nodes=nodes)
+        if not gone:
+            raise StageLostError(
+                f"the {len(bundles)} stages could not be placed within {timeout_s:.0f} s: "
+                f"{_asked(plan, nodes)}; {_offered()}. Add nodes, free resources "
+                "or re-plan with llmpq-algo --cluster"
+            )
+        _log.warning("%s has left the Ray; looking for its host again", gone[0].shown())
+
+
+def _wait_placed(
+    group: PlacementGroup, nodes: Sequence[RayNode], timeout_s: float
+) -> list[RayNode] | None:
+    """Return None once a group is placed, else those of its nodes that have left the Ray."""
+    end_s = time.monotonic() + timeout_s
+    while (left_s := end_s - time.monotonic()) > 0:
+        if group.wait(timeout_seconds=min(_PLACED_LOOK_S, left_s)):
+            return None
+        alive = {node.id for node in alive_nodes()}
+        gone = [node for node in nodes if node.id not in alive]
+        if gone:
+            return gone
+    return []
 
 
 def wanted_nodes(plan: Plan, cluster: Cluster | None) -> list[WantedNode]:

@@ -14,7 +14,9 @@ import pytest
 
 from llmpq.plan import NodePlan
 
-pytestmark = [pytest.mark.hosts_long, pytest.mark.timeout(1200)]
+pytestmark = pytest.mark.timeout(1200)
+lost = pytest.mark.hosts_long
+"""Minutes of hosts that are lost on purpose: make test-hosts."""
 
 ROWS, TOKENS = 12, 48
 LONG = 10
@@ -127,6 +129,8 @@ def require_resumed(bed, folder: Path, expected: list) -> None:
     require_nothing_left(bed)
 
 
+@pytest.mark.cluster
+@pytest.mark.hosts
 def test_three_hosts_run_four_stages_and_a_cable_may_be_out_for_five_seconds(
     bed, make_folder, expected
 ):
@@ -141,6 +145,7 @@ def test_three_hosts_run_four_stages_and_a_cable_may_be_out_for_five_seconds(
     require_nothing_left(bed)
 
 
+@lost
 @pytest.mark.parametrize("num_hosts", [2, 3])
 def test_a_stage_that_is_killed_is_named(bed, make_folder, expected, num_hosts):
     folder = make_folder(num_hosts)
@@ -153,40 +158,46 @@ def test_a_stage_that_is_killed_is_named(bed, make_folder, expected, num_hosts):
     require_resumed(bed, folder, expected)
 
 
+@lost
+@pytest.mark.parametrize("num_hosts", [2, 3])
 def test_a_ray_node_that_is_killed_is_named_and_one_that_joins_late_is_waited_for(
-    bed, make_folder, expected
+    bed, make_folder, expected, num_hosts
 ):
-    folder, lost = make_folder(3), bed.hosts[1]
+    folder, host = make_folder(num_hosts), bed.hosts[1]
     run = Run(bed, folder).answering()
-    lost.end_all()
+    host.end_all()
     code, said = run.end()
     assert code == 6 and "stage 1 (CPU-1 on hostb" in said and "--resume" in said
     require_nothing_left(bed)
     late = Run(bed, folder, "--resume", "--wait-nodes", "120")
     time.sleep(10)
-    bed.start_ray(lost)
+    bed.start_ray(host)
     code, said = late.end()
     assert code == 0, said
     assert answers(folder) == expected
 
 
-def test_a_cable_that_stays_out_is_a_deadline(bed, make_folder, expected):
-    folder, lost = make_folder(2), bed.hosts[1]
+@lost
+@pytest.mark.parametrize("num_hosts", [2, 3])
+def test_a_cable_that_stays_out_is_a_deadline(bed, make_folder, expected, num_hosts):
+    folder, host = make_folder(num_hosts), bed.hosts[1]
     run = Run(bed, folder).answering()
-    bed.pull(lost)
+    bed.pull(host)
     pulled_s = time.monotonic()
     code, said = run.end()
     assert code in (6, 7) and "hostb" in said and "--resume" in said
     assert time.monotonic() - pulled_s < 120
     require_nothing_left(bed)
-    lost.end_all()
-    bed.plug_in(lost)
-    bed.start_ray(lost)
+    host.end_all()
+    bed.plug_in(host)
+    bed.start_ray(host)
     require_resumed(bed, folder, expected)
 
 
-def test_a_head_that_is_killed_is_named(bed, make_folder, expected):
-    folder = make_folder(2, LONG * ROWS)
+@lost
+@pytest.mark.parametrize("num_hosts", [2, 3])
+def test_a_head_that_is_killed_is_named(bed, make_folder, expected, num_hosts):
+    folder = make_folder(num_hosts, LONG * ROWS)
     run = Run(bed, folder).answering()
     for process in bed.hosts[0].processes():
         if process.name() == "gcs_server":
@@ -196,7 +207,7 @@ def test_a_head_that_is_killed_is_named(bed, make_folder, expected):
     assert time.monotonic() - killed_s < 30
     assert code == 6 and f"Ray's head at {bed.address} has not answered" in said
     require_nothing_left(bed)
-    for host in bed.hosts[:2]:
+    for host in bed.hosts:
         host.end_all()
         bed.start_ray(host)
     require_resumed(bed, folder, expected)
