@@ -10,7 +10,9 @@ section 3.4). Whatever else listens there does not.
 from __future__ import annotations
 
 import os
+import signal
 import socket
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -95,3 +97,18 @@ def on_loopback(wanted: bool) -> Iterator[None]:
             yield
         finally:
             ray_constants.ENABLE_RAY_CLUSTER = before
+
+
+def take_signals_back() -> None:
+    """Undo what Ray's core does to signals when it starts and when it ends; main thread only.
+
+    Its handler of SIGTERM aborts the process three seconds later, whatever the process does in
+    them; when it goes it leaves the system's default. What Python was told stands again after this.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        handler = signal.getsignal(number)
+        if handler is not None:  # else set by something that is not Python
+            signal.signal(number, handler)
+    signal.alarm(0)

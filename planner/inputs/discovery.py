@@ -17,7 +17,7 @@ import yaml
 from llmpq.cluster import Cluster
 from llmpq.device_spec import device_specs
 from llmpq.planner.inputs.requests import ListRequest
-from llmpq.ray_address import named_ray, on_loopback, require_ray
+from llmpq.ray_address import named_ray, on_loopback, require_ray, take_signals_back
 from llmpq.this_machine import MIB, Gpu, kind_of, read_gpus, read_host, visible
 from llmpq.units import format_size
 
@@ -89,6 +89,7 @@ def cluster_from_ray(address: str) -> Cluster:
         return cluster_of_nodes(ray.nodes())
     finally:
         ray.shutdown()
+        take_signals_back()
 
 
 def cluster_of_nodes(nodes: list[dict[str, Any]]) -> Cluster:

@@ -30,7 +30,7 @@ import psutil
 
 from llmpq.errors import DeadlineError, StageLostError
 from llmpq.out_of_memory import first_line
-from llmpq.ray_address import environment, named_ray, on_loopback
+from llmpq.ray_address import environment, named_ray, on_loopback, take_signals_back
 from llmpq.runtime.launch.stage_host import LOCAL_HOST
 
 START_S = 90.0
@@ -64,9 +64,11 @@ def own_ray() -> Iterator[None]:
             try:
                 what, died = "start Ray on this machine", _look(before)
                 _in_thread(lambda: _start(folder), what, over=over, died=died)
+                take_signals_back()
                 with _watched(died):
                     yield
             finally:
+                take_signals_back()  # of a start that was cut short
                 with _undisturbed():
                     _end(before, folder)
                     over.set()
@@ -83,9 +85,11 @@ def joined_ray(address: str) -> Iterator[None]:
     try:
         with environment(_common()), on_loopback(local):
             _in_thread(lambda: ray.init(address=address, **_options()), f"join Ray at '{address}'")
+        take_signals_back()
         yield
     finally:
         ray.shutdown()
+        take_signals_back()
 
 
 def _start(folder: Path) -> None:

@@ -176,3 +176,38 @@ def test_a_ray_that_dies_while_it_is_used_ends_the_wait_and_leaves_nothing(folde
     _, left = psutil.wait_procs(parts, timeout=10)  # agents look for their raylet every few seconds
     assert [child.name() for child in left] == []
     assert list(folder.glob("llmpq-ray-*")) == []
+
+
+TAKE_LONG = """
+import os, signal, sys, time
+from llmpq.runtime.launch.placement import ray_cluster
+
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+def told_to_stop():
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(5)
+    except KeyboardInterrupt:
+        return True
+
+signal.signal(signal.SIGTERM, interrupt)
+with ray_cluster(None):
+    assert told_to_stop()
+    end_s = time.monotonic() + 4  # what was begun is written, answers under way are finished
+    while time.monotonic() < end_s:
+        time.sleep(0.1)
+assert told_to_stop()
+sys.exit(130)
+"""
+
+
+def test_a_process_told_to_stop_has_all_the_time_it_takes(folder):
+    """Ray's own handler would abort it after three seconds, with a trace of C++ before."""
+    done = subprocess.run(
+        [sys.executable, "-c", TAKE_LONG], text=True, capture_output=True, timeout=LIMIT_S,
+        env={name: text for name, text in os.environ.items() if not name.startswith("RAY_")}
+        | {"TMPDIR": str(folder)},
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (130, "")
