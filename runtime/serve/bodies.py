@@ -106,7 +106,7 @@ class SamplingBody(Body):
             top_k=1 if same else self.top_k,
             min_p=self.min_p,
             seed=self.seed,
-            stop=self.stop,
+            stop=_marks(self.stop),
             stop_token_ids=self.stop_token_ids,
             include_stop_str_in_output=self.include_stop_str_in_output,
             ignore_eos=self.ignore_eos,
@@ -133,6 +133,11 @@ class SamplingBody(Body):
         if unknown:
             raise ValueError(f"structured_outputs takes json, regex or choice, got '{unknown[0]}'")
         return StructuredOutputsParams(**given) if given else None
+
+
+def _marks(given: str | list[str] | None) -> list[str]:
+    """Return what ends an answer: forms send an empty text where nothing does."""
+    return [mark for mark in ([given] if isinstance(given, str) else given or []) if mark]
 
 
 def _biases(given: dict[str, float] | None) -> dict[int, float] | None:

@@ -27,9 +27,10 @@ class Chat:
         service.check_model(body.model)
         self._service, self._body = service, body
         self._forced = self._forced_tools()
-        if body.top_logprobs is not None and not body.logprobs:
+        if body.top_logprobs and body.logprobs is False:
             raise ApiError(400, "'top_logprobs' needs 'logprobs': true", param="top_logprobs")
-        self._most = (body.top_logprobs or 0) if body.logprobs else None
+        told = body.logprobs or body.top_logprobs  # the second alone asks for the first
+        self._most = (body.top_logprobs or 0) if told else None
         guide = self._guide()
         if guide is not None:
             body.structured_outputs = guide

@@ -31,10 +31,8 @@ class TextCompletion:
                 400, "'suffix' is not supported: the model continues text", param="suffix"
             )
         self._service, self._body = service, body
-        self._n, self._best_of = body.n, body.best_of or body.n
-        if self._best_of < self._n:
-            raise ApiError(400, f"'best_of' must be at least n={self._n}, got {self._best_of}",
-                           param="best_of")  # fmt: skip
+        # OpenAI's default of best_of is 1: clients send it along with any n.
+        self._n, self._best_of = body.n, max(body.n, body.best_of or 0)
         if self._best_of > self._n and body.stream:
             raise ApiError(400, f"'best_of' above n={self._n} cannot be streamed: the best answer "
                            "is known at the end", param="best_of")  # fmt: skip

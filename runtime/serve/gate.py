@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from llmpq.runtime.serve.errors import ApiError
+from llmpq.runtime.serve.metrics import ARRIVED_S
 from llmpq.runtime.serve.service import Service
 
 Message = MutableMapping[str, Any]
@@ -49,6 +50,7 @@ class Gate:
             await self._app(scope, receive, send)
             return
         started_s, status, begun = time.perf_counter(), 0, False
+        ARRIVED_S.set(started_s)
         body = _Body(scope)
         name = _header(scope, b"x-request-id")[:64].decode("latin-1") or uuid.uuid4().hex
 

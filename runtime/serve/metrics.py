@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -21,6 +22,8 @@ SECONDS = (
 )
 GAPS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 10.0)
 LENGTHS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+ARRIVED_S: ContextVar[float | None] = ContextVar("ARRIVED_S", default=None)
+"""When the head of the request that is answered had come, by `time.perf_counter`."""
 LABELS = ("model_name", "engine")
 
 
@@ -98,7 +101,7 @@ class AnswerClock:
     """The times of one answer, from the arrival of its request on."""
 
     def __init__(self, metrics: Metrics, prompt_tokens: int) -> None:
-        self._metrics, self._began_s = metrics, time.perf_counter()
+        self._metrics, self._began_s = metrics, ARRIVED_S.get() or time.perf_counter()
         self._last_s: float | None = None
         self._first_s = 0.0
         self.num_tokens = 0

@@ -54,6 +54,9 @@ class ResponsesBody(Body):
             messages.append({"role": "user", "content": self.input})
         else:
             messages += [_message(item) for item in self.input]
+        if not messages:
+            raise ApiError(400, "'input' must be a text or at least one message, got []",
+                           param="input")  # fmt: skip
         chat = {
             "model": self.model,
             "messages": messages,
@@ -138,9 +141,9 @@ class Responses:
     ) -> dict[str, Any]:
         cut = reason == "length"
         status = "in_progress" if reason is None else "incomplete" if cut else "completed"
-        usage = None
+        usage = {}  # left out until it is known
         if used is not None:
-            usage = {
+            usage["usage"] = {
                 "input_tokens": used["prompt_tokens"],
                 "input_tokens_details": {**used["prompt_tokens_details"], "cache_write_tokens": 0},
                 "output_tokens": used["completion_tokens"],
@@ -154,7 +157,7 @@ class Responses:
             "status": status,
             "model": self._model,
             "output": [] if reason is None else [self._item(text, status)],
-            "usage": usage,
+            **usage,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
             "instructions": self._body.instructions,

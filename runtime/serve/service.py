@@ -139,7 +139,15 @@ class Service:
             )
         if params.n > limits.max_n:
             raise ApiError(400, f"n may be at most {limits.max_n}, got {params.n}", param="n")
-        if self.num_under_way + len(prompts) * params.n > limits.max_requests:
+        asked = len(prompts) * params.n
+        if asked > limits.max_requests:  # it would be refused however long it waits
+            raise ApiError(
+                400,
+                f"a request may ask for {limits.max_requests} answers, got {len(prompts)} prompts "
+                f"with n={params.n}; split it",
+                param="n",
+            )
+        if self.num_under_way + asked > limits.max_requests:
             raise ApiError(
                 429,
                 f"{self.num_under_way} requests are under way and {limits.max_requests} may be; "

@@ -10,6 +10,7 @@ import pytest
 
 pytestmark = pytest.mark.cpu
 COMPLETIONS, CHATS, MESSAGES = "/v1/completions", "/v1/chat/completions", "/v1/messages"
+RESPONSES = "/v1/responses"
 
 
 def post(server, path, body, kind="application/json"):
@@ -57,6 +58,7 @@ TOOL = {"type": "function", "function": {"name": "find"}}
         (CHATS, called({"function": 5}), 400, "'messages.0.tool_calls.0.function'"),
         (CHATS, called({"function": ["x"]}), 400, "'messages.0.tool_calls.0.function'"),
         (CHATS, chat(messages=[{"role": "user", "content": [{"type": "text"}]}]), 400, "its text"),
+        (RESPONSES, {"input": []}, 400, "'input' must be a text or at least one message"),
         (MESSAGES, block(5), 400, "a text or a list of blocks, got 5"),
         (MESSAGES, block([5]), 400, "got a block of type 5"),
         ("/detokenize", {"tokens": [-1]}, 400, "tokens must be from 0 to 4095, got -1"),
@@ -80,6 +82,8 @@ def test_what_cannot_be_is_refused_in_a_sentence(server, path, body, status, sai
         (CHATS, chat(tools=[TOOL, TOOL], tool_choice=TOOL)),
         (CHATS, chat(messages=[{"role": "user"}])),
         (CHATS, chat(max_completion_tokens=1.0)),
+        (CHATS, chat(top_logprobs=0)),
+        (CHATS, chat(stop="")),
     ],
 )
 def test_what_is_odd_but_right_is_answered(server, path, body):
@@ -110,6 +114,32 @@ def test_the_best_of_several_answers_are_the_likeliest(server):
         own = sorted(several[prompt * 5 : prompt * 5 + 5], key=score, reverse=True)
         found = [choice["text"] for choice in best["choices"][prompt * 2 : prompt * 2 + 2]]
         assert found == [choice["text"] for choice in own[:2]]
+
+
+def test_a_best_of_below_n_asks_for_n_answers(server):
+    for stream in (False, True):
+        asked = completion(n=3, best_of=1, stream=stream)
+        request = urllib.request.Request(
+            server.url + COMPLETIONS, json.dumps(asked).encode(),
+            {"Content-Type": "application/json"},
+        )  # fmt: skip
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            text = answer.read().decode()
+        assert {f'"index":{k}' in text for k in range(3)} == {True} and '"index":3' not in text
+
+
+def test_top_logprobs_alone_ask_for_logprobs(server):
+    told = post(server, CHATS, chat(top_logprobs=3))[1]["choices"][0]["logprobs"]
+    assert [len(token["top_logprobs"]) for token in told["content"]] == [3, 3]
+
+
+def test_an_empty_stop_ends_nothing_and_the_others_beside_it_do(server):
+    asked = completion(prompt="def main():", max_tokens=12, temperature=0)
+    whole = post(server, COMPLETIONS, asked)[1]["choices"][0]["text"]
+    mark = whole.strip()[1]
+    for stop, text in (("", whole), ([""], whole), (["", mark], whole.partition(mark)[0])):
+        found = post(server, COMPLETIONS, asked | {"stop": stop})[1]["choices"][0]["text"]
+        assert found == text
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])

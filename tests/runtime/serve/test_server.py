@@ -81,6 +81,28 @@ def test_metrics_count_what_was_answered(server):
     assert 'model_name="demo-7m"' in ask(server, "/metrics")[2]
 
 
+def test_times_are_counted_from_the_arrival_of_a_requests_head(server):
+    def total_s() -> list[float]:
+        text, names = ask(server, "/metrics")[2], ("time_to_first_token", "e2e_request_latency")
+        return [
+            float(re.findall(rf"^vllm:{name}_seconds_sum{{.*}} (\S+)$", text, flags=re.M)[0])
+            for name in names
+        ]
+
+    before_s, wait_s = total_s(), 0.3
+    body = json.dumps({"prompt": "a", "max_tokens": 1}).encode()
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    connection.putrequest("POST", "/v1/completions")
+    connection.putheader("Content-Type", "application/json")
+    connection.putheader("Content-Length", str(len(body)))
+    connection.endheaders()
+    time.sleep(wait_s)
+    connection.send(body)
+    assert connection.getresponse().status == 200
+    connection.close()
+    assert all(now_s - then_s >= wait_s for now_s, then_s in zip(total_s(), before_s, strict=True))
+
+
 @pytest.mark.parametrize(
     ("path", "body", "status", "said"),
     [
