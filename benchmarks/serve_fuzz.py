@@ -51,6 +51,8 @@ class Seen:
     """What came of the requests."""
 
     statuses: Counter[int] = field(default_factory=Counter)
+    told_to_wait: Counter[int] = field(default_factory=Counter)
+    """Refusals for overload, after each of which the request came again."""
     late: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
     num_text: int = 0
@@ -88,6 +90,7 @@ def main() -> None:
             list(pool.map(lambda case, p=path, c=checks: ask(options, p, *case, c, seen), cases))
     told = {
         "statuses": dict(sorted(seen.statuses.items())), "late": len(seen.late),
+        "told_to_wait": dict(seen.told_to_wait),
         "failed": len(seen.failed), "text_requests": seen.num_text, "fitting": seen.num_fitting,
         "fitting_2xx": seen.num_fitting_right, "whys": dict(seen.whys.most_common(12)),
     }  # fmt: skip
@@ -145,6 +148,7 @@ def ask(
             return
         if got.status_code not in (429, 503):
             break
+        seen.told_to_wait[got.status_code] += 1
         time.sleep(float(got.headers.get("Retry-After", "1")))
     seen.statuses[got.status_code] += 1
     if got.status_code >= 500:
@@ -166,7 +170,7 @@ def what_is_wrong(got: requests.Response, checks: list[Any]) -> str | None:
     if got.status_code >= 300:
         told = got.json()["error"]["message"].split(", got ")[0]
         return f"{got.status_code} " + re.sub(r"-?[0-9][0-9.e+]*", "N", told)[:100]
-    whole, part = checks
+    whole, part = checks  # one and the same for /completions
     try:
         if not got.headers["content-type"].startswith("text/event-stream"):
             whole.validate(got.json())
@@ -175,7 +179,7 @@ def what_is_wrong(got: requests.Response, checks: list[Any]) -> str | None:
         for line in lines:
             if line != "[DONE]":
                 # OpenAI's schema has no event of /completions of its own, where null is "not yet".
-                part.validate(json.loads(line.replace(*NOT_YET)))
+                part.validate(json.loads(line.replace(*NOT_YET) if part is whole else line))
     except jsonschema_rs.ValidationError as error:
         return f"the answer: {error.message[:100]} at {error.instance_path}"
     return None

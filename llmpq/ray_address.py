@@ -19,6 +19,8 @@ from contextlib import contextmanager
 PROBE_S = 5.0
 """How long an address may take to accept a connection, and then to greet."""
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
+_ABORT_S = 3.0
+"""What Ray's handler of SIGTERM gives a process."""
 _HEADER_BYTES, _TYPE_AT, _SETTINGS = 9, 3, 4
 
 
@@ -104,11 +106,14 @@ def take_signals_back() -> None:
 
     Its handler of SIGTERM aborts the process three seconds later, whatever the process does in
     them; when it goes it leaves the system's default. What Python was told stands again after this.
+    Its alarm is told from a caller's own by its time: it has no interval and three seconds at most.
     """
     if threading.current_thread() is not threading.main_thread():
         return
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    left_s, every_s = signal.getitimer(signal.ITIMER_REAL)
+    if 0 < left_s <= _ABORT_S and not every_s:
+        signal.alarm(0)
+    for number in (signal.SIGALRM, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         handler = signal.getsignal(number)
         if handler is not None:  # else set by something that is not Python
             signal.signal(number, handler)
-    signal.alarm(0)

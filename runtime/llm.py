@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import queue
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import ExitStack, aclosing
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, cast
@@ -217,16 +218,22 @@ class LLM:
         *,
         request_id: str | None = None,
         priority: int = 0,
+        cache_salt: str | None = None,
     ) -> Answers:
         """Begin the answers to a prompt and return them, to be read by `deltas` as they come.
 
-        `ValueError` if they can never run. Lower `priority` goes first.
+        `ValueError` if they can never run. Lower `priority` goes first. The prefix cache finds
+        again only what came with the same `cache_salt`.
         """
         loop = asyncio.get_running_loop()
         if self._inbox is None or self._inbox.loop is not loop:
             self._inbox = LoopInbox(loop)
         params = sampling_params or SamplingParams()
-        work = asyncio.to_thread(self._submit, prompt, params, request_id, priority, self._inbox)
+        asked = partial(
+            self._prompts.ask, prompt, params, name=request_id, stream=True, priority=priority,
+            cache_salt=cache_salt,
+        )  # fmt: skip
+        work = asyncio.to_thread(self._submit, asked, self._inbox)
         made = asyncio.ensure_future(work)
         try:
             return await asyncio.shield(made)
@@ -234,15 +241,8 @@ class LLM:
             made.add_done_callback(_give_up)  # it may still become one that nobody reads
             raise
 
-    def _submit(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        name: str | None,
-        priority: int,
-        inbox: LoopInbox,
-    ) -> Answers:
-        ask = self._prompts.ask(prompt, params, name=name, stream=True, priority=priority)
+    def _submit(self, asked: Callable[[], Ask], inbox: LoopInbox) -> Answers:
+        ask = asked()
         self._begin([ask])
         answers = Answers(ask, self._prompts, self._engine, inbox, ended=lambda: self._end([ask]))
         try:

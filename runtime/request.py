@@ -46,6 +46,8 @@ class Request:
     """Tokens before which nothing but the limit ends it."""
     priority: int = 0
     """Lower numbers go first; equal ones first come first served."""
+    cache_salt: str | None = None
+    """Blocks of its prompt are shared only with requests of the same salt; None is one of them."""
     timeout_s: float | None = None
     """Seconds after which it is ended between two steps; None: it may take its time."""
     may_draft: bool = True

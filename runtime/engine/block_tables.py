@@ -89,7 +89,9 @@ class BlockTables:
 
     def holder(self, request: Request, arrival: int) -> Holder:
         """Return a request that holds nothing yet."""
-        keys = PrefixKeys(self._root, tail=self._limits.tail)
+        own = request.cache_salt
+        root = self._root if own is None else chain_root(self._root, own)
+        keys = PrefixKeys(root, tail=self._limits.tail)
         return Holder(request, (request.priority, arrival), keys)
 
     def blocks(self, tokens: int) -> int:

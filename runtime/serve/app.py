@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from typing import Any, Protocol
 
 from fastapi import FastAPI, Request
-from fastapi.responses import Response
+from fastapi.responses import PlainTextResponse, Response
 from starlette.middleware.cors import CORSMiddleware
 
 from llmpq.runtime.answers import Answers
@@ -31,6 +31,13 @@ _REFUSALS: dict[int | str, dict[str, Any]] = {
         ("4XX", "A request that is refused; OpenAI's error, Anthropic's under /v1/messages."),
         ("5XX", "No engine (503), no such ability (501), too late (504)."),
     )
+}
+
+_STREAMS: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "The answer; with 'stream': true, as it comes.",
+        "content": {"text/event-stream": {"schema": {"type": "string"}}},
+    }
 }
 
 
@@ -80,23 +87,23 @@ def make_app(service: Service) -> FastAPI:
 
 
 def _add_answers(app: FastAPI, service: Service) -> None:
-    @app.post("/v1/completions")
+    @app.post("/v1/completions", responses=_STREAMS)
     async def completions(request: Request, body: CompletionBody) -> Response:
         return await answer(request, TextCompletion(service, body), streamed=body.stream)
 
-    @app.post("/v1/chat/completions")
+    @app.post("/v1/chat/completions", responses=_STREAMS)
     async def chat(request: Request, body: ChatBody) -> Response:
         return await answer(request, Chat(service, body), streamed=body.stream)
 
-    @app.post("/v1/messages")
+    @app.post("/v1/messages", responses=_STREAMS)
     async def messages(request: Request, body: MessagesBody) -> Response:
         return await answer(request, Messages(service, body), streamed=body.stream)
 
-    @app.post("/v1/responses")
+    @app.post("/v1/responses", responses=_STREAMS)
     async def responses(request: Request, body: ResponsesBody) -> Response:
         return await answer(request, Responses(service, body), streamed=body.stream)
 
-    @app.post("/v1/embeddings")
+    @app.post("/v1/embeddings", responses={501: {"description": "not made here"}})
     async def embeddings() -> Response:
         raise ApiError(501, "this server generates text; it makes no embeddings")
 
@@ -163,7 +170,7 @@ def _add_state(app: FastAPI, service: Service) -> None:
     async def version() -> dict[str, str]:
         return {"version": __version__}
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     def metrics() -> Response:
         # In a thread: the stages are asked.
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")

@@ -84,8 +84,8 @@ class SamplingBody(Body):
     prompt_logprobs: Whole | None = None
     truncate_prompt_tokens: Whole | None = None
     priority: Whole = 0
-    cache_salt: str | None = None
-    """Taken; answers do not depend on it."""
+    cache_salt: str | None = Field(None, min_length=1)
+    """Prefixes are shared with requests of the same salt only."""
     structured_outputs: dict[str, Any] | None = None
     guided_json: str | dict[str, Any] | bool | None = None
     guided_regex: str | None = None

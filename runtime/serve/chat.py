@@ -55,7 +55,10 @@ class Chat:
             add_generation_prompt=self._body.add_generation_prompt,
             options=self._body.chat_template_kwargs,
         )
-        return await self._service.begin([tokens], self._params, priority=self._body.priority)
+        body = self._body
+        return await self._service.begin(
+            [tokens], self._params, priority=body.priority, cache_salt=body.cache_salt
+        )
 
     async def whole(self) -> dict[str, Any]:
         """Return the answer."""

@@ -56,7 +56,10 @@ class TextCompletion:
         """Queue the prompts."""
         self._service.ready()
         prompts = [self._started(prompt) for prompt in self._body.prompts()]
-        return await self._service.begin(prompts, self._params, priority=self._body.priority)
+        body = self._body
+        return await self._service.begin(
+            prompts, self._params, priority=body.priority, cache_salt=body.cache_salt
+        )
 
     async def whole(self) -> dict[str, Any]:
         """Return the answer."""

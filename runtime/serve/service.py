@@ -127,7 +127,12 @@ class Service:
             raise
 
     async def begin(
-        self, prompts: Sequence[Prompt], params: SamplingParams, *, priority: int = 0
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
     ) -> list[Answers]:
         """Begin the answers to prompts; all or none."""
         llm, limits = self.ready(), self.settings
@@ -158,7 +163,11 @@ class Service:
         try:
             for prompt in prompts:
                 name = uuid.uuid4().hex
-                begun.append(await llm.submit(prompt, params, request_id=name, priority=priority))
+                begun.append(
+                    await llm.submit(
+                        prompt, params, request_id=name, priority=priority, cache_salt=cache_salt
+                    )
+                )
         except BaseException:
             for answers in begun:
                 answers.give_up()

@@ -83,6 +83,7 @@ class Prompts:
         name: str | None = None,
         stream: bool = False,
         priority: int = 0,
+        cache_salt: str | None = None,
     ) -> Ask:
         """Return the requests of a prompt; `ValueError` if they can never run.
 
@@ -106,6 +107,7 @@ class Prompts:
             rules=rules,
             min_new=params.min_tokens,
             priority=priority,
+            cache_salt=cache_salt,
             timeout_s=params.timeout_s,
             may_draft=rules is None,
             stream=stream,

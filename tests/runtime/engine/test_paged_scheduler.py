@@ -366,6 +366,16 @@ def test_full_blocks_are_found_again(kv, shared, hit):
     assert [request.output for request in requests] == [expected[n] for n in range(2)]
 
 
+def test_only_requests_of_one_salt_share_blocks():
+    scheduler = PagedScheduler(limits(num_blocks=16, step_tokens=1000))
+    stage, hits = FakeStage(KVPrecision.KV16), []
+    for number, salt in enumerate(("a", "b", None, "a", None, "b")):
+        request = Request(id=number, prompt=(1,) * 200, max_new=1, cache_salt=salt)
+        play(scheduler, [request], random.Random(0), depth=1, stage=stage)
+        hits.append(request.num_prefix_hits)
+    assert hits == [0, 0, 0, 128, 128, 128]
+
+
 def test_a_prompt_found_whole_computes_a_token_at_least():
     scheduler = PagedScheduler(limits(num_blocks=16, step_tokens=1000))
     stage = FakeStage(KVPrecision.KV16)

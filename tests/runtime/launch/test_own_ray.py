@@ -193,12 +193,14 @@ def told_to_stop():
         return True
 
 signal.signal(signal.SIGTERM, interrupt)
+signal.alarm(1000)  # the caller's own guard
 with ray_cluster(None):
     assert told_to_stop()
     end_s = time.monotonic() + 4  # what was begun is written, answers under way are finished
     while time.monotonic() < end_s:
         time.sleep(0.1)
 assert told_to_stop()
+assert signal.alarm(0) > 900
 sys.exit(130)
 """
 

@@ -147,3 +147,21 @@ def test_only_json_is_read_so_no_page_can_send_it_unasked(server, kind):
     status, told = post(server, COMPLETIONS, completion(), kind)
     assert status == 415 and "Content-Type: application/json" in told["error"]["message"]
     assert post(server, COMPLETIONS, completion(), "application/json; charset=utf-8")[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMPLETIONS, completion(prompt="def one_of_our_own(): " * 20)),
+        (CHATS, chat(messages=[{"role": "user", "content": "class OneOfOurOwn: " * 20}])),
+    ],
+)
+def test_a_cache_salt_keeps_prefixes_apart(server, path, body):
+    cached = []
+    for salt in ("ours", "theirs", None, "ours"):
+        status, told = post(server, path, body | {"cache_salt": salt})
+        assert status == 200
+        cached.append(told["usage"]["prompt_tokens_details"]["cached_tokens"])
+    assert cached[:3] == [0, 0, 0] and cached[3] >= 128
+    status, told = post(server, path, body | {"cache_salt": ""})
+    assert status == 400 and "'cache_salt'" in told["error"]["message"]
