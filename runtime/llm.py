@@ -75,11 +75,9 @@ class LLM:
         `speculate` and `gamma` (tokens drafted per verify) are the plan's unless they are given.
         """
         wishes = Wishes(
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            dtype=dtype,
+            max_model_len=max_model_len, max_num_seqs=max_num_seqs, dtype=dtype,
             kv_cache_dtype=kv_cache_dtype,
-        )
+        )  # fmt: skip
         chosen = choose_plan(model, plan, cluster, wishes)
         self._plan = with_kv(chosen.plan, chosen.spec, kv_cache_dtype)
         self._asked: dict[str, tuple[int, ...]] = {}  # prompts under way: their requests
@@ -102,7 +100,9 @@ class LLM:
             self._plan, settings, cluster=chosen.cluster, deadlines=deadlines, launch=launch
         )
         with ExitStack() as stack:
-            self._engine = EngineThread(stack.enter_context(start), stack.pop_all())
+            engine = stack.enter_context(start)
+            self._prompts.wait_until_read()
+            self._engine = EngineThread(engine, stack.pop_all())
 
     def __enter__(self) -> Self:
         return self

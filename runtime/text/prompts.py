@@ -60,6 +60,14 @@ class Prompts:
         """The model's tokenizer; `ValueError` where there is none."""
         return self._tokenizer.result()
 
+    def wait_until_read(self) -> None:
+        """Wait for the tokenizer, or for why there is none.
+
+        Who imports transformers in another thread meanwhile is left with half a module: it puts
+        another in its place at its import's end.
+        """
+        self._tokenizer.exception()
+
     @property
     def max_model_len(self) -> int:
         """Tokens that a prompt and its answer may have."""

@@ -279,3 +279,19 @@ def test_answers_tell_what_was_cached_and_deadlines_end_them(one):
     assert one.stats()["gauges"]["blocks_held"] == 0
     with pytest.raises(ValueError, match="timeout_s must be"):
         SamplingParams(timeout_s=0)
+
+
+@pytest.mark.cpu
+def test_transformers_is_imported_once_it_is_open(demo_model, monkeypatch):
+    """Else the caller's own import beside it gets half a module."""
+    read = []
+
+    def slowly(directory):
+        time.sleep(1.0)
+        read.append(directory)
+        raise ValueError("no tokenizer here")
+
+    monkeypatch.setattr("llmpq.runtime.text.prompts.Tokenizer", slowly)
+    with LLM(str(demo_model), backend="threads") as llm:
+        assert len(read) == 1
+        assert len(llm.generate([[5, 6]], GREEDY)[0].outputs[0].token_ids) > 0
