@@ -17,7 +17,7 @@ import yaml
 from llmpq.cluster import Cluster
 from llmpq.device_spec import device_specs
 from llmpq.planner.inputs.requests import ListRequest
-from llmpq.ray_address import named_ray, on_loopback, require_ray, take_signals_back
+from llmpq.ray_address import named_ray, on_loopback, require_ray, signals_kept
 from llmpq.this_machine import MIB, Gpu, kind_of, read_gpus, read_host, visible
 from llmpq.units import format_size
 
@@ -79,7 +79,7 @@ def cluster_from_ray(address: str) -> Cluster:
         raise ValueError("--from-ray needs Ray: pip install 'llmpq[run]'") from None
     try:
         named, local = named_ray(address)
-        with on_loopback(local):
+        with on_loopback(local), signals_kept():
             ray.init(address=named, logging_level="ERROR", log_to_driver=False)
     except ConnectionError:
         raise ValueError(
@@ -88,8 +88,8 @@ def cluster_from_ray(address: str) -> Cluster:
     try:
         return cluster_of_nodes(ray.nodes())
     finally:
-        ray.shutdown()
-        take_signals_back()
+        with signals_kept():
+            ray.shutdown()
 
 
 def cluster_of_nodes(nodes: list[dict[str, Any]]) -> Cluster:

@@ -30,7 +30,7 @@ import psutil
 
 from llmpq.errors import DeadlineError, StageLostError
 from llmpq.out_of_memory import first_line
-from llmpq.ray_address import environment, named_ray, on_loopback, take_signals_back
+from llmpq.ray_address import environment, named_ray, on_loopback, signals_kept
 from llmpq.runtime.launch.stage_host import LOCAL_HOST
 
 START_S = 90.0
@@ -63,13 +63,12 @@ def own_ray() -> Iterator[None]:
         with _adopting_orphans(), _no_autoscaler(), environment(_private()):
             try:
                 what, died = "start Ray on this machine", _look(before)
-                _in_thread(lambda: _start(folder), what, over=over, died=died)
-                take_signals_back()
+                with signals_kept():
+                    _in_thread(lambda: _start(folder), what, over=over, died=died)
                 with _watched(died):
                     yield
             finally:
-                take_signals_back()  # of a start that was cut short
-                with _undisturbed():
+                with signals_kept(), _undisturbed():
                     _end(before, folder)
                     over.set()
     finally:
@@ -83,13 +82,12 @@ def joined_ray(address: str) -> Iterator[None]:
 
     address, local = named_ray(address)
     try:
-        with environment(_common()), on_loopback(local):
+        with environment(_common()), on_loopback(local), signals_kept():
             _in_thread(lambda: ray.init(address=address, **_options()), f"join Ray at '{address}'")
-        take_signals_back()
         yield
     finally:
-        ray.shutdown()
-        take_signals_back()
+        with signals_kept():
+            ray.shutdown()
 
 
 def _start(folder: Path) -> None:
