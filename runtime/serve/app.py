@@ -36,7 +36,7 @@ _REFUSALS: dict[int | str, dict[str, Any]] = {
 _STREAMS: dict[int | str, dict[str, Any]] = {
     200: {
         "description": "The answer; with 'stream': true, as it comes.",
-        "content": {"text/event-stream": {"schema": {"type": "string"}}},
+        "content": {"text/event-stream": {}},
     }
 }
 
