@@ -85,15 +85,18 @@ def kv_cache_bytes(
     head_dim: int,
     dtype_bytes: int,
     key_group: int | None = BLOCK_TOKENS,
+    vectors: int = 2,
 ) -> int:
     """Return the bytes of one layer's keys and values for `slots` requests of `max_len` tokens.
 
-    kv16:  slots * max_len * 2 * kv_heads * head_dim * dtype_bytes
+    kv16:  slots * max_len * vectors * kv_heads * head_dim * dtype_bytes
     else:  slots * (packed_blocks(max_len) * block_bytes + the same with RING_TOKENS for max_len)
+
+    `vectors`: 2, keys and values; 1 where they are one (`ModelSpec.kv_vectors`), in 16 bits only.
     """
     token = 2 * kv_heads * head_dim * dtype_bytes
     if kv is KVPrecision.KV16:
-        return slots * max_len * token
+        return slots * max_len * token // 2 * vectors
     packed = packed_blocks(max_len) * block_bytes(
         kv, kv_heads=kv_heads, head_dim=head_dim, key_group=key_group
     )
@@ -110,17 +113,18 @@ def kv_pool_bytes(
     dtype_bytes: int,
     prefix_cache: bool,
     key_group: int | None = BLOCK_TOKENS,
+    vectors: int = 2,
 ) -> int:
     """Return the bytes of one layer's pool of blocks, for `slots` requests at once.
 
-    kv16:  num_blocks * BLOCK_TOKENS * token
+    kv16:  num_blocks * BLOCK_TOKENS * token / 2 * vectors
     else:  num_blocks * (block_bytes + TAIL_TOKENS * token, the latter for found prefixes only)
            + slots * RING_TOKENS * token
     where  token = 2 * kv_heads * head_dim * dtype_bytes
     """
     token = 2 * kv_heads * head_dim * dtype_bytes
     if kv is KVPrecision.KV16:
-        return num_blocks * BLOCK_TOKENS * token
+        return num_blocks * BLOCK_TOKENS * token // 2 * vectors
     block = block_bytes(kv, kv_heads=kv_heads, head_dim=head_dim, key_group=key_group)
     behind = TAIL_TOKENS * token if prefix_cache else 0
     return num_blocks * (block + behind) + slots * RING_TOKENS * token

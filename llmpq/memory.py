@@ -82,14 +82,19 @@ def layer_weight_bytes(
     """Return the bytes of one decoder layer's weights, norms and biases included."""
     scheme = quantization.scheme(precision)
     if scheme is None:
-        return spec.layer_params * dtype_bytes
+        return spec.layer_params * dtype_bytes + _wide_bytes(spec, dtype_bytes)
     packed = sum(scheme.nbytes(s.out_features, s.in_features, dtype_bytes) for s in spec.linears())
     if scheme.outliers:
         # The order of the input channels; `down` needs none, the rows before it are reordered.
         ordered = [s for s in spec.linears() if not s.name.endswith("down")]
         packed += sum(INDEX_BYTES * s.in_features for s in ordered)
     unquantised = spec.layer_params - sum(s.num_weights for s in spec.linears())
-    return packed + unquantised * dtype_bytes
+    return packed + unquantised * dtype_bytes + _wide_bytes(spec, dtype_bytes)
+
+
+def _wide_bytes(spec: ModelSpec, dtype_bytes: int) -> int:
+    """Return what a router's correction takes beyond the dtype's: it is kept in float32."""
+    return (4 - dtype_bytes) * spec.experts if spec.router.correction else 0
 
 
 def embedding_bytes(spec: ModelSpec, *, first: bool, last: bool, dtype_bytes: int) -> int:
@@ -128,6 +133,7 @@ def stage_memory(
             slots=workload.batch,
             max_len=workload.max_len,
             kv_heads=spec.kv_heads,
+            vectors=spec.kv_vectors,
             head_dim=spec.head_dim,
             dtype_bytes=dtype_bytes,
         ),

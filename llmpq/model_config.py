@@ -250,12 +250,20 @@ def read_config(directory: str | Path) -> dict[str, Any]:
     path = Path(directory) / "config.json"
     try:
         config = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise ValueError(
-            f"no config.json in '{directory}': expected a local Hugging Face model directory"
-        ) from None
+    except (FileNotFoundError, NotADirectoryError):
+        raise ValueError(_nothing_to_read(Path(directory))) from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"'{path}' is not valid JSON: {error}") from None
     if not isinstance(config, dict):
         raise ValueError(f"'{path}': got {type(config).__name__}, expected an object")
     return config
+
+
+def _nothing_to_read(path: Path) -> str:
+    """Say what is missing where a model should be."""
+    if path.suffix == ".gguf":
+        return f"no such file: '{path}'; expected a GGUF file, or a model directory"
+    found = sorted(path.glob("*.gguf")) if path.is_dir() else []
+    if found:
+        return f"no config.json in '{path}', but GGUF files: give one itself, '{found[0]}'"
+    return f"no config.json in '{path}': expected a local Hugging Face model directory"

@@ -257,6 +257,11 @@ class ModelSpec:
         return self.vocab * self.hidden + self.norm_params
 
     @property
+    def kv_vectors(self) -> int:
+        """Vectors that a token caches a head: key and value, or MLA's latent, which is both."""
+        return 2 if self.latent is None else 1
+
+    @property
     def num_params(self) -> int:
         """Parameters of the whole model, tied embeddings counted once."""
         tied = self.vocab * self.hidden if self.tied_embeddings else 0

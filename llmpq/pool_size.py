@@ -38,6 +38,7 @@ class PoolSize:
             num_blocks=self.num_blocks,
             slots=self.slots,
             kv_heads=spec.kv_heads,
+            vectors=spec.kv_vectors,
             head_dim=spec.head_dim,
             dtype_bytes=dtype_bytes,
             prefix_cache=self.prefix_cache,

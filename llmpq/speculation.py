@@ -287,6 +287,7 @@ def draft_bytes(plan: Plan, spec: ModelSpec, index: int, mode: SpeculationMode) 
         slots=workload.batch,
         max_len=workload.max_len,
         kv_heads=spec.kv_heads,
+        vectors=spec.kv_vectors,
         head_dim=spec.head_dim,
         dtype_bytes=workload.dtype_bytes,
     )

@@ -77,6 +77,7 @@ def _stage(
         slots=work.batch,
         max_len=work.max_len,
         kv_heads=p.spec.kv_heads,
+        vectors=p.spec.kv_vectors,
         head_dim=p.spec.head_dim,
         dtype_bytes=work.dtype_bytes,
     )

@@ -172,6 +172,7 @@ def _decode(
             slots=1,
             max_len=tokens,
             kv_heads=spec.kv_heads,
+            vectors=spec.kv_vectors,
             head_dim=spec.head_dim,
             dtype_bytes=width,
         )

@@ -56,6 +56,7 @@ def layer_bytes(p: Problem) -> NDArray[np.int64]:
         slots=work.batch,
         max_len=work.max_len,
         kv_heads=p.spec.kv_heads,
+        vectors=p.spec.kv_vectors,
         head_dim=p.spec.head_dim,
         dtype_bytes=work.dtype_bytes,
     )

@@ -27,6 +27,8 @@ def read_model(request: ModelRequest) -> tuple[ModelSpec, str | None]:
         raise ValueError("--model is missing: a Hugging Face directory, or a name such as opt-30b")
     if is_model(request.model):
         return ModelSpec.from_directory(request.model), str(request.model)
+    if request.model.endswith(".gguf"):
+        raise ValueError(f"no such file: '{shortened(request.model)}'; expected a GGUF file")
     if "/" in request.model and builtin_name(request.model) is None:
         short = request.model.rstrip("/").rsplit("/", 1)[-1]
         hint = nearest(short, builtin_configs()).strip()

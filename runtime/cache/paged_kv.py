@@ -72,13 +72,15 @@ class PagedPlainKV(PagedKV):
     ) -> None:
         shape = (num_layers, num_blocks * BLOCK_TOKENS, spec.kv_heads, spec.head_dim)
         self.k = torch.zeros(shape, dtype=dtype, device=device)
-        self.v = torch.zeros(shape, dtype=dtype, device=device)
+        self.v = self.k  # MLA's latents are keys and values at once
+        if spec.kv_vectors == 2:
+            self.v = torch.zeros(shape, dtype=dtype, device=device)
         self._tables = BlockLists(slots)
 
     @property
     def nbytes(self) -> int:
         """Bytes of keys and values, all layers."""
-        return self.k.nbytes + self.v.nbytes
+        return self.k.nbytes + (0 if self.v is self.k else self.v.nbytes)
 
     def take_rows(self, rows: Sequence[PagedRow], starts: Sequence[int]) -> None:
         """Take note of the blocks that a step's rows got."""
@@ -102,7 +104,8 @@ class PagedPlainKV(PagedKV):
         k_pool, v_pool = self.k[layer], self.v[layer]
         places_T = step.once("places", lambda: self._places(step))
         k_pool.index_copy_(0, places_T, k_BQGD[0, : len(places_T)])
-        v_pool.index_copy_(0, places_T, v_BQGD[0, : len(places_T)])
+        if self.v is not self.k:
+            v_pool.index_copy_(0, places_T, v_BQGD[0, : len(places_T)])
         decode = partial(
             self._decode,
             k_pool=k_pool,

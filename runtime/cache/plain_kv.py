@@ -33,13 +33,15 @@ class PlainKVCache(KVCache):
     ) -> None:
         shape = (num_layers, slots, spec.kv_heads, max_len, spec.head_dim)
         self.k = torch.zeros(shape, dtype=dtype, device=device)
-        self.v = torch.zeros(shape, dtype=dtype, device=device)
+        self.v = self.k  # MLA's latents are keys and values at once
+        if spec.kv_vectors == 2:
+            self.v = torch.zeros(shape, dtype=dtype, device=device)
         self.max_len = max_len
 
     @property
     def nbytes(self) -> int:
         """Bytes of keys and values, all layers."""
-        return self.k.nbytes + self.v.nbytes
+        return self.k.nbytes + (0 if self.v is self.k else self.v.nbytes)
 
     def attend(
         self,
@@ -60,7 +62,8 @@ class PlainKVCache(KVCache):
         self.check_room(step)
         k, v = self.k[layer], self.v[layer]
         _append(k, k_BQGD, step)
-        _append(v, v_BQGD, step)
+        if self.v is not self.k:
+            _append(v, v_BQGD, step)
         if step.fresh:
             return attend_fresh(
                 q_BQHD,

@@ -39,6 +39,7 @@ def device_plan(
         slots=1,
         max_len=max_len,
         kv_heads=spec.kv_heads,
+        vectors=spec.kv_vectors,
         head_dim=spec.head_dim,
         dtype_bytes=dtype_bytes,
     )

@@ -34,6 +34,7 @@ def with_kv(plan: Plan, spec: ModelSpec, wish: str) -> Plan:
         slots=workload.batch,
         max_len=workload.max_len,
         kv_heads=spec.kv_heads,
+        vectors=spec.kv_vectors,
         head_dim=spec.head_dim,
         dtype_bytes=workload.dtype_bytes,
     )

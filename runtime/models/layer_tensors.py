@@ -39,6 +39,12 @@ class LayerTensors:
         assert isinstance(tensor, Tensor)
         return tensor.to(self.device, self.dtype)
 
+    def float32(self, name: str) -> Tensor:
+        """Return a part on the stage's device in float32."""
+        tensor = self.tensors[name]
+        assert isinstance(tensor, Tensor)
+        return tensor.to(self.device, torch.float32)
+
     def optional(self, name: str) -> Tensor | None:
         """Return a part, or None where the architecture has none."""
         return self.tensor(name) if name in self.tensors else None

@@ -132,7 +132,7 @@ def _mlp(spec: ModelSpec, parts: LayerTensors) -> MLP | GatedMLP | SparseMLP:
         spec.experts_per_token,
         rule,
         bias_E=parts.tensor("router.bias") if rule.bias else None,
-        correction_E=parts.tensor("router.correction") if rule.correction else None,
+        correction_E=parts.float32("router.correction") if rule.correction else None,
     )
     experts = [_dense_mlp(spec, parts, owner) for owner in spec.mlps()]
     shared = _dense_mlp(spec, parts, SHARED) if spec.shared_ffn else None

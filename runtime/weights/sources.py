@@ -25,6 +25,8 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 ATOM_ROOT = "llmpq.layers."
 """What Atom's layers are called up to the layer's number."""
+FLOAT32_PARTS = ("router.correction",)
+"""Parts read in float32 whatever the dtype: what they tell apart, 16 bits would make equal."""
 ROW = re.compile(r"(?P<name>.+)\[(?P<index>[0-9]+)\](?P<transposed>\^T)?")
 UNREAD = re.compile(
     r"rotary_emb\.|\.(masked_bias|position_ids|[kvq]_scale|output_scale)$|^lm_head\."
@@ -117,7 +119,8 @@ class CheckpointSource:
         """Read the parts of `shapes`, stacking and rearranging as the family's table says."""
         parts = {}
         for part, shape in shapes.items():
-            stacked = self._stack(table[part], shape, dtype)
+            stored = torch.float32 if part in FLOAT32_PARTS else dtype
+            stacked = self._stack(table[part], shape, stored)
             parts[part] = self.names.arranged(part).ours(stacked, self.spec)
         return parts
 

@@ -128,6 +128,7 @@ def test_bytes_match_measured_memory() -> None:
                 slots=8,
                 max_len=712,
                 kv_heads=spec.kv_heads,
+                vectors=spec.kv_vectors,
                 head_dim=spec.head_dim,
                 dtype_bytes=2,
             )

@@ -244,6 +244,7 @@ def test_the_pool_takes_the_bytes_the_formula_says(demo_model, kv, prefix_cache)
         num_blocks=3,
         slots=2,
         kv_heads=spec.kv_heads,
+        vectors=spec.kv_vectors,
         head_dim=spec.head_dim,
         dtype_bytes=4,
         prefix_cache=prefix_cache,

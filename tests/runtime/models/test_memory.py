@@ -15,15 +15,17 @@ from torch.utils._pytree import tree_leaves
 from llmpq.errors import StageLostError
 from llmpq.kernels.cpu import native_linear, packed_linear
 from llmpq.kernels.kv import reference
-from llmpq.kv_format import kv_cache_bytes
+from llmpq.kv_format import kv_cache_bytes, kv_pool_bytes
 from llmpq.memory import Quantization, embedding_bytes, layer_weight_bytes, stage_memory
 from llmpq.model_spec import ModelSpec
 from llmpq.out_of_memory import out_of_memory
 from llmpq.precision import KVPrecision, Precision
 from llmpq.runtime.cache.kv_by_precision import make_kv_cache
 from llmpq.runtime.cache.kv_cache import KVCache
+from llmpq.runtime.cache.paged_kv import PagedPlainKV
+from llmpq.runtime.cache.plain_kv import PlainKVCache
 from llmpq.runtime.engine.plain_loop import LocalPipeline
-from llmpq.runtime.models.experts import SparseMLP
+from llmpq.runtime.models.experts import Routing, SparseMLP
 from llmpq.runtime.models.stage_model import DTYPES, StageModel
 from llmpq.runtime.step import Step
 from llmpq.runtime.weights.sources import RandomSource
@@ -95,6 +97,43 @@ def test_weights_have_the_predicted_bytes(name, precision, symmetric, group_size
             assert stage.weight_nbytes == len(stage.layers) * layer + ends
 
 
+def test_a_routers_correction_stays_in_float32_and_is_counted():
+    spec = dataclasses.replace(
+        ModelSpec.by_name("glm-4.5-air"),
+        num_layers=2,
+        hidden=64,
+        ffn=32,
+        dense_ffn=48,
+        shared_ffn=32,
+        dense_layers=(),
+        heads=2,
+        kv_heads=1,
+        head_dim=32,
+        vocab=64,
+        max_positions=64,
+    )
+    assert spec.router.correction
+    (stage,) = local(spec, "w16a16", "bfloat16").stages
+    corrections = [m.correction_E for m in stage.modules() if isinstance(m, Routing)]
+    assert len(corrections) == 2 and all(c.dtype == torch.float32 for c in corrections)
+    layer = layer_weight_bytes(spec, Precision.W16A16, Quantization(), 2)
+    assert stage.weight_nbytes == 2 * layer + embedding_bytes(
+        spec, first=True, last=True, dtype_bytes=2
+    )
+
+
+def test_latents_are_cached_once():
+    """DeepSeek-V2-Lite: 512 + 64 numbers a token, whichever cache keeps them."""
+    spec, want = ModelSpec.by_name("deepseek-v2-lite"), 3 * 256 * (512 + 64) * 2
+    plain = PlainKVCache(spec, num_layers=3, slots=2, max_len=128, dtype=torch.bfloat16)
+    paged = PagedPlainKV(spec, num_layers=3, slots=2, num_blocks=2, dtype=torch.bfloat16)
+    shape = {"kv_heads": 1, "head_dim": 576, "dtype_bytes": 2, "vectors": spec.kv_vectors}
+    kv = KVPrecision.KV16
+    pool = kv_pool_bytes(kv, num_blocks=2, slots=2, prefix_cache=True, **shape)
+    assert plain.nbytes == 3 * kv_cache_bytes(kv, slots=2, max_len=128, **shape) == want
+    assert paged.nbytes == 3 * pool == want
+
+
 @pytest.mark.parametrize("name", ATTENTION)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_cache_has_the_predicted_bytes(name, dtype):
@@ -106,6 +145,7 @@ def test_cache_has_the_predicted_bytes(name, dtype):
             slots=5,
             max_len=37,
             kv_heads=spec.kv_heads,
+            vectors=spec.kv_vectors,
             head_dim=spec.head_dim,
             dtype_bytes=DTYPES[dtype].itemsize,
         )
