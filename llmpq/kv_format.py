@@ -57,6 +57,16 @@ def pool_blocks(kv: KVPrecision, tokens: int) -> int:
     return packed_blocks(tokens)
 
 
+def first_seen_block(position: int, window: int) -> int:
+    """Return the first block with a key that the query at a position sees through a window."""
+    return max(0, position - window + 1) // BLOCK_TOKENS
+
+
+def spanned_blocks(window: int, num_new: int) -> int:
+    """Return over how many blocks at most a window and the tokens it moves on by reach."""
+    return (window - 1 + num_new + BLOCK_TOKENS - 2) // BLOCK_TOKENS + 1
+
+
 def padded_head_dim(head_dim: int) -> int:
     """Round a head's channels up to `HEAD_DIM_PADDING`."""
     return -(-head_dim // HEAD_DIM_PADDING) * HEAD_DIM_PADDING

@@ -257,6 +257,15 @@ class ModelSpec:
         return self.vocab * self.hidden + self.norm_params
 
     @property
+    def widest_window(self) -> int:
+        """Tokens that layers with a window see at most; 0 where every layer sees all."""
+        return max(self.windows, default=0)
+
+    def is_windowed(self, layer: int) -> bool:
+        """Whether a layer sees the last tokens only."""
+        return bool(self.windows) and self.windows[layer] > 0
+
+    @property
     def kv_vectors(self) -> int:
         """Vectors that a token caches a head: key and value, or MLA's latent, which is both."""
         return 2 if self.latent is None else 1

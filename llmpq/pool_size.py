@@ -11,13 +11,16 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from llmpq.errors import DoesNotFitError
-from llmpq.kv_format import kv_pool_bytes, pool_blocks
+from llmpq.kv_format import BLOCK_TOKENS, kv_pool_bytes, pool_blocks, spanned_blocks
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
 from llmpq.workload import Workload
 
 if TYPE_CHECKING:
     from llmpq.plan import StagePlan
+
+CHUNK_TOKENS = 512
+"""Tokens of a prompt that a step may compute beside its window, whatever the requests' number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,29 +33,66 @@ class PoolSize:
     max_len: int
     """Tokens of the longest request."""
     prefix_cache: bool = True
+    window: int = 0
+    """Tokens that the layers with a window see; 0 where all layers share one pool."""
+    window_blocks: int = 0
+    """Blocks of the pool of the layers with a window."""
 
-    def nbytes(self, spec: ModelSpec, kv: KVPrecision, *, num_layers: int, dtype_bytes: int) -> int:
+    def nbytes(
+        self, spec: ModelSpec, kv: KVPrecision, *, layers: Sequence[int], dtype_bytes: int
+    ) -> int:
         """Return the bytes of a stage's pool; `make_paged_kv` allocates exactly those."""
-        return num_layers * kv_pool_bytes(
-            kv,
-            num_blocks=self.num_blocks,
-            slots=self.slots,
-            kv_heads=spec.kv_heads,
-            vectors=spec.kv_vectors,
-            head_dim=spec.head_dim,
-            dtype_bytes=dtype_bytes,
-            prefix_cache=self.prefix_cache,
-        )
+        windowed = sum(spec.is_windowed(layer) for layer in layers) if self.window else 0
+
+        def layer_bytes(num_blocks: int) -> int:
+            return kv_pool_bytes(
+                kv,
+                num_blocks=num_blocks,
+                slots=self.slots,
+                kv_heads=spec.kv_heads,
+                vectors=spec.kv_vectors,
+                head_dim=spec.head_dim,
+                dtype_bytes=dtype_bytes,
+                prefix_cache=self.prefix_cache,
+            )
+
+        whole = (len(layers) - windowed) * layer_bytes(self.num_blocks)
+        return whole + windowed * layer_bytes(self.window_blocks)
+
+    def of_blocks(self, num_blocks: int) -> PoolSize:
+        """Return a smaller pool of as many blocks, those of windows in proportion."""
+        share = self.window_blocks * num_blocks // self.num_blocks
+        return replace(self, num_blocks=num_blocks)._with_window(self.window, share)
+
+    def _with_window(self, window: int, window_blocks: int) -> PoolSize:
+        """Return the pool with blocks for a window, as many as one request needs at least.
+
+        One pool serves all layers where that would take no more.
+        """
+        blocks = max(window_blocks, spanned_blocks(window, CHUNK_TOKENS)) if window else 0
+        if blocks >= self.num_blocks:
+            window = blocks = 0
+        return replace(self, window=window, window_blocks=blocks)
 
 
-def wanted_pool(workload: Workload, *, max_len: int, prefix_cache: bool = True) -> PoolSize:
-    """Return the pool of all requests that are planned to be under way at once."""
-    return PoolSize(
-        num_blocks=workload.batch * max(1, pool_blocks(workload.kv, workload.max_len)),
+def wanted_pool(
+    spec: ModelSpec, workload: Workload, *, max_len: int, prefix_cache: bool = True
+) -> PoolSize:
+    """Return the pool of all requests that are planned to be under way at once.
+
+    On layers with a window each has its window's blocks, and one of them those of a chunk, too.
+    """
+    each = max(1, pool_blocks(workload.kv, workload.max_len))
+    whole = PoolSize(
+        num_blocks=workload.batch * each,
         slots=workload.batch,
         max_len=max_len,
         prefix_cache=prefix_cache,
     )
+    # Packed caches keep all blocks: no way to run reads them through a window yet.
+    window = spec.widest_window if workload.kv is KVPrecision.KV16 else 0
+    own = min(each, spanned_blocks(window, 1)) if window else 0
+    return whole._with_window(window, workload.batch * own + CHUNK_TOKENS // BLOCK_TOKENS)
 
 
 def fits(size: PoolSize, stages: Sequence[StagePlan], spec: ModelSpec, workload: Workload) -> bool:
@@ -70,7 +110,7 @@ def fitting_pool(
                 "the plan leaves no room for a block of 128 tokens of KV cache on every stage; "
                 "re-plan with a larger --n or a smaller reserve"
             )
-        size = replace(size, num_blocks=max(1, size.num_blocks * 15 // 16))
+        size = size.of_blocks(max(1, size.num_blocks * 15 // 16))
     return size
 
 
@@ -81,6 +121,6 @@ def _excess(size: PoolSize, stage: StagePlan, spec: ModelSpec, workload: Workloa
     memory = stage.memory
     room = memory.limit_bytes - (memory.total_bytes - memory.kv_bytes)
     nbytes = size.nbytes(
-        spec, workload.kv, num_layers=stage.num_layers, dtype_bytes=workload.dtype_bytes
+        spec, workload.kv, layers=range(*stage.layers), dtype_bytes=workload.dtype_bytes
     )
     return nbytes - max(room, memory.kv_bytes)

@@ -79,7 +79,7 @@ def _pool(p: Problem, stages: Sequence[StagePlan]) -> PoolForm | None:
     """Return the pool of KV blocks of a plan on CPUs; None elsewhere, and without room for one."""
     if not all(stage.is_cpu for stage in stages):
         return None
-    wanted = wanted_pool(p.workload, max_len=p.workload.max_len)
+    wanted = wanted_pool(p.spec, p.workload, max_len=p.workload.max_len)
     try:
         size = fitting_pool(wanted, stages, p.spec, p.workload)
     except DoesNotFitError:
@@ -91,7 +91,7 @@ def _pool(p: Problem, stages: Sequence[StagePlan]) -> PoolForm | None:
             size.nbytes(
                 p.spec,
                 p.workload.kv,
-                num_layers=stage.num_layers,
+                layers=range(*stage.layers),
                 dtype_bytes=p.workload.dtype_bytes,
             )
             for stage in stages

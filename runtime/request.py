@@ -117,6 +117,9 @@ class PagedRow:
     """Where in the request's block table `new_blocks` go."""
     new_blocks: tuple[int, ...] = ()
     """Blocks the table got since the request's last row."""
+    first_window_block: int = 0
+    new_window_blocks: tuple[int, ...] = ()
+    """The same of the layers with a window, where those have a pool of their own."""
     resumes: bool = False
     """Its first row goes on from blocks found in the prefix cache."""
     sample_step: int = 0

@@ -87,9 +87,8 @@ def build_paged_stage(
     started_s = time.perf_counter()
     with _blaming_memory(plan, index):
         model = _load_model(plan, index, spec.at_length(longest), source, device)
-        kv = make_paged_kv(
-            spec, plan.workload.kv, pool, num_layers=stage.num_layers, dtype=dtype, device=device
-        )
+        layers = range(*stage.layers)
+        kv = make_paged_kv(spec, plan.workload.kv, pool, layers=layers, dtype=dtype, device=device)
     report = LoadReport(
         weights_bytes=model.weight_nbytes,
         kv_bytes=kv.nbytes,
@@ -171,7 +170,7 @@ def check_memory(
     kv_bytes = stage.memory.kv_bytes
     if pool is not None:
         kv_bytes = pool.nbytes(
-            spec, workload.kv, num_layers=stage.num_layers, dtype_bytes=workload.dtype_bytes
+            spec, workload.kv, layers=range(*stage.layers), dtype_bytes=workload.dtype_bytes
         )
     parts = (
         (

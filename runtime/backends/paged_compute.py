@@ -148,7 +148,8 @@ class PagedStageCompute:
             sample_steps=[0] * count,
             sampling=[],
             tokens=[[0]] * count,
-            paged=[PagedRow(slot=0, samples=False, new_blocks=(0,))] * count,
+            paged=[PagedRow(slot=0, samples=False, new_blocks=(0,), new_window_blocks=(0,))]
+            * count,
         )
         hidden = None
         if self.model.embedding is None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from llmpq.model_spec import ModelSpec
@@ -17,24 +19,17 @@ def make_paged_kv(
     kv: KVPrecision,
     size: PoolSize,
     *,
-    num_layers: int,
+    layers: Sequence[int],
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
 ) -> PagedKV:
-    """Allocate a stage's pool."""
+    """Allocate a stage's pool; `layers` are their numbers in the model."""
     if kv is KVPrecision.KV16:
-        return PagedPlainKV(
-            spec,
-            num_layers=num_layers,
-            slots=size.slots,
-            num_blocks=size.num_blocks,
-            dtype=dtype,
-            device=device,
-        )
+        return PagedPlainKV(spec, layers=layers, size=size, dtype=dtype, device=device)
     return PagedLowBitKV(
         spec,
         kv,
-        num_layers=num_layers,
+        num_layers=len(layers),
         slots=size.slots,
         num_blocks=size.num_blocks,
         max_len=size.max_len,

@@ -10,16 +10,18 @@ Legend: T tokens of a step, H query heads, G key/value heads, R = H / G, D head_
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from llmpq.kernels.cpu.block_attention import BlockRows, attend_blocks, native_takes
-from llmpq.kv_format import BLOCK_TOKENS
+from llmpq.kernels.cpu.block_attention import attend_blocks, native_takes
 from llmpq.model_spec import ModelSpec
+from llmpq.pool_size import PoolSize
 from llmpq.runtime.cache.kv_cache import PagedKV
+from llmpq.runtime.cache.layer_pool import LayerPool
 from llmpq.runtime.models.attention import (
     EVERYTHING,
     NEG_INF,
@@ -35,57 +37,51 @@ PIECE_ELEMENTS = 1 << 22
 """Elements of keys that rows gather together."""
 
 
-class BlockLists:
-    """The block table of every slot, on the host."""
-
-    def __init__(self, slots: int) -> None:
-        self._blocks: list[list[int]] = [[] for _ in range(slots)]
-
-    def take(self, row: PagedRow) -> None:
-        """Take the blocks a row brings; what its slot had behind them was another request's."""
-        table = self._blocks[row.slot]
-        if row.first_block > len(table):
-            raise ValueError(
-                f"slot {row.slot} has {len(table)} blocks, its row brings those from "
-                f"{row.first_block} on"
-            )
-        del table[row.first_block :]
-        table += row.new_blocks
-
-    def of(self, slot: int) -> Sequence[int]:
-        """Return the blocks of a slot, in the order of its tokens."""
-        return self._blocks[slot]
-
-
 class PagedPlainKV(PagedKV):
-    """Unquantised keys and values: token p of a request is at p % 128 of its block p // 128."""
+    """Unquantised keys and values: one pool of all layers, or one for each kind (layer_pool.py)."""
 
     def __init__(
         self,
         spec: ModelSpec,
         *,
-        num_layers: int,
-        slots: int,
-        num_blocks: int,
+        layers: Sequence[int],
+        size: PoolSize,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
     ) -> None:
-        shape = (num_layers, num_blocks * BLOCK_TOKENS, spec.kv_heads, spec.head_dim)
-        self.k = torch.zeros(shape, dtype=dtype, device=device)
-        self.v = self.k  # MLA's latents are keys and values at once
-        if spec.kv_vectors == 2:
-            self.v = torch.zeros(shape, dtype=dtype, device=device)
-        self._tables = BlockLists(slots)
+        """`layers`: their numbers in the model."""
+        windowed = [bool(size.window) and spec.is_windowed(layer) for layer in layers]
+
+        def pool(num_layers: int, num_blocks: int, window: int) -> LayerPool:
+            return LayerPool(
+                spec,
+                num_layers=num_layers,
+                num_blocks=num_blocks,
+                slots=size.slots,
+                window=window,
+                dtype=dtype,
+                device=device,
+            )
+
+        self._whole = pool(windowed.count(False), size.num_blocks, 0)
+        self._windowed = pool(windowed.count(True), size.window_blocks, size.window)
+        places = [windowed[:index].count(kind) for index, kind in enumerate(windowed)]
+        pools = [self._windowed if kind else self._whole for kind in windowed]
+        self._layers = list(zip(pools, places, strict=True))
+        """Of each layer its pool, and its number there."""
 
     @property
     def nbytes(self) -> int:
         """Bytes of keys and values, all layers."""
-        return self.k.nbytes + (0 if self.v is self.k else self.v.nbytes)
+        return self._whole.nbytes + self._windowed.nbytes
 
     def take_rows(self, rows: Sequence[PagedRow], starts: Sequence[int]) -> None:
         """Take note of the blocks that a step's rows got."""
         for row in rows:
-            self._tables.take(row)
+            self._whole.tables.take(row.slot, row.first_block, row.new_blocks)
+            self._windowed.tables.take(
+                row.slot, row.first_window_block, row.new_window_blocks, gaps=True
+            )
 
     def attend(
         self,
@@ -101,13 +97,15 @@ class PagedPlainKV(PagedKV):
     ) -> Tensor:
         """Append the step's keys and values, then return its causal attention [1, T, H, D]."""
         assert isinstance(step, RaggedStep)
-        k_pool, v_pool = self.k[layer], self.v[layer]
-        places_T = step.once("places", lambda: self._places(step))
+        pool, place = self._layers[layer]
+        k_pool, v_pool = pool.k[place], pool.v[place]
+        places_T = step.once(f"places {pool.window}", lambda: pool.places(step))
         k_pool.index_copy_(0, places_T, k_BQGD[0, : len(places_T)])
-        if self.v is not self.k:
+        if pool.v is not pool.k:
             v_pool.index_copy_(0, places_T, v_BQGD[0, : len(places_T)])
         decode = partial(
             self._decode,
+            pool=pool,
             k_pool=k_pool,
             v_pool=v_pool,
             step=step,
@@ -118,7 +116,9 @@ class PagedPlainKV(PagedKV):
         single = step.once("single", lambda: [span for span in step.spans if span.count == 1])
         gathers = rule.is_explicit or not native_takes(q_BQHD, k_pool)
         width = k_pool.shape[1] * k_pool.shape[2]
-        groups = _pieces(single, PIECE_ELEMENTS // width) if gathers else [single] if single else []
+        groups = [single] if single else []
+        if gathers:
+            groups = _pieces(single, PIECE_ELEMENTS // width, pool)
         if len(groups) == 1 and len(single) == step.q_len:
             return decode(q_BQHD[0], group=single)[None]
         out = torch.zeros(q_BQHD.shape, dtype=q_BQHD.dtype, device=q_BQHD.device)
@@ -128,14 +128,16 @@ class PagedPlainKV(PagedKV):
         for span in step.spans:
             if span.count > 1:
                 part = slice(span.first, span.first + span.count)
-                own = (k_BQGD[0, part], v_BQGD[0, part])
+                own, seen = (k_BQGD[0, part], v_BQGD[0, part]), span
                 if span.start > 0:
-                    places_N = step.once(f"context {span.slot}", partial(self._upto, span))
+                    key = f"context {span.slot} {pool.window}"
+                    places_N = step.once(key, partial(pool.in_sight, span))
                     own = (k_pool[places_N], v_pool[places_N])
+                    seen = replace(span, start=span.start - pool.first_position(span))
                 out[0, part] = attend_chunk(
                     q_BQHD[0, part],
                     *own,
-                    span,
+                    seen,
                     step,
                     scale=scale,
                     alibi_slopes_H=alibi_slopes_H,
@@ -147,6 +149,7 @@ class PagedPlainKV(PagedKV):
         self,
         q_BHD: Tensor,
         *,
+        pool: LayerPool,
         k_pool: Tensor,
         v_pool: Tensor,
         group: Sequence[Span],
@@ -156,7 +159,7 @@ class PagedPlainKV(PagedKV):
         rule: ScoreRule,
     ) -> Tensor:
         """Return [B, H, D] of rows of one token, over their blocks."""
-        rows = step.once(f"blocks {group[0].first}", lambda: self._rows(group))
+        rows = step.once(f"blocks {group[0].first} {pool.window}", lambda: pool.rows(group))
         if not rule.is_explicit:
             return attend_blocks(
                 q_BHD,
@@ -175,31 +178,6 @@ class PagedPlainKV(PagedKV):
         sinks = sinks_of(rule, kv_heads, 1)
         out = with_scores(q, k, v, bias, sinks, scale=scale, cap=rule.cap)
         return out.reshape(batch, heads, dim)
-
-    def _places(self, step: RaggedStep) -> Tensor:
-        """Return [T]: where in the pool each token of a step goes."""
-        places = []
-        for span in step.spans:
-            table = self._tables.of(span.slot)
-            places += [
-                table[p // BLOCK_TOKENS] * BLOCK_TOKENS + p % BLOCK_TOKENS
-                for p in range(span.start, span.end)
-            ]
-        return torch.tensor(places, device=self.k.device)
-
-    def _upto(self, span: Span) -> Tensor:
-        """Return [N]: where the tokens of a row's request are, its new ones included."""
-        first_M1 = self._rows([span]).tables_BM[0, :, None] * BLOCK_TOKENS
-        places = (first_M1 + torch.arange(BLOCK_TOKENS)).flatten()[: span.end]
-        return places.to(self.k.device)
-
-    def _rows(self, group: Sequence[Span]) -> BlockRows:
-        """Return the blocks of rows' requests; block 0 where there is none."""
-        tables = [self._tables.of(span.slot)[: -(-span.end // BLOCK_TOKENS)] for span in group]
-        longest = max(map(len, tables))
-        padded = [[*table, *[0] * (longest - len(table))] for table in tables]
-        ends = torch.tensor([span.end for span in group])
-        return BlockRows(torch.tensor(padded), ends)
 
 
 def attend_chunk(
@@ -262,14 +240,15 @@ def _unseen(away: Tensor, window: int) -> Tensor:
     return away > 0 if window == 0 else (away > 0) | (away <= -window)
 
 
-def _pieces(spans: Sequence[Span], num_keys: int) -> list[list[Span]]:
+def _pieces(spans: Sequence[Span], num_keys: int, pool: LayerPool) -> list[list[Span]]:
     """Split rows so that each part, padded to its longest, gathers about `num_keys` keys."""
     pieces: list[list[Span]] = []
     longest = 0
     for span in spans:
-        longest = max(longest, span.end)
+        own = pool.num_keys(span)
+        longest = max(longest, own)
         if not pieces or longest * (len(pieces[-1]) + 1) > num_keys:
             pieces.append([])
-            longest = span.end
+            longest = own
         pieces[-1].append(span)
     return pieces

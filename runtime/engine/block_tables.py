@@ -9,6 +9,7 @@ from llmpq.kv_format import BLOCK_TOKENS, HOLDBACK_TOKENS, pool_blocks
 from llmpq.runtime.engine.block_pool import BlockPool
 from llmpq.runtime.engine.pool_limits import PoolLimits
 from llmpq.runtime.engine.prefix_keys import PrefixKeys, chain_root
+from llmpq.runtime.engine.window_tables import WindowTable, WindowTables
 from llmpq.runtime.request import PagedRow, Request
 
 WATERMARK = 0.01
@@ -24,6 +25,8 @@ class Holder:
     """Lower runs first: priority, then arrival."""
     keys: PrefixKeys
     blocks: list[int] = field(default_factory=list)
+    window: WindowTable = field(default_factory=WindowTable)
+    """Its blocks of the layers with a window, where those have a pool of their own."""
     num_told: int = 0
     """Blocks of the table that stages know."""
     num_registered: int = 0
@@ -60,12 +63,15 @@ class Holder:
 
     def row(self, *, samples: bool, drafts: Sequence[int]) -> PagedRow:
         """Return what a step says of it, and count its blocks as told."""
+        first_window_block, new_window_blocks = self.window.tell()
         row = PagedRow(
             slot=self.request.slot,
             samples=samples,
             drafts=tuple(drafts),
             first_block=self.num_told,
             new_blocks=tuple(self.blocks[self.num_told :]),
+            first_window_block=first_window_block,
+            new_window_blocks=new_window_blocks,
             resumes=self.resumes,
             sample_step=self.num_sampled,
             admission=self.admission,
@@ -78,12 +84,17 @@ class Holder:
 
 
 class BlockTables:
-    """Gives blocks of one pool to requests and takes them back."""
+    """Gives blocks to requests and takes them back: of one pool, or of one for each kind of layer.
+
+    A request has what it needs of both pools or waits.
+    """
 
     def __init__(self, limits: PoolLimits, salt: str) -> None:
         self.pool, self._limits = BlockPool(limits.num_blocks), limits
         self._root = chain_root(limits.kv.value, salt)
         self._watermark = max(1, int(WATERMARK * limits.num_blocks))
+        self.windows = WindowTables(limits, self._watermark) if limits.window else None
+        """Of the layers with a window; None where all layers share the pool."""
         self.prefix_queries = self.prefix_hits = 0
         """Tokens of prompts let in, and how many of them were found in the prefix cache."""
 
@@ -100,13 +111,21 @@ class BlockTables:
 
     def lacks(self, holder: Holder, tokens: int) -> int:
         """Return how many blocks more than are available a request of so many tokens needs."""
-        return self.blocks(tokens) - len(holder.blocks) - self.pool.num_available
+        lacks = self.blocks(tokens) - len(holder.blocks) - self.pool.num_available
+        return max(lacks, self.windows.lacks(holder.window, tokens)) if self.windows else lacks
+
+    def pass_windows(self, holder: Holder) -> None:
+        """Give back the blocks that a request's next tokens do not see through a window."""
+        if self.windows:
+            self.windows.pass_by(holder.window, holder.num_computed)
 
     def grow(self, holder: Holder, tokens: int) -> None:
         """Give a request the blocks of so many tokens."""
         needed = self.blocks(tokens) - len(holder.blocks)
         if needed > 0:
             holder.blocks += self.pool.take(needed)
+        if self.windows:
+            self.windows.grow(holder.window, tokens)
 
     def fits(self, holder: Holder, running: Sequence[Holder]) -> bool:
         """Whether all that a request is now fits above the watermark.
@@ -114,9 +133,19 @@ class BlockTables:
         What prompts that were let in have yet to take is not counted as free. The watermark is for
         growth that may not fit: where all may grow to their limits, none is kept.
         """
-        if self._most(holder) + sum(map(self._most, running)) <= self.pool.num_blocks:
+        whole = self._most(holder) + sum(map(self._most, running)) <= self.pool.num_blocks
+        if whole and self.windows is None:
             return True
         hits = self._found(holder)
+        if self.windows and not self.windows.fits(
+            [(s.window, s.num_tokens, _longest(s)) for s in running],
+            num_tokens=holder.num_tokens,
+            longest=_longest(holder),
+            keys=self._keys(holder)[: len(hits)],
+        ):
+            return False
+        if whole:
+            return True
         needed = self.blocks(holder.num_tokens) - len(hits) + self.pool.num_unheld(hits)
         promised = sum(max(0, self.blocks(s.num_tokens) - len(s.blocks)) for s in running)
         return self.pool.num_available - promised - self._watermark >= needed
@@ -125,6 +154,8 @@ class BlockTables:
         """Give a request the blocks that hold its first tokens already."""
         hits = self._found(holder)
         self.pool.share(hits)
+        if self.windows:
+            self.windows.begin(holder.window, self._keys(holder)[: len(hits)])
         holder.blocks, holder.num_told, holder.num_registered = hits, 0, len(hits)
         holder.num_computed = len(hits) * BLOCK_TOKENS + self._limits.tail if hits else 0
         holder.resumes = bool(hits)
@@ -137,6 +168,8 @@ class BlockTables:
     def release(self, holder: Holder) -> None:
         """Take all blocks of a request."""
         self.pool.release(holder.blocks)
+        if self.windows:
+            self.windows.release(holder.window)
         holder.blocks, holder.num_computed = [], 0
 
     def register(self, holder: Holder, end: int) -> None:
@@ -148,11 +181,15 @@ class BlockTables:
         for index in range(holder.num_registered, len(keys)):
             self.pool.register(holder.blocks[index], keys[index])
         holder.num_registered = len(keys)
+        if self.windows:
+            self.windows.register(holder.window, keys)
 
     def check(self, holders: Iterable[Holder]) -> None:
         """Raise `AssertionError` if a block is lost, owned twice or held for nothing; for tests."""
         several = list(holders)
         self.pool.check(holder.blocks for holder in several)
+        if self.windows:
+            self.windows.check((holder.window, holder.num_computed) for holder in several)
         for holder in several:
             # A row of drafts may have got a block that the tokens it kept do not reach.
             most = self.blocks(holder.num_tokens + HOLDBACK_TOKENS)
@@ -160,13 +197,24 @@ class BlockTables:
 
     def _most(self, holder: Holder) -> int:
         """Return how many blocks a request may come to hold."""
-        request = holder.request
-        return self.blocks(len(request.prompt) + request.max_new - 1)
+        return self.blocks(_longest(holder))
 
     def _found(self, holder: Holder) -> list[int]:
         """Return the cached blocks that a request can start from; a token is left to compute."""
         rules = holder.request.rules
         if not self._limits.prefix_cache or (rules and rules.prompt_logprobs is not None):
             return []  # whose tokens are all to be scored has to compute them
+        hits = self.pool.find(self._keys(holder))
+        if self.windows and hits:
+            del hits[self.windows.usable(self._keys(holder)[: len(hits)]) :]
+        return hits
+
+    def _keys(self, holder: Holder) -> list[bytes]:
+        """Return the keys of the blocks that a request could start from, all of them found."""
         most = (holder.num_tokens - 1 - self._limits.tail) // BLOCK_TOKENS
-        return self.pool.find(holder.keys.upto(holder.tokens, holder.num_tokens, max(0, most)))
+        return holder.keys.upto(holder.tokens, holder.num_tokens, max(0, most))
+
+
+def _longest(holder: Holder) -> int:
+    """Return how many tokens of a request are ever cached."""
+    return len(holder.request.prompt) + holder.request.max_new - 1

@@ -125,7 +125,7 @@ class PagedScheduler:
         decoding = len(plan.holders)
         room = max(1, self.limits.step_tokens - sum(plan.counts))
         for holder in self._prompts():
-            count = min(room, holder.remaining)
+            count = min(room, holder.remaining, self.limits.row_tokens)
             if not self._grow(holder, holder.num_computed + count, plan):
                 break
             plan.add(holder, count, [])
@@ -236,6 +236,7 @@ class PagedScheduler:
 
         Younger requests are preempted for it, the youngest first, but none of the step planned.
         """
+        self.tables.pass_windows(holder)
         while self.tables.lacks(holder, tokens) > 0:
             others = [h for h in self._running if h.blocks and h not in plan.holders]
             victim = max(others, default=holder)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from llmpq.kv_format import BLOCK_TOKENS, HOLDBACK_TOKENS, TAIL_TOKENS
+from llmpq.kv_format import BLOCK_TOKENS, HOLDBACK_TOKENS, TAIL_TOKENS, spanned_blocks
 from llmpq.precision import KVPrecision
 from llmpq.runtime.request import Request
 
@@ -17,6 +17,10 @@ class PoolLimits:
     num_blocks: int
     """Blocks of the pool, as many on every stage."""
     kv: KVPrecision = KVPrecision.KV16
+    window: int = 0
+    """Tokens that the layers with a window see; 0 where all layers share one pool."""
+    window_blocks: int = 0
+    """Blocks of the pool of the layers with a window."""
     max_rows: int
     """Requests that may run at once."""
     max_len: int
@@ -39,11 +43,25 @@ class PoolLimits:
         return 0 if self.kv is KVPrecision.KV16 else TAIL_TOKENS
 
     @property
+    def row_tokens(self) -> int:
+        """Tokens of one row of a step at most: beside its window, a request's fit the pool."""
+        if not self.window:
+            return self.step_tokens
+        return min(self.step_tokens, (self.window_blocks - 1) * BLOCK_TOKENS + 2 - self.window)
+
+    @property
     def room(self) -> int:
         """Tokens of the longest request: prompt and answer (its last token is never cached)."""
         full = self.num_blocks * BLOCK_TOKENS
         cached = full if self.kv is KVPrecision.KV16 else full + BLOCK_TOKENS + HOLDBACK_TOKENS
         return min(self.max_len, cached + 1)
+
+    def __post_init__(self) -> None:
+        if self.window and self.window_blocks < spanned_blocks(self.window, BLOCK_TOKENS):
+            raise ValueError(
+                f"a window of {self.window} tokens needs a pool of "
+                f"{spanned_blocks(self.window, BLOCK_TOKENS)} blocks, got {self.window_blocks}"
+            )
 
     def check(self, request: Request) -> None:
         """Raise `ValueError` if a request can never run under these limits."""

@@ -63,6 +63,7 @@ class PoolPlan:
     def _wanted(self) -> PoolSize:
         """Return the pool of all that is planned to be under way at once."""
         return wanted_pool(
+            self.spec,
             self.plan.workload,
             max_len=self.settings.max_model_len or self._longest + 1,
             prefix_cache=self.settings.prefix_cache,
@@ -76,6 +77,8 @@ class PoolPlan:
         return PoolLimits(
             num_blocks=size.num_blocks,
             kv=workload.kv,
+            window=size.window,
+            window_blocks=size.window_blocks,
             max_rows=size.slots,
             max_len=size.max_len,
             step_tokens=self._step_tokens,
@@ -94,9 +97,10 @@ class PoolPlan:
 
     @property
     def max_blocks(self) -> int:
-        """Return how many blocks a request's table has at most."""
+        """Return how many blocks a request's tables have at most."""
         limits = self.limits
-        return min(limits.num_blocks, pool_blocks(limits.kv, limits.room))
+        longest = pool_blocks(limits.kv, limits.room)
+        return min(limits.num_blocks, longest) + min(limits.window_blocks, longest)
 
     @property
     def _longest(self) -> int:

@@ -32,7 +32,7 @@ from llmpq.runtime.token_rules import NO_RULES
 from llmpq.speculation import MAX_GAMMA
 
 _WIDTH = 10
-_PAGING_WIDTH = 6
+_PAGING_WIDTH = 8
 
 
 def header_size(max_rows: int) -> int:
@@ -107,7 +107,8 @@ def pack_paging(rows: Sequence[PagedRow]) -> Tensor:
     for row in rows:
         flags = int(row.samples) + 2 * int(row.resumes)
         values += [row.slot, flags, len(row.drafts), row.first_block, len(row.new_blocks)]
-        values += [row.admission, *row.drafts, *row.new_blocks]
+        values += [row.admission, row.first_window_block, len(row.new_window_blocks)]
+        values += [*row.drafts, *row.new_blocks, *row.new_window_blocks]
     return torch.tensor(values, dtype=torch.long)
 
 
@@ -115,16 +116,23 @@ def unpack_paging(message: StepMessage, paging: Tensor) -> StepMessage:
     """Return a message with the rows that `pack_paging` wrote."""
     values, rows, at = paging.tolist(), [], 0
     for sample_step in message.sample_steps if values else ():
-        slot, flags, num_drafts, first_block, num_new, admission = values[at : at + _PAGING_WIDTH]
-        at += _PAGING_WIDTH + num_drafts + num_new
+        slot, flags, num_drafts, first_block, num_new, admission, first_window, num_window = values[
+            at : at + _PAGING_WIDTH
+        ]
+        drafts = at + _PAGING_WIDTH
+        blocks = drafts + num_drafts
+        windowed = blocks + num_new
+        at = windowed + num_window
         rows.append(
             PagedRow(
                 slot=slot,
                 samples=bool(flags & 1),
                 resumes=bool(flags & 2),
-                drafts=tuple(values[at - num_new - num_drafts : at - num_new]),
+                drafts=tuple(values[drafts:blocks]),
                 first_block=first_block,
-                new_blocks=tuple(values[at - num_new : at]),
+                new_blocks=tuple(values[blocks:windowed]),
+                first_window_block=first_window,
+                new_window_blocks=tuple(values[windowed:at]),
                 sample_step=sample_step,
                 admission=admission,
             )

@@ -237,8 +237,8 @@ def drive(bench: Bench, scheduler: PagedScheduler) -> set[int]:
 def test_the_pool_takes_the_bytes_the_formula_says(demo_model, kv, prefix_cache):
     spec = ModelSpec.from_directory(demo_model)
     size = PoolSize(num_blocks=3, slots=2, max_len=400, prefix_cache=prefix_cache)
-    cache = make_paged_kv(spec, kv, size, num_layers=2, dtype=torch.float32)
-    assert cache.nbytes == size.nbytes(spec, kv, num_layers=2, dtype_bytes=4)
+    cache = make_paged_kv(spec, kv, size, layers=range(2), dtype=torch.float32)
+    assert cache.nbytes == size.nbytes(spec, kv, layers=range(2), dtype_bytes=4)
     one = kv_pool_bytes(
         kv,
         num_blocks=3,
@@ -257,6 +257,7 @@ def test_rows_survive_the_way_to_the_next_stage():
         PagedRow(slot=3, samples=False, first_block=2, new_blocks=(9, 7), admission=2),
         PagedRow(slot=0, resumes=True, drafts=(4, 5, 6), sample_step=5, new_blocks=(1,)),
         PagedRow(slot=1),
+        PagedRow(slot=2, first_window_block=3, new_window_blocks=(8, 6), new_blocks=(1, 2, 3)),
     )
     told = StepMessage(kind=StepKind.MIXED, sample_steps=[row.sample_step for row in rows])
     assert unpack_paging(told, pack_paging(rows)).paged == rows

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from llmpq.kv_format import BLOCK_TOKENS, HOLDBACK_TOKENS, TAIL_TOKENS, packed_end
+from llmpq.kv_format import BLOCK_TOKENS, HOLDBACK_TOKENS, TAIL_TOKENS, packed_end, spanned_blocks
 from llmpq.precision import KVPrecision
 from llmpq.runtime.engine.paged_scheduler import PagedScheduler
 from llmpq.runtime.engine.pool_limits import PoolLimits
@@ -65,6 +65,10 @@ class FakeStage:
     """(slot, position) -> digest: the 16-bit tokens of a cache of few bits."""
     tables: dict[int, list[int]] = field(default_factory=dict)
     newest: dict[int, int] = field(default_factory=dict)
+    window: int = 0
+    window_blocks: dict[int, list[int]] = field(default_factory=dict)
+    """What layers with a window keep of the same digests, in blocks of their own."""
+    window_tables: dict[int, dict[int, int]] = field(default_factory=dict)
 
     def run(self, micro_batch: MicroBatch) -> list[list[int]]:
         """Return the new tokens of every row; a row that samples nothing gets one nobody wants."""
@@ -75,6 +79,10 @@ class FakeStage:
         table = self.tables.setdefault(row.slot, [])
         del table[row.first_block :]
         table += row.new_blocks
+        windowed = self.window_tables.setdefault(row.slot, {})
+        if row.first_block == 0 and row.new_blocks:
+            windowed.clear()
+        windowed |= dict(enumerate(row.new_window_blocks, start=row.first_window_block))
         if row.resumes and self.kv is not KVPrecision.KV16:
             tail = self.blocks[table[start // BLOCK_TOKENS - 1]][BLOCK_TOKENS:]
             for index, digest in enumerate(tail):
@@ -87,6 +95,7 @@ class FakeStage:
             before = self._read(row.slot, table, position) if position else 0
             digests.append(chained(before, token))
             self._write(row.slot, table, position, digests[-1])
+            self._see(row.slot, table, position, digests[-1])
             if packs:
                 self.blocks[table[position // BLOCK_TOKENS - 1]].append(digests[-1])
         found = [next_token(digests[-1 - len(row.drafts)])]
@@ -112,6 +121,18 @@ class FakeStage:
             digest, following = self.rings[slot, recent - 1], self.rings[slot, recent]
             assert any(chained(digest, token) == following for token in range(VOCAB))
         return self.rings[slot, last]
+
+    def _see(self, slot: int, table: Sequence[int], position: int, digest: int) -> None:
+        """Write a window layer's token, then read all that its query sees."""
+        if not self.window:
+            return
+        blocks = self.window_tables[slot]
+        own = self.window_blocks.setdefault(blocks[position // BLOCK_TOKENS], [0] * BLOCK_TOKENS)
+        own[position % BLOCK_TOKENS] = digest
+        for seen in range(max(0, position - self.window + 1), position + 1):
+            number, place = divmod(seen, BLOCK_TOKENS)
+            kept = self.window_blocks[blocks[number]][place]
+            assert kept == self.blocks[table[number]][place], (position, seen)
 
     def _pack(self, slot: int, table: Sequence[int], position: int) -> bool:
         """Pack the block that the query at a position is the first to see packed, if any."""
@@ -168,7 +189,7 @@ def play(
 
     `depth` micro-batches are under way at most; the scheduler is checked after every move.
     """
-    stage = stage or FakeStage(scheduler.limits.kv)
+    stage = stage or FakeStage(scheduler.limits.kv, window=scheduler.limits.window)
     coming, open_, aborted = deque(requests), {}, set()
     in_flight: deque[tuple[MicroBatch, list[list[int]]]] = deque()
     while coming or not scheduler.idle or in_flight:
@@ -204,6 +225,7 @@ def play(
         scheduler.check()
     assert not open_
     assert scheduler.tables.pool.num_held == 0
+    assert scheduler.tables.windows is None or scheduler.tables.windows.pool.num_held == 0
     return aborted
 
 
@@ -255,6 +277,7 @@ def make_requests(rng: random.Random, count: int, longest: int) -> list[Request]
     prefix_cache=st.booleans(),
     static=st.booleans(),
     abort_chance=st.sampled_from([0.0, 0.02]),
+    window=st.sampled_from([0, 0, 1, 40, 130, 300]),
 )
 def test_random_schedules_equal_the_simple_one(
     seed,
@@ -267,11 +290,14 @@ def test_random_schedules_equal_the_simple_one(
     prefix_cache,
     static,
     abort_chance,
+    window,
 ):
     rng = random.Random(seed)
     allowed = limits(
         num_blocks=num_blocks,
         kv=kv,
+        window=window if kv is KVPrecision.KV16 else 0,
+        window_blocks=spanned_blocks(window, BLOCK_TOKENS) + rng.randint(0, 4) if window else 0,
         max_rows=max_rows,
         step_tokens=step_tokens,
         decode_rows=rng.randint(1, max_rows),
@@ -362,6 +388,31 @@ def test_full_blocks_are_found_again(kv, shared, hit):
     stage = FakeStage(kv)
     for request in requests:  # one after the other
         play(scheduler, [request], random.Random(0), depth=1, stage=stage)
+    assert [request.num_prefix_hits for request in requests] == [0, hit]
+    assert [request.output for request in requests] == [expected[n] for n in range(2)]
+
+
+@pytest.mark.parametrize(("window_blocks", "hit"), [(12, 896), (4, 0)])
+def test_layers_with_a_window_keep_its_blocks_and_prefixes_are_found_in_both_pools(
+    window_blocks, hit
+):
+    """Nobody goes on behind a prefix whose last blocks in sight were taken meanwhile."""
+    allowed = limits(num_blocks=40, step_tokens=64, window=200, window_blocks=window_blocks)
+    scheduler = PagedScheduler(allowed)
+    stage = FakeStage(KVPrecision.KV16, window=200)
+    trunk = tuple(n % VOCAB for n in range(1000))
+    requests = [Request(id=n, prompt=(*trunk, n + 1, 5), max_new=200) for n in range(2)]
+    expected = simple_schedule(requests)
+    held = []
+    for request in requests:  # one after the other
+        scheduler.submit(request)
+        while not scheduler.idle:
+            step = scheduler.next_micro_batch()
+            assert step is not None and scheduler.tables.windows is not None
+            held.append(scheduler.tables.windows.pool.num_held)
+            scheduler.complete(step, stage.run(step))
+            scheduler.check()
+    assert max(held) == 3, "a window of 200 tokens, a chunk of 64"
     assert [request.num_prefix_hits for request in requests] == [0, hit]
     assert [request.output for request in requests] == [expected[n] for n in range(2)]
 

@@ -19,6 +19,7 @@ from llmpq.kv_format import kv_cache_bytes, kv_pool_bytes
 from llmpq.memory import Quantization, embedding_bytes, layer_weight_bytes, stage_memory
 from llmpq.model_spec import ModelSpec
 from llmpq.out_of_memory import out_of_memory
+from llmpq.pool_size import PoolSize
 from llmpq.precision import KVPrecision, Precision
 from llmpq.runtime.cache.kv_by_precision import make_kv_cache
 from llmpq.runtime.cache.kv_cache import KVCache
@@ -126,7 +127,8 @@ def test_latents_are_cached_once():
     """DeepSeek-V2-Lite: 512 + 64 numbers a token, whichever cache keeps them."""
     spec, want = ModelSpec.by_name("deepseek-v2-lite"), 3 * 256 * (512 + 64) * 2
     plain = PlainKVCache(spec, num_layers=3, slots=2, max_len=128, dtype=torch.bfloat16)
-    paged = PagedPlainKV(spec, num_layers=3, slots=2, num_blocks=2, dtype=torch.bfloat16)
+    size = PoolSize(num_blocks=2, slots=2, max_len=256)
+    paged = PagedPlainKV(spec, layers=range(3), size=size, dtype=torch.bfloat16)
     shape = {"kv_heads": 1, "head_dim": 576, "dtype_bytes": 2, "vectors": spec.kv_vectors}
     kv = KVPrecision.KV16
     pool = kv_pool_bytes(kv, num_blocks=2, slots=2, prefix_cache=True, **shape)

@@ -1,0 +1,155 @@
+"""Models with windows in the paged engine: blocks that left the window are given to others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import llmpq
+from llmpq.model_spec import ModelSpec
+from llmpq.pool_size import CHUNK_TOKENS, PoolSize, wanted_pool
+from llmpq.precision import KVPrecision
+from llmpq.runtime.cache.paged_by_precision import make_paged_kv
+from llmpq.runtime.engine.paged_scheduler import PagedScheduler
+from llmpq.runtime.engine.pool_limits import PoolLimits
+from llmpq.runtime.launch.pool_plan import PoolPlan
+from llmpq.runtime.launch.stage_settings import StageSettings
+from llmpq.runtime.request import Request
+from llmpq.runtime.tools.open_stages import OpenStages
+from llmpq.runtime.weights.sources import CheckpointSource
+from llmpq.workload import Workload
+
+pytestmark = pytest.mark.cpu
+WINDOW, NEW = 140, 24
+BASE: dict[str, Any] = {
+    "vocab_size": 199,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 2048,
+    "sliding_window": WINDOW,
+}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mistral": ("Mistral", {}),
+    "gemma2": ("Gemma2", {"attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 16}),
+    "gpt_oss": ("GptOss", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen2": ("Qwen2", {"use_sliding_window": True, "max_window_layers": 3}),
+}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return a directory and Transformers' model in it."""
+    import transformers
+
+    torch.set_num_threads(1)
+    torch.manual_seed(1)
+    name, options = KINDS[request.param]
+    config = getattr(transformers, f"{name}Config")(**{**BASE, **options})
+    with torch.inference_mode(False), torch.no_grad():
+        made = transformers.AutoModelForCausalLM.from_config(
+            config, attn_implementation="eager"
+        ).eval()
+        for tensor in made.parameters():
+            noise = torch.randn_like(tensor) * 0.2
+            tensor.copy_(noise if tensor.ndim > 1 else tensor + noise)
+    directory = tmp_path_factory.mktemp(request.param)
+    made.save_pretrained(directory)
+    return directory, made
+
+
+class Interrupting(PagedScheduler):
+    """Preempts the youngest request at every ninth step."""
+
+    steps = 0
+
+    def next_micro_batch(self) -> Any:
+        self.steps += 1
+        if self._running and self.steps % 9 == 0:
+            self._preempt(max(self._running))
+        return super().next_micro_batch()
+
+
+def greedy(made: Any, prompts: list[list[int]]) -> list[list[int]]:
+    options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    return [
+        made.generate(torch.tensor([p]), max_new_tokens=NEW, **options)[0, len(p) :].tolist()
+        for p in prompts
+    ]
+
+
+def test_tokens_beyond_the_window_equal_transformers_over_stages_chunks_and_found_prefixes(
+    model: tuple[Path, Any], random_prompts: Any, make_plan: Any
+) -> None:
+    directory, made = model
+    trunk, *tails = random_prompts(420, 4, 60, 130, seed=5)
+    prompts = [trunk + tail for tail in tails] + random_prompts(20, 150, seed=8)
+    expected = greedy(made, prompts)
+    spec = ModelSpec.from_directory(directory)
+    size = PoolSize(num_blocks=8, slots=4, max_len=900, window=WINDOW, window_blocks=5)
+    hits = preempted = 0
+    for splits, step_tokens in (((), 64), ((1,), 200), ((1, 3), 1000)):
+        plan = make_plan(directory, splits, batch=4)
+        limits = PoolLimits(
+            num_blocks=size.num_blocks,
+            window=size.window,
+            window_blocks=size.window_blocks,
+            max_rows=4,
+            max_len=size.max_len,
+            step_tokens=step_tokens,
+            decode_rows=3,
+            num_stages=len(splits) + 1,
+        )
+        stages = OpenStages(plan, spec, CheckpointSource(directory, spec), pool=size)
+        scheduler = Interrupting(limits)
+        for _ in range(2):  # the second time with what the first has left
+            requests = [
+                Request(id=i, prompt=tuple(prompt), max_new=NEW) for i, prompt in enumerate(prompts)
+            ]
+            found = {end.id: end for end in stages.run(scheduler, requests).finished}
+            scheduler.check()
+            assert [found[i].tokens for i in range(len(prompts))] == expected
+            hits += sum(end.num_prefix_hits for end in found.values())
+            preempted += sum(end.num_preemptions for end in found.values())
+    assert hits > 0 and preempted > 0
+
+
+def test_a_plan_states_the_pools_that_its_stages_allocate_and_windows_bound_them(
+    model: tuple[Path, Any],
+) -> None:
+    directory, _ = model
+    spec = ModelSpec.from_directory(directory)
+    work = {"batch": 6, "prompt_len": 1000, "gen_len": 25, "kv": "16", "dtype": "float32"}
+    made = llmpq.make_plan(directory, devices="cpu,cpu", **work)  # type: ignore[arg-type]
+    size = PoolPlan(made, spec, StageSettings(model_dir=str(directory), live=True)).size
+    # 1024 cached tokens: 8 blocks each; a window of 140 spans 3, and a chunk 4 for all together.
+    assert (size.num_blocks, size.window, size.window_blocks) == (48, WINDOW, 6 * 3 + 4)
+    stages = OpenStages(made, spec, CheckpointSource(directory, spec), pool=size)
+    assert made.pool is not None
+    assert [load.kv_bytes for load in stages.loads] == list(made.pool.stage_bytes)
+    block = 128 * 2 * spec.kv_heads * spec.head_dim * 4
+    windowed = sum(map(spec.is_windowed, range(4)))
+    assert windowed in (1, 2, 4)
+    assert sum(made.pool.stage_bytes) == block * (windowed * 22 + (4 - windowed) * 48)
+
+
+def test_one_pool_serves_where_windows_would_save_nothing(model: tuple[Path, Any]) -> None:
+    spec = ModelSpec.from_directory(model[0])
+    short = Workload(batch=2, prompt_len=300, gen_len=5)
+    assert CHUNK_TOKENS > 300 and wanted_pool(spec, short, max_len=2048).window == 0
+    long = wanted_pool(spec, Workload(batch=2, prompt_len=1500, gen_len=5), max_len=2048)
+    assert long.window_blocks == 2 * 3 + 4
+    assert long.of_blocks(12).window_blocks == 7 and long.of_blocks(7).window == 0
+    bytes_of = [
+        long.of_blocks(blocks).nbytes(spec, KVPrecision.KV16, layers=range(4), dtype_bytes=4)
+        for blocks in range(24, 0, -1)
+    ]
+    assert bytes_of == sorted(bytes_of, reverse=True)
+    pool = make_paged_kv(spec, KVPrecision.KV16, long, layers=range(1, 4), dtype=torch.float32)
+    assert pool.nbytes == long.nbytes(spec, KVPrecision.KV16, layers=range(1, 4), dtype_bytes=4)
