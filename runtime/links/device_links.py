@@ -306,6 +306,7 @@ class DeviceTransport(GlooTransport):
         max_rows: int,
         max_tokens: int,
         max_pending: int,
+        max_blocks: int = 0,
         tokens_on_device: bool = False,
     ) -> None:
         """As `GlooTransport`; gloo messages carry no hidden states, hence no hidden size.
@@ -318,6 +319,7 @@ class DeviceTransport(GlooTransport):
             max_rows=max_rows,
             max_tokens=max_tokens,
             max_pending=max_pending,
+            max_blocks=max_blocks,
         )
         self._links, self._size = links, hidden
         self.tokens_on_device = tokens_on_device

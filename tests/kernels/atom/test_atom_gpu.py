@@ -210,7 +210,7 @@ def _run(
     made = LayerTensors(
         tensors=parts, scheme=None, dtype=x.dtype, device=device, norm_eps=spec.norm_eps
     )
-    layer = Wiring(spec, device, backend_of(device).layers()).layer(made)
+    layer = Wiring(spec, device, backend_of(device).layers()).layer(made, 0)
     assert isinstance(layer.attention.qkv.weight, AtomTiles) == (device.type == "cuda")
     rows, q_len, _ = x.shape
     kv = make_kv_cache(

@@ -1,5 +1,6 @@
 """The links between devices, over gloo's CPU backend: three processes, one message each way."""
 
+import inspect
 import tempfile
 from dataclasses import replace
 
@@ -11,7 +12,7 @@ import torch.multiprocessing as processes
 from llmpq.runtime.links import peer_links
 from llmpq.runtime.links.device_links import DeviceTransport, connect_devices
 from llmpq.runtime.links.peer_links import Room
-from llmpq.runtime.links.transport import IDLE_LIMIT, join_gloo
+from llmpq.runtime.links.transport import IDLE_LIMIT, GlooTransport, join_gloo
 from llmpq.runtime.request import StepKind
 from llmpq.runtime.sampling_params import TokenChoice
 from llmpq.runtime.step_message import STOP, StepMessage
@@ -105,3 +106,8 @@ def test_a_gpu_without_room_for_its_inbox_tells_the_others(monkeypatch):
         finally:
             dist.destroy_process_group()
     assert "memory" in (links.trial() or "")
+
+
+def test_device_links_take_all_that_a_stage_says_of_its_messages():
+    sizes = set(inspect.signature(GlooTransport).parameters) - {"more"}  # connections of gloo
+    assert sizes <= set(inspect.signature(DeviceTransport).parameters)
