@@ -100,9 +100,8 @@ class PagedPlainKV(PagedKV):
         pool, place = self._layers[layer]
         k_pool, v_pool = pool.k[place], pool.v[place]
         places_T = step.once(f"places {pool.window}", lambda: pool.places(step))
-        k_pool.index_copy_(0, places_T, k_BQGD[0, : len(places_T)])
-        if pool.v is not pool.k:
-            v_pool.index_copy_(0, places_T, v_BQGD[0, : len(places_T)])
+        for stored, news in ((k_pool, k_BQGD), (v_pool, v_BQGD))[: 1 if pool.v is pool.k else 2]:
+            stored.index_copy_(0, places_T, news[0, : len(places_T)])
         decode = partial(
             self._decode,
             pool=pool,
