@@ -11,65 +11,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from llmpq.errors import short_repr, shortened
+from llmpq.errors import shortened
 from llmpq.gguf_file import GgufFile
+from llmpq.gguf_metadata import REAL, Metadata
+from llmpq.gguf_mixtures import deepseek2, glm4moe, gpt_oss
 
-SAYS_NOTHING = frozenset(
-    ["vocab_size", "rope.scaling.finetuned", "tensor_data_layout", "attention.value_length"]
-)
-"""Keys of an architecture that change nothing, or that are checked beside another."""
 FACTORS = {"long": "rope_factors_long.weight", "short": "rope_factors_short.weight"}
 FREQUENCIES = "rope_freqs.weight"
 NUMBERS = ("F32", "F16", "BF16")
 """Types whose values are the weights."""
 UNREAD = frozenset([FREQUENCIES, *FACTORS.values()])
 """Tensors that say how positions turn; the config carries their numbers."""
-WHOLE, REAL = (int,), (int, float)
-
-
-class Metadata:
-    """An architecture's keys, and which of them were asked for."""
-
-    def __init__(self, file: GgufFile, arch: str) -> None:
-        self.file, self._prefix = file, arch + "."
-        self.asked: set[str] = set()
-
-    def get(self, key: str) -> Any:
-        """Return a value, None where the file has none."""
-        self.asked.add(key)
-        return self.file.metadata.get(self._prefix + key)
-
-    def number(self, key: str, kinds: tuple[type, ...] = WHOLE, default: Any = None) -> Any:
-        """Return a positive number; `ValueError` where there is none."""
-        value = self.get(key)
-        if value is None:
-            value = default
-        if isinstance(value, list) and len(set(value)) == 1:  # one for each layer, all alike
-            value = value[0]
-        if type(value) not in kinds or not 0 < value < 1e12:
-            kind = "a positive number, the same for every layer"
-            raise ValueError(
-                f"'{self.file.path}': metadata '{self._prefix}{key}' is {short_repr(value)}, "
-                f"expected {kind}; llmpq does not run models whose layers differ in it, and other "
-                "values mean that the file is damaged"
-            )
-        return value
-
-    def require_known(self) -> None:
-        """Refuse a key that nobody asked for."""
-        known = self.asked | SAYS_NOTHING
-        mine = [k.removeprefix(self._prefix) for k in self.file.metadata if self._is_mine(k)]
-        for key in sorted(set(mine) - known):
-            value = self.file.metadata[self._prefix + key]
-            if value not in (None, False, 0, "", []):
-                raise ValueError(
-                    f"'{self.file.path}': metadata '{shortened(self._prefix + key)}'="
-                    f"{short_repr(value)} is not known to llmpq and may change what the model "
-                    "computes; get the model as safetensors, or as another GGUF file"
-                )
-
-    def _is_mine(self, key: str) -> bool:
-        return key.startswith(self._prefix)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +35,8 @@ class Architecture:
     """Whether rows of queries and keys lie in pairs of turned channels, llama.cpp's order."""
     above_one: bool = False
     """Whether norms are stored as 1 + w."""
+    latent: bool = False
+    """Whether attention is over latents, whose keys and values differ in size."""
 
 
 def config_of_gguf(file: GgufFile) -> dict[str, Any]:
@@ -92,6 +46,7 @@ def config_of_gguf(file: GgufFile) -> dict[str, Any]:
     config = _common(told, architecture)
     architecture.also(told, config)
     scaling = _scaling(told, config)
+    config.pop("yarn", None)
     if scaling is not None:
         config["rope_scaling"] = scaling
     told.require_known()
@@ -126,7 +81,8 @@ def _common(told: Metadata, architecture: Architecture) -> dict[str, Any]:
         )
     hidden, heads = told.number("embedding_length"), told.number("attention.head_count")
     head_dim = told.number("attention.key_length", default=_head_dim(told, hidden, heads))
-    if told.number("attention.value_length", default=head_dim) != head_dim:
+    values = told.number("attention.value_length", default=head_dim)
+    if values != head_dim and not architecture.latent:
         raise ValueError(f"'{file.path}': keys and values of different sizes are not supported")
     config = {
         "model_type": architecture.model_type,
@@ -211,6 +167,10 @@ def _scaling(told: Metadata, config: Mapping[str, Any]) -> dict[str, Any] | None
             "'none', 'linear' or 'yarn', or the tensors of longrope"
         )
     found = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+    found |= config.get("yarn") or {}
+    over = told.get(scaled + "yarn_log_multiplier")
+    if over and "mscale" not in found:
+        found |= {"mscale": over, "mscale_all_dim": over}
     if attention not in (None, 0, 1, 1.0):
         raise ValueError(f"'{file.path}': yarn with rope.scaling.attn_factor is not supported")
     ends = {"beta_fast": fast, "beta_slow": slow}
@@ -300,6 +260,11 @@ def _granite(told: Metadata, config: dict[str, Any]) -> None:
     }
 
 
+def _mistral3(told: Metadata, config: dict[str, Any]) -> None:
+    """Ministral 3 without a temperature that grows with the length: one is refused as unknown."""
+    config["sliding_window"] = told.get("attention.sliding_window")
+
+
 ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture(model_type="llama", also=_llama, pairs=True),
     "qwen2": Architecture(model_type="qwen2"),
@@ -311,5 +276,9 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "glm4": Architecture(model_type="glm4"),
     "granite": Architecture(model_type="granite", also=_granite, pairs=True),
     "olmo2": Architecture(model_type="olmo2"),
+    "mistral3": Architecture(model_type="mistral", also=_mistral3, pairs=True),
+    "gpt-oss": Architecture(model_type="gpt_oss", also=gpt_oss),
+    "glm4moe": Architecture(model_type="glm4_moe", also=glm4moe),
+    "deepseek2": Architecture(model_type="deepseek_v2", also=deepseek2, latent=True),
 }
 """`general.architecture` -> what it means."""

@@ -27,6 +27,10 @@ _CASED = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*%s|"
     r"\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_MARKED = (
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+|"
+    r" ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 _BY_THREE = _APOSTROPHES + _WORDS % "{1,3}"
 PATTERNS: Mapping[str, tuple[str, ...]] = {
@@ -36,6 +40,7 @@ PATTERNS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2"), (_APOSTROPHES + _WORDS % "",)),
     **dict.fromkeys(("smollm", "refact", "starcoder"), (r"\p{N}", GPT2)),
     "gpt-4o": (_CASED % (_ENDINGS, _ENDINGS, "{1,3}"),),
+    "deepseek-v3": (r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+", _MARKED),
     "tekken": (_CASED % ("", "", ""),),
 }
 """`tokenizer.ggml.pre` -> the patterns that text is cut by, one after the other."""

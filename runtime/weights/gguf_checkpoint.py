@@ -25,12 +25,12 @@ from llmpq.model_spec import ModelSpec
 from llmpq.precision import WeightScheme
 from llmpq.runtime.models.part_shapes import layer_shapes
 from llmpq.runtime.weights.gguf_codes import codes_of, kept_weight
+from llmpq.runtime.weights.gguf_layout import Stored, layout
 from llmpq.runtime.weights.sources import CheckpointSource
 
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Types whose bytes are the numbers."""
-EXPERT = re.compile(r"(?P<before>.*\.experts)\.(?P<index>[0-9]+)\.(?P<behind>.*)")
-SUFFIXES = (".weight", ".bias")
+BLOCK = re.compile(r"blk\.([0-9]+)\.")
 
 
 class GgufCheckpoint(CheckpointSource):
@@ -41,7 +41,7 @@ class GgufCheckpoint(CheckpointSource):
     def __init__(self, path: str | Path, spec: ModelSpec) -> None:
         self._file = open_gguf(path)
         self._arch, self._means = architecture_of(self._file)
-        self._stored: dict[str, tuple[str, int | None]] = {}
+        self._stored: dict[str, Stored] = {}
         self._spec = spec
         self._schemes: Mapping[int, WeightScheme | None] = {}
         super().__init__(self._file.path.parent, spec)
@@ -79,13 +79,15 @@ class GgufCheckpoint(CheckpointSource):
         """Return a linear's own codes; None where the scheme cannot hold them."""
         pieces, kinds = [], []
         for name in names:
-            self._require(name)
-            stored, expert = self._stored[name]
-            piece = codes_of(self._file.tensors[stored], expert)
+            stored = self._stored.get(name)
+            if stored is None or stored.make is not None:
+                return None  # missing, which `_get` says, or made of others' numbers
+            tensor = self._file.tensors[stored.names[0]]
+            piece = codes_of(tensor, stored.expert)
             if piece is None:
                 return None
             pieces.append(piece.rows(partial(self._their_rows, name)))
-            kinds.append(self._file.tensors[stored].kind)
+            kinds.append(tensor.kind)
         got = (sum(p.codes_NK.shape[0] for p in pieces), pieces[0].codes_NK.shape[1])
         if scheme is None or got != shape or len({p.codes_NK.shape[1] for p in pieces}) > 1:
             return None  # read as numbers, which says what is wrong
@@ -107,16 +109,10 @@ class GgufCheckpoint(CheckpointSource):
         arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == self._arch)
         table = gguf.get_tensor_name_map(arch, self._spec.num_layers)
         tensors = self._file.tensors
-        left = set(tensors) - UNREAD
-        for name in sorted(self._names()):
-            match = EXPERT.fullmatch(name)
-            merged = name if match is None else f"{match['before']}.{match['behind']}"
-            stored = table.get_name(merged, try_suffixes=SUFFIXES)
-            if stored in tensors:
-                self._stored[name] = stored, None if match is None else int(match["index"])
-                left.discard(stored)
-        files = {name: tensors[stored].path.name for name, (stored, _) in self._stored.items()}
-        return files | {name: tensors[name].path.name for name in left}
+        self._stored = layout(self._names(), table, tensors)
+        read = {own for stored in self._stored.values() for own in stored.names}
+        files = {name: tensors[stored.names[0]].path.name for name, stored in self._stored.items()}
+        return files | {name: tensors[name].path.name for name in set(tensors) - UNREAD - read}
 
     def _names(self) -> set[str]:
         """Return every name that the family's tables may ask for."""
@@ -127,7 +123,10 @@ class GgufCheckpoint(CheckpointSource):
         return self.names.output
 
     def _is_known(self, name: str, expected: Collection[str]) -> bool:
-        """Whether a tensor is known: of those that no table names, none is."""
+        """Whether a tensor is known: of those in no table, only layers nobody runs (MTP)."""
+        match = BLOCK.match(name)
+        if match is not None and name not in self._stored:
+            return 0 <= int(match[1]) - self.spec.num_layers < self.spec.further_layers
         return name in self._stored and super()._is_known(name, expected)
 
     def _require(self, name: str) -> None:
@@ -142,8 +141,11 @@ class GgufCheckpoint(CheckpointSource):
     ) -> Tensor:
         """Return a tensor's numbers in the Hugging Face order: as stored, or float32."""
         self._require(name)
-        stored, expert = self._stored[name]
-        tensor = numbers_of(self._file.tensors[stored], expert)
+        stored = self._stored[name]
+        if stored.make is not None:  # an expert's row of each, where a row is asked for
+            own = [numbers_of(self._file.tensors[part], index) for part in stored.names]
+            return stored.make(own)
+        tensor = numbers_of(self._file.tensors[stored.names[0]], stored.expert)
         if self._means.above_one and name.endswith("norm.weight"):
             tensor = tensor - 1
         tensor = self._their_rows(name, tensor)

@@ -166,6 +166,7 @@ def test_every_pattern_keeps_all_of_a_text(pre: str, tmp_path: Path) -> None:
         ("gpt-2", ["Don", "'t", " pay", " 1234567", "!!", "\n"]),
         ("smollm", ["Don", "'t", " pay", " ", *"1234567", "!!", "\n"]),
         ("gpt-4o", ["Don't", " pay", " ", "123", "456", "7", "!!\n"]),
+        ("deepseek-v3", ["Don", "'t", " pay", " ", "123", "456", "7", "!!\n"]),
         ("tekken", ["Don", "'t", " pay", " ", *"1234567", "!!\n"]),
     ],
 )

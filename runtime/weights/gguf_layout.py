@@ -1,0 +1,112 @@
+"""Where a GGUF file keeps a tensor of the Hugging Face names, and how it becomes that tensor.
+
+Most names follow from the `gguf` package's table. The others:
+
+    experts.gate_up_proj[e]   gpt-oss: rows of ffn_gate_exps and ffn_up_exps in turn, transposed
+    experts.down_proj[e]      gpt-oss: ffn_down_exps, transposed
+    kv_b_proj                 DeepSeek: attn_k_b [H, L, N] transposed and attn_v_b [H, V, L], a head
+                              at a time, where the file has no attn_kv_b
+    e_score_correction_bias   exp_probs_b.bias
+
+Legend: H heads, L kv_rank, N nope_dim, V v_dim.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+EXPERT = re.compile(r"(?P<before>.*\.experts)\.(?P<index>[0-9]+)\.(?P<behind>.*)")
+LAYER = re.compile(r".*\blayers\.(?P<layer>[0-9]+)\.(?P<part>.*)")
+SUFFIXES = (".weight", ".bias")
+CORRECTION = "e_score_correction_bias"
+
+Make = Callable[[list[Tensor]], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stored:
+    """Tensors of the file, by its own names, that make one of ours."""
+
+    names: tuple[str, ...]
+    expert: int | None = None
+    """Which row of their first dimension it is of; None: they are taken whole."""
+    make: Make | None = field(default=None, compare=False)
+    """What makes ours of several or of another form; None: it is the one tensor as it is."""
+
+
+def layout(names: Collection[str], table: Any, tensors: Mapping[str, Any]) -> dict[str, Stored]:
+    """Return Hugging Face name -> where the file has it, of the names that it has.
+
+    `table`: the package's tensor name map. `tensors`: the file's, by their own names.
+    """
+    found = {}
+    for name in sorted(names):
+        for stored in (_made(name), _plain(name, table)):
+            if stored is not None and all(own in tensors for own in stored.names):
+                found[name] = stored
+                break
+    return found
+
+
+def _plain(name: str, table: Any) -> Stored | None:
+    """Return what the package's table says."""
+    match = EXPERT.fullmatch(name)
+    merged = name if match is None else f"{match['before']}.{match['behind']}"
+    own = table.get_name(merged.replace(CORRECTION, "e_score_correction.bias"), SUFFIXES)
+    if own is None:
+        return None
+    if not own.endswith(SUFFIXES):
+        own += ".weight"
+    return Stored(names=(own,), expert=None if match is None else int(match["index"]))
+
+
+def _made(name: str) -> Stored | None:
+    """Return what a tensor is made of where the file keeps it in another form."""
+    match = LAYER.fullmatch(name)
+    if match is None or match["part"] not in MADE:
+        return None
+    parts, make = MADE[match["part"]]
+    return Stored(names=tuple(f"blk.{match['layer']}.{part}" for part in parts), make=make)
+
+
+def _in_turn(pieces: list[Tensor]) -> Tensor:
+    """Return [..., 2 N] of gates and ups [..., N]: a gate and an up in turn."""
+    return torch.stack([piece.float() for piece in pieces], dim=-1).flatten(-2)
+
+
+def _gates_and_ups(pieces: list[Tensor]) -> Tensor:
+    return _in_turn([piece.transpose(-1, -2) for piece in pieces])
+
+
+def _transposed(pieces: list[Tensor]) -> Tensor:
+    return pieces[0].transpose(-1, -2)
+
+
+def _by_head(pieces: list[Tensor]) -> Tensor:
+    """Return [H (N + V), L] of keys [H, L, N] and values [H, V, L]."""
+    keys, values = (piece.float() for piece in pieces)
+    return torch.cat((keys.transpose(1, 2), values), dim=1).flatten(0, 1)
+
+
+def _first(pieces: list[Tensor]) -> Tensor:
+    return pieces[0]
+
+
+_EXPERTS = "mlp.experts."
+MADE: Mapping[str, tuple[tuple[str, ...], Make]] = {
+    f"{_EXPERTS}gate_up_proj": (
+        ("ffn_gate_exps.weight", "ffn_up_exps.weight"),
+        _gates_and_ups,
+    ),
+    f"{_EXPERTS}gate_up_proj_bias": (("ffn_gate_exps.bias", "ffn_up_exps.bias"), _in_turn),
+    f"{_EXPERTS}down_proj": (("ffn_down_exps.weight",), _transposed),
+    f"{_EXPERTS}down_proj_bias": (("ffn_down_exps.bias",), _first),
+    "self_attn.kv_b_proj.weight": (("attn_k_b.weight", "attn_v_b.weight"), _by_head),
+}
+"""A layer's tensor -> the layer's tensors in the file, and what makes it of them."""
