@@ -56,7 +56,7 @@ class Chosen:
 def choose_plan(
     model: str | Path | None,
     plan: Plan | str | Path | None,
-    cluster: str | Path | None,
+    cluster: Cluster | str | Path | None,
     wishes: Wishes,
 ) -> Chosen:
     """Return the plan to run; `LlmpqError` or `ValueError` says why there is none."""
@@ -80,7 +80,7 @@ def choose_plan(
     directory, spec = _read(model if model is not None else str(given.model.path))
     given.require_model(spec)
     _max_len(spec, wishes)
-    known = None if cluster is None else Cluster.load(cluster)
+    known = None if cluster is None else _loaded(cluster)
     if known is not None:
         given.require_cluster(known.name, known.fingerprint())
     return Chosen(directory=directory, spec=spec, plan=given, cluster=known)
@@ -96,10 +96,10 @@ def _read(model: str | Path) -> tuple[Path, ModelSpec]:
 
 
 def _made(
-    directory: Path, spec: ModelSpec, cluster: str | Path | None, wishes: Wishes
+    directory: Path, spec: ModelSpec, cluster: Cluster | str | Path | None, wishes: Wishes
 ) -> tuple[Plan, Cluster | None]:
     """Make a plan for a cluster's devices, or for this machine's."""
-    known = this_machine() if cluster is None else Cluster.load(cluster)
+    known = this_machine() if cluster is None else _loaded(cluster)
     cpus = all(device.spec.is_cpu for device in known.devices)
     max_len = _max_len(spec, wishes)
     slots = SLOTS[cpus] if wishes.max_num_seqs is None else _at_least_one("max_num_seqs", wishes)
@@ -128,6 +128,10 @@ def _made(
     for note in made.notes:
         _log.info("%s", note)
     return made.plan, known
+
+
+def _loaded(cluster: Cluster | str | Path) -> Cluster:
+    return cluster if isinstance(cluster, Cluster) else Cluster.load(cluster)
 
 
 def _max_len(spec: ModelSpec, wishes: Wishes) -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from llmpq.runtime.cli.plan_file import load_plan
-from llmpq.runtime.cli.serve_flags import ServeOptions
+from llmpq.runtime.cli.serve_flags import ServeOptions, engine_options
 from llmpq.runtime.llm import LLM
 from llmpq.runtime.serve.settings import ServeSettings
 
@@ -15,6 +15,7 @@ from llmpq.runtime.serve.settings import ServeSettings
 def main(options: ServeOptions) -> int:
     """Serve; 0 once it has ended in order."""
     settings = settings_of(options)
+    _check_replicas(options)
     try:
         from llmpq.runtime.serve.server import serve
         from llmpq.runtime.serve.service import Service
@@ -28,11 +29,40 @@ def main(options: ServeOptions) -> int:
     if not 0 < options.port < 65536:
         raise ValueError(f"--port must be 1 to 65535, got {options.port}")
     _require_free(options.host, options.port)
-    service = Service(settings)
-    failure = serve(service, lambda: _open(options), host=options.host, port=options.port)
+    where: dict[str, Any] = {"host": options.host, "port": options.port}
+    if options.ray_serve:
+        failure = _serve_replicas(options, settings, where)
+    else:
+        failure = serve(Service(settings), lambda: _open(options), **where)
     if failure is not None:
         raise failure
     return 0
+
+
+def _serve_replicas(
+    options: ServeOptions, settings: ServeSettings, where: dict[str, Any]
+) -> BaseException | None:
+    try:
+        from llmpq.runtime.cli.replica_launches import launches_of
+        from llmpq.runtime.serve.replica_server import serve_replicas
+    except ImportError as error:
+        raise ValueError(
+            f"--ray-serve needs {error.name}, which is not installed: pip install "
+            "'llmpq[run,serve,serve-ray]'"
+        ) from None
+    return serve_replicas(settings, launches_of(options), **where)
+
+
+def _check_replicas(options: ServeOptions) -> None:
+    if options.replicas < 1:
+        raise ValueError(f"--replicas must be at least 1, got {options.replicas}")
+    if options.replicas > 1 and not options.ray_serve:
+        raise ValueError(f"--replicas {options.replicas} needs --ray-serve, which keeps them")
+    if options.ray_serve and (options.ray_address is not None or options.backend == "ray"):
+        raise ValueError(
+            "--ray-serve starts a Ray of its own on this machine: leave --ray-address and "
+            "--backend ray out, or run one server without --ray-serve over that Ray"
+        )
 
 
 def settings_of(options: ServeOptions) -> ServeSettings:
@@ -87,13 +117,8 @@ def _open(options: ServeOptions) -> LLM:
         options.model,
         plan=None if options.plan is None else load_plan(options.plan),
         cluster=options.cluster,
-        backend=options.backend,
         ray_address=options.ray_address,
-        kv_cache_dtype=options.kv_cache_dtype,
-        speculate=options.speculate,  # type: ignore[arg-type]
-        gamma=options.gamma,
-        max_num_batched_tokens=options.max_num_batched_tokens,
-        enable_prefix_caching=not options.no_prefix_cache,
+        **engine_options(options),
         **more,
     )
 

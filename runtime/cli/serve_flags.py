@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from llmpq.command_line import CommandParser, Only, Section
 from llmpq.runtime.cli.run_flags import add_plan
@@ -31,6 +31,8 @@ class ServeOptions:
     ray_address: str | None
     speculate: str | None
     gamma: int | None
+    ray_serve: bool
+    replicas: int
     host: str
     port: int
     served_model_name: list[str] | None
@@ -48,6 +50,18 @@ class ServeOptions:
     cors_origin: list[str] | None
     metrics_prefix: Literal["vllm", "llmpq"]
     no_access_log: bool
+
+
+def engine_options(options: ServeOptions) -> dict[str, Any]:
+    """Return what every engine is given, whoever plans for it."""
+    return {
+        "backend": options.backend,
+        "kv_cache_dtype": options.kv_cache_dtype,
+        "speculate": options.speculate,
+        "gamma": options.gamma,
+        "max_num_batched_tokens": options.max_num_batched_tokens,
+        "enable_prefix_caching": not options.no_prefix_cache,
+    }
 
 
 def serve_parser() -> CommandParser:
@@ -102,6 +116,10 @@ def serve_parser() -> CommandParser:
 
 
 def _add_server(server: Section) -> None:
+    text = "several engines behind one port, watched and replaced by Ray Serve"
+    server.flag("--ray-serve", action="store_true", help=text)
+    text = "engines of --ray-serve, each on its share of this machine's devices (1)"
+    server.flag("--replicas", type=int, default=1, metavar="N", help=text)
     server.flag("--host", daily=True, default="127.0.0.1", help="address (default 127.0.0.1)")
     server.flag("--port", daily=True, type=int, default=8000, metavar="N", help="port (8000)")
     server.flag(

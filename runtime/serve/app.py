@@ -15,9 +15,9 @@ from llmpq.runtime.serve.bodies import ChatBody, CompletionBody, DetokenizeBody,
 from llmpq.runtime.serve.chat import Chat, plain_message
 from llmpq.runtime.serve.completions import TextCompletion
 from llmpq.runtime.serve.errors import ApiError, AsciiJson, handle_errors
-from llmpq.runtime.serve.gate import Gate
+from llmpq.runtime.serve.gate import Gate, Gated
 from llmpq.runtime.serve.messages import Messages, MessagesBody
-from llmpq.runtime.serve.page import add_page
+from llmpq.runtime.serve.page import add_page, state_of
 from llmpq.runtime.serve.responses import Responses, ResponsesBody
 from llmpq.runtime.serve.service import Service
 from llmpq.version import __version__
@@ -65,8 +65,8 @@ async def answer(request: Request, asked: Answering, *, streamed: bool) -> Respo
     return AsciiJson(await while_connected(request, asked.whole()))
 
 
-def make_app(service: Service) -> FastAPI:
-    """Return the application of a service."""
+def make_app(service: Service, *, alone: bool = True) -> FastAPI:
+    """Return the application of a service; not `alone`, another one listens and keeps the gate."""
     app = FastAPI(
         title="llmpq", version=__version__, docs_url=None, redoc_url=None, responses=_REFUSALS
     )
@@ -74,7 +74,14 @@ def make_app(service: Service) -> FastAPI:
     _add_answers(app, service)
     _add_texts(app, service)
     _add_state(app, service)
-    add_page(app, service)
+    add_page(app, lambda: state_of(service))
+    if alone:
+        add_gate(app, service)
+    return app
+
+
+def add_gate(app: FastAPI, service: Gated) -> None:
+    """Put the gate before an application, and what lets other sites' pages ask."""
     app.add_middleware(Gate, service=service)
     if service.settings.cors_origins:
         app.add_middleware(
@@ -83,7 +90,6 @@ def make_app(service: Service) -> FastAPI:
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
         )
-    return app
 
 
 def _add_answers(app: FastAPI, service: Service) -> None:

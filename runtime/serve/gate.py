@@ -13,11 +13,11 @@ import logging
 import time
 import uuid
 from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
+from typing import Any, Protocol
 
 from llmpq.runtime.serve.errors import ApiError
 from llmpq.runtime.serve.metrics import ARRIVED_S
-from llmpq.runtime.serve.service import Service
+from llmpq.runtime.serve.settings import ServeSettings
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -27,6 +27,28 @@ App = Callable[[Message, Receive, Send], Awaitable[None]]
 _log = logging.getLogger("llmpq.serve.access")
 _OPEN = ("/health", "/ready", "/version", "/metrics", "/")
 """Paths that need no key: they tell nothing of requests."""
+
+
+class Counts(Protocol):
+    """Where answers are counted."""
+
+    def answered(self, status: int) -> None:
+        """Count an HTTP answer."""
+        ...
+
+
+class Gated(Protocol):
+    """What the gate asks of the service behind it."""
+
+    @property
+    def settings(self) -> ServeSettings:
+        """Keys and limits."""
+        ...
+
+    @property
+    def metrics(self) -> Counts:
+        """Counts of answers."""
+        ...
 
 
 class _Body:
@@ -40,7 +62,7 @@ class _Body:
 class Gate:
     """Lets requests through to the application, or refuses them."""
 
-    def __init__(self, app: App, service: Service) -> None:
+    def __init__(self, app: App, service: Gated) -> None:
         self._app, self._service = app, service
         self._keys = [key.encode() for key in service.settings.api_keys]
 

@@ -30,10 +30,16 @@ LABELS = ("model_name", "engine")
 class Metrics:
     """The counters of one server."""
 
-    def __init__(self, model: str, prefix: str, gauges: Callable[[], Mapping[str, Any]]) -> None:
+    def __init__(
+        self,
+        model: str,
+        prefix: str,
+        gauges: Callable[[], Mapping[str, Any]],
+        engine: str = "0",
+    ) -> None:
         """`gauges` says what the engine holds now, as `LLM.stats` does; empty while it loads."""
         self.registry = CollectorRegistry()
-        self._labels = {"model_name": model, "engine": "0"}
+        self._labels = {"model_name": model, "engine": engine}
         self.prefix, self._gauges = prefix, gauges
         self.registry.register(_EngineState(self))
 
@@ -175,7 +181,7 @@ class _EngineState:
             counter = CounterMetricFamily(f"{prefix}:{name}", about, labels=LABELS)
             counter.add_metric(values, float(held.get(key, 0)))
             yield counter
-        yield from _of_stages(stats.get("stages", ()))
+        yield from _of_stages(stats.get("stages", ()), labels["engine"])
 
 
 def kv_usage(held: Mapping[str, int]) -> float:
@@ -183,19 +189,19 @@ def kv_usage(held: Mapping[str, int]) -> float:
     return held.get("blocks_held", 0) / max(1, held.get("blocks", 0))
 
 
-def _of_stages(stages: Sequence[Mapping[str, Any]]) -> Iterator[Metric]:
+def _of_stages(stages: Sequence[Mapping[str, Any]], engine: str) -> Iterator[Metric]:
     """Yield what each stage holds, and how long it has computed: what no other engine tells."""
-    names = ("stage", "device", "node")
+    names = ("engine", "stage", "device", "node")
     for name, about in (
         ("weights_bytes", "Bytes of weights on a stage."),
         ("kv_bytes", "Bytes of KV memory on a stage."),
     ):
         gauge = GaugeMetricFamily(f"llmpq:stage_{name}", about, labels=names)
         for index, stage in enumerate(stages):
-            gauge.add_metric((str(index), stage["device"], stage["node"]), stage[name])
+            gauge.add_metric((engine, str(index), stage["device"], stage["node"]), stage[name])
         yield gauge
     about = "Seconds that a stage has computed; its rate is the stage's busy share."
     busy = CounterMetricFamily("llmpq:stage_busy_seconds", about, labels=names)
     for index, stage in enumerate(stages):
-        busy.add_metric((str(index), stage["device"], stage["node"]), stage["busy_s"])
+        busy.add_metric((engine, str(index), stage["device"], stage["node"]), stage["busy_s"])
     yield busy

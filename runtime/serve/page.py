@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +27,13 @@ _HEADERS = {
 }
 
 
-def add_page(app: FastAPI, service: Service) -> None:
-    """Answer the page, its files and the numbers that it draws."""
+def add_page(app: FastAPI, drawn: Callable[[], Any]) -> None:
+    """Answer the page, its files and the numbers that it draws, which `drawn` returns."""
     for path, (name, kind) in _FILES.items():
         app.add_api_route(path, _file(name, kind), methods=["GET"], include_in_schema=False)
-
-    @app.get("/page/state", include_in_schema=False)
-    def state() -> dict[str, Any]:
-        return state_of(service)
+    app.add_api_route(
+        "/page/state", drawn, methods=["GET"], response_model=None, include_in_schema=False
+    )
 
 
 def _file(name: str, kind: str) -> Any:

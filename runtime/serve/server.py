@@ -8,13 +8,15 @@ import threading
 from asyncio import TimerHandle, Transport
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import uvicorn
+from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from llmpq.runtime.llm import LLM
 from llmpq.runtime.serve.app import make_app
+from llmpq.runtime.serve.gate import Gated
 from llmpq.runtime.serve.service import Service
 
 _log = logging.getLogger("llmpq.serve")
@@ -66,13 +68,24 @@ def protocol(head_timeout_s: float) -> type[H11Protocol]:
     return Bounded
 
 
+class Served(Gated, Protocol):
+    """What a server ends in order."""
+
+    draining: bool
+    num_under_way: int
+
+    def cut_off(self) -> None:
+        """End the answers under way with an error; called from the event loop."""
+        ...
+
+
 class Server(uvicorn.Server):
     """Ends in order: what is under way is answered, nothing new begun."""
 
-    def __init__(self, service: Service, host: str, port: int) -> None:
+    def __init__(self, service: Served, app: FastAPI, host: str, port: int) -> None:
         self.service = service
         config = uvicorn.Config(
-            make_app(service),
+            app,
             host=host,
             port=port,
             http=protocol(service.settings.read_timeout_s),
@@ -125,7 +138,7 @@ def serve(
     on_start: Callable[[Server], None] | None = None,
 ) -> BaseException | None:
     """Serve until told to end; return why the engine could not be loaded, if it could not."""
-    server = Server(service, host, port)
+    server = Server(service, make_app(service), host, port)
     failed: list[BaseException] = []
 
     def load() -> None:

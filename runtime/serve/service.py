@@ -47,7 +47,8 @@ class Choice:
 class Service:
     """The engine of a server and what is under way."""
 
-    def __init__(self, settings: ServeSettings) -> None:
+    def __init__(self, settings: ServeSettings, *, engine: str = "0") -> None:
+        """`engine`: its label in metrics, where there are several."""
         self.settings = settings
         self.llm: LLM | None = None
         """None while it loads."""
@@ -59,7 +60,7 @@ class Service:
         """Of the answers under way."""
         self._cut_off = False
         self.began_s = time.time()
-        self.metrics = Metrics(self.model_name, settings.metrics_prefix, self.stats)
+        self.metrics = Metrics(self.model_name, settings.metrics_prefix, self.stats, engine)
 
     @property
     def model_name(self) -> str:

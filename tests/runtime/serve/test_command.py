@@ -74,6 +74,9 @@ def test_one_line_serves_listens_once_and_ends_in_order(demo_model, tmp_path):
         (["--model", "nowhere", "--chat-template", "no.jinja"], "no.jinja"),
         (["--model", "nowhere", "--api-key-file", "no.keys"], "no.keys"),
         (["--model", "nowhere", "--host", "203.0.113.9"], "cannot listen on 203.0.113.9"),
+        (["--model", "nowhere", "--replicas", "2"], "--replicas 2 needs --ray-serve"),
+        (["--model", "nowhere", "--ray-serve", "--replicas", "0"], "--replicas must be at least 1"),
+        (["--model", "nowhere", "--ray-serve", "--ray-address", "auto"], "a Ray of its own"),
     ],
 )
 def test_wrong_flags_are_refused(words, said, capsys):

@@ -1,0 +1,65 @@
+"""`llmpq-dist serve --ray-serve`: a plan for every replica, made before anything is started."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llmpq.cluster import Cluster
+from llmpq.plan import Plan
+from llmpq.runtime.cli.plan_file import load_plan
+from llmpq.runtime.cli.serve_flags import ServeOptions, engine_options
+from llmpq.runtime.plan_choice import Wishes, choose_plan
+from llmpq.runtime.serve.device_shares import gpus_of_copies, shares_of
+from llmpq.runtime.serve.replica_server import ReplicaLaunch
+from llmpq.this_machine import read_gpus, this_machine, visible
+
+
+def launches_of(options: ServeOptions) -> list[ReplicaLaunch]:
+    """Return how each replica is started; `ValueError` where the devices are too few."""
+    plans = _copies(options) if options.plan is not None else _planned(options)
+    speeds = [None if plan.predicted is None else plan.predicted.output_tokens_per_s
+              for plan, _ in plans]  # fmt: skip
+    known = [speed for speed in speeds if speed]
+    return [
+        ReplicaLaunch(
+            model=options.model,
+            engine=_engine(options, plan),
+            gpus=gpus,
+            speed=speed if speed and len(known) == len(plans) else 1.0,
+        )
+        for (plan, gpus), speed in zip(plans, speeds, strict=True)
+    ]
+
+
+def _copies(options: ServeOptions) -> list[tuple[Plan, tuple[int, ...]]]:
+    plan = load_plan(str(options.plan))
+    choose_plan(options.model, plan, options.cluster, Wishes())  # refuses what does not go together
+    gpus = gpus_of_copies(plan, options.replicas, len(visible(read_gpus())))
+    return [(plan, own) for own in gpus]
+
+
+def _planned(options: ServeOptions) -> list[tuple[Plan, tuple[int, ...]]]:
+    """Plan for each share; equal shares are planned once."""
+    cluster = this_machine() if options.cluster is None else Cluster.load(options.cluster)
+    wishes = Wishes(
+        max_model_len=options.max_model_len,
+        max_num_seqs=options.max_num_seqs,
+        dtype=options.dtype,
+        kv_cache_dtype=options.kv_cache_dtype,
+    )
+    made: dict[str, Plan] = {}
+    found = []
+    for share in shares_of(cluster, options.replicas):
+        key = share.cluster.dump_json()
+        if key not in made:
+            made[key] = choose_plan(options.model, None, share.cluster, wishes).plan
+        found.append((made[key], share.gpus))
+    return found
+
+
+def _engine(options: ServeOptions, plan: Plan) -> dict[str, Any]:
+    """Return what a replica's `LLM` is given; a plan for GPUs says itself how long requests are."""
+    given = {**engine_options(options), "plan": plan.dump_json()}
+    if options.plan is None and all(stage.is_cpu for stage in plan.stages):
+        given["max_model_len"] = options.max_model_len
+    return given

@@ -1,0 +1,51 @@
+"""What several replicas tell of themselves, as one: metrics, and what the page draws."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+_SUMMED = ("running", "waiting", "blocks", "blocks_held")
+
+
+def merged_metrics(texts: Sequence[bytes]) -> bytes:
+    """Return metrics in Prometheus' text format as one text: each family once, all its samples.
+
+    The samples of two texts differ by their labels.
+    """
+    heads: dict[str, list[str]] = {}
+    samples: dict[str, list[str]] = {}
+    for text in texts:
+        family = ""
+        for line in text.decode().splitlines():
+            if line.startswith("# "):
+                _, what, family, *_ = line.split(" ", 3)
+                own = heads.setdefault(family, [])
+                if not any(known.split(" ", 2)[1] == what for known in own):
+                    own.append(line)
+            elif line:
+                samples.setdefault(family, []).append(line)
+    lines = [line for name, own in heads.items() for line in (*own, *samples.get(name, ()))]
+    return ("\n".join(lines) + "\n").encode()
+
+
+def merged_page(told: Sequence[dict[str, Any]], nothing: dict[str, Any]) -> dict[str, Any]:
+    """Return what the page draws of several replicas: their stages in a row, their counts summed.
+
+    `nothing`: what it draws of a server that has told nothing yet; what replicas tell goes over it.
+    """
+    whole = dict(nothing)
+    whole |= {name: sum(one[name] for one in told) for name in _SUMMED}
+    whole["sums"] = {
+        name: sum(one["sums"][name] for one in told) for name in nothing["sums"]
+    }  # fmt: skip
+    whole["stages"] = [stage for one in told for stage in one["stages"]]
+    plans = [one["plan"] for one in told if one["plan"] is not None]
+    if plans:
+        rates = [plan["tokens_per_s"] for plan in plans]
+        whole["plan"] = {
+            **plans[0],
+            "stages": [stage for plan in plans for stage in plan["stages"]],
+            "tokens_per_s": None if None in rates else sum(rates),
+        }
+    return whole

@@ -1,0 +1,310 @@
+"""Before several engines: one socket, one gate, every request to the replica with the least work.
+
+The replicas are deployments of Ray Serve, which starts, watches and replaces them. Ray Serve's own
+HTTP proxy is not used: it cuts a stream off without a word when its replica dies, answers 500
+where 503 with Retry-After is due, and waits for ever for a request's head.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, generate_latest
+
+from llmpq.runtime.serve.answering import event
+from llmpq.runtime.serve.errors import ApiError
+from llmpq.runtime.serve.gate import Message, Receive, Send
+from llmpq.runtime.serve.merged_replicas import merged_metrics
+from llmpq.runtime.serve.settings import ServeSettings
+
+_log = logging.getLogger("llmpq.serve")
+_TAKEN_S = 10.0
+"""How long a replica may take to take a request."""
+_LOOK_S = 0.25
+_ANSWER_S = 10.0
+"""How long a replica may take to say whether it is ready."""
+_LOST = "the replica that answered was lost; try again"
+
+
+class Counted:
+    """HTTP answers by status."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._responses = Counter(
+            "llmpq:http_responses", "HTTP answers by status.", ("status",), registry=self.registry
+        )
+
+    def answered(self, status: int) -> None:
+        """Count an HTTP answer."""
+        self._responses.labels(status=str(status)).inc()
+
+
+class ReplicaHandle:
+    """A replica as the front sees it."""
+
+    def __init__(self, number: int, handle: Any, speed: float) -> None:
+        """`handle`: Ray Serve's; `speed`: tokens/s that its plan promises, to compare by."""
+        self.number, self.speed = number, speed
+        self.ready = False
+        self.num_under_way = 0
+        self.failure: list[str] | None = None
+        """Why it could not load: an error's name and its sentence."""
+        self._handle = handle
+
+    def answer(self, scope: Message, body: bytes) -> Any:
+        """Begin a request; returns what it says, as it comes."""
+        return self._handle.options(stream=True).answer.remote(scope, body)
+
+    async def asked(self, method: str) -> Any:
+        """Return what a method of the replica returns; `TimeoutError` where it is silent."""
+        response = getattr(self._handle, method).remote()
+        try:
+            return await asyncio.wait_for(_awaited(response), _ANSWER_S)
+        except BaseException:
+            response.cancel()
+            raise
+
+    async def look(self) -> None:
+        """Ask whether it is ready."""
+        try:
+            told = await self.asked("state")
+        except Exception as error:
+            if self.ready:
+                _log.info("replica %d is lost (%s)", self.number, type(error).__name__)
+            self.ready = False
+            return
+        if told["ready"] and not self.ready:
+            _log.info("replica %d is ready", self.number)
+        self.ready, self.failure = told["ready"], told["failure"]
+
+
+class ReplicaFront:
+    """The replicas of a server and what is under way; what `Server` and the gate ask for."""
+
+    def __init__(self, settings: ServeSettings, replicas: Sequence[ReplicaHandle]) -> None:
+        self.settings, self.replicas = settings, tuple(replicas)
+        self.metrics = Counted()
+        self.draining = False
+        self.num_under_way = 0
+        self._running: set[asyncio.Future[Any]] = set()
+        self._cut_off = False
+        self._was_ready = False
+        self._turn = 0
+
+    async def watch(
+        self, on_ready: Callable[[], None], on_failure: Callable[[str, str], None]
+    ) -> None:
+        """Ask the replicas for ever; tell once when all are ready, or that one cannot load."""
+
+        async def keep(replica: ReplicaHandle) -> None:
+            while True:
+                await replica.look()
+                if replica.failure is not None and not self._was_ready:
+                    on_failure(*replica.failure)
+                if not self._was_ready and all(one.ready for one in self.replicas):
+                    self._was_ready = True
+                    on_ready()
+                await asyncio.sleep(_LOOK_S)
+
+        await asyncio.gather(*(keep(replica) for replica in self.replicas))
+
+    @property
+    def status(self) -> str:
+        """What the page says of the server."""
+        if self.draining:
+            return "ending"
+        ready = sum(replica.ready for replica in self.replicas)
+        whole = ready == len(self.replicas)
+        return "ready" if whole else f"{ready} of {len(self.replicas)} replicas ready"
+
+    def check_ready(self) -> None:
+        """Refuse where one of the replicas does not answer, or the server is about to end."""
+        self._check_open()
+        count = sum(replica.ready for replica in self.replicas)
+        if count < len(self.replicas):
+            raise ApiError(503, f"{count} of {len(self.replicas)} replicas are ready")
+
+    def _check_open(self) -> None:
+        if self.draining:
+            raise ApiError(503, "the server is about to end; ask another one")
+
+    def cut_off(self) -> None:
+        """End the answers under way with an error; called from the event loop."""
+        self._cut_off = True
+        for running in self._running:
+            running.cancel()
+
+    async def metrics_text(self) -> bytes:
+        """Return all replicas' metrics, and the counts of HTTP answers."""
+        told = await self._all("metrics")
+        return merged_metrics([*told, generate_latest(self.metrics.registry)])
+
+    async def pages(self) -> list[Any]:
+        """Return what the page draws of each replica that answers."""
+        return await self._all("page")
+
+    async def _all(self, method: str) -> list[Any]:
+        asked = (replica.asked(method) for replica in self.replicas if replica.ready)
+        told = await asyncio.gather(*asked, return_exceptions=True)
+        return [one for one in told if not isinstance(one, BaseException)]
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Have a replica answer one HTTP request (ASGI)."""
+        self._check_open()
+        body = await _body_of(receive)
+        answer = _Answer(self, scope["path"], send)
+        self.num_under_way += 1
+        work = asyncio.ensure_future(answer.run(_plain(scope), body))
+        gone = asyncio.ensure_future(_gone(receive))
+        self._running.add(work)
+        try:
+            await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not work.done() and answer.whole:
+                await asyncio.wait((work,))
+            if not work.done():
+                answer.left()
+            elif work.cancelled():
+                await answer.end(
+                    ApiError(503, "the server has ended before the answer was complete")
+                )
+            else:
+                work.result()
+        finally:
+            self._running.discard(work)
+            self.num_under_way -= 1
+            for one in (work, gone):
+                one.cancel()
+                with contextlib.suppress(asyncio.CancelledError, Exception):
+                    await one
+
+    def choose(self, tried: Sequence[ReplicaHandle]) -> ReplicaHandle:
+        """Return the replica with the least work for its speed, the longest idle of equals."""
+        able = [one for one in self.replicas if one.ready and one not in tried]
+        if not able:
+            what = "no replica is ready" if self._was_ready else "the model is loading"
+            raise ApiError(503, f"{what}; try again in a moment")
+        self._turn += 1
+        start, count = self._turn, len(self.replicas)
+        return min(
+            able,
+            key=lambda one: ((one.num_under_way + 1) / one.speed, (one.number - start) % count),
+        )
+
+
+class _Answer:
+    """One request's way through the replicas: begun by at most one."""
+
+    def __init__(self, front: ReplicaFront, path: str, send: Send) -> None:
+        self._front, self._path, self._send = front, path, send
+        self._begun = self._streams = False
+        self.whole = False
+        """Whether all of it has been said."""
+
+    async def run(self, scope: Message, body: bytes) -> None:
+        """Have the first replica that takes it answer."""
+        tried: list[ReplicaHandle] = []
+        while True:
+            replica = self._front.choose(tried)
+            tried.append(replica)
+            replica.num_under_way += 1
+            try:
+                if await self._answered(replica, scope, body):
+                    return
+            finally:
+                replica.num_under_way -= 1
+            replica.ready = False  # until it says otherwise
+
+    async def _answered(self, replica: ReplicaHandle, scope: Message, body: bytes) -> bool:
+        """Pass a replica's answer on; False where it did not take the request."""
+        answer = replica.answer(scope, body)
+        parts = answer.__aiter__()
+        try:
+            try:
+                taken = await asyncio.wait_for(_awaited(parts.__anext__()), _TAKEN_S)
+            except Exception as error:
+                _log.info("replica %d took no request (%s)", replica.number, type(error).__name__)
+                answer.cancel()
+                return False
+            if taken is None:
+                return False
+            await self._passed_on(replica, parts)
+        except asyncio.CancelledError:
+            answer.cancel()
+            raise
+        return True
+
+    async def _passed_on(self, replica: ReplicaHandle, parts: Any) -> None:
+        try:
+            async for messages in parts:
+                for message in messages:
+                    if message["type"] == "http.response.start":
+                        self._begun, self._streams = True, _is_stream(message)
+                    elif not message.get("more_body", False):
+                        self.whole = True
+                    await self._send(message)
+        except Exception as error:
+            if self.whole:
+                return
+            replica.ready = False
+            _log.info("replica %d lost an answer (%s)", replica.number, type(error).__name__)
+            await self.end(ApiError(503, _LOST))
+
+    def left(self) -> None:
+        """Note that the client has gone away: there is nobody to tell."""
+        if not self._begun:
+            raise ApiError(499, "the client went away before the answer")
+
+    async def end(self, error: ApiError) -> None:
+        """End with an error: the last event of a stream, else a refusal."""
+        if not self._begun:
+            raise error
+        if not self._streams:
+            raise ConnectionError(error.message)  # half a body: the connection is cut
+        name = "error" if self._path.startswith("/v1/messages") else None
+        last = event(error.body(self._path), name).encode()
+        await self._send({"type": "http.response.body", "body": last, "more_body": False})
+
+
+def _is_stream(start: Message) -> bool:
+    return any(
+        name == b"content-type" and value.startswith(b"text/event-stream")
+        for name, value in start["headers"]
+    )
+
+
+def _plain(scope: Message) -> Message:
+    """Return what a replica needs of a request."""
+    names = ("asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string")
+    return {
+        **{name: scope[name] for name in names if name in scope},
+        "headers": [(bytes(name), bytes(value)) for name, value in scope["headers"]],
+        "client": scope.get("client"),
+        "server": scope.get("server"),
+        "root_path": "",
+    }
+
+
+async def _body_of(receive: Receive) -> bytes:
+    """Return a request's whole body; the gate bounds it."""
+    parts, more = [], True
+    while more:
+        message = await receive()
+        if message["type"] != "http.request":
+            raise ApiError(499, "the client went away before the answer")
+        parts.append(message.get("body", b""))
+        more = message.get("more_body", False)
+    return b"".join(parts)
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _awaited(one: Awaitable[Any]) -> Any:
+    return await one
