@@ -112,6 +112,7 @@ def predict(drawn: Drawn, spec: DeviceSpec) -> StageMemory:
         context_bytes=spec.context,
         on_gpu=True,
         unpacks=spec.unpacks_weights,
+        first_layer=stage.layers[0],
     )
 
 

@@ -92,6 +92,13 @@ def layer_weight_bytes(
     return packed + unquantised * dtype_bytes + _wide_bytes(spec, dtype_bytes)
 
 
+def kinds_of_layers(spec: ModelSpec) -> tuple[ModelSpec, ...]:
+    """Return a spec for every kind of layer that a model has: routed ones, and dense ones."""
+    if not spec.dense_layers:
+        return (spec,)
+    return (spec, spec.of_layer(spec.dense_layers[0]))
+
+
 def _wide_bytes(spec: ModelSpec, dtype_bytes: int) -> int:
     """Return what a router's correction takes beyond the dtype's: it is kept in float32."""
     return (4 - dtype_bytes) * spec.experts if spec.router.correction else 0
@@ -119,11 +126,18 @@ def stage_memory(
     context_bytes: int = 0,
     on_gpu: bool = False,
     unpacks: bool = True,
+    first_layer: int = 0,
 ) -> StageMemory:
-    """Return the memory of a stage that holds layers of the given precisions."""
+    """Return the memory of a stage that holds layers of the given precisions.
+
+    `first_layer`: its first one's number, which decides of what kind a mixture's layers are.
+    """
     layers = tuple(precisions)
     dtype_bytes = workload.dtype_bytes
-    weights = sum(layer_weight_bytes(spec, p, quantization, dtype_bytes) for p in layers)
+    weights = sum(
+        layer_weight_bytes(spec.of_layer(index), p, quantization, dtype_bytes)
+        for index, p in enumerate(layers, start=first_layer)
+    )
     return StageMemory(
         weights_bytes=weights,
         embedding_bytes=embedding_bytes(spec, first=first, last=last, dtype_bytes=dtype_bytes),

@@ -133,6 +133,7 @@ def _stage_plan(
         context_bytes=device.spec.context,
         on_gpu=not device.spec.is_cpu,
         unpacks=device.spec.unpacks_weights,
+        first_layer=p.groups[stage.start][0],
     )
     return StagePlan(
         device=device.name,

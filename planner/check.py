@@ -131,6 +131,7 @@ def _check_memory(plan: Plan, spec: ModelSpec, position: int, device: Device) ->
         context_bytes=device.spec.context,
         on_gpu=not device.spec.is_cpu,
         unpacks=device.spec.unpacks_weights,
+        first_layer=stage.layers[0],
     )
     needed = memory.total_bytes
     if plan.speculation is not None:

@@ -1,5 +1,9 @@
 """Bytes that a stage has for layers: a device's limit less everything that is not a layer.
 
+Layers are taken to be equal: each as the largest of its model. Where a mixture begins with layers
+of one MLP (DeepSeek, GLM-4.5), what those take less is room that the first stage has for layers.
+A plan that was found states what its own layers take (llmpq/memory.py).
+
 What a stage needs beside its layers depends on the sorts of weights it multiplies, not on how many
 layers have them: dense products have a library's workspace, packed ones their own, a stage with
 both has the larger of each.
@@ -16,11 +20,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmpq.kv_format import kv_cache_bytes
-from llmpq.memory import embedding_bytes, layer_weight_bytes
+from llmpq.memory import embedding_bytes, kinds_of_layers, layer_weight_bytes
 from llmpq.precision import Precision
 from llmpq.workspace import workspace_bytes
 
 if TYPE_CHECKING:
+    from llmpq.model_spec import ModelSpec
     from llmpq.planner.problem import DeviceClass, Problem
 
 DENSE, PACKED, MIXED = 0, 1, 2
@@ -49,7 +54,7 @@ def choices_of(choices: Sequence[Precision], sort: int) -> NDArray[np.bool_]:
 
 
 def layer_bytes(p: Problem) -> NDArray[np.int64]:
-    """[B] weights and KV of one layer."""
+    """[B] weights and KV of one layer, the largest of the model's."""
     work = p.workload
     kv = kv_cache_bytes(
         work.kv,
@@ -60,8 +65,36 @@ def layer_bytes(p: Problem) -> NDArray[np.int64]:
         head_dim=p.spec.head_dim,
         dtype_bytes=work.dtype_bytes,
     )
-    weights = [layer_weight_bytes(p.spec, b, p.quantization, work.dtype_bytes) for b in p.choices]
-    return np.array([w + kv for w in weights], dtype=np.int64)
+    return _weights(p, kinds_of_layers(p.spec)).max(axis=0) + kv
+
+
+def _weights(p: Problem, kinds: Sequence[ModelSpec]) -> NDArray[np.int64]:
+    """[kinds, B] weights of one layer of each kind."""
+    return np.array(
+        [
+            [layer_weight_bytes(k, b, p.quantization, p.workload.dtype_bytes) for b in p.choices]
+            for k in kinds
+        ],
+        dtype=np.int64,
+    )
+
+
+def _smaller_layers(p: Problem, room: int, sort: int) -> int:
+    """Return by how much a first stage's layers take less than as many of the largest kind.
+
+    Its first layers are dense: as many as the model begins with, or as fit alone if those are
+    fewer. A stage of fewer than that fits, too, whatever it counts for.
+    """
+    dense = [layer for place, layer in enumerate(p.spec.dense_layers) if place == layer]
+    if not dense or room <= 0:
+        return 0
+    allowed = choices_of(p.choices, sort)
+    own = _weights(p, [p.spec.of_layer(0)])[0]
+    whole = layer_bytes(p)
+    largest = _weights(p, kinds_of_layers(p.spec)).max(axis=0)
+    alone = whole - largest + own
+    count = min(len(dense), room // int(alone[allowed].max()))
+    return count * int((largest - own)[allowed].min())
 
 
 def capacity(p: Problem, eta: int, xi: int) -> NDArray[np.int64]:
@@ -91,7 +124,9 @@ def capacity(p: Problem, eta: int, xi: int) -> NDArray[np.int64]:
             }
             for index, cls in enumerate(p.classes):
                 fixed = cls.first.spec.context + ends + workspace[_memory_kind(cls)]
-                table[index, int(first), int(last), sort] = cls.first.limit_bytes - fixed
+                room = cls.first.limit_bytes - fixed
+                room += _smaller_layers(p, room, sort) if first else 0
+                table[index, int(first), int(last), sort] = room
     return table
 
 
