@@ -16,7 +16,7 @@ from typing import Any
 from llmpq.families import llama
 from llmpq.families.config_values import Config, expect, is_given, number, size, with_defaults
 from llmpq.families.record import ABOVE_ONE, norm_names
-from llmpq.families.rope import window_theta
+from llmpq.families.rope import rope_section, window_theta
 from llmpq.families.rotary_families import alternating, layer_kinds, rotary_fields, windows
 
 THETA = {"gemma2": 1e4, "gemma3": 1e6}
@@ -37,7 +37,7 @@ def fields(config: Config) -> dict[str, Any]:
     every = size(
         config, "sliding_window_pattern", "_sliding_window_pattern", default=FULL_EVERY[kind]
     )
-    given = (config.get("rope_parameters") or {}).get("rope_theta", THETA[kind])
+    given = rope_section(config).get("rope_theta", THETA[kind])
     told = with_defaults(config, rope_theta=given, sliding_window=WINDOW)
     score_cap, logit_cap = (
         _cap(config, f"{what}_logit_softcapping", default)
@@ -54,6 +54,7 @@ def fields(config: Config) -> dict[str, Any]:
         "embedding_factor": hidden**0.5,
     }
     if kind == "gemma3":
+        _refuse_score_cap(score_cap)
         found["qk_norm"] = True
         found["window_rope_theta"] = window_theta(
             config, beside="rope_local_base_freq", default=LOCAL_THETA
@@ -66,6 +67,15 @@ def _cap(config: Config, key: str, default: float) -> float:
     if key in config and not is_given(config[key]):
         return 0.0
     return number(config, key, default=default) if key in config or default else 0.0
+
+
+def _refuse_score_cap(cap: float) -> None:
+    """Refuse a cap that Transformers' Gemma 3 reads and does not compute."""
+    if cap:
+        raise ValueError(
+            f"config.json: attn_logit_softcapping={cap:g} is not supported in Gemma 3, whose "
+            "scores have no cap; expected null"
+        )
 
 
 _NORMS = norm_names(

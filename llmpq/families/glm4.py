@@ -24,7 +24,7 @@ def fields(config: Config) -> dict[str, Any]:
     has_two = config.get("model_type") == "glm4"
     bias = flag(config, "attention_bias", default=has_two)
     return {
-        **rotary_fields(half_turned(config), norm_eps=1.5625e-7),
+        **rotary_fields(half_turned(config), norm_eps=1.5625e-7, turns_in_part=True),
         "qkv_bias": bias,
         "norm_order": "both" if has_two else "pre",
     }

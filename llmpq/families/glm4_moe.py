@@ -21,7 +21,7 @@ from llmpq.families.spec_values import Router
 
 def fields(config: Config) -> dict[str, Any]:
     """Return the fields of `ModelSpec`."""
-    base = rotary_fields(half_turned(config), norm_eps=1e-5)
+    base = rotary_fields(half_turned(config), norm_eps=1e-5, turns_in_part=True)
     return {
         **base,
         "qkv_bias": flag(config, "attention_bias", default=False),

@@ -20,7 +20,8 @@ def fields(config: Config) -> dict[str, Any]:
     for key in ("attention_bias", "mlp_bias", "lm_head_bias"):
         expect(config, key, False, default=False)
     config.get("original_max_position_embeddings")  # longrope reads it
-    return {**rotary_fields(config, norm_eps=1e-5), "windows": everywhere(config)}
+    base = rotary_fields(config, norm_eps=1e-5, turns_in_part=True)
+    return {**base, "windows": everywhere(config)}
 
 
 FAMILY = replace(

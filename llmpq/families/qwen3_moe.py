@@ -11,6 +11,7 @@ from typing import Any
 from llmpq.families import llama, qwen3
 from llmpq.families.config_values import Config, expect, flag, size
 from llmpq.families.mixture_config import counts, expert_names
+from llmpq.families.rotary_families import SLIDING, windows
 from llmpq.families.spec_values import Router
 
 
@@ -20,11 +21,20 @@ def fields(config: Config) -> dict[str, Any]:
     base = qwen3.fields(config)
     return {
         **base,
+        "windows": _windows(config),
         **counts(config, "num_experts", "num_local_experts"),
         "ffn": size(config, "moe_intermediate_size"),
         "router": Router(normalise=flag(config, "norm_topk_prob", default=False)),
         **_dense_layers(config, base["ffn"]),
     }
+
+
+def _windows(config: Config) -> tuple[int, ...]:
+    """Return each layer's window: all have it or none, whatever `max_window_layers` says."""
+    config.get("max_window_layers")
+    if not flag(config, "use_sliding_window", default=False):
+        return ()
+    return windows(config, [SLIDING] * size(config, "num_hidden_layers"))
 
 
 def _dense_layers(config: Config, ffn: int) -> dict[str, Any]:

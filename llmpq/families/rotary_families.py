@@ -12,13 +12,28 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 def rotary_fields(
-    config: Config, *, activation: str = "silu", tied: bool = False, norm_eps: float = 1e-6
+    config: Config,
+    *,
+    activation: str = "silu",
+    tied: bool = False,
+    norm_eps: float = 1e-6,
+    turns_in_part: bool = False,
 ) -> dict[str, Any]:
-    """Return the fields that these families share; keyword arguments are a family's defaults."""
+    """Return the fields that these families share; keyword arguments are a family's defaults.
+
+    `turns_in_part`: whether `partial_rotary_factor` means something to the family.
+    """
     known = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}[activation]
     key = "hidden_activation" if config.get("hidden_activation") is not None else "hidden_act"
     expect(config, key, known, default=known)
     heads = size(config, "num_attention_heads")
+    rope = rope_fields(config)
+    if rope["rotary_dim"] is not None and not turns_in_part:
+        raise ValueError(
+            f"config.json: model_type '{config.get('model_type')}' turns whole heads, "
+            "partial_rotary_factor says that only a part is turned; remove it if the model was "
+            "trained without it"
+        )
     return {
         "num_layers": size(config, "num_hidden_layers"),
         "hidden": size(config, "hidden_size"),
@@ -35,7 +50,7 @@ def rotary_fields(
         "qkv_bias": False,
         "linear_bias": False,
         "tied_embeddings": flag(config, "tie_word_embeddings", default=tied),
-        **rope_fields(config),
+        **rope,
     }
 
 

@@ -79,6 +79,7 @@ def test_a_key_that_nobody_reads_is_refused_unless_it_is_off(model: str) -> None
             "'bend'=2 is not known",
         ),
         ({"partial_rotary_factor": 1.5}, "must be at most 1"),
+        ({"partial_rotary_factor": 0.5}, "turns whole heads"),
         ({"partial_rotary_factor": 0.01}, "turns 1 channels of a head of 128"),
         (
             {"rope_scaling": {"rope_type": "yarn", "factor": 4}},
@@ -107,6 +108,11 @@ def test_absurd_constants_are_refused(change: dict, message: str) -> None:  # ty
         ("deepseek-v3", {"first_k_dense_replace": 99}, "'first_k_dense_replace' must be"),
         ("deepseek-v2-lite", {"norm_topk_prob": True}, "norm_topk_prob=True is not supported"),
         ("deepseek-v3", {"attention_bias": True}, "attention_bias=True is not supported"),
+        (
+            "gemma-3-12b",
+            {"attn_logit_softcapping": 5.0},
+            "softcapping=5 is not supported in Gemma 3",
+        ),
         (
             "qwen3-30b-a3b",
             {"num_experts_per_tok": 999},

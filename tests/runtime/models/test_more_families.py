@@ -106,6 +106,19 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gemma2": ("Gemma2", {**GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}),
     "gemma3": ("Gemma3Text", {**GEMMA, "layer_types": ALTERNATING, "rope_parameters": BY_LAYER}),
+    "gemma3 with yarn, untied": (
+        "Gemma3Text",
+        {
+            **GEMMA,
+            "layer_types": ALTERNATING,
+            "tie_word_embeddings": False,
+            "final_logit_softcapping": 3.0,
+            "rope_parameters": {
+                "full_attention": YARN,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+            },
+        },
+    ),
     "phi3": (
         "Phi3",
         {
@@ -137,6 +150,47 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "moe_intermediate_size": 40,
             "norm_topk_prob": True,
             "mlp_only_layers": [1],
+        },
+    ),
+    "qwen3_moe with windows, every other layer dense": (
+        "Qwen3Moe",
+        {
+            "head_dim": 24,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 40,
+            "norm_topk_prob": False,
+            "decoder_sparse_step": 2,
+            "attention_bias": True,
+            "use_sliding_window": True,
+            "sliding_window": WINDOW,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "deepseek_v2, all experts alike": (
+        "DeepseekV2",
+        {
+            **LATENT,
+            **MIXTURE,
+            "topk_method": "greedy",
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 0,
+            "n_shared_experts": 1,
+            "q_lora_rank": 20,
+            "rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 5000.0},
+            "tie_word_embeddings": True,
+        },
+    ),
+    "glm4_moe without norms of heads": (
+        "Glm4Moe",
+        {
+            **MIXTURE,
+            "head_dim": 24,
+            "first_k_dense_replace": 3,
+            "norm_topk_prob": False,
+            "n_shared_experts": 2,
+            "rope_parameters": {**YARN, "partial_rotary_factor": 0.5},
         },
     ),
     "gpt_oss": (
