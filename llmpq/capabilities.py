@@ -59,9 +59,9 @@ def _larger_rope(spec: ModelSpec, max_len: int) -> bool:
 
 
 FEATURES: tuple[Feature, ...] = (
-    _feature("a window over the last tokens", _windows, "gpu", "packed_kv"),
-    _feature("soft caps on scores", lambda s, _: s.score_cap > 0, "gpu", "packed_kv"),
-    _feature("attention sinks", lambda s, _: s.sinks, "gpu", "packed_kv"),
+    _feature("a window over the last tokens", _windows, "gpu"),
+    _feature("soft caps on scores", lambda s, _: s.score_cap > 0, "gpu"),
+    _feature("attention sinks", lambda s, _: s.sinks, "gpu"),
     _feature("latent attention (MLA)", lambda s, _: s.latent is not None, "gpu", "rounded"),
     _feature("two thetas of rotary positions", _two_thetas, "gpu"),
     _feature("rope frequencies that change with the length", _changing_rope, "gpu", "drafts"),

@@ -89,7 +89,7 @@ def wanted_pool(
         max_len=max_len,
         prefix_cache=prefix_cache,
     )
-    # Packed caches keep all blocks: no way to run reads them through a window yet.
+    # Packed caches keep all blocks, a quarter of the bytes or less: their tables are one.
     window = spec.widest_window if workload.kv is KVPrecision.KV16 else 0
     own = min(each, spanned_blocks(window, 1)) if window else 0
     return whole._with_window(window, workload.batch * own + CHUNK_TOKENS // BLOCK_TOKENS)

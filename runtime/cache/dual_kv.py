@@ -9,6 +9,7 @@ of the newest tokens than a draft is long.
 from __future__ import annotations
 
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,11 +58,19 @@ class DualKV(KVCache):
         *,
         scale: float,
         alibi_slopes_H: Tensor | None = None,
+        **options: Any,
     ) -> Tensor:
         """Append the step's keys and values to both, then return attention over the inner one."""
         self.copy.append(layer, k_BQGD, v_BQGD, step)
         return self.inner.attend(
-            layer, q_BQHD, k_BQGD, v_BQGD, step, scale=scale, alibi_slopes_H=alibi_slopes_H
+            layer,
+            q_BQHD,
+            k_BQGD,
+            v_BQGD,
+            step,
+            scale=scale,
+            alibi_slopes_H=alibi_slopes_H,
+            **options,
         )
 
     def catches_up(self, step: Step) -> bool:

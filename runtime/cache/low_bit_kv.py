@@ -11,11 +11,17 @@ from torch import Tensor
 
 from llmpq.kernels.formats.kv_block import KVFormat
 from llmpq.kernels.kv.low_bit_cache import QuantizedKVCache, StepPlan
+from llmpq.kernels.kv.reference import Scores
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
 from llmpq.runtime.cache.kv_cache import KVCache
-from llmpq.runtime.models.attention import attend_fresh
+from llmpq.runtime.models.attention import EVERYTHING, ScoreRule, attend_fresh
 from llmpq.runtime.step import Step
+
+
+def scores_of(rule: ScoreRule) -> Scores:
+    """Return a layer's rule as the packed caches' code takes it."""
+    return Scores(window=rule.window, cap=rule.cap, sinks_H=rule.sinks_H)
 
 
 class LowBitKV(KVCache):
@@ -64,6 +70,7 @@ class LowBitKV(KVCache):
         scale: float,
         alibi_slopes_H: Tensor | None = None,
         inv_freq: Tensor | None = None,
+        rule: ScoreRule = EVERYTHING,
     ) -> Tensor:
         """Append the step's keys and values, then return its causal attention [B, Q, H, D].
 
@@ -73,7 +80,13 @@ class LowBitKV(KVCache):
             # The bias of the scores is made once per step.
             self.append(layer, k_BQGD, v_BQGD, step)
             return attend_fresh(
-                q_BQHD, k_BQGD, v_BQGD, step, scale=scale, alibi_slopes_H=alibi_slopes_H
+                q_BQHD,
+                k_BQGD,
+                v_BQGD,
+                step,
+                scale=scale,
+                alibi_slopes_H=alibi_slopes_H,
+                rule=rule,
             )
         return self.cache.run(
             self.planned(step),
@@ -84,6 +97,7 @@ class LowBitKV(KVCache):
             scale=scale,
             alibi_slopes_H=alibi_slopes_H,
             inv_freq=inv_freq,
+            scores=scores_of(rule),
         )
 
     def rotates(self, step: Step) -> bool:

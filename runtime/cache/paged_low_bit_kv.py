@@ -21,6 +21,8 @@ from llmpq.kv_format import BLOCK_TOKENS, RING_TOKENS, TAIL_TOKENS, packed_block
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
 from llmpq.runtime.cache.kv_cache import PagedKV
+from llmpq.runtime.cache.low_bit_kv import scores_of
+from llmpq.runtime.models.attention import EVERYTHING, ScoreRule
 from llmpq.runtime.ragged_step import RaggedStep, Span
 from llmpq.runtime.request import PagedRow
 from llmpq.runtime.step import Step
@@ -91,6 +93,7 @@ class PagedLowBitKV(PagedKV):
         *,
         scale: float,
         alibi_slopes_H: Tensor | None = None,
+        rule: ScoreRule = EVERYTHING,
     ) -> Tensor:
         """Append the step's keys and values, then return its causal attention [1, T, H, D]."""
         assert isinstance(step, RaggedStep)
@@ -103,7 +106,14 @@ class PagedLowBitKV(PagedKV):
             for row, span in enumerate(spans):
                 self._keep_behind(layer, span, k[row], v[row])
             out[0, places] = self.cache.run(
-                plan, layer, q, k, v, scale=scale, alibi_slopes_H=alibi_slopes_H
+                plan,
+                layer,
+                q,
+                k,
+                v,
+                scale=scale,
+                alibi_slopes_H=alibi_slopes_H,
+                scores=scores_of(rule),
             )
         return out
 

@@ -55,10 +55,7 @@ class PlainKVCache(KVCache):
         alibi_slopes_H: Tensor | None = None,
         rule: ScoreRule = EVERYTHING,
     ) -> Tensor:
-        """Append the step's keys and values, then return its causal attention [B, Q, H, D].
-
-        The low-bit caches know no `rule` (llmpq/capabilities.py).
-        """
+        """Append the step's keys and values, then return its causal attention [B, Q, H, D]."""
         self.check_room(step)
         k, v = self.k[layer], self.v[layer]
         _append(k, k_BQGD, step)

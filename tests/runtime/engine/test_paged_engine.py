@@ -289,7 +289,7 @@ def test_ngram_drafts_change_no_greedy_token_and_run_over_stages(demo_model, mak
 def test_requests_may_be_as_long_as_the_model_unless_it_then_computes_otherwise(
     demo_model, make_plan
 ):
-    """A window that packed caches do not know, or a rope of longer texts, keeps to the plan."""
+    """A rope of longer texts keeps to the plan."""
     spec = ModelSpec.from_directory(demo_model)
     settings = StageSettings(model_dir="", live=True)
     windowed = replace(spec, windows=(64,) * spec.num_layers)
@@ -304,7 +304,7 @@ def test_requests_may_be_as_long_as_the_model_unless_it_then_computes_otherwise(
     for model, kv, wanted in (
         (spec, KVPrecision.KV4, spec.max_positions + 1),
         (windowed, KVPrecision.KV16, spec.max_positions + 1),
-        (windowed, KVPrecision.KV4, 48),
+        (windowed, KVPrecision.KV4, spec.max_positions + 1),
         (longer, KVPrecision.KV16, 48),
     ):
         plan = make_plan(demo_model, kv=kv, prompt_len=32, gen_len=16)

@@ -1,4 +1,7 @@
-"""Models with windows in the paged engine: blocks that left the window are given to others."""
+"""Models with windows in the paged engine: blocks that left the window are given to others.
+
+And their caches of few bits, which keep all blocks and see them through the window.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,21 @@ import pytest
 import torch
 
 import llmpq
+from llmpq.kernels.kv.reference import Scores
 from llmpq.model_spec import ModelSpec
 from llmpq.pool_size import CHUNK_TOKENS, PoolSize, wanted_pool
 from llmpq.precision import KVPrecision
+from llmpq.runtime.cache import low_bit_kv
+from llmpq.runtime.cache.kv_by_precision import make_kv_cache
+from llmpq.runtime.cache.low_bit_kv import LowBitKV
 from llmpq.runtime.cache.paged_by_precision import make_paged_kv
 from llmpq.runtime.engine.paged_scheduler import PagedScheduler
+from llmpq.runtime.engine.plain_loop import LocalPipeline, pad
 from llmpq.runtime.engine.pool_limits import PoolLimits
 from llmpq.runtime.launch.pool_plan import PoolPlan
 from llmpq.runtime.launch.stage_settings import StageSettings
 from llmpq.runtime.request import Request
+from llmpq.runtime.step import Step
 from llmpq.runtime.tools.open_stages import OpenStages
 from llmpq.runtime.weights.sources import CheckpointSource
 from llmpq.workload import Workload
@@ -153,3 +162,68 @@ def test_one_pool_serves_where_windows_would_save_nothing(model: tuple[Path, Any
     assert bytes_of == sorted(bytes_of, reverse=True)
     pool = make_paged_kv(spec, KVPrecision.KV16, long, layers=range(1, 4), dtype=torch.float32)
     assert pool.nbytes == long.nbytes(spec, KVPrecision.KV16, layers=range(1, 4), dtype_bytes=4)
+
+
+def last_logits(pipeline: LocalPipeline, kv: KVPrecision, prompt: list[int]) -> torch.Tensor:
+    """Return the logits behind a prompt whose last token alone is decoded."""
+    spec, first = pipeline.spec, len(prompt) - 1
+    cache = make_kv_cache(spec, kv, num_layers=4, slots=1, max_len=len(prompt), dtype=torch.float32)
+    pipeline.hidden(pad([prompt[:first]]), Step.of([0], [0], [first]), [cache])
+    return pipeline.logits(pad([prompt[first:]]), Step.of([0], [first], [1]), [cache])
+
+
+def test_packed_caches_see_through_the_window_with_caps_and_sinks(
+    model: tuple[Path, Any], random_prompts: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipeline = LocalPipeline.from_directory(model[0])
+    (prompt,) = random_prompts(420, seed=3)
+    exact = last_logits(pipeline, KVPrecision.KV16, prompt)
+
+    def error(kv: KVPrecision) -> float:
+        return float((last_logits(pipeline, kv, prompt) - exact).norm() / exact.norm())
+
+    errors = [error(kv) for kv in (KVPrecision.KV8, KVPrecision.KV4, KVPrecision.KV2)]
+    assert 0 < errors[0] < 0.02 and errors[0] < min(errors[1:])
+    monkeypatch.setattr(low_bit_kv, "scores_of", lambda rule: Scores())
+    assert error(KVPrecision.KV8) > 3 * errors[0], "a rule that is forgotten must be seen"
+
+
+@pytest.mark.parametrize("kv", [KVPrecision.KV8, KVPrecision.KV4])
+def test_packed_pools_equal_their_unpaged_twin(
+    model: tuple[Path, Any], random_prompts: Any, make_plan: Any, kv: KVPrecision
+) -> None:
+    directory, _ = model
+    pipeline = LocalPipeline.from_directory(directory)
+    prompts = random_prompts(420, 20, 200, seed=4)
+    expected = [packed_greedy(pipeline, kv, prompt) for prompt in prompts]
+    size = PoolSize(num_blocks=9, slots=3, max_len=900)
+    limits = PoolLimits(
+        num_blocks=9, kv=kv, max_rows=3, max_len=900, step_tokens=90, decode_rows=3, num_stages=2
+    )
+    plan = make_plan(directory, (1,), batch=3, kv=kv)
+    spec = ModelSpec.from_directory(directory)
+    stages = OpenStages(plan, spec, CheckpointSource(directory, spec), pool=size)
+    requests = [Request(id=i, prompt=tuple(p), max_new=NEW) for i, p in enumerate(prompts)]
+    found = stages.run(PagedScheduler(limits), requests).tokens
+    assert [found[i] for i in range(3)] == expected
+
+
+def packed_greedy(pipeline: LocalPipeline, kv: KVPrecision, prompt: list[int]) -> list[int]:
+    """Return the tokens of a prompt alone, every query over packed keys as far as it sees them."""
+    cache = LowBitKV(
+        pipeline.spec,
+        kv,
+        num_layers=4,
+        slots=1,
+        max_len=len(prompt) + NEW,
+        dtype=torch.float32,
+        exact_prompt=False,
+    )
+    tokens, start, new = [], 0, prompt
+    for _ in range(NEW):
+        step = Step.of([0], [start], [len(new)])
+        logits = pipeline.logits(pad([new]), step, [cache])
+        start += len(new)
+        new = [int(logits.argmax())]
+        tokens += new
+    return tokens
