@@ -8,6 +8,7 @@ layer are one tensor.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Collection, Mapping
 from functools import partial
@@ -21,15 +22,19 @@ from torch import Tensor
 from llmpq.gguf_config import UNREAD, architecture_of
 from llmpq.gguf_file import GgufTensor, open_gguf
 from llmpq.kernels.formats.quantized_weight import QuantizedWeight
+from llmpq.kernels.formats.round_to_nearest import quantize_weight
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import WeightScheme
 from llmpq.runtime.models.part_shapes import layer_shapes
 from llmpq.runtime.weights.gguf_codes import codes_of, kept_weight
 from llmpq.runtime.weights.gguf_layout import Stored, layout
-from llmpq.runtime.weights.sources import CheckpointSource
+from llmpq.runtime.weights.sources import CheckpointSource, stored_name
 
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Types whose bytes are the numbers."""
+SAMPLED_ROWS = 64
+"""Rows by which a second rounding is measured."""
+_log = logging.getLogger("llmpq.weights")
 BLOCK = re.compile(r"blk\.([0-9]+)\.")
 
 
@@ -44,6 +49,7 @@ class GgufCheckpoint(CheckpointSource):
         self._stored: dict[str, Stored] = {}
         self._spec = spec
         self._schemes: Mapping[int, WeightScheme | None] = {}
+        self._said: set[str] = set()
         super().__init__(self._file.path.parent, spec)
 
     @property
@@ -66,6 +72,9 @@ class GgufCheckpoint(CheckpointSource):
                 weight = self._kept(part, table[part], shapes[part], scheme, dtype)
                 kept |= {} if weight is None else {part: weight}
         rest = {part: shape for part, shape in shapes.items() if part not in kept}
+        if scheme is not None and scheme.activation_bits == 16:
+            again = [f"{s.name}.weight" for s in spec.linears() if f"{s.name}.weight" in rest]
+            self._say_rounded({name for part in again for name in table[part]}, scheme, dtype)
         return {**self._parts(rest, table, dtype), **kept}
 
     def _kept(
@@ -94,6 +103,25 @@ class GgufCheckpoint(CheckpointSource):
         arranged = self.names.arranged(part)
         order = partial(arranged.ours, spec=self.spec)
         return kept_weight(pieces, kinds, scheme, dtype, order)
+
+    def _say_rounded(self, names: set[str], scheme: WeightScheme, dtype: torch.dtype) -> None:
+        """Say once of each type of blocks that they are rounded again, and by how much."""
+        for name in sorted(names):
+            stored = self._stored.get(stored_name(name))
+            tensor = None if stored is None else self._file.tensors[stored.names[0]]
+            if tensor is None or tensor.kind in PLAIN or tensor.kind in self._said:
+                continue
+            self._said.add(tensor.kind)
+            expert = 0 if len(tensor.shape) > 2 else None
+            numbers = numbers_of(tensor, expert, rows=SAMPLED_ROWS)
+            rounded = quantize_weight(numbers, scheme, dtype=dtype).dequantize(torch.float32)
+            error = float((rounded - numbers).norm() / numbers.norm().clamp(min=1e-30))
+            groups = "rows" if scheme.group_size is None else f"groups of {scheme.group_size}"
+            _log.warning(
+                "'%s': %s blocks are rounded a second time, to %d bits in %s: %.2g of their "
+                "numbers' norm in '%s'; a plan with --bits 16 keeps them",
+                *(self._file.path.name, tensor.kind, scheme.bits, groups, error, tensor.name),
+            )
 
     def _their_rows(self, name: str, rows: Tensor) -> Tensor:
         """Return a matrix's rows in the Hugging Face order."""
@@ -155,18 +183,23 @@ class GgufCheckpoint(CheckpointSource):
         raise AssertionError(f"{file} is no safetensors file")
 
 
-def numbers_of(tensor: GgufTensor, expert: int | None = None) -> Tensor:
-    """Return a tensor's numbers, or one expert's of them: as they are stored, or float32."""
+def numbers_of(tensor: GgufTensor, expert: int | None = None, *, rows: int | None = None) -> Tensor:
+    """Return a tensor's numbers, or one expert's of them: as they are stored, or float32.
+
+    `rows`: only so many of the first.
+    """
     from gguf import GGMLQuantizationType
     from gguf.quants import dequantize
 
     blocks, shape = tensor.blocks(), tensor.shape
     if expert is not None:
         blocks, shape = blocks.reshape(shape[0], -1)[expert], shape[1:]
+    if rows is not None:
+        blocks, shape = blocks.reshape(shape[0], -1)[:rows], (min(rows, shape[0]), *shape[1:])
     if tensor.kind in PLAIN:
         return torch.from_numpy(blocks).view(PLAIN[tensor.kind]).view(shape)
-    rows = np.asarray(blocks).reshape(*shape[:-1], -1)
-    return torch.from_numpy(dequantize(rows, GGMLQuantizationType[tensor.kind]))
+    by_row = np.asarray(blocks).reshape(*shape[:-1], -1)
+    return torch.from_numpy(dequantize(by_row, GGMLQuantizationType[tensor.kind]))
 
 
 def _halves(rows: Tensor, heads: int) -> Tensor:

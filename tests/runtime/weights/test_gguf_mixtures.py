@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from llmpq.gguf_file import open_gguf
+from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
+from llmpq.precision import Precision
 from llmpq.runtime.engine.plain_loop import LocalPipeline, pad
 from llmpq.runtime.step import Step
 from llmpq.runtime.weights.gguf_checkpoint import GgufCheckpoint, numbers_of
@@ -393,3 +395,30 @@ def test_metadata_that_changes_the_arithmetic_is_refused(
     write(path, kind, model, converted(model, arch))
     with pytest.raises(ValueError, match=says):
         ModelSpec.from_directory(path)
+
+
+@pytest.mark.parametrize("form", ["Q8_0", "MXFP4"])
+def test_a_second_rounding_is_said_with_its_error(
+    form: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once for each type, and only where codes are not kept."""
+    path, model = tmp_path / "model.gguf", random_model("mistral 3")
+    write(path, "mistral 3", model, converted(model, "mistral3"), form)
+    source = GgufCheckpoint(path, ModelSpec.from_directory(path))
+    bits = Precision.W8A16 if form == "Q8_0" else Precision.W4A16
+    kept = Quantization(group_size=32, symmetric=True).scheme(bits)
+    source.keep_codes(dict.fromkeys(range(3), kept))
+    for index in range(3):
+        source.layer(index, torch.float32)
+    said = [record.getMessage() for record in caplog.records]
+    if form == "Q8_0":
+        assert not said
+        source.keep_codes({0: Quantization(group_size=64).scheme(Precision.W4A16)})
+        source.layer(0, torch.float32)
+        said = [record.getMessage() for record in caplog.records]
+    (sentence,) = said
+    found = re.search(
+        rf"{form} blocks are .* to 4 bits in groups of (\d+): ([0-9.e-]+) of", sentence
+    )
+    assert found is not None and 0.01 < float(found[2]) < 0.15
+    assert found[1] == ("64" if form == "Q8_0" else "32")
