@@ -211,6 +211,13 @@ TABLES: dict[str, Pivot | FrontTable] = {
         column="source",
         show=lambda row: f"{row['value']:.1e}",
     ),
+    "gguf_rounding": Pivot(
+        file="gguf_rounding.jsonl",
+        bench="gguf_rounding",
+        index=("type",),
+        column="grid",
+        show=lambda row: f"{100 * row['value']:.2g} %",
+    ),
     "kv_perplexity": Pivot(
         file="kv_perplexity.jsonl",
         bench="kv_perplexity",
