@@ -47,7 +47,7 @@ def _serve_replicas(
         from llmpq.runtime.serve.replica_server import serve_replicas
     except ImportError as error:
         raise ValueError(
-            f"--ray-serve needs {error.name}, which is not installed: pip install "
+            f"--ray-serve needs Ray Serve ({error.name} is not installed): pip install "
             "'llmpq[run,serve,serve-ray]'"
         ) from None
     return serve_replicas(settings, launches_of(options), **where)

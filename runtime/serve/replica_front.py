@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -22,11 +23,13 @@ from llmpq.runtime.serve.merged_replicas import merged_metrics
 from llmpq.runtime.serve.settings import ServeSettings
 
 _log = logging.getLogger("llmpq.serve")
-_TAKEN_S = 10.0
+_TAKEN_S = 30.0
 """How long a replica may take to take a request."""
 _LOOK_S = 0.25
 _ANSWER_S = 10.0
 """How long a replica may take to say whether it is ready."""
+_SILENT_S = 3.0
+"""After how long without such a word it is not counted on: busy, or gone."""
 _LOST = "the replica that answered was lost; try again"
 
 
@@ -51,10 +54,17 @@ class ReplicaHandle:
         """`handle`: Ray Serve's; `speed`: tokens/s that its plan promises, to compare by."""
         self.number, self.speed = number, speed
         self.ready = False
+        """What it said last."""
         self.num_under_way = 0
+        self._heard_s = -_SILENT_S
         self.failure: list[str] | None = None
         """Why it could not load: an error's name and its sentence."""
         self._handle = handle
+
+    @property
+    def silent(self) -> bool:
+        """Whether it has said nothing for long."""
+        return time.monotonic() > self._heard_s + _SILENT_S
 
     def answer(self, scope: Message, body: bytes) -> Any:
         """Begin a request; returns what it says, as it comes."""
@@ -78,6 +88,7 @@ class ReplicaHandle:
                 _log.info("replica %d is lost (%s)", self.number, type(error).__name__)
             self.ready = False
             return
+        self._heard_s = time.monotonic()
         if told["ready"] and not self.ready:
             _log.info("replica %d is ready", self.number)
         self.ready, self.failure = told["ready"], told["failure"]
@@ -118,16 +129,19 @@ class ReplicaFront:
         """What the page says of the server."""
         if self.draining:
             return "ending"
-        ready = sum(replica.ready for replica in self.replicas)
-        whole = ready == len(self.replicas)
-        return "ready" if whole else f"{ready} of {len(self.replicas)} replicas ready"
+        ready, whole = self._num_ready, len(self.replicas)
+        return "ready" if ready == whole else f"{ready} of {whole} replicas ready"
+
+    @property
+    def _num_ready(self) -> int:
+        return sum(replica.ready and not replica.silent for replica in self.replicas)
 
     def check_ready(self) -> None:
         """Refuse where one of the replicas does not answer, or the server is about to end."""
         self._check_open()
-        count = sum(replica.ready for replica in self.replicas)
-        if count < len(self.replicas):
-            raise ApiError(503, f"{count} of {len(self.replicas)} replicas are ready")
+        ready, whole = self._num_ready, len(self.replicas)
+        if ready < whole:
+            raise ApiError(503, f"{ready} of {whole} replicas are ready")
 
     def _check_open(self) -> None:
         if self.draining:
@@ -192,7 +206,11 @@ class ReplicaFront:
         start, count = self._turn, len(self.replicas)
         return min(
             able,
-            key=lambda one: ((one.num_under_way + 1) / one.speed, (one.number - start) % count),
+            key=lambda one: (
+                one.silent,
+                (one.num_under_way + 1) / one.speed,
+                (one.number - start) % count,
+            ),
         )
 
 

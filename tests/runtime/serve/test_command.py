@@ -82,3 +82,11 @@ def test_one_line_serves_listens_once_and_ends_in_order(demo_model, tmp_path):
 def test_wrong_flags_are_refused(words, said, capsys):
     assert main(["serve", *words]) == 2
     assert said in capsys.readouterr().err.strip().splitlines()[-1]
+
+
+def test_replicas_need_the_extra(demo_model, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "ray.serve", None)
+    monkeypatch.delitem(sys.modules, "llmpq.runtime.serve.replica_server", raising=False)
+    monkeypatch.delitem(sys.modules, "llmpq.runtime.cli.replica_launches", raising=False)
+    assert main(["serve", "--model", str(demo_model), "--ray-serve", "--port", "65000"]) == 2
+    assert "llmpq[run,serve,serve-ray]" in capsys.readouterr().err.strip().splitlines()[-1]
