@@ -127,7 +127,10 @@ class Answers:
         if self._ask.params.logprobs is not None:
             logprobs = self._prompts.logprobs(scores)
         if end is None:
-            return CompletionDelta(index=own.index, text=text, token_ids=tokens, logprobs=logprobs)
+            return CompletionDelta(
+                index=own.index, text=text, token_ids=tokens, logprobs=logprobs,
+                heard_s=heard.heard_s,
+            )  # fmt: skip
         del self._open[heard.id]
         text += own.text.finish()
         return CompletionDelta(
@@ -142,4 +145,5 @@ class Answers:
             queue_s=end.queue_s,
             num_cached_tokens=end.num_prefix_hits,
             num_preemptions=end.num_preemptions,
+            heard_s=heard.heard_s,
         )

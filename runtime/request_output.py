@@ -74,6 +74,8 @@ class CompletionDelta:
     num_cached_tokens: int = 0
     """Tokens of the prompt that were found in the prefix cache."""
     num_preemptions: int = 0
+    heard_s: float = 0.0
+    """When the tokens were read from the stages, by `time.perf_counter`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -78,7 +78,7 @@ def settings_of(options: ServeOptions) -> ServeSettings:
         value = getattr(options, name)
         if value < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
-    for name in ("request_timeout", "read_timeout", "drain_timeout"):
+    for name in ("request_timeout", "read_timeout", "write_timeout", "drain_timeout"):
         seconds = getattr(options, name)
         if seconds is not None and not 0 <= seconds < float("inf"):
             raise ValueError(f"--{name.replace('_', '-')} must be seconds from 0 on, got {seconds}")
@@ -91,6 +91,7 @@ def settings_of(options: ServeOptions) -> ServeSettings:
         max_requests=options.max_requests,
         request_timeout_s=options.request_timeout,
         read_timeout_s=options.read_timeout,
+        write_timeout_s=options.write_timeout,
         drain_timeout_s=options.drain_timeout,
         cors_origins=tuple(options.cors_origin or ()),
         metrics_prefix=options.metrics_prefix,

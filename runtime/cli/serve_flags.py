@@ -46,6 +46,7 @@ class ServeOptions:
     max_requests: int
     request_timeout: float | None
     read_timeout: float
+    write_timeout: float
     drain_timeout: float
     cors_origin: list[str] | None
     metrics_prefix: Literal["vllm", "llmpq"]
@@ -155,11 +156,9 @@ def _add_limits(limits: Section) -> None:
     limits.flag(
         "--request-timeout", type=float, metavar="S", help="seconds an answer may take (any)"
     )
-    seconds = DEFAULTS.read_timeout_s
-    limits.flag(
-        "--read-timeout",
-        type=float,
-        default=seconds,
-        metavar="S",
-        help=f"seconds a request's head, and its body, may take to arrive ({seconds:g})",
-    )
+    for name, seconds, text in (
+        ("--read-timeout", DEFAULTS.read_timeout_s, "a request's head, and its body, may take"),
+        ("--write-timeout", DEFAULTS.write_timeout_s, "a client may read nothing of its answer"),
+    ):
+        help_text = f"seconds {text} ({seconds:g})"
+        limits.flag(name, type=float, default=seconds, metavar="S", help=help_text)

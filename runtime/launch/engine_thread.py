@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -27,6 +28,8 @@ class RequestNews:
     noted: Noted | None = None
     """Scores of tokens that came, where they were asked for."""
     error: BaseException | None = None
+    heard_s: float = 0.0
+    """When it was read from the stages, by `time.perf_counter`; 0 for errors."""
 
 
 Listener = Callable[[RequestNews], None]
@@ -105,13 +108,15 @@ class EngineThread:
         """Hand out news until the loops have ended or a stage is lost."""
         try:
             for update in self.engine.updates():
-                self.progress = update.progress
+                self.progress, now_s = update.progress, time.perf_counter()
                 noted = self._noted(update)
                 for number, tokens in update.tokens.items():
-                    self._tell(RequestNews(id=number, tokens=tokens, noted=noted.get(number)))
+                    own = noted.get(number)
+                    self._tell(RequestNews(id=number, tokens=tokens, noted=own, heard_s=now_s))
                 for finished in update.finished:
                     number = finished.id
-                    news = RequestNews(id=number, finished=finished, noted=noted.get(number))
+                    own = noted.get(number)
+                    news = RequestNews(id=number, finished=finished, noted=own, heard_s=now_s)
                     self._tell(news, last=True)
         except BaseException as error:
             self._fail(error)

@@ -16,7 +16,7 @@ from llmpq.runtime.serve.chat import Chat, plain_message
 from llmpq.runtime.serve.completions import TextCompletion
 from llmpq.runtime.serve.errors import ApiError, AsciiJson, handle_errors
 from llmpq.runtime.serve.gate import Gate, Gated
-from llmpq.runtime.serve.messages import Messages, MessagesBody
+from llmpq.runtime.serve.messages import CountBody, Messages, MessagesBody
 from llmpq.runtime.serve.page import add_page, state_of
 from llmpq.runtime.serve.responses import Responses, ResponsesBody
 from llmpq.runtime.serve.service import Service
@@ -128,6 +128,15 @@ def _add_texts(app: FastAPI, service: Service) -> None:
         else:
             tokens = llm.tokenizer.encode(body.prompt or "", special=body.add_special_tokens)
         return {"tokens": tokens, "count": len(tokens), "max_model_len": llm.max_model_len}
+
+    @app.post("/v1/messages/count_tokens")
+    async def count_messages(body: CountBody) -> dict[str, int]:
+        return {"input_tokens": Messages(service, body).num_tokens()}
+
+    @app.post("/v1/responses/input_tokens")
+    async def count_input(body: ResponsesBody) -> dict[str, Any]:
+        count = Responses(service, body).num_tokens()
+        return {"object": "response.input_tokens", "input_tokens": count}
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeBody) -> dict[str, Any]:

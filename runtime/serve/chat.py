@@ -47,17 +47,20 @@ class Chat:
 
     async def begin(self) -> list[Answers]:
         """Queue the conversation."""
+        tokens, body = self.prompt(), self._body
+        return await self._service.begin(
+            [tokens], self._params, priority=body.priority, cache_salt=body.cache_salt
+        )
+
+    def prompt(self) -> list[int]:
+        """Return the conversation's tokens."""
         self._service.ready()
-        tokens = self._service.tokenizer.encode_chat(
+        return self._service.tokenizer.encode_chat(
             [plain_message(message) for message in self._body.messages],
             tools=self._tools(),
             template=self._service.settings.chat_template,
             add_generation_prompt=self._body.add_generation_prompt,
             options=self._body.chat_template_kwargs,
-        )
-        body = self._body
-        return await self._service.begin(
-            [tokens], self._params, priority=body.priority, cache_salt=body.cache_salt
         )
 
     async def whole(self) -> dict[str, Any]:

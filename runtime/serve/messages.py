@@ -14,7 +14,7 @@ from llmpq.runtime.serve.answering import event
 from llmpq.runtime.serve.bodies import Body, ChatBody, Whole
 from llmpq.runtime.serve.chat import Chat
 from llmpq.runtime.serve.errors import ApiError
-from llmpq.runtime.serve.service import Service
+from llmpq.runtime.serve.service import Service, usage
 
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -48,6 +48,9 @@ class MessagesBody(Body):
     stop_sequences: list[str] | None = None
     tools: list[AnthropicTool] | None = None
     tool_choice: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
+    output_format: dict[str, Any] | None = None
+    """What `output_config` holds now, as clients sent it before."""
 
     def as_chat(self) -> ChatBody:
         """Return the same request in OpenAI's form."""
@@ -66,8 +69,21 @@ class MessagesBody(Body):
             "stop": self.stop_sequences or None,
             "tools": self._tools(),
             "tool_choice": self._tool_choice(),
+            "response_format": self._format(),
         }
         return ChatBody.model_validate(chat)
+
+    def _format(self) -> dict[str, Any] | None:
+        """Return what the text must be, in OpenAI's form."""
+        wanted = (self.output_config or {}).get("format") or self.output_format
+        if wanted is None:
+            return None
+        if not isinstance(wanted, dict) or wanted.get("type") != "json_schema":
+            raise ApiError(
+                400, f"output_config.format must be of type json_schema, got {wanted!r:.100}",
+                param="output_config",
+            )  # fmt: skip
+        return {"type": "json_schema", "json_schema": {"schema": wanted.get("schema")}}
 
     def _tools(self) -> list[dict[str, Any]] | None:
         told = [
@@ -95,6 +111,12 @@ class MessagesBody(Body):
         return "required" if kind == "any" else kind
 
 
+class CountBody(MessagesBody):
+    """A body of /v1/messages/count_tokens: a message's, without its limit."""
+
+    max_tokens: Whole = Field(default=1, ge=1)
+
+
 class Messages:
     """One request of /v1/messages."""
 
@@ -106,6 +128,10 @@ class Messages:
     async def begin(self) -> list[Answers]:
         """Queue the conversation."""
         return await self._chat.begin()
+
+    def num_tokens(self) -> int:
+        """Return how many tokens the conversation has."""
+        return len(self._chat.prompt())
 
     async def whole(self) -> dict[str, Any]:
         """Return the answer."""
@@ -124,16 +150,13 @@ class Messages:
             **self._head(),
             "content": content,
             **self._reason(choice, bool(choice["message"].get("tool_calls"))),
-            "usage": {
-                "input_tokens": used["prompt_tokens"],
-                "output_tokens": used["completion_tokens"],
-            },
+            "usage": _usage(used),
         }
 
     async def events(self, begun: list[Answers]) -> AsyncIterator[str]:
         """Yield the answer as it comes: blocks of text or of a tool's input."""
         length = len(begun[0].prompt_token_ids)
-        used = {"input_tokens": length, "output_tokens": 0}
+        used = _usage(usage(length, 0))
         start = {**self._head(), "content": [], "stop_reason": None, "usage": used}
         yield event({"type": "message_start", "message": start}, "message_start")
         blocks = _Blocks()
@@ -146,7 +169,7 @@ class Messages:
                 ended = {
                     "type": "message_delta",
                     "delta": self._reason(choice, blocks.called),
-                    "usage": {"output_tokens": used_now["completion_tokens"]},
+                    "usage": _usage(used_now),
                 }
                 yield event(ended, "message_delta")
         yield event({"type": "message_stop"}, "message_stop")
@@ -237,6 +260,17 @@ def _text(content: Any) -> str:
         if kind != "text" or not isinstance(block.get("text"), str):
             raise ApiError(400, f"the model reads text only, got a block of type {kind!r:.100}")
     return "".join(block["text"] for block in content)
+
+
+def _usage(used: dict[str, Any]) -> dict[str, int]:
+    """Return what an answer took: tokens found in the prefix cache beside the others."""
+    cached = used["prompt_tokens_details"]["cached_tokens"]
+    return {
+        "input_tokens": used["prompt_tokens"] - cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached,
+        "output_tokens": used["completion_tokens"],
+    }
 
 
 def _data(arguments: str) -> Any:

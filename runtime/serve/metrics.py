@@ -21,6 +21,10 @@ SECONDS = (
     *(10.0, 20.0, 40.0, 80.0, 160.0),
 )
 GAPS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 10.0)
+DELIVERY = (
+    *(0.00025, 0.0005, 0.001, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03),
+    *(0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 5.0),
+)
 LENGTHS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 ARRIVED_S: ContextVar[float | None] = ContextVar("ARRIVED_S", default=None)
 """When the head of the request that is answered had come, by `time.perf_counter`."""
@@ -57,6 +61,11 @@ class Metrics:
         )
         self.gap_s = histogram(
             "inter_token_latency_seconds", "Between two tokens of an answer.", GAPS
+        )
+        self.delivery_s = histogram(
+            "token_delivery_seconds",
+            "From a streamed token's being read from the stages to its bytes' being sent.",
+            DELIVERY,
         )
         self.per_token_s = histogram(
             "request_time_per_output_token_seconds", "Mean time of a token after the first.", GAPS
@@ -134,6 +143,12 @@ class AnswerClock:
         self.num_tokens += count
         self._metrics.answer_tokens.inc(count)
 
+    def sent(self, new: CompletionDelta) -> None:
+        """Note that what is new of a stream has been handed to the connection."""
+        late_s = time.perf_counter() - new.heard_s
+        for _ in new.token_ids:
+            self._metrics.delivery_s.observe(late_s)
+
     def end(self, last: CompletionDelta) -> None:
         """Note the answer's end."""
         self._metrics.queue_s.observe(last.queue_s)
@@ -181,7 +196,7 @@ class _EngineState:
             counter = CounterMetricFamily(f"{prefix}:{name}", about, labels=LABELS)
             counter.add_metric(values, float(held.get(key, 0)))
             yield counter
-        yield from _of_stages(stats.get("stages", ()), labels["engine"])
+        yield from _of_stages(stats.get("stages", ()), labels["engine"], held)
 
 
 def kv_usage(held: Mapping[str, int]) -> float:
@@ -189,7 +204,9 @@ def kv_usage(held: Mapping[str, int]) -> float:
     return held.get("blocks_held", 0) / max(1, held.get("blocks", 0))
 
 
-def _of_stages(stages: Sequence[Mapping[str, Any]], engine: str) -> Iterator[Metric]:
+def _of_stages(
+    stages: Sequence[Mapping[str, Any]], engine: str, held: Mapping[str, int]
+) -> Iterator[Metric]:
     """Yield what each stage holds, and how long it has computed: what no other engine tells."""
     names = ("engine", "stage", "device", "node")
     for name, about in (
@@ -199,6 +216,16 @@ def _of_stages(stages: Sequence[Mapping[str, Any]], engine: str) -> Iterator[Met
         gauge = GaugeMetricFamily(f"llmpq:stage_{name}", about, labels=names)
         for index, stage in enumerate(stages):
             gauge.add_metric((engine, str(index), stage["device"], stage["node"]), stage[name])
+        yield gauge
+    # Every stage has its layers' part of each of the pool's blocks.
+    for name, about, key in (
+        ("kv_blocks", "Blocks of a stage's KV pool; 0 where requests have slots.", "blocks"),
+        ("kv_blocks_held", "Blocks of a stage's KV pool that requests hold.", "blocks_held"),
+    ):
+        gauge = GaugeMetricFamily(f"llmpq:stage_{name}", about, labels=names)
+        for index, stage in enumerate(stages):
+            labels = (engine, str(index), stage["device"], stage["node"])
+            gauge.add_metric(labels, float(held.get(key, 0)))
         yield gauge
     about = "Seconds that a stage has computed; its rate is the stage's busy share."
     busy = CounterMetricFamily("llmpq:stage_busy_seconds", about, labels=names)

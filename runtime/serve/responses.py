@@ -90,6 +90,10 @@ class Responses:
         """Queue the conversation."""
         return await self._chat.begin()
 
+    def num_tokens(self) -> int:
+        """Return how many tokens the conversation has."""
+        return len(self._chat.prompt())
+
     async def whole(self) -> dict[str, Any]:
         """Return the answer."""
         told = await self._chat.whole()

@@ -175,8 +175,13 @@ class Service:
             raise
         return begun
 
-    async def choices(self, begun: Sequence[Answers], n: int) -> AsyncGenerator[Choice]:
-        """Yield what is new of each answer, as a choice of its own, counted."""
+    async def choices(
+        self, begun: Sequence[Answers], n: int, *, streamed: bool = True
+    ) -> AsyncGenerator[Choice]:
+        """Yield what is new of each answer, as a choice of its own, counted.
+
+        `streamed`: the next one is asked for when this one has been sent.
+        """
         clocks: dict[int, AnswerClock] = {}
         for place, answers in enumerate(begun):
             for j in range(n):
@@ -195,6 +200,8 @@ class Service:
                         open_clocks.pop(index).end(delta)
                         self.num_under_way -= 1
                     yield new
+                    if streamed:
+                        clocks[index].sent(delta)
         finally:
             for answers in begun:
                 answers.give_up()
@@ -205,7 +212,7 @@ class Service:
     async def gather(self, begun: Sequence[Answers], n: int) -> list[Choice]:
         """Return all answers once they have ended."""
         whole = [Choice(index) for index in range(len(begun) * n)]
-        async with aclosing(self.choices(begun, n)) as choices:
+        async with aclosing(self.choices(begun, n, streamed=False)) as choices:
             async for new in choices:
                 own = whole[new.index]
                 own.text += new.text

@@ -27,6 +27,8 @@ class ServeSettings:
     """How long an answer may take; 504 then."""
     read_timeout_s: float = 20.0
     """How long a request's head, and then its body, may take to arrive."""
+    write_timeout_s: float = 20.0
+    """How long a client may take nothing of an answer that waits for it."""
     drain_timeout_s: float = 30.0
     """How long answers under way may take once the server is told to end."""
     cors_origins: tuple[str, ...] = ()
@@ -34,4 +36,3 @@ class ServeSettings:
     tool_format: ToolFormat = "auto"
     chat_template: str | None = None
     """A template's text instead of the model's own."""
-    log_prompts: bool = False

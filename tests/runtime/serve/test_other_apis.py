@@ -53,10 +53,38 @@ def test_a_message_is_a_chat(server):
     got = events(text)
     assert [got[0]["type"], got[-1]["type"]] == ["message_start", "message_stop"]
     pieces = [e["delta"]["text"] for e in got if e["type"] == "content_block_delta"]
-    assert "".join(pieces) == wanted(server) and got[-2]["usage"] == {"output_tokens": 8}
+    assert "".join(pieces) == wanted(server) and got[-2]["usage"]["output_tokens"] == 8
     stop = wanted(server)[2:4]
     ended = json.loads(post(server, ASK | {"stop_sequences": [stop]})[1])
     assert (ended["stop_reason"], ended["stop_sequence"]) == ("stop_sequence", stop)
+
+
+def test_tokens_are_counted_before_and_where_they_were_found_after(server):
+    long = ASK | {"system": "You count. " * 40}
+    status, text = post(server, long | {"max_tokens": None}, "/v1/messages/count_tokens")
+    count = json.loads(text)["input_tokens"]
+    assert status == 200
+    post(server, long)
+    whole = json.loads(post(server, long)[1])["usage"]
+    ended = events(post(server, long | {"stream": True})[1])[-2]["usage"]
+    assert whole == ended and whole["cache_read_input_tokens"] > 0
+    assert whole["cache_read_input_tokens"] + whole["input_tokens"] == count
+    ask = {"input": "hi", "instructions": "You code."}
+    told = json.loads(post(server, ask, "/v1/responses/input_tokens")[1])
+    plain = json.loads(post(server, ASK, "/v1/messages/count_tokens")[1])
+    assert told == {"object": "response.input_tokens", **plain}
+    assert post(server, ASK | {"model": "other"}, "/v1/messages/count_tokens")[0] == 404
+
+
+@pytest.mark.parametrize("form", ["output_config", "output_format"])
+def test_a_messages_format_is_kept(server, form):
+    wanted = {"type": "json_schema", "schema": PERSON}
+    given = {"format": wanted} if form == "output_config" else wanted
+    told = json.loads(post(server, ASK | {form: given, "max_tokens": 60})[1])
+    assert 0 <= json.loads(told["content"][0]["text"])["age"] <= 9
+    given = {"format": {"type": "xml"}} if form == "output_config" else {"type": "xml"}
+    status, text = post(server, ASK | {form: given})
+    assert status == 400 and "json_schema" in json.loads(text)["error"]["message"]
 
 
 def test_a_tool_that_must_be_called_is(server):

@@ -117,6 +117,65 @@ def test_slow_senders_are_hung_up_on_and_others_served(two_stages, running):
         assert all(ended)
 
 
+@pytest.mark.parametrize("line", [b"X-%d: y\r\n", b"X-%d: " + b"y" * 500 + b"\r\n", b"%d" * 8])
+def test_a_flood_of_headers_is_cut_off_and_others_served(server, line):
+    own, served = psutil.Process(os.getpid()), 0
+    before, sent, answers = own.memory_info().rss, [], []
+    for _ in range(6):
+        with connect(server) as flood:
+            flood.sendall(b"GET /health HTTP/1.1\r\n")
+            total = 0
+            try:
+                for i in range(0, 1 << 20, 100):
+                    piece = b"".join(line % ((n,) * line.count(b"%d")) for n in range(i, i + 100))
+                    flood.sendall(piece)
+                    total += len(piece)
+                    if i == 100:  # under way: another client is answered
+                        served += ask(server, "GET", "/health")[0] == 200
+                    if total > 16 * MIB:
+                        break
+            except ConnectionError:
+                pass  # it hung up before it had heard it all
+            sent.append(total)
+            with suppress(ConnectionError):
+                answers.append(flood.recv(200))
+    assert max(sent) < 8 * MIB, "it was cut off"
+    assert all(b" 400 " in answer or answer == b"" for answer in answers)
+    assert served == 6
+    assert own.memory_info().rss - before < 32 * MIB
+    assert ask(server, "GET", "/health")[0] == 200
+
+
+def test_a_client_that_never_reads_is_hung_up_on_and_its_blocks_are_free(two_stages, running):
+    with running(two_stages, write_timeout_s=1.0) as server:
+        for listening in server.server.servers:
+            for one in listening.sockets:  # accepted ones have the same
+                one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        body = {"prompt": "def", "max_tokens": 180, "n": 4, "logprobs": 5, "stream": True,
+                "ignore_eos": True}  # fmt: skip
+        data, page = json.dumps(body).encode(), b"GET /page/page.js HTTP/1.1\r\nHost: a\r\n\r\n"
+        deaf = []
+        for asked in (HEAD + b"Content-Length: %d\r\n\r\n" % len(data) + data, page * 20):
+            one = socket.socket()
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+            one.connect(("127.0.0.1", server.port))
+            one.sendall(asked)
+            deaf.append(one)
+        end_s = time.monotonic() + 60
+        while time.monotonic() < end_s:
+            assert ask(server, "GET", "/health")[0] == 200
+            if not server.server.server_state.connections and not server.service.num_under_way:
+                break
+            time.sleep(0.05)
+        assert not server.server.server_state.connections
+        while server.llm.stats()["gauges"]["blocks_held"] and time.monotonic() < end_s:
+            time.sleep(0.05)
+        assert server.llm.stats()["gauges"]["blocks_held"] == 0
+        assert b'finished_reason="abort"' in server.service.metrics.text(), "none was finished"
+        for one in deaf:
+            one.close()
+
+
 def test_pages_of_other_sites_may_ask_only_where_that_was_said(server, two_stages, running):
     origin = {"Origin": "https://good.example"}
     preflight = {**origin, "Access-Control-Request-Method": "POST",

@@ -154,13 +154,6 @@ def test_large_slow_and_endless_requests_are_bounded(two_stages, running):
             head = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
             chunks.sendall(head + b"6000\r\n" + b"x" * 0x6000 + b"\r\n")
             assert b" 413 " in chunks.recv(200)
-        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as flood:
-            head = b"GET /health HTTP/1.1\r\n" + b"".join(b"X-%d: y\r\n" % i for i in range(9000))
-            try:
-                flood.sendall(head)
-                assert b" 400 " in flood.recv(200)
-            except ConnectionError:
-                pass  # it hung up before it had heard it all
         assert ask(server, "/health")[0] == 200
         # A stream may take longer than a head: it is not cut off.
         connection, answer = begun(server, max_tokens=60)
