@@ -27,6 +27,47 @@ _IDLE_S = 10
 _POLL_S = 0.05
 
 
+class _Watched(H11Protocol):
+    """Hangs up on clients that take nothing of an answer for `limit_s`."""
+
+    limit_s: float
+    _reading: TimerHandle | None = None
+    """Runs while an answer waits for its reader."""
+
+    def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        # What the system does not take at once is known at once.
+        transport.set_write_buffer_limits(high=0)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._resumed()
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._wait_for_reader()
+
+    def resume_writing(self) -> None:
+        self._resumed()
+        super().resume_writing()
+
+    def _wait_for_reader(self) -> None:
+        left = self.transport.get_write_buffer_size()
+        self._reading = self.loop.call_later(self.limit_s, self._unread, left)
+
+    def _unread(self, before: int) -> None:
+        """Hang up on a client that has taken nothing; what is not sent is dropped."""
+        if self.transport.get_write_buffer_size() < before:
+            self._wait_for_reader()
+        else:
+            self.transport.abort()
+
+    def _resumed(self) -> None:
+        if self._reading is not None:
+            self._reading.cancel()
+            self._reading = None
+
+
 def protocol(head_timeout_s: float, write_timeout_s: float) -> type[H11Protocol]:
     """Return uvicorn's protocol with a deadline for the head of every request, and for readers.
 
@@ -35,15 +76,12 @@ def protocol(head_timeout_s: float, write_timeout_s: float) -> type[H11Protocol]
     hold connections, and their answers' memory, for ever.
     """
 
-    class Bounded(H11Protocol):
+    class Bounded(_Watched):
+        limit_s = write_timeout_s
         _deadline: TimerHandle | None = None
-        _reading: TimerHandle | None = None
-        """Runs while an answer waits for its reader."""
 
         def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
-            # What the system does not take at once is known at once.
-            transport.set_write_buffer_limits(high=0)
             self._deadline = self.loop.call_later(head_timeout_s, self._late)
 
         def data_received(self, data: bytes) -> None:
@@ -55,32 +93,7 @@ def protocol(head_timeout_s: float, write_timeout_s: float) -> type[H11Protocol]
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._disarm()
-            self._resumed()
             super().connection_lost(exc)
-
-        def pause_writing(self) -> None:
-            super().pause_writing()
-            self._wait_for_reader()
-
-        def resume_writing(self) -> None:
-            self._resumed()
-            super().resume_writing()
-
-        def _wait_for_reader(self) -> None:
-            left = self.transport.get_write_buffer_size()
-            self._reading = self.loop.call_later(write_timeout_s, self._unread, left)
-
-        def _unread(self, before: int) -> None:
-            """Hang up on a client that has taken nothing; what is not sent is dropped."""
-            if self.transport.get_write_buffer_size() < before:
-                self._wait_for_reader()
-            else:
-                self.transport.abort()
-
-        def _resumed(self) -> None:
-            if self._reading is not None:
-                self._reading.cancel()
-                self._reading = None
 
         def _busy(self) -> bool:
             return self.cycle is not None and not self.cycle.response_complete
