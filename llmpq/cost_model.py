@@ -225,10 +225,13 @@ class CostModel(FileForm):
     ) -> LatencyEntry | None:
         """Return the entry for a key, or None if it was never measured or estimated.
 
-        Embedding and head do not touch the cache: they are stored under kv16 and w16a16.
+        Embedding and head do not touch the cache: they are stored under kv16; the embedding, which
+        is looked up in, under w16a16.
         """
         if part != "layer":
-            precision, kv = Precision.W16A16, KVPrecision.KV16
+            kv = KVPrecision.KV16
+        if part == "embedding":
+            precision = Precision.W16A16
         return self._by_key.get((device_kind, part, phase, precision, kv, dtype))
 
     def link(self, source_kind: str, target_kind: str, *, same_node: bool) -> LinkCost | None:

@@ -31,6 +31,13 @@ class Quantization:
     symmetric: bool = False
     outliers: int = 0
     """Input channels of w4a4 layers that keep 8 bits (a calibrated checkpoint says how many)."""
+    head_bits: int = 16
+    """Of the output matrix: 16, or 8 in groups as the layers' weights."""
+
+    @property
+    def head(self) -> Precision:
+        """Return the precision of the output matrix."""
+        return Precision.W8A16 if self.head_bits == 8 else Precision.W16A16
 
     def scheme(self, precision: Precision) -> WeightScheme | None:
         """Return the scheme of a precision, None for unquantised weights."""
@@ -104,12 +111,25 @@ def _wide_bytes(spec: ModelSpec, dtype_bytes: int) -> int:
     return (4 - dtype_bytes) * spec.experts if spec.router.correction else 0
 
 
-def embedding_bytes(spec: ModelSpec, *, first: bool, last: bool, dtype_bytes: int) -> int:
-    """Return the bytes of embedding and head; a tied matrix is held once where both are."""
+def embedding_bytes(
+    spec: ModelSpec,
+    *,
+    first: bool,
+    last: bool,
+    dtype_bytes: int,
+    quantization: Quantization = Quantization(),
+) -> int:
+    """Return the bytes of embedding and head; a tied matrix is held once where both are.
+
+    An output matrix in 8 bits is a copy of its own, also of a tied one.
+    """
     params = (spec.embedding_params if first else 0) + (spec.head_params if last else 0)
-    if first and last and spec.tied_embeddings:
-        params -= spec.vocab * spec.hidden
-    return params * dtype_bytes
+    scheme = quantization.scheme(quantization.head)
+    matrix = spec.vocab * spec.hidden
+    if not last or scheme is None:
+        shared = matrix if first and last and spec.tied_embeddings else 0
+        return (params - shared) * dtype_bytes
+    return (params - matrix) * dtype_bytes + scheme.nbytes(spec.vocab, spec.hidden, dtype_bytes)
 
 
 def stage_memory(
@@ -140,7 +160,9 @@ def stage_memory(
     )
     return StageMemory(
         weights_bytes=weights,
-        embedding_bytes=embedding_bytes(spec, first=first, last=last, dtype_bytes=dtype_bytes),
+        embedding_bytes=embedding_bytes(
+            spec, first=first, last=last, dtype_bytes=dtype_bytes, quantization=quantization
+        ),
         kv_bytes=len(layers)
         * kv_cache_bytes(
             kv,

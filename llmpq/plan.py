@@ -61,11 +61,16 @@ class QuantizationForm(FileForm):
     """Whether groups have no zero point."""
     outliers: int = 0
     """Input channels that w4a4 layers keep in 8 bits."""
+    head_bits: Literal[8, 16] = 16
+    """Of the output matrix; its loss is not part of omega."""
 
     def settings(self) -> Quantization:
         """Return the value the byte formulas take."""
         return Quantization(
-            group_size=self.group_size, symmetric=self.symmetric, outliers=self.outliers
+            group_size=self.group_size,
+            symmetric=self.symmetric,
+            outliers=self.outliers,
+            head_bits=self.head_bits,
         )
 
 

@@ -176,6 +176,7 @@ class PlanTimes:
                     stage.profile_kind,
                     part=part,
                     phase=Phase.DECODE,
+                    precision=self.plan.quantization.settings().head,
                     dtype=self.plan.workload.dtype,
                 )
                 if entry is not None:

@@ -240,7 +240,7 @@ def _stage_times(plan: Plan, inputs: PlanInputs) -> tuple[list[float], list[floa
             if j == 0:
                 total += seconds(kind, "embedding", phase, Precision.W16A16)
             if j == len(plan.stages) - 1:
-                total += seconds(kind, "head", phase, Precision.W16A16)
+                total += seconds(kind, "head", phase, plan.quantization.settings().head)
             column.append(total * device.time_factor)
     return found[Phase.PREFILL], found[Phase.DECODE]
 

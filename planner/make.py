@@ -232,7 +232,7 @@ def _problem(
         workload=workload,
         choices=tuple(choices),
         sensitivity=generic_sensitivity(spec, choices, kvs),
-        costs=CostBook(estimate=estimate, profile=costs),
+        costs=CostBook(estimate=estimate, profile=costs, head=quantization.head),
         theta=theta,
         quantization=quantization,
         offered=layers,

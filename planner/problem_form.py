@@ -42,10 +42,12 @@ def parse_problem(data: dict[str, Any]) -> Problem:
     """Return the problem that `problem_data` wrote."""
     where = "problem"
     profile = data["profile"]
+    quantization = Quantization(**data["quantization"])
     costs = CostBook(
         estimate=CostModel.parse_data(data["estimate"], where=where),
         profile=None if profile is None else CostModel.parse_data(profile, where=where),
         scale=data["scale"],
+        head=quantization.head,
     )
     return Problem(
         **{name: data[name] for name in PLAIN},
@@ -55,7 +57,7 @@ def parse_problem(data: dict[str, Any]) -> Problem:
         choices=tuple(Precision(value) for value in data["choices"]),
         sensitivity=Sensitivity.parse_data(data["sensitivity"], where=where),
         costs=costs,
-        quantization=Quantization(**data["quantization"]),
+        quantization=quantization,
         pins={name: (layers[0], layers[1]) for name, layers in data["pins"].items()},
         offered=tuple(tuple(Precision(value) for value in layer) for layer in data["offered"]),
     )

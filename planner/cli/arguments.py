@@ -18,6 +18,7 @@ EXPORTS = ("vllm", "sglang", "llamacpp", "accelerate", "compressed-tensors", "gp
 DEFAULT_POINTS = 25
 """Points of a front, unless `--pareto-points` says."""
 COMMANDS = ("plan", "check", "export", "devices", "models")
+HEAD_BITS = "of the output matrix (16); 8 reads half of its bytes, its loss is not in omega"
 GROUP_SIZES = "weights that share a scale: 128, or 0 for a channel; w4a4 and CPUs also 64, 32"
 NOTES = """\
 commands (flags alone mean `plan`): plan, check, export, devices, models; each has
@@ -151,6 +152,7 @@ def _limits(section: Section) -> None:
     section.flag("--decode-microbatch", type=int, help="fix the decode micro-batch")
     section.flag("--symmetric", action="store_true", help="symmetric weight quantisation")
     section.flag("--weight-group-size", type=int, help=GROUP_SIZES)
+    section.flag("--head-bits", type=int, choices=(8, 16), default=16, help=HEAD_BITS)
     section.flag("--outliers", type=int, help="w4a4: channels in 8 bits (hidden/32, at most 128)")
 
 

@@ -58,6 +58,8 @@ class CostBook:
     profile: CostModel | None = None
     scale: dict[str, float] = field(default_factory=dict)
     """Device kind -> factor on its times: what the +-10 % study changes."""
+    head: Precision = Precision.W16A16
+    """Of the output matrix."""
 
     def entry(
         self,
@@ -68,6 +70,8 @@ class CostBook:
         precision: Precision = Precision.W16A16,
     ) -> LatencyEntry:
         """Return the measured entry of a key, else the estimated one."""
+        if part == "head":
+            precision = self.head
         kinds = [work.kv] if work.kv is KVPrecision.KV16 else [work.kv, KVPrecision.KV16]
         if part == "layer" and phase is Phase.DECODE:
             kinds = kinds[:1]  # a cache of other bits reads other bytes: no stand-in

@@ -53,7 +53,7 @@ def estimate_costs(
         for precision in precisions:
             entries.append(_prefill(spec, device, precision, dtype, quantization))
             entries += [_decode(spec, device, precision, kv, dtype, quantization) for kv in kvs]
-        entries += _ends(spec, device, dtype)
+        entries += _ends(spec, device, dtype, quantization)
     return CostModel(model=spec.name, model_fingerprint=spec.fingerprint(), entries=tuple(entries))
 
 
@@ -194,15 +194,21 @@ def _over(reads: tuple[tuple[float, float], ...], speed: float) -> tuple[tuple[f
     return tuple((tokens, num_bytes / speed) for tokens, num_bytes in reads)
 
 
-def _ends(spec: ModelSpec, device: Device, dtype: Dtype) -> list[LatencyEntry]:
+def _ends(
+    spec: ModelSpec, device: Device, dtype: Dtype, quantization: Quantization
+) -> list[LatencyEntry]:
     """Embedding and head, both phases; the head works on the last position of each request."""
     width, speed = DTYPE_BYTES[dtype], bandwidth(device)
     floor = _floor(device.spec)
     rate = rate_flops(device, Precision.W16A16, dtype)
     token = 3.0 * spec.hidden * width / speed
+    scheme, matrix = quantization.scheme(quantization.head), spec.vocab * spec.hidden
+    stored = matrix * width if scheme is None else scheme.nbytes(spec.vocab, spec.hidden, width)
+    read = (spec.head_params - matrix) * width + stored
+    slower = 1.0 if scheme is None else DEQUANT_SLOWDOWN
     head = (
-        Regime(terms={"1": floor + spec.head_params * width / speed}),
-        Regime(terms={"1": floor, "v": 2.0 * spec.vocab * spec.hidden / rate}),
+        Regime(terms={"1": floor + read / speed}),
+        Regime(terms={"1": floor, "v": 2.0 * matrix * slower / rate}),
     )
     rows = Regime(terms={"1": floor / 4, "v*s": token})
     row = Regime(terms={"1": floor / 4, "v": token})
@@ -210,8 +216,8 @@ def _ends(spec: ModelSpec, device: Device, dtype: Dtype) -> list[LatencyEntry]:
     return [
         _entry(device, "embedding", Phase.PREFILL, plain, dtype, rows),
         _entry(device, "embedding", Phase.DECODE, plain, dtype, row),
-        _entry(device, "head", Phase.PREFILL, plain, dtype, *head),
-        _entry(device, "head", Phase.DECODE, plain, dtype, *head),
+        _entry(device, "head", Phase.PREFILL, quantization.head, dtype, *head),
+        _entry(device, "head", Phase.DECODE, quantization.head, dtype, *head),
     ]
 
 

@@ -106,7 +106,13 @@ def capacity(p: Problem, eta: int, xi: int) -> NDArray[np.int64]:
     kinds = {_memory_kind(cls) for cls in p.classes}
     sorts = _sorts(p.choices)
     for first, last in product((False, True), repeat=2):
-        ends = embedding_bytes(p.spec, first=first, last=last, dtype_bytes=p.workload.dtype_bytes)
+        ends = embedding_bytes(
+            p.spec,
+            first=first,
+            last=last,
+            dtype_bytes=p.workload.dtype_bytes,
+            quantization=p.quantization,
+        )
         for sort, precisions in sorts.items():
             workspace = {
                 (on_gpu, unpacks): workspace_bytes(

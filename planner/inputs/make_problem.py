@@ -52,7 +52,8 @@ def make_problem(request: PlanRequest) -> tuple[Problem, str | None, list[str]]:
     choices = _all_of(layers) or asked or default_bits(listed, profile, cluster)
     sensitivity = listed or generic_sensitivity(spec, choices, parse_kv(request.kv))
     grid = _grid(request, path, choices, cluster)
-    quantization = replace(grid, outliers=_outliers(request.outliers, choices, spec))
+    outliers = _outliers(request.outliers, choices, spec)
+    quantization = replace(grid, outliers=outliers, head_bits=request.head_bits)
     too_long = positions_note(spec, workload)
     estimate = estimate_costs(
         spec,
@@ -62,7 +63,7 @@ def make_problem(request: PlanRequest) -> tuple[Problem, str | None, list[str]]:
         kvs=parse_kv(request.kv),
         quantization=quantization,
     )
-    costs = CostBook(estimate=estimate, profile=profile)
+    costs = CostBook(estimate=estimate, profile=profile, head=quantization.head)
     problem = Problem(
         spec=spec,
         cluster=cluster,

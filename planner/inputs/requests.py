@@ -51,6 +51,7 @@ class PlanRequest(DevicesRequest):
     decode_microbatch: int | None
     symmetric: bool
     weight_group_size: int | None
+    head_bits: Literal[8, 16]
     outliers: int | None
     method: str | None
     shaq_efficient: bool

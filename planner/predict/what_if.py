@@ -9,11 +9,12 @@ What was fixed stays fixed: pins follow their devices, micro-batches shrink with
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from llmpq.cluster import Cluster, Device, DeviceGroup, Node
 from llmpq.device_spec import canonical_kind
 from llmpq.plan import Predicted
 from llmpq.planner import limits
-from llmpq.planner.costs.cost_book import CostBook
 from llmpq.planner.costs.roofline import estimate_costs
 from llmpq.planner.positions import positions_note
 from llmpq.planner.problem import Problem
@@ -71,7 +72,7 @@ def _with_cluster(p: Problem, cluster: Cluster) -> Problem:
         kvs=sorted({e.kv for e in p.costs.estimate.entries}, key=lambda kv: kv.bits),
         quantization=p.quantization,
     )
-    costs = CostBook(estimate=estimate, profile=p.costs.profile, scale=p.costs.scale)
+    costs = replace(p.costs, estimate=estimate)
     return p.with_changes(cluster=cluster, costs=costs)
 
 

@@ -159,6 +159,8 @@ def cases(
         for phase in phases:
             target = Target(device_kind=device_kind, part=part, phase=phase, dtype=dtype)
             found += _end_cases(grid, target)
+            if part == "head" and Precision.W8A16 in precisions:
+                found += _end_cases(grid, target.model_copy(update={"precision": Precision.W8A16}))
     return found
 
 

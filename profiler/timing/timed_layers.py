@@ -194,6 +194,7 @@ class TimedModel:
             dtype=DTYPES[target.dtype],
             device=self.device,
             scheme=self.quantization.scheme,
+            head_precision=target.precision,
             source=RandomSource(self.spec, device=self.device),
             runner=backend_of(self.device).layers(),
         )

@@ -137,6 +137,7 @@ def _load_model(
         dtype=DTYPES[plan.workload.dtype],
         device=device,
         scheme=plan.quantization.settings().scheme,
+        head_precision=plan.quantization.settings().head,
         source=source,
         runner=backend_of(device).layers(),
     )

@@ -28,6 +28,7 @@ JOB: Mapping[str, Any] = {
 """What a job of `bench` without a plan is, unless flags say otherwise."""
 DTYPES = ("float16", "bfloat16", "float32")
 Dtype = Literal["float16", "bfloat16", "float32"]
+HEAD_BITS = "of the output matrix (16); 8 reads half of its bytes"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +72,7 @@ class BenchOptions:
     load_format: Literal["auto", "dummy"]
     bits: str | None
     symmetric: bool
+    head_bits: Literal[8, 16] | None
     kv: str | None
     dtype: Dtype | None
     batch: int | None
@@ -107,6 +109,7 @@ class EvalOptions:
     plan: str | None
     kv_cache_dtype: str | None
     symmetric: bool
+    head_bits: Literal[8, 16] | None
     dtype: Dtype | None
     device: str
     protocol: Literal["all", "gptq"]
@@ -214,6 +217,7 @@ def _add_job(job: Section) -> None:
     job.flag(
         "--symmetric", action="store_true", only=(unplanned, rounded), help="weights without zeros"
     )
+    job.flag("--head-bits", type=int, choices=(8, 16), only=unplanned, help=HEAD_BITS)
     job.flag("--kv", daily=True, metavar="PRECISION", only=unplanned, help=_default("kv"))
     job.flag("--dtype", choices=DTYPES, only=unplanned, help=_default("dtype"))
     for name in ("batch", "prompt", "gen"):
@@ -269,6 +273,7 @@ def eval_parser() -> CommandParser:
         "--kv-cache-dtype", daily=True, metavar="KV", help="(default the plan's or directory's)"
     )
     flags.flag("--symmetric", action="store_true", only=unplanned, help="without zero points")
+    flags.flag("--head-bits", type=int, choices=(8, 16), only=unplanned, help=HEAD_BITS)
     flags.flag("--dtype", choices=DTYPES, help="default: the plan's, or float32")
     flags.flag("--device", default="cpu", daily=True, help="cpu (default) or cuda")
     flags.flag(

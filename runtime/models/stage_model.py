@@ -58,6 +58,7 @@ class StageModel(nn.Module):
         dtype: torch.dtype,
         device: torch.device | str,
         scheme: Callable[[Precision], WeightScheme | None],
+        head_precision: Precision = Precision.W16A16,
         source: TensorSource,
         on_layer: Callable[[int], None] | None = None,
         runner: LayerRunner | None = None,
@@ -66,7 +67,8 @@ class StageModel(nn.Module):
 
         The head is read last and alone: beside the embedding it would be the most host memory.
 
-        `scheme` says how a precision is stored (`Quantization.scheme`); `on_layer` hears of every
+        `scheme` says how a precision is stored (`Quantization.scheme`), `head_precision` the output
+        matrix's, which is then a copy of its own where it is tied; `on_layer` hears of every
         finished layer; `runner` computes the layers, torch's operators unless told otherwise.
         """
         if len(precisions) != len(layers):
@@ -90,7 +92,8 @@ class StageModel(nn.Module):
             tied = {}
             if embedding is not None and spec.tied_embeddings:
                 tied = {"output.weight": embedding.tokens_Vh}
-            head = builder.head(source.head(dtype, with_output=not tied), tied)
+            tensors = source.head(dtype, with_output=not tied)
+            head = builder.head(tensors, tied, scheme(head_precision))
         return cls(spec, built, embedding, head)
 
     @torch.inference_mode()
@@ -155,8 +158,10 @@ class _Builder:
     def embedding(self, tensors: dict[str, Tensor]) -> Embedding:
         return self.wiring.embedding(self._parts(tensors, None))
 
-    def head(self, tensors: dict[str, Tensor], tied: dict[str, Tensor]) -> Head:
-        return self.wiring.head(self._parts(tensors, None, tied))
+    def head(
+        self, tensors: dict[str, Tensor], tied: dict[str, Tensor], scheme: WeightScheme | None
+    ) -> Head:
+        return self.wiring.head(self._parts(tensors, scheme, tied))
 
     def _parts(
         self,

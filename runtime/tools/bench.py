@@ -175,7 +175,9 @@ def single_plan(spec: ModelSpec, options: BenchOptions) -> Plan:
                 dtype=job["dtype"],
             ),
             precision=Precision.parse(job["bits"]),
-            quantization=QuantizationForm(symmetric=options.symmetric),
+            quantization=QuantizationForm(
+                symmetric=options.symmetric, head_bits=options.head_bits or 16
+            ),
             prefill_microbatch=_or(options.prefill_microbatch, job["batch"]),
             decode_microbatch=_or(options.decode_microbatch, job["batch"]),
         )

@@ -22,6 +22,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -179,6 +180,7 @@ def main(options: EvalOptions) -> int:
         precision=options.precision,
         plan=options.plan,
         symmetric=options.symmetric,
+        head_bits=options.head_bits,
         kv=options.kv_cache_dtype,
     )
     with open_model(options.model, plan) as llm:
@@ -235,6 +237,7 @@ def measured_plan(
     precision: str | None = None,
     plan: str | None = None,
     symmetric: bool = False,
+    head_bits: Literal[8, 16] | None = None,
     kv: str | None = None,
 ) -> tuple[Plan, str]:
     """Return the plan of a whole model on one device, and its precisions in words.
@@ -244,6 +247,7 @@ def measured_plan(
     """
     precisions, form, planned_dtype, planned_kv = _precisions(precision, plan, symmetric, spec)
     bits = KVPrecision.parse(kv) if kv is not None else planned_kv or stored_kv(model)
+    form = form if head_bits is None else form.model_copy(update={"head_bits": head_bits})
     as_stored = precision is None and plan is None and _is_quantised(model, spec)
     described = "quantised as stored" if as_stored else describe(precisions)
     weight_bytes = spec.num_params * DTYPE_BYTES["float32"]

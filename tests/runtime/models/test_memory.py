@@ -381,3 +381,34 @@ def test_the_planner_and_the_kernels_agree_on_the_piece_that_is_dequantised():
 )
 def test_what_says_that_no_memory_is_left(error: Exception, expected: bool) -> None:
     assert out_of_memory(error) is expected
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("first", [True, False])
+def test_an_output_matrix_in_8_bits_is_its_dequantised_self_and_counted(tied, symmetric, first):
+    spec = small("llama-3.1-8b", tied_embeddings=tied, num_layers=1)
+    quantization = Quantization(symmetric=symmetric, head_bits=8)
+    options = {
+        "first": first,
+        "last": True,
+        "dtype": torch.float32,
+        "device": "cpu",
+        "scheme": quantization.scheme,
+        "source": RandomSource(spec),
+    }
+    layers, precisions = range(1), [Precision.W16A16]
+    wide = StageModel.build(spec, layers, precisions, **options)
+    stage = StageModel.build(spec, layers, precisions, head_precision=quantization.head, **options)
+    assert stage.head is not None and wide.head is not None
+    kept = stage.head.output.weight
+    assert kept.nbytes < 0.3 * 4 * spec.vocab * spec.hidden
+    x = torch.randn(2, 3, spec.hidden, generator=torch.Generator().manual_seed(0))
+    normed = stage.head.runner.norm(stage.head.norm, x)
+    want = normed @ kept.dequantize(torch.float32).T
+    assert torch.allclose(stage.head(x), want, atol=1e-4)
+    error = (stage.head(x) - wide.head(x)).norm() / wide.head(x).norm()
+    assert 0 < error < 0.01
+    ends = embedding_bytes(spec, first=first, last=True, dtype_bytes=4, quantization=quantization)
+    layer = layer_weight_bytes(spec, Precision.W16A16, quantization, 4)
+    assert stage.weight_nbytes == layer + ends
