@@ -82,7 +82,7 @@ TABLES: dict[str, Pivot | FrontTable] = {
     "e2e": Pivot(
         file="e2e.jsonl",
         bench="e2e",
-        index=("model", "cluster", "batch", *E2E_JOB),
+        index=("model", "cluster", "batch", *E2E_JOB, "head_bits"),
         where={"graphs": True, "speculation": None},
         show=over_vllm,
         value_title="output tokens/s",
@@ -90,7 +90,7 @@ TABLES: dict[str, Pivot | FrontTable] = {
     "e2e_step": Pivot(
         file="e2e.jsonl",
         bench="e2e_step",
-        index=("model", "cluster", *E2E_JOB, "graphs"),
+        index=("model", "cluster", "batch", *E2E_JOB, "head_bits", "graphs"),
         where={"speculation": None},
         show=lambda row: f"{row['value']:.2f} ms",
         value_title="decode step",
