@@ -2,6 +2,7 @@
 
     python benchmarks/perplexity.py                     the demo model on examples/heldout.txt
     python benchmarks/perplexity.py --model DIR --text FILE --dtype bfloat16
+    python benchmarks/perplexity.py --only-head         layers in 16 bits, the output matrix in 8
 
 Every row states the 16-bit perplexity of the same run as its baseline.
 """
@@ -43,17 +44,19 @@ def main() -> None:
     parser.add_argument("--text", default=str(EXAMPLES / "heldout.txt"))
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="float32")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--only-head", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     spec = ModelSpec.from_directory(args.model)
     tokens = Tokenizer(args.model).encode(Path(args.text).read_text(), special=False)
 
-    def measure(bits: int, scheme: WeightScheme | None) -> float:
+    def measure(bits: int, scheme: WeightScheme | None, *, head: bool = False) -> float:
         pipeline = LocalPipeline.build(
             spec,
             CheckpointSource(args.model, spec),
             precisions=[Precision.parse(str(bits))] * spec.num_layers,
-            scheme=lambda precision: scheme,
+            scheme=None if head else lambda precision: scheme,
+            head_precision=Precision.W8A16 if head else Precision.W16A16,
             dtype=DTYPES[args.dtype],
         )
         return perplexity(pipeline.scores, tokens, window=longest_window(spec)).value
@@ -67,6 +70,12 @@ def main() -> None:
         baselines={"w16a16": base},
     )
     case = {"model": spec.name, "text": Path(args.text).name, "dtype": args.dtype}
+    if args.only_head:
+        value = measure(16, None, head=True)
+        rounding = "output matrix in 8 bits"
+        write(case=case | {"precision": "w16a16", "rounding": rounding}, samples=[value])
+        print(f"w16a16  {rounding:25} {value:.4f}  {value / base - 1:+.3%}")
+        return
     write(case=case | {"precision": "w16a16", "rounding": "none"}, samples=[base])
     print(f"w16a16  {'':25} {base:.4f}")
     for scheme in schemes():

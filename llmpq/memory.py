@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 from llmpq.kv_format import kv_cache_bytes
 from llmpq.model_spec import ModelSpec
@@ -31,7 +32,7 @@ class Quantization:
     symmetric: bool = False
     outliers: int = 0
     """Input channels of w4a4 layers that keep 8 bits (a calibrated checkpoint says how many)."""
-    head_bits: int = 16
+    head_bits: Literal[8, 16] = 16
     """Of the output matrix: 16, or 8 in groups as the layers' weights."""
 
     @property

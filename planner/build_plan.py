@@ -57,7 +57,7 @@ def build_plan(p: Problem, outcome: Outcome, *, model_path: str | None = None) -
             group_size=p.quantization.group_size,
             symmetric=p.quantization.symmetric,
             outliers=p.quantization.outliers,
-            head_bits=8 if p.quantization.head_bits == 8 else 16,
+            head_bits=p.quantization.head_bits,
         ),
         prefill_microbatch=a.prefill_microbatch,
         decode_microbatch=a.decode_microbatch,

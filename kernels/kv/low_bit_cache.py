@@ -156,18 +156,18 @@ class QuantizedKVCache:
         scale: float,
         alibi_slopes_H: Tensor | None = None,
         inv_freq: Tensor | None = None,
-        scores: reference.Scores = reference.PLAIN,
+        rule: reference.ScoreRule = reference.EVERYTHING,
     ) -> Tensor:
         """Append the step's keys and values to a layer and return its attention [B, Q, H, D].
 
         With `inv_freq` queries and keys come unrotated; only steps that `rotates` take it.
         """
-        if not scores.is_plain and self.uses_kernels:
+        if not rule.is_plain and self.uses_kernels:
             raise ValueError("windows, caps and sinks are computed on CPUs only so far")
         if inv_freq is not None:
             q_BQHD = self._rope_append(plan, layer, q_BQHD, k_BQGD, v_BQGD, inv_freq)
             return self._decode(plan, layer, q_BQHD, scale, alibi_slopes_H)
-        if plan.fresh and self.exact_prompt and scores.is_plain:
+        if plan.fresh and self.exact_prompt and rule.is_plain:
             self.append(plan, layer, k_BQGD, v_BQGD)
             return prompt_attention(
                 q_BQHD, k_BQGD, v_BQGD, scale=scale, alibi_slopes_H=alibi_slopes_H
@@ -186,7 +186,7 @@ class QuantizedKVCache:
             scale=scale,
             alibi_slopes_H=alibi_slopes_H,
             view=plan.view,
-            scores=scores,
+            rule=rule,
         )
 
     def rotates(self, q_len: int, *, fresh: bool) -> bool:

@@ -153,20 +153,20 @@ def _write_ring(layer: KVLayer, k_BQGD: Tensor, v_BQGD: Tensor, view: StepView) 
     layer.v_ring_SGRD[slot, :, place] = v_BQGD[request, token]
 
 
-@dataclass(frozen=True)
-class Scores:
+@dataclass(frozen=True, eq=False)
+class ScoreRule:
     """What a layer does to its scores beside scaling them; none of it with ALiBi."""
 
     window: int = 0
     """The query at p sees the keys above p - window; 0: all."""
     cap: float = 0.0
-    """Scores s become cap * tanh(s / cap)."""
+    """Scores s become cap * tanh(s / cap) (Gemma 2)."""
     sinks_H: Tensor | None = None
-    """A score per head that takes part in the softmax and brings no value."""
+    """A score per head that takes part in the softmax and brings no value (gpt-oss)."""
 
     @property
     def is_explicit(self) -> bool:
-        """Whether scores have to be there as numbers."""
+        """Whether scores have to be there as numbers: torch's operator only adds a bias to them."""
         return self.cap > 0 or self.sinks_H is not None
 
     @property
@@ -174,13 +174,13 @@ class Scores:
         """Whether scores are only scaled."""
         return not self.window and not self.is_explicit
 
-    def of(self, heads: slice) -> Scores:
+    def of(self, heads: slice) -> ScoreRule:
         """Return the same of some query heads."""
         sinks = None if self.sinks_H is None else self.sinks_H[heads]
-        return Scores(self.window, self.cap, sinks)
+        return ScoreRule(self.window, self.cap, sinks)
 
 
-PLAIN = Scores()
+EVERYTHING = ScoreRule()
 
 
 def append_and_attend(
@@ -195,7 +195,7 @@ def append_and_attend(
     scale: float,
     alibi_slopes_H: Tensor | None = None,
     view: StepView | None = None,
-    scores: Scores = PLAIN,
+    rule: ScoreRule = EVERYTHING,
 ) -> Tensor:
     """Append, then attend; a step may have any number of new tokens. Returns [B, Q, H, D].
 
@@ -217,7 +217,7 @@ def append_and_attend(
             slopes = None if alibi_slopes_H is None else alibi_slopes_H[h]
             k = _keys(fmt, layer, table_SN, k_BQGD, view, r, g)
             v = _values(fmt, layer, table_SN, v_BQGD, view, r, g)
-            out[r, :, h] = _attention(q_BQHD[r, :, h], k, v, view, r, scale, slopes, scores.of(h))
+            out[r, :, h] = _attention(q_BQHD[r, :, h], k, v, view, r, scale, slopes, rule.of(h))
     _write_ring(layer, k_BQGD, v_BQGD, view)
     return out
 
@@ -275,14 +275,14 @@ def _attention(
     rows: slice,
     scale: float,
     alibi_slopes_H: Tensor | None,
-    scores: Scores,
+    rule: ScoreRule,
 ) -> Tensor:
     """Attend with the view's mask; the heads of a group share one product."""
     batch, q_len, heads, dim = q_BQHD.shape
     kv_heads = k_BGTD.shape[1]
     seen = view.seen_BQT[rows]
-    if scores.window:
-        seen = seen & (view.distance_BQT[rows] > -scores.window)
+    if rule.window:
+        seen = seen & (view.distance_BQT[rows] > -rule.window)
     mask = seen[:, None, None]
     if alibi_slopes_H is not None:
         slopes = alibi_slopes_H.to(q_BQHD.dtype).reshape(kv_heads, -1, 1, 1)
@@ -293,8 +293,8 @@ def _attention(
     else:
         mask = mask[:, :, 0]
     q = q_BQHD.unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
-    if scores.is_explicit:
-        out = _explicit(q, k_BGTD, v_BGTD, mask, scale, scores)
+    if rule.is_explicit:
+        out = _explicit(q, k_BGTD, v_BGTD, mask, scale, rule)
     else:
         out = F.scaled_dot_product_attention(q, k_BGTD, v_BGTD, attn_mask=mask, scale=scale)
     empty = ~seen.any(-1).repeat(1, heads // kv_heads)[:, None, :, None]
@@ -303,16 +303,16 @@ def _attention(
 
 
 def _explicit(
-    q_BGMD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, mask: Tensor, scale: float, scores: Scores
+    q_BGMD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, mask: Tensor, scale: float, rule: ScoreRule
 ) -> Tensor:
     """Return [B, G, M, D] of the M = R * Q query rows of every head, with caps and sinks."""
     groups, rows = q_BGMD.shape[1:3]
     s_BGMT = torch.matmul(q_BGMD, k_BGTD.transpose(-1, -2)).float().mul_(scale)
-    if scores.cap:
-        s_BGMT.div_(scores.cap).tanh_().mul_(scores.cap)
+    if rule.cap:
+        s_BGMT.div_(rule.cap).tanh_().mul_(rule.cap)
     s_BGMT.masked_fill_(~mask, float("-inf"))
-    if scores.sinks_H is not None:
-        sinks = scores.sinks_H.float().view(1, groups, -1, 1)
+    if rule.sinks_H is not None:
+        sinks = rule.sinks_H.float().view(1, groups, -1, 1)
         sinks = sinks.repeat_interleave(rows // sinks.shape[2], dim=2)
         s_BGMT = torch.cat((s_BGMT, sinks.expand(len(s_BGMT), -1, -1, -1)), dim=-1)
     share = s_BGMT.softmax(dim=-1)[..., : k_BGTD.shape[2]].to(v_BGTD.dtype)

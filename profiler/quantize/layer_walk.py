@@ -17,9 +17,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule
 from llmpq.model_spec import ModelSpec
 from llmpq.runtime.backends.backend import backend_of
-from llmpq.runtime.models.attention import EVERYTHING, ScoreRule, attend_fresh
+from llmpq.runtime.models.attention import attend_fresh
 from llmpq.runtime.models.layer_tensors import LayerTensors
 from llmpq.runtime.models.layers import DecoderLayer
 from llmpq.runtime.models.linear import Linear, Weight

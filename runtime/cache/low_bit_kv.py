@@ -11,17 +11,12 @@ from torch import Tensor
 
 from llmpq.kernels.formats.kv_block import KVFormat
 from llmpq.kernels.kv.low_bit_cache import QuantizedKVCache, StepPlan
-from llmpq.kernels.kv.reference import Scores
+from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
 from llmpq.runtime.cache.kv_cache import KVCache
-from llmpq.runtime.models.attention import EVERYTHING, ScoreRule, attend_fresh
+from llmpq.runtime.models.attention import attend_fresh
 from llmpq.runtime.step import Step
-
-
-def scores_of(rule: ScoreRule) -> Scores:
-    """Return a layer's rule as the packed caches' code takes it."""
-    return Scores(window=rule.window, cap=rule.cap, sinks_H=rule.sinks_H)
 
 
 class LowBitKV(KVCache):
@@ -97,7 +92,7 @@ class LowBitKV(KVCache):
             scale=scale,
             alibi_slopes_H=alibi_slopes_H,
             inv_freq=inv_freq,
-            scores=scores_of(rule),
+            rule=rule,
         )
 
     def rotates(self, step: Step) -> bool:

@@ -18,17 +18,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from llmpq.kernels.cpu.block_attention import attend_blocks, native_takes
+from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule
 from llmpq.model_spec import ModelSpec
 from llmpq.pool_size import PoolSize
 from llmpq.runtime.cache.kv_cache import PagedKV
 from llmpq.runtime.cache.layer_pool import LayerPool
-from llmpq.runtime.models.attention import (
-    EVERYTHING,
-    NEG_INF,
-    ScoreRule,
-    sinks_of,
-    with_scores,
-)
+from llmpq.runtime.models.attention import NEG_INF, sinks_of, with_scores
 from llmpq.runtime.ragged_step import RaggedStep, Span
 from llmpq.runtime.request import PagedRow
 from llmpq.runtime.step import Step

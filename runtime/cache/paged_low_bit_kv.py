@@ -16,13 +16,12 @@ from torch import Tensor
 
 from llmpq.kernels.formats.kv_block import KVFormat
 from llmpq.kernels.kv.low_bit_cache import QuantizedKVCache, StepPlan
+from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule
 from llmpq.kernels.kv.step_view import completed_blocks
 from llmpq.kv_format import BLOCK_TOKENS, RING_TOKENS, TAIL_TOKENS, packed_blocks
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
 from llmpq.runtime.cache.kv_cache import PagedKV
-from llmpq.runtime.cache.low_bit_kv import scores_of
-from llmpq.runtime.models.attention import EVERYTHING, ScoreRule
 from llmpq.runtime.ragged_step import RaggedStep, Span
 from llmpq.runtime.request import PagedRow
 from llmpq.runtime.step import Step
@@ -113,7 +112,7 @@ class PagedLowBitKV(PagedKV):
                 v,
                 scale=scale,
                 alibi_slopes_H=alibi_slopes_H,
-                scores=scores_of(rule),
+                rule=rule,
             )
         return out
 

@@ -12,9 +12,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule
 from llmpq.model_spec import ModelSpec
 from llmpq.runtime.cache.kv_cache import KVCache
-from llmpq.runtime.models.attention import EVERYTHING, ScoreRule, attend_cached, attend_fresh
+from llmpq.runtime.models.attention import attend_cached, attend_fresh
 from llmpq.runtime.step import Step
 
 

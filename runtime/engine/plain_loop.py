@@ -48,6 +48,7 @@ class LocalPipeline:
         splits: Sequence[int] = (),
         precisions: Sequence[Precision] | None = None,
         scheme: Callable[[Precision], WeightScheme | None] | None = None,
+        head_precision: Precision = Precision.W16A16,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         max_len: int | None = None,
@@ -70,6 +71,7 @@ class LocalPipeline:
                 dtype=dtype,
                 device=device,
                 scheme=scheme or Quantization().scheme,
+                head_precision=head_precision,
                 source=source,
                 runner=backend_of(device).layers(),
             )

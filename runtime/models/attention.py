@@ -9,35 +9,15 @@ what other families do to scores: windows, soft caps, sinks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule
 from llmpq.runtime.step import Step
 
 NEG_INF = float("-inf")
-
-
-@dataclass(frozen=True, eq=False)
-class ScoreRule:
-    """What a layer does to its scores beside scaling them; none of it with ALiBi."""
-
-    window: int = 0
-    """The query at p sees the keys above p - window; 0: all."""
-    cap: float = 0.0
-    """Scores s become cap * tanh(s / cap) (Gemma 2)."""
-    sinks_H: Tensor | None = None
-    """A score per head that takes part in the softmax and brings no value (gpt-oss)."""
-
-    @property
-    def is_explicit(self) -> bool:
-        """Whether scores have to be there as numbers: torch's operator only adds a bias to them."""
-        return self.cap > 0 or self.sinks_H is not None
-
-
-EVERYTHING = ScoreRule()
 
 
 def attend_fresh(

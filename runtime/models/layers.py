@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from llmpq.kernels.kv.reference import ScoreRule
 from llmpq.model_spec import ModelSpec
 from llmpq.runtime.cache.kv_cache import KVCache
-from llmpq.runtime.models.attention import ScoreRule
 from llmpq.runtime.models.experts import Routing, SparseMLP
 from llmpq.runtime.models.latent_attention import LatentAttention
 from llmpq.runtime.models.linear import Linear, Weight

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import torch
 
+from llmpq.kernels.kv.reference import ScoreRule
 from llmpq.model_spec import SHARED, ModelSpec
-from llmpq.runtime.models.attention import ScoreRule, alibi_slopes
+from llmpq.runtime.models.attention import alibi_slopes
 from llmpq.runtime.models.experts import Routing, SparseMLP
 from llmpq.runtime.models.latent_attention import LatentAttention
 from llmpq.runtime.models.layer_tensors import LayerTensors

@@ -12,11 +12,10 @@ import pytest
 import torch
 
 import llmpq
-from llmpq.kernels.kv.reference import Scores
+from llmpq.kernels.kv.low_bit_cache import QuantizedKVCache
 from llmpq.model_spec import ModelSpec
 from llmpq.pool_size import CHUNK_TOKENS, PoolSize, wanted_pool
 from llmpq.precision import KVPrecision
-from llmpq.runtime.cache import low_bit_kv
 from llmpq.runtime.cache.kv_by_precision import make_kv_cache
 from llmpq.runtime.cache.low_bit_kv import LowBitKV
 from llmpq.runtime.cache.paged_by_precision import make_paged_kv
@@ -184,7 +183,8 @@ def test_packed_caches_see_through_the_window_with_caps_and_sinks(
 
     errors = [error(kv) for kv in (KVPrecision.KV8, KVPrecision.KV4, KVPrecision.KV2)]
     assert 0 < errors[0] < 0.02 and errors[0] < min(errors[1:])
-    monkeypatch.setattr(low_bit_kv, "scores_of", lambda rule: Scores())
+    run = QuantizedKVCache.run
+    monkeypatch.setattr(QuantizedKVCache, "run", lambda *a, rule, **options: run(*a, **options))
     assert error(KVPrecision.KV8) > 3 * errors[0], "a rule that is forgotten must be seen"
 
 
