@@ -9,8 +9,8 @@ from llmpq.plan import Plan
 from llmpq.runtime.cli.plan_file import load_plan
 from llmpq.runtime.cli.serve_flags import ServeOptions, engine_options
 from llmpq.runtime.plan_choice import Wishes, choose_plan
-from llmpq.runtime.serve.device_shares import gpus_of_copies, shares_of
-from llmpq.runtime.serve.replica_server import ReplicaLaunch
+from llmpq.runtime.serve.replicas.device_shares import gpus_of_copies, shares_of
+from llmpq.runtime.serve.replicas.replica_server import ReplicaLaunch
 from llmpq.this_machine import read_gpus, this_machine, visible
 
 

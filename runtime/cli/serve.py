@@ -44,7 +44,7 @@ def _serve_replicas(
 ) -> BaseException | None:
     try:
         from llmpq.runtime.cli.replica_launches import launches_of
-        from llmpq.runtime.serve.replica_server import serve_replicas
+        from llmpq.runtime.serve.replicas.replica_server import serve_replicas
     except ImportError as error:
         raise ValueError(
             f"--ray-serve needs Ray Serve ({error.name} is not installed): pip install "

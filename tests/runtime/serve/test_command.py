@@ -88,7 +88,7 @@ def test_replicas_need_the_extra(demo_model, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "ray.serve", None)
     if "ray" in sys.modules:  # another test of this process may have imported Ray Serve
         monkeypatch.delattr(sys.modules["ray"], "serve", raising=False)
-    monkeypatch.delitem(sys.modules, "llmpq.runtime.serve.replica_server", raising=False)
+    monkeypatch.delitem(sys.modules, "llmpq.runtime.serve.replicas.replica_server", raising=False)
     monkeypatch.delitem(sys.modules, "llmpq.runtime.cli.replica_launches", raising=False)
     assert main(["serve", "--model", str(demo_model), "--ray-serve", "--port", "65000"]) == 2
     assert "llmpq[run,serve,serve-ray]" in capsys.readouterr().err.strip().splitlines()[-1]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from llmpq.cluster import Cluster
-from llmpq.runtime.serve import device_shares
-from llmpq.runtime.serve.device_shares import gpus_of_copies, shares_of
+from llmpq.runtime.serve.replicas import device_shares
+from llmpq.runtime.serve.replicas.device_shares import gpus_of_copies, shares_of
 
 pytestmark = pytest.mark.pure
 MIXED = [{"kind": "RTX-3090", "count": 2}, {"kind": "T4"}, {"kind": "CPU", "threads": 2}]

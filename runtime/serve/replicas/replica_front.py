@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry, Counter, generate_latest
 from llmpq.runtime.serve.answering import event
 from llmpq.runtime.serve.errors import ApiError
 from llmpq.runtime.serve.gate import Message, Receive, Send
-from llmpq.runtime.serve.merged_replicas import merged_metrics
+from llmpq.runtime.serve.replicas.merged_replicas import merged_metrics
 from llmpq.runtime.serve.settings import ServeSettings
 
 _log = logging.getLogger("llmpq.serve")

@@ -20,10 +20,10 @@ from llmpq.errors import StageLostError
 from llmpq.runtime.launch.own_ray import own_ray
 from llmpq.runtime.serve.app import add_gate
 from llmpq.runtime.serve.errors import handle_errors
-from llmpq.runtime.serve.merged_replicas import merged_page
 from llmpq.runtime.serve.page import add_page, state_of
-from llmpq.runtime.serve.replica import Replica
-from llmpq.runtime.serve.replica_front import ReplicaFront, ReplicaHandle
+from llmpq.runtime.serve.replicas.merged_replicas import merged_page
+from llmpq.runtime.serve.replicas.replica import Replica
+from llmpq.runtime.serve.replicas.replica_front import ReplicaFront, ReplicaHandle
 from llmpq.runtime.serve.server import Server
 from llmpq.runtime.serve.service import Service
 from llmpq.runtime.serve.settings import ServeSettings

@@ -1,0 +1,1 @@
+"""Several engines behind one port, kept by Ray Serve."""
