@@ -145,9 +145,10 @@ def line(found: TunedProduct) -> str:
     p = found.product
     what = "as chosen" if found.config is None else str(config_entry(found.config))
     gain = 100 * (1 - found.us / found.before_us)
+    timed = "alone" if p.rows > DECODE_ROWS else f"a step of up to {LAYERS} layers"
     return (
         f"w{p.bits} {p.k} x {p.n}, {p.rows} rows: {found.before_us:.1f} -> {found.us:.1f} us "
-        f"({gain:.1f} %), {found.tried} tried: {what}"
+        f"{timed} ({gain:.1f} %), {found.tried} tried: {what}"
     )
 
 
