@@ -56,7 +56,7 @@ def check_kernels() -> bool:
         w = torch.randn(4096, device="cuda", dtype=dtype)
         got, want = rms_norm.rms_norm(x, w, 1e-5), rms_norm.rms_norm_reference(x, w, 1e-5)
         results.append(("norm", dtype, relative_error(got, want), tolerance))
-        error = relative_error(gated_mlp.silu_mul(x), gated_mlp.silu_mul_reference(x))
+        error = relative_error(gated_mlp.gate_mul(x), gated_mlp.gate_mul_reference(x))
         results.append(("silu and multiply", dtype, error, tolerance))
         logits = torch.randn(37, 128_256, device="cuda", dtype=dtype).clamp_(max=3.5)
         same = torch.equal(

@@ -161,7 +161,7 @@ def without(model: StageModel, what: str) -> Iterator[None]:
     patches = {
         "norm": (cuda_layers, "norm", lambda _part, x, **_: x),
         "silu": (
-            gated_mlp, "silu_mul", lambda g: g.new_empty(*g.shape[:-1], g.shape[-1] // 2),
+            gated_mlp, "gate_mul", lambda g, *_, **__: g.new_empty(*g.shape[:-1], g.shape[-1] // 2),
         ),
         "rope": (rope_append, "rope_append", lambda q, *_: q.new_empty(q.shape)),
         "attend": (plain_attend, "plain_attend", lambda q, *_, **__: q),

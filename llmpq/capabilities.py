@@ -14,12 +14,14 @@ from typing import Literal
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
 
-Way = Literal["gpu", "packed_kv", "drafts", "rounded"]
+Way = Literal["gpu", "packed_kv", "drafts", "rounded", "gpu_cache", "gpu_rounded"]
 WAYS: dict[Way, str] = {
     "gpu": "a GPU",
     "packed_kv": "a KV cache of 8, 4 or 2 bits",
     "drafts": "speculation",
     "rounded": "rounded activations (w8a8, w4a4)",
+    "gpu_cache": "a KV cache of 8, 4 or 2 bits or speculation on a GPU",
+    "gpu_rounded": "rounded activations (w8a8, w4a4) on a GPU",
 }
 """Way -> how a sentence names it. Everything runs on a CPU with 16-bit KV and w16 to w3a16."""
 
@@ -43,8 +45,8 @@ def _windows(spec: ModelSpec, max_len: int) -> bool:
     return any(0 < window < max_len for window in spec.windows)
 
 
-def _two_thetas(spec: ModelSpec, max_len: int) -> bool:
-    return spec.window_rope_theta is not None
+def _scaled_stream(spec: ModelSpec, max_len: int) -> bool:
+    return spec.residual_factor != 1.0
 
 
 def _changing_rope(spec: ModelSpec, max_len: int) -> bool:
@@ -54,35 +56,18 @@ def _changing_rope(spec: ModelSpec, max_len: int) -> bool:
     return long and scaling is not None and scaling.kind == "dynamic"
 
 
-def _larger_rope(spec: ModelSpec, max_len: int) -> bool:
-    return spec.rope_scaling is not None and spec.rope_scaling.attention_factor != 1.0
-
-
 FEATURES: tuple[Feature, ...] = (
-    _feature("a window over the last tokens", _windows, "gpu"),
-    _feature("soft caps on scores", lambda s, _: s.score_cap > 0, "gpu"),
-    _feature("attention sinks", lambda s, _: s.sinks, "gpu"),
-    _feature("latent attention (MLA)", lambda s, _: s.latent is not None, "gpu", "rounded"),
-    _feature("two thetas of rotary positions", _two_thetas, "gpu"),
+    _feature("a window over the last tokens", _windows, "gpu_cache"),
+    _feature("soft caps on scores", lambda s, _: s.score_cap > 0, "gpu_cache"),
+    _feature("attention sinks", lambda s, _: s.sinks, "gpu_cache"),
+    _feature("latent attention (MLA)", lambda s, _: s.latent is not None, "gpu_cache", "rounded"),
     _feature("rope frequencies that change with the length", _changing_rope, "gpu", "drafts"),
-    _feature("rope with scaled cosines (yarn, longrope)", _larger_rope, "gpu"),
-    _feature("heads turned in part", lambda s, _: s.rotary_dim is not None, "gpu"),
-    _feature("norms behind attention and MLP", lambda s, _: s.norm_order != "pre", "gpu"),
-    _feature("norms over all query or key heads", lambda s, _: s.qk_norm_whole, "gpu"),
-    _feature("a factor on the residual stream", lambda s, _: s.residual_factor != 1.0, "gpu"),
-    _feature("a factor on embeddings", lambda s, _: s.embedding_factor != 1.0, "gpu"),
-    _feature("caps or factors on logits", lambda s, _: s.logit_cap + s.logit_factor != 1.0, "gpu"),
-    _feature("gates of GELU", lambda s, _: s.gated and s.activation == "gelu_tanh", "gpu"),
-    _feature("clamped gates", lambda s, _: s.activation == "clamped_silu", "gpu"),
-    _feature("biases in gated MLPs", lambda s, _: s.gated and s.linear_bias, "gpu"),
-    _feature("routing by sigmoid or in groups", lambda s, _: _routes(s), "gpu"),
-    _feature("shared experts", lambda s, _: s.shared_ffn > 0, "gpu"),
+    _feature("norms behind attention and MLP", lambda s, _: s.norm_order != "pre", "gpu_rounded"),
+    _feature("a factor on the residual stream", _scaled_stream, "gpu_rounded"),
+    _feature("gates of GELU", lambda s, _: s.gated and s.activation == "gelu_tanh", "gpu_rounded"),
+    _feature("clamped gates", lambda s, _: s.activation == "clamped_silu", "gpu_rounded"),
 )
-"""What a GPU lacks is refused there, though planned for: its kernels are to come."""
-
-
-def _routes(spec: ModelSpec) -> bool:
-    return spec.router.score == "sigmoid" or spec.router.groups > 1 or spec.router.bias
+"""What a way lacks is refused there, though planned for: its kernels are to come."""
 
 
 def lacks(spec: ModelSpec, way: Way, *, max_len: int | None = None) -> tuple[str, ...]:
@@ -101,6 +86,8 @@ def ways_of(
         "packed_kv": kv is not KVPrecision.KV16,
         "drafts": drafts,
         "rounded": rounded,
+        "gpu_cache": gpu and (kv is not KVPrecision.KV16 or drafts),
+        "gpu_rounded": gpu and rounded,
     }
     return tuple(way for way, is_taken in taken.items() if is_taken)
 
@@ -122,6 +109,8 @@ REMEDY: dict[Way, str] = {
     "packed_kv": "plan with --kv 16",
     "drafts": "run without speculation, or with shorter requests",
     "rounded": "plan with weight-only precisions (w8a16, w4a16)",
+    "gpu_cache": "plan with --kv 16 and without speculation",
+    "gpu_rounded": "plan with weight-only precisions (w8a16, w4a16)",
 }
 
 

@@ -156,9 +156,16 @@ def _layer_moments(
             return SHARES_BYTES + unit * n
         return max(n * k * shape.element_bytes + unit * n, unit * 2 * n if adds else 0)
 
-    yield unit * 2 * h + product(q + 2 * g, h)
-    yield unit * (2 * h + q + 2 * g + rotated + q) + sums
+    if spec.latent is not None:
+        yield unit * (2 * h + g + _latent_features(spec))
+    else:
+        yield unit * 2 * h + product(q + 2 * g, h)
+        yield unit * (2 * h + q + 2 * g + rotated + q) + sums
     yield unit * (h + q) + product(h, q, adds=True)
+    if spec.norm_order != "pre":
+        yield unit * 4 * h  # what a norm behind is given and gives
+    if spec.shared_ffn:
+        yield unit * (5 * h + q + 3 * spec.shared_ffn)
     if spec.experts:
         # All tokens may go to one expert. Beside x, attention's result, y and its norm live the sum
         # over experts, the tokens gathered for one, and who goes where.
@@ -177,6 +184,19 @@ def _layer_moments(
     # A dense product without a bias adds to y in place.
     in_place = not quantized and spec.gated
     yield unit * (2 * h + q + f) + (0 if in_place else product(h, f, adds=True))
+
+
+def _latent_features(spec: ModelSpec) -> int:
+    """Return the most features of a token that latent attention holds beside x and the latent.
+
+    Queries as they come, through the keys' matrix, and that beside their turned part; then these
+    and the sums of latents, and values made of them.
+    """
+    latent = spec.latent
+    assert latent is not None
+    absorbed, wide = spec.heads * latent.kv_rank, spec.heads * spec.head_dim
+    made = spec.heads * latent.q_head_dim + absorbed + wide
+    return max(made, wide + absorbed + spec.heads * latent.v_dim)
 
 
 def _head_bytes(spec: ModelSpec, shape: _Shape) -> int:

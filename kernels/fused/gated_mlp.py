@@ -1,6 +1,9 @@
-"""silu(gate) * up of a fused [M, 2 F] product, as one pass.
+"""act(gate) * up of a fused [M, 2 F] product, as one pass.
 
-    gate_up [M, 2 F] = [gate | up]   ->   out [M, F] = gate * sigmoid(gate) * up
+    gate_up [M, 2 F] = [g | u]   ->   out [M, F]
+        silu          g sigmoid(g) u
+        gelu_tanh     g sigmoid(2 sqrt(2 / pi) (g + 0.044715 g^3)) u
+        clamped_silu  g sigmoid(slope g) (u + 1), g at most `limit`, u within +-limit   (gpt-oss)
 
 Bytes: 2 F read and F written per row; arithmetic in float32, one rounding. A program takes BLOCK
 columns of one row.
@@ -11,6 +14,7 @@ columns of one row.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -26,8 +30,10 @@ FEW_ROWS = 256
 """Rows up to which programs take half as many columns, so that they fill the GPU."""
 
 
-@triton.jit
-def silu_mul_kernel(gate_up, out, features, BLOCK: tl.constexpr, PDL: tl.constexpr):
+@triton.jit(do_not_specialize=["limit", "slope"])
+def gate_kernel(
+    gate_up, out, features, limit, slope, ACT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
     """One block of columns of one row."""
     if PDL:
         gdc_launch_dependents()
@@ -38,22 +44,34 @@ def silu_mul_kernel(gate_up, out, features, BLOCK: tl.constexpr, PDL: tl.constex
     at = gate_up + row * 2 * features + column
     gate = tl.load(at, mask=live, other=0.0).to(tl.float32)
     up = tl.load(at + features, mask=live, other=0.0).to(tl.float32)
-    value = gate / (1.0 + tl.exp(-gate)) * up
+    inner = gate
+    if ACT == "gelu_tanh":
+        inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    elif ACT == "clamped_silu":
+        gate = tl.minimum(gate, limit)
+        up = tl.minimum(tl.maximum(up, -limit), limit) + 1.0
+        inner = gate * slope
+    value = gate / (1.0 + tl.exp(-inner)) * up
     tl.store(out + row * features + column, value.to(out.dtype.element_ty), mask=live)
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """Return silu(gate) * up [..., F] of [..., 2 F]."""
+def gate_mul(
+    gate_up: Tensor, activation: str = "silu", *, limit: float = 0.0, slope: float = 1.0
+) -> Tensor:
+    """Return act(gate) * up [..., F] of [..., 2 F]; `limit` and `slope` are clamped_silu's."""
     features = gate_up.shape[-1] // 2
     gate_up = gate_up.contiguous()
     out = gate_up.new_empty(*gate_up.shape[:-1], features)
     rows = out.numel() // features
     block = min(BLOCK if rows > FEW_ROWS else BLOCK // 2, triton.next_power_of_2(features))
     pdl = overlaps(gate_up.device)
-    silu_mul_kernel[(rows, triton.cdiv(features, block))](
+    gate_kernel[(rows, triton.cdiv(features, block))](
         gate_up,
         out,
         features,
+        limit,
+        slope,
+        ACT=activation,
         BLOCK=block,
         PDL=pdl,
         num_warps=max(1, min(4, block // 256)),
@@ -62,8 +80,16 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return out
 
 
-def silu_mul_reference(gate_up: Tensor) -> Tensor:
+def gate_mul_reference(
+    gate_up: Tensor, activation: str = "silu", *, limit: float = 0.0, slope: float = 1.0
+) -> Tensor:
     """The twin: float32 arithmetic, one rounding."""
     gate, up = gate_up.float().chunk(2, dim=-1)
-    product: Tensor = functional.silu(gate) * up
+    if activation == "clamped_silu":
+        gate = gate.clamp(max=limit)
+        product = gate * torch.sigmoid(slope * gate) * (up.clamp(-limit, limit) + 1)
+    elif activation == "gelu_tanh":
+        product = functional.gelu(gate, approximate="tanh") * up
+    else:
+        product = functional.silu(gate) * up
     return product.to(gate_up.dtype)

@@ -4,7 +4,8 @@
       |  q: rotated          -> q_out [B, Q, H, D]
       |  k: rotated          -> cache [S, G, T, D] at (slot, g, start + i), or k_out [B, Q, G, D]
       |  v: as it is         -> cache [S, G, T, D], or nowhere
-    rotation of the halves of D: (a, b) -> (a cos - b sin, b cos + a sin), angle = pos * inv_freq
+    rotation of halves: (a, b) -> factor (a cos - b sin, b cos + a sin), angle = pos * inv_freq
+    of the first 2 * len(inv_freq) channels of a head, the others stay (GLM-4); yarn has a factor
 
 Bytes: each of q, k, v read once and written once. Angles are computed from the position in float32
 and never stored. Tokens beyond a row's count (padding) are not written to the cache.
@@ -30,26 +31,34 @@ HEADS_PER_PROGRAM = 8
 
 
 @triton.jit
-def _rotated(pointer, d, live, angle, ROTARY: tl.constexpr, HALF: tl.constexpr):
+def _rotated(pointer, d, live, angle, factor, ROTARY: tl.constexpr, HALF: tl.constexpr):
     """Load the halves of some heads [BLOCK, HALF] and rotate them in float32."""
     low = tl.load(pointer + d, mask=live, other=0.0)
     high = tl.load(pointer + HALF + d, mask=live, other=0.0)
     if ROTARY:
-        cos, sin = tl.cos(angle)[None, :], tl.sin(angle)[None, :]
+        cos, sin = (tl.cos(angle) * factor)[None, :], (tl.sin(angle) * factor)[None, :]
         a, b = low.to(tl.float32), high.to(tl.float32)
         low, high = (a * cos - b * sin).to(low.dtype), (b * cos + a * sin).to(high.dtype)
     return low, high
 
 
 @triton.jit
+def _copy_rest(source, target, D: tl.constexpr, head, most, HALF: tl.constexpr, REST: tl.constexpr):
+    """Copy the channels behind the rotated ones of some heads."""
+    d = 2 * HALF + tl.arange(0, REST)
+    live = (head < most)[:, None] & (d < D)[None, :]
+    tl.store(target + d[None, :], tl.load(source + d[None, :], mask=live, other=0.0), mask=live)
+
+
+@triton.jit(do_not_specialize=["factor"])
 def rope_append_kernel(
     q_ptr, k_ptr, v_ptr, q_out, k_out, v_out, slots, starts, counts, inv_freq,
     q_stride, k_stride, v_stride, slot_stride, head_stride, token_stride,
-    Q, H: tl.constexpr, G: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr,
-    BLOCK: tl.constexpr, ROTARY: tl.constexpr, CACHE: tl.constexpr, PDL: tl.constexpr,
+    Q, factor, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
+    PADDED: tl.constexpr, REST: tl.constexpr, BLOCK: tl.constexpr, ROTARY: tl.constexpr,
+    CACHE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One token's block of heads; `*_stride` in elements between tokens of an input."""
-    D: tl.constexpr = 2 * HALF
     Q_BLOCKS: tl.constexpr = (H + BLOCK - 1) // BLOCK
     G_BLOCKS: tl.constexpr = (G + BLOCK - 1) // BLOCK
     # Q is no constexpr: every length of prompt would be a kernel of its own to compile.
@@ -78,26 +87,38 @@ def rope_append_kernel(
         head = block * BLOCK + tl.arange(0, BLOCK)
         live = (head < H)[:, None] & inside[None, :]
         at = head[:, None] * D + d[None, :]
-        low, high = _rotated(q_ptr + token * q_stride, at, live, angle, ROTARY, HALF)
+        low, high = _rotated(q_ptr + token * q_stride, at, live, angle, factor, ROTARY, HALF)
         out = q_out + token * (H * D) + at
         tl.store(out, low, mask=live)
         tl.store(out + HALF, high, mask=live)
+        if REST > 0:
+            heads = (head * D)[:, None]
+            source, target = q_ptr + token * q_stride + heads, q_out + token * (H * D) + heads
+            _copy_rest(source, target, D, head, H, HALF, REST)
     elif block < Q_BLOCKS + G_BLOCKS:
         head = (block - Q_BLOCKS) * BLOCK + tl.arange(0, BLOCK)
         live = (head < written)[:, None] & inside[None, :]
         at = head[:, None] * D + d[None, :]
-        low, high = _rotated(k_ptr + token * k_stride, at, live, angle, ROTARY, HALF)
+        low, high = _rotated(k_ptr + token * k_stride, at, live, angle, factor, ROTARY, HALF)
         out = k_out + out_at + head[:, None] * head_stride + d[None, :]
         tl.store(out, low, mask=live)
         tl.store(out + HALF, high, mask=live)
+        if REST > 0:
+            source = k_ptr + token * k_stride + (head * D)[:, None]
+            target = k_out + out_at + head[:, None] * head_stride
+            _copy_rest(source, target, D, head, written, HALF, REST)
     else:
         head = (block - Q_BLOCKS - G_BLOCKS) * BLOCK + tl.arange(0, BLOCK)
         live = (head < written)[:, None] & inside[None, :]
         at = head[:, None] * D + d[None, :]
-        low, high = _rotated(v_ptr + token * v_stride, at, live, angle, False, HALF)
+        low, high = _rotated(v_ptr + token * v_stride, at, live, angle, factor, False, HALF)
         out = v_out + out_at + head[:, None] * head_stride + d[None, :]
         tl.store(out, low, mask=live)
         tl.store(out + HALF, high, mask=live)
+        if REST > 0:
+            source = v_ptr + token * v_stride + (head * D)[:, None]
+            target = v_out + out_at + head[:, None] * head_stride
+            _copy_rest(source, target, D, head, written, HALF, REST)
 
 
 def rope_append(
@@ -110,8 +131,12 @@ def rope_append(
     start_B: Tensor,
     num_new_B: Tensor,
     inv_freq: Tensor | None,
+    factor: float = 1.0,
 ) -> Tensor:
-    """Write rotated keys and values into the cache; return the rotated queries [B, Q, H, D]."""
+    """Write rotated keys and values into the cache; return the rotated queries [B, Q, H, D].
+
+    `inv_freq` [R / 2]: the first R channels are rotated, cosines and sines times `factor`.
+    """
     q_out = torch.empty(q_BQHD.shape, dtype=q_BQHD.dtype, device=q_BQHD.device)
     strides = k_cache_SGTD.stride()
     if strides != v_cache_SGTD.stride() or strides[3] != 1:
@@ -121,6 +146,7 @@ def rope_append(
         (q_out, k_cache_SGTD, v_cache_SGTD),
         (slots_B, start_B, num_new_B),
         inv_freq,
+        factor,
         (strides[0], strides[1], strides[2]),
         blocks=2,
     )
@@ -128,7 +154,7 @@ def rope_append(
 
 
 def rope(
-    q_BQHD: Tensor, k_BQGD: Tensor, start_B: Tensor, inv_freq: Tensor
+    q_BQHD: Tensor, k_BQGD: Tensor, start_B: Tensor, inv_freq: Tensor, factor: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """Return rotated queries and keys, dense."""
     q_out = torch.empty(q_BQHD.shape, dtype=q_BQHD.dtype, device=q_BQHD.device)
@@ -139,6 +165,7 @@ def rope(
         (q_out, k_out, k_out),
         (start_B, start_B, start_B),
         inv_freq,
+        factor,
         (q_len * groups * dim, dim, groups * dim),
         blocks=1,
     )
@@ -150,6 +177,7 @@ def _launch(
     outputs: tuple[Tensor, Tensor, Tensor],
     rows: tuple[Tensor, Tensor, Tensor],
     inv_freq: Tensor | None,
+    factor: float,
     strides: tuple[int, int, int],
     *,
     blocks: int,
@@ -158,6 +186,8 @@ def _launch(
     batch, q_len, heads, dim = inputs[0].shape
     groups = inputs[1].shape[2]
     inputs_2 = tuple(tokens_of(x) for x in inputs)
+    half = dim // 2 if inv_freq is None else inv_freq.shape[0]
+    rest = triton.next_power_of_2(dim - 2 * half) if dim > 2 * half else 0
     block, pdl = HEADS_PER_PROGRAM, overlaps(inputs[0].device)
     grid = (batch * q_len, triton.cdiv(heads, block) + blocks * triton.cdiv(groups, block))
     rope_append_kernel[grid](
@@ -167,11 +197,13 @@ def _launch(
         inv_freq if inv_freq is not None else rows[0],
         *(stride for _, stride in inputs_2),
         *strides,
-        q_len,
+        *(q_len, factor),
         H=heads,
         G=groups,
-        HALF=dim // 2,
-        PADDED=triton.next_power_of_2(dim // 2),
+        D=dim,
+        HALF=half,
+        PADDED=triton.next_power_of_2(half),
+        REST=rest,
         BLOCK=block,
         ROTARY=inv_freq is not None,
         CACHE=blocks == 2,
@@ -201,11 +233,12 @@ def rope_append_reference(
     start_B: Tensor,
     num_new_B: Tensor,
     inv_freq: Tensor | None,
+    factor: float = 1.0,
 ) -> Tensor:
     """The twin of `rope_append`, in plain torch."""
     q, k = q_BQHD, k_BQGD
     if inv_freq is not None:
-        q, k = rope_reference(q_BQHD, k_BQGD, start_B, inv_freq)
+        q, k = rope_reference(q_BQHD, k_BQGD, start_B, inv_freq, factor)
     for row in range(q.shape[0]):
         slot, start, count = int(slots_B[row]), int(start_B[row]), int(num_new_B[row])
         k_cache_SGTD[slot, :, start : start + count] = k[row, :count].transpose(0, 1)
@@ -214,15 +247,17 @@ def rope_append_reference(
 
 
 def rope_reference(
-    q_BQHD: Tensor, k_BQGD: Tensor, start_B: Tensor, inv_freq: Tensor
+    q_BQHD: Tensor, k_BQGD: Tensor, start_B: Tensor, inv_freq: Tensor, factor: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """The twin of `rope`: float32 arithmetic, one rounding."""
     positions_BQ = start_B[:, None] + torch.arange(q_BQHD.shape[1], device=start_B.device)
     angle = (positions_BQ[:, :, None].float() * inv_freq)[:, :, None]
-    cos, sin = angle.cos(), angle.sin()
+    cos, sin = angle.cos() * factor, angle.sin() * factor
+    turned = 2 * inv_freq.shape[0]
 
     def rotate(x: Tensor) -> Tensor:
-        a, b = x.float().chunk(2, dim=-1)
-        return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+        a, b = x[..., :turned].float().chunk(2, dim=-1)
+        made = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+        return torch.cat((made, x[..., turned:]), dim=-1)
 
     return rotate(q_BQHD), rotate(k_BQGD)

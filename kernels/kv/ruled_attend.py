@@ -133,10 +133,7 @@ def ruled_attend_kernel(
         p = tl.where(seen, tl.exp2(x - m_new[:, None]), 0.0)
         m_i = m_new
         l_i = l_i * alpha + tl.sum(p, 1)
-        if LATENT:
-            v = k
-        else:
-            v = _tile(v_ptr, at, live, d, D)
+        v = k if LATENT else _tile(v_ptr, at, live, d, D)
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
         if WIDE:
             v_rest = _tile(v_ptr, at, live, e, D)
@@ -147,16 +144,16 @@ def ruled_attend_kernel(
     # ---- results
     whole = tl.maximum(l_i, 1e-30)[:, None]
     if SPLIT:
-        r = ((b * G * chunks + tl.program_id(1)) * splits + split).to(tl.int64) * R + tl.arange(0, R)
+        r = ((b * G * chunks + tl.program_id(1)) * splits + split).to(tl.int64) * R + tl.arange(
+            0, R
+        )
         lse = tl.where(l_i > 0, m_i + tl.log2(tl.maximum(l_i, 1e-30)), -1.0e30)
         tl.store(lse_ptr + r, lse)
         out_at, out = part_ptr + r[:, None] * PADDED, part_ptr
     else:
         out_at, out = out_ptr + row[:, None] * V, out_ptr
     kind = out.dtype.element_ty
-    tl.store(
-        out_at + d[None, :], (acc / whole).to(kind), mask=used[:, None] & (d < V)[None, :]
-    )
+    tl.store(out_at + d[None, :], (acc / whole).to(kind), mask=used[:, None] & (d < V)[None, :])
     if WIDE:
         tl.store(
             out_at + e[None, :], (acc_rest / whole).to(kind), mask=used[:, None] & (e < V)[None, :]
@@ -240,38 +237,38 @@ def ruled_attend(
     lse = q_BQHD.new_empty(parts, dtype=torch.float32)
     pdl, (main, rest) = overlaps(q_BQHD.device), halves(dim)
     same = {"H": heads, "G": groups, "PADDED": padded, "R": tiles.rows, "PDL": pdl}
+    kinds = {"CAPPED": rule.cap > 0, "SINKS": rule.sinks_H is not None, "LATENT": latent}
     ruled_attend_kernel[(splits, groups * chunks, batch)](
         *(q_BQHD, k_cache_SGTD, v_cache_SGTD, slots_B, start_B, num_new_B),
         *(lse if rule.sinks_H is None else rule.sinks_H, out, part, lse),
         *(float(scale), float(rule.cap or 1.0), rule.window, *strides[:3], q_len, chunks, splits),
-        **same,
-        D=dim,
-        V=value_dim,
-        MAIN=main,
-        REST=rest,
+        **same | kinds | {"D": dim, "V": value_dim, "MAIN": main, "REST": rest},
         N=tiles.keys,
         STAGES=tiles.stages,
         SPLIT=splits > 1,
-        CAPPED=rule.cap > 0,
-        SINKS=rule.sinks_H is not None,
-        LATENT=latent,
         num_warps=tiles.warps,
         launch_pdl=pdl,
     )
     if splits > 1:
-        outputs, merged = batch * heads * q_len, triton.next_power_of_2(splits)
-        together = combine_rows(outputs, merged * padded)
-        combine_kernel[(triton.cdiv(outputs, together),)](
-            *(part, lse, out, splits, outputs),
-            **same,
-            Q=q_len,
-            D=value_dim,
-            X=merged,
-            ROWS=together,
-            num_warps=4,
-            launch_pdl=pdl,
-        )
+        _merge(part, lse, out, splits, same)
     return out
+
+
+def _merge(part: Tensor, lse: Tensor, out_BQHV: Tensor, splits: int, same: dict[str, int]) -> None:
+    """Write the merged parts of every output."""
+    batch, q_len, heads, value_dim = out_BQHV.shape
+    outputs, merged = batch * heads * q_len, triton.next_power_of_2(splits)
+    together = combine_rows(outputs, merged * same["PADDED"])
+    combine_kernel[(triton.cdiv(outputs, together),)](
+        *(part, lse, out_BQHV, splits, outputs),
+        **same,
+        Q=q_len,
+        D=value_dim,
+        X=merged,
+        ROWS=together,
+        num_warps=4,
+        launch_pdl=same["PDL"],
+    )
 
 
 def ruled_attend_reference(

@@ -22,6 +22,8 @@ COLUMNS: dict[Way, str] = {
     "packed_kv": "KV 8 4 2",
     "drafts": "speculation",
     "rounded": "w8a8 w4a4",
+    "gpu_cache": "GPU KV 8 4 2",
+    "gpu_rounded": "GPU w8a8",
 }
 
 

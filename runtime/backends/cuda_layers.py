@@ -6,7 +6,8 @@
     positions   rotation and the cache's append in one kernel      rope_append.py, kv_append
     attention   prompts: torch's; up to 16 new tokens: one kernel that reads lengths from the device
     o, down     products that add the residual stream themselves
-    gate        silu(gate) * up in one kernel                      kernels/fused/gated_mlp.py
+    gate        act(gate) * up in one kernel                       kernels/fused/gated_mlp.py
+    rules       windows, soft caps, sinks, latents                 cuda_rules.py
 
 Nothing here asks the device for a value, so a step of one new token can be captured in a graph;
 routers do (layers.SparseMLP), and models with experts run eagerly.
@@ -30,16 +31,17 @@ from llmpq.kernels.fused import rms_norm as fused_norm
 from llmpq.kernels.fused import rope_append as fused_rope
 from llmpq.kernels.kv import plain_attend
 from llmpq.kernels.linear import QuantizedWeight, linear
-from llmpq.runtime.backends import cuda_atom_layers
+from llmpq.runtime.backends import cuda_atom_layers, cuda_rules
 from llmpq.runtime.cache.kv_cache import KVCache
 from llmpq.runtime.cache.low_bit_kv import LowBitKV
 from llmpq.runtime.cache.plain_kv import PlainKVCache
 from llmpq.runtime.models.attention import attend_cached, score_bias
 from llmpq.runtime.models.experts import SparseMLP
-from llmpq.runtime.models.layers import Attention, DecoderLayer
+from llmpq.runtime.models.latent_attention import LatentAttention
+from llmpq.runtime.models.layers import Attention, DecoderLayer, normed_heads
 from llmpq.runtime.models.linear import Linear
 from llmpq.runtime.models.mlps import ACTIVATIONS, MLP, GatedMLP, require_activation
-from llmpq.runtime.models.norms import Norm
+from llmpq.runtime.models.norms import NoNorm, Norm
 from llmpq.runtime.step import Step
 
 
@@ -80,42 +82,69 @@ def decoder_layer(
     `last_only`: after attention go on with the last valid token of each row, [B, 1, h].
     `in_place`: it may take the input's place, which saves a dense o the copying.
     """
-    part = known_attention(layer)
+    part = layer.attention
+    _require_known(layer)
     last = partial(_last_tokens, step) if last_only and step.q_len > 1 else None
     if cuda_atom_layers.rounds_inputs(layer):
+        assert isinstance(part, Attention)
         inner = partial(attend, part, index=index, step=step, kv=kv)
         return cuda_atom_layers.decoder_layer(layer, x_BQh, inner, last=last)
-    attended = attention(part, norm(layer.attn_norm, x_BQh), index, step, kv)
+    normed = norm(layer.attn_norm, x_BQh)
+    if isinstance(part, LatentAttention):
+        attended = cuda_rules.attend_latents(part, normed, index, step, kv)
+    else:
+        attended = attention(part, normed, index, step, kv)
+    del normed
     if last is not None:
         attended, x_BQh = last(attended), last(x_BQh)
-    o, mlp, between = part.o, layer.mlp, layer.mlp_norm
+    if layer.adds_plainly:
+        return _plainly_added(layer, attended, x_BQh, in_place=in_place)
+    y = layer.added(product(part.o, attended), layer.attn_out_norm).add_(x_BQh)
+    return y.add_(layer.added(_mlp_output(layer.mlp, norm(layer.mlp_norm, y)), layer.mlp_out_norm))
+
+
+def _plainly_added(
+    layer: DecoderLayer, attended: Tensor, x_BQh: Tensor, *, in_place: bool
+) -> Tensor:
+    """Return x + o(attended), plus the MLP of that: products add to the stream themselves."""
+    o, mlp, between = layer.attention.o, layer.mlp, layer.mlp_norm
     if isinstance(mlp, SparseMLP):
         y = product(o, attended, residual=x_BQh)
         return y.add_(mlp(norm(between, y)))
     early, late = (_bias_for(between, part) for part in (o, mlp.down))
     y = product(o, attended, residual=x_BQh, into_residual=in_place, with_bias=early is None)
     wide = norm(between, y, before=early, after=late)
-    if isinstance(mlp, GatedMLP):
-        require_activation(mlp.activation, ("silu",), "the GPU's gated MLP")
-        hidden = gated_mlp.silu_mul(product(mlp.gate_up, wide))
-    else:
-        hidden = _activated(mlp, wide)
+    hidden = _hidden(mlp, wide)
     del wide
     return product(mlp.down, hidden, residual=y, into_residual=True, with_bias=late is None)
 
 
-def known_attention(layer: DecoderLayer) -> Attention:
-    """Return the layer's attention if the kernels know it; `llmpq/capabilities.py` refuses before.
+def _mlp_output(mlp: MLP | GatedMLP | SparseMLP, wide: Tensor) -> Tensor:
+    """Return mlp(wide)."""
+    if isinstance(mlp, SparseMLP):
+        summed: Tensor = mlp(wide)
+        return summed
+    return product(mlp.down, _hidden(mlp, wide))
+
+
+def _hidden(mlp: MLP | GatedMLP, wide: Tensor) -> Tensor:
+    """Return what `down` takes."""
+    if not isinstance(mlp, GatedMLP):
+        return _activated(mlp, wide)
+    gate, made = mlp.gate, product(mlp.gate_up, wide)
+    return gated_mlp.gate_mul(made, gate.activation, limit=gate.limit, slope=gate.slope)
+
+
+def _require_known(layer: DecoderLayer) -> None:
+    """Refuse what the kernels do not know; `llmpq/capabilities.py` refuses it before.
 
     Whatever reaches a GPU unplanned stops here, in place of giving other text without a word.
     """
-    part, behind = layer.attention, layer.attn_out_norm is not None
-    scaled = layer.residual_factor != 1.0
-    if not isinstance(part, Attention) or part.rule is not None or behind or scaled:
-        raise ValueError("a layer's attention or norms are of a kind no GPU kernel computes yet")
-    if part.rotary is not None and not part.rotary.is_plain(part.head_dim):
+    rotary = layer.attention.rotary
+    if rotary is not None and rotary.by_length:
         raise ValueError("a layer's rotary positions are of a kind that no GPU kernel computes yet")
-    return part
+    if cuda_atom_layers.rounds_inputs(layer) and not layer.adds_plainly:
+        raise ValueError("a layer of rounded activations has norms that no GPU kernel computes yet")
 
 
 def _bias_for(between: Norm, part: Linear) -> Tensor | None:
@@ -153,7 +182,7 @@ def norm(
     part: Norm, x: Tensor, *, before: Tensor | None = None, after: Tensor | None = None
 ) -> Tensor:
     """Return x + before normalised; x becomes x + before + after (`_bias_for`'s)."""
-    if x.shape[-1] > fused_norm.MAX_COLUMNS:
+    if isinstance(part, NoNorm) or x.shape[-1] > fused_norm.MAX_COLUMNS:
         normed: Tensor = part(x)
         return normed
     if part.bias is None:
@@ -201,19 +230,22 @@ def attend(part: Attention, qkv_BQN: Tensor, index: int, step: Step, kv: KVCache
     qkv = qkv_BQN.view(batch, q_len, -1, part.head_dim)
     q, k, v = qkv.split([part.heads, part.kv_heads, part.kv_heads], dim=2)
     if part.q_norm is not None and part.k_norm is not None:
-        q, k = part.q_norm(q), part.k_norm(k)
-    inv_freq = None if part.rotary is None else part.rotary.inv_freq
+        q, k = normed_heads(part.q_norm, q), normed_heads(part.k_norm, k)
+    rotary = part.rotary
+    whole = rotary is not None and rotary.is_plain(part.head_dim)
     if kv.plain is not None:
         out = _plain(part, q, k, v, index, step, kv.plain)
         if kv.dual is not None and not kv.dual.catches_up(step):
             _append_to_copy(part, k, v, index, step, kv.dual.copy)
         elif kv.dual is not None and index + 1 == len(kv.plain.k):
             kv.dual.catch_up(step)
-    elif inv_freq is not None and (rotating := kv.rotating(step)) is not None:
-        out = rotating.attend(index, q, k, v, step, scale=part.scale, inv_freq=inv_freq)
+    elif part.rule is not None:
+        raise ValueError("a GPU's KV cache of 8, 4 or 2 bits knows no windows, caps or sinks yet")
+    elif whole and rotary is not None and (rotating := kv.rotating(step)) is not None:
+        out = rotating.attend(index, q, k, v, step, scale=part.scale, inv_freq=rotary.inv_freq)
     else:
-        if inv_freq is not None:
-            q, k = fused_rope.rope(q, k, step.start_B, inv_freq)
+        if rotary is not None:
+            q, k = fused_rope.rope(q, k, step.start_B, rotary.inv_freq, rotary.factor)
         out = kv.attend(index, q, k, v, step, scale=part.scale, alibi_slopes_H=part.alibi_slopes_H)
     return out.reshape(batch, q_len, part.heads * part.head_dim)
 
@@ -222,9 +254,11 @@ def _append_to_copy(
     part: Attention, k: Tensor, v: Tensor, index: int, step: Step, copy: LowBitKV
 ) -> None:
     """Append a layer's keys, not rotated yet, and values to the 4-bit copy."""
-    inv_freq = None if part.rotary is None else part.rotary.inv_freq
-    if inv_freq is not None and not copy.rotates(step):
-        (k, _), inv_freq = fused_rope.rope(k, k, step.start_B, inv_freq), None
+    rotary, inv_freq = part.rotary, None
+    if rotary is not None and rotary.is_plain(part.head_dim) and copy.rotates(step):
+        inv_freq = rotary.inv_freq
+    elif rotary is not None:
+        k, _ = fused_rope.rope(k, k, step.start_B, rotary.inv_freq, rotary.factor)
     copy.append(index, k, v, step, inv_freq)
 
 
@@ -235,9 +269,11 @@ def _plain(
     kv.check_room(step)
     k_SGTD, v_SGTD = kv.k[index], kv.v[index]
     rows = (step.slots_B, step.start_B, step.num_new_B)
-    inv_freq = None if part.rotary is None else part.rotary.inv_freq
-    slopes = part.alibi_slopes_H
-    q_BQHD = fused_rope.rope_append(q, k, v, k_SGTD, v_SGTD, *rows, inv_freq)
+    rotary, slopes = part.rotary, part.alibi_slopes_H
+    turn = (None, 1.0) if rotary is None else (rotary.inv_freq, rotary.factor)
+    q_BQHD = fused_rope.rope_append(q, k, v, k_SGTD, v_SGTD, *rows, *turn)
+    if part.rule is not None and cuda_rules.counts(part.rule, step):
+        return cuda_rules.attend(q_BQHD, k_SGTD, v_SGTD, step, part.scale, part.rule)
     if step.fresh:
         return _fresh(q_BQHD, k_SGTD, v_SGTD, step, part.scale, slopes)
     if step.q_len <= plain_attend.MAX_Q_LEN:

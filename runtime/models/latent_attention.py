@@ -51,25 +51,31 @@ class LatentAttention(nn.Module):
 
     def forward(self, x_BQh: Tensor, layer: int, step: Step, kv: KVCache) -> Tensor:
         """Return o(attention) [B, Q, h] of cache layer `layer`."""
+        q_BQHD, cached_BQ1D = self.queries(x_BQh, step), self.cached(x_BQh, step)
+        del x_BQh
+        out = kv.attend(layer, q_BQHD, cached_BQ1D, cached_BQ1D, step, scale=self.scale)
+        del q_BQHD, cached_BQ1D
+        return self.o(self.values(out[..., : self.latent.kv_rank]))
+
+    def queries(self, x_BQh: Tensor, step: Step) -> Tensor:
+        """Return the queries that meet latents, [B, Q, H, L + P]."""
         batch, q_len, _ = x_BQh.shape
-        keys_HNL, values_HVL = self._halves()
-        cached_BQ1D = self._cached(x_BQh, step)
         q = self._queries(x_BQh).view(batch, q_len, self.heads, self.latent.q_head_dim)
         plain, turned = q.split([self.latent.nope_dim, self.latent.rope_dim], dim=-1)
-        absorbed_BQHL = torch.einsum("bqhn,hnl->bqhl", plain, keys_HNL)
-        q_BQHD = torch.cat((absorbed_BQHL, self.rotary.rotate(turned, step)), dim=-1)
-        del q, plain, turned, absorbed_BQHL, x_BQh
-        out = kv.attend(layer, q_BQHD, cached_BQ1D, cached_BQ1D, step, scale=self.scale)
-        summed_BQHL = out[..., : self.latent.kv_rank]
-        made = torch.einsum("bqhl,hvl->bqhv", summed_BQHL, values_HVL)
-        return self.o(made.reshape(batch, q_len, self.heads * self.latent.v_dim))
+        absorbed_BQHL = torch.einsum("bqhn,hnl->bqhl", plain, self._halves()[0])
+        return torch.cat((absorbed_BQHL, self.rotary.rotate(turned, step)), dim=-1)
+
+    def values(self, summed_BQHL: Tensor) -> Tensor:
+        """Return what the output matrix takes, [B, Q, H * V], of sums of latents."""
+        made = torch.einsum("bqhl,hvl->bqhv", summed_BQHL, self._halves()[1])
+        return made.flatten(2)
 
     def _queries(self, x_BQh: Tensor) -> Tensor:
         if self.q is not None:
             return self.q(x_BQh)
         return self.q_b(self.q_norm(self.q_a(x_BQh)))
 
-    def _cached(self, x_BQh: Tensor, step: Step) -> Tensor:
+    def cached(self, x_BQh: Tensor, step: Step) -> Tensor:
         """Return what a token caches, [B, Q, 1, L + P]."""
         made = self.kv_a(x_BQh)
         latent, turned = made.split([self.latent.kv_rank, self.latent.rope_dim], dim=-1)

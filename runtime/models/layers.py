@@ -66,14 +66,14 @@ class Attention(nn.Module):
         if self.rotary is None:
             return q, k, v
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = _normed(self.q_norm, q), _normed(self.k_norm, k)
+            q, k = normed_heads(self.q_norm, q), normed_heads(self.k_norm, k)
             return self.rotary.rotate(q, step), self.rotary.rotate(k, step), v
         qk = self.rotary.rotate(qkv_BQND[:, :, : self.heads + self.kv_heads], step)
         q, k = qk.split(split[:2], dim=2)
         return q, k, v
 
 
-def _normed(norm: Norm, x_BQND: Tensor) -> Tensor:
+def normed_heads(norm: Norm, x_BQND: Tensor) -> Tensor:
     """Return queries or keys normalised, each head or, with a norm as wide, all at once."""
     if norm.shape[0] == x_BQND.shape[-1]:
         return norm(x_BQND)
@@ -121,6 +121,12 @@ class DecoderLayer(nn.Module):
         self.mlp_norm, self.mlp = mlp_norm, mlp
         self.attn_out_norm, self.mlp_out_norm = attn_out_norm, mlp_out_norm
         self.residual_factor, self.runner = residual_factor, runner
+
+    @property
+    def adds_plainly(self) -> bool:
+        """Whether attention and MLP are added to the residual stream as they come."""
+        behind = self.attn_out_norm is not None or self.mlp_out_norm is not None
+        return not behind and self.residual_factor == 1.0
 
     def added(self, y: Tensor, norm: Norm | None) -> Tensor:
         """Return what attention or MLP adds to the residual stream, in place of what it gave."""

@@ -37,13 +37,17 @@ class Rotary:
         """`dim`: channels of a head that are turned; `name`: apart from others of the model."""
         _choose_cos_and_sin()
         self.dim, self._theta, self._scaling, self._name = dim, theta, scaling, name
-        self._factor = 1.0 if scaling is None else scaling.attention_factor
+        self.factor = 1.0 if scaling is None else scaling.attention_factor
         self.inv_freq = scaled_frequencies(dim, theta, scaling).to(device)
+
+    @property
+    def by_length(self) -> bool:
+        """Whether a request's length decides the frequencies; else `inv_freq` holds them all."""
+        return self._scaling is not None and self._scaling.by_length
 
     def is_plain(self, head_dim: int) -> bool:
         """Whether `inv_freq` says all: whole heads, cosines as they are, one set of frequencies."""
-        changing = self._scaling is not None and self._scaling.by_length
-        return self.dim == head_dim and self._factor == 1.0 and not changing
+        return self.dim == head_dim and self.factor == 1.0 and not self.by_length
 
     def rotate(self, x_BQND: Tensor, step: Step) -> Tensor:
         """Return queries or keys [B, Q, N heads, channels] turned to their positions."""
@@ -62,7 +66,7 @@ class Rotary:
         if cos not in step.memo:
             angle = (step.positions_BQ[:, :, None].float() * self._frequencies(step))[:, :, None]
             for key, turned in ((cos, angle.cos()), (sin, angle.sin_())):
-                scaled = turned if self._factor == 1.0 else turned.mul_(self._factor)
+                scaled = turned if self.factor == 1.0 else turned.mul_(self.factor)
                 step.memo[key] = scaled.to(like.dtype)
         return step.memo[cos], step.memo[sin]
 

@@ -81,7 +81,7 @@ def test_whole_front_is_brute_force() -> None:
         p, plans = _tiny(seed)
         if not plans:
             continue
-        front = pareto_front(p, points=200)
+        front = pareto_front(p, points=200, time_limit_s=600)
         assert front.complete, f"seed {seed}: {front.width}"
         expected, got = _undominated(plans), _listed(front)
         assert len(got) == len(expected), f"seed {seed}"

@@ -165,7 +165,7 @@ def test_a_chat_is_a_prompt_by_the_models_template(demo_model, tmp_path, wanted)
     template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    with LLM(folder, max_num_seqs=2) as llm:
+    with LLM(folder, dtype="float32", max_num_seqs=2) as llm:
         talks = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
         assert llm.chat(talks[0], GREEDY)[0].text == wanted[0]
         assert [answer.text for answer in llm.chat(talks, GREEDY)] == wanted
@@ -218,7 +218,8 @@ def test_a_cluster_is_planned_and_drafts_change_nothing(demo_model, wanted, tmp_
         "schema: 1\nname: two\nnodes: [{name: here, devices: [{kind: CPU, count: 2, "
         "memory: 20 MiB}]}]\n"
     )
-    with LLM(demo_model, cluster=cluster, max_model_len=128, max_num_seqs=2) as llm:
+    options = {"max_model_len": 128, "max_num_seqs": 2, "dtype": "float32"}
+    with LLM(demo_model, cluster=cluster, **options) as llm:
         assert len(llm.plan.stages) == 2 and llm.plan.predicted is not None
         plain = [answer.text for answer in llm.generate(PROMPTS, GREEDY)]
         plan = llm.plan

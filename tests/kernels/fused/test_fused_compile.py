@@ -5,7 +5,7 @@ import torch
 
 from llmpq.kernels.fused.argmax import merge_kernel, parts_kernel
 from llmpq.kernels.fused.draw_tokens import BLOCK, KEY_BITS, sample_kernel
-from llmpq.kernels.fused.gated_mlp import silu_mul_kernel
+from llmpq.kernels.fused.gated_mlp import gate_kernel
 from llmpq.kernels.fused.layer_norm import layer_norm_kernel
 from llmpq.kernels.fused.ngram_lookup import look_up_kernel
 from llmpq.kernels.fused.rms_norm import rms_norm_kernel
@@ -19,17 +19,25 @@ pytestmark = pytest.mark.compile
 
 FLOATS = ("part_ptr", "lse_ptr", "inv_freq", "slopes")
 INDICES = ("slots", "starts", "counts")
-NUMBERS = ("eps", "score_scale", "factor", "top")
+NUMBERS = ("eps", "score_scale", "factor", "top", "limit", "slope")
 HEADS = {"H": 32, "G": 8, "Q": 1}
+ROPE = {"H": 32, "G": 8, "BLOCK": 8, "ROTARY": True, "CACHE": True}
 ATTEND = HEADS | {"D": 128, "PADDED": 128, "R": 16}
 KERNELS = {
     "rope": (
         rope_append_kernel,
         # Q stays an argument: one kernel for prompts of every length.
-        {"H": 32, "G": 8, "HALF": 64, "PADDED": 64, "BLOCK": 8, "ROTARY": True, "CACHE": True},
+        ROPE | {"D": 128, "HALF": 64, "PADDED": 64, "REST": 0},
         {"num_warps": 2},
     ),
-    "silu": (silu_mul_kernel, {"BLOCK": 2048}, {"num_warps": 4}),
+    "rope-part": (
+        rope_append_kernel,
+        ROPE | {"D": 128, "HALF": 24, "PADDED": 32, "REST": 128},
+        {"num_warps": 2},
+    ),
+    "silu": (gate_kernel, {"BLOCK": 2048, "ACT": "silu"}, {"num_warps": 4}),
+    "gelu": (gate_kernel, {"BLOCK": 2048, "ACT": "gelu_tanh"}, {"num_warps": 4}),
+    "clamped": (gate_kernel, {"BLOCK": 2048, "ACT": "clamped_silu"}, {"num_warps": 4}),
     "norm": (rms_norm_kernel, {"BLOCK": 4096}, {"num_warps": 8}),
     "layer-norm": (
         layer_norm_kernel,

@@ -36,14 +36,15 @@ def qkv(batch, q_len, heads, groups, dim, dtype):
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("heads,groups,dim", [(10, 1, 16), (4, 4, 24), (2, 2, 64)])
-@pytest.mark.parametrize("rotary", [True, False])
-def test_rotation_and_append(dtype, heads, groups, dim, rotary):
+@pytest.mark.parametrize(("turned", "factor"), [(1.0, 1.0), (0.5, 1.0), (0.25, 1.4), (0.0, 1.0)])
+def test_rotation_and_append(dtype, heads, groups, dim, turned, factor):
+    """Whole heads, a part of the channels, scaled cosines, no rotation."""
     q, k, v, caches = qkv(2, 3, heads, groups, dim, dtype)
     rows = [torch.tensor(x) for x in ([2, 0], [4, 9], [3, 2])]
-    inv_freq = 1.0 / 100 ** torch.linspace(0, 1, dim // 2) if rotary else None
+    inv_freq = 1.0 / 100 ** torch.linspace(0, 1, int(turned * dim) // 2) if turned else None
     expected = [cache.clone() for cache in caches]
-    want = fused_rope.rope_append_reference(q, k, v, *expected, *rows, inv_freq)
-    got = fused_rope.rope_append(q, k, v, *caches, *rows, inv_freq)
+    want = fused_rope.rope_append_reference(q, k, v, *expected, *rows, inv_freq, factor)
+    got = fused_rope.rope_append(q, k, v, *caches, *rows, inv_freq, factor)
     for mine, theirs in zip((got, *caches), (want, *expected), strict=True):
         assert relative_error(mine, theirs) < TOLERANCE[dtype]
     assert (caches[0][0, :, 11:] == 7.0).all(), "padding reached the cache"
@@ -63,11 +64,16 @@ def test_rotation_without_a_cache():
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("features", [32, 100, 2500])
-def test_gate(dtype, features):
-    gate_up = normal(2, 3, 2 * features, dtype=dtype)
-    want = gated_mlp.silu_mul_reference(gate_up)
-    assert relative_error(gated_mlp.silu_mul(gate_up), want) < TOLERANCE[dtype]
-    assert relative_error(gated_mlp.silu_mul(gate_up.flip(-1)), want) > 0.1
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "clamped_silu"])
+def test_gate(dtype, features, activation):
+    gate_up = normal(2, 3, 2 * features, dtype=dtype) * 3
+    kind = {"activation": activation, "limit": 2.0, "slope": 1.7}
+    want = gated_mlp.gate_mul_reference(gate_up, **kind)
+    assert relative_error(gated_mlp.gate_mul(gate_up, **kind), want) < TOLERANCE[dtype]
+    assert relative_error(gated_mlp.gate_mul(gate_up.flip(-1), **kind), want) > 0.1
+    kind |= {"limit": 1.9, "slope": 1.6} if activation == "clamped_silu" else {"activation": "silu"}
+    if activation != "silu":
+        assert relative_error(gated_mlp.gate_mul(gate_up, **kind), want) > 5e-3
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

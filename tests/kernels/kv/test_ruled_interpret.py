@@ -104,6 +104,4 @@ def test_caches_of_unlike_strides_are_refused():
     q, k = torch.zeros(1, 1, 2, 16), torch.zeros(1, 2, 8, 16)
     where = torch.zeros(1, dtype=torch.long)
     with pytest.raises(ValueError, match="strides"):
-        ruled_attend(
-            *(q, k, k.transpose(1, 2), where, where, where + 1), max_end=1, scale=1.0
-        )
+        ruled_attend(*(q, k, k.transpose(1, 2), where, where, where + 1), max_end=1, scale=1.0)

@@ -1,0 +1,100 @@
+"""Every family through a GPU's layers, kernels interpreted: the tokens of Transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from triton import knobs
+
+from llmpq.kernels.kv.reference import ScoreRule
+from llmpq.model_spec import ModelSpec
+from llmpq.runtime.backends import cuda_layers, cuda_rules
+from llmpq.runtime.backends.build_stage import build_stage
+from llmpq.runtime.backends.cuda_stage import CudaStageCompute
+from llmpq.runtime.engine.mailbox import Mailbox
+from llmpq.runtime.engine.scheduler import Limits, Scheduler
+from llmpq.runtime.engine.stage_loop import FirstStage
+from llmpq.runtime.models import layer_tensors
+from llmpq.runtime.models.layers import DecoderLayer
+from llmpq.runtime.request import Request
+from llmpq.runtime.trace import Recorder
+from llmpq.runtime.weights.sources import CheckpointSource
+
+pytestmark = [
+    pytest.mark.interpret,
+    pytest.mark.skipif(not knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1"),
+]
+CPU, NEW = torch.device("cpu"), 4
+PROMPTS = (7, 14, 2)
+
+
+@pytest.fixture(autouse=True)
+def _on_gpu_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.set_num_threads(1)
+    monkeypatch.setattr(layer_tensors, "pack_dense", lambda weight_NK: weight_NK)
+    monkeypatch.setattr(
+        DecoderLayer,
+        "forward",
+        lambda layer, *given, **options: cuda_layers.decoder_layer(layer, *given, **options),
+    )
+
+
+def tokens_of(models: Any, make_plan: Any, kind: str, prompts: list[list[int]]) -> list[list[int]]:
+    """Return what a stage of a whole model gives: prompts in two micro-batches, steps of three."""
+    directory = models.directory(kind)
+    options = {"prompt_len": max(map(len, prompts)), "gen_len": NEW}
+    plan = make_plan(directory, batch=3, decode_microbatch=3, prefill_microbatch=2, **options)
+    spec = ModelSpec.from_directory(directory)
+    base, _ = build_stage(plan, 0, spec, CheckpointSource(directory, spec), CPU)
+    compute = CudaStageCompute(
+        *(base.model, base.kv, CPU, torch.float32),
+        workload=plan.workload,
+        decode_microbatch=plan.decode_microbatch,
+    )
+    mailbox = Mailbox()
+    for i, prompt in enumerate(prompts):
+        mailbox.requests.put(Request(id=i, prompt=tuple(prompt), max_new=NEW))
+    mailbox.requests.put(None)
+    limits = Limits(
+        num_slots=plan.workload.batch,
+        prompt_len=plan.workload.prompt_len,
+        max_len=plan.workload.max_len,
+        prefill_microbatch=plan.prefill_microbatch,
+        decode_microbatch=plan.decode_microbatch,
+    )
+    FirstStage(Scheduler(limits), compute, None, mailbox, Recorder(), num_stages=1).run()
+    return [done.tokens for done in sorted(mailbox.finished, key=lambda done: done.id)]
+
+
+def test_tokens_equal_transformers(
+    models: Any, make_plan: Any, random_prompts: Any, family_kind: str
+) -> None:
+    """Prompts within and beyond windows."""
+    prompts = random_prompts(*PROMPTS)
+    if "dynamic" in family_kind:
+        with pytest.raises(ValueError, match="rotary positions"):
+            tokens_of(models, make_plan, family_kind, prompts)
+        return
+    expected = [tokens[:NEW] for tokens in models.greedy(family_kind, prompts)]
+    assert tokens_of(models, make_plan, family_kind, prompts) == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "left_out"),
+    [("olmo3", {"window": 0}), ("gpt_oss", {"sinks_H": None})],
+)
+def test_a_rule_that_is_left_out_gives_other_tokens(
+    models: Any, make_plan: Any, random_prompts: Any, monkeypatch: Any, kind: str, left_out: Any
+) -> None:
+    def without(
+        q: Any, k: Any, v: Any, step: Any, scale: float, rule: ScoreRule, *rest: Any
+    ) -> Any:
+        return whole(q, k, v, step, scale, ScoreRule(**{**vars(rule), **left_out}), *rest)
+
+    whole = cuda_rules.attend
+    monkeypatch.setattr(cuda_rules, "attend", without)
+    prompts = random_prompts(*PROMPTS)
+    expected = [tokens[:NEW] for tokens in models.greedy(kind, prompts)]
+    assert tokens_of(models, make_plan, kind, prompts) != expected

@@ -1,0 +1,275 @@
+"""Models of the families of the last years: tiny, random, every option of a family switched on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+VOCAB, WINDOW, TRAINED, NEW = 199, 6, 32, 12
+BASE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": TRAINED,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+}
+ALTERNATING = ["sliding_attention", "full_attention"] * 2
+MIXTURE = {
+    "moe_intermediate_size": 40,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.7,
+}
+LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.5,
+    "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [2.0, 3.0, 4.0, 5.0],
+    "original_max_position_embeddings": TRAINED,
+}
+GEMMA = {"head_dim": 32, "sliding_window": WINDOW, "query_pre_attn_scalar": 24}
+BY_LAYER = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mistral": ("Mistral", {"sliding_window": WINDOW, "head_dim": 32}),
+    "llama with biases, linear rope": (
+        "Llama",
+        {
+            "attention_bias": True,
+            "mlp_bias": True,
+            "rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 5000.0},
+        },
+    ),
+    "llama with dynamic rope": (
+        "Llama",
+        {
+            "max_position_embeddings": 10,
+            "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
+        },
+    ),
+    "llama with yarn": ("Llama", {"rope_parameters": YARN}),
+    "qwen2 with late windows": (
+        "Qwen2",
+        {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2},
+    ),
+    "gemma2": ("Gemma2", {**GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}),
+    "gemma3": ("Gemma3Text", {**GEMMA, "layer_types": ALTERNATING, "rope_parameters": BY_LAYER}),
+    "gemma3 with yarn, untied": (
+        "Gemma3Text",
+        {
+            **GEMMA,
+            "layer_types": ALTERNATING,
+            "tie_word_embeddings": False,
+            "final_logit_softcapping": 3.0,
+            "rope_parameters": {
+                "full_attention": YARN,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+            },
+        },
+    ),
+    "phi3": (
+        "Phi3",
+        {
+            "original_max_position_embeddings": TRAINED,
+            "sliding_window": 9,
+            "pad_token_id": 0,
+            "rope_parameters": LONGROPE,
+        },
+    ),
+    "glm4": ("Glm4", {"head_dim": 32, "attention_bias": True, "pad_token_id": 0}),
+    "glm": ("Glm", {"head_dim": 32, "attention_bias": True, "pad_token_id": 0}),
+    "granite": (
+        "Granite",
+        {
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.5,
+            "logits_scaling": 4.0,
+        },
+    ),
+    "olmo2": ("Olmo2", {}),
+    "olmo3": ("Olmo3", {"sliding_window": WINDOW, "layer_types": ALTERNATING}),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {
+            "head_dim": 32,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "qwen3_moe with windows, every other layer dense": (
+        "Qwen3Moe",
+        {
+            "head_dim": 24,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 40,
+            "norm_topk_prob": False,
+            "decoder_sparse_step": 2,
+            "attention_bias": True,
+            "use_sliding_window": True,
+            "sliding_window": WINDOW,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "deepseek_v2, all experts alike": (
+        "DeepseekV2",
+        {
+            **LATENT,
+            **MIXTURE,
+            "topk_method": "greedy",
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 0,
+            "n_shared_experts": 1,
+            "q_lora_rank": 20,
+            "rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 5000.0},
+            "tie_word_embeddings": True,
+        },
+    ),
+    "glm4_moe without norms of heads": (
+        "Glm4Moe",
+        {
+            **MIXTURE,
+            "head_dim": 24,
+            "first_k_dense_replace": 3,
+            "norm_topk_prob": False,
+            "n_shared_experts": 2,
+            "rope_parameters": {**YARN, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "gpt_oss": (
+        "GptOss",
+        {
+            "head_dim": 32,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "sliding_window": WINDOW,
+            "rope_parameters": {**YARN, "truncate": False},
+        },
+    ),
+    "glm4_moe": (
+        "Glm4Moe",
+        {
+            **MIXTURE,
+            "head_dim": 32,
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 0.5,
+            },
+        },
+    ),
+    "deepseek_v2": (
+        "DeepseekV2",
+        {
+            **MIXTURE,
+            **LATENT,
+            "topk_method": "group_limited_greedy",
+            "n_shared_experts": 2,
+            "q_lora_rank": None,
+            "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.9},
+        },
+    ),
+    "deepseek_v3": (
+        "DeepseekV3",
+        {
+            **MIXTURE,
+            **LATENT,
+            "n_shared_experts": 1,
+            "q_lora_rank": 20,
+            "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.8},
+        },
+    ),
+}
+
+
+class Models:
+    """Makes each model once: a directory, and the tokens that Transformers generates."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._made = folder, {}
+
+    def reference(self, kind: str) -> Any:
+        import transformers
+
+        if kind not in self._made:
+            torch.manual_seed(len(kind))
+            name, options = KINDS[kind]
+            config = getattr(transformers, f"{name}Config")(**{**BASE, **options})
+            with torch.inference_mode(False), torch.no_grad():
+                model = transformers.AutoModelForCausalLM.from_config(
+                    config, attn_implementation="eager"
+                ).eval()
+                buffers = [(n, b) for n, b in model.named_buffers() if "correction" in n]
+                for name, tensor in [*model.named_parameters(), *buffers]:
+                    noise = torch.randn_like(tensor)
+                    zeroed = tensor.ndim > 1 or "sinks" in name or "bias" in name
+                    scale = 1.0 if "sinks" in name else 0.1
+                    tensor.copy_(noise * scale if zeroed else tensor + noise * 0.1)
+            model.save_pretrained(self._folder / kind)
+            self._made[kind] = model
+        return self._made[kind]
+
+    def changes_by_length(self, kind: str) -> bool:
+        return KINDS[kind][1].get("rope_parameters") is LONGROPE
+
+    def directory(self, kind: str) -> Path:
+        self.reference(kind)
+        return self._folder / kind
+
+    def greedy(self, kind: str, prompts: list[list[int]]) -> list[list[int]]:
+        def one(prompt: list[int]) -> list[int]:
+            tokens = self.reference(kind).generate(
+                torch.tensor([prompt]),
+                max_new_tokens=NEW,
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=0,
+            )
+            return tokens[0, len(prompt) :].tolist()
+
+        return [one(prompt) for prompt in prompts]
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    torch.set_num_threads(1)
+    return Models(tmp_path_factory.mktemp("kinds"))
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """`family_kind`: a test for every kind."""
+    if "family_kind" in metafunc.fixturenames:
+        metafunc.parametrize("family_kind", KINDS)
