@@ -44,7 +44,7 @@ def native_linear(x_MK: Tensor, qweight: QuantizedWeight, bias: Tensor | None) -
 
 
 def few_rows(x_MK: Tensor, qweight: QuantizedWeight, bias: Tensor | None) -> Tensor:
-    """Multiply codes and x, rounded to 16 bits a k-group, as integers (few_rows.h)."""
+    """Multiply codes and x, rounded to 16 or 8 bits a k-group, as integers (few_rows.h)."""
     x_MK = x_MK.contiguous()
     m, n = x_MK.shape[0], qweight.out_features
     y = x_MK.new_empty(m, n)
@@ -59,6 +59,7 @@ def few_rows(x_MK: Tensor, qweight: QuantizedWeight, bias: Tensor | None) -> Ten
         *_sizes(qweight),
         NUMBERS[x_MK.dtype],
         NUMBERS[qweight.scale.dtype],
+        qweight.activation_bits,
         torch.get_num_threads(),
     )
     return y

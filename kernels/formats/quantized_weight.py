@@ -33,6 +33,8 @@ class QuantizedWeight:
     scale: Tensor
     zero: Tensor | None
     layout: Layout
+    activation_bits: int = 16
+    """What few rows of x are rounded to, a group of 128, where our own code multiplies on a CPU."""
 
     @property
     def symmetric(self) -> bool:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from llmpq.kernels.formats.quantized_weight import QuantizedWeight
+from llmpq.kernels.formats.weight_layout import GROUP
 
 
 def linear_reference(
@@ -17,6 +19,13 @@ def linear_reference(
     if bias is not None:
         y = y + bias.to(wide)
     return y if exact else y.to(x.dtype)
+
+
+def rounded_to_bytes(x: Tensor) -> Tensor:
+    """x [M, K] in float64, each group of 128 rounded to 127ths of its largest."""
+    groups = functional.pad(x.double(), (0, -x.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
+    largest = groups.abs().amax(-1, keepdim=True).clamp(min=1e-30)
+    return ((groups * (127 / largest)).round() * (largest / 127)).flatten(1)[:, : x.shape[1]]
 
 
 def high_plane_reference(x: Tensor, qweight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:

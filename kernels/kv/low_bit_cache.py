@@ -8,7 +8,7 @@ Which way a step goes depends on its shape alone:
     fresh prompt           torch's causal attention over the 16-bit tokens at hand, then one packing
                            pass; `exact_prompt=False` gives prompts the packed view instead, query
                            by query, which is what perplexity measurements want
-    up to 16 new tokens    the decode kernels
+    up to 16 new tokens    the decode kernels; on CPUs one new token by our own code
     longer chunks          plain torch over dequantised blocks
 
 Truncation needs no work: positions alone say what is packed, so the next step starts where the
@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llmpq.kernels.formats.kv_block import KVFormat
-from llmpq.kernels.kv import reference
+from llmpq.kernels.kv import native_attend, reference
 from llmpq.kernels.kv.launch_plan import MAX_Q_LEN, plan_attend
 from llmpq.kernels.kv.step_view import Rows, StepView, look
 from llmpq.kernels.kv.storage import DeviceRows, allocate_layer, contiguous_table
@@ -57,6 +57,11 @@ class StepPlan:
     def view(self) -> StepView:
         """The step as plain torch sees it, derived once for all layers."""
         return look(self.rows, self.q_len, exact_prompt=self.exact_prompt)
+
+    @cached_property
+    def last_B(self) -> Tensor:
+        """Position of each row's last token, -1 of a row that has none."""
+        return self.rows.start_B + self.rows.num_new_B - 1
 
 
 class QuantizedKVCache:
@@ -175,6 +180,20 @@ class QuantizedKVCache:
         if self.uses_kernels and q_BQHD.shape[1] <= MAX_Q_LEN:
             self.append(plan, layer, k_BQGD, v_BQGD)
             return self._decode(plan, layer, q_BQHD, scale, alibi_slopes_H)
+        layer_tensors = self.layers[layer]
+        if q_BQHD.shape[1] == 1 and native_attend.native_takes(self.fmt, layer_tensors, q_BQHD):
+            self.append(plan, layer, k_BQGD, v_BQGD)
+            return native_attend.attend_packed(
+                self.fmt,
+                layer_tensors,
+                self.table_SN,
+                q_BQHD[:, 0],
+                slots_B=plan.rows.slots_B,
+                last_B=plan.last_B,
+                scale=scale,
+                rule=rule,
+                alibi_slopes_H=alibi_slopes_H,
+            )[:, None]
         return reference.append_and_attend(
             self.fmt,
             self.layers[layer],

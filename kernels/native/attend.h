@@ -1,6 +1,5 @@
-// Attention of single queries over blocks of a pool of keys and values, read in place, each once.
-// q, o [B, H, D]; k, v [places, G, D]; the token at position t of row b lies at
-// table[b, t / 128] * 128 + t % 128. Scores and sums in float32.
+// Attention of single queries over keys and values where they lie, each read once; sums in float32.
+// Here: tokens of one number, of which a `Place` says where they begin; packed_attend.h: blocks of codes.
 #pragma once
 #include <algorithm>
 #include <vector>
@@ -29,42 +28,62 @@ static inline Floats exp_of(Floats x) {
 #endif
 }
 
-// The caches of one layer, of one number.
-struct Pool {
-  const void* k;
-  const void* v;
-  int64_t groups, dim;
-  // Where head g of a row's token at position t begins.
-  int64_t at(const int64_t* table, int64_t t, int64_t g) const {
-    return ((table[t / BLOCK] * BLOCK + t % BLOCK) * groups + g) * dim;
+// Sums of each of 16 vectors, in order.
+static inline void totals(const Floats* a, float* sums) {
+#if WIDE
+  Floats t[8], u[4];
+  for (int i = 0; i < 8; ++i)
+    t[i] = add(_mm512_unpacklo_ps(a[2 * i], a[2 * i + 1]), _mm512_unpackhi_ps(a[2 * i], a[2 * i + 1]));
+  for (int i = 0; i < 4; ++i) {
+    __m512d x = _mm512_castps_pd(t[2 * i]), y = _mm512_castps_pd(t[2 * i + 1]);
+    u[i] = add(_mm512_castpd_ps(_mm512_unpacklo_pd(x, y)), _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)));
   }
-};
+  for (int i = 0; i < 2; ++i)
+    t[i] = add(_mm512_shuffle_f32x4(u[2 * i], u[2 * i + 1], 0x88), _mm512_shuffle_f32x4(u[2 * i], u[2 * i + 1], 0xdd));
+  store(sums, add(_mm512_shuffle_f32x4(t[0], t[1], 0x88), _mm512_shuffle_f32x4(t[0], t[1], 0xdd)));
+#else
+  for (int i = 0; i < 16; i += 8, a += 8) {
+    Floats x = _mm256_hadd_ps(_mm256_hadd_ps(a[0], a[1]), _mm256_hadd_ps(a[2], a[3]));
+    Floats y = _mm256_hadd_ps(_mm256_hadd_ps(a[4], a[5]), _mm256_hadd_ps(a[6], a[7]));
+    store(sums + i, add(_mm256_permute2f128_ps(x, y, 0x20), _mm256_permute2f128_ps(x, y, 0x31)));
+  }
+#endif
+}
 
-// scores[r, t - first] of HEADS query rows q [HEADS, padded D] (scaled) of key/value head g.
-template <int NUMBER, int HEADS>
-static void scores_of(const Pool& pool, const int64_t* table, int64_t g, const float* q, int64_t padded, int64_t first,
-                      int64_t end, float* scores, int64_t stride) {
-  int64_t whole = pool.dim / LANES * LANES;
-  for (int64_t t = first; t < end; ++t) {
-    int64_t key = pool.at(table, t, g);
-    Floats acc[HEADS];
-    for (int r = 0; r < HEADS; ++r) acc[r] = floats(0);
-    for (int64_t d = 0; d < whole; d += LANES) {
-      Floats kv = wide_of(pool.k, key + d, NUMBER);
-      for (int r = 0; r < HEADS; ++r) acc[r] = fma(kv, load(q + r * padded + d), acc[r]);
+// scores[r, t - first] of HEADS query rows q [HEADS, padded D] (scaled).
+template <int NUMBER, int HEADS, class Place>
+static void scores_of(const Place& at, const float* q, int64_t padded, int64_t first, int64_t end, float* scores,
+                      int64_t stride) {
+  int64_t whole = at.dim / LANES * LANES;
+  for (int64_t t0 = first; t0 < end; t0 += 16) {
+    int64_t count = end - t0 < 16 ? end - t0 : 16;
+    Floats sums[HEADS][16];
+    for (int64_t i = 0; i < count; ++i) {
+      int64_t key = at(t0 + i);
+      Floats acc[HEADS];
+      for (int r = 0; r < HEADS; ++r) acc[r] = floats(0);
+      for (int64_t d = 0; d < whole; d += LANES) {
+        Floats kv = wide_of(at.k, key + d, NUMBER);
+        for (int r = 0; r < HEADS; ++r) acc[r] = fma(kv, load(q + r * padded + d), acc[r]);
+      }
+      if (whole < at.dim) {
+        alignas(64) float rest[LANES] = {};
+        copy_floats(rest, at.k, key + whole, at.dim - whole, NUMBER);
+        for (int r = 0; r < HEADS; ++r) acc[r] = fma(load(rest), load(q + r * padded + whole), acc[r]);
+      }
+      for (int r = 0; r < HEADS; ++r) sums[r][i] = acc[r];
     }
-    if (whole < pool.dim) {
-      alignas(64) float rest[LANES] = {};
-      copy_floats(rest, pool.k, key + whole, pool.dim - whole, NUMBER);
-      for (int r = 0; r < HEADS; ++r) acc[r] = fma(load(rest), load(q + r * padded + whole), acc[r]);
+    for (int r = 0; r < HEADS; ++r) {
+      alignas(64) float found[16];
+      for (int64_t i = count; i < 16; ++i) sums[r][i] = floats(0);
+      totals(sums[r], found);
+      std::memcpy(scores + r * stride + t0 - first, found, count * sizeof(float));
     }
-    for (int r = 0; r < HEADS; ++r) scores[r * stride + t - first] = total(acc[r]);
   }
 }
 
 // Numbers of `n` scores become e^(score - largest), zeros up to a multiple of LANES; returns their sum.
-static inline float exponents(float* scores, int64_t n) {
-  float largest = *std::max_element(scores, scores + n);
+static inline float exponents(float* scores, int64_t n, float largest) {
   int64_t padded = (n + LANES - 1) / LANES * LANES;
   Floats sum = floats(0);
   for (int64_t t = n; t < padded; ++t) scores[t] = -INFINITY;
@@ -74,27 +93,27 @@ static inline float exponents(float* scores, int64_t n) {
     sum = add(sum, e);
   }
   float found = total(sum);
-  for (int64_t t = n; t < padded; ++t) found -= scores[t];
+  for (int64_t t = n; t < padded; ++t) { found -= scores[t]; scores[t] = 0; }
   return found;
 }
 
-// out[r, d] = sum over t of weights[r, t - first] * v[t, d], VECTORS * LANES channels from d on.
-template <int NUMBER, int HEADS, int VECTORS>
-static void sum_values(const Pool& pool, const int64_t* table, int64_t g, const float* weights, int64_t stride,
-                       int64_t first, int64_t end, int64_t d, float* out, int64_t padded) {
+// out[r, d] += sum over t of weights[r, t - first] * v[t, d], VECTORS * LANES channels from d on.
+template <int NUMBER, int HEADS, int VECTORS, class Place>
+static void sum_values(const Place& at, const float* weights, int64_t stride, int64_t first, int64_t end, int64_t d,
+                       float* out, int64_t padded) {
   Floats acc[HEADS][VECTORS];
   for (int r = 0; r < HEADS; ++r)
-    for (int i = 0; i < VECTORS; ++i) acc[r][i] = floats(0);
-  bool whole = d + VECTORS * LANES <= pool.dim;
+    for (int i = 0; i < VECTORS; ++i) acc[r][i] = load(out + r * padded + d + i * LANES);
+  bool whole = d + VECTORS * LANES <= at.dim;
   for (int64_t t = first; t < end; ++t) {
-    int64_t value = pool.at(table, t, g) + d;
+    int64_t value = at(t) + d;
     alignas(64) float rest[VECTORS * LANES];
     if (!whole) {
       std::fill(rest, rest + VECTORS * LANES, 0.0f);
-      copy_floats(rest, pool.v, value, pool.dim - d, NUMBER);
+      copy_floats(rest, at.v, value, at.dim - d, NUMBER);
     }
     for (int i = 0; i < VECTORS; ++i) {
-      Floats vv = whole ? wide_of(pool.v, value + i * LANES, NUMBER) : load(rest + i * LANES);
+      Floats vv = whole ? wide_of(at.v, value + i * LANES, NUMBER) : load(rest + i * LANES);
       for (int r = 0; r < HEADS; ++r) acc[r][i] = fma(floats(weights[r * stride + t - first]), vv, acc[r][i]);
     }
   }
@@ -102,48 +121,107 @@ static void sum_values(const Pool& pool, const int64_t* table, int64_t g, const 
     for (int i = 0; i < VECTORS; ++i) store(out + r * padded + d + i * LANES, acc[r][i]);
 }
 
-// HEADS query heads from `head` on, of row b: `first` .. `end` are the positions they see.
+// Row b's query heads of key/value head g over part of its keys, before they are put together.
+struct Partials {
+  int64_t parts, dim, padded;
+  std::vector<float> values;  // [B, H, parts, 2 + padded]: largest score, sum, sum of values
+  Partials(int64_t rows, int64_t parts, int64_t dim)
+      : parts(parts), dim(dim), padded((dim + 31) / 32 * 32), values(rows * parts * (2 + padded)) {}
+  float* of(int64_t row, int64_t part) { return values.data() + (row * parts + part) * (2 + padded); }
+
+  // o [rows, D]; sinks (or null): a score of each of H heads that brings no value.
+  void join(void* o, int64_t rows, int64_t H, const float* sinks, int64_t number, int threads) {
+#pragma omp parallel for num_threads(threads)
+    for (int64_t row = 0; row < rows; ++row) {
+      float largest = sinks ? sinks[row % H] : -INFINITY, sum = 0;
+      for (int64_t i = 0; i < parts; ++i) largest = std::max(largest, of(row, i)[0]);
+      if (sinks) sum = std::exp(sinks[row % H] - largest);
+      float* first = of(row, 0);
+      for (int64_t i = 0; i < parts; ++i) {
+        float* p = of(row, i);
+        float share = p[1] > 0 ? std::exp(p[0] - largest) : 0;
+        sum += share * p[1];
+        for (int64_t d = 0; d < dim; ++d) first[2 + d] = (i ? first[2 + d] : 0) + share * p[2 + d];
+      }
+      for (int64_t d = 0; d < dim; ++d) put(o, row * dim + d, number, sum > 0 ? first[2 + d] / sum : 0);
+    }
+  }
+};
+
+// Into how many parts the keys of a row go: so that all threads have some, of 1024 or more.
+static inline int64_t parts_for(int64_t tasks, int64_t keys, int64_t threads) {
+  int64_t wanted = (2 * threads + tasks - 1) / tasks, most = keys / 1024;
+  return std::max<int64_t>(1, std::min(wanted, most));
+}
+
+// Tokens in blocks of a pool [places, G, D]: t lies at table[t / 128] * 128 + t % 128.
+struct BlockPlace {
+  const void *k, *v;
+  int64_t dim, groups;
+  const int64_t* table;
+  int64_t g;
+  int64_t operator()(int64_t t) const { return ((table[t / BLOCK] * BLOCK + t % BLOCK) * groups + g) * dim; }
+};
+
+// HEADS query heads, whose q (scaled) [HEADS, padded], over the keys first .. end; slopes of the heads.
 template <int NUMBER, int HEADS>
-static void attend_heads(const Pool& pool, const int64_t* table, int64_t g, const void* q, void* o, int64_t place,
-                         int64_t first, int64_t end, float scale, const float* slopes, std::vector<float>& room) {
-  constexpr int VECTORS = 2;
-  int64_t step = VECTORS * LANES, padded = (pool.dim + step - 1) / step * step;
+static void attend_heads(const BlockPlace& at, const float* q, int64_t padded, int64_t first, int64_t end, int64_t last,
+                         const float* slopes, float* const* out, std::vector<float>& room) {
+  constexpr int VECTORS = 32 / LANES;
   int64_t n = end - first, stride = (n + LANES - 1) / LANES * LANES;
-  room.assign(HEADS * (2 * padded + stride), 0.0f);
-  float *rows = room.data(), *out = rows + HEADS * padded, *scores = out + HEADS * padded;
+  room.assign(HEADS * (padded + stride), 0.0f);
+  float *sums = room.data(), *scores = sums + HEADS * padded;
+  scores_of<NUMBER, HEADS>(at, q, padded, first, end, scores, stride);
   for (int r = 0; r < HEADS; ++r) {
-    copy_floats(rows + r * padded, q, place + r * pool.dim, pool.dim, NUMBER);
-    for (int64_t d = 0; d < pool.dim; ++d) rows[r * padded + d] *= scale;
-  }
-  scores_of<NUMBER, HEADS>(pool, table, g, rows, padded, first, end, scores, stride);
-  float sums[HEADS];
-  for (int r = 0; r < HEADS; ++r) {
+    float* own = scores + r * stride;
     if (slopes)
-      for (int64_t t = 0; t < n; ++t) scores[r * stride + t] += slopes[r] * (float)(first + t - end + 1);
-    sums[r] = exponents(scores + r * stride, n);
+      for (int64_t t = 0; t < n; ++t) own[t] += slopes[r] * (float)(first + t - last);
+    out[r][0] = *std::max_element(own, own + n);
+    out[r][1] = exponents(own, n, out[r][0]);
   }
-  for (int64_t d = 0; d < pool.dim; d += step)
-    sum_values<NUMBER, HEADS, VECTORS>(pool, table, g, scores, stride, first, end, d, out, padded);
-  for (int r = 0; r < HEADS; ++r)
-    for (int64_t d = 0; d < pool.dim; ++d) put(o, place + r * pool.dim + d, NUMBER, out[r * padded + d] / sums[r]);
+  for (int64_t d = 0; d < at.dim; d += 32)
+    sum_values<NUMBER, HEADS, VECTORS>(at, scores, stride, first, end, d, sums, padded);
+  for (int r = 0; r < HEADS; ++r) std::memcpy(out[r] + 2, sums + r * padded, padded * sizeof(float));
+}
+
+// Rows of q [B, H, D] as floats, scaled, padded with zeros.
+static inline std::vector<float> scaled_rows(const void* q, int64_t rows, int64_t dim, int64_t padded, float scale,
+                                             int64_t number) {
+  std::vector<float> out(rows * padded);
+  for (int64_t i = 0; i < rows; ++i) {
+    copy_floats(out.data() + i * padded, q, i * dim, dim, number);
+    for (int64_t d = 0; d < dim; ++d) out[i * padded + d] *= scale;
+  }
+  return out;
 }
 
 // tables [B, columns]; ends [B]: tokens of each row, the query's own the last; window 0: all are seen.
 template <int NUMBER>
-static void attend_rows(const Pool& pool, const void* q, void* o, const int64_t* tables, const int64_t* ends, int64_t B,
-                        int64_t H, int64_t columns, int64_t window, float scale, const float* slopes, int threads) {
-  int64_t rep = H / pool.groups;
+static void attend_rows(const void* k, const void* v, const void* q, void* o, const int64_t* tables,
+                        const int64_t* ends, int64_t B, int64_t H, int64_t G, int64_t D, int64_t columns,
+                        int64_t window, float scale, const float* slopes, int threads) {
+  int64_t rep = H / G, longest = 0;
+  for (int64_t b = 0; b < B; ++b) longest = std::max(longest, window ? std::min(window, ends[b]) : ends[b]);
+  Partials partials(B * H, parts_for(B * G, longest, threads), D);
+  std::vector<float> rows = scaled_rows(q, B * H, D, partials.padded, scale, NUMBER);
 #pragma omp parallel num_threads(threads)
   {
     std::vector<float> room;
 #pragma omp for schedule(dynamic)
-    for (int64_t i = 0; i < B * pool.groups; ++i) {
-      int64_t b = i / pool.groups, g = i % pool.groups, end = ends[b], r = 0;
-      int64_t first = window && end > window ? end - window : 0;
-      auto heads = [&](auto run, int64_t count) {
-        int64_t head = g * rep + r;
-        run(pool, tables + b * columns, g, q, o, (b * H + head) * pool.dim, first, end, scale,
-            slopes ? slopes + head : nullptr, room);
+    for (int64_t i = 0; i < B * G * partials.parts; ++i) {
+      int64_t part = i % partials.parts, g = i / partials.parts % G, b = i / partials.parts / G, r = 0;
+      int64_t begin = window && ends[b] > window ? ends[b] - window : 0, n = ends[b] - begin;
+      int64_t first = begin + n * part / partials.parts, end = begin + n * (part + 1) / partials.parts;
+      BlockPlace at{k, v, D, G, tables + b * columns, g};
+      auto heads = [&](auto run, int count) {
+        int64_t row = b * H + g * rep + r;
+        float* out[4];
+        for (int j = 0; j < count; ++j) out[j] = partials.of(row + j, part);
+        if (end > first)
+          run(at, rows.data() + row * partials.padded, partials.padded, first, end, ends[b] - 1,
+              slopes ? slopes + g * rep + r : nullptr, out, room);
+        else
+          for (int j = 0; j < count; ++j) { out[j][0] = -INFINITY; out[j][1] = 0; }
         r += count;
       };
       while (rep - r >= 4) heads(attend_heads<NUMBER, 4>, 4);
@@ -151,4 +229,5 @@ static void attend_rows(const Pool& pool, const void* q, void* o, const int64_t*
       while (r < rep) heads(attend_heads<NUMBER, 1>, 1);
     }
   }
+  partials.join(o, B * H, H, nullptr, NUMBER, threads);
 }

@@ -7,21 +7,31 @@
 // xs is a power of two, so that bfloat16 numbers down to 1/128 of their group's largest are exact and
 // smaller ones are off by at most 2^-16 of it (products: 3e-5, where rounding y to bfloat16 costs
 // 1e-3). float32 x takes two such rows, the second what the first left: 30 bits.
+// Rounded to 8 bits (`--cpu-activations int8`): xs is the group's largest / 127, one row whatever x is; codes
+// and x meet as bytes where the instructions take them and groups are of 128 or more, else as above.
 // Cost a k-group of 128 weights: 16 bits bytes read, 4-bit codes by 6 shifts and masks (AVX-512); for
-// each row of x 4 dot products, a conversion and an fma.
+// each row of x 4 dot products (of bytes 2), a conversion and an fma.
 #pragma once
 #include <vector>
 
 #include "weight.h"
 
+// Whether rows rounded to 8 bits meet w as bytes: AVX2's sums of two products of bytes hold 4-bit codes.
+static inline bool as_bytes(const Weight& w) { return !w.fine() && (HAS_BYTE_DOT || w.bits < 8); }
+
 struct RoundedRows {
   std::vector<int16_t> q;        // [R, k_groups, 128], R = M * parts
+  std::vector<int8_t> bytes;     // or these
   std::vector<float> scale;      // [R, padded groups]
   std::vector<float> sum;        // [R, padded groups, parts of the weight's k-groups]
-  int64_t parts, padded;
-  RoundedRows(int64_t M, int64_t parts, const Weight& w)
-      : q(M * parts * w.k_groups * GROUP), scale(M * parts * w.padded_groups()),
-        sum(M * parts * w.grid_size()), parts(parts), padded(w.padded_groups()) {}
+  int64_t parts, padded, x_bits;
+  RoundedRows(int64_t M, int64_t parts, const Weight& w, int64_t x_bits)
+      : scale(M * parts * w.padded_groups()), sum(M * parts * w.grid_size()), parts(parts),
+        padded(w.padded_groups()), x_bits(x_bits) {
+    int64_t numbers = M * parts * w.k_groups * GROUP;
+    if (x_bits == 8 && as_bytes(w)) bytes.resize(numbers);
+    else q.resize(numbers);
+  }
 };
 
 static inline void round_group(const float* x, const Weight& w, int64_t row, int64_t g, RoundedRows& r) {
@@ -39,11 +49,11 @@ static inline void round_group(const float* x, const Weight& w, int64_t row, int
   for (int i = 0; i < 8; ++i) { most = tops[i] > most ? tops[i] : most; not_finite += wrongs[i]; }
   int exponent = most > 1e-30f && std::isfinite(most) ? std::ilogb(most) : -100;
   float step = std::ldexp(1.0f, exponent - 14);
+  if (r.x_bits == 8) step = exponent > -100 ? most / 127 : 1;
   alignas(32) float rest[GROUP];
   std::memcpy(rest, x, sizeof rest);
   for (int64_t part = 0; part < r.parts; ++part, step *= 0x1p-15f) {
     int64_t at = row * r.parts + part;
-    int16_t* q = r.q.data() + (at * w.k_groups + g) * GROUP;
     __m256 inverse = _mm256_set1_ps(1 / step), back = _mm256_set1_ps(step);
     __m256i sum[FINE_PARTS] = {};
     alignas(32) int16_t flat[GROUP];
@@ -56,8 +66,10 @@ static inline void round_group(const float* x, const Weight& w, int64_t row, int
       _mm256_store_ps(rest + i, _mm256_fnmadd_ps(_mm256_cvtepi32_ps(whole), back, v));
       _mm_store_si128((__m128i*)(flat + i), half);
     }
-    if (w.bits == 8) for (int k = 0; k < GROUP; ++k) q[place(8, k)] = flat[k];
-    else std::memcpy(q, flat, sizeof flat);
+    const int64_t to_q = (at * w.k_groups + g) * GROUP;
+    if (!r.bytes.empty()) for (int k = 0; k < GROUP; ++k) r.bytes[to_q + byte_place(w.bits, k)] = (int8_t)flat[k];
+    else if (w.bits == 8) for (int k = 0; k < GROUP; ++k) r.q[to_q + place(8, k)] = flat[k];
+    else std::memcpy(r.q.data() + to_q, flat, sizeof flat);
     int32_t all[FINE_PARTS] = {};
     for (int64_t of = 0; of < FINE_PARTS; ++of) {
       alignas(32) int32_t sums[8];
@@ -84,8 +96,11 @@ struct Output {
   int64_t number;
 };
 
+// How codes and x meet: as 16-bit integers, the same with a grid each 32 weights, as bytes.
+enum class Meet { WHOLE, FINE, BYTES };
+
 // Rows first .. first + ROWS of the rounded x (PARTS to a row of y) times rows n0 .. n1 of w.
-template <int BITS, int ROWS, int PARTS, bool FINE>
+template <int BITS, int ROWS, int PARTS, Meet MEET>
 static void few_rows(const Weight& w, const RoundedRows& x, const Output& out, int64_t first, int64_t n0,
                      int64_t n1, float* s, float* z) {
   for (int64_t n = n0; n < n1; ++n) {
@@ -95,6 +110,7 @@ static void few_rows(const Weight& w, const RoundedRows& x, const Output& out, i
     for (int m = 0; m < ROWS; ++m) acc[m] = off[m] = floats(0);
     for (int64_t g0 = 0; g0 < w.k_groups; g0 += LANES) {
       alignas(64) float factor[ROWS][LANES];
+      constexpr bool FINE = MEET == Meet::FINE;
       constexpr int64_t GRIDS = FINE ? FINE_PARTS : 1;
       for (int m = 0; m < ROWS; ++m) {
         int64_t at = (first + m) * x.padded + g0;
@@ -108,12 +124,16 @@ static void few_rows(const Weight& w, const RoundedRows& x, const Output& out, i
       int64_t g1 = g0 + LANES < w.k_groups ? g0 + LANES : w.k_groups;
       for (int64_t g = g0; g < g1; ++g, p += 16 * BITS) {
         Ints c[VECTORS];
-        unpack<BITS>(p, c);
+        if constexpr (MEET == Meet::BYTES) unpack_bytes<BITS>(p, c);
+        else unpack<BITS>(p, c);
         _mm_prefetch((const char*)(p + 2048), _MM_HINT_T0);
         if (BITS == 8) _mm_prefetch((const char*)(p + 2048 + 64), _MM_HINT_T0);
         for (int m = 0; m < ROWS; ++m) {
-          const int16_t* q = x.q.data() + ((first + m) * w.k_groups + g) * GROUP;
-          if constexpr (FINE) {
+          const int64_t at = ((first + m) * w.k_groups + g) * GROUP;
+          const int16_t* q = x.q.data() + at;
+          if constexpr (MEET == Meet::BYTES) {
+            acc[m] = fma(to_floats(dot_bytes(c, x.bytes.data() + at)), floats(factor[m][g - g0]), acc[m]);
+          } else if constexpr (FINE) {
             Floats d = floats(0);
             for (int v = 0; v < VECTORS; ++v) {
               Ints part = dot(no_ints(), c[v], load(q + v * 2 * LANES));
@@ -137,20 +157,22 @@ static void few_rows(const Weight& w, const RoundedRows& x, const Output& out, i
   }
 }
 
-template <int BITS, int PARTS, bool FINE>
+template <int BITS, int PARTS, Meet MEET>
 static void few_rows_of(const Weight& w, const RoundedRows& x, const Output& out, int64_t M, int64_t n0,
                      int64_t n1, float* s, float* z) {
   int64_t first = 0, rows = M * PARTS;
-  for (; rows - first >= 8; first += 8) few_rows<BITS, 8, PARTS, FINE>(w, x, out, first, n0, n1, s, z);
-  for (; rows - first >= 4; first += 4) few_rows<BITS, 4, PARTS, FINE>(w, x, out, first, n0, n1, s, z);
-  for (; rows - first >= 2; first += 2) few_rows<BITS, 2, PARTS, FINE>(w, x, out, first, n0, n1, s, z);
+  for (; rows - first >= 8; first += 8) few_rows<BITS, 8, PARTS, MEET>(w, x, out, first, n0, n1, s, z);
+  for (; rows - first >= 4; first += 4) few_rows<BITS, 4, PARTS, MEET>(w, x, out, first, n0, n1, s, z);
+  for (; rows - first >= 2; first += 2) few_rows<BITS, 2, PARTS, MEET>(w, x, out, first, n0, n1, s, z);
   if constexpr (PARTS == 1)
-    if (first < rows) few_rows<BITS, 1, 1, FINE>(w, x, out, first, n0, n1, s, z);
+    if (first < rows) few_rows<BITS, 1, 1, MEET>(w, x, out, first, n0, n1, s, z);
 }
 
 template <int BITS, int PARTS>
 static void few_rows(const Weight& w, const RoundedRows& x, const Output& out, int64_t M, int64_t n0,
                      int64_t n1, float* s, float* z) {
-  auto run = w.fine() ? few_rows_of<BITS, PARTS, true> : few_rows_of<BITS, PARTS, false>;
+  auto run = w.fine() ? few_rows_of<BITS, PARTS, Meet::FINE> : few_rows_of<BITS, PARTS, Meet::WHOLE>;
+  if constexpr (PARTS == 1 && (HAS_BYTE_DOT || BITS < 8))
+    if (!x.bytes.empty()) run = few_rows_of<BITS, 1, Meet::BYTES>;
   run(w, x, out, M, n0, n1, s, z);
 }

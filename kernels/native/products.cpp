@@ -7,6 +7,7 @@
 #include "dense.h"
 #include "dequantize.h"
 #include "few_rows.h"
+#include "packed_attend.h"
 #include "search.h"
 
 // Weights below which waking threads costs more than they save.
@@ -15,13 +16,13 @@ static int threads_for(int64_t work, int64_t threads) { return work < ALONE ? 1 
 
 extern "C" {
 
-// y [M, N] = x [M, K] w^T + bias for few rows; x, bias and y are of one number, scales of another.
+// y [M, N] = x [M, K] w^T + bias for few rows, x rounded to x_bits; x, bias and y are of one number, scales of another.
 void llmpq_few_rows(const void* x, const uint8_t* codes, const void* scale, const void* zero, const void* bias,
                     void* y, int64_t M, int64_t N, int64_t K, int64_t k_groups, int64_t groups, int64_t bits,
-                    int64_t number, int64_t scale_number, int64_t threads) {
+                    int64_t number, int64_t scale_number, int64_t x_bits, int64_t threads) {
   Weight w{codes, scale, zero, N, K, k_groups, groups, bits, scale_number};
   Output out{y, bias, number};
-  RoundedRows rounded(M, number == FLOAT32 ? 2 : 1, w);
+  RoundedRows rounded(M, number == FLOAT32 && x_bits == 16 ? 2 : 1, w, x_bits);
   auto run = [&](auto product, int64_t n0, int64_t n1, float* s) {
     product(w, rounded, out, M, n0, n1, s, s + w.grid_size());
   };
@@ -88,9 +89,22 @@ void llmpq_attend_blocks(const void* q, const void* k, const void* v, void* o, c
                          int64_t D, int64_t columns, int64_t window, int64_t number, int64_t threads) {
   int64_t seen = 0;
   for (int64_t b = 0; b < B; ++b) seen += window && ends[b] > window ? window : ends[b];
-  Pool pool{k, v, G, D};
   auto run = number == FLOAT32 ? attend_rows<FLOAT32> : number == BFLOAT16 ? attend_rows<BFLOAT16> : attend_rows<FLOAT16>;
-  run(pool, q, o, tables, ends, B, H, columns, window, *scale, slopes, threads_for(seen * H * D * 2, threads));
+  run(k, v, q, o, tables, ends, B, H, G, D, columns, window, *scale, slopes, threads_for(seen * H * D * 2, threads));
+}
+
+// The same over a cache of `bits`-bit blocks (packed_attend.h); pools: keys' words and parameters, values' of
+// each, rings of keys and of values; sizes: B, H, G, D, channels, key group, ring, columns, holdback, window.
+void llmpq_attend_packed(const void* q, void* o, const void* const* pools, const int32_t* table, const int64_t* slots,
+                         const int64_t* last, const int64_t* sizes, const float* scale_cap, const float* slopes,
+                         const float* sinks, int64_t bits, int64_t number, int64_t threads) {
+  int64_t B = sizes[0], H = sizes[1], seen = 0;
+  Packed pool{(const uint32_t*)pools[0], (const uint32_t*)pools[2], (const uint16_t*)pools[1],
+              (const uint16_t*)pools[3], pools[4], pools[5], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6]};
+  Rule rule{sizes[9], scale_cap[0], scale_cap[1], slopes, sinks};
+  for (int64_t b = 0; b < B; ++b) seen += last[b] + 1;
+  auto run = bits == 8 ? attend_packed_of<8> : bits == 4 ? attend_packed_of<4> : attend_packed_of<2>;
+  run(pool, q, o, table, slots, last, B, H, sizes[7], sizes[8], rule, number, threads_for(seen * H * sizes[3] * 2, threads));
 }
 
 }  // extern "C"

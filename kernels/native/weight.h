@@ -107,3 +107,60 @@ static inline void unpack(const uint8_t* p, Ints* c) {
 static inline int place(int64_t bits, int k) {
   return bits == 8 ? k / 64 * 64 + k % 2 * 32 + k % 64 / 2 : k;
 }
+
+// Codes as bytes, GROUP / (4 LANES) vectors: `unpack`'s words hold two of them after a shift and a mask.
+template <int BITS>
+static inline void unpack_bytes(const uint8_t* p, Ints* c) {
+  constexpr int N = GROUP / (4 * LANES), HALF = N / 2;
+  if constexpr (BITS == 8) {
+    for (int v = 0; v < N; ++v) c[v] = load((const int16_t*)(p + v * 4 * LANES));
+    return;
+  }
+  for (int v = 0; v < HALF; ++v) {
+#if WIDE
+    __m512i w = BITS == 4 ? _mm512_loadu_si512(p) : words12(p);
+    if constexpr (BITS == 4) {
+      c[v] = _mm512_and_si512(w, _mm512_set1_epi8(15));
+      c[HALF + v] = _mm512_and_si512(_mm512_srli_epi16(w, 4), _mm512_set1_epi8(15));
+    } else {
+      const __m512i low = _mm512_set1_epi16(7), high = _mm512_set1_epi16(0x0700);
+      __m512i even = _mm512_and_si512(w, low), odd = _mm512_and_si512(_mm512_srli_epi16(w, 3), low);
+      c[v] = _mm512_or_si512(even, _mm512_and_si512(_mm512_slli_epi16(w, 2), high));
+      c[HALF + v] = _mm512_or_si512(odd, _mm512_and_si512(_mm512_srli_epi16(w, 1), high));
+    }
+#else
+    __m256i w = BITS == 4 ? _mm256_loadu_si256((const __m256i*)(p + 32 * v)) : words12(p, v);
+    if constexpr (BITS == 4) {
+      c[v] = _mm256_and_si256(w, _mm256_set1_epi8(15));
+      c[HALF + v] = _mm256_and_si256(_mm256_srli_epi16(w, 4), _mm256_set1_epi8(15));
+    } else {
+      const __m256i low = _mm256_set1_epi16(7), high = _mm256_set1_epi16(0x0700);
+      __m256i even = _mm256_and_si256(w, low), odd = _mm256_and_si256(_mm256_srli_epi16(w, 3), low);
+      c[v] = _mm256_or_si256(even, _mm256_and_si256(_mm256_slli_epi16(w, 2), high));
+      c[HALF + v] = _mm256_or_si256(odd, _mm256_and_si256(_mm256_srli_epi16(w, 1), high));
+    }
+#endif
+  }
+}
+
+// Sums of products of a k-group's codes with bytes in their order.
+static inline Ints dot_bytes(const Ints* c, const int8_t* x) {
+  constexpr int N = GROUP / (4 * LANES);
+  Ints sum = no_ints();
+#if HAS_BYTE_DOT
+  for (int v = 0; v < N; ++v) sum = _mm512_dpbusd_epi32(sum, c[v], _mm512_loadu_si512(x + v * 64));
+#elif WIDE
+  for (int v = 0; v < N; ++v) sum = _mm512_add_epi16(sum, _mm512_maddubs_epi16(c[v], _mm512_loadu_si512(x + v * 64)));
+  sum = _mm512_madd_epi16(sum, _mm512_set1_epi16(1));
+#else
+  for (int v = 0; v < N; ++v)
+    sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(c[v], _mm256_loadu_si256((const __m256i*)(x + v * 32))));
+  sum = _mm256_madd_epi16(sum, _mm256_set1_epi16(1));
+#endif
+  return sum;
+}
+
+// Where the k-th number of a k-group stands among the bytes that `unpack_bytes` returns.
+static inline int byte_place(int64_t bits, int k) {
+  return bits == 8 ? k : k / 32 % 2 * 64 + 2 * (k % 32) + k / 64;
+}

@@ -1,6 +1,7 @@
 """Our own CPU products at every level of instructions this machine has, against their twin."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,8 +9,8 @@ import torch
 from llmpq.kernels.cpu import native_linear
 from llmpq.kernels.cpu.native_linear import dequantize_rows, few_rows
 from llmpq.kernels.formats.round_to_nearest import quantize_weight
-from llmpq.kernels.formats.weight_layout import Layout
-from llmpq.kernels.gemm.reference import linear_reference, relative_error
+from llmpq.kernels.formats.weight_layout import GROUP, Layout
+from llmpq.kernels.gemm.reference import linear_reference, relative_error, rounded_to_bytes
 from llmpq.kernels.linear import linear
 from llmpq.kernels.native import library
 from llmpq.precision import WeightScheme
@@ -55,6 +56,30 @@ def test_few_rows_equal_their_twin_on_odd_shapes(level, dtype):
             assert y.dtype == dtype
             error = relative_error(y, exact)
             assert error < TOLERANCE[dtype], (bits, group, symmetric, n, k, m)
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+def test_rows_in_eight_bits_equal_their_twin_on_odd_shapes(level, dtype):
+    torch.manual_seed(0)
+    for (bits, group, symmetric), (n, k) in itertools.product(SCHEMES, SHAPES):
+        q = replace(_weight(n, k, bits, group, symmetric, dtype), activation_bits=8)
+        for m in (1, 3, 13):
+            # Numbers that 8 bits hold: where two instructions round a half apart, sums differ.
+            x = torch.randint(-126, 127, (m, k)).float()
+            x[:, ::GROUP] = 127
+            x, bias = (x / 16).to(dtype), torch.randn(n).to(dtype)
+            x[0] *= 1 if m == 1 else 1 / 8
+            assert (rounded_to_bytes(x) - x).abs().max() < 1e-6
+            exact = linear_reference(x, q, bias, exact=True)
+            error = relative_error(few_rows(x, q, bias), exact)
+            assert error < TOLERANCE[dtype], (bits, group, symmetric, n, k, m)
+    x = torch.randn(5, 2176)
+    for bits in (3, 4, 8):
+        q = replace(_weight(65, 2176, bits, 128, False, torch.float32), activation_bits=8)
+        twin = linear_reference(rounded_to_bytes(x), q, exact=True)
+        off = relative_error(few_rows(x, q, None), twin)
+        lost = relative_error(linear_reference(x, q, exact=True), twin)
+        assert off < 2e-4 and off < lost / 10 and 2e-3 < lost < 2e-2, (bits, off, lost)
 
 
 @pytest.mark.parametrize("bits", [3, 4, 8])
