@@ -290,6 +290,22 @@ class Plan(FileForm):
         """Precision of every layer, in order."""
         return tuple(p for stage in self.stages for p in stage.precisions)
 
+    def promised_steps(self, stage: StagePlan) -> dict[str, dict[str, float]]:
+        """Return what is predicted of a stage's micro-batches: seconds, and of how many rows.
+
+        Prompts are of the workload's length, contexts of decoding rows its mean; empty where
+        nothing is predicted.
+        """
+        told = {
+            "prefill": (stage.prefill_s, self.prefill_microbatch),
+            "decode": (stage.decode_s, self.decode_microbatch),
+        }
+        return {
+            kind: {"seconds": seconds, "rows": rows}
+            for kind, (seconds, rows) in told.items()
+            if seconds is not None
+        }
+
     def require_model(self, spec: ModelSpec) -> None:
         """Raise `PlanMismatchError` unless the plan was made for this architecture."""
         if spec.fingerprint() != self.model.fingerprint:

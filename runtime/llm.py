@@ -11,6 +11,7 @@ Knows nothing of devices or of what a stage is: a plan is chosen (plan_choice.py
 from __future__ import annotations
 
 import asyncio
+import logging
 import queue
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import ExitStack, aclosing
@@ -19,6 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, cast
 
+from llmpq.cluster import Cluster
 from llmpq.plan import MAX_GAMMA, Plan
 from llmpq.runtime.answers import Answers, LoopInbox
 from llmpq.runtime.launch.engine import Engine
@@ -33,9 +35,12 @@ from llmpq.runtime.sampling_params import SamplingParams, StructuredOutputsParam
 from llmpq.runtime.text.prompts import Ask, Messages, Prompt, Prompts, listed
 from llmpq.runtime.text.tokenizer import Tokenizer
 from llmpq.runtime.token_rules import Noted
+from llmpq.runtime.trace import MAX_EVENTS, write_chrome_trace
 from llmpq.speculation import SpeculationMode, usable_modes
 
 __all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "StructuredOutputsParams"]
+
+_log = logging.getLogger("llmpq.runtime")
 
 
 class LLM:
@@ -63,6 +68,7 @@ class LLM:
         layer_cache: str | Path | None = None,
         packed_prompts: bool = False,
         deadlines: Deadlines | None = None,
+        trace: str | Path | None = None,
     ) -> None:
         """Plan where there is no plan, start the stages, load the weights.
 
@@ -73,6 +79,7 @@ class LLM:
         if left out) and `enable_prefix_caching` has what prompts share computed once.
         `packed_prompts`: on GPUs, too, prompts attend to low-bit keys and values as they are kept.
         `speculate` and `gamma` (tokens drafted per verify) are the plan's unless they are given.
+        `trace`: a file for what every stage did when and for which requests, written by `close`.
         """
         wishes = Wishes(
             max_model_len=max_model_len, max_num_seqs=max_num_seqs, dtype=dtype,
@@ -80,7 +87,7 @@ class LLM:
         )  # fmt: skip
         chosen = choose_plan(model, plan, cluster, wishes)
         self._plan = with_kv(chosen.plan, chosen.spec, kv_cache_dtype)
-        self._asked: dict[str, tuple[int, ...]] = {}  # prompts under way: their requests
+        self._trace = None if trace is None else Path(trace)
         mode, length = _drafts(self._plan, speculate, gamma)
         settings = StageSettings(
             model_dir=str(chosen.directory),
@@ -88,6 +95,7 @@ class LLM:
             gamma=length,
             links=links,
             layer_cache=None if layer_cache is None else str(Path(layer_cache).resolve()),
+            trace=trace is not None,
             live=True,
             max_model_len=max_model_len,
             step_tokens=_at_least_one("max_num_batched_tokens", max_num_batched_tokens),
@@ -95,14 +103,25 @@ class LLM:
             packed_prompts=packed_prompts,
         )
         self._prompts = _prompts(chosen, self._plan, settings)
+        self._asked: dict[str, tuple[int, ...]] = {}  # prompts under way: their requests
+        self._traced: dict[int, str] = {}  # requests that the trace may tell of: their names
         launch = Launch(backend=backend, ray_address=ray_address)
+        self._engine = self._started(settings, chosen.cluster, deadlines, launch)
+
+    def _started(
+        self,
+        settings: StageSettings,
+        cluster: Cluster | None,
+        deadlines: Deadlines | None,
+        launch: Launch,
+    ) -> EngineThread:
         start = Engine.start(
-            self._plan, settings, cluster=chosen.cluster, deadlines=deadlines, launch=launch
+            self._plan, settings, cluster=cluster, deadlines=deadlines, launch=launch
         )
         with ExitStack() as stack:
             engine = stack.enter_context(start)
             self._prompts.wait_until_read()
-            self._engine = EngineThread(engine, stack.pop_all())
+            return EngineThread(engine, stack.pop_all())
 
     def __enter__(self) -> Self:
         return self
@@ -117,7 +136,15 @@ class LLM:
 
     def close(self) -> None:
         """End what is under way and take the stages down; again does nothing."""
-        self._engine.close()
+        self._engine.close(self._write_trace if self._trace is not None else None)
+
+    def _write_trace(self, engine: Engine) -> None:
+        names = [f"stage {i} {stage.device}" for i, stage in enumerate(self._plan.stages)]
+        assert self._trace is not None
+        try:
+            write_chrome_trace(self._trace, names, engine.records(), self._traced)
+        except OSError as error:
+            _log.warning("the trace '%s' could not be written: %s", self._trace, error)
 
     @property
     def plan(self) -> Plan:
@@ -138,10 +165,10 @@ class LLM:
         """Raise what ended the engine, if it has ended."""
         self._engine.check_alive()
 
-    def stage_busy_s(self) -> list[float]:
-        """Return how long each stage has computed so far; asks the stages."""
+    def stage_work(self) -> list[dict[str, Any]]:
+        """Return how long each stage has computed, and its steps by kind; asks the stages."""
         self._engine.check_alive()
-        return self._engine.engine.busy_s()
+        return self._engine.engine.work()
 
     def stats(self) -> dict[str, Any]:
         """Return counters of the run so far and what every stage holds."""
@@ -155,6 +182,7 @@ class LLM:
                 "pid": pid,
                 "weights_bytes": load.weights_bytes,
                 "kv_bytes": load.kv_bytes,
+                "predicted": self._plan.promised_steps(stage),
             }
             for stage, pid, load in parts
         ]
@@ -305,6 +333,8 @@ class LLM:
             if ask.name in self._asked:
                 raise ValueError(f"request_id '{ask.name}' is under way; take another one")
             self._asked[ask.name] = tuple(request.id for request in ask.requests)
+            if self._trace is not None and len(self._traced) < MAX_EVENTS:
+                self._traced |= dict.fromkeys(self._asked[ask.name], ask.name)
 
     def _end(self, asks: Sequence[Ask]) -> None:
         for ask in asks:

@@ -29,6 +29,8 @@ class TraceEvent:
     q_len: int
     start_s: float
     end_s: float
+    requests: Sequence[int] = ()
+    """Whose rows they are: the first stage knows, the others' events have the same `seq`."""
 
 
 @dataclass(slots=True)
@@ -103,8 +105,10 @@ class Recorder:
     _epoch_s: float = field(default_factory=lambda: time.time() - time.perf_counter())
 
     @contextmanager
-    def step(self, kind: StepKind, seq: int, rows: int, q_len: int) -> Iterator[None]:
-        """Record the block as one micro-batch."""
+    def step(
+        self, kind: StepKind, seq: int, rows: int, q_len: int, requests: Sequence[int] = ()
+    ) -> Iterator[None]:
+        """Record the block as one micro-batch; `requests`: of its rows, where they are known."""
         name = kind.name.lower()
         start_s = time.perf_counter()
         self.current = (name, start_s, 1)
@@ -119,7 +123,12 @@ class Recorder:
         self.busy_s += end_s - start_s
         if self.keep_events and len(self.events) < MAX_EVENTS:
             start_s, end_s = start_s + self._epoch_s, end_s + self._epoch_s
-            self.events.append(TraceEvent(name, seq, rows, q_len, start_s, end_s))
+            self.events.append(TraceEvent(name, seq, rows, q_len, start_s, end_s, requests))
+
+    def work(self) -> dict[str, Any]:
+        """Return how long the stage has computed, and its steps by kind; for metrics."""
+        kinds = {kind: asdict(total) for kind, total in tuple(self.totals.items())}
+        return {"busy_s": self.busy_s, "kinds": kinds}
 
     @contextmanager
     def waiting(self, kind: StepKind, num_stages: int = 1) -> Iterator[None]:
@@ -163,8 +172,22 @@ _COLOURS = {
 }
 
 
-def chrome_trace(stage_names: Sequence[str], records: Sequence[StageRecord]) -> dict[str, Any]:
-    """Return the trace as Chrome's JSON object format: one track per stage."""
+def chrome_trace(
+    stage_names: Sequence[str],
+    records: Sequence[StageRecord],
+    request_names: Mapping[int, str] | None = None,
+) -> dict[str, Any]:
+    """Return the trace as Chrome's JSON object format: one track per stage.
+
+    Every stage's event tells whose rows it computed: by `request_names`, else by number.
+    """
+    named = request_names or {}
+    whose = {
+        event.seq: [named.get(number, number) for number in event.requests]
+        for record in records
+        for event in record.events
+        if event.requests
+    }
     starts = [event.start_s for record in records for event in record.events]
     origin_s = min(starts, default=0.0)
     events: list[dict[str, Any]] = []
@@ -183,7 +206,12 @@ def chrome_trace(stage_names: Sequence[str], records: Sequence[StageRecord]) -> 
                 "tid": 0,
                 "ts": round((event.start_s - origin_s) * 1e6, 3),
                 "dur": round((event.end_s - event.start_s) * 1e6, 3),
-                "args": {"micro_batch": event.seq, "rows": event.rows, "q_len": event.q_len},
+                "args": {
+                    "micro_batch": event.seq,
+                    "rows": event.rows,
+                    "q_len": event.q_len,
+                    "requests": whose.get(event.seq, []),
+                },
             }
             for event in record.events
         ]
@@ -191,8 +219,11 @@ def chrome_trace(stage_names: Sequence[str], records: Sequence[StageRecord]) -> 
 
 
 def write_chrome_trace(
-    path: str | Path, stage_names: Sequence[str], records: Sequence[StageRecord]
+    path: str | Path,
+    stage_names: Sequence[str],
+    records: Sequence[StageRecord],
+    request_names: Mapping[int, str] | None = None,
 ) -> None:
     """Write the trace for chrome://tracing or ui.perfetto.dev."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(json.dumps(chrome_trace(stage_names, records)))
+    Path(path).write_text(json.dumps(chrome_trace(stage_names, records, request_names)))

@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from llmpq.output_paths import check_files
 from llmpq.runtime.cli.plan_file import load_plan
 from llmpq.runtime.cli.serve_flags import ServeOptions, engine_options
 from llmpq.runtime.llm import LLM
@@ -29,6 +30,8 @@ def main(options: ServeOptions) -> int:
     if not 0 < options.port < 65536:
         raise ValueError(f"--port must be 1 to 65535, got {options.port}")
     _require_free(options.host, options.port)
+    if options.trace is not None:
+        check_files({"--plan": options.plan}, {"--trace": options.trace})
     where: dict[str, Any] = {"host": options.host, "port": options.port}
     if options.ray_serve:
         failure = _serve_replicas(options, settings, where)
@@ -94,6 +97,7 @@ def settings_of(options: ServeOptions) -> ServeSettings:
         write_timeout_s=options.write_timeout,
         drain_timeout_s=options.drain_timeout,
         cors_origins=tuple(options.cors_origin or ()),
+        log_prompts=options.log_prompts,
         metrics_prefix=options.metrics_prefix,
         tool_format=options.tool_call_parser,
         chat_template=None if template is None else Path(template).read_text(encoding="utf-8"),
@@ -119,6 +123,7 @@ def _open(options: ServeOptions) -> LLM:
         plan=None if options.plan is None else load_plan(options.plan),
         cluster=options.cluster,
         ray_address=options.ray_address,
+        trace=options.trace,
         **engine_options(options),
         **more,
     )

@@ -51,6 +51,8 @@ class ServeOptions:
     cors_origin: list[str] | None
     metrics_prefix: Literal["vllm", "llmpq"]
     no_access_log: bool
+    log_prompts: bool
+    trace: str | None
 
 
 def engine_options(options: ServeOptions) -> dict[str, Any]:
@@ -135,6 +137,10 @@ def _add_server(server: Section) -> None:
         help="of metrics that vLLM has, too (default vllm, for its dashboards)",
     )
     server.flag("--no-access-log", action="store_true", help="no JSON line for each request")
+    server.flag("--log-prompts", action="store_true", help="a JSON line with every prompt, too")
+    alone = Only(lambda a: not a.ray_serve, "with --ray-serve", "trace a server of one engine")
+    text = "write a Chrome/Perfetto trace at the end: every stage's steps, and for which requests"
+    server.flag("--trace", metavar="FILE", only=alone, help=text)
     server.flag(
         "--drain-timeout",
         daily=True,

@@ -195,7 +195,9 @@ class FirstStage:
         for request in micro_batch.requests:
             self._begun_s.setdefault(request.id, now_s)
         message = describe(micro_batch)
-        with self._recorder.step(message.kind, message.seq, message.num_rows, message.q_len):
+        numbers = tuple(request.id for request in micro_batch.requests)
+        shape = message.num_rows, message.q_len
+        with self._recorder.step(message.kind, message.seq, *shape, numbers):
             output = self._compute.run(message, None)
         if self._transport is None:
             self._in_flight.append(_Flight(micro_batch, output, self._go_on(micro_batch)))

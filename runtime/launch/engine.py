@@ -212,9 +212,9 @@ class Engine:
         """Return what came of the drafts, None without any."""
         return json.loads(self._ask_first("speculation"))
 
-    def busy_s(self) -> list[float]:
-        """Return how long each stage has computed since its loop began."""
-        return self._all("busy_s", self._deadlines.step_s)
+    def work(self) -> list[dict[str, Any]]:
+        """Return how long each stage has computed since its loop began, and its steps by kind."""
+        return self._all("work", self._deadlines.step_s)
 
     def peak_memory(self) -> list[int]:
         """Return the most bytes each stage had on its GPU at once; 0 on a CPU."""

@@ -72,8 +72,8 @@ class EngineThread:
         if request_ids and self._error is None and not self._closed:
             self.engine.abort(request_ids)
 
-    def close(self) -> None:
-        """End all requests and the stages."""
+    def close(self, last: Callable[[Engine], None] | None = None) -> None:
+        """End all requests and the stages; `last` is called between, unless a stage was lost."""
         with self._lock:
             if self._closed:
                 return
@@ -84,6 +84,8 @@ class EngineThread:
                 self.engine.abort(left)
                 self.engine.submit((), more=False)
                 self._thread.join(_END_S)
+                if last is not None and self._error is None:
+                    last(self.engine)
         except Exception as error:  # whatever it is, the stages are taken down
             self._fail(error)
         finally:

@@ -76,9 +76,9 @@ class LoadWatch:
 
 
 def _children_s() -> float:
-    """Return the processor time of this process's children: compilers of kernels."""
+    """Return the processor time of what this process started: compilers start others, too."""
     total = 0.0
-    for child in psutil.Process().children():
+    for child in psutil.Process().children(recursive=True):
         try:
             times = child.cpu_times()
         except psutil.Error:

@@ -266,9 +266,9 @@ class StageActor:
             "loading": self._signs.read() if self._signs is not None else None,
         }
 
-    def busy_s(self) -> float:
-        """Return how long the stage has computed since its loop began."""
-        return self._recorder.busy_s
+    def work(self) -> dict[str, Any]:
+        """Return how long the stage has computed since its loop began, and its steps by kind."""
+        return self._recorder.work()
 
     def record(self) -> str:
         """Return what the stage recorded since the last call."""

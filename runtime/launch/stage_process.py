@@ -20,7 +20,7 @@ from llmpq.out_of_memory import first_line, out_of_memory
 
 CALLS = (
     *("identity", "load", "open_rendezvous", "join", "run", "submit", "abort"),
-    *("take_rules", "noted", "busy_s", "finish_submitting", "poll", "health", "record"),
+    *("take_rules", "noted", "work", "finish_submitting", "poll", "health", "record"),
     *("speculation", "peak_memory", "look", "try_gpus", "try_copies", "try_links"),
 )
 

@@ -15,8 +15,8 @@ import uuid
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, Protocol
 
+from llmpq.runtime.serve.arrival import ARRIVED, ARRIVED_S, REQUEST_ID
 from llmpq.runtime.serve.errors import ApiError
-from llmpq.runtime.serve.metrics import ARRIVED_S
 from llmpq.runtime.serve.settings import ServeSettings
 
 Message = MutableMapping[str, Any]
@@ -72,15 +72,18 @@ class Gate:
             await self._app(scope, receive, send)
             return
         started_s, status, begun = time.perf_counter(), 0, False
-        ARRIVED_S.set(started_s)
+        ARRIVED_S.set(scope.get(ARRIVED, started_s))
         body = _Body(scope)
         name = _header(scope, b"x-request-id")[:64].decode("latin-1") or uuid.uuid4().hex
+        REQUEST_ID.set(name)
+        kept = [pair for pair in scope["headers"] if pair[0] != b"x-request-id"]
+        scope["headers"] = [*kept, (b"x-request-id", name.encode("latin-1"))]  # for replicas
 
         async def told(message: Message) -> None:
             nonlocal status, begun
             if message["type"] == "http.response.start":
                 status, begun = message["status"], True
-                more = [(b"x-request-id", name.encode())]
+                more = [(b"x-request-id", name.encode("latin-1"))]
                 if not body.complete:  # what is left of it is not waited for
                     more.append((b"connection", b"close"))
                 message["headers"] = [*message["headers"], *more]

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from llmpq.runtime.request_output import CompletionDelta
+from llmpq.runtime.serve.arrival import ARRIVED_S
 
 SECONDS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
@@ -26,9 +26,8 @@ DELIVERY = (
     *(0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 5.0),
 )
 LENGTHS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
-ARRIVED_S: ContextVar[float | None] = ContextVar("ARRIVED_S", default=None)
-"""When the head of the request that is answered had come, by `time.perf_counter`."""
 LABELS = ("model_name", "engine")
+STAGE_LABELS = ("engine", "stage", "device", "node")
 
 
 class Metrics:
@@ -115,7 +114,9 @@ class Metrics:
 class AnswerClock:
     """The times of one answer, from the arrival of its request on."""
 
-    def __init__(self, metrics: Metrics, prompt_tokens: int) -> None:
+    def __init__(self, metrics: Metrics, prompt_tokens: int, *, streamed: bool = False) -> None:
+        """`streamed`: each token is `sent`, and the first one's time ends there."""
+        self._streamed = streamed
         self._metrics, self._began_s = metrics, ARRIVED_S.get() or time.perf_counter()
         self._last_s: float | None = None
         self._first_s = 0.0
@@ -131,9 +132,8 @@ class AnswerClock:
         sums["tokens"] += count
         if self._last_s is None:
             self._first_s = now_s
-            sums["first_token_s"] += now_s - self._began_s
-            sums["first_tokens"] += 1
-            self._metrics.first_token_s.observe(now_s - self._began_s)
+            if not self._streamed:
+                self._first(now_s)
         else:
             sums["gap_s"] += now_s - self._last_s
             sums["gaps"] += count
@@ -145,9 +145,16 @@ class AnswerClock:
 
     def sent(self, new: CompletionDelta) -> None:
         """Note that what is new of a stream has been handed to the connection."""
-        late_s = time.perf_counter() - new.heard_s
+        now_s = time.perf_counter()
+        if self.num_tokens and self.num_tokens == len(new.token_ids):
+            self._first(now_s)
         for _ in new.token_ids:
-            self._metrics.delivery_s.observe(late_s)
+            self._metrics.delivery_s.observe(now_s - new.heard_s)
+
+    def _first(self, now_s: float) -> None:
+        self._metrics.sums["first_token_s"] += now_s - self._began_s
+        self._metrics.sums["first_tokens"] += 1
+        self._metrics.first_token_s.observe(now_s - self._began_s)
 
     def end(self, last: CompletionDelta) -> None:
         """Note the answer's end."""
@@ -208,7 +215,8 @@ def _of_stages(
     stages: Sequence[Mapping[str, Any]], engine: str, held: Mapping[str, int]
 ) -> Iterator[Metric]:
     """Yield what each stage holds, and how long it has computed: what no other engine tells."""
-    names = ("engine", "stage", "device", "node")
+    yield from _step_times(stages, engine)
+    names = STAGE_LABELS
     for name, about in (
         ("weights_bytes", "Bytes of weights on a stage."),
         ("kv_bytes", "Bytes of KV memory on a stage."),
@@ -232,3 +240,29 @@ def _of_stages(
     for index, stage in enumerate(stages):
         busy.add_metric((engine, str(index), stage["device"], stage["node"]), stage["busy_s"])
     yield busy
+
+
+def _step_times(stages: Sequence[Mapping[str, Any]], engine: str) -> Iterator[Metric]:
+    """Yield how long each stage's steps took, and what the plan promised of them."""
+    labels = (*STAGE_LABELS, "kind")
+    for name, about, key in (
+        ("step_seconds", "Seconds that a stage has computed, by kind of step.", "busy_s"),
+        ("steps", "Steps of a stage, by kind; step_seconds by steps is a step's time.", "steps"),
+        ("step_rows", "Requests in a stage's steps, by kind of step.", "rows"),
+    ):
+        measured = CounterMetricFamily(f"llmpq:stage_{name}", about, labels=labels)
+        for index, stage in enumerate(stages):
+            for kind, total in stage["kinds"].items():
+                own = (engine, str(index), stage["device"], stage["node"], kind)
+                measured.add_metric(own, total[key])
+        yield measured
+    for name, about, key in (
+        ("predicted_step_seconds", "Seconds that the plan promised of a stage's step.", "seconds"),
+        ("predicted_step_rows", "Requests in the step whose seconds the plan promised.", "rows"),
+    ):
+        promised = GaugeMetricFamily(f"llmpq:stage_{name}", about, labels=labels)
+        for index, stage in enumerate(stages):
+            for kind, told in stage["predicted"].items():
+                own = (engine, str(index), stage["device"], stage["node"], kind)
+                promised.add_metric(own, told[key])
+        yield promised

@@ -102,13 +102,24 @@ function draw(state, now) {
       const was = before.state.stages[index], load = byId(`load-${index}`);
       if (!was || !load) return;
       load.value = Math.min(1, Math.max(0, (stage.busy_s - was.busy_s) / seconds));
-      byId(`share-${index}`).textContent = `load ${Math.round(100 * load.value)} %`;
+      const share = `load ${Math.round(100 * load.value)} %`;
+      byId(`share-${index}`).textContent = share + stepTime(stage, was);
     });
   }
   drawChart("chart-tokens", "tokens/s", series.tokens);
   drawChart("chart-first", "first token, ms", series.first);
   drawChart("chart-gap", "time of a token, ms", series.gap);
   before = { state, now };
+}
+
+// What a step of decoding took since the last beat, beside what the plan promised of it.
+function stepTime(stage, was) {
+  const now = stage.kinds.decode, then = was.kinds.decode || { steps: 0, busy_s: 0 };
+  if (!now || now.steps <= then.steps) return "";
+  const ms = 1000 * (now.busy_s - then.busy_s) / (now.steps - then.steps);
+  const planned = stage.predicted.decode;
+  const promise = planned ? ` (planned ${(1000 * planned.seconds).toFixed(1)})` : "";
+  return `, step ${ms.toFixed(1)} ms${promise}`;
 }
 
 async function beat() {

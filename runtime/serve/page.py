@@ -56,7 +56,13 @@ def state_of(service: Service) -> dict[str, Any]:
         "status": "loading" if service.llm is None and not gone else status,
         "plan": None if service.llm is None else _plan(service),
         "stages": [
-            {key: stage[key] for key in ("device", "node", "busy_s", "weights_bytes", "kv_bytes")}
+            {
+                key: stage[key]
+                for key in (
+                    *("device", "node", "busy_s", "kinds", "predicted", "weights_bytes"),
+                    "kv_bytes",
+                )
+            }
             for stage in told.get("stages", ())
         ],
         "running": told.get("running", 0),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from asyncio import TimerHandle, Transport
 from collections.abc import Callable
 from types import FrameType
@@ -16,6 +17,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from llmpq.runtime.llm import LLM
 from llmpq.runtime.serve.app import make_app
+from llmpq.runtime.serve.arrival import ARRIVED
 from llmpq.runtime.serve.gate import Gated
 from llmpq.runtime.serve.service import Service
 
@@ -85,11 +87,14 @@ def protocol(head_timeout_s: float, write_timeout_s: float) -> type[H11Protocol]
             self._deadline = self.loop.call_later(head_timeout_s, self._late)
 
         def data_received(self, data: bytes) -> None:
-            if self._deadline is None and not self._busy():
+            read_s, waited = time.perf_counter(), not self._busy()
+            if self._deadline is None and waited:
                 self._deadline = self.loop.call_later(head_timeout_s, self._late)
             super().data_received(data)
             if self._busy():
                 self._disarm()
+                if waited:  # the application begins in the loop's next round
+                    self.scope[ARRIVED] = read_s  # type: ignore[literal-required]
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._disarm()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
 import time
-import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
@@ -15,11 +16,14 @@ from llmpq.runtime.answers import Answers
 from llmpq.runtime.llm import LLM
 from llmpq.runtime.request_output import CompletionDelta, Logprob
 from llmpq.runtime.sampling_params import SamplingParams
+from llmpq.runtime.serve.arrival import REQUEST_ID
 from llmpq.runtime.serve.errors import ApiError
 from llmpq.runtime.serve.metrics import AnswerClock, Metrics
 from llmpq.runtime.serve.settings import ServeSettings
 from llmpq.runtime.text.prompts import Prompt
 from llmpq.runtime.text.tokenizer import Tokenizer
+
+_log = logging.getLogger("llmpq.serve.prompts")
 
 
 @dataclass
@@ -59,6 +63,7 @@ class Service:
         self._deadlines: set[asyncio.Timeout] = set()
         """Of the answers under way."""
         self._cut_off = False
+        self._num_named = 0
         self.began_s = time.time()
         self.metrics = Metrics(self.model_name, settings.metrics_prefix, self.stats, engine)
 
@@ -72,12 +77,12 @@ class Service:
         if self.llm is None:
             return {}
         try:
-            busy_s = self.llm.stage_busy_s()
+            work = self.llm.stage_work()
         except (LlmpqError, RuntimeError, OSError):
             return {}
         told = self.llm.stats()
-        pairs = zip(told["stages"], busy_s, strict=True)
-        return {**told, "stages": [{**stage, "busy_s": busy} for stage, busy in pairs]}
+        pairs = zip(told["stages"], work, strict=True)
+        return {**told, "stages": [{**stage, **own} for stage, own in pairs]}
 
     def ready(self) -> LLM:
         """Return the engine, or refuse: it loads, has failed, or the server is about to end."""
@@ -163,7 +168,7 @@ class Service:
         begun: list[Answers] = []
         try:
             for prompt in prompts:
-                name = uuid.uuid4().hex
+                name = self._named(prompt)
                 begun.append(
                     await llm.submit(
                         prompt, params, request_id=name, priority=priority, cache_salt=cache_salt
@@ -174,6 +179,14 @@ class Service:
                 answers.give_up()
             raise
         return begun
+
+    def _named(self, prompt: Prompt) -> str:
+        """Return what a prompt's answers are called in the engine: the HTTP request's id first."""
+        self._num_named += 1
+        name = f"{REQUEST_ID.get() or 'request'}-{self._num_named}"
+        if self.settings.log_prompts:
+            _log.info(json.dumps({"time": round(time.time(), 3), "id": name, "prompt": prompt}))
+        return name
 
     async def choices(
         self, begun: Sequence[Answers], n: int, *, streamed: bool = True
@@ -187,7 +200,7 @@ class Service:
             for j in range(n):
                 # A prompt with several answers counts once.
                 length = len(answers.prompt_token_ids) if j == 0 else 0
-                clocks[place * n + j] = AnswerClock(self.metrics, length)
+                clocks[place * n + j] = AnswerClock(self.metrics, length, streamed=streamed)
         self.num_under_way += len(clocks)
         open_clocks = dict(clocks)
         try:

@@ -32,6 +32,8 @@ class ServeSettings:
     drain_timeout_s: float = 30.0
     """How long answers under way may take once the server is told to end."""
     cors_origins: tuple[str, ...] = ()
+    log_prompts: bool = False
+    """Whether the log tells what was asked."""
     metrics_prefix: Literal["vllm", "llmpq"] = "vllm"
     tool_format: ToolFormat = "auto"
     chat_template: str | None = None

@@ -19,8 +19,8 @@ from llmpq.plan import Plan
 from llmpq.runtime.launch.stage_host import LOCAL_HOST
 from llmpq.runtime.llm import LLM
 from llmpq.runtime.serve.app import make_app
+from llmpq.runtime.serve.arrival import ARRIVED, ARRIVED_S, REQUEST_ID
 from llmpq.runtime.serve.gate import Message
-from llmpq.runtime.serve.metrics import ARRIVED_S
 from llmpq.runtime.serve.page import state_of
 from llmpq.runtime.serve.service import Service
 from llmpq.runtime.serve.settings import ServeSettings
@@ -69,7 +69,8 @@ class Replica:
             yield None
             return
         yield []
-        ARRIVED_S.set(time.perf_counter())
+        ARRIVED_S.set(scope.pop(ARRIVED, None) or time.perf_counter())
+        REQUEST_ID.set(dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1"))
         news: asyncio.Queue[Message | None] = asyncio.Queue()
         given = False
 

@@ -17,6 +17,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 
 from llmpq.runtime.serve.answering import event
+from llmpq.runtime.serve.arrival import ARRIVED
 from llmpq.runtime.serve.errors import ApiError
 from llmpq.runtime.serve.gate import Message, Receive, Send
 from llmpq.runtime.serve.replicas.merged_replicas import merged_metrics
@@ -297,7 +298,10 @@ def _is_stream(start: Message) -> bool:
 
 def _plain(scope: Message) -> Message:
     """Return what a replica needs of a request."""
-    names = ("asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string")
+    names = (
+        *("asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string"),
+        ARRIVED,
+    )
     return {
         **{name: scope[name] for name in names if name in scope},
         "headers": [(bytes(name), bytes(value)) for name, value in scope["headers"]],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -91,14 +92,15 @@ def test_signs_grow_with_work_of_this_thread_and_of_compilers():
         pass
     assert cpu_s() - before >= 0.1
     before = cpu_s()
-    child = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    busy = f'"{sys.executable}" -c "while True: pass"; true'  # a compiler's driver starts others
+    child = subprocess.Popen(["sh", "-c", busy], start_new_session=True)
     try:
         deadline_s = time.monotonic() + 30
         while cpu_s() - before < 0.1 and time.monotonic() < deadline_s:
             time.sleep(0.05)
         assert cpu_s() - before >= 0.1
     finally:
-        child.kill()
+        os.killpg(child.pid, signal.SIGKILL)
         child.wait()
 
 

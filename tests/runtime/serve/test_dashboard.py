@@ -12,7 +12,11 @@ from llmpq.runtime.serve.metrics import Metrics
 
 pytestmark = pytest.mark.cpu
 DASHBOARD = Path(__file__).resolve().parents[3] / "examples" / "grafana.json"
-STAGE = {"device": "cpu", "node": "here", "weights_bytes": 1, "kv_bytes": 1, "busy_s": 0.5}
+STAGE = {
+    "device": "cpu", "node": "here", "weights_bytes": 1, "kv_bytes": 1, "busy_s": 0.5,
+    "kinds": {"decode": {"steps": 2, "rows": 3, "busy_s": 0.5}},
+    "predicted": {"decode": {"seconds": 0.2, "rows": 4}},
+}  # fmt: skip
 
 
 def test_every_metric_it_asks_for_exists():
