@@ -1,0 +1,230 @@
+"""The experts of one layer as one product: weights stacked, pairs assigned on the device.
+
+    stack = ExpertStack(E)                 weights are put in as they are read, come back as views
+    sent = assign(expert_TK, E)            who goes where
+    up = stack.product(x_TK, sent)         [C, N] sorted by expert, x gathered
+    y = stack.product(hidden_CK, sent, back=True)     [C, N], every pair at its own number
+
+`experts_reference` is the twin. Legend: T tokens, k experts of a token, C = T k pairs, E experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+from torch import Tensor
+from triton import knobs
+
+from llmpq.kernels.formats.quantized_weight import QuantizedWeight
+from llmpq.kernels.formats.weight_layout import BLOCK_ROWS, Layout
+from llmpq.kernels.gemm.config import Config, make_plan
+from llmpq.kernels.gemm.expert_kernel import (
+    assign_kernel,
+    dense_expert_kernel,
+    packed_expert_kernel,
+)
+from llmpq.kernels.overlap import overlaps
+
+ASSIGN_STEP = 1024
+"""Pairs that a program counts at a time."""
+ROW_BLOCKS = 4
+"""Blocks of pairs of an even routing that one program takes, its weight in the L2 meanwhile."""
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Which pairs go to which expert."""
+
+    order_C: Tensor
+    """Numbers of pairs, sorted by expert."""
+    starts_E: Tensor
+    ends_E: Tensor
+    per_token: int
+
+
+def assign(expert_TK: Tensor, experts: int) -> Sent:
+    """Sort the pairs [T, k] by expert; nothing comes to the host."""
+    device, pairs = expert_TK.device, expert_TK.numel()
+    order = torch.empty(pairs, dtype=torch.int32, device=device)
+    starts, ends = (torch.empty(experts, dtype=torch.int32, device=device) for _ in range(2))
+    step = min(ASSIGN_STEP, max(16, triton.next_power_of_2(pairs)))
+    pdl = overlaps(device)
+    assign_kernel[(experts,)](
+        *(expert_TK.contiguous(), order, starts, ends, pairs),
+        STEP=step,
+        PDL=pdl,
+        num_warps=4,
+        launch_pdl=pdl,
+    )
+    return Sent(order, starts, ends, expert_TK.shape[1])
+
+
+class ExpertStack:
+    """One linear of all experts [E, N, K], packed or dense, with or without biases."""
+
+    def __init__(self, experts: int) -> None:
+        self._experts = experts
+        self._dense: Tensor | None = None
+        self._packed: QuantizedWeight | None = None
+        self._bias: Tensor | None = None
+        self.first: Tensor | QuantizedWeight | None = None
+        """Expert 0's weight as it was given back: who holds another one is not of this stack."""
+
+    def put(
+        self, index: int, weight: Tensor | QuantizedWeight, bias: Tensor | None
+    ) -> tuple[Tensor | QuantizedWeight, Tensor | None]:
+        """Copy expert `index` in; return it as a view of the stack."""
+        view = self._put_packed if isinstance(weight, QuantizedWeight) else self._put_dense
+        made = view(index, weight)  # type: ignore[arg-type]
+        if index == 0:
+            self.first = made
+        if bias is not None:
+            if self._bias is None:
+                self._bias = bias.new_empty(self._experts, *bias.shape)
+            bias = self._bias[index].copy_(bias)
+        return made, bias
+
+    def _put_dense(self, index: int, weight: Tensor) -> Tensor:
+        if self._dense is None:
+            self._dense = weight.new_empty(self._experts, *weight.shape)
+        return self._dense[index].copy_(weight)
+
+    def _put_packed(self, index: int, weight: QuantizedWeight) -> QuantizedWeight:
+        if self._packed is None:
+            self._packed = replace(
+                weight,
+                planes=tuple(self._room(plane) for plane in weight.planes),
+                scale=self._room(weight.scale),
+                zero=None if weight.zero is None else self._room(weight.zero),
+            )
+        whole = self._packed
+
+        def copied(stack: Tensor, given: Tensor) -> Tensor:
+            return stack[index].copy_(given)
+
+        return replace(
+            weight,
+            planes=tuple(map(copied, whole.planes, weight.planes)),
+            scale=copied(whole.scale, weight.scale),
+            zero=None if whole.zero is None or weight.zero is None
+            else copied(whole.zero, weight.zero),
+        )  # fmt: skip
+
+    def _room(self, given: Tensor) -> Tensor:
+        return given.new_empty(self._experts, *given.shape)
+
+    def product(self, x: Tensor, sent: Sent, *, back: bool = False) -> Tensor:
+        """Return every pair's row times its expert's weight.
+
+        x [T, K] and y [C, N] sorted by expert, or with `back` x [C, K] so sorted and y in the
+        order of the pairs' numbers.
+        """
+        launch = self._launch_dense if self._packed is None else self._launch_packed
+        return launch(x.contiguous(), sent, back)
+
+    def _launch_packed(self, x: Tensor, sent: Sent, back: bool) -> Tensor:
+        q, pairs = self._packed, sent.order_C.numel()
+        assert q is not None
+        bm, shares = rows_of(pairs, self._experts)
+        interpret = bool(knobs.runtime.interpret)
+        capability = (9, 0) if interpret else torch.cuda.get_device_capability(x.device)
+        config = Config(kernel="tile", warps=4, bm=bm, stages=4 if bm <= 32 else 3)
+        plan = make_plan(config, capability, interpret=interpret)
+        y = x.new_empty(pairs, q.out_features)
+        blocks, groups = q.out_features // BLOCK_ROWS, -(-q.in_features // 128)
+        words = [t.view(self._experts, -1).view(torch.int32) for t in (*q.planes, q.scale)]
+        zero = words[-1] if q.zero is None else q.zero.view(self._experts, -1).view(torch.int32)
+        packed_expert_kernel[(triton.cdiv(blocks, config.warps), self._experts, shares)](
+            *(x, words[0], words[len(q.planes) - 1], words[-1], zero),
+            *(x if self._bias is None else self._bias, y),
+            *(sent.order_C, sent.starts_E, sent.ends_E),
+            *(q.out_features, q.in_features, blocks, groups, sent.per_token, shares),
+            BITS=q.bits,
+            GROUPED=q.group_size is not None,
+            SYMMETRIC=q.symmetric,
+            EVEN_K=q.in_features % 128 == 0,
+            HAS_BIAS=self._bias is not None,
+            GATHER=not back,
+            WM=config.warps,
+            BM=bm,
+            STAGES=config.stages,
+            PDL=plan.pdl,
+            KWIDTH4=plan.kwidth4,
+            INTERPRET=interpret,
+            num_warps=config.warps,
+            num_stages=config.stages,
+            launch_pdl=plan.pdl,
+        )
+        return y
+
+    def _launch_dense(self, x: Tensor, sent: Sent, back: bool) -> Tensor:
+        w, pairs = self._dense, sent.order_C.numel()
+        assert w is not None
+        bm, shares = rows_of(pairs, self._experts)
+        rows, stages, warps = dense_tiles(bm, x.element_size())
+        y, pdl = x.new_empty(pairs, w.shape[1]), overlaps(x.device)
+        dense_expert_kernel[(triton.cdiv(w.shape[1], rows), self._experts, shares)](
+            *(x, w, x if self._bias is None else self._bias, y),
+            *(sent.order_C, sent.starts_E, sent.ends_E),
+            *(w.shape[1], w.shape[2], sent.per_token, shares),
+            HAS_BIAS=self._bias is not None,
+            GATHER=not back,
+            BN=rows,
+            BM=bm,
+            BK=DENSE_DEPTH,
+            STAGES=stages,
+            PDL=pdl,
+            INTERPRET=bool(knobs.runtime.interpret),
+            num_warps=warps,
+            launch_pdl=pdl,
+        )
+        return y
+
+
+DENSE_DEPTH = 64
+"""Columns of w that a dense product takes at a time."""
+
+
+def dense_tiles(bm: int, item: int) -> tuple[int, int, int]:
+    """Return rows of w, stages and warps of a dense product: 96 KiB shared at most."""
+    if item == 4:
+        return 64, 2, 4
+    return (64, 5, 4) if bm <= 32 else (128, 3, 8)
+
+
+def rows_of(pairs: int, experts: int) -> tuple[int, int]:
+    """Return the pairs a program takes at a time, and the programs that share an expert's."""
+    even = -(-pairs // experts)
+    bm = next((size for size in (16, 32, 64) if even <= size), 128)
+    return bm, max(1, -(-even // (bm * ROW_BLOCKS)))
+
+
+def stackable(weight: object) -> bool:
+    """Whether a weight can be one of a stack: dense, or packed in whole blocks of rows."""
+    if isinstance(weight, QuantizedWeight):
+        return weight.layout is Layout.FRAGMENT and weight.out_features % BLOCK_ROWS == 0
+    return isinstance(weight, Tensor) and not weight.is_mkldnn
+
+
+def experts_reference(
+    x: Tensor,
+    weights: list[Tensor],
+    expert_TK: Tensor,
+    *,
+    biases: list[Tensor] | None = None,
+    back: bool = False,
+) -> Tensor:
+    """The twin of `product`, in float64: weights [N, K] of each expert, pairs one at a time."""
+    flat, per_token = expert_TK.flatten(), expert_TK.shape[1]
+    order = flat.argsort(stable=True)
+    y = x.new_empty(flat.numel(), weights[0].shape[0])
+    for place, pair in enumerate(order.tolist()):
+        e = int(flat[pair])
+        row = x[place] if back else x[pair // per_token]
+        made = weights[e].double() @ row.double()
+        if biases is not None:
+            made = made + biases[e].double()
+        y[pair if back else place] = made.to(y.dtype)
+    return y
