@@ -167,12 +167,14 @@ def _layer_moments(
     if spec.shared_ffn:
         yield unit * (5 * h + q + 3 * spec.shared_ffn)
     if spec.experts:
-        # All tokens may go to one expert. Beside x, attention's result, y and its norm live the sum
-        # over experts, the tokens gathered for one, and who goes where.
-        pairs = spec.experts_per_token * (2 * shape.element_bytes + 3 * 8)
-        held = unit * (5 * h + q) + shape.tokens * (4 * spec.experts + pairs)
+        # Beside x, attention's result, y and its norm live the sum over experts and who goes where;
+        # of every pair of token and expert its hidden features, then what it adds. Experts that
+        # cannot be stacked run one by one, and all tokens may go to one.
+        k = spec.experts_per_token
+        held = unit * (5 * h + q) + shape.tokens * (4 * spec.experts + k * 36)
+        yield held + unit * k * 3 * f
+        yield held + unit * k * (f + h)
         yield held + product(2 * f, h)
-        yield held + unit * 3 * f
         yield held + unit * f + product(h, f)
         return
     if spec.gated:

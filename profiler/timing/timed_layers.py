@@ -79,9 +79,10 @@ class TimedModel:
         target, stage = case.target, self._stage_of(case)
         layers = max(1, len(stage.layers))
         # A graph shows the device's own time, also of prompts, which run eagerly: the time the host
-        # takes to enqueue them is a case of its own. Random numbers and routers stay out of graphs.
+        # takes to enqueue them is a case of its own. Random numbers stay out of graphs, and experts
+        # that ask the host.
         sampled = target.part == "head" and not self._sampling.greedy
-        asks = sampled or self.spec.experts > 0
+        asks = sampled or stage.asks_host
         graph = self.device.type == "cuda" and not asks and not case.launch
         if target.part == "head":
             effort = replace(effort, rest_s=0.0)  # it follows layers at once; they have waited

@@ -102,9 +102,8 @@ class DecodeGraphs:
         # One for all graphs: cuBLAS keeps 32 MiB for every stream it has worked on.
         self._capturing: torch.cuda.Stream | None = None
         self._logits_BV: Tensor | None = None
-        # Routers ask the device how many tokens each expert gets (layers.SparseMLP).
-        asks = model.spec.experts > 0
-        self._capture_failed = not capture or asks or device.type != "cuda"
+        # Experts that are not stacked ask the device how many tokens each gets (SparseMLP).
+        self._capture_failed = not capture or model.asks_host or device.type != "cuda"
         self._pool = None if self._capture_failed else torch.cuda.graph_pool_handle()
 
     def share(self, other: DecodeGraphs) -> None:

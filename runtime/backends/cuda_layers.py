@@ -9,14 +9,17 @@
     gate        act(gate) * up in one kernel                       kernels/fused/gated_mlp.py
     rules       windows, soft caps, sinks, latents                 cuda_rules.py
 
+    experts     all of a layer in two products                     cuda_experts.py
+
 Nothing here asks the device for a value, so a step of one new token can be captured in a graph;
-routers do (layers.SparseMLP), and models with experts run eagerly.
+experts that run one after the other do (a mixture whose weights cannot be stacked).
 
 Legend: B rows, Q new tokens, h hidden, H query heads, G key/value heads, D head_dim, S slots.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import nullcontext
 from functools import partial
 
@@ -31,12 +34,12 @@ from llmpq.kernels.fused import rms_norm as fused_norm
 from llmpq.kernels.fused import rope_append as fused_rope
 from llmpq.kernels.kv import plain_attend
 from llmpq.kernels.linear import QuantizedWeight, linear
-from llmpq.runtime.backends import cuda_atom_layers, cuda_rules
+from llmpq.runtime.backends import cuda_atom_layers, cuda_experts, cuda_rules
 from llmpq.runtime.cache.kv_cache import KVCache
 from llmpq.runtime.cache.low_bit_kv import LowBitKV
 from llmpq.runtime.cache.plain_kv import PlainKVCache
 from llmpq.runtime.models.attention import attend_cached, score_bias
-from llmpq.runtime.models.experts import SparseMLP
+from llmpq.runtime.models.experts import Routing, SparseMLP
 from llmpq.runtime.models.latent_attention import LatentAttention
 from llmpq.runtime.models.layers import Attention, DecoderLayer, normed_heads
 from llmpq.runtime.models.linear import Linear
@@ -65,6 +68,16 @@ class CudaLayers:
     def norm(self, part: Norm, x: Tensor) -> Tensor:
         """Return x normalised."""
         return norm(part, x)
+
+    def sparse_mlp(
+        self,
+        routing: Routing,
+        experts: Iterable[MLP | GatedMLP],
+        count: int,
+        shared: MLP | GatedMLP | None,
+    ) -> SparseMLP:
+        """Return experts that are two products together."""
+        return cuda_experts.sparse_mlp(routing, experts, count, shared)
 
 
 def decoder_layer(

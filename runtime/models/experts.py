@@ -67,7 +67,7 @@ class SparseMLP(nn.Module):
 
     Tokens are sorted by expert, so each expert runs once, on its tokens only. How many those are
     has to be known on the host: one wait for the device per layer, which is why steps of such
-    layers are not captured in graphs.
+    layers are not captured in graphs. GPUs that stack experts do without (cuda_experts.py).
     """
 
     def __init__(
@@ -76,6 +76,11 @@ class SparseMLP(nn.Module):
         super().__init__()
         self.routing, self.shared = routing, shared
         self.experts = nn.ModuleList(experts)
+
+    @property
+    def asks_host(self) -> bool:
+        """Whether a step waits for the device, so that it cannot be captured in a graph."""
+        return True
 
     def forward(self, x_BQh: Tensor) -> Tensor:
         """Return [B, Q, h]."""

@@ -8,6 +8,7 @@ Legend: B rows, Q new tokens, h hidden, H query heads, G key/value heads, D head
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
@@ -174,6 +175,16 @@ class LayerRunner(Protocol):
         """Return x normalised."""
         ...
 
+    def sparse_mlp(
+        self,
+        routing: Routing,
+        experts: Iterable[MLP | GatedMLP],
+        count: int,
+        shared: MLP | GatedMLP | None,
+    ) -> SparseMLP:
+        """Return the mixture of `count` experts, each taken as it is made."""
+        ...
+
 
 class PlainLayers:
     """Torch's operators, one after the other: the CPU's way, and the twin of every other."""
@@ -200,6 +211,16 @@ class PlainLayers:
         """Return x normalised."""
         normed: Tensor = part(x)
         return normed
+
+    def sparse_mlp(
+        self,
+        routing: Routing,
+        experts: Iterable[MLP | GatedMLP],
+        count: int,
+        shared: MLP | GatedMLP | None,
+    ) -> SparseMLP:
+        """Return experts that run one after the other."""
+        return SparseMLP(routing, list(experts), shared)
 
 
 class Embedding(nn.Module):

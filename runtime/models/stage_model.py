@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import Precision, WeightScheme
 from llmpq.runtime.cache.kv_cache import KVCache
+from llmpq.runtime.models.experts import SparseMLP
 from llmpq.runtime.models.layer_tensors import LayerTensors
 from llmpq.runtime.models.layers import DecoderLayer, Embedding, Head, LayerRunner, held_weights
 from llmpq.runtime.models.wiring import Wiring
@@ -95,6 +96,12 @@ class StageModel(nn.Module):
             tensors = source.head(dtype, with_output=not tied)
             head = builder.head(tensors, tied, scheme(head_precision))
         return cls(spec, built, embedding, head)
+
+    @property
+    def asks_host(self) -> bool:
+        """Whether a step waits for the device: then it cannot be captured in a graph."""
+        mixtures = (layer.mlp for layer in self.layers if isinstance(layer.mlp, SparseMLP))
+        return any(mlp.asks_host for mlp in mixtures)
 
     @torch.inference_mode()
     def forward(self, x: Tensor, step: Step, kv: KVCache, *, last_only: bool = False) -> Tensor:

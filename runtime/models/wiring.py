@@ -59,12 +59,28 @@ class Wiring:
             attn_norm=norms.get("attn_norm", NoNorm()),
             attention=self._latent_attention(parts) if latent else self._attention(parts, index),
             mlp_norm=norms.get("mlp_norm", NoNorm()),
-            mlp=_mlp(spec, parts),
+            mlp=self._mlp(spec, parts),
             runner=self._runner,
             attn_out_norm=norms.get("attn_out_norm"),
             mlp_out_norm=norms.get("mlp_out_norm"),
             residual_factor=spec.residual_factor,
         )
+
+    def _mlp(self, spec: ModelSpec, parts: LayerTensors) -> MLP | GatedMLP | SparseMLP:
+        if not spec.experts:
+            return _dense_mlp(spec, parts, "")
+        rule = spec.router
+        routing = Routing(
+            parts.tensor("router.weight"),
+            spec.experts_per_token,
+            rule,
+            bias_E=parts.tensor("router.bias") if rule.bias else None,
+            correction_E=parts.float32("router.correction") if rule.correction else None,
+        )
+        owners = list(spec.mlps())
+        experts = (_dense_mlp(spec, parts, owner) for owner in owners)
+        shared = _dense_mlp(spec, parts, SHARED) if spec.shared_ffn else None
+        return self._runner.sparse_mlp(routing, experts, len(owners), shared)
 
     def head(self, parts: LayerTensors) -> Head:
         """Wire the last stage's norm and output matrix."""
@@ -122,22 +138,6 @@ def _rotaries(spec: ModelSpec, device: torch.device) -> tuple[Rotary | None, Rot
     if spec.window_rope_theta is None:
         return rotary, rotary
     return rotary, Rotary(turned, spec.window_rope_theta, None, device, name=" of windows")
-
-
-def _mlp(spec: ModelSpec, parts: LayerTensors) -> MLP | GatedMLP | SparseMLP:
-    if not spec.experts:
-        return _dense_mlp(spec, parts, "")
-    rule = spec.router
-    routing = Routing(
-        parts.tensor("router.weight"),
-        spec.experts_per_token,
-        rule,
-        bias_E=parts.tensor("router.bias") if rule.bias else None,
-        correction_E=parts.float32("router.correction") if rule.correction else None,
-    )
-    experts = [_dense_mlp(spec, parts, owner) for owner in spec.mlps()]
-    shared = _dense_mlp(spec, parts, SHARED) if spec.shared_ffn else None
-    return SparseMLP(routing, experts, shared)
 
 
 def _dense_mlp(spec: ModelSpec, parts: LayerTensors, owner: str) -> MLP | GatedMLP:

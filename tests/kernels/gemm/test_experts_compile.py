@@ -9,7 +9,7 @@ from llmpq.kernels.gemm.expert_kernel import (  # noqa: E402
     dense_expert_kernel,
     packed_expert_kernel,
 )
-from llmpq.kernels.gemm.experts import DENSE_DEPTH, dense_tiles  # noqa: E402
+from llmpq.kernels.gemm.expert_stack import DENSE_DEPTH, dense_tiles  # noqa: E402
 from llmpq.kernels.tools.cubin import ARCHITECTURES, SHARED_LIMIT, compile_kernel  # noqa: E402
 from llmpq.kernels.tools.machine_code import overwritten, product_loops  # noqa: E402
 

@@ -6,8 +6,8 @@ from triton import knobs
 
 from llmpq.kernels.formats.round_to_nearest import quantize_weight
 from llmpq.kernels.formats.weight_layout import Layout
-from llmpq.kernels.gemm import experts as module
-from llmpq.kernels.gemm.experts import ExpertStack, assign, experts_reference
+from llmpq.kernels.gemm import expert_stack as module
+from llmpq.kernels.gemm.expert_stack import ExpertStack, assign, experts_reference
 from llmpq.kernels.gemm.reference import relative_error
 from llmpq.precision import WeightScheme
 

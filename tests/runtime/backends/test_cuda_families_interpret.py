@@ -10,14 +10,14 @@ from triton import knobs
 
 from llmpq.kernels.kv.reference import ScoreRule
 from llmpq.model_spec import ModelSpec
-from llmpq.runtime.backends import cuda_layers, cuda_rules
+from llmpq.runtime.backends import cuda_experts, cuda_layers, cuda_rules
 from llmpq.runtime.backends.build_stage import build_stage
 from llmpq.runtime.backends.cuda_stage import CudaStageCompute
 from llmpq.runtime.engine.mailbox import Mailbox
 from llmpq.runtime.engine.scheduler import Limits, Scheduler
 from llmpq.runtime.engine.stage_loop import FirstStage
 from llmpq.runtime.models import layer_tensors
-from llmpq.runtime.models.layers import DecoderLayer
+from llmpq.runtime.models.layers import DecoderLayer, PlainLayers
 from llmpq.runtime.request import Request
 from llmpq.runtime.trace import Recorder
 from llmpq.runtime.weights.sources import CheckpointSource
@@ -35,6 +35,9 @@ def _on_gpu_path(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_num_threads(1)
     monkeypatch.setattr(layer_tensors, "pack_dense", lambda weight_NK: weight_NK)
     monkeypatch.setattr(
+        PlainLayers, "sparse_mlp", lambda _, *given: cuda_experts.sparse_mlp(*given)
+    )
+    monkeypatch.setattr(
         DecoderLayer,
         "forward",
         lambda layer, *given, **options: cuda_layers.decoder_layer(layer, *given, **options),
@@ -48,6 +51,7 @@ def tokens_of(models: Any, make_plan: Any, kind: str, prompts: list[list[int]]) 
     plan = make_plan(directory, batch=3, decode_microbatch=3, prefill_microbatch=2, **options)
     spec = ModelSpec.from_directory(directory)
     base, _ = build_stage(plan, 0, spec, CheckpointSource(directory, spec), CPU)
+    assert not base.model.asks_host, "experts run one after the other"
     compute = CudaStageCompute(
         *(base.model, base.kv, CPU, torch.float32),
         workload=plan.workload,

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TypeGuard
 
 import torch
 import triton
@@ -71,6 +72,21 @@ class ExpertStack:
         self._bias: Tensor | None = None
         self.first: Tensor | QuantizedWeight | None = None
         """Expert 0's weight as it was given back: who holds another one is not of this stack."""
+
+    def takes(self, weight: object, bias: Tensor | None) -> bool:
+        """Whether a weight can be the next of this stack: as wide and as packed as those before."""
+        first = self.first
+        if not stackable(weight):
+            return False
+        if first is None:
+            return True
+        if (bias is None) != (self._bias is None):
+            return False
+        if isinstance(weight, QuantizedWeight) and isinstance(first, QuantizedWeight):
+            return form_of(weight) == form_of(first)
+        if isinstance(weight, Tensor) and isinstance(first, Tensor):
+            return weight.shape == first.shape
+        return False
 
     def put(
         self, index: int, weight: Tensor | QuantizedWeight, bias: Tensor | None
@@ -201,7 +217,13 @@ def rows_of(pairs: int, experts: int) -> tuple[int, int]:
     return bm, max(1, -(-even // (bm * ROW_BLOCKS)))
 
 
-def stackable(weight: object) -> bool:
+def form_of(weight: QuantizedWeight) -> tuple[object, ...]:
+    """Return what the packed weights of a stack have in common."""
+    shape = (weight.out_features, weight.in_features, weight.bits, weight.group_size)
+    return (*shape, weight.symmetric, weight.scale.dtype)
+
+
+def stackable(weight: object) -> TypeGuard[Tensor | QuantizedWeight]:
     """Whether a weight can be one of a stack: dense, or packed in whole blocks of rows."""
     if isinstance(weight, QuantizedWeight):
         return weight.layout is Layout.FRAGMENT and weight.out_features % BLOCK_ROWS == 0

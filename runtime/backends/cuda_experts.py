@@ -1,0 +1,105 @@
+"""A mixture's experts on a GPU: all of a layer in two products, nothing asked of the device.
+
+    weight, expert [T, k]    the router's                                models/experts.py
+    sent                     pairs sorted by expert                      kernels/gemm/expert_stack.py
+    hidden [C, F]            act(gate_up of every pair)
+    y [T, k, h]              down, each pair back at its own number
+    sum_j weight[t, j] y[t, j]
+
+Weights are put into stacks as they are read, one expert beside the stack at a time; linears hold
+views of it. Where a linear holds another weight (a draft's view) or is watched (calibration), the
+experts run one after the other, as on a CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from llmpq.kernels.fused import gated_mlp
+from llmpq.kernels.gemm.expert_stack import ExpertStack, assign, stackable
+from llmpq.runtime.models.experts import Routing, SparseMLP
+from llmpq.runtime.models.linear import Linear
+from llmpq.runtime.models.mlps import MLP, GatedMLP
+
+OLDEST = (8, 0)
+"""Compute capability from which Triton drives the tensor cores."""
+
+
+def sparse_mlp(
+    routing: Routing,
+    experts: Iterable[MLP | GatedMLP],
+    count: int,
+    shared: MLP | GatedMLP | None,
+) -> SparseMLP:
+    """Return the mixture of `count` experts, stacked where their weights allow it."""
+    up, down = ExpertStack(count), ExpertStack(count)
+    made: list[nn.Module] = []
+    stacked = True
+    for index, expert in enumerate(experts):
+        stacked = stacked and isinstance(expert, GatedMLP) and _fit(up, down, expert)
+        if stacked and isinstance(expert, GatedMLP):
+            parts = _put(up, index, expert.gate_up), _put(down, index, expert.down)
+            expert = GatedMLP(*parts, expert.gate)
+        made.append(expert)
+    if not stacked:
+        return SparseMLP(routing, made, shared)
+    return GroupedMLP(routing, made, shared, up, down)
+
+
+def _put(stack: ExpertStack, index: int, part: Linear) -> Linear:
+    """Return a linear that holds its place in the stack."""
+    weight = part.weight
+    assert stackable(weight)
+    return Linear(*stack.put(index, weight, part.bias))
+
+
+def _fit(up: ExpertStack, down: ExpertStack, expert: GatedMLP) -> bool:
+    weight = expert.down.weight
+    if weight.device.type == "cuda" and torch.cuda.get_device_capability(weight.device) < OLDEST:
+        return False
+    parts = ((up, expert.gate_up), (down, expert.down))
+    return all(stack.takes(part.weight, part.bias) for stack, part in parts)
+
+
+class GroupedMLP(SparseMLP):
+    """Routing, stacked experts, and an MLP that all tokens share, if any."""
+
+    def __init__(
+        self,
+        routing: Routing,
+        experts: Sequence[nn.Module],
+        shared: nn.Module | None,
+        up: ExpertStack,
+        down: ExpertStack,
+    ) -> None:
+        super().__init__(routing, experts, shared)
+        self._up, self._down = up, down
+
+    @property
+    def asks_host(self) -> bool:
+        """Whether a step waits for the device: where the experts are not those of the stacks."""
+        first = self.experts[0]
+        assert isinstance(first, GatedMLP)
+        parts = ((first.gate_up, self._up), (first.down, self._down))
+        return any(part.weight is not s.first or part._forward_pre_hooks for part, s in parts)
+
+    def forward(self, x_BQh: Tensor) -> Tensor:
+        """Return [B, Q, h]."""
+        if self.asks_host:
+            return super().forward(x_BQh)
+        x_Th = x_BQh.reshape(-1, x_BQh.shape[-1])
+        weight_Tk, expert_Tk = self.routing(x_Th)
+        sent = assign(expert_Tk, len(self.experts))
+        wide = self._up.product(x_Th, sent)
+        gate = self.experts[0].gate
+        assert not isinstance(gate, (Tensor, nn.Module))
+        hidden_CF = gated_mlp.gate_mul(wide, gate.activation, limit=gate.limit, slope=gate.slope)
+        del wide
+        y_Ch = self._down.product(hidden_CF, sent, back=True)
+        y_Th = torch.bmm(weight_Tk[:, None], y_Ch.view(*weight_Tk.shape, -1))[:, 0]
+        if self.shared is not None:
+            y_Th.add_(self.shared(x_Th))
+        return y_Th.view(x_BQh.shape)

@@ -1,0 +1,81 @@
+"""A layer's stacked experts, kernels interpreted: what experts one after the other give."""
+
+import copy
+
+import pytest
+import torch
+from triton import knobs
+
+from llmpq.runtime.backends.cuda_experts import GroupedMLP, sparse_mlp
+from llmpq.runtime.models.experts import Routing, SparseMLP
+from llmpq.runtime.models.linear import Linear
+from llmpq.runtime.models.mlps import MLP, GatedMLP, GateFunction
+
+pytestmark = [
+    pytest.mark.interpret,
+    pytest.mark.skipif(not knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1"),
+]
+EXPERTS, HIDDEN, FFN = 5, 32, 24
+
+
+def matrix(rows, columns, seed):
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)) * 0.3
+
+
+def dense(rows, columns, seed):
+    return Linear(matrix(rows, columns, seed), None)
+
+
+def both(gate="silu", *, bias=False, shared=False):
+    """Return the mixture as one after the other and stacked."""
+    biases = [(torch.ones(2 * FFN) * e, torch.ones(HIDDEN) * -e) for e in range(EXPERTS)]
+    made = [
+        GatedMLP(
+            Linear(matrix(2 * FFN, HIDDEN, e), biases[e][0] if bias else None),
+            Linear(matrix(HIDDEN, FFN, 50 + e), biases[e][1] if bias else None),
+            GateFunction(gate, limit=1.0, slope=1.7),
+        )
+        for e in range(EXPERTS)
+    ]
+    alike = made[0] if shared else None
+    routing = Routing(matrix(EXPERTS, HIDDEN, 99), 2)
+    return SparseMLP(routing, made, alike), sparse_mlp(routing, iter(made), EXPERTS, alike)
+
+
+@pytest.mark.parametrize("gate", ["silu", "gelu_tanh", "clamped_silu"])
+@pytest.mark.parametrize("rows", [1, 7])
+def test_experts_together_give_what_they_give_in_turn(gate, rows):
+    plain, stacked = both(gate, bias=gate != "silu", shared=gate == "silu")
+    x = matrix(rows, HIDDEN, 7)[:, None]
+    assert isinstance(stacked, GroupedMLP) and not stacked.asks_host
+    torch.testing.assert_close(stacked(x), plain(x), rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(stacked(x.flip(-1)), plain(x), rtol=1e-2)
+
+
+def test_another_weight_or_a_watcher_is_heeded():
+    """A draft's view holds other linears; calibration watches those that there are."""
+    _, stacked = both()
+    x = matrix(3, HIDDEN, 8)[:, None]
+    before, seen = stacked(x), []
+    view = copy.copy(stacked)
+    view._modules = dict(stacked._modules)
+    halves = [GatedMLP(e.gate_up, Linear(e.down.weight * 0.5, None)) for e in stacked.experts]
+    view.experts = torch.nn.ModuleList(halves)
+    assert view.asks_host
+    torch.testing.assert_close(view(x), before * 0.5, rtol=1e-4, atol=1e-5)
+    handle = stacked.experts[0].down.register_forward_pre_hook(lambda *_: seen.append(1))
+    assert stacked.asks_host
+    torch.testing.assert_close(stacked(x), before, rtol=1e-4, atol=1e-5)
+    handle.remove()
+    assert not stacked.asks_host
+
+
+def test_what_cannot_be_stacked_runs_in_turn():
+    routing = Routing(matrix(2, HIDDEN, 99), 1)
+    plain = [MLP(dense(FFN, HIDDEN, e), dense(HIDDEN, FFN, e), "gelu") for e in (0, 1)]
+    unlike = [GatedMLP(dense(2 * f, HIDDEN, f), dense(HIDDEN, f, f)) for f in (8, 16)]
+    for experts in (plain, unlike):
+        made = sparse_mlp(routing, experts, 2, None)
+        x = matrix(4, HIDDEN, 3)[:, None]
+        assert made.asks_host and not isinstance(made, GroupedMLP)
+        torch.testing.assert_close(made(x), SparseMLP(routing, experts)(x))
