@@ -1,7 +1,7 @@
 """A mixture's experts on a GPU: all of a layer in two products, nothing asked of the device.
 
-    weight, expert [T, k]    the router's                                models/experts.py
-    sent                     pairs sorted by expert                      kernels/gemm/expert_stack.py
+    weight, expert [T, k]    the router's               models/experts.py
+    sent                     pairs sorted by expert     kernels/gemm/expert_stack.py
     hidden [C, F]            act(gate_up of every pair)
     y [T, k, h]              down, each pair back at its own number
     sum_j weight[t, j] y[t, j]

@@ -1,0 +1,53 @@
+"""Every family on a GPU in float32, decode steps captured: the tokens of Transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from llmpq.model_spec import ModelSpec
+from llmpq.runtime.backends.build_stage import build_stage
+from llmpq.runtime.backends.cuda_stage import CudaStageCompute
+from llmpq.runtime.engine.mailbox import Mailbox
+from llmpq.runtime.engine.scheduler import Limits, Scheduler
+from llmpq.runtime.engine.stage_loop import FirstStage
+from llmpq.runtime.request import Request
+from llmpq.runtime.trace import Recorder
+from llmpq.runtime.weights.sources import CheckpointSource
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+NEW = 12
+
+
+def test_tokens_equal_transformers(
+    models: Any, make_plan: Any, random_prompts: Any, family_kind: str
+) -> None:
+    """Prompts beyond windows; heads of an odd size are for the interpreter."""
+    if "dynamic" in family_kind:
+        pytest.skip("refused on GPUs by its feature")
+    prompts, directory = random_prompts(7, 19, 2, 9), models.directory(family_kind)
+    options = {"prompt_len": 19, "gen_len": NEW}
+    plan = make_plan(directory, batch=3, decode_microbatch=3, prefill_microbatch=2, **options)
+    spec, device = ModelSpec.from_directory(directory), torch.device("cuda")
+    compute, _ = build_stage(plan, 0, spec, CheckpointSource(directory, spec), device)
+    assert isinstance(compute, CudaStageCompute) and not compute.model.asks_host
+    mailbox = Mailbox()
+    for i, prompt in enumerate(prompts):
+        mailbox.requests.put(Request(id=i, prompt=tuple(prompt), max_new=NEW))
+    mailbox.requests.put(None)
+    limits = Limits(
+        num_slots=plan.workload.batch,
+        prompt_len=plan.workload.prompt_len,
+        max_len=plan.workload.max_len,
+        prefill_microbatch=plan.prefill_microbatch,
+        decode_microbatch=plan.decode_microbatch,
+    )
+    FirstStage(Scheduler(limits), compute, None, mailbox, Recorder(), num_stages=1).run()
+    found = [done.tokens for done in sorted(mailbox.finished, key=lambda done: done.id)]
+    assert found == models.greedy(family_kind, prompts)
+    assert compute.captured_rows, "decode steps ran without a graph"
