@@ -2,18 +2,22 @@
 
     python benchmarks/cpu.py --llama-bench PATH                  llama-3.2-1b at 16, 8 and 4 bits
     python benchmarks/cpu.py --llama-bench PATH --model qwen2.5-3b --bits 4 --batch 1,8,32
+    python benchmarks/cpu.py --llama-bench PATH --bits 4 --depth 4096,16384 --kv kv16,kv4
 
 PATH is llama.cpp's `llama-bench`; `llama-batched-bench` beside it serves batches. Both build from
 the sdist of `llama-cpp-python` (in vendor/llama.cpp: `cmake -B build -DGGML_NATIVE=ON`, then
 `cmake --build build --target llama-bench llama-batched-bench`). Weights are random, in a GGUF file
 that the `gguf` package writes here. Programs alternate, so that other load falls on all of them; a
 row is the median of ours with theirs as baselines. `--head`: what llama.cpp's output matrix is:
-quantised like its layers (`same`), or `f16`, 16 bits as ours always is.
+quantised like its layers (`same`), or `f16`, 16 bits as ours is without `--head-bits 8`. `--depth`:
+decode steps behind so many tokens, ours in the pool of KV blocks that runs serve from, llama.cpp's
+with its F16 cache.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
 import subprocess
@@ -29,11 +33,17 @@ import torch
 from rows import write_row
 
 from llmpq.kernels.native import library
+from llmpq.kv_format import BLOCK_TOKENS, packed_blocks
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
-from llmpq.precision import Precision
+from llmpq.pool_size import PoolSize
+from llmpq.precision import KVPrecision, Precision
+from llmpq.runtime.cache.paged_by_precision import make_paged_kv
 from llmpq.runtime.engine.plain_loop import LocalPipeline
+from llmpq.runtime.models.linear import round_activations
 from llmpq.runtime.models.stage_model import DTYPES
+from llmpq.runtime.ragged_step import RaggedStep
+from llmpq.runtime.request import PagedRow
 from llmpq.runtime.step import Step
 from llmpq.runtime.weights.dummy import CopiedLayers
 from llmpq.runtime.weights.sources import RandomSource
@@ -103,7 +113,7 @@ def _random_matrix(n: int, k: int, kind: str) -> np.ndarray:
     return blocks.reshape(n, -1)
 
 
-def our_model(spec: ModelSpec, bits: int, dtype: str) -> LocalPipeline:
+def our_model(spec: ModelSpec, bits: int, dtype: str, head_bits: int = 16) -> LocalPipeline:
     """Build a model of random weights, all layers of one precision."""
     precision = Precision.parse(str(bits))
     scheme = Quantization().scheme
@@ -112,7 +122,11 @@ def our_model(spec: ModelSpec, bits: int, dtype: str) -> LocalPipeline:
         torch.device("cpu"),
     )  # fmt: skip
     return LocalPipeline.build(
-        spec, source, precisions=[precision] * spec.num_layers, dtype=DTYPES[dtype]
+        spec,
+        source,
+        precisions=[precision] * spec.num_layers,
+        dtype=DTYPES[dtype],
+        head_precision=Precision.parse(str(head_bits)),
     )
 
 
@@ -130,6 +144,35 @@ def time_ours(model: LocalPipeline, batch: int, prompt: int, new: int) -> Second
         step = Step.of(slots, [prompt + index] * batch, [1] * batch)
         model.logits(tokens[:, :1], step, caches).argmax(-1)
     return prefill_s, (time.perf_counter() - start_s) / new
+
+
+@torch.inference_mode()
+def time_ours_behind(
+    model: LocalPipeline, batch: int, depth: int, new: int, kv: KVPrecision
+) -> Seconds:
+    """Time decode steps of rows that have `depth` tokens in the pool, of any values."""
+    (stage,) = model.stages
+    blocks = -(-(depth + new) // BLOCK_TOKENS)
+    size = PoolSize(
+        num_blocks=batch * blocks, slots=batch, max_len=depth + new + 1, prefix_cache=False
+    )
+    pool = make_paged_kv(
+        model.spec, kv, size, layers=range(model.spec.num_layers), dtype=model.dtype
+    )
+    own = [tuple(range(row, batch * blocks, batch)) for row in range(batch)]
+    given = blocks if kv is KVPrecision.KV16 else packed_blocks(size.max_len)
+    rows = [PagedRow(slot=row, new_blocks=own[row][:given]) for row in range(batch)]
+    pool.take_rows(rows, [depth] * batch)
+    tokens, slots = torch.randint(1, model.spec.vocab, (1, batch)), list(range(batch))
+    start_s = time.perf_counter()
+    for index in range(new + 1):
+        if index == 1:  # the first has what is new to warm up
+            start_s = time.perf_counter()
+        one = [1] * batch
+        starts = [depth + index - 1] * batch
+        step = RaggedStep.of_rows(slots, starts, one, wanted=one, width=batch)
+        stage.logits(stage(tokens, step, pool), step).argmax(-1)
+    return 0.0, (time.perf_counter() - start_s) / new
 
 
 def transformers_model(spec: ModelSpec, dtype: str) -> Any:
@@ -162,9 +205,16 @@ def time_transformers(model: Any, batch: int, prompt: int, new: int) -> Seconds:
     return prefill_s, (time.perf_counter() - start_s) / new
 
 
-def time_llama(bench: Path, path: Path, batch: int, prompt: int, new: int, threads: int) -> Seconds:
+def time_llama(
+    bench: Path, path: Path, batch: int, prompt: int, new: int, threads: int, depth: int = 0
+) -> Seconds:
     """Ask llama.cpp's own program for tokens/s, and return seconds."""
     shared = ["-m", str(path), "-t", str(threads)]
+    if depth and batch == 1:
+        behind = ["-p", "0", "-n", str(new), "-d", str(depth), "-r", "1", "-o", "jsonl"]
+        (line,) = _json_lines([str(bench), *shared, *behind])
+        return 0.0, 1 / line["avg_ts"]
+    prompt = depth or prompt
     if batch == 1:
         command = [str(bench), *shared, "-p", str(prompt), "-n", str(new), "-r", "1", "-o", "jsonl"]
         first, second = _json_lines(command)
@@ -196,6 +246,8 @@ def measure(
             if index:
                 samples[name].append(seconds)
     for phase, name in enumerate(("prefill", "decode step")):
+        if case["depth"] and name == "prefill":
+            continue
         times = {who: [sample[phase] for sample in runs] for who, runs in samples.items()}
         medians = {who: statistics.median(values) for who, values in times.items()}
         write_row(
@@ -215,6 +267,10 @@ def _numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
+def _names(text: str) -> list[str]:
+    return text.split(",")
+
+
 def main() -> None:
     """Measure and append rows to results/cpu.jsonl."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -225,9 +281,13 @@ def main() -> None:
     parser.add_argument("--batch", type=_numbers, default=[1])
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--new", type=int, default=16)
+    parser.add_argument("--depth", type=_numbers, default=[0], help="tokens before the new ones")
+    parser.add_argument("--kv", type=_names, default=["kv16"], help="of ours, with --depth")
+    parser.add_argument("--cpu-activations", choices=("exact", "int8"), default="exact")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="bfloat16", help="of ours")
     parser.add_argument("--level", choices=sorted(library.LEVELS), help="force our dispatch")
+    parser.add_argument("--head-bits", type=int, choices=(8, 16), default=16, help="of ours")
     parser.add_argument("--head", choices=("same", "f16"), default="same")
     parser.add_argument("--transformers", action="store_true", help="measure it, too (16 bits)")
     parser.add_argument("--repeat", type=int, default=5)
@@ -246,27 +306,54 @@ def main() -> None:
 
 def measure_bits(args: argparse.Namespace, spec: ModelSpec, bits: int, path: Path) -> None:
     """Measure all batches at one bit width."""
-    model = our_model(spec, bits, args.dtype)
+    model = our_model(spec, bits, args.dtype, args.head_bits)
     hf = transformers_model(spec, args.dtype) if args.transformers and bits == 16 else None
     llama = args.llama_bench is not None and bits in KINDS
     if llama:
         write_gguf(spec, KINDS[bits], args.head, path)
-    used = library.best_level()
+    if args.cpu_activations == "int8":
+        round_activations(model.stages[0])
     for batch in args.batch:
-        size = (batch, args.prompt, args.new)
-        programs: dict[str, Callable[[], Seconds]] = {"ours": lambda s=size: time_ours(model, *s)}
-        if hf is not None:
-            programs["transformers"] = lambda s=size: time_transformers(hf, *s)
-        if llama:
-            name = f"llama.cpp {KINDS[bits]}"
-            programs[name] = lambda s=size: time_llama(args.llama_bench, path, *s, args.threads)
-        case = {
-            "model": args.model, "layers": spec.num_layers, "bits": bits, "dtype": args.dtype,
-            "batch": batch, "prompt": args.prompt, "new": args.new, "threads": args.threads,
-            "level": used.name if used else "torch", "llama head": args.head,
-        }  # fmt: skip
-        measure(case, programs, args.repeat, args.noisy)
+        for depth in args.depth:
+            programs = _programs(args, model, hf, path if llama else None, (bits, batch, depth))
+            case = _case(args, spec, bits, batch, depth)
+            for name in args.kv if depth else ["kv16"]:
+                if depth:
+                    behind = (batch, depth, args.new, KVPrecision.parse(name))
+                    programs["ours"] = functools.partial(time_ours_behind, model, *behind)
+                measure(case | {"kv": name}, programs, args.repeat, args.noisy)
     path.unlink(missing_ok=True)
+
+
+def _programs(
+    args: argparse.Namespace, model: LocalPipeline, hf: Any, path: Path | None,
+    size: tuple[int, int, int],
+) -> dict[str, Callable[[], Seconds]]:  # fmt: skip
+    bits, batch, depth = size
+    shape = (batch, args.prompt, args.new)
+    programs: dict[str, Callable[[], Seconds]] = {
+        "ours": functools.partial(time_ours, model, *shape)
+    }
+    if hf is not None and not depth:
+        programs["transformers"] = functools.partial(time_transformers, hf, *shape)
+    if path is not None:
+        programs[f"llama.cpp {KINDS[bits]}"] = functools.partial(
+            time_llama, args.llama_bench, path, *shape, args.threads, depth
+        )
+    return programs
+
+
+def _case(
+    args: argparse.Namespace, spec: ModelSpec, bits: int, batch: int, depth: int
+) -> dict[str, Any]:
+    used = library.best_level()
+    return {
+        "model": args.model, "layers": spec.num_layers, "bits": bits, "dtype": args.dtype,
+        "batch": batch, "prompt": 0 if depth else args.prompt, "depth": depth, "new": args.new,
+        "threads": args.threads, "level": used.name if used else "torch",
+        "llama head": args.head, "head bits": args.head_bits,
+        "cpu activations": args.cpu_activations,
+    }  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
     python benchmarks/perplexity.py                     the demo model on examples/heldout.txt
     python benchmarks/perplexity.py --model DIR --text FILE --dtype bfloat16
     python benchmarks/perplexity.py --only-head         layers in 16 bits, the output matrix in 8
+    python benchmarks/perplexity.py --only-activations  activations of 8 bits meet 8, 4 and 3 bits
 
 Every row states the 16-bit perplexity of the same run as its baseline.
 """
@@ -20,6 +21,7 @@ from rows import write_row
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import Precision, WeightScheme
 from llmpq.runtime.engine.plain_loop import LocalPipeline
+from llmpq.runtime.models.linear import round_activations
 from llmpq.runtime.models.stage_model import DTYPES
 from llmpq.runtime.text.tokenizer import Tokenizer
 from llmpq.runtime.tools.evaluate import longest_window, perplexity
@@ -37,6 +39,25 @@ def schemes() -> Iterator[WeightScheme]:
                 yield WeightScheme(bits=bits, symmetric=symmetric, clip_search=clip_search)
 
 
+def _exact_and_rounded(
+    spec: ModelSpec, model: str, bits: int, dtype: torch.dtype, tokens: list[int]
+) -> list[float]:
+    """Return the perplexities with activations as they are, and rounded to 8 bits."""
+    pipeline = LocalPipeline.build(
+        spec,
+        CheckpointSource(model, spec),
+        precisions=[Precision.parse(str(bits))] * spec.num_layers,
+        dtype=dtype,
+    )
+    values = []
+    for rounded in (False, True):
+        if rounded:
+            round_activations(pipeline.stages[0])
+        window = longest_window(spec)
+        values.append(perplexity(pipeline.scores, tokens, window=window).value)
+    return values
+
+
 def main() -> None:
     """Measure and append the rows."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -45,10 +66,12 @@ def main() -> None:
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="float32")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--only-head", action="store_true")
+    parser.add_argument("--only-activations", action="store_true")
+    parser.add_argument("--tokens", type=int, help="of the text, from its start; all of it")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     spec = ModelSpec.from_directory(args.model)
-    tokens = Tokenizer(args.model).encode(Path(args.text).read_text(), special=False)
+    tokens = Tokenizer(args.model).encode(Path(args.text).read_text(), special=False)[: args.tokens]
 
     def measure(bits: int, scheme: WeightScheme | None, *, head: bool = False) -> float:
         pipeline = LocalPipeline.build(
@@ -61,6 +84,19 @@ def main() -> None:
         )
         return perplexity(pipeline.scores, tokens, window=longest_window(spec)).value
 
+    if args.only_activations:
+        case = {"model": spec.name, "text": Path(args.text).name, "dtype": args.dtype}
+        for bits in BITS:
+            pair = _exact_and_rounded(spec, args.model, bits, DTYPES[args.dtype], tokens)
+            precision = Precision.parse(str(bits)).value
+            write_row(
+                "quality.jsonl", bench="perplexity", unit="perplexity", samples=pair[1:],
+                case=case | {"precision": precision, "rounding": "int8 activations on CPUs"}
+                | {"tokens": len(tokens)},
+                baselines={"exact activations": pair[0]},
+            )  # fmt: skip
+            print(f"{precision}  int8 activations  {pair[1]:.4f}  {pair[1] / pair[0] - 1:+.3%}")
+        return
     base = measure(16, None)
     write = functools.partial(
         write_row,

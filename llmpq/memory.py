@@ -24,6 +24,9 @@ INDEX_BYTES = 4
 """One entry of a channel order, int32."""
 
 
+CpuActivations = Literal["exact", "int8"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Quantization:
     """How quantised layers are stored: one setting for a whole plan."""
@@ -34,6 +37,9 @@ class Quantization:
     """Input channels of w4a4 layers that keep 8 bits (a calibrated checkpoint says how many)."""
     head_bits: Literal[8, 16] = 16
     """Of the output matrix: 16, or 8 in groups as the layers' weights."""
+
+    cpu_activations: CpuActivations = "exact"
+    """What 3-, 4- and 8-bit weights meet on CPUs: rounded to 16 bits a group, or to `int8`."""
 
     @property
     def head(self) -> Precision:

@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 from llmpq.device_spec import device_specs
 from llmpq.errors import BadPlanError, PlanMismatchError, short_repr
 from llmpq.file_form import FileForm
-from llmpq.memory import Quantization
+from llmpq.memory import CpuActivations, Quantization
 from llmpq.model_spec import ModelSpec
 from llmpq.plan_inputs import PlanInputs
 from llmpq.precision import Precision
@@ -63,6 +63,8 @@ class QuantizationForm(FileForm):
     """Input channels that w4a4 layers keep in 8 bits."""
     head_bits: Literal[8, 16] = 16
     """Of the output matrix; its loss is not part of omega."""
+    cpu_activations: CpuActivations = "exact"
+    """What weights of few bits meet on CPUs; the loss of `int8` is not part of omega."""
 
     def settings(self) -> Quantization:
         """Return the value the byte formulas take."""
@@ -71,6 +73,7 @@ class QuantizationForm(FileForm):
             symmetric=self.symmetric,
             outliers=self.outliers,
             head_bits=self.head_bits,
+            cpu_activations=self.cpu_activations,
         )
 
 

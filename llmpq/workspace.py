@@ -278,6 +278,8 @@ def _packing_bytes(spec: ModelSpec, shape: _Shape) -> int:
 def _dequantised_bytes(spec: ModelSpec, shape: _Shape) -> int:
     """Return what attending over a piece of a low-bit cache needs: some rows, some heads.
 
+    Chunks of prompts need it, and rows of one token where our own code does not read in place.
+
     The keys are whole when values are unpacked (bytes twice, words twice) and joined with the
     newest tokens, or gathered where nothing is packed.
     """

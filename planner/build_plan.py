@@ -58,6 +58,7 @@ def build_plan(p: Problem, outcome: Outcome, *, model_path: str | None = None) -
             symmetric=p.quantization.symmetric,
             outliers=p.quantization.outliers,
             head_bits=p.quantization.head_bits,
+            cpu_activations=p.quantization.cpu_activations,
         ),
         prefill_microbatch=a.prefill_microbatch,
         decode_microbatch=a.decode_microbatch,

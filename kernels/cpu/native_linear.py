@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from llmpq.kernels.cpu.dense import dense_linear
 from llmpq.kernels.formats.quantized_weight import QuantizedWeight
@@ -30,6 +31,8 @@ def native_linear(x_MK: Tensor, qweight: QuantizedWeight, bias: Tensor | None) -
     """Multiply x [M, K] by a weight in the layout `Layout.CPU`."""
     if x_MK.shape[0] <= _FEW_ROWS[x_MK.dtype]:
         return few_rows(x_MK, qweight, bias)
+    if qweight.activation_bits == 8:
+        x_MK = in_eight_bits(x_MK)
     n = qweight.out_features
     step = max(64, _CHUNK_WEIGHTS // qweight.in_features // 64 * 64)
     if step >= n:
@@ -63,6 +66,14 @@ def few_rows(x_MK: Tensor, qweight: QuantizedWeight, bias: Tensor | None) -> Ten
         torch.get_num_threads(),
     )
     return y
+
+
+def in_eight_bits(x_MK: Tensor) -> Tensor:
+    """Return x in its dtype, each group of 128 rounded to 127ths of its largest."""
+    k = x_MK.shape[1]
+    groups = functional.pad(x_MK.float(), (0, -k % GROUP)).unflatten(1, (-1, GROUP))
+    step = groups.abs().amax(-1, keepdim=True).clamp_(min=1e-30) / 127
+    return groups.div_(step).round_().mul_(step).flatten(1)[:, :k].to(x_MK.dtype)
 
 
 def dequantize_rows(qweight: QuantizedWeight, dtype: torch.dtype, start: int, stop: int) -> Tensor:

@@ -34,7 +34,7 @@ class QuantizedWeight:
     zero: Tensor | None
     layout: Layout
     activation_bits: int = 16
-    """What few rows of x are rounded to, a group of 128, where our own code multiplies on a CPU."""
+    """What x is rounded to, a group of 128, where our own code multiplies on a CPU."""
 
     @property
     def symmetric(self) -> bool:

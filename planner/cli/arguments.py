@@ -18,6 +18,7 @@ EXPORTS = ("vllm", "sglang", "llamacpp", "accelerate", "compressed-tensors", "gp
 DEFAULT_POINTS = 25
 """Points of a front, unless `--pareto-points` says."""
 COMMANDS = ("plan", "check", "export", "devices", "models")
+CPU_ACTIVATIONS = "CPUs: int8 rounds what meets 3-, 4- and 8-bit weights (exact)"
 HEAD_BITS = "of the output matrix (16); 8 reads half of its bytes, its loss is not in omega"
 GROUP_SIZES = "weights that share a scale: 128, or 0 for a channel; w4a4 and CPUs also 64, 32"
 NOTES = """\
@@ -153,6 +154,9 @@ def _limits(section: Section) -> None:
     section.flag("--symmetric", action="store_true", help="symmetric weight quantisation")
     section.flag("--weight-group-size", type=int, help=GROUP_SIZES)
     section.flag("--head-bits", type=int, choices=(8, 16), default=16, help=HEAD_BITS)
+    section.flag(
+        "--cpu-activations", choices=("exact", "int8"), default="exact", help=CPU_ACTIVATIONS
+    )
     section.flag("--outliers", type=int, help="w4a4: channels in 8 bits (hidden/32, at most 128)")
 
 

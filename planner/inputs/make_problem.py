@@ -53,7 +53,12 @@ def make_problem(request: PlanRequest) -> tuple[Problem, str | None, list[str]]:
     sensitivity = listed or generic_sensitivity(spec, choices, parse_kv(request.kv))
     grid = _grid(request, path, choices, cluster)
     outliers = _outliers(request.outliers, choices, spec)
-    quantization = replace(grid, outliers=outliers, head_bits=request.head_bits)
+    quantization = replace(
+        grid,
+        outliers=outliers,
+        head_bits=request.head_bits,
+        cpu_activations=request.cpu_activations,
+    )
     too_long = positions_note(spec, workload)
     estimate = estimate_costs(
         spec,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from llmpq.memory import CpuActivations
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRequest:
@@ -52,6 +54,7 @@ class PlanRequest(DevicesRequest):
     symmetric: bool
     weight_group_size: int | None
     head_bits: Literal[8, 16]
+    cpu_activations: CpuActivations
     outliers: int | None
     method: str | None
     shaq_efficient: bool

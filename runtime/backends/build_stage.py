@@ -20,6 +20,7 @@ from llmpq.runtime.backends.stage_compute import StageCompute
 from llmpq.runtime.cache.kv_by_precision import make_kv_cache
 from llmpq.runtime.cache.kv_cache import KVCache
 from llmpq.runtime.cache.paged_by_precision import make_paged_kv
+from llmpq.runtime.models.linear import round_activations
 from llmpq.runtime.models.stage_model import DTYPES, StageModel
 from llmpq.runtime.trace import LoadReport
 from llmpq.runtime.weights.sources import TensorSource
@@ -128,7 +129,7 @@ def _load_model(
     plan: Plan, index: int, spec: ModelSpec, source: TensorSource, device: torch.device
 ) -> StageModel:
     stage = plan.stages[index]
-    return StageModel.build(
+    model = StageModel.build(
         spec,
         range(*stage.layers),
         stage.precisions,
@@ -141,6 +142,9 @@ def _load_model(
         source=source,
         runner=backend_of(device).layers(),
     )
+    if device.type == "cpu" and plan.quantization.cpu_activations == "int8":
+        round_activations(model)
+    return model
 
 
 @contextmanager

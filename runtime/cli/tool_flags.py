@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from llmpq.command_line import CommandParser, Only, Section
+from llmpq.memory import CpuActivations
 from llmpq.precision import Precision
 from llmpq.runtime.cli.run_flags import (
     add_master_addr,
@@ -28,6 +29,7 @@ JOB: Mapping[str, Any] = {
 """What a job of `bench` without a plan is, unless flags say otherwise."""
 DTYPES = ("float16", "bfloat16", "float32")
 Dtype = Literal["float16", "bfloat16", "float32"]
+CPU_ACTIVATIONS = "CPUs: int8 rounds what meets 3-, 4- and 8-bit weights (exact)"
 HEAD_BITS = "of the output matrix (16); 8 reads half of its bytes"
 
 
@@ -73,6 +75,7 @@ class BenchOptions:
     bits: str | None
     symmetric: bool
     head_bits: Literal[8, 16] | None
+    cpu_activations: CpuActivations | None
     kv: str | None
     dtype: Dtype | None
     batch: int | None
@@ -110,6 +113,7 @@ class EvalOptions:
     kv_cache_dtype: str | None
     symmetric: bool
     head_bits: Literal[8, 16] | None
+    cpu_activations: CpuActivations | None
     dtype: Dtype | None
     device: str
     protocol: Literal["all", "gptq"]
@@ -218,6 +222,7 @@ def _add_job(job: Section) -> None:
         "--symmetric", action="store_true", only=(unplanned, rounded), help="weights without zeros"
     )
     job.flag("--head-bits", type=int, choices=(8, 16), only=unplanned, help=HEAD_BITS)
+    job.flag("--cpu-activations", choices=("exact", "int8"), only=unplanned, help=CPU_ACTIVATIONS)
     job.flag("--kv", daily=True, metavar="PRECISION", only=unplanned, help=_default("kv"))
     job.flag("--dtype", choices=DTYPES, only=unplanned, help=_default("dtype"))
     for name in ("batch", "prompt", "gen"):
@@ -274,6 +279,7 @@ def eval_parser() -> CommandParser:
     )
     flags.flag("--symmetric", action="store_true", only=unplanned, help="without zero points")
     flags.flag("--head-bits", type=int, choices=(8, 16), only=unplanned, help=HEAD_BITS)
+    flags.flag("--cpu-activations", choices=("exact", "int8"), only=unplanned, help=CPU_ACTIVATIONS)
     flags.flag("--dtype", choices=DTYPES, help="default: the plan's, or float32")
     flags.flag("--device", default="cpu", daily=True, help="cpu (default) or cuda")
     flags.flag(

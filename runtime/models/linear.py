@@ -6,11 +6,21 @@ attribute is the cheapest to read.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor, nn
 
 from llmpq.kernels.atom.product import AtomWeight, atom_linear
 from llmpq.kernels.cpu.dense import dense_linear
 from llmpq.kernels.linear import QuantizedWeight, linear
+
+
+def round_activations(model: nn.Module, bits: int = 8) -> None:
+    """Have a model's weights of few bits meet activations rounded to `bits` on CPUs."""
+    for module in model.modules():
+        if isinstance(module, Linear) and isinstance(module.weight, QuantizedWeight):
+            module.weight = replace(module.weight, activation_bits=bits)
+
 
 Weight = Tensor | QuantizedWeight | AtomWeight
 """A dense weight (kernels/cpu/dense.py), one of few bits, or one that meets rounded activations."""

@@ -176,7 +176,9 @@ def single_plan(spec: ModelSpec, options: BenchOptions) -> Plan:
             ),
             precision=Precision.parse(job["bits"]),
             quantization=QuantizationForm(
-                symmetric=options.symmetric, head_bits=options.head_bits or 16
+                symmetric=options.symmetric,
+                head_bits=options.head_bits or 16,
+                cpu_activations=options.cpu_activations or "exact",
             ),
             prefill_microbatch=_or(options.prefill_microbatch, job["batch"]),
             decode_microbatch=_or(options.decode_microbatch, job["batch"]),

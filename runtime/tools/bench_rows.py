@@ -118,7 +118,13 @@ def _job(plan: Plan) -> dict[str, Any]:
         "plan": plan.solver.method,
         "symmetric": plan.quantization.symmetric,
         **({"head_bits": 8} if plan.quantization.head_bits == 8 else {}),
+        **_rounded(plan),
     }
+
+
+def _rounded(plan: Plan) -> dict[str, Any]:
+    rounding = plan.quantization.cpu_activations
+    return {} if rounding == "exact" else {"cpu_activations": rounding}
 
 
 def _in_words(drafts: Mapping[str, Any] | None) -> str | None:

@@ -27,7 +27,7 @@ from typing import Literal
 import torch
 
 from llmpq.command_line import refuse_without_effect
-from llmpq.memory import Quantization
+from llmpq.memory import CpuActivations, Quantization
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan, QuantizationForm
 from llmpq.precision import KVPrecision, Precision
@@ -181,6 +181,7 @@ def main(options: EvalOptions) -> int:
         plan=options.plan,
         symmetric=options.symmetric,
         head_bits=options.head_bits,
+        cpu_activations=options.cpu_activations,
         kv=options.kv_cache_dtype,
     )
     with open_model(options.model, plan) as llm:
@@ -238,6 +239,7 @@ def measured_plan(
     plan: str | None = None,
     symmetric: bool = False,
     head_bits: Literal[8, 16] | None = None,
+    cpu_activations: CpuActivations | None = None,
     kv: str | None = None,
 ) -> tuple[Plan, str]:
     """Return the plan of a whole model on one device, and its precisions in words.
@@ -247,7 +249,8 @@ def measured_plan(
     """
     precisions, form, planned_dtype, planned_kv = _precisions(precision, plan, symmetric, spec)
     bits = KVPrecision.parse(kv) if kv is not None else planned_kv or stored_kv(model)
-    form = form if head_bits is None else form.model_copy(update={"head_bits": head_bits})
+    asked = {"head_bits": head_bits, "cpu_activations": cpu_activations}
+    form = form.model_copy(update={key: value for key, value in asked.items() if value})
     as_stored = precision is None and plan is None and _is_quantised(model, spec)
     described = "quantised as stored" if as_stored else describe(precisions)
     weight_bytes = spec.num_params * DTYPE_BYTES["float32"]
