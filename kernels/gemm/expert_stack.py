@@ -28,8 +28,8 @@ from llmpq.kernels.gemm.expert_kernel import (
 )
 from llmpq.kernels.overlap import overlaps
 
-ASSIGN_STEP = 1024
-"""Pairs that a program counts at a time."""
+ASSIGN_STEP = 8192
+"""Pairs that a program counts at a time: a prompt's take a few waits for memory, not dozens."""
 ROW_BLOCKS = 4
 """Blocks of pairs of an even routing that one program takes, its weight in the L2 meanwhile."""
 
@@ -56,7 +56,7 @@ def assign(expert_TK: Tensor, experts: int) -> Sent:
         *(expert_TK.contiguous(), order, starts, ends, pairs),
         STEP=step,
         PDL=pdl,
-        num_warps=4,
+        num_warps=8 if step > 1024 else 4,
         launch_pdl=pdl,
     )
     return Sent(order, starts, ends, expert_TK.shape[1])
@@ -146,7 +146,8 @@ class ExpertStack:
         bm, shares = rows_of(pairs, self._experts)
         interpret = bool(knobs.runtime.interpret)
         capability = (9, 0) if interpret else torch.cuda.get_device_capability(x.device)
-        config = Config(kernel="tile", warps=4, bm=bm, stages=4 if bm <= 32 else 3)
+        warps, stages = packed_tiles(bm)
+        config = Config(kernel="tile", warps=warps, bm=bm, stages=stages)
         plan = make_plan(config, capability, interpret=interpret)
         y = x.new_empty(pairs, q.out_features)
         blocks, groups = q.out_features // BLOCK_ROWS, -(-q.in_features // 128)
@@ -201,6 +202,11 @@ class ExpertStack:
 
 DENSE_DEPTH = 64
 """Columns of w that a dense product takes at a time."""
+
+
+def packed_tiles(bm: int) -> tuple[int, int]:
+    """Return warps, each of 16 rows of w, and stages of a packed product."""
+    return 4, 4 if bm <= 32 else 3
 
 
 def dense_tiles(bm: int, item: int) -> tuple[int, int, int]:

@@ -1,6 +1,6 @@
 """A mixture's experts on a GPU: all of a layer in two products, nothing asked of the device.
 
-    weight, expert [T, k]    the router's               models/experts.py
+    weight, expert [T, k]    the router's               kernels/fused/route.py
     sent                     pairs sorted by expert     kernels/gemm/expert_stack.py
     hidden [C, F]            act(gate_up of every pair)
     y [T, k, h]              down, each pair back at its own number
@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from llmpq.kernels.fused import gated_mlp
+from llmpq.kernels.fused import gated_mlp, route
 from llmpq.kernels.gemm.expert_stack import ExpertStack, assign, stackable
 from llmpq.runtime.models.experts import Routing, SparseMLP
 from llmpq.runtime.models.linear import Linear
@@ -64,6 +64,25 @@ def _fit(up: ExpertStack, down: ExpertStack, expert: GatedMLP) -> bool:
     return all(stack.takes(part.weight, part.bias) for stack, part in parts)
 
 
+def _routed(routing: Routing, x_Th: Tensor) -> tuple[Tensor, Tensor]:
+    """Return weights and numbers [T, k] of each token's experts; `Routing.forward` is the twin."""
+    rule, experts = routing.rule, routing.weight_Eh.shape[0]
+    if not route.fits(experts, rule.groups):
+        weight_Tk, expert_Tk = routing(x_Th)
+        return weight_Tk, expert_Tk
+    return route.route(
+        routing.logits(x_Th),
+        routing.per_token,
+        score=rule.score,
+        correction_E=routing.correction_E,
+        groups=rule.groups,
+        groups_kept=rule.groups_kept,
+        group_score=rule.group_score,
+        normalise=rule.normalise,
+        scale=rule.scale,
+    )
+
+
 class GroupedMLP(SparseMLP):
     """Routing, stacked experts, and an MLP that all tokens share, if any."""
 
@@ -91,7 +110,7 @@ class GroupedMLP(SparseMLP):
         if self.asks_host:
             return super().forward(x_BQh)
         x_Th = x_BQh.reshape(-1, x_BQh.shape[-1])
-        weight_Tk, expert_Tk = self.routing(x_Th)
+        weight_Tk, expert_Tk = _routed(self.routing, x_Th)
         sent = assign(expert_Tk, len(self.experts))
         wide = self._up.product(x_Th, sent)
         gate = self.experts[0].gate

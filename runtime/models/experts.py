@@ -36,7 +36,7 @@ class Routing(nn.Module):
 
     def forward(self, x_Th: Tensor) -> tuple[Tensor, Tensor]:
         """Return weights and numbers [T, k] of each token's experts."""
-        logits_TE = functional.linear(x_Th, self.weight_Eh, self.bias_E).float()
+        logits_TE = self.logits(x_Th).float()
         sigmoid = self.rule.score == "sigmoid"
         chance_TE = logits_TE.sigmoid() if sigmoid else logits_TE.softmax(dim=-1)
         wish_TE = chance_TE
@@ -49,6 +49,10 @@ class Routing(nn.Module):
         if self.rule.normalise:
             weight = weight / (weight.sum(-1, keepdim=True) + (1e-20 if sigmoid else 0.0))
         return (weight * self.rule.scale).to(x_Th.dtype), expert
+
+    def logits(self, x_Th: Tensor) -> Tensor:
+        """Return the scores of all experts [T, E]."""
+        return functional.linear(x_Th, self.weight_Eh, self.bias_E)
 
     def _best_groups(self, wish_TE: Tensor) -> Tensor:
         """Return the wishes, -inf for experts of groups that a token does not keep."""

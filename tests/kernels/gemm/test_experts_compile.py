@@ -3,19 +3,27 @@
 import pytest
 
 pytest.importorskip("triton")
+from llmpq.kernels.fused.route import route_kernel  # noqa: E402
 from llmpq.kernels.gemm.config import Config, make_plan  # noqa: E402
 from llmpq.kernels.gemm.expert_kernel import (  # noqa: E402
     assign_kernel,
     dense_expert_kernel,
     packed_expert_kernel,
 )
-from llmpq.kernels.gemm.expert_stack import DENSE_DEPTH, dense_tiles  # noqa: E402
+from llmpq.kernels.gemm.expert_stack import (  # noqa: E402
+    ASSIGN_STEP,
+    DENSE_DEPTH,
+    dense_tiles,
+    packed_tiles,
+)
 from llmpq.kernels.tools.cubin import ARCHITECTURES, SHARED_LIMIT, compile_kernel  # noqa: E402
 from llmpq.kernels.tools.machine_code import overwritten, product_loops  # noqa: E402
 
 pytestmark = pytest.mark.compile
 POINTERS = {"P0": "*i32", "P1": "*i32", "S": "*i32", "Z": "*i32", "expert_C": "*i64"}
 POINTERS |= dict.fromkeys(("order", "starts", "ends"), "*i32")
+POINTERS |= {"correction": "*fp32", "numbers": "*i64", "logits": "*bf16", "weights": "*bf16"}
+POINTERS |= {"scale": "fp32", "least": "fp32"}
 SIZES = ("N", "K", "blocks", "groups", "top", "shares", "C")
 
 
@@ -31,13 +39,14 @@ def build(kernel, arch, dtype, constants, **options):
 
 
 def packed(arch, bits, bm, *, dtype="bf16", gather=True):
-    config = Config(kernel="tile", warps=4, bm=bm, stages=4 if bm <= 32 else 3)
+    warps, stages = packed_tiles(bm)
+    config = Config(kernel="tile", warps=warps, bm=bm, stages=stages)
     constants = {
         "BITS": bits, "GROUPED": True, "SYMMETRIC": bits == 4, "EVEN_K": True, "HAS_BIAS": True,
-        "GATHER": gather, "WM": 4, "BM": bm, "STAGES": config.stages,
+        "GATHER": gather, "WM": warps, "BM": bm, "STAGES": config.stages,
         "KWIDTH4": make_plan(config, divmod(arch, 10)).kwidth4, "INTERPRET": False,
     }  # fmt: skip
-    options = {"num_warps": 4, "num_stages": config.stages}
+    options = {"num_warps": warps, "num_stages": stages}
     return build(packed_expert_kernel, arch, dtype, constants, **options)
 
 
@@ -50,7 +59,17 @@ def test_everything_compiles(arch):
         constants = {"HAS_BIAS": False, "GATHER": True, "BN": rows, "BM": bm, "BK": DENSE_DEPTH}
         constants |= {"STAGES": stages, "INTERPRET": False}
         build(dense_expert_kernel, arch, dtype, constants, num_warps=warps)
-    build(assign_kernel, arch, "bf16", {"STEP": 256}, num_warps=4)
+    for step, warps in ((256, 4), (ASSIGN_STEP, 8)):
+        build(assign_kernel, arch, "bf16", {"STEP": step}, num_warps=warps)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_routers_compile(arch):
+    one = {"E": 128, "PADDED": 128, "TOP": 8, "TOP_PADDED": 8, "GROUPS": 1, "KEPT": 1}
+    one |= {"SIGMOID": False, "CORRECTED": False, "TWO": False, "NORMALISE": True}
+    many = one | {"E": 256, "PADDED": 256, "GROUPS": 8, "KEPT": 4, "TWO": True}
+    for constants in (one, many | {"SIGMOID": True, "CORRECTED": True}):
+        build(route_kernel, arch, "bf16", constants, num_warps=1)
 
 
 @pytest.mark.parametrize("bm", [16, 64, 128])

@@ -1,0 +1,56 @@
+"""A router's choice as one kernel, interpreted, against `Routing.forward`."""
+
+import pytest
+import torch
+from triton import knobs
+
+from llmpq.families.spec_values import Router
+from llmpq.kernels.fused.route import fits
+from llmpq.runtime.backends.cuda_experts import _routed
+from llmpq.runtime.models.experts import Routing
+
+pytestmark = [
+    pytest.mark.interpret,
+    pytest.mark.skipif(not knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1"),
+]
+
+
+def normal(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+RULES = {
+    "mixtral": (8, 2, Router()),
+    "qwen3": (128, 8, Router(normalise=False)),
+    "odd": (6, 3, Router(scale=2.5)),
+    "glm": (16, 4, Router(score="sigmoid", correction=True, scale=1.7)),
+    "deepseek-v2": (
+        16,
+        3,
+        Router(groups=4, groups_kept=2, group_score="max", normalise=False, scale=16.0),
+    ),
+    "deepseek-v3": (
+        32,
+        8,
+        Router(score="sigmoid", correction=True, groups=8, groups_kept=4, group_score="top2"),
+    ),
+    "odd groups": (12, 3, Router(groups=3, groups_kept=2)),
+}
+
+
+@pytest.mark.parametrize("kind", RULES)
+def test_choice_and_weights(kind):
+    experts, per_token, rule = RULES[kind]
+    correction = normal(experts, seed=3) if rule.correction else None
+    routing = Routing(normal(experts, 24), per_token, rule, correction_E=correction)
+    x = normal(11, 24, seed=1)
+    weight, number = _routed(routing, x)
+    want, chosen = routing(x)
+    assert torch.equal(number, chosen), "not the same experts, or not the largest first"
+    torch.testing.assert_close(weight, want, rtol=1e-5, atol=1e-7)
+    assert not torch.equal(_routed(routing, x.flip(0))[1], chosen)
+
+
+def test_what_the_kernel_takes():
+    assert fits(128, 1) and fits(160, 1) and fits(256, 8)
+    assert not fits(160, 8) and not fits(12, 3) and not fits(2048, 1)
