@@ -14,13 +14,14 @@ from typing import Literal
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
 
-Way = Literal["gpu", "packed_kv", "drafts", "rounded", "gpu_cache", "gpu_rounded"]
+Way = Literal["gpu", "packed_kv", "drafts", "rounded", "gpu_cache", "gpu_pool", "gpu_rounded"]
 WAYS: dict[Way, str] = {
     "gpu": "a GPU",
     "packed_kv": "a KV cache of 8, 4 or 2 bits",
     "drafts": "speculation",
     "rounded": "rounded activations (w8a8, w4a4)",
     "gpu_cache": "a KV cache of 8, 4 or 2 bits or speculation on a GPU",
+    "gpu_pool": "a pool of KV blocks on a GPU",
     "gpu_rounded": "rounded activations (w8a8, w4a4) on a GPU",
 }
 """Way -> how a sentence names it. Everything runs on a CPU with 16-bit KV and w16 to w3a16."""
@@ -45,6 +46,10 @@ def _windows(spec: ModelSpec, max_len: int) -> bool:
     return any(0 < window < max_len for window in spec.windows)
 
 
+def _latents(spec: ModelSpec, max_len: int) -> bool:
+    return spec.latent is not None
+
+
 def _scaled_stream(spec: ModelSpec, max_len: int) -> bool:
     return spec.residual_factor != 1.0
 
@@ -57,10 +62,10 @@ def _changing_rope(spec: ModelSpec, max_len: int) -> bool:
 
 
 FEATURES: tuple[Feature, ...] = (
-    _feature("a window over the last tokens", _windows, "gpu_cache"),
-    _feature("soft caps on scores", lambda s, _: s.score_cap > 0, "gpu_cache"),
-    _feature("attention sinks", lambda s, _: s.sinks, "gpu_cache"),
-    _feature("latent attention (MLA)", lambda s, _: s.latent is not None, "gpu_cache", "rounded"),
+    _feature("a window over the last tokens", _windows, "gpu_cache", "gpu_pool"),
+    _feature("soft caps on scores", lambda s, _: s.score_cap > 0, "gpu_cache", "gpu_pool"),
+    _feature("attention sinks", lambda s, _: s.sinks, "gpu_cache", "gpu_pool"),
+    _feature("latent attention (MLA)", _latents, "gpu_cache", "gpu_pool", "rounded"),
     _feature("rope frequencies that change with the length", _changing_rope, "gpu", "drafts"),
     _feature("norms behind attention and MLP", lambda s, _: s.norm_order != "pre", "gpu_rounded"),
     _feature("a factor on the residual stream", _scaled_stream, "gpu_rounded"),
@@ -77,9 +82,14 @@ def lacks(spec: ModelSpec, way: Way, *, max_len: int | None = None) -> tuple[str
 
 
 def ways_of(
-    *, gpu: bool, kv: KVPrecision, drafts: bool, precisions: Collection[Precision] = ()
+    *,
+    gpu: bool,
+    kv: KVPrecision,
+    drafts: bool,
+    precisions: Collection[Precision] = (),
+    pool: bool = False,
 ) -> tuple[Way, ...]:
-    """Return which ways a run takes."""
+    """Return which ways a run takes; `pool`: KV in one pool of blocks, not a slot a request."""
     rounded = any(precision.activation_bits < 16 for precision in precisions)
     taken: dict[Way, bool] = {
         "gpu": gpu,
@@ -87,6 +97,7 @@ def ways_of(
         "drafts": drafts,
         "rounded": rounded,
         "gpu_cache": gpu and (kv is not KVPrecision.KV16 or drafts),
+        "gpu_pool": gpu and pool,
         "gpu_rounded": gpu and rounded,
     }
     return tuple(way for way, is_taken in taken.items() if is_taken)
@@ -110,8 +121,24 @@ REMEDY: dict[Way, str] = {
     "drafts": "run without speculation, or with shorter requests",
     "rounded": "plan with weight-only precisions (w8a16, w4a16)",
     "gpu_cache": "plan with --kv 16 and without speculation",
+    "gpu_pool": "leave the pool out (kv_pool, --kv-pool): requests then have the plan's slots",
     "gpu_rounded": "plan with weight-only precisions (w8a16, w4a16)",
 }
+
+
+GPU_POOL_KV = (KVPrecision.KV16,)
+"""Precisions of KV that a pool of blocks on a GPU holds; others have the plan's slots there."""
+
+
+def require_gpu_pool(kv: KVPrecision, *, drafts: bool) -> None:
+    """Raise `ValueError` for a run whose KV a GPU does not keep in a pool of blocks."""
+    lack = "" if kv in GPU_POOL_KV else f"a KV cache of {kv.bits} bits"
+    if drafts:
+        lack = "speculation"
+    if lack:
+        raise ValueError(
+            f"a pool of KV blocks on GPUs does not go with {lack} yet; {REMEDY['gpu_pool']}"
+        )
 
 
 def require(spec: ModelSpec, ways: Collection[Way], *, max_len: int) -> None:

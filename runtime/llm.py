@@ -66,6 +66,7 @@ class LLM:
         gamma: int | None = None,
         links: LinkChoice = "auto",
         layer_cache: str | Path | None = None,
+        kv_pool: bool = False,
         packed_prompts: bool = False,
         deadlines: Deadlines | None = None,
         trace: str | Path | None = None,
@@ -74,9 +75,10 @@ class LLM:
 
         `model` may be left out where the plan names its directory. `max_num_seqs` (requests at
         once) is for plans made here, and so is `max_model_len` (tokens of a prompt and its answer)
-        on GPUs. On CPUs, but for drafts by the model, KV is one pool of blocks: there
-        `max_num_batched_tokens` bounds a step (so that a long prompt does not hold up answers; 512
-        if left out) and `enable_prefix_caching` has what prompts share computed once.
+        on GPUs. On CPUs, but for drafts by the model, KV is one pool of blocks, on GPUs if
+        `kv_pool` (16 bits, no drafts; new): there `max_num_batched_tokens` bounds a step (so that a
+        long prompt does not hold up answers; 512) and `enable_prefix_caching` has what prompts
+        share computed once.
         `packed_prompts`: on GPUs, too, prompts attend to low-bit keys and values as they are kept.
         `speculate` and `gamma` (tokens drafted per verify) are the plan's unless they are given.
         `trace`: a file for what every stage did when and for which requests, written by `close`.
@@ -91,17 +93,15 @@ class LLM:
         mode, length = _drafts(self._plan, speculate, gamma)
         settings = StageSettings(
             model_dir=str(chosen.directory),
-            speculate=mode,
-            gamma=length,
-            links=links,
+            speculate=mode, gamma=length, links=links,
             layer_cache=None if layer_cache is None else str(Path(layer_cache).resolve()),
             trace=trace is not None,
             live=True,
             max_model_len=max_model_len,
             step_tokens=_at_least_one("max_num_batched_tokens", max_num_batched_tokens),
             prefix_cache=enable_prefix_caching,
-            packed_prompts=packed_prompts,
-        )
+            gpu_pool=kv_pool, packed_prompts=packed_prompts,
+        )  # fmt: skip
         self._prompts = _prompts(chosen, self._plan, settings)
         self._asked: dict[str, tuple[int, ...]] = {}  # prompts under way: their requests
         self._traced: dict[int, str] = {}  # requests that the trace may tell of: their names

@@ -56,9 +56,13 @@ def rope_append_kernel(
     q_stride, k_stride, v_stride, slot_stride, head_stride, token_stride,
     Q, factor, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
     PADDED: tl.constexpr, REST: tl.constexpr, BLOCK: tl.constexpr, ROTARY: tl.constexpr,
-    CACHE: tl.constexpr, PDL: tl.constexpr,
+    CACHE: tl.constexpr, PAGE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One token's block of heads; `*_stride` in elements between tokens of an input."""
+    """One token's block of heads; `*_stride` in elements between tokens of an input.
+
+    With a PAGE each token has a place of its own, in `slots`: token place % PAGE of a block of a
+    pool, or nowhere if that is negative.
+    """
     Q_BLOCKS: tl.constexpr = (H + BLOCK - 1) // BLOCK
     G_BLOCKS: tl.constexpr = (G + BLOCK - 1) // BLOCK
     # Q is no constexpr: every length of prompt would be a kernel of its own to compile.
@@ -75,7 +79,12 @@ def rope_append_kernel(
     if ROTARY:
         angle = angle * tl.load(inv_freq + d, mask=inside, other=0.0)
     place = b.to(tl.int64)
-    if CACHE:
+    if PAGE > 0:
+        at_token = tl.load(slots + b).to(tl.int64)
+        written = tl.where(at_token < 0, 0, G)
+        place = at_token // PAGE
+        i = at_token % PAGE
+    elif CACHE:
         # Padding goes nowhere: its program has no key and value heads.
         written = tl.where(i < tl.load(counts + b), G, 0)
         place = tl.load(slots + b).to(tl.int64)
@@ -153,6 +162,41 @@ def rope_append(
     return q_out
 
 
+def rope_append_pages(
+    q_TND: Tensor,
+    k_TGD: Tensor,
+    v_TGD: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    places_T: Tensor,
+    positions_T: Tensor,
+    inv_freq: Tensor | None,
+    factor: float = 1.0,
+) -> Tensor:
+    """Write rotated keys and values into pools [blocks, G, PAGE, D]; return the rotated queries.
+
+    A token of place p goes to token p % PAGE of block p // PAGE, one of place -1 nowhere.
+    """
+    if not k_pool.is_contiguous() or not v_pool.is_contiguous() or k_pool.shape != v_pool.shape:
+        raise ValueError(
+            f"pools must be alike, one block behind the other, got {list(k_pool.shape)} and "
+            f"{list(v_pool.shape)}"
+        )
+    q_out = torch.empty(q_TND.shape, dtype=q_TND.dtype, device=q_TND.device)
+    strides = k_pool.stride()
+    _launch(
+        (q_TND[None], k_TGD[None], v_TGD[None]),
+        (q_out, k_pool, v_pool),
+        (places_T, positions_T, places_T),
+        inv_freq,
+        factor,
+        (strides[0], strides[1], strides[2]),
+        blocks=2,
+        page=k_pool.shape[2],
+    )
+    return q_out
+
+
 def rope(
     q_BQHD: Tensor, k_BQGD: Tensor, start_B: Tensor, inv_freq: Tensor, factor: float = 1.0
 ) -> tuple[Tensor, Tensor]:
@@ -181,8 +225,12 @@ def _launch(
     strides: tuple[int, int, int],
     *,
     blocks: int,
+    page: int = 0,
 ) -> None:
-    """`blocks`: 2 writes keys and values to a cache, 1 keys only to a tensor like the input."""
+    """`blocks`: 2 writes keys and values to a cache, 1 keys only to a tensor like the input.
+
+    `page`: tokens of a pool's block; then every token is a row of its own.
+    """
     batch, q_len, heads, dim = inputs[0].shape
     groups = inputs[1].shape[2]
     inputs_2 = tuple(tokens_of(x) for x in inputs)
@@ -197,7 +245,7 @@ def _launch(
         inv_freq if inv_freq is not None else rows[0],
         *(stride for _, stride in inputs_2),
         *strides,
-        *(q_len, factor),
+        *(1 if page else q_len, factor),
         H=heads,
         G=groups,
         D=dim,
@@ -207,6 +255,7 @@ def _launch(
         BLOCK=block,
         ROTARY=inv_freq is not None,
         CACHE=blocks == 2,
+        PAGE=page,
         PDL=pdl,
         num_warps=2,
         launch_pdl=pdl,
@@ -243,6 +292,29 @@ def rope_append_reference(
         slot, start, count = int(slots_B[row]), int(start_B[row]), int(num_new_B[row])
         k_cache_SGTD[slot, :, start : start + count] = k[row, :count].transpose(0, 1)
         v_cache_SGTD[slot, :, start : start + count] = v_BQGD[row, :count].transpose(0, 1)
+    return q
+
+
+def rope_append_pages_reference(
+    q_TND: Tensor,
+    k_TGD: Tensor,
+    v_TGD: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    places_T: Tensor,
+    positions_T: Tensor,
+    inv_freq: Tensor | None,
+    factor: float = 1.0,
+) -> Tensor:
+    """The twin of `rope_append_pages`, in plain torch."""
+    q, k, page = q_TND, k_TGD, k_pool.shape[2]
+    if inv_freq is not None:
+        turned = rope_reference(q[:, None], k[:, None], positions_T, inv_freq, factor)
+        q, k = (x[:, 0] for x in turned)
+    live = places_T >= 0
+    blocks, tokens = places_T[live] // page, places_T[live] % page
+    k_pool[blocks, :, tokens] = k[live]
+    v_pool[blocks, :, tokens] = v_TGD[live]
     return q
 
 

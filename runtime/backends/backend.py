@@ -10,8 +10,10 @@ from typing import Protocol
 import torch
 
 from llmpq.plan import Plan
+from llmpq.pool_size import PoolSize
+from llmpq.runtime.backends.paged_compute import PagedStageCompute
 from llmpq.runtime.backends.stage_compute import StageCompute
-from llmpq.runtime.cache.kv_cache import KVCache
+from llmpq.runtime.cache.kv_cache import KVCache, PagedKV
 from llmpq.runtime.models.layers import LayerRunner
 from llmpq.runtime.models.stage_model import StageModel
 
@@ -34,6 +36,20 @@ class Backend(Protocol):
         graphs: bool,
     ) -> StageCompute:
         """Return the arithmetic of a loaded stage; `graphs`: with captured steps, if it has any."""
+        ...
+
+    def paged_compute(
+        self,
+        model: StageModel,
+        kv: PagedKV,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        size: PoolSize,
+        step_tokens: int,
+        graphs: bool,
+    ) -> PagedStageCompute:
+        """Return the arithmetic of a stage with a pool, whose steps have so many tokens at most."""
         ...
 
 

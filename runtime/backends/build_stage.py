@@ -13,7 +13,7 @@ from llmpq.errors import DoesNotFitError
 from llmpq.model_spec import ModelSpec
 from llmpq.out_of_memory import out_of_memory
 from llmpq.plan import Plan
-from llmpq.pool_size import PoolSize
+from llmpq.pool_size import CHUNK_TOKENS, PoolSize
 from llmpq.runtime.backends.backend import backend_of
 from llmpq.runtime.backends.paged_compute import PagedStageCompute
 from llmpq.runtime.backends.stage_compute import StageCompute
@@ -59,7 +59,13 @@ def build_stage(
 
 
 def _require_known(
-    plan: Plan, index: int, spec: ModelSpec, device: torch.device, max_len: int
+    plan: Plan,
+    index: int,
+    spec: ModelSpec,
+    device: torch.device,
+    max_len: int,
+    *,
+    pool: bool = False,
 ) -> None:
     """Raise `ValueError` for a feature of the model that this stage would not compute."""
     ways = ways_of(
@@ -67,6 +73,7 @@ def _require_known(
         kv=plan.workload.kv,
         drafts=plan.speculation is not None,
         precisions=plan.stages[index].precisions,
+        pool=pool,
     )
     require(spec, ways, max_len=max_len)
 
@@ -78,12 +85,16 @@ def build_paged_stage(
     source: TensorSource,
     device: torch.device,
     pool: PoolSize,
+    *,
+    step_tokens: int = CHUNK_TOKENS,
+    graphs: bool = True,
 ) -> tuple[PagedStageCompute, LoadReport]:
-    """Load a stage's slice and allocate its pool of KV blocks, instead of the plan's slots."""
-    if device.type != "cpu":
-        raise ValueError(f"the paged engine runs on CPUs so far, got '{device}'")
+    """Load a stage's slice and allocate its pool of KV blocks, instead of the plan's slots.
+
+    On a GPU, `graphs` captures steps, which have `step_tokens` tokens at most.
+    """
     longest = pool.max_len - 1  # the last token is never run
-    _require_known(plan, index, spec, device, longest)
+    _require_known(plan, index, spec, device, longest, pool=True)
     stage, dtype = plan.stages[index], DTYPES[plan.workload.dtype]
     started_s = time.perf_counter()
     with _blaming_memory(plan, index):
@@ -96,7 +107,10 @@ def build_paged_stage(
         seconds=time.perf_counter() - started_s,
     )
     check_memory(plan, index, spec, report, pool=pool)
-    return PagedStageCompute(model, kv, device, dtype), report
+    compute = backend_of(device).paged_compute(
+        model, kv, device, dtype, size=pool, step_tokens=step_tokens, graphs=graphs
+    )
+    return compute, report
 
 
 def _load(

@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 
 from llmpq.plan import Plan
+from llmpq.pool_size import PoolSize
+from llmpq.runtime.backends.paged_compute import PagedStageCompute
 from llmpq.runtime.backends.stage_compute import StageCompute
-from llmpq.runtime.cache.kv_cache import KVCache
+from llmpq.runtime.cache.kv_cache import KVCache, PagedKV
 from llmpq.runtime.models.layers import PlainLayers
 from llmpq.runtime.models.stage_model import StageModel
 
@@ -30,3 +32,17 @@ class CpuBackend:
     ) -> StageCompute:
         """Return the plain arithmetic; nothing is captured."""
         return StageCompute(model, kv, device, dtype)
+
+    def paged_compute(
+        self,
+        model: StageModel,
+        kv: PagedKV,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        size: PoolSize,
+        step_tokens: int,
+        graphs: bool,
+    ) -> PagedStageCompute:
+        """Return the plain arithmetic; nothing is captured."""
+        return PagedStageCompute(model, kv, device, dtype)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import torch
 
 from llmpq.plan import Plan
+from llmpq.pool_size import PoolSize
 from llmpq.runtime.backends.cuda_layers import CudaLayers
+from llmpq.runtime.backends.cuda_paged import CudaPagedCompute
 from llmpq.runtime.backends.cuda_stage import CudaStageCompute
 from llmpq.runtime.backends.stage_compute import StageCompute
-from llmpq.runtime.cache.kv_cache import KVCache
+from llmpq.runtime.cache.kv_cache import KVCache, PagedKV
+from llmpq.runtime.cache.paged_device_kv import PagedDeviceKV
 from llmpq.runtime.models.stage_model import StageModel
 
 
@@ -38,4 +41,21 @@ class CudaBackend:
             workload=plan.workload,
             decode_microbatch=plan.decode_microbatch,
             graphs=graphs,
+        )
+
+    def paged_compute(
+        self,
+        model: StageModel,
+        kv: PagedKV,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        size: PoolSize,
+        step_tokens: int,
+        graphs: bool,
+    ) -> CudaPagedCompute:
+        """Return the arithmetic with captured steps, unless `graphs` says no."""
+        assert isinstance(kv, PagedDeviceKV), "a pool on a GPU is made by make_paged_kv"
+        return CudaPagedCompute(
+            model, kv, device, dtype, size=size, step_tokens=step_tokens, graphs=graphs
         )

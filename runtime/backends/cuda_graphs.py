@@ -91,10 +91,10 @@ class DecodeGraphs:
             last_token_S = torch.zeros(num_slots, dtype=torch.long, device=device)
         self.last_token_S = last_token_S
         # Flat, so that the rows of any step are one piece: only such copies are asynchronous.
-        self._rows = torch.zeros(self.fields * self._max_rows, dtype=torch.long, device=device)
+        self._rows = torch.zeros(self._most_values, dtype=torch.long, device=device)
         self._ones = torch.ones(self._max_rows, dtype=torch.long, device=device)
         pinned = device.type == "cuda"
-        shape = (RING, self.fields * self._max_rows)
+        shape = (RING, self._most_values)
         self._staging = torch.zeros(shape, dtype=torch.long, pin_memory=pinned)
         self._copied: list[torch.cuda.Event | None] = [None] * RING
         self._next = 0
@@ -119,11 +119,11 @@ class DecodeGraphs:
 
     def run(self, message: StepMessage, hidden_BQh: Tensor | None) -> StepOutput:
         """Run one decode step; only as many rows as the message has mean anything."""
-        num_rows = rounded_rows(message.num_rows, self._max_rows)
+        num_rows = self._size(message)
         self._stage(message, num_rows)
         if hidden_BQh is not None:
-            hidden_BQh = _padded(hidden_BQh.to(self._device), num_rows)
-        if self._capture_failed:
+            hidden_BQh = self._widened(hidden_BQh.to(self._device), num_rows)
+        if not self._captures(num_rows):
             return self._forward(num_rows, hidden_BQh)
         if num_rows not in self._captured and not self._capture(num_rows, hidden_BQh):
             return self._forward(num_rows, hidden_BQh)
@@ -141,6 +141,26 @@ class DecodeGraphs:
         """Return the slots of the step that ran last."""
         return self._rows[:num_rows]
 
+    @property
+    def _most_values(self) -> int:
+        """Numbers that the largest step is told."""
+        return self.fields * self._max_rows
+
+    def _size(self, message: StepMessage) -> int:
+        """Return the rows that a step is padded to, by which graphs are told apart."""
+        return rounded_rows(message.num_rows, self._max_rows)
+
+    def _captures(self, num_rows: int) -> bool:
+        """Whether steps of so many rows run from graphs."""
+        return not self._capture_failed
+
+    def _widened(self, hidden_BQh: Tensor, num_rows: int) -> Tensor:
+        """Return hidden states of `num_rows` rows, the last one repeated."""
+        extra = num_rows - hidden_BQh.shape[0]
+        if extra == 0:
+            return hidden_BQh
+        return torch.cat((hidden_BQh, hidden_BQh[-1:].expand(extra, -1, -1)))
+
     def _table(self, message: StepMessage) -> list[Sequence[int]]:
         """Return what the rows are told, a list per field."""
         tokens = [row[0] for row in message.tokens] or [0] * message.num_rows
@@ -156,9 +176,7 @@ class DecodeGraphs:
         copied = self._copied[place]
         if copied is not None:
             copied.synchronize()
-        table = self._table(message)
-        extra = num_rows - message.num_rows
-        values = [value for row in table for value in (*row, *[row[-1]] * extra)]
+        values = self._values(message, num_rows)
         staging = self._staging[place, : len(values)]
         staging.copy_(torch.tensor(values, dtype=torch.long))
         self._rows[: len(values)].copy_(staging, non_blocking=True)
@@ -166,6 +184,11 @@ class DecodeGraphs:
             event = copied or torch.cuda.Event()
             event.record()
             self._copied[place] = event
+
+    def _values(self, message: StepMessage, num_rows: int) -> list[int]:
+        """Return the numbers that a step is told, field by field, the last row repeated."""
+        extra = num_rows - message.num_rows
+        return [v for row in self._table(message) for v in (*row, *[row[-1]] * extra)]
 
     def _given(self, num_rows: int) -> Tensor:
         """Return what the rows were told [fields, B]."""
@@ -248,11 +271,3 @@ def rounded_rows(num_rows: int, max_rows: int) -> int:
         if num_rows <= size:
             return min(size, max(num_rows, max_rows))
     return min(-(-num_rows // 8) * 8, max(num_rows, max_rows))
-
-
-def _padded(hidden_BQh: Tensor, num_rows: int) -> Tensor:
-    """Return hidden states of `num_rows` rows, the last one repeated."""
-    extra = num_rows - hidden_BQh.shape[0]
-    if extra == 0:
-        return hidden_BQh
-    return torch.cat((hidden_BQh, hidden_BQh[-1:].expand(extra, -1, -1)))

@@ -37,6 +37,7 @@ from llmpq.kernels.linear import QuantizedWeight, linear
 from llmpq.runtime.backends import cuda_atom_layers, cuda_experts, cuda_rules
 from llmpq.runtime.cache.kv_cache import KVCache
 from llmpq.runtime.cache.low_bit_kv import LowBitKV
+from llmpq.runtime.cache.paged_device_kv import PagedDeviceKV
 from llmpq.runtime.cache.plain_kv import PlainKVCache
 from llmpq.runtime.models.attention import attend_cached, score_bias
 from llmpq.runtime.models.experts import Routing, SparseMLP
@@ -252,6 +253,8 @@ def attend(part: Attention, qkv_BQN: Tensor, index: int, step: Step, kv: KVCache
             _append_to_copy(part, k, v, index, step, kv.dual.copy)
         elif kv.dual is not None and index + 1 == len(kv.plain.k):
             kv.dual.catch_up(step)
+    elif kv.pages is not None:
+        out = _paged(part, q, k, v, index, step, kv.pages)
     elif part.rule is not None:
         raise ValueError("a GPU's KV cache of 8, 4 or 2 bits knows no windows, caps or sinks yet")
     elif whole and rotary is not None and (rotating := kv.rotating(step)) is not None:
@@ -300,6 +303,22 @@ def _plain(
             alibi_slopes_H=slopes,
         )
     return attend_cached(q_BQHD, k_SGTD, v_SGTD, step, scale=part.scale, alibi_slopes_H=slopes)
+
+
+def _paged(
+    part: Attention, q: Tensor, k: Tensor, v: Tensor, index: int, step: Step, kv: PagedDeviceKV
+) -> Tensor:
+    """Append to the pool of blocks, then attend to it."""
+    if part.rule is not None and cuda_rules.counts(part.rule, step):
+        raise ValueError("a GPU's pool of KV blocks knows no windows, caps or sinks yet")
+    rotary = part.rotary
+    return kv.attend(
+        *(index, q, k, v, step),
+        scale=part.scale,
+        alibi_slopes_H=part.alibi_slopes_H,
+        inv_freq=None if rotary is None else rotary.inv_freq,
+        factor=1.0 if rotary is None else rotary.factor,
+    )
 
 
 def _fresh(

@@ -14,6 +14,7 @@ Legend: B rows, Q new tokens, h hidden.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from llmpq.gpu_workspace import padded_prompt
 from llmpq.runtime.backends.cuda_graphs import DecodeGraphs
 from llmpq.runtime.backends.cuda_prompts import PromptGraphs
 from llmpq.runtime.backends.cuda_speculate import CudaSpeculation
+from llmpq.runtime.backends.device_times import DeviceTimes
 from llmpq.runtime.backends.stage_compute import StageCompute
 from llmpq.runtime.cache.kv_cache import KVCache
 from llmpq.runtime.models.stage_model import StageModel
@@ -31,7 +33,7 @@ from llmpq.runtime.pending import Pending
 from llmpq.runtime.request import StepKind
 from llmpq.runtime.step import Step
 from llmpq.runtime.step_message import StepMessage
-from llmpq.runtime.trace import MAX_EVENTS, KindTotals
+from llmpq.runtime.trace import KindTotals
 from llmpq.runtime.upload import upload
 from llmpq.speculation import MeasuredTimes, SpeculationMode
 from llmpq.workload import Workload
@@ -54,7 +56,7 @@ class CudaStageCompute(StageCompute):
         """`graphs`: capture decode steps."""
         super().__init__(model, kv, device, dtype)
         self._whole = model.embedding is not None and model.head is not None
-        self._timed: list[tuple[StepKind, int, torch.cuda.Event, torch.cuda.Event]] = []
+        self._times = DeviceTimes(device)
         self._graph_options: dict[str, Any] = {
             "num_slots": workload.batch,
             "max_len": workload.max_len,
@@ -107,19 +109,12 @@ class CudaStageCompute(StageCompute):
     def warm_up(self, rows: int, prompt_len: int) -> None:
         """As `StageCompute.warm_up`; captures the decode step of so many rows as well."""
         super().warm_up(rows, prompt_len)
-        self._timed.clear()
+        self._times.forget()
 
     def run(self, message: StepMessage, hidden_BQH: Tensor | None) -> Tensor | Pending:
         """Return hidden states, or on the last stage the table of sampled tokens."""
-        if self._device.type != "cuda":
-            return self._run(message, hidden_BQH)
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        result = self._run(message, hidden_BQH)
-        end.record()
-        if len(self._timed) < MAX_EVENTS:
-            self._timed.append((message.kind, message.num_rows, start, end))
-        return result
+        run = partial(self._run, message, hidden_BQH)
+        return self._times.of(message.kind, message.num_rows, run)
 
     def step_times(self) -> MeasuredTimes:
         """Time drafts and verifies on the device, to choose draft lengths by; slots are free."""
@@ -134,15 +129,7 @@ class CudaStageCompute(StageCompute):
 
     def device_totals(self) -> dict[str, KindTotals]:
         """Return the steps so far by kind, timed by the device, and forget them."""
-        totals: dict[str, KindTotals] = {}
-        for kind, rows, start, end in self._timed:
-            end.synchronize()
-            total = totals.setdefault(kind.name.lower(), KindTotals())
-            total.steps += 1
-            total.rows += rows
-            total.busy_s += start.elapsed_time(end) / 1e3
-        self._timed.clear()
-        return totals
+        return self._times.totals()
 
     @torch.inference_mode()
     def _run(self, message: StepMessage, hidden_BQH: Tensor | None) -> Tensor | Pending:
@@ -207,13 +194,18 @@ class CudaStageCompute(StageCompute):
     def _answer(self, result_BK: Tensor) -> Tensor | Pending:
         if self._tokens_stay:
             return result_BK.clone()
-        if not self._whole or not result_BK.is_cuda:
-            return result_BK.cpu()
-        value = torch.empty(result_BK.shape, dtype=torch.long, pin_memory=True)
-        value.copy_(result_BK, non_blocking=True)
-        copied = torch.cuda.Event()
-        copied.record()
-        return Pending(value, copied)
+        return result_BK.cpu() if not self._whole else on_its_way(result_BK)
+
+
+def on_its_way(result: Tensor) -> Tensor | Pending:
+    """Return a result that the host may wait for once it needs it."""
+    if not result.is_cuda:
+        return result.cpu()
+    value = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
+    value.copy_(result, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+    return Pending(value, copied)
 
 
 def widened(step: Step, x: Tensor, width: int) -> tuple[Step, Tensor]:

@@ -18,6 +18,7 @@ from llmpq.runtime.cache.kv_cache import PagedKV
 from llmpq.runtime.drafts.acceptance import accept
 from llmpq.runtime.models.ruled_sampling import RuledSampler
 from llmpq.runtime.models.stage_model import StageModel
+from llmpq.runtime.pending import Pending
 from llmpq.runtime.ragged_step import RaggedStep
 from llmpq.runtime.request import PagedRow, StepKind
 from llmpq.runtime.step_message import StepMessage, result_width
@@ -40,7 +41,6 @@ def ladder(tokens: int) -> int:
 class PagedStageCompute:
     """One stage on a CPU, ready to run the steps of a `PagedScheduler`."""
 
-    runs_ahead = False
     whole_rounds = False
 
     def __init__(
@@ -49,6 +49,11 @@ class PagedStageCompute:
         self.model, self.kv, self._device, self._dtype = model, kv, device, dtype
         self.sampler = RuledSampler()
         """Chooses tokens on the last stage; whoever serves requests tells it their rules."""
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether a step may name tokens by -1 that the step before has yet to produce."""
+        return False
 
     def take_tokens(self, slots: Sequence[int], tokens_B1: Tensor) -> None:
         """Not here: the host knows the tokens of a step before it issues the next."""
@@ -59,7 +64,7 @@ class PagedStageCompute:
         return {}
 
     @torch.inference_mode()
-    def run(self, message: StepMessage, hidden_BQH: Tensor | None) -> Tensor:
+    def run(self, message: StepMessage, hidden_BQH: Tensor | None) -> Tensor | Pending:
         """Return hidden states [1, T, h], or on the last stage the new tokens of each row.
 
         A token each [B, 1], -1 of rows that sample nothing; where drafts were verified, how many
@@ -104,7 +109,7 @@ class PagedStageCompute:
         plain = [row for row, count in enumerate(wanted) if count == 1]
         if plain:
             logits_BV = logits_NV[[first[row] for row in plain]]
-            tokens = self.sampler.pick(logits_BV, _rows_of(message, plain)).tolist()
+            tokens = self.sampler.pick(logits_BV, rows_of(message, plain)).tolist()
             for row, token in zip(plain, tokens, strict=True):
                 rows[row] = [token]
         for row, count in enumerate(wanted):
@@ -122,7 +127,7 @@ class PagedStageCompute:
         assert self.model.head is not None
         for row, span in enumerate(step.spans):
             own = hidden_BQH[:, span.first : span.first + span.count]
-            self.sampler.score_prompts(self.model.head, own, _rows_of(message, [row]))
+            self.sampler.score_prompts(self.model.head, own, rows_of(message, [row]))
 
     def warm_up(self, rows: int, step_tokens: int) -> None:
         """Run steps of zeros through the first block, so that first times count as others.
@@ -168,7 +173,7 @@ def _rungs(step_tokens: int) -> list[int]:
     return rungs
 
 
-def _rows_of(message: StepMessage, rows: Sequence[int]) -> StepMessage:
+def rows_of(message: StepMessage, rows: Sequence[int]) -> StepMessage:
     """Return a message of some of the rows; tokens are left out."""
     return replace(
         message,

@@ -17,6 +17,7 @@ from llmpq.runtime.step import Step
 if TYPE_CHECKING:
     from llmpq.runtime.cache.dual_kv import DualKV
     from llmpq.runtime.cache.low_bit_kv import LowBitKV
+    from llmpq.runtime.cache.paged_device_kv import PagedDeviceKV
     from llmpq.runtime.cache.plain_kv import PlainKVCache
 
 
@@ -60,6 +61,11 @@ class KVCache(ABC):
     @property
     def dual(self) -> DualKV | None:
         """This cache with its copy, where drafts read another than the model; else None."""
+        return None
+
+    @property
+    def pages(self) -> PagedDeviceKV | None:
+        """The cache if it is a pool of blocks on a GPU, whose steps are ragged; else None."""
         return None
 
     def rotating(self, step: Step) -> LowBitKV | None:

@@ -23,7 +23,16 @@ def make_paged_kv(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
 ) -> PagedKV:
-    """Allocate a stage's pool; `layers` are their numbers in the model."""
+    """Allocate a stage's pool; `layers` are their numbers in the model.
+
+    On a GPU `capabilities.gpu_pool_lack` has said that there is one for the precision.
+    """
+    if torch.device(device).type == "cuda":
+        # Triton is not imported where there is no GPU.
+        from llmpq.runtime.cache.paged_device_kv import PagedDeviceKV
+
+        num_layers = len(layers)
+        return PagedDeviceKV(spec, num_layers=num_layers, size=size, dtype=dtype, device=device)
     if kv is KVPrecision.KV16:
         return PagedPlainKV(spec, layers=layers, size=size, dtype=dtype, device=device)
     return PagedLowBitKV(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from llmpq.command_line import CommandParser, Only, Section
-from llmpq.runtime.cli.run_flags import add_plan
+from llmpq.runtime.cli.run_flags import KV_POOL_HELP, add_plan
 from llmpq.runtime.launch.launcher import BACKEND_HELP, BACKENDS, Backend
 from llmpq.runtime.launch.planned_kv import AUTO
 from llmpq.runtime.serve.settings import ServeSettings
@@ -24,6 +24,7 @@ class ServeOptions:
     max_model_len: int | None
     max_num_batched_tokens: int | None
     no_prefix_cache: bool
+    kv_pool: bool
     max_num_seqs: int | None
     dtype: str
     kv_cache_dtype: str
@@ -64,6 +65,7 @@ def engine_options(options: ServeOptions) -> dict[str, Any]:
         "gamma": options.gamma,
         "max_num_batched_tokens": options.max_num_batched_tokens,
         "enable_prefix_caching": not options.no_prefix_cache,
+        "kv_pool": options.kv_pool,
     }
 
 
@@ -93,11 +95,10 @@ def serve_parser() -> CommandParser:
     what.flag(
         "--max-num-seqs", daily=True, type=int, metavar="N", only=unplanned, help="answers at once"
     )
-    step = "tokens of a step on CPUs: a long prompt holds answers up no longer (default: 512)"
+    what.flag("--kv-pool", action="store_true", help=KV_POOL_HELP)
+    step = "tokens of a step over a pool: a long prompt holds answers up no longer (default: 512)"
     what.flag("--max-num-batched-tokens", type=int, metavar="N", help=step)
-    what.flag(
-        "--no-prefix-cache", action="store_true", help="compute anew what prompts share (CPUs)"
-    )
+    what.flag("--no-prefix-cache", action="store_true", help="compute anew what prompts share")
     what.flag(
         "--dtype", default=AUTO, only=unplanned, help="float16, bfloat16, float32 or a precision"
     )

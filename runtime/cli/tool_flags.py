@@ -15,6 +15,7 @@ from llmpq.command_line import CommandParser, Only, Section
 from llmpq.memory import CpuActivations
 from llmpq.precision import Precision
 from llmpq.runtime.cli.run_flags import (
+    KV_POOL_HELP,
     add_master_addr,
     add_plan,
     add_speculation,
@@ -90,6 +91,7 @@ class BenchOptions:
     backend: Backend | None
     in_process: bool
     no_graphs: bool
+    kv_pool: bool
     links: LinkChoice | None
     ray_address: str | None
     master_addr: str | None
@@ -240,6 +242,7 @@ def _add_how(how: Section) -> None:
     how.flag("--backend", choices=BACKENDS, only=started, help=BACKEND_HELP)
     how.flag("--in-process", action="store_true", daily=True, help="as --backend threads")
     how.flag("--no-graphs", action="store_true", help="no CUDA graphs")
+    how.flag("--kv-pool", action="store_true", help=KV_POOL_HELP)
     how.flag("--links", choices=LINK_CHOICES, only=started, help="between GPUs (default: auto)")
     how.flag("--ray-address", also=("--address",), only=started, help="join this Ray")
     add_master_addr(how, only=started)

@@ -223,7 +223,12 @@ class FirstStage:
         self._num_brought = max(self._num_brought, needed)
 
     def _go_on(self, micro_batch: MicroBatch) -> _Ahead | None:
-        """Let the rows of a step go on without its tokens, if no token can end a request."""
+        """Let the rows of a step go on without its tokens, if no token can end a request.
+
+        A paged scheduler goes ahead by itself, whatever may end one.
+        """
+        if isinstance(self._scheduler, PagedScheduler):
+            return None
         requests = micro_batch.requests
         may_stop = any(request.stop_ids or request.stop_texts for request in requests)
         plain = micro_batch.kind in (StepKind.PREFILL, StepKind.DECODE)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llmpq.capabilities import lacking_sentence, ways_of
+from llmpq.capabilities import lacking_sentence, require_gpu_pool, ways_of
 from llmpq.errors import DoesNotFitError
 from llmpq.kv_format import pool_blocks
 from llmpq.model_spec import ModelSpec
@@ -32,17 +32,25 @@ class PoolPlan:
     def serves(self) -> bool:
         """Whether the paged engine serves the plan; else requests have the plan's slots.
 
-        On CPUs it does. Slots remain for drafts by the model's own weights, which keep caches of
-        their own, and for jobs known beforehand with drafts, or of which fewer requests would be
-        under way at once than planned, since blocks round their lengths up.
+        On CPUs it does, on GPUs if the settings say so: `ValueError` where they cannot. Slots
+        remain for drafts by the model's own weights, which keep caches of their own, and for jobs
+        known beforehand with drafts, or of which fewer requests would be under way at once than
+        planned, since blocks round their lengths up.
         """
-        if not all(stage.is_cpu for stage in self.plan.stages):
-            return False
+        if self._has_gpus:
+            if not self.settings.gpu_pool:
+                return False
+            drafts = self.settings.speculate is not None
+            require_gpu_pool(self.plan.workload.kv, drafts=drafts)
         if self.settings.live:
             return self.settings.speculate in (None, "ngram")
         return self.settings.speculate is None and fits(
             self._wanted, self.plan.stages, self.spec, self.plan.workload
         )
+
+    @property
+    def _has_gpus(self) -> bool:
+        return not all(stage.is_cpu for stage in self.plan.stages)
 
     @property
     def size(self) -> PoolSize:
@@ -84,6 +92,8 @@ class PoolPlan:
             step_tokens=self._step_tokens,
             decode_rows=min(plan.decode_microbatch, size.slots),
             num_stages=len(plan.stages),
+            # A device that samples by itself is told the next step before its tokens are known.
+            tokens_ahead=2 if self._has_gpus and len(plan.stages) == 1 else 1,
             prefix_cache=size.prefix_cache,
             batching="static" if self.settings.batching == "static" else "continuous",
         )
@@ -110,7 +120,7 @@ class PoolPlan:
         length: then what the plan was made for. The last token of an answer needs no position.
         """
         planned, most = self.plan.workload.max_len, self.spec.max_positions
-        ways = ways_of(gpu=False, kv=self.plan.workload.kv, drafts=False)
+        ways = ways_of(gpu=self._has_gpus, kv=self.plan.workload.kv, drafts=False, pool=True)
         alike = self.spec.at_length(most) == self.spec.at_length(planned)
         able = lacking_sentence(self.spec, ways, max_len=most) is None
         return most if alike and able else min(planned, most)

@@ -174,7 +174,8 @@ class StageActor:
         store = self._store or dist.TCPStore(host, port, is_master=False, timeout=JOIN_LIMIT)
         self._store = store
         join_gloo(dist.PrefixStore("stages", store), self._index, len(self._plan.stages))
-        if not any(stage.is_cpu for stage in self._plan.stages) and self._gpu is not None:
+        on_gpus = not any(stage.is_cpu for stage in self._plan.stages)
+        if on_gpus and self._gpu is not None and self._pool is None:
             self._use_threads()
             wanted = self._settings.links
             kinds = {"auto": KINDS, "gloo": ()}.get(wanted, (wanted,))

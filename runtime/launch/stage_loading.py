@@ -28,8 +28,12 @@ def load_with_pool(
     pool: PoolPlan, index: int, source: TensorSource, device: torch.device
 ) -> tuple[PagedStageCompute, LoadReport]:
     """Load a stage of live requests."""
-    compute, report = build_paged_stage(pool.plan, index, pool.spec, source, device, pool.size)
     limits = pool.limits
+    compute, report = build_paged_stage(
+        *(pool.plan, index, pool.spec, source, device, pool.size),
+        step_tokens=limits.step_tokens,
+        graphs=pool.settings.graphs,
+    )
     compute.warm_up(limits.decode_rows, limits.step_tokens)
     return compute, report
 

@@ -84,11 +84,12 @@ def _write_all(writers: Mapping[str, Callable[[], None]]) -> None:
 
 def _case(bench: Bench) -> dict[str, Any]:
     """Return what tells this job from others, for its rows."""
-    return {
+    case: dict[str, Any] = {
         "model": bench.spec.name,
         "weights": "dummy" if bench.dummy else "checkpoint",
         "graphs": bench.graphs,
     }
+    return {**case, "kv_pool": True} if bench.gpu_pool else case
 
 
 def make_bench(options: BenchOptions) -> Bench:
@@ -112,6 +113,7 @@ def make_bench(options: BenchOptions) -> Bench:
         model=model,
         dummy=options.load_format == "dummy",
         graphs=not options.no_graphs,
+        gpu_pool=options.kv_pool,
         warm_up=options.warm_up,
         repeat=options.repeat,
         seed=options.seed,

@@ -33,6 +33,7 @@ class Bench:
     model: str
     dummy: bool
     graphs: bool
+    gpu_pool: bool
     warm_up: int
     repeat: int
     seed: int
@@ -91,6 +92,7 @@ def _settings(bench: Bench) -> StageSettings:
         gamma=bench.drafts.gamma,
         costs=bench.drafts.costs,
         graphs=bench.graphs,
+        gpu_pool=bench.gpu_pool,
         links=bench.links,
     )
 

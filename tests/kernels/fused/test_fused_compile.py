@@ -23,18 +23,20 @@ NUMBERS = ("eps", "score_scale", "factor", "top", "limit", "slope")
 HEADS = {"H": 32, "G": 8, "Q": 1}
 ROPE = {"H": 32, "G": 8, "BLOCK": 8, "ROTARY": True, "CACHE": True}
 ATTEND = HEADS | {"D": 128, "PADDED": 128, "R": 16}
+WHOLE = ROPE | {"D": 128, "HALF": 64, "PADDED": 64, "REST": 0}
 KERNELS = {
     "rope": (
         rope_append_kernel,
         # Q stays an argument: one kernel for prompts of every length.
-        ROPE | {"D": 128, "HALF": 64, "PADDED": 64, "REST": 0},
+        WHOLE | {"PAGE": 0},
         {"num_warps": 2},
     ),
     "rope-part": (
         rope_append_kernel,
-        ROPE | {"D": 128, "HALF": 24, "PADDED": 32, "REST": 128},
+        ROPE | {"D": 128, "HALF": 24, "PADDED": 32, "REST": 128, "PAGE": 0},
         {"num_warps": 2},
     ),
+    "rope-pages": (rope_append_kernel, WHOLE | {"PAGE": 128}, {"num_warps": 2}),
     "silu": (gate_kernel, {"BLOCK": 2048, "ACT": "silu"}, {"num_warps": 4}),
     "gelu": (gate_kernel, {"BLOCK": 2048, "ACT": "gelu_tanh"}, {"num_warps": 4}),
     "clamped": (gate_kernel, {"BLOCK": 2048, "ACT": "clamped_silu"}, {"num_warps": 4}),

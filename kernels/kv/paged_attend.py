@@ -1,0 +1,317 @@
+"""Attention of a step's rows of any lengths over unquantised keys and values in blocks of a pool.
+
+    pool [blocks, G, PAGE, D]    token p of a request: p % PAGE of block table[slot, p // PAGE]
+
+    decode   rows of one token. Key tiles of all rows stand in one line; each of PROGRAMS programs
+             of a key/value head takes an equal run of it, whatever the rows' lengths:
+                 rows       |0 0 0 0 0 0 0|1 1|2 2 2 2|
+                 programs   |0 0 0 0|1 1 1 1|2 2 2 2|3|        share = ceil(tiles / PROGRAMS)
+             A row within one program is written at once, the parts of others (row + program numbers
+             them) are merged by `combine` with their log2-sum-exp.
+    chunk    rows of several: a program takes TILE = M / (H / G) new tokens of a row, times the
+             query heads of a key/value head, over all keys they see, causal inside.
+
+Launches have shapes of their own, not the rows': lengths and tables are read on the device
+(paged_rows.py), so a CUDA graph of a step serves any mix of as many places.
+
+Cost: decode reads 2 D elements of the pool per token and key/value head once; a chunk reads them
+once a tile, and does 4 D operations per query head, new token and key.
+
+H query heads, G key/value heads, D head_dim, T places of a step, R rows.
+"""
+
+# Triton kernels take no annotations.
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from llmpq.kernels.kv.paged_plan import PagedPlan
+from llmpq.kernels.kv.plain_attend import LOG2_E
+from llmpq.kernels.overlap import overlaps
+from llmpq.kv_format import BLOCK_TOKENS
+
+
+@triton.jit
+def _load_tile(
+    k_ptr, v_ptr, table, t0, end, base, block_stride, d,
+    D: tl.constexpr, N: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    """Keys and values of N tokens from t0 on, within one block; `table`: the request's."""
+    block = tl.load(table + t0 // PAGE).to(tl.int64)
+    n = tl.arange(0, N)
+    live = (t0 + n < end)[:, None] & (d < D)[None, :]
+    at = block * block_stride + base + (t0 % PAGE + n)[:, None] * D + d[None, :]
+    return tl.load(k_ptr + at, mask=live, other=0.0), tl.load(v_ptr + at, mask=live, other=0.0)
+
+
+@triton.jit
+def _seen(
+    q, k, v, t0, position, slope, m_i, l_i, acc, score_scale, N: tl.constexpr, ALIBI: tl.constexpr
+):  # fmt: skip
+    """Take a tile of keys and values into the running softmax of some query rows."""
+    t = t0 + tl.arange(0, N)
+    x = tl.dot(q, tl.trans(k), input_precision="ieee") * score_scale
+    if ALIBI:
+        x += slope[:, None] * (t[None, :] - position[:, None]).to(tl.float32)
+    seen = t[None, :] <= position[:, None]
+    x = tl.where(seen, x, -1.0e30)
+    m_new = tl.maximum(m_i, tl.max(x, 1))
+    alpha = tl.exp2(m_i - m_new)
+    p = tl.where(seen, tl.exp2(x - m_new[:, None]), 0.0)
+    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
+    return m_new, l_i * alpha + tl.sum(p, 1), acc
+
+
+@triton.jit(do_not_specialize=["num_rows", "columns"])
+def decode_kernel(
+    q_ptr, k_ptr, v_ptr, rows, table, slopes, out_ptr, part_ptr, lse_ptr,
+    score_scale, num_rows, columns, block_stride,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr, R: tl.constexpr,
+    N: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr, PROGRAMS: tl.constexpr,
+    ALIBI: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """An equal share of all rows' key tiles, of one key/value head."""
+    C: tl.constexpr = H // G
+    program = tl.program_id(0)
+    group = tl.program_id(1)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+
+    # ---- this program's share of the line of tiles, and the rows it runs over
+    sums = rows + 5 * num_rows
+    r = tl.arange(0, ROWS)
+    ends = tl.load(sums + r, mask=r < num_rows, other=2147483647)
+    total = tl.load(sums + num_rows - 1)
+    share = (total + PROGRAMS - 1) // PROGRAMS
+    first = program * share
+    last = tl.minimum(total, first + share)
+    row_first = tl.sum((ends <= first).to(tl.int32), 0)
+    row_last = tl.where(first < last, tl.sum((ends < last).to(tl.int32), 0), -1)
+
+    c = tl.arange(0, R)
+    d = tl.arange(0, PADDED)
+    head = group * C + c
+    stored = (c < C)[:, None] & (d < D)[None, :]
+    slope = tl.zeros([R], tl.float32)
+    if ALIBI:
+        slope = tl.load(slopes + head, mask=c < C, other=0.0).to(tl.float32) * 1.4426950408889634
+    for row in range(row_first, row_last + 1):
+        row_begin = tl.max(tl.where(r < row, ends, 0), 0)
+        row_end = tl.load(sums + row)
+        begin = tl.maximum(first, row_begin)
+        stop = tl.minimum(last, row_end)
+        if begin < stop:
+            own_table = table + tl.load(rows + row).to(tl.int64) * columns
+            end = tl.load(rows + num_rows + row) + 1
+            position = tl.zeros([R], tl.int32) + (end - 1)
+            place = tl.load(rows + 3 * num_rows + row).to(tl.int64)
+            at = (place * H + head)[:, None] * D + d[None, :]
+            q = tl.load(q_ptr + at, mask=stored, other=0.0)
+            m_i = tl.full([R], -1.0e30, tl.float32)
+            l_i = tl.zeros([R], tl.float32)
+            acc = tl.zeros([R, PADDED], tl.float32)
+            for tile in tl.range(begin - row_begin, stop - row_begin, num_stages=STAGES):
+                k, v = _load_tile(
+                    k_ptr, v_ptr, own_table, tile * N, end, group * PAGE * D, block_stride, d,
+                    D, N, PAGE,
+                )  # fmt: skip
+                m_i, l_i, acc = _seen(
+                    q, k, v, tile * N, position, slope, m_i, l_i, acc, score_scale, N, ALIBI
+                )
+            out = acc / tl.maximum(l_i, 1e-30)[:, None]
+            if stop - begin == row_end - row_begin:
+                tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=stored)
+            else:
+                part = ((row + program).to(tl.int64) * G + group) * R + c
+                tl.store(lse_ptr + part, m_i + tl.log2(tl.maximum(l_i, 1e-30)), mask=c < C)
+                tl.store(part_ptr + part[:, None] * PADDED + d[None, :], out, mask=stored)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def combine_kernel(
+    part_ptr, lse_ptr, rows, out_ptr, num_rows,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr, R: tl.constexpr,
+    X: tl.constexpr, PROGRAMS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Merge the parts of one query head of one row, if several programs had some."""
+    C: tl.constexpr = H // G
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    sums = rows + 5 * num_rows
+    begin = tl.load(sums + row - 1, mask=row > 0, other=0)
+    end = tl.load(sums + row)
+    share = tl.maximum((tl.load(sums + num_rows - 1) + PROGRAMS - 1) // PROGRAMS, 1)
+    first = begin // share
+    last = tl.where(begin < end, (end - 1) // share, first)
+    if first < last:
+        x = tl.arange(0, X)
+        d = tl.arange(0, PADDED)
+        top = -1.0e30
+        total = 0.0
+        acc = tl.zeros([PADDED], tl.float32)
+        for program in range(first, last + 1, X):
+            live = program + x <= last
+            part = ((row + program + x).to(tl.int64) * G + head // C) * R + head % C
+            lse = tl.load(lse_ptr + part, mask=live, other=-1.0e30)
+            at = part_ptr + part[:, None] * PADDED + d[None, :]
+            out = tl.load(at, mask=live[:, None] & (d < D)[None, :], other=0.0)
+            higher = tl.maximum(top, tl.max(lse, 0))
+            kept = tl.exp2(top - higher)
+            weight = tl.where(live, tl.exp2(lse - higher), 0.0)
+            total = total * kept + tl.sum(weight, 0)
+            acc = acc * kept + tl.sum(out * weight[:, None], 0)
+            top = higher
+        place = tl.load(rows + 3 * num_rows + row).to(tl.int64)
+        out_at = out_ptr + (place * H + head) * D + d
+        tl.store(out_at, (acc / total).to(out_ptr.dtype.element_ty), mask=d < D)
+
+
+@triton.jit(do_not_specialize=["num_rows", "columns"])
+def chunk_kernel(
+    q_ptr, k_ptr, v_ptr, rows, table, slopes, out_ptr,
+    score_scale, num_rows, columns, block_stride,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr, M: tl.constexpr,
+    N: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+    ALIBI: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """TILE new tokens of a row of several, times the query heads of one key/value head."""
+    C: tl.constexpr = H // G
+    tile = tl.program_id(0)
+    group = tl.program_id(1)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    sums = rows + 4 * num_rows
+    if tile < tl.load(sums + num_rows - 1):
+        r = tl.arange(0, ROWS)
+        ends = tl.load(sums + r, mask=r < num_rows, other=2147483647)
+        row = tl.sum((ends <= tile).to(tl.int32), 0)
+        own_table = table + tl.load(rows + row).to(tl.int64) * columns
+        start = tl.load(rows + num_rows + row)
+        count = tl.load(rows + 2 * num_rows + row)
+        place = tl.load(rows + 3 * num_rows + row)
+        begin = (tile - tl.load(sums + row - 1, mask=row > 0, other=0)) * TILE
+
+        # ---- queries: row m is head m % C of the group, new token begin + m // C
+        m = tl.arange(0, M)
+        new = begin + m // C
+        used = (m < TILE * C) & (new < count)
+        position = start + tl.minimum(new, count - 1)
+        end = start + tl.minimum(count, begin + TILE)
+        d = tl.arange(0, PADDED)
+        head = group * C + m % C
+        at = ((place + new).to(tl.int64) * H + head)[:, None] * D + d[None, :]
+        stored = used[:, None] & (d < D)[None, :]
+        q = tl.load(q_ptr + at, mask=stored, other=0.0)
+        slope = tl.zeros([M], tl.float32)
+        if ALIBI:
+            slope = tl.load(slopes + head, mask=used, other=0.0).to(tl.float32) * 1.4426950408889634
+        m_i = tl.full([M], -1.0e30, tl.float32)
+        l_i = tl.zeros([M], tl.float32)
+        acc = tl.zeros([M, PADDED], tl.float32)
+        for t0 in tl.range(0, end, N, num_stages=STAGES):
+            k, v = _load_tile(
+                k_ptr, v_ptr, own_table, t0, end, group * PAGE * D, block_stride, d, D, N, PAGE
+            )
+            m_i, l_i, acc = _seen(
+                q, k, v, t0, position, slope, m_i, l_i, acc, score_scale, N, ALIBI
+            )
+        out = acc / tl.maximum(l_i, 1e-30)[:, None]
+        tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=stored)
+
+
+def paged_attend(
+    q_THD: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    rows_FR: Tensor,
+    table_SM: Tensor,
+    plan: PagedPlan,
+    *,
+    scale: float,
+    alibi_slopes_H: Tensor | None = None,
+    chunks: bool = True,
+) -> Tensor:
+    """Return o [T, H, D]; the step's own keys and values are in the pool already.
+
+    `chunks`: whether a row may have several tokens. What padding gets means nothing.
+    """
+    q_THD = q_THD.contiguous()
+    _check(q_THD, k_pool, v_pool, plan)
+    out, num_rows = torch.empty_like(q_THD), rows_FR.shape[1]
+    groups, pdl = plan.kv_heads, overlaps(q_THD.device)
+    slopes = q_THD if alibi_slopes_H is None else alibi_slopes_H
+    given = (q_THD, k_pool, v_pool, rows_FR, table_SM, slopes, out)
+    numbers = (scale * LOG2_E, num_rows, table_SM.shape[1], k_pool.stride(0))
+    how = {"alibi": alibi_slopes_H is not None, "pdl": pdl}
+    decode = plan.decode_options(num_rows, **how)
+    parts = (num_rows + plan.programs) * groups * int(decode["R"])
+    part = q_THD.new_empty(parts * int(decode["PADDED"]), dtype=torch.float32)
+    lse = q_THD.new_empty(parts, dtype=torch.float32)
+    decode_kernel[(plan.programs, groups)](*given, part, lse, *numbers, **decode, launch_pdl=pdl)
+    if chunks:
+        tiles = q_THD.shape[0] // plan.tile_queries + num_rows
+        options = plan.chunk_options(num_rows, **how)
+        chunk_kernel[(tiles, groups)](*given, *numbers, **options, launch_pdl=pdl)
+    combine_kernel[(num_rows, plan.heads)](
+        *(part, lse, rows_FR, out, num_rows), **plan.combine_options(pdl=pdl), launch_pdl=pdl
+    )
+    return out
+
+
+def _check(q_THD: Tensor, k_pool: Tensor, v_pool: Tensor, plan: PagedPlan) -> None:
+    """Raise `ValueError` for pools or queries that the kernels do not read."""
+    want = (plan.kv_heads, BLOCK_TOKENS, plan.head_dim)
+    for name, pool in (("keys", k_pool), ("values", v_pool)):
+        if tuple(pool.shape[1:]) != want or not pool.is_contiguous():
+            raise ValueError(
+                f"{name} must be [blocks, {', '.join(map(str, want))}], one block behind the "
+                f"other, got {list(pool.shape)} with strides {pool.stride()}"
+            )
+    if tuple(q_THD.shape[1:]) != (plan.heads, plan.head_dim) or q_THD.dtype != k_pool.dtype:
+        raise ValueError(
+            f"queries must be [T, {plan.heads}, {plan.head_dim}] of {k_pool.dtype}, got "
+            f"{list(q_THD.shape)} of {q_THD.dtype}"
+        )
+
+
+def paged_attend_reference(
+    q_THD: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    rows_FR: Tensor,
+    table_SM: Tensor,
+    *,
+    scale: float,
+    alibi_slopes_H: Tensor | None = None,
+) -> Tensor:
+    """The twin: float64, one row at a time; zeros for padding."""
+    out = torch.zeros_like(q_THD)
+    rep = q_THD.shape[1] // k_pool.shape[1]
+    for slot, start, count, first, *_ in rows_FR.T.tolist():
+        if slot < 0 or count == 0:
+            continue
+        end, own = start + count, slice(first, first + count)
+        blocks = table_SM[slot, : -(-end // BLOCK_TOKENS)].long()
+        k, v = (
+            pool[blocks].transpose(0, 1).flatten(1, 2)[:, :end].double().repeat_interleave(rep, 0)
+            for pool in (k_pool, v_pool)
+        )
+        ahead = torch.arange(end, device=q_THD.device)
+        ahead = ahead - torch.arange(start, end, device=q_THD.device)[:, None]
+        x = q_THD[own].transpose(0, 1).double() @ k.transpose(1, 2) * scale
+        if alibi_slopes_H is not None:
+            x = x + alibi_slopes_H.double()[:, None, None] * ahead
+        x = x.masked_fill(ahead > 0, float("-inf"))
+        out[own] = (x.softmax(dim=-1) @ v).transpose(0, 1).to(out.dtype)
+    return out

@@ -1,0 +1,123 @@
+"""How attention over a pool is launched: tiles, programs and stages, by model and device.
+
+Nothing here depends on the rows of a step, so that a captured step serves any (paged_attend.py).
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from llmpq.kernels.kv.launch_plan import shared_memory
+from llmpq.kernels.kv.plain_attend import PROGRAMS_PER_SM, choose_stages, sm_count
+from llmpq.kv_format import BLOCK_TOKENS
+
+CHUNK_ROWS = 64
+"""Query rows of a chunk's program: what a warp group of tensor cores multiplies at once."""
+MERGED = 32
+"""Parts that the combine loads at once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PagedPlan:
+    """How steps over a pool are launched, whatever their rows."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    item: int
+    """Bytes of an element."""
+    programs: int
+    """Programs of a key/value head that share the key tiles of decoding rows."""
+    stages: int
+    chunk_stages: int
+    chunk_warps: int
+
+    @classmethod
+    @functools.cache
+    def of(
+        cls, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+    ) -> PagedPlan:
+        """Choose as many programs and stages as a device holds at once."""
+        shared, item = shared_memory(device), dtype.itemsize
+        tile_bytes = 2 * _tile_keys(head_dim, item) * _padded(head_dim) * item
+        query_bytes = _chunk_rows(heads // kv_heads, item) * _padded(head_dim) * item
+        wide = _padded(head_dim) > 128
+        return cls(
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            item=item,
+            programs=max(1, PROGRAMS_PER_SM * sm_count(device) // kv_heads),
+            stages=choose_stages(tile_bytes, *shared),
+            chunk_stages=3 if query_bytes + 2 * tile_bytes + 8192 <= shared[0] else 2,
+            chunk_warps=8 if wide else 4,
+        )
+
+    @property
+    def tile_keys(self) -> int:
+        """Keys of a tile; a block is a multiple of them."""
+        return _tile_keys(self.head_dim, self.item)
+
+    @property
+    def tile_queries(self) -> int:
+        """New tokens that a chunk's program takes."""
+        return self.chunk_rows // (self.heads // self.kv_heads)
+
+    @property
+    def chunk_rows(self) -> int:
+        """Query rows of a chunk's program."""
+        return _chunk_rows(self.heads // self.kv_heads, self.item)
+
+    def decode_options(self, rows: int, *, alibi: bool, pdl: bool) -> dict[str, int | bool]:
+        """Return the constants of `decode_kernel` for steps of so many rows."""
+        return self._options(rows, alibi=alibi, pdl=pdl) | {
+            "R": max(16, triton.next_power_of_2(self.heads // self.kv_heads)),
+            "PROGRAMS": self.programs,
+            "STAGES": self.stages,
+            "num_warps": 4,
+        }
+
+    def combine_options(self, *, pdl: bool) -> dict[str, int | bool]:
+        """Return the constants of `combine_kernel`."""
+        shared = ("H", "G", "D", "PADDED", "R", "PROGRAMS", "PDL", "num_warps")
+        options = self.decode_options(1, alibi=False, pdl=pdl)
+        return {name: options[name] for name in shared} | {"X": MERGED}
+
+    def chunk_options(self, rows: int, *, alibi: bool, pdl: bool) -> dict[str, int | bool]:
+        """Return the constants of `chunk_kernel` for steps of so many rows."""
+        return self._options(rows, alibi=alibi, pdl=pdl) | {
+            "M": self.chunk_rows,
+            "TILE": self.tile_queries,
+            "STAGES": self.chunk_stages,
+            "num_warps": self.chunk_warps,
+        }
+
+    def _options(self, rows: int, *, alibi: bool, pdl: bool) -> dict[str, int | bool]:
+        return {
+            "H": self.heads,
+            "G": self.kv_heads,
+            "D": self.head_dim,
+            "PADDED": _padded(self.head_dim),
+            "N": self.tile_keys,
+            "PAGE": BLOCK_TOKENS,
+            "ROWS": triton.next_power_of_2(rows),
+            "ALIBI": alibi,
+            "PDL": pdl,
+        }
+
+
+def _padded(head_dim: int) -> int:
+    return max(16, triton.next_power_of_2(head_dim))
+
+
+def _tile_keys(head_dim: int, item: int) -> int:
+    return 32 if item == 4 or _padded(head_dim) > 128 else 64
+
+
+def _chunk_rows(queries: int, item: int) -> int:
+    """Float32 operands take twice the memory, and no tensor core multiplies them."""
+    return max(16 if item == 4 else CHUNK_ROWS, triton.next_power_of_2(queries))

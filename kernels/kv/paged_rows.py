@@ -1,0 +1,159 @@
+"""The rows of a step over paged keys and values, as kernels read them, and each token's place.
+
+    rows [6, R] int32, on the device   slot, start, count, first: row r brings `count` tokens from
+                                       position `start` of the request in `slot`, at `first` on of
+                                       the step's T places; then two running sums, this row's share
+                                       included: query tiles of rows of several tokens (chunks), key
+                                       tiles of rows of one (decoding)
+    spread                             rows -> of every token its position, its slot, and its place
+                                       in the pool (block * PAGE + token of the block)
+
+A launch has as many programs whatever the rows are: a program finds its row by the running sums, so
+a captured step serves any mix. A row of slot -1 is padding: its tokens have place -1 and stand for
+nobody, as do rows of no tokens.
+"""
+
+# Triton kernels take no annotations.
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from llmpq.kernels.overlap import overlaps
+from llmpq.kv_format import BLOCK_TOKENS
+
+FIELDS = 6
+SPREAD_TOKENS = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenPlaces:
+    """What `spread` makes of a step's rows; T tokens, R rows."""
+
+    positions_T: Tensor
+    slots_T: Tensor
+    """The slot of a token's request; `nobody` for padding."""
+    places_T: Tensor
+    """Where in the pool a token goes; -1 for padding."""
+    slots_R: Tensor
+    last_R: Tensor
+    """Where in the step a row's last token is; 0 for padding."""
+
+
+def row_table(
+    slots: Sequence[int],
+    starts: Sequence[int],
+    counts: Sequence[int],
+    *,
+    num_rows: int,
+    num_places: int,
+    tile_queries: int,
+    tile_keys: int,
+) -> list[list[int]]:
+    """Return the rows' table, with a row of padding behind them where tokens are fewer than places.
+
+    `tile_queries`, `tile_keys`: as `PagedPlan` says.
+    """
+    used, tokens = len(slots), sum(counts)
+    extra = num_rows - used
+    if tokens > num_places or extra < (tokens < num_places):
+        raise ValueError(
+            f"{used} rows of {tokens} tokens do not go into a step of {num_rows} rows and "
+            f"{num_places} places; give it more of either"
+        )
+    firsts, query_tiles, key_tiles = [], [], []
+    place = queries = keys = 0
+    for start, count in zip(starts, counts, strict=True):
+        firsts.append(place)
+        place += count
+        if count > 1:
+            queries += -(-count // tile_queries)
+        else:
+            keys += -(-(start + 1) // tile_keys)
+        query_tiles.append(queries)
+        key_tiles.append(keys)
+    return [
+        [*slots, *[-1] * extra],
+        [*starts, *[0] * extra],
+        [*counts, *[num_places - place, *[0] * (extra - 1)][:extra]],
+        [*firsts, *[place] * extra],
+        [*query_tiles, *[queries] * extra],
+        [*key_tiles, *[keys] * extra],
+    ]
+
+
+@triton.jit(do_not_specialize=["num_rows", "columns", "nobody"])
+def spread_kernel(
+    rows, table, positions, slots, places, row_slots, lasts, num_rows, columns, nobody,
+    PAGE: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One row."""
+    row = tl.program_id(0)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    slot = tl.load(rows + row)
+    start = tl.load(rows + num_rows + row)
+    count = tl.load(rows + 2 * num_rows + row)
+    first = tl.load(rows + 3 * num_rows + row)
+    known = slot >= 0
+    owner = tl.where(known, slot, nobody).to(tl.int64)
+    tl.store(row_slots + row, owner)
+    tl.store(lasts + row, tl.where(known, first + count - 1, 0).to(tl.int64))
+    for at in range(0, count, STEP):
+        i = at + tl.arange(0, STEP)
+        live = i < count
+        there = i < tl.where(known, count, 0)
+        position = tl.where(known, start + i, 0)
+        block = tl.load(table + slot * columns + position // PAGE, mask=there, other=0)
+        place = block.to(tl.int64) * PAGE + position % PAGE
+        tl.store(positions + first + i, position.to(tl.int64), mask=live)
+        tl.store(slots + first + i, tl.zeros_like(place) + owner, mask=live)
+        tl.store(places + first + i, tl.where(known, place, -1), mask=live)
+
+
+def spread(rows_FR: Tensor, table_SM: Tensor, num_places: int, *, nobody: int) -> TokenPlaces:
+    """Return where each of a step's tokens stands; `nobody`: the slot of padding."""
+    num_rows, device = rows_FR.shape[1], rows_FR.device
+    positions, slots, places = torch.empty((3, num_places), dtype=torch.long, device=device)
+    row_slots, lasts = torch.empty((2, num_rows), dtype=torch.long, device=device)
+    pdl = overlaps(device)
+    spread_kernel[(num_rows,)](
+        *(rows_FR, table_SM, positions, slots, places, row_slots, lasts),
+        *(num_rows, table_SM.shape[1], nobody),
+        PAGE=BLOCK_TOKENS,
+        STEP=SPREAD_TOKENS,
+        PDL=pdl,
+        num_warps=4,
+        launch_pdl=pdl,
+    )
+    return TokenPlaces(
+        positions_T=positions, slots_T=slots, places_T=places, slots_R=row_slots, last_R=lasts
+    )
+
+
+def spread_reference(
+    rows_FR: Tensor, table_SM: Tensor, num_places: int, *, nobody: int
+) -> TokenPlaces:
+    """The twin of `spread`, row by row on the host."""
+    positions, slots, places = torch.zeros((3, num_places), dtype=torch.long)
+    row_slots, lasts = torch.zeros((2, rows_FR.shape[1]), dtype=torch.long)
+    for row, (slot, start, count, first, *_) in enumerate(rows_FR.T.tolist()):
+        known = slot >= 0
+        row_slots[row], lasts[row] = (slot, first + count - 1) if known else (nobody, 0)
+        for i in range(count):
+            p = start + i if known else 0
+            block = int(table_SM[slot, p // BLOCK_TOKENS]) if known else 0
+            positions[first + i], slots[first + i] = p, row_slots[row]
+            places[first + i] = block * BLOCK_TOKENS + p % BLOCK_TOKENS if known else -1
+    return TokenPlaces(
+        positions_T=positions, slots_T=slots, places_T=places, slots_R=row_slots, last_R=lasts
+    )

@@ -1,0 +1,158 @@
+"""A stage of the paged engine on a GPU: steps of any rows through graphs, answers that come late.
+
+    steps       runtime/backends/paged_graphs.py
+    results     of a whole model on one device: copied behind the step, and a request's next token
+                may be asked for as -1, "the one this slot produced last" (cuda_stage.py)
+    several     hidden states and tokens go through the hosts
+    stages
+
+Legend: B rows, T tokens, h hidden, R rows that sample.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from llmpq.kv_format import BLOCK_TOKENS
+from llmpq.pool_size import PoolSize
+from llmpq.runtime.backends.cuda_graphs import StepOutput
+from llmpq.runtime.backends.cuda_stage import on_its_way
+from llmpq.runtime.backends.device_times import DeviceTimes
+from llmpq.runtime.backends.paged_compute import PagedStageCompute, rows_of
+from llmpq.runtime.backends.paged_graphs import PagedGraphs, rungs
+from llmpq.runtime.cache.paged_device_kv import PagedDeviceKV
+from llmpq.runtime.models.stage_model import StageModel
+from llmpq.runtime.pending import Pending
+from llmpq.runtime.request import PagedRow, StepKind
+from llmpq.runtime.sampling_params import TokenChoice
+from llmpq.runtime.step_message import StepMessage
+from llmpq.runtime.trace import KindTotals
+from llmpq.runtime.upload import upload
+
+
+class CudaPagedCompute(PagedStageCompute):
+    """One stage on a GPU, ready to run the steps of a `PagedScheduler`."""
+
+    def __init__(
+        self,
+        model: StageModel,
+        kv: PagedDeviceKV,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        size: PoolSize,
+        step_tokens: int,
+        graphs: bool = True,
+    ) -> None:
+        """`step_tokens`: of a step at most; `graphs`: capture steps."""
+        super().__init__(model, kv, device, dtype)
+        self._whole = model.embedding is not None and model.head is not None
+        self._times, self._columns = DeviceTimes(device), kv.columns
+        last_token_S = torch.zeros(size.slots + 1, dtype=torch.long, device=device)
+        make = partial(
+            PagedGraphs,
+            model,
+            kv,
+            num_slots=size.slots,
+            most_tokens=max(step_tokens, size.slots + 1),
+            max_len=size.max_len,
+            dtype=dtype,
+            device=device,
+            capture=graphs,
+            last_token_S=last_token_S,
+        )
+        self._decode, self._mixed = make(chunks=False), make(chunks=True)
+        self._mixed.share(self._decode)
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether a step may name tokens by -1 that the step before has yet to produce."""
+        return self._whole
+
+    @property
+    def captured(self) -> tuple[list[int], list[int]]:
+        """Numbers of rows that decode from a graph, and of places of steps with chunks."""
+        return self._decode.captured_rows, self._mixed.captured_rows
+
+    def device_totals(self) -> dict[str, KindTotals]:
+        """Return the steps so far by kind, timed by the device, and forget them."""
+        return self._times.totals()
+
+    @torch.inference_mode()
+    def run(self, message: StepMessage, hidden_BQH: Tensor | None) -> Tensor | Pending:
+        """Return hidden states [1, T, h] on the host, or the token of each row [B, 1].
+
+        What a row gets that samples nothing means nothing.
+        """
+        self.kv.take_rows(message.paged, message.starts)
+        run = partial(self._run, message, hidden_BQH)
+        return self._times.of(message.kind, message.num_rows, run)
+
+    def _run(self, message: StepMessage, hidden_BQH: Tensor | None) -> Tensor | Pending:
+        assert not any(row.drafts for row in message.paged), "llmpq/capabilities.py refuses before"
+        graphs = self._mixed if max(message.num_new) > 1 else self._decode
+        scored = self.model.head is not None and self.sampler.scores_prompts(message)
+        out = (graphs.run_every_place if scored else graphs.run)(message, hidden_BQH)
+        if self.model.head is None:
+            assert out.hidden_BQh is not None
+            return out.hidden_BQh[:, : sum(message.num_new)].cpu()
+        if scored:
+            self._score_places(out.hidden_BQh, message)
+        tokens_B1 = self._tokens_B(out, message)[:, None]
+        return on_its_way(tokens_B1) if self._whole else tokens_B1.cpu()
+
+    def _tokens_B(self, out: StepOutput, message: StepMessage) -> Tensor:
+        """Return the rows' tokens: the most likely ones, or drawn and ruled where that is asked."""
+        assert out.tokens_B is not None and out.logits_BV is not None
+        tokens_B = out.tokens_B[: message.num_rows]
+        rows = [number for number, row in enumerate(message.paged) if row.samples]
+        greedy = all(message.sampling[row].greedy for row in rows)
+        if not rows or (greedy and not self.sampler.knows(message)):
+            return tokens_B
+        slots = [message.slots[row] for row in rows]
+        rows_R, slots_R = upload([rows, slots], torch.long, self._device)
+        drawn_R = self.sampler.pick(out.logits_BV[rows_R], rows_of(message, rows))
+        self._decode.remember(slots_R, drawn_R)
+        return tokens_B.index_copy(0, rows_R, drawn_R)
+
+    def _score_places(self, hidden_BQh: Tensor | None, message: StepMessage) -> None:
+        """Note scores of prompts' tokens, of one row after the other."""
+        assert self.model.head is not None and hidden_BQh is not None
+        first = 0
+        for row, count in enumerate(message.num_new):
+            own = hidden_BQh[:, first : first + count]
+            self.sampler.score_prompts(self.model.head, own, rows_of(message, [row]))
+            first += count
+
+    def warm_up(self, rows: int, step_tokens: int) -> None:
+        """Capture steps of chunks, the largest first, and the decode step of so many rows.
+
+        What they leave in the cache belongs to nobody.
+        """
+        longest = self._columns * BLOCK_TOKENS
+        for places in rungs(step_tokens):
+            self._run_rows(StepKind.PREFILL, [min(places, longest)])
+        self._run_rows(StepKind.DECODE, [1] * rows)
+        self._times.forget()
+
+    def _run_rows(self, kind: StepKind, counts: list[int]) -> None:
+        """Run rows of zeros that all stand at the start of slot 0, in block 0."""
+        count = len(counts)
+        blocks = (0,) * -(-max(counts) // BLOCK_TOKENS)
+        told = StepMessage(
+            kind=kind,
+            slots=[0] * count,
+            starts=[0] * count,
+            num_new=counts,
+            sample_steps=[0] * count,
+            sampling=[TokenChoice()] * count,
+            tokens=[[0] * own for own in counts],
+            paged=[PagedRow(slot=0, new_blocks=blocks)] * count,
+        )
+        hidden = None
+        if self.model.embedding is None:
+            hidden = torch.zeros((1, sum(counts), self.model.spec.hidden), dtype=self._dtype)
+        self.run(told, hidden)

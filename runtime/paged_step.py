@@ -1,0 +1,34 @@
+"""One step of the paged engine on a GPU: what `RaggedStep` is to hosts, as tensors of the device.
+
+Nothing of it depends on the rows but values on the device, so that a step is captured once and
+replayed for any rows of as many places.
+
+Legend: T places (tokens and padding), R rows, h hidden.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from llmpq.kernels.kv.paged_rows import TokenPlaces
+from llmpq.runtime.step import Step
+
+
+@dataclass(frozen=True, kw_only=True)
+class PagedStep(Step):
+    """The rows of one forward, packed as [1, T]; `q_len` counts all places."""
+
+    rows_FR: Tensor
+    """The rows as kernels read them (kernels/kv/paged_rows.py)."""
+    where: TokenPlaces
+    chunks: bool
+    """Whether rows may have several tokens; else row r is place r."""
+
+    def last_valid(self, x_BQH: Tensor) -> Tensor:
+        """Return [R, h]: each row at its last token."""
+        return x_BQH[0, self.where.last_R] if self.chunks else x_BQH[0]
+
+    def _positions(self) -> Tensor:
+        return self.where.positions_T[None]

@@ -1,0 +1,91 @@
+"""The kernels over a pool of blocks compile for every listed architecture, their memory fits."""
+
+import pytest
+import torch
+
+from llmpq.kernels.kv import paged_plan
+from llmpq.kernels.kv.paged_attend import chunk_kernel, combine_kernel, decode_kernel
+from llmpq.kernels.kv.paged_plan import PagedPlan
+from llmpq.kernels.kv.paged_rows import SPREAD_TOKENS, spread_kernel
+from llmpq.kernels.tools.cubin import (
+    ARCHITECTURES,
+    CONSUMER_BLACKWELL,
+    SHARED_LIMIT,
+    compile_kernel,
+)
+from llmpq.kv_format import BLOCK_TOKENS
+
+pytestmark = pytest.mark.compile
+
+NUMBERS = ("num_rows", "columns", "block_stride", "nobody")
+LONGS = ("positions", "slots", "places", "row_slots", "lasts")
+NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+# (query heads, key/value heads, head_dim, dtype): Llama, Qwen2, Phi, OPT, BLOOM and wider.
+MODELS = [
+    (32, 8, 128, torch.bfloat16),
+    (28, 4, 128, torch.float16),
+    (32, 32, 96, torch.float16),
+    (32, 32, 80, torch.bfloat16),
+    (12, 12, 64, torch.float32),
+    (16, 2, 192, torch.bfloat16),
+    (16, 8, 256, torch.bfloat16),
+    (8, 4, 256, torch.float32),
+]
+
+
+def compiled(kernel, arch, constants, element):
+    constants = dict(constants)
+    options = {"num_warps": constants.pop("num_warps", 4)}
+    arguments = {}
+    for name in kernel.arg_names:
+        if name in constants:
+            continue
+        if name in NUMBERS:
+            arguments[name] = "i32"
+        elif name == "score_scale":
+            arguments[name] = "fp32"
+        elif name in ("rows", "table"):
+            arguments[name] = "*i32"
+        elif name in ("part_ptr", "lse_ptr", "slopes"):
+            arguments[name] = "*fp32"
+        else:
+            arguments[name] = "*i64" if name in LONGS else f"*{element}"
+    loose = ("num_rows", "columns", "nobody", "score_scale")
+    aligned = tuple(name for name in arguments if name not in loose)
+    return compile_kernel(kernel, arch, arguments, constants, aligned=aligned, options=options)
+
+
+def plan_for(arch, model, monkeypatch):
+    """Return the plan that a card of an architecture would get."""
+    limit = SHARED_LIMIT[arch]
+    monkeypatch.setattr(paged_plan, "shared_memory", lambda device: (limit, limit + 1024))
+    return PagedPlan.of.__func__.__wrapped__(PagedPlan, *model, torch.device("cpu"))
+
+
+ALL = (*ARCHITECTURES, CONSUMER_BLACKWELL)
+CASES = [(model, arch) for model in MODELS for arch in (ALL if model is MODELS[0] else (86, 90))]
+"""The most common shapes everywhere, others where memory is least and where it is most."""
+
+
+@pytest.mark.parametrize("model,arch", CASES, ids=lambda value: str(value).replace("torch.", ""))
+def test_attention_fits(model, arch, monkeypatch):
+    plan, element, pdl = plan_for(arch, model, monkeypatch), NAMES[model[3]], arch >= 90
+    how = {"alibi": model[1] == model[0], "pdl": pdl}
+    for kernel, constants in (
+        (decode_kernel, plan.decode_options(33, **how)),
+        (chunk_kernel, plan.chunk_options(33, **how)),
+    ):
+        made = compiled(kernel, arch, constants, element)
+        assert made.cubin and made.shared_bytes <= SHARED_LIMIT[arch]
+        assert ("griddepcontrol.wait" in made.ptx) == pdl
+        if element != "fp32":
+            assert "cp.async" in made.ptx, "tiles are not fetched ahead"
+            assert "mma" in made.ptx, "no tensor core multiplies"
+
+
+@pytest.mark.parametrize("arch", ALL)
+def test_the_rest_compiles(arch, monkeypatch):
+    plan = plan_for(arch, MODELS[0], monkeypatch)
+    assert compiled(combine_kernel, arch, plan.combine_options(pdl=arch >= 90), "bf16").cubin
+    constants = {"PAGE": BLOCK_TOKENS, "STEP": SPREAD_TOKENS, "PDL": arch >= 90}
+    assert compiled(spread_kernel, arch, constants, "bf16").cubin

@@ -1,0 +1,158 @@
+"""Attention over a pool of blocks, interpreted, against its twin: rows of any lengths."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from triton import knobs
+
+from llmpq.kernels.fused.rope_append import rope_append_pages, rope_append_pages_reference
+from llmpq.kernels.kv.paged_attend import paged_attend, paged_attend_reference
+from llmpq.kernels.kv.paged_plan import PagedPlan
+from llmpq.kernels.kv.paged_rows import row_table, spread, spread_reference
+from llmpq.kv_format import BLOCK_TOKENS
+
+pytestmark = [
+    pytest.mark.interpret,
+    pytest.mark.skipif(not knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1"),
+]
+SLOTS, COLUMNS = 6, 4
+TOLERANCE = {torch.float16: 2e-3, torch.float32: 2e-6}
+CPU = torch.device("cpu")
+
+# (slot, start, count): decoding rows before, between and behind chunks, at and beside block ends.
+MIXES = {
+    "decode": [(2, 0, 1), (0, 127, 1), (5, 128, 1), (1, 400, 1)],
+    "one": [(3, 511, 1)],
+    "chunks": [(4, 0, 130), (1, 126, 5), (0, 300, 2)],
+    "mixed": [(0, 300, 1), (4, 3, 70), (3, 0, 1), (1, 255, 33), (5, 500, 1), (2, 0, 2)],
+}
+
+
+def normal(*shape, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).to(dtype)
+
+
+def error(got, want):
+    return float((got.double() - want.double()).norm() / want.double().norm())
+
+
+def tables(seed=0):
+    """Return block tables whose blocks are nobody else's, in no order."""
+    generator = torch.Generator().manual_seed(seed)
+    blocks = torch.randperm(SLOTS * COLUMNS, generator=generator)
+    return blocks.view(SLOTS, COLUMNS).to(torch.int32)
+
+
+def step(mix, plan, *, rows=None, places=None):
+    """Return the rows' table and the number of places, with padding unless told otherwise."""
+    slots, starts, counts = zip(*mix, strict=True)
+    places = sum(counts) + 3 if places is None else places
+    table = row_table(
+        *(slots, starts, counts),
+        num_rows=len(mix) + 2 if rows is None else rows,
+        num_places=places,
+        tile_queries=plan.tile_queries,
+        tile_keys=plan.tile_keys,
+    )
+    return torch.tensor(table, dtype=torch.int32), places
+
+
+@pytest.mark.parametrize(
+    "mix,programs", [("decode", 3), ("one", 7), ("chunks", 1), ("mixed", 1), ("mixed", 7)]
+)
+@pytest.mark.parametrize(
+    "heads,groups,dim,dtype,alibi",
+    [
+        (8, 2, 64, torch.float16, False),
+        (7, 1, 24, torch.float32, False),
+        (4, 4, 80, torch.float32, True),
+    ],
+)
+def test_attention(heads, groups, dim, dtype, alibi, mix, programs):
+    plan = replace(PagedPlan.of(heads, groups, dim, dtype, CPU), programs=programs)
+    rows, places = step(MIXES[mix], plan)
+    shape = (SLOTS * COLUMNS, groups, BLOCK_TOKENS, dim)
+    k, v = (normal(*shape, dtype=dtype, seed=seed) for seed in (1, 2))
+    q = normal(places, heads, dim, dtype=dtype)
+    slopes = torch.linspace(0.1, 0.5, heads) if alibi else None
+    options = {"scale": dim**-0.5, "alibi_slopes_H": slopes}
+    used = sum(count for _, _, count in MIXES[mix])
+    want = paged_attend_reference(q, k, v, rows, tables(), **options)[:used]
+    options |= {"chunks": mix in ("chunks", "mixed")}
+    got = paged_attend(q, k, v, rows, tables(), plan, **options)[:used]
+    assert error(got, want) < TOLERANCE[dtype]
+    if mix == "decode":  # planted faults: another's blocks, a query without its own key
+        wrong = paged_attend(q, k, v, rows, tables(1), plan, **options)[:used]
+        assert error(wrong, want) > 0.1
+        rows[1, : len(MIXES[mix])] -= 1
+        rows[1].clamp_(min=0)
+        wrong = paged_attend(q, k, v, rows, tables(), plan, **options)[:used]
+        assert error(wrong, want) > 0.01
+
+
+@pytest.mark.parametrize("dim", [96, 256])
+def test_wide_heads(dim):
+    plan = PagedPlan.of(4, 2, dim, torch.float16, CPU)
+    rows, places = step(MIXES["mixed"], plan)
+    shape = (SLOTS * COLUMNS, 2, BLOCK_TOKENS, dim)
+    k, v = (normal(*shape, dtype=torch.float16, seed=seed) for seed in (1, 2))
+    q = normal(places, 4, dim, dtype=torch.float16)
+    used = sum(count for _, _, count in MIXES["mixed"])
+    want = paged_attend_reference(q, k, v, rows, tables(), scale=dim**-0.5)[:used]
+    got = paged_attend(q, k, v, rows, tables(), plan, scale=dim**-0.5)[:used]
+    assert error(got, want) < TOLERANCE[torch.float16]
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_tokens_find_their_places(mix):
+    plan = PagedPlan.of(8, 2, 64, torch.float16, CPU)
+    for exact in (False, True):
+        own = MIXES[mix]
+        places = sum(count for _, _, count in own) if exact else None
+        rows, places = step(own, plan, rows=len(own) if exact else None, places=places)
+        got = spread(rows, tables(), places, nobody=SLOTS)
+        want = spread_reference(rows, tables(), places, nobody=SLOTS)
+        for name in ("positions_T", "slots_T", "places_T", "slots_R", "last_R"):
+            assert torch.equal(getattr(got, name), getattr(want, name)), name
+        live = want.places_T >= 0
+        assert int(live.sum()) == sum(count for _, _, count in own)
+        assert len(want.places_T[live].unique()) == int(live.sum()), "two tokens at one place"
+
+
+@pytest.mark.parametrize("rotary", [True, False])
+def test_append(rotary):
+    plan = PagedPlan.of(8, 2, 48, torch.float16, CPU)
+    rows, places = step(MIXES["mixed"], plan)
+    where = spread_reference(rows, tables(), places, nobody=SLOTS)
+    qkv = normal(places, 12, 48, dtype=torch.float16)
+    q, k, v = qkv.split([8, 2, 2], dim=1)
+    inv_freq = 1e4 ** (-torch.arange(24) / 24) if rotary else None
+    pools = [
+        normal(SLOTS * COLUMNS, 2, BLOCK_TOKENS, 48, dtype=torch.float16, seed=s) for s in (3, 4)
+    ]
+    want_pools, at = [pool.clone() for pool in pools], (where.places_T, where.positions_T)
+    want = rope_append_pages_reference(q, k, v, *want_pools, *at, inv_freq)
+    got = rope_append_pages(q, k, v, *pools, *at, inv_freq)
+    assert error(got, want) < TOLERANCE[torch.float16]
+    for pool, other in zip(pools, want_pools, strict=True):
+        assert error(pool, other) < TOLERANCE[torch.float16]
+    shifted = (at[0], at[1] + 1)
+    if rotary:
+        assert error(rope_append_pages(q, k, v, *pools, *shifted, inv_freq), want) > 0.1
+    padding = where.places_T < 0
+    assert padding.any() and torch.equal(padding, torch.arange(places) >= places - 3)
+
+
+def test_rows_that_do_not_fit_are_refused():
+    plan = PagedPlan.of(8, 2, 64, torch.float16, CPU)
+    with pytest.raises(ValueError, match="6 rows of 108 tokens do not go into a step of 6 rows"):
+        step(MIXES["mixed"], plan, rows=6, places=112)
+    with pytest.raises(ValueError, match="and 4 places"):
+        step(MIXES["mixed"], plan, places=4)
+    shape = (4, 2, BLOCK_TOKENS, 64)
+    rows, places = step(MIXES["one"], plan)
+    with pytest.raises(ValueError, match="keys must be"):
+        bad = torch.zeros(shape).transpose(1, 2)
+        paged_attend(torch.zeros(places, 8, 64), bad, bad, rows, tables(), plan, scale=1.0)

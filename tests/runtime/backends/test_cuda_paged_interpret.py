@@ -1,0 +1,236 @@
+"""The GPU's paged engine, its kernels interpreted: transformers' tokens under every schedule."""
+
+import threading
+
+import pytest
+import torch
+from triton import knobs
+
+from llmpq.kernels.fused.rope_append import rope_append_pages_reference
+from llmpq.model_spec import ModelSpec
+from llmpq.pool_size import PoolSize
+from llmpq.runtime.backends import cuda_graphs, cuda_layers
+from llmpq.runtime.backends.build_stage import build_stage
+from llmpq.runtime.backends.cuda_paged import CudaPagedCompute
+from llmpq.runtime.backends.paged_graphs import LONGEST, rung, rungs
+from llmpq.runtime.cache import paged_device_kv
+from llmpq.runtime.cache.paged_device_kv import PagedDeviceKV
+from llmpq.runtime.engine.mailbox import Mailbox
+from llmpq.runtime.engine.paged_scheduler import PagedScheduler
+from llmpq.runtime.engine.plain_loop import LocalPipeline
+from llmpq.runtime.engine.pool_limits import PoolLimits
+from llmpq.runtime.engine.stage_loop import FirstStage
+from llmpq.runtime.models import layer_tensors as parts
+from llmpq.runtime.models.layers import DecoderLayer
+from llmpq.runtime.models.sampling import TokenChoice
+from llmpq.runtime.request import Request
+from llmpq.runtime.token_rules import TokenRules
+from llmpq.runtime.tools.open_stages import OpenStages
+from llmpq.runtime.trace import Recorder
+from llmpq.runtime.weights.sources import CheckpointSource
+
+pytestmark = [
+    pytest.mark.interpret,
+    pytest.mark.skipif(not knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1"),
+]
+CPU, NEW = torch.device("cpu"), 4
+ONE_AT_A_TIME = threading.Lock()
+"""Triton's interpreter serves one thread."""
+POOL = PoolSize(num_blocks=8, slots=3, max_len=300)
+
+
+@pytest.fixture
+def on_gpu_path(monkeypatch, request):
+    """Send decoder layers through the GPU's code, their weights plain as on a GPU.
+
+    Appending takes the interpreter a second for 30 tokens, so its twin appends unless the test says
+    `whole` in its name; tests/kernels/kv/ compare the two.
+    """
+    torch.set_num_threads(1)
+    if "whole" not in request.node.name:
+        monkeypatch.setattr(paged_device_kv, "rope_append_pages", rope_append_pages_reference)
+    monkeypatch.setattr(parts, "pack_dense", lambda weight_NK: weight_NK)
+    monkeypatch.setattr(
+        DecoderLayer,
+        "forward",
+        lambda layer, *given, **options: cuda_layers.decoder_layer(layer, *given, **options),
+    )
+
+
+class Counting(CudaPagedCompute):
+    """Counts steps issued before their tokens were known, and chunks beside decoding rows."""
+
+    blind_steps = mixed_steps = 0
+
+    def run(self, message, hidden_BQH):
+        self.blind_steps += any(-1 in row for row in message.tokens)
+        self.mixed_steps += max(message.num_new) > min(message.num_new) == 1
+        with ONE_AT_A_TIME:
+            return super().run(message, hidden_BQH)
+
+
+def paged(base, size=POOL, step_tokens=64):
+    """Return a stage's arithmetic as on a GPU, of a stage that was built for the CPU."""
+    model = base.model
+    kv = PagedDeviceKV(
+        model.spec, num_layers=len(model.layers), size=size, dtype=torch.float32, device=CPU
+    )
+    return Counting(model, kv, CPU, torch.float32, size=size, step_tokens=step_tokens)
+
+
+def stage(plan, model, **options):
+    spec = ModelSpec.from_directory(model)
+    base, _ = build_stage(plan, 0, spec, CheckpointSource(model, spec), CPU)
+    return paged(base, **options)
+
+
+def limits(size=POOL, **changed):
+    values = {
+        "num_blocks": size.num_blocks,
+        "max_rows": size.slots,
+        "max_len": size.max_len,
+        "step_tokens": 64,
+        "decode_rows": size.slots,
+        "tokens_ahead": 2,
+    }
+    return PoolLimits(**values | changed)
+
+
+def serve(compute, requests, *, make=PagedScheduler, **changed):
+    """Run requests through the first stage's loop; return tokens by request."""
+    mailbox = Mailbox()
+    for request in requests:
+        mailbox.requests.put(request)
+    mailbox.requests.put(None)
+    scheduler = make(limits(**changed))
+    FirstStage(scheduler, compute, None, mailbox, Recorder(), num_stages=1).run()
+    scheduler.check()
+    assert scheduler.idle and scheduler.tables.pool.num_held == 0
+    tokens = {finished.id: finished.tokens for finished in mailbox.finished}
+    return [tokens[request.id] for request in requests]
+
+
+def asked(prompts, new=NEW, **options):
+    return [Request(id=i, prompt=tuple(p), max_new=new, **options) for i, p in enumerate(prompts)]
+
+
+KINDS = ["opt", "bloom", "qwen3", "mixtral", pytest.param("llama", id="llama-whole")]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_equal_transformers(kind, tiny_models, random_prompts, make_plan, on_gpu_path):
+    model, prompts = tiny_models.directory(kind), random_prompts(9, 24, 1, 7)
+    compute = stage(make_plan(model, batch=3), model)
+    got = serve(compute, asked(prompts), step_tokens=17)
+    assert got == tiny_models.greedy(kind, prompts, NEW)
+    assert compute.blind_steps > 0, "no step ran ahead of the host"
+    assert compute.mixed_steps > 0, "no chunk ran beside decoding rows"
+
+
+def test_what_requests_share_is_found_again(tiny_models, random_prompts, make_plan, on_gpu_path):
+    model = tiny_models.directory("llama")
+    trunk, *tails = random_prompts(128, 4, 30, seed=5)
+    prompts = [trunk + tail for tail in tails]
+    compute = stage(make_plan(model, batch=3), model, step_tokens=100)
+    requests = asked(prompts, 2)
+    got = serve(compute, requests, num_blocks=2, step_tokens=100)  # room for one at a time
+    assert got == LocalPipeline.from_directory(model).generate(prompts, max_new=2)
+    assert requests[1].num_prefix_hits == 128
+
+
+class Preempting(PagedScheduler):
+    """Preempts the youngest of several at every third step, its tokens known or not."""
+
+    asked = 0
+
+    def next_micro_batch(self):
+        self.asked += 1
+        if self.asked % 3 == 0 and len(self._running) > 1:
+            self._preempt(max(self._running))
+            self.check()
+        return super().next_micro_batch()
+
+
+def test_preempted_requests_are_computed_again(tiny_models, random_prompts, make_plan, on_gpu_path):
+    model, prompts = tiny_models.directory("llama"), random_prompts(9, 4, 7)
+    requests, compute = asked(prompts, 3), stage(make_plan(model, batch=3), model)
+    got = serve(compute, requests, make=Preempting)
+    assert got == tiny_models.greedy("llama", prompts, 3)
+    assert any(request.num_preemptions for request in requests)
+
+
+def test_another_block_table_gives_other_tokens(
+    tiny_models, random_prompts, make_plan, on_gpu_path
+):
+    """The planted fault that the tests above would see."""
+    model, prompts = tiny_models.directory("llama"), random_prompts(200)
+    compute = stage(make_plan(model, batch=3), model, step_tokens=200)
+    want = serve(compute, asked(prompts), step_tokens=200)
+    compute.kv.take_rows = lambda rows, starts: compute.kv.table_SM.zero_()
+    assert serve(compute, asked(prompts), step_tokens=200) != want
+
+
+@pytest.mark.parametrize("kept_rows", [0, 32])
+def test_sampled_ruled_and_stopping_requests_beside_greedy_ones(
+    kept_rows, tiny_models, random_prompts, make_plan, on_gpu_path, monkeypatch
+):
+    monkeypatch.setattr(cuda_graphs, "KEPT_ROWS", kept_rows)
+    model, prompts = tiny_models.directory("llama"), random_prompts(8, 12, 6, 9)
+    sampled = TokenChoice(temperature=0.8, top_p=0.9, seed=3)
+    params = [TokenChoice(), sampled, TokenChoice(), TokenChoice()]
+    want = LocalPipeline.from_directory(model).generate(prompts, max_new=NEW, params=params)
+    stop = frozenset(want[2][1:2])
+    assert want[2][0] not in stop
+    want[2] = want[2][:2]
+    requests = [
+        Request(
+            id=i,
+            prompt=tuple(prompt),
+            max_new=NEW,
+            sampling=params[i],
+            stop_ids=stop if i == 2 else frozenset(),
+        )
+        for i, prompt in enumerate(prompts)
+    ]
+    banned = want[3][0]
+    rules = TokenRules(
+        prompt=tuple(prompts[3]), logit_bias={banned: -100.0}, logprobs=1, prompt_logprobs=0
+    )
+    requests[3].rules = rules
+    compute = stage(make_plan(model, batch=3), model)
+    compute.sampler.take_rules(3, rules)
+    got = serve(compute, requests)
+    assert got[:3] == want[:3]
+    assert banned not in got[3] and len(got[3]) == NEW
+    noted = compute.sampler.noted(3)
+    assert len(noted.output) == NEW and len(noted.prompt) == len(prompts[3]) - 1
+
+
+def test_stages_pass_hidden_states_on(tiny_models, random_prompts, make_plan, on_gpu_path):
+    model, prompts = tiny_models.directory("llama"), random_prompts(9, 20, 1)
+    spec = ModelSpec.from_directory(model)
+    stages = OpenStages(
+        make_plan(model, (1,), batch=3), spec, CheckpointSource(model, spec), pool=POOL
+    )
+    stages.computes = [paged(compute) for compute in stages.computes]
+    assert not any(compute.runs_ahead for compute in stages.computes)
+    scheduler = PagedScheduler(limits(num_stages=2, tokens_ahead=1, step_tokens=17))
+    tokens = stages.run(scheduler, asked(prompts)).tokens
+    assert [tokens[i] for i in range(3)] == tiny_models.greedy("llama", prompts, NEW)
+
+
+def test_warm_up_leaves_nothing_that_a_request_sees(
+    tiny_models, random_prompts, make_plan, on_gpu_path
+):
+    model, prompts = tiny_models.directory("llama"), random_prompts(9, 7)
+    compute = stage(make_plan(model, batch=3), model)
+    compute.warm_up(3, 16)
+    assert serve(compute, asked(prompts)) == tiny_models.greedy("llama", prompts, NEW)
+
+
+def test_ladders_have_few_rungs():
+    assert [rung(n) for n in (2, 9, 65, 512, 513, 5000)] == [8, 16, 128, 512, 768, 5120]
+    assert rungs(512) == [512, 448, 384, 320, 256, 192, 128, 64, 32, 16, 8]
+    assert max(rungs(10_000)) == LONGEST
+    for most in (2, 100, 700):
+        assert max(rungs(most)) == rung(most) and all(rung(n) >= n for n in range(2, most))

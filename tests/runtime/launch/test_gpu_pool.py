@@ -1,0 +1,58 @@
+"""Which plans on GPUs are served from a pool of KV blocks: those that ask for it and can be."""
+
+import pytest
+
+from llmpq.capabilities import require, ways_of
+from llmpq.model_spec import ModelSpec
+from llmpq.precision import KVPrecision
+from llmpq.runtime.launch.hand_plan import hand_plan
+from llmpq.runtime.launch.pool_plan import PoolPlan, request_limits
+from llmpq.runtime.launch.stage_settings import StageSettings
+from llmpq.workload import Workload
+
+pytestmark = pytest.mark.cpu
+
+
+def pool_plan(kv=KVPrecision.KV16, **settings):
+    spec = ModelSpec.by_name("llama-3.1-8b")
+    plan = hand_plan(spec, Workload(batch=4, prompt_len=200, gen_len=100, kv=kv))
+    (stage,) = plan.stages
+    stage = stage.model_copy(update={"kind": "NVIDIA H200", "threads": None})
+    plan = plan.model_copy(update={"stages": (stage,)})
+    return PoolPlan(plan, spec, StageSettings(model_dir="", **settings))
+
+
+@pytest.mark.parametrize("live", [True, False])
+def test_a_gpu_has_slots_unless_it_is_to_have_a_pool(live):
+    assert not pool_plan(live=live).serves
+    pool = pool_plan(live=live, gpu_pool=True)
+    assert pool.serves
+    assert pool.limits.tokens_ahead == 2, "the host waits for tokens"
+    assert pool.limits.num_blocks == 4 * 3
+    slots = request_limits(pool_plan(live=live).plan, pool.spec, pool_plan(live=live).settings)
+    assert slots.max_len == 299 and pool.limits.max_len == pool.spec.max_positions + 1
+
+
+@pytest.mark.parametrize(
+    "kv,speculate,why",
+    [(KVPrecision.KV8, None, "a KV cache of 8 bits"), (KVPrecision.KV16, "ngram", "speculation")],
+)
+def test_what_a_gpu_does_not_page_is_refused_with_the_way_out(kv, speculate, why):
+    with pytest.raises(ValueError, match=f"does not go with {why} yet; leave the pool out"):
+        _ = pool_plan(kv, live=True, gpu_pool=True, speculate=speculate).serves
+    assert not pool_plan(kv, live=True, speculate=speculate).serves
+
+
+@pytest.mark.parametrize(
+    "model,feature", [("gpt-oss-20b", "attention sinks"), ("deepseek-v3", "latent attention")]
+)
+def test_features_that_its_kernels_do_not_know_are_refused_over_a_pool_only(model, feature):
+    spec = ModelSpec.by_name(model)
+    slots, pool = (
+        ways_of(gpu=True, kv=KVPrecision.KV16, drafts=False, pool=pool) for pool in (False, True)
+    )
+    require(spec, slots, max_len=2000)
+    with pytest.raises(ValueError, match=f"{feature}.* a pool of KV blocks on a GPU yet; leave"):
+        require(spec, pool, max_len=2000)
+    on_cpu = ways_of(gpu=False, kv=KVPrecision.KV16, drafts=False, pool=True)
+    require(spec, on_cpu, max_len=2000)
