@@ -11,6 +11,7 @@ from llmpq.plan import Plan
 from llmpq.planner import limits
 from llmpq.planner.build_plan import build_plan
 from llmpq.planner.check import check_plan
+from llmpq.planner.exact.pairs import quick_bound
 from llmpq.planner.ilp.backends import Backend
 from llmpq.planner.inputs.make_problem import parse_kv
 from llmpq.planner.inputs.requests import PlanRequest
@@ -20,6 +21,8 @@ from llmpq.planner.predict.advice import explain_infeasible, too_big
 from llmpq.planner.problem import Problem
 from llmpq.precision import KVPrecision
 
+FIRST_SHARE = 0.4
+"""Share of the time that the most promising KV precision has, if not more."""
 AGAIN_SHARE = 0.1
 """Share of the time that must be left for a KV precision to be looked at once more."""
 
@@ -77,7 +80,7 @@ def answer(problem: Problem, wish: Wish, path: str | None) -> Answer:
     of_kvs = [problem.with_changes(workload=work) for work in works]
     tries = _Tries(wish, [priced for priced in of_kvs if not too_big(priced)])
     best = tries.solved()
-    if best is None and tries.unfinished is not None:
+    if best is None and tries.unfinished is not None and tries.bounds:
         raise tries.unfinished
     if best is None:
         if wish.method not in ("exact", "ilp") or wish.budget is not None:
@@ -104,10 +107,11 @@ class _Tries:
         """Return the best problem and outcome."""
         limit = self.wish.time_limit_s
         deadline = time.perf_counter() + limit
-        for number in range(len(self.problems)):
+        waiting = self._by_promise() if self.wish.method == "exact" else self._as_given()
+        for k, number in enumerate(waiting):
             left = max(0.0, deadline - time.perf_counter())
-            waiting = len(self.problems) - number
-            self._solve(number, limit if math.isinf(left) else left / waiting)
+            share = max(1 / (len(waiting) - k), FIRST_SHARE if k == 0 else 0.0)
+            self._solve(number, limit if math.isinf(left) else left * share)
         again = sorted(self.bounds, key=lambda number: self.bounds[number])
         for number in again if len(self.problems) > 1 and self.wish.method == "exact" else ():
             left = deadline - time.perf_counter()
@@ -115,8 +119,23 @@ class _Tries:
                 self._solve(number, left)
         return self.best
 
+    def _as_given(self) -> list[int]:
+        return list(range(len(self.problems)))
+
+    def _by_promise(self) -> list[int]:
+        """Return the problems, those first that are quickest if everything fits.
+
+        What is found at one precision bounds the search at those that follow.
+        """
+        if len(self.problems) < 2:
+            return self._as_given()
+        bounds = [quick_bound(priced) for priced in self.problems]
+        return sorted(self._as_given(), key=lambda number: bounds[number])
+
     def _may_be_better(self, number: int) -> bool:
-        value = math.inf if self.best is None else self.best[1].value
+        if self.best is None:
+            return True
+        value = self.best[1].value
         return self.bounds[number] < value - self.wish.gap * abs(value)
 
     def _solve(self, number: int, limit_s: float) -> None:
@@ -131,6 +150,7 @@ class _Tries:
             return
         except Infeasible as error:
             self.refusal = str(error)
+            self.bounds.pop(number, None)
             return
         bound = -math.inf if outcome.bound is None else outcome.bound
         self.bounds[number] = max(known, bound)

@@ -12,13 +12,22 @@ import numpy as np
 
 from llmpq.planner.exact.form import Box, Form
 from llmpq.planner.exact.relaxation import ClassRelaxation
+from llmpq.planner.problem import Problem
 
 MANY_STEPS = 40
 """Numbers of layers within a range from which on it is cut evenly."""
 PIECES = 6
 """Parts a range of D (or P) is cut into."""
+MANY_STAGES = 8
+FEW_LAYERS = 6
+"""Layers a stage, below which times move in steps, and cutting by them comes before labels."""
 RANGE_STEPS = 9
 """Bisections to shrink a range before it is cut."""
+
+
+def in_steps(p: Problem) -> bool:
+    """Whether many stages have few layers each."""
+    return p.max_stages >= MANY_STAGES and p.num_layers < FEW_LAYERS * p.max_stages
 
 
 def cut_boxes(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from llmpq.planner.problem import Floats, Problem
+from llmpq.planner.problem import Problem
 
 SLOWER = 4.0
 """How many times slower than the links of an island those between islands are at least."""
@@ -27,10 +27,6 @@ class Islands:
     """[C, C]."""
     sizes: NDArray[np.int64]
     """Devices of every island, those that are alike counted, too."""
-
-    def quickest_crossing(self, busy_s: Floats) -> float:
-        """Return for how long a message between islands occupies its link at least."""
-        return float(busy_s[self.crosses].min())
 
 
 def find_islands(p: Problem) -> Islands | None:

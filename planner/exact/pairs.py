@@ -21,11 +21,20 @@ from llmpq.planner.exact.plan_cases import (
     Case,
     by_stages,
     cases_of,
+    in_memory,
     least_hops,
     least_slowest,
     most_priced,
+    quickest_hop,
 )
-from llmpq.planner.exact.relaxation import LayerGroups, Prices, class_memory
+from llmpq.planner.exact.relaxation import (
+    ClassMemory,
+    LayerGroups,
+    Prices,
+    class_memory,
+    layer_groups,
+    whole_layers,
+)
 from llmpq.planner.outcome import Stage
 from llmpq.planner.problem import Floats, Problem
 
@@ -103,7 +112,8 @@ class PairTables:
     @cached_property
     def floors(self) -> list[Floor]:
         """What the plans of each case take at least, at every size."""
-        return [self._floor(case) for case in cases_of(self.p, self.islands)]
+        cases = cases_of(self.p, self.islands)
+        return [self._floor(case) for case in in_memory(cases, self._roomy, self.p.num_layers)]
 
     def cut_by_stages(self, pair: tuple[int, int], step_s: float) -> None:
         """Make cases of their own of numbers of stages whose hops differ by more than a step."""
@@ -112,9 +122,14 @@ class PairTables:
         weight = self.ws[column] + self.z[column]
         cases = [floor.case for floor in self.floors]
         costs = []
+        d_weight = self.bd[column] + self.z[column] * self.md[column]
         for case in cases:
             hops = [self._hops(case, k, (row, column)) for k in range(1, case.most + 1)]
-            costs.append(np.array([float(p[0] + weight * d[0]) for p, d in hops]))
+            cost = np.array([float(p[0] + weight * d[0]) for p, d in hops])
+            if case.most > 1:
+                busy_p, busy_d = self._busy(case)
+                cost[1:] += self.a[row] * busy_p[row] + d_weight * busy_d[column]
+            costs.append(cost)
         self.floors = [self._floor(case) for case in by_stages(cases, costs, step_s)]
 
     def box(self, case: int, form: Form) -> Box:
@@ -134,22 +149,24 @@ class PairTables:
 
     def _floor(self, case: Case) -> Floor:
         slow = []
-        sizes = self.p.all_layer_bytes[0]
-        roomy = np.clip(self.roomiest.max(axis=(1, 2, 3)), 0, None) // max(1, int(sizes.min()))
         for layer_s, ends_s in (
             (self.prefill_s, self.ends_prefill_s),
             (self.decode_s, self.ends_decode_s),
         ):
             quickest = layer_s.min(axis=2)
-            slow.append(least_slowest(case, quickest, ends_s, self.p.num_layers, roomy))
-        if case.crosses and self.islands is not None:
-            crossing = [
-                np.array([self.islands.quickest_crossing(x.hop.busy_s) for x in sizes])
-                for sizes in self.hops
-            ]
-            slow = [np.maximum(a, b) for a, b in zip(slow, crossing, strict=True)]
+            slow.append(least_slowest(case, quickest, ends_s, self.p.num_layers, self._roomy))
+        if case.fewest >= 2:
+            slow = [np.maximum(*both) for both in zip(slow, self._busy(case), strict=True)]
         hops_p, hops_d = self._hops(case, case.fewest, None)
         return Floor(case=case, slow_p=slow[0], slow_d=slow[1], hops_p=hops_p, hops_d=hops_d)
+
+    def _busy(self, case: Case) -> list[Floats]:
+        """Return for how long a message of several stages occupies its link, at every size."""
+        found = []
+        for sizes in self.hops:
+            times = np.array([np.where(self._linked, x.hop.busy_s, np.inf) for x in sizes])
+            found.append(quickest_hop(case, self.islands, times))
+        return found
 
     def _hops(self, case: Case, stages: int, at: tuple[int, int] | None) -> tuple[Floats, Floats]:
         """Return what the hops of so many stages take at least, at every size, or at one pair's."""
@@ -226,7 +243,7 @@ class PairTables:
         s_weight = self.ws + (1 - kappa) * self.z
         wp = 1.0 + by_a[:, None] * per_p[None]
         wd = s_weight[:, None] + by_d[:, None] * per_d[None]
-        memory = class_memory(self.roomiest)
+        memory = self._memory
         in_memory = per_byte[:, None] * self.p.all_layer_bytes[0][None]
         prefill = wp[..., None] * self.prefill_s[:, some] + in_memory
         decode = wd[..., None] * self.decode_s[:, some]
@@ -235,16 +252,30 @@ class PairTables:
         for omega, size in zip(groups.omega, groups.sizes, strict=True):
             total += size * (layer + omega).min(axis=-1)
         for end, less in ((0, memory.first), (1, memory.last)):
-            of_prefill = wp * self.ends_prefill_s[:, some, end] + per_byte * less[some]
+            of_prefill = wp * self.ends_prefill_s[:, some, end]
             of_decode = wd * self.ends_decode_s[:, some, end]
-            total += (of_prefill[:, None] + of_decode[None]).min(axis=-1)
-        total -= float(per_byte @ (counts[some] * memory.middle[some]))
+            in_room = per_byte * less[:, :, some]
+            total += (of_prefill[:, None] + of_decode[None] + in_room).min(axis=-1)
+        total -= memory.middle[:, :, some] @ (per_byte * counts[some])
         return np.asarray(total - 1e-7 * np.abs(total))
 
     @cached_property
     def islands(self) -> Islands | None:
         """Sets of devices with slow links between them, if there are."""
         return find_islands(self.p)
+
+    @cached_property
+    def _roomy(self) -> NDArray[np.int64]:
+        """[C, 2, 2] layers that a device has memory for at the smallest micro-batches."""
+        return whole_layers(self.p, self.roomiest)
+
+    @cached_property
+    def _memory(self) -> ClassMemory:
+        """[E, X, C]: larger micro-batches of either phase leave no more room."""
+        p, (etas, xis) = self.p, (self.p.prefill_sizes, self.p.decode_sizes)
+        by_eta = np.array([p.capacity(eta, xis[0]) for eta in etas])
+        by_xi = np.array([p.capacity(etas[0], xi) for xi in xis])
+        return class_memory(np.minimum(by_eta[:, None], by_xi[None]))
 
     @cached_property
     def roomiest(self) -> NDArray[np.int64]:
@@ -309,3 +340,10 @@ class PairTables:
             ):
                 return eta, xi
         return None
+
+
+def quick_bound(p: Problem) -> float:
+    """Return a lower bound of every plan's value, found without a solver, as if all fitted."""
+    tables = PairTables(p)
+    bounds = tables.first_bounds(layer_groups(p))
+    return float(np.where(tables.open, bounds, np.inf).min())

@@ -6,7 +6,7 @@ many layers: each case alone has a far better bound than all together.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -51,6 +51,23 @@ def cases_of(p: Problem, islands: Islands | None) -> list[Case]:
     return found if p.max_stages == 1 else [*found, replace(whole, fewest=2)]
 
 
+def in_memory(cases: Sequence[Case], roomy: NDArray[np.int64], layers: int) -> list[Case]:
+    """Leave out cases whose devices cannot hold all layers, and numbers of stages too small for it.
+
+    The last case stays. roomy: [C, 2, 2] layers for which a device has memory.
+    """
+    found: list[Case] = []
+    for case in cases:
+        some = case.counts > 0
+        whole = np.full((1, int(some.sum())), np.inf)
+        for fewest in range(case.fewest, case.most + 1):
+            exactly = replace(case, fewest=fewest, most=fewest)
+            if _in_memory(whole, roomy[some], exactly)[0] >= layers:
+                found.append(replace(case, fewest=fewest))
+                break
+    return found or [cases[-1]]
+
+
 def by_stages(cases: Sequence[Case], hops_s: Sequence[Floats], step_s: float) -> list[Case]:
     """Cut cases where one stage more costs much in hops.
 
@@ -59,7 +76,9 @@ def by_stages(cases: Sequence[Case], hops_s: Sequence[Floats], step_s: float) ->
     """
     found: list[Case] = []
     for case, cost in zip(cases, hops_s, strict=True):
-        step = max(step_s, float(cost[case.most - 1] - cost[case.fewest - 1]) / MOST_CASES)
+        # The first hop is a step of its own: it occupies a link, too.
+        several = min(max(case.fewest, 2), case.most)
+        step = max(step_s, float(cost[case.most - 1] - cost[several - 1]) / MOST_CASES)
         low = case.fewest
         while low <= case.most:
             high = low
@@ -103,36 +122,72 @@ def least_hops(case: Case, fewest: int, islands: Islands | None, hop_s: Floats) 
     return np.asarray((visits - 1) * crossing + (stays * cheaper if stays else 0.0))
 
 
+def quickest_hop(case: Case, islands: Islands | None, hop_s: Floats) -> Floats:
+    """[n] the least that one hop of a plan of several stages takes, of those it must have.
+
+    hop_s: [n, C, C], infinite where no hop can be.
+    """
+    some = case.counts > 0
+    among = hop_s[:, some][:, :, some]
+    if islands is not None:
+        crosses = islands.crosses[some][:, some]
+        among = np.where(crosses == (case.island is None), among, np.inf)
+    return np.asarray(among.min(axis=(1, 2)))
+
+
 def least_slowest(
     case: Case, layer_s: Floats, ends_s: Floats, layers: int, roomy: NDArray[np.int64]
 ) -> Floats:
     """[n] a time that the slowest stage takes at least.
 
     The `most` devices that hold most in it must hold all layers, and whoever has embedding or head
-    holds fewer for it. layer_s: [n, C] a layer at its quickest; ends_s: [n, C, 2]; roomy: [C]
-    layers for which a device has memory.
+    holds fewer for it. layer_s: [n, C] a layer at its quickest; ends_s: [n, C, 2]; roomy: [C, 2, 2]
+    layers for which a device has memory, as first stage or not, last or not.
     """
     some = case.counts > 0
     once, ends = np.maximum(layer_s[:, some], 1e-300), ends_s[:, some]
     alone = (once[:, :, None] + ends).min(axis=1).max(axis=1)
     fewer = np.floor(ends / once[:, :, None] * (1 - 1e-9)).min(axis=1)
     lost = fewer.sum(axis=1) if case.fewest >= 2 else fewer.max(axis=1)
-    steps = np.arange(1, layers + 1)[None, :, None] * once[:, None, :]
-    # Beyond the time of all layers on the quickest device nothing is claimed.
+    steps: Floats = np.arange(1.0, layers + 1)[None, :, None] * once[:, None, :]
+    times: Floats = np.sort(steps.reshape(len(once), -1), axis=1)
+    # Embedding and head take of the time, not of the layers there is memory for. With them a stage
+    # may take longer than all layers on the quickest device: beyond that time proves nothing.
     highest = steps[:, -1].min(axis=1)
-    times = np.sort(np.minimum(steps.reshape(len(once), -1), highest[:, None]), axis=1)
+    in_time = np.minimum(times, highest[:, None])
+    by_time = _first(in_time, once, lambda whole: _of_most(whole, case) - lost >= layers)
+    by_memory = _first(times, once, lambda whole: _in_memory(whole, roomy[some], case) >= layers)
+    return np.asarray(np.maximum(alone, np.maximum(by_time, by_memory)) * (1 - 1e-9))
+
+
+def _first(times: Floats, once: Floats, enough: Callable[[Floats], NDArray[np.bool_]]) -> Floats:
+    """[n] the first of times [n, T] at which as many whole layers as each class has are enough.
+
+    At all times from some one on they are, at the last if at none.
+    """
     low, high = np.full(len(once), -1), np.full(len(once), times.shape[1] - 1)
     rows = np.arange(len(once))
     while (high - low > 1).any():
         middle = (low + high) // 2
         whole = np.floor(times[rows, np.maximum(middle, 0)][:, None] / once * (1 + 1e-9))
-        # Embedding and head take of the time, not of the layers there is memory for.
-        in_time = _of_most(whole, case) - lost >= layers
-        enough = in_time & (_of_most(np.minimum(whole, roomy[some]), case) >= layers)
-        wide = high - low > 1
-        high = np.where(wide & enough, middle, high)
-        low = np.where(wide & ~enough, middle, low)
-    return np.asarray(np.maximum(alone, times[rows, high]) * (1 - 1e-9))
+        found, wide = enough(whole), high - low > 1
+        high = np.where(wide & found, middle, high)
+        low = np.where(wide & ~found, middle, low)
+    return np.asarray(times[rows, high])
+
+
+def _in_memory(whole: Floats, roomy: NDArray[np.int64], case: Case) -> Floats:
+    """[n] the most layers that a case's devices hold, `whole` [n, C] of each class in time.
+
+    Some device is the first stage, and some the last, with a layer at least.
+    """
+    held = np.minimum(whole[:, :, None, None], roomy)
+    changes = np.where(held >= 1, held - held[:, :, :1, :1], -np.inf)
+    several = _of_most(held[:, :, 0, 0], case)
+    several = several + changes[:, :, 1, 0].max(axis=1) + changes[:, :, 0, 1].max(axis=1)
+    if case.fewest >= 2:
+        return np.asarray(several)
+    return np.asarray(np.maximum(several, held[:, :, 1, 1].max(axis=1)))
 
 
 def _of_most(layers: Floats, case: Case) -> Floats:

@@ -8,7 +8,7 @@ device order, with or without devices left out:
     sum_gb bytes y + ends <= count_c capacity_c  (rho_c)  memory of a class
     sum_gb tp y + ends <= count_c P   (lambda_c)          prefill
     sum_gb td y + ends <= count_c D   (mu_c)              decode
-    sum_gb y <= count_c m_c                               whole layers: m_c fit within the box
+    sum_gb y <= count_c m_c                               whole layers: m_c fit box and memory
     sum_gcb tp y + ends <= most P,  likewise D            no more stages than a box has
     z >= md D,  z >= S + hops         (kappa)             decode period
 
@@ -48,6 +48,12 @@ class Prices:
     """[C] mu."""
     memory: Floats
     """[C] rho: seconds of F per byte."""
+    layers: Floats | None = None
+    """[C, B] layers of each class at each choice in the optimum, fractions too."""
+    slowest: tuple[float, float] = (math.inf, math.inf)
+    """P and D in the optimum."""
+    omega: float = 1.0
+    """Seconds of F per unit of theta times omega, where a budget caps it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +84,7 @@ def layer_groups(p: Problem) -> LayerGroups:
 
 @dataclass(frozen=True, kw_only=True)
 class ClassMemory:
-    """[C] bytes of one device of a class, and what a first and a last stage have less of them."""
+    """[..., C] bytes of one device of a class; what a first and a last stage have less of them."""
 
     middle: Floats
     first: Floats
@@ -92,21 +98,30 @@ def class_memory(capacity: NDArray[np.int64]) -> ClassMemory:
     has more.
     """
     room = capacity.max(axis=-1)
-    middle = np.clip(room[:, 0, 0], 0, None)
-    first = middle - room[:, 1, 0]
-    last = middle - np.maximum(room[:, 0, 1], room[:, 1, 1] + first)
+    middle = np.clip(room[..., 0, 0], 0, None)
+    first = middle - room[..., 1, 0]
+    last = middle - np.maximum(room[..., 0, 1], room[..., 1, 1] + first)
     return ClassMemory(
         middle=middle.astype(float), first=first.astype(float), last=last.astype(float)
     )
 
 
-class ClassRelaxation:
-    """Solves the program for any pair and, if given, a fixed kappa."""
+def whole_layers(p: Problem, capacity: NDArray[np.int64]) -> NDArray[np.int64]:
+    """[C, 2, 2] layers that one device has memory for, as first stage or not, last or not."""
+    smallest = max(1, int(p.all_layer_bytes[0].min()))
+    return np.asarray(np.minimum(np.clip(capacity.max(axis=-1), 0, None) // smallest, p.num_layers))
 
-    def __init__(self, p: Problem) -> None:
+
+class ClassRelaxation:
+    """Solves the program for any pair and, if given, a fixed kappa.
+
+    With a budget, theta times omega is no cost but at most so much: its price is a multiplier, too.
+    """
+
+    def __init__(self, p: Problem, budget: float | None = None) -> None:
         import highspy
 
-        self.p = p
+        self.p, self.budget = p, budget
         self.highspy = highspy
         self.solver = highspy.Highs()
         self.solver.setOptionValue("output_flag", False)
@@ -117,6 +132,7 @@ class ClassRelaxation:
         self.shape = (len(self.groups.sizes), len(p.classes), len(p.choices))
         self.everywhere = np.array([min(c.count, p.max_stages) for c in p.classes], dtype=float)
         self.islands = find_islands(p)
+        self._budget_row = 0
 
     def counts(self, box: Box) -> Floats:
         """[C] devices that the plans of a box may use."""
@@ -146,7 +162,8 @@ class ClassRelaxation:
             return none
         counts = self.counts(box)
         self.basis = solver.getBasis()
-        duals = np.array(solver.getSolution().row_dual)
+        solution = solver.getSolution()
+        duals, found = np.array(solution.row_dual), np.array(solution.col_value)
         memory, prefill, decode = np.split(duals[groups : groups + 3 * classes], 3)
         if self._few(box):
             prefill, decode = prefill + max(duals[-2], 0.0), decode + max(duals[-1], 0.0)
@@ -162,6 +179,9 @@ class ClassRelaxation:
                 np.clip(decode, 0, None), counts, most, form.d_weight(kappa), box.d_high
             ),
             memory=np.clip(-memory, 0, None) / 2**30,
+            layers=found[: math.prod(self.shape)].reshape(self.shape).sum(axis=0),
+            slowest=(float(found[-3]), float(found[-2])),
+            omega=1.0 if self.budget is None else max(0.0, -float(duals[self._budget_row])),
         )
 
     def bound(self, form: Form, box: Box = EVERYWHERE) -> float:
@@ -181,7 +201,8 @@ class ClassRelaxation:
         cost = np.empty(width)
         shut = np.isinf(self.groups.omega)
         time = x.prefill_s[0] + s_weight * x.decode_s[0]
-        y_cost = time[None] + np.where(shut, 0.0, self.groups.omega)[:, None, :]
+        loss = np.where(shut | (self.budget is not None), 0.0, self.groups.omega)
+        y_cost = time[None] + loss[:, None, :]
         cost[:ny] = y_cost.ravel()
         ends = x.ends_prefill_s + s_weight * x.ends_decode_s
         cost[ny : ny + classes], cost[ny + classes : ny + 2 * classes] = ends[:, 0], ends[:, 1]
@@ -248,18 +269,40 @@ class ClassRelaxation:
             value.append(np.ones(classes))
         lower += [0.0, box.hops_decode_s, 1.0, 1.0]
         upper += [np.inf, np.inf, 1.0, 1.0]
-        for c, most in enumerate(most_layers(form, box)):
-            if most < self.p.num_layers:
-                index.append(y[:, c].ravel())
-                value.append(np.ones(groups * choices))
-                lower.append(-np.inf)
-                upper.append(float(counts[c] * most))
+        capped = self._rows_at_most(form, box, y, len(index))
+        index, value = index + [k for k, _, _ in capped], value + [v for _, v, _ in capped]
+        lower, upper = lower + [-np.inf] * len(capped), upper + [most for _, _, most in capped]
         few = self._rows_of_few(form, box, width)
         index, value = index + [k for k, _ in few], value + [v for _, v in few]
         lower, upper = lower + [0.0] * len(few), upper + [np.inf] * len(few)
         start = np.cumsum([0] + [len(part) for part in index])
-        whole = np.concatenate(index), np.concatenate(value)
-        return *whole, start, np.array(lower), np.array(upper)
+        joined = np.concatenate(index), np.concatenate(value)
+        return *joined, start, np.array(lower), np.array(upper)
+
+    def _most_layers(self, form: Form, box: Box) -> list[int]:
+        """[C] whole layers that one stage of a class may have: by time within a box, by memory."""
+        roomy = whole_layers(self.p, form.numbers.capacity).max(axis=(1, 2))
+        return [min(*both) for both in zip(most_layers(form, box), roomy.tolist(), strict=True)]
+
+    def _rows_at_most(
+        self, form: Form, box: Box, y: NDArray[np.int64], before: int
+    ) -> list[tuple[NDArray[np.int64], Floats, float]]:
+        """Return rows with an upper limit: whole layers of a class, and the budget if there is one.
+
+        `before`: the number of rows before them.
+        """
+        groups, _, choices = self.shape
+        found: list[tuple[NDArray[np.int64], Floats, float]] = []
+        for c, most in enumerate(self._most_layers(form, box)):
+            if most < self.p.num_layers:
+                ones = np.ones(groups * choices)
+                found.append((y[:, c].ravel(), ones, float(self.counts(box)[c] * most)))
+        if self.budget is not None:
+            self._budget_row = before + len(found)
+            loss = np.where(np.isinf(self.groups.omega), 0.0, self.groups.omega)
+            every = np.broadcast_to(loss[:, None, :], self.shape).ravel()
+            found.append((y.ravel(), every, self.budget))
+        return found
 
     def _rows_of_few(self, form: Form, box: Box, width: int) -> list[tuple[Floats, Floats]]:
         """Return the last two rows: all stages together take `most` times the slowest at most.

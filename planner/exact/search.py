@@ -23,13 +23,14 @@ import numpy as np
 from llmpq.planner.exact.beam import beam_plans
 from llmpq.planner.exact.columns import columns_if_few
 from llmpq.planner.exact.completion import Completion
-from llmpq.planner.exact.cutting import cut_boxes
+from llmpq.planner.exact.cutting import cut_boxes, in_steps
 from llmpq.planner.exact.form import EVERYWHERE, Box, Form, make_form
 from llmpq.planner.exact.greedy import greedy_plan
-from llmpq.planner.exact.improve import improved
+from llmpq.planner.exact.improve import improve_each, improved
 from llmpq.planner.exact.labels import GaveUp, LabelSearch, SearchLimits
 from llmpq.planner.exact.pairs import PairTables
 from llmpq.planner.exact.relaxation import ClassRelaxation, Prices
+from llmpq.planner.exact.rounding import rounded_plans
 from llmpq.planner.exact.search_state import Open, Part
 from llmpq.planner.exact.space import Space, searched
 from llmpq.planner.exact.starts import (
@@ -55,9 +56,6 @@ WORK = 1500
 """Label-column pairs a label may take on average, before a part is split."""
 WIDE_GAP = 0.06
 """Relative gap above which a part is cut by its range before labels are set in it."""
-MANY_STAGES = 8
-FEW_LAYERS = 6
-"""Layers a stage, below which times move in steps, and cutting by them comes before labels."""
 START_SHARE = 0.2
 """Share of the time that looking for good plans first may take, if that is more than START_S."""
 SOON_SHARE = 0.1
@@ -182,6 +180,10 @@ class Search:
         if known is not None:  # it may not fit: it is of another precision of KV
             improved(self.incumbent, self.true_tables, known, (now + limit) / 2)
         keep(first_plans(self.true, self.true_tables), (now + limit) / 2)
+        if self.p is self.true:
+            rounded = rounded_plans(self.p, self.tables, self.relaxation)
+            improve_each(self.incumbent, self.tables, rounded, limit)
+        now = time.perf_counter()
         keep(beam_plans(self.true, self.true_tables, (now + limit) / 2), limit)
         now = time.perf_counter()
         keep(other_methods(self.true, now + (limit - now) / 4), limit)
@@ -319,7 +321,7 @@ class Search:
         if part.bound >= self.target:
             return []
         wide = self.target - part.bound > WIDE_GAP * abs(part.bound) < math.inf
-        if part.depth < 2 and (wide or self._in_steps):
+        if part.depth < 2 and (wide or in_steps(self.p)):
             return self._split(part)
         below = part.bound + abs(part.bound) * WINDOWS[part.window]
         if self.target < part.bound + 1.5 * (below - part.bound):
@@ -350,12 +352,6 @@ class Search:
             return []
         part.bound = below
         return [part]
-
-    @property
-    def _in_steps(self) -> bool:
-        """Whether many stages have few layers each."""
-        most = self.p.max_stages
-        return most >= MANY_STAGES and self.p.num_layers < FEW_LAYERS * most
 
     def _more_kappas(self, part: Part) -> None:
         """Bound a part at other kappas, too: F is the larger of two linear forms."""

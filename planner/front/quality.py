@@ -1,7 +1,7 @@
 """The fastest plan within a budget of the sum of omega (the front of both: planner/front/front.py).
 
 For any theta >= 0, min (time + theta omega) - theta Q is a lower bound of the fastest time within a
-budget Q; the best theta is found by bisection on the class relaxation, and the label search then
+budget Q; a good theta is the budget's price in the class relaxation, and the label search then
 closes what is left.
 
 A sum of omega depends in its last digits on the order of its terms. A plan whose sum is the budget
@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import replace
 
 import numpy as np
 
 from llmpq.planner.exact.form import make_form
-from llmpq.planner.exact.pairs import PairTables
+from llmpq.planner.exact.pairs import PairTables, quick_bound
 from llmpq.planner.exact.relaxation import ClassRelaxation
 from llmpq.planner.exact.search import Search, solve_exact
 from llmpq.planner.ilp.solve import solve_ilp
@@ -31,7 +32,11 @@ from llmpq.planner.outcome import (
 from llmpq.planner.predict.pipeline_time import value
 from llmpq.planner.problem import Problem
 
-BISECTIONS = 14
+MOST_SOLVED = 30
+"""Pairs whose relaxation is solved, to find the one that promises most within the budget."""
+HIGHEST_THETA = 1e9
+ROUNDING = 1e-6
+"""Share of a budget that the relaxation is given beside it, so that its tolerance refuses none."""
 THETA_SHARE = 0.25
 """Share of the time that looking for theta may take."""
 LONGEST_OFFER_S = 5.0
@@ -72,10 +77,11 @@ def solve_budget(
     bound = search.soon(known)
     if bound < search.target:
         search.begin(known)
-        if search.best is None:
+        if search.best is None and ceiling == math.inf:
             _offer_priced(p, search, theta)
         bound = search.run()
-    bound -= theta * limit
+    # With a theta that suits it ill the bound may be below what everything takes, fit or not.
+    bound = max(bound - theta * limit, quick_bound(free))
     if search.best is None and bound < math.inf:
         raise Unfinished(
             f"no plan with a sum of omega of at most {budget:g} was found within "
@@ -83,10 +89,7 @@ def solve_budget(
             bound=bound,
         )
     if search.best is None:
-        raise Infeasible(
-            f"no plan that fits has a sum of omega of at most {budget:g}; give a larger "
-            "--quality-budget, or leave it out to see what can be had"
-        )
+        raise Infeasible(_unreachable(budget))
     seconds = value(free, search.best)
     return Outcome(
         method="exact",
@@ -96,6 +99,13 @@ def solve_budget(
         bound=min(bound, seconds),
         seconds=time.perf_counter() - start,
         note=f"fastest with sum omega <= {budget:g} (theta at the budget {theta:.3g})",
+    )
+
+
+def _unreachable(budget: float) -> str:
+    return (
+        f"no plan that fits has a sum of omega of at most {budget:g}; give a larger "
+        "--quality-budget, or leave it out to see what can be had"
     )
 
 
@@ -158,51 +168,34 @@ def _offer_priced(p: Problem, search: Search, theta: float) -> None:
 
 
 def best_theta(p: Problem, budget: float, deadline: float = math.inf) -> float:
-    """Return the multiplier that gives the largest relaxed bound within the budget.
+    """Return a multiplier that gives a large relaxed bound within the budget.
 
-    Past the deadline it is the best one so far: any theta >= 0 gives a valid bound.
+    It is the price of the budget in the relaxation of the pair that promises most; past the
+    deadline, of the best pair so far: any theta >= 0 gives a valid bound. `Infeasible` if the
+    budget cannot be kept even where micro-batches leave the most room.
     """
-
-    def bound(theta: float) -> float:
-        priced = p.with_changes(theta=theta)
-        relaxation = ClassRelaxation(priced)
-        values = [relaxation.solve(make_form(priced, *pair)).value for pair in pairs]
-        return min(values) - theta * budget
-
-    def late() -> bool:
-        return time.perf_counter() > deadline
-
-    pairs = _best_pairs(p, deadline)
-    low, high = 0.0, 1.0
-    while not late() and bound(2 * high) > bound(high) and high < 1e9:
-        high *= 2
-    high *= 2
-    for _ in range(BISECTIONS):  # the bound is concave in theta
-        if late():
+    priced = p.with_changes(theta=1.0)
+    relaxation, tables = ClassRelaxation(priced, budget * (1 + ROUNDING)), PairTables(priced)
+    roomiest = make_form(priced, p.prefill_sizes[0], p.decode_sizes[0])
+    if relaxation.solve(roomiest).value == math.inf:
+        raise Infeasible(_unreachable(budget))
+    groups = relaxation.groups
+    free = replace(groups, omega=np.where(np.isinf(groups.omega), np.inf, 0.0))
+    bounds = np.where(tables.open, tables.first_bounds(free).min(axis=0), np.inf)
+    found: list[tuple[float, float]] = []
+    for _ in range(MOST_SOLVED):
+        row, column = np.unravel_index(int(np.argmin(bounds)), bounds.shape)
+        least = float(bounds[row, column])
+        best = min(found, default=(math.inf, 0.0))[0]
+        if not least < best or (found and time.perf_counter() > deadline):
             break
-        left, right = low + (high - low) / 3, high - (high - low) / 3
-        if bound(left) < bound(right):
-            low = left
-        else:
-            high = right
-    return (low + high) / 2
-
-
-def _best_pairs(p: Problem, deadline: float, most: int = 4) -> list[tuple[int, int]]:
-    """Return pairs with small relaxations, the smallest first."""
-    relaxation, tables = ClassRelaxation(p), PairTables(p)
-    bounds = np.where(tables.open, tables.first_bounds(relaxation.groups).min(axis=0), np.inf)
-    found: list[tuple[float, tuple[int, int]]] = []
-    while len(found) < most or bounds.min() < found[0][0]:
-        at = np.unravel_index(int(np.argmin(bounds)), bounds.shape)
-        if not np.isfinite(bounds[at]) or (found and time.perf_counter() > deadline):
-            break
-        pair = p.prefill_sizes[at[0]], p.decode_sizes[at[1]]
-        form = make_form(p, *pair)
+        form = make_form(priced, p.prefill_sizes[row], p.decode_sizes[column])
         prices = relaxation.solve(form)
+        bounds[row, column] = np.inf
         if math.isfinite(prices.value):
-            proven = tables.bounds(relaxation.groups, form, prices).min(axis=0)
+            found.append((prices.value, prices.omega))
+            at = replace(groups, omega=groups.omega * max(prices.omega, 1e-300))
+            proven = tables.bounds(at, form, prices).min(axis=0) - prices.omega * budget
             bounds = np.maximum(bounds, proven)
-        bounds[at] = np.inf
-        found = sorted([*found, (prices.value, pair)])
-    return [pair for _, pair in found[:most]]
+    # Where no pair looked at can keep the budget, any omega is too dear.
+    return min(found)[1] if found else HIGHEST_THETA

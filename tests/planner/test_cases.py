@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from llmpq.planner.exact.pairs import Floor, PairTables
-from llmpq.planner.exact.plan_cases import Case, most_priced
+from llmpq.planner.exact.plan_cases import Case, in_memory, least_slowest, most_priced
 from llmpq.planner.outcome import Assignment
 from llmpq.planner.predict.fits import fits
 from llmpq.planner.predict.pipeline_time import stage_times
@@ -80,3 +80,20 @@ def test_the_prices_of_the_dearest_devices_are_summed() -> None:
     assert most_priced(prices, counts, 1) == 5.0
     assert most_priced(prices, counts, 4) == 5.0 + 2 * 2.0 + 1.0
     assert most_priced(prices, counts, 99) == float(prices @ counts)
+
+
+def test_whoever_must_hold_a_layer_for_want_of_memory_sets_the_slowest_stage() -> None:
+    # Two quick devices hold 5 layers, first and last stages 4; a slow one holds what is left.
+    roomy = np.array([[[5, 4], [4, 3]], [[9, 9], [9, 9]]])
+    layer_s, ends_s = np.array([[1.0, 20.0]]), np.zeros((1, 2, 2))
+    case = Case(counts=np.array([2.0, 1.0]), most=3)
+    assert least_slowest(case, layer_s, ends_s, 8, roomy) == pytest.approx(4.0)
+    assert least_slowest(case, layer_s, ends_s, 9, roomy) == pytest.approx(20.0)
+
+
+def test_cases_know_how_many_stages_the_memory_needs() -> None:
+    roomy = np.array([[[5, 4], [4, 3]]])
+    few, many = (Case(counts=np.array([float(k)]), most=k) for k in (2, 4))
+    assert [case.fewest for case in in_memory([few, many], roomy, 9)] == [3]
+    assert [case.fewest for case in in_memory([few, many], roomy, 3)] == [1, 1]
+    assert in_memory([few], roomy, 99) == [few]
