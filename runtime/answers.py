@@ -6,13 +6,13 @@ import asyncio
 import threading
 from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from llmpq.runtime.launch.engine_thread import EngineThread, RequestNews
 from llmpq.runtime.request_output import CompletionDelta, Logprob
 from llmpq.runtime.text.answer_text import TextStream
 from llmpq.runtime.text.prompts import Ask, Prompts
-from llmpq.runtime.token_rules import TokenScores
+from llmpq.runtime.token_rules import Noted, TokenScores
 
 
 class LoopInbox:
@@ -48,6 +48,21 @@ class _Open:
     scores: list[TokenScores] = field(default_factory=list)
     """Of tokens that have not been told."""
     num_told: int = 0
+
+
+def _joined(first: RequestNews, then: RequestNews) -> RequestNews:
+    """Return two news of one answer as one, which has waited as long as the first."""
+    noted = [own for own in (first.noted, then.noted) if own is not None]
+    both = Noted(
+        output=[score for own in noted for score in own.output],
+        prompt=[score for own in noted for score in own.prompt],
+    )
+    return replace(
+        then,
+        tokens=[*first.tokens, *then.tokens],
+        noted=both if noted else None,
+        heard_s=first.heard_s,
+    )
 
 
 class Answers:
@@ -96,13 +111,23 @@ class Answers:
         """Yield what is new of each answer, until all have ended; leaving early aborts them."""
         try:
             while self._open:
-                heard = await self._news.get()
-                if heard.error is not None:
-                    raise heard.error
-                if heard.id in self._open:
-                    yield self._delta(heard)
+                for heard in self._waiting(await self._news.get()):
+                    if heard.error is not None:
+                        raise heard.error
+                    if heard.id in self._open:
+                        yield self._delta(heard)
         finally:
             self.give_up()
+
+    def _waiting(self, heard: RequestNews) -> list[RequestNews]:
+        """Return all that has come, of each answer as one: a reader who is late is told at once."""
+        whole: dict[int, RequestNews] = {}
+        while True:
+            before = whole.get(heard.id)
+            whole[heard.id] = heard if before is None else _joined(before, heard)
+            if self._news.empty():
+                return list(whole.values())
+            heard = self._news.get_nowait()
 
     def give_up(self) -> None:
         """End what has not ended; again does nothing."""

@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 
+from llmpq.kernels.native import library
 from llmpq.runtime.launch.launcher import StageHandle
 
 _ASK_EVERY_S = 1.0
@@ -31,8 +32,9 @@ class LoadSigns:
         self._clock = time.pthread_getcpuclockid(threading.get_ident())
 
     def read(self) -> list[float]:
-        """Return seconds of processor time, of compilers too, and bytes read from disks."""
-        return [time.clock_gettime(self._clock) + _children_s(), _bytes_read()]
+        """Return seconds of processor time and of waiting for compilers, and bytes read."""
+        worked_s = time.clock_gettime(self._clock) + _children_s() + library.waited_s()
+        return [worked_s, _bytes_read()]
 
 
 class LoadWatch:

@@ -86,6 +86,26 @@ def test_a_stream_gives_the_text_of_generate(one, stop):
 
 
 @pytest.mark.cpu
+def test_a_reader_who_is_late_is_told_all_that_waits_at_once(one):
+    params = SamplingParams(seed=3, max_tokens=20, logprobs=1, ignore_eos=True, n=2)
+    (whole,) = one.generate([PROMPTS[0]], params)
+
+    async def late():
+        answers = await one.submit(PROMPTS[0], params)
+        ended = 0
+        while ended < 2:
+            await asyncio.sleep(0.01)
+            ended = sum(news.finished is not None for news in answers._news._queue)
+        return [delta async for delta in answers.deltas()]
+
+    deltas = asyncio.run(late())
+    assert [delta.index for delta in deltas] == [0, 1]
+    for delta, output in zip(deltas, whole.outputs, strict=True):
+        assert delta.text == output.text and delta.token_ids == output.token_ids
+        assert delta.logprobs == output.logprobs and delta.finish_reason == "length"
+
+
+@pytest.mark.cpu
 def test_an_abort_ends_a_stream_between_steps_and_frees_its_place(one):
     params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
 

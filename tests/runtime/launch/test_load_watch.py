@@ -14,6 +14,7 @@ from concurrent.futures import Future
 import pytest
 
 from llmpq.errors import DeadlineError
+from llmpq.kernels.native import library
 from llmpq.runtime.launch import thread_launcher
 from llmpq.runtime.launch.engine import Engine
 from llmpq.runtime.launch.launcher import Deadlines, Launch
@@ -102,6 +103,35 @@ def test_signs_grow_with_work_of_this_thread_and_of_compilers():
     finally:
         os.killpg(child.pid, signal.SIGKILL)
         child.wait()
+
+
+def test_waiting_for_another_process_that_compiles_is_getting_on(tmp_path):
+    path = tmp_path / "mark.lock"
+    hold = (
+        "import fcntl, sys; file = open(sys.argv[1], 'w'); fcntl.flock(file, fcntl.LOCK_EX); "
+        "print('held', flush=True); sys.stdin.read()"
+    )
+    other = subprocess.Popen(
+        [sys.executable, "-c", hold, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert other.stdout.readline() == b"held\n"
+    signs, entered = LoadSigns(), threading.Event()
+
+    def wait() -> None:
+        with library._locked(path):
+            entered.set()
+
+    waiting = threading.Thread(target=wait)
+    before = signs.read()[0]
+    waiting.start()
+    end_s = time.monotonic() + 60
+    while signs.read()[0] - before < 0.3 and time.monotonic() < end_s:
+        time.sleep(0.05)
+    assert signs.read()[0] - before >= 0.3 and not entered.is_set()
+    other.stdin.close()
+    other.wait()
+    waiting.join(60)
+    assert entered.is_set(), "its turn comes when the other one has ended"
 
 
 def test_a_stage_that_hangs_in_its_load_is_named(demo_model, make_plan, monkeypatch):
