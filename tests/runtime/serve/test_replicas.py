@@ -79,23 +79,26 @@ def plan_file(demo_model, make_plan, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def started(plan_file) -> Iterator[Started]:
+def started(plan_file, tmp_path_factory) -> Iterator[Started]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     words = ["serve", "--plan", str(plan_file), "--port", str(port), "--ray-serve", "--replicas",
              "2", "--served-model-name", "demo-7m", "--api-key", KEY]  # fmt: skip
     segments = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "llmpq.runtime", *words], stderr=subprocess.PIPE, text=True
-    )
+    log = tmp_path_factory.mktemp("log") / "stderr"  # a pipe that nobody reads fills up
+    with log.open("w") as stderr:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "llmpq.runtime", *words], stderr=stderr, text=True
+        )
     made = Started(process, port)
     try:
         made.wait_until_ready()
         yield made
         family = made.family()
         process.send_signal(signal.SIGTERM)
-        said = process.communicate(timeout=60)[1]
+        process.wait(timeout=60)
+        said = log.read_text()
         assert process.returncode == 0, said
         assert KEY not in said and "Traceback" not in said, said
         assert psutil.wait_procs(family, timeout=10)[1] == []
