@@ -90,7 +90,8 @@ def main() -> None:
             pair = _exact_and_rounded(spec, args.model, bits, DTYPES[args.dtype], tokens)
             precision = Precision.parse(str(bits)).value
             write_row(
-                "quality.jsonl", bench="perplexity", unit="perplexity", samples=pair[1:],
+                "quality.jsonl", bench="perplexity, int8 activations", unit="perplexity",
+                samples=pair[1:],
                 case=case | {"precision": precision, "rounding": "int8 activations on CPUs"}
                 | {"tokens": len(tokens)},
                 baselines={"exact activations": pair[0]},
