@@ -213,7 +213,7 @@ def dense_tiles(bm: int, item: int) -> tuple[int, int, int]:
     """Return rows of w, stages and warps of a dense product: 96 KiB shared at most."""
     if item == 4:
         return 64, 2, 4
-    return (64, 5, 4) if bm <= 32 else (128, 3, 8)
+    return (64, 5, 4) if bm <= 32 else (128, 3, 4)
 
 
 def rows_of(pairs: int, experts: int) -> tuple[int, int]:
