@@ -50,6 +50,13 @@ TABLES: dict[str, Pivot | FrontTable] = {
         column="gamma",
         show=lambda row: f"{row['value']:.3f}",
     ),
+    "family_layers": Pivot(
+        file="families.jsonl",
+        bench="family layer",
+        index=("model", "precision"),
+        column="batch",
+        show=us_of_floor,
+    ),
     "atom_gemm": Pivot(
         file="atom_gemm.jsonl",
         bench="atom_gemm",
