@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from llmpq.memory import CpuActivations
+if TYPE_CHECKING:  # --help opens without what sizes need
+    from llmpq.memory import CpuActivations
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,10 +9,9 @@ from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from llmpq.command_line import CommandParser, Only, Section
-from llmpq.memory import CpuActivations
 from llmpq.precision import Precision
 from llmpq.runtime.cli.run_flags import (
     KV_POOL_HELP,
@@ -23,6 +22,9 @@ from llmpq.runtime.cli.run_flags import (
 )
 from llmpq.runtime.launch.launcher import BACKEND_HELP, BACKENDS, Backend, Deadlines
 from llmpq.runtime.launch.stage_settings import LINK_CHOICES, LinkChoice
+
+if TYPE_CHECKING:
+    from llmpq.memory import CpuActivations
 
 JOB: Mapping[str, Any] = {
     "bits": "w16a16", "kv": "kv16", "dtype": "bfloat16", "batch": 32, "prompt": 512, "gen": 100

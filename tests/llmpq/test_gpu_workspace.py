@@ -109,5 +109,9 @@ def test_experts_hold_what_was_sent_to_them() -> None:
     spec = ModelSpec.by_name("mixtral-8x7b")
     dense = dataclasses.replace(spec, experts=0, experts_per_token=0)
     found, one = (gpu_workspace_bytes(s, work, precisions=[PLAIN], **sizes) for s in (spec, dense))
-    tokens = 4 * 256
-    assert found - one == tokens * (4 * spec.hidden + 4 * 8 + 2 * (2 * 2 + 3 * 8))
+    tokens, f, h = 4 * 256, spec.ffn, spec.hidden
+    routed = tokens * (4 * 8 + 2 * 36)
+    # Beside the stream: two experts' hidden features of every token, gate and up and their product.
+    mixture = tokens * 2 * (5 * h + spec.heads * spec.head_dim + 2 * 3 * f) + routed
+    plain = tokens * 2 * (3 * h + spec.heads * spec.head_dim + 3 * f)
+    assert found - one == mixture - plain

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -225,8 +224,12 @@ def test_check_command_and_its_exit_codes(
 
 
 def test_help_is_instant_and_planning_imports_no_torch() -> None:
-    command = [sys.executable, "-m", "llmpq.planner"]
-    assert min(_cpu_seconds([*command, "--help"]) for _ in range(3)) < 0.3
+    code = (
+        "import sys; from llmpq.planner.__main__ import main; main(['--help']); "
+        "sys.exit(any(name in sys.modules for name in ('numpy', 'pydantic', 'yaml', 'torch')))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, "what --help does not need takes longer than --help"
     code = (
         "import sys; from llmpq.planner.__main__ import main; "
         f"main({SMALL!r} + ['--method', 'all', '--json']); "
@@ -234,14 +237,6 @@ def test_help_is_instant_and_planning_imports_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr
-
-
-def _cpu_seconds(command: list[str]) -> float:
-    """Of processor time: how long it takes where nothing else runs."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run(command, capture_output=True, check=True, cwd=ROOT)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
 
 
 def test_it_plans_from_a_checkout_that_is_not_installed() -> None:
