@@ -265,12 +265,23 @@ def plain_attend(
         num_warps=4,
     )
     if splits > 1:
-        outputs, parts = batch * heads * q_len, triton.next_power_of_2(splits)
-        together = combine_rows(outputs, parts * padded)
-        combine_kernel[(triton.cdiv(outputs, together),)](
-            *(part, lse, out, splits, outputs), **options, X=parts, ROWS=together, num_warps=4
-        )
+        merge_splits(part, lse, out, splits, shape | {"PDL": pdl})
     return out
+
+
+def merge_splits(
+    part: Tensor, lse: Tensor, out_BQHD: Tensor, splits: int, same: dict[str, int]
+) -> None:
+    """Write the merged parts of every output; `same`: what the kernel of the parts was told."""
+    batch, q_len, heads, dim = out_BQHD.shape
+    outputs, parts = batch * heads * q_len, triton.next_power_of_2(splits)
+    together = combine_rows(outputs, parts * same["PADDED"])
+    combine_kernel[(triton.cdiv(outputs, together),)](
+        *(part, lse, out_BQHD, splits, outputs),
+        **same | {"Q": q_len, "D": dim, "X": parts, "ROWS": together},
+        num_warps=4,
+        launch_pdl=same["PDL"],
+    )
 
 
 def _check(q_len: int, k_strides: tuple[int, ...], v_strides: tuple[int, ...]) -> None:

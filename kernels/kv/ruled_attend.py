@@ -35,8 +35,7 @@ from llmpq.kernels.kv.launch_plan import shared_memory
 from llmpq.kernels.kv.plain_attend import (
     MAX_Q_LEN,
     choose_splits,
-    combine_kernel,
-    combine_rows,
+    merge_splits,
     sm_count,
 )
 from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule
@@ -250,25 +249,8 @@ def ruled_attend(
         launch_pdl=pdl,
     )
     if splits > 1:
-        _merge(part, lse, out, splits, same)
+        merge_splits(part, lse, out, splits, same)
     return out
-
-
-def _merge(part: Tensor, lse: Tensor, out_BQHV: Tensor, splits: int, same: dict[str, int]) -> None:
-    """Write the merged parts of every output."""
-    batch, q_len, heads, value_dim = out_BQHV.shape
-    outputs, merged = batch * heads * q_len, triton.next_power_of_2(splits)
-    together = combine_rows(outputs, merged * same["PADDED"])
-    combine_kernel[(triton.cdiv(outputs, together),)](
-        *(part, lse, out_BQHV, splits, outputs),
-        **same,
-        Q=q_len,
-        D=value_dim,
-        X=merged,
-        ROWS=together,
-        num_warps=4,
-        launch_pdl=same["PDL"],
-    )
 
 
 def ruled_attend_reference(

@@ -8,6 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from llmpq.runtime.engine.mailbox import Mailbox
+from llmpq.runtime.engine.scheduler import Limits, Scheduler
+from llmpq.runtime.engine.stage_loop import FirstStage
+from llmpq.runtime.request import Request
+from llmpq.runtime.trace import Recorder
+
 VOCAB, WINDOW, TRAINED, NEW = 199, 6, 32, 12
 BASE: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -267,6 +273,28 @@ class Models:
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     torch.set_num_threads(1)
     return Models(tmp_path_factory.mktemp("kinds"))
+
+
+@pytest.fixture
+def stage_tokens() -> Any:
+    """Run prompts through a stage of a whole model; return each one's tokens."""
+
+    def run(compute: Any, plan: Any, prompts: list[list[int]], new: int) -> list[list[int]]:
+        mailbox = Mailbox()
+        for i, prompt in enumerate(prompts):
+            mailbox.requests.put(Request(id=i, prompt=tuple(prompt), max_new=new))
+        mailbox.requests.put(None)
+        limits = Limits(
+            num_slots=plan.workload.batch,
+            prompt_len=plan.workload.prompt_len,
+            max_len=plan.workload.max_len,
+            prefill_microbatch=plan.prefill_microbatch,
+            decode_microbatch=plan.decode_microbatch,
+        )
+        FirstStage(Scheduler(limits), compute, None, mailbox, Recorder(), num_stages=1).run()
+        return [done.tokens for done in sorted(mailbox.finished, key=lambda done: done.id)]
+
+    return run
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -10,11 +10,6 @@ import torch
 from llmpq.model_spec import ModelSpec
 from llmpq.runtime.backends.build_stage import build_stage
 from llmpq.runtime.backends.cuda_stage import CudaStageCompute
-from llmpq.runtime.engine.mailbox import Mailbox
-from llmpq.runtime.engine.scheduler import Limits, Scheduler
-from llmpq.runtime.engine.stage_loop import FirstStage
-from llmpq.runtime.request import Request
-from llmpq.runtime.trace import Recorder
 from llmpq.runtime.weights.sources import CheckpointSource
 
 pytestmark = [
@@ -25,7 +20,7 @@ NEW = 12
 
 
 def test_tokens_equal_transformers(
-    models: Any, make_plan: Any, random_prompts: Any, family_kind: str
+    models: Any, make_plan: Any, random_prompts: Any, stage_tokens: Any, family_kind: str
 ) -> None:
     """Prompts beyond windows; heads of an odd size are for the interpreter."""
     if "dynamic" in family_kind:
@@ -36,18 +31,6 @@ def test_tokens_equal_transformers(
     spec, device = ModelSpec.from_directory(directory), torch.device("cuda")
     compute, _ = build_stage(plan, 0, spec, CheckpointSource(directory, spec), device)
     assert isinstance(compute, CudaStageCompute) and not compute.model.asks_host
-    mailbox = Mailbox()
-    for i, prompt in enumerate(prompts):
-        mailbox.requests.put(Request(id=i, prompt=tuple(prompt), max_new=NEW))
-    mailbox.requests.put(None)
-    limits = Limits(
-        num_slots=plan.workload.batch,
-        prompt_len=plan.workload.prompt_len,
-        max_len=plan.workload.max_len,
-        prefill_microbatch=plan.prefill_microbatch,
-        decode_microbatch=plan.decode_microbatch,
-    )
-    FirstStage(Scheduler(limits), compute, None, mailbox, Recorder(), num_stages=1).run()
-    found = [done.tokens for done in sorted(mailbox.finished, key=lambda done: done.id)]
+    found = stage_tokens(compute, plan, prompts, NEW)
     assert found == models.greedy(family_kind, prompts)
     assert compute.captured_rows, "decode steps ran without a graph"

@@ -13,13 +13,8 @@ from llmpq.model_spec import ModelSpec
 from llmpq.runtime.backends import cuda_experts, cuda_layers, cuda_rules
 from llmpq.runtime.backends.build_stage import build_stage
 from llmpq.runtime.backends.cuda_stage import CudaStageCompute
-from llmpq.runtime.engine.mailbox import Mailbox
-from llmpq.runtime.engine.scheduler import Limits, Scheduler
-from llmpq.runtime.engine.stage_loop import FirstStage
 from llmpq.runtime.models import layer_tensors
 from llmpq.runtime.models.layers import DecoderLayer, PlainLayers
-from llmpq.runtime.request import Request
-from llmpq.runtime.trace import Recorder
 from llmpq.runtime.weights.sources import CheckpointSource
 
 pytestmark = [
@@ -44,7 +39,9 @@ def _on_gpu_path(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def tokens_of(models: Any, make_plan: Any, kind: str, prompts: list[list[int]]) -> list[list[int]]:
+def tokens_of(
+    run: Any, models: Any, make_plan: Any, kind: str, prompts: list[list[int]]
+) -> list[list[int]]:
     """Return what a stage of a whole model gives: prompts in two micro-batches, steps of three."""
     directory = models.directory(kind)
     options = {"prompt_len": max(map(len, prompts)), "gen_len": NEW}
@@ -57,32 +54,21 @@ def tokens_of(models: Any, make_plan: Any, kind: str, prompts: list[list[int]]) 
         workload=plan.workload,
         decode_microbatch=plan.decode_microbatch,
     )
-    mailbox = Mailbox()
-    for i, prompt in enumerate(prompts):
-        mailbox.requests.put(Request(id=i, prompt=tuple(prompt), max_new=NEW))
-    mailbox.requests.put(None)
-    limits = Limits(
-        num_slots=plan.workload.batch,
-        prompt_len=plan.workload.prompt_len,
-        max_len=plan.workload.max_len,
-        prefill_microbatch=plan.prefill_microbatch,
-        decode_microbatch=plan.decode_microbatch,
-    )
-    FirstStage(Scheduler(limits), compute, None, mailbox, Recorder(), num_stages=1).run()
-    return [done.tokens for done in sorted(mailbox.finished, key=lambda done: done.id)]
+    found: list[list[int]] = run(compute, plan, prompts, NEW)
+    return found
 
 
 def test_tokens_equal_transformers(
-    models: Any, make_plan: Any, random_prompts: Any, family_kind: str
+    models: Any, make_plan: Any, random_prompts: Any, stage_tokens: Any, family_kind: str
 ) -> None:
     """Prompts within and beyond windows."""
     prompts = random_prompts(*PROMPTS)
     if "dynamic" in family_kind:
         with pytest.raises(ValueError, match="rotary positions"):
-            tokens_of(models, make_plan, family_kind, prompts)
+            tokens_of(stage_tokens, models, make_plan, family_kind, prompts)
         return
     expected = [tokens[:NEW] for tokens in models.greedy(family_kind, prompts)]
-    assert tokens_of(models, make_plan, family_kind, prompts) == expected
+    assert tokens_of(stage_tokens, models, make_plan, family_kind, prompts) == expected
 
 
 @pytest.mark.parametrize(
@@ -90,7 +76,13 @@ def test_tokens_equal_transformers(
     [("olmo3", {"window": 0}), ("gpt_oss", {"sinks_H": None})],
 )
 def test_a_rule_that_is_left_out_gives_other_tokens(
-    models: Any, make_plan: Any, random_prompts: Any, monkeypatch: Any, kind: str, left_out: Any
+    models: Any,
+    make_plan: Any,
+    random_prompts: Any,
+    stage_tokens: Any,
+    monkeypatch: Any,
+    kind: str,
+    left_out: Any,
 ) -> None:
     def without(
         q: Any, k: Any, v: Any, step: Any, scale: float, rule: ScoreRule, *rest: Any
@@ -101,4 +93,4 @@ def test_a_rule_that_is_left_out_gives_other_tokens(
     monkeypatch.setattr(cuda_rules, "attend", without)
     prompts = random_prompts(*PROMPTS)
     expected = [tokens[:NEW] for tokens in models.greedy(kind, prompts)]
-    assert tokens_of(models, make_plan, kind, prompts) != expected
+    assert tokens_of(stage_tokens, models, make_plan, kind, prompts) != expected
