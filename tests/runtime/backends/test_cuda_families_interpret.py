@@ -1,4 +1,4 @@
-"""Every family through a GPU's layers, kernels interpreted: the tokens of Transformers."""
+"""Families through a GPU's layers, kernels interpreted: the tokens of Transformers."""
 
 from __future__ import annotations
 
@@ -23,6 +23,21 @@ pytestmark = [
 ]
 CPU, NEW = torch.device("cpu"), 4
 PROMPTS = (7, 14, 2)
+KINDS = (
+    "llama with yarn",
+    "gemma2",
+    "gemma3",
+    "phi3",
+    "glm4",
+    "granite",
+    "olmo3",
+    "qwen3_moe with windows, every other layer dense",
+    "gpt_oss",
+    "glm4_moe",
+    "deepseek_v2",
+    "deepseek_v3",
+)
+"""One for each path through the kernels; test_cuda_families_gpu.py has all."""
 
 
 @pytest.fixture(autouse=True)
@@ -58,17 +73,22 @@ def tokens_of(
     return found
 
 
+@pytest.mark.parametrize("kind", KINDS)
 def test_tokens_equal_transformers(
-    models: Any, make_plan: Any, random_prompts: Any, stage_tokens: Any, family_kind: str
+    models: Any, make_plan: Any, random_prompts: Any, stage_tokens: Any, kind: str
 ) -> None:
     """Prompts within and beyond windows."""
     prompts = random_prompts(*PROMPTS)
-    if "dynamic" in family_kind:
-        with pytest.raises(ValueError, match="rotary positions"):
-            tokens_of(stage_tokens, models, make_plan, family_kind, prompts)
-        return
-    expected = [tokens[:NEW] for tokens in models.greedy(family_kind, prompts)]
-    assert tokens_of(stage_tokens, models, make_plan, family_kind, prompts) == expected
+    expected = [tokens[:NEW] for tokens in models.greedy(kind, prompts)]
+    assert tokens_of(stage_tokens, models, make_plan, kind, prompts) == expected
+
+
+def test_what_no_kernel_computes_is_refused(
+    models: Any, make_plan: Any, random_prompts: Any, stage_tokens: Any
+) -> None:
+    with pytest.raises(ValueError, match="rotary positions"):
+        kind = "llama with dynamic rope"
+        tokens_of(stage_tokens, models, make_plan, kind, random_prompts(*PROMPTS))
 
 
 @pytest.mark.parametrize(
