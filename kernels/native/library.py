@@ -11,7 +11,6 @@ one pool, `torch.get_num_threads()` of it.
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import functools
 import hashlib
 import logging
@@ -20,22 +19,18 @@ import platform
 import shutil
 import subprocess
 import tempfile
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
 
 import torch
+
+from llmpq.kernels.native.one_at_a_time import one_at_a_time
 
 _log = logging.getLogger(__name__)
 
 _HERE = Path(__file__).parent
 _SOURCE = _HERE / "products.cpp"
 _COMPILERS = ("g++", "c++", "clang++")
-_ASK_AGAIN_S = 0.1
-_waited_s = 0.0
 _OPENMP = ("libgomp*.so*", "libiomp5*.so*", "libomp*.so*")
 
 
@@ -166,7 +161,7 @@ def _opened(level: Level, compiler: str) -> ctypes.CDLL:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             if folder.stat().st_uid != os.getuid():
                 continue  # another user's code is not run
-            with _locked(folder / f"{mark}.lock"):
+            with one_at_a_time(folder / f"{mark}.lock"):
                 path = folder / f"{mark}.so"
                 if not _whole(path):
                     _compile(command, openmp, path)
@@ -203,30 +198,6 @@ def _mark(command: list[str], openmp: Path | None) -> str:
     for path in sorted([*_HERE.glob("*.h"), *_HERE.glob("*.cpp")]):
         hashed.update(path.name.encode() + b"\0" + path.read_bytes())
     return hashed.hexdigest()[:24]
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold a file's lock: processes that start together compile once."""
-    global _waited_s
-    with path.open("w") as file:
-        while not _taken(file):
-            time.sleep(_ASK_AGAIN_S)
-            _waited_s += _ASK_AGAIN_S
-        yield
-
-
-def _taken(file: TextIO) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def waited_s() -> float:
-    """Return how long this process has waited for another one that compiles."""
-    return _waited_s
 
 
 def _whole(path: Path) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from llmpq.kernels.native import library
+from llmpq.kernels.native.one_at_a_time import waited_s
 from llmpq.runtime.launch.launcher import StageHandle
 
 _ASK_EVERY_S = 1.0
@@ -33,7 +33,7 @@ class LoadSigns:
 
     def read(self) -> list[float]:
         """Return seconds of processor time and of waiting for compilers, and bytes read."""
-        worked_s = time.clock_gettime(self._clock) + _children_s() + library.waited_s()
+        worked_s = time.clock_gettime(self._clock) + _children_s() + waited_s()
         return [worked_s, _bytes_read()]
 
 

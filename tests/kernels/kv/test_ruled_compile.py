@@ -47,8 +47,14 @@ def build(arch, kind, *, rows, dtype="bf16", split=False):
     return made
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("kind", KINDS)
+SMALLEST = 89
+"""Of the least shared memory; one kind is compiled everywhere, the others there and for Hopper."""
+
+
+@pytest.mark.parametrize(
+    ("arch", "kind"),
+    [(a, k) for a in ARCHITECTURES for k in KINDS if k == "gpt-oss" or a in (SMALLEST, 90)],
+)
 def test_decoding_and_prompts_compile_everywhere(arch, kind):
     assert build(arch, kind, rows=8, split=True).cubin
     assert build(arch, kind, rows=4096).cubin
@@ -56,4 +62,4 @@ def test_decoding_and_prompts_compile_everywhere(arch, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_float32_compiles_within_the_smallest_card(kind):
-    assert build(89, kind, rows=4096, dtype="fp32").cubin
+    assert build(SMALLEST, kind, rows=4096, dtype="fp32").cubin

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 import pytest
 
 from llmpq.errors import DeadlineError
-from llmpq.kernels.native import library
+from llmpq.kernels.native.one_at_a_time import one_at_a_time
 from llmpq.runtime.launch import thread_launcher
 from llmpq.runtime.launch.engine import Engine
 from llmpq.runtime.launch.launcher import Deadlines, Launch
@@ -118,7 +118,7 @@ def test_waiting_for_another_process_that_compiles_is_getting_on(tmp_path):
     signs, entered = LoadSigns(), threading.Event()
 
     def wait() -> None:
-        with library._locked(path):
+        with one_at_a_time(path):
             entered.set()
 
     waiting = threading.Thread(target=wait)
