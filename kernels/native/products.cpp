@@ -1,4 +1,4 @@
-// Products of quantised weights, called through ctypes (native.py); no header of torch, two seconds to compile.
+// Products of quantised weights, called through ctypes (native.py); no header of torch; compiles in some 20 s, once a machine.
 // Built once a machine for one level of instructions; threads are those of the OpenMP library that
 // torch has loaded, so that there is one pool.
 #include <omp.h>
