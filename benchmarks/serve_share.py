@@ -46,6 +46,7 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--answer-tokens", type=int, default=128)
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--backend", default="auto", help="as `llmpq-dist serve --backend`")
     parser.add_argument("--commit", help="commit to name in the row, where git is not at hand")
     parser.add_argument("--write", action="store_true")
     args = parser.parse_args()
@@ -66,7 +67,7 @@ def main() -> None:
     print(f"{device}: engine alone {statistics.median(alone):.0f} tokens/s {alone}")
     print(f"behind HTTP {statistics.median(behind):.0f} tokens/s {behind}: {share:.3f} of it")
     if args.write:
-        names = ("streams", "each", "prompt_tokens", "answer_tokens")
+        names = ("streams", "each", "prompt_tokens", "answer_tokens", "backend")
         case = {"model": Path(args.model).name, "delivery_ms": delivery_ms} | {
             name: getattr(args, name) for name in names
         }
@@ -108,7 +109,7 @@ def behind_http(
     command = [sys.executable, "-m", "llmpq.runtime", "serve", "--model", str(directory),
                "--port", str(port), "--no-access-log", "--served-model-name", "model",
                "--max-num-seqs", str(args.streams), "--max-model-len", str(length),
-               "--max-requests", str(2 * args.streams)]  # fmt: skip
+               "--max-requests", str(2 * args.streams), "--backend", args.backend]  # fmt: skip
     with subprocess.Popen(command) as process:
         try:
             wait_until_ready(port, process)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
@@ -50,18 +50,20 @@ class _Open:
     num_told: int = 0
 
 
-def _joined(first: RequestNews, then: RequestNews) -> RequestNews:
-    """Return two news of one answer as one, which has waited as long as the first."""
-    noted = [own for own in (first.noted, then.noted) if own is not None]
+def _joined(news: Sequence[RequestNews]) -> RequestNews:
+    """Return the news of one answer as one, which has waited as long as the first."""
+    if len(news) == 1:
+        return news[0]
+    noted = [own.noted for own in news if own.noted is not None]
     both = Noted(
         output=[score for own in noted for score in own.output],
         prompt=[score for own in noted for score in own.prompt],
     )
     return replace(
-        then,
-        tokens=[*first.tokens, *then.tokens],
+        news[-1],
+        tokens=[token for own in news for token in own.tokens],
         noted=both if noted else None,
-        heard_s=first.heard_s,
+        heard_s=news[0].heard_s,
     )
 
 
@@ -121,13 +123,11 @@ class Answers:
 
     def _waiting(self, heard: RequestNews) -> list[RequestNews]:
         """Return all that has come, of each answer as one: a reader who is late is told at once."""
-        whole: dict[int, RequestNews] = {}
-        while True:
-            before = whole.get(heard.id)
-            whole[heard.id] = heard if before is None else _joined(before, heard)
-            if self._news.empty():
-                return list(whole.values())
+        whole: dict[int, list[RequestNews]] = {heard.id: [heard]}
+        while not self._news.empty():
             heard = self._news.get_nowait()
+            whole.setdefault(heard.id, []).append(heard)
+        return [_joined(own) for own in whole.values()]
 
     def give_up(self) -> None:
         """End what has not ended; again does nothing."""

@@ -70,6 +70,7 @@ class LLM:
         packed_prompts: bool = False,
         deadlines: Deadlines | None = None,
         trace: str | Path | None = None,
+        stages_apart: bool = False,
     ) -> None:
         """Plan where there is no plan, start the stages, load the weights.
 
@@ -82,6 +83,8 @@ class LLM:
         `packed_prompts`: on GPUs, too, prompts attend to low-bit keys and values as they are kept.
         `speculate` and `gamma` (tokens drafted per verify) are the plan's unless they are given.
         `trace`: a file for what every stage did when and for which requests, written by `close`.
+        `stages_apart`: a single stage, too, is a process of its own, so that it need not wait for
+        what else this one computes; servers do so.
         """
         wishes = Wishes(
             max_model_len=max_model_len, max_num_seqs=max_num_seqs, dtype=dtype,
@@ -105,7 +108,7 @@ class LLM:
         self._prompts = _prompts(chosen, self._plan, settings)
         self._asked: dict[str, tuple[int, ...]] = {}  # prompts under way: their requests
         self._traced: dict[int, str] = {}  # requests that the trace may tell of: their names
-        launch = Launch(backend=backend, ray_address=ray_address)
+        launch = Launch(backend=backend, ray_address=ray_address, stages_apart=stages_apart)
         self._engine = self._started(settings, chosen.cluster, deadlines, launch)
 
     def _started(

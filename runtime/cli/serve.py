@@ -124,6 +124,7 @@ def _open(options: ServeOptions) -> LLM:
         cluster=options.cluster,
         ray_address=options.ray_address,
         trace=options.trace,
+        stages_apart=True,  # streams and steps would share an interpreter
         **engine_options(options),
         **more,
     )

@@ -9,8 +9,8 @@ from llmpq.runtime.launch.launcher import Backend, Deadlines, Launch, Launcher
 def choose_backend(plan: Plan, launch: Launch) -> Backend:
     """Return how the stages of a plan are started where nothing else is asked for.
 
-    One stage runs in this process, several of one node as processes of this host, those of several
-    nodes, or at a Ray's address, through Ray.
+    One stage runs in this process unless it is to be apart, several of one node as processes of
+    this host, those of several nodes, or at a Ray's address, through Ray.
     """
     if launch.backend != "auto":
         if launch.ray_address is not None and launch.backend != "ray":
@@ -20,7 +20,7 @@ def choose_backend(plan: Plan, launch: Launch) -> Backend:
         return launch.backend
     if launch.ray_address is not None or len({stage.node for stage in plan.stages}) > 1:
         return "ray"
-    return "threads" if len(plan.stages) == 1 else "processes"
+    return "threads" if len(plan.stages) == 1 and not launch.stages_apart else "processes"
 
 
 def make_launcher(plan: Plan, launch: Launch, deadlines: Deadlines) -> Launcher:

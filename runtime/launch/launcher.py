@@ -54,6 +54,8 @@ class Launch:
     """How the stages are started and where they meet."""
 
     backend: Backend = "auto"
+    stages_apart: bool = False
+    """Whether a single stage is kept out of this process, too, where nothing else is asked for."""
     ray_address: str | None = None
     """An existing Ray; None starts one on this machine where Ray is asked for."""
     master_addr: str | None = None

@@ -7,11 +7,19 @@ somebody scrapes. What no other engine has (a stage's share of work) is under `l
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.utils import floatToGoString
 
 from llmpq.runtime.request_output import CompletionDelta
 from llmpq.runtime.serve.arrival import ARRIVED_S
@@ -28,6 +36,31 @@ DELIVERY = (
 LENGTHS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 LABELS = ("model_name", "engine")
 STAGE_LABELS = ("engine", "stage", "device", "node")
+
+
+class Tally:
+    """A histogram of what every token adds to: values in one thread, several equal ones at once."""
+
+    def __init__(
+        self, name: str, about: str, labels: Mapping[str, str], bounds: Sequence[float]
+    ) -> None:
+        """`bounds` rise; what is above the last is counted, too."""
+        self._name, self._about, self._labels = name, about, labels
+        self._bounds, self._sum = bounds, 0.0
+        self._counts = [0] * (len(bounds) + 1)
+
+    def observe(self, value: float, count: int) -> None:
+        """Add a value so many times."""
+        self._counts[bisect_left(self._bounds, value)] += count
+        self._sum += value * count
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the histogram, for a scrape."""
+        names = [*map(floatToGoString, self._bounds), "+Inf"]
+        totals = accumulate(self._counts)
+        made = HistogramMetricFamily(self._name, self._about, labels=[*self._labels])
+        made.add_metric([*self._labels.values()], [*zip(names, totals, strict=True)], self._sum)
+        yield made
 
 
 class Metrics:
@@ -58,10 +91,10 @@ class Metrics:
         self.first_token_s = histogram(
             "time_to_first_token_seconds", "From a request's arrival to its first token.", SECONDS
         )
-        self.gap_s = histogram(
+        self.gap_s = self._tally(
             "inter_token_latency_seconds", "Between two tokens of an answer.", GAPS
         )
-        self.delivery_s = histogram(
+        self.delivery_s = self._tally(
             "token_delivery_seconds",
             "From a streamed token's being read from the stages to its bytes' being sent.",
             DELIVERY,
@@ -93,6 +126,11 @@ class Metrics:
         self._refused = Counter(
             "llmpq:http_responses", "HTTP answers by status.", ("status",), registry=self.registry
         )
+
+    def _tally(self, name: str, about: str, bounds: tuple[float, ...]) -> Tally:
+        made = Tally(f"{self.prefix}:{name}", about, self._labels, bounds)
+        self.registry.register(made)
+        return made
 
     def ended(self, reason: str) -> None:
         """Count an answer that ended."""
@@ -137,8 +175,7 @@ class AnswerClock:
         else:
             sums["gap_s"] += now_s - self._last_s
             sums["gaps"] += count
-            for _ in range(count):
-                self._metrics.gap_s.observe((now_s - self._last_s) / count)
+            self._metrics.gap_s.observe((now_s - self._last_s) / count, count)
         self._last_s = now_s
         self.num_tokens += count
         self._metrics.answer_tokens.inc(count)
@@ -148,8 +185,7 @@ class AnswerClock:
         now_s = time.perf_counter()
         if self.num_tokens and self.num_tokens == len(new.token_ids):
             self._first(now_s)
-        for _ in new.token_ids:
-            self._metrics.delivery_s.observe(now_s - new.heard_s)
+        self._metrics.delivery_s.observe(now_s - new.heard_s, len(new.token_ids))
 
     def _first(self, now_s: float) -> None:
         self._metrics.sums["first_token_s"] += now_s - self._began_s

@@ -60,12 +60,14 @@ def settled_length(text: str) -> int:
     return len(text.rstrip(_HALF))
 
 
-def _text_behind(decoder: Decoder, context: Sequence[int], tokens: Sequence[int]) -> str:
-    """Return the text of tokens as it is behind others.
+def _text_behind(
+    decoder: Decoder, context: Sequence[int], tokens: Sequence[int], before: str | None = None
+) -> str:
+    """Return the text of tokens as it is behind others; `before`: theirs, where it is known.
 
     Some tokenizers drop a leading space at the start of what they decode.
     """
-    before = decoder.decode(context)
+    before = decoder.decode(context) if before is None else before
     whole = decoder.decode([*context, *tokens])
     return whole[len(before) :] if whole.startswith(before) else decoder.decode(tokens)
 
@@ -91,6 +93,7 @@ class TextStream:
         self.stopped_at: str | None = None
         """The stop text that ended the answer."""
         self._context = list(prompt[-_CONTEXT:])
+        self._before = decoder.decode(self._context)
         self._tokens: list[int] = []
         """Those whose text is not settled."""
         self._settled = ""
@@ -129,7 +132,7 @@ class TextStream:
         """Return the text of all tokens but the one that ended them."""
         tokens = self._tokens
         shown = tokens[:-1] if tokens and tokens[-1] in self._stop_ids else tokens
-        return self._settled + _text_behind(self._decoder, self._context, shown)
+        return self._settled + _text_behind(self._decoder, self._context, shown, self._before)
 
     def _hand_out(self, text: str) -> str:
         new, self._told = text[self._told :], max(self._told, len(text))
@@ -137,8 +140,9 @@ class TextStream:
 
     def _settle(self) -> None:
         """Keep text instead of tokens, but for the last few as context."""
-        self._settled += _text_behind(self._decoder, self._context, self._tokens)
+        self._settled += _text_behind(self._decoder, self._context, self._tokens, self._before)
         self._context, self._tokens = self._tokens[-_CONTEXT:], []
+        self._before = self._decoder.decode(self._context)
 
 
 def _held_back(text: str, stop_texts: Sequence[str]) -> int:
