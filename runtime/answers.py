@@ -3,40 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
+from llmpq.runtime.entrance import LoopEntrance, LoopInbox
 from llmpq.runtime.launch.engine_thread import EngineThread, RequestNews
 from llmpq.runtime.request_output import CompletionDelta, Logprob
 from llmpq.runtime.text.answer_text import TextStream
 from llmpq.runtime.text.prompts import Ask, Prompts
 from llmpq.runtime.token_rules import Noted, TokenScores
-
-
-class LoopInbox:
-    """Brings an engine's news into an event loop, all that wait at once."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.loop = loop
-        self._lock = threading.Lock()
-        self._waiting: list[tuple[asyncio.Queue[RequestNews], RequestNews]] = []
-
-    def put(self, queue: asyncio.Queue[RequestNews], news: RequestNews) -> None:
-        """Hand news to a queue of the loop; called in any thread."""
-        with self._lock:
-            first = not self._waiting
-            self._waiting.append((queue, news))
-        if first:
-            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
-                self.loop.call_soon_threadsafe(self._hand_out)
-
-    def _hand_out(self) -> None:
-        with self._lock:
-            waiting, self._waiting = self._waiting, []
-        for queue, news in waiting:
-            queue.put_nowait(news)
 
 
 @dataclass
@@ -105,9 +80,10 @@ class Answers:
         """The prompt's tokens, as the model gets them."""
         return self._ask.tokens
 
-    def begin(self) -> None:
+    async def begin(self, entrance: LoopEntrance) -> None:
         """Queue the requests; waits for the first stage."""
-        self._engine.submit(self._ask.requests, lambda heard: self._inbox.put(self._news, heard))
+        put = self._inbox.put
+        await entrance.submit(self._ask.requests, lambda heard: put(self._news, heard))
 
     async def deltas(self) -> AsyncGenerator[CompletionDelta]:
         """Yield what is new of each answer, until all have ended; leaving early aborts them."""

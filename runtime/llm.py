@@ -22,7 +22,8 @@ from typing import Any, Literal, Self, cast
 
 from llmpq.cluster import Cluster
 from llmpq.plan import MAX_GAMMA, Plan
-from llmpq.runtime.answers import Answers, LoopInbox
+from llmpq.runtime.answers import Answers
+from llmpq.runtime.entrance import LoopEntrance, LoopInbox
 from llmpq.runtime.launch.engine import Engine
 from llmpq.runtime.launch.engine_thread import EngineThread, RequestNews
 from llmpq.runtime.launch.launcher import Backend, Deadlines, Launch
@@ -47,6 +48,7 @@ class LLM:
     """A model that is loaded and answers prompts; a context manager, or end it with `close`."""
 
     _inbox: LoopInbox | None = None
+    _entrance: LoopEntrance
 
     def __init__(
         self,
@@ -256,28 +258,31 @@ class LLM:
         `ValueError` if they can never run. Lower `priority` goes first. The prefix cache finds
         again only what came with the same `cache_salt`.
         """
-        loop = asyncio.get_running_loop()
-        if self._inbox is None or self._inbox.loop is not loop:
-            self._inbox = LoopInbox(loop)
         params = sampling_params or SamplingParams()
         asked = partial(
             self._prompts.ask, prompt, params, name=request_id, stream=True, priority=priority,
             cache_salt=cache_salt,
         )  # fmt: skip
-        work = asyncio.to_thread(self._submit, asked, self._inbox)
-        made = asyncio.ensure_future(work)
+        quick = self._prompts.is_quick(prompt, params)
+        made = asyncio.ensure_future(self._submit(asked, quick=quick))
         try:
             return await asyncio.shield(made)
         except asyncio.CancelledError:
             made.add_done_callback(_give_up)  # it may still become one that nobody reads
             raise
 
-    def _submit(self, asked: Callable[[], Ask], inbox: LoopInbox) -> Answers:
-        ask = asked()
+    async def _submit(self, asked: Callable[[], Ask], *, quick: bool) -> Answers:
+        """Begin the answers to what is asked, in the loop if that is `quick`."""
+        ask = asked() if quick else await asyncio.to_thread(asked)
+        loop = asyncio.get_running_loop()
+        if self._inbox is None or self._inbox.loop is not loop:
+            self._inbox, self._entrance = LoopInbox(loop), LoopEntrance(loop, self._engine)
         self._begin([ask])
-        answers = Answers(ask, self._prompts, self._engine, inbox, ended=lambda: self._end([ask]))
+        answers = Answers(
+            ask, self._prompts, self._engine, self._inbox, ended=lambda: self._end([ask])
+        )
         try:
-            answers.begin()
+            await answers.begin(self._entrance)
         except BaseException:
             self._end([ask])
             raise

@@ -54,9 +54,14 @@ class EngineThread:
 
     def submit(self, requests: Sequence[Request], listener: Listener) -> None:
         """Queue requests; the listener hears of each until it has ended."""
+        self.submit_all([(requests, listener)])
+
+    def submit_all(self, asked: Sequence[tuple[Sequence[Request], Listener]]) -> None:
+        """Queue the requests of several callers in one call of the stages, all or none."""
+        requests = [request for own, _ in asked for request in own]
         with self._lock:
             self._require_open()
-            self._listeners |= {request.id: listener for request in requests}
+            self._listeners |= {request.id: tell for own, tell in asked for request in own}
             self._ruled |= {request.id for request in requests if request.rules is not None}
         try:
             self.engine.submit(requests, more=True)

@@ -17,6 +17,7 @@ from typing import Any, TextIO
 
 from llmpq.child_lines import read_lines, take_answers, write_line
 from llmpq.out_of_memory import first_line, out_of_memory
+from llmpq.runtime.lasting import keep_loaded
 
 CALLS = (
     *("identity", "load", "open_rendezvous", "join", "run", "submit", "abort"),
@@ -38,6 +39,8 @@ class _Server:
         try:
             assert request["call"] in CALLS, request["call"]
             message["value"] = getattr(self._actor, request["call"])(*request["args"])
+            if request["call"] == "load":
+                keep_loaded()
         except BaseException as error:  # the caller's to judge
             name = "MemoryError" if out_of_memory(error) else _public_name(error)
             message |= {"error": name, "text": _told(error)}

@@ -15,6 +15,7 @@ import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from llmpq.runtime.lasting import keep_loaded
 from llmpq.runtime.llm import LLM
 from llmpq.runtime.serve.app import make_app
 from llmpq.runtime.serve.arrival import ARRIVED
@@ -192,6 +193,7 @@ def serve(
     def load() -> None:
         try:
             service.llm = open_llm()
+            keep_loaded()
             _log.info("ready: http://%s:%d serves %s", host, port, service.model_name)
         except BaseException as error:
             failed.append(error)

@@ -25,6 +25,8 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 Messages = Sequence[Mapping[str, str]]
 """A conversation: `role` and `content` of each message."""
 _KEYS = ("prompt", "prompt_token_ids")
+_QUICK_LENGTH = 4096
+"""Characters or token ids that are read in less than a millisecond or two."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +84,15 @@ class Prompts:
     def conversation(self, messages: Messages) -> list[int]:
         """Return the tokens of a conversation by the model's chat template."""
         return self.tokenizer.encode_chat(messages)
+
+    def is_quick(self, prompt: Prompt, params: SamplingParams) -> bool:
+        """Whether `ask` takes less time than handing it to another thread would."""
+        return (
+            isinstance(prompt, str | Sequence)
+            and len(prompt) <= _QUICK_LENGTH
+            and params.structured_outputs is None
+            and not params.bad_words
+        )
 
     def ask(
         self,

@@ -1,0 +1,98 @@
+"""Where requests enter an engine from an event loop, and what it says of them comes back.
+
+Both ways what waits goes at once: many callers who come together cost the stages one call, and a
+loop that is late is told of several tokens together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+
+from llmpq.runtime.launch.engine_thread import EngineThread, Listener, RequestNews
+from llmpq.runtime.request import Request
+
+_NEWS_SHARE = 0.7
+"""How much of the loop's time news may take; the rest is for requests that arrive and leave."""
+_LONGEST_WAIT_S = 0.25
+
+
+class LoopInbox:
+    """Brings an engine's news into an event loop, all that wait at once.
+
+    A loop that does nothing else any more is told less often, and of more tokens each time.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self._lock = threading.Lock()
+        self._waiting: list[tuple[asyncio.Queue[RequestNews], RequestNews]] = []
+        self._told_s = self._busy_s = 0.0
+        """When the loop was told last, and how long its thread had computed by then."""
+
+    def put(self, queue: asyncio.Queue[RequestNews], news: RequestNews) -> None:
+        """Hand news to a queue of the loop; called in any thread."""
+        with self._lock:
+            first = not self._waiting
+            self._waiting.append((queue, news))
+        if first:
+            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                self.loop.call_soon_threadsafe(self._tell)
+
+    def _tell(self) -> None:
+        busy_s = time.thread_time() - self._busy_s
+        wait_s = busy_s / _NEWS_SHARE - (time.perf_counter() - self._told_s)
+        if wait_s > 0:
+            self.loop.call_later(min(wait_s, _LONGEST_WAIT_S), self._hand_out)
+        else:
+            self._hand_out()
+
+    def _hand_out(self) -> None:
+        self._told_s, self._busy_s = time.perf_counter(), time.thread_time()
+        with self._lock:
+            waiting, self._waiting = self._waiting, []
+        for queue, news in waiting:
+            queue.put_nowait(news)
+
+
+_Asked = tuple[Sequence[Request], Listener]
+
+
+class LoopEntrance:
+    """Queues requests of an event loop at an engine; those that come meanwhile go together."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, engine: EngineThread) -> None:
+        self.loop, self._engine = loop, engine
+        self._waiting: list[tuple[_Asked, asyncio.Future[None]]] = []
+        self._sending = False
+
+    async def submit(self, requests: Sequence[Request], listener: Listener) -> None:
+        """Queue requests; returns once the first stage has them, or raises why it cannot."""
+        told: asyncio.Future[None] = self.loop.create_future()
+        self._waiting.append(((requests, listener), told))
+        if not self._sending:
+            self._sending = True
+            self.loop.call_soon(self._send)  # who comes in this round of the loop goes along
+        await told
+
+    def _send(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        self._sending = bool(waiting)
+        if waiting:
+            asked = [one for one, _ in waiting]
+            sent = self.loop.run_in_executor(None, self._engine.submit_all, asked)
+            sent.add_done_callback(lambda done: self._sent(done, [told for _, told in waiting]))
+
+    def _sent(self, done: asyncio.Future[None], waiting: Sequence[asyncio.Future[None]]) -> None:
+        error = asyncio.CancelledError() if done.cancelled() else done.exception()
+        for told in waiting:
+            if told.done():  # its caller has gone
+                continue
+            if error is None:
+                told.set_result(None)
+            else:
+                told.set_exception(error)
+        self._send()
