@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import random
 import signal
 import statistics
@@ -24,6 +25,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import Executor, ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -31,6 +34,7 @@ from rows import write_row
 from serve_load import asked, buckets, free_port, quantile_s, wait_until_ready
 
 TAIL_BYTES = 4096
+PROCESSES = min(8, max(1, (os.cpu_count() or 2) // 2))
 SHARE = 0.95
 """What must be left."""
 
@@ -110,14 +114,15 @@ def behind_http(
                "--port", str(port), "--no-access-log", "--served-model-name", "model",
                "--max-num-seqs", str(args.streams), "--max-model-len", str(length),
                "--max-requests", str(2 * args.streams), "--backend", args.backend]  # fmt: skip
-    with subprocess.Popen(command) as process:
+    pool = ProcessPoolExecutor(PROCESSES, get_context("spawn"))
+    with pool, subprocess.Popen(command) as process:
         try:
             wait_until_ready(port, process)
-            asyncio.run(streamed(port, prompts[: args.streams], args))
+            streamed(pool, port, prompts[: args.streams], args)
             before, rates = buckets(port), []
             for _ in range(args.runs):
                 started_s = time.perf_counter()
-                tokens = asyncio.run(streamed(port, prompts, args))
+                tokens = streamed(pool, port, prompts, args)
                 rates.append(tokens / (time.perf_counter() - started_s))
             after = buckets(port)
         finally:
@@ -128,12 +133,32 @@ def behind_http(
     }
 
 
-async def streamed(port: int, prompts: list[list[int]], args: argparse.Namespace) -> int:
-    """Stream the answers to prompts, so many at once; return their tokens, all of them there."""
+def streamed(pool: Executor, port: int, prompts: list[list[int]], args: argparse.Namespace) -> int:
+    """Stream the answers to prompts, so many at once; return their tokens, all of them there.
+
+    Clients of several processes: one that reads so many streams would be measured itself.
+    """
+    shares = [
+        [prompts[number :: args.streams] for number in range(first, args.streams, PROCESSES)]
+        for first in range(PROCESSES)
+    ]
+    jobs = [pool.submit(clients, port, share, args.answer_tokens) for share in shares if share]
+    tokens = sum(job.result() for job in jobs)
+    assert tokens == len(prompts) * args.answer_tokens, "an answer is short"
+    return tokens
+
+
+def clients(port: int, prompts: list[list[list[int]]], answer_tokens: int) -> int:
+    """Be a few clients, each with prompts of its own, in turn; return their answers' tokens."""
+    return asyncio.run(all_of(port, prompts, answer_tokens))
+
+
+async def all_of(port: int, prompts: list[list[list[int]]], answer_tokens: int) -> int:
+    """As `clients`, in one event loop."""
 
     async def one(prompt: list[int]) -> int:
         body = json.dumps({
-            "prompt": prompt, "max_tokens": args.answer_tokens, "temperature": 0,
+            "prompt": prompt, "max_tokens": answer_tokens, "temperature": 0,
             "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True},
         })  # fmt: skip
         status, reader, writer = await asked(port, body.encode())
@@ -146,12 +171,10 @@ async def streamed(port: int, prompts: list[list[int]], args: argparse.Namespace
         assert told[-1].strip() == b"data: [DONE]", told[-1]
         return int(json.loads(told[-2][6:])["usage"]["completion_tokens"])
 
-    async def client(number: int) -> int:
-        return sum([await one(prompt) for prompt in prompts[number :: args.streams]])
+    async def client(own: list[list[int]]) -> int:
+        return sum([await one(prompt) for prompt in own])
 
-    tokens = sum(await asyncio.gather(*(client(i) for i in range(args.streams))))
-    assert tokens == len(prompts) * args.answer_tokens, "an answer is short"
-    return tokens
+    return sum(await asyncio.gather(*map(client, prompts)))
 
 
 def write_checkpoint(name: str, directory: Path) -> None:

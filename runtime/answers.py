@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from llmpq.runtime.entrance import LoopEntrance, LoopInbox
+from llmpq.runtime.entrance import LoopEntrance, LoopInbox, NewsQueue
 from llmpq.runtime.launch.engine_thread import EngineThread, RequestNews
 from llmpq.runtime.request_output import CompletionDelta, Logprob
 from llmpq.runtime.text.answer_text import TextStream
@@ -57,7 +57,7 @@ class Answers:
         """`ended` is called once nobody reads them any more."""
         self._ended = ended
         self._ask, self._prompts, self._engine, self._inbox = ask, prompts, engine, inbox
-        self._news: asyncio.Queue[RequestNews] = asyncio.Queue()
+        self._news: NewsQueue = asyncio.Queue()
         self._open = {
             request.id: _Open(index, prompts.stream_of(ask))
             for index, request in enumerate(ask.requests)
@@ -97,11 +97,14 @@ class Answers:
         finally:
             self.give_up()
 
-    def _waiting(self, heard: RequestNews) -> list[RequestNews]:
+    def _waiting(self, news: list[RequestNews]) -> list[RequestNews]:
         """Return all that has come, of each answer as one: a reader who is late is told at once."""
-        whole: dict[int, list[RequestNews]] = {heard.id: [heard]}
         while not self._news.empty():
-            heard = self._news.get_nowait()
+            news += self._news.get_nowait()
+        if len(news) == 1:
+            return news
+        whole: dict[int, list[RequestNews]] = {}
+        for heard in news:
             whole.setdefault(heard.id, []).append(heard)
         return [_joined(own) for own in whole.values()]
 

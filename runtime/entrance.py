@@ -18,6 +18,8 @@ from llmpq.runtime.request import Request
 _NEWS_SHARE = 0.7
 """How much of the loop's time news may take; the rest is for requests that arrive and leave."""
 _LONGEST_WAIT_S = 0.25
+NewsQueue = asyncio.Queue[list[RequestNews]]
+"""One caller's news, as they came together."""
 
 
 class LoopInbox:
@@ -29,23 +31,27 @@ class LoopInbox:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
         self._lock = threading.Lock()
-        self._waiting: list[tuple[asyncio.Queue[RequestNews], RequestNews]] = []
+        self._waiting: dict[NewsQueue, list[RequestNews]] = {}
+        self._urgent = False
+        """Whether an answer has ended: its place is empty until the loop knows."""
         self._told_s = self._busy_s = 0.0
         """When the loop was told last, and how long its thread had computed by then."""
 
-    def put(self, queue: asyncio.Queue[RequestNews], news: RequestNews) -> None:
+    def put(self, queue: NewsQueue, news: RequestNews) -> None:
         """Hand news to a queue of the loop; called in any thread."""
         with self._lock:
-            first = not self._waiting
-            self._waiting.append((queue, news))
-        if first:
+            hurry = news.finished is not None and not self._urgent
+            tell = hurry or not self._waiting
+            self._urgent |= hurry
+            self._waiting.setdefault(queue, []).append(news)
+        if tell:
             with suppress(RuntimeError):  # the loop is closed: nobody waits any more
                 self.loop.call_soon_threadsafe(self._tell)
 
     def _tell(self) -> None:
         busy_s = time.thread_time() - self._busy_s
         wait_s = busy_s / _NEWS_SHARE - (time.perf_counter() - self._told_s)
-        if wait_s > 0:
+        if wait_s > 0 and not self._urgent:
             self.loop.call_later(min(wait_s, _LONGEST_WAIT_S), self._hand_out)
         else:
             self._hand_out()
@@ -53,8 +59,8 @@ class LoopInbox:
     def _hand_out(self) -> None:
         self._told_s, self._busy_s = time.perf_counter(), time.thread_time()
         with self._lock:
-            waiting, self._waiting = self._waiting, []
-        for queue, news in waiting:
+            waiting, self._waiting, self._urgent = self._waiting, {}, False
+        for queue, news in waiting.items():
             queue.put_nowait(news)
 
 

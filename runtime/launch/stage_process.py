@@ -19,6 +19,8 @@ from llmpq.child_lines import read_lines, take_answers, write_line
 from llmpq.out_of_memory import first_line, out_of_memory
 from llmpq.runtime.lasting import keep_loaded
 
+_SWITCH_S = 0.0005
+"""How long the loop that feeds a device may wait for a thread that answers a call."""
 CALLS = (
     *("identity", "load", "open_rendezvous", "join", "run", "submit", "abort"),
     *("take_rules", "noted", "work", "finish_submitting", "poll", "health", "record"),
@@ -83,6 +85,7 @@ def serve(requests: TextIO, answers: TextIO) -> None:
 def main() -> None:
     """Serve on the standard streams; what libraries print goes to stderr."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's to answer
+    sys.setswitchinterval(_SWITCH_S)
     serve(sys.stdin, take_answers())
     os._exit(0)  # threads may be waiting for stages that are gone
 

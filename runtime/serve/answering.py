@@ -15,11 +15,12 @@ from llmpq.runtime.serve.errors import ApiError, as_api_error
 
 _T = TypeVar("_T")
 DONE = "data: [DONE]\n\n"
+_compact = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
 
 def event(data: Any, name: str | None = None) -> str:
     """Return one server-sent event."""
-    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    text = _compact(data)
     return f"data: {text}\n\n" if name is None else f"event: {name}\ndata: {text}\n\n"
 
 

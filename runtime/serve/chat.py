@@ -90,9 +90,8 @@ class Chat:
             async for part, used in parts:
                 now = {"usage": used} if running else none
                 yield event({**head, **now, "choices": [part]})
-        if with_usage:
-            yield event({**head, "choices": [], "usage": used})
-        yield DONE
+        end = event({**head, "choices": [], "usage": used}) if with_usage else ""
+        yield end + DONE
 
     async def parts(
         self, begun: list[Answers]

@@ -112,10 +112,9 @@ class TextCompletion:
                 told[new.index] = told.get(new.index, 0) + len(choice["text"])
                 now = {"usage": usage(_prompt_tokens(begun), answered)} if running else none
                 yield event({**self._head, "choices": [choice], **now})
-        if with_usage:
-            final = usage(_prompt_tokens(begun), answered, cached)
-            yield event({**self._head, "choices": [], "usage": final})
-        yield DONE
+        final = usage(_prompt_tokens(begun), answered, cached)
+        end = event({**self._head, "choices": [], "usage": final}) if with_usage else ""
+        yield end + DONE
 
     def _choice(
         self, answers: Answers, choice: Choice, *, first: bool, behind: int = 0

@@ -12,7 +12,7 @@ from typing import Protocol
 
 _CONTEXT = 8
 """Tokens decoded before those that are new: how a token is spelled depends on the one before it."""
-_WINDOW = 64
+_WINDOW = 16
 """Tokens decoded again and again; text before them is settled."""
 _HALF = "\ufffd"
 """What decoders write for a character whose other bytes are still to come."""
