@@ -15,7 +15,7 @@ from contextlib import suppress
 from llmpq.runtime.launch.engine_thread import EngineThread, Listener, RequestNews
 from llmpq.runtime.request import Request
 
-_NEWS_SHARE = 0.7
+_NEWS_SHARE = 0.9
 """How much of the loop's time news may take; the rest is for requests that arrive and leave."""
 _LONGEST_WAIT_S = 0.25
 NewsQueue = asyncio.Queue[list[RequestNews]]
@@ -32,26 +32,23 @@ class LoopInbox:
         self.loop = loop
         self._lock = threading.Lock()
         self._waiting: dict[NewsQueue, list[RequestNews]] = {}
-        self._urgent = False
-        """Whether an answer has ended: its place is empty until the loop knows."""
         self._told_s = self._busy_s = 0.0
         """When the loop was told last, and how long its thread had computed by then."""
 
     def put(self, queue: NewsQueue, news: RequestNews) -> None:
         """Hand news to a queue of the loop; called in any thread."""
         with self._lock:
-            hurry = news.finished is not None and not self._urgent
-            tell = hurry or not self._waiting
-            self._urgent |= hurry
+            first = not self._waiting
             self._waiting.setdefault(queue, []).append(news)
-        if tell:
+        if first:
             with suppress(RuntimeError):  # the loop is closed: nobody waits any more
                 self.loop.call_soon_threadsafe(self._tell)
 
     def _tell(self) -> None:
+        # Ends wait as well: what follows them then comes, and its prompts are computed, together.
         busy_s = time.thread_time() - self._busy_s
         wait_s = busy_s / _NEWS_SHARE - (time.perf_counter() - self._told_s)
-        if wait_s > 0 and not self._urgent:
+        if wait_s > 0:
             self.loop.call_later(min(wait_s, _LONGEST_WAIT_S), self._hand_out)
         else:
             self._hand_out()
@@ -59,7 +56,7 @@ class LoopInbox:
     def _hand_out(self) -> None:
         self._told_s, self._busy_s = time.perf_counter(), time.thread_time()
         with self._lock:
-            waiting, self._waiting, self._urgent = self._waiting, {}, False
+            waiting, self._waiting = self._waiting, {}
         for queue, news in waiting.items():
             queue.put_nowait(news)
 
