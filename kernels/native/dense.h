@@ -45,6 +45,26 @@ static inline void dense_block(const float* x, int64_t padded, const void* w, co
   }
 }
 
+// One row of w times one row of x: rows of w one after the other are read at the memory's speed, several
+// at once not (llama-3.2-1b's head, bfloat16, two cores: 34 GB/s, two rows 27, four 31).
+template <int NUMBER>
+static inline void dense_row(const float* x, const void* w, const void* bias, void* y, int64_t n, int64_t K) {
+  constexpr int SUMS = 4;
+  Floats acc[SUMS];
+  for (int s = 0; s < SUMS; ++s) acc[s] = floats(0);
+  int64_t k = 0;
+  for (; k + SUMS * LANES <= K; k += SUMS * LANES)
+    for (int s = 0; s < SUMS; ++s)
+      acc[s] = fma(wide_of(w, n * K + k + s * LANES, NUMBER), load(x + k + s * LANES), acc[s]);
+  for (; k < K; k += LANES) {
+    alignas(64) float rest[LANES] = {};
+    copy_floats(rest, w, n * K + k, K - k < LANES ? K - k : LANES, NUMBER);
+    acc[0] = fma(load(rest), load(x + k), acc[0]);
+  }
+  float b = bias ? float_of(bias, n, NUMBER) : 0;
+  put(y, n, NUMBER, total(add(add(acc[0], acc[1]), add(acc[2], acc[3]))) + b);
+}
+
 template <int NUMBER, int ROWS>
 static void dense_rows(const float* x, int64_t padded, const void* w, const void* bias, void* y, int64_t m, int64_t n0,
                        int64_t n1, int64_t N, int64_t K) {
@@ -65,6 +85,10 @@ static void dense(const void* x, const void* w, const void* bias, void* y, int64
   for (int64_t i = 0; i < (N + block - 1) / block; ++i) {
     int64_t n0 = i * block, n1 = n0 + block < N ? n0 + block : N, m = 0;
     const float* p = rows.data();
+    if (M == 1) {
+      for (int64_t n = n0; n < n1; ++n) dense_row<NUMBER>(p, w, bias, y, n, K);
+      continue;
+    }
     for (; M - m >= 8; m += 8) dense_rows<NUMBER, 8>(p, padded, w, bias, y, m, n0, n1, N, K);
     for (; M - m >= 4; m += 4) dense_rows<NUMBER, 4>(p, padded, w, bias, y, m, n0, n1, N, K);
     for (; M - m >= 2; m += 2) dense_rows<NUMBER, 2>(p, padded, w, bias, y, m, n0, n1, N, K);
