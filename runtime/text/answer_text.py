@@ -112,8 +112,10 @@ class TextStream:
         certain = text[: len(text) - _held_back(text, self._stop_texts)]
         if text.endswith(_HALF):
             certain = certain.rstrip(_HALF)
-        elif len(self._tokens) > _WINDOW and self._tokens[-1] not in self._stop_ids:
-            self._settle()
+        elif len(self._tokens) > _WINDOW and not (
+            self.stopped_at or self._tokens[-1] in self._stop_ids
+        ):
+            self._settle(text)
         return self._hand_out(certain)
 
     def finish(self) -> str:
@@ -138,9 +140,9 @@ class TextStream:
         new, self._told = text[self._told :], max(self._told, len(text))
         return new
 
-    def _settle(self) -> None:
-        """Keep text instead of tokens, but for the last few as context."""
-        self._settled += _text_behind(self._decoder, self._context, self._tokens, self._before)
+    def _settle(self, text: str) -> None:
+        """Keep the text so far instead of tokens, but for the last few as context."""
+        self._settled = text
         self._context, self._tokens = self._tokens[-_CONTEXT:], []
         self._before = self._decoder.decode(self._context)
 
