@@ -19,6 +19,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,7 +30,8 @@ from llmpq.kernels.native.one_at_a_time import one_at_a_time
 _log = logging.getLogger(__name__)
 
 _HERE = Path(__file__).parent
-_SOURCE = _HERE / "products.cpp"
+_SOURCES = ("packed_attention.cpp", "products.cpp", "attention.cpp")
+"""The one that takes longest first."""
 _COMPILERS = ("g++", "c++", "clang++")
 _OPENMP = ("libgomp*.so*", "libiomp5*.so*", "libomp*.so*")
 
@@ -212,14 +214,20 @@ def _whole(path: Path) -> bool:
 def _compile(command: list[str], openmp: Path | None, path: Path) -> None:
     _log.info("compiling products for this CPU, once: %s", path)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        part, made = Path(folder) / "products.o", Path(folder) / "products.so"
+        parts = [Path(folder) / f"{source}.o" for source in _SOURCES]
+        made = Path(folder) / "products.so"
+        run = functools.partial(
+            subprocess.run, capture_output=True, text=True, check=True, timeout=280
+        )
+        with ThreadPoolExecutor(len(_SOURCES)) as pool:
+            steps = [
+                [*command, "-c", str(_HERE / source), "-o", str(part)]
+                for source, part in zip(_SOURCES, parts, strict=True)
+            ]
+            list(pool.map(run, steps))
         # Linked without -fopenmp, which would bring a second OpenMP library.
         link = ["-fopenmp"] if openmp is None else [str(openmp)]
-        for step in (
-            [*command, "-c", str(_SOURCE), "-o", str(part)],
-            [command[0], "-shared", str(part), *link, "-o", str(made)],
-        ):
-            subprocess.run(step, capture_output=True, text=True, check=True, timeout=280)
+        run([command[0], "-shared", *map(str, parts), *link, "-o", str(made)])
         digest = Path(folder) / "digest"
         digest.write_text(hashlib.sha256(made.read_bytes()).hexdigest())
         digest.replace(path.with_suffix(".sha256"))

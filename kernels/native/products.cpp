@@ -1,18 +1,13 @@
-// Products of quantised weights, called through ctypes (native.py); no header of torch; compiles in some 20 s, once a machine.
-// Built once a machine for one level of instructions; threads are those of the OpenMP library that
+// Products of weights, called through ctypes (library.py); no header of torch. Built once a machine for one
+// level of instructions, at the same time as attention.cpp; threads are those of the OpenMP library that
 // torch has loaded, so that there is one pool.
 #include <omp.h>
 
-#include "attend.h"
 #include "dense.h"
 #include "dequantize.h"
 #include "few_rows.h"
-#include "packed_attend.h"
 #include "search.h"
-
-// Weights below which waking threads costs more than they save.
-constexpr int64_t ALONE = 1 << 17;
-static int threads_for(int64_t work, int64_t threads) { return work < ALONE ? 1 : (int)threads; }
+#include "threads.h"
 
 extern "C" {
 
@@ -80,31 +75,6 @@ void llmpq_dense(const void* x, const void* w, const void* bias, void* y, int64_
                  int64_t number, int64_t threads) {
   auto run = number == FLOAT32 ? dense<FLOAT32> : number == BFLOAT16 ? dense<BFLOAT16> : dense<FLOAT16>;
   run(x, w, bias, y, M, N, K, threads_for(M * N * K, threads));
-}
-
-// o [B, H, D] of one query per row over its blocks of k and v [places, G, D]; scale and slopes [H] (or
-// null) are floats.
-void llmpq_attend_blocks(const void* q, const void* k, const void* v, void* o, const int64_t* tables,
-                         const int64_t* ends, const float* scale, const float* slopes, int64_t B, int64_t H, int64_t G,
-                         int64_t D, int64_t columns, int64_t window, int64_t number, int64_t threads) {
-  int64_t seen = 0;
-  for (int64_t b = 0; b < B; ++b) seen += window && ends[b] > window ? window : ends[b];
-  auto run = number == FLOAT32 ? attend_rows<FLOAT32> : number == BFLOAT16 ? attend_rows<BFLOAT16> : attend_rows<FLOAT16>;
-  run(k, v, q, o, tables, ends, B, H, G, D, columns, window, *scale, slopes, threads_for(seen * H * D * 2, threads));
-}
-
-// The same over a cache of `bits`-bit blocks (packed_attend.h); pools: keys' words and parameters, values' of
-// each, rings of keys and of values; sizes: B, H, G, D, channels, key group, ring, columns, holdback, window.
-void llmpq_attend_packed(const void* q, void* o, const void* const* pools, const int32_t* table, const int64_t* slots,
-                         const int64_t* last, const int64_t* sizes, const float* scale_cap, const float* slopes,
-                         const float* sinks, int64_t bits, int64_t number, int64_t threads) {
-  int64_t B = sizes[0], H = sizes[1], seen = 0;
-  Packed pool{(const uint32_t*)pools[0], (const uint32_t*)pools[2], (const uint16_t*)pools[1],
-              (const uint16_t*)pools[3], pools[4], pools[5], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6]};
-  Rule rule{sizes[9], scale_cap[0], scale_cap[1], slopes, sinks};
-  for (int64_t b = 0; b < B; ++b) seen += last[b] + 1;
-  auto run = bits == 8 ? attend_packed_of<8> : bits == 4 ? attend_packed_of<4> : attend_packed_of<2>;
-  run(pool, q, o, table, slots, last, B, H, sizes[7], sizes[8], rule, number, threads_for(seen * H * sizes[3] * 2, threads));
 }
 
 }  // extern "C"

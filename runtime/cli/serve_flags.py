@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from llmpq.command_line import CommandParser, Only, Section
 from llmpq.runtime.cli.run_flags import KV_POOL_HELP, add_plan
-from llmpq.runtime.launch.launcher import BACKEND_HELP, BACKENDS, Backend
+from llmpq.runtime.launch.launcher import BACKENDS, Backend
 from llmpq.runtime.launch.planned_kv import AUTO
 from llmpq.runtime.serve.settings import ServeSettings
 
@@ -105,7 +105,10 @@ def serve_parser() -> CommandParser:
     what.flag("--kv-cache-dtype", default=AUTO, metavar="KV", help="kv16, kv8, kv4 or kv2")
     what.flag("--speculate", metavar="MODE", help="who drafts: off, or a mode of the plan")
     what.flag("--gamma", type=int, metavar="N", help="tokens drafted at once")
-    what.flag("--backend", choices=BACKENDS, default="auto", help=BACKEND_HELP)
+    what.flag(
+        "--backend", choices=BACKENDS, default="auto",
+        help="how stages run; auto: as processes of this host, those of several nodes through Ray",
+    )  # fmt: skip
     what.flag("--ray-address", also=("--address",), help="join this Ray")
     what.flag("--chat-template", metavar="FILE", help="Jinja, instead of the model's own")
     what.flag(

@@ -256,11 +256,8 @@ class StageActor:
     def poll(self, timeout_s: float) -> str:
         """Return requests that ended since the last poll, streamed tokens, and counters."""
         news = self._mailbox.collect(timeout_s)
-        return json.dumps({
-            "finished": [vars(ended) for ended in news.finished],
-            "tokens": news.tokens,
-            "progress": vars(news.progress),
-        })  # fmt: skip
+        finished = [vars(ended) for ended in news.finished]
+        return json.dumps(vars(news) | {"finished": finished, "progress": vars(news.progress)})
 
     def health(self) -> dict[str, Any]:
         """Return what the loop is doing and for how long; while it loads, signs of that."""
