@@ -85,8 +85,7 @@ class LLM:
         `packed_prompts`: on GPUs, too, prompts attend to low-bit keys and values as they are kept.
         `speculate` and `gamma` (tokens drafted per verify) are the plan's unless they are given.
         `trace`: a file for what every stage did when and for which requests, written by `close`.
-        `stages_apart`: a single stage, too, is a process of its own, so that it need not wait for
-        what else this one computes; servers do so.
+        `stages_apart`: a single stage, too, is a process of its own, as servers have it.
         """
         wishes = Wishes(
             max_model_len=max_model_len, max_num_seqs=max_num_seqs, dtype=dtype,
@@ -104,8 +103,7 @@ class LLM:
             live=True,
             max_model_len=max_model_len,
             step_tokens=_at_least_one("max_num_batched_tokens", max_num_batched_tokens),
-            prefix_cache=enable_prefix_caching,
-            gpu_pool=kv_pool, packed_prompts=packed_prompts,
+            prefix_cache=enable_prefix_caching, gpu_pool=kv_pool, packed_prompts=packed_prompts,
         )  # fmt: skip
         self._prompts = _prompts(chosen, self._plan, settings)
         self._asked: dict[str, tuple[int, ...]] = {}  # prompts under way: their requests
