@@ -18,6 +18,7 @@ def main(options: ServeOptions) -> int:
     settings = settings_of(options)
     _check_replicas(options)
     try:
+        from llmpq.runtime.serve.log_thread import lines_apart
         from llmpq.runtime.serve.server import serve
         from llmpq.runtime.serve.service import Service
     except ImportError as error:
@@ -33,10 +34,11 @@ def main(options: ServeOptions) -> int:
     if options.trace is not None:
         check_files({"--plan": options.plan}, {"--trace": options.trace})
     where: dict[str, Any] = {"host": options.host, "port": options.port}
-    if options.ray_serve:
-        failure = _serve_replicas(options, settings, where)
-    else:
-        failure = serve(Service(settings), lambda: _open(options), **where)
+    with lines_apart():
+        if options.ray_serve:
+            failure = _serve_replicas(options, settings, where)
+        else:
+            failure = serve(Service(settings), lambda: _open(options), **where)
     if failure is not None:
         raise failure
     return 0
