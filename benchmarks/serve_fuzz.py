@@ -71,6 +71,8 @@ def main() -> None:
     parser.add_argument("--url", default="http://127.0.0.1:8000/v1")
     parser.add_argument("--model", default="demo-7m")
     parser.add_argument("--requests", type=int, default=2000)
+    parser.add_argument("--paths", nargs="+", choices=list(ANSWERS), default=list(ANSWERS),
+                        help="of the requests only those to these")  # fmt: skip
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--at-once", type=int, default=4)
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds")
@@ -78,7 +80,7 @@ def main() -> None:
     options = parser.parse_args()
     spec = with_nulls(yaml.safe_load(Path(options.schema).read_text()))
     seen, began_s = Seen(), time.monotonic()
-    for path in ANSWERS:
+    for path in options.paths:
         cases = [*made(options, path, fits=True), *made(options, path, fits=False)]
         by_name = {
             name: jsonschema_rs.validator_for({
@@ -101,6 +103,8 @@ def main() -> None:
     print(f"{share:.1%} of the fitting requests for text got a 2xx that fits")
     if options.write:
         case = {"seed": options.seed, "requests": options.requests, **told}
+        if options.paths != list(ANSWERS):
+            case["paths"] = options.paths
         write_row("serve.jsonl", bench="serve_fuzz", case=case, unit="share of text requests "
                   "answered by a 2xx that fits", samples=[share])  # fmt: skip
 

@@ -2,9 +2,11 @@
 
     python benchmarks/serve_load.py [--write]                        # 32 clients, then 200
     python benchmarks/serve_load.py --clients 200 --seconds 180
+    python benchmarks/serve_load.py --replicas 2 --clients 32 --seconds 60
 
 The answers of every prompt are made first, by an engine of this process that is then closed; then
-`llmpq-dist serve` starts over the same plan of two CPU stages. Of so many clients, each asking
+`llmpq-dist serve` starts over the same plan of two CPU stages, with `--replicas` over as many
+engines of it through Ray Serve. Of so many clients, each asking
 again and again, 10 % of the requests are malformed, 10 % read slowly, 10 % left in the middle
 (`--streams-only`: none). Every answer that is read to its end must be its twin's text, whole;
 every malformed request must be refused. Told beside that: tokens/s, the memory of every process of
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import random
 import signal
@@ -58,6 +61,7 @@ MALFORMED = (
     b'{"prompt": "a", "stream": true, "temprature": 1}',
 )
 SAMPLE_S, PATIENCE_S = 2.0, 120.0
+ROLES = {"stage_process": "stage", "ServeReplica": "replica", "ray": "ray"}
 DELIVERY = "vllm:token_delivery_seconds_bucket"
 
 
@@ -178,9 +182,16 @@ async def load(
 def memory_of(server: psutil.Process) -> dict[str, int]:
     """Return the resident bytes of a server's driver and of each process it started."""
     found = {"driver": server.memory_info().rss}
-    for index, child in enumerate(sorted(server.children(recursive=True), key=lambda p: p.pid)):
-        found[f"child {index}"] = child.memory_info().rss
+    for child in sorted(server.children(recursive=True), key=lambda p: p.pid):
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+            found[f"{role_of(child.cmdline())} {child.pid}"] = child.memory_info().rss
     return found
+
+
+def role_of(words: Sequence[str]) -> str:
+    """Return what a process of a server does, by its command line."""
+    shown = " ".join(words[:3])
+    return next((name for part, name in ROLES.items() if part in shown), "child")
 
 
 def grown(memory_bytes: Sequence[Mapping[str, int]]) -> dict[str, list[float]]:
@@ -196,14 +207,14 @@ def grown(memory_bytes: Sequence[Mapping[str, int]]) -> dict[str, list[float]]:
 
 
 def buckets(port: int) -> dict[float, float]:
-    """Return how many tokens the server has held for at most so many seconds."""
+    """Return how many tokens the server has held for at most so many seconds, all replicas'."""
+    found: Counter[float] = Counter()
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
-        return {
-            float(sample.labels["le"]): sample.value
-            for family in text_string_to_metric_families(answer.read().decode())
-            for sample in family.samples
-            if sample.name == DELIVERY
-        }
+        for family in text_string_to_metric_families(answer.read().decode()):
+            for sample in family.samples:
+                if sample.name == DELIVERY:
+                    found[float(sample.labels["le"])] += sample.value
+    return found
 
 
 def quantile_s(before: Mapping[float, float], after: Mapping[float, float], share: float) -> float:
@@ -256,6 +267,7 @@ def main() -> None:
     parser.add_argument("--model", default=str(ROOT / "examples" / "demo-7m"))
     parser.add_argument("--clients", type=int, nargs="+", default=[32, 200], help="of each phase")
     parser.add_argument("--seconds", type=float, nargs="+", default=[60.0, 180.0])
+    parser.add_argument("--replicas", type=int, default=1, help="engines, through Ray Serve")
     parser.add_argument("--streams-only", action="store_true", help="no client misbehaves")
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
@@ -265,6 +277,8 @@ def main() -> None:
         plan, twins = twins_of(options, Path(name))
         command = [sys.executable, "-m", "llmpq.runtime", "serve", "--plan", str(plan), "--port",
                    str(port), "--no-access-log"]  # fmt: skip
+        if options.replicas > 1:
+            command += ["--ray-serve", "--replicas", str(options.replicas)]
         told = []
         with subprocess.Popen(command) as process:
             try:
@@ -284,6 +298,8 @@ def main() -> None:
         sys.exit(f"the server ended with code {process.returncode}")
     for own in told if options.write else ():
         more = {"model": Path(options.model).name, "stages": 2, "dtype": "float32", "kinds": kinds}
+        if options.replicas > 1:
+            more["replicas"] = options.replicas
         write_row("serve.jsonl", bench="serve_load", case=more | own, unit="tokens/s",
                   samples=[own["tokens_per_s"]], noisy=psutil.cpu_percent(1.0) > 10)  # fmt: skip
     if not ended_well:
