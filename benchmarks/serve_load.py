@@ -181,10 +181,12 @@ async def load(
 
 def memory_of(server: psutil.Process) -> dict[str, int]:
     """Return the resident bytes of a server's driver and of each process it started."""
-    found = {"driver": server.memory_info().rss}
+    found, numbers = {"driver": server.memory_info().rss}, Counter[str]()
     for child in sorted(server.children(recursive=True), key=lambda p: p.pid):
         with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
-            found[f"{role_of(child.cmdline())} {child.pid}"] = child.memory_info().rss
+            role, size = role_of(child.cmdline()), child.memory_info().rss
+            found[f"{role} {numbers[role]}"] = size
+            numbers[role] += 1
     return found
 
 
