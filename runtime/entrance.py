@@ -62,6 +62,7 @@ class LoopInbox:
 
 
 _Asked = tuple[Sequence[Request], Listener]
+_Waiting = tuple[_Asked, asyncio.Future[None]]
 
 
 class LoopEntrance:
@@ -69,33 +70,37 @@ class LoopEntrance:
 
     def __init__(self, loop: asyncio.AbstractEventLoop, engine: EngineThread) -> None:
         self.loop, self._engine = loop, engine
-        self._waiting: list[tuple[_Asked, asyncio.Future[None]]] = []
-        self._sending = False
+        self._waiting: list[_Waiting] = []
+        self._sending: asyncio.Task[None] | None = None
 
     async def submit(self, requests: Sequence[Request], listener: Listener) -> None:
         """Queue requests; returns once the first stage has them, or raises why it cannot."""
         told: asyncio.Future[None] = self.loop.create_future()
         self._waiting.append(((requests, listener), told))
-        if not self._sending:
-            self._sending = True
-            self.loop.call_soon(self._send)  # who comes in this round of the loop goes along
+        if self._sending is None:  # it begins in the next round: who comes in this one goes along
+            self._sending = self.loop.create_task(self._send())
         await told
 
-    def _send(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        self._sending = bool(waiting)
-        if waiting:
-            asked = [one for one, _ in waiting]
-            sent = self.loop.run_in_executor(None, self._engine.submit_all, asked)
-            sent.add_done_callback(lambda done: self._sent(done, [told for _, told in waiting]))
+    async def _send(self) -> None:
+        try:
+            while self._waiting:
+                waiting, self._waiting = self._waiting, []
+                await self._hand_over(waiting)
+        finally:
+            self._sending = None
 
-    def _sent(self, done: asyncio.Future[None], waiting: Sequence[asyncio.Future[None]]) -> None:
-        error = asyncio.CancelledError() if done.cancelled() else done.exception()
-        for told in waiting:
-            if told.done():  # its caller has gone
-                continue
-            if error is None:
+    async def _hand_over(self, waiting: Sequence[_Waiting]) -> None:
+        """Queue requests together; where that is refused, each caller's alone, who learns why."""
+        asked = [one for one, _ in waiting]
+        try:
+            await self.loop.run_in_executor(None, self._engine.submit_all, asked)
+        except Exception as error:
+            if len(waiting) > 1:
+                for one in waiting:
+                    await self._hand_over([one])
+            elif not waiting[0][1].done():
+                waiting[0][1].set_exception(error)
+            return
+        for _, told in waiting:
+            if not told.done():  # else its caller has gone
                 told.set_result(None)
-            else:
-                told.set_exception(error)
-        self._send()

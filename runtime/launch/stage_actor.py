@@ -219,8 +219,8 @@ class StageActor:
 
     def submit(self, requests_json: str) -> None:
         """Queue requests (first stage only)."""
-        for fields in json.loads(requests_json):
-            self._mailbox.requests.put(read_request(fields))
+        for request in [read_request(fields) for fields in json.loads(requests_json)]:
+            self._mailbox.requests.put(request)  # all or, if one cannot be read, none
 
     def abort(self, request_ids: Sequence[int]) -> None:
         """End requests as soon as their steps under way have (first stage only)."""

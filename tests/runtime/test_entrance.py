@@ -179,6 +179,7 @@ class Doorkeeper:
         self.begun, self.may_go = threading.Event(), threading.Event()
         self.may_go.set()
         self.error: BaseException | None = None
+        self.refused: int | None = None
 
     def submit_all(self, asked: Any) -> None:
         self.calls.append([request.id for own, _ in asked for request in own])
@@ -186,6 +187,8 @@ class Doorkeeper:
         assert self.may_go.wait(30)
         if self.error is not None:
             raise self.error
+        if self.refused in self.calls[-1]:
+            raise ValueError("not this one")
 
 
 def request(number: int) -> Request:
@@ -249,7 +252,18 @@ def test_an_error_reaches_every_waiter_and_the_next_call_is_made():
 
     ends = entering(engine, work)
     assert [str(one) for one in ends] == ["no room"] * 3
-    assert engine.calls == [[0, 1, 2], [3]]
+    assert engine.calls == [[0, 1, 2], [0], [1], [2], [3]]
+
+
+def test_nobody_is_refused_for_what_another_asked():
+    engine = Doorkeeper()
+    engine.refused = 1
+
+    async def work(submit):
+        return await asyncio.gather(*(submit(i) for i in range(3)), return_exceptions=True)
+
+    first, second, third = entering(engine, work)
+    assert first is None and third is None and isinstance(second, ValueError)
 
 
 def test_a_waiter_that_is_cancelled_harms_nobody():
