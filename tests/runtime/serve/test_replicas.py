@@ -210,8 +210,10 @@ def test_a_client_that_goes_away_is_aborted(started, client):
     assert sum(v for (_, reason), v in ended.items() if reason == "abort") == 1
 
 
-async def _asked(client: openai.AsyncOpenAI, index: int, length: int) -> tuple[str, str]:
-    """How a request ended, and its text; every third one is streamed."""
+async def _asked(
+    client: openai.AsyncOpenAI, index: int, length: int, begun: set[int]
+) -> tuple[str, str]:
+    """How a request ended, and its text; every third one is streamed, and says it has begun."""
     ask = {"model": "demo-7m", "prompt": f"x{index} = ", "temperature": 0, "max_tokens": length,
            "extra_body": {"ignore_eos": True}}  # fmt: skip
     text = ""
@@ -221,6 +223,7 @@ async def _asked(client: openai.AsyncOpenAI, index: int, length: int) -> tuple[s
         finished = None
         async for part in await client.completions.create(**ask, stream=True):
             text += part.choices[0].text
+            begun.add(index)
             finished = part.choices[0].finish_reason or finished
     except openai.APIStatusError as error:
         assert error.status_code == 503 and error.response.headers["retry-after"] == "1"
@@ -232,17 +235,24 @@ async def _asked(client: openai.AsyncOpenAI, index: int, length: int) -> tuple[s
 
 
 def _under_load(started: Started, counts: tuple[int, int], length: int, during) -> list:
-    """Ends of requests begun before and after `during` was called."""
+    """Ends of requests asked before and after `during` was called.
+
+    It is called once five streams have begun: more than one replica of two serves of eight.
+    """
+    begun: set[int] = set()
 
     async def work() -> list[tuple[str, str]]:
         async with openai.AsyncOpenAI(
             base_url=f"{started.url}/v1", api_key=KEY, max_retries=0
         ) as client:
-            asked = [asyncio.ensure_future(_asked(client, i, length)) for i in range(counts[0])]
-            await asyncio.sleep(0.5)
+            asked = [
+                asyncio.ensure_future(_asked(client, i, length, begun)) for i in range(counts[0])
+            ]
+            while len(begun) < 5 and not all(one.done() for one in asked):
+                await asyncio.sleep(0.005)
             during()
             for i in range(counts[0], sum(counts)):
-                asked.append(asyncio.ensure_future(_asked(client, i, length)))
+                asked.append(asyncio.ensure_future(_asked(client, i, length, begun)))
                 await asyncio.sleep(0.05)
             return await asyncio.gather(*asked)
 
@@ -261,8 +271,8 @@ def test_sixty_four_at_once_are_each_their_own_answer(started, twin):
 def test_a_replica_lost_under_load_is_told_and_replaced(started, twin, victim):
     before = {one.pid for one in started.named("ServeReplica")}
     assert len(before) == 2
-    ends = _under_load(started, (24, 16), 70, started.named(victim)[0].kill)
-    params = SamplingParams(temperature=0, max_tokens=70, ignore_eos=True)
+    ends = _under_load(started, (24, 16), 150, started.named(victim)[0].kill)
+    params = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
     wanted = [answer.text for answer in twin.generate([f"x{i} = " for i in range(40)], params)]
     kinds = [kind for kind, _ in ends]
     assert "cut off" not in kinds and "refused" in kinds and "ended early" in kinds
