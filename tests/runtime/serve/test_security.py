@@ -117,13 +117,28 @@ def test_slow_senders_are_hung_up_on_and_others_served(two_stages, running):
         assert all(ended)
 
 
-@pytest.mark.parametrize("line", [b"X-%d: y\r\n", b"X-%d: " + b"y" * 500 + b"\r\n", b"%d" * 8])
-def test_a_flood_of_headers_is_cut_off_and_others_served(server, line):
+GET = b"GET /health HTTP/1.1\r\n"
+BEHIND_A_BODY = HEAD + b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n"
+
+
+@pytest.mark.parametrize(
+    "start, line",
+    [
+        (GET, b"X-%d: y\r\n"),
+        (GET, b"X-%d: " + b"y" * 500 + b"\r\n"),
+        (GET, b"%d" * 8),
+        (GET + b"X-Long: ", b"%d" * 8),
+        (b"GET /", b"%d" * 8),
+        (BEHIND_A_BODY, b"X-%d: y\r\n"),
+        (BEHIND_A_BODY + b"X-Long: ", b"%d" * 8),
+    ],
+)
+def test_a_flood_of_headers_is_cut_off_and_others_served(server, start, line):
     own, served = psutil.Process(os.getpid()), 0
     before, sent, answers = own.memory_info().rss, [], []
     for _ in range(6):
         with connect(server) as flood:
-            flood.sendall(b"GET /health HTTP/1.1\r\n")
+            flood.sendall(start)
             total = 0
             try:
                 for i in range(0, 1 << 20, 100):
@@ -144,6 +159,16 @@ def test_a_flood_of_headers_is_cut_off_and_others_served(server, line):
     assert served == 6
     assert own.memory_info().rss - before < 32 * MIB
     assert ask(server, "GET", "/health")[0] == 200
+
+
+def test_another_protocol_that_is_offered_is_not_taken(server):
+    """Java's client offers HTTP/2 with every request."""
+    body = json.dumps({"prompt": "def", "max_tokens": 2, "ignore_eos": True}).encode()
+    offer = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABk\r\n"
+    head = HEAD + offer + b"Content-Length: %d\r\n\r\n" % len(body)
+    with connect(server) as asking:
+        asking.sendall(head + body)
+        assert asking.recv(65536).startswith(b"HTTP/1.1 200 ")
 
 
 def test_a_client_that_never_reads_is_hung_up_on_and_its_blocks_are_free(two_stages, running):
