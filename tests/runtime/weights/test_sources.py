@@ -322,3 +322,28 @@ def test_random_weights_are_the_same_whatever_the_split(tiny_models, kind):
 
     assert torch.equal(logits(1, ()), logits(1, (1, 2)))
     assert not torch.equal(logits(1, ()), logits(2, ()))
+
+
+def mapped_at(path: Path) -> list[range]:
+    """Return where in memory this process has a file's pages."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    ends = [line.split()[0].split("-") for line in lines if line.endswith(str(path))]
+    return [range(int(start, 16), int(end, 16)) for start, end in ends]
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="reads Linux's list of mappings")
+def test_a_part_that_is_used_as_stored_is_the_files_pages(copy, monkeypatch):
+    directory = copy("llama")
+    spec, path = ModelSpec.from_directory(directory), directory / "model.safetensors"
+    source = CheckpointSource(directory, spec)
+    table = source.embedding(torch.float32)["tokens.weight"]
+    assert not mapped_at(path), "a small part keeps no file mapped"
+    monkeypatch.setattr("llmpq.runtime.weights.sources._MAPPED_BYTES", table.nbytes)
+    mapped = source.embedding(torch.float32)["tokens.weight"]
+    assert any(mapped.data_ptr() in pages for pages in mapped_at(path))
+    assert torch.equal(mapped, table)
+    del mapped
+    source.layer(0, torch.float32)
+    assert not mapped_at(path), "files are let go with the last part that is kept of them"
+    rounded = source.embedding(torch.bfloat16)["tokens.weight"]
+    assert rounded.dtype == torch.bfloat16 and not mapped_at(path), "another dtype is a copy"
