@@ -19,6 +19,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from llmpq.kernels.kv.paged_attend import paged_attend, paged_attend_reference
 from llmpq.kernels.kv.paged_plan import PagedPlan
 from llmpq.kernels.kv.paged_rows import row_table, spread, spread_reference
 from llmpq.kernels.kv.plain_attend import plain_attend
+from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule
 from llmpq.kernels.tools.gpu_timing import write_row
 from llmpq.kv_format import BLOCK_TOKENS
 from llmpq.model_spec import ModelSpec
@@ -54,6 +56,11 @@ SHAPES = [
     (32, 32, 96, torch.bfloat16, False),
     (16, 2, 192, torch.float16, False),
     (16, 8, 256, torch.bfloat16, False),
+]
+RULES = [
+    ("gpt-oss", 64, 8, 64, ScoreRule(window=128, sinks_H=torch.linspace(-1, 5, 64))),
+    ("gemma 2", 16, 8, 256, ScoreRule(window=4096, cap=50.0)),
+    ("mistral", 32, 8, 128, ScoreRule(window=1000)),
 ]
 MIXES = {
     "decode": [(row, 40 + 311 * row, 1) for row in range(32)],
@@ -112,6 +119,11 @@ def kernels() -> list[Row]:
     rows = [_spread()]
     for shape in SHAPES:
         rows += [_attention(name, *shape) for name in MIXES]
+    for model, heads, groups, dim, rule in RULES:
+        sinks = None if rule.sinks_H is None else rule.sinks_H.cuda()
+        own = replace(rule, sinks_H=sinks)
+        shape = (heads, groups, dim, torch.bfloat16, False)
+        rows += [_attention(name, *shape, own, f", {model}") for name in MIXES]
     rows.append(_append())
     rows += [_timed_attention(batch, length) for batch, length in ((32, 562), (32, 4096), (1, 562))]
     return rows
@@ -128,6 +140,7 @@ def _step(mix: str, plan: PagedPlan, columns: int) -> tuple[Tensor, Tensor, int,
         num_places=places,
         tile_queries=plan.tile_queries,
         tile_keys=plan.tile_keys,
+        window=plan.window,
     )
     tables = torch.zeros((32, columns), dtype=torch.int32)
     free = torch.randperm(_BLOCKS).tolist()
@@ -151,18 +164,21 @@ def _spread() -> Row:
     return {"what": "places of tokens", "holds": same}
 
 
-def _attention(mix: str, heads: int, groups: int, dim: int, dtype: torch.dtype, alibi: bool) -> Row:
-    plan = PagedPlan.of(heads, groups, dim, dtype, torch.device("cuda", 0))
+def _attention(
+    mix: str, heads: int, groups: int, dim: int, dtype: torch.dtype, alibi: bool,
+    rule: ScoreRule = EVERYTHING, more: str = "",
+) -> Row:  # fmt: skip
+    plan = PagedPlan.of(heads, groups, dim, dtype, torch.device("cuda", 0), rule.window)
     rows, tables, places, used = _step(mix, plan, _COLUMNS)
     shape = (_BLOCKS, groups, BLOCK_TOKENS, dim)
     k, v = (torch.randn(shape, device="cuda", dtype=dtype) for _ in range(2))
     q = torch.randn(places, heads, dim, device="cuda", dtype=dtype)
     slopes = torch.linspace(0.01, 0.5, heads, device="cuda") if alibi else None
-    options: dict[str, Any] = {"scale": dim**-0.5, "alibi_slopes_H": slopes}
+    options: dict[str, Any] = {"scale": dim**-0.5, "alibi_slopes_H": slopes, "rule": rule}
     want = paged_attend_reference(q, k, v, rows, tables, **options)[:used]
     got = paged_attend(q, k, v, rows, tables, plan, chunks=mix == "mixed", **options)[:used]
     error = relative_error(got, want)
-    name = f"{heads}/{groups} heads of {dim}, {str(dtype)[6:]}{', alibi' if alibi else ''}"
+    name = f"{heads}/{groups} heads of {dim}, {str(dtype)[6:]}{', alibi' if alibi else more}"
     what = f"{mix:6} {name}: error {error:.1e}"
     return {"what": what, "holds": bool(error < TOLERANCE[dtype]), "error": error}
 

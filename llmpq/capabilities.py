@@ -62,9 +62,9 @@ def _changing_rope(spec: ModelSpec, max_len: int) -> bool:
 
 
 FEATURES: tuple[Feature, ...] = (
-    _feature("a window over the last tokens", _windows, "gpu_cache", "gpu_pool"),
-    _feature("soft caps on scores", lambda s, _: s.score_cap > 0, "gpu_cache", "gpu_pool"),
-    _feature("attention sinks", lambda s, _: s.sinks, "gpu_cache", "gpu_pool"),
+    _feature("a window over the last tokens", _windows, "gpu_cache"),
+    _feature("soft caps on scores", lambda s, _: s.score_cap > 0, "gpu_cache"),
+    _feature("attention sinks", lambda s, _: s.sinks, "gpu_cache"),
     _feature("latent attention (MLA)", _latents, "gpu_cache", "gpu_pool", "rounded"),
     _feature("rope frequencies that change with the length", _changing_rope, "gpu", "drafts"),
     _feature("norms behind attention and MLP", lambda s, _: s.norm_order != "pre", "gpu_rounded"),

@@ -23,6 +23,8 @@ class PagedStep(Step):
     rows_FR: Tensor
     """The rows as kernels read them (kernels/kv/paged_rows.py)."""
     where: TokenPlaces
+    where_windowed: TokenPlaces | None = None
+    """Places in the pool of the layers with a window, if they have one."""
     chunks: bool
     """Whether rows may have several tokens; else row r is place r."""
 

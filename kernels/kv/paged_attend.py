@@ -11,6 +11,10 @@
     chunk    rows of several: a program takes TILE = M / (H / G) new tokens of a row, times the
              query heads of a key/value head, over all keys they see, causal inside.
 
+A `ScoreRule` caps scores, hides keys behind a window, gives every row a sink (one more score, of a
+key without a value). Keys before the window are not read: decoding rows of windowed layers have a
+line of tiles of their own, as long as the model's widest window.
+
 Launches have shapes of their own, not the rows': lengths and tables are read on the device
 (paged_rows.py), so a CUDA graph of a step serves any mix of as many places.
 
@@ -31,8 +35,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from llmpq.kernels.kv.paged_plan import PagedPlan
+from llmpq.kernels.kv.paged_plan import PagedPlan, Scores
 from llmpq.kernels.kv.plain_attend import LOG2_E
+from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule
 from llmpq.kernels.overlap import overlaps
 from llmpq.kv_format import BLOCK_TOKENS
 
@@ -52,14 +57,20 @@ def _load_tile(
 
 @triton.jit
 def _seen(
-    q, k, v, t0, position, slope, m_i, l_i, acc, score_scale, N: tl.constexpr, ALIBI: tl.constexpr
+    q, k, v, t0, position, slope, m_i, l_i, acc, score_scale, cap, window,
+    N: tl.constexpr, ALIBI: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
     """Take a tile of keys and values into the running softmax of some query rows."""
     t = t0 + tl.arange(0, N)
     x = tl.dot(q, tl.trans(k), input_precision="ieee") * score_scale
+    if CAPPED:  # cap tanh(y / cap), x = y log2 e; tanh(z) = 1 - 2 / (2^(2 z log2 e) + 1)
+        x = cap * 1.4426950408889634 * (1.0 - 2.0 / (tl.exp2(x * (2.0 / cap)) + 1.0))
+    behind = position[:, None] - t[None, :]
     if ALIBI:
-        x += slope[:, None] * (t[None, :] - position[:, None]).to(tl.float32)
-    seen = t[None, :] <= position[:, None]
+        x -= slope[:, None] * behind.to(tl.float32)
+    seen = behind >= 0
+    if WINDOWED:
+        seen &= behind < window
     x = tl.where(seen, x, -1.0e30)
     m_new = tl.maximum(m_i, tl.max(x, 1))
     alpha = tl.exp2(m_i - m_new)
@@ -68,13 +79,26 @@ def _seen(
     return m_new, l_i * alpha + tl.sum(p, 1), acc
 
 
-@triton.jit(do_not_specialize=["num_rows", "columns"])
+@triton.jit
+def _sums_before(sinks, head, stored, counted, M: tl.constexpr, SINKS: tl.constexpr):
+    """The softmax of M rows before a key is seen; `counted`: whether their sinks are in it."""
+    m_i = tl.full([M], -1.0e30, tl.float32)
+    l_i = tl.zeros([M], tl.float32)
+    if SINKS:
+        sink = tl.load(sinks + head, mask=stored, other=0.0).to(tl.float32) * 1.4426950408889634
+        m_i = tl.where(counted, sink, m_i)
+        l_i = tl.where(counted, 1.0, l_i)
+    return m_i, l_i
+
+
+@triton.jit(do_not_specialize=["num_rows", "columns", "window", "widest"])
 def decode_kernel(
-    q_ptr, k_ptr, v_ptr, rows, table, slopes, out_ptr, part_ptr, lse_ptr,
-    score_scale, num_rows, columns, block_stride,
+    q_ptr, k_ptr, v_ptr, rows, table, slopes, sinks, out_ptr, part_ptr, lse_ptr,
+    score_scale, cap, window, widest, num_rows, columns, block_stride,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr, R: tl.constexpr,
     N: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr, PROGRAMS: tl.constexpr,
-    ALIBI: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    ALIBI: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, SINKS: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """An equal share of all rows' key tiles, of one key/value head."""
     C: tl.constexpr = H // G
@@ -85,7 +109,7 @@ def decode_kernel(
         gdc_wait()
 
     # ---- this program's share of the line of tiles, and the rows it runs over
-    sums = rows + 5 * num_rows
+    sums = rows + (6 if WINDOWED else 5) * num_rows
     r = tl.arange(0, ROWS)
     ends = tl.load(sums + r, mask=r < num_rows, other=2147483647)
     total = tl.load(sums + num_rows - 1)
@@ -114,17 +138,19 @@ def decode_kernel(
             place = tl.load(rows + 3 * num_rows + row).to(tl.int64)
             at = (place * H + head)[:, None] * D + d[None, :]
             q = tl.load(q_ptr + at, mask=stored, other=0.0)
-            m_i = tl.full([R], -1.0e30, tl.float32)
-            l_i = tl.zeros([R], tl.float32)
+            m_i, l_i = _sums_before(sinks, head, c < C, begin == row_begin, R, SINKS)
             acc = tl.zeros([R, PADDED], tl.float32)
-            for tile in tl.range(begin - row_begin, stop - row_begin, num_stages=STAGES):
+            hidden = tl.maximum(end - widest, 0) // N if WINDOWED else 0
+            from_tile = hidden - row_begin
+            for tile in tl.range(begin + from_tile, stop + from_tile, num_stages=STAGES):
                 k, v = _load_tile(
                     k_ptr, v_ptr, own_table, tile * N, end, group * PAGE * D, block_stride, d,
                     D, N, PAGE,
                 )  # fmt: skip
                 m_i, l_i, acc = _seen(
-                    q, k, v, tile * N, position, slope, m_i, l_i, acc, score_scale, N, ALIBI
-                )
+                    q, k, v, tile * N, position, slope, m_i, l_i, acc, score_scale, cap, window,
+                    N, ALIBI, CAPPED, WINDOWED,
+                )  # fmt: skip
             out = acc / tl.maximum(l_i, 1e-30)[:, None]
             if stop - begin == row_end - row_begin:
                 tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=stored)
@@ -138,16 +164,28 @@ def decode_kernel(
 def combine_kernel(
     part_ptr, lse_ptr, rows, out_ptr, num_rows,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr, R: tl.constexpr,
-    X: tl.constexpr, PROGRAMS: tl.constexpr, PDL: tl.constexpr,
+    X: tl.constexpr, PROGRAMS: tl.constexpr, WINDOWED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Merge the parts of one query head of one row, if several programs had some."""
+    """Merge the parts of one query head of one row, if several programs had some.
+
+    Padding gets zeros: whatever memory held may be no number, which no router can choose by.
+    """
     C: tl.constexpr = H // G
     row = tl.program_id(0)
     head = tl.program_id(1)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    sums = rows + 5 * num_rows
+    if tl.load(rows + row) < 0:
+        first_place = tl.load(rows + 3 * num_rows + row)
+        count = tl.load(rows + 2 * num_rows + row)
+        for i in range(0, count, X):
+            n = i + tl.arange(0, X)
+            d = tl.arange(0, PADDED)
+            at = ((first_place + n).to(tl.int64) * H + head)[:, None] * D + d[None, :]
+            nothing = tl.zeros([X, PADDED], out_ptr.dtype.element_ty)
+            tl.store(out_ptr + at, nothing, mask=(n < count)[:, None] & (d < D)[None, :])
+    sums = rows + (6 if WINDOWED else 5) * num_rows
     begin = tl.load(sums + row - 1, mask=row > 0, other=0)
     end = tl.load(sums + row)
     share = tl.maximum((tl.load(sums + num_rows - 1) + PROGRAMS - 1) // PROGRAMS, 1)
@@ -176,13 +214,14 @@ def combine_kernel(
         tl.store(out_at, (acc / total).to(out_ptr.dtype.element_ty), mask=d < D)
 
 
-@triton.jit(do_not_specialize=["num_rows", "columns"])
+@triton.jit(do_not_specialize=["num_rows", "columns", "window", "widest"])
 def chunk_kernel(
-    q_ptr, k_ptr, v_ptr, rows, table, slopes, out_ptr,
-    score_scale, num_rows, columns, block_stride,
+    q_ptr, k_ptr, v_ptr, rows, table, slopes, sinks, out_ptr,
+    score_scale, cap, window, widest, num_rows, columns, block_stride,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr, M: tl.constexpr,
     N: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
-    ALIBI: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    ALIBI: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, SINKS: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """TILE new tokens of a row of several, times the query heads of one key/value head."""
     C: tl.constexpr = H // G
@@ -216,16 +255,17 @@ def chunk_kernel(
         slope = tl.zeros([M], tl.float32)
         if ALIBI:
             slope = tl.load(slopes + head, mask=used, other=0.0).to(tl.float32) * 1.4426950408889634
-        m_i = tl.full([M], -1.0e30, tl.float32)
-        l_i = tl.zeros([M], tl.float32)
+        m_i, l_i = _sums_before(sinks, head, used, used, M, SINKS)
         acc = tl.zeros([M, PADDED], tl.float32)
-        for t0 in tl.range(0, end, N, num_stages=STAGES):
+        seen_first = tl.maximum(start + begin - window + 1, 0) // N * N if WINDOWED else 0
+        for t0 in tl.range(seen_first, end, N, num_stages=STAGES):
             k, v = _load_tile(
                 k_ptr, v_ptr, own_table, t0, end, group * PAGE * D, block_stride, d, D, N, PAGE
             )
             m_i, l_i, acc = _seen(
-                q, k, v, t0, position, slope, m_i, l_i, acc, score_scale, N, ALIBI
-            )
+                q, k, v, t0, position, slope, m_i, l_i, acc, score_scale, cap, window,
+                N, ALIBI, CAPPED, WINDOWED,
+            )  # fmt: skip
         out = acc / tl.maximum(l_i, 1e-30)[:, None]
         tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=stored)
 
@@ -240,37 +280,50 @@ def paged_attend(
     *,
     scale: float,
     alibi_slopes_H: Tensor | None = None,
+    rule: ScoreRule = EVERYTHING,
     chunks: bool = True,
 ) -> Tensor:
     """Return o [T, H, D]; the step's own keys and values are in the pool already.
 
-    `chunks`: whether a row may have several tokens. What padding gets means nothing.
+    `rule`: its window is the plan's at most. `chunks`: whether a row may have several tokens.
+    Padding gets zeros.
     """
     q_THD = q_THD.contiguous()
-    _check(q_THD, k_pool, v_pool, plan)
+    _check(q_THD, k_pool, v_pool, plan, rule)
     out, num_rows = torch.empty_like(q_THD), rows_FR.shape[1]
     groups, pdl = plan.kv_heads, overlaps(q_THD.device)
     slopes = q_THD if alibi_slopes_H is None else alibi_slopes_H
-    given = (q_THD, k_pool, v_pool, rows_FR, table_SM, slopes, out)
-    numbers = (scale * LOG2_E, num_rows, table_SM.shape[1], k_pool.stride(0))
-    how = {"alibi": alibi_slopes_H is not None, "pdl": pdl}
-    decode = plan.decode_options(num_rows, **how)
+    sinks = q_THD if rule.sinks_H is None else rule.sinks_H
+    given = (q_THD, k_pool, v_pool, rows_FR, table_SM, slopes, sinks, out)
+    score = (scale * LOG2_E, float(rule.cap or 1.0), rule.window, plan.window)
+    numbers = (*score, num_rows, table_SM.shape[1], k_pool.stride(0))
+    how = Scores(
+        alibi=alibi_slopes_H is not None,
+        capped=rule.cap > 0,
+        windowed=rule.window > 0,
+        sinks=rule.sinks_H is not None,
+    )
+    decode = plan.decode_options(num_rows, how, pdl=pdl)
     parts = (num_rows + plan.programs) * groups * int(decode["R"])
     part = q_THD.new_empty(parts * int(decode["PADDED"]), dtype=torch.float32)
     lse = q_THD.new_empty(parts, dtype=torch.float32)
     decode_kernel[(plan.programs, groups)](*given, part, lse, *numbers, **decode, launch_pdl=pdl)
     if chunks:
         tiles = q_THD.shape[0] // plan.tile_queries + num_rows
-        options = plan.chunk_options(num_rows, **how)
+        options = plan.chunk_options(num_rows, how, pdl=pdl)
         chunk_kernel[(tiles, groups)](*given, *numbers, **options, launch_pdl=pdl)
     combine_kernel[(num_rows, plan.heads)](
-        *(part, lse, rows_FR, out, num_rows), **plan.combine_options(pdl=pdl), launch_pdl=pdl
+        *(part, lse, rows_FR, out, num_rows), **plan.combine_options(how, pdl=pdl), launch_pdl=pdl
     )
     return out
 
 
-def _check(q_THD: Tensor, k_pool: Tensor, v_pool: Tensor, plan: PagedPlan) -> None:
-    """Raise `ValueError` for pools or queries that the kernels do not read."""
+def _check(q_THD: Tensor, k_pool: Tensor, v_pool: Tensor, plan: PagedPlan, rule: ScoreRule) -> None:
+    """Raise `ValueError` for pools, queries or windows that the kernels do not read."""
+    if rule.window > plan.window:
+        raise ValueError(
+            f"a window may have the plan's {plan.window} tokens at most, got {rule.window}"
+        )
     want = (plan.kv_heads, BLOCK_TOKENS, plan.head_dim)
     for name, pool in (("keys", k_pool), ("values", v_pool)):
         if tuple(pool.shape[1:]) != want or not pool.is_contiguous():
@@ -294,6 +347,7 @@ def paged_attend_reference(
     *,
     scale: float,
     alibi_slopes_H: Tensor | None = None,
+    rule: ScoreRule = EVERYTHING,
 ) -> Tensor:
     """The twin: float64, one row at a time; zeros for padding."""
     out = torch.zeros_like(q_THD)
@@ -310,8 +364,12 @@ def paged_attend_reference(
         ahead = torch.arange(end, device=q_THD.device)
         ahead = ahead - torch.arange(start, end, device=q_THD.device)[:, None]
         x = q_THD[own].transpose(0, 1).double() @ k.transpose(1, 2) * scale
+        if rule.cap:
+            x = (x / rule.cap).tanh() * rule.cap
         if alibi_slopes_H is not None:
             x = x + alibi_slopes_H.double()[:, None, None] * ahead
-        x = x.masked_fill(ahead > 0, float("-inf"))
-        out[own] = (x.softmax(dim=-1) @ v).transpose(0, 1).to(out.dtype)
+        x = x.masked_fill((ahead > 0) | (ahead <= -(rule.window or end)), float("-inf"))
+        if rule.sinks_H is not None:
+            x = torch.cat((x, rule.sinks_H.double()[:, None, None].expand(-1, count, 1)), dim=-1)
+        out[own] = (x.softmax(dim=-1)[..., :end] @ v).transpose(0, 1).to(out.dtype)
     return out

@@ -22,6 +22,26 @@ MERGED = 32
 
 
 @dataclass(frozen=True, kw_only=True)
+class Scores:
+    """What is done to scores: constants of the kernels."""
+
+    alibi: bool = False
+    capped: bool = False
+    windowed: bool = False
+    sinks: bool = False
+
+    @property
+    def options(self) -> dict[str, bool]:
+        """Under the kernels' names."""
+        return {
+            "ALIBI": self.alibi,
+            "CAPPED": self.capped,
+            "WINDOWED": self.windowed,
+            "SINKS": self.sinks,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
 class PagedPlan:
     """How steps over a pool are launched, whatever their rows."""
 
@@ -35,11 +55,19 @@ class PagedPlan:
     stages: int
     chunk_stages: int
     chunk_warps: int
+    window: int = 0
+    """The widest window of a layer, in tokens; 0 where every layer sees all."""
 
     @classmethod
     @functools.cache
     def of(
-        cls, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+        cls,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        window: int = 0,
     ) -> PagedPlan:
         """Choose as many programs and stages as a device holds at once."""
         shared, item = shared_memory(device), dtype.itemsize
@@ -55,6 +83,7 @@ class PagedPlan:
             stages=choose_stages(tile_bytes, *shared),
             chunk_stages=3 if query_bytes + 2 * tile_bytes + 8192 <= shared[0] else 2,
             chunk_warps=8 if wide else 4,
+            window=window,
         )
 
     @property
@@ -72,32 +101,32 @@ class PagedPlan:
         """Query rows of a chunk's program."""
         return _chunk_rows(self.heads // self.kv_heads, self.item)
 
-    def decode_options(self, rows: int, *, alibi: bool, pdl: bool) -> dict[str, int | bool]:
+    def decode_options(self, rows: int, scores: Scores, *, pdl: bool) -> dict[str, int | bool]:
         """Return the constants of `decode_kernel` for steps of so many rows."""
-        return self._options(rows, alibi=alibi, pdl=pdl) | {
+        return self._options(rows, scores, pdl=pdl) | {
             "R": max(16, triton.next_power_of_2(self.heads // self.kv_heads)),
             "PROGRAMS": self.programs,
             "STAGES": self.stages,
             "num_warps": 4,
         }
 
-    def combine_options(self, *, pdl: bool) -> dict[str, int | bool]:
+    def combine_options(self, scores: Scores, *, pdl: bool) -> dict[str, int | bool]:
         """Return the constants of `combine_kernel`."""
-        shared = ("H", "G", "D", "PADDED", "R", "PROGRAMS", "PDL", "num_warps")
-        options = self.decode_options(1, alibi=False, pdl=pdl)
+        shared = ("H", "G", "D", "PADDED", "R", "PROGRAMS", "WINDOWED", "PDL", "num_warps")
+        options = self.decode_options(1, scores, pdl=pdl)
         return {name: options[name] for name in shared} | {"X": MERGED}
 
-    def chunk_options(self, rows: int, *, alibi: bool, pdl: bool) -> dict[str, int | bool]:
+    def chunk_options(self, rows: int, scores: Scores, *, pdl: bool) -> dict[str, int | bool]:
         """Return the constants of `chunk_kernel` for steps of so many rows."""
-        return self._options(rows, alibi=alibi, pdl=pdl) | {
+        return self._options(rows, scores, pdl=pdl) | {
             "M": self.chunk_rows,
             "TILE": self.tile_queries,
             "STAGES": self.chunk_stages,
             "num_warps": self.chunk_warps,
         }
 
-    def _options(self, rows: int, *, alibi: bool, pdl: bool) -> dict[str, int | bool]:
-        return {
+    def _options(self, rows: int, scores: Scores, *, pdl: bool) -> dict[str, int | bool]:
+        return scores.options | {
             "H": self.heads,
             "G": self.kv_heads,
             "D": self.head_dim,
@@ -105,7 +134,6 @@ class PagedPlan:
             "N": self.tile_keys,
             "PAGE": BLOCK_TOKENS,
             "ROWS": triton.next_power_of_2(rows),
-            "ALIBI": alibi,
             "PDL": pdl,
         }
 

@@ -1,10 +1,11 @@
 """The rows of a step over paged keys and values, as kernels read them, and each token's place.
 
-    rows [6, R] int32, on the device   slot, start, count, first: row r brings `count` tokens from
+    rows [7, R] int32, on the device   slot, start, count, first: row r brings `count` tokens from
                                        position `start` of the request in `slot`, at `first` on of
-                                       the step's T places; then two running sums, this row's share
+                                       the step's T places; then running sums, this row's share
                                        included: query tiles of rows of several tokens (chunks), key
-                                       tiles of rows of one (decoding)
+                                       tiles of rows of one (decoding), those of them that begin in
+                                       the widest window or reach into it
     spread                             rows -> of every token its position, its slot, and its place
                                        in the pool (block * PAGE + token of the block)
 
@@ -30,7 +31,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from llmpq.kernels.overlap import overlaps
 from llmpq.kv_format import BLOCK_TOKENS
 
-FIELDS = 6
+FIELDS = 7
 SPREAD_TOKENS = 128
 
 
@@ -57,10 +58,11 @@ def row_table(
     num_places: int,
     tile_queries: int,
     tile_keys: int,
+    window: int = 0,
 ) -> list[list[int]]:
     """Return the rows' table, with a row of padding behind them where tokens are fewer than places.
 
-    `tile_queries`, `tile_keys`: as `PagedPlan` says.
+    `tile_queries`, `tile_keys`, `window`: as `PagedPlan` says.
     """
     used, tokens = len(slots), sum(counts)
     extra = num_rows - used
@@ -69,17 +71,20 @@ def row_table(
             f"{used} rows of {tokens} tokens do not go into a step of {num_rows} rows and "
             f"{num_places} places; give it more of either"
         )
-    firsts, query_tiles, key_tiles = [], [], []
-    place = queries = keys = 0
+    firsts, query_tiles, key_tiles, window_tiles = [], [], [], []
+    place = queries = keys = near = 0
     for start, count in zip(starts, counts, strict=True):
         firsts.append(place)
         place += count
         if count > 1:
             queries += -(-count // tile_queries)
         else:
-            keys += -(-(start + 1) // tile_keys)
+            own = -(-(start + 1) // tile_keys)
+            keys += own
+            near += own - max(start + 1 - (window or start + 1), 0) // tile_keys
         query_tiles.append(queries)
         key_tiles.append(keys)
+        window_tiles.append(near)
     return [
         [*slots, *[-1] * extra],
         [*starts, *[0] * extra],
@@ -87,6 +92,7 @@ def row_table(
         [*firsts, *[place] * extra],
         [*query_tiles, *[queries] * extra],
         [*key_tiles, *[keys] * extra],
+        [*window_tiles, *[near] * extra],
     ]
 
 

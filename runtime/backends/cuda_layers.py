@@ -33,6 +33,7 @@ from llmpq.kernels.fused import layer_norm as fused_layer_norm
 from llmpq.kernels.fused import rms_norm as fused_norm
 from llmpq.kernels.fused import rope_append as fused_rope
 from llmpq.kernels.kv import plain_attend
+from llmpq.kernels.kv.reference import EVERYTHING
 from llmpq.kernels.linear import QuantizedWeight, linear
 from llmpq.runtime.backends import cuda_atom_layers, cuda_experts, cuda_rules
 from llmpq.runtime.cache.kv_cache import KVCache
@@ -309,13 +310,12 @@ def _paged(
     part: Attention, q: Tensor, k: Tensor, v: Tensor, index: int, step: Step, kv: PagedDeviceKV
 ) -> Tensor:
     """Append to the pool of blocks, then attend to it."""
-    if part.rule is not None and cuda_rules.counts(part.rule, step):
-        raise ValueError("a GPU's pool of KV blocks knows no windows, caps or sinks yet")
-    rotary = part.rotary
+    rotary, rule = part.rotary, part.rule
     return kv.attend(
         *(index, q, k, v, step),
         scale=part.scale,
         alibi_slopes_H=part.alibi_slopes_H,
+        rule=EVERYTHING if rule is None or not cuda_rules.counts(rule, step) else rule,
         inv_freq=None if rotary is None else rotary.inv_freq,
         factor=1.0 if rotary is None else rotary.factor,
     )

@@ -99,6 +99,7 @@ class PagedGraphs(DecodeGraphs):
             num_places=size,
             tile_queries=launches.tile_queries,
             tile_keys=launches.tile_keys,
+            window=launches.window,
         )
         return [value for row in table for value in row]
 
@@ -109,7 +110,10 @@ class PagedGraphs(DecodeGraphs):
         num_rows = self._num_rows(size)
         tokens_T, told = self._rows[:size], self._rows[size : size + FIELDS * num_rows]
         rows_FR = told.view(FIELDS, num_rows).int()
-        where = spread(rows_FR, self._pages.table_SM, size, nobody=self._nobody)
+        pages, windowed = self._pages, None
+        where = spread(rows_FR, pages.whole.table_SM, size, nobody=self._nobody)
+        if pages.has_windows:
+            windowed = spread(rows_FR, pages.windowed.table_SM, size, nobody=self._nobody)
         step = PagedStep(
             slots_B=where.slots_R,
             start_B=rows_FR[1],
@@ -120,6 +124,7 @@ class PagedGraphs(DecodeGraphs):
             runs=(),
             rows_FR=rows_FR,
             where=where,
+            where_windowed=windowed,
             chunks=self._chunks,
         )
         x = hidden_BQh

@@ -31,8 +31,7 @@ def make_paged_kv(
         # Triton is not imported where there is no GPU.
         from llmpq.runtime.cache.paged_device_kv import PagedDeviceKV
 
-        num_layers = len(layers)
-        return PagedDeviceKV(spec, num_layers=num_layers, size=size, dtype=dtype, device=device)
+        return PagedDeviceKV(spec, layers=layers, size=size, dtype=dtype, device=device)
     if kv is KVPrecision.KV16:
         return PagedPlainKV(spec, layers=layers, size=size, dtype=dtype, device=device)
     return PagedLowBitKV(

@@ -2,6 +2,9 @@
 
     pool [layers, blocks, G, 128, D]     a head's tokens of a block lie one behind the other
 
+Layers with a window have a pool and a table of their own where that takes less (pool_size.py): what
+a table says of blocks that have left the window is out of date, and never read.
+
 Which block a request has is the scheduler's to say; a step's new ones are written to the tables
 before it runs, in the order of the device's stream, so that steps issued ahead find what they need.
 
@@ -11,6 +14,7 @@ Legend: T tokens of a step, H query heads, G key/value heads, D head_dim, S slot
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,6 +22,7 @@ from torch import Tensor
 from llmpq.kernels.fused.rope_append import rope_append_pages
 from llmpq.kernels.kv.paged_attend import paged_attend
 from llmpq.kernels.kv.paged_plan import PagedPlan
+from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule
 from llmpq.kv_format import BLOCK_TOKENS, pool_blocks
 from llmpq.model_spec import ModelSpec
 from llmpq.pool_size import PoolSize
@@ -29,6 +34,53 @@ from llmpq.runtime.step import Step
 from llmpq.runtime.upload import upload
 
 
+@dataclass(frozen=True, kw_only=True)
+class DevicePool:
+    """Keys and values of the layers of one kind, and who has what."""
+
+    k: Tensor
+    v: Tensor
+    table_SM: Tensor
+
+    @classmethod
+    def allocate(
+        cls,
+        spec: ModelSpec,
+        *,
+        num_layers: int,
+        num_blocks: int,
+        slots: int,
+        columns: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> DevicePool:
+        """Return a pool of zeros."""
+        shape = (num_layers, num_blocks, spec.kv_heads, BLOCK_TOKENS, spec.head_dim)
+        return cls(
+            k=torch.zeros(shape, dtype=dtype, device=device),
+            v=torch.zeros(shape, dtype=dtype, device=device),
+            table_SM=torch.zeros((slots, columns), dtype=torch.int32, device=device),
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values, all layers."""
+        return self.k.nbytes + self.v.nbytes
+
+    def take(self, brought: Sequence[tuple[int, int, Sequence[int]]]) -> None:
+        """Write blocks to the table; of each row its slot, where they begin, and they."""
+        columns = self.table_SM.shape[1]
+        places: list[int] = []
+        numbers: list[int] = []
+        for slot, first, blocks in brought:
+            at = slot * columns + first
+            places += range(at, at + len(blocks))
+            numbers += blocks
+        if numbers:
+            told = upload([places, numbers], torch.long, self.table_SM.device)
+            self.table_SM.view(-1).index_copy_(0, told[0], told[1].int())
+
+
 class PagedDeviceKV(PagedKV):
     """16-bit (or float32) keys and values of one stage in blocks."""
 
@@ -36,35 +88,49 @@ class PagedDeviceKV(PagedKV):
         self,
         spec: ModelSpec,
         *,
-        num_layers: int,
+        layers: Sequence[int],
         size: PoolSize,
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
-        assert not size.window and spec.kv_vectors == 2, "llmpq/capabilities.py refuses before"
+        """`layers`: their numbers in the model."""
+        assert spec.kv_vectors == 2, "llmpq/capabilities.py refuses before"
         device = torch.device(device)
-        shape = (num_layers, size.num_blocks, spec.kv_heads, BLOCK_TOKENS, spec.head_dim)
-        self.k, self.v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
         self.columns = pool_blocks(KVPrecision.KV16, size.max_len)
-        self.table_SM = torch.zeros((size.slots, self.columns), dtype=torch.int32, device=device)
-        self.launches = PagedPlan.of(spec.heads, spec.kv_heads, spec.head_dim, dtype, device)
+        kinds = [bool(size.window) and spec.is_windowed(layer) for layer in layers]
+        self.whole, self.windowed = (
+            DevicePool.allocate(
+                spec,
+                num_layers=kinds.count(kind),
+                num_blocks=num_blocks,
+                slots=size.slots,
+                columns=self.columns,
+                dtype=dtype,
+                device=device,
+            )
+            for kind, num_blocks in ((False, size.num_blocks), (True, size.window_blocks))
+        )
+        self.has_windows = any(kinds)
+        """Whether layers with a window have a pool of their own."""
+        self._layers = [(kind, kinds[:index].count(kind)) for index, kind in enumerate(kinds)]
+        """Of each layer whether it is in the pool of windows, and its number in its pool."""
+        window = max((own for own in spec.windows if own < size.max_len), default=0)
+        self.launches = PagedPlan.of(
+            spec.heads, spec.kv_heads, spec.head_dim, dtype, device, window
+        )
 
     @property
     def nbytes(self) -> int:
         """Bytes of keys and values, all layers."""
-        return self.k.nbytes + self.v.nbytes
+        return self.whole.nbytes + self.windowed.nbytes
 
     def take_rows(self, rows: Sequence[PagedRow], starts: Sequence[int]) -> None:
         """Write the blocks that a step's rows got to the tables."""
-        places: list[int] = []
-        blocks: list[int] = []
-        for row in rows:
-            first = row.slot * self.columns + row.first_block
-            places += range(first, first + len(row.new_blocks))
-            blocks += row.new_blocks
-        if blocks:
-            told = upload([places, blocks], torch.long, self.table_SM.device)
-            self.table_SM.view(-1).index_copy_(0, told[0], told[1].int())
+        self.whole.take([(row.slot, row.first_block, row.new_blocks) for row in rows])
+        if self.has_windows:
+            self.windowed.take(
+                [(row.slot, row.first_window_block, row.new_window_blocks) for row in rows]
+            )
 
     def attend(
         self,
@@ -76,6 +142,7 @@ class PagedDeviceKV(PagedKV):
         *,
         scale: float,
         alibi_slopes_H: Tensor | None = None,
+        rule: ScoreRule = EVERYTHING,
         inv_freq: Tensor | None = None,
         factor: float = 1.0,
     ) -> Tensor:
@@ -84,7 +151,12 @@ class PagedDeviceKV(PagedKV):
         With `inv_freq` queries and keys come without their positions; `factor` is on their cosines.
         """
         assert isinstance(step, PagedStep)
-        where, pools = step.where, (self.k[layer], self.v[layer])
+        windowed, place = self._layers[layer]
+        pool, where = self.whole, step.where
+        if windowed:
+            assert step.where_windowed is not None
+            pool, where = self.windowed, step.where_windowed
+        pools = pool.k[place], pool.v[place]
         q_THD = rope_append_pages(
             *(q_BQHD[0], k_BQGD[0], v_BQGD[0]),
             *pools,
@@ -94,9 +166,10 @@ class PagedDeviceKV(PagedKV):
             factor,
         )
         out_THD = paged_attend(
-            *(q_THD, *pools, step.rows_FR, self.table_SM, self.launches),
+            *(q_THD, *pools, step.rows_FR, pool.table_SM, self.launches),
             scale=scale,
             alibi_slopes_H=alibi_slopes_H,
+            rule=rule,
             chunks=step.chunks,
         )
         return out_THD[None]

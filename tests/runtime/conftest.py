@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -301,3 +302,61 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """`family_kind`: a test for every kind."""
     if "family_kind" in metafunc.fixturenames:
         metafunc.parametrize("family_kind", KINDS)
+
+
+FAR = 140
+"""A window of more than a block of 128 tokens."""
+FAR_BASE: dict[str, Any] = {
+    **BASE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "head_dim": 16,
+    "max_position_embeddings": 2048,
+    "sliding_window": FAR,
+}
+FAR_KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mistral": ("Mistral", {}),
+    "gemma2": ("Gemma2", {"attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 16}),
+    "gpt_oss": ("GptOss", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen2": ("Qwen2", {"use_sliding_window": True, "max_window_layers": 3}),
+}
+
+
+@dataclass(frozen=True)
+class WindowedModel:
+    """A directory, and Transformers' model in it, whose windows are `FAR` tokens wide."""
+
+    directory: Path
+    made: Any
+    window: int = FAR
+
+    def greedy(self, prompts: list[list[int]], max_new: int) -> list[list[int]]:
+        """Return what Transformers generates, one prompt at a time."""
+        options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        return [
+            self.made.generate(torch.tensor([p]), max_new_tokens=max_new, **options)[
+                0, len(p) :
+            ].tolist()
+            for p in prompts
+        ]
+
+
+@pytest.fixture(scope="module", params=FAR_KINDS)
+def windowed_model(request: pytest.FixtureRequest, tmp_path_factory: Any) -> WindowedModel:
+    """Return a tiny model with windows that requests outgrow by blocks."""
+    import transformers
+
+    torch.set_num_threads(1)
+    torch.manual_seed(1)
+    name, options = FAR_KINDS[request.param]
+    config = getattr(transformers, f"{name}Config")(**{**FAR_BASE, **options})
+    with torch.inference_mode(False), torch.no_grad():
+        made = transformers.AutoModelForCausalLM.from_config(
+            config, attn_implementation="eager"
+        ).eval()
+        for tensor in made.parameters():
+            noise = torch.randn_like(tensor) * 0.2
+            tensor.copy_(noise if tensor.ndim > 1 else tensor + noise)
+    directory = tmp_path_factory.mktemp(request.param)
+    made.save_pretrained(directory)
+    return WindowedModel(directory, made)

@@ -5,7 +5,7 @@ import torch
 
 from llmpq.kernels.kv import paged_plan
 from llmpq.kernels.kv.paged_attend import chunk_kernel, combine_kernel, decode_kernel
-from llmpq.kernels.kv.paged_plan import PagedPlan
+from llmpq.kernels.kv.paged_plan import PagedPlan, Scores
 from llmpq.kernels.kv.paged_rows import SPREAD_TOKENS, spread_kernel
 from llmpq.kernels.tools.cubin import (
     ARCHITECTURES,
@@ -17,7 +17,7 @@ from llmpq.kv_format import BLOCK_TOKENS
 
 pytestmark = pytest.mark.compile
 
-NUMBERS = ("num_rows", "columns", "block_stride", "nobody")
+NUMBERS = ("num_rows", "columns", "block_stride", "nobody", "window", "widest")
 LONGS = ("positions", "slots", "places", "row_slots", "lasts")
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 # (query heads, key/value heads, head_dim, dtype): Llama, Qwen2, Phi, OPT, BLOOM and wider.
@@ -42,15 +42,15 @@ def compiled(kernel, arch, constants, element):
             continue
         if name in NUMBERS:
             arguments[name] = "i32"
-        elif name == "score_scale":
+        elif name in ("score_scale", "cap"):
             arguments[name] = "fp32"
         elif name in ("rows", "table"):
             arguments[name] = "*i32"
-        elif name in ("part_ptr", "lse_ptr", "slopes"):
+        elif name in ("part_ptr", "lse_ptr", "slopes", "sinks"):
             arguments[name] = "*fp32"
         else:
             arguments[name] = "*i64" if name in LONGS else f"*{element}"
-    loose = ("num_rows", "columns", "nobody", "score_scale")
+    loose = ("num_rows", "columns", "nobody", "window", "widest", "score_scale", "cap")
     aligned = tuple(name for name in arguments if name not in loose)
     return compile_kernel(kernel, arch, arguments, constants, aligned=aligned, options=options)
 
@@ -67,13 +67,21 @@ CASES = [(model, arch) for model in MODELS for arch in (ALL if model is MODELS[0
 """The most common shapes everywhere, others where memory is least and where it is most."""
 
 
-@pytest.mark.parametrize("model,arch", CASES, ids=lambda value: str(value).replace("torch.", ""))
-def test_attention_fits(model, arch, monkeypatch):
+PLAIN, RULED = Scores(), Scores(capped=True, windowed=True, sinks=True)
+CASES = [(model, arch, Scores(alibi=model[1] == model[0])) for model, arch in CASES]
+# gpt-oss and Gemma 2.
+CASES += [((64, 8, 64, torch.bfloat16), arch, RULED) for arch in (86, 90)]
+CASES += [((16, 8, 256, torch.bfloat16), 90, RULED)]
+
+
+@pytest.mark.parametrize(
+    "model,arch,scores", CASES, ids=lambda value: str(value).replace("torch.", "")
+)
+def test_attention_fits(model, arch, scores, monkeypatch):
     plan, element, pdl = plan_for(arch, model, monkeypatch), NAMES[model[3]], arch >= 90
-    how = {"alibi": model[1] == model[0], "pdl": pdl}
     for kernel, constants in (
-        (decode_kernel, plan.decode_options(33, **how)),
-        (chunk_kernel, plan.chunk_options(33, **how)),
+        (decode_kernel, plan.decode_options(33, scores, pdl=pdl)),
+        (chunk_kernel, plan.chunk_options(33, scores, pdl=pdl)),
     ):
         made = compiled(kernel, arch, constants, element)
         assert made.cubin and made.shared_bytes <= SHARED_LIMIT[arch]
@@ -86,6 +94,6 @@ def test_attention_fits(model, arch, monkeypatch):
 @pytest.mark.parametrize("arch", ALL)
 def test_the_rest_compiles(arch, monkeypatch):
     plan = plan_for(arch, MODELS[0], monkeypatch)
-    assert compiled(combine_kernel, arch, plan.combine_options(pdl=arch >= 90), "bf16").cubin
+    assert compiled(combine_kernel, arch, plan.combine_options(PLAIN, pdl=arch >= 90), "bf16").cubin
     constants = {"PAGE": BLOCK_TOKENS, "STEP": SPREAD_TOKENS, "PDL": arch >= 90}
     assert compiled(spread_kernel, arch, constants, "bf16").cubin

@@ -10,6 +10,7 @@ from llmpq.kernels.fused.rope_append import rope_append_pages, rope_append_pages
 from llmpq.kernels.kv.paged_attend import paged_attend, paged_attend_reference
 from llmpq.kernels.kv.paged_plan import PagedPlan
 from llmpq.kernels.kv.paged_rows import row_table, spread, spread_reference
+from llmpq.kernels.kv.reference import ScoreRule
 from llmpq.kv_format import BLOCK_TOKENS
 
 pytestmark = [
@@ -27,6 +28,14 @@ MIXES = {
     "chunks": [(4, 0, 130), (1, 126, 5), (0, 300, 2)],
     "mixed": [(0, 300, 1), (4, 3, 70), (3, 0, 1), (1, 255, 33), (5, 500, 1), (2, 0, 2)],
 }
+
+
+@pytest.fixture(autouse=True)
+def _new_memory_is_no_number():
+    """What nobody wrote is NaN, not whatever was there."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 def normal(*shape, dtype=torch.float32, seed=0):
@@ -55,6 +64,7 @@ def step(mix, plan, *, rows=None, places=None):
         num_places=places,
         tile_queries=plan.tile_queries,
         tile_keys=plan.tile_keys,
+        window=plan.window,
     )
     return torch.tensor(table, dtype=torch.int32), places
 
@@ -81,8 +91,9 @@ def test_attention(heads, groups, dim, dtype, alibi, mix, programs):
     used = sum(count for _, _, count in MIXES[mix])
     want = paged_attend_reference(q, k, v, rows, tables(), **options)[:used]
     options |= {"chunks": mix in ("chunks", "mixed")}
-    got = paged_attend(q, k, v, rows, tables(), plan, **options)[:used]
-    assert error(got, want) < TOLERANCE[dtype]
+    got = paged_attend(q, k, v, rows, tables(), plan, **options)
+    assert error(got[:used], want) < TOLERANCE[dtype]
+    assert not got[used:].any(), "padding gets zeros"
     if mix == "decode":  # planted faults: another's blocks, a query without its own key
         wrong = paged_attend(q, k, v, rows, tables(1), plan, **options)[:used]
         assert error(wrong, want) > 0.1
@@ -90,6 +101,59 @@ def test_attention(heads, groups, dim, dtype, alibi, mix, programs):
         rows[1].clamp_(min=0)
         wrong = paged_attend(q, k, v, rows, tables(), plan, **options)[:used]
         assert error(wrong, want) > 0.01
+
+
+def rules(heads):
+    sinks = torch.linspace(0, 9, heads)
+    return {
+        "window": ScoreRule(window=37),
+        "wide": ScoreRule(window=150),
+        "cap": ScoreRule(cap=3.0),
+        "sinks": ScoreRule(sinks_H=sinks),
+        "all": ScoreRule(window=64, cap=5.0, sinks_H=sinks),
+    }
+
+
+@pytest.mark.parametrize("kind", rules(1))
+@pytest.mark.parametrize(
+    "mix,programs,dtype,widest",
+    [
+        ("decode", 3, torch.float32, 200),
+        ("one", 7, torch.float32, 0),
+        ("mixed", 7, torch.float16, 0),
+    ],
+)
+def test_rules(kind, mix, programs, dtype, widest):
+    """Blocks that have left the widest window hold nonsense: another request's."""
+    heads, groups, dim = 8, 2, 64
+    rule = rules(heads)[kind]
+    plan = PagedPlan.of(heads, groups, dim, dtype, CPU, max(widest, rule.window))
+    plan = replace(plan, programs=programs)
+    rows, places = step(MIXES[mix], plan)
+    shape = (SLOTS * COLUMNS, groups, BLOCK_TOKENS, dim)
+    k, v = (normal(*shape, dtype=dtype, seed=seed) for seed in (1, 2))
+    q = normal(places, heads, dim, dtype=dtype)
+    options = {"scale": 2 * dim**-0.5, "rule": rule}
+    used = sum(count for _, _, count in MIXES[mix])
+    want = paged_attend_reference(q, k, v, rows, tables(), **options)[:used]
+    for slot, start, _ in MIXES[mix] if rule.window else ():
+        left = tables()[slot, : max(start + 1 - plan.window, 0) // BLOCK_TOKENS].long()
+        k[left], v[left] = float("nan"), float("nan")
+    options |= {"chunks": mix == "mixed"}
+    got = paged_attend(q, k, v, rows, tables(), plan, **options)[:used]
+    assert error(got, want) < TOLERANCE[dtype]
+    other = {"window": ScoreRule(window=36), "wide": ScoreRule(window=120)}.get(kind, ScoreRule())
+    wrong = paged_attend(q, k, v, rows, tables(), plan, **options | {"rule": other})[:used]
+    assert not error(wrong, want) < 1e-2, "the planted fault: another rule"
+
+
+def test_a_window_wider_than_planned_is_refused():
+    plan = PagedPlan.of(8, 2, 64, torch.float16, CPU, 30)
+    rows, places = step(MIXES["one"], plan)
+    pool = torch.zeros(4, 2, BLOCK_TOKENS, 64, dtype=torch.float16)
+    q, rule = torch.zeros(places, 8, 64, dtype=torch.float16), ScoreRule(window=31)
+    with pytest.raises(ValueError, match="the plan's 30 tokens at most, got 31"):
+        paged_attend(q, pool, pool, rows, tables(), plan, scale=1.0, rule=rule)
 
 
 @pytest.mark.parametrize("dim", [96, 256])

@@ -7,9 +7,11 @@ import torch
 from triton import knobs
 
 from llmpq.kernels.fused.rope_append import rope_append_pages_reference
+from llmpq.kernels.kv import paged_plan
+from llmpq.kernels.kv.paged_plan import PagedPlan
 from llmpq.model_spec import ModelSpec
 from llmpq.pool_size import PoolSize
-from llmpq.runtime.backends import cuda_graphs, cuda_layers
+from llmpq.runtime.backends import cuda_experts, cuda_graphs, cuda_layers
 from llmpq.runtime.backends.build_stage import build_stage
 from llmpq.runtime.backends.cuda_paged import CudaPagedCompute
 from llmpq.runtime.backends.paged_graphs import LONGEST, rung, rungs
@@ -21,7 +23,7 @@ from llmpq.runtime.engine.plain_loop import LocalPipeline
 from llmpq.runtime.engine.pool_limits import PoolLimits
 from llmpq.runtime.engine.stage_loop import FirstStage
 from llmpq.runtime.models import layer_tensors as parts
-from llmpq.runtime.models.layers import DecoderLayer
+from llmpq.runtime.models.layers import DecoderLayer, PlainLayers
 from llmpq.runtime.models.sampling import TokenChoice
 from llmpq.runtime.request import Request
 from llmpq.runtime.token_rules import TokenRules
@@ -69,12 +71,11 @@ class Counting(CudaPagedCompute):
             return super().run(message, hidden_BQH)
 
 
-def paged(base, size=POOL, step_tokens=64):
+def paged(base, size=POOL, step_tokens=64, first=0):
     """Return a stage's arithmetic as on a GPU, of a stage that was built for the CPU."""
     model = base.model
-    kv = PagedDeviceKV(
-        model.spec, num_layers=len(model.layers), size=size, dtype=torch.float32, device=CPU
-    )
+    layers = range(first, first + len(model.layers))
+    kv = PagedDeviceKV(model.spec, layers=layers, size=size, dtype=torch.float32, device=CPU)
     return Counting(model, kv, CPU, torch.float32, size=size, step_tokens=step_tokens)
 
 
@@ -138,6 +139,58 @@ def test_what_requests_share_is_found_again(tiny_models, random_prompts, make_pl
     assert requests[1].num_prefix_hits == 128
 
 
+def windowed(model, make_plan, *, blocks):
+    """Return a stage and its pool's limits; `blocks`: of the pool of windows, 0: one pool."""
+    window = model.window if blocks else 0
+    size = PoolSize(num_blocks=8, slots=3, max_len=400, window=window, window_blocks=blocks)
+    compute = stage(
+        make_plan(model.directory, batch=3), model.directory, size=size, step_tokens=100
+    )
+    return compute, {"size": size, "window": window, "window_blocks": blocks, "step_tokens": 100}
+
+
+@pytest.fixture
+def for_windows(on_gpu_path, monkeypatch):
+    """Experts go together; large tiles, and the twin's norms: the interpreter is slow."""
+    monkeypatch.setattr(
+        PlainLayers, "sparse_mlp", lambda _, *given: cuda_experts.sparse_mlp(*given)
+    )
+    monkeypatch.setattr(paged_plan, "_tile_keys", lambda *_: 128)
+    monkeypatch.setattr(paged_plan, "_chunk_rows", lambda *_: 128)
+    monkeypatch.setattr(cuda_layers, "norm", lambda part, x, **_: part(x))
+    PagedPlan.of.__func__.cache_clear()
+    yield
+    PagedPlan.of.__func__.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "windowed_model,blocks",
+    [("gemma2", 6), ("gpt_oss", 6), ("mistral", 0)],
+    indirect=["windowed_model"],
+)
+def test_windows_caps_and_sinks(blocks, windowed_model, random_prompts, make_plan, for_windows):
+    prompts = random_prompts(270, 7)
+    compute, options = windowed(windowed_model, make_plan, blocks=blocks)
+    assert compute.kv.has_windows == bool(blocks)
+    got = serve(compute, asked(prompts), **options)
+    assert got == windowed_model.greedy(prompts, NEW)
+
+
+@pytest.mark.parametrize("windowed_model", ["mistral"], indirect=True)
+@pytest.mark.parametrize("fault", ["table", "rule"])
+def test_what_a_window_lacks_is_seen(
+    fault, windowed_model, random_prompts, make_plan, for_windows, monkeypatch
+):
+    """The planted faults: another's blocks, and scores as if there were no rule."""
+    prompts = random_prompts(290)
+    compute, options = windowed(windowed_model, make_plan, blocks=6)
+    if fault == "table":
+        monkeypatch.setattr(compute.kv.windowed.__class__, "take", lambda *_: None)
+    else:
+        monkeypatch.setattr(cuda_layers.cuda_rules, "counts", lambda *_: False)
+    assert serve(compute, asked(prompts), **options) != windowed_model.greedy(prompts, NEW)
+
+
 class Preempting(PagedScheduler):
     """Preempts the youngest of several at every third step, its tokens known or not."""
 
@@ -166,7 +219,7 @@ def test_another_block_table_gives_other_tokens(
     model, prompts = tiny_models.directory("llama"), random_prompts(200)
     compute = stage(make_plan(model, batch=3), model, step_tokens=200)
     want = serve(compute, asked(prompts), step_tokens=200)
-    compute.kv.take_rows = lambda rows, starts: compute.kv.table_SM.zero_()
+    compute.kv.take_rows = lambda rows, starts: compute.kv.whole.table_SM.zero_()
     assert serve(compute, asked(prompts), step_tokens=200) != want
 
 
@@ -212,7 +265,7 @@ def test_stages_pass_hidden_states_on(tiny_models, random_prompts, make_plan, on
     stages = OpenStages(
         make_plan(model, (1,), batch=3), spec, CheckpointSource(model, spec), pool=POOL
     )
-    stages.computes = [paged(compute) for compute in stages.computes]
+    stages.computes = [paged(one, first=first) for first, one in enumerate(stages.computes)]
     assert not any(compute.runs_ahead for compute in stages.computes)
     scheduler = PagedScheduler(limits(num_stages=2, tokens_ahead=1, step_tokens=17))
     tokens = stages.run(scheduler, asked(prompts)).tokens

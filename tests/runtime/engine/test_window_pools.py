@@ -5,7 +5,6 @@ And their caches of few bits, which keep all blocks and see them through the win
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,45 +30,7 @@ from llmpq.runtime.weights.sources import CheckpointSource
 from llmpq.workload import Workload
 
 pytestmark = pytest.mark.cpu
-WINDOW, NEW = 140, 24
-BASE: dict[str, Any] = {
-    "vocab_size": 199,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 2048,
-    "sliding_window": WINDOW,
-}
-KINDS: dict[str, tuple[str, dict[str, Any]]] = {
-    "mistral": ("Mistral", {}),
-    "gemma2": ("Gemma2", {"attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 16}),
-    "gpt_oss": ("GptOss", {"num_local_experts": 4, "num_experts_per_tok": 2}),
-    "qwen2": ("Qwen2", {"use_sliding_window": True, "max_window_layers": 3}),
-}
-
-
-@pytest.fixture(scope="module", params=KINDS)
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Return a directory and Transformers' model in it."""
-    import transformers
-
-    torch.set_num_threads(1)
-    torch.manual_seed(1)
-    name, options = KINDS[request.param]
-    config = getattr(transformers, f"{name}Config")(**{**BASE, **options})
-    with torch.inference_mode(False), torch.no_grad():
-        made = transformers.AutoModelForCausalLM.from_config(
-            config, attn_implementation="eager"
-        ).eval()
-        for tensor in made.parameters():
-            noise = torch.randn_like(tensor) * 0.2
-            tensor.copy_(noise if tensor.ndim > 1 else tensor + noise)
-    directory = tmp_path_factory.mktemp(request.param)
-    made.save_pretrained(directory)
-    return directory, made
+NEW = 24
 
 
 class Interrupting(PagedScheduler):
@@ -84,23 +45,16 @@ class Interrupting(PagedScheduler):
         return super().next_micro_batch()
 
 
-def greedy(made: Any, prompts: list[list[int]]) -> list[list[int]]:
-    options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    return [
-        made.generate(torch.tensor([p]), max_new_tokens=NEW, **options)[0, len(p) :].tolist()
-        for p in prompts
-    ]
-
-
 def test_tokens_beyond_the_window_equal_transformers_over_stages_chunks_and_found_prefixes(
-    model: tuple[Path, Any], random_prompts: Any, make_plan: Any
+    windowed_model: Any, random_prompts: Any, make_plan: Any
 ) -> None:
-    directory, made = model
+    directory = windowed_model.directory
     trunk, *tails = random_prompts(420, 4, 60, 130, seed=5)
     prompts = [trunk + tail for tail in tails] + random_prompts(20, 150, seed=8)
-    expected = greedy(made, prompts)
+    expected = windowed_model.greedy(prompts, NEW)
     spec = ModelSpec.from_directory(directory)
-    size = PoolSize(num_blocks=8, slots=4, max_len=900, window=WINDOW, window_blocks=5)
+    window = windowed_model.window
+    size = PoolSize(num_blocks=8, slots=4, max_len=900, window=window, window_blocks=5)
     hits = preempted = 0
     for splits, step_tokens in (((), 64), ((1,), 200), ((1, 3), 1000)):
         plan = make_plan(directory, splits, batch=4)
@@ -129,15 +83,16 @@ def test_tokens_beyond_the_window_equal_transformers_over_stages_chunks_and_foun
 
 
 def test_a_plan_states_the_pools_that_its_stages_allocate_and_windows_bound_them(
-    model: tuple[Path, Any],
+    windowed_model: Any,
 ) -> None:
-    directory, _ = model
+    directory = windowed_model.directory
     spec = ModelSpec.from_directory(directory)
     work = {"batch": 6, "prompt_len": 1000, "gen_len": 25, "kv": "16", "dtype": "float32"}
     made = llmpq.make_plan(directory, devices="cpu,cpu", **work)  # type: ignore[arg-type]
     size = PoolPlan(made, spec, StageSettings(model_dir=str(directory), live=True)).size
     # 1024 cached tokens: 8 blocks each; a window of 140 spans 3, and a chunk 4 for all together.
-    assert (size.num_blocks, size.window, size.window_blocks) == (48, WINDOW, 6 * 3 + 4)
+    assert (size.num_blocks, size.window_blocks) == (48, 6 * 3 + 4)
+    assert size.window == windowed_model.window
     stages = OpenStages(made, spec, CheckpointSource(directory, spec), pool=size)
     assert made.pool is not None
     assert [load.kv_bytes for load in stages.loads] == list(made.pool.stage_bytes)
@@ -147,8 +102,8 @@ def test_a_plan_states_the_pools_that_its_stages_allocate_and_windows_bound_them
     assert sum(made.pool.stage_bytes) == block * (windowed * 22 + (4 - windowed) * 48)
 
 
-def test_one_pool_serves_where_windows_would_save_nothing(model: tuple[Path, Any]) -> None:
-    spec = ModelSpec.from_directory(model[0])
+def test_one_pool_serves_where_windows_would_save_nothing(windowed_model: Any) -> None:
+    spec = ModelSpec.from_directory(windowed_model.directory)
     short = Workload(batch=2, prompt_len=300, gen_len=5)
     assert CHUNK_TOKENS > 300 and wanted_pool(spec, short, max_len=2048).window == 0
     long = wanted_pool(spec, Workload(batch=2, prompt_len=1500, gen_len=5), max_len=2048)
@@ -172,9 +127,9 @@ def last_logits(pipeline: LocalPipeline, kv: KVPrecision, prompt: list[int]) -> 
 
 
 def test_packed_caches_see_through_the_window_with_caps_and_sinks(
-    model: tuple[Path, Any], random_prompts: Any, monkeypatch: pytest.MonkeyPatch
+    windowed_model: Any, random_prompts: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pipeline = LocalPipeline.from_directory(model[0])
+    pipeline = LocalPipeline.from_directory(windowed_model.directory)
     (prompt,) = random_prompts(420, seed=3)
     exact = last_logits(pipeline, KVPrecision.KV16, prompt)
 
@@ -190,9 +145,9 @@ def test_packed_caches_see_through_the_window_with_caps_and_sinks(
 
 @pytest.mark.parametrize("kv", [KVPrecision.KV8, KVPrecision.KV4])
 def test_packed_pools_equal_their_unpaged_twin(
-    model: tuple[Path, Any], random_prompts: Any, make_plan: Any, kv: KVPrecision
+    windowed_model: Any, random_prompts: Any, make_plan: Any, kv: KVPrecision
 ) -> None:
-    directory, _ = model
+    directory = windowed_model.directory
     pipeline = LocalPipeline.from_directory(directory)
     prompts = random_prompts(420, 20, 200, seed=4)
     expected = [packed_greedy(pipeline, kv, prompt) for prompt in prompts]

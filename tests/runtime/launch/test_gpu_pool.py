@@ -43,11 +43,8 @@ def test_what_a_gpu_does_not_page_is_refused_with_the_way_out(kv, speculate, why
     assert not pool_plan(kv, live=True, speculate=speculate).serves
 
 
-@pytest.mark.parametrize(
-    "model,feature", [("gpt-oss-20b", "attention sinks"), ("deepseek-v3", "latent attention")]
-)
-def test_features_that_its_kernels_do_not_know_are_refused_over_a_pool_only(model, feature):
-    spec = ModelSpec.by_name(model)
+def test_features_that_its_kernels_do_not_know_are_refused_over_a_pool_only():
+    spec, feature = ModelSpec.by_name("deepseek-v3"), "latent attention"
     slots, pool = (
         ways_of(gpu=True, kv=KVPrecision.KV16, drafts=False, pool=pool) for pool in (False, True)
     )
@@ -56,3 +53,9 @@ def test_features_that_its_kernels_do_not_know_are_refused_over_a_pool_only(mode
         require(spec, pool, max_len=2000)
     on_cpu = ways_of(gpu=False, kv=KVPrecision.KV16, drafts=False, pool=True)
     require(spec, on_cpu, max_len=2000)
+
+
+@pytest.mark.parametrize("model", ["gpt-oss-20b", "gemma-2-9b", "mistral-7b"])
+def test_windows_caps_and_sinks_go_over_a_pool(model):
+    pool = ways_of(gpu=True, kv=KVPrecision.KV16, drafts=False, pool=True)
+    require(ModelSpec.by_name(model), pool, max_len=8000)
