@@ -33,9 +33,6 @@ class TextCompletion:
         self._service, self._body = service, body
         # OpenAI's default of best_of is 1: clients send it along with any n.
         self._n, self._best_of = body.n, max(body.n, body.best_of or 0)
-        if self._best_of > self._n and body.stream:
-            raise ApiError(400, f"'best_of' above n={self._n} cannot be streamed: the best answer "
-                           "is known at the end", param="best_of")  # fmt: skip
         wanted = int(body.logprobs) if body.logprobs else body.logprobs
         self._logprobs = None if wanted is None or wanted is False else int(wanted)
         max_tokens = body.max_tokens
@@ -63,7 +60,11 @@ class TextCompletion:
 
     async def whole(self) -> dict[str, Any]:
         """Return the answer."""
-        begun = await self.begin()
+        told, used = await self._gathered(await self.begin())
+        return {**self._head, "choices": told, "usage": used}
+
+    async def _gathered(self, begun: list[Answers]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        """Return the answers that are told, once all have ended, and what they took."""
         choices = await self._service.gather(begun, self._params.n)
         told = [self._choice(begun[c.index // self._best_of], c, first=True)
                 for c in self._best(choices)]  # fmt: skip
@@ -71,8 +72,7 @@ class TextCompletion:
             choice["index"] = index
         answered = sum(len(choice.token_ids) for choice in choices)
         cached = sum(c.num_cached_tokens for c in choices if c.index % self._params.n == 0)
-        used = usage(_prompt_tokens(begun), answered, cached)
-        return {**self._head, "choices": told, "usage": used}
+        return told, usage(_prompt_tokens(begun), answered, cached)
 
     def _started(self, prompt: str | Sequence[int]) -> str | Sequence[int]:
         """Return a prompt, one of nothing as the token that begins a text."""
@@ -92,11 +92,17 @@ class TextCompletion:
         return kept
 
     async def events(self, begun: list[Answers]) -> AsyncIterator[str]:
-        """Yield the answer as it comes."""
+        """Yield the answer as it comes; the best of more than are told, once they are known."""
         options, n, answered, cached = self._body.stream_options, self._params.n, 0, 0
         with_usage = options is not None and options.include_usage
         running = options is not None and options.continuous_usage_stats
         none = {"usage": None} if with_usage else {}
+        if self._best_of > self._n:
+            told_last, used = await self._gathered(begun)
+            for choice in told_last:
+                yield event({**self._head, "choices": [choice], **none})
+            yield self._end(used if with_usage else None)
+            return
         seen: set[int] = set()
         told: dict[int, int] = {}
         async with aclosing(self._service.choices(begun, n)) as choices:
@@ -112,9 +118,11 @@ class TextCompletion:
                 told[new.index] = told.get(new.index, 0) + len(choice["text"])
                 now = {"usage": usage(_prompt_tokens(begun), answered)} if running else none
                 yield event({**self._head, "choices": [choice], **now})
-        final = usage(_prompt_tokens(begun), answered, cached)
-        end = event({**self._head, "choices": [], "usage": final}) if with_usage else ""
-        yield end + DONE
+        yield self._end(usage(_prompt_tokens(begun), answered, cached) if with_usage else None)
+
+    def _end(self, used: dict[str, Any] | None) -> str:
+        """Return what ends a stream, behind what the answers took if that is asked."""
+        return (event({**self._head, "choices": [], "usage": used}) if used else "") + DONE
 
     def _choice(
         self, answers: Answers, choice: Choice, *, first: bool, behind: int = 0

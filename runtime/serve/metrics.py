@@ -163,19 +163,25 @@ class AnswerClock:
         metrics.prompt_lengths.observe(prompt_tokens)
 
     def tokens(self, count: int) -> None:
-        """Note tokens that came; several at once share the time since the last."""
+        """Note tokens that came; several at once share the time since the last.
+
+        Those that come with the first one come no later: so many gaps as tokens, less one.
+        """
         if count == 0:
             return
         now_s, sums = time.perf_counter(), self._metrics.sums
         sums["tokens"] += count
+        gaps, gap_s = count, 0.0
         if self._last_s is None:
-            self._first_s = now_s
+            self._first_s, gaps = now_s, count - 1
             if not self._streamed:
                 self._first(now_s)
         else:
-            sums["gap_s"] += now_s - self._last_s
-            sums["gaps"] += count
-            self._metrics.gap_s.observe((now_s - self._last_s) / count, count)
+            gap_s = now_s - self._last_s
+        if gaps:
+            sums["gap_s"] += gap_s
+            sums["gaps"] += gaps
+            self._metrics.gap_s.observe(gap_s / gaps, gaps)
         self._last_s = now_s
         self.num_tokens += count
         self._metrics.answer_tokens.inc(count)

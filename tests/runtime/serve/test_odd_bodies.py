@@ -52,7 +52,6 @@ TOOL = {"type": "function", "function": {"name": "find"}}
         (COMPLETIONS, completion(logit_bias={"\ud800": 1}), 400, "'\ud800'"),
         (COMPLETIONS, completion(seed=0.5), 400, "'seed'"),
         (COMPLETIONS, completion(n=1e30), 400, "n may be at most"),
-        (COMPLETIONS, completion(best_of=3, stream=True), 400, "cannot be streamed"),
         (CHATS, chat(chat_template_kwargs={"messages": 5}), 400, "cannot be called 'messages'"),
         (CHATS, chat(chat_template_kwargs={"tokenize": 5}), 400, "cannot be called 'tokenize'"),
         (CHATS, called({"function": 5}), 400, "'messages.0.tool_calls.0.function'"),
@@ -116,15 +115,35 @@ def test_the_best_of_several_answers_are_the_likeliest(server):
         assert found == [choice["text"] for choice in own[:2]]
 
 
+def streamed(server, body):
+    """Return the data of a stream's events."""
+    request = urllib.request.Request(
+        server.url + COMPLETIONS, json.dumps(body | {"stream": True}).encode(),
+        {"Content-Type": "application/json"},
+    )  # fmt: skip
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        lines = answer.read().decode().split("\n\n")
+    return [line.removeprefix("data: ") for line in lines if line]
+
+
+def test_the_best_of_several_answers_are_streamed_once_they_are_known(server):
+    asked = completion(prompt=["def", "import"], seed=3, max_tokens=4, n=2, best_of=5)
+    whole = post(server, COMPLETIONS, asked)[1]
+    *told, used, done = streamed(server, asked | {"stream_options": {"include_usage": True}})
+    assert [json.loads(one)["choices"] for one in told] == [[one] for one in whole["choices"]]
+    assert json.loads(used)["usage"] == whole["usage"] and json.loads(used)["choices"] == []
+    assert done == "[DONE]"
+    assert streamed(server, asked)[-1] == "[DONE]" and len(streamed(server, asked)) == 5
+
+
 def test_a_best_of_below_n_asks_for_n_answers(server):
     for stream in (False, True):
         asked = completion(n=3, best_of=1, stream=stream)
-        request = urllib.request.Request(
-            server.url + COMPLETIONS, json.dumps(asked).encode(),
-            {"Content-Type": "application/json"},
-        )  # fmt: skip
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            text = answer.read().decode()
+        text = (
+            "".join(streamed(server, asked))
+            if stream
+            else json.dumps(post(server, COMPLETIONS, asked)[1], separators=(",", ":"))
+        )
         assert {f'"index":{k}' in text for k in range(3)} == {True} and '"index":3' not in text
 
 

@@ -7,7 +7,14 @@ import random
 import pytest
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
-from llmpq.runtime.serve.metrics import DELIVERY, GAPS, LENGTHS, Tally
+from llmpq.runtime.serve.metrics import (
+    DELIVERY,
+    GAPS,
+    LENGTHS,
+    AnswerClock,
+    Metrics,
+    Tally,
+)
 
 pytestmark = pytest.mark.cpu
 LABELS = {"model_name": "demo-7m", "engine": "0"}
@@ -54,3 +61,18 @@ def test_a_value_on_a_bound_is_in_its_bucket(bounds):
 def test_one_of_nothing_tells_noughts():
     ours, theirs = of_both(GAPS, [])
     assert ours == theirs and any('le="+Inf"' in line for line in ours)
+
+
+def test_an_answer_has_as_many_gaps_as_tokens_less_one_however_they_come_together():
+    for counts in ((1, 1, 1, 1), (2, 0, 2), (4,), (3, 1)):
+        metrics = Metrics("demo-7m", "vllm", dict)
+        clock = AnswerClock(metrics, 5)
+        for count in counts:
+            clock.tokens(count)
+        assert (metrics.sums["tokens"], metrics.sums["gaps"]) == (4, 3)
+        (told,) = [
+            line
+            for line in metrics.text().decode().split("\n")
+            if line.startswith("vllm:inter_token_latency_seconds_count")
+        ]
+        assert told.endswith(" 3.0")
