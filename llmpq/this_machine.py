@@ -137,7 +137,7 @@ def read_host() -> Host:
         total, free = limit, min(free, max(0, limit - used))
     return Host(
         reported=processor_name(),
-        threads=free_cores(_cores(), os.getloadavg()[0]),
+        threads=free_cores(usable_cores(), os.getloadavg()[0]),
         total_bytes=total,
         free_bytes=free,
     )
@@ -164,7 +164,7 @@ def useful_threads(threads: int, weight_bytes: int) -> int:
     return min(threads, 1 + weight_bytes // _THREAD_BYTES)
 
 
-def _cores() -> int:
+def usable_cores() -> int:
     """Return the cores that this process may use: its affinity's, within its container's quota."""
     own = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
     cores = len(own) or os.cpu_count() or 1

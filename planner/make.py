@@ -19,8 +19,8 @@ from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
 from llmpq.planner.answer import Answer, Wish, answer, read_wish
 from llmpq.planner.cli.arguments import DTYPES, METHODS, plan_request
-from llmpq.planner.costs.cost_book import CostBook
-from llmpq.planner.costs.roofline import estimate_costs
+from llmpq.planner.costs.probed import book_of
+from llmpq.planner.inputs.cpu_here import rates_for
 from llmpq.planner.inputs.gguf_layers import kept_grid
 from llmpq.planner.inputs.make_problem import default_bits, generic_sensitivity, make_problem
 from llmpq.planner.inputs.stored_precisions import offered, stored_layers
@@ -148,6 +148,8 @@ def plan_workload(
     work, book = best.problem.workload, best.problem.costs
     notes = [positions_note(spec, work), best.outcome.note]
     notes.append(step_note(best.problem, best.outcome.assignment))
+    known = () if costs is None else costs.device_kinds
+    notes += [rates.text() for rates in rates_for(cluster, work.dtype, profiled=known)]
     notes += book.unprofiled(cluster.devices) + book.warnings(cluster.devices, work)
     return MadePlan(
         plan=best.plan,
@@ -218,9 +220,9 @@ def _problem(
 ) -> Problem:
     kvs = (workload.kv,)
     quantization = quantization or Quantization()
-    estimate = estimate_costs(
-        spec,
-        cluster.devices,
+    known = () if costs is None else costs.device_kinds
+    book = book_of(
+        *(spec, cluster.devices, costs, rates_for(cluster, workload.dtype, profiled=known)),
         dtype=workload.dtype,
         precisions=choices,
         kvs=kvs,
@@ -232,7 +234,7 @@ def _problem(
         workload=workload,
         choices=tuple(choices),
         sensitivity=generic_sensitivity(spec, choices, kvs),
-        costs=CostBook(estimate=estimate, profile=costs, head=quantization.head),
+        costs=book,
         theta=theta,
         quantization=quantization,
         offered=layers,

@@ -82,6 +82,10 @@ def _what_to_plan(section: Section) -> None:
         metavar="FILE",
         help="costs.json of llmpq-profile; without it times are estimated",
     )
+    probe = (
+        "measure this machine's CPU first, some two seconds, for the plan's CPUs; kept for later"
+    )
+    section.flag("--probe-cpu", action="store_true", help=probe)
     section.flag(
         "--dtype",
         choices=DTYPES,

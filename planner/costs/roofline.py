@@ -165,8 +165,22 @@ def _decode(
 ) -> LatencyEntry:
     width = DTYPE_BYTES[dtype]
     weights, experts = _weight_reads(spec, precision, dtype, quantization)
+    kv_token = kv_token_bytes(spec, kv, width)
+    floor, rate, speed = (
+        _floor(device.spec),
+        rate_flops(device, precision, dtype),
+        bandwidth(device),
+    )
+    reading = {"v*(t+s)": kv_token / speed}
+    memory = Regime(terms={"1": floor + weights / speed, **reading}, curve=_over(experts, speed))
+    compute = Regime(terms={"1": floor, "v": _linear_flops(spec) / rate, **reading})
+    return _entry(device, "layer", Phase.DECODE, precision, dtype, memory, compute, kv=kv)
+
+
+def kv_token_bytes(spec: ModelSpec, kv: KVPrecision, width: int) -> float:
+    """Return the bytes of a layer's cache that a token takes, scales among them."""
     tokens = 1024
-    kv_token = (
+    return (
         kv_cache_bytes(
             kv,
             slots=1,
@@ -178,15 +192,6 @@ def _decode(
         )
         / tokens
     )
-    floor, rate, speed = (
-        _floor(device.spec),
-        rate_flops(device, precision, dtype),
-        bandwidth(device),
-    )
-    reading = {"v*(t+s)": kv_token / speed}
-    memory = Regime(terms={"1": floor + weights / speed, **reading}, curve=_over(experts, speed))
-    compute = Regime(terms={"1": floor, "v": _linear_flops(spec) / rate, **reading})
-    return _entry(device, "layer", Phase.DECODE, precision, dtype, memory, compute, kv=kv)
 
 
 def _over(reads: tuple[tuple[float, float], ...], speed: float) -> tuple[tuple[float, float], ...]:

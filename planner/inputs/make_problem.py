@@ -18,8 +18,8 @@ from llmpq.default_dtype import default_dtype
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
 from llmpq.planner import limits
-from llmpq.planner.costs.cost_book import CostBook
-from llmpq.planner.costs.roofline import estimate_costs
+from llmpq.planner.costs.probed import book_of
+from llmpq.planner.inputs.cpu_here import rates_for
 from llmpq.planner.inputs.gguf_layers import kept_grid
 from llmpq.planner.inputs.named_inputs import assumed_of_devices, read_cluster, read_model
 from llmpq.planner.inputs.requests import PlanRequest
@@ -60,15 +60,15 @@ def make_problem(request: PlanRequest) -> tuple[Problem, str | None, list[str]]:
         cpu_activations=request.cpu_activations,
     )
     too_long = positions_note(spec, workload)
-    estimate = estimate_costs(
-        spec,
-        cluster.devices,
+    known = () if profile is None else profile.device_kinds
+    rates = rates_for(cluster, workload.dtype, profiled=known, probing=request.probe_cpu)
+    costs = book_of(
+        *(spec, cluster.devices, profile, rates),
         dtype=workload.dtype,
         precisions=choices,
         kvs=parse_kv(request.kv),
         quantization=quantization,
     )
-    costs = CostBook(estimate=estimate, profile=profile, head=quantization.head)
     problem = Problem(
         spec=spec,
         cluster=cluster,
@@ -93,7 +93,7 @@ def make_problem(request: PlanRequest) -> tuple[Problem, str | None, list[str]]:
     _require_groups_agree(problem)
     notes = remarks + assumed_of_devices(request) + ([too_long] if too_long else [])
     notes += _not_run(spec, cluster, workload)
-    notes += [] if listed else [GENERIC_NOTE]
+    notes += [*([] if listed else [GENERIC_NOTE]), *(found.text() for found in rates)]
     notes += costs.unprofiled(cluster.devices) + costs.warnings(cluster.devices, workload)
     return problem, path, notes
 

@@ -39,6 +39,7 @@ class PlanRequest(DevicesRequest):
     dtype: Any
     """A name of `DTYPES`."""
     costs: str | None
+    probe_cpu: bool
     omega_file: str | None
     theta: float | None
     quality_budget: float | None

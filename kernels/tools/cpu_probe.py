@@ -1,0 +1,107 @@
+"""`python -m llmpq.kernels.tools.cpu_probe THREADS DTYPE`: this CPU's rates as JSON on stdout.
+
+Memory by summing 256 MiB. Products by the kernels that runs take, with one row behind weights that
+no cache holds (`_COLD_BYTES` of copies in turn), with more on one that does: those are bound by
+arithmetic. Each time is the least of a few: other work only adds. The whole takes some two seconds
+beside the start of torch.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmpq.cpu_rates import ProductRate, rates_of
+from llmpq.kernels.cpu.dense import dense_linear, pack_dense
+from llmpq.kernels.formats.round_to_nearest import quantize_weight
+from llmpq.kernels.linear import linear
+from llmpq.memory import CpuActivations
+from llmpq.precision import WeightScheme
+
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+ROWS = (1, 4, 16, 64, 256)
+SIDE = 2048
+"""Of the square weight: 4.2 million weights, as a small model's."""
+_READ_BYTES = 1 << 28
+_POINT_S = 0.04
+"""Time for one measurement: as many passes as fit, one at least."""
+_COLD_BYTES = 1 << 27
+_COLD_ROWS = 4
+"""Rows up to which weights are read from memory, not from a cache."""
+
+Product = Callable[[Tensor, Any], Tensor]
+
+
+@torch.inference_mode()
+def measure(threads: int, dtype_name: Any) -> str:
+    """Return `CpuRates` as JSON."""
+    torch.set_num_threads(threads)
+    dtype = DTYPES[dtype_name]
+    w_NK = torch.randn(SIDE, SIDE).mul_(0.02).to(dtype)
+    products = [_rate(16, "exact", pack_dense(w_NK), w_NK.nbytes, dtype)]
+    for bits in (8, 4, 3):
+        scheme = WeightScheme(bits=bits, group_size=128, symmetric=False, clip_search=False)
+        exact = quantize_weight(w_NK, scheme, dtype=dtype)
+        products.append(_rate(bits, "exact", exact, exact.nbytes, dtype))
+        rounded = replace(exact, activation_bits=8)
+        products.append(_rate(bits, "int8", rounded, exact.nbytes, dtype))
+    return rates_of(threads, dtype_name, products, _read_gbps()).dump_json()
+
+
+def _rate(
+    bits: int, activations: CpuActivations, weight: Any, num_bytes: int, dtype: torch.dtype
+) -> ProductRate:
+    copies = [weight, *(_copy(weight) for _ in range(_COLD_BYTES // num_bytes))]
+    product: Product = _dense if isinstance(weight, Tensor) else linear
+    points = []
+    for rows in ROWS:
+        x_MK = torch.randn(rows, SIDE).to(dtype)
+        used = copies if rows <= _COLD_ROWS else copies[:1]
+        points.append((rows, _least_s(product, x_MK, used) / SIDE**2))
+    return ProductRate(bits=bits, activations=activations, per_weight=tuple(points))
+
+
+def _dense(x_MK: Tensor, w_NK: Tensor) -> Tensor:
+    return dense_linear(x_MK, w_NK, None)
+
+
+def _copy(weight: Any) -> Any:
+    if isinstance(weight, Tensor):
+        return weight.clone()
+    return replace(weight, planes=tuple(plane.clone() for plane in weight.planes))
+
+
+def _least_s(product: Product, x_MK: Tensor, weights: Sequence[Any]) -> float:
+    """Return the seconds of one product: the least of a few passes over the weights."""
+
+    def one_pass() -> None:
+        for weight in weights:
+            product(x_MK, weight)
+
+    product(x_MK, weights[0])  # what is new to warm up
+    return _least_of(one_pass) / len(weights)
+
+
+def _least_of(one_pass: Callable[[], object]) -> float:
+    """Return the seconds of the quickest pass."""
+    least, begun_s = float("inf"), time.perf_counter()
+    while least == float("inf") or time.perf_counter() - begun_s < _POINT_S:
+        started_s = time.perf_counter()
+        one_pass()
+        least = min(least, time.perf_counter() - started_s)
+    return least
+
+
+def _read_gbps() -> float:
+    numbers = torch.ones(_READ_BYTES // 4)
+    return _READ_BYTES / _least_of(numbers.sum) / 1e9
+
+
+if __name__ == "__main__":
+    sys.stdout.write(measure(int(sys.argv[1]), sys.argv[2]))

@@ -1,0 +1,201 @@
+"""Costs of a CPU that nobody has profiled, from rates that a probe measured (llmpq/cpu_rates.py).
+
+Per decoder layer, r rows through its matrices (v*s in a prefill, v in a decode step), w weights:
+
+    floor + w * seconds_per_weight(bits, r) + KV bytes / bandwidth, or attention's flops / rate
+
+A layer with E experts of which each token takes k reads those that its rows are expected to hit;
+each meets its share of the rows. Entries are marked `source: estimated`: a profile replaces them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
+
+from llmpq.cluster import Device
+from llmpq.cost_model import CostModel, LatencyEntry, Phase, Regime
+from llmpq.cpu_rates import CpuRates, ProductRate
+from llmpq.memory import Quantization
+from llmpq.model_spec import ModelSpec
+from llmpq.planner.costs.cost_book import CostBook
+from llmpq.planner.costs.roofline import (
+    CPU_FLOOR_S,
+    estimate_costs,
+    experts_hit,
+    kv_token_bytes,
+)
+from llmpq.precision import WEIGHT_ONLY, KVPrecision, Precision
+from llmpq.workload import DTYPE_BYTES, Dtype
+
+Curve = tuple[tuple[float, float], ...]
+_SPREAD_ROWS = (2, 8, 32, 128, 512, 1024)
+"""Rows between those that were measured: where experts are hit, times are not straight."""
+
+
+def book_of(
+    spec: ModelSpec,
+    devices: Sequence[Device],
+    profile: CostModel | None,
+    rates: Sequence[CpuRates],
+    *,
+    dtype: Dtype,
+    precisions: Sequence[Precision],
+    kvs: Sequence[KVPrecision],
+    quantization: Quantization,
+) -> CostBook:
+    """Return a profile over what rates say of CPUs over the estimate of all devices."""
+
+    def by(costs: Callable[..., CostModel], *given: Sequence[CpuRates]) -> CostModel:
+        return costs(
+            spec,
+            devices,
+            *given,
+            dtype=dtype,
+            precisions=precisions,
+            kvs=kvs,
+            quantization=quantization,
+        )
+
+    estimate = by(estimate_costs).merged(by(probed_costs, rates))
+    return CostBook(estimate=estimate, profile=profile, head=quantization.head)
+
+
+def probed_costs(
+    spec: ModelSpec,
+    devices: Iterable[Device],
+    rates: Sequence[CpuRates],
+    *,
+    dtype: Dtype,
+    precisions: Sequence[Precision],
+    kvs: Sequence[KVPrecision],
+    quantization: Quantization,
+) -> CostModel:
+    """Return the layers and heads of CPUs whose threads were probed; nothing of other devices."""
+    by_threads = {r.threads: r for r in rates if r.dtype == dtype}
+    kinds = {d.profile_kind: d for d in devices if d.spec.is_cpu}
+    entries: list[LatencyEntry] = []
+    for kind, device in kinds.items():
+        known = by_threads.get(device.threads or 1)
+        if known is None:
+            continue
+        for precision in precisions:
+            if precision in WEIGHT_ONLY:
+                costs = _Costs(spec, known, kind, dtype, precision, quantization)
+                entries += [costs.prefill(), *map(costs.decode, kvs)]
+        entries += _Costs(spec, known, kind, dtype, quantization.head, quantization).head()
+    return CostModel(model=spec.name, model_fingerprint=spec.fingerprint(), entries=tuple(entries))
+
+
+class _Costs:
+    """One model on one CPU at one precision."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        rates: CpuRates,
+        kind: str,
+        dtype: Dtype,
+        precision: Precision,
+        quantization: Quantization,
+    ) -> None:
+        self.spec, self.rates, self.kind, self.dtype = spec, rates, kind, dtype
+        self.precision = precision
+        self.product = _rate(rates, precision, quantization)
+
+    def prefill(self) -> LatencyEntry:
+        """Return a layer's prompt."""
+        spec, rows = self.spec, self.product.per_weight[-1][0]
+        plain = _rate(self.rates, Precision.W16A16, Quantization())
+        flops = 2 * rows / plain.seconds(rows)
+        attention = 2.0 * spec.heads * spec.head_dim  # causal: half of 4 * heads * head_dim
+        activations = 12.0 * spec.hidden * DTYPE_BYTES[self.dtype]
+        terms = {
+            "1": CPU_FLOOR_S,
+            "v*s": activations / self._bytes_per_s,
+            "v*s^2": attention / flops,
+        }
+        return self._entry(Phase.PREFILL, Regime(terms=terms, curve=self._curve()))
+
+    def decode(self, kv: KVPrecision) -> LatencyEntry:
+        """Return a layer's decode step."""
+        read = kv_token_bytes(self.spec, kv, DTYPE_BYTES[self.dtype]) / self._bytes_per_s
+        terms = {"1": CPU_FLOOR_S, "v*(t+s)": read}
+        return self._entry(Phase.DECODE, Regime(terms=terms, curve=self._curve()), kv)
+
+    def head(self) -> list[LatencyEntry]:
+        """Return the head in both phases: it meets a row of each request."""
+        weights = self.spec.vocab * self.spec.hidden
+        (_, one), (rows, many) = self.product.per_weight[0], self.product.per_weight[-1]
+        regimes = (
+            Regime(terms={"1": CPU_FLOOR_S + weights * one}),
+            Regime(terms={"1": CPU_FLOOR_S, "v": weights * many / rows}),
+        )
+        return [
+            LatencyEntry(
+                device_kind=self.kind,
+                part="head",
+                phase=phase,
+                precision=self.precision,
+                dtype=self.dtype,
+                regimes=regimes,
+                source="estimated",
+            )
+            for phase in (Phase.PREFILL, Phase.DECODE)
+        ]
+
+    @property
+    def _bytes_per_s(self) -> float:
+        return self.rates.mem_gbps * 1e9
+
+    def _curve(self) -> Curve:
+        """Return the seconds of all matrices by the rows that pass through the layer."""
+        spec = self.spec
+        measured = [rows for rows, _ in self.product.per_weight]
+        if not spec.experts:
+            weights = float(sum(shape.num_weights for shape in spec.linears()))
+            return _points(measured, lambda rows: weights * self.product.seconds(rows))
+        of_experts = float(sum(s.num_weights for s in spec.linears() if s.of_expert))
+        others = spec.weights_per_token - of_experts * spec.experts_per_token / spec.experts
+
+        def seconds(rows: float) -> float:
+            hit = experts_hit(spec.experts, spec.experts_per_token, rows)
+            each = (
+                of_experts
+                / spec.experts
+                * self.product.seconds(max(1.0, rows * spec.experts_per_token / hit))
+            )
+            return others * self.product.seconds(rows) + hit * each
+
+        return _points(sorted({*chain(measured, _SPREAD_ROWS)}), seconds)
+
+    def _entry(
+        self, phase: Phase, regime: Regime, kv: KVPrecision = KVPrecision.KV16
+    ) -> LatencyEntry:
+        return LatencyEntry(
+            device_kind=self.kind,
+            part="layer",
+            phase=phase,
+            precision=self.precision,
+            kv=kv,
+            dtype=self.dtype,
+            regimes=(regime,),
+            source="estimated",
+        )
+
+
+def _points(rows: Sequence[int], seconds: Callable[[float], float]) -> Curve:
+    """Return a polyline that is never falling, and in proportion to the rows beyond the last."""
+    points: list[tuple[float, float]] = []
+    for at in rows:
+        points.append((float(at), max(seconds(at), points[-1][1] if points else 0.0)))
+    last, value = points[-1]
+    return (*points, (2 * last, max(value, seconds(2 * last))))
+
+
+def _rate(rates: CpuRates, precision: Precision, quantization: Quantization) -> ProductRate:
+    bits = precision.weight_bits
+    found = rates.product(bits, quantization.cpu_activations)
+    if found is None:
+        raise ValueError(f"the kept rates of this CPU lack {bits} bits; measure with --probe-cpu")
+    return found

@@ -1,0 +1,35 @@
+"""The rates of this machine's CPU for a plan that may run on it: measured now, or kept before.
+
+A cluster's CPUs may be anywhere: kept rates are taken for the cluster that is this machine's, a
+probe is made where it is asked for, by the threads that the cluster's CPUs have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from llmpq.cluster import Cluster
+from llmpq.cpu_rates import CpuRates, kept_rates, probe
+from llmpq.this_machine import NAME
+from llmpq.workload import Dtype
+
+
+def rates_for(
+    cluster: Cluster, dtype: Dtype, *, profiled: Collection[str] = (), probing: bool = False
+) -> list[CpuRates]:
+    """Return the rates of the cluster's CPUs that are not profiled, by threads.
+
+    `ValueError` where `probing` (`--probe-cpu`) has nothing to measure.
+    """
+    cpus = [device for device in cluster.devices if device.spec.is_cpu]
+    open_ones = [device for device in cpus if device.profile_kind not in profiled]
+    threads = sorted({device.threads or 1 for device in open_ones})
+    if probing and not open_ones:
+        why = "their costs are measured already" if cpus else "there is no CPU among the devices"
+        raise ValueError(f"--probe-cpu: {why}, nothing to measure; leave it out")
+    if probing:
+        return [probe(number, dtype) for number in threads]
+    if cluster.name != NAME:
+        return []
+    kept = [kept_rates(number, dtype) for number in threads]
+    return [rates for rates in kept if rates is not None]
