@@ -26,6 +26,13 @@ def bits_text(stage: StagePlan) -> str:
     return ", ".join(f"{count} x {p.value}" for p, count in runs)
 
 
+def rounding_text(plan: Plan, stage: StagePlan) -> str:
+    """Return what a CPU stage's weights of few bits meet, where it is not the usual."""
+    rounds = stage.is_cpu and plan.quantization.cpu_activations == "int8"
+    few_bits = any(p.weight_bits < p.activation_bits for p in stage.precisions)
+    return ", int8 activations" if rounds and few_bits else ""
+
+
 def stage_table(plan: Plan) -> Table:
     """Return stage, device, layers, bits, memory and times."""
     from rich import box
@@ -50,7 +57,7 @@ def stage_table(plan: Plan) -> Table:
             str(index),
             f"{stage.device} ({stage.node})",
             f"{stage.layers[0]}-{stage.layers[1] - 1}",
-            bits_text(stage),
+            bits_text(stage) + rounding_text(plan, stage),
             f"{format_size(memory.total_bytes)} / {format_size(memory.limit_bytes)}"
             if memory
             else "",

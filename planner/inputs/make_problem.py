@@ -127,14 +127,27 @@ def _measured(
 ) -> tuple[CostModel | None, list[str]]:
     """Return the costs of `--costs`; for this machine, else, those that a run has kept."""
     if request.costs is not None:
-        return read_costs(request.costs, spec), []
+        profile = read_costs(request.costs, spec)
+        return profile, _timed_exactly(request, cluster, profile)
     if cluster.name != NAME:
         return None, []
     kept, notes = cached_costs(spec.fingerprint(), {d.profile_kind for d in cluster.devices})
     notes += assumed(cluster)
     if kept is not None:
         notes.append(f"costs measured here before: {cache_folder() / spec.fingerprint()}")
-    return kept, notes
+    return kept, notes + _timed_exactly(request, cluster, kept)
+
+
+def _timed_exactly(request: PlanRequest, cluster: Cluster, profile: CostModel | None) -> list[str]:
+    """Say that a profile times CPUs as they are without `--cpu-activations int8`."""
+    measured = set(profile.device_kinds if profile is not None else ())
+    kinds = sorted({d.profile_kind for d in cluster.devices if d.spec.is_cpu} & measured)
+    if request.cpu_activations == "exact" or not kinds:
+        return []
+    return [
+        f"the times of {', '.join(kinds)} were measured with exact activations, int8 ones may take "
+        "less for many rows; without these costs --probe-cpu measures both"
+    ]
 
 
 def _offered(

@@ -1,4 +1,4 @@
-"""`--cpu-activations int8`: the plan says so, and nothing else of it changes."""
+"""`--cpu-activations int8`: the plan and its table say so, and nothing else of them changes."""
 
 from __future__ import annotations
 
@@ -6,8 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from llmpq.device_list import read_devices
+from llmpq.memory import Quantization
+from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
 from llmpq.planner.__main__ import main
+from llmpq.planner.costs.roofline import estimate_costs
+from llmpq.precision import Precision
 
 pytestmark = pytest.mark.pure
 
@@ -25,3 +30,26 @@ def test_a_plan_names_its_rounding(tmp_path):
     assert rounded.quantization.cpu_activations == "int8"
     assert rounded.quantization.settings().cpu_activations == "int8"
     assert [stage.layers for stage in rounded.stages] == [stage.layers for stage in exact.stages]
+
+
+def test_the_table_names_it_where_weights_have_few_bits(tmp_path, capsys):
+    planned(tmp_path)
+    assert "int8" not in capsys.readouterr().out
+    planned(tmp_path, "--cpu-activations", "int8")
+    assert "16 x w4a16, int8 activations" in " ".join(capsys.readouterr().out.split())
+    planned(tmp_path, "--cpu-activations", "int8", "--bits", "16")
+    assert "int8" not in capsys.readouterr().out
+
+
+def test_measured_costs_say_that_they_are_of_exact_activations(tmp_path, capsys):
+    spec, cluster = ModelSpec.by_name("llama-3.2-1b"), read_devices("cpu").cluster
+    costs = estimate_costs(
+        spec, cluster.devices, dtype="float32", precisions=[Precision.W4A16],
+        quantization=Quantization(),
+    )  # fmt: skip
+    costs.save_json(tmp_path / "costs.json")
+    planned(tmp_path, "--costs", str(tmp_path / "costs.json"))
+    assert "exact activations" not in capsys.readouterr().out
+    planned(tmp_path, "--costs", str(tmp_path / "costs.json"), "--cpu-activations", "int8")
+    said = " ".join(capsys.readouterr().out.split())
+    assert "the times of CPU@8t were measured with exact activations" in said
