@@ -143,7 +143,8 @@ class _Tries:
         priced, known = self.problems[number], self.bounds.get(number, -math.inf)
         best = None if self.best is None else self.best[1]
         try:
-            outcome = _solve(priced, replace(self.wish, time_limit_s=limit_s), best)
+            wish, again = replace(self.wish, time_limit_s=limit_s), number in self.bounds
+            outcome = _solve(priced, wish, best, again)
         except Unfinished as error:
             self.unfinished = error
             self.bounds[number] = max(known, error.bound)
@@ -175,10 +176,10 @@ def _raise_unless_smaller(problem: Problem, refusal: str) -> None:
         raise DoesNotFitError(refusal)
 
 
-def _solve(problem: Problem, wish: Wish, best: Outcome | None) -> Outcome:
+def _solve(problem: Problem, wish: Wish, best: Outcome | None, again: bool) -> Outcome:
     """Solve in a child process: a crash there is an error here.
 
-    `best` is what another KV precision has led to.
+    `best` is what has been found so far; `again`: at this KV precision, too.
     """
     from llmpq.planner.isolated import solve_isolated
 
@@ -190,6 +191,7 @@ def _solve(problem: Problem, wish: Wish, best: Outcome | None) -> Outcome:
         budget=wish.budget,
         ceiling=math.inf if best is None else best.value,
         known=None if best is None else best.assignment,
+        again=again,
     )
     return solve_isolated(problem, how)
 

@@ -28,6 +28,8 @@ class How:
     """A value that another search has reached: plans that are not below it need not be found."""
     known: Assignment | None = None
     """A plan to start from, which need not fit."""
+    again: bool = False
+    """Whether the method has looked for good plans of the problem before."""
 
 
 def solve_as(p: Problem, how: How) -> Outcome:
@@ -36,7 +38,14 @@ def solve_as(p: Problem, how: How) -> Outcome:
     if how.budget is None and how.method == "exact":
         from llmpq.planner.exact.search import solve_exact
 
-        return solve_exact(p, time_limit_s=limit, gap=gap, ceiling=how.ceiling, known=how.known)
+        return solve_exact(
+            p,
+            time_limit_s=limit,
+            gap=gap,
+            ceiling=how.ceiling,
+            known=how.known,
+            again=how.again,
+        )
     if how.budget is None:
         return solve(p, how.method, backend=how.backend, time_limit_s=limit, gap=gap)
     if how.method == "ilp":
@@ -46,7 +55,13 @@ def solve_as(p: Problem, how: How) -> Outcome:
     from llmpq.planner.front.quality import solve_budget
 
     return solve_budget(
-        p, how.budget, time_limit_s=limit, gap=gap, ceiling=how.ceiling, known=how.known
+        p,
+        how.budget,
+        time_limit_s=limit,
+        gap=gap,
+        ceiling=how.ceiling,
+        known=how.known,
+        again=how.again,
     )
 
 

@@ -109,10 +109,8 @@ class Completion:
         classes = len(self.p.classes)
         if not self.space.listed:
             return np.zeros((1, classes), dtype=np.int64)
-        states = len(self.space.used)
-        found = [[self.space.after(s, c) for c in range(classes)] for s in range(states)]
-        table = np.array(found, dtype=np.int64)
-        return np.where(table < 0, states, table)
+        table = self.space.next_states
+        return np.where(table < 0, len(table), table)
 
     @cached_property
     def rents(self) -> Floats:
@@ -149,21 +147,27 @@ class Completion:
         """Return B [S+1, C, L+1] and the cheapest next stage of each class [S, C, L], no hop."""
         layers, after = self.p.num_layers, self.after
         states, classes = after.shape
-        table = np.full((states + 1, classes, layers + 1), np.inf)
-        table[:states, :, layers] = self._ended[:, None]
-        if not self.space.listed:
-            table[states] = table[0]
-        enter = np.full((states, classes, layers), np.inf)
+        # States are the last axis here: what is least of a few lengths is found for all at once.
+        table = np.full((classes, layers + 1, states + 1), np.inf)
+        table[:, layers, :states] = self._ended[None]
+        enter = np.full((classes, layers, states), np.inf)
+        onward = np.full((classes, layers + 1, states), np.inf)
         hops = self.hops
-        for a in range(layers - 1, -1, -1):
-            for c in range(classes):
+        for a in range(layers, -1, -1):
+            for c in range(classes if a < layers else 0):
                 ahead = self.stage[c, a, a + 1 :] + rents[c]
-                near = np.isfinite(ahead)
-                if near.any():
-                    onward = table[after[:, c], c, a + 1 :]
-                    enter[:, c, a] = (onward[:, near] + ahead[near]).min(axis=1)
-            table[:states, :, a] = (hops[None] + enter[:, None, :, a]).min(axis=2)
-        return table, enter
+                near = np.flatnonzero(np.isfinite(ahead))
+                if len(near):
+                    low, high = int(near[0]), int(near[-1]) + 1
+                    rest = onward[c, a + 1 + low : a + 1 + high]
+                    enter[c, a] = (rest + ahead[low:high, None]).min(axis=0)
+            if a < layers:
+                table[:, a, :states] = (hops[:, :, None] + enter[None, :, a]).min(axis=1)
+            if not self.space.listed:
+                table[:, a, states] = table[:, a, 0]
+            for c in range(classes):
+                onward[c, a] = table[c, a, after[:, c]]
+        return np.ascontiguousarray(table.transpose(2, 0, 1)), enter.transpose(2, 0, 1)
 
     @property
     def most(self) -> int:

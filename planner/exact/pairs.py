@@ -272,10 +272,16 @@ class PairTables:
     @cached_property
     def _memory(self) -> ClassMemory:
         """[E, X, C]: larger micro-batches of either phase leave no more room."""
+        by_eta, by_xi = self._rooms
+        return class_memory(np.minimum(by_eta[:, None], by_xi[None]))
+
+    @cached_property
+    def _rooms(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Capacity at every size of either phase, the other's the smallest: no pair has more."""
         p, (etas, xis) = self.p, (self.p.prefill_sizes, self.p.decode_sizes)
         by_eta = np.array([p.capacity(eta, xis[0]) for eta in etas])
         by_xi = np.array([p.capacity(etas[0], xi) for xi in xis])
-        return class_memory(np.minimum(by_eta[:, None], by_xi[None]))
+        return by_eta, by_xi
 
     @cached_property
     def roomiest(self) -> NDArray[np.int64]:
@@ -323,21 +329,24 @@ class PairTables:
 
     def best_pair(self, stages: tuple[Stage, ...], most: float) -> tuple[int, int] | None:
         """Return the quickest pair (eta, xi) at which stages fit, below a time `most`."""
-        times = np.where(self.open, self.values(stages), np.inf)
         counts = np.array([np.bincount(s.choices, minlength=len(self.p.choices)) for s in stages])
         needed = counts @ self.p.all_layer_bytes[0]
         sorts = sort_of(self.p.choices, counts)
         last = len(stages) - 1
+        held = [(s.cls, int(j == 0), int(j == last), int(sorts[j])) for j, s in enumerate(stages)]
+        by_eta, by_xi = (
+            np.all([rooms[:, *at] >= needed[j] for j, at in enumerate(held)], axis=0)
+            for rooms in self._rooms
+        )
+        may_fit = self.open & by_eta[:, None] & by_xi[None]
+        times = np.where(may_fit, self.values(stages), np.inf)
         for flat in np.argsort(times, axis=None, kind="stable"):
             row, column = np.unravel_index(flat, times.shape)
             if not times[row, column] < most:
                 return None
             eta, xi = self.p.prefill_sizes[row], self.p.decode_sizes[column]
             room = self.p.capacity(eta, xi)
-            if all(
-                needed[j] <= room[s.cls, int(j == 0), int(j == last), sorts[j]]
-                for j, s in enumerate(stages)
-            ):
+            if all(needed[j] <= room[at] for j, at in enumerate(held)):
                 return eta, xi
         return None
 

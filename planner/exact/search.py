@@ -1,6 +1,6 @@
 """Best-bound search over the pairs of micro-batch sizes, all device orders at once.
 
-1. Good plans first (planner/exact/starts.py, beam.py), improved by small changes.
+1. Good plans first (planner/exact/starts.py, walk.py, beam.py), improved by small changes.
 2. Every pair is bounded by the multipliers of the few whose relaxation is solved: always the pair
    with the smallest bound is solved next, and what its multipliers prove of all others is kept.
 3. The smallest part is tightened by the completion program, which also gives a plan, and closed:
@@ -36,12 +36,11 @@ from llmpq.planner.exact.space import Space, searched
 from llmpq.planner.exact.starts import (
     Incumbent,
     first_plans,
-    in_all_choices,
-    of_one_precision,
     other_methods,
     unlike,
 )
 from llmpq.planner.exact.true_links import with_true_links
+from llmpq.planner.exact.walk import Walk
 from llmpq.planner.ilp.solve import no_plan_fits, no_plan_yet, solve_ilp
 from llmpq.planner.outcome import OPTIMAL_GAP, Assignment, Infeasible, Outcome, Unfinished
 from llmpq.planner.problem import Problem
@@ -66,6 +65,10 @@ START_S = 0.8
 """Seconds that it may take, but not more than half of the time."""
 IMPROVE_SHARE = 0.4
 """Share of what is left of that for the improvement of each of a few plans."""
+STARTS = 3
+"""Plans of the simple methods that are improved, each of another order."""
+WALK_SHARE = 0.6
+"""Share of what is left of that for a walk among plans of one precision a stage."""
 HOP_STEP = 0.01
 """Share of the best plan's value that hops may differ by within a case of numbers of stages."""
 NEAREST_SHARE = 0.5
@@ -91,6 +94,7 @@ class Search:
         self.budget, self.ceiling = budget, ceiling
         self.incumbent = Incumbent(p, budget)
         self.true_tables = PairTables(p)
+        self.walk = Walk(self.incumbent, self.true_tables)
         self.p, self.space = searched(p)
         self.tables = self.true_tables if self.p is p else PairTables(self.p)
         self.relaxation = ClassRelaxation(self.p)
@@ -163,6 +167,14 @@ class Search:
         self.hasty, self.deadline = False, end
         return bound
 
+    def begin_again(self, known: Assignment | None = None) -> None:
+        """Walk on a little from the best plan, where good ones were looked for before."""
+        now = time.perf_counter()
+        if self.best is None:
+            self.begin(known)
+        else:
+            self.walk.from_each([self.best], now + SOON_SHARE * max(0.0, self.deadline - now))
+
     def begin(self, known: Assignment | None = None) -> None:
         """Offer simple plans, and a known one, and improve the best of them."""
         now = time.perf_counter()
@@ -178,8 +190,12 @@ class Search:
                     return
 
         if known is not None:  # it may not fit: it is of another precision of KV
-            improved(self.incumbent, self.true_tables, known, (now + limit) / 2)
+            share = (limit - now) * IMPROVE_SHARE / 2
+            improved(self.incumbent, self.true_tables, known, now + share)
+            found.append((math.inf, known))
         keep(first_plans(self.true, self.true_tables), (now + limit) / 2)
+        now = time.perf_counter()
+        self.walk.from_each(unlike(found, STARTS), now + (limit - now) * WALK_SHARE)
         if self.p is self.true:
             rounded = rounded_plans(self.p, self.tables, self.relaxation)
             improve_each(self.incumbent, self.tables, rounded, limit)
@@ -187,31 +203,14 @@ class Search:
         keep(beam_plans(self.true, self.true_tables, (now + limit) / 2), limit)
         now = time.perf_counter()
         keep(other_methods(self.true, now + (limit - now) / 4), limit)
-        for number, plan in enumerate(unlike(found, 3)):
+        now = time.perf_counter()
+        self.walk.from_each(unlike(found, STARTS), now + (limit - now) * WALK_SHARE)
+        for plan in (*filter(None, [self.best]), *unlike(found, STARTS)):
             now = time.perf_counter()
             improved(self.incumbent, self.true_tables, plan, now + (limit - now) * IMPROVE_SHARE)
-            for other in self._of_one_precision(limit) if number == 0 else ():
-                improved(self.incumbent, self.true_tables, other, limit)
         keep(other_methods(self.true, limit), limit)
         if self.best is not None:
             improved(self.incumbent, self.true_tables, self.best, limit)
-
-    def _of_one_precision(self, limit: float) -> Iterator[Assignment]:
-        """Yield what a short search finds of each precision alone: its tables are small."""
-        p = self.true
-        alone = [b for b in range(len(p.choices)) if p.open[:, b].all()]
-        used = self.best.choices if self.best is not None else ()
-        alone.sort(key=lambda b: -used.count(b))
-        for b in alone if len(p.choices) > 1 else ():
-            now = time.perf_counter()
-            if now > limit:
-                return
-            small = Search(of_one_precision(p, b), (now + limit) / 2, self.gap)
-            for plan in first_plans(small.true, small.true_tables):
-                small.incumbent.offer(plan)
-            small.run()
-            if small.best is not None:
-                yield in_all_choices(small.best, b)
 
     def run(self) -> float:
         """Search, improve what is not proven; return the proven lower bound over the space."""
@@ -219,7 +218,7 @@ class Search:
         self.deadline -= POLISH_SHARE * max(0.0, end - time.perf_counter())
         bound, self.deadline = self._both_links(), end
         if bound < self.target and self.best is not None:
-            improved(self.incumbent, self.true_tables, self.best, end)
+            self.walk.from_each([self.best], end)
         return bound
 
     def _both_links(self) -> float:
@@ -379,6 +378,7 @@ def solve_exact(
     gap: float = 1e-6,
     ceiling: float = math.inf,
     known: Assignment | None = None,
+    again: bool = False,
 ) -> Outcome:
     """Return the best plan over all orders and pairs, with its proof.
 
@@ -390,6 +390,6 @@ def solve_exact(
     search = Search(p, time.perf_counter() + time_limit_s, gap, ceiling=ceiling)
     bound = search.soon(known)
     if bound < search.target:
-        search.begin(known)
+        (search.begin_again if again else search.begin)(known)
         bound = search.run()
     return search.outcome(bound, "")

@@ -9,6 +9,8 @@ Nodes that are twins are used in one order: the second only once the first has a
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -29,6 +31,7 @@ class Space:
     def __init__(self, p: Problem) -> None:
         self.p = p
         self.counts = np.array([cls.count for cls in p.classes])
+        self._most, self._max_stages = self.counts.tolist(), p.max_stages
         self.allowed = allowed_stages(p)
         self._before = _nodes_before(p)
         self.used: list[Used] = []
@@ -46,17 +49,25 @@ class Space:
 
     def after(self, state: int, c: int) -> int:
         """Return the state after one more device of a class, -1 if there is none."""
-        if (state, c) not in self._after:
-            self._after[state, c] = self._next(self.used[state], c)
-        return self._after[state, c]
+        found = self._after.get((state, c))
+        if found is None:
+            found = self._after[state, c] = self._next(self.used[state], c)
+        return found
 
     def unused(self, state: int) -> NDArray[np.int64]:
         """[C] devices of each class that stages to come may use at most."""
         left = self.p.max_stages - sum(self.used[state])
         return np.minimum(self.counts - np.array(self.used[state]), left)
 
+    @cached_property
+    def next_states(self) -> NDArray[np.int64]:
+        """[S, C] the state after one more device of a class, -1 if there is none; of all listed."""
+        classes = len(self.p.classes)
+        found = [[self.after(s, c) for c in range(classes)] for s in range(len(self.used))]
+        return np.array(found, dtype=np.int64)
+
     def _next(self, used: Used, c: int) -> int:
-        if used[c] >= self.counts[c] or sum(used) >= self.p.max_stages:
+        if used[c] >= self._most[c] or sum(used) >= self._max_stages:
             return -1
         before = self._before.get(c)
         if before is not None and not any(used[d] for d in before):
@@ -67,9 +78,9 @@ class Space:
         """Number every state, those with fewer devices first, unless there are too many."""
         p = self.p
         most = min(MAX_STATES, MAX_WORK * 2 / (len(p.classes) * (p.num_layers + 1) ** 2))
-        state = 0
+        state, classes = 0, len(p.classes)
         while state < len(self.used):
-            for c in range(len(p.classes)):
+            for c in range(classes):
                 self.after(state, c)
             if len(self.used) > most:
                 self.used, self._index, self._after = [], {}, {}

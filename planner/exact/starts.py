@@ -9,7 +9,6 @@ import contextlib
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -83,25 +82,6 @@ def other_methods(p: Problem, deadline: float) -> Iterator[Assignment]:
         with contextlib.suppress(Infeasible):
             share = left / (len(methods) - number)
             yield solve(p, time_limit_s=share).assignment
-
-
-def of_one_precision(p: Problem, b: int) -> Problem:
-    """Return the problem with one choice only, what is known of times and links kept."""
-    one = p.with_changes(choices=(p.choices[b],), offered=())
-    kept = ("members", "classes", "links", "class_links", "node_twins", "_keys")
-    one.__dict__.update({name: p.__dict__[name] for name in kept if name in p.__dict__})
-    one.__dict__["_capacities"] = dict(p._capacities)
-    one.__dict__["_sizes"] = {
-        key: replace(numbers, layer_s=numbers.layer_s[:, :, b : b + 1])
-        for key, numbers in p._sizes.items()
-    }
-    return one
-
-
-def in_all_choices(a: Assignment, b: int) -> Assignment:
-    """Return a plan of `of_one_precision` as one of the whole problem."""
-    stages = [replace(s, choices=(b,) * len(s.choices)) for s in a.stages]
-    return replace(a, stages=tuple(stages))
 
 
 def unlike(found: list[tuple[float, Assignment]], most: int) -> list[Assignment]:

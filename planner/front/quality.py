@@ -52,6 +52,7 @@ def solve_budget(
     theta: float | None = None,
     known: Assignment | None = None,
     ceiling: float = math.inf,
+    again: bool = False,
 ) -> Outcome:
     """Return the fastest plan whose sum of omega is at most `budget`, with its proof.
 
@@ -76,7 +77,7 @@ def solve_budget(
     )
     bound = search.soon(known)
     if bound < search.target:
-        search.begin(known)
+        (search.begin_again if again else search.begin)(known)
         if search.best is None and ceiling == math.inf:
             _offer_priced(p, search, theta)
         bound = search.run()
