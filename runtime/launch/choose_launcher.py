@@ -33,7 +33,7 @@ def make_launcher(plan: Plan, launch: Launch, deadlines: Deadlines) -> Launcher:
     if backend == "processes":
         from llmpq.runtime.launch.process_launcher import ProcessLauncher
 
-        return ProcessLauncher()
+        return ProcessLauncher(behind_server=launch.stages_apart)
     from llmpq.runtime.launch.thread_launcher import ThreadLauncher
 
     return ThreadLauncher()

@@ -40,7 +40,9 @@ class ProcessLauncher:
 
     meets_by_address = True
 
-    def __init__(self) -> None:
+    def __init__(self, *, behind_server: bool = False) -> None:
+        """`behind_server`: stages on CPUs leave them to this process whenever it wants one."""
+        self._behind_server = behind_server
         self._stages: list[ProcessStage] = []
 
     def __enter__(self) -> Self:
@@ -66,7 +68,9 @@ class ProcessLauncher:
         """Start a process per stage; they import, construct their actors and wait for calls."""
         plan_data = json.loads(plan.dump_json())
         for index, stage in enumerate(plan.stages):
-            first = {"index": index, "plan": plan_data, "settings": asdict(settings[index])}
+            first: dict[str, Any] = {"index": index, "plan": plan_data}
+            first |= {"settings": asdict(settings[index])}
+            first |= {"lowest_priority": self._behind_server and stage.is_cpu}
             self._stages.append(ProcessStage(first, _environment(stage)))
         return list(self._stages)
 

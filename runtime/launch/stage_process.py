@@ -1,9 +1,10 @@
 """One stage, or one survey of a node, as a plain process: its calls as JSON lines.
 
-First line: {"index": 0, "plan": {...}, "settings": {...}}, or {"survey": {...}}. Then one call a
-line, such as {"number": 3, "call": "load", "args": []}, each in a thread of its own and answered,
-in any order, with {"number": 3, "value": ...} or {"number": 3, "error": "ValueError", "text":
-"..."}. The process ends with its standard input, so that it never outlives who started it.
+First line: {"index": 0, "plan": {...}, "settings": {...}, "lowest_priority": false}, or {"survey":
+{...}}. Then one call a line, such as {"number": 3, "call": "load", "args": []}, each in a thread of
+its own and answered, in any order, with {"number": 3, "value": ...} or {"number": 3, "error":
+"ValueError", "text": "..."}. The process ends with its standard input, so that it never outlives
+who started it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from llmpq.child_lines import read_lines, take_answers, write_line
 from llmpq.out_of_memory import first_line, out_of_memory
 from llmpq.runtime.lasting import keep_loaded
 
+_LOWEST = 19
+"""The nice value of a stage that computes on a server's own CPUs: what is computed is sent before
+more is. With the same priority a token waits for a core while the stages have them."""
 _SWITCH_S = 0.0005
 """How long the loop that feeds a device may wait for a thread that answers a call."""
 CALLS = (
@@ -51,6 +55,8 @@ class _Server:
 
 
 def _actor(first: dict[str, Any]) -> Any:
+    if first.get("lowest_priority"):  # before threads are started: they inherit it
+        os.nice(_LOWEST)
     # Imported here: what cannot be imported is the answer to the first call.
     if "survey" in first:
         from llmpq.runtime.launch.node_survey import NodeSurvey

@@ -12,6 +12,7 @@ import json
 import logging
 import time
 import uuid
+from collections import deque
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, Protocol
 
@@ -59,11 +60,43 @@ class _Body:
         self.complete = length in (b"", b"0") and not _header(scope, b"transfer-encoding")
 
 
+class Turns:
+    """Lets one request begin in a round of the event loop.
+
+    Taking one in costs as much as ten tokens: of many that come together each lets the tokens go
+    first that have come meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._taken = False
+
+    async def wait(self) -> None:
+        """Return when it is the caller's turn."""
+        loop = asyncio.get_running_loop()
+        if self._taken:
+            turn: asyncio.Future[None] = loop.create_future()
+            self._waiting.append(turn)
+            await turn
+        else:
+            self._taken = True
+            loop.call_soon(self._next, loop)
+
+    def _next(self, loop: asyncio.AbstractEventLoop) -> None:
+        while self._waiting and self._waiting[0].done():  # its client has gone
+            self._waiting.popleft()
+        self._taken = bool(self._waiting)
+        if self._waiting:
+            self._waiting.popleft().set_result(None)
+            loop.call_soon(self._next, loop)
+
+
 class Gate:
     """Lets requests through to the application, or refuses them."""
 
     def __init__(self, app: App, service: Gated) -> None:
         self._app, self._service = app, service
+        self._turns = Turns()
         self._keys = [key.encode() for key in service.settings.api_keys]
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
@@ -90,6 +123,7 @@ class Gate:
             await send(message)
 
         try:
+            await self._turns.wait()
             self._check_key(scope)
             _check_form(scope)
             await self._app(scope, self._bounded(scope, receive, body), told)

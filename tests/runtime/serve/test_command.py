@@ -47,6 +47,10 @@ def test_one_line_serves_listens_once_and_ends_in_order(demo_model, tmp_path):
             asked = urllib.request.Request(f"{url}/v1/completions", data, headers)
             with urllib.request.urlopen(asked, timeout=60) as answer:
                 assert json.load(answer)["usage"]["completion_tokens"] == 3
+            stages = [c for c in psutil.Process(process.pid).children(True)
+                      if any("stage_process" in word for word in c.cmdline())]  # fmt: skip
+            assert stages and all(stage.nice() == 19 for stage in stages)
+            assert psutil.Process(process.pid).nice() == psutil.Process().nice() < 19
             family = [process.pid, *(c.pid for c in psutil.Process(process.pid).children(True))]
             listening = [
                 (c.laddr.ip, c.laddr.port)
