@@ -1,7 +1,7 @@
 """Requests that a schema allows, and some that it does not, sent to a server by the thousand.
 
     pip install schemathesis
-    llmpq-dist serve --model examples/demo-7m --max-model-len 256 --port 8000
+    llmpq-dist serve --model examples/demo-7m --port 8000
     python benchmarks/serve_fuzz.py openapi.yml --url http://127.0.0.1:8000/v1 --model demo-7m
 
 `openapi.yml` is OpenAI's schema of its API (openai-python's repository has it, under
