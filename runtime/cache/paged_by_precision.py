@@ -25,7 +25,7 @@ def make_paged_kv(
 ) -> PagedKV:
     """Allocate a stage's pool; `layers` are their numbers in the model.
 
-    On a GPU `capabilities.gpu_pool_lack` has said that there is one for the precision.
+    On a GPU `capabilities.require_gpu_pool` has said that there is one for the precision.
     """
     if torch.device(device).type == "cuda":
         # Triton is not imported where there is no GPU.

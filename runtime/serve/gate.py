@@ -63,8 +63,8 @@ class _Body:
 class Turns:
     """Lets one request begin in a round of the event loop.
 
-    Taking one in costs as much as ten tokens: of many that come together each lets the tokens go
-    first that have come meanwhile.
+    Taking one in costs as much as many tokens: of several that come together each lets the tokens
+    go first that have come meanwhile.
     """
 
     def __init__(self) -> None:

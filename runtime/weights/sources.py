@@ -3,8 +3,8 @@
 A source hands out one layer (or embedding, or head) at a time as host tensors by part name, so a
 stage reads its own slice only and never holds more than a few layers unquantised. A part that a
 file stores as it is used (an embedding in the stage's dtype) is that file's pages, mapped, not a
-copy of them: llama-3.2-1b's output matrix is multiplied as quickly from there (15 ms, 17 from a
-copy; two busy cores of an AMD EPYC). Files are let go after each part.
+copy of them: whoever rewrites a checkpoint in place changes what is served from it. Files are let
+go after each part.
 """
 
 from __future__ import annotations
