@@ -85,8 +85,7 @@ class LLM:
         `packed_prompts`: on GPUs, too, prompts attend to low-bit keys and values as they are kept.
         `speculate` and `gamma` (tokens drafted per verify) are the plan's unless they are given.
         `trace`: a file for what every stage did when and for which requests, written by `close`.
-        `stages_apart`: a single stage, too, is a process of its own, as servers have it; those on
-        CPUs run at the lowest priority (nice 19).
+        `stages_apart`: a single stage, too, is a process, at nice 19 on a CPU, as servers have it.
         """
         wishes = Wishes(
             max_model_len=max_model_len, max_num_seqs=max_num_seqs, dtype=dtype,
