@@ -27,6 +27,7 @@ from llmpq.runtime.request import Request
 pytestmark = pytest.mark.cluster
 NAMED_WITHIN_S = 15
 RAY = Launch(backend="ray")
+JOB_SHAPE = {"batch": 2, "gen_len": 120, "prompt_len": 8}
 
 
 def command(plan: Path, *more: object) -> list[str]:
@@ -43,13 +44,20 @@ def last_line(done: subprocess.CompletedProcess[str]) -> str:
     return done.stderr.strip().splitlines()[-1]
 
 
+def run_here(plan: Path, *more: object) -> int:
+    """Run a command in this process, where torch is imported and Ray is joined."""
+    return main(list(map(str, command(plan, *more)[3:])))
+
+
 @pytest.fixture
 def refused(capsys):
-    """Run a command in this process that ends before any stage starts: exit code, last line."""
+    """Run a command in this process that is refused: exit code, last line."""
 
     def ended(plan: Path, *more: object) -> tuple[int, str]:
-        code = main(list(map(str, command(plan, *more)[3:])))
-        return code, capsys.readouterr().err.strip().splitlines()[-1]
+        code = run_here(plan, *more)
+        said = capsys.readouterr().err
+        assert "Traceback" not in said
+        return code, said.strip().splitlines()[-1]
 
     return ended
 
@@ -124,9 +132,13 @@ def test_bad_rows_get_an_error_and_the_rest_finishes(ray_session, plan_file, pro
 
 @pytest.mark.parametrize("what", ["model", "cluster"])
 def test_a_plan_for_something_else_is_refused(
-    refused, plan_file, prompts, tiny_models, tmp_path, what
+    refused, plan_file, prompts, demo_model, tmp_path, what
 ):
-    wrong: list[object] = ["--model", tiny_models.directory("opt")]
+    wrong: list[object] = ["--model", tmp_path / "model"]
+    if what == "model":
+        shutil.copytree(demo_model, tmp_path / "model")
+        config = json.loads((demo_model / "config.json").read_text())
+        (tmp_path / "model/config.json").write_text(json.dumps(config | {"rope_theta": 12345.0}))
     if what == "cluster":
         other = tmp_path / "cluster.yaml"
         other.write_text("schema: 1\nname: other\nnodes: [{name: n, accelerators: 'T4:2'}]\n")
@@ -182,32 +194,30 @@ def broken_copy(demo_model: Path, folder: Path, damage: str) -> Path:
         ("tensor", "'model.layers.5.mlp.up_proj.weight' is missing"),
     ],
 )
-def test_unusable_weights_are_named(ray_session, demo_model, make_plan, tmp_path, damage, message):
+def test_unusable_weights_are_named(demo_model, make_plan, tmp_path, damage, message):
     folder = broken_copy(demo_model, tmp_path / "model", damage)
     settings = StageSettings(model_dir=str(folder))
     with (
         pytest.raises(ValueError, match=message),
-        Engine.start(make_plan(demo_model, (3,)), settings),
+        Engine.start(make_plan(demo_model, (3,)), settings, launch=Launch(backend="threads")),
     ):
         pass
 
 
 def test_the_command_names_truncated_weights_in_one_sentence(
-    ray_session, demo_model, plan_file, tmp_path
+    ray_session, demo_model, plan_file, refused, tmp_path
 ):
     folder = broken_copy(demo_model, tmp_path / "model", "truncated")
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text('{"prompt": "import os"}\n')
     joined = ("--ray-address", ray_session, "--model", folder)
-    done = run(plan_file(), "-i", source, "-o", out, *joined)
-    assert done.returncode == ExitCode.USAGE == 2, done.stderr
-    assert "Traceback" not in done.stderr
-    last = last_line(done)
+    code, last = refused(plan_file(()), "-i", source, "-o", out, *joined)
+    assert code == ExitCode.USAGE == 2, last
     assert last.startswith("llmpq-dist: ") and "model.safetensors" in last
     assert "is truncated" in last
 
 
-def test_memory_that_differs_from_the_plan_is_refused(ray_session, demo_model, make_plan):
+def test_memory_that_differs_from_the_plan_is_refused(demo_model, make_plan):
     plan = make_plan(demo_model, ())
     sizes = dict.fromkeys(
         ("embedding_bytes", "workspace_bytes", "context_bytes", "total_bytes", "limit_bytes"), 0
@@ -226,10 +236,10 @@ def test_memory_that_differs_from_the_plan_is_refused(ray_session, demo_model, m
 def long_job(make_plan, demo_model) -> tuple[object, list[Request]]:
     """Return a job of seconds: many prompts, then many tokens."""
     plan = make_plan(
-        demo_model, (4,), batch=48, prompt_len=96, gen_len=200, prefill_microbatch=1,
-        decode_microbatch=24,
+        demo_model, (4,), batch=24, prompt_len=96, gen_len=200, prefill_microbatch=1,
+        decode_microbatch=12,
     )  # fmt: skip
-    requests = [Request(id=i, prompt=tuple(range(3, 99)), max_new=200) for i in range(48)]
+    requests = [Request(id=i, prompt=tuple(range(3, 99)), max_new=200) for i in range(24)]
     return plan, requests
 
 
@@ -268,72 +278,104 @@ def test_a_killed_stage_is_named_with_its_cause(
     assert gone(pids), "no process is left behind"
 
 
-@pytest.mark.parametrize("backend", ["ray", "processes"])
-def test_the_command_names_a_killed_stage_and_ends_with_its_code(
-    ray_session, plan_file, tmp_path, backend
-):
-    plan = plan_file((4,), batch=2, gen_len=160, prompt_len=8)
-    source, out, log = (tmp_path / name for name in ("in.jsonl", "out.jsonl", "log"))
-    rows = [{"prompt": "import os\n", "max_tokens": 160 if i else 8} for i in range(7)]
-    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    joined = ("--ray-address", ray_session) if backend == "ray" else ("--backend", backend)
-    words = command(plan, "-i", source, "-o", out, "--ignore-eos", *joined)
-    with log.open("w") as stderr:
-        process = subprocess.Popen(words, stderr=stderr, stdout=subprocess.DEVNULL)
-        end_s = time.monotonic() + 60
-        while time.monotonic() < end_s and not (out.exists() and out.read_text()):
+class Job:
+    """Four rows in two slots, the first of them soon over: a command is disturbed in between."""
+
+    ROWS = {"import os\n": 8, "def main(": 120, "class A:": 120, "for i in": 120}
+
+    def __init__(self, folder: Path, plan: Path) -> None:
+        self.plan, self.source, self.out = plan, folder / "in.jsonl", folder / "out.jsonl"
+        self.log = folder / "log"
+        rows = [{"prompt": text, "max_tokens": count} for text, count in self.ROWS.items()]
+        self.source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def started(self, *how: object, **options) -> subprocess.Popen:
+        """Start the command; return once a row is finished."""
+        words = command(self.plan, *self.flags, "-o", self.out, *how)
+        with self.log.open("w") as stderr:
+            process = subprocess.Popen(words, stderr=stderr, stdout=subprocess.DEVNULL, **options)
+        end_s = time.monotonic() + 120
+        while time.monotonic() < end_s and not (self.out.exists() and self.out.read_text()):
             time.sleep(0.02)
-        pids = [int(pid) for pid in re.findall(r"stage \d: .*, pid (\d+)", log.read_text())]
-        os.kill(pids[1], signal.SIGKILL)
-        killed_s = time.monotonic()
-        code = process.wait(timeout=60)
-    text = log.read_text()
-    assert code == ExitCode.STAGE_LOST == 6, text
+        return process
+
+    @property
+    def flags(self) -> tuple[object, ...]:
+        return ("-i", self.source, "--ignore-eos")
+
+    def said(self) -> str:
+        return self.log.read_text()
+
+    def stage_pids(self) -> list[int]:
+        return [int(pid) for pid in re.findall(r"stage \d: .*, pid (\d+)", self.said())]
+
+    def rows(self) -> list[str]:
+        return self.out.read_text().splitlines()
+
+    def here(self, *more: object) -> int:
+        """Run the command's job in this process, undisturbed."""
+        return run_here(self.plan, *self.flags, "--backend", "threads", *more)
+
+
+@pytest.fixture(scope="module")
+def whole_rows(tmp_path_factory, make_plan, demo_model) -> list[str]:
+    """Return what the job gives where nothing disturbs it."""
+    folder = tmp_path_factory.mktemp("whole")
+    make_plan(demo_model, (4,), **JOB_SHAPE).save_json(folder / "plan.json")
+    job = Job(folder, folder / "plan.json")
+    assert job.here("-o", job.out) == 0
+    return job.rows()
+
+
+@pytest.fixture
+def job(plan_file, tmp_path) -> Job:
+    return Job(tmp_path, plan_file((4,), **JOB_SHAPE))
+
+
+def require_resumed(job: Job, whole_rows: list[str]) -> None:
+    """Something was finished, not all; what --resume adds is what an undisturbed run gives."""
+    kept = job.rows()
+    assert 1 <= len(kept) < len(whole_rows)
+    assert job.here("-o", job.out, "--resume") == 0
+    assert job.rows() == whole_rows and job.rows()[: len(kept)] == kept
+
+
+def test_the_command_names_a_killed_stage_and_ends_with_its_code(job, whole_rows):
+    process = job.started("--backend", "processes")
+    pids = job.stage_pids()
+    os.kill(pids[1], signal.SIGKILL)
+    killed_s = time.monotonic()
+    code = process.wait(timeout=60)
+    assert code == ExitCode.STAGE_LOST == 6, job.said()
     assert time.monotonic() - killed_s < NAMED_WITHIN_S
-    assert "Traceback" not in text
-    last = text.strip().splitlines()[-1]
+    assert "Traceback" not in job.said()
+    last = job.said().strip().splitlines()[-1]
     assert f"stage 1 (CPU-1 on local, pid {pids[1]}) was lost" in last
     assert "SIGKILL" in last and "--resume" in last
     assert gone(pids), "no process is left behind"
-    assert 1 <= len(out.read_text().splitlines()) < len(rows), "what was finished is kept"
+    require_resumed(job, whole_rows)
 
 
 @pytest.mark.parametrize("backend", ["ray", "processes"])
 def test_a_stopped_stage_is_named_at_its_deadline_and_resume_finishes(
-    ray_session, plan_file, tmp_path, backend
+    request, job, whole_rows, backend
 ):
-    """Exit 7, no orphans; what --resume adds is what an uninterrupted run gives."""
+    """Exit 7, no orphans."""
     assert Deadlines().step_s == 30, "the default"
-    plan = plan_file((4,), batch=2, gen_len=160, prompt_len=8)
-    source, out, whole = (tmp_path / name for name in ("in.jsonl", "out.jsonl", "whole.jsonl"))
-    texts = ("import os\n", "def main(", "class A:", "for i in", "NAME\n", "x = [1, 2", "return")
-    rows = [{"prompt": t, "max_tokens": 160 if i else 8} for i, t in enumerate(texts)]
-    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    how = ("--ray-address", ray_session) if backend == "ray" else ("--backend", backend)
-    joined = ("-i", source, "--ignore-eos", *how)
-    words = command(plan, *joined, "-o", out, "--step-timeout", 3)
-    log = tmp_path / "log"
-    with log.open("w") as stderr:
-        process = subprocess.Popen(words, stderr=stderr, stdout=subprocess.DEVNULL)
-        end_s = time.monotonic() + 60
-        while time.monotonic() < end_s and not (out.exists() and out.read_text()):
-            time.sleep(0.02)
-        pids = [int(pid) for pid in re.findall(r"stage \d: .*, pid (\d+)", log.read_text())]
-        os.kill(pids[1], signal.SIGSTOP)
-        stopped_s = time.monotonic()
-        code = process.wait(timeout=30)
-    assert code == ExitCode.DEADLINE == 7, log.read_text()
+    how = ["--backend", backend, "--step-timeout", 3]
+    if backend == "ray":
+        how[:2] = ["--ray-address", request.getfixturevalue("ray_session")]
+    process = job.started(*how)
+    pids = job.stage_pids()
+    os.kill(pids[1], signal.SIGSTOP)
+    stopped_s = time.monotonic()
+    assert process.wait(timeout=30) == ExitCode.DEADLINE == 7, job.said()
     assert time.monotonic() - stopped_s < 3 + NAMED_WITHIN_S
-    last = log.read_text().strip().splitlines()[-1]
+    last = job.said().strip().splitlines()[-1]
     assert re.search(rf"stage 1 \(CPU-1 on local, pid {pids[1]}\) has not answered for 3 s", last)
+    assert "Traceback" not in job.said()
     assert len(pids) == 2 and gone(pids), "a stopped process is killed, too"
-    kept = out.read_text().splitlines()
-    assert 1 <= len(kept) < len(rows)
-    for more in (("-o", out, "--resume"), ("-o", whole)):
-        done = run(plan, *joined, *more)
-        assert done.returncode == 0, done.stderr
-    assert out.read_text().splitlines() == whole.read_text().splitlines()
-    assert out.read_text().splitlines()[: len(kept)] == kept
+    require_resumed(job, whole_rows)
 
 
 def test_a_placement_that_can_never_be_met_says_so(ray_session, demo_model, make_plan):
@@ -387,46 +429,22 @@ def test_a_placement_that_stays_pending_is_given_up(ray_session, demo_model, mak
 
 
 @pytest.mark.parametrize(
-    ("how", "backend"),
-    [(signal.SIGINT, "ray"), (signal.SIGTERM, "ray"), (signal.SIGINT, "processes")],
+    ("how", "backend"), [(signal.SIGINT, "ray"), (signal.SIGTERM, "processes")]
 )
-def test_a_stop_keeps_what_is_done_and_resume_finishes_it(
-    ray_session, plan_file, tmp_path, how, backend
-):
+def test_a_stop_keeps_what_is_done_and_resume_finishes_it(job, whole_rows, how, backend):
     """Its command may start a Ray of its own: nothing of that may stay either."""
-    plan = plan_file((4,), batch=2, gen_len=160, prompt_len=8)
-    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    rows = [{"prompt": "import os\n", "max_tokens": 8 if i == 0 else 160} for i in range(7)]
-    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = command(plan, "-i", source, "-o", out, "--ignore-eos", "--backend", backend)
-    process = subprocess.Popen(
-        words,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        stdout=subprocess.DEVNULL,
+    process = job.started(
+        "--backend", backend, start_new_session=True,
         # Tests that a shell runs in the background inherit a SIGINT that is ignored.
         preexec_fn=partial(signal.signal, signal.SIGINT, signal.default_int_handler),
-    )
-    end_s = time.monotonic() + 60
-    while time.monotonic() < end_s and not (out.exists() and out.read_text()):
-        time.sleep(0.05)
+    )  # fmt: skip
     children = descendants(process.pid)
     assert len(children) >= 2
     process.send_signal(how)
-    _, stderr = process.communicate(timeout=30)
-    assert process.returncode == ExitCode.INTERRUPTED, stderr
-    assert "--resume" in stderr.strip().splitlines()[-1]
-    kept = [json.loads(line) for line in out.read_text().splitlines()]
-    assert 1 <= len(kept) < 7 and kept[0]["index"] == 0
+    assert process.wait(timeout=30) == ExitCode.INTERRUPTED, job.said()
+    assert "--resume" in job.said().strip().splitlines()[-1]
     assert gone(children), "no process is left behind"
-    again = ("--ignore-eos", "--resume", "--ray-address", ray_session)
-    done = run(plan, "-i", source, "-o", out, *again)
-    assert done.returncode == 0, done.stderr
-    resumed = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [row["index"] for row in resumed] == list(range(7))
-    assert all(row in resumed for row in kept)
-    assert len({row["text"] for row in resumed[1:]}) == 1, "equal prompts, equal greedy text"
+    require_resumed(job, whole_rows)
 
 
 def descendants(pid: int) -> list[int]:
