@@ -22,6 +22,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from llmpq.kernels.arrivals import arrivals
 from llmpq.kernels.atom.fp8_kernel import wgmma_kernel
 from llmpq.kernels.atom.hopper_inputs import (
     Activation,
@@ -35,7 +36,7 @@ from llmpq.kernels.atom.hopper_inputs import (
 from llmpq.kernels.atom.int8_kernel import integer_kernel
 from llmpq.kernels.formats.atom_scheme import AtomScheme
 from llmpq.kernels.formats.atom_tiles import AtomTiles, from_words
-from llmpq.kernels.gemm.linear_gpu import arrivals, linear_gpu
+from llmpq.kernels.gemm.linear_gpu import linear_gpu
 
 __all__ = [
     "Activation",

@@ -15,7 +15,6 @@ torch's caching allocator can serve inside a CUDA graph.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator
 from functools import partial
 
@@ -24,6 +23,7 @@ import triton
 from torch import Tensor
 from torch.nn import functional
 
+from llmpq.kernels.arrivals import arrivals
 from llmpq.kernels.formats.quantized_weight import QuantizedWeight
 from llmpq.kernels.formats.weight_layout import BLOCK_ROWS
 from llmpq.kernels.gemm import gluon_launch
@@ -239,30 +239,6 @@ def _register_limit(config: Config, bits: int, rows: int) -> int | None:
     pipelined = config.stages > 1 and config.bm <= 64
     plain = config.stages == 1 and config.bm <= 32 and config.depth <= 2 and bits < 8
     return 128 if config.warps == 8 and rows <= config.bm and (pipelined or plain) else None
-
-
-def arrivals(device: torch.device, tiles: int) -> Tensor:
-    """Counters of arrived shares, one a tile, zero between launches: the last share resets its own.
-
-    Products on one stream take turns; two streams must not share counters, so each has its own.
-    A captured graph runs on whatever stream replays it and takes the default stream's, which must
-    be zeroed outside the capture: every eager product sees to that.
-    """
-    size = 1 << max(12, (tiles - 1).bit_length())
-    default = _counters(device, 0, size)
-    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-        return default
-    return _counters(device, torch.cuda.current_stream(device).cuda_stream, size)
-
-
-@functools.cache
-def _counters(device: torch.device, stream: int, size: int) -> Tensor:
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            "a product with split K was captured before any ran: its counters would not be zero. "
-            "Call linear once with these shapes before capturing a CUDA graph."
-        )
-    return torch.zeros(size, dtype=torch.int32, device=device)
 
 
 @torch.library.custom_op("llmpq::quantized_linear", mutates_args=())

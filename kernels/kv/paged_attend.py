@@ -6,8 +6,9 @@
              of a key/value head takes an equal run of it, whatever the rows' lengths:
                  rows       |0 0 0 0 0 0 0|1 1|2 2 2 2|
                  programs   |0 0 0 0|1 1 1 1|2 2 2 2|3|        share = ceil(tiles / PROGRAMS)
-             A row within one program is written at once, the parts of others (row + program numbers
-             them) are merged by `combine` with their log2-sum-exp.
+             A row within one program is written at once. The parts of others (row + program numbers
+             them) wait with their log2-sum-exp until the last program merges them, in order.
+             Rows of one length get the nearest share that divides it.
     chunk    rows of several: a program takes TILE = M / (H / G) new tokens of a row, times the
              query heads of a key/value head, over all keys they see, causal inside.
 
@@ -16,7 +17,9 @@ key without a value). Keys before the window are not read: decoding rows of wind
 line of tiles of their own, as long as the model's widest window.
 
 Launches have shapes of their own, not the rows': lengths and tables are read on the device
-(paged_rows.py), so a CUDA graph of a step serves any mix of as many places.
+(paged_rows.py), so a CUDA graph of a step serves any mix of as many places. No kernel writes them,
+the host does before a step: they are read, and first keys asked of the L2, while the kernel in
+front ends.
 
 Cost: decode reads 2 D elements of the pool per token and key/value head once; a chunk reads them
 once a tile, and does 4 D operations per query head, new token and key.
@@ -35,8 +38,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from llmpq.kernels.arrivals import arrivals
 from llmpq.kernels.kv.paged_plan import PagedPlan, Scores
-from llmpq.kernels.kv.plain_attend import LOG2_E
+from llmpq.kernels.kv.plain_attend import LOG2_E, ask_tiles
 from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule
 from llmpq.kernels.overlap import overlaps
 from llmpq.kv_format import BLOCK_TOKENS
@@ -91,33 +95,102 @@ def _sums_before(sinks, head, stored, counted, M: tl.constexpr, SINKS: tl.conste
     return m_i, l_i
 
 
+@triton.jit
+def _share_of(sums, num_rows, ROWS: tl.constexpr, PROGRAMS: tl.constexpr):
+    """Where rows end in the line of tiles, the line's length, and the tiles of a program."""
+    r = tl.arange(0, ROWS)
+    live = r < num_rows
+    ends = tl.load(sums + r, mask=live, other=2147483647)
+    before = tl.load(sums + r - 1, mask=live & (r > 0), other=0)
+    total = tl.load(sums + num_rows - 1)
+    share = (total + PROGRAMS - 1) // PROGRAMS
+    tiles = tl.where(live, ends - before, 0)
+    longest = tl.max(tiles, 0)
+    if longest * tl.sum((tiles > 0).to(tl.int32), 0) == total:
+        parts = tl.maximum(longest // tl.maximum(share, 1), 1)
+        even = (longest + parts - 1) // parts
+        share = tl.where(even * 16 <= share * 17, even, share)
+    return ends, total, share
+
+
+@triton.jit
+def _ask_ahead(
+    k_ptr, v_ptr, own_table, t0, end, base, block_stride,
+    D: tl.constexpr, PAGE: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Ask the L2 for keys and values of at most TOKENS tokens from t0 on, of its block."""
+    block = tl.load(own_table + t0 // PAGE).to(tl.int64)
+    at = block * block_stride + base
+    inside = t0 % PAGE
+    ask_tiles(k_ptr + at, v_ptr + at, inside, tl.minimum(PAGE, inside + end - t0), D, TOKENS)
+
+
+@triton.jit
+def _merge_parts(
+    part_ptr, lse_ptr, first, last, row, group,
+    C: tl.constexpr, G: tl.constexpr, PADDED: tl.constexpr, R: tl.constexpr,
+    HEADS: tl.constexpr, X: tl.constexpr,
+):  # fmt: skip
+    """Merge what programs first..last have of a row, of a key/value head's query heads."""
+    h = tl.arange(0, HEADS)
+    x = tl.arange(0, X)
+    d = tl.arange(0, PADDED)
+    top = tl.full([HEADS], -1.0e30, tl.float32)
+    total = tl.zeros([HEADS], tl.float32)
+    acc = tl.zeros([HEADS, PADDED], tl.float32)
+    for program in range(first, last + 1, X):
+        live = (program + x <= last)[:, None] & (h < C)[None, :]
+        part = ((row + program + x).to(tl.int64) * G + group)[:, None] * R + h[None, :]
+        lse = tl.load(lse_ptr + part, mask=live, other=-1.0e30, cache_modifier=".cg")
+        at = part_ptr + part[:, :, None] * PADDED + d[None, None, :]
+        out = tl.load(at, mask=live[:, :, None], other=0.0, cache_modifier=".cg")
+        higher = tl.maximum(top, tl.max(lse, 0))
+        kept = tl.exp2(top - higher)
+        weight = tl.where(live, tl.exp2(lse - higher[None, :]), 0.0)
+        total = total * kept + tl.sum(weight, 0)
+        acc = acc * kept[:, None] + tl.sum(out * weight[:, :, None], 0)
+        top = higher
+    return acc / tl.maximum(total, 1e-30)[:, None]
+
+
 @triton.jit(do_not_specialize=["num_rows", "columns", "window", "widest"])
 def decode_kernel(
-    q_ptr, k_ptr, v_ptr, rows, table, slopes, sinks, out_ptr, part_ptr, lse_ptr,
+    q_ptr, k_ptr, v_ptr, rows, table, slopes, sinks, out_ptr, part_ptr, lse_ptr, arrived,
     score_scale, cap, window, widest, num_rows, columns, block_stride,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr, R: tl.constexpr,
     N: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr, PROGRAMS: tl.constexpr,
+    HEADS: tl.constexpr, MERGED: tl.constexpr, AHEAD: tl.constexpr,
     ALIBI: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, SINKS: tl.constexpr,
     STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """An equal share of all rows' key tiles, of one key/value head."""
+    """An equal share of all rows' key tiles, of one key/value head; zeros for padding.
+
+    Whatever memory held may be no number, which no router can choose by.
+    """
     C: tl.constexpr = H // G
     program = tl.program_id(0)
     group = tl.program_id(1)
     if PDL:
         gdc_launch_dependents()
-        gdc_wait()
 
     # ---- this program's share of the line of tiles, and the rows it runs over
     sums = rows + (6 if WINDOWED else 5) * num_rows
+    ends, total, share = _share_of(sums, num_rows, ROWS, PROGRAMS)
     r = tl.arange(0, ROWS)
-    ends = tl.load(sums + r, mask=r < num_rows, other=2147483647)
-    total = tl.load(sums + num_rows - 1)
-    share = (total + PROGRAMS - 1) // PROGRAMS
     first = program * share
     last = tl.minimum(total, first + share)
     row_first = tl.sum((ends <= first).to(tl.int32), 0)
     row_last = tl.where(first < last, tl.sum((ends < last).to(tl.int32), 0), -1)
+    if AHEAD > 0 and first < last:
+        own_table = table + tl.load(rows + row_first).to(tl.int64) * columns
+        end = tl.load(rows + num_rows + row_first) + 1
+        hidden = tl.maximum(end - widest, 0) // N if WINDOWED else 0
+        t0 = (first + hidden - tl.max(tl.where(r < row_first, ends, 0), 0)) * N
+        _ask_ahead(
+            k_ptr, v_ptr, own_table, t0, end, group * PAGE * D, block_stride, D, PAGE, AHEAD * N
+        )
+    if PDL:
+        gdc_wait()
 
     c = tl.arange(0, R)
     d = tl.arange(0, PADDED)
@@ -158,60 +231,30 @@ def decode_kernel(
                 part = ((row + program).to(tl.int64) * G + group) * R + c
                 tl.store(lse_ptr + part, m_i + tl.log2(tl.maximum(l_i, 1e-30)), mask=c < C)
                 tl.store(part_ptr + part[:, None] * PADDED + d[None, :], out, mask=stored)
+                tl.debug_barrier()  # every thread's part is written before this program counts
+                from_program = row_begin // share
+                to_program = (row_end - 1) // share
+                counter = arrived + row * G + group
+                if tl.atomic_add(counter, 1, sem="acq_rel") == to_program - from_program:
+                    merged = _merge_parts(
+                        part_ptr, lse_ptr, from_program, to_program, row, group,
+                        C, G, PADDED, R, HEADS, MERGED,
+                    )  # fmt: skip
+                    h = tl.arange(0, HEADS)
+                    to = (place * H + group * C + h)[:, None] * D + d[None, :]
+                    real = (h < C)[:, None] & (d < D)[None, :]
+                    tl.store(out_ptr + to, merged.to(out_ptr.dtype.element_ty), mask=real)
+                    tl.store(counter, 0)
 
-
-@triton.jit(do_not_specialize=["num_rows"])
-def combine_kernel(
-    part_ptr, lse_ptr, rows, out_ptr, num_rows,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr, R: tl.constexpr,
-    X: tl.constexpr, PROGRAMS: tl.constexpr, WINDOWED: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Merge the parts of one query head of one row, if several programs had some.
-
-    Padding gets zeros: whatever memory held may be no number, which no router can choose by.
-    """
-    C: tl.constexpr = H // G
-    row = tl.program_id(0)
-    head = tl.program_id(1)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    if tl.load(rows + row) < 0:
-        first_place = tl.load(rows + 3 * num_rows + row)
-        count = tl.load(rows + 2 * num_rows + row)
-        for i in range(0, count, X):
-            n = i + tl.arange(0, X)
-            d = tl.arange(0, PADDED)
-            at = ((first_place + n).to(tl.int64) * H + head)[:, None] * D + d[None, :]
-            nothing = tl.zeros([X, PADDED], out_ptr.dtype.element_ty)
-            tl.store(out_ptr + at, nothing, mask=(n < count)[:, None] & (d < D)[None, :])
-    sums = rows + (6 if WINDOWED else 5) * num_rows
-    begin = tl.load(sums + row - 1, mask=row > 0, other=0)
-    end = tl.load(sums + row)
-    share = tl.maximum((tl.load(sums + num_rows - 1) + PROGRAMS - 1) // PROGRAMS, 1)
-    first = begin // share
-    last = tl.where(begin < end, (end - 1) // share, first)
-    if first < last:
-        x = tl.arange(0, X)
-        d = tl.arange(0, PADDED)
-        top = -1.0e30
-        total = 0.0
-        acc = tl.zeros([PADDED], tl.float32)
-        for program in range(first, last + 1, X):
-            live = program + x <= last
-            part = ((row + program + x).to(tl.int64) * G + head // C) * R + head % C
-            lse = tl.load(lse_ptr + part, mask=live, other=-1.0e30)
-            at = part_ptr + part[:, None] * PADDED + d[None, :]
-            out = tl.load(at, mask=live[:, None] & (d < D)[None, :], other=0.0)
-            higher = tl.maximum(top, tl.max(lse, 0))
-            kept = tl.exp2(top - higher)
-            weight = tl.where(live, tl.exp2(lse - higher), 0.0)
-            total = total * kept + tl.sum(weight, 0)
-            acc = acc * kept + tl.sum(out * weight[:, None], 0)
-            top = higher
-        place = tl.load(rows + 3 * num_rows + row).to(tl.int64)
-        out_at = out_ptr + (place * H + head) * D + d
-        tl.store(out_at, (acc / total).to(out_ptr.dtype.element_ty), mask=d < D)
+    # ---- padding stands behind the tokens of all rows
+    slot = tl.load(rows + r, mask=r < num_rows, other=0)
+    count = tl.load(rows + 2 * num_rows + r, mask=r < num_rows, other=0)
+    used = tl.sum(tl.where(slot >= 0, count, 0), 0)
+    places = used + tl.sum(tl.where(slot < 0, count, 0), 0)
+    nothing = tl.zeros([R, PADDED], out_ptr.dtype.element_ty)
+    for place in range(used + program, places, PROGRAMS):
+        at = (place * H + head)[:, None].to(tl.int64) * D + d[None, :]
+        tl.store(out_ptr + at, nothing, mask=stored)
 
 
 @triton.jit(do_not_specialize=["num_rows", "columns", "window", "widest"])
@@ -307,14 +350,14 @@ def paged_attend(
     parts = (num_rows + plan.programs) * groups * int(decode["R"])
     part = q_THD.new_empty(parts * int(decode["PADDED"]), dtype=torch.float32)
     lse = q_THD.new_empty(parts, dtype=torch.float32)
-    decode_kernel[(plan.programs, groups)](*given, part, lse, *numbers, **decode, launch_pdl=pdl)
+    counters = arrivals(q_THD.device, num_rows * groups)
+    decode_kernel[(plan.programs, groups)](
+        *(*given, part, lse, counters, *numbers), **decode, launch_pdl=pdl
+    )
     if chunks:
         tiles = q_THD.shape[0] // plan.tile_queries + num_rows
         options = plan.chunk_options(num_rows, how, pdl=pdl)
         chunk_kernel[(tiles, groups)](*given, *numbers, **options, launch_pdl=pdl)
-    combine_kernel[(num_rows, plan.heads)](
-        *(part, lse, rows_FR, out, num_rows), **plan.combine_options(how, pdl=pdl), launch_pdl=pdl
-    )
     return out
 
 

@@ -12,13 +12,13 @@ import torch
 import triton
 
 from llmpq.kernels.kv.launch_plan import shared_memory
-from llmpq.kernels.kv.plain_attend import PROGRAMS_PER_SM, choose_stages, sm_count
+from llmpq.kernels.kv.plain_attend import PROGRAMS_PER_SM, choose_stages, sm_count, tiles_ahead
 from llmpq.kv_format import BLOCK_TOKENS
 
 CHUNK_ROWS = 64
 """Query rows of a chunk's program: what a warp group of tensor cores multiplies at once."""
-MERGED = 32
-"""Parts that the combine loads at once."""
+MERGED_VALUES = 4096
+"""Numbers of other programs' parts that a program loads at once: 32 registers of a thread."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,18 +103,16 @@ class PagedPlan:
 
     def decode_options(self, rows: int, scores: Scores, *, pdl: bool) -> dict[str, int | bool]:
         """Return the constants of `decode_kernel` for steps of so many rows."""
+        heads, dim = triton.next_power_of_2(self.heads // self.kv_heads), self.head_dim
         return self._options(rows, scores, pdl=pdl) | {
-            "R": max(16, triton.next_power_of_2(self.heads // self.kv_heads)),
+            "R": max(16, heads),
             "PROGRAMS": self.programs,
+            "HEADS": heads,
+            "MERGED": max(1, MERGED_VALUES // (heads * _padded(dim))),
+            "AHEAD": tiles_ahead((0, 0, dim), self.tile_keys, dim, self.item) if pdl else 0,
             "STAGES": self.stages,
             "num_warps": 4,
         }
-
-    def combine_options(self, scores: Scores, *, pdl: bool) -> dict[str, int | bool]:
-        """Return the constants of `combine_kernel`."""
-        shared = ("H", "G", "D", "PADDED", "R", "PROGRAMS", "WINDOWED", "PDL", "num_warps")
-        options = self.decode_options(1, scores, pdl=pdl)
-        return {name: options[name] for name in shared} | {"X": MERGED}
 
     def chunk_options(self, rows: int, scores: Scores, *, pdl: bool) -> dict[str, int | bool]:
         """Return the constants of `chunk_kernel` for steps of so many rows."""

@@ -49,7 +49,7 @@ LOG2_E = 1.4426950408889634
 
 
 @triton.jit
-def _ask_tiles(k_at, v_at, first, end, D: tl.constexpr, TOKENS: tl.constexpr):
+def ask_tiles(k_at, v_at, first, end, D: tl.constexpr, TOKENS: tl.constexpr):
     """Ask the L2 for keys and values of TOKENS tokens from `first` on, 64 threads for either."""
     item: tl.constexpr = k_at.dtype.element_ty.primitive_bitwidth // 8
     PIECE: tl.constexpr = TOKENS * D * item // 64
@@ -82,7 +82,7 @@ def attend_kernel(
             known = tl.load(starts + b, volatile=True) + tl.load(counts + b, volatile=True)
             row = tl.load(slots + b, volatile=True) * slot_stride + group * head_stride
             asked = split * (((known + N - 1) // N + splits - 1) // splits) * N
-            _ask_tiles(
+            ask_tiles(
                 k_ptr + row, v_ptr + row, asked.to(tl.int32), known.to(tl.int32), D, AHEAD * N
             )
         gdc_wait()
