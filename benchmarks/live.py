@@ -8,7 +8,8 @@
 Then it plays their arrivals at shares of that rate and reports what a reader of the streams sees:
 time to first token, time per output token, the longest gaps, and goodput: the share of requests
 within MLPerf's limits for Llama-3.1-8B. `--shrink` divides lengths, for small models on a CPU.
-Without a plan `LLM` takes this machine's devices: the same lines run on GPUs.
+Without a plan `LLM` takes this machine's devices. On one GPU `--precision w4a16 --max-num-seqs 256`
+makes a plan of a precision by hand, and `--kv-pool` keeps keys and values in a pool of blocks.
 
 `soak` sends requests of mixed lengths, a fifth aborted at random, a twentieth of bad parameters;
 every answer has to be the greedy one or a refusal, and no block or memory may be left behind.
@@ -29,6 +30,11 @@ from rows import write_row
 from traces import Arrival, names, read_trace
 
 from llmpq import LLM, SamplingParams
+from llmpq.model_spec import ModelSpec
+from llmpq.plan import Plan
+from llmpq.precision import KVPrecision, Precision
+from llmpq.runtime.launch.hand_plan import hand_plan, on_gpu
+from llmpq.workload import Workload
 
 LIMITS = {"server": (2.0, 0.1), "interactive": (0.5, 0.03)}
 """MLPerf inference, Llama-3.1-8B: seconds to the first token, seconds per output token."""
@@ -97,7 +103,9 @@ def report(
         "model": Path(str(llm.plan.model.path)).name,
         "kv": llm.plan.workload.kv.value,
         "stages": len(stages),
-        "step_tokens": args.step_tokens,
+        "step_tokens": 0 if args.no_chunks else args.step_tokens,
+        "precision": ",".join(sorted({p.value for s in llm.plan.stages for p in s.precisions})),
+        "pool": args.kv_pool,
     }
     values = {
         "throughput": (sum(s.output_tokens for s in seen) / wall_s, "tokens/s"),
@@ -129,13 +137,14 @@ def replay(args: argparse.Namespace) -> None:
     trace = read_trace(args.trace, args.requests)
     # Chunks off: a step takes any prompt whole.
     step_tokens = 1 << 20 if args.no_chunks else args.step_tokens
+    jobs = [job(row, number, args.shrink) for number, row in enumerate(trace)]
     with LLM(
         args.model,
-        plan=args.plan,
+        plan=args.plan if args.precision is None else by_hand(args, jobs),
         max_num_batched_tokens=step_tokens,
         enable_prefix_caching=not args.no_prefix_cache,
+        kv_pool=args.kv_pool,
     ) as llm:
-        jobs = [job(row, number, args.shrink) for number, row in enumerate(trace)]
         seen, wall_s = asyncio.run(play(llm, [(0.0, *rest) for _, *rest in jobs]))
         rate = report(args, llm, "at once", seen, wall_s)
         gauges = llm.stats()["gauges"]
@@ -146,6 +155,24 @@ def replay(args: argparse.Namespace) -> None:
             timed = [(at_s * speed, prompt, new) for at_s, prompt, new in jobs]
             seen, wall_s = asyncio.run(play(llm, timed))
             report(args, llm, f"{share} of rate", seen, wall_s)
+
+
+def by_hand(args: argparse.Namespace, jobs: Sequence[tuple[float, list[int], int]]) -> Plan:
+    """Return a plan of this machine's first GPU, all layers of one precision."""
+    workload = Workload(
+        batch=args.max_num_seqs,
+        prompt_len=max(len(prompt) for _, prompt, _ in jobs),
+        gen_len=max(new for *_, new in jobs),
+        kv=args.kv,
+    )
+    plan = hand_plan(
+        ModelSpec.from_directory(Path(args.model)),
+        workload,
+        precision=Precision(args.precision),
+        decode_microbatch=args.max_num_seqs,
+        model_dir=args.model,
+    )
+    return on_gpu(plan)
 
 
 def job(row: Arrival, number: int, shrink: int) -> tuple[float, list[int], int]:
@@ -238,6 +265,10 @@ def main() -> None:
     parser.add_argument("--shares", type=float, nargs="*", default=[0.5, 0.7, 0.9])
     parser.add_argument("--shrink", type=int, default=1, help="divides all lengths")
     parser.add_argument("--step-tokens", type=int, default=512)
+    parser.add_argument("--precision", help="plan a GPU by hand: w16a16, w4a16, ...")
+    parser.add_argument("--kv", type=KVPrecision, default=KVPrecision.KV16, help="with --precision")
+    parser.add_argument("--max-num-seqs", type=int, default=256, help="with --precision")
+    parser.add_argument("--kv-pool", action="store_true")
     parser.add_argument("--no-chunks", action="store_true", help="prompts whole, for comparison")
     parser.add_argument("--no-prefix-cache", action="store_true")
     parser.add_argument("--noisy", action="store_true", help="others share this machine")
