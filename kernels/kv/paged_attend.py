@@ -7,7 +7,8 @@
                  rows       |0 0 0 0 0 0 0|1 1|2 2 2 2|
                  programs   |0 0 0 0|1 1 1 1|2 2 2 2|3|        share = ceil(tiles / PROGRAMS)
              A row within one program is written at once. The parts of others (row + program numbers
-             them) wait with their log2-sum-exp until the last program merges them, in order.
+             them) wait with their log2-sum-exp: the last program to arrive merges them, in order,
+             or in steps of few rows, of which every row is shared, a launch of its own (`combine`).
              Rows of one length get the nearest share that divides it.
     chunk    rows of several: a program takes TILE = M / (H / G) new tokens of a row, times the
              query heads of a key/value head, over all keys they see, causal inside.
@@ -39,6 +40,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from llmpq.kernels.arrivals import arrivals
+from llmpq.kernels.kv.paged_merge import combine_kernel, merge_parts, share_of
 from llmpq.kernels.kv.paged_plan import PagedPlan, Scores
 from llmpq.kernels.kv.plain_attend import LOG2_E, ask_tiles
 from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule
@@ -48,14 +50,17 @@ from llmpq.kv_format import BLOCK_TOKENS
 
 @triton.jit
 def _load_tile(
-    k_ptr, v_ptr, table, t0, end, base, block_stride, d,
+    k_ptr, v_ptr, block, t0, end, base, block_stride, d,
     D: tl.constexpr, N: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """Keys and values of N tokens from t0 on, within one block; `table`: the request's."""
-    block = tl.load(table + t0 // PAGE).to(tl.int64)
+    """Keys and values of N tokens from t0 on, all in `block`.
+
+    Loops read the number of a tile's block while the tile before is at work: a load whose address
+    hangs on another load of its round is fetched half as far ahead.
+    """
     n = tl.arange(0, N)
     live = (t0 + n < end)[:, None] & (d < D)[None, :]
-    at = block * block_stride + base + (t0 % PAGE + n)[:, None] * D + d[None, :]
+    at = block.to(tl.int64) * block_stride + base + (t0 % PAGE + n)[:, None] * D + d[None, :]
     return tl.load(k_ptr + at, mask=live, other=0.0), tl.load(v_ptr + at, mask=live, other=0.0)
 
 
@@ -96,24 +101,6 @@ def _sums_before(sinks, head, stored, counted, M: tl.constexpr, SINKS: tl.conste
 
 
 @triton.jit
-def _share_of(sums, num_rows, ROWS: tl.constexpr, PROGRAMS: tl.constexpr):
-    """Where rows end in the line of tiles, the line's length, and the tiles of a program."""
-    r = tl.arange(0, ROWS)
-    live = r < num_rows
-    ends = tl.load(sums + r, mask=live, other=2147483647)
-    before = tl.load(sums + r - 1, mask=live & (r > 0), other=0)
-    total = tl.load(sums + num_rows - 1)
-    share = (total + PROGRAMS - 1) // PROGRAMS
-    tiles = tl.where(live, ends - before, 0)
-    longest = tl.max(tiles, 0)
-    if longest * tl.sum((tiles > 0).to(tl.int32), 0) == total:
-        parts = tl.maximum(longest // tl.maximum(share, 1), 1)
-        even = (longest + parts - 1) // parts
-        share = tl.where(even * 16 <= share * 17, even, share)
-    return ends, total, share
-
-
-@triton.jit
 def _ask_ahead(
     k_ptr, v_ptr, own_table, t0, end, base, block_stride,
     D: tl.constexpr, PAGE: tl.constexpr, TOKENS: tl.constexpr,
@@ -125,41 +112,13 @@ def _ask_ahead(
     ask_tiles(k_ptr + at, v_ptr + at, inside, tl.minimum(PAGE, inside + end - t0), D, TOKENS)
 
 
-@triton.jit
-def _merge_parts(
-    part_ptr, lse_ptr, first, last, row, group,
-    C: tl.constexpr, G: tl.constexpr, PADDED: tl.constexpr, R: tl.constexpr,
-    HEADS: tl.constexpr, X: tl.constexpr,
-):  # fmt: skip
-    """Merge what programs first..last have of a row, of a key/value head's query heads."""
-    h = tl.arange(0, HEADS)
-    x = tl.arange(0, X)
-    d = tl.arange(0, PADDED)
-    top = tl.full([HEADS], -1.0e30, tl.float32)
-    total = tl.zeros([HEADS], tl.float32)
-    acc = tl.zeros([HEADS, PADDED], tl.float32)
-    for program in range(first, last + 1, X):
-        live = (program + x <= last)[:, None] & (h < C)[None, :]
-        part = ((row + program + x).to(tl.int64) * G + group)[:, None] * R + h[None, :]
-        lse = tl.load(lse_ptr + part, mask=live, other=-1.0e30, cache_modifier=".cg")
-        at = part_ptr + part[:, :, None] * PADDED + d[None, None, :]
-        out = tl.load(at, mask=live[:, :, None], other=0.0, cache_modifier=".cg")
-        higher = tl.maximum(top, tl.max(lse, 0))
-        kept = tl.exp2(top - higher)
-        weight = tl.where(live, tl.exp2(lse - higher[None, :]), 0.0)
-        total = total * kept + tl.sum(weight, 0)
-        acc = acc * kept[:, None] + tl.sum(out * weight[:, :, None], 0)
-        top = higher
-    return acc / tl.maximum(total, 1e-30)[:, None]
-
-
 @triton.jit(do_not_specialize=["num_rows", "columns", "window", "widest"])
 def decode_kernel(
     q_ptr, k_ptr, v_ptr, rows, table, slopes, sinks, out_ptr, part_ptr, lse_ptr, arrived,
     score_scale, cap, window, widest, num_rows, columns, block_stride,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr, R: tl.constexpr,
     N: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr, PROGRAMS: tl.constexpr,
-    HEADS: tl.constexpr, MERGED: tl.constexpr, AHEAD: tl.constexpr,
+    HEADS: tl.constexpr, MERGED: tl.constexpr, COUNTED: tl.constexpr, AHEAD: tl.constexpr,
     ALIBI: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, SINKS: tl.constexpr,
     STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -175,7 +134,7 @@ def decode_kernel(
 
     # ---- this program's share of the line of tiles, and the rows it runs over
     sums = rows + (6 if WINDOWED else 5) * num_rows
-    ends, total, share = _share_of(sums, num_rows, ROWS, PROGRAMS)
+    ends, total, share = share_of(sums, num_rows, ROWS, PROGRAMS)
     r = tl.arange(0, ROWS)
     first = program * share
     last = tl.minimum(total, first + share)
@@ -215,11 +174,14 @@ def decode_kernel(
             acc = tl.zeros([R, PADDED], tl.float32)
             hidden = tl.maximum(end - widest, 0) // N if WINDOWED else 0
             from_tile = hidden - row_begin
+            last_tile = stop + from_tile - 1
+            block = tl.load(own_table + (begin + from_tile) * N // PAGE)
             for tile in tl.range(begin + from_tile, stop + from_tile, num_stages=STAGES):
                 k, v = _load_tile(
-                    k_ptr, v_ptr, own_table, tile * N, end, group * PAGE * D, block_stride, d,
+                    k_ptr, v_ptr, block, tile * N, end, group * PAGE * D, block_stride, d,
                     D, N, PAGE,
                 )  # fmt: skip
+                block = tl.load(own_table + tl.minimum(tile + 1, last_tile) * N // PAGE)
                 m_i, l_i, acc = _seen(
                     q, k, v, tile * N, position, slope, m_i, l_i, acc, score_scale, cap, window,
                     N, ALIBI, CAPPED, WINDOWED,
@@ -231,20 +193,17 @@ def decode_kernel(
                 part = ((row + program).to(tl.int64) * G + group) * R + c
                 tl.store(lse_ptr + part, m_i + tl.log2(tl.maximum(l_i, 1e-30)), mask=c < C)
                 tl.store(part_ptr + part[:, None] * PADDED + d[None, :], out, mask=stored)
-                tl.debug_barrier()  # every thread's part is written before this program counts
-                from_program = row_begin // share
-                to_program = (row_end - 1) // share
-                counter = arrived + row * G + group
-                if tl.atomic_add(counter, 1, sem="acq_rel") == to_program - from_program:
-                    merged = _merge_parts(
-                        part_ptr, lse_ptr, from_program, to_program, row, group,
-                        C, G, PADDED, R, HEADS, MERGED,
-                    )  # fmt: skip
-                    h = tl.arange(0, HEADS)
-                    to = (place * H + group * C + h)[:, None] * D + d[None, :]
-                    real = (h < C)[:, None] & (d < D)[None, :]
-                    tl.store(out_ptr + to, merged.to(out_ptr.dtype.element_ty), mask=real)
-                    tl.store(counter, 0)
+                if COUNTED:
+                    tl.debug_barrier()  # every thread's part is written before the program counts
+                    from_program = row_begin // share
+                    to_program = (row_end - 1) // share
+                    counter = arrived + row * G + group
+                    if tl.atomic_add(counter, 1, sem="acq_rel") == to_program - from_program:
+                        merge_parts(
+                            part_ptr, lse_ptr, out_ptr, from_program, to_program, row, group, place,
+                            H, G, D, PADDED, R, HEADS, MERGED,
+                        )  # fmt: skip
+                        tl.store(counter, 0)
 
     # ---- padding stands behind the tokens of all rows
     slot = tl.load(rows + r, mask=r < num_rows, other=0)
@@ -301,10 +260,12 @@ def chunk_kernel(
         m_i, l_i = _sums_before(sinks, head, used, used, M, SINKS)
         acc = tl.zeros([M, PADDED], tl.float32)
         seen_first = tl.maximum(start + begin - window + 1, 0) // N * N if WINDOWED else 0
+        block = tl.load(own_table + seen_first // PAGE)
         for t0 in tl.range(seen_first, end, N, num_stages=STAGES):
             k, v = _load_tile(
-                k_ptr, v_ptr, own_table, t0, end, group * PAGE * D, block_stride, d, D, N, PAGE
+                k_ptr, v_ptr, block, t0, end, group * PAGE * D, block_stride, d, D, N, PAGE
             )
+            block = tl.load(own_table + tl.minimum(t0 + N, end - 1) // PAGE)
             m_i, l_i, acc = _seen(
                 q, k, v, t0, position, slope, m_i, l_i, acc, score_scale, cap, window,
                 N, ALIBI, CAPPED, WINDOWED,
@@ -354,6 +315,12 @@ def paged_attend(
     decode_kernel[(plan.programs, groups)](
         *(*given, part, lse, counters, *numbers), **decode, launch_pdl=pdl
     )
+    if not decode["COUNTED"]:
+        combine_kernel[(num_rows, groups)](
+            *(part, lse, rows_FR, out, num_rows),
+            **plan.combine_options(num_rows, how, pdl=pdl),
+            launch_pdl=pdl,
+        )
     if chunks:
         tiles = q_THD.shape[0] // plan.tile_queries + num_rows
         options = plan.chunk_options(num_rows, how, pdl=pdl)

@@ -17,8 +17,10 @@ from llmpq.kv_format import BLOCK_TOKENS
 
 CHUNK_ROWS = 64
 """Query rows of a chunk's program: what a warp group of tensor cores multiplies at once."""
-MERGED_VALUES = 4096
-"""Numbers of other programs' parts that a program loads at once: 32 registers of a thread."""
+MERGED_VALUES = 8192
+"""Numbers of other programs' parts that a program loads at once: 64 registers of a thread."""
+COUNTED_ROWS = 16
+"""Rows of a step from which on the last program of a row merges its parts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,10 +111,18 @@ class PagedPlan:
             "PROGRAMS": self.programs,
             "HEADS": heads,
             "MERGED": max(1, MERGED_VALUES // (heads * _padded(dim))),
+            "COUNTED": rows >= COUNTED_ROWS,
             "AHEAD": tiles_ahead((0, 0, dim), self.tile_keys, dim, self.item) if pdl else 0,
             "STAGES": self.stages,
             "num_warps": 4,
         }
+
+    def combine_options(self, rows: int, scores: Scores, *, pdl: bool) -> dict[str, int | bool]:
+        """Return the constants of `combine_kernel` for steps of so many rows."""
+        own = ("H", "G", "D", "PADDED", "R", "ROWS", "PROGRAMS", "HEADS", "MERGED", "WINDOWED",
+               "PDL", "num_warps")  # fmt: skip
+        options = self.decode_options(rows, scores, pdl=pdl)
+        return {name: options[name] for name in own}
 
     def chunk_options(self, rows: int, scores: Scores, *, pdl: bool) -> dict[str, int | bool]:
         """Return the constants of `chunk_kernel` for steps of so many rows."""

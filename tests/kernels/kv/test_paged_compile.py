@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from llmpq.kernels.kv import paged_plan
-from llmpq.kernels.kv.paged_attend import chunk_kernel, decode_kernel
+from llmpq.kernels.kv.paged_attend import chunk_kernel, combine_kernel, decode_kernel
 from llmpq.kernels.kv.paged_plan import PagedPlan, Scores
 from llmpq.kernels.kv.paged_rows import SPREAD_TOKENS, spread_kernel
 from llmpq.kernels.tools.cubin import (
@@ -81,6 +81,7 @@ def test_attention_fits(model, arch, scores, monkeypatch):
     plan, element, pdl = plan_for(arch, model, monkeypatch), NAMES[model[3]], arch >= 90
     for kernel, constants in (
         (decode_kernel, plan.decode_options(33, scores, pdl=pdl)),
+        (decode_kernel, plan.decode_options(1, scores, pdl=pdl)),
         (chunk_kernel, plan.chunk_options(33, scores, pdl=pdl)),
     ):
         made = compiled(kernel, arch, constants, element)
@@ -89,9 +90,16 @@ def test_attention_fits(model, arch, scores, monkeypatch):
         if element != "fp32":
             assert "cp.async" in made.ptx, "tiles are not fetched ahead"
             assert "mma" in made.ptx, "no tensor core multiplies"
+            tile = 2 * plan.tile_keys * constants["PADDED"] * model[3].itemsize
+            assert made.shared_bytes >= (constants["STAGES"] - 1) * tile, (
+                "tiles wait for their block"
+            )
 
 
 @pytest.mark.parametrize("arch", ALL)
-def test_the_spread_compiles(arch):
+def test_the_rest_compiles(arch, monkeypatch):
+    plan = plan_for(arch, MODELS[0], monkeypatch)
+    constants = plan.combine_options(1, PLAIN, pdl=arch >= 90)
+    assert compiled(combine_kernel, arch, constants, "bf16").cubin
     constants = {"PAGE": BLOCK_TOKENS, "STEP": SPREAD_TOKENS, "PDL": arch >= 90}
     assert compiled(spread_kernel, arch, constants, "bf16").cubin

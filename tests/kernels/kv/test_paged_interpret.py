@@ -7,6 +7,7 @@ import torch
 from triton import knobs
 
 from llmpq.kernels.fused.rope_append import rope_append_pages, rope_append_pages_reference
+from llmpq.kernels.kv import paged_plan
 from llmpq.kernels.kv.paged_attend import paged_attend, paged_attend_reference
 from llmpq.kernels.kv.paged_plan import PagedPlan
 from llmpq.kernels.kv.paged_rows import row_table, spread, spread_reference
@@ -26,6 +27,7 @@ MIXES = {
     "decode": [(2, 0, 1), (0, 127, 1), (5, 128, 1), (1, 400, 1)],
     "one": [(3, 511, 1)],
     "chunks": [(4, 0, 130), (1, 126, 5), (0, 300, 2)],
+    "equal": [(slot, 199, 1) for slot in range(6)],
     "mixed": [(0, 300, 1), (4, 3, 70), (3, 0, 1), (1, 255, 33), (5, 500, 1), (2, 0, 2)],
 }
 
@@ -70,8 +72,10 @@ def step(mix, plan, *, rows=None, places=None):
 
 
 @pytest.mark.parametrize(
-    "mix,programs", [("decode", 3), ("one", 7), ("chunks", 1), ("mixed", 1), ("mixed", 7)]
-)
+    "mix,programs,counted",
+    [("decode", 3, True), ("one", 7, False), ("one", 7, True), ("chunks", 1, False),
+     ("mixed", 1, True), ("mixed", 7, False), ("equal", 2, True), ("equal", 7, True)],
+)  # fmt: skip
 @pytest.mark.parametrize(
     "heads,groups,dim,dtype,alibi",
     [
@@ -80,7 +84,8 @@ def step(mix, plan, *, rows=None, places=None):
         (4, 4, 80, torch.float32, True),
     ],
 )
-def test_attention(heads, groups, dim, dtype, alibi, mix, programs):
+def test_attention(heads, groups, dim, dtype, alibi, mix, programs, counted, monkeypatch):
+    monkeypatch.setattr(paged_plan, "COUNTED_ROWS", 1 if counted else 1000)
     plan = replace(PagedPlan.of(heads, groups, dim, dtype, CPU), programs=programs)
     rows, places = step(MIXES[mix], plan)
     shape = (SLOTS * COLUMNS, groups, BLOCK_TOKENS, dim)

@@ -1,0 +1,96 @@
+"""How the key tiles of a step's decoding rows are shared out, and parts of one row merged.
+
+The tiles of all rows stand in one line (paged_attend.py), of which every program takes as much. Row
+r's part of program p is number r + p: rows and programs only go on together, so no two are alike.
+"""
+
+# Triton kernels take no annotations.
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def share_of(sums, num_rows, ROWS: tl.constexpr, PROGRAMS: tl.constexpr):
+    """Where rows end in the line of tiles, the line's length, and the tiles of a program.
+
+    Of rows of one length a program takes whole ones, or a row is dealt out evenly, if that makes
+    its share no more than a sixteenth longer.
+    """
+    r = tl.arange(0, ROWS)
+    live = r < num_rows
+    ends = tl.load(sums + r, mask=live, other=2147483647)
+    before = tl.load(sums + r - 1, mask=live & (r > 0), other=0)
+    total = tl.load(sums + num_rows - 1)
+    share = tl.maximum((total + PROGRAMS - 1) // PROGRAMS, 1)
+    tiles = tl.where(live, ends - before, 0)
+    longest = tl.max(tiles, 0)
+    if longest > 0 and longest * tl.sum((tiles > 0).to(tl.int32), 0) == total:
+        rows_each = (share + longest - 1) // longest
+        parts = longest // share
+        even = tl.where(parts > 0, tl.cdiv(longest, tl.maximum(parts, 1)), rows_each * longest)
+        share = tl.where(even * 16 <= share * 17, even, share)
+    return ends, total, share
+
+
+@triton.jit
+def merge_parts(
+    part_ptr, lse_ptr, out_ptr, first, last, row, group, place,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr, R: tl.constexpr,
+    HEADS: tl.constexpr, X: tl.constexpr,
+):  # fmt: skip
+    """Merge what programs first..last have of a row, of a key/value head's query heads."""
+    C: tl.constexpr = H // G
+    h = tl.arange(0, HEADS)
+    x = tl.arange(0, X)
+    d = tl.arange(0, PADDED)
+    top = tl.full([HEADS], -1.0e30, tl.float32)
+    total = tl.zeros([HEADS], tl.float32)
+    acc = tl.zeros([HEADS, PADDED], tl.float32)
+    for program in range(first, last + 1, X):
+        live = (program + x <= last)[:, None] & (h < C)[None, :]
+        part = ((row + program + x).to(tl.int64) * G + group)[:, None] * R + h[None, :]
+        lse = tl.load(lse_ptr + part, mask=live, other=-1.0e30, cache_modifier=".cg")
+        at = part_ptr + part[:, :, None] * PADDED + d[None, None, :]
+        out = tl.load(at, mask=live[:, :, None], other=0.0, cache_modifier=".cg")
+        higher = tl.maximum(top, tl.max(lse, 0))
+        kept = tl.exp2(top - higher)
+        weight = tl.where(live, tl.exp2(lse - higher[None, :]), 0.0)
+        total = total * kept + tl.sum(weight, 0)
+        acc = acc * kept[:, None] + tl.sum(out * weight[:, :, None], 0)
+        top = higher
+    out = acc / tl.maximum(total, 1e-30)[:, None]
+    at = (place * H + group * C + h)[:, None] * D + d[None, :]
+    tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=(h < C)[:, None] & (d < D)[None])
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def combine_kernel(
+    part_ptr, lse_ptr, rows, out_ptr, num_rows,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr, R: tl.constexpr,
+    ROWS: tl.constexpr, PROGRAMS: tl.constexpr, HEADS: tl.constexpr, MERGED: tl.constexpr,
+    WINDOWED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Merge the parts of one row, of one key/value head, if several programs had some."""
+    row = tl.program_id(0)
+    group = tl.program_id(1)
+    if PDL:
+        gdc_launch_dependents()
+    sums = rows + (6 if WINDOWED else 5) * num_rows
+    _, _, share = share_of(sums, num_rows, ROWS, PROGRAMS)
+    begin = tl.load(sums + row - 1, mask=row > 0, other=0)
+    end = tl.load(sums + row)
+    place = tl.load(rows + 3 * num_rows + row).to(tl.int64)
+    if PDL:
+        gdc_wait()
+    first = begin // share
+    last = tl.where(begin < end, (end - 1) // share, first)
+    if first < last:
+        merge_parts(
+            part_ptr, lse_ptr, out_ptr, first, last, row, group, place,
+            H, G, D, PADDED, R, HEADS, MERGED,
+        )  # fmt: skip
