@@ -15,6 +15,8 @@ from llmpq.runtime.token_rules import Guide
 
 MAX_LOGPROBS = 100
 """Most likely tokens that may be told beside a chosen one."""
+MAX_BIAS = 100.0
+"""Most that may be added to a token's logit, or taken from it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,9 +238,9 @@ def _check_numbers(params: SamplingParams) -> None:
         raise ValueError(f"logit_bias must map token ids to numbers, got {bias!r:.100}")
     for token, value in (bias or {}).items():
         number = not isinstance(value, bool) and isinstance(value, (int, float))
-        if type(token) is not int or not number or not -100 <= value <= 100:
+        if type(token) is not int or not number or not abs(value) <= MAX_BIAS:
             raise ValueError(
-                "logit_bias must map token ids to numbers from -100 to 100, got "
+                f"logit_bias must map token ids to numbers from -{MAX_BIAS:g} to {MAX_BIAS:g}, got "
                 f"{token!r}: {value!r}"
             )
 

@@ -6,12 +6,14 @@ ones, unless one is nearly the name of a known field: then it is a mistake and r
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from llmpq.runtime.sampling_params import SamplingParams, StructuredOutputsParams
+from llmpq.runtime.sampling_params import MAX_BIAS, SamplingParams, StructuredOutputsParams
 
 
 def _whole(value: Any) -> Any:
@@ -21,6 +23,8 @@ def _whole(value: Any) -> Any:
 
 Whole = Annotated[int, BeforeValidator(_whole)]
 Tokens = list[Whole]
+TokensOf = Callable[[str], Sequence[int]]
+_ID = re.compile(r"\s*[+-]?[0-9]+\s*")
 IGNORED = frozenset((
     "user", "store", "metadata", "service_tier", "modalities", "prediction", "audio", "verbosity",
     "reasoning_effort", "parallel_tool_calls", "prompt_cache_key", "safety_identifier",
@@ -72,6 +76,7 @@ class SamplingBody(Body):
     seed: Whole | None = None
     stop: str | list[str] | None = None
     logit_bias: dict[str, float] | None = None
+    """By token id, or by text: each of its tokens gets the bias."""
     # The engine's further ones.
     top_k: Whole = 0
     min_p: float = 0.0
@@ -92,8 +97,13 @@ class SamplingBody(Body):
     guided_choice: list[str] | None = None
     return_token_ids: bool = False
 
-    def params(self, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
-        """Return the engine's parameters; `ValueError` for values that cannot be."""
+    def params(
+        self, *, max_tokens: int | None, logprobs: int | None, tokens_of: TokensOf
+    ) -> SamplingParams:
+        """Return the engine's parameters; `ValueError` for values that cannot be.
+
+        `tokens_of` is asked for the tokens of texts in `logit_bias`.
+        """
         # The likeliest alone: what OpenAI's top_p of 0 means, too.
         greedy = 0 <= self.temperature < 1e-5 or self.top_p == 0
         # Several greedy answers are the same one: the engine makes them of the likeliest token.
@@ -114,7 +124,7 @@ class SamplingBody(Body):
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
             repetition_penalty=self.repetition_penalty,
-            logit_bias=_biases(self.logit_bias),
+            logit_bias=_biases(self.logit_bias, tokens_of),
             bad_words=self.bad_words,
             logprobs=logprobs,
             prompt_logprobs=self.prompt_logprobs,
@@ -140,12 +150,27 @@ def _marks(given: str | list[str] | None) -> list[str]:
     return [mark for mark in ([given] if isinstance(given, str) else given or []) if mark]
 
 
-def _biases(given: dict[str, float] | None) -> dict[int, float] | None:
-    """Return biases by token id; JSON has them by text."""
-    wrong = [key for key in given or {} if not key.strip().isdecimal()]
-    if wrong:
-        raise ValueError(f"logit_bias must map token ids to numbers, got '{wrong[0]}'")
-    return None if given is None else {int(key): value for key, value in given.items()}
+def _biases(given: dict[str, float] | None, tokens_of: TokensOf) -> dict[int, float] | None:
+    """Return biases by token id; a token of several keys gets their sum, up to the most of one."""
+    if given is None:
+        return None
+    told: dict[int, float] = {}
+    for key, bias in given.items():
+        if not abs(bias) <= MAX_BIAS:  # NaN, too
+            raise ValueError(
+                f"logit_bias must be from -{MAX_BIAS:g} to {MAX_BIAS:g}, got {key!r:.100}: {bias}"
+            )
+        for token in _biased(key, tokens_of):
+            told[token] = max(-MAX_BIAS, min(MAX_BIAS, told.get(token, 0.0) + bias))
+    return told
+
+
+def _biased(key: str, tokens_of: TokensOf) -> Iterable[int]:
+    """Return the tokens that a key of `logit_bias` means: the one of this id, or all of a text."""
+    try:
+        return [int(key)] if _ID.fullmatch(key) else {*tokens_of(key)}
+    except ValueError as error:
+        raise ValueError(f"logit_bias: {error}, got {key!r:.100}") from None
 
 
 class CompletionBody(SamplingBody):

@@ -38,7 +38,9 @@ class Chat:
         limit = body.max_tokens if limit is None else limit
         if limit == 0:
             raise ApiError(400, "max_tokens must be at least 1, got 0", param="max_tokens")
-        self._params = body.params(max_tokens=limit, logprobs=self._most)
+        self._params = body.params(
+            max_tokens=limit, logprobs=self._most, tokens_of=service.tokens_of
+        )
         self._head = {
             "id": f"chatcmpl-{uuid.uuid4().hex}",
             "created": int(time.time()),

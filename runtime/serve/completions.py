@@ -41,7 +41,9 @@ class TextCompletion:
         body.n = self._best_of
         ranked = 0 if self._best_of > self._n else None
         asked = ranked if self._logprobs is None else self._logprobs
-        self._params = body.params(max_tokens=max_tokens, logprobs=asked)
+        self._params = body.params(
+            max_tokens=max_tokens, logprobs=asked, tokens_of=service.tokens_of
+        )
         self._head = {
             "id": f"cmpl-{uuid.uuid4().hex}",
             "object": "text_completion",

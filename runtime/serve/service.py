@@ -100,6 +100,10 @@ class Service:
         assert self.llm is not None
         return self.llm.tokenizer
 
+    def tokens_of(self, text: str) -> list[int]:
+        """Return the tokens of a text alone."""
+        return self.ready().tokenizer.encode(text, special=False)
+
     def check_model(self, name: str | None) -> None:
         """Refuse another model's name."""
         if name is not None and name not in self.settings.model_names:

@@ -49,7 +49,8 @@ TOOL = {"type": "function", "function": {"name": "find"}}
         (COMPLETIONS, b"[" * 100_000, 400, "the body cannot be read"),
         (COMPLETIONS, b'{"prompt": "\xff"}', 400, "the body cannot be read"),
         (COMPLETIONS, completion(model="\ud800"), 404, "the model '\\ud800' does not exist"),
-        (COMPLETIONS, completion(logit_bias={"\ud800": 1}), 400, "'\ud800'"),
+        (COMPLETIONS, completion(logit_bias={"\ud800": 1}), 400, "got '\\ud800'"),
+        (COMPLETIONS, completion(logit_bias={"9" * 5000: 1}), 400, "logit_bias: Exceeds"),
         (COMPLETIONS, completion(seed=0.5), 400, "'seed'"),
         (COMPLETIONS, completion(n=1e30), 400, "n may be at most"),
         (CHATS, chat(chat_template_kwargs={"messages": 5}), 400, "cannot be called 'messages'"),
@@ -89,6 +90,29 @@ def test_what_is_odd_but_right_is_answered(server, path, body):
     status, told = post(server, path, body)
     assert status == 200, told
     assert len(told["choices"]) == 1
+
+
+def test_a_bias_by_text_is_one_of_each_of_its_tokens(server):
+    encode = server.llm.tokenizer.encode
+    word = encode(" import os", special=False)
+    assert len(word) == 2 and "5" not in map(str, word)
+
+    def said(path, bias, **more):
+        body = completion(temperature=0, max_tokens=8, logit_bias=bias, **more)
+        body = body if path == COMPLETIONS else {**chat(), **body, "prompt": None}
+        status, told = post(server, path, body)
+        assert status == 200, told
+        choice = told["choices"][0]
+        return choice["text"] if path == COMPLETIONS else choice["message"]["content"]
+
+    for path in (COMPLETIONS, CHATS):
+        wanted = said(path, {str(token): 100 for token in word})
+        assert set(encode(wanted, special=False)) <= set(word)  # so it has an effect
+        assert said(path, {" import os": 100}) == wanted != said(path, {})
+        assert said(path, {"": 100, " 5 ": 0}) == said(path, {})
+    # What several keys say of a token is added up, to the most that one may be.
+    both = {" import os": 100, str(word[0]): 60, str(word[1]): -100}
+    assert said(COMPLETIONS, both) == said(COMPLETIONS, {str(word[0]): 100})
 
 
 def test_a_top_p_of_nothing_is_the_likeliest_token_as_often_as_asked(server):
