@@ -101,7 +101,9 @@ def handle_errors(app: FastAPI) -> None:
         found = as_api_error(error)
         return AsciiJson(found.body(request.url.path), found.status, found.told_headers)
 
-    for kind in (ApiError, RequestValidationError, HTTPException, ValueError, Exception):
+    known = (ApiError, RequestValidationError, HTTPException, ValueError)
+    # What is no fault of the program's leaves no traceback in the log, as `Exception` does.
+    for kind in (*known, StageLostError, DeadlineError, ConnectionError, TimeoutError, Exception):
         app.add_exception_handler(kind, answer)
 
 

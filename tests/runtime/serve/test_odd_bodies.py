@@ -50,6 +50,7 @@ TOOL = {"type": "function", "function": {"name": "find"}}
         (COMPLETIONS, b'{"prompt": "\xff"}', 400, "the body cannot be read"),
         (COMPLETIONS, completion(model="\ud800"), 404, "the model '\\ud800' does not exist"),
         (COMPLETIONS, completion(logit_bias={"\ud800": 1}), 400, "got '\\ud800'"),
+        (COMPLETIONS, completion(logit_bias={"x": float("nan")}), 400, "must map tokens to"),
         (COMPLETIONS, completion(logit_bias={"9" * 5000: 1}), 400, "logit_bias: Exceeds"),
         (COMPLETIONS, completion(seed=0.5), 400, "'seed'"),
         (COMPLETIONS, completion(n=1e30), 400, "n may be at most"),
@@ -110,8 +111,8 @@ def test_a_bias_by_text_is_one_of_each_of_its_tokens(server):
         assert set(encode(wanted, special=False)) <= set(word)  # so it has an effect
         assert said(path, {" import os": 100}) == wanted != said(path, {})
         assert said(path, {"": 100, " 5 ": 0}) == said(path, {})
-    # What several keys say of a token is added up, to the most that one may be.
-    both = {" import os": 100, str(word[0]): 60, str(word[1]): -100}
+    # What several keys say of a token is added up, to the most that a bias may be.
+    both = {" import os": 1e30, str(word[0]): 60, str(word[1]): -100}
     assert said(COMPLETIONS, both) == said(COMPLETIONS, {str(word[0]): 100})
 
 

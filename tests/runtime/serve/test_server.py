@@ -188,7 +188,7 @@ def test_keys_open_the_server_and_are_never_logged(two_stages, running, caplog):
         assert text not in caplog.text
 
 
-def test_too_many_requests_are_asked_back_and_answers_have_a_deadline(two_stages, running):
+def test_too_many_requests_are_asked_back_and_answers_have_a_deadline(two_stages, running, caplog):
     with running(two_stages, max_requests=1, request_timeout_s=0.3) as server:
         connection, answer = begun(server)
         status, found, told = ask(server, "/v1/completions", {"prompt": "a", "max_tokens": 1})
@@ -201,6 +201,7 @@ def test_too_many_requests_are_asked_back_and_answers_have_a_deadline(two_stages
         long = {"prompt": "a", "max_tokens": 180, "ignore_eos": True}
         assert ask(server, "/v1/completions", long)[0] == 504
         until(lambda: server.llm.stats()["running"] == 0)
+    assert not [record for record in caplog.records if record.exc_info]  # no traceback
 
 
 def test_it_ends_in_order(two_stages, running):
