@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -274,6 +275,25 @@ class Models:
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     torch.set_num_threads(1)
     return Models(tmp_path_factory.mktemp("kinds"))
+
+
+@pytest.fixture(scope="session")
+def in_processes() -> Callable[..., None]:
+    """Return what runs `function(rank, *args)` in processes, forked where torch is imported.
+
+    The process that they are forked from has no threads, unlike the one of the tests.
+    """
+    import multiprocessing
+
+    from torch.multiprocessing.spawn import start_processes
+
+    stage = "llmpq.runtime.backends.build_stage"
+    multiprocessing.set_forkserver_preload([stage, "llmpq.runtime.links.device_links"])
+
+    def run(function: Callable[..., None], args: tuple[Any, ...], *, count: int) -> None:
+        start_processes(function, args, nprocs=count, start_method="forkserver")
+
+    return run
 
 
 @pytest.fixture

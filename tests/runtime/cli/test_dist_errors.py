@@ -245,12 +245,7 @@ def long_job(make_plan, demo_model) -> tuple[object, list[Request]]:
 
 @pytest.mark.parametrize(
     ("phase", "victim", "backend"),
-    [
-        ("prefill", 0, "ray"),
-        ("decode", 1, "ray"),
-        ("prefill", 1, "processes"),
-        ("decode", 0, "processes"),
-    ],
+    [("decode", 1, "ray"), ("prefill", 0, "processes")],
 )
 def test_a_killed_stage_is_named_with_its_cause(
     ray_session, demo_model, make_plan, phase, victim, backend

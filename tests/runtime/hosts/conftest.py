@@ -1,7 +1,8 @@
 """Hosts of their own on one machine: network namespaces, each with a Ray node.
 
 A host has a network, a name, an /etc/hosts, processes, /dev/shm and Ray's folder of its own; files
-are shared. Its hosts file is Debian's: its own name is 127.0.1.1. Hosts are joined by veth pairs
+are shared. Its hosts file is Debian's: its own name is 127.0.1.1; a name that is not in it is
+unknown at once. Hosts are joined by veth pairs
 and a switch. A host ends with everything in it.
 """
 
@@ -19,6 +20,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from llmpq.kernels.native import library
+
 LIMIT_S = 400
 PORT = 6379
 NETWORK, NETWORK_V6 = "10.77.0", "fd00::"
@@ -27,6 +30,7 @@ ENTER = """
 set -e
 hostname {name}
 mount --bind {folder}/hosts /etc/hosts
+mount --bind {folder}/resolv.conf /etc/resolv.conf
 mkdir -p /tmp/ray && mount -t tmpfs -o size=200m tmpfs /tmp/ray
 mount -t tmpfs -o size=300m tmpfs /dev/shm
 ip link set lo up
@@ -81,6 +85,11 @@ class Host:
         self.home = folder / name
         (self.home / ".ray").mkdir(parents=True)
         (self.home / "hosts").write_text(HOSTS.format(name=name))
+        # This machine's name server is out of reach from here: each look-up would wait six seconds.
+        (self.home / "resolv.conf").write_text("nameserver 127.0.0.1\n")
+        # What the machine's user has compiled before: C++ takes a minute and is not of a host.
+        (self.home / ".cache/llmpq").mkdir(parents=True)
+        (self.home / ".cache/llmpq/native").symlink_to(library.cache_folder())
         script = ENTER.format(name=name, folder=self.home)
         self._space = Space(script, "--net", "--mount", "--uts", "--ipc")
         end_s = time.monotonic() + 20

@@ -129,8 +129,7 @@ def require_resumed(bed, folder: Path, expected: list) -> None:
     require_nothing_left(bed)
 
 
-@pytest.mark.cluster
-@pytest.mark.hosts
+@lost
 def test_three_hosts_run_four_stages_and_a_cable_may_be_out_for_five_seconds(
     bed, make_folder, expected
 ):

@@ -48,22 +48,21 @@ def launch(request):
     return Launch(backend=request.param)
 
 
-@pytest.mark.parametrize("splits", [(), (3,), (2, 5)], ids=["1 stage", "2 stages", "3 stages"])
-def test_stages_give_the_tokens_of_transformers(demo_model, make_plan, expected, launch, splits):
+def require_tokens_of_transformers(plan, engine, news, expected) -> None:
+    """Serve the prompts, every other one as a stream; look at tokens, totals and trace."""
     prompts, outputs = expected
-    plan = make_plan(demo_model, splits, batch=4, prompt_len=24, gen_len=MAX_NEW)
-    settings = StageSettings(model_dir=str(demo_model), trace=True)
     tokens, streamed = {}, {}
-    with Engine.start(plan, settings, launch=launch) as engine:
-        engine.submit([
-            Request(id=i, prompt=tuple(p), max_new=MAX_NEW, stream=i % 2 == 0)
-            for i, p in enumerate(prompts)
-        ])  # fmt: skip
-        for update in engine.updates():
-            tokens |= {done.id: done.tokens for done in update.finished}
-            for number, new in update.tokens.items():
-                streamed.setdefault(number, []).extend(new)
-        records = engine.records()
+    requests = [
+        Request(id=i, prompt=tuple(p), max_new=MAX_NEW, stream=i % 2 == 0)
+        for i, p in enumerate(prompts)
+    ]
+    engine.submit(requests, more=True)
+    while len(tokens) < len(prompts):
+        update = next(news)
+        tokens |= {done.id: done.tokens for done in update.finished}
+        for number, new in update.tokens.items():
+            streamed.setdefault(number, []).extend(new)
+    records = engine.records()
     assert streamed == {i: outputs[i] for i in range(0, len(prompts), 2)}
     assert [tokens[i] for i in range(len(prompts))] == outputs
     for record in records:
@@ -76,6 +75,41 @@ def test_stages_give_the_tokens_of_transformers(demo_model, make_plan, expected,
         total.steps for record in records for total in record.totals.values()
     )
     json.dumps(events)
+
+
+def test_three_stages_serve_jobs_in_turn_and_abort_between_steps(
+    demo_model, make_plan, launch, expected
+):
+    plan = make_plan(demo_model, (2, 5), batch=4, prompt_len=24, gen_len=900)
+    settings = StageSettings(model_dir=str(demo_model), trace=True)
+    with Engine.start(plan, settings, launch=launch) as engine:
+        news = engine.updates()
+        for _ in range(2):
+            require_tokens_of_transformers(plan, engine, news, expected)
+        engine.submit([Request(id=7 + i, prompt=(5,), max_new=900, stream=True) for i in range(3)])
+        ended = []
+        for update in news:
+            if update.tokens and not ended:
+                engine.abort([8, 7, 9, 1234])
+            ended += update.finished
+    assert sorted(done.id for done in ended) == [7, 8, 9]
+    assert {done.finish_reason for done in ended} == {"abort"}
+    assert all(len(done.tokens) < 900 for done in ended)
+
+
+@pytest.mark.parametrize(
+    ("splits", "backend"),
+    [((), "threads"), ((), "processes"), ((3,), "threads")],
+    ids=["1 stage as a thread", "1 stage as a process", "2 stages as threads"],
+)
+def test_fewer_stages_give_the_tokens_of_transformers(
+    demo_model, make_plan, expected, splits, backend
+):
+    plan = make_plan(demo_model, splits, batch=4, prompt_len=24, gen_len=MAX_NEW)
+    settings = StageSettings(model_dir=str(demo_model), trace=True)
+    with Engine.start(plan, settings, launch=Launch(backend=backend)) as engine:
+        require_tokens_of_transformers(plan, engine, engine.updates(), expected)
+        engine.end()
 
 
 @pytest.mark.parametrize("sizes", [(4, 1), (3, 2), (1, 4)], ids=["4 and 1", "3 and 2", "1 and 4"])
@@ -91,12 +125,13 @@ def test_micro_batches_may_be_larger_in_either_phase(demo_model, make_plan, expe
     assert [tokens[i] for i in range(len(prompts))] == outputs
 
 
-def test_speculation_over_stages_gives_the_same_tokens(demo_model, make_plan, expected, launch):
+@pytest.mark.parametrize("backend", ["threads", "processes"])
+def test_speculation_over_stages_gives_the_same_tokens(demo_model, make_plan, expected, backend):
     prompts, outputs = expected
     plan = make_plan(demo_model, (2, 5), batch=4, prompt_len=24, gen_len=MAX_NEW)
     settings = StageSettings(model_dir=str(demo_model), speculate="w4kv4", gamma=3, trace=True)
     tokens = {}
-    with Engine.start(plan, settings, launch=launch) as engine:
+    with Engine.start(plan, settings, launch=Launch(backend=backend)) as engine:
         engine.submit(
             [Request(id=i, prompt=tuple(p), max_new=MAX_NEW) for i, p in enumerate(prompts)]
         )
@@ -116,29 +151,6 @@ def test_speculation_over_stages_gives_the_same_tokens(demo_model, make_plan, ex
         assert len(set(shown)) == 3, "drafts, verifies and prefills are told apart"
 
 
-def test_an_engine_serves_jobs_in_turn_and_aborts_between_steps(
-    demo_model, make_plan, expected, launch
-):
-    prompts, outputs = expected
-    plan = make_plan(demo_model, (4,), batch=2, prompt_len=24, gen_len=900)
-    with Engine.start(plan, StageSettings(model_dir=str(demo_model)), launch=launch) as engine:
-        for _ in range(2):
-            jobs = [Request(id=i, prompt=tuple(p), max_new=16) for i, p in enumerate(prompts)]
-            rows = {done.id: done.tokens for done in engine.serve(jobs)}
-            assert [rows[i] for i in range(len(prompts))] == outputs
-            assert all(record.totals["decode"].steps > 0 for record in engine.records())
-        long = [Request(id=7 + i, prompt=(5,), max_new=900, stream=True) for i in range(3)]
-        engine.submit(long)
-        ended = []
-        for update in engine.updates():
-            if update.tokens and not ended:
-                engine.abort([8, 7, 9, 1234])
-            ended += update.finished
-    assert sorted(done.id for done in ended) == [7, 8, 9]
-    assert {done.finish_reason for done in ended} == {"abort"}
-    assert all(len(done.tokens) < 900 for done in ended)
-
-
 @pytest.mark.parametrize("backend", ["threads", "processes"])
 def test_a_stage_that_cannot_load_is_named_by_what_is_wrong(
     demo_model, make_plan, tmp_path, backend
@@ -151,9 +163,14 @@ def test_a_stage_that_cannot_load_is_named_by_what_is_wrong(
         pass
 
 
+NO_RAY = """
+import sys
+sys.modules["ray"] = None
+import llmpq.runtime.launch.engine, llmpq.runtime.launch.process_launcher
+assert "torch" not in sys.modules
+import llmpq.runtime.launch.stage_process, llmpq.runtime.launch.thread_launcher
+"""
+
+
 def test_stages_as_threads_and_processes_need_no_ray_and_a_driver_of_processes_no_torch():
-    code = "import sys; sys.modules['ray'] = None; import llmpq.runtime.launch.{0}, llmpq.runtime."
-    for module in ("stage_process", "thread_launcher"):
-        subprocess.run([sys.executable, "-c", code.format(module) + "launch.engine"], check=True)
-    code = code.format("process_launcher") + "launch.engine; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    subprocess.run([sys.executable, "-c", NO_RAY], check=True)

@@ -155,9 +155,7 @@ except StageLostError as error:
 """
 
 
-@pytest.mark.parametrize(
-    ("victim", "late"), [("gcs_server", []), ("raylet", []), ("gcs_server", ["late"])]
-)
+@pytest.mark.parametrize(("victim", "late"), [("raylet", []), ("gcs_server", ["late"])])
 def test_a_ray_that_dies_while_it_is_used_ends_the_wait_and_leaves_nothing(folder, victim, late):
     process = subprocess.Popen(
         [sys.executable, "-c", HOLD_RAY, *late], text=True,

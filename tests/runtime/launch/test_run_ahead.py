@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as processes
 
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
@@ -96,16 +95,22 @@ def lead(plan: Plan, compute: TableStage, transport: DeviceTransport, folder: st
     torch.save([rows[index] for index in range(len(prompts))], f"{folder}/tokens.pt")
 
 
-def serve(plan: Plan, model: Path, prompts, *, forgetful: bool = False) -> list[list[int]]:
-    with tempfile.TemporaryDirectory() as folder:
-        plan.save_json(f"{folder}/plan.json")
-        torch.save(prompts, f"{folder}/prompts.pt")
-        processes.spawn(stage, (folder, str(model), forgetful), nprocs=len(plan.stages))
-        return torch.load(f"{folder}/tokens.pt", weights_only=True)
+@pytest.fixture
+def serve(in_processes):
+    """Return what runs a plan's stages in processes."""
+
+    def run(plan: Plan, model: Path, prompts, *, forgetful: bool = False) -> list[list[int]]:
+        with tempfile.TemporaryDirectory() as folder:
+            plan.save_json(f"{folder}/plan.json")
+            torch.save(prompts, f"{folder}/prompts.pt")
+            in_processes(stage, (folder, str(model), forgetful), count=len(plan.stages))
+            return torch.load(f"{folder}/tokens.pt", weights_only=True)
+
+    return run
 
 
 @pytest.mark.parametrize("splits", [(1,), (1, 2)])
-def test_tokens_equal_one_process(splits, tiny_models, random_prompts, make_plan):
+def test_tokens_equal_one_process(serve, splits, tiny_models, random_prompts, make_plan):
     model = tiny_models.directory("llama")
     plan = make_plan(model, batch=3, prefill_microbatch=2, decode_microbatch=2, splits=splits)
     prompts = random_prompts(*LENGTHS)
@@ -114,11 +119,13 @@ def test_tokens_equal_one_process(splits, tiny_models, random_prompts, make_plan
     assert serve(plan, model, prompts) == want
 
 
-def test_tokens_that_are_not_brought_are_missed(tiny_models, random_prompts, make_plan):
+def test_tokens_that_are_not_brought_are_missed(serve, tiny_models, random_prompts, make_plan):
     model = tiny_models.directory("llama")
     plan = make_plan(model, batch=3, prefill_microbatch=2, decode_microbatch=2, splits=(1,))
     prompts = random_prompts(*LENGTHS)
-    assert serve(plan, model, prompts, forgetful=True) != serve(plan, model, prompts)
+    want = LocalPipeline.from_directory(model).generate(prompts, max_new=max(NEW))
+    want = [row[:new] for row, new in zip(want, NEW, strict=True)]
+    assert serve(plan, model, prompts, forgetful=True) != want
 
 
 def test_a_wait_for_tokens_is_watched_but_is_no_work():

@@ -104,8 +104,6 @@ def test_a_node_without_its_copy_of_the_model_is_named(address, files):
     done = dist(files, "check", "plan.json", *where)
     assert done.returncode == 2
     assert "stage CPU-0 on there" in done.stderr and f"{files}/copy" in done.stderr
-    done = dist(files, "run", *JOB, *where)
-    assert done.returncode == 2 and f"{files}/copy" in done.stderr
 
 
 def test_a_node_with_another_model_is_named_before_anything_loads(address, files, demo_model):

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as processes
 
 from llmpq.runtime.links import peer_links
 from llmpq.runtime.links.device_links import DeviceTransport, connect_devices
@@ -82,14 +81,14 @@ def stage(rank: int, path: str, broken: bool) -> None:
     transport.close()
 
 
-def test_hidden_states_travel_apart_from_headers():
+def test_hidden_states_travel_apart_from_headers(in_processes):
     with tempfile.TemporaryDirectory() as folder:
-        processes.spawn(stage, (f"{folder}/store", False), nprocs=STAGES)
+        in_processes(stage, (f"{folder}/store", False), count=STAGES)
 
 
-def test_one_broken_pair_sends_all_stages_back_to_gloo():
+def test_one_broken_pair_sends_all_stages_back_to_gloo(in_processes):
     with tempfile.TemporaryDirectory() as folder:
-        processes.spawn(stage, (f"{folder}/store", True), nprocs=STAGES)
+        in_processes(stage, (f"{folder}/store", True), count=STAGES)
 
 
 def test_a_gpu_without_room_for_its_inbox_tells_the_others(monkeypatch):

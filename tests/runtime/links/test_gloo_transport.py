@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections import deque
 from datetime import timedelta
 
@@ -88,7 +87,7 @@ def _prefill(rows: int, tokens: int) -> StepMessage:
     )  # fmt: skip
 
 
-def _exchange(rank: int, path: str, wrong: multiprocessing.Queue) -> None:
+def _exchange(rank: int, path: str) -> None:
     join_gloo(dist.FileStore(path, 2), rank, 2)
     transport = GlooTransport(
         hidden=HIDDEN, dtype=torch.float32, max_rows=2, max_tokens=2 * 262_144, max_pending=2,
@@ -102,28 +101,18 @@ def _exchange(rank: int, path: str, wrong: multiprocessing.Queue) -> None:
             transport.receive_tokens(rows, 1)
         else:
             _, found = transport.receive_step()
-            if found is None or not torch.equal(found, expected):
-                wrong.put((rows, tokens))
+            assert found is not None and torch.equal(found, expected), (rows, tokens)
             transport.send_tokens(torch.zeros(rows, 1, dtype=torch.long))
     if rank == 0:
         transport.send_step(STOP, None)
-    elif transport.receive_step()[0].kind is not StepKind.STOP:
-        wrong.put("no stop")
+    else:
+        assert transport.receive_step()[0].kind is StepKind.STOP
     transport.close()
     dist.barrier()
     dist.destroy_process_group()
 
 
-def test_large_messages_come_over_several_connections_as_they_were_sent(tmp_path) -> None:
-    context = multiprocessing.get_context("spawn")
-    wrong = context.Queue()
-    ends = [
-        context.Process(target=_exchange, args=(rank, f"{tmp_path}/store", wrong))
-        for rank in (0, 1)
-    ]
-    for end in ends:
-        end.start()
-    for end in ends:
-        end.join(120)
-    assert [end.exitcode for end in ends] == [0, 0]
-    assert wrong.empty(), wrong.get()
+def test_large_messages_come_over_several_connections_as_they_were_sent(
+    tmp_path, in_processes
+) -> None:
+    in_processes(_exchange, (f"{tmp_path}/store",), count=2)
