@@ -62,8 +62,9 @@ class Answers:
             request.id: _Open(index, prompts.stream_of(ask))
             for index, request in enumerate(ask.requests)
         }
-        self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-        """For each token of the prompt, once the first answer has ended."""
+        alone = ask.params.prompt_logprobs is not None and len(ask.tokens) == 1
+        self.prompt_logprobs: list[dict[int, Logprob] | None] | None = [None] if alone else None
+        """For each token of the prompt, from the first delta on; the first has none."""
 
     @property
     def request_id(self) -> str:

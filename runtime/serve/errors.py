@@ -11,6 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
+from starlette.routing import Route
 
 from llmpq.errors import DeadlineError, StageLostError
 from llmpq.runtime.sampling_params import SamplingParams
@@ -99,12 +100,22 @@ def handle_errors(app: FastAPI) -> None:
 
     async def answer(request: Request, error: Exception) -> JSONResponse:
         found = as_api_error(error)
+        if found.status == 404 and found.message == "Not Found":
+            found = _no_path(request)
         return AsciiJson(found.body(request.url.path), found.status, found.told_headers)
 
     known = (ApiError, RequestValidationError, HTTPException, ValueError)
     # What is no fault of the program's leaves no traceback in the log, as `Exception` does.
     for kind in (*known, StageLostError, DeadlineError, ConnectionError, TimeoutError, Exception):
         app.add_exception_handler(kind, answer)
+
+
+def _no_path(request: Request) -> ApiError:
+    """Return what is said of a path that nothing answers."""
+    path = request.url.path
+    known = {route.path for route in request.app.routes if isinstance(route, Route)}
+    meant = f"; did you mean /v1{path}?" if f"/v1{path}" in known else ""
+    return ApiError(404, f"nothing answers {path!r:.100}{meant}", code="unknown_url")
 
 
 def _of_fields(first: Mapping[str, Any]) -> ApiError:

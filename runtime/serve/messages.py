@@ -157,7 +157,8 @@ class Messages:
         """Yield the answer as it comes: blocks of text or of a tool's input."""
         length = len(begun[0].prompt_token_ids)
         used = _usage(usage(length, 0))
-        start = {**self._head(), "content": [], "stop_reason": None, "usage": used}
+        not_yet = {"stop_reason": None, "stop_sequence": None}
+        start = {**self._head(), "content": [], **not_yet, "usage": used}
         yield event({"type": "message_start", "message": start}, "message_start")
         blocks = _Blocks()
         async for choice, used_now in self._chat.parts(begun):

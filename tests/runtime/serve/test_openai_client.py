@@ -90,6 +90,16 @@ def test_echo_scores_the_prompt_as_lm_eval_asks(server, client):
     assert len(one.logprobs.tokens) == 7 and one.text.startswith(PROMPT)
 
 
+def test_the_echo_of_a_single_token_is_told_without_a_score(client):
+    asked = {"model": "demo-7m", "prompt": "def", "max_tokens": 2, "echo": True, "logprobs": 0}
+    told = client.completions.create(**asked, temperature=0).choices[0]
+    assert told.logprobs.tokens[0] == "def" and told.logprobs.token_logprobs[0] is None
+    assert "".join(told.logprobs.tokens) == told.text and told.logprobs.text_offset[:2] == [0, 3]
+    streamed = client.completions.create(**asked, temperature=0, stream=True)
+    first = next(chunk.choices[0] for chunk in streamed)
+    assert first.logprobs.tokens[0] == "def" and first.logprobs.token_logprobs[0] is None
+
+
 def test_chats_stream_and_tell_logprobs(server, client):
     messages = [{"role": "system", "content": "You code."},
                 {"role": "user", "content": [{"type": "text", "text": "hi"}]}]  # fmt: skip
