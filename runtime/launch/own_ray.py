@@ -28,7 +28,7 @@ from typing import Any
 
 import psutil
 
-from llmpq.errors import DeadlineError, StageLostError
+from llmpq.errors import CONTINUE, DeadlineError, StageLostError
 from llmpq.out_of_memory import first_line
 from llmpq.ray_address import environment, named_ray, on_loopback, signals_kept
 from llmpq.runtime.launch.stage_host import LOCAL_HOST
@@ -256,8 +256,7 @@ def _watched(died: Callable[[], str | None]) -> Iterator[None]:
 
     def tell(number: int, frame: FrameType | None) -> None:
         raise StageLostError(
-            f"Ray's process {died()} on this machine died (killed, or out of memory); finished "
-            "rows are kept, continue with: llmpq-dist run --resume and the same arguments"
+            f"Ray's process {died()} on this machine died (killed, or out of memory){CONTINUE}"
         )
 
     signal.signal(_NEWS, tell)

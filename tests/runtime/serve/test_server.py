@@ -11,6 +11,7 @@ import time
 import urllib.error
 import urllib.request
 
+import psutil
 import pytest
 
 pytestmark = pytest.mark.cpu
@@ -202,6 +203,29 @@ def test_too_many_requests_are_asked_back_and_answers_have_a_deadline(two_stages
         long = {"prompt": "a", "max_tokens": 180, "ignore_eos": True}
         assert ask(server, "/v1/completions", long)[0] == 504
         until(lambda: server.llm.stats()["running"] == 0)
+    assert not [record for record in caplog.records if record.exc_info]  # no traceback
+
+
+def test_a_stage_that_dies_is_told_and_nothing_hangs(demo_model, make_plan, running, caplog):
+    from llmpq import LLM
+
+    before = {child.pid for child in psutil.Process().children()}
+    plan = make_plan(demo_model, (3,), batch=8, prompt_len=200, gen_len=200, dtype="float32")
+    with running(lambda: LLM(demo_model, plan=plan, backend="processes")) as server:
+        stages = [c for c in psutil.Process().children() if c.pid not in before]
+        assert len(stages) == 2 and ask(server, "/ready")[0] == 200
+        connection, answer = begun(server)
+        stages[1].kill()
+        rest = answer.read()
+        connection.close()
+        last = json.loads(rest.strip().splitlines()[-1][6:])["error"]["message"]
+        assert b"[DONE]" not in rest and "lost during" in last and "--resume" not in last
+        status, found, told = ask(server, "/v1/completions", {"prompt": "a", "max_tokens": 1})
+        assert (
+            status == 503 and found["Retry-After"] == "1" and "stopped" in told["error"]["message"]
+        )
+        assert ask(server, "/ready")[0] == 503 and ask(server, "/health")[0] == 200
+        assert ask(server, "/metrics")[0] == 200
     assert not [record for record in caplog.records if record.exc_info]  # no traceback
 
 
