@@ -50,9 +50,7 @@ class DoesNotFitError(LlmpqError):
     exit_code = ExitCode.DOES_NOT_FIT
 
 
-CONTINUE = (
-    "; finished rows are kept, continue with: llmpq-dist run --resume and the same arguments"
-)
+CONTINUE = "; finished rows are kept, continue with: llmpq-dist run --resume and the same arguments"
 """What is said behind the loss of a stage to who runs a file of prompts."""
 
 

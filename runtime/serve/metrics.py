@@ -34,6 +34,16 @@ DELIVERY = (
     *(0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 5.0),
 )
 LENGTHS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+_OF_REQUESTS = {
+    "request_queue_time_seconds": ("From a request's arrival to its first step.", SECONDS),
+    "request_prefill_time_seconds": ("From a request's first step to its first token.", SECONDS),
+    "request_decode_time_seconds": ("From a request's first token to its last.", SECONDS),
+    "request_inference_time_seconds": ("From a request's first step to its last token.", SECONDS),
+    "request_max_num_generation_tokens": ("Tokens of a prompt's longest answer.", LENGTHS),
+    "request_params_n": ("Answers that a prompt asks for.", (1, 2, 5, 10, 20)),
+    "request_params_max_tokens": ("Tokens that an answer may have.", LENGTHS),
+}
+"""What vLLM's dashboards ask of each request: what it says, and its buckets."""
 LABELS = ("model_name", "engine")
 STAGE_LABELS = ("engine", "stage", "device", "node")
 
@@ -79,11 +89,7 @@ class Metrics:
         self.prefix, self._gauges = prefix, gauges
         self.registry.register(_EngineState(self))
 
-        def histogram(name: str, about: str, buckets: tuple[float, ...]) -> Histogram:
-            made = Histogram(
-                f"{prefix}:{name}", about, LABELS, buckets=buckets, registry=self.registry
-            )
-            return made.labels(**self._labels)
+        histogram = self._histogram
 
         def counter(name: str, about: str, more: tuple[str, ...] = ()) -> Counter:
             return Counter(f"{prefix}:{name}", about, (*LABELS, *more), registry=self.registry)
@@ -115,9 +121,7 @@ class Metrics:
         self.answer_tokens = counter("generation_tokens", "Tokens of all answers.").labels(
             **self._labels
         )
-        self.queue_s = histogram(
-            "request_queue_time_seconds", "From a request's arrival to its first step.", SECONDS
-        )
+        self.of_requests = {name: histogram(name, *told) for name, told in _OF_REQUESTS.items()}
         self.sums: dict[str, float] = dict.fromkeys(
             ("requests", "tokens", "first_token_s", "first_tokens", "gap_s", "gaps"), 0.0
         )
@@ -127,10 +131,26 @@ class Metrics:
             "llmpq:http_responses", "HTTP answers by status.", ("status",), registry=self.registry
         )
 
+    def _histogram(self, name: str, about: str, buckets: tuple[float, ...]) -> Histogram:
+        made = Histogram(
+            f"{self.prefix}:{name}", about, LABELS, buckets=buckets, registry=self.registry
+        )
+        return made.labels(**self._labels)
+
     def _tally(self, name: str, about: str, bounds: tuple[float, ...]) -> Tally:
         made = Tally(f"{self.prefix}:{name}", about, self._labels, bounds)
         self.registry.register(made)
         return made
+
+    def asked(self, n: int, max_tokens: int | None) -> None:
+        """Count what a prompt asks for."""
+        self.of_requests["request_params_n"].observe(n)
+        if max_tokens is not None:
+            self.of_requests["request_params_max_tokens"].observe(max_tokens)
+
+    def longest(self, num_tokens: int) -> None:
+        """Count the longest answer of a prompt."""
+        self.of_requests["request_max_num_generation_tokens"].observe(num_tokens)
 
     def ended(self, reason: str) -> None:
         """Count an answer that ended."""
@@ -200,7 +220,13 @@ class AnswerClock:
 
     def end(self, last: CompletionDelta) -> None:
         """Note the answer's end."""
-        self._metrics.queue_s.observe(last.queue_s)
+        for name, value_s in (
+            ("queue", last.queue_s),
+            ("prefill", last.first_token_s - last.queue_s),
+            ("decode", last.total_s - last.first_token_s),
+            ("inference", last.total_s - last.queue_s),
+        ):
+            self._metrics.of_requests[f"request_{name}_time_seconds"].observe(value_s)
         self._end(last.finish_reason or "abort")
 
     def abort(self) -> None:

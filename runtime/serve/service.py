@@ -178,6 +178,7 @@ class Service:
                         prompt, params, request_id=name, priority=priority, cache_salt=cache_salt
                     )
                 )
+                self.metrics.asked(params.n, params.max_tokens)
         except BaseException:
             for answers in begun:
                 answers.give_up()
@@ -224,6 +225,8 @@ class Service:
                 answers.give_up()
             for clock in open_clocks.values():
                 clock.abort()
+            for first in range(0, len(clocks), n):
+                self.metrics.longest(max(clocks[first + j].num_tokens for j in range(n)))
             self.num_under_way -= len(open_clocks)
 
     async def gather(self, begun: Sequence[Answers], n: int) -> list[Choice]:

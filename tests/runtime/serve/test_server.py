@@ -73,11 +73,19 @@ def test_metrics_count_what_was_answered(server):
         "vllm:prompt_tokens_total", "vllm:generation_tokens_total", "vllm:request_success_total",
         "vllm:time_to_first_token_seconds_count", "vllm:inter_token_latency_seconds_count",
         "vllm:e2e_request_latency_seconds_count", "vllm:request_prompt_tokens_sum",
+        "vllm:request_queue_time_seconds_count", "vllm:request_prefill_time_seconds_count",
+        "vllm:request_max_num_generation_tokens_sum", "vllm:request_params_max_tokens_sum",
+        "vllm:request_params_n_count",
     )}  # fmt: skip
+    times = ("queue", "prefill", "decode", "inference")
+    seconds = {t: read(f"vllm:request_{t}_time_seconds_sum") for t in times}
     body = {"prompt": [[5, 6, 7], [8, 9]], "max_tokens": 4, "ignore_eos": True}
     assert ask(server, "/v1/completions", body)[0] == 200
     grown = [read(name) - value for name, value in before.items()]
-    assert grown == [5, 8, 2, 2, 6, 2, 5]
+    assert grown == [5, 8, 2, 2, 6, 2, 5, 2, 2, 8, 8, 2]
+    took = {t: read(f"vllm:request_{t}_time_seconds_sum") - s for t, s in seconds.items()}
+    assert took["prefill"] > 0 and took["decode"] > 0
+    assert took["inference"] == pytest.approx(took["prefill"] + took["decode"], abs=1e-6)
     assert read("vllm:num_requests_running") == 0
     assert 'model_name="demo-7m"' in ask(server, "/metrics")[2]
 
