@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from llmpq.command_line import CommandParser, Only, Section
 from llmpq.runtime.cli.run_flags import KV_POOL_HELP, add_plan
 from llmpq.runtime.launch.launcher import BACKENDS, Backend
 from llmpq.runtime.launch.planned_kv import AUTO
-from llmpq.runtime.serve.settings import ServeSettings
+from llmpq.runtime.serve.settings import ServeSettings, ToolFormat
 
 DEFAULTS = ServeSettings(model_names=())
 
@@ -40,7 +40,7 @@ class ServeOptions:
     api_key: list[str] | None
     api_key_file: str | None
     chat_template: str | None
-    tool_call_parser: Literal["auto", "hermes", "llama3"]
+    tool_call_parser: ToolFormat
     max_body_bytes: int
     max_prompts: int
     max_n: int
@@ -113,7 +113,7 @@ def serve_parser() -> CommandParser:
     what.flag("--chat-template", metavar="FILE", help="Jinja, instead of the model's own")
     what.flag(
         "--tool-call-parser",
-        choices=("auto", "hermes", "llama3"),
+        choices=get_args(ToolFormat),
         default="auto",
         help="how the model writes calls of tools (default: as its template shows)",
     )

@@ -17,7 +17,8 @@ from llmpq.runtime.serve.bodies import ChatBody, Message, NamedTool, ToolCall
 from llmpq.runtime.serve.completions import LEAST_LOGPROB
 from llmpq.runtime.serve.errors import ApiError
 from llmpq.runtime.serve.service import Choice, Service, usage
-from llmpq.runtime.serve.tools import Calls, ToolReader, forced_schema
+from llmpq.runtime.serve.tool_forms import Calls
+from llmpq.runtime.serve.tools import ToolReader, forced_schema
 
 
 class Chat:
@@ -57,8 +58,22 @@ class Chat:
     def prompt(self) -> list[int]:
         """Return the conversation's tokens."""
         self._service.ready()
+        messages = [plain_message(message) for message in self._body.messages]
+        try:
+            return self._encoded(messages)
+        except ValueError as error:
+            # DeepSeek's templates add arguments to a text: they must be one.
+            as_texts = [_with_text_arguments(message) for message in messages]
+            if as_texts == messages:
+                raise
+            try:
+                return self._encoded(as_texts)
+            except ValueError:
+                raise error from None
+
+    def _encoded(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         return self._service.tokenizer.encode_chat(
-            [plain_message(message) for message in self._body.messages],
+            messages,
             tools=self._tools(),
             template=self._service.settings.chat_template,
             add_generation_prompt=self._body.add_generation_prompt,
@@ -144,9 +159,10 @@ class Chat:
             return ToolReader(Calls.WHOLE if self._forced == "" else Calls.ARGUMENTS, self._forced)
         if not self._tools():
             return ToolReader(Calls.NONE)
+        functions = [tool.function.model_dump() for tool in self._body.tools or []]
         settings = self._service.settings
         template = settings.chat_template or self._service.tokenizer.chat_template or ""
-        return ToolReader(Calls.of(settings.tool_format, template))
+        return ToolReader(Calls.of(settings.tool_format, template), tools=functions)
 
     def _tools(self) -> list[dict[str, Any]] | None:
         if not self._body.tools or self._body.tool_choice == "none":
@@ -237,6 +253,18 @@ def _plain_calls(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
         function = {"name": call.function.name, "arguments": arguments}
         plain.append({**call.model_dump(exclude_none=True), "function": function})
     return plain
+
+
+def _with_text_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a message as templates take it that want a call's arguments as a text."""
+    if "tool_calls" not in message:
+        return message
+    calls = [
+        {**call, "function": {**call["function"],
+                              "arguments": json.dumps(call["function"]["arguments"])}}
+        for call in message["tool_calls"]
+    ]  # fmt: skip
+    return {**message, "tool_calls": calls}
 
 
 def _text_of(part: Mapping[str, Any]) -> str:

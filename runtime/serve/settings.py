@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-ToolFormat = Literal["auto", "hermes", "llama3"]
+ToolFormat = Literal["auto", "hermes", "llama3", "mistral", "granite", "deepseek"]
 
 
 @dataclass(frozen=True, kw_only=True)

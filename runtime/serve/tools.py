@@ -1,41 +1,12 @@
-"""Calls of tools in what a model writes: its family's own form, or JSON that a guide forced.
-
-    hermes (Qwen)   text <tool_call>{"name": ..., "arguments": {...}}</tool_call> ...
-    llama3          {"name": ..., "parameters": {...}}, alone, maybe behind <|python_tag|>
-
-What does not read as a call stays text.
-"""
+"""Calls of tools in what a model writes: its family's own form, or JSON that a guide forced."""
 
 from __future__ import annotations
 
-import json
 import uuid
 from collections.abc import Mapping, Sequence
-from enum import Enum
 from typing import Any
 
-_OPEN, _CLOSE, _TAG = "<tool_call>", "</tool_call>", "<|python_tag|>"
-
-
-class Calls(Enum):
-    """How calls stand in an answer."""
-
-    NONE = "none"
-    HERMES = "hermes"
-    LLAMA3 = "llama3"
-    WHOLE = "whole"
-    """The answer is one call: name and arguments."""
-    ARGUMENTS = "arguments"
-    """The answer is the arguments of a tool that is known."""
-
-    @classmethod
-    def of(cls, wanted: str, template: str) -> Calls:
-        """Return the form that was asked for, or that a model's template shows."""
-        if wanted != "auto":
-            return cls(wanted)
-        if _OPEN in template:
-            return cls.HERMES
-        return cls.LLAMA3 if _TAG in template or '"parameters"' in template else cls.NONE
+from llmpq.runtime.serve.tool_forms import MARKS, TAG, Call, Calls, may_be_bare, read_calls
 
 
 def forced_schema(functions: Sequence[Mapping[str, Any]], name: str) -> dict[str, Any]:
@@ -63,12 +34,19 @@ def _arguments(function: Mapping[str, Any]) -> dict[str, Any]:
 class ToolReader:
     """Reads one answer, piece by piece or whole."""
 
-    def __init__(self, form: Calls, name: str | None = None) -> None:
+    def __init__(
+        self, form: Calls, name: str | None = None, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> None:
         """`name`: of the tool that is called, where the answer is its arguments."""
         self._form, self._name = form, name
+        self._schemas = {
+            tool["name"]: (tool.get("parameters") or {}).get("properties") or {} for tool in tools
+        }
         self._held = ""
         """Text that may be a call, or the beginning of one."""
         self._begun = False
+        self._bare = True
+        """Whether the answer so far may be calls without a mark."""
         self.num_calls = 0
 
     def whole(self, text: str) -> tuple[str | None, list[dict[str, Any]]]:
@@ -87,16 +65,18 @@ class ToolReader:
         if self._form is Calls.ARGUMENTS:
             return self._grow(text)
         self._held += text
-        if self._form is Calls.HERMES:
-            return self._hermes(ended)
-        if not ended and _may_be_call(self._held):
+        self._bare = self._bare and may_be_bare(self._held, self._form, self._schemas)
+        if self._bare and not ended:
             return []
-        held, self._held = self._held, ""
-        if not ended:  # it is text, and so is what follows
-            self._form = Calls.NONE
-            return [{"content": held}]
-        call = _read_call(held.strip().removeprefix(_TAG))
-        return [self._call(*call)] if call is not None else _content(held)
+        if self._bare:
+            calls = read_calls(self._held.strip().removeprefix(TAG), self._schemas)
+            if calls:
+                self._held = ""
+                return [self._call(call) for call in calls]
+        if self._form in MARKS:
+            return self._marked(ended)
+        held, self._held, self._form = self._held, "", Calls.NONE  # so is what follows
+        return _content(held)
 
     def _grow(self, text: str) -> list[dict[str, Any]]:
         """Return arguments as they come; the first piece names the tool."""
@@ -105,62 +85,50 @@ class ToolReader:
         if self._begun:
             return [{"tool_calls": [{"index": 0, "function": {"arguments": text}}]}]
         self._begun = True
-        return [self._call(self._name or "", text)]
+        return [self._call((self._name or "", text))]
 
-    def _hermes(self, ended: bool) -> list[dict[str, Any]]:
+    def _marked(self, ended: bool) -> list[dict[str, Any]]:
+        """Return what stands before, between and behind marks, and the calls between them."""
         parts: list[dict[str, Any]] = []
+        mark, end = MARKS[self._form]
         while True:
-            before, opened, rest = self._held.partition(_OPEN)
+            before, opened, rest = self._held.partition(mark)
             if not opened:
-                keep = 0 if ended else _overlap(self._held, _OPEN)
+                keep = 0 if ended else _overlap(self._held, mark)
                 cut = len(self._held) - keep
-                parts += _content(self._held[:cut], after_call=self.num_calls > 0)
+                parts += self._text(self._held[:cut])
                 self._held = self._held[cut:]
                 return parts
-            inside, closed, behind = rest.partition(_CLOSE)
+            parts += self._text(before)
+            inside, closed, behind = rest.partition(end or mark)
             if not closed and not ended:
-                parts += _content(before, after_call=self.num_calls > 0)
                 self._held = opened + rest
                 return parts
-            parts += _content(before, after_call=self.num_calls > 0)
-            call = _read_call(inside)
-            if call is None:
-                parts += _content(opened + inside + closed)
-            else:
-                parts.append(self._call(*call))
+            if not end:  # the next one's mark
+                closed, behind = "", closed + behind
+            calls = read_calls(inside.strip(), self._schemas)
+            parts += [self._call(call) for call in calls] or _content(opened + inside + closed)
             self._held = behind
 
-    def _call(self, name: str, arguments: str) -> dict[str, Any]:
-        call = {
+    def _text(self, text: str) -> list[dict[str, Any]]:
+        """Return text as a delta; blanks between calls say nothing."""
+        return [] if self.num_calls and not text.strip() else _content(text)
+
+    def _call(self, call: Call) -> dict[str, Any]:
+        # Mistral's templates take ids of nine letters and digits only.
+        short = self._form is Calls.MISTRAL
+        told = {
             "index": self.num_calls,
-            "id": f"call_{uuid.uuid4().hex[:24]}",
+            "id": uuid.uuid4().hex[:9] if short else f"call_{uuid.uuid4().hex[:24]}",
             "type": "function",
-            "function": {"name": name, "arguments": arguments},
+            "function": {"name": call[0], "arguments": call[1]},
         }
         self.num_calls += 1
-        return {"tool_calls": [call]}
+        return {"tool_calls": [told]}
 
 
-def _content(text: str, *, after_call: bool = False) -> list[dict[str, Any]]:
-    """Return text as a delta; blanks between calls say nothing."""
-    return [{"content": text}] if text and not (after_call and not text.strip()) else []
-
-
-def _read_call(text: str) -> tuple[str, str] | None:
-    """Return a call's name and its arguments as JSON; None if it is none."""
-    try:
-        data = json.loads(text)
-    except ValueError:
-        return None
-    if not isinstance(data, dict) or not isinstance(data.get("name"), str):
-        return None
-    arguments = data.get("arguments", data.get("parameters", {}))
-    return data["name"], arguments if isinstance(arguments, str) else json.dumps(arguments)
-
-
-def _may_be_call(text: str) -> bool:
-    start = text.lstrip()
-    return not start or start.startswith("{") or _TAG.startswith(start[: len(_TAG)])
+def _content(text: str) -> list[dict[str, Any]]:
+    return [{"content": text}] if text else []
 
 
 def _overlap(text: str, mark: str) -> int:

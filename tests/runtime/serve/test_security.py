@@ -248,6 +248,28 @@ def test_a_second_signal_does_not_wait(two_stages, running):
         assert server.service.num_under_way == 0
 
 
+@pytest.mark.parametrize(
+    ("shown", "text"),
+    [("arguments.city", "hiOslo"), ("name + call.function.arguments", 'hif{"city": "Oslo"}')],
+)
+def test_arguments_of_calls_are_what_a_template_takes(two_stages, running, shown, text):
+    template = (
+        "{% for m in messages %}{{ m.content }}"
+        "{% for call in m.tool_calls or [] %}{{ call.function." + shown + " }}{% endfor %}"
+        "{% endfor %}"
+    )
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"city": "Oslo"}'}}
+    messages = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+    ]
+    with running(two_stages, chat_template=template) as server:
+        talk = {"messages": messages, "max_tokens": 1}
+        told = json.loads(ask(server, "POST", "/v1/chat/completions", talk)[2])
+        wanted = server.llm.tokenizer.encode(text, special=False)
+        assert told["usage"]["prompt_tokens"] == len(wanted)
+
+
 def test_a_template_of_the_operator_replaces_the_models(two_stages, running):
     with running(two_stages, chat_template="{{ messages[0].content }}") as server:
         talk = {"messages": [{"role": "user", "content": "import os"}], "max_tokens": 3,
