@@ -68,6 +68,7 @@ class DecodeGraphs:
 
     fields = 3
     """Numbers a row is told each step: slot, position and token."""
+    told_as = torch.long
 
     def __init__(
         self,
@@ -91,11 +92,11 @@ class DecodeGraphs:
             last_token_S = torch.zeros(num_slots, dtype=torch.long, device=device)
         self.last_token_S = last_token_S
         # Flat, so that the rows of any step are one piece: only such copies are asynchronous.
-        self._rows = torch.zeros(self._most_values, dtype=torch.long, device=device)
+        self._rows = torch.zeros(self._most_values, dtype=self.told_as, device=device)
         self._ones = torch.ones(self._max_rows, dtype=torch.long, device=device)
         pinned = device.type == "cuda"
         shape = (RING, self._most_values)
-        self._staging = torch.zeros(shape, dtype=torch.long, pin_memory=pinned)
+        self._staging = torch.zeros(shape, dtype=self.told_as, pin_memory=pinned)
         self._copied: list[torch.cuda.Event | None] = [None] * RING
         self._next = 0
         self._captured: dict[int, _Captured] = {}
@@ -178,7 +179,7 @@ class DecodeGraphs:
             copied.synchronize()
         values = self._values(message, num_rows)
         staging = self._staging[place, : len(values)]
-        staging.copy_(torch.tensor(values, dtype=torch.long))
+        staging.copy_(torch.tensor(values, dtype=self.told_as))
         self._rows[: len(values)].copy_(staging, non_blocking=True)
         if self._device.type == "cuda":
             event = copied or torch.cuda.Event()

@@ -9,7 +9,6 @@ Legend: T places, R rows, h hidden, V vocabulary, S slots.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -44,6 +43,9 @@ def rungs(most: int) -> list[int]:
 
 class PagedGraphs(DecodeGraphs):
     """Runs steps of a stage over its pool; `size` of a step is its number of places."""
+
+    told_as = torch.int32
+    """What attention reads: no kernel of a step may write it, it is read early."""
 
     def __init__(
         self,
@@ -91,9 +93,8 @@ class PagedGraphs(DecodeGraphs):
 
     def _values(self, message: StepMessage, size: int) -> list[int]:
         tokens = [token for row in message.tokens for token in row]
-        table: list[Sequence[int]] = [tokens, [0] * (size - len(tokens))]
         launches = self._pages.launches
-        table += row_table(
+        table = row_table(
             *(message.slots, message.starts, message.num_new),
             num_rows=self._num_rows(size),
             num_places=size,
@@ -101,15 +102,16 @@ class PagedGraphs(DecodeGraphs):
             tile_keys=launches.tile_keys,
             window=launches.window,
         )
-        return [value for row in table for value in row]
+        rows = [value for row in table for value in row]
+        return [*rows, *tokens, *[0] * (size - len(tokens))]
 
     def _forward(
         self, size: int, hidden_BQh: Tensor | None, *, every_place: bool = False
     ) -> StepOutput:
         """Run the stage on the static buffers; what a graph records."""
         num_rows = self._num_rows(size)
-        tokens_T, told = self._rows[:size], self._rows[size : size + FIELDS * num_rows]
-        rows_FR = told.view(FIELDS, num_rows).int()
+        told, tokens_T = self._rows[: FIELDS * num_rows + size].split([FIELDS * num_rows, size])
+        rows_FR = told.view(FIELDS, num_rows)
         pages, windowed = self._pages, None
         where = spread(rows_FR, pages.whole.table_SM, size, nobody=self._nobody)
         if pages.has_windows:
