@@ -37,7 +37,7 @@ pytestmark = pytest.mark.cpu
 MODELS = ("opt-13b", "bloom-560m", "llama-3.1-8b", "qwen3-8b", "mixtral-8x7b")
 ATTENTION = MODELS[:4]
 """Those whose attention differs: Mixtral's is that of Llama."""
-LAYERS, BATCH, PROMPT, NEW = 3, 4, 48, 6
+LAYERS, BATCH, PROMPT, NEW = 2, 4, 48, 6
 
 
 @pytest.fixture(autouse=True)
@@ -85,7 +85,7 @@ def local(spec: ModelSpec, precision: str, dtype: str, splits=(), **options) -> 
 def test_weights_have_the_predicted_bytes(name, precision, symmetric, group_size):
     spec, dtype = small(name), "bfloat16"
     quantization = Quantization(symmetric=symmetric, group_size=group_size)
-    for splits in ((), (1, 2)):
+    for splits in ((), (1,)):
         pipeline = local(spec, precision, dtype, splits, scheme=quantization.scheme)
         for stage in pipeline.stages:
             layer = layer_weight_bytes(spec, Precision.parse(precision), quantization, 2)
@@ -139,9 +139,9 @@ def test_latents_are_cached_once():
 @pytest.mark.parametrize("name", ATTENTION)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_cache_has_the_predicted_bytes(name, dtype):
-    spec = small(name)
-    caches = local(spec, "w16a16", dtype, (1,)).caches(5, 37)
-    for cache, layers in zip(caches, (1, 2), strict=True):
+    spec = small(name, num_layers=3)
+    caches = local(spec, "w16a16", dtype, (2,)).caches(5, 37)
+    for cache, layers in zip(caches, (2, 1), strict=True):
         assert cache.nbytes == layers * kv_cache_bytes(
             KVPrecision.KV16,
             slots=5,
@@ -265,9 +265,16 @@ LOW_BIT_STEPS = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("phase", LOW_BIT_STEPS)
-@pytest.mark.parametrize("kv", [KVPrecision.KV8, KVPrecision.KV4, KVPrecision.KV2])
+@pytest.mark.parametrize(
+    ("kv", "dtype"),
+    [
+        (KVPrecision.KV8, "float32"),
+        (KVPrecision.KV4, "float32"),
+        (KVPrecision.KV4, "bfloat16"),
+        (KVPrecision.KV2, "bfloat16"),
+    ],
+)
 @pytest.mark.parametrize("name", ATTENTION)
 def test_temporaries_of_low_bit_caches_are_predicted_within_5_percent(name, kv, phase, dtype):
     predicted, measured = low_bit_peaks(name, kv, phase, dtype)
