@@ -56,11 +56,15 @@ def test_the_lines_are_few_and_name_the_bundled_model():
     assert MODEL in code and len([line for line in code.splitlines() if line.strip()]) <= 6
 
 
-def test_the_lines_say_the_same_on_one_and_on_three_stages(folder, demo_model, make_plan):
+def test_the_lines_say_the_same_on_one_and_on_three_stages(
+    folder, demo_model, make_plan, monkeypatch, capsys
+):
     code = shown_lines()
     greedy = re.sub(r"(, )?temperature=[0-9.]+", "", code)
     greedy = greedy.replace("SamplingParams(", "SamplingParams(temperature=0, ")
-    whole = run(greedy, folder)
+    monkeypatch.chdir(folder)
+    exec(greedy, {})
+    whole = capsys.readouterr().out
     assert len(whole.strip()) > 20
     make_plan(demo_model, (2, 5), batch=4, prompt_len=64, gen_len=512).save_json(
         folder / "plan.json"

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,11 +19,50 @@ import pytest
 pytestmark = pytest.mark.cluster
 LIMIT_S = 100
 SIGNALS = (signal.SIGTERM, signal.SIGHUP)
-LIST_SOCKETS = """
-import os, psutil, ray
+STOPPED = """
+import contextlib, os, signal, sys, threading, time
 from llmpq.runtime.launch.placement import ray_cluster
 
-with ray_cluster(None):
+heard = []
+
+def told_to_stop():
+    count = len(heard)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0.1)
+    return len(heard) == count + 1
+
+signal.signal(signal.SIGTERM, lambda *_: heard.append(1))
+signal.alarm(1000)  # the caller's own guard
+with WHERE:
+    assert told_to_stop()
+    end_s = time.monotonic() + 4  # what was begun is written, answers under way are finished
+    while time.monotonic() < end_s:
+        time.sleep(0.1)
+    MEANWHILE
+assert told_to_stop()
+assert signal.alarm(0) > 900
+LATER
+sys.exit(130)
+"""
+IN_A_THREAD = """
+@contextlib.contextmanager
+def in_a_thread(other):  # where a server loads its engine
+    started, over = threading.Event(), threading.Event()
+
+    def hold():
+        with other:
+            started.set()
+            over.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    started.wait()
+    yield
+    over.set()
+    thread.join()
+"""
+LIST_SOCKETS = """
+    import psutil, ray
     actor = ray.remote(type("Worker", (), {"pid": lambda self: os.getpid()})).remote()
     ray.get(actor.pid.remote())
     me = psutil.Process()
@@ -31,6 +71,8 @@ with ray_cluster(None):
             if link.status == psutil.CONN_LISTEN:
                 print(process.name(), link.laddr.ip)
     print("token", len(os.environ["RAY_AUTH_TOKEN"]), os.environ["RAY_AUTH_MODE"])
+"""
+LIST_LEFT = """
 print("after", os.environ.get("RAY_AUTH_TOKEN"), len(me.children(recursive=True)))
 """
 JOIN_WITHOUT_TOKEN = """
@@ -44,20 +86,36 @@ except Exception as error:
 """
 
 
-def test_what_listens_is_on_loopback_and_wants_a_token():
-    # Nothing of a Ray that other tests have started in this process.
-    alone = {name: text for name, text in os.environ.items() if not name.startswith("RAY_")}
+def _stopped(folder: Path, where: str, meanwhile: str = "pass", later: str = "") -> list[str]:
+    """Start a Ray in a process that is told to stop, and takes four seconds; return its lines.
+
+    Ray's own handler would abort it after three, with a trace of C++ before.
+    """
+    code = STOPPED.replace("with WHERE", f"{IN_A_THREAD}\nwith {where}")
+    code = code.replace("    MEANWHILE", textwrap.indent(textwrap.dedent(meanwhile), "    "))
     done = subprocess.run(
-        [sys.executable, "-c", LIST_SOCKETS], env=alone, capture_output=True, text=True,
-        timeout=LIMIT_S, check=True,
+        [sys.executable, "-c", code.replace("LATER", later)],
+        text=True, capture_output=True, timeout=LIMIT_S,
+        # Nothing of a Ray that other tests have started in this process.
+        env={name: text for name, text in os.environ.items() if not name.startswith("RAY_")}
+        | {"TMPDIR": str(folder)},
     )  # fmt: skip
-    *sockets, token, after = done.stdout.splitlines()
+    assert (done.returncode, done.stderr) == (130, "")
+    return done.stdout.splitlines()
+
+
+def test_what_listens_is_on_loopback_and_wants_a_token_and_has_time_to_stop(folder):
+    *sockets, token, after = _stopped(folder, "ray_cluster(None)", LIST_SOCKETS, LIST_LEFT)
     hosts = {line.split()[-1].removeprefix("::ffff:") for line in sockets}
     assert any(line.startswith("gcs_server") for line in sockets)
     assert any(line.startswith("raylet") for line in sockets)
-    assert hosts == {"127.0.0.1"}, done.stdout
+    assert hosts == {"127.0.0.1"}, sockets
     assert token.split()[1:] == ["64", "token"]
     assert after == "after None 0", "neither the token nor a process outlives the block"
+
+
+def test_a_process_whose_thread_holds_ray_has_time_to_stop(folder):
+    assert _stopped(folder, "in_a_thread(ray_cluster(None))") == []
 
 
 def test_who_has_no_token_is_refused(ray_session):
@@ -174,55 +232,3 @@ def test_a_ray_that_dies_while_it_is_used_ends_the_wait_and_leaves_nothing(folde
     _, left = psutil.wait_procs(parts, timeout=10)  # agents look for their raylet every few seconds
     assert [child.name() for child in left] == []
     assert list(folder.glob("llmpq-ray-*")) == []
-
-
-TAKE_LONG = """
-import contextlib, os, signal, sys, threading, time
-from llmpq.runtime.launch.placement import ray_cluster
-
-heard = []
-
-def told_to_stop():
-    count = len(heard)
-    os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(0.1)
-    return len(heard) == count + 1
-
-@contextlib.contextmanager
-def in_a_thread(other):  # where a server loads its engine
-    started, over = threading.Event(), threading.Event()
-
-    def hold():
-        with other:
-            started.set()
-            over.wait()
-
-    thread = threading.Thread(target=hold)
-    thread.start()
-    started.wait()
-    yield
-    over.set()
-    thread.join()
-
-signal.signal(signal.SIGTERM, lambda *_: heard.append(1))
-signal.alarm(1000)  # the caller's own guard
-with in_a_thread(ray_cluster(None)) if sys.argv[1:] else ray_cluster(None):
-    assert told_to_stop()
-    end_s = time.monotonic() + 4  # what was begun is written, answers under way are finished
-    while time.monotonic() < end_s:
-        time.sleep(0.1)
-assert told_to_stop()
-assert signal.alarm(0) > 900
-sys.exit(130)
-"""
-
-
-@pytest.mark.parametrize("how", [[], ["in a thread"]])
-def test_a_process_told_to_stop_has_all_the_time_it_takes(folder, how):
-    """Ray's own handler would abort it after three seconds, with a trace of C++ before."""
-    done = subprocess.run(
-        [sys.executable, "-c", TAKE_LONG, *how], text=True, capture_output=True, timeout=LIMIT_S,
-        env={name: text for name, text in os.environ.items() if not name.startswith("RAY_")}
-        | {"TMPDIR": str(folder)},
-    )  # fmt: skip
-    assert (done.returncode, done.stderr) == (130, "")
