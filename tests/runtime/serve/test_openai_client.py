@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
+import time
 
 import openai
 import pytest
@@ -217,6 +219,40 @@ def test_models_have_their_names(client):
     assert client.models.retrieve("gpt-test").id == "gpt-test"
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("other")
+
+
+def until_free(server):
+    end_s = time.monotonic() + 30
+    while server.service.num_under_way and time.monotonic() < end_s:
+        time.sleep(0.02)
+    assert server.service.num_under_way == 0
+
+
+def test_a_client_asks_again_when_it_is_told_to_wait(two_stages, running):
+    asked = {"model": "demo-7m", "prompt": PROMPT, "temperature": 0}
+    with (
+        running(two_stages, max_requests=1) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=9) as client,
+    ):
+        wanted = offline(server, PROMPT, temperature=0, max_tokens=4)
+        held = client.completions.create(
+            **asked, max_tokens=190, stream=True, extra_body={"ignore_eos": True}
+        )
+        next(held)
+        with pytest.raises(openai.RateLimitError):
+            client.with_options(max_retries=0).completions.create(**asked, max_tokens=4)
+        threading.Timer(0.5, held.close).start()
+        got = client.completions.with_raw_response.create(**asked, max_tokens=4)
+        assert got.retries_taken >= 1 and got.parse().choices[0].text == wanted
+        until_free(server)
+
+
+def test_a_client_that_waits_no_longer_frees_what_it_held(server, client):
+    with pytest.raises(openai.APITimeoutError):
+        client.with_options(timeout=0.2).completions.create(
+            model="demo-7m", prompt=PROMPT, n=4, max_tokens=190, extra_body={"ignore_eos": True}
+        )
+    until_free(server)
 
 
 def test_sixty_four_at_once_are_each_their_own_answer(server):
