@@ -1,12 +1,14 @@
 """The pool of KV blocks on a GPU: kernels against twins, tokens against slots, then both timed.
 
-    python benchmarks/gpu_pool.py [--rows FILE] [--parts kernels,tokens,speed]
+    python benchmarks/gpu_pool.py [--rows FILE] [--parts kernels,tokens,speed,packed,packed_tokens]
 
 kernels  attention and append at real sizes against their twins, and attention's time beside the
          slots' kernel (CUDA graphs, median)
 tokens   the demo model in float32 through `LLM`, with slots and with a pool: equal greedy tokens of
          prompts of many lengths, alone and sharing beginnings
 speed    Llama-3.1-8B, dummy, 16 bits, 32 x 512/100: tokens/s with slots and with a pool, in turns
+packed   8, 4 and 2 bits: kernels against their twin; steps beside slots' and beside 16-bit blocks
+packed_tokens   the demo model's tokens at these precisions: equal but for ties
 
 Exit code 0 if everything holds. Needs no Ray.
 """
@@ -24,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gpu_pool_packed import packed_kernels, packed_tokens
 from torch import Tensor
 
 from llmpq.kernels.fused.rope_append import rope_append_pages, rope_append_pages_reference
@@ -75,7 +78,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rows", help="append a result row (JSONL) of every time and rate here")
     parser.add_argument("--commit", help="commit a row names, where git cannot tell")
-    parser.add_argument("--parts", default="kernels,tokens,speed", help="some of these")
+    parser.add_argument("--parts", default="kernels,tokens,speed,packed,packed_tokens", help="some")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print("gpu_pool.py measures a GPU, torch sees none here; run it where nvidia-smi shows one")
@@ -85,6 +88,8 @@ def main() -> int:
         "kernels": kernels,
         "tokens": tokens,
         "speed": speed,
+        "packed": lambda: packed_kernels(MIXES),
+        "packed_tokens": lambda: packed_tokens(DEMO),
     }
     held, lines = True, []
     for name in options.parts.split(","):
@@ -108,7 +113,7 @@ def _write(path: Path, part: str, row: Row, commit: str | None) -> None:
         case={"part": part, **row["case"]},
         unit=row["unit"],
         samples=row["samples"],
-        baselines={"slots": statistics.median(row["slots"])},
+        baselines={row.get("beside", "slots"): statistics.median(row["slots"])},
         commit=commit,
         program="python benchmarks/gpu_pool.py",
     )

@@ -126,13 +126,15 @@ REMEDY: dict[Way, str] = {
 }
 
 
-GPU_POOL_KV = (KVPrecision.KV16,)
-"""Precisions of KV that a pool of blocks on a GPU holds; others have the plan's slots there."""
+GPU_POOL_HEAD_DIMS = (32, 64, 128, 256)
+"""What heads may have where a pool on a GPU holds 8, 4 or 2 bits: kernels know powers of two."""
 
 
-def require_gpu_pool(kv: KVPrecision, *, drafts: bool) -> None:
+def require_gpu_pool(spec: ModelSpec, kv: KVPrecision, *, drafts: bool) -> None:
     """Raise `ValueError` for a run whose KV a GPU does not keep in a pool of blocks."""
-    lack = "" if kv in GPU_POOL_KV else f"a KV cache of {kv.bits} bits"
+    lack = ""
+    if kv is not KVPrecision.KV16 and spec.head_dim not in GPU_POOL_HEAD_DIMS:
+        lack = f"a KV cache of {kv.bits} bits and heads of {spec.head_dim} channels"
     if drafts:
         lack = "speculation"
     if lack:

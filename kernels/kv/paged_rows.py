@@ -19,7 +19,7 @@ nobody, as do rows of no tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -64,6 +64,30 @@ def row_table(
 
     `tile_queries`, `tile_keys`, `window`: as `PagedPlan` says.
     """
+
+    def tiles_of(position: int) -> tuple[int, int]:
+        own = -(-(position + 1) // tile_keys)
+        return own, own - max(position + 1 - (window or position + 1), 0) // tile_keys
+
+    return summed_rows(
+        *(slots, starts, counts, tiles_of),
+        num_rows=num_rows,
+        num_places=num_places,
+        tile_queries=tile_queries,
+    )
+
+
+def summed_rows(
+    slots: Sequence[int],
+    starts: Sequence[int],
+    counts: Sequence[int],
+    tiles_of: Callable[[int], tuple[int, int]],
+    *,
+    num_rows: int,
+    num_places: int,
+    tile_queries: int,
+) -> list[list[int]]:
+    """Return the rows' table; `tiles_of`: tiles of two sorts that a query at a position reads."""
     used, tokens = len(slots), sum(counts)
     extra = num_rows - used
     if tokens > num_places or extra < (tokens < num_places):
@@ -71,20 +95,20 @@ def row_table(
             f"{used} rows of {tokens} tokens do not go into a step of {num_rows} rows and "
             f"{num_places} places; give it more of either"
         )
-    firsts, query_tiles, key_tiles, window_tiles = [], [], [], []
-    place = queries = keys = near = 0
+    firsts, query_tiles, key_tiles, other_tiles = [], [], [], []
+    place = queries = keys = others = 0
     for start, count in zip(starts, counts, strict=True):
         firsts.append(place)
         place += count
         if count > 1:
             queries += -(-count // tile_queries)
         else:
-            own = -(-(start + 1) // tile_keys)
+            own, other = tiles_of(start)
             keys += own
-            near += own - max(start + 1 - (window or start + 1), 0) // tile_keys
+            others += other
         query_tiles.append(queries)
         key_tiles.append(keys)
-        window_tiles.append(near)
+        other_tiles.append(others)
     return [
         [*slots, *[-1] * extra],
         [*starts, *[0] * extra],
@@ -92,7 +116,7 @@ def row_table(
         [*firsts, *[place] * extra],
         [*query_tiles, *[queries] * extra],
         [*key_tiles, *[keys] * extra],
-        [*window_tiles, *[near] * extra],
+        [*other_tiles, *[others] * extra],
     ]
 
 

@@ -36,9 +36,9 @@ from llmpq.kernels.kv import plain_attend
 from llmpq.kernels.kv.reference import EVERYTHING
 from llmpq.kernels.linear import QuantizedWeight, linear
 from llmpq.runtime.backends import cuda_atom_layers, cuda_experts, cuda_rules
+from llmpq.runtime.cache.device_pages import DevicePages
 from llmpq.runtime.cache.kv_cache import KVCache
 from llmpq.runtime.cache.low_bit_kv import LowBitKV
-from llmpq.runtime.cache.paged_device_kv import PagedDeviceKV
 from llmpq.runtime.cache.plain_kv import PlainKVCache
 from llmpq.runtime.models.attention import attend_cached, score_bias
 from llmpq.runtime.models.experts import Routing, SparseMLP
@@ -307,7 +307,7 @@ def _plain(
 
 
 def _paged(
-    part: Attention, q: Tensor, k: Tensor, v: Tensor, index: int, step: Step, kv: PagedDeviceKV
+    part: Attention, q: Tensor, k: Tensor, v: Tensor, index: int, step: Step, kv: DevicePages
 ) -> Tensor:
     """Append to the pool of blocks, then attend to it."""
     rotary, rule = part.rotary, part.rule

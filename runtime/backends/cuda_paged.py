@@ -23,7 +23,7 @@ from llmpq.runtime.backends.cuda_stage import on_its_way
 from llmpq.runtime.backends.device_times import DeviceTimes
 from llmpq.runtime.backends.paged_compute import PagedStageCompute, rows_of
 from llmpq.runtime.backends.paged_graphs import PagedGraphs, rungs
-from llmpq.runtime.cache.paged_device_kv import PagedDeviceKV
+from llmpq.runtime.cache.device_pages import DevicePages
 from llmpq.runtime.models.stage_model import StageModel
 from llmpq.runtime.pending import Pending
 from llmpq.runtime.request import PagedRow, StepKind
@@ -39,7 +39,7 @@ class CudaPagedCompute(PagedStageCompute):
     def __init__(
         self,
         model: StageModel,
-        kv: PagedDeviceKV,
+        kv: DevicePages,
         device: torch.device,
         dtype: torch.dtype,
         *,

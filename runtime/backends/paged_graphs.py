@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from llmpq.kernels.fused.argmax import argmax
-from llmpq.kernels.kv.paged_rows import FIELDS, row_table, spread
+from llmpq.kernels.kv.paged_rows import FIELDS
 from llmpq.runtime.backends.cuda_graphs import DecodeGraphs, StepOutput, rounded_rows
-from llmpq.runtime.cache.paged_device_kv import PagedDeviceKV
+from llmpq.runtime.cache.device_pages import DevicePages
 from llmpq.runtime.models.stage_model import StageModel
 from llmpq.runtime.paged_step import PagedStep
 from llmpq.runtime.step_message import StepMessage
@@ -50,7 +50,7 @@ class PagedGraphs(DecodeGraphs):
     def __init__(
         self,
         model: StageModel,
-        kv: PagedDeviceKV,
+        kv: DevicePages,
         *,
         chunks: bool,
         most_tokens: int,
@@ -93,14 +93,10 @@ class PagedGraphs(DecodeGraphs):
 
     def _values(self, message: StepMessage, size: int) -> list[int]:
         tokens = [token for row in message.tokens for token in row]
-        launches = self._pages.launches
-        table = row_table(
+        table = self._pages.table(
             *(message.slots, message.starts, message.num_new),
             num_rows=self._num_rows(size),
             num_places=size,
-            tile_queries=launches.tile_queries,
-            tile_keys=launches.tile_keys,
-            window=launches.window,
         )
         rows = [value for row in table for value in row]
         return [*rows, *tokens, *[0] * (size - len(tokens))]
@@ -112,10 +108,7 @@ class PagedGraphs(DecodeGraphs):
         num_rows = self._num_rows(size)
         told, tokens_T = self._rows[: FIELDS * num_rows + size].split([FIELDS * num_rows, size])
         rows_FR = told.view(FIELDS, num_rows)
-        pages, windowed = self._pages, None
-        where = spread(rows_FR, pages.whole.table_SM, size, nobody=self._nobody)
-        if pages.has_windows:
-            windowed = spread(rows_FR, pages.windowed.table_SM, size, nobody=self._nobody)
+        where, windowed = self._pages.places(rows_FR, size, nobody=self._nobody)
         step = PagedStep(
             slots_B=where.slots_R,
             start_B=rows_FR[1],

@@ -22,16 +22,16 @@ from torch import Tensor
 from llmpq.kernels.fused.rope_append import rope_append_pages
 from llmpq.kernels.kv.paged_attend import paged_attend
 from llmpq.kernels.kv.paged_plan import PagedPlan
+from llmpq.kernels.kv.paged_rows import TokenPlaces, row_table, spread
 from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule
 from llmpq.kv_format import BLOCK_TOKENS, pool_blocks
 from llmpq.model_spec import ModelSpec
 from llmpq.pool_size import PoolSize
 from llmpq.precision import KVPrecision
-from llmpq.runtime.cache.kv_cache import PagedKV
+from llmpq.runtime.cache.device_pages import DevicePages, write_blocks
 from llmpq.runtime.paged_step import PagedStep
 from llmpq.runtime.request import PagedRow
 from llmpq.runtime.step import Step
-from llmpq.runtime.upload import upload
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,19 +69,10 @@ class DevicePool:
 
     def take(self, brought: Sequence[tuple[int, int, Sequence[int]]]) -> None:
         """Write blocks to the table; of each row its slot, where they begin, and they."""
-        columns = self.table_SM.shape[1]
-        places: list[int] = []
-        numbers: list[int] = []
-        for slot, first, blocks in brought:
-            at = slot * columns + first
-            places += range(at, at + len(blocks))
-            numbers += blocks
-        if numbers:
-            told = upload([places, numbers], torch.long, self.table_SM.device)
-            self.table_SM.view(-1).index_copy_(0, told[0], told[1].int())
+        write_blocks(self.table_SM, brought)
 
 
-class PagedDeviceKV(PagedKV):
+class PagedDeviceKV(DevicePages):
     """16-bit (or float32) keys and values of one stage in blocks."""
 
     def __init__(
@@ -132,6 +123,34 @@ class PagedDeviceKV(PagedKV):
                 [(row.slot, row.first_window_block, row.new_window_blocks) for row in rows]
             )
 
+    def table(
+        self,
+        slots: Sequence[int],
+        starts: Sequence[int],
+        counts: Sequence[int],
+        *,
+        num_rows: int,
+        num_places: int,
+    ) -> list[list[int]]:
+        """Return a step's rows as paged_attend.py reads them."""
+        return row_table(
+            *(slots, starts, counts),
+            num_rows=num_rows,
+            num_places=num_places,
+            tile_queries=self.launches.tile_queries,
+            tile_keys=self.launches.tile_keys,
+            window=self.launches.window,
+        )
+
+    def places(
+        self, rows_FR: Tensor, num_places: int, *, nobody: int
+    ) -> tuple[TokenPlaces, TokenPlaces | None]:
+        """Return where a step's tokens go in either pool."""
+        where = spread(rows_FR, self.whole.table_SM, num_places, nobody=nobody)
+        if not self.has_windows:
+            return where, None
+        return where, spread(rows_FR, self.windowed.table_SM, num_places, nobody=nobody)
+
     def attend(
         self,
         layer: int,
@@ -146,10 +165,7 @@ class PagedDeviceKV(PagedKV):
         inv_freq: Tensor | None = None,
         factor: float = 1.0,
     ) -> Tensor:
-        """Append the step's keys and values, then return its causal attention [1, T, H, D].
-
-        With `inv_freq` queries and keys come without their positions; `factor` is on their cosines.
-        """
+        """Append the step's keys and values, then return its causal attention [1, T, H, D]."""
         assert isinstance(step, PagedStep)
         windowed, place = self._layers[layer]
         pool, where = self.whole, step.where
@@ -173,8 +189,3 @@ class PagedDeviceKV(PagedKV):
             chunks=step.chunks,
         )
         return out_THD[None]
-
-    @property
-    def pages(self) -> PagedDeviceKV:
-        """The cache itself."""
-        return self

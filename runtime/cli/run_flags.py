@@ -24,9 +24,7 @@ from llmpq.runtime.sampling_params import TokenChoice
 from llmpq.runtime.text.batch_rows import Defaults
 from llmpq.speculation import MAX_GAMMA, MODES
 
-KV_POOL_HELP = (
-    "on GPUs, too, keep KV in one pool of blocks, not a slot a request (16-bit, no drafts)"
-)
+KV_POOL_HELP = "on GPUs, too, keep KV in one pool of blocks, not a slot a request (no drafts)"
 """On CPUs there is no other way."""
 NOTES = """\
 commands (flags alone mean `run`): run, check, bench, eval, convert; each has its own --help.

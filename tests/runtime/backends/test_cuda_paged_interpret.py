@@ -7,16 +7,20 @@ import torch
 from triton import knobs
 
 from llmpq.kernels.fused.rope_append import rope_append_pages_reference
-from llmpq.kernels.kv import paged_plan
+from llmpq.kernels.kv import packed_pages_plan, paged_plan
+from llmpq.kernels.kv.packed_pages_plan import PackedPlan
 from llmpq.kernels.kv.paged_plan import PagedPlan
+from llmpq.kv_format import RING_TOKENS, TAIL_TOKENS
 from llmpq.model_spec import ModelSpec
 from llmpq.pool_size import PoolSize
+from llmpq.precision import KVPrecision
 from llmpq.runtime.backends import cuda_experts, cuda_graphs, cuda_layers
 from llmpq.runtime.backends.build_stage import build_stage
 from llmpq.runtime.backends.cuda_paged import CudaPagedCompute
 from llmpq.runtime.backends.paged_graphs import LONGEST, rung, rungs
-from llmpq.runtime.cache import paged_device_kv
+from llmpq.runtime.cache import paged_device_kv, paged_packed_kv
 from llmpq.runtime.cache.paged_device_kv import PagedDeviceKV
+from llmpq.runtime.cache.paged_packed_kv import PagedPackedKV
 from llmpq.runtime.engine.mailbox import Mailbox
 from llmpq.runtime.engine.paged_scheduler import PagedScheduler
 from llmpq.runtime.engine.plain_loop import LocalPipeline
@@ -25,7 +29,7 @@ from llmpq.runtime.engine.stage_loop import FirstStage
 from llmpq.runtime.models import layer_tensors as parts
 from llmpq.runtime.models.layers import DecoderLayer, PlainLayers
 from llmpq.runtime.models.sampling import TokenChoice
-from llmpq.runtime.request import Request
+from llmpq.runtime.request import PagedRow, Request
 from llmpq.runtime.token_rules import TokenRules
 from llmpq.runtime.tools.open_stages import OpenStages
 from llmpq.runtime.trace import Recorder
@@ -71,12 +75,15 @@ class Counting(CudaPagedCompute):
             return super().run(message, hidden_BQH)
 
 
-def paged(base, size=POOL, step_tokens=64, first=0):
+def paged(base, size=POOL, step_tokens=64, first=0, kv=KVPrecision.KV16):
     """Return a stage's arithmetic as on a GPU, of a stage that was built for the CPU."""
     model = base.model
-    layers = range(first, first + len(model.layers))
-    kv = PagedDeviceKV(model.spec, layers=layers, size=size, dtype=torch.float32, device=CPU)
-    return Counting(model, kv, CPU, torch.float32, size=size, step_tokens=step_tokens)
+    given = {"layers": range(first, first + len(model.layers)), "size": size, "device": CPU}
+    if kv is KVPrecision.KV16:
+        pages = PagedDeviceKV(model.spec, dtype=torch.float32, **given)
+    else:
+        pages = PagedPackedKV(model.spec, kv, dtype=torch.float32, **given)
+    return Counting(model, pages, CPU, torch.float32, size=size, step_tokens=step_tokens)
 
 
 def stage(plan, model, **options):
@@ -137,6 +144,47 @@ def test_what_requests_share_is_found_again(tiny_models, random_prompts, make_pl
     got = serve(compute, requests, num_blocks=2, step_tokens=100)  # room for one at a time
     assert got == LocalPipeline.from_directory(model).generate(prompts, max_new=2)
     assert requests[1].num_prefix_hits == 128
+
+
+def test_packed_blocks_give_the_tokens_of_a_cpu(
+    tiny_models, random_prompts, make_plan, on_gpu_path, monkeypatch
+):
+    """One request after the other, for want of blocks: the second goes on from the first's."""
+    kv = KVPrecision.KV4
+    monkeypatch.setattr(paged_packed_kv, "rope_append_pages", rope_append_pages_reference)
+    monkeypatch.setattr(PackedPlan, "chunk_rows", 128)  # the interpreter is slow
+    monkeypatch.setattr(packed_pages_plan, "programs_per_sm", lambda *_, **__: 1)
+    PackedPlan.of.__func__.cache_clear()
+    model, size = tiny_models.directory("qwen3"), PoolSize(num_blocks=1, slots=3, max_len=300)
+    trunk, *tails = random_prompts(147, 9, 30, seed=5)
+    prompts = [trunk + tail for tail in tails]
+    plan, spec = make_plan(model, batch=3, kv=kv), ModelSpec.from_directory(model)
+    own = {"size": size, "kv": kv, "num_blocks": 1, "step_tokens": 100}
+    on_cpu = OpenStages(plan, spec, CheckpointSource(model, spec), pool=size)
+    want = on_cpu.run(PagedScheduler(limits(**own, tokens_ahead=1)), asked(prompts, 3)).tokens
+    compute, requests = stage(plan, model, size=size, kv=kv, step_tokens=100), asked(prompts, 3)
+    assert compute.kv.nbytes == size.nbytes(spec, kv, layers=range(3), dtype_bytes=4)
+    assert serve(compute, requests, **own) == [want[0], want[1]]
+    assert requests[1].num_prefix_hits == 128 + TAIL_TOKENS
+    assert compute.blind_steps > 0, "no step ran ahead of the host"
+
+
+def test_who_finds_a_packed_block_gets_the_tokens_behind_it(tiny_models):
+    spec = ModelSpec.from_directory(tiny_models.directory("qwen3"))
+    size = PoolSize(num_blocks=5, slots=3, max_len=600)
+    kv = PagedPackedKV(
+        spec, KVPrecision.KV8, layers=range(2), size=size, dtype=torch.float32, device=CPU
+    )
+    for behind in kv._behind:
+        behind.normal_()
+    start = 2 * 128 + TAIL_TOKENS
+    rows = [PagedRow(slot=0, new_blocks=(1,)), PagedRow(slot=2, new_blocks=(3, 4), resumes=True)]
+    kv.take_rows(rows, [0, start])
+    at = torch.arange(start - TAIL_TOKENS, start) % RING_TOKENS
+    for ring, behind in zip(kv._rings, kv._behind, strict=True):
+        assert torch.equal(ring[:, 2][:, :, at], behind[:, 4])
+        assert not ring[:, :2].any() and int(ring[:, 2].any(-1).any(0)[0].sum()) == TAIL_TOKENS
+    assert kv._table_SM[2, :2].tolist() == [3, 4] and kv._table_SM[0, 0] == 1
 
 
 def windowed(model, make_plan, *, blocks):

@@ -3,6 +3,7 @@
 import pytest
 
 from llmpq.capabilities import require, ways_of
+from llmpq.kv_format import packed_blocks
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
 from llmpq.runtime.launch.hand_plan import hand_plan
@@ -13,8 +14,8 @@ from llmpq.workload import Workload
 pytestmark = pytest.mark.cpu
 
 
-def pool_plan(kv=KVPrecision.KV16, **settings):
-    spec = ModelSpec.by_name("llama-3.1-8b")
+def pool_plan(kv=KVPrecision.KV16, model="llama-3.1-8b", **settings):
+    spec = ModelSpec.by_name(model)
     plan = hand_plan(spec, Workload(batch=4, prompt_len=200, gen_len=100, kv=kv))
     (stage,) = plan.stages
     stage = stage.model_copy(update={"kind": "NVIDIA H200", "threads": None})
@@ -33,14 +34,25 @@ def test_a_gpu_has_slots_unless_it_is_to_have_a_pool(live):
     assert slots.max_len == 299 and pool.limits.max_len == pool.spec.max_positions + 1
 
 
+@pytest.mark.parametrize("kv", [KVPrecision.KV8, KVPrecision.KV4, KVPrecision.KV2])
+def test_packed_precisions_have_a_pool_that_counts_what_is_ever_packed(kv):
+    pool = pool_plan(kv, live=True, gpu_pool=True)
+    assert pool.serves and pool.limits.kv is kv
+    assert pool.limits.num_blocks == 4 * packed_blocks(300)
+
+
 @pytest.mark.parametrize(
-    "kv,speculate,why",
-    [(KVPrecision.KV8, None, "a KV cache of 8 bits"), (KVPrecision.KV16, "ngram", "speculation")],
+    "kv,model,speculate,why",
+    [
+        (KVPrecision.KV8, "opt-2.7b", None, "a KV cache of 8 bits and heads of 80 channels"),
+        (KVPrecision.KV16, "llama-3.1-8b", "ngram", "speculation"),
+        (KVPrecision.KV4, "llama-3.1-8b", "ngram", "speculation"),
+    ],
 )
-def test_what_a_gpu_does_not_page_is_refused_with_the_way_out(kv, speculate, why):
+def test_what_a_gpu_does_not_page_is_refused_with_the_way_out(kv, model, speculate, why):
     with pytest.raises(ValueError, match=f"does not go with {why} yet; leave the pool out"):
-        _ = pool_plan(kv, live=True, gpu_pool=True, speculate=speculate).serves
-    assert not pool_plan(kv, live=True, speculate=speculate).serves
+        _ = pool_plan(kv, model, live=True, gpu_pool=True, speculate=speculate).serves
+    assert not pool_plan(kv, model, live=True, speculate=speculate).serves
 
 
 def test_features_that_its_kernels_do_not_know_are_refused_over_a_pool_only():

@@ -1,0 +1,82 @@
+"""What a captured step needs of a pool of KV blocks on a GPU, whatever it keeps keys and values as.
+
+Legend: T places of a step, R rows, H query heads, G key/value heads, D head_dim.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from llmpq.kernels.kv.paged_rows import TokenPlaces
+from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule
+from llmpq.runtime.cache.kv_cache import PagedKV
+from llmpq.runtime.step import Step
+from llmpq.runtime.upload import upload
+
+
+class DevicePages(PagedKV):
+    """A stage's pool on a GPU, its block tables on the device."""
+
+    columns: int
+    """Blocks of the longest request."""
+
+    @abstractmethod
+    def table(
+        self,
+        slots: Sequence[int],
+        starts: Sequence[int],
+        counts: Sequence[int],
+        *,
+        num_rows: int,
+        num_places: int,
+    ) -> list[list[int]]:
+        """Return a step's rows as this pool's kernels read them (kernels/kv/paged_rows.py)."""
+
+    @abstractmethod
+    def places(
+        self, rows_FR: Tensor, num_places: int, *, nobody: int
+    ) -> tuple[TokenPlaces, TokenPlaces | None]:
+        """Return where a step's tokens stand; also in the pool of windows, if there is one."""
+
+    @abstractmethod
+    def attend(
+        self,
+        layer: int,
+        q_BQHD: Tensor,
+        k_BQGD: Tensor,
+        v_BQGD: Tensor,
+        step: Step,
+        *,
+        scale: float,
+        alibi_slopes_H: Tensor | None = None,
+        rule: ScoreRule = EVERYTHING,
+        inv_freq: Tensor | None = None,
+        factor: float = 1.0,
+    ) -> Tensor:
+        """Append the step's keys and values, then return its causal attention [1, T, H, D].
+
+        With `inv_freq` queries and keys come without their positions; `factor` is on their cosines.
+        """
+
+    @property
+    def pages(self) -> DevicePages:
+        """The cache itself."""
+        return self
+
+
+def write_blocks(table_SM: Tensor, brought: Sequence[tuple[int, int, Sequence[int]]]) -> None:
+    """Write blocks to a table; of each row its slot, where they begin, and they."""
+    columns = table_SM.shape[1]
+    places: list[int] = []
+    numbers: list[int] = []
+    for slot, first, blocks in brought:
+        at = slot * columns + first
+        places += range(at, at + len(blocks))
+        numbers += blocks
+    if numbers:
+        told = upload([places, numbers], torch.long, table_SM.device)
+        table_SM.view(-1).index_copy_(0, told[0], told[1].int())

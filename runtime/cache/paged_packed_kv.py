@@ -1,0 +1,190 @@
+"""The pool of packed blocks of a stage on a GPU: keys and values of 8, 4 or 2 bits.
+
+    pool   [layers, blocks, G, ...]      codes, scales and zeros (kernels/formats/kv_block.py), and
+                                         for the prefix cache the 16-bit tokens behind each block
+    ring   [layers, slots, G, 160, D]    of each running request its newest tokens in 16 bits
+
+It keeps what PagedLowBitKV keeps on a CPU, and whoever finds a block goes on as there: right behind
+the tokens that come with it, which go to the ring of the request. Steps are kernels/kv's
+packed_pages.py.
+
+Legend: T tokens of a step, H query heads, G key/value heads, D head_dim, S slots, M blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from llmpq.kernels.formats.kv_block import KVFormat
+from llmpq.kernels.fused.rope_append import rope_append_pages
+from llmpq.kernels.kv.packed_pages import PackedPages, PackedRows, attend_packed_pages
+from llmpq.kernels.kv.packed_pages_plan import PackedPlan
+from llmpq.kernels.kv.paged_rows import TokenPlaces, spread
+from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule
+from llmpq.kernels.kv.storage import KVLayer
+from llmpq.kv_format import BLOCK_TOKENS, RING_TOKENS, TAIL_TOKENS, pool_blocks
+from llmpq.model_spec import ModelSpec
+from llmpq.pool_size import PoolSize
+from llmpq.precision import KVPrecision
+from llmpq.runtime.cache.device_pages import DevicePages, write_blocks
+from llmpq.runtime.paged_step import PagedStep
+from llmpq.runtime.request import PagedRow
+from llmpq.runtime.step import Step
+from llmpq.runtime.upload import upload
+
+
+class PagedPackedKV(DevicePages):
+    """Packed keys and values of one stage in blocks."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        kv: KVPrecision,
+        *,
+        layers: Sequence[int],
+        size: PoolSize,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        """`layers`: their numbers in the model."""
+        assert spec.kv_vectors == 2 and not size.window, "llmpq/capabilities.py refuses before"
+        fmt = KVFormat(precision=kv, head_dim=spec.head_dim)
+        self._device = torch.device(device)
+        # A column for the newest tokens, too, which no block holds yet: `spread` looks them up.
+        self.columns = pool_blocks(KVPrecision.KV16, size.max_len)
+        self._table_SM = torch.zeros(
+            (size.slots, self.columns), dtype=torch.int32, device=self._device
+        )
+        heads = (spec.kv_heads,)
+        blocks = (len(layers), size.num_blocks, *heads)
+        behind = (len(layers), size.num_blocks if size.prefix_cache else 0, *heads, TAIL_TOKENS)
+        ring = (len(layers), size.slots, *heads, RING_TOKENS, spec.head_dim)
+
+        def pair(shape: tuple[int, ...], kind: torch.dtype) -> tuple[Tensor, Tensor]:
+            first, second = (torch.zeros(shape, dtype=kind, device=device) for _ in "kv")
+            return first, second
+
+        self._words = pair((*blocks, fmt.block_words), torch.int32)
+        self._params = (
+            torch.zeros((*blocks, *fmt.key_param_shape), dtype=torch.float16, device=device),
+            torch.zeros((*blocks, 2, BLOCK_TOKENS), dtype=torch.float16, device=device),
+        )
+        self._behind = pair((*behind, spec.head_dim), dtype)
+        self._rings = pair(ring, dtype)
+        self._layers = [self._layer(index) for index in range(len(layers))]
+        self.launches = PackedPlan.of(fmt, spec.heads, spec.kv_heads, dtype, self._device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of blocks, of what is behind them, and of rings, all layers."""
+        parts = (*self._words, *self._params, *self._behind, *self._rings)
+        return sum(part.nbytes for part in parts)
+
+    def take_rows(self, rows: Sequence[PagedRow], starts: Sequence[int]) -> None:
+        """Write the blocks that a step's rows got; found ones bring what is behind them."""
+        write_blocks(self._table_SM, [(row.slot, row.first_block, row.new_blocks) for row in rows])
+        for row, start in zip(rows, starts, strict=True):
+            if row.resumes:
+                # A request is told all it found with its first row.
+                found = row.new_blocks[start // BLOCK_TOKENS - 1 - row.first_block]
+                self._resume(row.slot, start, found)
+
+    def table(
+        self,
+        slots: Sequence[int],
+        starts: Sequence[int],
+        counts: Sequence[int],
+        *,
+        num_rows: int,
+        num_places: int,
+    ) -> list[list[int]]:
+        """Return a step's rows as packed_pages.py reads them."""
+        return self.launches.table(slots, starts, counts, num_rows=num_rows, num_places=num_places)
+
+    def places(
+        self, rows_FR: Tensor, num_places: int, *, nobody: int
+    ) -> tuple[TokenPlaces, TokenPlaces | None]:
+        """Return which tokens are whose; in which block they will be is the table's to say."""
+        return spread(rows_FR, self._table_SM, num_places, nobody=nobody), None
+
+    def attend(
+        self,
+        layer: int,
+        q_BQHD: Tensor,
+        k_BQGD: Tensor,
+        v_BQGD: Tensor,
+        step: Step,
+        *,
+        scale: float,
+        alibi_slopes_H: Tensor | None = None,
+        rule: ScoreRule = EVERYTHING,
+        inv_freq: Tensor | None = None,
+        factor: float = 1.0,
+    ) -> Tensor:
+        """Append the step's keys and values, then return its causal attention [1, T, H, D]."""
+        assert isinstance(step, PagedStep)
+        if not rule.is_plain:
+            raise ValueError("a GPU's KV cache of 8, 4 or 2 bits knows no windows, caps or sinks")
+        q_THD, k_TGD, v_TGD = q_BQHD[0], k_BQGD[0], v_BQGD[0]
+        if step.chunks and inv_freq is not None:
+            places_T = step.once("new places", lambda: new_places(step.where))
+            at = (places_T, step.where.positions_T, inv_freq, factor)
+            q_THD, k_TGD, v_TGD = turned(q_THD, k_TGD, v_TGD, *at)
+            inv_freq = None
+        out_THD = attend_packed_pages(
+            *(q_THD, k_TGD, v_TGD, self._layers[layer]),
+            PackedRows(rows_FR=step.rows_FR, table_SM=self._table_SM, chunks=step.chunks),
+            self.launches,
+            scale=scale,
+            alibi_slopes_H=alibi_slopes_H,
+            inv_freq=inv_freq,
+            factor=factor,
+        )
+        return out_THD[None]
+
+    def _layer(self, index: int) -> PackedPages:
+        layer = KVLayer(
+            k_words_PGW=self._words[0][index],
+            k_params_PG=self._params[0][index],
+            v_words_PGW=self._words[1][index],
+            v_params_PG=self._params[1][index],
+            k_ring_SGRD=self._rings[0][index],
+            v_ring_SGRD=self._rings[1][index],
+        )
+        return PackedPages(
+            layer=layer, k_behind_PGTD=self._behind[0][index], v_behind_PGTD=self._behind[1][index]
+        )
+
+    def _resume(self, slot: int, start: int, block: int) -> None:
+        """Put the tokens behind the last block found into a request's ring, in all layers."""
+        tokens = [position % RING_TOKENS for position in range(start - TAIL_TOKENS, start)]
+        places = upload(tokens, torch.long, self._device)
+        for ring, behind in zip(self._rings, self._behind, strict=True):
+            ring[:, slot].index_copy_(2, places, behind[:, block])
+
+
+def new_places(where: TokenPlaces) -> Tensor:
+    """Return each token's own place in the step, -1 for padding."""
+    numbers = torch.arange(len(where.places_T), device=where.places_T.device)
+    return torch.where(where.places_T < 0, -1, numbers)
+
+
+def turned(
+    q_THD: Tensor,
+    k_TGD: Tensor,
+    v_TGD: Tensor,
+    places_T: Tensor,
+    positions_T: Tensor,
+    inv_freq: Tensor,
+    factor: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a step's queries and keys rotated, and its values; `places_T`: `new_places`."""
+    # They lie as a pool of blocks of one token, in the step's order.
+    shape = (*k_TGD.shape[:2], 1, k_TGD.shape[2])
+    k_new, v_new = (torch.empty(shape, dtype=k_TGD.dtype, device=k_TGD.device) for _ in "kv")
+    at = (places_T, positions_T, inv_freq, factor)
+    q_THD = rope_append_pages(q_THD, k_TGD, v_TGD, k_new, v_new, *at)
+    return q_THD, k_new[:, :, 0], v_new[:, :, 0]

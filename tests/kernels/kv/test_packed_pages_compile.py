@@ -1,0 +1,84 @@
+"""The kernels over a pool of packed blocks compile for every listed architecture; memory fits."""
+
+import pytest
+import torch
+
+from llmpq.kernels.formats.kv_block import KVFormat
+from llmpq.kernels.kv.packed_pages_append import append_packed, write_rings
+from llmpq.kernels.kv.packed_pages_chunk import chunk_packed
+from llmpq.kernels.kv.packed_pages_decode import combine_packed, decode_packed
+from llmpq.kernels.kv.packed_pages_plan import PackedPlan
+from llmpq.kernels.tools.cubin import (
+    ARCHITECTURES,
+    CONSUMER_BLACKWELL,
+    SHARED_LIMIT,
+    compile_kernel,
+)
+from llmpq.precision import KVPrecision
+
+pytestmark = pytest.mark.compile
+
+NUMBERS = ("num_rows", "columns", "q_stride", "kv_stride")
+KINDS = {
+    "k_words": "*i32", "v_words": "*i32", "k_params": "*fp16", "v_params": "*fp16",
+    "rows": "*i32", "table": "*i32", "slopes": "*fp32", "inv_freq": "*fp32", "part_ptr": "*fp32",
+    "lse_ptr": "*fp32", "score_scale": "fp32", "factor": "fp32",
+} | dict.fromkeys(NUMBERS, "i32")  # fmt: skip
+LOOSE = ("num_rows", "columns", "score_scale", "factor")
+NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+P = KVPrecision
+# (precision, query heads, key/value heads, head_dim, dtype): Llama, Qwen2, OPT, Falcon, Gemma.
+MODELS = [
+    (P.KV4, 32, 8, 128, torch.bfloat16),
+    (P.KV8, 32, 8, 128, torch.float16),
+    (P.KV2, 28, 4, 128, torch.bfloat16),
+    (P.KV4, 12, 12, 64, torch.float32),
+    (P.KV8, 71, 1, 64, torch.bfloat16),
+    (P.KV8, 16, 8, 256, torch.bfloat16),
+    (P.KV2, 8, 4, 256, torch.float32),
+]
+ALL = (*ARCHITECTURES, CONSUMER_BLACKWELL)
+CASES = [(model, arch) for model in MODELS for arch in (ALL if model is MODELS[0] else (86, 90))]
+"""The most common shape everywhere, others where memory is least and where it is most."""
+
+
+def compiled(kernel, arch, constants, element, **options):
+    constants = dict(constants)
+    options["num_warps"] = constants.pop("num_warps")
+    arguments = {
+        name: KINDS.get(name, f"*{element}") for name in kernel.arg_names if name not in constants
+    }
+    aligned = tuple(name for name in arguments if name not in LOOSE)
+    made = compile_kernel(kernel, arch, arguments, constants, aligned=aligned, options=options)
+    assert made.cubin and made.shared_bytes <= SHARED_LIMIT[arch]
+    return made
+
+
+def plan_of(kv, heads, groups, dim, dtype):
+    fmt = KVFormat(precision=kv, head_dim=dim)
+    return PackedPlan.of(fmt, heads, groups, dtype, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("model,arch", CASES, ids=lambda value: str(value).replace("torch.", ""))
+def test_attention_fits(model, arch):
+    plan, element = plan_of(*model), NAMES[model[-1]]
+    how = {"alibi": model[1] == model[2], "pdl": arch >= 90}
+    cap = {"maxnreg": 168} if plan.columns == 8 and plan.head_dim <= 128 else {}
+    decode = {**plan.decode_options(33, **how), "EMULATE": False}
+    made = compiled(decode_packed, arch, decode, element, **cap)
+    assert "mma.sync" in made.ptx and "cp.async" in made.ptx
+    assert ("griddepcontrol.wait" in made.ptx) == (arch >= 90)
+    chunk = {**plan.chunk_options(33, **how), "EMULATE": False}
+    made = compiled(chunk_packed, arch, chunk, element)
+    if element != "fp32":
+        assert "mma" in made.ptx, "no tensor core multiplies"
+
+
+@pytest.mark.parametrize("arch", ALL)
+def test_the_rest_compiles(arch):
+    plan, pdl = plan_of(*MODELS[0]), arch >= 90
+    for chunks in (False, True):
+        options = plan.append_options(33, rotary=not chunks, chunks=chunks, behind=True, pdl=pdl)
+        assert compiled(append_packed, arch, {**options, "HALF": 64}, "bf16")
+    assert compiled(combine_packed, arch, plan.combine_options(pdl=pdl), "bf16")
+    assert compiled(write_rings, arch, plan.ring_options(pdl=pdl), "bf16")

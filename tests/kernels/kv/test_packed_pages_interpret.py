@@ -1,0 +1,235 @@
+"""Attention over a pool of packed blocks, interpreted, against its twin: rows of any lengths."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from triton import knobs
+
+from llmpq.kernels.formats.kv_block import KVFormat
+from llmpq.kernels.kv.packed_pages import PackedPages, PackedRows, attend_packed_pages
+from llmpq.kernels.kv.packed_pages_plan import PackedPlan
+from llmpq.kernels.kv.packed_pages_reference import attend_packed_pages_reference
+from llmpq.kernels.kv.storage import KVLayer, allocate_layer
+from llmpq.kv_format import TAIL_TOKENS
+from llmpq.precision import KVPrecision
+
+pytestmark = [
+    pytest.mark.interpret,
+    pytest.mark.skipif(not knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1"),
+]
+SLOTS, COLUMNS, PADDING = 6, 5, 3
+TOLERANCE = {torch.float16: 2e-3, torch.float32: 2e-3}
+"""Rows of one token are multiplied in fp16 whatever the model's type, as slots' are (attend.py)."""
+CHUNK_TOLERANCE = {torch.float16: 2e-3, torch.float32: 5e-6}
+CPU = torch.device("cpu")
+WORDS_EQUAL = 0.9999
+"""Codes at the edge between two levels may fall to either, by a last bit of a rotated key."""
+
+# (slot, start, count): rows before, at and behind the lines where blocks are packed (144, 272).
+MIXES = {
+    "decode": [(2, 0, 1), (0, 143, 1), (5, 144, 1), (1, 415, 1), (3, 272, 1)],
+    "one": [(3, 511, 1)],
+    "chunks": [(4, 0, 130), (1, 126, 200), (0, 300, 2)],
+    "mixed": [(0, 272, 1), (4, 3, 170), (3, 0, 1), (1, 400, 17), (5, 130, 15), (2, 0, 2)],
+}
+
+
+@pytest.fixture(autouse=True)
+def _new_memory_is_no_number():
+    """What nobody wrote is NaN, not whatever was there."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def normal(*shape, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).to(dtype)
+
+
+def error(got, want):
+    return float((got.double() - want.double()).norm() / want.double().norm())
+
+
+def tables(seed=0):
+    """Return block tables whose blocks are nobody else's, in no order."""
+    generator = torch.Generator().manual_seed(seed)
+    blocks = torch.randperm(SLOTS * COLUMNS, generator=generator)
+    return blocks.view(SLOTS, COLUMNS).to(torch.int32)
+
+
+def pool(fmt, groups, dtype, *, prefix_cache=True):
+    layer = allocate_layer(
+        fmt, pages=SLOTS * COLUMNS, slots=SLOTS, kv_heads=groups, dtype=dtype, device=CPU
+    )
+    shape = (SLOTS * COLUMNS if prefix_cache else 0, groups, TAIL_TOKENS, fmt.head_dim)
+    behind = [torch.zeros(shape, dtype=dtype) for _ in "kv"]
+    return PackedPages(layer=layer, k_behind_PGTD=behind[0], v_behind_PGTD=behind[1])
+
+
+def parts(pages):
+    return {**vars(pages.layer), "k_behind": pages.k_behind_PGTD, "v_behind": pages.v_behind_PGTD}
+
+
+def copied(pages):
+    layer = KVLayer(**{name: value.clone() for name, value in vars(pages.layer).items()})
+    behind = (pages.k_behind_PGTD.clone(), pages.v_behind_PGTD.clone())
+    return PackedPages(layer=layer, k_behind_PGTD=behind[0], v_behind_PGTD=behind[1])
+
+
+def told(mix, plan, *, rows=None, places=None, seed=0):
+    """Return a step's rows, with padding behind them unless told otherwise."""
+    slots, starts, counts = zip(*mix, strict=True)
+    places = sum(counts) + PADDING if places is None else places
+    num_rows = len(mix) + 2 if rows is None else rows
+    table = plan.table(slots, starts, counts, num_rows=num_rows, num_places=places)
+    rows_FR = torch.tensor(table, dtype=torch.int32)
+    return PackedRows(
+        rows_FR=rows_FR,
+        table_SM=tables(seed),
+        chunks=max(counts) > 1,
+    )
+
+
+def filled(mix, fmt, groups, plan, dtype, **options):
+    """Return a pool that holds what the rows of a mix have before it, by the twin."""
+    pages = pool(fmt, groups, dtype, **options)
+    before = [(slot, 0, start) for slot, start, _ in mix if start]
+    for row in before:
+        step = told([row], plan, rows=1, places=row[2])
+        k, v = (normal(row[2], groups, fmt.head_dim, dtype=dtype, seed=s + row[0]) for s in (7, 70))
+        q = torch.zeros(row[2], plan.heads, fmt.head_dim, dtype=dtype)
+        attend_packed_pages_reference(q, k, v, pages, step, fmt, scale=1.0)
+    return pages
+
+
+def check(kv, mix, *, heads, groups, dim, dtype, programs=3, alibi=False, rotary=0, **options):
+    """Run a step by kernels and by the twin; compare all that they leave."""
+    fmt = KVFormat(precision=kv, head_dim=dim)
+    plan = replace(PackedPlan.of(fmt, heads, groups, dtype, CPU), programs=programs)
+    want_pages = filled(MIXES[mix], fmt, groups, plan, dtype, **options)
+    got_pages, before = copied(want_pages), copied(want_pages)
+    step = told(MIXES[mix], plan)
+    used = sum(count for _, _, count in MIXES[mix])
+    places = used + PADDING
+    q, k, v = normal(places, heads + 2 * groups, dim, dtype=dtype).split(
+        [heads, groups, groups], dim=1
+    )
+    asked = {
+        "scale": dim**-0.5,
+        "alibi_slopes_H": torch.linspace(0.01, 0.05, heads) if alibi else None,
+        "inv_freq": 1e4 ** (-torch.arange(rotary) / rotary) if rotary and not step.chunks else None,
+        "factor": 1.25 if rotary else 1.0,
+    }
+    want = attend_packed_pages_reference(q, k, v, want_pages, step, fmt, **asked)
+    got = attend_packed_pages(q, k, v, got_pages, step, plan, **asked)
+    single = torch.tensor([place for s, place in singles(step)])
+    others = torch.ones(used, dtype=torch.bool).index_fill_(0, single.long(), False)
+    if len(single):
+        assert error(got[single], want[single]) < TOLERANCE[dtype]
+    if others.any():
+        bound = TOLERANCE if dtype is torch.float16 else CHUNK_TOLERANCE
+        assert error(got[:used][others], want[:used][others]) < bound[dtype]
+    assert not got[used:].any(), "padding gets zeros"
+    for name, part in parts(got_pages).items():
+        other = parts(want_pages)[name]
+        if "words" in name:
+            assert float((part == other).float().mean()) > WORDS_EQUAL, name
+        else:
+            assert torch.allclose(part.float(), other.float(), atol=2e-3, rtol=2e-3), name
+    return want, step, plan, before, (q, k, v), asked
+
+
+def singles(step):
+    rows = step.rows_FR.T.tolist()
+    return [(row[0], row[3]) for row in rows if row[0] >= 0 and row[2] == 1]
+
+
+KVS = [KVPrecision.KV8, KVPrecision.KV4, KVPrecision.KV2]
+
+
+@pytest.mark.parametrize("kv", KVS, ids=lambda kv: kv.value)
+@pytest.mark.parametrize("mix", MIXES)
+def test_every_precision_and_mix(kv, mix):
+    check(kv, mix, heads=4, groups=2, dim=64, dtype=torch.float16, rotary=32)
+
+
+@pytest.mark.parametrize(
+    "mix,heads,groups,dim,dtype,programs,how",
+    [
+        ("decode", 8, 1, 32, torch.float32, 1, {"alibi": True}),
+        ("decode", 12, 1, 32, torch.float16, 7, {}),
+        ("decode", 20, 1, 32, torch.float16, 2, {"rotary": 16}),
+        ("mixed", 3, 3, 32, torch.float32, 2, {"alibi": True}),
+        ("mixed", 6, 2, 32, torch.float32, 50, {"rotary": 8, "prefix_cache": False}),
+        ("chunks", 4, 2, 128, torch.float16, 1, {}),
+    ],
+)
+def test_shapes(mix, heads, groups, dim, dtype, programs, how):
+    """Groups of 1, 3, 8, 12 and 20 query heads, heads that rotate in part, many programs."""
+    shape = {"heads": heads, "groups": groups, "dim": dim, "dtype": dtype, "programs": programs}
+    check(KVPrecision.KV4, mix, **shape, **how)
+
+
+@pytest.mark.parametrize("mix", ["decode", "chunks"])
+def test_what_a_fault_changes_is_seen(mix):
+    """Planted: another's blocks, tokens one place back, a ring that belongs to somebody else."""
+    shape = {"heads": 4, "groups": 2, "dim": 32, "dtype": torch.float16}
+    want, step, plan, pages, given, asked = check(KVPrecision.KV8, mix, **shape)
+
+    def wrong(step, pages=pages):
+        got = attend_packed_pages(*given, copied(pages), step, plan, **asked)
+        return error(got, want)
+
+    assert wrong(step) < 2e-3
+    assert wrong(replace(step, table_SM=tables(1))) > 0.02
+    rows = step.rows_FR.clone()
+    rows[1, : len(MIXES[mix])] = (rows[1, : len(MIXES[mix])] - 1).clamp_(min=0)
+    assert wrong(replace(step, rows_FR=rows)) > 0.02
+    other = copied(pages)
+    other.layer.k_ring_SGRD.copy_(pages.layer.k_ring_SGRD.roll(1, 0))
+    assert wrong(step, other) > 0.02
+
+
+def test_steps_follow_each_other():
+    """A request token by token over a line beside one in chunks: all is as the twin leaves it."""
+    kv, heads, groups, dim = KVPrecision.KV4, 2, 1, 32
+    fmt = KVFormat(precision=kv, head_dim=dim)
+    plan = replace(PackedPlan.of(fmt, heads, groups, torch.float16, CPU), programs=2)
+    mixes = [[(0, 0, 140), (1, 0, 9)], [(0, 140, 1), (1, 9, 150)]]
+    mixes += [[(0, 141 + i, 1), (1, 159 + i, 1)] for i in range(5)]
+    got_pages, want_pages = pool(fmt, groups, torch.float16), pool(fmt, groups, torch.float16)
+    for number, mix in enumerate(mixes):
+        step = told(mix, plan)
+        q, k, v = (
+            normal(
+                sum(row[2] for row in mix) + PADDING,
+                n,
+                dim,
+                dtype=torch.float16,
+                seed=3 * number + i,
+            )
+            for i, n in enumerate((heads, groups, groups))
+        )
+        want = attend_packed_pages_reference(q, k, v, want_pages, step, fmt, scale=0.2)
+        got = attend_packed_pages(q, k, v, got_pages, step, plan, scale=0.2)
+        assert error(got, want) < 2e-3, number
+    for name, part in parts(got_pages).items():
+        assert torch.equal(part, parts(want_pages)[name]), name
+
+
+def test_what_does_not_fit_is_refused():
+    fmt = KVFormat(precision=KVPrecision.KV4, head_dim=80)
+    with pytest.raises(ValueError, match="got 80 and 128"):
+        PackedPlan.of(fmt, 4, 2, torch.float16, CPU)
+    fmt = KVFormat(precision=KVPrecision.KV4, head_dim=32)
+    plan, step_mix = PackedPlan.of(fmt, 4, 2, torch.float16, CPU), MIXES["one"]
+    step, pages = told(step_mix, plan), pool(fmt, 2, torch.float16)
+    new = torch.zeros(4, 2, 32, dtype=torch.float16)
+    with pytest.raises(ValueError, match="queries, keys and rings must be"):
+        attend_packed_pages(new, new, new, pages, step, plan, scale=1.0)
+    q = torch.zeros(4, 4, 32, dtype=torch.float16)
+    other = pool(KVFormat(precision=KVPrecision.KV8, head_dim=32), 2, torch.float16)
+    with pytest.raises(ValueError, match="words of 4-bit keys"):
+        attend_packed_pages(q, new, new, other, step, plan, scale=1.0)
