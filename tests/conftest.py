@@ -13,14 +13,20 @@ settings.register_profile("seeded", derandomize=True, deadline=None)
 settings.load_profile("seeded")
 
 VOCAB, HIDDEN, LAYERS, POSITIONS = 199, 64, 3, 128
+ALONE = {
+    "quick": ("pure", "quick"),
+    **{name: (name,) for name in ("interpret", "compile", "cluster", "hosts_long")},
+}
+"""What `-m` may ask for alone, and the marks that a file of it has."""
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Import no file for `-m quick` that has no quick test: torch alone takes seconds."""
-    if config.option.markexpr != "quick" or not collection_path.name.startswith("test_"):
+    """Import no file that has no test of the tier asked for: torch alone takes seconds."""
+    wanted = ALONE.get(config.option.markexpr)
+    if wanted is None or not collection_path.name.startswith("test_"):
         return None
     text = collection_path.read_text(encoding="utf-8")
-    return None if "mark.pure" in text or "mark.quick" in text else True
+    return None if any(f"mark.{name}" in text for name in wanted) else True
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
