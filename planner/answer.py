@@ -84,7 +84,7 @@ def answer(problem: Problem, wish: Wish, path: str | None) -> Answer:
         raise tries.unfinished
     if best is None:
         if wish.method not in ("exact", "ilp") or wish.budget is not None:
-            _raise_unless_smaller(problem, tries.refusal)
+            _raise_unless_smaller(problem, str(tries.refusal))
         raise DoesNotFitError(explain_infeasible(problem)) from None
     priced, outcome = best
     outcome = _over_all(outcome, min(tries.bounds.values()))
@@ -101,7 +101,7 @@ class _Tries:
         self.best: tuple[Problem, Outcome] | None = None
         self.bounds: dict[int, float] = {}
         self.unfinished: Unfinished | None = None
-        self.refusal = ""
+        self.refusal = Infeasible("")
 
     def solved(self) -> tuple[Problem, Outcome] | None:
         """Return the best problem and outcome."""
@@ -150,7 +150,9 @@ class _Tries:
             self.bounds[number] = max(known, error.bound)
             return
         except Infeasible as error:
-            self.refusal = str(error)
+            # Of several precisions the one that allows most says what can be had.
+            if not str(self.refusal) or error.least < self.refusal.least:
+                self.refusal = error
             self.bounds.pop(number, None)
             return
         bound = -math.inf if outcome.bound is None else outcome.bound

@@ -7,39 +7,21 @@ Used on every plan the command writes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from llmpq.cluster import Cluster, Device
-from llmpq.cost_model import Part, Phase
 from llmpq.errors import BadPlanError, DoesNotFitError
 from llmpq.memory import stage_memory
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
-from llmpq.plan_inputs import PlanInputs
 from llmpq.planner.costs.cost_book import CostBook
 from llmpq.planner.plan_entries import used_inputs
 from llmpq.planner.predict.add_drafts import round_bytes
-from llmpq.precision import Precision
+from llmpq.planner.recomputed import Recomputed, recomputed
 from llmpq.units import format_size
 
 RELATIVE_TOLERANCE = 1e-6
 """Sums in another order differ in the last bits; a wrong layer differs by far more."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Recomputed:
-    """A plan's times, written out a second time."""
-
-    prefill_s: float
-    decode_s: float
-    stage_prefill_s: tuple[float, ...]
-    stage_decode_s: tuple[float, ...]
-
-    @property
-    def total_s(self) -> float:
-        """Time of the whole job."""
-        return self.prefill_s + self.decode_s
 
 
 def check_plan(plan: Plan, *, spec: ModelSpec, cluster: Cluster, costs: CostBook | None) -> None:
@@ -182,72 +164,3 @@ def _check_times(plan: Plan, times: Recomputed) -> None:
 
 def _differ(stated: float, found: float) -> bool:
     return not abs(stated - found) <= RELATIVE_TOLERANCE * max(abs(found), 1e-12)
-
-
-def recomputed(plan: Plan, inputs: PlanInputs) -> Recomputed:
-    """Return the plan's times from its stages and entries; `ValueError` if an entry is missing."""
-    work, eta, xi = plan.workload, plan.prefill_microbatch, plan.decode_microbatch
-    hidden = inputs.model.hidden * work.dtype_bytes
-    last, n = len(plan.stages) - 1, work.gen_len
-    tp, td = _stage_times(plan, inputs)
-    hops = [
-        inputs.link(a.device, b.device)
-        for a, b in zip(plan.stages[:-1], plan.stages[1:], strict=True)
-    ]
-    sizes = (eta * work.prompt_len * hidden, xi * hidden)
-    prefill_way, decode_way = (sum(link.seconds(size) for link in hops) for size in sizes)
-    prefill_busy, decode_busy = ([link.busy_s(size) for link in hops] for size in sizes)
-    rp = rd = busy_rp = busy_rd = 0.0
-    if last:
-        ring = inputs.link(plan.stages[-1].device, plan.stages[0].device)
-        rp, rd = ring.seconds(eta * 8), ring.seconds(xi * 8)
-        busy_rp, busy_rd = ring.busy_s(eta * 8), ring.busy_s(xi * 8)
-    mp, md = -(-work.batch // eta), -(-work.batch // xi)
-    slowest_prefill = max([*tp, *prefill_busy, *([busy_rp] if n > 1 else [])])
-    prefill = (mp - 1) * slowest_prefill + sum(tp) + prefill_way + (rp if n > 1 else 0.0)
-    decode = 0.0
-    if n > 1:
-        slowest = max([*td, *decode_busy, *([busy_rd] if n > 2 else [])])
-        through = sum(td) + decode_way
-        decode = through + (md - 1) * slowest + (n - 2) * max(md * slowest, through + rd)
-    return Recomputed(
-        prefill_s=prefill, decode_s=decode, stage_prefill_s=tuple(tp), stage_decode_s=tuple(td)
-    )
-
-
-def _stage_times(plan: Plan, inputs: PlanInputs) -> tuple[list[float], list[float]]:
-    """Return each stage's time of one prefill and of one mean decode micro-batch."""
-    sizes: Mapping[Phase, int] = {
-        Phase.PREFILL: plan.prefill_microbatch,
-        Phase.DECODE: plan.decode_microbatch,
-    }
-    known: dict[tuple[object, ...], float] = {}
-
-    def seconds(kind: str, part: Part, phase: Phase, precision: Precision) -> float:
-        key = (kind, part, phase, precision)
-        if key not in known:
-            entry = inputs.cost(kind, part, phase, precision, plan.workload.kv)
-            lengths = _lengths(plan, phase)
-            times = (entry.seconds(v=sizes[phase], length=length) for length in lengths)
-            known[key] = sum(times) / len(lengths) if lengths else 0.0
-        return known[key]
-
-    found: dict[Phase, list[float]] = {phase: [] for phase in sizes}
-    for j, (stage, device) in enumerate(zip(plan.stages, inputs.devices, strict=True)):
-        kind = device.profile_kind
-        for phase, column in found.items():
-            total = sum(seconds(kind, "layer", phase, b) for b in stage.precisions)
-            if j == 0:
-                total += seconds(kind, "embedding", phase, Precision.W16A16)
-            if j == len(plan.stages) - 1:
-                total += seconds(kind, "head", phase, plan.quantization.settings().head)
-            column.append(total * device.time_factor)
-    return found[Phase.PREFILL], found[Phase.DECODE]
-
-
-def _lengths(plan: Plan, phase: Phase) -> Sequence[int]:
-    """Return the prompt's length, or the cache's at each decode step t = 1..n-1."""
-    start = plan.workload.prompt_len
-    if phase is Phase.PREFILL:
-        return (start,)
-    return range(start + 1, start + plan.workload.gen_len)

@@ -121,7 +121,7 @@ def answer_of(work: Callable[[], Solved]) -> dict[str, Any]:
     except Unfinished as error:
         answer = {"unfinished": str(error), "bound": error.bound}
     except Infeasible as error:
-        answer = {"infeasible": str(error)}
+        answer = {"infeasible": str(error), "least": error.least}
     except (ValueError, LlmpqError) as error:
         answer = {"refused": str(error)}
     return answer
@@ -153,7 +153,7 @@ def _fields(text: bytes, signal_number: int, what: str) -> dict[str, Any]:
     if "unfinished" in answer:
         raise Unfinished(answer["unfinished"], bound=answer["bound"])
     if "infeasible" in answer:
-        raise Infeasible(answer["infeasible"])
+        raise Infeasible(answer["infeasible"], least=answer["least"])
     if "refused" in answer:
         raise ValueError(answer["refused"])
     return answer

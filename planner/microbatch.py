@@ -20,6 +20,18 @@ def microbatch_pairs(
     return tuple(pairs) or tuple((eta, xi) for xi in decode for eta in prefill)
 
 
+def last_share(count: int, steps: int) -> float:
+    """Return for how much the last of `count` micro-batches counts in the slowest stage's time.
+
+    Of `steps` passes over all of them the slowest stage is held for
+
+        steps ((count - 1) whole + last) - whole = (steps count - 1) (whole + share (last - whole))
+
+    beside a whole micro-batch's way through all stages (predict/pipeline_time.py).
+    """
+    return 0.0 if count < 2 or steps < 1 else 1.0 / (count - 1.0 / steps)
+
+
 def sizes_of(batch: int, microbatch: int) -> tuple[int, ...]:
     """Return the sizes the batch is cut into; the last one may be ragged."""
     full, rest = divmod(batch, microbatch)

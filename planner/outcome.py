@@ -68,7 +68,14 @@ class Outcome:
 
 
 class Infeasible(DoesNotFitError):
-    """No plan fits; the command explains it with `planner/predict/advice.py`."""
+    """No plan fits; the command explains it with `planner/predict/advice.py`.
+
+    `least`: the sum of omega that a budget would have to be, where that is why.
+    """
+
+    def __init__(self, message: str, least: float = math.inf) -> None:
+        super().__init__(message)
+        self.least = least
 
 
 class Unfinished(Infeasible):

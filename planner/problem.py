@@ -21,9 +21,10 @@ from llmpq.cost_model import Phase
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
 from llmpq.planner.costs.cost_book import CostBook
-from llmpq.planner.costs.links import ClassLinks, Floats, Hops, LinkTables, link_tables
+from llmpq.planner.costs.links import ClassLinks, Floats, LinkTables, link_tables
 from llmpq.planner.costs.stage_memory import capacity, layer_bytes
 from llmpq.planner.microbatch import distinct_sizes, microbatch_pairs
+from llmpq.planner.numbers import PairNumbers, SizeNumbers, pair_numbers, size_numbers
 from llmpq.planner.symmetry import alike_devices, device_key, twin_nodes
 from llmpq.precision import KVPrecision, Precision
 from llmpq.sensitivity import Sensitivity
@@ -56,55 +57,6 @@ class DeviceClass:
     def name(self) -> str:
         """Readable name: the kind, with the node where a kind is on several."""
         return f"{self.first.kind}@{self.first.node}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class SizeNumbers:
-    """Times in seconds of one phase at one micro-batch size, as in `PairNumbers`."""
-
-    layer_s: Floats
-    """[L, C, B]"""
-    ends_s: Floats
-    """[C, 2]"""
-    hop: Hops
-    """A stage's output, to the next stage."""
-    back: Hops
-    """Sampled tokens, from the last stage to the first."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PairNumbers:
-    """Times in seconds and sizes in bytes for one pair of micro-batch sizes."""
-
-    eta: int
-    xi: int
-    prefill_s: Floats
-    """[L, C, B] one layer, one prefill micro-batch."""
-    decode_s: Floats
-    """[L, C, B] one layer, one decode micro-batch, mean over t = 1..n-1."""
-    ends_prefill_s: Floats
-    """[C, 2] embedding (as first stage) and head (as last stage)."""
-    ends_decode_s: Floats
-    hop_prefill: Hops
-    """From a stage of one class to the next stage of another."""
-    hop_decode: Hops
-    back_prefill: Hops
-    """Sampled tokens from the last stage's class to the first stage's."""
-    back_decode: Hops
-    layer_bytes: NDArray[np.int64]
-    """[L, B] weights and the whole batch's KV."""
-    problem: Problem
-
-    @property
-    def capacity(self) -> NDArray[np.int64]:
-        """[C, 2, 2, 3] bytes left for layers: first stage or not, last or not, sort of weights."""
-        return self.problem.capacity(self.eta, self.xi)
-
-    @cached_property
-    def uniform(self) -> bool:
-        """Whether all layers take equal time and memory, so that only omega tells them apart."""
-        tables = (self.prefill_s, self.decode_s, self.layer_bytes)
-        return all(bool(np.all(t == t[:1])) for t in tables)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -309,7 +261,7 @@ class Problem:
     def size_numbers(self, phase: Phase, size: int) -> SizeNumbers:
         """Return the times of one phase at a micro-batch size: many pairs share them."""
         if (phase, size) not in self._sizes:
-            self._sizes[phase, size] = _size_numbers(self, phase, size)
+            self._sizes[phase, size] = size_numbers(self, phase, size)
         return self._sizes[phase, size]
 
     @cached_property
@@ -335,40 +287,5 @@ class Problem:
     def numbers(self, eta: int, xi: int) -> PairNumbers:
         """Return the numbers for a pair of micro-batch sizes."""
         if (eta, xi) not in self._numbers:
-            self._numbers[eta, xi] = _pair_numbers(self, eta, xi)
+            self._numbers[eta, xi] = pair_numbers(self, eta, xi)
         return self._numbers[eta, xi]
-
-
-def _pair_numbers(p: Problem, eta: int, xi: int) -> PairNumbers:
-    prefill, decode = p.size_numbers(Phase.PREFILL, eta), p.size_numbers(Phase.DECODE, xi)
-    return PairNumbers(
-        eta=eta,
-        xi=xi,
-        prefill_s=prefill.layer_s,
-        decode_s=decode.layer_s,
-        ends_prefill_s=prefill.ends_s,
-        ends_decode_s=decode.ends_s,
-        hop_prefill=prefill.hop,
-        hop_decode=decode.hop,
-        back_prefill=prefill.back,
-        back_decode=decode.back,
-        layer_bytes=p.all_layer_bytes,
-        problem=p,
-    )
-
-
-def _size_numbers(p: Problem, phase: Phase, size: int) -> SizeNumbers:
-    work, costs = p.workload, p.costs
-    firsts = [c.first for c in p.classes]
-    prefill = phase is Phase.PREFILL
-    layer_s = costs.layer_prefill_s if prefill else costs.layer_decode_s
-    ends_s = costs.ends_prefill_s if prefill else costs.ends_decode_s
-    layers = np.array([end - start for start, end in p.groups], dtype=np.int64)
-    once = np.array([[layer_s(d, b, work, size) for b in p.choices] for d in firsts])
-    tokens = size * work.prompt_len if prefill else size
-    return SizeNumbers(
-        layer_s=layers[:, None, None] * once,
-        ends_s=np.array([ends_s(d, work, size) for d in firsts]),
-        hop=p.class_links.hops(tokens * (p.spec.hidden * work.dtype_bytes)),
-        back=p.class_links.hops(size * 8),
-    )

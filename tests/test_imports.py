@@ -30,7 +30,9 @@ kernels/formats <- kernels/cpu
 kernels/gemm, kernels/cpu <- kernels/linear
 kernels/linear, kernels/fused, kernels/kv <- kernels/tools <- kernels/__main__
 
+planner/microbatch, planner/costs <- planner/numbers <- planner/problem
 planner/limits, planner/positions, planner/microbatch, planner/costs <- planner/problem
+planner/quiet_highs <- planner/ilp, planner/exact
 planner/costs <- planner/symmetry <- planner/problem <- planner/outcome <- planner/predict
 planner/predict <- planner/baselines, planner/ilp (one level) <- planner/exact <- planner/front
 planner/predict <- planner/inputs <- planner/export

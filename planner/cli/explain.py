@@ -17,12 +17,14 @@ def explain_plan(p: Problem, a: Assignment, names: list[str]) -> list[str]:
     """Return sentences: who bounds each phase, who waits how long, what limits the choice."""
     times = stage_times(p, a)
     mp, md = p.counts(a.prefill_microbatch, a.decode_microbatch)
-    lines = [_prefill_line(times.prefill_s, times.busy_prefill_s, names, mp)]
+    count = len(names)
+    held_p, held_d = times.paces()
+    lines = [_prefill_line(held_p[:count], held_p[count:], names, mp)]
     n = p.workload.gen_len
     if n > 1:
         once = sum(times.decode_s) + sum(times.hop_decode_s) + times.back_decode_s
-        slowest = max((*times.decode_s, *times.busy_decode_s))
-        j = max(range(len(names)), key=lambda k: times.decode_s[k])
+        slowest = max(held_d)
+        j = max(range(count), key=lambda k: held_d[k])
         full = md * slowest
         if full >= once:
             lines.append(
@@ -37,7 +39,7 @@ def explain_plan(p: Problem, a: Assignment, names: list[str]) -> list[str]:
             )
         period = max(full, once)
         for k, name in enumerate(names):
-            waits = 1 - md * times.decode_s[k] / period
+            waits = 1 - md * held_d[k] / period
             whom = "its next token" if full < once else names[j]
             if waits > 0.01:
                 lines.append(f"{name} waits {waits:.0%} of decode for {whom}")

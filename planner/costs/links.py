@@ -27,6 +27,8 @@ class Hops:
     """[C, C] until it has arrived."""
     busy_s: Floats
     """[C, C] for which it occupies its way; never more than `total_s`."""
+    held_s: Floats
+    """[C, C] the same on average, where the last message is smaller."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,13 +79,18 @@ class ClassLinks:
     terms: Mapping[tuple[int, int], Floats]
     """[k, 3] delay, handshake, per byte; no entry within a class of one device."""
 
-    def hops(self, num_bytes: float) -> Hops:
-        """Return the quickest message of `num_bytes` between two classes."""
-        busy, total = (np.zeros((self.classes, self.classes)) for _ in range(2))
+    def hops(self, num_bytes: float, smaller: float = 0.0, share: float = 0.0) -> Hops:
+        """Return the quickest message of `num_bytes` between two classes.
+
+        A `share` of the messages, the last ones, has `smaller` bytes.
+        """
+        busy, held, total = (np.zeros((self.classes, self.classes)) for _ in range(3))
         for ends, (delay, handshake, per_byte) in ((k, t.T) for k, t in self.terms.items()):
             occupied = handshake + num_bytes * per_byte
             busy[ends], total[ends] = occupied.min(), (delay + occupied).min()
-        return Hops(total_s=total, busy_s=busy)
+            last = (handshake + smaller * per_byte).min()
+            held[ends] = busy[ends] + share * (last - busy[ends])
+        return Hops(total_s=total, busy_s=busy, held_s=held)
 
 
 def link_tables(cluster: Cluster, devices: Sequence[Device], costs: CostBook) -> LinkTables:

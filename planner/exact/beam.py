@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 from llmpq.planner.costs.stage_memory import sort_of
 from llmpq.planner.exact.form import make_form
 from llmpq.planner.exact.pairs import PairTables
+from llmpq.planner.numbers import SizeNumbers
 from llmpq.planner.outcome import Assignment, Stage
-from llmpq.planner.problem import Floats, Problem, SizeNumbers
+from llmpq.planner.problem import Floats, Problem
 
 PACES = 32
 """Times of the slowest stage that are guessed."""
@@ -92,10 +93,10 @@ def _guesses(p: Problem, tables: PairTables, b: int) -> list[Guess]:
     layers, counts = p.num_layers, np.array([cls.count for cls in p.classes])
     rows, columns = _thinned(p.prefill_sizes), _thinned(p.decode_sizes)
     # Nothing is decoded where one token is generated.
-    tp = np.maximum(tables.prefill_s[rows, :, b], SHORTEST_S)
-    td = np.maximum(tables.decode_s[columns, :, b], SHORTEST_S)
-    ends_p = np.floor((tables.ends_prefill_s[rows].sum(axis=2) / tp).min(axis=1))[:, None]
-    ends_d = np.floor((tables.ends_decode_s[columns].sum(axis=2) / td).min(axis=1))[None]
+    tp = np.maximum(tables.held_prefill_s[rows, :, b], SHORTEST_S)
+    td = np.maximum(tables.held_decode_s[columns, :, b], SHORTEST_S)
+    ends_p = np.floor((tables.held_ends_prefill_s[rows].sum(axis=2) / tp).min(axis=1))[:, None]
+    ends_d = np.floor((tables.held_ends_decode_s[columns].sum(axis=2) / td).min(axis=1))[None]
     roomy = np.minimum(_roomy(p, b), layers)
     slow_p, slow_d = _paces(tp, layers, counts), _paces(td, layers, counts)
     by_p = np.floor(slow_p[..., None] / tp[:, None] + 1e-9)[:, None]
@@ -111,7 +112,7 @@ def _guesses(p: Problem, tables: PairTables, b: int) -> list[Guess]:
         most = np.minimum(caps, roomy)
         for waits in (False, True):
             needed = layers + np.minimum(ends, layers)
-            found += _filled(p, tables, (rows, columns), (tp, td), (most, needed), omega, waits)
+            found += _filled(p, tables, (rows, columns), b, (most, needed), omega, waits)
     return found
 
 
@@ -128,7 +129,7 @@ def _filled(
     p: Problem,
     tables: PairTables,
     at: tuple[NDArray[np.int64], NDArray[np.int64]],
-    once: tuple[Floats, Floats],
+    b: int,
     layers: tuple[Floats, Floats],
     omega: float,
     waits: bool,
@@ -137,7 +138,9 @@ def _filled(
 
     `waits`: a token's way through all stages takes longer than the slowest one's round.
     """
-    (rows, columns), (tp, td), (most, needed) = at, once, layers
+    (rows, columns), (most, needed) = at, layers
+    tp, td = tables.prefill_s[rows, :, b], tables.decode_s[columns, :, b]
+    held_p, held_d = tables.held_prefill_s[rows, :, b], tables.held_decode_s[columns, :, b]
     a, (bd, ws, z, md) = (
         tables.a[rows],
         (t[columns] for t in (tables.bd, tables.ws, tables.z, tables.md)),
@@ -153,8 +156,8 @@ def _filled(
     used = taken > 0
     t_p, t_d = tp[:, None, None], td[None, :, None]
     stages = np.ceil(taken / np.maximum(most, 1)).sum(axis=3)
-    slow_p = np.where(used, most * t_p, 0).max(axis=3)
-    slow_d = np.where(used, most * t_d, 0).max(axis=3)
+    slow_p = np.where(used, most * held_p[:, None, None], 0).max(axis=3)
+    slow_d = np.where(used, most * held_d[None, :, None], 0).max(axis=3)
     hop_p, hop_d = (_quickest_hops(p, part) for part in tables.hops)
     sum_p = (taken * t_p).sum(axis=3) + hop_p[rows][:, None, None] * (stages - 1)
     sum_d = (taken * t_d).sum(axis=3) + hop_d[columns][None, :, None] * (stages - 1)
@@ -236,8 +239,8 @@ class _Beam:
         found = np.minimum(room, p.num_layers).astype(float)
         counted = (float(self.strict), float(self.strict or not self.guess.waits))
         for slow, table, ends, share in (
-            (self.guess.p, x.prefill_s[0], x.ends_prefill_s, counted[0]),
-            (self.guess.d, x.decode_s[0], x.ends_decode_s, counted[1]),
+            (self.guess.p, x.held_prefill_s[0], x.held_ends_prefill_s, counted[0]),
+            (self.guess.d, x.held_decode_s[0], x.held_ends_decode_s, counted[1]),
         ):
             left = slow - share * (first * ends[:, 0] + last * ends[:, 1])
             # A stage has a layer, whatever embedding and head take.

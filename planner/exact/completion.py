@@ -1,7 +1,8 @@
 """Lower bounds on finishing a partial plan, for one pair, one kappa and its prices.
 
-With prices lambda, mu a stage costs (1 + lambda) tp + (wS' + mu) td + theta omega, whatever else
-the plan does; the cheapest way to finish from every state is a dynamic program over
+With prices lambda, mu a stage costs tp + wS' td + lambda tp' + mu td' + theta omega, whatever else
+the plan does (tp', td': as the slowest stage goes by), and the cheapest way to finish from every
+state is a dynamic program over
 
     state s (devices used of each class), last class c, layer boundary a
 
@@ -70,9 +71,7 @@ class Completion:
         """What time costs in a stage."""
         s_weight = self.form.s_weight(self.prices.kappa)
         return Weights(
-            prefill=1.0 + self.prices.prefill,
-            decode=s_weight + self.prices.decode,
-            hop_decode=s_weight,
+            prefill=self.prices.prefill, decode=self.prices.decode, every_decode=s_weight
         )
 
     @cached_property
@@ -81,8 +80,8 @@ class Completion:
         x, box = self.form.numbers, self.box
         cost = np.zeros_like(x.hop_prefill.total_s)
         if self.form.hops_in_sums:
-            cost = x.hop_prefill.total_s + self.weights.hop_decode * x.hop_decode.total_s
-        barred = (x.hop_prefill.busy_s > box.p_high) | (x.hop_decode.busy_s > box.d_high)
+            cost = x.hop_prefill.total_s + self.weights.every_decode * x.hop_decode.total_s
+        barred = (x.hop_prefill.held_s > box.p_high) | (x.hop_decode.held_s > box.d_high)
         if box.island is not None and self.islands is not None:
             barred = barred | self.islands.crosses
         return np.asarray(np.where(barred, np.inf, cost))

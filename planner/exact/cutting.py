@@ -49,7 +49,7 @@ def _cuts(form: Form, low: float, high: float, *, decode: bool) -> list[float]:
     A little below the time of so many layers: a stage that has them is above the cut.
     """
     x = form.numbers
-    layer = (x.decode_s if decode else x.prefill_s)[0].min(axis=1)
+    layer = (x.held_decode_s if decode else x.held_prefill_s)[0].min(axis=1)
     times = np.outer(np.arange(1, len(x.decode_s) + 1), layer) * (1 - 1e-7)
     steps = np.unique(times[(times > low) & (times < high)])
     if not len(steps) or len(steps) > MANY_STEPS:

@@ -37,8 +37,12 @@ class Scales:
         self.form = make_form(p, eta, xi)
         x = self.form.numbers
         self.tp, self.td = x.prefill_s[0], x.decode_s[0]
-        self.both = np.stack([self.tp, self.td])
-        self.ends = np.stack([x.ends_prefill_s, x.ends_decode_s])
+        self.paces = x.held_prefill_s[0], x.held_decode_s[0]
+        """[C, B] of prefill and decode, as the slowest stage goes by."""
+        self.tables = np.stack([self.tp, self.td, *self.paces])
+        self.ends = np.stack(
+            [x.ends_prefill_s, x.ends_decode_s, x.held_ends_prefill_s, x.held_ends_decode_s]
+        )
         self.room = x.capacity
         self.sizes = p.all_layer_bytes[0]
         self.unit = np.eye(len(p.choices), dtype=np.int64)
@@ -79,20 +83,20 @@ class Scales:
 
     def _seconds(self, order: tuple[int, ...], counts: np.ndarray) -> float:
         x, form, stages = self.form.numbers, self.form, np.array(order)
-        times = np.einsum("jb,xjb->xj", counts, self.both[:, stages])
+        times = np.einsum("jb,xjb->xj", counts, self.tables[:, stages])
         times[:, 0] += self.ends[:, order[0], 0]
         times[:, -1] += self.ends[:, order[-1], 1]
-        slow_p, slow_d = times.max(axis=1).tolist()
-        cost_p, once = times.sum(axis=1).tolist()
+        slow_p, slow_d = times[2:].max(axis=1).tolist()
+        cost_p, once = times[:2].sum(axis=1).tolist()
         back = 0.0
         if len(stages) > 1:
             links, ring = (stages[:-1], stages[1:]), (stages[-1], stages[0])
-            slow_p = max(slow_p, float(x.hop_prefill.busy_s[links].max()))
-            slow_d = max(slow_d, float(x.hop_decode.busy_s[links].max()))
+            slow_p = max(slow_p, float(x.hop_prefill.held_s[links].max()))
+            slow_d = max(slow_d, float(x.hop_decode.held_s[links].max()))
             if form.first_back:
-                slow_p = max(slow_p, float(x.back_prefill.busy_s[ring]))
+                slow_p = max(slow_p, float(x.back_prefill.held_s[ring]))
             if form.back_bounds:
-                slow_d = max(slow_d, float(x.back_decode.busy_s[ring]))
+                slow_d = max(slow_d, float(x.back_decode.held_s[ring]))
             if form.hops_in_sums:
                 cost_p += float(x.hop_prefill.total_s[links].sum())
                 once += float(x.hop_decode.total_s[links].sum())

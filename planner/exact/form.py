@@ -13,7 +13,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from llmpq.planner.problem import PairNumbers, Problem
+from llmpq.planner.numbers import PairNumbers
+from llmpq.planner.problem import Problem
 
 
 @dataclass(frozen=True, kw_only=True)

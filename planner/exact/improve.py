@@ -185,7 +185,7 @@ def _passed(scales: Scales, d: Draft) -> Iterator[Draft]:
     """
     count, counts = len(d.order), scales.counts(d)
     held = [d.choices[low:high] for low, high in itertools.pairwise(d.bounds)]
-    slow = [(counts * table[list(d.order)]).sum(axis=1) for table in (scales.td, scales.tp)]
+    slow = [(counts * table[list(d.order)]).sum(axis=1) for table in scales.paces[::-1]]
     givers = {int(np.argmax(slow[0])), int(np.argmax(slow[1])), int(np.argmin(counts.sum(axis=1)))}
     for j in sorted(givers):
         for k in (*range(j - 1), *range(j + 2, count)):
@@ -210,7 +210,7 @@ def _rebalanced(scales: Scales, d: Draft) -> Iterator[Draft]:
     """
     counts, order = scales.counts(d), list(d.order)
     held = counts.sum(axis=1)
-    once = [(counts * table[order]).sum(axis=1) / held for table in (scales.tp, scales.td)]
+    once = [(counts * table[order]).sum(axis=1) / held for table in scales.paces]
     slowest = [float((held * times).max()) for times in once]
     room = held + scales.spare(d, counts) // ((counts @ scales.sizes) / held)
     for phase in (0, 1):
@@ -256,7 +256,7 @@ def _retimed(scales: Scales, d: Draft) -> Iterator[Draft]:
     Where stages are about equally slow none of them alone changes the slowest.
     """
     counts = scales.counts(d)
-    for table in (scales.td, scales.tp):
+    for table in scales.paces[::-1]:
         slowest = float((counts * table[list(d.order)]).sum(axis=1).max())
         for share in PACES:
             candidate = _at_pace(scales, d, table, slowest * share)

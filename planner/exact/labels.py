@@ -226,9 +226,10 @@ class LabelSearch:
         first, _, last = key
         x, form, layers = self.form.numbers, self.form, self.p.num_layers
         m, tp, td, omega = columns.layers, columns.tp, columns.td, columns.omega
+        held_p, held_d = columns.held_p, columns.held_d
         way_p, way_d = (x.hop_prefill, x.hop_decode) if last >= 0 else (None, None)
-        hop_p, busy_p = (way_p.total_s[last, c], way_p.busy_s[last, c]) if way_p else (0.0, 0.0)
-        hop_d, busy_d = (way_d.total_s[last, c], way_d.busy_s[last, c]) if way_d else (0.0, 0.0)
+        hop_p, busy_p = (way_p.total_s[last, c], way_p.held_s[last, c]) if way_p else (0.0, 0.0)
+        hop_d, busy_d = (way_d.total_s[last, c], way_d.held_s[last, c]) if way_d else (0.0, 0.0)
         in_sums = 1.0 if form.hops_in_sums else 0.0
         self.work += len(bucket.p) * len(m) * len(self.bounds)
         if self.work > self.limits.max_work:
@@ -236,8 +237,8 @@ class LabelSearch:
         chunk = max(1, 400_000 // len(m))
         for low in range(0, len(bucket.p), chunk):
             rows = slice(low, low + chunk)
-            p = np.maximum(np.maximum(bucket.p[rows], busy_p)[:, None], tp[None, :])
-            d = np.maximum(np.maximum(bucket.d[rows], busy_d)[:, None], td[None, :])
+            p = np.maximum(np.maximum(bucket.p[rows], busy_p)[:, None], held_p[None, :])
+            d = np.maximum(np.maximum(bucket.d[rows], busy_d)[:, None], held_d[None, :])
             s = (bucket.s[rows] + in_sums * hop_d)[:, None] + td[None, :]
             cost = (bucket.cost[rows] + in_sums * (hop_p + form.ws * hop_d))[:, None]
             cost = cost + (tp + form.ws * td + self.p.theta * omega)[None, :]
@@ -288,11 +289,11 @@ class LabelSearch:
         value = b.cost + form.back * back
         if form.first_back:
             value = value + several * x.back_prefill.total_s[last, first]
-            busy = several * x.back_prefill.busy_s[last, first]
+            busy = several * x.back_prefill.held_s[last, first]
             value = value + form.a * np.maximum(b.p, busy)
         else:
             value = value + form.a * b.p
-        busy = several * x.back_decode.busy_s[last, first]
+        busy = several * x.back_decode.held_s[last, first]
         d = np.maximum(b.d, busy) if form.back_bounds else b.d
         value = value + form.bd * d
         value = value + form.z * np.maximum(form.md * d, b.s + back)

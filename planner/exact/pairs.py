@@ -69,6 +69,11 @@ class PairTables:
         self.ends_prefill_s = np.array([x.ends_s for x in prefill])
         """[E, C, 2]."""
         self.ends_decode_s = np.array([x.ends_s for x in decode])
+        self.held_prefill_s = np.array([x.held_layer_s[0] for x in prefill])
+        """[E, C, B] of the slowest stage."""
+        self.held_decode_s = np.array([x.held_layer_s[0] for x in decode])
+        self.held_ends_prefill_s = np.array([x.held_ends_s for x in prefill])
+        self.held_ends_decode_s = np.array([x.held_ends_s for x in decode])
         self.hops = (prefill, decode)
         across = [make_form(p, etas[0], xi) for xi in xis]
         self.a = np.array([make_form(p, eta, xis[0]).a for eta in etas])
@@ -150,8 +155,8 @@ class PairTables:
     def _floor(self, case: Case) -> Floor:
         slow = []
         for layer_s, ends_s in (
-            (self.prefill_s, self.ends_prefill_s),
-            (self.decode_s, self.ends_decode_s),
+            (self.held_prefill_s, self.held_ends_prefill_s),
+            (self.held_decode_s, self.held_ends_decode_s),
         ):
             quickest = layer_s.min(axis=2)
             slow.append(least_slowest(case, quickest, ends_s, self.p.num_layers, self._roomy))
@@ -164,7 +169,7 @@ class PairTables:
         """Return for how long a message of several stages occupies its link, at every size."""
         found = []
         for sizes in self.hops:
-            times = np.array([np.where(self._linked, x.hop.busy_s, np.inf) for x in sizes])
+            times = np.array([np.where(self._linked, x.hop.held_s, np.inf) for x in sizes])
             found.append(quickest_hop(case, self.islands, times))
         return found
 
@@ -241,19 +246,22 @@ class PairTables:
         d_weight = self.bd + kappa * self.z * self.md
         by_d = d_weight / weights[1] if weights[1] > 0 else np.zeros_like(d_weight)
         s_weight = self.ws + (1 - kappa) * self.z
-        wp = 1.0 + by_a[:, None] * per_p[None]
-        wd = s_weight[:, None] + by_d[:, None] * per_d[None]
+        wp, wd = by_a[:, None] * per_p[None], by_d[:, None] * per_d[None]
         memory = self._memory
         in_memory = per_byte[:, None] * self.p.all_layer_bytes[0][None]
-        prefill = wp[..., None] * self.prefill_s[:, some] + in_memory
-        decode = wd[..., None] * self.decode_s[:, some]
+        prefill = self.prefill_s[:, some] + wp[..., None] * self.held_prefill_s[:, some]
+        decode = s_weight[:, None, None] * self.decode_s[:, some]
+        decode = decode + wd[..., None] * self.held_decode_s[:, some]
+        prefill = prefill + in_memory
         layer = (prefill[:, None] + decode[None]).min(axis=2)
         total = np.zeros(self.open.shape)
         for omega, size in zip(groups.omega, groups.sizes, strict=True):
             total += size * (layer + omega).min(axis=-1)
         for end, less in ((0, memory.first), (1, memory.last)):
-            of_prefill = wp * self.ends_prefill_s[:, some, end]
-            of_decode = wd * self.ends_decode_s[:, some, end]
+            of_prefill = self.ends_prefill_s[:, some, end]
+            of_prefill = of_prefill + wp * self.held_ends_prefill_s[:, some, end]
+            of_decode = s_weight[:, None] * self.ends_decode_s[:, some, end]
+            of_decode = of_decode + wd * self.held_ends_decode_s[:, some, end]
             in_room = per_byte * less[:, :, some]
             total += (of_prefill[:, None] + of_decode[None] + in_room).min(axis=-1)
         total -= memory.middle[:, :, some] @ (per_byte * counts[some])
@@ -292,11 +300,15 @@ class PairTables:
         """[E, X] F without theta omega of the same stages at every pair, whatever fits."""
         counts = np.array([np.bincount(s.choices, minlength=len(self.p.choices)) for s in stages])
         order = [s.cls for s in stages]
-        tp = np.einsum("ejb,jb->ej", self.prefill_s[:, order], counts)
-        td = np.einsum("xjb,jb->xj", self.decode_s[:, order], counts)
-        for times, ends in ((tp, self.ends_prefill_s), (td, self.ends_decode_s)):
-            times[:, 0] += ends[:, order[0], 0]
-            times[:, -1] += ends[:, order[-1], 1]
+        tp, td, held_p, held_d = (
+            _stage_times(layers, ends, order, counts)
+            for layers, ends in (
+                (self.prefill_s, self.ends_prefill_s),
+                (self.decode_s, self.ends_decode_s),
+                (self.held_prefill_s, self.held_ends_prefill_s),
+                (self.held_decode_s, self.held_ends_decode_s),
+            )
+        )
         form, links = self.form, list(zip(order, order[1:], strict=False))
         ring = (order[-1], order[0]) if links else None
         way_p, way_d = (
@@ -304,16 +316,16 @@ class PairTables:
             for sizes in self.hops
         )
         busy_p, busy_d = (
-            np.array([max((x.hop.busy_s[link] for link in links), default=0.0) for x in sizes])
+            np.array([max((x.hop.held_s[link] for link in links), default=0.0) for x in sizes])
             for sizes in self.hops
         )
         back_p, back_d, busy_back_p, busy_back_d = (
             np.array([float(getattr(x.back, part)[ring]) if ring else 0.0 for x in sizes])
-            for part in ("total_s", "busy_s")
+            for part in ("total_s", "held_s")
             for sizes in self.hops
         )
-        slowest_p = np.maximum(tp.max(axis=1), busy_p)
-        slowest_d = np.maximum(td.max(axis=1), busy_d)
+        slowest_p = np.maximum(held_p.max(axis=1), busy_p)
+        slowest_d = np.maximum(held_d.max(axis=1), busy_d)
         if form.first_back:
             slowest_p = np.maximum(slowest_p, busy_back_p)
         if form.back_bounds:
@@ -349,6 +361,16 @@ class PairTables:
             if all(needed[j] <= room[at] for j, at in enumerate(held)):
                 return eta, xi
         return None
+
+
+def _stage_times(
+    layers: Floats, ends: Floats, order: list[int], counts: NDArray[np.int64]
+) -> Floats:
+    """[n, J] each stage's time at every size: `layers` [n, C, B], `ends` [n, C, 2]."""
+    times = np.einsum("ejb,jb->ej", layers[:, order], counts)
+    times[:, 0] += ends[:, order[0], 0]
+    times[:, -1] += ends[:, order[-1], 1]
+    return np.asarray(times)
 
 
 def quick_bound(p: Problem) -> float:

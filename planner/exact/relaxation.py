@@ -6,10 +6,10 @@ device order, with or without devices left out:
     min A P + Bd D + sum (tp + wS td + theta omega) y + Z z
     sum_cb y[g,c,b] = n_g                                 each layer once
     sum_gb bytes y + ends <= count_c capacity_c  (rho_c)  memory of a class
-    sum_gb tp y + ends <= count_c P   (lambda_c)          prefill
-    sum_gb td y + ends <= count_c D   (mu_c)              decode
+    sum_gb tp' y + ends <= count_c P   (lambda_c)         prefill, ' as the slowest stage goes by
+    sum_gb td' y + ends <= count_c D   (mu_c)             decode
     sum_gb y <= count_c m_c                               whole layers: m_c fit box and memory
-    sum_gcb tp y + ends <= most P,  likewise D            no more stages than a box has
+    sum_gcb tp' y + ends <= most P,  likewise D           no more stages than a box has
     z >= md D,  z >= S + hops         (kappa)             decode period
 
 y fractional; e_c, h_c say which class has the embedding and the head. Layers of about equal omega
@@ -30,6 +30,7 @@ from llmpq.planner.exact.form import EVERYWHERE, Box, Form
 from llmpq.planner.exact.islands import find_islands
 from llmpq.planner.exact.plan_cases import most_priced
 from llmpq.planner.problem import Floats, Problem
+from llmpq.planner.quiet_highs import make_highs
 
 MAX_GROUPS = 20
 """Groups of layers in the program."""
@@ -123,9 +124,7 @@ class ClassRelaxation:
 
         self.p, self.budget = p, budget
         self.highspy = highspy
-        self.solver = highspy.Highs()
-        self.solver.setOptionValue("output_flag", False)
-        self.solver.setOptionValue("threads", 1)
+        self.solver = make_highs()
         self.solver.setOptionValue("presolve", "off")
         self.basis: object | None = None
         self.groups = layer_groups(p)
@@ -248,8 +247,8 @@ class ClassRelaxation:
             lower.append(-np.inf)
             upper.append(counts[c] * memory.middle[c] / gib)
         for times, table, slow in (
-            (x.prefill_s[0], x.ends_prefill_s, slow_p),
-            (x.decode_s[0], x.ends_decode_s, slow_d),
+            (x.held_prefill_s[0], x.held_ends_prefill_s, slow_p),
+            (x.held_decode_s[0], x.held_ends_decode_s, slow_d),
         ):
             for c in range(classes):
                 ends = np.array([ny + c, ny + classes + c, slow])
@@ -315,8 +314,8 @@ class ClassRelaxation:
         most = np.full(1, float(self.p.max_stages if box.most is None else box.most))
         found = []
         for times, table, slow in (
-            (x.prefill_s[0], x.ends_prefill_s, width - 3),
-            (x.decode_s[0], x.ends_decode_s, width - 2),
+            (x.held_prefill_s[0], x.held_ends_prefill_s, width - 3),
+            (x.held_decode_s[0], x.held_ends_decode_s, width - 2),
         ):
             layers = np.broadcast_to(times, (groups, *times.shape)).ravel()
             where = np.append(np.arange(width - 3), slow)
@@ -327,7 +326,7 @@ class ClassRelaxation:
 def most_layers(form: Form, box: Box) -> list[int]:
     """Return how many layers of the quickest choices a stage of each class may have in a box."""
     x, most = form.numbers, np.full(len(form.numbers.prefill_s[0]), np.inf)
-    for table, high in ((x.prefill_s[0], box.p_high), (x.decode_s[0], box.d_high)):
+    for table, high in ((x.held_prefill_s[0], box.p_high), (x.held_decode_s[0], box.d_high)):
         once = np.maximum(table.min(axis=1), 1e-300)
         most = np.minimum(most, np.floor(high / once * (1 + 1e-9)))
     return [int(min(layers, len(x.prefill_s))) for layers in most]

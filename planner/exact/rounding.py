@@ -98,7 +98,9 @@ def _devices(p: Problem, form: Form, prices: Prices, held: NDArray[np.int64]) ->
     assert prices.layers is not None
     x, room = form.numbers, class_memory(form.numbers.capacity).middle
     needed = [prices.layers @ p.all_layer_bytes[0] / np.maximum(room, 1.0)]
-    for times, slowest in zip((x.prefill_s[0], x.decode_s[0]), prices.slowest, strict=True):
+    for times, slowest in zip(
+        (x.held_prefill_s[0], x.held_decode_s[0]), prices.slowest, strict=True
+    ):
         if slowest > 0:
             needed.append((prices.layers * times).sum(axis=1) / slowest)
     least = np.ceil(np.max(needed, axis=0) * (1 - 1e-6)).astype(np.int64)

@@ -81,6 +81,10 @@ class ShapeScales:
         self.once = np.stack([x.prefill_s[0], x.decode_s[0]])
         """[2, C, B]."""
         self.ends = np.stack([x.ends_prefill_s, x.ends_decode_s])
+        self.held = np.stack([x.held_prefill_s[0], x.held_decode_s[0]])
+        """[2, C, B] as the slowest stage goes by."""
+        self.held_ends = np.stack([x.held_ends_prefill_s, x.held_ends_decode_s])
+        self.even = np.array_equal(self.held, self.once)
         self.room = x.capacity
         self.sizes = p.all_layer_bytes[0]
         self.omega: Floats = np.zeros((len(p.choices), p.num_layers + 1))
@@ -172,20 +176,18 @@ class ShapeScales:
 
     def _seconds(self, s: Shapes, mix: Mix) -> Floats:
         x, form = self.form.numbers, self.form
-        times: Floats = self.once[:, s.cls, mix.upper] * mix.above
-        times += self.once[:, s.cls, mix.lower] * mix.below
-        times[:, :, 0] += self.ends[:, s.cls[:, 0], 0]
-        times[:, :, -1] += self.ends[:, s.cls[:, -1], 1]
-        (slow_p, slow_d), (cost_p, once) = times.max(axis=2), times.sum(axis=2)
+        times = _stage_times(self.once, self.ends, s, mix)
+        held = times if self.even else _stage_times(self.held, self.held_ends, s, mix)
+        (slow_p, slow_d), (cost_p, once) = held.max(axis=2), times.sum(axis=2)
         back = np.zeros(len(s.cls))
         if s.cls.shape[1] > 1:
             links, ring = (s.cls[:, :-1], s.cls[:, 1:]), (s.cls[:, -1], s.cls[:, 0])
-            slow_p = np.maximum(slow_p, x.hop_prefill.busy_s[links].max(axis=1))
-            slow_d = np.maximum(slow_d, x.hop_decode.busy_s[links].max(axis=1))
+            slow_p = np.maximum(slow_p, x.hop_prefill.held_s[links].max(axis=1))
+            slow_d = np.maximum(slow_d, x.hop_decode.held_s[links].max(axis=1))
             if form.first_back:
-                slow_p = np.maximum(slow_p, x.back_prefill.busy_s[ring])
+                slow_p = np.maximum(slow_p, x.back_prefill.held_s[ring])
             if form.back_bounds:
-                slow_d = np.maximum(slow_d, x.back_decode.busy_s[ring])
+                slow_d = np.maximum(slow_d, x.back_decode.held_s[ring])
             if form.hops_in_sums:
                 cost_p = cost_p + x.hop_prefill.total_s[links].sum(axis=1)
                 once = once + x.hop_decode.total_s[links].sum(axis=1)
@@ -208,10 +210,10 @@ class ShapeScales:
         fit = (roomy.sum(axis=1) >= wanted) & (roomy > 0).all(axis=1)
         fit &= cls.shape[1] <= wanted
         cls, bits, roomy = cls[fit], bits[fit], roomy[fit]
-        once = np.maximum(self.once[:, cls, bits], 1e-300)
+        once = np.maximum(self.held[:, cls, bits], 1e-300)
         ends = np.zeros_like(once)
-        ends[:, :, 0] += self.ends[:, cls[:, 0], 0]
-        ends[:, :, -1] += self.ends[:, cls[:, -1], 1]
+        ends[:, :, 0] += self.held_ends[:, cls[:, 0], 0]
+        ends[:, :, -1] += self.held_ends[:, cls[:, -1], 1]
 
         def filled(slowest: Floats) -> Floats:
             """[2, ..., n, J] layers of each stage that take so long."""
@@ -236,6 +238,15 @@ class ShapeScales:
             bits=np.concatenate([bits[own] for own in rows]),
             layers=np.concatenate([found[k][own] for k, own in enumerate(rows)]),
         )
+
+
+def _stage_times(layers: Floats, ends: Floats, s: Shapes, mix: Mix) -> Floats:
+    """[2, N, J] of prefill and decode: `layers` [2, C, B], `ends` [2, C, 2]."""
+    times: Floats = layers[:, s.cls, mix.upper] * mix.above
+    times += layers[:, s.cls, mix.lower] * mix.below
+    times[:, :, 0] += ends[:, s.cls[:, 0], 0]
+    times[:, :, -1] += ends[:, s.cls[:, -1], 1]
+    return times
 
 
 def _without_excess(most: Ints, dearest: Ints, wanted: int) -> Ints:

@@ -28,12 +28,14 @@ RHOS = 10
 
 @dataclass(frozen=True, kw_only=True)
 class Weights:
-    """What a second of tp and of td costs on each class, and the weight of a hop's decode time."""
+    """What a second of tp and of td costs on each class."""
 
     prefill: Floats
-    """[C]."""
+    """[C] of what the slowest stage goes by, beside one second a second."""
     decode: Floats
-    hop_decode: float
+    """[C] likewise, beside what all decode times cost."""
+    every_decode: float
+    """What a second of any decode time costs, a hop's too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,17 +50,23 @@ class PricedLayers:
 
 def layer_costs(p: Problem, form: Form, weights: Weights, c: int) -> Floats:
     """[L, B] priced cost of a layer on a class, infinite where it may not have a choice."""
+    return np.asarray(priced_times(form, weights, c)[None] + p.priced_omega)
+
+
+def priced_times(form: Form, weights: Weights, c: int) -> Floats:
+    """[B] priced time of a layer on a class."""
     x = form.numbers
-    times = weights.prefill[c] * x.prefill_s[0, c] + weights.decode[c] * x.decode_s[0, c]
-    return np.asarray(times[None] + p.priced_omega)
+    prefill = x.prefill_s[0, c] + weights.prefill[c] * x.held_prefill_s[0, c]
+    decode = weights.every_decode * x.decode_s[0, c] + weights.decode[c] * x.held_decode_s[0, c]
+    return np.asarray(prefill + decode)
 
 
 def ends_costs(form: Form, weights: Weights) -> Floats:
     """[C, 2] priced time of embedding and head."""
     x = form.numbers
-    return np.asarray(
-        weights.prefill[:, None] * x.ends_prefill_s + weights.decode[:, None] * x.ends_decode_s
-    )
+    prefill = x.ends_prefill_s + weights.prefill[:, None] * x.held_ends_prefill_s
+    decode = weights.every_decode * x.ends_decode_s
+    return np.asarray(prefill + decode + weights.decode[:, None] * x.held_ends_decode_s)
 
 
 def priced_layers(
@@ -110,7 +118,7 @@ def stages_by_price(p: Problem, form: Form, weights: Weights, box: Box, rho: Flo
 def _least_times(p: Problem, form: Form, c: int, choices: NDArray[np.bool_], box: Box) -> int:
     """Return the most layers of which a stage stays within the box at its quickest choices."""
     x, most = form.numbers, p.num_layers
-    for table, high in ((x.prefill_s, box.p_high), (x.decode_s, box.d_high)):
+    for table, high in ((x.held_prefill_s, box.p_high), (x.held_decode_s, box.d_high)):
         once = float(table[0, c, choices].min())
         if np.isfinite(high) and once > 0:
             most = min(most, int(high / once * (1 + 1e-9)))
@@ -165,9 +173,9 @@ def column_costs(
 ) -> Floats:
     """[K] priced time of count vectors on a class, infinite beyond the box."""
     x = form.numbers
-    tp, td = counts @ x.prefill_s[0, c], counts @ x.decode_s[0, c]
+    tp, td = counts @ x.held_prefill_s[0, c], counts @ x.held_decode_s[0, c]
     inside = (tp <= box.p_high) & (td <= box.d_high)
-    return np.where(inside, weights.prefill[c] * tp + weights.decode[c] * td, np.inf)
+    return np.where(inside, counts @ priced_times(form, weights, c), np.inf)
 
 
 def _least(omega: Floats, base: Floats, fits: NDArray[np.bool_]) -> float:

@@ -28,6 +28,7 @@ from llmpq.planner.exact.stages import (
     ends_costs,
     layer_costs,
     priced_layers,
+    priced_times,
 )
 from llmpq.planner.problem import Floats
 
@@ -53,6 +54,9 @@ class Live:
     """[K] row of `LiveColumns.vectors`."""
     tp: Floats
     td: Floats
+    held_p: Floats
+    """[K] as the slowest stage goes by."""
+    held_d: Floats
     omega: Floats
     cost: Floats
     """[K] priced, as `Completion.stage` is."""
@@ -64,6 +68,8 @@ class Live:
             vector=self.vector[rows],
             tp=self.tp[rows],
             td=self.td[rows],
+            held_p=self.held_p[rows],
+            held_d=self.held_d[rows],
             omega=self.omega[rows],
             cost=self.cost[rows],
         )
@@ -122,17 +128,26 @@ def _by_start(bound: Completion, made: list[_Made], late: Callable[[], bool]) ->
     omega = np.concatenate([part.omega for part in made])
     vectors = np.concatenate([part.counts for part in made])
     first, last = start == 0, start + m == layers
-    tp = (vectors * x.prefill_s[0, c]).sum(axis=1)
-    td = (vectors * x.decode_s[0, c]).sum(axis=1)
-    cost = bound.weights.prefill[c] * tp + bound.weights.decode[c] * td + bound.p.theta * omega
-    ends = ends_costs(bound.form, bound.weights)
+    tp, td, held_p, held_d = (
+        (vectors * layer[0, c]).sum(axis=1) + first * ends[c, 0] + last * ends[c, 1]
+        for layer, ends in (
+            (x.prefill_s, x.ends_prefill_s),
+            (x.decode_s, x.ends_decode_s),
+            (x.held_prefill_s, x.held_ends_prefill_s),
+            (x.held_decode_s, x.held_ends_decode_s),
+        )
+    )
+    by = bound.weights
+    cost = tp + by.prefill[c] * held_p + by.every_decode * td + by.decode[c] * held_d
     live = Live(
         layers=m,
         vector=np.arange(len(m)),
-        tp=tp + first * x.ends_prefill_s[c, 0] + last * x.ends_prefill_s[c, 1],
-        td=td + first * x.ends_decode_s[c, 0] + last * x.ends_decode_s[c, 1],
+        tp=tp,
+        td=td,
+        held_p=held_p,
+        held_d=held_d,
         omega=omega,
-        cost=cost + first * ends[c, 0] + last * ends[c, 1],
+        cost=cost + bound.p.theta * omega,
     )
     by_start: dict[tuple[int, int], Live] = {}
     order = np.lexsort((m, start, c))
@@ -150,7 +165,10 @@ def useful(live: Live) -> Live:
     if len(live.layers) < WORTH_COMPARING:
         return live
     kept: list[NDArray[np.int64]] = []
-    worse = np.stack([live.tp, live.td, live.omega], axis=1)
+    columns = [live.tp, live.td, live.omega]
+    for held, whole in ((live.held_p, live.tp), (live.held_d, live.td)):
+        columns += [] if np.array_equal(held, whole) else [held]
+    worse = np.stack(columns, axis=1)
     ends = np.flatnonzero(np.diff(live.layers)) + 1
     for rows in np.split(np.arange(len(live.layers)), ends):
         many = len(rows) >= WORTH_COMPARING
@@ -278,9 +296,9 @@ def _longer(bound: Completion, grown: _Growing, m: int, limit: _Limits) -> _Grow
     counts = np.concatenate([grown.counts + row for row in np.eye(len(p.choices), dtype=np.int64)])
     total = np.concatenate([grown.omega + omega[layer, b] for b in range(len(p.choices))])
     c = limit.c
-    tp, td = counts @ x.prefill_s[0, c], counts @ x.decode_s[0, c]
+    tp, td = counts @ x.held_prefill_s[0, c], counts @ x.held_decode_s[0, c]
     sizes = counts @ p.all_layer_bytes[0]
-    cost = bound.weights.prefill[c] * tp + bound.weights.decode[c] * td + priced(total, p.theta)
+    cost = counts @ priced_times(bound.form, bound.weights, c) + priced(total, p.theta)
     keep = np.isfinite(total) & (tp <= box.p_high) & (td <= box.d_high)
     at = np.minimum(start + m, p.num_layers)
     for rho, sums, most in zip(limit.rhos, limit.sums, limit.most, strict=True):
@@ -306,15 +324,12 @@ def _best_of_each(bound: Completion, grown: _Growing, c: int) -> _Growing:
     if len(grown.start) < 64:
         return grown
     # A sort that has fewer kinds of weights leaves at least as much room.
-    worse = np.stack(
-        [
-            grown.counts @ x.prefill_s[0, c],
-            grown.counts @ x.decode_s[0, c],
-            grown.omega,
-            (grown.counts @ p.all_layer_bytes[0]).astype(float),
-        ],
-        axis=1,
-    )
+    tables = [x.prefill_s, x.decode_s]
+    for held, whole in ((x.held_prefill_s, x.prefill_s), (x.held_decode_s, x.decode_s)):
+        tables += [] if np.array_equal(held, whole) else [held]
+    columns = [grown.counts @ table[0, c] for table in tables]
+    columns += [grown.omega, (grown.counts @ p.all_layer_bytes[0]).astype(float)]
+    worse = np.stack(columns, axis=1)
     sorts = sort_of(p.choices, grown.counts)
     keep = np.zeros(len(grown.start), dtype=bool)
     group = grown.start * 3 + sorts

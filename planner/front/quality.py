@@ -20,7 +20,8 @@ from llmpq.planner.exact.form import make_form
 from llmpq.planner.exact.pairs import PairTables, quick_bound
 from llmpq.planner.exact.relaxation import ClassRelaxation
 from llmpq.planner.exact.search import Search, solve_exact
-from llmpq.planner.ilp.solve import solve_ilp
+from llmpq.planner.front.least_omega import least_omega
+from llmpq.planner.ilp.solve import no_plan_fits, solve_ilp
 from llmpq.planner.outcome import (
     BUDGET_ROUNDING,
     OPTIMAL_GAP,
@@ -60,21 +61,19 @@ def solve_budget(
     and a `known` plan within it, where the caller has them, save looking for them.
     """
     start = time.perf_counter()
-    refuse_unreachable(p, budget)
+    uniform = p.numbers(*p.pairs[0]).uniform
+    within = refuse_unreachable(p, budget) if uniform and theta is None else None
     free = p.with_changes(theta=0.0)
-    if not p.numbers(*p.pairs[0]).uniform:
+    if not uniform:
         return solve_ilp(free, time_limit_s=time_limit_s, gap=gap, budget=budget)
     if theta is None:
         theta = best_theta(p, budget, start + THETA_SHARE * time_limit_s)
     priced = p.with_changes(theta=theta)
     limit = budget * (1 + BUDGET_ROUNDING / 2)
-    search = Search(
-        priced,
-        start + time_limit_s,
-        gap,
-        budget=limit,
-        ceiling=ceiling + theta * limit,
-    )
+    end, highest = start + time_limit_s, ceiling + theta * limit
+    search = Search(priced, end, gap, budget=limit, ceiling=highest)
+    if within is not None:
+        search.incumbent.offer(within)
     bound = search.soon(known)
     if bound < search.target:
         (search.begin_again if again else search.begin)(known)
@@ -110,37 +109,29 @@ def _unreachable(budget: float) -> str:
     )
 
 
-def refuse_unreachable(p: Problem, budget: float) -> None:
-    """Raise `Infeasible` at once for a budget that no plan can keep, with the best there is.
+def refuse_unreachable(p: Problem, budget: float) -> Assignment | None:
+    """Return a plan within a budget, if one is quick to tell.
 
-    Layers at their least omega may be more than fits: then the memory of all devices together,
-    layers cut into fractions, says what is the least (a linear program of two rows, solved by
-    steps along its hull).
+    Raise `Infeasible` at once for a budget that no plan can keep, with the best there is.
     """
-    least = least_loss_bound(p)
-    if budget * (1 + BUDGET_ROUNDING) < least * (1 - 1e-9):
+    least = least_omega(p)
+    if math.isinf(least.omega):
+        raise Infeasible(no_plan_fits(p))
+    if budget * (1 + BUDGET_ROUNDING) >= least.omega * (1 - 1e-9):
+        return least.plan
+    if least.plan is None:
         raise Infeasible(
-            f"no plan has a sum of omega of at most {budget:g}: the smallest that these devices "
-            f"and precisions allow is {least:.6g}; give --quality-budget "
-            f"{_rounded_up(least):g} or more"
+            f"no plan has a sum of omega of at most {budget:g}: what these devices and precisions "
+            f"allow is above {least.omega:.6g}; give a larger --quality-budget, or leave it out "
+            "to see what can be had",
+            least=least.omega,
         )
-
-
-def least_loss_bound(p: Problem) -> float:
-    """Return a sum of omega that no plan is below, by the memory of all devices together."""
-    omega, sizes = p.open_omega, p.all_layer_bytes
-    room = p.capacity(p.prefill_sizes[0], p.decode_sizes[0]).max(axis=(1, 2, 3))
-    counts = np.array([min(cls.count, p.max_stages) for cls in p.classes])
-    held = np.sort(np.repeat(np.clip(room, 0, None), counts))[::-1][: p.max_stages]
-    left = float(held.sum())
-    # max over rho >= 0 of  sum_i min_b (omega + rho bytes) - rho room: concave, piecewise linear.
-    finite = np.where(np.isfinite(omega), omega, 1e300)
-    span = float(np.ptp(sizes)) or 1.0
-    high = float(finite[np.isfinite(omega)].max()) / span * 4 + 1e-30
-    best = float(omega.min(axis=1).sum())
-    for rho in np.concatenate([[0.0], np.geomspace(high * 1e-9, high, 200)]):
-        best = max(best, float((finite + rho * sizes).min(axis=1).sum() - rho * left))
-    return best
+    raise Infeasible(
+        f"no plan has a sum of omega of at most {budget:g}: the smallest that these devices "
+        f"and precisions allow is {least.omega:.6g}; give --quality-budget "
+        f"{_rounded_up(least.omega):g} or more",
+        least=least.omega,
+    )
 
 
 def _rounded_up(loss: float) -> float:

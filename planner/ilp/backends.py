@@ -15,6 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from llmpq.planner.ilp.linear_model import LinearModel
+from llmpq.planner.quiet_highs import make_highs
 
 Backend = Literal["highs", "pulp-highs", "cbc", "gurobi"]
 BACKENDS: tuple[Backend, ...] = ("highs", "pulp-highs", "cbc", "gurobi")
@@ -53,9 +54,7 @@ def _highs(
     import highspy
 
     start = time.perf_counter()
-    solver = highspy.Highs()
-    solver.setOptionValue("output_flag", False)
-    solver.setOptionValue("threads", 1)
+    solver = make_highs()
     solver.setOptionValue("time_limit", max(0.01, time_limit_s))
     solver.setOptionValue("mip_rel_gap", gap)
     solver.setOptionValue("mip_abs_gap", 0.0)

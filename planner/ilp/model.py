@@ -16,8 +16,9 @@ import numpy as np
 
 from llmpq.planner.costs.stage_memory import DENSE, MIXED, NEVER, PACKED
 from llmpq.planner.ilp.linear_model import LinearModel
+from llmpq.planner.numbers import PairNumbers
 from llmpq.planner.outcome import Assignment, Stage
-from llmpq.planner.problem import PairNumbers, Problem
+from llmpq.planner.problem import Problem
 
 MIB = float(2**20)
 """Memory rows are in MiB: a solver's tolerance of 1e-6 is then one byte."""
@@ -195,18 +196,18 @@ def slowest_stage(m: StageIlp) -> None:
     x = m.numbers
     makespan, n = m.problem.objective == "makespan", m.problem.workload.gen_len
     hops = [(a, b) for a, b in zip(m.order, m.order[1:], strict=False)]
-    floor_p = max([0.0] + [float(x.hop_prefill.busy_s[h]) for h in hops])
-    floor_d = max([0.0] + [float(x.hop_decode.busy_s[h]) for h in hops])
+    floor_p = max([0.0] + [float(x.hop_prefill.held_s[h]) for h in hops])
+    floor_d = max([0.0] + [float(x.hop_decode.held_s[h]) for h in hops])
     if makespan and n > 1 and hops:
-        floor_p = max(floor_p, float(x.back_prefill.busy_s[m.order[-1], m.order[0]]))
+        floor_p = max(floor_p, float(x.back_prefill.held_s[m.order[-1], m.order[0]]))
     if makespan and n > 2 and hops:
-        floor_d = max(floor_d, float(x.back_decode.busy_s[m.order[-1], m.order[0]]))
+        floor_d = max(floor_d, float(x.back_decode.held_s[m.order[-1], m.order[0]]))
     m.model.at_least("hops_prefill", [(m.slowest_prefill, 1.0)], floor_p)
     m.model.at_least("hops_decode", [(m.slowest_decode, 1.0)], floor_d)
     for j, cls in enumerate(m.order):
         for name, top, table, ends in (
-            ("prefill", m.slowest_prefill, x.prefill_s, x.ends_prefill_s),
-            ("decode", m.slowest_decode, x.decode_s, x.ends_decode_s),
+            ("prefill", m.slowest_prefill, x.held_prefill_s, x.held_ends_prefill_s),
+            ("decode", m.slowest_decode, x.held_decode_s, x.held_ends_decode_s),
         ):
             terms = [(v, -t) for v, t in m.stage_sum(j, table[:, cls])]
             m.model.at_least(f"{name}[{j}]", [(top, 1.0), *terms], m.ends(j, ends))

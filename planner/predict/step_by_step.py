@@ -1,8 +1,8 @@
 """How long a plan takes step by step: what the closed form of the search leaves out.
 
-The search takes every micro-batch as a whole one and a stage's mean time over all tokens
-(pipeline_time.py). Here the last micro-batch has its true size, and every token the slowest stage
-of its own cache length: a mean of the slowest is not below the slowest mean.
+The search takes a stage's mean time over all tokens, and a smaller last micro-batch where it counts
+most (pipeline_time.py). Here every token has the slowest stage of its own cache length - a mean of
+the slowest is not below the slowest mean - and the last micro-batch its true size everywhere.
 
     prefill  the longest way through micro-batches and stages: along whole ones to stage k, and
              along the last one from there
@@ -21,7 +21,7 @@ from llmpq.planner.predict.replay import decode_ring, prefill_ring
 from llmpq.planner.problem import Problem
 
 TOLD = 0.005
-"""Relative distance from the prediction above which a plan says so."""
+"""Relative distance of the closed form above which a plan predicts its time step by step."""
 
 
 def step_by_step_time(p: Problem, a: Assignment) -> PhaseTimes:
@@ -41,20 +41,27 @@ def step_by_step_time(p: Problem, a: Assignment) -> PhaseTimes:
     return PhaseTimes(prefill_s=prefill, decode_s=float(periods.sum()) + drained)
 
 
+def told_time(p: Problem, a: Assignment) -> PhaseTimes:
+    """Return what a plan predicts: the closed form, or where that is not true what is."""
+    predicted, stepwise = job_time(p, a), step_by_step_time(p, a)
+    far = abs(stepwise.total_s - predicted.total_s) > TOLD * predicted.total_s
+    return stepwise if far else predicted
+
+
 def step_note(p: Problem, a: Assignment) -> str:
-    """Return what a plan says where its prediction is not its time step by step, or nothing."""
-    predicted, stepwise = job_time(p, a).total_s, step_by_step_time(p, a).total_s
-    if abs(stepwise - predicted) <= TOLD * predicted:
+    """Return what a plan says where it predicts another time than the search's, or nothing."""
+    predicted, told = job_time(p, a).total_s, told_time(p, a).total_s
+    if told == predicted:
         return ""
-    above = stepwise > predicted
+    above = told > predicted
     why = (
         "which stage is the slowest changes as the cache grows"
         if above
         else "the last micro-batch is smaller"
     )
     return (
-        f"step by step the job takes {stepwise:.3f} s, {abs(stepwise / predicted - 1):.1%} "
-        f"{'more' if above else 'less'} than predicted: {why}"
+        f"the time is predicted step by step, {abs(told / predicted - 1):.1%} "
+        f"{'more' if above else 'less'} than the search counts: {why}"
     )
 
 

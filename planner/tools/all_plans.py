@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from llmpq.cost_model import Phase
 from llmpq.planner.ilp.orders import device_orders
 from llmpq.planner.outcome import BUDGET_ROUNDING, Assignment, Stage
 from llmpq.planner.predict.fits import fits
@@ -36,6 +37,9 @@ class _Fillings:
     prefill_s: Mapping[int, Floats]
     """Prefill micro-batch size -> [K]."""
     decode_s: Mapping[int, Floats]
+    held_prefill_s: Mapping[int, Floats]
+    """The mean over micro-batches, the last one at its own size, as the slowest stage counts."""
+    held_decode_s: Mapping[int, Floats]
 
 
 def best_of_all(p: Problem, budget: float | None = None) -> tuple[float, Assignment | None]:
@@ -70,21 +74,40 @@ def _fillings(p: Problem, key: Key) -> _Fillings:
         if math.isfinite(omega) and (counts not in least or omega < least[counts][0]):
             least[counts] = (omega, choices)
     table = np.array(list(least), dtype=np.float64).reshape(len(least), len(p.choices))
-    prefill, decode = {}, {}
+    prefill, decode, held_prefill, held_decode = {}, {}, {}, {}
+
     for eta, xi in p.pairs:
-        x = p.numbers(eta, xi)
-        ends_p, ends_d = (
-            (e[cls, 0] if first else 0.0) + (e[cls, 1] if last else 0.0)
-            for e in (x.ends_prefill_s, x.ends_decode_s)
-        )
-        prefill[eta] = table @ x.prefill_s[0, cls] + ends_p
-        decode[xi] = table @ x.decode_s[0, cls] + ends_d
+        prefill[eta] = _stage_s(p, key, table, Phase.PREFILL, eta)
+        decode[xi] = _stage_s(p, key, table, Phase.DECODE, xi)
+        held_prefill[eta] = _held_s(p, key, table, Phase.PREFILL, eta)
+        held_decode[xi] = _held_s(p, key, table, Phase.DECODE, xi)
     return _Fillings(
         choices=tuple(choices for _, choices in least.values()),
         omega=np.array([omega for omega, _ in least.values()]),
         prefill_s=prefill,
         decode_s=decode,
+        held_prefill_s=held_prefill,
+        held_decode_s=held_decode,
     )
+
+
+def _stage_s(p: Problem, key: Key, table: Floats, phase: Phase, size: int) -> Floats:
+    """[K] time of a stage for one micro-batch, `table` [K, B] layers at every choice."""
+    x, (cls, _, _, first, last) = p.size_numbers(phase, size), key
+    ends = (x.ends_s[cls, 0] if first else 0.0) + (x.ends_s[cls, 1] if last else 0.0)
+    return np.asarray(table @ x.layer_s[0, cls] + ends)
+
+
+def _held_s(p: Problem, key: Key, table: Floats, phase: Phase, size: int) -> Floats:
+    """[K] mean time of a stage for a micro-batch, the last one at its own size."""
+    whole = _stage_s(p, key, table, phase, size)
+    count, rest = divmod(p.workload.batch, size)
+    passes = 1 if phase is Phase.PREFILL else p.workload.gen_len - 1
+    if not (count and rest and passes) or p.objective == "paper":
+        return whole
+    # Of all passes, one whole micro-batch less: it is in the sum over stages.
+    spent = passes * (count * whole + _stage_s(p, key, table, phase, rest)) - whole
+    return np.asarray(spent / (passes * (count + 1) - 1))
 
 
 def _best_cut(
@@ -100,10 +123,23 @@ def _best_cut(
     omega = sum(t.omega[i] for t, i in zip(tables, index, strict=True))
     best: tuple[float, Assignment] | None = None
     for eta, xi in p.pairs:
-        tp = np.stack([t.prefill_s[eta][i] for t, i in zip(tables, index, strict=True)])
-        td = np.stack([t.decode_s[xi][i] for t, i in zip(tables, index, strict=True)])
+        tp, td, slow_p, slow_d = (
+            np.stack([by_size[size][i] for by_size, i in zip(own, index, strict=True)])
+            for size, own in (
+                (eta, [t.prefill_s for t in tables]),
+                (xi, [t.decode_s for t in tables]),
+                (eta, [t.held_prefill_s for t in tables]),
+                (xi, [t.held_decode_s for t in tables]),
+            )
+        )
         plan = _plan(keys, tables, [0] * len(keys), eta, xi)
-        seconds = _seconds(p, stage_times(p, plan), tp, td, p.counts(eta, xi))
+        seconds = _seconds(
+            p,
+            stage_times(p, plan),
+            (tp, td),
+            (slow_p.max(axis=0), slow_d.max(axis=0)),
+            p.counts(eta, xi),
+        )
         if budget is None:
             worth = seconds + p.theta * omega
         else:
@@ -130,23 +166,32 @@ def _plan(
 
 
 def _seconds(
-    p: Problem, hops: StageTimes, tp: Floats, td: Floats, counts: tuple[int, int]
+    p: Problem,
+    hops: StageTimes,
+    stages: tuple[Floats, Floats],
+    slow: tuple[Floats, Floats],
+    counts: tuple[int, int],
 ) -> NDArray[np.float64]:
-    """[K] time of the job, given [stages, K] times of stages and the hops between them."""
+    """[K] time of the job, given [stages, K] times of stages and the hops between them.
+
+    slow: [K] the slowest stage of either phase.
+    """
     (mp, md), n = counts, p.workload.gen_len
+    (tp, td), (slow_p, slow_d) = stages, slow
     way_p, way_d = sum(hops.hop_prefill_s), sum(hops.hop_decode_s)
-    busy_p, busy_d = (max(b[:-1], default=0.0) for b in (hops.busy_prefill_s, hops.busy_decode_s))
+    ways_p, ways_d = (held[len(tp) :] for held in (hops.held_prefill_s, hops.held_decode_s))
+    busy_p, busy_d = (max(ways[:-1], default=0.0) for ways in (ways_p, ways_d))
     if p.objective == "paper":
-        first = (mp - 1) * np.maximum(tp.max(axis=0), busy_p) + tp.sum(axis=0)
-        again = (md - 1) * np.maximum(td.max(axis=0), busy_d) + td.sum(axis=0)
+        first = (mp - 1) * np.maximum(slow_p, busy_p) + tp.sum(axis=0)
+        again = (md - 1) * np.maximum(slow_d, busy_d) + td.sum(axis=0)
         return np.asarray(first + max(0, n - 1) * again)
     if n == 1:
-        slowest = np.maximum(tp.max(axis=0), busy_p)
+        slowest = np.maximum(slow_p, busy_p)
         return np.asarray((mp - 1) * slowest + tp.sum(axis=0) + way_p)
     back_p, back_d = hops.back_prefill_s, hops.back_decode_s
-    slowest = np.maximum(tp.max(axis=0), max(busy_p, hops.busy_prefill_s[-1]))
+    slowest = np.maximum(slow_p, max(busy_p, ways_p[-1]))
     first = (mp - 1) * slowest + tp.sum(axis=0) + way_p + back_p
     token = td.sum(axis=0) + way_d
-    slowest = np.maximum(td.max(axis=0), max(busy_d, hops.busy_decode_s[-1] if n > 2 else 0.0))
+    slowest = np.maximum(slow_d, max(busy_d, ways_d[-1] if n > 2 else 0.0))
     rest = (n - 2) * np.maximum(md * slowest, token + back_d)
     return np.asarray(first + rest + token + (md - 1) * slowest)

@@ -17,6 +17,7 @@ from llmpq.planner.cli.explain import Regret, regret_lines
 from llmpq.planner.cli.report import quality_of
 from llmpq.planner.methods import solve
 from llmpq.planner.outcome import Unfinished
+from llmpq.planner.predict.pipeline_time import StageTimes
 from llmpq.planner.predict.what_if import changed_problem, compared
 from llmpq.planner.tools.random_problems import random_problem
 
@@ -274,9 +275,9 @@ def test_how_good_the_plan_is_known_to_be(
 
 def _explained(monkeypatch: pytest.MonkeyPatch, **times: object) -> list[str]:
     """The sentences for three stages with given times, two micro-batches in each phase."""
-    moments = {"busy_prefill_s": (0.0,) * 3, "busy_decode_s": (0.0,) * 3, "back_decode_s": 0.0}
-    moments["hop_decode_s"] = (0.0, 0.0)
-    monkeypatch.setattr(explain, "stage_times", lambda *_: SimpleNamespace(**{**moments, **times}))
+    moments = {"busy_prefill_s": (0.0,) * 3, "busy_decode_s": (0.0,) * 3}
+    found = StageTimes(**{**moments, **times})  # type: ignore[arg-type]
+    monkeypatch.setattr(explain, "stage_times", lambda *_: found)
     monkeypatch.setattr(explain, "_memory_lines", lambda *_: ["b is full: 1.0 MiB free"])
     names = ["a", "b", "c"]
     problem = SimpleNamespace(

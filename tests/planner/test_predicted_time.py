@@ -22,7 +22,7 @@ from llmpq.planner.predict.pipeline_time import (
 )
 from llmpq.planner.predict.replay import replay
 from llmpq.planner.predict.simulate import simulate
-from llmpq.planner.predict.step_by_step import step_by_step_time, step_note
+from llmpq.planner.predict.step_by_step import step_by_step_time, step_note, told_time
 from llmpq.planner.problem import Problem
 from llmpq.planner.tools.random_problems import random_problem
 
@@ -140,7 +140,7 @@ def _random_plan(rng: random.Random, p: Problem, *, equal: bool) -> Assignment:
 
 @pytest.mark.parametrize("equal", [True, False])
 def test_predicted_time_of_random_plans_against_their_replay(equal: bool) -> None:
-    """True cache lengths and true micro-batch sizes: within 0.1 %, or an upper bound if ragged."""
+    """True cache lengths and true micro-batch sizes: within 0.1 %, or 0.5 % and above if ragged."""
     rng = random.Random(7)
     for _ in range(250):
         p = random_problem(rng, batch=5 if not equal else rng.choice([4, 6]))
@@ -149,12 +149,11 @@ def test_predicted_time_of_random_plans_against_their_replay(equal: bool) -> Non
         a = _random_plan(rng, p, equal=equal)
         predicted, replayed = job_time(p, a).total_s, replay(p, a).total_s
         assert replayed <= predicted * 1.001
-        if equal:
-            assert predicted == pytest.approx(replayed, rel=1e-3)
+        assert predicted == pytest.approx(replayed, rel=1e-3 if equal else 5e-3)
 
 
 def test_time_step_by_step_of_random_plans_is_their_replay() -> None:
-    """Smaller last micro-batches, too, for which the closed form is an upper bound only."""
+    """Of short jobs, too, for which the closed form is an upper bound only; a plan tells it."""
     rng, rough = random.Random(11), 0
     for _ in range(300):
         p = random_problem(rng, batch=rng.choice([4, 5, 7, 9, 13]))
@@ -163,10 +162,12 @@ def test_time_step_by_step_of_random_plans_is_their_replay() -> None:
         a = _random_plan(rng, p, equal=rng.random() < 0.3)
         stepwise, replayed = step_by_step_time(p, a), replay(p, a).total_s
         assert stepwise.total_s == pytest.approx(replayed, rel=2e-3)
-        far = abs(job_time(p, a).total_s / stepwise.total_s - 1) > 0.01
+        far = abs(stepwise.total_s / job_time(p, a).total_s - 1) > 0.005
         rough += far
-        assert not far or "smaller" in step_note(p, a)
-    assert rough > 30
+        assert (step_note(p, a) != "") == far
+        assert told_time(p, a) == (stepwise if far else job_time(p, a))
+        assert told_time(p, a).total_s == pytest.approx(replayed, rel=7e-3)
+    assert rough > 10
 
 
 def test_a_plan_whose_slowest_stage_changes_says_what_it_takes() -> None:

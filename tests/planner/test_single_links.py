@@ -100,7 +100,7 @@ def test_the_own_link_of_two_devices_comes_before_a_profile_of_their_kinds() -> 
 def _problem(seed: int) -> Problem:
     """A few devices of one or two kinds with room for all, and one pair or slot unlike the rest."""
     rng = random.Random(seed)
-    p = random_problem(rng, layers=(3, 4), kinds=(1, 2), devices=(2, 2), precisions=1, batch=3)
+    p = random_problem(rng, layers=(3, 4), kinds=(1, 2), devices=(2, 2), precisions=1, batch=4)
     data = p.cluster.model_dump(by_alias=True)
     for node in data["nodes"]:
         for group in node["devices"]:
