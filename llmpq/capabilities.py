@@ -13,6 +13,7 @@ from typing import Literal
 
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
+from llmpq.workload import Dtype
 
 Way = Literal["gpu", "packed_kv", "drafts", "rounded", "gpu_cache", "gpu_pool", "gpu_rounded"]
 WAYS: dict[Way, str] = {
@@ -130,11 +131,13 @@ GPU_POOL_HEAD_DIMS = (32, 64, 128, 256)
 """What heads may have where a pool on a GPU holds 8, 4 or 2 bits: kernels know powers of two."""
 
 
-def require_gpu_pool(spec: ModelSpec, kv: KVPrecision, *, drafts: bool) -> None:
+def require_gpu_pool(spec: ModelSpec, kv: KVPrecision, dtype: Dtype, *, drafts: bool) -> None:
     """Raise `ValueError` for a run whose KV a GPU does not keep in a pool of blocks."""
     lack = ""
     if kv is not KVPrecision.KV16 and spec.head_dim not in GPU_POOL_HEAD_DIMS:
         lack = f"a KV cache of {kv.bits} bits and heads of {spec.head_dim} channels"
+    if kv is not KVPrecision.KV16 and dtype == "float32":  # wrong on an H200 (gpu_pool.py)
+        lack = f"a KV cache of {kv.bits} bits in a model of float32"
     if drafts:
         lack = "speculation"
     if lack:

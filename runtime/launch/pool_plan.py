@@ -41,7 +41,8 @@ class PoolPlan:
             if not self.settings.gpu_pool:
                 return False
             drafts = self.settings.speculate is not None
-            require_gpu_pool(self.spec, self.plan.workload.kv, drafts=drafts)
+            workload = self.plan.workload
+            require_gpu_pool(self.spec, workload.kv, workload.dtype, drafts=drafts)
         if self.settings.live:
             return self.settings.speculate in (None, "ngram")
         return self.settings.speculate is None and fits(

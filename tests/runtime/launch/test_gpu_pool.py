@@ -1,5 +1,7 @@
 """Which plans on GPUs are served from a pool of KV blocks: those that ask for it and can be."""
 
+from dataclasses import replace
+
 import pytest
 
 from llmpq.capabilities import require, ways_of
@@ -53,6 +55,14 @@ def test_what_a_gpu_does_not_page_is_refused_with_the_way_out(kv, model, specula
     with pytest.raises(ValueError, match=f"does not go with {why} yet; leave the pool out"):
         _ = pool_plan(kv, model, live=True, gpu_pool=True, speculate=speculate).serves
     assert not pool_plan(kv, model, live=True, speculate=speculate).serves
+
+
+def test_packed_blocks_of_a_model_in_float32_are_refused():
+    pool = pool_plan(KVPrecision.KV4, "llama-3.1-8b", live=True, gpu_pool=True)
+    workload = pool.plan.workload.model_copy(update={"dtype": "float32"})
+    pool = replace(pool, plan=pool.plan.model_copy(update={"workload": workload}))
+    with pytest.raises(ValueError, match="a KV cache of 4 bits in a model of float32 yet"):
+        _ = pool.serves
 
 
 def test_features_that_its_kernels_do_not_know_are_refused_over_a_pool_only():
