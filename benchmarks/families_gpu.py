@@ -19,7 +19,8 @@ import torch
 from llmpq.cost_model import Phase
 from llmpq.device_spec import canonical_kind, device_specs
 from llmpq.kernels.formats.round_to_nearest import quantize_weight
-from llmpq.kernels.gemm.expert_stack import ExpertStack, assign
+from llmpq.kernels.gemm.expert_sent import assign
+from llmpq.kernels.gemm.expert_stack import ExpertStack
 from llmpq.kernels.tools.gpu_timing import time_launches, write_row
 from llmpq.memory import Quantization, layer_weight_bytes
 from llmpq.model_spec import ModelSpec

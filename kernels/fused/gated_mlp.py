@@ -1,9 +1,6 @@
 """act(gate) * up of a fused [M, 2 F] product, as one pass.
 
-    gate_up [M, 2 F] = [g | u]   ->   out [M, F]
-        silu          g sigmoid(g) u
-        gelu_tanh     g sigmoid(2 sqrt(2 / pi) (g + 0.044715 g^3)) u
-        clamped_silu  g sigmoid(slope g) (u + 1), g at most `limit`, u within +-limit   (gpt-oss)
+    gate_up [M, 2 F] = [g | u]   ->   out [M, F]          act: kernels/gemm/gated.py
 
 Bytes: 2 F read and F written per row; arithmetic in float32, one rounding. A program takes BLOCK
 columns of one row.
@@ -21,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from llmpq.kernels.gemm.gated import gated
 from llmpq.kernels.overlap import overlaps
 
 BLOCK = 2048
@@ -44,14 +42,7 @@ def gate_kernel(
     at = gate_up + row * 2 * features + column
     gate = tl.load(at, mask=live, other=0.0).to(tl.float32)
     up = tl.load(at + features, mask=live, other=0.0).to(tl.float32)
-    inner = gate
-    if ACT == "gelu_tanh":
-        inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-    elif ACT == "clamped_silu":
-        gate = tl.minimum(gate, limit)
-        up = tl.minimum(tl.maximum(up, -limit), limit) + 1.0
-        inner = gate * slope
-    value = gate / (1.0 + tl.exp(-inner)) * up
+    value = gated(gate, up, limit, slope, ACT)
     tl.store(out + row * features + column, value.to(out.dtype.element_ty), mask=live)
 
 

@@ -1,8 +1,9 @@
 """The experts of one layer as one product: weights stacked, pairs assigned on the device.
 
     stack = ExpertStack(E)                 weights are put in as they are read, come back as views
-    sent = assign(expert_TK, E)            who goes where
+    sent = assign(expert_TK, E)            who goes where (expert_sent.py)
     up = stack.product(x_TK, sent)         [C, N] sorted by expert, x gathered
+    hidden = stack.product(x, sent, gate=gate)     [C, N / 2] gated, where stack.gates(x, sent)
     y = stack.product(hidden_CK, sent, back=True)     [C, N], every pair at its own number
 
 `experts_reference` is the twin. Legend: T tokens, k experts of a token, C = T k pairs, E experts.
@@ -10,56 +11,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TypeGuard
 
 import torch
 import triton
 from torch import Tensor
 from triton import knobs
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from llmpq.kernels.formats.quantized_weight import QuantizedWeight
 from llmpq.kernels.formats.weight_layout import BLOCK_ROWS, Layout
+from llmpq.kernels.gemm import expert_wide
 from llmpq.kernels.gemm.config import Config, make_plan
-from llmpq.kernels.gemm.expert_kernel import (
-    assign_kernel,
-    dense_expert_kernel,
-    packed_expert_kernel,
-)
+from llmpq.kernels.gemm.expert_blocks import WIDE
+from llmpq.kernels.gemm.expert_kernel import dense_expert_kernel, packed_expert_kernel
+from llmpq.kernels.gemm.expert_sent import Sent
+from llmpq.kernels.gemm.gated import GateRule
+from llmpq.kernels.gemm.machine import machine_of
 from llmpq.kernels.overlap import overlaps
 
-ASSIGN_STEP = 8192
-"""Pairs that a program counts at a time: a prompt's take a few waits for memory, not dozens."""
 ROW_BLOCKS = 4
 """Blocks of pairs of an even routing that one program takes, its weight in the L2 meanwhile."""
-
-
-@dataclass(frozen=True)
-class Sent:
-    """Which pairs go to which expert."""
-
-    order_C: Tensor
-    """Numbers of pairs, sorted by expert."""
-    starts_E: Tensor
-    ends_E: Tensor
-    per_token: int
-
-
-def assign(expert_TK: Tensor, experts: int) -> Sent:
-    """Sort the pairs [T, k] by expert; nothing comes to the host."""
-    device, pairs = expert_TK.device, expert_TK.numel()
-    order = torch.empty(pairs, dtype=torch.int32, device=device)
-    starts, ends = (torch.empty(experts, dtype=torch.int32, device=device) for _ in range(2))
-    step = min(ASSIGN_STEP, max(16, triton.next_power_of_2(pairs)))
-    pdl = overlaps(device)
-    assign_kernel[(experts,)](
-        *(expert_TK.contiguous(), order, starts, ends, pairs),
-        STEP=step,
-        PDL=pdl,
-        num_warps=8 if step > 1024 else 4,
-        launch_pdl=pdl,
-    )
-    return Sent(order, starts, ends, expert_TK.shape[1])
 
 
 class ExpertStack:
@@ -131,14 +104,62 @@ class ExpertStack:
     def _room(self, given: Tensor) -> Tensor:
         return given.new_empty(self._experts, *given.shape)
 
-    def product(self, x: Tensor, sent: Sent, *, back: bool = False) -> Tensor:
+    def gates(self, x: Tensor, sent: Sent) -> bool:
+        """Whether the product can be gated as it is made: w's first half the gate's rows."""
+        return self._wide(x, sent)
+
+    def _wide(self, x: Tensor, sent: Sent) -> bool:
+        """Whether expert_wide.py's tiles are to be taken."""
+        if self._dense is None or x.element_size() != 2 or sent.blocks is None:
+            return False
+        return bool(knobs.runtime.interpret) or wide_fits(machine_of(x.device).shared_block)
+
+    def product(
+        self, x: Tensor, sent: Sent, *, back: bool = False, gate: GateRule | None = None
+    ) -> Tensor:
         """Return every pair's row times its expert's weight.
 
         x [T, K] and y [C, N] sorted by expert, or with `back` x [C, K] so sorted and y in the
-        order of the pairs' numbers.
+        order of the pairs' numbers; with `gate`, where `gates`, y [C, N / 2].
         """
+        if self._wide(x, sent):
+            return self._launch_wide(x.contiguous(), sent, back, gate)
+        assert gate is None
         launch = self._launch_dense if self._packed is None else self._launch_packed
         return launch(x.contiguous(), sent, back)
+
+    def _launch_wide(self, x: Tensor, sent: Sent, back: bool, gate: GateRule | None) -> Tensor:
+        w, tile = self._dense, expert_wide
+        assert w is not None and sent.blocks is not None
+        experts, n, k = w.shape
+        leave, own = (n, tile.BN) if gate is None else (n // 2, tile.BN // 2)
+        y, tiles = x.new_empty(sent.order_C.numel(), leave), triton.cdiv(leave, own)
+        interpret, pdl = bool(knobs.runtime.interpret), overlaps(x.device)
+        tma = not interpret and tensor_memory(x.device, k)
+        box = TensorDescriptor(w, [experts * n, k], [k, 1], [own, tile.BK]) if tma else w
+        numbers = gate or GateRule()
+        expert_wide.wide_expert_kernel[(sent.blocks.shape[0] * tiles,)](
+            *(x, w, box, x if self._bias is None else self._bias, y),
+            *(sent.order_C, sent.blocks, sent.count, n, k, sent.per_token, tiles),
+            *(float(numbers.limit), float(numbers.slope)),
+            BM=WIDE,
+            BN=tile.BN,
+            BK=tile.BK,
+            TAIL=tile.TAIL,
+            STAGES=tile.STAGES,
+            GATHER=not back,
+            FUSE=gate is not None,
+            ACT=numbers.activation,
+            HAS_BIAS=self._bias is not None,
+            TMA=tma,
+            EVEN_K=k % tile.BK == 0,
+            EVEN_N=leave % own == 0,
+            PDL=pdl,
+            INTERPRET=interpret,
+            num_warps=tile.WARPS,
+            launch_pdl=pdl,
+        )
+        return y
 
     def _launch_packed(self, x: Tensor, sent: Sent, back: bool) -> Tensor:
         q, pairs = self._packed, sent.order_C.numel()
@@ -200,6 +221,18 @@ class ExpertStack:
         return y
 
 
+def wide_fits(shared: int) -> bool:
+    """Whether so much shared memory of a program holds expert_wide.py's tiles on their way."""
+    tile = expert_wide
+    return shared >= tile.STAGES * (WIDE + tile.BN) * tile.BK * 2 + WIDE_BARRIERS
+
+
+def tensor_memory(device: torch.device, columns: int) -> bool:
+    """Whether w's tiles come by TMA: its rows have to begin at multiples of 16 bytes."""
+    return torch.cuda.get_device_capability(device) >= (9, 0) and columns % 8 == 0
+
+
+WIDE_BARRIERS = 1024
 DENSE_DEPTH = 64
 """Columns of w that a dense product takes at a time."""
 

@@ -19,7 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from llmpq.kernels.fused import gated_mlp, route
-from llmpq.kernels.gemm.expert_stack import ExpertStack, assign, stackable
+from llmpq.kernels.gemm.expert_sent import Sent, assign
+from llmpq.kernels.gemm.expert_stack import ExpertStack, stackable
+from llmpq.kernels.gemm.gated import GateRule
 from llmpq.runtime.models.experts import Routing, SparseMLP
 from llmpq.runtime.models.linear import Linear
 from llmpq.runtime.models.mlps import MLP, GatedMLP
@@ -105,6 +107,16 @@ class GroupedMLP(SparseMLP):
         parts = ((first.gate_up, self._up), (first.down, self._down))
         return any(part.weight is not s.first or part._forward_pre_hooks for part, s in parts)
 
+    def _hidden(self, x_Th: Tensor, sent: Sent) -> Tensor:
+        """Return act(gate) * up of every pair [C, F], gated in the product where it can be."""
+        gate = self.experts[0].gate
+        assert not isinstance(gate, (Tensor, nn.Module))
+        if self._up.gates(x_Th, sent):
+            made = GateRule(gate.activation, gate.limit, gate.slope)
+            return self._up.product(x_Th, sent, gate=made)
+        wide = self._up.product(x_Th, sent)
+        return gated_mlp.gate_mul(wide, gate.activation, limit=gate.limit, slope=gate.slope)
+
     def forward(self, x_BQh: Tensor) -> Tensor:
         """Return [B, Q, h]."""
         if self.asks_host:
@@ -112,11 +124,7 @@ class GroupedMLP(SparseMLP):
         x_Th = x_BQh.reshape(-1, x_BQh.shape[-1])
         weight_Tk, expert_Tk = _routed(self.routing, x_Th)
         sent = assign(expert_Tk, len(self.experts))
-        wide = self._up.product(x_Th, sent)
-        gate = self.experts[0].gate
-        assert not isinstance(gate, (Tensor, nn.Module))
-        hidden_CF = gated_mlp.gate_mul(wide, gate.activation, limit=gate.limit, slope=gate.slope)
-        del wide
+        hidden_CF = self._hidden(x_Th, sent)
         y_Ch = self._down.product(hidden_CF, sent, back=True)
         y_Th = torch.bmm(weight_Tk[:, None], y_Ch.view(*weight_Tk.shape, -1))[:, 0]
         if self.shared is not None:

@@ -4,32 +4,43 @@ import pytest
 
 pytest.importorskip("triton")
 from llmpq.kernels.fused.route import route_kernel  # noqa: E402
+from llmpq.kernels.gemm import expert_wide  # noqa: E402
 from llmpq.kernels.gemm.config import Config, make_plan  # noqa: E402
+from llmpq.kernels.gemm.expert_blocks import (  # noqa: E402
+    BLOCK,
+    MOST_EXPERTS,
+    WIDE,
+    count_kernel,
+    place_kernel,
+)
 from llmpq.kernels.gemm.expert_kernel import (  # noqa: E402
     assign_kernel,
     dense_expert_kernel,
     packed_expert_kernel,
 )
+from llmpq.kernels.gemm.expert_sent import ASSIGN_STEP  # noqa: E402
 from llmpq.kernels.gemm.expert_stack import (  # noqa: E402
-    ASSIGN_STEP,
     DENSE_DEPTH,
     dense_tiles,
     packed_tiles,
+    wide_fits,
 )
 from llmpq.kernels.tools.cubin import ARCHITECTURES, SHARED_LIMIT, compile_kernel  # noqa: E402
 from llmpq.kernels.tools.machine_code import overwritten, product_loops  # noqa: E402
 
 pytestmark = pytest.mark.compile
 POINTERS = {"P0": "*i32", "P1": "*i32", "S": "*i32", "Z": "*i32", "expert_C": "*i64"}
-POINTERS |= dict.fromkeys(("order", "starts", "ends"), "*i32")
+POINTERS |= dict.fromkeys(("order", "starts", "ends", "counts", "count"), "*i32")
 POINTERS |= {"correction": "*fp32", "numbers": "*i64", "logits": "*bf16", "weights": "*bf16"}
 POINTERS |= {"scale": "fp32", "least": "fp32"}
-SIZES = ("N", "K", "blocks", "groups", "top", "shares", "C")
+SIZES = ("N", "K", "blocks", "groups", "top", "shares", "C", "E", "B", "tiles")
+GATE = {"limit": "fp32", "slope": "fp32"}
 
 
-def build(kernel, arch, dtype, constants, **options):
+def build(kernel, arch, dtype, constants, given=None, **options):
+    """`given`: types of arguments that are not as elsewhere."""
     types = dict.fromkeys(("X", "W", "Y", "BIAS"), f"*{dtype}") | POINTERS
-    types |= dict.fromkeys(SIZES, "i32")
+    types |= dict.fromkeys(SIZES, "i32") | GATE | (given or {})
     constants = constants | {"PDL": arch >= 90}
     arguments = {n: types[n] for n in kernel.arg_names if n in types and n not in constants}
     aligned = tuple(n for n, t in arguments.items() if t.startswith("*") or n in ("N", "K"))
@@ -61,6 +72,40 @@ def test_everything_compiles(arch):
         build(dense_expert_kernel, arch, dtype, constants, num_warps=warps)
     for step, warps in ((256, 4), (ASSIGN_STEP, 8)):
         build(assign_kernel, arch, "bf16", {"STEP": step}, num_warps=warps)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_sorting_of_many_compiles(arch):
+    blocks = {"blocks": "*i32"}
+    for padded in (16, MOST_EXPERTS):
+        constants = {"EP": padded, "BLOCK": BLOCK}
+        build(count_kernel, arch, "bf16", constants, num_warps=8)
+        build(place_kernel, arch, "bf16", constants | {"WIDE": WIDE}, blocks, num_warps=8)
+
+
+def wide(arch, *, dtype, tma, fuse, even=True):
+    tile = expert_wide
+    own = tile.BN // 2 if fuse else tile.BN
+    given = {"blocks": "*i32", "DESC": f"*{dtype}"}
+    if tma:
+        given["DESC"] = f"tensordesc<{dtype}[{own},{tile.BK}]>"
+    constants = {
+        "BM": WIDE, "BN": tile.BN, "BK": tile.BK, "TAIL": tile.TAIL, "STAGES": tile.STAGES,
+        "GATHER": fuse, "FUSE": fuse, "ACT": "clamped_silu" if fuse else "silu",
+        "HAS_BIAS": True, "TMA": tma, "EVEN_K": even, "EVEN_N": even, "INTERPRET": False,
+    }  # fmt: skip
+    return build(
+        expert_wide.wide_expert_kernel, arch, dtype, constants, given, num_warps=tile.WARPS
+    )
+
+
+@pytest.mark.parametrize("arch", [a for a in ARCHITECTURES if wide_fits(SHARED_LIMIT[a])])
+def test_wide_tiles_compile_where_they_fit(arch):
+    for dtype, fuse, even in (("bf16", True, True), ("fp16", False, False)):
+        made = wide(arch, dtype=dtype, tma=arch >= 90, fuse=fuse, even=even)
+        assert (arch >= 90) == ("cp.async.bulk.tensor" in made.ptx)
+    if arch == 90:  # columns that are no multiple of 8
+        wide(arch, dtype="bf16", tma=False, fuse=False, even=False)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

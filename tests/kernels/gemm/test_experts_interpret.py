@@ -6,8 +6,12 @@ from triton import knobs
 
 from llmpq.kernels.formats.round_to_nearest import quantize_weight
 from llmpq.kernels.formats.weight_layout import Layout
+from llmpq.kernels.fused.gated_mlp import gate_mul_reference
+from llmpq.kernels.gemm import expert_sent as sent_module
 from llmpq.kernels.gemm import expert_stack as module
-from llmpq.kernels.gemm.expert_stack import ExpertStack, assign, experts_reference
+from llmpq.kernels.gemm.expert_sent import assign
+from llmpq.kernels.gemm.expert_stack import ExpertStack, experts_reference
+from llmpq.kernels.gemm.gated import GateRule
 from llmpq.kernels.gemm.reference import relative_error
 from llmpq.precision import WeightScheme
 
@@ -39,6 +43,28 @@ def test_pairs_are_sorted_by_expert(tokens):
     counts = flat.bincount(minlength=6)
     assert torch.equal(sent.ends_E.long(), counts.cumsum(0))
     assert torch.equal(sent.starts_E.long(), counts.cumsum(0) - counts)
+
+
+@pytest.mark.parametrize("tokens", [1, 90, 300])
+def test_many_pairs_come_in_blocks(tokens, monkeypatch):
+    """Sorted as few are; every block of 128 rows stands once, an expert's side by side."""
+    monkeypatch.setattr(sent_module, "MANY", 0)
+    expert_TK = routing(tokens, 6, 3)
+    sent, flat = assign(expert_TK, 6), expert_TK.flatten()
+    assert torch.equal(sent.order_C.long(), flat.argsort(stable=True))
+    counts = flat.bincount(minlength=6)
+    assert torch.equal(sent.ends_E.long(), counts.cumsum(0))
+    want, starts = [], (counts.cumsum(0) - counts).tolist()
+    for e, rows in enumerate(counts.tolist()):
+        own = -(-rows // 128)
+        want += [[e, starts[e], starts[e] + rows, len(want)]] * own
+    assert sent.count.item() == len(want) <= sent.blocks.shape[0]
+    assert sent.blocks[: len(want)].tolist() == want
+
+
+def test_few_pairs_and_hundreds_of_experts_have_no_blocks():
+    assert assign(routing(9, 4, 2), 4).blocks is None
+    assert assign(routing(3, 300, 2), 300).blocks is None
 
 
 def both_ways(weights, put, dtype, *, bias, tokens=9, per_token=2):
@@ -87,6 +113,51 @@ def test_an_expert_with_many_blocks_of_pairs(monkeypatch):
     monkeypatch.setattr(module, "rows_of", lambda *_: (16, 3))
     put = [normal(16, 128) + e for e in range(4)]
     assert max(both_ways(put, put, torch.float16, bias=False, tokens=75)) < 5e-4
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape"), [(torch.float16, (40, 72)), (torch.bfloat16, (512, 64))]
+)
+def test_a_prompts_rows_in_wide_tiles(dtype, shape):
+    """Experts of some 200 pairs: a block of 128 and one of 72 (or of 64 rows and fewer)."""
+    put = [normal(*shape, dtype=dtype) + e for e in range(4)]
+    assert assign(routing(300, 4, 2), 4).blocks is not None
+    errors = both_ways(put, put, dtype, bias=shape == (40, 72), tokens=300)
+    assert max(errors) < TOLERANCE[dtype]
+
+
+GATES = (GateRule(), GateRule("gelu_tanh"), GateRule("clamped_silu", 2.0, 1.7))
+SHAPES = ((40, 72), (512, 64), (72, 40))
+
+
+def gated_error(weights, put, gate, dtype, *, bias, tokens):
+    """Return the error of the gated product, float32 from sums to the end."""
+    stack, n = ExpertStack(len(put)), weights[0].shape[0]
+    biases = [normal(n, dtype=dtype) + e for e in range(len(put))] if bias else None
+    for e, weight in enumerate(put):
+        stack.put(e, weight, biases[e] if biases else None)
+    expert_TK = routing(tokens, len(put), 2)
+    x, sent = normal(tokens, weights[0].shape[1], dtype=dtype) * 0.1, assign(expert_TK, len(put))
+    assert stack.gates(x, sent)
+    floats = [b.float() for b in biases] if biases else None
+    wide = experts_reference(x.float(), [w.float() for w in weights], expert_TK, biases=floats)
+    numbers = {"limit": gate.limit, "slope": gate.slope}
+    want = gate_mul_reference(wide, gate.activation, **numbers)
+    other = gate_mul_reference(wide.flip(-1), gate.activation, **numbers)
+    assert relative_error(other, want) > 0.1, "the twin would not see gate and up changed about"
+    return relative_error(stack.product(x, sent, gate=gate), want)
+
+
+@pytest.mark.parametrize(("gate", "shape"), zip(GATES, SHAPES, strict=True))
+def test_a_prompts_gated_product(gate, shape):
+    put = [normal(*shape) + 0.1 * e for e in range(4)]
+    error = gated_error(put, put, gate, torch.float16, bias=shape[1] != 64, tokens=300)
+    assert error < TOLERANCE[torch.float16]
+
+
+def test_wide_tiles_need_shared_memory():
+    assert module.wide_fits(166912) and module.wide_fits(232448)
+    assert not module.wide_fits(101376)
 
 
 def test_views_share_the_stack():

@@ -1,0 +1,100 @@
+"""Many pairs sorted by expert, and the blocks of rows that they make, in two launches.
+
+    count_kernel    a program counts BLOCK pairs by expert                      counts [B, EP]
+    place_kernel    a program places its BLOCK pairs; program e writes the blocks of expert e
+
+A block is (expert, its first row, its end row, its first block): all of an expert's blocks say the
+same but stand one after the other, so block b of all is block b - first block of its expert.
+`expert_kernel.assign_kernel` sorts few pairs in one launch, which of many pairs takes longer.
+
+C pairs, E experts, EP the power of two from E on; WIDE rows of a block at most.
+"""
+
+# mypy: ignore-errors
+# (A Triton body is not Python: values change type as it is traced.)
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+BLOCK = 256
+"""Pairs of a program."""
+WIDE = 128
+"""Rows of a block."""
+MOST_EXPERTS = 256
+"""A program compares BLOCK pairs with every expert, in registers."""
+
+
+@triton.jit
+def _count(expert_C, begin, C, EP: tl.constexpr, BLOCK: tl.constexpr):
+    """How many of BLOCK pairs go to each expert; what is no pair goes to none."""
+    PART: tl.constexpr = 64
+    e = tl.arange(0, EP)
+    found = tl.zeros([EP], tl.int32)
+    for j in tl.static_range(BLOCK // PART):
+        c = begin + j * PART + tl.arange(0, PART)
+        expert = tl.load(expert_C + c, mask=c < C, other=EP).to(tl.int32)
+        found += tl.sum((expert[:, None] == e[None, :]).to(tl.int32), 0)
+    return found
+
+
+@triton.jit
+def count_kernel(expert_C, counts, C, EP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Count one program's pairs."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    b = tl.program_id(0)
+    found = _count(expert_C, b * BLOCK, C, EP, BLOCK)
+    tl.store(counts + b * EP + tl.arange(0, EP), found)
+
+
+@triton.jit
+def place_kernel(
+    expert_C, counts, order, starts, ends, blocks, count, C, E, B,
+    EP: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Place BLOCK pairs behind those of smaller experts and of programs before; write blocks."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    b = tl.program_id(0)
+    e = tl.arange(0, EP)
+    total = tl.zeros([EP], tl.int32)
+    ahead = tl.zeros([EP], tl.int32)
+    for b0 in range(0, B, 32):
+        other = b0 + tl.arange(0, 32)
+        found = tl.load(counts + other[:, None] * EP + e[None, :], mask=(other < B)[:, None])
+        found = tl.where((other < B)[:, None], found, 0)
+        total += tl.sum(found, 0)
+        ahead += tl.sum(tl.where(other[:, None] < b, found, 0), 0)
+    first = tl.cumsum(total, 0) - total
+    if b < B:
+        c = b * BLOCK + tl.arange(0, BLOCK)
+        expert = tl.load(expert_C + c, mask=c < C, other=EP).to(tl.int32)
+        place = tl.sum(tl.where(expert[:, None] == e[None, :], (first + ahead)[None, :], 0), 1)
+        PART: tl.constexpr = 64
+        for j in tl.static_range(BLOCK // PART):
+            cj = b * BLOCK + j * PART + tl.arange(0, PART)
+            ej = tl.load(expert_C + cj, mask=cj < C, other=EP).to(tl.int32)
+            same = (expert[:, None] == ej[None, :]) & (cj[None, :] < c[:, None])
+            place += tl.sum(same.to(tl.int32), 1)
+        tl.store(order + place, c, mask=c < C)
+    if b < E:
+        rows = tl.sum(tl.where(e == b, total, 0), 0)
+        start = tl.sum(tl.where(e == b, first, 0), 0)
+        tl.store(starts + b, start)
+        tl.store(ends + b, start + rows)
+        each = (total + WIDE - 1) // WIDE
+        before = tl.sum(tl.where(e < b, each, 0), 0)
+        own = (rows + WIDE - 1) // WIDE
+        for i0 in range(0, own, 64):
+            i = i0 + tl.arange(0, 64)
+            to = blocks + (before + i) * 4
+            tl.store(to, b + i * 0, mask=i < own)
+            tl.store(to + 1, start + i * 0, mask=i < own)
+            tl.store(to + 2, start + rows + i * 0, mask=i < own)
+            tl.store(to + 3, before + i * 0, mask=i < own)
+        if b == 0:
+            tl.store(count, tl.sum(each, 0))
