@@ -63,7 +63,7 @@ def test_clusters_of_the_issue_cases_parse(modules: tuple[ModuleType, ModuleType
 
 def _row(seed: int, ratio: float, **measured: float) -> dict[str, Any]:
     base = {"exact": 1.0, "gap": 0.0, "proven": 1.0, "checked": 1.0}
-    base |= {"replay_difference": 0.0, "step_difference": 0.0}
+    base |= {"replay_difference": 0.0, "search_difference": 0.0}
     case = {"name": f"seed {seed}", "seed": seed, "limit_s": 2.0}
     return {"value": ratio, "case": case, "baselines": {"seconds": 1.0, **base, **measured}}
 
@@ -77,8 +77,8 @@ def test_the_summary_counts_what_went_wrong(
         _row(1, 1.01),
         _row(2, 0.9, gap=0.5, proven=0.0),
         _row(3, 1.0, seconds=9.0, checked=0.0, replay_difference=0.01),
-        _row(4, 1.0, step_difference=-0.02),
-        _row(5, 1.0, step_difference=0.006),
+        _row(4, 1.0, search_difference=-0.02),
+        _row(5, 1.0, search_difference=0.006),
     ]
     monkeypatch.setattr(clusters, "rows_of", lambda now: rows)
     line = clusters.summary("commit").splitlines()
