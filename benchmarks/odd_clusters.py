@@ -14,7 +14,7 @@ With --cpu-time limits count CPU seconds: a busy machine then says what an idle 
 Rows of `results/odd_clusters.jsonl`: value = exact's value over the best other one's; its own
 value, bound and gap, whether it is proven, seconds used, the simulator's relative difference and
 whether `check` accepts the plan are beside it. A seed that has its row at this commit and limit is
-not run again.
+not run again. LLMPQ_ROWS names another folder for rows: parts side by side have one each.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from odd_problems import OddProblem, odd_problem, read_case
+from planner_tables import FAR, MARGIN_S, WORSE, summary
 from rows import RESULTS, commit, write_row
 
 from llmpq.errors import BadPlanError, DoesNotFitError
@@ -46,12 +47,6 @@ from llmpq.planner.tools.random_cases import RandomCase
 
 FILE = "odd_clusters.jsonl"
 CLUSTERS = Path(__file__).parent / "clusters"
-WORSE = 1e-6
-"""Relative distance above another method's value that counts as worse."""
-MARGIN_S = 1.0
-"""Seconds beyond the limit that reading, checking and writing a plan may take."""
-FAR = 0.005
-"""Relative distance of a replay that counts."""
 MOST_STEPS = 400_000
 """Steps of stages that a replay walks; longer jobs are replayed with fewer tokens."""
 OTHERS = ("heuristic", "adabits", "pipeedge", "uniform")
@@ -302,43 +297,6 @@ def words(cluster: str, model: str, job: Sequence[str]) -> list[str]:
     return ["--cluster", str(CLUSTERS / f"{cluster}.yaml"), "--model", model, *job]
 
 
-def summary(now: str) -> str:
-    """Return the table of a commit's rows of seeded problems."""
-    found: dict[tuple[int, float], dict[str, Any]] = {}
-    for row in rows_of(now):
-        if "seed" in row["case"]:
-            found[row["case"]["seed"], row["case"]["limit_s"]] = row
-    lines = [
-        "| limit | problems | exact worse | gap p50 | gap p95 | proven | over the limit | replay "
-        "over 0.5 % | of the search | not accepted | slowest |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for limit_s in sorted({limit for _, limit in found}):
-        lines.append(_summary_line(limit_s, [r for (_, at), r in found.items() if at == limit_s]))
-    worse = [r["case"]["name"] for r in found.values() if r["value"] > 1 + WORSE]
-    return "\n".join([*lines, f"worse: {', '.join(worse) or 'none'}"])
-
-
-def _summary_line(limit_s: float, rows: Sequence[Mapping[str, Any]]) -> str:
-    planned = [r["baselines"] for r in rows if "exact" in r["baselines"]]
-    gaps = sorted(base.get("gap", math.inf) for base in planned) or [math.nan]
-    seconds = [r["baselines"]["seconds"] for r in rows]
-    cells = [
-        f"{limit_s:g} s",
-        f"{len(rows)} ({len(rows) - len(planned)} without a plan)",
-        sum(r["value"] > 1 + WORSE for r in rows),
-        f"{gaps[len(gaps) // 2]:.2%}",
-        f"{gaps[min(len(gaps) - 1, int(0.95 * len(gaps)))]:.2%}",
-        f"{sum(base['proven'] for base in planned) / max(1, len(planned)):.0%}",
-        sum(s > limit_s + MARGIN_S for s in seconds),
-        sum(abs(base["replay_difference"]) > FAR for base in planned),
-        sum(abs(base["search_difference"]) > FAR for base in planned),
-        sum(not base["checked"] for base in planned),
-        f"{max(seconds):.1f} s",
-    ]
-    return "| " + " | ".join(str(cell) for cell in cells) + " |"
-
-
 def main() -> None:
     """Run what the flags say."""
     parser = argparse.ArgumentParser(
@@ -363,7 +321,7 @@ def main() -> None:
         run_scale()
     run_seeds(args.first, args.to, args.time_limit, args.ilp_every)
     if args.summary:
-        print(summary(commit()))
+        print(summary([r for r in rows_of(commit()) if "seed" in r["case"]]))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,16 @@
-"""Rows: one JSON object a line in `benchmarks/results/`, written by what measured it."""
+"""Rows: one JSON object a line in `benchmarks/results/`, written by what measured it.
+
+Where LLMPQ_ROWS names another folder rows go there: parts of one measurement that run side by side
+have one each, and the files stay as they are while it runs. LLMPQ_COMMIT names the commit where git
+is not at hand.
+"""
 
 from __future__ import annotations
 
 import datetime
 import importlib.metadata
 import json
+import os
 import platform
 import shlex
 import statistics
@@ -14,7 +20,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parent / "results"
+HERE = Path(__file__).parent
+RESULTS = Path(os.environ.get("LLMPQ_ROWS") or HERE / "results")
 
 
 def write_row(
@@ -52,7 +59,7 @@ def write_row(
         "command": "python " + shlex.join(sys.argv),
         "date": datetime.date.today().isoformat(),
     }
-    RESULTS.mkdir(exist_ok=True)
+    RESULTS.mkdir(parents=True, exist_ok=True)
     with (RESULTS / file).open("a") as out:
         out.write(json.dumps(row) + "\n")
     return row
@@ -70,7 +77,10 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """Return the short commit of the tree, `-dirty` if it has changes."""
+    """Return the short commit of the tree, `-dirty` if it has changes, or what is said of it."""
+    said = os.environ.get("LLMPQ_COMMIT")
+    if said:
+        return said
     command = ["git", "describe", "--always", "--dirty"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=RESULTS.parent, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=HERE, check=False)
     return done.stdout.strip() or "unknown"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from front_table import FrontTable
+from planner_tables import OddTable, ProofsTable
 from table_cells import (
     Pivot,
     beside_predicted,
@@ -34,7 +35,7 @@ E2E_JOB = ("prompt", "gen", "precision", "symmetric", "dtype", "kv")
 
 POWERS_OF_TWO = frozenset(1 << i for i in range(14))
 
-TABLES: dict[str, Pivot | FrontTable] = {
+TABLES: dict[str, Pivot | FrontTable | OddTable | ProofsTable] = {
     "front": FrontTable(),
     "atom_ablation": Pivot(
         file="atom.jsonl",
@@ -322,6 +323,8 @@ TABLES: dict[str, Pivot | FrontTable] = {
         value_title="tokens/s (ratio to plain decoding)",
         show=ratio_to_baseline("plain"),
     ),
+    "odd_clusters": OddTable(),
+    "planner_proofs": ProofsTable(),
     "planner": Pivot(
         file="planner.jsonl",
         bench="planner",

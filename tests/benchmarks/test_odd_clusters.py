@@ -80,9 +80,8 @@ def test_the_summary_counts_what_went_wrong(
         _row(4, 1.0, search_difference=-0.02),
         _row(5, 1.0, search_difference=0.006),
     ]
-    monkeypatch.setattr(clusters, "rows_of", lambda now: rows)
-    line = clusters.summary("commit").splitlines()
+    line = clusters.summary(rows).splitlines()
     assert line[2] == (
         "| 2 s | 6 (0 without a plan) | 1 | 0.00% | 50.00% | 83% | 1 | 1 | 2 | 1 | 9.0 s |"
     )
-    assert line[3] == "worse: seed 1"
+    assert line[4] == "Worse: seed 1."
