@@ -13,12 +13,26 @@ import torch
 from llmpq.cost_model import CostModel
 from llmpq.errors import StageLostError
 from llmpq.profiler.__main__ import main
-from llmpq.profiler.timing import profile_host, stopwatch
-from llmpq.profiler.timing.cases import CaseTime, TimedCase
+from llmpq.profiler.timing import profile_host, stopwatch, worker_processes
+from llmpq.profiler.timing.cases import CaseTime, Ready, SetUp, TimedCase
 from llmpq.profiler.timing.worker_processes import Group, JobFailedError
 
 pytestmark = pytest.mark.cpu
 CLUSTER = Path(__file__).parents[2] / "examples" / "cpu-two-stages.yaml"
+
+
+class _Child:
+    """A timing process that is none: it says that it is ready."""
+
+    def __init__(self, set_up: SetUp, *, gpu: int | None) -> None:
+        assert gpu is None and not set_up.cuda
+
+    def receive(self, kind: type[Ready]) -> Ready:
+        assert kind is Ready
+        return Ready(machine="a CPU", device_name="CPU")
+
+    def close(self) -> None:
+        pass
 
 
 def _profile(
@@ -37,6 +51,7 @@ def _profile(
         restarts[0] += 1
         group.restarts += 1
 
+    monkeypatch.setattr(worker_processes, "Child", _Child)
     monkeypatch.setattr(Group, "time", time)
     monkeypatch.setattr(Group, "restart", restart)
     monkeypatch.setattr(profile_host, "measure_links", lambda *_, **__: ())

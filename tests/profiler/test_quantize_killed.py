@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import subprocess
 import sys
@@ -10,11 +11,11 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from llmpq.profiler.cli.quantize import main
 from llmpq.runtime.weights.quantized_writer import layer_file
 
 pytestmark = pytest.mark.cpu
 TEXT = Path(__file__).parents[2] / "examples" / "heldout.txt"
-COMMAND = ("-m", "llmpq.profiler.cli.quantize")
 KILLED = """
 import os, signal, sys
 from llmpq.profiler.cli.quantize import main
@@ -33,28 +34,26 @@ main(sys.argv[1:])
 """Dies when layer 3 is written, before the file has its name."""
 
 
-def run(model: Path, target: Path, how: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
-    words = f"{model} {target} --scheme w4a4 --text {TEXT} --windows 2 --window 256"
-    return subprocess.run(
-        [sys.executable, *how, *words.split()],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[2],
-    )
+def words(model: Path, target: Path) -> list[str]:
+    return f"{model} {target} --scheme w4a4 --text {TEXT} --windows 1 --window 128".split()
 
 
-def test_a_killed_run_continues(demo_model: Path, tmp_path: Path) -> None:
+def test_a_killed_run_continues(
+    demo_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    assert run(demo_model, killed, ("-c", KILLED)).returncode == -signal.SIGKILL
+    ended = subprocess.run([sys.executable, "-c", KILLED, *words(demo_model, killed)])
+    assert ended.returncode == -signal.SIGKILL
     done = sorted(path.name for path in killed.glob("model-layer-*.safetensors"))
     assert done == [layer_file(i) for i in range(3)] and not (killed / "config.json").exists()
     before = {name: (killed / name).stat().st_mtime_ns for name in done}
     for target in (killed, whole):
-        ended = run(demo_model, target, COMMAND)
-        assert ended.returncode == 0, ended.stderr
+        caplog.clear()
+        assert main(words(demo_model, target)) == 0
         if target is killed:
-            assert "layer 3 of 8 already there" in ended.stderr
-            assert "layer 4 of 8 quantised" in ended.stderr
+            assert "layer 3 of 8 already there" in caplog.text
+            assert "layer 4 of 8 quantised" in caplog.text
     assert before == {name: (killed / name).stat().st_mtime_ns for name in done}
     for index in range(8):
         expected, found = (load_file(path / layer_file(index)) for path in (whole, killed))
