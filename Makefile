@@ -8,7 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 OUT := out/demo
-WORKERS := -n 2 --dist loadfile
+WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
 TIMES := .test-seconds
 # Runs $(2), and notes the seconds it took as tier $(1).
 timed = start=$$(date +%s); $(2) && echo "$(1) $$(($$(date +%s) - start))" >> $(TIMES)

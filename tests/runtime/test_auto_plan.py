@@ -8,6 +8,7 @@ import pytest
 
 from llmpq.cluster import Cluster
 from llmpq.costs_cache import cached_costs
+from llmpq.kernels.native import library
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
 from llmpq.runtime import auto_plan
@@ -22,6 +23,11 @@ pytestmark = pytest.mark.cpu
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch):
+    """A cache of its own, but for compiled C++: that takes a minute."""
+    compiled, folder = library.cache_folder(), tmp_path / "cache" / "llmpq"
+    folder.mkdir(parents=True)
+    compiled.mkdir(parents=True, exist_ok=True)
+    (folder / "native").symlink_to(compiled)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 

@@ -46,8 +46,8 @@ def test_tokens_are_the_twins_and_the_cpus(dtype, columns):
     assert torch.equal(got, sample_rows_reference(logits, told(params, steps, columns)))
     if dtype == torch.float32:  # 16 bits have equals, of which the CPU keeps any
         assert torch.equal(got, sample(logits, params, steps))
-    moved = [step + 1 for step in steps]
-    assert not torch.equal(got, sample_rows(logits, told(params, moved, columns), block=256))
+    moved = told(params[:4], [step + 1 for step in steps[:4]], columns)
+    assert not torch.equal(got[:4], sample_rows(logits[:4], moved, block=256))
 
 
 def test_of_equals_the_first_are_kept():
