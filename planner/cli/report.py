@@ -110,7 +110,7 @@ def headline(plan: Plan) -> list[str]:
             f"requests of any lengths; at most {most} a stage"
         )
     if predicted is not None:
-        source = "estimated from specifications" if predicted.estimated else "from the profile"
+        source = "estimated, not profiled" if predicted.estimated else "from the profile"
         lines.append(
             f"predicted: {predicted.total_s:.3f} s (prefill {predicted.prefill_s:.3f}, decode "
             f"{predicted.decode_s:.3f}), {predicted.output_tokens_per_s:.1f} tokens/s, sum omega "
