@@ -38,9 +38,11 @@ class Wishes:
     """What a plan made here is asked for; None and `auto` leave it open."""
 
     max_model_len: int | None = None
+    """Tokens of a prompt and its answer; a given plan's pool takes it, too."""
     max_num_seqs: int | None = None
     dtype: str = AUTO
     kv_cache_dtype: str = AUTO
+    kv_pool: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,9 +69,9 @@ def choose_plan(
         made, known = _made(directory, spec, cluster, wishes)
         return Chosen(directory=directory, spec=spec, plan=made, cluster=known)
     given = plan if isinstance(plan, Plan) else Plan.load(plan)
-    on_cpus = all(stage.is_cpu for stage in given.stages)  # where no request has a slot
+    pooled = wishes.kv_pool or all(stage.is_cpu for stage in given.stages)
     for name, value in (
-        ("max_model_len", None if on_cpus else wishes.max_model_len),
+        ("max_model_len", None if pooled else wishes.max_model_len),
         ("max_num_seqs", wishes.max_num_seqs),
         ("dtype", None if wishes.dtype == AUTO else wishes.dtype),
     ):

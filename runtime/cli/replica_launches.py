@@ -33,7 +33,8 @@ def launches_of(options: ServeOptions) -> list[ReplicaLaunch]:
 
 def _copies(options: ServeOptions) -> list[tuple[Plan, tuple[int, ...]]]:
     plan = load_plan(str(options.plan))
-    choose_plan(options.model, plan, options.cluster, Wishes())  # refuses what does not go together
+    wishes = Wishes(max_model_len=options.max_model_len, kv_pool=options.kv_pool)
+    choose_plan(options.model, plan, options.cluster, wishes)  # refuses what does not go together
     gpus = gpus_of_copies(plan, options.replicas, len(visible(read_gpus())))
     return [(plan, own) for own in gpus]
 
@@ -58,8 +59,8 @@ def _planned(options: ServeOptions) -> list[tuple[Plan, tuple[int, ...]]]:
 
 
 def _engine(options: ServeOptions, plan: Plan) -> dict[str, Any]:
-    """Return what a replica's `LLM` is given; a plan for GPUs says itself how long requests are."""
+    """Return what a replica's `LLM` is given; a plan of slots says itself how long requests are."""
     given = {**engine_options(options), "plan": plan.dump_json()}
-    if options.plan is None and all(stage.is_cpu for stage in plan.stages):
+    if options.kv_pool or all(stage.is_cpu for stage in plan.stages):
         given["max_model_len"] = options.max_model_len
     return given

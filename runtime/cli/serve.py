@@ -38,7 +38,7 @@ def main(options: ServeOptions) -> int:
         if options.ray_serve:
             failure = _serve_replicas(options, settings, where)
         else:
-            failure = serve(Service(settings), lambda: _open(options), **where)
+            failure = serve(Service(settings), lambda: open_engine(options), **where)
     if failure is not None:
         raise failure
     return 0
@@ -115,11 +115,11 @@ def _folder_name(options: ServeOptions) -> str:
     raise ValueError("nothing to serve; give --model DIR or --plan PLAN")
 
 
-def _open(options: ServeOptions) -> LLM:
-    more: dict[str, Any] = {}
+def open_engine(options: ServeOptions) -> LLM:
+    """Return the engine that one server answers from."""
+    more: dict[str, Any] = {"max_model_len": options.max_model_len}
     if options.plan is None:
-        more = {"max_model_len": options.max_model_len, "max_num_seqs": options.max_num_seqs,
-                "dtype": options.dtype}  # fmt: skip
+        more |= {"max_num_seqs": options.max_num_seqs, "dtype": options.dtype}
     return LLM(
         options.model,
         plan=None if options.plan is None else load_plan(options.plan),

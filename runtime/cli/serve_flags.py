@@ -90,8 +90,11 @@ def serve_parser() -> CommandParser:
     name = "what requests may call the model, several times for several names (default: folder)"
     what.flag("--served-model-name", daily=True, action="append", metavar="NAME", help=name)
     unplanned = Only(lambda a: a.plan is None, "with --plan, whose plan says it", "re-plan")
-    length = "tokens of a prompt and its answer (default: the model's positions)"
-    what.flag("--max-model-len", daily=True, type=int, metavar="N", only=unplanned, help=length)
+    length = (
+        "tokens of a prompt and its answer (default: the model's positions; on GPUs a plan says "
+        "it, unless --kv-pool)"
+    )
+    what.flag("--max-model-len", daily=True, type=int, metavar="N", help=length)
     what.flag(
         "--max-num-seqs", daily=True, type=int, metavar="N", only=unplanned, help="answers at once"
     )

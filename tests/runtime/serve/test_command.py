@@ -15,6 +15,9 @@ import psutil
 import pytest
 
 from llmpq.runtime.cli.main import main
+from llmpq.runtime.cli.replica_launches import launches_of
+from llmpq.runtime.cli.serve import open_engine
+from llmpq.runtime.cli.serve_flags import ServeOptions, serve_parser
 
 pytestmark = pytest.mark.cpu
 
@@ -96,3 +99,13 @@ def test_replicas_need_the_extra(demo_model, monkeypatch, capsys):
     monkeypatch.delitem(sys.modules, "llmpq.runtime.cli.replica_launches", raising=False)
     assert main(["serve", "--model", str(demo_model), "--ray-serve", "--port", "65000"]) == 2
     assert "llmpq[run,serve,serve-ray]" in capsys.readouterr().err.strip().splitlines()[-1]
+
+
+def test_a_plans_pool_takes_a_limit_of_length(demo_model, make_plan, tmp_path):
+    (tmp_path / "plan.json").write_text(make_plan(demo_model, splits=(2,)).dump_json())
+    words = ["--plan", str(tmp_path / "plan.json"), "--max-model-len", "48"]
+    options = serve_parser().read_as(ServeOptions, words)
+    (launch,) = launches_of(options)
+    assert launch.engine["max_model_len"] == 48
+    with open_engine(options) as llm:
+        assert llm.max_model_len == 48
