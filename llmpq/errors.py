@@ -13,7 +13,7 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """Process exit codes, the same for every command (README, "Exit codes")."""
+    """Process exit codes, the same for every command (docs/how-to/when-something-breaks.md)."""
 
     DONE = 0
     USAGE = 2

@@ -247,7 +247,8 @@ def _gemma(kind: str) -> Callable[[Metadata, dict[str, Any]], None]:
     return also
 
 
-def _phi3(told: Metadata, config: dict[str, Any]) -> None:
+def _window(told: Metadata, config: dict[str, Any]) -> None:
+    """Phi 3; Ministral 3 without a temperature that grows with the length, refused as unknown."""
     config["sliding_window"] = told.get("attention.sliding_window")
 
 
@@ -260,11 +261,6 @@ def _granite(told: Metadata, config: dict[str, Any]) -> None:
     }
 
 
-def _mistral3(told: Metadata, config: dict[str, Any]) -> None:
-    """Ministral 3 without a temperature that grows with the length: one is refused as unknown."""
-    config["sliding_window"] = told.get("attention.sliding_window")
-
-
 ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture(model_type="llama", also=_llama, pairs=True),
     "qwen2": Architecture(model_type="qwen2"),
@@ -272,11 +268,11 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen3moe": Architecture(model_type="qwen3_moe", also=_qwen3moe),
     "gemma2": Architecture(model_type="gemma2", also=_gemma("gemma2"), above_one=True),
     "gemma3": Architecture(model_type="gemma3_text", also=_gemma("gemma3"), above_one=True),
-    "phi3": Architecture(model_type="phi3", also=_phi3),
+    "phi3": Architecture(model_type="phi3", also=_window),
     "glm4": Architecture(model_type="glm4"),
     "granite": Architecture(model_type="granite", also=_granite, pairs=True),
     "olmo2": Architecture(model_type="olmo2"),
-    "mistral3": Architecture(model_type="mistral", also=_mistral3, pairs=True),
+    "mistral3": Architecture(model_type="mistral", also=_window, pairs=True),
     "gpt-oss": Architecture(model_type="gpt_oss", also=gpt_oss),
     "glm4moe": Architecture(model_type="glm4_moe", also=glm4moe),
     "deepseek2": Architecture(model_type="deepseek_v2", also=deepseek2, latent=True),

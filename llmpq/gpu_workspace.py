@@ -124,7 +124,8 @@ def _phase_bytes(
     for quantized in {p.weight_bits < 16 for p in precisions}:
         moments.append(_widest_moment(spec, shape, quantized, unpacks))
     if last:
-        moments.append(_head_bytes(spec, shape))
+        e = shape.element_bytes
+        moments.append(head_bytes(spec, tokens=shape.tokens, rows=shape.rows, element_bytes=e))
     return max(moments)
 
 
@@ -201,7 +202,6 @@ def _latent_features(spec: ModelSpec) -> int:
     return max(made, wide + absorbed + spec.heads * latent.v_dim)
 
 
-def _head_bytes(spec: ModelSpec, shape: _Shape) -> int:
+def head_bytes(spec: ModelSpec, *, tokens: int, rows: int, element_bytes: int) -> int:
     """Return the last layer's output, each row's last token of it, its norm, and the logits."""
-    elements = shape.tokens * spec.hidden + shape.rows * (2 * spec.hidden + spec.vocab)
-    return elements * shape.element_bytes
+    return element_bytes * (tokens * spec.hidden + rows * (2 * spec.hidden + spec.vocab))

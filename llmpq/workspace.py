@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from llmpq.gpu_workspace import gpu_workspace_bytes
+from llmpq.gpu_workspace import gpu_workspace_bytes, head_bytes
 from llmpq.kv_format import (
     BLOCK_TOKENS,
     HOLDBACK_TOKENS,
@@ -74,7 +74,7 @@ def workspace_bytes(
         for quantized in {p.weight_bits < 16 for p in precisions}:
             moments.append(_widest_moment(spec, shape, quantized))
         if last:
-            moments.append(_logits_bytes(spec, shape))
+            moments.append(head_bytes(spec, tokens=shape.tokens, rows=shape.rows, element_bytes=e))
         peaks.append(received + max(moments))
     return max(peaks)
 
@@ -302,9 +302,3 @@ def _alibi_elements(spec: ModelSpec, shape: _Shape) -> int:
     """Return the size of [H, s, T], for every row once their positions differ."""
     rows = 1 if shape.fresh else shape.rows
     return rows * spec.heads * shape.row_tokens * shape.keys
-
-
-def _logits_bytes(spec: ModelSpec, shape: _Shape) -> int:
-    """Return the last layer's output, each row's last token of it, its norm, and the logits."""
-    elements = shape.tokens * spec.hidden + shape.rows * (2 * spec.hidden + spec.vocab)
-    return elements * shape.element_bytes

@@ -74,6 +74,11 @@ class Step:
             uniform=len(set(starts)) == 1 and len(set(num_new)) == 1,
         )
 
+    @classmethod
+    def of_prompts(cls, rows: int, length: int, *, device: torch.device | str = "cpu") -> Step:
+        """Build the step of so many whole prompts, all of one length."""
+        return cls.of(range(rows), [0] * rows, [length] * rows, device=device)
+
     @property
     def batch(self) -> int:
         """Number of rows."""

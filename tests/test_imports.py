@@ -23,7 +23,8 @@ DRAWN = """
 llmpq <- kernels <- runtime <- profiler
 llmpq <- planner
 
-kernels/arrivals, kernels/overlap, kernels/native <- kernels/formats <- kernels/gemm
+kernels/arrivals, kernels/multiprocessors, kernels/overlap, kernels/native <- kernels/formats
+kernels/formats <- kernels/gemm
 kernels/gemm <- kernels/atom <- kernels/fused
 kernels/formats <- kernels/kv
 kernels/formats <- kernels/cpu

@@ -30,13 +30,13 @@ from llmpq.kernels.atom.hopper_inputs import (
     activation_input,
     any_input,
     is_few,
-    multiprocessors,
     norm_input,
 )
 from llmpq.kernels.atom.int8_kernel import integer_kernel
 from llmpq.kernels.formats.atom_scheme import AtomScheme
 from llmpq.kernels.formats.atom_tiles import AtomTiles, from_words
 from llmpq.kernels.gemm.linear_gpu import linear_gpu
+from llmpq.kernels.multiprocessors import multiprocessors
 
 __all__ = [
     "Activation",

@@ -26,6 +26,7 @@ from llmpq.kernels.atom.round_norm import norm_codes_kernel
 from llmpq.kernels.formats.atom_rounding import STEPS, hadamard
 from llmpq.kernels.formats.atom_tiles import AtomTiles
 from llmpq.kernels.formats.weight_layout import GROUP
+from llmpq.kernels.multiprocessors import multiprocessors
 from llmpq.kernels.overlap import overlaps
 
 Activation = Literal["silu", "relu", "gelu", "none"]
@@ -290,12 +291,6 @@ def matrices(device: torch.device, dtype: torch.dtype, rotation: bool) -> Tensor
     identity = torch.eye(GROUP, device=device)
     both = torch.stack((hadamard(device).sign() if rotation else identity, identity))
     return both[:, :, channel].to(dtype).contiguous()
-
-
-@functools.cache
-def multiprocessors(device: torch.device) -> int:
-    """Return how many multiprocessors a GPU has."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _empty(x_MK: Tensor, weight: AtomTiles) -> RoundedTokens:

@@ -1,7 +1,6 @@
 """Rounded activations from the operation that makes them, and the integer product that eats them.
 
     norm_round   RMSNorm or LayerNorm (or nothing), channel order, rounding     -> RoundedInput
-    act_round    SiLU-mul, ReLU or GELU, a rotation if asked, rounding          -> RoundedInput
     atom_gemm    RoundedInput times AtomWeight                                  -> y [M, N]
 
 `plan` decides tiles from shapes alone; the kernels are in portable_kernels.py, their twins in
@@ -18,18 +17,15 @@ import triton
 from torch import Tensor
 
 from llmpq.kernels.atom.portable_kernels import (
-    act_round_kernel,
     atom_gemm_kernel,
     channel_gemm_kernel,
     norm_round_kernel,
 )
-from llmpq.kernels.formats.atom_rounding import hadamard
 from llmpq.kernels.formats.atom_scheme import AtomScheme
 from llmpq.kernels.formats.atom_weight import AtomWeight
 from llmpq.kernels.formats.weight_layout import GROUP
 from llmpq.precision import padded_k
 
-Activation = Literal["silu", "relu", "gelu"]
 NormKind = Literal["none", "rms", "layer"]
 
 _NORMS: dict[str, int] = {"none": 0, "rms": 1, "layer": 2}
@@ -160,40 +156,6 @@ def norm_round(
         HAS_INDEX=index_K is not None,
         COMPRESSED=scheme.activation_rule == "compressed",
         num_warps=4 if k <= 4096 else 8,
-    )
-    return rounded
-
-
-def act_round(x: Tensor, scheme: AtomScheme, activation: Activation) -> RoundedInput:
-    """Apply an MLP's activation and round; x is [M, 2F] (gate, up) for "silu", else [M, F]."""
-    m, width = x.shape
-    f = width // 2 if activation == "silu" else width
-    shape = Shape.of(scheme, f)
-    if scheme.group_size is None:
-        raise ValueError("act_round needs groups; per-channel inputs go through norm_round")
-    rounded = _empty(x, m, shape, scheme)
-    block_m = 16
-    blocks = shape.padded // GROUP + (1 if scheme.outliers else 0)
-    act_round_kernel[(triton.cdiv(m, block_m), blocks)](
-        x,
-        hadamard(x.device),
-        rounded.codes,
-        rounded.scales,
-        m,
-        f,
-        shape.normal,
-        scheme.outliers,
-        x.stride(0),
-        GROUPS=shape.groups,
-        GROUP=shape.group,
-        BLOCK_M=block_m,
-        BITS=scheme.activation_bits,
-        SIGNED=scheme.signed_scale,
-        CLIP=scheme.activation_clip,
-        ACT=activation,
-        ROTATE=scheme.rotation,
-        INTERPRET=bool(triton.knobs.runtime.interpret),
-        num_warps=4,
     )
     return rounded
 

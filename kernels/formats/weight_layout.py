@@ -55,6 +55,7 @@ class Layout(Enum):
     ROWS = "rows"
     FRAGMENT = "fragment"
     CPU = "cpu"
+    """This and the two below are drawn in cpu_layout.py, which packs them."""
     CPU_INT4 = "cpu_int4"
     CPU_INT8 = "cpu_int8"
 

@@ -18,6 +18,7 @@ from llmpq.kernels.formats.quantized_weight import QuantizedWeight
 from llmpq.kernels.formats.weight_layout import BLOCK_ROWS
 from llmpq.kernels.gemm.config import Config
 from llmpq.kernels.gemm.gluon_plan import parts_of, schedule, slot_columns, tile_rows
+from llmpq.kernels.multiprocessors import multiprocessors
 
 _TOGETHER_BYTES = 16 << 20
 _FAR = 4  # k-groups between the L2's request for words and their use
@@ -54,7 +55,7 @@ def launch(
     m_tiles = -(-m // config.bm)
     n_tiles = -(-blocks * BLOCK_ROWS // tile_rows(config))
     tiles = m_tiles * n_tiles
-    programs, whole = schedule(config, tiles, groups, _multiprocessors(x_MK.device))
+    programs, whole = schedule(config, tiles, groups, multiprocessors(x_MK.device))
     shares = 2 * programs * tile_rows(config) * config.bm if whole < tiles else 1
     arrivals = (tiles - whole) * tile_rows(config) // 64 * (2 if extra else 1)
     gluon_kernel[(programs,)](
@@ -140,11 +141,6 @@ def _constants(config: Config, q: QuantizedWeight) -> dict[str, int | bool]:
         "WGS": config.warpgroups,
         "ASKER": config.asker,
     }
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def _late(config: Config) -> bool:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from llmpq.kernels.multiprocessors import multiprocessors
 from llmpq.kv_format import BLOCK_TOKENS, HOLDBACK_TOKENS, packed_end
 
 MAX_Q_LEN = HOLDBACK_TOKENS
@@ -79,11 +80,6 @@ class AttendPlan:
 
 
 @lru_cache
-def _sm_count(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@lru_cache
 def shared_memory(device: torch.device) -> tuple[int, int]:
     """Return the bytes of shared memory of a program at most, and of a multiprocessor."""
     if device.type != "cuda":
@@ -118,7 +114,7 @@ def plan_attend(
     wanted = heads // kv_heads * q_len
     columns = 8 if wanted <= 8 else 16
     on_gpu = device.type == "cuda"
-    sms, shared = _sm_count(device) if on_gpu else 2, shared_memory(device)[1]
+    sms, shared = multiprocessors(device), shared_memory(device)[1]
     blocks = packed_end(max_end - 1) // BLOCK_TOKENS
     rows = batch * kv_heads * -(-wanted // columns)
     launch = tuned_launch(bits, columns, rows, blocks) if head_dim == 128 else None

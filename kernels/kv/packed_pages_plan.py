@@ -18,7 +18,7 @@ import triton
 from llmpq.kernels.formats.kv_block import TILE_TOKENS, KVFormat
 from llmpq.kernels.kv.launch_plan import AHEAD, LOOP_SHAPE, programs_per_sm, shared_memory
 from llmpq.kernels.kv.paged_rows import summed_rows
-from llmpq.kernels.kv.plain_attend import sm_count
+from llmpq.kernels.multiprocessors import multiprocessors
 from llmpq.kv_format import BLOCK_TOKENS, TAIL_TOKENS, packed_end
 from llmpq.precision import KVPrecision
 
@@ -83,7 +83,7 @@ class PackedPlan:
             stages=stages,
             programs=1,
         )
-        programs = max(1, resident * sm_count(device) // plan.head_parts)
+        programs = max(1, resident * multiprocessors(device) // plan.head_parts)
         return cls(**{**vars(plan), "programs": programs})
 
     @property

@@ -12,7 +12,8 @@ import torch
 import triton
 
 from llmpq.kernels.kv.launch_plan import shared_memory
-from llmpq.kernels.kv.plain_attend import PROGRAMS_PER_SM, choose_stages, sm_count, tiles_ahead
+from llmpq.kernels.kv.plain_attend import PROGRAMS_PER_SM, choose_stages, tiles_ahead
+from llmpq.kernels.multiprocessors import multiprocessors
 from llmpq.kv_format import BLOCK_TOKENS
 
 CHUNK_ROWS = 64
@@ -81,7 +82,7 @@ class PagedPlan:
             kv_heads=kv_heads,
             head_dim=head_dim,
             item=item,
-            programs=max(1, PROGRAMS_PER_SM * sm_count(device) // kv_heads),
+            programs=max(1, PROGRAMS_PER_SM * multiprocessors(device) // kv_heads),
             stages=choose_stages(tile_bytes, *shared),
             chunk_stages=3 if query_bytes + 2 * tile_bytes + 8192 <= shared[0] else 2,
             chunk_warps=8 if wide else 4,

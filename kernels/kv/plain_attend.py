@@ -19,8 +19,6 @@ B requests, Q new tokens, H query heads, G key/value heads, D head_dim, S slots,
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
@@ -29,6 +27,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from llmpq.kernels.kv.launch_plan import shared_memory
 from llmpq.kernels.kv.register_operands import prefetch
+from llmpq.kernels.multiprocessors import multiprocessors
 from llmpq.kernels.overlap import overlaps
 
 MAX_Q_LEN = 16
@@ -175,14 +174,6 @@ def combine_kernel(
     tl.store(out_ptr + out_at[:, None] + d[None, :], out.to(out_ptr.dtype.element_ty), mask=stored)
 
 
-@functools.cache
-def sm_count(device: torch.device) -> int:
-    """Return a device's multiprocessors; 2 where there is no GPU."""
-    if device.type != "cuda":
-        return 2
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
 def choose_splits(programs: int, tokens: int, tile: int, sms: int) -> int:
     """Return the parts a request is split into: as many programs as run at once, no empty parts."""
     return max(1, min(PROGRAMS_PER_SM * sms // programs, -(-tokens // tile), MAX_SPLITS))
@@ -238,7 +229,7 @@ def plain_attend(
     columns = 16 if heads // groups * q_len <= 16 else 32
     chunks = groups * -(-(heads // groups * q_len) // columns)
     if splits is None:
-        splits = choose_splits(batch * chunks, max_end, tile, sm_count(q_BQHD.device))
+        splits = choose_splits(batch * chunks, max_end, tile, multiprocessors(q_BQHD.device))
     rows = batch * chunks * splits * columns if splits > 1 else 1
     part = q_BQHD.new_empty(rows * padded, dtype=torch.float32)
     lse = q_BQHD.new_empty(rows, dtype=torch.float32)

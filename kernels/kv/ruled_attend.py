@@ -36,9 +36,9 @@ from llmpq.kernels.kv.plain_attend import (
     MAX_Q_LEN,
     choose_splits,
     merge_splits,
-    sm_count,
 )
 from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule
+from llmpq.kernels.multiprocessors import multiprocessors
 from llmpq.kernels.overlap import overlaps
 
 BESIDE = 8192
@@ -228,7 +228,9 @@ def ruled_attend(
     if splits is None:
         few = q_len <= MAX_Q_LEN
         programs = batch * groups * chunks
-        splits = choose_splits(programs, seen, tiles.keys, sm_count(q_BQHD.device)) if few else 1
+        splits = (
+            choose_splits(programs, seen, tiles.keys, multiprocessors(q_BQHD.device)) if few else 1
+        )
     out = q_BQHD.new_empty(batch, q_len, heads, value_dim)
     padded = max(16, triton.next_power_of_2(value_dim))
     parts = batch * groups * chunks * splits * tiles.rows if splits > 1 else 1

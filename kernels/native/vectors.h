@@ -62,7 +62,7 @@ static inline Ints no_ints() { return _mm256_setzero_si256(); }
 #define HAS_BYTE_DOT 0
 #endif
 
-// How a number of an array lies in memory; the same values as `_NUMBERS` of native.py.
+// How a number of an array lies in memory; the same values as `NUMBERS` of library.py.
 enum Number : int64_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
 static inline int64_t size_of(int64_t number) { return number == FLOAT32 ? 4 : 2; }
 

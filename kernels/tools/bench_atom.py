@@ -15,13 +15,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 from torch.nn import functional
 
 from llmpq.kernels.atom.hopper import (
     HopperPlan,
     RoundedTokens,
     activation_input,
+    any_input,
     norm_input,
     plan,
     product,
@@ -103,17 +103,11 @@ def _ways(name: str, key: str, m: int) -> tuple[list[AtomWeight], dict[str, Call
                 norm_round(x, one.scheme, index_K=one.index_K), pool[i], dtype=x.dtype
             ),
         }
-    tokens = _round(x, one)
+    tokens = any_input(x, one)
     return pool, {
         "product": lambda i: product(tokens, _tiles(pool[i]), dtype=x.dtype),
-        "with_rounding": lambda i: product(_round(x, one), _tiles(pool[i]), dtype=x.dtype),
+        "with_rounding": lambda i: product(any_input(x, one), _tiles(pool[i]), dtype=x.dtype),
     }
-
-
-def _round(x: Tensor, weight: AtomTiles) -> RoundedTokens:
-    if weight.scheme.rotation:
-        return activation_input(x, weight, "none")
-    return norm_input(x, weight)
 
 
 def _tiles(weight: AtomWeight) -> AtomTiles:
@@ -138,7 +132,7 @@ def _sweep(name: str, key: str, m: int, asked: BenchAtom) -> None:
     if isinstance(one, AtomTiles):
         if plan(m, n, one.groups).bm is None or one.scheme.takes_integers(m):
             return
-        tokens = _round(x, one)
+        tokens = any_input(x, one)
         for bm, group_m, shares in itertools.product((64, 128), (4, 8, 16), (False, True)):
             chosen = HopperPlan(bm=bm, group_m=group_m, shares=shares)
             calls.append((str(chosen), _tiled(tokens, pool, chosen, x.dtype)))

@@ -30,7 +30,6 @@ class Compiled:
 
     cubin: bytes
     ptx: str
-    ttgir: str
     shared_bytes: int
 
     def machine_code(self) -> str:
@@ -67,6 +66,5 @@ def compile_kernel(
     return Compiled(
         cubin=made.asm["cubin"],
         ptx=made.asm["ptx"],
-        ttgir=made.asm["ttgir"],
         shared_bytes=made.metadata.shared,
     )

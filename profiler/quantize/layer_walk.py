@@ -215,5 +215,4 @@ def _watching(layer: DecoderLayer, hear: Callable[[str, Tensor], None]) -> Itera
 
 
 def _step(x: Tensor) -> Step:
-    rows, length = x.shape[0], x.shape[1]
-    return Step.of(range(rows), [0] * rows, [length] * rows, device=x.device)
+    return Step.of_prompts(x.shape[0], x.shape[1], device=x.device)

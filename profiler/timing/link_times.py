@@ -37,14 +37,14 @@ BLOCKS = 3
 """Blocks of rounds per size; the fastest counts, since others only add time."""
 BURST = 8
 """Messages that follow each other at once: as many as a pipeline of two may have on their way."""
-JOIN_LIMIT = timedelta(seconds=60)
+STORE_LIMIT = timedelta(seconds=60)
 
 
 def run_link(job: LinkJob, device: torch.device) -> LinkTimings:
     """Exchange messages with the other child; return the one-way seconds by size (rank 0's)."""
     talk_over(job.host, job.own)
     store = dist.TCPStore(
-        job.host, job.port, world_size=2, is_master=job.rank == 0, timeout=JOIN_LIMIT
+        job.host, job.port, world_size=2, is_master=job.rank == 0, timeout=STORE_LIMIT
     )
     if job.on_device:
         found = _device_link(job, dist.PrefixStore("devices", store), device)

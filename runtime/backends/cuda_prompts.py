@@ -69,11 +69,6 @@ class PromptGraphs:
         self._seen: set[int] = set()
         self._widths: dict[int, _OneWidth] = {}
 
-    @property
-    def captured_widths(self) -> list[int]:
-        """Widths that have a graph."""
-        return sorted(width for width, graphs in self._widths.items() if graphs.captured_rows)
-
     def takes(self, message: StepMessage, width: int) -> bool:
         """Whether a step of prompts of a width is one that has a graph, or gets one now."""
         if not self._on or message.num_rows != 1 or max(message.starts) > 0 or width > LONGEST:

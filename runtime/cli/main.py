@@ -1,4 +1,4 @@
-"""`llmpq-dist`: run a plan, convert a checkpoint, evaluate a precision.
+"""`llmpq-dist`: run or serve a plan, look at its places, time it, evaluate it.
 
     llmpq-dist [run] --plan plan.json --model DIR -i prompts.jsonl -o outputs.jsonl
     llmpq-dist serve | doctor | check plan.json | bench ... | convert ... | eval ...

@@ -27,7 +27,8 @@ from llmpq.speculation import MAX_GAMMA, MODES
 KV_POOL_HELP = "on GPUs, too, keep KV in one pool of blocks, not a slot a request (no drafts)"
 """On CPUs there is no other way."""
 NOTES = """\
-commands (flags alone mean `run`): run, check, bench, eval, convert; each has its own --help.
+commands (flags alone mean `run`): run, serve, check, doctor, bench, eval, convert; each has
+its own --help.
 Make a plan: llmpq-algo --model DIR --cluster my.yaml -o plan.json"""
 
 

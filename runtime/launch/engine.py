@@ -25,7 +25,7 @@ from llmpq.cluster import Cluster
 from llmpq.errors import DeadlineError
 from llmpq.plan import Plan
 from llmpq.runtime.launch.choose_launcher import make_launcher
-from llmpq.runtime.launch.failures import GRACE_S, is_consequence, lost_stage
+from llmpq.runtime.launch.failures import GRACE_S, is_consequence, lost_stage, named_stage
 from llmpq.runtime.launch.launcher import (
     Deadlines,
     Launch,
@@ -390,9 +390,7 @@ class Engine:
         )
 
     def _named(self, index: int) -> str:
-        stage = self.plan.stages[index]
-        pid = f", pid {self._pids[index]}" if self._pids[index] else ""
-        return f"stage {index} ({stage.device} on {stage.node}{pid})"
+        return named_stage(self.plan, index, self._pids[index] if self._pids else 0)
 
     def _kill(self) -> None:
         """End the stages, stopped ones too."""

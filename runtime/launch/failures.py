@@ -26,14 +26,19 @@ def is_consequence(failure: StageFailure) -> bool:
     )
 
 
+def named_stage(plan: Plan, index: int, pid: int) -> str:
+    """Return what sentences call a stage; `pid` 0 where it is not known."""
+    stage = plan.stages[index]
+    process = f", pid {pid}" if pid else ""
+    return f"stage {index} ({stage.device} on {stage.node}{process})"
+
+
 def lost_stage(failure: StageFailure, plan: Plan, index: int, *, phase: str, pid: int) -> Exception:
     """Return the outcome of a stage's failure; `pid` 0 where it is not known."""
     cause = failure.cause
     if isinstance(cause, (LlmpqError, ValueError)):
         return cause
-    stage = plan.stages[index]
-    process = f", pid {pid}" if pid else ""
-    who = f"stage {index} ({stage.device} on {stage.node}{process})"
+    who = named_stage(plan, index, pid)
     if cause is not None and out_of_memory(cause):
         return DoesNotFitError(
             f"{who} ran out of memory during {phase}: {first_line(cause)}; re-plan with "

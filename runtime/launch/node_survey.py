@@ -21,7 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from llmpq.runtime.launch.stage_host import listening_socket, process_space, talk_over
+from llmpq.runtime.launch.rendezvous import Rendezvous
+from llmpq.runtime.launch.stage_host import process_space, talk_over
 from llmpq.runtime.launch.stage_probe import LIMIT, nccl_version, package_versions
 from llmpq.runtime.links.transport import join_gloo
 from llmpq.this_machine import SMI_S, read_gpus, read_host, visible
@@ -39,7 +40,7 @@ class NodeSurvey:
         if see_all and os.environ.get("CUDA_VISIBLE_DEVICES") == "":
             del os.environ["CUDA_VISIBLE_DEVICES"]
         self._index, self._num_nodes = index, num_nodes
-        self._store: dist.Store | None = None
+        self._rendezvous = Rendezvous(LIMIT)
 
     def look(self) -> dict[str, Any]:
         """Return what the node has."""
@@ -76,13 +77,7 @@ class NodeSurvey:
 
     def open_rendezvous(self, host: str) -> int:
         """Open the meeting point (first node only); return its port."""
-        listener = listening_socket(host, 0)
-        port = int(listener.getsockname()[1])
-        self._store = dist.TCPStore(
-            host, port, is_master=True, wait_for_workers=False, timeout=LIMIT,
-            master_listen_fd=listener.detach(),
-        )  # fmt: skip
-        return port
+        return self._rendezvous.open(host)
 
     def try_links(self, host: str, port: int, own: str | None) -> list[dict[str, Any]]:
         """Time messages over gloo from this node to every later one, pair by pair.
@@ -90,8 +85,7 @@ class NodeSurvey:
         `own`: its address, at which the others reach it.
         """
         talk_over(host, own)
-        store = self._store or dist.TCPStore(host, port, is_master=False, timeout=LIMIT)
-        self._store = store
+        store = self._rendezvous.store(host, port)
         join_gloo(dist.PrefixStore("doctor", store), self._index, self._num_nodes, limit=LIMIT)
         found = []
         for first in range(self._num_nodes):

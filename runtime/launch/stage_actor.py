@@ -1,7 +1,8 @@
-"""One stage as a Ray actor: loads its slice, joins the others, runs its loop, answers the driver.
+"""One stage, whatever a launcher makes of it: a thread, a process or a Ray actor.
 
-The driver starts it, watches it and reads results; between stages nothing passes through Ray. The
-loop runs in one of the actor's threads while others answer `poll` and `health`.
+Loads its slice, joins the others, runs its loop, answers the driver, who starts it, watches it and
+reads results; between stages nothing passes through the driver or Ray. The loop runs in one thread
+while others answer `poll` and `health`.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import datetime
 import json
 import os
-import socket
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import cached_property, partial
@@ -36,7 +36,8 @@ from llmpq.runtime.guides import Guides
 from llmpq.runtime.launch.load_watch import LoadSigns
 from llmpq.runtime.launch.pool_plan import PoolPlan
 from llmpq.runtime.launch.ray_watch import Listening
-from llmpq.runtime.launch.stage_host import address_on, listening_socket, talk_over
+from llmpq.runtime.launch.rendezvous import Rendezvous
+from llmpq.runtime.launch.stage_host import address_on, talk_over
 from llmpq.runtime.launch.stage_loading import (
     load_with_pool,
     load_with_slots,
@@ -70,7 +71,8 @@ from llmpq.runtime.weights.quantized_checkpoint import open_checkpoint
 from llmpq.runtime.weights.sources import CheckpointSource, RandomSource, TensorSource
 from llmpq.speculation import MAX_GAMMA
 
-JOIN_LIMIT = datetime.timedelta(seconds=60)
+STORE_LIMIT = datetime.timedelta(seconds=60)
+"""How long a stage may look for the first one's store; `join_gloo` then waits for all of them."""
 
 
 class StageActor:
@@ -100,8 +102,7 @@ class StageActor:
         self._pool: PoolPlan | None = None
         self._listening = Listening()
         self._signs: LoadSigns | None = None
-        self._listener: socket.socket | None = None
-        self._store: dist.Store | None = None
+        self._rendezvous = Rendezvous(STORE_LIMIT)
         self._gpu: torch.device | None = None
         self._emulation: Emulation | None = None
         self._stream: torch.cuda.Stream | None = None
@@ -156,23 +157,12 @@ class StageActor:
 
     def open_rendezvous(self, host: str, port: int) -> int:
         """Open the meeting point of the stages (first stage only) and return its port."""
-        self._listener = listening_socket(host, port)
-        port = int(self._listener.getsockname()[1])
-        self._store = dist.TCPStore(
-            host,
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=JOIN_LIMIT,
-            master_listen_fd=self._listener.detach(),
-        )
-        return port
+        return self._rendezvous.open(host, port)
 
     def join(self, host: str, port: int) -> None:
         """Join the stages' process group."""
         talk_over(host, address_on(self._settings.network_interface, self._settings.address))
-        store = self._store or dist.TCPStore(host, port, is_master=False, timeout=JOIN_LIMIT)
-        self._store = store
+        store = self._rendezvous.store(host, port)
         join_gloo(dist.PrefixStore("stages", store), self._index, len(self._plan.stages))
         on_gpus = not any(stage.is_cpu for stage in self._plan.stages)
         if on_gpus and self._gpu is not None and self._pool is None:
@@ -384,7 +374,7 @@ class StageActor:
         return {i: scheme(p) for i, p in zip(numbers, stage.precisions, strict=True)}
 
     def _device(self) -> torch.device:
-        """Return the device Ray gave this actor, or refuse a plan made for another kind."""
+        """Return the device this stage was given, or refuse a plan made for another kind."""
         stage = self._stage
         if stage.is_cpu:
             return torch.device("cpu")

@@ -1,7 +1,7 @@
 """What a stage's place looks like before anything is loaded: versions, device, files, links.
 
 One actor per stage of a plan, placed where the stage would be. Everything it finds is returned as
-plain values; judging them is check_command.py's part.
+plain values; judging them is runtime/tools/check.py's part.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import torch.distributed as dist
 
 from llmpq.device_spec import canonical_kind
 from llmpq.model_spec import ModelSpec
-from llmpq.runtime.launch.stage_host import listening_socket, talk_over
+from llmpq.runtime.launch.rendezvous import Rendezvous
+from llmpq.runtime.launch.stage_host import talk_over
 from llmpq.runtime.links.device_links import connect_devices
 from llmpq.runtime.links.peer_links import Room
 from llmpq.runtime.links.transport import join_gloo
@@ -70,7 +71,7 @@ class StageProbe:
 
     def __init__(self, index: int, num_stages: int, on_gpu: bool) -> None:
         self._index, self._num_stages, self._on_gpu = index, num_stages, on_gpu
-        self._store: dist.Store | None = None
+        self._rendezvous = Rendezvous(LIMIT)
 
     def look(self, model_dir: str | None) -> dict[str, Any]:
         """Return this place as a dictionary of `PlaceReport`'s fields."""
@@ -91,20 +92,13 @@ class StageProbe:
 
     def open_rendezvous(self, host: str) -> int:
         """Open the meeting point (first stage only); return its port."""
-        listener = listening_socket(host, 0)
-        port = int(listener.getsockname()[1])
-        self._store = dist.TCPStore(
-            host, port, is_master=True, wait_for_workers=False, timeout=LIMIT,
-            master_listen_fd=listener.detach(),
-        )  # fmt: skip
-        return port
+        return self._rendezvous.open(host)
 
     def try_links(self, host: str, port: int, own: str | None) -> dict[str, Any]:
         """Join the other probes and exchange messages around the ring; `own`: its address."""
         talk_over(host, own)
         try:
-            store = self._store or dist.TCPStore(host, port, is_master=False, timeout=LIMIT)
-            self._store = store
+            store = self._rendezvous.store(host, port)
             join_gloo(dist.PrefixStore("check", store), self._index, self._num_stages)
             gloo_us = self._ping()
             device = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from llmpq.plan import Plan
 from llmpq.runtime.engine.scheduler import Limits
@@ -13,7 +13,8 @@ from llmpq.runtime.token_rules import TokenRules
 from llmpq.speculation import SpeculationMode
 
 LinkChoice = Literal["auto", "peer", "nccl", "gloo"]
-LINK_CHOICES: tuple[LinkChoice, ...] = ("auto", "peer", "nccl", "gloo")
+LINK_CHOICES: tuple[LinkChoice, ...] = get_args(LinkChoice)
+"""What `--links` takes: `auto` tries `device_links.KINDS` in turn, gloo is what always works."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,7 +37,8 @@ from llmpq.runtime.step_message import StepMessage
 _log = logging.getLogger("llmpq.links")
 
 KINDS = ("peer", "nccl")
-"""What is tried, best first; gloo needs no device links."""
+"""What is tried, best first; gloo needs no device links. A new kind stands here, in
+`connect_devices` and in `LinkChoice` (launch/stage_settings.py)."""
 TRIAL_LIMIT_S = 20.0
 """Making two communicators and one exchange takes 1-6 s on one host."""
 _TRIAL_SIZE = 1 << 10

@@ -1,1 +1,1 @@
-"""The parts that decoder layers are wired from, and one file of wiring per model family."""
+"""The parts that decoder layers are wired from, and how: one wiring, told by the model's spec."""

@@ -1,4 +1,4 @@
-"""The tensors of one layer (or embedding, or head), handed to a family's wiring by name."""
+"""The tensors of one layer (or embedding, or head), handed to the wiring by name."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -285,6 +285,3 @@ def usage(prompt_tokens: int, answer_tokens: int, cached_tokens: int = 0) -> dic
         "total_tokens": prompt_tokens + answer_tokens,
         "prompt_tokens_details": {"cached_tokens": cached_tokens},
     }
-
-
-Events = AsyncIterator[str]

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from llmpq.kernels.formats.float_codes import from_fp8, from_mxfp4, from_nvfp4
@@ -24,7 +23,6 @@ from llmpq.kernels.formats.integer_numbers import (
     numbers_of_packed,
 )
 
-FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 Read = Callable[[str], Tensor]
 """A tensor of the checkpoint by its own name."""
 

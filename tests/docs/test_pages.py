@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import re
 import xml.etree.ElementTree as ElementTree
@@ -51,6 +52,75 @@ def test_links_lead_somewhere(page: Path) -> None:
     local = [t for t in targets if "://" not in t and not t.startswith("mailto:")]
     missing = [t for t in local if not (page.parent / t).exists()]
     assert missing == []
+
+
+def named_files(text: str) -> list[str]:
+    """The files of code and data that a text names in backticks, with or without their folders."""
+    return re.findall(r"`((?:[\w.-]+/)*[\w-]+\.(?:py|h|cpp)|(?:[\w.-]+/)+[\w-]+\.yaml)`", text)
+
+
+FILES = [
+    f"/{path.relative_to(ROOT)}"
+    for top in ROOT.iterdir()
+    if top.is_dir() and not top.is_symlink() and not top.name.startswith(".") and top.name != "out"
+    for path in top.rglob("*.*")
+]
+
+
+OTHERS = {"pack_quantized/helpers.py"}
+"""Files of other projects that docstrings and comments name."""
+
+
+def is_there(name: str) -> bool:
+    """Whether a file has a name, or a path that ends with it."""
+    return any(file.endswith(f"/{name}") for file in FILES)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_files_that_a_page_names_are_there(page: Path) -> None:
+    if page.name == "CHANGELOG.md":
+        return  # what it tells of may be gone by now
+    names = {name.removeprefix("llmpq/") for name in named_files(page.read_text())}
+    assert [name for name in names if not is_there(name)] == []
+
+
+def test_files_that_docstrings_and_comments_name_are_there() -> None:
+    named = re.compile(r"(?<![\w./-])((?:\w+/)*\w+\.py)\b")
+    missing = []
+    for path in (ROOT / file[1:] for file in FILES if file.endswith(".py")):
+        told = " ".join(re.findall(r'"""[\s\S]*?"""|# .*', path.read_text()))
+        names = {name.removeprefix("llmpq/") for name in named.findall(told)}
+        missing += [(path.name, name) for name in names - OTHERS if not is_there(name)]
+    assert missing == []
+
+
+def defined(path: Path) -> set[str]:
+    """Names of the functions, classes, constants and fields of a file."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        found |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return found
+
+
+WHERE = [
+    line.strip("|").split(" | ")
+    for line in (ROOT / "docs/where-is-what.md").read_text().splitlines()
+    if line.startswith("| ") and "`" in line
+]
+
+
+@pytest.mark.parametrize("row", WHERE, ids=lambda row: row[0].strip())
+def test_where_is_what_names_what_is_there(row: list[str]) -> None:
+    question, files, names = row
+    assert 1 <= len(named_files(files)) <= 3, "README, the page and three files: five to open"
+    known: set[str] = set()
+    for file in named_files(files + names):
+        known |= defined(ROOT / file) if file.endswith(".py") else set()
+    asked = re.findall(r"`([A-Za-z_][\w.]*)`", question + names)
+    assert [w for w in asked if not set(w.split(".")) <= known] == []
 
 
 def test_the_changelog_is_a_list_under_a_version() -> None:

@@ -8,7 +8,6 @@ import pytest
 
 from llmpq.kernels.atom.portable import FEW_TILES, WIDE, GemmPlan, channel_plan
 from llmpq.kernels.atom.portable_kernels import (
-    act_round_kernel,
     atom_gemm_kernel,
     channel_gemm_kernel,
     norm_round_kernel,
@@ -95,17 +94,3 @@ def test_norm_compiles(arch: int, compressed: bool) -> None:
         "HAS_INDEX": True,
     }
     compiled(norm_round_kernel, arch, constants, "*u8", num_warps=4)
-
-
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_activation_compiles(arch: int) -> None:
-    constants = {
-        **ROUNDING,
-        "GROUPS": 111,
-        "GROUP": 128,
-        "BLOCK_M": 16,
-        "ACT": "silu",
-        "ROTATE": True,
-        "INTERPRET": False,
-    }
-    compiled(act_round_kernel, arch, constants, "*u8", num_warps=4)

@@ -8,10 +8,9 @@ import pytest
 import torch
 from triton import knobs
 
-from llmpq.kernels.atom.portable import GemmPlan, RoundedInput, act_round, atom_gemm, norm_round
+from llmpq.kernels.atom.portable import GemmPlan, RoundedInput, atom_gemm, norm_round
 from llmpq.kernels.atom.product import integer_linear
 from llmpq.kernels.atom.reference import (
-    activation_reference,
     atom_linear_reference,
     integer_product,
     norm_reference,
@@ -74,14 +73,6 @@ def test_norm_order_and_rounding_in_one(scheme: AtomScheme, norm: str, k: int) -
     )
     exact = norm_reference(x, norm, weight, given.get("bias_K"), 1e-5)[:, order.long()]
     assert_same_rounding(got, exact, scheme)
-
-
-@pytest.mark.parametrize("activation", ["silu", "relu", "gelu"])
-@pytest.mark.parametrize("scheme", [PAPER, SIGNED, replace(SIGNED, rotation=True, group_size=128)])
-def test_activation_rotation_and_rounding_in_one(activation: str, scheme: AtomScheme) -> None:
-    x = seeded(19, 600 if activation == "silu" else 300) * 2
-    got = act_round(x, scheme, activation)  # type: ignore[arg-type]
-    assert_same_rounding(got, activation_reference(x, activation), scheme)
 
 
 def product(x: torch.Tensor, weight: AtomWeight, **options: object) -> torch.Tensor:

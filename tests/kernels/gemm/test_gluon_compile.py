@@ -175,7 +175,7 @@ def test_each_row_is_stored_once_and_no_long_x_is_read_past_its_end(config, monk
             return lambda *values, **_: launches.append(values)
 
     monkeypatch.setattr(gemm_gluon, "gluon_kernel", Recorder())
-    monkeypatch.setattr(gemm_gluon_launch, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(gemm_gluon_launch, "multiprocessors", lambda device: 132)
     q = random_weight(64, 128, 4, True, 128, torch.float16, torch.device("cpu"))
     bt = config.bm
     for m in (1, bt - 1, bt, bt + 1, 2 * bt - 1, 2 * bt, 5 * bt + 3):

@@ -218,7 +218,7 @@ def test_measured_launches_are_used_near_their_shape(monkeypatch):
 
 def test_programs_that_do_not_start_together_draw_all_their_tiles(monkeypatch):
     """Keys of 32 tokens a group need more shared memory: 11 programs an SM instead of 12."""
-    monkeypatch.setattr(launch_plan, "_sm_count", lambda device: 132)
+    monkeypatch.setattr(launch_plan, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(launch_plan, "capability", lambda device: (9, 0))
     monkeypatch.setattr(launch_plan, "shared_memory", lambda device: (232_448, 233_472))
     shape = {"batch": 8, "q_len": 1, "heads": 32, "kv_heads": 8, "max_end": 32769, "bits": 4}
@@ -232,7 +232,7 @@ def test_programs_that_do_not_start_together_draw_all_their_tiles(monkeypatch):
 
 
 def test_plans_follow_the_shared_memory_of_the_card(monkeypatch):
-    monkeypatch.setattr(launch_plan, "_sm_count", lambda device: 108)
+    monkeypatch.setattr(launch_plan, "multiprocessors", lambda device: 108)
     monkeypatch.setattr(launch_plan, "capability", lambda device: (8, 9))
     monkeypatch.setattr(launch_plan, "tuned_launch", lambda *shape: None)
     shape = {"batch": 9, "q_len": 1, "heads": 32, "kv_heads": 8, "max_end": 6000, "bits": 8}

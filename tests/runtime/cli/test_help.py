@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from collections.abc import Collection
 
 import pytest
 
 from llmpq.kernels.tools.flags import COMMANDS as KERNEL_TOOLS
+from llmpq.planner.cli.arguments import COMMANDS as PLANNER
+from llmpq.profiler.__main__ import COMMANDS as PROFILER
+from llmpq.runtime.cli.main import COMMANDS as DIST
 from llmpq.version import __version__
 
 pytestmark = pytest.mark.pure
@@ -17,12 +22,14 @@ COMMANDS = [
     "llmpq.planner check",
     "llmpq.planner export",
     "llmpq.planner devices",
+    "llmpq.planner models",
     "llmpq.profiler",
     "llmpq.profiler indicator",
     "llmpq.profiler merge",
+    "llmpq.profiler tune",
     "llmpq.profiler.cli.quantize",
     "llmpq.runtime",
-    *(f"llmpq.runtime {name}" for name in ("run", "serve", "check", "bench", "eval", "convert")),
+    *(f"llmpq.runtime {name}" for name in DIST),
     *(f"llmpq.kernels {verb} {noun}" for verb, noun in KERNEL_TOOLS),
 ]
 
@@ -63,3 +70,16 @@ def test_every_flag_is_under_help_all(command: str) -> None:
 @pytest.mark.parametrize("command", ["llmpq.profiler", "llmpq.runtime", "llmpq.kernels check kv"])
 def test_version(command: str) -> None:
     assert said(command, "--version").split()[-1] == __version__
+
+
+@pytest.mark.parametrize(
+    ("module", "known"),
+    [
+        ("llmpq.runtime", DIST),
+        ("llmpq.planner", PLANNER),
+        ("llmpq.profiler", PROFILER),
+    ],
+)
+def test_help_names_every_command(module: str, known: Collection[str]) -> None:
+    (listed,) = re.findall(r"^commands .*?: (.*?;)", said(module, "--help"), re.M | re.S)
+    assert sorted(re.findall(r"\w+", listed)) == sorted(known)

@@ -8,8 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from llmpq.runtime.launch.stage_settings import LINK_CHOICES
 from llmpq.runtime.links import peer_links
-from llmpq.runtime.links.device_links import DeviceTransport, connect_devices
+from llmpq.runtime.links.device_links import KINDS, DeviceTransport, connect_devices
 from llmpq.runtime.links.peer_links import Room
 from llmpq.runtime.links.transport import IDLE_LIMIT, GlooTransport, join_gloo
 from llmpq.runtime.request import StepKind
@@ -30,6 +31,10 @@ PREFILL = StepMessage(
 )
 VERIFY = replace(PREFILL, kind=StepKind.VERIFY, seq=2, starts=[5, 4], num_new=[2, 1],
                  tokens=[[7, 8], [9]])  # fmt: skip
+
+
+def test_what_may_be_asked_for_is_what_there_is() -> None:
+    assert set(LINK_CHOICES) == {"auto", *KINDS, "gloo"}
 
 
 def states(message: StepMessage, rank: int) -> torch.Tensor:
