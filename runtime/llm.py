@@ -80,8 +80,8 @@ class LLM:
         once) is for plans made here, and so is `max_model_len` (tokens of a prompt and its answer)
         on GPUs without `kv_pool`. On CPUs, but for drafts by the model, KV is one pool of blocks,
         on GPUs if `kv_pool` (no drafts; new): there `max_num_batched_tokens` bounds a step (so
-        that a long prompt does not hold up answers; 512) and `enable_prefix_caching` has what prompts
-        share computed once.
+        that a long prompt does not hold up answers; 512) and `enable_prefix_caching` has what
+        prompts share computed once.
         `packed_prompts`: on GPUs, too, prompts attend to low-bit keys and values as they are kept.
         `speculate` and `gamma` (tokens drafted per verify) are the plan's unless they are given.
         `trace`: a file for what every stage did when and for which requests, written by `close`.
