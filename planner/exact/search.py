@@ -65,7 +65,7 @@ START_S = 0.8
 """Seconds that it may take, but not more than half of the time."""
 IMPROVE_SHARE = 0.4
 """Share of what is left of that for the improvement of each of a few plans."""
-STARTS = 3
+STARTS = 6
 """Plans of the simple methods that are improved, each of another order."""
 WALK_SHARE = 0.6
 """Share of what is left of that for a walk among plans of one precision a stage."""
@@ -73,7 +73,7 @@ HOP_STEP = 0.01
 """Share of the best plan's value that hops may differ by within a case of numbers of stages."""
 NEAREST_SHARE = 0.5
 """Share of the time that a search with the nearest links may take."""
-POLISH_SHARE = 0.15
+POLISH_SHARE = 0.3
 """Share of the time that a plan which is not proven is improved in at the end."""
 
 
