@@ -71,19 +71,20 @@ def _store(
 def packed_expert_kernel(
     X, P0, P1, S, Z, BIAS, Y, order, starts, ends, N, K, blocks, groups, top, shares,
     BITS: tl.constexpr, GROUPED: tl.constexpr, SYMMETRIC: tl.constexpr, EVEN_K: tl.constexpr,
-    HAS_BIAS: tl.constexpr, GATHER: tl.constexpr, WM: tl.constexpr, BM: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr, KWIDTH4: tl.constexpr, INTERPRET: tl.constexpr,
+    HAS_BIAS: tl.constexpr, GATHER: tl.constexpr, BH: tl.constexpr, WM: tl.constexpr,
+    BM: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr, KWIDTH4: tl.constexpr,
+    INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """y of one expert's pairs and BN rows of its w; grid (tiles of rows, E, shares)."""
     DT: tl.constexpr = X.dtype.element_ty
     WORDS: tl.constexpr = 192 if BITS == 3 else 256
-    BN: tl.constexpr = WM * 16
+    BN: tl.constexpr = BH * WM * 16
     tile, e, share = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     first, end = tl.load(starts + e), tl.load(ends + e)
-    block = tile * WM
+    block = tile * (BH * WM)
     left = blocks - block
     S_GROUPS = groups if GROUPED else 1
     whole = (e * blocks + block).to(tl.int64)
@@ -106,12 +107,12 @@ def packed_expert_kernel(
             # Scales of a channel stand still: they are loaded with every group all the same.
             held = g if GROUPED else 0
             words, _, _ = load_tile(
-                P0, P1, S, Z, left, groups, g, BITS, False, SYMMETRIC, 1, WM, False
+                P0, P1, S, Z, left, groups, g, BITS, False, SYMMETRIC, BH, WM, False
             )
-            scale = load_pairs(S, left, S_GROUPS, held, 1, WM, False)
+            scale = load_pairs(S, left, S_GROUPS, held, BH, WM, False)
             zero = 0
             if not SYMMETRIC:
-                zero = load_pairs(Z, left, S_GROUPS, held, 1, WM, False)
+                zero = load_pairs(Z, left, S_GROUPS, held, BH, WM, False)
             x = _load_x(at, g, live[None, :], k[:, None], K, EVEN_K)
             acc = _accumulate(
                 acc,
@@ -123,7 +124,7 @@ def packed_expert_kernel(
                 True,
                 SYMMETRIC,
                 False,
-                1,
+                BH,
                 WM,
                 BM,
                 KWIDTH4,

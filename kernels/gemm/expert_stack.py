@@ -167,14 +167,14 @@ class ExpertStack:
         bm, shares = rows_of(pairs, self._experts)
         interpret = bool(knobs.runtime.interpret)
         capability = (9, 0) if interpret else torch.cuda.get_device_capability(x.device)
-        warps, stages = packed_tiles(bm)
-        config = Config(kernel="tile", warps=warps, bm=bm, stages=stages)
+        high, warps, stages = packed_tiles(bm)
+        config = Config(kernel="tile", blocks=high, warps=warps, bm=bm, stages=stages)
         plan = make_plan(config, capability, interpret=interpret)
         y = x.new_empty(pairs, q.out_features)
         blocks, groups = q.out_features // BLOCK_ROWS, -(-q.in_features // 128)
         words = [t.view(self._experts, -1).view(torch.int32) for t in (*q.planes, q.scale)]
         zero = words[-1] if q.zero is None else q.zero.view(self._experts, -1).view(torch.int32)
-        packed_expert_kernel[(triton.cdiv(blocks, config.warps), self._experts, shares)](
+        packed_expert_kernel[(triton.cdiv(blocks, high * warps), self._experts, shares)](
             *(x, words[0], words[len(q.planes) - 1], words[-1], zero),
             *(x if self._bias is None else self._bias, y),
             *(sent.order_C, sent.starts_E, sent.ends_E),
@@ -185,6 +185,7 @@ class ExpertStack:
             EVEN_K=q.in_features % 128 == 0,
             HAS_BIAS=self._bias is not None,
             GATHER=not back,
+            BH=high,
             WM=config.warps,
             BM=bm,
             STAGES=config.stages,
@@ -237,9 +238,9 @@ DENSE_DEPTH = 64
 """Columns of w that a dense product takes at a time."""
 
 
-def packed_tiles(bm: int) -> tuple[int, int]:
-    """Return warps, each of 16 rows of w, and stages of a packed product."""
-    return 4, 4 if bm <= 32 else 3
+def packed_tiles(bm: int) -> tuple[int, int, int]:
+    """Return blocks of 16 rows of w that a warp takes, warps and stages of a packed product."""
+    return 1, 4, 4 if bm <= 32 else 3
 
 
 def dense_tiles(bm: int, item: int) -> tuple[int, int, int]:

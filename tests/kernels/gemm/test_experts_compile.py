@@ -50,11 +50,11 @@ def build(kernel, arch, dtype, constants, given=None, **options):
 
 
 def packed(arch, bits, bm, *, dtype="bf16", gather=True):
-    warps, stages = packed_tiles(bm)
-    config = Config(kernel="tile", warps=warps, bm=bm, stages=stages)
+    high, warps, stages = packed_tiles(bm)
+    config = Config(kernel="tile", blocks=high, warps=warps, bm=bm, stages=stages)
     constants = {
         "BITS": bits, "GROUPED": True, "SYMMETRIC": bits == 4, "EVEN_K": True, "HAS_BIAS": True,
-        "GATHER": gather, "WM": warps, "BM": bm, "STAGES": config.stages,
+        "GATHER": gather, "BH": high, "WM": warps, "BM": bm, "STAGES": config.stages,
         "KWIDTH4": make_plan(config, divmod(arch, 10)).kwidth4, "INTERPRET": False,
     }  # fmt: skip
     options = {"num_warps": warps, "num_stages": stages}
