@@ -21,6 +21,7 @@ from llmpq.kernels.gemm.expert_kernel import (  # noqa: E402
 from llmpq.kernels.gemm.expert_sent import ASSIGN_STEP  # noqa: E402
 from llmpq.kernels.gemm.expert_stack import (  # noqa: E402
     DENSE_DEPTH,
+    MOST_GATED,
     dense_tiles,
     packed_tiles,
     wide_fits,
@@ -49,13 +50,14 @@ def build(kernel, arch, dtype, constants, given=None, **options):
     return made
 
 
-def packed(arch, bits, bm, *, dtype="bf16", gather=True):
-    high, warps, stages = packed_tiles(bm)
+def packed(arch, bits, bm, *, dtype="bf16", gather=True, fuse=False):
+    high, warps, stages = packed_tiles(bm, fused=fuse)
     config = Config(kernel="tile", blocks=high, warps=warps, bm=bm, stages=stages)
     constants = {
         "BITS": bits, "GROUPED": True, "SYMMETRIC": bits == 4, "EVEN_K": True, "HAS_BIAS": True,
         "GATHER": gather, "BH": high, "WM": warps, "BM": bm, "STAGES": config.stages,
         "KWIDTH4": make_plan(config, divmod(arch, 10)).kwidth4, "INTERPRET": False,
+        "FUSE": fuse, "ACT": "silu",
     }  # fmt: skip
     options = {"num_warps": warps, "num_stages": stages}
     return build(packed_expert_kernel, arch, dtype, constants, **options)
@@ -65,10 +67,15 @@ def packed(arch, bits, bm, *, dtype="bf16", gather=True):
 def test_everything_compiles(arch):
     for bits, bm in ((4, 16), (8, 64), (3, 128)):
         packed(arch, bits, bm, gather=bm != 16)
-    for dtype, bm in (("bf16", 16), ("bf16", 128), ("fp32", 64)):
-        rows, stages, warps = dense_tiles(bm, 4 if dtype == "fp32" else 2)
+        if bm <= MOST_GATED:
+            packed(arch, bits, bm, fuse=True)
+    for dtype, bm, fuse in (
+        ("bf16", 16, False), ("bf16", 128, False), ("fp32", 64, False), ("bf16", 16, True),
+        ("fp16", MOST_GATED, True),
+    ):  # fmt: skip
+        rows, stages, warps = dense_tiles(bm, 4 if dtype == "fp32" else 2, fused=fuse)
         constants = {"HAS_BIAS": False, "GATHER": True, "BN": rows, "BM": bm, "BK": DENSE_DEPTH}
-        constants |= {"STAGES": stages, "INTERPRET": False}
+        constants |= {"STAGES": stages, "INTERPRET": False, "FUSE": fuse, "ACT": "gelu_tanh"}
         build(dense_expert_kernel, arch, dtype, constants, num_warps=warps)
     for step, warps in ((256, 4), (ASSIGN_STEP, 8)):
         build(assign_kernel, arch, "bf16", {"STEP": step}, num_warps=warps)
@@ -117,8 +124,10 @@ def test_routers_compile(arch):
         build(route_kernel, arch, "bf16", constants, num_warps=1)
 
 
-@pytest.mark.parametrize("bm", [16, 64, 128])
-def test_products_in_flight_keep_their_operands(bm):
+@pytest.mark.parametrize(
+    ("bm", "fuse"), [(16, False), (64, False), (128, False), (16, True), (MOST_GATED, True)]
+)
+def test_products_in_flight_keep_their_operands(bm, fuse):
     """As test_gemm_compile.py: no step unpacks into registers that wgmma still reads."""
-    code = packed(90, 4, bm).machine_code()
+    code = packed(90, 4, bm, fuse=fuse).machine_code()
     assert product_loops(code) and overwritten(code) == []
