@@ -4,7 +4,7 @@
     sent                     pairs sorted by expert     kernels/gemm/expert_stack.py
     hidden [C, F]            act(gate_up of every pair)
     y [T, k, h]              down, each pair back at its own number
-    sum_j weight[t, j] y[t, j]
+    sum_j weight[t, j] y[t, j]  kernels/fused/weighted_sum.py, which adds the residual stream too
 
 Weights are put into stacks as they are read, one expert beside the stack at a time; linears hold
 views of it. Where a linear holds another weight (a draft's view) or is watched (calibration), the
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from llmpq.kernels.fused import gated_mlp, route
+from llmpq.kernels.fused.weighted_sum import weighted_sum
 from llmpq.kernels.gemm.expert_sent import Sent, assign
 from llmpq.kernels.gemm.expert_stack import ExpertStack, stackable
 from llmpq.kernels.gemm.gated import GateRule
@@ -121,12 +122,22 @@ class GroupedMLP(SparseMLP):
         """Return [B, Q, h]."""
         if self.asks_host:
             return super().forward(x_BQh)
+        return self._summed(x_BQh, None)
+
+    def added(self, x_BQh: Tensor, residual_BQh: Tensor) -> Tensor:
+        """Return residual + experts(x); the residual may have lost its values then."""
+        if self.asks_host:
+            return residual_BQh.add_(super().forward(x_BQh))
+        return self._summed(x_BQh, residual_BQh)
+
+    def _summed(self, x_BQh: Tensor, residual_BQh: Tensor | None) -> Tensor:
         x_Th = x_BQh.reshape(-1, x_BQh.shape[-1])
         weight_Tk, expert_Tk = _routed(self.routing, x_Th)
         sent = assign(expert_Tk, len(self.experts))
         hidden_CF = self._hidden(x_Th, sent)
         y_Ch = self._down.product(hidden_CF, sent, back=True)
-        y_Th = torch.bmm(weight_Tk[:, None], y_Ch.view(*weight_Tk.shape, -1))[:, 0]
+        residual_Th = None if residual_BQh is None else residual_BQh.reshape(x_Th.shape)
+        y_Th = weighted_sum(weight_Tk, y_Ch, residual_Th)
         if self.shared is not None:
             y_Th.add_(self.shared(x_Th))
         return y_Th.view(x_BQh.shape)
