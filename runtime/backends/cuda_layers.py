@@ -127,7 +127,7 @@ def _plainly_added(
     if isinstance(mlp, SparseMLP):
         y = product(o, attended, residual=x_BQh)
         if isinstance(mlp, cuda_experts.GroupedMLP):
-            return mlp.added(norm(between, y), y)
+            return mlp.added(y, between)
         return y.add_(mlp(norm(between, y)))
     early, late = (_bias_for(between, part) for part in (o, mlp.down))
     y = product(o, attended, residual=x_BQh, into_residual=in_place, with_bias=early is None)

@@ -3,6 +3,7 @@
 import pytest
 
 pytest.importorskip("triton")
+from llmpq.kernels.fused.norm_route import CHUNK, EXPERTS, TOKENS, norm_route_kernel  # noqa: E402
 from llmpq.kernels.fused.route import route_kernel  # noqa: E402
 from llmpq.kernels.gemm import expert_wide  # noqa: E402
 from llmpq.kernels.gemm.config import Config, make_plan  # noqa: E402
@@ -120,8 +121,13 @@ def test_routers_compile(arch):
     one = {"E": 128, "PADDED": 128, "TOP": 8, "TOP_PADDED": 8, "GROUPS": 1, "KEPT": 1}
     one |= {"SIGMOID": False, "CORRECTED": False, "TWO": False, "NORMALISE": True}
     many = one | {"E": 256, "PADDED": 256, "GROUPS": 8, "KEPT": 4, "TWO": True}
+    given = dict.fromkeys(("x_ptr", "norm_weight", "router", "bias", "normed"), "*bf16")
+    given |= {"partial": "*fp32", "arrived": "*i32", "T": "i32", "columns": "i32", "eps": "fp32"}
+    whole = {"HAS_BIAS": True, "SORTS": True, "CHUNKS": 6, "BT": TOKENS, "BE": EXPERTS}
+    whole |= {"BK": CHUNK, "INTERPRET": False}
     for constants in (one, many | {"SIGMOID": True, "CORRECTED": True}):
         build(route_kernel, arch, "bf16", constants, num_warps=1)
+        build(norm_route_kernel, arch, "bf16", constants | whole, given, num_warps=4)
 
 
 @pytest.mark.parametrize(
