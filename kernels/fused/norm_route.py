@@ -48,10 +48,9 @@ def _sort(chosen, t, T, order, starts, ends, E: tl.constexpr, PADDED: tl.constex
     key = tl.reshape(tl.where(real, chosen, 2 * PADDED), (SIZE,))
     pair = tl.reshape(t[:, None] * TOP + j, (SIZE,))
     f = tl.arange(0, SIZE)
-    ahead = (key[None, :] < key[:, None]) | (
-        (key[None, :] == key[:, None]) & (f[None, :] < f[:, None])
-    )
-    place = tl.sum(ahead.to(tl.int32), 1)
+    # Sums over axis 0 stay in a thread's registers; over axis 1 each is five shuffles.
+    same = (key[:, None] == key[None, :]) & (f[:, None] < f[None, :])
+    place = tl.sum(((key[:, None] < key[None, :]) | same).to(tl.int32), 0)
     tl.store(order + place, pair, mask=key < PADDED)
     e = tl.arange(0, PADDED)
     tl.store(starts + e, tl.sum((key[:, None] < e[None, :]).to(tl.int32), 0), mask=e < E)

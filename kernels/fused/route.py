@@ -71,7 +71,7 @@ def choose(
     j = tl.arange(0, TOP_PADDED)[None, :]
     chosen = tl.zeros([T, TOP_PADDED], tl.int32)
     weight = tl.zeros([T, TOP_PADDED], tl.float32)
-    for i in tl.static_range(TOP):
+    for i in range(TOP):  # unrolled it is so much code that fetching it takes longer
         best = tl.argmax(wish, 1)[:, None]
         its = tl.sum(tl.where(e[None, :] == best, chance, 0.0), 1)[:, None]
         chosen = tl.where(j == i, best, chosen)

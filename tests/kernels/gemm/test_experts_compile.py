@@ -45,7 +45,7 @@ def build(kernel, arch, dtype, constants, given=None, **options):
     types |= dict.fromkeys(SIZES, "i32") | GATE | (given or {})
     constants = constants | {"PDL": arch >= 90}
     arguments = {n: types[n] for n in kernel.arg_names if n in types and n not in constants}
-    aligned = tuple(n for n, t in arguments.items() if t.startswith("*") or n in ("N", "K"))
+    aligned = tuple(n for n, t in arguments.items() if t.startswith("*") or n in ("N", "K", "columns"))
     made = compile_kernel(kernel, arch, arguments, constants, aligned=aligned, options=options)
     assert made.cubin and made.shared_bytes <= SHARED_LIMIT[arch]
     return made
