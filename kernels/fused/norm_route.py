@@ -27,7 +27,7 @@ from triton import knobs
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from llmpq.kernels.arrivals import arrivals
-from llmpq.kernels.fused.route import Choice, choose, fits
+from llmpq.kernels.fused.route import RouterRule, choose, fits
 from llmpq.kernels.overlap import overlaps
 
 TOKENS, EXPERTS, CHUNK = 16, 16, 512
@@ -147,7 +147,7 @@ def norm_route(
     norm_weight: Tensor,
     eps: float,
     router_Eh: Tensor,
-    choice: Choice,
+    choice: RouterRule,
     *,
     bias_E: Tensor | None = None,
     correction_E: Tensor | None = None,

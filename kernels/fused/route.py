@@ -113,7 +113,7 @@ def fits(experts: int, groups: int) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class RouterRule:
     """How a token's experts are chosen and weighed."""
 
     per_token: int
@@ -146,7 +146,7 @@ class Choice:
 
 
 def route(
-    logits_TE: Tensor, choice: Choice, correction_E: Tensor | None = None
+    logits_TE: Tensor, choice: RouterRule, correction_E: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return weights, in the logits' dtype, and numbers [T, k] of each token's experts."""
     tokens, experts = logits_TE.shape

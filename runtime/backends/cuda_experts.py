@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from llmpq.kernels.fused import gated_mlp, norm_route, route
 from llmpq.kernels.fused.rms_norm import MAX_COLUMNS, rms_norm
-from llmpq.kernels.fused.route import Choice
+from llmpq.kernels.fused.route import RouterRule
 from llmpq.kernels.fused.weighted_sum import weighted_sum
 from llmpq.kernels.gemm.expert_sent import Sent, assign
 from llmpq.kernels.gemm.expert_stack import ExpertStack, stackable
@@ -71,10 +71,10 @@ def _fit(up: ExpertStack, down: ExpertStack, expert: GatedMLP) -> bool:
     return all(stack.takes(part.weight, part.bias) for stack, part in parts)
 
 
-def _choice(routing: Routing) -> Choice:
+def _choice(routing: Routing) -> RouterRule:
     """Return a router's rule as the kernels take it."""
     rule = routing.rule
-    return Choice(
+    return RouterRule(
         per_token=routing.per_token,
         score=rule.score,
         groups=rule.groups,
