@@ -122,18 +122,25 @@ class ExpertStack:
         return bool(knobs.runtime.interpret) or wide_fits(machine_of(x.device).shared_block)
 
     def product(
-        self, x: Tensor, sent: Sent, *, back: bool = False, gate: GateRule | None = None
+        self,
+        x: Tensor,
+        sent: Sent,
+        *,
+        back: bool = False,
+        gate: GateRule | None = None,
+        early: bool = False,
     ) -> Tensor:
         """Return every pair's row times its expert's weight.
 
         x [T, K] and y [C, N] sorted by expert, or with `back` x [C, K] so sorted and y in the
-        order of the pairs' numbers; with `gate`, where `gates`, y [C, N / 2].
+        order of the pairs' numbers; with `gate`, where `gates`, y [C, N / 2]. `early`: a product
+        with `sent` has been launched before, so w may be asked for before that has ended.
         """
         if self._wide(x, sent):
             return self._launch_wide(x.contiguous(), sent, back, gate)
         assert gate is None or self.gates(x, sent)
         launch = self._launch_dense if self._packed is None else self._launch_packed
-        return launch(x.contiguous(), sent, back, gate)
+        return launch(x.contiguous(), sent, back, gate, early)
 
     def _launch_wide(self, x: Tensor, sent: Sent, back: bool, gate: GateRule | None) -> Tensor:
         w, tile = self._dense, expert_wide
@@ -168,7 +175,9 @@ class ExpertStack:
         )
         return y
 
-    def _launch_packed(self, x: Tensor, sent: Sent, back: bool, gate: GateRule | None) -> Tensor:
+    def _launch_packed(
+        self, x: Tensor, sent: Sent, back: bool, gate: GateRule | None, early: bool
+    ) -> Tensor:
         q, pairs = self._packed, sent.order_C.numel()
         assert q is not None
         bm, shares = rows_of(pairs, self._experts)
@@ -201,6 +210,7 @@ class ExpertStack:
             FUSE=gate is not None,
             ACT=rule.activation,
             PDL=plan.pdl,
+            EARLY=early,
             KWIDTH4=plan.kwidth4,
             INTERPRET=interpret,
             num_warps=config.warps,
@@ -209,7 +219,9 @@ class ExpertStack:
         )
         return y
 
-    def _launch_dense(self, x: Tensor, sent: Sent, back: bool, gate: GateRule | None) -> Tensor:
+    def _launch_dense(
+        self, x: Tensor, sent: Sent, back: bool, gate: GateRule | None, early: bool
+    ) -> Tensor:
         w, pairs = self._dense, sent.order_C.numel()
         assert w is not None
         bm, shares = rows_of(pairs, self._experts)
@@ -229,6 +241,7 @@ class ExpertStack:
             FUSE=gate is not None,
             ACT=rule.activation,
             PDL=pdl,
+            EARLY=early,
             INTERPRET=bool(knobs.runtime.interpret),
             num_warps=warps,
             launch_pdl=pdl,

@@ -183,7 +183,7 @@ class GroupedMLP(SparseMLP):
 
     def _summed(self, rows: Sending, residual_Th: Tensor | None) -> Tensor:
         hidden_CF = self._hidden(rows.x_Th, rows.sent)
-        y_Ch = self._down.product(hidden_CF, rows.sent, back=True)
+        y_Ch = self._down.product(hidden_CF, rows.sent, back=True, early=True)
         y_Th = weighted_sum(rows.weight_Tk, y_Ch, residual_Th)
         if self.shared is not None:
             y_Th.add_(self.shared(rows.x_Th))

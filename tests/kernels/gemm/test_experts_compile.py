@@ -45,7 +45,9 @@ def build(kernel, arch, dtype, constants, given=None, **options):
     types |= dict.fromkeys(SIZES, "i32") | GATE | (given or {})
     constants = constants | {"PDL": arch >= 90}
     arguments = {n: types[n] for n in kernel.arg_names if n in types and n not in constants}
-    aligned = tuple(n for n, t in arguments.items() if t.startswith("*") or n in ("N", "K", "columns"))
+    aligned = tuple(
+        n for n, t in arguments.items() if t.startswith("*") or n in ("N", "K", "columns")
+    )
     made = compile_kernel(kernel, arch, arguments, constants, aligned=aligned, options=options)
     assert made.cubin and made.shared_bytes <= SHARED_LIMIT[arch]
     return made
@@ -58,7 +60,7 @@ def packed(arch, bits, bm, *, dtype="bf16", gather=True, fuse=False):
         "BITS": bits, "GROUPED": True, "SYMMETRIC": bits == 4, "EVEN_K": True, "HAS_BIAS": True,
         "GATHER": gather, "BH": high, "WM": warps, "BM": bm, "STAGES": config.stages,
         "KWIDTH4": make_plan(config, divmod(arch, 10)).kwidth4, "INTERPRET": False,
-        "FUSE": fuse, "ACT": "silu",
+        "FUSE": fuse, "ACT": "silu", "EARLY": not fuse,
     }  # fmt: skip
     options = {"num_warps": warps, "num_stages": stages}
     return build(packed_expert_kernel, arch, dtype, constants, **options)
@@ -77,6 +79,7 @@ def test_everything_compiles(arch):
         rows, stages, warps = dense_tiles(bm, 4 if dtype == "fp32" else 2, fused=fuse)
         constants = {"HAS_BIAS": False, "GATHER": True, "BN": rows, "BM": bm, "BK": DENSE_DEPTH}
         constants |= {"STAGES": stages, "INTERPRET": False, "FUSE": fuse, "ACT": "gelu_tanh"}
+        constants |= {"EARLY": not fuse}
         build(dense_expert_kernel, arch, dtype, constants, num_warps=warps)
     for step, warps in ((256, 4), (ASSIGN_STEP, 8)):
         build(assign_kernel, arch, "bf16", {"STEP": step}, num_warps=warps)
