@@ -82,20 +82,25 @@ def choose(
     return weight * scale, chosen
 
 
-@triton.jit(do_not_specialize=["scale", "least"])
+@triton.jit(do_not_specialize=["T", "scale", "least"])
 def route_kernel(
-    logits, correction, weights, numbers, scale, least,
+    logits, bias, correction, weights, numbers, T, scale, least,
     E: tl.constexpr, PADDED: tl.constexpr, TOP: tl.constexpr, TOP_PADDED: tl.constexpr,
     SIGMOID: tl.constexpr, CORRECTED: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr,
-    TWO: tl.constexpr, NORMALISE: tl.constexpr, PDL: tl.constexpr,
+    TWO: tl.constexpr, NORMALISE: tl.constexpr, HAS_BIAS: tl.constexpr, SHARES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """One token's experts."""
+    """One of T tokens' experts; its logits are the sum of SHARES and a bias."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, PADDED)[None, :]
     x = tl.load(logits + token * E + e, mask=e < E, other=float("-inf")).to(tl.float32)
+    for i in tl.static_range(1, SHARES):
+        x += tl.load(logits + (i * T + token) * E + e, mask=e < E, other=0.0)
+    if HAS_BIAS:
+        x += tl.load(bias + e, mask=e < E, other=0.0).to(tl.float32)
     weight, chosen = choose(
         x, correction, scale, least, E, PADDED, TOP, TOP_PADDED, SIGMOID, CORRECTED, GROUPS, KEPT,
         TWO, NORMALISE,
@@ -146,18 +151,31 @@ class RouterRule:
 
 
 def route(
-    logits_TE: Tensor, choice: RouterRule, correction_E: Tensor | None = None
+    logits_TE: Tensor, rule: RouterRule, correction_E: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return weights, in the logits' dtype, and numbers [T, k] of each token's experts."""
-    tokens, experts = logits_TE.shape
-    weights = logits_TE.new_empty(tokens, choice.per_token)
-    numbers = torch.empty(weights.shape, dtype=torch.long, device=logits_TE.device)
-    pdl = overlaps(logits_TE.device)
+    return route_shares(logits_TE.contiguous()[None], rule, logits_TE.dtype, None, correction_E)
+
+
+def route_shares(
+    logits_STE: Tensor,
+    rule: RouterRule,
+    dtype: torch.dtype,
+    bias_E: Tensor | None,
+    correction_E: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Return the same of logits that are the sum of S shares and a bias."""
+    shares, tokens, experts = logits_STE.shape
+    weights = logits_STE.new_empty(tokens, rule.per_token, dtype=dtype)
+    numbers = torch.empty(weights.shape, dtype=torch.long, device=weights.device)
+    pdl = overlaps(weights.device)
     route_kernel[(tokens,)](
-        logits_TE.contiguous(),
-        weights if correction_E is None else correction_E,
-        *(weights, numbers, float(choice.scale), choice.least),
-        **choice.constants(experts, corrected=correction_E is not None),
+        logits_STE,
+        *(weights if given is None else given for given in (bias_E, correction_E)),
+        *(weights, numbers, tokens, float(rule.scale), rule.least),
+        **rule.constants(experts, corrected=correction_E is not None),
+        HAS_BIAS=bias_E is not None,
+        SHARES=shares,
         PDL=pdl,
         num_warps=1,
         launch_pdl=pdl,

@@ -8,9 +8,6 @@
     packed      words --> registers --> code - zero --> left operand, as tile_kernel.py
     dense       16-bit w through shared memory
     FUSE        a program takes gate rows and the up rows beside them; act(gate) up leaves
-    EARLY       the kernel in front is such a product by the same `order`: w is asked for meanwhile
-
-A kernel behind starts only when all programs have waited, so that it finds `starts` and `ends`.
 Nothing is known on the host but C, so a step of any routing is one captured graph. An expert
 without pairs reads nothing; one with pairs reads its weight once per `shares` (the L2 serves the
 rest). x is gathered as it is read, and the second product's rows go back to their pairs' places.
@@ -29,7 +26,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from llmpq.kernels.gemm.gated import gated
 from llmpq.kernels.gemm.packed_operands import load_pairs, load_tile
 from llmpq.kernels.gemm.tile_kernel import _accumulate, _load_x
-from llmpq.kernels.kv.register_operands import prefetch
 
 
 @triton.jit
@@ -96,23 +92,13 @@ def _load_group(
     return words, scale, zero
 
 
-@triton.jit
-def _ask_packed(P, left, groups, WORDS: tl.constexpr, BLOCKS: tl.constexpr):
-    """Ask the L2 for the first 8 KiB of each of BLOCKS blocks of words, 256 bytes a lane."""
-    lane = tl.arange(0, BLOCKS * 32)
-    size = groups * (WORDS * 4)
-    at = lane % 32 * 256
-    wanted = tl.where(lane // 32 < left, tl.minimum(tl.maximum(size - at, 0), 256), 0)
-    prefetch(P.to(tl.int64) + lane // 32 * size + at, wanted)
-
-
 @triton.jit(do_not_specialize=["shares", "top", "limit", "slope"])
 def packed_expert_kernel(
     X, P0, P1, S, Z, BIAS, Y, order, starts, ends, N, K, blocks, groups, top, shares, limit, slope,
     BITS: tl.constexpr, GROUPED: tl.constexpr, SYMMETRIC: tl.constexpr, EVEN_K: tl.constexpr,
     HAS_BIAS: tl.constexpr, GATHER: tl.constexpr, BH: tl.constexpr, WM: tl.constexpr,
     BM: tl.constexpr, STAGES: tl.constexpr, FUSE: tl.constexpr, ACT: tl.constexpr,
-    PDL: tl.constexpr, EARLY: tl.constexpr, KWIDTH4: tl.constexpr, INTERPRET: tl.constexpr,
+    PDL: tl.constexpr, KWIDTH4: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """y of one expert's pairs and BN rows of its w; grid (tiles of rows, E, shares).
 
@@ -122,9 +108,9 @@ def packed_expert_kernel(
     WORDS: tl.constexpr = 192 if BITS == 3 else 256
     BN: tl.constexpr = BH * WM * 16
     tile, e, share = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    if PDL and not EARLY:
-        gdc_wait()
+    if PDL:
         gdc_launch_dependents()
+        gdc_wait()
     first, end = tl.load(starts + e), tl.load(ends + e)
     block = tile * (BH * WM)
     half = blocks // 2 if FUSE else blocks
@@ -136,13 +122,6 @@ def packed_expert_kernel(
     S += whole * S_GROUPS * 8
     Z += whole * S_GROUPS * 8
     words_on, pairs_on = half * groups * WORDS, half * S_GROUPS * 8
-    if PDL and EARLY:
-        if first < end:
-            _ask_packed(P0, left, groups, WORDS, BH * WM)
-            if BITS == 8:
-                _ask_packed(P1, left, groups, WORDS, BH * WM)
-        gdc_launch_dependents()
-        gdc_wait()
     k = tl.arange(0, 128)
     if KWIDTH4:  # as tile_kernel.py
         k = k // 16 * 16 + k // 2 % 2 * 8 + k // 4 % 4 * 2 + k % 2
@@ -184,26 +163,19 @@ def dense_expert_kernel(
     X, W, BIAS, Y, order, starts, ends, N, K, top, shares, limit, slope,
     HAS_BIAS: tl.constexpr, GATHER: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,
     BK: tl.constexpr, STAGES: tl.constexpr, FUSE: tl.constexpr, ACT: tl.constexpr,
-    PDL: tl.constexpr, EARLY: tl.constexpr, INTERPRET: tl.constexpr,
+    PDL: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """The same with w [E, N, K] in x's dtype."""
     tile, e, share = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    if PDL and not EARLY:
-        gdc_wait()
+    if PDL:
         gdc_launch_dependents()
+        gdc_wait()
     first, end = tl.load(starts + e), tl.load(ends + e)
     F = N // 2 if FUSE else N
     n = tile * BN + tl.arange(0, BN)
     k = tl.arange(0, BK)
     w_at = W + (e.to(tl.int64) * N + n)[:, None] * K + k[None, :]
     up_at = w_at + F.to(tl.int64) * K if FUSE else w_at
-    if PDL and EARLY:
-        if first < end:
-            size = tl.minimum(K * (W.dtype.element_ty.primitive_bitwidth // 8), 512) // 16 * 16
-            at = (W + (e.to(tl.int64) * N + n) * K).to(tl.int64)
-            prefetch(at // 16 * 16, tl.where(n < F, size, 0))
-        gdc_launch_dependents()
-        gdc_wait()
     for m0 in range(first + share * BM, end, shares * BM):
         row = m0 + tl.arange(0, BM)
         live = row < end

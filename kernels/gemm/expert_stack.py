@@ -128,19 +128,17 @@ class ExpertStack:
         *,
         back: bool = False,
         gate: GateRule | None = None,
-        early: bool = False,
     ) -> Tensor:
         """Return every pair's row times its expert's weight.
 
         x [T, K] and y [C, N] sorted by expert, or with `back` x [C, K] so sorted and y in the
-        order of the pairs' numbers; with `gate`, where `gates`, y [C, N / 2]. `early`: a product
-        with `sent` has been launched before, so w may be asked for before that has ended.
+        order of the pairs' numbers; with `gate`, where `gates`, y [C, N / 2].
         """
         if self._wide(x, sent):
             return self._launch_wide(x.contiguous(), sent, back, gate)
         assert gate is None or self.gates(x, sent)
         launch = self._launch_dense if self._packed is None else self._launch_packed
-        return launch(x.contiguous(), sent, back, gate, early)
+        return launch(x.contiguous(), sent, back, gate)
 
     def _launch_wide(self, x: Tensor, sent: Sent, back: bool, gate: GateRule | None) -> Tensor:
         w, tile = self._dense, expert_wide
@@ -175,20 +173,18 @@ class ExpertStack:
         )
         return y
 
-    def _launch_packed(
-        self, x: Tensor, sent: Sent, back: bool, gate: GateRule | None, early: bool
-    ) -> Tensor:
+    def _launch_packed(self, x: Tensor, sent: Sent, back: bool, gate: GateRule | None) -> Tensor:
         q, pairs = self._packed, sent.order_C.numel()
         assert q is not None
         bm, shares = rows_of(pairs, self._experts)
         interpret = bool(knobs.runtime.interpret)
         capability = (9, 0) if interpret else torch.cuda.get_device_capability(x.device)
-        high, warps, stages = packed_tiles(bm, fused=gate is not None)
+        blocks, groups = q.out_features // BLOCK_ROWS, -(-q.in_features // 128)
+        high, warps, stages = packed_tiles(bm, groups, fused=gate is not None)
         config = Config(kernel="tile", blocks=high, warps=warps, bm=bm, stages=stages)
         plan = make_plan(config, capability, interpret=interpret)
         parts, rule = 1 if gate is None else 2, gate or GateRule()
         y = x.new_empty(pairs, q.out_features // parts)
-        blocks, groups = q.out_features // BLOCK_ROWS, -(-q.in_features // 128)
         words = [t.view(self._experts, -1).view(torch.int32) for t in (*q.planes, q.scale)]
         zero = words[-1] if q.zero is None else q.zero.view(self._experts, -1).view(torch.int32)
         packed_expert_kernel[(triton.cdiv(blocks, parts * high * warps), self._experts, shares)](
@@ -210,7 +206,6 @@ class ExpertStack:
             FUSE=gate is not None,
             ACT=rule.activation,
             PDL=plan.pdl,
-            EARLY=early,
             KWIDTH4=plan.kwidth4,
             INTERPRET=interpret,
             num_warps=config.warps,
@@ -219,9 +214,7 @@ class ExpertStack:
         )
         return y
 
-    def _launch_dense(
-        self, x: Tensor, sent: Sent, back: bool, gate: GateRule | None, early: bool
-    ) -> Tensor:
+    def _launch_dense(self, x: Tensor, sent: Sent, back: bool, gate: GateRule | None) -> Tensor:
         w, pairs = self._dense, sent.order_C.numel()
         assert w is not None
         bm, shares = rows_of(pairs, self._experts)
@@ -241,7 +234,6 @@ class ExpertStack:
             FUSE=gate is not None,
             ACT=rule.activation,
             PDL=pdl,
-            EARLY=early,
             INTERPRET=bool(knobs.runtime.interpret),
             num_warps=warps,
             launch_pdl=pdl,
@@ -267,12 +259,19 @@ DENSE_DEPTH = 64
 """Columns of w that a dense product takes at a time."""
 
 
-def packed_tiles(bm: int, *, fused: bool = False) -> tuple[int, int, int]:
+def packed_tiles(bm: int, groups: int, *, fused: bool = False) -> tuple[int, int, int]:
     """Return blocks of 16 rows of w that a warp takes, warps and stages of a packed product.
 
-    `fused`: of gate rows; as many up rows beside them.
+    `fused`: of gate rows; as many up rows beside them. `groups` of K: few make short loops, which
+    more rows are the better for (benchmarks/families_gpu.py, H200).
     """
-    return 1, 4, 4 if bm <= 32 else 3
+    if bm > 32:
+        return 1, 4, 3
+    if fused:
+        return (1, 4, 3) if bm <= 16 else (2, 4, 3)
+    if bm > 16:
+        return 2, 4, 4
+    return (2, 4, 3) if groups <= 8 else (1, 4, 4)
 
 
 def dense_tiles(bm: int, item: int, *, fused: bool = False) -> tuple[int, int, int]:
@@ -280,14 +279,15 @@ def dense_tiles(bm: int, item: int, *, fused: bool = False) -> tuple[int, int, i
     if item == 4:
         return 64, 2, 4
     if fused:
-        return (32, 5, 4) if bm <= 32 else (64, 3, 4)
+        return 64, 5 if bm <= 16 else 4 if bm <= 32 else 3, 4
     return (64, 5, 4) if bm <= 32 else (128, 3, 4)
 
 
 def rows_of(pairs: int, experts: int) -> tuple[int, int]:
     """Return the pairs a program takes at a time, and the programs that share an expert's."""
     even = -(-pairs // experts)
-    bm = next((size for size in (16, 32, 64) if even <= size), 128)
+    # Room for half as many again: the weight of an expert that has more pairs is read again.
+    bm = next((size for size in (16, 32, 64) if 3 * even <= 2 * size), 128)
     return bm, max(1, -(-even // (bm * ROW_BLOCKS)))
 
 

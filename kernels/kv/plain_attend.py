@@ -183,9 +183,11 @@ def sm_count(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def choose_splits(programs: int, tokens: int, tile: int, sms: int) -> int:
+def choose_splits(
+    programs: int, tokens: int, tile: int, sms: int, *, per_sm: int = PROGRAMS_PER_SM
+) -> int:
     """Return the parts a request is split into: as many programs as run at once, no empty parts."""
-    return max(1, min(PROGRAMS_PER_SM * sms // programs, -(-tokens // tile), MAX_SPLITS))
+    return max(1, min(per_sm * sms // programs, -(-tokens // tile), MAX_SPLITS))
 
 
 def choose_stages(tile_bytes: int, block: int, everywhere: int) -> int:

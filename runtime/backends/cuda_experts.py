@@ -109,21 +109,17 @@ def send(routing: Routing, x_Th: Tensor) -> Sending:
 
 
 def norm_and_send(routing: Routing, between: Norm, x_Th: Tensor) -> Sending:
-    """Norm rows and choose their experts: of few rows in one launch."""
+    """Norm rows and choose their experts: of few rows in two launches."""
     experts, rule = routing.weight_Eh.shape[0], routing.rule
     plain = between.bias is None and between.shape == x_Th.shape[1:]
     if not plain or not norm_route.takes(x_Th, experts, rule.groups):
         return send(routing, _normed(between, x_Th))
-    done = norm_route.norm_route(
+    normed_Th, weight_Tk, expert_Tk = norm_route.norm_route(
         *(x_Th, between.weight, between.eps, routing.weight_Eh, _choice(routing)),
         bias_E=routing.bias_E,
         correction_E=routing.correction_E,
     )
-    if done.sorted_by_expert is None:
-        sent = assign(done.expert_Tk, experts)
-    else:
-        sent = Sent(*done.sorted_by_expert, routing.per_token)
-    return Sending(done.normed_Th, done.weight_Tk, sent)
+    return Sending(normed_Th, weight_Tk, assign(expert_Tk, experts))
 
 
 def _normed(part: Norm, x_Th: Tensor) -> Tensor:
@@ -183,7 +179,7 @@ class GroupedMLP(SparseMLP):
 
     def _summed(self, rows: Sending, residual_Th: Tensor | None) -> Tensor:
         hidden_CF = self._hidden(rows.x_Th, rows.sent)
-        y_Ch = self._down.product(hidden_CF, rows.sent, back=True, early=True)
+        y_Ch = self._down.product(hidden_CF, rows.sent, back=True)
         y_Th = weighted_sum(rows.weight_Tk, y_Ch, residual_Th)
         if self.shared is not None:
             y_Th.add_(self.shared(rows.x_Th))

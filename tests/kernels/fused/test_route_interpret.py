@@ -56,8 +56,8 @@ def test_choice_and_weights(kind):
 
 @pytest.mark.parametrize("kind", RULES)
 @pytest.mark.parametrize("tokens", [1, 5, 19])
-def test_norm_and_choice_in_one_launch(kind, tokens, monkeypatch):
-    """Rows of two chunks of columns, in one block of tokens, sorted too, or in two."""
+def test_norm_and_choice_together(kind, tokens, monkeypatch):
+    """Rows of two chunks of columns, in one block of tokens or in two."""
     monkeypatch.setattr(norm_route, "CHUNK", 16)
     experts, per_token, rule = RULES[kind]
     correction = normal(experts, seed=3) if rule.correction else None

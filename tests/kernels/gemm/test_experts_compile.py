@@ -3,7 +3,7 @@
 import pytest
 
 pytest.importorskip("triton")
-from llmpq.kernels.fused.norm_route import CHUNK, EXPERTS, TOKENS, norm_route_kernel  # noqa: E402
+from llmpq.kernels.fused.norm_route import CHUNK, EXPERTS, TOKENS, norm_logits_kernel  # noqa: E402
 from llmpq.kernels.fused.route import route_kernel  # noqa: E402
 from llmpq.kernels.gemm import expert_wide  # noqa: E402
 from llmpq.kernels.gemm.config import Config, make_plan  # noqa: E402
@@ -53,14 +53,14 @@ def build(kernel, arch, dtype, constants, given=None, **options):
     return made
 
 
-def packed(arch, bits, bm, *, dtype="bf16", gather=True, fuse=False):
-    high, warps, stages = packed_tiles(bm, fused=fuse)
+def packed(arch, bits, bm, *, dtype="bf16", gather=True, fuse=False, groups=16):
+    high, warps, stages = packed_tiles(bm, groups, fused=fuse)
     config = Config(kernel="tile", blocks=high, warps=warps, bm=bm, stages=stages)
     constants = {
         "BITS": bits, "GROUPED": True, "SYMMETRIC": bits == 4, "EVEN_K": True, "HAS_BIAS": True,
         "GATHER": gather, "BH": high, "WM": warps, "BM": bm, "STAGES": config.stages,
         "KWIDTH4": make_plan(config, divmod(arch, 10)).kwidth4, "INTERPRET": False,
-        "FUSE": fuse, "ACT": "silu", "EARLY": not fuse,
+        "FUSE": fuse, "ACT": "silu",
     }  # fmt: skip
     options = {"num_warps": warps, "num_stages": stages}
     return build(packed_expert_kernel, arch, dtype, constants, **options)
@@ -74,12 +74,11 @@ def test_everything_compiles(arch):
             packed(arch, bits, bm, fuse=True)
     for dtype, bm, fuse in (
         ("bf16", 16, False), ("bf16", 128, False), ("fp32", 64, False), ("bf16", 16, True),
-        ("fp16", MOST_GATED, True),
+        ("bf16", 32, True), ("fp16", MOST_GATED, True),
     ):  # fmt: skip
         rows, stages, warps = dense_tiles(bm, 4 if dtype == "fp32" else 2, fused=fuse)
         constants = {"HAS_BIAS": False, "GATHER": True, "BN": rows, "BM": bm, "BK": DENSE_DEPTH}
         constants |= {"STAGES": stages, "INTERPRET": False, "FUSE": fuse, "ACT": "gelu_tanh"}
-        constants |= {"EARLY": not fuse}
         build(dense_expert_kernel, arch, dtype, constants, num_warps=warps)
     for step, warps in ((256, 4), (ASSIGN_STEP, 8)):
         build(assign_kernel, arch, "bf16", {"STEP": step}, num_warps=warps)
@@ -125,18 +124,23 @@ def test_routers_compile(arch):
     one |= {"SIGMOID": False, "CORRECTED": False, "TWO": False, "NORMALISE": True}
     many = one | {"E": 256, "PADDED": 256, "GROUPS": 8, "KEPT": 4, "TWO": True}
     given = dict.fromkeys(("x_ptr", "norm_weight", "router", "bias", "normed"), "*bf16")
-    given |= {"partial": "*fp32", "arrived": "*i32", "T": "i32", "columns": "i32", "eps": "fp32"}
-    whole = {"HAS_BIAS": True, "SORTS": True, "CHUNKS": 6, "BT": TOKENS, "BE": EXPERTS}
-    whole |= {"BK": CHUNK, "INTERPRET": False}
-    for constants in (one, many | {"SIGMOID": True, "CORRECTED": True}):
-        build(route_kernel, arch, "bf16", constants, num_warps=1)
-        build(norm_route_kernel, arch, "bf16", constants | whole, given, num_warps=4)
+    given |= {"shares": "*fp32", "T": "i32", "columns": "i32", "eps": "fp32"}
+    whole = {"E": 128, "CHUNKS": 6, "BT": TOKENS, "BE": EXPERTS, "BK": CHUNK, "INTERPRET": False}
+    build(norm_logits_kernel, arch, "bf16", whole, given, num_warps=4)
+    one |= {"HAS_BIAS": False, "SHARES": 1}
+    shared = {"HAS_BIAS": True, "SHARES": 6}
+    for constants in (one, many | shared | {"SIGMOID": True, "CORRECTED": True}):
+        build(route_kernel, arch, "bf16", constants, given, num_warps=1)
 
 
 @pytest.mark.parametrize(
-    ("bm", "fuse"), [(16, False), (64, False), (128, False), (16, True), (MOST_GATED, True)]
-)
-def test_products_in_flight_keep_their_operands(bm, fuse):
+    ("bm", "groups", "fuse"),
+    [
+        (16, 6, False), (16, 16, False), (32, 16, False), (64, 16, False), (128, 16, False),
+        (16, 16, True), (32, 16, True), (MOST_GATED, 16, True),
+    ],
+)  # fmt: skip
+def test_products_in_flight_keep_their_operands(bm, groups, fuse):
     """As test_gemm_compile.py: no step unpacks into registers that wgmma still reads."""
-    code = packed(90, 4, bm, fuse=fuse).machine_code()
+    code = packed(90, 4, bm, fuse=fuse, groups=groups).machine_code()
     assert product_loops(code) and overwritten(code) == []

@@ -196,5 +196,7 @@ def test_views_share_the_stack():
 def test_programs_follow_an_even_routing():
     assert module.rows_of(8, 128) == (16, 1)
     assert module.rows_of(32 * 8, 128) == (16, 1)
+    assert module.rows_of(128 * 8, 128) == (16, 1)
+    assert module.rows_of(128 * 4, 32) == (32, 1)
     assert module.rows_of(4096 * 8, 128) == (128, 1)
     assert module.rows_of(65536 * 8, 128) == (128, 8)
