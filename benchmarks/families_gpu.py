@@ -51,7 +51,7 @@ MODELS = (
 )
 PREFILL_TOKENS = 4096
 LATENT_CASES = ((32, 8192), (8, 8192), (128, 1024))
-PAUSE_US = 50.0
+PAUSE_US = 5.0
 """Idle time between two kernels beyond which it is the host's, between two calls."""
 
 
@@ -112,7 +112,7 @@ def kernels(args: argparse.Namespace, kind: str) -> None:
                 f"floor {floor_us:.1f}, {sum(n for n, _ in spent.values()) / count:.1f} launches"
             )
             for kernel, (launches, us) in sorted(spent.items(), key=lambda item: -item[1][1]):
-                what = where | {"kernel": kernel[:80], "launches": launches / count}
+                what = where | {"kernel": kernel[:80], "launches": round(launches / count, 3)}
                 row(args, "family kernels", what, [us / count])
                 print(f"    {us / count:8.2f} us {launches / count:5.2f} x  {kernel[:80]}")
             print(flush=True)

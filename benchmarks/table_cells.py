@@ -135,13 +135,8 @@ def us_of_floor(row: Row) -> str:
 
 def us_and_launches(row: Row) -> str:
     """Show microseconds a layer, and its launches where it is not one."""
-    launches = row["case"]["launches"]
+    launches = round(row["case"]["launches"], 2)
     return f"{row['value']:.1f}" + ("" if launches == 1 else f" ({launches:g} launches)")
-
-
-def us_of_dense(row: Row) -> str:
-    """Show microseconds and the share of the dense product's rate."""
-    return f"{row['value']:.0f} [{row['baselines']['dense'] / row['value']:.0%}]"
 
 
 def us_over_cublas(row: Row) -> str:

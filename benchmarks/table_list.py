@@ -24,7 +24,6 @@ from table_cells import (
     seconds_and_peak,
     tokens_and_steps,
     us_and_launches,
-    us_of_dense,
     us_of_floor,
     us_over_cublas,
 )
@@ -68,21 +67,6 @@ TABLES: dict[str, Pivot | FrontTable | OddTable | ProofsTable] = {
         column=("model", "precision"),
         where={"batch": 1},
         show=us_and_launches,
-    ),
-    "grouped_products": Pivot(
-        file="families.jsonl",
-        bench="grouped product",
-        index=("model", "product", "precision"),
-        where={"product": frozenset(("up", "down"))},
-        show=us_of_dense,
-        value_title="4,096 tokens: us [share of the dense product's rate]",
-    ),
-    "latent_attention": Pivot(
-        file="families.jsonl",
-        bench="latent attention",
-        index=("model", "batch", "context"),
-        show=us_of_floor,
-        value_title="us [share of the bandwidth]",
     ),
     "atom_gemm": Pivot(
         file="atom_gemm.jsonl",

@@ -26,60 +26,13 @@ from llmpq.kernels.overlap import overlaps
 
 
 @triton.jit
-def _largest_two(x_TGP):
+def _largest_two(x_GP):
     """Sum of the two largest of each row, the largest counted twice where it stands twice."""
-    best = tl.max(x_TGP, 2)
-    first = tl.argmax(x_TGP, 2)
-    column = tl.arange(0, x_TGP.shape[2])
-    rest = tl.where(column[None, None, :] == first[:, :, None], float("-inf"), x_TGP)
-    return best + tl.max(rest, 2)
-
-
-@triton.jit
-def choose(
-    x, correction, scale, least,
-    E: tl.constexpr, PADDED: tl.constexpr, TOP: tl.constexpr, TOP_PADDED: tl.constexpr,
-    SIGMOID: tl.constexpr, CORRECTED: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr,
-    TWO: tl.constexpr, NORMALISE: tl.constexpr,
-):  # fmt: skip
-    """Weights and numbers [T, TOP_PADDED] of the experts that logits x [T, PADDED] choose.
-
-    Logits beyond E are -inf.
-    """
-    T: tl.constexpr = x.shape[0]
-    e = tl.arange(0, PADDED)
-    if SIGMOID:
-        chance = 1.0 / (1.0 + tl.exp(-x))
-    else:
-        share = tl.exp(x - tl.max(x, 1)[:, None])
-        chance = share / tl.sum(share, 1)[:, None]
-    wish = chance
-    if CORRECTED:
-        wish += tl.load(correction + e, mask=e < E, other=0.0)[None, :]
-    wish = tl.where((e < E)[None, :], wish, float("-inf"))
-    if GROUPS > 1:  # E is a power of two then
-        by_group = tl.reshape(wish, (T, GROUPS, PADDED // GROUPS))
-        score = _largest_two(by_group) if TWO else tl.max(by_group, 2)
-        group = tl.arange(0, GROUPS)[None, :]
-        kept = tl.zeros([T, GROUPS], tl.int32)
-        for _ in tl.static_range(KEPT):
-            best = tl.argmax(score, 1)[:, None]
-            kept = tl.where(group == best, 1, kept)
-            score = tl.where(group == best, float("-inf"), score)
-        by_group = tl.where(kept[:, :, None] == 1, by_group, float("-inf"))
-        wish = tl.reshape(by_group, (T, PADDED))
-    j = tl.arange(0, TOP_PADDED)[None, :]
-    chosen = tl.zeros([T, TOP_PADDED], tl.int32)
-    weight = tl.zeros([T, TOP_PADDED], tl.float32)
-    for i in range(TOP):  # unrolled it is so much code that fetching it takes longer
-        best = tl.argmax(wish, 1)[:, None]
-        its = tl.sum(tl.where(e[None, :] == best, chance, 0.0), 1)[:, None]
-        chosen = tl.where(j == i, best, chosen)
-        weight = tl.where(j == i, its, weight)
-        wish = tl.where(e[None, :] == best, float("-inf"), wish)
-    if NORMALISE:
-        weight = weight / (tl.sum(weight, 1)[:, None] + least)
-    return weight * scale, chosen
+    best = tl.max(x_GP, 1)
+    first = tl.argmax(x_GP, 1)
+    column = tl.arange(0, x_GP.shape[1])
+    rest = tl.where(column[None, :] == first[:, None], float("-inf"), x_GP)
+    return best + tl.max(rest, 1)
 
 
 @triton.jit(do_not_specialize=["T", "scale", "least"])
@@ -95,19 +48,44 @@ def route_kernel(
         gdc_launch_dependents()
         gdc_wait()
     token = tl.program_id(0).to(tl.int64)
-    e = tl.arange(0, PADDED)[None, :]
+    e = tl.arange(0, PADDED)
     x = tl.load(logits + token * E + e, mask=e < E, other=float("-inf")).to(tl.float32)
     for i in tl.static_range(1, SHARES):
         x += tl.load(logits + (i * T + token) * E + e, mask=e < E, other=0.0)
     if HAS_BIAS:
         x += tl.load(bias + e, mask=e < E, other=0.0).to(tl.float32)
-    weight, chosen = choose(
-        x, correction, scale, least, E, PADDED, TOP, TOP_PADDED, SIGMOID, CORRECTED, GROUPS, KEPT,
-        TWO, NORMALISE,
-    )  # fmt: skip
-    j = tl.arange(0, TOP_PADDED)[None, :]
+    if SIGMOID:
+        chance = 1.0 / (1.0 + tl.exp(-x))
+    else:
+        share = tl.exp(x - tl.max(x, 0))
+        chance = share / tl.sum(share, 0)
+    wish = chance
+    if CORRECTED:
+        wish += tl.load(correction + e, mask=e < E, other=0.0)
+    wish = tl.where(e < E, wish, float("-inf"))
+    if GROUPS > 1:  # E is a power of two then
+        by_group = tl.reshape(wish, (GROUPS, PADDED // GROUPS))
+        score = _largest_two(by_group) if TWO else tl.max(by_group, 1)
+        group = tl.arange(0, GROUPS)
+        kept = tl.zeros([GROUPS], tl.int32)
+        for _ in tl.static_range(KEPT):
+            best = tl.argmax(score, 0)
+            kept = tl.where(group == best, 1, kept)
+            score = tl.where(group == best, float("-inf"), score)
+        by_group = tl.where(kept[:, None] == 1, by_group, float("-inf"))
+        wish = tl.reshape(by_group, (PADDED,))
+    j = tl.arange(0, TOP_PADDED)
+    chosen = tl.zeros([TOP_PADDED], tl.int32)
+    weight = tl.zeros([TOP_PADDED], tl.float32)
+    for i in tl.static_range(TOP):
+        best = tl.argmax(wish, 0)
+        chosen = tl.where(j == i, best, chosen)
+        weight = tl.where(j == i, tl.sum(tl.where(e == best, chance, 0.0), 0), weight)
+        wish = tl.where(e == best, float("-inf"), wish)
+    if NORMALISE:
+        weight = weight / (tl.sum(weight, 0) + least)
     at = token * TOP + j
-    tl.store(weights + at, weight.to(weights.dtype.element_ty), mask=j < TOP)
+    tl.store(weights + at, (weight * scale).to(weights.dtype.element_ty), mask=j < TOP)
     tl.store(numbers + at, chosen.to(tl.int64), mask=j < TOP)
 
 
