@@ -1,27 +1,37 @@
 """A layer of the families beyond Llama on a GPU: decode beside its byte floor, grouped products.
 
-    python benchmarks/families_gpu.py --rows FILE [--models ...] [--batches 1,8,32,128]
+    python benchmarks/families_gpu.py --rows FILE [--parts grouped,latents,layers,kernels]
+        [--models ...] [--precisions ...] [--batches 1,8,32,128]
 
-Layers of dummy weights, timed as `llmpq-profile` times them (captured, four distinct layers). The
-floor is what a step has to read at the card's listed bandwidth: of a mixture the experts that so
-many tokens are expected to be sent to, and the keys and values of its context.
-
-Then the product of all experts of a layer at 4096 tokens beside one dense product of as many rows.
+layers      layers of dummy weights, timed as `llmpq-profile` times them (captured, four distinct
+            layers). The floor is what a step has to read at the card's listed bandwidth: of a
+            mixture the experts that so many tokens are expected to be sent to, and the keys and
+            values of its context.
+kernels     the same step, its time told apart by kernel: a kernel is charged from the end of the
+            one before to its own end, so that launches which overlap add up to the step
+grouped     the two products of all experts of a layer at 4096 tokens as the runtime calls them,
+            each beside one dense product of equal shape, and the sorting of pairs
+latents     attention of decode steps over latents (MLA) beside the bytes that it has to read
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 
 from llmpq.cost_model import Phase
 from llmpq.device_spec import canonical_kind, device_specs
+from llmpq.kernels.formats.quantized_weight import QuantizedWeight
 from llmpq.kernels.formats.round_to_nearest import quantize_weight
 from llmpq.kernels.gemm.expert_sent import assign
 from llmpq.kernels.gemm.expert_stack import ExpertStack
-from llmpq.kernels.tools.gpu_timing import time_launches, write_row
+from llmpq.kernels.gemm.gated import GateRule
+from llmpq.kernels.kv import ruled_attend
+from llmpq.kernels.tools.gpu_timing import copies_for, time_launches, write_row
 from llmpq.memory import Quantization, layer_weight_bytes
 from llmpq.model_spec import ModelSpec
 from llmpq.planner.costs.roofline import experts_hit
@@ -40,11 +50,14 @@ MODELS = (
     "deepseek-v2-lite",
 )
 PREFILL_TOKENS = 4096
+LATENT_CASES = ((32, 8192), (8, 8192), (128, 1024))
+PAUSE_US = 5.0
+"""Idle time between two kernels beyond which it is the host's, between two calls."""
 
 
 def read_bytes(spec: ModelSpec, precision: Precision, batch: int, context: int) -> float:
     """Return what a step of a layer reads: weights, of experts those that are hit, and cache."""
-    whole = layer_weight_bytes(spec, precision, Quantization(), 2)
+    whole: float = layer_weight_bytes(spec, precision, Quantization(), 2)
     if spec.experts:
         experts = sum(s.num_weights for s in spec.linears() if s.name.startswith("experts."))
         share = experts / sum(s.num_weights for s in spec.linears())
@@ -54,8 +67,10 @@ def read_bytes(spec: ModelSpec, precision: Precision, batch: int, context: int) 
     return whole + 2.0 * batch * context * vectors * spec.kv_heads * spec.head_dim
 
 
-def decode(name: str, args: argparse.Namespace, kind: str) -> None:
-    """Time a model's layer at every precision and batch."""
+def cases(
+    name: str, args: argparse.Namespace, kind: str
+) -> Iterator[tuple[TimedModel, TimedCase, dict[str, object], float]]:
+    """Yield a model's decode steps, what rows say of them and their floor in microseconds."""
     spec = ModelSpec.by_name(name)
     timed = TimedModel(spec, torch.device("cuda"), Quantization(), Sampling())
     for text in args.precisions.split(","):
@@ -65,68 +80,173 @@ def decode(name: str, args: argparse.Namespace, kind: str) -> None:
                 device_kind=kind, part="layer", phase=Phase.DECODE, precision=precision,
                 dtype="bfloat16",
             )  # fmt: skip
-            case = TimedCase(target=target, v=batch, length=args.context)
-            found = timed.time(case, EFFORT)
             nbytes = read_bytes(spec, precision, batch, args.context)
             floor_us = nbytes / device_specs()[kind].mem_gbps / 1e3
-            us = found.seconds * 1e6
             where = {"model": name, "precision": text, "batch": batch, "context": args.context}
-            write_row(
-                args.rows,
-                bench="family layer",
-                case=where | {"how": found.how},
-                unit="us",
-                samples=[us],
-                floor=floor_us,
-                commit=args.commit,
-                program="python benchmarks/families_gpu.py",
-            )
+            yield timed, TimedCase(target=target, v=batch, length=args.context), where, floor_us
+
+
+def layers(args: argparse.Namespace, kind: str) -> None:
+    """Time layers at every precision and batch."""
+    for name in args.models.split(","):
+        for timed, case, where, floor_us in cases(name, args, kind):
+            found = timed.time(case, EFFORT)
+            us = found.seconds * 1e6
+            row(args, "family layer", where | {"how": found.how}, [us], floor=floor_us)
             print(
-                f"{name:18} {text:6} {batch:4} {us:8.1f} us  {us / floor_us:5.2f} x floor",
+                f"{name:18} {where['precision']:6} {where['batch']:4} {us:8.1f} us  "
+                f"{us / floor_us:5.2f} x floor",
                 flush=True,
             )
 
 
+def kernels(args: argparse.Namespace, kind: str) -> None:
+    """Tell the time of layers apart by kernel, those that take longest first."""
+    for name in args.models.split(","):
+        for timed, case, where, floor_us in cases(name, args, kind):
+            call, count = timed.captured(case)
+            spent = by_kernel(call)
+            whole = sum(us for _, us in spent.values()) / count
+            print(
+                f"{name} {where['precision']} batch {where['batch']}: {whole:.1f} us a layer, "
+                f"floor {floor_us:.1f}, {sum(n for n, _ in spent.values()) / count:.1f} launches"
+            )
+            for kernel, (launches, us) in sorted(spent.items(), key=lambda item: -item[1][1]):
+                what = where | {"kernel": kernel[:80], "launches": round(launches / count, 3)}
+                row(args, "family kernels", what, [us / count])
+                print(f"    {us / count:8.2f} us {launches / count:5.2f} x  {kernel[:80]}")
+            print(flush=True)
+
+
+def by_kernel(call: Callable[[], object], repeats: int = 10) -> dict[str, tuple[float, float]]:
+    """Return launches and microseconds of one call by kernel's name; a call is far from empty."""
+    for _ in range(3):
+        call()
+    torch.cuda.synchronize()
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        for _ in range(repeats):
+            call()
+            torch.cuda.synchronize()
+    ran = [
+        (e.time_range.end, e.time_range.start, e.name)
+        for e in profile.events()
+        if e.device_type == torch.autograd.DeviceType.CUDA
+    ]
+    spent: dict[str, tuple[float, float]] = {}
+    ahead = 0.0
+    for end, start, name in sorted(ran):
+        # A pause of the host between two calls is nobody's.
+        begin = ahead if start - ahead < PAUSE_US else start
+        launches, us = spent.get(name, (0.0, 0.0))
+        spent[name] = (launches + 1 / repeats, us + max(0.0, end - begin) / repeats)
+        ahead = max(ahead, end)
+    return spent
+
+
 def grouped(args: argparse.Namespace) -> None:
-    """Time the first product of a layer's experts beside a dense one of equal shape."""
-    spec = ModelSpec.by_name("qwen3-30b-a3b")
-    n, k = 2 * spec.ffn, spec.hidden
-    x = torch.randn(PREFILL_TOKENS, k, device="cuda", dtype=torch.bfloat16)
+    """Time the products of a layer's experts beside dense ones of equal shape."""
+    spec = ModelSpec.by_name(args.models.split(",")[0])
+    assert spec.experts, f"{spec.name} has no experts"
     expert_TK = torch.rand(PREFILL_TOKENS, spec.experts, device="cuda").topk(
         spec.experts_per_token, dim=1
     ).indices  # fmt: skip
-    pairs = expert_TK.numel()
-    rows = torch.randn(pairs, k, device="cuda", dtype=torch.bfloat16)
-    w = torch.randn(n, k, device="cuda", dtype=torch.bfloat16)
-    dense_us = time_launches(lambda _: rows @ w.t(), 1)
-    for bits in (16, 8, 4):
-        stack = ExpertStack(spec.experts)
-        weight = w
-        if bits < 16:
-            scheme = WeightScheme(bits=bits, group_size=128, symmetric=False, clip_search=False)
-            weight = quantize_weight(w, scheme, dtype=torch.bfloat16)
-        for e in range(spec.experts):
-            stack.put(e, weight, None)
-        samples = time_launches(lambda _: stack.product(x, assign(expert_TK, spec.experts)), 1)  # noqa: B023
-        write_row(
-            args.rows,
-            bench="grouped product",
-            case={"model": spec.name, "precision": f"w{bits}a16", "tokens": PREFILL_TOKENS},
-            unit="us",
-            samples=samples,
-            baselines={"dense": sorted(dense_us)[len(dense_us) // 2]},
-            commit=args.commit,
-            program="python benchmarks/families_gpu.py",
-        )
-        us = sorted(samples)[len(samples) // 2]
-        print(f"grouped w{bits}: {us:.0f} us, dense {min(dense_us):.0f} us, "
-              f"{min(dense_us) / us:.2f} of its rate", flush=True)  # fmt: skip
+    pairs, sent = expert_TK.numel(), assign(expert_TK, spec.experts)
+    here = {"model": spec.name, "tokens": PREFILL_TOKENS}
+    row(args, "grouped product", here | {"product": "sorting"},
+        time_launches(lambda _: assign(expert_TK, spec.experts), 1))  # fmt: skip
+    shapes = {"up": (2 * spec.ffn, spec.hidden), "down": (spec.hidden, spec.ffn)}
+    for product, (n, k) in shapes.items():
+        x = torch.randn(PREFILL_TOKENS if product == "up" else pairs, k, device="cuda").bfloat16()
+        w = torch.randn(n, k, device="cuda", dtype=torch.bfloat16)
+        rows = torch.randn(pairs, k, device="cuda", dtype=torch.bfloat16)
+        dense_us = statistics.median(time_launches(lambda _: rows @ w.t(), 1))  # noqa: B023
+        for text in args.precisions.split(","):
+            stack = stacked(w, Precision.parse(text).weight_bits, spec.experts)
+            gate = GateRule() if product == "up" and stack.gates(x, sent) else None
+            samples = time_launches(
+                lambda _: stack.product(x, sent, back=product == "down", gate=gate),  # noqa: B023
+                1,
+            )
+            us = statistics.median(samples)
+            what = here | {"product": product, "precision": text, "gated": gate is not None}
+            row(args, "grouped product", what, samples, baselines={"dense": dense_us})
+            print(f"grouped {product} {text}: {us:.0f} us, dense {dense_us:.0f} us, "
+                  f"{dense_us / us:.2f} of its rate", flush=True)  # fmt: skip
+
+
+def stacked(w: torch.Tensor, bits: int, experts: int) -> ExpertStack:
+    """Return a stack of as many copies of a weight."""
+    stack = ExpertStack(experts)
+    weight: torch.Tensor | QuantizedWeight = w
+    if bits < 16:
+        scheme = WeightScheme(bits=bits, group_size=128, symmetric=False, clip_search=False)
+        weight = quantize_weight(w, scheme, dtype=torch.bfloat16)
+    for e in range(experts):
+        stack.put(e, weight, None)
+    return stack
+
+
+def latents(args: argparse.Namespace, kind: str) -> None:
+    """Time a decode step's attention over latents; its floor is the cache, read once."""
+    spec = ModelSpec.by_name("deepseek-v2-lite")
+    assert spec.latent is not None
+    rank = spec.latent.kv_rank
+    dim = rank + spec.latent.rope_dim
+    for batch, context in LATENT_CASES:
+        sets = copies_for(2 * batch * context * dim)
+        caches = [
+            torch.randn(batch, 1, context, dim, device="cuda").bfloat16() for _ in range(sets)
+        ]
+        q = torch.randn(batch, 1, spec.heads, dim, device="cuda", dtype=torch.bfloat16)
+        slots = torch.arange(batch, dtype=torch.int32, device="cuda")
+        start, new = torch.full_like(slots, context - 1), torch.ones_like(slots)
+
+        def attend(i: int) -> torch.Tensor:
+            cache = caches[i]  # noqa: B023
+            return ruled_attend.ruled_attend(
+                *(q, cache, cache, slots, start, new),  # noqa: B023
+                max_end=context,  # noqa: B023
+                scale=dim**-0.5,
+                value_dim=rank,
+            )
+
+        samples = time_launches(attend, sets)
+        floor_us = 2 * batch * context * dim / device_specs()[kind].mem_gbps / 1e3
+        what = {"model": spec.name, "batch": batch, "context": context}
+        row(args, "latent attention", what, samples, floor=floor_us)
+        us = statistics.median(samples)
+        print(f"latents {batch} x {context}: {us:.1f} us, {floor_us / us:.2f} of the bandwidth")
+
+
+def row(
+    args: argparse.Namespace,
+    bench: str,
+    case: dict[str, object],
+    samples: list[float],
+    *,
+    floor: float | None = None,
+    baselines: dict[str, float] | None = None,
+) -> None:
+    """Append a row of microseconds."""
+    write_row(
+        args.rows,
+        bench=bench,
+        case=case,
+        unit="us",
+        samples=samples,
+        floor=floor,
+        baselines=baselines,
+        commit=args.commit,
+        program="python benchmarks/families_gpu.py",
+    )
 
 
 def main() -> None:
     """Measure what is asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rows", type=Path, required=True)
+    parser.add_argument("--parts", default="grouped,latents,layers")
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--precisions", default="w16a16,w4a16")
     parser.add_argument("--batches", default="1,8,32,128")
@@ -134,9 +254,11 @@ def main() -> None:
     parser.add_argument("--commit", help="where git is not at hand")
     args = parser.parse_args()
     kind = canonical_kind(torch.cuda.get_device_name())
-    grouped(args)
-    for name in args.models.split(","):
-        decode(name, args, kind)
+    for part in args.parts.split(","):
+        if part == "grouped":
+            grouped(args)
+        else:
+            {"latents": latents, "layers": layers, "kernels": kernels}[part](args, kind)
 
 
 if __name__ == "__main__":

@@ -133,6 +133,12 @@ def us_of_floor(row: Row) -> str:
     return f"{row['value']:.1f}{speed} [{row['floor'] / row['value']:.0%}]"
 
 
+def us_and_launches(row: Row) -> str:
+    """Show microseconds a layer, and its launches where it is not one."""
+    launches = round(row["case"]["launches"], 2)
+    return f"{row['value']:.1f}" + ("" if launches == 1 else f" ({launches:g} launches)")
+
+
 def us_over_cublas(row: Row) -> str:
     """Show microseconds, the share of the floor and the speed-up over cuBLAS in 16 bits."""
     base = next(v for k, v in row["baselines"].items() if k.startswith("cublas"))

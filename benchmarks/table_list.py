@@ -23,6 +23,7 @@ from table_cells import (
     seconds_and_cpu,
     seconds_and_peak,
     tokens_and_steps,
+    us_and_launches,
     us_of_floor,
     us_over_cublas,
 )
@@ -57,6 +58,15 @@ TABLES: dict[str, Pivot | FrontTable | OddTable | ProofsTable] = {
         index=("model", "precision"),
         column="batch",
         show=us_of_floor,
+        order=("1", "8", "32", "128"),
+    ),
+    "family_kernels": Pivot(
+        file="families.jsonl",
+        bench="family kernels",
+        index=("kernel",),
+        column=("model", "precision"),
+        where={"batch": 1},
+        show=us_and_launches,
     ),
     "atom_gemm": Pivot(
         file="atom_gemm.jsonl",

@@ -13,6 +13,7 @@ Bytes: E logits read, k weights and numbers written a token; torch takes eight l
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -34,20 +35,25 @@ def _largest_two(x_GP):
     return best + tl.max(rest, 1)
 
 
-@triton.jit(do_not_specialize=["scale", "least"])
+@triton.jit(do_not_specialize=["T", "scale", "least"])
 def route_kernel(
-    logits, correction, weights, numbers, scale, least,
+    logits, bias, correction, weights, numbers, T, scale, least,
     E: tl.constexpr, PADDED: tl.constexpr, TOP: tl.constexpr, TOP_PADDED: tl.constexpr,
     SIGMOID: tl.constexpr, CORRECTED: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr,
-    TWO: tl.constexpr, NORMALISE: tl.constexpr, PDL: tl.constexpr,
+    TWO: tl.constexpr, NORMALISE: tl.constexpr, HAS_BIAS: tl.constexpr, SHARES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """One token's experts."""
+    """One of T tokens' experts; its logits are the sum of SHARES and a bias."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, PADDED)
     x = tl.load(logits + token * E + e, mask=e < E, other=float("-inf")).to(tl.float32)
+    for i in tl.static_range(1, SHARES):
+        x += tl.load(logits + (i * T + token) * E + e, mask=e < E, other=0.0)
+    if HAS_BIAS:
+        x += tl.load(bias + e, mask=e < E, other=0.0).to(tl.float32)
     if SIGMOID:
         chance = 1.0 / (1.0 + tl.exp(-x))
     else:
@@ -89,37 +95,65 @@ def fits(experts: int, groups: int) -> bool:
     return experts <= 1024 and (groups == 1 or powers)
 
 
+@dataclass(frozen=True, kw_only=True)
+class RouterRule:
+    """How a token's experts are chosen and weighed."""
+
+    per_token: int
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    groups: int = 1
+    groups_kept: int = 1
+    group_score: Literal["max", "top2"] = "max"
+    normalise: bool = True
+    scale: float = 1.0
+
+    @property
+    def least(self) -> float:
+        """What is added to the sum that weights are divided by."""
+        return 1e-20 if self.score == "sigmoid" else 0.0
+
+    def constants(self, experts: int, *, corrected: bool) -> dict[str, int | bool]:
+        """Return what `choose` is compiled for."""
+        return {
+            "E": experts,
+            "PADDED": max(2, triton.next_power_of_2(experts)),
+            "TOP": self.per_token,
+            "TOP_PADDED": max(2, triton.next_power_of_2(self.per_token)),
+            "SIGMOID": self.score == "sigmoid",
+            "CORRECTED": corrected,
+            "GROUPS": self.groups,
+            "KEPT": self.groups_kept,
+            "TWO": self.group_score == "top2",
+            "NORMALISE": self.normalise,
+        }
+
+
 def route(
-    logits_TE: Tensor,
-    per_token: int,
-    *,
-    score: Literal["softmax", "sigmoid"] = "softmax",
-    correction_E: Tensor | None = None,
-    groups: int = 1,
-    groups_kept: int = 1,
-    group_score: Literal["max", "top2"] = "max",
-    normalise: bool = True,
-    scale: float = 1.0,
+    logits_TE: Tensor, rule: RouterRule, correction_E: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return weights, in the logits' dtype, and numbers [T, k] of each token's experts."""
-    tokens, experts = logits_TE.shape
-    weights = logits_TE.new_empty(tokens, per_token)
-    numbers = torch.empty(tokens, per_token, dtype=torch.long, device=logits_TE.device)
-    pdl, padded = overlaps(logits_TE.device), max(2, triton.next_power_of_2(experts))
+    return route_shares(logits_TE.contiguous()[None], rule, logits_TE.dtype, None, correction_E)
+
+
+def route_shares(
+    logits_STE: Tensor,
+    rule: RouterRule,
+    dtype: torch.dtype,
+    bias_E: Tensor | None,
+    correction_E: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Return the same of logits that are the sum of S shares and a bias."""
+    shares, tokens, experts = logits_STE.shape
+    weights = logits_STE.new_empty(tokens, rule.per_token, dtype=dtype)
+    numbers = torch.empty(weights.shape, dtype=torch.long, device=weights.device)
+    pdl = overlaps(weights.device)
     route_kernel[(tokens,)](
-        logits_TE.contiguous(),
-        weights if correction_E is None else correction_E,
-        *(weights, numbers, float(scale), 1e-20 if score == "sigmoid" else 0.0),
-        E=experts,
-        PADDED=padded,
-        TOP=per_token,
-        TOP_PADDED=max(2, triton.next_power_of_2(per_token)),
-        SIGMOID=score == "sigmoid",
-        CORRECTED=correction_E is not None,
-        GROUPS=groups,
-        KEPT=groups_kept,
-        TWO=group_score == "top2",
-        NORMALISE=normalise,
+        logits_STE,
+        *(weights if given is None else given for given in (bias_E, correction_E)),
+        *(weights, numbers, tokens, float(rule.scale), rule.least),
+        **rule.constants(experts, corrected=correction_E is not None),
+        HAS_BIAS=bias_E is not None,
+        SHARES=shares,
         PDL=pdl,
         num_warps=1,
         launch_pdl=pdl,

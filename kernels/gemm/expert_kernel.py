@@ -7,7 +7,7 @@
     assign      one program an expert counts, and writes its part of `order`
     packed      words --> registers --> code - zero --> left operand, as tile_kernel.py
     dense       16-bit w through shared memory
-
+    FUSE        a program takes gate rows and the up rows beside them; act(gate) up leaves
 Nothing is known on the host but C, so a step of any routing is one captured graph. An expert
 without pairs reads nothing; one with pairs reads its weight once per `shares` (the L2 serves the
 rest). x is gathered as it is read, and the second product's rows go back to their pairs' places.
@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from llmpq.kernels.gemm.gated import gated
 from llmpq.kernels.gemm.packed_operands import load_pairs, load_tile
 from llmpq.kernels.gemm.tile_kernel import _accumulate, _load_x
 
@@ -52,45 +53,75 @@ def assign_kernel(expert_C, order, starts, ends, C, STEP: tl.constexpr, PDL: tl.
 
 @triton.jit
 def _store(
-    acc, Y, BIAS, order, row, live, n0, e, N, BN: tl.constexpr, HAS_BIAS: tl.constexpr,
-    SCATTER: tl.constexpr,
+    acc, acc2, Y, BIAS, order, row, live, n0, e, N, limit, slope, BN: tl.constexpr,
+    HAS_BIAS: tl.constexpr, SCATTER: tl.constexpr, FUSE: tl.constexpr, ACT: tl.constexpr,
 ):  # fmt: skip
-    """Add the expert's bias to acc [BN, BM] and store it, transposed, into y [C, N]."""
+    """Add the expert's bias to acc [BN, BM] and store it, transposed, into y [C, N].
+
+    FUSE: acc2 are the rows N / 2 further on; act(acc) * acc2 goes into y [C, N / 2].
+    """
     n = n0 + tl.arange(0, BN)
+    F = N // 2 if FUSE else N
     target = row
     if SCATTER:
         target = tl.load(order + row, mask=live, other=0)
     if HAS_BIAS:
-        bias = tl.load(BIAS + e.to(tl.int64) * N + n, mask=n < N, other=0.0)
-        acc += bias.to(tl.float32)[:, None]
-    at = target.to(tl.int64)[None, :] * N + n[:, None]
-    tl.store(Y + at, acc.to(Y.dtype.element_ty), mask=live[None, :] & (n < N)[:, None])
+        at = BIAS + e.to(tl.int64) * N + n
+        acc += tl.load(at, mask=n < F, other=0.0).to(tl.float32)[:, None]
+        if FUSE:
+            acc2 += tl.load(at + F, mask=n < F, other=0.0).to(tl.float32)[:, None]
+    if FUSE:
+        acc = gated(acc, acc2, limit, slope, ACT)
+    at = target.to(tl.int64)[None, :] * F + n[:, None]
+    tl.store(Y + at, acc.to(Y.dtype.element_ty), mask=live[None, :] & (n < F)[:, None])
 
 
-@triton.jit(do_not_specialize=["shares", "top"])
-def packed_expert_kernel(
-    X, P0, P1, S, Z, BIAS, Y, order, starts, ends, N, K, blocks, groups, top, shares,
-    BITS: tl.constexpr, GROUPED: tl.constexpr, SYMMETRIC: tl.constexpr, EVEN_K: tl.constexpr,
-    HAS_BIAS: tl.constexpr, GATHER: tl.constexpr, WM: tl.constexpr, BM: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr, KWIDTH4: tl.constexpr, INTERPRET: tl.constexpr,
+@triton.jit
+def _load_group(
+    P0, P1, S, Z, left, groups, S_GROUPS, g, BITS: tl.constexpr, GROUPED: tl.constexpr,
+    SYMMETRIC: tl.constexpr, BH: tl.constexpr, WM: tl.constexpr,
 ):  # fmt: skip
-    """y of one expert's pairs and BN rows of its w; grid (tiles of rows, E, shares)."""
+    """Words, scales and zeros of one k-group."""
+    # Scales of a channel stand still: they are loaded with every group all the same.
+    held = g if GROUPED else 0
+    words, _, _ = load_tile(P0, P1, S, Z, left, groups, g, BITS, False, SYMMETRIC, BH, WM, False)
+    scale = load_pairs(S, left, S_GROUPS, held, BH, WM, False)
+    zero = 0
+    if not SYMMETRIC:
+        zero = load_pairs(Z, left, S_GROUPS, held, BH, WM, False)
+    return words, scale, zero
+
+
+@triton.jit(do_not_specialize=["shares", "top", "limit", "slope"])
+def packed_expert_kernel(
+    X, P0, P1, S, Z, BIAS, Y, order, starts, ends, N, K, blocks, groups, top, shares, limit, slope,
+    BITS: tl.constexpr, GROUPED: tl.constexpr, SYMMETRIC: tl.constexpr, EVEN_K: tl.constexpr,
+    HAS_BIAS: tl.constexpr, GATHER: tl.constexpr, BH: tl.constexpr, WM: tl.constexpr,
+    BM: tl.constexpr, STAGES: tl.constexpr, FUSE: tl.constexpr, ACT: tl.constexpr,
+    PDL: tl.constexpr, KWIDTH4: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """y of one expert's pairs and BN rows of its w; grid (tiles of rows, E, shares).
+
+    FUSE: and of the BN rows half of w further on, which the first are the gate of.
+    """
     DT: tl.constexpr = X.dtype.element_ty
     WORDS: tl.constexpr = 192 if BITS == 3 else 256
-    BN: tl.constexpr = WM * 16
+    BN: tl.constexpr = BH * WM * 16
     tile, e, share = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     first, end = tl.load(starts + e), tl.load(ends + e)
-    block = tile * WM
-    left = blocks - block
+    block = tile * (BH * WM)
+    half = blocks // 2 if FUSE else blocks
+    left = half - block
     S_GROUPS = groups if GROUPED else 1
     whole = (e * blocks + block).to(tl.int64)
     P0 += whole * groups * WORDS
     P1 += whole * groups * WORDS
     S += whole * S_GROUPS * 8
     Z += whole * S_GROUPS * 8
+    words_on, pairs_on = half * groups * WORDS, half * S_GROUPS * 8
     k = tl.arange(0, 128)
     if KWIDTH4:  # as tile_kernel.py
         k = k // 16 * 16 + k // 2 % 2 * 8 + k // 4 % 4 * 2 + k % 2
@@ -102,41 +133,37 @@ def packed_expert_kernel(
             source = tl.load(order + row, mask=live, other=0) // top
         at = X + source.to(tl.int64)[None, :] * K + k[:, None]
         acc = tl.zeros([BN, BM], tl.float32)
+        acc2 = tl.zeros([BN, BM], tl.float32) if FUSE else 0
         for g in tl.range(0, groups, num_stages=STAGES):
-            # Scales of a channel stand still: they are loaded with every group all the same.
-            held = g if GROUPED else 0
-            words, _, _ = load_tile(
-                P0, P1, S, Z, left, groups, g, BITS, False, SYMMETRIC, 1, WM, False
+            now = _load_group(
+                P0, P1, S, Z, left, groups, S_GROUPS, g, BITS, GROUPED, SYMMETRIC, BH, WM
             )
-            scale = load_pairs(S, left, S_GROUPS, held, 1, WM, False)
-            zero = 0
-            if not SYMMETRIC:
-                zero = load_pairs(Z, left, S_GROUPS, held, 1, WM, False)
+            if FUSE:
+                now2 = _load_group(
+                    P0 + words_on, P1 + words_on, S + pairs_on, Z + pairs_on, left, groups,
+                    S_GROUPS, g, BITS, GROUPED, SYMMETRIC, BH, WM,
+                )  # fmt: skip
             x = _load_x(at, g, live[None, :], k[:, None], K, EVEN_K)
             acc = _accumulate(
-                acc,
-                (words, scale, zero),
-                x,
-                0,
-                BITS,
-                DT,
-                True,
-                SYMMETRIC,
-                False,
-                1,
-                WM,
-                BM,
-                KWIDTH4,
-                INTERPRET,
+                acc, now, x, 0, BITS, DT, True, SYMMETRIC, False, BH, WM, BM, KWIDTH4, INTERPRET
             )
-        _store(acc, Y, BIAS, order, row, live, block * 16, e, N, BN, HAS_BIAS, not GATHER)
+            if FUSE:
+                acc2 = _accumulate(
+                    acc2, now2, x, 0, BITS, DT, True, SYMMETRIC, False, BH, WM, BM, KWIDTH4,
+                    INTERPRET,
+                )  # fmt: skip
+        _store(
+            acc, acc2, Y, BIAS, order, row, live, block * 16, e, N, limit, slope, BN, HAS_BIAS,
+            not GATHER, FUSE, ACT,
+        )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["shares", "top"])
+@triton.jit(do_not_specialize=["shares", "top", "limit", "slope"])
 def dense_expert_kernel(
-    X, W, BIAS, Y, order, starts, ends, N, K, top, shares,
+    X, W, BIAS, Y, order, starts, ends, N, K, top, shares, limit, slope,
     HAS_BIAS: tl.constexpr, GATHER: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,
-    BK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr, INTERPRET: tl.constexpr,
+    BK: tl.constexpr, STAGES: tl.constexpr, FUSE: tl.constexpr, ACT: tl.constexpr,
+    PDL: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """The same with w [E, N, K] in x's dtype."""
     tile, e, share = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -144,9 +171,11 @@ def dense_expert_kernel(
         gdc_launch_dependents()
         gdc_wait()
     first, end = tl.load(starts + e), tl.load(ends + e)
+    F = N // 2 if FUSE else N
     n = tile * BN + tl.arange(0, BN)
     k = tl.arange(0, BK)
     w_at = W + (e.to(tl.int64) * N + n)[:, None] * K + k[None, :]
+    up_at = w_at + F.to(tl.int64) * K if FUSE else w_at
     for m0 in range(first + share * BM, end, shares * BM):
         row = m0 + tl.arange(0, BM)
         live = row < end
@@ -155,12 +184,26 @@ def dense_expert_kernel(
             source = tl.load(order + row, mask=live, other=0) // top
         x_at = X + source.to(tl.int64)[None, :] * K + k[:, None]
         acc = tl.zeros([BN, BM], tl.float32)
+        acc2 = tl.zeros([BN, BM], tl.float32) if FUSE else 0
         for k0 in tl.range(0, K, BK, num_stages=STAGES):
             inside = k0 + k < K
-            w = tl.load(w_at + k0, mask=(n < N)[:, None] & inside[None, :], other=0.0)
+            w_live = (n < F)[:, None] & inside[None, :]
+            w = tl.load(w_at + k0, mask=w_live, other=0.0)
+            if FUSE:
+                w2 = tl.load(up_at + k0, mask=w_live, other=0.0)
             x = tl.load(x_at + k0, mask=live[None, :] & inside[:, None], other=0.0)
-            if INTERPRET:
-                acc = tl.dot(w.to(tl.float32), x.to(tl.float32), acc)
-            else:
-                acc = tl.dot(w, x, acc, input_precision="ieee")
-        _store(acc, Y, BIAS, order, row, live, tile * BN, e, N, BN, HAS_BIAS, not GATHER)
+            acc = _dot(w, x, acc, INTERPRET)
+            if FUSE:
+                acc2 = _dot(w2, x, acc2, INTERPRET)
+        _store(
+            acc, acc2, Y, BIAS, order, row, live, tile * BN, e, N, limit, slope, BN, HAS_BIAS,
+            not GATHER, FUSE, ACT,
+        )  # fmt: skip
+
+
+@triton.jit
+def _dot(w, x, acc, INTERPRET: tl.constexpr):
+    if INTERPRET:
+        return tl.dot(w.to(tl.float32), x.to(tl.float32), acc)
+    else:
+        return tl.dot(w, x, acc, input_precision="ieee")

@@ -106,7 +106,14 @@ class ExpertStack:
 
     def gates(self, x: Tensor, sent: Sent) -> bool:
         """Whether the product can be gated as it is made: w's first half the gate's rows."""
-        return self._wide(x, sent)
+        few = rows_of(sent.order_C.numel(), self._experts)[0] <= MOST_GATED
+        return self._wide(x, sent) or (few and self._halves())
+
+    def _halves(self) -> bool:
+        """Whether gate and up each are whole blocks of rows; float32 has no tiles for both."""
+        if self._packed is not None:
+            return self._packed.out_features % (2 * BLOCK_ROWS) == 0
+        return self._dense is not None and self._dense.element_size() == 2
 
     def _wide(self, x: Tensor, sent: Sent) -> bool:
         """Whether expert_wide.py's tiles are to be taken."""
@@ -115,7 +122,12 @@ class ExpertStack:
         return bool(knobs.runtime.interpret) or wide_fits(machine_of(x.device).shared_block)
 
     def product(
-        self, x: Tensor, sent: Sent, *, back: bool = False, gate: GateRule | None = None
+        self,
+        x: Tensor,
+        sent: Sent,
+        *,
+        back: bool = False,
+        gate: GateRule | None = None,
     ) -> Tensor:
         """Return every pair's row times its expert's weight.
 
@@ -124,9 +136,9 @@ class ExpertStack:
         """
         if self._wide(x, sent):
             return self._launch_wide(x.contiguous(), sent, back, gate)
-        assert gate is None
+        assert gate is None or self.gates(x, sent)
         launch = self._launch_dense if self._packed is None else self._launch_packed
-        return launch(x.contiguous(), sent, back)
+        return launch(x.contiguous(), sent, back, gate)
 
     def _launch_wide(self, x: Tensor, sent: Sent, back: bool, gate: GateRule | None) -> Tensor:
         w, tile = self._dense, expert_wide
@@ -161,33 +173,38 @@ class ExpertStack:
         )
         return y
 
-    def _launch_packed(self, x: Tensor, sent: Sent, back: bool) -> Tensor:
+    def _launch_packed(self, x: Tensor, sent: Sent, back: bool, gate: GateRule | None) -> Tensor:
         q, pairs = self._packed, sent.order_C.numel()
         assert q is not None
         bm, shares = rows_of(pairs, self._experts)
         interpret = bool(knobs.runtime.interpret)
         capability = (9, 0) if interpret else torch.cuda.get_device_capability(x.device)
-        warps, stages = packed_tiles(bm)
-        config = Config(kernel="tile", warps=warps, bm=bm, stages=stages)
-        plan = make_plan(config, capability, interpret=interpret)
-        y = x.new_empty(pairs, q.out_features)
         blocks, groups = q.out_features // BLOCK_ROWS, -(-q.in_features // 128)
+        high, warps, stages = packed_tiles(bm, groups, fused=gate is not None)
+        config = Config(kernel="tile", blocks=high, warps=warps, bm=bm, stages=stages)
+        plan = make_plan(config, capability, interpret=interpret)
+        parts, rule = 1 if gate is None else 2, gate or GateRule()
+        y = x.new_empty(pairs, q.out_features // parts)
         words = [t.view(self._experts, -1).view(torch.int32) for t in (*q.planes, q.scale)]
         zero = words[-1] if q.zero is None else q.zero.view(self._experts, -1).view(torch.int32)
-        packed_expert_kernel[(triton.cdiv(blocks, config.warps), self._experts, shares)](
+        packed_expert_kernel[(triton.cdiv(blocks, parts * high * warps), self._experts, shares)](
             *(x, words[0], words[len(q.planes) - 1], words[-1], zero),
             *(x if self._bias is None else self._bias, y),
             *(sent.order_C, sent.starts_E, sent.ends_E),
             *(q.out_features, q.in_features, blocks, groups, sent.per_token, shares),
+            *(float(rule.limit), float(rule.slope)),
             BITS=q.bits,
             GROUPED=q.group_size is not None,
             SYMMETRIC=q.symmetric,
             EVEN_K=q.in_features % 128 == 0,
             HAS_BIAS=self._bias is not None,
             GATHER=not back,
+            BH=high,
             WM=config.warps,
             BM=bm,
             STAGES=config.stages,
+            FUSE=gate is not None,
+            ACT=rule.activation,
             PDL=plan.pdl,
             KWIDTH4=plan.kwidth4,
             INTERPRET=interpret,
@@ -197,22 +214,25 @@ class ExpertStack:
         )
         return y
 
-    def _launch_dense(self, x: Tensor, sent: Sent, back: bool) -> Tensor:
+    def _launch_dense(self, x: Tensor, sent: Sent, back: bool, gate: GateRule | None) -> Tensor:
         w, pairs = self._dense, sent.order_C.numel()
         assert w is not None
         bm, shares = rows_of(pairs, self._experts)
-        rows, stages, warps = dense_tiles(bm, x.element_size())
-        y, pdl = x.new_empty(pairs, w.shape[1]), overlaps(x.device)
-        dense_expert_kernel[(triton.cdiv(w.shape[1], rows), self._experts, shares)](
+        rows, stages, warps = dense_tiles(bm, x.element_size(), fused=gate is not None)
+        rule, leave = gate or GateRule(), w.shape[1] if gate is None else w.shape[1] // 2
+        y, pdl = x.new_empty(pairs, leave), overlaps(x.device)
+        dense_expert_kernel[(triton.cdiv(leave, rows), self._experts, shares)](
             *(x, w, x if self._bias is None else self._bias, y),
             *(sent.order_C, sent.starts_E, sent.ends_E),
-            *(w.shape[1], w.shape[2], sent.per_token, shares),
+            *(w.shape[1], w.shape[2], sent.per_token, shares, float(rule.limit), float(rule.slope)),
             HAS_BIAS=self._bias is not None,
             GATHER=not back,
             BN=rows,
             BM=bm,
             BK=DENSE_DEPTH,
             STAGES=stages,
+            FUSE=gate is not None,
+            ACT=rule.activation,
             PDL=pdl,
             INTERPRET=bool(knobs.runtime.interpret),
             num_warps=warps,
@@ -233,26 +253,41 @@ def tensor_memory(device: torch.device, columns: int) -> bool:
 
 
 WIDE_BARRIERS = 1024
+MOST_GATED = 64
+"""Pairs at a time up to which a program has registers for the sums of gate and up."""
 DENSE_DEPTH = 64
 """Columns of w that a dense product takes at a time."""
 
 
-def packed_tiles(bm: int) -> tuple[int, int]:
-    """Return warps, each of 16 rows of w, and stages of a packed product."""
-    return 4, 4 if bm <= 32 else 3
+def packed_tiles(bm: int, groups: int, *, fused: bool = False) -> tuple[int, int, int]:
+    """Return blocks of 16 rows of w that a warp takes, warps and stages of a packed product.
+
+    `fused`: of gate rows; as many up rows beside them. `groups` of K: few make short loops, which
+    more rows are the better for (benchmarks/families_gpu.py, H200).
+    """
+    if bm > 32:
+        return 1, 4, 3
+    if fused:
+        return (1, 4, 3) if bm <= 16 else (2, 4, 3)
+    if bm > 16:
+        return 2, 4, 4
+    return (2, 4, 3) if groups <= 8 else (1, 4, 4)
 
 
-def dense_tiles(bm: int, item: int) -> tuple[int, int, int]:
+def dense_tiles(bm: int, item: int, *, fused: bool = False) -> tuple[int, int, int]:
     """Return rows of w, stages and warps of a dense product: 96 KiB shared at most."""
     if item == 4:
         return 64, 2, 4
+    if fused:
+        return 64, 5 if bm <= 16 else 4 if bm <= 32 else 3, 4
     return (64, 5, 4) if bm <= 32 else (128, 3, 4)
 
 
 def rows_of(pairs: int, experts: int) -> tuple[int, int]:
     """Return the pairs a program takes at a time, and the programs that share an expert's."""
     even = -(-pairs // experts)
-    bm = next((size for size in (16, 32, 64) if even <= size), 128)
+    # Room for half as many again: the weight of an expert that has more pairs is read again.
+    bm = next((size for size in (16, 32, 64) if 3 * even <= 2 * size), 128)
     return bm, max(1, -(-even // (bm * ROW_BLOCKS)))
 
 

@@ -174,9 +174,11 @@ def combine_kernel(
     tl.store(out_ptr + out_at[:, None] + d[None, :], out.to(out_ptr.dtype.element_ty), mask=stored)
 
 
-def choose_splits(programs: int, tokens: int, tile: int, sms: int) -> int:
+def choose_splits(
+    programs: int, tokens: int, tile: int, sms: int, *, per_sm: int = PROGRAMS_PER_SM
+) -> int:
     """Return the parts a request is split into: as many programs as run at once, no empty parts."""
-    return max(1, min(PROGRAMS_PER_SM * sms // programs, -(-tokens // tile), MAX_SPLITS))
+    return max(1, min(per_sm * sms // programs, -(-tokens // tile), MAX_SPLITS))
 
 
 def choose_stages(tile_bytes: int, block: int, everywhere: int) -> int:

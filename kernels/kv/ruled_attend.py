@@ -34,6 +34,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from llmpq.kernels.kv.launch_plan import shared_memory
 from llmpq.kernels.kv.plain_attend import (
     MAX_Q_LEN,
+    PROGRAMS_PER_SM,
     choose_splits,
     merge_splits,
 )
@@ -167,6 +168,8 @@ class Tiles:
     keys: int
     stages: int
     warps: int
+    per_sm: int = PROGRAMS_PER_SM
+    """Programs of a decode step that a multiprocessor runs at once."""
 
 
 def halves(dim: int) -> tuple[int, int]:
@@ -188,6 +191,10 @@ def choose_tiles(dim: int, item: int, rows: int, *, latent: bool, block: int) ->
     def needed(r: int, n: int, stages: int) -> int:
         return width * (r + (stages - 1) * n * tensors) + BESIDE + 4 * r * n
 
+    # Latents are both keys and values. 64 of them keep 8 warps at work; with 32 half the warps have
+    # no scores to make, and each tile's chain of sums is as long.
+    if latent and rows <= 16 and main * item >= 1024 and needed(16, 64, 3) <= block:
+        return Tiles(16, 64, 3, 8, per_sm=1)
     most = 16 if rows <= 16 else 32 if rows <= 32 or main * item > 512 else 64
     for r, n in ((most, 64), (most, 32), (min(most, 32), 32), (16, 32), (16, 16)):
         stages = next((s for s in (4, 3, 2) if needed(r, n, s) <= block), 0)
@@ -228,9 +235,10 @@ def ruled_attend(
     if splits is None:
         few = q_len <= MAX_Q_LEN
         programs = batch * groups * chunks
-        splits = (
-            choose_splits(programs, seen, tiles.keys, multiprocessors(q_BQHD.device)) if few else 1
-        )
+        sms = multiprocessors(q_BQHD.device)
+        splits = 1
+        if few:
+            splits = choose_splits(programs, seen, tiles.keys, sms, per_sm=tiles.per_sm)
     out = q_BQHD.new_empty(batch, q_len, heads, value_dim)
     padded = max(16, triton.next_power_of_2(value_dim))
     parts = batch * groups * chunks * splits * tiles.rows if splits > 1 else 1

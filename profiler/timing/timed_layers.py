@@ -22,7 +22,7 @@ from llmpq.memory import Quantization, layer_weight_bytes
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import Precision
 from llmpq.profiler.timing.cases import CaseTime, Sampling, Target, TimedCase
-from llmpq.profiler.timing.stopwatch import Effort, time_call
+from llmpq.profiler.timing.stopwatch import Effort, capture, time_call
 from llmpq.runtime.backends.backend import backend_of
 from llmpq.runtime.backends.cuda_stage import CudaStageCompute, widened
 from llmpq.runtime.backends.stage_compute import StageCompute
@@ -91,6 +91,13 @@ class TimedModel:
         with torch.inference_mode():
             call = self._call(case, stage, graph=graph)
             return time_call(call, device=self.device, effort=effort, layers=layers, graph=graph)
+
+    def captured(self, case: TimedCase) -> tuple[Callable[[], object], int]:
+        """Return a captured case as a call that replays it, and the layers it goes through."""
+        stage = self._stage_of(case)
+        with torch.inference_mode():
+            call = self._call(case, stage, graph=True)
+            return capture(call, self.device), max(1, len(stage.layers))
 
     def num_layers(self, target: Target) -> int:
         """Return how many distinct layers are timed together."""

@@ -1,10 +1,10 @@
 """A mixture's experts on a GPU: all of a layer in two products, nothing asked of the device.
 
-    weight, expert [T, k]    the router's               kernels/fused/route.py
+    weight, expert [T, k]    the router's               kernels/fused/route.py, norm_route.py
     sent                     pairs sorted by expert     kernels/gemm/expert_stack.py
     hidden [C, F]            act(gate_up of every pair)
     y [T, k, h]              down, each pair back at its own number
-    sum_j weight[t, j] y[t, j]
+    sum_j weight[t, j] y[t, j]  kernels/fused/weighted_sum.py, which adds the residual stream too
 
 Weights are put into stacks as they are read, one expert beside the stack at a time; linears hold
 views of it. Where a linear holds another weight (a draft's view) or is watched (calibration), the
@@ -14,17 +14,22 @@ experts run one after the other, as on a CPU.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from llmpq.kernels.fused import gated_mlp, route
+from llmpq.kernels.fused import gated_mlp, norm_route, route
+from llmpq.kernels.fused.rms_norm import MAX_COLUMNS, rms_norm
+from llmpq.kernels.fused.route import RouterRule
+from llmpq.kernels.fused.weighted_sum import weighted_sum
 from llmpq.kernels.gemm.expert_sent import Sent, assign
 from llmpq.kernels.gemm.expert_stack import ExpertStack, stackable
 from llmpq.kernels.gemm.gated import GateRule
 from llmpq.runtime.models.experts import Routing, SparseMLP
 from llmpq.runtime.models.linear import Linear
 from llmpq.runtime.models.mlps import MLP, GatedMLP
+from llmpq.runtime.models.norms import Norm
 
 OLDEST = (8, 0)
 """Compute capability from which Triton drives the tensor cores."""
@@ -66,23 +71,62 @@ def _fit(up: ExpertStack, down: ExpertStack, expert: GatedMLP) -> bool:
     return all(stack.takes(part.weight, part.bias) for stack, part in parts)
 
 
-def _routed(routing: Routing, x_Th: Tensor) -> tuple[Tensor, Tensor]:
-    """Return weights and numbers [T, k] of each token's experts; `Routing.forward` is the twin."""
-    rule, experts = routing.rule, routing.weight_Eh.shape[0]
-    if not route.fits(experts, rule.groups):
-        weight_Tk, expert_Tk = routing(x_Th)
-        return weight_Tk, expert_Tk
-    return route.route(
-        routing.logits(x_Th),
-        routing.per_token,
+def _choice(routing: Routing) -> RouterRule:
+    """Return a router's rule as the kernels take it."""
+    rule = routing.rule
+    return RouterRule(
+        per_token=routing.per_token,
         score=rule.score,
-        correction_E=routing.correction_E,
         groups=rule.groups,
         groups_kept=rule.groups_kept,
         group_score=rule.group_score,
         normalise=rule.normalise,
         scale=rule.scale,
     )
+
+
+def _routed(routing: Routing, x_Th: Tensor) -> tuple[Tensor, Tensor]:
+    """Return weights and numbers [T, k] of each token's experts; `Routing.forward` is the twin."""
+    if not route.fits(routing.weight_Eh.shape[0], routing.rule.groups):
+        weight_Tk, expert_Tk = routing(x_Th)
+        return weight_Tk, expert_Tk
+    return route.route(routing.logits(x_Th), _choice(routing), routing.correction_E)
+
+
+@dataclass(frozen=True)
+class Sending:
+    """Rows that experts take, the weights [T, k] of what they make, and who takes what."""
+
+    x_Th: Tensor
+    weight_Tk: Tensor
+    sent: Sent
+
+
+def send(routing: Routing, x_Th: Tensor) -> Sending:
+    """Choose the experts of rows that are normed already."""
+    weight_Tk, expert_Tk = _routed(routing, x_Th)
+    return Sending(x_Th, weight_Tk, assign(expert_Tk, routing.weight_Eh.shape[0]))
+
+
+def norm_and_send(routing: Routing, between: Norm, x_Th: Tensor) -> Sending:
+    """Norm rows and choose their experts: of few rows in two launches."""
+    experts, rule = routing.weight_Eh.shape[0], routing.rule
+    plain = between.bias is None and between.shape == x_Th.shape[1:]
+    if not plain or not norm_route.takes(x_Th, experts, rule.groups):
+        return send(routing, _normed(between, x_Th))
+    normed_Th, weight_Tk, expert_Tk = norm_route.norm_route(
+        *(x_Th, between.weight, between.eps, routing.weight_Eh, _choice(routing)),
+        bias_E=routing.bias_E,
+        correction_E=routing.correction_E,
+    )
+    return Sending(normed_Th, weight_Tk, assign(expert_Tk, experts))
+
+
+def _normed(part: Norm, x_Th: Tensor) -> Tensor:
+    if part.bias is not None or part.shape != x_Th.shape[1:] or x_Th.shape[1] > MAX_COLUMNS:
+        normed: Tensor = part(x_Th)
+        return normed
+    return rms_norm(x_Th, part.weight, part.eps)
 
 
 class GroupedMLP(SparseMLP):
@@ -122,11 +166,21 @@ class GroupedMLP(SparseMLP):
         if self.asks_host:
             return super().forward(x_BQh)
         x_Th = x_BQh.reshape(-1, x_BQh.shape[-1])
-        weight_Tk, expert_Tk = _routed(self.routing, x_Th)
-        sent = assign(expert_Tk, len(self.experts))
-        hidden_CF = self._hidden(x_Th, sent)
-        y_Ch = self._down.product(hidden_CF, sent, back=True)
-        y_Th = torch.bmm(weight_Tk[:, None], y_Ch.view(*weight_Tk.shape, -1))[:, 0]
+        return self._summed(send(self.routing, x_Th), None).view(x_BQh.shape)
+
+    def added(self, residual_BQh: Tensor, between: Norm) -> Tensor:
+        """Return r + experts(norm(r)); r may have lost its values then."""
+        residual_Th = residual_BQh.reshape(-1, residual_BQh.shape[-1])
+        if self.asks_host:
+            made = super().forward(_normed(between, residual_Th)[None])
+            return residual_BQh.add_(made.view(residual_BQh.shape))
+        made = self._summed(norm_and_send(self.routing, between, residual_Th), residual_Th)
+        return made.view(residual_BQh.shape)
+
+    def _summed(self, rows: Sending, residual_Th: Tensor | None) -> Tensor:
+        hidden_CF = self._hidden(rows.x_Th, rows.sent)
+        y_Ch = self._down.product(hidden_CF, rows.sent, back=True)
+        y_Th = weighted_sum(rows.weight_Tk, y_Ch, residual_Th)
         if self.shared is not None:
-            y_Th.add_(self.shared(x_Th))
-        return y_Th.view(x_BQh.shape)
+            y_Th.add_(self.shared(rows.x_Th))
+        return y_Th

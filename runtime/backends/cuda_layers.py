@@ -32,6 +32,7 @@ from llmpq.kernels.fused import gated_mlp
 from llmpq.kernels.fused import layer_norm as fused_layer_norm
 from llmpq.kernels.fused import rms_norm as fused_norm
 from llmpq.kernels.fused import rope_append as fused_rope
+from llmpq.kernels.fused.head_norm import head_norm
 from llmpq.kernels.kv import plain_attend
 from llmpq.kernels.kv.reference import EVERYTHING
 from llmpq.kernels.linear import QuantizedWeight, linear
@@ -125,6 +126,8 @@ def _plainly_added(
     o, mlp, between = layer.attention.o, layer.mlp, layer.mlp_norm
     if isinstance(mlp, SparseMLP):
         y = product(o, attended, residual=x_BQh)
+        if isinstance(mlp, cuda_experts.GroupedMLP):
+            return mlp.added(y, between)
         return y.add_(mlp(norm(between, y)))
     early, late = (_bias_for(between, part) for part in (o, mlp.down))
     y = product(o, attended, residual=x_BQh, into_residual=in_place, with_bias=early is None)
@@ -245,7 +248,11 @@ def attend(part: Attention, qkv_BQN: Tensor, index: int, step: Step, kv: KVCache
     qkv = qkv_BQN.view(batch, q_len, -1, part.head_dim)
     q, k, v = qkv.split([part.heads, part.kv_heads, part.kv_heads], dim=2)
     if part.q_norm is not None and part.k_norm is not None:
-        q, k = normed_heads(part.q_norm, q), normed_heads(part.k_norm, k)
+        if _of_heads(part.q_norm, part.k_norm, part.head_dim):
+            every = qkv.view(batch * q_len, -1, part.head_dim)
+            head_norm(every, part.q_norm.weight, part.k_norm.weight, part.heads, part.q_norm.eps)
+        else:
+            q, k = normed_heads(part.q_norm, q), normed_heads(part.k_norm, k)
     rotary = part.rotary
     whole = rotary is not None and rotary.is_plain(part.head_dim)
     if kv.plain is not None:
@@ -265,6 +272,12 @@ def attend(part: Attention, qkv_BQN: Tensor, index: int, step: Step, kv: KVCache
             q, k = fused_rope.rope(q, k, step.start_B, rotary.inv_freq, rotary.factor)
         out = kv.attend(index, q, k, v, step, scale=part.scale, alibi_slopes_H=part.alibi_slopes_H)
     return out.reshape(batch, q_len, part.heads * part.head_dim)
+
+
+def _of_heads(q_norm: Norm, k_norm: Norm, head_dim: int) -> bool:
+    """Whether both are RMSNorms of a head, and alike: one launch does them in place."""
+    plain = q_norm.bias is None and k_norm.bias is None and q_norm.eps == k_norm.eps
+    return plain and q_norm.shape == k_norm.shape == (head_dim,)
 
 
 def _append_to_copy(

@@ -6,11 +6,13 @@ import torch
 from llmpq.kernels.fused.argmax import merge_kernel, parts_kernel
 from llmpq.kernels.fused.draw_tokens import BLOCK, KEY_BITS, sample_kernel
 from llmpq.kernels.fused.gated_mlp import gate_kernel
+from llmpq.kernels.fused.head_norm import head_norm_kernel
 from llmpq.kernels.fused.layer_norm import layer_norm_kernel
 from llmpq.kernels.fused.ngram_lookup import look_up_kernel
 from llmpq.kernels.fused.rms_norm import rms_norm_kernel
 from llmpq.kernels.fused.rope_append import rope_append_kernel
 from llmpq.kernels.fused.round_inputs import round_kernel
+from llmpq.kernels.fused.weighted_sum import weighted_sum_kernel
 from llmpq.kernels.kv.catch_up import catch_up_kernel
 from llmpq.kernels.kv.plain_attend import attend_kernel, combine_kernel
 from llmpq.kernels.tools.cubin import ARCHITECTURES, SHARED_LIMIT, compile_kernel
@@ -40,6 +42,16 @@ KERNELS = {
     "silu": (gate_kernel, {"BLOCK": 2048, "ACT": "silu"}, {"num_warps": 4}),
     "gelu": (gate_kernel, {"BLOCK": 2048, "ACT": "gelu_tanh"}, {"num_warps": 4}),
     "clamped": (gate_kernel, {"BLOCK": 2048, "ACT": "clamped_silu"}, {"num_warps": 4}),
+    "weighted-sum": (
+        weighted_sum_kernel,
+        {"TOP": 8, "BLOCK": 256, "HAS_X": True},
+        {"num_warps": 1},
+    ),
+    "head-norm": (
+        head_norm_kernel,
+        {"H": 32, "G": 4, "D": 128, "PADDED": 128, "HEADS": 4},
+        {"num_warps": 1},
+    ),
     "norm": (rms_norm_kernel, {"BLOCK": 4096}, {"num_warps": 8}),
     "layer-norm": (
         layer_norm_kernel,

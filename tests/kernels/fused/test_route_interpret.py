@@ -5,9 +5,12 @@ import torch
 from triton import knobs
 
 from llmpq.families.spec_values import Router
+from llmpq.kernels.fused import norm_route
 from llmpq.kernels.fused.route import fits
-from llmpq.runtime.backends.cuda_experts import _routed
+from llmpq.kernels.gemm.expert_sent import assign
+from llmpq.runtime.backends.cuda_experts import _routed, norm_and_send
 from llmpq.runtime.models.experts import Routing
+from llmpq.runtime.models.norms import Norm
 
 pytestmark = [
     pytest.mark.interpret,
@@ -49,6 +52,29 @@ def test_choice_and_weights(kind):
     assert torch.equal(number, chosen), "not the same experts, or not the largest first"
     torch.testing.assert_close(weight, want, rtol=1e-5, atol=1e-7)
     assert not torch.equal(_routed(routing, x.flip(0))[1], chosen)
+
+
+@pytest.mark.parametrize("kind", RULES)
+@pytest.mark.parametrize("tokens", [1, 5, 19])
+def test_norm_and_choice_together(kind, tokens, monkeypatch):
+    """Rows of two chunks of columns, in one block of tokens or in two."""
+    monkeypatch.setattr(norm_route, "CHUNK", 16)
+    experts, per_token, rule = RULES[kind]
+    correction = normal(experts, seed=3) if rule.correction else None
+    bias = normal(experts, seed=4) if kind in ("odd", "glm") else None
+    weight = normal(experts, 24)
+    routing = Routing(weight, per_token, rule, bias_E=bias, correction_E=correction)
+    norm, x = Norm(normal(24, seed=5), None, 1e-5), normal(tokens, 24, seed=1) * 3
+    made = norm_and_send(routing, norm, x)
+    rows = norm(x)
+    want, chosen = routing(rows)
+    torch.testing.assert_close(made.x_Th, rows, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(made.weight_Tk, want, rtol=1e-5, atol=1e-6)
+    sent = assign(chosen, experts)
+    for name in ("order_C", "starts_E", "ends_E"):
+        assert torch.equal(getattr(made.sent, name), getattr(sent, name))
+    assert made.sent.per_token == per_token
+    assert norm_route.takes(x, experts, rule.groups) == (kind != "odd groups")
 
 
 def test_what_the_kernel_takes():

@@ -3,6 +3,7 @@
 import pytest
 
 pytest.importorskip("triton")
+from llmpq.kernels.fused.norm_route import CHUNK, EXPERTS, TOKENS, norm_logits_kernel  # noqa: E402
 from llmpq.kernels.fused.route import route_kernel  # noqa: E402
 from llmpq.kernels.gemm import expert_wide  # noqa: E402
 from llmpq.kernels.gemm.config import Config, make_plan  # noqa: E402
@@ -21,6 +22,7 @@ from llmpq.kernels.gemm.expert_kernel import (  # noqa: E402
 from llmpq.kernels.gemm.expert_sent import ASSIGN_STEP  # noqa: E402
 from llmpq.kernels.gemm.expert_stack import (  # noqa: E402
     DENSE_DEPTH,
+    MOST_GATED,
     dense_tiles,
     packed_tiles,
     wide_fits,
@@ -43,19 +45,22 @@ def build(kernel, arch, dtype, constants, given=None, **options):
     types |= dict.fromkeys(SIZES, "i32") | GATE | (given or {})
     constants = constants | {"PDL": arch >= 90}
     arguments = {n: types[n] for n in kernel.arg_names if n in types and n not in constants}
-    aligned = tuple(n for n, t in arguments.items() if t.startswith("*") or n in ("N", "K"))
+    aligned = tuple(
+        n for n, t in arguments.items() if t.startswith("*") or n in ("N", "K", "columns")
+    )
     made = compile_kernel(kernel, arch, arguments, constants, aligned=aligned, options=options)
     assert made.cubin and made.shared_bytes <= SHARED_LIMIT[arch]
     return made
 
 
-def packed(arch, bits, bm, *, dtype="bf16", gather=True):
-    warps, stages = packed_tiles(bm)
-    config = Config(kernel="tile", warps=warps, bm=bm, stages=stages)
+def packed(arch, bits, bm, *, dtype="bf16", gather=True, fuse=False, groups=16):
+    high, warps, stages = packed_tiles(bm, groups, fused=fuse)
+    config = Config(kernel="tile", blocks=high, warps=warps, bm=bm, stages=stages)
     constants = {
         "BITS": bits, "GROUPED": True, "SYMMETRIC": bits == 4, "EVEN_K": True, "HAS_BIAS": True,
-        "GATHER": gather, "WM": warps, "BM": bm, "STAGES": config.stages,
+        "GATHER": gather, "BH": high, "WM": warps, "BM": bm, "STAGES": config.stages,
         "KWIDTH4": make_plan(config, divmod(arch, 10)).kwidth4, "INTERPRET": False,
+        "FUSE": fuse, "ACT": "silu",
     }  # fmt: skip
     options = {"num_warps": warps, "num_stages": stages}
     return build(packed_expert_kernel, arch, dtype, constants, **options)
@@ -65,10 +70,15 @@ def packed(arch, bits, bm, *, dtype="bf16", gather=True):
 def test_everything_compiles(arch):
     for bits, bm in ((4, 16), (8, 64), (3, 128)):
         packed(arch, bits, bm, gather=bm != 16)
-    for dtype, bm in (("bf16", 16), ("bf16", 128), ("fp32", 64)):
-        rows, stages, warps = dense_tiles(bm, 4 if dtype == "fp32" else 2)
+        if bm <= MOST_GATED:
+            packed(arch, bits, bm, fuse=True)
+    for dtype, bm, fuse in (
+        ("bf16", 16, False), ("bf16", 128, False), ("fp32", 64, False), ("bf16", 16, True),
+        ("bf16", 32, True), ("fp16", MOST_GATED, True),
+    ):  # fmt: skip
+        rows, stages, warps = dense_tiles(bm, 4 if dtype == "fp32" else 2, fused=fuse)
         constants = {"HAS_BIAS": False, "GATHER": True, "BN": rows, "BM": bm, "BK": DENSE_DEPTH}
-        constants |= {"STAGES": stages, "INTERPRET": False}
+        constants |= {"STAGES": stages, "INTERPRET": False, "FUSE": fuse, "ACT": "gelu_tanh"}
         build(dense_expert_kernel, arch, dtype, constants, num_warps=warps)
     for step, warps in ((256, 4), (ASSIGN_STEP, 8)):
         build(assign_kernel, arch, "bf16", {"STEP": step}, num_warps=warps)
@@ -113,12 +123,24 @@ def test_routers_compile(arch):
     one = {"E": 128, "PADDED": 128, "TOP": 8, "TOP_PADDED": 8, "GROUPS": 1, "KEPT": 1}
     one |= {"SIGMOID": False, "CORRECTED": False, "TWO": False, "NORMALISE": True}
     many = one | {"E": 256, "PADDED": 256, "GROUPS": 8, "KEPT": 4, "TWO": True}
-    for constants in (one, many | {"SIGMOID": True, "CORRECTED": True}):
-        build(route_kernel, arch, "bf16", constants, num_warps=1)
+    given = dict.fromkeys(("x_ptr", "norm_weight", "router", "bias", "normed"), "*bf16")
+    given |= {"shares": "*fp32", "T": "i32", "columns": "i32", "eps": "fp32"}
+    whole = {"E": 128, "CHUNKS": 6, "BT": TOKENS, "BE": EXPERTS, "BK": CHUNK, "INTERPRET": False}
+    build(norm_logits_kernel, arch, "bf16", whole, given, num_warps=4)
+    one |= {"HAS_BIAS": False, "SHARES": 1}
+    shared = {"HAS_BIAS": True, "SHARES": 6}
+    for constants in (one, many | shared | {"SIGMOID": True, "CORRECTED": True}):
+        build(route_kernel, arch, "bf16", constants, given, num_warps=1)
 
 
-@pytest.mark.parametrize("bm", [16, 64, 128])
-def test_products_in_flight_keep_their_operands(bm):
+@pytest.mark.parametrize(
+    ("bm", "groups", "fuse"),
+    [
+        (16, 6, False), (16, 16, False), (32, 16, False), (64, 16, False), (128, 16, False),
+        (16, 16, True), (32, 16, True), (MOST_GATED, 16, True),
+    ],
+)  # fmt: skip
+def test_products_in_flight_keep_their_operands(bm, groups, fuse):
     """As test_gemm_compile.py: no step unpacks into registers that wgmma still reads."""
-    code = packed(90, 4, bm).machine_code()
+    code = packed(90, 4, bm, fuse=fuse, groups=groups).machine_code()
     assert product_loops(code) and overwritten(code) == []

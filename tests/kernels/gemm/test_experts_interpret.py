@@ -155,6 +155,31 @@ def test_a_prompts_gated_product(gate, shape):
     assert error < TOLERANCE[torch.float16]
 
 
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("bits", [16, 8, 4, 3])
+def test_a_decode_steps_gated_product(gate, bits):
+    put = [normal(96 if bits == 3 else 160, 200) + 0.1 * e for e in range(4)]
+    weights: list[torch.Tensor] = put
+    if bits < 16:
+        scheme = WeightScheme(bits=bits, group_size=128, symmetric=bits == 8, clip_search=False)
+        packed = {"dtype": torch.float16, "layout": Layout.FRAGMENT}
+        put = [quantize_weight(w, scheme, **packed) for w in put]
+        weights = [q.dequantize(torch.float64) for q in put]
+    error = gated_error(weights, put, gate, torch.float16, bias=gate == GATES[0], tokens=9)
+    assert error < TOLERANCE[torch.float16]
+
+
+def test_no_gate_in_half_blocks_of_rows():
+    stack = ExpertStack(2)
+    for e in range(2):
+        scheme = WeightScheme(bits=4, group_size=128, symmetric=True, clip_search=False)
+        weight = normal(48, 128)
+        stack.put(
+            e, quantize_weight(weight, scheme, dtype=torch.float16, layout=Layout.FRAGMENT), None
+        )
+    assert not stack.gates(normal(4, 128), assign(routing(4, 2, 1), 2))
+
+
 def test_wide_tiles_need_shared_memory():
     assert module.wide_fits(166912) and module.wide_fits(232448)
     assert not module.wide_fits(101376)
@@ -171,5 +196,7 @@ def test_views_share_the_stack():
 def test_programs_follow_an_even_routing():
     assert module.rows_of(8, 128) == (16, 1)
     assert module.rows_of(32 * 8, 128) == (16, 1)
+    assert module.rows_of(128 * 8, 128) == (16, 1)
+    assert module.rows_of(128 * 4, 32) == (32, 1)
     assert module.rows_of(4096 * 8, 128) == (128, 1)
     assert module.rows_of(65536 * 8, 128) == (128, 8)

@@ -10,6 +10,7 @@ from llmpq.runtime.backends.cuda_experts import GroupedMLP, sparse_mlp
 from llmpq.runtime.models.experts import Routing, SparseMLP
 from llmpq.runtime.models.linear import Linear
 from llmpq.runtime.models.mlps import MLP, GatedMLP, GateFunction
+from llmpq.runtime.models.norms import Norm
 
 pytestmark = [
     pytest.mark.interpret,
@@ -50,6 +51,20 @@ def test_experts_together_give_what_they_give_in_turn(gate, rows):
     assert isinstance(stacked, GroupedMLP) and not stacked.asks_host
     torch.testing.assert_close(stacked(x), plain(x), rtol=1e-4, atol=1e-5)
     assert not torch.allclose(stacked(x.flip(-1)), plain(x), rtol=1e-2)
+
+
+@pytest.mark.parametrize("rows", [1, 20])
+def test_a_layers_experts_are_added_to_the_stream(rows):
+    plain, stacked = both(shared=True)
+    norm, x = Norm(matrix(1, HIDDEN, 6)[0], None, 1e-5), matrix(rows, HIDDEN, 7)[:, None]
+    want = x + plain(norm(x))
+    torch.testing.assert_close(stacked.added(x.clone(), norm), want, rtol=1e-4, atol=1e-5)
+    handle = stacked.experts[0].down.register_forward_pre_hook(lambda *_: None)
+    torch.testing.assert_close(stacked.added(x.clone(), norm), want, rtol=1e-4, atol=1e-5)
+    handle.remove()
+    biased = Norm(norm.weight, norm.weight + 1, 1e-5)
+    want = x + plain(biased(x))
+    torch.testing.assert_close(stacked.added(x.clone(), biased), want, rtol=1e-4, atol=1e-5)
 
 
 def test_another_weight_or_a_watcher_is_heeded():

@@ -1,0 +1,47 @@
+"""Small kernels of mixtures' layers in the interpreter, against their twins."""
+
+import pytest
+import torch
+from triton import knobs
+
+from llmpq.kernels.fused.head_norm import head_norm, head_norm_reference
+from llmpq.kernels.fused.weighted_sum import weighted_sum, weighted_sum_reference
+from llmpq.kernels.gemm.reference import relative_error
+
+pytestmark = [
+    pytest.mark.interpret,
+    pytest.mark.skipif(not knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1"),
+]
+# Both sides round once from float32; the interpreter truncates to bfloat16 where a GPU rounds.
+TOLERANCE = {torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 6e-3}
+
+
+def normal(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("tokens", "per_token", "columns"), [(1, 8, 64), (3, 3, 300)])
+def test_weighted_sums(dtype, tokens, per_token, columns):
+    made = normal(tokens * per_token, columns, dtype=dtype)
+    weight, x = normal(tokens, per_token, dtype=dtype, seed=1), normal(tokens, columns, dtype=dtype)
+    for residual in (None, x):
+        want = weighted_sum_reference(weight, made, residual)
+        assert relative_error(weighted_sum(weight, made, residual), want) < TOLERANCE[dtype]
+        assert relative_error(weighted_sum(weight.flip(1), made, residual), want) > 0.1
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("heads", "groups", "dim"), [(6, 2, 32), (3, 1, 24)])
+def test_norms_of_heads(dtype, heads, groups, dim):
+    """Queries and keys by their own weights, values and what lies beyond the row as they were."""
+    room = normal(5, (heads + 2 * groups) * dim + 8, dtype=dtype)
+    qkv = room[:, :-8].view(5, heads + 2 * groups, dim)
+    q_weight, k_weight = normal(dim, dtype=dtype, seed=2), normal(dim, dtype=dtype, seed=3)
+    want = head_norm_reference(qkv, q_weight, k_weight, heads, 1e-5)
+    other, beyond = head_norm_reference(qkv, k_weight, q_weight, heads, 1e-5), room[:, -8:].clone()
+    assert relative_error(other, want) > 0.1
+    head_norm(qkv, q_weight, k_weight, heads, 1e-5)
+    assert relative_error(qkv, want) < TOLERANCE[dtype]
+    assert torch.equal(qkv[:, heads + groups :], want[:, heads + groups :])
+    assert torch.equal(room[:, -8:], beyond)
