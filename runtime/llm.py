@@ -89,7 +89,7 @@ class LLM:
         """
         wishes = Wishes(
             max_model_len=max_model_len, max_num_seqs=max_num_seqs, dtype=dtype,
-            kv_cache_dtype=kv_cache_dtype,
+            kv_cache_dtype=kv_cache_dtype, kv_pool=kv_pool,
         )  # fmt: skip
         chosen = choose_plan(model, plan, cluster, wishes)
         self._plan = with_kv(chosen.plan, chosen.spec, kv_cache_dtype)

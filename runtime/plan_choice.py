@@ -41,6 +41,8 @@ class Wishes:
     max_num_seqs: int | None = None
     dtype: str = AUTO
     kv_cache_dtype: str = AUTO
+    kv_pool: bool = False
+    """Whether GPUs, too, keep KV in a pool of blocks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +115,7 @@ def _made(
             max_len=max_len,
             slots=slots,
             may_shrink=wishes.max_num_seqs is None,
+            pool=wishes.kv_pool,
         )
         if whole is not None:
             return whole, known

@@ -128,14 +128,16 @@ class CudaPagedCompute(PagedStageCompute):
             first += count
 
     def warm_up(self, rows: int, step_tokens: int) -> None:
-        """Capture steps of chunks, the largest first, and the decode step of so many rows.
+        """Capture steps of chunks and decode steps of up to so many rows, the largest first.
 
-        What they leave in the cache belongs to nobody.
+        None is left to be captured while requests wait. What they leave in the cache belongs to
+        nobody.
         """
         longest = self._columns * BLOCK_TOKENS
-        for places in rungs(step_tokens):
+        for places in rungs(max(step_tokens, rows + 1)):
             self._run_rows(StepKind.PREFILL, [min(places, longest)])
-        self._run_rows(StepKind.DECODE, [1] * rows)
+        for count in self._decode.sizes(rows):
+            self._run_rows(StepKind.DECODE, [1] * count)
         self._times.forget()
 
     def _run_rows(self, kind: StepKind, counts: list[int]) -> None:
