@@ -134,7 +134,7 @@ def report(
         for step, total in record.totals.items():
             mean_ms, rows = 1e3 * (total.mean_s or 0.0), total.rows / total.steps
             print(
-                f"{kind:>12} stage {number}: {total.steps} {step}, {rows:.0f} rows, {mean_ms:.2f} ms"
+                f"{kind:>12} stage {number}: {total.steps} {step} of {rows:.0f}: {mean_ms:.2f} ms"
             )
     gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
     for name, (value, unit) in values.items():
