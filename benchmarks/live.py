@@ -186,11 +186,13 @@ def replay(args: argparse.Namespace) -> None:
         stages_apart=True,  # as servers have it: who reads the streams computes nothing
     ) as llm:
         print(f"started in {time.perf_counter() - started_s:.1f} s", flush=True)
-        asyncio.run(play(llm, [(0.0, *rest) for _, *rest in jobs(99)[: args.warm_up]]))
+        asyncio.run(play(llm, [(0.0, prompt, new) for _, prompt, new in jobs(99)[: args.warm_up]]))
         llm._engine.engine.records()
         rate = args.rate
         if rate is None:
-            seen, wall_s = asyncio.run(play(llm, [(0.0, *rest) for _, *rest in jobs(0)]))
+            seen, wall_s = asyncio.run(
+                play(llm, [(0.0, prompt, new) for _, prompt, new in jobs(0)])
+            )
             rate = report(args, llm, "at once", seen, wall_s)
         span_s = trace[-1].at_s - trace[0].at_s
         for turn, share in enumerate(args.shares, start=1):

@@ -11,7 +11,6 @@ from llmpq.runtime.launch.pool_plan import PoolPlan
 from llmpq.runtime.launch.pool_room import with_pool_room
 from llmpq.runtime.launch.stage_settings import StageSettings
 
-
 pytestmark = pytest.mark.cpu
 GIB = 1 << 30
 SPEC = ModelSpec.by_name("llama-3.1-8b")
