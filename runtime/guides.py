@@ -75,17 +75,17 @@ class Automaton:
         self._taken: list[int] = []
 
     def allowed(self, tokens: Sequence[int], vocab: int) -> Tensor:
-        """Return which tokens [V] may follow those of the answer so far, on the host."""
+        """Return which tokens may follow those of the answer so far: bits of bytes, on the host."""
         self._follow(list(tokens))
-        allowed_V = torch.zeros(vocab, dtype=torch.bool)
+        num_bytes = -(-vocab // 8)
+        bits = bytearray(num_bytes)
         if not self._matcher.is_stopped():
-            bits = torch.frombuffer(
-                bytearray(self._matcher.compute_logit_bias()), dtype=torch.uint8
-            )
-            allowed_V[: len(bits)] = bits[:vocab] > 0
-        if not allowed_V.any():  # the text is whole, or the guide is beyond what can be followed
-            allowed_V[self._end_ids] = True
-        return allowed_V
+            found = self._matcher.compute_bitmask()[:num_bytes]
+            bits[: len(found)] = found
+        if not any(bits):  # the text is whole, or the guide is beyond what can be followed
+            for token in self._end_ids:
+                bits[token // 8] |= 1 << token % 8
+        return torch.frombuffer(bits, dtype=torch.uint8)
 
     def _follow(self, tokens: list[int]) -> None:
         """Bring the automaton to where the answer is; it may have gone another way before."""

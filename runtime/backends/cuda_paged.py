@@ -20,13 +20,12 @@ from torch import Tensor
 from llmpq.kv_format import BLOCK_TOKENS
 from llmpq.pool_size import PoolSize
 from llmpq.runtime.backends.cuda_graphs import StepOutput
-from llmpq.runtime.backends.cuda_stage import on_its_way
 from llmpq.runtime.backends.device_times import DeviceTimes
 from llmpq.runtime.backends.paged_compute import PagedStageCompute, rows_of
 from llmpq.runtime.backends.paged_graphs import PagedGraphs, rungs
 from llmpq.runtime.cache.device_pages import DevicePages
 from llmpq.runtime.models.stage_model import StageModel
-from llmpq.runtime.pending import Pending
+from llmpq.runtime.pending import Pending, on_its_way
 from llmpq.runtime.request import PagedRow, StepKind
 from llmpq.runtime.sampling_params import TokenChoice
 from llmpq.runtime.step_message import StepMessage
