@@ -60,7 +60,9 @@ class Guides:
                 text = tokenizer_of(open_gguf(path)).backend_tokenizer.to_str()
             else:
                 text = path.read_text(encoding="utf-8")
-            return _llguidance().LLTokenizer(text, n_vocab=self._vocab, eos_token=self._end_ids)
+            # Versions before 1.7 take one end only.
+            ends = self._end_ids[0] if len(self._end_ids) == 1 else self._end_ids
+            return _llguidance().LLTokenizer(text, n_vocab=self._vocab, eos_token=ends)
         except (OSError, ValueError) as error:
             raise ValueError(
                 f"'{path}' cannot be used for structured_outputs: {str(error)[:200]}"
