@@ -49,7 +49,11 @@ class Guides:
     def compile(self, guide: Guide) -> Automaton:
         """Return the automaton of one request."""
         matcher = _llguidance().LLMatcher(self._tokenizer, _grammar(guide), log_level=0)
-        return Automaton(matcher, self._end_ids)
+        return Automaton(matcher, self._end_ids, self._executor)
+
+    @cached_property
+    def _executor(self) -> Any:
+        return _llguidance().LLExecutor()
 
     @cached_property
     def _tokenizer(self) -> Any:
@@ -72,22 +76,33 @@ class Guides:
 class Automaton:
     """What one answer may go on with."""
 
-    def __init__(self, matcher: Any, end_ids: Sequence[int]) -> None:
-        self._matcher, self._end_ids = matcher, list(end_ids)
+    def __init__(self, matcher: Any, end_ids: Sequence[int], executor: Any) -> None:
+        """`executor`: the threads that look at several answers at once."""
+        self._matcher, self._end_ids, self._executor = matcher, list(end_ids), executor
         self._taken: list[int] = []
 
-    def allowed(self, tokens: Sequence[int], vocab: int) -> Tensor:
-        """Return which tokens may follow those of the answer so far: bits of bytes, on the host."""
-        self._follow(list(tokens))
-        num_bytes = -(-vocab // 8)
-        bits = bytearray(num_bytes)
-        if not self._matcher.is_stopped():
-            found = self._matcher.compute_bitmask()[:num_bytes]
-            bits[: len(found)] = found
-        if not any(bits):  # the text is whole, or the guide is beyond what can be followed
+    def allowed_of(self, answers: Sequence[tuple[Automaton, Sequence[int]]], vocab: int) -> Tensor:
+        """Return which tokens may follow each of several answers so far, found side by side.
+
+        Bits of bytes, on the host.
+        """
+        words = -(-vocab // 32)
+        bits_GW = torch.zeros((len(answers), words), dtype=torch.int32)
+        going_on = []
+        for row, (automaton, tokens) in enumerate(answers):
+            automaton._follow(list(tokens))
+            if not automaton._matcher.is_stopped():
+                going_on.append((automaton._matcher, row))
+        if going_on:
+            self._executor.unsafe_compute_mask_ptr(
+                going_on, bits_GW.data_ptr(), words * bits_GW.itemsize, len(answers)
+            )
+        bits = bits_GW.view(torch.uint8)
+        # The text is whole, or the guide is beyond what can be followed.
+        for row in (~bits_GW.any(dim=1)).nonzero()[:, 0].tolist():
             for token in self._end_ids:
-                bits[token // 8] |= 1 << token % 8
-        return torch.frombuffer(bits, dtype=torch.uint8)
+                bits[row, token // 8] |= 1 << token % 8
+        return bits
 
     def _follow(self, tokens: list[int]) -> None:
         """Bring the automaton to where the answer is; it may have gone another way before."""

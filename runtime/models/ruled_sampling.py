@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
@@ -35,10 +35,10 @@ _POSITIONS_AT_ONCE = 64
 class TokenAutomaton(Protocol):
     """What a guide allows next."""
 
-    def allowed(self, tokens: Sequence[int], vocab: int) -> Tensor:
-        """Return which tokens may follow those of the answer so far.
+    def allowed_of(self, answers: Sequence[tuple[Self, Sequence[int]]], vocab: int) -> Tensor:
+        """Return which tokens may follow each of several answers so far, by their automata.
 
-        On the host, token t as bit t % 8 of byte t // 8.
+        On the host, a row each, token t as bit t % 8 of byte t // 8; beyond V may be more bits.
         """
         ...
 
@@ -70,14 +70,13 @@ class _Ruled:
         penal = rules.frequency_penalty or rules.presence_penalty or rules.bad_tokens
         return bool(penal) or rules.repetition_penalty != 1.0
 
-    def guided_bits(self, step: int, vocab: int) -> Tensor:
-        """Return what the guide allows at a place, waiting for the token before it."""
-        assert self.automaton is not None
+    def answer(self, step: int) -> list[int]:
+        """Return a guided answer before a place, waiting for the token before it."""
         if self.coming is not None:
             place, tokens_B, row = self.coming
             self.told[place:] = [int(arrived(tokens_B)[row])]
             self.coming = None
-        return self.automaton.allowed(self.told[:step], vocab)
+        return self.told[:step]
 
     def before(self, step: int, device: torch.device) -> Tensor:
         """Return the tokens of the answer [N] before a place."""
@@ -237,11 +236,15 @@ def apply_rules(known: _Ruled, logits_V: Tensor, step: int) -> None:
 
 def _follow_guides(rows: Sequence[_Ruled], steps: Sequence[int], logits_RV: Tensor) -> None:
     """Forbid what guides do not allow, in place."""
-    guided = [row for row, known in enumerate(rows) if known.automaton is not None]
+    guided, answers = [], []
+    for row, known in enumerate(rows):
+        if known.automaton is not None:
+            guided.append(row)
+            answers.append((known.automaton, known.answer(steps[row])))
     if not guided:
         return
     vocab, device = logits_RV.shape[-1], logits_RV.device
-    bits_GB = torch.stack([rows[row].guided_bits(steps[row], vocab) for row in guided])
+    bits_GB = answers[0][0].allowed_of(answers, vocab)
     if device.type == "cuda":
         bits_GB = bits_GB.pin_memory().to(device, non_blocking=True)
     forbidden_GV = ~unpacked(bits_GB, vocab)
