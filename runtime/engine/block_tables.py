@@ -36,6 +36,8 @@ class Holder:
     """Tokens of the output that were asked for."""
     in_flight: int = 0
     """Of these, how many are not known yet."""
+    last_step: int = 0
+    """Number of the step it was in last."""
     admission: int = 0
     """How often it was let in."""
     resumes: bool = False

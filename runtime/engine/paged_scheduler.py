@@ -77,6 +77,8 @@ class PagedScheduler:
         """Of a static batch: requests that may still be let in."""
         self._decode_steps = 0
         """Steps under way in which rows decode."""
+        self._last_decode = 0
+        """Number of the step in which rows decoded last."""
         self.generated_tokens = self.num_preemptions = 0
         self.whole_rounds = False
 
@@ -154,7 +156,9 @@ class PagedScheduler:
             kind = StepKind.DECODE
         elif decoding == 0:
             kind = StepKind.PREFILL
-        self._decode_steps += decoding > 0
+        if decoding:
+            self._decode_steps += 1
+            self._last_decode = self._seq + 1
         return self._issue(kind, plan)
 
     def complete(self, micro_batch: MicroBatch, tokens: Sequence[Sequence[int]]) -> list[Request]:
@@ -211,7 +215,9 @@ class PagedScheduler:
     def _add_decoding(self, plan: _Plan, sorts: _Sorts) -> None:
         """Add the rows that decode next, oldest first, with their drafts.
 
-        Rows that decode are split evenly into as many groups as keep all stages at work.
+        Rows that decode are split evenly into as many groups as keep all stages at work. No row
+        goes on from a token of the last such step while that is under way: stages would wait for
+        each other, which another group's step between the two keeps at work.
         """
         ready, decoding = sorts.ready, sorts.num_decoding
         num_groups = max(
@@ -220,6 +226,8 @@ class PagedScheduler:
         if not ready or self._decode_steps >= num_groups * self.limits.tokens_ahead:
             return
         size = -(-decoding // num_groups)
+        if num_groups > 1:
+            ready = [h for h in ready if h.in_flight == 0 or h.last_step != self._last_decode]
         for holder in ready[:size]:
             if holder.request.slot < 0:
                 continue  # preempted for one before it
@@ -299,7 +307,7 @@ class PagedScheduler:
             tokens.append([*holder.tokens(start, end), *drafts])
             samples = end == holder.num_tokens
             rows.append(holder.row(samples=samples, drafts=drafts))
-            holder.num_computed = start + count
+            holder.num_computed, holder.last_step = start + count, self._seq + 1
             if samples:
                 holder.num_sampled += 1
                 holder.in_flight += 1
