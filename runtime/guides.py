@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from functools import cached_property
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from llmpq.gguf_tokenizer import tokenizer_of
 from llmpq.runtime.token_rules import Guide
 
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_MAKERS = 4
+"""Threads that make automata of requests to come while others are answered."""
 _LONGEST = 1 << 20
 """Characters of a schema, regex or choice."""
 
@@ -47,9 +50,14 @@ class Guides:
             raise ValueError(f"structured_outputs: the {guide.kind} cannot be followed: {reason}")
 
     def compile(self, guide: Guide) -> Automaton:
-        """Return the automaton of one request."""
-        matcher = _llguidance().LLMatcher(self._tokenizer, _grammar(guide), log_level=0)
+        """Return the automaton of one request; it is made meanwhile, beside others."""
+        make, grammar = partial(_llguidance().LLMatcher, log_level=0), _grammar(guide)
+        matcher = self._makers.submit(make, self._tokenizer, grammar)
         return Automaton(matcher, self._end_ids, self._executor)
+
+    @cached_property
+    def _makers(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(_MAKERS, thread_name_prefix="llmpq guides")
 
     @cached_property
     def _executor(self) -> Any:
@@ -76,10 +84,14 @@ class Guides:
 class Automaton:
     """What one answer may go on with."""
 
-    def __init__(self, matcher: Any, end_ids: Sequence[int], executor: Any) -> None:
+    def __init__(self, matcher: Future[Any], end_ids: Sequence[int], executor: Any) -> None:
         """`executor`: the threads that look at several answers at once."""
-        self._matcher, self._end_ids, self._executor = matcher, list(end_ids), executor
+        self._made, self._end_ids, self._executor = matcher, list(end_ids), executor
         self._taken: list[int] = []
+
+    @property
+    def _matcher(self) -> Any:
+        return self._made.result()
 
     def allowed_of(self, answers: Sequence[tuple[Automaton, Sequence[int]]], vocab: int) -> Tensor:
         """Return which tokens may follow each of several answers so far, found side by side.
