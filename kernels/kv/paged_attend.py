@@ -25,7 +25,7 @@ front ends.
 Cost: decode reads 2 D elements of the pool per token and key/value head once; a chunk reads them
 once a tile, and does 4 D operations per query head, new token and key.
 
-H query heads, G key/value heads, D head_dim, T places, R rows.
+H query heads, G key/value heads, D head_dim, T places of a step, R rows.
 """
 
 # Triton kernels take no annotations.
@@ -51,17 +51,15 @@ from llmpq.kv_format import BLOCK_TOKENS
 @triton.jit
 def _load_tile(
     k_ptr, v_ptr, block, t0, end, base, block_stride, d,
-    D: tl.constexpr, N: tl.constexpr, PAGE: tl.constexpr, WHOLE: tl.constexpr = False,
+    D: tl.constexpr, N: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """Keys and values of N tokens from t0 on, all in `block`; WHOLE: all are before `end`.
+    """Keys and values of N tokens from t0 on, all in `block`.
 
     Loops read the number of a tile's block while the tile before is at work: a load whose address
     hangs on another load of its round is fetched half as far ahead.
     """
     n = tl.arange(0, N)
-    live = (d < D)[None, :]
-    if not WHOLE:
-        live &= (t0 + n < end)[:, None]
+    live = (t0 + n < end)[:, None] & (d < D)[None, :]
     at = block.to(tl.int64) * block_stride + base + (t0 % PAGE + n)[:, None] * D + d[None, :]
     return tl.load(k_ptr + at, mask=live, other=0.0), tl.load(v_ptr + at, mask=live, other=0.0)
 
@@ -70,9 +68,8 @@ def _load_tile(
 def _seen(
     q, k, v, t0, position, slope, m_i, l_i, acc, score_scale, cap, window,
     N: tl.constexpr, ALIBI: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
-    WHOLE: tl.constexpr = False,
 ):  # fmt: skip
-    """Take a tile of keys and values into query rows' softmax; WHOLE: each row sees all keys."""
+    """Take a tile of keys and values into the running softmax of some query rows."""
     t = t0 + tl.arange(0, N)
     x = tl.dot(q, tl.trans(k), input_precision="ieee") * score_scale
     if CAPPED:  # cap tanh(y / cap), x = y log2 e; tanh(z) = 1 - 2 / (2^(2 z log2 e) + 1)
@@ -83,13 +80,10 @@ def _seen(
     seen = behind >= 0
     if WINDOWED:
         seen &= behind < window
-    if not WHOLE:
-        x = tl.where(seen, x, -1.0e30)
+    x = tl.where(seen, x, -1.0e30)
     m_new = tl.maximum(m_i, tl.max(x, 1))
     alpha = tl.exp2(m_i - m_new)
-    p = tl.exp2(x - m_new[:, None])
-    if not WHOLE:
-        p = tl.where(seen, p, 0.0)
+    p = tl.where(seen, tl.exp2(x - m_new[:, None]), 0.0)
     acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
     return m_new, l_i * alpha + tl.sum(p, 1), acc
 
@@ -128,7 +122,10 @@ def decode_kernel(
     ALIBI: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, SINKS: tl.constexpr,
     STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """An equal share of all rows' key tiles, of one key/value head; zeros for padding."""
+    """An equal share of all rows' key tiles, of one key/value head; zeros for padding.
+
+    Whatever memory held may be no number, which no router can choose by.
+    """
     C: tl.constexpr = H // G
     program = tl.program_id(0)
     group = tl.program_id(1)
@@ -151,11 +148,6 @@ def decode_kernel(
         _ask_ahead(
             k_ptr, v_ptr, own_table, t0, end, group * PAGE * D, block_stride, D, PAGE, AHEAD * N
         )
-    # Padding stands behind the tokens of all rows; what memory held there may be no number.
-    slot = tl.load(rows + r, mask=r < num_rows, other=0)
-    count = tl.load(rows + 2 * num_rows + r, mask=r < num_rows, other=0)
-    used = tl.sum(tl.where(slot >= 0, count, 0), 0)
-    places = used + tl.sum(tl.where(slot < 0, count, 0), 0)
     if PDL:
         gdc_wait()
 
@@ -213,6 +205,11 @@ def decode_kernel(
                         )  # fmt: skip
                         tl.store(counter, 0)
 
+    # ---- padding stands behind the tokens of all rows
+    slot = tl.load(rows + r, mask=r < num_rows, other=0)
+    count = tl.load(rows + 2 * num_rows + r, mask=r < num_rows, other=0)
+    used = tl.sum(tl.where(slot >= 0, count, 0), 0)
+    places = used + tl.sum(tl.where(slot < 0, count, 0), 0)
     nothing = tl.zeros([R, PADDED], out_ptr.dtype.element_ty)
     for place in range(used + program, places, PROGRAMS):
         at = (place * H + head)[:, None].to(tl.int64) * D + d[None, :]
@@ -264,18 +261,7 @@ def chunk_kernel(
         acc = tl.zeros([M, PADDED], tl.float32)
         seen_first = tl.maximum(start + begin - window + 1, 0) // N * N if WINDOWED else 0
         block = tl.load(own_table + seen_first // PAGE)
-        # Tiles before the tokens' own are seen whole, unless a window hides some of their keys.
-        own_first = seen_first if WINDOWED else (start + begin + 1) // N * N
-        for t0 in tl.range(seen_first, own_first, N, num_stages=STAGES):
-            k, v = _load_tile(
-                k_ptr, v_ptr, block, t0, end, group * PAGE * D, block_stride, d, D, N, PAGE, True
-            )
-            block = tl.load(own_table + tl.minimum(t0 + N, end - 1) // PAGE)
-            m_i, l_i, acc = _seen(
-                q, k, v, t0, position, slope, m_i, l_i, acc, score_scale, cap, window,
-                N, ALIBI, CAPPED, WINDOWED, True,
-            )  # fmt: skip
-        for t0 in tl.range(own_first, end, N, num_stages=STAGES):
+        for t0 in tl.range(seen_first, end, N, num_stages=STAGES):
             k, v = _load_tile(
                 k_ptr, v_ptr, block, t0, end, group * PAGE * D, block_stride, d, D, N, PAGE
             )

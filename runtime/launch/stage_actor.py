@@ -341,11 +341,10 @@ class StageActor:
 
     def _use_threads(self) -> None:
         """Prepare a thread: the plan's threads (OpenMP keeps them per thread), an emulated GPU."""
-        if self._gpu is not None:
-            torch.cuda.set_device(self._gpu)  # before a green context: it enters the whole GPU's
         if self._emulation is not None:
             self._emulation.enter()
         if self._gpu is not None:
+            torch.cuda.set_device(self._gpu)
             # Not the default stream, which others of the process wait for. One for all threads:
             # each stream keeps memory of its own.
             self._stream = self._stream or torch.cuda.Stream(self._gpu)
