@@ -1,10 +1,12 @@
 """Answers that must be JSON of random schemas: do all fit, and what does it cost?
 
     python benchmarks/guided_answers.py [--model examples/demo-7m] [--requests 200] [--write]
+    python benchmarks/guided_answers.py --model DIR --batch 32 --kv-pool --write         # on a GPU
 
 Every request has a schema of its own whose texts are bounded. Then the same prompts are answered
 with as many tokens each and no guide: the row is guided tokens/s over unguided, median of rounds
-taken in turns, `--batch` requests at once.
+taken in turns, `--batch` requests at once. A model of random weights answers as well: with
+benchmarks/serve_share.py's `write_checkpoint` its vocabulary has all of JSON.
 """
 
 from __future__ import annotations
@@ -12,15 +14,19 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import statistics
 import sys
 import time
 from pathlib import Path
+
+import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 from guides import schema, valid
 from rows import write_row
 
 from llmpq import LLM, SamplingParams, StructuredOutputsParams
+from llmpq.model_spec import ModelSpec
 
 LONGEST = 400
 
@@ -40,6 +46,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--kv-pool", action="store_true", help="blocks of KV, on a GPU, too")
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
     schemas = [schema(random.Random(seed)) for seed in range(options.requests)]
@@ -53,7 +60,9 @@ def main() -> None:
         for seed, wanted in enumerate(schemas)
     ]
     prompts = [f"record {seed} = " for seed in range(options.requests)]
-    with LLM(options.model, max_num_seqs=options.batch) as llm:
+    pool = {"kv_pool": options.kv_pool, "stages_apart": options.kv_pool}
+    with LLM(options.model, max_num_seqs=options.batch, **pool) as llm:
+        vocab = ModelSpec.from_directory(options.model).vocab
         answers = llm.generate(prompts, guided)
         fits = sum(
             answer.outputs[0].finish_reason == "stop" and valid(answer.text, wanted)
@@ -70,11 +79,13 @@ def main() -> None:
             for seed, answer in enumerate(answers)
         ]
         some = slice(0, 8 * options.batch)
-        shares = []
+        shares, guided_s, unguided_s = [], [], []
         for _ in range(options.rounds):
             with_guide = tokens_per_s(llm, prompts[some], guided[some])
             without = tokens_per_s(llm, prompts[some], free[some])
             shares.append(with_guide / without)
+            guided_s.append(with_guide)
+            unguided_s.append(without)
             print(f"guided {with_guide:.0f} tokens/s, unguided {without:.0f}: {shares[-1]:.3f}")
     if options.write:
         case = {
@@ -82,9 +93,14 @@ def main() -> None:
             "batch": options.batch,
             "requests": options.requests,
             "fit": fits,
+            "vocab": vocab,
+            "pool": options.kv_pool,
         }
+        gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
+        rates = {"guided_tokens_per_s": statistics.median(guided_s),
+                 "unguided_tokens_per_s": statistics.median(unguided_s)}  # fmt: skip
         write_row("guides.jsonl", bench="guided_answers", case=case, unit="guided / unguided",
-                  samples=shares, noisy=True)  # fmt: skip
+                  samples=shares, baselines=rates, device=gpu, noisy=gpu is None)  # fmt: skip
     print(json.dumps({"fit": fits, "of": options.requests}))
 
 

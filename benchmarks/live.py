@@ -8,8 +8,13 @@
 Then it plays their arrivals at shares of that rate and reports what a reader of the streams sees:
 time to first token, time per output token, the longest gaps, and goodput: the share of requests
 within MLPerf's limits for Llama-3.1-8B. `--shrink` divides lengths, for small models on a CPU.
-Without a plan `LLM` takes this machine's devices. On one GPU `--precision w4a16 --max-num-seqs 256`
-makes a plan of a precision by hand, and `--kv-pool` keeps keys and values in a pool of blocks.
+`--rate` is for a rate that is known: nothing is served at once first. `--no-chunks` takes prompts
+whole, `--no-mixing` (GPUs) leaves the pool out: prompts have steps of their own.
+Without a plan `LLM` takes this machine's devices. On GPUs `--precision w4a16 --max-num-seqs 256`
+makes a plan of a precision by hand, of several stages with `--splits 17` (the layers where they
+end; `--sms 132 48` for smaller cards), and `--kv-pool` keeps keys and values in a pool of blocks.
+Every replay has prompts of its own, so that none is found again. A row's `busy` is each stage's:
+its device's time in steps by the time of the replay.
 
 `soak` sends requests of mixed lengths, a fifth aborted at random, a twentieth of bad parameters;
 every answer has to be the greedy one or a refusal, and no block or memory may be left behind.
@@ -26,15 +31,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
+import torch
+from live_plans import by_hand
 from rows import write_row
 from traces import Arrival, names, read_trace
 
 from llmpq import LLM, SamplingParams
-from llmpq.model_spec import ModelSpec
-from llmpq.plan import Plan
-from llmpq.precision import KVPrecision, Precision
-from llmpq.runtime.launch.hand_plan import hand_plan, on_gpu
-from llmpq.workload import Workload
+from llmpq.precision import KVPrecision
 
 LIMITS = {"server": (2.0, 0.1), "interactive": (0.5, 0.03)}
 """MLPerf inference, Llama-3.1-8B: seconds to the first token, seconds per output token."""
@@ -60,10 +63,10 @@ class Seen:
         return (self.pieces_s[-1] - self.pieces_s[0]) / max(1, self.output_tokens - 1)
 
     @property
-    def longest_gap_s(self) -> float:
-        """The longest time without anything new."""
+    def gaps_s(self) -> list[float]:
+        """The times without anything new."""
         pairs = zip(self.pieces_s, self.pieces_s[1:], strict=False)
-        return max((after - before for before, after in pairs), default=0.0)
+        return [after - before for before, after in pairs]
 
 
 def quantile(values: Sequence[float], share: float) -> float:
@@ -94,7 +97,7 @@ def report(
     args: argparse.Namespace, llm: LLM, kind: str, seen: Sequence[Seen], wall_s: float
 ) -> float:
     """Print and append the rows of one replay; return the requests per second."""
-    stages = [stage.device for stage in llm.plan.stages]
+    stages = llm.plan.stages
     case = {
         "trace": args.trace,
         "requests": len(seen),
@@ -104,9 +107,13 @@ def report(
         "kv": llm.plan.workload.kv.value,
         "stages": len(stages),
         "step_tokens": 0 if args.no_chunks else args.step_tokens,
-        "precision": ",".join(sorted({p.value for s in llm.plan.stages for p in s.precisions})),
-        "pool": args.kv_pool,
+        "precision": ",".join(sorted({p.value for s in stages for p in s.precisions})),
+        "pool": args.kv_pool and not args.no_mixing,
+        "slots": llm.plan.workload.batch,
     }
+    if len(stages) > 1:
+        case["layers"] = [stage.num_layers for stage in stages]
+        case["sms"] = [stage.sms or 0 for stage in stages]
     values = {
         "throughput": (sum(s.output_tokens for s in seen) / wall_s, "tokens/s"),
         "requests": (len(seen) / wall_s, "requests/s"),
@@ -115,10 +122,21 @@ def report(
         name = f"p{share * 100:.0f}"
         values[f"ttft_{name}"] = (1e3 * quantile([s.first_s for s in seen], share), "ms")
         values[f"tpot_{name}"] = (1e3 * quantile([s.per_token_s for s in seen], share), "ms")
-        values[f"gap_{name}"] = (1e3 * quantile([s.longest_gap_s for s in seen], share), "ms")
+        longest = [max(s.gaps_s, default=0.0) for s in seen]
+        values[f"gap_{name}"] = (1e3 * quantile(longest, share), "ms")
+        every = [gap_s for s in seen for gap_s in s.gaps_s] or [0.0]
+        values[f"token_gap_{name}"] = (1e3 * quantile(every, share), "ms")
     for name, (first_s, token_s) in LIMITS.items():
         good = sum(s.first_s <= first_s and s.per_token_s <= token_s for s in seen)
         values[f"goodput_{name}"] = (good / len(seen), "share of requests")
+    for number, record in enumerate(llm._engine.engine.records()):
+        values[f"busy_{number}"] = (record.busy_s / wall_s, "share of time")
+        for step, total in record.totals.items():
+            mean_ms, rows = 1e3 * (total.mean_s or 0.0), total.rows / total.steps
+            print(
+                f"{kind:>12} stage {number}: {total.steps} {step} of {rows:.0f}: {mean_ms:.2f} ms"
+            )
+    gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
     for name, (value, unit) in values.items():
         print(f"{kind:>12} {name:>20} {value:10.3f} {unit}")
         write_row(
@@ -128,51 +146,60 @@ def report(
             unit=unit,
             samples=[value],
             noisy=args.noisy,
+            device=gpu,
         )
+    print(f"{kind:>12} {wall_s:.1f} s, {llm.stats()['gauges']}", flush=True)
     return len(seen) / wall_s
 
 
 def replay(args: argparse.Namespace) -> None:
     """Serve a trace at once, then at shares of the rate that this showed."""
     trace = read_trace(args.trace, args.requests)
-    # Chunks off: a step takes any prompt whole.
-    step_tokens = 1 << 20 if args.no_chunks else args.step_tokens
-    jobs = [job(row, number, args.shrink) for number, row in enumerate(trace)]
+
+    def jobs(turn: int) -> list[tuple[float, list[int], int]]:
+        first = turn * len(trace)
+        return [job(row, first + number, args.shrink) for number, row in enumerate(trace)]
+
+    longest = max(len(prompt) for _, prompt, _ in jobs(0))
+    # Chunks off: a step takes any prompt whole, beside all rows that decode.
+    step_tokens = longest + args.max_num_seqs if args.no_chunks else args.step_tokens
+    plan = args.plan
+    if args.precision is not None:
+        plan = by_hand(
+            args.model,
+            prompt_len=longest,
+            gen_len=max(new for *_, new in jobs(0)),
+            slots=args.max_num_seqs,
+            precision=args.precision,
+            kv=args.kv,
+            splits=tuple(args.splits),
+            sms=tuple(args.sms),
+            pool=args.kv_pool and not args.no_mixing,
+        )
+    started_s = time.perf_counter()
     with LLM(
         args.model,
-        plan=args.plan if args.precision is None else by_hand(args, jobs),
+        plan=plan,
         max_num_batched_tokens=step_tokens,
         enable_prefix_caching=not args.no_prefix_cache,
-        kv_pool=args.kv_pool,
+        kv_pool=args.kv_pool and not args.no_mixing,
+        stages_apart=True,  # as servers have it: who reads the streams computes nothing
     ) as llm:
-        seen, wall_s = asyncio.run(play(llm, [(0.0, *rest) for _, *rest in jobs]))
-        rate = report(args, llm, "at once", seen, wall_s)
-        gauges = llm.stats()["gauges"]
-        print(gauges)
+        print(f"started in {time.perf_counter() - started_s:.1f} s", flush=True)
+        asyncio.run(play(llm, [(0.0, prompt, new) for _, prompt, new in jobs(99)[: args.warm_up]]))
+        llm._engine.engine.records()
+        rate = args.rate
+        if rate is None:
+            seen, wall_s = asyncio.run(
+                play(llm, [(0.0, prompt, new) for _, prompt, new in jobs(0)])
+            )
+            rate = report(args, llm, "at once", seen, wall_s)
         span_s = trace[-1].at_s - trace[0].at_s
-        for share in args.shares:
-            speed = len(jobs) / (rate * share) / span_s
-            timed = [(at_s * speed, prompt, new) for at_s, prompt, new in jobs]
+        for turn, share in enumerate(args.shares, start=1):
+            speed = len(trace) / (rate * share) / span_s
+            timed = [(at_s * speed, prompt, new) for at_s, prompt, new in jobs(turn)]
             seen, wall_s = asyncio.run(play(llm, timed))
             report(args, llm, f"{share} of rate", seen, wall_s)
-
-
-def by_hand(args: argparse.Namespace, jobs: Sequence[tuple[float, list[int], int]]) -> Plan:
-    """Return a plan of this machine's first GPU, all layers of one precision."""
-    workload = Workload(
-        batch=args.max_num_seqs,
-        prompt_len=max(len(prompt) for _, prompt, _ in jobs),
-        gen_len=max(new for *_, new in jobs),
-        kv=args.kv,
-    )
-    plan = hand_plan(
-        ModelSpec.from_directory(Path(args.model)),
-        workload,
-        precision=Precision(args.precision),
-        decode_microbatch=args.max_num_seqs,
-        model_dir=args.model,
-    )
-    return on_gpu(plan)
 
 
 def job(row: Arrival, number: int, shrink: int) -> tuple[float, list[int], int]:
@@ -269,6 +296,11 @@ def main() -> None:
     parser.add_argument("--kv", type=KVPrecision, default=KVPrecision.KV16, help="with --precision")
     parser.add_argument("--max-num-seqs", type=int, default=256, help="with --precision")
     parser.add_argument("--kv-pool", action="store_true")
+    parser.add_argument("--splits", type=int, nargs="*", default=[], help="with --precision")
+    parser.add_argument("--sms", type=int, nargs="*", default=[], help="of each stage; 0: all")
+    parser.add_argument("--rate", type=float, help="requests/s that can be sustained, if known")
+    parser.add_argument("--warm-up", type=int, default=4, help="requests before all others")
+    parser.add_argument("--no-mixing", action="store_true", help="a GPU's slots, for comparison")
     parser.add_argument("--no-chunks", action="store_true", help="prompts whole, for comparison")
     parser.add_argument("--no-prefix-cache", action="store_true")
     parser.add_argument("--noisy", action="store_true", help="others share this machine")

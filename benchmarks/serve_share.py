@@ -20,7 +20,6 @@ import os
 import random
 import signal
 import statistics
-import string
 import subprocess
 import sys
 import tempfile
@@ -30,10 +29,12 @@ from multiprocessing import get_context
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
+from guides import vocabulary
 from rows import write_row
 from serve_load import asked, buckets, free_port, quantile_s, wait_until_ready
 
 TAIL_BYTES = 4096
+SPECIAL = ["<unk>", "<s>", "</s>"]
 PROCESSES = min(8, max(1, (os.cpu_count() or 2) // 2))
 SHARE = 0.95
 """What must be left."""
@@ -197,15 +198,32 @@ def write_checkpoint(name: str, directory: Path) -> None:
     del model
     if device == "cuda":
         torch.cuda.empty_cache()
-    rng, words = random.Random(0), dict.fromkeys(string.ascii_letters + string.digits)
-    while len(words) < shape["vocab_size"]:
-        words["".join(rng.choices(string.ascii_lowercase, k=rng.randint(2, 9)))] = None
-    vocab = {word: number for number, word in enumerate(words)}
+    vocab = {word: number for number, word in enumerate(made_up(shape["vocab_size"]))}
     made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, []))
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = tokenizers.decoders.ByteLevel()
+    made.add_special_tokens(SPECIAL)
     transformers.PreTrainedTokenizerFast(tokenizer_object=made).save_pretrained(directory)
     print(f"wrote {name} ({kind}) with random weights", flush=True)
+
+
+def made_up(size: int) -> list[str]:
+    """Return special tokens, all bytes, and words and pieces of JSON, as byte-level BPE has them.
+
+    The third one ends answers: transformers' default for Llama.
+    """
+    shown = tokenizers_alphabet()
+    pieces = vocabulary(size - len(SPECIAL) + 1)[1:]
+    return [*SPECIAL, *("".join(shown[byte] for byte in piece) for piece in pieces)]
+
+
+def tokenizers_alphabet() -> dict[int, str]:
+    """Return the character by which byte-level BPE shows each byte."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = (byte for byte in range(256) if byte not in plain)
+    return {byte: chr(byte) for byte in plain} | {
+        byte: chr(256 + number) for number, byte in enumerate(others)
+    }
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from front_table import FrontTable
+from live_table import LiveTable
 from planner_tables import OddTable, ProofsTable
 from table_cells import (
     Pivot,
@@ -36,8 +37,24 @@ E2E_JOB = ("prompt", "gen", "precision", "symmetric", "dtype", "kv")
 
 POWERS_OF_TWO = frozenset(1 << i for i in range(14))
 
-TABLES: dict[str, Pivot | FrontTable | OddTable | ProofsTable] = {
+TABLES: dict[str, Pivot | FrontTable | LiveTable | OddTable | ProofsTable] = {
     "front": FrontTable(),
+    "live": LiveTable(stages=1),
+    "live_stages": LiveTable(stages=2),
+    "pool_job": Pivot(
+        file="pool.jsonl",
+        bench="pool_job",
+        index=("job", "precision"),
+        value_title="tokens/s over a pool (ratio to slots)",
+        show=ratio_to_baseline("slots"),
+    ),
+    "pool_job_stops": Pivot(
+        file="pool.jsonl",
+        bench="pool_job_stops",
+        index=("job", "precision"),
+        value_title="tokens/s where a token may end each row (ratio to none)",
+        show=ratio_to_baseline("pool"),
+    ),
     "atom_ablation": Pivot(
         file="atom.jsonl",
         bench="atom_ablation",

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from functools import cached_property
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from llmpq.gguf_tokenizer import tokenizer_of
 from llmpq.runtime.token_rules import Guide
 
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_MAKERS = 4
+"""Threads that make automata of requests to come while others are answered."""
 _LONGEST = 1 << 20
 """Characters of a schema, regex or choice."""
 
@@ -47,9 +50,18 @@ class Guides:
             raise ValueError(f"structured_outputs: the {guide.kind} cannot be followed: {reason}")
 
     def compile(self, guide: Guide) -> Automaton:
-        """Return the automaton of one request."""
-        matcher = _llguidance().LLMatcher(self._tokenizer, _grammar(guide), log_level=0)
-        return Automaton(matcher, self._end_ids)
+        """Return the automaton of one request; it is made meanwhile, beside others."""
+        make, grammar = partial(_llguidance().LLMatcher, log_level=0), _grammar(guide)
+        matcher = self._makers.submit(make, self._tokenizer, grammar)
+        return Automaton(matcher, self._end_ids, self._executor)
+
+    @cached_property
+    def _makers(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(_MAKERS, thread_name_prefix="llmpq guides")
+
+    @cached_property
+    def _executor(self) -> Any:
+        return _llguidance().LLExecutor()
 
     @cached_property
     def _tokenizer(self) -> Any:
@@ -60,7 +72,9 @@ class Guides:
                 text = tokenizer_of(open_gguf(path)).backend_tokenizer.to_str()
             else:
                 text = path.read_text(encoding="utf-8")
-            return _llguidance().LLTokenizer(text, n_vocab=self._vocab, eos_token=self._end_ids)
+            # Versions before 1.7 take one end only.
+            ends = self._end_ids[0] if len(self._end_ids) == 1 else self._end_ids
+            return _llguidance().LLTokenizer(text, n_vocab=self._vocab, eos_token=ends)
         except (OSError, ValueError) as error:
             raise ValueError(
                 f"'{path}' cannot be used for structured_outputs: {str(error)[:200]}"
@@ -70,22 +84,37 @@ class Guides:
 class Automaton:
     """What one answer may go on with."""
 
-    def __init__(self, matcher: Any, end_ids: Sequence[int]) -> None:
-        self._matcher, self._end_ids = matcher, list(end_ids)
+    def __init__(self, matcher: Future[Any], end_ids: Sequence[int], executor: Any) -> None:
+        """`executor`: the threads that look at several answers at once."""
+        self._made, self._end_ids, self._executor = matcher, list(end_ids), executor
         self._taken: list[int] = []
 
-    def allowed(self, tokens: Sequence[int], vocab: int) -> Tensor:
-        """Return which tokens [V] may follow those of the answer so far, on the host."""
-        self._follow(list(tokens))
-        allowed_V = torch.zeros(vocab, dtype=torch.bool)
-        if not self._matcher.is_stopped():
-            bits = torch.frombuffer(
-                bytearray(self._matcher.compute_logit_bias()), dtype=torch.uint8
+    @property
+    def _matcher(self) -> Any:
+        return self._made.result()
+
+    def allowed_of(self, answers: Sequence[tuple[Automaton, Sequence[int]]], vocab: int) -> Tensor:
+        """Return which tokens may follow each of several answers so far, found side by side.
+
+        Bits of bytes, on the host.
+        """
+        words = -(-vocab // 32)
+        bits_GW = torch.zeros((len(answers), words), dtype=torch.int32)
+        going_on = []
+        for row, (automaton, tokens) in enumerate(answers):
+            automaton._follow(list(tokens))
+            if not automaton._matcher.is_stopped():
+                going_on.append((automaton._matcher, row))
+        if going_on:
+            self._executor.unsafe_compute_mask_ptr(
+                going_on, bits_GW.data_ptr(), words * bits_GW.itemsize, len(answers)
             )
-            allowed_V[: len(bits)] = bits[:vocab] > 0
-        if not allowed_V.any():  # the text is whole, or the guide is beyond what can be followed
-            allowed_V[self._end_ids] = True
-        return allowed_V
+        bits = bits_GW.view(torch.uint8)
+        # The text is whole, or the guide is beyond what can be followed.
+        for row in (~bits_GW.any(dim=1)).nonzero()[:, 0].tolist():
+            for token in self._end_ids:
+                bits[row, token // 8] |= 1 << token % 8
+        return bits
 
     def _follow(self, tokens: list[int]) -> None:
         """Bring the automaton to where the answer is; it may have gone another way before."""

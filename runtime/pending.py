@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -32,3 +33,14 @@ class Pending:
 def arrived(result: Tensor | Pending) -> Tensor:
     """Return a result, waiting for it if need be."""
     return result.wait() if isinstance(result, Pending) else result
+
+
+def on_its_way(result: Tensor) -> Tensor | Pending:
+    """Return a result of a device that the host may wait for once it needs it."""
+    if not result.is_cuda:
+        return result.cpu()
+    value = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
+    value.copy_(result, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+    return Pending(value, copied)

@@ -43,6 +43,7 @@ class Wishes:
     dtype: str = AUTO
     kv_cache_dtype: str = AUTO
     kv_pool: bool = False
+    """Whether GPUs, too, keep KV in a pool of blocks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +116,7 @@ def _made(
             max_len=max_len,
             slots=slots,
             may_shrink=wishes.max_num_seqs is None,
+            pool=wishes.kv_pool,
         )
         if whole is not None:
             return whole, known

@@ -3,14 +3,15 @@
     steps       runtime/backends/paged_graphs.py
     results     of a whole model on one device: copied behind the step, and a request's next token
                 may be asked for as -1, "the one this slot produced last" (cuda_stage.py)
-    several     hidden states and tokens go through the hosts
-    stages
+    several     hidden states and tokens stay on the device where links take them from there, and
+    stages      steps may be issued ahead of their tokens; else they go through the hosts
 
 Legend: B rows, T tokens, h hidden, R rows that sample.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -19,13 +20,12 @@ from torch import Tensor
 from llmpq.kv_format import BLOCK_TOKENS
 from llmpq.pool_size import PoolSize
 from llmpq.runtime.backends.cuda_graphs import StepOutput
-from llmpq.runtime.backends.cuda_stage import on_its_way
 from llmpq.runtime.backends.device_times import DeviceTimes
 from llmpq.runtime.backends.paged_compute import PagedStageCompute, rows_of
 from llmpq.runtime.backends.paged_graphs import PagedGraphs, rungs
 from llmpq.runtime.cache.device_pages import DevicePages
 from llmpq.runtime.models.stage_model import StageModel
-from llmpq.runtime.pending import Pending
+from llmpq.runtime.pending import Pending, on_its_way
 from llmpq.runtime.request import PagedRow, StepKind
 from llmpq.runtime.sampling_params import TokenChoice
 from llmpq.runtime.step_message import StepMessage
@@ -64,6 +64,7 @@ class CudaPagedCompute(PagedStageCompute):
             capture=graphs,
             last_token_S=last_token_S,
         )
+        self._hidden_stay = self._tokens_stay = False
         self._decode, self._mixed = make(chunks=False), make(chunks=True)
         self._mixed.share(self._decode)
 
@@ -80,6 +81,16 @@ class CudaPagedCompute(PagedStageCompute):
     def device_totals(self) -> dict[str, KindTotals]:
         """Return the steps so far by kind, timed by the device, and forget them."""
         return self._times.totals()
+
+    def leave_on_device(self, *, hidden: bool, tokens: bool = False) -> None:
+        """As of `PagedStageCompute`."""
+        self._hidden_stay, self._tokens_stay = hidden, tokens
+
+    @torch.inference_mode()
+    def take_tokens(self, slots: Sequence[int], tokens_B1: Tensor) -> None:
+        """Note tokens of slots, sampled elsewhere, for steps that name them by -1."""
+        slots_B = upload(slots, torch.long, self._device)
+        self._decode.remember(slots_B, tokens_B1[:, 0].to(self._device))
 
     @torch.inference_mode()
     def run(self, message: StepMessage, hidden_BQH: Tensor | None) -> Tensor | Pending:
@@ -98,10 +109,13 @@ class CudaPagedCompute(PagedStageCompute):
         out = (graphs.run_every_place if scored else graphs.run)(message, hidden_BQH)
         if self.model.head is None:
             assert out.hidden_BQh is not None
-            return out.hidden_BQh[:, : sum(message.num_new)].cpu()
+            hidden_BQh = out.hidden_BQh[:, : sum(message.num_new)]
+            return hidden_BQh.clone() if self._hidden_stay else hidden_BQh.cpu()
         if scored:
             self._score_places(out.hidden_BQh, message)
         tokens_B1 = self._tokens_B(out, message)[:, None]
+        if self._tokens_stay:
+            return tokens_B1.clone()
         return on_its_way(tokens_B1) if self._whole else tokens_B1.cpu()
 
     def _tokens_B(self, out: StepOutput, message: StepMessage) -> Tensor:
@@ -128,14 +142,16 @@ class CudaPagedCompute(PagedStageCompute):
             first += count
 
     def warm_up(self, rows: int, step_tokens: int) -> None:
-        """Capture steps of chunks, the largest first, and the decode step of so many rows.
+        """Capture steps of chunks and decode steps of up to so many rows, the largest first.
 
-        What they leave in the cache belongs to nobody.
+        None is left to be captured while requests wait. What they leave in the cache belongs to
+        nobody.
         """
         longest = self._columns * BLOCK_TOKENS
-        for places in rungs(step_tokens):
+        for places in rungs(max(step_tokens, rows + 1)):
             self._run_rows(StepKind.PREFILL, [min(places, longest)])
-        self._run_rows(StepKind.DECODE, [1] * rows)
+        for count in self._decode.sizes(rows):
+            self._run_rows(StepKind.DECODE, [1] * count)
         self._times.forget()
 
     def _run_rows(self, kind: StepKind, counts: list[int]) -> None:

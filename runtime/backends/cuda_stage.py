@@ -29,7 +29,7 @@ from llmpq.runtime.backends.device_times import DeviceTimes
 from llmpq.runtime.backends.stage_compute import StageCompute
 from llmpq.runtime.cache.kv_cache import KVCache
 from llmpq.runtime.models.stage_model import StageModel
-from llmpq.runtime.pending import Pending
+from llmpq.runtime.pending import Pending, on_its_way
 from llmpq.runtime.request import StepKind
 from llmpq.runtime.step import Step
 from llmpq.runtime.step_message import StepMessage
@@ -195,17 +195,6 @@ class CudaStageCompute(StageCompute):
         if self._tokens_stay:
             return result_BK.clone()
         return result_BK.cpu() if not self._whole else on_its_way(result_BK)
-
-
-def on_its_way(result: Tensor) -> Tensor | Pending:
-    """Return a result that the host may wait for once it needs it."""
-    if not result.is_cuda:
-        return result.cpu()
-    value = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
-    value.copy_(result, non_blocking=True)
-    copied = torch.cuda.Event()
-    copied.record()
-    return Pending(value, copied)
 
 
 def widened(step: Step, x: Tensor, width: int) -> tuple[Step, Tensor]:

@@ -55,6 +55,10 @@ class PagedStageCompute:
         """Whether a step may name tokens by -1 that the step before has yet to produce."""
         return False
 
+    def leave_on_device(self, *, hidden: bool, tokens: bool = False) -> None:
+        """Say what this stage's links take from the device; a CPU's are the host's own."""
+        assert not hidden and not tokens, "hosts keep nothing on a device"
+
     def take_tokens(self, slots: Sequence[int], tokens_B1: Tensor) -> None:
         """Not here: the host knows the tokens of a step before it issues the next."""
         raise RuntimeError(f"a stage that does not run ahead got tokens of slots {list(slots)}")

@@ -64,6 +64,15 @@ class PagedGraphs(DecodeGraphs):
         rows = num_slots + 1 if chunks else num_slots
         super().__init__(model, kv, num_slots=num_slots, max_rows=rows, **options)
 
+    def sizes(self, most_rows: int) -> list[int]:
+        """Return the sizes of steps of up to so many rows that are captured, largest first.
+
+        Without captures the largest alone.
+        """
+        least = 1 if self._captures(most_rows) else most_rows
+        found = {rounded_rows(rows, self._places) for rows in range(least, most_rows + 1)}
+        return sorted(found, reverse=True)
+
     def run_every_place(self, message: StepMessage, hidden_BQh: Tensor | None) -> StepOutput:
         """As `run`, with hidden states of all places behind the last layer."""
         size = self._size(message)

@@ -47,6 +47,7 @@ def _planned(options: ServeOptions) -> list[tuple[Plan, tuple[int, ...]]]:
         max_num_seqs=options.max_num_seqs,
         dtype=options.dtype,
         kv_cache_dtype=options.kv_cache_dtype,
+        kv_pool=options.kv_pool,
     )
     made: dict[str, Plan] = {}
     found = []

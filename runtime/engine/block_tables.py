@@ -36,6 +36,8 @@ class Holder:
     """Tokens of the output that were asked for."""
     in_flight: int = 0
     """Of these, how many are not known yet."""
+    last_step: int = 0
+    """Number of the step it was in last."""
     admission: int = 0
     """How often it was let in."""
     resumes: bool = False
@@ -43,12 +45,14 @@ class Holder:
     @property
     def num_tokens(self) -> int:
         """Tokens of the prompt and of the answer so far."""
-        return len(self.request.prompt) + len(self.request.output)
+        request = self.request
+        return len(request.prompt) + len(request.output)
 
     @property
     def remaining(self) -> int:
         """Tokens that are there to be computed."""
-        return self.num_tokens - self.num_computed
+        request = self.request
+        return len(request.prompt) + len(request.output) - self.num_computed
 
     @property
     def decodes(self) -> bool:
@@ -59,6 +63,8 @@ class Holder:
         """Return a range of its tokens."""
         prompt, output = self.request.prompt, self.request.output
         split = len(prompt)
+        if start >= split:
+            return output[start - split : end - split]
         return [*prompt[start:end], *output[max(0, start - split) : max(0, end - split)]]
 
     def row(self, *, samples: bool, drafts: Sequence[int]) -> PagedRow:
@@ -67,7 +73,7 @@ class Holder:
         row = PagedRow(
             slot=self.request.slot,
             samples=samples,
-            drafts=tuple(drafts),
+            drafts=tuple(drafts) if drafts else (),
             first_block=self.num_told,
             new_blocks=tuple(self.blocks[self.num_told :]),
             first_window_block=first_window_block,
@@ -91,6 +97,7 @@ class BlockTables:
 
     def __init__(self, limits: PoolLimits, salt: str) -> None:
         self.pool, self._limits = BlockPool(limits.num_blocks), limits
+        self._plain = limits.tail == 0
         self._root = chain_root(limits.kv.value, salt)
         self._watermark = max(1, int(WATERMARK * limits.num_blocks))
         self.windows = WindowTables(limits, self._watermark) if limits.window else None
@@ -108,6 +115,10 @@ class BlockTables:
     def blocks(self, tokens: int) -> int:
         """Return how many blocks hold so many tokens."""
         return pool_blocks(self._limits.kv, tokens)
+
+    def holds(self, holder: Holder, tokens: int) -> bool:
+        """Whether a request has the blocks of so many tokens, and none to give back."""
+        return self.windows is None and self.blocks(tokens) <= len(holder.blocks)
 
     def lacks(self, holder: Holder, tokens: int) -> int:
         """Return how many blocks more than are available a request of so many tokens needs."""
@@ -174,7 +185,7 @@ class BlockTables:
 
     def register(self, holder: Holder, end: int) -> None:
         """Let the blocks that the tokens before `end` fill be found by others."""
-        count = self.blocks(end) if self._limits.tail else end // BLOCK_TOKENS
+        count = end // BLOCK_TOKENS if self._plain else self.blocks(end)
         if not self._limits.prefix_cache or count <= holder.num_registered:
             return
         keys = holder.keys.upto(holder.tokens, end, count)

@@ -16,12 +16,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from operator import attrgetter
 
 from llmpq.runtime.drafts.drafter import Drafter
 from llmpq.runtime.engine.block_tables import BlockTables, Holder
 from llmpq.runtime.engine.pool_limits import PoolLimits
 from llmpq.runtime.engine.scheduler import UNKNOWN
 from llmpq.runtime.request import FinishReason, MicroBatch, Request, StepKind
+
+_order = attrgetter("order")
 
 
 @dataclass
@@ -36,6 +39,18 @@ class _Plan:
         self.holders.append(holder)
         self.counts.append(count)
         self.drafts.append(drafts)
+
+
+@dataclass
+class _Sorts:
+    """Requests that were let in, by what they wait for."""
+
+    ready: list[Holder] = field(default_factory=list)
+    """Whose newest token is there to go on from, first come first."""
+    prompts: list[Holder] = field(default_factory=list)
+    """With more of a prompt to compute, first come first."""
+    num_decoding: int = 0
+    """Those that are ready, and those whose newest token is under way."""
 
 
 class PagedScheduler:
@@ -62,6 +77,8 @@ class PagedScheduler:
         """Of a static batch: requests that may still be let in."""
         self._decode_steps = 0
         """Steps under way in which rows decode."""
+        self._last_decode = 0
+        """Number of the step in which rows decoded last."""
         self.generated_tokens = self.num_preemptions = 0
         self.whole_rounds = False
 
@@ -120,11 +137,11 @@ class PagedScheduler:
 
     def next_micro_batch(self) -> MicroBatch | None:
         """Return the next step, or None until another one completes."""
-        plan = _Plan()
-        self._add_decoding(plan)
+        plan, sorts = _Plan(), self._sorts()
+        self._add_decoding(plan, sorts)
         decoding = len(plan.holders)
         room = max(1, self.limits.step_tokens - sum(plan.counts))
-        for holder in self._prompts():
+        for holder in self._prompts(sorts.prompts):
             count = min(room, holder.remaining, self.limits.row_tokens)
             if not self._grow(holder, holder.num_computed + count, plan):
                 break
@@ -139,7 +156,9 @@ class PagedScheduler:
             kind = StepKind.DECODE
         elif decoding == 0:
             kind = StepKind.PREFILL
-        self._decode_steps += decoding > 0
+        if decoding:
+            self._decode_steps += 1
+            self._last_decode = self._seq + 1
         return self._issue(kind, plan)
 
     def complete(self, micro_batch: MicroBatch, tokens: Sequence[Sequence[int]]) -> list[Request]:
@@ -177,20 +196,38 @@ class PagedScheduler:
         assert sorted(known) == sorted(self._holders)
         assert not any(h.blocks or h.request.slot >= 0 for h in self._waiting)
 
-    def _add_decoding(self, plan: _Plan) -> None:
+    def _sorts(self) -> _Sorts:
+        """Look once at every request that was let in: steps are short, and they are many."""
+        found = _Sorts()
+        for holder in self._running:
+            left = holder.remaining
+            if left > 1 or holder.num_sampled == 0:
+                if left > 0:
+                    found.prompts.append(holder)
+                continue
+            found.num_decoding += 1
+            if left == 1:
+                found.ready.append(holder)
+        found.ready.sort(key=_order)
+        found.prompts.sort(key=_order)
+        return found
+
+    def _add_decoding(self, plan: _Plan, sorts: _Sorts) -> None:
         """Add the rows that decode next, oldest first, with their drafts.
 
-        Rows that decode are split evenly into as many groups as keep all stages at work.
+        Rows that decode are split evenly into as many groups as keep all stages at work. No row
+        goes on from a token of the last such step while that is under way: stages would wait for
+        each other, which another group's step between the two keeps at work.
         """
-        decoding = [holder for holder in self._running if holder.decodes]
-        ready = sorted(holder for holder in decoding if holder.remaining == 1)
+        ready, decoding = sorts.ready, sorts.num_decoding
         num_groups = max(
-            -(-len(decoding) // self.limits.decode_rows),
-            min(self.limits.num_stages, len(decoding)),
+            -(-decoding // self.limits.decode_rows), min(self.limits.num_stages, decoding)
         )
         if not ready or self._decode_steps >= num_groups * self.limits.tokens_ahead:
             return
-        size = -(-len(decoding) // num_groups)
+        size = -(-decoding // num_groups)
+        if num_groups > 1:
+            ready = [h for h in ready if h.in_flight == 0 or h.last_step != self._last_decode]
         for holder in ready[:size]:
             if holder.request.slot < 0:
                 continue  # preempted for one before it
@@ -206,10 +243,9 @@ class PagedScheduler:
         gamma = min(self._drafter.gamma([request]), request.max_new - len(request.output) - 1)
         return list(self._drafter.propose(request, gamma) or ()) if gamma > 0 else []
 
-    def _prompts(self) -> Iterator[Holder]:
+    def _prompts(self, begun: Sequence[Holder]) -> Iterator[Holder]:
         """Yield requests with a prompt left to compute, then those that are let in, in order."""
-        begun = [h for h in self._running if h.remaining > 0 and not h.decodes]
-        for holder in sorted(begun):
+        for holder in begun:
             if holder.request.slot >= 0:  # not preempted for one before it
                 yield holder
         while self._waiting and self._may_admit(self._waiting[0]):
@@ -236,6 +272,8 @@ class PagedScheduler:
 
         Younger requests are preempted for it, the youngest first, but none of the step planned.
         """
+        if self.tables.holds(holder, tokens):
+            return True
         self.tables.pass_windows(holder)
         while self.tables.lacks(holder, tokens) > 0:
             others = [h for h in self._running if h.blocks and h not in plan.holders]
@@ -269,7 +307,7 @@ class PagedScheduler:
             tokens.append([*holder.tokens(start, end), *drafts])
             samples = end == holder.num_tokens
             rows.append(holder.row(samples=samples, drafts=drafts))
-            holder.num_computed = start + count
+            holder.num_computed, holder.last_step = start + count, self._seq + 1
             if samples:
                 holder.num_sampled += 1
                 holder.in_flight += 1

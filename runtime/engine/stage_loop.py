@@ -212,7 +212,8 @@ class FirstStage:
 
         In order, since slots change hands: a later flight's tokens must overwrite an earlier one's.
         """
-        unknown = {r.id for r in micro_batch.requests if r.output and r.output[-1] == UNKNOWN}
+        rows = zip(micro_batch.requests, micro_batch.tokens, strict=False)
+        unknown = {request.id for request, tokens in rows if UNKNOWN in tokens}
         needed = 0
         for place, flight in enumerate(self._in_flight):
             if any(request.id in unknown for request in flight.micro_batch.requests):

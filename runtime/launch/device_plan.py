@@ -8,11 +8,14 @@ from llmpq.model_spec import ModelSpec
 from llmpq.plan import ClusterRef, Plan
 from llmpq.precision import KVPrecision
 from llmpq.runtime.launch.hand_plan import hand_plan
+from llmpq.runtime.launch.pool_room import with_pool_room
 from llmpq.this_machine import useful_threads
 from llmpq.workload import DTYPE_BYTES, Dtype, Workload
 
 _MEMORY_SHARE = 0.85
 """Of a device's memory: the rest is for temporaries and whoever else is there."""
+_POOL_SHARE = 0.9
+"""Of a GPU's memory where temporaries are counted beside weights and blocks."""
 _PREFILL_TOKENS = 2048
 """Prompt tokens that share a micro-batch, about."""
 
@@ -27,11 +30,14 @@ def device_plan(
     max_len: int,
     slots: int,
     may_shrink: bool,
+    pool: bool = False,
 ) -> Plan | None:
     """Return the plan of `slots` requests of up to `max_len` tokens; None where it does not fit.
 
-    `may_shrink`: fewer requests at once will do as well.
+    `may_shrink`: fewer requests at once will do as well. `pool`: a GPU keeps KV in blocks, so that
+    its memory bounds those, and not the requests.
     """
+    pool = pool and device.threads is None
     dtype_bytes = DTYPE_BYTES[dtype]
     weights = spec.num_params * dtype_bytes
     per_slot = spec.num_layers * kv_cache_bytes(
@@ -44,9 +50,10 @@ def device_plan(
         dtype_bytes=dtype_bytes,
     )
     room = int((_MEMORY_SHARE * device.limit_bytes - weights) // per_slot)
-    if room < 1 or (room < slots and not may_shrink):
+    if room < 1 or (room < slots and not may_shrink and not pool):
         return None
-    slots = min(slots, room)
+    if not pool:
+        slots = min(slots, room)
     threads = None
     if device.threads is not None:
         threads = useful_threads(device.threads, weights)
@@ -69,4 +76,5 @@ def device_plan(
     }
     stages = tuple(stage.model_copy(update=change) for stage in plan.stages)
     cluster = ClusterRef(name="this-machine", fingerprint=plan.cluster.fingerprint)
-    return plan.model_copy(update={"stages": stages, "cluster": cluster})
+    plan = plan.model_copy(update={"stages": stages, "cluster": cluster})
+    return with_pool_room(plan, spec, device.limit_bytes, share=_POOL_SHARE) if pool else plan

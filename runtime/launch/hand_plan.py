@@ -1,4 +1,4 @@
-"""A plan written by hand: stages between given layers on the CPU, or a whole model on one GPU."""
+"""A plan written by hand: stages between given layers on the CPU, or on GPUs."""
 
 from __future__ import annotations
 
@@ -59,17 +59,17 @@ def hand_plan(
 
 
 def on_gpu(plan: Plan, number: int = 0) -> Plan:
-    """Return the plan with its stages on this machine's GPU of that number, as torch counts."""
+    """Return the plan with a stage on each of this machine's GPUs from that number on.
+
+    GPUs are alike, and numbered as torch counts.
+    """
     import torch  # plans of CPU stages are written without
 
     kind = canonical_kind(torch.cuda.get_device_name(number))
-    change = {
-        "device": f"{kind}-{number}",
-        "device_index": number,
-        "kind": kind,
-        "profile_kind": kind,
-        "threads": None,
-    }
-    stages = tuple(stage.model_copy(update=change) for stage in plan.stages)
-    cluster = plan.cluster.model_copy(update={"name": f"{kind.lower()}x1"})
+    change = {"kind": kind, "profile_kind": kind, "threads": None}
+    stages = tuple(
+        stage.model_copy(update={**change, "device": f"{kind}-{index}", "device_index": index})
+        for index, stage in enumerate(plan.stages, start=number)
+    )
+    cluster = plan.cluster.model_copy(update={"name": f"{kind.lower()}x{len(stages)}"})
     return plan.model_copy(update={"stages": stages, "cluster": cluster})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from llmpq.capabilities import lacking_sentence, require_gpu_pool, ways_of
 from llmpq.errors import DoesNotFitError
@@ -98,6 +98,13 @@ class PoolPlan:
             prefix_cache=size.prefix_cache,
             batching="static" if self.settings.batching == "static" else "continuous",
         )
+
+    def limits_over(self, links: object | None) -> PoolLimits:
+        """Return the limits of stages that are met; links between GPUs bring tokens by themselves.
+
+        Then the first stage, too, is told the next step before the last one's tokens are known.
+        """
+        return self.limits if links is None else replace(self.limits, tokens_ahead=2)
 
     @property
     def _step_tokens(self) -> int:

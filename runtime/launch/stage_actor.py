@@ -165,7 +165,7 @@ class StageActor:
         store = self._rendezvous.store(host, port)
         join_gloo(dist.PrefixStore("stages", store), self._index, len(self._plan.stages))
         on_gpus = not any(stage.is_cpu for stage in self._plan.stages)
-        if on_gpus and self._gpu is not None and self._pool is None:
+        if on_gpus and self._gpu is not None:
             self._use_threads()
             wanted = self._settings.links
             kinds = {"auto": KINDS, "gloo": ()}.get(wanted, (wanted,))
@@ -199,7 +199,7 @@ class StageActor:
         ends = StopTexts(self._settings.model_dir)
         if self._pool is not None:
             return PagedScheduler(
-                self._pool.limits,
+                self._pool.limits_over(self._links),
                 drafter=self._drafter,
                 ends_in_stop_text=ends,
                 salt=self._plan.model.fingerprint,
@@ -290,7 +290,6 @@ class StageActor:
             on_device = self._settings.speculate is None
             make = partial(DeviceTransport, self._links, tokens_on_device=on_device)
             last = self._index == len(self._plan.stages) - 1
-            assert isinstance(self._compute, StageCompute)
             self._compute.leave_on_device(hidden=True, tokens=on_device and last)
         return make(
             hidden=self._compute.model.spec.hidden,

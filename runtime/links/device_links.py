@@ -343,7 +343,7 @@ class DeviceTransport(GlooTransport):
         message, _ = super().receive_step()
         if message.kind is StepKind.STOP:
             return message, None
-        shape = (message.num_rows, message.q_len, self._size)
+        shape = (*message.shape, self._size)
         return message, self._links.receive(shape, self._dtype)
 
     def send_tokens(self, tokens_BK: Tensor) -> None:

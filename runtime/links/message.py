@@ -19,8 +19,9 @@ Verify steps send their tokens [B, Q] along, since the last stage must compare t
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -33,6 +34,8 @@ from llmpq.speculation import MAX_GAMMA
 
 _WIDTH = 10
 _PAGING_WIDTH = 8
+_KEPT = 4096
+"""Values of which it is remembered how they are written: those of as many rows, about."""
 
 
 def header_size(max_rows: int) -> int:
@@ -43,7 +46,7 @@ def header_size(max_rows: int) -> int:
 def pack_header(message: StepMessage, max_rows: int) -> Tensor:
     """Return the header tensor of a message."""
     has_tokens = int(message.kind is StepKind.VERIFY)
-    paging = len(pack_paging(message.paged))
+    paging = sum(_paging_sizes(message.paged))
     values = [message.kind, message.seq, message.num_rows, message.q_len, has_tokens, paging]
     values += [0] * (_WIDTH - len(values))
     for row in range(message.num_rows):
@@ -77,16 +80,7 @@ def unpack_header(header: Tensor) -> StepMessage:
         starts=[row[1] for row in rows],
         num_new=[row[2] for row in rows],
         sample_steps=[row[3] for row in rows],
-        sampling=[
-            TokenChoice(
-                temperature=_bits_float(row[4]),
-                top_k=row[5] or None,
-                top_p=_bits_float(row[6]),
-                min_p=_bits_float(row[7]),
-                seed=row[8],
-            )
-            for row in rows
-        ],
+        sampling=[_choice(*row[4:9]) for row in rows],
         requests=[row[9] for row in rows],
     )
 
@@ -99,6 +93,13 @@ def paging_size(header: Tensor) -> int:
 def max_paging_size(max_rows: int, max_blocks: int) -> int:
     """Return the int64 of the longest paging: each row tells a whole table of `max_blocks`."""
     return max_rows * (_PAGING_WIDTH + MAX_GAMMA + max_blocks)
+
+
+def _paging_sizes(rows: Sequence[PagedRow]) -> Iterator[int]:
+    """Yield the int64 that `pack_paging` writes of each row."""
+    for row in rows:
+        more = len(row.drafts) + len(row.new_blocks) + len(row.new_window_blocks)
+        yield _PAGING_WIDTH + more
 
 
 def pack_paging(rows: Sequence[PagedRow]) -> Tensor:
@@ -140,6 +141,19 @@ def unpack_paging(message: StepMessage, paging: Tensor) -> StepMessage:
     return replace(message, paged=tuple(rows))
 
 
+@lru_cache(maxsize=_KEPT)
+def _choice(temperature: int, top_k: int, top_p: int, min_p: int, seed: int) -> TokenChoice:
+    """Return what a row's line of the header asks; rows ask the same every step."""
+    return TokenChoice(
+        temperature=_bits_float(temperature),
+        top_k=top_k or None,
+        top_p=_bits_float(top_p),
+        min_p=_bits_float(min_p),
+        seed=seed,
+    )
+
+
+@lru_cache(maxsize=_KEPT)
 def _float_bits(value: float) -> int:
     bits: int = struct.unpack("<q", struct.pack("<d", value))[0]
     return bits

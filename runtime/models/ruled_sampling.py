@@ -5,7 +5,9 @@ forbidden (ends before `min_tokens`, bad runs, what a guide does not allow). The
 as any other. What a row gets depends on its own request only, and on tokens by their place, so a
 step that is done again (a request that was set aside and recomputed) gives the same.
 
-Without a guide or logprobs nothing waits for the device: the tokens so far stay on it.
+Without a guide or logprobs nothing waits for the device: the tokens so far stay on it. A guide
+waits for the last token only, which is there before the step that builds on it has ended: what may
+come next is found while the device computes, and goes to it as bits.
 
 Legend: B rows, V vocabulary, N tokens.
 """
@@ -13,16 +15,18 @@ Legend: B rows, V vocabulary, N tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
 
-from llmpq.runtime.models.sampling import sample, sample_with_torch
+from llmpq.runtime.models.sampling import sample
+from llmpq.runtime.pending import Pending, arrived, on_its_way
 from llmpq.runtime.step_message import StepMessage
 from llmpq.runtime.token_rules import Noted, TokenRules, TokenScore, TokenScores
+from llmpq.runtime.upload import upload
 
 _POSITIONS_AT_ONCE = 64
 """Positions of a prompt whose logits are made together: a few float copies of them live at once."""
@@ -31,8 +35,11 @@ _POSITIONS_AT_ONCE = 64
 class TokenAutomaton(Protocol):
     """What a guide allows next."""
 
-    def allowed(self, tokens: Sequence[int], vocab: int) -> Tensor:
-        """Return which tokens [V] may follow those of the answer so far, on the host."""
+    def allowed_of(self, answers: Sequence[tuple[Self, Sequence[int]]], vocab: int) -> Tensor:
+        """Return which tokens may follow each of several answers so far, by their automata.
+
+        On the host, a row each, token t as bit t % 8 of byte t // 8; beyond V may be more bits.
+        """
         ...
 
 
@@ -51,6 +58,25 @@ class _Ruled:
     """Tokens of the prompt whose follower was scored."""
     kept: dict[str, Tensor] = field(default_factory=dict)
     """Tensors made of the rules once."""
+    told: list[int] = field(default_factory=list)
+    """Of a guided answer: its tokens that the host knows."""
+    coming: tuple[int, Tensor | Pending, int] | None = None
+    """Of a guided answer: the newest token's place, the step's tokens and its row among them."""
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether logits depend on the answer's tokens as the device has them."""
+        rules = self.rules
+        penal = rules.frequency_penalty or rules.presence_penalty or rules.bad_tokens
+        return bool(penal) or rules.repetition_penalty != 1.0
+
+    def answer(self, step: int) -> list[int]:
+        """Return a guided answer before a place, waiting for the token before it."""
+        if self.coming is not None:
+            place, tokens_B, row = self.coming
+            self.told[place:] = [int(arrived(tokens_B)[row])]
+            self.coming = None
+        return self.told[:step]
 
     def before(self, step: int, device: torch.device) -> Tensor:
         """Return the tokens of the answer [N] before a place."""
@@ -127,22 +153,31 @@ class RuledSampler:
             if number in self._known
         }
         changed = [row for row, known in ruled.items() if known.rules.changes_logits]
-        if not changed:
-            tokens_B = sample(logits_BV, params, steps)
+        if len(changed) == message.num_rows:
+            logits_BV_ruled = logits_BV.to(torch.float32, copy=True)
+            apply_all(ruled.values(), steps, logits_BV_ruled)
+            tokens_B = sample(logits_BV_ruled, params, steps)
         else:
-            others = [row for row in range(message.num_rows) if row not in changed]
-            tokens_B = torch.empty(message.num_rows, dtype=torch.long, device=logits_BV.device)
-            if others:
-                told = [params[row] for row in others], [steps[row] for row in others]
-                tokens_B[others] = sample(logits_BV[others], *told)
-            logits_RV = logits_BV[changed].float()
-            for logits_V, row in zip(logits_RV, changed, strict=True):
-                apply_rules(ruled[row], logits_V, steps[row])
-            told = [params[row] for row in changed], [steps[row] for row in changed]
-            tokens_B[changed] = sample_with_torch(logits_RV, *told)
+            tokens_B = sample(logits_BV, params, steps)
+        if 0 < len(changed) < message.num_rows:
+            where, own = upload(changed, torch.long, logits_BV.device), [steps[r] for r in changed]
+            logits_RV = logits_BV[where].float()
+            apply_all([ruled[row] for row in changed], own, logits_RV)
+            drawn_R = sample(logits_RV, [params[row] for row in changed], own)
+            tokens_B.index_copy_(0, where, drawn_R)
+        self._keep_tokens(ruled, steps, tokens_B, logits_BV)
+        return tokens_B
+
+    def _keep_tokens(
+        self, ruled: Mapping[int, _Ruled], steps: Sequence[int], tokens_B: Tensor, logits_BV: Tensor
+    ) -> None:
+        """Remember tokens of rows with rules, those of guides on their way to the host."""
+        coming = None
         for row, known in ruled.items():
             _keep(known, steps[row], tokens_B[row], logits_BV[row])
-        return tokens_B
+            if known.automaton is not None:
+                coming = on_its_way(tokens_B) if coming is None else coming
+                known.coming = (steps[row], coming, row)
 
     def score_prompts(
         self, head: Callable[[Tensor], Tensor], hidden_BQh: Tensor, message: StepMessage
@@ -163,6 +198,14 @@ class RuledSampler:
                 logits_NV = head(hidden_BQh[row, at - start : until - start])
                 known.noted.prompt += scores(logits_NV, prompt[at + 1 : until + 1], most)
             known.num_scored = end
+
+
+def apply_all(rows: Iterable[_Ruled], steps: Sequence[int], logits_RV: Tensor) -> None:
+    """Change the logits of rows with rules, each at its place, in place."""
+    several = list(rows)
+    for known, step, logits_V in zip(several, steps, logits_RV, strict=True):
+        apply_rules(known, logits_V, step)
+    _follow_guides(several, steps, logits_RV)
 
 
 def apply_rules(known: _Ruled, logits_V: Tensor, step: int) -> None:
@@ -189,9 +232,33 @@ def apply_rules(known: _Ruled, logits_V: Tensor, step: int) -> None:
             run_N = known.once(f"bad {index}", run, answer_N)
             completes = (answer_N[step - len(run) + 1 :] == run_N[:-1]).all()
             logits_V[run[-1]] = torch.where(completes, -math.inf, logits_V[run[-1]])
-    if known.automaton is not None:
-        allowed_V = known.automaton.allowed(answer_N.tolist(), len(logits_V))
-        logits_V.masked_fill_(~allowed_V.to(logits_V.device), -math.inf)
+
+
+def _follow_guides(rows: Sequence[_Ruled], steps: Sequence[int], logits_RV: Tensor) -> None:
+    """Forbid what guides do not allow, in place."""
+    guided, answers = [], []
+    for row, known in enumerate(rows):
+        if known.automaton is not None:
+            guided.append(row)
+            answers.append((known.automaton, known.answer(steps[row])))
+    if not guided:
+        return
+    vocab, device = logits_RV.shape[-1], logits_RV.device
+    bits_GB = answers[0][0].allowed_of(answers, vocab)
+    if device.type == "cuda":
+        bits_GB = bits_GB.pin_memory().to(device, non_blocking=True)
+    forbidden_GV = ~unpacked(bits_GB, vocab)
+    if len(guided) == len(rows):
+        logits_RV.masked_fill_(forbidden_GV, -math.inf)
+        return
+    where = upload(guided, torch.long, device)
+    logits_RV.index_copy_(0, where, logits_RV[where].masked_fill_(forbidden_GV, -math.inf))
+
+
+def unpacked(bits_GB: Tensor, vocab: int) -> Tensor:
+    """Return bits of bytes as booleans [G, V]."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=bits_GB.device)
+    return ((bits_GB[:, :, None] >> shifts) & 1).bool().flatten(1)[:, :vocab]
 
 
 def scores(logits_NV: Tensor, tokens_N: Tensor, most: int) -> list[TokenScores]:
@@ -216,8 +283,9 @@ def scores(logits_NV: Tensor, tokens_N: Tensor, most: int) -> list[TokenScores]:
 
 def _keep(known: _Ruled, step: int, token: Tensor, logits_V: Tensor) -> None:
     """Remember a chosen token at its place, and its score if that is asked for."""
-    known.before(step, token.device)
-    known.chosen[step] = token
+    if known.counts_tokens:
+        known.before(step, token.device)
+        known.chosen[step] = token
     most = known.rules.logprobs
     if most is not None and len(known.noted.output) <= step:
         known.noted.output += scores(logits_V[None], token[None], most)

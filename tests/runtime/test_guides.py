@@ -11,6 +11,7 @@ import pytest
 
 from llmpq import LLM, SamplingParams, StructuredOutputsParams
 from llmpq.runtime.guides import Guides
+from llmpq.runtime.models.ruled_sampling import unpacked
 from llmpq.runtime.token_rules import Guide
 
 pytestmark = pytest.mark.cpu
@@ -110,11 +111,15 @@ def test_guides_that_cannot_be_followed_are_refused(llm, guide, said):
 def test_an_automaton_follows_an_answer_that_was_computed_anew(demo_model):
     guides = Guides(demo_model, vocab=4100, end_ids=[0])
     automaton = guides.compile(Guide(kind="choice", text='["yes", "no"]'))
-    start = automaton.allowed([], 4100).nonzero()[:, 0].tolist()
+
+    def allowed(tokens):
+        return unpacked(automaton.allowed_of([(automaton, tokens)], 4100), 4100)[0]
+
+    start = allowed([]).nonzero()[:, 0].tolist()
     assert 1 < len(start) < 10 and 0 not in start
     whole = [start[0]]
-    while not automaton.allowed(whole, 4100)[0]:
-        whole.append(int(automaton.allowed(whole, 4100).nonzero()[0, 0]))
-    assert automaton.allowed(whole, 4100).sum() == 1  # nothing but the end
-    assert automaton.allowed([], 4100).nonzero()[:, 0].tolist() == start
-    assert automaton.allowed([*whole, 0], 4100)[0]
+    while not allowed(whole)[0]:
+        whole.append(int(allowed(whole).nonzero()[0, 0]))
+    assert allowed(whole).sum() == 1  # nothing but the end
+    assert allowed([]).nonzero()[:, 0].tolist() == start
+    assert allowed([*whole, 0])[0]

@@ -12,10 +12,14 @@ import torch.distributed as dist
 
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
-from llmpq.runtime.backends.build_stage import build_stage
+from llmpq.pool_size import PoolSize
+from llmpq.runtime.backends.build_stage import build_paged_stage, build_stage
+from llmpq.runtime.backends.paged_compute import PagedStageCompute
 from llmpq.runtime.backends.stage_compute import StageCompute
 from llmpq.runtime.engine.mailbox import Mailbox
+from llmpq.runtime.engine.paged_scheduler import PagedScheduler
 from llmpq.runtime.engine.plain_loop import LocalPipeline
+from llmpq.runtime.engine.pool_limits import PoolLimits
 from llmpq.runtime.engine.scheduler import Limits, Scheduler
 from llmpq.runtime.engine.stage_loop import FirstStage, run_following_stage
 from llmpq.runtime.launch.stage_settings import limits_of
@@ -28,10 +32,11 @@ from llmpq.runtime.weights.sources import CheckpointSource
 
 pytestmark = pytest.mark.cluster
 NEW = (9, 4, 9, 7, 9, 5)
+POOL = PoolSize(num_blocks=3, slots=3, max_len=40)
 LENGTHS = (8, 5, 9, 3, 7, 6)
 
 
-class TableStage(StageCompute):
+class Table:
     """Reads the token -1 from a table of what each slot produced last, and counts such steps."""
 
     blind_steps, forgetful = 0, False
@@ -49,7 +54,15 @@ class TableStage(StageCompute):
         return super().run(replace(message, tokens=tokens), hidden_BQH)
 
 
-def stage(rank: int, folder: str, model: str, forgetful: bool) -> None:
+class TableStage(Table, StageCompute):
+    """A stage of slots."""
+
+
+class PagedTableStage(Table, PagedStageCompute):
+    """A stage of the paged engine."""
+
+
+def stage(rank: int, folder: str, model: str, forgetful: bool, pool: bool) -> None:
     """Run one stage; the first one leaves the tokens in the folder."""
     torch.set_num_threads(1)
     plan = Plan.load(f"{folder}/plan.json")
@@ -58,8 +71,13 @@ def stage(rank: int, folder: str, model: str, forgetful: bool) -> None:
     links = connect_devices(torch.device("cpu"), None, kinds=["gloo"])
     spec = ModelSpec.from_directory(model)
     cpu = torch.device("cpu")
-    base, _ = build_stage(plan, rank, spec, CheckpointSource(model, spec), cpu)
-    compute = TableStage(base.model, base.kv, cpu, torch.float32)
+    source = CheckpointSource(model, spec)
+    if pool:
+        base, _ = build_paged_stage(plan, rank, spec, source, cpu, POOL)
+    else:
+        base, _ = build_stage(plan, rank, spec, source, cpu)
+    kind = PagedTableStage if pool else TableStage
+    compute = kind(base.model, base.kv, cpu, torch.float32)
     compute.table, compute.forgetful = {}, forgetful
     last = rank == num_stages - 1
     transport = DeviceTransport(
@@ -69,17 +87,39 @@ def stage(rank: int, folder: str, model: str, forgetful: bool) -> None:
         max_rows=4,
         max_tokens=64,
         max_pending=16,
+        max_blocks=POOL.num_blocks if pool else 0,
         tokens_on_device=True,
     )
     if rank:
         run_following_stage(compute, transport, Recorder(), last=last)
     else:
-        lead(plan, compute, transport, folder)
+        lead(plan, compute, transport, folder, scheduler_of(plan, pool))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def lead(plan: Plan, compute: TableStage, transport: DeviceTransport, folder: str) -> None:
+def scheduler_of(plan: Plan, pool: bool) -> Scheduler | PagedScheduler:
+    if not pool:
+        return Scheduler(limits_of(plan))
+    limits = PoolLimits(
+        num_blocks=POOL.num_blocks,
+        max_rows=POOL.slots,
+        max_len=POOL.max_len,
+        step_tokens=6,
+        decode_rows=2,
+        num_stages=len(plan.stages),
+        tokens_ahead=2,
+    )
+    return PagedScheduler(limits)
+
+
+def lead(
+    plan: Plan,
+    compute: Table,
+    transport: DeviceTransport,
+    folder: str,
+    scheduler: Scheduler | PagedScheduler,
+) -> None:
     """Serve five requests, one of them late, in three slots."""
     mailbox = Mailbox()
     prompts = torch.load(f"{folder}/prompts.pt", weights_only=True)
@@ -87,7 +127,7 @@ def lead(plan: Plan, compute: TableStage, transport: DeviceTransport, folder: st
         mailbox.requests.put(Request(id=index, prompt=tuple(prompt), max_new=NEW[index]))
     threading.Timer(0.05, mailbox.requests.put, [None]).start()
     first = FirstStage(
-        Scheduler(limits_of(plan)), compute, transport, mailbox, Recorder(), num_stages=2
+        scheduler, compute, transport, mailbox, Recorder(), num_stages=len(plan.stages)
     )
     first.run()
     rows = {done.id: done.tokens for done in mailbox.finished}
@@ -99,33 +139,39 @@ def lead(plan: Plan, compute: TableStage, transport: DeviceTransport, folder: st
 def serve(in_processes):
     """Return what runs a plan's stages in processes."""
 
-    def run(plan: Plan, model: Path, prompts, *, forgetful: bool = False) -> list[list[int]]:
+    def run(
+        plan: Plan, model: Path, prompts, *, forgetful: bool = False, pool: bool = False
+    ) -> list[list[int]]:
         with tempfile.TemporaryDirectory() as folder:
             plan.save_json(f"{folder}/plan.json")
             torch.save(prompts, f"{folder}/prompts.pt")
-            in_processes(stage, (folder, str(model), forgetful), count=len(plan.stages))
+            in_processes(stage, (folder, str(model), forgetful, pool), count=len(plan.stages))
             return torch.load(f"{folder}/tokens.pt", weights_only=True)
 
     return run
 
 
+@pytest.mark.parametrize("pool", [False, True])
 @pytest.mark.parametrize("splits", [(1,), (1, 2)])
-def test_tokens_equal_one_process(serve, splits, tiny_models, random_prompts, make_plan):
+def test_tokens_equal_one_process(serve, splits, pool, tiny_models, random_prompts, make_plan):
     model = tiny_models.directory("llama")
     plan = make_plan(model, batch=3, prefill_microbatch=2, decode_microbatch=2, splits=splits)
     prompts = random_prompts(*LENGTHS)
     want = LocalPipeline.from_directory(model).generate(prompts, max_new=max(NEW))
     want = [row[:new] for row, new in zip(want, NEW, strict=True)]
-    assert serve(plan, model, prompts) == want
+    assert serve(plan, model, prompts, pool=pool) == want
 
 
-def test_tokens_that_are_not_brought_are_missed(serve, tiny_models, random_prompts, make_plan):
+@pytest.mark.parametrize("pool", [False, True])
+def test_tokens_that_are_not_brought_are_missed(
+    serve, pool, tiny_models, random_prompts, make_plan
+):
     model = tiny_models.directory("llama")
     plan = make_plan(model, batch=3, prefill_microbatch=2, decode_microbatch=2, splits=(1,))
     prompts = random_prompts(*LENGTHS)
     want = LocalPipeline.from_directory(model).generate(prompts, max_new=max(NEW))
     want = [row[:new] for row, new in zip(want, NEW, strict=True)]
-    assert serve(plan, model, prompts, forgetful=True) != want
+    assert serve(plan, model, prompts, forgetful=True, pool=pool) != want
 
 
 def test_a_wait_for_tokens_is_watched_but_is_no_work():

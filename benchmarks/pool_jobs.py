@@ -1,0 +1,135 @@
+"""Batch jobs over a pool of KV blocks beside slots, and what the chance of a stop token costs.
+
+    python benchmarks/pool_jobs.py [--write] [--jobs 32x512/100,32x128/200] [--precisions ...]
+
+Both engines hold Llama-3.1-8B with random weights on one GPU and take the jobs in turns. Rows:
+tokens/s over a pool, with those over slots beside them; and tokens/s where every row may end with
+a token that it happens not to draw, with those of rows that end by their length alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import sys
+import time
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from rows import write_row
+
+from llmpq.model_spec import ModelSpec
+from llmpq.plan import Plan
+from llmpq.precision import Precision
+from llmpq.runtime.launch.engine import Engine
+from llmpq.runtime.launch.hand_plan import hand_plan, on_gpu
+from llmpq.runtime.launch.launcher import Launch
+from llmpq.runtime.launch.stage_settings import StageSettings
+from llmpq.runtime.request import Request
+from llmpq.workload import Workload
+
+KINDS = ("slots", "pool", "slots_stop", "pool_stop")
+
+
+def main() -> None:
+    """Measure every precision and job."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--model", default="llama-3.1-8b", help="a built-in name or a directory")
+    parser.add_argument("--jobs", default="32x512/100,32x128/200")
+    parser.add_argument("--precisions", default="w16a16,w4a16")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--write", action="store_true")
+    args = parser.parse_args()
+    known = Path(args.model).is_dir()
+    spec = ModelSpec.from_directory(args.model) if known else ModelSpec.by_name(args.model)
+    for job in args.jobs.split(","):
+        batch, prompt_len, gen_len = map(int, job.replace("x", "/").split("/"))
+        workload = Workload(batch=batch, prompt_len=prompt_len, gen_len=gen_len)
+        for precision in args.precisions.split(","):
+            plan = hand_plan(
+                spec,
+                workload,
+                precision=Precision(precision),
+                prefill_microbatch=batch,
+                decode_microbatch=batch,
+            )
+            rates = measured(on_gpu(plan) if torch.cuda.is_available() else plan, spec, args)
+            tell(args, spec, job, precision, rates)
+
+
+def measured(plan: Plan, spec: ModelSpec, args: argparse.Namespace) -> dict[str, list[float]]:
+    """Return the tokens/s of each kind of job, a value a round, all kinds in turns."""
+    rates: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    settings = StageSettings(model_dir=args.model, load_format="dummy")
+    with ExitStack() as stack:
+        engines = {
+            pool: stack.enter_context(
+                Engine.start(
+                    plan, replace(settings, gpu_pool=pool), launch=Launch(backend="threads")
+                )
+            )
+            for pool in (False, True)
+        }
+        for round_ in range(1 + args.rounds):
+            for kind in KINDS:
+                asked = requests(plan.workload, spec, round_, stops="stop" in kind)
+                started_s = time.perf_counter()
+                finished = engines["pool" in kind].serve(asked)
+                took_s = time.perf_counter() - started_s
+                tokens = sum(len(one.tokens) for one in finished)
+                if round_ > 0:  # the first one warms up
+                    rates[kind].append(tokens / took_s)
+        for engine in engines.values():
+            engine.end()
+    return rates
+
+
+def requests(workload: Workload, spec: ModelSpec, round_: int, *, stops: bool) -> list[Request]:
+    """Return a job's requests, new ones each round; `stops`: a token may end each of them."""
+    rng = random.Random(2 * round_ + stops)  # a prompt seen before would be found again
+    return [
+        Request(
+            id=1000 * round_ + number + (500 if stops else 0),
+            prompt=tuple(rng.randrange(spec.vocab) for _ in range(workload.prompt_len)),
+            max_new=workload.gen_len,
+            stop_ids=frozenset({spec.vocab - 1}) if stops else frozenset(),
+        )
+        for number in range(workload.batch)
+    ]
+
+
+def tell(
+    args: argparse.Namespace,
+    spec: ModelSpec,
+    job: str,
+    precision: str,
+    rates: dict[str, list[float]],
+) -> None:
+    """Print, and write, pool against slots and stops against none."""
+    medians = {kind: statistics.median(values) for kind, values in rates.items()}
+    print(f"{job} {precision}: " + ", ".join(f"{k} {v:.0f}" for k, v in medians.items()))
+    for bench, kind, beside in (
+        ("pool_job", "pool", "slots"),
+        ("pool_job_stops", "pool_stop", "pool"),
+    ):
+        share = medians[kind] / medians[beside]
+        print(f"{bench:>16} {share:.4f} of {beside}", flush=True)
+        if args.write:
+            write_row(
+                "pool.jsonl",
+                bench=bench,
+                case={"model": spec.name, "weights": "dummy", "job": job, "precision": precision},
+                unit="tokens/s",
+                samples=rates[kind],
+                baselines={beside: medians[beside]},
+                device=torch.cuda.get_device_name(0) if torch.cuda.is_available() else None,
+            )
+
+
+if __name__ == "__main__":
+    main()

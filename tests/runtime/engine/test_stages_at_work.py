@@ -1,0 +1,72 @@
+"""Two stages that run ahead of their tokens, on a clock: neither waits long for the other."""
+
+import random
+from collections import deque
+
+import pytest
+
+from llmpq.runtime.engine.paged_scheduler import PagedScheduler
+from llmpq.runtime.engine.pool_limits import PoolLimits
+from llmpq.runtime.engine.scheduler import UNKNOWN, max_ahead
+from llmpq.runtime.request import Request
+
+pytestmark = pytest.mark.cpu
+
+
+def limits(**changed):
+    values = {
+        "num_blocks": 2000,
+        "max_rows": 64,
+        "max_len": 4096,
+        "step_tokens": 128,
+        "decode_rows": 64,
+        "num_stages": 2,
+        "tokens_ahead": 2,
+    }
+    return PoolLimits(**values | changed)
+
+
+def seconds(micro_batch):
+    """What a stage computes: weights read once, or tokens; and every row's cache."""
+    tokens = sum(map(len, micro_batch.tokens))
+    return max(2.4e-3, 45e-6 * tokens) + 15e-9 * sum(micro_batch.starts)
+
+
+def busy_shares(scheduler):
+    """Serve to the end over two equal stages; return each one's share of the time at work."""
+    flights, free_s, busy_s, now_s = deque(), [0.0, 0.0], 0.0, 0.0
+    while not scheduler.idle:
+        while len(flights) < max_ahead(2):
+            step = scheduler.next_micro_batch()
+            if step is None:
+                break
+            rows = zip(step.requests, step.tokens, strict=True)
+            asked = {request.id for request, tokens in rows if UNKNOWN in tokens}
+            known_s = [f[1] for f in flights if any(r.id in asked for r in f[0].requests)]
+            took_s = seconds(step)
+            free_s[0] = max(free_s[0], now_s, *known_s, 0.0) + took_s
+            free_s[1] = max(free_s[0], free_s[1]) + took_s
+            busy_s += took_s
+            flights.append((step, free_s[1]))
+        step, now_s = flights.popleft()
+        scheduler.complete(step, [[1]] * len(step.requests))
+        scheduler.check()
+    return busy_s / now_s
+
+
+def test_both_stages_stay_at_work():
+    rng = random.Random(0)
+    scheduler = PagedScheduler(limits())
+    for number in range(150):
+        prompt = tuple([number] * rng.randint(20, 400))
+        scheduler.submit(Request(id=number, prompt=prompt, max_new=rng.randint(20, 150)))
+    assert busy_shares(scheduler) > 0.85
+
+
+def test_one_request_is_not_held_back():
+    scheduler = PagedScheduler(limits())
+    scheduler.submit(Request(id=0, prompt=(1, 2, 3), max_new=20))
+    assert busy_shares(scheduler) > 0.45
+    for number in (1, 2):
+        scheduler.submit(Request(id=number, prompt=(number,), max_new=20))
+    assert busy_shares(scheduler) > 0.8

@@ -1,0 +1,66 @@
+"""A pool on a GPU bounds blocks by memory, and not how many requests there are."""
+
+import pytest
+
+from llmpq.cluster import Cluster
+from llmpq.errors import DoesNotFitError
+from llmpq.model_spec import ModelSpec
+from llmpq.precision import KVPrecision
+from llmpq.runtime.launch.device_plan import device_plan
+from llmpq.runtime.launch.pool_plan import PoolPlan
+from llmpq.runtime.launch.pool_room import with_pool_room
+from llmpq.runtime.launch.stage_settings import StageSettings
+
+pytestmark = pytest.mark.cpu
+GIB = 1 << 30
+SPEC = ModelSpec.by_name("llama-3.1-8b")
+
+
+def plan_of(device, slots, *, pool, max_len=4400, kv=KVPrecision.KV16, may_shrink=False):
+    return device_plan(
+        SPEC,
+        device,
+        model_dir="",
+        dtype="bfloat16",
+        kv=kv,
+        max_len=max_len,
+        slots=slots,
+        may_shrink=may_shrink,
+        pool=pool,
+    )
+
+
+@pytest.fixture(scope="module")
+def h200():
+    (device,) = Cluster.parse_data(
+        {"name": "one", "nodes": [{"name": "a", "devices": [{"kind": "H200"}]}]}, where="here"
+    ).devices
+    return device
+
+
+@pytest.mark.parametrize("kv", [KVPrecision.KV16, KVPrecision.KV4])
+def test_256_long_requests_have_what_memory_there_is(h200, kv):
+    assert kv is not KVPrecision.KV16 or plan_of(h200, 256, pool=False) is None
+    plan = plan_of(h200, 256, pool=True, kv=kv)
+    (memory,) = (stage.memory for stage in plan.stages)
+    settings = StageSettings(model_dir="", live=True, gpu_pool=True)
+    size = PoolPlan(plan, SPEC, settings).size
+    nbytes = size.nbytes(SPEC, kv, layers=range(SPEC.num_layers), dtype_bytes=2)
+    assert size.slots == 256 and memory.total_bytes <= memory.limit_bytes
+    assert memory.limit_bytes + memory.reserve_bytes == h200.limit_bytes
+    others = memory.total_bytes - memory.kv_bytes
+    assert nbytes + others <= memory.limit_bytes
+    if kv is KVPrecision.KV16:
+        assert nbytes > 0.9 * memory.kv_bytes > 90 * GIB, "memory is left unused"
+
+
+def test_a_pool_shrinks_no_plan_to_the_slots_that_fit(h200):
+    shrunk = plan_of(h200, 256, pool=False, may_shrink=True)
+    assert shrunk.workload.batch < 256
+    assert plan_of(h200, 256, pool=True, may_shrink=True).workload.batch == 256
+
+
+def test_a_request_that_never_fits_is_refused_in_a_sentence(h200):
+    plan = plan_of(h200, 1, pool=False)
+    with pytest.raises(DoesNotFitError, match="a request of 4400 tokens needs .*; take fewer"):
+        with_pool_room(plan, SPEC, 16 * GIB, share=0.9)
