@@ -96,6 +96,7 @@ class SamplingBody(Body):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     return_token_ids: bool = False
+    """Answers tell `token_ids` beside their text, and `prompt_token_ids` once."""
 
     def params(
         self, *, max_tokens: int | None, logprobs: int | None, tokens_of: TokensOf

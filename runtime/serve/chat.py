@@ -90,6 +90,7 @@ class Chat:
             "object": "chat.completion",
             "choices": [self._choice(choice) for choice in choices],
             "usage": usage(len(begun[0].prompt_token_ids), answered, choices[0].num_cached_tokens),
+            **self._prompt_ids(begun),
         }
 
     async def events(self, begun: list[Answers]) -> AsyncIterator[str]:
@@ -101,7 +102,8 @@ class Chat:
         none = {"usage": None} if with_usage else {}
         for index in range(self._params.n):
             role = {"role": "assistant", "content": ""}
-            yield event({**head, **none, "choices": [_part(index, role)]})
+            ids = self._prompt_ids(begun) if index == 0 else {}
+            yield event({**head, **none, "choices": [_part(index, role)], **ids})
         used = usage(len(begun[0].prompt_token_ids), 0)
         async with aclosing(self.parts(begun)) as parts:
             async for part, used in parts:
@@ -123,13 +125,14 @@ class Chat:
                 ended = new.finish_reason is not None
                 deltas = readers[new.index].push(new.text, ended=ended)
                 logprobs = self._logprobs(new)
-                if not deltas and new.logprobs:
+                ids = self._ids(new)
+                if not deltas and (new.logprobs or ids.get("token_ids")):
                     deltas = [{"content": ""}]
                 cached += new.num_cached_tokens if new.index == 0 else 0
                 used = usage(length, answered, cached)
                 for delta in deltas:
-                    yield _part(new.index, delta, logprobs), used
-                    logprobs = None
+                    yield {**_part(new.index, delta, logprobs), **ids}, used
+                    logprobs, ids = None, {}
                 if ended:
                     reason = self._reason(new, readers[new.index].num_calls > 0)
                     yield _part(new.index, {}, None, reason, new.stop_reason), used
@@ -146,7 +149,17 @@ class Chat:
             "logprobs": self._logprobs(choice),
             "finish_reason": self._reason(choice, bool(calls)),
             "stop_reason": choice.stop_reason,
+            **self._ids(choice),
         }
+
+    def _ids(self, choice: Choice) -> dict[str, Any]:
+        """Return the tokens of an answer, or what is new of them, if they are asked for."""
+        return {"token_ids": [*choice.token_ids]} if self._body.return_token_ids else {}
+
+    def _prompt_ids(self, begun: Sequence[Answers]) -> dict[str, Any]:
+        if not self._body.return_token_ids:
+            return {}
+        return {"prompt_token_ids": [*begun[0].prompt_token_ids]}
 
     def _reason(self, choice: Choice, called: bool) -> str | None:
         if called and choice.finish_reason == "stop" and not self._forced:

@@ -111,7 +111,8 @@ class TextCompletion:
             async for new in choices:
                 answered += len(new.token_ids)
                 cached += new.num_cached_tokens if new.index % n == 0 else 0
-                if not (new.text or new.logprobs or new.finish_reason):
+                ids = self._body.return_token_ids and new.token_ids
+                if not (new.text or new.logprobs or new.finish_reason or ids):
                     continue
                 first = new.index not in seen
                 seen.add(new.index)
@@ -139,12 +140,17 @@ class TextCompletion:
         logprobs = None
         if self._logprobs is not None:
             logprobs = logprobs_of(self._service, asked, self._logprobs, behind)
+        ids: dict[str, Any] = {}
+        if self._body.return_token_ids:
+            prompt = [*answers.prompt_token_ids] if first else None
+            ids = {"token_ids": [*choice.token_ids], "prompt_token_ids": prompt}
         return {
             "index": choice.index,
             "text": text,
             "logprobs": logprobs,
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
+            **ids,
         }
 
     def _echo(self, answers: Answers) -> str:

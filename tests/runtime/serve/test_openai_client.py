@@ -275,3 +275,28 @@ def test_sixty_four_at_once_are_each_their_own_answer(server):
 
     assert asyncio.run(all_of_them()) == wanted
     assert server.service.num_under_way == 0 and server.llm.stats()["requests"] == []
+
+
+@pytest.mark.parametrize("kind", ["completions", "chats"])
+def test_token_ids_are_told_beside_the_text_if_asked_for(client, kind):
+    given = {"model": "demo-7m", "max_tokens": 12, "temperature": 0,
+             "extra_body": {"return_token_ids": True, "ignore_eos": True}}  # fmt: skip
+    if kind == "completions":
+        create, given = client.completions.create, {**given, "prompt": "def f(x):"}
+    else:
+        messages = [{"role": "user", "content": "hello"}]
+        create, given = client.chat.completions.create, {**given, "messages": messages}
+    whole = create(**given)
+    told = whole.choices[0]
+    holder = told if kind == "completions" else whole
+    assert len(told.token_ids) == 12 == whole.usage.completion_tokens
+    assert len(holder.prompt_token_ids) == whole.usage.prompt_tokens
+    chunks = [*create(**given, stream=True)]
+    parts = [choice for chunk in chunks for choice in chunk.choices]
+    ids = [token for part in parts for token in getattr(part, "token_ids", None) or []]
+    assert ids == told.token_ids
+    holders = parts if kind == "completions" else chunks
+    prompts = [found for h in holders if (found := getattr(h, "prompt_token_ids", None))]
+    assert prompts == [holder.prompt_token_ids]
+    plain = create(**{**given, "extra_body": {"ignore_eos": True}})
+    assert not hasattr(plain.choices[0], "token_ids")
