@@ -37,9 +37,10 @@ class OddTable:
     def render(self) -> str:
         """Return the table and which seeds are worse, as Markdown."""
         rows = [r for r in load("odd_clusters.jsonl", "odd_clusters", {}) if "seed" in r["case"]]
-        newest = _clean(rows[-1]) if rows else ""
-        own = [row for row in rows if _clean(row) == newest]
-        return f"{summary(own)}\n\nCommit {newest}."
+        newest = {row["case"]["limit_s"]: _clean(row) for row in rows}  # the last row's
+        own = [row for row in rows if _clean(row) == newest[row["case"]["limit_s"]]]
+        told = ", ".join(f"{newest[limit]} ({limit:g} s)" for limit in sorted(newest))
+        return f"{summary(own)}\n\nCommits: {told}."
 
 
 class ProofsTable:
