@@ -65,7 +65,7 @@ START_S = 0.8
 """Seconds that it may take, but not more than half of the time."""
 IMPROVE_SHARE = 0.4
 """Share of what is left of that for the improvement of each of a few plans."""
-STARTS = 6
+STARTS = 4
 """Plans of the simple methods that are improved, each of another order."""
 WALK_SHARE = 0.6
 """Share of what is left of that for a walk among plans of one precision a stage."""

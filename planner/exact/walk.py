@@ -53,13 +53,14 @@ class Walk:
         end, now = deadline, time.perf_counter()
         deadline = now + WALK_SHARE * max(0.0, end - now)
         reached: list[tuple[float, Shapes, Pair]] = []
-        for start in starts:
-            shape = shape_of(start)
+        for number, start in enumerate(starts):
+            now, shape = time.perf_counter(), shape_of(start)
+            if now > deadline:
+                break
             if np.isin(shape.bits, self.choices).all():
                 pair = (start.prefill_microbatch, start.decode_microbatch)
-                reached.append(self._settled(shape, pair, deadline))
-            if time.perf_counter() > deadline:
-                break
+                share = (deadline - now) / (len(starts) - number)
+                reached.append(self._settled(shape, pair, now + share))
         for shape in () if reached else self._wholes():
             reached.append(self._settled(shape, self._roomiest, deadline))
         reached = [found for found in reached if math.isfinite(found[0])]
