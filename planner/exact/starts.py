@@ -107,7 +107,7 @@ def _job_seconds(p: Problem, pair: tuple[int, int]) -> Floats:
 
 
 def _orders(p: Problem, pair: tuple[int, int], b: int) -> Iterator[tuple[int, ...]]:
-    """Yield every single device, then the fastest 2, 3, ..., those of a node side by side."""
+    """Yield every single device, then the fastest 2, 3, ..., of all nodes and within each."""
     seconds = _job_seconds(p, pair)[:, b]
     for c in range(len(p.classes)):
         yield (c,)
@@ -118,6 +118,22 @@ def _orders(p: Problem, pair: tuple[int, int], b: int) -> Iterator[tuple[int, ..
         chosen = devices[:size]
         nodes = {p.classes[c].first.node: k for k, c in reversed(list(enumerate(chosen)))}
         yield tuple(sorted(chosen, key=lambda c: nodes[p.classes[c].first.node]))
+    yield from _within_nodes(p, fastest)
+
+
+def _within_nodes(p: Problem, fastest: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Yield the fastest 2, 3, ... devices of each node, of nodes with the same devices one."""
+    own: dict[str, list[int]] = {}
+    for c in fastest:
+        for device in p.classes[c].devices:
+            own.setdefault(device.node, []).append(c)
+    told: set[tuple[str, ...]] = set()
+    for classes in own.values() if len(own) > 1 else ():
+        kinds = tuple(p.classes[c].first.profile_kind for c in classes)
+        if kinds not in told:
+            told.add(kinds)
+            for size in range(2, min(len(classes), p.max_stages) + 1):
+                yield tuple(classes[:size])
 
 
 def _split(
