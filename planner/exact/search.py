@@ -40,7 +40,7 @@ from llmpq.planner.exact.starts import (
     unlike,
 )
 from llmpq.planner.exact.true_links import with_true_links
-from llmpq.planner.exact.walk import Walk
+from llmpq.planner.exact.walk import PATIENT, Walk
 from llmpq.planner.ilp.solve import no_plan_fits, no_plan_yet, solve_ilp
 from llmpq.planner.outcome import OPTIMAL_GAP, Assignment, Infeasible, Outcome, Unfinished
 from llmpq.planner.problem import Problem
@@ -218,7 +218,7 @@ class Search:
         self.deadline -= POLISH_SHARE * max(0.0, end - time.perf_counter())
         bound, self.deadline = self._both_links(), end
         if bound < self.target and self.best is not None:
-            self.walk.from_each([self.best], end)
+            self.walk.from_each([self.best], end, PATIENT)
         return bound
 
     def _both_links(self) -> float:

@@ -26,6 +26,8 @@ NEAR = 12
 """Pairs of sizes, best first, that a plan may be tried at when it is kicked."""
 FUTILE = 4
 """Kicks in a row, for each stage a plan may have, after which a walk to nothing better ends."""
+PATIENT = 100
+"""The same where nothing else is left to do."""
 WALK_SHARE = 0.7
 """Share of the time until small changes of the best plan."""
 BETTER = 1 - 1e-10
@@ -43,9 +45,12 @@ class Walk:
         self.chance = np.random.default_rng(0)
         self.scales: dict[Pair, ShapeScales] = {}
 
-    def from_each(self, starts: Sequence[Assignment], deadline: float) -> None:
+    def from_each(
+        self, starts: Sequence[Assignment], deadline: float, futile_kicks: int = FUTILE
+    ) -> None:
         """Improve each start in turn, go on from the best of what they lead to.
 
+        It ends early after `futile_kicks` for each stage a plan may have.
         In the end small changes mix the precisions of the best, which may be beyond the budget.
         """
         if not len(self.choices):
@@ -67,7 +72,7 @@ class Walk:
         if not reached:
             return
         worth, shape, pair = min(reached, key=lambda found: found[0])
-        futile, most = 0, FUTILE * self.incumbent.p.max_stages
+        futile, most = 0, futile_kicks * self.incumbent.p.max_stages
         while futile < most and time.perf_counter() < (deadline if self.incumbent.best else end):
             found = self._settled(*self._kicked(shape, pair), end)
             futile = 0 if found[0] < worth * BETTER else futile + 1
