@@ -1,7 +1,9 @@
 """Many pairs sorted by expert, and the blocks of rows that they make, in two launches.
 
     count_kernel    a program counts BLOCK pairs by expert                      counts [B, EP]
-    place_kernel    a program places its BLOCK pairs; program e writes the blocks of expert e
+    place_kernel    a program places its BLOCK pairs; program e writes expert e's run and blocks
+
+    gather_kernel   the rows of all pairs, sorted so, for products that read x by TMA
 
 A block is (expert, its first row, its end row, its first block): all of an expert's blocks say the
 same but stand one after the other, so block b of all is block b - first block of its expert.
@@ -52,7 +54,7 @@ def count_kernel(expert_C, counts, C, EP: tl.constexpr, BLOCK: tl.constexpr, PDL
 
 @triton.jit
 def place_kernel(
-    expert_C, counts, order, starts, ends, blocks, count, C, E, B,
+    expert_C, counts, order, runs, blocks, count, C, E, B,
     EP: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Place BLOCK pairs behind those of smaller experts and of programs before; write blocks."""
@@ -84,8 +86,9 @@ def place_kernel(
     if b < E:
         rows = tl.sum(tl.where(e == b, total, 0), 0)
         start = tl.sum(tl.where(e == b, first, 0), 0)
-        tl.store(starts + b, start)
-        tl.store(ends + b, start + rows)
+        tl.store(runs + b * 3, b)
+        tl.store(runs + b * 3 + 1, start)
+        tl.store(runs + b * 3 + 2, start + rows)
         each = (total + WIDE - 1) // WIDE
         before = tl.sum(tl.where(e < b, each, 0), 0)
         own = (rows + WIDE - 1) // WIDE
@@ -98,3 +101,20 @@ def place_kernel(
             tl.store(to + 3, before + i * 0, mask=i < own)
         if b == 0:
             tl.store(count, tl.sum(each, 0))
+
+
+@triton.jit
+def gather_kernel(
+    x_ptr, order, sorted_x, C, top, K, BR: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr
+):
+    """sorted_x [C, K]: every pair's token's row; grid (C / BR)."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0) * BR + tl.arange(0, BR)
+    source = tl.load(order + row, mask=row < C, other=0) // top
+    for k0 in range(0, K, BK):
+        k = k0 + tl.arange(0, BK)
+        live = (row < C)[:, None] & (k < K)[None, :]
+        x = tl.load(x_ptr + source.to(tl.int64)[:, None] * K + k[None, :], mask=live)
+        tl.store(sorted_x + row.to(tl.int64)[:, None] * K + k[None, :], x, mask=live)

@@ -1,15 +1,16 @@
 """Products of a mixture's experts: each expert's rows of w meet the tokens that were sent to it.
 
     pair        a (token, expert) the router chose; C = T k of them, numbered t k + j
-    order [C]   pairs sorted by expert; those of expert e stand in starts[e]..ends[e]
+    order [C]   pairs sorted by expert
+    runs [E]    an expert, its first row in `order` and its end; those that have rows come first
     program     BN rows of w of one expert x BM pairs at a time, every `shares`-th BM of them
 
-    assign      one program an expert counts, and writes its part of `order`
+    assign      one program an expert counts, and writes its part of `order` and its run
     packed      words --> registers --> code - zero --> left operand, as tile_kernel.py
     dense       16-bit w through shared memory
     FUSE        a program takes gate rows and the up rows beside them; act(gate) up leaves
-Nothing is known on the host but C, so a step of any routing is one captured graph. An expert
-without pairs reads nothing; one with pairs reads its weight once per `shares` (the L2 serves the
+Nothing is known on the host but C, so a step of any routing is one captured graph, of as many runs
+as C pairs can have. An expert without pairs reads nothing; one with pairs reads its weight once per `shares` (the L2 serves the
 rest). x is gathered as it is read, and the second product's rows go back to their pairs' places.
 
 M pairs of an expert, K in, N out, E experts; `blocks` of 16 rows of w, `groups` of 128 of K.
@@ -29,17 +30,21 @@ from llmpq.kernels.gemm.tile_kernel import _accumulate, _load_x
 
 
 @triton.jit
-def assign_kernel(expert_C, order, starts, ends, C, STEP: tl.constexpr, PDL: tl.constexpr):
-    """Expert e's pairs in order of their numbers, behind those of smaller experts."""
+def assign_kernel(
+    expert_C, order, runs, C, E, EP: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr
+):
+    """Expert e's pairs in order of their numbers, behind those of smaller experts; its run."""
     e = tl.program_id(0)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    before = 0
+    bins = tl.arange(0, EP)
+    counts = tl.zeros([EP], tl.int32)
     for c0 in range(0, C, STEP):
         c = c0 + tl.arange(0, STEP)
-        expert = tl.load(expert_C + c, mask=c < C, other=0x7FFFFFFF).to(tl.int32)
-        before += tl.sum((expert < e).to(tl.int32))
+        expert = tl.load(expert_C + c, mask=c < C, other=0).to(tl.int32)
+        counts += tl.histogram(expert, EP, mask=c < C)
+    before = tl.sum(tl.where(bins < e, counts, 0))
     place = before
     for c0 in range(0, C, STEP):
         c = c0 + tl.arange(0, STEP)
@@ -47,8 +52,12 @@ def assign_kernel(expert_C, order, starts, ends, C, STEP: tl.constexpr, PDL: tl.
         mine = (expert == e).to(tl.int32)
         tl.store(order + place + tl.cumsum(mine, 0) - 1, c, mask=mine == 1)
         place += tl.sum(mine)
-    tl.store(starts + e, before)
-    tl.store(ends + e, place)
+    hit = (counts > 0).to(tl.int32)
+    ahead = tl.sum(tl.where(bins < e, hit, 0))
+    at = tl.where(place > before, ahead, tl.sum(hit) + e - ahead)
+    tl.store(runs + at * 3, e)
+    tl.store(runs + at * 3 + 1, before)
+    tl.store(runs + at * 3 + 2, place)
 
 
 @triton.jit
@@ -94,24 +103,24 @@ def _load_group(
 
 @triton.jit(do_not_specialize=["shares", "top", "limit", "slope"])
 def packed_expert_kernel(
-    X, P0, P1, S, Z, BIAS, Y, order, starts, ends, N, K, blocks, groups, top, shares, limit, slope,
+    X, P0, P1, S, Z, BIAS, Y, order, runs, N, K, blocks, groups, top, shares, limit, slope,
     BITS: tl.constexpr, GROUPED: tl.constexpr, SYMMETRIC: tl.constexpr, EVEN_K: tl.constexpr,
     HAS_BIAS: tl.constexpr, GATHER: tl.constexpr, BH: tl.constexpr, WM: tl.constexpr,
     BM: tl.constexpr, STAGES: tl.constexpr, FUSE: tl.constexpr, ACT: tl.constexpr,
     PDL: tl.constexpr, KWIDTH4: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """y of one expert's pairs and BN rows of its w; grid (tiles of rows, E, shares).
+    """y of one expert's pairs and BN rows of its w; grid (tiles of rows, runs, shares).
 
     FUSE: and of the BN rows half of w further on, which the first are the gate of.
     """
     DT: tl.constexpr = X.dtype.element_ty
     WORDS: tl.constexpr = 192 if BITS == 3 else 256
     BN: tl.constexpr = BH * WM * 16
-    tile, e, share = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    tile, run, share = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    first, end = tl.load(starts + e), tl.load(ends + e)
+    e, first, end = tl.load(runs + run * 3), tl.load(runs + run * 3 + 1), tl.load(runs + run * 3 + 2)
     block = tile * (BH * WM)
     half = blocks // 2 if FUSE else blocks
     left = half - block
@@ -160,17 +169,17 @@ def packed_expert_kernel(
 
 @triton.jit(do_not_specialize=["shares", "top", "limit", "slope"])
 def dense_expert_kernel(
-    X, W, BIAS, Y, order, starts, ends, N, K, top, shares, limit, slope,
+    X, W, BIAS, Y, order, runs, N, K, top, shares, limit, slope,
     HAS_BIAS: tl.constexpr, GATHER: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,
     BK: tl.constexpr, STAGES: tl.constexpr, FUSE: tl.constexpr, ACT: tl.constexpr,
     PDL: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """The same with w [E, N, K] in x's dtype."""
-    tile, e, share = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    tile, run, share = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    first, end = tl.load(starts + e), tl.load(ends + e)
+    e, first, end = tl.load(runs + run * 3), tl.load(runs + run * 3 + 1), tl.load(runs + run * 3 + 2)
     F = N // 2 if FUSE else N
     n = tile * BN + tl.arange(0, BN)
     k = tl.arange(0, BK)

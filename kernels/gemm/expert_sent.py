@@ -28,8 +28,8 @@ class Sent:
 
     order_C: Tensor
     """Numbers of pairs, sorted by expert."""
-    starts_E: Tensor
-    ends_E: Tensor
+    runs_E: Tensor
+    """[E, 3]: an expert, its first row among these and its end; of few pairs, who has any first."""
     per_token: int
     blocks: Tensor | None = None
     """[most there can be, 4]: expert, first row, end row, its first block; of many pairs only."""
@@ -41,14 +41,15 @@ def assign(expert_TK: Tensor, experts: int) -> Sent:
     """Sort the pairs [T, k] by expert."""
     device, pairs = expert_TK.device, expert_TK.numel()
     order = torch.empty(pairs, dtype=torch.int32, device=device)
-    starts, ends = (torch.empty(experts, dtype=torch.int32, device=device) for _ in range(2))
-    sent = Sent(order, starts, ends, expert_TK.shape[1])
+    runs = torch.empty(experts, 3, dtype=torch.int32, device=device)
+    sent = Sent(order, runs, expert_TK.shape[1])
     if pairs > MANY * experts and experts <= MOST_EXPERTS:
         return _assign_many(expert_TK.contiguous(), experts, sent)
     step = min(ASSIGN_STEP, max(16, triton.next_power_of_2(pairs)))
     pdl = overlaps(device)
     assign_kernel[(experts,)](
-        *(expert_TK.contiguous(), order, starts, ends, pairs),
+        *(expert_TK.contiguous(), order, runs, pairs, experts),
+        EP=_padded(experts),
         STEP=step,
         PDL=pdl,
         num_warps=8 if step > 1024 else 4,
@@ -59,7 +60,7 @@ def assign(expert_TK: Tensor, experts: int) -> Sent:
 
 def _assign_many(expert_TK: Tensor, experts: int, sent: Sent) -> Sent:
     pairs, device = expert_TK.numel(), expert_TK.device
-    programs, padded = triton.cdiv(pairs, BLOCK), max(16, triton.next_power_of_2(experts))
+    programs, padded = triton.cdiv(pairs, BLOCK), _padded(experts)
     counts = torch.empty(programs, padded, dtype=torch.int32, device=device)
     most = pairs // WIDE + min(experts, pairs)
     blocks = torch.empty(most, 4, dtype=torch.int32, device=device)
@@ -68,11 +69,15 @@ def _assign_many(expert_TK: Tensor, experts: int, sent: Sent) -> Sent:
     launch = {"PDL": pdl, "num_warps": 8, "launch_pdl": pdl}
     count_kernel[(programs,)](expert_TK, counts, pairs, EP=padded, BLOCK=BLOCK, **launch)
     place_kernel[(max(programs, experts),)](
-        *(expert_TK, counts, sent.order_C, sent.starts_E, sent.ends_E, blocks, count),
+        *(expert_TK, counts, sent.order_C, sent.runs_E, blocks, count),
         *(pairs, experts, programs),
         EP=padded,
         BLOCK=BLOCK,
         WIDE=WIDE,
         **launch,
     )
-    return Sent(sent.order_C, sent.starts_E, sent.ends_E, sent.per_token, blocks, count)
+    return Sent(sent.order_C, sent.runs_E, sent.per_token, blocks, count)
+
+
+def _padded(experts: int) -> int:
+    return max(16, triton.next_power_of_2(experts))

@@ -22,7 +22,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from llmpq.kernels.formats.quantized_weight import QuantizedWeight
 from llmpq.kernels.formats.weight_layout import BLOCK_ROWS, Layout
-from llmpq.kernels.gemm import expert_wide
+from llmpq.kernels.gemm import expert_wide, gluon_expert_launch
 from llmpq.kernels.gemm.config import Config, make_plan
 from llmpq.kernels.gemm.expert_blocks import WIDE
 from llmpq.kernels.gemm.expert_kernel import dense_expert_kernel, packed_expert_kernel
@@ -107,13 +107,19 @@ class ExpertStack:
     def gates(self, x: Tensor, sent: Sent) -> bool:
         """Whether the product can be gated as it is made: w's first half the gate's rows."""
         few = rows_of(sent.order_C.numel(), self._experts)[0] <= MOST_GATED
-        return self._wide(x, sent) or (few and self._halves())
+        deep = self._flows(x, sent) or few
+        return self._wide(x, sent) or (deep and self._halves())
 
     def _halves(self) -> bool:
         """Whether gate and up each are whole blocks of rows; float32 has no tiles for both."""
         if self._packed is not None:
             return self._packed.out_features % (2 * BLOCK_ROWS) == 0
         return self._dense is not None and self._dense.element_size() == 2
+
+    def _flows(self, x: Tensor, sent: Sent) -> bool:
+        """Whether gluon_experts.py's programs are to be taken."""
+        packed = self._packed is None or self._packed.bits in gluon_expert_launch.BITS
+        return packed and gluon_expert_launch.fits(x, sent)
 
     def _wide(self, x: Tensor, sent: Sent) -> bool:
         """Whether expert_wide.py's tiles are to be taken."""
@@ -134,6 +140,10 @@ class ExpertStack:
         x [T, K] and y [C, N] sorted by expert, or with `back` x [C, K] so sorted and y in the
         order of the pairs' numbers; with `gate`, where `gates`, y [C, N / 2].
         """
+        if self._flows(x, sent):
+            weight = self._packed if self._dense is None else self._dense
+            assert weight is not None
+            return gluon_expert_launch.product(weight, self._bias, x, sent, back=back, gate=gate)
         if self._wide(x, sent):
             return self._launch_wide(x.contiguous(), sent, back, gate)
         assert gate is None or self.gates(x, sent)
@@ -187,10 +197,10 @@ class ExpertStack:
         y = x.new_empty(pairs, q.out_features // parts)
         words = [t.view(self._experts, -1).view(torch.int32) for t in (*q.planes, q.scale)]
         zero = words[-1] if q.zero is None else q.zero.view(self._experts, -1).view(torch.int32)
-        packed_expert_kernel[(triton.cdiv(blocks, parts * high * warps), self._experts, shares)](
+        packed_expert_kernel[(triton.cdiv(blocks, parts * high * warps), min(self._experts, pairs), shares)](
             *(x, words[0], words[len(q.planes) - 1], words[-1], zero),
             *(x if self._bias is None else self._bias, y),
-            *(sent.order_C, sent.starts_E, sent.ends_E),
+            *(sent.order_C, sent.runs_E),
             *(q.out_features, q.in_features, blocks, groups, sent.per_token, shares),
             *(float(rule.limit), float(rule.slope)),
             BITS=q.bits,
@@ -221,9 +231,9 @@ class ExpertStack:
         rows, stages, warps = dense_tiles(bm, x.element_size(), fused=gate is not None)
         rule, leave = gate or GateRule(), w.shape[1] if gate is None else w.shape[1] // 2
         y, pdl = x.new_empty(pairs, leave), overlaps(x.device)
-        dense_expert_kernel[(triton.cdiv(leave, rows), self._experts, shares)](
+        dense_expert_kernel[(triton.cdiv(leave, rows), min(self._experts, pairs), shares)](
             *(x, w, x if self._bias is None else self._bias, y),
-            *(sent.order_C, sent.starts_E, sent.ends_E),
+            *(sent.order_C, sent.runs_E),
             *(w.shape[1], w.shape[2], sent.per_token, shares, float(rule.limit), float(rule.slope)),
             HAS_BIAS=self._bias is not None,
             GATHER=not back,

@@ -9,6 +9,7 @@ from llmpq.kernels.formats.weight_layout import Layout
 from llmpq.kernels.fused.gated_mlp import gate_mul_reference
 from llmpq.kernels.gemm import expert_sent as sent_module
 from llmpq.kernels.gemm import expert_stack as module
+from llmpq.kernels.gemm import gluon_expert_launch
 from llmpq.kernels.gemm.expert_sent import assign
 from llmpq.kernels.gemm.expert_stack import ExpertStack, experts_reference
 from llmpq.kernels.gemm.gated import GateRule
@@ -41,8 +42,11 @@ def test_pairs_are_sorted_by_expert(tokens):
     sent, flat = assign(expert_TK, 6), expert_TK.flatten()
     assert torch.equal(sent.order_C.long(), flat.argsort(stable=True))
     counts = flat.bincount(minlength=6)
-    assert torch.equal(sent.ends_E.long(), counts.cumsum(0))
-    assert torch.equal(sent.starts_E.long(), counts.cumsum(0) - counts)
+    ends = counts.cumsum(0)
+    runs = torch.stack([torch.arange(6), ends - counts, ends], 1)
+    if sent.blocks is None:  # who has rows first
+        runs = runs[counts.eq(0).long().argsort(stable=True)]
+    assert torch.equal(sent.runs_E.long(), runs)
 
 
 @pytest.mark.parametrize("tokens", [1, 90, 300])
@@ -58,8 +62,16 @@ def test_many_pairs_come_in_blocks(tokens, monkeypatch):
     for e, rows in enumerate(counts.tolist()):
         own = -(-rows // 128)
         want += [[e, starts[e], starts[e] + rows, len(want)]] * own
+        assert sent.runs_E[e].tolist() == [e, starts[e], starts[e] + rows]
     assert sent.count.item() == len(want) <= sent.blocks.shape[0]
     assert sent.blocks[: len(want)].tolist() == want
+
+
+def test_rows_are_gathered_by_expert(monkeypatch):
+    monkeypatch.setattr(sent_module, "MANY", 0)
+    expert_TK, x = routing(90, 6, 3), normal(90, 600)
+    sent = assign(expert_TK, 6)
+    assert torch.equal(gluon_expert_launch.gathered(x, sent), x[sent.order_C.long() // 3])
 
 
 def test_few_pairs_and_hundreds_of_experts_have_no_blocks():

@@ -1,0 +1,121 @@
+"""Host side of gluon_experts.py (Hopper, a prompt's rows): what fits it, descriptors, the launch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from llmpq.kernels.formats.quantized_weight import QuantizedWeight
+from llmpq.kernels.formats.weight_layout import BLOCK_ROWS
+from llmpq.kernels.gemm.expert_blocks import gather_kernel
+from llmpq.kernels.gemm.expert_sent import Sent
+from llmpq.kernels.gemm.gated import GateRule
+from llmpq.kernels.multiprocessors import multiprocessors
+from llmpq.kernels.overlap import overlaps
+
+CAPABILITY = (9, 0)
+"""Triton compiles these kernels for no other."""
+STAGES, PACKED_STAGES = 4, 6
+"""Slots of the ring, of 48 and of 16 KiB."""
+BITS = (3, 4)
+"""Of packed words: those of 8 bits leave too few registers."""
+OWN = 256
+"""Rows of w of an item."""
+LEAST_COLUMNS = 256
+"""The ring is filled from one row of items before the loop over its columns begins."""
+GATHERED = (16, 512)
+"""Rows that a program of the gathering takes, and columns at a time."""
+
+
+def fits(x: Tensor, sent: Sent) -> bool:
+    """Whether many pairs' rows can be read by TMA, here."""
+    if x.device.type != "cuda" or x.element_size() != 2 or sent.blocks is None:
+        return False
+    columns = x.shape[1]
+    aligned = columns % 8 == 0 and columns >= LEAST_COLUMNS
+    return aligned and torch.cuda.get_device_capability(x.device) == CAPABILITY
+
+
+def product(
+    weight: Tensor | QuantizedWeight,
+    bias: Tensor | None,
+    x: Tensor,
+    sent: Sent,
+    *,
+    back: bool,
+    gate: GateRule | None,
+) -> Tensor:
+    """Return `ExpertStack.product` of a stack: [E, N, K], or the planes of all experts [E, ...]."""
+    x, rule = x.contiguous() if back else gathered(x, sent), gate or GateRule()
+    n = weight.shape[1] if isinstance(weight, Tensor) else weight.out_features
+    leave, own = (n, OWN) if gate is None else (n // 2, OWN // 2)
+    y, tiles, pdl = x.new_empty(x.shape[0], leave), triton.cdiv(leave, own), overlaps(x.device)
+    given = (x if bias is None else bias, y, sent.order_C, sent.blocks, sent.count, n, leave)
+    kernel, weights, columns, constants = _parts(weight)
+    kernel[(multiprocessors(x.device),)](
+        *(_boxes(x, 128), *weights, *given),
+        *(*columns, tiles, float(rule.limit), float(rule.slope)),
+        **constants,
+        FUSE=gate is not None,
+        ACT=rule.activation,
+        HAS_BIAS=bias is not None,
+        GATHER=not back,
+        PDL=pdl,
+        num_warps=4,
+        launch_pdl=pdl,
+    )
+    return y
+
+
+def _parts(
+    weight: Tensor | QuantizedWeight,
+) -> tuple[Any, tuple[Any, ...], tuple[int, ...], dict[str, int | bool]]:
+    """Return a kernel, how it is given its weights, what it knows of their columns, constants."""
+    from llmpq.kernels.gemm.gluon_experts import dense_kernel, packed_kernel
+
+    if isinstance(weight, Tensor):
+        columns = (triton.cdiv(weight.shape[2], 64),)
+        return dense_kernel, (_boxes(weight, 64),), columns, {"STAGES": STAGES}
+    scale = weight.scale
+    planes = (*weight.planes, scale, scale if weight.zero is None else weight.zero)
+    words = [t.view(t.shape[0], -1).view(torch.int32) for t in planes]
+    height = weight.out_features // BLOCK_ROWS
+    return (
+        packed_kernel,
+        (words[0], words[-3], words[-2], words[-1]),
+        (height, scale.shape[0] * height, triton.cdiv(weight.in_features, 128)),
+        {
+            "BITS": weight.bits,
+            "GROUPED": weight.group_size is not None,
+            "SYMMETRIC": weight.symmetric,
+            "STAGES": PACKED_STAGES,
+        },
+    )
+
+
+def gathered(x: Tensor, sent: Sent) -> Tensor:
+    """Return the row of every pair's token [C, K], sorted by expert."""
+    pairs, (rows, columns) = sent.order_C.numel(), GATHERED
+    made, pdl = x.new_empty(pairs, x.shape[1]), overlaps(x.device)
+    gather_kernel[(triton.cdiv(pairs, rows),)](
+        *(x.contiguous(), sent.order_C, made, pairs, sent.per_token, x.shape[1]),
+        BR=rows,
+        BK=columns,
+        PDL=pdl,
+        num_warps=8,
+        launch_pdl=pdl,
+    )
+    return made
+
+
+def _boxes(tensor: Tensor, rows: int) -> Any:
+    """Return a descriptor of [*, columns] in boxes of `rows` rows and 64 columns."""
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    flat = tensor.view(-1, tensor.shape[-1])
+    layout = gl.NVMMASharedLayout(128, 16, 2)
+    return TensorDescriptor(flat, list(flat.shape), [flat.shape[1], 1], [rows, 64], layout)
