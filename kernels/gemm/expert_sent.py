@@ -36,6 +36,12 @@ class Sent:
     count: Tensor | None = None
     """Blocks that there are [1]."""
 
+    @property
+    def most_runs(self) -> int:
+        """Runs, from the first on, that can have rows."""
+        experts = self.runs_E.shape[0]
+        return experts if self.blocks is not None else min(experts, self.order_C.numel())
+
 
 def assign(expert_TK: Tensor, experts: int) -> Sent:
     """Sort the pairs [T, k] by expert."""

@@ -197,7 +197,7 @@ class ExpertStack:
         y = x.new_empty(pairs, q.out_features // parts)
         words = [t.view(self._experts, -1).view(torch.int32) for t in (*q.planes, q.scale)]
         zero = words[-1] if q.zero is None else q.zero.view(self._experts, -1).view(torch.int32)
-        packed_expert_kernel[(triton.cdiv(blocks, parts * high * warps), min(self._experts, pairs), shares)](
+        packed_expert_kernel[(triton.cdiv(blocks, parts * high * warps), sent.most_runs, shares)](
             *(x, words[0], words[len(q.planes) - 1], words[-1], zero),
             *(x if self._bias is None else self._bias, y),
             *(sent.order_C, sent.runs_E),
@@ -216,7 +216,7 @@ class ExpertStack:
             FUSE=gate is not None,
             ACT=rule.activation,
             PDL=plan.pdl,
-            KWIDTH4=plan.kwidth4,
+            KWIDTH4=plan.kwidth4 or bm < WGMMA[0] or warps < WGMMA[1],
             INTERPRET=interpret,
             num_warps=config.warps,
             num_stages=config.stages,
@@ -231,7 +231,7 @@ class ExpertStack:
         rows, stages, warps = dense_tiles(bm, x.element_size(), fused=gate is not None)
         rule, leave = gate or GateRule(), w.shape[1] if gate is None else w.shape[1] // 2
         y, pdl = x.new_empty(pairs, leave), overlaps(x.device)
-        dense_expert_kernel[(triton.cdiv(leave, rows), min(self._experts, pairs), shares)](
+        dense_expert_kernel[(triton.cdiv(leave, rows), sent.most_runs, shares)](
             *(x, w, x if self._bias is None else self._bias, y),
             *(sent.order_C, sent.runs_E),
             *(w.shape[1], w.shape[2], sent.per_token, shares, float(rule.limit), float(rule.slope)),
@@ -262,6 +262,8 @@ def tensor_memory(device: torch.device, columns: int) -> bool:
     return torch.cuda.get_device_capability(device) >= (9, 0) and columns % 8 == 0
 
 
+WGMMA = 16, 4
+"""Pairs at a time and warps from which Triton takes wgmma where there is one, mma.sync below."""
 WIDE_BARRIERS = 1024
 MOST_GATED = 64
 """Pairs at a time up to which a program has registers for the sums of gate and up."""

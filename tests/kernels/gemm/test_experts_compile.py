@@ -32,7 +32,7 @@ from llmpq.kernels.tools.machine_code import overwritten, product_loops  # noqa:
 
 pytestmark = pytest.mark.compile
 POINTERS = {"P0": "*i32", "P1": "*i32", "S": "*i32", "Z": "*i32", "expert_C": "*i64"}
-POINTERS |= dict.fromkeys(("order", "starts", "ends", "counts", "count"), "*i32")
+POINTERS |= dict.fromkeys(("order", "runs", "counts", "count"), "*i32")
 POINTERS |= {"correction": "*fp32", "numbers": "*i64", "logits": "*bf16", "weights": "*bf16"}
 POINTERS |= {"scale": "fp32", "least": "fp32"}
 SIZES = ("N", "K", "blocks", "groups", "top", "shares", "C", "E", "B", "tiles")
@@ -81,7 +81,7 @@ def test_everything_compiles(arch):
         constants |= {"STAGES": stages, "INTERPRET": False, "FUSE": fuse, "ACT": "gelu_tanh"}
         build(dense_expert_kernel, arch, dtype, constants, num_warps=warps)
     for step, warps in ((256, 4), (ASSIGN_STEP, 8)):
-        build(assign_kernel, arch, "bf16", {"STEP": step}, num_warps=warps)
+        build(assign_kernel, arch, "bf16", {"STEP": step, "EP": 128}, num_warps=warps)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
