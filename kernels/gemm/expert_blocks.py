@@ -6,7 +6,10 @@
     gather_kernel   the rows of all pairs, sorted so, for products that read x by TMA
 
 A block is (expert, its first row, its end row, its first block): all of an expert's blocks say the
-same but stand one after the other, so block b of all is block b - first block of its expert.
+same but stand one after the other, so block b of all is block b - first block of its expert. In
+`apart` the short blocks stand behind all others, each by itself: programs that take turns end
+together, but read the weights of experts that have one twice. `count` [3]: how many blocks, and two
+zeros, which programs that do not take turns count by.
 `expert_kernel.assign_kernel` sorts few pairs in one launch, which of many pairs takes longer.
 
 C pairs, E experts, EP the power of two from E on; WIDE rows of a block at most.
@@ -22,8 +25,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 BLOCK = 256
 """Pairs of a program."""
-WIDE = 128
-"""Rows of a block."""
+WIDE, SHORT = 128, 64
+"""Rows of a block, and those up to which a block takes half as long."""
 MOST_EXPERTS = 256
 """A program compares BLOCK pairs with every expert, in registers."""
 
@@ -53,9 +56,22 @@ def count_kernel(expert_C, counts, C, EP: tl.constexpr, BLOCK: tl.constexpr, PDL
 
 
 @triton.jit
+def _write(blocks, e, first, end, before, own):
+    """Write blocks `before` .. `before` + `own` - 1, which are rows first .. end - 1 of expert e."""
+    for i0 in range(0, own, 64):
+        i = i0 + tl.arange(0, 64)
+        to = blocks + (before + i) * 4
+        tl.store(to, e + i * 0, mask=i < own)
+        tl.store(to + 1, first + i * 0, mask=i < own)
+        tl.store(to + 2, end + i * 0, mask=i < own)
+        tl.store(to + 3, before + i * 0, mask=i < own)
+
+
+@triton.jit
 def place_kernel(
-    expert_C, counts, order, runs, blocks, count, C, E, B,
-    EP: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
+    expert_C, counts, order, runs, blocks, apart, count, C, E, B,
+    EP: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr, SHORT: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Place BLOCK pairs behind those of smaller experts and of programs before; write blocks."""
     if PDL:
@@ -92,15 +108,19 @@ def place_kernel(
         each = (total + WIDE - 1) // WIDE
         before = tl.sum(tl.where(e < b, each, 0), 0)
         own = (rows + WIDE - 1) // WIDE
-        for i0 in range(0, own, 64):
-            i = i0 + tl.arange(0, 64)
-            to = blocks + (before + i) * 4
-            tl.store(to, b + i * 0, mask=i < own)
-            tl.store(to + 1, start + i * 0, mask=i < own)
-            tl.store(to + 2, start + rows + i * 0, mask=i < own)
-            tl.store(to + 3, before + i * 0, mask=i < own)
+        _write(blocks, b, start, start + rows, before, own)
+        short = (total % WIDE > 0) & (total % WIDE <= SHORT)
+        full = each - short.to(tl.int32)
+        before = tl.sum(tl.where(e < b, full, 0), 0)
+        whole = tl.sum(tl.where(e == b, full, 0), 0)
+        middle = start + tl.minimum(whole * WIDE, rows)
+        _write(apart, b, start, middle, before, whole)
+        last = tl.sum(full, 0) + tl.sum(tl.where((e < b) & short, 1, 0), 0)
+        _write(apart, b, middle, start + rows, last, own - whole)
         if b == 0:
             tl.store(count, tl.sum(each, 0))
+            tl.store(count + 1, 0)
+            tl.store(count + 2, 0)
 
 
 @triton.jit

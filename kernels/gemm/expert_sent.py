@@ -12,7 +12,14 @@ import torch
 import triton
 from torch import Tensor
 
-from llmpq.kernels.gemm.expert_blocks import BLOCK, MOST_EXPERTS, WIDE, count_kernel, place_kernel
+from llmpq.kernels.gemm.expert_blocks import (
+    BLOCK,
+    MOST_EXPERTS,
+    SHORT,
+    WIDE,
+    count_kernel,
+    place_kernel,
+)
 from llmpq.kernels.gemm.expert_kernel import assign_kernel
 from llmpq.kernels.overlap import overlaps
 
@@ -33,8 +40,10 @@ class Sent:
     per_token: int
     blocks: Tensor | None = None
     """[most there can be, 4]: expert, first row, end row, its first block; of many pairs only."""
+    apart: Tensor | None = None
+    """The same, short blocks behind all others."""
     count: Tensor | None = None
-    """Blocks that there are [1]."""
+    """Blocks that there are, and two zeros."""
 
     @property
     def most_runs(self) -> int:
@@ -69,20 +78,21 @@ def _assign_many(expert_TK: Tensor, experts: int, sent: Sent) -> Sent:
     programs, padded = triton.cdiv(pairs, BLOCK), _padded(experts)
     counts = torch.empty(programs, padded, dtype=torch.int32, device=device)
     most = pairs // WIDE + min(experts, pairs)
-    blocks = torch.empty(most, 4, dtype=torch.int32, device=device)
-    count = torch.empty(1, dtype=torch.int32, device=device)
+    blocks, apart = (torch.empty(most, 4, dtype=torch.int32, device=device) for _ in range(2))
+    count = torch.empty(3, dtype=torch.int32, device=device)
     pdl = overlaps(device)
     launch = {"PDL": pdl, "num_warps": 8, "launch_pdl": pdl}
     count_kernel[(programs,)](expert_TK, counts, pairs, EP=padded, BLOCK=BLOCK, **launch)
     place_kernel[(max(programs, experts),)](
-        *(expert_TK, counts, sent.order_C, sent.runs_E, blocks, count),
+        *(expert_TK, counts, sent.order_C, sent.runs_E, blocks, apart, count),
         *(pairs, experts, programs),
         EP=padded,
         BLOCK=BLOCK,
         WIDE=WIDE,
+        SHORT=SHORT,
         **launch,
     )
-    return Sent(sent.order_C, sent.runs_E, sent.per_token, blocks, count)
+    return Sent(sent.order_C, sent.runs_E, sent.per_token, blocks, apart, count)
 
 
 def _padded(experts: int) -> int:

@@ -24,6 +24,8 @@ BITS = (3, 4)
 """Of packed words: those of 8 bits leave too few registers."""
 OWN = 256
 """Rows of w of an item."""
+FREE = True
+"""Whether programs of 16-bit w take whichever item comes next, not every so many-th."""
 LEAST_COLUMNS = 256
 """The ring is filled from one row of items before the loop over its columns begins."""
 GATHERED = (16, 512)
@@ -53,7 +55,8 @@ def product(
     n = weight.shape[1] if isinstance(weight, Tensor) else weight.out_features
     leave, own = (n, OWN) if gate is None else (n // 2, OWN // 2)
     y, tiles, pdl = x.new_empty(x.shape[0], leave), triton.cdiv(leave, own), overlaps(x.device)
-    given = (x if bias is None else bias, y, sent.order_C, sent.blocks, sent.count, n, leave)
+    blocks = sent.blocks if isinstance(weight, Tensor) and FREE else sent.apart
+    given = (x if bias is None else bias, y, sent.order_C, blocks, sent.count, n, leave)
     kernel, weights, columns, constants = _parts(weight)
     kernel[(multiprocessors(x.device),)](
         *(_boxes(x, 128), *weights, *given),
@@ -78,7 +81,7 @@ def _parts(
 
     if isinstance(weight, Tensor):
         columns = (triton.cdiv(weight.shape[2], 64),)
-        return dense_kernel, (_boxes(weight, 64),), columns, {"STAGES": STAGES}
+        return dense_kernel, (_boxes(weight, 64),), columns, {"STAGES": STAGES, "FREE": FREE}
     scale = weight.scale
     planes = (*weight.planes, scale, scale if weight.zero is None else weight.zero)
     words = [t.view(t.shape[0], -1).view(torch.int32) for t in planes]

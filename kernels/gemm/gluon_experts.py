@@ -152,16 +152,17 @@ def _dense_item(
 @gluon.jit
 def _dense(
     common, WG: gl.constexpr, STAGES: gl.constexpr, FUSE: gl.constexpr, ACT: gl.constexpr,
-    HAS_BIAS: gl.constexpr, GATHER: gl.constexpr, PDL: gl.constexpr,
+    HAS_BIAS: gl.constexpr, GATHER: gl.constexpr, FREE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup's share of 16-bit items."""
-    xs, outs, _x_desc, _w_desc, blocks, count, N, F, slots, tiles = common
+    xs, outs, told, _x_desc, _w_desc, blocks, count, N, F, slots, tiles = common
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     total = gl.load(count) * tiles
-    step = 0
-    for item in range(gl.program_id(0), total, gl.num_programs(0)):
+    step, turn = 0, 0
+    item = gl.program_id(0)
+    while item < total:
         e, m0, end, n_tile = _item(item, blocks, total, tiles)
         if end - m0 <= TAIL:
             step = _dense_item(
@@ -173,18 +174,46 @@ def _dense(
                 xs, outs, step, e, m0, end, n_tile, N, F, slots, WG, STAGES, FUSE, ACT, HAS_BIAS,
                 GATHER, ROWS,
             )  # fmt: skip
+        item = _hear(told, turn) if FREE else item + gl.num_programs(0)
+        turn += 1
 
 
 @gluon.jit
-def _request(common, STAGES: gl.constexpr, FUSE: gl.constexpr, PDL: gl.constexpr):
-    """The warp that asks for x and 16-bit w."""
-    xs, _outs, x_desc, w_desc, blocks, count, N, F, slots, tiles = common
+def _tell(told, turn, item):
+    """Say which item comes after this program's item number `turn`."""
+    ids, known, taken = told
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    if turn >= 2:
+        mbarrier.wait(taken.index(turn % 2), (turn // 2 - 1) % 2)
+    ids.index(turn % 2).store(gl.zeros([1], gl.int32, layout=ONE) + item)
+    _barrier()
+    mbarrier.arrive(known.index(turn % 2))
+
+
+@gluon.jit
+def _hear(told, turn):
+    ids, known, taken = told
+    ALL: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    mbarrier.wait(known.index(turn % 2), turn // 2 % 2)
+    item = gl.sum(ids.index(turn % 2).load(ALL), 0)
+    _barrier()  # every thread has read it
+    mbarrier.arrive(taken.index(turn % 2))
+    return item
+
+
+@gluon.jit
+def _request(
+    common, STAGES: gl.constexpr, FUSE: gl.constexpr, FREE: gl.constexpr, PDL: gl.constexpr
+):
+    """The warp that asks for x and 16-bit w, and FREE, takes the next item that nobody has."""
+    xs, _outs, told, x_desc, w_desc, blocks, count, N, F, slots, tiles = common
     ring, ring_w, ready, free = xs
     if PDL:
         gdc_wait()
-    total = gl.load(count) * tiles
-    step = 0
-    for item in range(gl.program_id(0), total, gl.num_programs(0)):
+    total, programs = gl.load(count) * tiles, gl.num_programs(0)
+    step, turn = 0, 0
+    item = gl.program_id(0)
+    while item < total:
         e, m0, _end, n_tile = _item(item, blocks, total, tiles)
         row = e * N + n_tile * (128 if FUSE else 256)
         for k in range(slots):
@@ -201,13 +230,23 @@ def _request(common, STAGES: gl.constexpr, FUSE: gl.constexpr, PDL: gl.constexpr
                     own = row + i * 64
                 _tma_load(w_desc, [own, k * DEEP], bar, ring_w.index(slot * 4 + i))
             step += 1
+        if FREE:
+            item = gl.atomic_add(count + 1, 1, sem="relaxed") + programs
+            _tell(told, turn, item)
+        else:
+            item += programs
+        turn += 1
+    if FREE:  # the last program to end leaves zeros
+        if gl.atomic_add(count + 2, 1, sem="acq_rel") == programs - 1:
+            gl.store(count + 1, 0)
+            gl.store(count + 2, 0)
 
 
 @gluon.jit(do_not_specialize=["limit", "slope", "slots", "tiles"])
 def dense_kernel(
     x_desc, w_desc, BIAS, Y, order, blocks, count, N, F, slots, tiles, limit, slope,
     STAGES: gl.constexpr, FUSE: gl.constexpr, ACT: gl.constexpr, HAS_BIAS: gl.constexpr,
-    GATHER: gl.constexpr, PDL: gl.constexpr,
+    GATHER: gl.constexpr, FREE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """16-bit w [E * N, K] in boxes of [64, 64], x [C, K] in boxes of [128, 64]."""
     DT: gl.constexpr = x_desc.dtype
@@ -216,6 +255,12 @@ def dense_kernel(
     staging = gl.allocate_shared_memory(DT, [2, ROWS, 64], x_desc.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    known = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    taken = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    ids = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    for slot in gl.static_range(2):
+        mbarrier.init(known.index(slot), count=1)
+        mbarrier.init(taken.index(slot), count=2)
     for slot in gl.static_range(STAGES):
         mbarrier.init(ready.index(slot), count=1)
         mbarrier.init(free.index(slot), count=2)
@@ -224,11 +269,12 @@ def dense_kernel(
     W1: gl.constexpr = 1
     outs = (staging, Y, BIAS, order, limit, slope)
     xs = (ring, ring_w, ready, free)
-    common = (xs, outs, x_desc, w_desc, blocks, count, N, F, slots, tiles)
+    told = (ids, known, taken)
+    common = (xs, outs, told, x_desc, w_desc, blocks, count, N, F, slots, tiles)
     gl.warp_specialize([
-        (_dense, (common, W0, STAGES, FUSE, ACT, HAS_BIAS, GATHER, PDL)),
-        (_dense, (common, W1, STAGES, FUSE, ACT, HAS_BIAS, GATHER, PDL)),
-        (_request, (common, STAGES, FUSE, PDL)),
+        (_dense, (common, W0, STAGES, FUSE, ACT, HAS_BIAS, GATHER, FREE, PDL)),
+        (_dense, (common, W1, STAGES, FUSE, ACT, HAS_BIAS, GATHER, FREE, PDL)),
+        (_request, (common, STAGES, FUSE, FREE, PDL)),
     ], [4, 1], [REGISTERS.value, REGISTERS.value])  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from llmpq.kernels.gemm.config import Config, make_plan  # noqa: E402
 from llmpq.kernels.gemm.expert_blocks import (  # noqa: E402
     BLOCK,
     MOST_EXPERTS,
+    SHORT,
     WIDE,
     count_kernel,
     place_kernel,
@@ -86,11 +87,11 @@ def test_everything_compiles(arch):
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_sorting_of_many_compiles(arch):
-    blocks = {"blocks": "*i32"}
+    blocks = {"blocks": "*i32", "apart": "*i32"}
     for padded in (16, MOST_EXPERTS):
         constants = {"EP": padded, "BLOCK": BLOCK}
         build(count_kernel, arch, "bf16", constants, num_warps=8)
-        build(place_kernel, arch, "bf16", constants | {"WIDE": WIDE}, blocks, num_warps=8)
+        build(place_kernel, arch, "bf16", constants | {"WIDE": WIDE, "SHORT": SHORT}, blocks, num_warps=8)
 
 
 def wide(arch, *, dtype, tma, fuse, even=True):
