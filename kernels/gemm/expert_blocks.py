@@ -57,7 +57,7 @@ def count_kernel(expert_C, counts, C, EP: tl.constexpr, BLOCK: tl.constexpr, PDL
 
 @triton.jit
 def _write(blocks, e, first, end, before, own):
-    """Write blocks `before` .. `before` + `own` - 1, which are rows first .. end - 1 of expert e."""
+    """Write `own` blocks from `before` on, which are rows first .. end - 1 of expert e."""
     for i0 in range(0, own, 64):
         i = i0 + tl.arange(0, 64)
         to = blocks + (before + i) * 4

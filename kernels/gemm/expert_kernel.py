@@ -10,8 +10,9 @@
     dense       16-bit w through shared memory
     FUSE        a program takes gate rows and the up rows beside them; act(gate) up leaves
 Nothing is known on the host but C, so a step of any routing is one captured graph, of as many runs
-as C pairs can have. An expert without pairs reads nothing; one with pairs reads its weight once per `shares` (the L2 serves the
-rest). x is gathered as it is read, and the second product's rows go back to their pairs' places.
+as C pairs can have. An expert without pairs reads nothing; one with pairs reads its weight once per
+`shares` (the L2 serves the rest). x is gathered as it is read, and the second product's rows go
+back to their pairs' places.
 
 M pairs of an expert, K in, N out, E experts; `blocks` of 16 rows of w, `groups` of 128 of K.
 """
@@ -120,7 +121,11 @@ def packed_expert_kernel(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    e, first, end = tl.load(runs + run * 3), tl.load(runs + run * 3 + 1), tl.load(runs + run * 3 + 2)
+    e, first, end = (
+        tl.load(runs + run * 3),
+        tl.load(runs + run * 3 + 1),
+        tl.load(runs + run * 3 + 2),
+    )
     block = tile * (BH * WM)
     half = blocks // 2 if FUSE else blocks
     left = half - block
@@ -179,7 +184,11 @@ def dense_expert_kernel(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    e, first, end = tl.load(runs + run * 3), tl.load(runs + run * 3 + 1), tl.load(runs + run * 3 + 2)
+    e, first, end = (
+        tl.load(runs + run * 3),
+        tl.load(runs + run * 3 + 1),
+        tl.load(runs + run * 3 + 2),
+    )
     F = N // 2 if FUSE else N
     n = tile * BN + tl.arange(0, BN)
     k = tl.arange(0, BK)

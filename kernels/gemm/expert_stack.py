@@ -117,7 +117,7 @@ class ExpertStack:
         return self._dense is not None and self._dense.element_size() == 2
 
     def _flows(self, x: Tensor, sent: Sent) -> bool:
-        """Whether gluon_experts.py's programs are to be taken."""
+        """Whether the Gluon programs of gluon_expert_launch.py are to be taken."""
         packed = self._packed is None or self._packed.bits in gluon_expert_launch.BITS
         return packed and gluon_expert_launch.fits(x, sent)
 

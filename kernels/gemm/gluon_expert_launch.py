@@ -1,4 +1,4 @@
-"""Host side of gluon_experts.py (Hopper, a prompt's rows): what fits it, descriptors, the launch."""
+"""Host side of gluon_expert_*.py (Hopper, a prompt's rows): what fits, descriptors, launches."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ OWN = 256
 """Rows of w of an item."""
 FREE = True
 """Whether programs of 16-bit w take whichever item comes next, not every so many-th."""
+SEEK = True
+"""Whether programs of 16-bit w gather x themselves."""
 LEAST_COLUMNS = 256
 """The ring is filled from one row of items before the loop over its columns begins."""
 GATHERED = (16, 512)
@@ -51,16 +53,19 @@ def product(
     gate: GateRule | None,
 ) -> Tensor:
     """Return `ExpertStack.product` of a stack: [E, N, K], or the planes of all experts [E, ...]."""
-    x, rule = x.contiguous() if back else gathered(x, sent), gate or GateRule()
+    kernel, weights, columns, constants = _parts(weight, x, sent, back=back)
+    x, rule = x.contiguous(), gate or GateRule()
+    if not back and not constants.get("SEEK"):
+        x = gathered(x, sent)
     n = weight.shape[1] if isinstance(weight, Tensor) else weight.out_features
     leave, own = (n, OWN) if gate is None else (n // 2, OWN // 2)
-    y, tiles, pdl = x.new_empty(x.shape[0], leave), triton.cdiv(leave, own), overlaps(x.device)
-    blocks = sent.blocks if isinstance(weight, Tensor) and FREE else sent.apart
+    y = x.new_empty(sent.order_C.numel(), leave)
+    blocks = sent.blocks if constants.get("FREE") else sent.apart
     given = (x if bias is None else bias, y, sent.order_C, blocks, sent.count, n, leave)
-    kernel, weights, columns, constants = _parts(weight)
+    pdl = overlaps(x.device)
     kernel[(multiprocessors(x.device),)](
         *(_boxes(x, 128), *weights, *given),
-        *(*columns, tiles, float(rule.limit), float(rule.slope)),
+        *(*columns, triton.cdiv(leave, own), float(rule.limit), float(rule.slope)),
         **constants,
         FUSE=gate is not None,
         ACT=rule.activation,
@@ -74,14 +79,18 @@ def product(
 
 
 def _parts(
-    weight: Tensor | QuantizedWeight,
+    weight: Tensor | QuantizedWeight, x: Tensor, sent: Sent, *, back: bool
 ) -> tuple[Any, tuple[Any, ...], tuple[int, ...], dict[str, int | bool]]:
-    """Return a kernel, how it is given its weights, what it knows of their columns, constants."""
-    from llmpq.kernels.gemm.gluon_experts import dense_kernel, packed_kernel
+    """Return a kernel, its weights and what belongs to them, sizes of columns, constants."""
+    from llmpq.kernels.gemm.gluon_expert_dense import dense_kernel
+    from llmpq.kernels.gemm.gluon_expert_packed import packed_kernel
 
     if isinstance(weight, Tensor):
-        columns = (triton.cdiv(weight.shape[2], 64),)
-        return dense_kernel, (_boxes(weight, 64),), columns, {"STAGES": STAGES, "FREE": FREE}
+        columns = weight.shape[2]
+        constants = {"STAGES": STAGES, "FREE": FREE}
+        constants["SEEK"] = SEEK and not back and columns % 64 == 0
+        rows = (_boxes(weight, 64), x, sent.per_token, columns)
+        return dense_kernel, rows, (triton.cdiv(columns, 64),), constants
     scale = weight.scale
     planes = (*weight.planes, scale, scale if weight.zero is None else weight.zero)
     words = [t.view(t.shape[0], -1).view(torch.int32) for t in planes]

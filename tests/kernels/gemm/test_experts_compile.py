@@ -91,7 +91,14 @@ def test_sorting_of_many_compiles(arch):
     for padded in (16, MOST_EXPERTS):
         constants = {"EP": padded, "BLOCK": BLOCK}
         build(count_kernel, arch, "bf16", constants, num_warps=8)
-        build(place_kernel, arch, "bf16", constants | {"WIDE": WIDE, "SHORT": SHORT}, blocks, num_warps=8)
+        build(
+            place_kernel,
+            arch,
+            "bf16",
+            constants | {"WIDE": WIDE, "SHORT": SHORT},
+            blocks,
+            num_warps=8,
+        )
 
 
 def wide(arch, *, dtype, tma, fuse, even=True):
