@@ -53,8 +53,8 @@ def product(
     gate: GateRule | None,
 ) -> Tensor:
     """Return `ExpertStack.product` of a stack: [E, N, K], or the planes of all experts [E, ...]."""
-    kernel, weights, columns, constants = _parts(weight, x, sent, back=back)
     x, rule = x.contiguous(), gate or GateRule()
+    kernel, weights, columns, constants = _parts(weight, x, sent, back=back)
     if not back and not constants.get("SEEK"):
         x = gathered(x, sent)
     n = weight.shape[1] if isinstance(weight, Tensor) else weight.out_features
