@@ -29,15 +29,19 @@ class Pivot:
     value_title: str = "value"
     order: tuple[str, ...] = ()
     """Columns in this order first."""
+    newest: bool = False
+    """Of each column only the rows of its last row's commit: lines that are no more go."""
 
     def render(self) -> str:
         """Return the table as Markdown."""
         found: dict[tuple[str, ...], dict[str, list[Row]]] = {}
         columns: list[str] = list(self.order)
-        keys = (self.column,) if isinstance(self.column, str) else self.column
-        for row in load(self.file, self.bench, self.where):
+        rows = [(self._name(row), row) for row in load(self.file, self.bench, self.where)]
+        commits = {name: row["commit"] for name, row in rows}
+        for name, row in rows:
+            if self.newest and row["commit"] != commits[name]:
+                continue
             key = tuple(str(row["case"].get(k, "")) for k in self.index)
-            name = " x ".join(str(row["case"].get(k, "")) for k in keys) or self.value_title
             if name not in columns:
                 columns.append(name)
             found.setdefault(key, {}).setdefault(name, []).append(row)
@@ -51,6 +55,10 @@ class Pivot:
         }
         body = [[*key, *(cells.get(c, "") for c in columns)] for key, cells in shown.items()]
         return markdown(head, body)
+
+    def _name(self, row: Row) -> str:
+        keys = (self.column,) if isinstance(self.column, str) else self.column
+        return " x ".join(str(row["case"].get(k, "")) for k in keys) or self.value_title
 
 
 def markdown(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
@@ -137,6 +145,11 @@ def us_and_launches(row: Row) -> str:
     """Show microseconds a layer, and its launches where it is not one."""
     launches = round(row["case"]["launches"], 2)
     return f"{row['value']:.1f}" + ("" if launches == 1 else f" ({launches:g} launches)")
+
+
+def us_and_dense_rate(row: Row) -> str:
+    """Show microseconds and the rate beside a dense product's of equal shape."""
+    return f"{row['value']:.0f} [{row['baselines']['dense'] / row['value']:.2f}]"
 
 
 def us_over_cublas(row: Row) -> str:
