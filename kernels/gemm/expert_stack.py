@@ -22,7 +22,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from llmpq.kernels.formats.quantized_weight import QuantizedWeight
 from llmpq.kernels.formats.weight_layout import BLOCK_ROWS, Layout
-from llmpq.kernels.gemm import expert_wide, gluon_expert_launch
+from llmpq.kernels.gemm import expert_rows_launch, expert_wide, gluon_expert_launch
 from llmpq.kernels.gemm.config import Config, make_plan
 from llmpq.kernels.gemm.expert_blocks import WIDE
 from llmpq.kernels.gemm.expert_kernel import dense_expert_kernel, packed_expert_kernel
@@ -187,6 +187,8 @@ class ExpertStack:
         q, pairs = self._packed, sent.order_C.numel()
         assert q is not None
         bm, shares = rows_of(pairs, self._experts)
+        if q.group_size is not None and expert_rows_launch.takes(pairs, self._experts):
+            return expert_rows_launch.product(q, self._bias, x, sent, back=back, gate=gate)
         interpret = bool(knobs.runtime.interpret)
         capability = (9, 0) if interpret else torch.cuda.get_device_capability(x.device)
         blocks, groups = q.out_features // BLOCK_ROWS, -(-q.in_features // 128)
