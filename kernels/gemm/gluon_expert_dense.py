@@ -37,6 +37,9 @@ from llmpq.kernels.gemm.gluon_expert_item import (
     tma_load,
 )
 
+# Triton's name since 3.9, else that of 3.6.
+_copy = getattr(async_copy, "async_load", async_copy.async_copy_global_to_shared)
+
 
 @gluon.jit
 def _dense_item(
@@ -162,7 +165,7 @@ def _request(
             bar = ready.index(slot)
             if SEEK:
                 mbarrier.expect(bar, 2 * 256 * DEEP)
-                async_copy.async_copy_global_to_shared(ring.index(slot), at + k * DEEP)
+                _copy(ring.index(slot), at + k * DEEP)
                 async_copy.mbarrier_arrive(bar, increment_count=False)
             else:
                 mbarrier.expect(bar, 2 * (ROWS + 256) * DEEP)
