@@ -20,6 +20,8 @@ from llmpq.kernels.gemm.expert_kernel import (  # noqa: E402
     dense_expert_kernel,
     packed_expert_kernel,
 )
+from llmpq.kernels.gemm.expert_rows import rows_expert_kernel  # noqa: E402
+from llmpq.kernels.gemm.expert_rows_launch import REGISTERS, form_of  # noqa: E402
 from llmpq.kernels.gemm.expert_sent import ASSIGN_STEP  # noqa: E402
 from llmpq.kernels.gemm.expert_stack import (  # noqa: E402
     DENSE_DEPTH,
@@ -83,6 +85,23 @@ def test_everything_compiles(arch):
         build(dense_expert_kernel, arch, dtype, constants, num_warps=warps)
     for step, warps in ((256, 4), (ASSIGN_STEP, 8)):
         build(assign_kernel, arch, "bf16", {"STEP": step, "EP": 128}, num_warps=warps)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_programs_of_all_k_compile_and_keep_words_in_registers(arch):
+    for bits, groups, fuse in ((4, 16, True), (4, 6, False), (3, 23, False), (8, 6, True)):
+        high, warps, depth = form_of(groups, fused=fuse)
+        constants = {
+            "BITS": bits, "SYMMETRIC": bits == 8, "EVEN_K": groups != 23, "HAS_BIAS": fuse,
+            "EVEN_G": groups % warps == 0, "GATHER": fuse, "BH": high, "WM": warps,
+            "STEPS": -(-groups // warps), "D": depth, "FUSE": fuse, "ACT": "silu",
+            "INTERPRET": False,
+        }  # fmt: skip
+        options = {"num_warps": warps, "maxnreg": REGISTERS}
+        made = build(rows_expert_kernel, arch, "bf16", constants, **options)
+        # Shared memory is where the warps' sums meet.
+        assert made.shared_bytes <= 2 * warps * high * 16 * 8 * 4
+        assert "cp.async" not in made.ptx
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

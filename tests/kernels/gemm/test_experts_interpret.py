@@ -7,9 +7,9 @@ from triton import knobs
 from llmpq.kernels.formats.round_to_nearest import quantize_weight
 from llmpq.kernels.formats.weight_layout import Layout
 from llmpq.kernels.fused.gated_mlp import gate_mul_reference
+from llmpq.kernels.gemm import expert_rows_launch, gluon_expert_launch
 from llmpq.kernels.gemm import expert_sent as sent_module
 from llmpq.kernels.gemm import expert_stack as module
-from llmpq.kernels.gemm import gluon_expert_launch
 from llmpq.kernels.gemm.expert_sent import assign
 from llmpq.kernels.gemm.expert_stack import ExpertStack, experts_reference
 from llmpq.kernels.gemm.gated import GateRule
@@ -190,6 +190,29 @@ def test_a_decode_steps_gated_product(gate, bits):
         weights = [q.dequantize(torch.float64) for q in put]
     error = gated_error(weights, put, gate, torch.float16, bias=gate == GATES[0], tokens=9)
     assert error < TOLERANCE[torch.float16]
+
+
+@pytest.mark.parametrize("bits", [3, 4, 8])
+@pytest.mark.parametrize("form", [None, (1, 2, 1), (2, 1, 4)])
+def test_few_pairs_with_all_of_k_in_a_program(bits, form, monkeypatch):
+    """K of 200 is two k-groups, one half full; experts of more than 8 pairs, and of none."""
+    monkeypatch.setattr(expert_rows_launch, "MOST_EVEN", 100)
+    if form:
+        monkeypatch.setattr(expert_rows_launch, "form_of", lambda *_, **__: form)
+    scheme = WeightScheme(bits=bits, group_size=128, symmetric=bits == 8, clip_search=False)
+    packed = {"dtype": torch.float16, "layout": Layout.FRAGMENT}
+    put = [quantize_weight(normal(96, 200) + 0.1 * e, scheme, **packed) for e in range(4)]
+    weights = [q.dequantize(torch.float64) for q in put]
+    for tokens in (5, 31):
+        for error in both_ways(weights, put, torch.float16, bias=bits == 4, tokens=tokens):
+            assert error < TOLERANCE[torch.float16]
+        error = gated_error(weights, put, GATES[0], torch.float16, bias=True, tokens=tokens)
+        assert error < TOLERANCE[torch.float16]
+
+
+def test_warps_leave_few_steps_over():
+    forms = [expert_rows_launch.form_of(groups, fused=True)[1] for groups in (1, 3, 6, 16, 23)]
+    assert forms == [1, 1, 2, 4, 4]
 
 
 def test_no_gate_in_half_blocks_of_rows():
