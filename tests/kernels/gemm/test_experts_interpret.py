@@ -201,9 +201,9 @@ def test_few_pairs_with_all_of_k_in_a_program(bits, form, monkeypatch):
         monkeypatch.setattr(expert_rows_launch, "form_of", lambda *_, **__: form)
     scheme = WeightScheme(bits=bits, group_size=128, symmetric=bits == 8, clip_search=False)
     packed = {"dtype": torch.float16, "layout": Layout.FRAGMENT}
-    put = [quantize_weight(normal(96, 200) + 0.1 * e, scheme, **packed) for e in range(4)]
+    put = [quantize_weight(normal(96, 200) + 0.1 * e, scheme, **packed) for e in range(6)]
     weights = [q.dequantize(torch.float64) for q in put]
-    for tokens in (5, 31):
+    for tokens in (7, 31):
         for error in both_ways(weights, put, torch.float16, bias=bits == 4, tokens=tokens):
             assert error < TOLERANCE[torch.float16]
         error = gated_error(weights, put, GATES[0], torch.float16, bias=True, tokens=tokens)
