@@ -32,7 +32,8 @@ def form_of(groups: int, *, fused: bool) -> tuple[int, int, int]:
 
     Warps that leave as few steps past the last k-group as may be; `fused`: as many up rows.
     """
-    warps = min((w for w in (4, 2, 8, 1) if w <= groups), key=lambda count: -groups % count)
+    some = [count for count in (4, 2, 8) if count <= groups] or [1]
+    warps = min(some, key=lambda count: -groups % count)
     return (1 if fused else 2), warps, 4
 
 

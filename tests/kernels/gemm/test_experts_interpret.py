@@ -212,7 +212,7 @@ def test_few_pairs_with_all_of_k_in_a_program(bits, form, monkeypatch):
 
 def test_warps_leave_few_steps_over():
     forms = [expert_rows_launch.form_of(groups, fused=True)[1] for groups in (1, 3, 6, 16, 23)]
-    assert forms == [1, 1, 2, 4, 4]
+    assert forms == [1, 2, 2, 4, 4]
 
 
 def test_no_gate_in_half_blocks_of_rows():
