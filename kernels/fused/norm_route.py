@@ -28,7 +28,7 @@ from llmpq.kernels.fused.route import RouterRule, fits, route_shares
 from llmpq.kernels.overlap import overlaps
 
 TOKENS, EXPERTS, CHUNK = 16, 16, 512
-MOST_LOGITS = 8192
+MOST_LOGITS = 16384
 """Of all tokens: beyond, a product of its own, which reads W less often, is faster (H200)."""
 MOST_COLUMNS = 8192
 """A program's loop over its tokens' columns is unrolled."""

@@ -42,13 +42,13 @@ def _x_step(
     first = _first(step * WM, groups, WM, EVEN_G)
     f = tl.arange(0, WM * 1024)
     warp = f // 64 % WM
-    k = warp * 128 + f // (64 * WM) * 8 + f // 2 % 4 * 2 + f % 2
+    pair = warp * 128 + f // (64 * WM) * 8 + f // 2 % 4 * 2
     keep = live_row
     if not EVEN_G:
         keep = keep & (first + warp >= step * WM)
     if not EVEN_K:
-        keep = keep & (first * 128 + k < K)
-    x = tl.load(X + first * 128 + at_row + k, mask=keep, other=0.0)
+        keep = keep & (first * 128 + pair < K)  # K is even: both of a pair or none
+    x = tl.load(X + first * 128 + at_row + (pair + f % 2), mask=keep, other=0.0)
     x = tl.permute(tl.reshape(x, (8, 2, WM, 8, 4, 2)), (2, 0, 4, 1, 5, 3))
     return tl.reshape(x, (WM, 128, 8))
 

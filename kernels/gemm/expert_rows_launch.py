@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 from torch import Tensor
@@ -14,31 +16,44 @@ from llmpq.kernels.gemm.expert_sent import Sent
 from llmpq.kernels.gemm.gated import GateRule
 from llmpq.kernels.overlap import overlaps
 
-MOST_EVEN = 0.0
-"""Pairs of an expert, of an even routing, up to which the programs are taken."""
+MOST_EVEN = 4
+"""Pairs of an expert, of an even routing, up to which programs are taken: 2 of them measured."""
+SHORT = 8
+"""k-groups up to which a warp takes all of K."""
+IDLE = 2
+"""Programs a multiprocessor that walk over K, below which more and shorter ones are taken."""
 
 
-def takes(pairs: int, experts: int) -> bool:
-    """Whether experts have so few pairs each."""
-    return pairs <= MOST_EVEN * experts
+@dataclass(frozen=True)
+class Form:
+    """Blocks of 16 rows of w, warps, k-groups a warp has in flight, registers of a thread."""
+
+    high: int
+    warps: int
+    depth: int
+    registers: int
 
 
-REGISTERS = 128
-"""Of a thread: the compiler asks for all steps' words and x at once otherwise."""
+def form_of(
+    q: QuantizedWeight, pairs: int, experts: int, programs: int, *, fused: bool
+) -> Form | None:
+    """Return how few pairs are multiplied; None: by programs that walk over K (H200, 4 bits).
 
-
-def form_of(groups: int, *, fused: bool) -> tuple[int, int, int]:
-    """Return blocks of 16 rows of w, warps, and steps in flight of a program.
-
-    Warps that leave as few steps past the last k-group as may be; `fused`: as many up rows.
+    `programs`: a multiprocessor's share of those. Warps leave few steps past the last k-group.
     """
-    some = [count for count in (4, 2, 8) if count <= groups] or [1]
-    warps = min(some, key=lambda count: -groups % count)
-    return (1 if fused else 2), warps, 4
+    groups = -(-q.in_features // 128)
+    if q.bits != 4 or q.group_size is None or q.in_features % 128 or pairs > MOST_EVEN * experts:
+        return None
+    if programs < IDLE:
+        some = [count for count in (4, 2, 8) if count <= groups] or [1]
+        warps = min(some, key=lambda count: -groups % count)
+        return Form(1, warps, 4, 168 if fused else 128)
+    return Form(2, 1, 4, 128) if groups <= SHORT and not fused else None
 
 
 def product(
     q: QuantizedWeight,
+    form: Form,
     bias: Tensor | None,
     x: Tensor,
     sent: Sent,
@@ -49,31 +64,30 @@ def product(
     """Return `ExpertStack.product` of a packed stack [E, ...] in groups."""
     rule, parts = gate or GateRule(), 1 if gate is None else 2
     blocks, groups = q.out_features // BLOCK_ROWS, -(-q.in_features // 128)
-    high, warps, depth = form_of(groups, fused=gate is not None)
     y = x.new_empty(sent.order_C.numel(), q.out_features // parts)
     planes = (*q.planes, q.scale, q.scale if q.zero is None else q.zero)
     words = [t.view(t.shape[0], -1).view(torch.int32) for t in planes]
     pdl, interpret = overlaps(x.device), bool(knobs.runtime.interpret)
-    rows_expert_kernel[(triton.cdiv(blocks // parts, high), sent.most_runs)](
+    rows_expert_kernel[(triton.cdiv(blocks // parts, form.high), sent.most_runs)](
         *(x, words[0], words[-3], words[-2], words[-1], x if bias is None else bias, y),
         *(sent.order_C, sent.runs_E, q.out_features, q.in_features, blocks, groups),
         *(sent.per_token, float(rule.limit), float(rule.slope)),
         BITS=q.bits,
         SYMMETRIC=q.symmetric,
         EVEN_K=q.in_features % 128 == 0,
-        EVEN_G=groups % warps == 0,
+        EVEN_G=groups % form.warps == 0,
         HAS_BIAS=bias is not None,
         GATHER=not back,
-        BH=high,
-        WM=warps,
-        STEPS=triton.cdiv(groups, warps),
-        D=depth,
+        BH=form.high,
+        WM=form.warps,
+        STEPS=triton.cdiv(groups, form.warps),
+        D=form.depth,
         FUSE=gate is not None,
         ACT=rule.activation,
         PDL=pdl,
         INTERPRET=interpret,
-        num_warps=warps,
-        maxnreg=REGISTERS,
+        num_warps=form.warps,
+        maxnreg=form.registers,
         launch_pdl=pdl,
     )
     return y

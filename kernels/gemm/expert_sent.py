@@ -67,7 +67,7 @@ def assign(expert_TK: Tensor, experts: int) -> Sent:
         EP=_padded(experts),
         STEP=step,
         PDL=pdl,
-        num_warps=8 if step > 1024 else 4,
+        num_warps=1 if step <= 256 else 8 if step > 1024 else 4,
         launch_pdl=pdl,
     )
     return sent

@@ -29,6 +29,7 @@ from llmpq.kernels.gemm.expert_kernel import dense_expert_kernel, packed_expert_
 from llmpq.kernels.gemm.expert_sent import Sent
 from llmpq.kernels.gemm.gated import GateRule
 from llmpq.kernels.gemm.machine import machine_of
+from llmpq.kernels.multiprocessors import multiprocessors
 from llmpq.kernels.overlap import overlaps
 
 ROW_BLOCKS = 4
@@ -187,19 +188,23 @@ class ExpertStack:
         q, pairs = self._packed, sent.order_C.numel()
         assert q is not None
         bm, shares = rows_of(pairs, self._experts)
-        if q.group_size is not None and expert_rows_launch.takes(pairs, self._experts):
-            return expert_rows_launch.product(q, self._bias, x, sent, back=back, gate=gate)
         interpret = bool(knobs.runtime.interpret)
         capability = (9, 0) if interpret else torch.cuda.get_device_capability(x.device)
         blocks, groups = q.out_features // BLOCK_ROWS, -(-q.in_features // 128)
         high, warps, stages = packed_tiles(bm, groups, fused=gate is not None)
+        fused = gate is not None
+        tiles = triton.cdiv(blocks, (1 + fused) * high * warps)
+        walking = min(pairs, self._experts) * tiles // multiprocessors(x.device)
+        form = expert_rows_launch.form_of(q, pairs, self._experts, walking, fused=fused)
+        if form is not None:
+            return expert_rows_launch.product(q, form, self._bias, x, sent, back=back, gate=gate)
         config = Config(kernel="tile", blocks=high, warps=warps, bm=bm, stages=stages)
         plan = make_plan(config, capability, interpret=interpret)
         parts, rule = 1 if gate is None else 2, gate or GateRule()
         y = x.new_empty(pairs, q.out_features // parts)
         words = [t.view(self._experts, -1).view(torch.int32) for t in (*q.planes, q.scale)]
         zero = words[-1] if q.zero is None else q.zero.view(self._experts, -1).view(torch.int32)
-        packed_expert_kernel[(triton.cdiv(blocks, parts * high * warps), sent.most_runs, shares)](
+        packed_expert_kernel[(tiles, sent.most_runs, shares)](
             *(x, words[0], words[len(q.planes) - 1], words[-1], zero),
             *(x if self._bias is None else self._bias, y),
             *(sent.order_C, sent.runs_E),

@@ -27,6 +27,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from llmpq.kernels.gemm.gluon_expert_item import (
     DEEP,
+    LAG,
     REGISTERS,
     ROWS,
     TAIL,
@@ -48,7 +49,7 @@ def _dense_item(
     SEEK: gl.constexpr, NT: gl.constexpr,
 ):  # fmt: skip
     """One item of a warpgroup, NT rows of x; returns the next step."""
-    ring, ring_w, ready, free = xs
+    ring, ring_w, ready, free, lead = xs
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, NT, 16])
     acc0 = warpgroup_mma_init(gl.zeros([64, NT], gl.float32, layout=ACC))
     acc1 = warpgroup_mma_init(gl.zeros([64, NT], gl.float32, layout=ACC))
@@ -61,6 +62,8 @@ def _dense_item(
         made = warpgroup_mma(ring_w.index(slot * 4 + WG * 2), x, acc0, is_async=True)
         before = warpgroup_mma_wait(1, deps=[acc1])
         mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), pred=k > 0)
+        if WG == 0:
+            mbarrier.arrive(lead.index(0), pred=step == LAG)
         acc1 = warpgroup_mma(
             ring_w.index(slot * 4 + WG * 2 + 1), x, warpgroup_mma_init(before), is_async=True
         )
@@ -81,15 +84,16 @@ def _dense(
     SEEK: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup's share of 16-bit items."""
-    xs, outs, told, _x_desc, _w_desc, blocks, count, N, F, slots, tiles = common
+    xs, outs, told, _x_desc, _w_desc, _blocks, _count, N, F, slots, _tiles = common
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    total = gl.load(count) * tiles
-    step, turn = 0, 0
-    item = gl.program_id(0)
-    while item < total:
-        e, m0, end, n_tile = item_of(item, blocks, total, tiles)
+    e, m0, end, n_tile = _hear(told, 0)
+    step, turn = 0, 1
+    while end > 0:
+        if WG == 1:
+            if turn == 1:
+                mbarrier.wait(xs[4].index(0), 0)
         if end - m0 <= TAIL:
             step = _dense_item(
                 xs, outs, step, e, m0, end, n_tile, N, F, slots, WG, STAGES, FUSE, ACT, HAS_BIAS,
@@ -100,31 +104,36 @@ def _dense(
                 xs, outs, step, e, m0, end, n_tile, N, F, slots, WG, STAGES, FUSE, ACT, HAS_BIAS,
                 GATHER, SEEK, ROWS,
             )  # fmt: skip
-        item = _hear(told, turn) if FREE else item + gl.num_programs(0)
+        e, m0, end, n_tile = _hear(told, turn)
         turn += 1
 
 
 @gluon.jit
-def _tell(told, turn, item, WARPS: gl.constexpr):
-    """Say which item comes after this program's item number `turn`."""
-    ids, known, taken = told
-    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+def _tell(told, turn, e, m0, end, n_tile, WARPS: gl.constexpr):
+    """Say what this program's item number `turn` is; no end row: there is none."""
+    facts, known, taken = told
+    ONE: gl.constexpr = gl.BlockedLayout([4], [32], [WARPS], [0])
     if turn >= 2:
         mbarrier.wait(taken.index(turn % 2), (turn // 2 - 1) % 2)
-    ids.index(turn % 2).store(gl.zeros([1], gl.int32, layout=ONE) + item)
+    i = gl.arange(0, 4, layout=ONE)
+    fact = gl.where(i < 2, gl.where(i == 0, e, m0), gl.where(i == 2, end, n_tile))
+    facts.index(turn % 2).store(fact)
     group_barrier()
     mbarrier.arrive(known.index(turn % 2))
 
 
 @gluon.jit
 def _hear(told, turn):
-    ids, known, taken = told
-    ALL: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    """Return an item's expert, first row of x, its expert's end row and tile of w."""
+    facts, known, taken = told
+    ALL: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     mbarrier.wait(known.index(turn % 2), turn // 2 % 2)
-    item = gl.sum(ids.index(turn % 2).load(ALL), 0)
+    fact, i = facts.index(turn % 2).load(ALL), gl.arange(0, 4, layout=ALL)
+    e, m0 = gl.sum(gl.where(i == 0, fact, 0), 0), gl.sum(gl.where(i == 1, fact, 0), 0)
+    end, n_tile = gl.sum(gl.where(i == 2, fact, 0), 0), gl.sum(gl.where(i == 3, fact, 0), 0)
     group_barrier()  # every thread has read it
     mbarrier.arrive(taken.index(turn % 2))
-    return item
+    return e, m0, end, n_tile
 
 
 @gluon.jit
@@ -147,44 +156,62 @@ def _request(
     SEEK: four warps, which gather x from its tokens' rows with cp.async.
     """
     xs, _outs, told, x_desc, w_desc, blocks, count, N, F, slots, tiles = common
-    ring, ring_w, ready, free = xs
+    WARPS: gl.constexpr = 4 if SEEK else 1
     if PDL:
         gdc_wait()
     total, programs = gl.load(count) * tiles, gl.num_programs(0)
-    step, turn = 0, 0
+    step, turn = 0, 1
     item = gl.program_id(0)
+    e, m0, end, n_tile = item_of(item, blocks, total, tiles)
+    _tell(told, 0, e, m0, gl.where(item < total, end, 0), n_tile, WARPS)
     while item < total:
-        e, m0, end, n_tile = item_of(item, blocks, total, tiles)
+        at = X
         if SEEK:
             at = _rows(X, order, m0, end, top, K)
         row = e * N + n_tile * (128 if FUSE else 256)
-        for k in range(slots):
-            slot = step % STAGES
-            if step >= STAGES:
-                mbarrier.wait(free.index(slot), (step // STAGES - 1) % 2)
-            bar = ready.index(slot)
-            if SEEK:
-                mbarrier.expect(bar, 2 * 256 * DEEP)
-                _copy(ring.index(slot), at + k * DEEP)
-                async_copy.mbarrier_arrive(bar, increment_count=False)
-            else:
-                mbarrier.expect(bar, 2 * (ROWS + 256) * DEEP)
-                tma_load(x_desc, [m0, k * DEEP], bar, ring.index(slot))
-            for i in gl.static_range(4):
-                # FUSE: gate rows and up rows of each warpgroup.
-                own = i // 2 * 64 + i % 2 * F if FUSE else i * 64
-                tma_load(w_desc, [row + own, k * DEEP], bar, ring_w.index(slot * 4 + i))
+        for k in range(2):
+            _ask(xs, x_desc, w_desc, at, m0, row, F, k, step, STAGES, FUSE, SEEK)
             step += 1
+        # What comes next is found while enough is on its way.
         if FREE:
             item = gl.atomic_add(count + 1, 1, sem="relaxed") + programs
-            _tell(told, turn, item, 4 if SEEK else 1)
         else:
             item += programs
+        e2, m2, end, n_tile = item_of(item, blocks, total, tiles)
+        _tell(told, turn, e2, m2, gl.where(item < total, end, 0), n_tile, WARPS)
         turn += 1
+        for k in range(2, slots):
+            _ask(xs, x_desc, w_desc, at, m0, row, F, k, step, STAGES, FUSE, SEEK)
+            step += 1
+        e, m0 = e2, m2
     if FREE:  # the last program to end leaves zeros
         if gl.atomic_add(count + 2, 1, sem="acq_rel") == programs - 1:
             gl.store(count + 1, 0)
             gl.store(count + 2, 0)
+
+
+@gluon.jit
+def _ask(
+    xs, x_desc, w_desc, at, m0, row, F, k, step, STAGES: gl.constexpr, FUSE: gl.constexpr,
+    SEEK: gl.constexpr,
+):  # fmt: skip
+    """Ask for 64 columns of x and w once the slot is free."""
+    ring, ring_w, ready, free, _lead = xs
+    slot = step % STAGES
+    if step >= STAGES:
+        mbarrier.wait(free.index(slot), (step // STAGES - 1) % 2)
+    bar = ready.index(slot)
+    if SEEK:
+        mbarrier.expect(bar, 2 * 256 * DEEP)
+        _copy(ring.index(slot), at + k * DEEP)
+        async_copy.mbarrier_arrive(bar, increment_count=False)
+    else:
+        mbarrier.expect(bar, 2 * (ROWS + 256) * DEEP)
+        tma_load(x_desc, [m0, k * DEEP], bar, ring.index(slot))
+    for i in gl.static_range(4):
+        # FUSE: gate rows and up rows of each warpgroup.
+        own = i // 2 * 64 + i % 2 * F if FUSE else i * 64
+        tma_load(w_desc, [row + own, k * DEEP], bar, ring_w.index(slot * 4 + i))
 
 
 @gluon.jit(do_not_specialize=["limit", "slope", "slots", "tiles", "top"])
@@ -202,7 +229,9 @@ def dense_kernel(
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     known = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     taken = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    ids = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    lead = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    facts = gl.allocate_shared_memory(gl.int32, [2, 4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    mbarrier.init(lead.index(0), count=1)
     for slot in gl.static_range(2):
         mbarrier.init(known.index(slot), count=1)
         mbarrier.init(taken.index(slot), count=2)
@@ -213,8 +242,8 @@ def dense_kernel(
     W0: gl.constexpr = 0
     W1: gl.constexpr = 1
     outs = (staging, Y, BIAS, order, limit, slope)
-    xs = (ring, ring_w, ready, free)
-    told = (ids, known, taken)
+    xs = (ring, ring_w, ready, free, lead)
+    told = (facts, known, taken)
     common = (xs, outs, told, x_desc, w_desc, blocks, count, N, F, slots, tiles)
     gl.warp_specialize([
         (_dense, (common, W0, STAGES, FUSE, ACT, HAS_BIAS, GATHER, FREE, SEEK, PDL)),

@@ -18,7 +18,7 @@ from llmpq.kernels.overlap import overlaps
 
 CAPABILITY = (9, 0)
 """Triton compiles these kernels for no other."""
-STAGES, PACKED_STAGES = 4, 6
+STAGES, PACKED_STAGES = 4, 8
 """Slots of the ring, of 48 and of 16 KiB."""
 BITS = (3, 4)
 """Of packed words: those of 8 bits leave too few registers."""
@@ -26,7 +26,7 @@ OWN = 256
 """Rows of w of an item."""
 FREE = True
 """Whether programs of 16-bit w take whichever item comes next, not every so many-th."""
-SEEK = True
+SEEK = False
 """Whether programs of 16-bit w gather x themselves."""
 LEAST_COLUMNS = 256
 """The ring is filled from one row of items before the loop over its columns begins."""

@@ -3,7 +3,7 @@
     words -> registers -> (code - zero) * scale -> left operand, 64 k at a time, as gluon_kernel.py
     x [128, 64 columns], sorted by expert (`expert_blocks.gather_kernel`) -> TMA -> ring of STAGES
 
-The first warpgroup asks for x, STAGES - 2 slots ahead, also across items. Legend as in
+The first warpgroup asks for x, STAGES - BACK slots ahead, also across items. Legend as in
 gluon_expert_item.py; `height` 16-row blocks of an expert's w, `every` of all experts, `groups` of
 128 k.
 """
@@ -26,6 +26,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from llmpq.kernels.gemm.gluon_expert_item import (
     DEEP,
+    LAG,
     REGISTERS,
     ROWS,
     TAIL,
@@ -37,6 +38,8 @@ from llmpq.kernels.gemm.gluon_expert_item import (
 from llmpq.kernels.gemm.gluon_load import ask_ahead, load
 from llmpq.kernels.gemm.gluon_unpack import operand, splat, zero_constants
 
+BACK = gl.constexpr(4)
+"""Slots by which x is asked for less early than the ring allows: so far may warpgroups drift."""
 FAR = gl.constexpr(4)
 """k-groups between the L2's request for words and their use."""
 
@@ -91,7 +94,7 @@ def _packed_item(
     ACT: gl.constexpr, HAS_BIAS: gl.constexpr, GATHER: gl.constexpr, NT: gl.constexpr,
 ):  # fmt: skip
     """One item of a warpgroup; returns the next one's first words and the next step."""
-    x_desc, ring, ready, free = xs
+    x_desc, ring, ready, free, lead = xs
     e, m0, end, n_tile = here
     e2, m2, n_tile2, more = then
     groups = ws[6]
@@ -113,11 +116,14 @@ def _packed_item(
             slot = step % STAGES
             if c % 2 == 0:
                 if WG == 0:
-                    k = group * 2 + c // 2 + STAGES - 2
-                    if step >= 2:
-                        mbarrier.wait(free.index((step - 2) % STAGES), (step - 2) // STAGES % 2)
+                    mbarrier.arrive(lead.index(0), pred=step == LAG)
+                    k = group * 2 + c // 2 + STAGES - BACK
+                    if step >= BACK:
+                        mbarrier.wait(
+                            free.index((step - BACK) % STAGES), (step - BACK) // STAGES % 2
+                        )
                     _ask(
-                        x_desc, ring, ready, (step + STAGES - 2) % STAGES,
+                        x_desc, ring, ready, (step + STAGES - BACK) % STAGES,
                         gl.where(k < slots, m0, m2), gl.where(k < slots, k, k - slots),
                         (k < slots) | more,
                     )  # fmt: skip
@@ -170,7 +176,7 @@ def _packed(
 ):  # fmt: skip
     """A warpgroup's share of packed items."""
     xs, outs, ws, blocks, count, N, F, tiles = common
-    x_desc, ring, ready, _free = xs
+    x_desc, ring, ready, _free, lead = xs
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -178,11 +184,14 @@ def _packed(
     e, m0, end, n_tile = item_of(gl.program_id(0), blocks, total, tiles)
     ahead = _first(ws, e, n_tile, WG, BITS, GROUPED, SYMMETRIC, FUSE)
     if WG == 0:
-        for slot in gl.static_range(STAGES - 2):
+        for slot in gl.static_range(STAGES - BACK):
             _ask(x_desc, ring, ready, slot, m0, slot, gl.program_id(0) < total)
     step = 0
     for item in range(gl.program_id(0), total, programs):
         e2, m2, end2, n_tile2 = item_of(item + programs, blocks, total, tiles)
+        if WG == 1:
+            if step == 0:
+                mbarrier.wait(lead.index(0), 0)
         here, then = (e, m0, end, n_tile), (e2, m2, n_tile2, item + programs < total)
         if end - m0 <= TAIL:
             ahead, step = _packed_item(
@@ -210,6 +219,8 @@ def packed_kernel(
     staging = gl.allocate_shared_memory(DT, [2, ROWS, 64], x_desc.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    lead = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(lead.index(0), count=1)
     for slot in gl.static_range(STAGES):
         mbarrier.init(ready.index(slot), count=1)
         mbarrier.init(free.index(slot), count=2)
@@ -217,7 +228,7 @@ def packed_kernel(
     W0: gl.constexpr = 0
     W1: gl.constexpr = 1
     outs = (staging, Y, BIAS, order, limit, slope)
-    xs, ws = (x_desc, ring, ready, free), (P0, P1, S, Z, height, every, groups)
+    xs, ws = (x_desc, ring, ready, free, lead), (P0, P1, S, Z, height, every, groups)
     common = (xs, outs, ws, blocks, count, N, F, tiles)
     gl.warp_specialize([
         (_packed, (common, W0, BITS, GROUPED, SYMMETRIC, STAGES, FUSE, ACT, HAS_BIAS, GATHER, PDL)),

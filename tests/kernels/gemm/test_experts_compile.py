@@ -21,7 +21,6 @@ from llmpq.kernels.gemm.expert_kernel import (  # noqa: E402
     packed_expert_kernel,
 )
 from llmpq.kernels.gemm.expert_rows import rows_expert_kernel  # noqa: E402
-from llmpq.kernels.gemm.expert_rows_launch import REGISTERS, form_of  # noqa: E402
 from llmpq.kernels.gemm.expert_sent import ASSIGN_STEP  # noqa: E402
 from llmpq.kernels.gemm.expert_stack import (  # noqa: E402
     DENSE_DEPTH,
@@ -89,15 +88,15 @@ def test_everything_compiles(arch):
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_programs_of_all_k_compile_and_keep_words_in_registers(arch):
-    for bits, groups, fuse in ((4, 16, True), (4, 6, False), (3, 23, False), (8, 6, True)):
-        high, warps, depth = form_of(groups, fused=fuse)
+    forms = ((4, 16, True, 1, 4, 168), (4, 6, False, 1, 2, 128), (4, 6, False, 2, 1, 128))
+    for bits, groups, fuse, high, warps, registers in forms:
         constants = {
-            "BITS": bits, "SYMMETRIC": bits == 8, "EVEN_K": groups != 23, "HAS_BIAS": fuse,
+            "BITS": bits, "SYMMETRIC": False, "EVEN_K": True, "HAS_BIAS": fuse,
             "EVEN_G": groups % warps == 0, "GATHER": fuse, "BH": high, "WM": warps,
-            "STEPS": -(-groups // warps), "D": depth, "FUSE": fuse, "ACT": "silu",
+            "STEPS": -(-groups // warps), "D": 4, "FUSE": fuse, "ACT": "silu",
             "INTERPRET": False,
         }  # fmt: skip
-        options = {"num_warps": warps, "maxnreg": REGISTERS}
+        options = {"num_warps": warps, "maxnreg": registers}
         made = build(rows_expert_kernel, arch, "bf16", constants, **options)
         # Shared memory is where the warps' sums meet.
         assert made.shared_bytes <= 2 * warps * high * 16 * 8 * 4

@@ -193,13 +193,12 @@ def test_a_decode_steps_gated_product(gate, bits):
 
 
 @pytest.mark.parametrize(
-    ("bits", "form"), [(3, None), (4, None), (8, None), (4, (1, 2, 1)), (4, (2, 1, 4))]
+    ("bits", "form"), [(3, (1, 2, 4)), (4, (2, 2, 2)), (8, (1, 2, 1)), (4, (1, 1, 1))]
 )
 def test_few_pairs_with_all_of_k_in_a_program(bits, form, monkeypatch):
     """K of 200 is two k-groups, one half full; experts of more than 8 pairs, and of none."""
-    monkeypatch.setattr(expert_rows_launch, "MOST_EVEN", 100)
-    if form:
-        monkeypatch.setattr(expert_rows_launch, "form_of", lambda *_, **__: form)
+    form = expert_rows_launch.Form(*form, 128)
+    monkeypatch.setattr(expert_rows_launch, "form_of", lambda *_, **__: form)
     scheme = WeightScheme(bits=bits, group_size=128, symmetric=bits == 8, clip_search=False)
     packed = {"dtype": torch.float16, "layout": Layout.FRAGMENT}
     put = [quantize_weight(normal(96, 200) + 0.1 * e, scheme, **packed) for e in range(6)]
@@ -211,9 +210,17 @@ def test_few_pairs_with_all_of_k_in_a_program(bits, form, monkeypatch):
         assert error < TOLERANCE[torch.float16]
 
 
-def test_warps_leave_few_steps_over():
-    forms = [expert_rows_launch.form_of(groups, fused=True)[1] for groups in (1, 3, 6, 16, 23)]
-    assert forms == [1, 2, 2, 4, 4]
+def test_when_all_of_k_is_taken_at_once():
+    def form(k, pairs, programs, fused, bits=4):
+        scheme = WeightScheme(bits=bits, group_size=128, symmetric=True, clip_search=False)
+        weight = quantize_weight(normal(16, k), scheme, dtype=torch.float16, layout=Layout.FRAGMENT)
+        return expert_rows_launch.form_of(weight, pairs, 128, programs, fused=fused)
+
+    assert form(2048, 8, 0, True).warps == 4 and form(768, 8, 0, False).warps == 2
+    assert form(768, 256, 4, False).warps == 1
+    assert form(2048, 64, 5, True) is None and form(2048, 64, 5, False) is None
+    assert form(768, 1024, 4, False) is None, "8 pairs of an expert: its words are read again"
+    assert form(768, 64, 4, False, bits=8) is None and form(200, 8, 0, False) is None
 
 
 def test_no_gate_in_half_blocks_of_rows():
