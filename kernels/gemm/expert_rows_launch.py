@@ -24,6 +24,10 @@ IDLE = 2
 """Programs a multiprocessor that walk over K, below which more and shorter ones are taken."""
 
 
+LONG = False
+"""Whether products of more k-groups, or of a part of one, are taken by 8 warps, too."""
+
+
 @dataclass(frozen=True)
 class Form:
     """Blocks of 16 rows of w, warps, k-groups a warp has in flight, registers of a thread."""
@@ -42,13 +46,17 @@ def form_of(
     `programs`: a multiprocessor's share of those. Warps leave few steps past the last k-group.
     """
     groups = -(-q.in_features // 128)
-    if q.bits != 4 or q.group_size is None or q.in_features % 128 or pairs > MOST_EVEN * experts:
+    if q.bits != 4 or q.group_size is None or pairs > MOST_EVEN * experts:
+        return None
+    if not LONG and q.in_features % 128:
         return None
     if programs < IDLE:
         some = [count for count in (4, 2, 8) if count <= groups] or [1]
         warps = min(some, key=lambda count: -groups % count)
         return Form(1, warps, 4, 168 if fused else 128)
-    return Form(2, 1, 4, 128) if groups <= SHORT and not fused else None
+    if fused or (groups > SHORT and not LONG):
+        return None
+    return Form(2, 1, 4, 128) if groups <= SHORT else Form(1, 8, 3, 128)
 
 
 def product(
