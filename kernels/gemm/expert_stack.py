@@ -119,8 +119,7 @@ class ExpertStack:
 
     def _flows(self, x: Tensor, sent: Sent) -> bool:
         """Whether the Gluon programs of gluon_expert_launch.py are to be taken."""
-        packed = self._packed is None or self._packed.bits in gluon_expert_launch.BITS
-        return packed and gluon_expert_launch.fits(x, sent)
+        return gluon_expert_launch.fits(x, sent)
 
     def _wide(self, x: Tensor, sent: Sent) -> bool:
         """Whether expert_wide.py's tiles are to be taken."""
@@ -188,11 +187,13 @@ class ExpertStack:
         q, pairs = self._packed, sent.order_C.numel()
         assert q is not None
         bm, shares = rows_of(pairs, self._experts)
+        fused = gate is not None
+        if fused and q.bits == 4 and pairs <= FEW * self._experts:
+            bm = FEW_ROWS
         interpret = bool(knobs.runtime.interpret)
         capability = (9, 0) if interpret else torch.cuda.get_device_capability(x.device)
         blocks, groups = q.out_features // BLOCK_ROWS, -(-q.in_features // 128)
-        high, warps, stages = packed_tiles(bm, groups, fused=gate is not None)
-        fused = gate is not None
+        high, warps, stages = packed_tiles(bm, groups, fused=fused)
         tiles = triton.cdiv(blocks, (1 + fused) * high * warps)
         walking = min(pairs, self._experts) * tiles // multiprocessors(x.device)
         form = expert_rows_launch.form_of(q, pairs, self._experts, walking, fused=fused)
@@ -223,7 +224,7 @@ class ExpertStack:
             FUSE=gate is not None,
             ACT=rule.activation,
             PDL=plan.pdl,
-            KWIDTH4=plan.kwidth4 or bm < WGMMA[0] or warps < WGMMA[1],
+            KWIDTH4=plan.kwidth4 or bm < WGMMA,
             INTERPRET=interpret,
             num_warps=config.warps,
             num_stages=config.stages,
@@ -269,8 +270,10 @@ def tensor_memory(device: torch.device, columns: int) -> bool:
     return torch.cuda.get_device_capability(device) >= (9, 0) and columns % 8 == 0
 
 
-WGMMA = 16, 4
-"""Pairs at a time and warps from which Triton takes wgmma where there is one, mma.sync below."""
+FEW, FEW_ROWS = 2, 8
+"""Pairs of an expert, of an even routing, up to which a gated product of 4 bits takes as many pairs
+at a time: by mma.sync, which Triton takes below WGMMA of them, on Hopper, too."""
+WGMMA = 16
 WIDE_BARRIERS = 1024
 MOST_GATED = 64
 """Pairs at a time up to which a program has registers for the sums of gate and up."""

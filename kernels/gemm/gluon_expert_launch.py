@@ -20,8 +20,6 @@ CAPABILITY = (9, 0)
 """Triton compiles these kernels for no other."""
 STAGES, PACKED_STAGES = 4, 8
 """Slots of the ring, of 48 and of 16 KiB."""
-BITS = (3, 4)
-"""Of packed words: those of 8 bits leave too few registers."""
 OWN = 256
 """Rows of w of an item."""
 FREE = True

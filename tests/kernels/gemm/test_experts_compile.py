@@ -24,7 +24,9 @@ from llmpq.kernels.gemm.expert_rows import rows_expert_kernel  # noqa: E402
 from llmpq.kernels.gemm.expert_sent import ASSIGN_STEP  # noqa: E402
 from llmpq.kernels.gemm.expert_stack import (  # noqa: E402
     DENSE_DEPTH,
+    FEW_ROWS,
     MOST_GATED,
+    WGMMA,
     dense_tiles,
     packed_tiles,
     wide_fits,
@@ -61,7 +63,7 @@ def packed(arch, bits, bm, *, dtype="bf16", gather=True, fuse=False, groups=16):
     constants = {
         "BITS": bits, "GROUPED": True, "SYMMETRIC": bits == 4, "EVEN_K": True, "HAS_BIAS": True,
         "GATHER": gather, "BH": high, "WM": warps, "BM": bm, "STAGES": config.stages,
-        "KWIDTH4": make_plan(config, divmod(arch, 10)).kwidth4, "INTERPRET": False,
+        "KWIDTH4": make_plan(config, divmod(arch, 10)).kwidth4 or bm < WGMMA, "INTERPRET": False,
         "FUSE": fuse, "ACT": "silu",
     }  # fmt: skip
     options = {"num_warps": warps, "num_stages": stages}
@@ -74,6 +76,7 @@ def test_everything_compiles(arch):
         packed(arch, bits, bm, gather=bm != 16)
         if bm <= MOST_GATED:
             packed(arch, bits, bm, fuse=True)
+    packed(arch, 4, FEW_ROWS, fuse=True)
     for dtype, bm, fuse in (
         ("bf16", 16, False), ("bf16", 128, False), ("fp32", 64, False), ("bf16", 16, True),
         ("bf16", 32, True), ("fp16", MOST_GATED, True),
