@@ -72,7 +72,7 @@ def _dense_item(
     done = warpgroup_mma_wait(0, deps=(acc0, acc1))
     mbarrier.arrive(free.index((step + STAGES - 1) % STAGES))
     finish_item(
-        done[0], done[1], outs, e, m0, end, n_tile, N, F, WG, FUSE, ACT, HAS_BIAS, GATHER, NT
+        done, outs, e, m0, end, n_tile, N, F, WG, FUSE, ACT, HAS_BIAS, GATHER, NT
     )  # fmt: skip
     return step
 
@@ -162,7 +162,7 @@ def _request(
     total, programs = gl.load(count) * tiles, gl.num_programs(0)
     step, turn = 0, 1
     item = gl.program_id(0)
-    e, m0, end, n_tile = item_of(item, blocks, total, tiles)
+    e, m0, end, n_tile = item_of(item, blocks, total, tiles, ROWS)
     _tell(told, 0, e, m0, gl.where(item < total, end, 0), n_tile, WARPS)
     while item < total:
         at = X
@@ -177,7 +177,7 @@ def _request(
             item = gl.atomic_add(count + 1, 1, sem="relaxed") + programs
         else:
             item += programs
-        e2, m2, end, n_tile = item_of(item, blocks, total, tiles)
+        e2, m2, end, n_tile = item_of(item, blocks, total, tiles, ROWS)
         _tell(told, turn, e2, m2, gl.where(item < total, end, 0), n_tile, WARPS)
         turn += 1
         for k in range(2, slots):

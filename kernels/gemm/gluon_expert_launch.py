@@ -22,6 +22,8 @@ STAGES, PACKED_STAGES = 4, 8
 """Slots of the ring, of 48 and of 16 KiB."""
 OWN = 256
 """Rows of w of an item."""
+BROAD, BROAD_STAGES = False, 5
+"""Whether packed w that is not gated meets 256 rows of x: it is unpacked half as often."""
 FREE = True
 """Whether programs of 16-bit w take whichever item comes next, not every so many-th."""
 SEEK = False
@@ -53,16 +55,22 @@ def product(
     """Return `ExpertStack.product` of a stack: [E, N, K], or the planes of all experts [E, ...]."""
     x, rule = x.contiguous(), gate or GateRule()
     kernel, weights, columns, constants = _parts(weight, x, sent, back=back)
+    if kernel is not None and "BITS" in constants:
+        constants["BROAD"] = BROAD and gate is None
+        constants["STAGES"] = BROAD_STAGES if constants["BROAD"] else PACKED_STAGES
     if not back and not constants.get("SEEK"):
         x = gathered(x, sent)
     n = weight.shape[1] if isinstance(weight, Tensor) else weight.out_features
     leave, own = (n, OWN) if gate is None else (n // 2, OWN // 2)
     y = x.new_empty(sent.order_C.numel(), leave)
-    blocks = sent.blocks if constants.get("FREE") else sent.apart
-    given = (x if bias is None else bias, y, sent.order_C, blocks, sent.count, n, leave)
+    blocks, count, box = sent.blocks if constants.get("FREE") else sent.apart, sent.count, 128
+    if constants.get("BROAD"):
+        assert sent.count is not None
+        blocks, count, box, own = sent.broad, sent.count[3:], 256, OWN // 2
+    given = (x if bias is None else bias, y, sent.order_C, blocks, count, n, leave)
     pdl = overlaps(x.device)
     kernel[(multiprocessors(x.device),)](
-        *(_boxes(x, 128), *weights, *given),
+        *(_boxes(x, box), *weights, *given),
         *(*columns, triton.cdiv(leave, own), float(rule.limit), float(rule.slope)),
         **constants,
         FUSE=gate is not None,
@@ -101,7 +109,6 @@ def _parts(
             "BITS": weight.bits,
             "GROUPED": weight.group_size is not None,
             "SYMMETRIC": weight.symmetric,
-            "STAGES": PACKED_STAGES,
         },
     )
 
