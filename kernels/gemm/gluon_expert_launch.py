@@ -22,7 +22,7 @@ STAGES, PACKED_STAGES = 4, 8
 """Slots of the ring, of 48 and of 16 KiB."""
 OWN = 256
 """Rows of w of an item."""
-BROAD, BROAD_STAGES = False, 5
+BROAD, BROAD_STAGES = True, 5
 """Whether packed w that is not gated meets 256 rows of x: it is unpacked half as often."""
 FREE = True
 """Whether programs of 16-bit w take whichever item comes next, not every so many-th."""
