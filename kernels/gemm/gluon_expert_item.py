@@ -29,7 +29,7 @@ tma_load = getattr(tma, "async_load", tma.async_copy_global_to_shared)
 ROWS, TAIL, DEEP = gl.constexpr(128), gl.constexpr(64), gl.constexpr(64)
 """Rows of x of a block, of an expert's last where it has no more; columns of a slot."""
 REGISTERS = gl.constexpr(256)
-LAG = gl.constexpr(0)
+LAG = gl.constexpr(2)
 """Slots that the second warpgroup begins behind: one stores while the other multiplies."""
 
 
