@@ -24,7 +24,7 @@ IDLE = 2
 """Programs a multiprocessor that walk over K, below which more and shorter ones are taken."""
 
 
-LONG = False
+LONG = True
 """Whether products of more k-groups, or of a part of one, are taken by 8 warps, too."""
 
 
