@@ -24,12 +24,8 @@ IDLE = 2
 """Programs a multiprocessor that walk over K, below which more and shorter ones are taken."""
 
 
-LONG = True
-"""Whether products of more k-groups, or of a part of one, are taken by 8 warps, too."""
-
-
 @dataclass(frozen=True)
-class Form:
+class RowsForm:
     """Blocks of 16 rows of w, warps, k-groups a warp has in flight, registers of a thread."""
 
     high: int
@@ -40,28 +36,25 @@ class Form:
 
 def form_of(
     q: QuantizedWeight, pairs: int, experts: int, programs: int, *, fused: bool
-) -> Form | None:
+) -> RowsForm | None:
     """Return how few pairs are multiplied; None: by programs that walk over K (H200, 4 bits).
 
     `programs`: a multiprocessor's share of those. Warps leave few steps past the last k-group.
     """
     groups = -(-q.in_features // 128)
-    if q.bits != 4 or q.group_size is None or pairs > MOST_EVEN * experts:
-        return None
-    if not LONG and q.in_features % 128:
+    whole = q.group_size is not None and q.in_features % 128 == 0
+    if q.bits != 4 or not whole or pairs > MOST_EVEN * experts:
         return None
     if programs < IDLE:
         some = [count for count in (4, 2, 8) if count <= groups] or [1]
         warps = min(some, key=lambda count: -groups % count)
-        return Form(1, warps, 4, 168 if fused else 128)
-    if fused or (groups > SHORT and not LONG):
-        return None
-    return Form(2, 1, 4, 128) if groups <= SHORT else Form(1, 8, 3, 128)
+        return RowsForm(1, warps, 4, 168 if fused else 128)
+    return RowsForm(2, 1, 4, 128) if groups <= SHORT and not fused else None
 
 
 def product(
     q: QuantizedWeight,
-    form: Form,
+    form: RowsForm,
     bias: Tensor | None,
     x: Tensor,
     sent: Sent,

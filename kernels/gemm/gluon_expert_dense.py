@@ -1,9 +1,8 @@
 """A mixture's prompt on Hopper, 16-bit w: both operands of wgmma from a ring in shared memory.
 
     w           [64, 64] by TMA, four a slot: two of each warpgroup (gluon_expert_item.py)
-    x           [128, 64 columns] by TMA where it lies sorted by expert; SEEK, with cp.async from
-                its tokens' rows, by four warps
-    FREE        whoever asks for w also takes the next item that nobody has, and says so
+    x           [128, 64 columns] by TMA: it lies sorted by expert
+    a warp      asks for both, takes the next item that nobody has, and says so
 
 One product of a warpgroup is always in flight. Legend as in gluon_expert_item.py.
 """
@@ -15,7 +14,6 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -38,15 +36,12 @@ from llmpq.kernels.gemm.gluon_expert_item import (
     tma_load,
 )
 
-# Triton's name since 3.9, else that of 3.6.
-_copy = getattr(async_copy, "async_load", async_copy.async_copy_global_to_shared)
-
 
 @gluon.jit
 def _dense_item(
     xs, outs, step, e, m0, end, n_tile, N, F, slots, WG: gl.constexpr, STAGES: gl.constexpr,
     FUSE: gl.constexpr, ACT: gl.constexpr, HAS_BIAS: gl.constexpr, GATHER: gl.constexpr,
-    SEEK: gl.constexpr, NT: gl.constexpr,
+    NT: gl.constexpr,
 ):  # fmt: skip
     """One item of a warpgroup, NT rows of x; returns the next step."""
     ring, ring_w, ready, free, lead = xs
@@ -56,8 +51,6 @@ def _dense_item(
     for k in range(slots):
         slot = step % STAGES
         mbarrier.wait(ready.index(slot), step // STAGES % 2)
-        if SEEK:  # cp.async wrote x, wgmma reads it by another way
-            fence_async_shared()
         x = right_of(ring, slot, NT)
         made = warpgroup_mma(ring_w.index(slot * 4 + WG * 2), x, acc0, is_async=True)
         before = warpgroup_mma_wait(1, deps=[acc1])
@@ -80,8 +73,7 @@ def _dense_item(
 @gluon.jit
 def _dense(
     common, WG: gl.constexpr, STAGES: gl.constexpr, FUSE: gl.constexpr, ACT: gl.constexpr,
-    HAS_BIAS: gl.constexpr, GATHER: gl.constexpr, FREE: gl.constexpr,
-    SEEK: gl.constexpr, PDL: gl.constexpr,
+    HAS_BIAS: gl.constexpr, GATHER: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup's share of 16-bit items."""
     xs, outs, told, _x_desc, _w_desc, _blocks, _count, N, F, slots, _tiles = common
@@ -97,22 +89,22 @@ def _dense(
         if end - m0 <= TAIL:
             step = _dense_item(
                 xs, outs, step, e, m0, end, n_tile, N, F, slots, WG, STAGES, FUSE, ACT, HAS_BIAS,
-                GATHER, SEEK, TAIL,
+                GATHER, TAIL,
             )  # fmt: skip
         else:
             step = _dense_item(
                 xs, outs, step, e, m0, end, n_tile, N, F, slots, WG, STAGES, FUSE, ACT, HAS_BIAS,
-                GATHER, SEEK, ROWS,
+                GATHER, ROWS,
             )  # fmt: skip
         e, m0, end, n_tile = _hear(told, turn)
         turn += 1
 
 
 @gluon.jit
-def _tell(told, turn, e, m0, end, n_tile, WARPS: gl.constexpr):
+def _tell(told, turn, e, m0, end, n_tile):
     """Say what this program's item number `turn` is; no end row: there is none."""
     facts, known, taken = told
-    ONE: gl.constexpr = gl.BlockedLayout([4], [32], [WARPS], [0])
+    ONE: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
     if turn >= 2:
         mbarrier.wait(taken.index(turn % 2), (turn // 2 - 1) % 2)
     i = gl.arange(0, 4, layout=ONE)
@@ -137,63 +129,38 @@ def _hear(told, turn):
 
 
 @gluon.jit
-def _rows(X, order, m0, end, top, K):
-    """Where 64 columns of the tokens of 128 pairs begin: 16 bytes a lane."""
-    LANES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    m = m0 + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LANES))
-    token = gl.load(order + gl.minimum(m, end - 1)) // top
-    k = gl.arange(0, DEEP, layout=gl.SliceLayout(0, LANES))
-    return X + (token.to(gl.int64)[:, None] * K + k[None, :])
-
-
-@gluon.jit
-def _request(
-    common, X, order, top, K, STAGES: gl.constexpr, FUSE: gl.constexpr, FREE: gl.constexpr,
-    SEEK: gl.constexpr, PDL: gl.constexpr,
-):  # fmt: skip
-    """The warp that asks for x and 16-bit w, and FREE, takes the next item that nobody has.
-
-    SEEK: four warps, which gather x from its tokens' rows with cp.async.
-    """
+def _request(common, STAGES: gl.constexpr, FUSE: gl.constexpr, PDL: gl.constexpr):
+    """The warp that asks for x and w, and takes the next item that nobody has."""
     xs, _outs, told, x_desc, w_desc, blocks, count, N, F, slots, tiles = common
-    WARPS: gl.constexpr = 4 if SEEK else 1
     if PDL:
         gdc_wait()
     total, programs = gl.load(count) * tiles, gl.num_programs(0)
     step, turn = 0, 1
     item = gl.program_id(0)
     e, m0, end, n_tile = item_of(item, blocks, total, tiles, ROWS)
-    _tell(told, 0, e, m0, gl.where(item < total, end, 0), n_tile, WARPS)
+    _tell(told, 0, e, m0, gl.where(item < total, end, 0), n_tile)
     while item < total:
-        at = X
-        if SEEK:
-            at = _rows(X, order, m0, end, top, K)
         row = e * N + n_tile * (128 if FUSE else 256)
         for k in range(2):
-            _ask(xs, x_desc, w_desc, at, m0, row, F, k, step, STAGES, FUSE, SEEK)
+            _ask(xs, x_desc, w_desc, m0, row, F, k, step, STAGES, FUSE)
             step += 1
         # What comes next is found while enough is on its way.
-        if FREE:
-            item = gl.atomic_add(count + 1, 1, sem="relaxed") + programs
-        else:
-            item += programs
+        item = gl.atomic_add(count + 1, 1, sem="relaxed") + programs
         e2, m2, end, n_tile = item_of(item, blocks, total, tiles, ROWS)
-        _tell(told, turn, e2, m2, gl.where(item < total, end, 0), n_tile, WARPS)
+        _tell(told, turn, e2, m2, gl.where(item < total, end, 0), n_tile)
         turn += 1
         for k in range(2, slots):
-            _ask(xs, x_desc, w_desc, at, m0, row, F, k, step, STAGES, FUSE, SEEK)
+            _ask(xs, x_desc, w_desc, m0, row, F, k, step, STAGES, FUSE)
             step += 1
         e, m0 = e2, m2
-    if FREE:  # the last program to end leaves zeros
-        if gl.atomic_add(count + 2, 1, sem="acq_rel") == programs - 1:
-            gl.store(count + 1, 0)
-            gl.store(count + 2, 0)
+    if gl.atomic_add(count + 2, 1, sem="acq_rel") == programs - 1:  # who ends last leaves zeros
+        gl.store(count + 1, 0)
+        gl.store(count + 2, 0)
 
 
 @gluon.jit
 def _ask(
-    xs, x_desc, w_desc, at, m0, row, F, k, step, STAGES: gl.constexpr, FUSE: gl.constexpr,
-    SEEK: gl.constexpr,
+    xs, x_desc, w_desc, m0, row, F, k, step, STAGES: gl.constexpr, FUSE: gl.constexpr
 ):  # fmt: skip
     """Ask for 64 columns of x and w once the slot is free."""
     ring, ring_w, ready, free, _lead = xs
@@ -201,24 +168,19 @@ def _ask(
     if step >= STAGES:
         mbarrier.wait(free.index(slot), (step // STAGES - 1) % 2)
     bar = ready.index(slot)
-    if SEEK:
-        mbarrier.expect(bar, 2 * 256 * DEEP)
-        _copy(ring.index(slot), at + k * DEEP)
-        async_copy.mbarrier_arrive(bar, increment_count=False)
-    else:
-        mbarrier.expect(bar, 2 * (ROWS + 256) * DEEP)
-        tma_load(x_desc, [m0, k * DEEP], bar, ring.index(slot))
+    mbarrier.expect(bar, 2 * (ROWS + 256) * DEEP)
+    tma_load(x_desc, [m0, k * DEEP], bar, ring.index(slot))
     for i in gl.static_range(4):
         # FUSE: gate rows and up rows of each warpgroup.
         own = i // 2 * 64 + i % 2 * F if FUSE else i * 64
         tma_load(w_desc, [row + own, k * DEEP], bar, ring_w.index(slot * 4 + i))
 
 
-@gluon.jit(do_not_specialize=["limit", "slope", "slots", "tiles", "top"])
+@gluon.jit(do_not_specialize=["limit", "slope", "slots", "tiles"])
 def dense_kernel(
-    x_desc, w_desc, X, top, K, BIAS, Y, order, blocks, count, N, F, slots, tiles, limit, slope,
+    x_desc, w_desc, BIAS, Y, order, blocks, count, N, F, slots, tiles, limit, slope,
     STAGES: gl.constexpr, FUSE: gl.constexpr, ACT: gl.constexpr, HAS_BIAS: gl.constexpr,
-    GATHER: gl.constexpr, FREE: gl.constexpr, SEEK: gl.constexpr, PDL: gl.constexpr,
+    GATHER: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """16-bit w [E * N, K] in boxes of [64, 64], x [C, K] in boxes of [128, 64]."""
     DT: gl.constexpr = x_desc.dtype
@@ -236,7 +198,7 @@ def dense_kernel(
         mbarrier.init(known.index(slot), count=1)
         mbarrier.init(taken.index(slot), count=2)
     for slot in gl.static_range(STAGES):
-        mbarrier.init(ready.index(slot), count=129 if SEEK else 1)
+        mbarrier.init(ready.index(slot), count=1)
         mbarrier.init(free.index(slot), count=2)
     fence_async_shared()
     W0: gl.constexpr = 0
@@ -246,7 +208,7 @@ def dense_kernel(
     told = (facts, known, taken)
     common = (xs, outs, told, x_desc, w_desc, blocks, count, N, F, slots, tiles)
     gl.warp_specialize([
-        (_dense, (common, W0, STAGES, FUSE, ACT, HAS_BIAS, GATHER, FREE, SEEK, PDL)),
-        (_dense, (common, W1, STAGES, FUSE, ACT, HAS_BIAS, GATHER, FREE, SEEK, PDL)),
-        (_request, (common, X, order, top, K, STAGES, FUSE, FREE, SEEK, PDL)),
-    ], [4, 4 if SEEK else 1], [REGISTERS.value, REGISTERS.value])  # fmt: skip
+        (_dense, (common, W0, STAGES, FUSE, ACT, HAS_BIAS, GATHER, PDL)),
+        (_dense, (common, W1, STAGES, FUSE, ACT, HAS_BIAS, GATHER, PDL)),
+        (_request, (common, STAGES, FUSE, PDL)),
+    ], [4, 1], [REGISTERS.value, REGISTERS.value])  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,10 +25,6 @@ OWN = 256
 """Rows of w of an item."""
 BROAD, BROAD_STAGES = True, 5
 """Whether packed w that is not gated meets 256 rows of x: it is unpacked half as often."""
-FREE = True
-"""Whether programs of 16-bit w take whichever item comes next, not every so many-th."""
-SEEK = False
-"""Whether programs of 16-bit w gather x themselves."""
 LEAST_COLUMNS = 256
 """The ring is filled from one row of items before the loop over its columns begins."""
 GATHERED = (16, 512)
@@ -53,26 +50,17 @@ def product(
     gate: GateRule | None,
 ) -> Tensor:
     """Return `ExpertStack.product` of a stack: [E, N, K], or the planes of all experts [E, ...]."""
-    x, rule = x.contiguous(), gate or GateRule()
-    kernel, weights, columns, constants = _parts(weight, x, sent, back=back)
-    if kernel is not None and "BITS" in constants:
-        constants["BROAD"] = BROAD and gate is None
-        constants["STAGES"] = BROAD_STAGES if constants["BROAD"] else PACKED_STAGES
-    if not back and not constants.get("SEEK"):
-        x = gathered(x, sent)
+    x, rule = x.contiguous() if back else gathered(x, sent), gate or GateRule()
     n = weight.shape[1] if isinstance(weight, Tensor) else weight.out_features
-    leave, own = (n, OWN) if gate is None else (n // 2, OWN // 2)
-    y = x.new_empty(sent.order_C.numel(), leave)
-    blocks, count, box = sent.blocks if constants.get("FREE") else sent.apart, sent.count, 128
-    if constants.get("BROAD"):
-        assert sent.count is not None
-        blocks, count, box, own = sent.broad, sent.count[3:], 256, OWN // 2
-    given = (x if bias is None else bias, y, sent.order_C, blocks, count, n, leave)
-    pdl = overlaps(x.device)
-    kernel[(multiprocessors(x.device),)](
-        *(_boxes(x, box), *weights, *given),
-        *(*columns, triton.cdiv(leave, own), float(rule.limit), float(rule.slope)),
-        **constants,
+    leave, pdl = n if gate is None else n // 2, overlaps(x.device)
+    way = _dense(weight, sent) if isinstance(weight, Tensor) else _packed(weight, sent, gate)
+    y = x.new_empty(x.shape[0], leave)
+    way.kernel[(multiprocessors(x.device),)](
+        *(_boxes(x, way.rows), *way.weights, x if bias is None else bias, y),
+        *(sent.order_C, way.blocks, way.count, n, leave, *way.columns),
+        *(triton.cdiv(leave, way.own if gate is None else way.own // 2),),
+        *(float(rule.limit), float(rule.slope)),
+        **way.constants,
         FUSE=gate is not None,
         ACT=rule.activation,
         HAS_BIAS=bias is not None,
@@ -84,31 +72,49 @@ def product(
     return y
 
 
-def _parts(
-    weight: Tensor | QuantizedWeight, x: Tensor, sent: Sent, *, back: bool
-) -> tuple[Any, tuple[Any, ...], tuple[int, ...], dict[str, int | bool]]:
-    """Return a kernel, its weights and what belongs to them, sizes of columns, constants."""
+@dataclass(frozen=True)
+class _Way:
+    """A kernel, what it is given of its weights and of their columns, its items and constants."""
+
+    kernel: Any
+    weights: tuple[Any, ...]
+    columns: tuple[int, ...]
+    blocks: Tensor | None
+    count: Tensor | None
+    rows: int
+    own: int
+    constants: dict[str, int | bool]
+
+
+def _dense(weight: Tensor, sent: Sent) -> _Way:
     from llmpq.kernels.gemm.gluon_expert_dense import dense_kernel
+
+    columns = (triton.cdiv(weight.shape[2], 64),)
+    given, constants = (_boxes(weight, 64),), {"STAGES": STAGES}
+    return _Way(dense_kernel, given, columns, sent.blocks, sent.count, 128, OWN, constants)
+
+
+def _packed(q: QuantizedWeight, sent: Sent, gate: GateRule | None) -> _Way:
     from llmpq.kernels.gemm.gluon_expert_packed import packed_kernel
 
-    if isinstance(weight, Tensor):
-        columns = weight.shape[2]
-        constants = {"STAGES": STAGES, "FREE": FREE}
-        constants["SEEK"] = SEEK and not back and columns % 64 == 0
-        rows = (_boxes(weight, 64), x, sent.per_token, columns)
-        return dense_kernel, rows, (triton.cdiv(columns, 64),), constants
-    scale = weight.scale
-    planes = (*weight.planes, scale, scale if weight.zero is None else weight.zero)
+    planes = (*q.planes, q.scale, q.scale if q.zero is None else q.zero)
     words = [t.view(t.shape[0], -1).view(torch.int32) for t in planes]
-    height = weight.out_features // BLOCK_ROWS
-    return (
+    height, broad = q.out_features // BLOCK_ROWS, BROAD and gate is None
+    assert sent.count is not None
+    return _Way(
         packed_kernel,
         (words[0], words[-3], words[-2], words[-1]),
-        (height, scale.shape[0] * height, triton.cdiv(weight.in_features, 128)),
+        (height, q.scale.shape[0] * height, triton.cdiv(q.in_features, 128)),
+        sent.broad if broad else sent.apart,
+        sent.count[3:] if broad else sent.count,
+        256 if broad else 128,
+        OWN // 2 if broad else OWN,
         {
-            "BITS": weight.bits,
-            "GROUPED": weight.group_size is not None,
-            "SYMMETRIC": weight.symmetric,
+            "BITS": q.bits,
+            "GROUPED": q.group_size is not None,
+            "SYMMETRIC": q.symmetric,
+            "STAGES": BROAD_STAGES if broad else PACKED_STAGES,
+            "BROAD": broad,
         },
     )
 
