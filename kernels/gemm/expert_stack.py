@@ -119,7 +119,8 @@ class ExpertStack:
 
     def _flows(self, x: Tensor, sent: Sent) -> bool:
         """Whether the Gluon programs of gluon_expert_launch.py are to be taken."""
-        return gluon_expert_launch.fits(x, sent)
+        packed = self._packed is None or self._packed.bits in gluon_expert_launch.BITS
+        return packed and gluon_expert_launch.fits(x, sent)
 
     def _wide(self, x: Tensor, sent: Sent) -> bool:
         """Whether expert_wide.py's tiles are to be taken."""
