@@ -27,7 +27,6 @@ from llmpq.kernels.gemm.packed_operands import (
     unpack,
     zero_constants,
 )
-from llmpq.kernels.gemm.rows_kernel import _first
 
 PAIRS = 8
 """Pairs that a program takes at a time."""
@@ -35,17 +34,14 @@ PAIRS = 8
 
 @triton.jit
 def _x_step(
-    X, at_row, live_row, step: tl.constexpr, K, groups, WM: tl.constexpr, EVEN_K: tl.constexpr,
-    EVEN_G: tl.constexpr,
+    X, at_row, live_row, step: tl.constexpr, K, WM: tl.constexpr, EVEN_K: tl.constexpr
 ):  # fmt: skip
     """x of step `step`, [WM, 128 k, 8]; at_row, live_row [16, WM, 8, 4, 2] flat, as it lies."""
-    first = _first(step * WM, groups, WM, EVEN_G)
+    first = step * WM
     f = tl.arange(0, WM * 1024)
     warp = f // 64 % WM
     pair = warp * 128 + f // (64 * WM) * 8 + f // 2 % 4 * 2
     keep = live_row
-    if not EVEN_G:
-        keep = keep & (first + warp >= step * WM)
     if not EVEN_K:
         keep = keep & (first * 128 + pair < K)  # K is even: both of a pair or none
     x = tl.load(X + first * 128 + at_row + (pair + f % 2), mask=keep, other=0.0)
@@ -72,14 +68,14 @@ def _multiply(
 @triton.jit(do_not_specialize=["top", "limit", "slope"])
 def rows_expert_kernel(
     X, P0, P1, S, Z, BIAS, Y, order, runs, N, K, blocks, groups, top, limit, slope,
-    BITS: tl.constexpr, SYMMETRIC: tl.constexpr, EVEN_K: tl.constexpr, EVEN_G: tl.constexpr,
+    BITS: tl.constexpr, SYMMETRIC: tl.constexpr, EVEN_K: tl.constexpr,
     HAS_BIAS: tl.constexpr, GATHER: tl.constexpr, BH: tl.constexpr, WM: tl.constexpr,
     STEPS: tl.constexpr, D: tl.constexpr, FUSE: tl.constexpr, ACT: tl.constexpr,
     PDL: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """y of one expert's pairs and 16 * BH rows of its w; grid (tiles of rows, runs).
 
-    STEPS * WM >= groups; k-groups past the last are multiplied by 0.
+    STEPS * WM = groups.
     """
     DT: tl.constexpr = X.dtype.element_ty
     WORDS: tl.constexpr = 192 if BITS == 3 else 256
@@ -105,7 +101,7 @@ def rows_expert_kernel(
     for m0 in tl.range(first, end, 8, num_stages=1):  # else words go by shared memory
         tiles = ()
         for i in tl.static_range(min(D, STEPS)):
-            g = _first(i * WM, groups, WM, EVEN_G)
+            g = i * WM
             tiles += (
                 load_tile(P0, P1, S, Z, left, groups, g, BITS, True, SYMMETRIC, BH, WM, True),
             )
@@ -127,7 +123,7 @@ def rows_expert_kernel(
         PARTS: tl.constexpr = 2 if FUSE else 1
         for i in tl.static_range(STEPS):
             if i + D < STEPS:
-                g = _first((i + D) * WM, groups, WM, EVEN_G)
+                g = (i + D) * WM
                 tiles += (
                     load_tile(P0, P1, S, Z, left, groups, g, BITS, True, SYMMETRIC, BH, WM, True),
                 )
@@ -138,7 +134,7 @@ def rows_expert_kernel(
                             g, BITS, True, SYMMETRIC, BH, WM, True,
                         ),
                     )  # fmt: skip
-            x = _x_step(X, at_row, live, i, K, groups, WM, EVEN_K, EVEN_G)
+            x = _x_step(X, at_row, live, i, K, WM, EVEN_K)
             acc = _multiply(acc, tiles[i * PARTS], x, BITS, DT, SYMMETRIC, BH, WM, INTERPRET)
             if FUSE:
                 acc2 = _multiply(

@@ -20,6 +20,8 @@ MOST_EVEN = 4
 """Pairs of an expert, of an even routing, up to which programs are taken: 2 of them measured."""
 SHORT = 8
 """k-groups up to which a warp takes all of K."""
+STEPS = 4
+"""k-groups of a warp at most where several share K: all are asked for at once."""
 IDLE = 2
 """Programs a multiprocessor that walk over K, below which more and shorter ones are taken."""
 
@@ -39,15 +41,14 @@ def form_of(
 ) -> RowsForm | None:
     """Return how few pairs are multiplied; None: by programs that walk over K (H200, 4 bits).
 
-    `programs`: a multiprocessor's share of those. Warps leave few steps past the last k-group.
+    `programs`: a multiprocessor's share of those.
     """
     groups = -(-q.in_features // 128)
     whole = q.group_size is not None and q.in_features % 128 == 0
     if q.bits != 4 or not whole or pairs > MOST_EVEN * experts:
         return None
-    if programs < IDLE:
-        some = [count for count in (4, 2, 8) if count <= groups] or [1]
-        warps = min(some, key=lambda count: -groups % count)
+    warps = next((count for count in (4, 2) if groups % count == 0), 0)
+    if programs < IDLE and warps and groups <= STEPS * warps:
         return RowsForm(1, warps, 4, 168 if fused else 128)
     return RowsForm(2, 1, 4, 128) if groups <= SHORT and not fused else None
 
@@ -76,12 +77,11 @@ def product(
         BITS=q.bits,
         SYMMETRIC=q.symmetric,
         EVEN_K=q.in_features % 128 == 0,
-        EVEN_G=groups % form.warps == 0,
         HAS_BIAS=bias is not None,
         GATHER=not back,
         BH=form.high,
         WM=form.warps,
-        STEPS=triton.cdiv(groups, form.warps),
+        STEPS=groups // form.warps,
         D=form.depth,
         FUSE=gate is not None,
         ACT=rule.activation,

@@ -71,7 +71,7 @@ def test_norm_and_choice_together(kind, tokens, monkeypatch):
     torch.testing.assert_close(made.x_Th, rows, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(made.weight_Tk, want, rtol=1e-5, atol=1e-6)
     sent = assign(chosen, experts)
-    for name in ("order_C", "starts_E", "ends_E"):
+    for name in ("order_C", "runs_E"):
         assert torch.equal(getattr(made.sent, name), getattr(sent, name))
     assert made.sent.per_token == per_token
     assert norm_route.takes(x, experts, rule.groups) == (kind != "odd groups")

@@ -95,8 +95,8 @@ def test_programs_of_all_k_compile_and_keep_words_in_registers(arch):
     for bits, groups, fuse, high, warps, registers in forms:
         constants = {
             "BITS": bits, "SYMMETRIC": False, "EVEN_K": True, "HAS_BIAS": fuse,
-            "EVEN_G": groups % warps == 0, "GATHER": fuse, "BH": high, "WM": warps,
-            "STEPS": -(-groups // warps), "D": 4, "FUSE": fuse, "ACT": "silu",
+            "GATHER": fuse, "BH": high, "WM": warps,
+            "STEPS": groups // warps, "D": 4, "FUSE": fuse, "ACT": "silu",
             "INTERPRET": False,
         }  # fmt: skip
         options = {"num_warps": warps, "maxnreg": registers}

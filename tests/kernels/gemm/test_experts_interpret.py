@@ -218,7 +218,8 @@ def test_when_all_of_k_is_taken_at_once():
         return expert_rows_launch.form_of(weight, pairs, 128, programs, fused=fused)
 
     assert form(2048, 8, 0, True).warps == 4 and form(768, 8, 0, False).warps == 2
-    assert form(768, 256, 4, False).warps == 1
+    assert form(768, 256, 4, False).warps == 1 and form(1408, 8, 0, True) is None
+    assert form(7168, 8, 1, True) is None
     assert form(2048, 64, 5, True) is None and form(2048, 64, 5, False) is None
     assert form(768, 1024, 4, False) is None, "8 pairs of an expert: its words are read again"
     assert form(768, 64, 4, False, bits=8) is None and form(200, 8, 0, False) is None
