@@ -16,20 +16,28 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Any, Literal
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Literal
 
 from llmpq.child_lines import write_line
 from llmpq.errors import LlmpqError
-from llmpq.planner.baselines.flexgen import OffloadEstimate, estimate_flexgen
-from llmpq.planner.front.front import Front, FrontPoint, pareto_front
-from llmpq.planner.methods import How, solve_as
+from llmpq.planner.methods import How
 from llmpq.planner.outcome import Assignment, Infeasible, Outcome, Stage, Unfinished
 from llmpq.planner.problem import Problem
-from llmpq.planner.problem_form import problem_data
+
+if TYPE_CHECKING:
+    from llmpq.planner.baselines.flexgen import OffloadEstimate
+    from llmpq.planner.front.front import Front
 
 CHILD = (sys.executable, "-m", "llmpq.planner.solver_child")
+AFTER = (
+    "llmpq.planner.build_plan",
+    "llmpq.planner.check",
+    "llmpq.planner.predict.step_by_step",
+    "rich.console",
+)
+"""What a command does with an answer; imported while a fork of it solves."""
 Task = Literal["plan", "front", "offload"]
-Solved = Outcome | Front | OffloadEstimate
 
 
 class SolverCrashed(LlmpqError):
@@ -43,6 +51,8 @@ def solve_isolated(problem: Problem, how: How) -> Outcome:
 
 def front_isolated(problem: Problem, *, points: int, time_limit_s: float) -> Front:
     """Return the front of a problem, as `solve_isolated` its plan."""
+    from llmpq.planner.front.front import Front, FrontPoint
+
     options = {"points": points, "time_limit_s": time_limit_s}
     answer = _answered(problem, "front", options, what="exact")
     listed = [
@@ -53,18 +63,28 @@ def front_isolated(problem: Problem, *, points: int, time_limit_s: float) -> Fro
 
 def offload_isolated(problem: Problem) -> OffloadEstimate:
     """Return the estimate of offloading a problem's job."""
+    from llmpq.planner.baselines.flexgen import OffloadEstimate
+
     return OffloadEstimate(**_answered(problem, "offload", {}, what="flexgen"))
 
 
-def run_job(problem: Problem, job: Task, options: dict[str, Any]) -> Solved:
-    """Do a job in this process: what the child does."""
+def run_job(
+    problem: Problem, job: Task, options: dict[str, Any]
+) -> Outcome | Front | OffloadEstimate:
+    """Do a job in this process: what the child does, who alone imports what solves."""
     if job == "plan":
+        from llmpq.planner.methods import solve_as
+
         known = options.get("known")
         if isinstance(known, dict):
             options = {**options, "known": _assignment(known)}
         return solve_as(problem, How(**options))
     if job == "front":
+        from llmpq.planner.front.front import pareto_front
+
         return pareto_front(problem, **options)
+    from llmpq.planner.baselines.flexgen import estimate_flexgen
+
     return estimate_flexgen(problem)
 
 
@@ -79,7 +99,7 @@ def may_fork() -> bool:
     return hasattr(os, "fork") and threading.active_count() == 1
 
 
-def answer_forked(work: Callable[[], Solved], *, what: str) -> dict[str, Any]:
+def answer_forked(work: Callable[[], Any], *, what: str) -> dict[str, Any]:
     """Call `work` in a fork of this process; return its answer's fields."""
     sys.stdout.flush()
     sys.stderr.flush()
@@ -91,6 +111,8 @@ def answer_forked(work: Callable[[], Solved], *, what: str) -> dict[str, Any]:
     os.close(writer)
     try:
         with os.fdopen(reader, "rb") as pipe:
+            for name in AFTER:
+                import_module(name)
             text = pipe.read()
     except KeyboardInterrupt:
         os.kill(child, signal.SIGKILL)
@@ -109,12 +131,14 @@ def answer_spawned(
     child: Sequence[str] = CHILD,
 ) -> dict[str, Any]:
     """Do a job in a fresh interpreter, which reads it on stdin and answers on stdout."""
+    from llmpq.planner.problem_form import problem_data
+
     request = json.dumps({"problem": problem_data(problem), "job": job, "options": options})
     done = subprocess.run(child, input=request.encode(), stdout=subprocess.PIPE, check=False)
     return _fields(done.stdout, max(0, -done.returncode), what)
 
 
-def answer_of(work: Callable[[], Solved]) -> dict[str, Any]:
+def answer_of(work: Callable[[], Any]) -> dict[str, Any]:
     """Return what `work` returns, or the refusal it raises, as JSON types."""
     try:
         answer: dict[str, Any] = asdict(work())
@@ -127,7 +151,7 @@ def answer_of(work: Callable[[], Solved]) -> dict[str, Any]:
     return answer
 
 
-def _answer_and_exit(work: Callable[[], Solved], writer: int) -> None:
+def _answer_and_exit(work: Callable[[], Any], writer: int) -> None:
     """Do the work, write the answer, leave without the parent's clean-up."""
     code = 0
     try:

@@ -29,16 +29,12 @@ from llmpq.planner.exact.greedy import greedy_plan
 from llmpq.planner.exact.improve import improve_each, improved
 from llmpq.planner.exact.labels import GaveUp, LabelSearch, SearchLimits
 from llmpq.planner.exact.pairs import PairTables
+from llmpq.planner.exact.quick import quick_plan
 from llmpq.planner.exact.relaxation import ClassRelaxation, Prices
 from llmpq.planner.exact.rounding import rounded_plans
 from llmpq.planner.exact.search_state import Open, Part
 from llmpq.planner.exact.space import Space, searched
-from llmpq.planner.exact.starts import (
-    Incumbent,
-    first_plans,
-    other_methods,
-    unlike,
-)
+from llmpq.planner.exact.starts import Incumbent, first_plans, other_methods, unlike
 from llmpq.planner.exact.true_links import with_true_links
 from llmpq.planner.exact.walk import PATIENT, Walk
 from llmpq.planner.ilp.solve import no_plan_fits, no_plan_yet, solve_ilp
@@ -57,12 +53,14 @@ WIDE_GAP = 0.06
 """Relative gap above which a part is cut by its range before labels are set in it."""
 START_SHARE = 0.2
 """Share of the time that looking for good plans first may take, if that is more than START_S."""
+START_S = 0.8
+"""Seconds that it may take, but not more than half of the time."""
 SOON_SHARE = 0.1
 """Share of the time for a search from the simplest plans alone."""
 HASTY_SHARE = 0.005
 """Share of what is left of that for the improvement of a plan."""
-START_S = 0.8
-"""Seconds that it may take, but not more than half of the time."""
+NEAR = 1.05
+"""Worth, relative to the best plan's, up to which a plan is improved then."""
 IMPROVE_SHARE = 0.4
 """Share of what is left of that for the improvement of each of a few plans."""
 STARTS = 4
@@ -145,7 +143,10 @@ class Search:
     def offer(self, a: Assignment) -> None:
         """Keep a plan of the searched problem, and what small changes make of it."""
         plan = a if self.p is self.true else with_true_links(self.true, self.p, a)
+        before = self.value
         self.incumbent.offer(plan)
+        if self.hasty and self.improved and self.incumbent.worth(plan) > before * NEAR:
+            return
         shape = tuple((s.cls, s.start, s.end) for s in plan.stages)
         left = self.deadline - time.perf_counter()
         if shape not in self.improved and left > 0:
@@ -317,6 +318,10 @@ class Search:
         """
         if len(part.completions) == 1 and part.form.z:
             self._more_kappas(part)
+        if self.hasty and not part.window and part.depth < 2:
+            quick = quick_plan(self.p, part, self.target, self.deadline, self.budget)
+            if quick is not None:
+                self.offer(quick)
         if part.bound >= self.target:
             return []
         wide = self.target - part.bound > WIDE_GAP * abs(part.bound) < math.inf
