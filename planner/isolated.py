@@ -16,7 +16,6 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
 from llmpq.child_lines import write_line
@@ -30,13 +29,6 @@ if TYPE_CHECKING:
     from llmpq.planner.front.front import Front
 
 CHILD = (sys.executable, "-m", "llmpq.planner.solver_child")
-AFTER = (
-    "llmpq.planner.build_plan",
-    "llmpq.planner.check",
-    "llmpq.planner.predict.step_by_step",
-    "rich.console",
-)
-"""What a command does with an answer; imported while a fork of it solves."""
 Task = Literal["plan", "front", "offload"]
 
 
@@ -111,8 +103,7 @@ def answer_forked(work: Callable[[], Any], *, what: str) -> dict[str, Any]:
     os.close(writer)
     try:
         with os.fdopen(reader, "rb") as pipe:
-            for name in AFTER:
-                import_module(name)
+            _get_ready()
             text = pipe.read()
     except KeyboardInterrupt:
         os.kill(child, signal.SIGKILL)
@@ -120,6 +111,15 @@ def answer_forked(work: Callable[[], Any], *, what: str) -> dict[str, Any]:
         raise
     _, status = os.waitpid(child, 0)
     return _fields(text, os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0, what)
+
+
+def _get_ready() -> None:
+    """Import what a command does with an answer, while the child solves."""
+    import rich.console  # noqa: F401
+
+    import llmpq.planner.build_plan
+    import llmpq.planner.check
+    import llmpq.planner.predict.step_by_step  # noqa: F401
 
 
 def answer_spawned(
