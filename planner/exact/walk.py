@@ -80,6 +80,11 @@ class Walk:
                 worth, shape, pair = found
         improved(self.incumbent, self.tables, self._plan(shape, pair), end)
 
+    def from_best(self, deadline: float) -> None:
+        """Go on from the best plan for as long as there is time: nothing else is left to do."""
+        if self.incumbent.best is not None:
+            self.from_each([self.incumbent.best], deadline, PATIENT)
+
     @property
     def _roomiest(self) -> Pair:
         return self.incumbent.p.pairs[0]
