@@ -8,14 +8,16 @@ offloading. Problem and answer travel as JSON.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from llmpq.child_lines import write_line
@@ -29,7 +31,17 @@ if TYPE_CHECKING:
     from llmpq.planner.front.front import Front
 
 CHILD = (sys.executable, "-m", "llmpq.planner.solver_child")
-Task = Literal["plan", "front", "offload"]
+ALONE_AFTER_S = 0.2
+"""Seconds after which plans of one precision alone are looked for, too."""
+ALONE_AFTER_SHARE = 0.05
+"""The same as a share of the time limit, if that is less."""
+BESIDE_NICENESS = 10
+"""Where no core is free after all, the whole search goes first."""
+LATE_S = 0.3
+"""Seconds that they are waited for when the whole search has ended..."""
+LATE_SHARE = 0.02
+"""...and as a share of the time limit, beside them."""
+Task = Literal["plan", "alone", "front", "offload"]
 
 
 class SolverCrashed(LlmpqError):
@@ -37,8 +49,54 @@ class SolverCrashed(LlmpqError):
 
 
 def solve_isolated(problem: Problem, how: How) -> Outcome:
-    """Return the outcome or raise what the solver raises; `SolverCrashed` if its process dies."""
+    """Return the outcome or raise what the solver raises; `SolverCrashed` if its process dies.
+
+    The exact method has a second process beside it, where there is a core for it, that looks for
+    plans of one precision alone (planner/alone.py): the smaller search finds them sooner.
+    """
+    if how.method == "exact" and len(problem.choices) > 1 and may_fork() and _has_spare_core():
+        return _side_by_side(problem, how)
     return _outcome(_answered(problem, "plan", asdict(how), what=how.method))
+
+
+def _has_spare_core() -> bool:
+    return hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(0)) > 1
+
+
+def _side_by_side(problem: Problem, how: How) -> Outcome:
+    """Return the better outcome of a whole search and one of plans of a precision alone."""
+    waited = min(ALONE_AFTER_S, ALONE_AFTER_SHARE * how.time_limit_s)
+    shorter = replace(how, time_limit_s=how.time_limit_s - waited, known=None, again=False)
+    forks = [Fork(lambda: run_job(problem, "plan", asdict(how)))]
+    try:
+        _get_ready()
+        if not forks[0].ends_within(waited):
+            forks.append(Fork(lambda: run_job(problem, "alone", asdict(shorter))))
+        whole: Outcome | Unfinished
+        try:
+            whole = _outcome(forks[0].answer(how.method))
+        except Unfinished as error:
+            whole = error
+        if len(forks) == 1 or (isinstance(whole, Outcome) and whole.status == "optimal"):
+            return _raised_or_given(whole)
+        if not forks[1].ends_within(LATE_S + LATE_SHARE * how.time_limit_s):
+            return _raised_or_given(whole)
+        try:
+            alone = _outcome(forks[1].answer(how.method))
+        except (Infeasible, Unfinished, SolverCrashed):
+            return _raised_or_given(whole)
+        if isinstance(whole, Outcome) and whole.value <= alone.value:
+            return whole
+        return replace(alone, bound=whole.bound, seconds=how.time_limit_s)
+    finally:
+        for fork in forks:
+            fork.kill()
+
+
+def _raised_or_given(whole: Outcome | Unfinished) -> Outcome:
+    if isinstance(whole, Unfinished):
+        raise whole
+    return whole
 
 
 def front_isolated(problem: Problem, *, points: int, time_limit_s: float) -> Front:
@@ -71,6 +129,11 @@ def run_job(
         if isinstance(known, dict):
             options = {**options, "known": _assignment(known)}
         return solve_as(problem, How(**options))
+    if job == "alone":
+        from llmpq.planner.alone import solve_alone
+
+        os.nice(BESIDE_NICENESS)
+        return solve_alone(problem, How(**options))
     if job == "front":
         from llmpq.planner.front.front import pareto_front
 
@@ -93,24 +156,45 @@ def may_fork() -> bool:
 
 def answer_forked(work: Callable[[], Any], *, what: str) -> dict[str, Any]:
     """Call `work` in a fork of this process; return its answer's fields."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(reader)
-        _answer_and_exit(work, writer)
-    os.close(writer)
+    child = Fork(work)
     try:
-        with os.fdopen(reader, "rb") as pipe:
-            _get_ready()
-            text = pipe.read()
+        _get_ready()
+        return child.answer(what)
     except KeyboardInterrupt:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+        child.kill()
         raise
-    _, status = os.waitpid(child, 0)
-    return _fields(text, os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0, what)
+
+
+class Fork:
+    """Work in a fork of this process, whose answer comes through a pipe."""
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self._reader, writer = os.pipe()
+        self._child = os.fork()
+        if self._child == 0:
+            os.close(self._reader)
+            _answer_and_exit(work, writer)
+        os.close(writer)
+
+    def ends_within(self, seconds: float) -> bool:
+        """Return whether it has answered, or died, after at most so long."""
+        return bool(select.select([self._reader], [], [], seconds)[0])
+
+    def answer(self, what: str) -> dict[str, Any]:
+        """Wait for it; return its answer's fields, or raise what it raised."""
+        with os.fdopen(self._reader, "rb") as pipe:
+            text = pipe.read()
+        _, status = os.waitpid(self._child, 0)
+        return _fields(text, os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0, what)
+
+    def kill(self) -> None:
+        """End it, whatever it does; nothing where it has been waited for."""
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):
+            os.kill(self._child, signal.SIGKILL)
+            os.waitpid(self._child, 0)
+            os.close(self._reader)
 
 
 def _get_ready() -> None:
