@@ -54,12 +54,13 @@ def solve_isolated(problem: Problem, how: How) -> Outcome:
     The exact method has a second process beside it, where there is a core for it, that looks for
     plans of one precision alone (planner/alone.py): the smaller search finds them sooner.
     """
-    if how.method == "exact" and len(problem.choices) > 1 and may_fork() and _has_spare_core():
+    if how.method == "exact" and len(problem.choices) > 1 and may_fork() and has_spare_core():
         return _side_by_side(problem, how)
     return _outcome(_answered(problem, "plan", asdict(how), what=how.method))
 
 
-def _has_spare_core() -> bool:
+def has_spare_core() -> bool:
+    """Whether a second process may search beside the first."""
     return hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(0)) > 1
 
 

@@ -43,6 +43,8 @@ def begin(
         improved(incumbent, tables, known, now + share)
         found.append((math.inf, known))
     keep(first_plans(p, tables), (now + limit) / 2)
+    rounded = list(rounded)
+    keep(iter(rounded), limit)
     now = time.perf_counter()
     walk.from_each(unlike(found, STARTS), now + (limit - now) * WALK_SHARE)
     improve_each(incumbent, tables, rounded, limit)
