@@ -31,11 +31,11 @@ from torch import Tensor
 
 from llmpq.kernels.fused.rope_append import rope_append_pages, rope_append_pages_reference
 from llmpq.kernels.gemm.reference import relative_error
-from llmpq.kernels.kv.paged_attend import paged_attend, paged_attend_reference
+from llmpq.kernels.kv.paged_attend import paged_attend
 from llmpq.kernels.kv.paged_plan import PagedPlan
 from llmpq.kernels.kv.paged_rows import row_table, spread, spread_reference
 from llmpq.kernels.kv.plain_attend import plain_attend
-from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule
+from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule, paged_attend_reference
 from llmpq.kernels.tools.gpu_timing import write_row
 from llmpq.kv_format import BLOCK_TOKENS
 from llmpq.model_spec import ModelSpec

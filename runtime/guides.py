@@ -25,6 +25,10 @@ from llmpq.runtime.token_rules import Guide
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _MAKERS = 4
 """Threads that make automata of requests to come while others are answered."""
+SIDE_BY_SIDE = 64
+"""Answers from which on threads find what may come next. Waking them takes longer than a few masks
+of 0.05 ms: 32 answers over 128,256 tokens took 2.4 ms one by one, 4.7 ms in threads (2 cores)."""
+_MASK_THREADS = 8
 _LONGEST = 1 << 20
 """Characters of a schema, regex or choice."""
 
@@ -61,7 +65,7 @@ class Guides:
 
     @cached_property
     def _executor(self) -> Any:
-        return _llguidance().LLExecutor()
+        return _llguidance().LLExecutor(_MASK_THREADS)
 
     @cached_property
     def _tokenizer(self) -> Any:
@@ -85,7 +89,7 @@ class Automaton:
     """What one answer may go on with."""
 
     def __init__(self, matcher: Future[Any], end_ids: Sequence[int], executor: Any) -> None:
-        """`executor`: the threads that look at several answers at once."""
+        """`executor`: the threads that look at many answers at once."""
         self._made, self._end_ids, self._executor = matcher, list(end_ids), executor
         self._taken: list[int] = []
 
@@ -94,21 +98,23 @@ class Automaton:
         return self._made.result()
 
     def allowed_of(self, answers: Sequence[tuple[Automaton, Sequence[int]]], vocab: int) -> Tensor:
-        """Return which tokens may follow each of several answers so far, found side by side.
+        """Return which tokens may follow each of several answers so far.
 
         Bits of bytes, on the host.
         """
         words = -(-vocab // 32)
         bits_GW = torch.zeros((len(answers), words), dtype=torch.int32)
+        start, each = bits_GW.data_ptr(), words * bits_GW.itemsize
         going_on = []
         for row, (automaton, tokens) in enumerate(answers):
             automaton._follow(list(tokens))
             if not automaton._matcher.is_stopped():
                 going_on.append((automaton._matcher, row))
-        if going_on:
-            self._executor.unsafe_compute_mask_ptr(
-                going_on, bits_GW.data_ptr(), words * bits_GW.itemsize, len(answers)
-            )
+        if len(going_on) >= SIDE_BY_SIDE:
+            self._executor.unsafe_compute_mask_ptr(going_on, start, each, len(answers))
+        else:
+            for matcher, row in going_on:
+                matcher.unsafe_compute_mask_ptr(start + row * each, each)
         bits = bits_GW.view(torch.uint8)
         # The text is whole, or the guide is beyond what can be followed.
         for row in (~bits_GW.any(dim=1)).nonzero()[:, 0].tolist():

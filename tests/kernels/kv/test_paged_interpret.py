@@ -8,10 +8,10 @@ from triton import knobs
 
 from llmpq.kernels.fused.rope_append import rope_append_pages, rope_append_pages_reference
 from llmpq.kernels.kv import paged_plan
-from llmpq.kernels.kv.paged_attend import paged_attend, paged_attend_reference
+from llmpq.kernels.kv.paged_attend import paged_attend
 from llmpq.kernels.kv.paged_plan import PagedPlan
 from llmpq.kernels.kv.paged_rows import row_table, spread, spread_reference
-from llmpq.kernels.kv.reference import ScoreRule
+from llmpq.kernels.kv.reference import ScoreRule, paged_attend_reference
 from llmpq.kv_format import BLOCK_TOKENS
 
 pytestmark = [
