@@ -246,7 +246,9 @@ def _follow_guides(rows: Sequence[_Ruled], steps: Sequence[int], logits_RV: Tens
     vocab, device = logits_RV.shape[-1], logits_RV.device
     bits_GB = answers[0][0].allowed_of(answers, vocab)
     if device.type == "cuda":
-        bits_GB = bits_GB.pin_memory().to(device, non_blocking=True)
+        pinned_GB = torch.empty(bits_GB.shape, dtype=bits_GB.dtype, pin_memory=True)
+        pinned_GB.numpy()[:] = bits_GB.numpy()  # by this thread: torch would wake others for it
+        bits_GB = pinned_GB.to(device, non_blocking=True)
     forbidden_GV = ~unpacked(bits_GB, vocab)
     if len(guided) == len(rows):
         logits_RV.masked_fill_(forbidden_GV, -math.inf)
