@@ -9,6 +9,7 @@ tokens   the demo model in float32 through `LLM`, with slots and with a pool: eq
 speed    Llama-3.1-8B, dummy, 16 bits, 32 x 512/100: tokens/s with slots and with a pool, in turns
 packed   8, 4 and 2 bits: kernels against their twin; steps beside slots' and beside 16-bit blocks
 packed_tokens   the demo model's tokens at these precisions: equal but for ties
+stages   two GPUs, only if asked for: tokens of two stages equal those of one, by each kind of link
 
 Exit code 0 if everything holds. Needs no Ray.
 """
@@ -27,6 +28,7 @@ from typing import Any
 
 import torch
 from gpu_pool_packed import packed_kernels, packed_tokens
+from gpu_pool_stages import stages_tokens
 from torch import Tensor
 
 from llmpq.kernels.fused.rope_append import rope_append_pages, rope_append_pages_reference
@@ -90,6 +92,7 @@ def main() -> int:
         "speed": speed,
         "packed": lambda: packed_kernels(MIXES),
         "packed_tokens": lambda: packed_tokens(DEMO),
+        "stages": lambda: stages_tokens(DEMO),
     }
     held, lines = True, []
     for name in options.parts.split(","):

@@ -159,9 +159,7 @@ def decode_kernel(
     own_table = table + tl.maximum(slot, 0).to(tl.int64) * columns
     block = tl.load(own_table + t0 // PAGE, mask=first < last, other=0)
     if AHEAD > 0 and first < last:
-        _ask_ahead(
-            k_ptr, v_ptr, block, t0, end, group * PAGE * D, block_stride, D, PAGE, AHEAD * N
-        )
+        _ask_ahead(k_ptr, v_ptr, block, t0, end, group * PAGE * D, block_stride, D, PAGE, AHEAD * N)
     # Padding stands behind the tokens of all rows; what memory held there may be no number.
     slots = tl.load(rows + r, mask=r < num_rows, other=0)
     count = tl.load(rows + 2 * num_rows + r, mask=r < num_rows, other=0)

@@ -107,9 +107,7 @@ class CudaDriver:
         flags = ctypes.c_uint(_DEFAULT_STREAM)
         self._call("cuGreenCtxCreate", ctypes.byref(context), description, number, flags)
         flags = ctypes.c_uint(_NON_BLOCKING)
-        self._call(
-            "cuGreenCtxStreamCreate", ctypes.byref(stream), context, flags, ctypes.c_int(0)
-        )
+        self._call("cuGreenCtxStreamCreate", ctypes.byref(stream), context, flags, ctypes.c_int(0))
         assert stream.value is not None
         return stream.value, int(part.count)
 
