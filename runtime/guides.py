@@ -9,6 +9,7 @@ may go on with blanks for ever.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property, partial
@@ -26,10 +27,12 @@ from llmpq.runtime.token_rules import Guide
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _MAKERS = 4
 """Threads that make automata of requests to come while others are answered."""
-SIDE_BY_SIDE = 64
-"""Answers from which on threads find what may come next. Waking them takes longer than a few masks
-of 0.03 ms: 32 answers over 128,256 tokens took 0.9 ms one by one, 2 ms in threads (2 cores)."""
-_MASK_THREADS = 8
+_MASK_THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))
+"""Threads that find what may come next, of several answers: a mask over 128,256 tokens takes
+0.03 to 0.1 ms, and those of a batch must be there before a GPU's next step ends (7 ms). Two cores
+are no faster than one thread of them (32 answers: 2 ms, 0.9 one by one)."""
+_SHARED_OUT = 8
+"""Answers from which on threads are woken for it."""
 _LONGEST = 1 << 20
 """Characters of a schema, regex or choice."""
 
@@ -112,7 +115,7 @@ class Automaton:
             automaton._follow(list(tokens))
             if not automaton._matcher.is_stopped():
                 going_on.append((automaton._matcher, row))
-        if len(going_on) >= SIDE_BY_SIDE:
+        if _MASK_THREADS > 1 and len(going_on) >= _SHARED_OUT:
             self._executor.unsafe_compute_mask_ptr(going_on, start, each, len(answers))
         else:
             for matcher, row in going_on:

@@ -174,7 +174,8 @@ class RuledSampler:
         """Remember tokens of rows with rules, those of guides on their way to the host."""
         coming = None
         for row, known in ruled.items():
-            _keep(known, steps[row], tokens_B[row], logits_BV[row])
+            if known.counts_tokens or known.rules.logprobs is not None:
+                _keep(known, steps[row], tokens_B[row], logits_BV[row])
             if known.automaton is not None:
                 coming = on_its_way(tokens_B) if coming is None else coming
                 known.coming = (steps[row], coming, row)
@@ -203,8 +204,9 @@ class RuledSampler:
 def apply_all(rows: Iterable[_Ruled], steps: Sequence[int], logits_RV: Tensor) -> None:
     """Change the logits of rows with rules, each at its place, in place."""
     several = list(rows)
-    for known, step, logits_V in zip(several, steps, logits_RV, strict=True):
-        apply_rules(known, logits_V, step)
+    for row, (known, step) in enumerate(zip(several, steps, strict=True)):
+        if known.rules.weighs_tokens:
+            apply_rules(known, logits_RV[row], step)
     _follow_guides(several, steps, logits_RV)
 
 
