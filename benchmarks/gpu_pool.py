@@ -35,7 +35,7 @@ from llmpq.kernels.fused.rope_append import rope_append_pages, rope_append_pages
 from llmpq.kernels.gemm.reference import relative_error
 from llmpq.kernels.kv.paged_attend import paged_attend
 from llmpq.kernels.kv.paged_plan import PagedPlan
-from llmpq.kernels.kv.paged_rows import row_table, spread, spread_reference
+from llmpq.kernels.kv.paged_rows import dealt_out, row_table, spread, spread_reference
 from llmpq.kernels.kv.plain_attend import plain_attend
 from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule, paged_attend_reference
 from llmpq.kernels.tools.gpu_timing import write_row
@@ -158,6 +158,12 @@ def _step(mix: str, plan: PagedPlan, columns: int) -> tuple[Tensor, Tensor, int,
     return torch.tensor(table, dtype=torch.int32).cuda(), tables.cuda(), places, used
 
 
+def dealt_on_gpu(table: list[list[int]], plan: PagedPlan) -> Tensor:
+    """Return what the programs of a plan take of a rows' table."""
+    dealt = dealt_out(table, plan.programs, windowed=plan.window > 0)
+    return torch.tensor(dealt, dtype=torch.int32).cuda()
+
+
 _BLOCKS, _COLUMNS = 1600, 128
 
 
@@ -184,7 +190,8 @@ def _attention(
     slopes = torch.linspace(0.01, 0.5, heads, device="cuda") if alibi else None
     options: dict[str, Any] = {"scale": dim**-0.5, "alibi_slopes_H": slopes, "rule": rule}
     want = paged_attend_reference(q, k, v, rows, tables, **options)[:used]
-    got = paged_attend(q, k, v, rows, tables, plan, chunks=mix == "mixed", **options)[:used]
+    dealt = dealt_on_gpu(rows.tolist(), plan)
+    got = paged_attend(q, k, v, rows, dealt, tables, plan, chunks=mix == "mixed", **options)[:used]
     error = relative_error(got, want)
     name = f"{heads}/{groups} heads of {dim}, {str(dtype)[6:]}{', alibi' if alibi else more}"
     what = f"{mix:6} {name}: error {error:.1e}"
@@ -229,7 +236,8 @@ def _timed_attention(batch: int, length: int) -> Row:
     rows = torch.tensor(table, dtype=torch.int32).cuda()
     own = [torch.tensor(x).cuda() for x in (range(batch), [length - 1] * batch, [1] * batch)]
     scale = 128**-0.5
-    pool = _graph_us(lambda: paged_attend(q, *pools, rows, tables, plan, scale=scale, chunks=False))
+    dealt, same = dealt_on_gpu(table, plan), {"scale": scale, "chunks": False}
+    pool = _graph_us(lambda: paged_attend(q, *pools, rows, dealt, tables, plan, **same))
     slots = _graph_us(
         lambda: plain_attend(q[:, None], *caches, *own, max_end=length + 50, scale=scale)
     )

@@ -19,8 +19,8 @@ line of tiles of their own, as long as the model's widest window.
 
 Launches have shapes of their own, not the rows': lengths and tables are read on the device
 (paged_rows.py), so a CUDA graph of a step serves any mix of as many places. No kernel writes them,
-the host does before a step: they are read, and first keys asked of the L2, while the kernel in
-front ends.
+the host does before a step, which also tells each program its share: they are read, and first keys
+asked of the L2, while the kernel in front ends.
 
 Cost: decode reads 2 D elements of the pool per token and key/value head once; a chunk reads them
 once a tile, and does 4 D operations per query head, new token and key.
@@ -40,7 +40,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from llmpq.kernels.arrivals import arrivals
-from llmpq.kernels.kv.paged_merge import combine_kernel, merge_parts, share_of
+from llmpq.kernels.kv.paged_merge import combine_kernel, merge_parts
 from llmpq.kernels.kv.paged_plan import PagedPlan, Scores
 from llmpq.kernels.kv.plain_attend import LOG2_E, ask_tiles
 from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule
@@ -123,12 +123,12 @@ def _ask_ahead(
     ask_tiles(k_ptr + at, v_ptr + at, inside, tl.minimum(PAGE, inside + end - t0), D, TOKENS)
 
 
-@triton.jit(do_not_specialize=["num_rows", "columns", "window", "widest"])
+@triton.jit(do_not_specialize=["num_rows", "columns", "window", "widest", "num_places"])
 def decode_kernel(
-    q_ptr, k_ptr, v_ptr, rows, table, slopes, sinks, out_ptr, part_ptr, lse_ptr, arrived,
-    score_scale, cap, window, widest, num_rows, columns, block_stride,
+    q_ptr, k_ptr, v_ptr, rows, table, slopes, sinks, out_ptr, dealt, part_ptr, lse_ptr, arrived,
+    score_scale, cap, window, widest, num_rows, columns, block_stride, num_places,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr, R: tl.constexpr,
-    N: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr, PROGRAMS: tl.constexpr,
+    N: tl.constexpr, PAGE: tl.constexpr, PROGRAMS: tl.constexpr, DEALT: tl.constexpr,
     HEADS: tl.constexpr, MERGED: tl.constexpr, COUNTED: tl.constexpr, AHEAD: tl.constexpr,
     ALIBI: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, SINKS: tl.constexpr,
     STAGES: tl.constexpr, PDL: tl.constexpr,
@@ -140,31 +140,28 @@ def decode_kernel(
     if PDL:
         gdc_launch_dependents()
 
-    # ---- this program's share of the line of tiles, and the rows it runs over
+    # ---- this program's share of the line of tiles, and the first of the rows it runs over
     sums = rows + (6 if WINDOWED else 5) * num_rows
-    ends, total, share = share_of(sums, num_rows, ROWS, PROGRAMS)
-    r = tl.arange(0, ROWS)
+    own = dealt + ((PROGRAMS if WINDOWED else 0) + program) * DEALT
+    row_first = tl.load(own)
+    row_last = tl.load(own + 1)
+    last = tl.load(own + 2)
+    share = tl.load(own + 3)
+    row_begin = tl.load(own + 4)
+    row_end = tl.load(own + 5)
+    slot = tl.load(own + 6)
+    end = tl.load(own + 7)
     first = program * share
-    last = tl.minimum(total, first + share)
-    row_first = tl.sum((ends <= first).to(tl.int32), 0)
-    row_last = tl.where(first < last, tl.sum((ends < last).to(tl.int32), 0), -1)
-    # The first row's numbers, told by the host: known before what is in front has ended.
-    row_begin = tl.max(tl.where(r < row_first, ends, 0), 0)
-    known = tl.minimum(row_first, num_rows - 1)
-    row_end = tl.load(sums + known)
-    slot = tl.load(rows + known)
-    end = tl.load(rows + num_rows + known) + 1
-    place = tl.load(rows + 3 * num_rows + known).to(tl.int64)
     t0 = (first - row_begin + _hidden(end, widest, N, WINDOWED)) * N
-    own_table = table + tl.maximum(slot, 0).to(tl.int64) * columns
+    own_table = table + slot.to(tl.int64) * columns
     block = tl.load(own_table + t0 // PAGE, mask=first < last, other=0)
+    place = tl.load(rows + 3 * num_rows + row_first).to(tl.int64)
     if AHEAD > 0 and first < last:
         _ask_ahead(k_ptr, v_ptr, block, t0, end, group * PAGE * D, block_stride, D, PAGE, AHEAD * N)
     # Padding stands behind the tokens of all rows; what memory held there may be no number.
-    slots = tl.load(rows + r, mask=r < num_rows, other=0)
-    count = tl.load(rows + 2 * num_rows + r, mask=r < num_rows, other=0)
-    used = tl.sum(tl.where(slots >= 0, count, 0), 0)
-    places = used + tl.sum(tl.where(slots < 0, count, 0), 0)
+    behind = rows + num_rows - 1
+    count = tl.where(tl.load(behind) >= 0, tl.load(behind + 2 * num_rows), 0)
+    used = tl.load(behind + 3 * num_rows) + count
     if PDL:
         gdc_wait()
 
@@ -227,7 +224,7 @@ def decode_kernel(
         end, place, own_table, block = after_end, after_place, after_table, after_block
 
     nothing = tl.zeros([R, PADDED], out_ptr.dtype.element_ty)
-    for free in range(used + program, places, PROGRAMS):
+    for free in range(used + program, num_places, PROGRAMS):
         at = (free * H + head)[:, None].to(tl.int64) * D + d[None, :]
         tl.store(out_ptr + at, nothing, mask=stored)
 
@@ -306,6 +303,7 @@ def paged_attend(
     k_pool: Tensor,
     v_pool: Tensor,
     rows_FR: Tensor,
+    dealt: Tensor,
     table_SM: Tensor,
     plan: PagedPlan,
     *,
@@ -316,8 +314,8 @@ def paged_attend(
 ) -> Tensor:
     """Return o [T, H, D]; the step's own keys and values are in the pool already.
 
-    `rule`: its window is the plan's at most. `chunks`: whether a row may have several tokens.
-    Padding gets zeros.
+    `dealt`: as paged_rows.py has it, of the plan's programs. `rule`: its window is the plan's at
+    most. `chunks`: whether a row may have several tokens. Padding gets zeros.
     """
     q_THD = q_THD.contiguous()
     _check(q_THD, k_pool, v_pool, plan, rule)
@@ -340,11 +338,13 @@ def paged_attend(
     lse = q_THD.new_empty(parts, dtype=torch.float32)
     counters = arrivals(q_THD.device, num_rows * groups)
     decode_kernel[(plan.programs, groups)](
-        *(*given, part, lse, counters, *numbers), **decode, launch_pdl=pdl
+        *(*given, dealt, part, lse, counters, *numbers, q_THD.shape[0]),
+        **decode,
+        launch_pdl=pdl,
     )
     if not decode["COUNTED"]:
         combine_kernel[(num_rows, groups)](
-            *(part, lse, rows_FR, out, num_rows),
+            *(part, lse, rows_FR, dealt, out, num_rows),
             **plan.combine_options(num_rows, how, pdl=pdl),
             launch_pdl=pdl,
         )

@@ -12,6 +12,7 @@ import torch
 import triton
 
 from llmpq.kernels.kv.launch_plan import shared_memory
+from llmpq.kernels.kv.paged_rows import DEALT
 from llmpq.kernels.kv.plain_attend import PROGRAMS_PER_SM, choose_stages, tiles_ahead
 from llmpq.kernels.multiprocessors import multiprocessors
 from llmpq.kv_format import BLOCK_TOKENS
@@ -107,9 +108,10 @@ class PagedPlan:
     def decode_options(self, rows: int, scores: Scores, *, pdl: bool) -> dict[str, int | bool]:
         """Return the constants of `decode_kernel` for steps of so many rows."""
         heads, dim = triton.next_power_of_2(self.heads // self.kv_heads), self.head_dim
-        return self._options(rows, scores, pdl=pdl) | {
+        return self._options(scores, pdl=pdl) | {
             "R": max(16, heads),
             "PROGRAMS": self.programs,
+            "DEALT": DEALT,
             "HEADS": heads,
             "MERGED": max(1, MERGED_VALUES // (heads * _padded(dim))),
             "COUNTED": rows >= COUNTED_ROWS,
@@ -120,21 +122,22 @@ class PagedPlan:
 
     def combine_options(self, rows: int, scores: Scores, *, pdl: bool) -> dict[str, int | bool]:
         """Return the constants of `combine_kernel` for steps of so many rows."""
-        own = ("H", "G", "D", "PADDED", "R", "ROWS", "PROGRAMS", "HEADS", "MERGED", "WINDOWED",
+        own = ("H", "G", "D", "PADDED", "R", "PROGRAMS", "DEALT", "HEADS", "MERGED", "WINDOWED",
                "PDL", "num_warps")  # fmt: skip
         options = self.decode_options(rows, scores, pdl=pdl)
         return {name: options[name] for name in own}
 
     def chunk_options(self, rows: int, scores: Scores, *, pdl: bool) -> dict[str, int | bool]:
         """Return the constants of `chunk_kernel` for steps of so many rows."""
-        return self._options(rows, scores, pdl=pdl) | {
+        return self._options(scores, pdl=pdl) | {
+            "ROWS": triton.next_power_of_2(rows),
             "M": self.chunk_rows,
             "TILE": self.tile_queries,
             "STAGES": self.chunk_stages,
             "num_warps": self.chunk_warps,
         }
 
-    def _options(self, rows: int, scores: Scores, *, pdl: bool) -> dict[str, int | bool]:
+    def _options(self, scores: Scores, *, pdl: bool) -> dict[str, int | bool]:
         return scores.options | {
             "H": self.heads,
             "G": self.kv_heads,
@@ -142,7 +145,6 @@ class PagedPlan:
             "PADDED": _padded(self.head_dim),
             "N": self.tile_keys,
             "PAGE": BLOCK_TOKENS,
-            "ROWS": triton.next_power_of_2(rows),
             "PDL": pdl,
         }
 
