@@ -57,6 +57,8 @@ class PagedPlan:
     programs: int
     """Programs of a key/value head that share the key tiles of decoding rows."""
     stages: int
+    chunk_rows: int
+    """Query rows of a chunk's program."""
     chunk_stages: int
     chunk_warps: int
     window: int = 0
@@ -76,8 +78,8 @@ class PagedPlan:
         """Choose as many programs and stages as a device holds at once."""
         shared, item = shared_memory(device), dtype.itemsize
         tile_bytes = 2 * _tile_keys(head_dim, item) * _padded(head_dim) * item
-        query_bytes = _chunk_rows(heads // kv_heads, item) * _padded(head_dim) * item
-        wide = _padded(head_dim) > 128
+        rows = _chunk_rows(heads // kv_heads, item)
+        query_bytes = rows * _padded(head_dim) * item
         return cls(
             heads=heads,
             kv_heads=kv_heads,
@@ -86,7 +88,8 @@ class PagedPlan:
             programs=max(1, PROGRAMS_PER_SM * multiprocessors(device) // kv_heads),
             stages=choose_stages(tile_bytes, *shared),
             chunk_stages=3 if query_bytes + 2 * tile_bytes + 8192 <= shared[0] else 2,
-            chunk_warps=8 if wide else 4,
+            chunk_rows=rows,
+            chunk_warps=8 if _padded(head_dim) > 128 or rows > CHUNK_ROWS else 4,
             window=window,
         )
 
@@ -99,11 +102,6 @@ class PagedPlan:
     def tile_queries(self) -> int:
         """New tokens that a chunk's program takes."""
         return self.chunk_rows // (self.heads // self.kv_heads)
-
-    @property
-    def chunk_rows(self) -> int:
-        """Query rows of a chunk's program."""
-        return _chunk_rows(self.heads // self.kv_heads, self.item)
 
     def decode_options(self, rows: int, scores: Scores, *, pdl: bool) -> dict[str, int | bool]:
         """Return the constants of `decode_kernel` for steps of so many rows."""
