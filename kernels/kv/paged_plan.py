@@ -19,8 +19,6 @@ from llmpq.kv_format import BLOCK_TOKENS
 
 CHUNK_ROWS = 64
 """Query rows of a chunk's program: what a warp group of tensor cores multiplies at once."""
-ROOMY_ROWS = 128
-"""As many where they and three stages of tiles fit: keys are loaded half as often."""
 MERGED_VALUES = 8192
 """Numbers of other programs' parts that a program loads at once: 64 registers of a thread."""
 COUNTED_ROWS = 16
@@ -80,7 +78,7 @@ class PagedPlan:
         """Choose as many programs and stages as a device holds at once."""
         shared, item = shared_memory(device), dtype.itemsize
         tile_bytes = 2 * _tile_keys(head_dim, item) * _padded(head_dim) * item
-        rows = _chunk_rows(heads // kv_heads, _padded(head_dim), item, shared[0])
+        rows = _chunk_rows(heads // kv_heads, item)
         query_bytes = rows * _padded(head_dim) * item
         return cls(
             heads=heads,
@@ -157,10 +155,6 @@ def _tile_keys(head_dim: int, item: int) -> int:
     return 32 if item == 4 or _padded(head_dim) > 128 else 64
 
 
-def _chunk_rows(queries: int, padded: int, item: int, shared: int) -> int:
+def _chunk_rows(queries: int, item: int) -> int:
     """Float32 operands take twice the memory, and no tensor core multiplies them."""
-    rows = 16 if item == 4 else CHUNK_ROWS
-    tiles = ROOMY_ROWS // 2 * padded * item * 2 * 3
-    if item == 2 and padded <= 128 and ROOMY_ROWS * padded * item + tiles + 8192 <= shared:
-        rows = ROOMY_ROWS
-    return max(rows, triton.next_power_of_2(queries))
+    return max(16 if item == 4 else CHUNK_ROWS, triton.next_power_of_2(queries))
