@@ -28,9 +28,9 @@ _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separa
 _MAKERS = 4
 """Threads that make automata of requests to come while others are answered."""
 _MASK_THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))
-"""Threads that find what may come next, of several answers: a mask over 128,256 tokens takes
-0.03 to 0.1 ms, and those of a batch must be there before a GPU's next step ends (7 ms). Two cores
-are no faster than one thread of them (32 answers: 2 ms, 0.9 one by one)."""
+"""Threads that find what may come next, of several answers: it must be there before a GPU's next
+step ends (7 ms). 32 answers over 128,256 tokens: 1.25 ms, 1.55 by one thread (64 cores, median; the
+hardest steps take 8 to 10 ms either way)."""
 _SHARED_OUT = 8
 """Answers from which on threads are woken for it."""
 _LONGEST = 1 << 20

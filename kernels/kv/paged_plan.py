@@ -18,7 +18,8 @@ from llmpq.kernels.multiprocessors import multiprocessors
 from llmpq.kv_format import BLOCK_TOKENS
 
 CHUNK_ROWS = 64
-"""Query rows of a chunk's program: what a warp group of tensor cores multiplies at once."""
+"""Query rows of a chunk's program: what a warp group of tensor cores multiplies at once. Two groups
+of a program wait for each other (H200, 32 prompts of 512 tokens: 303 us, with 128 rows 332)."""
 MERGED_VALUES = 8192
 """Numbers of other programs' parts that a program loads at once: 64 registers of a thread."""
 COUNTED_ROWS = 16
