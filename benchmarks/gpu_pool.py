@@ -9,6 +9,7 @@ tokens   the demo model in float32 through `LLM`, with slots and with a pool: eq
 speed    Llama-3.1-8B, dummy, 16 bits, 32 x 512/100: tokens/s with slots and with a pool, in turns
 packed   8, 4 and 2 bits: kernels against their twin; steps beside slots' and beside 16-bit blocks
 packed_tokens   the demo model's tokens at these precisions: equal but for ties
+stages   two GPUs, only if asked for: tokens of two stages equal those of one, by each kind of link
 
 Exit code 0 if everything holds. Needs no Ray.
 """
@@ -27,15 +28,16 @@ from typing import Any
 
 import torch
 from gpu_pool_packed import packed_kernels, packed_tokens
+from gpu_pool_stages import stages_tokens
 from torch import Tensor
 
 from llmpq.kernels.fused.rope_append import rope_append_pages, rope_append_pages_reference
 from llmpq.kernels.gemm.reference import relative_error
-from llmpq.kernels.kv.paged_attend import paged_attend, paged_attend_reference
+from llmpq.kernels.kv.paged_attend import paged_attend
 from llmpq.kernels.kv.paged_plan import PagedPlan
-from llmpq.kernels.kv.paged_rows import row_table, spread, spread_reference
+from llmpq.kernels.kv.paged_rows import dealt_out, row_table, spread, spread_reference
 from llmpq.kernels.kv.plain_attend import plain_attend
-from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule
+from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule, paged_attend_reference
 from llmpq.kernels.tools.gpu_timing import write_row
 from llmpq.kv_format import BLOCK_TOKENS
 from llmpq.model_spec import ModelSpec
@@ -90,6 +92,7 @@ def main() -> int:
         "speed": speed,
         "packed": lambda: packed_kernels(MIXES),
         "packed_tokens": lambda: packed_tokens(DEMO),
+        "stages": lambda: stages_tokens(DEMO),
     }
     held, lines = True, []
     for name in options.parts.split(","):
@@ -155,6 +158,12 @@ def _step(mix: str, plan: PagedPlan, columns: int) -> tuple[Tensor, Tensor, int,
     return torch.tensor(table, dtype=torch.int32).cuda(), tables.cuda(), places, used
 
 
+def dealt_on_gpu(table: list[list[int]], plan: PagedPlan) -> Tensor:
+    """Return what the programs of a plan take of a rows' table."""
+    dealt = dealt_out(table, plan.programs, windowed=plan.window > 0)
+    return torch.tensor(dealt, dtype=torch.int32).cuda()
+
+
 _BLOCKS, _COLUMNS = 1600, 128
 
 
@@ -181,7 +190,8 @@ def _attention(
     slopes = torch.linspace(0.01, 0.5, heads, device="cuda") if alibi else None
     options: dict[str, Any] = {"scale": dim**-0.5, "alibi_slopes_H": slopes, "rule": rule}
     want = paged_attend_reference(q, k, v, rows, tables, **options)[:used]
-    got = paged_attend(q, k, v, rows, tables, plan, chunks=mix == "mixed", **options)[:used]
+    dealt = dealt_on_gpu(rows.tolist(), plan)
+    got = paged_attend(q, k, v, rows, dealt, tables, plan, chunks=mix == "mixed", **options)[:used]
     error = relative_error(got, want)
     name = f"{heads}/{groups} heads of {dim}, {str(dtype)[6:]}{', alibi' if alibi else more}"
     what = f"{mix:6} {name}: error {error:.1e}"
@@ -226,7 +236,8 @@ def _timed_attention(batch: int, length: int) -> Row:
     rows = torch.tensor(table, dtype=torch.int32).cuda()
     own = [torch.tensor(x).cuda() for x in (range(batch), [length - 1] * batch, [1] * batch)]
     scale = 128**-0.5
-    pool = _graph_us(lambda: paged_attend(q, *pools, rows, tables, plan, scale=scale, chunks=False))
+    dealt, same = dealt_on_gpu(table, plan), {"scale": scale, "chunks": False}
+    pool = _graph_us(lambda: paged_attend(q, *pools, rows, dealt, tables, plan, **same))
     slots = _graph_us(
         lambda: plain_attend(q[:, None], *caches, *own, max_end=length + 50, scale=scale)
     )

@@ -26,7 +26,7 @@ from llmpq.kernels.kv.packed_pages_plan import PackedPlan
 from llmpq.kernels.kv.packed_pages_reference import attend_packed_pages_reference
 from llmpq.kernels.kv.paged_attend import paged_attend
 from llmpq.kernels.kv.paged_plan import PagedPlan
-from llmpq.kernels.kv.paged_rows import row_table, spread
+from llmpq.kernels.kv.paged_rows import dealt_out, row_table, spread
 from llmpq.kernels.kv.reference import pack_block
 from llmpq.kernels.kv.storage import DeviceRows, KVLayer, allocate_layer
 from llmpq.kernels.tools.gpu_timing import copies_for, time_launches
@@ -240,6 +240,7 @@ def _timed_chunk(kv: KVPrecision, start: int) -> Row:
         tile_keys=wide.tile_keys,
     )
     rows_FR = torch.tensor(table, dtype=torch.int32).cuda()
+    dealt = torch.tensor(dealt_out(table, wide.programs, windowed=False), dtype=torch.int32).cuda()
     shape = (blocks, 8, BLOCK_TOKENS, 128)
     pools = [torch.randn(shape, device=device, dtype=dtype) for _ in "kv"]
 
@@ -250,7 +251,7 @@ def _timed_chunk(kv: KVPrecision, start: int) -> Row:
     def over_plain(_: int) -> Tensor:
         at = (where.places_T, where.positions_T, inv_freq)
         turned = rope_append_pages(q, k, v, *pools, *at)
-        return paged_attend(turned, *pools, rows_FR, step.table_SM, wide, scale=scale)
+        return paged_attend(turned, *pools, rows_FR, dealt, step.table_SM, wide, scale=scale)
 
     case = {"kv": kv.value, "chunk": count, "start": start, "heads": "32/8 of 128"}
     what = f"{kv.value} chunk of {count} at {start}"

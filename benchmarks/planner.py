@@ -91,6 +91,7 @@ def run_command(
     """Run a tree's `llmpq-algo` in its own process; return wall and CPU seconds, solver report."""
     seconds, cpu = [], []
     environment = {**os.environ, "PYTHONPATH": str(root)}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # a user's second start reads bytecode
     with tempfile.TemporaryDirectory() as folder:
         plan = Path(folder) / "plan.json"
         command = [sys.executable, "-m", "llmpq.planner", *flags, "-o", str(plan)]

@@ -5,14 +5,11 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from llmpq.errors import DoesNotFitError
 from llmpq.plan import Plan
 from llmpq.planner import limits
-from llmpq.planner.build_plan import build_plan
-from llmpq.planner.check import check_plan
-from llmpq.planner.exact.pairs import quick_bound
-from llmpq.planner.ilp.backends import Backend
 from llmpq.planner.inputs.make_problem import parse_kv
 from llmpq.planner.inputs.requests import PlanRequest
 from llmpq.planner.methods import NO_PLAN, How
@@ -20,6 +17,9 @@ from llmpq.planner.outcome import OPTIMAL_GAP, Infeasible, Outcome, Unfinished
 from llmpq.planner.predict.advice import explain_infeasible, too_big
 from llmpq.planner.problem import Problem
 from llmpq.precision import KVPrecision
+
+if TYPE_CHECKING:
+    from llmpq.planner.ilp.backends import Backend
 
 FIRST_SHARE = 0.4
 """Share of the time that the most promising KV precision has, if not more."""
@@ -129,6 +129,8 @@ class _Tries:
         """
         if len(self.problems) < 2:
             return self._as_given()
+        from llmpq.planner.exact.pairs import quick_bound
+
         bounds = [quick_bound(priced) for priced in self.problems]
         return sorted(self._as_given(), key=lambda number: bounds[number])
 
@@ -200,6 +202,9 @@ def _solve(problem: Problem, wish: Wish, best: Outcome | None, again: bool) -> O
 
 def checked_plan(problem: Problem, outcome: Outcome, path: str | None) -> Plan:
     """Build the plan and have it checked by code that shares nothing with the solver."""
+    from llmpq.planner.build_plan import build_plan
+    from llmpq.planner.check import check_plan
+
     plan = build_plan(problem, outcome, model_path=path)
     check_plan(plan, spec=problem.spec, cluster=problem.cluster, costs=problem.costs)
     return plan

@@ -8,28 +8,40 @@ offloading. Problem and answer travel as JSON.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
-from typing import Any, Literal
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any, Literal
 
 from llmpq.child_lines import write_line
 from llmpq.errors import LlmpqError
-from llmpq.planner.baselines.flexgen import OffloadEstimate, estimate_flexgen
-from llmpq.planner.front.front import Front, FrontPoint, pareto_front
-from llmpq.planner.methods import How, solve_as
+from llmpq.planner.methods import How
 from llmpq.planner.outcome import Assignment, Infeasible, Outcome, Stage, Unfinished
 from llmpq.planner.problem import Problem
-from llmpq.planner.problem_form import problem_data
+
+if TYPE_CHECKING:
+    from llmpq.planner.baselines.flexgen import OffloadEstimate
+    from llmpq.planner.front.front import Front
 
 CHILD = (sys.executable, "-m", "llmpq.planner.solver_child")
-Task = Literal["plan", "front", "offload"]
-Solved = Outcome | Front | OffloadEstimate
+ALONE_AFTER_S = 0.2
+"""Seconds after which plans of one precision alone are looked for, too."""
+ALONE_AFTER_SHARE = 0.05
+"""The same as a share of the time limit, if that is less."""
+BESIDE_NICENESS = 10
+"""Where no core is free after all, the whole search goes first."""
+LATE_S = 0.3
+"""Seconds that they are waited for when the whole search has ended..."""
+LATE_SHARE = 0.02
+"""...and as a share of the time limit, beside them."""
+Task = Literal["plan", "alone", "front", "offload"]
 
 
 class SolverCrashed(LlmpqError):
@@ -37,12 +49,61 @@ class SolverCrashed(LlmpqError):
 
 
 def solve_isolated(problem: Problem, how: How) -> Outcome:
-    """Return the outcome or raise what the solver raises; `SolverCrashed` if its process dies."""
+    """Return the outcome or raise what the solver raises; `SolverCrashed` if its process dies.
+
+    The exact method has a second process beside it, where there is a core for it, that looks for
+    plans of one precision alone (planner/alone.py): the smaller search finds them sooner.
+    """
+    if how.method == "exact" and len(problem.choices) > 1 and may_fork() and has_spare_core():
+        return _side_by_side(problem, how)
     return _outcome(_answered(problem, "plan", asdict(how), what=how.method))
+
+
+def has_spare_core() -> bool:
+    """Whether a second process may search beside the first."""
+    return hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(0)) > 1
+
+
+def _side_by_side(problem: Problem, how: How) -> Outcome:
+    """Return the better outcome of a whole search and one of plans of a precision alone."""
+    waited = min(ALONE_AFTER_S, ALONE_AFTER_SHARE * how.time_limit_s)
+    shorter = replace(how, time_limit_s=how.time_limit_s - waited, known=None, again=False)
+    forks = [Fork(lambda: run_job(problem, "plan", asdict(how)))]
+    try:
+        _get_ready()
+        if not forks[0].ends_within(waited):
+            forks.append(Fork(lambda: run_job(problem, "alone", asdict(shorter))))
+        whole: Outcome | Unfinished
+        try:
+            whole = _outcome(forks[0].answer(how.method))
+        except Unfinished as error:
+            whole = error
+        if len(forks) == 1 or (isinstance(whole, Outcome) and whole.status == "optimal"):
+            return _raised_or_given(whole)
+        if not forks[1].ends_within(LATE_S + LATE_SHARE * how.time_limit_s):
+            return _raised_or_given(whole)
+        try:
+            alone = _outcome(forks[1].answer(how.method))
+        except (Infeasible, Unfinished, SolverCrashed):
+            return _raised_or_given(whole)
+        if isinstance(whole, Outcome) and whole.value <= alone.value:
+            return whole
+        return replace(alone, bound=whole.bound, seconds=how.time_limit_s)
+    finally:
+        for fork in forks:
+            fork.kill()
+
+
+def _raised_or_given(whole: Outcome | Unfinished) -> Outcome:
+    if isinstance(whole, Unfinished):
+        raise whole
+    return whole
 
 
 def front_isolated(problem: Problem, *, points: int, time_limit_s: float) -> Front:
     """Return the front of a problem, as `solve_isolated` its plan."""
+    from llmpq.planner.front.front import Front, FrontPoint
+
     options = {"points": points, "time_limit_s": time_limit_s}
     answer = _answered(problem, "front", options, what="exact")
     listed = [
@@ -53,18 +114,33 @@ def front_isolated(problem: Problem, *, points: int, time_limit_s: float) -> Fro
 
 def offload_isolated(problem: Problem) -> OffloadEstimate:
     """Return the estimate of offloading a problem's job."""
+    from llmpq.planner.baselines.flexgen import OffloadEstimate
+
     return OffloadEstimate(**_answered(problem, "offload", {}, what="flexgen"))
 
 
-def run_job(problem: Problem, job: Task, options: dict[str, Any]) -> Solved:
-    """Do a job in this process: what the child does."""
+def run_job(
+    problem: Problem, job: Task, options: dict[str, Any]
+) -> Outcome | Front | OffloadEstimate:
+    """Do a job in this process: what the child does, who alone imports what solves."""
     if job == "plan":
+        from llmpq.planner.methods import solve_as
+
         known = options.get("known")
         if isinstance(known, dict):
             options = {**options, "known": _assignment(known)}
         return solve_as(problem, How(**options))
+    if job == "alone":
+        from llmpq.planner.alone import solve_alone
+
+        os.nice(BESIDE_NICENESS)
+        return solve_alone(problem, How(**options))
     if job == "front":
+        from llmpq.planner.front.front import pareto_front
+
         return pareto_front(problem, **options)
+    from llmpq.planner.baselines.flexgen import estimate_flexgen
+
     return estimate_flexgen(problem)
 
 
@@ -79,25 +155,56 @@ def may_fork() -> bool:
     return hasattr(os, "fork") and threading.active_count() == 1
 
 
-def answer_forked(work: Callable[[], Solved], *, what: str) -> dict[str, Any]:
+def answer_forked(work: Callable[[], Any], *, what: str) -> dict[str, Any]:
     """Call `work` in a fork of this process; return its answer's fields."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(reader)
-        _answer_and_exit(work, writer)
-    os.close(writer)
+    child = Fork(work)
     try:
-        with os.fdopen(reader, "rb") as pipe:
-            text = pipe.read()
+        _get_ready()
+        return child.answer(what)
     except KeyboardInterrupt:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+        child.kill()
         raise
-    _, status = os.waitpid(child, 0)
-    return _fields(text, os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0, what)
+
+
+class Fork:
+    """Work in a fork of this process, whose answer comes through a pipe."""
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self._reader, writer = os.pipe()
+        self._child = os.fork()
+        if self._child == 0:
+            os.close(self._reader)
+            _answer_and_exit(work, writer)
+        os.close(writer)
+
+    def ends_within(self, seconds: float) -> bool:
+        """Return whether it has answered, or died, after at most so long."""
+        return bool(select.select([self._reader], [], [], seconds)[0])
+
+    def answer(self, what: str) -> dict[str, Any]:
+        """Wait for it; return its answer's fields, or raise what it raised."""
+        with os.fdopen(self._reader, "rb") as pipe:
+            text = pipe.read()
+        _, status = os.waitpid(self._child, 0)
+        return _fields(text, os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0, what)
+
+    def kill(self) -> None:
+        """End it, whatever it does; nothing where it has been waited for."""
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):
+            os.kill(self._child, signal.SIGKILL)
+            os.waitpid(self._child, 0)
+            os.close(self._reader)
+
+
+def _get_ready() -> None:
+    """Import what a command does with an answer, while the child solves."""
+    import rich.console  # noqa: F401
+
+    import llmpq.planner.build_plan
+    import llmpq.planner.check
+    import llmpq.planner.predict.step_by_step  # noqa: F401
 
 
 def answer_spawned(
@@ -109,12 +216,14 @@ def answer_spawned(
     child: Sequence[str] = CHILD,
 ) -> dict[str, Any]:
     """Do a job in a fresh interpreter, which reads it on stdin and answers on stdout."""
+    from llmpq.planner.problem_form import problem_data
+
     request = json.dumps({"problem": problem_data(problem), "job": job, "options": options})
     done = subprocess.run(child, input=request.encode(), stdout=subprocess.PIPE, check=False)
     return _fields(done.stdout, max(0, -done.returncode), what)
 
 
-def answer_of(work: Callable[[], Solved]) -> dict[str, Any]:
+def answer_of(work: Callable[[], Any]) -> dict[str, Any]:
     """Return what `work` returns, or the refusal it raises, as JSON types."""
     try:
         answer: dict[str, Any] = asdict(work())
@@ -127,7 +236,7 @@ def answer_of(work: Callable[[], Solved]) -> dict[str, Any]:
     return answer
 
 
-def _answer_and_exit(work: Callable[[], Solved], writer: int) -> None:
+def _answer_and_exit(work: Callable[[], Any], writer: int) -> None:
     """Do the work, write the answer, leave without the parent's clean-up."""
     code = 0
     try:

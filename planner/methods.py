@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from llmpq.planner.ilp.backends import Backend
 from llmpq.planner.outcome import Assignment, Outcome
 from llmpq.planner.problem import Problem
+
+if TYPE_CHECKING:
+    from llmpq.planner.ilp.backends import Backend
 
 PLANNERS = ("exact", "ilp", "heuristic", "adabits", "pipeedge", "uniform")
 """Methods that make plans, best first; `flexgen` is an estimate beside them."""

@@ -22,6 +22,8 @@ class PagedStep(Step):
 
     rows_FR: Tensor
     """The rows as kernels read them (kernels/kv/paged_rows.py)."""
+    dealt: Tensor
+    """What each program of attention takes of them, as far as the cache tells it."""
     where: TokenPlaces
     where_windowed: TokenPlaces | None = None
     """Places in the pool of the layers with a window, if they have one."""

@@ -51,7 +51,12 @@ class TokenRules:
     @property
     def changes_logits(self) -> bool:
         """Whether a token may be chosen that would not be without the rules."""
-        return self.guide is not None or bool(
+        return self.guide is not None or self.weighs_tokens
+
+    @property
+    def weighs_tokens(self) -> bool:
+        """As `changes_logits`, by anything but a guide."""
+        return bool(
             self.repetition_penalty != 1.0
             or self.frequency_penalty
             or self.presence_penalty

@@ -19,13 +19,13 @@ line of tiles of their own, as long as the model's widest window.
 
 Launches have shapes of their own, not the rows': lengths and tables are read on the device
 (paged_rows.py), so a CUDA graph of a step serves any mix of as many places. No kernel writes them,
-the host does before a step: they are read, and first keys asked of the L2, while the kernel in
-front ends.
+the host does before a step, which also tells each program its share: they are read, and first keys
+asked of the L2, while the kernel in front ends.
 
 Cost: decode reads 2 D elements of the pool per token and key/value head once; a chunk reads them
 once a tile, and does 4 D operations per query head, new token and key.
 
-H query heads, G key/value heads, D head_dim, T places of a step, R rows.
+H query heads, G key/value heads, D head_dim, T places, R rows.
 """
 
 # Triton kernels take no annotations.
@@ -40,7 +40,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from llmpq.kernels.arrivals import arrivals
-from llmpq.kernels.kv.paged_merge import combine_kernel, merge_parts, share_of
+from llmpq.kernels.kv.paged_merge import combine_kernel, merge_parts
 from llmpq.kernels.kv.paged_plan import PagedPlan, Scores
 from llmpq.kernels.kv.plain_attend import LOG2_E, ask_tiles
 from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule
@@ -51,15 +51,17 @@ from llmpq.kv_format import BLOCK_TOKENS
 @triton.jit
 def _load_tile(
     k_ptr, v_ptr, block, t0, end, base, block_stride, d,
-    D: tl.constexpr, N: tl.constexpr, PAGE: tl.constexpr,
+    D: tl.constexpr, N: tl.constexpr, PAGE: tl.constexpr, WHOLE: tl.constexpr = False,
 ):  # fmt: skip
-    """Keys and values of N tokens from t0 on, all in `block`.
+    """Keys and values of N tokens from t0 on, all in `block`; WHOLE: all are before `end`.
 
     Loops read the number of a tile's block while the tile before is at work: a load whose address
     hangs on another load of its round is fetched half as far ahead.
     """
     n = tl.arange(0, N)
-    live = (t0 + n < end)[:, None] & (d < D)[None, :]
+    live = (d < D)[None, :]
+    if not WHOLE:
+        live &= (t0 + n < end)[:, None]
     at = block.to(tl.int64) * block_stride + base + (t0 % PAGE + n)[:, None] * D + d[None, :]
     return tl.load(k_ptr + at, mask=live, other=0.0), tl.load(v_ptr + at, mask=live, other=0.0)
 
@@ -68,8 +70,9 @@ def _load_tile(
 def _seen(
     q, k, v, t0, position, slope, m_i, l_i, acc, score_scale, cap, window,
     N: tl.constexpr, ALIBI: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
+    WHOLE: tl.constexpr = False,
 ):  # fmt: skip
-    """Take a tile of keys and values into the running softmax of some query rows."""
+    """Take a tile of keys and values into query rows' softmax; WHOLE: each row sees all keys."""
     t = t0 + tl.arange(0, N)
     x = tl.dot(q, tl.trans(k), input_precision="ieee") * score_scale
     if CAPPED:  # cap tanh(y / cap), x = y log2 e; tanh(z) = 1 - 2 / (2^(2 z log2 e) + 1)
@@ -80,10 +83,13 @@ def _seen(
     seen = behind >= 0
     if WINDOWED:
         seen &= behind < window
-    x = tl.where(seen, x, -1.0e30)
+    if not WHOLE:
+        x = tl.where(seen, x, -1.0e30)
     m_new = tl.maximum(m_i, tl.max(x, 1))
     alpha = tl.exp2(m_i - m_new)
-    p = tl.where(seen, tl.exp2(x - m_new[:, None]), 0.0)
+    p = tl.exp2(x - m_new[:, None])
+    if not WHOLE:
+        p = tl.where(seen, p, 0.0)
     acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
     return m_new, l_i * alpha + tl.sum(p, 1), acc
 
@@ -101,53 +107,61 @@ def _sums_before(sinks, head, stored, counted, M: tl.constexpr, SINKS: tl.conste
 
 
 @triton.jit
+def _hidden(end, widest, N: tl.constexpr, WINDOWED: tl.constexpr):
+    """The tiles of a row of `end` tokens that lie before the widest window."""
+    return tl.maximum(end - widest, 0) // N if WINDOWED else 0
+
+
+@triton.jit
 def _ask_ahead(
-    k_ptr, v_ptr, own_table, t0, end, base, block_stride,
+    k_ptr, v_ptr, block, t0, end, base, block_stride,
     D: tl.constexpr, PAGE: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Ask the L2 for keys and values of at most TOKENS tokens from t0 on, of its block."""
-    block = tl.load(own_table + t0 // PAGE).to(tl.int64)
-    at = block * block_stride + base
+    """Ask the L2 for keys and values of at most TOKENS tokens from t0 on, all in `block`."""
+    at = block.to(tl.int64) * block_stride + base
     inside = t0 % PAGE
     ask_tiles(k_ptr + at, v_ptr + at, inside, tl.minimum(PAGE, inside + end - t0), D, TOKENS)
 
 
-@triton.jit(do_not_specialize=["num_rows", "columns", "window", "widest"])
+@triton.jit(do_not_specialize=["num_rows", "columns", "window", "widest", "num_places"])
 def decode_kernel(
-    q_ptr, k_ptr, v_ptr, rows, table, slopes, sinks, out_ptr, part_ptr, lse_ptr, arrived,
-    score_scale, cap, window, widest, num_rows, columns, block_stride,
+    q_ptr, k_ptr, v_ptr, rows, table, slopes, sinks, out_ptr, dealt, part_ptr, lse_ptr, arrived,
+    score_scale, cap, window, widest, num_rows, columns, block_stride, num_places,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr, R: tl.constexpr,
-    N: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr, PROGRAMS: tl.constexpr,
+    N: tl.constexpr, PAGE: tl.constexpr, PROGRAMS: tl.constexpr, DEALT: tl.constexpr,
     HEADS: tl.constexpr, MERGED: tl.constexpr, COUNTED: tl.constexpr, AHEAD: tl.constexpr,
     ALIBI: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, SINKS: tl.constexpr,
     STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """An equal share of all rows' key tiles, of one key/value head; zeros for padding.
-
-    Whatever memory held may be no number, which no router can choose by.
-    """
+    """An equal share of all rows' key tiles, of one key/value head; zeros for padding."""
     C: tl.constexpr = H // G
     program = tl.program_id(0)
     group = tl.program_id(1)
     if PDL:
         gdc_launch_dependents()
 
-    # ---- this program's share of the line of tiles, and the rows it runs over
+    # ---- this program's share of the line of tiles, and the first of the rows it runs over
     sums = rows + (6 if WINDOWED else 5) * num_rows
-    ends, total, share = share_of(sums, num_rows, ROWS, PROGRAMS)
-    r = tl.arange(0, ROWS)
+    own = dealt + ((PROGRAMS if WINDOWED else 0) + program) * DEALT
+    row_first = tl.load(own)
+    row_last = tl.load(own + 1)
+    last = tl.load(own + 2)
+    share = tl.load(own + 3)
+    row_begin = tl.load(own + 4)
+    row_end = tl.load(own + 5)
+    slot = tl.load(own + 6)
+    end = tl.load(own + 7)
     first = program * share
-    last = tl.minimum(total, first + share)
-    row_first = tl.sum((ends <= first).to(tl.int32), 0)
-    row_last = tl.where(first < last, tl.sum((ends < last).to(tl.int32), 0), -1)
+    t0 = (first - row_begin + _hidden(end, widest, N, WINDOWED)) * N
+    own_table = table + slot.to(tl.int64) * columns
+    block = tl.load(own_table + t0 // PAGE, mask=first < last, other=0)
+    place = tl.load(rows + 3 * num_rows + row_first).to(tl.int64)
     if AHEAD > 0 and first < last:
-        own_table = table + tl.load(rows + row_first).to(tl.int64) * columns
-        end = tl.load(rows + num_rows + row_first) + 1
-        hidden = tl.maximum(end - widest, 0) // N if WINDOWED else 0
-        t0 = (first + hidden - tl.max(tl.where(r < row_first, ends, 0), 0)) * N
-        _ask_ahead(
-            k_ptr, v_ptr, own_table, t0, end, group * PAGE * D, block_stride, D, PAGE, AHEAD * N
-        )
+        _ask_ahead(k_ptr, v_ptr, block, t0, end, group * PAGE * D, block_stride, D, PAGE, AHEAD * N)
+    # Padding stands behind the tokens of all rows; what memory held there may be no number.
+    behind = rows + num_rows - 1
+    count = tl.where(tl.load(behind) >= 0, tl.load(behind + 2 * num_rows), 0)
+    used = tl.load(behind + 3 * num_rows) + count
     if PDL:
         gdc_wait()
 
@@ -159,23 +173,25 @@ def decode_kernel(
     if ALIBI:
         slope = tl.load(slopes + head, mask=c < C, other=0.0).to(tl.float32) * 1.4426950408889634
     for row in range(row_first, row_last + 1):
-        row_begin = tl.max(tl.where(r < row, ends, 0), 0)
-        row_end = tl.load(sums + row)
         begin = tl.maximum(first, row_begin)
         stop = tl.minimum(last, row_end)
+        # The next row's numbers, while this one's keys are on their way.
+        after = tl.minimum(row + 1, num_rows - 1)
+        after_row_end = tl.load(sums + after)
+        after_slot = tl.load(rows + after)
+        after_end = tl.load(rows + num_rows + after) + 1
+        after_place = tl.load(rows + 3 * num_rows + after).to(tl.int64)
+        after_table = table + tl.maximum(after_slot, 0).to(tl.int64) * columns
+        after_tile = _hidden(after_end, widest, N, WINDOWED)
+        after_block = tl.load(after_table + after_tile * N // PAGE)
         if begin < stop:
-            own_table = table + tl.load(rows + row).to(tl.int64) * columns
-            end = tl.load(rows + num_rows + row) + 1
             position = tl.zeros([R], tl.int32) + (end - 1)
-            place = tl.load(rows + 3 * num_rows + row).to(tl.int64)
             at = (place * H + head)[:, None] * D + d[None, :]
             q = tl.load(q_ptr + at, mask=stored, other=0.0)
             m_i, l_i = _sums_before(sinks, head, c < C, begin == row_begin, R, SINKS)
             acc = tl.zeros([R, PADDED], tl.float32)
-            hidden = tl.maximum(end - widest, 0) // N if WINDOWED else 0
-            from_tile = hidden - row_begin
+            from_tile = _hidden(end, widest, N, WINDOWED) - row_begin
             last_tile = stop + from_tile - 1
-            block = tl.load(own_table + (begin + from_tile) * N // PAGE)
             for tile in tl.range(begin + from_tile, stop + from_tile, num_stages=STAGES):
                 k, v = _load_tile(
                     k_ptr, v_ptr, block, tile * N, end, group * PAGE * D, block_stride, d,
@@ -204,15 +220,12 @@ def decode_kernel(
                             H, G, D, PADDED, R, HEADS, MERGED,
                         )  # fmt: skip
                         tl.store(counter, 0)
+        row_begin, row_end = row_end, after_row_end
+        end, place, own_table, block = after_end, after_place, after_table, after_block
 
-    # ---- padding stands behind the tokens of all rows
-    slot = tl.load(rows + r, mask=r < num_rows, other=0)
-    count = tl.load(rows + 2 * num_rows + r, mask=r < num_rows, other=0)
-    used = tl.sum(tl.where(slot >= 0, count, 0), 0)
-    places = used + tl.sum(tl.where(slot < 0, count, 0), 0)
     nothing = tl.zeros([R, PADDED], out_ptr.dtype.element_ty)
-    for place in range(used + program, places, PROGRAMS):
-        at = (place * H + head)[:, None].to(tl.int64) * D + d[None, :]
+    for free in range(used + program, num_places, PROGRAMS):
+        at = (free * H + head)[:, None].to(tl.int64) * D + d[None, :]
         tl.store(out_ptr + at, nothing, mask=stored)
 
 
@@ -261,7 +274,18 @@ def chunk_kernel(
         acc = tl.zeros([M, PADDED], tl.float32)
         seen_first = tl.maximum(start + begin - window + 1, 0) // N * N if WINDOWED else 0
         block = tl.load(own_table + seen_first // PAGE)
-        for t0 in tl.range(seen_first, end, N, num_stages=STAGES):
+        # Tiles before the tokens' own are seen whole, unless a window hides some of their keys.
+        own_first = seen_first if WINDOWED else (start + begin + 1) // N * N
+        for t0 in tl.range(seen_first, own_first, N, num_stages=STAGES):
+            k, v = _load_tile(
+                k_ptr, v_ptr, block, t0, end, group * PAGE * D, block_stride, d, D, N, PAGE, True
+            )
+            block = tl.load(own_table + tl.minimum(t0 + N, end - 1) // PAGE)
+            m_i, l_i, acc = _seen(
+                q, k, v, t0, position, slope, m_i, l_i, acc, score_scale, cap, window,
+                N, ALIBI, CAPPED, WINDOWED, True,
+            )  # fmt: skip
+        for t0 in tl.range(own_first, end, N, num_stages=STAGES):
             k, v = _load_tile(
                 k_ptr, v_ptr, block, t0, end, group * PAGE * D, block_stride, d, D, N, PAGE
             )
@@ -279,6 +303,7 @@ def paged_attend(
     k_pool: Tensor,
     v_pool: Tensor,
     rows_FR: Tensor,
+    dealt: Tensor,
     table_SM: Tensor,
     plan: PagedPlan,
     *,
@@ -289,8 +314,8 @@ def paged_attend(
 ) -> Tensor:
     """Return o [T, H, D]; the step's own keys and values are in the pool already.
 
-    `rule`: its window is the plan's at most. `chunks`: whether a row may have several tokens.
-    Padding gets zeros.
+    `dealt`: as paged_rows.py has it, of the plan's programs. `rule`: its window is the plan's at
+    most. `chunks`: whether a row may have several tokens. Padding gets zeros.
     """
     q_THD = q_THD.contiguous()
     _check(q_THD, k_pool, v_pool, plan, rule)
@@ -313,11 +338,13 @@ def paged_attend(
     lse = q_THD.new_empty(parts, dtype=torch.float32)
     counters = arrivals(q_THD.device, num_rows * groups)
     decode_kernel[(plan.programs, groups)](
-        *(*given, part, lse, counters, *numbers), **decode, launch_pdl=pdl
+        *(*given, dealt, part, lse, counters, *numbers, q_THD.shape[0]),
+        **decode,
+        launch_pdl=pdl,
     )
     if not decode["COUNTED"]:
         combine_kernel[(num_rows, groups)](
-            *(part, lse, rows_FR, out, num_rows),
+            *(part, lse, rows_FR, dealt, out, num_rows),
             **plan.combine_options(num_rows, how, pdl=pdl),
             launch_pdl=pdl,
         )
@@ -346,40 +373,3 @@ def _check(q_THD: Tensor, k_pool: Tensor, v_pool: Tensor, plan: PagedPlan, rule:
             f"queries must be [T, {plan.heads}, {plan.head_dim}] of {k_pool.dtype}, got "
             f"{list(q_THD.shape)} of {q_THD.dtype}"
         )
-
-
-def paged_attend_reference(
-    q_THD: Tensor,
-    k_pool: Tensor,
-    v_pool: Tensor,
-    rows_FR: Tensor,
-    table_SM: Tensor,
-    *,
-    scale: float,
-    alibi_slopes_H: Tensor | None = None,
-    rule: ScoreRule = EVERYTHING,
-) -> Tensor:
-    """The twin: float64, one row at a time; zeros for padding."""
-    out = torch.zeros_like(q_THD)
-    rep = q_THD.shape[1] // k_pool.shape[1]
-    for slot, start, count, first, *_ in rows_FR.T.tolist():
-        if slot < 0 or count == 0:
-            continue
-        end, own = start + count, slice(first, first + count)
-        blocks = table_SM[slot, : -(-end // BLOCK_TOKENS)].long()
-        k, v = (
-            pool[blocks].transpose(0, 1).flatten(1, 2)[:, :end].double().repeat_interleave(rep, 0)
-            for pool in (k_pool, v_pool)
-        )
-        ahead = torch.arange(end, device=q_THD.device)
-        ahead = ahead - torch.arange(start, end, device=q_THD.device)[:, None]
-        x = q_THD[own].transpose(0, 1).double() @ k.transpose(1, 2) * scale
-        if rule.cap:
-            x = (x / rule.cap).tanh() * rule.cap
-        if alibi_slopes_H is not None:
-            x = x + alibi_slopes_H.double()[:, None, None] * ahead
-        x = x.masked_fill((ahead > 0) | (ahead <= -(rule.window or end)), float("-inf"))
-        if rule.sinks_H is not None:
-            x = torch.cat((x, rule.sinks_H.double()[:, None, None].expand(-1, count, 1)), dim=-1)
-        out[own] = (x.softmax(dim=-1)[..., :end] @ v).transpose(0, 1).to(out.dtype)
-    return out

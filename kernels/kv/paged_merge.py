@@ -1,4 +1,4 @@
-"""How the key tiles of a step's decoding rows are shared out, and parts of one row merged.
+"""Parts of one row's attention, of several programs, merged.
 
 The tiles of all rows stand in one line (paged_attend.py), of which every program takes as much. Row
 r's part of program p is number r + p: rows and programs only go on together, so no two are alike.
@@ -12,29 +12,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-
-
-@triton.jit
-def share_of(sums, num_rows, ROWS: tl.constexpr, PROGRAMS: tl.constexpr):
-    """Where rows end in the line of tiles, the line's length, and the tiles of a program.
-
-    Of rows of one length a program takes whole ones, or a row is dealt out evenly, if that makes
-    its share no more than a sixteenth longer.
-    """
-    r = tl.arange(0, ROWS)
-    live = r < num_rows
-    ends = tl.load(sums + r, mask=live, other=2147483647)
-    before = tl.load(sums + r - 1, mask=live & (r > 0), other=0)
-    total = tl.load(sums + num_rows - 1)
-    share = tl.maximum((total + PROGRAMS - 1) // PROGRAMS, 1)
-    tiles = tl.where(live, ends - before, 0)
-    longest = tl.max(tiles, 0)
-    if longest > 0 and longest * tl.sum((tiles > 0).to(tl.int32), 0) == total:
-        rows_each = (share + longest - 1) // longest
-        parts = longest // share
-        even = tl.where(parts > 0, tl.cdiv(longest, tl.maximum(parts, 1)), rows_each * longest)
-        share = tl.where(even * 16 <= share * 17, even, share)
-    return ends, total, share
 
 
 @triton.jit
@@ -70,10 +47,10 @@ def merge_parts(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def combine_kernel(
-    part_ptr, lse_ptr, rows, out_ptr, num_rows,
+    part_ptr, lse_ptr, rows, dealt, out_ptr, num_rows,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr, R: tl.constexpr,
-    ROWS: tl.constexpr, PROGRAMS: tl.constexpr, HEADS: tl.constexpr, MERGED: tl.constexpr,
-    WINDOWED: tl.constexpr, PDL: tl.constexpr,
+    PROGRAMS: tl.constexpr, HEADS: tl.constexpr, MERGED: tl.constexpr,
+    WINDOWED: tl.constexpr, PDL: tl.constexpr, DEALT: tl.constexpr,
 ):  # fmt: skip
     """Merge the parts of one row, of one key/value head, if several programs had some."""
     row = tl.program_id(0)
@@ -81,7 +58,7 @@ def combine_kernel(
     if PDL:
         gdc_launch_dependents()
     sums = rows + (6 if WINDOWED else 5) * num_rows
-    _, _, share = share_of(sums, num_rows, ROWS, PROGRAMS)
+    share = tl.load(dealt + (PROGRAMS * DEALT if WINDOWED else 0) + 3)
     begin = tl.load(sums + row - 1, mask=row > 0, other=0)
     end = tl.load(sums + row)
     place = tl.load(rows + 3 * num_rows + row).to(tl.int64)

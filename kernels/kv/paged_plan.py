@@ -12,12 +12,14 @@ import torch
 import triton
 
 from llmpq.kernels.kv.launch_plan import shared_memory
+from llmpq.kernels.kv.paged_rows import DEALT
 from llmpq.kernels.kv.plain_attend import PROGRAMS_PER_SM, choose_stages, tiles_ahead
 from llmpq.kernels.multiprocessors import multiprocessors
 from llmpq.kv_format import BLOCK_TOKENS
 
 CHUNK_ROWS = 64
-"""Query rows of a chunk's program: what a warp group of tensor cores multiplies at once."""
+"""Query rows of a chunk's program: what a warp group of tensor cores multiplies at once. Two groups
+of a program wait for each other (H200, 32 prompts of 512 tokens: 303 us, with 128 rows 332)."""
 MERGED_VALUES = 8192
 """Numbers of other programs' parts that a program loads at once: 64 registers of a thread."""
 COUNTED_ROWS = 16
@@ -56,6 +58,8 @@ class PagedPlan:
     programs: int
     """Programs of a key/value head that share the key tiles of decoding rows."""
     stages: int
+    chunk_rows: int
+    """Query rows of a chunk's program."""
     chunk_stages: int
     chunk_warps: int
     window: int = 0
@@ -75,8 +79,8 @@ class PagedPlan:
         """Choose as many programs and stages as a device holds at once."""
         shared, item = shared_memory(device), dtype.itemsize
         tile_bytes = 2 * _tile_keys(head_dim, item) * _padded(head_dim) * item
-        query_bytes = _chunk_rows(heads // kv_heads, item) * _padded(head_dim) * item
-        wide = _padded(head_dim) > 128
+        rows = _chunk_rows(heads // kv_heads, item)
+        query_bytes = rows * _padded(head_dim) * item
         return cls(
             heads=heads,
             kv_heads=kv_heads,
@@ -85,7 +89,8 @@ class PagedPlan:
             programs=max(1, PROGRAMS_PER_SM * multiprocessors(device) // kv_heads),
             stages=choose_stages(tile_bytes, *shared),
             chunk_stages=3 if query_bytes + 2 * tile_bytes + 8192 <= shared[0] else 2,
-            chunk_warps=8 if wide else 4,
+            chunk_rows=rows,
+            chunk_warps=8 if _padded(head_dim) > 128 or rows > CHUNK_ROWS else 4,
             window=window,
         )
 
@@ -99,17 +104,13 @@ class PagedPlan:
         """New tokens that a chunk's program takes."""
         return self.chunk_rows // (self.heads // self.kv_heads)
 
-    @property
-    def chunk_rows(self) -> int:
-        """Query rows of a chunk's program."""
-        return _chunk_rows(self.heads // self.kv_heads, self.item)
-
     def decode_options(self, rows: int, scores: Scores, *, pdl: bool) -> dict[str, int | bool]:
         """Return the constants of `decode_kernel` for steps of so many rows."""
         heads, dim = triton.next_power_of_2(self.heads // self.kv_heads), self.head_dim
-        return self._options(rows, scores, pdl=pdl) | {
+        return self._options(scores, pdl=pdl) | {
             "R": max(16, heads),
             "PROGRAMS": self.programs,
+            "DEALT": DEALT,
             "HEADS": heads,
             "MERGED": max(1, MERGED_VALUES // (heads * _padded(dim))),
             "COUNTED": rows >= COUNTED_ROWS,
@@ -120,21 +121,22 @@ class PagedPlan:
 
     def combine_options(self, rows: int, scores: Scores, *, pdl: bool) -> dict[str, int | bool]:
         """Return the constants of `combine_kernel` for steps of so many rows."""
-        own = ("H", "G", "D", "PADDED", "R", "ROWS", "PROGRAMS", "HEADS", "MERGED", "WINDOWED",
+        own = ("H", "G", "D", "PADDED", "R", "PROGRAMS", "DEALT", "HEADS", "MERGED", "WINDOWED",
                "PDL", "num_warps")  # fmt: skip
         options = self.decode_options(rows, scores, pdl=pdl)
         return {name: options[name] for name in own}
 
     def chunk_options(self, rows: int, scores: Scores, *, pdl: bool) -> dict[str, int | bool]:
         """Return the constants of `chunk_kernel` for steps of so many rows."""
-        return self._options(rows, scores, pdl=pdl) | {
+        return self._options(scores, pdl=pdl) | {
+            "ROWS": triton.next_power_of_2(rows),
             "M": self.chunk_rows,
             "TILE": self.tile_queries,
             "STAGES": self.chunk_stages,
             "num_warps": self.chunk_warps,
         }
 
-    def _options(self, rows: int, scores: Scores, *, pdl: bool) -> dict[str, int | bool]:
+    def _options(self, scores: Scores, *, pdl: bool) -> dict[str, int | bool]:
         return scores.options | {
             "H": self.heads,
             "G": self.kv_heads,
@@ -142,7 +144,6 @@ class PagedPlan:
             "PADDED": _padded(self.head_dim),
             "N": self.tile_keys,
             "PAGE": BLOCK_TOKENS,
-            "ROWS": triton.next_power_of_2(rows),
             "PDL": pdl,
         }
 

@@ -9,6 +9,12 @@
     spread                             rows -> of every token its position, its slot, and its place
                                        in the pool (block * PAGE + token of the block)
 
+    dealt [P, 8] int32                 for each of the P programs of attention to rows of one token:
+                                       its first and last row, where its share of the line of key
+                                       tiles ends and how long a share is, where its first row's
+                                       tiles begin and end, that row's slot and its tokens; the same
+                                       again for layers with a window, if there are any
+
 A launch has as many programs whatever the rows are: a program finds its row by the running sums, so
 a captured step serves any mix. A row of slot -1 is padding: its tokens have place -1 and stand for
 nobody, as do rows of no tokens.
@@ -32,6 +38,8 @@ from llmpq.kernels.overlap import overlaps
 from llmpq.kv_format import BLOCK_TOKENS
 
 FIELDS = 7
+DEALT = 8
+"""Numbers of a program."""
 SPREAD_TOKENS = 128
 
 
@@ -118,6 +126,54 @@ def summed_rows(
         [*key_tiles, *[keys] * extra],
         [*other_tiles, *[others] * extra],
     ]
+
+
+def dealt_out(table: Sequence[Sequence[int]], programs: int, *, windowed: bool) -> list[int]:
+    """Return what each program of attention takes of a rows' table, and where it begins.
+
+    The host knows it, so that no program has to find its rows before it can ask for their keys.
+    """
+    slots, starts = table[0], table[1]
+    return [
+        number
+        for sums in (table[5], table[6])[: 1 + windowed]
+        for number in _dealt(sums, slots, starts, programs)
+    ]
+
+
+def _dealt(
+    sums: Sequence[int], slots: Sequence[int], starts: Sequence[int], programs: int
+) -> list[int]:
+    """Deal out a line of tiles of which row r has those before sums[r]."""
+    total, share, row = sums[-1], share_of(sums, programs), 0
+    found: list[int] = []
+    for first in range(0, total, share):
+        last = min(total, first + share)
+        while sums[row] <= first:
+            row += 1
+        row_last = row
+        while sums[row_last] < last:
+            row_last += 1
+        begin = sums[row - 1] if row else 0
+        found += [row, row_last, last, share, begin, sums[row], slots[row], starts[row] + 1]
+    return found + [0, -1, 0, share, 0, 0, 0, 1] * (programs - len(found) // DEALT)
+
+
+def share_of(sums: Sequence[int], programs: int) -> int:
+    """Return the tiles of a program.
+
+    Of rows of one length a program takes whole ones, or a row is dealt out evenly, if that makes
+    its share no more than a sixteenth longer.
+    """
+    total = sums[-1]
+    share = max(1, -(-total // programs))
+    tiles = [end - begin for begin, end in zip((0, *sums), sums, strict=False) if end > begin]
+    longest = max(tiles, default=0)
+    if longest == 0 or longest * len(tiles) != total:
+        return share
+    parts = longest // share
+    even = -(-longest // parts) if parts else -(-share // longest) * longest
+    return even if even * 16 <= share * 17 else share
 
 
 @triton.jit(do_not_specialize=["num_rows", "columns", "nobody"])

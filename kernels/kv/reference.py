@@ -317,3 +317,40 @@ def _explicit(
         s_BGMT = torch.cat((s_BGMT, sinks.expand(len(s_BGMT), -1, -1, -1)), dim=-1)
     share = s_BGMT.softmax(dim=-1)[..., : k_BGTD.shape[2]].to(v_BGTD.dtype)
     return torch.matmul(share, v_BGTD)
+
+
+def paged_attend_reference(
+    q_THD: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    rows_FR: Tensor,
+    table_SM: Tensor,
+    *,
+    scale: float,
+    alibi_slopes_H: Tensor | None = None,
+    rule: ScoreRule = EVERYTHING,
+) -> Tensor:
+    """The twin of `paged_attend`: float64, one row at a time; zeros for padding."""
+    out = torch.zeros_like(q_THD)
+    rep = q_THD.shape[1] // k_pool.shape[1]
+    for slot, start, count, first, *_ in rows_FR.T.tolist():
+        if slot < 0 or count == 0:
+            continue
+        end, own = start + count, slice(first, first + count)
+        blocks = table_SM[slot, : -(-end // BLOCK_TOKENS)].long()
+        k, v = (
+            pool[blocks].transpose(0, 1).flatten(1, 2)[:, :end].double().repeat_interleave(rep, 0)
+            for pool in (k_pool, v_pool)
+        )
+        ahead = torch.arange(end, device=q_THD.device)
+        ahead = ahead - torch.arange(start, end, device=q_THD.device)[:, None]
+        x = q_THD[own].transpose(0, 1).double() @ k.transpose(1, 2) * scale
+        if rule.cap:
+            x = (x / rule.cap).tanh() * rule.cap
+        if alibi_slopes_H is not None:
+            x = x + alibi_slopes_H.double()[:, None, None] * ahead
+        x = x.masked_fill((ahead > 0) | (ahead <= -(rule.window or end)), float("-inf"))
+        if rule.sinks_H is not None:
+            x = torch.cat((x, rule.sinks_H.double()[:, None, None].expand(-1, count, 1)), dim=-1)
+        out[own] = (x.softmax(dim=-1)[..., :end] @ v).transpose(0, 1).to(out.dtype)
+    return out

@@ -15,10 +15,7 @@ from llmpq.planner.inputs.requests import PlanRequest
 from llmpq.planner.inputs.stored_precisions import stored_line
 from llmpq.planner.methods import PLANNERS
 from llmpq.planner.outcome import Infeasible, Unfinished
-from llmpq.planner.predict.add_drafts import describe, with_speculation
 from llmpq.planner.predict.advice import explain_infeasible, too_big
-from llmpq.planner.predict.step_by_step import step_note
-from llmpq.planner.predict.what_if import changed_problem
 from llmpq.planner.problem import Problem
 from llmpq.speculation import SpeculationMode
 
@@ -54,12 +51,13 @@ def make_and_show(request: PlanRequest, job: PlanJob) -> None:
     problem, wish, path, notes = job.problem, job.wish, job.path, job.notes
     if request.output:
         check_writable(request.output)
-    for change in request.what_if:
-        changed_problem(problem, change)
+    _check_changes(request, problem)
     everything = wish.method == "all"
     best = answer(problem, wish, path) if not everything else _compare(request, problem, wish, path)
     if request.speculate is not None:
         best = replace(best, plan=_drafting(best.plan, problem, request.speculate))
+        from llmpq.planner.predict.add_drafts import describe
+
         notes = [*notes, describe(best.plan)]
     if request.output:
         best.plan.save_json(request.output)
@@ -68,6 +66,7 @@ def make_and_show(request: PlanRequest, job: PlanJob) -> None:
         return
     console = open_console()
     from llmpq.planner.cli.report import print_plan
+    from llmpq.planner.predict.step_by_step import step_note
 
     print_plan(console, best.plan, seconds=best.outcome.seconds)
     if request.explain:
@@ -81,6 +80,15 @@ def make_and_show(request: PlanRequest, job: PlanJob) -> None:
         console.print(f"wrote {request.output}", highlight=False, soft_wrap=True, markup=False)
 
 
+def _check_changes(request: PlanRequest, problem: Problem) -> None:
+    """Refuse a change that cannot be, before anything is solved."""
+    if request.what_if:
+        from llmpq.planner.predict.what_if import changed_problem
+
+        for change in request.what_if:
+            changed_problem(problem, change)
+
+
 def _check_mode(speculate: str | None) -> None:
     modes = ("auto", *get_args(SpeculationMode))
     if speculate is not None and speculate not in modes:
@@ -88,6 +96,8 @@ def _check_mode(speculate: str | None) -> None:
 
 
 def _drafting(plan: Plan, problem: Problem, wish: str) -> Plan:
+    from llmpq.planner.predict.add_drafts import with_speculation
+
     costs = problem.costs.estimate
     costs = costs if problem.costs.profile is None else costs.merged(problem.costs.profile)
     return with_speculation(plan, problem.spec, problem.cluster, costs, wish)
@@ -145,7 +155,7 @@ def _explain(console: Console, best: Answer, budget: float | None) -> None:
 
 def _what_if(console: Console, change: str, best: Answer, wish: Wish, path: str | None) -> None:
     """Print what a change would do, planned by the same method: of all, by the best one."""
-    from llmpq.planner.predict.what_if import compared
+    from llmpq.planner.predict.what_if import changed_problem, compared
 
     if wish.method == "all":
         wish = replace(wish, method=best.outcome.method)

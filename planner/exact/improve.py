@@ -235,7 +235,7 @@ def _requantised(scales: Scales, d: Draft) -> Iterator[Draft]:
     """Change the layers of a stage that lose, or gain, most omega for it."""
     for low, high in zip(d.bounds, d.bounds[1:], strict=False):
         held = np.array(d.choices[low:high])
-        for old in np.unique(held):
+        for old in np.flatnonzero(np.bincount(held)):
             layers = low + np.flatnonzero(held == old)
             for b in range(len(scales.unit)):
                 opened = layers[np.isfinite(scales.omega[layers, b])]

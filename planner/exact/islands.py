@@ -35,7 +35,7 @@ def find_islands(p: Problem) -> Islands | None:
     per_byte = np.full((classes, classes), np.nan)
     for ends, terms in p.class_links.terms.items():
         per_byte[ends] = terms[:, 2].min()
-    known = np.unique(per_byte[np.isfinite(per_byte)])
+    known = np.array(sorted(set(per_byte[np.isfinite(per_byte)].tolist())))
     if len(known) < 2 or known[0] <= 0:
         return None
     ratios = known[1:] / known[:-1]

@@ -273,7 +273,7 @@ class LabelSearch:
 
     def _file(self, made: Bucket, key: Key, ends: np.ndarray, layers: int) -> None:
         """Put labels into the cells of their boundary; whole plans are valued at once."""
-        for end in np.unique(ends):
+        for end in np.flatnonzero(np.bincount(ends)):
             part = made.pick(np.flatnonzero(ends == end))
             if end == layers:
                 self._finish(part, key)

@@ -1,6 +1,6 @@
 """Best-bound search over the pairs of micro-batch sizes, all device orders at once.
 
-1. Good plans first (planner/exact/starts.py, walk.py, beam.py), improved by small changes.
+1. Good plans first (planner/exact/begin.py), improved by small changes.
 2. Every pair is bounded by the multipliers of the few whose relaxation is solved: always the pair
    with the smallest bound is solved next, and what its multipliers prove of all others is kept.
 3. The smallest part is tightened by the completion program, which also gives a plan, and closed:
@@ -16,34 +16,31 @@ from __future__ import annotations
 import heapq
 import math
 import time
-from collections.abc import Iterator
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from llmpq.planner.exact.beam import beam_plans
 from llmpq.planner.exact.columns import columns_if_few
 from llmpq.planner.exact.completion import Completion
 from llmpq.planner.exact.cutting import cut_boxes, in_steps
 from llmpq.planner.exact.form import EVERYWHERE, Box, Form, make_form
 from llmpq.planner.exact.greedy import greedy_plan
-from llmpq.planner.exact.improve import improve_each, improved
+from llmpq.planner.exact.improve import improved
 from llmpq.planner.exact.labels import GaveUp, LabelSearch, SearchLimits
 from llmpq.planner.exact.pairs import PairTables
+from llmpq.planner.exact.quick import quick_plan
 from llmpq.planner.exact.relaxation import ClassRelaxation, Prices
-from llmpq.planner.exact.rounding import rounded_plans
 from llmpq.planner.exact.search_state import Open, Part
 from llmpq.planner.exact.space import Space, searched
-from llmpq.planner.exact.starts import (
-    Incumbent,
-    first_plans,
-    other_methods,
-    unlike,
-)
+from llmpq.planner.exact.starts import Incumbent, first_plans
 from llmpq.planner.exact.true_links import with_true_links
-from llmpq.planner.exact.walk import PATIENT, Walk
 from llmpq.planner.ilp.solve import no_plan_fits, no_plan_yet, solve_ilp
 from llmpq.planner.outcome import OPTIMAL_GAP, Assignment, Infeasible, Outcome, Unfinished
 from llmpq.planner.problem import Problem
+
+if TYPE_CHECKING:
+    from llmpq.planner.exact.walk import Walk
 
 WINDOWS = (0.004, 0.02, 0.1, math.inf)
 """Widths of the label windows above a part's bound, relative."""
@@ -57,18 +54,14 @@ WIDE_GAP = 0.06
 """Relative gap above which a part is cut by its range before labels are set in it."""
 START_SHARE = 0.2
 """Share of the time that looking for good plans first may take, if that is more than START_S."""
+START_S = 0.8
+"""Seconds that it may take, but not more than half of the time."""
 SOON_SHARE = 0.1
 """Share of the time for a search from the simplest plans alone."""
 HASTY_SHARE = 0.005
 """Share of what is left of that for the improvement of a plan."""
-START_S = 0.8
-"""Seconds that it may take, but not more than half of the time."""
-IMPROVE_SHARE = 0.4
-"""Share of what is left of that for the improvement of each of a few plans."""
-STARTS = 4
-"""Plans of the simple methods that are improved, each of another order."""
-WALK_SHARE = 0.6
-"""Share of what is left of that for a walk among plans of one precision a stage."""
+NEAR = 1.05
+"""Worth, relative to the best plan's, up to which a plan is improved then."""
 HOP_STEP = 0.01
 """Share of the best plan's value that hops may differ by within a case of numbers of stages."""
 NEAREST_SHARE = 0.5
@@ -94,7 +87,6 @@ class Search:
         self.budget, self.ceiling = budget, ceiling
         self.incumbent = Incumbent(p, budget)
         self.true_tables = PairTables(p)
-        self.walk = Walk(self.incumbent, self.true_tables)
         self.p, self.space = searched(p)
         self.tables = self.true_tables if self.p is p else PairTables(self.p)
         self.relaxation = ClassRelaxation(self.p)
@@ -142,10 +134,17 @@ class Search:
         priced = self.p.theta * self.budget if self.budget is not None else 0.0
         return value - self.gap * abs(value - priced)
 
-    def offer(self, a: Assignment) -> None:
+    def offer(self, a: Assignment, *, set_by_labels: bool = False) -> None:
         """Keep a plan of the searched problem, and what small changes make of it."""
         plan = a if self.p is self.true else with_true_links(self.true, self.p, a)
+        before = self.value
         self.incumbent.offer(plan)
+        if (
+            self.hasty
+            and self.improved
+            and (set_by_labels or self.incumbent.worth(plan) > before * NEAR)
+        ):
+            return
         shape = tuple((s.cls, s.start, s.end) for s in plan.stages)
         left = self.deadline - time.perf_counter()
         if shape not in self.improved and left > 0:
@@ -177,40 +176,22 @@ class Search:
 
     def begin(self, known: Assignment | None = None) -> None:
         """Offer simple plans, and a known one, and improve the best of them."""
+        from llmpq.planner.exact.begin import begin
+        from llmpq.planner.exact.rounding import rounded_plans
+
         now = time.perf_counter()
         left = max(0.0, self.deadline - now)
         limit = now + max(START_SHARE * left, min(START_S, left / 2))
-        found: list[tuple[float, Assignment]] = []
+        same = self.p is self.true
+        rounded = rounded_plans(self.p, self.tables, self.relaxation) if same else ()
+        begin(self.walk, known, rounded, limit)
 
-        def keep(plans: Iterator[Assignment], until: float) -> None:
-            for plan in plans:
-                self.incumbent.offer(plan)
-                found.append((self.incumbent.worth(plan), plan))
-                if time.perf_counter() > until and self.best is not None:
-                    return
+    @cached_property
+    def walk(self) -> Walk:
+        """The walk among plans of one precision a stage."""
+        from llmpq.planner.exact.walk import Walk
 
-        if known is not None:  # it may not fit: it is of another precision of KV
-            share = (limit - now) * IMPROVE_SHARE / 2
-            improved(self.incumbent, self.true_tables, known, now + share)
-            found.append((math.inf, known))
-        keep(first_plans(self.true, self.true_tables), (now + limit) / 2)
-        now = time.perf_counter()
-        self.walk.from_each(unlike(found, STARTS), now + (limit - now) * WALK_SHARE)
-        if self.p is self.true:
-            rounded = rounded_plans(self.p, self.tables, self.relaxation)
-            improve_each(self.incumbent, self.tables, rounded, limit)
-        now = time.perf_counter()
-        keep(beam_plans(self.true, self.true_tables, (now + limit) / 2), limit)
-        now = time.perf_counter()
-        keep(other_methods(self.true, now + (limit - now) / 4), limit)
-        now = time.perf_counter()
-        self.walk.from_each(unlike(found, STARTS), now + (limit - now) * WALK_SHARE)
-        for plan in (*filter(None, [self.best]), *unlike(found, STARTS)):
-            now = time.perf_counter()
-            improved(self.incumbent, self.true_tables, plan, now + (limit - now) * IMPROVE_SHARE)
-        keep(other_methods(self.true, limit), limit)
-        if self.best is not None:
-            improved(self.incumbent, self.true_tables, self.best, limit)
+        return Walk(self.incumbent, self.true_tables)
 
     def run(self) -> float:
         """Search, improve what is not proven; return the proven lower bound over the space."""
@@ -218,7 +199,7 @@ class Search:
         self.deadline -= POLISH_SHARE * max(0.0, end - time.perf_counter())
         bound, self.deadline = self._both_links(), end
         if bound < self.target and self.best is not None:
-            self.walk.from_each([self.best], end, PATIENT)
+            self.walk.from_best(end)
         return bound
 
     def _both_links(self) -> float:
@@ -317,6 +298,10 @@ class Search:
         """
         if len(part.completions) == 1 and part.form.z:
             self._more_kappas(part)
+        if self.hasty and not part.window and part.depth < 2:
+            quick = quick_plan(self.p, part, self.target, self.deadline, self.budget)
+            if quick is not None:
+                self.offer(quick, set_by_labels=True)
         if part.bound >= self.target:
             return []
         wide = self.target - part.bound > WIDE_GAP * abs(part.bound) < math.inf
@@ -337,7 +322,7 @@ class Search:
         many, widest = search.count > FEW_LABELS * patience, len(WINDOWS) - 1
         part.window = min(part.window + 1, widest) if many else widest
         if found is not None:
-            self.offer(found)
+            self.offer(found, set_by_labels=True)
         if gave_up and self.hasty and time.perf_counter() > self.deadline:
             return [part]
         if gave_up:

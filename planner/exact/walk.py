@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 
 import numpy as np
 
@@ -42,7 +43,6 @@ class Walk:
         p = incumbent.p
         self.choices = np.flatnonzero(p.open.all(axis=0))
         self.counts = np.array([cls.count for cls in p.classes])
-        self.chance = np.random.default_rng(0)
         self.scales: dict[Pair, ShapeScales] = {}
 
     def from_each(
@@ -80,6 +80,11 @@ class Walk:
                 worth, shape, pair = found
         improved(self.incumbent, self.tables, self._plan(shape, pair), end)
 
+    def from_best(self, deadline: float) -> None:
+        """Go on from the best plan for as long as there is time: nothing else is left to do."""
+        if self.incumbent.best is not None:
+            self.from_each([self.incumbent.best], deadline, PATIENT)
+
     @property
     def _roomiest(self) -> Pair:
         return self.incumbent.p.pairs[0]
@@ -94,6 +99,11 @@ class Walk:
             now, worth = _best(self._at(self._roomiest), shared)
             if now is not None and math.isfinite(worth):
                 yield now
+
+    @cached_property
+    def chance(self) -> np.random.Generator:
+        """Numbers by chance, the same in every search."""
+        return np.random.default_rng(0)
 
     def _at(self, pair: Pair) -> ShapeScales:
         if pair not in self.scales:

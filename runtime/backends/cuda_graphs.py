@@ -110,7 +110,7 @@ class DecodeGraphs:
     def share(self, other: DecodeGraphs) -> None:
         """Capture on another's stream into its memory: their steps never run at once."""
         if not self._capture_failed and not other._capture_failed:
-            other._capturing = other._capturing or torch.cuda.Stream(self._device)
+            other._capturing = other._capturing or _capturing_stream(self._device)
             self._pool, self._capturing = other._pool, other._capturing
 
     @property
@@ -233,8 +233,7 @@ class DecodeGraphs:
         """
         static = None if hidden_BQh is None else hidden_BQh.clone()
         before = [state.clone() for state in self._state()]
-        stream = self._capturing or torch.cuda.Stream(self._device)
-        self._capturing = stream
+        stream = self._capturing = self._capturing or _capturing_stream(self._device)
         stream.wait_stream(torch.cuda.current_stream(self._device))
         graph = torch.cuda.CUDAGraph()
         try:
@@ -264,6 +263,16 @@ class DecodeGraphs:
     def _put_back(self, values: Sequence[Tensor]) -> None:
         for state, value in zip(self._state(), values, strict=True):
             state.copy_(value)
+
+
+def _capturing_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the thread's stream, or another where that is the default one, which cannot capture.
+
+    Kernels of a graph run on the SMs of the stream they were captured on (launch/emulate.py).
+    """
+    current = torch.cuda.current_stream(device)
+    default = current == torch.cuda.default_stream(device)
+    return torch.cuda.Stream(device) if default else current
 
 
 def rounded_rows(num_rows: int, max_rows: int) -> int:

@@ -83,7 +83,7 @@ class PagedGraphs(DecodeGraphs):
 
     @property
     def _most_values(self) -> int:
-        return self._places + FIELDS * self._num_rows(self._places)
+        return self._pages.num_dealt + self._places + FIELDS * self._num_rows(self._places)
 
     def _num_rows(self, size: int) -> int:
         """Return the rows of a step's table; with chunks one more, which is padding."""
@@ -108,14 +108,15 @@ class PagedGraphs(DecodeGraphs):
             num_places=size,
         )
         rows = [value for row in table for value in row]
-        return [*rows, *tokens, *[0] * (size - len(tokens))]
+        return [*self._pages.dealt(table), *rows, *tokens, *[0] * (size - len(tokens))]
 
     def _forward(
         self, size: int, hidden_BQh: Tensor | None, *, every_place: bool = False
     ) -> StepOutput:
         """Run the stage on the static buffers; what a graph records."""
         num_rows = self._num_rows(size)
-        told, tokens_T = self._rows[: FIELDS * num_rows + size].split([FIELDS * num_rows, size])
+        parts = [self._pages.num_dealt, FIELDS * num_rows, size]
+        dealt, told, tokens_T = self._rows[: sum(parts)].split(parts)
         rows_FR = told.view(FIELDS, num_rows)
         where, windowed = self._pages.places(rows_FR, size, nobody=self._nobody)
         step = PagedStep(
@@ -127,6 +128,7 @@ class PagedGraphs(DecodeGraphs):
             fresh=False,
             runs=(),
             rows_FR=rows_FR,
+            dealt=dealt,
             where=where,
             where_windowed=windowed,
             chunks=self._chunks,

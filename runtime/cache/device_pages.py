@@ -36,6 +36,13 @@ class DevicePages(PagedKV):
     ) -> list[list[int]]:
         """Return a step's rows as this pool's kernels read them (kernels/kv/paged_rows.py)."""
 
+    num_dealt = 0
+    """Numbers that `dealt` returns."""
+
+    def dealt(self, table: Sequence[Sequence[int]]) -> list[int]:
+        """Return what attention's programs take of a rows' table, if they are told."""
+        return []
+
     @abstractmethod
     def places(
         self, rows_FR: Tensor, num_places: int, *, nobody: int

@@ -22,7 +22,7 @@ from torch import Tensor
 from llmpq.kernels.fused.rope_append import rope_append_pages
 from llmpq.kernels.kv.paged_attend import paged_attend
 from llmpq.kernels.kv.paged_plan import PagedPlan
-from llmpq.kernels.kv.paged_rows import TokenPlaces, row_table, spread
+from llmpq.kernels.kv.paged_rows import DEALT, TokenPlaces, dealt_out, row_table, spread
 from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule
 from llmpq.kv_format import BLOCK_TOKENS, pool_blocks
 from llmpq.model_spec import ModelSpec
@@ -109,6 +109,7 @@ class PagedDeviceKV(DevicePages):
         self.launches = PagedPlan.of(
             spec.heads, spec.kv_heads, spec.head_dim, dtype, device, window
         )
+        self.num_dealt = DEALT * self.launches.programs * (2 if window else 1)
 
     @property
     def nbytes(self) -> int:
@@ -141,6 +142,11 @@ class PagedDeviceKV(DevicePages):
             tile_keys=self.launches.tile_keys,
             window=self.launches.window,
         )
+
+    def dealt(self, table: Sequence[Sequence[int]]) -> list[int]:
+        """Return what attention's programs take of a rows' table."""
+        plan = self.launches
+        return dealt_out(table, plan.programs, windowed=plan.window > 0)
 
     def places(
         self, rows_FR: Tensor, num_places: int, *, nobody: int
@@ -182,7 +188,7 @@ class PagedDeviceKV(DevicePages):
             factor,
         )
         out_THD = paged_attend(
-            *(q_THD, *pools, step.rows_FR, pool.table_SM, self.launches),
+            *(q_THD, *pools, step.rows_FR, step.dealt, pool.table_SM, self.launches),
             scale=scale,
             alibi_slopes_H=alibi_slopes_H,
             rule=rule,

@@ -75,8 +75,10 @@ class PagedScheduler:
         self._num_submitted = self._seq = 0
         self._left_to_fill = 0
         """Of a static batch: requests that may still be let in."""
+        self._steps = 0
+        """Steps under way."""
         self._decode_steps = 0
-        """Steps under way in which rows decode."""
+        """Those of them in which rows decode."""
         self._last_decode = 0
         """Number of the step in which rows decoded last."""
         self.generated_tokens = self.num_preemptions = 0
@@ -138,6 +140,8 @@ class PagedScheduler:
     def next_micro_batch(self) -> MicroBatch | None:
         """Return the next step, or None until another one completes."""
         plan, sorts = _Plan(), self._sorts()
+        if self._enough_under_way(sorts.num_decoding):
+            return None
         self._add_decoding(plan, sorts)
         decoding = len(plan.holders)
         room = max(1, self.limits.step_tokens - sum(plan.counts))
@@ -163,6 +167,7 @@ class PagedScheduler:
 
     def complete(self, micro_batch: MicroBatch, tokens: Sequence[Sequence[int]]) -> list[Request]:
         """Take the new tokens of each row that samples; return the requests that ended."""
+        self._steps -= 1
         self._decode_steps -= micro_batch.kind is not StepKind.PREFILL
         finished = []
         steps = zip(micro_batch.requests, micro_batch.rows, strict=True)
@@ -211,6 +216,17 @@ class PagedScheduler:
         found.ready.sort(key=_order)
         found.prompts.sort(key=_order)
         return found
+
+    def _enough_under_way(self, num_decoding: int) -> bool:
+        """Whether prompts had better wait for rows that decode, to share a step with them.
+
+        Issued as soon as there is a place, steps of prompts alone would fill every one of them, and
+        rows that decode go on in steps of their own, as long as each reads the weights again.
+        """
+        limits = self.limits
+        if limits.tokens_ahead == 1 or not num_decoding:
+            return False
+        return self._steps >= limits.num_stages * limits.tokens_ahead
 
     def _add_decoding(self, plan: _Plan, sorts: _Sorts) -> None:
         """Add the rows that decode next, oldest first, with their drafts.
@@ -313,6 +329,7 @@ class PagedScheduler:
                 holder.in_flight += 1
                 self._go_ahead(holder)
         self._seq += 1
+        self._steps += 1
         requests = [holder.request for holder in plan.holders]
         return MicroBatch(self._seq, kind, requests, starts, tokens, None, tuple(rows))
 

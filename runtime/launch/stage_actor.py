@@ -24,7 +24,6 @@ from llmpq.model_spec import ModelSpec
 from llmpq.output_paths import require_folder
 from llmpq.plan import Plan, StagePlan
 from llmpq.precision import WeightScheme
-from llmpq.runtime.backends.emulate import Emulation
 from llmpq.runtime.backends.paged_compute import PagedStageCompute
 from llmpq.runtime.backends.stage_compute import StageCompute
 from llmpq.runtime.drafts.drafters import speculation_report
@@ -33,6 +32,7 @@ from llmpq.runtime.engine.paged_scheduler import PagedScheduler
 from llmpq.runtime.engine.scheduler import Scheduler, max_ahead
 from llmpq.runtime.engine.stage_loop import FirstStage, run_following_stage
 from llmpq.runtime.guides import Guides
+from llmpq.runtime.launch.emulate import Emulation
 from llmpq.runtime.launch.load_watch import LoadSigns
 from llmpq.runtime.launch.pool_plan import PoolPlan
 from llmpq.runtime.launch.ray_watch import Listening
@@ -330,14 +330,13 @@ class StageActor:
         )
 
     def _use_threads(self) -> None:
-        """Prepare a thread: the plan's threads (OpenMP keeps them per thread), an emulated GPU."""
-        if self._emulation is not None:
-            self._emulation.enter()
+        """Prepare a thread: the plan's threads (OpenMP keeps them per thread), the GPU's stream."""
         if self._gpu is not None:
+            assert self._emulation is not None
             torch.cuda.set_device(self._gpu)
             # Not the default stream, which others of the process wait for. One for all threads:
             # each stream keeps memory of its own.
-            self._stream = self._stream or torch.cuda.Stream(self._gpu)
+            self._stream = self._stream or self._emulation.stream()
             torch.cuda.set_stream(self._stream)
         if self._stage.threads is not None and torch.get_num_threads() != self._stage.threads:
             torch.set_num_threads(self._stage.threads)

@@ -1,4 +1,5 @@
-"""The few driver calls torch does not offer: memory shared between processes, waits of a stream.
+"""The few driver calls torch does not offer: memory shared between processes, waits of a stream,
+streams on some of a GPU's multiprocessors.
 
 Addresses and streams are plain integers (`tensor.data_ptr()`, `stream.cuda_stream`). Everything but
 `share` and `open` is enqueued on a stream and returns at once.
@@ -15,11 +16,27 @@ HANDLE_BYTES = 64
 SHARED_BYTES = HANDLE_BYTES + 8
 """What `share` returns: the driver's handle of an allocation and the tensor's place in it."""
 _LAZY_PEER_ACCESS = 1
+_MULTIPROCESSORS = 1
+"""The kind of a device's resource."""
+_DEFAULT_STREAM, _NON_BLOCKING = 1, 1
+"""What a green context is made with, and a stream of it."""
 _GREATER_OR_EQUAL = 0
 
 
 class _Handle(ctypes.Structure):
     _fields_ = [("data", ctypes.c_ubyte * HANDLE_BYTES)]
+
+
+class _Resource(ctypes.Structure):
+    """`CUdevResource`: its kind, then from byte 96 on what there is of it."""
+
+    _fields_ = [
+        ("kind", ctypes.c_uint),
+        ("inside", ctypes.c_ubyte * 92),
+        ("count", ctypes.c_uint),
+        ("more", ctypes.c_ubyte * 36),
+        ("next", ctypes.c_void_p),
+    ]
 
 
 class CudaDriver:
@@ -66,6 +83,33 @@ class CudaDriver:
     def wait(self, address: int, value: int, stream: int) -> None:
         """Hold a stream until the 32-bit number at an address has reached a value."""
         self._stream_value("cuStreamWaitValue32_v2", address, value, stream, _GREATER_OR_EQUAL)
+
+    def stream_on(self, device: int, multiprocessors: int) -> tuple[int, int]:
+        """Return a stream whose kernels run on some multiprocessors, and how many it got.
+
+        The driver rounds them up to its own granularity (8 on Hopper). Stream and green context
+        stay for as long as the process does.
+        """
+        number, found, part, rest = ctypes.c_int(), _Resource(), _Resource(), _Resource()
+        parts, description = ctypes.c_uint(1), ctypes.c_void_p()
+        self._call("cuDeviceGet", ctypes.byref(number), ctypes.c_int(device))
+        kind = ctypes.c_uint(_MULTIPROCESSORS)
+        self._call("cuDeviceGetDevResource", number, ctypes.byref(found), kind)
+        self._call(
+            "cuDevSmResourceSplitByCount",
+            *map(ctypes.byref, (part, parts, found, rest)),
+            ctypes.c_uint(0),
+            ctypes.c_uint(multiprocessors),
+        )
+        one = ctypes.c_uint(1)
+        self._call("cuDevResourceGenerateDesc", *map(ctypes.byref, (description, part)), one)
+        context, stream = ctypes.c_void_p(), ctypes.c_void_p()
+        flags = ctypes.c_uint(_DEFAULT_STREAM)
+        self._call("cuGreenCtxCreate", ctypes.byref(context), description, number, flags)
+        flags = ctypes.c_uint(_NON_BLOCKING)
+        self._call("cuGreenCtxStreamCreate", ctypes.byref(stream), context, flags, ctypes.c_int(0))
+        assert stream.value is not None
+        return stream.value, int(part.count)
 
     def _stream_value(self, name: str, address: int, value: int, stream: int, flags: int) -> None:
         self._call(

@@ -174,7 +174,8 @@ class RuledSampler:
         """Remember tokens of rows with rules, those of guides on their way to the host."""
         coming = None
         for row, known in ruled.items():
-            _keep(known, steps[row], tokens_B[row], logits_BV[row])
+            if known.counts_tokens or known.rules.logprobs is not None:
+                _keep(known, steps[row], tokens_B[row], logits_BV[row])
             if known.automaton is not None:
                 coming = on_its_way(tokens_B) if coming is None else coming
                 known.coming = (steps[row], coming, row)
@@ -203,8 +204,9 @@ class RuledSampler:
 def apply_all(rows: Iterable[_Ruled], steps: Sequence[int], logits_RV: Tensor) -> None:
     """Change the logits of rows with rules, each at its place, in place."""
     several = list(rows)
-    for known, step, logits_V in zip(several, steps, logits_RV, strict=True):
-        apply_rules(known, logits_V, step)
+    for row, (known, step) in enumerate(zip(several, steps, strict=True)):
+        if known.rules.weighs_tokens:
+            apply_rules(known, logits_RV[row], step)
     _follow_guides(several, steps, logits_RV)
 
 
@@ -246,7 +248,9 @@ def _follow_guides(rows: Sequence[_Ruled], steps: Sequence[int], logits_RV: Tens
     vocab, device = logits_RV.shape[-1], logits_RV.device
     bits_GB = answers[0][0].allowed_of(answers, vocab)
     if device.type == "cuda":
-        bits_GB = bits_GB.pin_memory().to(device, non_blocking=True)
+        pinned_GB = torch.empty(bits_GB.shape, dtype=bits_GB.dtype, pin_memory=True)
+        pinned_GB.numpy()[:] = bits_GB.numpy()  # by this thread: torch would wake others for it
+        bits_GB = pinned_GB.to(device, non_blocking=True)
     forbidden_GV = ~unpacked(bits_GB, vocab)
     if len(guided) == len(rows):
         logits_RV.masked_fill_(forbidden_GV, -math.inf)

@@ -113,8 +113,7 @@ def test_never_in_the_callers_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return answer
 
-    for solver in ("solve_as", "pareto_front", "estimate_flexgen"):
-        monkeypatch.setattr(isolated, solver, here)
+    monkeypatch.setattr(isolated, "run_job", here)
     monkeypatch.setattr(isolated, "answer_forked", way("fork"))
     monkeypatch.setattr(isolated, "answer_spawned", way("spawn"))
     p = _problem()

@@ -17,7 +17,7 @@ from llmpq.kv_format import BLOCK_TOKENS
 
 pytestmark = pytest.mark.compile
 
-NUMBERS = ("num_rows", "columns", "block_stride", "nobody", "window", "widest")
+NUMBERS = ("num_rows", "columns", "block_stride", "nobody", "window", "widest", "num_places")
 LONGS = ("positions", "slots", "places", "row_slots", "lasts")
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 # (query heads, key/value heads, head_dim, dtype): Llama, Qwen2, Phi, OPT, BLOOM and wider.
@@ -44,13 +44,22 @@ def compiled(kernel, arch, constants, element):
             arguments[name] = "i32"
         elif name in ("score_scale", "cap"):
             arguments[name] = "fp32"
-        elif name in ("rows", "table", "arrived"):
+        elif name in ("rows", "dealt", "table", "arrived"):
             arguments[name] = "*i32"
         elif name in ("part_ptr", "lse_ptr", "slopes", "sinks"):
             arguments[name] = "*fp32"
         else:
             arguments[name] = "*i64" if name in LONGS else f"*{element}"
-    loose = ("num_rows", "columns", "nobody", "window", "widest", "score_scale", "cap")
+    loose = (
+        "num_rows",
+        "columns",
+        "nobody",
+        "window",
+        "widest",
+        "num_places",
+        "score_scale",
+        "cap",
+    )
     aligned = tuple(name for name in arguments if name not in loose)
     return compile_kernel(kernel, arch, arguments, constants, aligned=aligned, options=options)
 

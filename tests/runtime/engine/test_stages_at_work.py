@@ -8,7 +8,7 @@ import pytest
 from llmpq.runtime.engine.paged_scheduler import PagedScheduler
 from llmpq.runtime.engine.pool_limits import PoolLimits
 from llmpq.runtime.engine.scheduler import UNKNOWN, max_ahead
-from llmpq.runtime.request import Request
+from llmpq.runtime.request import Request, StepKind
 
 pytestmark = pytest.mark.cpu
 
@@ -70,3 +70,23 @@ def test_one_request_is_not_held_back():
     for number in (1, 2):
         scheduler.submit(Request(id=number, prompt=(number,), max_new=20))
     assert busy_shares(scheduler) > 0.8
+
+
+def test_prompts_go_with_rows_that_decode():
+    """As many as run at once, and others waiting: next to no step is of prompts alone."""
+    rng, kinds = random.Random(1), []
+    scheduler = PagedScheduler(limits(max_rows=48))
+    for number in range(300):
+        prompt = tuple([number] * rng.randint(200, 600))
+        scheduler.submit(Request(id=number, prompt=prompt, max_new=rng.randint(20, 150)))
+    issued = scheduler.next_micro_batch
+
+    def noted():
+        step = issued()
+        if step is not None:
+            kinds.append(step.kind)
+        return step
+
+    scheduler.next_micro_batch = noted
+    assert busy_shares(scheduler) > 0.95
+    assert kinds.count(StepKind.PREFILL) < 0.02 * len(kinds)
