@@ -22,6 +22,8 @@ What a user got wrong is a `ValueError`; `end_of` turns every outcome into a sen
 from __future__ import annotations
 
 import argparse
+import os
+import select
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -34,6 +36,8 @@ from llmpq.version import __version__
 
 T = TypeVar("T")
 
+CUT_SHORT = 141
+"""Exit code where nobody reads the output any more: as if by SIGPIPE, as other commands have it."""
 _NOT_GIVEN: Any = object()
 """Stands for a flag until the command line is read: a default may also be given explicitly."""
 
@@ -234,12 +238,16 @@ def end_of(
 ) -> int:
     """Run a command and return its exit code; whatever ends it early is one sentence on stderr."""
     try:
-        return int(run())
+        code = int(run())
+        sys.stdout.flush()
+        return code
     except LlmpqError as error:
         message, code = str(error), error.exit_code
     except ValueError as error:
         message, code = str(error), ExitCode.USAGE
     except OSError as error:
+        if isinstance(error, BrokenPipeError) and _nobody_reads(sys.stdout):
+            return CUT_SHORT
         message, code = refusal(error), ExitCode.USAGE
     except (RuntimeError, MemoryError) as error:
         if not out_of_memory(error):
@@ -249,6 +257,19 @@ def end_of(
         message, code = interrupted, ExitCode.INTERRUPTED
     (err or sys.stderr).write(f"{program}: {' '.join(message.split())}\n")
     return int(code)
+
+
+def _nobody_reads(out: IO[str]) -> bool:
+    """Whether a pipe's reader is gone (`| head`); what is left for it is dropped in silence."""
+    try:
+        ends = select.poll()
+        ends.register(out.fileno(), 0)  # errors are told unasked
+    except (AttributeError, OSError):  # Windows has no poll; not every stream is a file
+        return False
+    if not any(event & select.POLLERR for _, event in ends.poll(0)):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
+    return True
 
 
 class _Parser(argparse.ArgumentParser):

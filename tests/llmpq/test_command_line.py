@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import io
+import os
+import subprocess
+import sys
 from dataclasses import dataclass
 
 import pytest
 
-from llmpq.command_line import CommandParser, Only, end_of
+from llmpq.command_line import CUT_SHORT, CommandParser, Only, end_of
 from llmpq.errors import DoesNotFitError
 from llmpq.version import __version__
 
@@ -135,3 +138,31 @@ def test_a_request_gets_only_what_was_declared() -> None:
     assert isinstance(parser().read(["--model", "m"]), argparse.Namespace)
     with pytest.raises(KeyError):
         CommandParser("x", "Do x.", example="x").read_as(Request, [])
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_reader_that_has_enough_is_no_error(unbuffered: str) -> None:
+    """`llmpq-... | head -1` says nothing and ends as other commands do."""
+    code = "import sys; from llmpq.command_line import end_of\n"
+    code += "def run():\n    [print(k) for k in range(100_000)]\n    return 0\n"
+    code += "sys.exit(end_of('x', run))"
+    env = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    writer = [sys.executable, "-c", code]
+    with subprocess.Popen(
+        writer, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline() == "0\n"
+        process.stdout.close()
+        assert process.stderr.read() == ""
+        assert process.wait(30) == CUT_SHORT
+
+
+def test_a_broken_pipe_elsewhere_is_told() -> None:
+    def run() -> int:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    err = io.StringIO()
+    assert end_of("x", run, err=err) == 2
+    assert "Broken pipe" in err.getvalue()
