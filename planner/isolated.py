@@ -88,7 +88,8 @@ def _side_by_side(problem: Problem, how: How) -> Outcome:
             return _raised_or_given(whole)
         if isinstance(whole, Outcome) and whole.value <= alone.value:
             return whole
-        return replace(alone, bound=whole.bound, seconds=how.time_limit_s)
+        bound = None if whole.bound is None else min(whole.bound, alone.value)
+        return replace(alone, bound=bound, seconds=waited + alone.seconds)
     finally:
         for fork in forks:
             fork.kill()
@@ -172,30 +173,35 @@ class Fork:
     def __init__(self, work: Callable[[], Any]) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
-        self._reader, writer = os.pipe()
-        self._child = os.fork()
+        reader, writer = os.pipe()
+        self._child: int | None = os.fork()
         if self._child == 0:
-            os.close(self._reader)
+            os.close(reader)
             _answer_and_exit(work, writer)
         os.close(writer)
+        self._pipe = os.fdopen(reader, "rb")
 
     def ends_within(self, seconds: float) -> bool:
         """Return whether it has answered, or died, after at most so long."""
-        return bool(select.select([self._reader], [], [], seconds)[0])
+        return bool(select.select([self._pipe], [], [], seconds)[0])
 
     def answer(self, what: str) -> dict[str, Any]:
         """Wait for it; return its answer's fields, or raise what it raised."""
-        with os.fdopen(self._reader, "rb") as pipe:
-            text = pipe.read()
+        assert self._child is not None
+        with self._pipe:
+            text = self._pipe.read()
         _, status = os.waitpid(self._child, 0)
+        self._child = None
         return _fields(text, os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0, what)
 
     def kill(self) -> None:
         """End it, whatever it does; nothing where it has been waited for."""
-        with contextlib.suppress(ProcessLookupError, ChildProcessError):
-            os.kill(self._child, signal.SIGKILL)
-            os.waitpid(self._child, 0)
-            os.close(self._reader)
+        self._pipe.close()
+        if self._child is not None:
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                os.kill(self._child, signal.SIGKILL)
+                os.waitpid(self._child, 0)
+            self._child = None
 
 
 def _get_ready() -> None:
@@ -243,6 +249,8 @@ def _answer_and_exit(work: Callable[[], Any], writer: int) -> None:
         answer = answer_of(work)
         with os.fdopen(writer, "w", encoding="utf-8") as pipe:
             write_line(pipe, answer)
+    except KeyboardInterrupt:  # of the whole group: the parent says it
+        code = 1
     except BaseException as error:
         sys.stderr.write(f"llmpq-algo: {type(error).__name__}: {error}\n")
         sys.stderr.flush()

@@ -84,9 +84,9 @@ def test_a_plan_beside_a_search_without_one(monkeypatch: pytest.MonkeyPatch) -> 
     best = _known(p)
     monkeypatch.setattr(isolated, "has_spare_core", lambda: True)
     monkeypatch.setattr(isolated, "ALONE_AFTER_S", 0.0)
-    late = Unfinished("no plan yet", bound=1.0)
+    late = Unfinished("no plan yet", bound=best.value / 2)
     monkeypatch.setattr(isolated, "run_job", _jobs(late, best))
-    assert solve_isolated(p, HOW).bound == 1.0
+    assert solve_isolated(p, HOW).bound == best.value / 2
     for beside in (Infeasible("none"), RuntimeError("a bug")):
         monkeypatch.setattr(isolated, "run_job", _jobs(late, beside))
         with pytest.raises(Unfinished):

@@ -8,6 +8,7 @@ import random
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -190,3 +191,34 @@ def test_a_bug_in_the_child_is_reported(capfd: pytest.CaptureFixture[str]) -> No
     with pytest.raises(SolverCrashed, match=r"died \(no answer\)"):
         _spawned(How(method="exact", backend="highs", gap="wide"))  # type: ignore[arg-type]
     assert "TypeError" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_an_interrupt_ends_every_child(monkeypatch: pytest.MonkeyPatch, beside: bool) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    def run_job(*_: object) -> Outcome:
+        time.sleep(60)
+        raise AssertionError("it was to be ended")
+
+    monkeypatch.setattr(isolated, "run_job", run_job)
+    monkeypatch.setattr(isolated, "has_spare_core", lambda: beside)
+    p = random_problem(random.Random(3))
+    assert len(p.choices) > 1
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.6)
+        with pytest.raises(KeyboardInterrupt):
+            solve_isolated(p, How(method="exact"))
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    with pytest.raises(ChildProcessError):  # there is none left
+        os.waitpid(-1, os.WNOHANG)
+
+
+def test_a_child_that_was_waited_for_is_not_ended_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    child = isolated.Fork(lambda: solve(_problem(), "exact"))
+    child.answer("exact")
+    monkeypatch.setattr(os, "kill", lambda *_: pytest.fail("its number may be another's by now"))
+    child.kill()
