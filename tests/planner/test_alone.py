@@ -71,6 +71,7 @@ def test_the_better_of_two_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     p = _problems(1)[0]
     best = _known(p)
     worse = replace(best, value=best.value * 2, status="feasible", bound=best.value / 2)
+    monkeypatch.setattr(isolated, "may_fork", lambda: True)  # whatever threads a test has left
     monkeypatch.setattr(isolated, "has_spare_core", lambda: True)
     monkeypatch.setattr(isolated, "ALONE_AFTER_S", 0.0)
     for whole, beside, value_s in ((worse, best, best.value), (worse, worse, worse.value)):
@@ -82,6 +83,7 @@ def test_the_better_of_two_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_plan_beside_a_search_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
     p = _problems(1)[0]
     best = _known(p)
+    monkeypatch.setattr(isolated, "may_fork", lambda: True)  # whatever threads a test has left
     monkeypatch.setattr(isolated, "has_spare_core", lambda: True)
     monkeypatch.setattr(isolated, "ALONE_AFTER_S", 0.0)
     late = Unfinished("no plan yet", bound=best.value / 2)

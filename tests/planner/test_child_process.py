@@ -203,6 +203,7 @@ def test_an_interrupt_ends_every_child(monkeypatch: pytest.MonkeyPatch, beside: 
         raise AssertionError("it was to be ended")
 
     monkeypatch.setattr(isolated, "run_job", run_job)
+    monkeypatch.setattr(isolated, "may_fork", lambda: True)
     monkeypatch.setattr(isolated, "has_spare_core", lambda: beside)
     p = random_problem(random.Random(3))
     assert len(p.choices) > 1
