@@ -12,6 +12,7 @@ from llmpq.plan import Plan
 from llmpq.planner import limits
 from llmpq.planner.inputs.make_problem import parse_kv
 from llmpq.planner.inputs.requests import PlanRequest
+from llmpq.planner.isolated import Beside, solve_isolated
 from llmpq.planner.methods import NO_PLAN, How
 from llmpq.planner.outcome import OPTIMAL_GAP, Infeasible, Outcome, Unfinished
 from llmpq.planner.predict.advice import explain_infeasible, too_big
@@ -102,9 +103,20 @@ class _Tries:
         self.bounds: dict[int, float] = {}
         self.unfinished: Unfinished | None = None
         self.refusal = Infeasible("")
+        self.beside = Beside(problems, _how(wish, None, again=False))
 
     def solved(self) -> tuple[Problem, Outcome] | None:
         """Return the best problem and outcome."""
+        try:
+            self._solve_all()
+            if any(self._may_be_better(number) for number in self.bounds):
+                self._take(self.beside.found())
+        finally:
+            self.beside.end()
+        return self.best
+
+    def _solve_all(self) -> None:
+        """Solve at every precision; what some leave of the time is for the least bound's."""
         limit = self.wish.time_limit_s
         deadline = time.perf_counter() + limit
         waiting = self._by_promise() if self.wish.method == "exact" else self._as_given()
@@ -117,7 +129,15 @@ class _Tries:
             left = deadline - time.perf_counter()
             if left > AGAIN_SHARE * limit and self._may_be_better(number):
                 self._solve(number, left)
-        return self.best
+
+    def _take(self, found: tuple[int, Outcome] | None) -> None:
+        """Keep a plan that was found beside the searches, if it is the best."""
+        if found is None or found[0] not in self.bounds:
+            return
+        number, outcome = found
+        if self.best is None or outcome.value < self.best[1].value:
+            bound = min(self.bounds[number], outcome.value)
+            self.best = self.problems[number], replace(outcome, bound=bound)
 
     def _as_given(self) -> list[int]:
         return list(range(len(self.problems)))
@@ -144,9 +164,9 @@ class _Tries:
         """Solve at one precision; keep the plan if it is the best, and what is proven."""
         priced, known = self.problems[number], self.bounds.get(number, -math.inf)
         best = None if self.best is None else self.best[1]
+        wish, again = replace(self.wish, time_limit_s=limit_s), number in self.bounds
         try:
-            wish, again = replace(self.wish, time_limit_s=limit_s), number in self.bounds
-            outcome = _solve(priced, wish, best, again)
+            outcome = _solve(priced, _how(wish, best, again=again), self.beside)
         except Unfinished as error:
             self.unfinished = error
             self.bounds[number] = max(known, error.bound)
@@ -180,14 +200,14 @@ def _raise_unless_smaller(problem: Problem, refusal: str) -> None:
         raise DoesNotFitError(refusal)
 
 
-def _solve(problem: Problem, wish: Wish, best: Outcome | None, again: bool) -> Outcome:
-    """Solve in a child process: a crash there is an error here.
+def _solve(problem: Problem, how: How, beside: Beside) -> Outcome:
+    """Solve in a child process: a crash there is an error here."""
+    return solve_isolated(problem, how, beside)
 
-    `best` is what has been found so far; `again`: at this KV precision, too.
-    """
-    from llmpq.planner.isolated import solve_isolated
 
-    how = How(
+def _how(wish: Wish, best: Outcome | None, *, again: bool) -> How:
+    """Return how to solve: `best` is what has been found so far; `again`: at this KV, too."""
+    return How(
         method=wish.method,
         time_limit_s=wish.time_limit_s,
         gap=wish.gap,
@@ -197,7 +217,6 @@ def _solve(problem: Problem, wish: Wish, best: Outcome | None, again: bool) -> O
         known=None if best is None else best.assignment,
         again=again,
     )
-    return solve_isolated(problem, how)
 
 
 def checked_plan(problem: Problem, outcome: Outcome, path: str | None) -> Plan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 from dataclasses import replace
@@ -10,8 +11,9 @@ from typing import Any
 import pytest
 
 from llmpq.planner import alone, isolated
+from llmpq.planner.answer import Wish, _Tries
 from llmpq.planner.exact.search import solve_exact
-from llmpq.planner.isolated import solve_isolated
+from llmpq.planner.isolated import Beside
 from llmpq.planner.methods import How
 from llmpq.planner.outcome import Infeasible, Outcome, Unfinished
 from llmpq.planner.predict.fits import fits
@@ -50,60 +52,134 @@ def _least(p: Problem) -> float | None:
 def test_the_best_plan_of_one_precision() -> None:
     near = 0
     for p in _problems(6):
-        found, least = alone.solve_alone(p, HOW), _least(p)
+        found, least = alone.solve_alone([p], HOW), _least(p)
         assert least is not None
-        plan = found.assignment
-        held = {b for stage in plan.stages for b in stage.choices}
+        outcome = found.outcome
+        held = {b for stage in outcome.assignment.stages for b in stage.choices}
+        assert found.number == 0
         assert len(held) == 1
-        assert fits(p, plan)
-        assert found.value == pytest.approx(value(p, plan), rel=1e-9)
-        assert found.value >= least * (1 - 1e-6)
-        assert found.bound is None
-        near += found.value <= least * (1 + 1e-6)
+        assert fits(p, outcome.assignment)
+        assert outcome.value == pytest.approx(value(p, outcome.assignment), rel=1e-9)
+        assert outcome.value >= least * (1 - 1e-6)
+        assert outcome.bound is None
+        near += outcome.value <= least * (1 + 1e-6)
     assert near >= 5  # it looks into the likely precisions alone
+
+
+def test_the_best_of_several_problems() -> None:
+    both = 0
+    problems = _problems(6)
+    for first, second in itertools.pairwise(problems):
+        values = [alone.solve_alone([p], HOW).outcome.value for p in (first, second)]
+        found = alone.solve_alone([first, second], HOW)
+        assert found.outcome.value == pytest.approx(min(values), rel=1e-6)
+        assert found.number == values.index(min(values))
+        both += found.number
+    assert 0 < both < len(problems) - 1
+
+
+def _wish(**changes: Any) -> Wish:
+    flags: dict[str, Any] = {
+        "method": "exact",
+        "time_limit_s": 1.0,
+        "gap": 1e-4,
+        "backend": "highs",
+        "budget": None,
+        "kvs": (),
+    }
+    return Wish(**{**flags, **changes})
+
+
+@pytest.fixture
+def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever threads a test has left."""
+    monkeypatch.setattr(isolated, "may_fork", lambda: True)
+    monkeypatch.setattr(isolated, "has_spare_core", lambda: True)
+    monkeypatch.setattr(isolated, "ALONE_AFTER_S", 0.0)
+
+
+@pytest.mark.usefixtures("two_cores")
+def test_the_better_of_two_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    p = _problems(1)[0]
+    best = _known(p)
+    worse = replace(best, value=best.value * 2, status="feasible", bound=best.value / 2)
+    for whole, beside, value_s in ((worse, best, best.value), (worse, worse, worse.value)):
+        _say(monkeypatch, whole, alone.Found(1, beside))
+        found = _tried(p)
+        assert found is not None
+        assert (found.value, found.bound) == (value_s, best.value / 2)
+
+
+@pytest.mark.usefixtures("two_cores")
+def test_a_plan_beside_a_search_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    p = _problems(1)[0]
+    best = _known(p)
+    late = Unfinished("no plan yet", bound=best.value / 2)
+    _say(monkeypatch, late, alone.Found(0, best))
+    found = _tried(p)
+    assert found is not None
+    assert found.bound == best.value / 2
+    for beside in (Infeasible("none"), RuntimeError("a bug")):
+        _say(monkeypatch, late, beside)
+        assert _tried(p) is None
+
+
+@pytest.mark.usefixtures("two_cores")
+def test_one_process_for_all_kv_precisions(monkeypatch: pytest.MonkeyPatch) -> None:
+    p = _problems(1)[0]
+    best = _known(p)
+    begun: list[int] = []
+    began = Beside.begin
+
+    def begin(beside: Beside) -> None:
+        begun.append(len(beside.problems))
+        began(beside)
+
+    monkeypatch.setattr(Beside, "begin", begin)
+    worse = replace(best, value=best.value * 2, status="feasible", bound=best.value / 2)
+    _say(monkeypatch, worse, alone.Found(1, best))
+    _tried(p)
+    assert begun == [2]
+
+
+@pytest.mark.usefixtures("two_cores")
+def test_a_proven_plan_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    p = _problems(1)[0]
+    best = _known(p)
+    _say(monkeypatch, replace(best, bound=best.value, status="optimal"), None)
+    start = time.perf_counter()
+    found = _tried(p, time_limit_s=60.0)
+    assert found is not None
+    assert time.perf_counter() - start < 20
 
 
 def _known(p: Problem) -> Outcome:
     return solve_exact(p, time_limit_s=1.0)
 
 
-def test_the_better_of_two_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    p = _problems(1)[0]
-    best = _known(p)
-    worse = replace(best, value=best.value * 2, status="feasible", bound=best.value / 2)
-    monkeypatch.setattr(isolated, "may_fork", lambda: True)  # whatever threads a test has left
-    monkeypatch.setattr(isolated, "has_spare_core", lambda: True)
-    monkeypatch.setattr(isolated, "ALONE_AFTER_S", 0.0)
-    for whole, beside, value_s in ((worse, best, best.value), (worse, worse, worse.value)):
-        monkeypatch.setattr(isolated, "run_job", _jobs(whole, beside))
-        found = solve_isolated(p, HOW)
-        assert (found.value, found.bound) == (value_s, best.value / 2)
+def _tried(p: Problem, **changes: Any) -> Outcome | None:
+    """Return what is found at two KV precisions."""
+    best = _Tries(_wish(**changes), [p, p]).solved()
+    return None if best is None else best[1]
 
 
-def test_a_plan_beside_a_search_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    p = _problems(1)[0]
-    best = _known(p)
-    monkeypatch.setattr(isolated, "may_fork", lambda: True)  # whatever threads a test has left
-    monkeypatch.setattr(isolated, "has_spare_core", lambda: True)
-    monkeypatch.setattr(isolated, "ALONE_AFTER_S", 0.0)
-    late = Unfinished("no plan yet", bound=best.value / 2)
-    monkeypatch.setattr(isolated, "run_job", _jobs(late, best))
-    assert solve_isolated(p, HOW).bound == best.value / 2
-    for beside in (Infeasible("none"), RuntimeError("a bug")):
-        monkeypatch.setattr(isolated, "run_job", _jobs(late, beside))
-        with pytest.raises(Unfinished):
-            solve_isolated(p, HOW)
+def _say(monkeypatch: pytest.MonkeyPatch, whole: Any, beside: Any) -> None:
+    """Have the searches give these, the whole ones a little later; none: it takes a minute."""
+
+    def run_job(problem: Problem, job: str, options: dict[str, Any]) -> Any:
+        time.sleep(0.2)
+        return _given(whole)
+
+    def solve_alone(problems: list[Problem], how: How) -> Any:
+        if beside is None:
+            time.sleep(60)
+        return _given(beside)
+
+    monkeypatch.setattr(isolated, "run_job", run_job)
+    monkeypatch.setattr(alone, "solve_alone", solve_alone)
 
 
-def _jobs(whole: Outcome | Exception, beside: Outcome | Exception) -> Any:
-    """Return a `run_job` that gives these, the whole search's a little later."""
-
-    def run_job(problem: Problem, job: str, options: dict[str, Any]) -> Outcome:
-        answer = beside if job == "alone" else whole
-        if job != "alone":
-            time.sleep(0.2)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    return run_job
+def _given(answer: Any) -> Any:
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
