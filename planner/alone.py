@@ -41,8 +41,6 @@ class _One:
     number: int
     choice: int
     problem: Problem
-    worth: float
-    """Of its best simple plan."""
 
     def found(self, outcome: Outcome, start: float) -> Found:
         """Return its plan as one of the whole problem."""
@@ -113,15 +111,15 @@ def _walked_to(likely: list[_One], how: How, deadline: float) -> tuple[_One, Out
 
 def _likely(problems: Sequence[Problem], budget: float | None) -> list[_One]:
     """Return those that may be best, each with one precision for all, most promising first."""
-    ones: list[_One] = []
+    worths: dict[tuple[int, int], float] = {}
     for number, p in enumerate(problems):
-        for b in range(len(p.choices)):
-            if p.open[:, b].all():
-                only = p.with_changes(choices=(p.choices[b],))
-                incumbent = Incumbent(only, budget)
-                for plan in first_plans(only, PairTables(only)):
-                    incumbent.offer(plan)
-                ones.append(_One(number, b, only, incumbent.value))
-    least = min((one.worth for one in ones), default=math.inf)
-    ones.sort(key=lambda one: one.worth)
-    return [one for one in ones if one.worth <= least * LIKELY or math.isinf(least)]
+        best = {b: Incumbent(p, budget) for b in range(len(p.choices)) if p.open[:, b].all()}
+        for plan in first_plans(p, PairTables(p)):
+            best[plan.stages[0].choices[0]].offer(plan)
+        worths.update({(number, b): incumbent.value for b, incumbent in best.items()})
+    least = min(worths.values(), default=math.inf)
+    return [
+        _One(number, b, problems[number].with_changes(choices=(problems[number].choices[b],)))
+        for (number, b), worth in sorted(worths.items(), key=lambda item: item[1])
+        if worth <= least * LIKELY or math.isinf(least)
+    ]

@@ -14,7 +14,14 @@ from llmpq.planner.inputs.make_problem import parse_kv
 from llmpq.planner.inputs.requests import PlanRequest
 from llmpq.planner.isolated import Beside, solve_isolated
 from llmpq.planner.methods import NO_PLAN, How
-from llmpq.planner.outcome import OPTIMAL_GAP, Infeasible, Outcome, Unfinished
+from llmpq.planner.outcome import (
+    BUDGET_ROUNDING,
+    OPTIMAL_GAP,
+    Assignment,
+    Infeasible,
+    Outcome,
+    Unfinished,
+)
 from llmpq.planner.predict.advice import explain_infeasible, too_big
 from llmpq.planner.problem import Problem
 from llmpq.precision import KVPrecision
@@ -111,6 +118,7 @@ class _Tries:
             self._solve_all()
             if any(self._may_be_better(number) for number in self.bounds):
                 self._take(self.beside.found())
+                self._move_to_another_kv()
         finally:
             self.beside.end()
         return self.best
@@ -138,6 +146,18 @@ class _Tries:
         if self.best is None or outcome.value < self.best[1].value:
             bound = min(self.bounds[number], outcome.value)
             self.best = self.problems[number], replace(outcome, bound=bound)
+
+    def _move_to_another_kv(self) -> None:
+        """Take the best plan as it is at the KV precision at which it is worth most."""
+        if self.best is None or self.wish.method != "exact":
+            return
+        outcome = self.best[1]
+        for number in self.bounds:
+            priced = self.problems[number]
+            worth = _worth(priced, outcome.assignment, self.wish.budget)
+            if worth < self.best[1].value:
+                bound = min(self.bounds[number], worth)
+                self.best = priced, replace(outcome, value=worth, bound=bound)
 
     def _as_given(self) -> list[int]:
         return list(range(len(self.problems)))
@@ -181,6 +201,19 @@ class _Tries:
         self.bounds[number] = max(known, bound)
         if self.best is None or outcome.value < self.best[1].value:
             self.best = priced, outcome
+
+
+def _worth(p: Problem, a: Assignment, budget: float | None) -> float:
+    """Return what a plan is worth, under a budget its time; infinite where it does not fit."""
+    from llmpq.planner.predict.fits import fits
+    from llmpq.planner.predict.pipeline_time import sum_omega, value
+
+    if not fits(p, a):
+        return math.inf
+    if budget is None:
+        return value(p, a)
+    within = sum_omega(p, a) <= budget * (1 + BUDGET_ROUNDING / 2)
+    return value(p.with_changes(theta=0.0), a) if within else math.inf
 
 
 def _over_all(outcome: Outcome, bound: float) -> Outcome:

@@ -17,7 +17,7 @@ from llmpq.planner.isolated import Beside
 from llmpq.planner.methods import How
 from llmpq.planner.outcome import Infeasible, Outcome, Unfinished
 from llmpq.planner.predict.fits import fits
-from llmpq.planner.predict.pipeline_time import value
+from llmpq.planner.predict.pipeline_time import sum_omega, value
 from llmpq.planner.problem import Problem
 from llmpq.planner.tools.random_problems import random_problem
 
@@ -153,6 +153,36 @@ def test_a_proven_plan_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     assert time.perf_counter() - start < 20
 
 
+@pytest.mark.parametrize("spare", [None, 2.0, 0.5])
+def test_the_best_plan_moves_to_the_kv_precision_where_it_is_worth_most(
+    monkeypatch: pytest.MonkeyPatch, spare: float | None
+) -> None:
+    p = _problems(1)[0]
+    lossy = next(choice for b, choice in enumerate(p.choices) if p.omega[:, b].all())
+    p = p.with_changes(choices=(lossy,))
+    slower = p.with_changes(costs=replace(p.costs, scale={k: 2.0 for k in _kinds(p)}))
+    best = _known(slower)
+    budget = None if spare is None else spare * sum_omega(p, best.assignment)
+    theta = p.theta if spare is None else 0.0
+    start = value(slower.with_changes(theta=theta), best.assignment)
+    unproven = replace(best, value=start, status="feasible", bound=start / 9)
+    monkeypatch.setattr(isolated, "has_spare_core", lambda: False)
+    late = Unfinished("no plan yet", bound=start / 9)
+    monkeypatch.setattr(isolated, "run_job", lambda q, *_: _given(late if q is p else unproven))
+    monkeypatch.setattr(isolated, "may_fork", lambda: True)
+    found = _Tries(_wish(budget=budget), [slower, p]).solved()
+    assert found is not None
+    moved = value(p.with_changes(theta=theta), best.assignment)
+    assert moved < start
+    within = spare is None or spare > 1
+    assert found[1].value == pytest.approx(moved if within else start)
+    assert found[0] is (p if within else slower)
+
+
+def _kinds(p: Problem) -> set[str]:
+    return {d.profile_kind for d in p.cluster.devices}
+
+
 def _known(p: Problem) -> Outcome:
     return solve_exact(p, time_limit_s=1.0)
 
@@ -175,6 +205,8 @@ def _say(monkeypatch: pytest.MonkeyPatch, whole: Any, beside: Any) -> None:
             time.sleep(60)
         return _given(beside)
 
+    # The values are made up: nothing is to be valued anew.
+    monkeypatch.setattr(_Tries, "_move_to_another_kv", lambda _: None)
     monkeypatch.setattr(isolated, "run_job", run_job)
     monkeypatch.setattr(alone, "solve_alone", solve_alone)
 
