@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
 import random
 import time
@@ -26,33 +28,38 @@ HOW = How(method="exact", time_limit_s=1.0)
 pytestmark = pytest.mark.pure
 
 
-def _problems(count: int) -> list[Problem]:
-    """Return problems of several choices that fit a plan of one of them."""
-    found: list[Problem] = []
+def _seeds(count: int) -> list[int]:
+    """Return seeds of problems of several choices that fit a plan of one of them."""
+    found: list[int] = []
     seed = 0
     while len(found) < count:
-        p = random_problem(random.Random(seed))
+        p = _problem(seed)
+        if len(p.choices) > 1 and _least_of(seed) is not None:
+            found.append(seed)
         seed += 1
-        if len(p.choices) > 1 and _least(p) is not None:
-            found.append(p)
     return found
 
 
-def _least(p: Problem) -> float | None:
+@functools.cache
+def _problem(seed: int) -> Problem:
+    return random_problem(random.Random(seed))
+
+
+@functools.cache
+def _least_of(seed: int) -> float | None:
     """Return the least value of plans of one precision, each solved by itself."""
-    values = []
+    p, values = _problem(seed), []
     for choice in p.choices:
-        try:
+        with contextlib.suppress(Infeasible):
             values.append(solve_exact(p.with_changes(choices=(choice,)), time_limit_s=5.0).value)
-        except Infeasible:
-            continue
     return min(values, default=None)
 
 
 def test_the_best_plan_of_one_precision() -> None:
     near = 0
-    for p in _problems(6):
-        found, least = alone.solve_alone([p], HOW), _least(p)
+    for seed in _seeds(6):
+        p, least = _problem(seed), _least_of(seed)
+        found = alone.solve_alone([p], HOW)
         assert least is not None
         outcome = found.outcome
         held = {b for stage in outcome.assignment.stages for b in stage.choices}
@@ -68,7 +75,7 @@ def test_the_best_plan_of_one_precision() -> None:
 
 def test_the_best_of_several_problems() -> None:
     both = 0
-    problems = _problems(6)
+    problems = [_problem(seed) for seed in _seeds(6)]
     for first, second in itertools.pairwise(problems):
         values = [alone.solve_alone([p], HOW).outcome.value for p in (first, second)]
         found = alone.solve_alone([first, second], HOW)
@@ -100,7 +107,7 @@ def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("two_cores")
 def test_the_better_of_two_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    p = _problems(1)[0]
+    p = _problem(_seeds(1)[0])
     best = _known(p)
     worse = replace(best, value=best.value * 2, status="feasible", bound=best.value / 2)
     for whole, beside, value_s in ((worse, best, best.value), (worse, worse, worse.value)):
@@ -112,7 +119,7 @@ def test_the_better_of_two_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("two_cores")
 def test_a_plan_beside_a_search_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    p = _problems(1)[0]
+    p = _problem(_seeds(1)[0])
     best = _known(p)
     late = Unfinished("no plan yet", bound=best.value / 2)
     _say(monkeypatch, late, alone.Found(0, best))
@@ -126,7 +133,7 @@ def test_a_plan_beside_a_search_without_one(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.usefixtures("two_cores")
 def test_one_process_for_all_kv_precisions(monkeypatch: pytest.MonkeyPatch) -> None:
-    p = _problems(1)[0]
+    p = _problem(_seeds(1)[0])
     best = _known(p)
     begun: list[int] = []
     began = Beside.begin
@@ -144,7 +151,7 @@ def test_one_process_for_all_kv_precisions(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.usefixtures("two_cores")
 def test_a_proven_plan_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    p = _problems(1)[0]
+    p = _problem(_seeds(1)[0])
     best = _known(p)
     _say(monkeypatch, replace(best, bound=best.value, status="optimal"), None)
     start = time.perf_counter()
@@ -157,7 +164,7 @@ def test_a_proven_plan_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_the_best_plan_moves_to_the_kv_precision_where_it_is_worth_most(
     monkeypatch: pytest.MonkeyPatch, spare: float | None
 ) -> None:
-    p = _problems(1)[0]
+    p = _problem(_seeds(1)[0])
     lossy = next(choice for b, choice in enumerate(p.choices) if p.omega[:, b].all())
     p = p.with_changes(choices=(lossy,))
     slower = p.with_changes(costs=replace(p.costs, scale={k: 2.0 for k in _kinds(p)}))
