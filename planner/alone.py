@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from llmpq.planner.exact.pairs import PairTables
 from llmpq.planner.exact.search import Search
@@ -23,7 +24,14 @@ from llmpq.planner.problem import Problem
 LIKELY = 1.3
 """Worth of a precision's best simple plan, relative to the least, up to which it is looked into."""
 FIRST_SHARE = 0.4
-"""Share of the time in which each of those is; the best has what is left."""
+"""Share of the time in which each of those is searched for a little."""
+NEAR = 1.01
+"""Worth, relative to the best plan's by then, of those whose search goes on..."""
+NEAR_SHARE = 0.6
+"""...for this share of what is left; the best has the rest."""
+POLISH_SHARE = 0.7
+"""Share of that in which its best plan is improved: nothing needs a proof here."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -53,6 +61,15 @@ class _One:
         return Found(self.number, whole)
 
 
+@dataclass
+class _Try:
+    """A search of one of them."""
+
+    one: _One
+    search: Search
+    proven: bool
+
+
 def solve_alone(problems: Sequence[Problem], how: How) -> Found:
     """Return the best plan of one precision of any of the problems, without a bound.
 
@@ -62,7 +79,7 @@ def solve_alone(problems: Sequence[Problem], how: How) -> Found:
     deadline = start + how.time_limit_s
     likely = _likely(problems, how.budget)
     uniform = how.budget is None and all(p.numbers(*p.pairs[0]).uniform for p in problems)
-    search = _walked_to if uniform else _each_solved
+    search = _searched if uniform else _each_solved
     best = search(likely, how, deadline)
     if best is None:
         raise Infeasible("no plan of one precision was found")
@@ -84,29 +101,48 @@ def _each_solved(likely: list[_One], how: How, deadline: float) -> tuple[_One, O
     return best
 
 
-def _walked_to(likely: list[_One], how: How, deadline: float) -> tuple[_One, Outcome] | None:
-    """Return the best plan that walks lead to, from every likely precision, then the best one."""
-    reached: list[tuple[float, bool, int, Search]] = []
-    for k, one in enumerate(likely):
+def _searched(likely: list[_One], how: How, deadline: float) -> tuple[_One, Outcome] | None:
+    """Return the best plan that a search leads to: of all for a while, of the near ones, of one.
+
+    A plan of one is a plan of all that have its precision: it is offered to them, too.
+    """
+    now = time.perf_counter()
+    limit = deadline if len(likely) == 1 else now + FIRST_SHARE * (deadline - now)
+    tries: list[_Try] = []
+    for one, end in _shared(likely, limit):
+        search = Search(one.problem, end, how.gap)
+        tries.append(_Try(one, search, proven=search.soon() >= search.target))
+    if not tries:
+        return None
+    best = _ranked(tries)[0].search.value
+    near = [tried for tried in tries if not tried.proven and tried.search.value <= best * NEAR]
+    now = time.perf_counter()
+    for tried, end in _shared(near, now + NEAR_SHARE * (deadline - now)):
+        tried.search.begin(limit=end)
+    first = _ranked(tries)[0]
+    if first.search.best is None:
+        return None
+    first.search.deadline = deadline
+    if not first.proven:
+        first.search.run(POLISH_SHARE)
+    return first.one, first.search.outcome(-math.inf, "")
+
+
+def _shared(items: Sequence[T], limit: float) -> Iterator[tuple[T, float]]:
+    """Yield each with the end of its part of the time until `limit`."""
+    for number, item in enumerate(items):
         now = time.perf_counter()
-        left = max(0.0, deadline - how.time_limit_s * (1 - FIRST_SHARE) - now)
-        search = Search(one.problem, now + left / (len(likely) - k), how.gap)
-        proven = search.soon() >= search.target
-        if not proven:
-            search.begin()
-        reached.append((search.value, proven, k, search))
-    if not reached:
-        return None
-    _, proven, k, search = min(reached, key=lambda one: one[0])
-    if search.best is None:
-        return None
-    search.deadline = deadline
-    if not proven and search.p is search.true:
-        search.walk.from_best(deadline)
-    elif not proven:  # devices that differ by their links alone: labels find what walks miss
-        search.run()
-    assert search.best is not None
-    return likely[k], search.outcome(-math.inf, "")
+        yield item, now + max(0.0, limit - now) / (len(items) - number)
+
+
+def _ranked(tries: list[_Try]) -> list[_Try]:
+    """Return the tries, that with the best plan first, when each knows the plans of its like."""
+    plans = [(tried, tried.search.best) for tried in tries]
+    for tried in tries:
+        for other, plan in plans:
+            if plan is not None and other is not tried and other.one.choice == tried.one.choice:
+                tried.search.incumbent.offer(plan)
+    return sorted(tries, key=lambda tried: tried.search.value)
 
 
 def _likely(problems: Sequence[Problem], budget: float | None) -> list[_One]:
