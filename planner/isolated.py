@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Literal
 
 from llmpq.child_lines import write_line
@@ -41,9 +41,9 @@ ALONE_AFTER_SHARE = 0.05
 BESIDE_NICENESS = 10
 """Where no core is free after all, the whole search goes first."""
 LATE_S = 0.3
-"""Seconds that they are waited for when the whole search has ended..."""
-LATE_SHARE = 0.02
-"""...and as a share of the time limit, beside them."""
+"""Seconds that the choice of a precision may take beyond the time limit."""
+ANSWER_S = 0.1
+"""Seconds that the answer is waited for beyond that."""
 Task = Literal["plan", "front", "offload"]
 
 
@@ -84,6 +84,7 @@ class Beside:
     def __init__(self, problems: Sequence[Problem], how: How) -> None:
         self.problems, self.how = problems, how
         self._start = time.perf_counter()
+        self._begun = self._start
         self._fork: Fork | None = None
         several = any(len(p.choices) > 1 for p in problems)
         self.wanted = how.method == "exact" and several and has_spare_core()
@@ -99,19 +100,17 @@ class Beside:
         return max(0.0, self._start + waited - time.perf_counter())
 
     def begin(self) -> None:
-        """Start the process."""
-        left = max(0.0, self.how.time_limit_s - (time.perf_counter() - self._start))
-        how = replace(self.how, time_limit_s=left)
-        self._fork = Fork(lambda: _search_alone(self.problems, how))
+        """Start the process, which has as much time as the searches, and is a little late."""
+        self._begun = time.perf_counter()
+        self._fork = Fork(lambda: _search_alone(self.problems, self.how))
 
     def found(self) -> tuple[int, Outcome] | None:
-        """Return a plan and the number of its problem; wait for it until the limit, not longer."""
+        """Return a plan and the number of its problem; wait for it, but not beyond its time."""
         if self._fork is None:
             return None
-        limit, late = self.how.time_limit_s, LATE_S
-        if math.isfinite(limit):
-            late += max(0.0, limit - (time.perf_counter() - self._start)) + LATE_SHARE * limit
-        if not self._fork.ends_within(late):
+        used, limit = time.perf_counter() - self._begun, self.how.time_limit_s
+        left = max(0.0, limit - used) if math.isfinite(limit) else 0.0
+        if not self._fork.ends_within(left + LATE_S + ANSWER_S):
             return None
         try:
             answer = self._fork.answer(self.how.method)
@@ -129,7 +128,7 @@ def _search_alone(problems: Sequence[Problem], how: How) -> AloneFound:
     from llmpq.planner.alone import solve_alone
 
     os.nice(BESIDE_NICENESS)
-    return solve_alone(problems, how)
+    return solve_alone(problems, how, LATE_S)
 
 
 def front_isolated(problem: Problem, *, points: int, time_limit_s: float) -> Front:

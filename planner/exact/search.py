@@ -174,15 +174,14 @@ class Search:
         else:
             self.walk.from_each([self.best], now + SOON_SHARE * max(0.0, self.deadline - now))
 
-    def begin(self, known: Assignment | None = None, limit: float | None = None) -> None:
-        """Offer simple plans, and a known one, and improve the best of them, until `limit`."""
+    def begin(self, known: Assignment | None = None) -> None:
+        """Offer simple plans, and a known one, and improve the best of them."""
         from llmpq.planner.exact.begin import begin
         from llmpq.planner.exact.rounding import rounded_plans
 
         now = time.perf_counter()
         left = max(0.0, self.deadline - now)
-        if limit is None:
-            limit = now + max(START_SHARE * left, min(START_S, left / 2))
+        limit = now + max(START_SHARE * left, min(START_S, left / 2))
         same = self.p is self.true
         rounded = rounded_plans(self.p, self.tables, self.relaxation) if same else ()
         begin(self.walk, known, rounded, limit)
@@ -194,10 +193,10 @@ class Search:
 
         return Walk(self.incumbent, self.true_tables)
 
-    def run(self, polish_share: float = POLISH_SHARE) -> float:
+    def run(self) -> float:
         """Search, improve what is not proven; return the proven lower bound over the space."""
         end = self.deadline
-        self.deadline -= polish_share * max(0.0, end - time.perf_counter())
+        self.deadline -= POLISH_SHARE * max(0.0, end - time.perf_counter())
         bound, self.deadline = self._both_links(), end
         if bound < self.target and self.best is not None:
             self.walk.from_best(end)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import random
 import time
 from dataclasses import replace
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 
 from llmpq.planner import alone, isolated
-from llmpq.planner.answer import Wish, _Tries
+from llmpq.planner.answer import Wish, _tried
 from llmpq.planner.exact.search import solve_exact
 from llmpq.planner.isolated import Beside
 from llmpq.planner.methods import How
@@ -22,6 +21,7 @@ from llmpq.planner.predict.fits import fits
 from llmpq.planner.predict.pipeline_time import sum_omega, value
 from llmpq.planner.problem import Problem
 from llmpq.planner.tools.random_problems import random_problem
+from llmpq.planner.tries import Tries
 
 HOW = How(method="exact", time_limit_s=1.0)
 
@@ -74,15 +74,13 @@ def test_the_best_plan_of_one_precision() -> None:
 
 
 def test_the_best_of_several_problems() -> None:
-    both = 0
-    problems = [_problem(seed) for seed in _seeds(6)]
-    for first, second in itertools.pairwise(problems):
-        values = [alone.solve_alone([p], HOW).outcome.value for p in (first, second)]
-        found = alone.solve_alone([first, second], HOW)
-        assert found.outcome.value == pytest.approx(min(values), rel=1e-6)
-        assert found.number == values.index(min(values))
-        both += found.number
-    assert 0 < both < len(problems) - 1
+    for seed in _seeds(3):
+        p = _problem(seed)
+        best = alone.solve_alone([p], HOW).outcome.value
+        for problems in ([_slower(p), p], [p, _slower(p)]):
+            found = alone.solve_alone(problems, HOW)
+            assert problems[found.number] is p
+            assert found.outcome.value == pytest.approx(best, rel=1e-6)
 
 
 def _wish(**changes: Any) -> Wish:
@@ -112,7 +110,7 @@ def test_the_better_of_two_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     worse = replace(best, value=best.value * 2, status="feasible", bound=best.value / 2)
     for whole, beside, value_s in ((worse, best, best.value), (worse, worse, worse.value)):
         _say(monkeypatch, whole, alone.Found(1, beside))
-        found = _tried(p)
+        found = _at_two_kvs(p)
         assert found is not None
         assert (found.value, found.bound) == (value_s, best.value / 2)
 
@@ -123,12 +121,12 @@ def test_a_plan_beside_a_search_without_one(monkeypatch: pytest.MonkeyPatch) -> 
     best = _known(p)
     late = Unfinished("no plan yet", bound=best.value / 2)
     _say(monkeypatch, late, alone.Found(0, best))
-    found = _tried(p)
+    found = _at_two_kvs(p)
     assert found is not None
     assert found.bound == best.value / 2
     for beside in (Infeasible("none"), RuntimeError("a bug")):
         _say(monkeypatch, late, beside)
-        assert _tried(p) is None
+        assert _at_two_kvs(p) is None
 
 
 @pytest.mark.usefixtures("two_cores")
@@ -145,7 +143,7 @@ def test_one_process_for_all_kv_precisions(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(Beside, "begin", begin)
     worse = replace(best, value=best.value * 2, status="feasible", bound=best.value / 2)
     _say(monkeypatch, worse, alone.Found(1, best))
-    _tried(p)
+    _at_two_kvs(p)
     assert begun == [2]
 
 
@@ -155,49 +153,55 @@ def test_a_proven_plan_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     best = _known(p)
     _say(monkeypatch, replace(best, bound=best.value, status="optimal"), None)
     start = time.perf_counter()
-    found = _tried(p, time_limit_s=60.0)
+    found = _at_two_kvs(p, time_limit_s=60.0)
     assert found is not None
     assert time.perf_counter() - start < 20
 
 
 @pytest.mark.parametrize("spare", [None, 2.0, 0.5])
 def test_the_best_plan_moves_to_the_kv_precision_where_it_is_worth_most(
-    monkeypatch: pytest.MonkeyPatch, spare: float | None
+    spare: float | None,
 ) -> None:
     p = _problem(_seeds(1)[0])
     lossy = next(choice for b, choice in enumerate(p.choices) if p.omega[:, b].all())
     p = p.with_changes(choices=(lossy,))
-    slower = p.with_changes(costs=replace(p.costs, scale={k: 2.0 for k in _kinds(p)}))
+    slower = _slower(p)
     best = _known(slower)
     budget = None if spare is None else spare * sum_omega(p, best.assignment)
     theta = p.theta if spare is None else 0.0
     start = value(slower.with_changes(theta=theta), best.assignment)
     unproven = replace(best, value=start, status="feasible", bound=start / 9)
-    monkeypatch.setattr(isolated, "has_spare_core", lambda: False)
-    late = Unfinished("no plan yet", bound=start / 9)
-    monkeypatch.setattr(isolated, "run_job", lambda q, *_: _given(late if q is p else unproven))
-    monkeypatch.setattr(isolated, "may_fork", lambda: True)
-    found = _Tries(_wish(budget=budget), [slower, p]).solved()
-    assert found is not None
+
+    def given(q: Problem, _: How) -> Outcome:
+        if q is p:
+            raise Unfinished("no plan yet", bound=start / 9)
+        return unproven
+
+    tries = Tries([slower, p], replace(HOW, budget=budget), given)
+    tries.solve_all()
+    assert tries.best is not None
+    number, found = tries.best
     moved = value(p.with_changes(theta=theta), best.assignment)
     assert moved < start
     within = spare is None or spare > 1
-    assert found[1].value == pytest.approx(moved if within else start)
-    assert found[0] is (p if within else slower)
+    assert found.value == pytest.approx(moved if within else start)
+    assert number == int(within)
 
 
-def _kinds(p: Problem) -> set[str]:
-    return {d.profile_kind for d in p.cluster.devices}
+def _slower(p: Problem) -> Problem:
+    """Return a problem whose every device takes twice as long."""
+    scale = {d.profile_kind: 2.0 for d in p.cluster.devices}
+    return p.with_changes(costs=replace(p.costs, scale=scale))
 
 
 def _known(p: Problem) -> Outcome:
     return solve_exact(p, time_limit_s=1.0)
 
 
-def _tried(p: Problem, **changes: Any) -> Outcome | None:
+def _at_two_kvs(p: Problem, **changes: Any) -> Outcome | None:
     """Return what is found at two KV precisions."""
-    best = _Tries(_wish(**changes), [p, p]).solved()
-    return None if best is None else best[1]
+    tries = _tried([p, p], _wish(**changes))
+    return None if tries.best is None else tries.best[1]
 
 
 def _say(monkeypatch: pytest.MonkeyPatch, whole: Any, beside: Any) -> None:
@@ -207,13 +211,13 @@ def _say(monkeypatch: pytest.MonkeyPatch, whole: Any, beside: Any) -> None:
         time.sleep(0.2)
         return _given(whole)
 
-    def solve_alone(problems: list[Problem], how: How) -> Any:
+    def solve_alone(problems: list[Problem], how: How, late_s: float) -> Any:
         if beside is None:
             time.sleep(60)
         return _given(beside)
 
     # The values are made up: nothing is to be valued anew.
-    monkeypatch.setattr(_Tries, "_move_to_another_kv", lambda _: None)
+    monkeypatch.setattr(Tries, "_move_to_another_kv", lambda _: None)
     monkeypatch.setattr(isolated, "run_job", run_job)
     monkeypatch.setattr(alone, "solve_alone", solve_alone)
 

@@ -18,7 +18,7 @@ import pytest
 
 from llmpq.planner import isolated
 from llmpq.planner.__main__ import main
-from llmpq.planner.answer import Wish, _Tries
+from llmpq.planner.answer import Wish, _tried
 from llmpq.planner.baselines.flexgen import estimate_flexgen
 from llmpq.planner.front.front import Front, pareto_front
 from llmpq.planner.isolated import (
@@ -213,7 +213,7 @@ def test_an_interrupt_ends_every_child(monkeypatch: pytest.MonkeyPatch, beside: 
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.6)
         with pytest.raises(KeyboardInterrupt):
-            _Tries(wish, [p]).solved()
+            _tried([p], wish)
     finally:
         signal.signal(signal.SIGALRM, before)
     with pytest.raises(ChildProcessError):  # there is none left
