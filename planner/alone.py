@@ -48,32 +48,39 @@ def solve_alone(problems: Sequence[Problem], how: How, late_s: float = 0.0) -> F
     beyond the limit. Raises `Infeasible` where none is found.
     """
     start = time.perf_counter()
-    b = _most_promising(problems, how)
-    of_b = [number for number, p in enumerate(problems) if p.open[:, b].all()]
-    only = [_only(problems[number], b) for number in of_b]
-    left = how.time_limit_s - max(0.0, time.perf_counter() - start - late_s)
-    tries = Tries(only, replace(how, time_limit_s=max(0.0, left)), solve_as)
-    tries.solve_all()
-    if tries.best is None:
+    deadline = start + how.time_limit_s + late_s
+    best: Found | None = None
+    for b in _by_promise(problems, how):
+        left = min(how.time_limit_s, deadline - time.perf_counter())
+        of_b = [number for number, p in enumerate(problems) if p.open[:, b].all()]
+        only = [_only(problems[number], b) for number in of_b]
+        tries = Tries(only, replace(how, time_limit_s=max(0.0, left)), solve_as)
+        tries.solve_all()
+        if tries.best is not None:
+            number, outcome = tries.best
+            if best is None or outcome.value < best.outcome.value:
+                best = Found(of_b[number], _of_all(outcome, b))
+        if left <= 0 or not tries.proven:
+            break  # all of the time is for the first; what it leaves is for the next
+    if best is None:
         raise Infeasible("no plan of one precision was found")
-    number, outcome = tries.best
+    seconds = time.perf_counter() - start
+    return replace(best, outcome=replace(best.outcome, seconds=seconds))
+
+
+def _of_all(outcome: Outcome, b: int) -> Outcome:
+    """Return a plan of the problem with one choice as one of the whole problem, not proven."""
     stages = tuple(replace(s, choices=(b,) * len(s.choices)) for s in outcome.assignment.stages)
-    found = replace(
-        outcome,
-        assignment=replace(outcome.assignment, stages=stages),
-        status="feasible",
-        bound=None,
-        seconds=time.perf_counter() - start,
-    )
-    return Found(of_b[number], found)
+    plan = replace(outcome.assignment, stages=stages)
+    return replace(outcome, assignment=plan, status="feasible", bound=None)
 
 
 def _only(p: Problem, b: int) -> Problem:
     return p.with_changes(choices=(p.choices[b],))
 
 
-def _most_promising(problems: Sequence[Problem], how: How) -> int:
-    """Return the choice whose simple plans are best, or what a short search makes of them."""
+def _by_promise(problems: Sequence[Problem], how: How) -> list[int]:
+    """Return the likely choices, by their simple plans or what a short search makes of them."""
     best: dict[int, _Likely] = {}
     for number, p in enumerate(problems):
         found = {b: Incumbent(p, how.budget) for b in range(len(p.choices)) if p.open[:, b].all()}
@@ -82,18 +89,13 @@ def _most_promising(problems: Sequence[Problem], how: How) -> int:
         for b, incumbent in found.items():
             if b not in best or incumbent.value < best[b].worth:
                 best[b] = _Likely(b, number, incumbent.value)
-    if not best:
-        raise Infeasible("layers may not have one precision")
-    least = min(one.worth for one in best.values())
+    least = min((one.worth for one in best.values()), default=math.inf)
     likely = [one for one in best.values() if one.worth <= least * LIKELY or math.isinf(least)]
-    if len(likely) == 1 or how.budget is not None:
-        return min(likely, key=lambda one: one.worth).choice
-    worths: dict[int, float] = {}
-    for one in likely:
+    worths = {one.choice: one.worth for one in likely}
+    for one in likely if len(likely) > 1 and how.budget is None else ():
         only = _only(problems[one.number], one.choice)
-        if not only.numbers(*only.pairs[0]).uniform:
-            return min(likely, key=lambda one: one.worth).choice
-        search = Search(only, time.perf_counter() + how.time_limit_s / len(likely), how.gap)
-        search.soon()
-        worths[one.choice] = search.value
-    return min(worths, key=lambda b: worths[b])
+        if only.numbers(*only.pairs[0]).uniform:
+            search = Search(only, time.perf_counter() + how.time_limit_s / len(likely), how.gap)
+            search.soon()
+            worths[one.choice] = search.value
+    return sorted(worths, key=lambda b: worths[b])
