@@ -2,6 +2,7 @@
 
     norm        one kernel a row                                   kernels/fused/rms_norm.py
                 LayerNorm also adds biases of dense o and down     kernels/fused/layer_norm.py
+                behind attention and MLP: with the sum, and the norm that follows norm_behind.py
     qkv         one product
     positions   rotation and the cache's append in one kernel      rope_append.py, kv_append
     attention   prompts: torch's; up to 16 new tokens: one kernel that reads lengths from the device
@@ -33,6 +34,7 @@ from llmpq.kernels.fused import layer_norm as fused_layer_norm
 from llmpq.kernels.fused import rms_norm as fused_norm
 from llmpq.kernels.fused import rope_append as fused_rope
 from llmpq.kernels.fused.head_norm import head_norm
+from llmpq.kernels.fused.norm_behind import norm_behind
 from llmpq.kernels.kv import plain_attend
 from llmpq.kernels.kv.reference import EVERYTHING
 from llmpq.kernels.linear import QuantizedWeight, linear
@@ -115,8 +117,30 @@ def decoder_layer(
         attended, x_BQh = last(attended), last(x_BQh)
     if layer.adds_plainly:
         return _plainly_added(layer, attended, x_BQh, in_place=in_place)
-    y = layer.added(product(part.o, attended), layer.attn_out_norm).add_(x_BQh)
-    return y.add_(layer.added(_mlp_output(layer.mlp, norm(layer.mlp_norm, y)), layer.mlp_out_norm))
+    behind = layer.attn_out_norm, layer.mlp_out_norm
+    y, wide = _added_behind(layer, product(part.o, attended), x_BQh, behind[0], layer.mlp_norm)
+    return _added_behind(layer, _mlp_output(layer.mlp, wide), y, behind[1], None)[0]
+
+
+def _added_behind(
+    layer: DecoderLayer, a: Tensor, x_BQh: Tensor, behind: Norm | None, following: Norm | None
+) -> tuple[Tensor, Tensor]:
+    """Return y = x + factor * behind(a) in a's place, and y by the norm that follows."""
+    known = behind is not None and _is_rms(behind) and layer.residual_factor == 1.0
+    if behind is None or not known or not a.is_contiguous():
+        y = layer.added(a, behind).add_(x_BQh)
+        return y, y if following is None else norm(following, y)
+    own = (a, x_BQh, behind.weight, behind.eps)
+    if following is not None and _is_rms(following):
+        return norm_behind(*own, (following.weight, following.eps))
+    y, _ = norm_behind(*own)
+    return y, y if following is None else norm(following, y)
+
+
+def _is_rms(part: Norm) -> bool:
+    """Whether a norm is an RMSNorm of rows that a program's registers hold."""
+    narrow = 0 < part.weight.numel() <= fused_norm.MAX_COLUMNS
+    return narrow and part.bias is None and not isinstance(part, NoNorm)
 
 
 def _plainly_added(

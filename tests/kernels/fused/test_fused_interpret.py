@@ -7,6 +7,7 @@ from triton import knobs
 from llmpq.kernels.fused import argmax as fused_argmax
 from llmpq.kernels.fused import gated_mlp
 from llmpq.kernels.fused import layer_norm as fused_layer_norm
+from llmpq.kernels.fused import norm_behind as fused_behind
 from llmpq.kernels.fused import rms_norm as fused_norm
 from llmpq.kernels.fused import rope_append as fused_rope
 from llmpq.kernels.gemm.reference import relative_error
@@ -83,6 +84,25 @@ def test_norm(dtype, columns):
     want = fused_norm.rms_norm_reference(x, weight, 1e-5)
     assert relative_error(fused_norm.rms_norm(x, weight, 1e-5), want) < TOLERANCE[dtype]
     assert relative_error(fused_norm.rms_norm(x, weight, 0.5), want) > 0.05
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("columns", [64, 100])
+@pytest.mark.parametrize("follows", [True, False])
+def test_norm_behind(dtype, columns, follows):
+    a, x = (normal(2, 3, columns, dtype=dtype, seed=seed) for seed in (0, 1))
+    behind, following = (normal(columns, dtype=dtype, seed=seed) for seed in (2, 3))
+    after = (following, 1e-3) if follows else None
+    mine, given = a.clone(), x.clone()
+    want = fused_behind.norm_behind_reference(a, x, behind, 1e-5, after)
+    got = fused_behind.norm_behind(mine, given, behind, 1e-5, after)
+    assert got[0] is mine and torch.equal(given, x)
+    for found, expected in zip(got, want, strict=True):
+        assert relative_error(found, expected) < 2 * TOLERANCE[dtype]
+    other = fused_behind.norm_behind(a.clone(), x, following, 1e-5, after)
+    assert relative_error(other[0], want[0]) > 0.1
+    if follows:
+        assert relative_error(got[1], got[0]) > 0.1
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
