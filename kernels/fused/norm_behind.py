@@ -1,6 +1,6 @@
 """RMSNorm behind attention or MLP, the residual stream and the next norm, in one pass.
 
-    y = x + a * rsqrt(mean(a^2) + eps) * w              the norm behind, rounded, and the sum, rounded
+    y = x + a * rsqrt(mean(a^2) + eps) * w        the norm behind, rounded; the sum, rounded
     n = y * rsqrt(mean(y^2) + eps') * w'                where a norm follows at once
 
 Roundings are those of three passes. y takes a's place. Bytes: a and x read once, y and n written

@@ -1,10 +1,9 @@
 """Decoder layers on a GPU: the same parts and sums as layers.py, in fewer and fused launches.
 
-    norm        one kernel a row                                   kernels/fused/rms_norm.py
-                LayerNorm also adds biases of dense o and down     kernels/fused/layer_norm.py
-                behind attention and MLP: with the sum, and the norm that follows norm_behind.py
+    norm        one kernel a row                                   cuda_norms.py
     qkv         one product
     positions   rotation and the cache's append in one kernel      rope_append.py, kv_append
+                norms of heads with them, over 16-bit slots
     attention   prompts: torch's; up to 16 new tokens: one kernel that reads lengths from the device
     o, down     products that add the residual stream themselves
     gate        act(gate) * up in one kernel                       kernels/fused/gated_mlp.py
@@ -31,14 +30,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from llmpq.kernels.fused import gated_mlp
 from llmpq.kernels.fused import layer_norm as fused_layer_norm
-from llmpq.kernels.fused import rms_norm as fused_norm
 from llmpq.kernels.fused import rope_append as fused_rope
-from llmpq.kernels.fused.head_norm import head_norm
-from llmpq.kernels.fused.norm_behind import norm_behind
 from llmpq.kernels.kv import plain_attend
 from llmpq.kernels.kv.reference import EVERYTHING
 from llmpq.kernels.linear import QuantizedWeight, linear
 from llmpq.runtime.backends import cuda_atom_layers, cuda_experts, cuda_rules
+from llmpq.runtime.backends.cuda_norms import added_behind, late_norms, norm, norm_heads
 from llmpq.runtime.cache.device_pages import DevicePages
 from llmpq.runtime.cache.kv_cache import KVCache
 from llmpq.runtime.cache.low_bit_kv import LowBitKV
@@ -46,10 +43,10 @@ from llmpq.runtime.cache.plain_kv import PlainKVCache
 from llmpq.runtime.models.attention import attend_cached, score_bias
 from llmpq.runtime.models.experts import Routing, SparseMLP
 from llmpq.runtime.models.latent_attention import LatentAttention
-from llmpq.runtime.models.layers import Attention, DecoderLayer, normed_heads
+from llmpq.runtime.models.layers import Attention, DecoderLayer
 from llmpq.runtime.models.linear import Linear
 from llmpq.runtime.models.mlps import ACTIVATIONS, MLP, GatedMLP, require_activation
-from llmpq.runtime.models.norms import NoNorm, Norm
+from llmpq.runtime.models.norms import Norm
 from llmpq.runtime.step import Step
 
 
@@ -118,29 +115,8 @@ def decoder_layer(
     if layer.adds_plainly:
         return _plainly_added(layer, attended, x_BQh, in_place=in_place)
     behind = layer.attn_out_norm, layer.mlp_out_norm
-    y, wide = _added_behind(layer, product(part.o, attended), x_BQh, behind[0], layer.mlp_norm)
-    return _added_behind(layer, _mlp_output(layer.mlp, wide), y, behind[1], None)[0]
-
-
-def _added_behind(
-    layer: DecoderLayer, a: Tensor, x_BQh: Tensor, behind: Norm | None, following: Norm | None
-) -> tuple[Tensor, Tensor]:
-    """Return y = x + factor * behind(a) in a's place, and y by the norm that follows."""
-    known = behind is not None and _is_rms(behind) and layer.residual_factor == 1.0
-    if behind is None or not known or not a.is_contiguous():
-        y = layer.added(a, behind).add_(x_BQh)
-        return y, y if following is None else norm(following, y)
-    own = (a, x_BQh, behind.weight, behind.eps)
-    if following is not None and _is_rms(following):
-        return norm_behind(*own, (following.weight, following.eps))
-    y, _ = norm_behind(*own)
-    return y, y if following is None else norm(following, y)
-
-
-def _is_rms(part: Norm) -> bool:
-    """Whether a norm is an RMSNorm of rows that a program's registers hold."""
-    narrow = 0 < part.weight.numel() <= fused_norm.MAX_COLUMNS
-    return narrow and part.bias is None and not isinstance(part, NoNorm)
+    y, wide = added_behind(layer, product(part.o, attended), x_BQh, behind[0], layer.mlp_norm)
+    return added_behind(layer, _mlp_output(layer.mlp, wide), y, behind[1], None)[0]
 
 
 def _plainly_added(
@@ -220,20 +196,6 @@ def _last_tokens(step: Step, x_BQh: Tensor) -> Tensor:
     return step.last_valid(x_BQh)[:, None].contiguous()
 
 
-def norm(
-    part: Norm, x: Tensor, *, before: Tensor | None = None, after: Tensor | None = None
-) -> Tensor:
-    """Return x + before normalised; x becomes x + before + after (`_bias_for`'s)."""
-    if isinstance(part, NoNorm) or x.shape[-1] > fused_norm.MAX_COLUMNS:
-        normed: Tensor = part(x)
-        return normed
-    if part.bias is None:
-        return fused_norm.rms_norm(x, part.weight, part.eps)
-    return fused_layer_norm.layer_norm(
-        x, part.weight, part.bias, part.eps, before=before, after=after
-    )
-
-
 def product(
     part: nn.Module,
     x: Tensor,
@@ -271,16 +233,14 @@ def attend(part: Attention, qkv_BQN: Tensor, index: int, step: Step, kv: KVCache
     batch, q_len, _ = qkv_BQN.shape
     qkv = qkv_BQN.view(batch, q_len, -1, part.head_dim)
     q, k, v = qkv.split([part.heads, part.kv_heads, part.kv_heads], dim=2)
+    rotary, norms = part.rotary, None
     if part.q_norm is not None and part.k_norm is not None:
-        if _of_heads(part.q_norm, part.k_norm, part.head_dim):
-            every = qkv.view(batch * q_len, -1, part.head_dim)
-            head_norm(every, part.q_norm.weight, part.k_norm.weight, part.heads, part.q_norm.eps)
-        else:
-            q, k = normed_heads(part.q_norm, q), normed_heads(part.k_norm, k)
-    rotary = part.rotary
+        norms = late_norms(part) if kv.plain is not None and kv.dual is None else None
+        if norms is None:
+            q, k = norm_heads(part, qkv)
     whole = rotary is not None and rotary.is_plain(part.head_dim)
     if kv.plain is not None:
-        out = _plain(part, q, k, v, index, step, kv.plain)
+        out = _plain(part, q, k, v, index, step, kv.plain, norms)
         if kv.dual is not None and not kv.dual.catches_up(step):
             _append_to_copy(part, k, v, index, step, kv.dual.copy)
         elif kv.dual is not None and index + 1 == len(kv.plain.k):
@@ -298,12 +258,6 @@ def attend(part: Attention, qkv_BQN: Tensor, index: int, step: Step, kv: KVCache
     return out.reshape(batch, q_len, part.heads * part.head_dim)
 
 
-def _of_heads(q_norm: Norm, k_norm: Norm, head_dim: int) -> bool:
-    """Whether both are RMSNorms of a head, and alike: one launch does them in place."""
-    plain = q_norm.bias is None and k_norm.bias is None and q_norm.eps == k_norm.eps
-    return plain and q_norm.shape == k_norm.shape == (head_dim,)
-
-
 def _append_to_copy(
     part: Attention, k: Tensor, v: Tensor, index: int, step: Step, copy: LowBitKV
 ) -> None:
@@ -317,7 +271,14 @@ def _append_to_copy(
 
 
 def _plain(
-    part: Attention, q: Tensor, k: Tensor, v: Tensor, index: int, step: Step, kv: PlainKVCache
+    part: Attention,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    index: int,
+    step: Step,
+    kv: PlainKVCache,
+    norms: fused_rope.HeadNorms | None,
 ) -> Tensor:
     """Append to the 16-bit cache, then attend to it; prompts attend to the tokens just written."""
     kv.check_room(step)
@@ -325,7 +286,7 @@ def _plain(
     rows = (step.slots_B, step.start_B, step.num_new_B)
     rotary, slopes = part.rotary, part.alibi_slopes_H
     turn = (None, 1.0) if rotary is None else (rotary.inv_freq, rotary.factor)
-    q_BQHD = fused_rope.rope_append(q, k, v, k_SGTD, v_SGTD, *rows, *turn)
+    q_BQHD = fused_rope.rope_append(q, k, v, k_SGTD, v_SGTD, *rows, *turn, norms=norms)
     if part.rule is not None and cuda_rules.counts(part.rule, step):
         return cuda_rules.attend(q_BQHD, k_SGTD, v_SGTD, step, part.scale, part.rule)
     if step.fresh:

@@ -24,7 +24,7 @@ FLOATS = ("part_ptr", "lse_ptr", "inv_freq", "slopes")
 INDICES = ("slots", "starts", "counts")
 NUMBERS = ("eps", "next_eps", "score_scale", "factor", "top", "limit", "slope")
 HEADS = {"H": 32, "G": 8, "Q": 1}
-ROPE = {"H": 32, "G": 8, "BLOCK": 8, "ROTARY": True, "CACHE": True}
+ROPE = {"H": 32, "G": 8, "BLOCK": 8, "ROTARY": True, "CACHE": True, "NORM": False}
 ATTEND = HEADS | {"D": 128, "PADDED": 128, "R": 16}
 WHOLE = ROPE | {"D": 128, "HALF": 64, "PADDED": 64, "REST": 0}
 KERNELS = {
@@ -37,6 +37,11 @@ KERNELS = {
     "rope-part": (
         rope_append_kernel,
         ROPE | {"D": 128, "HALF": 24, "PADDED": 32, "REST": 128, "PAGE": 0},
+        {"num_warps": 2},
+    ),
+    "rope-normed": (
+        rope_append_kernel,
+        WHOLE | {"PAGE": 0, "NORM": True, "D": 256, "HALF": 128, "PADDED": 128},
         {"num_warps": 2},
     ),
     "rope-pages": (rope_append_kernel, WHOLE | {"PAGE": 128}, {"num_warps": 2}),
