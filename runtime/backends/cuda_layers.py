@@ -285,8 +285,8 @@ def _plain(
     k_SGTD, v_SGTD = kv.k[index], kv.v[index]
     rows = (step.slots_B, step.start_B, step.num_new_B)
     rotary, slopes = part.rotary, part.alibi_slopes_H
-    turn = (None, 1.0) if rotary is None else (rotary.inv_freq, rotary.factor)
-    q_BQHD = fused_rope.rope_append(q, k, v, k_SGTD, v_SGTD, *rows, *turn, norms=norms)
+    inv_freq, factor = (None, 1.0) if rotary is None else (rotary.inv_freq, rotary.factor)
+    q_BQHD = fused_rope.rope_append(q, k, v, k_SGTD, v_SGTD, *rows, inv_freq, factor, norms)
     if part.rule is not None and cuda_rules.counts(part.rule, step):
         return cuda_rules.attend(q_BQHD, k_SGTD, v_SGTD, step, part.scale, part.rule)
     if step.fresh:
