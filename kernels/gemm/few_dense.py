@@ -81,7 +81,7 @@ def few_dense_kernel(
 
 
 @dataclass(frozen=True)
-class Form:
+class DenseForm:
     """Rows of w of a program, columns of a step, stages, warps, bytes of a row asked for early."""
 
     bn: int
@@ -95,7 +95,7 @@ def few_dense(
     x: Tensor,
     weight_NK: Tensor,
     bias: Tensor | None,
-    form: Form,
+    form: DenseForm,
     residual: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
