@@ -37,12 +37,11 @@ HEADS_PER_PROGRAM = 8
 
 @triton.jit
 def _normed(low, high, weight, eps, HALF: tl.constexpr):
-    """RMSNorm of heads [BLOCK, 2 HALF] that lie in halves."""
+    """RMSNorm of heads [BLOCK, 2 HALF] that lie in halves, as their weight does."""
     a, b = low.to(tl.float32), high.to(tl.float32)
-    scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / (2 * HALF) + eps)[:, None]
-    d = tl.arange(0, low.shape[1])
-    first = tl.load(weight + d, mask=d < HALF, other=0.0).to(tl.float32)[None, :]
-    second = tl.load(weight + HALF + d, mask=d < HALF, other=0.0).to(tl.float32)[None, :]
+    scale = tl.rsqrt(tl.sum(a * a + b * b, 1) / (2 * HALF) + eps)[:, None]
+    first, second = weight
+    first, second = first.to(tl.float32)[None, :], second.to(tl.float32)[None, :]
     return (a * scale * first).to(low.dtype), (b * scale * second).to(high.dtype)
 
 
@@ -90,15 +89,27 @@ def rope_append_kernel(
     b, i = tl.program_id(0) // Q, tl.program_id(0) % Q
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
+    d = tl.arange(0, PADDED)
+    inside = d < HALF
+    # What no kernel writes is asked for before the kernel in front has ended.
+    if ROTARY:
+        frequency = tl.load(inv_freq + d, mask=inside, other=0.0)
+    weight = (0, 0)
+    if NORM:
+        own = q_norm
+        if block >= Q_BLOCKS:
+            own = k_norm
+        weight = (
+            tl.load(own + d, mask=inside, other=0.0),
+            tl.load(own + HALF + d, mask=inside, other=0.0),
+        )
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     position = tl.load(starts + b) + i
-    d = tl.arange(0, PADDED)
-    inside = d < HALF
     angle = position.to(tl.float32)
     if ROTARY:
-        angle = angle * tl.load(inv_freq + d, mask=inside, other=0.0)
+        angle = angle * frequency
     place = b.to(tl.int64)
     if PAGE > 0:
         at_token = tl.load(slots + b).to(tl.int64)
@@ -118,7 +129,7 @@ def rope_append_kernel(
         live = (head < H)[:, None] & inside[None, :]
         at = head[:, None] * D + d[None, :]
         low, high = _rotated(
-            q_ptr + token * q_stride, at, live, angle, factor, q_norm, eps, ROTARY, HALF, NORM
+            q_ptr + token * q_stride, at, live, angle, factor, weight, eps, ROTARY, HALF, NORM
         )  # fmt: skip
         out = q_out + token * (H * D) + at
         tl.store(out, low, mask=live)
@@ -132,7 +143,7 @@ def rope_append_kernel(
         live = (head < written)[:, None] & inside[None, :]
         at = head[:, None] * D + d[None, :]
         low, high = _rotated(
-            k_ptr + token * k_stride, at, live, angle, factor, k_norm, eps, ROTARY, HALF, NORM
+            k_ptr + token * k_stride, at, live, angle, factor, weight, eps, ROTARY, HALF, NORM
         )  # fmt: skip
         out = k_out + out_at + head[:, None] * head_stride + d[None, :]
         tl.store(out, low, mask=live)
@@ -146,7 +157,7 @@ def rope_append_kernel(
         live = (head < written)[:, None] & inside[None, :]
         at = head[:, None] * D + d[None, :]
         low, high = _rotated(
-            v_ptr + token * v_stride, at, live, angle, factor, k_norm, eps, False, HALF, False
+            v_ptr + token * v_stride, at, live, angle, factor, weight, eps, False, HALF, False
         )  # fmt: skip
         out = v_out + out_at + head[:, None] * head_stride + d[None, :]
         tl.store(out, low, mask=live)

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -27,7 +26,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from llmpq.kernels.kv.register_operands import prefetch
 from llmpq.kernels.overlap import overlaps
 
-MOST_ROWS = 32
+MOST_ROWS = 0
+"""Rows of x that these programs take."""
+MOST_WEIGHTS = 1 << 25
+"""Of w: larger products last so long that cuBLAS's start is nothing."""
 
 
 @triton.jit
@@ -91,20 +93,37 @@ class DenseForm:
     ahead: int
 
 
+def takes(x: Tensor, weight_NK: Tensor) -> bool:
+    """Whether a product is of so few rows that these programs are the faster ones."""
+    n, k = weight_NK.shape
+    fits = x.element_size() == 2 and k % 8 == 0 and x.dtype == weight_NK.dtype
+    few = x.numel() <= MOST_ROWS * k and n * k <= MOST_WEIGHTS
+    return fits and few and weight_NK.is_contiguous() and overlaps(x.device)
+
+
+def form_of(n: int, k: int, rows: int) -> DenseForm:
+    """Return how few rows are multiplied."""
+    return DenseForm(16, 256, 4, 4, 4096)
+
+
 def few_dense(
     x: Tensor,
     weight_NK: Tensor,
-    bias: Tensor | None,
-    form: DenseForm,
+    bias: Tensor | None = None,
     residual: Tensor | None = None,
-    out: Tensor | None = None,
+    *,
+    into_residual: bool = False,
+    form: DenseForm | None = None,
 ) -> Tensor:
-    """Return x w^T + bias + residual of rows x [M, K]."""
-    (rows, k), n = x.shape, weight_NK.shape[0]
-    pdl = overlaps(x.device)
-    y = x.new_empty(rows, n) if out is None else out
+    """Return x w^T + bias + residual; the sum may take the residual's place."""
+    n, k = weight_NK.shape
+    x_MK = x.reshape(-1, k).contiguous()
+    rows, pdl = x_MK.shape[0], overlaps(x.device)
+    form = form or form_of(n, k, rows)
+    added = None if residual is None else residual.reshape(rows, n).contiguous()
+    y = added if into_residual and added is not None else x_MK.new_empty(rows, n)
     few_dense_kernel[(triton.cdiv(n, form.bn),)](
-        *(x, weight_NK, y if bias is None else bias, y if residual is None else residual, y),
+        *(x_MK, weight_NK, y if bias is None else bias, y if added is None else added, y),
         *(rows, n, k),
         BM=16 if rows <= 16 else 32,
         BN=form.bn,
@@ -113,10 +132,20 @@ def few_dense(
         AHEAD=form.ahead if pdl else 0,
         EVEN_K=k % form.bk == 0,
         HAS_BIAS=bias is not None,
-        ADDS=residual is not None,
+        ADDS=added is not None,
         PDL=pdl,
         INTERPRET=bool(knobs.runtime.interpret),
         num_warps=form.warps,
         launch_pdl=pdl,
     )
-    return y
+    return y.view(*x.shape[:-1], n)
+
+
+def few_dense_reference(
+    x: Tensor, weight_NK: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
+) -> Tensor:
+    """The twin: float64, one rounding."""
+    y = x.double() @ weight_NK.double().T
+    for more in (bias, residual):
+        y = y if more is None else y + more.double()
+    return y.to(x.dtype)

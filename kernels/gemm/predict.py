@@ -9,9 +9,10 @@
 `step_times.json` holds, for every form of the kernels, start, step and share in microseconds on
 the reference machine (`machine.REFERENCE`) and the registers of a thread; benchmarks/fit_gemm.py
 writes it from timings of every configuration (benchmarks/gemm_search.py) and says what the choice
-loses against the best of them. Those with `weights` were fitted to that form of weights: bfloat16
-with zeros takes other registers and more instructions than float16. On another machine steps take as many clocks, and as much longer as
-its tensor cores need for their products.
+loses against the best of them. Entries with `weights` were fitted to that form of weights
+(benchmarks/fit_weights.py): bfloat16 with zeros takes more registers and instructions than
+float16. On another machine steps take as many clocks, and as much longer as its tensor cores need
+for their products.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ def form_key(config: Config, bits: int) -> str:
 def step_time(config: Config, bits: int, weights: str | None = None) -> StepTime | None:
     """Return what was fitted of a configuration's form; None if nothing was.
 
-    `weights`: their form, as in `choice.form_name`; timings of its own come before those of float16.
+    `weights`: their form, as in `choice.form_name`; its own timings come before float16's.
     """
     key, table = form_key(config, 4 if bits == 3 else bits), _table()[1]
     found = table.get((key, weights)) or table.get((key, None))
@@ -285,7 +286,9 @@ def _table() -> tuple[dict[str, float], dict[tuple[str, str | None], StepTime]]:
     """Return the constants and every form's times, by form and kind of weights, None for any."""
     data = json.loads(Path(__file__).with_name("step_times.json").read_text())
     forms = {
-        (e["form"], e.get("weights")): StepTime(e["start_us"], e["step_us"], e["share_us"], e.get("registers") or {})
+        (e["form"], e.get("weights")): StepTime(
+            e["start_us"], e["step_us"], e["share_us"], e.get("registers") or {}
+        )
         for e in data["forms"]
     }
     return data["constants"], forms

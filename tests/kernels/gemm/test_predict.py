@@ -55,7 +55,9 @@ def test_every_form_was_fitted():
 
 def test_times_of_a_form_of_weights_come_first():
     form = next(f for f in TILE_FORMS if f.bm == 32 and step_time(f, 4))
-    assert step_time(form, 4, "bf16 zeros") != step_time(form, 4) == step_time(form, 4, "fp16 zeros")
+    assert (
+        step_time(form, 4, "bf16 zeros") != step_time(form, 4) == step_time(form, 4, "fp16 zeros")
+    )
     products = [Product(4, 5120, 27648, 32, weights) for weights in ("fp16", "bf16 zeros")]
     chosen = [choose(product, REFERENCE) for product in products]
     assert chosen[1].split == 6, "four programs of a multiprocessor hold bfloat16 with zeros"
