@@ -23,7 +23,7 @@ from torch import Tensor
 from triton import knobs
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from llmpq.kernels.kv.register_operands import prefetch
+from llmpq.kernels.l2_prefetch import prefetch
 from llmpq.kernels.overlap import overlaps
 
 MOST_ROWS = 0
