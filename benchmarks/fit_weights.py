@@ -1,6 +1,7 @@
 """Fit steps of tiles to one form of weights, and say what the choice then loses.
 
-    python benchmarks/fit_weights.py SEARCH.jsonl... --weights "bf16 zeros" [--rows 32] [--bm 32] [--write]
+    python benchmarks/fit_weights.py SEARCH.jsonl... --weights "bf16 zeros"
+        [--rows 32] [--bm 32] [--write]
 
 SEARCH comes from gemm_search.py with that form of weights. The constants of the machine stay as
 fit_gemm.py found them; start, step and share of every form of `tile_kernel` that has three points
