@@ -23,8 +23,7 @@ DRAWN = """
 llmpq <- kernels <- runtime <- profiler
 llmpq <- planner
 
-kernels/arrivals, kernels/l2_prefetch, kernels/multiprocessors, kernels/overlap <- kernels/formats
-kernels/native <- kernels/formats
+kernels/arrivals, kernels/multiprocessors, kernels/overlap, kernels/native <- kernels/formats
 kernels/formats <- kernels/gemm
 kernels/gemm <- kernels/atom <- kernels/fused
 kernels/formats <- kernels/kv

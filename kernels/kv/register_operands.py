@@ -16,9 +16,12 @@ import triton
 import triton.language as tl
 
 from llmpq.kernels.kv.unpack import TWO_24
-from llmpq.kernels.l2_prefetch import prefetch
 
 MOVMATRIX = tl.constexpr("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;")
+PREFETCH = tl.constexpr(
+    "{.reg .pred p; setp.ne.u32 p, $2, 0;"
+    "@p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;}"
+)
 
 
 @triton.jit
@@ -95,6 +98,14 @@ def words(ptr, V: tl.constexpr):
     halves = ptr.to(tl.pointer_type(tl.int16))
     row = tl.arange(0, V * 32)[:, None]
     return tl.load(halves + row * 8 + tl.arange(0, 8)[None, :])
+
+
+@triton.jit
+def prefetch(address, nbytes):
+    """Ask the L2 for `nbytes` (of a multiple of 16, 0 for nothing) at each lane's address."""
+    tl.inline_asm_elementwise(
+        PREFETCH, "=r,l,r", [address, nbytes], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 @triton.jit

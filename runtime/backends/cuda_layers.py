@@ -31,7 +31,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from llmpq.kernels.fused import gated_mlp
 from llmpq.kernels.fused import layer_norm as fused_layer_norm
 from llmpq.kernels.fused import rope_append as fused_rope
-from llmpq.kernels.gemm import few_dense
 from llmpq.kernels.kv import plain_attend
 from llmpq.kernels.kv.reference import EVERYTHING
 from llmpq.kernels.linear import QuantizedWeight, linear
@@ -210,15 +209,11 @@ def product(
     `into_residual`: the sum may take the residual's place, which saves copying it. Without
     `with_bias` the bias of a dense part is left out.
     """
-    dense = _dense(part)
-    if dense is not None and few_dense.takes(x, dense):
-        assert isinstance(part, Linear)
-        bias = part.bias if with_bias else None
-        return few_dense.few_dense(x, dense, bias, residual, into_residual=into_residual)
     if residual is not None and type(part) is Linear and not part._forward_pre_hooks:
         weight = part.weight
         if isinstance(weight, QuantizedWeight):
             return linear(x, weight, part.bias, residual, into_residual=into_residual)
+        dense = _dense(part)
         if dense is not None and (part.bias is None or not with_bias):
             flat, x_MK = residual.reshape(-1, dense.shape[0]), x.reshape(-1, dense.shape[1])
             add = flat.addmm_ if into_residual else partial(torch.addmm, flat)
