@@ -108,7 +108,7 @@ def test_programs_of_all_k_compile_and_keep_words_in_registers(arch):
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_sorting_of_many_compiles(arch):
-    blocks = dict.fromkeys(("blocks", "apart"), "*i32")
+    blocks = dict.fromkeys(("blocks", "apart", "broad"), "*i32")
     for padded in (16, MOST_EXPERTS):
         constants = {"EP": padded, "BLOCK": BLOCK}
         build(count_kernel, arch, "bf16", constants, num_warps=8)

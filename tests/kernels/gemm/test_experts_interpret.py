@@ -63,16 +63,19 @@ def test_many_pairs_come_in_blocks(tokens, monkeypatch):
         want += [[e, starts[e], starts[e] + rows, len(want)]] * own
         assert sent.runs_E[e].tolist() == [e, starts[e], starts[e] + rows]
     assert sent.blocks[: len(want)].tolist() == want
-    assert sent.count.tolist() == [len(want), 0, 0] and len(want) <= sent.blocks.shape[0]
-    assert sent.apart[: len(want)].tolist() == blocks_apart(counts.tolist(), starts)
+    apart, broad = (blocks_apart(counts.tolist(), starts, wide) for wide in (128, 256))
+    assert sent.count.tolist() == [len(want), 0, 0, len(broad)]
+    assert len(want) <= sent.blocks.shape[0]
+    assert sent.apart[: len(want)].tolist() == apart
+    assert sent.broad[: len(broad)].tolist() == broad
 
 
-def blocks_apart(counts, starts):
-    """Blocks of 128 rows, and last of 64 and fewer."""
+def blocks_apart(counts, starts, wide):
+    """Blocks of so many rows, and last those of half as many and fewer."""
     full, short = [], []
     for e, (rows, start) in enumerate(zip(counts, starts, strict=True)):
-        rest = rows % 128 if rows % 128 <= 64 else 0
-        own = -(-(rows - rest) // 128)
+        rest = rows % wide if rows % wide <= wide // 2 else 0
+        own = -(-(rows - rest) // wide)
         full += [[e, start, start + rows - rest, len(full)]] * own
         short += [[e, start + rows - rest, start + rows]] * (rest > 0)
     return full + [[*block, len(full) + i] for i, block in enumerate(short)]
