@@ -25,8 +25,9 @@ BITS = (3, 4)
 """Of packed words; those of 8 bits leave too few registers, and were not checked throughout."""
 OWN = 256
 """Rows of w of an item."""
-BROAD, BROAD_STAGES = True, 5
-"""Whether packed w that is not gated meets 256 rows of x: it is unpacked half as often."""
+BROAD_FROM, BROAD_STAGES = 160, 5
+"""Pairs of an expert, of an even routing, from which packed w that is not gated meets 256 rows of x
+at a time: it is unpacked half as often."""
 LEAST_COLUMNS = 256
 """The ring is filled from one row of items before the loop over its columns begins."""
 GATHERED = (16, 512)
@@ -115,7 +116,8 @@ def _packed(q: QuantizedWeight, sent: Sent, gate: GateRule | None) -> _Way:
 
     planes = (*q.planes, q.scale, q.scale if q.zero is None else q.zero)
     words = [t.view(t.shape[0], -1).view(torch.int32) for t in planes]
-    height, broad = q.out_features // BLOCK_ROWS, BROAD and gate is None
+    height = q.out_features // BLOCK_ROWS
+    broad = gate is None and sent.order_C.numel() >= BROAD_FROM * q.planes[0].shape[0]
     assert sent.count is not None
     return _Way(
         packed_kernel,
