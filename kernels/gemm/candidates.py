@@ -18,6 +18,9 @@ from llmpq.kernels.gemm.predict import Product, resident, step_time
 
 FEW_ROWS = 8
 """Most rows of x that `rows_kernel` multiplies."""
+FEW_ROWS_OF = {"bf16 zeros": 2}
+"""The same of 4-bit weights whose tiles have times of their own: with float16's the few rows' kernel
+would be expected too fast (in layers, an H100)."""
 TILE_ROWS = 256
 """Most rows of x for `tile_kernel`: past them each tile of w is unpacked many times."""
 GLUON_FROM = 33
@@ -66,7 +69,8 @@ def candidates(product: Product, machine: Machine) -> list[Config]:
     """Return every configuration that may serve a product on a machine."""
     found: list[Config] = []
     rows = product.rows
-    if rows <= FEW_ROWS:
+    few = FEW_ROWS_OF.get(product.form, FEW_ROWS) if product.bits < 8 else FEW_ROWS
+    if rows <= few:
         found += ROWS_FORMS[8 if product.bits == 8 else 4]
     if rows <= TILE_ROWS:
         found += tile_candidates(product, machine)

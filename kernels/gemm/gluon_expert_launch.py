@@ -25,7 +25,7 @@ BITS = (3, 4)
 """Of packed words; those of 8 bits leave too few registers, and were not checked throughout."""
 OWN = 256
 """Rows of w of an item."""
-BROAD_FROM, BROAD_STAGES = 160, 5
+BROAD_FROM, BROAD_STAGES = 128, 5
 """Pairs of an expert, of an even routing, from which packed w that is not gated meets 256 rows of x
 at a time: it is unpacked half as often."""
 LEAST_COLUMNS = 256

@@ -214,6 +214,18 @@ def test_few_pairs_with_all_of_k_in_a_program(bits, form, monkeypatch):
         assert error < TOLERANCE[torch.float16]
 
 
+def test_two_warps_take_more_k_groups_than_are_in_flight():
+    """What gated products of a pair an expert take: 10 k-groups, 4 of each warp asked for at once."""
+    scheme = WeightScheme(bits=4, group_size=128, symmetric=False, clip_search=False)
+    packed = {"dtype": torch.float16, "layout": Layout.FRAGMENT}
+    put = [quantize_weight(normal(64, 1280) + 0.1 * e, scheme, **packed) for e in range(24)]
+    form = expert_rows_launch.form_of(put[0], 24, 24, 2, fused=True)
+    assert form == expert_rows_launch.RowsForm(1, 2, 4, 168)
+    weights = [q.dequantize(torch.float64) for q in put]
+    error = gated_error(weights, put, GATES[0], torch.float16, bias=True, tokens=6)
+    assert error < TOLERANCE[torch.float16]
+
+
 def test_when_all_of_k_is_taken_at_once():
     def form(k, pairs, programs, fused, bits=4):
         scheme = WeightScheme(bits=bits, group_size=128, symmetric=True, clip_search=False)
@@ -223,7 +235,8 @@ def test_when_all_of_k_is_taken_at_once():
     assert form(2048, 8, 0, True).warps == 4 and form(768, 8, 0, False).warps == 2
     assert form(768, 256, 4, False).warps == 1 and form(1408, 8, 0, True) is None
     assert form(7168, 8, 1, True) is None
-    assert form(2048, 64, 5, True) is None and form(2048, 64, 5, False) is None
+    assert form(2048, 64, 5, True).warps == 2 and form(2048, 64, 5, False) is None
+    assert form(2048, 256, 5, True) is None and form(4096, 64, 5, True) is None
     assert form(768, 1024, 4, False) is None, "8 pairs of an expert: its words are read again"
     assert form(768, 64, 4, False, bits=8) is None and form(200, 8, 0, False) is None
 
