@@ -52,6 +52,19 @@ def family_layers(device: str) -> Pivot:
     )
 
 
+def family_grouped(device: str) -> Pivot:
+    """Return the table of a prompt's products of experts on a card."""
+    return Pivot(
+        file="families.jsonl",
+        bench="grouped product",
+        index=("model", "product"),
+        column="precision",
+        where={"product": frozenset({"up", "down"})},
+        show=us_and_dense_rate,
+        device=device,
+    )
+
+
 TABLES: dict[str, Pivot | FrontTable | LiveTable | OddTable | ProofsTable] = {
     "front": FrontTable(),
     "live": LiveTable(stages=1),
@@ -104,14 +117,8 @@ TABLES: dict[str, Pivot | FrontTable | LiveTable | OddTable | ProofsTable] = {
         show=us_and_launches,
         newest=True,
     ),
-    "family_grouped": Pivot(
-        file="families.jsonl",
-        bench="grouped product",
-        index=("model", "product"),
-        column="precision",
-        where={"product": frozenset({"up", "down"})},
-        show=us_and_dense_rate,
-    ),
+    "family_grouped": family_grouped("NVIDIA H200"),
+    "family_grouped_h100": family_grouped("NVIDIA H100 80GB HBM3"),
     "family_latents": Pivot(
         file="families.jsonl",
         bench="latent attention",

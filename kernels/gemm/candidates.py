@@ -19,8 +19,8 @@ from llmpq.kernels.gemm.predict import Product, resident, step_time
 FEW_ROWS = 8
 """Most rows of x that `rows_kernel` multiplies."""
 FEW_ROWS_OF = {"bf16 zeros": 2}
-"""The same of 4-bit weights whose tiles have times of their own: with float16's the few rows' kernel
-would be expected too fast (in layers, an H100)."""
+"""The same of 4-bit weights whose tiles have times of their own: the few rows' kernel, which has
+float16's, would be expected too fast (timed in layers, H100)."""
 TILE_ROWS = 256
 """Most rows of x for `tile_kernel`: past them each tile of w is unpacked many times."""
 GLUON_FROM = 33

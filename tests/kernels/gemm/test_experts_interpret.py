@@ -215,7 +215,7 @@ def test_few_pairs_with_all_of_k_in_a_program(bits, form, monkeypatch):
 
 
 def test_two_warps_take_more_k_groups_than_are_in_flight():
-    """What gated products of a pair an expert take: 10 k-groups, 4 of each warp asked for at once."""
+    """What gated products of a pair an expert take: 10 k-groups, 4 of a warp asked for at once."""
     scheme = WeightScheme(bits=4, group_size=128, symmetric=False, clip_search=False)
     packed = {"dtype": torch.float16, "layout": Layout.FRAGMENT}
     put = [quantize_weight(normal(64, 1280) + 0.1 * e, scheme, **packed) for e in range(24)]
