@@ -29,6 +29,8 @@ class Pivot:
     value_title: str = "value"
     order: tuple[str, ...] = ()
     """Columns in this order first."""
+    device: str | None = None
+    """Rows of this device alone."""
     newest: bool = False
     """Of each column only the rows of its last row's commit: lines that are no more go."""
 
@@ -36,7 +38,11 @@ class Pivot:
         """Return the table as Markdown."""
         found: dict[tuple[str, ...], dict[str, list[Row]]] = {}
         columns: list[str] = list(self.order)
-        rows = [(self._name(row), row) for row in load(self.file, self.bench, self.where)]
+        rows = [
+            (self._name(row), row)
+            for row in load(self.file, self.bench, self.where)
+            if self.device in (None, row["device"])
+        ]
         commits = {name: row["commit"] for name, row in rows}
         for name, row in rows:
             if self.newest and row["commit"] != commits[name]:

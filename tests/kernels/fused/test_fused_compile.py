@@ -9,6 +9,7 @@ from llmpq.kernels.fused.gated_mlp import gate_kernel
 from llmpq.kernels.fused.head_norm import head_norm_kernel
 from llmpq.kernels.fused.layer_norm import layer_norm_kernel
 from llmpq.kernels.fused.ngram_lookup import look_up_kernel
+from llmpq.kernels.fused.norm_behind import norm_behind_kernel
 from llmpq.kernels.fused.rms_norm import rms_norm_kernel
 from llmpq.kernels.fused.rope_append import rope_append_kernel
 from llmpq.kernels.fused.round_inputs import round_kernel
@@ -21,9 +22,9 @@ pytestmark = pytest.mark.compile
 
 FLOATS = ("part_ptr", "lse_ptr", "inv_freq", "slopes")
 INDICES = ("slots", "starts", "counts")
-NUMBERS = ("eps", "score_scale", "factor", "top", "limit", "slope")
+NUMBERS = ("eps", "next_eps", "score_scale", "factor", "top", "limit", "slope")
 HEADS = {"H": 32, "G": 8, "Q": 1}
-ROPE = {"H": 32, "G": 8, "BLOCK": 8, "ROTARY": True, "CACHE": True}
+ROPE = {"H": 32, "G": 8, "BLOCK": 8, "ROTARY": True, "CACHE": True, "NORM": False}
 ATTEND = HEADS | {"D": 128, "PADDED": 128, "R": 16}
 WHOLE = ROPE | {"D": 128, "HALF": 64, "PADDED": 64, "REST": 0}
 KERNELS = {
@@ -36,6 +37,11 @@ KERNELS = {
     "rope-part": (
         rope_append_kernel,
         ROPE | {"D": 128, "HALF": 24, "PADDED": 32, "REST": 128, "PAGE": 0},
+        {"num_warps": 2},
+    ),
+    "rope-normed": (
+        rope_append_kernel,
+        WHOLE | {"PAGE": 0, "NORM": True, "D": 256, "HALF": 128, "PADDED": 128},
         {"num_warps": 2},
     ),
     "rope-pages": (rope_append_kernel, WHOLE | {"PAGE": 128}, {"num_warps": 2}),
@@ -53,6 +59,7 @@ KERNELS = {
         {"num_warps": 1},
     ),
     "norm": (rms_norm_kernel, {"BLOCK": 4096}, {"num_warps": 8}),
+    "norm-behind": (norm_behind_kernel, {"BLOCK": 4096, "NEXT": True}, {"num_warps": 8}),
     "layer-norm": (
         layer_norm_kernel,
         {"BLOCK": 8192, "BEFORE": True, "AFTER": True},
