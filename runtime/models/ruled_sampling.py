@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Protocol, Self
 
 import torch
@@ -35,12 +36,27 @@ _POSITIONS_AT_ONCE = 64
 class TokenAutomaton(Protocol):
     """What a guide allows next."""
 
-    def allowed_of(self, answers: Sequence[tuple[Self, Sequence[int]]], vocab: int) -> Tensor:
+    def allowed_of(
+        self, answers: Sequence[tuple[Self, Sequence[int]]], vocab: int, *, pinned: bool = False
+    ) -> Tensor:
         """Return which tokens may follow each of several answers so far, by their automata.
 
         On the host, a row each, token t as bit t % 8 of byte t // 8; beyond V may be more bits.
+        `pinned`: in memory from which a GPU copies on its own.
         """
         ...
+
+
+@dataclass
+class _Coming:
+    """A step's tokens [B], on their way to the host."""
+
+    tokens_B: Tensor | Pending
+
+    @cached_property
+    def known(self) -> list[int]:
+        """The tokens; waits for them."""
+        return [int(token) for token in arrived(self.tokens_B).tolist()]
 
 
 @dataclass
@@ -60,7 +76,7 @@ class _Ruled:
     """Tensors made of the rules once."""
     told: list[int] = field(default_factory=list)
     """Of a guided answer: its tokens that the host knows."""
-    coming: tuple[int, Tensor | Pending, int] | None = None
+    coming: tuple[int, _Coming, int] | None = None
     """Of a guided answer: the newest token's place, the step's tokens and its row among them."""
 
     @property
@@ -73,8 +89,8 @@ class _Ruled:
     def answer(self, step: int) -> list[int]:
         """Return a guided answer before a place, waiting for the token before it."""
         if self.coming is not None:
-            place, tokens_B, row = self.coming
-            self.told[place:] = [int(arrived(tokens_B)[row])]
+            place, step_tokens, row = self.coming
+            self.told[place:] = [step_tokens.known[row]]
             self.coming = None
         return self.told[:step]
 
@@ -154,15 +170,12 @@ class RuledSampler:
         }
         changed = [row for row, known in ruled.items() if known.rules.changes_logits]
         if len(changed) == message.num_rows:
-            logits_BV_ruled = logits_BV.to(torch.float32, copy=True)
-            apply_all(ruled.values(), steps, logits_BV_ruled)
-            tokens_B = sample(logits_BV_ruled, params, steps)
+            tokens_B = sample(ruled_logits(ruled.values(), steps, logits_BV), params, steps)
         else:
             tokens_B = sample(logits_BV, params, steps)
         if 0 < len(changed) < message.num_rows:
             where, own = upload(changed, torch.long, logits_BV.device), [steps[r] for r in changed]
-            logits_RV = logits_BV[where].float()
-            apply_all([ruled[row] for row in changed], own, logits_RV)
+            logits_RV = ruled_logits([ruled[row] for row in changed], own, logits_BV[where])
             drawn_R = sample(logits_RV, [params[row] for row in changed], own)
             tokens_B.index_copy_(0, where, drawn_R)
         self._keep_tokens(ruled, steps, tokens_B, logits_BV)
@@ -177,7 +190,7 @@ class RuledSampler:
             if known.counts_tokens or known.rules.logprobs is not None:
                 _keep(known, steps[row], tokens_B[row], logits_BV[row])
             if known.automaton is not None:
-                coming = on_its_way(tokens_B) if coming is None else coming
+                coming = _Coming(on_its_way(tokens_B)) if coming is None else coming
                 known.coming = (steps[row], coming, row)
 
     def score_prompts(
@@ -201,13 +214,15 @@ class RuledSampler:
             known.num_scored = end
 
 
-def apply_all(rows: Iterable[_Ruled], steps: Sequence[int], logits_RV: Tensor) -> None:
-    """Change the logits of rows with rules, each at its place, in place."""
+def ruled_logits(rows: Iterable[_Ruled], steps: Sequence[int], logits_RV: Tensor) -> Tensor:
+    """Return the logits of rows with rules, each at its place; those given stay as they are."""
     several = list(rows)
-    for row, (known, step) in enumerate(zip(several, steps, strict=True)):
-        if known.rules.weighs_tokens:
-            apply_rules(known, logits_RV[row], step)
-    _follow_guides(several, steps, logits_RV)
+    if any(known.rules.weighs_tokens for known in several):
+        logits_RV = logits_RV.to(torch.float32, copy=True)
+        for row, (known, step) in enumerate(zip(several, steps, strict=True)):
+            if known.rules.weighs_tokens:
+                apply_rules(known, logits_RV[row], step)
+    return _follow_guides(several, steps, logits_RV)
 
 
 def apply_rules(known: _Ruled, logits_V: Tensor, step: int) -> None:
@@ -236,27 +251,32 @@ def apply_rules(known: _Ruled, logits_V: Tensor, step: int) -> None:
             logits_V[run[-1]] = torch.where(completes, -math.inf, logits_V[run[-1]])
 
 
-def _follow_guides(rows: Sequence[_Ruled], steps: Sequence[int], logits_RV: Tensor) -> None:
-    """Forbid what guides do not allow, in place."""
+def _follow_guides(rows: Sequence[_Ruled], steps: Sequence[int], logits_RV: Tensor) -> Tensor:
+    """Return the logits without what guides do not allow."""
     guided, answers = [], []
     for row, known in enumerate(rows):
         if known.automaton is not None:
             guided.append(row)
             answers.append((known.automaton, known.answer(steps[row])))
     if not guided:
-        return
+        return logits_RV
     vocab, device = logits_RV.shape[-1], logits_RV.device
-    bits_GB = answers[0][0].allowed_of(answers, vocab)
-    if device.type == "cuda":
-        pinned_GB = torch.empty(bits_GB.shape, dtype=bits_GB.dtype, pin_memory=True)
-        pinned_GB.numpy()[:] = bits_GB.numpy()  # by this thread: torch would wake others for it
-        bits_GB = pinned_GB.to(device, non_blocking=True)
-    forbidden_GV = ~unpacked(bits_GB, vocab)
+    bits_GB = answers[0][0].allowed_of(answers, vocab, pinned=device.type == "cuda")
+    bits_GB = bits_GB.to(device, non_blocking=True)
     if len(guided) == len(rows):
-        logits_RV.masked_fill_(forbidden_GV, -math.inf)
-        return
+        return _only_allowed(logits_RV, bits_GB)
     where = upload(guided, torch.long, device)
-    logits_RV.index_copy_(0, where, logits_RV[where].masked_fill_(forbidden_GV, -math.inf))
+    return logits_RV.index_copy(0, where, _only_allowed(logits_RV[where], bits_GB))
+
+
+def _only_allowed(logits_GV: Tensor, bits_GB: Tensor) -> Tensor:
+    """Return the logits with -inf for tokens whose bit is not set."""
+    if logits_GV.is_cuda:
+        # Triton is not imported where there is no GPU.
+        from llmpq.kernels.fused.allowed_tokens import only_allowed
+
+        return only_allowed(logits_GV, bits_GB)
+    return logits_GV.masked_fill(~unpacked(bits_GB, logits_GV.shape[-1]), -math.inf)
 
 
 def unpacked(bits_GB: Tensor, vocab: int) -> Tensor:
