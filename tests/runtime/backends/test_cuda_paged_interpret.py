@@ -7,7 +7,7 @@ import torch
 from triton import knobs
 
 from llmpq.kernels.fused.rope_append import rope_append_pages_reference
-from llmpq.kernels.kv import packed_pages_plan, paged_plan
+from llmpq.kernels.kv import packed_pages_plan, paged_plan, prompt_attend
 from llmpq.kernels.kv.packed_pages_plan import PackedPlan
 from llmpq.kernels.kv.paged_plan import PagedPlan
 from llmpq.kv_format import RING_TOKENS, TAIL_TOKENS
@@ -133,6 +133,26 @@ def test_tokens_equal_transformers(kind, tiny_models, random_prompts, make_plan,
     assert got == tiny_models.greedy(kind, prompts, NEW)
     assert compute.blind_steps > 0, "no step ran ahead of the host"
     assert compute.mixed_steps > 0, "no chunk ran beside decoding rows"
+
+
+@pytest.mark.parametrize("kind", ["qwen3", pytest.param("llama", id="llama-whole")])
+def test_whole_prompts_attend_to_themselves(
+    kind, tiny_models, random_prompts, make_plan, on_gpu_path, monkeypatch
+):
+    """Steps of prompts alone leave the pool's kernel out; what is decoded reads what they wrote."""
+    ran = []
+
+    def counting(*given, **options):
+        ran.append(given[3])
+        return prompt_attend.prompt_attend(*given, **options)
+
+    monkeypatch.setattr(prompt_attend, "LEAST_TOKENS", 4)
+    monkeypatch.setattr(paged_device_kv, "prompt_attend", counting)
+    model, prompts = tiny_models.directory(kind), random_prompts(9, 9, 14)
+    compute = stage(make_plan(model, batch=3), model)
+    got = serve(compute, asked(prompts))
+    assert got == tiny_models.greedy(kind, prompts, NEW)
+    assert set(ran) == {((2, 9), (1, 14))} and len(ran) == len(compute.model.layers)
 
 
 def test_what_requests_share_is_found_again(tiny_models, random_prompts, make_plan, on_gpu_path):
