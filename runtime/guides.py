@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property, partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from llmpq.gguf_file import is_gguf, open_gguf
@@ -61,7 +63,7 @@ class Guides:
         """Return the automaton of one request; it is made meanwhile, beside others."""
         make, grammar = partial(_llguidance().LLMatcher, log_level=0), _grammar(guide)
         matcher = self._makers.submit(make, self._tokenizer, grammar)
-        return Automaton(matcher, self._end_ids, self._executor)
+        return Automaton(matcher, self._end_ids, self._executor, self._beside)
 
     @cached_property
     def _makers(self) -> ThreadPoolExecutor:
@@ -70,6 +72,10 @@ class Guides:
     @cached_property
     def _executor(self) -> Any:
         return _llguidance().LLExecutor(_MASK_THREADS)
+
+    @cached_property
+    def _beside(self) -> _Beside:
+        return _Beside()
 
     @cached_property
     def _tokenizer(self) -> Any:
@@ -89,12 +95,37 @@ class Guides:
             ) from None
 
 
+class _Beside:
+    """A thread that waits for Rust code, which needs no Python, while others go on."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="llmpq masks")
+
+    def start(self, find: Callable[[], None]) -> Callable[[], None]:
+        """Have the thread call it; return what waits for its end.
+
+        It has begun when this returns: else it would get its turn when the caller waits.
+        """
+        begun = threading.Event()
+
+        def begin() -> None:
+            begun.set()
+            find()
+
+        done = self._pool.submit(begin)
+        begun.wait()
+        return done.result
+
+
 class Automaton:
     """What one answer may go on with."""
 
-    def __init__(self, matcher: Future[Any], end_ids: Sequence[int], executor: Any) -> None:
-        """`executor`: the threads that look at many answers at once."""
+    def __init__(
+        self, matcher: Future[Any], end_ids: Sequence[int], executor: Any, beside: _Beside
+    ) -> None:
+        """`executor`: the threads that look at many answers at once; `beside` waits for them."""
         self._made, self._end_ids, self._executor = matcher, list(end_ids), executor
+        self._beside = beside
         self._taken: list[int] = []
 
     @property
@@ -107,10 +138,12 @@ class Automaton:
         vocab: int,
         *,
         pinned: bool = False,
-    ) -> Tensor:
-        """Return which tokens may follow each of several answers so far.
+        meanwhile: bool = False,
+    ) -> Callable[[], Tensor]:
+        """Find which tokens may follow each of several answers so far; the call returned has them.
 
         Bits of bytes, on the host; `pinned`: in memory from which a GPU copies on its own.
+        `meanwhile`: by other threads, from now on.
         """
         words = -(-vocab // 32)
         bits_GW = torch.empty((len(answers), words), dtype=torch.int32, pin_memory=pinned)
@@ -124,17 +157,30 @@ class Automaton:
                 words_GW[row] = 0
             else:
                 going_on.append((automaton._matcher, row))
-        if _MASK_THREADS > 1 and len(going_on) >= _SHARED_OUT:
-            self._executor.unsafe_compute_mask_ptr(going_on, start, each, len(answers))
-        else:
-            for matcher, row in going_on:
-                matcher.unsafe_compute_mask_ptr(start + row * each, each)
+
+        def find() -> None:
+            if _MASK_THREADS > 1 and len(going_on) >= _SHARED_OUT:
+                self._executor.unsafe_compute_mask_ptr(going_on, start, each, len(answers))
+            else:
+                for matcher, row in going_on:
+                    matcher.unsafe_compute_mask_ptr(start + row * each, each)
+
+        found = self._beside.start(find) if meanwhile else find
+
+        def bits() -> Tensor:
+            found()
+            self._allow_ends(words_GW)
+            return bits_GW.view(torch.uint8)
+
+        return bits
+
+    def _allow_ends(self, words_GW: NDArray[np.int32]) -> None:
+        """Allow the end where nothing else is."""
         bytes_GB = words_GW.view(np.uint8)
         # The text is whole, or the guide is beyond what can be followed.
         for row in np.flatnonzero(words_GW.view(np.uint32).max(axis=1) == 0).tolist():
             for token in self._end_ids:
                 bytes_GB[row, token // 8] |= 1 << token % 8
-        return bits_GW.view(torch.uint8)
 
     def _follow(self, tokens: Sequence[int]) -> None:
         """Bring the automaton to where the answer is; it may have gone another way before."""

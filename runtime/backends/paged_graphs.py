@@ -76,9 +76,8 @@ class PagedGraphs(DecodeGraphs):
         return sorted(found, reverse=True)
 
     def run_every_place(self, message: StepMessage, hidden_BQh: Tensor | None) -> StepOutput:
-        """As `run`, with hidden states of all places behind the last layer."""
+        """As `run_staged`, with hidden states of all places behind the last layer."""
         size = self._size(message)
-        self._stage(message, size)
         if hidden_BQh is not None:
             hidden_BQh = self._widened(hidden_BQh.to(self._device), size)
         return self._forward(size, hidden_BQh, every_place=True)

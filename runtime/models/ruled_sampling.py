@@ -37,12 +37,18 @@ class TokenAutomaton(Protocol):
     """What a guide allows next."""
 
     def allowed_of(
-        self, answers: Sequence[tuple[Self, Sequence[int]]], vocab: int, *, pinned: bool = False
-    ) -> Tensor:
-        """Return which tokens may follow each of several answers so far, by their automata.
+        self,
+        answers: Sequence[tuple[Self, Sequence[int]]],
+        vocab: int,
+        *,
+        pinned: bool = False,
+        meanwhile: bool = False,
+    ) -> Callable[[], Tensor]:
+        """Find which tokens may follow each of several answers so far, by their automata.
 
-        On the host, a row each, token t as bit t % 8 of byte t // 8; beyond V may be more bits.
-        `pinned`: in memory from which a GPU copies on its own.
+        What the call returned returns is on the host, a row each, token t as bit t % 8 of byte
+        t // 8; beyond V may be more bits. `pinned`: in memory from which a GPU copies on its own.
+        `meanwhile`: by other threads, from now on.
         """
         ...
 
@@ -117,11 +123,36 @@ class _Ruled:
         return (first, end) if first < end else None
 
 
+@dataclass(frozen=True)
+class _Masks:
+    """What guided answers of a step may go on with, and whose rules count in it."""
+
+    ruled: dict[int, _Ruled]
+    """By row. Those that end meanwhile are forgotten, but may have one row more."""
+    bits_GB: Callable[[], Tensor]
+
+    @classmethod
+    def of(
+        cls, ruled: dict[int, _Ruled], steps: Sequence[int], logits: Tensor, *, meanwhile: bool
+    ) -> Self:
+        """Begin to find them; some row must have a guide."""
+        answers = [
+            (known.automaton, known.answer(steps[row]))
+            for row, known in ruled.items()
+            if known.automaton is not None
+        ]
+        first, _ = answers[0]
+        how = {"pinned": logits.is_cuda, "meanwhile": meanwhile}
+        return cls(ruled, first.allowed_of(answers, logits.shape[-1], **how))
+
+
 class RuledSampler:
     """The sampler of a last stage: requests that have rules are known to it by number."""
 
     def __init__(self) -> None:
         self._known: dict[int, _Ruled] = {}
+        self._masks: _Masks | None = None
+        """Of the step that is drawn next, if they were begun."""
 
     def take_rules(
         self, number: int, rules: TokenRules, automaton: TokenAutomaton | None = None
@@ -160,26 +191,41 @@ class RuledSampler:
             for ruled, start, count in known
         )
 
+    def look_ahead(self, message: StepMessage, logits: Tensor) -> bool:
+        """Have other threads find masks of guides for `pick` of these rows; whether there are any.
+
+        Waits for the tokens before. `logits`: of their vocabulary, and where they will be.
+        """
+        ruled = self._ruled(message)
+        if all(known.automaton is None for known in ruled.values()):
+            return False
+        self._masks = _Masks.of(ruled, message.sample_steps, logits, meanwhile=True)
+        return True
+
     def pick(self, logits_BV: Tensor, message: StepMessage) -> Tensor:
         """Return tokens [B] of a step's rows, and note what their rules ask."""
         params, steps = message.sampling, message.sample_steps
-        ruled = {
-            row: self._known[number]
-            for row, number in enumerate(message.requests)
-            if number in self._known
-        }
+        masks, self._masks = self._masks, None
+        ruled = self._ruled(message) if masks is None else masks.ruled
         changed = [row for row, known in ruled.items() if known.rules.changes_logits]
         if len(changed) == message.num_rows:
-            tokens_B = sample(ruled_logits(ruled.values(), steps, logits_BV), params, steps)
+            logits_RV = ruled_logits(ruled.values(), steps, logits_BV, masks)
+            tokens_B = sample(logits_RV, params, steps)
         else:
             tokens_B = sample(logits_BV, params, steps)
         if 0 < len(changed) < message.num_rows:
             where, own = upload(changed, torch.long, logits_BV.device), [steps[r] for r in changed]
-            logits_RV = ruled_logits([ruled[row] for row in changed], own, logits_BV[where])
+            some = [ruled[row] for row in changed]
+            logits_RV = ruled_logits(some, own, logits_BV[where], masks)
             drawn_R = sample(logits_RV, [params[row] for row in changed], own)
             tokens_B.index_copy_(0, where, drawn_R)
         self._keep_tokens(ruled, steps, tokens_B, logits_BV)
         return tokens_B
+
+    def _ruled(self, message: StepMessage) -> dict[int, _Ruled]:
+        """Return the rules of a step's rows, by row."""
+        rows = ((row, self._known.get(number)) for row, number in enumerate(message.requests))
+        return {row: known for row, known in rows if known is not None}
 
     def _keep_tokens(
         self, ruled: Mapping[int, _Ruled], steps: Sequence[int], tokens_B: Tensor, logits_BV: Tensor
@@ -214,15 +260,23 @@ class RuledSampler:
             known.num_scored = end
 
 
-def ruled_logits(rows: Iterable[_Ruled], steps: Sequence[int], logits_RV: Tensor) -> Tensor:
-    """Return the logits of rows with rules, each at its place; those given stay as they are."""
+def ruled_logits(
+    rows: Iterable[_Ruled],
+    steps: Sequence[int],
+    logits_RV: Tensor,
+    masks: _Masks | None = None,
+) -> Tensor:
+    """Return the logits of rows with rules, each at its place; those given stay as they are.
+
+    `masks`: of all that have guides, if they were begun.
+    """
     several = list(rows)
     if any(known.rules.weighs_tokens for known in several):
         logits_RV = logits_RV.to(torch.float32, copy=True)
         for row, (known, step) in enumerate(zip(several, steps, strict=True)):
             if known.rules.weighs_tokens:
                 apply_rules(known, logits_RV[row], step)
-    return _follow_guides(several, steps, logits_RV)
+    return _follow_guides(several, steps, logits_RV, masks)
 
 
 def apply_rules(known: _Ruled, logits_V: Tensor, step: int) -> None:
@@ -251,18 +305,17 @@ def apply_rules(known: _Ruled, logits_V: Tensor, step: int) -> None:
             logits_V[run[-1]] = torch.where(completes, -math.inf, logits_V[run[-1]])
 
 
-def _follow_guides(rows: Sequence[_Ruled], steps: Sequence[int], logits_RV: Tensor) -> Tensor:
+def _follow_guides(
+    rows: Sequence[_Ruled], steps: Sequence[int], logits_RV: Tensor, masks: _Masks | None
+) -> Tensor:
     """Return the logits without what guides do not allow."""
-    guided, answers = [], []
-    for row, known in enumerate(rows):
-        if known.automaton is not None:
-            guided.append(row)
-            answers.append((known.automaton, known.answer(steps[row])))
+    guided = [row for row, known in enumerate(rows) if known.automaton is not None]
     if not guided:
         return logits_RV
-    vocab, device = logits_RV.shape[-1], logits_RV.device
-    bits_GB = answers[0][0].allowed_of(answers, vocab, pinned=device.type == "cuda")
-    bits_GB = bits_GB.to(device, non_blocking=True)
+    device = logits_RV.device
+    if masks is None:
+        masks = _Masks.of(dict(enumerate(rows)), steps, logits_RV, meanwhile=False)
+    bits_GB = masks.bits_GB().to(device, non_blocking=True)
     if len(guided) == len(rows):
         return _only_allowed(logits_RV, bits_GB)
     where = upload(guided, torch.long, device)

@@ -113,7 +113,7 @@ def test_an_automaton_follows_an_answer_that_was_computed_anew(demo_model):
     automaton = guides.compile(Guide(kind="choice", text='["yes", "no"]'))
 
     def allowed(tokens):
-        return unpacked(automaton.allowed_of([(automaton, tokens)], 4100), 4100)[0]
+        return unpacked(automaton.allowed_of([(automaton, tokens)], 4100)(), 4100)[0]
 
     start = allowed([]).nonzero()[:, 0].tolist()
     assert 1 < len(start) < 10 and 0 not in start
