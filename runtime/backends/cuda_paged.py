@@ -162,7 +162,9 @@ class CudaPagedCompute(PagedStageCompute):
         rows = [number for number, row in enumerate(message.paged) if row.samples]
         slots = [message.slots[row] for row in rows]
         rows_R, slots_R = upload([rows, slots], torch.long, self._device)
-        drawn_R = self.sampler.pick(out.logits_BV[rows_R], rows_of(message, rows))
+        alike = rows == list(range(len(rows)))
+        logits_RV = out.logits_BV[: len(rows)] if alike else out.logits_BV[rows_R]
+        drawn_R = self.sampler.pick(logits_RV, rows_of(message, rows))
         self._decode.remember(slots_R, drawn_R)
         return out.tokens_B[: message.num_rows].index_copy(0, rows_R, drawn_R)
 
