@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property, partial
 from pathlib import Path
@@ -27,10 +28,10 @@ from llmpq.gguf_tokenizer import tokenizer_of
 from llmpq.runtime.token_rules import Guide
 
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-_MAKERS = 4
-"""Threads that make automata of requests to come while others are answered."""
-_CORES = os.cpu_count() or 1
-_MASK_THREADS = 16 if _CORES >= 16 else max(1, _CORES // 2)
+_CORES = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+_MAKERS = min(8, _CORES)
+"""Threads that look at guides of many requests, and make automata of those to come."""
+_MASK_THREADS = 16 if _CORES >= 8 else max(1, _CORES // 2)
 """Threads that find what may come next, of several answers: it must be there before a GPU's next
 step ends (5 ms). Inside a text of bounded length it takes 2 ms for one answer over 128,256 tokens,
 0.04 elsewhere. rayon deals out pairs of 32 answers to 8 threads, single ones to 16."""
@@ -46,11 +47,25 @@ class Guides:
     def __init__(self, model_dir: str | Path, *, vocab: int, end_ids: Sequence[int]) -> None:
         """Nothing is read before the first guide; `vocab` is that of the logits."""
         self._path, self._vocab, self._end_ids = Path(model_dir), vocab, list(end_ids)
+        self._expected: dict[Guide, Future[bool]] = {}
+
+    def expect(self, guides: Iterable[Guide]) -> None:
+        """Have several threads look at guides before `check` is asked for each of them."""
+        several = {guide for guide in guides if len(guide.text) <= _LONGEST}
+        if not several:
+            return
+        tokenizer = self._tokenizer
+        self._expected = {
+            guide: self._makers.submit(_can_be_made, tokenizer, guide) for guide in several
+        }
 
     def check(self, guide: Guide) -> None:
         """Raise `ValueError` for a guide that no text can follow or that is not understood."""
         if len(guide.text) > _LONGEST:
             raise ValueError(f"a {guide.kind} of {len(guide.text)} characters is too long")
+        expected = self._expected.get(guide)
+        if expected is not None and expected.result():
+            return
         library = _llguidance()
         try:
             message = library.LLMatcher.validate_grammar(_grammar(guide), self._tokenizer)
@@ -129,10 +144,6 @@ class Automaton:
         self._beside = beside
         self._taken: list[int] = []
 
-    @property
-    def _matcher(self) -> Any:
-        return self._made.result()
-
     def allowed_of(
         self,
         answers: Sequence[tuple[Automaton, Sequence[int]]],
@@ -153,11 +164,11 @@ class Automaton:
         start, each = bits_GW.data_ptr(), words * bits_GW.itemsize
         going_on = []
         for row, (automaton, tokens) in enumerate(answers):
-            automaton._follow(tokens)
-            if automaton._matcher.is_stopped():
+            matcher = automaton._follow(tokens)
+            if matcher is None:
                 words_GW[row] = 0
             else:
-                going_on.append((automaton._matcher, row))
+                going_on.append((matcher, row))
 
         def find() -> None:
             if _MASK_THREADS > 1 and len(going_on) >= _SHARED_OUT:
@@ -183,16 +194,30 @@ class Automaton:
             for token in self._end_ids:
                 bytes_GB[row, token // 8] |= 1 << token % 8
 
-    def _follow(self, tokens: Sequence[int]) -> None:
-        """Bring the automaton to where the answer is; it may have gone another way before."""
-        known = len(self._taken)
+    def _follow(self, tokens: Sequence[int]) -> Any:
+        """Bring the matcher to where the answer is and return it, None where the text is whole.
+
+        It may have gone another way before.
+        """
+        matcher, known = self._made.result(), len(self._taken)
         if list(tokens[:known]) != self._taken:
-            self._matcher.reset()
+            matcher.reset()
             self._taken, known = [], 0
+        stopped = matcher.is_stopped()
         for token in tokens[known:]:
-            if not self._matcher.is_stopped():
-                self._matcher.consume_token(token)
+            if not stopped:
+                matcher.consume_token(token)
+                stopped = matcher.is_stopped()
             self._taken.append(token)
+        return None if stopped else matcher
+
+
+def _can_be_made(tokenizer: Any, guide: Guide) -> bool:
+    """Whether there is an automaton of a guide; other threads run while Rust makes it."""
+    try:
+        return not _llguidance().LLMatcher(tokenizer, _grammar(guide), log_level=0).is_error()
+    except ValueError:
+        return False
 
 
 def _grammar(guide: Guide) -> str:

@@ -105,6 +105,11 @@ def test_guides_that_cannot_be_followed_are_refused(llm, guide, said):
     with pytest.raises(ValueError, match=said) as caught:
         llm.generate("a", SamplingParams(structured_outputs=StructuredOutputsParams(**guide)))
     assert "\n" not in str(caught.value)
+    # Looked at beside others, the same is said.
+    others = [asked(StructuredOutputsParams(choice=["a", str(n)]), n) for n in range(9)]
+    bad = SamplingParams(structured_outputs=StructuredOutputsParams(**guide))
+    with pytest.raises(ValueError, match=said):
+        llm.generate(["a"] * 10, [*others, bad])
     assert llm.generate("a", SamplingParams(temperature=0, max_tokens=1))[0].outputs
 
 
