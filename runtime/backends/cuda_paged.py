@@ -166,6 +166,8 @@ class CudaPagedCompute(PagedStageCompute):
         logits_RV = out.logits_BV[: len(rows)] if alike else out.logits_BV[rows_R]
         drawn_R = self.sampler.pick(logits_RV, rows_of(message, rows))
         self._decode.remember(slots_R, drawn_R)
+        if len(rows) == message.num_rows:
+            return drawn_R
         return out.tokens_B[: message.num_rows].index_copy(0, rows_R, drawn_R)
 
     def _score_places(self, hidden_BQh: Tensor | None, message: StepMessage) -> None:

@@ -23,7 +23,7 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
-from llmpq.runtime.models.sampling import sample
+from llmpq.runtime.models.sampling import sample, sampler_of
 from llmpq.runtime.pending import Pending, arrived, on_its_way
 from llmpq.runtime.step_message import StepMessage
 from llmpq.runtime.token_rules import Noted, TokenRules, TokenScore, TokenScores
@@ -209,16 +209,16 @@ class RuledSampler:
         ruled = self._ruled(message) if masks is None else masks.ruled
         changed = [row for row, known in ruled.items() if known.rules.changes_logits]
         if len(changed) == message.num_rows:
-            logits_RV = ruled_logits(ruled.values(), steps, logits_BV, masks)
-            tokens_B = sample(logits_RV, params, steps)
+            draw = sampler_of(params, steps, like=logits_BV)  # before masks are waited for
+            tokens_B = draw(ruled_logits(ruled.values(), steps, logits_BV, masks))
         else:
             tokens_B = sample(logits_BV, params, steps)
         if 0 < len(changed) < message.num_rows:
             where, own = upload(changed, torch.long, logits_BV.device), [steps[r] for r in changed]
             some = [ruled[row] for row in changed]
-            logits_RV = ruled_logits(some, own, logits_BV[where], masks)
-            drawn_R = sample(logits_RV, [params[row] for row in changed], own)
-            tokens_B.index_copy_(0, where, drawn_R)
+            logits_RV = logits_BV[where]
+            draw = sampler_of([params[row] for row in changed], own, like=logits_RV)
+            tokens_B.index_copy_(0, where, draw(ruled_logits(some, own, logits_RV, masks)))
         self._keep_tokens(ruled, steps, tokens_B, logits_BV)
         return tokens_B
 
