@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property, partial
 from pathlib import Path
@@ -28,13 +27,13 @@ from llmpq.gguf_tokenizer import tokenizer_of
 from llmpq.runtime.token_rules import Guide
 
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-_CORES = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-_MAKERS = min(8, _CORES)
-"""Threads that look at guides of many requests, and make automata of those to come."""
-_MASK_THREADS = 16 if _CORES >= 8 else max(1, _CORES // 2)
+_MAKERS = 4
+"""Threads that make automata of requests to come while others are answered."""
+_MASK_THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))
 """Threads that find what may come next, of several answers: it must be there before a GPU's next
 step ends (5 ms). Inside a text of bounded length it takes 2 ms for one answer over 128,256 tokens,
-0.04 elsewhere. rayon deals out pairs of 32 answers to 8 threads, single ones to 16."""
+0.04 elsewhere: 1.0 to 1.2 ms for 32 answers (median, 8 and 16 cores), one step in ten over 4.6. On
+cores that others keep busy more threads take longer: all wait for the one that is woken last."""
 _SHARED_OUT = 8
 """Answers from which on threads are woken for it."""
 _LONGEST = 1 << 20
@@ -47,25 +46,11 @@ class Guides:
     def __init__(self, model_dir: str | Path, *, vocab: int, end_ids: Sequence[int]) -> None:
         """Nothing is read before the first guide; `vocab` is that of the logits."""
         self._path, self._vocab, self._end_ids = Path(model_dir), vocab, list(end_ids)
-        self._expected: dict[Guide, Future[bool]] = {}
-
-    def expect(self, guides: Iterable[Guide]) -> None:
-        """Have several threads look at guides before `check` is asked for each of them."""
-        several = {guide for guide in guides if len(guide.text) <= _LONGEST}
-        if not several:
-            return
-        tokenizer = self._tokenizer
-        self._expected = {
-            guide: self._makers.submit(_can_be_made, tokenizer, guide) for guide in several
-        }
 
     def check(self, guide: Guide) -> None:
         """Raise `ValueError` for a guide that no text can follow or that is not understood."""
         if len(guide.text) > _LONGEST:
             raise ValueError(f"a {guide.kind} of {len(guide.text)} characters is too long")
-        expected = self._expected.get(guide)
-        if expected is not None and expected.result():
-            return
         library = _llguidance()
         try:
             message = library.LLMatcher.validate_grammar(_grammar(guide), self._tokenizer)
@@ -210,14 +195,6 @@ class Automaton:
                 stopped = matcher.is_stopped()
             self._taken.append(token)
         return None if stopped else matcher
-
-
-def _can_be_made(tokenizer: Any, guide: Guide) -> bool:
-    """Whether there is an automaton of a guide; other threads run while Rust makes it."""
-    try:
-        return not _llguidance().LLMatcher(tokenizer, _grammar(guide), log_level=0).is_error()
-    except ValueError:
-        return False
 
 
 def _grammar(guide: Guide) -> str:

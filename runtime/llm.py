@@ -204,7 +204,6 @@ class LLM:
             raise ValueError(
                 f"got {len(each)} sampling_params for {len(several)} prompts; give one, or one each"
             )
-        self._prompts.expect(each)
         return self._serve([
             self._prompts.ask(prompt, own) for prompt, own in zip(several, each, strict=True)
         ])  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -93,11 +93,6 @@ class Prompts:
             and params.structured_outputs is None
             and not params.bad_words
         )
-
-    def expect(self, params: Iterable[SamplingParams]) -> None:
-        """Begin to look at what many requests ask, before `ask` is called for each."""
-        asked = (own.structured_outputs for own in params)
-        self._guides.expect(guided.guide() for guided in asked if guided is not None)
 
     def ask(
         self,
