@@ -41,7 +41,9 @@ class LiveTable:
             [*name, *(f"{cells[key]['value']:.4g}" if key in cells else "" for key in shown)]
             for name, cells in lines.items()
         ]
-        return markdown(["GPU", "weights", "KV", "requests", "arrivals", "how", *shown.values()], body)
+        return markdown(
+            ["GPU", "weights", "KV", "requests", "arrivals", "how", *shown.values()], body
+        )
 
 
 def _named(row: Row) -> tuple[str, ...]:
