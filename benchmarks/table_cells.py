@@ -15,7 +15,10 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Pivot:
-    """A table with a line per `index` case and a column per value of the case key (or keys)."""
+    """A table with a line per `index` case and a column per value of the case key (or keys).
+
+    The key `device` is the row's own.
+    """
 
     file: str
     bench: str
@@ -47,7 +50,8 @@ class Pivot:
         for name, row in rows:
             if self.newest and row["commit"] != commits[name]:
                 continue
-            key = tuple(str(row["case"].get(k, "")) for k in self.index)
+            own = row["case"] | {"device": row["device"].removeprefix("NVIDIA ")}
+            key = tuple(str(own.get(k, "")) for k in self.index)
             if name not in columns:
                 columns.append(name)
             found.setdefault(key, {}).setdefault(name, []).append(row)

@@ -72,14 +72,14 @@ TABLES: dict[str, Pivot | FrontTable | LiveTable | OddTable | ProofsTable] = {
     "pool_job": Pivot(
         file="pool.jsonl",
         bench="pool_job",
-        index=("job", "precision"),
+        index=("device", "job", "precision"),
         value_title="tokens/s over a pool (ratio to slots)",
         show=ratio_to_baseline("slots"),
     ),
     "pool_job_stops": Pivot(
         file="pool.jsonl",
         bench="pool_job_stops",
-        index=("job", "precision"),
+        index=("device", "job", "precision"),
         value_title="tokens/s where a token may end each row (ratio to none)",
         show=ratio_to_baseline("pool"),
     ),

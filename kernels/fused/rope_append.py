@@ -76,12 +76,13 @@ def rope_append_kernel(
     q_stride, k_stride, v_stride, slot_stride, head_stride, token_stride,
     Q, factor, eps, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
     PADDED: tl.constexpr, REST: tl.constexpr, BLOCK: tl.constexpr, ROTARY: tl.constexpr,
-    CACHE: tl.constexpr, PAGE: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+    CACHE: tl.constexpr, PAGE: tl.constexpr, NORM: tl.constexpr, KEEP: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One token's block of heads; `*_stride` in elements between tokens of an input.
 
     With a PAGE each token has a place of its own, in `slots`: token place % PAGE of a block of a
-    pool, or nowhere if that is negative.
+    pool, or nowhere if that is negative. KEEP: rotated keys also stay where they came from.
     """
     Q_BLOCKS: tl.constexpr = (H + BLOCK - 1) // BLOCK
     G_BLOCKS: tl.constexpr = (G + BLOCK - 1) // BLOCK
@@ -148,6 +149,9 @@ def rope_append_kernel(
         out = k_out + out_at + head[:, None] * head_stride + d[None, :]
         tl.store(out, low, mask=live)
         tl.store(out + HALF, high, mask=live)
+        if KEEP:
+            tl.store(k_ptr + token * k_stride + at, low, mask=live)
+            tl.store(k_ptr + token * k_stride + at + HALF, high, mask=live)
         if REST > 0:
             source = k_ptr + token * k_stride + (head * D)[:, None]
             target = k_out + out_at + head[:, None] * head_stride
@@ -220,11 +224,16 @@ def rope_append_pages(
     positions_T: Tensor,
     inv_freq: Tensor | None,
     factor: float = 1.0,
+    *,
+    keep: bool = False,
 ) -> Tensor:
     """Write rotated keys and values into pools [blocks, G, PAGE, D]; return the rotated queries.
 
     A token of place p goes to token p % PAGE of block p // PAGE, one of place -1 nowhere.
+    `keep`: keys of tokens that have a place are rotated in `k_TGD`, too.
     """
+    if keep and (k_TGD.stride(2) != 1 or k_TGD.stride(1) != k_TGD.shape[2]):
+        raise ValueError(f"keys to rotate in place need dense heads, got strides {k_TGD.stride()}")
     if not k_pool.is_contiguous() or not v_pool.is_contiguous() or k_pool.shape != v_pool.shape:
         raise ValueError(
             f"pools must be alike, one block behind the other, got {list(k_pool.shape)} and "
@@ -241,6 +250,7 @@ def rope_append_pages(
         (strides[0], strides[1], strides[2]),
         blocks=2,
         page=k_pool.shape[2],
+        keep=keep and inv_freq is not None,
     )
     return q_out
 
@@ -275,10 +285,11 @@ def _launch(
     blocks: int,
     page: int = 0,
     norms: HeadNorms | None = None,
+    keep: bool = False,
 ) -> None:
     """`blocks`: 2 writes keys and values to a cache, 1 keys only to a tensor like the input.
 
-    `page`: tokens of a pool's block; then every token is a row of its own.
+    `page`: tokens of a pool's block; then every token is a row of its own. `keep`: as KEEP.
     """
     batch, q_len, heads, dim = inputs[0].shape
     groups = inputs[1].shape[2]
@@ -308,6 +319,7 @@ def _launch(
         CACHE=blocks == 2,
         PAGE=page,
         NORM=norms is not None,
+        KEEP=keep,
         PDL=pdl,
         num_warps=2,
         launch_pdl=pdl,
@@ -360,6 +372,8 @@ def rope_append_pages_reference(
     positions_T: Tensor,
     inv_freq: Tensor | None,
     factor: float = 1.0,
+    *,
+    keep: bool = False,
 ) -> Tensor:
     """The twin of `rope_append_pages`, in plain torch."""
     q, k, page = q_TND, k_TGD, k_pool.shape[2]
@@ -370,6 +384,8 @@ def rope_append_pages_reference(
     blocks, tokens = places_T[live] // page, places_T[live] % page
     k_pool[blocks, :, tokens] = k[live]
     v_pool[blocks, :, tokens] = v_TGD[live]
+    if keep:
+        k_TGD[live] = k[live]
     return q
 
 

@@ -20,18 +20,16 @@ Legend: B rows, Q new tokens, h hidden, H query heads, G key/value heads, D head
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import nullcontext
 from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from llmpq.kernels.fused import gated_mlp
 from llmpq.kernels.fused import layer_norm as fused_layer_norm
 from llmpq.kernels.fused import rope_append as fused_rope
 from llmpq.kernels.kv import plain_attend
+from llmpq.kernels.kv.prompt_attend import causal_attend
 from llmpq.kernels.kv.reference import EVERYTHING
 from llmpq.kernels.linear import QuantizedWeight, linear
 from llmpq.runtime.backends import cuda_atom_layers, cuda_experts, cuda_rules
@@ -332,19 +330,7 @@ def _fresh(
     if alibi_slopes_H is not None:
         bias = step.once("bias", lambda: score_bias(step, alibi_slopes_H, 1, q_BQHD.dtype))
     q, k, v = q_BQHD.transpose(1, 2), _rows_of(k_SGTD, step), _rows_of(v_SGTD, step)
-    # Other backends may round float32 operands to fewer bits.
-    exact = q.dtype == torch.float32
-    with sdpa_kernel(SDPBackend.MATH) if exact else nullcontext():
-        out = functional.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=bias,
-            is_causal=bias is None,
-            scale=scale,
-            enable_gqa=q.shape[1] != k.shape[1],
-        )
-    return out.transpose(1, 2)
+    return causal_attend(q, k, v, scale=scale, bias=bias).transpose(1, 2)
 
 
 def _rows_of(cache_SGTD: Tensor, step: Step) -> Tensor:

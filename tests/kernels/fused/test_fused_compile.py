@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from llmpq.kernels.fused.allowed_tokens import BLOCK as ALLOWED_BLOCK
+from llmpq.kernels.fused.allowed_tokens import only_allowed_kernel
 from llmpq.kernels.fused.argmax import merge_kernel, parts_kernel
 from llmpq.kernels.fused.draw_tokens import BLOCK, KEY_BITS, sample_kernel
 from llmpq.kernels.fused.gated_mlp import gate_kernel
@@ -31,20 +33,21 @@ KERNELS = {
     "rope": (
         rope_append_kernel,
         # Q stays an argument: one kernel for prompts of every length.
-        WHOLE | {"PAGE": 0},
+        WHOLE | {"PAGE": 0, "KEEP": False},
         {"num_warps": 2},
     ),
     "rope-part": (
         rope_append_kernel,
-        ROPE | {"D": 128, "HALF": 24, "PADDED": 32, "REST": 128, "PAGE": 0},
+        ROPE | {"D": 128, "HALF": 24, "PADDED": 32, "REST": 128, "PAGE": 0, "KEEP": False},
         {"num_warps": 2},
     ),
     "rope-normed": (
         rope_append_kernel,
-        WHOLE | {"PAGE": 0, "NORM": True, "D": 256, "HALF": 128, "PADDED": 128},
+        WHOLE | {"PAGE": 0, "NORM": True, "KEEP": False, "D": 256, "HALF": 128, "PADDED": 128},
         {"num_warps": 2},
     ),
-    "rope-pages": (rope_append_kernel, WHOLE | {"PAGE": 128}, {"num_warps": 2}),
+    "rope-keep": (rope_append_kernel, WHOLE | {"PAGE": 128, "KEEP": True}, {"num_warps": 2}),
+    "rope-pages": (rope_append_kernel, WHOLE | {"PAGE": 128, "KEEP": False}, {"num_warps": 2}),
     "silu": (gate_kernel, {"BLOCK": 2048, "ACT": "silu"}, {"num_warps": 4}),
     "gelu": (gate_kernel, {"BLOCK": 2048, "ACT": "gelu_tanh"}, {"num_warps": 4}),
     "clamped": (gate_kernel, {"BLOCK": 2048, "ACT": "clamped_silu"}, {"num_warps": 4}),
@@ -142,4 +145,16 @@ def test_sampling_compiles(dtype, arch):
     made = compile_kernel(
         sample_kernel, arch, arguments, constants, aligned=("x", "columns"), options=options
     )
+    assert made.cubin and made.shared_bytes <= SHARED_LIMIT[arch]
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("element", ["bf16", "fp32"])
+def test_forbidding_tokens_compiles(element, arch):
+    arguments = {"x": f"*{element}", "bits": "*u8", "out": f"*{element}"}
+    arguments |= dict.fromkeys(("columns", "row_stride", "bit_stride"), "i32")
+    made = compile_kernel(
+        only_allowed_kernel, arch, arguments, {"BLOCK": ALLOWED_BLOCK}, aligned=("x", "columns"),
+        options={"num_warps": 8},
+    )  # fmt: skip
     assert made.cubin and made.shared_bytes <= SHARED_LIMIT[arch]
