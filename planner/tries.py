@@ -31,9 +31,14 @@ class Tries:
     """
 
     def __init__(
-        self, problems: Sequence[Problem], how: How, solve: Callable[[Problem, How], Outcome]
+        self,
+        problems: Sequence[Problem],
+        how: How,
+        solve: Callable[[Problem, How], Outcome],
+        first_share: float = FIRST_SHARE,
     ) -> None:
         self.problems, self.how, self.solve = problems, how, solve
+        self.first_share = first_share
         self.best: tuple[int, Outcome] | None = None
         """The number of a problem and its outcome."""
         self.bounds: dict[int, float] = {}
@@ -48,7 +53,7 @@ class Tries:
         waiting = self._by_promise() if self.how.method == "exact" else self._as_given()
         for k, number in enumerate(waiting):
             left = max(0.0, deadline - time.perf_counter())
-            share = max(1 / (len(waiting) - k), FIRST_SHARE if k == 0 else 0.0)
+            share = max(1 / (len(waiting) - k), self.first_share if k == 0 else 0.0)
             self._solve(number, limit if math.isinf(left) else left * share)
         again = sorted(self.bounds, key=lambda number: self.bounds[number])
         for number in again if len(self.problems) > 1 and self.how.method == "exact" else ():
