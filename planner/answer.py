@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 FIRST_SHARE = 0.4
 """Share of the time that the most promising KV precision has, if not more."""
+HEAD_SHARE = 0.3
+"""Share of the time that a search has, at least, if it has to go on with another output matrix."""
 AGAIN_SHARE = 0.1
 """Share of the time that must be left for a KV precision to be looked at once more."""
 
@@ -76,6 +79,7 @@ def answer(problem: Problem, wish: Wish, path: str | None) -> Answer:
     The time is shared out among the precisions, and the bound is the least of all of them. What
     some leave of their time is for the one whose bound is the least.
     """
+    start_s, limit = time.perf_counter(), wish.time_limit_s
     works = [problem.workload.model_copy(update={"kv": kv}) for kv in wish.kvs]
     of_kvs = [problem.with_changes(workload=work) for work in works]
     tries = _Tries(wish, [priced for priced in of_kvs if not too_big(priced)])
@@ -86,11 +90,34 @@ def answer(problem: Problem, wish: Wish, path: str | None) -> Answer:
         if wish.method not in ("exact", "ilp") or wish.budget is not None:
             _raise_unless_smaller(problem, str(tries.refusal))
         raise DoesNotFitError(explain_infeasible(problem)) from None
+    if _rounds_head_alone(*best):
+        left = max(wish.time_limit_s - (time.perf_counter() - start_s), HEAD_SHARE * limit)
+        exact = _with_whole_head(problem)
+        with suppress(DoesNotFitError, Unfinished):
+            return answer(exact, replace(wish, time_limit_s=left), path)
     priced, outcome = best
     outcome = _over_all(outcome, min(tries.bounds.values()))
     # Under a budget the value is time alone.
     valued = priced if wish.budget is None else priced.with_changes(theta=0.0)
     return Answer(problem=priced, outcome=outcome, plan=checked_plan(valued, outcome, path))
+
+
+def _rounds_head_alone(p: Problem, outcome: Outcome) -> bool:
+    """Whether a plan of 16 bits alone would have an output matrix that nobody asked to round."""
+    a = outcome.assignment
+    last = p.classes[a.stages[-1].cls].first
+    return (
+        p.quantization.head_bits is None
+        and last.spec.is_cpu
+        and all(p.choices[choice].weight_bits == 16 for choice in a.choices)
+    )
+
+
+def _with_whole_head(p: Problem) -> Problem:
+    """Return the problem with an output matrix of 16 bits everywhere."""
+    quantization = replace(p.quantization, head_bits=16)
+    costs = replace(p.costs, quantization=quantization)
+    return p.with_changes(quantization=quantization, costs=costs)
 
 
 class _Tries:

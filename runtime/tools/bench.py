@@ -179,7 +179,7 @@ def single_plan(spec: ModelSpec, options: BenchOptions) -> Plan:
             precision=Precision.parse(job["bits"]),
             quantization=QuantizationForm(
                 symmetric=options.symmetric,
-                head_bits=options.head_bits or 16,
+                head_bits=options.head_bits,
                 cpu_activations=options.cpu_activations or "exact",
             ),
             prefill_microbatch=_or(options.prefill_microbatch, job["batch"]),

@@ -28,7 +28,7 @@ def test_a_plan_names_its_rounding(tmp_path):
     exact, rounded = planned(tmp_path), planned(tmp_path, "--cpu-activations", "int8")
     assert exact.quantization.cpu_activations == "exact"
     assert rounded.quantization.cpu_activations == "int8"
-    assert rounded.quantization.settings().cpu_activations == "int8"
+    assert rounded.settings().cpu_activations == "int8"
     assert [stage.layers for stage in rounded.stages] == [stage.layers for stage in exact.stages]
 
 
