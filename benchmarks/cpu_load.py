@@ -1,6 +1,6 @@
 """Loading a model on this machine's CPU: seconds, and what memory it is in afterwards.
 
-    python benchmarks/cpu_load.py [--model llama-3.2-1b] [--bits 16,8,4] [--head-bits 16]
+    python benchmarks/cpu_load.py [--model llama-3.2-1b] [--bits 16,8,4] [--head-bits 8]
 
 Writes a checkpoint of the model's shape (random weights, bfloat16), then loads all of it as one
 stage, each time in a fresh process: quantised anew (`search`), quantised and kept in a layer cache
@@ -122,7 +122,7 @@ def main() -> None:
     parser.add_argument("--model", default="llama-3.2-1b", help="a built-in Llama-like name")
     parser.add_argument("--layers", type=int, help="fewer layers")
     parser.add_argument("--bits", default="16,8,4")
-    parser.add_argument("--head-bits", type=int, choices=(8, 16), default=16)
+    parser.add_argument("--head-bits", type=int, choices=(8, 16), default=8)
     parser.add_argument("--dtype", default="bfloat16", help="of the activations")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--noisy", action="store_true", help="the machine has other work")
