@@ -9,7 +9,7 @@ the sdist of `llama-cpp-python` (in vendor/llama.cpp: `cmake -B build -DGGML_NAT
 `cmake --build build --target llama-bench llama-batched-bench`). Weights are random, in a GGUF file
 that the `gguf` package writes here. Programs alternate, so that other load falls on all of them; a
 row is the median of ours with theirs as baselines. `--head`: what llama.cpp's output matrix is:
-quantised like its layers (`same`), or `f16`; ours has what plans have: 8 bits where layers have 8 or
+quantised like its layers (`same`), or `f16`; ours is what plans have, 8 bits where layers have 8 or
 fewer. `--depth`: decode steps behind so many tokens, ours in the pool of KV blocks that runs serve
 from, llama.cpp's with its F16 cache, filled once for all rows of a case by `--fill-threads`.
 """
@@ -224,7 +224,7 @@ def time_llama(bench: Path, path: Path, batch: int, prompt: int, new: int, threa
 def time_llama_behind(
     bench: Path, path: Path, batch: int, depth: int, new: int, threads: int, fill_threads: int
 ) -> Seconds:
-    """Ask llama.cpp for decode steps behind `depth` tokens; once, as filling the cache takes long."""
+    """Ask llama.cpp for decode steps behind `depth` tokens, once: filling its cache takes long."""
     command = [
         str(bench.with_name("llama-batched-bench")), "-m", str(path), "-t", str(threads),
         "-tb", str(fill_threads), "-npp", str(depth), "-ntg", str(new), "-npl", str(batch),
