@@ -53,6 +53,15 @@ void llmpq_few_rows(const void* x, const uint8_t* codes, const void* scale, cons
   }
 }
 
+// Whether this build and this process have tiles for several rows.
+int64_t llmpq_tiles() {
+#ifdef __AMX_INT8__
+  return tiles_allowed();
+#else
+  return 0;
+#endif
+}
+
 // Rows n0 .. n1 of w as out [n1 - n0, K] of `number`.
 void llmpq_dequantize(const uint8_t* codes, const void* scale, const void* zero, void* out, int64_t n0, int64_t n1,
                       int64_t N, int64_t K, int64_t k_groups, int64_t groups, int64_t bits, int64_t number,
