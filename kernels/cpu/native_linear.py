@@ -23,8 +23,8 @@ AMX (busy: CPU time, not wall), codes / dequantise and oneDNN: bfloat16, 64 rows
 rows 2.43 / 1.31; float32, 64 rows 2.49 / 1.88; below 32 rows codes win.
 """
 
-_TILED_ROWS = 256
-"""Rows of x that tiles (kernels/native/tiles.h) take at a time: what they are written in stays small.
+_TILED_ROWS = 128
+"""Rows of x that tiles (kernels/native/tiles.h) take at a time: a few MB hold them as tiles.
 
 AMX multiplies codes of any number of rows sooner than dequantised weights. 8192 x 2048 at 4 bits,
 bfloat16, two busy threads of an Intel Xeon, ms, tiles / dequantise and oneDNN (its AMX, too):
