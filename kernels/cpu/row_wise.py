@@ -26,7 +26,7 @@ def takes(x: Tensor, *others: Tensor) -> bool:
 
 
 def rms_norm(x: Tensor, weight_N: Tensor, eps: float) -> Tensor:
-    """Return x [..., N] / sqrt(mean x^2 + eps), rounded, times the weight."""
+    """Return x [..., N] / sqrt(mean x^2 + eps) times the weight, rounded once."""
     n = weight_N.shape[0]
     x = x.contiguous()
     y = torch.empty_like(x)

@@ -41,11 +41,11 @@ static void norm_row(const void* x, const void* weight, void* y, int64_t m, int6
   for (; i < n; ++i) sum += float_of(x, m * n + i, NUMBER) * float_of(x, m * n + i, NUMBER);
   const float inverse = 1 / std::sqrt(sum / (float)n + eps);
   for (i = 0; i + 8 <= n; i += 8) {
-    __m256 v = rounded(_mm256_mul_ps(eight_of(x, m * n + i, NUMBER), _mm256_set1_ps(inverse)), NUMBER);
+    __m256 v = _mm256_mul_ps(eight_of(x, m * n + i, NUMBER), _mm256_set1_ps(inverse));
     put_eight(y, m * n + i, NUMBER, _mm256_mul_ps(v, eight_of(weight, i, NUMBER)));
   }
   for (; i < n; ++i)
-    put(y, m * n + i, NUMBER, rounded(float_of(x, m * n + i, NUMBER) * inverse, NUMBER) * float_of(weight, i, NUMBER));
+    put(y, m * n + i, NUMBER, float_of(x, m * n + i, NUMBER) * inverse * float_of(weight, i, NUMBER));
 }
 
 // y [n] = silu(g) u of row m of x [M, 2 n], whose halves are g and u.

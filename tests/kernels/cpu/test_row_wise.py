@@ -35,7 +35,7 @@ def test_norms(level, dtype, shape):
     torch.manual_seed(0)
     x, weight = torch.randn(shape).mul(3).to(dtype), torch.rand(shape[-1]).add(0.5).to(dtype)
     inverse = x.float().square().mean(-1, keepdim=True).add(1e-5).rsqrt()
-    near(row_wise.rms_norm(x, weight, 1e-5), (x.float() * inverse).to(dtype) * weight)
+    near(row_wise.rms_norm(x, weight, 1e-5), (x.float() * inverse * weight.float()).to(dtype))
     turned = x.transpose(0, -1).contiguous().transpose(0, -1)
     assert torch.equal(row_wise.rms_norm(turned, weight, 1e-5), row_wise.rms_norm(x, weight, 1e-5))
 
