@@ -92,17 +92,14 @@ struct TileRoom {
 // Codes of a k-group of `PANEL` rows as bytes, [2 halves, PANEL, 64]; what comes later is asked for.
 template <int BITS>
 static void unpack_panel(const Weight& w, int64_t n0, int64_t g, uint8_t* to) {
-  constexpr int64_t AHEAD = BITS == 8 ? 4 : 8;
-  const int64_t row_bytes = w.k_groups * w.group_bytes();
-  // Behind the row's end the next panel begins.
-  const int64_t ahead = g + AHEAD < w.k_groups ? AHEAD * w.group_bytes()
-                                               : PANEL * row_bytes + (AHEAD - w.k_groups) * w.group_bytes();
+  // The next panel, of which each step asks for a piece in the order of memory: rows of this one are apart.
+  const char* next = (const char*)w.row(n0 + PANEL) + g * PANEL * 16 * BITS;
   for (int64_t i = 0; i < PANEL; ++i) {
     const int64_t n = n0 + i < w.N ? n0 + i : w.N - 1;
-    const uint8_t* p = w.row(n) + g * w.group_bytes();
+    const uint8_t* p = w.row(n) + g * 16 * BITS;
     Ints c[2];
-    _mm_prefetch((const char*)(p + ahead), _MM_HINT_T0);
-    if (BITS == 8) _mm_prefetch((const char*)(p + ahead + 64), _MM_HINT_T0);
+    if (BITS > 3 || i % 4) _mm_prefetch(next, _MM_HINT_T1), next += 64;
+    if (BITS == 8) _mm_prefetch(next, _MM_HINT_T1), next += 64;
     unpack_bytes<BITS>(p, c);
     _mm512_store_si512(to + i * 64, c[0]);
     _mm512_store_si512(to + (PANEL + i) * 64, c[1]);
@@ -210,7 +207,7 @@ static void multiply_by_tiles(const Weight& w, const RoundedRows& r, TiledRows& 
   TileRoom room(w, x.tiles);
   const TileShape shape(x.columns);
   _tile_loadconfig(&shape);
-#pragma omp for schedule(dynamic, 2)
+#pragma omp for schedule(dynamic, 8)
   for (int64_t n = 0; n < (w.N + PANEL - 1) / PANEL; ++n) run(w, x, out, M, r.parts, n * PANEL, room);
   _tile_release();
 }
