@@ -140,14 +140,16 @@ def _measured(
 
 
 def _timed_exactly(request: PlanRequest, cluster: Cluster, profile: CostModel | None) -> list[str]:
-    """Say that a profile times CPUs as they are without `--cpu-activations int8`."""
+    """Say that a profile timed CPUs with activations that the plan does not have."""
     measured = set(profile.device_kinds if profile is not None else ())
     kinds = sorted({d.profile_kind for d in cluster.devices if d.spec.is_cpu} & measured)
-    if request.cpu_activations == "exact" or not kinds:
+    timed = "exact" if profile is None else profile.cpu_activations
+    if request.cpu_activations == timed or not kinds:
         return []
     return [
-        f"the times of {', '.join(kinds)} were measured with exact activations, int8 ones may take "
-        "less for many rows; without these costs --probe-cpu measures both"
+        f"the times of {', '.join(kinds)} were measured with {timed} activations, the plan's are "
+        f"{request.cpu_activations}: llmpq-profile --cpu-activations measures them, or, without "
+        "these costs, --probe-cpu"
     ]
 
 
