@@ -142,12 +142,11 @@ struct Output {
 // How codes and x meet: as 16-bit integers, the same with a grid each 32 weights, as bytes.
 enum class Meet { WHOLE, FINE, BYTES };
 
-// Rows first .. first + ROWS of the rounded x (PARTS to a row of y) times rows n0 .. n1 of w.
+// Rows first .. first + ROWS of the rounded x (PARTS to a row of y) times rows n0 .. n1 of w, whose grids are s, z.
 template <int BITS, int ROWS, int PARTS, Meet MEET>
 static void few_rows(const Weight& w, const RoundedRows& x, const Output& out, int64_t first, int64_t n0,
-                     int64_t n1, float* s, float* z) {
-  for (int64_t n = n0; n < n1; ++n) {
-    w.grid(n, s, z);
+                     int64_t n1, const float* s, const float* z) {
+  for (int64_t n = n0; n < n1; ++n, s += w.grid_size(), z += w.grid_size()) {
     const uint8_t* p = w.row(n);
     Floats acc[ROWS], off[ROWS];
     for (int m = 0; m < ROWS; ++m) acc[m] = off[m] = floats(0);
@@ -202,7 +201,7 @@ static void few_rows(const Weight& w, const RoundedRows& x, const Output& out, i
 
 template <int BITS, int PARTS, Meet MEET>
 static void few_rows_of(const Weight& w, const RoundedRows& x, const Output& out, int64_t M, int64_t n0,
-                     int64_t n1, float* s, float* z) {
+                     int64_t n1, const float* s, const float* z) {
   int64_t first = 0, rows = M * PARTS;
   for (; rows - first >= 8; first += 8) few_rows<BITS, 8, PARTS, MEET>(w, x, out, first, n0, n1, s, z);
   for (; rows - first >= 4; first += 4) few_rows<BITS, 4, PARTS, MEET>(w, x, out, first, n0, n1, s, z);
@@ -213,7 +212,7 @@ static void few_rows_of(const Weight& w, const RoundedRows& x, const Output& out
 
 template <int BITS, int PARTS>
 static void few_rows(const Weight& w, const RoundedRows& x, const Output& out, int64_t M, int64_t n0,
-                     int64_t n1, float* s, float* z) {
+                     int64_t n1, const float* s, const float* z) {
   auto run = w.fine() ? few_rows_of<BITS, PARTS, Meet::FINE> : few_rows_of<BITS, PARTS, Meet::WHOLE>;
   if constexpr (PARTS == 1 && (HAS_BYTE_DOT || BITS < 8))
     if (!x.bytes.empty()) run = few_rows_of<BITS, 1, Meet::BYTES>;

@@ -21,10 +21,12 @@ void llmpq_few_rows(const void* x, const uint8_t* codes, const void* scale, cons
   static thread_local RoundedRows held;
   RoundedRows& rounded = held;  // of the calling thread, for all
   rounded.reset(M, number == FLOAT32 && x_bits == 16 ? 2 : 1, w, x_bits);
-  auto run = [&](auto product, int64_t n0, int64_t n1, float* s) {
-    product(w, rounded, out, M, n0, n1, s, s + w.grid_size());
-  };
   constexpr int64_t block = 32;
+  auto run = [&](auto product, int64_t n0, int64_t n1, float* s) {
+    float* z = s + block * w.grid_size();
+    w.grids(n0, n1, s, z);
+    product(w, rounded, out, M, n0, n1, s, z);
+  };
 #ifdef __AMX_INT8__
   const bool tiles = takes_tiles(w, M);
   static thread_local TiledRows held_tiles;
@@ -33,7 +35,7 @@ void llmpq_few_rows(const void* x, const uint8_t* codes, const void* scale, cons
 #endif
 #pragma omp parallel num_threads(threads_for(M * N * K, threads))
   {
-    std::vector<float> grid(2 * w.grid_size());
+    std::vector<float> grid(2 * block * w.grid_size());
 #pragma omp for schedule(static)
     for (int64_t i = 0; i < M * k_groups; ++i) round_row_group(x, number, w, i / k_groups, i % k_groups, rounded);
 #ifdef __AMX_INT8__

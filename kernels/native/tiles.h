@@ -171,10 +171,7 @@ static void tile_panel(const Weight& w, TiledRows& x, const Output& out, int64_t
                        TileRoom& room) {
   const int64_t pitch = w.grid_size();
   float *s = room.grids.data(), *z = s + PANEL * pitch;
-  for (int64_t i = 0; i < PANEL; ++i) {
-    const int64_t n = n0 + i < w.N ? n0 + i : w.N - 1;
-    w.grid(n, s + i * pitch, z + i * pitch);
-  }
+  w.grids(n0, n0 + PANEL, s, z);
   std::memset(room.sums.data(), 0, room.sums.size() * sizeof(float));
   // While tiles multiply, vectors unpack what comes next and add up what came before.
   unpack_panel<BITS>(w, n0, 0, room.codes(0));
