@@ -11,7 +11,7 @@ that the `gguf` package writes here. Programs alternate, so that other load fall
 row is the median of ours with theirs as baselines. `--head`: what llama.cpp's output matrix is:
 quantised like its layers (`same`), or `f16`; ours is what plans have, 8 bits where layers have 8 or
 fewer. `--depth`: decode steps behind so many tokens, ours in the pool of KV blocks that runs serve
-from, llama.cpp's with its F16 cache, filled once for all rows of a case by `--fill-threads`.
+from, llama.cpp's with its F16 cache, filled by `--fill-threads`; a long one once for a case's rows.
 """
 
 from __future__ import annotations
@@ -220,11 +220,10 @@ def time_llama(bench: Path, path: Path, batch: int, prompt: int, new: int, threa
     return line["t_pp"], line["t_tg"] / new
 
 
-@functools.cache
 def time_llama_behind(
     bench: Path, path: Path, batch: int, depth: int, new: int, threads: int, fill_threads: int
 ) -> Seconds:
-    """Ask llama.cpp for decode steps behind `depth` tokens, once: filling its cache takes long."""
+    """Ask llama.cpp for decode steps behind `depth` tokens."""
     command = [
         str(bench.with_name("llama-batched-bench")), "-m", str(path), "-t", str(threads),
         "-tb", str(fill_threads), "-npp", str(depth), "-ntg", str(new), "-npl", str(batch),
@@ -232,6 +231,11 @@ def time_llama_behind(
     ]  # fmt: skip
     (line,) = _json_lines(command)
     return 0.0, line["t_tg"] / new
+
+
+time_llama_once = functools.cache(time_llama_behind)
+"""What the first run told: filling a long cache takes minutes."""
+_LONG = 2048
 
 
 def _json_lines(command: list[str]) -> list[dict[str, Any]]:
@@ -348,9 +352,8 @@ def _programs(
         timed = functools.partial(time_llama, args.llama_bench, path, *shape, args.threads)
         if depth:
             threads = args.threads, args.fill_threads or args.threads
-            timed = functools.partial(
-                time_llama_behind, args.llama_bench, path, batch, depth, args.new, *threads
-            )
+            ask = time_llama_behind if depth < _LONG else time_llama_once
+            timed = functools.partial(ask, args.llama_bench, path, batch, depth, args.new, *threads)
         programs[f"llama.cpp {KINDS[bits]}"] = timed
     return programs
 
