@@ -199,7 +199,8 @@ def main() -> int:
     args = parser.parse_args()
     measured = timings(args.search)
     old = json.loads(TIMES.read_text()) if TIMES.exists() else {"forms": []}
-    registers = {e["form"]: e.get("registers", {}) for e in old["forms"]}
+    apart = [e for e in old["forms"] if "weights" in e]  # fit_weights.py's
+    registers = {e["form"]: e.get("registers", {}) for e in old["forms"] if e not in apart}
     if args.registers:
         registers |= json.loads(args.registers.read_text())
     shapes = sorted({key[1:3] for key in measured})
@@ -210,7 +211,8 @@ def main() -> int:
         constants |= c
         forms |= f
     predict._table.cache_clear()
-    predict._table = lambda: (constants, forms)  # type: ignore[assignment]
+    every = {(form, None): t for form, t in forms.items()}
+    predict._table = lambda: (constants, every)  # type: ignore[assignment]
     found = regrets(measured, lambda key: key[1:3] in out or not out)
     loss = np.array([f[0] for f in found])
     p50, p90 = np.quantile(loss, 0.5), np.quantile(loss, 0.9)
@@ -231,7 +233,7 @@ def main() -> int:
             {"form": form, "start_us": t.start_us, "step_us": t.step_us, "share_us": t.share_us,
              **({"registers": t.registers} if t.registers else {})}
             for form, t in sorted(forms.items())
-        ]  # fmt: skip
+        ] + apart  # fmt: skip
         rounded = {k: float(f"{v:.4g}") for k, v in constants.items()}
         lines = ",\n".join("  " + json.dumps(e) for e in entries)
         head = json.dumps({"schema": 1, "reference": "NVIDIA H200", "constants": rounded})[:-1]

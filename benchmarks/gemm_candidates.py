@@ -74,7 +74,7 @@ def _loops(tile: Config, bits: int, groups: int) -> Iterator[Config]:
         for depth in (1, 2) if groups % 2 == 0 else (1,):
             one = replace(tile, depth=depth)
             yield one
-            if tile.warps == 8:
+            if tile.warps == 8 or tile.bm == 32:
                 yield replace(one, registers=128)
     if tile.bm >= 32:
         yield replace(tile, stages=3)

@@ -41,7 +41,9 @@ class LiveTable:
             [*name, *(f"{cells[key]['value']:.4g}" if key in cells else "" for key in shown)]
             for name, cells in lines.items()
         ]
-        return markdown(["weights", "KV", "requests", "arrivals", "how", *shown.values()], body)
+        return markdown(
+            ["GPU", "weights", "KV", "requests", "arrivals", "how", *shown.values()], body
+        )
 
 
 def _named(row: Row) -> tuple[str, ...]:
@@ -55,4 +57,5 @@ def _named(row: Row) -> tuple[str, ...]:
         how = f"{layers} layers"
         if any(case["sms"]):
             how += f" on {' + '.join(map(str, case['sms']))} SMs"
-    return case["precision"], case["kv"], str(case["requests"]), case["arrivals"], how
+    gpu = row["device"].removeprefix("NVIDIA ")
+    return gpu, case["precision"], case["kv"], str(case["requests"]), case["arrivals"], how

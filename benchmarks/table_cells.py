@@ -15,7 +15,10 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Pivot:
-    """A table with a line per `index` case and a column per value of the case key (or keys)."""
+    """A table with a line per `index` case and a column per value of the case key (or keys).
+
+    The key `device` is the row's own.
+    """
 
     file: str
     bench: str
@@ -29,6 +32,8 @@ class Pivot:
     value_title: str = "value"
     order: tuple[str, ...] = ()
     """Columns in this order first."""
+    device: str | None = None
+    """Rows of this device alone."""
     newest: bool = False
     """Of each column only the rows of its last row's commit: lines that are no more go."""
 
@@ -36,12 +41,17 @@ class Pivot:
         """Return the table as Markdown."""
         found: dict[tuple[str, ...], dict[str, list[Row]]] = {}
         columns: list[str] = list(self.order)
-        rows = [(self._name(row), row) for row in load(self.file, self.bench, self.where)]
+        rows = [
+            (self._name(row), row)
+            for row in load(self.file, self.bench, self.where)
+            if self.device in (None, row["device"])
+        ]
         commits = {name: row["commit"] for name, row in rows}
         for name, row in rows:
             if self.newest and row["commit"] != commits[name]:
                 continue
-            key = tuple(str(row["case"].get(k, "")) for k in self.index)
+            own = row["case"] | {"device": row["device"].removeprefix("NVIDIA ")}
+            key = tuple(str(own.get(k, "")) for k in self.index)
             if name not in columns:
                 columns.append(name)
             found.setdefault(key, {}).setdefault(name, []).append(row)

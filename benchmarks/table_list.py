@@ -38,6 +38,33 @@ E2E_JOB = ("prompt", "gen", "precision", "symmetric", "dtype", "kv")
 
 POWERS_OF_TWO = frozenset(1 << i for i in range(14))
 
+
+def family_layers(device: str) -> Pivot:
+    """Return the table of layers' decode steps on a card."""
+    return Pivot(
+        file="families.jsonl",
+        bench="family layer",
+        index=("model", "precision"),
+        column="batch",
+        show=us_of_floor,
+        order=("1", "8", "32", "128"),
+        device=device,
+    )
+
+
+def family_grouped(device: str) -> Pivot:
+    """Return the table of a prompt's products of experts on a card."""
+    return Pivot(
+        file="families.jsonl",
+        bench="grouped product",
+        index=("model", "product"),
+        column="precision",
+        where={"product": frozenset({"up", "down"})},
+        show=us_and_dense_rate,
+        device=device,
+    )
+
+
 TABLES: dict[str, Pivot | FrontTable | LiveTable | OddTable | ProofsTable] = {
     "front": FrontTable(),
     "live": LiveTable(stages=1),
@@ -45,14 +72,14 @@ TABLES: dict[str, Pivot | FrontTable | LiveTable | OddTable | ProofsTable] = {
     "pool_job": Pivot(
         file="pool.jsonl",
         bench="pool_job",
-        index=("job", "precision"),
+        index=("device", "job", "precision"),
         value_title="tokens/s over a pool (ratio to slots)",
         show=ratio_to_baseline("slots"),
     ),
     "pool_job_stops": Pivot(
         file="pool.jsonl",
         bench="pool_job_stops",
-        index=("job", "precision"),
+        index=("device", "job", "precision"),
         value_title="tokens/s where a token may end each row (ratio to none)",
         show=ratio_to_baseline("pool"),
     ),
@@ -70,13 +97,16 @@ TABLES: dict[str, Pivot | FrontTable | LiveTable | OddTable | ProofsTable] = {
         column="gamma",
         show=lambda row: f"{row['value']:.3f}",
     ),
-    "family_layers": Pivot(
+    "family_layers": family_layers("NVIDIA H200"),
+    "family_layers_h100": family_layers("NVIDIA H100 80GB HBM3"),
+    "family_steps": Pivot(
         file="families.jsonl",
-        bench="family layer",
-        index=("model", "precision"),
-        column="batch",
-        show=us_of_floor,
-        order=("1", "8", "32", "128"),
+        bench="family kernels",
+        index=("kernel",),
+        column=("model", "batch"),
+        where={"precision": "w4a16", "model": frozenset({"gemma-3-12b", "qwen2.5-32b"})},
+        show=us_and_launches,
+        newest=True,
     ),
     "family_kernels": Pivot(
         file="families.jsonl",
@@ -87,14 +117,8 @@ TABLES: dict[str, Pivot | FrontTable | LiveTable | OddTable | ProofsTable] = {
         show=us_and_launches,
         newest=True,
     ),
-    "family_grouped": Pivot(
-        file="families.jsonl",
-        bench="grouped product",
-        index=("model", "product"),
-        column="precision",
-        where={"product": frozenset({"up", "down"})},
-        show=us_and_dense_rate,
-    ),
+    "family_grouped": family_grouped("NVIDIA H200"),
+    "family_grouped_h100": family_grouped("NVIDIA H100 80GB HBM3"),
     "family_latents": Pivot(
         file="families.jsonl",
         bench="latent attention",

@@ -1,102 +1,104 @@
 """Plans of one precision for all layers, searched for beside the whole search.
 
 A plan of one precision is one of those that the whole search weighs, but where time is short the
-smaller search finds the best of them sooner: with it, a plan that takes no `--bits` is not behind
-one that takes `--bits 4`. Nothing is proven here, so that all of the time goes into plans.
+smaller search finds the best of them sooner. So what `--bits` with the most promising precision
+does is done here, with as much time: a plan that takes no `--bits` is not behind one that does.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from llmpq.planner.exact.pairs import PairTables
 from llmpq.planner.exact.search import Search
 from llmpq.planner.exact.starts import Incumbent, first_plans
 from llmpq.planner.methods import How, solve_as
-from llmpq.planner.outcome import Assignment, Infeasible, Outcome, Unfinished
+from llmpq.planner.outcome import Infeasible, Outcome
 from llmpq.planner.problem import Problem
+from llmpq.planner.tries import Tries
 
 LIKELY = 1.3
 """Worth of a precision's best simple plan, relative to the least, up to which it is looked into."""
-FIRST_SHARE = 0.4
-"""Share of the time in which each of those is; the best has what is left."""
+
+FIRST_SHARE = 0.75
+"""Share of the time for the most promising KV precision: a plan at one is soon one at another."""
 
 
-def solve_alone(p: Problem, how: How) -> Outcome:
-    """Return the best plan of one precision, without a bound.
+@dataclass(frozen=True)
+class Found:
+    """The best plan of one precision, and of which problem it is."""
 
-    Raises `Infeasible` where none is found.
+    number: int
+    outcome: Outcome
+
+
+@dataclass(frozen=True)
+class _Likely:
+    """A precision that all layers may have, and the problem at which its simple plans are best."""
+
+    choice: int
+    number: int
+    worth: float
+
+
+def solve_alone(problems: Sequence[Problem], how: How, late_s: float = 0.0) -> Found:
+    """Return the best plan of one precision of any of the problems, without a bound.
+
+    The problems are one job at several KV precisions. Choosing the precision may take `late_s`
+    beyond the limit. Raises `Infeasible` where none is found.
     """
     start = time.perf_counter()
-    deadline = start + how.time_limit_s
-    likely = list(_likely(p, how.budget))
-    best: Outcome | None = None
-    if how.budget is None and p.numbers(*p.pairs[0]).uniform:
-        best = _walked_to(p, how, likely, deadline)
-    else:
-        for number, b in enumerate(likely):
-            share = max(0.0, deadline - time.perf_counter()) / (len(likely) - number)
-            try:
-                found = solve_as(_only(p, b), replace(how, time_limit_s=share))
-            except (Infeasible, Unfinished):
-                continue
-            if best is None or found.value < best.value:
-                best = replace(found, assignment=_at(found.assignment, b))
+    deadline = start + how.time_limit_s + late_s
+    best: Found | None = None
+    for b in _by_promise(problems, how):
+        left = min(how.time_limit_s, deadline - time.perf_counter())
+        of_b = [number for number, p in enumerate(problems) if p.open[:, b].all()]
+        only = [_only(problems[number], b) for number in of_b]
+        tries = Tries(only, replace(how, time_limit_s=max(0.0, left)), solve_as, FIRST_SHARE)
+        tries.solve_all()
+        if tries.best is not None:
+            number, outcome = tries.best
+            if best is None or outcome.value < best.outcome.value:
+                best = Found(of_b[number], _of_all(outcome, b))
+        if left <= 0 or not tries.proven:
+            break  # all of the time is for the first; what it leaves is for the next
     if best is None:
         raise Infeasible("no plan of one precision was found")
-    return replace(best, status="feasible", bound=None, seconds=time.perf_counter() - start)
+    seconds = time.perf_counter() - start
+    return replace(best, outcome=replace(best.outcome, seconds=seconds))
 
 
-def _walked_to(p: Problem, how: How, likely: list[int], deadline: float) -> Outcome | None:
-    """Return the best plan that walks lead to, from every likely precision, then the best one."""
-    reached: list[tuple[float, bool, int, Search]] = []
-    for number, b in enumerate(likely):
-        now = time.perf_counter()
-        left = max(0.0, deadline - how.time_limit_s * (1 - FIRST_SHARE) - now)
-        search = Search(_only(p, b), now + left / (len(likely) - number), how.gap)
-        proven = search.soon() >= search.target
-        if not proven:
-            search.begin()
-        reached.append((search.value, proven, number, search))
-    if not reached:
-        return None
-    _, proven, number, search = min(reached, key=lambda one: one[0])
-    if search.best is None:
-        return None
-    search.deadline = deadline
-    if not proven and search.p is search.true:
-        search.walk.from_best(deadline)
-    elif not proven:  # devices that differ by their links alone: labels find what walks miss
-        search.run()
-    assert search.best is not None
-    found = search.outcome(-math.inf, "")
-    return replace(found, assignment=_at(found.assignment, likely[number]))
+def _of_all(outcome: Outcome, b: int) -> Outcome:
+    """Return a plan of the problem with one choice as one of the whole problem, not proven."""
+    stages = tuple(replace(s, choices=(b,) * len(s.choices)) for s in outcome.assignment.stages)
+    plan = replace(outcome.assignment, stages=stages)
+    return replace(outcome, assignment=plan, status="feasible", bound=None)
 
 
 def _only(p: Problem, b: int) -> Problem:
     return p.with_changes(choices=(p.choices[b],))
 
 
-def _likely(p: Problem, budget: float | None) -> Iterator[int]:
-    """Yield choices that all layers may have, those whose simple plans promise most first."""
-    worths: dict[int, float] = {}
-    for b in range(len(p.choices)):
-        if p.open[:, b].all():
-            only = _only(p, b)
-            incumbent = Incumbent(only, budget)
-            for plan in first_plans(only, PairTables(only)):
-                incumbent.offer(plan)
-            worths[b] = incumbent.value
-    least = min(worths.values(), default=math.inf)
-    for b in sorted(worths, key=lambda b: worths[b]):
-        if worths[b] <= least * LIKELY or math.isinf(least):
-            yield b
-
-
-def _at(a: Assignment, b: int) -> Assignment:
-    """Return a plan of the problem with one choice as one of the whole problem."""
-    stages = tuple(replace(s, choices=(b,) * len(s.choices)) for s in a.stages)
-    return replace(a, stages=stages)
+def _by_promise(problems: Sequence[Problem], how: How) -> list[int]:
+    """Return the likely choices, by their simple plans or what a short search makes of them."""
+    best: dict[int, _Likely] = {}
+    for number, p in enumerate(problems):
+        found = {b: Incumbent(p, how.budget) for b in range(len(p.choices)) if p.open[:, b].all()}
+        for plan in first_plans(p, PairTables(p)):
+            found[plan.stages[0].choices[0]].offer(plan)
+        for b, incumbent in found.items():
+            if b not in best or incumbent.value < best[b].worth:
+                best[b] = _Likely(b, number, incumbent.value)
+    least = min((one.worth for one in best.values()), default=math.inf)
+    likely = [one for one in best.values() if one.worth <= least * LIKELY or math.isinf(least)]
+    worths = {one.choice: one.worth for one in likely}
+    for one in likely if len(likely) > 1 and how.budget is None else ():
+        only = _only(problems[one.number], one.choice)
+        if only.numbers(*only.pairs[0]).uniform:
+            search = Search(only, time.perf_counter() + how.time_limit_s / len(likely), how.gap)
+            search.soon()
+            worths[one.choice] = search.value
+    return sorted(worths, key=lambda b: worths[b])

@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import select
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Literal
 
 from llmpq.child_lines import write_line
@@ -27,6 +29,7 @@ from llmpq.planner.outcome import Assignment, Infeasible, Outcome, Stage, Unfini
 from llmpq.planner.problem import Problem
 
 if TYPE_CHECKING:
+    from llmpq.planner.alone import Found as AloneFound
     from llmpq.planner.baselines.flexgen import OffloadEstimate
     from llmpq.planner.front.front import Front
 
@@ -38,25 +41,31 @@ ALONE_AFTER_SHARE = 0.05
 BESIDE_NICENESS = 10
 """Where no core is free after all, the whole search goes first."""
 LATE_S = 0.3
-"""Seconds that they are waited for when the whole search has ended..."""
-LATE_SHARE = 0.02
-"""...and as a share of the time limit, beside them."""
-Task = Literal["plan", "alone", "front", "offload"]
+"""Seconds that the choice of a precision may take beyond the time limit."""
+ANSWER_S = 0.1
+"""Seconds that the answer is waited for beyond that."""
+Task = Literal["plan", "front", "offload"]
 
 
 class SolverCrashed(LlmpqError):
     """The solver's process died; nothing is known of the problem."""
 
 
-def solve_isolated(problem: Problem, how: How) -> Outcome:
+def solve_isolated(problem: Problem, how: How, beside: Beside | None = None) -> Outcome:
     """Return the outcome or raise what the solver raises; `SolverCrashed` if its process dies.
 
-    The exact method has a second process beside it, where there is a core for it, that looks for
-    plans of one precision alone (planner/alone.py): the smaller search finds them sooner.
+    `beside` begins once this search has run for a while.
     """
-    if how.method == "exact" and len(problem.choices) > 1 and may_fork() and has_spare_core():
-        return _side_by_side(problem, how)
-    return _outcome(_answered(problem, "plan", asdict(how), what=how.method))
+    if beside is None or beside.begun or not may_fork():
+        return _outcome(_answered(problem, "plan", asdict(how), what=how.method))
+    fork = Fork(lambda: run_job(problem, "plan", asdict(how)))
+    try:
+        _get_ready()
+        if not fork.ends_within(beside.waits_s()):
+            beside.begin()
+        return _outcome(fork.answer(how.method))
+    finally:
+        fork.kill()
 
 
 def has_spare_core() -> bool:
@@ -64,41 +73,62 @@ def has_spare_core() -> bool:
     return hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(0)) > 1
 
 
-def _side_by_side(problem: Problem, how: How) -> Outcome:
-    """Return the better outcome of a whole search and one of plans of a precision alone."""
-    waited = min(ALONE_AFTER_S, ALONE_AFTER_SHARE * how.time_limit_s)
-    shorter = replace(how, time_limit_s=how.time_limit_s - waited, known=None, again=False)
-    forks = [Fork(lambda: run_job(problem, "plan", asdict(how)))]
-    try:
-        _get_ready()
-        if not forks[0].ends_within(waited):
-            forks.append(Fork(lambda: run_job(problem, "alone", asdict(shorter))))
-        whole: Outcome | Unfinished
+class Beside:
+    """A process that looks for plans of one precision alone, beside the exact method's searches.
+
+    It takes all KV precisions at once (planner/alone.py) and has the whole time limit: the smaller
+    search finds such plans sooner. It needs a core of its own, and begins only where the searches
+    take a while.
+    """
+
+    def __init__(self, problems: Sequence[Problem], how: How) -> None:
+        self.problems, self.how = problems, how
+        self._start = time.perf_counter()
+        self._begun = self._start
+        self._fork: Fork | None = None
+        several = any(len(p.choices) > 1 for p in problems)
+        self.wanted = how.method == "exact" and several and has_spare_core()
+
+    @property
+    def begun(self) -> bool:
+        """Whether there is nothing to begin any more."""
+        return self._fork is not None or not self.wanted
+
+    def waits_s(self) -> float:
+        """Return the seconds after which it is to begin."""
+        waited = min(ALONE_AFTER_S, ALONE_AFTER_SHARE * self.how.time_limit_s)
+        return max(0.0, self._start + waited - time.perf_counter())
+
+    def begin(self) -> None:
+        """Start the process, which has as much time as the searches, and is a little late."""
+        self._begun = time.perf_counter()
+        self._fork = Fork(lambda: _search_alone(self.problems, self.how))
+
+    def found(self) -> tuple[int, Outcome] | None:
+        """Return a plan and the number of its problem; wait for it, but not beyond its time."""
+        if self._fork is None:
+            return None
+        used, limit = time.perf_counter() - self._begun, self.how.time_limit_s
+        left = max(0.0, limit - used) if math.isfinite(limit) else 0.0
+        if not self._fork.ends_within(left + LATE_S + ANSWER_S):
+            return None
         try:
-            whole = _outcome(forks[0].answer(how.method))
-        except Unfinished as error:
-            whole = error
-        if len(forks) == 1 or (isinstance(whole, Outcome) and whole.status == "optimal"):
-            return _raised_or_given(whole)
-        if not forks[1].ends_within(LATE_S + LATE_SHARE * how.time_limit_s):
-            return _raised_or_given(whole)
-        try:
-            alone = _outcome(forks[1].answer(how.method))
+            answer = self._fork.answer(self.how.method)
         except (Infeasible, Unfinished, SolverCrashed):
-            return _raised_or_given(whole)
-        if isinstance(whole, Outcome) and whole.value <= alone.value:
-            return whole
-        bound = None if whole.bound is None else min(whole.bound, alone.value)
-        return replace(alone, bound=bound, seconds=waited + alone.seconds)
-    finally:
-        for fork in forks:
-            fork.kill()
+            return None
+        return answer["number"], _outcome(answer["outcome"])
+
+    def end(self) -> None:
+        """End the process, whatever it does."""
+        if self._fork is not None:
+            self._fork.kill()
 
 
-def _raised_or_given(whole: Outcome | Unfinished) -> Outcome:
-    if isinstance(whole, Unfinished):
-        raise whole
-    return whole
+def _search_alone(problems: Sequence[Problem], how: How) -> AloneFound:
+    from llmpq.planner.alone import solve_alone
+
+    os.nice(BESIDE_NICENESS)
+    return solve_alone(problems, how, LATE_S)
 
 
 def front_isolated(problem: Problem, *, points: int, time_limit_s: float) -> Front:
@@ -131,11 +161,6 @@ def run_job(
         if isinstance(known, dict):
             options = {**options, "known": _assignment(known)}
         return solve_as(problem, How(**options))
-    if job == "alone":
-        from llmpq.planner.alone import solve_alone
-
-        os.nice(BESIDE_NICENESS)
-        return solve_alone(problem, How(**options))
     if job == "front":
         from llmpq.planner.front.front import pareto_front
 

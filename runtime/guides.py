@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property, partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from llmpq.gguf_file import is_gguf, open_gguf
@@ -29,8 +31,9 @@ _MAKERS = 4
 """Threads that make automata of requests to come while others are answered."""
 _MASK_THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))
 """Threads that find what may come next, of several answers: it must be there before a GPU's next
-step ends (7 ms). 32 answers over 128,256 tokens: 1.25 ms, 1.55 by one thread (64 cores, median; the
-hardest steps take 8 to 10 ms either way)."""
+step ends (5 ms). Inside a text of bounded length it takes 2 ms for one answer over 128,256 tokens,
+0.04 elsewhere: 1.0 to 1.2 ms for 32 answers (median, 8 and 16 cores), one step in ten over 4.6. On
+cores that others keep busy more threads take longer: all wait for the one that is woken last."""
 _SHARED_OUT = 8
 """Answers from which on threads are woken for it."""
 _LONGEST = 1 << 20
@@ -61,7 +64,7 @@ class Guides:
         """Return the automaton of one request; it is made meanwhile, beside others."""
         make, grammar = partial(_llguidance().LLMatcher, log_level=0), _grammar(guide)
         matcher = self._makers.submit(make, self._tokenizer, grammar)
-        return Automaton(matcher, self._end_ids, self._executor)
+        return Automaton(matcher, self._end_ids, self._executor, self._beside)
 
     @cached_property
     def _makers(self) -> ThreadPoolExecutor:
@@ -70,6 +73,10 @@ class Guides:
     @cached_property
     def _executor(self) -> Any:
         return _llguidance().LLExecutor(_MASK_THREADS)
+
+    @cached_property
+    def _beside(self) -> _Beside:
+        return _Beside()
 
     @cached_property
     def _tokenizer(self) -> Any:
@@ -89,53 +96,105 @@ class Guides:
             ) from None
 
 
+class _Beside:
+    """A thread that waits for Rust code, which needs no Python, while others go on."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="llmpq masks")
+
+    def start(self, find: Callable[[], None]) -> Callable[[], None]:
+        """Have the thread call it; return what waits for its end.
+
+        It has begun when this returns: else it would get its turn when the caller waits.
+        """
+        begun = threading.Event()
+
+        def begin() -> None:
+            begun.set()
+            find()
+
+        done = self._pool.submit(begin)
+        begun.wait()
+        return done.result
+
+
 class Automaton:
     """What one answer may go on with."""
 
-    def __init__(self, matcher: Future[Any], end_ids: Sequence[int], executor: Any) -> None:
-        """`executor`: the threads that look at many answers at once."""
+    def __init__(
+        self, matcher: Future[Any], end_ids: Sequence[int], executor: Any, beside: _Beside
+    ) -> None:
+        """`executor`: the threads that look at many answers at once; `beside` waits for them."""
         self._made, self._end_ids, self._executor = matcher, list(end_ids), executor
+        self._beside = beside
         self._taken: list[int] = []
 
-    @property
-    def _matcher(self) -> Any:
-        return self._made.result()
+    def allowed_of(
+        self,
+        answers: Sequence[tuple[Automaton, Sequence[int]]],
+        vocab: int,
+        *,
+        pinned: bool = False,
+        meanwhile: bool = False,
+    ) -> Callable[[], Tensor]:
+        """Find which tokens may follow each of several answers so far; the call returned has them.
 
-    def allowed_of(self, answers: Sequence[tuple[Automaton, Sequence[int]]], vocab: int) -> Tensor:
-        """Return which tokens may follow each of several answers so far.
-
-        Bits of bytes, on the host.
+        Bits of bytes, on the host; `pinned`: in memory from which a GPU copies on its own.
+        `meanwhile`: by other threads, from now on.
         """
         words = -(-vocab // 32)
+        bits_GW = torch.empty((len(answers), words), dtype=torch.int32, pin_memory=pinned)
         # numpy: torch wakes all threads of the host for 0.5 MB (19 ms a step on busy cores).
-        bits_GW = np.zeros((len(answers), words), dtype=np.int32)
-        start, each = bits_GW.ctypes.data, words * bits_GW.itemsize
+        words_GW = bits_GW.numpy()
+        start, each = bits_GW.data_ptr(), words * bits_GW.itemsize
         going_on = []
         for row, (automaton, tokens) in enumerate(answers):
-            automaton._follow(list(tokens))
-            if not automaton._matcher.is_stopped():
-                going_on.append((automaton._matcher, row))
-        if _MASK_THREADS > 1 and len(going_on) >= _SHARED_OUT:
-            self._executor.unsafe_compute_mask_ptr(going_on, start, each, len(answers))
-        else:
-            for matcher, row in going_on:
-                matcher.unsafe_compute_mask_ptr(start + row * each, each)
-        bits = bits_GW.view(np.uint8)
-        # The text is whole, or the guide is beyond what can be followed.
-        for row in np.flatnonzero(~bits_GW.any(axis=1)).tolist():
-            for token in self._end_ids:
-                bits[row, token // 8] |= 1 << token % 8
-        return torch.from_numpy(bits)
+            matcher = automaton._follow(tokens)
+            if matcher is None:
+                words_GW[row] = 0
+            else:
+                going_on.append((matcher, row))
 
-    def _follow(self, tokens: list[int]) -> None:
-        """Bring the automaton to where the answer is; it may have gone another way before."""
-        if tokens[: len(self._taken)] != self._taken:
-            self._matcher.reset()
-            self._taken = []
-        for token in tokens[len(self._taken) :]:
-            if not self._matcher.is_stopped():
-                self._matcher.consume_token(token)
-        self._taken = tokens
+        def find() -> None:
+            if _MASK_THREADS > 1 and len(going_on) >= _SHARED_OUT:
+                self._executor.unsafe_compute_mask_ptr(going_on, start, each, len(answers))
+            else:
+                for matcher, row in going_on:
+                    matcher.unsafe_compute_mask_ptr(start + row * each, each)
+
+        found = self._beside.start(find) if meanwhile else find
+
+        def bits() -> Tensor:
+            found()
+            self._allow_ends(words_GW)
+            return bits_GW.view(torch.uint8)
+
+        return bits
+
+    def _allow_ends(self, words_GW: NDArray[np.int32]) -> None:
+        """Allow the end where nothing else is."""
+        bytes_GB = words_GW.view(np.uint8)
+        # The text is whole, or the guide is beyond what can be followed.
+        for row in np.flatnonzero(words_GW.view(np.uint32).max(axis=1) == 0).tolist():
+            for token in self._end_ids:
+                bytes_GB[row, token // 8] |= 1 << token % 8
+
+    def _follow(self, tokens: Sequence[int]) -> Any:
+        """Bring the matcher to where the answer is and return it, None where the text is whole.
+
+        It may have gone another way before.
+        """
+        matcher, known = self._made.result(), len(self._taken)
+        if list(tokens[:known]) != self._taken:
+            matcher.reset()
+            self._taken, known = [], 0
+        stopped = matcher.is_stopped()
+        for token in tokens[known:]:
+            if not stopped:
+                matcher.consume_token(token)
+                stopped = matcher.is_stopped()
+            self._taken.append(token)
+        return None if stopped else matcher
 
 
 def _grammar(guide: Guide) -> str:

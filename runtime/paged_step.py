@@ -29,6 +29,8 @@ class PagedStep(Step):
     """Places in the pool of the layers with a window, if they have one."""
     chunks: bool
     """Whether rows may have several tokens; else row r is place r."""
+    prompts: tuple[tuple[int, int], ...] = ()
+    """Runs of rows (rows, tokens of each) where all are known to be prompts from their start."""
 
     def last_valid(self, x_BQH: Tensor) -> Tensor:
         """Return [R, h]: each row at its last token."""

@@ -54,14 +54,15 @@ def norm_logits_kernel(
         gdc_wait()
     t = tl.program_id(1) * BT + tl.arange(0, BT)
     row = x_ptr + t.to(tl.int64)[:, None] * columns
-    squares = tl.zeros([BT], tl.float32)
+    squares = tl.zeros([BT, BK], tl.float32)  # warps meet once, behind the last chunk
     for i in tl.static_range(CHUNKS):
         c = i * BK + tl.arange(0, BK)
         some = tl.load(row + c[None, :], mask=(t < T)[:, None] & (c < columns)[None, :], other=0.0)
-        squares += tl.sum(some.to(tl.float32) * some.to(tl.float32), 1)
+        squares += some.to(tl.float32) * some.to(tl.float32)
+    mean = tl.sum(squares, 1) / columns
     live = (t < T)[:, None] & (k < columns)[None, :]
     x = tl.load(row + k[None, :], mask=live, other=0.0).to(tl.float32)
-    n = x * tl.rsqrt(squares / columns + eps)[:, None] * g[None, :]
+    n = x * tl.rsqrt(mean + eps)[:, None] * g[None, :]
     n = n.to(normed.dtype.element_ty)
     if tile == 0:
         tl.store(normed + t.to(tl.int64)[:, None] * columns + k[None, :], n, mask=live)

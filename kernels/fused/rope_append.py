@@ -6,6 +6,7 @@
       |  v: as it is         -> cache [S, G, T, D], or nowhere
     rotation of halves: (a, b) -> factor (a cos - b sin, b cos + a sin), angle = pos * inv_freq
     of the first 2 * len(inv_freq) channels of a head, the others stay (GLM-4); yarn has a factor
+    NORM: queries and keys pass an RMSNorm of their heads first, rounded as if it were a launch
 
 Bytes: each of q, k, v read once and written once. Angles are computed from the position in float32
 and never stored. Tokens beyond a row's count (padding) are not written to the cache.
@@ -24,17 +25,36 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from llmpq.kernels.fused.rms_norm import rms_norm_reference
 from llmpq.kernels.overlap import overlaps
+
+HeadNorms = tuple[Tensor, Tensor, float]
+"""Weights of queries' and keys' norms, and their eps."""
 
 HEADS_PER_PROGRAM = 8
 """A 32-row decode step of 48 heads makes 192 programs: more than an H200 has SMs."""
 
 
 @triton.jit
-def _rotated(pointer, d, live, angle, factor, ROTARY: tl.constexpr, HALF: tl.constexpr):
-    """Load the halves of some heads [BLOCK, HALF] and rotate them in float32."""
+def _normed(low, high, weight, eps, HALF: tl.constexpr):
+    """RMSNorm of heads [BLOCK, 2 HALF] that lie in halves, as their weight does."""
+    a, b = low.to(tl.float32), high.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(a * a + b * b, 1) / (2 * HALF) + eps)[:, None]
+    first, second = weight
+    first, second = first.to(tl.float32)[None, :], second.to(tl.float32)[None, :]
+    return (a * scale * first).to(low.dtype), (b * scale * second).to(high.dtype)
+
+
+@triton.jit
+def _rotated(
+    pointer, d, live, angle, factor, weight, eps, ROTARY: tl.constexpr, HALF: tl.constexpr,
+    NORM: tl.constexpr,
+):  # fmt: skip
+    """Load the halves of some heads [BLOCK, HALF], norm and rotate them in float32."""
     low = tl.load(pointer + d, mask=live, other=0.0)
     high = tl.load(pointer + HALF + d, mask=live, other=0.0)
+    if NORM:
+        low, high = _normed(low, high, weight, eps, HALF)
     if ROTARY:
         cos, sin = (tl.cos(angle) * factor)[None, :], (tl.sin(angle) * factor)[None, :]
         a, b = low.to(tl.float32), high.to(tl.float32)
@@ -50,18 +70,19 @@ def _copy_rest(source, target, D: tl.constexpr, head, most, HALF: tl.constexpr, 
     tl.store(target + d[None, :], tl.load(source + d[None, :], mask=live, other=0.0), mask=live)
 
 
-@triton.jit(do_not_specialize=["factor"])
+@triton.jit(do_not_specialize=["factor", "eps"])
 def rope_append_kernel(
-    q_ptr, k_ptr, v_ptr, q_out, k_out, v_out, slots, starts, counts, inv_freq,
+    q_ptr, k_ptr, v_ptr, q_out, k_out, v_out, slots, starts, counts, inv_freq, q_norm, k_norm,
     q_stride, k_stride, v_stride, slot_stride, head_stride, token_stride,
-    Q, factor, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
+    Q, factor, eps, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
     PADDED: tl.constexpr, REST: tl.constexpr, BLOCK: tl.constexpr, ROTARY: tl.constexpr,
-    CACHE: tl.constexpr, PAGE: tl.constexpr, PDL: tl.constexpr,
+    CACHE: tl.constexpr, PAGE: tl.constexpr, NORM: tl.constexpr, KEEP: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One token's block of heads; `*_stride` in elements between tokens of an input.
 
     With a PAGE each token has a place of its own, in `slots`: token place % PAGE of a block of a
-    pool, or nowhere if that is negative.
+    pool, or nowhere if that is negative. KEEP: rotated keys also stay where they came from.
     """
     Q_BLOCKS: tl.constexpr = (H + BLOCK - 1) // BLOCK
     G_BLOCKS: tl.constexpr = (G + BLOCK - 1) // BLOCK
@@ -69,15 +90,27 @@ def rope_append_kernel(
     b, i = tl.program_id(0) // Q, tl.program_id(0) % Q
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
+    d = tl.arange(0, PADDED)
+    inside = d < HALF
+    # What no kernel writes is asked for before the kernel in front has ended.
+    if ROTARY:
+        frequency = tl.load(inv_freq + d, mask=inside, other=0.0)
+    weight = (0, 0)
+    if NORM:
+        own = q_norm
+        if block >= Q_BLOCKS:
+            own = k_norm
+        weight = (
+            tl.load(own + d, mask=inside, other=0.0),
+            tl.load(own + HALF + d, mask=inside, other=0.0),
+        )
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     position = tl.load(starts + b) + i
-    d = tl.arange(0, PADDED)
-    inside = d < HALF
     angle = position.to(tl.float32)
     if ROTARY:
-        angle = angle * tl.load(inv_freq + d, mask=inside, other=0.0)
+        angle = angle * frequency
     place = b.to(tl.int64)
     if PAGE > 0:
         at_token = tl.load(slots + b).to(tl.int64)
@@ -96,7 +129,9 @@ def rope_append_kernel(
         head = block * BLOCK + tl.arange(0, BLOCK)
         live = (head < H)[:, None] & inside[None, :]
         at = head[:, None] * D + d[None, :]
-        low, high = _rotated(q_ptr + token * q_stride, at, live, angle, factor, ROTARY, HALF)
+        low, high = _rotated(
+            q_ptr + token * q_stride, at, live, angle, factor, weight, eps, ROTARY, HALF, NORM
+        )  # fmt: skip
         out = q_out + token * (H * D) + at
         tl.store(out, low, mask=live)
         tl.store(out + HALF, high, mask=live)
@@ -108,10 +143,15 @@ def rope_append_kernel(
         head = (block - Q_BLOCKS) * BLOCK + tl.arange(0, BLOCK)
         live = (head < written)[:, None] & inside[None, :]
         at = head[:, None] * D + d[None, :]
-        low, high = _rotated(k_ptr + token * k_stride, at, live, angle, factor, ROTARY, HALF)
+        low, high = _rotated(
+            k_ptr + token * k_stride, at, live, angle, factor, weight, eps, ROTARY, HALF, NORM
+        )  # fmt: skip
         out = k_out + out_at + head[:, None] * head_stride + d[None, :]
         tl.store(out, low, mask=live)
         tl.store(out + HALF, high, mask=live)
+        if KEEP:
+            tl.store(k_ptr + token * k_stride + at, low, mask=live)
+            tl.store(k_ptr + token * k_stride + at + HALF, high, mask=live)
         if REST > 0:
             source = k_ptr + token * k_stride + (head * D)[:, None]
             target = k_out + out_at + head[:, None] * head_stride
@@ -120,7 +160,9 @@ def rope_append_kernel(
         head = (block - Q_BLOCKS - G_BLOCKS) * BLOCK + tl.arange(0, BLOCK)
         live = (head < written)[:, None] & inside[None, :]
         at = head[:, None] * D + d[None, :]
-        low, high = _rotated(v_ptr + token * v_stride, at, live, angle, factor, False, HALF)
+        low, high = _rotated(
+            v_ptr + token * v_stride, at, live, angle, factor, weight, eps, False, HALF, False
+        )  # fmt: skip
         out = v_out + out_at + head[:, None] * head_stride + d[None, :]
         tl.store(out, low, mask=live)
         tl.store(out + HALF, high, mask=live)
@@ -141,11 +183,15 @@ def rope_append(
     num_new_B: Tensor,
     inv_freq: Tensor | None,
     factor: float = 1.0,
+    norms: HeadNorms | None = None,
 ) -> Tensor:
     """Write rotated keys and values into the cache; return the rotated queries [B, Q, H, D].
 
     `inv_freq` [R / 2]: the first R channels are rotated, cosines and sines times `factor`.
+    `norms`: of whole heads that are rotated whole (`takes_norms`), before.
     """
+    if norms is not None and not takes_norms(q_BQHD.shape[3], inv_freq):
+        raise ValueError("rope_append norms heads only where all of their channels are rotated")
     q_out = torch.empty(q_BQHD.shape, dtype=q_BQHD.dtype, device=q_BQHD.device)
     strides = k_cache_SGTD.stride()
     if strides != v_cache_SGTD.stride() or strides[3] != 1:
@@ -158,8 +204,14 @@ def rope_append(
         factor,
         (strides[0], strides[1], strides[2]),
         blocks=2,
+        norms=norms,
     )
     return q_out
+
+
+def takes_norms(dim: int, inv_freq: Tensor | None) -> bool:
+    """Whether heads can be normed on the way: a program holds them in two halves."""
+    return inv_freq is None or 2 * inv_freq.shape[0] == dim
 
 
 def rope_append_pages(
@@ -172,11 +224,16 @@ def rope_append_pages(
     positions_T: Tensor,
     inv_freq: Tensor | None,
     factor: float = 1.0,
+    *,
+    keep: bool = False,
 ) -> Tensor:
     """Write rotated keys and values into pools [blocks, G, PAGE, D]; return the rotated queries.
 
     A token of place p goes to token p % PAGE of block p // PAGE, one of place -1 nowhere.
+    `keep`: keys of tokens that have a place are rotated in `k_TGD`, too.
     """
+    if keep and (k_TGD.stride(2) != 1 or k_TGD.stride(1) != k_TGD.shape[2]):
+        raise ValueError(f"keys to rotate in place need dense heads, got strides {k_TGD.stride()}")
     if not k_pool.is_contiguous() or not v_pool.is_contiguous() or k_pool.shape != v_pool.shape:
         raise ValueError(
             f"pools must be alike, one block behind the other, got {list(k_pool.shape)} and "
@@ -193,6 +250,7 @@ def rope_append_pages(
         (strides[0], strides[1], strides[2]),
         blocks=2,
         page=k_pool.shape[2],
+        keep=keep and inv_freq is not None,
     )
     return q_out
 
@@ -226,10 +284,12 @@ def _launch(
     *,
     blocks: int,
     page: int = 0,
+    norms: HeadNorms | None = None,
+    keep: bool = False,
 ) -> None:
     """`blocks`: 2 writes keys and values to a cache, 1 keys only to a tensor like the input.
 
-    `page`: tokens of a pool's block; then every token is a row of its own.
+    `page`: tokens of a pool's block; then every token is a row of its own. `keep`: as KEEP.
     """
     batch, q_len, heads, dim = inputs[0].shape
     groups = inputs[1].shape[2]
@@ -237,15 +297,17 @@ def _launch(
     half = dim // 2 if inv_freq is None else inv_freq.shape[0]
     rest = triton.next_power_of_2(dim - 2 * half) if dim > 2 * half else 0
     block, pdl = HEADS_PER_PROGRAM, overlaps(inputs[0].device)
+    q_norm, k_norm, eps = norms or (inputs[0], inputs[1], 0.0)
     grid = (batch * q_len, triton.cdiv(heads, block) + blocks * triton.cdiv(groups, block))
     rope_append_kernel[grid](
         *(x for x, _ in inputs_2),
         *outputs,
         *rows,
         inv_freq if inv_freq is not None else rows[0],
+        *(q_norm, k_norm),
         *(stride for _, stride in inputs_2),
         *strides,
-        *(1 if page else q_len, factor),
+        *(1 if page else q_len, factor, eps),
         H=heads,
         G=groups,
         D=dim,
@@ -256,6 +318,8 @@ def _launch(
         ROTARY=inv_freq is not None,
         CACHE=blocks == 2,
         PAGE=page,
+        NORM=norms is not None,
+        KEEP=keep,
         PDL=pdl,
         num_warps=2,
         launch_pdl=pdl,
@@ -283,11 +347,14 @@ def rope_append_reference(
     num_new_B: Tensor,
     inv_freq: Tensor | None,
     factor: float = 1.0,
+    norms: HeadNorms | None = None,
 ) -> Tensor:
     """The twin of `rope_append`, in plain torch."""
     q, k = q_BQHD, k_BQGD
+    if norms is not None:
+        q, k = (rms_norm_reference(x, w, norms[2]) for x, w in zip((q, k), norms[:2], strict=True))
     if inv_freq is not None:
-        q, k = rope_reference(q_BQHD, k_BQGD, start_B, inv_freq, factor)
+        q, k = rope_reference(q, k, start_B, inv_freq, factor)
     for row in range(q.shape[0]):
         slot, start, count = int(slots_B[row]), int(start_B[row]), int(num_new_B[row])
         k_cache_SGTD[slot, :, start : start + count] = k[row, :count].transpose(0, 1)
@@ -305,6 +372,8 @@ def rope_append_pages_reference(
     positions_T: Tensor,
     inv_freq: Tensor | None,
     factor: float = 1.0,
+    *,
+    keep: bool = False,
 ) -> Tensor:
     """The twin of `rope_append_pages`, in plain torch."""
     q, k, page = q_TND, k_TGD, k_pool.shape[2]
@@ -315,6 +384,8 @@ def rope_append_pages_reference(
     blocks, tokens = places_T[live] // page, places_T[live] % page
     k_pool[blocks, :, tokens] = k[live]
     v_pool[blocks, :, tokens] = v_TGD[live]
+    if keep:
+        k_TGD[live] = k[live]
     return q
 
 

@@ -8,8 +8,9 @@
 A block is (expert, its first row, its end row, its first block): all of an expert's blocks say the
 same but stand one after the other, so block b of all is block b - first block of its expert. In
 `apart` the short blocks stand behind all others, each by itself: programs that take turns end
-together, but read the weights of experts that have one twice. `count` [3]: how many blocks, and two
-zeros, which programs that do not take turns count by.
+together, but read the weights of experts that have one twice; in `broad`, too, of twice as many
+rows. `count` [4]: how many blocks, two zeros, which programs that do not take turns count by, and
+how many broad ones.
 `expert_kernel.assign_kernel` sorts few pairs in one launch, which of many pairs takes longer.
 
 C pairs, E experts, EP the power of two from E on; WIDE rows of a block at most.
@@ -68,8 +69,22 @@ def _write(blocks, e, first, end, before, own):
 
 
 @triton.jit
+def _write_apart(blocks, count, b, e, total, start, rows, WIDE: tl.constexpr, SHORT: tl.constexpr):
+    """Write expert b's blocks, its short one behind all others; how many all are."""
+    short = ((total % WIDE > 0) & (total % WIDE <= SHORT)).to(tl.int32)
+    full = (total + WIDE - 1) // WIDE - short
+    own = tl.sum(tl.where(e == b, full, 0), 0)
+    middle = start + tl.minimum(own * WIDE, rows)
+    _write(blocks, b, start, middle, tl.sum(tl.where(e < b, full, 0), 0), own)
+    last = tl.sum(full, 0) + tl.sum(tl.where(e < b, short, 0), 0)
+    _write(blocks, b, middle, start + rows, last, tl.sum(tl.where(e == b, short, 0), 0))
+    if b == 0:
+        tl.store(count, tl.sum(full + short, 0))
+
+
+@triton.jit
 def place_kernel(
-    expert_C, counts, order, runs, blocks, apart, count, C, E, B,
+    expert_C, counts, order, runs, blocks, apart, broad, count, C, E, B,
     EP: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr, SHORT: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -109,16 +124,9 @@ def place_kernel(
         before = tl.sum(tl.where(e < b, each, 0), 0)
         own = (rows + WIDE - 1) // WIDE
         _write(blocks, b, start, start + rows, before, own)
-        short = (total % WIDE > 0) & (total % WIDE <= SHORT)
-        full = each - short.to(tl.int32)
-        before = tl.sum(tl.where(e < b, full, 0), 0)
-        whole = tl.sum(tl.where(e == b, full, 0), 0)
-        middle = start + tl.minimum(whole * WIDE, rows)
-        _write(apart, b, start, middle, before, whole)
-        last = tl.sum(full, 0) + tl.sum(tl.where((e < b) & short, 1, 0), 0)
-        _write(apart, b, middle, start + rows, last, own - whole)
+        _write_apart(apart, count, b, e, total, start, rows, WIDE, SHORT)
+        _write_apart(broad, count + 3, b, e, total, start, rows, 2 * WIDE, WIDE)
         if b == 0:
-            tl.store(count, tl.sum(each, 0))
             tl.store(count + 1, 0)
             tl.store(count + 2, 0)
 

@@ -22,6 +22,9 @@ SHORT = 8
 """k-groups up to which a warp takes all of K."""
 STEPS = 4
 """k-groups of a warp at most where several share K: all are asked for at once."""
+DEEP = 16
+"""k-groups up to which two warps take gated products of a pair an expert (up of Qwen3-30B-A3B at 8
+rows, H100; at 32, two pairs, neither way was faster)."""
 IDLE = 2
 """Programs a multiprocessor that walk over K, below which more and shorter ones are taken."""
 
@@ -50,6 +53,8 @@ def form_of(
     warps = next((count for count in (4, 2) if groups % count == 0), 0)
     if programs < IDLE and warps and groups <= STEPS * warps:
         return RowsForm(1, warps, 4, 168 if fused else 128)
+    if fused and pairs <= experts and groups % 2 == 0 and groups <= DEEP:
+        return RowsForm(1, 2, 4, 168)
     return RowsForm(2, 1, 4, 128) if groups <= SHORT and not fused else None
 
 

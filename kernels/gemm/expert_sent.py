@@ -42,8 +42,10 @@ class Sent:
     """[most there can be, 4]: expert, first row, end row, its first block; of many pairs only."""
     apart: Tensor | None = None
     """The same, short blocks behind all others."""
+    broad: Tensor | None = None
+    """The same, of 256 rows."""
     count: Tensor | None = None
-    """Blocks that there are, and two zeros."""
+    """Blocks that there are, two zeros, broad blocks."""
 
     @property
     def most_runs(self) -> int:
@@ -78,13 +80,15 @@ def _assign_many(expert_TK: Tensor, experts: int, sent: Sent) -> Sent:
     programs, padded = triton.cdiv(pairs, BLOCK), _padded(experts)
     counts = torch.empty(programs, padded, dtype=torch.int32, device=device)
     most = pairs // WIDE + min(experts, pairs)
-    blocks, apart = (torch.empty(most, 4, dtype=torch.int32, device=device) for _ in range(2))
-    count = torch.empty(3, dtype=torch.int32, device=device)
+    blocks, apart, broad = (
+        torch.empty(most, 4, dtype=torch.int32, device=device) for _ in range(3)
+    )
+    count = torch.empty(4, dtype=torch.int32, device=device)
     pdl = overlaps(device)
     launch = {"PDL": pdl, "num_warps": 8, "launch_pdl": pdl}
     count_kernel[(programs,)](expert_TK, counts, pairs, EP=padded, BLOCK=BLOCK, **launch)
     place_kernel[(max(programs, experts),)](
-        *(expert_TK, counts, sent.order_C, sent.runs_E, blocks, apart, count),
+        *(expert_TK, counts, sent.order_C, sent.runs_E, blocks, apart, broad, count),
         *(pairs, experts, programs),
         EP=padded,
         BLOCK=BLOCK,
@@ -92,7 +96,7 @@ def _assign_many(expert_TK: Tensor, experts: int, sent: Sent) -> Sent:
         SHORT=SHORT,
         **launch,
     )
-    return Sent(sent.order_C, sent.runs_E, sent.per_token, blocks, apart, count)
+    return Sent(sent.order_C, sent.runs_E, sent.per_token, blocks, apart, broad, count)
 
 
 def _padded(experts: int) -> int:

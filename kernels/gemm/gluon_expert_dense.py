@@ -69,7 +69,7 @@ def _dense_item(
     done = warpgroup_mma_wait(0, deps=(acc0, acc1))
     mbarrier.arrive(free.index((step + STAGES - 1) % STAGES))
     finish_item(
-        done[0], done[1], outs, e, m0, end, n_tile, N, F, WG, FUSE, ACT, HAS_BIAS, GATHER, NT
+        done, outs, e, m0, end, n_tile, N, F, WG, FUSE, ACT, HAS_BIAS, GATHER, NT
     )  # fmt: skip
     return step
 
@@ -88,7 +88,7 @@ def _dense(
     step, turn = 0, 0
     item = gl.program_id(0)
     while item < total:
-        e, m0, end, n_tile = item_of(item, blocks, total, tiles)
+        e, m0, end, n_tile = item_of(item, blocks, total, tiles, ROWS)
         if end - m0 <= TAIL:
             step = _dense_item(
                 xs, outs, step, e, m0, end, n_tile, N, F, slots, WG, STAGES, FUSE, ACT, HAS_BIAS,
@@ -153,7 +153,7 @@ def _request(
     step, turn = 0, 0
     item = gl.program_id(0)
     while item < total:
-        e, m0, end, n_tile = item_of(item, blocks, total, tiles)
+        e, m0, end, n_tile = item_of(item, blocks, total, tiles, ROWS)
         if SEEK:
             at = _rows(X, order, m0, end, top, K)
         row = e * N + n_tile * (128 if FUSE else 256)

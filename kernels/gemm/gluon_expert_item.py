@@ -32,14 +32,14 @@ REGISTERS = gl.constexpr(256)
 
 
 @gluon.jit
-def item_of(item, blocks, total, tiles):
+def item_of(item, blocks, total, tiles, BLOCK: gl.constexpr):
     """An item's expert, first row of x, its expert's end row, tile of w; past the end: the last."""
     item = gl.minimum(item, total - 1)
     at = blocks + item // tiles * 4
     e, first, end, before = gl.load(at), gl.load(at + 1), gl.load(at + 2), gl.load(at + 3)
-    own = (end - first + ROWS - 1) // ROWS
+    own = (end - first + BLOCK - 1) // BLOCK
     place = item - before * tiles
-    return e, first + place % own * ROWS, end, place // own
+    return e, first + place % own * BLOCK, end, place // own
 
 
 @gluon.jit
@@ -49,7 +49,7 @@ def _leave(
     """Store acc [64 of w, NT of x] into y by way of `staging` [128, 64]."""
     OUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     part = staging
-    if NT != ROWS:
+    if NT != staging.shape[0]:
         part = staging.slice(0, NT, dim=0)
     group_barrier()  # what was there before has been read
     part.permute((1, 0)).store(acc.to(Y.dtype.element_ty))
@@ -74,29 +74,30 @@ def _with_bias(acc, BIAS, row, left, HAS_BIAS: gl.constexpr):
 
 @gluon.jit
 def finish_item(
-    done0, done1, outs, e, m0, end, n_tile, N, F, WG: gl.constexpr, FUSE: gl.constexpr,
+    done, outs, e, m0, end, n_tile, N, F, WG: gl.constexpr, FUSE: gl.constexpr,
     ACT: gl.constexpr, HAS_BIAS: gl.constexpr, GATHER: gl.constexpr, NT: gl.constexpr,
 ):  # fmt: skip
-    """Bias, gate and store both sums of a warpgroup."""
+    """Bias, gate and store the sums of a warpgroup, of 64 rows of w each."""
     staging, Y, BIAS, order, limit, slope = outs
     own = staging.index(WG)
+    at = e.to(gl.int64) * N
     if FUSE:
         n0 = n_tile * 128 + WG * 64
-        done0 = _with_bias(done0, BIAS, e.to(gl.int64) * N + n0, F - n0, HAS_BIAS)
-        done1 = _with_bias(done1, BIAS, e.to(gl.int64) * N + F + n0, F - n0, HAS_BIAS)
-        _leave(gated(done0, done1, limit, slope, ACT), own, Y, order, n0, m0, end, F, GATHER, NT)
+        gate = _with_bias(done[0], BIAS, at + n0, F - n0, HAS_BIAS)
+        up = _with_bias(done[1], BIAS, at + F + n0, F - n0, HAS_BIAS)
+        _leave(gated(gate, up, limit, slope, ACT), own, Y, order, n0, m0, end, F, GATHER, NT)
     else:
-        n0 = n_tile * 256 + WG * 128
-        done0 = _with_bias(done0, BIAS, e.to(gl.int64) * N + n0, F - n0, HAS_BIAS)
-        _leave(done0, own, Y, order, n0, m0, end, F, GATHER, NT)
-        done1 = _with_bias(done1, BIAS, e.to(gl.int64) * N + n0 + 64, F - n0 - 64, HAS_BIAS)
-        _leave(done1, own, Y, order, n0 + 64, m0, end, F, GATHER, NT)
+        PARTS: gl.constexpr = len(done)
+        for i in gl.static_range(PARTS):
+            n0 = (n_tile * 2 + WG) * (64 * PARTS) + i * 64
+            made = _with_bias(done[i], BIAS, at + n0, F - n0, HAS_BIAS)
+            _leave(made, own, Y, order, n0, m0, end, F, GATHER, NT)
 
 
 @gluon.jit
 def right_of(ring, slot, NT: gl.constexpr):
     """NT rows of x in a slot, as a right operand."""
     x = ring.index(slot)
-    if NT != ROWS:
+    if NT != x.shape[0]:
         x = x.slice(0, NT, dim=0)
     return x.permute((1, 0))

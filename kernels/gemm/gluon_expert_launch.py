@@ -25,6 +25,9 @@ BITS = (3, 4)
 """Of packed words; those of 8 bits leave too few registers, and were not checked throughout."""
 OWN = 256
 """Rows of w of an item."""
+BROAD_FROM, BROAD_STAGES = 128, 5
+"""Pairs of an expert, of an even routing, from which packed w that is not gated meets 256 rows of x
+at a time: it is unpacked half as often."""
 LEAST_COLUMNS = 256
 """The ring is filled from one row of items before the loop over its columns begins."""
 GATHERED = (16, 512)
@@ -54,15 +57,16 @@ def product(
     if isinstance(weight, Tensor):
         way, n = _dense(weight, x, sent, back=back), weight.shape[1]
     else:
-        way, n = _packed(weight, sent), weight.out_features
+        way, n = _packed(weight, sent, gate), weight.out_features
     if not back and not way.constants.get("SEEK"):
         x = gathered(x, sent)
-    leave, own = (n, OWN) if gate is None else (n // 2, OWN // 2)
+    leave = n if gate is None else n // 2
     y = x.new_empty(sent.order_C.numel(), leave)
     way.kernel[(multiprocessors(x.device),)](
-        *(_boxes(x, 128), *way.weights, x if bias is None else bias, y),
-        *(sent.order_C, way.blocks, sent.count, n, leave, *way.columns),
-        *(triton.cdiv(leave, own), float(rule.limit), float(rule.slope)),
+        *(_boxes(x, way.rows), *way.weights, x if bias is None else bias, y),
+        *(sent.order_C, way.blocks, way.count, n, leave, *way.columns),
+        *(triton.cdiv(leave, way.own if gate is None else way.own // 2),),
+        *(float(rule.limit), float(rule.slope)),
         **way.constants,
         FUSE=gate is not None,
         ACT=rule.activation,
@@ -77,12 +81,15 @@ def product(
 
 @dataclass(frozen=True)
 class _Way:
-    """A kernel, what it is given of its weights and their columns, its blocks and constants."""
+    """A kernel, what it is given of its weights and of their columns, its items and constants."""
 
     kernel: Any
     weights: tuple[Any, ...]
     columns: tuple[int, ...]
     blocks: Tensor | None
+    count: Tensor | None
+    rows: int
+    own: int
     constants: dict[str, int | bool]
 
 
@@ -91,28 +98,41 @@ def _dense(weight: Tensor, x: Tensor, sent: Sent, *, back: bool) -> _Way:
     from llmpq.kernels.gemm.gluon_expert_dense import dense_kernel
 
     columns = weight.shape[2]
-    constants = {"STAGES": STAGES, "SEEK": not back and columns % 64 == 0}
-    given = (_boxes(weight, 64), x, sent.per_token, columns)
-    return _Way(dense_kernel, given, (triton.cdiv(columns, 64),), sent.blocks, constants)
+    return _Way(
+        dense_kernel,
+        (_boxes(weight, 64), x, sent.per_token, columns),
+        (triton.cdiv(columns, 64),),
+        sent.blocks,
+        sent.count,
+        128,
+        OWN,
+        {"STAGES": STAGES, "SEEK": not back and columns % 64 == 0},
+    )
 
 
-def _packed(q: QuantizedWeight, sent: Sent) -> _Way:
+def _packed(q: QuantizedWeight, sent: Sent, gate: GateRule | None) -> _Way:
     """Return programs of packed words, which take turns: short blocks last."""
     from llmpq.kernels.gemm.gluon_expert_packed import packed_kernel
 
     planes = (*q.planes, q.scale, q.scale if q.zero is None else q.zero)
     words = [t.view(t.shape[0], -1).view(torch.int32) for t in planes]
     height = q.out_features // BLOCK_ROWS
+    broad = gate is None and sent.order_C.numel() >= BROAD_FROM * q.planes[0].shape[0]
+    assert sent.count is not None
     return _Way(
         packed_kernel,
         (words[0], words[-3], words[-2], words[-1]),
         (height, q.scale.shape[0] * height, triton.cdiv(q.in_features, 128)),
-        sent.apart,
+        sent.broad if broad else sent.apart,
+        sent.count[3:] if broad else sent.count,
+        256 if broad else 128,
+        OWN // 2 if broad else OWN,
         {
             "BITS": q.bits,
             "GROUPED": q.group_size is not None,
             "SYMMETRIC": q.symmetric,
-            "STAGES": PACKED_STAGES,
+            "STAGES": BROAD_STAGES if broad else PACKED_STAGES,
+            "BROAD": broad,
         },
     )
 

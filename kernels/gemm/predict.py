@@ -9,8 +9,10 @@
 `step_times.json` holds, for every form of the kernels, start, step and share in microseconds on
 the reference machine (`machine.REFERENCE`) and the registers of a thread; benchmarks/fit_gemm.py
 writes it from timings of every configuration (benchmarks/gemm_search.py) and says what the choice
-loses against the best of them. On another machine steps take as many clocks, and as much longer as
-its tensor cores need for their products.
+loses against the best of them. Entries with `weights` were fitted to that form of weights
+(benchmarks/fit_weights.py): bfloat16 with zeros takes more registers and instructions than
+float16. On another machine steps take as many clocks, and as much longer as its tensor cores need
+for their products.
 """
 
 from __future__ import annotations
@@ -106,9 +108,13 @@ def form_key(config: Config, bits: int) -> str:
     return name + (f", {config.registers} registers" if config.registers else "")
 
 
-def step_time(config: Config, bits: int) -> StepTime | None:
-    """Return what was fitted of a configuration's form; None if nothing was."""
-    found = _table()[1].get(form_key(config, 4 if bits == 3 else bits))
+def step_time(config: Config, bits: int, weights: str | None = None) -> StepTime | None:
+    """Return what was fitted of a configuration's form; None if nothing was.
+
+    `weights`: their form, as in `choice.form_name`; its own timings come before float16's.
+    """
+    key, table = form_key(config, 4 if bits == 3 else bits), _table()[1]
+    found = table.get((key, weights)) or table.get((key, None))
     if found is None or bits != 3:
         return found
     return StepTime(
@@ -206,7 +212,7 @@ def expected_us(config: Config, product: Product, machine: Machine) -> float:
     """Return the microseconds that the model expects; infinite where a form does not fit."""
     if config.kernel == "dense":
         return dense_us(product, machine)
-    time = step_time(config, product.bits)
+    time = step_time(config, product.bits, product.form)
     if time is None:
         return math.inf
     residents = 1
@@ -276,11 +282,13 @@ def dense_us(product: Product, machine: Machine) -> float:
 
 
 @functools.cache
-def _table() -> tuple[dict[str, float], dict[str, StepTime]]:
-    """Return the constants and every form's times."""
+def _table() -> tuple[dict[str, float], dict[tuple[str, str | None], StepTime]]:
+    """Return the constants and every form's times, by form and kind of weights, None for any."""
     data = json.loads(Path(__file__).with_name("step_times.json").read_text())
     forms = {
-        e["form"]: StepTime(e["start_us"], e["step_us"], e["share_us"], e.get("registers") or {})
+        (e["form"], e.get("weights")): StepTime(
+            e["start_us"], e["step_us"], e["share_us"], e.get("registers") or {}
+        )
         for e in data["forms"]
     }
     return data["constants"], forms

@@ -120,8 +120,16 @@ class DecodeGraphs:
 
     def run(self, message: StepMessage, hidden_BQh: Tensor | None) -> StepOutput:
         """Run one decode step; only as many rows as the message has mean anything."""
+        self.stage(message)
+        return self.run_staged(message, hidden_BQh)
+
+    def stage(self, message: StepMessage) -> None:
+        """Tell the device a step's rows, behind all it was given so far."""
+        self._stage(message, self._size(message))
+
+    def run_staged(self, message: StepMessage, hidden_BQh: Tensor | None) -> StepOutput:
+        """Run the step that was staged last."""
         num_rows = self._size(message)
-        self._stage(message, num_rows)
         if hidden_BQh is not None:
             hidden_BQh = self._widened(hidden_BQh.to(self._device), num_rows)
         if not self._captures(num_rows):

@@ -1,9 +1,9 @@
 """Decoder layers on a GPU: the same parts and sums as layers.py, in fewer and fused launches.
 
-    norm        one kernel a row                                   kernels/fused/rms_norm.py
-                LayerNorm also adds biases of dense o and down     kernels/fused/layer_norm.py
+    norm        one kernel a row                                   cuda_norms.py
     qkv         one product
     positions   rotation and the cache's append in one kernel      rope_append.py, kv_append
+                norms of heads with them, over 16-bit slots
     attention   prompts: torch's; up to 16 new tokens: one kernel that reads lengths from the device
     o, down     products that add the residual stream themselves
     gate        act(gate) * up in one kernel                       kernels/fused/gated_mlp.py
@@ -20,23 +20,20 @@ Legend: B rows, Q new tokens, h hidden, H query heads, G key/value heads, D head
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import nullcontext
 from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from llmpq.kernels.fused import gated_mlp
 from llmpq.kernels.fused import layer_norm as fused_layer_norm
-from llmpq.kernels.fused import rms_norm as fused_norm
 from llmpq.kernels.fused import rope_append as fused_rope
-from llmpq.kernels.fused.head_norm import head_norm
 from llmpq.kernels.kv import plain_attend
+from llmpq.kernels.kv.prompt_attend import causal_attend
 from llmpq.kernels.kv.reference import EVERYTHING
 from llmpq.kernels.linear import QuantizedWeight, linear
 from llmpq.runtime.backends import cuda_atom_layers, cuda_experts, cuda_rules
+from llmpq.runtime.backends.cuda_norms import added_behind, late_norms, norm, norm_heads
 from llmpq.runtime.cache.device_pages import DevicePages
 from llmpq.runtime.cache.kv_cache import KVCache
 from llmpq.runtime.cache.low_bit_kv import LowBitKV
@@ -44,10 +41,10 @@ from llmpq.runtime.cache.plain_kv import PlainKVCache
 from llmpq.runtime.models.attention import attend_cached, score_bias
 from llmpq.runtime.models.experts import Routing, SparseMLP
 from llmpq.runtime.models.latent_attention import LatentAttention
-from llmpq.runtime.models.layers import Attention, DecoderLayer, normed_heads
+from llmpq.runtime.models.layers import Attention, DecoderLayer
 from llmpq.runtime.models.linear import Linear
 from llmpq.runtime.models.mlps import ACTIVATIONS, MLP, GatedMLP, require_activation
-from llmpq.runtime.models.norms import NoNorm, Norm
+from llmpq.runtime.models.norms import Norm
 from llmpq.runtime.step import Step
 
 
@@ -115,8 +112,9 @@ def decoder_layer(
         attended, x_BQh = last(attended), last(x_BQh)
     if layer.adds_plainly:
         return _plainly_added(layer, attended, x_BQh, in_place=in_place)
-    y = layer.added(product(part.o, attended), layer.attn_out_norm).add_(x_BQh)
-    return y.add_(layer.added(_mlp_output(layer.mlp, norm(layer.mlp_norm, y)), layer.mlp_out_norm))
+    behind = layer.attn_out_norm, layer.mlp_out_norm
+    y, wide = added_behind(layer, product(part.o, attended), x_BQh, behind[0], layer.mlp_norm)
+    return added_behind(layer, _mlp_output(layer.mlp, wide), y, behind[1], None)[0]
 
 
 def _plainly_added(
@@ -196,20 +194,6 @@ def _last_tokens(step: Step, x_BQh: Tensor) -> Tensor:
     return step.last_valid(x_BQh)[:, None].contiguous()
 
 
-def norm(
-    part: Norm, x: Tensor, *, before: Tensor | None = None, after: Tensor | None = None
-) -> Tensor:
-    """Return x + before normalised; x becomes x + before + after (`_bias_for`'s)."""
-    if isinstance(part, NoNorm) or x.shape[-1] > fused_norm.MAX_COLUMNS:
-        normed: Tensor = part(x)
-        return normed
-    if part.bias is None:
-        return fused_norm.rms_norm(x, part.weight, part.eps)
-    return fused_layer_norm.layer_norm(
-        x, part.weight, part.bias, part.eps, before=before, after=after
-    )
-
-
 def product(
     part: nn.Module,
     x: Tensor,
@@ -247,16 +231,14 @@ def attend(part: Attention, qkv_BQN: Tensor, index: int, step: Step, kv: KVCache
     batch, q_len, _ = qkv_BQN.shape
     qkv = qkv_BQN.view(batch, q_len, -1, part.head_dim)
     q, k, v = qkv.split([part.heads, part.kv_heads, part.kv_heads], dim=2)
+    rotary, norms = part.rotary, None
     if part.q_norm is not None and part.k_norm is not None:
-        if _of_heads(part.q_norm, part.k_norm, part.head_dim):
-            every = qkv.view(batch * q_len, -1, part.head_dim)
-            head_norm(every, part.q_norm.weight, part.k_norm.weight, part.heads, part.q_norm.eps)
-        else:
-            q, k = normed_heads(part.q_norm, q), normed_heads(part.k_norm, k)
-    rotary = part.rotary
+        norms = late_norms(part) if kv.plain is not None and kv.dual is None else None
+        if norms is None:
+            q, k = norm_heads(part, qkv)
     whole = rotary is not None and rotary.is_plain(part.head_dim)
     if kv.plain is not None:
-        out = _plain(part, q, k, v, index, step, kv.plain)
+        out = _plain(part, q, k, v, index, step, kv.plain, norms)
         if kv.dual is not None and not kv.dual.catches_up(step):
             _append_to_copy(part, k, v, index, step, kv.dual.copy)
         elif kv.dual is not None and index + 1 == len(kv.plain.k):
@@ -274,12 +256,6 @@ def attend(part: Attention, qkv_BQN: Tensor, index: int, step: Step, kv: KVCache
     return out.reshape(batch, q_len, part.heads * part.head_dim)
 
 
-def _of_heads(q_norm: Norm, k_norm: Norm, head_dim: int) -> bool:
-    """Whether both are RMSNorms of a head, and alike: one launch does them in place."""
-    plain = q_norm.bias is None and k_norm.bias is None and q_norm.eps == k_norm.eps
-    return plain and q_norm.shape == k_norm.shape == (head_dim,)
-
-
 def _append_to_copy(
     part: Attention, k: Tensor, v: Tensor, index: int, step: Step, copy: LowBitKV
 ) -> None:
@@ -293,15 +269,22 @@ def _append_to_copy(
 
 
 def _plain(
-    part: Attention, q: Tensor, k: Tensor, v: Tensor, index: int, step: Step, kv: PlainKVCache
+    part: Attention,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    index: int,
+    step: Step,
+    kv: PlainKVCache,
+    norms: fused_rope.HeadNorms | None,
 ) -> Tensor:
     """Append to the 16-bit cache, then attend to it; prompts attend to the tokens just written."""
     kv.check_room(step)
     k_SGTD, v_SGTD = kv.k[index], kv.v[index]
     rows = (step.slots_B, step.start_B, step.num_new_B)
     rotary, slopes = part.rotary, part.alibi_slopes_H
-    turn = (None, 1.0) if rotary is None else (rotary.inv_freq, rotary.factor)
-    q_BQHD = fused_rope.rope_append(q, k, v, k_SGTD, v_SGTD, *rows, *turn)
+    inv_freq, factor = (None, 1.0) if rotary is None else (rotary.inv_freq, rotary.factor)
+    q_BQHD = fused_rope.rope_append(q, k, v, k_SGTD, v_SGTD, *rows, inv_freq, factor, norms)
     if part.rule is not None and cuda_rules.counts(part.rule, step):
         return cuda_rules.attend(q_BQHD, k_SGTD, v_SGTD, step, part.scale, part.rule)
     if step.fresh:
@@ -347,19 +330,7 @@ def _fresh(
     if alibi_slopes_H is not None:
         bias = step.once("bias", lambda: score_bias(step, alibi_slopes_H, 1, q_BQHD.dtype))
     q, k, v = q_BQHD.transpose(1, 2), _rows_of(k_SGTD, step), _rows_of(v_SGTD, step)
-    # Other backends may round float32 operands to fewer bits.
-    exact = q.dtype == torch.float32
-    with sdpa_kernel(SDPBackend.MATH) if exact else nullcontext():
-        out = functional.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=bias,
-            is_causal=bias is None,
-            scale=scale,
-            enable_gqa=q.shape[1] != k.shape[1],
-        )
-    return out.transpose(1, 2)
+    return causal_attend(q, k, v, scale=scale, bias=bias).transpose(1, 2)
 
 
 def _rows_of(cache_SGTD: Tensor, step: Step) -> Tensor:

@@ -21,6 +21,7 @@ from llmpq.kv_format import BLOCK_TOKENS
 from llmpq.pool_size import PoolSize
 from llmpq.runtime.backends.cuda_graphs import StepOutput
 from llmpq.runtime.backends.device_times import DeviceTimes
+from llmpq.runtime.backends.late_tokens import LateTokens
 from llmpq.runtime.backends.paged_compute import PagedStageCompute, rows_of
 from llmpq.runtime.backends.paged_graphs import PagedGraphs, rungs
 from llmpq.runtime.cache.device_pages import DevicePages
@@ -65,6 +66,8 @@ class CudaPagedCompute(PagedStageCompute):
             last_token_S=last_token_S,
         )
         self._hidden_stay = self._tokens_stay = False
+        self._late: LateTokens | None = None
+        """The last step's tokens, if they are still to be drawn."""
         self._decode, self._mixed = make(chunks=False), make(chunks=True)
         self._mixed.share(self._decode)
 
@@ -98,25 +101,50 @@ class CudaPagedCompute(PagedStageCompute):
 
         What a row gets that samples nothing means nothing.
         """
+        assert not any(row.drafts for row in message.paged), "llmpq/capabilities.py refuses before"
         self.kv.take_rows(message.paged, message.starts)
-        run = partial(self._run, message, hidden_BQH)
+        graphs = self._mixed if max(message.num_new) > 1 else self._decode
+        graphs.stage(message)
+        if self._late is not None:
+            self._late.draw()  # in front of this step, which may build on its tokens
+        run = partial(self._run, graphs, message, hidden_BQH)
         return self._times.of(message.kind, message.num_rows, run)
 
-    def _run(self, message: StepMessage, hidden_BQH: Tensor | None) -> Tensor | Pending:
-        assert not any(row.drafts for row in message.paged), "llmpq/capabilities.py refuses before"
-        graphs = self._mixed if max(message.num_new) > 1 else self._decode
+    def _run(
+        self, graphs: PagedGraphs, message: StepMessage, hidden_BQH: Tensor | None
+    ) -> Tensor | Pending:
         scored = self.model.head is not None and self.sampler.scores_prompts(message)
-        out = (graphs.run_every_place if scored else graphs.run)(message, hidden_BQH)
+        out = (graphs.run_every_place if scored else graphs.run_staged)(message, hidden_BQH)
         if self.model.head is None:
             assert out.hidden_BQh is not None
             hidden_BQh = out.hidden_BQh[:, : sum(message.num_new)]
             return hidden_BQh.clone() if self._hidden_stay else hidden_BQh.cpu()
         if scored:
             self._score_places(out.hidden_BQh, message)
+        if self._whole and self._looks_ahead(out, message):
+            self._late = LateTokens(
+                self._device, message.num_rows, partial(self._draw, out, message)
+            )
+            return self._late.result
         tokens_B1 = self._tokens_B(out, message)[:, None]
         if self._tokens_stay:
             return tokens_B1.clone()
         return on_its_way(tokens_B1) if self._whole else tokens_B1.cpu()
+
+    def _looks_ahead(self, out: StepOutput, message: StepMessage) -> bool:
+        """Have others find what guided rows may go on with, if there are any; return whether."""
+        rows = [number for number, row in enumerate(message.paged) if row.samples]
+        if not rows or not self.sampler.knows(message):
+            return False
+        assert out.logits_BV is not None
+        return self.sampler.look_ahead(rows_of(message, rows), out.logits_BV)
+
+    def _draw(self, out: StepOutput, message: StepMessage) -> Tensor:
+        """Return the tokens [B, 1] of a step that was left to be drawn."""
+        self._late = None
+        tokens_B = self._chosen_B(out, message)
+        self._times.goes_on()
+        return tokens_B[:, None]
 
     def _tokens_B(self, out: StepOutput, message: StepMessage) -> Tensor:
         """Return the rows' tokens: the most likely ones, or drawn and ruled where that is asked."""
@@ -126,11 +154,21 @@ class CudaPagedCompute(PagedStageCompute):
         greedy = all(message.sampling[row].greedy for row in rows)
         if not rows or (greedy and not self.sampler.knows(message)):
             return tokens_B
+        return self._chosen_B(out, message)
+
+    def _chosen_B(self, out: StepOutput, message: StepMessage) -> Tensor:
+        """Return the rows' tokens, those that are sampled drawn and ruled."""
+        assert out.tokens_B is not None and out.logits_BV is not None
+        rows = [number for number, row in enumerate(message.paged) if row.samples]
         slots = [message.slots[row] for row in rows]
         rows_R, slots_R = upload([rows, slots], torch.long, self._device)
-        drawn_R = self.sampler.pick(out.logits_BV[rows_R], rows_of(message, rows))
+        alike = rows == list(range(len(rows)))
+        logits_RV = out.logits_BV[: len(rows)] if alike else out.logits_BV[rows_R]
+        drawn_R = self.sampler.pick(logits_RV, rows_of(message, rows))
         self._decode.remember(slots_R, drawn_R)
-        return tokens_B.index_copy(0, rows_R, drawn_R)
+        if len(rows) == message.num_rows:
+            return drawn_R
+        return out.tokens_B[: message.num_rows].index_copy(0, rows_R, drawn_R)
 
     def _score_places(self, hidden_BQh: Tensor | None, message: StepMessage) -> None:
         """Note scores of prompts' tokens, of one row after the other."""

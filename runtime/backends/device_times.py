@@ -32,6 +32,11 @@ class DeviceTimes:
             self._timed.append((kind, rows, start, end))
         return result
 
+    def goes_on(self) -> None:
+        """Count what the last step has been given since `of` returned, too."""
+        if self._timed:
+            self._timed[-1][-1].record()
+
     def forget(self) -> None:
         """Begin anew."""
         self._timed.clear()

@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from llmpq.kernels.fused.argmax import argmax
 from llmpq.kernels.kv.paged_rows import FIELDS
+from llmpq.kernels.kv.prompt_attend import prompt_runs
 from llmpq.runtime.backends.cuda_graphs import DecodeGraphs, StepOutput, rounded_rows
 from llmpq.runtime.cache.device_pages import DevicePages
 from llmpq.runtime.models.stage_model import StageModel
@@ -61,6 +62,7 @@ class PagedGraphs(DecodeGraphs):
         self._chunks, self._nobody = chunks, num_slots
         self._places = rung(most_tokens) if chunks else rounded_rows(num_slots, num_slots)
         self._pages = kv
+        self._prompts: tuple[tuple[int, int], ...] = ()
         rows = num_slots + 1 if chunks else num_slots
         super().__init__(model, kv, num_slots=num_slots, max_rows=rows, **options)
 
@@ -74,9 +76,8 @@ class PagedGraphs(DecodeGraphs):
         return sorted(found, reverse=True)
 
     def run_every_place(self, message: StepMessage, hidden_BQh: Tensor | None) -> StepOutput:
-        """As `run`, with hidden states of all places behind the last layer."""
+        """As `run_staged`, with hidden states of all places behind the last layer."""
         size = self._size(message)
-        self._stage(message, size)
         if hidden_BQh is not None:
             hidden_BQh = self._widened(hidden_BQh.to(self._device), size)
         return self._forward(size, hidden_BQh, every_place=True)
@@ -101,6 +102,9 @@ class PagedGraphs(DecodeGraphs):
         return functional.pad(hidden_BQh, (0, 0, 0, size - hidden_BQh.shape[1]))
 
     def _values(self, message: StepMessage, size: int) -> list[int]:
+        # What a graph does must not hang on the rows.
+        captured = self._captures(size)
+        self._prompts = () if captured else prompt_runs(message.starts, message.num_new)
         tokens = [token for row in message.tokens for token in row]
         table = self._pages.table(
             *(message.slots, message.starts, message.num_new),
@@ -132,6 +136,7 @@ class PagedGraphs(DecodeGraphs):
             where=where,
             where_windowed=windowed,
             chunks=self._chunks,
+            prompts=self._prompts if self._chunks else (),
         )
         x = hidden_BQh
         if x is None:

@@ -23,6 +23,7 @@ from llmpq.kernels.fused.rope_append import rope_append_pages
 from llmpq.kernels.kv.paged_attend import paged_attend
 from llmpq.kernels.kv.paged_plan import PagedPlan
 from llmpq.kernels.kv.paged_rows import DEALT, TokenPlaces, dealt_out, row_table, spread
+from llmpq.kernels.kv.prompt_attend import prompt_attend
 from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule
 from llmpq.kv_format import BLOCK_TOKENS, pool_blocks
 from llmpq.model_spec import ModelSpec
@@ -171,7 +172,10 @@ class PagedDeviceKV(DevicePages):
         inv_freq: Tensor | None = None,
         factor: float = 1.0,
     ) -> Tensor:
-        """Append the step's keys and values, then return its causal attention [1, T, H, D]."""
+        """Append the step's keys and values, then return its causal attention [1, T, H, D].
+
+        Keys of whole prompts are rotated where they are, too: they attend to them there.
+        """
         assert isinstance(step, PagedStep)
         windowed, place = self._layers[layer]
         pool, where = self.whole, step.where
@@ -179,14 +183,19 @@ class PagedDeviceKV(DevicePages):
             assert step.where_windowed is not None
             pool, where = self.windowed, step.where_windowed
         pools = pool.k[place], pool.v[place]
+        k_TGD, v_TGD = k_BQGD[0], v_BQGD[0]
+        whole = bool(step.prompts) and rule.is_plain and alibi_slopes_H is None
         q_THD = rope_append_pages(
-            *(q_BQHD[0], k_BQGD[0], v_BQGD[0]),
+            *(q_BQHD[0], k_TGD, v_TGD),
             *pools,
             where.places_T,
             where.positions_T,
             inv_freq,
             factor,
+            keep=whole,
         )
+        if whole:
+            return prompt_attend(q_THD, k_TGD, v_TGD, step.prompts, scale=scale)[None]
         out_THD = paged_attend(
             *(q_THD, *pools, step.rows_FR, step.dealt, pool.table_SM, self.launches),
             scale=scale,

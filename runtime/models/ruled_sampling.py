@@ -17,12 +17,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Protocol, Self
 
 import torch
 from torch import Tensor
 
-from llmpq.runtime.models.sampling import sample
+from llmpq.runtime.models.sampling import sample, sampler_of
 from llmpq.runtime.pending import Pending, arrived, on_its_way
 from llmpq.runtime.step_message import StepMessage
 from llmpq.runtime.token_rules import Noted, TokenRules, TokenScore, TokenScores
@@ -35,12 +36,33 @@ _POSITIONS_AT_ONCE = 64
 class TokenAutomaton(Protocol):
     """What a guide allows next."""
 
-    def allowed_of(self, answers: Sequence[tuple[Self, Sequence[int]]], vocab: int) -> Tensor:
-        """Return which tokens may follow each of several answers so far, by their automata.
+    def allowed_of(
+        self,
+        answers: Sequence[tuple[Self, Sequence[int]]],
+        vocab: int,
+        *,
+        pinned: bool = False,
+        meanwhile: bool = False,
+    ) -> Callable[[], Tensor]:
+        """Find which tokens may follow each of several answers so far, by their automata.
 
-        On the host, a row each, token t as bit t % 8 of byte t // 8; beyond V may be more bits.
+        What the call returned returns is on the host, a row each, token t as bit t % 8 of byte
+        t // 8; beyond V may be more bits. `pinned`: in memory from which a GPU copies on its own.
+        `meanwhile`: by other threads, from now on.
         """
         ...
+
+
+@dataclass
+class _Coming:
+    """A step's tokens [B], on their way to the host."""
+
+    tokens_B: Tensor | Pending
+
+    @cached_property
+    def known(self) -> list[int]:
+        """The tokens; waits for them."""
+        return [int(token) for token in arrived(self.tokens_B).tolist()]
 
 
 @dataclass
@@ -60,7 +82,7 @@ class _Ruled:
     """Tensors made of the rules once."""
     told: list[int] = field(default_factory=list)
     """Of a guided answer: its tokens that the host knows."""
-    coming: tuple[int, Tensor | Pending, int] | None = None
+    coming: tuple[int, _Coming, int] | None = None
     """Of a guided answer: the newest token's place, the step's tokens and its row among them."""
 
     @property
@@ -73,8 +95,8 @@ class _Ruled:
     def answer(self, step: int) -> list[int]:
         """Return a guided answer before a place, waiting for the token before it."""
         if self.coming is not None:
-            place, tokens_B, row = self.coming
-            self.told[place:] = [int(arrived(tokens_B)[row])]
+            place, step_tokens, row = self.coming
+            self.told[place:] = [step_tokens.known[row]]
             self.coming = None
         return self.told[:step]
 
@@ -101,11 +123,36 @@ class _Ruled:
         return (first, end) if first < end else None
 
 
+@dataclass(frozen=True)
+class _Masks:
+    """What guided answers of a step may go on with, and whose rules count in it."""
+
+    ruled: dict[int, _Ruled]
+    """By row. Those that end meanwhile are forgotten, but may have one row more."""
+    bits_GB: Callable[[], Tensor]
+
+    @classmethod
+    def of(
+        cls, ruled: dict[int, _Ruled], steps: Sequence[int], logits: Tensor, *, meanwhile: bool
+    ) -> Self:
+        """Begin to find them; some row must have a guide."""
+        answers = [
+            (known.automaton, known.answer(steps[row]))
+            for row, known in ruled.items()
+            if known.automaton is not None
+        ]
+        first, _ = answers[0]
+        how = {"pinned": logits.is_cuda, "meanwhile": meanwhile}
+        return cls(ruled, first.allowed_of(answers, logits.shape[-1], **how))
+
+
 class RuledSampler:
     """The sampler of a last stage: requests that have rules are known to it by number."""
 
     def __init__(self) -> None:
         self._known: dict[int, _Ruled] = {}
+        self._masks: _Masks | None = None
+        """Of the step that is drawn next, if they were begun."""
 
     def take_rules(
         self, number: int, rules: TokenRules, automaton: TokenAutomaton | None = None
@@ -144,29 +191,41 @@ class RuledSampler:
             for ruled, start, count in known
         )
 
+    def look_ahead(self, message: StepMessage, logits: Tensor) -> bool:
+        """Have other threads find masks of guides for `pick` of these rows; whether there are any.
+
+        Waits for the tokens before. `logits`: of their vocabulary, and where they will be.
+        """
+        ruled = self._ruled(message)
+        if all(known.automaton is None for known in ruled.values()):
+            return False
+        self._masks = _Masks.of(ruled, message.sample_steps, logits, meanwhile=True)
+        return True
+
     def pick(self, logits_BV: Tensor, message: StepMessage) -> Tensor:
         """Return tokens [B] of a step's rows, and note what their rules ask."""
         params, steps = message.sampling, message.sample_steps
-        ruled = {
-            row: self._known[number]
-            for row, number in enumerate(message.requests)
-            if number in self._known
-        }
+        masks, self._masks = self._masks, None
+        ruled = self._ruled(message) if masks is None else masks.ruled
         changed = [row for row, known in ruled.items() if known.rules.changes_logits]
         if len(changed) == message.num_rows:
-            logits_BV_ruled = logits_BV.to(torch.float32, copy=True)
-            apply_all(ruled.values(), steps, logits_BV_ruled)
-            tokens_B = sample(logits_BV_ruled, params, steps)
+            draw = sampler_of(params, steps, like=logits_BV)  # before masks are waited for
+            tokens_B = draw(ruled_logits(ruled.values(), steps, logits_BV, masks))
         else:
             tokens_B = sample(logits_BV, params, steps)
         if 0 < len(changed) < message.num_rows:
             where, own = upload(changed, torch.long, logits_BV.device), [steps[r] for r in changed]
-            logits_RV = logits_BV[where].float()
-            apply_all([ruled[row] for row in changed], own, logits_RV)
-            drawn_R = sample(logits_RV, [params[row] for row in changed], own)
-            tokens_B.index_copy_(0, where, drawn_R)
+            some = [ruled[row] for row in changed]
+            logits_RV = logits_BV[where]
+            draw = sampler_of([params[row] for row in changed], own, like=logits_RV)
+            tokens_B.index_copy_(0, where, draw(ruled_logits(some, own, logits_RV, masks)))
         self._keep_tokens(ruled, steps, tokens_B, logits_BV)
         return tokens_B
+
+    def _ruled(self, message: StepMessage) -> dict[int, _Ruled]:
+        """Return the rules of a step's rows, by row."""
+        rows = ((row, self._known.get(number)) for row, number in enumerate(message.requests))
+        return {row: known for row, known in rows if known is not None}
 
     def _keep_tokens(
         self, ruled: Mapping[int, _Ruled], steps: Sequence[int], tokens_B: Tensor, logits_BV: Tensor
@@ -177,7 +236,7 @@ class RuledSampler:
             if known.counts_tokens or known.rules.logprobs is not None:
                 _keep(known, steps[row], tokens_B[row], logits_BV[row])
             if known.automaton is not None:
-                coming = on_its_way(tokens_B) if coming is None else coming
+                coming = _Coming(on_its_way(tokens_B)) if coming is None else coming
                 known.coming = (steps[row], coming, row)
 
     def score_prompts(
@@ -201,13 +260,23 @@ class RuledSampler:
             known.num_scored = end
 
 
-def apply_all(rows: Iterable[_Ruled], steps: Sequence[int], logits_RV: Tensor) -> None:
-    """Change the logits of rows with rules, each at its place, in place."""
+def ruled_logits(
+    rows: Iterable[_Ruled],
+    steps: Sequence[int],
+    logits_RV: Tensor,
+    masks: _Masks | None = None,
+) -> Tensor:
+    """Return the logits of rows with rules, each at its place; those given stay as they are.
+
+    `masks`: of all that have guides, if they were begun.
+    """
     several = list(rows)
-    for row, (known, step) in enumerate(zip(several, steps, strict=True)):
-        if known.rules.weighs_tokens:
-            apply_rules(known, logits_RV[row], step)
-    _follow_guides(several, steps, logits_RV)
+    if any(known.rules.weighs_tokens for known in several):
+        logits_RV = logits_RV.to(torch.float32, copy=True)
+        for row, (known, step) in enumerate(zip(several, steps, strict=True)):
+            if known.rules.weighs_tokens:
+                apply_rules(known, logits_RV[row], step)
+    return _follow_guides(several, steps, logits_RV, masks)
 
 
 def apply_rules(known: _Ruled, logits_V: Tensor, step: int) -> None:
@@ -236,27 +305,31 @@ def apply_rules(known: _Ruled, logits_V: Tensor, step: int) -> None:
             logits_V[run[-1]] = torch.where(completes, -math.inf, logits_V[run[-1]])
 
 
-def _follow_guides(rows: Sequence[_Ruled], steps: Sequence[int], logits_RV: Tensor) -> None:
-    """Forbid what guides do not allow, in place."""
-    guided, answers = [], []
-    for row, known in enumerate(rows):
-        if known.automaton is not None:
-            guided.append(row)
-            answers.append((known.automaton, known.answer(steps[row])))
+def _follow_guides(
+    rows: Sequence[_Ruled], steps: Sequence[int], logits_RV: Tensor, masks: _Masks | None
+) -> Tensor:
+    """Return the logits without what guides do not allow."""
+    guided = [row for row, known in enumerate(rows) if known.automaton is not None]
     if not guided:
-        return
-    vocab, device = logits_RV.shape[-1], logits_RV.device
-    bits_GB = answers[0][0].allowed_of(answers, vocab)
-    if device.type == "cuda":
-        pinned_GB = torch.empty(bits_GB.shape, dtype=bits_GB.dtype, pin_memory=True)
-        pinned_GB.numpy()[:] = bits_GB.numpy()  # by this thread: torch would wake others for it
-        bits_GB = pinned_GB.to(device, non_blocking=True)
-    forbidden_GV = ~unpacked(bits_GB, vocab)
+        return logits_RV
+    device = logits_RV.device
+    if masks is None:
+        masks = _Masks.of(dict(enumerate(rows)), steps, logits_RV, meanwhile=False)
+    bits_GB = masks.bits_GB().to(device, non_blocking=True)
     if len(guided) == len(rows):
-        logits_RV.masked_fill_(forbidden_GV, -math.inf)
-        return
+        return _only_allowed(logits_RV, bits_GB)
     where = upload(guided, torch.long, device)
-    logits_RV.index_copy_(0, where, logits_RV[where].masked_fill_(forbidden_GV, -math.inf))
+    return logits_RV.index_copy(0, where, _only_allowed(logits_RV[where], bits_GB))
+
+
+def _only_allowed(logits_GV: Tensor, bits_GB: Tensor) -> Tensor:
+    """Return the logits with -inf for tokens whose bit is not set."""
+    if logits_GV.is_cuda:
+        # Triton is not imported where there is no GPU.
+        from llmpq.kernels.fused.allowed_tokens import only_allowed
+
+        return only_allowed(logits_GV, bits_GB)
+    return logits_GV.masked_fill(~unpacked(bits_GB, logits_GV.shape[-1]), -math.inf)
 
 
 def unpacked(bits_GB: Tensor, vocab: int) -> Tensor:

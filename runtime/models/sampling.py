@@ -9,7 +9,8 @@ Legend: B rows, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,7 +18,15 @@ from torch import Tensor
 from llmpq.runtime.sampling_params import TokenChoice
 from llmpq.runtime.upload import upload
 
-__all__ = ["TokenChoice", "draw", "probabilities", "sample", "sample_with_torch", "uniform"]
+__all__ = [
+    "TokenChoice",
+    "draw",
+    "probabilities",
+    "sample",
+    "sample_with_torch",
+    "sampler_of",
+    "uniform",
+]
 
 _MASK = (1 << 64) - 1
 _ELEMENTS_AT_ONCE = 1 << 20
@@ -28,17 +37,27 @@ _LIKELY = 128
 
 def sample(logits_BV: Tensor, params: Sequence[TokenChoice], steps: Sequence[int]) -> Tensor:
     """Return tokens [B]; `steps` counts the tokens each row's request has generated so far."""
-    if not len(params) == len(steps) == logits_BV.shape[0]:
+    return sampler_of(params, steps, like=logits_BV)(logits_BV)
+
+
+def sampler_of(
+    params: Sequence[TokenChoice], steps: Sequence[int], *, like: Tensor
+) -> Callable[[Tensor], Tensor]:
+    """Return what samples logits [B, V], a GPU told already how; `like`: logits of the same shape.
+
+    `steps` counts the tokens each row's request has generated so far.
+    """
+    if not len(params) == len(steps) == like.shape[0]:
         raise ValueError(
-            f"{logits_BV.shape[0]} rows of logits, {len(params)} params, {len(steps)} steps"
+            f"{like.shape[0]} rows of logits, {len(params)} params, {len(steps)} steps"
         )
-    if logits_BV.is_cuda and not any(p.min_p for p in params):
+    if like.is_cuda and not any(p.min_p for p in params):
         # Triton is not imported where there is no GPU.
         from llmpq.kernels.fused.draw_tokens import sample_rows
 
-        told = told_rows(params, steps, vocab=logits_BV.shape[-1])
-        return sample_rows(logits_BV, upload(told, torch.float64, logits_BV.device))
-    return sample_with_torch(logits_BV, params, steps)
+        told = told_rows(params, steps, vocab=like.shape[-1])
+        return partial(sample_rows, how_4B=upload(told, torch.float64, like.device))
+    return partial(sample_with_torch, params=params, steps=steps)
 
 
 def sample_with_torch(

@@ -18,6 +18,7 @@ import pytest
 
 from llmpq.planner import isolated
 from llmpq.planner.__main__ import main
+from llmpq.planner.answer import Wish, _tried
 from llmpq.planner.baselines.flexgen import estimate_flexgen
 from llmpq.planner.front.front import Front, pareto_front
 from llmpq.planner.isolated import (
@@ -207,11 +208,12 @@ def test_an_interrupt_ends_every_child(monkeypatch: pytest.MonkeyPatch, beside: 
     monkeypatch.setattr(isolated, "has_spare_core", lambda: beside)
     p = random_problem(random.Random(3))
     assert len(p.choices) > 1
+    wish = Wish(method="exact", time_limit_s=60.0, gap=1e-4, backend="highs", budget=None, kvs=())
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.6)
         with pytest.raises(KeyboardInterrupt):
-            solve_isolated(p, How(method="exact"))
+            _tried([p], wish)
     finally:
         signal.signal(signal.SIGALRM, before)
     with pytest.raises(ChildProcessError):  # there is none left

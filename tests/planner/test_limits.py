@@ -83,7 +83,7 @@ NUMBERS = {
 def test_a_number_out_of_range_is_refused_at_once(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, flags: str
 ) -> None:
-    monkeypatch.setattr("llmpq.planner.answer._solve", None)  # refused before planning
+    monkeypatch.setattr("llmpq.planner.answer.solve_isolated", None)  # refused before planning
     monkeypatch.setattr("llmpq.planner.cli.show_front.front_isolated", None)
     monkeypatch.chdir(ROOT)
     code, text, err = _run(capsys, *SMALL, *JOB, *flags.split())
@@ -103,7 +103,7 @@ def test_theta_of_a_cluster_file_is_checked_too(
 def test_a_batch_beyond_all_memory_is_refused_before_any_search(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, flags: str
 ) -> None:
-    monkeypatch.setattr("llmpq.planner.answer._solve", None)
+    monkeypatch.setattr("llmpq.planner.answer.solve_isolated", None)
     monkeypatch.setattr("llmpq.planner.cli.show_front.front_isolated", None)
     start = time.perf_counter()
     words = ["--global-bz", "10000", "--s", "512", "--n", "100", "--kv", "16,8", *flags.split()]
@@ -115,7 +115,7 @@ def test_a_batch_beyond_all_memory_is_refused_before_any_search(
 def test_a_thousand_devices_are_refused_as_fast(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("llmpq.planner.answer._solve", None)
+    monkeypatch.setattr("llmpq.planner.answer.solve_isolated", None)
     start = time.perf_counter()
     words = ["--device-names", "T4", "V100", "--device-numbers", "1000", "1000", *JOB]
     code, _, err = _run(capsys, *words, "--model", "llama-3.1-405b", "--max-devices", "2")
@@ -156,7 +156,7 @@ def test_numbers_of_devices_without_names(capsys: pytest.CaptureFixture[str]) ->
 def test_an_unknown_draft_is_refused_before_planning(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("llmpq.planner.answer._solve", None)
+    monkeypatch.setattr("llmpq.planner.answer.solve_isolated", None)
     code, _, err = _run(capsys, *SMALL, *JOB, "--speculate", "medusa")
     known = "auto, qspec, w4kv4, planes, kv4, ngram"
     assert (code, err) == (2, f"llmpq-algo: --speculate medusa: expected one of {known}\n")

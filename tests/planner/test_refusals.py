@@ -210,7 +210,7 @@ def test_no_method_in_time_is_not_no_room(
     def late(*_: object) -> None:
         raise Unfinished("no plan found within 1 s; give a longer --time-limit")
 
-    monkeypatch.setattr("llmpq.planner.answer._solve", late)
+    monkeypatch.setattr("llmpq.planner.answer.solve_isolated", late)
     code, _, err = _run(capsys, *TINY, *JOB, "--model", "opt-1.3b", "--method", "all")
     assert code == 5
     assert err == "llmpq-algo: no plan found within 1 s; give a longer --time-limit\n"

@@ -105,6 +105,11 @@ def test_guides_that_cannot_be_followed_are_refused(llm, guide, said):
     with pytest.raises(ValueError, match=said) as caught:
         llm.generate("a", SamplingParams(structured_outputs=StructuredOutputsParams(**guide)))
     assert "\n" not in str(caught.value)
+    # Looked at beside others, the same is said.
+    others = [asked(StructuredOutputsParams(choice=["a", str(n)]), n) for n in range(9)]
+    bad = SamplingParams(structured_outputs=StructuredOutputsParams(**guide))
+    with pytest.raises(ValueError, match=said):
+        llm.generate(["a"] * 10, [*others, bad])
     assert llm.generate("a", SamplingParams(temperature=0, max_tokens=1))[0].outputs
 
 
@@ -113,7 +118,7 @@ def test_an_automaton_follows_an_answer_that_was_computed_anew(demo_model):
     automaton = guides.compile(Guide(kind="choice", text='["yes", "no"]'))
 
     def allowed(tokens):
-        return unpacked(automaton.allowed_of([(automaton, tokens)], 4100), 4100)[0]
+        return unpacked(automaton.allowed_of([(automaton, tokens)], 4100)(), 4100)[0]
 
     start = allowed([]).nonzero()[:, 0].tolist()
     assert 1 < len(start) < 10 and 0 not in start

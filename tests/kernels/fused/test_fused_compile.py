@@ -3,12 +3,15 @@
 import pytest
 import torch
 
+from llmpq.kernels.fused.allowed_tokens import BLOCK as ALLOWED_BLOCK
+from llmpq.kernels.fused.allowed_tokens import only_allowed_kernel
 from llmpq.kernels.fused.argmax import merge_kernel, parts_kernel
 from llmpq.kernels.fused.draw_tokens import BLOCK, KEY_BITS, sample_kernel
 from llmpq.kernels.fused.gated_mlp import gate_kernel
 from llmpq.kernels.fused.head_norm import head_norm_kernel
 from llmpq.kernels.fused.layer_norm import layer_norm_kernel
 from llmpq.kernels.fused.ngram_lookup import look_up_kernel
+from llmpq.kernels.fused.norm_behind import norm_behind_kernel
 from llmpq.kernels.fused.rms_norm import rms_norm_kernel
 from llmpq.kernels.fused.rope_append import rope_append_kernel
 from llmpq.kernels.fused.round_inputs import round_kernel
@@ -21,24 +24,30 @@ pytestmark = pytest.mark.compile
 
 FLOATS = ("part_ptr", "lse_ptr", "inv_freq", "slopes")
 INDICES = ("slots", "starts", "counts")
-NUMBERS = ("eps", "score_scale", "factor", "top", "limit", "slope")
+NUMBERS = ("eps", "next_eps", "score_scale", "factor", "top", "limit", "slope")
 HEADS = {"H": 32, "G": 8, "Q": 1}
-ROPE = {"H": 32, "G": 8, "BLOCK": 8, "ROTARY": True, "CACHE": True}
+ROPE = {"H": 32, "G": 8, "BLOCK": 8, "ROTARY": True, "CACHE": True, "NORM": False}
 ATTEND = HEADS | {"D": 128, "PADDED": 128, "R": 16}
 WHOLE = ROPE | {"D": 128, "HALF": 64, "PADDED": 64, "REST": 0}
 KERNELS = {
     "rope": (
         rope_append_kernel,
         # Q stays an argument: one kernel for prompts of every length.
-        WHOLE | {"PAGE": 0},
+        WHOLE | {"PAGE": 0, "KEEP": False},
         {"num_warps": 2},
     ),
     "rope-part": (
         rope_append_kernel,
-        ROPE | {"D": 128, "HALF": 24, "PADDED": 32, "REST": 128, "PAGE": 0},
+        ROPE | {"D": 128, "HALF": 24, "PADDED": 32, "REST": 128, "PAGE": 0, "KEEP": False},
         {"num_warps": 2},
     ),
-    "rope-pages": (rope_append_kernel, WHOLE | {"PAGE": 128}, {"num_warps": 2}),
+    "rope-normed": (
+        rope_append_kernel,
+        WHOLE | {"PAGE": 0, "NORM": True, "KEEP": False, "D": 256, "HALF": 128, "PADDED": 128},
+        {"num_warps": 2},
+    ),
+    "rope-keep": (rope_append_kernel, WHOLE | {"PAGE": 128, "KEEP": True}, {"num_warps": 2}),
+    "rope-pages": (rope_append_kernel, WHOLE | {"PAGE": 128, "KEEP": False}, {"num_warps": 2}),
     "silu": (gate_kernel, {"BLOCK": 2048, "ACT": "silu"}, {"num_warps": 4}),
     "gelu": (gate_kernel, {"BLOCK": 2048, "ACT": "gelu_tanh"}, {"num_warps": 4}),
     "clamped": (gate_kernel, {"BLOCK": 2048, "ACT": "clamped_silu"}, {"num_warps": 4}),
@@ -53,6 +62,7 @@ KERNELS = {
         {"num_warps": 1},
     ),
     "norm": (rms_norm_kernel, {"BLOCK": 4096}, {"num_warps": 8}),
+    "norm-behind": (norm_behind_kernel, {"BLOCK": 4096, "NEXT": True}, {"num_warps": 8}),
     "layer-norm": (
         layer_norm_kernel,
         {"BLOCK": 8192, "BEFORE": True, "AFTER": True},
@@ -135,4 +145,16 @@ def test_sampling_compiles(dtype, arch):
     made = compile_kernel(
         sample_kernel, arch, arguments, constants, aligned=("x", "columns"), options=options
     )
+    assert made.cubin and made.shared_bytes <= SHARED_LIMIT[arch]
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("element", ["bf16", "fp32"])
+def test_forbidding_tokens_compiles(element, arch):
+    arguments = {"x": f"*{element}", "bits": "*u8", "out": f"*{element}"}
+    arguments |= dict.fromkeys(("columns", "row_stride", "bit_stride"), "i32")
+    made = compile_kernel(
+        only_allowed_kernel, arch, arguments, {"BLOCK": ALLOWED_BLOCK}, aligned=("x", "columns"),
+        options={"num_warps": 8},
+    )  # fmt: skip
     assert made.cubin and made.shared_bytes <= SHARED_LIMIT[arch]

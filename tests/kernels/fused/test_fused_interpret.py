@@ -7,6 +7,7 @@ from triton import knobs
 from llmpq.kernels.fused import argmax as fused_argmax
 from llmpq.kernels.fused import gated_mlp
 from llmpq.kernels.fused import layer_norm as fused_layer_norm
+from llmpq.kernels.fused import norm_behind as fused_behind
 from llmpq.kernels.fused import rms_norm as fused_norm
 from llmpq.kernels.fused import rope_append as fused_rope
 from llmpq.kernels.gemm.reference import relative_error
@@ -50,6 +51,27 @@ def test_rotation_and_append(dtype, heads, groups, dim, turned, factor):
     assert (caches[0][0, :, 11:] == 7.0).all(), "padding reached the cache"
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("turned", [True, False])
+@pytest.mark.parametrize("heads,groups,dim", [(10, 1, 16), (2, 2, 48)])
+def test_norms_before_rotation(dtype, turned, heads, groups, dim):
+    q, k, v, caches = qkv(2, 3, heads, groups, dim, dtype)
+    rows = [torch.tensor(x) for x in ([2, 0], [4, 9], [3, 2])]
+    inv_freq = 1.0 / 100 ** torch.linspace(0, 1, dim // 2) if turned else None
+    norms = (normal(dim, dtype=dtype, seed=2), normal(dim, dtype=dtype, seed=3), 1e-3)
+    expected, bare = ([cache.clone() for cache in caches] for _ in range(2))
+    want = fused_rope.rope_append_reference(q, k, v, *expected, *rows, inv_freq, 1.0, norms)
+    got = fused_rope.rope_append(q, k, v, *caches, *rows, inv_freq, 1.0, norms)
+    for mine, theirs in zip((got, *caches), (want, *expected), strict=True):
+        assert relative_error(mine, theirs) < 2 * TOLERANCE[dtype]
+    other = fused_rope.rope_append(
+        q, k, v, *bare, *rows, inv_freq, 1.0, (norms[1], norms[0], norms[2])
+    )
+    assert relative_error(other, want) > 0.1 and relative_error(bare[0], expected[0]) > 0.01
+    with pytest.raises(ValueError, match="all of their channels"):
+        fused_rope.rope_append(q, k, v, *bare, *rows, torch.ones(2), 1.0, norms)
+
+
 def test_rotation_without_a_cache():
     q, k, _, _ = qkv(2, 3, 6, 2, 32, torch.float32)
     start, inv_freq = torch.tensor([5, 0]), 1.0 / 100 ** torch.linspace(0, 1, 16)
@@ -83,6 +105,25 @@ def test_norm(dtype, columns):
     want = fused_norm.rms_norm_reference(x, weight, 1e-5)
     assert relative_error(fused_norm.rms_norm(x, weight, 1e-5), want) < TOLERANCE[dtype]
     assert relative_error(fused_norm.rms_norm(x, weight, 0.5), want) > 0.05
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("columns", [64, 100])
+@pytest.mark.parametrize("follows", [True, False])
+def test_norm_behind(dtype, columns, follows):
+    a, x = (normal(2, 3, columns, dtype=dtype, seed=seed) for seed in (0, 1))
+    behind, following = (normal(columns, dtype=dtype, seed=seed) for seed in (2, 3))
+    after = (following, 1e-3) if follows else None
+    mine, given = a.clone(), x.clone()
+    want = fused_behind.norm_behind_reference(a, x, behind, 1e-5, after)
+    got = fused_behind.norm_behind(mine, given, behind, 1e-5, after)
+    assert got[0] is mine and torch.equal(given, x)
+    for found, expected in zip(got, want, strict=True):
+        assert relative_error(found, expected) < 2 * TOLERANCE[dtype]
+    other = fused_behind.norm_behind(a.clone(), x, following, 1e-5, after)
+    assert relative_error(other[0], want[0]) > 0.1
+    if follows:
+        assert relative_error(got[1], got[0]) > 0.1
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

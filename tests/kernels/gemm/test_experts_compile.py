@@ -91,7 +91,10 @@ def test_everything_compiles(arch):
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_programs_of_all_k_compile_and_keep_words_in_registers(arch):
-    forms = ((4, 16, True, 1, 4, 168), (4, 6, False, 1, 2, 128), (4, 6, False, 2, 1, 128))
+    forms = (
+        (4, 16, True, 1, 4, 168), (4, 16, True, 1, 2, 168), (4, 6, False, 1, 2, 128),
+        (4, 6, False, 2, 1, 128),
+    )  # fmt: skip
     for bits, groups, fuse, high, warps, registers in forms:
         constants = {
             "BITS": bits, "SYMMETRIC": False, "EVEN_K": True, "HAS_BIAS": fuse,
@@ -108,7 +111,7 @@ def test_programs_of_all_k_compile_and_keep_words_in_registers(arch):
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_sorting_of_many_compiles(arch):
-    blocks = dict.fromkeys(("blocks", "apart"), "*i32")
+    blocks = dict.fromkeys(("blocks", "apart", "broad"), "*i32")
     for padded in (16, MOST_EXPERTS):
         constants = {"EP": padded, "BLOCK": BLOCK}
         build(count_kernel, arch, "bf16", constants, num_warps=8)

@@ -38,7 +38,8 @@ def exact(x, weights, sent, biases, *, back):
 
 
 @pytest.mark.parametrize(
-    "shape", [(16, 2880, 1536, 900), (8, 512, 5760, 700), (16, 768, 2048, 999)]
+    "shape",
+    [(16, 2880, 1536, 900), (8, 512, 5760, 700), (16, 768, 2048, 999), (16, 768, 2048, 450)],
 )
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("bits", [16, 4, 3])

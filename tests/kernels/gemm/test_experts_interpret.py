@@ -63,16 +63,19 @@ def test_many_pairs_come_in_blocks(tokens, monkeypatch):
         want += [[e, starts[e], starts[e] + rows, len(want)]] * own
         assert sent.runs_E[e].tolist() == [e, starts[e], starts[e] + rows]
     assert sent.blocks[: len(want)].tolist() == want
-    assert sent.count.tolist() == [len(want), 0, 0] and len(want) <= sent.blocks.shape[0]
-    assert sent.apart[: len(want)].tolist() == blocks_apart(counts.tolist(), starts)
+    apart, broad = (blocks_apart(counts.tolist(), starts, wide) for wide in (128, 256))
+    assert sent.count.tolist() == [len(want), 0, 0, len(broad)]
+    assert len(want) <= sent.blocks.shape[0]
+    assert sent.apart[: len(want)].tolist() == apart
+    assert sent.broad[: len(broad)].tolist() == broad
 
 
-def blocks_apart(counts, starts):
-    """Blocks of 128 rows, and last of 64 and fewer."""
+def blocks_apart(counts, starts, wide):
+    """Blocks of so many rows, and last those of half as many and fewer."""
     full, short = [], []
     for e, (rows, start) in enumerate(zip(counts, starts, strict=True)):
-        rest = rows % 128 if rows % 128 <= 64 else 0
-        own = -(-(rows - rest) // 128)
+        rest = rows % wide if rows % wide <= wide // 2 else 0
+        own = -(-(rows - rest) // wide)
         full += [[e, start, start + rows - rest, len(full)]] * own
         short += [[e, start + rows - rest, start + rows]] * (rest > 0)
     return full + [[*block, len(full) + i] for i, block in enumerate(short)]
@@ -211,6 +214,18 @@ def test_few_pairs_with_all_of_k_in_a_program(bits, form, monkeypatch):
         assert error < TOLERANCE[torch.float16]
 
 
+def test_two_warps_take_more_k_groups_than_are_in_flight():
+    """What gated products of a pair an expert take: 10 k-groups, 4 of a warp asked for at once."""
+    scheme = WeightScheme(bits=4, group_size=128, symmetric=False, clip_search=False)
+    packed = {"dtype": torch.float16, "layout": Layout.FRAGMENT}
+    put = [quantize_weight(normal(64, 1280) + 0.1 * e, scheme, **packed) for e in range(24)]
+    form = expert_rows_launch.form_of(put[0], 24, 24, 2, fused=True)
+    assert form == expert_rows_launch.RowsForm(1, 2, 4, 168)
+    weights = [q.dequantize(torch.float64) for q in put]
+    error = gated_error(weights, put, GATES[0], torch.float16, bias=True, tokens=6)
+    assert error < TOLERANCE[torch.float16]
+
+
 def test_when_all_of_k_is_taken_at_once():
     def form(k, pairs, programs, fused, bits=4):
         scheme = WeightScheme(bits=bits, group_size=128, symmetric=True, clip_search=False)
@@ -220,7 +235,8 @@ def test_when_all_of_k_is_taken_at_once():
     assert form(2048, 8, 0, True).warps == 4 and form(768, 8, 0, False).warps == 2
     assert form(768, 256, 4, False).warps == 1 and form(1408, 8, 0, True) is None
     assert form(7168, 8, 1, True) is None
-    assert form(2048, 64, 5, True) is None and form(2048, 64, 5, False) is None
+    assert form(2048, 64, 5, True).warps == 2 and form(2048, 64, 5, False) is None
+    assert form(2048, 256, 5, True) is None and form(4096, 64, 5, True) is None
     assert form(768, 1024, 4, False) is None, "8 pairs of an expert: its words are read again"
     assert form(768, 64, 4, False, bits=8) is None and form(200, 8, 0, False) is None
 

@@ -7,7 +7,7 @@ import pytest
 from triton.experimental.gluon import language as gl
 
 from llmpq.kernels.gemm.gluon_expert_dense import dense_kernel
-from llmpq.kernels.gemm.gluon_expert_launch import PACKED_STAGES, STAGES
+from llmpq.kernels.gemm.gluon_expert_launch import BROAD_STAGES, PACKED_STAGES, STAGES
 from llmpq.kernels.gemm.gluon_expert_packed import packed_kernel
 from llmpq.kernels.tools.cubin import SHARED_LIMIT, compile_kernel
 from llmpq.kernels.tools.machine_code import overwritten, product_loops
@@ -19,8 +19,9 @@ SIZES = ("N", "F", "K", "top", "slots", "tiles", "height", "every", "groups")
 
 
 def build(kernel, dtype, constants):
+    rows = 256 if constants.get("BROAD") else 128
     types = {
-        f"{x}_desc": f"tensordesc<{dtype}[{n},64],{LAYOUT!r}>" for x, n in (("x", 128), ("w", 64))
+        f"{x}_desc": f"tensordesc<{dtype}[{n},64],{LAYOUT!r}>" for x, n in (("x", rows), ("w", 64))
     }
     types |= POINTERS | dict.fromkeys(("X", "Y", "BIAS"), f"*{dtype}") | dict.fromkeys(SIZES, "i32")
     types |= {"limit": "fp32", "slope": "fp32"}
@@ -54,10 +55,18 @@ def test_16_bit_programs(fuse, dtype):
 def test_packed_programs(bits, fuse, dtype):
     """The same, four operands unpacked a k-group."""
     constants = common(fuse) | {"BITS": bits, "GROUPED": True, "SYMMETRIC": False}
-    code = build(packed_kernel, dtype, constants | {"STAGES": PACKED_STAGES})
+    code = build(packed_kernel, dtype, constants | {"STAGES": PACKED_STAGES, "BROAD": False})
     assert code.count("HGMMA") == 2 * 2 * 4 * 4
     assert code.count("WARPGROUP.DEPBAR") == 2 * 2 * (4 + 1)
     inner = [loop for loop in product_loops(code) if len(loop) < 700]
     assert len(inner) == 4
     for loop in inner:  # 128 sums a thread: a few addresses may go by memory
         assert sum(op.startswith(("STL", "LDL")) for op, _ in loop) <= 12
+
+
+def test_broad_packed_programs():
+    """Blocks of 256, 128 and 64 rows, an operand of 64 k a slot."""
+    constants = common(False) | {"BITS": 4, "GROUPED": True, "SYMMETRIC": False}
+    code = build(packed_kernel, "bf16", constants | {"STAGES": BROAD_STAGES, "BROAD": True})
+    assert code.count("HGMMA") == 3 * 2 * 2 * 4
+    assert code.count("WARPGROUP.DEPBAR") == 3 * 2 * (2 + 1)

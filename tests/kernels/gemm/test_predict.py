@@ -46,9 +46,22 @@ ROWS = (1, 3, 8, 16, 48, 64, 96, 200, 256, 777, 4096)
 
 
 def test_every_form_was_fitted():
+    own = [form for form in TILE_FORMS if step_time(form, 4) is None]
+    assert len(own) == 2 and all(step_time(form, 4, "bf16 zeros") for form in own)
     for form, bits in itertools.product((*TILE_FORMS, *GLUON_FORMS), (3, 4, 8)):
-        assert step_time(form, bits) is not None, form
+        assert form in own or step_time(form, bits) is not None, form
     assert all(step_time(form, bits) for bits, forms in ROWS_FORMS.items() for form in forms)
+
+
+def test_times_of_a_form_of_weights_come_first():
+    form = next(f for f in TILE_FORMS if f.bm == 32 and step_time(f, 4))
+    assert (
+        step_time(form, 4, "bf16 zeros") != step_time(form, 4) == step_time(form, 4, "fp16 zeros")
+    )
+    products = [Product(4, 5120, 27648, 32, weights) for weights in ("fp16", "bf16 zeros")]
+    chosen = [choose(product, REFERENCE) for product in products]
+    assert chosen[1].split == 6, "four programs of a multiprocessor hold bfloat16 with zeros"
+    assert chosen[0] != chosen[1]
 
 
 @pytest.mark.parametrize("name", MACHINES)

@@ -232,8 +232,9 @@ def test_tokens_find_their_places(mix):
         assert len(want.places_T[live].unique()) == int(live.sum()), "two tokens at one place"
 
 
+@pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("rotary", [True, False])
-def test_append(rotary):
+def test_append(rotary, keep):
     plan = PagedPlan.of(8, 2, 48, torch.float16, CPU)
     rows, places = step(MIXES["mixed"], plan)
     where = spread_reference(rows, tables(), places, nobody=SLOTS)
@@ -244,8 +245,13 @@ def test_append(rotary):
         normal(SLOTS * COLUMNS, 2, BLOCK_TOKENS, 48, dtype=torch.float16, seed=s) for s in (3, 4)
     ]
     want_pools, at = [pool.clone() for pool in pools], (where.places_T, where.positions_T)
-    want = rope_append_pages_reference(q, k, v, *want_pools, *at, inv_freq)
-    got = rope_append_pages(q, k, v, *pools, *at, inv_freq)
+    want_k, before = k.clone(), qkv.clone()
+    want = rope_append_pages_reference(q, want_k, v, *want_pools, *at, inv_freq, keep=keep)
+    got = rope_append_pages(q, k, v, *pools, *at, inv_freq, keep=keep)
+    assert error(k, want_k) < TOLERANCE[torch.float16]
+    assert torch.equal(q, before[:, :8]) and torch.equal(v, before[:, 10:])
+    assert torch.equal(k, before[:, 8:10]) != (keep and rotary)
+    k.copy_(before[:, 8:10])
     assert error(got, want) < TOLERANCE[torch.float16]
     for pool, other in zip(pools, want_pools, strict=True):
         assert error(pool, other) < TOLERANCE[torch.float16]

@@ -7,7 +7,7 @@ import torch
 from triton import knobs
 
 from llmpq.kernels.fused.rope_append import rope_append_pages_reference
-from llmpq.kernels.kv import packed_pages_plan, paged_plan
+from llmpq.kernels.kv import packed_pages_plan, paged_plan, prompt_attend
 from llmpq.kernels.kv.packed_pages_plan import PackedPlan
 from llmpq.kernels.kv.paged_plan import PagedPlan
 from llmpq.kv_format import RING_TOKENS, TAIL_TOKENS
@@ -30,7 +30,7 @@ from llmpq.runtime.models import layer_tensors as parts
 from llmpq.runtime.models.layers import DecoderLayer, PlainLayers
 from llmpq.runtime.models.sampling import TokenChoice
 from llmpq.runtime.request import PagedRow, Request
-from llmpq.runtime.token_rules import TokenRules
+from llmpq.runtime.token_rules import Guide, TokenRules
 from llmpq.runtime.tools.open_stages import OpenStages
 from llmpq.runtime.trace import Recorder
 from llmpq.runtime.weights.sources import CheckpointSource
@@ -133,6 +133,26 @@ def test_tokens_equal_transformers(kind, tiny_models, random_prompts, make_plan,
     assert got == tiny_models.greedy(kind, prompts, NEW)
     assert compute.blind_steps > 0, "no step ran ahead of the host"
     assert compute.mixed_steps > 0, "no chunk ran beside decoding rows"
+
+
+@pytest.mark.parametrize("kind", ["qwen3", pytest.param("llama", id="llama-whole")])
+def test_whole_prompts_attend_to_themselves(
+    kind, tiny_models, random_prompts, make_plan, on_gpu_path, monkeypatch
+):
+    """Steps of prompts alone leave the pool's kernel out; what is decoded reads what they wrote."""
+    ran = []
+
+    def counting(*given, **options):
+        ran.append(given[3])
+        return prompt_attend.prompt_attend(*given, **options)
+
+    monkeypatch.setattr(prompt_attend, "LEAST_TOKENS", 4)
+    monkeypatch.setattr(paged_device_kv, "prompt_attend", counting)
+    model, prompts = tiny_models.directory(kind), random_prompts(9, 9, 14)
+    compute = stage(make_plan(model, batch=3), model)
+    got = serve(compute, asked(prompts))
+    assert got == tiny_models.greedy(kind, prompts, NEW)
+    assert set(ran) == {((2, 9), (1, 14))} and len(ran) == len(compute.model.layers)
 
 
 def test_what_requests_share_is_found_again(tiny_models, random_prompts, make_plan, on_gpu_path):
@@ -305,6 +325,63 @@ def test_sampled_ruled_and_stopping_requests_beside_greedy_ones(
     assert banned not in got[3] and len(got[3]) == NEW
     noted = compute.sampler.noted(3)
     assert len(noted.output) == NEW and len(noted.prompt) == len(prompts[3]) - 1
+
+
+class Following:
+    """A guide whose next tokens hang on the last one: it has to be known, whatever ran ahead."""
+
+    asked_ahead = 0
+
+    def __init__(self, first):
+        self.first = first
+
+    def may_follow(self, tokens, vocab):
+        last = tokens[-1] if tokens else self.first
+        return {(3 * last + 1) % vocab, (5 * last + 2) % vocab}
+
+    def allowed_of(self, answers, vocab, *, pinned=False, meanwhile=False):
+        Following.asked_ahead += meanwhile
+        bits = torch.zeros(len(answers), -(-vocab // 8), dtype=torch.uint8)
+        for row, (one, tokens) in enumerate(answers):
+            for token in one.may_follow(list(tokens), vocab):
+                bits[row, token // 8] |= 1 << token % 8
+        return lambda: bits
+
+
+def test_guided_rows_beside_others_while_steps_run_ahead(
+    tiny_models, random_prompts, make_plan, on_gpu_path
+):
+    """Answers end by stop tokens and by length; whoever is forgotten early breaks nothing."""
+    model, prompts = tiny_models.directory("llama"), random_prompts(8, 12, 6, 9, 5)
+    guide = Guide(kind="regex", text="a+")
+    alone = tiny_models.greedy("llama", prompts, NEW)
+    compute = stage(make_plan(model, batch=3), model)
+    vocab = compute.model.spec.vocab
+    requests = asked(prompts)
+    guides = {number: Following(number + 7) for number in (0, 2, 3, 4)}
+    for number, one in guides.items():
+        biased = {9: 2.0} if number == 3 else {}
+        rules = TokenRules(prompt=tuple(prompts[number]), guide=guide, logit_bias=biased)
+        requests[number].rules = rules
+        compute.sampler.take_rules(number, rules, one)
+    requests[2].sampling = TokenChoice(temperature=1.0, seed=5)
+    first = guides[4].may_follow([], vocab)
+    requests[4].stop_ids = frozenset(first)
+    appended = PagedScheduler._end
+
+    class Forgetting(PagedScheduler):
+        def _end(self, holder, reason):
+            compute.sampler.forget(holder.request.id)
+            appended(self, holder, reason)
+
+    got = serve(compute, requests, make=Forgetting)
+    assert got[1] == alone[1]
+    assert len(got[4]) == 1 and got[4][0] in first
+    for number in (0, 2, 3):
+        assert len(got[number]) == NEW
+        for place, token in enumerate(got[number]):
+            assert token in guides[number].may_follow(got[number][:place], vocab)
+    assert Following.asked_ahead > 0 and compute.blind_steps > 0
 
 
 def test_stages_pass_hidden_states_on(tiny_models, random_prompts, make_plan, on_gpu_path):

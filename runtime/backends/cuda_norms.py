@@ -1,0 +1,82 @@
+"""Norms of layers on a GPU, each with what stands beside it, one launch (kernels/fused).
+
+of the stream       one kernel a row                                   rms_norm.py
+LayerNorm           also adds biases of dense o and down               layer_norm.py
+behind attention    with the sum, and with the norm that follows       norm_behind.py
+of heads            with their rotation, else a launch of their own    head_norm.py
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from llmpq.kernels.fused import layer_norm as fused_layer_norm
+from llmpq.kernels.fused import rms_norm as fused_norm
+from llmpq.kernels.fused.head_norm import head_norm
+from llmpq.kernels.fused.norm_behind import norm_behind
+from llmpq.kernels.fused.rope_append import HeadNorms, takes_norms
+from llmpq.runtime.models.layers import Attention, DecoderLayer, normed_heads
+from llmpq.runtime.models.norms import NoNorm, Norm
+
+
+def norm(
+    part: Norm, x: Tensor, *, before: Tensor | None = None, after: Tensor | None = None
+) -> Tensor:
+    """Return x + before normalised; x becomes x + before + after (`_bias_for`'s)."""
+    if isinstance(part, NoNorm) or x.shape[-1] > fused_norm.MAX_COLUMNS:
+        normed: Tensor = part(x)
+        return normed
+    if part.bias is None:
+        return fused_norm.rms_norm(x, part.weight, part.eps)
+    return fused_layer_norm.layer_norm(
+        x, part.weight, part.bias, part.eps, before=before, after=after
+    )
+
+
+def added_behind(
+    layer: DecoderLayer, a: Tensor, x_BQh: Tensor, behind: Norm | None, following: Norm | None
+) -> tuple[Tensor, Tensor]:
+    """Return y = x + factor * behind(a) in a's place, and y by the norm that follows."""
+    known = behind is not None and _is_rms(behind) and layer.residual_factor == 1.0
+    if behind is None or not known or not a.is_contiguous():
+        y = layer.added(a, behind).add_(x_BQh)
+        return y, y if following is None else norm(following, y)
+    own = (a, x_BQh, behind.weight, behind.eps)
+    if following is not None and _is_rms(following):
+        return norm_behind(*own, (following.weight, following.eps))
+    y, _ = norm_behind(*own)
+    return y, y if following is None else norm(following, y)
+
+
+def _is_rms(part: Norm) -> bool:
+    """Whether a norm is an RMSNorm of rows that a program's registers hold."""
+    narrow = 0 < part.weight.numel() <= fused_norm.MAX_COLUMNS
+    return narrow and part.bias is None and not isinstance(part, NoNorm)
+
+
+def late_norms(part: Attention) -> HeadNorms | None:
+    """Return norms of heads that pass with their rotation; None where they do not."""
+    q_norm, k_norm, rotary = part.q_norm, part.k_norm, part.rotary
+    if q_norm is None or k_norm is None or not _of_heads(q_norm, k_norm, part.head_dim):
+        return None
+    whole = takes_norms(part.head_dim, None if rotary is None else rotary.inv_freq)
+    return (q_norm.weight, k_norm.weight, q_norm.eps) if whole else None
+
+
+def norm_heads(part: Attention, qkv_BQND: Tensor) -> tuple[Tensor, Tensor]:
+    """Return queries and keys normed, in place of what they were where each head is."""
+    q_norm, k_norm = part.q_norm, part.k_norm
+    assert q_norm is not None and k_norm is not None
+    if _of_heads(q_norm, k_norm, part.head_dim):
+        every = qkv_BQND.view(-1, *qkv_BQND.shape[2:])
+        head_norm(every, q_norm.weight, k_norm.weight, part.heads, q_norm.eps)
+    q, k, _ = qkv_BQND.split([part.heads, part.kv_heads, part.kv_heads], dim=2)
+    if _of_heads(q_norm, k_norm, part.head_dim):
+        return q, k
+    return normed_heads(q_norm, q), normed_heads(k_norm, k)
+
+
+def _of_heads(q_norm: Norm, k_norm: Norm, head_dim: int) -> bool:
+    """Whether both are RMSNorms of a head, and alike: one launch does them in place."""
+    plain = q_norm.bias is None and k_norm.bias is None and q_norm.eps == k_norm.eps
+    return plain and q_norm.shape == k_norm.shape == (head_dim,)
