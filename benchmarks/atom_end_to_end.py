@@ -253,7 +253,7 @@ def largest_batch(spec: ModelSpec, precision: Precision, args: argparse.Namespac
             last=True,
             prefill_microbatch=plan.prefill_microbatch,
             decode_microbatch=plan.decode_microbatch,
-            quantization=plan.quantization.settings(),
+            quantization=plan.settings(),
             kv=plan.workload.kv,
             context_bytes=parse_size(args.context) + parse_size(args.slack),
             on_gpu=True,

@@ -9,9 +9,9 @@ the sdist of `llama-cpp-python` (in vendor/llama.cpp: `cmake -B build -DGGML_NAT
 `cmake --build build --target llama-bench llama-batched-bench`). Weights are random, in a GGUF file
 that the `gguf` package writes here. Programs alternate, so that other load falls on all of them; a
 row is the median of ours with theirs as baselines. `--head`: what llama.cpp's output matrix is:
-quantised like its layers (`same`), or `f16`, 16 bits as ours is without `--head-bits 8`. `--depth`:
-decode steps behind so many tokens, ours in the pool of KV blocks that runs serve from, llama.cpp's
-with its F16 cache.
+quantised like its layers (`same`), or `f16`; ours is what plans have, 8 bits where layers have 8 or
+fewer. `--depth`: decode steps behind so many tokens, ours in the pool of KV blocks that runs serve
+from, llama.cpp's with its F16 cache, filled by `--fill-threads`; a long one once for a case's rows.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from rows import write_row
 
 from llmpq.kernels.native import library
 from llmpq.kv_format import BLOCK_TOKENS, packed_blocks
-from llmpq.memory import Quantization
+from llmpq.memory import Quantization, default_head_bits
 from llmpq.model_spec import ModelSpec
 from llmpq.pool_size import PoolSize
 from llmpq.precision import KVPrecision, Precision
@@ -113,7 +113,7 @@ def _random_matrix(n: int, k: int, kind: str) -> np.ndarray:
     return blocks.reshape(n, -1)
 
 
-def our_model(spec: ModelSpec, bits: int, dtype: str, head_bits: int = 16) -> LocalPipeline:
+def our_model(spec: ModelSpec, bits: int, dtype: str, head_bits: int) -> LocalPipeline:
     """Build a model of random weights, all layers of one precision."""
     precision = Precision.parse(str(bits))
     scheme = Quantization().scheme
@@ -205,16 +205,9 @@ def time_transformers(model: Any, batch: int, prompt: int, new: int) -> Seconds:
     return prefill_s, (time.perf_counter() - start_s) / new
 
 
-def time_llama(
-    bench: Path, path: Path, batch: int, prompt: int, new: int, threads: int, depth: int = 0
-) -> Seconds:
+def time_llama(bench: Path, path: Path, batch: int, prompt: int, new: int, threads: int) -> Seconds:
     """Ask llama.cpp's own program for tokens/s, and return seconds."""
     shared = ["-m", str(path), "-t", str(threads)]
-    if depth and batch == 1:
-        behind = ["-p", "0", "-n", str(new), "-d", str(depth), "-r", "1", "-o", "jsonl"]
-        (line,) = _json_lines([str(bench), *shared, *behind])
-        return 0.0, 1 / line["avg_ts"]
-    prompt = depth or prompt
     if batch == 1:
         command = [str(bench), *shared, "-p", str(prompt), "-n", str(new), "-r", "1", "-o", "jsonl"]
         first, second = _json_lines(command)
@@ -225,6 +218,24 @@ def time_llama(
     ]  # fmt: skip
     (line,) = _json_lines(command)
     return line["t_pp"], line["t_tg"] / new
+
+
+def time_llama_behind(
+    bench: Path, path: Path, batch: int, depth: int, new: int, threads: int, fill_threads: int
+) -> Seconds:
+    """Ask llama.cpp for decode steps behind `depth` tokens."""
+    command = [
+        str(bench.with_name("llama-batched-bench")), "-m", str(path), "-t", str(threads),
+        "-tb", str(fill_threads), "-npp", str(depth), "-ntg", str(new), "-npl", str(batch),
+        "-c", str(batch * (depth + new)), "--output-format", "jsonl",
+    ]  # fmt: skip
+    (line,) = _json_lines(command)
+    return 0.0, line["t_tg"] / new
+
+
+time_llama_once = functools.cache(time_llama_behind)
+"""What the first run told: filling a long cache takes minutes."""
+_LONG = 2048
 
 
 def _json_lines(command: list[str]) -> list[dict[str, Any]]:
@@ -287,7 +298,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="bfloat16", help="of ours")
     parser.add_argument("--level", choices=sorted(library.LEVELS), help="force our dispatch")
-    parser.add_argument("--head-bits", type=int, choices=(8, 16), default=16, help="of ours")
+    parser.add_argument("--head-bits", type=int, choices=(8, 16), help="of ours (as plans have)")
+    parser.add_argument("--fill-threads", type=int, help="of llama.cpp with --depth (--threads)")
     parser.add_argument("--head", choices=("same", "f16"), default="same")
     parser.add_argument("--transformers", action="store_true", help="measure it, too (16 bits)")
     parser.add_argument("--repeat", type=int, default=5)
@@ -306,7 +318,7 @@ def main() -> None:
 
 def measure_bits(args: argparse.Namespace, spec: ModelSpec, bits: int, path: Path) -> None:
     """Measure all batches at one bit width."""
-    model = our_model(spec, bits, args.dtype, args.head_bits)
+    model = our_model(spec, bits, args.dtype, _head_bits(args, bits))
     hf = transformers_model(spec, args.dtype) if args.transformers and bits == 16 else None
     llama = args.llama_bench is not None and bits in KINDS
     if llama:
@@ -337,10 +349,19 @@ def _programs(
     if hf is not None and not depth:
         programs["transformers"] = functools.partial(time_transformers, hf, *shape)
     if path is not None:
-        programs[f"llama.cpp {KINDS[bits]}"] = functools.partial(
-            time_llama, args.llama_bench, path, *shape, args.threads, depth
-        )
+        timed = functools.partial(time_llama, args.llama_bench, path, *shape, args.threads)
+        if depth:
+            threads = args.threads, args.fill_threads or args.threads
+            ask = time_llama_behind if depth < _LONG else time_llama_once
+            timed = functools.partial(ask, args.llama_bench, path, batch, depth, args.new, *threads)
+        programs[f"llama.cpp {KINDS[bits]}"] = timed
     return programs
+
+
+def _head_bits(args: argparse.Namespace, bits: int) -> int:
+    """Return the bits of our output matrix: as asked, or as a plan for this CPU has them."""
+    chosen: int | None = args.head_bits
+    return chosen or default_head_bits([Precision.parse(str(bits))], on_cpu=True)
 
 
 def _case(
@@ -351,7 +372,7 @@ def _case(
         "model": args.model, "layers": spec.num_layers, "bits": bits, "dtype": args.dtype,
         "batch": batch, "prompt": 0 if depth else args.prompt, "depth": depth, "new": args.new,
         "threads": args.threads, "level": used.name if used else "torch",
-        "llama head": args.head, "head bits": args.head_bits,
+        "llama head": args.head, "head bits": _head_bits(args, bits),
         "cpu activations": args.cpu_activations,
     }  # fmt: skip
 

@@ -30,7 +30,7 @@ from host_memory import write_checkpoint
 from rows import write_row
 
 from llmpq.kernels.native.library import best_level, library
-from llmpq.memory import Quantization
+from llmpq.memory import Quantization, default_head_bits
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import QuantizationForm
 from llmpq.precision import Precision
@@ -43,7 +43,7 @@ from llmpq.workload import Workload
 STARTS = ("search", "cached first", "cached again")
 
 
-def load(directory: Path, bits: str, dtype: str, head_bits: int, cache: Path | None) -> Any:
+def load(directory: Path, bits: str, dtype: str, head_bits: int | None, cache: Path | None) -> Any:
     """Load all layers as one stage, and return seconds and this process's memory."""
     library()
     torch.ones(64, 64) @ torch.ones(64, 64)
@@ -73,7 +73,8 @@ def load(directory: Path, bits: str, dtype: str, head_bits: int, cache: Path | N
 def in_child(args: argparse.Namespace, directory: Path, bits: str, cache: Path | None) -> Any:
     """Load in a process of its own; return what it says."""
     child = [sys.executable, __file__, "--load", str(directory), "--bits", bits]
-    child += ["--dtype", args.dtype, "--head-bits", str(args.head_bits)]
+    child += ["--dtype", args.dtype]
+    child += [] if args.head_bits is None else ["--head-bits", str(args.head_bits)]
     child += [] if cache is None else ["--cache", str(cache)]
     done = subprocess.run(child, check=True, stdout=subprocess.PIPE, text=True, timeout=600)
     return json.loads(done.stdout.splitlines()[-1])
@@ -90,10 +91,11 @@ def measure(args: argparse.Namespace, spec: ModelSpec, directory: Path, bits: st
             found[start].append(in_child(args, directory, bits, kept))
         shutil.rmtree(cache, ignore_errors=True)
     level = best_level()
+    head = args.head_bits or default_head_bits([Precision.parse(bits)], on_cpu=True)
     for start, loads in found.items():
         case = {
             "model": args.model, "layers": spec.num_layers, "bits": int(bits),
-            "head bits": args.head_bits, "dtype": args.dtype, "start": start,
+            "head bits": head, "dtype": args.dtype, "start": start,
             "threads": torch.get_num_threads(), "level": level.name if level else "torch",
         }  # fmt: skip
         write = functools.partial(write_row, "cpu.jsonl", case=case, noisy=args.noisy)
@@ -122,7 +124,7 @@ def main() -> None:
     parser.add_argument("--model", default="llama-3.2-1b", help="a built-in Llama-like name")
     parser.add_argument("--layers", type=int, help="fewer layers")
     parser.add_argument("--bits", default="16,8,4")
-    parser.add_argument("--head-bits", type=int, choices=(8, 16), default=16)
+    parser.add_argument("--head-bits", type=int, choices=(8, 16), help="as plans have")
     parser.add_argument("--dtype", default="bfloat16", help="of the activations")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--noisy", action="store_true", help="the machine has other work")

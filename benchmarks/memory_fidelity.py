@@ -107,7 +107,7 @@ def predict(drawn: Drawn, spec: DeviceSpec) -> StageMemory:
         last=drawn.last,
         prefill_microbatch=plan.prefill_microbatch,
         decode_microbatch=plan.decode_microbatch,
-        quantization=plan.quantization.settings(),
+        quantization=plan.settings(),
         kv=plan.workload.kv,
         context_bytes=spec.context,
         on_gpu=True,

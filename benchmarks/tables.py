@@ -14,7 +14,10 @@ import sys
 from pathlib import Path
 
 from table_cells import ROOT
-from table_list import TABLES
+from table_cpu import CPU_TABLES
+from table_list import TABLES as OTHERS
+
+TABLES = {**OTHERS, **CPU_TABLES}
 
 
 def rewrite(text: str) -> str:

@@ -143,6 +143,8 @@ class PlanningHints(FileForm):
     """As `--theta`."""
     omega_file: str | None = None
     """As `--omega-file`."""
+    probe_cpu: bool = False
+    """As `--probe-cpu`, for CPUs without a profile that this machine has not measured before."""
     note: str = ""
 
 

@@ -26,6 +26,7 @@ from pydantic import Field, model_validator
 
 from llmpq.errors import nearest
 from llmpq.file_form import FileForm
+from llmpq.memory import CpuActivations
 from llmpq.precision import KVPrecision, Precision
 from llmpq.workload import Dtype
 
@@ -201,6 +202,8 @@ class CostModel(FileForm):
     node_links: tuple[NodeLinkCost, ...] = ()
     """Between nodes of a cluster, each direction; they come before those of kinds."""
     versions: Mapping[str, str] = {}
+    cpu_activations: CpuActivations = "exact"
+    """What weights of few bits met on the CPUs among the devices."""
 
     @cached_property
     def _by_key(self) -> dict[tuple[object, ...], LatencyEntry]:
@@ -255,6 +258,11 @@ class CostModel(FileForm):
             raise ValueError(
                 f"cost files of different models cannot be merged: {self.model} and {other.model}"
             )
+        if other.cpu_activations != self.cpu_activations:
+            raise ValueError(
+                "cost files of exact and of int8 activations (llmpq-profile --cpu-activations) "
+                "cannot be merged: plan with one of them"
+            )
         entries = {**self._by_key, **other._by_key}
         links = {
             (*sorted((link.source_kind, link.target_kind)), link.same_node): link
@@ -269,4 +277,5 @@ class CostModel(FileForm):
             links=tuple(links.values()),
             node_links=tuple(between.values()),
             versions={**self.versions, **other.versions},
+            cpu_activations=self.cpu_activations,
         )

@@ -35,16 +35,22 @@ class Quantization:
     symmetric: bool = False
     outliers: int = 0
     """Input channels of w4a4 layers that keep 8 bits (a calibrated checkpoint says how many)."""
-    head_bits: Literal[8, 16] = 16
-    """Of the output matrix: 16, or 8 in groups as the layers' weights."""
+    head_bits: Literal[8, 16] | None = 16
+    """Of the output matrix: 16, or 8 in groups as the layers' weights; None: 8 on CPUs."""
 
     cpu_activations: CpuActivations = "exact"
     """What 3-, 4- and 8-bit weights meet on CPUs: rounded to 16 bits a group, or to `int8`."""
 
-    @property
-    def head(self) -> Precision:
-        """Return the precision of the output matrix."""
-        return Precision.W8A16 if self.head_bits == 8 else Precision.W16A16
+    def head(self, *, on_cpu: bool) -> Precision:
+        """Return the precision of the output matrix on a device."""
+        bits = self.head_bits or (8 if on_cpu else 16)
+        return Precision.W8A16 if bits == 8 else Precision.W16A16
+
+    def heads(self, *, on_cpu: bool) -> tuple[Precision, ...]:
+        """Return the precisions that the output matrix may come to have on a device."""
+        own = self.head(on_cpu=on_cpu)
+        chosen = self.head_bits is not None or own is Precision.W16A16
+        return (own,) if chosen else (own, Precision.W16A16)
 
     def scheme(self, precision: Precision) -> WeightScheme | None:
         """Return the scheme of a precision, None for unquantised weights."""
@@ -54,6 +60,11 @@ class Quantization:
             symmetric=self.symmetric,
             outliers=self.outliers,
         )
+
+
+def default_head_bits(precisions: Iterable[Precision], *, on_cpu: bool) -> Literal[8, 16]:
+    """Return the output matrix's bits where nobody says: 8 on a CPU if any layer is rounded."""
+    return 8 if on_cpu and any(p.weight_bits <= 8 for p in precisions) else 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,13 +136,14 @@ def embedding_bytes(
     last: bool,
     dtype_bytes: int,
     quantization: Quantization = Quantization(),
+    on_gpu: bool = False,
 ) -> int:
     """Return the bytes of embedding and head; a tied matrix is held once where both are.
 
     An output matrix in 8 bits is a copy of its own, also of a tied one.
     """
     params = (spec.embedding_params if first else 0) + (spec.head_params if last else 0)
-    scheme = quantization.scheme(quantization.head)
+    scheme = quantization.scheme(quantization.head(on_cpu=not on_gpu))
     matrix = spec.vocab * spec.hidden
     if not last or scheme is None:
         shared = matrix if first and last and spec.tied_embeddings else 0
@@ -168,7 +180,12 @@ def stage_memory(
     return StageMemory(
         weights_bytes=weights,
         embedding_bytes=embedding_bytes(
-            spec, first=first, last=last, dtype_bytes=dtype_bytes, quantization=quantization
+            spec,
+            first=first,
+            last=last,
+            dtype_bytes=dtype_bytes,
+            quantization=quantization,
+            on_gpu=on_gpu,
         ),
         kv_bytes=len(layers)
         * kv_cache_bytes(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal, Self
 
@@ -16,7 +17,7 @@ from pydantic import Field, model_validator
 from llmpq.device_spec import device_specs
 from llmpq.errors import BadPlanError, PlanMismatchError, short_repr
 from llmpq.file_form import FileForm
-from llmpq.memory import CpuActivations, Quantization
+from llmpq.memory import CpuActivations, Quantization, default_head_bits
 from llmpq.model_spec import ModelSpec
 from llmpq.plan_inputs import PlanInputs
 from llmpq.precision import Precision
@@ -61,8 +62,8 @@ class QuantizationForm(FileForm):
     """Whether groups have no zero point."""
     outliers: int = 0
     """Input channels that w4a4 layers keep in 8 bits."""
-    head_bits: Literal[8, 16] = 16
-    """Of the output matrix; its loss is not part of omega."""
+    head_bits: Literal[8, 16] | None = None
+    """Of the output matrix; none: 8 where a CPU has it and layers of 8 bits or fewer, else 16."""
     cpu_activations: CpuActivations = "exact"
     """What weights of few bits meet on CPUs; the loss of `int8` is not part of omega."""
 
@@ -292,6 +293,13 @@ class Plan(FileForm):
     def precisions(self) -> tuple[Precision, ...]:
         """Precision of every layer, in order."""
         return tuple(p for stage in self.stages for p in stage.precisions)
+
+    def settings(self) -> Quantization:
+        """Return how weights are stored, as the byte formulas take it."""
+        bits = self.quantization.head_bits
+        if bits is None:
+            bits = default_head_bits(self.precisions, on_cpu=self.stages[-1].is_cpu)
+        return replace(self.quantization.settings(), head_bits=bits)
 
     def promised_steps(self, stage: StagePlan) -> dict[str, dict[str, float]]:
         """Return what is predicted of a stage's micro-batches: seconds, and of how many rows.

@@ -176,7 +176,7 @@ class PlanTimes:
                     stage.profile_kind,
                     part=part,
                     phase=Phase.DECODE,
-                    precision=self.plan.quantization.settings().head,
+                    precision=self.plan.settings().head(on_cpu=stage.is_cpu),
                     dtype=self.plan.workload.dtype,
                 )
                 if entry is not None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import time
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -13,7 +15,7 @@ from llmpq.planner.inputs.make_problem import parse_kv
 from llmpq.planner.inputs.requests import PlanRequest
 from llmpq.planner.isolated import Beside, solve_isolated
 from llmpq.planner.methods import NO_PLAN, How
-from llmpq.planner.outcome import OPTIMAL_GAP, Outcome
+from llmpq.planner.outcome import OPTIMAL_GAP, Outcome, Unfinished
 from llmpq.planner.predict.advice import explain_infeasible, too_big
 from llmpq.planner.problem import Problem
 from llmpq.planner.tries import Tries
@@ -21,6 +23,10 @@ from llmpq.precision import KVPrecision
 
 if TYPE_CHECKING:
     from llmpq.planner.ilp.backends import Backend
+
+
+HEAD_SHARE = 0.3
+"""Share of the time that a search has, at least, if it has to go on with another output matrix."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +78,7 @@ def answer(problem: Problem, wish: Wish, path: str | None) -> Answer:
     The time is shared out among the precisions, and the bound is the least of all of them. What
     some leave of their time is for the one whose bound is the least.
     """
+    start_s, limit = time.perf_counter(), wish.time_limit_s
     works = [problem.workload.model_copy(update={"kv": kv}) for kv in wish.kvs]
     of_kvs = [problem.with_changes(workload=work) for work in works]
     tries = _tried([priced for priced in of_kvs if not too_big(priced)], wish)
@@ -82,10 +89,32 @@ def answer(problem: Problem, wish: Wish, path: str | None) -> Answer:
             _raise_unless_smaller(problem, str(tries.refusal))
         raise DoesNotFitError(explain_infeasible(problem)) from None
     priced, outcome = tries.problems[tries.best[0]], tries.best[1]
+    if _rounds_head_alone(priced, outcome):
+        left = max(limit - (time.perf_counter() - start_s), HEAD_SHARE * limit)
+        with suppress(DoesNotFitError, Unfinished):
+            return answer(_with_whole_head(problem), replace(wish, time_limit_s=left), path)
     outcome = _over_all(outcome, min(tries.bounds.values()))
     # Under a budget the value is time alone.
     valued = priced if wish.budget is None else priced.with_changes(theta=0.0)
     return Answer(problem=priced, outcome=outcome, plan=checked_plan(valued, outcome, path))
+
+
+def _rounds_head_alone(p: Problem, outcome: Outcome) -> bool:
+    """Whether a plan of 16 bits alone would have an output matrix that nobody asked to round."""
+    a = outcome.assignment
+    last = p.classes[a.stages[-1].cls].first
+    return (
+        p.quantization.head_bits is None
+        and last.spec.is_cpu
+        and all(p.choices[choice].weight_bits == 16 for choice in a.choices)
+    )
+
+
+def _with_whole_head(p: Problem) -> Problem:
+    """Return the problem with an output matrix of 16 bits everywhere."""
+    quantization = replace(p.quantization, head_bits=16)
+    costs = replace(p.costs, quantization=quantization)
+    return p.with_changes(quantization=quantization, costs=costs)
 
 
 def _tried(problems: list[Problem], wish: Wish) -> Tries:

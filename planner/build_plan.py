@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Literal
 
 from llmpq.cluster import Device
 from llmpq.errors import DoesNotFitError
@@ -58,7 +59,7 @@ def build_plan(p: Problem, outcome: Outcome, *, model_path: str | None = None) -
             group_size=p.quantization.group_size,
             symmetric=p.quantization.symmetric,
             outliers=p.quantization.outliers,
-            head_bits=p.quantization.head_bits,
+            head_bits=_head_bits(p, devices[-1]),
             cpu_activations=p.quantization.cpu_activations,
         ),
         prefill_microbatch=a.prefill_microbatch,
@@ -76,6 +77,11 @@ def build_plan(p: Problem, outcome: Outcome, *, model_path: str | None = None) -
         ),
         solver=_solver_report(p, outcome),
     )
+
+
+def _head_bits(p: Problem, last: Device) -> Literal[8, 16]:
+    """Return the bits of the output matrix where the last stage has it."""
+    return 8 if p.quantization.head(on_cpu=last.spec.is_cpu) is Precision.W8A16 else 16
 
 
 def _pool(p: Problem, stages: Sequence[StagePlan]) -> PoolForm | None:

@@ -108,7 +108,7 @@ def _check_memory(plan: Plan, spec: ModelSpec, position: int, device: Device) ->
         last=position == len(plan.stages) - 1,
         prefill_microbatch=plan.prefill_microbatch,
         decode_microbatch=plan.decode_microbatch,
-        quantization=plan.quantization.settings(),
+        quantization=plan.settings(),
         kv=plan.workload.kv,
         context_bytes=device.spec.context,
         on_gpu=not device.spec.is_cpu,

@@ -22,7 +22,12 @@ from llmpq.planner.cli.arguments import DTYPES, METHODS, plan_request
 from llmpq.planner.costs.probed import book_of
 from llmpq.planner.inputs.cpu_here import rates_for
 from llmpq.planner.inputs.gguf_layers import kept_grid
-from llmpq.planner.inputs.make_problem import default_bits, generic_sensitivity, make_problem
+from llmpq.planner.inputs.make_problem import (
+    default_bits,
+    generic_sensitivity,
+    make_problem,
+    open_head,
+)
 from llmpq.planner.inputs.stored_precisions import offered, stored_layers
 from llmpq.planner.positions import positions_note
 from llmpq.planner.predict.step_by_step import step_note
@@ -219,7 +224,7 @@ def _problem(
     quantization: Quantization | None,
 ) -> Problem:
     kvs = (workload.kv,)
-    quantization = quantization or Quantization()
+    quantization = replace(quantization or Quantization(), head_bits=open_head(choices))
     known = () if costs is None else costs.device_kinds
     book = book_of(
         *(spec, cluster.devices, costs, rates_for(cluster, workload.dtype, profiled=known)),

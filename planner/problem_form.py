@@ -47,7 +47,7 @@ def parse_problem(data: dict[str, Any]) -> Problem:
         estimate=CostModel.parse_data(data["estimate"], where=where),
         profile=None if profile is None else CostModel.parse_data(profile, where=where),
         scale=data["scale"],
-        head=quantization.head,
+        quantization=quantization,
     )
     return Problem(
         **{name: data[name] for name in PLAIN},

@@ -99,7 +99,7 @@ class _Times:
             if j == 0:
                 time = time + seconds(kind, "embedding", Precision.W16A16)
             if last:
-                time = time + seconds(kind, "head", plan.quantization.settings().head)
+                time = time + seconds(kind, "head", plan.settings().head(on_cpu=stage.is_cpu))
             held.append(time * device.time_factor)
             total.append(time * device.time_factor)
             if len(names) > 1:

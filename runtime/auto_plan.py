@@ -93,9 +93,9 @@ def plan_for(
     devices = cluster or devices_of(from_ray)
     on_cpu = all(device.spec.is_cpu for device in devices.devices)
     dtype = default_dtype(spec, devices)
-    if cluster is None and from_ray is None and on_cpu:
-        devices = _with_useful_threads(devices, spec.num_params * DTYPE_BYTES[dtype])
     work = workload_of(lengths, dtype=dtype, window=MAX_CPU_WINDOW if on_cpu else MAX_WINDOW, kv=kv)
+    if cluster is None and from_ray is None and on_cpu:
+        devices = _with_useful_threads(devices, spec.num_params * DTYPE_BYTES[dtype], work.batch)
     return plan_job(model_dir, devices, work, profile=profile)
 
 
@@ -133,11 +133,11 @@ def devices_of(from_ray: str | None) -> Cluster:
     return cluster_from_ray(from_ray)
 
 
-def _with_useful_threads(cluster: Cluster, weight_bytes: int) -> Cluster:
-    """Return a machine without GPUs with as many threads as a model keeps busy."""
+def _with_useful_threads(cluster: Cluster, weight_bytes: int, rows: int) -> Cluster:
+    """Return a machine without GPUs with as many threads as a model and its rows keep busy."""
     (node,) = cluster.nodes
     (group,) = node.devices
-    threads = useful_threads(group.threads or 1, weight_bytes)
+    threads = useful_threads(group.threads or 1, weight_bytes, rows)
     node = node.model_copy(update={"devices": (group.model_copy(update={"threads": threads}),)})
     return Cluster(name=cluster.name, nodes=(node,), links=cluster.links)
 

@@ -12,7 +12,7 @@ from torch.nn import functional
 from llmpq.kernels.cpu.dense import dense_linear
 from llmpq.kernels.formats.quantized_weight import QuantizedWeight
 from llmpq.kernels.formats.weight_layout import GROUP
-from llmpq.kernels.native.library import NUMBERS, address, call
+from llmpq.kernels.native.library import NUMBERS, address, call, library
 from llmpq.precision import padded_k
 
 _FEW_ROWS = {torch.float32: 24, torch.bfloat16: 32, torch.float16: 32}
@@ -23,13 +23,23 @@ AMX (busy: CPU time, not wall), codes / dequantise and oneDNN: bfloat16, 64 rows
 rows 2.43 / 1.31; float32, 64 rows 2.49 / 1.88; below 32 rows codes win.
 """
 
+_TILED_ROWS = 128
+"""Rows of x that tiles (kernels/native/tiles.h) take at a time: a few MB hold them as tiles.
+
+AMX multiplies codes of any number of rows sooner than dequantised weights. 8192 x 2048 at 4 bits,
+bfloat16, two busy threads of an Intel Xeon, ms, tiles / dequantise and oneDNN (its AMX, too):
+
+    rows    64           128          512
+            1.8 / 7.1    3.5 / 8.6    21.2 / 26.2
+"""
+
 _CHUNK_WEIGHTS = 1 << 20
 """Weights dequantised at a time: what stays in a core's L2, as packed_linear.py measured."""
 
 
 def native_linear(x_MK: Tensor, qweight: QuantizedWeight, bias: Tensor | None) -> Tensor:
     """Multiply x [M, K] by a weight in the layout `Layout.CPU`."""
-    if x_MK.shape[0] <= _FEW_ROWS[x_MK.dtype]:
+    if x_MK.shape[0] <= _FEW_ROWS[x_MK.dtype] or _has_tiles(qweight):
         return few_rows(x_MK, qweight, bias)
     if qweight.activation_bits == 8:
         x_MK = in_eight_bits(x_MK)
@@ -52,20 +62,29 @@ def few_rows(x_MK: Tensor, qweight: QuantizedWeight, bias: Tensor | None) -> Ten
     m, n = x_MK.shape[0], qweight.out_features
     y = x_MK.new_empty(m, n)
     bias = bias if bias is None else bias.to(x_MK.dtype)
-    call(
-        "llmpq_few_rows",
-        address(x_MK),
-        *_addresses(qweight),
-        address(bias),
-        address(y),
-        m,
-        *_sizes(qweight),
-        NUMBERS[x_MK.dtype],
-        NUMBERS[qweight.scale.dtype],
-        qweight.activation_bits,
-        torch.get_num_threads(),
-    )
+    row_bytes = x_MK.shape[1] * x_MK.itemsize, n * y.itemsize
+    for start in range(0, m, _TILED_ROWS):
+        call(
+            "llmpq_few_rows",
+            address(x_MK) + start * row_bytes[0],
+            *_addresses(qweight),
+            address(bias),
+            address(y) + start * row_bytes[1],
+            min(_TILED_ROWS, m - start),
+            *_sizes(qweight),
+            NUMBERS[x_MK.dtype],
+            NUMBERS[qweight.scale.dtype],
+            qweight.activation_bits,
+            torch.get_num_threads(),
+        )
     return y
+
+
+def _has_tiles(qweight: QuantizedWeight) -> bool:
+    """Whether products of this weight run in tiles here: groups of a k-group or more."""
+    found = library()
+    fine = qweight.groups > padded_k(qweight.in_features) // GROUP
+    return not fine and found is not None and bool(found.llmpq_tiles())
 
 
 def in_eight_bits(x_MK: Tensor) -> Tensor:

@@ -25,14 +25,61 @@ struct RoundedRows {
   std::vector<float> scale;      // [R, padded groups]
   std::vector<float> sum;        // [R, padded groups, parts of the weight's k-groups]
   int64_t parts, padded, x_bits;
-  RoundedRows(int64_t M, int64_t parts, const Weight& w, int64_t x_bits)
-      : scale(M * parts * w.padded_groups()), sum(M * parts * w.grid_size()), parts(parts),
-        padded(w.padded_groups()), x_bits(x_bits) {
-    int64_t numbers = M * parts * w.k_groups * GROUP;
-    if (x_bits == 8 && as_bytes(w)) bytes.resize(numbers);
-    else q.resize(numbers);
+  // A thread's calls follow one another in the same memory: new pages would cost more than the rounding.
+  void reset(int64_t M, int64_t of, const Weight& w, int64_t bits) {
+    parts = of, padded = w.padded_groups(), x_bits = bits;
+    scale.assign(M * parts * padded, 0);
+    sum.assign(M * parts * w.grid_size(), 0);
+    const int64_t numbers = M * parts * w.k_groups * GROUP;
+    const bool short_ones = x_bits == 8 && as_bytes(w);
+    bytes.resize(short_ones ? numbers : 0);
+    q.resize(short_ones ? 0 : numbers);
   }
 };
+
+static inline int exponent_of(float v) {
+  uint32_t bits;
+  std::memcpy(&bits, &v, sizeof bits);
+  return (int)(bits >> 23 & 255) - 127;
+}
+static inline float power_of_two(int exponent) {
+  const uint32_t bits = (uint32_t)(exponent + 127) << 23;
+  float v;
+  std::memcpy(&v, &bits, sizeof v);
+  return v;
+}
+static inline float lanes_total(__m256 v) {
+  __m128 h = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+  h = _mm_add_ps(h, _mm_movehl_ps(h, h));
+  return _mm_cvtss_f32(_mm_add_ss(h, _mm_movehdup_ps(h)));
+}
+static inline int32_t lanes_total(__m256i v) {
+  __m128i h = _mm_add_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
+  h = _mm_add_epi32(h, _mm_shuffle_epi32(h, 0x4e));
+  return _mm_cvtsi128_si32(_mm_add_epi32(h, _mm_shuffle_epi32(h, 0xb1)));
+}
+
+// Numbers that 8 bits hold, in the order of `unpack_bytes`.
+static inline void put_bytes(const int16_t* flat, int64_t bits, int8_t* to) {
+  if (bits == 8) {
+    for (int k = 0; k < GROUP; ++k) to[k] = (int8_t)flat[k];
+    return;
+  }
+  uint16_t words[64];
+  for (int half = 0; half < 2; ++half)
+    for (int i = 0; i < 32; ++i)
+      words[32 * half + i] = (uint16_t)((flat[32 * half + i] & 0xff) | flat[32 * half + i + 64] << 8);
+  std::memcpy(to, words, sizeof words);
+}
+
+// Numbers in the order of `unpack<8>`: even ones of 64, then odd ones.
+static inline void put_halves(const int16_t* flat, int16_t* to) {
+  for (int half = 0; half < GROUP; half += 64)
+    for (int i = 0; i < 32; ++i) {
+      to[half + i] = flat[half + 2 * i];
+      to[half + 32 + i] = flat[half + 2 * i + 1];
+    }
+}
 
 static inline void round_group(const float* x, const Weight& w, int64_t row, int64_t g, RoundedRows& r) {
   __m256 top = _mm256_setzero_ps(), wrong = top;
@@ -42,13 +89,11 @@ static inline void round_group(const float* x, const Weight& w, int64_t row, int
     top = _mm256_max_ps(top, _mm256_andnot_ps(sign, v));
     wrong = _mm256_fmadd_ps(v, _mm256_setzero_ps(), wrong);  // NaN where x is not finite
   }
-  alignas(32) float tops[8], wrongs[8];
-  _mm256_store_ps(tops, top);
-  _mm256_store_ps(wrongs, wrong);
-  float most = 0, not_finite = 0;
-  for (int i = 0; i < 8; ++i) { most = tops[i] > most ? tops[i] : most; not_finite += wrongs[i]; }
-  int exponent = most > 1e-30f && std::isfinite(most) ? std::ilogb(most) : -100;
-  float step = std::ldexp(1.0f, exponent - 14);
+  __m128 four = _mm_max_ps(_mm256_castps256_ps128(top), _mm256_extractf128_ps(top, 1));
+  four = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  const float most = _mm_cvtss_f32(_mm_max_ss(four, _mm_movehdup_ps(four))), not_finite = lanes_total(wrong);
+  const int exponent = most > 1e-30f && std::isfinite(most) ? exponent_of(most) : -100;
+  float step = power_of_two(exponent - 14);
   if (r.x_bits == 8) step = exponent > -100 ? most / 127 : 1;
   alignas(32) float rest[GROUP];
   std::memcpy(rest, x, sizeof rest);
@@ -67,18 +112,16 @@ static inline void round_group(const float* x, const Weight& w, int64_t row, int
       _mm_store_si128((__m128i*)(flat + i), half);
     }
     const int64_t to_q = (at * w.k_groups + g) * GROUP;
-    if (!r.bytes.empty()) for (int k = 0; k < GROUP; ++k) r.bytes[to_q + byte_place(w.bits, k)] = (int8_t)flat[k];
-    else if (w.bits == 8) for (int k = 0; k < GROUP; ++k) r.q[to_q + place(8, k)] = flat[k];
+    if (!r.bytes.empty()) put_bytes(flat, w.bits, r.bytes.data() + to_q);
+    else if (w.bits == 8) put_halves(flat, r.q.data() + to_q);
     else std::memcpy(r.q.data() + to_q, flat, sizeof flat);
-    int32_t all[FINE_PARTS] = {};
-    for (int64_t of = 0; of < FINE_PARTS; ++of) {
-      alignas(32) int32_t sums[8];
-      _mm256_store_si256((__m256i*)sums, sum[of]);
-      for (int i = 0; i < 8; ++i) all[w.fine() ? of : 0] += sums[i];
-    }
     r.scale[at * r.padded + g] = step + not_finite;
     float* to = r.sum.data() + (at * r.padded + g) * w.parts();
-    for (int64_t of = 0; of < w.parts(); ++of) to[of] = step * (float)all[of];
+    if (w.fine()) {
+      for (int64_t of = 0; of < FINE_PARTS; ++of) to[of] = step * (float)lanes_total(sum[of]);
+      continue;
+    }
+    to[0] = step * (float)lanes_total(_mm256_add_epi32(_mm256_add_epi32(sum[0], sum[1]), _mm256_add_epi32(sum[2], sum[3])));
   }
 }
 
@@ -99,12 +142,11 @@ struct Output {
 // How codes and x meet: as 16-bit integers, the same with a grid each 32 weights, as bytes.
 enum class Meet { WHOLE, FINE, BYTES };
 
-// Rows first .. first + ROWS of the rounded x (PARTS to a row of y) times rows n0 .. n1 of w.
+// Rows first .. first + ROWS of the rounded x (PARTS to a row of y) times rows n0 .. n1 of w, whose grids are s, z.
 template <int BITS, int ROWS, int PARTS, Meet MEET>
 static void few_rows(const Weight& w, const RoundedRows& x, const Output& out, int64_t first, int64_t n0,
-                     int64_t n1, float* s, float* z) {
-  for (int64_t n = n0; n < n1; ++n) {
-    w.grid(n, s, z);
+                     int64_t n1, const float* s, const float* z) {
+  for (int64_t n = n0; n < n1; ++n, s += w.grid_size(), z += w.grid_size()) {
     const uint8_t* p = w.row(n);
     Floats acc[ROWS], off[ROWS];
     for (int m = 0; m < ROWS; ++m) acc[m] = off[m] = floats(0);
@@ -159,7 +201,7 @@ static void few_rows(const Weight& w, const RoundedRows& x, const Output& out, i
 
 template <int BITS, int PARTS, Meet MEET>
 static void few_rows_of(const Weight& w, const RoundedRows& x, const Output& out, int64_t M, int64_t n0,
-                     int64_t n1, float* s, float* z) {
+                     int64_t n1, const float* s, const float* z) {
   int64_t first = 0, rows = M * PARTS;
   for (; rows - first >= 8; first += 8) few_rows<BITS, 8, PARTS, MEET>(w, x, out, first, n0, n1, s, z);
   for (; rows - first >= 4; first += 4) few_rows<BITS, 4, PARTS, MEET>(w, x, out, first, n0, n1, s, z);
@@ -170,7 +212,7 @@ static void few_rows_of(const Weight& w, const RoundedRows& x, const Output& out
 
 template <int BITS, int PARTS>
 static void few_rows(const Weight& w, const RoundedRows& x, const Output& out, int64_t M, int64_t n0,
-                     int64_t n1, float* s, float* z) {
+                     int64_t n1, const float* s, const float* z) {
   auto run = w.fine() ? few_rows_of<BITS, PARTS, Meet::FINE> : few_rows_of<BITS, PARTS, Meet::WHOLE>;
   if constexpr (PARTS == 1 && (HAS_BYTE_DOT || BITS < 8))
     if (!x.bytes.empty()) run = few_rows_of<BITS, 1, Meet::BYTES>;

@@ -58,6 +58,7 @@ def _levels() -> tuple[Level, ...]:
         ),
         ("avx512_vnni", ("avx512_vnni",), ("avx512vnni",)),
         ("avx512_bf16", ("avx512_bf16",), ("avx512bf16",)),
+        ("amx_int8", ("amx_tile", "amx_int8"), ("amx-tile", "amx-int8")),
     )
     levels: list[Level] = []
     needs: tuple[str, ...] = ()

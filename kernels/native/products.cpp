@@ -8,6 +8,7 @@
 #include "few_rows.h"
 #include "search.h"
 #include "threads.h"
+#include "tiles.h"
 
 extern "C" {
 
@@ -17,18 +18,34 @@ void llmpq_few_rows(const void* x, const uint8_t* codes, const void* scale, cons
                     int64_t number, int64_t scale_number, int64_t x_bits, int64_t threads) {
   Weight w{codes, scale, zero, N, K, k_groups, groups, bits, scale_number};
   Output out{y, bias, number};
-  RoundedRows rounded(M, number == FLOAT32 && x_bits == 16 ? 2 : 1, w, x_bits);
-  auto run = [&](auto product, int64_t n0, int64_t n1, float* s) {
-    product(w, rounded, out, M, n0, n1, s, s + w.grid_size());
-  };
+  static thread_local RoundedRows held;
+  RoundedRows& rounded = held;  // of the calling thread, for all
+  rounded.reset(M, number == FLOAT32 && x_bits == 16 ? 2 : 1, w, x_bits);
   constexpr int64_t block = 32;
+  auto run = [&](auto product, int64_t n0, int64_t n1, float* s) {
+    float* z = s + block * w.grid_size();
+    w.grids(n0, n1, s, z);
+    product(w, rounded, out, M, n0, n1, s, z);
+  };
+#ifdef __AMX_INT8__
+  const bool tiles = takes_tiles(w, M);
+  static thread_local TiledRows held_tiles;
+  TiledRows& tiled = held_tiles;
+  if (tiles) tiled.reset(M * rounded.parts, w, x_bits);
+#endif
 #pragma omp parallel num_threads(threads_for(M * N * K, threads))
   {
-    std::vector<float> grid(2 * w.grid_size());
+    std::vector<float> grid(2 * block * w.grid_size());
 #pragma omp for schedule(static)
     for (int64_t i = 0; i < M * k_groups; ++i) round_row_group(x, number, w, i / k_groups, i % k_groups, rounded);
+#ifdef __AMX_INT8__
+    if (tiles) multiply_by_tiles(w, rounded, tiled, out, M);
+    const int64_t blocks = tiles ? 0 : (N + block - 1) / block;
+#else
+    const int64_t blocks = (N + block - 1) / block;
+#endif
 #pragma omp for schedule(dynamic, 4)
-    for (int64_t n = 0; n < (N + block - 1) / block; ++n) {
+    for (int64_t n = 0; n < blocks; ++n) {
       int64_t n0 = n * block, n1 = n0 + block < N ? n0 + block : N;
       bool two = rounded.parts == 2;
       if (bits == 3) run(two ? few_rows<3, 2> : few_rows<3, 1>, n0, n1, grid.data());
@@ -36,6 +53,15 @@ void llmpq_few_rows(const void* x, const uint8_t* codes, const void* scale, cons
       else run(two ? few_rows<8, 2> : few_rows<8, 1>, n0, n1, grid.data());
     }
   }
+}
+
+// Whether this build and this process have tiles for several rows.
+int64_t llmpq_tiles() {
+#ifdef __AMX_INT8__
+  return tiles_allowed();
+#else
+  return 0;
+#endif
 }
 
 // Rows n0 .. n1 of w as out [n1 - n0, K] of `number`.

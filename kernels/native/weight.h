@@ -1,5 +1,7 @@
 // A quantised weight as kernels/formats/cpu_layout.py draws it, and its codes as 16-bit integers.
 #pragma once
+#include <algorithm>
+
 #include "vectors.h"
 
 constexpr int64_t GROUP = 128;
@@ -27,6 +29,18 @@ struct Weight {
     if (count < whole)
       for (int64_t g = whole - 1, each = whole / count; g > 0; --g) { s[g] = s[g / each]; z[g] = z[g / each]; }
     for (int64_t g = whole; g < grid_size(); ++g) s[g] = z[g] = 0;
+  }
+
+  // The same of rows n0 .. n1, `grid_size()` apart; behind the last row that row's again, up to n1.
+  void grids(int64_t n0, int64_t n1, float* s, float* z) const {
+    const int64_t pitch = grid_size();
+    if (groups == pitch && n1 <= N) {  // they lie as they are wanted
+      copy_floats(s, scale, n0 * groups, (n1 - n0) * groups, number);
+      if (zero) copy_floats(z, zero, n0 * groups, (n1 - n0) * groups, number);
+      else std::fill(z, z + (n1 - n0) * groups, (float)(1 << (bits - 1)));
+      return;
+    }
+    for (int64_t n = n0; n < n1; ++n) grid(n < N ? n : N - 1, s + (n - n0) * pitch, z + (n - n0) * pitch);
   }
 };
 

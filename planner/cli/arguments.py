@@ -19,7 +19,7 @@ DEFAULT_POINTS = 25
 """Points of a front, unless `--pareto-points` says."""
 COMMANDS = ("plan", "check", "export", "devices", "models")
 CPU_ACTIVATIONS = "CPUs: int8 rounds what meets 3-, 4- and 8-bit weights (exact)"
-HEAD_BITS = "of the output matrix (16); 8 reads half of its bytes, its loss is not in omega"
+HEAD_BITS = "of the output matrix (8 on CPUs with --bits of 8 or fewer, else 16), not in omega"
 GROUP_SIZES = "weights that share a scale: 128, or 0 for a channel; w4a4 and CPUs also 64, 32"
 NOTES = """\
 commands (flags alone mean `plan`): plan, check, export, devices, models; each has
@@ -157,7 +157,7 @@ def _limits(section: Section) -> None:
     section.flag("--decode-microbatch", type=int, help="fix the decode micro-batch")
     section.flag("--symmetric", action="store_true", help="symmetric weight quantisation")
     section.flag("--weight-group-size", type=int, help=GROUP_SIZES)
-    section.flag("--head-bits", type=int, choices=(8, 16), default=16, help=HEAD_BITS)
+    section.flag("--head-bits", type=int, choices=(8, 16), help=HEAD_BITS)
     section.flag(
         "--cpu-activations", choices=("exact", "int8"), default="exact", help=CPU_ACTIVATIONS
     )

@@ -33,6 +33,12 @@ def rounding_text(plan: Plan, stage: StagePlan) -> str:
     return ", int8 activations" if rounds and few_bits else ""
 
 
+def head_text(plan: Plan, stage: StagePlan) -> str:
+    """Return the output matrix's bits where its stage has it in fewer than 16."""
+    own = stage is plan.stages[-1] and plan.settings().head_bits == 8
+    return ", output matrix w8a16" if own else ""
+
+
 def stage_table(plan: Plan) -> Table:
     """Return stage, device, layers, bits, memory and times."""
     from rich import box
@@ -57,7 +63,7 @@ def stage_table(plan: Plan) -> Table:
             str(index),
             f"{stage.device} ({stage.node})",
             f"{stage.layers[0]}-{stage.layers[1] - 1}",
-            bits_text(stage) + rounding_text(plan, stage),
+            bits_text(stage) + rounding_text(plan, stage) + head_text(plan, stage),
             f"{format_size(memory.total_bytes)} / {format_size(memory.limit_bytes)}"
             if memory
             else "",

@@ -12,6 +12,7 @@ import numpy as np
 from llmpq.cluster import Cluster, Device
 from llmpq.cost_model import CostModel, LatencyEntry, Part, Phase
 from llmpq.errors import nearest
+from llmpq.memory import Quantization
 from llmpq.precision import KVPrecision, Precision
 from llmpq.workload import Workload
 
@@ -58,8 +59,8 @@ class CostBook:
     profile: CostModel | None = None
     scale: dict[str, float] = field(default_factory=dict)
     """Device kind -> factor on its times: what the +-10 % study changes."""
-    head: Precision = Precision.W16A16
-    """Of the output matrix."""
+    quantization: Quantization = Quantization()
+    """Of the plan: the output matrix has a precision of its own."""
 
     def entry(
         self,
@@ -71,7 +72,7 @@ class CostBook:
     ) -> LatencyEntry:
         """Return the measured entry of a key, else the estimated one."""
         if part == "head":
-            precision = self.head
+            precision = self.quantization.head(on_cpu=device.spec.is_cpu)
         kinds = [work.kv] if work.kv is KVPrecision.KV16 else [work.kv, KVPrecision.KV16]
         if part == "layer" and phase is Phase.DECODE:
             kinds = kinds[:1]  # a cache of other bits reads other bytes: no stand-in

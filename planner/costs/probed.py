@@ -58,7 +58,7 @@ def book_of(
         )
 
     estimate = by(estimate_costs).merged(by(probed_costs, rates))
-    return CostBook(estimate=estimate, profile=profile, head=quantization.head)
+    return CostBook(estimate=estimate, profile=profile, quantization=quantization)
 
 
 def probed_costs(
@@ -83,7 +83,8 @@ def probed_costs(
             if precision in WEIGHT_ONLY:
                 costs = _Costs(spec, known, kind, dtype, precision, quantization)
                 entries += [costs.prefill(), *map(costs.decode, kvs)]
-        entries += _Costs(spec, known, kind, dtype, quantization.head, quantization).head()
+        for head in quantization.heads(on_cpu=True):
+            entries += _Costs(spec, known, kind, dtype, head, quantization).head()
     return CostModel(model=spec.name, model_fingerprint=spec.fingerprint(), entries=tuple(entries))
 
 

@@ -22,7 +22,7 @@ from llmpq.device_spec import DeviceSpec
 from llmpq.kv_format import kv_cache_bytes
 from llmpq.memory import Quantization, expert_weight_bytes, layer_weight_bytes
 from llmpq.model_spec import ModelSpec
-from llmpq.precision import KVPrecision, Precision
+from llmpq.precision import KVPrecision, Precision, WeightScheme
 from llmpq.workload import DTYPE_BYTES, Dtype
 
 GPU_FLOOR_S = 40e-6
@@ -205,25 +205,36 @@ def _ends(
     """Embedding and head, both phases; the head works on the last position of each request."""
     width, speed = DTYPE_BYTES[dtype], bandwidth(device)
     floor = _floor(device.spec)
-    rate = rate_flops(device, Precision.W16A16, dtype)
     token = 3.0 * spec.hidden * width / speed
-    scheme, matrix = quantization.scheme(quantization.head), spec.vocab * spec.hidden
-    stored = matrix * width if scheme is None else scheme.nbytes(spec.vocab, spec.hidden, width)
-    read = (spec.head_params - matrix) * width + stored
-    slower = 1.0 if scheme is None else DEQUANT_SLOWDOWN
-    head = (
-        Regime(terms={"1": floor + read / speed}),
-        Regime(terms={"1": floor, "v": 2.0 * matrix * slower / rate}),
-    )
     rows = Regime(terms={"1": floor / 4, "v*s": token})
     row = Regime(terms={"1": floor / 4, "v": token})
     plain = Precision.W16A16
-    return [
+    entries = [
         _entry(device, "embedding", Phase.PREFILL, plain, dtype, rows),
         _entry(device, "embedding", Phase.DECODE, plain, dtype, row),
-        _entry(device, "head", Phase.PREFILL, quantization.head, dtype, *head),
-        _entry(device, "head", Phase.DECODE, quantization.head, dtype, *head),
     ]
+    for precision in quantization.heads(on_cpu=device.spec.is_cpu):
+        regimes = _head(spec, device, dtype, quantization.scheme(precision))
+        entries += [
+            _entry(device, "head", phase, precision, dtype, *regimes)
+            for phase in (Phase.PREFILL, Phase.DECODE)
+        ]
+    return entries
+
+
+def _head(
+    spec: ModelSpec, device: Device, dtype: Dtype, scheme: WeightScheme | None
+) -> tuple[Regime, Regime]:
+    """Return what an output matrix takes: its bytes read, its products."""
+    width, floor, matrix = DTYPE_BYTES[dtype], _floor(device.spec), spec.vocab * spec.hidden
+    stored = matrix * width if scheme is None else scheme.nbytes(spec.vocab, spec.hidden, width)
+    read = (spec.head_params - matrix) * width + stored
+    slower = 1.0 if scheme is None else DEQUANT_SLOWDOWN
+    rate = rate_flops(device, Precision.W16A16, dtype)
+    return (
+        Regime(terms={"1": floor + read / bandwidth(device)}),
+        Regime(terms={"1": floor, "v": 2.0 * matrix * slower / rate}),
+    )
 
 
 def _entry(

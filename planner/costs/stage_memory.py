@@ -106,13 +106,17 @@ def capacity(p: Problem, eta: int, xi: int) -> NDArray[np.int64]:
     kinds = {_memory_kind(cls) for cls in p.classes}
     sorts = _sorts(p.choices)
     for first, last in product((False, True), repeat=2):
-        ends = embedding_bytes(
-            p.spec,
-            first=first,
-            last=last,
-            dtype_bytes=p.workload.dtype_bytes,
-            quantization=p.quantization,
-        )
+        ends = {
+            on_gpu: embedding_bytes(
+                p.spec,
+                first=first,
+                last=last,
+                dtype_bytes=p.workload.dtype_bytes,
+                quantization=p.quantization,
+                on_gpu=on_gpu,
+            )
+            for on_gpu in (False, True)
+        }
         for sort, precisions in sorts.items():
             workspace = {
                 (on_gpu, unpacks): workspace_bytes(
@@ -129,7 +133,11 @@ def capacity(p: Problem, eta: int, xi: int) -> NDArray[np.int64]:
                 for on_gpu, unpacks in kinds
             }
             for index, cls in enumerate(p.classes):
-                fixed = cls.first.spec.context + ends + workspace[_memory_kind(cls)]
+                fixed = (
+                    cls.first.spec.context
+                    + ends[not cls.first.spec.is_cpu]
+                    + workspace[_memory_kind(cls)]
+                )
                 room = cls.first.limit_bytes - fixed
                 room += _smaller_layers(p, room, sort) if first else 0
                 table[index, int(first), int(last), sort] = room

@@ -32,7 +32,7 @@ def compressed_tensors(plan: Plan, spec: ModelSpec) -> Exported:
     table = quantised(plan, "compressed-tensors")
     groups: dict[str, Any] = {}
     for precision, layers in table.items():
-        scheme = plan.quantization.settings().scheme(precision)
+        scheme = plan.settings().scheme(precision)
         assert scheme is not None
         _require_whole_groups(spec, scheme, precision)
         groups[f"group_{len(groups)}"] = {

@@ -70,7 +70,7 @@ def gptqmodel(plan: Plan, spec: ModelSpec) -> Exported:
 
 def _grid(plan: Plan, precision: Precision) -> dict[str, Any]:
     """Return bits and group size of a precision as this plan stores it."""
-    scheme = plan.quantization.settings().scheme(precision)
+    scheme = plan.settings().scheme(precision)
     assert scheme is not None
     size = scheme.group_size
     return {"bits": scheme.bits, "group_size": -1 if size is None else size}

@@ -101,7 +101,7 @@ def zeros_line(plan: Plan) -> str | None:
     Symmetric grids are what every reader takes: Transformers 5 refuses compressed-tensors' packed
     zeros unless it dequantises, and vLLM serves GPTQ checkpoints without zeros only.
     """
-    settings = plan.quantization.settings()
+    settings = plan.settings()
     schemes = [settings.scheme(precision) for precision in plan.precisions]
     layers = [i for i, scheme in enumerate(schemes) if scheme and not scheme.symmetric]
     if not layers:
@@ -130,7 +130,7 @@ def quantise_comment(plan: Plan) -> list[str]:
 
 def outliers_line(plan: Plan) -> str | None:
     """Say that channels kept at 8 bits have no place in a checkpoint's words."""
-    settings: Quantization = plan.quantization.settings()
+    settings: Quantization = plan.settings()
     layers = by_precision(plan).get(Precision.W4A4)
     if not layers or not settings.outliers:
         return None

@@ -1,7 +1,8 @@
 """The rates of this machine's CPU for a plan that may run on it: measured now, or kept before.
 
-A cluster's CPUs may be anywhere: kept rates are taken for the cluster that is this machine's, a
-probe is made where it is asked for, by the threads that the cluster's CPUs have.
+A cluster's CPUs may be anywhere: kept rates are taken for the cluster that is this machine's, and
+for one whose file says `planning: {probe_cpu: true}`, which has measured what was not kept. A probe
+is made anew where `--probe-cpu` asks for it, by the threads that the cluster's CPUs have.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ def rates_for(
         raise ValueError(f"--probe-cpu: {why}, nothing to measure; leave it out")
     if probing:
         return [probe(number, dtype) for number in threads]
+    if cluster.planning.probe_cpu:
+        return [kept_rates(number, dtype) or probe(number, dtype) for number in threads]
     if cluster.name != NAME:
         return []
     kept = [kept_rates(number, dtype) for number in threads]

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
+from typing import Literal
 
 from llmpq.capabilities import lacking_sentence, ways_of
 from llmpq.cluster import Cluster
@@ -56,7 +57,7 @@ def make_problem(request: PlanRequest) -> tuple[Problem, str | None, list[str]]:
     quantization = replace(
         grid,
         outliers=outliers,
-        head_bits=request.head_bits,
+        head_bits=open_head(choices, request.head_bits),
         cpu_activations=request.cpu_activations,
     )
     too_long = positions_note(spec, workload)
@@ -139,14 +140,16 @@ def _measured(
 
 
 def _timed_exactly(request: PlanRequest, cluster: Cluster, profile: CostModel | None) -> list[str]:
-    """Say that a profile times CPUs as they are without `--cpu-activations int8`."""
+    """Say that a profile timed CPUs with activations that the plan does not have."""
     measured = set(profile.device_kinds if profile is not None else ())
     kinds = sorted({d.profile_kind for d in cluster.devices if d.spec.is_cpu} & measured)
-    if request.cpu_activations == "exact" or not kinds:
+    timed = "exact" if profile is None else profile.cpu_activations
+    if request.cpu_activations == timed or not kinds:
         return []
     return [
-        f"the times of {', '.join(kinds)} were measured with exact activations, int8 ones may take "
-        "less for many rows; without these costs --probe-cpu measures both"
+        f"the times of {', '.join(kinds)} were measured with {timed} activations, the plan's are "
+        f"{request.cpu_activations}: llmpq-profile --cpu-activations measures them, or, without "
+        "these costs, --probe-cpu"
     ]
 
 
@@ -242,6 +245,13 @@ def read_omega(path: Path, spec: ModelSpec) -> Sensitivity:
     listed = Sensitivity.load(path, num_layers=spec.num_layers)
     listed.require_model(spec.name, spec.fingerprint(), where=str(path))
     return listed
+
+
+def open_head(
+    choices: Sequence[Precision], asked: Literal[8, 16] | None = None
+) -> Literal[8, 16] | None:
+    """Return the output matrix's bits: as asked, or none (8 on CPUs) if layers are rounded."""
+    return asked or (None if any(p.weight_bits <= 8 for p in choices) else 16)
 
 
 def parse_bits(text: str) -> tuple[Precision, ...]:

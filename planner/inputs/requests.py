@@ -55,7 +55,7 @@ class PlanRequest(DevicesRequest):
     decode_microbatch: int | None
     symmetric: bool
     weight_group_size: int | None
-    head_bits: Literal[8, 16]
+    head_bits: Literal[8, 16] | None
     cpu_activations: CpuActivations
     outliers: int | None
     method: str | None

@@ -8,10 +8,13 @@ from __future__ import annotations
 from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from llmpq.command_line import CommandParser, Only
 from llmpq.precision import WEIGHT_ONLY
+
+if TYPE_CHECKING:  # --help opens without what sizes need
+    from llmpq.memory import CpuActivations
 
 BITS = ",".join(str(p.weight_bits) for p in WEIGHT_ONLY)
 DTYPES = ("float16", "bfloat16", "float32")
@@ -36,6 +39,7 @@ class ProfileRequest:
     samples: Path | None
     device: str | None
     dtype: Literal["float16", "bfloat16", "float32"] | None
+    cpu_activations: CpuActivations
     bits: str
     kv: str
     verify: str
@@ -137,6 +141,9 @@ def run_parser() -> CommandParser:
         "--job", daily=True, metavar="512/100", help="only what such prompts and new tokens need"
     )
     what.flag("--dtype", choices=DTYPES, help="default: the model's, but float32 on a file's CPUs")
+    rounded = "what 3-, 4- and 8-bit weights meet on CPUs, as in the plan (exact)"
+    choices = ("exact", "int8")
+    what.flag("--cpu-activations", choices=choices, default="exact", help=rounded)
     what.flag("--verify", default="", help="also time verifying of this many tokens: 2,4")
     sampled = Only(lambda a: a.temperature > 0, "on greedy tokens", "add --temperature T")
     what.flag("--temperature", type=float, default=0.0, help="above 0: time sampled tokens")

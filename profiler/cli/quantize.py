@@ -81,7 +81,7 @@ def make_job(request: QuantizeRequest, spec: ModelSpec) -> QuantizeJob:
     plan = _plan(request, spec)
     named = plan.precisions if plan else _named(request.scheme)
     _refuse_without_layers(request, named)
-    planned = plan.quantization.settings() if plan else Quantization(symmetric=True)
+    planned = plan.settings() if plan else Quantization(symmetric=True)
     asked = planned.outliers if plan and request.outliers is None else request.outliers
     group_size = _group_size(request.group_size) if request.group_size else planned.group_size
     _require_packed(group_size, named)

@@ -114,6 +114,7 @@ def make_job(
         seconds_per_case=0.02 if request.quick else GPU_SECONDS if on_gpu else 0.1,
         min_repeats=3,
         links=len(cluster.devices) > 1,
+        cpu_activations=request.cpu_activations,
     )
 
 

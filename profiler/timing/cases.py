@@ -14,6 +14,7 @@ from pydantic import Field
 from llmpq.cost_model import Part, Phase
 from llmpq.file_form import FileForm
 from llmpq.gguf_file import is_model
+from llmpq.memory import CpuActivations
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
 from llmpq.workload import Dtype
@@ -101,6 +102,8 @@ class Conditions(FileForm):
     """Processes that ran the same case at once; the timing is the median over them."""
     rest_s: float = Field(default=0.0, ge=0)
     """Pause before every call, in which a stage would wait for the others."""
+    cpu_activations: CpuActivations = "exact"
+    """Of a CPU."""
     sampling: Sampling = Sampling()
     padded_to: int = Field(default=1, gt=0)
     """Prompts of so many tokens or more were padded to a multiple, as the device's stage does."""
@@ -126,6 +129,7 @@ class SetUp(FileForm):
     sms: int | None = None
     """SMs of an emulated GPU."""
     sampling: Sampling = Sampling()
+    cpu_activations: CpuActivations = "exact"
     rest_s: float = Field(default=0.0, ge=0)
     """Pause before every call."""
     sustain_s: float = Field(default=0.0, ge=0)

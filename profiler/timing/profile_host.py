@@ -16,6 +16,7 @@ from llmpq.cluster import Cluster, Device
 from llmpq.cost_model import CostModel, LatencyEntry, LinkCost, taken_length
 from llmpq.errors import StageLostError, unknown_name
 from llmpq.gpu_workspace import PROMPT_WIDTH
+from llmpq.memory import CpuActivations
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
 from llmpq.profiler.timing.cases import (
@@ -71,6 +72,8 @@ class ProfileJob:
     min_repeats: int
     links: bool
     """Whether the cluster has links to time: more than one device."""
+    cpu_activations: CpuActivations = "exact"
+    """What weights of few bits meet on CPUs while they are timed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,6 +134,7 @@ def run(job: ProfileJob, samples: SampleLog, on_case: OnCase) -> HostProfile:
         entries=tuple(entries),
         links=links,
         versions=versions,
+        cpu_activations=job.cpu_activations,
     )
     return HostProfile(
         costs=costs,
@@ -204,6 +208,7 @@ def _set_up(job: ProfileJob, device: Device) -> SetUp:
         rest_s=job.rest_s,
         seconds_per_case=job.seconds_per_case,
         min_repeats=job.min_repeats,
+        cpu_activations=job.cpu_activations,
     )
 
 
@@ -238,6 +243,7 @@ def _take(
         copies=job.copies[device.profile_kind],
         rest_s=job.rest_s,
         sampling=job.sampling,
+        cpu_activations=job.cpu_activations if device.spec.is_cpu else "exact",
         padded_to=padded_to(device),
     )
     done = samples.taken(wanted, conditions)

@@ -29,6 +29,7 @@ from llmpq.runtime.backends.stage_compute import StageCompute
 from llmpq.runtime.cache.kv_by_precision import make_kv_cache
 from llmpq.runtime.cache.kv_cache import KVCache
 from llmpq.runtime.models.layers import DecoderLayer
+from llmpq.runtime.models.linear import round_activations
 from llmpq.runtime.models.stage_model import DTYPES, StageModel
 from llmpq.runtime.pending import arrived
 from llmpq.runtime.request import StepKind
@@ -193,7 +194,7 @@ class TimedModel:
         return self._built[1]
 
     def _build(self, target: Target, precisions: list[Precision]) -> StageModel:
-        return StageModel.build(
+        stage = StageModel.build(
             self.spec,
             range(len(precisions)),
             precisions,
@@ -206,6 +207,9 @@ class TimedModel:
             source=RandomSource(self.spec, device=self.device),
             runner=backend_of(self.device).layers(),
         )
+        if self.device.type == "cpu" and self.quantization.cpu_activations == "int8":
+            round_activations(stage)
+        return stage
 
 
 def micro_batch(case: TimedCase, sampling: TokenChoice) -> StepMessage:

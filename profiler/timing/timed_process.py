@@ -29,7 +29,7 @@ def serve(requests: TextIO, answers: TextIO) -> None:
     timed_model = TimedModel(
         model_spec(set_up.model),
         device,
-        Quantization(),
+        Quantization(cpu_activations=set_up.cpu_activations),
         set_up.sampling,
         share=_share(set_up, device),
     )

@@ -21,6 +21,7 @@ from llmpq.child_lines import write_line
 from llmpq.cluster import Device
 from llmpq.errors import DeadlineError, StageLostError
 from llmpq.file_form import FileForm
+from llmpq.memory import CpuActivations
 from llmpq.profiler.timing.cases import (
     CaseTime,
     Failed,
@@ -202,6 +203,7 @@ def set_up_for(
     rest_s: float,
     seconds_per_case: float,
     min_repeats: int,
+    cpu_activations: CpuActivations = "exact",
 ) -> SetUp:
     """Return the set-up of a child that stands for a device of the cluster."""
     return SetUp(
@@ -210,6 +212,7 @@ def set_up_for(
         cuda=not device.spec.is_cpu,
         sms=device.emulate.sms if device.emulate else None,
         sampling=sampling,
+        cpu_activations=cpu_activations if device.spec.is_cpu else "exact",
         rest_s=rest_s if device.spec.is_cpu else 0.0,
         sustain_s=0.0 if device.spec.is_cpu or device.emulate else SUSTAIN_S,
         seconds_per_case=seconds_per_case,

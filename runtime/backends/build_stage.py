@@ -151,8 +151,8 @@ def _load_model(
         last=index == len(plan.stages) - 1,
         dtype=DTYPES[plan.workload.dtype],
         device=device,
-        scheme=plan.quantization.settings().scheme,
-        head_precision=plan.quantization.settings().head,
+        scheme=plan.settings().scheme,
+        head_precision=plan.settings().head(on_cpu=device.type == "cpu"),
         source=source,
         runner=backend_of(device).layers(),
     )

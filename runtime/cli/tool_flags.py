@@ -33,7 +33,8 @@ JOB: Mapping[str, Any] = {
 DTYPES = ("float16", "bfloat16", "float32")
 Dtype = Literal["float16", "bfloat16", "float32"]
 CPU_ACTIVATIONS = "CPUs: int8 rounds what meets 3-, 4- and 8-bit weights (exact)"
-HEAD_BITS = "of the output matrix (16); 8 reads half of its bytes"
+HEAD_BITS = "of the output matrix (8 on CPUs where layers have 8 or fewer, else 16)"
+EVAL_HEAD_BITS = "of the output matrix (16): layers are measured alone unless a plan says otherwise"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -283,7 +284,7 @@ def eval_parser() -> CommandParser:
         "--kv-cache-dtype", daily=True, metavar="KV", help="(default the plan's or directory's)"
     )
     flags.flag("--symmetric", action="store_true", only=unplanned, help="without zero points")
-    flags.flag("--head-bits", type=int, choices=(8, 16), only=unplanned, help=HEAD_BITS)
+    flags.flag("--head-bits", type=int, choices=(8, 16), only=unplanned, help=EVAL_HEAD_BITS)
     flags.flag("--cpu-activations", choices=("exact", "int8"), only=unplanned, help=CPU_ACTIVATIONS)
     flags.flag("--dtype", choices=DTYPES, help="default: the plan's, or float32")
     flags.flag("--device", default="cpu", daily=True, help="cpu (default) or cuda")

@@ -31,7 +31,7 @@ def with_pool_room(plan: Plan, spec: ModelSpec, memory_bytes: int, *, share: flo
             last=index == len(plan.stages) - 1,
             prefill_microbatch=plan.prefill_microbatch,
             decode_microbatch=plan.decode_microbatch,
-            quantization=plan.quantization.settings(),
+            quantization=plan.settings(),
             kv=plan.workload.kv,
             context_bytes=CONTEXT_BYTES,
             on_gpu=True,

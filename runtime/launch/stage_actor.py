@@ -367,7 +367,7 @@ class StageActor:
 
     def _schemes(self) -> dict[int, WeightScheme | None]:
         """Return how each layer of the stage is stored."""
-        scheme, stage = self._plan.quantization.settings().scheme, self._stage
+        scheme, stage = self._plan.settings().scheme, self._stage
         numbers = range(*stage.layers)
         return {i: scheme(p) for i, p in zip(numbers, stage.precisions, strict=True)}
 

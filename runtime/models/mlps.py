@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from llmpq.kernels.cpu import row_wise
 from llmpq.runtime.models.linear import Linear
 
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
@@ -62,6 +63,13 @@ class GateFunction:
         """Refuse an activation that nobody here computes."""
         require_activation(self.activation, GATED, "a gated MLP")
 
+    def of_both(self, both: Tensor) -> Tensor:
+        """Return what it makes of contiguous [..., 2 F], gate first."""
+        if self.activation == "silu" and row_wise.takes(both, both):
+            return row_wise.silu_gate(both)
+        # Out of place: the halves are strided views, and `down` wants rows without gaps.
+        return self(*both.chunk(2, dim=-1))
+
     def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
         """Return a new tensor; gate and up, strided halves of one, stay as they were."""
         if self.activation == "silu":
@@ -91,8 +99,4 @@ class GatedMLP(nn.Module):
 
     def forward(self, x_BQh: Tensor) -> Tensor:
         """Return [B, Q, h]."""
-        gate, up = self.gate_up(x_BQh).chunk(2, dim=-1)
-        # Out of place: the halves are strided views, and `down` wants rows without gaps.
-        hidden = self.gate(gate, up)
-        del gate, up
-        return self.down(hidden)
+        return self.down(self.gate.of_both(self.gate_up(x_BQh)))

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from llmpq.families.spec_values import RopeScaling
+from llmpq.kernels.cpu import row_wise
 from llmpq.runtime.step import Step
 
 
@@ -52,6 +53,8 @@ class Rotary:
     def rotate(self, x_BQND: Tensor, step: Step) -> Tensor:
         """Return queries or keys [B, Q, N heads, channels] turned to their positions."""
         cos, sin = self._angles(step, x_BQND)
+        if row_wise.turns(x_BQND, cos):
+            return row_wise.turn(x_BQND, cos, sin)
         out = torch.empty(x_BQND.shape, dtype=x_BQND.dtype, device=x_BQND.device)
         if self.dim < x_BQND.shape[-1]:
             out[..., self.dim :] = x_BQND[..., self.dim :]

@@ -29,7 +29,7 @@ def made_by(plan: Plan, model_dir: str | Path) -> dict[str, Any]:
         weights += f"; groups of {quantization.group_size or 'a channel'}"
         weights += ", symmetric" if quantization.symmetric else ""
         weights += f", {quantization.outliers} outliers" if quantization.outliers else ""
-    weights += ", output matrix in 8 bits" if quantization.head_bits == 8 else ""
+    weights += ", output matrix in 8 bits" if plan.settings().head_bits == 8 else ""
     weights += ", int8 activations on CPUs" if quantization.cpu_activations == "int8" else ""
     return {
         "model": f"{plan.model.name} {digest(model_dir)}",

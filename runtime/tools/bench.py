@@ -35,7 +35,8 @@ from llmpq.runtime.launch.launcher import Launch
 from llmpq.runtime.report.job_report import print_summary
 from llmpq.runtime.tools.bench_jobs import Bench, run_jobs
 from llmpq.runtime.tools.bench_rows import add_rows, read_baselines, summary
-from llmpq.workload import Workload
+from llmpq.this_machine import read_host, useful_threads
+from llmpq.workload import DTYPE_BYTES, Workload
 
 _log = logging.getLogger("llmpq.bench")
 
@@ -179,8 +180,13 @@ def single_plan(spec: ModelSpec, options: BenchOptions) -> Plan:
             precision=Precision.parse(job["bits"]),
             quantization=QuantizationForm(
                 symmetric=options.symmetric,
-                head_bits=options.head_bits or 16,
+                head_bits=options.head_bits,
                 cpu_activations=options.cpu_activations or "exact",
+            ),
+            threads=useful_threads(
+                read_host().threads,
+                spec.num_params * DTYPE_BYTES[job["dtype"]],
+                job["batch"],
             ),
             prefill_microbatch=_or(options.prefill_microbatch, job["batch"]),
             decode_microbatch=_or(options.decode_microbatch, job["batch"]),

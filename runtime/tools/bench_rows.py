@@ -117,7 +117,7 @@ def _job(plan: Plan) -> dict[str, Any]:
         "gen": plan.workload.gen_len,
         "plan": plan.solver.method,
         "symmetric": plan.quantization.symmetric,
-        **({"head_bits": 8} if plan.quantization.head_bits == 8 else {}),
+        **({"head_bits": 8} if plan.settings().head_bits == 8 else {}),
         **_rounded(plan),
     }
 

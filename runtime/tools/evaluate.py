@@ -329,7 +329,8 @@ def _precisions(
         plan = load_plan(plan_file)
         plan.require_model(spec)
         work = plan.workload
-        return plan.precisions, plan.quantization, work.dtype, work.kv
+        form = plan.quantization.model_copy(update={"head_bits": plan.settings().head_bits})
+        return plan.precisions, form, work.dtype, work.kv
     chosen = [Precision.parse(name) for name in ("w16a16" if named is None else named).split(",")]
     if len(chosen) == 1:
         chosen *= spec.num_layers
@@ -342,7 +343,7 @@ def _precisions(
         refuse_without_effect(
             {"--symmetric": True}, "on weights without zeros", "add --precision w4a16"
         )
-    return tuple(chosen), QuantizationForm(symmetric=symmetric), "float32", None
+    return tuple(chosen), QuantizationForm(symmetric=symmetric, head_bits=16), "float32", None
 
 
 def _has_zeros(precision: Precision) -> bool:

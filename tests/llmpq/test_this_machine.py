@@ -78,6 +78,11 @@ def test_small_models_get_few_threads(mib, threads):
     assert useful_threads(16, mib * 2**20) == threads
 
 
+@pytest.mark.parametrize(("rows", "threads"), [(1, 1), (7, 1), (16, 2), (32, 4), (10_000, 16)])
+def test_many_rows_keep_more_threads_busy(rows, threads):
+    assert useful_threads(16, 28 * 2**20, rows) == threads
+
+
 def test_this_machine_is_found_as_it_is():
     cluster = this_machine.this_machine()
     assert cluster.devices and all(d.limit_bytes > 0 for d in cluster.devices)

@@ -28,7 +28,7 @@ def test_a_plan_names_its_rounding(tmp_path):
     exact, rounded = planned(tmp_path), planned(tmp_path, "--cpu-activations", "int8")
     assert exact.quantization.cpu_activations == "exact"
     assert rounded.quantization.cpu_activations == "int8"
-    assert rounded.quantization.settings().cpu_activations == "int8"
+    assert rounded.settings().cpu_activations == "int8"
     assert [stage.layers for stage in rounded.stages] == [stage.layers for stage in exact.stages]
 
 
@@ -53,3 +53,12 @@ def test_measured_costs_say_that_they_are_of_exact_activations(tmp_path, capsys)
     planned(tmp_path, "--costs", str(tmp_path / "costs.json"), "--cpu-activations", "int8")
     said = " ".join(capsys.readouterr().out.split())
     assert "the times of CPU@8t were measured with exact activations" in said
+    rounded = costs.model_copy(update={"cpu_activations": "int8"})
+    rounded.save_json(tmp_path / "int8.json")
+    planned(tmp_path, "--costs", str(tmp_path / "int8.json"), "--cpu-activations", "int8")
+    assert "were measured with" not in capsys.readouterr().out
+    planned(tmp_path, "--costs", str(tmp_path / "int8.json"))
+    said = " ".join(capsys.readouterr().out.split())
+    assert "were measured with int8 activations, the plan's are exact" in said
+    with pytest.raises(ValueError, match="cannot be merged"):
+        costs.merged(rounded)

@@ -131,7 +131,7 @@ def _dequantised(model: Any, spec: ModelSpec, plan: Plan) -> int:
         layer = next((int(part) for part in name.split(".") if part.isdigit()), None)
         if not isinstance(module, torch.nn.Linear) or layer is None:
             continue
-        scheme = plan.quantization.settings().scheme(plan.precisions[layer])
+        scheme = plan.settings().scheme(plan.precisions[layer])
         if scheme is None:
             continue
         groups = module.weight.data.unflatten(-1, (-1, scheme.group_size or module.in_features))

@@ -129,3 +129,21 @@ def test_the_command_plans_by_what_it_measured(monkeypatch, tmp_path, capsys):
     assert {p for stage in free.stages for p in stage.precisions} == {Precision.W4A16}
     rounded = planned(tmp_path, "--bits", "4", "--cpu-activations", "int8")
     assert rounded.predicted.total_s < times["4"]
+
+
+def test_a_cluster_file_may_ask_for_the_probe(monkeypatch):
+    described = read_devices("cpu=64GB+4threads").cluster
+    asking = Cluster.parse_data(
+        {**described.model_dump(mode="json", by_alias=True), "planning": {"probe_cpu": True}},
+        where="test",
+    )
+    assert asking.fingerprint() == described.fingerprint()
+    kept = dict.fromkeys([4])
+    monkeypatch.setattr(cpu_here, "kept_rates", lambda threads, dtype: kept[threads])
+    monkeypatch.setattr(cpu_here, "probe", lambda threads, dtype: made_rates(threads))
+    assert rates_for(described, "float32") == []
+    assert rates_for(asking, "float32") == [made_rates()]
+    assert rates_for(asking, "float32", profiled=[asking.devices[0].profile_kind]) == []
+    kept[4] = made_rates()
+    monkeypatch.delattr(cpu_here, "probe")
+    assert rates_for(asking, "float32") == [made_rates()]

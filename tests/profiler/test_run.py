@@ -265,3 +265,22 @@ def test_a_cluster_of_other_hosts_cannot_be_profiled_here(
     error = capsys.readouterr().err
     assert "none of T4 is on this host (found: its CPU, no GPU)" in error
     assert "llmpq-profile merge" in error
+
+
+@pytest.mark.parametrize("activations, bits", [("exact", 16), ("int8", 8)])
+def test_cpus_are_timed_with_the_activations_asked_for(tiny_models, activations, bits):
+    spec = ModelSpec.from_directory(tiny_models.directory("llama"))
+    quantization = Quantization(cpu_activations=activations)
+    timed = TimedModel(spec, torch.device("cpu"), quantization, Sampling())
+    for part in ("layer", "head"):
+        target = Target(
+            device_kind="CPU@1t",
+            part=part,
+            phase=Phase.DECODE,
+            precision=Precision.W8A16,
+            dtype="float32",
+        )
+        stage = timed._stage(target)
+        held = [getattr(m, "weight", None) for m in stage.modules()]
+        rounded = [w.activation_bits for w in held if hasattr(w, "activation_bits")]
+        assert rounded and set(rounded) == {bits}

@@ -233,7 +233,7 @@ def test_a_plan_places_experts_by_their_bytes(tmp_path: Path) -> None:
     assert sum(stage.num_layers for stage in made.stages) == spec.num_layers
     for stage in made.stages:
         weights = sum(
-            layer_weight_bytes(spec, p, made.quantization.settings(), 2) for p in stage.precisions
+            layer_weight_bytes(spec, p, made.settings(), 2) for p in stage.precisions
         )
         assert stage.memory is not None and stage.memory.weights_bytes == weights
     # All experts in 16 bits would need 93 GB.

@@ -1,0 +1,27 @@
+"""The tables of CPUs: ours beside llama.cpp in one run (`benchmarks/cpu.py`)."""
+
+from __future__ import annotations
+
+from table_cells import Pivot, Row
+
+CASE = ("bits", "head bits", "batch", "depth", "kv", "threads", "level", "dtype")
+
+
+def beside_llama(row: Row) -> str:
+    """Show milliseconds and how many times as long llama.cpp takes."""
+    own = f"{row['value'] * 1e3:.4g} ms"
+    theirs = [value for name, value in row["baselines"].items() if name.startswith("llama.cpp")]
+    return own + (f" ({theirs[0] / row['value']:.2f}x)" if theirs else "")
+
+
+CPU_TABLES = {
+    f"cpu_{name.split()[0]}": Pivot(
+        file="cpu.jsonl",
+        bench=f"cpu {name}",
+        index=("model", *CASE),
+        where={"llama head": "same", "cpu activations": "exact"},
+        value_title=f"{name} (llama.cpp / ours)",
+        show=beside_llama,
+    )
+    for name in ("decode step", "prefill")
+}

@@ -1,0 +1,52 @@
+"""Plans that nobody planned: what they say of the output matrix, on CPUs and on GPUs."""
+
+import pytest
+
+from llmpq.model_spec import ModelSpec
+from llmpq.plan import QuantizationForm
+from llmpq.precision import Precision
+from llmpq.runtime.launch.hand_plan import hand_plan
+from llmpq.runtime.text.made_with import made_by
+from llmpq.workload import Workload
+
+pytestmark = pytest.mark.pure
+SPEC = ModelSpec.by_name("llama-3.2-1b")
+
+
+def planned(precision, head_bits=None, **options):
+    job = Workload(batch=1, prompt_len=8, gen_len=8)
+    form = QuantizationForm(head_bits=head_bits)
+    return hand_plan(SPEC, job, precision=precision, quantization=form, **options)
+
+
+@pytest.mark.parametrize(
+    "precision, asked, bits",
+    [
+        (Precision.W4A16, None, 8),
+        (Precision.W8A8, None, 8),
+        (Precision.W16A16, None, 16),
+        (Precision.W4A16, 16, 16),
+        (Precision.W16A16, 8, 8),
+        ([Precision.W16A16] * 15 + [Precision.W3A16], None, 8),
+    ],
+)
+def test_the_output_matrix_has_eight_bits_where_a_layer_is_rounded(precision, asked, bits):
+    assert planned(precision, asked).settings().head_bits == bits
+    assert planned(precision, asked, splits=[8]).settings().head_bits == bits
+
+
+def test_a_gpu_keeps_it_whole():
+    plan = planned(Precision.W4A16, splits=[8])
+    gpu = {"kind": "A100-40GB", "threads": None}
+    last = plan.stages[-1].model_copy(update=gpu)
+    assert not last.is_cpu
+    mixed = plan.model_copy(update={"stages": (plan.stages[0], last)})
+    assert mixed.settings().head_bits == 16
+    first = plan.stages[0].model_copy(update=gpu)
+    assert plan.model_copy(update={"stages": (first, plan.stages[1])}).settings().head_bits == 8
+
+
+def test_answers_name_it(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    assert "output matrix in 8 bits" in made_by(planned(Precision.W4A16), tmp_path)["weights"]
+    assert "output matrix" not in made_by(planned(Precision.W4A16, 16), tmp_path)["weights"]
