@@ -200,9 +200,8 @@ def rope_append(
         (q_BQHD, k_BQGD, v_BQGD),
         (q_out, k_cache_SGTD, v_cache_SGTD),
         (slots_B, start_B, num_new_B),
-        inv_freq,
-        factor,
-        (strides[0], strides[1], strides[2]),
+        (inv_freq, factor),
+        strides[:3],
         blocks=2,
         norms=norms,
     )
@@ -235,19 +234,15 @@ def rope_append_pages(
     if keep and (k_TGD.stride(2) != 1 or k_TGD.stride(1) != k_TGD.shape[2]):
         raise ValueError(f"keys to rotate in place need dense heads, got strides {k_TGD.stride()}")
     if not k_pool.is_contiguous() or not v_pool.is_contiguous() or k_pool.shape != v_pool.shape:
-        raise ValueError(
-            f"pools must be alike, one block behind the other, got {list(k_pool.shape)} and "
-            f"{list(v_pool.shape)}"
-        )
+        shapes = f"{list(k_pool.shape)} and {list(v_pool.shape)}"
+        raise ValueError(f"pools must be alike, one block behind the other, got {shapes}")
     q_out = torch.empty(q_TND.shape, dtype=q_TND.dtype, device=q_TND.device)
-    strides = k_pool.stride()
     _launch(
         (q_TND[None], k_TGD[None], v_TGD[None]),
         (q_out, k_pool, v_pool),
         (places_T, positions_T, places_T),
-        inv_freq,
-        factor,
-        (strides[0], strides[1], strides[2]),
+        (inv_freq, factor),
+        k_pool.stride()[:3],
         blocks=2,
         page=k_pool.shape[2],
         keep=keep and inv_freq is not None,
@@ -266,8 +261,7 @@ def rope(
         (q_BQHD, k_BQGD, k_BQGD),
         (q_out, k_out, k_out),
         (start_B, start_B, start_B),
-        inv_freq,
-        factor,
+        (inv_freq, factor),
         (q_len * groups * dim, dim, groups * dim),
         blocks=1,
     )
@@ -278,9 +272,8 @@ def _launch(
     inputs: tuple[Tensor, Tensor, Tensor],
     outputs: tuple[Tensor, Tensor, Tensor],
     rows: tuple[Tensor, Tensor, Tensor],
-    inv_freq: Tensor | None,
-    factor: float,
-    strides: tuple[int, int, int],
+    rotation: tuple[Tensor | None, float],
+    strides: tuple[int, ...],
     *,
     blocks: int,
     page: int = 0,
@@ -292,7 +285,7 @@ def _launch(
     `page`: tokens of a pool's block; then every token is a row of its own. `keep`: as KEEP.
     """
     batch, q_len, heads, dim = inputs[0].shape
-    groups = inputs[1].shape[2]
+    groups, (inv_freq, factor) = inputs[1].shape[2], rotation
     inputs_2 = tuple(tokens_of(x) for x in inputs)
     half = dim // 2 if inv_freq is None else inv_freq.shape[0]
     rest = triton.next_power_of_2(dim - 2 * half) if dim > 2 * half else 0

@@ -232,9 +232,7 @@ def test_a_plan_places_experts_by_their_bytes(tmp_path: Path) -> None:
     made, spec = Plan.load(out), ModelSpec.by_name("mixtral-8x7b")
     assert sum(stage.num_layers for stage in made.stages) == spec.num_layers
     for stage in made.stages:
-        weights = sum(
-            layer_weight_bytes(spec, p, made.settings(), 2) for p in stage.precisions
-        )
+        weights = sum(layer_weight_bytes(spec, p, made.settings(), 2) for p in stage.precisions)
         assert stage.memory is not None and stage.memory.weights_bytes == weights
     # All experts in 16 bits would need 93 GB.
     assert plan_main(words.replace("4,8,w4a4", "16").split()) == 5
