@@ -72,11 +72,13 @@ def read_wish(request: PlanRequest) -> Wish:
     )
 
 
-def answer(problem: Problem, wish: Wish, path: str | None) -> Answer:
+def answer(
+    problem: Problem, wish: Wish, path: str | None, *, other_bound: float = math.inf
+) -> Answer:
     """Return the best plan over the KV precisions allowed; explain it when nothing fits.
 
-    The time is shared out among the precisions, and the bound is the least of all of them. What
-    some leave of their time is for the one whose bound is the least.
+    The bound is the least of all KV precisions, and of `other_bound`: that of plans of the same
+    request that this problem does not have.
     """
     start_s, limit = time.perf_counter(), wish.time_limit_s
     works = [problem.workload.model_copy(update={"kv": kv}) for kv in wish.kvs]
@@ -89,11 +91,14 @@ def answer(problem: Problem, wish: Wish, path: str | None) -> Answer:
             _raise_unless_smaller(problem, str(tries.refusal))
         raise DoesNotFitError(explain_infeasible(problem)) from None
     priced, outcome = tries.problems[tries.best[0]], tries.best[1]
+    bound = min(*tries.bounds.values(), other_bound)
     if _rounds_head_alone(priced, outcome):
         left = max(limit - (time.perf_counter() - start_s), HEAD_SHARE * limit)
         with suppress(DoesNotFitError, Unfinished):
-            return answer(_with_whole_head(problem), replace(wish, time_limit_s=left), path)
-    outcome = _over_all(outcome, min(tries.bounds.values()))
+            # Plans that mix precisions go on with a rounded output matrix: their bound stands.
+            wish = replace(wish, time_limit_s=left)
+            return answer(_with_whole_head(problem), wish, path, other_bound=bound)
+    outcome = _over_all(outcome, bound)
     # Under a budget the value is time alone.
     valued = priced if wish.budget is None else priced.with_changes(theta=0.0)
     return Answer(problem=priced, outcome=outcome, plan=checked_plan(valued, outcome, path))

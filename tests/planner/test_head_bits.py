@@ -84,3 +84,20 @@ def test_a_plan_that_says_nothing_has_the_same(tmp_path):
     plan = by_default(tmp_path, "--devices", "cpu", "--bits", "4")
     silent = plan.quantization.model_copy(update={"head_bits": None})
     assert plan.model_copy(update={"quantization": silent}).settings() == plan.settings()
+
+
+@pytest.mark.parametrize("theta", ["1", "1e4", "1e9"])
+def test_the_bound_holds_of_plans_with_either_output_matrix(tmp_path, theta):
+    words = ["--devices", "cpu", "--bits", "8,16", "--theta", theta]
+    plan = by_default(tmp_path, *words)
+    rounded = by_default(tmp_path, *words, "--head-bits", "8")
+    solved, other = plan.solver, rounded.solver
+    assert solved is not None and other is not None and solved.bound is not None
+    if any(p.weight_bits == 8 for p in plan.precisions):
+        assert solved.value == pytest.approx(other.value)
+    elif any(p.weight_bits == 8 for p in rounded.precisions):
+        assert solved.bound <= other.value
+    else:  # nobody has shown that no mix lies between the two
+        assert plan.quantization.head_bits == 16
+        assert solved.bound <= other.value < solved.value
+        assert solved.status == "feasible"
