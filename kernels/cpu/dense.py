@@ -34,7 +34,7 @@ from llmpq.kernels.native.library import NUMBERS, address, call, library
 _NATIVE_ROWS = 4
 """Rows up to which our own code takes a plain weight."""
 
-_SMALL_BYTES = 1 << 20
+_SMALL_BYTES = 2 << 20
 """Weights up to here stay plain: in a core's L2, so that reading them costs little, and a step's
 calls much (kernels/cpu/native_layer.py)."""
 
