@@ -9,144 +9,12 @@
 // 1e-3). float32 x takes two such rows, the second what the first left: 30 bits.
 // Rounded to 8 bits (`--cpu-activations int8`): xs is the group's largest / 127, one row whatever x is; codes
 // and x meet as bytes where the instructions take them and groups are of 128 or more, else as above.
+// AVX2 has no instruction that adds up products of 16-bit integers: there codes of 3 and 4 bits meet x as two bytes,
+// or float32 x as three (24 bits), each by four products of 32 bytes whose sums 16 bits hold.
 // Cost a k-group of 128 weights: 16 bits bytes read, 4-bit codes by 6 shifts and masks (AVX-512); for
 // each row of x 4 dot products (of bytes 2), a conversion and an fma.
 #pragma once
-#include <vector>
-
-#include "weight.h"
-
-// Whether rows rounded to 8 bits meet w as bytes: AVX2's sums of two products of bytes hold 4-bit codes.
-static inline bool as_bytes(const Weight& w) { return !w.fine() && (HAS_BYTE_DOT || w.bits < 8); }
-
-// Numbers from the start of a cache line on: a load of 64 bytes that crosses lines takes two.
-template <class Number>
-struct Lined {
-  std::vector<Number> held;
-  int64_t size = 0;
-  void resize(int64_t n) {
-    size = n;
-    if ((int64_t)held.size() < n + LINE) held.resize(n + LINE);
-  }
-  bool empty() const { return size == 0; }
-  Number* data() { return (Number*)(((uintptr_t)held.data() + 63) / 64 * 64); }
-  const Number* data() const { return (const Number*)(((uintptr_t)held.data() + 63) / 64 * 64); }
-  static constexpr int64_t LINE = 64 / sizeof(Number);
-};
-
-struct RoundedRows {
-  Lined<int16_t> q;              // [R, k_groups, 128], R = M * parts
-  Lined<int8_t> bytes;           // or these
-  std::vector<float> scale;      // [R, padded groups]
-  std::vector<float> sum;        // [R, padded groups, parts of the weight's k-groups]
-  int64_t parts, padded, x_bits;
-  // A thread's calls follow one another in the same memory: new pages would cost more than the rounding.
-  void reset(int64_t M, int64_t of, const Weight& w, int64_t bits) {
-    parts = of, padded = w.padded_groups(), x_bits = bits;
-    scale.assign(M * parts * padded, 0);
-    sum.assign(M * parts * w.grid_size(), 0);
-    const int64_t numbers = M * parts * w.k_groups * GROUP;
-    const bool short_ones = x_bits == 8 && as_bytes(w);
-    bytes.resize(short_ones ? numbers : 0);
-    q.resize(short_ones ? 0 : numbers);
-  }
-};
-
-static inline int exponent_of(float v) {
-  uint32_t bits;
-  std::memcpy(&bits, &v, sizeof bits);
-  return (int)(bits >> 23 & 255) - 127;
-}
-static inline float power_of_two(int exponent) {
-  const uint32_t bits = (uint32_t)(exponent + 127) << 23;
-  float v;
-  std::memcpy(&v, &bits, sizeof v);
-  return v;
-}
-static inline float lanes_total(__m256 v) {
-  __m128 h = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
-  h = _mm_add_ps(h, _mm_movehl_ps(h, h));
-  return _mm_cvtss_f32(_mm_add_ss(h, _mm_movehdup_ps(h)));
-}
-static inline int32_t lanes_total(__m256i v) {
-  __m128i h = _mm_add_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
-  h = _mm_add_epi32(h, _mm_shuffle_epi32(h, 0x4e));
-  return _mm_cvtsi128_si32(_mm_add_epi32(h, _mm_shuffle_epi32(h, 0xb1)));
-}
-
-// Numbers that 8 bits hold, in the order of `unpack_bytes`.
-static inline void put_bytes(const int16_t* flat, int64_t bits, int8_t* to) {
-  if (bits == 8) {
-    for (int k = 0; k < GROUP; ++k) to[k] = (int8_t)flat[k];
-    return;
-  }
-  uint16_t words[64];
-  for (int half = 0; half < 2; ++half)
-    for (int i = 0; i < 32; ++i)
-      words[32 * half + i] = (uint16_t)((flat[32 * half + i] & 0xff) | flat[32 * half + i + 64] << 8);
-  std::memcpy(to, words, sizeof words);
-}
-
-// Numbers in the order of `unpack<8>`: even ones of 64, then odd ones.
-static inline void put_halves(const int16_t* flat, int16_t* to) {
-  for (int half = 0; half < GROUP; half += 64)
-    for (int i = 0; i < 32; ++i) {
-      to[half + i] = flat[half + 2 * i];
-      to[half + 32 + i] = flat[half + 2 * i + 1];
-    }
-}
-
-static inline void round_group(const float* x, const Weight& w, int64_t row, int64_t g, RoundedRows& r) {
-  __m256 top = _mm256_setzero_ps(), wrong = top;
-  const __m256 sign = _mm256_set1_ps(-0.0f);
-  for (int i = 0; i < GROUP; i += 8) {
-    __m256 v = _mm256_loadu_ps(x + i);
-    top = _mm256_max_ps(top, _mm256_andnot_ps(sign, v));
-    wrong = _mm256_fmadd_ps(v, _mm256_setzero_ps(), wrong);  // NaN where x is not finite
-  }
-  __m128 four = _mm_max_ps(_mm256_castps256_ps128(top), _mm256_extractf128_ps(top, 1));
-  four = _mm_max_ps(four, _mm_movehl_ps(four, four));
-  const float most = _mm_cvtss_f32(_mm_max_ss(four, _mm_movehdup_ps(four))), not_finite = lanes_total(wrong);
-  const int exponent = most > 1e-30f && std::isfinite(most) ? exponent_of(most) : -100;
-  float step = power_of_two(exponent - 14);
-  if (r.x_bits == 8) step = exponent > -100 ? most / 127 : 1;
-  alignas(32) float rest[GROUP];
-  std::memcpy(rest, x, sizeof rest);
-  for (int64_t part = 0; part < r.parts; ++part, step *= 0x1p-15f) {
-    int64_t at = row * r.parts + part;
-    __m256 inverse = _mm256_set1_ps(1 / step), back = _mm256_set1_ps(step);
-    __m256i sum[FINE_PARTS] = {};
-    alignas(32) int16_t flat[GROUP];
-    for (int i = 0; i < GROUP; i += 8) {
-      __m256 v = _mm256_load_ps(rest + i);
-      __m256i whole = _mm256_cvtps_epi32(_mm256_mul_ps(v, inverse));
-      __m128i half = _mm_packs_epi32(_mm256_castsi256_si128(whole), _mm256_extracti128_si256(whole, 1));
-      whole = _mm256_cvtepi16_epi32(half);
-      sum[i / 32] = _mm256_add_epi32(sum[i / 32], whole);
-      _mm256_store_ps(rest + i, _mm256_fnmadd_ps(_mm256_cvtepi32_ps(whole), back, v));
-      _mm_store_si128((__m128i*)(flat + i), half);
-    }
-    const int64_t to_q = (at * w.k_groups + g) * GROUP;
-    if (!r.bytes.empty()) put_bytes(flat, w.bits, r.bytes.data() + to_q);
-    else if (w.bits == 8) put_halves(flat, r.q.data() + to_q);
-    else std::memcpy(r.q.data() + to_q, flat, sizeof flat);
-    r.scale[at * r.padded + g] = step + not_finite;
-    float* to = r.sum.data() + (at * r.padded + g) * w.parts();
-    if (w.fine()) {
-      for (int64_t of = 0; of < FINE_PARTS; ++of) to[of] = step * (float)lanes_total(sum[of]);
-      continue;
-    }
-    to[0] = step * (float)lanes_total(_mm256_add_epi32(_mm256_add_epi32(sum[0], sum[1]), _mm256_add_epi32(sum[2], sum[3])));
-  }
-}
-
-// Rounds k-group g of row m of x [M, K]; what lies past K is zero.
-static void round_row_group(const void* x, int64_t number, const Weight& w, int64_t m, int64_t g, RoundedRows& r) {
-  float values[GROUP] = {};
-  int64_t count = w.K - g * GROUP < GROUP ? w.K - g * GROUP : GROUP;
-  copy_floats(values, x, m * w.K + g * GROUP, count, number);
-  round_group(values, w, m, g, r);
-}
+#include "rounded_rows.h"
 
 struct Output {
   void* y;           // [M, N]
@@ -154,14 +22,36 @@ struct Output {
   int64_t number;
 };
 
-// How codes and x meet: as 16-bit integers, the same with a grid each 32 weights, as bytes.
-enum class Meet { WHOLE, FINE, BYTES };
+// How codes and x meet: as 16-bit integers, the same with a grid each 32 weights, as bytes; x's two or three bytes.
+enum class Meet { WHOLE, FINE, BYTES, TWO_PLANES, THREE_PLANES };
 
 // Sums of products of a k-group's codes with x as 16-bit integers.
 static inline Ints dot_words(const Ints* codes, const int16_t* q) {
   Ints d = no_ints();
   for (int v = 0; v < VECTORS; ++v) d = dot(d, codes[v], load(q + v * 2 * LANES));
   return d;
+}
+
+// The same with x in PLANES bytes, in units of its upper 16 bits; codes of up to 4 bits.
+template <int64_t PLANES>
+static inline Floats dot_planes(const Ints* codes, const int8_t* x) {
+#if WIDE
+  return floats(0);  // meets 16-bit integers
+#else
+  constexpr int N = GROUP / (4 * LANES);
+  __m256i sums[PLANES] = {};
+  for (int v = 0; v < N; ++v)
+    for (int plane = 0; plane < PLANES; ++plane) {
+      const __m256i bytes = _mm256_loadu_si256((const __m256i*)(x + plane * GROUP + v * 32));
+      // The highest has signs; codes are the same with and without.
+      const __m256i pairs = plane ? _mm256_maddubs_epi16(bytes, codes[v]) : _mm256_maddubs_epi16(codes[v], bytes);
+      sums[plane] = _mm256_add_epi16(sums[plane], pairs);
+    }
+  const __m256i one = _mm256_set1_epi16(1);
+  const __m256i upper = _mm256_add_epi32(_mm256_madd_epi16(sums[0], _mm256_set1_epi16(256)), _mm256_madd_epi16(sums[1], one));
+  if constexpr (PLANES == 2) return to_floats(upper);
+  return fma(to_floats(_mm256_madd_epi16(sums[PLANES - 1], one)), floats(0x1p-8f), to_floats(upper));
+#endif
 }
 
 // Rows first .. first + ROWS of the rounded x (PARTS to a row of y) times rows n0 .. n1 of w, whose grids are s, z.
@@ -188,7 +78,8 @@ static void few_rows(const Weight& w, const RoundedRows& x, const Output& out, i
       int64_t g1 = g0 + LANES < w.k_groups ? g0 + LANES : w.k_groups;
       for (int64_t g = g0; g < g1; ++g, p += 16 * BITS) {
         Ints c[VECTORS];
-        if constexpr (MEET == Meet::BYTES) unpack_bytes<BITS>(p, c);
+        constexpr int64_t PLANES = MEET == Meet::TWO_PLANES ? 2 : MEET == Meet::THREE_PLANES ? 3 : 0;
+        if constexpr (MEET == Meet::BYTES || PLANES) unpack_bytes<BITS>(p, c);
         else unpack<BITS>(p, c);
         _mm_prefetch((const char*)(p + 2048), _MM_HINT_T0);
         if (BITS == 8) _mm_prefetch((const char*)(p + 2048 + 64), _MM_HINT_T0);
@@ -197,6 +88,8 @@ static void few_rows(const Weight& w, const RoundedRows& x, const Output& out, i
           const int16_t* q = x.q.data() + at;
           if constexpr (MEET == Meet::BYTES) {
             acc[m] = fma(to_floats(dot_bytes(c, x.bytes.data() + at)), floats(factor[m][g - g0]), acc[m]);
+          } else if constexpr (PLANES) {
+            acc[m] = fma(dot_planes<PLANES>(c, x.bytes.data() + at * PLANES), floats(factor[m][g - g0]), acc[m]);
           } else if constexpr (FINE) {
             Floats d = floats(0);
             for (int v = 0; v < VECTORS; ++v) {
@@ -344,5 +237,9 @@ static void few_rows(const Weight& w, const RoundedRows& x, const Output& out, i
   auto run = w.fine() ? few_rows_of<BITS, PARTS, Meet::FINE> : few_rows_of<BITS, PARTS, Meet::WHOLE>;
   if constexpr (PARTS == 1 && (HAS_BYTE_DOT || BITS < 8))
     if (!x.bytes.empty()) run = few_rows_of<BITS, 1, Meet::BYTES>;
+  if constexpr (PARTS == 1 && BITS < 8 && !WIDE) {
+    if (x.planes == 2) run = few_rows_of<BITS, 1, Meet::TWO_PLANES>;
+    if (x.planes == 3) run = few_rows_of<BITS, 1, Meet::THREE_PLANES>;
+  }
   run(w, x, out, M, n0, n1, s, z);
 }
