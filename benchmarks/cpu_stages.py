@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("--cores", help="pin all processes to these, such as 0,1,2,3")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--prompt", type=int, default=128)
+    parser.add_argument("--prompt", type=int, default=64)
     parser.add_argument("--gen", type=int, default=48)
     parser.add_argument("--bits", default="16,8,4,16+8+4", help="a plan for each")
     parser.add_argument("--theta", default="0.01", help="of the plans that may choose")
