@@ -299,6 +299,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="bfloat16", help="of ours")
     parser.add_argument("--level", choices=sorted(library.LEVELS), help="force our dispatch")
     parser.add_argument("--head-bits", type=int, choices=(8, 16), help="of ours (as plans have)")
+    parser.add_argument("--llama-build", default="", help="what llama.cpp was compiled for")
     parser.add_argument("--fill-threads", type=int, help="of llama.cpp with --depth (--threads)")
     parser.add_argument("--head", choices=("same", "f16"), default="same")
     parser.add_argument("--transformers", action="store_true", help="measure it, too (16 bits)")
@@ -372,7 +373,7 @@ def _case(
         "model": args.model, "layers": spec.num_layers, "bits": bits, "dtype": args.dtype,
         "batch": batch, "prompt": 0 if depth else args.prompt, "depth": depth, "new": args.new,
         "threads": args.threads, "level": used.name if used else "torch",
-        "llama head": args.head, "head bits": _head_bits(args, bits),
+        "llama build": args.llama_build, "llama head": args.head, "head bits": _head_bits(args, bits),
         "cpu activations": args.cpu_activations,
     }  # fmt: skip
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from table_cells import Pivot, Row
 
-CASE = ("bits", "head bits", "batch", "depth", "kv", "threads", "level", "dtype")
+CASE = ("bits", "head bits", "batch", "depth", "kv", "threads", "level", "dtype", "llama build")
 
 
 def beside_llama(row: Row) -> str:
