@@ -14,7 +14,21 @@ def beside_llama(row: Row) -> str:
     return own + (f" ({theirs[0] / row['value']:.2f}x)" if theirs else "")
 
 
+def beside_before(row: Row) -> str:
+    """Show tokens/s and how many times as many as the earlier tree's."""
+    ((commit, before),) = row["baselines"].items()
+    return f"{row['value']:.4g} ({row['value'] / before:.2f}x {commit})"
+
+
 CPU_TABLES = {
+    "cpu_llm": Pivot(
+        file="cpu.jsonl",
+        bench="cpu LLM",
+        index=("model", "rows", "new"),
+        value_title="tokens/s",
+        show=beside_before,
+    ),
+} | {
     f"cpu_{name.split()[0]}": Pivot(
         file="cpu.jsonl",
         bench=f"cpu {name}",
