@@ -163,7 +163,7 @@ def time_ours_behind(
 def pool_of(
     model: LocalPipeline, batch: int, length: int, kv: KVPrecision, *, start: int = 0
 ) -> PagedKV:
-    """Return a pool in which every row has its blocks for `length` tokens, `start` of them there."""
+    """Return a pool whose rows have blocks for `length` tokens, `start` of them there."""
     blocks = -(-length // BLOCK_TOKENS)
     size = PoolSize(num_blocks=batch * blocks, slots=batch, max_len=length, prefix_cache=False)
     pool = make_paged_kv(
