@@ -81,8 +81,10 @@ static void few_rows(const Weight& w, const RoundedRows& x, const Output& out, i
         constexpr int64_t PLANES = MEET == Meet::TWO_PLANES ? 2 : MEET == Meet::THREE_PLANES ? 3 : 0;
         if constexpr (MEET == Meet::BYTES || PLANES) unpack_bytes<BITS>(p, c);
         else unpack<BITS>(p, c);
-        _mm_prefetch((const char*)(p + 2048), _MM_HINT_T0);
-        if (BITS == 8) _mm_prefetch((const char*)(p + 2048 + 64), _MM_HINT_T0);
+        // To L2 and far ahead: one row, small pages, 4 and 8 bits on a busy thread 5.7 and 6.7 GB/s; to L1, 2048
+        // ahead 4.6 and 5.4, 4096 ahead 4.6 and 5.3; none 3.9 and 5.2.
+        _mm_prefetch((const char*)(p + 4096), _MM_HINT_T1);
+        if (BITS == 8) _mm_prefetch((const char*)(p + 4096 + 64), _MM_HINT_T1);
         for (int m = 0; m < ROWS; ++m) {
           const int64_t at = ((first + m) * w.k_groups + g) * GROUP;
           const int16_t* q = x.q.data() + at;
