@@ -94,10 +94,16 @@ class TimedLoop(FirstStage):
 
     log: list[tuple[float, int, int]]
 
-    def _publish(self, kind: StepKind, finished: Sequence[Request], now_s: float) -> None:
+    def _publish(
+        self,
+        kind: StepKind,
+        finished: Sequence[Request],
+        now_s: float,
+        stepped: Sequence[Request] = (),
+    ) -> None:
         if kind is not StepKind.PREFILL:
             self.log.append((now_s, self._scheduler.generated_tokens, len(finished)))
-        super()._publish(kind, finished, now_s)
+        super()._publish(kind, finished, now_s, stepped)
 
 
 class Guesser(FixedDrafter):
