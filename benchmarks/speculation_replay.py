@@ -73,11 +73,17 @@ class Replayed:
 class WithoutPrompts:
     """A stage that skips prompts: their cache is filled with noise beforehand."""
 
-    def __init__(self, compute: CudaStageCompute) -> None:
-        self._compute = compute
+    def __init__(self, compute: CudaStageCompute, plain: CudaStageCompute | None = None) -> None:
+        """`plain`: the same stage without drafts, which takes over where they are given up."""
+        self._compute, self._plain = compute, plain
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._compute, name)
+
+    def end_speculation(self) -> None:
+        """Go on as the stage without drafts; the other is used again."""
+        assert self._plain is not None
+        self._compute = self._plain
 
     def run(self, message: StepMessage, hidden_BQH: Tensor | None) -> Tensor | Pending:
         """Answer prompts at once; run everything else."""
