@@ -136,6 +136,15 @@ KERNEL_TABLES = {
         value_title="us",
         show=lambda row: f"{row['value']:.1f}",
     ),
+    "step_kernels": Pivot(
+        file="step.jsonl",
+        bench="step_kernel",
+        index=("place", "kernel"),
+        column=("model", "precision", "rows"),
+        where={"model": "llama-3.1-8b"},
+        show=lambda row: f"{row['value']:.1f}",
+        newest=True,
+    ),
     "gemm_untuned": Pivot(
         file="gemm_choice.jsonl",
         bench="gemm",
