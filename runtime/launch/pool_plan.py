@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from llmpq.capabilities import lacking_sentence, require_gpu_pool, ways_of
+from llmpq.capabilities import gpu_pool_lack, lacking_sentence, require_gpu_pool, ways_of
 from llmpq.errors import DoesNotFitError
 from llmpq.kv_format import pool_blocks
 from llmpq.model_spec import ModelSpec
@@ -32,22 +32,32 @@ class PoolPlan:
     def serves(self) -> bool:
         """Whether the paged engine serves the plan; else requests have the plan's slots.
 
-        On CPUs it does, on GPUs if the settings say so: `ValueError` where they cannot. Slots
-        remain for drafts by the model's own weights, which keep caches of their own, and for jobs
-        known beforehand with drafts, or of which fewer requests would be under way at once than
-        planned, since blocks round their lengths up.
+        On CPUs it does, on GPUs as `StageSettings.gpu_pool` says: `ValueError` where they are told
+        to and cannot. Slots remain for drafts by the model's own weights, which keep caches of
+        their own, and for jobs known beforehand with drafts, or of which fewer requests would be
+        under way at once than planned, since blocks round their lengths up.
         """
-        if self._has_gpus:
-            if not self.settings.gpu_pool:
-                return False
-            drafts = self.settings.speculate is not None
-            workload = self.plan.workload
-            require_gpu_pool(self.spec, workload.kv, workload.dtype, drafts=drafts)
+        if self._has_gpus and not self._gpus_have_it:
+            return False
         if self.settings.live:
             return self.settings.speculate in (None, "ngram")
         return self.settings.speculate is None and fits(
             self._wanted, self.plan.stages, self.spec, self.plan.workload
         )
+
+    @property
+    def _gpus_have_it(self) -> bool:
+        """Whether GPUs keep a pool, as they are told, or as they can if they are told nothing."""
+        told, workload = self.settings.gpu_pool, self.plan.workload
+        if told is False:
+            return False
+        run = self.spec, workload.kv, workload.dtype
+        drafts = self.settings.speculate is not None
+        if told:
+            require_gpu_pool(*run, drafts=drafts)
+            return True
+        wanted = self.settings.live or self.plan.pool is not None
+        return wanted and not gpu_pool_lack(*run, drafts=drafts)
 
     @property
     def _has_gpus(self) -> bool:
