@@ -12,7 +12,7 @@ within MLPerf's limits for Llama-3.1-8B. `--shrink` divides lengths, for small m
 whole, `--no-mixing` (GPUs) leaves the pool out: prompts have steps of their own.
 Without a plan `LLM` takes this machine's devices. On GPUs `--precision w4a16 --max-num-seqs 256`
 makes a plan of a precision by hand, of several stages with `--splits 17` (the layers where they
-end; `--sms 132 48` for smaller cards), and `--kv-pool` keeps keys and values in a pool of blocks.
+end; `--sms 132 48` for smaller cards).
 Every replay has prompts of its own, so that none is found again. A row's `busy` is each stage's:
 its device's time in steps by the time of the replay.
 
@@ -108,7 +108,7 @@ def report(
         "stages": len(stages),
         "step_tokens": 0 if args.no_chunks else args.step_tokens,
         "precision": ",".join(sorted({p.value for s in stages for p in s.precisions})),
-        "pool": args.kv_pool and not args.no_mixing,
+        "pool": not args.no_mixing,
         "slots": llm.plan.workload.batch,
     }
     if len(stages) > 1:
@@ -174,7 +174,7 @@ def replay(args: argparse.Namespace) -> None:
             kv=args.kv,
             splits=tuple(args.splits),
             sms=tuple(args.sms),
-            pool=args.kv_pool and not args.no_mixing,
+            pool=not args.no_mixing,
         )
     started_s = time.perf_counter()
     with LLM(
@@ -182,7 +182,7 @@ def replay(args: argparse.Namespace) -> None:
         plan=plan,
         max_num_batched_tokens=step_tokens,
         enable_prefix_caching=not args.no_prefix_cache,
-        kv_pool=args.kv_pool and not args.no_mixing,
+        kv_pool=False if args.no_mixing else None,
         stages_apart=True,  # as servers have it: who reads the streams computes nothing
     ) as llm:
         print(f"started in {time.perf_counter() - started_s:.1f} s", flush=True)
@@ -295,7 +295,6 @@ def main() -> None:
     parser.add_argument("--precision", help="plan a GPU by hand: w16a16, w4a16, ...")
     parser.add_argument("--kv", type=KVPrecision, default=KVPrecision.KV16, help="with --precision")
     parser.add_argument("--max-num-seqs", type=int, default=256, help="with --precision")
-    parser.add_argument("--kv-pool", action="store_true")
     parser.add_argument("--splits", type=int, nargs="*", default=[], help="with --precision")
     parser.add_argument("--sms", type=int, nargs="*", default=[], help="of each stage; 0: all")
     parser.add_argument("--rate", type=float, help="requests/s that can be sustained, if known")
