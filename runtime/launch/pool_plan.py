@@ -13,6 +13,7 @@ from llmpq.pool_size import PoolSize, fits, fitting_pool, wanted_pool
 from llmpq.runtime.engine.pool_limits import PoolLimits
 from llmpq.runtime.engine.scheduler import Limits
 from llmpq.runtime.launch.stage_settings import StageSettings, limits_of
+from llmpq.speculation import MAX_GAMMA
 
 RequestLimits = PoolLimits | Limits
 
@@ -35,7 +36,8 @@ class PoolPlan:
         On CPUs it does, on GPUs as `StageSettings.gpu_pool` says: `ValueError` where they are told
         to and cannot. Slots remain for drafts by the model's own weights, which keep caches of
         their own, and for jobs known beforehand with drafts, or of which fewer requests would be
-        under way at once than planned, since blocks round their lengths up.
+        under way at once than planned, since blocks round their lengths up. On GPUs drafts found in
+        the text have slots, too, where steps need not wait for the host, unless a pool is told.
         """
         if self._has_gpus and not self._gpus_have_it:
             return False
@@ -52,12 +54,18 @@ class PoolPlan:
         if told is False:
             return False
         run = self.spec, workload.kv, workload.dtype
-        drafts = self.settings.speculate is not None
-        if told:
-            require_gpu_pool(*run, drafts=drafts)
-            return True
-        wanted = self.settings.live or self.plan.pool is not None
-        return wanted and not gpu_pool_lack(*run, drafts=drafts)
+        drafts = self.settings.speculate
+        if told is None:
+            wanted = self.settings.live or self.plan.pool is not None
+            return wanted and not gpu_pool_lack(*run, drafts=drafts is not None)
+        found = drafts == "ngram" and self.settings.live
+        require_gpu_pool(*run, drafts=drafts is not None and not found)
+        if found and self.settings.gamma is None:
+            raise ValueError(
+                f"drafts over a pool of KV blocks on GPUs need gamma=1..{MAX_GAMMA}, tokens "
+                "drafted at once; give it, or leave the pool out (kv_pool, --kv-pool)"
+            )
+        return True
 
     @property
     def _has_gpus(self) -> bool:
@@ -103,8 +111,7 @@ class PoolPlan:
             step_tokens=self._step_tokens,
             decode_rows=min(plan.decode_microbatch, size.slots),
             num_stages=len(plan.stages),
-            # A device that samples by itself is told the next step before its tokens are known.
-            tokens_ahead=2 if self._has_gpus and len(plan.stages) == 1 else 1,
+            tokens_ahead=2 if self._runs_ahead and len(plan.stages) == 1 else 1,
             prefix_cache=size.prefix_cache,
             batching="static" if self.settings.batching == "static" else "continuous",
         )
@@ -114,7 +121,16 @@ class PoolPlan:
 
         Then the first stage, too, is told the next step before the last one's tokens are known.
         """
-        return self.limits if links is None else replace(self.limits, tokens_ahead=2)
+        ahead = links is not None and self._runs_ahead
+        return replace(self.limits, tokens_ahead=2) if ahead else self.limits
+
+    @property
+    def _runs_ahead(self) -> bool:
+        """Whether a device that samples by itself is told a step before the last one's tokens.
+
+        Not where tokens are looked up in the text for drafts of the next.
+        """
+        return self._has_gpus and self.settings.speculate is None
 
     @property
     def _step_tokens(self) -> int:

@@ -60,8 +60,8 @@ def test_packed_precisions_have_a_pool_that_counts_what_is_ever_packed(kv):
     "kv,model,speculate,why",
     [
         (KVPrecision.KV8, "opt-2.7b", None, "a KV cache of 8 bits and heads of 80 channels"),
-        (KVPrecision.KV16, "llama-3.1-8b", "ngram", "speculation"),
-        (KVPrecision.KV4, "llama-3.1-8b", "ngram", "speculation"),
+        (KVPrecision.KV16, "llama-3.1-8b", "kv4", "speculation"),
+        (KVPrecision.KV4, "llama-3.1-8b", "w4kv4", "speculation"),
         (KVPrecision.KV16, "deepseek-v3", None, r"latent attention \(MLA\)"),
     ],
 )
@@ -69,6 +69,18 @@ def test_what_a_gpu_does_not_page_has_slots_and_is_refused_a_pool(kv, model, spe
     with pytest.raises(ValueError, match=f"does not go with {why} yet; leave the pool out"):
         _ = pool_plan(kv, model, live=True, gpu_pool=True, speculate=speculate).serves
     assert not pool_plan(kv, model, live=True, speculate=speculate).serves
+
+
+def test_drafts_found_in_the_text_have_slots_or_a_pool_that_is_told_how_many():
+    drafts = {"live": True, "speculate": "ngram"}
+    assert not pool_plan(**drafts, gamma=3).serves
+    pool = pool_plan(**drafts, gamma=3, gpu_pool=True)
+    assert pool.serves
+    assert pool.limits_over(object()).tokens_ahead == 1, "drafts need to know the tokens"
+    with pytest.raises(ValueError, match=r"over a pool of KV blocks on GPUs need gamma=1\.\.7"):
+        _ = pool_plan(**drafts, gpu_pool=True).serves
+    with pytest.raises(ValueError, match="does not go with speculation yet"):
+        _ = pool_plan(speculate="ngram", gamma=3, gpu_pool=True).serves
 
 
 def test_packed_blocks_of_a_model_in_float32_are_refused():
