@@ -78,11 +78,12 @@ class LLM:
 
         `model` may be left out where the plan names its directory. `max_num_seqs` (requests at
         once) is for plans made here, and so is `max_model_len` (tokens of a prompt and its answer)
-        on GPUs without a pool. KV is one pool of blocks, but for drafts by the model; on GPUs
-        `kv_pool=False` gives each request a slot of the plan's length, as drafts have it there and
-        what `llmpq.capabilities.gpu_pool_lack` names (True refuses those). Over a pool
-        `max_num_batched_tokens` bounds a step (so that a long prompt does not hold up answers;
-        512) and `enable_prefix_caching` has what prompts share computed once.
+        where KV is no pool of blocks. It is one but for drafts by the model, on GPUs for any drafts
+        and for what `llmpq.capabilities.gpu_pool_lack` names; those have slots of the plan's length
+        there, and so has everything with `kv_pool=False`. True refuses what has none, and takes
+        drafts found in the text along. Over a pool `max_num_batched_tokens` bounds a step (so that
+        a long prompt does not hold up answers; 512) and `enable_prefix_caching` has what prompts
+        share computed once.
         `packed_prompts`: on GPUs, too, prompts attend to low-bit keys and values as they are kept.
         `speculate` and `gamma` (tokens drafted per verify) are the plan's unless they are given.
         `trace`: a file for what every stage did when and for which requests, written by `close`.

@@ -29,6 +29,7 @@ def wanted(demo_model, random_prompts):
         ({"max_num_seqs": 3, "max_num_batched_tokens": 100}, True),
         ({"kv_pool": False}, False),
         ({"speculate": "ngram", "gamma": 3}, False),
+        ({"speculate": "ngram", "gamma": 3, "kv_pool": True}, True),
     ],
 )
 def test_tokens_equal_the_cpus(options, pooled, wanted, demo_model):
