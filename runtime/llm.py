@@ -78,12 +78,10 @@ class LLM:
 
         `model` may be left out where the plan names its directory. `max_num_seqs` (requests at
         once) is for plans made here, and so is `max_model_len` (tokens of a prompt and its answer)
-        where KV is no pool of blocks. It is one but for drafts by the model, on GPUs for any drafts
-        and for what `llmpq.capabilities.gpu_pool_lack` names; those have slots of the plan's length
-        there, and so has everything with `kv_pool=False`. True refuses what has none, and takes
-        drafts found in the text along. Over a pool `max_num_batched_tokens` bounds a step (so that
-        a long prompt does not hold up answers; 512) and `enable_prefix_caching` has what prompts
-        share computed once.
+        where KV is no pool of blocks: for drafts by the model, on GPUs for any and for what
+        `capabilities.gpu_pool_lack` names, and there with `kv_pool=False` (True refuses those, but
+        drafts found in the text). `max_num_batched_tokens` bounds a step over a pool (512: long
+        prompts hold no answers up), `enable_prefix_caching` has shared beginnings computed once.
         `packed_prompts`: on GPUs, too, prompts attend to low-bit keys and values as they are kept.
         `speculate` and `gamma` (tokens drafted per verify) are the plan's unless they are given.
         `trace`: a file for what every stage did when and for which requests, written by `close`.
