@@ -24,7 +24,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import ctypes
+import gc
 import random
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -218,19 +221,33 @@ def soak(args: argparse.Namespace) -> None:
         params = SamplingParams(temperature=0, max_tokens=most, ignore_eos=True)
         wanted = [llm.generate([p], params)[0].outputs[0].token_ids for p in prompts]
         texts = [llm.generate([p], params)[0].text for p in prompts]
-        rss = []
+        rss, objects = [], []
         for round_ in range(args.rounds):
             counts = asyncio.run(one_round(llm, prompts, texts, rng, args.requests, most))
             gauges = llm.stats()["gauges"]
             assert gauges.get("blocks_held", 0) == 0, gauges
             assert llm.stats()["running"] == llm.stats()["waiting"] == 0
-            rss.append(psutil.Process().memory_info().rss / 2**20)
-            print(f"round {round_}: {counts}, {rss[-1]:.0f} MiB, {gauges}", flush=True)
+            rss.append(resident_mib())
+            objects.append(len(gc.get_objects()))
+            told = f"{rss[-1]:.0f} MiB, {objects[-1]} objects"
+            print(f"round {round_}: {counts}, {told}, {gauges}", flush=True)
+        first = min(1, len(rss) - 1)
+        assert objects[-1] <= 1.001 * objects[first], objects
         assert [llm.generate([p], params)[0].outputs[0].token_ids for p in prompts] == wanted
         stages = len(llm.plan.stages)
     case = {"requests": args.requests, "rounds": args.rounds, "stages": stages}
-    growth = rss[-1] / rss[min(1, len(rss) - 1)] - 1
+    growth = rss[-1] / rss[first] - 1
     write_row(args.rows, bench="live_soak", case=case, unit="growth of memory", samples=[growth])
+
+
+def resident_mib() -> float:
+    """Return the memory of this process and its stages, without what allocators keep for later."""
+    gc.collect()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).malloc_trim(0)
+    me = psutil.Process()
+    each = [process.memory_info().rss for process in (me, *me.children(recursive=True))]
+    return float(sum(each)) / 2**20
 
 
 async def one_round(

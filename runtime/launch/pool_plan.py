@@ -18,7 +18,11 @@ from llmpq.speculation import MAX_GAMMA
 RequestLimits = PoolLimits | Limits
 
 STEP_TOKENS = 512
-"""Tokens of a step, where nobody says: a long prompt holds answers up for no longer than these."""
+"""Tokens of a step at most, where nobody says: a long prompt holds answers up for no longer."""
+LEAST_TOKENS = 32
+STEP_S = 0.1
+"""What a step should take at most, unless rows that decode take half of it alone: who reads an
+answer waits for one step (MLPerf's servers have 100 ms for a token)."""
 
 
 @dataclass(frozen=True)
@@ -135,9 +139,26 @@ class PoolPlan:
     @property
     def _step_tokens(self) -> int:
         """Return the tokens of a step: of a job known beforehand, the plan's prompts together."""
-        if self.settings.step_tokens is not None or self.settings.live:
-            return self.settings.step_tokens or STEP_TOKENS
+        if self.settings.step_tokens is not None:
+            return self.settings.step_tokens
+        if self.settings.live:
+            return self._live_tokens
         return max(STEP_TOKENS, self.plan.prefill_microbatch * self.plan.workload.prompt_len)
+
+    @property
+    def _live_tokens(self) -> int:
+        """Return the tokens of a step of live requests, as many as every stage computes in time.
+
+        By the plan's cost model, if it knows: of CPUs that nobody has measured it does not.
+        """
+        plan, most = self.plan, STEP_TOKENS
+        measured = plan.predicted is not None and not plan.predicted.estimated
+        prompts = plan.prefill_microbatch * plan.workload.prompt_len
+        for stage in plan.stages:
+            if stage.prefill_s and stage.decode_s and (measured or not stage.is_cpu):
+                token_s = stage.prefill_s / prompts
+                most = min(most, int(max(STEP_S, 2 * stage.decode_s) / token_s))
+        return max(LEAST_TOKENS, most - most % LEAST_TOKENS)
 
     @property
     def max_blocks(self) -> int:
