@@ -100,7 +100,8 @@ def serve_parser() -> CommandParser:
         "--max-num-seqs", daily=True, type=int, metavar="N", only=unplanned, help="answers at once"
     )
     add_kv_pool(what)
-    step = "tokens of a step over a pool: a long prompt holds answers up no longer (default: 512)"
+    step = "tokens of a step over a pool: a long prompt holds answers up no longer (default: 512, "
+    step += "or what the plan's costs have ready in 0.1 s)"
     what.flag("--max-num-batched-tokens", type=int, metavar="N", help=step)
     what.flag("--no-prefix-cache", action="store_true", help="compute anew what prompts share")
     what.flag(

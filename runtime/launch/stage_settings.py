@@ -44,7 +44,7 @@ class StageSettings:
     max_model_len: int | None = None
     """Tokens of a live request's prompt and answer at most; None: the model's positions."""
     step_tokens: int | None = None
-    """Tokens of a step of live requests, at most; None: `pool_plan.STEP_TOKENS`."""
+    """Tokens of a step of live requests, at most; None: as `pool_plan.PoolPlan` says."""
     prefix_cache: bool = True
     """Whether blocks of live requests are found again by others that begin alike."""
     gpu_pool: bool | None = None
