@@ -122,7 +122,7 @@ REMEDY: dict[Way, str] = {
     "drafts": "run without speculation, or with shorter requests",
     "rounded": "plan with weight-only precisions (w8a16, w4a16)",
     "gpu_cache": "plan with --kv 16 and without speculation",
-    "gpu_pool": "leave the pool out (kv_pool, --kv-pool): requests then have the plan's slots",
+    "gpu_pool": "leave the pool out (kv_pool, --kv-pool): requests then have a slot each",
     "gpu_rounded": "plan with weight-only precisions (w8a16, w4a16)",
 }
 
@@ -131,15 +131,21 @@ GPU_POOL_HEAD_DIMS = (32, 64, 128, 256)
 """What heads may have where a pool on a GPU holds 8, 4 or 2 bits: kernels know powers of two."""
 
 
-def require_gpu_pool(spec: ModelSpec, kv: KVPrecision, dtype: Dtype, *, drafts: bool) -> None:
-    """Raise `ValueError` for a run whose KV a GPU does not keep in a pool of blocks."""
-    lack = ""
+def gpu_pool_lack(spec: ModelSpec, kv: KVPrecision, dtype: Dtype, *, drafts: bool) -> str:
+    """Return what a pool of KV blocks on a GPU does not go with; empty where it serves a run."""
+    lack = " and ".join(lacks(spec, "gpu_pool"))
     if kv is not KVPrecision.KV16 and spec.head_dim not in GPU_POOL_HEAD_DIMS:
         lack = f"a KV cache of {kv.bits} bits and heads of {spec.head_dim} channels"
     if kv is not KVPrecision.KV16 and dtype == "float32":  # wrong on an H200 (gpu_pool.py)
         lack = f"a KV cache of {kv.bits} bits in a model of float32"
     if drafts:
         lack = "speculation"
+    return lack
+
+
+def require_gpu_pool(spec: ModelSpec, kv: KVPrecision, dtype: Dtype, *, drafts: bool) -> None:
+    """Raise `ValueError` for a run whose KV a GPU does not keep in a pool of blocks."""
+    lack = gpu_pool_lack(spec, kv, dtype, drafts=drafts)
     if lack:
         raise ValueError(
             f"a pool of KV blocks on GPUs does not go with {lack} yet; {REMEDY['gpu_pool']}"

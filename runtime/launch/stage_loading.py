@@ -34,7 +34,8 @@ def load_with_pool(
         step_tokens=limits.step_tokens,
         graphs=pool.settings.graphs,
     )
-    compute.warm_up(limits.decode_rows, limits.step_tokens)
+    drafted = pool.settings.gamma or 0 if pool.settings.speculate is not None else 0
+    compute.warm_up(limits.decode_rows, limits.step_tokens, gamma=drafted)
     return compute, report
 
 

@@ -21,6 +21,7 @@ from llmpq.runtime.backends.paged_graphs import LONGEST, rung, rungs
 from llmpq.runtime.cache import paged_device_kv, paged_packed_kv
 from llmpq.runtime.cache.paged_device_kv import PagedDeviceKV
 from llmpq.runtime.cache.paged_packed_kv import PagedPackedKV
+from llmpq.runtime.drafts.drafters import FixedDrafter
 from llmpq.runtime.engine.mailbox import Mailbox
 from llmpq.runtime.engine.paged_scheduler import PagedScheduler
 from llmpq.runtime.engine.plain_loop import LocalPipeline
@@ -187,6 +188,36 @@ def test_packed_blocks_give_the_tokens_of_a_cpu(
     assert serve(compute, requests, **own) == [want[0], want[1]]
     assert requests[1].num_prefix_hits == 128 + TAIL_TOKENS
     assert compute.blind_steps > 0, "no step ran ahead of the host"
+
+
+def test_refused_drafts_leave_nothing_in_packed_blocks(
+    tiny_models, random_prompts, make_plan, on_gpu_path, monkeypatch
+):
+    """A row is in the middle of its ring's packing when its drafts are refused: a CPU's tokens."""
+    kv = KVPrecision.KV4
+    monkeypatch.setattr(paged_packed_kv, "rope_append_pages", rope_append_pages_reference)
+    monkeypatch.setattr(PackedPlan, "chunk_rows", 128)  # the interpreter is slow
+    monkeypatch.setattr(packed_pages_plan, "programs_per_sm", lambda *_, **__: 1)
+    PackedPlan.of.__func__.cache_clear()
+    model, size = tiny_models.directory("qwen3"), PoolSize(num_blocks=2, slots=3, max_len=300)
+    (word,) = random_prompts(6)
+    plan, spec = make_plan(model, batch=3, kv=kv), ModelSpec.from_directory(model)
+    prompts = [(word * 30)[: 128 + TAIL_TOKENS - 3]]
+    own = limits(size=size, kv=kv, num_blocks=2, step_tokens=200, tokens_ahead=1)
+
+    class Wrong(FixedDrafter):
+        """Drafts what the text has, the last token of them never right."""
+
+        def propose(self, request, gamma):
+            found = super().propose(request, gamma) or []
+            return [*found[:-1], (found[-1] + 1) % spec.vocab] if found else found
+
+    on_cpu = OpenStages(plan, spec, CheckpointSource(model, spec), pool=size)
+    want = on_cpu.run(PagedScheduler(own), asked(prompts, 9)).tokens
+    on_cpu.computes = [stage(plan, model, size=size, kv=kv, step_tokens=200)]
+    drafter = Wrong("ngram", 3)
+    got = on_cpu.run(PagedScheduler(own, drafter=drafter), asked(prompts, 9)).tokens
+    assert got == want and drafter.acceptance.refusals > 0
 
 
 def test_who_finds_a_packed_block_gets_the_tokens_behind_it(tiny_models):
@@ -384,6 +415,37 @@ def test_guided_rows_beside_others_while_steps_run_ahead(
     assert Following.asked_ahead > 0 and compute.blind_steps > 0
 
 
+@pytest.mark.parametrize("splits", [(), (1,)])
+def test_drafts_found_in_the_text_change_no_token(
+    splits, tiny_models, random_prompts, make_plan, on_gpu_path
+):
+    """Rows with drafts beside a ruled one without, chunks and a sampled one; some are kept."""
+    model, (word,) = tiny_models.directory("llama"), random_prompts(4)
+    prompts = [word * 5, (word * 4)[1:], *random_prompts(20, 6, seed=2)]
+    spec, new = ModelSpec.from_directory(model), 12
+    stages = OpenStages(
+        make_plan(model, splits, batch=3), spec, CheckpointSource(model, spec), pool=POOL
+    )
+    firsts = (0, *splits)
+    stages.computes = [
+        paged(one, first=first) for one, first in zip(stages.computes, firsts, strict=True)
+    ]
+    requests = asked(prompts, new)
+    requests[3].sampling = TokenChoice(temperature=0.8, seed=3)
+    requests[2].may_draft = False
+    rules = TokenRules(prompt=tuple(prompts[2]), logprobs=1, prompt_logprobs=0)
+    requests[2].rules = rules
+    stages.computes[-1].sampler.take_rules(2, rules)
+    drafter = FixedDrafter("ngram", 3)
+    own = limits(num_stages=len(firsts), tokens_ahead=1, step_tokens=24)
+    tokens = stages.run(PagedScheduler(own, drafter=drafter), requests).tokens
+    assert [tokens[i] for i in range(3)] == tiny_models.greedy("llama", prompts[:3], new)
+    assert len(tokens[3]) == new
+    assert sum(drafter.acceptance.accepted) > 0 and drafter.acceptance.refusals > 0
+    noted = stages.computes[-1].sampler.noted(2)
+    assert len(noted.output) == new and len(noted.prompt) == len(prompts[2]) - 1
+
+
 def test_stages_pass_hidden_states_on(tiny_models, random_prompts, make_plan, on_gpu_path):
     model, prompts = tiny_models.directory("llama"), random_prompts(9, 20, 1)
     spec = ModelSpec.from_directory(model)
@@ -402,7 +464,7 @@ def test_warm_up_leaves_nothing_that_a_request_sees(
 ):
     model, prompts = tiny_models.directory("llama"), random_prompts(9, 7)
     compute = stage(make_plan(model, batch=3), model)
-    compute.warm_up(3, 16)
+    compute.warm_up(3, 16, gamma=2)
     assert serve(compute, asked(prompts)) == tiny_models.greedy("llama", prompts, NEW)
 
 
