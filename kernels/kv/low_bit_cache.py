@@ -167,11 +167,9 @@ class QuantizedKVCache:
 
         With `inv_freq` queries and keys come unrotated; only steps that `rotates` take it.
         """
-        if not rule.is_plain and self.uses_kernels:
-            raise ValueError("windows, caps and sinks are computed on CPUs only so far")
         if inv_freq is not None:
             q_BQHD = self._rope_append(plan, layer, q_BQHD, k_BQGD, v_BQGD, inv_freq)
-            return self._decode(plan, layer, q_BQHD, scale, alibi_slopes_H)
+            return self._decode(plan, layer, q_BQHD, scale, alibi_slopes_H, rule)
         if plan.fresh and self.exact_prompt and rule.is_plain:
             self.append(plan, layer, k_BQGD, v_BQGD)
             return prompt_attention(
@@ -179,7 +177,7 @@ class QuantizedKVCache:
             )
         if self.uses_kernels and q_BQHD.shape[1] <= MAX_Q_LEN:
             self.append(plan, layer, k_BQGD, v_BQGD)
-            return self._decode(plan, layer, q_BQHD, scale, alibi_slopes_H)
+            return self._decode(plan, layer, q_BQHD, scale, alibi_slopes_H, rule)
         layer_tensors = self.layers[layer]
         if q_BQHD.shape[1] == 1 and native_attend.native_takes(self.fmt, layer_tensors, q_BQHD):
             self.append(plan, layer, k_BQGD, v_BQGD)
@@ -263,6 +261,7 @@ class QuantizedKVCache:
         q_BQHD: Tensor,
         scale: float,
         alibi_slopes_H: Tensor | None,
+        rule: reference.ScoreRule,
     ) -> Tensor:
         batch, q_len, heads, _ = q_BQHD.shape
         attend = plan_attend(
@@ -287,6 +286,7 @@ class QuantizedKVCache:
             paged=self.paged,
             slopes=alibi_slopes_H,
             tickets=self.tickets,
+            rule=rule,
         )
 
 

@@ -11,7 +11,13 @@ from torch import Tensor
 
 from llmpq.kernels.formats.kv_block import KVFormat
 from llmpq.kernels.kv.packed_pages import PackedPages, PackedRows
-from llmpq.kernels.kv.reference import append, unpack_key_block, unpack_value_block
+from llmpq.kernels.kv.reference import (
+    EVERYTHING,
+    ScoreRule,
+    append,
+    unpack_key_block,
+    unpack_value_block,
+)
 from llmpq.kernels.kv.step_view import Rows, completed_blocks
 from llmpq.kv_format import BLOCK_TOKENS, RING_TOKENS, TAIL_TOKENS, packed_end
 
@@ -28,6 +34,7 @@ def attend_packed_pages_reference(
     alibi_slopes_H: Tensor | None = None,
     inv_freq: Tensor | None = None,
     factor: float = 1.0,
+    rule: ScoreRule = EVERYTHING,
 ) -> Tensor:
     """Append a step's keys and values, then return its attention [T, H, D]; zeros for padding."""
     if inv_freq is not None:
@@ -70,7 +77,14 @@ def attend_packed_pages_reference(
         x = q_THD[own].transpose(0, 1).double() @ k_GND.repeat_interleave(rep, 0).mT * scale
         if alibi_slopes_H is not None:
             x = x + alibi_slopes_H.double()[:, None, None] * away_QN
-        share = x.masked_fill(~seen_QN, float("-inf")).softmax(dim=-1)
+        if rule.cap:
+            x = (x / rule.cap).tanh() * rule.cap
+        if rule.window:
+            seen_QN = seen_QN & (away_QN > -rule.window)
+        x = x.masked_fill(~seen_QN, float("-inf"))
+        if rule.sinks_H is not None:
+            x = torch.cat((x, rule.sinks_H.double()[:, None, None].expand(-1, count, 1)), dim=-1)
+        share = x.softmax(dim=-1)[..., : seen_QN.shape[1]]
         out[own] = (share @ v_GND.repeat_interleave(rep, 0)).transpose(0, 1).to(out.dtype)
     return out
 
