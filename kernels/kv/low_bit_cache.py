@@ -8,7 +8,8 @@ Which way a step goes depends on its shape alone:
     fresh prompt           torch's causal attention over the 16-bit tokens at hand, then one packing
                            pass; `exact_prompt=False` gives prompts the packed view instead, query
                            by query, which is what perplexity measurements want
-    up to 16 new tokens    the decode kernels; on CPUs one new token by our own code
+    up to 16 new tokens    the decode kernels, of 32, 64, 128 and 256 channels or of any number
+                           (latents); on CPUs one new token by our own code
     longer chunks          plain torch over dequantised blocks
 
 Truncation needs no work: positions alone say what is packed, so the next step starts where the
@@ -39,7 +40,7 @@ COLUMN_CHUNKS = 128
 """Of 8 query heads x new tokens, for one key-value head, at most."""
 
 KERNEL_HEAD_DIMS = (32, 64, 128, 256)
-"""head_dims the kernels take; others use plain torch on any device."""
+"""head_dims that attend.py and append.py take; any_size_attend.py takes the others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,8 +119,13 @@ class QuantizedKVCache:
 
     @property
     def uses_kernels(self) -> bool:
-        """Whether the Triton kernels run; plain torch otherwise."""
+        """Whether kernels run that multiply codes as they are."""
         return self.device.type == "cuda" and self.fmt.head_dim in KERNEL_HEAD_DIMS
+
+    @property
+    def gathers(self) -> bool:
+        """Whether the kernels for heads of any size run; plain torch if neither do."""
+        return self.device.type == "cuda" and not self.uses_kernels
 
     def plan(
         self,
@@ -179,6 +185,15 @@ class QuantizedKVCache:
             self.append(plan, layer, k_BQGD, v_BQGD)
             return self._decode(plan, layer, q_BQHD, scale, alibi_slopes_H, rule)
         layer_tensors = self.layers[layer]
+        if self.gathers and q_BQHD.shape[1] <= MAX_Q_LEN:
+            self.append(plan, layer, k_BQGD, v_BQGD)
+            return _any_size("attend").attend_any_size(
+                *(self.fmt, layer_tensors, self.table_SN, q_BQHD, plan.device_rows),
+                max_end=plan.max_end,
+                scale=scale,
+                alibi_slopes_H=alibi_slopes_H,
+                rule=rule,
+            )
         if q_BQHD.shape[1] == 1 and native_attend.native_takes(self.fmt, layer_tensors, q_BQHD):
             self.append(plan, layer, k_BQGD, v_BQGD)
             return native_attend.attend_packed(
@@ -220,6 +235,11 @@ class QuantizedKVCache:
     ) -> None:
         """Write the step's tokens (rotated first, where it `rotates`); pack completed blocks."""
         tensors = self.layers[layer]
+        if self.gathers and inv_freq is None and k_BQGD.shape[1] <= MAX_Q_LEN:
+            _any_size("append").append_any_size(
+                self.fmt, tensors, self.table_SN, k_BQGD, v_BQGD, plan.device_rows
+            )
+            return
         if not self.uses_kernels:
             if inv_freq is not None:
                 raise ValueError("only a GPU's append rotates keys; rotate them first")
@@ -293,6 +313,10 @@ class QuantizedKVCache:
 def _kernels() -> ModuleType:
     """Import what needs Triton, only where a GPU runs it."""
     return importlib.import_module("llmpq.kernels.kv.ops")
+
+
+def _any_size(part: str) -> ModuleType:
+    return importlib.import_module(f"llmpq.kernels.kv.any_size_{part}")
 
 
 def prompt_attention(
