@@ -12,7 +12,7 @@ kernels     the same step, its time told apart by kernel: a kernel is charged fr
 grouped     the two products of all experts of a layer at 4096 tokens as the runtime calls them,
             each beside one dense product of equal shape, and the sorting of pairs
 latents     attention of decode steps over latents (MLA) beside the bytes that it has to read
-packed      the same over latents in 8, 4 and 2 bits, keys and values, and over Gemma's and gpt-oss's
+packed      over latents in 8, 4 and 2 bits, keys and values, and over Gemma's and gpt-oss's
             packed keys and values within their windows
 """
 

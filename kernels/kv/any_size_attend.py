@@ -177,7 +177,7 @@ def attend_rows(
     if REST > 0:
         acc_rest = tl.zeros([R, REST], tl.float32)
     kind = q.dtype
-    for tile in range(first, tl.minimum(last, packed)):
+    for tile in tl.range(first, tl.minimum(last, packed), num_stages=1):
         t = (hidden + tile) * N + tl.arange(0, N)
         block = (hidden + tile) * N // BLOCK
         at = tl.load(table + slot * table_width + block).to(tl.int64) * G + group
@@ -201,7 +201,7 @@ def attend_rows(
             v_rest = _packed_values(words, params, token, e, C, BITS).to(kind)
             acc_rest = tl.dot(p.to(kind), v_rest, acc_rest * alpha[:, None], input_precision="ieee")
     ring = (slot * G + group) * (RING * D)
-    for tile in range(tl.maximum(first, packed), last):
+    for tile in tl.range(tl.maximum(first, packed), last, num_stages=1):
         t = since + (tile - packed) * N + tl.arange(0, N)
         live = t < end
         k = _newest(k_ring + ring, t, live, d, D)
@@ -279,7 +279,7 @@ def attend_any_size(
     if splits is None:
         seen = min(max_end, rule.window + n) if rule.window else max_end
         sms = multiprocessors(device)
-        splits = choose_splits(batch * groups * chunks, seen, n, sms, per_sm=1)
+        splits = choose_splits(batch * groups * chunks, seen, n, sms)
     out = torch.empty_like(q_BQHD)
     padded = max(16, triton.next_power_of_2(dim))
     parts = batch * groups * chunks * splits * r if splits > 1 else 1
