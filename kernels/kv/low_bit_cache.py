@@ -187,13 +187,7 @@ class QuantizedKVCache:
         layer_tensors = self.layers[layer]
         if self.gathers and q_BQHD.shape[1] <= MAX_Q_LEN:
             self.append(plan, layer, k_BQGD, v_BQGD)
-            return _any_size("attend").attend_any_size(
-                *(self.fmt, layer_tensors, self.table_SN, q_BQHD, plan.device_rows),
-                max_end=plan.max_end,
-                scale=scale,
-                alibi_slopes_H=alibi_slopes_H,
-                rule=rule,
-            )
+            return self._gather(plan, layer, q_BQHD, scale, alibi_slopes_H, rule)
         if q_BQHD.shape[1] == 1 and native_attend.native_takes(self.fmt, layer_tensors, q_BQHD):
             self.append(plan, layer, k_BQGD, v_BQGD)
             return native_attend.attend_packed(
@@ -236,7 +230,7 @@ class QuantizedKVCache:
         """Write the step's tokens (rotated first, where it `rotates`); pack completed blocks."""
         tensors = self.layers[layer]
         if self.gathers and inv_freq is None and k_BQGD.shape[1] <= MAX_Q_LEN:
-            _any_size("append").append_any_size(
+            _append_any_size().append_any_size(
                 self.fmt, tensors, self.table_SN, k_BQGD, v_BQGD, plan.device_rows
             )
             return
@@ -273,6 +267,23 @@ class QuantizedKVCache:
             inv_freq=inv_freq,
         )
         return rotated
+
+    def _gather(
+        self,
+        plan: StepPlan,
+        layer: int,
+        q_BQHD: Tensor,
+        scale: float,
+        alibi_slopes_H: Tensor | None,
+        rule: reference.ScoreRule,
+    ) -> Tensor:
+        return _attend_any_size().attend_any_size(
+            *(self.fmt, self.layers[layer], self.table_SN, q_BQHD, plan.device_rows),
+            max_end=plan.max_end,
+            scale=scale,
+            alibi_slopes_H=alibi_slopes_H,
+            rule=rule,
+        )
 
     def _decode(
         self,
@@ -315,8 +326,12 @@ def _kernels() -> ModuleType:
     return importlib.import_module("llmpq.kernels.kv.ops")
 
 
-def _any_size(part: str) -> ModuleType:
-    return importlib.import_module(f"llmpq.kernels.kv.any_size_{part}")
+def _append_any_size() -> ModuleType:
+    return importlib.import_module("llmpq.kernels.kv.any_size_append")
+
+
+def _attend_any_size() -> ModuleType:
+    return importlib.import_module("llmpq.kernels.kv.any_size_attend")
 
 
 def prompt_attention(

@@ -149,17 +149,16 @@ def kv_attend(
     parts = ring_parts + splits
     part_out = q.new_empty((batch, head_chunks, parts, columns, dim), dtype=torch.float32)
     part_lse = q.new_empty((batch, head_chunks, parts, columns), dtype=torch.float32)
-    shape = dict(zip("HGQDR", (heads, kv_heads, q_len, dim, columns), strict=True))
-    shape["RING_PARTS"] = ring_parts
+    names = ("H", "G", "Q", "D", "R", "RING_PARTS")
+    shape = dict(zip(names, (heads, kv_heads, q_len, dim, columns, ring_parts), strict=True))
     options = {"launch_pdl": True} if pdl else {}
     # Left alone, ptxas takes 184 registers and an SM then holds 11 programs; 168 spill nothing.
     most = {"maxnreg": 168} if columns == 8 and dim <= 128 and q.device.type == "cuda" else {}
     attend_split[(head_chunks, batch, parts)](
         q, k_words, k_params, v_words, v_params, k_ring, v_ring, table, slots, starts, counts,
         slopes if slopes is not None else part_lse, tickets if tickets is not None else slots,
-        part_out, part_lse,
-        scale * 1.4426950408889634, chunk, first, table.shape[1], parts, ahead, cap or 1.0, window,
-        **shape, CAPPED=cap > 0, WINDOWED=window > 0, ALIBI=slopes is not None,
+        part_out, part_lse, scale * 1.4426950408889634, chunk, first, table.shape[1], parts, ahead,
+        cap or 1.0, window, **shape, CAPPED=cap > 0, WINDOWED=window > 0, ALIBI=slopes is not None,
         BITS=bits, KEY_GROUP=key_group, PAGED=paged, TILES=tiles,
         DYNAMIC=programs > 0, KW=WORD_K_WIDTH, KW0=2, STAGES=stages, PDL=pdl,
         EMULATE=q.device.type == "cpu", num_warps=1, **(options | most),
