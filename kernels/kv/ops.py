@@ -140,9 +140,7 @@ def kv_attend(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Attend q [B, Q, H, D] to the cache; the step's own tokens must be appended already."""
-    batch, q_len, heads, dim = q.shape
-    kv_heads = k_ring.shape[1]
-    q = q.contiguous()
+    (batch, q_len, heads, dim), kv_heads, q = q.shape, k_ring.shape[1], q.contiguous()
     out = torch.empty_like(q)
     wanted = heads // kv_heads * q_len
     head_chunks = kv_heads * -(-wanted // columns)
