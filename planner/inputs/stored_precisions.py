@@ -30,9 +30,8 @@ from llmpq.model_config import read_config
 from llmpq.model_spec import ModelSpec
 from llmpq.planner.inputs.gguf_layers import StoredLayer, stored_in_gguf
 from llmpq.precision import Precision
+from llmpq.quantization_config import require_read
 
-METHODS = ("compressed-tensors", "gptq", "awq", "llmpq", "fp8", "fbgemm_fp8", "mxfp4")
-"""Values of `quant_method` that the runtime reads."""
 QUANTIZATION = "config.json, quantization_config"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 SCHEMES = "llmpq_schemes"
@@ -71,12 +70,7 @@ def stored_layers(directory: str | Path, spec: ModelSpec) -> tuple[StoredLayer, 
     described = section(read_config(directory), "quantization_config")
     if described is None:
         return None
-    method = described.get("quant_method")
-    if method not in METHODS:
-        raise ValueError(
-            f"'{directory}': quantization method '{method}' is not supported; expected one of "
-            f"{', '.join(METHODS)}"
-        )
+    require_read(described, directory)
     files = _files(Path(directory))
     if not files:
         raise ValueError(

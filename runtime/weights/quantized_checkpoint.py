@@ -42,6 +42,7 @@ from llmpq.kernels.formats.weight_layout import GROUP, Layout
 from llmpq.model_config import read_config
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, padded_k
+from llmpq.quantization_config import require_read
 from llmpq.runtime.models.part_shapes import Shapes
 from llmpq.runtime.weights.float_forms import (
     expert_numbers,
@@ -103,19 +104,12 @@ def stored_kv(directory: str | Path) -> KVPrecision:
 class QuantizedCheckpoint(CheckpointSource):
     """A directory whose config.json has a `quantization_config`."""
 
-    METHODS = ("compressed-tensors", "gptq", "awq", "llmpq", "fp8", "fbgemm_fp8", "mxfp4")
-
     def __init__(
         self, directory: str | Path, spec: ModelSpec, described: Mapping[str, Any]
     ) -> None:
         self._described = described
+        require_read(described, directory)
         super().__init__(directory, spec)
-        method = described.get("quant_method")
-        if method not in self.METHODS:
-            raise ValueError(
-                f"'{directory}': quantization method '{method}' is not supported; expected one of "
-                f"{', '.join(self.METHODS)}"
-            )
 
     def _is_known(self, name: str, expected: Collection[str]) -> bool:
         """Whether a tensor belongs to a quantised form of an expected one, or may be there."""
