@@ -70,6 +70,7 @@ class CheckpointSource:
         self.names = FAMILIES[spec.family].names
         self._open: dict[str, Any] = {}
         self.file_of = self._index()
+        self.names = self.names.used_in(self.file_of)
         (token_name,) = self.names.embedding["tokens.weight"]
         found = [root for root in self.names.roots if root + token_name in self.file_of]
         if not found:
