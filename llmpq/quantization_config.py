@@ -6,6 +6,7 @@ what the model computes if nobody heeded them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,6 +25,20 @@ CHANGES = {
     "use_exllama_v2_order": "codes in ExLlama's order",
 }
 """Keys that are off where nothing is missed -> what they stand for."""
+
+
+LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")
+"""Where a tensor's name says which layer it is of."""
+
+
+def is_centred(described: Mapping[str, Any], has_zeros: bool) -> bool:
+    """Whether integer codes are said to have no zero points; `has_zeros`: tensors beside them."""
+    method = described.get("quant_method")
+    if method == "gptq":
+        return described.get("sym") is True
+    if method == "awq":
+        return described.get("zero_point") is False
+    return not has_zeros
 
 
 def require_read(described: Mapping[str, Any], directory: object) -> None:

@@ -17,7 +17,6 @@ activations.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +29,7 @@ from llmpq.model_config import read_config
 from llmpq.model_spec import ModelSpec
 from llmpq.planner.inputs.gguf_layers import StoredLayer, stored_in_gguf
 from llmpq.precision import Precision
-from llmpq.quantization_config import require_read
+from llmpq.quantization_config import LAYER, require_read
 
 QUANTIZATION = "config.json, quantization_config"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -38,7 +37,6 @@ SCHEMES = "llmpq_schemes"
 """Metadata key of an Atom file: linear -> fields of its scheme, as JSON."""
 GROUP = 128
 """Weights that share a scale in our kernels."""
-LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")
 MAX_HEADER_BYTES = 100_000_000
 """What the safetensors library allows."""
 
