@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from llmpq.kernels.formats.quantized_weight import QuantizedWeight, from_codes
-from llmpq.kernels.formats.weight_layout import GROUP, Layout
+from llmpq.kernels.formats.weight_layout import GROUP, GROUPS, Layout
 from llmpq.precision import padded_k
 
 _AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -147,12 +147,13 @@ def to_compressed_tensors(q: QuantizedWeight) -> dict[str, Tensor]:
 def _group_size(k: int, groups: int) -> int | None:
     if groups == 1 and k > GROUP:
         return None
-    if groups != -(-k // GROUP):
-        raise ValueError(
-            f"group size: got {groups} groups of K = {k}, expected {-(-k // GROUP)} (groups of "
-            f"{GROUP}) or 1 (per channel). Re-quantise with one of them."
-        )
-    return GROUP
+    for size in reversed(GROUPS):
+        if groups == -(-k // size):
+            return size
+    raise ValueError(
+        f"group size: got {groups} groups of K = {k}, expected {-(-k // GROUP)} (groups of "
+        f"{GROUP}), more (of 64 or 32) or 1 (per channel). Re-quantise with one of them."
+    )
 
 
 def _build(
@@ -173,6 +174,9 @@ def _build(
         filler = codes.new_empty(n, padding)
         filler[:] = last
         codes = torch.cat((codes, filler), dim=1)
+        more = padded_k(k) // (group_size or padded_k(k)) - scale_NG.shape[1]
+        scale_NG = functional.pad(scale_NG, (0, more))
+        zero_NG = None if zero_NG is None else functional.pad(zero_NG, (0, more))
     return from_codes(
         codes.contiguous(),
         scale_NG.contiguous(),

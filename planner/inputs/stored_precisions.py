@@ -17,7 +17,6 @@ activations.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,16 +29,14 @@ from llmpq.model_config import read_config
 from llmpq.model_spec import ModelSpec
 from llmpq.planner.inputs.gguf_layers import StoredLayer, stored_in_gguf
 from llmpq.precision import Precision
+from llmpq.quantization_config import LAYER, require_read
 
-METHODS = ("compressed-tensors", "gptq", "awq", "llmpq", "fp8", "fbgemm_fp8", "mxfp4")
-"""Values of `quant_method` that the runtime reads."""
 QUANTIZATION = "config.json, quantization_config"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 SCHEMES = "llmpq_schemes"
 """Metadata key of an Atom file: linear -> fields of its scheme, as JSON."""
 GROUP = 128
 """Weights that share a scale in our kernels."""
-LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")
 MAX_HEADER_BYTES = 100_000_000
 """What the safetensors library allows."""
 
@@ -71,12 +68,7 @@ def stored_layers(directory: str | Path, spec: ModelSpec) -> tuple[StoredLayer, 
     described = section(read_config(directory), "quantization_config")
     if described is None:
         return None
-    method = described.get("quant_method")
-    if method not in METHODS:
-        raise ValueError(
-            f"'{directory}': quantization method '{method}' is not supported; expected one of "
-            f"{', '.join(METHODS)}"
-        )
+    require_read(described, directory)
     files = _files(Path(directory))
     if not files:
         raise ValueError(
