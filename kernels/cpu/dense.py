@@ -34,13 +34,20 @@ from llmpq.kernels.native.library import NUMBERS, address, call, library
 _NATIVE_ROWS = 4
 """Rows up to which our own code takes a plain weight."""
 
+_SMALL_BYTES = 2 << 20
+"""Weights up to here stay plain: in a core's L2, so that reading them costs little, and a step's
+calls much (kernels/cpu/native_layer.py)."""
+
+_SMALL_ROWS = 16
+"""Rows up to which our own code takes a small one."""
+
 _PLAIN_ROWS = 8
 """Rows from which oneDNN wins on a plain float32 weight."""
 
 
 def pack_dense(weight_NK: Tensor) -> Tensor:
     """Return the weight in the layout of oneDNN, or as it is where that is not free."""
-    if not _usable(weight_NK):
+    if weight_NK.nbytes <= _SMALL_BYTES or not _usable(weight_NK):
         return weight_NK
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight_NK.contiguous(), None)
     return packed if torch.ops.mkldnn._nbytes(packed) == weight_NK.nbytes else weight_NK
@@ -68,14 +75,21 @@ def dense_linear(x: Tensor, weight_NK: Tensor, bias: Tensor | None) -> Tensor:
 
 def native_takes(x: Tensor, weight_NK: Tensor) -> bool:
     """Whether our own code computes this product, and sooner."""
-    return (
+    return x.dtype == weight_NK.dtype and x.numel() <= native_rows(weight_NK) * x.shape[-1]
+
+
+def native_rows(weight_NK: Tensor) -> int:
+    """Return the rows up to which our own code takes a weight; 0 if it is packed or a device's."""
+    ours = (
         weight_NK.device.type == "cpu"
-        and x.numel() <= _NATIVE_ROWS * x.shape[-1]
+        and not weight_NK.is_mkldnn
         and weight_NK.dtype in NUMBERS
-        and x.dtype == weight_NK.dtype
         and weight_NK.is_contiguous()
         and library() is not None
     )
+    if not ours:
+        return 0
+    return _SMALL_ROWS if weight_NK.nbytes <= _SMALL_BYTES else _NATIVE_ROWS
 
 
 def native_dense(x: Tensor, weight_NK: Tensor, bias: Tensor | None) -> Tensor:

@@ -80,6 +80,11 @@ def few_rows(x_MK: Tensor, qweight: QuantizedWeight, bias: Tensor | None) -> Ten
     return y
 
 
+def rows_at_once(qweight: QuantizedWeight, dtype: torch.dtype) -> int:
+    """Return the rows of x [M, K] up to which one call of `few_rows` is the way to multiply."""
+    return _TILED_ROWS if _has_tiles(qweight) else _FEW_ROWS[dtype]
+
+
 def _has_tiles(qweight: QuantizedWeight) -> bool:
     """Whether products of this weight run in tiles here: groups of a k-group or more."""
     found = library()

@@ -28,28 +28,6 @@ static inline Floats exp_of(Floats x) {
 #endif
 }
 
-// Sums of each of 16 vectors, in order.
-static inline void totals(const Floats* a, float* sums) {
-#if WIDE
-  Floats t[8], u[4];
-  for (int i = 0; i < 8; ++i)
-    t[i] = add(_mm512_unpacklo_ps(a[2 * i], a[2 * i + 1]), _mm512_unpackhi_ps(a[2 * i], a[2 * i + 1]));
-  for (int i = 0; i < 4; ++i) {
-    __m512d x = _mm512_castps_pd(t[2 * i]), y = _mm512_castps_pd(t[2 * i + 1]);
-    u[i] = add(_mm512_castpd_ps(_mm512_unpacklo_pd(x, y)), _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)));
-  }
-  for (int i = 0; i < 2; ++i)
-    t[i] = add(_mm512_shuffle_f32x4(u[2 * i], u[2 * i + 1], 0x88), _mm512_shuffle_f32x4(u[2 * i], u[2 * i + 1], 0xdd));
-  store(sums, add(_mm512_shuffle_f32x4(t[0], t[1], 0x88), _mm512_shuffle_f32x4(t[0], t[1], 0xdd)));
-#else
-  for (int i = 0; i < 16; i += 8, a += 8) {
-    Floats x = _mm256_hadd_ps(_mm256_hadd_ps(a[0], a[1]), _mm256_hadd_ps(a[2], a[3]));
-    Floats y = _mm256_hadd_ps(_mm256_hadd_ps(a[4], a[5]), _mm256_hadd_ps(a[6], a[7]));
-    store(sums + i, add(_mm256_permute2f128_ps(x, y, 0x20), _mm256_permute2f128_ps(x, y, 0x31)));
-  }
-#endif
-}
-
 // scores[r, t - first] of HEADS query rows q [HEADS, padded D] (scaled).
 template <int NUMBER, int HEADS, class Place>
 static void scores_of(const Place& at, const float* q, int64_t padded, int64_t first, int64_t end, float* scores,

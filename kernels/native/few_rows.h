@@ -9,129 +9,12 @@
 // 1e-3). float32 x takes two such rows, the second what the first left: 30 bits.
 // Rounded to 8 bits (`--cpu-activations int8`): xs is the group's largest / 127, one row whatever x is; codes
 // and x meet as bytes where the instructions take them and groups are of 128 or more, else as above.
+// AVX2 has no instruction that adds up products of 16-bit integers: there codes of 3 and 4 bits meet x as two bytes,
+// or float32 x as three (24 bits), each by four products of 32 bytes whose sums 16 bits hold.
 // Cost a k-group of 128 weights: 16 bits bytes read, 4-bit codes by 6 shifts and masks (AVX-512); for
 // each row of x 4 dot products (of bytes 2), a conversion and an fma.
 #pragma once
-#include <vector>
-
-#include "weight.h"
-
-// Whether rows rounded to 8 bits meet w as bytes: AVX2's sums of two products of bytes hold 4-bit codes.
-static inline bool as_bytes(const Weight& w) { return !w.fine() && (HAS_BYTE_DOT || w.bits < 8); }
-
-struct RoundedRows {
-  std::vector<int16_t> q;        // [R, k_groups, 128], R = M * parts
-  std::vector<int8_t> bytes;     // or these
-  std::vector<float> scale;      // [R, padded groups]
-  std::vector<float> sum;        // [R, padded groups, parts of the weight's k-groups]
-  int64_t parts, padded, x_bits;
-  // A thread's calls follow one another in the same memory: new pages would cost more than the rounding.
-  void reset(int64_t M, int64_t of, const Weight& w, int64_t bits) {
-    parts = of, padded = w.padded_groups(), x_bits = bits;
-    scale.assign(M * parts * padded, 0);
-    sum.assign(M * parts * w.grid_size(), 0);
-    const int64_t numbers = M * parts * w.k_groups * GROUP;
-    const bool short_ones = x_bits == 8 && as_bytes(w);
-    bytes.resize(short_ones ? numbers : 0);
-    q.resize(short_ones ? 0 : numbers);
-  }
-};
-
-static inline int exponent_of(float v) {
-  uint32_t bits;
-  std::memcpy(&bits, &v, sizeof bits);
-  return (int)(bits >> 23 & 255) - 127;
-}
-static inline float power_of_two(int exponent) {
-  const uint32_t bits = (uint32_t)(exponent + 127) << 23;
-  float v;
-  std::memcpy(&v, &bits, sizeof v);
-  return v;
-}
-static inline float lanes_total(__m256 v) {
-  __m128 h = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
-  h = _mm_add_ps(h, _mm_movehl_ps(h, h));
-  return _mm_cvtss_f32(_mm_add_ss(h, _mm_movehdup_ps(h)));
-}
-static inline int32_t lanes_total(__m256i v) {
-  __m128i h = _mm_add_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
-  h = _mm_add_epi32(h, _mm_shuffle_epi32(h, 0x4e));
-  return _mm_cvtsi128_si32(_mm_add_epi32(h, _mm_shuffle_epi32(h, 0xb1)));
-}
-
-// Numbers that 8 bits hold, in the order of `unpack_bytes`.
-static inline void put_bytes(const int16_t* flat, int64_t bits, int8_t* to) {
-  if (bits == 8) {
-    for (int k = 0; k < GROUP; ++k) to[k] = (int8_t)flat[k];
-    return;
-  }
-  uint16_t words[64];
-  for (int half = 0; half < 2; ++half)
-    for (int i = 0; i < 32; ++i)
-      words[32 * half + i] = (uint16_t)((flat[32 * half + i] & 0xff) | flat[32 * half + i + 64] << 8);
-  std::memcpy(to, words, sizeof words);
-}
-
-// Numbers in the order of `unpack<8>`: even ones of 64, then odd ones.
-static inline void put_halves(const int16_t* flat, int16_t* to) {
-  for (int half = 0; half < GROUP; half += 64)
-    for (int i = 0; i < 32; ++i) {
-      to[half + i] = flat[half + 2 * i];
-      to[half + 32 + i] = flat[half + 2 * i + 1];
-    }
-}
-
-static inline void round_group(const float* x, const Weight& w, int64_t row, int64_t g, RoundedRows& r) {
-  __m256 top = _mm256_setzero_ps(), wrong = top;
-  const __m256 sign = _mm256_set1_ps(-0.0f);
-  for (int i = 0; i < GROUP; i += 8) {
-    __m256 v = _mm256_loadu_ps(x + i);
-    top = _mm256_max_ps(top, _mm256_andnot_ps(sign, v));
-    wrong = _mm256_fmadd_ps(v, _mm256_setzero_ps(), wrong);  // NaN where x is not finite
-  }
-  __m128 four = _mm_max_ps(_mm256_castps256_ps128(top), _mm256_extractf128_ps(top, 1));
-  four = _mm_max_ps(four, _mm_movehl_ps(four, four));
-  const float most = _mm_cvtss_f32(_mm_max_ss(four, _mm_movehdup_ps(four))), not_finite = lanes_total(wrong);
-  const int exponent = most > 1e-30f && std::isfinite(most) ? exponent_of(most) : -100;
-  float step = power_of_two(exponent - 14);
-  if (r.x_bits == 8) step = exponent > -100 ? most / 127 : 1;
-  alignas(32) float rest[GROUP];
-  std::memcpy(rest, x, sizeof rest);
-  for (int64_t part = 0; part < r.parts; ++part, step *= 0x1p-15f) {
-    int64_t at = row * r.parts + part;
-    __m256 inverse = _mm256_set1_ps(1 / step), back = _mm256_set1_ps(step);
-    __m256i sum[FINE_PARTS] = {};
-    alignas(32) int16_t flat[GROUP];
-    for (int i = 0; i < GROUP; i += 8) {
-      __m256 v = _mm256_load_ps(rest + i);
-      __m256i whole = _mm256_cvtps_epi32(_mm256_mul_ps(v, inverse));
-      __m128i half = _mm_packs_epi32(_mm256_castsi256_si128(whole), _mm256_extracti128_si256(whole, 1));
-      whole = _mm256_cvtepi16_epi32(half);
-      sum[i / 32] = _mm256_add_epi32(sum[i / 32], whole);
-      _mm256_store_ps(rest + i, _mm256_fnmadd_ps(_mm256_cvtepi32_ps(whole), back, v));
-      _mm_store_si128((__m128i*)(flat + i), half);
-    }
-    const int64_t to_q = (at * w.k_groups + g) * GROUP;
-    if (!r.bytes.empty()) put_bytes(flat, w.bits, r.bytes.data() + to_q);
-    else if (w.bits == 8) put_halves(flat, r.q.data() + to_q);
-    else std::memcpy(r.q.data() + to_q, flat, sizeof flat);
-    r.scale[at * r.padded + g] = step + not_finite;
-    float* to = r.sum.data() + (at * r.padded + g) * w.parts();
-    if (w.fine()) {
-      for (int64_t of = 0; of < FINE_PARTS; ++of) to[of] = step * (float)lanes_total(sum[of]);
-      continue;
-    }
-    to[0] = step * (float)lanes_total(_mm256_add_epi32(_mm256_add_epi32(sum[0], sum[1]), _mm256_add_epi32(sum[2], sum[3])));
-  }
-}
-
-// Rounds k-group g of row m of x [M, K]; what lies past K is zero.
-static void round_row_group(const void* x, int64_t number, const Weight& w, int64_t m, int64_t g, RoundedRows& r) {
-  float values[GROUP] = {};
-  int64_t count = w.K - g * GROUP < GROUP ? w.K - g * GROUP : GROUP;
-  copy_floats(values, x, m * w.K + g * GROUP, count, number);
-  round_group(values, w, m, g, r);
-}
+#include "rounded_rows.h"
 
 struct Output {
   void* y;           // [M, N]
@@ -139,8 +22,37 @@ struct Output {
   int64_t number;
 };
 
-// How codes and x meet: as 16-bit integers, the same with a grid each 32 weights, as bytes.
-enum class Meet { WHOLE, FINE, BYTES };
+// How codes and x meet: as 16-bit integers, the same with a grid each 32 weights, as bytes; x's two or three bytes.
+enum class Meet { WHOLE, FINE, BYTES, TWO_PLANES, THREE_PLANES };
+
+// Sums of products of a k-group's codes with x as 16-bit integers.
+static inline Ints dot_words(const Ints* codes, const int16_t* q) {
+  Ints d = no_ints();
+  for (int v = 0; v < VECTORS; ++v) d = dot(d, codes[v], load(q + v * 2 * LANES));
+  return d;
+}
+
+// The same with x in PLANES bytes, in units of its upper 16 bits; codes of up to 4 bits.
+template <int64_t PLANES>
+static inline Floats dot_planes(const Ints* codes, const int8_t* x) {
+#if WIDE
+  return floats(0);  // meets 16-bit integers
+#else
+  constexpr int N = GROUP / (4 * LANES);
+  __m256i sums[PLANES] = {};
+  for (int v = 0; v < N; ++v)
+    for (int plane = 0; plane < PLANES; ++plane) {
+      const __m256i bytes = _mm256_loadu_si256((const __m256i*)(x + plane * GROUP + v * 32));
+      // The highest has signs; codes are the same with and without.
+      const __m256i pairs = plane ? _mm256_maddubs_epi16(bytes, codes[v]) : _mm256_maddubs_epi16(codes[v], bytes);
+      sums[plane] = _mm256_add_epi16(sums[plane], pairs);
+    }
+  const __m256i one = _mm256_set1_epi16(1);
+  const __m256i upper = _mm256_add_epi32(_mm256_madd_epi16(sums[0], _mm256_set1_epi16(256)), _mm256_madd_epi16(sums[1], one));
+  if constexpr (PLANES == 2) return to_floats(upper);
+  return fma(to_floats(_mm256_madd_epi16(sums[PLANES - 1], one)), floats(0x1p-8f), to_floats(upper));
+#endif
+}
 
 // Rows first .. first + ROWS of the rounded x (PARTS to a row of y) times rows n0 .. n1 of w, whose grids are s, z.
 template <int BITS, int ROWS, int PARTS, Meet MEET>
@@ -166,7 +78,8 @@ static void few_rows(const Weight& w, const RoundedRows& x, const Output& out, i
       int64_t g1 = g0 + LANES < w.k_groups ? g0 + LANES : w.k_groups;
       for (int64_t g = g0; g < g1; ++g, p += 16 * BITS) {
         Ints c[VECTORS];
-        if constexpr (MEET == Meet::BYTES) unpack_bytes<BITS>(p, c);
+        constexpr int64_t PLANES = MEET == Meet::TWO_PLANES ? 2 : MEET == Meet::THREE_PLANES ? 3 : 0;
+        if constexpr (MEET == Meet::BYTES || PLANES) unpack_bytes<BITS>(p, c);
         else unpack<BITS>(p, c);
         _mm_prefetch((const char*)(p + 2048), _MM_HINT_T0);
         if (BITS == 8) _mm_prefetch((const char*)(p + 2048 + 64), _MM_HINT_T0);
@@ -175,6 +88,8 @@ static void few_rows(const Weight& w, const RoundedRows& x, const Output& out, i
           const int16_t* q = x.q.data() + at;
           if constexpr (MEET == Meet::BYTES) {
             acc[m] = fma(to_floats(dot_bytes(c, x.bytes.data() + at)), floats(factor[m][g - g0]), acc[m]);
+          } else if constexpr (PLANES) {
+            acc[m] = fma(dot_planes<PLANES>(c, x.bytes.data() + at * PLANES), floats(factor[m][g - g0]), acc[m]);
           } else if constexpr (FINE) {
             Floats d = floats(0);
             for (int v = 0; v < VECTORS; ++v) {
@@ -183,9 +98,7 @@ static void few_rows(const Weight& w, const RoundedRows& x, const Output& out, i
             }
             acc[m] = fma(d, floats(factor[m][g - g0]), acc[m]);
           } else {
-            Ints d = no_ints();
-            for (int v = 0; v < VECTORS; ++v) d = dot(d, c[v], load(q + v * 2 * LANES));
-            acc[m] = fma(to_floats(d), floats(factor[m][g - g0]), acc[m]);
+            acc[m] = fma(to_floats(dot_words(c, q)), floats(factor[m][g - g0]), acc[m]);
           }
         }
       }
@@ -199,10 +112,118 @@ static void few_rows(const Weight& w, const RoundedRows& x, const Output& out, i
   }
 }
 
+// The same of two rows of codes: x is loaded once for both, which compilers take for two operands in memory else
+// (24.8 cycles of the clock a k-group of eight rows, 20.0 so; the products alone take 17.8).
+static inline void dot_words(const Ints (*codes)[VECTORS], const int16_t* q, Ints* d) {
+  d[0] = d[1] = no_ints();
+  for (int v = 0; v < VECTORS; ++v) {
+    Ints x = load(q + v * 2 * LANES);
+    asm("" : "+v"(x));
+    d[0] = dot(d[0], codes[0][v], x);
+    d[1] = dot(d[1], codes[1][v], x);
+  }
+}
+
+// The same for eight or four rows, COLUMNS rows of w at a time: x is read half as often, and in pieces of LANES
+// k-groups, which stay in a core's L1 for all of n0 .. n1 (at most BLOCK_ROWS).
+constexpr int64_t BLOCK_ROWS = 32;
+
+template <int BITS, int ROWS, Meet MEET>
+static inline void row_block(const Weight& w, const RoundedRows& x, int64_t first, const int64_t* n, int64_t g0,
+                             const float* const* s, Floats (*acc)[ROWS]) {
+  constexpr int COLUMNS = 2;
+  const int8_t* bytes = x.bytes.data();
+  const int16_t* q = x.q.data();
+  alignas(64) float factor[COLUMNS][ROWS][LANES];
+  for (int c = 0; c < COLUMNS; ++c) {
+    const Floats scale = load(s[c] + g0);
+    for (int m = 0; m < ROWS; ++m) store(factor[c][m], mul(scale, load(x.scale.data() + (first + m) * x.padded + g0)));
+  }
+  const int64_t g1 = g0 + LANES < w.k_groups ? g0 + LANES : w.k_groups;
+  const uint8_t* p[COLUMNS] = {w.row(n[0]) + g0 * 16 * BITS, w.row(n[1]) + g0 * 16 * BITS};
+  const int64_t ahead = COLUMNS * w.k_groups * 16 * BITS;  // the same of the next columns
+  Floats sum[COLUMNS][ROWS];
+  for (int c = 0; c < COLUMNS; ++c)
+    for (int m = 0; m < ROWS; ++m) sum[c][m] = acc[c][m];
+  for (int64_t g = g0; g < g1; ++g) {
+    Ints codes[COLUMNS][VECTORS];
+    for (int c = 0; c < COLUMNS; ++c, p[c - 1] += 16 * BITS) {
+      if constexpr (MEET == Meet::BYTES) unpack_bytes<BITS>(p[c], codes[c]);
+      else unpack<BITS>(p[c], codes[c]);
+      _mm_prefetch((const char*)(p[c] + ahead), _MM_HINT_T0);
+      if (BITS == 8) _mm_prefetch((const char*)(p[c] + ahead + 64), _MM_HINT_T0);
+    }
+#pragma GCC unroll 8  // or sums live in memory
+    for (int m = 0; m < ROWS; ++m) {
+      const int64_t at = ((first + m) * w.k_groups + g) * GROUP;
+      Ints d[COLUMNS];
+      if constexpr (MEET == Meet::BYTES)
+        for (int c = 0; c < COLUMNS; ++c) d[c] = dot_bytes(codes[c], bytes + at);
+      else
+        dot_words(codes, q + at, d);
+      for (int c = 0; c < COLUMNS; ++c) sum[c][m] = fma(to_floats(d[c]), floats(factor[c][m][g - g0]), sum[c][m]);
+    }
+  }
+  for (int c = 0; c < COLUMNS; ++c)
+    for (int m = 0; m < ROWS; ++m) acc[c][m] = sum[c][m];
+}
+
+// y and a bias to ROWS rows from m on of out, columns n0 .. n1.
+template <int ROWS>
+static void put_rows(float (*y)[BLOCK_ROWS], const Output& out, int64_t m, int64_t n0, int64_t n1, int64_t N) {
+  alignas(64) float bias[BLOCK_ROWS] = {};
+  if (out.bias) copy_floats(bias, out.bias, n0, n1 - n0, out.number);
+  for (int r = 0; r < ROWS; ++r) {
+    int64_t i = 0, to = (m + r) * N + n0;
+    for (; i + 8 <= n1 - n0; i += 8)
+      put_eight(out.y, to + i, out.number, _mm256_add_ps(_mm256_load_ps(y[r] + i), _mm256_load_ps(bias + i)));
+    for (; i < n1 - n0; ++i) put(out.y, to + i, out.number, y[r][i] + bias[i]);
+  }
+}
+
+template <int BITS, int ROWS, int PARTS, Meet MEET>
+static void rows_in_blocks(const Weight& w, const RoundedRows& x, const Output& out, int64_t first, int64_t n0,
+                           int64_t n1, const float* s, const float* z) {
+  constexpr int COLUMNS = 2;
+  Floats acc[BLOCK_ROWS][ROWS];
+  for (auto& row : acc)
+    for (Floats& a : row) a = floats(0);
+  const int64_t pitch = w.grid_size();
+  for (int64_t g0 = 0; g0 < w.k_groups; g0 += LANES)
+    for (int64_t i = 0; i < n1 - n0; i += COLUMNS) {
+      const int64_t other = n0 + i + 1 < n1 ? i + 1 : i, n[COLUMNS] = {n0 + i, n0 + other};
+      const float* scales[COLUMNS] = {s + i * pitch, s + other * pitch};
+      row_block<BITS, ROWS, MEET>(w, x, first, n, g0, scales, acc + i);
+    }
+  alignas(64) float y[ROWS][BLOCK_ROWS] = {};
+  for (int64_t i = 0; i < n1 - n0; i += COLUMNS, s += COLUMNS * pitch, z += COLUMNS * pitch) {
+    Floats ends[16];
+    for (int e = 0; e < 16; ++e) ends[e] = e < COLUMNS * ROWS ? acc[i + e / ROWS][e % ROWS] : floats(0);
+    for (int c = 0; c < COLUMNS && i + c < n1 - n0; ++c)
+      for (int64_t g = 0; g < pitch; g += LANES) {
+        const Floats scaled_zero = mul(load(s + c * pitch + g), load(z + c * pitch + g));
+        for (int m = 0; m < ROWS; ++m) {
+          Floats& end = ends[c * ROWS + m];
+          end = sub(end, mul(scaled_zero, load(x.sum.data() + (first + m) * x.padded + g)));
+        }
+      }
+    alignas(64) float found[16];
+    totals(ends, found);
+    for (int c = 0; c < COLUMNS; ++c)
+      for (int m = 0; m < ROWS; m += PARTS)
+        y[m / PARTS][i + c] = found[c * ROWS + m] + (PARTS == 2 ? found[c * ROWS + m + PARTS - 1] : 0);
+  }
+  put_rows<ROWS / PARTS>(y, out, first / PARTS, n0, n1, w.N);
+}
+
 template <int BITS, int PARTS, Meet MEET>
 static void few_rows_of(const Weight& w, const RoundedRows& x, const Output& out, int64_t M, int64_t n0,
                      int64_t n1, const float* s, const float* z) {
   int64_t first = 0, rows = M * PARTS;
+  if constexpr (WIDE && MEET != Meet::FINE) {
+    for (; rows - first >= 8; first += 8) rows_in_blocks<BITS, 8, PARTS, MEET>(w, x, out, first, n0, n1, s, z);
+    for (; rows - first >= 4; first += 4) rows_in_blocks<BITS, 4, PARTS, MEET>(w, x, out, first, n0, n1, s, z);
+  }
   for (; rows - first >= 8; first += 8) few_rows<BITS, 8, PARTS, MEET>(w, x, out, first, n0, n1, s, z);
   for (; rows - first >= 4; first += 4) few_rows<BITS, 4, PARTS, MEET>(w, x, out, first, n0, n1, s, z);
   for (; rows - first >= 2; first += 2) few_rows<BITS, 2, PARTS, MEET>(w, x, out, first, n0, n1, s, z);
@@ -216,5 +237,9 @@ static void few_rows(const Weight& w, const RoundedRows& x, const Output& out, i
   auto run = w.fine() ? few_rows_of<BITS, PARTS, Meet::FINE> : few_rows_of<BITS, PARTS, Meet::WHOLE>;
   if constexpr (PARTS == 1 && (HAS_BYTE_DOT || BITS < 8))
     if (!x.bytes.empty()) run = few_rows_of<BITS, 1, Meet::BYTES>;
+  if constexpr (PARTS == 1 && BITS < 8 && !WIDE) {
+    if (x.planes == 2) run = few_rows_of<BITS, 1, Meet::TWO_PLANES>;
+    if (x.planes == 3) run = few_rows_of<BITS, 1, Meet::THREE_PLANES>;
+  }
   run(w, x, out, M, n0, n1, s, z);
 }

@@ -203,6 +203,7 @@ static void multiply_by_tiles(const Weight& w, const RoundedRows& r, TiledRows& 
                    : (w.bits == 3 ? tile_panel<3, false> : w.bits == 4 ? tile_panel<4, false> : tile_panel<8, false>);
   TileRoom room(w, x.tiles);
   const TileShape shape(x.columns);
+  asm volatile("" : : "m"(shape));  // g++ 12 takes the shape for unread
   _tile_loadconfig(&shape);
 #pragma omp for schedule(dynamic, 8)
   for (int64_t n = 0; n < (w.N + PANEL - 1) / PANEL; ++n) run(w, x, out, M, r.parts, n * PANEL, room);

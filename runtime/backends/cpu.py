@@ -1,4 +1,4 @@
-"""CPUs: torch's operators and our packed products (kernels/cpu/), step by step."""
+"""CPUs: our own code (kernels/cpu/) and torch's operators, step by step."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import torch
 
 from llmpq.plan import Plan
 from llmpq.pool_size import PoolSize
+from llmpq.runtime.backends.native_layers import NativeLayers
 from llmpq.runtime.backends.paged_compute import PagedStageCompute
 from llmpq.runtime.backends.stage_compute import StageCompute
 from llmpq.runtime.cache.kv_cache import KVCache, PagedKV
-from llmpq.runtime.models.layers import PlainLayers
 from llmpq.runtime.models.stage_model import StageModel
 
 
 class CpuBackend:
     """A stage on its host's cores."""
 
-    def layers(self) -> PlainLayers:
-        """Return torch's operators."""
-        return PlainLayers()
+    def layers(self) -> NativeLayers:
+        """Return layers of one call for few rows, of torch's operators for many."""
+        return NativeLayers()
 
     def compute(
         self,

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from llmpq.kernels.cpu.block_attention import attend_blocks, native_takes
+from llmpq.kernels.cpu.native_layer import PoolPlace
 from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule
 from llmpq.model_spec import ModelSpec
 from llmpq.pool_size import PoolSize
@@ -77,6 +78,17 @@ class PagedPlainKV(PagedKV):
             self._windowed.tables.take(
                 row.slot, row.first_window_block, row.new_window_blocks, gaps=True
             )
+
+    def place_of_tokens(self, layer: int, step: Step, rule: ScoreRule) -> PoolPlace | None:
+        """Return where a step of one token a row goes, if our own code may attend to it there."""
+        pool, place = self._layers[layer]
+        if rule.is_explicit or pool.v is pool.k or not isinstance(step, RaggedStep):
+            return None
+        if not step.once("all single", lambda: all(span.count == 1 for span in step.spans)):
+            return None
+        places_T = step.once(f"places {pool.window}", lambda: pool.places(step))
+        rows = step.once(f"blocks 0 {pool.window}", lambda: pool.rows(step.spans))
+        return PoolPlace(pool.k[place], pool.v[place], places_T, rows)
 
     def attend(
         self,

@@ -52,7 +52,7 @@ class Rotary:
 
     def rotate(self, x_BQND: Tensor, step: Step) -> Tensor:
         """Return queries or keys [B, Q, N heads, channels] turned to their positions."""
-        cos, sin = self._angles(step, x_BQND)
+        cos, sin = self.angles(step, x_BQND)
         if row_wise.turns(x_BQND, cos):
             return row_wise.turn(x_BQND, cos, sin)
         out = torch.empty(x_BQND.shape, dtype=x_BQND.dtype, device=x_BQND.device)
@@ -64,7 +64,8 @@ class Rotary:
         torch.mul(second, cos, out=high).addcmul_(first, sin)
         return out
 
-    def _angles(self, step: Step, like: Tensor) -> tuple[Tensor, Tensor]:
+    def angles(self, step: Step, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cosine and sine of the step's positions [B or 1, Q, 1, D / 2] in a dtype."""
         cos, sin = f"cos{self._name}", f"sin{self._name}"
         if cos not in step.memo:
             angle = (step.positions_BQ[:, :, None].float() * self._frequencies(step))[:, :, None]

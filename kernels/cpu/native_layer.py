@@ -1,0 +1,213 @@
+"""A decoder layer of a few rows as one call of our own code (kernels/native/layer.cpp).
+
+    y = x + attention(norm(x)); y += down(silu(gate) up) of norm(y)
+
+A user's step is hundreds of small operators; called one by one from Python they take longer than
+their arithmetic. The order and the roundings are those of separate calls: results are the same.
+Attention runs in the call over a pool of 16-bit blocks, else the caller's between two halves.
+
+Legend: M rows of tokens, h hidden, H query heads, G key/value heads, D head_dim, A angles.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from llmpq.kernels.cpu.block_attention import BlockRows
+from llmpq.kernels.cpu.dense import native_rows
+from llmpq.kernels.cpu.native_linear import rows_at_once
+from llmpq.kernels.formats.quantized_weight import QuantizedWeight
+from llmpq.kernels.formats.weight_layout import GROUP, Layout
+from llmpq.kernels.native.library import NUMBERS, address, call, library
+from llmpq.precision import padded_k
+
+_BEFORE, _ATTENTION, _BEHIND = 1, 2, 4
+
+
+@dataclass(frozen=True, eq=False)
+class Matrix:
+    """A product of the layer: its weight, quantised or not, and its bias."""
+
+    weight: Tensor | QuantizedWeight
+    bias: Tensor | None
+
+    def most_rows(self, dtype: torch.dtype) -> int:
+        """Return the rows up to which our own code multiplies in one call; 0: never."""
+        if isinstance(self.weight, QuantizedWeight):
+            on_cpu = self.weight.layout is Layout.CPU
+            return rows_at_once(self.weight, dtype) if on_cpu else 0
+        return native_rows(self.weight) if self.weight.dtype == dtype else 0
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LayerForm:
+    """What a layer is made of."""
+
+    dtype: torch.dtype
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    window: int
+    turned: bool
+    """Whether heads are turned to their positions."""
+    attn_norm: Tensor
+    attn_eps: float
+    mlp_norm: Tensor
+    mlp_eps: float
+    head_norms: tuple[Tensor, Tensor] | None
+    """Of each query head and each key head."""
+    head_eps: float
+    slopes_H: Tensor | None
+    products: tuple[Matrix, Matrix, Matrix, Matrix]
+    """qkv, o, gate and up, down."""
+
+
+class _Product(ctypes.Structure):
+    _fields_ = [("bits", ctypes.c_int64)] + [
+        (name, ctypes.c_size_t) for name in ("codes", "scale", "zero", "bias")
+    ]
+    _fields_ += [
+        (name, ctypes.c_int64)
+        for name in ("n", "k", "k_groups", "groups", "scale_number", "x_bits")
+    ]
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = [
+        (name, ctypes.c_int64)
+        for name in ("number", "hidden", "heads", "groups", "dim", "ffn", "turned", "window")
+    ]
+    _fields_ += [
+        (name, ctypes.c_size_t) for name in ("attn_norm", "mlp_norm", "q_norm", "k_norm", "slopes")
+    ]
+    _fields_ += [(name, ctypes.c_double) for name in ("attn_eps", "mlp_eps", "head_eps", "scale")]
+    _fields_ += [(name, _Product) for name in ("qkv", "o", "gate_up", "down")]
+
+
+class _Rows(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int64) for name in ("rows", "threads")]
+    _fields_ += [
+        (name, ctypes.c_size_t) for name in ("x", "y", "qkv", "q", "attended", "cosine", "sine")
+    ]
+    _fields_ += [("angles", ctypes.c_int64)]
+    _fields_ += [(name, ctypes.c_size_t) for name in ("k", "v", "places", "tables", "ends")]
+    _fields_ += [(name, ctypes.c_int64) for name in ("tokens", "columns")]
+
+
+Angles = tuple[Tensor, Tensor]
+"""Cosine and sine [A, D / 2] in the rows' dtype, row m's those of m % A."""
+
+
+@dataclass(frozen=True, eq=False)
+class PoolPlace:
+    """Where the tokens of a step go in a layer's pool, one a row, and which blocks rows read."""
+
+    k_NGD: Tensor
+    v_NGD: Tensor
+    places_T: Tensor
+    rows: BlockRows
+
+
+class NativeLayer:
+    """A layer whose parts the library takes (`native_layer`)."""
+
+    def __init__(self, form: LayerForm, most_rows: int) -> None:
+        """`most_rows`: of all its products."""
+        self.form, self.most_rows = form, most_rows
+        self._held: list[Tensor] = []
+        hidden = form.attn_norm.shape[0]
+        q_norm, k_norm = form.head_norms or (None, None)
+        products = [self._product(matrix) for matrix in form.products]
+        self._layer = _Layer(
+            *(NUMBERS[form.dtype], hidden, form.heads, form.kv_heads, form.head_dim),
+            *(products[3].k, form.turned, form.window),
+            *map(self._address, (form.attn_norm, form.mlp_norm, q_norm, k_norm)),
+            self._address(None if form.slopes_H is None else form.slopes_H.float()),
+            *(form.attn_eps, form.mlp_eps, form.head_eps, form.scale),
+            *products,
+        )
+        self._at = ctypes.addressof(self._layer)
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether these rows [..., h] are few enough, and as they have to be."""
+        return (
+            x.numel() <= self.most_rows * self._layer.hidden
+            and x.dtype == self.form.dtype
+            and x.is_contiguous()
+            and not x.requires_grad
+        )
+
+    def whole(self, x: Tensor, y: Tensor, angles: Angles | None, place: PoolPlace) -> None:
+        """Write the layer's output to y (x, if nobody reads that again); keys go to the pool."""
+        tables_BM, ends_B = place.rows.tables_BM, place.rows.ends_B
+        rows = _Rows(
+            *(x.numel() // self._layer.hidden, torch.get_num_threads(), x.data_ptr(), y.data_ptr()),
+            *(0, 0, 0, *_angles(angles), place.k_NGD.data_ptr(), place.v_NGD.data_ptr()),
+            *(place.places_T.data_ptr(), tables_BM.data_ptr(), ends_B.data_ptr()),
+            *(ends_B.shape[0], tables_BM.shape[1]),
+        )
+        call("llmpq_layer", self._at, ctypes.addressof(rows), _BEFORE | _ATTENTION | _BEHIND)
+
+    def before(self, x: Tensor, angles: Angles | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries [..., H, D], keys and values [..., G, D] of rows [..., h]."""
+        form = self.form
+        qkv = x.new_empty(*x.shape[:-1], form.heads + 2 * form.kv_heads, form.head_dim)
+        q = x.new_empty(*x.shape[:-1], form.heads, form.head_dim)
+        rows = _Rows(
+            *(x.numel() // self._layer.hidden, torch.get_num_threads(), x.data_ptr(), 0),
+            *(qkv.data_ptr(), q.data_ptr(), 0, *_angles(angles)),
+        )
+        call("llmpq_layer", self._at, ctypes.addressof(rows), _BEFORE)
+        k, v = qkv[..., form.heads :, :].split(form.kv_heads, dim=-2)
+        return q, k, v
+
+    def behind(self, attended: Tensor, x: Tensor, y: Tensor) -> None:
+        """Write the layer's output to y (or x) from what attention [..., H, D] found."""
+        attended = attended.contiguous()
+        rows = _Rows(
+            *(x.numel() // self._layer.hidden, torch.get_num_threads(), x.data_ptr(), y.data_ptr()),
+            *(attended.data_ptr(), 0, attended.data_ptr()),
+        )
+        call("llmpq_layer", self._at, ctypes.addressof(rows), _BEHIND)
+
+    def _address(self, tensor: Tensor | None) -> int:
+        if tensor is None:
+            return 0
+        self._held.append(tensor.contiguous())
+        return self._held[-1].data_ptr()
+
+    def _product(self, matrix: Matrix) -> _Product:
+        bias = None if matrix.bias is None else matrix.bias.to(self.form.dtype)
+        weight = matrix.weight
+        if isinstance(weight, Tensor):
+            n, k = weight.shape
+            return _Product(0, address(weight), 0, 0, self._address(bias), n, k, 0, 0, 0, 16)
+        k = weight.in_features
+        return _Product(
+            *(weight.bits, address(weight.planes[0]), address(weight.scale), address(weight.zero)),
+            *(self._address(bias), weight.out_features, k, padded_k(k) // GROUP, weight.groups),
+            *(NUMBERS[weight.scale.dtype], weight.activation_bits),
+        )
+
+
+def native_layer(form: LayerForm) -> NativeLayer | None:
+    """Return a layer in the library's form; None where there is none, or a part is not for it."""
+    norms: Sequence[Tensor] = (form.attn_norm, form.mlp_norm, *(form.head_norms or ()))
+    alike = all(norm.dtype == form.dtype and norm.device.type == "cpu" for norm in norms)
+    if form.dtype not in NUMBERS or not alike or form.head_dim % 2 or library() is None:
+        return None
+    most_rows = min(matrix.most_rows(form.dtype) for matrix in form.products)
+    return NativeLayer(form, most_rows) if most_rows else None
+
+
+def _angles(angles: Angles | None) -> tuple[int, int, int]:
+    if angles is None:
+        return 0, 0, 1
+    cosine, sine = angles
+    return cosine.data_ptr(), sine.data_ptr(), cosine.numel() // cosine.shape[-1]

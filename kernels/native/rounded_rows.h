@@ -1,0 +1,175 @@
+// Rows of x as whole numbers, a power of two (or a largest number's share) a k-group: what few_rows.h and tiles.h
+// multiply codes by, and says how.
+#pragma once
+#include <vector>
+
+#include "weight.h"
+
+// Whether rows rounded to 8 bits meet w as bytes: AVX2's sums of two products of bytes hold 4-bit codes.
+static inline bool as_bytes(const Weight& w) { return !w.fine() && (HAS_BYTE_DOT || w.bits < 8); }
+
+// Whether rows of 16 bits and more meet w byte by byte.
+static inline bool in_planes(const Weight& w) { return !WIDE && !w.fine() && w.bits < 8; }
+
+// Numbers from the start of a cache line on: a load of 64 bytes that crosses lines takes two.
+template <class Number>
+struct Lined {
+  std::vector<Number> held;
+  int64_t size = 0;
+  void resize(int64_t n) {
+    size = n;
+    if ((int64_t)held.size() < n + LINE) held.resize(n + LINE);
+  }
+  bool empty() const { return size == 0; }
+  Number* data() { return (Number*)(((uintptr_t)held.data() + 63) / 64 * 64); }
+  const Number* data() const { return (const Number*)(((uintptr_t)held.data() + 63) / 64 * 64); }
+  static constexpr int64_t LINE = 64 / sizeof(Number);
+};
+
+struct RoundedRows {
+  Lined<int16_t> q;              // [R, k_groups, 128], R = M * parts
+  Lined<int8_t> bytes;           // or these
+  std::vector<float> scale;      // [R, padded groups]
+  std::vector<float> sum;        // [R, padded groups, parts of the weight's k-groups]
+  int64_t parts, padded, x_bits;
+  int64_t planes;                // bytes of a number, the highest first, each k-group's side by side; 0: not so
+  // A thread's calls follow one another in the same memory: new pages would cost more than the rounding.
+  void reset(int64_t M, int64_t of, const Weight& w, int64_t bits) {
+    parts = of, padded = w.padded_groups(), x_bits = bits;
+    planes = x_bits == 16 && in_planes(w) ? parts + 1 : 0;
+    if (planes) parts = 1;
+    scale.assign(M * parts * padded, 0);
+    sum.assign(M * parts * w.grid_size(), 0);
+    const int64_t numbers = M * parts * w.k_groups * GROUP;
+    const bool short_ones = planes || (x_bits == 8 && as_bytes(w));
+    bytes.resize(short_ones ? numbers * std::max<int64_t>(planes, 1) : 0);
+    q.resize(short_ones ? 0 : numbers);
+  }
+};
+
+static inline int exponent_of(float v) {
+  uint32_t bits;
+  std::memcpy(&bits, &v, sizeof bits);
+  return (int)(bits >> 23 & 255) - 127;
+}
+static inline float power_of_two(int exponent) {
+  const uint32_t bits = (uint32_t)(exponent + 127) << 23;
+  float v;
+  std::memcpy(&v, &bits, sizeof v);
+  return v;
+}
+static inline float lanes_total(__m256 v) {
+  __m128 h = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+  h = _mm_add_ps(h, _mm_movehl_ps(h, h));
+  return _mm_cvtss_f32(_mm_add_ss(h, _mm_movehdup_ps(h)));
+}
+static inline int32_t lanes_total(__m256i v) {
+  __m128i h = _mm_add_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
+  h = _mm_add_epi32(h, _mm_shuffle_epi32(h, 0x4e));
+  return _mm_cvtsi128_si32(_mm_add_epi32(h, _mm_shuffle_epi32(h, 0xb1)));
+}
+
+// Numbers that 8 bits hold, in the order of `unpack_bytes`.
+static inline void put_bytes(const int16_t* flat, int64_t bits, int8_t* to) {
+  if (bits == 8) {
+    for (int k = 0; k < GROUP; ++k) to[k] = (int8_t)flat[k];
+    return;
+  }
+  uint16_t words[64];
+  for (int half = 0; half < 2; ++half)
+    for (int i = 0; i < 32; ++i)
+      words[32 * half + i] = (uint16_t)((flat[32 * half + i] & 0xff) | flat[32 * half + i + 64] << 8);
+  std::memcpy(to, words, sizeof words);
+}
+
+// Numbers in the order of `unpack<8>`: even ones of 64, then odd ones.
+static inline void put_halves(const int16_t* flat, int16_t* to) {
+  for (int half = 0; half < GROUP; half += 64)
+    for (int i = 0; i < 32; ++i) {
+      to[half + i] = flat[half + 2 * i];
+      to[half + 32 + i] = flat[half + 2 * i + 1];
+    }
+}
+
+// The exponent of a k-group's largest number, -100 for none to speak of; NaN in `not_finite` where one is not finite.
+static inline int top_exponent(const float* x, float* largest, float* not_finite) {
+  __m256 top = _mm256_setzero_ps(), wrong = top;
+  const __m256 sign = _mm256_set1_ps(-0.0f);
+  for (int i = 0; i < GROUP; i += 8) {
+    __m256 v = _mm256_loadu_ps(x + i);
+    top = _mm256_max_ps(top, _mm256_andnot_ps(sign, v));
+    wrong = _mm256_fmadd_ps(v, _mm256_setzero_ps(), wrong);  // NaN where x is not finite
+  }
+  __m128 four = _mm_max_ps(_mm256_castps256_ps128(top), _mm256_extractf128_ps(top, 1));
+  four = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  *not_finite = lanes_total(wrong);
+  *largest = _mm_cvtss_f32(_mm_max_ss(four, _mm_movehdup_ps(four)));
+  return *largest > 1e-30f && std::isfinite(*largest) ? exponent_of(*largest) : -100;
+}
+
+// As whole numbers of 16 or 24 bits, byte by byte; the step is that of the upper 16.
+static inline void round_in_planes(const float* x, const Weight& w, int64_t row, int64_t g, RoundedRows& r) {
+  float most, not_finite;
+  const float step = power_of_two(top_exponent(x, &most, &not_finite) - 14), finest = r.planes == 3 ? step / 256 : step;
+  const __m256i end = _mm256_set1_epi32(r.planes == 3 ? 0x7fffff : 0x7fff), one = _mm256_set1_epi32(1);
+  const __m256i begin = _mm256_sub_epi32(_mm256_sub_epi32(_mm256_setzero_si256(), end), one);
+  __m256i sum = _mm256_setzero_si256();
+  alignas(32) int32_t whole[GROUP];
+  for (int i = 0; i < GROUP; i += 8) {
+    __m256i v = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(x + i), _mm256_set1_ps(1 / finest)));
+    v = _mm256_max_epi32(_mm256_min_epi32(v, end), begin);
+    sum = _mm256_add_epi32(sum, v);
+    _mm256_store_si256((__m256i*)(whole + i), v);
+  }
+  int8_t* to = r.bytes.data() + (row * w.k_groups + g) * r.planes * GROUP;
+  for (int64_t plane = r.planes; plane-- > 0; to += GROUP) {
+    int16_t flat[GROUP];
+    for (int k = 0; k < GROUP; ++k) flat[k] = (int16_t)(whole[k] >> 8 * plane);
+    put_bytes(flat, w.bits, to);
+  }
+  r.scale[row * r.padded + g] = step + not_finite;
+  r.sum[row * r.padded + g] = finest * (float)lanes_total(sum);
+}
+
+static inline void round_group(const float* x, const Weight& w, int64_t row, int64_t g, RoundedRows& r) {
+  float most, not_finite;
+  const int exponent = top_exponent(x, &most, &not_finite);
+  float step = power_of_two(exponent - 14);
+  if (r.x_bits == 8) step = exponent > -100 ? most / 127 : 1;
+  alignas(32) float rest[GROUP];
+  std::memcpy(rest, x, sizeof rest);
+  for (int64_t part = 0; part < r.parts; ++part, step *= 0x1p-15f) {
+    int64_t at = row * r.parts + part;
+    __m256 inverse = _mm256_set1_ps(1 / step), back = _mm256_set1_ps(step);
+    __m256i sum[FINE_PARTS] = {};
+    alignas(32) int16_t flat[GROUP];
+    for (int i = 0; i < GROUP; i += 8) {
+      __m256 v = _mm256_load_ps(rest + i);
+      __m256i whole = _mm256_cvtps_epi32(_mm256_mul_ps(v, inverse));
+      __m128i half = _mm_packs_epi32(_mm256_castsi256_si128(whole), _mm256_extracti128_si256(whole, 1));
+      whole = _mm256_cvtepi16_epi32(half);
+      sum[i / 32] = _mm256_add_epi32(sum[i / 32], whole);
+      _mm256_store_ps(rest + i, _mm256_fnmadd_ps(_mm256_cvtepi32_ps(whole), back, v));
+      _mm_store_si128((__m128i*)(flat + i), half);
+    }
+    const int64_t to_q = (at * w.k_groups + g) * GROUP;
+    if (!r.bytes.empty()) put_bytes(flat, w.bits, r.bytes.data() + to_q);
+    else if (w.bits == 8) put_halves(flat, r.q.data() + to_q);
+    else std::memcpy(r.q.data() + to_q, flat, sizeof flat);
+    r.scale[at * r.padded + g] = step + not_finite;
+    float* to = r.sum.data() + (at * r.padded + g) * w.parts();
+    if (w.fine()) {
+      for (int64_t of = 0; of < FINE_PARTS; ++of) to[of] = step * (float)lanes_total(sum[of]);
+      continue;
+    }
+    to[0] = step * (float)lanes_total(_mm256_add_epi32(_mm256_add_epi32(sum[0], sum[1]), _mm256_add_epi32(sum[2], sum[3])));
+  }
+}
+
+// Rounds k-group g of row m of x [M, K]; what lies past K is zero.
+static void round_row_group(const void* x, int64_t number, const Weight& w, int64_t m, int64_t g, RoundedRows& r) {
+  float values[GROUP] = {};
+  int64_t count = w.K - g * GROUP < GROUP ? w.K - g * GROUP : GROUP;
+  copy_floats(values, x, m * w.K + g * GROUP, count, number);
+  (r.planes ? round_in_planes : round_group)(values, w, m, g, r);
+}

@@ -1,0 +1,137 @@
+"""Decoder layers of few rows by one call of our own code on a CPU, the others by torch's operators.
+
+The calls are kernels/cpu/native_layer.py's; here is which layers and steps they serve. Results are
+those of `PlainLayers`, whose products, norms and turns are the same functions one by one.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from llmpq.kernels.cpu.native_layer import (
+    LayerForm,
+    Matrix,
+    NativeLayer,
+    PoolPlace,
+    native_layer,
+)
+from llmpq.kernels.formats.quantized_weight import QuantizedWeight
+from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule
+from llmpq.runtime.cache.kv_cache import KVCache
+from llmpq.runtime.cache.paged_kv import PagedPlainKV
+from llmpq.runtime.models.layers import Attention, DecoderLayer, PlainLayers, attend_by_rule
+from llmpq.runtime.models.linear import Linear, Weight
+from llmpq.runtime.models.mlps import GatedMLP
+from llmpq.runtime.models.norms import Norm
+from llmpq.runtime.step import Step
+
+
+class NativeLayers(PlainLayers):
+    """A CPU's layers."""
+
+    def __init__(self) -> None:
+        self._known: dict[DecoderLayer, tuple[tuple[Weight, ...], NativeLayer | None]] = {}
+
+    def decoder_layer(
+        self,
+        layer: DecoderLayer,
+        x_BQh: Tensor,
+        index: int,
+        step: Step,
+        kv: KVCache,
+        *,
+        last_only: bool = False,
+        in_place: bool = False,
+    ) -> Tensor:
+        """Return the new residual stream; all tokens go on, the input may be what it becomes."""
+        native = self._native(layer)
+        if native is None or not native.takes(x_BQh):
+            return super().decoder_layer(layer, x_BQh, index, step, kv)
+        attention = layer.attention
+        assert isinstance(attention, Attention)
+        angles = None
+        if attention.rotary is not None:
+            angles = attention.rotary.angles(step, x_BQh)
+        y = x_BQh if in_place else torch.empty_like(x_BQh)
+        place = _place(kv, index, step, attention.rule)
+        if place is not None:
+            native.whole(x_BQh, y, angles, place)
+            return y
+        q, k, v = native.before(x_BQh, angles)
+        out = attend_by_rule(
+            kv, index, q, k, v, step, attention.scale, attention.alibi_slopes_H, attention.rule
+        )
+        native.behind(out, x_BQh, y)
+        return y
+
+    def _native(self, layer: DecoderLayer) -> NativeLayer | None:
+        weights, known = self._known.get(layer, ((), None))
+        linears = _linears(layer)
+        if len(weights) != len(linears) or any(
+            linear.weight is not weight for linear, weight in zip(linears, weights, strict=True)
+        ):
+            form = _form(layer)
+            known = None if form is None else native_layer(form)
+            self._known[layer] = tuple(linear.weight for linear in linears), known
+        return known
+
+
+def _place(kv: KVCache, index: int, step: Step, rule: ScoreRule | None) -> PoolPlace | None:
+    if not isinstance(kv, PagedPlainKV):
+        return None
+    return kv.place_of_tokens(index, step, EVERYTHING if rule is None else rule)
+
+
+def _linears(layer: DecoderLayer) -> tuple[Linear, ...]:
+    attention, mlp = layer.attention, layer.mlp
+    if not isinstance(attention, Attention) or not isinstance(mlp, GatedMLP):
+        return ()
+    return attention.qkv, attention.o, mlp.gate_up, mlp.down
+
+
+def _form(layer: DecoderLayer) -> LayerForm | None:
+    """Return what the library is told of a layer; None of one that it does not compute."""
+    attention, mlp = layer.attention, layer.mlp
+    if not isinstance(attention, Attention) or not isinstance(mlp, GatedMLP):
+        return None
+    norms = [layer.attn_norm, layer.mlp_norm]
+    heads = [norm for norm in (attention.q_norm, attention.k_norm) if norm is not None]
+    rotary, rule = attention.rotary, attention.rule or EVERYTHING
+    if (
+        not all(type(norm) is Norm and norm.bias is None for norm in norms + heads)
+        or any(norm.shape[0] != attention.head_dim for norm in heads)
+        or len({norm.eps for norm in heads}) > 1
+        or (heads and (rotary is None or len(heads) != 2))
+        or (rotary is not None and rotary.dim != attention.head_dim)
+        or not layer.adds_plainly
+        or mlp.activation != "silu"
+    ):
+        return None
+    products = [_matrix(linear) for linear in _linears(layer)]
+    if any(matrix is None for matrix in products):
+        return None
+    qkv, o, gate_up, down = (matrix for matrix in products if matrix is not None)
+    return LayerForm(
+        dtype=layer.attn_norm.weight.dtype,
+        heads=attention.heads,
+        kv_heads=attention.kv_heads,
+        head_dim=attention.head_dim,
+        scale=attention.scale,
+        window=rule.window,
+        turned=rotary is not None,
+        attn_norm=layer.attn_norm.weight,
+        attn_eps=layer.attn_norm.eps,
+        mlp_norm=layer.mlp_norm.weight,
+        mlp_eps=layer.mlp_norm.eps,
+        head_norms=(heads[0].weight, heads[1].weight) if heads else None,
+        head_eps=heads[0].eps if heads else 0.0,
+        slopes_H=attention.alibi_slopes_H,
+        products=(qkv, o, gate_up, down),
+    )
+
+
+def _matrix(linear: Linear) -> Matrix | None:
+    if not isinstance(linear.weight, (Tensor, QuantizedWeight)):
+        return None
+    return Matrix(linear.weight, linear.bias)

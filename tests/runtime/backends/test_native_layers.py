@@ -1,0 +1,157 @@
+"""A CPU's layers as one call: bit for bit what their parts give one by one, and which are taken."""
+
+import pytest
+import torch
+
+from llmpq.kernels.native import library
+from llmpq.kv_format import packed_blocks
+from llmpq.pool_size import PoolSize
+from llmpq.precision import KVPrecision, Precision
+from llmpq.runtime.backends.native_layers import NativeLayers
+from llmpq.runtime.cache.paged_by_precision import make_paged_kv
+from llmpq.runtime.engine.plain_loop import LocalPipeline
+from llmpq.runtime.models.layers import PlainLayers
+from llmpq.runtime.models.linear import round_activations
+from llmpq.runtime.ragged_step import RaggedStep
+from llmpq.runtime.request import PagedRow
+from llmpq.runtime.step import Step
+
+pytestmark = pytest.mark.cpu
+LEVELS = [level.name for level in library.usable_levels()]
+
+if library.library() is None:
+    pytest.skip("needs an x86-64 CPU with AVX2 and a C++ compiler", allow_module_level=True)
+
+
+@pytest.fixture(params=sorted({LEVELS[0], LEVELS[-1]}))
+def level(request, monkeypatch):
+    monkeypatch.setattr(library, "best_level", lambda: library.LEVELS[request.param])
+
+
+class Counted(NativeLayers):
+    """Counts the layers that the one call served, whole or in halves."""
+
+    def __init__(self):
+        super().__init__()
+        self.whole = self.halves = 0
+
+    def _native(self, layer):
+        native = super()._native(layer)
+        if native is not None:
+            whole, before = native.whole, native.before
+
+            def count_whole(*given):
+                self.whole += 1
+                whole(*given)
+
+            def count_before(*given):
+                self.halves += 1
+                return before(*given)
+
+            native.whole, native.before = count_whole, count_before
+            self._known.pop(layer)
+        return native
+
+
+def model_of(directory, bits, dtype):
+    pipeline = LocalPipeline.from_directory(
+        directory, precisions=[Precision.parse(bits)] * _layers(directory), dtype=dtype
+    )
+    return pipeline, pipeline.stages[0]
+
+
+def _layers(directory):
+    from llmpq.model_spec import ModelSpec
+
+    return ModelSpec.from_directory(directory).num_layers
+
+
+def set_runner(stage, runner):
+    for layer in stage.layers:
+        layer.runner = runner
+
+
+def pool_steps(pipeline, stage, kv, rows):
+    """Return the logits of three steps of one token a row behind prompts of 3, 4, ... tokens."""
+    spec = pipeline.spec
+    size = PoolSize(num_blocks=rows, slots=rows, max_len=100, prefix_cache=False)
+    pool = make_paged_kv(spec, kv, size, layers=range(spec.num_layers), dtype=pipeline.dtype)
+    given = 1 if kv is KVPrecision.KV16 else packed_blocks(size.max_len)
+    pool.take_rows(
+        [PagedRow(slot=row, new_blocks=(row,) * min(1, given)) for row in range(rows)], [0] * rows
+    )
+    slots, starts, counts = list(range(rows)), [0] * rows, [3 + row for row in range(rows)]
+    out = []
+    for _ in range(4):
+        step = RaggedStep.of_rows(slots, starts, counts, wanted=[1] * rows)
+        tokens = torch.arange(7, 7 + sum(counts))[None] % spec.vocab
+        out.append(stage.logits(stage(tokens, step, pool), step))
+        starts = [start + count for start, count in zip(starts, counts, strict=True)]
+        counts = [1] * rows
+    return torch.stack(out[1:])
+
+
+def slot_steps(pipeline, stage, rows):
+    caches = pipeline.caches(rows, 40)
+    tokens = torch.arange(5, 5 + 6 * rows).view(rows, 6)
+    slots, out = list(range(rows)), []
+    pipeline.logits(tokens, Step.of(slots, [0] * rows, [6] * rows), caches)
+    for place in range(3):
+        step = Step.of(slots, [6 + place] * rows, [1] * rows)
+        out.append(pipeline.logits(tokens[:, place : place + 1], step, caches))
+    return torch.stack(out)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("rows", [1, 3, 13])
+@pytest.mark.parametrize("bits, dtype", [("4", torch.bfloat16), ("8", torch.float32),
+                                         ("16", torch.float16), ("16", torch.bfloat16)])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+def test_one_call_gives_what_the_parts_give(level, tiny_models, kind, bits, dtype, rows):
+    pipeline, stage = model_of(tiny_models.directory(kind), bits, dtype)
+    counted = Counted()
+    for way in (lambda: pool_steps(pipeline, stage, KVPrecision.KV16, rows),
+                lambda: slot_steps(pipeline, stage, rows)):
+        set_runner(stage, PlainLayers())
+        wanted = way()
+        set_runner(stage, counted)
+        assert torch.equal(way(), wanted)
+    num = pipeline.spec.num_layers
+    assert counted.whole == 3 * num and counted.halves >= 3 * num
+
+
+@torch.inference_mode()
+def test_low_bit_caches_take_the_two_halves(level, demo_model):
+    pipeline, stage = model_of(demo_model, "4", torch.bfloat16)
+    set_runner(stage, PlainLayers())
+    wanted = pool_steps(pipeline, stage, KVPrecision.KV4, 2)
+    counted = Counted()
+    set_runner(stage, counted)
+    assert torch.equal(pool_steps(pipeline, stage, KVPrecision.KV4, 2), wanted)
+    assert counted.whole == 0 and counted.halves
+
+
+@torch.inference_mode()
+def test_weights_that_change_are_noticed(demo_model):
+    pipeline, stage = model_of(demo_model, "4", torch.bfloat16)
+    runner = NativeLayers()
+    set_runner(stage, runner)
+    exact = pool_steps(pipeline, stage, KVPrecision.KV16, 2)
+    round_activations(stage)
+    rounded = pool_steps(pipeline, stage, KVPrecision.KV16, 2)
+    set_runner(stage, PlainLayers())
+    assert torch.equal(pool_steps(pipeline, stage, KVPrecision.KV16, 2), rounded)
+    assert not torch.equal(exact, rounded)
+    held = stage.layers[0].attn_norm
+    held.weight = held.weight * 1.02  # a fault in one part shows
+    assert not torch.equal(pool_steps(pipeline, stage, KVPrecision.KV16, 2), rounded)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("kind", ["opt", "bloom", "mixtral"])
+def test_other_layers_run_by_their_parts(tiny_models, kind):
+    pipeline, stage = model_of(tiny_models.directory(kind), "16", torch.float32)
+    counted = Counted()
+    set_runner(stage, counted)
+    slot_steps(pipeline, stage, 2)
+    assert counted.whole == counted.halves == 0
