@@ -84,13 +84,13 @@ def from_gptq(
 def to_gptq(q: QuantizedWeight, *, v2: bool = False) -> dict[str, Tensor]:
     """Return one layer's GPTQ tensors; v1 files cannot tell zero 2^b from 0, and none is 2^b."""
     k = _whole_k(q, "GPTQ")
-    zero = q.zero_NG().to(torch.uint8)
+    zero = _own(q, q.zero_NG()).to(torch.uint8)
     if not v2:
         zero = (zero.int() - 1 & (1 << q.bits) - 1).to(torch.uint8)
     return {
         "qweight": pack_stream(q.codes()[:, :k], q.bits).t().contiguous(),
         "qzeros": pack_stream(zero.t(), q.bits),
-        "scales": q.scale_NG().t().contiguous(),
+        "scales": _own(q, q.scale_NG()).t().contiguous(),
         "g_idx": (torch.arange(k) // (q.group_size or k)).int(),
     }
 
@@ -113,8 +113,8 @@ def to_awq(q: QuantizedWeight) -> dict[str, Tensor]:
     k = _whole_k(q, "AWQ")
     return {
         "qweight": _awq_pack(q.codes()[:, :k].t()),
-        "qzeros": _awq_pack(q.zero_NG().to(torch.uint8).t()),
-        "scales": q.scale_NG().t().contiguous(),
+        "qzeros": _awq_pack(_own(q, q.zero_NG()).to(torch.uint8).t()),
+        "scales": _own(q, q.scale_NG()).t().contiguous(),
     }
 
 
@@ -135,13 +135,18 @@ def to_compressed_tensors(q: QuantizedWeight) -> dict[str, Tensor]:
     """Return one layer's compressed-tensors "pack-quantized" tensors."""
     packed = {
         "weight_packed": pack_stream(q.codes()[:, : q.in_features], q.bits),
-        "weight_scale": q.scale_NG().contiguous(),
+        "weight_scale": _own(q, q.scale_NG()).contiguous(),
         "weight_shape": torch.tensor([q.out_features, q.in_features]),
     }
     if q.zero is not None:
-        zero_GN = q.zero_NG().to(torch.uint8).t()
+        zero_GN = _own(q, q.zero_NG()).to(torch.uint8).t()
         packed["weight_zero_point"] = pack_stream(zero_GN, q.bits).t().contiguous()
     return packed
+
+
+def _own(q: QuantizedWeight, values_NG: Tensor) -> Tensor:
+    """Return the scales or zeros of groups that have weights: K is padded to whole k-groups."""
+    return values_NG[:, : -(-q.in_features // (q.group_size or q.in_features))]
 
 
 def _group_size(k: int, groups: int) -> int | None:

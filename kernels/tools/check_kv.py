@@ -11,6 +11,7 @@ import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import triton
@@ -228,14 +229,20 @@ def cases() -> Iterator[KvCase]:
         )
     yield KvCase(fmt=kv4, heads=8, kv_heads=2, dtype=fp16, steps=STEPS, rope=True)
     yield KvCase(fmt=kv4, heads=12, kv_heads=4, dtype=bf16, steps=STEPS, rope=True, paged=False)
-    ruled = {"window": 200, "cap": 5.0, "sinks": True}
+    ruled: dict[str, Any] = {"window": 200, "cap": 5.0, "sinks": True}
     for bits in (KVPrecision.KV8, KVPrecision.KV4, KVPrecision.KV2):
         for group in (128, 64, 32, None):
             fmt = KVFormat(precision=bits, head_dim=64, key_group=group)
             yield KvCase(fmt=fmt, heads=8, kv_heads=2, dtype=fp16, steps=LONG, **ruled)
         wide = KVFormat(precision=bits, head_dim=256)
         yield KvCase(fmt=wide, heads=8, kv_heads=4, dtype=bf16, steps=LONG, cap=5.0, window=1024)
-    for rule in ({"window": 100}, {"window": 1}, {"cap": 5.0}, {"sinks": True}):
+    rules: tuple[dict[str, Any], ...] = (
+        {"window": 100},
+        {"window": 1},
+        {"cap": 5.0},
+        {"sinks": True},
+    )
+    for rule in rules:
         for programs in (0, 3):
             case = KvCase(fmt=kv4, heads=8, kv_heads=2, dtype=fp16, steps=UNEQUAL, **rule)
             yield replace(case, programs=programs)

@@ -243,8 +243,8 @@ def attend(part: Attention, qkv_BQN: Tensor, index: int, step: Step, kv: KVCache
     elif kv.pages is not None:
         out = _paged(part, q, k, v, index, step, kv.pages)
     elif whole and rotary is not None and (rotating := kv.rotating(step)) is not None:
-        told = {"scale": part.scale, "rule": cuda_rules.rule_of(part.rule, step)}
-        out = rotating.attend(index, q, k, v, step, inv_freq=rotary.inv_freq, **told)
+        rule, turned = cuda_rules.rule_of(part.rule, step), {"inv_freq": rotary.inv_freq}
+        out = rotating.attend(index, q, k, v, step, scale=part.scale, rule=rule, **turned)
     else:
         if rotary is not None:
             q, k = fused_rope.rope(q, k, step.start_B, rotary.inv_freq, rotary.factor)

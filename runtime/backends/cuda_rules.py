@@ -10,6 +10,8 @@ Legend: B rows, Q new tokens, h hidden, H query heads, G key/value heads, D head
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from llmpq.kernels.fused import rope_append as fused_rope
@@ -66,7 +68,7 @@ def attend_packed(
     packed = packed_of(kv)
     by_torch = rule.is_plain and q_BQHD.shape[3] <= WIDEST_OF_TORCH
     if by_torch or packed is None or not (step.fresh and packed.cache.exact_prompt):
-        told = {"scale": scale, "alibi_slopes_H": alibi_slopes_H}
+        told: dict[str, Any] = {"scale": scale, "alibi_slopes_H": alibi_slopes_H}
         if not rule.is_plain:
             told["rule"] = rule
         return kv.attend(index, q_BQHD, k_BQGD, v_BQGD, step, **told)

@@ -80,8 +80,8 @@ class StageModel(nn.Module):
         builder = _Builder(Wiring(spec, place, runner), spec, dtype, place)
         schemes = dict(zip(layers, map(scheme, precisions), strict=True))
         small = any(made is not None and made.group_size in SMALL for made in schemes.values())
-        keeps = isinstance(source, (GgufCheckpoint, QuantizedCheckpoint))
-        if keeps and (place.type == "cpu" or small):
+        kept = place.type == "cpu" or small
+        if kept and isinstance(source, (GgufCheckpoint, QuantizedCheckpoint)):
             source.keep_codes(schemes)
         readers: list[Reader] = [partial(source.layer, index, dtype) for index in layers]
         if first:

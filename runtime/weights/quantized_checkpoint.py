@@ -194,9 +194,13 @@ class QuantizedCheckpoint(CheckpointSource):
             k = rows if awq else rows * 32 // self._bits(stem)
         if groups in (1, -(-k // GROUP)):
             return False
-        number = LAYER.search(stem)
-        scheme = None if number is None else self._schemes.get(int(number[1]))
+        scheme = self._scheme_of(stem)
         return scheme is None or not self._keeps(stem, scheme, groups, k)
+
+    def _scheme_of(self, stem: str) -> WeightScheme | None:
+        """Return what the plan stores a linear's layer as, where it is to keep codes."""
+        number = LAYER.search(stem)
+        return None if number is None else self._schemes.get(int(number[1]))
 
     def _keeps(self, stem: str, scheme: WeightScheme, groups: int, k: int) -> bool:
         """Whether a layer's scheme holds a linear's codes as they are."""
@@ -251,10 +255,16 @@ class QuantizedCheckpoint(CheckpointSource):
                 f"'{self.directory}': {', '.join(stems)} are quantised differently; llmpq runs "
                 "them as one matrix and needs one scheme"
             )
-        zero_NG, number = None, LAYER.search(stems[0])
-        scheme = None if number is None else self._schemes.get(int(number[1]))
-        asked = scheme is not None and scheme.group_size == pieces[0].group_size != GROUP
-        if not all(piece.symmetric for piece in pieces) or (asked and not scheme.symmetric):
+        zero_NG, scheme = None, self._scheme_of(stems[0])
+        kept = scheme is not None and scheme.group_size == pieces[0].group_size != GROUP
+        # With zeros where the plan counts them: those of centred codes are all the same.
+        with_zeros = kept and scheme is not None and not scheme.symmetric
+        if kept and not with_zeros and not all(piece.symmetric for piece in pieces):
+            raise ValueError(
+                f"'{self.directory}': {' + '.join(stems)} have zero points, which config.json says "
+                "there are none of (sym); correct it, or download the checkpoint again"
+            )
+        if with_zeros or not all(piece.symmetric for piece in pieces):
             zero_NG = self._stacked(part, [piece.zero_NG() for piece in pieces])
         codes_NK = self._stacked(part, [piece.codes() for piece in pieces])
         self._require_shape(stems, (codes_NK.shape[0], pieces[0].in_features), shape)

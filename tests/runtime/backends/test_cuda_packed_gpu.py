@@ -70,7 +70,7 @@ def test_rules_in_other_precisions(
 
 
 @pytest.mark.parametrize("kind", RULED)
-@pytest.mark.parametrize("mode", ["kv4", "w4kv4", "ngram"])
+@pytest.mark.parametrize("mode", ["kv4", "ngram"])
 def test_drafts_leave_the_tokens_as_they_are(
     models: Any, make_plan: Any, random_prompts: Any, kind: str, mode: str
 ) -> None:
