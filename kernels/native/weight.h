@@ -87,13 +87,11 @@ static inline void unpack(const uint8_t* p, Ints* c) {
 }
 #else
 static inline __m256i words12(const uint8_t* p, int half) {
-  const __m128i pair = _mm_setr_epi8(0, 1, 1, 2, 3, 4, 4, 5, 6, 7, 7, 8, 9, 10, 10, 11);
-  // The last 12 bytes are read as the end of 16: nothing beyond the weight is touched.
-  const __m128i last = _mm_add_epi8(pair, _mm_set1_epi8(4));
-  __m128i lo = _mm_shuffle_epi8(_mm_loadu_si128((const __m128i*)(p + 24 * half)), pair);
-  __m128i hi = half ? _mm_shuffle_epi8(_mm_loadu_si128((const __m128i*)(p + 32)), last)
-                    : _mm_shuffle_epi8(_mm_loadu_si128((const __m128i*)(p + 12)), pair);
-  __m256i v = _mm256_set_m128i(hi, lo);
+  const __m256i pair = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 1, 2, 3, 4, 4, 5, 6, 7, 7, 8, 9, 10, 10, 11));
+  // The last 24 bytes are read as the end of 32: nothing beyond the weight is touched.
+  const __m256i spread = half ? _mm256_setr_epi32(2, 3, 4, 4, 5, 6, 7, 7) : _mm256_setr_epi32(0, 1, 2, 2, 3, 4, 5, 5);
+  __m256i v = _mm256_permutevar8x32_epi32(_mm256_loadu_si256((const __m256i*)(p + 16 * half)), spread);
+  v = _mm256_shuffle_epi8(v, pair);
   return _mm256_blend_epi16(v, _mm256_srli_epi16(v, 4), 0xaa);
 }
 template <int BITS>
@@ -137,10 +135,11 @@ static inline void unpack_bytes(const uint8_t* p, Ints* c) {
       c[v] = _mm512_and_si512(w, _mm512_set1_epi8(15));
       c[HALF + v] = _mm512_and_si512(_mm512_srli_epi16(w, 4), _mm512_set1_epi8(15));
     } else {
-      const __m512i low = _mm512_set1_epi16(7), high = _mm512_set1_epi16(0x0700);
-      __m512i even = _mm512_and_si512(w, low), odd = _mm512_and_si512(_mm512_srli_epi16(w, 3), low);
-      c[v] = _mm512_or_si512(even, _mm512_and_si512(_mm512_slli_epi16(w, 2), high));
-      c[HALF + v] = _mm512_or_si512(odd, _mm512_and_si512(_mm512_srli_epi16(w, 1), high));
+      // (a, b, c, d) of 3 bits: a + 8 b in a byte, c + 8 d in the next.
+      const __m512i low = _mm512_set1_epi16(0x3f), high = _mm512_set1_epi16(0x3f00), codes = _mm512_set1_epi8(7);
+      w = _mm512_or_si512(_mm512_and_si512(w, low), _mm512_and_si512(_mm512_slli_epi16(w, 2), high));
+      c[v] = _mm512_and_si512(w, codes);
+      c[HALF + v] = _mm512_and_si512(_mm512_srli_epi16(w, 3), codes);
     }
 #else
     __m256i w = BITS == 4 ? _mm256_loadu_si256((const __m256i*)(p + 32 * v)) : words12(p, v);
@@ -148,10 +147,10 @@ static inline void unpack_bytes(const uint8_t* p, Ints* c) {
       c[v] = _mm256_and_si256(w, _mm256_set1_epi8(15));
       c[HALF + v] = _mm256_and_si256(_mm256_srli_epi16(w, 4), _mm256_set1_epi8(15));
     } else {
-      const __m256i low = _mm256_set1_epi16(7), high = _mm256_set1_epi16(0x0700);
-      __m256i even = _mm256_and_si256(w, low), odd = _mm256_and_si256(_mm256_srli_epi16(w, 3), low);
-      c[v] = _mm256_or_si256(even, _mm256_and_si256(_mm256_slli_epi16(w, 2), high));
-      c[HALF + v] = _mm256_or_si256(odd, _mm256_and_si256(_mm256_srli_epi16(w, 1), high));
+      const __m256i low = _mm256_set1_epi16(0x3f), high = _mm256_set1_epi16(0x3f00), codes = _mm256_set1_epi8(7);
+      w = _mm256_or_si256(_mm256_and_si256(w, low), _mm256_and_si256(_mm256_slli_epi16(w, 2), high));
+      c[v] = _mm256_and_si256(w, codes);
+      c[HALF + v] = _mm256_and_si256(_mm256_srli_epi16(w, 3), codes);
     }
 #endif
   }

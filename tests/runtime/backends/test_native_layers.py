@@ -104,14 +104,18 @@ def slot_steps(pipeline, stage, rows):
 
 @torch.inference_mode()
 @pytest.mark.parametrize("rows", [1, 3, 13])
-@pytest.mark.parametrize("bits, dtype", [("4", torch.bfloat16), ("8", torch.float32),
-                                         ("16", torch.float16), ("16", torch.bfloat16)])
+@pytest.mark.parametrize(
+    "bits, dtype",
+    [("4", torch.bfloat16), ("8", torch.float32), ("16", torch.float16), ("16", torch.bfloat16)],
+)
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
 def test_one_call_gives_what_the_parts_give(level, tiny_models, kind, bits, dtype, rows):
     pipeline, stage = model_of(tiny_models.directory(kind), bits, dtype)
     counted = Counted()
-    for way in (lambda: pool_steps(pipeline, stage, KVPrecision.KV16, rows),
-                lambda: slot_steps(pipeline, stage, rows)):
+    for way in (
+        lambda: pool_steps(pipeline, stage, KVPrecision.KV16, rows),
+        lambda: slot_steps(pipeline, stage, rows),
+    ):
         set_runner(stage, PlainLayers())
         wanted = way()
         set_runner(stage, counted)
