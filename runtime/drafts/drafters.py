@@ -111,13 +111,14 @@ class AutoDrafter(FixedDrafter):
     """Least predicted gain for which a group of some size changes its draft length: the estimate
     wavers, and near the best length the speed hardly depends on it."""
 
-    PROBES, PROBE_EVERY = 32, 64
+    PROBES, PROBE_EVERY = 16, 64
     """N-grams are accepted as the text has it, and only drafts tell: so many are tried, and then
     one in so many rounds, where they do not seem to pay. Finding them costs nothing."""
 
-    JUDGED, LOOK_EVERY = 16, 16
+    JUDGED, LOOK_EVERY = 12, 8
     """A model's drafts are given up once so many were judged and, looked at every so many rounds
-    without any, the acceptance makes them pay nowhere: a copy of the cache is kept for them."""
+    without any, what was kept of them makes them pay nowhere: a copy of the cache is kept for them.
+    Until then they are tried, whatever the clock says."""
 
     def __init__(
         self,
@@ -158,7 +159,7 @@ class AutoDrafter(FixedDrafter):
         """Return the draft length for a group; 0 where drafting does not pay, or did not."""
         rows = len(requests)
         clocked = self._clocked_for(rows)
-        allowed = clocked is None or clocked.allows()
+        allowed = clocked is None or clocked.allows() or self._on_trial
         gamma = self._predicted(requests) if allowed else 0
         if clocked is not None:
             clocked.started(drafting=gamma > 0, rows=rows)
@@ -195,14 +196,23 @@ class AutoDrafter(FixedDrafter):
             gamma = min(self._lengths) if untried or self._idle_rounds >= self.PROBE_EVERY else 0
         return gamma
 
+    @property
+    def _may_end(self) -> bool:
+        return self.mode != "ngram" and bool(self._corners)
+
+    @property
+    def _on_trial(self) -> bool:
+        """Whether drafts that may be given up have yet to be judged, once some were."""
+        return self._may_end and 0 < self._known - self.PRIOR_TOKENS < self.JUDGED
+
     def _pays_nowhere(self) -> bool:
+        """Whether drafts pay nowhere at what was kept of them, the prior left out."""
         judged = self._known - self.PRIOR_TOKENS
-        if self.mode == "ngram" or not self._corners or judged < self.JUDGED:
+        if not self._may_end or judged < self.JUDGED:
             return False
+        kept = (sum(self.acceptance.accepted) + 1) / (judged + 2)
         return not any(
-            best_gamma(
-                self._times, self.estimate, rows=rows, context=context, lengths=self._lengths
-            )[0]
+            best_gamma(self._times, kept, rows=rows, context=context, lengths=self._lengths)[0]
             for rows, context in self._corners
         )
 

@@ -257,6 +257,29 @@ def test_drafts_that_lose_by_the_clock_are_switched_off(acceptance, cost, rows):
     assert gained >= 0.98
 
 
+@pytest.mark.parametrize("acceptance", [0.0, 0.15, 0.4])
+@pytest.mark.parametrize("rows", [1, 32])
+def test_what_is_kept_for_drafts_is_given_up_before_it_costs_much(acceptance, rows):
+    """A plain round beside a copy of the cache takes 1.04 steps, one with a draft 1.43."""
+    times = MeasuredTimes(
+        draft={rows: ((0, 0.39), (9999, 0.39))},
+        verify={(rows, 1): ((0, 1.04), (9999, 1.04)), (rows, 2): ((0, 1.04), (9999, 1.04))},
+        plain={rows: ((0, 1.0), (9999, 1.0))},
+    )
+    now, steps, draw = [0.0], 0.0, random.Random(1)
+    drafter = AutoDrafter("w4kv4", times, lengths=(1,), corners=times.corners, clock=lambda: now[0])
+    while steps < 1000 and not drafter.in_vain:
+        gamma = drafter.gamma(group(rows, 100))
+        now[0] += (1.43 if gamma else 1.04) * draw.uniform(0.98, 1.02)
+        for _ in range(rows):
+            accepted = int(gamma > 0 and draw.random() < acceptance)
+            drafter.observe(gamma, accepted)
+            steps += (accepted + 1) / rows
+    took = now[0] + max(0.0, 1000 - steps)
+    assert drafter.in_vain
+    assert 1000 / took >= 0.98
+
+
 def test_drafts_that_pay_by_the_clock_go_on():
     assert _tokens_per_second({False: 2e-3, True: 2.2e-3}, 0.8, 600) > 2
     assert _tokens_per_second({False: 2e-3, True: 2.2e-3}, 0.8, 600, rows=8) > 2
