@@ -19,9 +19,9 @@ from llmpq.runtime.backends import cuda_experts, cuda_graphs, cuda_layers
 from llmpq.runtime.backends.build_stage import build_stage
 from llmpq.runtime.backends.cuda_paged import CudaPagedCompute
 from llmpq.runtime.backends.paged_graphs import LONGEST, rung, rungs
-from llmpq.runtime.cache import paged_device_kv, paged_latents, paged_packed_kv
+from llmpq.runtime.cache import paged_device_kv, paged_latent_kv, paged_packed_kv
 from llmpq.runtime.cache.paged_device_kv import PagedDeviceKV
-from llmpq.runtime.cache.paged_latents import PagedLatents
+from llmpq.runtime.cache.paged_latent_kv import PagedLatents
 from llmpq.runtime.cache.paged_packed_kv import PagedPackedKV
 from llmpq.runtime.engine.mailbox import Mailbox
 from llmpq.runtime.engine.paged_scheduler import PagedScheduler
@@ -253,7 +253,7 @@ def test_latents(kind, models, random_prompts, make_plan, on_gpu_path, monkeypat
     monkeypatch.setattr(
         PlainLayers, "sparse_mlp", lambda _, *given: cuda_experts.sparse_mlp(*given)
     )
-    monkeypatch.setattr(paged_latents, "rope_append_pages", rope_append_pages_reference)
+    monkeypatch.setattr(paged_latent_kv, "rope_append_pages", rope_append_pages_reference)
     directory, prompts = models.directory(kind), random_prompts(133, 7)
     prompts.append(prompts[0][:130])
     plan = make_plan(directory, batch=3, prompt_len=133, gen_len=NEW)
