@@ -126,6 +126,13 @@ TABLES: dict[str, Pivot | FrontTable | LiveTable | OddTable | ProofsTable] = {
         column="context",
         show=us_of_floor,
     ),
+    "family_packed": Pivot(
+        file="families.jsonl",
+        bench="packed attention",
+        index=("model", "batch", "context", "window"),
+        column="kv",
+        show=us_of_floor,
+    ),
     "atom_gemm": Pivot(
         file="atom_gemm.jsonl",
         bench="atom_gemm",
