@@ -11,7 +11,7 @@ from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
 from llmpq.pool_size import PoolSize, fits, fitting_pool, wanted_pool
 from llmpq.runtime.engine.pool_limits import PoolLimits
-from llmpq.runtime.engine.scheduler import Limits
+from llmpq.runtime.engine.slot_limits import Limits
 from llmpq.runtime.launch.stage_settings import StageSettings, limits_of
 
 RequestLimits = PoolLimits | Limits
