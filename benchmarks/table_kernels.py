@@ -72,6 +72,13 @@ KERNEL_TABLES = {
         column="context",
         show=us_of_floor,
     ),
+    "family_packed": Pivot(
+        file="families.jsonl",
+        bench="packed attention",
+        index=("model", "batch", "context", "window"),
+        column="kv",
+        show=us_of_floor,
+    ),
     "gemm_layer": Pivot(
         file="gemm.jsonl",
         bench="gemm",

@@ -58,7 +58,7 @@ def _changing_rope(spec: ModelSpec, max_len: int) -> bool:
 
 
 FEATURES: tuple[Feature, ...] = (
-    _feature("latent attention (MLA)", _latents, "gpu_pool", "rounded"),
+    _feature("latent attention (MLA)", _latents, "rounded"),
     _feature("rope frequencies that change with the length", _changing_rope, "gpu", "drafts"),
     _feature("norms behind attention and MLP", lambda s, _: s.norm_order != "pre", "gpu_rounded"),
     _feature("a factor on the residual stream", _scaled_stream, "gpu_rounded"),

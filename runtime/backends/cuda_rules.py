@@ -91,6 +91,10 @@ def attend_latents(
 ) -> Tensor:
     """Append a step's latents, return attention [B, Q, H * V] before the output product."""
     new_BQ1D, rank, plain = part.cached(x_BQh, step), part.latent.kv_rank, kv.plain
+    if kv.pages is not None:
+        q_BQHD = part.queries(x_BQh, step)
+        new = (new_BQ1D, new_BQ1D)
+        return part.values(kv.pages.attend(index, q_BQHD, *new, step, scale=part.scale))
     if plain is None:
         q_BQHD = part.queries(x_BQh, step)
         given = (q_BQHD, new_BQ1D, new_BQ1D, step, part.scale, EVERYTHING)

@@ -169,7 +169,6 @@ def test_packed_caches_and_drafts_on_gpus_know_every_rule(model: str) -> None:
     ("model", "way"),
     [
         ("deepseek-v3", "rounded"),
-        ("deepseek-v3", "gpu_pool"),
         ("gpt-oss-20b", "gpu_rounded"),
     ],
 )

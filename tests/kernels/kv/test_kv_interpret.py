@@ -23,7 +23,7 @@ if not triton.knobs.runtime.interpret:
 
 from llmpq.kernels.fused import rope_append  # noqa: E402
 from llmpq.kernels.kv import attend as kv_attend  # noqa: E402
-from llmpq.kernels.kv import launch_plan, oracle, reference, step_view  # noqa: E402
+from llmpq.kernels.kv import launch_plan, oracle, reference, ring_attend, step_view  # noqa: E402
 from llmpq.kernels.kv import ops as kv_ops  # noqa: E402
 from llmpq.kernels.tools.check_kv import TOLERANCE, WORDS_EQUAL, KvCase, random_steps, run_case  # noqa: E402
 
@@ -197,7 +197,8 @@ def test_random_drafts_and_truncations(lengths, moves, key_group):
 def test_a_wrong_constant_is_caught(monkeypatch, name):
     """Planted bugs: a line one block off, and probabilities that leave fp16's range."""
     value = {"HOLDBACK": 144, "P_SHIFT": -20.0}[name]
-    monkeypatch.setattr(kv_attend, name, triton.language.constexpr(value))
+    where = ring_attend if name == "HOLDBACK" else kv_attend
+    monkeypatch.setattr(where, name, triton.language.constexpr(value))
     fmt = KVFormat(precision=P.KV2, head_dim=64)
     with pytest.raises(AssertionError):
         check(fmt, heads=2, kv_heads=1, steps=STEPS)

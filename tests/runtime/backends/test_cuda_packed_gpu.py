@@ -15,7 +15,8 @@ from llmpq.runtime.cache.kv_by_precision import make_kv_cache
 from llmpq.runtime.drafts.drafters import FixedDrafter
 from llmpq.runtime.engine.mailbox import Mailbox
 from llmpq.runtime.engine.plain_loop import LocalPipeline, pad
-from llmpq.runtime.engine.scheduler import Limits, Scheduler
+from llmpq.runtime.engine.scheduler import Scheduler
+from llmpq.runtime.engine.slot_limits import Limits
 from llmpq.runtime.engine.stage_loop import FirstStage
 from llmpq.runtime.request import Request
 from llmpq.runtime.step import Step

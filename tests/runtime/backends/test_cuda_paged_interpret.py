@@ -10,6 +10,7 @@ from llmpq.kernels.fused.rope_append import rope_append_pages_reference
 from llmpq.kernels.kv import packed_pages_plan, paged_plan, prompt_attend
 from llmpq.kernels.kv.packed_pages_plan import PackedPlan
 from llmpq.kernels.kv.paged_plan import PagedPlan
+from llmpq.kernels.kv.reference import EVERYTHING
 from llmpq.kv_format import RING_TOKENS, TAIL_TOKENS
 from llmpq.model_spec import ModelSpec
 from llmpq.pool_size import PoolSize
@@ -18,8 +19,9 @@ from llmpq.runtime.backends import cuda_experts, cuda_graphs, cuda_layers
 from llmpq.runtime.backends.build_stage import build_stage
 from llmpq.runtime.backends.cuda_paged import CudaPagedCompute
 from llmpq.runtime.backends.paged_graphs import LONGEST, rung, rungs
-from llmpq.runtime.cache import paged_device_kv, paged_packed_kv
+from llmpq.runtime.cache import paged_device_kv, paged_latent_kv, paged_packed_kv
 from llmpq.runtime.cache.paged_device_kv import PagedDeviceKV
+from llmpq.runtime.cache.paged_latent_kv import PagedLatents
 from llmpq.runtime.cache.paged_packed_kv import PagedPackedKV
 from llmpq.runtime.drafts.drafters import FixedDrafter
 from llmpq.runtime.engine.mailbox import Mailbox
@@ -81,7 +83,8 @@ def paged(base, size=POOL, step_tokens=64, first=0, kv=KVPrecision.KV16):
     model = base.model
     given = {"layers": range(first, first + len(model.layers)), "size": size, "device": CPU}
     if kv is KVPrecision.KV16:
-        pages = PagedDeviceKV(model.spec, dtype=torch.float32, **given)
+        kind = PagedDeviceKV if model.spec.latent is None else PagedLatents
+        pages = kind(model.spec, dtype=torch.float32, **given)
     else:
         pages = PagedPackedKV(model.spec, kv, dtype=torch.float32, **given)
     return Counting(model, pages, CPU, torch.float32, size=size, step_tokens=step_tokens)
@@ -275,6 +278,26 @@ def test_windows_caps_and_sinks(blocks, windowed_model, random_prompts, make_pla
     assert got == windowed_model.greedy(prompts, NEW)
 
 
+@pytest.mark.parametrize("kind", ["deepseek_v2", "deepseek_v3"])
+def test_latents(kind, models, random_prompts, make_plan, on_gpu_path, monkeypatch):
+    """A prompt in chunks beside decoding rows, over a block's end; then prompts that share one."""
+    monkeypatch.setattr(
+        PlainLayers, "sparse_mlp", lambda _, *given: cuda_experts.sparse_mlp(*given)
+    )
+    monkeypatch.setattr(paged_latent_kv, "rope_append_pages", rope_append_pages_reference)
+    directory, prompts = models.directory(kind), random_prompts(133, 7)
+    prompts.append(prompts[0][:130])
+    plan = make_plan(directory, batch=3, prompt_len=133, gen_len=NEW)
+    compute = stage(plan, directory)
+    assert isinstance(compute.kv, PagedLatents)
+    assert compute.kv.nbytes == POOL.nbytes(
+        compute.model.spec, KVPrecision.KV16, layers=range(4), dtype_bytes=4
+    )
+    got = serve(compute, asked(prompts))
+    assert got == [row[:NEW] for row in models.greedy(kind, prompts)]
+    assert compute.mixed_steps > 0
+
+
 @pytest.mark.parametrize("windowed_model", ["mistral"], indirect=True)
 @pytest.mark.parametrize("fault", ["table", "rule"])
 def test_what_a_window_lacks_is_seen(
@@ -286,7 +309,7 @@ def test_what_a_window_lacks_is_seen(
     if fault == "table":
         monkeypatch.setattr(compute.kv.windowed.__class__, "take", lambda *_: None)
     else:
-        monkeypatch.setattr(cuda_layers.cuda_rules, "counts", lambda *_: False)
+        monkeypatch.setattr(cuda_layers.cuda_rules, "rule_of", lambda *_: EVERYTHING)
     assert serve(compute, asked(prompts), **options) != windowed_model.greedy(prompts, NEW)
 
 

@@ -122,6 +122,29 @@ def test_greedy_tokens_are_those_of_plain_decoding(
     assert set(compute.kinds) == {StepKind.PREFILL, StepKind.ROUND}
 
 
+@pytest.mark.parametrize(
+    "kind,mode",
+    [("gemma2", "kv4"), ("gpt_oss", "w4kv4"), ("deepseek_v2", "kv4"), ("deepseek_v3", "ngram")],
+)
+def test_families_with_rules_and_latents_draft_as_well(
+    mode, kind, models, random_prompts, make_plan, monkeypatch
+):
+    """Windows, caps, sinks and latents: the model's cache by their kernels, the copy's beside."""
+    monkeypatch.setattr(gpu_workspace, "PROMPT_WIDTH", 4)
+    monkeypatch.setattr(
+        PlainLayers, "sparse_mlp", lambda _, *given: cuda_experts.sparse_mlp(*given)
+    )
+    monkeypatch.setattr(layer_tensors, "pack_dense", lambda weight_NK: weight_NK)
+    model, prompts = models.directory(kind), random_prompts(9, 3)
+    want = [row[:NEW] for row in models.greedy(kind, prompts)]
+    plan = make_plan(model, batch=2, decode_microbatch=2, prefill_microbatch=2)
+    compute = stage(plan, model, mode)
+    requests = [Request(id=i, prompt=tuple(p), max_new=NEW) for i, p in enumerate(prompts)]
+    drafter = FixedDrafter(mode, 3)
+    assert serve(plan, compute, requests, drafter) == want
+    assert mode == "ngram" or drafter.acceptance.rate > 0
+
+
 class ShortLived(FixedDrafter):
     """Drafts in two rounds, then says that drafts are in vain."""
 
@@ -149,29 +172,6 @@ def test_drafts_end_for_good_and_tokens_go_on(mode, tiny_models, random_prompts,
     assert StepKind.ROUND in compute.kinds[:first] and StepKind.ROUND not in compute.kinds[first:]
     assert compute.speculation is None and isinstance(compute.kv, PlainKVCache)
     assert compute.runs_ahead
-
-
-@pytest.mark.parametrize(
-    "kind,mode",
-    [("gemma2", "kv4"), ("gpt_oss", "w4kv4"), ("deepseek_v2", "kv4"), ("deepseek_v3", "ngram")],
-)
-def test_families_with_rules_and_latents_draft_as_well(
-    mode, kind, models, random_prompts, make_plan, monkeypatch
-):
-    """Windows, caps, sinks and latents: the model's cache by their kernels, the copy's beside."""
-    monkeypatch.setattr(gpu_workspace, "PROMPT_WIDTH", 4)
-    monkeypatch.setattr(
-        PlainLayers, "sparse_mlp", lambda _, *given: cuda_experts.sparse_mlp(*given)
-    )
-    monkeypatch.setattr(layer_tensors, "pack_dense", lambda weight_NK: weight_NK)
-    model, prompts = models.directory(kind), random_prompts(9, 3)
-    want = [row[:NEW] for row in models.greedy(kind, prompts)]
-    plan = make_plan(model, batch=2, decode_microbatch=2, prefill_microbatch=2)
-    compute = stage(plan, model, mode)
-    requests = [Request(id=i, prompt=tuple(p), max_new=NEW) for i, p in enumerate(prompts)]
-    drafter = FixedDrafter(mode, 3)
-    assert serve(plan, compute, requests, drafter) == want
-    assert mode == "ngram" or drafter.acceptance.rate > 0
 
 
 def test_stages_draft_and_verify_step_by_step(tiny_models, random_prompts, make_plan):
