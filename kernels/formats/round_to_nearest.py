@@ -15,6 +15,7 @@ from torch import Tensor
 
 from llmpq.kernels.formats.quantized_weight import QuantizedWeight, from_codes
 from llmpq.kernels.formats.weight_layout import GROUP, GROUPS, Layout
+from llmpq.kernels.native import huge_pages
 from llmpq.kernels.native.library import NUMBERS, address, call, library
 from llmpq.precision import WeightScheme, padded_k
 
@@ -24,6 +25,9 @@ _CLIPS = {
     4: [1 - 0.025 * i for i in range(17)],
     8: [1 - 0.02 * i for i in range(4)],
 }
+
+_LARGE = 1 << 26
+"""Bytes of codes that are made in large pages; smaller ones are put there by layer."""
 
 _SUM_LANES = {"AVX2": 8, "AVX512": 16}
 """Floats of the vectors that torch adds with, by what it says of the CPU."""
@@ -80,7 +84,10 @@ def _quantize_native(w_NK: Tensor, scheme: WeightScheme, dtype: torch.dtype) -> 
     w_NK = w_NK.contiguous()
     n, k = w_NK.shape
     groups = padded_k(k) // GROUP
-    codes = torch.empty(n * groups * 16 * scheme.bits, dtype=torch.uint8)
+    # An output matrix would be the most host memory there is, were it moved afterwards.
+    size = n * groups * 16 * scheme.bits
+    far = size >= _LARGE and huge_pages.are_here()
+    codes = huge_pages.room(size) if far else torch.empty(size, dtype=torch.uint8)
     scale = torch.empty(n * groups, dtype=dtype)
     zero = None if scheme.symmetric else torch.empty_like(scale)
     levels = 2 ** (scheme.bits - 1) - 1 if scheme.symmetric else 2**scheme.bits - 1

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from llmpq.kernels.formats.kv_block import KVFormat
+from llmpq.kernels.native import huge_pages
 from llmpq.kv_format import BLOCK_TOKENS, RING_TOKENS
 
 
@@ -59,7 +60,7 @@ def allocate_layer(
     """Allocate one layer's cache, zeroed."""
 
     def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(shape, dtype=dtype, device=device)
+        return huge_pages.zeros(shape, dtype, device)
 
     head = (pages, kv_heads)
     ring = (slots, kv_heads, RING_TOKENS, fmt.head_dim)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from llmpq.kernels.cpu.block_attention import BlockRows
+from llmpq.kernels.native import huge_pages
 from llmpq.kv_format import BLOCK_TOKENS, first_seen_block
 from llmpq.model_spec import ModelSpec
 from llmpq.runtime.ragged_step import RaggedStep, Span
@@ -62,10 +63,10 @@ class LayerPool:
     ) -> None:
         """`window`: tokens that queries see and blocks are kept for; 0 for all."""
         shape = (num_layers, num_blocks * BLOCK_TOKENS, spec.kv_heads, spec.head_dim)
-        self.k = torch.zeros(shape, dtype=dtype, device=device)
+        self.k = huge_pages.zeros(shape, dtype, device)
         self.v = self.k  # MLA's latents are keys and values at once
         if spec.kv_vectors == 2:
-            self.v = torch.zeros(shape, dtype=dtype, device=device)
+            self.v = huge_pages.zeros(shape, dtype, device)
         self.window, self.tables = window, BlockLists(slots)
 
     @property

@@ -12,10 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from llmpq.kernels.cpu.side_by_side import side_by_side
+from llmpq.kernels.formats.quantized_weight import QuantizedWeight
 from llmpq.kernels.formats.weight_layout import SMALL
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import Precision, WeightScheme
@@ -23,6 +26,7 @@ from llmpq.runtime.cache.kv_cache import KVCache
 from llmpq.runtime.models.experts import SparseMLP
 from llmpq.runtime.models.layer_tensors import LayerTensors
 from llmpq.runtime.models.layers import DecoderLayer, Embedding, Head, LayerRunner, held_weights
+from llmpq.runtime.models.linear import Linear
 from llmpq.runtime.models.wiring import Wiring
 from llmpq.runtime.step import Step
 from llmpq.runtime.weights.gguf_checkpoint import GgufCheckpoint
@@ -33,6 +37,7 @@ DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch
 """Workload dtype -> torch dtype."""
 
 Reader = Callable[[], dict[str, Tensor]]
+Part = TypeVar("Part", DecoderLayer, Head)
 
 
 class StageModel(nn.Module):
@@ -165,7 +170,7 @@ class _Builder:
     def layer(
         self, tensors: dict[str, Tensor], scheme: WeightScheme | None, index: int
     ) -> DecoderLayer:
-        return self.wiring.layer(self._parts(tensors, scheme), index)
+        return _together(self.wiring.layer(self._parts(tensors, scheme), index))
 
     def embedding(self, tensors: dict[str, Tensor]) -> Embedding:
         return self.wiring.embedding(self._parts(tensors, None))
@@ -173,7 +178,7 @@ class _Builder:
     def head(
         self, tensors: dict[str, Tensor], tied: dict[str, Tensor], scheme: WeightScheme | None
     ) -> Head:
-        return self.wiring.head(self._parts(tensors, scheme, tied))
+        return _together(self.wiring.head(self._parts(tensors, scheme, tied)))
 
     def _parts(
         self,
@@ -189,6 +194,16 @@ class _Builder:
             device=self.device,
             norm_eps=self.spec.norm_eps,
         )
+
+
+def _together(part: Part) -> Part:
+    """Return a part whose quantised weights lie as a CPU reads them best."""
+    linears = [module for module in part.modules() if isinstance(module, Linear)]
+    linears = [linear for linear in linears if isinstance(linear.weight, QuantizedWeight)]
+    weights = [linear.weight for linear in linears if isinstance(linear.weight, QuantizedWeight)]
+    for linear, weight in zip(linears, side_by_side(weights), strict=True):
+        linear.weight = weight
+    return part
 
 
 def _on_this_stream(reader: Reader, device: torch.device) -> Reader:
