@@ -3,8 +3,9 @@
 A step is a list of (request, range of its tokens): a decoding row is a range of one, a chunk of a
 prompt a longer one, a row with drafts the newest token and what was drafted behind it. All three
 go together. A request is let in while blocks are free above a watermark, gets blocks as it grows,
-and reserves none for what it may still ask; without blocks the youngest is preempted: hosts keep its
-blocks, or it is computed again later. The oldest is never preempted by another and fits the pool alone, so it always ends.
+and reserves none for what it may still ask; without blocks the youngest is preempted: hosts keep
+its blocks, or it is computed again later. The oldest is never preempted by another and fits the
+pool alone, so it always ends.
 
 The caller asks `next_micro_batch()` as often as it likes and reports each result, in the order the
 micro-batches were issued, with `complete()`: stages see steps in that order, which is why blocks
