@@ -159,9 +159,17 @@ class CudaSpeculation:
     """The draft, verify and round steps of one stage on a GPU."""
 
     def __init__(
-        self, decode: DecodeGraphs, draft: DraftModel | None, *, whole: bool, **options: object
+        self,
+        decode: DecodeGraphs,
+        draft: DraftModel | None,
+        *,
+        plain: DecodeGraphs,
+        whole: bool,
+        **options: object,
     ) -> None:
-        """`decode` runs the stage's plain steps; `options` are those of every graph."""
+        """`decode` runs the stage's steps without drafts, `plain` those of a stage that keeps
+        nothing for them; `options` are those of every graph."""
+        self.plain = plain
         self._model, self._kv = decode._model, decode._kv
         self._draft, self._options = draft, options | {"last_token_S": decode.last_token_S}
         self.judge: Judge = agreeing_prefix

@@ -56,6 +56,9 @@ class PagedStageCompute:
         """Whether a step may name tokens by -1 that the step before has yet to produce."""
         return False
 
+    def end_speculation(self) -> None:
+        """Nothing is kept for drafts here."""
+
     def leave_on_device(self, *, hidden: bool, tokens: bool = False) -> None:
         """Say what this stage's links take from the device; a CPU's are the host's own."""
         assert not hidden and not tokens, "hosts keep nothing on a device"

@@ -101,6 +101,15 @@ class PagedScheduler:
         return self._drafter is not None
 
     @property
+    def drafts_in_vain(self) -> bool:
+        """Never: drafts of a pool need no model, and nothing is kept for them."""
+        return False
+
+    def end_drafts(self) -> None:
+        """Draft no more."""
+        self._drafter = None
+
+    @property
     def idle(self) -> bool:
         """Whether every submitted request has ended."""
         return not self._holders

@@ -13,7 +13,7 @@ from llmpq.plan import Plan, StagePlan
 from llmpq.pool_size import PoolSize, fits, fitting_pool, wanted_pool
 from llmpq.precision import KVPrecision
 from llmpq.runtime.engine.pool_limits import PoolLimits
-from llmpq.runtime.engine.scheduler import Limits
+from llmpq.runtime.engine.slot_limits import Limits
 from llmpq.runtime.launch.stage_settings import StageSettings, limits_of
 from llmpq.speculation import MAX_GAMMA
 

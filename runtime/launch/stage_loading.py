@@ -91,4 +91,10 @@ def timed_drafter(compute: StageCompute, settings: StageSettings) -> AutoDrafter
         return None
     assert isinstance(compute, CudaStageCompute), "draft lengths need a cost model"
     times = compute.step_times()
-    return AutoDrafter(settings.speculate, times, lengths=times.lengths, clock=time.perf_counter)
+    return AutoDrafter(
+        settings.speculate,
+        times,
+        lengths=times.lengths,
+        corners=times.corners,
+        clock=time.perf_counter,
+    )

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
 from llmpq.plan import Plan
-from llmpq.runtime.engine.scheduler import Limits
+from llmpq.runtime.engine.slot_limits import Limits
 from llmpq.runtime.request import Request
 from llmpq.runtime.sampling_params import TokenChoice
 from llmpq.runtime.token_rules import TokenRules

@@ -105,6 +105,13 @@ def test_measured_times_are_lines_between_what_was_timed():
     assert MeasuredTimes(verify={(1, 1): ((0, 1.0),)}).draft_s(1, 9) == 0.0
 
 
+def test_a_plain_step_of_an_engine_that_drafts_is_timed_without_what_it_keeps_for_them():
+    verify = {(2, 1): ((0, 5.0), (9, 5.0)), (2, 2): ((0, 6.0), (9, 6.0))}
+    times = MeasuredTimes(verify=verify, plain={2: ((0, 4.0),)})
+    assert times.decode_s(1, 7) == 4.0 and times.verify_s(1, 7, 1) == 5.0
+    assert times.corners == ((2, 0), (2, 9))
+
+
 def test_a_single_gpu_needs_no_cost_model_for_gamma_auto(demo_model, make_plan):
     plan = make_plan(demo_model)
     stage = plan.stages[0].model_copy(update={"threads": None, "kind": "H200"})
@@ -166,6 +173,25 @@ def test_auto_learns_from_refused_drafts_and_gives_up():
         drafter.observe(3, 0)
     assert drafter.estimate < 0.05 and drafter.gamma(group(1, 100)) == 0
     assert drafter.acceptance.rate == 0
+
+
+@pytest.mark.parametrize("mode", ["w4kv4", "ngram"])
+@pytest.mark.parametrize("context_of_the_other_corner", [100, 30_000])
+def test_auto_gives_drafts_up_that_pay_at_no_corner(mode, context_of_the_other_corner):
+    """Half of the drafts are kept, which pays in long contexts; n-grams cost nothing to keep."""
+
+    class LongAlone(Machine):
+        def draft_s(self, rows, context):
+            return self.decode_s(rows, context) * (0.5 if context < 1000 else 0.1)
+
+    corners = ((1, 100.0), (4, context_of_the_other_corner))
+    drafter = AutoDrafter(mode, LongAlone(), acceptance=0.9, corners=corners)
+    for round_ in range(120):
+        if drafter.gamma(group(1, 100)) and round_ < 60:
+            drafter.observe(2, round_ % 2)
+    pays = context_of_the_other_corner > 1000
+    assert drafter.in_vain is (mode == "w4kv4" and not pays)
+    assert not AutoDrafter(mode, LongAlone(), acceptance=0.1, corners=corners).in_vain, "untried"
 
 
 @pytest.mark.parametrize("accepted", [True, False])
