@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from llmpq.capabilities import gpu_pool_lack, lacking_sentence, require_gpu_pool, ways_of
+from llmpq.device_spec import device_specs
 from llmpq.errors import DoesNotFitError
-from llmpq.kv_format import pool_blocks
+from llmpq.kv_format import BLOCK_TOKENS, pool_blocks
 from llmpq.model_spec import ModelSpec
-from llmpq.plan import Plan
+from llmpq.plan import Plan, StagePlan
 from llmpq.pool_size import PoolSize, fits, fitting_pool, wanted_pool
+from llmpq.precision import KVPrecision
 from llmpq.runtime.engine.pool_limits import PoolLimits
 from llmpq.runtime.engine.slot_limits import Limits
 from llmpq.runtime.launch.stage_settings import StageSettings, limits_of
@@ -19,6 +21,8 @@ RequestLimits = PoolLimits | Limits
 
 STEP_TOKENS = 512
 """Tokens of a step at most, where nobody says: a long prompt holds answers up for no longer."""
+HOST_BYTES, HOST_BYTES_PER_S = 4 << 30, 12e9
+"""What a stage's host keeps of preempted requests at most, and how fast it is copied (PCIe 3)."""
 LEAST_TOKENS = 32
 STEP_S = 0.1
 """What a step should take at most, unless rows that decode take half of it alone: who reads an
@@ -117,6 +121,7 @@ class PoolPlan:
             num_stages=len(plan.stages),
             tokens_ahead=2 if self._runs_ahead and len(plan.stages) == 1 else 1,
             prefix_cache=size.prefix_cache,
+            host_blocks=self._host_blocks(size),
             batching="static" if self.settings.batching == "static" else "continuous",
         )
 
@@ -145,6 +150,38 @@ class PoolPlan:
             return self._live_tokens
         return max(STEP_TOKENS, self.plan.prefill_microbatch * self.plan.workload.prompt_len)
 
+    def _host_blocks(self, size: PoolSize) -> int:
+        """Return how many blocks of preempted requests hosts keep: none where it takes longer.
+
+        There and back, beside computing a block's tokens again, by the plan's times or the table's
+        rates. GPUs alone, 16 bits without windows; what is drafted may be taken back.
+        """
+        plan, kv = self.plan, self.plan.workload.kv
+        gpus = not any(stage.is_cpu for stage in plan.stages)
+        if not gpus or kv is not KVPrecision.KV16 or size.window or self.settings.speculate:
+            return 0
+        most = size.num_blocks
+        for stage in plan.stages:
+            one = replace(size, num_blocks=1).nbytes(
+                *(self.spec, kv), layers=range(*stage.layers),
+                dtype_bytes=plan.workload.dtype_bytes,
+            )  # fmt: skip
+            if 2 * one / HOST_BYTES_PER_S > BLOCK_TOKENS * self._token_s(stage):
+                return 0
+            most = min(most, HOST_BYTES // one)
+        return most
+
+    def _token_s(self, stage: StagePlan) -> float:
+        """Return the seconds that a stage computes a prompt's token in, 0 where nobody knows."""
+        if stage.prefill_s:
+            return stage.prefill_s / (self.plan.prefill_microbatch * self.plan.workload.prompt_len)
+        card = device_specs().get(stage.kind)
+        if card is None:
+            return 0.0
+        share = stage.num_layers / self.spec.num_layers
+        rate = card.fp16_tflops * 1e12 * card.matmul_efficiency
+        return 2 * self.spec.num_params * share / rate
+
     @property
     def _live_tokens(self) -> int:
         """Return the tokens of a step of live requests, as many as every stage computes in time.
@@ -153,11 +190,10 @@ class PoolPlan:
         """
         plan, most = self.plan, STEP_TOKENS
         measured = plan.predicted is not None and not plan.predicted.estimated
-        prompts = plan.prefill_microbatch * plan.workload.prompt_len
         for stage in plan.stages:
             if stage.prefill_s and stage.decode_s and (measured or not stage.is_cpu):
-                token_s = stage.prefill_s / prompts
-                most = min(most, int(max(STEP_S, 2 * stage.decode_s) / token_s))
+                in_time = max(STEP_S, 2 * stage.decode_s) / self._token_s(stage)
+                most = min(most, int(in_time))
         return max(LEAST_TOKENS, most - most % LEAST_TOKENS)
 
     @property

@@ -326,12 +326,34 @@ class Preempting(PagedScheduler):
         return super().next_micro_batch()
 
 
-def test_preempted_requests_are_computed_again(tiny_models, random_prompts, make_plan, on_gpu_path):
+@pytest.mark.parametrize("host_blocks", [0, 8])
+def test_preempted_requests_are_computed_again_or_kept_by_the_host(
+    host_blocks, tiny_models, random_prompts, make_plan, on_gpu_path
+):
     model, prompts = tiny_models.directory("llama"), random_prompts(9, 4, 7)
     requests, compute = asked(prompts, 3), stage(make_plan(model, batch=3), model)
-    got = serve(compute, requests, make=Preempting)
+    loads, take = [], compute.kv.take_rows
+
+    def noted(rows, starts):
+        loads.extend(pair for row in rows for pair in row.loads)
+        take(rows, starts)
+
+    compute.kv.take_rows = noted
+    got = serve(compute, requests, make=Preempting, host_blocks=host_blocks)
     assert got == tiny_models.greedy("llama", prompts, 3)
     assert any(request.num_preemptions for request in requests)
+    assert bool(loads) == bool(host_blocks)
+
+
+def test_what_a_host_does_not_give_back_is_seen(
+    tiny_models, random_prompts, make_plan, on_gpu_path, monkeypatch
+):
+    """The planted fault: blocks that go on with what others left in them."""
+    model, prompts = tiny_models.directory("llama"), random_prompts(30, 24, 27)
+    compute = stage(make_plan(model, batch=3), model)
+    monkeypatch.setattr(compute.kv._on_host, "take_rows", lambda rows: None)
+    got = serve(compute, asked(prompts, 6), make=Preempting, host_blocks=8, prefix_cache=False)
+    assert got != tiny_models.greedy("llama", prompts, 6)
 
 
 def test_another_block_table_gives_other_tokens(

@@ -83,6 +83,25 @@ def test_drafts_found_in_the_text_have_slots_or_a_pool_that_is_told_how_many():
         _ = pool_plan(speculate="ngram", gamma=3, gpu_pool=True).serves
 
 
+def test_hosts_keep_preempted_requests_where_copying_is_quicker_than_computing():
+    pool = pool_plan(live=True)
+    (stage,) = pool.plan.stages
+    assert pool.limits.host_blocks == 0, "nobody knows how long the card computes"
+
+    def kept(change=None, **settings):
+        stages = (stage.model_copy(update={"kind": "H200", **(change or {})}),)
+        plan = pool.plan.model_copy(update={"stages": stages})
+        told = replace(pool.settings, **settings)
+        return replace(pool, plan=plan, settings=told).limits.host_blocks
+
+    assert kept() == 4 * 3, "an H200's host copies 16 MiB sooner"
+    assert kept({"prefill_s": 1e-4}) == 0 < kept({"prefill_s": 1.0})
+    assert kept({"kind": "CPU", "threads": 1}) == 0
+    assert kept(speculate="ngram", gamma=2, gpu_pool=True) == 0
+    assert pool_plan(KVPrecision.KV8, live=True).limits.host_blocks == 0
+    assert pool_plan(model="gemma-2-9b", live=True).limits.host_blocks == 0
+
+
 def test_packed_blocks_of_a_model_in_float32_are_refused():
     pool = pool_plan(KVPrecision.KV4, "llama-3.1-8b", live=True, gpu_pool=True)
     workload = pool.plan.workload.model_copy(update={"dtype": "float32"})
