@@ -20,7 +20,7 @@ DEFAULT_POINTS = 25
 COMMANDS = ("plan", "check", "export", "devices", "models")
 CPU_ACTIVATIONS = "CPUs: int8 rounds what meets 3-, 4- and 8-bit weights (exact)"
 HEAD_BITS = "of the output matrix (8 on CPUs with --bits of 8 or fewer, else 16), not in omega"
-GROUP_SIZES = "weights that share a scale: 128, 64, 32, or 0: a channel; 128 and 0 are a GPU's quickest"
+GROUP_SIZES = "weights that share a scale: 128, 64, 32 (slower on GPUs), or 0 for a channel"
 NOTES = """\
 commands (flags alone mean `plan`): plan, check, export, devices, models; each has
 its own --help.
