@@ -8,10 +8,10 @@ PATH is llama.cpp's `llama-bench`; `llama-batched-bench` beside it serves batche
 the sdist of `llama-cpp-python` (in vendor/llama.cpp: `cmake -B build -DGGML_NATIVE=ON`, then
 `cmake --build build --target llama-bench llama-batched-bench`). Weights are random, in a GGUF file
 that the `gguf` package writes here. Programs alternate, so that other load falls on all of them; a
-row is the median of ours with theirs as baselines. `--head`: what llama.cpp's output matrix is:
-quantised like its layers (`same`), or `f16`; ours is what plans have, 8 bits where layers have 8 or
-fewer. `--depth`: decode steps behind so many tokens, ours in the pool of KV blocks that runs serve
-from, llama.cpp's with its F16 cache, filled by `--fill-threads`; a long one once for a case's rows.
+row is the median of ours, in the pool of KV blocks that runs serve from, with theirs as baselines.
+`--head`: what llama.cpp's output matrix is: quantised like its layers (`same`), or `f16`; ours is
+what plans have, 8 bits where layers have 8 or fewer. `--depth`: decode steps behind so many tokens,
+llama.cpp's with its F16 cache, filled by `--fill-threads`; a long one once for a case's rows.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 import torch
 from rows import write_row
+from torch import Tensor
 
 from llmpq.kernels.native import library
 from llmpq.kv_format import BLOCK_TOKENS, packed_blocks
@@ -38,13 +39,13 @@ from llmpq.memory import Quantization, default_head_bits
 from llmpq.model_spec import ModelSpec
 from llmpq.pool_size import PoolSize
 from llmpq.precision import KVPrecision, Precision
+from llmpq.runtime.cache.kv_cache import PagedKV
 from llmpq.runtime.cache.paged_by_precision import make_paged_kv
 from llmpq.runtime.engine.plain_loop import LocalPipeline
 from llmpq.runtime.models.linear import round_activations
 from llmpq.runtime.models.stage_model import DTYPES
 from llmpq.runtime.ragged_step import RaggedStep
 from llmpq.runtime.request import PagedRow
-from llmpq.runtime.step import Step
 from llmpq.runtime.weights.dummy import CopiedLayers
 from llmpq.runtime.weights.sources import RandomSource
 
@@ -132,17 +133,15 @@ def our_model(spec: ModelSpec, bits: int, dtype: str, head_bits: int) -> LocalPi
 
 @torch.inference_mode()
 def time_ours(model: LocalPipeline, batch: int, prompt: int, new: int) -> Seconds:
-    """Time one prefill and the mean of `new` decode steps."""
-    caches = model.caches(batch, prompt + new)
-    slots = list(range(batch))
-    tokens = torch.randint(1, model.spec.vocab, (batch, prompt))
+    """Time one prefill and the mean of `new` decode steps, in the pool that runs serve from."""
+    pool = pool_of(model, batch, prompt + new, KVPrecision.KV16)
+    tokens = torch.randint(1, model.spec.vocab, (1, batch * prompt))
     start_s = time.perf_counter()
-    model.logits(tokens, Step.of(slots, [0] * batch, [prompt] * batch), caches).argmax(-1)
+    one_step(model, pool, tokens, [0] * batch, [prompt] * batch)
     prefill_s = time.perf_counter() - start_s
     start_s = time.perf_counter()
     for index in range(new):
-        step = Step.of(slots, [prompt + index] * batch, [1] * batch)
-        model.logits(tokens[:, :1], step, caches).argmax(-1)
+        one_step(model, pool, tokens[:, :batch], [prompt + index] * batch, [1] * batch)
     return prefill_s, (time.perf_counter() - start_s) / new
 
 
@@ -151,28 +150,40 @@ def time_ours_behind(
     model: LocalPipeline, batch: int, depth: int, new: int, kv: KVPrecision
 ) -> Seconds:
     """Time decode steps of rows that have `depth` tokens in the pool, of any values."""
-    (stage,) = model.stages
-    blocks = -(-(depth + new) // BLOCK_TOKENS)
-    size = PoolSize(
-        num_blocks=batch * blocks, slots=batch, max_len=depth + new + 1, prefix_cache=False
-    )
+    pool = pool_of(model, batch, depth + new + 1, kv, start=depth)
+    tokens = torch.randint(1, model.spec.vocab, (1, batch))
+    start_s = time.perf_counter()
+    for index in range(new + 1):
+        if index == 1:  # the first has what is new to warm up
+            start_s = time.perf_counter()
+        one_step(model, pool, tokens, [depth + index] * batch, [1] * batch)
+    return 0.0, (time.perf_counter() - start_s) / new
+
+
+def pool_of(
+    model: LocalPipeline, batch: int, length: int, kv: KVPrecision, *, start: int = 0
+) -> PagedKV:
+    """Return a pool whose rows have blocks for `length` tokens, `start` of them there."""
+    blocks = -(-length // BLOCK_TOKENS)
+    size = PoolSize(num_blocks=batch * blocks, slots=batch, max_len=length, prefix_cache=False)
     pool = make_paged_kv(
         model.spec, kv, size, layers=range(model.spec.num_layers), dtype=model.dtype
     )
     own = [tuple(range(row, batch * blocks, batch)) for row in range(batch)]
     given = blocks if kv is KVPrecision.KV16 else packed_blocks(size.max_len)
     rows = [PagedRow(slot=row, new_blocks=own[row][:given]) for row in range(batch)]
-    pool.take_rows(rows, [depth] * batch)
-    tokens, slots = torch.randint(1, model.spec.vocab, (1, batch)), list(range(batch))
-    start_s = time.perf_counter()
-    for index in range(new + 1):
-        if index == 1:  # the first has what is new to warm up
-            start_s = time.perf_counter()
-        one = [1] * batch
-        starts = [depth + index - 1] * batch
-        step = RaggedStep.of_rows(slots, starts, one, wanted=one, width=batch)
-        stage.logits(stage(tokens, step, pool), step).argmax(-1)
-    return 0.0, (time.perf_counter() - start_s) / new
+    pool.take_rows(rows, [start] * batch)
+    return pool
+
+
+def one_step(
+    model: LocalPipeline, pool: PagedKV, tokens: Tensor, starts: list[int], counts: list[int]
+) -> None:
+    """Run a step of all rows to its next tokens."""
+    (stage,) = model.stages
+    slots, wanted = list(range(len(starts))), [1] * len(starts)
+    step = RaggedStep.of_rows(slots, starts, counts, wanted=wanted, width=sum(counts))
+    stage.logits(stage(tokens, step, pool), step).argmax(-1)
 
 
 def transformers_model(spec: ModelSpec, dtype: str) -> Any:
@@ -299,6 +310,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="bfloat16", help="of ours")
     parser.add_argument("--level", choices=sorted(library.LEVELS), help="force our dispatch")
     parser.add_argument("--head-bits", type=int, choices=(8, 16), help="of ours (as plans have)")
+    parser.add_argument("--llama-build", default="", help="what llama.cpp was compiled for")
     parser.add_argument("--fill-threads", type=int, help="of llama.cpp with --depth (--threads)")
     parser.add_argument("--head", choices=("same", "f16"), default="same")
     parser.add_argument("--transformers", action="store_true", help="measure it, too (16 bits)")
@@ -372,6 +384,7 @@ def _case(
         "model": args.model, "layers": spec.num_layers, "bits": bits, "dtype": args.dtype,
         "batch": batch, "prompt": 0 if depth else args.prompt, "depth": depth, "new": args.new,
         "threads": args.threads, "level": used.name if used else "torch",
+        "llama build": args.llama_build,
         "llama head": args.head, "head bits": _head_bits(args, bits),
         "cpu activations": args.cpu_activations,
     }  # fmt: skip

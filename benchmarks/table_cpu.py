@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from table_cells import Pivot, Row
 
-CASE = ("bits", "head bits", "batch", "depth", "kv", "threads", "level", "dtype")
+CASE = ("bits", "head bits", "batch", "depth", "kv", "threads", "level", "dtype", "llama build")
 
 
 def beside_llama(row: Row) -> str:
@@ -14,7 +14,21 @@ def beside_llama(row: Row) -> str:
     return own + (f" ({theirs[0] / row['value']:.2f}x)" if theirs else "")
 
 
+def beside_before(row: Row) -> str:
+    """Show tokens/s and how many times as many as the earlier tree's."""
+    ((commit, before),) = row["baselines"].items()
+    return f"{row['value']:.4g} ({row['value'] / before:.2f}x {commit})"
+
+
 CPU_TABLES = {
+    "cpu_llm": Pivot(
+        file="cpu.jsonl",
+        bench="cpu LLM",
+        index=("model", "rows", "new"),
+        value_title="tokens/s",
+        show=beside_before,
+    ),
+} | {
     f"cpu_{name.split()[0]}": Pivot(
         file="cpu.jsonl",
         bench=f"cpu {name}",
