@@ -21,6 +21,7 @@ from llmpq.model_spec import ModelSpec
 from llmpq.pool_size import PoolSize
 from llmpq.precision import KVPrecision
 from llmpq.runtime.cache.device_pages import DevicePages, write_blocks
+from llmpq.runtime.cache.host_blocks import HostBlocks
 from llmpq.runtime.paged_step import PagedStep
 from llmpq.runtime.request import PagedRow
 from llmpq.runtime.step import Step
@@ -44,6 +45,7 @@ class PagedLatents(DevicePages):
         self.columns = pool_blocks(KVPrecision.KV16, size.max_len)
         shape = (len(layers), size.num_blocks, 1, BLOCK_TOKENS, spec.head_dim)
         self._pool = torch.zeros(shape, dtype=dtype, device=device)
+        self._on_host = HostBlocks((self._pool,))
         self._table_SM = torch.zeros((size.slots, self.columns), dtype=torch.int32, device=device)
         rank = spec.latent.kv_rank
         self.launches = LatentPlan.of(spec.heads, spec.head_dim, rank, dtype, device)
@@ -54,7 +56,8 @@ class PagedLatents(DevicePages):
         return self._pool.nbytes
 
     def take_rows(self, rows: Sequence[PagedRow], starts: Sequence[int]) -> None:
-        """Write the blocks that a step's rows got to the table."""
+        """Write the blocks that a step's rows got to the table; copy what hosts keep."""
+        self._on_host.take_rows(rows)
         write_blocks(self._table_SM, [(row.slot, row.first_block, row.new_blocks) for row in rows])
 
     def table(

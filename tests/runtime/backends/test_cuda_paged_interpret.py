@@ -345,6 +345,21 @@ def test_preempted_requests_are_computed_again_or_kept_by_the_host(
     assert bool(loads) == bool(host_blocks)
 
 
+def test_hosts_keep_latents_of_preempted_requests(
+    models, random_prompts, make_plan, on_gpu_path, monkeypatch
+):
+    monkeypatch.setattr(
+        PlainLayers, "sparse_mlp", lambda _, *given: cuda_experts.sparse_mlp(*given)
+    )
+    monkeypatch.setattr(paged_latent_kv, "rope_append_pages", rope_append_pages_reference)
+    directory, prompts = models.directory("deepseek_v2"), random_prompts(30, 24, 27)
+    compute = stage(make_plan(directory, batch=3), directory)
+    requests = asked(prompts, NEW)
+    got = serve(compute, requests, make=Preempting, host_blocks=8, prefix_cache=False)
+    assert any(request.num_preemptions for request in requests)
+    assert got == [row[:NEW] for row in models.greedy("deepseek_v2", prompts)]
+
+
 def test_what_a_host_does_not_give_back_is_seen(
     tiny_models, random_prompts, make_plan, on_gpu_path, monkeypatch
 ):
