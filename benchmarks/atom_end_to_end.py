@@ -41,7 +41,8 @@ from llmpq.memory import stage_memory
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
 from llmpq.precision import KVPrecision, Precision
-from llmpq.runtime.engine.scheduler import Limits, Scheduler
+from llmpq.runtime.engine.scheduler import Scheduler
+from llmpq.runtime.engine.slot_limits import Limits
 from llmpq.runtime.launch.hand_plan import hand_plan
 from llmpq.runtime.models.linear import Weight
 from llmpq.runtime.request import Request

@@ -30,7 +30,8 @@ from rows import write_row
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
 from llmpq.runtime.engine.schedule_replay import Replay, StageCost, replay
-from llmpq.runtime.engine.scheduler import Limits, Scheduler
+from llmpq.runtime.engine.scheduler import Scheduler
+from llmpq.runtime.engine.slot_limits import Limits
 from llmpq.runtime.launch.hand_plan import hand_plan
 from llmpq.runtime.launch.stage_settings import limits_of
 from llmpq.runtime.request import MicroBatch, Request, StepKind

@@ -1,6 +1,6 @@
 """A layer of the families beyond Llama on a GPU: decode beside its byte floor, grouped products.
 
-    python benchmarks/families_gpu.py --rows FILE [--parts grouped,latents,layers,kernels]
+    python benchmarks/families_gpu.py --rows FILE [--parts grouped,latents,packed,layers]
         [--models ...] [--precisions ...] [--batches 1,8,32,128]
 
 layers      layers of dummy weights, timed as `llmpq-profile` times them (captured, four distinct
@@ -12,6 +12,8 @@ kernels     the same step, its time told apart by kernel: a kernel is charged fr
 grouped     the two products of all experts of a layer at 4096 tokens as the runtime calls them,
             each beside one dense product of equal shape, and the sorting of pairs
 latents     attention of decode steps over latents (MLA) beside the bytes that it has to read
+packed      over latents in 8, 4 and 2 bits, keys and values, and over Gemma's and gpt-oss's
+            packed keys and values within their windows
 """
 
 from __future__ import annotations
@@ -25,17 +27,22 @@ import torch
 
 from llmpq.cost_model import Phase
 from llmpq.device_spec import canonical_kind, device_specs
+from llmpq.kernels.formats.kv_block import KVFormat
 from llmpq.kernels.formats.quantized_weight import QuantizedWeight
 from llmpq.kernels.formats.round_to_nearest import quantize_weight
 from llmpq.kernels.gemm.expert_sent import assign
 from llmpq.kernels.gemm.expert_stack import ExpertStack
 from llmpq.kernels.gemm.gated import GateRule
 from llmpq.kernels.kv import ruled_attend
+from llmpq.kernels.kv.any_size_attend import attend_any_size
+from llmpq.kernels.kv.low_bit_cache import QuantizedKVCache
+from llmpq.kernels.kv.reference import ScoreRule
 from llmpq.kernels.tools.gpu_timing import copies_for, time_launches, write_row
+from llmpq.kv_format import BLOCK_TOKENS, block_bytes
 from llmpq.memory import Quantization, layer_weight_bytes
 from llmpq.model_spec import ModelSpec
 from llmpq.planner.costs.roofline import experts_hit
-from llmpq.precision import Precision, WeightScheme
+from llmpq.precision import KVPrecision, Precision, WeightScheme
 from llmpq.profiler.timing.cases import Sampling, Target, TimedCase
 from llmpq.profiler.timing.stopwatch import Effort
 from llmpq.profiler.timing.timed_layers import TimedModel
@@ -219,6 +226,66 @@ def latents(args: argparse.Namespace, kind: str) -> None:
         print(f"latents {batch} x {context}: {us:.1f} us, {floor_us / us:.2f} of the bandwidth")
 
 
+PACKED_CASES = (
+    ("deepseek-v2-lite", 32, 8192, ScoreRule()),
+    ("gpt-oss-20b", 32, 8192, ScoreRule(window=128)),
+    ("gemma-2-9b", 32, 8192, ScoreRule(window=4096, cap=50.0)),
+    ("gemma-2-9b", 32, 8192, ScoreRule(cap=50.0)),
+)
+
+
+def packed(args: argparse.Namespace, kind: str) -> None:
+    """Time a decode step's attention over packed caches; the floor is what it sees, read once."""
+    for name, batch, context, rule in PACKED_CASES:
+        spec = ModelSpec.by_name(name)
+        if spec.sinks:
+            sinks = torch.randn(spec.heads, device="cuda")
+            rule = ScoreRule(window=rule.window, cap=rule.cap, sinks_H=sinks)
+        for kv in (KVPrecision.KV8, KVPrecision.KV4, KVPrecision.KV2):
+            attend, sets = packed_step(spec, kv, batch, context, rule)
+            seen = min(context, rule.window) if rule.window else context
+            token = block_bytes(kv, kv_heads=spec.kv_heads, head_dim=spec.head_dim) / BLOCK_TOKENS
+            floor_us = batch * seen * token / device_specs()[kind].mem_gbps / 1e3
+            samples = time_launches(attend, sets)
+            what = {"model": name, "batch": batch, "context": context, "kv": kv.value}
+            what |= {"window": rule.window, "cap": rule.cap, "sinks": spec.sinks}
+            row(args, "packed attention", what, samples, floor=floor_us)
+            us = statistics.median(samples)
+            print(f"{name} {kv.value} window {rule.window}: {us:.1f} us, {floor_us / us:.2f}",
+                  flush=True)  # fmt: skip
+
+
+def packed_step(
+    spec: ModelSpec, kv: KVPrecision, batch: int, context: int, rule: ScoreRule
+) -> tuple[Callable[[int], torch.Tensor], int]:
+    """Return a step of one token over one of several caches of random codes, and how many."""
+    fmt = KVFormat(precision=kv, head_dim=spec.head_dim)
+    sets = copies_for(int(batch * context * fmt.block_bytes(spec.kv_heads) / BLOCK_TOKENS))
+    cache = QuantizedKVCache(
+        fmt, num_layers=sets, kv_heads=spec.kv_heads, slots=batch, max_len=context + 1,
+        dtype=torch.bfloat16, device="cuda",
+    )  # fmt: skip
+    for layer in cache.layers:
+        for words in (layer.k_words_PGW, layer.v_words_PGW):
+            words.random_(-(2**31), 2**31 - 1)
+        for params in (layer.k_params_PG, layer.v_params_PG):
+            params.uniform_(0.001, 0.01)
+    slots = torch.arange(batch, device="cuda")
+    start = torch.full_like(slots, context - 1)
+    plan = cache.plan(slots, start, torch.ones_like(slots), q_len=1, fresh=False, max_end=context)
+    q = torch.randn(batch, 1, spec.heads, spec.head_dim, device="cuda", dtype=torch.bfloat16)
+
+    def attend(i: int) -> torch.Tensor:
+        if cache.gathers:
+            return attend_any_size(
+                *(fmt, cache.layers[i], cache.table_SN, q, plan.device_rows),
+                max_end=context, scale=spec.head_dim**-0.5, rule=rule,
+            )  # fmt: skip
+        return cache._decode(plan, i, q, spec.head_dim**-0.5, None, rule)
+
+    return attend, sets
+
+
 def row(
     args: argparse.Namespace,
     bench: str,
@@ -258,7 +325,8 @@ def main() -> None:
         if part == "grouped":
             grouped(args)
         else:
-            {"latents": latents, "layers": layers, "kernels": kernels}[part](args, kind)
+            parts = {"latents": latents, "packed": packed, "layers": layers, "kernels": kernels}
+            parts[part](args, kind)
 
 
 if __name__ == "__main__":

@@ -66,7 +66,7 @@ def of(case: Case) -> list[Config]:
     if rows <= TILE_ROWS:
         found += tile_candidates(bits, n, k, rows, multiprocessors=sms)
     if rows >= GLUON_FROM and (p.major, p.minor) == (9, 0):
-        limit = p.shared_memory_per_block_optin
+        limit = p.shared_memory_per_block_optin  # type: ignore[attr-defined]
         found += gluon_candidates(bits, n, k, rows, multiprocessors=sms, shared_limit=limit)
     return list(dict.fromkeys(found))
 

@@ -327,7 +327,7 @@ def _answers(
         max_tokens=40, temperature=0.0, ignore_eos=True, logprobs=None if pool else 2
     )
     asked = [{"prompt_token_ids": own} for own in prompts]
-    options: dict[str, Any] = {"kv_pool": True} if pool else {"packed_prompts": True}
+    options: dict[str, Any] = {"kv_pool": pool} | ({} if pool else {"packed_prompts": True})
     with LLM(demo, plan=on_gpu(plan), backend="threads", **options) as llm:
         return [llm.generate(asked, params) for _ in range(1 + pool)]
 

@@ -29,7 +29,8 @@ from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
 from llmpq.runtime.drafts.drafters import FixedDrafter
 from llmpq.runtime.engine.plain_loop import LocalPipeline
-from llmpq.runtime.engine.scheduler import Limits, Scheduler
+from llmpq.runtime.engine.scheduler import Scheduler
+from llmpq.runtime.engine.slot_limits import Limits
 from llmpq.runtime.launch.hand_plan import hand_plan
 from llmpq.runtime.launch.stage_settings import limits_of
 from llmpq.runtime.request import Request

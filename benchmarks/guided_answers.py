@@ -1,7 +1,7 @@
 """Answers that must be JSON of random schemas: do all fit, and what does it cost?
 
     python benchmarks/guided_answers.py [--model examples/demo-7m] [--requests 200] [--write]
-    python benchmarks/guided_answers.py --model DIR --batch 32 --kv-pool --write         # on a GPU
+    python benchmarks/guided_answers.py --model DIR --batch 32 --write         # on a GPU
 
 Every request has a schema of its own whose texts are bounded. Then the same prompts are answered
 with as many tokens each and no guide: the row is guided tokens/s over unguided, median of rounds
@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--kv-pool", action="store_true", help="blocks of KV, on a GPU, too")
+    parser.add_argument("--slots", action="store_true", help="no blocks of KV on a GPU")
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
     schemas = [schema(random.Random(seed)) for seed in range(options.requests)]
@@ -60,8 +60,13 @@ def main() -> None:
         for seed, wanted in enumerate(schemas)
     ]
     prompts = [f"record {seed} = " for seed in range(options.requests)]
-    pool = {"kv_pool": options.kv_pool, "stages_apart": options.kv_pool}
-    with LLM(options.model, max_num_seqs=options.batch, **pool) as llm:
+    on_gpu = torch.cuda.is_available()
+    with LLM(
+        options.model,
+        max_num_seqs=options.batch,
+        kv_pool=False if options.slots else None,
+        stages_apart=on_gpu,
+    ) as llm:
         vocab = ModelSpec.from_directory(options.model).vocab
         answers = llm.generate(prompts, guided)
         fits = sum(
@@ -94,9 +99,9 @@ def main() -> None:
             "requests": options.requests,
             "fit": fits,
             "vocab": vocab,
-            "pool": options.kv_pool,
+            "pool": on_gpu and not options.slots,
         }
-        gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
+        gpu = torch.cuda.get_device_name(0) if on_gpu else None
         rates = {"guided_tokens_per_s": statistics.median(guided_s),
                  "unguided_tokens_per_s": statistics.median(unguided_s)}  # fmt: skip
         write_row("guides.jsonl", bench="guided_answers", case=case, unit="guided / unguided",

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from rows import write_row
 from torch import Tensor
 
-from benchmarks.rows import write_row
 from llmpq.kernels.formats.kv_block import KVFormat
 from llmpq.kernels.kv.oracle import attend_from_history, relative_error
 from llmpq.precision import KVPrecision

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from rows import write_row
 
-from benchmarks.rows import write_row
 from llmpq.precision import KVPrecision
 from llmpq.runtime.cache.kv_cache import KVCache
 from llmpq.runtime.cache.low_bit_kv import LowBitKV

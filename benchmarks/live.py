@@ -12,7 +12,7 @@ within MLPerf's limits for Llama-3.1-8B. `--shrink` divides lengths, for small m
 whole, `--no-mixing` (GPUs) leaves the pool out: prompts have steps of their own.
 Without a plan `LLM` takes this machine's devices. On GPUs `--precision w4a16 --max-num-seqs 256`
 makes a plan of a precision by hand, of several stages with `--splits 17` (the layers where they
-end; `--sms 132 48` for smaller cards), and `--kv-pool` keeps keys and values in a pool of blocks.
+end; `--sms 132 48` for smaller cards).
 Every replay has prompts of its own, so that none is found again. A row's `busy` is each stage's:
 its device's time in steps by the time of the replay.
 
@@ -24,7 +24,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import ctypes
+import gc
 import random
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -108,7 +111,7 @@ def report(
         "stages": len(stages),
         "step_tokens": 0 if args.no_chunks else args.step_tokens,
         "precision": ",".join(sorted({p.value for s in stages for p in s.precisions})),
-        "pool": args.kv_pool and not args.no_mixing,
+        "pool": not args.no_mixing,
         "slots": llm.plan.workload.batch,
     }
     if len(stages) > 1:
@@ -174,7 +177,7 @@ def replay(args: argparse.Namespace) -> None:
             kv=args.kv,
             splits=tuple(args.splits),
             sms=tuple(args.sms),
-            pool=args.kv_pool and not args.no_mixing,
+            pool=not args.no_mixing,
         )
     started_s = time.perf_counter()
     with LLM(
@@ -182,7 +185,7 @@ def replay(args: argparse.Namespace) -> None:
         plan=plan,
         max_num_batched_tokens=step_tokens,
         enable_prefix_caching=not args.no_prefix_cache,
-        kv_pool=args.kv_pool and not args.no_mixing,
+        kv_pool=False if args.no_mixing else None,
         stages_apart=True,  # as servers have it: who reads the streams computes nothing
     ) as llm:
         print(f"started in {time.perf_counter() - started_s:.1f} s", flush=True)
@@ -218,19 +221,33 @@ def soak(args: argparse.Namespace) -> None:
         params = SamplingParams(temperature=0, max_tokens=most, ignore_eos=True)
         wanted = [llm.generate([p], params)[0].outputs[0].token_ids for p in prompts]
         texts = [llm.generate([p], params)[0].text for p in prompts]
-        rss = []
+        rss, objects = [], []
         for round_ in range(args.rounds):
             counts = asyncio.run(one_round(llm, prompts, texts, rng, args.requests, most))
             gauges = llm.stats()["gauges"]
             assert gauges.get("blocks_held", 0) == 0, gauges
             assert llm.stats()["running"] == llm.stats()["waiting"] == 0
-            rss.append(psutil.Process().memory_info().rss / 2**20)
-            print(f"round {round_}: {counts}, {rss[-1]:.0f} MiB, {gauges}", flush=True)
+            rss.append(resident_mib())
+            objects.append(len(gc.get_objects()))
+            told = f"{rss[-1]:.0f} MiB, {objects[-1]} objects"
+            print(f"round {round_}: {counts}, {told}, {gauges}", flush=True)
+        first = min(1, len(rss) - 1)
+        assert objects[-1] <= 1.001 * objects[first], objects
         assert [llm.generate([p], params)[0].outputs[0].token_ids for p in prompts] == wanted
         stages = len(llm.plan.stages)
     case = {"requests": args.requests, "rounds": args.rounds, "stages": stages}
-    growth = rss[-1] / rss[min(1, len(rss) - 1)] - 1
+    growth = rss[-1] / rss[first] - 1
     write_row(args.rows, bench="live_soak", case=case, unit="growth of memory", samples=[growth])
+
+
+def resident_mib() -> float:
+    """Return the memory of this process and its stages, without what allocators keep for later."""
+    gc.collect()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).malloc_trim(0)
+    me = psutil.Process()
+    each = [process.memory_info().rss for process in (me, *me.children(recursive=True))]
+    return float(sum(each)) / 2**20
 
 
 async def one_round(
@@ -295,7 +312,6 @@ def main() -> None:
     parser.add_argument("--precision", help="plan a GPU by hand: w16a16, w4a16, ...")
     parser.add_argument("--kv", type=KVPrecision, default=KVPrecision.KV16, help="with --precision")
     parser.add_argument("--max-num-seqs", type=int, default=256, help="with --precision")
-    parser.add_argument("--kv-pool", action="store_true")
     parser.add_argument("--splits", type=int, nargs="*", default=[], help="with --precision")
     parser.add_argument("--sms", type=int, nargs="*", default=[], help="of each stage; 0: all")
     parser.add_argument("--rate", type=float, help="requests/s that can be sustained, if known")

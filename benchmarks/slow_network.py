@@ -35,7 +35,8 @@ from llmpq.profiler.timing.cases import LinkJob
 from llmpq.profiler.timing.latency_fit import fit_rounds
 from llmpq.profiler.timing.link_times import run_link
 from llmpq.runtime.engine.mailbox import Mailbox
-from llmpq.runtime.engine.scheduler import Limits, Scheduler, max_ahead
+from llmpq.runtime.engine.scheduler import Scheduler, max_ahead
+from llmpq.runtime.engine.slot_limits import Limits
 from llmpq.runtime.engine.stage_loop import FirstStage, run_following_stage
 from llmpq.runtime.launch.stage_host import talk_over
 from llmpq.runtime.links.transport import (

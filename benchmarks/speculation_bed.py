@@ -47,7 +47,8 @@ from llmpq.runtime.cache.plain_kv import PlainKVCache
 from llmpq.runtime.drafts.draft_model import build_draft
 from llmpq.runtime.drafts.drafters import FixedDrafter
 from llmpq.runtime.engine.mailbox import Mailbox
-from llmpq.runtime.engine.scheduler import Limits, Scheduler
+from llmpq.runtime.engine.scheduler import Scheduler
+from llmpq.runtime.engine.slot_limits import Limits
 from llmpq.runtime.models.stage_model import DTYPES, StageModel
 from llmpq.runtime.request import Request
 from llmpq.runtime.trace import Recorder
@@ -210,8 +211,8 @@ class Bed:
             decode_microbatch=self.batch,
         )
         loop = TimedLoop(
-            Scheduler(limits, drafter=drafter), WithoutPrompts(compute), None, mailbox, Recorder(),
-            num_stages=1,
+            Scheduler(limits, drafter=drafter), WithoutPrompts(compute, self.plain), None, mailbox,
+            Recorder(), num_stages=1,
         )  # fmt: skip
         loop.log = []
         loop.run()

@@ -157,7 +157,13 @@ def measure_auto(args: argparse.Namespace, cell: Cell, fixed: dict[int, float]) 
     bed, times, base = cell.bed, cell.times, cell.base
     assert bed.mode is not None
     lengths = times.steps.lengths
-    drafter = AutoDrafter(bed.mode, times.steps, lengths=lengths)
+    drafter = AutoDrafter(
+        bed.mode,
+        times.steps,
+        lengths=lengths,
+        corners=times.steps.corners,
+        clock=time.perf_counter,
+    )
     usual = PRIOR_ACCEPTANCE[bed.mode]
     fastest = max(fixed, key=lambda gamma: fixed[gamma])
     pays = max(times.speedup(usual, gamma) for gamma in lengths) > WORTHWHILE
@@ -179,7 +185,8 @@ def measure_auto(args: argparse.Namespace, cell: Cell, fixed: dict[int, float]) 
     got, best_rate = statistics.median(samples), statistics.median(beside)
     add(args, "speculation_auto", cell.case, samples, base, {"best_fixed": best_rate}, None)
     print(
-        f"    auto {drafter.chosen if pays else 'off'} (a {drafter.estimate:.3f}): "
+        f"    auto {drafter.chosen if pays else 'off'} (a {drafter.estimate:.3f}"
+        f"{', given up' if drafter.in_vain else ''}): "
         f"{got / base:.3f}x, {got / best_rate:.3f} of the best fixed length ({fastest})",
         flush=True,
     )

@@ -73,11 +73,17 @@ class Replayed:
 class WithoutPrompts:
     """A stage that skips prompts: their cache is filled with noise beforehand."""
 
-    def __init__(self, compute: CudaStageCompute) -> None:
-        self._compute = compute
+    def __init__(self, compute: CudaStageCompute, plain: CudaStageCompute | None = None) -> None:
+        """`plain`: the same stage without drafts, which takes over where they are given up."""
+        self._compute, self._plain = compute, plain
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._compute, name)
+
+    def end_speculation(self) -> None:
+        """Go on as the stage without drafts; the other is used again."""
+        assert self._plain is not None
+        self._compute = self._plain
 
     def run(self, message: StepMessage, hidden_BQH: Tensor | None) -> Tensor | Pending:
         """Answer prompts at once; run everything else."""
@@ -94,10 +100,16 @@ class TimedLoop(FirstStage):
 
     log: list[tuple[float, int, int]]
 
-    def _publish(self, kind: StepKind, finished: Sequence[Request], now_s: float) -> None:
+    def _publish(
+        self,
+        kind: StepKind,
+        finished: Sequence[Request],
+        now_s: float,
+        stepped: Sequence[Request] = (),
+    ) -> None:
         if kind is not StepKind.PREFILL:
             self.log.append((now_s, self._scheduler.generated_tokens, len(finished)))
-        super()._publish(kind, finished, now_s)
+        super()._publish(kind, finished, now_s, stepped)
 
 
 class Guesser(FixedDrafter):

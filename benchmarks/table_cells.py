@@ -168,6 +168,11 @@ def us_over_cublas(row: Row) -> str:
     return f"{row['value']:.1f} [{row['floor'] / row['value']:.0%}] {base / row['value']:.2f}x"
 
 
+def over_cublas(row: Row) -> str:
+    """Show the speed-up over cuBLAS in 16 bits."""
+    return f"{row['baselines']['cublas_fp16'] / row['value']:.2f}x"
+
+
 def over_vllm(row: Row) -> str:
     """Show tokens per second and the ratio to vLLM on the same kind of GPU."""
     base = next((v for k, v in row["baselines"].items() if k.startswith("vllm")), None)

@@ -24,10 +24,6 @@ from table_cells import (
     seconds_and_cpu,
     seconds_and_peak,
     tokens_and_steps,
-    us_and_dense_rate,
-    us_and_launches,
-    us_of_floor,
-    us_over_cublas,
 )
 
 KV_32K = {"heads": 32, "kv_heads": 8, "batch": 8, "context": 32768, "kv": "kv4", "op": "attend"}
@@ -37,32 +33,6 @@ SPECULATION_CELLS = tuple(f"{b} x {context}" for b in (1, 8, 32) for context in 
 E2E_JOB = ("prompt", "gen", "precision", "symmetric", "dtype", "kv")
 
 POWERS_OF_TWO = frozenset(1 << i for i in range(14))
-
-
-def family_layers(device: str) -> Pivot:
-    """Return the table of layers' decode steps on a card."""
-    return Pivot(
-        file="families.jsonl",
-        bench="family layer",
-        index=("model", "precision"),
-        column="batch",
-        show=us_of_floor,
-        order=("1", "8", "32", "128"),
-        device=device,
-    )
-
-
-def family_grouped(device: str) -> Pivot:
-    """Return the table of a prompt's products of experts on a card."""
-    return Pivot(
-        file="families.jsonl",
-        bench="grouped product",
-        index=("model", "product"),
-        column="precision",
-        where={"product": frozenset({"up", "down"})},
-        show=us_and_dense_rate,
-        device=device,
-    )
 
 
 TABLES: dict[str, Pivot | FrontTable | LiveTable | OddTable | ProofsTable] = {
@@ -96,35 +66,6 @@ TABLES: dict[str, Pivot | FrontTable | LiveTable | OddTable | ProofsTable] = {
         index=("model", "weights"),
         column="gamma",
         show=lambda row: f"{row['value']:.3f}",
-    ),
-    "family_layers": family_layers("NVIDIA H200"),
-    "family_layers_h100": family_layers("NVIDIA H100 80GB HBM3"),
-    "family_steps": Pivot(
-        file="families.jsonl",
-        bench="family kernels",
-        index=("kernel",),
-        column=("model", "batch"),
-        where={"precision": "w4a16", "model": frozenset({"gemma-3-12b", "qwen2.5-32b"})},
-        show=us_and_launches,
-        newest=True,
-    ),
-    "family_kernels": Pivot(
-        file="families.jsonl",
-        bench="family kernels",
-        index=("kernel",),
-        column=("model", "precision"),
-        where={"batch": 1},
-        show=us_and_launches,
-        newest=True,
-    ),
-    "family_grouped": family_grouped("NVIDIA H200"),
-    "family_grouped_h100": family_grouped("NVIDIA H100 80GB HBM3"),
-    "family_latents": Pivot(
-        file="families.jsonl",
-        bench="latent attention",
-        index=("model", "batch"),
-        column="context",
-        show=us_of_floor,
     ),
     "atom_gemm": Pivot(
         file="atom_gemm.jsonl",
@@ -182,7 +123,15 @@ TABLES: dict[str, Pivot | FrontTable | LiveTable | OddTable | ProofsTable] = {
         file="fidelity.jsonl",
         bench="fidelity",
         index=("model", "cluster", "plan"),
-        where={"weights": "dummy"},
+        where={"weights": "dummy", "stages": frozenset({2, 3, 4})},
+        show=beside_predicted,
+        value_title="measured, predicted",
+    ),
+    "fidelity_one": Pivot(
+        file="fidelity.jsonl",
+        bench="fidelity",
+        index=("model", "cluster", "precision", "batch", "prompt", "gen"),
+        where={"weights": "dummy", "stages": 1},
         show=beside_predicted,
         value_title="measured, predicted",
     ),
@@ -215,70 +164,6 @@ TABLES: dict[str, Pivot | FrontTable | LiveTable | OddTable | ProofsTable] = {
         index=("model", "layers", "bits"),
         show=gib_of_limit,
         value_title="peak while loading",
-    ),
-    "gemm_layer": Pivot(
-        file="gemm.jsonl",
-        bench="gemm",
-        index=("precision", "dtype", "symmetric"),
-        column="m",
-        where={"model": "llama-3.1-8b", "shape": "layer", "m": POWERS_OF_TWO},
-        show=us_over_cublas,
-        order=tuple(map(str, sorted(POWERS_OF_TWO))),
-    ),
-    "gemm_products": Pivot(
-        file="gemm.jsonl",
-        bench="gemm",
-        index=("m",),
-        column="shape",
-        where={
-            "model": "llama-3.1-8b",
-            "precision": "w4a16",
-            "dtype": "fp16",
-            "symmetric": True,
-        },
-        show=us_over_cublas,
-        order=("qkv", "o", "gate_up", "down", "layer"),
-    ),
-    "gemm_single": Pivot(
-        file="gemm.jsonl",
-        bench="gemm",
-        index=("shape", "precision"),
-        column="m",
-        where={"model": None},
-        show=us_over_cublas,
-    ),
-    "kv_attend": Pivot(
-        file="kv.jsonl",
-        bench="kv",
-        index=("heads", "kv_heads", "batch", "context"),
-        column="kv",
-        where={"op": "attend", "q_len": 1, "layout": "contiguous", "keys": "kc128"},
-        show=us_of_floor,
-        order=("kv16", "kv8", "kv4", "kv2"),
-    ),
-    "kv_variants": Pivot(
-        file="kv.jsonl",
-        bench="kv",
-        index=("keys", "q_len", "layout"),
-        where=KV_32K,
-        show=us_of_floor,
-        value_title="us",
-    ),
-    "kv_append": Pivot(
-        file="kv.jsonl",
-        bench="kv",
-        index=("batch", "context", "kv"),
-        column="op",
-        where={"context": 2048},
-        show=lambda row: f"{row['value']:.1f}",
-    ),
-    "kv_prefill": Pivot(
-        file="kv.jsonl",
-        bench="kv",
-        index=("batch", "context", "kv"),
-        where={"op": "prefill"},
-        value_title="us",
-        show=lambda row: f"{row['value']:.1f}",
     ),
     "kv_error": Pivot(
         file="kv_error.jsonl",

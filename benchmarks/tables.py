@@ -15,9 +15,10 @@ from pathlib import Path
 
 from table_cells import ROOT
 from table_cpu import CPU_TABLES
+from table_kernels import KERNEL_TABLES
 from table_list import TABLES as OTHERS
 
-TABLES = {**OTHERS, **CPU_TABLES}
+TABLES = {**OTHERS, **KERNEL_TABLES, **CPU_TABLES}
 
 
 def rewrite(text: str) -> str:

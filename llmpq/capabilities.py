@@ -1,8 +1,8 @@
 """What runs where: the features of models, and which of our ways to run know each.
 
 One table for every refusal and for `llmpq-algo models`: a way is a sort of device, packed KV,
-speculation, rounded activations. A feature that a run does not meet (a window longer than
-any of its requests) does not count.
+speculation, rounded activations. A feature that a run does not meet (rope frequencies
+that only longer requests change) does not count.
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
 from llmpq.workload import Dtype
 
-Way = Literal["gpu", "packed_kv", "drafts", "rounded", "gpu_cache", "gpu_pool", "gpu_rounded"]
+Way = Literal["gpu", "packed_kv", "drafts", "rounded", "gpu_pool", "gpu_rounded"]
 WAYS: dict[Way, str] = {
     "gpu": "a GPU",
     "packed_kv": "a KV cache of 8, 4 or 2 bits",
     "drafts": "speculation",
     "rounded": "rounded activations (w8a8, w4a4)",
-    "gpu_cache": "a KV cache of 8, 4 or 2 bits or speculation on a GPU",
     "gpu_pool": "a pool of KV blocks on a GPU",
     "gpu_rounded": "rounded activations (w8a8, w4a4) on a GPU",
 }
@@ -43,10 +42,6 @@ def _feature(name: str, met: Callable[[ModelSpec, int], bool], *without: Way) ->
     return Feature(name=name, met=met, without=frozenset(without))
 
 
-def _windows(spec: ModelSpec, max_len: int) -> bool:
-    return any(0 < window < max_len for window in spec.windows)
-
-
 def _latents(spec: ModelSpec, max_len: int) -> bool:
     return spec.latent is not None
 
@@ -63,10 +58,7 @@ def _changing_rope(spec: ModelSpec, max_len: int) -> bool:
 
 
 FEATURES: tuple[Feature, ...] = (
-    _feature("a window over the last tokens", _windows, "gpu_cache"),
-    _feature("soft caps on scores", lambda s, _: s.score_cap > 0, "gpu_cache"),
-    _feature("attention sinks", lambda s, _: s.sinks, "gpu_cache"),
-    _feature("latent attention (MLA)", _latents, "gpu_cache", "gpu_pool", "rounded"),
+    _feature("latent attention (MLA)", _latents, "rounded"),
     _feature("rope frequencies that change with the length", _changing_rope, "gpu", "drafts"),
     _feature("norms behind attention and MLP", lambda s, _: s.norm_order != "pre", "gpu_rounded"),
     _feature("a factor on the residual stream", _scaled_stream, "gpu_rounded"),
@@ -97,7 +89,6 @@ def ways_of(
         "packed_kv": kv is not KVPrecision.KV16,
         "drafts": drafts,
         "rounded": rounded,
-        "gpu_cache": gpu and (kv is not KVPrecision.KV16 or drafts),
         "gpu_pool": gpu and pool,
         "gpu_rounded": gpu and rounded,
     }
@@ -121,8 +112,7 @@ REMEDY: dict[Way, str] = {
     "packed_kv": "plan with --kv 16",
     "drafts": "run without speculation, or with shorter requests",
     "rounded": "plan with weight-only precisions (w8a16, w4a16)",
-    "gpu_cache": "plan with --kv 16 and without speculation",
-    "gpu_pool": "leave the pool out (kv_pool, --kv-pool): requests then have the plan's slots",
+    "gpu_pool": "leave the pool out (kv_pool, --kv-pool): requests then have a slot each",
     "gpu_rounded": "plan with weight-only precisions (w8a16, w4a16)",
 }
 
@@ -131,15 +121,21 @@ GPU_POOL_HEAD_DIMS = (32, 64, 128, 256)
 """What heads may have where a pool on a GPU holds 8, 4 or 2 bits: kernels know powers of two."""
 
 
-def require_gpu_pool(spec: ModelSpec, kv: KVPrecision, dtype: Dtype, *, drafts: bool) -> None:
-    """Raise `ValueError` for a run whose KV a GPU does not keep in a pool of blocks."""
-    lack = ""
+def gpu_pool_lack(spec: ModelSpec, kv: KVPrecision, dtype: Dtype, *, drafts: bool) -> str:
+    """Return what a pool of KV blocks on a GPU does not go with; empty where it serves a run."""
+    lack = " and ".join(lacks(spec, "gpu_pool"))
     if kv is not KVPrecision.KV16 and spec.head_dim not in GPU_POOL_HEAD_DIMS:
         lack = f"a KV cache of {kv.bits} bits and heads of {spec.head_dim} channels"
     if kv is not KVPrecision.KV16 and dtype == "float32":  # wrong on an H200 (gpu_pool.py)
         lack = f"a KV cache of {kv.bits} bits in a model of float32"
     if drafts:
         lack = "speculation"
+    return lack
+
+
+def require_gpu_pool(spec: ModelSpec, kv: KVPrecision, dtype: Dtype, *, drafts: bool) -> None:
+    """Raise `ValueError` for a run whose KV a GPU does not keep in a pool of blocks."""
+    lack = gpu_pool_lack(spec, kv, dtype, drafts=drafts)
     if lack:
         raise ValueError(
             f"a pool of KV blocks on GPUs does not go with {lack} yet; {REMEDY['gpu_pool']}"

@@ -151,6 +151,8 @@ def spec_fields(config: Config, name: str) -> dict[str, Any]:
     inner = config
     if family.text_section is not None:
         inner = {**(section(config, family.text_section) or config)}
+        if "tie_word_embeddings" in config:  # the whole model's word counts
+            inner["tie_word_embeddings"] = config["tie_word_embeddings"]
     heard = _Heard(inner)
     fields = family.fields(heard)
     _require_sound(heard, fields)

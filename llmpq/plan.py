@@ -95,7 +95,7 @@ class MemoryForm(FileForm):
 
 
 class PoolForm(FileForm):
-    """The pool of KV blocks that each stage on CPUs keeps, for requests of any lengths."""
+    """The pool of KV blocks that each stage keeps, for requests of any lengths."""
 
     num_blocks: int = Field(ge=1, le=MAX_COUNT)
     """Blocks of 128 tokens, as many on every stage."""
@@ -230,7 +230,7 @@ class Plan(FileForm):
     nodes: tuple[NodePlan, ...] = ()
     """How to find the stages' machines; one that is not listed is told by its devices."""
     pool: PoolForm | None = None
-    """What a run on CPUs keeps instead of `kv_bytes`; checked at its start."""
+    """What a run keeps instead of `kv_bytes`; checked at its start."""
     speculation: Speculation | None = None
     predicted: Predicted | None = None
     inputs: PlanInputs | None = None

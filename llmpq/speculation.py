@@ -224,15 +224,24 @@ class MeasuredTimes:
     draft: Mapping[int, Line] = field(default_factory=dict)
     verify: Mapping[tuple[int, int], Line]
     """(rows, positions) -> line."""
+    plain: Mapping[int, Line] = field(default_factory=dict)
+    """Rows -> line, of steps without drafts and what is kept for them."""
 
     @property
     def lengths(self) -> tuple[int, ...]:
         """Draft lengths whose verify was timed."""
         return tuple(sorted({positions - 1 for _, positions in self.verify} - {0}))
 
+    @property
+    def corners(self) -> tuple[tuple[int, float], ...]:
+        """(rows, context) that were timed."""
+        return tuple((r, at) for (r, q), line in self.verify.items() if q == 1 for at, _ in line)
+
     def decode_s(self, rows: int, context: float) -> float:
-        """One plain step of an engine that drafts: its cache may have a copy to keep up to date."""
-        return self.verify_s(rows, context, 1)
+        """One plain decode step; where none was timed, a verify of one position."""
+        if not self.plain:
+            return self.verify_s(rows, context, 1)
+        return on_line(self.plain[_next_above(rows, self.plain)], context)
 
     def draft_s(self, rows: int, context: float) -> float:
         """One draft step; 0 where drafts need no model."""

@@ -12,8 +12,6 @@ from dataclasses import replace
 from typing import Literal
 
 from llmpq.cluster import Device
-from llmpq.errors import DoesNotFitError
-from llmpq.kv_format import BLOCK_TOKENS
 from llmpq.memory import stage_memory
 from llmpq.plan import (
     ClusterRef,
@@ -33,8 +31,8 @@ from llmpq.planner.positions import positions_note
 from llmpq.planner.predict.pipeline_time import StageTimes, job_time, stage_times, sum_omega
 from llmpq.planner.predict.step_by_step import step_note, told_time
 from llmpq.planner.problem import Problem
-from llmpq.pool_size import fitting_pool, wanted_pool
 from llmpq.precision import Precision
+from llmpq.stated_pool import stated_pool
 from llmpq.version import __version__
 
 
@@ -88,24 +86,7 @@ def _pool(p: Problem, stages: Sequence[StagePlan]) -> PoolForm | None:
     """Return the pool of KV blocks of a plan on CPUs; None elsewhere, and without room for one."""
     if not all(stage.is_cpu for stage in stages):
         return None
-    wanted = wanted_pool(p.spec, p.workload, max_len=p.workload.max_len)
-    try:
-        size = fitting_pool(wanted, stages, p.spec, p.workload)
-    except DoesNotFitError:
-        return None
-    return PoolForm(
-        num_blocks=size.num_blocks,
-        tokens=size.num_blocks * BLOCK_TOKENS,
-        stage_bytes=tuple(
-            size.nbytes(
-                p.spec,
-                p.workload.kv,
-                layers=range(*stage.layers),
-                dtype_bytes=p.workload.dtype_bytes,
-            )
-            for stage in stages
-        ),
-    )
+    return stated_pool(p.spec, p.workload, stages)
 
 
 def stage_precisions(p: Problem, stage: Stage) -> tuple[Precision, ...]:

@@ -21,7 +21,7 @@ from llmpq.planner.answer import Answer, Wish, answer, read_wish
 from llmpq.planner.cli.arguments import DTYPES, METHODS, plan_request
 from llmpq.planner.costs.probed import book_of
 from llmpq.planner.inputs.cpu_here import rates_for
-from llmpq.planner.inputs.gguf_layers import kept_grid
+from llmpq.planner.inputs.kept_grid import kept_grid
 from llmpq.planner.inputs.make_problem import (
     default_bits,
     generic_sensitivity,
@@ -131,9 +131,9 @@ def plan_workload(
     sizes that will do instead of the workload's, best first: the first that fits is taken.
     """
     spec = ModelSpec.from_directory(model_dir)
-    stored = stored_layers(str(model_dir), spec)
-    layers = () if stored is None else offered(stored, bits)
     grid = kept_grid(model_dir, cluster.devices)
+    stored = stored_layers(str(model_dir), spec, kept=grid)
+    layers = () if stored is None else offered(stored, bits)
     wish = Wish(
         method="exact",
         time_limit_s=time_limit_s,

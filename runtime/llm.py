@@ -68,7 +68,7 @@ class LLM:
         gamma: int | None = None,
         links: LinkChoice = "auto",
         layer_cache: str | Path | None = None,
-        kv_pool: bool = False,
+        kv_pool: bool | None = None,
         packed_prompts: bool = False,
         deadlines: Deadlines | None = None,
         trace: str | Path | None = None,
@@ -78,10 +78,10 @@ class LLM:
 
         `model` may be left out where the plan names its directory. `max_num_seqs` (requests at
         once) is for plans made here, and so is `max_model_len` (tokens of a prompt and its answer)
-        on GPUs without `kv_pool`. On CPUs, but for drafts by the model, KV is one pool of blocks,
-        on GPUs if `kv_pool` (no drafts; new): there `max_num_batched_tokens` bounds a step (so
-        that a long prompt does not hold up answers; 512) and `enable_prefix_caching` has what
-        prompts share computed once.
+        where KV is no pool of blocks: for drafts by the model, on GPUs for any and for what
+        `capabilities.gpu_pool_lack` names, and there with `kv_pool=False` (True refuses those, but
+        drafts found in the text). `max_num_batched_tokens` bounds a step over a pool (512: long
+        prompts hold no answers up), `enable_prefix_caching` has shared beginnings computed once.
         `packed_prompts`: on GPUs, too, prompts attend to low-bit keys and values as they are kept.
         `speculate` and `gamma` (tokens drafted per verify) are the plan's unless they are given.
         `trace`: a file for what every stage did when and for which requests, written by `close`.
@@ -89,7 +89,7 @@ class LLM:
         """
         wishes = Wishes(
             max_model_len=max_model_len, max_num_seqs=max_num_seqs, dtype=dtype,
-            kv_cache_dtype=kv_cache_dtype, kv_pool=kv_pool,
+            kv_cache_dtype=kv_cache_dtype, kv_pool=kv_pool, speculate=speculate,
         )  # fmt: skip
         chosen = choose_plan(model, plan, cluster, wishes)
         self._plan = with_kv(chosen.plan, chosen.spec, kv_cache_dtype)

@@ -10,10 +10,12 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Literal, cast
 
+from llmpq.capabilities import gpu_pool_lack
 from llmpq.cluster import Cluster
 from llmpq.default_dtype import default_dtype
+from llmpq.errors import DoesNotFitError
 from llmpq.gguf_file import is_model
 from llmpq.model_config import read_config
 from llmpq.model_spec import ModelSpec
@@ -22,6 +24,7 @@ from llmpq.precision import KVPrecision
 from llmpq.runtime.auto_plan import plan_job
 from llmpq.runtime.launch.device_plan import device_plan
 from llmpq.runtime.launch.planned_kv import AUTO
+from llmpq.speculation import SpeculationMode
 from llmpq.this_machine import this_machine
 from llmpq.workload import DTYPE_BYTES, Dtype, Workload
 
@@ -31,6 +34,8 @@ MAX_MODEL_LEN = 2048
 """Tokens of a prompt and its answer, where nothing else is said and the model has as many."""
 SLOTS = {True: 8, False: 32}
 """Requests at once on a cluster of CPUs, and on one with GPUs."""
+POOL_ROWS = 256
+"""Requests at once at most where a GPU keeps KV in blocks: what they hold bounds them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +47,10 @@ class Wishes:
     max_num_seqs: int | None = None
     dtype: str = AUTO
     kv_cache_dtype: str = AUTO
-    kv_pool: bool = False
-    """Whether GPUs, too, keep KV in a pool of blocks."""
+    kv_pool: bool | None = None
+    """Whether GPUs, too, keep KV in a pool of blocks; None: where they can."""
+    speculate: SpeculationMode | Literal["off"] | None = None
+    """Who drafts; None: the plan says it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +61,8 @@ class Chosen:
     spec: ModelSpec
     plan: Plan
     cluster: Cluster | None
+    pooled: bool
+    """Whether live requests have a pool of blocks, so that the run may say how long they are."""
 
 
 def choose_plan(
@@ -68,9 +77,14 @@ def choose_plan(
             raise ValueError("nothing to run: give a model directory, or plan= that names one")
         directory, spec = _read(model)
         made, known = _made(directory, spec, cluster, wishes)
-        return Chosen(directory=directory, spec=spec, plan=made, cluster=known)
+        pooled = _is_pooled(made, spec, wishes)
+        return Chosen(directory=directory, spec=spec, plan=made, cluster=known, pooled=pooled)
     given = plan if isinstance(plan, Plan) else Plan.load(plan)
-    pooled = wishes.kv_pool or all(stage.is_cpu for stage in given.stages)
+    if model is None and given.model.path is None:
+        raise ValueError("the plan names no model directory; give it: LLM('DIR', plan=...)")
+    directory, spec = _read(model if model is not None else str(given.model.path))
+    given.require_model(spec)
+    pooled = _is_pooled(given, spec, wishes)
     for name, value in (
         ("max_model_len", None if pooled else wishes.max_model_len),
         ("max_num_seqs", wishes.max_num_seqs),
@@ -78,15 +92,29 @@ def choose_plan(
     ):
         if value is not None:
             raise ValueError(f"{name} has no effect with plan=, which says it; leave it out")
-    if model is None and given.model.path is None:
-        raise ValueError("the plan names no model directory; give it: LLM('DIR', plan=...)")
-    directory, spec = _read(model if model is not None else str(given.model.path))
-    given.require_model(spec)
     _max_len(spec, wishes)
     known = None if cluster is None else _loaded(cluster)
     if known is not None:
         given.require_cluster(known.name, known.fingerprint())
-    return Chosen(directory=directory, spec=spec, plan=given, cluster=known)
+    return Chosen(directory=directory, spec=spec, plan=given, cluster=known, pooled=pooled)
+
+
+def _is_pooled(plan: Plan, spec: ModelSpec, wishes: Wishes) -> bool:
+    if all(stage.is_cpu for stage in plan.stages):
+        return True
+    planned = wishes.speculate is None and plan.speculation is not None
+    kv = plan.workload.kv if wishes.kv_cache_dtype == AUTO else _kv(wishes)
+    return _gpus_page(spec, kv, plan.workload.dtype, wishes, drafts=planned)
+
+
+def _gpus_page(
+    spec: ModelSpec, kv: KVPrecision, dtype: Dtype, wishes: Wishes, *, drafts: bool = False
+) -> bool:
+    """Whether GPUs keep KV in blocks; `drafts`: by the plan."""
+    if wishes.kv_pool is not None:
+        return wishes.kv_pool
+    drafts = drafts or wishes.speculate not in (None, "off")
+    return not gpu_pool_lack(spec, kv, dtype, drafts=drafts)
 
 
 def _read(model: str | Path) -> tuple[Path, ModelSpec]:
@@ -107,17 +135,7 @@ def _made(
     max_len = _max_len(spec, wishes)
     slots = SLOTS[cpus] if wishes.max_num_seqs is None else _at_least_one("max_num_seqs", wishes)
     if len(known.devices) == 1 and read_config(directory).get("quantization_config") is None:
-        whole = device_plan(
-            spec,
-            known.devices[0],
-            model_dir=str(directory),
-            dtype=_dtype(spec, wishes, known),
-            kv=_kv(wishes),
-            max_len=max_len,
-            slots=slots,
-            may_shrink=wishes.max_num_seqs is None,
-            pool=wishes.kv_pool,
-        )
+        whole = _whole(directory, spec, known, wishes, max_len=max_len, slots=slots)
         if whole is not None:
             return whole, known
     prompt_len = max(1, max_len // 2)
@@ -132,6 +150,40 @@ def _made(
     for note in made.notes:
         _log.info("%s", note)
     return made.plan, known
+
+
+def _whole(
+    directory: Path,
+    spec: ModelSpec,
+    known: Cluster,
+    wishes: Wishes,
+    *,
+    max_len: int,
+    slots: int,
+) -> Plan | None:
+    """Return the plan of a whole model on the one device there is, None where it does not fit."""
+    dtype, kv, open_end = _dtype(spec, wishes, known), _kv(wishes), wishes.max_num_seqs is None
+
+    def plan(slots: int, *, pool: bool) -> Plan | None:
+        return device_plan(
+            *(spec, known.devices[0]),
+            model_dir=str(directory),
+            dtype=dtype,
+            kv=kv,
+            max_len=max_len,
+            slots=slots,
+            may_shrink=open_end,
+            pool=pool,
+        )
+
+    on_gpu = not known.devices[0].spec.is_cpu
+    if on_gpu and _gpus_page(spec, kv, dtype, wishes):
+        try:
+            return plan(POOL_ROWS if open_end else slots, pool=True)
+        except DoesNotFitError:
+            if wishes.kv_pool:
+                raise
+    return plan(slots, pool=False)
 
 
 def _loaded(cluster: Cluster | str | Path) -> Cluster:

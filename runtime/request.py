@@ -122,6 +122,10 @@ class PagedRow:
     """The same of the layers with a window, where those have a pool of their own."""
     resumes: bool = False
     """Its first row goes on from blocks found in the prefix cache."""
+    saves: tuple[tuple[int, int], ...] = ()
+    """Blocks of others, and under which number hosts are to keep them, before all else."""
+    loads: tuple[tuple[int, int], ...] = ()
+    """Numbers that hosts keep for the request, and the blocks where they go."""
     sample_step: int = 0
     """Index of the token it samples."""
     admission: int = 0

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from llmpq.kernels.formats.quantized_weight import QuantizedWeight, from_codes
-from llmpq.kernels.formats.weight_layout import GROUP, Layout
+from llmpq.kernels.formats.weight_layout import GROUP, GROUPS, Layout
 from llmpq.precision import padded_k
 
 _AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -84,13 +84,13 @@ def from_gptq(
 def to_gptq(q: QuantizedWeight, *, v2: bool = False) -> dict[str, Tensor]:
     """Return one layer's GPTQ tensors; v1 files cannot tell zero 2^b from 0, and none is 2^b."""
     k = _whole_k(q, "GPTQ")
-    zero = q.zero_NG().to(torch.uint8)
+    zero = _own(q, q.zero_NG()).to(torch.uint8)
     if not v2:
         zero = (zero.int() - 1 & (1 << q.bits) - 1).to(torch.uint8)
     return {
         "qweight": pack_stream(q.codes()[:, :k], q.bits).t().contiguous(),
         "qzeros": pack_stream(zero.t(), q.bits),
-        "scales": q.scale_NG().t().contiguous(),
+        "scales": _own(q, q.scale_NG()).t().contiguous(),
         "g_idx": (torch.arange(k) // (q.group_size or k)).int(),
     }
 
@@ -113,8 +113,8 @@ def to_awq(q: QuantizedWeight) -> dict[str, Tensor]:
     k = _whole_k(q, "AWQ")
     return {
         "qweight": _awq_pack(q.codes()[:, :k].t()),
-        "qzeros": _awq_pack(q.zero_NG().to(torch.uint8).t()),
-        "scales": q.scale_NG().t().contiguous(),
+        "qzeros": _awq_pack(_own(q, q.zero_NG()).to(torch.uint8).t()),
+        "scales": _own(q, q.scale_NG()).t().contiguous(),
     }
 
 
@@ -135,24 +135,30 @@ def to_compressed_tensors(q: QuantizedWeight) -> dict[str, Tensor]:
     """Return one layer's compressed-tensors "pack-quantized" tensors."""
     packed = {
         "weight_packed": pack_stream(q.codes()[:, : q.in_features], q.bits),
-        "weight_scale": q.scale_NG().contiguous(),
+        "weight_scale": _own(q, q.scale_NG()).contiguous(),
         "weight_shape": torch.tensor([q.out_features, q.in_features]),
     }
     if q.zero is not None:
-        zero_GN = q.zero_NG().to(torch.uint8).t()
+        zero_GN = _own(q, q.zero_NG()).to(torch.uint8).t()
         packed["weight_zero_point"] = pack_stream(zero_GN, q.bits).t().contiguous()
     return packed
+
+
+def _own(q: QuantizedWeight, values_NG: Tensor) -> Tensor:
+    """Return the scales or zeros of groups that have weights: K is padded to whole k-groups."""
+    return values_NG[:, : -(-q.in_features // (q.group_size or q.in_features))]
 
 
 def _group_size(k: int, groups: int) -> int | None:
     if groups == 1 and k > GROUP:
         return None
-    if groups != -(-k // GROUP):
-        raise ValueError(
-            f"group size: got {groups} groups of K = {k}, expected {-(-k // GROUP)} (groups of "
-            f"{GROUP}) or 1 (per channel). Re-quantise with one of them."
-        )
-    return GROUP
+    for size in reversed(GROUPS):
+        if groups == -(-k // size):
+            return size
+    raise ValueError(
+        f"group size: got {groups} groups of K = {k}, expected {-(-k // GROUP)} (groups of "
+        f"{GROUP}), more (of 64 or 32) or 1 (per channel). Re-quantise with one of them."
+    )
 
 
 def _build(
@@ -173,6 +179,9 @@ def _build(
         filler = codes.new_empty(n, padding)
         filler[:] = last
         codes = torch.cat((codes, filler), dim=1)
+        more = padded_k(k) // (group_size or padded_k(k)) - scale_NG.shape[1]
+        scale_NG = functional.pad(scale_NG, (0, more))
+        zero_NG = None if zero_NG is None else functional.pad(zero_NG, (0, more))
     return from_codes(
         codes.contiguous(),
         scale_NG.contiguous(),

@@ -230,8 +230,8 @@ def from_codes(
         layout = best_layout(codes_NK.device, bits, n, scale_NG.dtype, group_size)
     if group_size not in (None, GROUP) and layout not in (Layout.CPU, Layout.ROWS):
         raise ValueError(
-            f"weights in groups of {group_size} for {codes_NK.device}: expected {GROUP} or a "
-            "channel there; plan with --weight-group-size 128"
+            f"weights in groups of {group_size} in layout {layout.value}: expected {GROUP} or a "
+            "channel there, or rows"
         )
     if layout is Layout.CPU:
         planes: tuple[Tensor, ...] = (cpu_layout.pack_cpu(codes_NK, bits),)
@@ -268,7 +268,7 @@ def best_layout(
 ) -> Layout:
     """Return the layout that `linear` is fastest with on this device."""
     if device.type != "cpu":
-        return Layout.FRAGMENT
+        return Layout.ROWS if group_size not in (None, GROUP) else Layout.FRAGMENT
     if library() is not None:
         return Layout.CPU
     if group_size not in (None, GROUP):

@@ -45,7 +45,9 @@ from llmpq.precision import K_PADDING
 
 GROUP = K_PADDING
 GROUPS = (32, 64, GROUP)
-"""Weights that may share a scale, beside a channel's; fewer than a k-group's on CPUs only."""
+"""Weights that may share a scale, beside a channel's; those of fewer than a k-group lie in ROWS on
+GPUs (kernels/gemm/small_groups.py)."""
+SMALL = tuple(size for size in GROUPS if size < GROUP)
 BLOCK_ROWS = 16
 
 

@@ -6,6 +6,7 @@
     above, sm_90       gluon_kernel: wgmma fed from registers, x by TMA
     above              dequantise, then cuBLAS
     GPU before sm_80   dequantise, then cuBLAS, always: Triton drives no older tensor core
+    groups of 32, 64   kernels of their own (small_groups.py)
 
 Which configuration: choice.py, by a model of the machine with measured corrections.
 Rows of w past the last full 16 go through cuBLAS. Nothing here synchronises or allocates more than
@@ -26,7 +27,7 @@ from torch.nn import functional
 from llmpq.kernels.arrivals import arrivals
 from llmpq.kernels.formats.quantized_weight import QuantizedWeight
 from llmpq.kernels.formats.weight_layout import BLOCK_ROWS
-from llmpq.kernels.gemm import gluon_launch
+from llmpq.kernels.gemm import gluon_launch, small_groups
 from llmpq.kernels.gemm.choice import plan, rounded_rows
 from llmpq.kernels.gemm.config import Config, ProductPlan
 from llmpq.kernels.gemm.dequantize import dequantize_triton
@@ -287,11 +288,13 @@ def linear_gpu(
     *,
     into_residual: bool = False,
 ) -> Tensor:
-    """Multiply x [M, K] by a FRAGMENT weight; through the custom op where torch.compile traces.
+    """Multiply x [M, K] by a weight; FRAGMENT ones by the custom op where torch.compile traces.
 
     Dispatching the op is host time that short prompts wait for (H200, eager, a layer of 16 tokens:
     0.79 ms with four of them, 0.40 ms with dense weights).
     """
+    if small_groups.takes(q):
+        return small_groups.multiply(x_MK, q, bias, residual_MN)
     if not torch.compiler.is_compiling():
         return run(_plan_of(x_MK, q), x_MK, q, bias, residual_MN, into_residual=into_residual)
     return quantized_linear(

@@ -45,90 +45,54 @@ from llmpq.kernels.kv.register_operands import (
     words,
     zero_by_thread,
 )
+from llmpq.kernels.kv.ring_attend import (
+    BLOCK,
+    LOG2_E,
+    LOWEST,
+    MASKED,
+    RING,
+    RING_STEP,
+    attend_ring,
+    capped,
+    column_positions,
+    packed_line,
+)
 from llmpq.kernels.kv.unpack import TWO_24, unpack
-from llmpq.kv_format import BLOCK_TOKENS, HOLDBACK_TOKENS, RING_TOKENS
 
-BLOCK = tl.constexpr(BLOCK_TOKENS)
-HOLDBACK = tl.constexpr(HOLDBACK_TOKENS)
-RING = tl.constexpr(RING_TOKENS)
 TILE = tl.constexpr(64)
-RING_STEP = tl.constexpr(32)
 P_SHIFT = tl.constexpr(4.0)
 """Probabilities are kept times 2**4: fp16 keeps its precision down to 2**-14."""
-LOG2_E = tl.constexpr(1.4426950408889634)
-MASKED = tl.constexpr(-3.0e30)
-LOWEST = tl.constexpr(-1.0e30)
 
 
 @triton.jit
-def packed_line(position):
-    """packed_end(position) of llmpq/kv_format.py."""
-    return tl.maximum(position - HOLDBACK, 0) // BLOCK * BLOCK
+def score_unit(unit, CAPPED: tl.constexpr):
+    """What makes an exponent of 2 of what `_tiles` calls a score."""
+    return 1.0 if CAPPED else unit
 
 
 @triton.jit
-def _column_positions(col, start, end, GROUP_HEADS: tl.constexpr):
-    """Position of each column's query; columns beyond the step take its last."""
-    return tl.minimum(start + col // GROUP_HEADS, end - 1)
-
-
-@triton.jit
-def _ring_part(
-    q_ptr, k_ring, v_ring, slopes, since, steps, start, end, ring_at, b, head, first_col,
-    score_scale,
-    H: tl.constexpr, G: tl.constexpr, Q: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
-    ALIBI: tl.constexpr,
-):  # fmt: skip
-    """16-bit keys, 32 tokens a step, operands through Triton's own layouts: output [D, R], lse [R].
-
-    bf16 goes through fp16, whose three more bits keep the probabilities' error below 2**-11.
-    """
-    C: tl.constexpr = H // G
-    cols = first_col + tl.arange(0, R)
-    q_pos = _column_positions(cols, start, end, C)
-    q_line = packed_line(q_pos)
-    d = tl.arange(0, D)
-    q_at = ((b * Q + cols // C) * H + head * C + cols % C) * D
-    q = tl.load(q_ptr + q_at[None, :] + d[:, None], mask=(cols < C * Q)[None, :], other=0.0)
-    q = q.to(tl.float16)
-    if ALIBI:
-        slope = tl.load(slopes + head * C + cols % C, mask=cols < C * Q, other=0.0) * LOG2_E
-    m_i = tl.full([R], LOWEST, tl.float32)
-    l_i = tl.zeros([R], tl.float32)
-    acc = tl.zeros([D, R], tl.float32)
-    for step in tl.range(0, steps, num_stages=1):
-        pos = since + step * RING_STEP + tl.arange(0, RING_STEP)
-        live = (pos < end)[:, None]  # what is not there is not read: half a step, on average
-        here = ring_at + (since + step * RING_STEP) % RING * D  # 32 tokens lie together
-        at = tl.arange(0, RING_STEP)[:, None] * D + d[None, :]
-        k = tl.load(k_ring + here + at, mask=live, other=0.0)
-        v = tl.load(v_ring + here + at, mask=live, other=0.0)
-        x = tl.dot(k.to(tl.float16), q) * score_scale
-        if ALIBI:
-            x += slope[None, :] * (pos[:, None] - q_pos[None, :]).to(tl.float32)
-        seen = (pos[:, None] >= q_line[None, :]) & (pos[:, None] <= q_pos[None, :]) & live
-        x = tl.where(seen, x, MASKED)
-        m_new = tl.maximum(m_i, tl.max(x, 0))
-        alpha = tl.exp2(m_i - m_new)
-        p = tl.exp2(x - m_new[None, :])
-        m_i = m_new
-        l_i = l_i * alpha + tl.sum(p, 0)
-        acc = tl.dot(tl.trans(v.to(tl.float16)), p.to(tl.float16), acc * alpha[None, :])
-    norm = 1.0 / tl.maximum(l_i, 1e-30)
-    lse = tl.where(l_i > 0, m_i + tl.log2(tl.maximum(l_i, 1e-30)), MASKED)
-    return acc * norm[None, :], lse
+def first_step(position, window, STEP: tl.constexpr, WINDOWED: tl.constexpr):
+    """The first step of STEP tokens with a key that the query at a position sees."""
+    return tl.maximum(position - window + 1, 0) // STEP if WINDOWED else 0
 
 
 @triton.jit
 def _tiles(
     step0, step1, m_i, l_g, z_g, acc, k_words, k_params, v_words, v_params, table, slot,
-    table_width, head, q_plain, q_thread, q_codes, q_sum, q_pos, q_line, slope, unit,
+    table_width, head, q_plain, q_thread, q_codes, q_sum, q_pos, q_line, slope, unit, cap, window,
     G: tl.constexpr, Q: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr,
     KEY_GROUP: tl.constexpr, R: tl.constexpr, PAGED: tl.constexpr, ALIBI: tl.constexpr,
+    CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
     TILES: tl.constexpr, STAGES: tl.constexpr, KW: tl.constexpr, KW0: tl.constexpr,
     EMULATE: tl.constexpr,
 ):  # fmt: skip
-    """Steps step0..step1-1 of TILES packed tiles; m_i, l_g, z_g, acc: the softmax so far."""
+    """Steps step0..step1-1 of TILES packed tiles; m_i, l_g, z_g, acc: the softmax so far.
+
+    `unit` makes scores exponents of 2; those under a cap are so already (`score_unit`).
+    """
+    APART: tl.constexpr = KEY_GROUP > 32 and not CAPPED  # a group's zero joins the exponents
+    score = unit
+    unit = score_unit(unit, CAPPED)
     VECS: tl.constexpr = D * BITS // 64  # 16-byte loads a thread needs for a tile
     GAIN: tl.constexpr = 2 ** (8 - BITS)
     row = tl.arange(0, 64)
@@ -186,9 +150,22 @@ def _tiles(
             x0 += slope[None, :] * (pos[:, None] - q_pos[None, :]).to(tl.float32)
             if TILES == 2:
                 x1 += slope[None, :] * (pos[:, None] + TILE - q_pos[None, :]).to(tl.float32)
+        if CAPPED:
+            if KEY_GROUP > 32:
+                x0 += from_zero(init0, R)
+            x0 = capped(x0 * score, cap)
+            if TILES == 2:
+                if KEY_GROUP > 32:
+                    x1 += from_zero(init, R)
+                x1 = capped(x1 * score, cap)
+        if WINDOWED:
+            hidden = q_pos[None, :] - window - tile * TILE
+            x0 = tl.where(row_token[:, None] > hidden, x0, MASKED)
+            if TILES == 2:
+                x1 = tl.where(row_token[:, None] + TILE > hidden, x1, MASKED)
         # ---- softmax
         # a group's zero has one score a column: it joins the largest and the shift
-        if KEY_GROUP > 32:
+        if APART:
             top_g = by_thread(x0, R) + zero_by_thread(init0, R)
             if TILES == 2:
                 top_g = tl.maximum(top_g, by_thread(x1, R) + zero_by_thread(init, R))
@@ -204,14 +181,14 @@ def _tiles(
         if Q > 1:
             shift = tl.where(seen, shift, -MASKED)
         m_i = m_new
-        if KEY_GROUP > 32:
+        if APART:
             p0 = tl.exp2(x0 * unit + from_zero(init0 * unit - shift[None, :], R))
         else:
             p0 = tl.exp2(x0 * unit - shift[None, :])
         pz = p0 * over_scores(token_vector(vp_at + BLOCK).to(tl.float32), R)
         p_all = p0
         if TILES == 2:
-            if KEY_GROUP > 32:
+            if APART:
                 p1 = tl.exp2(x1 * unit + from_zero(init * unit - shift[None, :], R))
             else:
                 p1 = tl.exp2(x1 * unit - shift[None, :])
@@ -232,15 +209,18 @@ def _tiles(
     return m_i, l_g, z_g, acc
 
 
-@triton.jit(do_not_specialize=["chunk", "first", "table_width", "num_parts", "ahead"])
+@triton.jit(
+    do_not_specialize=["chunk", "first", "table_width", "num_parts", "ahead", "cap", "window"]
+)
 def attend_split(
     q_ptr, k_words, k_params, v_words, v_params, k_ring, v_ring, table, slots, starts, counts,
     slopes, tickets, part_out, part_lse, score_scale, chunk, first, table_width, num_parts,
-    ahead,
+    ahead, cap, window,
     H: tl.constexpr, G: tl.constexpr, Q: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr,
     KEY_GROUP: tl.constexpr, R: tl.constexpr, PAGED: tl.constexpr, ALIBI: tl.constexpr,
-    RING_PARTS: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr, DYNAMIC: tl.constexpr,
-    KW: tl.constexpr, KW0: tl.constexpr, PDL: tl.constexpr, EMULATE: tl.constexpr,
+    CAPPED: tl.constexpr, WINDOWED: tl.constexpr, RING_PARTS: tl.constexpr, TILES: tl.constexpr,
+    STAGES: tl.constexpr, DYNAMIC: tl.constexpr, KW: tl.constexpr, KW0: tl.constexpr,
+    PDL: tl.constexpr, EMULATE: tl.constexpr,
 ):  # fmt: skip
     """One part of one request's one key-value head: see the file's docstring."""
     C: tl.constexpr = H // G
@@ -256,15 +236,16 @@ def attend_split(
     programs = num_parts - RING_PARTS  # those of the ring come last
     share = part
     ring_part = part - programs
-    steps_all = line // (TILE * TILES)
+    hidden = first_step(start, window, TILE * TILES, WINDOWED)
+    steps_all = tl.maximum(line // (TILE * TILES) - hidden, 0)
     dealers = tl.minimum(programs, steps_all)  # a request shorter than planned is spread as wide
     dealt, shares = steps_all, dealers
     if DYNAMIC:
         # one step at least: the combine reads the first `dealers` programs of a short request alone
         dealt = tl.minimum(programs * tl.maximum(first // TILES, 1), steps_all)
         shares = programs + (steps_all - dealt + chunk // TILES - 1) // (chunk // TILES)
-    step0 = dealt * tl.minimum(share, dealers) // tl.maximum(dealers, 1)
-    step1 = dealt * tl.minimum(share + 1, dealers) // tl.maximum(dealers, 1)
+    step0 = hidden + dealt * tl.minimum(share, dealers) // tl.maximum(dealers, 1)
+    step1 = hidden + dealt * tl.minimum(share + 1, dealers) // tl.maximum(dealers, 1)
     STEPS: tl.constexpr = RING // RING_STEP // RING_PARTS
     since = packed_line(start) + ring_part * (STEPS * RING_STEP)
     ring_at = (slot * G + head) * (RING * D)
@@ -293,9 +274,10 @@ def attend_split(
     if ring_part >= 0:
         if since < end:
             steps = tl.minimum(STEPS, (end - since + RING_STEP - 1) // RING_STEP)
-            out, lse = _ring_part(
+            out, lse = attend_ring(
                 q_ptr, k_ring, v_ring, slopes, since, steps, start, end,
-                ring_at, b, head, first_col, score_scale, H, G, Q, D, R, ALIBI,
+                ring_at, b, head, first_col, score_scale, cap, window, H, G, Q, D, R, ALIBI,
+                CAPPED, WINDOWED,
             )  # fmt: skip
             tl.store(part_lse + out_at * R + c, lse, mask=used)
             o_at = part_out + (out_at * R + c[None, :]) * D + tl.arange(0, D)[:, None]
@@ -320,7 +302,7 @@ def attend_split(
             q_raw = tl.load(q_ptr + q_at + channel, mask=q_col < C * Q, other=0.0)
             q_thread = tl.reshape(q_raw, (NB, NC, 32, 8)).to(tl.float16)
             cols = first_col + c
-            q_pos = _column_positions(cols, start, end, C)
+            q_pos = column_positions(cols, start, end, C)
             q_line = packed_line(q_pos)
             q_plain = right_operand(q_thread, D, R, KW0)
             if KEY_GROUP == 0:
@@ -344,27 +326,28 @@ def attend_split(
                 m_i, l_g, z_g, acc = _tiles(
                     step0, step1, m_i, l_g, z_g, acc, k_words, k_params, v_words, v_params, table,
                     slot, table_width, head, q_plain, q_thread, q_codes, q_sum, q_pos, q_line,
-                    slope, unit, G, Q, D, BITS, KEY_GROUP, R, PAGED, ALIBI, TILES, STAGES, KW, KW0,
-                    EMULATE,
+                    slope, unit, cap, window, G, Q, D, BITS, KEY_GROUP, R, PAGED, ALIBI, CAPPED,
+                    WINDOWED, TILES, STAGES, KW, KW0, EMULATE,
                 )  # fmt: skip
             else:
                 while share < shares:
                     m_i, l_g, z_g, acc = _tiles(
                         step0, step1, m_i, l_g, z_g, acc, k_words, k_params, v_words, v_params,
                         table, slot, table_width, head, q_plain, q_thread, q_codes, q_sum, q_pos,
-                        q_line, slope, unit, G, Q, D, BITS, KEY_GROUP, R, PAGED, ALIBI, TILES,
-                        STAGES, KW, KW0, EMULATE,
+                        q_line, slope, unit, cap, window, G, Q, D, BITS, KEY_GROUP, R, PAGED, ALIBI,
+                        CAPPED, WINDOWED, TILES, STAGES, KW, KW0, EMULATE,
                     )  # fmt: skip
                     share = programs + tl.sum(tl.where(lane == 0, draw, 0), 0)
-                    step0 = dealt + (share - programs) * (chunk // TILES)
-                    step1 = tl.minimum(step0 + chunk // TILES, steps_all)
+                    step0 = hidden + dealt + (share - programs) * (chunk // TILES)
+                    step1 = tl.minimum(step0 + chunk // TILES, hidden + steps_all)
                     left = tl.where(share < shares, 1, 0)
                     draw = tl.atomic_add(to_draw, 1, mask=lane < left, sem="relaxed")
             l_i = tl.sum(l_g, 0)
             z_i = tl.sum(z_g, 0)
             norm = 1.0 / tl.maximum(l_i, 1e-30)
             out = (acc * (TWO_24 / GAIN) + z_i[None, :]) * norm[None, :]
-            lse = tl.where(l_i > 0, m_i * unit - P_SHIFT + tl.log2(tl.maximum(l_i, 1e-30)), MASKED)
+            top = m_i * score_unit(unit, CAPPED) - P_SHIFT
+            lse = tl.where(l_i > 0, top + tl.log2(tl.maximum(l_i, 1e-30)), MASKED)
             out = tl.permute(tl.reshape(out, (D // 16, 2, 8, R)), (3, 2, 0, 1)).reshape(R, D)
             tl.store(part_lse + out_at * R + c, lse, mask=used)
             o_at = part_out + (out_at * R + c[:, None]) * D + tl.arange(0, D)[None, :]

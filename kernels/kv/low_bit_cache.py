@@ -8,7 +8,8 @@ Which way a step goes depends on its shape alone:
     fresh prompt           torch's causal attention over the 16-bit tokens at hand, then one packing
                            pass; `exact_prompt=False` gives prompts the packed view instead, query
                            by query, which is what perplexity measurements want
-    up to 16 new tokens    the decode kernels; on CPUs one new token by our own code
+    up to 16 new tokens    the decode kernels, of 32, 64, 128 and 256 channels or of any number
+                           (latents); on CPUs one new token by our own code
     longer chunks          plain torch over dequantised blocks
 
 Truncation needs no work: positions alone say what is packed, so the next step starts where the
@@ -39,7 +40,7 @@ COLUMN_CHUNKS = 128
 """Of 8 query heads x new tokens, for one key-value head, at most."""
 
 KERNEL_HEAD_DIMS = (32, 64, 128, 256)
-"""head_dims the kernels take; others use plain torch on any device."""
+"""head_dims that attend.py and append.py take; any_size_attend.py takes the others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,8 +119,13 @@ class QuantizedKVCache:
 
     @property
     def uses_kernels(self) -> bool:
-        """Whether the Triton kernels run; plain torch otherwise."""
+        """Whether kernels run that multiply codes as they are."""
         return self.device.type == "cuda" and self.fmt.head_dim in KERNEL_HEAD_DIMS
+
+    @property
+    def gathers(self) -> bool:
+        """Whether the kernels for heads of any size run; plain torch if neither do."""
+        return self.device.type == "cuda" and not self.uses_kernels
 
     def plan(
         self,
@@ -167,11 +173,9 @@ class QuantizedKVCache:
 
         With `inv_freq` queries and keys come unrotated; only steps that `rotates` take it.
         """
-        if not rule.is_plain and self.uses_kernels:
-            raise ValueError("windows, caps and sinks are computed on CPUs only so far")
         if inv_freq is not None:
             q_BQHD = self._rope_append(plan, layer, q_BQHD, k_BQGD, v_BQGD, inv_freq)
-            return self._decode(plan, layer, q_BQHD, scale, alibi_slopes_H)
+            return self._decode(plan, layer, q_BQHD, scale, alibi_slopes_H, rule)
         if plan.fresh and self.exact_prompt and rule.is_plain:
             self.append(plan, layer, k_BQGD, v_BQGD)
             return prompt_attention(
@@ -179,8 +183,11 @@ class QuantizedKVCache:
             )
         if self.uses_kernels and q_BQHD.shape[1] <= MAX_Q_LEN:
             self.append(plan, layer, k_BQGD, v_BQGD)
-            return self._decode(plan, layer, q_BQHD, scale, alibi_slopes_H)
+            return self._decode(plan, layer, q_BQHD, scale, alibi_slopes_H, rule)
         layer_tensors = self.layers[layer]
+        if self.gathers and q_BQHD.shape[1] <= MAX_Q_LEN:
+            self.append(plan, layer, k_BQGD, v_BQGD)
+            return self._gather(plan, layer, q_BQHD, scale, alibi_slopes_H, rule)
         if q_BQHD.shape[1] == 1 and native_attend.native_takes(self.fmt, layer_tensors, q_BQHD):
             self.append(plan, layer, k_BQGD, v_BQGD)
             return native_attend.attend_packed(
@@ -222,6 +229,11 @@ class QuantizedKVCache:
     ) -> None:
         """Write the step's tokens (rotated first, where it `rotates`); pack completed blocks."""
         tensors = self.layers[layer]
+        if self.gathers and inv_freq is None and k_BQGD.shape[1] <= MAX_Q_LEN:
+            _append_any_size().append_any_size(
+                self.fmt, tensors, self.table_SN, k_BQGD, v_BQGD, plan.device_rows
+            )
+            return
         if not self.uses_kernels:
             if inv_freq is not None:
                 raise ValueError("only a GPU's append rotates keys; rotate them first")
@@ -256,6 +268,23 @@ class QuantizedKVCache:
         )
         return rotated
 
+    def _gather(
+        self,
+        plan: StepPlan,
+        layer: int,
+        q_BQHD: Tensor,
+        scale: float,
+        alibi_slopes_H: Tensor | None,
+        rule: reference.ScoreRule,
+    ) -> Tensor:
+        return _attend_any_size().attend_any_size(
+            *(self.fmt, self.layers[layer], self.table_SN, q_BQHD, plan.device_rows),
+            max_end=plan.max_end,
+            scale=scale,
+            alibi_slopes_H=alibi_slopes_H,
+            rule=rule,
+        )
+
     def _decode(
         self,
         plan: StepPlan,
@@ -263,6 +292,7 @@ class QuantizedKVCache:
         q_BQHD: Tensor,
         scale: float,
         alibi_slopes_H: Tensor | None,
+        rule: reference.ScoreRule,
     ) -> Tensor:
         batch, q_len, heads, _ = q_BQHD.shape
         attend = plan_attend(
@@ -287,12 +317,21 @@ class QuantizedKVCache:
             paged=self.paged,
             slopes=alibi_slopes_H,
             tickets=self.tickets,
+            rule=rule,
         )
 
 
 def _kernels() -> ModuleType:
     """Import what needs Triton, only where a GPU runs it."""
     return importlib.import_module("llmpq.kernels.kv.ops")
+
+
+def _append_any_size() -> ModuleType:
+    return importlib.import_module("llmpq.kernels.kv.any_size_append")
+
+
+def _attend_any_size() -> ModuleType:
+    return importlib.import_module("llmpq.kernels.kv.any_size_attend")
 
 
 def prompt_attention(

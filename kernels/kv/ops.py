@@ -20,6 +20,7 @@ from llmpq.kernels.kv.append import append_step, pack_blocks, write_ring
 from llmpq.kernels.kv.attend import attend_split
 from llmpq.kernels.kv.combine import combine_parts
 from llmpq.kernels.kv.launch_plan import MAX_Q_LEN, AttendPlan, capability, combine_steps
+from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule
 from llmpq.kernels.kv.storage import DeviceRows, KVLayer
 from llmpq.kv_format import BLOCK_TOKENS, RING_TOKENS
 
@@ -134,34 +135,34 @@ def kv_attend(
     early: bool,
     merge: int,
     pdl: bool,
+    cap: float = 0.0,
+    window: int = 0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attend q [B, Q, H, D] to the cache; the step's own tokens must be appended already."""
-    batch, q_len, heads, dim = q.shape
-    kv_heads = k_ring.shape[1]
-    q = q.contiguous()
+    (batch, q_len, heads, dim), kv_heads, q = q.shape, k_ring.shape[1], q.contiguous()
     out = torch.empty_like(q)
     wanted = heads // kv_heads * q_len
     head_chunks = kv_heads * -(-wanted // columns)
     parts = ring_parts + splits
     part_out = q.new_empty((batch, head_chunks, parts, columns, dim), dtype=torch.float32)
     part_lse = q.new_empty((batch, head_chunks, parts, columns), dtype=torch.float32)
-    shape = dict(zip("HGQDR", (heads, kv_heads, q_len, dim, columns), strict=True))
-    shape["RING_PARTS"] = ring_parts
+    names = ("H", "G", "Q", "D", "R", "RING_PARTS")
+    shape = dict(zip(names, (heads, kv_heads, q_len, dim, columns, ring_parts), strict=True))
     options = {"launch_pdl": True} if pdl else {}
     # Left alone, ptxas takes 184 registers and an SM then holds 11 programs; 168 spill nothing.
-    cap = {"maxnreg": 168} if columns == 8 and dim <= 128 and q.device.type == "cuda" else {}
+    most = {"maxnreg": 168} if columns == 8 and dim <= 128 and q.device.type == "cuda" else {}
     attend_split[(head_chunks, batch, parts)](
         q, k_words, k_params, v_words, v_params, k_ring, v_ring, table, slots, starts, counts,
         slopes if slopes is not None else part_lse, tickets if tickets is not None else slots,
-        part_out, part_lse,
-        scale * 1.4426950408889634, chunk, first, table.shape[1], parts, ahead,
-        **shape, BITS=bits, KEY_GROUP=key_group, PAGED=paged, ALIBI=slopes is not None,
-        TILES=tiles, DYNAMIC=programs > 0, KW=WORD_K_WIDTH, KW0=2, STAGES=stages,
-        PDL=pdl, EMULATE=q.device.type == "cpu",
-        num_warps=1, **(options | cap),
+        part_out, part_lse, scale * 1.4426950408889634, chunk, first, table.shape[1], parts, ahead,
+        cap or 1.0, window, **shape, CAPPED=cap > 0, WINDOWED=window > 0, ALIBI=slopes is not None,
+        BITS=bits, KEY_GROUP=key_group, PAGED=paged, TILES=tiles,
+        DYNAMIC=programs > 0, KW=WORD_K_WIDTH, KW0=2, STAGES=stages, PDL=pdl,
+        EMULATE=q.device.type == "cpu", num_warps=1, **(options | most),
     )  # fmt: skip
     shape |= {"TILES": tiles, "EARLY": early}
-    _combine(part_out, part_lse, out, starts, counts, shape, merge, options)
+    _combine(part_out, part_lse, out, (starts, counts), (window, sinks), shape, merge, options)
     return out
 
 
@@ -169,18 +170,19 @@ def _combine(
     part_out: Tensor,
     part_lse: Tensor,
     out: Tensor,
-    starts: Tensor,
-    counts: Tensor,
+    rows: tuple[Tensor, Tensor],
+    rule: tuple[int, Tensor | None],
     shape: dict[str, int],
     merge: int,
     options: dict[str, bool],
 ) -> None:
     """Launch the kernel that merges the parts."""
-    parts, dim = part_out.shape[2], shape["D"]
+    (window, sinks), parts, dim = rule, part_out.shape[2], shape["D"]
     outputs = out.numel() // dim
     steps = combine_steps(parts=parts, outputs=outputs, dim=dim, merge=merge)
     combine_parts[(outputs // steps["N_STEP"], dim // steps["D_STEP"])](
-        part_out, part_lse, out, starts, counts, parts, **shape, **steps, PDL=bool(options),
+        part_out, part_lse, out, *rows, part_lse if sinks is None else sinks, parts, window,
+        **shape, **steps, WINDOWED=window > 0, SINKS=sinks is not None, PDL=bool(options),
         num_warps=4, **options,
     )  # fmt: skip
 
@@ -231,6 +233,7 @@ def run_attend(
     paged: bool,
     slopes: Tensor | None = None,
     tickets: Tensor | None = None,
+    rule: ScoreRule = EVERYTHING,
 ) -> Tensor:
     """Launch `kv_attend` on one layer.
 
@@ -245,6 +248,6 @@ def run_attend(
         tickets, scale, fmt.bits, fmt.key_group or 0, paged,
         plan.columns, plan.launch.chunk, plan.launch.first, plan.splits, plan.launch.ring_parts,
         plan.launch.tiles, plan.launch.stages, plan.launch.ahead, plan.launch.programs,
-        bool(plan.launch.early), plan.launch.merge, plan.pdl,
+        bool(plan.launch.early), plan.launch.merge, plan.pdl, rule.cap, rule.window, rule.sinks_H,
     )  # fmt: skip
     return result

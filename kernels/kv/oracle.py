@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from llmpq.kernels.formats.kv_block import KVFormat, quantize
+from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule
 from llmpq.kv_format import BLOCK_TOKENS, packed_end
 
 
@@ -35,6 +36,7 @@ def attend_from_history(
     scale: float,
     alibi_slopes_H: Tensor | None = None,
     quantised: bool = True,
+    rule: ScoreRule = EVERYTHING,
 ) -> Tensor:
     """Return what queries at start, start + 1, ... see of one request; [Q, H, D] float64."""
     heads, kv_heads = q_QHD.shape[1], k_TGD.shape[1]
@@ -51,8 +53,21 @@ def attend_from_history(
         if alibi_slopes_H is not None:
             distance = torch.arange(position + 1, device=k.device) - position
             scores = scores + alibi_slopes_H.double().reshape(kv_heads, -1, 1) * distance
-        out.append(torch.einsum("gct,tgd->gcd", scores.softmax(-1), v).flatten(0, 1))
+        share = _ruled(scores, rule, position).softmax(-1)[..., : position + 1]
+        out.append(torch.einsum("gct,tgd->gcd", share, v).flatten(0, 1))
     return torch.stack(out)
+
+
+def _ruled(scores_GCT: Tensor, rule: ScoreRule, position: int) -> Tensor:
+    """Return the scores under a rule; a sink stands behind the keys."""
+    if rule.cap:
+        scores_GCT = (scores_GCT / rule.cap).tanh() * rule.cap
+    if rule.window:
+        scores_GCT[..., : max(0, position - rule.window + 1)] = float("-inf")
+    if rule.sinks_H is not None:
+        sinks = rule.sinks_H.double().reshape(*scores_GCT.shape[:2], 1)
+        scores_GCT = torch.cat((scores_GCT, sinks), dim=-1)
+    return scores_GCT
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:

@@ -28,7 +28,9 @@ from llmpq.kernels.kv.packed_pages_append import append_packed, write_rings
 from llmpq.kernels.kv.packed_pages_chunk import chunk_packed
 from llmpq.kernels.kv.packed_pages_decode import combine_packed, decode_packed
 from llmpq.kernels.kv.packed_pages_plan import PackedPlan
+from llmpq.kernels.kv.paged_plan import Scores
 from llmpq.kernels.kv.plain_attend import LOG2_E
+from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule
 from llmpq.kernels.kv.storage import KVLayer
 from llmpq.kernels.overlap import overlaps
 from llmpq.kv_format import BLOCK_TOKENS, RING_TOKENS
@@ -73,6 +75,7 @@ def attend_packed_pages(
     alibi_slopes_H: Tensor | None = None,
     inv_freq: Tensor | None = None,
     factor: float = 1.0,
+    rule: ScoreRule = EVERYTHING,
 ) -> Tensor:
     """Append a step's keys and values, then return its causal attention [T, H, D].
 
@@ -84,7 +87,7 @@ def attend_packed_pages(
         raise ValueError("steps with chunks take queries and keys with their positions")
     k_TGD, v_TGD = _alike(k_TGD, v_TGD)
     q_THD = _append(q_THD, k_TGD, v_TGD, pages, step, plan, inv_freq, factor)
-    out = _attend(q_THD, k_TGD, v_TGD, pages, step, plan, scale, alibi_slopes_H)
+    out = _attend(q_THD, k_TGD, v_TGD, pages, step, plan, scale, alibi_slopes_H, rule)
     if step.chunks:
         pdl, num_rows = overlaps(out.device), step.rows_FR.shape[1]
         options = plan.ring_options(pdl=pdl)
@@ -145,6 +148,7 @@ def _attend(
     plan: PackedPlan,
     scale: float,
     slopes: Tensor | None,
+    rule: ScoreRule,
 ) -> Tensor:
     """Launch attention of rows of one token, of chunks, and the merge of parts."""
     layer, rows_FR, table_SM = pages.layer, step.rows_FR, step.table_SM
@@ -152,8 +156,14 @@ def _attend(
     packed = (layer.k_words_PGW, layer.k_params_PG, layer.v_words_PGW, layer.v_params_PG)
     rings = (layer.k_ring_SGRD, layer.v_ring_SGRD)
     told = (rows_FR, table_SM, q_THD if slopes is None else slopes)
-    numbers = (scale * LOG2_E, num_rows, table_SM.shape[1])
-    how = {"alibi": slopes is not None, "pdl": pdl}
+    numbers = (scale * LOG2_E, num_rows, table_SM.shape[1], float(rule.cap or 1.0), rule.window)
+    sinks = q_THD if rule.sinks_H is None else rule.sinks_H
+    how = Scores(
+        alibi=slopes is not None,
+        capped=rule.cap > 0,
+        windowed=rule.window > 0,
+        sinks=rule.sinks_H is not None,
+    )
     emulate = q_THD.device.type == "cpu"
     num_parts = 2 * (num_rows + plan.programs) * plan.head_parts * plan.columns
     part = q_THD.new_empty(num_parts * plan.head_dim, dtype=torch.float32)
@@ -162,7 +172,7 @@ def _attend(
     cap = {"maxnreg": 168} if plan.columns == 8 and plan.head_dim <= 128 and not emulate else {}
     decode_packed[(plan.programs, plan.head_parts)](
         *(q_THD, *packed, *rings, *told, part, lse, *numbers),
-        **plan.decode_options(num_rows, **how),
+        **plan.decode_options(num_rows, how, pdl=pdl),
         EMULATE=emulate,
         launch_pdl=pdl,
         **cap,
@@ -170,13 +180,15 @@ def _attend(
     if step.chunks:
         tiles = len(q_THD) // plan.tile_queries + num_rows
         chunk_packed[(tiles, plan.kv_heads)](
-            *(q_THD, k_TGD, v_TGD, *packed, *rings, *told, out, *numbers, k_TGD.stride(0)),
-            **plan.chunk_options(num_rows, **how),
+            *(q_THD, k_TGD, v_TGD, *packed, *rings, *told, sinks, out, *numbers, k_TGD.stride(0)),
+            **plan.chunk_options(num_rows, how, pdl=pdl),
             EMULATE=emulate,
             launch_pdl=pdl,
         )
     combine_packed[(num_rows, plan.heads)](
-        *(part, lse, rows_FR, out, num_rows), **plan.combine_options(pdl=pdl), launch_pdl=pdl
+        *(part, lse, rows_FR, sinks, out, num_rows),
+        **plan.combine_options(how, pdl=pdl),
+        launch_pdl=pdl,
     )
     return out
 

@@ -25,8 +25,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from llmpq.kernels.kv.attend import BLOCK, LOG2_E, P_SHIFT, RING, TILE, packed_line
+from llmpq.kernels.kv.attend import P_SHIFT, TILE
 from llmpq.kernels.kv.register_operands import words
+from llmpq.kernels.kv.ring_attend import BLOCK, LOG2_E, RING, capped, packed_line
 from llmpq.kernels.kv.unpack import TWO_24, unpack
 
 
@@ -42,10 +43,10 @@ def _softmax_step(x, seen, m_i, l_i):
 
 @triton.jit
 def _packed_keys(
-    q, k_words, k_params, v_words, v_params, own_table, head, blocks, line, position, slope,
-    score_scale, m_i, l_i, acc,
+    q, k_words, k_params, v_words, v_params, own_table, head, first, blocks, line, position, slope,
+    score_scale, cap, window, m_i, l_i, acc,
     G: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, ALIBI: tl.constexpr,
-    STAGES: tl.constexpr, EMULATE: tl.constexpr,
+    CAPPED: tl.constexpr, WINDOWED: tl.constexpr, STAGES: tl.constexpr, EMULATE: tl.constexpr,
 ):  # fmt: skip
     """Take packed blocks into the softmax of M queries, which have the keys' order of channels."""
     VECS: tl.constexpr = D * BITS // 64
@@ -59,7 +60,7 @@ def _packed_keys(
     in_memory = 8 * g + 2 * m + r
     q = q.to(tl.float32)
     z_i = tl.zeros_like(m_i)
-    for block in tl.range(0, blocks, num_stages=STAGES):
+    for block in tl.range(first, blocks, num_stages=STAGES):
         at = tl.load(own_table + block).to(tl.int64) * G + head
         kp_at = k_params + at * (2 * D)
         scale = tl.load(kp_at + channel).to(tl.float32)
@@ -73,10 +74,13 @@ def _packed_keys(
             k = unpack(words(k_words + tile_at, VECS), 4, D // 16, BITS, 2, EMULATE)
             x = tl.dot(q_codes, tl.trans(k.to(OPERAND)), input_precision="ieee")
             x = (x * UNIT + q_zero) * score_scale
+            if CAPPED:
+                x = capped(x, cap)
+            behind = position[:, None] - (token + half * TILE + block * BLOCK)[None, :]
             if ALIBI:
-                behind = position[:, None] - (token + half * TILE + block * BLOCK)[None, :]
                 x -= slope[:, None] * behind.to(tl.float32)
-            p, alpha, m_i, l_i = _softmax_step(x, seen, m_i, l_i)
+            within = seen & (behind < window) if WINDOWED else seen
+            p, alpha, m_i, l_i = _softmax_step(x, within, m_i, l_i)
             z_i = z_i * alpha + tl.sum(p * tl.load(vp_at + BLOCK).to(tl.float32)[None, :], 1)
             p *= tl.load(vp_at).to(tl.float32)[None, :]
             v = unpack(words(v_words + tile_at, VECS), D // 16, 4, BITS, 2, EMULATE)
@@ -92,8 +96,9 @@ def _packed_keys(
 @triton.jit
 def _newest_keys(
     q, k_new, v_new, k_ring, v_ring, since, start, end, new_at, ring_at, kv_stride, line, position,
-    slope, score_scale, m_i, l_i, acc,
-    D: tl.constexpr, N: tl.constexpr, ALIBI: tl.constexpr,
+    slope, score_scale, cap, window, m_i, l_i, acc,
+    D: tl.constexpr, N: tl.constexpr, ALIBI: tl.constexpr, CAPPED: tl.constexpr,
+    WINDOWED: tl.constexpr,
 ):  # fmt: skip
     """Take 16-bit tokens since..end-1 into the softmax: below `start` the ring's, then new ones."""
     OPERAND: tl.constexpr = tl.float32 if (q.dtype == tl.float32) & (D <= 128) else tl.float16
@@ -110,22 +115,27 @@ def _newest_keys(
         v = tl.load(v_ring + old_at, mask=old, other=0.0)
         v = tl.where(old, v, tl.load(v_new + at, mask=new, other=0.0)).to(OPERAND)
         x = tl.dot(q, tl.trans(k), input_precision="ieee") * score_scale
+        if CAPPED:
+            x = capped(x, cap)
         behind = position[:, None] - t[None, :]
         if ALIBI:
             x -= slope[:, None] * behind.to(tl.float32)
         seen = (behind >= 0) & (t[None, :] >= line[:, None])
+        if WINDOWED:
+            seen &= behind < window
         p, alpha, m_i, l_i = _softmax_step(x, seen, m_i, l_i)
         acc = tl.dot(p.to(OPERAND), v, acc * alpha[:, None], input_precision="ieee")
     return l_i, acc
 
 
-@triton.jit(do_not_specialize=["num_rows", "columns"])
+@triton.jit(do_not_specialize=["num_rows", "columns", "cap", "window"])
 def chunk_packed(
     q_ptr, k_new, v_new, k_words, k_params, v_words, v_params, k_ring, v_ring, rows, table, slopes,
-    out_ptr, score_scale, num_rows, columns, kv_stride,
+    sinks, out_ptr, score_scale, num_rows, columns, cap, window, kv_stride,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, M: tl.constexpr,
     N: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, ALIBI: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr, EMULATE: tl.constexpr,
+    CAPPED: tl.constexpr, WINDOWED: tl.constexpr, SINKS: tl.constexpr, STAGES: tl.constexpr,
+    PDL: tl.constexpr, EMULATE: tl.constexpr,
 ):  # fmt: skip
     """TILE new tokens of a row of several, times the query heads of one key/value head."""
     C: tl.constexpr = H // G
@@ -159,19 +169,24 @@ def chunk_packed(
             slope = tl.load(slopes + head * C + m % C, mask=used, other=0.0) * LOG2_E
         m_i = tl.full([M], -1.0e30, tl.float32)
         l_i = tl.zeros([M], tl.float32)
+        if SINKS:  # one more score, of a key without a value
+            m_i = tl.load(sinks + head * C + m % C).to(tl.float32) * LOG2_E
+            l_i += tl.exp2(P_SHIFT)
         acc = tl.zeros([M, D], tl.float32)
         channel = d // 2 % 4 * (D // 4) + (d // 16 * 2 + d // 8 % 2) * 2 + d % 2
         q = tl.load(q_ptr + at + channel[None, :], mask=used[:, None], other=0.0)
+        since = tl.maximum(start + begin - window + 1, 0) if WINDOWED else 0
         m_i, l_i, acc = _packed_keys(
-            q, k_words, k_params, v_words, v_params, table + slot * columns, head,
-            packed_line(end - 1) // BLOCK, line, position, slope, score_scale, m_i, l_i, acc,
-            G, D, BITS, ALIBI, STAGES, EMULATE,
+            q, k_words, k_params, v_words, v_params, table + slot * columns, head, since // BLOCK,
+            packed_line(end - 1) // BLOCK, line, position, slope, score_scale, cap, window, m_i,
+            l_i, acc, G, D, BITS, ALIBI, CAPPED, WINDOWED, STAGES, EMULATE,
         )  # fmt: skip
         q = tl.load(q_ptr + at + d[None, :], mask=used[:, None], other=0.0)
         l_i, acc = _newest_keys(
-            q, k_new, v_new, k_ring, v_ring, packed_line(start + begin), start, end,
-            place * kv_stride + head * D, (slot * G + head) * (RING * D), kv_stride, line, position,
-            slope, score_scale, m_i, l_i, acc, D, N, ALIBI,
+            q, k_new, v_new, k_ring, v_ring, tl.maximum(packed_line(start + begin), since // N * N),
+            start, end, place * kv_stride + head * D, (slot * G + head) * (RING * D), kv_stride,
+            line, position, slope, score_scale, cap, window, m_i, l_i, acc,
+            D, N, ALIBI, CAPPED, WINDOWED,
         )  # fmt: skip
         out = acc / tl.maximum(l_i, 1e-30)[:, None]
         tl.store(out_ptr + at + d[None, :], out.to(out_ptr.dtype.element_ty), mask=used[:, None])

@@ -23,18 +23,17 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from llmpq.kernels.kv.attend import (
+from llmpq.kernels.kv.attend import P_SHIFT, TILE, _tiles, first_step, score_unit
+from llmpq.kernels.kv.register_operands import prefetch_tiles, right_operand
+from llmpq.kernels.kv.ring_attend import (
     LOG2_E,
     LOWEST,
     MASKED,
-    P_SHIFT,
     RING,
     RING_STEP,
-    _ring_part,
-    _tiles,
+    attend_ring,
     packed_line,
 )
-from llmpq.kernels.kv.register_operands import prefetch_tiles, right_operand
 from llmpq.kernels.kv.unpack import TWO_24
 
 
@@ -55,10 +54,10 @@ def _share(sums, num_rows, program, PROGRAMS: tl.constexpr, ROWS: tl.constexpr):
 @triton.jit
 def _packed_part(
     q_ptr, k_words, k_params, v_words, v_params, table, slopes, begin, stop, slot, position, place,
-    columns, head, first_col, score_scale,
+    columns, head, first_col, score_scale, cap, window,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, R: tl.constexpr,
-    TILES: tl.constexpr, STAGES: tl.constexpr, ALIBI: tl.constexpr, KW: tl.constexpr,
-    KW0: tl.constexpr, EMULATE: tl.constexpr,
+    TILES: tl.constexpr, STAGES: tl.constexpr, ALIBI: tl.constexpr, CAPPED: tl.constexpr,
+    WINDOWED: tl.constexpr, KW: tl.constexpr, KW0: tl.constexpr, EMULATE: tl.constexpr,
 ):  # fmt: skip
     """Steps begin..stop-1 of a row's packed tiles: output [R, D], log2-sum-exp [R]."""
     C: tl.constexpr = H // G
@@ -82,23 +81,25 @@ def _packed_part(
         begin, stop, tl.full([R], LOWEST, tl.float32), tl.zeros([8, R], tl.float32),
         tl.zeros([8, R], tl.float32), tl.zeros([D, R], tl.float32), k_words, k_params, v_words,
         v_params, table, slot, columns, head, q_plain, q_thread, 0, 0, q_pos, q_pos, slope, unit,
-        G, 1, D, BITS, 128, R, True, ALIBI, TILES, STAGES, KW, KW0, EMULATE,
+        cap, window, G, 1, D, BITS, 128, R, True, ALIBI, CAPPED, WINDOWED, TILES, STAGES, KW, KW0,
+        EMULATE,
     )  # fmt: skip
     l_i = tl.sum(l_g, 0)
     norm = 1.0 / tl.maximum(l_i, 1e-30)
     out = (acc * (TWO_24 / GAIN) + tl.sum(z_g, 0)[None, :]) * norm[None, :]
-    lse = tl.where(l_i > 0, m_i * unit - P_SHIFT + tl.log2(tl.maximum(l_i, 1e-30)), MASKED)
+    top = m_i * score_unit(unit, CAPPED) - P_SHIFT
+    lse = tl.where(l_i > 0, top + tl.log2(tl.maximum(l_i, 1e-30)), MASKED)
     return tl.permute(tl.reshape(out, (D // 16, 2, 8, R)), (3, 2, 0, 1)).reshape(R, D), lse
 
 
-@triton.jit(do_not_specialize=["num_rows", "columns"])
+@triton.jit(do_not_specialize=["num_rows", "columns", "cap", "window"])
 def decode_packed(
     q_ptr, k_words, k_params, v_words, v_params, k_ring, v_ring, rows, table, slopes, part_ptr,
-    lse_ptr, score_scale, num_rows, columns,
+    lse_ptr, score_scale, num_rows, columns, cap, window,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, R: tl.constexpr,
     ROWS: tl.constexpr, PROGRAMS: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr,
-    AHEAD: tl.constexpr, ALIBI: tl.constexpr, KW: tl.constexpr, KW0: tl.constexpr,
-    PDL: tl.constexpr, EMULATE: tl.constexpr,
+    AHEAD: tl.constexpr, ALIBI: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
+    KW: tl.constexpr, KW0: tl.constexpr, PDL: tl.constexpr, EMULATE: tl.constexpr,
 ):  # fmt: skip
     """An equal share of all rows' packed tiles and of their rings, of one key/value head."""
     C: tl.constexpr = H // G
@@ -117,7 +118,7 @@ def decode_packed(
     ends, first, last, row_first, row_last = _share(sums, num_rows, program, PROGRAMS, ROWS)
     if PDL:
         # Rows and tables are older than the kernel in front; what it may write is asked for only.
-        if (AHEAD > 0) & (row_first <= row_last):
+        if (AHEAD > 0) & (not WINDOWED) & (row_first <= row_last):
             before = tl.max(tl.where(r < row_first, ends, 0), 0)
             stop = tl.minimum(last, tl.load(sums + row_first))
             prefetch_tiles(
@@ -136,10 +137,13 @@ def decode_packed(
             slot = tl.load(rows + row).to(tl.int64)
             position = tl.load(rows + num_rows + row)
             place = tl.load(rows + 3 * num_rows + row)
+            # Steps before the window stand in the line, too: their programs have less to do.
+            seen = row_begin + first_step(position, window, TILES * TILE, WINDOWED)
             out, lse = _packed_part(
-                q_ptr, k_words, k_params, v_words, v_params, table, slopes, begin - row_begin,
-                stop - row_begin, slot, position, place, columns, head, first_col, score_scale,
-                H, G, D, BITS, R, TILES, STAGES, ALIBI, KW, KW0, EMULATE,
+                q_ptr, k_words, k_params, v_words, v_params, table, slopes,
+                tl.maximum(begin, seen) - row_begin, stop - row_begin, slot, position, place,
+                columns, head, first_col, score_scale, cap, window,
+                H, G, D, BITS, R, TILES, STAGES, ALIBI, CAPPED, WINDOWED, KW, KW0, EMULATE,
             )  # fmt: skip
             part = ((row + program).to(tl.int64) * (G * CHUNKS) + head_part) * R
             tl.store(lse_ptr + part + c, lse, mask=used)
@@ -157,11 +161,11 @@ def decode_packed(
             slot = tl.load(rows + row).to(tl.int64)
             position = tl.load(rows + num_rows + row)
             place = tl.load(rows + 3 * num_rows + row)
-            out, lse = _ring_part(
+            out, lse = attend_ring(
                 q_ptr, k_ring, v_ring, slopes,
                 packed_line(position) + (begin - row_begin) * RING_STEP, stop - begin, position,
                 position + 1, (slot * G + head) * (RING * D), place, head, first_col, score_scale,
-                H, G, 1, D, R, ALIBI,
+                cap, window, H, G, 1, D, R, ALIBI, CAPPED, WINDOWED,
             )  # fmt: skip
             part = (num_rows + PROGRAMS + row + program).to(tl.int64)
             part = (part * (G * CHUNKS) + head_part) * R
@@ -198,9 +202,9 @@ def _merged(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def combine_packed(
-    part_ptr, lse_ptr, rows, out_ptr, num_rows,
+    part_ptr, lse_ptr, rows, sinks, out_ptr, num_rows,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, R: tl.constexpr, X: tl.constexpr,
-    PROGRAMS: tl.constexpr, PDL: tl.constexpr,
+    PROGRAMS: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Merge the parts of one query head of a row of one token; padding gets zeros."""
     C: tl.constexpr = H // G
@@ -223,9 +227,13 @@ def combine_packed(
         at_head = (head // C * CHUNKS + head % C // R) * R + head % C % R
         packed, ring = rows + 5 * num_rows, rows + 6 * num_rows
         acc = tl.zeros([D], tl.float32)
+        top = tl.full([], -1.0e30, tl.float32)
+        total = tl.full([], 0.0, tl.float32)
+        if SINKS:  # one more part, without output
+            top = tl.load(sinks + head).to(tl.float32) * LOG2_E
+            total += 1.0
         top, total, acc = _merged(
-            part_ptr, lse_ptr, packed, row, num_rows, 0, at_head, tl.full([], -1.0e30, tl.float32),
-            tl.full([], 0.0, tl.float32), acc,
+            part_ptr, lse_ptr, packed, row, num_rows, 0, at_head, top, total, acc,
             PARTS, R, D, X, PROGRAMS,
         )  # fmt: skip
         # the ring is dealt from the last program on: its parts count from there

@@ -17,6 +17,7 @@ import triton
 
 from llmpq.kernels.formats.kv_block import TILE_TOKENS, KVFormat
 from llmpq.kernels.kv.launch_plan import AHEAD, LOOP_SHAPE, programs_per_sm, shared_memory
+from llmpq.kernels.kv.paged_plan import Scores
 from llmpq.kernels.kv.paged_rows import summed_rows
 from llmpq.kernels.multiprocessors import multiprocessors
 from llmpq.kv_format import BLOCK_TOKENS, TAIL_TOKENS, packed_end
@@ -139,39 +140,45 @@ class PackedPlan:
             tile_queries=self.tile_queries,
         )
 
-    def decode_options(self, rows: int, *, alibi: bool, pdl: bool) -> dict[str, int | bool]:
+    def decode_options(self, rows: int, scores: Scores, *, pdl: bool) -> dict[str, int | bool]:
         """Return the constants of `decode_packed` for steps of so many rows."""
-        return self._options(rows, pdl=pdl) | {
-            "BITS": self.bits,
-            "R": self.columns,
-            "PROGRAMS": self.programs,
-            "TILES": self.tiles,
-            "STAGES": self.stages,
-            "AHEAD": min(8, self.ahead),
-            "ALIBI": alibi,
-            "KW": WORD_K_WIDTH,
-            "KW0": 2,
-            "num_warps": 1,
-        }
+        return (
+            self._options(rows, pdl=pdl)
+            | {
+                "BITS": self.bits,
+                "R": self.columns,
+                "PROGRAMS": self.programs,
+                "TILES": self.tiles,
+                "STAGES": self.stages,
+                "AHEAD": min(8, self.ahead),
+                "KW": WORD_K_WIDTH,
+                "KW0": 2,
+                "num_warps": 1,
+            }
+            | {name: scores.options[name] for name in ("ALIBI", "CAPPED", "WINDOWED")}
+        )
 
-    def combine_options(self, *, pdl: bool) -> dict[str, int | bool]:
+    def combine_options(self, scores: Scores, *, pdl: bool) -> dict[str, int | bool]:
         """Return the constants of `combine_packed`."""
         options = self._options(1, pdl=pdl)
         del options["ROWS"]
         own = {"R": self.columns, "PROGRAMS": self.programs, "X": MERGED, "num_warps": 4}
-        return options | own
+        return options | own | {"SINKS": scores.sinks}
 
-    def chunk_options(self, rows: int, *, alibi: bool, pdl: bool) -> dict[str, int | bool]:
+    def chunk_options(self, rows: int, scores: Scores, *, pdl: bool) -> dict[str, int | bool]:
         """Return the constants of `chunk_packed` for steps of so many rows."""
-        return self._options(rows, pdl=pdl) | {
-            "BITS": self.bits,
-            "M": self.chunk_rows,
-            "N": CHUNK_KEYS if self.head_dim <= 128 else CHUNK_KEYS // 2,
-            "TILE": self.tile_queries,
-            "ALIBI": alibi,
-            "STAGES": 2 if self.head_dim <= 128 else 1,
-            "num_warps": 8,
-        }
+        return (
+            self._options(rows, pdl=pdl)
+            | {
+                "BITS": self.bits,
+                "M": self.chunk_rows,
+                "N": CHUNK_KEYS if self.head_dim <= 128 else CHUNK_KEYS // 2,
+                "TILE": self.tile_queries,
+                "STAGES": 2 if self.head_dim <= 128 else 1,
+                "num_warps": 8,
+            }
+            | scores.options
+        )
 
     def append_options(
         self, rows: int, *, rotary: bool, chunks: bool, behind: bool, pdl: bool

@@ -11,7 +11,13 @@ from torch import Tensor
 
 from llmpq.kernels.formats.kv_block import KVFormat
 from llmpq.kernels.kv.packed_pages import PackedPages, PackedRows
-from llmpq.kernels.kv.reference import append, unpack_key_block, unpack_value_block
+from llmpq.kernels.kv.reference import (
+    EVERYTHING,
+    ScoreRule,
+    append,
+    unpack_key_block,
+    unpack_value_block,
+)
 from llmpq.kernels.kv.step_view import Rows, completed_blocks
 from llmpq.kv_format import BLOCK_TOKENS, RING_TOKENS, TAIL_TOKENS, packed_end
 
@@ -28,6 +34,7 @@ def attend_packed_pages_reference(
     alibi_slopes_H: Tensor | None = None,
     inv_freq: Tensor | None = None,
     factor: float = 1.0,
+    rule: ScoreRule = EVERYTHING,
 ) -> Tensor:
     """Append a step's keys and values, then return its attention [T, H, D]; zeros for padding."""
     if inv_freq is not None:
@@ -70,9 +77,22 @@ def attend_packed_pages_reference(
         x = q_THD[own].transpose(0, 1).double() @ k_GND.repeat_interleave(rep, 0).mT * scale
         if alibi_slopes_H is not None:
             x = x + alibi_slopes_H.double()[:, None, None] * away_QN
-        share = x.masked_fill(~seen_QN, float("-inf")).softmax(dim=-1)
+        share = _shares(x, seen_QN, away_QN, rule)
         out[own] = (share @ v_GND.repeat_interleave(rep, 0)).transpose(0, 1).to(out.dtype)
     return out
+
+
+def _shares(x_HQN: Tensor, seen_QN: Tensor, away_QN: Tensor, rule: ScoreRule) -> Tensor:
+    """Return what each key weighs, under a rule."""
+    if rule.cap:
+        x_HQN = (x_HQN / rule.cap).tanh() * rule.cap
+    if rule.window:
+        seen_QN = seen_QN & (away_QN > -rule.window)
+    x_HQN = x_HQN.masked_fill(~seen_QN, float("-inf"))
+    if rule.sinks_H is not None:
+        sinks = rule.sinks_H.double()[:, None, None].expand(-1, x_HQN.shape[1], 1)
+        x_HQN = torch.cat((x_HQN, sinks), dim=-1)
+    return x_HQN.softmax(dim=-1)[..., : seen_QN.shape[1]]
 
 
 def _recent(ring_GRD: Tensor, new_QGD: Tensor, since: int, start: int) -> Tensor:

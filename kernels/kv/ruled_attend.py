@@ -263,6 +263,30 @@ def ruled_attend(
     return out
 
 
+def attend_prompts(
+    q_BQHD: Tensor,
+    k_BQGD: Tensor,
+    v_BQGD: Tensor,
+    num_new_B: Tensor,
+    *,
+    scale: float,
+    rule: ScoreRule = EVERYTHING,
+    value_dim: int | None = None,
+) -> Tensor:
+    """Return o [B, Q, H, V] of whole prompts, right padded, over their own keys and values."""
+    if k_BQGD.stride() != v_BQGD.stride() or k_BQGD.stride(3) != 1:
+        k_BQGD, v_BQGD = k_BQGD.contiguous(), v_BQGD.contiguous()
+    rows = torch.arange(len(num_new_B), device=num_new_B.device)
+    return ruled_attend(
+        *(q_BQHD, k_BQGD.transpose(1, 2), v_BQGD.transpose(1, 2)),
+        *(rows, torch.zeros_like(rows), num_new_B),
+        max_end=q_BQHD.shape[1],
+        scale=scale,
+        rule=rule,
+        value_dim=value_dim,
+    )
+
+
 def ruled_attend_reference(
     q_BQHD: Tensor,
     k_cache_SGTD: Tensor,

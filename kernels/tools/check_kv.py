@@ -11,6 +11,7 @@ import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import triton
@@ -54,6 +55,10 @@ class KvCase:
     """Programs of a row that draw chunks of two tiles; 0: what the plan says."""
     first: int = 0
     """Tiles such a program is dealt before it draws."""
+    window: int = 0
+    cap: float = 0.0
+    sinks: bool = False
+    """What a rule does to the scores (`ScoreRule`); queries are 4 times as long under a cap."""
     width: int = 0
     """New tokens that every step is padded to, so that one kernel serves ragged steps."""
 
@@ -61,6 +66,11 @@ class KvCase:
     def max_len(self) -> int:
         """Tokens of the longest request."""
         return max(start + count for step in self.steps for start, count in step)
+
+    def rule(self, device: torch.device) -> reference.ScoreRule:
+        """Return the rule of the scores."""
+        sinks = torch.linspace(-2, 4, self.heads, device=device) if self.sinks else None
+        return reference.ScoreRule(window=self.window, cap=self.cap, sinks_H=sinks)
 
 
 @dataclass(frozen=True)
@@ -135,7 +145,8 @@ def run_case(case: KvCase, device: torch.device, seed: int = 0) -> KvError:
         q_len = max(int(count.max()), case.width)
         q = torch.randn(slots, q_len, case.heads, fmt.head_dim, generator=gen)
         kv = torch.randn(2, slots, q_len, case.kv_heads, fmt.head_dim, generator=gen)
-        q, kv = q.to(device, case.dtype), kv.to(device, case.dtype)
+        q, kv = q * (4 if case.cap else 1), kv.to(device, case.dtype)
+        q = q.to(device, case.dtype)
         k, v = kv[0], kv[1]
         index = torch.arange(slots, device=device)
         rows = DeviceRows(slots=index.int(), starts=start.int(), counts=count.int())
@@ -168,10 +179,11 @@ def run_case(case: KvCase, device: torch.device, seed: int = 0) -> KvError:
         )
         if case.programs:
             plan = drawing(plan, case.programs, case.first, end)
-        kinds = {"scale": scale, "slopes": slopes, "tickets": tickets}
+        kinds = {"scale": scale, "slopes": slopes, "tickets": tickets, "rule": case.rule(device)}
         got = run_attend(fmt, layer, table, q, rows, plan, paged=case.paged, **kinds)
         for b, (first, num) in enumerate(step):
             history = {"start": first, "scale": scale, "alibi_slopes_H": slopes}
+            history["rule"] = kinds["rule"]
             want = attend_from_history(fmt, q[b, :num], past[0, b], past[1, b], **history)
             worst = max(worst, relative_error(got[b, :num], want))
     return KvError(worst, equal if not tickets.any() else 0.0)
@@ -217,6 +229,23 @@ def cases() -> Iterator[KvCase]:
         )
     yield KvCase(fmt=kv4, heads=8, kv_heads=2, dtype=fp16, steps=STEPS, rope=True)
     yield KvCase(fmt=kv4, heads=12, kv_heads=4, dtype=bf16, steps=STEPS, rope=True, paged=False)
+    ruled: dict[str, Any] = {"window": 200, "cap": 5.0, "sinks": True}
+    for bits in (KVPrecision.KV8, KVPrecision.KV4, KVPrecision.KV2):
+        for group in (128, 64, 32, None):
+            fmt = KVFormat(precision=bits, head_dim=64, key_group=group)
+            yield KvCase(fmt=fmt, heads=8, kv_heads=2, dtype=fp16, steps=LONG, **ruled)
+        wide = KVFormat(precision=bits, head_dim=256)
+        yield KvCase(fmt=wide, heads=8, kv_heads=4, dtype=bf16, steps=LONG, cap=5.0, window=1024)
+    rules: tuple[dict[str, Any], ...] = (
+        {"window": 100},
+        {"window": 1},
+        {"cap": 5.0},
+        {"sinks": True},
+    )
+    for rule in rules:
+        for programs in (0, 3):
+            case = KvCase(fmt=kv4, heads=8, kv_heads=2, dtype=fp16, steps=UNEQUAL, **rule)
+            yield replace(case, programs=programs)
     for length in EDGES:
         steps = [[(0, length), (0, 1)], [(length, 2), (1, 2)]]
         yield KvCase(fmt=kv4, heads=8, kv_heads=2, dtype=fp16, steps=steps)
@@ -249,6 +278,8 @@ def describe(case: KvCase) -> str:
     kind = str(case.dtype).removeprefix("torch.")
     drawn = f" {case.programs} programs dealt {case.first}" if case.programs else ""
     alibi = " alibi" if case.alibi else " rope" if case.rope else ""
+    if case.window or case.cap or case.sinks:
+        alibi += f" window {case.window} cap {case.cap} sinks {case.sinks}"
     return (
         f"{fmt.precision.value} {keys} d{fmt.head_dim} {kind} {case.heads}/{case.kv_heads} {layout}"
         f"{alibi}{drawn} steps {case.steps[-1]}"

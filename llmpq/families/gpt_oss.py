@@ -4,7 +4,8 @@
     w = softmax over the k largest of router(x)
     expert = down(g sigmoid(1.702 g) (u + 1)) with g = min(gate, 7), u = clamp(up, -7, 7)
 
-Experts are stored in one tensor a layer, transposed, gate and up in turn; or as MXFP4 codes.
+Experts are stored in one tensor a layer, transposed, gate and up in turn; or as MXFP4 codes; in
+quantised checkpoints one by one, as llm-compressor writes them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 from llmpq.families import llama
 from llmpq.families.config_values import Config, flag, number, with_defaults
 from llmpq.families.mixture_config import counts
-from llmpq.families.record import Arrange
+from llmpq.families.record import Arrange, linear_names
 from llmpq.families.rotary_families import alternating, layer_kinds, rotary_fields, windows
 from llmpq.families.spec_values import Router
 
@@ -72,6 +73,15 @@ FAMILY = replace(
             "experts.{e}.down.weight": (f"{_EXPERTS}.down_proj[{{e}}]^T",),
             "experts.{e}.down.bias": (f"{_EXPERTS}.down_proj_bias[{{e}}]",),
         },
+        apart=dict(
+            linear_names(
+                (
+                    "experts.{e}.gate_up",
+                    (f"{_EXPERTS}.{{e}}.gate_proj", f"{_EXPERTS}.{{e}}.up_proj"),
+                ),
+                ("experts.{e}.down", (f"{_EXPERTS}.{{e}}.down_proj",)),
+            )
+        ),
         arrange={
             f"experts.{{e}}.gate_up.{kind}": Arrange(rows=_in_turn) for kind in ("weight", "bias")
         },

@@ -9,8 +9,8 @@ dimension, `NAME[3]^T` that row transposed. No torch.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from llmpq.families.config_values import Config
@@ -55,6 +55,20 @@ class NameTable:
     """The untied output matrix, beside the root."""
     arrange: Mapping[str, Arrange] = field(default_factory=dict)
     """Parts that are stored in another form than ours (q, then k, then v)."""
+    apart: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Parts of experts as quantised checkpoints call them, where others keep all in one tensor."""
+
+    def with_experts_apart(self) -> NameTable:
+        """Return the table of a quantised checkpoint; its rows are in our order."""
+        arrange = {part: how for part, how in self.arrange.items() if part not in self.apart}
+        return replace(self, layer={**self.layer, **self.apart}, arrange=arrange, apart={})
+
+    def used_in(self, stored: Collection[str]) -> NameTable:
+        """Return the table that a checkpoint's tensors are called by."""
+        first = [name.format(i=0, e=0) for names in self.apart.values() for name in names]
+        stems = tuple({f"{name.rpartition('.')[0]}." for name in first})
+        apart = any(stem in name for name in stored if ".experts.0." in name for stem in stems)
+        return self.with_experts_apart() if apart else self
 
     def of_layer(self, spec: Any, index: int) -> dict[str, tuple[str, ...]]:
         """Return the entries of decoder layer `index`, those of every expert spelled out."""

@@ -20,7 +20,7 @@ DEFAULT_POINTS = 25
 COMMANDS = ("plan", "check", "export", "devices", "models")
 CPU_ACTIVATIONS = "CPUs: int8 rounds what meets 3-, 4- and 8-bit weights (exact)"
 HEAD_BITS = "of the output matrix (8 on CPUs with --bits of 8 or fewer, else 16), not in omega"
-GROUP_SIZES = "weights that share a scale: 128, or 0 for a channel; w4a4 and CPUs also 64, 32"
+GROUP_SIZES = "weights that share a scale: 128, 64, 32 (slower on GPUs), or 0 for a channel"
 NOTES = """\
 commands (flags alone mean `plan`): plan, check, export, devices, models; each has
 its own --help.
@@ -141,6 +141,8 @@ def _how_to_choose(section: Section) -> None:
     section.flag("--bits", daily=True, help=bits)
     kv = "KV bits allowed, such as 16,8,4 (default 16)"
     section.flag("--kv", also=("--kv-cache-dtype",), default="16", help=kv)
+    pool = "GPUs, too, keep KV in one pool of blocks, for requests of any lengths, not in slots"
+    section.flag("--kv-pool", action="store_true", only=no_front, help=pool)
 
 
 def _limits(section: Section) -> None:

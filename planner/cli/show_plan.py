@@ -18,6 +18,7 @@ from llmpq.planner.outcome import Infeasible, Unfinished
 from llmpq.planner.predict.advice import explain_infeasible, too_big
 from llmpq.planner.problem import Problem
 from llmpq.speculation import SpeculationMode
+from llmpq.stated_pool import with_pool
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -59,6 +60,8 @@ def make_and_show(request: PlanRequest, job: PlanJob) -> None:
         from llmpq.planner.predict.add_drafts import describe
 
         notes = [*notes, describe(best.plan)]
+    if request.kv_pool:
+        best = replace(best, plan=with_pool(best.plan, problem.spec))
     if request.output:
         best.plan.save_json(request.output)
     if request.json:

@@ -12,13 +12,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from llmpq.cluster import Device
-from llmpq.gguf_file import GgufFile, is_gguf, open_gguf
+from llmpq.gguf_file import GgufFile, open_gguf
 from llmpq.memory import Quantization
 from llmpq.precision import Precision
 
@@ -46,13 +44,8 @@ GROUP = 32
 """Weights of a block that share a scale."""
 
 
-def kept_grid(path: str | Path, devices: Sequence[Device]) -> Quantization | None:
-    """Return the grid on which CPUs keep a GGUF file's codes as they are; None without one.
-
-    GPUs' products have groups of 128: there, codes are rounded a second time.
-    """
-    if not is_gguf(path) or not all(device.spec.is_cpu for device in devices):
-        return None
+def kept_grid(path: str | Path) -> Quantization | None:
+    """Return the grid on which a GGUF file's codes are kept as they are; None without one."""
     tensors = open_gguf(path).tensors.items()
     kinds = {t.kind for name, t in tensors if LAYER.match(name) and len(t.shape) > 1}
     kinds -= {"F32", "F16", "BF16"}

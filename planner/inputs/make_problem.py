@@ -21,7 +21,7 @@ from llmpq.model_spec import ModelSpec
 from llmpq.planner import limits
 from llmpq.planner.costs.probed import book_of
 from llmpq.planner.inputs.cpu_here import rates_for
-from llmpq.planner.inputs.gguf_layers import kept_grid
+from llmpq.planner.inputs.kept_grid import kept_grid
 from llmpq.planner.inputs.named_inputs import assumed_of_devices, read_cluster, read_model
 from llmpq.planner.inputs.requests import PlanRequest
 from llmpq.planner.inputs.stored_precisions import has_weights, offered, stored_layers
@@ -49,10 +49,11 @@ def make_problem(request: PlanRequest) -> tuple[Problem, str | None, list[str]]:
     omega = _omega_path(request, cluster, spec)
     listed = read_omega(omega, spec) if omega else None
     asked = None if request.bits is None else parse_bits(request.bits)
-    layers = _offered(path, spec, asked)
+    kept = _kept(request, path, cluster)
+    layers = _offered(path, spec, asked, kept)
     choices = _all_of(layers) or asked or default_bits(listed, profile, cluster)
     sensitivity = listed or generic_sensitivity(spec, choices, parse_kv(request.kv))
-    grid = _grid(request, path, choices, cluster)
+    grid = _grid(request, kept)
     outliers = _outliers(request.outliers, choices, spec)
     quantization = replace(
         grid,
@@ -154,12 +155,15 @@ def _timed_exactly(request: PlanRequest, cluster: Cluster, profile: CostModel | 
 
 
 def _offered(
-    path: str | None, spec: ModelSpec, asked: Sequence[Precision] | None
+    path: str | None,
+    spec: ModelSpec,
+    asked: Sequence[Precision] | None,
+    kept: Quantization | None,
 ) -> tuple[tuple[Precision, ...], ...]:
     """Return what each layer of a quantised directory may have; nothing where all may have all."""
     if path is None or (asked is not None and not has_weights(path)):
         return ()
-    layers = stored_layers(path, spec)
+    layers = stored_layers(path, spec, kept=kept)
     return () if layers is None else offered(layers, asked)
 
 
@@ -178,32 +182,22 @@ def _require_groups_agree(p: Problem) -> None:
             )
 
 
-def _grid(
-    request: PlanRequest, path: str | None, choices: Sequence[Precision], cluster: Cluster
-) -> Quantization:
-    """Return how weights are stored: as asked, or as CPUs keep a GGUF file's codes."""
-    kept = None if path is None else kept_grid(path, cluster.devices)
+def _kept(request: PlanRequest, path: str | None, cluster: Cluster) -> Quantization | None:
+    """Return the grid of the checkpoint's own codes, unless another one is asked for."""
+    if path is None or not has_weights(path):
+        return None
+    return kept_grid(path, cluster.devices, request.weight_group_size)
+
+
+def _grid(request: PlanRequest, kept: Quantization | None) -> Quantization:
+    """Return how weights are stored: as asked, or as a checkpoint's codes are kept."""
     asked, symmetric = request.weight_group_size, request.symmetric
-    if asked is None and kept is not None:
+    if kept is not None:
         return replace(kept, symmetric=symmetric or kept.symmetric)
-    size = _group_size(K_PADDING if asked is None else asked, choices, cluster)
-    return Quantization(group_size=size, symmetric=symmetric)
-
-
-def _group_size(asked: int, choices: Sequence[Precision], cluster: Cluster) -> int | None:
-    """Return how many weights share a scale, None for a channel: what the kernels can run."""
-    if asked not in (0, 32, 64, K_PADDING):
-        raise ValueError(f"--weight-group-size {asked}: expected 128, 64, 32, or 0 for a channel")
-    for precision in choices:
-        weight_only = precision.weight_bits < precision.activation_bits
-        others = [device.name for device in cluster.devices if not device.spec.is_cpu]
-        if weight_only and asked not in (0, K_PADDING) and others:
-            raise ValueError(
-                f"--weight-group-size {asked}: {precision.value} layers have {K_PADDING} or 0 (a "
-                f"channel) on {others[0]}, only CPUs' kernels know others; plan w4a4 without them "
-                "(--bits)"
-            )
-    return asked or None
+    size = K_PADDING if asked is None else asked
+    if size not in (0, 32, 64, K_PADDING):
+        raise ValueError(f"--weight-group-size {size}: expected 128, 64, 32, or 0 for a channel")
+    return Quantization(group_size=size or None, symmetric=symmetric)
 
 
 def _outliers(asked: int | None, choices: Sequence[Precision], spec: ModelSpec) -> int:

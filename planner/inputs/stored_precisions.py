@@ -17,29 +17,29 @@ activations.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from llmpq.families.config_values import section, size
 from llmpq.file_form import read_json
 from llmpq.gguf_file import is_gguf, open_gguf
+from llmpq.memory import Quantization
 from llmpq.model_config import read_config
 from llmpq.model_spec import ModelSpec
 from llmpq.planner.inputs.gguf_layers import StoredLayer, stored_in_gguf
 from llmpq.precision import Precision
+from llmpq.quantization_config import LAYER, is_centred, require_read
 
-METHODS = ("compressed-tensors", "gptq", "awq", "llmpq", "fp8", "fbgemm_fp8", "mxfp4")
-"""Values of `quant_method` that the runtime reads."""
 QUANTIZATION = "config.json, quantization_config"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 SCHEMES = "llmpq_schemes"
 """Metadata key of an Atom file: linear -> fields of its scheme, as JSON."""
 GROUP = 128
 """Weights that share a scale in our kernels."""
-LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")
+SMALL = (64, 32)
+"""... and where a checkpoint's codes say so."""
 MAX_HEADER_BYTES = 100_000_000
 """What the safetensors library allows."""
 
@@ -64,19 +64,20 @@ class _Header:
         return [int.from_bytes(content[i : i + width], "little", signed=True) for i in places]
 
 
-def stored_layers(directory: str | Path, spec: ModelSpec) -> tuple[StoredLayer, ...] | None:
-    """Return how every layer is stored; None for a model that is not quantised."""
+def stored_layers(
+    directory: str | Path, spec: ModelSpec, *, kept: Quantization | None = None
+) -> tuple[StoredLayer, ...] | None:
+    """Return how every layer is stored; None for a model that is not quantised.
+
+    `kept`: the grid of `small_groups`, where a plan has it; such layers may have other bits, too.
+    """
     if is_gguf(directory):
         return stored_in_gguf(open_gguf(directory), spec.num_layers)
     described = section(read_config(directory), "quantization_config")
     if described is None:
         return None
-    method = described.get("quant_method")
-    if method not in METHODS:
-        raise ValueError(
-            f"'{directory}': quantization method '{method}' is not supported; expected one of "
-            f"{', '.join(METHODS)}"
-        )
+    require_read(described, directory)
+    small = SMALL if kept is not None and kept.group_size in SMALL else ()
     files = _files(Path(directory))
     if not files:
         raise ValueError(
@@ -85,9 +86,49 @@ def stored_layers(directory: str | Path, spec: ModelSpec) -> tuple[StoredLayer, 
         )
     file_of = {name: header for header in map(_read_header, files) for name in header.tensors}
     found: dict[int, set[Precision]] = {}
-    for layer, precision in _quantised(file_of, described):
+    for layer, precision in _quantised(file_of, described, small):
         found.setdefault(layer, set()).add(precision)
-    return tuple(_layer(directory, i, found.get(i, set())) for i in range(spec.num_layers))
+    made = (_layer(directory, i, found.get(i, set())) for i in range(spec.num_layers))
+    return tuple(replace(one, served=tuple(Precision)) if small else one for one in made)
+
+
+def small_groups(directory: str | Path) -> Quantization | None:
+    """Return the grid of a directory whose integer codes all have groups of 32, or all of 64."""
+    described = section(read_config(directory), "quantization_config") or {}
+    if described.get("quant_method") not in ("gptq", "awq", "compressed-tensors"):
+        return None
+    headers = map(_read_header, _files(Path(directory)))
+    file_of = {name: header for header in headers for name in header.tensors}
+    sizes, has_zeros = set(), False
+    for name in file_of:
+        stem, _, kind = name.rpartition(".")
+        if kind in ("weight_packed", "qweight") and LAYER.search(name):
+            sizes.add(_group_size(file_of, name, described))
+            has_zeros |= f"{stem}.weight_zero_point" in file_of
+    size = sizes.pop() if len(sizes) == 1 else None
+    if size not in SMALL:
+        return None
+    return Quantization(group_size=size, symmetric=is_centred(described, has_zeros))
+
+
+def _group_size(
+    file_of: Mapping[str, _Header], name: str, described: Mapping[str, Any]
+) -> int | None:
+    """Return how many weights share a scale in a linear; None where nobody can tell."""
+    stem, _, kind = name.rpartition(".")
+    ordered = described.get("desc_act") or f"{stem}.weight_g_idx" in file_of
+    if ordered or file_of[name].tensors[name]["dtype"] == "U8":
+        return None
+    if kind == "qweight":
+        awq, rows = described["quant_method"] == "awq", file_of[name].tensors[name]["shape"][0]
+        k = rows if awq else rows * 32 // size(described, "bits", where=QUANTIZATION)
+        groups = _groups(file_of, f"{stem}.scales", 0)
+    else:
+        shape = f"{stem}.weight_shape"
+        k = file_of[shape].whole_numbers(shape)[1] if shape in file_of else 0
+        groups = _groups(file_of, f"{stem}.weight_scale", 1)
+    found = [each for each in (GROUP, *SMALL) if k and groups == -(-k // each)]
+    return found[0] if found else None
 
 
 def has_weights(directory: str | Path) -> bool:
@@ -127,14 +168,14 @@ def _read_header(path: Path) -> _Header:
 
 
 def _quantised(
-    file_of: Mapping[str, _Header], described: Mapping[str, Any]
+    file_of: Mapping[str, _Header], described: Mapping[str, Any], small: Sequence[int]
 ) -> Iterator[tuple[int, Precision]]:
     """Yield layer and precision of every quantised linear; its tensors may be in several files."""
     for name, header in file_of.items():
         layer = LAYER.search(name)
         if layer is not None:
             try:
-                precision = _precision(file_of, name, described)
+                precision = _precision(file_of, name, described, small)
             except (KeyError, TypeError, IndexError, ZeroDivisionError, json.JSONDecodeError):
                 raise ValueError(
                     f"'{header.path}' does not say how '{name}' is quantised; get the file anew, "
@@ -145,7 +186,7 @@ def _quantised(
 
 
 def _precision(
-    file_of: Mapping[str, _Header], name: str, described: Mapping[str, Any]
+    file_of: Mapping[str, _Header], name: str, described: Mapping[str, Any], small: Sequence[int]
 ) -> Precision | None:
     """Return the precision that a tensor stands for; None for one that tells nothing."""
     header = file_of[name]
@@ -158,7 +199,7 @@ def _precision(
             return None
         shape = f"{stem}.weight_shape"
         in_features = file_of[shape].whole_numbers(shape)[1]
-        if _is_foreign(_groups(file_of, f"{stem}.weight_scale", 1), in_features):
+        if _is_foreign(_groups(file_of, f"{stem}.weight_scale", 1), in_features, small):
             return None
         return _named(name, header.tensors[name]["shape"][1] * 32 // in_features)
     if kind == "qweight":
@@ -166,7 +207,8 @@ def _precision(
         bits = 4 if awq else size(described, "bits", where=QUANTIZATION)
         rows = header.tensors[name]["shape"][0]
         groups = _groups(file_of, f"{stem}.scales", 0)
-        if described.get("desc_act") or _is_foreign(groups, rows if awq else rows * 32 // bits):
+        k = rows if awq else rows * 32 // bits
+        if described.get("desc_act") or _is_foreign(groups, k, small):
             return None
         return _named(name, bits)
     if kind == "weight" and f"{stem}.weight_scale" in file_of:
@@ -183,9 +225,10 @@ def _groups(file_of: Mapping[str, _Header], scales: str, dimension: int) -> int 
     return None if found is None else int(found.tensors[scales]["shape"][dimension])
 
 
-def _is_foreign(groups: int | None, in_features: int) -> bool:
-    """Whether no kernel takes the groups, so that codes become numbers when they are read."""
-    return groups is not None and groups not in (1, -(-in_features // GROUP))
+def _is_foreign(groups: int | None, in_features: int, small: Sequence[int]) -> bool:
+    """Whether a plan does not have the groups, so that codes become numbers when they are read."""
+    known = (-(-in_features // size) for size in (GROUP, *small))
+    return groups is not None and groups not in (1, *known)
 
 
 def _require_int8(name: str, dtype: str) -> None:

@@ -30,7 +30,6 @@ from llmpq.kernels.fused import layer_norm as fused_layer_norm
 from llmpq.kernels.fused import rope_append as fused_rope
 from llmpq.kernels.kv import plain_attend
 from llmpq.kernels.kv.prompt_attend import causal_attend
-from llmpq.kernels.kv.reference import EVERYTHING
 from llmpq.kernels.linear import QuantizedWeight, linear
 from llmpq.runtime.backends import cuda_atom_layers, cuda_experts, cuda_rules
 from llmpq.runtime.backends.cuda_norms import added_behind, late_norms, norm, norm_heads
@@ -239,20 +238,18 @@ def attend(part: Attention, qkv_BQN: Tensor, index: int, step: Step, kv: KVCache
     whole = rotary is not None and rotary.is_plain(part.head_dim)
     if kv.plain is not None:
         out = _plain(part, q, k, v, index, step, kv.plain, norms)
-        if kv.dual is not None and not kv.dual.catches_up(step):
-            _append_to_copy(part, k, v, index, step, kv.dual.copy)
-        elif kv.dual is not None and index + 1 == len(kv.plain.k):
-            kv.dual.catch_up(step)
+        if kv.dual is not None:
+            kv.dual.keep(index, step, partial(_append_to_copy, part, k, v, index, step))
     elif kv.pages is not None:
         out = _paged(part, q, k, v, index, step, kv.pages)
-    elif part.rule is not None:
-        raise ValueError("a GPU's KV cache of 8, 4 or 2 bits knows no windows, caps or sinks yet")
     elif whole and rotary is not None and (rotating := kv.rotating(step)) is not None:
-        out = rotating.attend(index, q, k, v, step, scale=part.scale, inv_freq=rotary.inv_freq)
+        rule, turned = cuda_rules.rule_of(part.rule, step), {"inv_freq": rotary.inv_freq}
+        out = rotating.attend(index, q, k, v, step, scale=part.scale, rule=rule, **turned)
     else:
         if rotary is not None:
             q, k = fused_rope.rope(q, k, step.start_B, rotary.inv_freq, rotary.factor)
-        out = kv.attend(index, q, k, v, step, scale=part.scale, alibi_slopes_H=part.alibi_slopes_H)
+        rule, slopes = cuda_rules.rule_of(part.rule, step), part.alibi_slopes_H
+        out = cuda_rules.attend_packed(kv, index, q, k, v, step, part.scale, rule, slopes)
     return out.reshape(batch, q_len, part.heads * part.head_dim)
 
 
@@ -285,8 +282,9 @@ def _plain(
     rotary, slopes = part.rotary, part.alibi_slopes_H
     inv_freq, factor = (None, 1.0) if rotary is None else (rotary.inv_freq, rotary.factor)
     q_BQHD = fused_rope.rope_append(q, k, v, k_SGTD, v_SGTD, *rows, inv_freq, factor, norms)
-    if part.rule is not None and cuda_rules.counts(part.rule, step):
-        return cuda_rules.attend(q_BQHD, k_SGTD, v_SGTD, step, part.scale, part.rule)
+    rule = cuda_rules.rule_of(part.rule, step)
+    if not rule.is_plain:
+        return cuda_rules.attend(q_BQHD, k_SGTD, v_SGTD, step, part.scale, rule)
     if step.fresh:
         return _fresh(q_BQHD, k_SGTD, v_SGTD, step, part.scale, slopes)
     if step.q_len <= plain_attend.MAX_Q_LEN:
@@ -306,12 +304,12 @@ def _paged(
     part: Attention, q: Tensor, k: Tensor, v: Tensor, index: int, step: Step, kv: DevicePages
 ) -> Tensor:
     """Append to the pool of blocks, then attend to it."""
-    rotary, rule = part.rotary, part.rule
+    rotary = part.rotary
     return kv.attend(
         *(index, q, k, v, step),
         scale=part.scale,
         alibi_slopes_H=part.alibi_slopes_H,
-        rule=EVERYTHING if rule is None or not cuda_rules.counts(rule, step) else rule,
+        rule=cuda_rules.rule_of(part.rule, step),
         inv_freq=None if rotary is None else rotary.inv_freq,
         factor=1.0 if rotary is None else rotary.factor,
     )

@@ -22,7 +22,7 @@ from llmpq.pool_size import PoolSize
 from llmpq.runtime.backends.cuda_graphs import StepOutput
 from llmpq.runtime.backends.device_times import DeviceTimes
 from llmpq.runtime.backends.late_tokens import LateTokens
-from llmpq.runtime.backends.paged_compute import PagedStageCompute, rows_of
+from llmpq.runtime.backends.paged_compute import PagedStageCompute, num_wanted, rows_of
 from llmpq.runtime.backends.paged_graphs import PagedGraphs, rungs
 from llmpq.runtime.cache.device_pages import DevicePages
 from llmpq.runtime.models.stage_model import StageModel
@@ -32,6 +32,7 @@ from llmpq.runtime.sampling_params import TokenChoice
 from llmpq.runtime.step_message import StepMessage
 from llmpq.runtime.trace import KindTotals
 from llmpq.runtime.upload import upload
+from llmpq.speculation import MAX_GAMMA
 
 
 class CudaPagedCompute(PagedStageCompute):
@@ -58,7 +59,7 @@ class CudaPagedCompute(PagedStageCompute):
             model,
             kv,
             num_slots=size.slots,
-            most_tokens=max(step_tokens, size.slots + 1),
+            most_tokens=max(step_tokens, size.slots * (MAX_GAMMA + 1)) + 1,
             max_len=size.max_len,
             dtype=dtype,
             device=device,
@@ -69,7 +70,9 @@ class CudaPagedCompute(PagedStageCompute):
         self._late: LateTokens | None = None
         """The last step's tokens, if they are still to be drawn."""
         self._decode, self._mixed = make(chunks=False), make(chunks=True)
-        self._mixed.share(self._decode)
+        self._verify = make(chunks=True, verifies=True)
+        for others in (self._mixed, self._verify):
+            others.share(self._decode)
 
     @property
     def runs_ahead(self) -> bool:
@@ -101,9 +104,10 @@ class CudaPagedCompute(PagedStageCompute):
 
         What a row gets that samples nothing means nothing.
         """
-        assert not any(row.drafts for row in message.paged), "llmpq/capabilities.py refuses before"
         self.kv.take_rows(message.paged, message.starts)
         graphs = self._mixed if max(message.num_new) > 1 else self._decode
+        if self.model.head is not None and any(row.drafts for row in message.paged):
+            graphs = self._verify
         graphs.stage(message)
         if self._late is not None:
             self._late.draw()  # in front of this step, which may build on its tokens
@@ -114,13 +118,16 @@ class CudaPagedCompute(PagedStageCompute):
         self, graphs: PagedGraphs, message: StepMessage, hidden_BQH: Tensor | None
     ) -> Tensor | Pending:
         scored = self.model.head is not None and self.sampler.scores_prompts(message)
-        out = (graphs.run_every_place if scored else graphs.run_staged)(message, hidden_BQH)
+        every = scored and graphs is not self._verify
+        out = (graphs.run_every_place if every else graphs.run_staged)(message, hidden_BQH)
         if self.model.head is None:
             assert out.hidden_BQh is not None
             hidden_BQh = out.hidden_BQh[:, : sum(message.num_new)]
             return hidden_BQh.clone() if self._hidden_stay else hidden_BQh.cpu()
         if scored:
             self._score_places(out.hidden_BQh, message)
+        if graphs is self._verify:
+            return self._verified(out, message)
         if self._whole and self._looks_ahead(out, message):
             self._late = LateTokens(
                 self._device, message.num_rows, partial(self._draw, out, message)
@@ -130,6 +137,17 @@ class CudaPagedCompute(PagedStageCompute):
         if self._tokens_stay:
             return tokens_B1.clone()
         return on_its_way(tokens_B1) if self._whole else tokens_B1.cpu()
+
+    def _verified(self, out: StepOutput, message: StepMessage) -> Tensor:
+        """Return the rows' new tokens where some have drafts: counts and tokens, on the host."""
+        assert self.model.head is not None and out.hidden_BQh is not None
+        places: list[int] = []
+        end = 0
+        for row, count in zip(message.paged, message.num_new, strict=True):
+            end += count
+            places += range(end - num_wanted(row), end)
+        hidden_Nh = out.hidden_BQh[0, upload(places, torch.long, self._device)]
+        return self._result(self.model.head(hidden_Nh), message)
 
     def _looks_ahead(self, out: StepOutput, message: StepMessage) -> bool:
         """Have others find what guided rows may go on with, if there are any; return whether."""
@@ -179,7 +197,7 @@ class CudaPagedCompute(PagedStageCompute):
             self.sampler.score_prompts(self.model.head, own, rows_of(message, [row]))
             first += count
 
-    def warm_up(self, rows: int, step_tokens: int) -> None:
+    def warm_up(self, rows: int, step_tokens: int, *, gamma: int = 0) -> None:
         """Capture steps of chunks and decode steps of up to so many rows, the largest first.
 
         None is left to be captured while requests wait. What they leave in the cache belongs to
@@ -190,9 +208,15 @@ class CudaPagedCompute(PagedStageCompute):
             self._run_rows(StepKind.PREFILL, [min(places, longest)])
         for count in self._decode.sizes(rows):
             self._run_rows(StepKind.DECODE, [1] * count)
+        if gamma and self.model.head is not None:
+            drafts = (0,) * gamma
+            for places in rungs(max(step_tokens, rows * (gamma + 1))):
+                counts = [gamma + 1] * max(1, min(rows, places // (gamma + 1)))
+                counts[0] = min(longest, places - sum(counts[1:]))
+                self._run_rows(StepKind.MIXED, counts, drafts)
         self._times.forget()
 
-    def _run_rows(self, kind: StepKind, counts: list[int]) -> None:
+    def _run_rows(self, kind: StepKind, counts: list[int], drafts: Sequence[int] = ()) -> None:
         """Run rows of zeros that all stand at the start of slot 0, in block 0."""
         count = len(counts)
         blocks = (0,) * -(-max(counts) // BLOCK_TOKENS)
@@ -204,7 +228,7 @@ class CudaPagedCompute(PagedStageCompute):
             sample_steps=[0] * count,
             sampling=[TokenChoice()] * count,
             tokens=[[0] * own for own in counts],
-            paged=[PagedRow(slot=0, new_blocks=blocks)] * count,
+            paged=[PagedRow(slot=0, new_blocks=blocks, drafts=tuple(drafts))] * count,
         )
         hidden = None
         if self.model.embedding is None:

@@ -74,22 +74,27 @@ class RoundGraphs(DecodeGraphs):
         token_B = torch.where(token_B < 0, self.last_token_S[slots_B], token_B)
         room_B = (self.max_end - start_B).clamp_(max=self.gamma + 1)
         draft = self._draft
-        if isinstance(draft, DraftModel):
+        if self.gamma == 0:
+            tokens_BQ = token_B[:, None]
+        elif isinstance(draft, DraftModel):
             tokens_BQ = self._drafted(draft, slots_B, start_B, token_B, room_B)
         else:
             tokens_BQ = look_up_drafts(draft, slots_B, start_B, token_B, self.gamma)
         step = self._step(slots_B, start_B, room_B)
         hidden = self._model(tokens_BQ, step, self._kv)
         choices_BQ = _likeliest(self._model.logits(hidden, step, all_positions=True))
-        kept_B = self._judge(tokens_BQ[:, 1:], choices_BQ, slots_B)
-        kept_B = torch.minimum(kept_B, room_B - 1)
-        last_B = choices_BQ.gather(1, kept_B[:, None])[:, 0]
-        self._length_S[slots_B] = start_B + kept_B + 1
+        if self.gamma == 0:
+            last_B, new_B = choices_BQ[:, 0], self._ones[:num_rows]
+        else:
+            kept_B = self._judge(tokens_BQ[:, 1:], choices_BQ, slots_B)
+            kept_B = torch.minimum(kept_B, room_B - 1)
+            last_B, new_B = choices_BQ.gather(1, kept_B[:, None])[:, 0], kept_B + 1
+        self._length_S[slots_B] = start_B + new_B
         self.remember(slots_B, last_B)
         if isinstance(draft, Tensor):
             # What is kept; the rest is behind a slot's newest token and gets overwritten.
             draft[slots_B[:, None], start_B[:, None] + 1 + self._places[:, 0]] = choices_BQ.int()
-        return StepOutput(table_BK=torch.cat((kept_B[:, None] + 1, choices_BQ), dim=1))
+        return StepOutput(table_BK=torch.cat((new_B[:, None], choices_BQ), dim=1))
 
     def _drafted(
         self, draft: DraftModel, slots_B: Tensor, start_B: Tensor, token_B: Tensor, room_B: Tensor
@@ -159,9 +164,17 @@ class CudaSpeculation:
     """The draft, verify and round steps of one stage on a GPU."""
 
     def __init__(
-        self, decode: DecodeGraphs, draft: DraftModel | None, *, whole: bool, **options: object
+        self,
+        decode: DecodeGraphs,
+        draft: DraftModel | None,
+        *,
+        plain: DecodeGraphs,
+        whole: bool,
+        **options: object,
     ) -> None:
-        """`decode` runs the stage's plain steps; `options` are those of every graph."""
+        """`decode` runs the stage's steps without drafts, `plain` those of a stage that keeps
+        nothing for them; `options` are those of every graph."""
+        self.plain = plain
         self._model, self._kv = decode._model, decode._kv
         self._draft, self._options = draft, options | {"last_token_S": decode.last_token_S}
         self.judge: Judge = agreeing_prefix

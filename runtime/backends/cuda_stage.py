@@ -78,12 +78,18 @@ class CudaStageCompute(StageCompute):
         self, mode: SpeculationMode, workload: Workload, *, view: StageModel | None = None
     ) -> int:
         """As `StageCompute.enable_speculation`; its steps are captured as they come."""
-        extra = super().enable_speculation(mode, workload, view=view)
+        extra, plain = super().enable_speculation(mode, workload, view=view), self._decode
         self._decode = DecodeGraphs(self.model, self.kv, **self._graph_options)
         self.speculation = CudaSpeculation(
-            self._decode, self.draft, whole=self._whole, **self._graph_options
+            self._decode, self.draft, plain=plain, whole=self._whole, **self._graph_options
         )
         return extra
+
+    def end_speculation(self) -> None:
+        """As `StageCompute.end_speculation`; the graphs of drafts go."""
+        super().end_speculation()
+        if self.speculation is not None:
+            self._decode, self.speculation = self.speculation.plain, None
 
     @property
     def runs_ahead(self) -> bool:

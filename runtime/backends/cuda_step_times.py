@@ -50,7 +50,9 @@ def measure(
         if speculation.whole_rounds:
             speculation.forget_verifies()
     return MeasuredTimes(
-        draft={} if draft is None else {r: line(draft, r, 1) for r in rows}, verify=verify
+        draft={} if draft is None else {r: line(draft, r, 1) for r in rows},
+        verify=verify,
+        plain={r: line(speculation.plain, r, 1) for r in rows},
     )
 
 

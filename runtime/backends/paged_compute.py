@@ -23,6 +23,7 @@ from llmpq.runtime.ragged_step import RaggedStep
 from llmpq.runtime.request import PagedRow, StepKind
 from llmpq.runtime.step_message import StepMessage, result_width
 from llmpq.runtime.trace import KindTotals
+from llmpq.runtime.upload import upload
 
 WARM_UP_S = 2.0
 """How long a stage on a CPU goes on running shapes to come."""
@@ -55,6 +56,9 @@ class PagedStageCompute:
         """Whether a step may name tokens by -1 that the step before has yet to produce."""
         return False
 
+    def end_speculation(self) -> None:
+        """Nothing is kept for drafts here."""
+
     def leave_on_device(self, *, hidden: bool, tokens: bool = False) -> None:
         """Say what this stage's links take from the device; a CPU's are the host's own."""
         assert not hidden and not tokens, "hosts keep nothing on a device"
@@ -75,7 +79,7 @@ class PagedStageCompute:
         tokens and those (see `result_width`).
         """
         self.kv.take_rows(message.paged, message.starts)
-        wanted = [1 + len(row.drafts) if row.samples else 0 for row in message.paged]
+        wanted = [num_wanted(row) for row in message.paged]
         num_tokens = sum(message.num_new)
         step = RaggedStep.of_rows(
             message.slots,
@@ -97,34 +101,39 @@ class PagedStageCompute:
             return output[:, :num_tokens].cpu()
         if self.sampler.scores_prompts(message):
             self._score_prompts(output, step, message)
+        return self._result(self.model.logits(output, step) if step.wanted else None, message)
+
+    def _result(self, logits_NV: Tensor | None, message: StepMessage) -> Tensor:
+        """Return the rows' new tokens of the logits they want, one row's behind the other's."""
         rows: list[list[int]] = [[-1]] * message.num_rows
-        if step.wanted:
-            self._pick(self.model.logits(output, step), message, wanted, rows)
+        if logits_NV is not None:
+            self._pick(logits_NV, message, rows)
         if not any(row.drafts for row in message.paged):
             return torch.tensor(rows)
         width = result_width(message.kind, 0, message.paged) - 1
         return torch.tensor([[len(row), *row, *[0] * (width - len(row))] for row in rows])
 
-    def _pick(
-        self, logits_NV: Tensor, message: StepMessage, wanted: Sequence[int], rows: list[list[int]]
-    ) -> None:
+    def _pick(self, logits_NV: Tensor, message: StepMessage, rows: list[list[int]]) -> None:
         """Put the new tokens of the rows that sample in their places."""
+        wanted = [num_wanted(row) for row in message.paged]
         first = [sum(wanted[:row]) for row in range(len(wanted))]
-        plain = [row for row, count in enumerate(wanted) if count == 1]
-        if plain:
-            logits_BV = logits_NV[[first[row] for row in plain]]
-            tokens = self.sampler.pick(logits_BV, rows_of(message, plain)).tolist()
-            for row, token in zip(plain, tokens, strict=True):
-                rows[row] = [token]
-        for row, count in enumerate(wanted):
-            if count > 1:
-                (rows[row],) = accept(
-                    logits_NV[None, first[row] : first[row] + count],
-                    [message.paged[row].drafts],
-                    [None],
-                    [message.sampling[row]],
-                    [message.sample_steps[row]],
+        for count in sorted(set(wanted) - {0}):
+            alike = [row for row, own in enumerate(wanted) if own == count]
+            places = [first[row] + place for row in alike for place in range(count)]
+            logits = logits_NV[upload(places, torch.long, logits_NV.device)]
+            if count == 1:
+                tokens = self.sampler.pick(logits, rows_of(message, alike))
+                found = [[token] for token in tokens.tolist()]
+            else:
+                found = accept(
+                    logits.view(len(alike), count, -1),
+                    [message.paged[row].drafts for row in alike],
+                    [None] * len(alike),
+                    [message.sampling[row] for row in alike],
+                    [message.sample_steps[row] for row in alike],
                 )
+            for row, new in zip(alike, found, strict=True):
+                rows[row] = new
 
     def _score_prompts(self, hidden_BQH: Tensor, step: RaggedStep, message: StepMessage) -> None:
         """Note scores of prompts' tokens, of one row after the other."""
@@ -133,10 +142,10 @@ class PagedStageCompute:
             own = hidden_BQH[:, span.first : span.first + span.count]
             self.sampler.score_prompts(self.model.head, own, rows_of(message, [row]))
 
-    def warm_up(self, rows: int, step_tokens: int) -> None:
+    def warm_up(self, rows: int, step_tokens: int, *, gamma: int = 0) -> None:
         """Run steps of zeros through the first block, so that first times count as others.
 
-        What they leave in the cache belongs to nobody.
+        What they leave in the cache belongs to nobody. `gamma`: drafts that rows will have.
         """
         left_s, token_s = WARM_UP_S, 0.0
         counts = [*range(rows, 0, -1), *_rungs(step_tokens)]
@@ -175,6 +184,11 @@ def _rungs(step_tokens: int) -> list[int]:
         rungs.append(count)
         count -= 1 << max(0, (count - 1).bit_length() - 4)
     return rungs
+
+
+def num_wanted(row: PagedRow) -> int:
+    """Return how many logits a row wants: of its newest tokens."""
+    return 1 + len(row.drafts) if row.samples else 0
 
 
 def rows_of(message: StepMessage, rows: Sequence[int]) -> StepMessage:

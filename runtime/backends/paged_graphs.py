@@ -56,10 +56,14 @@ class PagedGraphs(DecodeGraphs):
         chunks: bool,
         most_tokens: int,
         num_slots: int,
+        verifies: bool = False,
         **options: Any,
     ) -> None:
-        """`chunks`: rows may have several tokens; `most_tokens`: of a step."""
-        self._chunks, self._nobody = chunks, num_slots
+        """`chunks`: rows may have several tokens; `most_tokens`: of a step.
+
+        `verifies`: hidden states of every place are the outcome, for whoever asks several of a row.
+        """
+        self._chunks, self._nobody, self._verifies = chunks, num_slots, verifies
         self._places = rung(most_tokens) if chunks else rounded_rows(num_slots, num_slots)
         self._pages = kv
         self._prompts: tuple[tuple[int, int], ...] = ()
@@ -141,9 +145,10 @@ class PagedGraphs(DecodeGraphs):
         x = hidden_BQh
         if x is None:
             x = torch.where(tokens_T < 0, self.last_token_S[where.slots_T], tokens_T)[None]
+        every_place = every_place or self._verifies
         last_only = self._chunks and self._model.head is not None and not every_place
         y = self._model(x, step, self._kv, last_only=last_only)
-        if self._model.head is None:
+        if self._model.head is None or self._verifies:
             return StepOutput(hidden_BQh=y)
         logits_RV = self._model.logits(y, step)
         tokens_R = argmax(logits_RV, slots_B=where.slots_R, table_S=self.last_token_S)

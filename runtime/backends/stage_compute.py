@@ -76,6 +76,13 @@ class StageCompute:
         self.draft = build_draft(mode, self.model, kv) if view is None else DraftModel(view, kv, 0)
         return self.draft.extra_bytes + copy_bytes
 
+    def end_speculation(self) -> None:
+        """Go on without drafts, and without what was kept for them; no draft may be under way."""
+        self.draft, self._truncates = None, False
+        self._draft_probs.clear()
+        if isinstance(self.kv, DualKV):
+            self.kv = self.kv.inner
+
     @property
     def runs_ahead(self) -> bool:
         """Whether a step may name tokens by -1 that the step before has yet to produce."""

@@ -8,6 +8,7 @@ of the newest tokens than a draft is long.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
@@ -77,6 +78,13 @@ class DualKV(KVCache):
         """Whether `catch_up` appends the step's tokens to the copy; else each layer does."""
         short = not step.fresh and step.q_len <= HOLDBACK_TOKENS
         return short and self.inner.plain is not None and self.copy.cache.uses_kernels
+
+    def keep(self, layer: int, step: Step, append: Callable[[LowBitKV], None]) -> None:
+        """Give the copy what a layer has appended to the 16-bit cache: `append`, or all at last."""
+        if not self.catches_up(step):
+            append(self.copy)
+        elif self.inner.plain is not None and layer + 1 == len(self.inner.plain.k):
+            self.catch_up(step)
 
     def catch_up(self, step: Step) -> None:
         """Append to the copy what a step has left in all layers of the 16-bit cache."""

@@ -30,8 +30,11 @@ def make_paged_kv(
     if torch.device(device).type == "cuda":
         # Triton is not imported where there is no GPU.
         from llmpq.runtime.cache.paged_device_kv import PagedDeviceKV
+        from llmpq.runtime.cache.paged_latent_kv import PagedLatents
         from llmpq.runtime.cache.paged_packed_kv import PagedPackedKV
 
+        if kv is KVPrecision.KV16 and spec.latent is not None:
+            return PagedLatents(spec, layers=layers, size=size, dtype=dtype, device=device)
         if kv is KVPrecision.KV16:
             return PagedDeviceKV(spec, layers=layers, size=size, dtype=dtype, device=device)
         return PagedPackedKV(spec, kv, layers=layers, size=size, dtype=dtype, device=device)

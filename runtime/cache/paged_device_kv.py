@@ -30,6 +30,7 @@ from llmpq.model_spec import ModelSpec
 from llmpq.pool_size import PoolSize
 from llmpq.precision import KVPrecision
 from llmpq.runtime.cache.device_pages import DevicePages, write_blocks
+from llmpq.runtime.cache.host_blocks import HostBlocks
 from llmpq.runtime.paged_step import PagedStep
 from llmpq.runtime.request import PagedRow
 from llmpq.runtime.step import Step
@@ -110,6 +111,7 @@ class PagedDeviceKV(DevicePages):
         self.launches = PagedPlan.of(
             spec.heads, spec.kv_heads, spec.head_dim, dtype, device, window
         )
+        self._on_host = HostBlocks((self.whole.k, self.whole.v))
         self.num_dealt = DEALT * self.launches.programs * (2 if window else 1)
 
     @property
@@ -118,7 +120,8 @@ class PagedDeviceKV(DevicePages):
         return self.whole.nbytes + self.windowed.nbytes
 
     def take_rows(self, rows: Sequence[PagedRow], starts: Sequence[int]) -> None:
-        """Write the blocks that a step's rows got to the tables."""
+        """Write the blocks that a step's rows got to the tables; copy what hosts keep."""
+        self._on_host.take_rows(rows)
         self.whole.take([(row.slot, row.first_block, row.new_blocks) for row in rows])
         if self.has_windows:
             self.windowed.take(

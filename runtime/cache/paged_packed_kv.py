@@ -126,8 +126,6 @@ class PagedPackedKV(DevicePages):
     ) -> Tensor:
         """Append the step's keys and values, then return its causal attention [1, T, H, D]."""
         assert isinstance(step, PagedStep)
-        if not rule.is_plain:
-            raise ValueError("a GPU's KV cache of 8, 4 or 2 bits knows no windows, caps or sinks")
         q_THD, k_TGD, v_TGD = q_BQHD[0], k_BQGD[0], v_BQGD[0]
         if step.chunks and inv_freq is not None:
             places_T = step.once("new places", lambda: new_places(step.where))
@@ -142,6 +140,7 @@ class PagedPackedKV(DevicePages):
             alibi_slopes_H=alibi_slopes_H,
             inv_freq=inv_freq,
             factor=factor,
+            rule=rule,
         )
         return out_THD[None]
 

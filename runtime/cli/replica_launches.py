@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from llmpq.cluster import Cluster
-from llmpq.plan import Plan
 from llmpq.runtime.cli.plan_file import load_plan
 from llmpq.runtime.cli.serve_flags import ServeOptions, engine_options
-from llmpq.runtime.plan_choice import Wishes, choose_plan
+from llmpq.runtime.launch.planned_kv import AUTO
+from llmpq.runtime.plan_choice import Chosen, Wishes, choose_plan
 from llmpq.runtime.serve.replicas.device_shares import gpus_of_copies, shares_of
 from llmpq.runtime.serve.replicas.replica_server import ReplicaLaunch
 from llmpq.this_machine import read_gpus, this_machine, visible
@@ -17,51 +18,57 @@ from llmpq.this_machine import read_gpus, this_machine, visible
 def launches_of(options: ServeOptions) -> list[ReplicaLaunch]:
     """Return how each replica is started; `ValueError` where the devices are too few."""
     plans = _copies(options) if options.plan is not None else _planned(options)
-    speeds = [None if plan.predicted is None else plan.predicted.output_tokens_per_s
-              for plan, _ in plans]  # fmt: skip
+    speeds = [None if one.plan.predicted is None else one.plan.predicted.output_tokens_per_s
+              for one, _ in plans]  # fmt: skip
     known = [speed for speed in speeds if speed]
     return [
         ReplicaLaunch(
             model=options.model,
-            engine=_engine(options, plan),
+            engine=_engine(options, chosen),
             gpus=gpus,
             speed=speed if speed and len(known) == len(plans) else 1.0,
         )
-        for (plan, gpus), speed in zip(plans, speeds, strict=True)
+        for (chosen, gpus), speed in zip(plans, speeds, strict=True)
     ]
 
 
-def _copies(options: ServeOptions) -> list[tuple[Plan, tuple[int, ...]]]:
+def _copies(options: ServeOptions) -> list[tuple[Chosen, tuple[int, ...]]]:
     plan = load_plan(str(options.plan))
-    wishes = Wishes(max_model_len=options.max_model_len, kv_pool=options.kv_pool)
-    choose_plan(options.model, plan, options.cluster, wishes)  # refuses what does not go together
+    wishes = replace(_wishes(options), max_num_seqs=None, dtype=AUTO)
+    chosen = choose_plan(options.model, plan, options.cluster, wishes)
     gpus = gpus_of_copies(plan, options.replicas, len(visible(read_gpus())))
-    return [(plan, own) for own in gpus]
+    return [(chosen, own) for own in gpus]
 
 
-def _planned(options: ServeOptions) -> list[tuple[Plan, tuple[int, ...]]]:
-    """Plan for each share; equal shares are planned once."""
-    cluster = this_machine() if options.cluster is None else Cluster.load(options.cluster)
-    wishes = Wishes(
+def _wishes(options: ServeOptions) -> Wishes:
+    engine = engine_options(options)
+    return Wishes(
         max_model_len=options.max_model_len,
         max_num_seqs=options.max_num_seqs,
         dtype=options.dtype,
         kv_cache_dtype=options.kv_cache_dtype,
-        kv_pool=options.kv_pool,
+        kv_pool=engine["kv_pool"],
+        speculate=engine["speculate"],
     )
-    made: dict[str, Plan] = {}
+
+
+def _planned(options: ServeOptions) -> list[tuple[Chosen, tuple[int, ...]]]:
+    """Plan for each share; equal shares are planned once."""
+    cluster = this_machine() if options.cluster is None else Cluster.load(options.cluster)
+    wishes = _wishes(options)
+    made: dict[str, Chosen] = {}
     found = []
     for share in shares_of(cluster, options.replicas):
         key = share.cluster.dump_json()
         if key not in made:
-            made[key] = choose_plan(options.model, None, share.cluster, wishes).plan
+            made[key] = choose_plan(options.model, None, share.cluster, wishes)
         found.append((made[key], share.gpus))
     return found
 
 
-def _engine(options: ServeOptions, plan: Plan) -> dict[str, Any]:
+def _engine(options: ServeOptions, chosen: Chosen) -> dict[str, Any]:
     """Return what a replica's `LLM` is given; a plan of slots says itself how long requests are."""
-    given = {**engine_options(options), "plan": plan.dump_json()}
-    if options.kv_pool or all(stage.is_cpu for stage in plan.stages):
+    given = {**engine_options(options), "plan": chosen.plan.dump_json()}
+    if chosen.pooled:
         given["max_model_len"] = options.max_model_len
     return given

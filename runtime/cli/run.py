@@ -33,6 +33,7 @@ from llmpq.runtime.cli.run_flags import (
     check_flags,
     deadlines_of,
     defaults_of,
+    kv_pool_wish,
     launch_of,
 )
 from llmpq.runtime.cli.speculation_choice import choose_speculation
@@ -306,10 +307,9 @@ def _settings(options: RunOptions, plan: Plan) -> StageSettings:
         gamma=drafts.gamma,
         costs=drafts.costs,
         links=options.links,
+        gpu_pool=kv_pool_wish(options.kv_pool, options.no_kv_pool),
         copy_weights=options.copy_weights,
-        layer_cache=None
-        if options.layer_cache is None
-        else str(Path(options.layer_cache).resolve()),
+        layer_cache=options.layer_cache and str(Path(options.layer_cache).resolve()),
     )
 
 

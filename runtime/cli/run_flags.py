@@ -24,8 +24,6 @@ from llmpq.runtime.sampling_params import TokenChoice
 from llmpq.runtime.text.batch_rows import Defaults
 from llmpq.speculation import MAX_GAMMA, MODES
 
-KV_POOL_HELP = "on GPUs, too, keep KV in one pool of blocks, not a slot a request (no drafts)"
-"""On CPUs there is no other way."""
 NOTES = """\
 commands (flags alone mean `run`): run, serve, check, doctor, bench, eval, convert; each has
 its own --help.
@@ -41,6 +39,8 @@ class RunOptions:
     input: str
     output: str
     kv_cache_dtype: str
+    kv_pool: bool
+    no_kv_pool: bool
     cluster: str | None
     from_ray: str | None
     profile: bool
@@ -122,10 +122,26 @@ def run_parser() -> CommandParser:
     )
     kv = "kv16, kv8, kv4 or kv2 (int8, int4, int2) instead of what the plan says"
     job.flag("--kv-cache-dtype", default=AUTO, metavar="KV", help=kv)
+    add_kv_pool(job)
     _add_sampling(parser.section("tokens (rows may say otherwise)"))
     add_speculation(parser.section("speculation"), daily=True)
     _add_launch(parser.section("launch"))
     return parser
+
+
+def add_kv_pool(section: Section) -> None:
+    """Declare `--kv-pool` and `--no-kv-pool`; neither: a pool wherever one serves."""
+    pool = "on GPUs, too, KV in one pool of blocks, or say why not (default: where it can be)"
+    section.flag("--kv-pool", action="store_true", help=pool)
+    slots = "on GPUs a slot of the plan's length for every request, as drafts have it"
+    section.flag("--no-kv-pool", action="store_true", help=slots)
+
+
+def kv_pool_wish(kv_pool: bool, no_kv_pool: bool) -> bool | None:
+    """Return what the two flags say; `ValueError` where they contradict."""
+    if kv_pool and no_kv_pool:
+        raise ValueError("--kv-pool and --no-kv-pool contradict: give one of them")
+    return True if kv_pool else False if no_kv_pool else None
 
 
 def add_plan(section: Section, *, required: bool = False, text: str = "") -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from llmpq.command_line import CommandParser, Only, Section
-from llmpq.runtime.cli.run_flags import KV_POOL_HELP, add_plan
+from llmpq.runtime.cli.run_flags import add_kv_pool, add_plan, kv_pool_wish
 from llmpq.runtime.launch.launcher import BACKENDS, Backend
 from llmpq.runtime.launch.planned_kv import AUTO
 from llmpq.runtime.serve.settings import ServeSettings, ToolFormat
@@ -25,6 +25,7 @@ class ServeOptions:
     max_num_batched_tokens: int | None
     no_prefix_cache: bool
     kv_pool: bool
+    no_kv_pool: bool
     max_num_seqs: int | None
     dtype: str
     kv_cache_dtype: str
@@ -65,7 +66,7 @@ def engine_options(options: ServeOptions) -> dict[str, Any]:
         "gamma": options.gamma,
         "max_num_batched_tokens": options.max_num_batched_tokens,
         "enable_prefix_caching": not options.no_prefix_cache,
-        "kv_pool": options.kv_pool,
+        "kv_pool": kv_pool_wish(options.kv_pool, options.no_kv_pool),
     }
 
 
@@ -91,15 +92,16 @@ def serve_parser() -> CommandParser:
     what.flag("--served-model-name", daily=True, action="append", metavar="NAME", help=name)
     unplanned = Only(lambda a: a.plan is None, "with --plan, whose plan says it", "re-plan")
     length = (
-        "tokens of a prompt and its answer (default: the model's positions; on GPUs a plan says "
-        "it, unless --kv-pool)"
+        "tokens of a prompt and its answer (default: the model's positions; with --no-kv-pool a "
+        "plan says it on GPUs)"
     )
     what.flag("--max-model-len", daily=True, type=int, metavar="N", help=length)
     what.flag(
         "--max-num-seqs", daily=True, type=int, metavar="N", only=unplanned, help="answers at once"
     )
-    what.flag("--kv-pool", action="store_true", help=KV_POOL_HELP)
-    step = "tokens of a step over a pool: a long prompt holds answers up no longer (default: 512)"
+    add_kv_pool(what)
+    step = "tokens of a step over a pool: a long prompt holds answers up no longer (default: 512, "
+    step += "or what the plan's costs have ready in 0.1 s)"
     what.flag("--max-num-batched-tokens", type=int, metavar="N", help=step)
     what.flag("--no-prefix-cache", action="store_true", help="compute anew what prompts share")
     what.flag(

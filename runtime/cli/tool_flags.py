@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from llmpq.command_line import CommandParser, Only, Section
 from llmpq.precision import Precision
 from llmpq.runtime.cli.run_flags import (
-    KV_POOL_HELP,
+    add_kv_pool,
     add_master_addr,
     add_plan,
     add_speculation,
@@ -95,6 +95,7 @@ class BenchOptions:
     in_process: bool
     no_graphs: bool
     kv_pool: bool
+    no_kv_pool: bool
     links: LinkChoice | None
     ray_address: str | None
     master_addr: str | None
@@ -245,7 +246,7 @@ def _add_how(how: Section) -> None:
     how.flag("--backend", choices=BACKENDS, only=started, help=BACKEND_HELP)
     how.flag("--in-process", action="store_true", daily=True, help="as --backend threads")
     how.flag("--no-graphs", action="store_true", help="no CUDA graphs")
-    how.flag("--kv-pool", action="store_true", help=KV_POOL_HELP)
+    add_kv_pool(how)
     how.flag("--links", choices=LINK_CHOICES, only=started, help="between GPUs (default: auto)")
     how.flag("--ray-address", also=("--address",), only=started, help="join this Ray")
     add_master_addr(how, only=started)

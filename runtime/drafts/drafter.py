@@ -11,6 +11,11 @@ from llmpq.runtime.request import Request
 class Drafter(Protocol):
     """Chooses how many tokens a group drafts before it verifies, and may supply them itself."""
 
+    @property
+    def in_vain(self) -> bool:
+        """Whether drafts can pay at no batch and context, so that they may end for good."""
+        ...
+
     def gamma(self, requests: Sequence[Request]) -> int:
         """Return the draft length for a group; 0 means plain decoding."""
         ...

@@ -75,6 +75,11 @@ class FixedDrafter:
         self.mode, self._gamma = mode, gamma
         self.acceptance = Acceptance()
 
+    @property
+    def in_vain(self) -> bool:
+        """Whether drafts can pay at no batch and context: never where their length is given."""
+        return False
+
     def gamma(self, requests: Sequence[Request]) -> int:
         """Return the draft length for a group."""
         return self._gamma
@@ -106,9 +111,14 @@ class AutoDrafter(FixedDrafter):
     """Least predicted gain for which a group of some size changes its draft length: the estimate
     wavers, and near the best length the speed hardly depends on it."""
 
-    PROBES, PROBE_EVERY = 32, 64
+    PROBES, PROBE_EVERY = 16, 64
     """N-grams are accepted as the text has it, and only drafts tell: so many are tried, and then
     one in so many rounds, where they do not seem to pay. Finding them costs nothing."""
+
+    JUDGED, LOOK_EVERY = 12, 8
+    """A model's drafts are given up once so many were judged and, looked at every so many rounds
+    without any, what was kept of them makes them pay nowhere: a copy of the cache is kept for them.
+    Until then they are tried, whatever the clock says."""
 
     def __init__(
         self,
@@ -117,9 +127,13 @@ class AutoDrafter(FixedDrafter):
         *,
         acceptance: float | None = None,
         lengths: Sequence[int] = range(1, MAX_GAMMA + 1),
+        corners: Sequence[tuple[int, float]] = (),
         clock: Callable[[], float] | None = None,
     ) -> None:
-        """`lengths`: those to choose from, 0 beside them. `clock`: the host's, to stop by it."""
+        """`lengths`: those to choose from, 0 beside them. `clock`: the host's, to stop by it.
+
+        `corners`: the (rows, context) that drafts have to pay at one of, not to be given up.
+        """
         super().__init__(mode, MAX_GAMMA)
         self._clock = clock
         self._clocked: dict[int, RoundTimes] = {}
@@ -133,16 +147,25 @@ class AutoDrafter(FixedDrafter):
         """Rows of a group -> the draft length chosen last."""
         self._idle_rounds = 0
         self._known = self.PRIOR_TOKENS
+        self._corners = corners
+        self._in_vain = False
+
+    @property
+    def in_vain(self) -> bool:
+        """Whether the acceptance that was observed makes drafts pay nowhere."""
+        return self._in_vain
 
     def gamma(self, requests: Sequence[Request]) -> int:
         """Return the draft length for a group; 0 where drafting does not pay, or did not."""
         rows = len(requests)
         clocked = self._clocked_for(rows)
-        allowed = clocked is None or clocked.allows()
+        allowed = clocked is None or clocked.allows() or self._on_trial
         gamma = self._predicted(requests) if allowed else 0
         if clocked is not None:
             clocked.started(drafting=gamma > 0, rows=rows)
         self._idle_rounds = 0 if gamma > 0 else self._idle_rounds + 1
+        if self._idle_rounds % self.LOOK_EVERY == self.LOOK_EVERY - 1:
+            self._in_vain = self._pays_nowhere()
         self.chosen[gamma] = self.chosen.get(gamma, 0) + 1
         return gamma
 
@@ -173,6 +196,26 @@ class AutoDrafter(FixedDrafter):
             gamma = min(self._lengths) if untried or self._idle_rounds >= self.PROBE_EVERY else 0
         return gamma
 
+    @property
+    def _may_end(self) -> bool:
+        return self.mode != "ngram" and bool(self._corners)
+
+    @property
+    def _on_trial(self) -> bool:
+        """Whether drafts that may be given up have yet to be judged, once some were."""
+        return self._may_end and 0 < self._known - self.PRIOR_TOKENS < self.JUDGED
+
+    def _pays_nowhere(self) -> bool:
+        """Whether drafts pay nowhere at what was kept of them, the prior left out."""
+        judged = self._known - self.PRIOR_TOKENS
+        if not self._may_end or judged < self.JUDGED:
+            return False
+        kept = (sum(self.acceptance.accepted) + 1) / (judged + 2)
+        return not any(
+            best_gamma(self._times, kept, rows=rows, context=context, lengths=self._lengths)[0]
+            for rows, context in self._corners
+        )
+
     def observe(self, num_drafted: int, num_accepted: int) -> None:
         """Take note of one request's verify and update the acceptance per token."""
         super().observe(num_drafted, num_accepted)
@@ -192,6 +235,7 @@ def speculation_report(drafter: FixedDrafter) -> dict[str, Any]:
     return {
         "mode": drafter.mode,
         "gamma": "auto" if isinstance(drafter, AutoDrafter) else drafter.gamma(()),
+        "given_up": drafter.in_vain,
         "rounds_by_gamma": drafter.chosen if isinstance(drafter, AutoDrafter) else {},
         "verifies": seen.verifies,
         "acceptance": seen.rate,

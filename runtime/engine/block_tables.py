@@ -41,6 +41,12 @@ class Holder:
     admission: int = 0
     """How often it was let in."""
     resumes: bool = False
+    kept: list[int] = field(default_factory=list)
+    """Under which numbers hosts keep its first blocks, since it was preempted."""
+    num_kept: int = 0
+    """Tokens of these."""
+    loads: list[tuple[int, int]] = field(default_factory=list)
+    """Numbers of `kept` and the blocks that they are to go to with its next row."""
 
     @property
     def num_tokens(self) -> int:
@@ -79,6 +85,7 @@ class Holder:
             first_window_block=first_window_block,
             new_window_blocks=new_window_blocks,
             resumes=self.resumes,
+            loads=tuple(self.loads),
             sample_step=self.num_sampled,
             admission=self.admission,
         )
@@ -102,6 +109,10 @@ class BlockTables:
         self._watermark = max(1, int(WATERMARK * limits.num_blocks))
         self.windows = WindowTables(limits, self._watermark) if limits.window else None
         """Of the layers with a window; None where all layers share the pool."""
+        self._free_numbers = list(range(limits.host_blocks))
+        """Under which hosts keep nothing."""
+        self.saves: list[tuple[int, int]] = []
+        """Blocks and numbers, that stages are to be told with the next step."""
         self.prefix_queries = self.prefix_hits = 0
         """Tokens of prompts let in, and how many of them were found in the prefix cache."""
 
@@ -170,6 +181,11 @@ class BlockTables:
         holder.blocks, holder.num_told, holder.num_registered = hits, 0, len(hits)
         holder.num_computed = len(hits) * BLOCK_TOKENS + self._limits.tail if hits else 0
         holder.resumes = bool(hits)
+        if holder.num_kept > holder.num_computed:
+            rest = self.pool.take(self.blocks(holder.num_kept) - len(hits))
+            holder.loads = list(zip(holder.kept[len(hits) :], rest, strict=True))
+            holder.blocks = [*hits, *rest]
+            holder.num_computed = holder.num_kept
         if holder.admission == 0:
             holder.request.num_prefix_hits = holder.num_computed
             self.prefix_queries += len(holder.request.prompt)
@@ -182,6 +198,23 @@ class BlockTables:
         if self.windows:
             self.windows.release(holder.window)
         holder.blocks, holder.num_computed = [], 0
+
+    def keep(self, holder: Holder) -> None:
+        """Have hosts keep what a request has computed, if there is room, before it is released."""
+        if holder.loads:  # not there yet: hosts still keep it
+            holder.loads = []
+            return
+        self.forget(holder)
+        count = self.blocks(holder.num_computed)
+        if 0 < count <= len(self._free_numbers):
+            holder.kept, holder.num_kept = self._free_numbers[:count], holder.num_computed
+            del self._free_numbers[:count]
+            self.saves += zip(holder.blocks, holder.kept, strict=False)
+
+    def forget(self, holder: Holder) -> None:
+        """Let hosts keep nothing of a request any more."""
+        self._free_numbers += holder.kept
+        holder.kept, holder.num_kept, holder.loads = [], 0, []
 
     def register(self, holder: Holder, end: int) -> None:
         """Let the blocks that the tokens before `end` fill be found by others."""
@@ -198,6 +231,8 @@ class BlockTables:
     def check(self, holders: Iterable[Holder]) -> None:
         """Raise `AssertionError` if a block is lost, owned twice or held for nothing; for tests."""
         several = list(holders)
+        numbers = [number for holder in several for number in holder.kept] + self._free_numbers
+        assert sorted(numbers) == list(range(self._limits.host_blocks)), "a number is lost"
         self.pool.check(holder.blocks for holder in several)
         if self.windows:
             self.windows.check((holder.window, holder.num_computed) for holder in several)

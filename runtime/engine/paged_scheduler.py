@@ -3,8 +3,9 @@
 A step is a list of (request, range of its tokens): a decoding row is a range of one, a chunk of a
 prompt a longer one, a row with drafts the newest token and what was drafted behind it. All three
 go together. A request is let in while blocks are free above a watermark, gets blocks as it grows,
-and reserves none for what it may still ask; without blocks the youngest is preempted and computed
-again later. The oldest is never preempted by another and fits the pool alone, so it always ends.
+and reserves none for what it may still ask; without blocks the youngest is preempted: hosts keep
+its blocks, or it is computed again later. The oldest is never preempted by another and fits the
+pool alone, so it always ends.
 
 The caller asks `next_micro_batch()` as often as it likes and reports each result, in the order the
 micro-batches were issued, with `complete()`: stages see steps in that order, which is why blocks
@@ -98,6 +99,15 @@ class PagedScheduler:
     def drafts(self) -> bool:
         """Whether requests may be drafted for."""
         return self._drafter is not None
+
+    @property
+    def drafts_in_vain(self) -> bool:
+        """Never: drafts of a pool need no model, and nothing is kept for them."""
+        return False
+
+    def end_drafts(self) -> None:
+        """Draft no more."""
+        self._drafter = None
 
     @property
     def idle(self) -> bool:
@@ -301,7 +311,9 @@ class PagedScheduler:
         return True
 
     def _preempt(self, holder: Holder) -> None:
-        """Have a running request wait, its blocks free, to be computed again."""
+        """Have a running request wait, its blocks free, kept by hosts or to be computed again."""
+        if self._drafter is None:  # what of drafts counts is not known yet
+            self.tables.keep(holder)
         self._let_go(holder)
         holder.request.num_preemptions += 1
         self.num_preemptions += 1
@@ -323,11 +335,13 @@ class PagedScheduler:
             tokens.append([*holder.tokens(start, end), *drafts])
             samples = end == holder.num_tokens
             rows.append(holder.row(samples=samples, drafts=drafts))
+            self.tables.forget(holder)
             holder.num_computed, holder.last_step = start + count, self._seq + 1
             if samples:
                 holder.num_sampled += 1
                 holder.in_flight += 1
                 self._go_ahead(holder)
+        rows[0].saves, self.tables.saves = tuple(self.tables.saves), []
         self._seq += 1
         self._steps += 1
         requests = [holder.request for holder in plan.holders]
@@ -377,6 +391,7 @@ class PagedScheduler:
             del request.output[request.output.index(UNKNOWN) :]
         request.finish_reason = reason
         del self._holders[request.id]
+        self.tables.forget(holder)
         if request.slot >= 0:
             self._let_go(holder)
         else:

@@ -31,6 +31,9 @@ class PoolLimits:
     """Decoding rows of a step at most."""
     num_stages: int = 1
     prefix_cache: bool = True
+    host_blocks: int = 0
+    """Blocks of preempted requests that hosts keep until those go on; the others' are computed
+    again."""
     tokens_ahead: int = 1
     """Steps of one request that may be under way: beyond 1 its next token is asked for before the
     last one is known, and thrown away if that ended the request."""
@@ -57,6 +60,8 @@ class PoolLimits:
         return min(self.max_len, cached + 1)
 
     def __post_init__(self) -> None:
+        if self.host_blocks and (self.window or self.kv is not KVPrecision.KV16):
+            raise ValueError("hosts keep blocks of 16 bits and of layers without windows alone")
         if self.window and self.window_blocks < spanned_blocks(self.window, BLOCK_TOKENS):
             raise ValueError(
                 f"a window of {self.window} tokens needs a pool of "

@@ -14,11 +14,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from heapq import heappop, heappush
-from typing import Literal
 
 from llmpq.runtime.drafts.drafter import Drafter
+from llmpq.runtime.engine.slot_limits import Limits
 from llmpq.runtime.request import FinishReason, MicroBatch, Request, Round, StepKind
 
 UNKNOWN = -1
@@ -29,42 +28,6 @@ MAX_PADDING, MAX_LARGE_PADDING = 0.3, 0.05
 the reading of weights pays for it as long as there are few of them."""
 LARGE_PREFILL = 1024
 """Tokens from which on a prefill takes what its tokens take, padding included."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """What the plan allows: slots, lengths and micro-batch sizes."""
-
-    num_slots: int
-    prompt_len: int
-    """Longest prompt the plan's memory was computed for."""
-    max_len: int
-    """Tokens one KV slot holds."""
-    prefill_microbatch: int
-    decode_microbatch: int
-    num_stages: int = 1
-    batching: Literal["continuous", "static"] = "continuous"
-    """`static` refills slots only when every running request has ended (for comparison)."""
-
-    def check(self, request: Request) -> None:
-        """Raise `ValueError` if a request can never run under these limits."""
-        length = len(request.prompt)
-        if length == 0:
-            raise ValueError("the prompt has no tokens; expected at least one")
-        if length > self.prompt_len:
-            raise ValueError(
-                f"the prompt has {length} tokens, the plan was made for prompts of at most "
-                f"{self.prompt_len}; re-plan with llmpq-algo --s {length}"
-            )
-        if request.max_new < 1:
-            raise ValueError(f"max_tokens must be at least 1, got {request.max_new}")
-        if length + request.max_new - 1 > self.max_len:
-            raise ValueError(
-                f"a prompt of {length} tokens and {request.max_new} new ones need "
-                f"{length + request.max_new - 1} cache positions, the plan has {self.max_len} a "
-                f"slot; ask for at most {self.max_len - length + 1} tokens or re-plan with a "
-                "larger --n"
-            )
 
 
 def max_in_flight(num_stages: int) -> int:
@@ -122,6 +85,15 @@ class Scheduler:
     def drafts(self) -> bool:
         """Whether requests may be drafted for."""
         return self._drafter is not None
+
+    @property
+    def drafts_in_vain(self) -> bool:
+        """Whether drafts pay nowhere and none is half done, so that they may end."""
+        return self._drafter is not None and self._drafter.in_vain and not self._resumable
+
+    def end_drafts(self) -> None:
+        """Draft no more; no step may be under way."""
+        self._drafter, self.whole_rounds = None, False
 
     @property
     def idle(self) -> bool:

@@ -49,6 +49,10 @@ class Compute(Protocol):
         """Note tokens of slots, sampled elsewhere, for steps that name them by -1."""
         ...
 
+    def end_speculation(self) -> None:
+        """Go on without drafts, and without what was kept for them."""
+        ...
+
 
 def result_tokens(
     kind: StepKind, result_BK: Tensor, rows_of_pool: Sequence[PagedRow] = ()
@@ -141,7 +145,7 @@ class FirstStage:
         while True:
             self._take_submissions(wait=self._scheduler.idle and not self._in_flight)
             self._end_late()
-            while len(self._in_flight) < self._max_in_flight:
+            while len(self._in_flight) < self._max_in_flight and not self._drafts_are_ending():
                 micro_batch = self._scheduler.next_micro_batch()
                 if micro_batch is None:
                     break
@@ -153,6 +157,20 @@ class FirstStage:
         if self._transport is not None:
             self._transport.send_step(STOP, None)
             self._transport.close()
+
+    def _drafts_are_ending(self) -> bool:
+        """End drafts that pay nowhere, for good; whether rounds under way have to end before.
+
+        One stage alone: others would have to be told.
+        """
+        if self._transport is not None or not self._scheduler.drafts_in_vain:
+            return False
+        if self._in_flight:
+            return True
+        self._scheduler.end_drafts()
+        self._compute.end_speculation()
+        self._runs_ahead = self._compute.runs_ahead
+        return False
 
     def _take_submissions(self, *, wait: bool) -> None:
         """Move submitted requests to the scheduler, waiting for one if there is nothing to do."""

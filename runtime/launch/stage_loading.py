@@ -34,7 +34,8 @@ def load_with_pool(
         step_tokens=limits.step_tokens,
         graphs=pool.settings.graphs,
     )
-    compute.warm_up(limits.decode_rows, limits.step_tokens)
+    drafted = pool.settings.gamma or 0 if pool.settings.speculate is not None else 0
+    compute.warm_up(limits.decode_rows, limits.step_tokens, gamma=drafted)
     return compute, report
 
 
@@ -90,4 +91,10 @@ def timed_drafter(compute: StageCompute, settings: StageSettings) -> AutoDrafter
         return None
     assert isinstance(compute, CudaStageCompute), "draft lengths need a cost model"
     times = compute.step_times()
-    return AutoDrafter(settings.speculate, times, lengths=times.lengths, clock=time.perf_counter)
+    return AutoDrafter(
+        settings.speculate,
+        times,
+        lengths=times.lengths,
+        corners=times.corners,
+        clock=time.perf_counter,
+    )

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
 from llmpq.plan import Plan
-from llmpq.runtime.engine.scheduler import Limits
+from llmpq.runtime.engine.slot_limits import Limits
 from llmpq.runtime.request import Request
 from llmpq.runtime.sampling_params import TokenChoice
 from llmpq.runtime.token_rules import TokenRules
@@ -44,11 +44,12 @@ class StageSettings:
     max_model_len: int | None = None
     """Tokens of a live request's prompt and answer at most; None: the model's positions."""
     step_tokens: int | None = None
-    """Tokens of a step of live requests, at most; None: `pool_plan.STEP_TOKENS`."""
+    """Tokens of a step of live requests, at most; None: as `pool_plan.PoolPlan` says."""
     prefix_cache: bool = True
     """Whether blocks of live requests are found again by others that begin alike."""
-    gpu_pool: bool = False
-    """On GPUs, too, KV is one pool of blocks; else requests have the plan's slots there."""
+    gpu_pool: bool | None = None
+    """Whether GPUs, too, keep KV in one pool of blocks, not in the plan's slots; None: for live
+    requests wherever they can, for jobs known beforehand where the plan states a pool."""
     packed_prompts: bool = False
     """Prompts, too, attend to packed keys and values, query by query; with a pool they always do.
     """

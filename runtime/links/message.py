@@ -33,7 +33,7 @@ from llmpq.runtime.token_rules import NO_RULES
 from llmpq.speculation import MAX_GAMMA
 
 _WIDTH = 10
-_PAGING_WIDTH = 8
+_PAGING_WIDTH = 10
 _KEPT = 4096
 """Values of which it is remembered how they are written: those of as many rows, about."""
 
@@ -91,15 +91,18 @@ def paging_size(header: Tensor) -> int:
 
 
 def max_paging_size(max_rows: int, max_blocks: int) -> int:
-    """Return the int64 of the longest paging: each row tells a whole table of `max_blocks`."""
-    return max_rows * (_PAGING_WIDTH + MAX_GAMMA + max_blocks)
+    """Return the int64 of the longest paging: each row tells a whole table of `max_blocks`.
+
+    Hosts may keep as many, and get as many back.
+    """
+    return max_rows * (_PAGING_WIDTH + MAX_GAMMA + 5 * max_blocks)
 
 
 def _paging_sizes(rows: Sequence[PagedRow]) -> Iterator[int]:
     """Yield the int64 that `pack_paging` writes of each row."""
     for row in rows:
         more = len(row.drafts) + len(row.new_blocks) + len(row.new_window_blocks)
-        yield _PAGING_WIDTH + more
+        yield _PAGING_WIDTH + more + 2 * (len(row.saves) + len(row.loads))
 
 
 def pack_paging(rows: Sequence[PagedRow]) -> Tensor:
@@ -109,7 +112,9 @@ def pack_paging(rows: Sequence[PagedRow]) -> Tensor:
         flags = int(row.samples) + 2 * int(row.resumes)
         values += [row.slot, flags, len(row.drafts), row.first_block, len(row.new_blocks)]
         values += [row.admission, row.first_window_block, len(row.new_window_blocks)]
+        values += [len(row.saves), len(row.loads)]
         values += [*row.drafts, *row.new_blocks, *row.new_window_blocks]
+        values += [number for pair in (*row.saves, *row.loads) for number in pair]
     return torch.tensor(values, dtype=torch.long)
 
 
@@ -118,12 +123,15 @@ def unpack_paging(message: StepMessage, paging: Tensor) -> StepMessage:
     values, rows, at = paging.tolist(), [], 0
     for sample_step in message.sample_steps if values else ():
         slot, flags, num_drafts, first_block, num_new, admission, first_window, num_window = values[
-            at : at + _PAGING_WIDTH
+            at : at + 8
         ]
+        num_saves, num_loads = values[at + 8 : at + _PAGING_WIDTH]
         drafts = at + _PAGING_WIDTH
         blocks = drafts + num_drafts
         windowed = blocks + num_new
-        at = windowed + num_window
+        saved = windowed + num_window
+        loaded = saved + 2 * num_saves
+        at = loaded + 2 * num_loads
         rows.append(
             PagedRow(
                 slot=slot,
@@ -133,12 +141,18 @@ def unpack_paging(message: StepMessage, paging: Tensor) -> StepMessage:
                 first_block=first_block,
                 new_blocks=tuple(values[blocks:windowed]),
                 first_window_block=first_window,
-                new_window_blocks=tuple(values[windowed:at]),
+                new_window_blocks=tuple(values[windowed:saved]),
+                saves=_pairs(values[saved:loaded]),
+                loads=_pairs(values[loaded:at]),
                 sample_step=sample_step,
                 admission=admission,
             )
         )
     return replace(message, paged=tuple(rows))
+
+
+def _pairs(values: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    return tuple(zip(values[::2], values[1::2], strict=True))
 
 
 @lru_cache(maxsize=_KEPT)

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -329,13 +330,14 @@ def _only_allowed(logits_GV: Tensor, bits_GB: Tensor) -> Tensor:
         from llmpq.kernels.fused.allowed_tokens import only_allowed
 
         return only_allowed(logits_GV, bits_GB)
-    return logits_GV.masked_fill(~unpacked(bits_GB, logits_GV.shape[-1]), -math.inf)
+    return logits_GV.masked_fill(unpacked(~bits_GB, logits_GV.shape[-1]), -math.inf)
 
 
 def unpacked(bits_GB: Tensor, vocab: int) -> Tensor:
     """Return bits of bytes as booleans [G, V]."""
-    shifts = torch.arange(8, dtype=torch.uint8, device=bits_GB.device)
-    return ((bits_GB[:, :, None] >> shifts) & 1).bool().flatten(1)[:, :vocab]
+    # numpy does in 10 us what takes torch 80.
+    bits = np.unpackbits(bits_GB.numpy(), axis=1, count=vocab, bitorder="little")
+    return torch.from_numpy(bits).view(torch.bool)
 
 
 def scores(logits_NV: Tensor, tokens_N: Tensor, most: int) -> list[TokenScores]:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from llmpq.kernels.cpu.side_by_side import side_by_side
 from llmpq.kernels.formats.quantized_weight import QuantizedWeight
+from llmpq.kernels.formats.weight_layout import SMALL
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import Precision, WeightScheme
 from llmpq.runtime.cache.kv_cache import KVCache
@@ -29,6 +30,7 @@ from llmpq.runtime.models.linear import Linear
 from llmpq.runtime.models.wiring import Wiring
 from llmpq.runtime.step import Step
 from llmpq.runtime.weights.gguf_checkpoint import GgufCheckpoint
+from llmpq.runtime.weights.quantized_checkpoint import QuantizedCheckpoint
 from llmpq.runtime.weights.sources import TensorSource
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -81,8 +83,11 @@ class StageModel(nn.Module):
             raise ValueError(f"{len(precisions)} precisions for {len(layers)} layers")
         place = torch.device(device)
         builder = _Builder(Wiring(spec, place, runner), spec, dtype, place)
-        if isinstance(source, GgufCheckpoint) and place.type == "cpu":
-            source.keep_codes(dict(zip(layers, map(scheme, precisions), strict=True)))
+        schemes = dict(zip(layers, map(scheme, precisions), strict=True))
+        small = any(made is not None and made.group_size in SMALL for made in schemes.values())
+        kept = place.type == "cpu" or small
+        if kept and isinstance(source, (GgufCheckpoint, QuantizedCheckpoint)):
+            source.keep_codes(schemes)
         readers: list[Reader] = [partial(source.layer, index, dtype) for index in layers]
         if first:
             readers.append(partial(source.embedding, dtype))

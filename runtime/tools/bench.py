@@ -28,6 +28,7 @@ from llmpq.output_paths import check_files, naming
 from llmpq.plan import Plan, QuantizationForm
 from llmpq.precision import KVPrecision, Precision
 from llmpq.runtime.cli.plan_file import load_plan
+from llmpq.runtime.cli.run_flags import kv_pool_wish
 from llmpq.runtime.cli.speculation_choice import Drafts, choose_speculation
 from llmpq.runtime.cli.tool_flags import JOB, BenchOptions
 from llmpq.runtime.launch.hand_plan import hand_plan, on_gpu
@@ -114,7 +115,7 @@ def make_bench(options: BenchOptions) -> Bench:
         model=model,
         dummy=options.load_format == "dummy",
         graphs=not options.no_graphs,
-        gpu_pool=options.kv_pool,
+        gpu_pool=kv_pool_wish(options.kv_pool, options.no_kv_pool),
         warm_up=options.warm_up,
         repeat=options.repeat,
         seed=options.seed,

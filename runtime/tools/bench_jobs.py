@@ -33,7 +33,7 @@ class Bench:
     model: str
     dummy: bool
     graphs: bool
-    gpu_pool: bool
+    gpu_pool: bool | None
     warm_up: int
     repeat: int
     seed: int

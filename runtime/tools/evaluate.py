@@ -281,6 +281,7 @@ def open_model(model: str, plan: Plan) -> LLM:
         backend="threads",
         max_num_batched_tokens=plan.workload.prompt_len,
         enable_prefix_caching=False,
+        kv_pool=False,
         packed_prompts=True,
     )
 

@@ -21,7 +21,8 @@ from typing import Any, Protocol
 from llmpq.families import FAMILIES
 from llmpq.gguf_file import is_gguf
 from llmpq.model_spec import ModelSpec
-from llmpq.runtime.weights.sources import ATOM_ROOT, INDEX, SINGLE, read_weight_map
+from llmpq.runtime.weights.sources import ATOM_ROOT, INDEX, SINGLE
+from llmpq.runtime.weights.weight_map import read_weight_map
 
 PIECE_BYTES = 8 << 20
 """What travels at once."""

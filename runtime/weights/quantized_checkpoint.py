@@ -7,7 +7,8 @@ What a tensor is called tells its form, so that every layer may have another one
     NAME.weight int8               compressed-tensors, int-quantized: weight_scale [N, 1]; inputs
                                    are rounded per token (w8a8)
     float_forms.py                 FP8, MXFP4, NVFP4, integers in other groups or orders: numbers,
-                                   which the plan's precision rounds as it would the original's
+                                   which the plan's precision rounds as it would the original's;
+                                   in groups of 32 or 64, codes where the plan has such groups
     NAME.qweight                   GPTQ or AWQ, as config.json says: qzeros, scales, g_idx
     llmpq.layers.I.LINEAR.codes    Atom (atom_weight.py): scale, outliers, outlier_scale,
                                    index_K; schemes in the file's metadata; the layer's norms and
@@ -38,10 +39,11 @@ from llmpq.kernels.formats.interchange import (
     from_gptq,
 )
 from llmpq.kernels.formats.quantized_weight import QuantizedWeight, from_codes
-from llmpq.kernels.formats.weight_layout import GROUP, Layout
+from llmpq.kernels.formats.weight_layout import GROUP, GROUPS, Layout
 from llmpq.model_config import read_config
 from llmpq.model_spec import ModelSpec
-from llmpq.precision import KVPrecision, padded_k
+from llmpq.precision import KVPrecision, WeightScheme, padded_k
+from llmpq.quantization_config import LAYER, is_centred, require_read
 from llmpq.runtime.models.part_shapes import Shapes
 from llmpq.runtime.weights.float_forms import (
     expert_numbers,
@@ -103,19 +105,13 @@ def stored_kv(directory: str | Path) -> KVPrecision:
 class QuantizedCheckpoint(CheckpointSource):
     """A directory whose config.json has a `quantization_config`."""
 
-    METHODS = ("compressed-tensors", "gptq", "awq", "llmpq", "fp8", "fbgemm_fp8", "mxfp4")
-
     def __init__(
         self, directory: str | Path, spec: ModelSpec, described: Mapping[str, Any]
     ) -> None:
         self._described = described
+        self._schemes: Mapping[int, WeightScheme | None] = {}
+        require_read(described, directory)
         super().__init__(directory, spec)
-        method = described.get("quant_method")
-        if method not in self.METHODS:
-            raise ValueError(
-                f"'{directory}': quantization method '{method}' is not supported; expected one of "
-                f"{', '.join(self.METHODS)}"
-            )
 
     def _is_known(self, name: str, expected: Collection[str]) -> bool:
         """Whether a tensor belongs to a quantised form of an expected one, or may be there."""
@@ -125,6 +121,10 @@ class QuantizedCheckpoint(CheckpointSource):
         if name.endswith(("_blocks", "_scales")) and name[: -len("_blocks")] in expected:
             return True
         return super()._is_known(name, expected)
+
+    def keep_codes(self, schemes: Mapping[int, WeightScheme | None]) -> None:
+        """Hand out codes in groups of 32 or 64 as they are where a layer's scheme has those."""
+        self._schemes = schemes
 
     def layer(self, index: int, dtype: torch.dtype) -> dict[str, Any]:
         """Read one decoder layer's parts, its linears packed."""
@@ -183,18 +183,32 @@ class QuantizedCheckpoint(CheckpointSource):
 
     def _is_foreign(self, stem: str, codes: str) -> bool:
         """Whether codes have groups or an order that no kernel takes (stored_precisions.py)."""
-        if f"{stem}.weight_g_idx" in self.file_of:
+        if f"{stem}.weight_g_idx" in self.file_of or self._described.get("desc_act"):
             return True
         if codes.endswith("weight_packed"):
             k = int(self.read(f"{stem}.weight_shape")[1])
             groups = self._header(f"{stem}.weight_scale")[1][1]
         else:
-            if self._described.get("desc_act"):
-                return True
             awq = self._described["quant_method"] == "awq"
             rows, groups = self._header(codes)[1][0], self._header(f"{stem}.scales")[1][0]
             k = rows if awq else rows * 32 // self._bits(stem)
-        return groups not in (1, -(-k // GROUP))
+        if groups in (1, -(-k // GROUP)):
+            return False
+        scheme = self._scheme_of(stem)
+        return scheme is None or not self._keeps(stem, scheme, groups, k)
+
+    def _scheme_of(self, stem: str) -> WeightScheme | None:
+        """Return what the plan stores a linear's layer as, where it is to keep codes."""
+        number = LAYER.search(stem)
+        return None if number is None else self._schemes.get(int(number[1]))
+
+    def _keeps(self, stem: str, scheme: WeightScheme, groups: int, k: int) -> bool:
+        """Whether a layer's scheme holds a linear's codes as they are."""
+        size = scheme.group_size
+        same = size in GROUPS and groups == -(-k // size) and scheme.bits == self._bits(stem)
+        return same and scheme.activation_bits == 16 and scheme.symmetric <= is_centred(
+            self._described, f"{stem}.weight_zero_point" in self.file_of
+        )  # fmt: skip
 
     def _bits(self, stem: str) -> int:
         """Return the bits of a linear's integer codes."""
@@ -241,8 +255,16 @@ class QuantizedCheckpoint(CheckpointSource):
                 f"'{self.directory}': {', '.join(stems)} are quantised differently; llmpq runs "
                 "them as one matrix and needs one scheme"
             )
-        zero_NG = None
-        if not all(piece.symmetric for piece in pieces):
+        zero_NG, scheme = None, self._scheme_of(stems[0])
+        kept = scheme is not None and scheme.group_size == pieces[0].group_size != GROUP
+        # With zeros where the plan counts them: those of centred codes are all the same.
+        with_zeros = kept and scheme is not None and not scheme.symmetric
+        if kept and not with_zeros and not all(piece.symmetric for piece in pieces):
+            raise ValueError(
+                f"'{self.directory}': {' + '.join(stems)} have zero points, which config.json says "
+                "there are none of (sym); correct it, or download the checkpoint again"
+            )
+        if with_zeros or not all(piece.symmetric for piece in pieces):
             zero_NG = self._stacked(part, [piece.zero_NG() for piece in pieces])
         codes_NK = self._stacked(part, [piece.codes() for piece in pieces])
         self._require_shape(stems, (codes_NK.shape[0], pieces[0].in_features), shape)

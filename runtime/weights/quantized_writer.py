@@ -47,13 +47,7 @@ class CheckpointWriter:
 
     def __init__(self, directory: Path, spec: ModelSpec, source: CheckpointSource) -> None:
         self.directory, self.spec, self._source = directory, spec, source
-        self._names = FAMILIES[spec.family].names
-        if any("[" in name for names in self._names.layer.values() for name in names):
-            raise ValueError(
-                f"{spec.family} keeps all experts of a layer in one tensor, which no quantised "
-                "form that llmpq writes can hold; plan its own checkpoint with --bits instead: "
-                "layers are rounded while they load"
-            )
+        self._names = FAMILIES[spec.family].names.with_experts_apart()
 
     def write_layer(self, index: int, parts: Mapping[str, Weight], dtype: torch.dtype) -> None:
         """Write one layer; dense parts in `dtype`."""
@@ -231,7 +225,7 @@ def compressed_config(
         "quant_method": "compressed-tensors",
         "format": formats.pop() if len(formats) == 1 else "mixed-precision",
         "quantization_status": "compressed",
-        "ignore": ["lm_head", *([r"re:.*\.gate$"] if spec.experts else [])],
+        "ignore": ["lm_head", *([r"re:.*\.(gate|router)$"] if spec.experts else [])],
         "kv_cache_scheme": kv_cache_scheme(spec, kv),
         "config_groups": groups,
     }

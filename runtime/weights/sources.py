@@ -10,9 +10,8 @@ go after each part.
 from __future__ import annotations
 
 import re
-import reprlib
 from collections.abc import Collection, Mapping
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -20,9 +19,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from llmpq.families import FAMILIES
-from llmpq.file_form import read_json
 from llmpq.model_spec import ModelSpec
 from llmpq.runtime.models.part_shapes import Shapes, embedding_shapes, head_shapes, layer_shapes
+from llmpq.runtime.weights.weight_map import read_weight_map
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -71,6 +70,7 @@ class CheckpointSource:
         self.names = FAMILIES[spec.family].names
         self._open: dict[str, Any] = {}
         self.file_of = self._index()
+        self.names = self.names.used_in(self.file_of)
         (token_name,) = self.names.embedding["tokens.weight"]
         found = [root for root in self.names.roots if root + token_name in self.file_of]
         if not found:
@@ -107,9 +107,20 @@ class CheckpointSource:
         tied = self._rooted(self.names.embedding["tokens.weight"])
         table["output.weight"] = tied if self.spec.tied_embeddings else (self._output_name(),)
         shapes = head_shapes(self.spec)
+        if self.spec.tied_embeddings:
+            self._require_tied(self._output_name(), *tied)
         if not with_output:
             del shapes["output.weight"]
         return self._let_go_after(shapes, table, dtype)
+
+    def _require_tied(self, output: str, embedding: str) -> None:
+        """Refuse an output matrix of its own where config.json says there is none."""
+        if output in self.file_of and not torch.equal(self.read(output), self.read(embedding)):
+            raise ValueError(
+                f"'{self.directory}': config.json ties the output matrix to the embedding "
+                f"(tie_word_embeddings), but '{output}' is another one than '{embedding}'. Set "
+                "tie_word_embeddings to false in config.json, or download the model again"
+            )
 
     def _output_name(self) -> str:
         """Return what the untied output matrix is called: beside the root, or beside its owner."""
@@ -313,35 +324,6 @@ def stored_name(name: str) -> str:
     """Return what the tensor is called that a name, maybe of a row, is read from."""
     row = ROW.fullmatch(name)
     return name if row is None else row["name"]
-
-
-def read_weight_map(index: Path) -> dict[str, str]:
-    """Return a checkpoint index's tensor name -> file name, files of its directory only."""
-    content = read_json(index)
-    if not isinstance(content, dict):
-        raise ValueError(
-            f"'{index}': got {type(content).__name__}, expected an object with 'weight_map'. "
-            "Download it again"
-        )
-    weight_map = content.get("weight_map")
-    if not isinstance(weight_map, dict):
-        raise ValueError(
-            f"'{index}': 'weight_map' must be an object, got {reprlib.repr(weight_map)}. Download "
-            "it again"
-        )
-    for name, file in weight_map.items():
-        if not _is_file_name(file):
-            raise ValueError(
-                f"'{index}': '{name}' is said to be in {reprlib.repr(file)}, expected a file name "
-                "inside the model directory. Download it again"
-            )
-    return weight_map
-
-
-def _is_file_name(value: object) -> bool:
-    """Whether it is a path that leads to a file below a directory, never out of it."""
-    path = PurePosixPath(value) if isinstance(value, str) else PurePosixPath()
-    return path.parts != () and not path.is_absolute() and ".." not in path.parts
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

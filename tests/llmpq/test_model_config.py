@@ -141,6 +141,15 @@ def test_absent_and_null_values_have_their_defaults() -> None:
     assert spec_of("llama-3.1-8b", {"eos_token_id": [1, 2]}).eos_token_ids == (1, 2)
 
 
+def test_the_whole_models_word_on_a_tied_head_counts() -> None:
+    text = {**builtin_configs()["mistral-small-24b"], "tie_word_embeddings": False}
+    whole = {"model_type": "mistral3", "text_config": text}
+    for tied in (True, False):
+        config = {**whole, "tie_word_embeddings": tied}
+        assert ModelSpec.from_config(config, name="m").tied_embeddings is tied
+    assert not ModelSpec.from_config(whole, name="m").tied_embeddings
+
+
 def test_the_sentence_names_the_directory(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(
         json.dumps({**builtin_configs()["llama-3.1-8b"], "rms_norm_eps": float("nan")})

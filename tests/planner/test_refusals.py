@@ -171,14 +171,6 @@ def test_flags_that_would_be_dropped_are_refused(
 
 
 GROUP_SIZES = {
-    ("64", "4,8"): (
-        "w4a16 layers have 128 or 0 (a channel) on V100-32GB-0, only CPUs' kernels know others; "
-        "plan w4a4 without them (--bits)"
-    ),
-    ("32", "w4a4,w3a16"): (
-        "w3a16 layers have 128 or 0 (a channel) on V100-32GB-0, only CPUs' kernels know others; "
-        "plan w4a4 without them (--bits)"
-    ),
     ("48", "w4a4"): "expected 128, 64, 32, or 0 for a channel",
     ("-1", "4"): "expected 128, 64, 32, or 0 for a channel",
 }
@@ -195,7 +187,9 @@ def test_groups_that_cannot_run_are_refused(
     assert (code, text, err) == (2, "", said)
 
 
-@pytest.mark.parametrize("size, bits, stored", [("64", "w4a4,16", 64), ("0", "4,8", None)])
+@pytest.mark.parametrize(
+    "size, bits, stored", [("64", "w4a4,16", 64), ("32", "4,8", 32), ("0", "4,8", None)]
+)
 def test_groups_that_run_are_planned(
     capsys: pytest.CaptureFixture[str], size: str, bits: str, stored: int | None
 ) -> None:

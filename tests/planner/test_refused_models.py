@@ -146,28 +146,29 @@ def test_the_planner_says_what_is_left_out_and_what_no_gpu_runs(capsys: Any) -> 
     words = "--model gemma-2-9b --devices 4090 --kv 4 --batch 2 --prompt-len 64 --gen-len 8"
     assert planner([*words.split(), "--method", "uniform"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "has soft caps on scores" in said and "plan with --kv 16" in said
+    assert "does not run" not in said
 
 
-def test_windows_beyond_every_request_change_nothing() -> None:
-    spec = ModelSpec.by_name("mistral-7b")
-    windowed = spec_of("mistral-7b", sliding_window=4096)
+def test_a_feature_beyond_every_request_changes_nothing() -> None:
+    dynamic = spec_of("llama-2-7b", rope_scaling={"rope_type": "dynamic", "factor": 2.0})
     gpu = ways_of(gpu=True, kv=KVPrecision.KV4, drafts=True)
-    assert lacking_sentence(windowed, gpu, max_len=4096) is None
-    assert lacking_sentence(spec, gpu, max_len=32768) is None
-    with pytest.raises(ValueError, match="a window over the last tokens, .* on a GPU yet; plan"):
-        require(windowed, gpu, max_len=4097)
-    plain = ways_of(gpu=True, kv=KVPrecision.KV16, drafts=False)
-    require(windowed, plain, max_len=32768)
-    cpu = ways_of(gpu=False, kv=KVPrecision.KV16, drafts=True, precisions=[Precision.W4A16])
-    require(windowed, cpu, max_len=32768)
+    assert lacking_sentence(dynamic, gpu, max_len=4096) is None
+    with pytest.raises(ValueError, match="rope frequencies that change .* with a GPU yet; plan"):
+        require(dynamic, gpu, max_len=4097)
+    cpu = ways_of(gpu=False, kv=KVPrecision.KV16, drafts=False, precisions=[Precision.W4A16])
+    require(dynamic, cpu, max_len=8192)
+
+
+@pytest.mark.parametrize("model", ["gemma-2-9b", "gpt-oss-20b", "mistral-7b", "deepseek-v3"])
+def test_packed_caches_and_drafts_on_gpus_know_every_rule(model: str) -> None:
+    ways = ways_of(gpu=True, kv=KVPrecision.KV2, drafts=True, precisions=[Precision.W4A16])
+    require(ModelSpec.by_name(model), ways, max_len=32768)
 
 
 @pytest.mark.parametrize(
     ("model", "way"),
     [
         ("deepseek-v3", "rounded"),
-        ("gemma-2-9b", "gpu_cache"),
         ("gpt-oss-20b", "gpu_rounded"),
     ],
 )
@@ -192,7 +193,7 @@ def test_the_table_is_printed(capsys: Any) -> None:
     for family in FAMILIES.values():
         (row,) = [line for line in lines if line.startswith(f"{family.name} ")]
         assert family.model_types[0] in row
-    assert any(line.startswith("gpt_oss: a KV cache") and "sinks" in line for line in lines)
+    assert any(line.startswith("gpt_oss: rounded") and "clamped" in line for line in lines)
     assert planner(["models", "--json"]) == 0
     assert '"gpt-oss-20b"' in capsys.readouterr().out
 

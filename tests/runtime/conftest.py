@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from llmpq.runtime.engine.mailbox import Mailbox
-from llmpq.runtime.engine.scheduler import Limits, Scheduler
+from llmpq.runtime.engine.scheduler import Scheduler
+from llmpq.runtime.engine.slot_limits import Limits
 from llmpq.runtime.engine.stage_loop import FirstStage
 from llmpq.runtime.request import Request
 from llmpq.runtime.trace import Recorder

@@ -128,3 +128,32 @@ def test_an_automaton_follows_an_answer_that_was_computed_anew(demo_model):
     assert allowed(whole).sum() == 1  # nothing but the end
     assert allowed([]).nonzero()[:, 0].tolist() == start
     assert allowed([*whole, 0])[0]
+
+
+def test_requests_of_one_guide_begin_alike_and_go_their_own_ways(demo_model):
+    guides = Guides(demo_model, vocab=4096, end_ids=[0])
+    guide = Guide(kind="choice", text=json.dumps(["ab", "xy"]))
+    one, two = guides.compile(guide), guides.compile(guide)
+
+    def allowed(automaton, *tokens):
+        return unpacked(automaton.allowed_of([(automaton, tokens)], 4096)(), 4096)[0]
+
+    start = allowed(one)
+    assert start.sum() > 1
+    first, second = start.nonzero()[:, 0][[0, -1]].tolist()
+    after = allowed(one, first)
+    assert (allowed(two) == start).all(), "the second moved with the first"
+    assert not (allowed(two, second) == after).all()
+    assert (allowed(guides.compile(guide)) == start).all()
+
+
+def test_only_the_newest_guides_are_kept(demo_model, monkeypatch):
+    monkeypatch.setattr("llmpq.runtime.guides._KEPT", 2)
+    guides = Guides(demo_model, vocab=4096, end_ids=[0])
+    for text in ("a", "b", "a", "c", "d"):
+        guides.check(Guide(kind="regex", text=text))
+        guides.compile(Guide(kind="regex", text=text))
+    assert [guide.text for guide in guides._begun._kept] == ["c", "d"]
+    with pytest.raises(ValueError, match="cannot be followed"):
+        guides.check(Guide(kind="regex", text="("))
+    assert [guide.text for guide in guides._checked._kept] == ["c", "d"], "a refusal was kept"

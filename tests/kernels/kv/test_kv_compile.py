@@ -17,7 +17,7 @@ pytestmark = pytest.mark.compile
 POINTERS = {
     "k_words": "*i32", "k_params": "*fp16", "v_words": "*i32", "v_params": "*fp16", "table": "*i32",
     "slots": "*i32", "starts": "*i32", "counts": "*i32", "slopes": "*fp32", "part_out": "*fp32",
-    "part_lse": "*fp32", "inv_freq": "*fp32", "tickets": "*i32",
+    "part_lse": "*fp32", "inv_freq": "*fp32", "tickets": "*i32", "sinks": "*fp32",
 }  # fmt: skip
 SCALARS = {
     "score_scale": "fp32",
@@ -26,6 +26,8 @@ SCALARS = {
     "table_width": "i32",
     "num_parts": "i32",
     "ahead": "i32",
+    "cap": "fp32",
+    "window": "i32",
 }
 STRIDES = dict.fromkeys(("stride_b", "stride_t", "stride_g", "q_stride_b", "q_stride_t"), "i32")
 
@@ -48,7 +50,8 @@ def attend(arch, bits=4, dtype="fp16", **changes):
     constants = {
         "H": 32, "G": 8, "Q": 1, "D": 128, "BITS": bits, "KEY_GROUP": 128, "R": 8, "PAGED": False,
         "ALIBI": False, "RING_PARTS": 1, "TILES": tiles, "STAGES": stages, "KW": WORD_K_WIDTH,
-        "KW0": 2, "DYNAMIC": False, "PDL": arch >= 90, "EMULATE": False,
+        "KW0": 2, "DYNAMIC": False, "PDL": arch >= 90, "EMULATE": False, "CAPPED": False,
+        "WINDOWED": False,
     }  # fmt: skip
     return build(kv_attend.attend_split, arch, {**constants, **changes}, dtype, num_warps=1)
 
@@ -68,8 +71,12 @@ def test_attention_compiles_everywhere(arch):
         "X_STEP": 64,
         "TILES": 1,
         "EARLY": True,
+        "PDL": arch >= 90,
     }
-    assert build(kv_combine.combine_parts, arch, {**combine, "PDL": arch >= 90}, num_warps=4).cubin
+    for ruled in (False, True):
+        constants = combine | {"WINDOWED": ruled, "SINKS": ruled}
+        assert build(kv_combine.combine_parts, arch, constants, num_warps=4).cubin
+    assert attend(arch, 8, D=256, Q=1, CAPPED=True, WINDOWED=True).cubin
 
 
 @pytest.mark.parametrize(
@@ -81,6 +88,9 @@ def test_attention_compiles_everywhere(arch):
         (4, {"KEY_GROUP": 0, "PAGED": True, "dtype": "bf16"}),
         (4, {"Q": 4, "R": 16, "ALIBI": True}),
         (4, {"DYNAMIC": True}),
+        (4, {"D": 64, "WINDOWED": True}),
+        (2, {"D": 256, "CAPPED": True, "WINDOWED": True, "DYNAMIC": True}),
+        (8, {"KEY_GROUP": 32, "CAPPED": True}),
         (2, {"DYNAMIC": True, "Q": 4, "R": 16, "KEY_GROUP": 64}),
     ],
 )

@@ -23,7 +23,7 @@ if not triton.knobs.runtime.interpret:
 
 from llmpq.kernels.fused import rope_append  # noqa: E402
 from llmpq.kernels.kv import attend as kv_attend  # noqa: E402
-from llmpq.kernels.kv import launch_plan, reference, step_view  # noqa: E402
+from llmpq.kernels.kv import launch_plan, oracle, reference, ring_attend, step_view  # noqa: E402
 from llmpq.kernels.kv import ops as kv_ops  # noqa: E402
 from llmpq.kernels.tools.check_kv import TOLERANCE, WORDS_EQUAL, KvCase, random_steps, run_case  # noqa: E402
 
@@ -121,6 +121,45 @@ def test_programs_that_draw_their_share(programs, first):
     check(fmt, heads=4, kv_heads=2, steps=steps, programs=programs, first=first)
 
 
+RULES = {
+    "window": {"window": 100},
+    "one": {"window": 1},
+    "cap": {"cap": 5.0},
+    "sinks": {"sinks": True},
+    "all": {"window": 200, "cap": 5.0, "sinks": True},
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("programs", [0, 2])
+def test_windows_caps_and_sinks(rule, programs):
+    """Requests longer and shorter than the window, one token and several, dealt and drawn tiles."""
+    fmt = KVFormat(precision=P.KV4, head_dim=32)
+    steps = [[(0, 700), (0, 20), (0, 150)], [(700, 1), (20, 1), (150, 1)]]
+    steps.append([(701, 3), (21, 2), (151, 1)])
+    check(fmt, heads=4, kv_heads=2, steps=steps, programs=programs, **RULES[rule])
+
+
+@pytest.mark.parametrize("precision", [P.KV8, P.KV4, P.KV2], ids=lambda p: p.value)
+@pytest.mark.parametrize("key_group", [128, 64, 32, None])
+def test_rules_in_every_format(precision, key_group):
+    fmt = KVFormat(precision=precision, head_dim=64, key_group=key_group)
+    check(fmt, heads=4, kv_heads=2, steps=STEPS, **RULES["all"])
+
+
+@pytest.mark.parametrize("wrong", [{"window": 101}, {"cap": 4.0}, {"sinks_H": None}])
+def test_a_wrong_rule_is_caught(monkeypatch, wrong):
+    monkeypatch.setattr(oracle, "_ruled", _with(oracle._ruled, wrong))
+    fmt = KVFormat(precision=P.KV4, head_dim=32)
+    rule = {"window": 100, "cap": 5.0, "sinks": True}
+    with pytest.raises(AssertionError):
+        check(fmt, heads=4, kv_heads=2, steps=STEPS, **rule)
+
+
+def _with(ruled, wrong):
+    return lambda scores, rule, position: ruled(scores, replace(rule, **wrong), position)
+
+
 def test_a_wrong_rotation_is_caught(monkeypatch):
     """Planted bug: every token at the position of the one before."""
     fmt = KVFormat(precision=P.KV4, head_dim=32)
@@ -158,7 +197,8 @@ def test_random_drafts_and_truncations(lengths, moves, key_group):
 def test_a_wrong_constant_is_caught(monkeypatch, name):
     """Planted bugs: a line one block off, and probabilities that leave fp16's range."""
     value = {"HOLDBACK": 144, "P_SHIFT": -20.0}[name]
-    monkeypatch.setattr(kv_attend, name, triton.language.constexpr(value))
+    where = ring_attend if name == "HOLDBACK" else kv_attend
+    monkeypatch.setattr(where, name, triton.language.constexpr(value))
     fmt = KVFormat(precision=P.KV2, head_dim=64)
     with pytest.raises(AssertionError):
         check(fmt, heads=2, kv_heads=1, steps=STEPS)

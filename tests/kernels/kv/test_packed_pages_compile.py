@@ -8,6 +8,7 @@ from llmpq.kernels.kv.packed_pages_append import append_packed, write_rings
 from llmpq.kernels.kv.packed_pages_chunk import chunk_packed
 from llmpq.kernels.kv.packed_pages_decode import combine_packed, decode_packed
 from llmpq.kernels.kv.packed_pages_plan import PackedPlan
+from llmpq.kernels.kv.paged_plan import Scores
 from llmpq.kernels.tools.cubin import (
     ARCHITECTURES,
     CONSUMER_BLACKWELL,
@@ -18,13 +19,13 @@ from llmpq.precision import KVPrecision
 
 pytestmark = pytest.mark.compile
 
-NUMBERS = ("num_rows", "columns", "q_stride", "kv_stride")
+NUMBERS = ("num_rows", "columns", "window", "q_stride", "kv_stride")
 KINDS = {
     "k_words": "*i32", "v_words": "*i32", "k_params": "*fp16", "v_params": "*fp16",
     "rows": "*i32", "table": "*i32", "slopes": "*fp32", "inv_freq": "*fp32", "part_ptr": "*fp32",
-    "lse_ptr": "*fp32", "score_scale": "fp32", "factor": "fp32",
+    "lse_ptr": "*fp32", "score_scale": "fp32", "factor": "fp32", "cap": "fp32", "sinks": "*fp32",
 } | dict.fromkeys(NUMBERS, "i32")  # fmt: skip
-LOOSE = ("num_rows", "columns", "score_scale", "factor")
+LOOSE = ("num_rows", "columns", "score_scale", "factor", "cap", "window")
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 P = KVPrecision
 # (precision, query heads, key/value heads, head_dim, dtype): Llama, Qwen2, OPT, Falcon, Gemma.
@@ -37,6 +38,8 @@ MODELS = [
     (P.KV8, 16, 8, 256, torch.bfloat16),
     (P.KV2, 8, 4, 256, torch.float32),
 ]
+RULED_MODELS = [(P.KV4, 64, 8, 64, torch.bfloat16), (P.KV8, 16, 8, 256, torch.bfloat16)]
+RULED = Scores(capped=True, windowed=True, sinks=True)
 ALL = (*ARCHITECTURES, CONSUMER_BLACKWELL)
 CASES = [(model, arch) for model in MODELS for arch in (ALL if model is MODELS[0] else (86, 90))]
 """The most common shape everywhere, others where memory is least and where it is most."""
@@ -62,16 +65,27 @@ def plan_of(kv, heads, groups, dim, dtype):
 @pytest.mark.parametrize("model,arch", CASES, ids=lambda value: str(value).replace("torch.", ""))
 def test_attention_fits(model, arch):
     plan, element = plan_of(*model), NAMES[model[-1]]
-    how = {"alibi": model[1] == model[2], "pdl": arch >= 90}
+    how, pdl = Scores(alibi=model[1] == model[2]), arch >= 90
     cap = {"maxnreg": 168} if plan.columns == 8 and plan.head_dim <= 128 else {}
-    decode = {**plan.decode_options(33, **how), "EMULATE": False}
+    decode = {**plan.decode_options(33, how, pdl=pdl), "EMULATE": False}
     made = compiled(decode_packed, arch, decode, element, **cap)
     assert "mma.sync" in made.ptx and "cp.async" in made.ptx
     assert ("griddepcontrol.wait" in made.ptx) == (arch >= 90)
-    chunk = {**plan.chunk_options(33, **how), "EMULATE": False}
+    chunk = {**plan.chunk_options(33, how, pdl=pdl), "EMULATE": False}
     made = compiled(chunk_packed, arch, chunk, element)
     if element != "fp32":
         assert "mma" in made.ptx, "no tensor core multiplies"
+
+
+@pytest.mark.parametrize("arch", ALL)
+@pytest.mark.parametrize("model", RULED_MODELS, ids=["gpt-oss", "gemma-2"])
+def test_attention_with_rules_fits(model, arch):
+    plan, pdl = plan_of(*model), arch >= 90
+    cap = {"maxnreg": 168} if plan.columns == 8 and plan.head_dim <= 128 else {}
+    decode = {**plan.decode_options(33, RULED, pdl=pdl), "EMULATE": False}
+    assert compiled(decode_packed, arch, decode, "bf16", **cap)
+    chunk = {**plan.chunk_options(33, RULED, pdl=pdl), "EMULATE": False}
+    assert "mma" in compiled(chunk_packed, arch, chunk, "bf16").ptx
 
 
 @pytest.mark.parametrize("arch", ALL)
@@ -80,5 +94,6 @@ def test_the_rest_compiles(arch):
     for chunks in (False, True):
         options = plan.append_options(33, rotary=not chunks, chunks=chunks, behind=True, pdl=pdl)
         assert compiled(append_packed, arch, {**options, "HALF": 64}, "bf16")
-    assert compiled(combine_packed, arch, plan.combine_options(pdl=pdl), "bf16")
+    for scores in (Scores(), RULED):
+        assert compiled(combine_packed, arch, plan.combine_options(scores, pdl=pdl), "bf16")
     assert compiled(write_rings, arch, plan.ring_options(pdl=pdl), "bf16")

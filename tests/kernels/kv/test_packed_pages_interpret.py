@@ -10,6 +10,7 @@ from llmpq.kernels.formats.kv_block import KVFormat
 from llmpq.kernels.kv.packed_pages import PackedPages, PackedRows, attend_packed_pages
 from llmpq.kernels.kv.packed_pages_plan import PackedPlan
 from llmpq.kernels.kv.packed_pages_reference import attend_packed_pages_reference
+from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule
 from llmpq.kernels.kv.storage import KVLayer, allocate_layer
 from llmpq.kv_format import TAIL_TOKENS
 from llmpq.precision import KVPrecision
@@ -104,7 +105,10 @@ def filled(mix, fmt, groups, plan, dtype, **options):
     return pages
 
 
-def check(kv, mix, *, heads, groups, dim, dtype, programs=3, alibi=False, rotary=0, **options):
+def check(
+    kv, mix, *, heads, groups, dim, dtype, programs=3, alibi=False, rotary=0, rule=EVERYTHING,
+    **options,
+):  # fmt: skip
     """Run a step by kernels and by the twin; compare all that they leave."""
     fmt = KVFormat(precision=kv, head_dim=dim)
     plan = replace(PackedPlan.of(fmt, heads, groups, dtype, CPU), programs=programs)
@@ -121,6 +125,7 @@ def check(kv, mix, *, heads, groups, dim, dtype, programs=3, alibi=False, rotary
         "alibi_slopes_H": torch.linspace(0.01, 0.05, heads) if alibi else None,
         "inv_freq": 1e4 ** (-torch.arange(rotary) / rotary) if rotary and not step.chunks else None,
         "factor": 1.25 if rotary else 1.0,
+        "rule": rule,
     }
     want = attend_packed_pages_reference(q, k, v, want_pages, step, fmt, **asked)
     got = attend_packed_pages(q, k, v, got_pages, step, plan, **asked)
@@ -170,6 +175,32 @@ def test_shapes(mix, heads, groups, dim, dtype, programs, how):
     """Groups of 1, 3, 8, 12 and 20 query heads, heads that rotate in part, many programs."""
     shape = {"heads": heads, "groups": groups, "dim": dim, "dtype": dtype, "programs": programs}
     check(KVPrecision.KV4, mix, **shape, **how)
+
+
+RULES = {
+    "window": ScoreRule(window=100),
+    "one": ScoreRule(window=1),
+    "cap": ScoreRule(cap=1.0),
+    "sinks": ScoreRule(sinks_H=torch.linspace(-2, 4, 4)),
+    "all": ScoreRule(window=150, cap=1.0, sinks_H=torch.linspace(-2, 4, 4)),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("mix", ["decode", "chunks", "mixed"])
+def test_windows_caps_and_sinks(mix, rule):
+    shape = {"heads": 4, "groups": 2, "dim": 32, "dtype": torch.float16, "rule": RULES[rule]}
+    check(KVPrecision.KV4, mix, **shape)
+
+
+@pytest.mark.parametrize("kv", [KVPrecision.KV8, KVPrecision.KV2], ids=lambda kv: kv.value)
+def test_rules_in_other_precisions(kv):
+    shape = {"heads": 4, "groups": 1, "dim": 64, "dtype": torch.float16, "rule": RULES["all"]}
+    want, step, plan, pages, given, asked = check(kv, "mixed", **shape)
+    for wrong in ({"window": 151}, {"cap": 1.2}, {"sinks_H": RULES["all"].sinks_H + 0.2}):
+        told = asked | {"rule": replace(RULES["all"], **wrong)}
+        got = attend_packed_pages(*given, copied(pages), step, plan, **told)
+        assert error(got, want) > 4e-3, wrong
 
 
 @pytest.mark.parametrize("mix", ["decode", "chunks"])

@@ -10,6 +10,7 @@ from llmpq.kernels.fused.rope_append import rope_append_pages_reference
 from llmpq.kernels.kv import packed_pages_plan, paged_plan, prompt_attend
 from llmpq.kernels.kv.packed_pages_plan import PackedPlan
 from llmpq.kernels.kv.paged_plan import PagedPlan
+from llmpq.kernels.kv.reference import EVERYTHING
 from llmpq.kv_format import RING_TOKENS, TAIL_TOKENS
 from llmpq.model_spec import ModelSpec
 from llmpq.pool_size import PoolSize
@@ -18,9 +19,11 @@ from llmpq.runtime.backends import cuda_experts, cuda_graphs, cuda_layers
 from llmpq.runtime.backends.build_stage import build_stage
 from llmpq.runtime.backends.cuda_paged import CudaPagedCompute
 from llmpq.runtime.backends.paged_graphs import LONGEST, rung, rungs
-from llmpq.runtime.cache import paged_device_kv, paged_packed_kv
+from llmpq.runtime.cache import paged_device_kv, paged_latent_kv, paged_packed_kv
 from llmpq.runtime.cache.paged_device_kv import PagedDeviceKV
+from llmpq.runtime.cache.paged_latent_kv import PagedLatents
 from llmpq.runtime.cache.paged_packed_kv import PagedPackedKV
+from llmpq.runtime.drafts.drafters import FixedDrafter
 from llmpq.runtime.engine.mailbox import Mailbox
 from llmpq.runtime.engine.paged_scheduler import PagedScheduler
 from llmpq.runtime.engine.plain_loop import LocalPipeline
@@ -80,7 +83,8 @@ def paged(base, size=POOL, step_tokens=64, first=0, kv=KVPrecision.KV16):
     model = base.model
     given = {"layers": range(first, first + len(model.layers)), "size": size, "device": CPU}
     if kv is KVPrecision.KV16:
-        pages = PagedDeviceKV(model.spec, dtype=torch.float32, **given)
+        kind = PagedDeviceKV if model.spec.latent is None else PagedLatents
+        pages = kind(model.spec, dtype=torch.float32, **given)
     else:
         pages = PagedPackedKV(model.spec, kv, dtype=torch.float32, **given)
     return Counting(model, pages, CPU, torch.float32, size=size, step_tokens=step_tokens)
@@ -189,6 +193,36 @@ def test_packed_blocks_give_the_tokens_of_a_cpu(
     assert compute.blind_steps > 0, "no step ran ahead of the host"
 
 
+def test_refused_drafts_leave_nothing_in_packed_blocks(
+    tiny_models, random_prompts, make_plan, on_gpu_path, monkeypatch
+):
+    """A row is in the middle of its ring's packing when its drafts are refused: a CPU's tokens."""
+    kv = KVPrecision.KV4
+    monkeypatch.setattr(paged_packed_kv, "rope_append_pages", rope_append_pages_reference)
+    monkeypatch.setattr(PackedPlan, "chunk_rows", 128)  # the interpreter is slow
+    monkeypatch.setattr(packed_pages_plan, "programs_per_sm", lambda *_, **__: 1)
+    PackedPlan.of.__func__.cache_clear()
+    model, size = tiny_models.directory("qwen3"), PoolSize(num_blocks=2, slots=3, max_len=300)
+    (word,) = random_prompts(6)
+    plan, spec = make_plan(model, batch=3, kv=kv), ModelSpec.from_directory(model)
+    prompts = [(word * 30)[: 128 + TAIL_TOKENS - 3]]
+    own = limits(size=size, kv=kv, num_blocks=2, step_tokens=200, tokens_ahead=1)
+
+    class Wrong(FixedDrafter):
+        """Drafts what the text has, the last token of them never right."""
+
+        def propose(self, request, gamma):
+            found = super().propose(request, gamma) or []
+            return [*found[:-1], (found[-1] + 1) % spec.vocab] if found else found
+
+    on_cpu = OpenStages(plan, spec, CheckpointSource(model, spec), pool=size)
+    want = on_cpu.run(PagedScheduler(own), asked(prompts, 9)).tokens
+    on_cpu.computes = [stage(plan, model, size=size, kv=kv, step_tokens=200)]
+    drafter = Wrong("ngram", 3)
+    got = on_cpu.run(PagedScheduler(own, drafter=drafter), asked(prompts, 9)).tokens
+    assert got == want and drafter.acceptance.refusals > 0
+
+
 def test_who_finds_a_packed_block_gets_the_tokens_behind_it(tiny_models):
     spec = ModelSpec.from_directory(tiny_models.directory("qwen3"))
     size = PoolSize(num_blocks=5, slots=3, max_len=600)
@@ -244,6 +278,26 @@ def test_windows_caps_and_sinks(blocks, windowed_model, random_prompts, make_pla
     assert got == windowed_model.greedy(prompts, NEW)
 
 
+@pytest.mark.parametrize("kind", ["deepseek_v2", "deepseek_v3"])
+def test_latents(kind, models, random_prompts, make_plan, on_gpu_path, monkeypatch):
+    """A prompt in chunks beside decoding rows, over a block's end; then prompts that share one."""
+    monkeypatch.setattr(
+        PlainLayers, "sparse_mlp", lambda _, *given: cuda_experts.sparse_mlp(*given)
+    )
+    monkeypatch.setattr(paged_latent_kv, "rope_append_pages", rope_append_pages_reference)
+    directory, prompts = models.directory(kind), random_prompts(133, 7)
+    prompts.append(prompts[0][:130])
+    plan = make_plan(directory, batch=3, prompt_len=133, gen_len=NEW)
+    compute = stage(plan, directory)
+    assert isinstance(compute.kv, PagedLatents)
+    assert compute.kv.nbytes == POOL.nbytes(
+        compute.model.spec, KVPrecision.KV16, layers=range(4), dtype_bytes=4
+    )
+    got = serve(compute, asked(prompts))
+    assert got == [row[:NEW] for row in models.greedy(kind, prompts)]
+    assert compute.mixed_steps > 0
+
+
 @pytest.mark.parametrize("windowed_model", ["mistral"], indirect=True)
 @pytest.mark.parametrize("fault", ["table", "rule"])
 def test_what_a_window_lacks_is_seen(
@@ -255,7 +309,7 @@ def test_what_a_window_lacks_is_seen(
     if fault == "table":
         monkeypatch.setattr(compute.kv.windowed.__class__, "take", lambda *_: None)
     else:
-        monkeypatch.setattr(cuda_layers.cuda_rules, "counts", lambda *_: False)
+        monkeypatch.setattr(cuda_layers.cuda_rules, "rule_of", lambda *_: EVERYTHING)
     assert serve(compute, asked(prompts), **options) != windowed_model.greedy(prompts, NEW)
 
 
@@ -272,12 +326,49 @@ class Preempting(PagedScheduler):
         return super().next_micro_batch()
 
 
-def test_preempted_requests_are_computed_again(tiny_models, random_prompts, make_plan, on_gpu_path):
+@pytest.mark.parametrize("host_blocks", [0, 8])
+def test_preempted_requests_are_computed_again_or_kept_by_the_host(
+    host_blocks, tiny_models, random_prompts, make_plan, on_gpu_path
+):
     model, prompts = tiny_models.directory("llama"), random_prompts(9, 4, 7)
     requests, compute = asked(prompts, 3), stage(make_plan(model, batch=3), model)
-    got = serve(compute, requests, make=Preempting)
+    loads, take = [], compute.kv.take_rows
+
+    def noted(rows, starts):
+        loads.extend(pair for row in rows for pair in row.loads)
+        take(rows, starts)
+
+    compute.kv.take_rows = noted
+    got = serve(compute, requests, make=Preempting, host_blocks=host_blocks)
     assert got == tiny_models.greedy("llama", prompts, 3)
     assert any(request.num_preemptions for request in requests)
+    assert bool(loads) == bool(host_blocks)
+
+
+def test_hosts_keep_latents_of_preempted_requests(
+    models, random_prompts, make_plan, on_gpu_path, monkeypatch
+):
+    monkeypatch.setattr(
+        PlainLayers, "sparse_mlp", lambda _, *given: cuda_experts.sparse_mlp(*given)
+    )
+    monkeypatch.setattr(paged_latent_kv, "rope_append_pages", rope_append_pages_reference)
+    directory, prompts = models.directory("deepseek_v2"), random_prompts(30, 24, 27)
+    compute = stage(make_plan(directory, batch=3), directory)
+    requests = asked(prompts, NEW)
+    got = serve(compute, requests, make=Preempting, host_blocks=8, prefix_cache=False)
+    assert any(request.num_preemptions for request in requests)
+    assert got == [row[:NEW] for row in models.greedy("deepseek_v2", prompts)]
+
+
+def test_what_a_host_does_not_give_back_is_seen(
+    tiny_models, random_prompts, make_plan, on_gpu_path, monkeypatch
+):
+    """The planted fault: blocks that go on with what others left in them."""
+    model, prompts = tiny_models.directory("llama"), random_prompts(30, 24, 27)
+    compute = stage(make_plan(model, batch=3), model)
+    monkeypatch.setattr(compute.kv._on_host, "take_rows", lambda rows: None)
+    got = serve(compute, asked(prompts, 6), make=Preempting, host_blocks=8, prefix_cache=False)
+    assert got != tiny_models.greedy("llama", prompts, 6)
 
 
 def test_another_block_table_gives_other_tokens(
@@ -384,6 +475,37 @@ def test_guided_rows_beside_others_while_steps_run_ahead(
     assert Following.asked_ahead > 0 and compute.blind_steps > 0
 
 
+@pytest.mark.parametrize("splits", [(), (1,)])
+def test_drafts_found_in_the_text_change_no_token(
+    splits, tiny_models, random_prompts, make_plan, on_gpu_path
+):
+    """Rows with drafts beside a ruled one without, chunks and a sampled one; some are kept."""
+    model, (word,) = tiny_models.directory("llama"), random_prompts(4)
+    prompts = [word * 5, (word * 4)[1:], *random_prompts(20, 6, seed=2)]
+    spec, new = ModelSpec.from_directory(model), 12
+    stages = OpenStages(
+        make_plan(model, splits, batch=3), spec, CheckpointSource(model, spec), pool=POOL
+    )
+    firsts = (0, *splits)
+    stages.computes = [
+        paged(one, first=first) for one, first in zip(stages.computes, firsts, strict=True)
+    ]
+    requests = asked(prompts, new)
+    requests[3].sampling = TokenChoice(temperature=0.8, seed=3)
+    requests[2].may_draft = False
+    rules = TokenRules(prompt=tuple(prompts[2]), logprobs=1, prompt_logprobs=0)
+    requests[2].rules = rules
+    stages.computes[-1].sampler.take_rules(2, rules)
+    drafter = FixedDrafter("ngram", 3)
+    own = limits(num_stages=len(firsts), tokens_ahead=1, step_tokens=24)
+    tokens = stages.run(PagedScheduler(own, drafter=drafter), requests).tokens
+    assert [tokens[i] for i in range(3)] == tiny_models.greedy("llama", prompts[:3], new)
+    assert len(tokens[3]) == new
+    assert sum(drafter.acceptance.accepted) > 0 and drafter.acceptance.refusals > 0
+    noted = stages.computes[-1].sampler.noted(2)
+    assert len(noted.output) == new and len(noted.prompt) == len(prompts[2]) - 1
+
+
 def test_stages_pass_hidden_states_on(tiny_models, random_prompts, make_plan, on_gpu_path):
     model, prompts = tiny_models.directory("llama"), random_prompts(9, 20, 1)
     spec = ModelSpec.from_directory(model)
@@ -402,7 +524,7 @@ def test_warm_up_leaves_nothing_that_a_request_sees(
 ):
     model, prompts = tiny_models.directory("llama"), random_prompts(9, 7)
     compute = stage(make_plan(model, batch=3), model)
-    compute.warm_up(3, 16)
+    compute.warm_up(3, 16, gamma=2)
     assert serve(compute, asked(prompts)) == tiny_models.greedy("llama", prompts, NEW)
 
 

@@ -15,7 +15,7 @@ from llmpq.kernels.fused.ngram_lookup import look_up
 from llmpq.kernels.kv.low_bit_cache import QuantizedKVCache
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
-from llmpq.runtime.backends import cuda_layers
+from llmpq.runtime.backends import cuda_experts, cuda_layers
 from llmpq.runtime.backends.build_stage import build_stage
 from llmpq.runtime.backends.cuda_stage import CudaStageCompute
 from llmpq.runtime.cache.dual_kv import DualKV
@@ -25,10 +25,12 @@ from llmpq.runtime.drafts import ngram
 from llmpq.runtime.drafts.drafters import Acceptance, FixedDrafter
 from llmpq.runtime.engine.mailbox import Mailbox
 from llmpq.runtime.engine.plain_loop import LocalPipeline
-from llmpq.runtime.engine.scheduler import Limits, Scheduler
+from llmpq.runtime.engine.scheduler import Scheduler
+from llmpq.runtime.engine.slot_limits import Limits
 from llmpq.runtime.engine.stage_loop import FirstStage, result_tokens
 from llmpq.runtime.launch.stage_settings import limits_of
-from llmpq.runtime.models.layers import DecoderLayer
+from llmpq.runtime.models import layer_tensors
+from llmpq.runtime.models.layers import DecoderLayer, PlainLayers
 from llmpq.runtime.models.sampling import TokenChoice
 from llmpq.runtime.pending import arrived
 from llmpq.runtime.request import Request, StepKind
@@ -118,6 +120,58 @@ def test_greedy_tokens_are_those_of_plain_decoding(
     assert mode == "ngram" or drafter.acceptance.rate > 0
     assert compute.blind_rounds > 0, "no round ran ahead of the host"
     assert set(compute.kinds) == {StepKind.PREFILL, StepKind.ROUND}
+
+
+@pytest.mark.parametrize(
+    "kind,mode",
+    [("gemma2", "kv4"), ("gpt_oss", "w4kv4"), ("deepseek_v2", "kv4"), ("deepseek_v3", "ngram")],
+)
+def test_families_with_rules_and_latents_draft_as_well(
+    mode, kind, models, random_prompts, make_plan, monkeypatch
+):
+    """Windows, caps, sinks and latents: the model's cache by their kernels, the copy's beside."""
+    monkeypatch.setattr(gpu_workspace, "PROMPT_WIDTH", 4)
+    monkeypatch.setattr(
+        PlainLayers, "sparse_mlp", lambda _, *given: cuda_experts.sparse_mlp(*given)
+    )
+    monkeypatch.setattr(layer_tensors, "pack_dense", lambda weight_NK: weight_NK)
+    model, prompts = models.directory(kind), random_prompts(9, 3)
+    want = [row[:NEW] for row in models.greedy(kind, prompts)]
+    plan = make_plan(model, batch=2, decode_microbatch=2, prefill_microbatch=2)
+    compute = stage(plan, model, mode)
+    requests = [Request(id=i, prompt=tuple(p), max_new=NEW) for i, p in enumerate(prompts)]
+    drafter = FixedDrafter(mode, 3)
+    assert serve(plan, compute, requests, drafter) == want
+    assert mode == "ngram" or drafter.acceptance.rate > 0
+
+
+class ShortLived(FixedDrafter):
+    """Drafts in two rounds, then says that drafts are in vain."""
+
+    rounds = 0
+
+    @property
+    def in_vain(self):
+        return self.rounds >= 3
+
+    def gamma(self, requests):
+        self.rounds += 1
+        return self._gamma if self.rounds <= 2 else 0
+
+
+@pytest.mark.parametrize("mode", ["w4kv4", "ngram"])
+def test_drafts_end_for_good_and_tokens_go_on(mode, tiny_models, random_prompts, make_plan):
+    """Rounds under way end first; then steps run ahead over the cache without its copy."""
+    model, prompts = tiny_models.directory("llama"), random_prompts(9, 3, 7, 5)
+    plan = make_plan(model, batch=2, decode_microbatch=2, prefill_microbatch=2, gen_len=12)
+    compute = stage(plan, model, mode)
+    requests = [Request(id=i, prompt=tuple(p), max_new=12) for i, p in enumerate(prompts)]
+    got = serve(plan, compute, requests, ShortLived(mode, 3))
+    assert got == tiny_models.greedy("llama", prompts, 12)
+    first = compute.kinds.index(StepKind.DECODE)
+    assert StepKind.ROUND in compute.kinds[:first] and StepKind.ROUND not in compute.kinds[first:]
+    assert compute.speculation is None and isinstance(compute.kv, PlainKVCache)
+    assert compute.runs_ahead
 
 
 def test_stages_draft_and_verify_step_by_step(tiny_models, random_prompts, make_plan):

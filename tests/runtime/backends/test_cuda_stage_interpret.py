@@ -12,7 +12,8 @@ from llmpq.runtime.backends.cuda_graphs import rounded_rows
 from llmpq.runtime.backends.cuda_stage import CudaStageCompute
 from llmpq.runtime.engine.mailbox import Mailbox
 from llmpq.runtime.engine.plain_loop import LocalPipeline
-from llmpq.runtime.engine.scheduler import Limits, Scheduler
+from llmpq.runtime.engine.scheduler import Scheduler
+from llmpq.runtime.engine.slot_limits import Limits
 from llmpq.runtime.engine.stage_loop import FirstStage
 from llmpq.runtime.models import layer_tensors as parts
 from llmpq.runtime.models.layers import DecoderLayer

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from llmpq.kv_format import packed_end
 from llmpq.model_spec import ModelSpec
 from llmpq.runtime.backends.stage_compute import StageCompute
+from llmpq.runtime.cache.dual_kv import DualKV
 from llmpq.runtime.drafts import acceptance, ngram
 from llmpq.runtime.drafts.draft_model import upper_plane
 from llmpq.runtime.drafts.drafters import FixedDrafter
@@ -96,6 +97,40 @@ def test_greedy_tokens_are_those_of_plain_decoding(engines, texts, mode, splits)
     assert serve(engines(bits, splits, mode), requests(texts), drafter) == plain
     rate = drafter.acceptance.rate
     assert rate is not None and rate > 0.25, "a trained model's drafts must mostly be accepted"
+
+
+class ShortLived(FixedDrafter):
+    """Drafts in some rounds, then not, then says that drafts are in vain."""
+
+    rounds = 0
+
+    @property
+    def in_vain(self):
+        return self.rounds > 6
+
+    def gamma(self, requests):
+        self.rounds += 1
+        return self._gamma if self.rounds <= 4 else 0
+
+
+@pytest.mark.parametrize("more", [{}, {"sampling": TokenChoice(temperature=0.8, seed=3)}])
+@pytest.mark.parametrize("mode", ["w4kv4", "ngram"])
+def test_drafts_end_for_good_and_tokens_go_on(demo_model, make_plan, texts, mode, more):
+    """Requests that were drafted for, and others that joined later, in an engine of its own."""
+    plan = make_plan(demo_model, bits=TARGET_BITS[mode], batch=3, prompt_len=160, gen_len=24)
+    spec = ModelSpec.from_directory(demo_model)
+    engines = [
+        OpenStages(plan, spec, CheckpointSource(demo_model, spec), speculate=kind)
+        for kind in (None, mode)
+    ]
+    jobs = requests(texts, **more)
+    drafter, compute = ShortLived(mode, 3), engines[1].computes[0]
+    got, kept = serve(engines[1], jobs, drafter), compute.kv
+    assert drafter.acceptance.verifies > 0
+    assert compute.draft is None and not isinstance(kept, DualKV), "nothing is kept for drafts"
+    if not more:
+        assert got == serve(engines[0], requests(texts))
+    assert [len(tokens) for tokens in got] == [job.max_new for job in jobs]
 
 
 @pytest.mark.parametrize("mode", sorted(TARGET_BITS))

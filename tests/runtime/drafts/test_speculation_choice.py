@@ -105,6 +105,13 @@ def test_measured_times_are_lines_between_what_was_timed():
     assert MeasuredTimes(verify={(1, 1): ((0, 1.0),)}).draft_s(1, 9) == 0.0
 
 
+def test_a_plain_step_of_an_engine_that_drafts_is_timed_without_what_it_keeps_for_them():
+    verify = {(2, 1): ((0, 5.0), (9, 5.0)), (2, 2): ((0, 6.0), (9, 6.0))}
+    times = MeasuredTimes(verify=verify, plain={2: ((0, 4.0),)})
+    assert times.decode_s(1, 7) == 4.0 and times.verify_s(1, 7, 1) == 5.0
+    assert times.corners == ((2, 0), (2, 9))
+
+
 def test_a_single_gpu_needs_no_cost_model_for_gamma_auto(demo_model, make_plan):
     plan = make_plan(demo_model)
     stage = plan.stages[0].model_copy(update={"threads": None, "kind": "H200"})
@@ -168,6 +175,25 @@ def test_auto_learns_from_refused_drafts_and_gives_up():
     assert drafter.acceptance.rate == 0
 
 
+@pytest.mark.parametrize("mode", ["w4kv4", "ngram"])
+@pytest.mark.parametrize("context_of_the_other_corner", [100, 30_000])
+def test_auto_gives_drafts_up_that_pay_at_no_corner(mode, context_of_the_other_corner):
+    """Half of the drafts are kept, which pays in long contexts; n-grams cost nothing to keep."""
+
+    class LongAlone(Machine):
+        def draft_s(self, rows, context):
+            return self.decode_s(rows, context) * (0.5 if context < 1000 else 0.1)
+
+    corners = ((1, 100.0), (4, context_of_the_other_corner))
+    drafter = AutoDrafter(mode, LongAlone(), acceptance=0.9, corners=corners)
+    for round_ in range(120):
+        if drafter.gamma(group(1, 100)) and round_ < 60:
+            drafter.observe(2, round_ % 2)
+    pays = context_of_the_other_corner > 1000
+    assert drafter.in_vain is (mode == "w4kv4" and not pays)
+    assert not AutoDrafter(mode, LongAlone(), acceptance=0.1, corners=corners).in_vain, "untried"
+
+
 @pytest.mark.parametrize("accepted", [True, False])
 def test_auto_tries_n_grams_that_do_not_seem_to_pay(accepted):
     """A verify of two positions takes 1.5 steps: drafts pay from an acceptance of 0.5 on."""
@@ -229,6 +255,29 @@ def test_drafts_that_lose_by_the_clock_are_switched_off(acceptance, cost, rows):
     """Whatever the step times say: a round with drafts takes `cost` plain ones."""
     gained = _tokens_per_second({False: 2e-3, True: cost * 2e-3}, acceptance, 600, rows=rows)
     assert gained >= 0.98
+
+
+@pytest.mark.parametrize("acceptance", [0.0, 0.15, 0.4])
+@pytest.mark.parametrize("rows", [1, 32])
+def test_what_is_kept_for_drafts_is_given_up_before_it_costs_much(acceptance, rows):
+    """A plain round beside a copy of the cache takes 1.04 steps, one with a draft 1.43."""
+    times = MeasuredTimes(
+        draft={rows: ((0, 0.39), (9999, 0.39))},
+        verify={(rows, 1): ((0, 1.04), (9999, 1.04)), (rows, 2): ((0, 1.04), (9999, 1.04))},
+        plain={rows: ((0, 1.0), (9999, 1.0))},
+    )
+    now, steps, draw = [0.0], 0.0, random.Random(1)
+    drafter = AutoDrafter("w4kv4", times, lengths=(1,), corners=times.corners, clock=lambda: now[0])
+    while steps < 1000 and not drafter.in_vain:
+        gamma = drafter.gamma(group(rows, 100))
+        now[0] += (1.43 if gamma else 1.04) * draw.uniform(0.98, 1.02)
+        for _ in range(rows):
+            accepted = int(gamma > 0 and draw.random() < acceptance)
+            drafter.observe(gamma, accepted)
+            steps += (accepted + 1) / rows
+    took = now[0] + max(0.0, 1000 - steps)
+    assert drafter.in_vain
+    assert 1000 / took >= 0.98
 
 
 def test_drafts_that_pay_by_the_clock_go_on():

@@ -258,6 +258,7 @@ def test_rows_survive_the_way_to_the_next_stage():
         PagedRow(slot=0, resumes=True, drafts=(4, 5, 6), sample_step=5, new_blocks=(1,)),
         PagedRow(slot=1),
         PagedRow(slot=2, first_window_block=3, new_window_blocks=(8, 6), new_blocks=(1, 2, 3)),
+        PagedRow(slot=3, saves=((7, 0), (5, 1)), loads=((4, 9),), new_blocks=(9,), drafts=(2, 3)),
     )
     told = StepMessage(kind=StepKind.MIXED, sample_steps=[row.sample_step for row in rows])
     assert unpack_paging(told, pack_paging(rows)).paged == rows

@@ -6,7 +6,7 @@ import os
 import random
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from zlib import crc32
 
 import pytest
@@ -69,9 +69,19 @@ class FakeStage:
     window_blocks: dict[int, list[int]] = field(default_factory=dict)
     """What layers with a window keep of the same digests, in blocks of their own."""
     window_tables: dict[int, dict[int, int]] = field(default_factory=dict)
+    host: dict[int, list[int]] = field(default_factory=dict)
+    """What hosts keep of blocks by number."""
+    num_loaded: int = 0
 
     def run(self, micro_batch: MicroBatch) -> list[list[int]]:
         """Return the new tokens of every row; a row that samples nothing gets one nobody wants."""
+        for row in micro_batch.rows:
+            for block, number in row.saves:
+                self.host[number] = list(self.blocks[block])
+        for row in micro_batch.rows:
+            for number, block in row.loads:
+                self.blocks[block] = list(self.host[number])
+                self.num_loaded += 1
         steps = zip(micro_batch.rows, micro_batch.starts, micro_batch.tokens, strict=True)
         return [self._row(row, start, tokens) for row, start, tokens in steps]
 
@@ -278,6 +288,7 @@ def make_requests(rng: random.Random, count: int, longest: int) -> list[Request]
     static=st.booleans(),
     abort_chance=st.sampled_from([0.0, 0.02]),
     window=st.sampled_from([0, 0, 1, 40, 130, 300]),
+    host_blocks=st.sampled_from([0, 3, 100]),
 )
 def test_random_schedules_equal_the_simple_one(
     seed,
@@ -291,12 +302,14 @@ def test_random_schedules_equal_the_simple_one(
     static,
     abort_chance,
     window,
+    host_blocks,
 ):
     rng = random.Random(seed)
     allowed = limits(
         num_blocks=num_blocks,
         kv=kv,
         window=window if kv is KVPrecision.KV16 else 0,
+        host_blocks=host_blocks if kv is KVPrecision.KV16 and not window else 0,
         window_blocks=spanned_blocks(window, BLOCK_TOKENS) + rng.randint(0, 4) if window else 0,
         max_rows=max_rows,
         step_tokens=step_tokens,
@@ -357,6 +370,31 @@ def test_the_youngest_is_preempted_and_the_oldest_never():
     play(scheduler, requests, rng, depth=1)
     assert [request.output for request in requests] == [expected[n] for n in range(4)]
     assert requests[0].num_preemptions == 0 and requests[3].num_preemptions > 0
+
+
+@pytest.mark.parametrize("host_blocks", [0, 20])
+def test_hosts_keep_what_preempted_requests_have_computed(host_blocks):
+    """Those go on where they were; without hosts, and with their blocks gone, they begin anew."""
+    allowed = limits(num_blocks=4, max_rows=4, step_tokens=512, host_blocks=host_blocks)
+    scheduler, rng = PagedScheduler(allowed), random.Random(4)
+    requests = make_requests(rng, 5, 100)
+    requests = [replace(r, max_new=200, stop_ids=frozenset(), priority=0) for r in requests]
+    stage, computed = FakeStage(allowed.kv), 0
+    issue = scheduler.next_micro_batch
+
+    def counting():
+        nonlocal computed
+        step = issue()
+        computed += sum(map(len, step.tokens)) if step is not None else 0
+        return step
+
+    scheduler.next_micro_batch = counting
+    play(scheduler, requests, rng, depth=1, stage=stage)
+    expected = simple_schedule(requests)
+    assert {r.id: r.output for r in requests} == expected
+    assert sum(r.num_preemptions for r in requests) > 0
+    least = sum(len(r.prompt) + len(r.output) - 1 for r in requests)
+    assert (computed == least) == bool(stage.num_loaded) == bool(host_blocks)
 
 
 def test_lower_priorities_run_first():

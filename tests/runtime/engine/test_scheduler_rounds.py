@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmpq.runtime.drafts.drafters import FixedDrafter
-from llmpq.runtime.engine.scheduler import UNKNOWN, Limits, Scheduler
+from llmpq.runtime.engine.scheduler import UNKNOWN, Scheduler
+from llmpq.runtime.engine.slot_limits import Limits
 from llmpq.runtime.request import MicroBatch, Request, StepKind
 from llmpq.runtime.sampling_params import TokenChoice
 

@@ -1,4 +1,4 @@
-"""Two stages that run ahead of their tokens, on a clock: neither waits long for the other."""
+"""Stages on a clock: two that run ahead of their tokens, three unequal ones that do not."""
 
 import random
 from collections import deque
@@ -7,7 +7,7 @@ import pytest
 
 from llmpq.runtime.engine.paged_scheduler import PagedScheduler
 from llmpq.runtime.engine.pool_limits import PoolLimits
-from llmpq.runtime.engine.scheduler import UNKNOWN, max_ahead
+from llmpq.runtime.engine.scheduler import UNKNOWN, max_ahead, max_in_flight
 from llmpq.runtime.request import Request, StepKind
 
 pytestmark = pytest.mark.cpu
@@ -32,22 +32,25 @@ def seconds(micro_batch):
     return max(2.4e-3, 45e-6 * tokens) + 15e-9 * sum(micro_batch.starts)
 
 
-def busy_shares(scheduler):
-    """Serve to the end over two equal stages; return each one's share of the time at work."""
-    flights, free_s, busy_s, now_s = deque(), [0.0, 0.0], 0.0, 0.0
+def busy_shares(scheduler, speeds=(1.0, 1.0), most=max_ahead):
+    """Serve to the end over stages; return the slowest one's share of the time at work.
+
+    `speeds`: how many times as long as `seconds` each computes. `most`: steps under way.
+    """
+    flights, free_s, busy_s, now_s = deque(), [0.0] * len(speeds), 0.0, 0.0
     while not scheduler.idle:
-        while len(flights) < max_ahead(2):
+        while len(flights) < most(len(speeds)):
             step = scheduler.next_micro_batch()
             if step is None:
                 break
             rows = zip(step.requests, step.tokens, strict=True)
             asked = {request.id for request, tokens in rows if UNKNOWN in tokens}
             known_s = [f[1] for f in flights if any(r.id in asked for r in f[0].requests)]
-            took_s = seconds(step)
-            free_s[0] = max(free_s[0], now_s, *known_s, 0.0) + took_s
-            free_s[1] = max(free_s[0], free_s[1]) + took_s
-            busy_s += took_s
-            flights.append((step, free_s[1]))
+            at_s = max(now_s, *known_s, 0.0)
+            for stage, speed in enumerate(speeds):
+                at_s = free_s[stage] = max(at_s, free_s[stage]) + speed * seconds(step)
+            busy_s += max(speeds) * seconds(step)
+            flights.append((step, at_s))
         step, now_s = flights.popleft()
         scheduler.complete(step, [[1]] * len(step.requests))
         scheduler.check()
@@ -90,3 +93,14 @@ def test_prompts_go_with_rows_that_decode():
     scheduler.next_micro_batch = noted
     assert busy_shares(scheduler) > 0.95
     assert kinds.count(StepKind.PREFILL) < 0.02 * len(kinds)
+
+
+@pytest.mark.parametrize("speeds", [(0.5, 1.0, 0.7), (1.0, 0.6, 0.8), (0.7, 0.9, 1.0)])
+def test_the_slowest_of_three_unequal_stages_stays_at_work(speeds):
+    """As on CPUs, where a row goes on once its token is known."""
+    rng = random.Random(2)
+    scheduler = PagedScheduler(limits(num_stages=3, tokens_ahead=1))
+    for number in range(200):
+        prompt = tuple([number] * rng.randint(20, 400))
+        scheduler.submit(Request(id=number, prompt=prompt, max_new=rng.randint(20, 150)))
+    assert busy_shares(scheduler, speeds, max_in_flight) > 0.9

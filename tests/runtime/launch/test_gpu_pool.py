@@ -1,4 +1,4 @@
-"""Which plans on GPUs are served from a pool of KV blocks: those that ask for it and can be."""
+"""Which plans on GPUs are served from a pool of KV blocks: live ones that can, jobs told to."""
 
 from dataclasses import replace
 
@@ -11,6 +11,7 @@ from llmpq.precision import KVPrecision
 from llmpq.runtime.launch.hand_plan import hand_plan
 from llmpq.runtime.launch.pool_plan import PoolPlan, request_limits
 from llmpq.runtime.launch.stage_settings import StageSettings
+from llmpq.stated_pool import stated_pool
 from llmpq.workload import Workload
 
 pytestmark = pytest.mark.cpu
@@ -26,14 +27,26 @@ def pool_plan(kv=KVPrecision.KV16, model="llama-3.1-8b", **settings):
 
 
 @pytest.mark.parametrize("live", [True, False])
-def test_a_gpu_has_slots_unless_it_is_to_have_a_pool(live):
-    assert not pool_plan(live=live).serves
+def test_a_gpu_has_a_pool_for_live_requests_and_where_it_is_told(live):
+    assert pool_plan(live=live).serves == live
+    assert not pool_plan(live=live, gpu_pool=False).serves
     pool = pool_plan(live=live, gpu_pool=True)
     assert pool.serves
     assert pool.limits.tokens_ahead == 2, "the host waits for tokens"
     assert pool.limits.num_blocks == 4 * 3
-    slots = request_limits(pool_plan(live=live).plan, pool.spec, pool_plan(live=live).settings)
+    told = StageSettings(model_dir="", live=live, gpu_pool=False)
+    slots = request_limits(pool.plan, pool.spec, told)
     assert slots.max_len == 299 and pool.limits.max_len == pool.spec.max_positions + 1
+
+
+def test_a_job_known_beforehand_has_the_pool_that_its_plan_states():
+    slots = pool_plan()
+    pool = stated_pool(slots.spec, slots.plan.workload, slots.plan.stages)
+    assert pool.tokens == 4 * 3 * 128
+    stated = replace(slots, plan=slots.plan.model_copy(update={"pool": pool}))
+    assert stated.serves and stated.limits.num_blocks == pool.num_blocks
+    for settings in ({"gpu_pool": False}, {"speculate": "ngram"}):
+        assert not replace(stated, settings=replace(stated.settings, **settings)).serves
 
 
 @pytest.mark.parametrize("kv", [KVPrecision.KV8, KVPrecision.KV4, KVPrecision.KV2])
@@ -47,14 +60,46 @@ def test_packed_precisions_have_a_pool_that_counts_what_is_ever_packed(kv):
     "kv,model,speculate,why",
     [
         (KVPrecision.KV8, "opt-2.7b", None, "a KV cache of 8 bits and heads of 80 channels"),
-        (KVPrecision.KV16, "llama-3.1-8b", "ngram", "speculation"),
-        (KVPrecision.KV4, "llama-3.1-8b", "ngram", "speculation"),
+        (KVPrecision.KV16, "llama-3.1-8b", "kv4", "speculation"),
+        (KVPrecision.KV4, "llama-3.1-8b", "w4kv4", "speculation"),
+        (KVPrecision.KV4, "deepseek-v3", None, "a KV cache of 4 bits and heads of 576 channels"),
     ],
 )
-def test_what_a_gpu_does_not_page_is_refused_with_the_way_out(kv, model, speculate, why):
+def test_what_a_gpu_does_not_page_has_slots_and_is_refused_a_pool(kv, model, speculate, why):
     with pytest.raises(ValueError, match=f"does not go with {why} yet; leave the pool out"):
         _ = pool_plan(kv, model, live=True, gpu_pool=True, speculate=speculate).serves
     assert not pool_plan(kv, model, live=True, speculate=speculate).serves
+
+
+def test_drafts_found_in_the_text_have_slots_or_a_pool_that_is_told_how_many():
+    drafts = {"live": True, "speculate": "ngram"}
+    assert not pool_plan(**drafts, gamma=3).serves
+    pool = pool_plan(**drafts, gamma=3, gpu_pool=True)
+    assert pool.serves
+    assert pool.limits_over(object()).tokens_ahead == 1, "drafts need to know the tokens"
+    with pytest.raises(ValueError, match=r"over a pool of KV blocks on GPUs need gamma=1\.\.7"):
+        _ = pool_plan(**drafts, gpu_pool=True).serves
+    with pytest.raises(ValueError, match="does not go with speculation yet"):
+        _ = pool_plan(speculate="ngram", gamma=3, gpu_pool=True).serves
+
+
+def test_hosts_keep_preempted_requests_where_copying_is_quicker_than_computing():
+    pool = pool_plan(live=True)
+    (stage,) = pool.plan.stages
+    assert pool.limits.host_blocks == 0, "nobody knows how long the card computes"
+
+    def kept(change=None, **settings):
+        stages = (stage.model_copy(update={"kind": "H200", **(change or {})}),)
+        plan = pool.plan.model_copy(update={"stages": stages})
+        told = replace(pool.settings, **settings)
+        return replace(pool, plan=plan, settings=told).limits.host_blocks
+
+    assert kept() == 4 * 3, "an H200's host copies 16 MiB sooner"
+    assert kept({"prefill_s": 1e-4}) == 0 < kept({"prefill_s": 1.0})
+    assert kept({"kind": "CPU", "threads": 1}) == 0
+    assert kept(speculate="ngram", gamma=2, gpu_pool=True) == 0
+    assert pool_plan(KVPrecision.KV8, live=True).limits.host_blocks == 0
+    assert pool_plan(model="gemma-2-9b", live=True).limits.host_blocks == 0
 
 
 def test_packed_blocks_of_a_model_in_float32_are_refused():
@@ -65,19 +110,7 @@ def test_packed_blocks_of_a_model_in_float32_are_refused():
         _ = pool.serves
 
 
-def test_features_that_its_kernels_do_not_know_are_refused_over_a_pool_only():
-    spec, feature = ModelSpec.by_name("deepseek-v3"), "latent attention"
-    slots, pool = (
-        ways_of(gpu=True, kv=KVPrecision.KV16, drafts=False, pool=pool) for pool in (False, True)
-    )
-    require(spec, slots, max_len=2000)
-    with pytest.raises(ValueError, match=f"{feature}.* a pool of KV blocks on a GPU yet; leave"):
-        require(spec, pool, max_len=2000)
-    on_cpu = ways_of(gpu=False, kv=KVPrecision.KV16, drafts=False, pool=True)
-    require(spec, on_cpu, max_len=2000)
-
-
-@pytest.mark.parametrize("model", ["gpt-oss-20b", "gemma-2-9b", "mistral-7b"])
-def test_windows_caps_and_sinks_go_over_a_pool(model):
+@pytest.mark.parametrize("model", ["gpt-oss-20b", "gemma-2-9b", "mistral-7b", "deepseek-v3"])
+def test_windows_caps_sinks_and_latents_go_over_a_pool(model):
     pool = ways_of(gpu=True, kv=KVPrecision.KV16, drafts=False, pool=True)
     require(ModelSpec.by_name(model), pool, max_len=8000)

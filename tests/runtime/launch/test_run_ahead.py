@@ -20,7 +20,8 @@ from llmpq.runtime.engine.mailbox import Mailbox
 from llmpq.runtime.engine.paged_scheduler import PagedScheduler
 from llmpq.runtime.engine.plain_loop import LocalPipeline
 from llmpq.runtime.engine.pool_limits import PoolLimits
-from llmpq.runtime.engine.scheduler import Limits, Scheduler
+from llmpq.runtime.engine.scheduler import Scheduler
+from llmpq.runtime.engine.slot_limits import Limits
 from llmpq.runtime.engine.stage_loop import FirstStage, run_following_stage
 from llmpq.runtime.launch.stage_settings import limits_of
 from llmpq.runtime.links.device_links import DeviceTransport, connect_devices

@@ -262,6 +262,18 @@ def test_stages_of_a_mixed_directory_read_their_own_layers(dense: Path, tmp_path
         ("fp8 blocks", {"weight_block_size": None}, "weight block size is None; expected two"),
         ("fp8 blocks", {"weight_block_size": [64, 64]}, "block scales have shape"),
         ("gptq by activation", {"quant_method": "exl2"}, "quantization method 'exl2' is not"),
+        (
+            "gptq by activation",
+            {"checkpoint_format": "marlin"},
+            "checkpoint_format='marlin' is not",
+        ),
+        ("gptq by activation", {"rotation": "hadamard"}, "'rotation' asks for rotations of act"),
+        (
+            "fp8 per channel",
+            {"transform_config": {"config_groups": {"R4": {}}}},
+            "rotations of act",
+        ),
+        ("fp8 per channel", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse weights"),
     ],
 )
 def test_lying_configs_are_refused(

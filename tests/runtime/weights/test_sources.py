@@ -295,10 +295,26 @@ def test_buffers_and_tied_heads_of_old_checkpoints_are_no_layers(tiny_models, co
         "model.rotary_emb.inv_freq": torch.ones(16),
         "model.layers.1.self_attn.masked_bias": torch.tensor(-10000),
         "vision.layers.40.weight": torch.ones(1),
-        "lm_head.weight": torch.zeros(199, 64),
     }
-    rewrite(directory, lambda ts: {**ts, **more})
+
+    def change(tensors):
+        return tensors | more | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
+
+    rewrite(directory, change)
     assert torch.equal(logits_of(directory), logits_of(tiny_models.directory("qwen3")))
+
+
+def test_a_head_of_its_own_in_a_tied_model_is_refused(copy):
+    directory = copy("llama")
+    config = json.loads((directory / "config.json").read_text())
+    assert not config["tie_word_embeddings"]
+    (directory / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    with pytest.raises(ValueError, match="'lm_head.weight' is another one than 'model.embed"):
+        LocalPipeline.from_directory(directory)
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, path)
+    LocalPipeline.from_directory(directory)
 
 
 def test_a_directory_with_pickled_weights_says_what_to_run(copy):

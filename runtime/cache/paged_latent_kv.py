@@ -1,0 +1,105 @@
+"""The pool of latents (MLA) of a stage on a GPU, unquantised, its block table on the device.
+
+    pool [layers, blocks, 1, 128, D]     a token's one vector for all heads, its values as well
+
+Legend: T tokens of a step, H query heads, D channels of a latent, S slots, M blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from llmpq.kernels.fused.rope_append import rope_append_pages
+from llmpq.kernels.kv.paged_latents import LatentPlan, attend_latent_pages
+from llmpq.kernels.kv.paged_rows import TokenPlaces, spread
+from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule
+from llmpq.kv_format import BLOCK_TOKENS, pool_blocks
+from llmpq.model_spec import ModelSpec
+from llmpq.pool_size import PoolSize
+from llmpq.precision import KVPrecision
+from llmpq.runtime.cache.device_pages import DevicePages, write_blocks
+from llmpq.runtime.cache.host_blocks import HostBlocks
+from llmpq.runtime.paged_step import PagedStep
+from llmpq.runtime.request import PagedRow
+from llmpq.runtime.step import Step
+
+
+class PagedLatents(DevicePages):
+    """Latents of one stage in blocks."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        *,
+        layers: Sequence[int],
+        size: PoolSize,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        """`layers`: their numbers in the model."""
+        assert spec.latent is not None and not size.window
+        device = torch.device(device)
+        self.columns = pool_blocks(KVPrecision.KV16, size.max_len)
+        shape = (len(layers), size.num_blocks, 1, BLOCK_TOKENS, spec.head_dim)
+        self._pool = torch.zeros(shape, dtype=dtype, device=device)
+        self._on_host = HostBlocks((self._pool,))
+        self._table_SM = torch.zeros((size.slots, self.columns), dtype=torch.int32, device=device)
+        rank = spec.latent.kv_rank
+        self.launches = LatentPlan.of(spec.heads, spec.head_dim, rank, dtype, device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all layers."""
+        return self._pool.nbytes
+
+    def take_rows(self, rows: Sequence[PagedRow], starts: Sequence[int]) -> None:
+        """Write the blocks that a step's rows got to the table; copy what hosts keep."""
+        self._on_host.take_rows(rows)
+        write_blocks(self._table_SM, [(row.slot, row.first_block, row.new_blocks) for row in rows])
+
+    def table(
+        self,
+        slots: Sequence[int],
+        starts: Sequence[int],
+        counts: Sequence[int],
+        *,
+        num_rows: int,
+        num_places: int,
+    ) -> list[list[int]]:
+        """Return a step's rows as paged_latents.py reads them."""
+        return self.launches.table(slots, starts, counts, num_rows=num_rows, num_places=num_places)
+
+    def places(
+        self, rows_FR: Tensor, num_places: int, *, nobody: int
+    ) -> tuple[TokenPlaces, TokenPlaces | None]:
+        """Return where a step's tokens go."""
+        return spread(rows_FR, self._table_SM, num_places, nobody=nobody), None
+
+    def attend(
+        self,
+        layer: int,
+        q_BQHD: Tensor,
+        k_BQGD: Tensor,
+        v_BQGD: Tensor,
+        step: Step,
+        *,
+        scale: float,
+        alibi_slopes_H: Tensor | None = None,
+        rule: ScoreRule = EVERYTHING,
+        inv_freq: Tensor | None = None,
+        factor: float = 1.0,
+    ) -> Tensor:
+        """Append the step's latents (their positions are in them), return sums [1, T, H, rank]."""
+        assert isinstance(step, PagedStep) and inv_freq is None and rule.is_plain
+        pool, new_TGD = self._pool[layer], k_BQGD[0].contiguous()
+        at = (step.where.places_T, step.where.positions_T, None)
+        rope_append_pages(new_TGD, new_TGD, new_TGD, pool, pool, *at)
+        out_THV = attend_latent_pages(
+            *(q_BQHD[0], pool, step.rows_FR, self._table_SM, self.launches),
+            scale=scale,
+            chunks=step.chunks,
+        )
+        return out_THV[None]

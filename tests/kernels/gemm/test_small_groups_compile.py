@@ -1,0 +1,38 @@
+"""Products of groups of 32 and 64 compile for every listed architecture; shared memory fits."""
+
+import pytest
+
+pytest.importorskip("triton")
+from llmpq.kernels.gemm.small_groups import BN, FEW, HALF, dequantize_kernel, product_kernel  # noqa: E402
+from llmpq.kernels.tools.cubin import (  # noqa: E402
+    ARCHITECTURES,
+    CONSUMER_BLACKWELL,
+    SHARED_LIMIT,
+    compile_kernel,
+)
+
+pytestmark = pytest.mark.compile
+NUMBERS = ("M", "N", "K", "groups", "splits")
+
+
+@pytest.mark.parametrize("arch", (*ARCHITECTURES, CONSUMER_BLACKWELL))
+@pytest.mark.parametrize(("bits", "group", "symmetric"), [(4, 32, False), (8, 64, True)])
+def test_products_fit(arch, bits, group, symmetric):
+    constants = {"HALF": HALF, "BITS": bits, "G": group, "SYMMETRIC": symmetric}
+    cases = [
+        (product_kernel, {"BM": 16, "BN": BN}, "*fp32"),
+        (product_kernel, {"BM": FEW, "BN": BN}, "*fp32"),
+        (dequantize_kernel, {"BN": 16}, "*bf16"),
+    ]
+    for kernel, own, out in cases:
+        kinds = {"P0": "*u8", "P1": "*u8", "OUT": out} | dict.fromkeys(NUMBERS, "i32")
+        given = {
+            name: kinds.get(name, "*bf16")
+            for name in kernel.arg_names
+            if name not in constants | own
+        }
+        aligned = tuple(name for name, kind in given.items() if kind.startswith("*"))
+        made = compile_kernel(
+            kernel, arch, given, constants | own, aligned=aligned, options={"num_warps": 4}
+        )
+        assert made.cubin and made.shared_bytes <= SHARED_LIMIT[arch]

@@ -1,0 +1,43 @@
+"""Words of a quantization_config that would change the arithmetic unheeded are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from llmpq.quantization_config import METHODS, require_read
+
+pytestmark = pytest.mark.pure
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_plain_forms_are_read(method: str) -> None:
+    off = {"transform_config": {}, "rotation": None, "sparsity_config": {"format": "dense"}}
+    require_read({"quant_method": method, **off}, "DIR")
+
+
+@pytest.mark.parametrize(
+    ("described", "message"),
+    [
+        (
+            {"quant_method": "awq", "version": "gemv"},
+            "version='gemv' is not supported; expected ge",
+        ),
+        ({"quant_method": "awq", "version": "marlin"}, "version='marlin'"),
+        ({"quant_method": "awq", "bits": 8}, "AWQ of 8 bits"),
+        ({"quant_method": "gptq", "checkpoint_format": "bitblas"}, "expected gptq or gptq_v2"),
+        ({"quant_method": "gptq", "is_marlin_format": True}, "codes in Marlin's order"),
+        ({"quant_method": "bitsandbytes"}, "'bitsandbytes' is not supported"),
+        ({}, "quantization method 'None'"),
+    ],
+)
+def test_others_are_refused_by_what_they_are(described: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        require_read(described, "DIR")
+
+
+def test_usual_words_are_no_hindrance() -> None:
+    require_read({"quant_method": "awq", "version": "GEMM", "bits": 4, "zero_point": True}, "DIR")
+    require_read({"quant_method": "gptq", "checkpoint_format": "gptq_v2", "bits": 4}, "DIR")
+    require_read({"quant_method": "compressed-tensors", "version": "0.9.0"}, "DIR")

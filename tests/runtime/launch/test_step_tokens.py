@@ -1,0 +1,61 @@
+"""How many tokens a step of live requests has: as many as no stage takes too long for."""
+
+import pytest
+
+from llmpq.model_spec import ModelSpec
+from llmpq.plan import Predicted
+from llmpq.runtime.launch.hand_plan import hand_plan
+from llmpq.runtime.launch.pool_plan import LEAST_TOKENS, STEP_TOKENS, PoolPlan
+from llmpq.runtime.launch.stage_settings import StageSettings
+from llmpq.workload import Workload
+
+pytestmark = pytest.mark.cpu
+SPEC = ModelSpec.by_name("llama-3.1-8b")
+
+
+def step_tokens(times, *, gpu=False, estimated=False, **settings):
+    """Return a step's tokens under a plan whose stages take (prefill_s, decode_s) a micro-batch."""
+    work = Workload(batch=4, prompt_len=200, gen_len=100)
+    plan = hand_plan(SPEC, work, splits=(9,)[: len(times) - 1], prefill_microbatch=2)
+    card = {"kind": "NVIDIA H200", "threads": None} if gpu else {}
+    stages = tuple(
+        stage.model_copy(update={"prefill_s": prefill_s, "decode_s": decode_s, **card})
+        for stage, (prefill_s, decode_s) in zip(plan.stages, times, strict=True)
+    )
+    told = Predicted(
+        total_s=1.0,
+        prefill_s=1.0,
+        decode_s=1.0,
+        output_tokens_per_s=1.0,
+        sum_omega=0.0,
+        bottleneck=stages[0].device,
+        estimated=estimated,
+    )
+    plan = plan.model_copy(update={"stages": stages, "predicted": told})
+    return PoolPlan(
+        plan, SPEC, StageSettings(model_dir="", live=True, **settings)
+    ).limits.step_tokens
+
+
+def test_quick_devices_take_as_many_as_there_are():
+    assert step_tokens([(0.01, 0.004)]) == STEP_TOKENS
+    assert step_tokens([(None, None)]) == STEP_TOKENS
+
+
+def test_a_step_takes_a_tenth_of_a_second_or_two_plain_steps():
+    assert step_tokens([(0.4, 0.01)]) == 96  # 400 tokens in 0.4 s
+    assert step_tokens([(0.4, 0.1)]) == 192
+    assert step_tokens([(40.0, 0.1)]) == LEAST_TOKENS
+
+
+def test_the_slowest_stage_counts():
+    assert step_tokens([(0.01, 0.004), (0.2, 0.01)]) == 192
+
+
+def test_placeholders_of_cpus_say_nothing_and_cards_in_the_table_do():
+    assert step_tokens([(0.4, 0.01)], estimated=True) == STEP_TOKENS
+    assert step_tokens([(0.4, 0.01)], estimated=True, gpu=True) == 96
+
+
+def test_who_says_a_number_has_it():
+    assert step_tokens([(0.4, 0.01)], step_tokens=300) == 300
