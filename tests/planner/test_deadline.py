@@ -80,7 +80,7 @@ def test_a_front_keeps_to_its_time_limit() -> None:
 def test_without_time_there_is_a_plan_where_one_fits() -> None:
     """Memory is tight: often only the smallest micro-batches fit."""
     found = 0
-    for seed in range(60):
+    for seed in range(20):
         p = random_problem(random.Random(seed), layers=(3, 8), devices=(1, 3), batch=8)
         try:
             whole = solve_exact(p)
@@ -90,7 +90,7 @@ def test_without_time_there_is_a_plan_where_one_fits() -> None:
         assert hurried.bound is not None and hurried.bound <= whole.value * (1 + 1e-9)
         assert hurried.value >= whole.value * (1 - 1e-9)
         found += 1
-    assert found > 20
+    assert found > 7
 
 
 def _least_by_pair(p: Problem) -> dict[tuple[int, int], float]:

@@ -95,7 +95,7 @@ def test_whole_front_is_brute_force(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_is_not_listed_is_within_the_stated_resolution() -> None:
     short = 0
-    for seed in range(30):
+    for seed in range(15):
         p, plans = _tiny(seed)
         if not plans:
             continue
@@ -108,7 +108,7 @@ def test_what_is_not_listed_is_within_the_stated_resolution() -> None:
             short += 1
             # A resolution that is too good to be true is found out.
             assert not all(_covered(plan, points, 1e-4) for plan in plans), f"seed {seed}"
-    assert short >= 6
+    assert short >= 3
 
 
 def test_each_point_has_a_valid_bound_of_its_own() -> None:
