@@ -96,7 +96,7 @@ def measure(args: argparse.Namespace, given: list[str], folder: Path, bits: str)
         bench="cpu stages",
         case={
             "model": args.model, "allowed": bits, "stages": len(plan.stages),
-            "layers": [len(stage.layers) for stage in plan.stages],
+            "layers": [stage.num_layers for stage in plan.stages],
             "bits": ",".join(p.value for p in plan.precisions), "threads": args.threads,
             "dtype": args.dtype, "batch": args.batch, "prompt": args.prompt, "gen": args.gen,
         },
