@@ -152,6 +152,13 @@ KERNEL_TABLES = {
         show=lambda row: f"{row['value']:.1f}",
         newest=True,
     ),
+    "tune": Pivot(
+        file="tune.jsonl",
+        bench="tune",
+        index=("model", "product", "timed"),
+        column="rows",
+        show=lambda row: f"{row['baselines']['before']:.1f} -> {row['value']:.1f}",
+    ),
     "gemm_untuned": Pivot(
         file="gemm_choice.jsonl",
         bench="gemm",
