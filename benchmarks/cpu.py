@@ -9,8 +9,9 @@ the sdist of `llama-cpp-python` (in vendor/llama.cpp: `cmake -B build -DGGML_NAT
 `cmake --build build --target llama-bench llama-batched-bench`). Weights are random, in a GGUF file
 that the `gguf` package writes here. Programs alternate, so that other load falls on all of them; a
 row is the median of ours, in the pool of KV blocks that runs serve from, with theirs as baselines.
-`--head`: what llama.cpp's output matrix is: quantised like its layers (`same`), or `f16`; ours is
-what plans have, 8 bits where layers have 8 or fewer. `--depth`: decode steps behind so many tokens,
+`--head`: what llama.cpp's output matrix is: quantised like its layers (`same`), `f16`, or `q6_k`,
+what its own quantiser writes beside Q4_0; ours is what plans have, 8 bits where layers have 8 or
+fewer. `--depth`: decode steps behind so many tokens,
 llama.cpp's with its F16 cache, filled by `--fill-threads`; a long one once for a case's rows.
 """
 
@@ -51,7 +52,6 @@ from llmpq.runtime.weights.sources import RandomSource
 
 KINDS = {16: "F16", 8: "Q8_0", 4: "Q4_0"}
 """llmpq's bits -> llama.cpp's kind of file."""
-BLOCK = 32
 Seconds = tuple[float, float]
 """Of the whole prefill, of one decode step."""
 
@@ -80,7 +80,7 @@ def write_gguf(spec: ModelSpec, kind: str, head: str, path: Path) -> None:
     def ones(name: str, size: int) -> None:
         writer.add_tensor(name, np.ones(size, np.float32))
 
-    head_kind = "F16" if head == "f16" else kind
+    head_kind = kind if head == "same" else head.upper()
     matrix("token_embd.weight", spec.vocab, spec.hidden, head_kind)
     if not spec.tied_embeddings:
         matrix("output.weight", spec.vocab, spec.hidden, head_kind)
@@ -108,9 +108,10 @@ def _random_matrix(n: int, k: int, kind: str) -> np.ndarray:
     random = np.random.default_rng(n + k)
     if kind == "F16":
         return np.resize(random.normal(0, 0.02, 1 << 20).astype(np.float16), (n, k))
-    block = {"Q4_0": 18, "Q8_0": 34}[kind]  # a float16 scale, then the codes
-    blocks = np.resize(random.integers(0, 256, (1 << 15, block), np.uint8), (n, k // BLOCK, block))
-    blocks[:, :, :2] = np.array([0.003], np.float16).view(np.uint8)
+    weights, block, at = {"Q4_0": (32, 18, 0), "Q8_0": (32, 34, 0), "Q6_K": (256, 210, 208)}[kind]
+    shape = (n, k // weights, block)
+    blocks = np.resize(random.integers(0, 256, (1 << 15, block), np.uint8), shape)
+    blocks[:, :, at : at + 2] = np.array([0.003], np.float16).view(np.uint8)  # the scale
     return blocks.reshape(n, -1)
 
 
@@ -312,7 +313,7 @@ def main() -> None:
     parser.add_argument("--head-bits", type=int, choices=(8, 16), help="of ours (as plans have)")
     parser.add_argument("--llama-build", default="", help="what llama.cpp was compiled for")
     parser.add_argument("--fill-threads", type=int, help="of llama.cpp with --depth (--threads)")
-    parser.add_argument("--head", choices=("same", "f16"), default="same")
+    parser.add_argument("--head", choices=("same", "f16", "q6_k"), default="same")
     parser.add_argument("--transformers", action="store_true", help="measure it, too (16 bits)")
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--noisy", action="store_true", help="the machine has other work")
