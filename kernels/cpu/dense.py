@@ -19,6 +19,10 @@ A plain weight (a tied head, float16, shapes that would be padded) meets few row
     4       99.3 / 56.7    65.1 / 63.7    52.2 / 33.5
     8       149.0 / 81.5   75.8 / 97.3    57.3 / 66.8     (oneDNN's float32, plain: 69)
 
+With AMX bfloat16 weights stay plain, in large pages: our own code meets one row at the memory's
+speed and more of them in tiles (kernels/native/dense_tiles.h); a prompt's are
+`functional.linear`'s, which takes as long as oneDNN with a blocked weight.
+
 A blocked weight is an opaque `torch.Tensor` (`is_mkldnn`); shapes it would pad stay plain, so that
 bytes are those the planner counts.
 """
@@ -29,10 +33,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from llmpq.kernels.native import huge_pages
 from llmpq.kernels.native.library import NUMBERS, address, call, library
 
 _NATIVE_ROWS = 4
 """Rows up to which our own code takes a plain weight."""
+
+_TILED_ROWS = 64
+"""Rows up to which our own code takes a bfloat16 weight where there is AMX."""
 
 _SMALL_BYTES = 2 << 20
 """Weights up to here stay plain: in a core's L2, so that reading them costs little, and a step's
@@ -46,7 +54,12 @@ _PLAIN_ROWS = 8
 
 
 def pack_dense(weight_NK: Tensor) -> Tensor:
-    """Return the weight in the layout of oneDNN, or as it is where that is not free."""
+    """Return the weight in the layout of oneDNN, or as it is where that is not free.
+
+    Where our own tiles multiply by it: in large pages.
+    """
+    if has_tiles(weight_NK):
+        return huge_pages.moved(weight_NK)
     if weight_NK.nbytes <= _SMALL_BYTES or not _usable(weight_NK):
         return weight_NK
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight_NK.contiguous(), None)
@@ -89,7 +102,21 @@ def native_rows(weight_NK: Tensor) -> int:
     )
     if not ours:
         return 0
+    if has_tiles(weight_NK):
+        return _TILED_ROWS
     return _SMALL_ROWS if weight_NK.nbytes <= _SMALL_BYTES else _NATIVE_ROWS
+
+
+def has_tiles(weight_NK: Tensor) -> bool:
+    """Whether our own code multiplies by this weight in tiles here."""
+    return (
+        weight_NK.dtype == torch.bfloat16
+        and weight_NK.device.type == "cpu"
+        and not weight_NK.is_mkldnn
+        and weight_NK.is_contiguous()
+        and (found := library()) is not None
+        and bool(found.llmpq_tiles())
+    )
 
 
 def native_dense(x: Tensor, weight_NK: Tensor, bias: Tensor | None) -> Tensor:

@@ -65,6 +65,30 @@ static inline void dense_row(const float* x, const void* w, const void* bias, vo
   put(y, n, NUMBER, total(add(add(acc[0], acc[1]), add(acc[2], acc[3]))) + b);
 }
 
+#ifdef __AVX512BF16__
+// The same of bfloat16, x as it came: an instruction for 32 products instead of six.
+static inline void dense_row_of_bfloats(const uint16_t* x, const uint16_t* w, const void* bias, void* y, int64_t n, int64_t K) {
+  constexpr int SUMS = 4, NUMBERS = 32;
+  Floats acc[SUMS];
+  for (int s = 0; s < SUMS; ++s) acc[s] = floats(0);
+  const uint16_t* p = w + n * K;
+  int64_t k = 0;
+  for (; k + SUMS * NUMBERS <= K; k += SUMS * NUMBERS)
+    for (int s = 0; s < SUMS; ++s) {
+      const int64_t at = k + s * NUMBERS;
+      _mm_prefetch((const char*)(p + at) + 4096, _MM_HINT_T1);
+      acc[s] = _mm512_dpbf16_ps(acc[s], (__m512bh)_mm512_loadu_si512(p + at), (__m512bh)_mm512_loadu_si512(x + at));
+    }
+  for (; k < K; k += NUMBERS) {
+    const __mmask32 there = K - k < NUMBERS ? (1u << (K - k)) - 1 : ~0u;
+    acc[0] = _mm512_dpbf16_ps(acc[0], (__m512bh)_mm512_maskz_loadu_epi16(there, p + k),
+                              (__m512bh)_mm512_maskz_loadu_epi16(there, x + k));
+  }
+  const float b = bias ? float_of(bias, n, BFLOAT16) : 0;
+  put(y, n, BFLOAT16, total(add(add(acc[0], acc[1]), add(acc[2], acc[3]))) + b);
+}
+#endif
+
 template <int NUMBER, int ROWS>
 static void dense_rows(const float* x, int64_t padded, const void* w, const void* bias, void* y, int64_t m, int64_t n0,
                        int64_t n1, int64_t N, int64_t K) {
@@ -86,6 +110,12 @@ static void dense(const void* x, const void* w, const void* bias, void* y, int64
     int64_t n0 = i * block, n1 = n0 + block < N ? n0 + block : N, m = 0;
     const float* p = rows.data();
     if (M == 1) {
+#ifdef __AVX512BF16__
+      if constexpr (NUMBER == BFLOAT16) {
+        for (int64_t n = n0; n < n1; ++n) dense_row_of_bfloats((const uint16_t*)x, (const uint16_t*)w, bias, y, n, K);
+        continue;
+      }
+#endif
       for (int64_t n = n0; n < n1; ++n) dense_row<NUMBER>(p, w, bias, y, n, K);
       continue;
     }

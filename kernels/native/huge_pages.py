@@ -41,6 +41,13 @@ def room(size: int) -> Tensor:
     return bytes_all[first : first + size]
 
 
+def moved(tensor: Tensor) -> Tensor:
+    """Return a tensor of a CPU in large pages, itself where that is not worth a copy."""
+    if tensor.nbytes < LEAST or not are_here():
+        return tensor
+    return room(tensor.nbytes).view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+
 def are_here() -> bool:
     """Whether this system has them to ask for."""
     return hasattr(mmap, "MADV_HUGEPAGE") and hasattr(mmap, "MAP_ANONYMOUS")

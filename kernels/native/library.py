@@ -58,7 +58,11 @@ def _levels() -> tuple[Level, ...]:
         ),
         ("avx512_vnni", ("avx512_vnni",), ("avx512vnni",)),
         ("avx512_bf16", ("avx512_bf16",), ("avx512bf16",)),
-        ("amx_int8", ("amx_tile", "amx_int8"), ("amx-tile", "amx-int8")),
+        (
+            "amx_int8",
+            ("amx_tile", "amx_int8", "amx_bf16"),
+            ("amx-tile", "amx-int8", "amx-bf16"),
+        ),
     )
     levels: list[Level] = []
     needs: tuple[str, ...] = ()

@@ -4,6 +4,7 @@
 #include <omp.h>
 
 #include "dense.h"
+#include "dense_tiles.h"
 #include "dequantize.h"
 #include "few_rows.h"
 #include "search.h"
@@ -31,7 +32,7 @@ void llmpq_few_rows(const void* x, const uint8_t* codes, const void* scale, cons
   const bool tiles = takes_tiles(w, M);
   static thread_local TiledRows held_tiles;
   TiledRows& tiled = held_tiles;
-  if (tiles) tiled.reset(M * rounded.parts, w, x_bits);
+  if (tiles) tiled.reset(M * rounded.parts, w, rounded);
 #endif
 #pragma omp parallel num_threads(threads_for(M * N * K, threads))
   {
@@ -99,6 +100,9 @@ void llmpq_quantize(const void* w, uint8_t* codes, void* scale, void* zero, int6
 // y [M, N] = x [M, K] w^T + bias of one number, w [N, K] not quantised.
 void llmpq_dense(const void* x, const void* w, const void* bias, void* y, int64_t M, int64_t N, int64_t K,
                  int64_t number, int64_t threads) {
+#ifdef __AMX_BF16__
+  if (number == BFLOAT16 && M > 1 && tiles_allowed()) return dense_by_tiles(x, w, bias, y, M, N, K, threads_for(M * N * K, threads));
+#endif
   auto run = number == FLOAT32 ? dense<FLOAT32> : number == BFLOAT16 ? dense<BFLOAT16> : dense<FLOAT16>;
   run(x, w, bias, y, M, N, K, threads_for(M * N * K, threads));
 }
