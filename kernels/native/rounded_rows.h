@@ -8,8 +8,10 @@
 // Whether rows rounded to 8 bits meet w as bytes: AVX2's sums of two products of bytes hold 4-bit codes.
 static inline bool as_bytes(const Weight& w) { return !w.fine() && (HAS_BYTE_DOT || w.bits < 8); }
 
-// Whether rows of 16 bits and more meet w byte by byte.
-static inline bool in_planes(const Weight& w) { return !WIDE && !w.fine() && w.bits < 8; }
+// Whether `rows` of 16 bits, or of more in `parts`, meet w byte by byte: one of 16 bits, or all of them with AVX2.
+static inline bool in_planes(const Weight& w, int64_t rows, int64_t parts) {
+  return !w.fine() && w.bits < 8 && (WIDE ? HAS_BYTE_DOT && rows == 1 && parts == 1 : true);
+}
 
 // Numbers from the start of a cache line on: a load of 64 bytes that crosses lines takes two.
 template <class Number>
@@ -36,7 +38,7 @@ struct RoundedRows {
   // A thread's calls follow one another in the same memory: new pages would cost more than the rounding.
   void reset(int64_t M, int64_t of, const Weight& w, int64_t bits) {
     parts = of, padded = w.padded_groups(), x_bits = bits;
-    planes = x_bits == 16 && in_planes(w) ? parts + 1 : 0;
+    planes = x_bits == 16 && in_planes(w, M, parts) ? parts + 1 : 0;
     if (planes) parts = 1;
     scale.assign(M * parts * padded, 0);
     sum.assign(M * parts * w.grid_size(), 0);

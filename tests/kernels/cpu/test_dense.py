@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from llmpq.kernels.cpu.dense import dense_linear, native_dense, pack_dense, plain_dense
-from llmpq.kernels.native import library
+from llmpq.kernels.native import huge_pages, library
 
 pytestmark = pytest.mark.cpu
 
@@ -41,7 +41,7 @@ def test_our_own_product_equals_float64(dtype, level, monkeypatch):
     monkeypatch.setattr(library, "best_level", lambda: library.LEVELS[level])
     torch.manual_seed(0)
     limit = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5.5e-4}[dtype]
-    for (n, k), m in itertools.product([(129, 1000), (7, 33), (64, 8), (1, 1)], (1, 2, 3, 15)):
+    for (n, k), m in itertools.product([(129, 1000), (7, 33), (64, 8), (1, 1)], (1, 2, 3, 15, 33)):
         weight, x, bias = (torch.randn(size).to(dtype) for size in ((n, k), (m, k), (n,)))
         exact = x.double() @ weight.double().T + bias.double()
         got = native_dense(x, weight, bias)
@@ -51,6 +51,20 @@ def test_our_own_product_equals_float64(dtype, level, monkeypatch):
             weight[-1, -1] += 8
             wrong = native_dense(x, weight, bias)
             assert float((wrong.double() - exact).norm() / exact.norm()) > limit, "planted"
+
+
+@pytest.mark.skipif(
+    "amx_int8" not in [level.name for level in library.usable_levels()], reason="AMX"
+)
+@pytest.mark.parametrize("m", [2, 16, 17, 40, 64, 70])
+def test_bfloat16_with_amx_stays_plain_in_large_pages(m):
+    weight = torch.randn(2100, 1024).bfloat16()
+    kept = pack_dense(weight)
+    assert not kept.is_mkldnn and kept.data_ptr() % huge_pages.PAGE == 0
+    assert torch.equal(kept, weight)
+    x = torch.randn(m, 1024).bfloat16()
+    exact = x.double() @ weight.double().T
+    assert float((dense_linear(x, kept, None).double() - exact).norm() / exact.norm()) < 4e-3
 
 
 @pytest.mark.parametrize("n, k", [(128, 256), (200, 96), (7, 33)])

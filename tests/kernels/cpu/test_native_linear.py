@@ -130,6 +130,18 @@ def test_large_and_small_numbers_in_one_group_keep_their_bits(level):
     assert torch.isfinite(few_rows(tiny, q, None)).all()
 
 
+@pytest.mark.parametrize("bits", [3, 4, 8])
+@pytest.mark.parametrize("m", [1, 3, 8, 9])
+def test_the_largest_numbers_of_a_group_fit_in_two_bytes(level, bits, m):
+    """255/128 of a power of two is 0x7f80 as a whole number: 128 and a low byte with a sign."""
+    q = _weight(40, 400, bits, 128, False, torch.bfloat16)
+    x = torch.randn(m, 400).bfloat16() / 4
+    x[:, ::128] = 255 / 128
+    x[0, 5] = -2
+    exact = linear_reference(x, q, exact=True)
+    assert relative_error(few_rows(x, q, None), exact) < TOLERANCE[torch.bfloat16]
+
+
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_not_finite_is_seen(level, wrong, dtype):
