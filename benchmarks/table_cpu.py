@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from table_cells import Pivot, Row
 
-CASE = ("bits", "head bits", "batch", "depth", "kv", "threads", "level", "dtype", "llama build")
+CASE = ("layers", "bits", "head bits", "batch", "depth", "kv", "threads", "level", "dtype", "llama build")
 
 
 def beside_llama(row: Row) -> str:
@@ -32,7 +32,7 @@ CPU_TABLES = {
     f"cpu_{name.split()[0]}": Pivot(
         file="cpu.jsonl",
         bench=f"cpu {name}",
-        index=("model", *CASE),
+        index=("model", *CASE, *(("prompt",) if name == "prefill" else ())),
         where={"llama head": "same", "cpu activations": "exact"},
         value_title=f"{name} (llama.cpp / ours)",
         show=beside_llama,
