@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from table_cells import Pivot, Row
 
-CASE = ("layers", "bits", "head bits", "batch", "depth", "kv", "threads", "level", "dtype", "llama build")
+CASE = (
+    "layers",
+    "bits",
+    "head bits",
+    "batch",
+    "depth",
+    "kv",
+    "threads",
+    "level",
+    "dtype",
+    "llama build",
+)
 
 
 def beside_llama(row: Row) -> str:
