@@ -27,6 +27,9 @@ CHANGES = {
 """Keys that are off where nothing is missed -> what they stand for."""
 
 
+FP8_COLUMNS = 64
+"""What the columns of a block of FP8 weights are a multiple of, where codes are kept."""
+
 LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")
 """Where a tensor's name says which layer it is of."""
 
@@ -39,6 +42,23 @@ def is_centred(described: Mapping[str, Any], has_zeros: bool) -> bool:
     if method == "awq":
         return described.get("zero_point") is False
     return not has_zeros
+
+
+def fp8_block(described: Mapping[str, Any]) -> Any:
+    """Return the rows and columns that share an FP8 scale; None where config.json says none."""
+    given = described.get("weight_block_size")
+    groups = described.get("config_groups")
+    for group in groups.values() if isinstance(groups, dict) and given is None else ():
+        given = given or (group.get("weights") or {}).get("block_structure")
+    return given
+
+
+def is_kept_block(block: Any) -> bool:
+    """Whether FP8 codes with scales of such blocks (None: a tensor's or a channel's) are kept."""
+    if block is None:
+        return True
+    whole = isinstance(block, list) and len(block) == 2 and all(type(b) is int for b in block)
+    return whole and block[0] > 0 and block[1] > 0 and block[1] % FP8_COLUMNS == 0
 
 
 def require_read(described: Mapping[str, Any], directory: object) -> None:

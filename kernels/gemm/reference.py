@@ -6,12 +6,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from llmpq.kernels.formats.fp8_weight import Fp8Weight
 from llmpq.kernels.formats.quantized_weight import QuantizedWeight
 from llmpq.kernels.formats.weight_layout import GROUP
 
 
 def linear_reference(
-    x: Tensor, qweight: QuantizedWeight, bias: Tensor | None = None, *, exact: bool = False
+    x: Tensor,
+    qweight: QuantizedWeight | Fp8Weight,
+    bias: Tensor | None = None,
+    *,
+    exact: bool = False,
 ) -> Tensor:
     """y = x w^T + bias with the dequantised weight; `exact` computes and returns float64."""
     wide = torch.float64 if exact else torch.float32

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from llmpq.kernels.formats.atom_weight import AtomWeight
+from llmpq.kernels.formats.fp8_weight import Fp8Weight
 from llmpq.kernels.formats.quantized_weight import QuantizedWeight
 from llmpq.precision import WeightScheme
 
 
 def as_planned(
-    weight: QuantizedWeight | AtomWeight, scheme: WeightScheme | None, name: str
-) -> QuantizedWeight | AtomWeight:
+    weight: QuantizedWeight | AtomWeight | Fp8Weight, scheme: WeightScheme | None, name: str
+) -> QuantizedWeight | AtomWeight | Fp8Weight:
     """Return the weight with the plan's activation bits; no scheme means as it is stored.
 
     Weight bits cannot change. A weight-only plan (w4a16) may run Atom's weights, with activations

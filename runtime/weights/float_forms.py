@@ -1,6 +1,7 @@
 """Stored forms that become numbers when they are read, and are rounded as the plan says.
 
-    NAME.weight float8           weight_scale (one, a row, a block), or weight_scale_inv (blocks)
+    NAME.weight float8           weight_scale (one, a row, a block), or weight_scale_inv (blocks);
+                                 kept as codes (`fp8_codes`) where the plan has 8 bits
     NAME.weight_packed uint8     MXFP4 (weight_scale uint8) or NVFP4 (and weight_global_scale)
     NAME_blocks, NAME_scales     MXFP4 of gpt-oss's experts, [E, N, K / 32, 16] and [E, N, K / 32]
     NAME.qweight, weight_packed  4 and 8 bits whose groups our kernels do not take: 32 or 64
@@ -11,12 +12,15 @@ The numbers are the form's own, in float32. Scales of inputs are not used: input
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from llmpq.kernels.formats.float_codes import from_fp8, from_mxfp4, from_nvfp4
+from llmpq.kernels.formats.fp8_weight import Fp8Weight, fp8_weight, stacked
 from llmpq.kernels.formats.integer_numbers import (
     numbers_of_awq,
     numbers_of_gptq,
@@ -28,18 +32,45 @@ Read = Callable[[str], Tensor]
 
 
 def fp8_numbers(
-    stem: str, codes: Tensor, held: Mapping[str, str], read: Read, block: Any
+    stem: str, held: Mapping[str, str], read: Read, block: Any
 ) -> Tensor:
     """Return float32 [N, K] of FP8 codes; `held`: names of the checkpoint's tensors."""
+    return from_fp8(read(f"{stem}.weight"), *_fp8_scale(stem, held, read, block))
+
+
+def fp8_codes(
+    stems: Sequence[str],
+    held: Mapping[str, str],
+    read: Read,
+    block: Any,
+    *,
+    order: Callable[[Tensor], Tensor] | None,
+    dtype: torch.dtype,
+) -> Fp8Weight:
+    """Return a fused linear's codes as they are stored; `order` puts rows in our form."""
+    pieces = []
+    for stem in stems:
+        scale, blocks = _fp8_scale(stem, held, read, block)
+        pieces.append(fp8_weight(read(f"{stem}.weight"), scale, blocks, dtype))
+    whole = stacked(pieces)
+    if order is None:
+        return whole
+    codes_NK, scale_NC = order(whole.codes_NK), order(whole.scale_NC())
+    return replace(whole, codes_NK=codes_NK, scale=scale_NC.contiguous(), rows=1)
+
+
+def _fp8_scale(
+    stem: str, held: Mapping[str, str], read: Read, block: Any
+) -> tuple[Tensor, tuple[int, int] | None]:
+    """Return a linear's scales, and the rows and columns that share one of a table of them."""
     inverse = f"{stem}.weight_scale_inv"
     name = inverse if inverse in held else f"{stem}.weight_scale"
     if name not in held:
         raise ValueError(f"{stem}.weight is FP8 without weight_scale; download the model again")
     scale = read(name)
-    blocks = None
-    if scale.dim() == 2 and scale.shape[1] > 1 or (scale.dim() == 2 and name == inverse):
-        blocks = _block(block, stem)
-    return from_fp8(codes, scale, blocks)
+    if scale.dim() == 2 and (scale.shape[1] > 1 or name == inverse):
+        return scale, _block(block, stem)
+    return scale, None
 
 
 def _block(block: Any, stem: str) -> tuple[int, int]:

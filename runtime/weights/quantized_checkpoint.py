@@ -8,19 +8,21 @@ What a tensor is called tells its form, so that every layer may have another one
                                    are rounded per token (w8a8)
     float_forms.py                 FP8, MXFP4, NVFP4, integers in other groups or orders: numbers,
                                    which the plan's precision rounds as it would the original's;
-                                   in groups of 32 or 64, codes where the plan has such groups
+                                   FP8 where the plan has 8 bits, and groups of 32 or 64 where it
+                                   has such groups, stay codes
     NAME.qweight                   GPTQ or AWQ, as config.json says: qzeros, scales, g_idx
     llmpq.layers.I.LINEAR.codes    Atom (atom_weight.py): scale, outliers, outlier_scale,
                                    index_K; schemes in the file's metadata; the layer's norms and
                                    biases are llmpq.layers.I.PART, its channels already reordered
 
-Linears come as QuantizedWeight or AtomWeight, everything else as tensors. N = out, K = in_features.
+Linears come as QuantizedWeight, AtomWeight or Fp8Weight, everything else as tensors. N = out, K = in.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,25 +31,24 @@ from torch import Tensor
 from torch.nn import functional
 
 from llmpq.families.config_values import section, size
+from llmpq.families.record import AS_IT_IS
 from llmpq.gguf_file import is_gguf
 from llmpq.kernels.formats.atom_rounding import Codes
 from llmpq.kernels.formats.atom_scheme import W8A8, AtomScheme
 from llmpq.kernels.formats.atom_weight import AtomWeight, atom_weight
-from llmpq.kernels.formats.interchange import (
-    from_awq,
-    from_compressed_tensors,
-    from_gptq,
-)
+from llmpq.kernels.formats.fp8_weight import Fp8Weight
+from llmpq.kernels.formats.interchange import from_awq, from_compressed_tensors, from_gptq
 from llmpq.kernels.formats.quantized_weight import QuantizedWeight, from_codes
 from llmpq.kernels.formats.weight_layout import GROUP, GROUPS, Layout
 from llmpq.model_config import read_config
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, WeightScheme, padded_k
-from llmpq.quantization_config import LAYER, is_centred, require_read
+from llmpq.quantization_config import LAYER, fp8_block, is_centred, is_kept_block, require_read
 from llmpq.runtime.models.part_shapes import Shapes
 from llmpq.runtime.weights.float_forms import (
     expert_numbers,
     fp4_numbers,
+    fp8_codes,
     fp8_numbers,
     integer_numbers,
 )
@@ -123,7 +124,7 @@ class QuantizedCheckpoint(CheckpointSource):
         return super()._is_known(name, expected)
 
     def keep_codes(self, schemes: Mapping[int, WeightScheme | None]) -> None:
-        """Hand out codes in groups of 32 or 64 as they are where a layer's scheme has those."""
+        """Hand out FP8 codes, and those in groups of 32 or 64, where a layer's scheme has such."""
         self._schemes = schemes
 
     def layer(self, index: int, dtype: torch.dtype) -> dict[str, Any]:
@@ -138,11 +139,35 @@ class QuantizedCheckpoint(CheckpointSource):
         parts: dict[str, Any] = {}
         for part, shape in shapes.items():
             stems = [name.removesuffix(".weight") for name in table[part]]
-            if part.endswith(".weight") and self._is_packed(stems[0]):
+            if all(map(self._keeps_fp8, stems)) and part not in self.spec.kept_whole:
+                parts[part] = self._fp8(part, stems, shape, dtype)
+            elif part.endswith(".weight") and self._is_packed(stems[0]):
                 parts[part] = self._weight(part, stems, shape, dtype)
             else:
                 parts |= super()._parts({part: shape}, table, dtype)
         return parts
+
+    def _keeps_fp8(self, stem: str) -> bool:
+        """Whether a linear's FP8 codes are kept: its layer has 8 bits, kernels its blocks."""
+        scheme, weight = self._scheme_of(stem), f"{stem}.weight"
+        if scheme is None or (scheme.bits, scheme.activation_bits) != (8, 16):
+            return False
+        stored = weight in self.file_of and self._header(weight)[0] == "F8_E4M3"
+        return stored and is_kept_block(fp8_block(self._described))
+
+    def _fp8(
+        self, part: str, stems: list[str], shape: tuple[int, ...], dtype: torch.dtype
+    ) -> Fp8Weight:
+        """Read a fused linear's codes as they are."""
+        arranged = self.names.arranged(part)
+        order = None if arranged == AS_IT_IS else partial(arranged.ours, spec=self.spec)
+        told: dict[str, Any] = {"block": fp8_block(self._described), "order": order, "dtype": dtype}
+        try:
+            made = fp8_codes(stems, self.file_of, super().read, **told)
+        except ValueError as error:
+            raise ValueError(f"'{self.directory}', {' + '.join(stems)}: {error}") from None
+        self._require_shape(stems, tuple(made.codes_NK.shape), shape)
+        return made
 
     def _is_packed(self, stem: str) -> bool:
         """Whether a linear's codes are kept as they are."""
@@ -158,8 +183,8 @@ class QuantizedCheckpoint(CheckpointSource):
         form = self._form(stem) if last == "weight" else None
         try:
             if form == "fp8":
-                codes = super().read(name)
-                return fp8_numbers(stem, codes, self.file_of, super().read, self._block_size())
+                told = fp8_block(self._described)
+                return fp8_numbers(stem, self.file_of, super().read, told)
             if form == "fp4":
                 return fp4_numbers(stem, self.file_of, super().read)
             if form == "integers":
@@ -219,14 +244,6 @@ class QuantizedCheckpoint(CheckpointSource):
         if self._described["quant_method"] == "awq":
             return 4
         return size(self._described, "bits", where=QUANTIZATION)
-
-    def _block_size(self) -> Any:
-        """Return the rows and columns that share a scale, as config.json says it."""
-        given = self._described.get("weight_block_size")
-        groups = self._described.get("config_groups")
-        for group in groups.values() if isinstance(groups, dict) and given is None else ():
-            given = given or (group.get("weights") or {}).get("block_structure")
-        return given
 
     def _row(self, name: str, index: int) -> Tensor:
         return self._get(name, (torch.uint8,), index)
