@@ -1,0 +1,72 @@
+"""Products of E4M3 weights in the interpreter, against their dequantised twin."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from llmpq.kernels.formats.fp8_weight import Fp8Weight
+from llmpq.kernels.gemm.reference import linear_reference, relative_error
+
+triton = pytest.importorskip("triton")
+if not triton.knobs.runtime.interpret:
+    pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
+
+from llmpq.kernels.gemm import fp8_products  # noqa: E402
+
+pytestmark = pytest.mark.interpret
+BLOCKS = {"tensor": (None, None), "channel": (1, None), "blocks": (128, 128), "rows": (1, 64)}
+
+
+def weight(n, k, kind, dtype=torch.float16) -> Fp8Weight:
+    """Every code there is, NaN left out, and scales of a block each."""
+    torch.manual_seed(n + k)
+    codes = torch.randint(0, 254, (n, k), dtype=torch.uint8)
+    codes = torch.where(codes >= 127, codes + 1, codes)
+    rows, columns = BLOCKS[kind]
+    rows, columns = rows or n, columns or k
+    scale = torch.rand(-(-n // rows), -(-k // columns)) * 0.01 + 0.001
+    return Fp8Weight(codes_NK=codes, scale=scale, rows=rows, columns=columns, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", BLOCKS)
+@pytest.mark.parametrize("rows", [1, 20, 70])
+def test_products(dtype, kind, rows):
+    q = weight(150, 330, kind, dtype)
+    x, bias = torch.randn(rows, 330).to(dtype), torch.randn(150).to(dtype)
+    residual = torch.randn(rows, 150).to(dtype)
+    want = linear_reference(x, q, bias, exact=True) + residual
+    got = fp8_products.fp8_linear_gpu(x, q, bias, residual)
+    assert relative_error(got, want) < (1e-3 if dtype is torch.float16 else 3e-3)
+    assert torch.equal(fp8_products.dequantized(q, dtype), q.dequantize(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_every_code_is_exact(dtype):
+    """Against a unit matrix: 254 codes, subnormals too, with a scale of one."""
+    codes = torch.arange(256, dtype=torch.uint8).view(2, 128)
+    codes[codes & 0x7F == 0x7F] = 0
+    q = Fp8Weight(codes_NK=codes, scale=torch.ones(1, 1), rows=2, columns=128, dtype=dtype)
+    got = fp8_products.multiply(
+        torch.eye(128, dtype=dtype), q, None, None, fp8_products.tile_of(128, 128)
+    )
+    assert torch.equal(got.t(), codes.view(torch.float8_e4m3fn).to(dtype))
+
+
+def test_shares_of_k_are_added_in_order():
+    q = weight(64, 1024, "blocks")
+    x = torch.randn(3, 1024).half()
+    tile = fp8_products.tile_of(3, 128)
+    want = linear_reference(x, q, exact=True)
+    for splits in (1, 3, 8):
+        assert relative_error(fp8_products.multiply(x, q, None, None, tile, splits), want) < 1e-3
+
+
+def test_another_blocks_scale_is_seen():
+    """Planted: scales one block on."""
+    q = weight(256, 256, "blocks")
+    x = torch.randn(5, 256).half()
+    wrong = replace(q, scale=q.scale.roll(1))
+    got = fp8_products.fp8_linear_gpu(x, wrong, None, None)
+    assert relative_error(got, linear_reference(x, q, exact=True)) > 0.1
