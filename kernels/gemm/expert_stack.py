@@ -20,10 +20,12 @@ from torch import Tensor
 from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from llmpq.kernels.formats.fp8_weight import Fp8Weight
 from llmpq.kernels.formats.quantized_weight import QuantizedWeight
 from llmpq.kernels.formats.weight_layout import BLOCK_ROWS, Layout
 from llmpq.kernels.gemm import expert_rows_launch, expert_wide, gluon_expert_launch
 from llmpq.kernels.gemm.config import Config, make_plan
+from llmpq.kernels.gemm.e4m3_experts import Fp8Stack, alike
 from llmpq.kernels.gemm.expert_blocks import WIDE
 from llmpq.kernels.gemm.expert_kernel import dense_expert_kernel, packed_expert_kernel
 from llmpq.kernels.gemm.expert_sent import Sent
@@ -32,6 +34,7 @@ from llmpq.kernels.gemm.machine import machine_of
 from llmpq.kernels.multiprocessors import multiprocessors
 from llmpq.kernels.overlap import overlaps
 
+Stackable = Tensor | QuantizedWeight | Fp8Weight
 ROW_BLOCKS = 4
 """Blocks of pairs of an even routing that one program takes, its weight in the L2 meanwhile."""
 
@@ -43,8 +46,9 @@ class ExpertStack:
         self._experts = experts
         self._dense: Tensor | None = None
         self._packed: QuantizedWeight | None = None
+        self._fp8: Fp8Stack | None = None
         self._bias: Tensor | None = None
-        self.first: Tensor | QuantizedWeight | None = None
+        self.first: Stackable | None = None
         """Expert 0's weight as it was given back: who holds another one is not of this stack."""
 
     def takes(self, weight: object, bias: Tensor | None) -> bool:
@@ -58,16 +62,23 @@ class ExpertStack:
             return False
         if isinstance(weight, QuantizedWeight) and isinstance(first, QuantizedWeight):
             return form_of(weight) == form_of(first)
+        if isinstance(weight, Fp8Weight) and isinstance(first, Fp8Weight):
+            return alike(weight, first)
         if isinstance(weight, Tensor) and isinstance(first, Tensor):
             return weight.shape == first.shape
         return False
 
     def put(
-        self, index: int, weight: Tensor | QuantizedWeight, bias: Tensor | None
-    ) -> tuple[Tensor | QuantizedWeight, Tensor | None]:
+        self, index: int, weight: Stackable, bias: Tensor | None
+    ) -> tuple[Stackable, Tensor | None]:
         """Copy expert `index` in; return it as a view of the stack."""
-        view = self._put_packed if isinstance(weight, QuantizedWeight) else self._put_dense
-        made = view(index, weight)  # type: ignore[arg-type]
+        if isinstance(weight, Fp8Weight):
+            self._fp8 = self._fp8 or Fp8Stack(weight, self._experts)
+            made: Stackable = self._fp8.put(index, weight)
+        elif isinstance(weight, QuantizedWeight):
+            made = self._put_packed(index, weight)
+        else:
+            made = self._put_dense(index, weight)
         if index == 0:
             self.first = made
         if bias is not None:
@@ -113,12 +124,16 @@ class ExpertStack:
 
     def _halves(self) -> bool:
         """Whether gate and up each are whole blocks of rows; float32 has no tiles for both."""
+        if self._fp8 is not None:
+            return True
         if self._packed is not None:
             return self._packed.out_features % (2 * BLOCK_ROWS) == 0
         return self._dense is not None and self._dense.element_size() == 2
 
     def _flows(self, x: Tensor, sent: Sent) -> bool:
         """Whether the Gluon programs of gluon_expert_launch.py are to be taken."""
+        if self._fp8 is not None:
+            return False
         packed = self._packed is None or self._packed.bits in gluon_expert_launch.BITS
         return packed and gluon_expert_launch.fits(x, sent)
 
@@ -148,6 +163,10 @@ class ExpertStack:
         if self._wide(x, sent):
             return self._launch_wide(x.contiguous(), sent, back, gate)
         assert gate is None or self.gates(x, sent)
+        if self._fp8 is not None:
+            pairs = rows_of(sent.order_C.numel(), self._experts)
+            told = (x.contiguous(), sent, self._bias, pairs)
+            return self._fp8.product(*told, back=back, gate=gate)
         launch = self._launch_dense if self._packed is None else self._launch_packed
         return launch(x.contiguous(), sent, back, gate)
 
@@ -320,8 +339,10 @@ def form_of(weight: QuantizedWeight) -> tuple[object, ...]:
     return (*shape, weight.symmetric, weight.scale.dtype)
 
 
-def stackable(weight: object) -> TypeGuard[Tensor | QuantizedWeight]:
-    """Whether a weight can be one of a stack: dense, or packed in whole blocks of rows."""
+def stackable(weight: object) -> TypeGuard[Stackable]:
+    """Whether a weight can be one of a stack: dense, E4M3, or packed in whole blocks of rows."""
+    if isinstance(weight, Fp8Weight):
+        return weight.dtype in (torch.float16, torch.bfloat16)
     if isinstance(weight, QuantizedWeight):
         return weight.layout is Layout.FRAGMENT and weight.out_features % BLOCK_ROWS == 0
     return isinstance(weight, Tensor) and not weight.is_mkldnn
