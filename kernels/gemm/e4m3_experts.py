@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -87,7 +86,7 @@ def e4m3_expert_kernel(
             acc = multiply(acc, code, scale, x, DT, BN, BM, INTERPRET)
             if FUSE:
                 acc2 = multiply(acc2, code2, scale2, x, DT, BN, BM, INTERPRET)
-        if DT == tl.float16:
+        if tl.float16 == DT:
             acc *= 256.0
             if FUSE:
                 acc2 *= 256.0
@@ -162,5 +161,7 @@ def tiles(bm: int, step: int, *, fused: bool) -> tuple[int, int, int, int]:
 
 def alike(weight: Fp8Weight, first: Fp8Weight) -> bool:
     """Whether two weights can be of one stack."""
-    shapes = [(w.codes_NK.shape, w.scale.shape, w.rows, w.columns, w.dtype) for w in (weight, first)]
+    shapes = [
+        (w.codes_NK.shape, w.scale.shape, w.rows, w.columns, w.dtype) for w in (weight, first)
+    ]
     return shapes[0] == shapes[1]

@@ -53,7 +53,7 @@ def halves(code, INTERPRET: tl.constexpr):
 @triton.jit
 def numbers(code, DT: tl.constexpr, INTERPRET: tl.constexpr):
     """Uint8 codes as numbers: of bfloat16 themselves, of float16 2^-8 of them."""
-    if DT == tl.float16:
+    if tl.float16 == DT:
         return halves(code, INTERPRET)
     elif INTERPRET:
         return (halves(code, INTERPRET).to(tl.float32) * 256.0).to(tl.bfloat16)
@@ -149,7 +149,7 @@ def e4m3_kernel(
         if not SHARED:
             scale = scales(s_at, k0, live, columns, False)
         acc = multiply(acc, code, scale, x, DT, BN, BM, INTERPRET)
-    if DT == tl.float16:
+    if tl.float16 == DT:
         acc *= 256.0
     if not SPLIT:
         finish(acc, Y, BIAS, RESIDUAL, n0, m0, M, N, N, BN, BM, HAS_BIAS, HAS_RESIDUAL)
