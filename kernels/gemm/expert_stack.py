@@ -125,7 +125,7 @@ class ExpertStack:
     def _halves(self) -> bool:
         """Whether gate and up each are whole blocks of rows; float32 has no tiles for both."""
         if self._fp8 is not None:
-            return True
+            return self._fp8.gates()
         if self._packed is not None:
             return self._packed.out_features % (2 * BLOCK_ROWS) == 0
         return self._dense is not None and self._dense.element_size() == 2

@@ -28,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from llmpq.kernels.formats.kv_block import KVFormat
-from llmpq.kernels.kv.launch_plan import MAX_Q_LEN, capability
+from llmpq.kernels.kv.launch_plan import MAX_Q_LEN, capability, shared_memory
 from llmpq.kernels.kv.ops import WORD_K_WIDTH
 from llmpq.kernels.kv.plain_attend import choose_splits, merge_splits
 from llmpq.kernels.kv.register_operands import words
@@ -258,6 +258,11 @@ def takes(fmt: KVFormat, layer: KVLayer, q_BQHD: Tensor) -> bool:
     return one and sixteen and new and fmt.channels % CHUNK == 0 and fmt.key_group == BLOCK_TOKENS
 
 
+def shape_of(bits: int, block: int) -> tuple[int, int]:
+    """Return the warps and stages of a program, of `block` bytes of shared memory at most."""
+    return 4, 2
+
+
 def attend_latent_codes(
     fmt: KVFormat,
     layer: KVLayer,
@@ -268,13 +273,14 @@ def attend_latent_codes(
     max_end: int,
     scale: float,
     splits: int | None = None,
-    warps: int = 4,
-    stages: int = 2,
+    warps: int | None = None,
+    stages: int | None = None,
     columns: int = COLUMNS,
 ) -> Tensor:
     """Return o [B, Q, H, D]; the step's own latents are in the cache already."""
     (batch, q_len, heads, dim), q_BQHD = q_BQHD.shape, q_BQHD.contiguous()
     chunks = triton.cdiv(heads * q_len, columns)
+    usual = shape_of(fmt.bits, shared_memory(q_BQHD.device)[0])
     if splits is None:
         sms = multiprocessors(q_BQHD.device)
         splits = choose_splits(batch * chunks, max_end, BLOCK_TOKENS, sms)
@@ -294,10 +300,10 @@ def attend_latent_codes(
         BITS=fmt.bits,
         R=columns,
         PADDED=padded,
-        STAGES=stages,
+        STAGES=stages or usual[1],
         KW=WORD_K_WIDTH,
         EMULATE=bool(triton.knobs.runtime.interpret),
-        num_warps=warps,
+        num_warps=warps or usual[0],
     )
     same = {"H": heads, "G": 1, "PADDED": padded, "R": columns, "PDL": False}
     merge_splits(part, lse, out, splits, same)
