@@ -41,6 +41,8 @@ from llmpq.kv_format import BLOCK_TOKENS
 CHUNK = 64
 """Channels of an operand."""
 COLUMNS = 16
+TWO_STAGES = 160_000
+"""Bytes of shared memory of a program from which codes of 8 bits are asked for a block ahead."""
 P_SHIFT = tl.constexpr(4.0)
 """Probabilities are kept times 2**4: fp16 keeps its precision down to 2**-14."""
 
@@ -95,8 +97,7 @@ def _in_columns(p, R: tl.constexpr, KW: tl.constexpr):
 def _queries(q_ptr, row, used, channel, D: tl.constexpr):
     """Some channels of the columns' queries [64, R], fp16."""
     live = used[None, :] & (channel < D)[:, None]
-    q = tl.load(q_ptr + row[None, :] * D + channel[:, None], mask=live, other=0.0)
-    return q.to(tl.float16)
+    return tl.load(q_ptr + row[None, :] * D + channel[:, None], mask=live, other=0.0)
 
 
 @triton.jit
@@ -260,7 +261,7 @@ def takes(fmt: KVFormat, layer: KVLayer, q_BQHD: Tensor) -> bool:
 
 def shape_of(bits: int, block: int) -> tuple[int, int]:
     """Return the warps and stages of a program, of `block` bytes of shared memory at most."""
-    return 4, 2
+    return 4, 1 if bits == 8 and block < TWO_STAGES else 2
 
 
 def attend_latent_codes(
@@ -284,7 +285,7 @@ def attend_latent_codes(
     if splits is None:
         sms = multiprocessors(q_BQHD.device)
         splits = choose_splits(batch * chunks, max_end, BLOCK_TOKENS, sms)
-    out = torch.empty_like(q_BQHD)
+    out, q_BQHD = torch.empty_like(q_BQHD), q_BQHD.to(torch.float16)
     padded, parts = triton.next_power_of_2(dim), batch * chunks * splits * columns
     part = q_BQHD.new_empty(parts * padded, dtype=torch.float32)
     lse = part.new_empty(parts)
