@@ -27,8 +27,14 @@ from torch import Tensor
 
 from llmpq.kernels.formats.kv_block import KVFormat
 from llmpq.kernels.kv.any_size_append import CHANNELS, WORDS, _rounded, _ungained
-from llmpq.kernels.kv.latent_codes import P_SHIFT, _block, _key_channels, _queries, _value_channels
-from llmpq.kernels.kv.ops import WORD_K_WIDTH
+from llmpq.kernels.kv.latent_codes import (
+    P_SHIFT,
+    _block,
+    _key_channels,
+    _queries,
+    _value_channels,
+    order_of,
+)
 from llmpq.kernels.kv.pack import _gained, _grid
 from llmpq.kernels.kv.packed_pages import PackedPages, PackedRows
 from llmpq.kernels.kv.paged_latents import LatentPlan, combine_latents
@@ -362,7 +368,7 @@ def attend_packed_latents(
     given = (q, new_TD, words[0], params[0], words[1], params[1], *rings, step.rows_FR)
     last = (float(scale), num_rows, columns, new_TD.stride(0))
     same = own | {"H": plan.heads, "V": plan.value_dim, "R": plan.rows, "HEADS": plan.program_heads}
-    same |= {"ROWS": rows, "STAGES": 1, "KW": WORD_K_WIDTH}
+    same |= {"ROWS": rows, "STAGES": 1, "KW": order_of(q.device)}
     same |= {"EMULATE": bool(triton.knobs.runtime.interpret), "num_warps": 4}
     attend[(splits, groups, num_rows)](
         *(*given, step.table_SM, part, lse, *last), **same, SPLITS=splits, CHUNKS=False
