@@ -21,6 +21,7 @@ from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from llmpq.kernels.formats.quantized_weight import QuantizedWeight
+from llmpq.kernels.formats.table_weight import TableWeight
 from llmpq.kernels.formats.weight_layout import BLOCK_ROWS, Layout
 from llmpq.kernels.gemm import expert_rows_launch, expert_wide, gluon_expert_launch
 from llmpq.kernels.gemm.config import Config, make_plan
@@ -36,6 +37,10 @@ ROW_BLOCKS = 4
 """Blocks of pairs of an even routing that one program takes, its weight in the L2 meanwhile."""
 
 
+Expert = Tensor | QuantizedWeight | TableWeight
+"""One expert's weight of a stack."""
+
+
 class ExpertStack:
     """One linear of all experts [E, N, K], packed or dense, with or without biases."""
 
@@ -43,8 +48,9 @@ class ExpertStack:
         self._experts = experts
         self._dense: Tensor | None = None
         self._packed: QuantizedWeight | None = None
+        self._table: TableWeight | None = None
         self._bias: Tensor | None = None
-        self.first: Tensor | QuantizedWeight | None = None
+        self.first: Expert | None = None
         """Expert 0's weight as it was given back: who holds another one is not of this stack."""
 
     def takes(self, weight: object, bias: Tensor | None) -> bool:
@@ -56,18 +62,22 @@ class ExpertStack:
             return True
         if (bias is None) != (self._bias is None):
             return False
-        if isinstance(weight, QuantizedWeight) and isinstance(first, QuantizedWeight):
-            return form_of(weight) == form_of(first)
-        if isinstance(weight, Tensor) and isinstance(first, Tensor):
-            return weight.shape == first.shape
-        return False
+        if isinstance(weight, Tensor) or isinstance(first, Tensor):
+            both = isinstance(weight, Tensor) and isinstance(first, Tensor)
+            return both and weight.shape == first.shape
+        return form_of(weight) == form_of(first)
 
     def put(
-        self, index: int, weight: Tensor | QuantizedWeight, bias: Tensor | None
-    ) -> tuple[Tensor | QuantizedWeight, Tensor | None]:
+        self, index: int, weight: Expert, bias: Tensor | None
+    ) -> tuple[Expert, Tensor | None]:
         """Copy expert `index` in; return it as a view of the stack."""
-        view = self._put_packed if isinstance(weight, QuantizedWeight) else self._put_dense
-        made = view(index, weight)  # type: ignore[arg-type]
+        made: Expert
+        if isinstance(weight, TableWeight):
+            made = self._put_table(index, weight.in_fragments())
+        elif isinstance(weight, QuantizedWeight):
+            made = self._put_packed(index, weight)
+        else:
+            made = self._put_dense(index, weight)
         if index == 0:
             self.first = made
         if bias is not None:
@@ -102,6 +112,17 @@ class ExpertStack:
             else copied(whole.zero, weight.zero),
         )  # fmt: skip
 
+    def _put_table(self, index: int, weight: TableWeight) -> TableWeight:
+        if self._table is None:
+            plane, scale = self._room(weight.plane), self._room(weight.scale)
+            self._table = replace(weight, plane=plane, scale=scale)
+        whole = self._table
+        return replace(
+            weight,
+            plane=whole.plane[index].copy_(weight.plane),
+            scale=whole.scale[index].copy_(weight.scale),
+        )
+
     def _room(self, given: Tensor) -> Tensor:
         return given.new_empty(self._experts, *given.shape)
 
@@ -113,14 +134,15 @@ class ExpertStack:
 
     def _halves(self) -> bool:
         """Whether gate and up each are whole blocks of rows; float32 has no tiles for both."""
-        if self._packed is not None:
-            return self._packed.out_features % (2 * BLOCK_ROWS) == 0
+        coded = self._packed or self._table
+        if coded is not None:
+            return coded.out_features % (2 * BLOCK_ROWS) == 0
         return self._dense is not None and self._dense.element_size() == 2
 
     def _flows(self, x: Tensor, sent: Sent) -> bool:
         """Whether the Gluon programs of gluon_expert_launch.py are to be taken."""
         packed = self._packed is None or self._packed.bits in gluon_expert_launch.BITS
-        return packed and gluon_expert_launch.fits(x, sent)
+        return packed and self._table is None and gluon_expert_launch.fits(x, sent)
 
     def _wide(self, x: Tensor, sent: Sent) -> bool:
         """Whether expert_wide.py's tiles are to be taken."""
@@ -148,7 +170,7 @@ class ExpertStack:
         if self._wide(x, sent):
             return self._launch_wide(x.contiguous(), sent, back, gate)
         assert gate is None or self.gates(x, sent)
-        launch = self._launch_dense if self._packed is None else self._launch_packed
+        launch = self._launch_packed if self._dense is None else self._launch_dense
         return launch(x.contiguous(), sent, back, gate)
 
     def _launch_wide(self, x: Tensor, sent: Sent, back: bool, gate: GateRule | None) -> Tensor:
@@ -185,7 +207,7 @@ class ExpertStack:
         return y
 
     def _launch_packed(self, x: Tensor, sent: Sent, back: bool, gate: GateRule | None) -> Tensor:
-        q, pairs = self._packed, sent.order_C.numel()
+        q, pairs = self._packed or self._table, sent.order_C.numel()
         assert q is not None
         bm, shares = rows_of(pairs, self._experts)
         fused = gate is not None
@@ -197,24 +219,24 @@ class ExpertStack:
         high, warps, stages = packed_tiles(bm, groups, fused=fused)
         tiles = triton.cdiv(blocks, (1 + fused) * high * warps)
         walking = min(pairs, self._experts) * tiles // multiprocessors(x.device)
-        form = expert_rows_launch.form_of(q, pairs, self._experts, walking, fused=fused)
-        if form is not None:
-            return expert_rows_launch.product(q, form, self._bias, x, sent, back=back, gate=gate)
+        if isinstance(q, QuantizedWeight):
+            form = expert_rows_launch.form_of(q, pairs, self._experts, walking, fused=fused)
+            if form is not None:
+                return expert_rows_launch.product(
+                    q, form, self._bias, x, sent, back=back, gate=gate
+                )
         config = Config(kernel="tile", blocks=high, warps=warps, bm=bm, stages=stages)
         plan = make_plan(config, capability, interpret=interpret)
         parts, rule = 1 if gate is None else 2, gate or GateRule()
         y = x.new_empty(pairs, q.out_features // parts)
-        words = [t.view(self._experts, -1).view(torch.int32) for t in (*q.planes, q.scale)]
-        zero = words[-1] if q.zero is None else q.zero.view(self._experts, -1).view(torch.int32)
         packed_expert_kernel[(tiles, sent.most_runs, shares)](
-            *(x, words[0], words[len(q.planes) - 1], words[-1], zero),
-            *(x if self._bias is None else self._bias, y),
+            *(x, *_words(q), x if self._bias is None else self._bias, y),
             *(sent.order_C, sent.runs_E),
             *(q.out_features, q.in_features, blocks, groups, sent.per_token, shares),
             *(float(rule.limit), float(rule.slope)),
             BITS=q.bits,
             GROUPED=q.group_size is not None,
-            SYMMETRIC=q.symmetric,
+            SYMMETRIC=isinstance(q, TableWeight) or q.symmetric,
             EVEN_K=q.in_features % 128 == 0,
             HAS_BIAS=self._bias is not None,
             GATHER=not back,
@@ -227,6 +249,7 @@ class ExpertStack:
             PDL=plan.pdl,
             KWIDTH4=plan.kwidth4 or bm < WGMMA,
             INTERPRET=interpret,
+            E2M1=isinstance(q, TableWeight),
             num_warps=config.warps,
             num_stages=config.stages,
             launch_pdl=plan.pdl,
@@ -314,14 +337,27 @@ def rows_of(pairs: int, experts: int) -> tuple[int, int]:
     return bm, max(1, -(-even // (bm * ROW_BLOCKS)))
 
 
-def form_of(weight: QuantizedWeight) -> tuple[object, ...]:
+def _words(q: QuantizedWeight | TableWeight) -> list[Tensor]:
+    """Return planes, scales and zeros of all experts as int32; others stand in for what is not."""
+    if isinstance(q, TableWeight):
+        planes = (q.plane, q.plane, q.scale, q.scale)
+    else:
+        planes = (q.planes[0], q.planes[-1], q.scale, q.scale if q.zero is None else q.zero)
+    return [t.view(t.shape[0], -1).view(torch.int32) for t in planes]
+
+
+def form_of(weight: QuantizedWeight | TableWeight) -> tuple[object, ...]:
     """Return what the packed weights of a stack have in common."""
     shape = (weight.out_features, weight.in_features, weight.bits, weight.group_size)
+    if isinstance(weight, TableWeight):
+        return (*shape, weight.values, weight.scale.dtype)
     return (*shape, weight.symmetric, weight.scale.dtype)
 
 
-def stackable(weight: object) -> TypeGuard[Tensor | QuantizedWeight]:
+def stackable(weight: object) -> TypeGuard[Expert]:
     """Whether a weight can be one of a stack: dense, or packed in whole blocks of rows."""
+    if isinstance(weight, TableWeight):
+        return weight.has_fragments()
     if isinstance(weight, QuantizedWeight):
         return weight.layout is Layout.FRAGMENT and weight.out_features % BLOCK_ROWS == 0
     return isinstance(weight, Tensor) and not weight.is_mkldnn
