@@ -4,7 +4,7 @@
                           bfloat16  s 0000eeee mmm0000   2^-120 of it, times 2^120
     program = BN rows of w x BM rows of x x a share of K
         codes --> registers --> numbers --> left operand of the tensor cores
-        acc += scale * (numbers x) of BK columns; of a channel's or a tensor's scale, at the end
+        acc += scale * (numbers x) of BK columns
     Shares of a tile leave float32 sums; the last one to arrive adds them in order (arrivals.py).
 
 A scale is of `rows` x `columns` of w. Moves a byte a weight, and 4 / (rows columns) of scales.
@@ -21,9 +21,6 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from llmpq.kernels.gemm.packed_operands import finish
-
-HALF_FACTOR = 256.0
-"""What `numbers` of float16 lack."""
 
 
 @triton.jit
@@ -56,7 +53,7 @@ def halves(code, INTERPRET: tl.constexpr):
 @triton.jit
 def numbers(code, DT: tl.constexpr, INTERPRET: tl.constexpr):
     """Uint8 codes as numbers: of bfloat16 themselves, of float16 2^-8 of them."""
-    if DT == tl.float16:
+    if tl.float16 == DT:
         return halves(code, INTERPRET)
     elif INTERPRET:
         return (halves(code, INTERPRET).to(tl.float32) * 256.0).to(tl.bfloat16)
@@ -95,22 +92,26 @@ def dot(w, x, acc, INTERPRET: tl.constexpr):
 
 
 @triton.jit
+def scales(s_at, k0, live, columns, SHARED: tl.constexpr):
+    """Scales of BN rows of w at columns k0; SHARED: of all columns, which the loop need not read."""
+    if SHARED:
+        return tl.load(s_at, mask=live, other=0.0)
+    else:
+        return tl.load(s_at + k0 // columns, mask=live, other=0.0)
+
+
+@triton.jit
 def multiply(
-    acc, w_at, s_at, x, k0, live, K, columns, DT: tl.constexpr, BN: tl.constexpr,
-    BM: tl.constexpr, BK: tl.constexpr, SHARED: tl.constexpr, EVEN_K: tl.constexpr,
+    acc, code, scale, x, DT: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """acc [BN, BM] += w [BN, BK] x [BK, BM] of columns k0 on; SHARED: the scale waits."""
-    keep = live[:, None]
-    if not EVEN_K:
-        keep = keep & (k0 + tl.arange(0, BK) < K)[None, :]
-    w = numbers(tl.load(w_at + k0, mask=keep, other=0), DT, INTERPRET)
-    if SHARED:
-        return dot(w, x, acc, INTERPRET)
-    else:
-        s = tl.load(s_at + k0 // columns, mask=live, other=0.0)
-        t = dot(w, x, tl.zeros([BN, BM], tl.float32), INTERPRET)
-        return acc + t * s[:, None]
+    """acc [BN, BM] += scale (numbers of code [BN, BK]) x [BK, BM].
+
+    A sum of its own each time, of a channel's scale too: Triton 3.6 pipelines a sum that wgmma
+    carries on without waiting for it to have read the operand that the next step unpacks.
+    """
+    t = dot(numbers(code, DT, INTERPRET), x, tl.zeros([BN, BM], tl.float32), INTERPRET)
+    return acc + t * scale[:, None]
 
 
 @triton.jit(do_not_specialize=["M", "rows", "columns", "split"])
@@ -131,6 +132,7 @@ def e4m3_kernel(
     steps = (K + BK - 1) // BK
     first, last = part * steps // split, (part + 1) * steps // split
     acc = tl.zeros([BN, BM], tl.float32)
+    scale = scales(s_at, 0, live, columns, True)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -140,12 +142,14 @@ def e4m3_kernel(
         if not EVEN_K:
             keep = keep & (k0 + k < K)[:, None]
         x = tl.load(x_at + k0, mask=keep, other=0.0)
-        acc = multiply(
-            acc, w_at, s_at, x, k0, live, K, columns, DT, BN, BM, BK, SHARED, EVEN_K, INTERPRET
-        )
-    if SHARED:
-        acc *= tl.load(s_at, mask=live, other=0.0)[:, None]
-    if DT == tl.float16:
+        w_keep = live[:, None]
+        if not EVEN_K:
+            w_keep = w_keep & (k0 + k < K)[None, :]
+        code = tl.load(w_at + k0, mask=w_keep, other=0)
+        if not SHARED:
+            scale = scales(s_at, k0, live, columns, False)
+        acc = multiply(acc, code, scale, x, DT, BN, BM, INTERPRET)
+    if tl.float16 == DT:
         acc *= 256.0
     if not SPLIT:
         finish(acc, Y, BIAS, RESIDUAL, n0, m0, M, N, N, BN, BM, HAS_BIAS, HAS_RESIDUAL)

@@ -6,7 +6,7 @@
     hidden = stack.product(x, sent, gate=gate)     [C, N / 2] gated, where stack.gates(x, sent)
     y = stack.product(hidden_CK, sent, back=True)     [C, N], every pair at its own number
 
-`experts_reference` is the twin. Legend: T tokens, k experts of a token, C = T k pairs, E experts.
+`reference.experts_reference` is the twin. Legend: T tokens, k experts of a token, C = T k pairs, E experts.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ from torch import Tensor
 from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from llmpq.kernels.formats.fp8_weight import Fp8Weight
 from llmpq.kernels.formats.quantized_weight import QuantizedWeight
 from llmpq.kernels.formats.table_weight import TableWeight
 from llmpq.kernels.formats.weight_layout import BLOCK_ROWS, Layout
 from llmpq.kernels.gemm import expert_rows_launch, expert_wide, gluon_expert_launch
 from llmpq.kernels.gemm.config import Config, make_plan
+from llmpq.kernels.gemm.e4m3_experts import Fp8Stack, alike
 from llmpq.kernels.gemm.expert_blocks import WIDE
 from llmpq.kernels.gemm.expert_kernel import dense_expert_kernel, packed_expert_kernel
 from llmpq.kernels.gemm.expert_sent import Sent
@@ -33,12 +35,10 @@ from llmpq.kernels.gemm.machine import machine_of
 from llmpq.kernels.multiprocessors import multiprocessors
 from llmpq.kernels.overlap import overlaps
 
+Stackable = Tensor | QuantizedWeight | Fp8Weight | TableWeight
+"""One expert's weight."""
 ROW_BLOCKS = 4
 """Blocks of pairs of an even routing that one program takes, its weight in the L2 meanwhile."""
-
-
-Expert = Tensor | QuantizedWeight | TableWeight
-"""One expert's weight of a stack."""
 
 
 class ExpertStack:
@@ -49,8 +49,9 @@ class ExpertStack:
         self._dense: Tensor | None = None
         self._packed: QuantizedWeight | None = None
         self._table: TableWeight | None = None
+        self._fp8: Fp8Stack | None = None
         self._bias: Tensor | None = None
-        self.first: Expert | None = None
+        self.first: Stackable | None = None
         """Expert 0's weight as it was given back: who holds another one is not of this stack."""
 
     def takes(self, weight: object, bias: Tensor | None) -> bool:
@@ -65,14 +66,20 @@ class ExpertStack:
         if isinstance(weight, Tensor) or isinstance(first, Tensor):
             both = isinstance(weight, Tensor) and isinstance(first, Tensor)
             return both and weight.shape == first.shape
+        if isinstance(weight, Fp8Weight) or isinstance(first, Fp8Weight):
+            both = isinstance(weight, Fp8Weight) and isinstance(first, Fp8Weight)
+            return both and alike(weight, first)
         return form_of(weight) == form_of(first)
 
     def put(
-        self, index: int, weight: Expert, bias: Tensor | None
-    ) -> tuple[Expert, Tensor | None]:
+        self, index: int, weight: Stackable, bias: Tensor | None
+    ) -> tuple[Stackable, Tensor | None]:
         """Copy expert `index` in; return it as a view of the stack."""
-        made: Expert
-        if isinstance(weight, TableWeight):
+        made: Stackable
+        if isinstance(weight, Fp8Weight):
+            self._fp8 = self._fp8 or Fp8Stack(weight, self._experts)
+            made = self._fp8.put(index, weight)
+        elif isinstance(weight, TableWeight):
             made = self._put_table(index, weight.in_fragments())
         elif isinstance(weight, QuantizedWeight):
             made = self._put_packed(index, weight)
@@ -134,6 +141,8 @@ class ExpertStack:
 
     def _halves(self) -> bool:
         """Whether gate and up each are whole blocks of rows; float32 has no tiles for both."""
+        if self._fp8 is not None:
+            return True
         coded = self._packed or self._table
         if coded is not None:
             return coded.out_features % (2 * BLOCK_ROWS) == 0
@@ -141,6 +150,8 @@ class ExpertStack:
 
     def _flows(self, x: Tensor, sent: Sent) -> bool:
         """Whether the Gluon programs of gluon_expert_launch.py are to be taken."""
+        if self._fp8 is not None:
+            return False
         packed = self._packed is None or self._packed.bits in gluon_expert_launch.BITS
         return packed and self._table is None and gluon_expert_launch.fits(x, sent)
 
@@ -170,6 +181,10 @@ class ExpertStack:
         if self._wide(x, sent):
             return self._launch_wide(x.contiguous(), sent, back, gate)
         assert gate is None or self.gates(x, sent)
+        if self._fp8 is not None:
+            pairs = rows_of(sent.order_C.numel(), self._experts)
+            told = (x.contiguous(), sent, self._bias, pairs)
+            return self._fp8.product(*told, back=back, gate=gate)
         launch = self._launch_packed if self._dense is None else self._launch_dense
         return launch(x.contiguous(), sent, back, gate)
 
@@ -354,32 +369,12 @@ def form_of(weight: QuantizedWeight | TableWeight) -> tuple[object, ...]:
     return (*shape, weight.symmetric, weight.scale.dtype)
 
 
-def stackable(weight: object) -> TypeGuard[Expert]:
-    """Whether a weight can be one of a stack: dense, or packed in whole blocks of rows."""
+def stackable(weight: object) -> TypeGuard[Stackable]:
+    """Whether a weight can be one of a stack: dense, E4M3, or packed in whole blocks of rows."""
+    if isinstance(weight, Fp8Weight):
+        return weight.dtype in (torch.float16, torch.bfloat16)
     if isinstance(weight, TableWeight):
         return weight.has_fragments()
     if isinstance(weight, QuantizedWeight):
         return weight.layout is Layout.FRAGMENT and weight.out_features % BLOCK_ROWS == 0
     return isinstance(weight, Tensor) and not weight.is_mkldnn
-
-
-def experts_reference(
-    x: Tensor,
-    weights: list[Tensor],
-    expert_TK: Tensor,
-    *,
-    biases: list[Tensor] | None = None,
-    back: bool = False,
-) -> Tensor:
-    """The twin of `product`, in float64: weights [N, K] of each expert, pairs one at a time."""
-    flat, per_token = expert_TK.flatten(), expert_TK.shape[1]
-    order = flat.argsort(stable=True)
-    y = x.new_empty(flat.numel(), weights[0].shape[0])
-    for place, pair in enumerate(order.tolist()):
-        e = int(flat[pair])
-        row = x[place] if back else x[pair // per_token]
-        made = weights[e].double() @ row.double()
-        if biases is not None:
-            made = made + biases[e].double()
-        y[pair if back else place] = made.to(y.dtype)
-    return y

@@ -1,9 +1,9 @@
 """Launches of products with a weight kept in E4M3 on a GPU (e4m3_kernel.py), and the choice.
 
-    rows of x           way
-    up to MOST_ROWS     codes, exact in registers
-    more                w made once in x's dtype, then cuBLAS
-    float32, older GPUs w made by torch, then cuBLAS
+rows of x           way
+up to MOST_ROWS     codes, exact in registers
+more                w made once in x's dtype, then cuBLAS
+float32, older GPUs w made by torch, then cuBLAS
 """
 
 from __future__ import annotations

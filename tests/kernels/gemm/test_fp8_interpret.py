@@ -13,6 +13,13 @@ if not triton.knobs.runtime.interpret:
     pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
 
 from llmpq.kernels.gemm import fp8_products  # noqa: E402
+from llmpq.kernels.gemm.expert_sent import assign  # noqa: E402
+from llmpq.kernels.gemm.expert_stack import (  # noqa: E402
+    ExpertStack,
+    experts_reference,
+    stackable,
+)
+from llmpq.kernels.gemm.gated import GateRule  # noqa: E402
 
 pytestmark = pytest.mark.interpret
 BLOCKS = {"tensor": (None, None), "channel": (1, None), "blocks": (128, 128), "rows": (1, 64)}
@@ -70,3 +77,48 @@ def test_another_blocks_scale_is_seen():
     wrong = replace(q, scale=q.scale.roll(1))
     got = fp8_products.fp8_linear_gpu(x, wrong, None, None)
     assert relative_error(got, linear_reference(x, q, exact=True)) > 0.1
+
+
+def routing(tokens, experts, per_token):
+    """Return [T, k] different experts of each token; expert 1 gets nothing."""
+    wish = torch.rand(tokens, experts)
+    wish[:, 1] = -1
+    return wish.topk(per_token, dim=1).indices
+
+
+def stacked(kind, dtype, n, k, bias):
+    put = [weight(n, k, kind, dtype) for _ in range(4)]
+    put = [replace(q, codes_NK=q.codes_NK.roll(i, 0), scale=q.scale + i) for i, q in enumerate(put)]
+    biases = [torch.randn(n).to(dtype) for _ in put] if bias else None
+    stack = ExpertStack(4)
+    for e, q in enumerate(put):
+        assert stackable(q) and stack.takes(q, biases and biases[e])
+        view, _ = stack.put(e, q, biases and biases[e])
+        assert torch.equal(view.dequantize(dtype), q.dequantize(dtype))
+    return stack, [q.dequantize(torch.float64) for q in put], biases
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", BLOCKS)
+@pytest.mark.parametrize("tokens", [3, 70])
+def test_experts(dtype, kind, tokens):
+    stack, weights, biases = stacked(kind, dtype, 140, 200, kind == "channel")
+    assert not stack.takes(weight(140, 136, kind, dtype), biases and biases[0])
+    expert_TK = routing(tokens, 4, 2)
+    sent = assign(expert_TK, 4)
+    for back in (False, True):
+        x = torch.randn(tokens * 2 if back else tokens, 200).to(dtype)
+        want = experts_reference(x, weights, expert_TK, biases=biases, back=back)
+        got = stack.product(x, sent, back=back)
+        assert relative_error(got, want) < (1e-3 if dtype is torch.float16 else 4e-3)
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_gated_experts(kind):
+    stack, weights, _ = stacked(kind, torch.float16, 256, 192, False)
+    expert_TK, x = routing(6, 4, 2), torch.randn(6, 192).half() * 0.01
+    sent = assign(expert_TK, 4)
+    assert stack.gates(x, sent)
+    gate, up = experts_reference(x, weights, expert_TK).chunk(2, 1)
+    want = torch.nn.functional.silu(gate) * up
+    assert relative_error(stack.product(x, sent, gate=GateRule("silu")), want) < 1e-3

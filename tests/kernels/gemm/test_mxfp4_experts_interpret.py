@@ -11,9 +11,9 @@ from llmpq.kernels.formats.weight_layout import Layout
 from llmpq.kernels.fused.gated_mlp import gate_mul_reference
 from llmpq.kernels.gemm import expert_stack
 from llmpq.kernels.gemm.expert_sent import assign
-from llmpq.kernels.gemm.expert_stack import ExpertStack, experts_reference
+from llmpq.kernels.gemm.expert_stack import ExpertStack
 from llmpq.kernels.gemm.gated import GateRule
-from llmpq.kernels.gemm.reference import relative_error
+from llmpq.kernels.gemm.reference import experts_reference, relative_error
 
 pytestmark = [
     pytest.mark.interpret,
