@@ -5,7 +5,6 @@ w = code * scale is computed in float32 and rounded once to x's dtype.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from llmpq.kernels.cpu.dense import dense_linear

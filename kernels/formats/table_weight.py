@@ -20,7 +20,7 @@ Padding behind K has code 0 of E2M1 and FP4, and scale 0 elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -123,7 +123,7 @@ class TableWeight:
         )
 
     def codes(self, start: int = 0, stop: int | None = None) -> Tensor:
-        """Return the uint8 codes [stop - start, Kp] of some rows, whole blocks of 16 in FRAGMENT."""
+        """Return the uint8 codes [stop - start, Kp] of some rows; in FRAGMENT, of whole blocks."""
         stop = self.out_features if stop is None else stop
         row = self.plane.numel() // self.out_features
         flat = self.plane.view(-1)[start * row : stop * row]
@@ -182,42 +182,65 @@ def table_weight(
     group_size: int,
     factor: Tensor | None = None,
 ) -> TableWeight:
-    """Pack uint8 codes [N, K] and scales [N, ceil(K / group)]; `ValueError` for what lies."""
-    n, k = codes_NK.shape
+    """Pack uint8 codes [N, K], K even, as `of_pairs` does."""
+    pairs = codes_NK[:, ::2] | codes_NK[:, 1::2] << 4
+    return of_pairs(pairs, scale_NG, values=values, group_size=group_size, factor=factor)
+
+
+def of_pairs(
+    pairs_NJ: Tensor,
+    scale_NG: Tensor,
+    *,
+    values: Values,
+    group_size: int,
+    factor: Tensor | None = None,
+) -> TableWeight:
+    """Return a weight of bytes [N, K / 2], each a code and, in its upper half, the next one.
+
+    Scales are [N, ceil(K / group)]; `ValueError` for what lies.
+    """
+    n, k = pairs_NJ.shape[0], 2 * pairs_NJ.shape[1]
     expected = (n, -(-k // group_size))
     if group_size not in GROUPS or tuple(scale_NG.shape) != expected:
         raise ValueError(
             f"scales of groups of {group_size} have shape {list(scale_NG.shape)}, expected "
             f"{list(expected)} for codes [{n}, {k}] in groups of {', '.join(map(str, GROUPS))}"
         )
-    numbers = scale_NG.int() != 255 if scale_NG.dtype is E8M0 else scale_NG.float().isfinite()
+    numbers = scale_NG != 255 if scale_NG.dtype is E8M0 else scale_NG.float().isfinite()
     if not bool(numbers.all()) or (factor is not None and not bool(factor.isfinite().all())):
         raise ValueError("scales that are no numbers (NaN or infinite); download it again")
     zero = values.table.index(0.0) if 0.0 in values.table else 0
-    more = padded_k(k) - k
-    codes = functional.pad(codes_NK, (0, more), value=zero)
-    gap = codes.shape[1] // group_size - expected[1]
+    pairs = functional.pad(pairs_NJ, (0, (padded_k(k) - k) // 2), value=zero * 17)
+    gap = padded_k(k) // group_size - expected[1]
     if gap:
-        scale_NG = torch.cat((scale_NG, scale_NG.new_empty(n, gap).fill_(0)), dim=1)
-    (plane,) = weight_layout.pack(codes, BITS, Layout.ROWS)
+        scale_NG = torch.cat((scale_NG, torch.zeros(n, gap).to(scale_NG)), dim=1)
+    low, high = pairs.view(n, -1, 2, GROUP // 4).unbind(2)  # codes 0 to 63 and 64 to 127
+    plane = torch.stack((low & 15 | high << 4, low >> 4 | high & 240), dim=-1)
     return TableWeight(
         values=values,
         group_size=group_size,
         out_features=n,
         in_features=k,
-        plane=plane,
+        plane=plane.view(-1),
         scale=scale_NG.reshape(-1),
         factor=factor,
     )
 
 
+def ordered(weight: TableWeight, order: Callable[[Tensor], Tensor]) -> TableWeight:
+    """Return a ROWS weight with its rows in another order."""
+    n = weight.out_features
+    return replace(
+        weight,
+        plane=order(weight.plane.view(n, -1)).reshape(-1),
+        scale=order(weight.scale.view(n, -1)).reshape(-1),
+        factor=None if weight.factor is None else order(weight.factor[:, None]).reshape(-1),
+    )
+
+
 def stacked(pieces: Sequence[TableWeight]) -> TableWeight:
-    """Return ROWS weights one below the other; `ValueError` where they are of two forms."""
+    """Return ROWS weights of one form, one below the other."""
     first = pieces[0]
-    if len({(p.values, p.group_size, p.in_features, p.scale.dtype) for p in pieces}) > 1:
-        raise ValueError(
-            "matrices that are multiplied as one are quantised differently; llmpq needs one form"
-        )
     factors = [p.factor for p in pieces if p.factor is not None]
     return replace(
         first,

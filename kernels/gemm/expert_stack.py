@@ -6,7 +6,9 @@
     hidden = stack.product(x, sent, gate=gate)     [C, N / 2] gated, where stack.gates(x, sent)
     y = stack.product(hidden_CK, sent, back=True)     [C, N], every pair at its own number
 
-`reference.experts_reference` is the twin. Legend: T tokens, k experts of a token, C = T k pairs, E experts.
+`reference.experts_reference` is the twin.
+
+Legend: T tokens, k experts of a token, C = T k pairs, E experts.
 """
 
 from __future__ import annotations
