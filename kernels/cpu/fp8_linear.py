@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from llmpq.kernels.cpu.dense import dense_linear

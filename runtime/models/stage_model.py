@@ -85,7 +85,9 @@ class StageModel(nn.Module):
         builder = _Builder(Wiring(spec, place, runner), spec, dtype, place)
         schemes = dict(zip(layers, map(scheme, precisions), strict=True))
         small = any(made is not None and made.group_size in SMALL for made in schemes.values())
-        if isinstance(source, QuantizedCheckpoint) or isinstance(source, GgufCheckpoint) and (place.type == "cpu" or small):
+        if isinstance(source, QuantizedCheckpoint):
+            source.keep_codes(schemes)
+        elif isinstance(source, GgufCheckpoint) and (place.type == "cpu" or small):
             source.keep_codes(schemes)
         readers: list[Reader] = [partial(source.layer, index, dtype) for index in layers]
         if first:

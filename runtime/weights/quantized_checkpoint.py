@@ -17,7 +17,8 @@ What a tensor is called tells its form, so that every layer may have another one
                                    index_K; schemes in the file's metadata; the layer's norms and
                                    biases are llmpq.layers.I.PART, its channels already reordered
 
-Linears come as QuantizedWeight, AtomWeight or Fp8Weight, everything else as tensors. N = out, K = in.
+Linears come as QuantizedWeight, AtomWeight, Fp8Weight or TableWeight, everything else as tensors.
+N = out, K = in_features.
 """
 
 from __future__ import annotations
@@ -47,17 +48,14 @@ from llmpq.quantization_config import LAYER, fp8_block, is_centred, is_kept_bloc
 from llmpq.runtime.models.part_shapes import Shapes
 from llmpq.runtime.weights.atom_form import atom_parts, channel_weight, is_field
 from llmpq.runtime.weights.float_forms import (
-    expert_numbers,
-    fp4_numbers,
     fp8_codes,
     fp8_numbers,
     integer_numbers,
 )
 from llmpq.runtime.weights.gguf_checkpoint import GgufCheckpoint
-from llmpq.runtime.weights.sources import ATOM_ROOT, FLOATING, ROW, CheckpointSource
+from llmpq.runtime.weights.sources import ATOM_ROOT, FLOATING, CheckpointSource
 from llmpq.runtime.weights.stored_fields import DTYPES, FIELDS
 from llmpq.runtime.weights.table_forms import (
-    bitsandbytes_weight,
     is_bitsandbytes,
     keeps_tables,
     state_of,
@@ -196,19 +194,14 @@ class QuantizedCheckpoint(CheckpointSource):
 
     def read(self, name: str, dtypes: Collection[torch.dtype] | None = None) -> Tensor:
         """Return one tensor by its own name; numbers where it is stored as codes of those."""
-        row = ROW.fullmatch(name)
-        if row is not None and f"{row['name']}_blocks" in self.file_of:
-            return expert_numbers(row["name"], int(row["index"]), self._row)
         stem, _, last = name.rpartition(".")
         form = self._form(stem) if last == "weight" else None
         try:
             if form == "fp8":
                 told = fp8_block(self._described)
                 return fp8_numbers(stem, self.file_of, super().read, told)
-            if form == "fp4":
-                return fp4_numbers(stem, self.file_of, super().read)
-            if form == "bitsandbytes":
-                whole = bitsandbytes_weight(stem, self.file_of, super().read, torch.float32)
+            whole = self._table(name, torch.float32)
+            if whole is not None:
                 return whole.dequantize(torch.float32)
             if form == "integers":
                 bits = self._bits(stem)

@@ -151,10 +151,9 @@ def _absmax(name: str, state: Mapping[str, Any], held: Mapping[str, str], read: 
     absmax = read(f"{name}.absmax")
     if absmax.dtype != torch.uint8:
         return absmax.float().flatten()
-    if f"{name}.nested_absmax" not in held or f"{name}.nested_quant_map" not in held:
-        raise ValueError(
-            f"{name}.absmax is quantised, nested_absmax or nested_quant_map is not there"
-        )
+    for last in ("nested_absmax", "nested_quant_map"):
+        if f"{name}.{last}" not in held:
+            raise ValueError(f"{name}.absmax is quantised itself, {last} is missing")
     nested, table = read(f"{name}.nested_absmax").float(), read(f"{name}.nested_quant_map").float()
     size, offset = state.get("nested_blocksize"), state.get("nested_offset")
     if type(size) is not int or size < 1 or not isinstance(offset, float) or table.numel() != 256:
