@@ -45,13 +45,14 @@ void llmpq_table_dequantize(const uint8_t* codes, const void* scale, const float
                             void* out, int64_t n0, int64_t n1, int64_t N, int64_t K, int64_t group, int64_t kind,
                             int64_t number, int64_t threads) {
   const Table w{codes, scale, factor, numbers, N, K, group, kind};
+  const TableNumbers table(numbers);
 #pragma omp parallel num_threads(threads_for((n1 - n0) * K, threads))
   {
     std::vector<float> s(w.scales());
 #pragma omp for schedule(static)
     for (int64_t n = n0; n < n1; ++n) {
       w.scales_of(n, s.data());
-      table_dequantize_row(w, n, out, (n - n0) * K, number, s.data());
+      table_dequantize_row(w, table, n, out, (n - n0) * K, number, s.data());
     }
   }
 }

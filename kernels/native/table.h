@@ -48,6 +48,7 @@ struct TableNumbers {
   Floats of(__m512i word) const { return _mm512_permutexvar_ps(word, all); }
   static __m512i words(const uint8_t* p, int) { return _mm512_loadu_si512(p); }
   static __m512i shifted(__m512i word, int by) { return _mm512_srli_epi32(word, by); }
+  static __m512i bytes(const uint8_t* p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)); }
   static Floats spread(const float* s, __m512i lane) { return _mm512_permutexvar_ps(lane, load(s)); }
 #else
   Floats low, high;
@@ -58,6 +59,7 @@ struct TableNumbers {
   }
   static __m256i words(const uint8_t* p, int half) { return _mm256_loadu_si256((const __m256i*)(p + 32 * half)); }
   static __m256i shifted(__m256i word, int by) { return _mm256_srli_epi32(word, by); }
+  static __m256i bytes(const uint8_t* p) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)); }
   static Floats spread(const float* s, __m256i lane) { return _mm256_permutevar8x32_ps(load(s), lane); }
 #endif
 };
@@ -114,19 +116,23 @@ static void table_row(const Table& w, const TableNumbers& numbers, const Ints* l
 }
 
 // Row n of w as out[k], k < K, computed in float32 and rounded once; s: scales of the row.
-static void table_dequantize_row(const Table& w, int64_t n, void* out, int64_t at, int64_t number, const float* s) {
+static void table_dequantize_row(const Table& w, const TableNumbers& numbers, int64_t n, void* out, int64_t at,
+                                 int64_t number, const float* s) {
   const uint8_t* p = w.row(n);
-  const float factor = w.factor ? w.factor[n] : 1;
+  const Floats factor = floats(w.factor ? w.factor[n] : 1);
   alignas(64) float made[TABLE_GROUP];
   for (int64_t g = 0; g < w.k_groups(); ++g, p += TABLE_BYTES) {
-    for (int64_t j = 0; j < 64; ++j) made[j] = w.numbers[p[j] & 15];
-    for (int64_t j = 0; j < 64; ++j) made[64 + j] = w.numbers[p[j] >> 4];
-    for (int64_t part = 0; part < w.parts(); ++part) {
-      const float scale = s[g * w.parts() + part];
-      for (int64_t k = part * w.group; k < (part + 1) * w.group; ++k) made[k] *= scale;
-    }
-    if (w.factor)
-      for (float& value : made) value *= factor;
+    const float* scale = s + g * w.parts();
+    for (int64_t j = 0; j < 64; j += 16)
+      for (int half = 0; half < 16; half += LANES) {
+        const auto word = TableNumbers::bytes(p + j + half);
+        const int64_t low = j + half, high = 64 + low;
+        for (int64_t k : {low, high}) {
+          Floats value = numbers.of(k < 64 ? word : TableNumbers::shifted(word, 4));
+          value = mul(value, floats(scale[k / w.group]));
+          store(made + k, w.factor ? mul(value, factor) : value);
+        }
+      }
     const int64_t k0 = g * TABLE_GROUP, count = std::min(TABLE_GROUP, w.K - k0);
     int64_t k = 0;
     for (; k + 8 <= count; k += 8) put_eight(out, at + k0 + k, number, _mm256_load_ps(made + k));
