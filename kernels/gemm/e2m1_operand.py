@@ -27,33 +27,48 @@ SCALE_WORDS = tl.constexpr(16)
 """int32 words of the scales of 16 rows of a k-group."""
 
 
-def _shift(target: str, by: int) -> str:
-    return f"sh{'l' if by > 0 else 'r'}.b32 {target}, $8, {abs(by)};"
+def _shifted(word: str, by: int, to: str) -> tuple[str, str]:
+    """Return the text that shifts a word left, or right by so many less than 0, and the result."""
+    if by == 0:
+        return "", word
+    return f"sh{'l' if by > 0 else 'r'}.b32 {to}, {word}, {abs(by)};", to
 
 
-def _words(bits_from: tuple[int, ...], sign_from: tuple[int, ...], mask: int, times: str) -> str:
-    """Return the text: pair i takes its bits and its sign from the word shifted left by so many."""
+SHIFTS = {
+    "bf16": (0x01C0, ((0, 0), (3, 3), (-3, 1), (6, 2))),
+    "f16": (0x0E00, ((3, 0), (6, 3), (0, 1), (9, 2))),
+}
+"""Mask of a code's three bits; of every pair, shifts that bring those and its sign in place."""
+TIMES = {"bf16": "fma.rn.bf16x2 {p}, {p}, {s}, k;", "f16": "mul.rn.f16x2 {p}, {p}, {s};"}
+"""A product; of bfloat16 a sum with -0."""
+
+
+def pairs_of(kind: str, pairs: tuple[int, ...], word: str, scales: tuple[str, ...]) -> str:
+    """Return the text that makes p0, p1, ... of a word's pairs (h, r3), each times its scale.
+
+    It uses registers t, u and k.
+    """
+    mask, shifts = SHIFTS[kind]
     body = "mov.b32 k, 0x80008000;"
-    for i, (low, high) in enumerate(zip(bits_from, sign_from, strict=True)):
+    for i, (pair, scale) in enumerate(zip(pairs, scales, strict=True)):
+        low, high = shifts[pair]
+        text, source = _shifted(word, low, "t")
         if low == high:
-            source = "$8" if low == 0 else "t"
-            body += "" if low == 0 else _shift("t", low)
-            body += f"and.b32 p{i}, {source}, {mask * 0x10001 | 0x80008000:#010x};"
-            continue
-        source = "$8" if low == 0 else "t"
-        body += "" if low == 0 else _shift("t", low)
-        body += f"and.b32 t, {source}, {mask * 0x10001:#010x};"
-        source = "$8" if high == 0 else "u"
-        body += "" if high == 0 else _shift("u", high)
-        body += f"lop3.b32 p{i}, {source}, k, t, 0xea;"
-    # Pairs are (h, r3); so are the scales. times: a product, of bfloat16 a sum with -0.
-    return _assembly(body + "".join(times.format(i=i, s=9 + i) for i in range(4)), 4)
+            body += text + f"and.b32 p{i}, {source}, {mask * 0x10001 | 0x80008000:#010x};"
+        else:
+            body += text + f"and.b32 t, {source}, {mask * 0x10001:#010x};"
+            text, source = _shifted(word, high, "u")
+            body += text + f"lop3.b32 p{i}, {source}, k, t, 0xea;"
+        body += TIMES[kind].format(p=f"p{i}", s=scale)
+    return body
 
 
-B_E2M1 = tl.constexpr(
-    _words((0, 3, -3, 6), (0, 3, 1, 2), 0x01C0, "fma.rn.bf16x2 p{i}, p{i}, ${s}, k;")
-)
-F_E2M1 = tl.constexpr(_words((3, 6, 0, 9), (0, 3, 1, 2), 0x0E00, "mul.rn.f16x2 p{i}, p{i}, ${s};"))
+def _eight(kind: str) -> str:
+    scales = tuple(f"${9 + i}" for i in range(4))
+    return _assembly(pairs_of(kind, (0, 1, 2, 3), "$8", scales), 4)
+
+
+B_E2M1, F_E2M1 = tl.constexpr(_eight("bf16")), tl.constexpr(_eight("f16"))
 
 
 def _scales(each: str) -> str:

@@ -155,7 +155,7 @@ class ExpertStack:
         if self._fp8 is not None:
             return False
         packed = self._packed is None or self._packed.bits in gluon_expert_launch.BITS
-        return packed and self._table is None and gluon_expert_launch.fits(x, sent)
+        return packed and gluon_expert_launch.fits(x, sent)
 
     def _wide(self, x: Tensor, sent: Sent) -> bool:
         """Whether expert_wide.py's tiles are to be taken."""
@@ -177,7 +177,7 @@ class ExpertStack:
         order of the pairs' numbers; with `gate`, where `gates`, y [C, N / 2].
         """
         if self._flows(x, sent):
-            weight = self._packed if self._dense is None else self._dense
+            weight = (self._packed or self._table) if self._dense is None else self._dense
             assert weight is not None
             return gluon_expert_launch.product(weight, self._bias, x, sent, back=back, gate=gate)
         if self._wide(x, sent):
