@@ -21,13 +21,14 @@ from torch import Tensor
 
 from llmpq.kernels.formats.table_weight import E4M3, E8M0, TableWeight, Values, of_pairs, stacked
 from llmpq.precision import WeightScheme
+from llmpq.quantization_config import BITSANDBYTES
 from llmpq.runtime.weights.sources import ROW
 
 Read = Callable[[str], Tensor]
 """A tensor of the checkpoint by its own name."""
-STATES = {f"quant_state.bitsandbytes__{kind.value}": kind for kind in (Values.NF4, Values.FP4)}
+STATES = dict(zip(BITSANDBYTES, (Values.NF4, Values.FP4), strict=True))
 """Last parts of the names of what says how bitsandbytes quantised a weight."""
-BITSANDBYTES = (*STATES, "absmax", "quant_map", "nested_absmax", "nested_quant_map")
+BESIDE = (*STATES, "absmax", "quant_map", "nested_absmax", "nested_quant_map")
 """What may stand behind `NAME.weight.`"""
 MXFP4_GROUP, NVFP4_GROUP = 32, 16
 WHOLE = 2.0**-11
@@ -48,7 +49,7 @@ def state_of(stem: str, held: Mapping[str, str]) -> str | None:
 def is_bitsandbytes(name: str, expected: Collection[str]) -> bool:
     """Whether a tensor says how an expected one is quantised."""
     stem, _, last = name.rpartition(".weight.")
-    return last in BITSANDBYTES and f"{stem}.weight" in expected
+    return last in BESIDE and f"{stem}.weight" in expected
 
 
 def stored_table(

@@ -14,7 +14,9 @@ from torch import Tensor
 
 from llmpq.kernels.formats.round_to_nearest import quantize_weight
 from llmpq.kernels.formats.table_weight import TableWeight, Values
+from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
+from llmpq.planner.inputs.stored_precisions import nvfp4_grid, stored_layers
 from llmpq.precision import Precision, WeightScheme
 from llmpq.runtime.engine.plain_loop import LocalPipeline, pad
 from llmpq.runtime.step import Step
@@ -333,3 +335,23 @@ def test_bitsandbytes_own_codes(dense: Path) -> None:
             made = bitsandbytes_weight("x", held, held.__getitem__, torch.float32)  # type: ignore[arg-type]
             want = functional.dequantize_4bit(codes, state)
             assert relative(made.dequantize(torch.float32), want) < 1e-6
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_plans_keep_four_bits(dense: Path, tmp_path: Path, name: str) -> None:
+    form, _ = write(dense, tmp_path, name)
+    layers = stored_layers(form, ModelSpec.from_directory(form))
+    assert layers is not None and all(layer.stored is Precision.W4A16 for layer in layers)
+    assert all(layer.served == tuple(Precision) for layer in layers)
+    grid = nvfp4_grid(form)
+    assert (grid is None) == (name != "nvfp4")
+    source = open_checkpoint(form, ModelSpec.from_directory(form))
+    source.keep_codes({0: FOUR})
+    for dtype, scale_bytes in ((torch.bfloat16, 2), (torch.float32, 4)):
+        for part in source.layer(0, dtype).values():
+            if isinstance(part, TableWeight):
+                scheme = (grid or Quantization()).scheme(Precision.W4A16)
+                assert scheme is not None
+                shape = part.out_features, part.in_features
+                extra = 0 if part.factor is None else part.factor.nbytes
+                assert part.nbytes - extra <= scheme.nbytes(*shape, scale_bytes)
