@@ -8,7 +8,9 @@
     128, 128           blocks (DeepSeek-V3, Qwen3-FP8)
     1, 128             blocks whose rows a stacked or rearranged linear has moved apart
 
-Codes lie row by row, K neighbours side by side. E4M3 is sign, 4 bits of exponent, 3 of mantissa:
+Codes lie row by row, K neighbours side by side, or on GPUs (`fragment`) as weight_layout.py's
+FRAGMENT does, a byte a code: in a 32-bit word two rows r3 of neighbours k0; the words of h = 0 of
+all blocks and k-groups come first, then those of h = 1. E4M3 is sign, 4 bits of exponent, 3 of mantissa:
 the byte's sign to bit 15 and its other bits shifted left by 7 are a float16 of 2^-8 its value,
 subnormals too, so every code is exact in 16 bits. NaN (0x7f, 0xff) is refused when it is read.
 """
@@ -21,6 +23,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+GROUP, BLOCK_ROWS = 128, 16
+"""Columns and rows of a fragment's block."""
 STEP = 64
 """What the columns that share a scale are a multiple of, if not all of K: a product's step."""
 
@@ -37,6 +41,8 @@ class Fp8Weight:
     columns: int
     dtype: torch.dtype
     """Of the inputs that it meets."""
+    fragment: bool = False
+    """Whether codes lie as tensor cores take them."""
 
     def __post_init__(self) -> None:
         """Refuse what does not belong together."""
@@ -78,8 +84,31 @@ class Fp8Weight:
         return self.codes_NK.nbytes + self.scale.nbytes
 
     def to(self, device: torch.device | str) -> Fp8Weight:
-        """Return the weight on a device."""
-        return replace(self, codes_NK=self.codes_NK.to(device), scale=self.scale.to(device))
+        """Return the weight on a device, as that computes with it fastest."""
+        codes, scale = self.codes_NK.to(device), self.scale.to(device)
+        moved = replace(self, codes_NK=codes, scale=scale)
+        if codes.is_cuda:
+            return moved.in_fragments()
+        return replace(moved, codes_NK=moved.rows_of_codes(), fragment=False)
+
+    def in_fragments(self) -> Fp8Weight:
+        """Return the weight as tensor cores take it, if it has whole blocks."""
+        (n, k), wide = self.codes_NK.shape, self.columns >= self.in_features
+        whole = n % BLOCK_ROWS == 0 and k % GROUP == 0 and (wide or self.columns % GROUP == 0)
+        if self.fragment or not whole:
+            return self
+        laid = self.codes_NK.reshape(_axes(n, k)).permute(_ORDER)
+        return replace(self, codes_NK=laid.reshape(n, k), fragment=True)
+
+    def rows_of_codes(self, start: int = 0, stop: int | None = None) -> Tensor:
+        """Return the codes of rows, one behind the other."""
+        stop = self.out_features if stop is None else stop
+        if not self.fragment:
+            return self.codes_NK[start:stop]
+        n, k = self.codes_NK.shape
+        sizes = [_axes(n, k)[axis] for axis in _ORDER]
+        back = sorted(range(len(_ORDER)), key=_ORDER.__getitem__)
+        return self.codes_NK.view(sizes).permute(back).reshape(n, k)[start:stop]
 
     def scale_NC(self, start: int = 0, stop: int | None = None) -> Tensor:
         """Return the scales [stop - start, ceil(K / columns)] of rows, one by one."""
@@ -92,11 +121,19 @@ class Fp8Weight:
         """Return rows of w in float32 (float64 if asked for), rounded once to `dtype`."""
         stop = self.out_features if stop is None else stop
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        w = self.codes_NK[start:stop].view(torch.float8_e4m3fn).to(wide)
+        w = self.rows_of_codes(start, stop).view(torch.float8_e4m3fn).to(wide)
         scale = self.scale_NC(start, stop).to(wide)
         if scale.shape[1] > 1:
             scale = scale.repeat_interleave(self.columns, 1)[:, : self.in_features]
         return w.mul_(scale).to(dtype)
+
+
+# block, r3, r, group, h, jj/2, jj%2, k3, c, k0  ->  h | block group jj/2 r c jj%2 k3 | k0 r3
+_ORDER = (4, 0, 3, 5, 2, 8, 6, 7, 9, 1)
+
+
+def _axes(n: int, k: int) -> tuple[int, ...]:
+    return (n // BLOCK_ROWS, 2, 8, k // GROUP, 2, 2, 2, 2, 4, 2)
 
 
 def fp8_weight(

@@ -17,15 +17,50 @@ from torch.nn import functional
 from triton import knobs
 
 from llmpq.kernels.arrivals import arrivals
-from llmpq.kernels.formats.fp8_weight import Fp8Weight
+from llmpq.kernels.formats.fp8_weight import BLOCK_ROWS, GROUP, Fp8Weight
+from llmpq.kernels.gemm.e4m3_fragments import (
+    e4m3_blocks_kernel,
+    e4m3_rows_kernel,
+    e4m3_tile_kernel,
+)
 from llmpq.kernels.gemm.e4m3_kernel import e4m3_dequantize_kernel, e4m3_kernel
 from llmpq.kernels.multiprocessors import multiprocessors
 from llmpq.kernels.overlap import overlaps
 
 MOST_ROWS = 256
+ROWS = 8
+"""Rows of x that a program of all of K takes."""
 OLDEST, OLDEST_TRITON = (8, 0), (7, 5)
 """Compute capability from which products and dequantising run in Triton."""
 MOST_SPLITS = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fragments:
+    """Blocks of 16 rows of w a warp takes, warps, rows of x, stages; programs a multiprocessor."""
+
+    high: int
+    warps: int
+    bm: int
+    stages: int
+    per_sm: int = 2
+
+    def splits(self, m: int, n: int, groups: int, sms: int) -> int:
+        """Return the shares of K that give every multiprocessor its programs."""
+        tiles = triton.cdiv(m, self.bm) * triton.cdiv(n, BLOCK_ROWS * self.high * self.warps)
+        most = min(MOST_SPLITS, max(1, groups // self.stages))
+        return max(1, min(most, self.per_sm * sms // tiles))
+
+
+def fragments_of(m: int) -> Fragments:
+    """Return the tile for m rows of x."""
+    if m <= 16:
+        return Fragments(high=1, warps=4, bm=16, stages=4)
+    if m <= 32:
+        return Fragments(high=1, warps=4, bm=32, stages=4)
+    if m <= 64:
+        return Fragments(high=1, warps=4, bm=64, stages=3)
+    return Fragments(high=1, warps=8, bm=128, stages=3, per_sm=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,10 +104,83 @@ def fp8_linear_gpu(
     """Return y [M, N] = x w^T (+ bias) (+ residual), in x's dtype."""
     m = x_MK.shape[0]
     sixteen = x_MK.dtype in (torch.float16, torch.bfloat16)
-    if sixteen and 0 < m <= MOST_ROWS and not _older_than(x_MK.device, OLDEST):
+    few = sixteen and 0 < m <= MOST_ROWS and not _older_than(x_MK.device, OLDEST)
+    if few and weight.fragment:
+        return multiply_fragments(x_MK, weight, bias, residual_MN)
+    if few:
         return multiply(x_MK, weight, bias, residual_MN, tile_of(m, step_of(weight)))
     y_MN = functional.linear(x_MK, dequantized(weight, x_MK.dtype), bias)
     return y_MN if residual_MN is None else y_MN + residual_MN
+
+
+def multiply_fragments(
+    x_MK: Tensor,
+    weight: Fp8Weight,
+    bias: Tensor | None,
+    residual_MN: Tensor | None,
+    tile: Fragments | None = None,
+) -> Tensor:
+    """Multiply codes that lie as tensor cores take them."""
+    x_MK, interpret = x_MK.contiguous(), bool(knobs.runtime.interpret)
+    (m, k), n, pdl = x_MK.shape, weight.out_features, overlaps(x_MK.device)
+    y_MN, groups = x_MK.new_empty(m, n), k // GROUP
+    w = weight.codes_NK.view(torch.int32)
+    more = (x_MK if bias is None else bias, x_MK if residual_MN is None else residual_MN)
+    same = {
+        "SHARED": weight.scale.shape[1] == 1,
+        "HAS_BIAS": bias is not None,
+        "HAS_RESIDUAL": residual_MN is not None,
+        "PDL": pdl,
+        "INTERPRET": interpret,
+        "launch_pdl": pdl,
+    }
+    sizes = (m, n, k, weight.rows, weight.columns, weight.scale.shape[1], n * k // 8, groups)
+    if m <= ROWS and tile is None:
+        warps, steps = rows_form(groups)
+        e4m3_rows_kernel[(n // BLOCK_ROWS,)](
+            *(x_MK, w, weight.scale, *more, y_MN, *sizes),
+            **same,
+            EVEN_G=groups % warps == 0,
+            BH=1,
+            WM=warps,
+            STEPS=steps,
+            D=DEPTH,
+            num_warps=warps,
+            num_stages=1,
+        )
+        return y_MN
+    tile = tile or fragments_of(m)
+    bn, sms = BLOCK_ROWS * tile.high * tile.warps, multiprocessors(x_MK.device)
+    split = tile.splits(m, n, groups, sms)
+    m_tiles, n_tiles = triton.cdiv(m, tile.bm), triton.cdiv(n, bn)
+    sums = m_tiles * n_tiles * split * bn * tile.bm if split > 1 else 1
+    hopper = x_MK.is_cuda and (9, 0) <= torch.cuda.get_device_capability(x_MK.device) < (12, 0)
+    e4m3_tile_kernel[(m_tiles, n_tiles, split)](
+        *(x_MK, w, weight.scale, *more, y_MN, x_MK.new_empty(sums, dtype=torch.float32)),
+        *(arrivals(x_MK.device, m_tiles * n_tiles), *sizes, split),
+        **same,
+        SPLIT=split > 1,
+        BH=tile.high,
+        WM=tile.warps,
+        BM=tile.bm,
+        STAGES=tile.stages,
+        KWIDTH4=not hopper,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    return y_MN
+
+
+DEPTH = 4
+"""k-groups that a warp of few rows has in flight."""
+
+
+def rows_form(groups: int) -> tuple[int, int]:
+    """Return the warps of a program of all of K, and the k-groups of each."""
+    warps = min(16, 1 << (groups.bit_length() - 1))
+    while warps > 1 and groups // warps < DEPTH:
+        warps //= 2
+    return warps, triton.cdiv(groups, warps)
 
 
 def multiply(
@@ -122,12 +230,23 @@ def dequantized(weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
         return weight.dequantize(dtype)
     n, k = weight.out_features, weight.in_features
     out = torch.empty(n, k, dtype=dtype, device=weight.device)
+    interpret = bool(knobs.runtime.interpret)
+    if weight.fragment:
+        e4m3_blocks_kernel[(triton.cdiv(n, 64), k // GROUP)](
+            *(weight.codes_NK.view(torch.int32), weight.scale, out, n, k, weight.rows),
+            *(weight.columns, weight.scale.shape[1], n * k // 8, k // GROUP),
+            BH=1,
+            WM=4,
+            INTERPRET=interpret,
+            num_warps=4,
+        )
+        return out
     e4m3_dequantize_kernel[(triton.cdiv(n, 16), triton.cdiv(k, 256))](
         *(weight.codes_NK, weight.scale, out, n, k),
         *(weight.rows, weight.columns, weight.scale.shape[1]),
         BN=16,
         BK=256,
-        INTERPRET=bool(knobs.runtime.interpret),
+        INTERPRET=interpret,
         num_warps=4,
     )
     return out

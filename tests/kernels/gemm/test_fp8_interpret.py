@@ -50,6 +50,26 @@ def test_products(dtype, kind, rows):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["tensor", "channel", "blocks"])
+@pytest.mark.parametrize("rows", [1, 7, 20, 70])
+def test_products_of_fragments(dtype, kind, rows):
+    plain = weight(208, 640, kind, dtype)
+    q = plain.in_fragments()
+    assert q.fragment and torch.equal(q.rows_of_codes(), plain.codes_NK)
+    assert not weight(200, 640, kind).in_fragments().fragment
+    x, bias = torch.randn(rows, 640).to(dtype), torch.randn(208).to(dtype)
+    residual = torch.randn(rows, 208).to(dtype)
+    want = linear_reference(x, q, bias, exact=True) + residual
+    got = fp8_products.fp8_linear_gpu(x, q, bias, residual)
+    assert relative_error(got, want) < (1e-3 if dtype is torch.float16 else 3e-3)
+    assert torch.equal(fp8_products.dequantized(q, dtype), plain.dequantize(dtype))
+    wrong = replace(q, scale=q.scale.roll(1))
+    if kind != "tensor":
+        got = fp8_products.fp8_linear_gpu(x, wrong, bias, residual)
+        assert relative_error(got, want) > 0.1, "planted: scales one on"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_every_code_is_exact(dtype):
     """Against a unit matrix: 254 codes, subnormals too, with a scale of one."""
     codes = torch.arange(256, dtype=torch.uint8).view(2, 128)
