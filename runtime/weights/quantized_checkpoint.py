@@ -79,13 +79,6 @@ def open_checkpoint(directory: str | Path, spec: ModelSpec) -> CheckpointSource:
     return QuantizedCheckpoint(directory, spec, described)
 
 
-def open_numbers(directory: str | Path, spec: ModelSpec) -> CheckpointSource:
-    """Return the source of a model to quantise: of 16 or 32 bits, or a GGUF file's numbers."""
-    return (
-        GgufCheckpoint(directory, spec) if is_gguf(directory) else CheckpointSource(directory, spec)
-    )
-
-
 def stored_kv(directory: str | Path) -> KVPrecision:
     """Return the KV precision a directory was quantised for; kv16 where it names none of ours."""
     described = section(read_config(directory), "quantization_config") or {}
@@ -119,6 +112,18 @@ class QuantizedCheckpoint(CheckpointSource):
     def keep_codes(self, schemes: Mapping[int, WeightScheme | None]) -> None:
         """Hand out FP8 codes, and those in groups of 32 or 64, where a layer's scheme has such."""
         self._schemes = schemes
+
+    def has_numbers(self) -> bool:
+        """Whether all linears are read as numbers where no codes are to be kept."""
+        integers = ("I8", "I32")
+        stems = {name.rpartition(".")[0] for name in self.file_of if LAYER.search(name)}
+        kept = (name for name in self.file_of if name.startswith(ATOM_ROOT))
+        return next(kept, None) is None and not any(
+            self._form(stem) is None and self._header(name)[0] in integers
+            for stem in stems
+            for name in (f"{stem}.weight", f"{stem}.weight_packed", f"{stem}.qweight")
+            if name in self.file_of
+        )
 
     def layer(self, index: int, dtype: torch.dtype) -> dict[str, Any]:
         """Read one decoder layer's parts, its linears packed."""

@@ -124,7 +124,7 @@ def bitsandbytes_weight(
         )
     bytes_NJ = packed.view(n, k // 2)
     scale_NG = scale.view(n, -1)
-    if dtype != torch.float32 and _has_halves(scale_NG):
+    if dtype != torch.float32 and has_halves(scale_NG):
         scale_NG = scale_NG.half()
     pairs = bytes_NJ >> 4 | bytes_NJ << 4
     return of_pairs(pairs, scale_NG, values=values, group_size=group)
@@ -178,7 +178,7 @@ def _state(name: str, stored: Tensor) -> dict[str, Any]:
     return dict(state)
 
 
-def _has_halves(scale_NG: Tensor) -> bool:
+def has_halves(scale_NG: Tensor) -> bool:
     """Whether float16 holds scales within its rounding of them, or of their row's largest."""
     off = (scale_NG.half().float() - scale_NG).abs()
     return bool((off <= WHOLE * scale_NG.abs().amax(1, keepdim=True)).all())

@@ -18,9 +18,13 @@ from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
 from llmpq.planner.inputs.stored_precisions import nvfp4_grid, stored_layers
 from llmpq.precision import Precision, WeightScheme
+from llmpq.profiler.quantize.layer_walk import random_windows
+from llmpq.profiler.quantize.recipes import Settings
+from llmpq.profiler.quantize.whole_model import QuantizeJob, quantize_model
 from llmpq.runtime.engine.plain_loop import LocalPipeline, pad
 from llmpq.runtime.step import Step
 from llmpq.runtime.weights.layer_cache import KeptLayers
+from llmpq.runtime.weights.numbers_source import open_numbers
 from llmpq.runtime.weights.quantized_checkpoint import open_checkpoint
 
 pytestmark = pytest.mark.cpu
@@ -317,6 +321,29 @@ def test_experts_of_gpt_oss_keep_their_codes(tmp_path: Path) -> None:
     save_file(tensors | {victim: tensors[victim][:, :, :-1].clone()}, form / "model.safetensors")
     with pytest.raises(ValueError, match="groups of 32 have shape"):
         logits(form, **four)
+
+
+def test_experts_of_gpt_oss_are_quantised_anew(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`llmpq-quantize` of MXFP4 writes what it would of the same numbers, and says so."""
+    form, numbers = gpt_oss(tmp_path)
+    spec = ModelSpec.from_directory(form)
+    stored = load_file(form / "model.safetensors")
+    attention = {k: v for k, v in stored.items() if k.endswith("_proj.weight")}
+    plain = load_file(numbers / "model.safetensors") | attention
+    save_file(plain, numbers / "model.safetensors")
+    job = QuantizeJob(
+        spec=spec,
+        precisions=(Precision.W8A16, Precision.W4A16),
+        settings=Settings(method="rtn", group_size=None),
+        windows_WT=random_windows([t % 199 for t in range(7, 900, 7)], count=2, length=24),
+    )
+    for source in (form, numbers):
+        with torch.inference_mode():
+            quantize_model(job, open_numbers(source, spec), tmp_path / f"{source.name}-q")
+    assert "stored quantised (mxfp4): its numbers are rounded a second time" in caplog.text
+    assert torch.equal(logits(tmp_path / "form-q"), logits(tmp_path / "numbers-q"))
 
 
 def test_bitsandbytes_own_codes(dense: Path) -> None:
