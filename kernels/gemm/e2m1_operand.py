@@ -174,3 +174,14 @@ def unpack_e2m1(
         t = tl.permute(t, (0, 1, 2, 3, 4, 5, 6, 8, 7, 9))
     t = tl.permute(t, (1, 0, 2, 3, 4, 5, 6, 7, 8, 9))
     return tl.reshape(t, (BH * WM * 16, 128))
+
+
+@triton.jit
+def own_sum(t, INTERPRET: tl.constexpr):
+    """t, and no compiler knows that it is."""
+    if INTERPRET:
+        return t
+    else:
+        return tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [t], dtype=tl.float32, is_pure=True, pack=1
+        )

@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from llmpq.kernels.gemm.e2m1_operand import SCALE_WORDS, load_e2m1, unpack_e2m1
+from llmpq.kernels.gemm.e2m1_operand import SCALE_WORDS, load_e2m1, own_sum, unpack_e2m1
 from llmpq.kernels.gemm.gated import gated
 from llmpq.kernels.gemm.packed_operands import dot, load_pairs, load_tile
 from llmpq.kernels.gemm.tile_kernel import _accumulate, _load_x
@@ -119,8 +119,10 @@ def _add_group(
     """acc + w x of one k-group."""
     if E2M1:
         w = unpack_e2m1(now[0], now[1], DT, BH, WM, KWIDTH4, INTERPRET)
-        # A sum of its own: one that wgmma itself carries on is not waited for (tile_kernel.py).
-        return acc + dot(w, x, tl.zeros([BH * WM * 16, BM], tl.float32), INTERPRET)
+        # A sum of its own, which nothing folds into `acc`: Triton 3.6 does not wait for wgmma to
+        # have read its operand where wgmma carries a sum on, and the next step unpacks over it.
+        t = dot(w, x, tl.zeros([BH * WM * 16, BM], tl.float32), INTERPRET)
+        return acc + own_sum(t, INTERPRET)
     else:
         return _accumulate(
             acc, now, x, 0, BITS, DT, True, SYMMETRIC, False, BH, WM, BM, KWIDTH4, INTERPRET

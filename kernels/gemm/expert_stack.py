@@ -344,7 +344,7 @@ def table_registers(bm: int, *, fused: bool) -> int | None:
 
     So many programs to a multiprocessor as of linear codes: 5, 4 and 3 instead of 4, 3 and 2.
     """
-    return {(16, False): 96, (16, True): 128, (32, False): 168}.get((bm, fused))
+    return {(8, True): 128, (16, False): 96, (16, True): 128, (32, False): 168}.get((bm, fused))
 
 
 def dense_tiles(bm: int, item: int, *, fused: bool = False) -> tuple[int, int, int]:

@@ -110,3 +110,24 @@ def test_dense_products(form, dtype):
         want = x.double() @ q.dequantize(torch.float64).T + bias.double()
         # Numbers are rounded after their scale.
         assert relative_error(linear(x, q, bias), want) < 1.5 * TOLERANCE[dtype]
+
+
+def test_products_are_the_same_every_time():
+    """gpt-oss-20b's experts: sums whose operands are unpacked over would differ by timing."""
+    put = [mxfp4(2880, 2880) for _ in range(32)]
+    stack = ExpertStack(32)
+    for e, weight in enumerate(put):
+        stack.put(e, weight, None)
+    weights = [q.dequantize(torch.bfloat16) for q in put]
+    for tokens in (8, 32, 128, 256):
+        expert_TK = torch.rand(tokens, 32, device="cuda").topk(4, dim=1).indices
+        sent = assign(expert_TK, 32)
+        x = torch.randn(4 * tokens, 2880, device="cuda", dtype=torch.bfloat16)
+        y = stack.product(x, sent, back=True)
+        want = exact(x, weights, sent, [x.new_zeros(2880)] * 32, back=True)
+        assert relative_error(y, want) < TOLERANCE[torch.bfloat16]
+        gated = stack.product(x, sent, gate=RULE) if stack.gates(x, sent) else None
+        for _ in range(40):
+            assert torch.equal(stack.product(x, sent, back=True), y)
+            if gated is not None:
+                assert torch.equal(stack.product(x, sent, gate=RULE), gated)
