@@ -28,21 +28,22 @@ from llmpq.kernels.multiprocessors import multiprocessors
 
 FEW = 64
 """Rows of x that the product takes; more are multiplied by cuBLAS."""
-BN, HALF = 32, 64
+BN, HALF = 64, 64
 PROGRAMS_PER_SM = 4
+STAGES = 4
+"""k-groups whose codes are on their way."""
 OLDEST, OLDEST_TRITON = (8, 0), (7, 5)
 """Compute capability from which products and dequantising run in Triton."""
 
 
 @triton.jit
 def half_numbers(
-    P, S, T, row, inside, group, groups, HALF: tl.constexpr, G: tl.constexpr,
+    code, S, T, row, inside, group, groups, HALF: tl.constexpr, G: tl.constexpr,
     E2M1: tl.constexpr, SCALE: tl.constexpr, UPPER: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """w [BN, 64] of the lower or upper half of a k-group, float32, without a row's factor."""
+    """w [BN, 64] of the lower or upper half of a k-group's bytes, float32, without a factor."""
     PER: tl.constexpr = HALF // G
-    at = (row.to(tl.int64) * groups + group)[:, None] * HALF + tl.arange(0, HALF)[None, :]
-    code = tl.load(P + at, mask=inside[:, None], other=0).to(tl.int32) >> (4 * UPPER) & 15
+    code = code >> (4 * UPPER) & 15
     if E2M1:
         bits = (code & 8) << 28 | (code & 7) << 22
         w = bits.to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2^126
@@ -63,10 +64,17 @@ def half_numbers(
 
 
 @triton.jit
+def load_codes(P, row, inside, group, groups, HALF: tl.constexpr):
+    """Bytes [BN, 64] of a k-group, as int32."""
+    at = (row.to(tl.int64) * groups + group)[:, None] * HALF + tl.arange(0, HALF)[None, :]
+    return tl.load(P + at, mask=inside[:, None], other=0).to(tl.int32)
+
+
+@triton.jit
 def table_product_kernel(
     X, P, S, T, OUT, M, N, K, groups, splits,
     BM: tl.constexpr, BN: tl.constexpr, HALF: tl.constexpr, G: tl.constexpr,
-    E2M1: tl.constexpr, SCALE: tl.constexpr,
+    E2M1: tl.constexpr, SCALE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """OUT [splits, M, N] float32; grid (row tiles of w, row tiles of x, splits)."""
     row = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -75,13 +83,14 @@ def table_product_kernel(
     inside = row < N
     k = tl.arange(0, HALF)
     acc = tl.zeros([BM, BN], tl.float32)
-    for group in tl.range(split, groups, splits):
+    for group in tl.range(split, groups, splits, num_stages=STAGES):
+        code = load_codes(P, row, inside, group, groups, HALF)
         for upper in tl.static_range(2):
             at = group * (2 * HALF) + upper * HALF + k
             here = (m < M)[:, None] & (at < K)[None, :]
             x = tl.load(X + m.to(tl.int64)[:, None] * K + at[None, :], mask=here, other=0.0)
             w = half_numbers(
-                P, S, T, row, inside, group, groups, HALF, G, E2M1, SCALE, upper, BN
+                code, S, T, row, inside, group, groups, HALF, G, E2M1, SCALE, upper, BN
             )
             acc = tl.dot(x, tl.trans(w.to(x.dtype)), acc, input_precision="ieee")
     to = (split.to(tl.int64) * M + m)[:, None] * N + row[None, :]
@@ -98,8 +107,9 @@ def table_dequantize_kernel(
     row = tl.program_id(0) * BN + tl.arange(0, BN)
     group = tl.program_id(1)
     inside = row < N
+    code = load_codes(P, row, inside, group, groups, HALF)
     for upper in tl.static_range(2):
-        w = half_numbers(P, S, T, row, inside, group, groups, HALF, G, E2M1, SCALE, upper, BN)
+        w = half_numbers(code, S, T, row, inside, group, groups, HALF, G, E2M1, SCALE, upper, BN)
         if HAS_FACTOR:
             w *= tl.load(F + row, mask=inside, other=0.0)[:, None]
         k = group * (2 * HALF) + upper * HALF + tl.arange(0, HALF)
@@ -122,7 +132,7 @@ def table_linear_gpu(
     part = x_MK.new_empty(splits, rows, n, dtype=torch.float32)
     table_product_kernel[(tiles, 1, splits)](
         *(x_MK, *_operands(q), part, rows, n, k, groups, splits),
-        **_constants(q) | {"BM": bm, "BN": BN},
+        **_constants(q) | {"BM": bm, "BN": BN, "STAGES": STAGES},
         num_warps=4,
     )
     y = part[0] if splits == 1 else part.sum(0)
