@@ -42,7 +42,7 @@ def linear(
         from llmpq.kernels.gemm.table_products import table_linear_gpu
 
         y = table_linear_gpu(x_MK, qweight, bias, flat)
-    elif x.is_cuda:
+    elif x.is_cuda and isinstance(qweight, QuantizedWeight):
         from llmpq.kernels.gemm.linear_gpu import linear_gpu
 
         y = linear_gpu(x_MK, qweight, bias, flat, into_residual=into_residual)

@@ -187,9 +187,7 @@ def packed_expert_kernel(
                     S_GROUPS, g, BITS, GROUPED, SYMMETRIC, BH, WM, E2M1,
                 )  # fmt: skip
             x = _load_x(at, g, live[None, :], k[:, None], K, EVEN_K)
-            acc = _add_group(
-                acc, now, x, BITS, DT, SYMMETRIC, BH, WM, BM, KWIDTH4, E2M1, INTERPRET
-            )
+            acc = _add_group(acc, now, x, BITS, DT, SYMMETRIC, BH, WM, BM, KWIDTH4, E2M1, INTERPRET)
             if FUSE:
                 acc2 = _add_group(
                     acc2, now2, x, BITS, DT, SYMMETRIC, BH, WM, BM, KWIDTH4, E2M1, INTERPRET

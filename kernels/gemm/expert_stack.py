@@ -65,12 +65,12 @@ class ExpertStack:
             return True
         if (bias is None) != (self._bias is None):
             return False
-        if isinstance(weight, Tensor) or isinstance(first, Tensor):
-            both = isinstance(weight, Tensor) and isinstance(first, Tensor)
-            return both and weight.shape == first.shape
-        if isinstance(weight, Fp8Weight) or isinstance(first, Fp8Weight):
-            both = isinstance(weight, Fp8Weight) and isinstance(first, Fp8Weight)
-            return both and alike(weight, first)
+        if isinstance(weight, Tensor):
+            return isinstance(first, Tensor) and weight.shape == first.shape
+        if isinstance(weight, Fp8Weight):
+            return isinstance(first, Fp8Weight) and alike(weight, first)
+        if isinstance(first, Tensor | Fp8Weight):
+            return False
         return form_of(weight) == form_of(first)
 
     def put(

@@ -98,10 +98,10 @@ def stored_layers(
     found: dict[int, set[Precision]] = {}
     for layer, precision in _quantised(file_of, described, small):
         found.setdefault(layer, set()).add(precision)
-    kept = dict.fromkeys(_table_layers(file_of), Precision.W4A16)
-    kept |= dict.fromkeys(_fp8_layers(file_of, described), Precision.W8A16)
+    coded = dict.fromkeys(_table_layers(file_of), Precision.W4A16)
+    coded |= dict.fromkeys(_fp8_layers(file_of, described), Precision.W8A16)
     made = (
-        _layer(directory, i, found.get(i, set()), kept.get(i, Precision.W16A16))
+        _layer(directory, i, found.get(i, set()), coded.get(i, Precision.W16A16))
         for i in range(spec.num_layers)
     )
     return tuple(replace(one, served=tuple(Precision)) if small else one for one in made)

@@ -111,8 +111,7 @@ def to_four_bits(part: Linear, keep: Callable[[QuantizedWeight], QuantizedWeight
     if not isinstance(weight, Tensor) and (isinstance(weight, AtomWeight) or weight.bits < 8):
         return part
     dense = plain_dense(weight) if isinstance(weight, Tensor) else weight.dequantize(torch.float32)
-    plain = isinstance(weight, (Tensor, Fp8Weight))
-    dtype = weight.dtype if plain else weight.scale.dtype
+    dtype = weight.dtype if isinstance(weight, Tensor | Fp8Weight) else weight.scale.dtype
     return Linear(keep(draft_weight(dense, dtype)), part.bias)
 
 
