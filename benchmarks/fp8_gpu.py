@@ -37,7 +37,7 @@ ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 2048)
 NATIVE_ROWS = (512, 2048, 4096)
 
 
-def blocks(n: int, k: int, kind: str = "blocks") -> Fp8Weight:
+def blocks(n: int, k: int, kind: str = "blocks", *, whole: bool = True) -> Fp8Weight:
     """Return random codes with a scale of each block, channel, or one."""
     w = torch.randn(n, k, device="cuda")
     codes = w.clamp(-4, 4).mul(100).to(torch.float8_e4m3fn).view(torch.uint8)
@@ -126,7 +126,7 @@ def native(args: argparse.Namespace) -> None:
     round_x = torch.compile(rounded, dynamic=False)
     for (name, (n, k)), m in itertools.product(SHAPES.items(), NATIVE_ROWS):
         q = blocks(n, k, "channel")
-        codes, scale_1N = q.codes_NK.view(torch.float8_e4m3fn).t(), q.scale.t().contiguous()
+        codes, scale_1N = q.rows_of_codes().view(torch.float8_e4m3fn).t(), q.scale.t().contiguous()
         wide = q.dequantize(torch.bfloat16)
         x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
 
@@ -177,7 +177,7 @@ def sweep(args: argparse.Namespace) -> None:
         for name in ("o", "gate_up", "down"):
             n, k = SHAPES[name]
             sets = copies_for(n * k)
-            codes = [blocks(n, k) for _ in range(sets)]
+            codes = [blocks(n, k, whole=False) for _ in range(sets)]
             x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
             found = []
             for numbers in TILES[m]:
@@ -199,6 +199,52 @@ def sweep(args: argparse.Namespace) -> None:
             print(f"sweep {name} rows {m}: {best}", flush=True)
 
 
+def fragments(args: argparse.Namespace) -> None:
+    """Print times of tiles of codes that lie as tensor cores take them."""
+    end = time.monotonic() + args.seconds
+    for m in (1, 16, 64, 256):
+        for name in ("o", "gate_up", "down"):
+            n, k = SHAPES[name]
+            sets = copies_for(n * k)
+            codes = [blocks(n, k) for _ in range(sets)]
+            x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+            ways: list[tuple[object, ...]] = []
+            if m <= 8:
+                ways = [(depth,) for depth in (2, 4, 7)]
+            else:
+                bms = {16: (16,), 64: (32, 64), 256: (64, 128)}[m]
+                ways = [
+                    (high, warps, bm, stages, p)
+                    for bm in bms for high in (1, 2) for warps in (4, 8)
+                    for stages in (2, 3, 4) for p in (1, 2, 3)
+                ]  # fmt: skip
+            found = []
+            for way in ways:
+                if time.monotonic() > end:
+                    break
+                tile = None
+                if m <= 8:
+                    (fp8_products.DEPTH,) = way
+                else:
+                    high, warps, bm, stages, p = way
+                    tile = fp8_products.Fragments(
+                        high=high, warps=warps, bm=bm, stages=stages, per_sm=p
+                    )
+                try:
+                    took = time_launches(
+                        lambda i: fp8_products.multiply_fragments(x, codes[i], None, None, tile),  # noqa: B023
+                        sets,
+                        repeats=5,
+                    )
+                except Exception as error:  # noqa: BLE001 (does not fit)
+                    print(way, str(error)[:60], flush=True)
+                    continue
+                found.append((statistics.median(took), way))
+            best = ", ".join(f"{us:.1f} {way}" for us, way in sorted(found)[:4])
+            print(f"fragments {name} rows {m}: {best}", flush=True)
+        fp8_products.DEPTH = 4
+
+
 def main() -> None:
     """Run the parts that are asked for."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -208,7 +254,13 @@ def main() -> None:
     args = parser.parse_args()
     torch.manual_seed(0)
     for part in args.parts.split(","):
-        {"dense": dense, "experts": experts, "native": native, "sweep": sweep}[part](args)
+        {
+            "dense": dense,
+            "experts": experts,
+            "native": native,
+            "sweep": sweep,
+            "fragments": fragments,
+        }[part](args)
 
 
 if __name__ == "__main__":

@@ -19,11 +19,11 @@ ALONE = {
 }
 """What `-m` may ask for alone, and the marks that a file of it has."""
 LONGEST = (
-    "planner/test_exact.py",
+    "exact/test_exact.py",
     "planner/test_front.py",
     "serve/test_replicas.py",
     "cli/test_dist_errors.py",
-    "planner/test_deadline.py",
+    "exact/test_deadline.py",
     "tests/test_readme.py",
     "hosts/test_how_to.py",
     "launch/test_own_ray.py",

@@ -144,7 +144,7 @@ class ExpertStack:
     def _halves(self) -> bool:
         """Whether gate and up each are whole blocks of rows; float32 has no tiles for both."""
         if self._fp8 is not None:
-            return True
+            return self._fp8.gates()
         coded = self._packed or self._table
         if coded is not None:
             return coded.out_features % (2 * BLOCK_ROWS) == 0

@@ -154,7 +154,6 @@ def multiply_fragments(
     split = tile.splits(m, n, groups, sms)
     m_tiles, n_tiles = triton.cdiv(m, tile.bm), triton.cdiv(n, bn)
     sums = m_tiles * n_tiles * split * bn * tile.bm if split > 1 else 1
-    hopper = x_MK.is_cuda and (9, 0) <= torch.cuda.get_device_capability(x_MK.device) < (12, 0)
     e4m3_tile_kernel[(m_tiles, n_tiles, split)](
         *(x_MK, w, weight.scale, *more, y_MN, x_MK.new_empty(sums, dtype=torch.float32)),
         *(arrivals(x_MK.device, m_tiles * n_tiles), *sizes, split),
@@ -164,7 +163,7 @@ def multiply_fragments(
         WM=tile.warps,
         BM=tile.bm,
         STAGES=tile.stages,
-        KWIDTH4=not hopper,
+        KWIDTH4=not on_hopper(x_MK.device),
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
@@ -250,6 +249,13 @@ def dequantized(weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
         num_warps=4,
     )
     return out
+
+
+def on_hopper(device: torch.device) -> bool:
+    """Whether Triton takes tensor cores that read x from shared memory: k lies as stored there."""
+    if device.type != "cuda":
+        return False
+    return (9, 0) <= torch.cuda.get_device_capability(device) < (12, 0)
 
 
 def _older_than(device: torch.device, wanted: tuple[int, int]) -> bool:

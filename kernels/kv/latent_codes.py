@@ -28,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from llmpq.kernels.formats.kv_block import KVFormat
-from llmpq.kernels.kv.launch_plan import MAX_Q_LEN, capability
+from llmpq.kernels.kv.launch_plan import MAX_Q_LEN, capability, shared_memory
 from llmpq.kernels.kv.ops import WORD_K_WIDTH
 from llmpq.kernels.kv.plain_attend import choose_splits, merge_splits
 from llmpq.kernels.kv.register_operands import words
@@ -41,6 +41,8 @@ from llmpq.kv_format import BLOCK_TOKENS
 CHUNK = 64
 """Channels of an operand."""
 COLUMNS = 16
+TWO_STAGES = 160_000
+"""Bytes of shared memory of a program from which codes of 8 bits are asked for a block ahead."""
 P_SHIFT = tl.constexpr(4.0)
 """Probabilities are kept times 2**4: fp16 keeps its precision down to 2**-14."""
 
@@ -95,8 +97,7 @@ def _in_columns(p, R: tl.constexpr, KW: tl.constexpr):
 def _queries(q_ptr, row, used, channel, D: tl.constexpr):
     """Some channels of the columns' queries [64, R], fp16."""
     live = used[None, :] & (channel < D)[:, None]
-    q = tl.load(q_ptr + row[None, :] * D + channel[:, None], mask=live, other=0.0)
-    return q.to(tl.float16)
+    return tl.load(q_ptr + row[None, :] * D + channel[:, None], mask=live, other=0.0)
 
 
 @triton.jit
@@ -258,6 +259,11 @@ def takes(fmt: KVFormat, layer: KVLayer, q_BQHD: Tensor) -> bool:
     return one and sixteen and new and fmt.channels % CHUNK == 0 and fmt.key_group == BLOCK_TOKENS
 
 
+def shape_of(bits: int, block: int) -> tuple[int, int]:
+    """Return the warps and stages of a program, of `block` bytes of shared memory at most."""
+    return 4, 1 if bits == 8 and block < TWO_STAGES else 2
+
+
 def attend_latent_codes(
     fmt: KVFormat,
     layer: KVLayer,
@@ -268,17 +274,18 @@ def attend_latent_codes(
     max_end: int,
     scale: float,
     splits: int | None = None,
-    warps: int = 4,
-    stages: int = 2,
+    warps: int | None = None,
+    stages: int | None = None,
     columns: int = COLUMNS,
 ) -> Tensor:
     """Return o [B, Q, H, D]; the step's own latents are in the cache already."""
     (batch, q_len, heads, dim), q_BQHD = q_BQHD.shape, q_BQHD.contiguous()
     chunks = triton.cdiv(heads * q_len, columns)
+    usual = shape_of(fmt.bits, shared_memory(q_BQHD.device)[0])
     if splits is None:
         sms = multiprocessors(q_BQHD.device)
         splits = choose_splits(batch * chunks, max_end, BLOCK_TOKENS, sms)
-    out = torch.empty_like(q_BQHD)
+    out, q_BQHD = torch.empty_like(q_BQHD), q_BQHD.to(torch.float16)
     padded, parts = triton.next_power_of_2(dim), batch * chunks * splits * columns
     part = q_BQHD.new_empty(parts * padded, dtype=torch.float32)
     lse = part.new_empty(parts)
@@ -294,10 +301,10 @@ def attend_latent_codes(
         BITS=fmt.bits,
         R=columns,
         PADDED=padded,
-        STAGES=stages,
+        STAGES=stages or usual[1],
         KW=WORD_K_WIDTH,
         EMULATE=bool(triton.knobs.runtime.interpret),
-        num_warps=warps,
+        num_warps=warps or usual[0],
     )
     same = {"H": heads, "G": 1, "PADDED": padded, "R": columns, "PDL": False}
     merge_splits(part, lse, out, splits, same)

@@ -15,7 +15,7 @@ from llmpq.workload import Workload
 
 pytestmark = pytest.mark.pure
 
-MODEL = Path(__file__).parents[2] / "examples" / "demo-7m"
+MODEL = Path(__file__).parents[3] / "examples" / "demo-7m"
 JOB = Workload(batch=8, prompt_len=32, gen_len=32, dtype="float32")
 
 

@@ -11,7 +11,7 @@ from llmpq.planner.__main__ import main
 
 pytestmark = pytest.mark.pure
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 PAPER = ROOT / "clusters" / "paper"
 JOB = ["--global_bz", "8", "--s", "512", "--n", "100"]
 SMALL = ["--device-names", "T4", "V100", "--device-numbers", "1", "1", "--model", "opt-13b", *JOB]

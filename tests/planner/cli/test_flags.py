@@ -12,7 +12,7 @@ from llmpq.planner.__main__ import main
 
 pytestmark = pytest.mark.pure
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 DEVICES = ["--device-names", "V100", "--device-numbers", "1"]
 JOB = ["--global-bz", "2", "--s", "64", "--n", "8"]
 SMALL = [*DEVICES, *JOB, "--model", "opt-1.3b"]

@@ -13,7 +13,7 @@ from llmpq.precision import Precision
 
 pytestmark = pytest.mark.pure
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 JOB = ["--global_bz", "1", "--s", "64", "--n", "8"]
 WARNING = (
     "warning: the plan loses more quality than all layers at 4 bits; allow more memory, a smaller "

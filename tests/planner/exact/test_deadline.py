@@ -26,7 +26,7 @@ from llmpq.planner.tools.random_problems import random_problem
 
 pytestmark = [pytest.mark.pure, pytest.mark.slow]
 
-CLUSTERS = Path(__file__).resolve().parents[2] / "clusters"
+CLUSTERS = Path(__file__).resolve().parents[3] / "clusters"
 LIMIT_S = 1.0
 MARGIN_S = 8.0
 """What a slow machine may take beyond the limit; setting up every pair took 30 s and more."""

@@ -28,7 +28,7 @@ from llmpq.planner.tools.random_problems import random_problem
 
 pytestmark = pytest.mark.pure
 
-DATA = Path(__file__).resolve().parents[2] / "benchmarks" / "data"
+DATA = Path(__file__).resolve().parents[3] / "benchmarks" / "data"
 REAL = {
     row["plan"]: row
     for row in csv.DictReader((DATA / "llmpq_cluster3_e2e_validation.csv").open())

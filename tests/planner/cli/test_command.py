@@ -20,7 +20,7 @@ from llmpq.workload import Workload
 
 pytestmark = pytest.mark.pure
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 PAPER = ROOT / "clusters" / "paper"
 PAIR = ("prefill_microbatch", "decode_microbatch")
 JOB = ["--global_bz", "8", "--s", "512", "--n", "100"]

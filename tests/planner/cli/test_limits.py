@@ -18,7 +18,7 @@ from llmpq.planner.tools.random_problems import random_problem
 
 pytestmark = pytest.mark.pure
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 HUGE = "9" * 20
 SMALL = ["--device-names", "T4", "V100", "--device-numbers", "1", "1", "--model", "opt-1.3b"]
 JOB = ["--global-bz", "4", "--s", "64", "--n", "8"]

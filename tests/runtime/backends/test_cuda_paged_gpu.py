@@ -1,0 +1,130 @@
+"""The paged engine on a GPU in float32, steps captured: Transformers' tokens whatever happens."""
+
+import pytest
+import torch
+
+from llmpq.model_spec import ModelSpec
+from llmpq.pool_size import PoolSize
+from llmpq.runtime.drafts.drafters import FixedDrafter
+from llmpq.runtime.engine.paged_scheduler import PagedScheduler
+from llmpq.runtime.engine.pool_limits import PoolLimits
+from llmpq.runtime.request import Request
+from llmpq.runtime.tools.open_stages import OpenStages
+from llmpq.runtime.weights.sources import CheckpointSource
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+NEW = 12
+POOL = PoolSize(num_blocks=12, slots=3, max_len=300)
+DENSE = ("opt", "bloom", "qwen3", "llama", "mixtral")
+
+
+class Preempting(PagedScheduler):
+    """Preempts the youngest of several at every third step, its tokens known or not."""
+
+    asked = loaded = 0
+
+    def next_micro_batch(self):
+        self.asked += 1
+        if self.asked % 3 == 0 and len(self._running) > 1:
+            self._preempt(max(self._running))
+            self.check()
+        batch = super().next_micro_batch()
+        self.loaded += 0 if batch is None else sum(len(row.loads) for row in batch.rows)
+        return batch
+
+
+@pytest.fixture
+def greedy(models, tiny_models):
+    """Return a model's directory and what Transformers answers to prompts."""
+
+    def of(kind, prompts):
+        if kind in tiny_models.kinds:
+            return tiny_models.directory(kind), tiny_models.greedy(kind, prompts, NEW)
+        return models.directory(kind), [row[:NEW] for row in models.greedy(kind, prompts)]
+
+    return of
+
+
+def open_stages(directory, make_plan, *, splits=()):
+    spec = ModelSpec.from_directory(directory)
+    plan = make_plan(directory, splits, batch=3, prompt_len=100, gen_len=NEW)
+    source = CheckpointSource(directory, spec)
+    return OpenStages(plan, spec, source, device="cuda", pool=POOL)
+
+
+def limits(**changed):
+    values = {
+        "num_blocks": POOL.num_blocks,
+        "max_rows": POOL.slots,
+        "max_len": POOL.max_len,
+        "step_tokens": 64,
+        "decode_rows": POOL.slots,
+        "tokens_ahead": 2,
+    }
+    return PoolLimits(**values | changed)
+
+
+def served(stages, prompts, *, make=PagedScheduler, drafter=None, new=NEW, **changed):
+    scheduler = make(limits(num_stages=len(stages.computes), **changed), drafter=drafter)
+    requests = [Request(id=i, prompt=tuple(p), max_new=new) for i, p in enumerate(prompts)]
+    tokens = stages.run(scheduler, requests).tokens
+    scheduler.check()
+    assert scheduler.idle and scheduler.tables.pool.num_held == 0
+    return [tokens[i] for i in range(len(prompts))], scheduler, requests
+
+
+@pytest.mark.parametrize("kind", DENSE)
+def test_chunks_beside_decoding_rows(kind, greedy, random_prompts, make_plan):
+    prompts = random_prompts(9, 24, 1, 7, 60)
+    directory, wanted = greedy(kind, prompts)
+    got, _, _ = served(open_stages(directory, make_plan), prompts, step_tokens=17)
+    assert got == wanted
+
+
+@pytest.mark.parametrize("host_blocks", [0, 12])
+@pytest.mark.parametrize("kind", ["llama", "deepseek_v2"])
+def test_preempted_requests_are_computed_again_or_kept_by_the_host(
+    kind, host_blocks, greedy, random_prompts, make_plan
+):
+    prompts = random_prompts(60, 41, 77)
+    directory, wanted = greedy(kind, prompts)
+    options = {"make": Preempting, "host_blocks": host_blocks, "prefix_cache": False}
+    got, scheduler, requests = served(open_stages(directory, make_plan), prompts, **options)
+    assert any(request.num_preemptions for request in requests)
+    assert bool(scheduler.loaded) == bool(host_blocks)
+    assert got == wanted
+
+
+def test_what_a_host_does_not_give_back_is_seen(greedy, random_prompts, make_plan, monkeypatch):
+    """The planted fault: blocks that go on with what others left in them."""
+    prompts = random_prompts(60, 41, 77)
+    directory, wanted = greedy("llama", prompts)
+    stages = open_stages(directory, make_plan)
+    monkeypatch.setattr(stages.computes[0].kv._on_host, "take_rows", lambda rows: None)
+    got, _, _ = served(stages, prompts, make=Preempting, host_blocks=12, prefix_cache=False)
+    assert got != wanted
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v2", "deepseek_v3"])
+def test_latents(kind, greedy, random_prompts, make_plan):
+    """A prompt over a block's end beside decoding rows; then prompts that share a block."""
+    prompts = random_prompts(133, 7)
+    prompts.append(prompts[0][:130])
+    directory, wanted = greedy(kind, prompts)
+    got, _, _ = served(open_stages(directory, make_plan), prompts)
+    assert got == wanted
+
+
+@pytest.mark.parametrize("splits", [(), (1,)])
+def test_drafts_found_in_the_text(splits, greedy, random_prompts, make_plan):
+    (word,) = random_prompts(4)
+    prompts = [word * 5, (word * 4)[1:], *random_prompts(20, seed=2)]
+    directory, wanted = greedy("llama", prompts)
+    stages = open_stages(directory, make_plan, splits=splits)
+    drafter = FixedDrafter("ngram", 3)
+    got, _, _ = served(stages, prompts, drafter=drafter, tokens_ahead=1, step_tokens=24)
+    assert got == wanted
+    assert sum(drafter.acceptance.accepted) > 0 and drafter.acceptance.refusals > 0
