@@ -24,6 +24,7 @@ N = out, K = in_features.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -39,7 +40,7 @@ from llmpq.kernels.formats.atom_weight import AtomWeight
 from llmpq.kernels.formats.fp8_weight import Fp8Weight
 from llmpq.kernels.formats.interchange import from_awq, from_compressed_tensors, from_gptq
 from llmpq.kernels.formats.quantized_weight import QuantizedWeight, from_codes
-from llmpq.kernels.formats.table_weight import TableWeight, ordered
+from llmpq.kernels.formats.table_weight import TableWeight, Values, ordered
 from llmpq.kernels.formats.weight_layout import GROUP, GROUPS, Layout
 from llmpq.model_config import read_config
 from llmpq.model_spec import ModelSpec
@@ -63,6 +64,7 @@ from llmpq.runtime.weights.table_forms import (
     table_of,
 )
 
+_log = logging.getLogger("llmpq.weights")
 SCHEMES = "llmpq_schemes"
 """Metadata key of an Atom file: linear -> fields of its AtomScheme, as JSON."""
 QUANTIZATION = "config.json, quantization_config"
@@ -95,6 +97,7 @@ class QuantizedCheckpoint(CheckpointSource):
     ) -> None:
         self._described = described
         self._schemes: Mapping[int, WeightScheme | None] = {}
+        self._said: set[Values] = set()
         require_read(described, directory)
         super().__init__(directory, spec)
 
@@ -159,6 +162,9 @@ class QuantizedCheckpoint(CheckpointSource):
             whole = table_of(pieces, shape)
         except ValueError as error:
             raise ValueError(f"'{self.directory}', {' + '.join(names)}: {error}") from None
+        if whole is not None and whole.values not in self._said:
+            self._said.add(whole.values)
+            _log.info("'%s': 4-bit codes (%s) are kept", self.directory, whole.values.value)
         arranged = self.names.arranged(part)
         if whole is None or arranged == AS_IT_IS:
             return whole
