@@ -1,4 +1,7 @@
-"""y = x w^T on a GPU with 4-bit codes of a table (formats/table_weight.py), as bytes of ROWS.
+"""y = x w^T on a GPU with 4-bit codes of a table (formats/table_weight.py).
+
+Words of FRAGMENT are table_tile.py's. Here are bytes of ROWS: NVFP4, rows that are no whole blocks,
+float32 stages.
 
     k-group of 128, one row of w     byte j:  [ k=j+64 | k=j ]        (weight_layout.py, ROWS)
     product      program = BM rows of x, BN of w, every `splits`-th k-group: two products of K = 64
@@ -24,6 +27,7 @@ from torch.nn import functional
 
 from llmpq.kernels.formats.table_weight import E4M3, E8M0, TableWeight, Values
 from llmpq.kernels.formats.weight_layout import GROUP, Layout
+from llmpq.kernels.gemm import table_tile_launch
 from llmpq.kernels.multiprocessors import multiprocessors
 
 FEW = 64
@@ -121,7 +125,10 @@ def table_linear_gpu(
     x_MK: Tensor, q: TableWeight, bias: Tensor | None, residual_MN: Tensor | None
 ) -> Tensor:
     """Return y [M, N] = x w^T (+ bias) (+ residual), in x's dtype."""
-    rows = x_MK.shape[0]
+    rows, words = x_MK.shape[0], q.layout is Layout.FRAGMENT
+    sixteen = x_MK.dtype in (torch.float16, torch.bfloat16)
+    if words and sixteen and 0 < rows <= table_tile_launch.MOST_ROWS and _runs(q, OLDEST):
+        return table_tile_launch.multiply(x_MK, q, bias, residual_MN)
     if not _has_programs(q, OLDEST) or not 0 < rows <= FEW:
         y_MN = functional.linear(x_MK, dequantized(q, x_MK.dtype), bias)
         return y_MN if residual_MN is None else y_MN + residual_MN
@@ -144,7 +151,10 @@ def table_linear_gpu(
 
 
 def dequantized(q: TableWeight, dtype: torch.dtype) -> Tensor:
-    """Return w [N, K]; by torch where Triton may not run, and of an expert's words."""
+    """Return w [N, K]; by torch where Triton may not run."""
+    sixteen = dtype in (torch.float16, torch.bfloat16)
+    if q.layout is Layout.FRAGMENT and sixteen and _runs(q, OLDEST):
+        return table_tile_launch.dequantized(q, dtype)
     if not _has_programs(q, OLDEST_TRITON):
         return q.dequantize(dtype)
     n, k = q.out_features, q.in_features
@@ -161,8 +171,10 @@ def dequantized(q: TableWeight, dtype: torch.dtype) -> Tensor:
 
 def _has_programs(q: TableWeight, oldest: tuple[int, int]) -> bool:
     """Whether these kernels take a weight, here."""
-    if q.layout is not Layout.ROWS or q.group_size > HALF:
-        return False
+    return q.layout is Layout.ROWS and q.group_size <= HALF and _runs(q, oldest)
+
+
+def _runs(q: TableWeight, oldest: tuple[int, int]) -> bool:
     return q.device.type != "cuda" or torch.cuda.get_device_capability(q.device) >= oldest
 
 
