@@ -12,7 +12,10 @@ from typing import Any
 
 from llmpq.families.config_values import is_given
 
-METHODS = ("compressed-tensors", "gptq", "awq", "llmpq", "fp8", "fbgemm_fp8", "mxfp4")
+METHODS = (
+    *("compressed-tensors", "gptq", "awq", "llmpq", "fp8", "fbgemm_fp8", "mxfp4"),
+    "bitsandbytes",
+)
 """Values of `quant_method` that are read."""
 FORMATS = {"gptq": ("gptq", "gptq_v2"), "awq": ("gemm",)}
 """Method -> the layouts of codes that are read."""
@@ -29,6 +32,9 @@ CHANGES = {
 
 FP8_COLUMNS = 64
 """What the columns of a block of FP8 weights are a multiple of, where codes are kept."""
+
+BITSANDBYTES = tuple(f"quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4"))
+"""What follows `NAME.weight.` in the name of what says how bitsandbytes quantised a weight."""
 
 LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")
 """Where a tensor's name says which layer it is of."""
@@ -81,6 +87,11 @@ def require_read(described: Mapping[str, Any], directory: object) -> None:
         raise ValueError(
             f"'{directory}': config.json, quantization_config: {key}='{layout}' is not supported; "
             f"expected {' or '.join(layouts)}. Convert the checkpoint, or quantise it anew"
+        )
+    if method == "bitsandbytes" and is_given(described.get("load_in_8bit")):
+        raise ValueError(
+            f"'{directory}': bitsandbytes of 8 bits (LLM.int8) is not supported; expected 4 bits "
+            "(load_in_4bit), or start from the unquantised model"
         )
     bits = described.get("bits", described.get("w_bit"))
     if method == "awq" and bits is not None and bits != 4:

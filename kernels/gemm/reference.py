@@ -51,3 +51,25 @@ def relative_error(got: Tensor, exact: Tensor) -> float:
     """Frobenius norm of the error over that of `exact`; NaN if anything is NaN."""
     exact = exact.double()
     return float((got.double() - exact).norm() / exact.norm())
+
+
+def experts_reference(
+    x: Tensor,
+    weights: list[Tensor],
+    expert_TK: Tensor,
+    *,
+    biases: list[Tensor] | None = None,
+    back: bool = False,
+) -> Tensor:
+    """The twin of `product`, in float64: weights [N, K] of each expert, pairs one at a time."""
+    flat, per_token = expert_TK.flatten(), expert_TK.shape[1]
+    order = flat.argsort(stable=True)
+    y = x.new_empty(flat.numel(), weights[0].shape[0])
+    for place, pair in enumerate(order.tolist()):
+        e = int(flat[pair])
+        row = x[place] if back else x[pair // per_token]
+        made = weights[e].double() @ row.double()
+        if biases is not None:
+            made = made + biases[e].double()
+        y[pair if back else place] = made.to(y.dtype)
+    return y

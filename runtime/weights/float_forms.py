@@ -2,8 +2,6 @@
 
     NAME.weight float8           weight_scale (one, a row, a block), or weight_scale_inv (blocks);
                                  kept as codes (`fp8_codes`) where the plan has 8 bits
-    NAME.weight_packed uint8     MXFP4 (weight_scale uint8) or NVFP4 (and weight_global_scale)
-    NAME_blocks, NAME_scales     MXFP4 of gpt-oss's experts, [E, N, K / 32, 16] and [E, N, K / 32]
     NAME.qweight, weight_packed  4 and 8 bits whose groups our kernels do not take: 32 or 64
                                  weights, or channels ordered by activation (g_idx)
 
@@ -19,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmpq.kernels.formats.float_codes import from_fp8, from_mxfp4, from_nvfp4
+from llmpq.kernels.formats.float_codes import from_fp8
 from llmpq.kernels.formats.fp8_weight import Fp8Weight, fp8_weight, stacked
 from llmpq.kernels.formats.integer_numbers import (
     numbers_of_awq,
@@ -31,9 +29,7 @@ Read = Callable[[str], Tensor]
 """A tensor of the checkpoint by its own name."""
 
 
-def fp8_numbers(
-    stem: str, held: Mapping[str, str], read: Read, block: Any
-) -> Tensor:
+def fp8_numbers(stem: str, held: Mapping[str, str], read: Read, block: Any) -> Tensor:
     """Return float32 [N, K] of FP8 codes; `held`: names of the checkpoint's tensors."""
     return from_fp8(read(f"{stem}.weight"), *_fp8_scale(stem, held, read, block))
 
@@ -81,21 +77,6 @@ def _block(block: Any, stem: str) -> tuple[int, int]:
             "expected two numbers, such as [128, 128]"
         )
     return block[0], block[1]
-
-
-def fp4_numbers(stem: str, held: Mapping[str, str], read: Read) -> Tensor:
-    """Return float32 [N, K] of two E2M1 codes a byte."""
-    packed, scale = read(f"{stem}.weight_packed"), read(f"{stem}.weight_scale")
-    whole = f"{stem}.weight_global_scale"
-    if whole in held:
-        return from_nvfp4(packed, scale, read(whole))
-    return from_mxfp4(packed, scale)
-
-
-def expert_numbers(name: str, index: int, read_row: Callable[[str, int], Tensor]) -> Tensor:
-    """Return float32 [N, K] of one expert's MXFP4 blocks."""
-    blocks, exponents = (read_row(f"{name}_{kind}", index) for kind in ("blocks", "scales"))
-    return from_mxfp4(blocks.flatten(-2), exponents)
 
 
 def integer_numbers(

@@ -3,7 +3,7 @@
     FOLDER/<hash of the checkpoint and of how it is stored>/<layer>.safetensors
 
 A file appears whole or not at all. Weights whose activations are rounded are not kept, nor is a
-layer with FP8 codes as the checkpoint has them: nothing of it is made.
+layer with codes as the checkpoint has them (FP8, a table's 4 bits): little of it is made.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 
 from llmpq.kernels.formats.fp8_weight import Fp8Weight
 from llmpq.kernels.formats.quantized_weight import QuantizedWeight
+from llmpq.kernels.formats.table_weight import TableWeight
 from llmpq.kernels.formats.weight_layout import Layout
 from llmpq.precision import WeightScheme
 from llmpq.runtime.models.layer_tensors import LayerTensors
@@ -68,7 +69,7 @@ class KeptLayers:
             self.num_read += 1
             return found
         parts = self._quantized(index, scheme, dtype)
-        if not any(isinstance(part, Fp8Weight) for part in parts.values()):
+        if not any(isinstance(part, (Fp8Weight, TableWeight)) for part in parts.values()):
             self._write(path, parts)
         return parts
 
