@@ -43,9 +43,7 @@ def blocks(n: int, k: int, kind: str = "blocks", *, whole: bool = True) -> Fp8We
     codes = w.clamp(-4, 4).mul(100).to(torch.float8_e4m3fn).view(torch.uint8)
     rows, columns = {"blocks": (128, 128), "channel": (1, k), "tensor": (n, k)}[kind]
     scale = torch.rand(-(-n // rows), -(-k // columns), device="cuda") * 1e-4 + 1e-4
-    made = Fp8Weight(
-        codes_NK=codes, scale=scale, rows=rows, columns=columns, dtype=torch.bfloat16
-    )
+    made = Fp8Weight(codes_NK=codes, scale=scale, rows=rows, columns=columns, dtype=torch.bfloat16)
     return made.in_fragments() if whole else made
 
 
@@ -114,7 +112,8 @@ def experts(args: argparse.Namespace) -> None:
             told = {kind: statistics.median(found) for kind, found in took.items() if kind != "fp8"}
             case = {"model": spec.name, "product": product, "tokens": tokens}
             row(args, "fp8 experts", case, took["fp8"], baselines=told)
-            print(f"experts {product} tokens {tokens}: fp8 {statistics.median(took['fp8']):.1f} us, "
+            us = statistics.median(took["fp8"])
+            print(f"experts {product} tokens {tokens}: fp8 {us:.1f} us, "
                   + ", ".join(f"{w} {us:.1f}" for w, us in told.items()), flush=True)  # fmt: skip
 
 
@@ -137,9 +136,9 @@ def native(args: argparse.Namespace) -> None:
             x8, scale_M1 = round_x(x)  # noqa: B023
             return torch._scaled_mm(  # noqa: SLF001
                 x8,
-                codes,
+                codes,  # noqa: B023
                 scale_a=scale_M1,
-                scale_b=scale_1N,
+                scale_b=scale_1N,  # noqa: B023
                 out_dtype=torch.bfloat16,  # noqa: B023
             )
 

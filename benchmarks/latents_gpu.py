@@ -91,7 +91,7 @@ def rows(args: argparse.Namespace) -> None:
 
 
 def checked(kv: KVPrecision):
-    """Return what attention over a small cache of true latents is given, and what it should give."""
+    """Return what attention over a small cache of true latents is given, and should give."""
     fmt, lengths = KVFormat(precision=kv, head_dim=DIM), torch.tensor([900, 129, 20, 512, 1331])
     cache = QuantizedKVCache(
         fmt, num_layers=1, kv_heads=1, slots=5, max_len=1400, dtype=torch.bfloat16, device="cuda"
@@ -109,7 +109,7 @@ def checked(kv: KVPrecision):
 
 
 def one(args: argparse.Namespace) -> None:
-    """Print the error and the time of one launch, in a process of its own: ORDER,WARPS,STAGES,..."""
+    """Print the error and the time of one launch."""
     order, warps, stages, splits, bits = map(int, args.launch.split(","))
     kv = KVPrecision.parse(str(bits))
     told = {"order": order, "warps": warps, "stages": stages, "splits": splits or None}

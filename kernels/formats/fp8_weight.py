@@ -10,7 +10,8 @@
 
 Codes lie row by row, K neighbours side by side, or on GPUs (`fragment`) as weight_layout.py's
 FRAGMENT does, a byte a code: in a 32-bit word two rows r3 of neighbours k0; the words of h = 0 of
-all blocks and k-groups come first, then those of h = 1. E4M3 is sign, 4 bits of exponent, 3 of mantissa:
+all blocks and k-groups come first, then those of h = 1. E4M3 is sign, 4 bits of exponent, 3 of
+mantissa:
 the byte's sign to bit 15 and its other bits shifted left by 7 are a float16 of 2^-8 its value,
 subnormals too, so every code is exact in 16 bits. NaN (0x7f, 0xff) is refused when it is read.
 """

@@ -10,6 +10,7 @@ Legend as in expert_kernel.py.
 """
 
 # mypy: ignore-errors
+# ruff: noqa: SIM300
 # (A Triton body is not Python: values change type as it is traced.)
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from llmpq.kernels.gemm.unpack_shifts import join8
 
 
 def _numbers(shift: int, mask: int, factor: int | None) -> str:
-    """Pairs of (h, r3) of words $8 and $9; `shift`: bits that the number moves right of the sign."""
+    """Pairs of (h, r3) of words $8 and $9; `shift`: bits the number moves right of the sign."""
     body = "" if factor is None else f"mov.b32 k, {factor:#010x};mov.b32 z0, 0x80008000;"
     for h in range(2):
         word, (low, high) = f"${8 + h}", (f"p{2 * h}", f"p{2 * h + 1}")

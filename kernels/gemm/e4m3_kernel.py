@@ -93,7 +93,7 @@ def dot(w, x, acc, INTERPRET: tl.constexpr):
 
 @triton.jit
 def scales(s_at, k0, live, columns, SHARED: tl.constexpr):
-    """Scales of BN rows of w at columns k0; SHARED: of all columns, which the loop need not read."""
+    """Scales of BN rows of w at columns k0; SHARED: of all columns."""
     if SHARED:
         return tl.load(s_at, mask=live, other=0.0)
     else:

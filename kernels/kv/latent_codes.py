@@ -209,7 +209,7 @@ def latent_codes_kernel(
     share = (blocks + (end - since + BLOCK - 1) // BLOCK + splits - 1) // splits
     first, last = split * share, split * share + share
     accs = ()
-    for c in tl.static_range(C // 64):
+    for _ in tl.static_range(C // 64):
         accs += (tl.zeros([64, R], tl.float32),)
     m_i = tl.full([R], LOWEST, tl.float32)
     l_p = tl.zeros([64, R], tl.float32)

@@ -39,7 +39,9 @@ def make_paged_kv(
         if kv is KVPrecision.KV16:
             return PagedDeviceKV(spec, layers=layers, size=size, dtype=dtype, device=device)
         if spec.latent is not None:
-            return PagedPackedLatents(spec, kv, layers=layers, size=size, dtype=dtype, device=device)
+            return PagedPackedLatents(
+                spec, kv, layers=layers, size=size, dtype=dtype, device=device
+            )
         return PagedPackedKV(spec, kv, layers=layers, size=size, dtype=dtype, device=device)
     if kv is KVPrecision.KV16:
         return PagedPlainKV(spec, layers=layers, size=size, dtype=dtype, device=device)

@@ -35,8 +35,10 @@ def compiled(kernel, arch, constants, dtype, w="*u8", **options):
 
 
 @pytest.mark.parametrize("arch", (*ARCHITECTURES, CONSUMER_BLACKWELL))
-@pytest.mark.parametrize(("m", "shared", "dtype"), [(1, True, "fp16"), (30, False, "bf16"),
-                                                    (64, False, "fp16"), (200, False, "bf16")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("m", "shared", "dtype"),
+    [(1, True, "fp16"), (30, False, "bf16"), (64, False, "fp16"), (200, False, "bf16")],
+)
 def test_products_fit(arch, m, shared, dtype):
     tile = fp8_products.tile_of(m, 128)
     constants = {

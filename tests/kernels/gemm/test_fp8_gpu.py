@@ -43,8 +43,8 @@ def test_products(dtype, kind, n, k):
 def test_experts():
     from llmpq.kernels.gemm.expert_sent import assign
     from llmpq.kernels.gemm.expert_stack import ExpertStack
-    from llmpq.kernels.gemm.reference import experts_reference
     from llmpq.kernels.gemm.gated import GateRule
+    from llmpq.kernels.gemm.reference import experts_reference
 
     for dtype, kind in ((torch.bfloat16, "blocks"), (torch.float16, "channel")):
         stack, weights = ExpertStack(8), []

@@ -3,7 +3,7 @@
 import pytest
 
 pytest.importorskip("triton")
-from llmpq.kernels.kv import packed_latent_pages  # noqa: E402
+from llmpq.kernels.kv import packed_latent_append, packed_latent_pages  # noqa: E402
 from llmpq.kernels.kv.latent_codes import COLUMNS, latent_codes_kernel, shape_of  # noqa: E402
 from llmpq.kernels.kv.ops import WORD_K_WIDTH  # noqa: E402
 from llmpq.kernels.tools.cubin import (  # noqa: E402
@@ -35,7 +35,7 @@ def compiled(kernel, arch, constants, warps):
 
 @pytest.mark.parametrize("arch", (*ARCHITECTURES, CONSUMER_BLACKWELL))
 def test_what_a_pool_keeps_is_made(arch):
-    pages, rows = packed_latent_pages, {"ROWS": 64}
+    pages, rows = packed_latent_append, {"ROWS": 64}
     for kernel, own in (
         (pages.append_ring, {"D": 576, "PADDED": 1024}),
         (pages.make_scales, SHAPE | rows | {"PADDED": 1024, "TAIL": 17}),
