@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from table_cells import (
     Pivot,
+    Row,
     over_cublas,
     us_and_dense_rate,
     us_and_launches,
@@ -14,6 +15,18 @@ from table_cells import (
 KV_32K = {"heads": 32, "kv_heads": 8, "batch": 8, "context": 32768, "kv": "kv4", "op": "attend"}
 
 POWERS_OF_TWO = frozenset(1 << i for i in range(14))
+
+
+def us_beside(row: Row) -> str:
+    """Return microseconds, and those of what stands beside."""
+    others = ", ".join(f"{us:.1f}" for us in row["baselines"].values())
+    return f"{row['value']:.1f} ({others})"
+
+
+def us_and_error(row: Row) -> str:
+    """Return microseconds beside 16 bits', and the error beside theirs."""
+    case, plain = row["case"], row["baselines"]["torch, 16 bits"]
+    return f"{row['value']:.0f} ({plain:.0f}), {case['error']:.3f} ({case['error in 16 bits']:.3f})"
 
 
 def family_layers(device: str) -> Pivot:
@@ -78,6 +91,38 @@ KERNEL_TABLES = {
         index=("model", "batch", "context", "window"),
         column="kv",
         show=us_of_floor,
+    ),
+    "packed_latents": Pivot(
+        file="latents_gpu.jsonl",
+        bench="packed latents",
+        index=("heads", "batch", "context"),
+        column="kv",
+        show=us_beside,
+        order=("kv8", "kv4", "kv2"),
+        newest=True,
+    ),
+    "fp8_products": Pivot(
+        file="fp8_gpu.jsonl",
+        bench="fp8 product",
+        index=("rows",),
+        column="product",
+        show=us_beside,
+        newest=True,
+    ),
+    "fp8_experts": Pivot(
+        file="fp8_gpu.jsonl",
+        bench="fp8 experts",
+        index=("tokens",),
+        column="product",
+        show=us_beside,
+        newest=True,
+    ),
+    "fp8_native": Pivot(
+        file="fp8_gpu.jsonl",
+        bench="fp8 times fp8",
+        index=("rows",),
+        column="product",
+        show=us_and_error,
     ),
     "gemm_layer": Pivot(
         file="gemm.jsonl",
