@@ -212,7 +212,7 @@ def fragments(args: argparse.Namespace) -> None:
             x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
             ways: list[tuple[object, ...]] = []
             if m <= 8:
-                ways = [(64, 7, 4), (256, 7, 4), (0, 7, 4), (0, 7, 6)]
+                ways = [(depth,) for depth in (2, 4, 7)]
             else:
                 bms = {16: (16,), 64: (32, 64), 256: (64, 128)}[m]
                 ways = [
@@ -226,7 +226,7 @@ def fragments(args: argparse.Namespace) -> None:
                     break
                 tile = None
                 if m <= 8:
-                    fp8_products.SHORT, fp8_products.DEEP, fp8_products.DEPTH = way
+                    (fp8_products.DEPTH,) = way
                 else:
                     high, warps, bm, stages, p = way
                     tile = fp8_products.Fragments(
@@ -244,7 +244,7 @@ def fragments(args: argparse.Namespace) -> None:
                 found.append((statistics.median(took), way))
             best = ", ".join(f"{us:.1f} {way}" for us, way in sorted(found)[:4])
             print(f"fragments {name} rows {m}: {best}", flush=True)
-        fp8_products.SHORT, fp8_products.DEEP, fp8_products.DEPTH = 64, 7, 4
+        fp8_products.DEPTH = 4
 
 
 def main() -> None:
