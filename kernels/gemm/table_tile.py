@@ -39,7 +39,6 @@ from llmpq.kernels.gemm.packed_operands import (
     load_words,
 )
 
-
 SHARE = tl.constexpr(NVFP4_SHARE)
 
 
