@@ -43,7 +43,10 @@ def blocks(n: int, k: int, kind: str = "blocks", *, whole: bool = True) -> Fp8We
     codes = w.clamp(-4, 4).mul(100).to(torch.float8_e4m3fn).view(torch.uint8)
     rows, columns = {"blocks": (128, 128), "channel": (1, k), "tensor": (n, k)}[kind]
     scale = torch.rand(-(-n // rows), -(-k // columns), device="cuda") * 1e-4 + 1e-4
-    return Fp8Weight(codes_NK=codes, scale=scale, rows=rows, columns=columns, dtype=torch.bfloat16)
+    made = Fp8Weight(
+        codes_NK=codes, scale=scale, rows=rows, columns=columns, dtype=torch.bfloat16
+    )
+    return made.in_fragments() if whole else made
 
 
 def row(args: argparse.Namespace, bench: str, case: dict, samples: list[float], **more) -> None:
@@ -210,7 +213,7 @@ def fragments(args: argparse.Namespace) -> None:
             x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
             ways: list[tuple[object, ...]] = []
             if m <= 8:
-                ways = [(depth,) for depth in (2, 4, 7)]
+                ways = [(64, 7, 4), (256, 7, 4), (0, 7, 4), (0, 7, 6)]
             else:
                 bms = {16: (16,), 64: (32, 64), 256: (64, 128)}[m]
                 ways = [
@@ -224,7 +227,7 @@ def fragments(args: argparse.Namespace) -> None:
                     break
                 tile = None
                 if m <= 8:
-                    (fp8_products.DEPTH,) = way
+                    fp8_products.SHORT, fp8_products.DEEP, fp8_products.DEPTH = way
                 else:
                     high, warps, bm, stages, p = way
                     tile = fp8_products.Fragments(
@@ -242,7 +245,7 @@ def fragments(args: argparse.Namespace) -> None:
                 found.append((statistics.median(took), way))
             best = ", ".join(f"{us:.1f} {way}" for us, way in sorted(found)[:4])
             print(f"fragments {name} rows {m}: {best}", flush=True)
-        fp8_products.DEPTH = 4
+        fp8_products.SHORT, fp8_products.DEEP, fp8_products.DEPTH = 64, 7, 4
 
 
 def main() -> None:

@@ -10,7 +10,6 @@ sweep     shares of the tokens, warps, stages, orders of columns; no rows
 from __future__ import annotations
 
 import argparse
-import itertools
 import statistics
 
 import torch
@@ -91,34 +90,42 @@ def rows(args: argparse.Namespace) -> None:
                   + ", ".join(f"{w} {us:.1f}" for w, us in told.items()), flush=True)  # fmt: skip
 
 
-def sweep(args: argparse.Namespace) -> None:
-    """Print times of other launches."""
-    usual = latent_codes.WORD_K_WIDTH
-    for (heads, batch, context), kv in itertools.product(CASES, (KVPrecision.KV4, KVPrecision.KV8)):
-        cache, (q, where), _ = packed(kv, heads, batch, context)
-        found = []
-        for width, warps, stages, columns, splits in (
-            (usual, 4, 2, 16, None), (6 - usual, 4, 2, 16, None), (usual, 4, 1, 16, None),
-            (usual, 8, 2, 16, None), (usual, 4, 3, 16, None), (usual, 4, 2, 16, 16),
-            (usual, 4, 1, 16, 16), (usual, 8, 2, 32, None), (usual, 4, 2, 16, 4),
-        ):  # fmt: skip
-            latent_codes.WORD_K_WIDTH = width
-            told = {"max_end": context, "scale": DIM**-0.5, "warps": warps, "stages": stages}
-            told |= {"columns": columns, "splits": splits}
-            try:
-                took = time_launches(
-                    lambda i: latent_codes.attend_latent_codes(
-                        cache.fmt, cache.layers[i], cache.table_SN, q, where, **told  # noqa: B023
-                    ),
-                    len(cache.layers),
-                    repeats=5,
-                )  # fmt: skip
-            except Exception as error:  # noqa: BLE001 (does not fit)
-                print("skipped", told, str(error)[:80], flush=True)
-                continue
-            found.append((statistics.median(took), (width, warps, stages, columns, splits)))
-            print(f"sweep {heads} {kv.value}: {found[-1]}", flush=True)
-        latent_codes.WORD_K_WIDTH = usual
+def checked(kv: KVPrecision):
+    """Return what attention over a small cache of true latents is given, and what it should give."""
+    fmt, lengths = KVFormat(precision=kv, head_dim=DIM), torch.tensor([900, 129, 20, 512, 1331])
+    cache = QuantizedKVCache(
+        fmt, num_layers=1, kv_heads=1, slots=5, max_len=1400, dtype=torch.bfloat16, device="cuda"
+    )
+    slots, counts = torch.arange(5, device="cuda"), lengths.cuda()
+    told = {"q_len": 1331, "fresh": True, "max_end": 1331}
+    k = torch.randn(5, 1331, 1, DIM, device="cuda", dtype=torch.bfloat16)
+    cache.append(cache.plan(slots, counts * 0, counts, **told), 0, k, k)
+    plan = cache.plan(slots, counts, counts * 0 + 1, q_len=1, fresh=False, max_end=1332)
+    cache.append(plan, 0, k[:, :1], k[:, :1])
+    q = 2 * torch.randn(5, 1, 16, DIM, device="cuda", dtype=torch.bfloat16)
+    given = (fmt, cache.layers[0], cache.table_SN, q, plan.device_rows)
+    own = {"max_end": 1332, "scale": DIM**-0.5}
+    return given, own, attend_any_size(*given, **own).double()
+
+
+def one(args: argparse.Namespace) -> None:
+    """Print the error and the time of one launch, in a process of its own: ORDER,WARPS,STAGES,..."""
+    order, warps, stages, splits, bits = map(int, args.launch.split(","))
+    kv = KVPrecision.parse(str(bits))
+    told = {"order": order, "warps": warps, "stages": stages, "splits": splits or None}
+    given, own, want = checked(kv)
+    got = latent_codes.attend_latent_codes(*given, **own, **told).double()
+    error = float((got - want).norm() / want.norm())
+    cache, (q, where), _ = packed(kv, *CASES[0])
+    took = time_launches(
+        lambda i: latent_codes.attend_latent_codes(
+            *(cache.fmt, cache.layers[i], cache.table_SN, q, where),
+            **{"max_end": CASES[0][2], "scale": DIM**-0.5, **told},
+        ),
+        len(cache.layers),
+        repeats=5,
+    )
+    print(f"one {args.launch}: error {error:.2g}, {statistics.median(took):.1f} us", flush=True)
 
 
 def main() -> None:
@@ -126,10 +133,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("parts")
     parser.add_argument("--file", default="latents_gpu.jsonl")
+    parser.add_argument("--launch", default="2,4,1,0,4")
     args = parser.parse_args()
     torch.manual_seed(0)
     for part in args.parts.split(","):
-        {"rows": rows, "sweep": sweep}[part](args)
+        {"rows": rows, "one": one}[part](args)
 
 
 if __name__ == "__main__":

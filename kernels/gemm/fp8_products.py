@@ -52,14 +52,20 @@ class Fragments:
         return max(1, min(most, self.per_sm * sms // tiles))
 
 
-def fragments_of(m: int) -> Fragments:
-    """Return the tile for m rows of x."""
+WIDE = 16384
+"""Rows of w from which a warp takes two blocks of them, where programs are enough all the same."""
+
+
+def fragments_of(m: int, n: int) -> Fragments:
+    """Return the tile for m rows of x and n of w (benchmarks/fp8_gpu.py fragments, H200)."""
     if m <= 16:
-        return Fragments(high=1, warps=4, bm=16, stages=4)
+        return Fragments(high=1, warps=8, bm=16, stages=4)
     if m <= 32:
         return Fragments(high=1, warps=4, bm=32, stages=4)
+    if m <= 64 and n >= WIDE:
+        return Fragments(high=2, warps=4, bm=64, stages=3)
     if m <= 64:
-        return Fragments(high=1, warps=4, bm=64, stages=3)
+        return Fragments(high=1, warps=4, bm=64, stages=4)
     return Fragments(high=1, warps=8, bm=128, stages=3, per_sm=1)
 
 
@@ -136,7 +142,7 @@ def multiply_fragments(
     }
     sizes = (m, n, k, weight.rows, weight.columns, weight.scale.shape[1], n * k // 8, groups)
     if m <= ROWS and tile is None:
-        warps, steps = rows_form(groups)
+        warps, steps, depth = rows_form(groups)
         e4m3_rows_kernel[(n // BLOCK_ROWS,)](
             *(x_MK, w, weight.scale, *more, y_MN, *sizes),
             **same,
@@ -144,12 +150,12 @@ def multiply_fragments(
             BH=1,
             WM=warps,
             STEPS=steps,
-            D=DEPTH,
+            D=depth,
             num_warps=warps,
             num_stages=1,
         )
         return y_MN
-    tile = tile or fragments_of(m)
+    tile = tile or fragments_of(m, n)
     bn, sms = BLOCK_ROWS * tile.high * tile.warps, multiprocessors(x_MK.device)
     split = tile.splits(m, n, groups, sms)
     m_tiles, n_tiles = triton.cdiv(m, tile.bm), triton.cdiv(n, bn)
@@ -170,16 +176,15 @@ def multiply_fragments(
     return y_MN
 
 
-DEPTH = 4
-"""k-groups that a warp of few rows has in flight."""
+SHORT, DEEP, DEPTH = 64, 7, 4
+"""k-groups up to which four warps take K, DEEP groups of each in flight; 16 warps DEPTH else."""
 
 
-def rows_form(groups: int) -> tuple[int, int]:
-    """Return the warps of a program of all of K, and the k-groups of each."""
-    warps = min(16, 1 << (groups.bit_length() - 1))
-    while warps > 1 and groups // warps < DEPTH:
-        warps //= 2
-    return warps, triton.cdiv(groups, warps)
+def rows_form(groups: int) -> tuple[int, int, int]:
+    """Return the warps of a program of all of K, the k-groups of each, those in flight."""
+    most, depth = (4, DEEP) if groups <= SHORT else (16, DEPTH)
+    warps = min(most, 1 << (groups.bit_length() - 1))
+    return warps, triton.cdiv(groups, warps), depth
 
 
 def multiply(

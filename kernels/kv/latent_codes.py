@@ -41,8 +41,6 @@ from llmpq.kv_format import BLOCK_TOKENS
 CHUNK = 64
 """Channels of an operand."""
 COLUMNS = 16
-TWO_STAGES = 160_000
-"""Bytes of shared memory of a program from which codes of 8 bits are asked for a block ahead."""
 P_SHIFT = tl.constexpr(4.0)
 """Probabilities are kept times 2**4: fp16 keeps its precision down to 2**-14."""
 
@@ -259,9 +257,16 @@ def takes(fmt: KVFormat, layer: KVLayer, q_BQHD: Tensor) -> bool:
     return one and sixteen and new and fmt.channels % CHUNK == 0 and fmt.key_group == BLOCK_TOKENS
 
 
+def order_of(device: torch.device) -> int:
+    """Return the consecutive columns that a thread holds of an operand: Hopper reads two."""
+    if device.type == "cuda" and (9, 0) <= capability(device) < (12, 0):
+        return 2
+    return WORD_K_WIDTH
+
+
 def shape_of(bits: int, block: int) -> tuple[int, int]:
     """Return the warps and stages of a program, of `block` bytes of shared memory at most."""
-    return 4, 1 if bits == 8 and block < TWO_STAGES else 2
+    return 4, 1
 
 
 def attend_latent_codes(
@@ -277,6 +282,7 @@ def attend_latent_codes(
     warps: int | None = None,
     stages: int | None = None,
     columns: int = COLUMNS,
+    order: int | None = None,
 ) -> Tensor:
     """Return o [B, Q, H, D]; the step's own latents are in the cache already."""
     (batch, q_len, heads, dim), q_BQHD = q_BQHD.shape, q_BQHD.contiguous()
@@ -302,7 +308,7 @@ def attend_latent_codes(
         R=columns,
         PADDED=padded,
         STAGES=stages or usual[1],
-        KW=WORD_K_WIDTH,
+        KW=order or order_of(q_BQHD.device),
         EMULATE=bool(triton.knobs.runtime.interpret),
         num_warps=warps or usual[0],
     )
