@@ -2,6 +2,7 @@
 
     program   BN = 16 * BH * WM rows of w x BM rows of x x a share of K
     mxfp4     words --> registers --> code * its group's power of two, exactly --> left operand
+    nvfp4     the same with its group's E4M3, exact, too; a row's factor comes last
     others    words --> registers --> numbers of the table, in x's dtype --> left operand of one
               product a group of 64 (two a k-group) or 32 (four), whose float32 sums are scaled
 
@@ -21,7 +22,15 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from llmpq.kernels.gemm.e2m1_operand import SCALE_WORDS, load_e2m1, own_sum, unpack_e2m1
+from llmpq.kernels.gemm.e2m1_operand import (
+    NVFP4_SHARE,
+    SCALE_WORDS,
+    load_e2m1,
+    load_nvfp4,
+    own_sum,
+    unpack_e2m1,
+    unpack_nvfp4,
+)
 from llmpq.kernels.gemm.packed_operands import (
     accumulator_scale,
     dot,
@@ -29,6 +38,8 @@ from llmpq.kernels.gemm.packed_operands import (
     load_pairs,
     load_words,
 )
+
+SHARE = tl.constexpr(NVFP4_SHARE)
 
 
 def lookup_assembly(table: tuple[float, ...], kind: str, half: int) -> str:
@@ -44,9 +55,7 @@ def lookup_assembly(table: tuple[float, ...], kind: str, half: int) -> str:
     body += "shr.b32 m, c, 3;and.b32 m, m, 0x00001111;and.b32 c, c, 0x00007777;"
     body += "prmt.b32 m, 0x0000ff00, 0, m;"
     for name, shift in (("l", 0), ("h", 8)):
-        four = [
-            sum((words[4 * i + j] >> shift & 255) << 8 * j for j in range(4)) for i in range(4)
-        ]
+        four = [sum((words[4 * i + j] >> shift & 255) << 8 * j for j in range(4)) for i in range(4)]
         for i, target in enumerate(("a", "b")):
             body += f"mov.b32 t, {four[2 * i]:#010x};mov.b32 u, {four[2 * i + 1]:#010x};"
             body += f"prmt.b32 {target}, t, u, c;"
@@ -102,9 +111,12 @@ def _half_operand(
 def _load_form(
     P, S, left, groups, g, PARTS: tl.constexpr, BH: tl.constexpr, WM: tl.constexpr
 ):  # fmt: skip
-    """Words and scales of a k-group; PARTS 0: MXFP4's."""
+    """Words and scales of a k-group; PARTS 0: MXFP4's, 8: NVFP4's."""
     if PARTS == 0:
         words, scale = load_e2m1(P, S, left, groups, g, BH, WM)
+        return words, (scale,)
+    elif PARTS == 8:
+        words, scale = load_nvfp4(P, S, left, groups, g, BH, WM)
         return words, (scale,)
     else:
         words = load_words(P, left, groups, g, 256, 0, BH, WM, False)
@@ -112,6 +124,18 @@ def _load_form(
         for part in tl.static_range(PARTS):
             scales += (load_pairs(S, left, groups * PARTS, g * PARTS + part, BH, WM, False),)
         return words, scales
+
+
+@triton.jit
+def _exact(
+    words, scale, PARTS: tl.constexpr, DT: tl.constexpr, BH: tl.constexpr, WM: tl.constexpr,
+    KWIDTH4: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """w [rows, 128 k] of E2M1 with its scales."""
+    if PARTS == 0:
+        return unpack_e2m1(words, scale, DT, BH, WM, KWIDTH4, INTERPRET)
+    else:
+        return unpack_nvfp4(words, scale, DT, BH, WM, KWIDTH4, INTERPRET)
 
 
 @triton.jit
@@ -135,7 +159,7 @@ def _scaled_sum(
 
 @triton.jit(do_not_specialize=["M", "blocks", "groups", "split"])
 def table_tile_kernel(
-    X, P, S, T, BIAS, RESIDUAL, Y, PARTIAL, ARRIVED, M, N, K, blocks, groups, split,
+    X, P, S, T, F, BIAS, RESIDUAL, Y, PARTIAL, ARRIVED, M, N, K, blocks, groups, split,
     PARTS: tl.constexpr, ASM0: tl.constexpr, ASM1: tl.constexpr, EVEN_K: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, SPLIT: tl.constexpr, BH: tl.constexpr,
     WM: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
@@ -144,7 +168,8 @@ def table_tile_kernel(
     """y = x w^T, grid (tiles of BM rows of x, tiles of rows of w, split)."""
     DT: tl.constexpr = X.dtype.element_ty
     BN: tl.constexpr = BH * WM * 16
-    S_WORDS: tl.constexpr = SCALE_WORDS if PARTS == 0 else 8 * PARTS
+    WHOLE: tl.constexpr = PARTS % 8 == 0
+    S_WORDS: tl.constexpr = 2 * SCALE_WORDS if PARTS == 8 else SCALE_WORDS if WHOLE else 8 * PARTS
     m0 = tl.program_id(0) * BM
     tile, part = tl.program_id(1), tl.program_id(2)
     block = tile * (BN // 16)
@@ -155,7 +180,7 @@ def table_tile_kernel(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    WIDTH: tl.constexpr = 128 if PARTS == 0 else 128 // PARTS
+    WIDTH: tl.constexpr = 128 if WHOLE else 128 // PARTS
     k = tl.arange(0, WIDTH)
     if KWIDTH4:  # as tile_kernel.py
         k = k // 16 * 16 + k // 2 % 2 * 8 + k // 4 % 4 * 2 + k % 2
@@ -164,9 +189,9 @@ def table_tile_kernel(
     acc = tl.zeros([BN, BM], tl.float32)
     for g in tl.range(first, last, num_stages=STAGES):
         words, scales = _load_form(P, S, left, groups, g, PARTS, BH, WM)
-        if PARTS == 0:
+        if WHOLE:
             x = _load_x(at, g * 128 + k, row_ok, K, EVEN_K)
-            w = unpack_e2m1(words, scales[0], DT, BH, WM, KWIDTH4, INTERPRET)
+            w = _exact(words, scales[0], PARTS, DT, BH, WM, KWIDTH4, INTERPRET)
             t = dot(w, x, tl.zeros([BN, BM], tl.float32), INTERPRET)
             acc += own_sum(t, INTERPRET)
         else:
@@ -185,6 +210,9 @@ def table_tile_kernel(
                     x1 = _load_x(at, g * 128 + half * 64 + 32 + k, row_ok, K, EVEN_K)
                     acc += _scaled_sum(w1, x1, scales[2 * half + 1], BN, BM, BH, WM, INTERPRET)
     n0, end = block * 16, blocks * 16
+    if PARTS == 8:
+        row = tl.minimum(n0 + tl.arange(0, BN), N - 1)
+        acc *= tl.load(F + row)[:, None] * SHARE
     if not SPLIT:
         finish(acc, Y, BIAS, RESIDUAL, n0, m0, M, N, end, BN, BM, HAS_BIAS, HAS_RESIDUAL)
     else:
@@ -204,14 +232,15 @@ def table_tile_kernel(
 
 @triton.jit
 def table_words_kernel(
-    P, S, T, OUT, K, blocks, groups,
+    P, S, T, F, OUT, K, blocks, groups,
     PARTS: tl.constexpr, ASM0: tl.constexpr, ASM1: tl.constexpr, EVEN_K: tl.constexpr,
     BH: tl.constexpr, WM: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """OUT [16 * blocks, K] = w; grid (row tiles, k-groups)."""
     DT: tl.constexpr = OUT.dtype.element_ty
     BN: tl.constexpr = BH * WM * 16
-    S_WORDS: tl.constexpr = SCALE_WORDS if PARTS == 0 else 8 * PARTS
+    WHOLE: tl.constexpr = PARTS % 8 == 0
+    S_WORDS: tl.constexpr = 2 * SCALE_WORDS if PARTS == 8 else SCALE_WORDS if WHOLE else 8 * PARTS
     block, g = tl.program_id(0) * (BH * WM), tl.program_id(1)
     left = blocks - block
     P += block.to(tl.int64) * groups * 256
@@ -220,15 +249,16 @@ def table_words_kernel(
     row = block * 16 + tl.arange(0, BN)
     to = OUT + row.to(tl.int64)[:, None] * K
     keep = (row < blocks * 16)[:, None]
-    if PARTS == 0:
+    if WHOLE:
         k = g * 128 + tl.arange(0, 128)
-        w = unpack_e2m1(words, scales[0], DT, BH, WM, False, INTERPRET)
+        w = _exact(words, scales[0], PARTS, DT, BH, WM, False, INTERPRET)
+        if PARTS == 8:
+            factor = tl.load(F + tl.minimum(row, blocks * 16 - 1)) * SHARE
+            w = (w.to(tl.float32) * factor[:, None]).to(DT)
         tl.store(to + k[None, :], w, mask=keep if EVEN_K else keep & (k < K)[None, :])
     else:
         for half in tl.static_range(2):
-            w = _half_operand(
-                words, T, ASM1 if half else ASM0, half, DT, BH, WM, False, INTERPRET
-            )
+            w = _half_operand(words, T, ASM1 if half else ASM0, half, DT, BH, WM, False, INTERPRET)
             w0, w1 = tl.split(tl.permute(w, (0, 2, 1)))
             for i in tl.static_range(2):
                 pairs = scales[half] if PARTS == 2 else scales[2 * half + i]

@@ -106,8 +106,8 @@ def dequantized(q: TableWeight, dtype: torch.dtype) -> Tensor:
 
 def constants(q: TableWeight, dtype: torch.dtype) -> dict[str, object]:
     """Return what tells the kernels the form of a weight."""
-    if q.is_mxfp4:
-        return {"PARTS": 0, "ASM0": "", "ASM1": ""}
+    if q.values is Values.E2M1:
+        return {"PARTS": 0 if q.is_mxfp4 else 8, "ASM0": "", "ASM1": ""}
     kind = "f16" if dtype == torch.float16 else "bf16"
     texts = {f"ASM{half}": _text(q.values, kind, half) for half in range(2)}
     return {"PARTS": GROUP // q.group_size, **texts}
@@ -123,6 +123,8 @@ def _table(values: Values, device: torch.device) -> Tensor:
     return torch.tensor(values.table, dtype=torch.float32, device=device)
 
 
-def _operands(q: TableWeight) -> tuple[Tensor, Tensor, Tensor]:
-    """Return words, scales and the table, which the interpreter reads."""
-    return q.plane.view(torch.int32), q.scale.view(torch.int32), _table(q.values, q.device)
+def _operands(q: TableWeight) -> tuple[Tensor, ...]:
+    """Return words, scales, the table, which the interpreter reads, and factors of rows."""
+    table = _table(q.values, q.device)
+    words = q.plane.view(torch.int32), q.scale.view(torch.int32)
+    return *words, table, table if q.factor is None else q.factor

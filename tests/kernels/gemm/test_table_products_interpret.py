@@ -64,7 +64,7 @@ def test_planted_faults_are_seen(form):
         assert relative_error(table_products.table_linear_gpu(x, planted, None, None), want) > 0.1
 
 
-@pytest.mark.parametrize("form", ["mxfp4", "nf4", "fp4", "iq4"])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 20, 130])
 def test_words(form, dtype, rows):
@@ -72,7 +72,8 @@ def test_words(form, dtype, rows):
     q = weight(form, 96, 672)
     if form == "mxfp4":
         q = replace(q, scale=q.scale.clamp(min=118, max=128))
-    q = q.in_fragments()
+    rows_form, q = q, q.in_fragments()
+    assert torch.equal(q.dequantize(torch.float64), rows_form.dequantize(torch.float64))
     x = torch.randn(rows, 672).to(dtype)
     bias, residual = torch.randn(96).to(dtype), torch.randn(rows, 96).to(dtype)
     want = x.double() @ q.dequantize(torch.float64).T + bias + residual
@@ -82,5 +83,5 @@ def test_words(form, dtype, rows):
     assert relative_error(made, want) < tolerance
     whole = table_products.dequantized(q, dtype)
     assert relative_error(whole, q.dequantize(torch.float64)) < tolerance
-    wrong = replace(q, scale=q.scale.roll(64))
+    wrong = replace(q, scale=q.scale.view(torch.uint8).roll(128).view(q.scale.dtype))
     assert relative_error(table_products.table_linear_gpu(x, wrong, bias, residual), want) > 0.1
