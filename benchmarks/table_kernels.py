@@ -98,11 +98,18 @@ KERNEL_TABLES = {
         index=("rows",),
         column="product",
         show=us_beside,
+    ),
+    "fp8_by_rows": Pivot(
+        file="fp8_gpu.jsonl",
+        bench="fp8 product by rows",
+        index=("rows",),
+        column="product",
+        show=us_beside,
         newest=True,
     ),
-    "fp8_experts": Pivot(
+    "fp8_experts_by_rows": Pivot(
         file="fp8_gpu.jsonl",
-        bench="fp8 experts",
+        bench="fp8 experts by rows",
         index=("tokens",),
         column="product",
         show=us_beside,
