@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,11 +19,13 @@ from llmpq.runtime.request import Request
 from llmpq.runtime.trace import Recorder
 
 VOCAB, WINDOW, TRAINED, NEW = 199, 6, 32, 12
+DEPTH = 2 if os.environ.get("TRITON_INTERPRET") == "1" else 4
+"""Layers of a model, of every kind that it has: the interpreter takes seconds for each."""
 BASE: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
     "intermediate_size": 96,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": DEPTH,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
@@ -35,7 +38,7 @@ YARN = {
     "beta_fast": 32.0,
     "beta_slow": 1.0,
 }
-ALTERNATING = ["sliding_attention", "full_attention"] * 2
+ALTERNATING = ["sliding_attention", "full_attention"] * (DEPTH // 2)
 MIXTURE = {
     "moe_intermediate_size": 40,
     "n_routed_experts": 8,
@@ -85,7 +88,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama with yarn": ("Llama", {"rope_parameters": YARN}),
     "qwen2 with late windows": (
         "Qwen2",
-        {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2},
+        {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": DEPTH // 2},
     ),
     "gemma2": ("Gemma2", {**GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}),
     "gemma3": ("Gemma3Text", {**GEMMA, "layer_types": ALTERNATING, "rope_parameters": BY_LAYER}),
@@ -170,7 +173,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         {
             **MIXTURE,
             "head_dim": 24,
-            "first_k_dense_replace": 3,
+            "first_k_dense_replace": DEPTH - 1,
             "norm_topk_prob": False,
             "n_shared_experts": 2,
             "rope_parameters": {**YARN, "partial_rotary_factor": 0.5},
@@ -339,7 +342,7 @@ FAR_KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("Mistral", {}),
     "gemma2": ("Gemma2", {"attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 16}),
     "gpt_oss": ("GptOss", {"num_local_experts": 4, "num_experts_per_tok": 2}),
-    "qwen2": ("Qwen2", {"use_sliding_window": True, "max_window_layers": 3}),
+    "qwen2": ("Qwen2", {"use_sliding_window": True, "max_window_layers": DEPTH - 1}),
 }
 
 

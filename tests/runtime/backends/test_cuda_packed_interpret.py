@@ -61,9 +61,8 @@ def go_by_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def logits(directory: Any, tokens: list[int], kv: KVPrecision) -> list[torch.Tensor]:
     """Return the logits behind a prompt, a token and three tokens more."""
     pipeline = LocalPipeline.from_directory(directory)
-    cache = make_kv_cache(
-        pipeline.spec, kv, num_layers=4, slots=2, max_len=len(tokens), dtype=torch.float32
-    )
+    options = {"num_layers": pipeline.spec.num_layers, "slots": 2, "max_len": len(tokens)}
+    cache = make_kv_cache(pipeline.spec, kv, dtype=torch.float32, **options)
     found = []
     for start, end in ((0, PROMPT), (PROMPT, PROMPT + 1), (PROMPT + 1, PROMPT + 4)):
         step = Step.of([1], [start], [end - start])

@@ -307,7 +307,10 @@ def test_latents(kind, models, random_prompts, make_plan, on_gpu_path, monkeypat
     compute = stage(plan, directory)
     assert isinstance(compute.kv, PagedLatents)
     assert compute.kv.nbytes == POOL.nbytes(
-        compute.model.spec, KVPrecision.KV16, layers=range(4), dtype_bytes=4
+        compute.model.spec,
+        KVPrecision.KV16,
+        layers=range(compute.model.spec.num_layers),
+        dtype_bytes=4,
     )
     got = serve(compute, asked(prompts))
     assert got == [row[:NEW] for row in models.greedy(kind, prompts)]

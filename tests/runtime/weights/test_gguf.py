@@ -714,6 +714,7 @@ def test_a_file_is_quantised_to_a_directory_that_others_read(tmp_path: Path) -> 
     metadata = common(demo.config, "llama") | demo_tokenizer()
     write(path, "llama", metadata, converted(demo, "llama"), "Q8_0")
     words = ["--scheme", "w8a16", "--method", "rtn", "--text", str(DEMO.parent / "heldout.txt")]
+    words += ["--windows", "4", "--window", "256"]
     assert quantize_main([str(path), str(into), *words]) == 0
     config = transformers.AutoConfig.from_pretrained(into)
     assert config.architectures == ["LlamaForCausalLM"]
