@@ -6,7 +6,11 @@ import pytest
 import torch
 
 from llmpq.kernels.formats.fp8_weight import Fp8Weight
-from llmpq.kernels.gemm.reference import linear_reference, relative_error
+from llmpq.kernels.gemm.reference import (
+    experts_reference,
+    linear_reference,
+    relative_error,
+)
 
 triton = pytest.importorskip("triton")
 if not triton.knobs.runtime.interpret:
@@ -16,7 +20,6 @@ from llmpq.kernels.gemm import fp8_products  # noqa: E402
 from llmpq.kernels.gemm.expert_sent import assign  # noqa: E402
 from llmpq.kernels.gemm.expert_stack import (  # noqa: E402
     ExpertStack,
-    experts_reference,
     stackable,
 )
 from llmpq.kernels.gemm.gated import GateRule  # noqa: E402
