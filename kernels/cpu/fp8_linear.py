@@ -1,7 +1,7 @@
 """y = x w^T on the CPU with a weight kept in E4M3 (kernels/native/fp8.h, else torch).
 
-    few rows of x   codes times x, sums and scales in float32
-    more            w = code * scale in float32, rounded once to x's dtype, some rows at a time
+few rows of x   codes times x, sums and scales in float32
+more            w = code * scale in float32, rounded once to x's dtype, some rows at a time
 """
 
 from __future__ import annotations

@@ -83,9 +83,7 @@ def table_product_kernel(
             at = group * (2 * HALF) + upper * HALF + k
             here = (m < M)[:, None] & (at < K)[None, :]
             x = tl.load(X + m.to(tl.int64)[:, None] * K + at[None, :], mask=here, other=0.0)
-            w = half_numbers(
-                P, S, T, row, inside, group, groups, HALF, G, E2M1, SCALE, upper, BN
-            )
+            w = half_numbers(P, S, T, row, inside, group, groups, HALF, G, E2M1, SCALE, upper, BN)
             acc = tl.dot(x, tl.trans(w.to(x.dtype)), acc, input_precision="ieee")
     to = (split.to(tl.int64) * M + m)[:, None] * N + row[None, :]
     tl.store(OUT + to, acc, mask=(m < M)[:, None] & inside[None, :])
