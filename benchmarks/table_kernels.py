@@ -6,6 +6,7 @@ from table_cells import (
     Pivot,
     Row,
     over_cublas,
+    ratio_to_baseline,
     us_and_dense_rate,
     us_and_launches,
     us_of_floor,
@@ -36,6 +37,7 @@ def family_layers(device: str) -> Pivot:
         bench="family layer",
         index=("model", "precision"),
         column="batch",
+        where={"experts": None},
         show=us_of_floor,
         order=("1", "8", "32", "128"),
         device=device,
@@ -57,6 +59,24 @@ def family_grouped(device: str) -> Pivot:
 
 KERNEL_TABLES = {
     "family_layers": family_layers("NVIDIA H200"),
+    "family_mxfp4": Pivot(
+        file="families.jsonl",
+        bench="family layer",
+        index=("model", "precision", "experts"),
+        column="batch",
+        where={"experts": "mxfp4"},
+        show=us_of_floor,
+        order=("1", "8", "32", "128"),
+    ),
+    "table_products": Pivot(
+        file="families.jsonl",
+        bench="table product",
+        index=("n", "k", "form"),
+        column="rows",
+        where={"way": None},
+        show=ratio_to_baseline("16 bits"),
+        order=("1", "8", "32", "128", "1024"),
+    ),
     "family_layers_h100": family_layers("NVIDIA H100 80GB HBM3"),
     "family_steps": Pivot(
         file="families.jsonl",
