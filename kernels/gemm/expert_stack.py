@@ -237,6 +237,8 @@ class ExpertStack:
         tiles = triton.cdiv(blocks, (1 + fused) * high * warps)
         walking = min(pairs, self._experts) * tiles // multiprocessors(x.device)
         table = isinstance(q, TableWeight)
+        if table and x.element_size() != 2 and not interpret:
+            raise ValueError(f"MXFP4 experts on a GPU: got x in {x.dtype}, expected 16 bits")
         if isinstance(q, QuantizedWeight):
             form = expert_rows_launch.form_of(q, pairs, self._experts, walking, fused=fused)
             if form is not None:
