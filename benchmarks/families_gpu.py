@@ -30,6 +30,7 @@ from llmpq.device_spec import canonical_kind, device_specs
 from llmpq.kernels.formats.kv_block import KVFormat
 from llmpq.kernels.formats.quantized_weight import QuantizedWeight
 from llmpq.kernels.formats.round_to_nearest import quantize_weight
+from llmpq.kernels.formats.table_weight import E8M0, Values, table_weight
 from llmpq.kernels.gemm.expert_sent import assign
 from llmpq.kernels.gemm.expert_stack import ExpertStack
 from llmpq.kernels.gemm.gated import GateRule
@@ -46,7 +47,10 @@ from llmpq.precision import KVPrecision, Precision, WeightScheme
 from llmpq.profiler.timing.cases import Sampling, Target, TimedCase
 from llmpq.profiler.timing.stopwatch import Effort
 from llmpq.profiler.timing.timed_layers import TimedModel
+from llmpq.runtime.models.layer_tensors import LayerTensors
+from llmpq.runtime.models.linear import Linear
 
+AS_PLANNED = LayerTensors.linear
 EFFORT = Effort(seconds=0.3, min_repeats=10)
 MODELS = (
     "qwen3-30b-a3b",
@@ -90,11 +94,26 @@ def cases(
             nbytes = read_bytes(spec, precision, batch, args.context)
             floor_us = nbytes / device_specs()[kind].mem_gbps / 1e3
             where = {"model": name, "precision": text, "batch": batch, "context": args.context}
+            where |= {"experts": args.experts} if args.experts else {}
             yield timed, TimedCase(target=target, v=batch, length=args.context), where, floor_us
+
+
+def in_mxfp4(parts: LayerTensors, name: str) -> Linear:
+    """Return a linear as `LayerTensors.linear` does, an expert's with random codes of MXFP4."""
+    made = AS_PLANNED(parts, name)
+    weight = made.weight
+    if not name.startswith("experts.") or not isinstance(weight, QuantizedWeight):
+        return made
+    n, k, device = weight.out_features, weight.in_features, weight.device
+    codes = torch.randint(0, 16, (n, k), dtype=torch.uint8, device=device)
+    scale = torch.randint(115, 120, (n, -(-k // 32)), dtype=E8M0, device=device)
+    return Linear(table_weight(codes, scale, values=Values.E2M1, group_size=32), made.bias)
 
 
 def layers(args: argparse.Namespace, kind: str) -> None:
     """Time layers at every precision and batch."""
+    if args.experts == "mxfp4":
+        LayerTensors.linear = in_mxfp4  # type: ignore[method-assign]
     for name in args.models.split(","):
         for timed, case, where, floor_us in cases(name, args, kind):
             found = timed.time(case, EFFORT)
@@ -318,6 +337,7 @@ def main() -> None:
     parser.add_argument("--precisions", default="w16a16,w4a16")
     parser.add_argument("--batches", default="1,8,32,128")
     parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--experts", choices=("mxfp4",), help="how a 4-bit layer stores them")
     parser.add_argument("--commit", help="where git is not at hand")
     args = parser.parse_args()
     kind = canonical_kind(torch.cuda.get_device_name())

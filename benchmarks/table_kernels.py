@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from table_cells import (
     Pivot,
+    Row,
     over_cublas,
+    ratio_to_baseline,
     us_and_dense_rate,
     us_and_launches,
     us_of_floor,
@@ -16,6 +18,18 @@ KV_32K = {"heads": 32, "kv_heads": 8, "batch": 8, "context": 32768, "kv": "kv4",
 POWERS_OF_TWO = frozenset(1 << i for i in range(14))
 
 
+def us_beside(row: Row) -> str:
+    """Return microseconds, and those of what stands beside."""
+    others = ", ".join(f"{us:.1f}" for us in row["baselines"].values())
+    return f"{row['value']:.1f} ({others})"
+
+
+def us_and_error(row: Row) -> str:
+    """Return microseconds beside 16 bits', and the error beside theirs."""
+    case, plain = row["case"], row["baselines"]["torch, 16 bits"]
+    return f"{row['value']:.0f} ({plain:.0f}), {case['error']:.3f} ({case['error in 16 bits']:.3f})"
+
+
 def family_layers(device: str) -> Pivot:
     """Return the table of layers' decode steps on a card."""
     return Pivot(
@@ -23,6 +37,7 @@ def family_layers(device: str) -> Pivot:
         bench="family layer",
         index=("model", "precision"),
         column="batch",
+        where={"experts": None},
         show=us_of_floor,
         order=("1", "8", "32", "128"),
         device=device,
@@ -44,6 +59,24 @@ def family_grouped(device: str) -> Pivot:
 
 KERNEL_TABLES = {
     "family_layers": family_layers("NVIDIA H200"),
+    "family_mxfp4": Pivot(
+        file="families.jsonl",
+        bench="family layer",
+        index=("model", "precision", "experts"),
+        column="batch",
+        where={"experts": "mxfp4"},
+        show=us_of_floor,
+        order=("1", "8", "32", "128"),
+    ),
+    "table_products": Pivot(
+        file="families.jsonl",
+        bench="table product",
+        index=("n", "k", "form"),
+        column="rows",
+        where={"way": None},
+        show=ratio_to_baseline("16 bits"),
+        order=("1", "8", "32", "128", "1024"),
+    ),
     "family_layers_h100": family_layers("NVIDIA H100 80GB HBM3"),
     "family_steps": Pivot(
         file="families.jsonl",
@@ -78,6 +111,36 @@ KERNEL_TABLES = {
         index=("model", "batch", "context", "window"),
         column="kv",
         show=us_of_floor,
+    ),
+    "fp8_products": Pivot(
+        file="fp8_gpu.jsonl",
+        bench="fp8 product",
+        index=("rows",),
+        column="product",
+        show=us_beside,
+    ),
+    "fp8_by_rows": Pivot(
+        file="fp8_gpu.jsonl",
+        bench="fp8 product by rows",
+        index=("rows",),
+        column="product",
+        show=us_beside,
+        newest=True,
+    ),
+    "fp8_experts_by_rows": Pivot(
+        file="fp8_gpu.jsonl",
+        bench="fp8 experts by rows",
+        index=("tokens",),
+        column="product",
+        show=us_beside,
+        newest=True,
+    ),
+    "fp8_native": Pivot(
+        file="fp8_gpu.jsonl",
+        bench="fp8 times fp8",
+        index=("rows",),
+        column="product",
+        show=us_and_error,
     ),
     "gemm_layer": Pivot(
         file="gemm.jsonl",

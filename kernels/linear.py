@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from llmpq.kernels.cpu.fp8_linear import fp8_linear_cpu
 from llmpq.kernels.cpu.packed_linear import linear_cpu
+from llmpq.kernels.cpu.table_linear import table_linear_cpu
+from llmpq.kernels.formats.fp8_weight import Fp8Weight
 from llmpq.kernels.formats.quantized_weight import QuantizedWeight
+from llmpq.kernels.formats.table_weight import TableWeight
 
-__all__ = ["QuantizedWeight", "linear"]
+__all__ = ["Fp8Weight", "QuantizedWeight", "TableWeight", "linear"]
 
 
 def linear(
     x: Tensor,
-    qweight: QuantizedWeight,
+    qweight: QuantizedWeight | Fp8Weight | TableWeight,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     *,
@@ -29,12 +33,25 @@ def linear(
         )
     x_MK = x.reshape(-1, qweight.in_features)
     flat = None if residual is None else residual.reshape(-1, qweight.out_features)
-    if x.is_cuda:
+    if x.is_cuda and isinstance(qweight, Fp8Weight):
         # Triton is not imported where there is no GPU.
+        from llmpq.kernels.gemm.fp8_products import fp8_linear_gpu
+
+        y = fp8_linear_gpu(x_MK, qweight, bias, flat)
+    elif x.is_cuda and isinstance(qweight, TableWeight):
+        from llmpq.kernels.gemm.table_products import table_linear_gpu
+
+        y = table_linear_gpu(x_MK, qweight, bias, flat)
+    elif x.is_cuda and isinstance(qweight, QuantizedWeight):
         from llmpq.kernels.gemm.linear_gpu import linear_gpu
 
         y = linear_gpu(x_MK, qweight, bias, flat, into_residual=into_residual)
     else:
-        y = linear_cpu(x_MK, qweight, bias)
+        if isinstance(qweight, Fp8Weight):
+            y = fp8_linear_cpu(x_MK, qweight, bias)
+        elif isinstance(qweight, TableWeight):
+            y = table_linear_cpu(x_MK, qweight, bias)
+        else:
+            y = linear_cpu(x_MK, qweight, bias)
         y = y if flat is None else y + flat
     return y.view(*x.shape[:-1], qweight.out_features)

@@ -59,7 +59,7 @@ def _changing_rope(spec: ModelSpec, max_len: int) -> bool:
 
 FEATURES: tuple[Feature, ...] = (
     _feature("latent attention (MLA)", _latents, "rounded"),
-    _feature("rope frequencies that change with the length", _changing_rope, "gpu", "drafts"),
+    _feature("rope frequencies that change with the length", _changing_rope, "drafts"),
     _feature("norms behind attention and MLP", lambda s, _: s.norm_order != "pre", "gpu_rounded"),
     _feature("a factor on the residual stream", _scaled_stream, "gpu_rounded"),
     _feature("gates of GELU", lambda s, _: s.gated and s.activation == "gelu_tanh", "gpu_rounded"),

@@ -12,7 +12,10 @@ from typing import Any
 
 from llmpq.families.config_values import is_given
 
-METHODS = ("compressed-tensors", "gptq", "awq", "llmpq", "fp8", "fbgemm_fp8", "mxfp4")
+METHODS = (
+    *("compressed-tensors", "gptq", "awq", "llmpq", "fp8", "fbgemm_fp8", "mxfp4"),
+    "bitsandbytes",
+)
 """Values of `quant_method` that are read."""
 FORMATS = {"gptq": ("gptq", "gptq_v2"), "awq": ("gemm",)}
 """Method -> the layouts of codes that are read."""
@@ -27,6 +30,12 @@ CHANGES = {
 """Keys that are off where nothing is missed -> what they stand for."""
 
 
+FP8_COLUMNS = 64
+"""What the columns of a block of FP8 weights are a multiple of, where codes are kept."""
+
+BITSANDBYTES = tuple(f"quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4"))
+"""What follows `NAME.weight.` in the name of what says how bitsandbytes quantised a weight."""
+
 LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")
 """Where a tensor's name says which layer it is of."""
 
@@ -39,6 +48,23 @@ def is_centred(described: Mapping[str, Any], has_zeros: bool) -> bool:
     if method == "awq":
         return described.get("zero_point") is False
     return not has_zeros
+
+
+def fp8_block(described: Mapping[str, Any]) -> Any:
+    """Return the rows and columns that share an FP8 scale; None where config.json says none."""
+    given = described.get("weight_block_size")
+    groups = described.get("config_groups")
+    for group in groups.values() if isinstance(groups, dict) and given is None else ():
+        given = given or (group.get("weights") or {}).get("block_structure")
+    return given
+
+
+def is_kept_block(block: Any) -> bool:
+    """Whether FP8 codes with scales of such blocks (None: a tensor's or a channel's) are kept."""
+    if block is None:
+        return True
+    whole = isinstance(block, list) and len(block) == 2 and all(type(b) is int for b in block)
+    return whole and block[0] > 0 and block[1] > 0 and block[1] % FP8_COLUMNS == 0
 
 
 def require_read(described: Mapping[str, Any], directory: object) -> None:
@@ -61,6 +87,11 @@ def require_read(described: Mapping[str, Any], directory: object) -> None:
         raise ValueError(
             f"'{directory}': config.json, quantization_config: {key}='{layout}' is not supported; "
             f"expected {' or '.join(layouts)}. Convert the checkpoint, or quantise it anew"
+        )
+    if method == "bitsandbytes" and is_given(described.get("load_in_8bit")):
+        raise ValueError(
+            f"'{directory}': bitsandbytes of 8 bits (LLM.int8) is not supported; expected 4 bits "
+            "(load_in_4bit), or start from the unquantised model"
         )
     bits = described.get("bits", described.get("w_bit"))
     if method == "awq" and bits is not None and bits != 4:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from llmpq.kernels.kv.paged_rows import TokenPlaces
@@ -31,6 +32,14 @@ class PagedStep(Step):
     """Whether rows may have several tokens; else row r is place r."""
     prompts: tuple[tuple[int, int], ...] = ()
     """Runs of rows (rows, tokens of each) where all are known to be prompts from their start."""
+
+    @property
+    def ends(self) -> Tensor:
+        """Tokens of the request of every place, with this step [T]; padding's mean nothing."""
+        starts_R, counts_R, firsts_R = self.rows_FR[1], self.rows_FR[2], self.rows_FR[3]
+        places_T = torch.arange(self.q_len, dtype=firsts_R.dtype, device=firsts_R.device)
+        row_T = torch.searchsorted(firsts_R.contiguous(), places_T, right=True) - 1
+        return (starts_R + counts_R)[row_T]
 
     def last_valid(self, x_BQH: Tensor) -> Tensor:
         """Return [R, h]: each row at its last token."""

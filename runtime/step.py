@@ -94,6 +94,11 @@ class Step:
         """Tokens of every row's request with this step, [B, 1]."""
         return (self.start_B + self.num_new_B)[:, None]
 
+    @property
+    def ends(self) -> Tensor:
+        """Tokens of every row's request with this step, [B]; of packed rows every place's, [T]."""
+        return self.start_B + self.num_new_B
+
     def once(self, key: str, make: Callable[[], Derived]) -> Derived:
         """Return what was derived under `key`, making it at its first use."""
         if key not in self.memo:

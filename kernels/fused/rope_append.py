@@ -5,7 +5,8 @@
       |  k: rotated          -> cache [S, G, T, D] at (slot, g, start + i), or k_out [B, Q, G, D]
       |  v: as it is         -> cache [S, G, T, D], or nowhere
     rotation of halves: (a, b) -> factor (a cos - b sin, b cos + a sin), angle = pos * inv_freq
-    of the first 2 * len(inv_freq) channels of a head, the others stay (GLM-4); yarn has a factor
+    of the first 2 * len(inv_freq) channels of a head, the others stay (GLM-4); yarn has a factor,
+    rows have frequencies of their own where their lengths decide (BY_ROW: dynamic rope)
     NORM: queries and keys pass an RMSNorm of their heads first, rounded as if it were a launch
 
 Bytes: each of q, k, v read once and written once. Angles are computed from the position in float32
@@ -77,7 +78,7 @@ def rope_append_kernel(
     Q, factor, eps, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
     PADDED: tl.constexpr, REST: tl.constexpr, BLOCK: tl.constexpr, ROTARY: tl.constexpr,
     CACHE: tl.constexpr, PAGE: tl.constexpr, NORM: tl.constexpr, KEEP: tl.constexpr,
-    PDL: tl.constexpr,
+    BY_ROW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One token's block of heads; `*_stride` in elements between tokens of an input.
 
@@ -93,7 +94,7 @@ def rope_append_kernel(
     d = tl.arange(0, PADDED)
     inside = d < HALF
     # What no kernel writes is asked for before the kernel in front has ended.
-    if ROTARY:
+    if ROTARY and not BY_ROW:
         frequency = tl.load(inv_freq + d, mask=inside, other=0.0)
     weight = (0, 0)
     if NORM:
@@ -108,6 +109,8 @@ def rope_append_kernel(
         gdc_launch_dependents()
         gdc_wait()
     position = tl.load(starts + b) + i
+    if BY_ROW:
+        frequency = tl.load(inv_freq + b.to(tl.int64) * HALF + d, mask=inside, other=0.0)
     angle = position.to(tl.float32)
     if ROTARY:
         angle = angle * frequency
@@ -187,7 +190,7 @@ def rope_append(
 ) -> Tensor:
     """Write rotated keys and values into the cache; return the rotated queries [B, Q, H, D].
 
-    `inv_freq` [R / 2]: the first R channels are rotated, cosines and sines times `factor`.
+    `inv_freq` ([B,] R / 2): the first R channels are rotated, cosines and sines times `factor`.
     `norms`: of whole heads that are rotated whole (`takes_norms`), before.
     """
     if norms is not None and not takes_norms(q_BQHD.shape[3], inv_freq):
@@ -210,7 +213,7 @@ def rope_append(
 
 def takes_norms(dim: int, inv_freq: Tensor | None) -> bool:
     """Whether heads can be normed on the way: a program holds them in two halves."""
-    return inv_freq is None or 2 * inv_freq.shape[0] == dim
+    return inv_freq is None or 2 * inv_freq.shape[-1] == dim
 
 
 def rope_append_pages(
@@ -234,8 +237,7 @@ def rope_append_pages(
     if keep and (k_TGD.stride(2) != 1 or k_TGD.stride(1) != k_TGD.shape[2]):
         raise ValueError(f"keys to rotate in place need dense heads, got strides {k_TGD.stride()}")
     if not k_pool.is_contiguous() or not v_pool.is_contiguous() or k_pool.shape != v_pool.shape:
-        shapes = f"{list(k_pool.shape)} and {list(v_pool.shape)}"
-        raise ValueError(f"pools must be alike, one block behind the other, got {shapes}")
+        raise ValueError(f"pools must be alike and dense, got {k_pool.shape} and {v_pool.shape}")
     q_out = torch.empty(q_TND.shape, dtype=q_TND.dtype, device=q_TND.device)
     _launch(
         (q_TND[None], k_TGD[None], v_TGD[None]),
@@ -253,9 +255,8 @@ def rope_append_pages(
 def rope(
     q_BQHD: Tensor, k_BQGD: Tensor, start_B: Tensor, inv_freq: Tensor, factor: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Return rotated queries and keys, dense."""
-    q_out = torch.empty(q_BQHD.shape, dtype=q_BQHD.dtype, device=q_BQHD.device)
-    k_out = torch.empty(k_BQGD.shape, dtype=k_BQGD.dtype, device=k_BQGD.device)
+    """Return rotated queries and keys."""
+    q_out, k_out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q_BQHD, k_BQGD))
     _, q_len, groups, dim = k_BQGD.shape
     _launch(
         (q_BQHD, k_BQGD, k_BQGD),
@@ -287,10 +288,10 @@ def _launch(
     batch, q_len, heads, dim = inputs[0].shape
     groups, (inv_freq, factor) = inputs[1].shape[2], rotation
     inputs_2 = tuple(tokens_of(x) for x in inputs)
-    half = dim // 2 if inv_freq is None else inv_freq.shape[0]
+    half = dim // 2 if inv_freq is None else inv_freq.shape[-1]
     rest = triton.next_power_of_2(dim - 2 * half) if dim > 2 * half else 0
     block, pdl = HEADS_PER_PROGRAM, overlaps(inputs[0].device)
-    q_norm, k_norm, eps = norms or (inputs[0], inputs[1], 0.0)
+    q_norm, k_norm, eps = norms or (*inputs[:2], 0.0)
     grid = (batch * q_len, triton.cdiv(heads, block) + blocks * triton.cdiv(groups, block))
     rope_append_kernel[grid](
         *(x for x, _ in inputs_2),
@@ -313,6 +314,7 @@ def _launch(
         PAGE=page,
         NORM=norms is not None,
         KEEP=keep,
+        BY_ROW=inv_freq is not None and inv_freq.dim() > 1,
         PDL=pdl,
         num_warps=2,
         launch_pdl=pdl,
@@ -322,8 +324,7 @@ def _launch(
 def tokens_of(x_BQND: Tensor) -> tuple[Tensor, int]:
     """Return a tensor whose heads lie one after the other, and its stride between tokens."""
     batch, q_len, _, dim = x_BQND.shape
-    s = x_BQND.stride()
-    if s[3] != 1 or s[2] != dim or (batch > 1 and s[0] != s[1] * q_len):
+    if (s := x_BQND.stride())[2:] != (dim, 1) or (batch > 1 and s[0] != s[1] * q_len):
         x_BQND = x_BQND.contiguous()
         s = x_BQND.stride()
     return x_BQND, s[1] if q_len > 1 else s[0]
@@ -387,9 +388,9 @@ def rope_reference(
 ) -> tuple[Tensor, Tensor]:
     """The twin of `rope`: float32 arithmetic, one rounding."""
     positions_BQ = start_B[:, None] + torch.arange(q_BQHD.shape[1], device=start_B.device)
-    angle = (positions_BQ[:, :, None].float() * inv_freq)[:, :, None]
+    angle = (positions_BQ[:, :, None].float() * inv_freq.unsqueeze(-2))[:, :, None]
     cos, sin = angle.cos() * factor, angle.sin() * factor
-    turned = 2 * inv_freq.shape[0]
+    turned = 2 * inv_freq.shape[-1]
 
     def rotate(x: Tensor) -> Tensor:
         a, b = x[..., :turned].float().chunk(2, dim=-1)

@@ -6,7 +6,8 @@
     program     BN rows of w of one expert x BM pairs at a time, every `shares`-th BM of them
 
     assign      one program an expert counts, and writes its part of `order` and its run
-    packed      words --> registers --> code - zero --> left operand, as tile_kernel.py
+    packed      words --> registers --> code - zero --> left operand, as tile_kernel.py;
+                E2M1: code * its group's scale
     dense       16-bit w through shared memory
     FUSE        a program takes gate rows and the up rows beside them; act(gate) up leaves
 Nothing is known on the host but C, so a step of any routing is one captured graph, of as many runs
@@ -25,8 +26,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from llmpq.kernels.gemm.e2m1_operand import SCALE_WORDS, load_e2m1, own_sum, unpack_e2m1
 from llmpq.kernels.gemm.gated import gated
-from llmpq.kernels.gemm.packed_operands import load_pairs, load_tile
+from llmpq.kernels.gemm.packed_operands import dot, load_pairs, load_tile
 from llmpq.kernels.gemm.tile_kernel import _accumulate, _load_x
 
 
@@ -89,17 +91,42 @@ def _store(
 @triton.jit
 def _load_group(
     P0, P1, S, Z, left, groups, S_GROUPS, g, BITS: tl.constexpr, GROUPED: tl.constexpr,
-    SYMMETRIC: tl.constexpr, BH: tl.constexpr, WM: tl.constexpr,
+    SYMMETRIC: tl.constexpr, BH: tl.constexpr, WM: tl.constexpr, E2M1: tl.constexpr,
 ):  # fmt: skip
     """Words, scales and zeros of one k-group."""
-    # Scales of a channel stand still: they are loaded with every group all the same.
-    held = g if GROUPED else 0
-    words, _, _ = load_tile(P0, P1, S, Z, left, groups, g, BITS, False, SYMMETRIC, BH, WM, False)
-    scale = load_pairs(S, left, S_GROUPS, held, BH, WM, False)
-    zero = 0
-    if not SYMMETRIC:
-        zero = load_pairs(Z, left, S_GROUPS, held, BH, WM, False)
-    return words, scale, zero
+    if E2M1:
+        words, exponents = load_e2m1(P0, S, left, groups, g, BH, WM)
+        return words, exponents, 0
+    else:
+        # Scales of a channel stand still: they are loaded with every group all the same.
+        held = g if GROUPED else 0
+        words, _, _ = load_tile(
+            P0, P1, S, Z, left, groups, g, BITS, False, SYMMETRIC, BH, WM, False
+        )
+        scale = load_pairs(S, left, S_GROUPS, held, BH, WM, False)
+        zero = 0
+        if not SYMMETRIC:
+            zero = load_pairs(Z, left, S_GROUPS, held, BH, WM, False)
+        return words, scale, zero
+
+
+@triton.jit
+def _add_group(
+    acc, now, x, BITS: tl.constexpr, DT: tl.constexpr, SYMMETRIC: tl.constexpr, BH: tl.constexpr,
+    WM: tl.constexpr, BM: tl.constexpr, KWIDTH4: tl.constexpr, E2M1: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """acc + w x of one k-group."""
+    if E2M1:
+        w = unpack_e2m1(now[0], now[1], DT, BH, WM, KWIDTH4, INTERPRET)
+        # A sum of its own, which nothing folds into `acc`: Triton 3.6 does not wait for wgmma to
+        # have read its operand where wgmma carries a sum on, and the next step unpacks over it.
+        t = dot(w, x, tl.zeros([BH * WM * 16, BM], tl.float32), INTERPRET)
+        return acc + own_sum(t, INTERPRET)
+    else:
+        return _accumulate(
+            acc, now, x, 0, BITS, DT, True, SYMMETRIC, False, BH, WM, BM, KWIDTH4, INTERPRET
+        )
 
 
 @triton.jit(do_not_specialize=["shares", "top", "limit", "slope"])
@@ -108,11 +135,12 @@ def packed_expert_kernel(
     BITS: tl.constexpr, GROUPED: tl.constexpr, SYMMETRIC: tl.constexpr, EVEN_K: tl.constexpr,
     HAS_BIAS: tl.constexpr, GATHER: tl.constexpr, BH: tl.constexpr, WM: tl.constexpr,
     BM: tl.constexpr, STAGES: tl.constexpr, FUSE: tl.constexpr, ACT: tl.constexpr,
-    PDL: tl.constexpr, KWIDTH4: tl.constexpr, INTERPRET: tl.constexpr,
+    PDL: tl.constexpr, KWIDTH4: tl.constexpr, INTERPRET: tl.constexpr, E2M1: tl.constexpr = False,
 ):  # fmt: skip
     """y of one expert's pairs and BN rows of its w; grid (tiles of rows, runs, shares).
 
-    FUSE: and of the BN rows half of w further on, which the first are the gate of.
+    FUSE: and of the BN rows half of w further on, which the first are the gate of. E2M1: w is
+    MXFP4 (e2m1_operand.py), not linear codes.
     """
     DT: tl.constexpr = X.dtype.element_ty
     WORDS: tl.constexpr = 192 if BITS == 3 else 256
@@ -130,12 +158,13 @@ def packed_expert_kernel(
     half = blocks // 2 if FUSE else blocks
     left = half - block
     S_GROUPS = groups if GROUPED else 1
+    PAIRS: tl.constexpr = SCALE_WORDS if E2M1 else 8
     whole = (e * blocks + block).to(tl.int64)
     P0 += whole * groups * WORDS
     P1 += whole * groups * WORDS
-    S += whole * S_GROUPS * 8
-    Z += whole * S_GROUPS * 8
-    words_on, pairs_on = half * groups * WORDS, half * S_GROUPS * 8
+    S += whole * S_GROUPS * PAIRS
+    Z += whole * S_GROUPS * PAIRS
+    words_on, pairs_on = half * groups * WORDS, half * S_GROUPS * PAIRS
     k = tl.arange(0, 128)
     if KWIDTH4:  # as tile_kernel.py
         k = k // 16 * 16 + k // 2 % 2 * 8 + k // 4 % 4 * 2 + k % 2
@@ -150,22 +179,19 @@ def packed_expert_kernel(
         acc2 = tl.zeros([BN, BM], tl.float32) if FUSE else 0
         for g in tl.range(0, groups, num_stages=STAGES):
             now = _load_group(
-                P0, P1, S, Z, left, groups, S_GROUPS, g, BITS, GROUPED, SYMMETRIC, BH, WM
+                P0, P1, S, Z, left, groups, S_GROUPS, g, BITS, GROUPED, SYMMETRIC, BH, WM, E2M1
             )
             if FUSE:
                 now2 = _load_group(
                     P0 + words_on, P1 + words_on, S + pairs_on, Z + pairs_on, left, groups,
-                    S_GROUPS, g, BITS, GROUPED, SYMMETRIC, BH, WM,
+                    S_GROUPS, g, BITS, GROUPED, SYMMETRIC, BH, WM, E2M1,
                 )  # fmt: skip
             x = _load_x(at, g, live[None, :], k[:, None], K, EVEN_K)
-            acc = _accumulate(
-                acc, now, x, 0, BITS, DT, True, SYMMETRIC, False, BH, WM, BM, KWIDTH4, INTERPRET
-            )
+            acc = _add_group(acc, now, x, BITS, DT, SYMMETRIC, BH, WM, BM, KWIDTH4, E2M1, INTERPRET)
             if FUSE:
-                acc2 = _accumulate(
-                    acc2, now2, x, 0, BITS, DT, True, SYMMETRIC, False, BH, WM, BM, KWIDTH4,
-                    INTERPRET,
-                )  # fmt: skip
+                acc2 = _add_group(
+                    acc2, now2, x, BITS, DT, SYMMETRIC, BH, WM, BM, KWIDTH4, E2M1, INTERPRET
+                )
         _store(
             acc, acc2, Y, BIAS, order, row, live, block * 16, e, N, limit, slope, BN, HAS_BIAS,
             not GATHER, FUSE, ACT,

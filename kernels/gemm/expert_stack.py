@@ -6,7 +6,9 @@
     hidden = stack.product(x, sent, gate=gate)     [C, N / 2] gated, where stack.gates(x, sent)
     y = stack.product(hidden_CK, sent, back=True)     [C, N], every pair at its own number
 
-`experts_reference` is the twin. Legend: T tokens, k experts of a token, C = T k pairs, E experts.
+`reference.experts_reference` is the twin.
+
+Legend: T tokens, k experts of a token, C = T k pairs, E experts.
 """
 
 from __future__ import annotations
@@ -20,10 +22,13 @@ from torch import Tensor
 from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from llmpq.kernels.formats.fp8_weight import Fp8Weight
 from llmpq.kernels.formats.quantized_weight import QuantizedWeight
+from llmpq.kernels.formats.table_weight import TableWeight
 from llmpq.kernels.formats.weight_layout import BLOCK_ROWS, Layout
 from llmpq.kernels.gemm import expert_rows_launch, expert_wide, gluon_expert_launch
 from llmpq.kernels.gemm.config import Config, make_plan
+from llmpq.kernels.gemm.e4m3_experts import Fp8Stack, alike
 from llmpq.kernels.gemm.expert_blocks import WIDE
 from llmpq.kernels.gemm.expert_kernel import dense_expert_kernel, packed_expert_kernel
 from llmpq.kernels.gemm.expert_sent import Sent
@@ -32,6 +37,8 @@ from llmpq.kernels.gemm.machine import machine_of
 from llmpq.kernels.multiprocessors import multiprocessors
 from llmpq.kernels.overlap import overlaps
 
+Stackable = Tensor | QuantizedWeight | Fp8Weight | TableWeight
+"""One expert's weight."""
 ROW_BLOCKS = 4
 """Blocks of pairs of an even routing that one program takes, its weight in the L2 meanwhile."""
 
@@ -43,8 +50,10 @@ class ExpertStack:
         self._experts = experts
         self._dense: Tensor | None = None
         self._packed: QuantizedWeight | None = None
+        self._table: TableWeight | None = None
+        self._fp8: Fp8Stack | None = None
         self._bias: Tensor | None = None
-        self.first: Tensor | QuantizedWeight | None = None
+        self.first: Stackable | None = None
         """Expert 0's weight as it was given back: who holds another one is not of this stack."""
 
     def takes(self, weight: object, bias: Tensor | None) -> bool:
@@ -56,18 +65,28 @@ class ExpertStack:
             return True
         if (bias is None) != (self._bias is None):
             return False
-        if isinstance(weight, QuantizedWeight) and isinstance(first, QuantizedWeight):
-            return form_of(weight) == form_of(first)
-        if isinstance(weight, Tensor) and isinstance(first, Tensor):
-            return weight.shape == first.shape
-        return False
+        if isinstance(weight, Tensor):
+            return isinstance(first, Tensor) and weight.shape == first.shape
+        if isinstance(weight, Fp8Weight):
+            return isinstance(first, Fp8Weight) and alike(weight, first)
+        if isinstance(first, Tensor | Fp8Weight):
+            return False
+        return form_of(weight) == form_of(first)
 
     def put(
-        self, index: int, weight: Tensor | QuantizedWeight, bias: Tensor | None
-    ) -> tuple[Tensor | QuantizedWeight, Tensor | None]:
+        self, index: int, weight: Stackable, bias: Tensor | None
+    ) -> tuple[Stackable, Tensor | None]:
         """Copy expert `index` in; return it as a view of the stack."""
-        view = self._put_packed if isinstance(weight, QuantizedWeight) else self._put_dense
-        made = view(index, weight)  # type: ignore[arg-type]
+        made: Stackable
+        if isinstance(weight, Fp8Weight):
+            self._fp8 = self._fp8 or Fp8Stack(weight, self._experts)
+            made = self._fp8.put(index, weight)
+        elif isinstance(weight, TableWeight):
+            made = self._put_table(index, weight.in_fragments())
+        elif isinstance(weight, QuantizedWeight):
+            made = self._put_packed(index, weight)
+        else:
+            made = self._put_dense(index, weight)
         if index == 0:
             self.first = made
         if bias is not None:
@@ -102,6 +121,17 @@ class ExpertStack:
             else copied(whole.zero, weight.zero),
         )  # fmt: skip
 
+    def _put_table(self, index: int, weight: TableWeight) -> TableWeight:
+        if self._table is None:
+            plane, scale = self._room(weight.plane), self._room(weight.scale)
+            self._table = replace(weight, plane=plane, scale=scale)
+        whole = self._table
+        return replace(
+            weight,
+            plane=whole.plane[index].copy_(weight.plane),
+            scale=whole.scale[index].copy_(weight.scale),
+        )
+
     def _room(self, given: Tensor) -> Tensor:
         return given.new_empty(self._experts, *given.shape)
 
@@ -113,12 +143,17 @@ class ExpertStack:
 
     def _halves(self) -> bool:
         """Whether gate and up each are whole blocks of rows; float32 has no tiles for both."""
-        if self._packed is not None:
-            return self._packed.out_features % (2 * BLOCK_ROWS) == 0
+        if self._fp8 is not None:
+            return self._fp8.gates()
+        coded = self._packed or self._table
+        if coded is not None:
+            return coded.out_features % (2 * BLOCK_ROWS) == 0
         return self._dense is not None and self._dense.element_size() == 2
 
     def _flows(self, x: Tensor, sent: Sent) -> bool:
         """Whether the Gluon programs of gluon_expert_launch.py are to be taken."""
+        if self._fp8 is not None:
+            return False
         packed = self._packed is None or self._packed.bits in gluon_expert_launch.BITS
         return packed and gluon_expert_launch.fits(x, sent)
 
@@ -142,13 +177,17 @@ class ExpertStack:
         order of the pairs' numbers; with `gate`, where `gates`, y [C, N / 2].
         """
         if self._flows(x, sent):
-            weight = self._packed if self._dense is None else self._dense
+            weight = (self._packed or self._table) if self._dense is None else self._dense
             assert weight is not None
             return gluon_expert_launch.product(weight, self._bias, x, sent, back=back, gate=gate)
         if self._wide(x, sent):
             return self._launch_wide(x.contiguous(), sent, back, gate)
         assert gate is None or self.gates(x, sent)
-        launch = self._launch_dense if self._packed is None else self._launch_packed
+        if self._fp8 is not None:
+            pairs = rows_of(sent.order_C.numel(), self._experts)
+            told = (x.contiguous(), sent, self._bias, pairs)
+            return self._fp8.product(*told, back=back, gate=gate)
+        launch = self._launch_packed if self._dense is None else self._launch_dense
         return launch(x.contiguous(), sent, back, gate)
 
     def _launch_wide(self, x: Tensor, sent: Sent, back: bool, gate: GateRule | None) -> Tensor:
@@ -185,7 +224,7 @@ class ExpertStack:
         return y
 
     def _launch_packed(self, x: Tensor, sent: Sent, back: bool, gate: GateRule | None) -> Tensor:
-        q, pairs = self._packed, sent.order_C.numel()
+        q, pairs = self._packed or self._table, sent.order_C.numel()
         assert q is not None
         bm, shares = rows_of(pairs, self._experts)
         fused = gate is not None
@@ -197,24 +236,27 @@ class ExpertStack:
         high, warps, stages = packed_tiles(bm, groups, fused=fused)
         tiles = triton.cdiv(blocks, (1 + fused) * high * warps)
         walking = min(pairs, self._experts) * tiles // multiprocessors(x.device)
-        form = expert_rows_launch.form_of(q, pairs, self._experts, walking, fused=fused)
-        if form is not None:
-            return expert_rows_launch.product(q, form, self._bias, x, sent, back=back, gate=gate)
+        table = isinstance(q, TableWeight)
+        if table and x.element_size() != 2 and not interpret:
+            raise ValueError(f"MXFP4 experts on a GPU: got x in {x.dtype}, expected 16 bits")
+        if isinstance(q, QuantizedWeight):
+            form = expert_rows_launch.form_of(q, pairs, self._experts, walking, fused=fused)
+            if form is not None:
+                return expert_rows_launch.product(
+                    q, form, self._bias, x, sent, back=back, gate=gate
+                )
         config = Config(kernel="tile", blocks=high, warps=warps, bm=bm, stages=stages)
         plan = make_plan(config, capability, interpret=interpret)
         parts, rule = 1 if gate is None else 2, gate or GateRule()
         y = x.new_empty(pairs, q.out_features // parts)
-        words = [t.view(self._experts, -1).view(torch.int32) for t in (*q.planes, q.scale)]
-        zero = words[-1] if q.zero is None else q.zero.view(self._experts, -1).view(torch.int32)
         packed_expert_kernel[(tiles, sent.most_runs, shares)](
-            *(x, words[0], words[len(q.planes) - 1], words[-1], zero),
-            *(x if self._bias is None else self._bias, y),
+            *(x, *_words(q), x if self._bias is None else self._bias, y),
             *(sent.order_C, sent.runs_E),
             *(q.out_features, q.in_features, blocks, groups, sent.per_token, shares),
             *(float(rule.limit), float(rule.slope)),
             BITS=q.bits,
             GROUPED=q.group_size is not None,
-            SYMMETRIC=q.symmetric,
+            SYMMETRIC=isinstance(q, TableWeight) or q.symmetric,
             EVEN_K=q.in_features % 128 == 0,
             HAS_BIAS=self._bias is not None,
             GATHER=not back,
@@ -227,8 +269,10 @@ class ExpertStack:
             PDL=plan.pdl,
             KWIDTH4=plan.kwidth4 or bm < WGMMA,
             INTERPRET=interpret,
+            E2M1=table,
             num_warps=config.warps,
             num_stages=config.stages,
+            maxnreg=table_registers(bm, fused=fused) if table and capability == (9, 0) else None,
             launch_pdl=plan.pdl,
         )
         return y
@@ -297,6 +341,14 @@ def packed_tiles(bm: int, groups: int, *, fused: bool = False) -> tuple[int, int
     return (2, 4, 3) if groups <= 8 else (1, 4, 4)
 
 
+def table_registers(bm: int, *, fused: bool) -> int | None:
+    """Return the registers of a thread of a product of E2M1 on Hopper; None: as many as it takes.
+
+    So many programs to a multiprocessor as of linear codes: 5, 4 and 3 instead of 4, 3 and 2.
+    """
+    return {(8, True): 128, (16, False): 96, (16, True): 128, (32, False): 168}.get((bm, fused))
+
+
 def dense_tiles(bm: int, item: int, *, fused: bool = False) -> tuple[int, int, int]:
     """Return rows of w, stages and warps of a dense product: 96 KiB shared at most."""
     if item == 4:
@@ -314,36 +366,29 @@ def rows_of(pairs: int, experts: int) -> tuple[int, int]:
     return bm, max(1, -(-even // (bm * ROW_BLOCKS)))
 
 
-def form_of(weight: QuantizedWeight) -> tuple[object, ...]:
+def _words(q: QuantizedWeight | TableWeight) -> list[Tensor]:
+    """Return planes, scales and zeros of all experts as int32; others stand in for what is not."""
+    if isinstance(q, TableWeight):
+        planes = (q.plane, q.plane, q.scale, q.scale)
+    else:
+        planes = (q.planes[0], q.planes[-1], q.scale, q.scale if q.zero is None else q.zero)
+    return [t.view(t.shape[0], -1).view(torch.int32) for t in planes]
+
+
+def form_of(weight: QuantizedWeight | TableWeight) -> tuple[object, ...]:
     """Return what the packed weights of a stack have in common."""
     shape = (weight.out_features, weight.in_features, weight.bits, weight.group_size)
+    if isinstance(weight, TableWeight):
+        return (*shape, weight.values, weight.scale.dtype)
     return (*shape, weight.symmetric, weight.scale.dtype)
 
 
-def stackable(weight: object) -> TypeGuard[Tensor | QuantizedWeight]:
-    """Whether a weight can be one of a stack: dense, or packed in whole blocks of rows."""
+def stackable(weight: object) -> TypeGuard[Stackable]:
+    """Whether a weight can be one of a stack: dense, E4M3, or packed in whole blocks of rows."""
+    if isinstance(weight, Fp8Weight):
+        return weight.dtype in (torch.float16, torch.bfloat16)
+    if isinstance(weight, TableWeight):
+        return weight.has_fragments()
     if isinstance(weight, QuantizedWeight):
         return weight.layout is Layout.FRAGMENT and weight.out_features % BLOCK_ROWS == 0
     return isinstance(weight, Tensor) and not weight.is_mkldnn
-
-
-def experts_reference(
-    x: Tensor,
-    weights: list[Tensor],
-    expert_TK: Tensor,
-    *,
-    biases: list[Tensor] | None = None,
-    back: bool = False,
-) -> Tensor:
-    """The twin of `product`, in float64: weights [N, K] of each expert, pairs one at a time."""
-    flat, per_token = expert_TK.flatten(), expert_TK.shape[1]
-    order = flat.argsort(stable=True)
-    y = x.new_empty(flat.numel(), weights[0].shape[0])
-    for place, pair in enumerate(order.tolist()):
-        e = int(flat[pair])
-        row = x[place] if back else x[pair // per_token]
-        made = weights[e].double() @ row.double()
-        if biases is not None:
-            made = made + biases[e].double()
-        y[pair if back else place] = made.to(y.dtype)
-    return y

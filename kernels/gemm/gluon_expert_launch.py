@@ -10,6 +10,7 @@ import triton
 from torch import Tensor
 
 from llmpq.kernels.formats.quantized_weight import QuantizedWeight
+from llmpq.kernels.formats.table_weight import TableWeight
 from llmpq.kernels.formats.weight_layout import BLOCK_ROWS
 from llmpq.kernels.gemm.expert_blocks import gather_kernel
 from llmpq.kernels.gemm.expert_sent import Sent
@@ -44,7 +45,7 @@ def fits(x: Tensor, sent: Sent) -> bool:
 
 
 def product(
-    weight: Tensor | QuantizedWeight,
+    weight: Tensor | QuantizedWeight | TableWeight,
     bias: Tensor | None,
     x: Tensor,
     sent: Sent,
@@ -90,7 +91,7 @@ class _Way:
     count: Tensor | None
     rows: int
     own: int
-    constants: dict[str, int | bool]
+    constants: dict[str, int | bool | str]
 
 
 def _dense(weight: Tensor, x: Tensor, sent: Sent, *, back: bool) -> _Way:
@@ -110,19 +111,22 @@ def _dense(weight: Tensor, x: Tensor, sent: Sent, *, back: bool) -> _Way:
     )
 
 
-def _packed(q: QuantizedWeight, sent: Sent, gate: GateRule | None) -> _Way:
+def _packed(q: QuantizedWeight | TableWeight, sent: Sent, gate: GateRule | None) -> _Way:
     """Return programs of packed words, which take turns: short blocks last."""
     from llmpq.kernels.gemm.gluon_expert_packed import packed_kernel
 
-    planes = (*q.planes, q.scale, q.scale if q.zero is None else q.zero)
+    if isinstance(q, QuantizedWeight):
+        planes = (*q.planes, q.scale, q.scale if q.zero is None else q.zero)
+    else:
+        planes = (q.plane, q.scale, q.scale)
     words = [t.view(t.shape[0], -1).view(torch.int32) for t in planes]
-    height = q.out_features // BLOCK_ROWS
-    broad = gate is None and sent.order_C.numel() >= BROAD_FROM * q.planes[0].shape[0]
+    height, experts = q.out_features // BLOCK_ROWS, planes[0].shape[0]
+    broad = gate is None and sent.order_C.numel() >= BROAD_FROM * experts
     assert sent.count is not None
     return _Way(
         packed_kernel,
         (words[0], words[-3], words[-2], words[-1]),
-        (height, q.scale.shape[0] * height, triton.cdiv(q.in_features, 128)),
+        (height, experts * height, triton.cdiv(q.in_features, 128)),
         sent.broad if broad else sent.apart,
         sent.count[3:] if broad else sent.count,
         256 if broad else 128,
@@ -130,7 +134,7 @@ def _packed(q: QuantizedWeight, sent: Sent, gate: GateRule | None) -> _Way:
         {
             "BITS": q.bits,
             "GROUPED": q.group_size is not None,
-            "SYMMETRIC": q.symmetric,
+            "SYMMETRIC": q.symmetric if isinstance(q, QuantizedWeight) else "e2m1",
             "STAGES": BROAD_STAGES if broad else PACKED_STAGES,
             "BROAD": broad,
         },

@@ -6,7 +6,7 @@
 
 The first warpgroup asks for x, STAGES - BACK slots ahead, also across items. Legend as in
 gluon_expert_item.py; `height` 16-row blocks of an expert's w, `every` of all experts, `groups` of
-128 k.
+128 k. SYMMETRIC "e2m1": MXFP4's words, code * scale -> left operand (gluon_e2m1.py).
 """
 
 # mypy: ignore-errors
@@ -25,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from llmpq.kernels.gemm.gluon_e2m1 import e2m1_operand
 from llmpq.kernels.gemm.gluon_expert_item import (
     DEEP,
     REGISTERS,
@@ -144,12 +145,12 @@ def _packed_item(
                     )  # fmt: skip
                 mbarrier.wait(ready.index(slot), step // STAGES % 2)
             words, scale, zero = now[c % PARTS]
-            scales = splat(scale)
-            zeros = zero_constants(zero, BITS, DT, SYMMETRIC)
-            a = gl.convert_layout(
-                operand(words, scales, zeros, c // PARTS, BITS, DT, SYMMETRIC), LEFT,
-                assert_trivial=True,
-            )  # fmt: skip
+            if SYMMETRIC == "e2m1":
+                w = e2m1_operand(words[0], scale, c // PARTS, DT)
+            else:
+                zeros = zero_constants(zero, BITS, DT, SYMMETRIC)
+                w = operand(words, splat(scale), zeros, c // PARTS, BITS, DT, SYMMETRIC)
+            a = gl.convert_layout(w, LEFT, assert_trivial=True)
             made = warpgroup_mma(a, right_of(ring, slot, NT), acc[c % PARTS], is_async=True)
             warpgroup_mma_wait(1, deps=[before])
             before = a

@@ -1,7 +1,8 @@
 """Words, scales and zeros from memory to the registers of a warpgroup, for `gluon_kernel`.
 
 Registers bridge one k-group of time and the L2 the latency behind it: lines are asked of the L2
-several k-groups before registers load them. Legend as in gluon_kernel.py.
+several k-groups before registers load them. Legend as in gluon_kernel.py. SYMMETRIC "e2m1" are
+MXFP4's words and exponents (e2m1_operand.py): a thread's scale is two times four bytes.
 """
 
 # mypy: ignore-errors
@@ -48,8 +49,13 @@ def load(
         inner = gl.minimum((WG * BH + bh) * 4 + thread // 32, blocks - 1 - block)
         words = _load_words(P0 + start, P1 + start, inner * groups * WORDS, lane, BITS, LANES)
         pair = inner * s_groups * 8 + lane // 4
-        scale = gl.load(S + s_start + pair)
-        zero = scale if SYMMETRIC else gl.load(Z + s_start + pair)
+        if SYMMETRIC == "e2m1":
+            eight = S + (s_start + inner * s_groups * 8 + lane // 4) * 2
+            scale = (gl.load(eight), gl.load(eight + 1))
+            zero = 0
+        else:
+            scale = gl.load(S + s_start + pair)
+            zero = scale if SYMMETRIC else gl.load(Z + s_start + pair)
         out = out + ((words, scale, zero),)
     return out
 
@@ -84,7 +90,9 @@ def ask_ahead(
         _ask(P0 + start * WORDS + at)
         if BITS == 8:
             _ask(P1 + start * WORDS + at)
-        if GROUPED:
+        if SYMMETRIC == "e2m1":
+            _ask(S + start * 16 + inner * 16)
+        elif GROUPED:
             _ask(S + start * 8 + inner * 8)
             if not SYMMETRIC:
                 _ask(Z + start * 8 + inner * 8)

@@ -6,12 +6,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from llmpq.kernels.formats.fp8_weight import Fp8Weight
 from llmpq.kernels.formats.quantized_weight import QuantizedWeight
 from llmpq.kernels.formats.weight_layout import GROUP
 
 
 def linear_reference(
-    x: Tensor, qweight: QuantizedWeight, bias: Tensor | None = None, *, exact: bool = False
+    x: Tensor,
+    qweight: QuantizedWeight | Fp8Weight,
+    bias: Tensor | None = None,
+    *,
+    exact: bool = False,
 ) -> Tensor:
     """y = x w^T + bias with the dequantised weight; `exact` computes and returns float64."""
     wide = torch.float64 if exact else torch.float32
@@ -46,3 +51,25 @@ def relative_error(got: Tensor, exact: Tensor) -> float:
     """Frobenius norm of the error over that of `exact`; NaN if anything is NaN."""
     exact = exact.double()
     return float((got.double() - exact).norm() / exact.norm())
+
+
+def experts_reference(
+    x: Tensor,
+    weights: list[Tensor],
+    expert_TK: Tensor,
+    *,
+    biases: list[Tensor] | None = None,
+    back: bool = False,
+) -> Tensor:
+    """The twin of `product`, in float64: weights [N, K] of each expert, pairs one at a time."""
+    flat, per_token = expert_TK.flatten(), expert_TK.shape[1]
+    order = flat.argsort(stable=True)
+    y = x.new_empty(flat.numel(), weights[0].shape[0])
+    for place, pair in enumerate(order.tolist()):
+        e = int(flat[pair])
+        row = x[place] if back else x[pair // per_token]
+        made = weights[e].double() @ row.double()
+        if biases is not None:
+            made = made + biases[e].double()
+        y[pair if back else place] = made.to(y.dtype)
+    return y

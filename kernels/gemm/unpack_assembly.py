@@ -139,7 +139,7 @@ B3, B3Z = tl.constexpr(_bfloat16_3(None)), tl.constexpr(_bfloat16_3(35))
 F8, F8Z = tl.constexpr(_float16_8(None)), tl.constexpr(_float16_8(10))
 B8, B8Z = tl.constexpr(_bfloat16_8(None)), tl.constexpr(_bfloat16_8(10))
 O8I1, O8I3 = tl.constexpr(_outputs(8, 1)), tl.constexpr(_outputs(8, 3))
-O8I2, O8I4, O8I6 = (tl.constexpr(_outputs(8, i)) for i in (2, 4, 6))
+O8I2, O8I4, O8I5, O8I6 = (tl.constexpr(_outputs(8, i)) for i in (2, 4, 5, 6))
 O32I3, O32I9, O32I7 = (tl.constexpr(_outputs(32, i)) for i in (3, 9, 7))
 
 # Zeros of two rows, as a pair, to the constants above: splat each, then c + s * zero.

@@ -30,7 +30,14 @@ from llmpq.kernels.native.one_at_a_time import one_at_a_time
 _log = logging.getLogger(__name__)
 
 _HERE = Path(__file__).parent
-_SOURCES = ("packed_attention.cpp", "products.cpp", "attention.cpp", "layer.cpp")
+_SOURCES = (
+    "packed_attention.cpp",
+    "products.cpp",
+    "attention.cpp",
+    "layer.cpp",
+    "fp8.cpp",
+    "table.cpp",
+)
 """The one that takes longest first."""
 _COMPILERS = ("g++", "c++", "clang++")
 _OPENMP = ("libgomp*.so*", "libiomp5*.so*", "libomp*.so*")

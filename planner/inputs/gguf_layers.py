@@ -38,7 +38,7 @@ class StoredLayer:
     served: tuple[Precision, ...]
 
 
-CENTRED = ("Q8_0", "Q4_0", "Q5_0")
+CENTRED = ("Q8_0", "Q4_0", "Q5_0", "MXFP4", "IQ4_NL", "IQ4_XS")
 """Types without a low end of their own."""
 GROUP = 32
 """Weights of a block that share a scale."""

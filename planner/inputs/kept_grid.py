@@ -2,9 +2,11 @@
 
     GGUF                             groups of 32
     GPTQ, AWQ, compressed-tensors    groups of 32 or 64, where all linears have the same
+    NVFP4                            groups of 16, scales of a byte: as much as 32 without zeros
 
-CPUs keep them. GPUs' products are quickest in groups of 128: there, codes are numbers that are
-rounded anew, unless `--weight-group-size` asks for groups as they are stored.
+CPUs keep them, and GPUs NVFP4. GPUs' products are quickest in groups of 128: there, other codes are
+numbers that are rounded anew, unless `--weight-group-size` asks for groups as they are stored.
+Codes of MXFP4 and bitsandbytes are kept on any grid (runtime/weights/table_forms.py).
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from llmpq.cluster import Device
 from llmpq.gguf_file import is_gguf
 from llmpq.memory import Quantization
 from llmpq.planner.inputs import gguf_layers
-from llmpq.planner.inputs.stored_precisions import small_groups
+from llmpq.planner.inputs.stored_precisions import nvfp4_grid, small_groups
 
 
 def kept_grid(
@@ -26,7 +28,9 @@ def kept_grid(
 
     `asked`: weights that shall share a scale, if somebody says so.
     """
-    if asked is None and not all(device.spec.is_cpu for device in devices):
+    kept = None if is_gguf(path) else nvfp4_grid(path)
+    if kept is None and asked is None and not all(device.spec.is_cpu for device in devices):
         return None
-    kept = gguf_layers.kept_grid(path) if is_gguf(path) else small_groups(path)
+    if kept is None:
+        kept = gguf_layers.kept_grid(path) if is_gguf(path) else small_groups(path)
     return kept if kept is None or asked in (None, kept.group_size) else None

@@ -6,8 +6,11 @@ tensors tell its form, as runtime/weights/quantized_checkpoint.py lists them:
     weight_packed, qweight    weights alone: their bits with 16-bit activations
     weight int8 with a scale  w8a8
     codes                     Atom: bits of weights and activations in the file's metadata
-    none of these             unquantised: 16 bits, or rounded while it loads; so are FP8, MXFP4
-                              and NVFP4, and integers in groups or orders that no kernel takes
+    weight float8 (E4M3)      w8a16, the codes kept; or any other, made of their numbers
+    MXFP4, NVFP4, 4 bits of   w4a16, the codes kept; or any other
+    bitsandbytes
+    none of these             unquantised: 16 bits, or rounded while it loads; so are integers in
+                              groups or orders that no kernel takes
 
 A GGUF file's layers are planned at the bits nearest to those of most of their weights, and may be
 served at any. Bits of other weights cannot change once stored; Atom's weights also meet 16-bit
@@ -30,7 +33,14 @@ from llmpq.model_config import read_config
 from llmpq.model_spec import ModelSpec
 from llmpq.planner.inputs.gguf_layers import StoredLayer, stored_in_gguf
 from llmpq.precision import Precision
-from llmpq.quantization_config import LAYER, is_centred, require_read
+from llmpq.quantization_config import (
+    BITSANDBYTES,
+    LAYER,
+    fp8_block,
+    is_centred,
+    is_kept_block,
+    require_read,
+)
 
 QUANTIZATION = "config.json, quantization_config"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -88,7 +98,12 @@ def stored_layers(
     found: dict[int, set[Precision]] = {}
     for layer, precision in _quantised(file_of, described, small):
         found.setdefault(layer, set()).add(precision)
-    made = (_layer(directory, i, found.get(i, set())) for i in range(spec.num_layers))
+    coded = dict.fromkeys(_table_layers(file_of), Precision.W4A16)
+    coded |= dict.fromkeys(_fp8_layers(file_of, described), Precision.W8A16)
+    made = (
+        _layer(directory, i, found.get(i, set()), coded.get(i, Precision.W16A16))
+        for i in range(spec.num_layers)
+    )
     return tuple(replace(one, served=tuple(Precision)) if small else one for one in made)
 
 
@@ -211,12 +226,42 @@ def _precision(
         if described.get("desc_act") or _is_foreign(groups, k, small):
             return None
         return _named(name, bits)
+    if kind == "weight" and header.tensors[name]["dtype"].startswith("F8"):
+        return None  # of `_fp8_layers`
     if kind == "weight" and f"{stem}.weight_scale" in file_of:
-        if header.tensors[name]["dtype"].startswith("F8"):
-            return None
         _require_int8(name, header.tensors[name]["dtype"])
         return Precision.W8A8
     return None
+
+
+def _table_layers(file_of: Mapping[str, _Header]) -> set[int]:
+    """Return the layers with 4-bit codes of a table, which one of 4 bits keeps."""
+    ends = ("_blocks", ".weight_packed", *(f".weight.{name}" for name in BITSANDBYTES))
+    found = set()
+    for name, header in file_of.items():
+        layer = LAYER.search(name)
+        if layer is not None and name.endswith(ends):
+            found |= {int(layer[1])} if header.tensors[name]["dtype"] == "U8" else set()
+    return found
+
+
+def nvfp4_grid(directory: str | Path) -> Quantization | None:
+    """Return the grid of a directory with NVFP4 codes, which counts what those take: half a bit a
+    weight for scales."""
+    headers = map(_read_header, _files(Path(directory)))
+    names = {name for header in headers for name in header.tensors}
+    coded = any(name.endswith(".weight_global_scale") for name in names)
+    return Quantization(group_size=min(SMALL), symmetric=True) if coded else None
+
+
+def _fp8_layers(file_of: Mapping[str, _Header], described: Mapping[str, Any]) -> set[int]:
+    """Return the layers with linears in E4M3, whose codes an 8-bit layer keeps."""
+    found = set()
+    for name, header in file_of.items():
+        layer = LAYER.search(name)
+        if layer is not None and name.endswith(".weight"):
+            found |= {int(layer[1])} if header.tensors[name]["dtype"] == "F8_E4M3" else set()
+    return found if is_kept_block(fp8_block(described)) else set()
 
 
 def _groups(file_of: Mapping[str, _Header], scales: str, dimension: int) -> int | None:
@@ -251,7 +296,9 @@ def _named(name: str, weight_bits: int, activation_bits: int = 16) -> Precision:
         ) from None
 
 
-def _layer(directory: str | Path, index: int, found: set[Precision]) -> StoredLayer:
+def _layer(
+    directory: str | Path, index: int, found: set[Precision], kept: Precision
+) -> StoredLayer:
     """Return a layer of these quantised linears; unquantised ones among them follow the others."""
     if len(found) > 1:
         raise ValueError(
@@ -259,7 +306,7 @@ def _layer(directory: str | Path, index: int, found: set[Precision]) -> StoredLa
             "expected one precision a layer; quantise the model with llmpq-quantize"
         )
     if not found:
-        return StoredLayer(stored=Precision.W16A16, served=tuple(Precision))
+        return StoredLayer(stored=kept, served=tuple(Precision))
     (stored,) = found
     weight_only = Precision(f"w{stored.weight_bits}a16")
     return StoredLayer(stored=stored, served=tuple(dict.fromkeys((stored, weight_only))))

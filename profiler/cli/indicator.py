@@ -78,7 +78,7 @@ def _observed(
 
     from llmpq.profiler.quality.observation import cut_windows, observe
     from llmpq.runtime.backends.backend import usable_device
-    from llmpq.runtime.weights.quantized_checkpoint import open_numbers
+    from llmpq.runtime.weights.numbers_source import open_numbers
 
     if not is_model(request.model):
         raise ValueError(

@@ -47,7 +47,7 @@ def quantize(request: QuantizeRequest) -> int:
     from llmpq.profiler.quantize.layer_progress import QuantizeProgress
     from llmpq.profiler.quantize.whole_model import quantize_model
     from llmpq.runtime.backends.backend import usable_device
-    from llmpq.runtime.weights.quantized_checkpoint import open_numbers
+    from llmpq.runtime.weights.numbers_source import open_numbers
 
     device = usable_device(request.device)
     if request.output.exists() and not request.output.is_dir():

@@ -30,7 +30,7 @@ from llmpq.kernels.fused import layer_norm as fused_layer_norm
 from llmpq.kernels.fused import rope_append as fused_rope
 from llmpq.kernels.kv import plain_attend
 from llmpq.kernels.kv.prompt_attend import causal_attend
-from llmpq.kernels.linear import QuantizedWeight, linear
+from llmpq.kernels.linear import Fp8Weight, QuantizedWeight, TableWeight, linear
 from llmpq.runtime.backends import cuda_atom_layers, cuda_experts, cuda_rules
 from llmpq.runtime.backends.cuda_norms import added_behind, late_norms, norm, norm_heads
 from llmpq.runtime.cache.device_pages import DevicePages
@@ -156,7 +156,7 @@ def _require_known(layer: DecoderLayer) -> None:
     Whatever reaches a GPU unplanned stops here, in place of giving other text without a word.
     """
     rotary = layer.attention.rotary
-    if rotary is not None and rotary.by_length:
+    if rotary is not None and rotary.by_length and not rotary.is_dynamic:
         raise ValueError("a layer's rotary positions are of a kind that no GPU kernel computes yet")
     if cuda_atom_layers.rounds_inputs(layer) and not layer.adds_plainly:
         raise ValueError("a layer of rounded activations has norms that no GPU kernel computes yet")
@@ -208,7 +208,7 @@ def product(
     """
     if residual is not None and type(part) is Linear and not part._forward_pre_hooks:
         weight = part.weight
-        if isinstance(weight, QuantizedWeight):
+        if isinstance(weight, (QuantizedWeight, Fp8Weight, TableWeight)):
             return linear(x, weight, part.bias, residual, into_residual=into_residual)
         dense = _dense(part)
         if dense is not None and (part.bias is None or not with_bias):
@@ -247,7 +247,7 @@ def attend(part: Attention, qkv_BQN: Tensor, index: int, step: Step, kv: KVCache
         out = rotating.attend(index, q, k, v, step, scale=part.scale, rule=rule, **turned)
     else:
         if rotary is not None:
-            q, k = fused_rope.rope(q, k, step.start_B, rotary.inv_freq, rotary.factor)
+            q, k = fused_rope.rope(q, k, step.start_B, rotary.turning(step), rotary.factor)
         rule, slopes = cuda_rules.rule_of(part.rule, step), part.alibi_slopes_H
         out = cuda_rules.attend_packed(kv, index, q, k, v, step, part.scale, rule, slopes)
     return out.reshape(batch, q_len, part.heads * part.head_dim)
@@ -261,7 +261,7 @@ def _append_to_copy(
     if rotary is not None and rotary.is_plain(part.head_dim) and copy.rotates(step):
         inv_freq = rotary.inv_freq
     elif rotary is not None:
-        k, _ = fused_rope.rope(k, k, step.start_B, rotary.inv_freq, rotary.factor)
+        k, _ = fused_rope.rope(k, k, step.start_B, rotary.turning(step), rotary.factor)
     copy.append(index, k, v, step, inv_freq)
 
 
@@ -280,7 +280,7 @@ def _plain(
     k_SGTD, v_SGTD = kv.k[index], kv.v[index]
     rows = (step.slots_B, step.start_B, step.num_new_B)
     rotary, slopes = part.rotary, part.alibi_slopes_H
-    inv_freq, factor = (None, 1.0) if rotary is None else (rotary.inv_freq, rotary.factor)
+    inv_freq, factor = (None, 1.0) if rotary is None else (rotary.turning(step), rotary.factor)
     q_BQHD = fused_rope.rope_append(q, k, v, k_SGTD, v_SGTD, *rows, inv_freq, factor, norms)
     rule = cuda_rules.rule_of(part.rule, step)
     if not rule.is_plain:
@@ -310,7 +310,7 @@ def _paged(
         scale=part.scale,
         alibi_slopes_H=part.alibi_slopes_H,
         rule=cuda_rules.rule_of(part.rule, step),
-        inv_freq=None if rotary is None else rotary.inv_freq,
+        inv_freq=None if rotary is None else rotary.turning(step),
         factor=1.0 if rotary is None else rotary.factor,
     )
 

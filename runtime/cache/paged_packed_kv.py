@@ -127,7 +127,7 @@ class PagedPackedKV(DevicePages):
         """Append the step's keys and values, then return its causal attention [1, T, H, D]."""
         assert isinstance(step, PagedStep)
         q_THD, k_TGD, v_TGD = q_BQHD[0], k_BQGD[0], v_BQGD[0]
-        if step.chunks and inv_freq is not None:
+        if inv_freq is not None and (step.chunks or inv_freq.dim() > 1):
             places_T = step.once("new places", lambda: new_places(step.where))
             at = (places_T, step.where.positions_T, inv_freq, factor)
             q_THD, k_TGD, v_TGD = turned(q_THD, k_TGD, v_TGD, *at)

@@ -27,6 +27,7 @@ from llmpq.kernels.cpu.dense import plain_dense
 from llmpq.kernels.formats.atom_rounding import Grid
 from llmpq.kernels.formats.atom_scheme import AtomScheme
 from llmpq.kernels.formats.atom_weight import AtomWeight
+from llmpq.kernels.formats.fp8_weight import Fp8Weight
 from llmpq.kernels.formats.quantized_weight import QuantizedWeight, from_codes
 from llmpq.kernels.formats.weight_layout import GROUP, Layout
 from llmpq.kernels.linear import linear
@@ -107,10 +108,10 @@ def round_input(part: Linear) -> nn.Module:
 def to_four_bits(part: Linear, keep: Callable[[QuantizedWeight], QuantizedWeight]) -> nn.Module:
     """Return a 4-bit copy of a 16- or 8-bit linear."""
     weight = part.weight
-    if isinstance(weight, AtomWeight) or (isinstance(weight, QuantizedWeight) and weight.bits < 8):
+    if not isinstance(weight, Tensor) and (isinstance(weight, AtomWeight) or weight.bits < 8):
         return part
     dense = plain_dense(weight) if isinstance(weight, Tensor) else weight.dequantize(torch.float32)
-    dtype = weight.dtype if isinstance(weight, Tensor) else weight.scale.dtype
+    dtype = weight.dtype if isinstance(weight, Tensor | Fp8Weight) else weight.scale.dtype
     return Linear(keep(draft_weight(dense, dtype)), part.bias)
 
 

@@ -46,6 +46,30 @@ class Rotary:
         """Whether a request's length decides the frequencies; else `inv_freq` holds them all."""
         return self._scaling is not None and self._scaling.by_length
 
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether a step's frequencies can be made where its lengths are: `turning`."""
+        return self._scaling is not None and self._scaling.kind == "dynamic"
+
+    def turning(self, step: Step) -> Tensor:
+        """Return the frequencies [D / 2], or of every row [B, D / 2], or of every place [T, D / 2].
+
+        Made of the lengths on the device, so that a captured step serves rows of any.
+        """
+        if not self.is_dynamic:
+            return self.inv_freq
+        return step.once(f"frequencies{self._name}", lambda: self._by_device(step.ends))
+
+    def _by_device(self, length_R: Tensor) -> Tensor:
+        scaling, dim = self._scaling, self.dim
+        assert scaling is not None
+        longest = float(scaling.original_max_positions)
+        beyond_R = length_R.double().clamp(min=longest) / longest
+        stretched_R = scaling.factor * beyond_R - (scaling.factor - 1)
+        channel = torch.arange(0, dim, 2, dtype=torch.float64, device=length_R.device)
+        slower_RD = stretched_R[:, None] ** (channel / (2 - dim))
+        return (self._theta ** (-channel / dim) * slower_RD).float()
+
     def is_plain(self, head_dim: int) -> bool:
         """Whether `inv_freq` says all: whole heads, cosines as they are, one set of frequencies."""
         return self.dim == head_dim and self.factor == 1.0 and not self.by_length
@@ -78,6 +102,9 @@ class Rotary:
         """Return [D/2], or [B, Q, D/2] where a request's length decides, Q 1 if alike."""
         if self._scaling is None or not self._scaling.by_length:
             return self.inv_freq
+        if self.is_dynamic and step.start_B.is_cuda:
+            made, (rows, q_len) = self.turning(step), (step.batch, step.q_len)
+            return made[:, None] if made.shape[0] == rows != q_len else made.view(1, q_len, -1)
         longest = self._scaling.original_max_positions
         if step.max_end <= longest:
             return self.inv_freq

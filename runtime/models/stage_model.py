@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from llmpq.kernels.cpu.side_by_side import side_by_side
 from llmpq.kernels.formats.quantized_weight import QuantizedWeight
-from llmpq.kernels.formats.weight_layout import SMALL
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import Precision, WeightScheme
 from llmpq.runtime.cache.kv_cache import KVCache
@@ -84,9 +83,7 @@ class StageModel(nn.Module):
         place = torch.device(device)
         builder = _Builder(Wiring(spec, place, runner), spec, dtype, place)
         schemes = dict(zip(layers, map(scheme, precisions), strict=True))
-        small = any(made is not None and made.group_size in SMALL for made in schemes.values())
-        kept = place.type == "cpu" or small
-        if kept and isinstance(source, (GgufCheckpoint, QuantizedCheckpoint)):
+        if isinstance(source, (GgufCheckpoint, QuantizedCheckpoint)):
             source.keep_codes(schemes)
         readers: list[Reader] = [partial(source.layer, index, dtype) for index in layers]
         if first:

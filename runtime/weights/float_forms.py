@@ -1,8 +1,7 @@
 """Stored forms that become numbers when they are read, and are rounded as the plan says.
 
-    NAME.weight float8           weight_scale (one, a row, a block), or weight_scale_inv (blocks)
-    NAME.weight_packed uint8     MXFP4 (weight_scale uint8) or NVFP4 (and weight_global_scale)
-    NAME_blocks, NAME_scales     MXFP4 of gpt-oss's experts, [E, N, K / 32, 16] and [E, N, K / 32]
+    NAME.weight float8           weight_scale (one, a row, a block), or weight_scale_inv (blocks);
+                                 kept as codes (`fp8_codes`) where the plan has 8 bits
     NAME.qweight, weight_packed  4 and 8 bits whose groups our kernels do not take: 32 or 64
                                  weights, or channels ordered by activation (g_idx)
 
@@ -11,12 +10,15 @@ The numbers are the form's own, in float32. Scales of inputs are not used: input
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from llmpq.kernels.formats.float_codes import from_fp8, from_mxfp4, from_nvfp4
+from llmpq.kernels.formats.float_codes import from_fp8
+from llmpq.kernels.formats.fp8_weight import Fp8Weight, fp8_weight, stacked
 from llmpq.kernels.formats.integer_numbers import (
     numbers_of_awq,
     numbers_of_gptq,
@@ -27,19 +29,44 @@ Read = Callable[[str], Tensor]
 """A tensor of the checkpoint by its own name."""
 
 
-def fp8_numbers(
-    stem: str, codes: Tensor, held: Mapping[str, str], read: Read, block: Any
-) -> Tensor:
+def fp8_numbers(stem: str, held: Mapping[str, str], read: Read, block: Any) -> Tensor:
     """Return float32 [N, K] of FP8 codes; `held`: names of the checkpoint's tensors."""
+    return from_fp8(read(f"{stem}.weight"), *_fp8_scale(stem, held, read, block))
+
+
+def fp8_codes(
+    stems: Sequence[str],
+    held: Mapping[str, str],
+    read: Read,
+    block: Any,
+    *,
+    order: Callable[[Tensor], Tensor] | None,
+    dtype: torch.dtype,
+) -> Fp8Weight:
+    """Return a fused linear's codes as they are stored; `order` puts rows in our form."""
+    pieces = []
+    for stem in stems:
+        scale, blocks = _fp8_scale(stem, held, read, block)
+        pieces.append(fp8_weight(read(f"{stem}.weight"), scale, blocks, dtype))
+    whole = stacked(pieces)
+    if order is None:
+        return whole
+    codes_NK, scale_NC = order(whole.codes_NK), order(whole.scale_NC())
+    return replace(whole, codes_NK=codes_NK, scale=scale_NC.contiguous(), rows=1)
+
+
+def _fp8_scale(
+    stem: str, held: Mapping[str, str], read: Read, block: Any
+) -> tuple[Tensor, tuple[int, int] | None]:
+    """Return a linear's scales, and the rows and columns that share one of a table of them."""
     inverse = f"{stem}.weight_scale_inv"
     name = inverse if inverse in held else f"{stem}.weight_scale"
     if name not in held:
         raise ValueError(f"{stem}.weight is FP8 without weight_scale; download the model again")
     scale = read(name)
-    blocks = None
-    if scale.dim() == 2 and scale.shape[1] > 1 or (scale.dim() == 2 and name == inverse):
-        blocks = _block(block, stem)
-    return from_fp8(codes, scale, blocks)
+    if scale.dim() == 2 and (scale.shape[1] > 1 or name == inverse):
+        return scale, _block(block, stem)
+    return scale, None
 
 
 def _block(block: Any, stem: str) -> tuple[int, int]:
@@ -50,21 +77,6 @@ def _block(block: Any, stem: str) -> tuple[int, int]:
             "expected two numbers, such as [128, 128]"
         )
     return block[0], block[1]
-
-
-def fp4_numbers(stem: str, held: Mapping[str, str], read: Read) -> Tensor:
-    """Return float32 [N, K] of two E2M1 codes a byte."""
-    packed, scale = read(f"{stem}.weight_packed"), read(f"{stem}.weight_scale")
-    whole = f"{stem}.weight_global_scale"
-    if whole in held:
-        return from_nvfp4(packed, scale, read(whole))
-    return from_mxfp4(packed, scale)
-
-
-def expert_numbers(name: str, index: int, read_row: Callable[[str, int], Tensor]) -> Tensor:
-    """Return float32 [N, K] of one expert's MXFP4 blocks."""
-    blocks, exponents = (read_row(f"{name}_{kind}", index) for kind in ("blocks", "scales"))
-    return from_mxfp4(blocks.flatten(-2), exponents)
 
 
 def integer_numbers(

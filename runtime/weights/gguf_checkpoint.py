@@ -19,19 +19,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from llmpq.families.record import AS_IT_IS
 from llmpq.gguf_config import UNREAD, architecture_of
 from llmpq.gguf_file import GgufTensor, open_gguf
 from llmpq.kernels.formats.quantized_weight import QuantizedWeight
 from llmpq.kernels.formats.round_to_nearest import quantize_weight
+from llmpq.kernels.formats.table_weight import TableWeight, ordered
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import WeightScheme
 from llmpq.runtime.models.part_shapes import layer_shapes
-from llmpq.runtime.weights.gguf_codes import codes_of, kept_weight
-from llmpq.runtime.weights.gguf_layout import Stored, layout
-from llmpq.runtime.weights.sources import CheckpointSource, stored_name
+from llmpq.runtime.weights.gguf_codes import GROUP, codes_of, kept_weight
+from llmpq.runtime.weights.gguf_layout import ONE_BELOW, Stored, layout
+from llmpq.runtime.weights.gguf_tables import keeps_kind, table_of_blocks, whole_numbers
+from llmpq.runtime.weights.sources import ROW, CheckpointSource, stored_name
+from llmpq.runtime.weights.table_forms import table_of
 
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Types whose bytes are the numbers."""
+IQ4 = ("IQ4_NL", "IQ4_XS")
+"""Types whose numbers are whole ones times a scale."""
 SAMPLED_ROWS = 64
 """Rows by which a second rounding is measured."""
 _log = logging.getLogger("llmpq.weights")
@@ -84,25 +90,61 @@ class GgufCheckpoint(CheckpointSource):
         shape: tuple[int, ...],
         scheme: WeightScheme | None,
         dtype: torch.dtype,
-    ) -> QuantizedWeight | None:
+    ) -> QuantizedWeight | TableWeight | None:
         """Return a linear's own codes; None where the scheme cannot hold them."""
+        table = self._table(part, names, shape, scheme, dtype)
+        if table is not None or scheme is None or scheme.group_size != GROUP:
+            return table
         pieces, kinds = [], []
         for name in names:
             stored = self._stored.get(name)
             if stored is None or stored.make is not None:
                 return None  # missing, which `_get` says, or made of others' numbers
             tensor = self._file.tensors[stored.names[0]]
-            piece = codes_of(tensor, stored.expert)
+            eight = scheme.bits == 8 and tensor.kind in IQ4
+            piece = (whole_numbers if eight else codes_of)(tensor, stored.expert)
             if piece is None:
                 return None
             pieces.append(piece.rows(partial(self._their_rows, name)))
             kinds.append(tensor.kind)
         got = (sum(p.codes_NK.shape[0] for p in pieces), pieces[0].codes_NK.shape[1])
-        if scheme is None or got != shape or len({p.codes_NK.shape[1] for p in pieces}) > 1:
+        if got != shape or len({p.codes_NK.shape[1] for p in pieces}) > 1:
             return None  # read as numbers, which says what is wrong
         arranged = self.names.arranged(part)
         order = partial(arranged.ours, spec=self.spec)
         return kept_weight(pieces, kinds, scheme, dtype, order)
+
+    def _table(
+        self,
+        part: str,
+        names: tuple[str, ...],
+        shape: tuple[int, ...],
+        scheme: WeightScheme | None,
+        dtype: torch.dtype,
+    ) -> TableWeight | None:
+        """Return a linear's own codes that stand for a table's numbers, if it has such."""
+        pieces: list[TableWeight | None] = []
+        arranged = self.names.arranged(part)
+        for name in names:
+            row = ROW.fullmatch(name)
+            stored = self._stored.get(name if row is None else row["name"])
+            made = None if stored is None else stored.make
+            if stored is None or (made is not None and made not in ONE_BELOW):
+                return None
+            expert = stored.expert if row is None else int(row["index"])
+            tensors = [self._file.tensors[own] for own in stored.names]
+            if not all(keeps_kind(tensor.kind, scheme) for tensor in tensors):
+                return None
+            found = [table_of_blocks(tensor, expert, dtype) for tensor in tensors]
+            if made is not None:
+                arranged = AS_IT_IS
+            elif found[0] is not None:
+                found = [ordered(found[0], partial(self._their_rows, name))]
+            pieces += found
+        whole = table_of(pieces, shape)
+        if whole is None or arranged == AS_IT_IS:
+            return whole
+        return ordered(whole, partial(arranged.ours, spec=self.spec))
 
     def _say_rounded(self, names: set[str], scheme: WeightScheme, dtype: torch.dtype) -> None:
         """Say once of each type of blocks that they are rounded again, and by how much."""

@@ -118,12 +118,12 @@ def _on_our_grid(
     return codes, torch.where(flat, low, scale), zero
 
 
-def _halves(blocks: Tensor, start: int) -> Tensor:
+def halves(blocks: Tensor, start: int) -> Tensor:
     """Return a number of float16 from each block, as float32."""
     return blocks[..., start : start + 2].contiguous().view(torch.float16)[..., 0].float()
 
 
-def _nibbles(packed: Tensor) -> Tensor:
+def nibbles(packed: Tensor) -> Tensor:
     """Return 32 codes of every 16 bytes: low nibbles first."""
     return torch.cat((packed & 15, packed >> 4), dim=-1)
 
@@ -136,28 +136,28 @@ def _fifth_bits(packed: Tensor) -> Tensor:
 
 def _q8_0(blocks: Tensor) -> BlockCodes:
     codes = blocks[..., 2:] ^ 128  # int8 + 128
-    return BlockCodes(codes_NK=codes.flatten(1), scale_NG=_halves(blocks, 0), zero=128)
+    return BlockCodes(codes_NK=codes.flatten(1), scale_NG=halves(blocks, 0), zero=128)
 
 
 def _q4_0(blocks: Tensor) -> BlockCodes:
-    codes = _nibbles(blocks[..., 2:])
-    return BlockCodes(codes_NK=codes.flatten(1), scale_NG=_halves(blocks, 0), zero=8)
+    codes = nibbles(blocks[..., 2:])
+    return BlockCodes(codes_NK=codes.flatten(1), scale_NG=halves(blocks, 0), zero=8)
 
 
 def _q4_1(blocks: Tensor) -> BlockCodes:
-    codes, low = _nibbles(blocks[..., 4:]), _halves(blocks, 2)
-    return BlockCodes(codes_NK=codes.flatten(1), scale_NG=_halves(blocks, 0), low_NG=low)
+    codes, low = nibbles(blocks[..., 4:]), halves(blocks, 2)
+    return BlockCodes(codes_NK=codes.flatten(1), scale_NG=halves(blocks, 0), low_NG=low)
 
 
 def _q5_0(blocks: Tensor) -> BlockCodes:
-    codes = _nibbles(blocks[..., 6:]) | _fifth_bits(blocks[..., 2:6])
-    return BlockCodes(codes_NK=codes.flatten(1), scale_NG=_halves(blocks, 0), zero=16)
+    codes = nibbles(blocks[..., 6:]) | _fifth_bits(blocks[..., 2:6])
+    return BlockCodes(codes_NK=codes.flatten(1), scale_NG=halves(blocks, 0), zero=16)
 
 
 def _q5_1(blocks: Tensor) -> BlockCodes:
-    codes = _nibbles(blocks[..., 8:]) | _fifth_bits(blocks[..., 4:8])
-    low = _halves(blocks, 2)
-    return BlockCodes(codes_NK=codes.flatten(1), scale_NG=_halves(blocks, 0), low_NG=low)
+    codes = nibbles(blocks[..., 8:]) | _fifth_bits(blocks[..., 4:8])
+    low = halves(blocks, 2)
+    return BlockCodes(codes_NK=codes.flatten(1), scale_NG=halves(blocks, 0), low_NG=low)
 
 
 def _six_bits(packed: Tensor) -> tuple[Tensor, Tensor]:
@@ -178,8 +178,8 @@ def _k_codes(blocks: Tensor, nibbles_at: int, fifth_at: int | None) -> BlockCode
         codes = codes | (packed >> torch.arange(8, dtype=torch.uint8)[:, None] & 1) << 4
     return BlockCodes(
         codes_NK=codes.flatten(1),
-        scale_NG=(_halves(blocks, 0)[..., None] * scales).flatten(1),
-        low_NG=-(_halves(blocks, 2)[..., None] * mins).flatten(1),
+        scale_NG=(halves(blocks, 0)[..., None] * scales).flatten(1),
+        low_NG=-(halves(blocks, 2)[..., None] * mins).flatten(1),
     )
 
 
@@ -194,3 +194,4 @@ READERS: dict[str, tuple[int, Callable[[Tensor], BlockCodes]]] = {
 }
 """Type -> bytes of a block, and what reads them."""
 BITS = {"Q8_0": 8, "Q4_0": 4, "Q4_1": 4, "Q5_0": 5, "Q5_1": 5, "Q4_K": 4, "Q5_K": 5}
+BITS |= {"IQ4_NL": 8, "IQ4_XS": 8}

@@ -88,6 +88,10 @@ def _transposed(pieces: list[Tensor]) -> Tensor:
     return pieces[0].transpose(-1, -2)
 
 
+ONE_BELOW = (_gates_and_ups, _transposed)
+"""What makes experts of matrices whose rows, one below the other, are in our order."""
+
+
 def _by_head(pieces: list[Tensor]) -> Tensor:
     """Return [H (N + V), L] of keys [H, L, N] and values [H, V, L]."""
     keys, values = (piece.float() for piece in pieces)

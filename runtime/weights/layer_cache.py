@@ -2,7 +2,8 @@
 
     FOLDER/<hash of the checkpoint and of how it is stored>/<layer>.safetensors
 
-A file appears whole or not at all. Weights whose activations are rounded are not kept.
+A file appears whole or not at all. Weights whose activations are rounded are not kept, nor is a
+layer with codes as the checkpoint has them (FP8, a table's 4 bits): little of it is made.
 """
 
 from __future__ import annotations
@@ -18,10 +19,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from llmpq.kernels.formats.fp8_weight import Fp8Weight
 from llmpq.kernels.formats.quantized_weight import QuantizedWeight
+from llmpq.kernels.formats.table_weight import TableWeight
 from llmpq.kernels.formats.weight_layout import Layout
 from llmpq.precision import WeightScheme
 from llmpq.runtime.models.layer_tensors import LayerTensors
+from llmpq.runtime.weights.quantized_checkpoint import QuantizedCheckpoint
 from llmpq.runtime.weights.sources import CheckpointSource, weight_files
 
 _SHAPES = "llmpq_weights"
@@ -41,6 +45,8 @@ class KeptLayers:
         """`schemes`: how each layer of the stage is stored."""
         self._source, self._schemes, self._device = source, schemes, device
         self._folder = Path(folder)
+        if isinstance(source, QuantizedCheckpoint):
+            source.keep_codes(schemes)
         self.num_read = 0
         """Layers that were found on disk."""
 
@@ -63,7 +69,8 @@ class KeptLayers:
             self.num_read += 1
             return found
         parts = self._quantized(index, scheme, dtype)
-        self._write(path, parts)
+        if not any(isinstance(part, (Fp8Weight, TableWeight)) for part in parts.values()):
+            self._write(path, parts)
         return parts
 
     def _quantized(self, index: int, scheme: WeightScheme, dtype: torch.dtype) -> dict[str, Any]:
@@ -82,6 +89,7 @@ class KeptLayers:
             repr(scheme),
             str(dtype),
             self._device.type,
+            *(["codes kept"] if isinstance(self._source, QuantizedCheckpoint) else []),
         ]
         mark = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
         return self._folder / mark / f"{index}.safetensors"

@@ -6,71 +6,65 @@ What a tensor is called tells its form, so that every layer may have another one
                                    and, if asymmetric, weight_zero_point beside it
     NAME.weight int8               compressed-tensors, int-quantized: weight_scale [N, 1]; inputs
                                    are rounded per token (w8a8)
+    table_forms.py                 MXFP4, NVFP4 and bitsandbytes' 4 bits: kept where a layer has 4
+                                   or 8 bits
     float_forms.py                 FP8, MXFP4, NVFP4, integers in other groups or orders: numbers,
                                    which the plan's precision rounds as it would the original's;
-                                   in groups of 32 or 64, codes where the plan has such groups
+                                   FP8 where the plan has 8 bits, and groups of 32 or 64 where it
+                                   has such groups, stay codes
     NAME.qweight                   GPTQ or AWQ, as config.json says: qzeros, scales, g_idx
     llmpq.layers.I.LINEAR.codes    Atom (atom_weight.py): scale, outliers, outlier_scale,
                                    index_K; schemes in the file's metadata; the layer's norms and
                                    biases are llmpq.layers.I.PART, its channels already reordered
 
-Linears come as QuantizedWeight or AtomWeight, everything else as tensors. N = out, K = in_features.
+Linears come as QuantizedWeight, AtomWeight, Fp8Weight or TableWeight, everything else as tensors.
+N = out, K = in_features.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from llmpq.families.config_values import section, size
+from llmpq.families.record import AS_IT_IS
 from llmpq.gguf_file import is_gguf
-from llmpq.kernels.formats.atom_rounding import Codes
-from llmpq.kernels.formats.atom_scheme import W8A8, AtomScheme
-from llmpq.kernels.formats.atom_weight import AtomWeight, atom_weight
-from llmpq.kernels.formats.interchange import (
-    from_awq,
-    from_compressed_tensors,
-    from_gptq,
-)
+from llmpq.kernels.formats.atom_weight import AtomWeight
+from llmpq.kernels.formats.fp8_weight import Fp8Weight
+from llmpq.kernels.formats.interchange import from_awq, from_compressed_tensors, from_gptq
 from llmpq.kernels.formats.quantized_weight import QuantizedWeight, from_codes
+from llmpq.kernels.formats.table_weight import TableWeight, Values, ordered
 from llmpq.kernels.formats.weight_layout import GROUP, GROUPS, Layout
 from llmpq.model_config import read_config
 from llmpq.model_spec import ModelSpec
-from llmpq.precision import KVPrecision, WeightScheme, padded_k
-from llmpq.quantization_config import LAYER, is_centred, require_read
+from llmpq.precision import KVPrecision, WeightScheme
+from llmpq.quantization_config import LAYER, fp8_block, is_centred, is_kept_block, require_read
 from llmpq.runtime.models.part_shapes import Shapes
+from llmpq.runtime.weights.atom_form import atom_parts, channel_weight, is_field
 from llmpq.runtime.weights.float_forms import (
-    expert_numbers,
-    fp4_numbers,
+    fp8_codes,
     fp8_numbers,
     integer_numbers,
 )
 from llmpq.runtime.weights.gguf_checkpoint import GgufCheckpoint
-from llmpq.runtime.weights.sources import ATOM_ROOT, FLOATING, ROW, CheckpointSource
+from llmpq.runtime.weights.sources import ATOM_ROOT, FLOATING, CheckpointSource
+from llmpq.runtime.weights.stored_fields import DTYPES, FIELDS
+from llmpq.runtime.weights.table_forms import (
+    is_bitsandbytes,
+    keeps_tables,
+    state_of,
+    stored_table,
+    table_of,
+)
 
-DTYPES = {
-    **dict.fromkeys(("weight_packed", "weight_zero_point", "qweight", "qzeros"), (torch.int32,)),
-    **dict.fromkeys(("weight_shape", "weight_g_idx", "g_idx"), (torch.int32, torch.int64)),
-    "codes": (torch.uint8, torch.int8),
-    "outliers": (torch.int8,),
-    "index_K": (torch.int32,),
-}
-"""Last part of a tensor's name -> what a checkpoint may store it as; FLOATING for the rest."""
-FIELDS = frozenset(DTYPES) | {
-    "weight_scale",
-    "scales",
-    "weight_scale_inv",
-    "weight_global_scale",
-    "input_scale",
-    "input_global_scale",
-}
-"""Last parts of the names of what a quantised linear is stored as."""
+_log = logging.getLogger("llmpq.weights")
 SCHEMES = "llmpq_schemes"
 """Metadata key of an Atom file: linear -> fields of its AtomScheme, as JSON."""
 QUANTIZATION = "config.json, quantization_config"
@@ -85,13 +79,6 @@ def open_checkpoint(directory: str | Path, spec: ModelSpec) -> CheckpointSource:
     if described is None:
         return CheckpointSource(directory, spec)
     return QuantizedCheckpoint(directory, spec, described)
-
-
-def open_numbers(directory: str | Path, spec: ModelSpec) -> CheckpointSource:
-    """Return the source of a model to quantise: of 16 or 32 bits, or a GGUF file's numbers."""
-    return (
-        GgufCheckpoint(directory, spec) if is_gguf(directory) else CheckpointSource(directory, spec)
-    )
 
 
 def stored_kv(directory: str | Path) -> KVPrecision:
@@ -110,6 +97,7 @@ class QuantizedCheckpoint(CheckpointSource):
     ) -> None:
         self._described = described
         self._schemes: Mapping[int, WeightScheme | None] = {}
+        self._said: set[Values] = set()
         require_read(described, directory)
         super().__init__(directory, spec)
 
@@ -120,11 +108,25 @@ class QuantizedCheckpoint(CheckpointSource):
             return True
         if name.endswith(("_blocks", "_scales")) and name[: -len("_blocks")] in expected:
             return True
+        if is_bitsandbytes(name, expected):
+            return True
         return super()._is_known(name, expected)
 
     def keep_codes(self, schemes: Mapping[int, WeightScheme | None]) -> None:
-        """Hand out codes in groups of 32 or 64 as they are where a layer's scheme has those."""
+        """Hand out FP8 codes, and those in groups of 32 or 64, where a layer's scheme has such."""
         self._schemes = schemes
+
+    def has_numbers(self) -> bool:
+        """Whether all linears are read as numbers where no codes are to be kept."""
+        integers = ("I8", "I32")
+        stems = {name.rpartition(".")[0] for name in self.file_of if LAYER.search(name)}
+        kept = (name for name in self.file_of if name.startswith(ATOM_ROOT))
+        return next(kept, None) is None and not any(
+            self._form(stem) is None and self._header(name)[0] in integers
+            for stem in stems
+            for name in (f"{stem}.weight", f"{stem}.weight_packed", f"{stem}.qweight")
+            if name in self.file_of
+        )
 
     def layer(self, index: int, dtype: torch.dtype) -> dict[str, Any]:
         """Read one decoder layer's parts, its linears packed."""
@@ -138,11 +140,63 @@ class QuantizedCheckpoint(CheckpointSource):
         parts: dict[str, Any] = {}
         for part, shape in shapes.items():
             stems = [name.removesuffix(".weight") for name in table[part]]
-            if part.endswith(".weight") and self._is_packed(stems[0]):
+            kept = self._tables(part, table[part], shape, dtype)
+            if kept is not None:
+                parts[part] = kept
+            elif all(map(self._keeps_fp8, stems)) and part not in self.spec.kept_whole:
+                parts[part] = self._fp8(part, stems, shape, dtype)
+            elif part.endswith(".weight") and self._is_packed(stems[0]):
                 parts[part] = self._weight(part, stems, shape, dtype)
             else:
                 parts |= super()._parts({part: shape}, table, dtype)
         return parts
+
+    def _tables(
+        self, part: str, names: Sequence[str], shape: tuple[int, ...], dtype: torch.dtype
+    ) -> TableWeight | None:
+        """Read a fused linear's 4-bit codes as they are; None where numbers are to be read."""
+        if not keeps_tables(self._scheme_of(names[0])) or part in self.spec.kept_whole:
+            return None
+        try:
+            pieces = [self._table(name, dtype) for name in names]
+            whole = table_of(pieces, shape)
+        except ValueError as error:
+            raise ValueError(f"'{self.directory}', {' + '.join(names)}: {error}") from None
+        if whole is not None and whole.values not in self._said:
+            self._said.add(whole.values)
+            _log.info("'%s': 4-bit codes (%s) are kept", self.directory, whole.values.value)
+        arranged = self.names.arranged(part)
+        if whole is None or arranged == AS_IT_IS:
+            return whole
+        return ordered(whole, partial(arranged.ours, spec=self.spec))
+
+    def _table(self, name: str, dtype: torch.dtype) -> TableWeight | None:
+        """Return a tensor's codes where they stand for numbers of a table."""
+        stem = name.removesuffix(".weight")
+        form = self._form(stem) if name.endswith(".weight") else None
+        return stored_table(name, form, self.file_of, (super().read, self._row), dtype)
+
+    def _keeps_fp8(self, stem: str) -> bool:
+        """Whether a linear's FP8 codes are kept: its layer has 8 bits, kernels its blocks."""
+        scheme, weight = self._scheme_of(stem), f"{stem}.weight"
+        if scheme is None or (scheme.bits, scheme.activation_bits) != (8, 16):
+            return False
+        stored = weight in self.file_of and self._header(weight)[0] == "F8_E4M3"
+        return stored and is_kept_block(fp8_block(self._described))
+
+    def _fp8(
+        self, part: str, stems: list[str], shape: tuple[int, ...], dtype: torch.dtype
+    ) -> Fp8Weight:
+        """Read a fused linear's codes as they are."""
+        arranged = self.names.arranged(part)
+        order = None if arranged == AS_IT_IS else partial(arranged.ours, spec=self.spec)
+        told: dict[str, Any] = {"block": fp8_block(self._described), "order": order, "dtype": dtype}
+        try:
+            made = fp8_codes(stems, self.file_of, super().read, **told)
+        except ValueError as error:
+            raise ValueError(f"'{self.directory}', {' + '.join(stems)}: {error}") from None
+        self._require_shape(stems, tuple(made.codes_NK.shape), shape)
+        return made
 
     def _is_packed(self, stem: str) -> bool:
         """Whether a linear's codes are kept as they are."""
@@ -151,17 +205,15 @@ class QuantizedCheckpoint(CheckpointSource):
 
     def read(self, name: str, dtypes: Collection[torch.dtype] | None = None) -> Tensor:
         """Return one tensor by its own name; numbers where it is stored as codes of those."""
-        row = ROW.fullmatch(name)
-        if row is not None and f"{row['name']}_blocks" in self.file_of:
-            return expert_numbers(row["name"], int(row["index"]), self._row)
         stem, _, last = name.rpartition(".")
         form = self._form(stem) if last == "weight" else None
         try:
             if form == "fp8":
-                codes = super().read(name)
-                return fp8_numbers(stem, codes, self.file_of, super().read, self._block_size())
-            if form == "fp4":
-                return fp4_numbers(stem, self.file_of, super().read)
+                told = fp8_block(self._described)
+                return fp8_numbers(stem, self.file_of, super().read, told)
+            whole = self._table(name, torch.float32)
+            if whole is not None:
+                return whole.dequantize(torch.float32)
             if form == "integers":
                 bits = self._bits(stem)
                 return integer_numbers(stem, self.file_of, self._read, self._described, bits)
@@ -172,6 +224,8 @@ class QuantizedCheckpoint(CheckpointSource):
     def _form(self, stem: str) -> str | None:
         """Return how a linear's numbers are stored; None for numbers, and codes that are kept."""
         packed, weight = f"{stem}.weight_packed", f"{stem}.weight"
+        if weight in self.file_of and state_of(stem, self.file_of) is not None:
+            return "bitsandbytes"
         if weight in self.file_of:
             return "fp8" if self._header(weight)[0].startswith("F8") else None
         if packed in self.file_of and self._header(packed)[0] == "U8":
@@ -220,14 +274,6 @@ class QuantizedCheckpoint(CheckpointSource):
             return 4
         return size(self._described, "bits", where=QUANTIZATION)
 
-    def _block_size(self) -> Any:
-        """Return the rows and columns that share a scale, as config.json says it."""
-        given = self._described.get("weight_block_size")
-        groups = self._described.get("config_groups")
-        for group in groups.values() if isinstance(groups, dict) and given is None else ():
-            given = given or (group.get("weights") or {}).get("block_structure")
-        return given
-
     def _row(self, name: str, index: int) -> Tensor:
         return self._get(name, (torch.uint8,), index)
 
@@ -248,7 +294,7 @@ class QuantizedCheckpoint(CheckpointSource):
             codes_NK = self._stacked(part, codes)
             scale_N1 = self._stacked(part, [self._read(f"{stem}.weight_scale") for stem in stems])
             self._require_shape(stems, codes_NK.shape, shape)
-            return _channel_weight(codes_NK, scale_N1, dtype)
+            return channel_weight(codes_NK, scale_N1, dtype)
         pieces = [self._piece(stem, dtype) for stem in stems]
         if len({(piece.bits, piece.group_size) for piece in pieces}) > 1:
             raise ValueError(
@@ -346,39 +392,8 @@ class QuantizedCheckpoint(CheckpointSource):
                 "which says how its layer is quantised; run llmpq-quantize again"
             )
         schemes = json.loads(metadata[SCHEMES])
-        fields: dict[str, dict[str, Tensor]] = {linear: {} for linear in schemes}
-        parts: dict[str, Any] = {}
+        stored = {}
         for name in mine:
-            part, _, field = name.removeprefix(prefix).rpartition(".")
-            if part in schemes and field != "bias":
-                fields[part][field] = self._read(name)
-            else:
-                parts[f"{part}.{field}"] = self.read(name, FLOATING).to(dtype)
-        for linear, tensors in fields.items():
-            scheme = AtomScheme(**schemes[linear])
-            scales = {key: tensors[key].to(dtype) for key in ("scale", "outlier_scale")}
-            parts[f"{linear}.weight"] = AtomWeight(
-                scheme=scheme,
-                out_features=tensors["codes"].shape[0],
-                in_features=self._in_features(linear, index),
-                **{**tensors, **scales},
-            )
-        return parts
-
-    def _in_features(self, linear: str, index: int) -> int:
-        spec = self.spec.of_layer(index)
-        return next(s.in_features for s in spec.linears() if s.name == linear)
-
-
-def _channel_weight(codes_NK: Tensor, scale_N1: Tensor, dtype: torch.dtype) -> AtomWeight:
-    """Return 8-bit weights with one scale a row that meet inputs rounded per token."""
-    n, k = codes_NK.shape
-    codes = Codes(
-        rotated=False,
-        in_features=k,
-        codes=functional.pad(codes_NK, (0, padded_k(k) - k)),
-        scale=scale_N1.to(dtype),
-        outliers=torch.empty(n, 0, dtype=torch.int8),
-        outlier_scale=torch.ones(n, dtype=dtype),
-    )
-    return atom_weight(codes, W8A8)
+            own = name.removeprefix(prefix)
+            stored[own] = self._read(name) if is_field(own, schemes) else self.read(name, FLOATING)
+        return atom_parts(stored, schemes, self.spec.of_layer(index), dtype)

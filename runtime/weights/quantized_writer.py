@@ -113,6 +113,7 @@ class CheckpointWriter:
                 for kind, whole in columns.items()
                 for stem, rows in zip(stems, self._apart(part, whole, len(stems)), strict=True)
             }
+        assert isinstance(weight, QuantizedWeight)
         return self._packed_tensors(part, stems, weight, dtype)
 
     def _packed_tensors(

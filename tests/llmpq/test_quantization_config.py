@@ -28,7 +28,7 @@ def test_plain_forms_are_read(method: str) -> None:
         ({"quant_method": "awq", "bits": 8}, "AWQ of 8 bits"),
         ({"quant_method": "gptq", "checkpoint_format": "bitblas"}, "expected gptq or gptq_v2"),
         ({"quant_method": "gptq", "is_marlin_format": True}, "codes in Marlin's order"),
-        ({"quant_method": "bitsandbytes"}, "'bitsandbytes' is not supported"),
+        ({"quant_method": "hqq"}, "'hqq' is not supported"),
         ({}, "quantization method 'None'"),
     ],
 )

@@ -248,8 +248,8 @@ def test_an_unquantised_directory_may_have_everything(tmp_path: Path) -> None:
 
 
 def _other_method(path: Path) -> str:
-    _write_config(path, {"quant_method": "bitsandbytes"})
-    return "quantization method 'bitsandbytes' is not supported; expected one of compressed-tensors"
+    _write_config(path, {"quant_method": "hqq"})
+    return "quantization method 'hqq' is not supported; expected one of compressed-tensors"
 
 
 def _no_weights(path: Path) -> str:

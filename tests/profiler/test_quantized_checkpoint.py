@@ -274,7 +274,7 @@ def test_gptq_and_awq_directories_are_read(method: str, demo_model: Path, tmp_pa
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"quant_method": "bitsandbytes"}, "quantization method 'bitsandbytes' is not supported"),
+        ({"quant_method": "hqq"}, "quantization method 'hqq' is not supported"),
         ({"quant_method": "gptq", "bits": 4}, None),
     ],
 )

@@ -27,6 +27,7 @@ INDICES = ("slots", "starts", "counts")
 NUMBERS = ("eps", "next_eps", "score_scale", "factor", "top", "limit", "slope")
 HEADS = {"H": 32, "G": 8, "Q": 1}
 ROPE = {"H": 32, "G": 8, "BLOCK": 8, "ROTARY": True, "CACHE": True, "NORM": False}
+ROPE |= {"BY_ROW": False}
 ATTEND = HEADS | {"D": 128, "PADDED": 128, "R": 16}
 WHOLE = ROPE | {"D": 128, "HALF": 64, "PADDED": 64, "REST": 0}
 KERNELS = {
@@ -34,6 +35,11 @@ KERNELS = {
         rope_append_kernel,
         # Q stays an argument: one kernel for prompts of every length.
         WHOLE | {"PAGE": 0, "KEEP": False},
+        {"num_warps": 2},
+    ),
+    "rope-by-row": (
+        rope_append_kernel,
+        WHOLE | {"PAGE": 128, "KEEP": True, "BY_ROW": True},
         {"num_warps": 2},
     ),
     "rope-part": (

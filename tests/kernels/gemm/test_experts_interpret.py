@@ -11,9 +11,9 @@ from llmpq.kernels.gemm import expert_rows_launch, gluon_expert_launch
 from llmpq.kernels.gemm import expert_sent as sent_module
 from llmpq.kernels.gemm import expert_stack as module
 from llmpq.kernels.gemm.expert_sent import assign
-from llmpq.kernels.gemm.expert_stack import ExpertStack, experts_reference
+from llmpq.kernels.gemm.expert_stack import ExpertStack
 from llmpq.kernels.gemm.gated import GateRule
-from llmpq.kernels.gemm.reference import relative_error
+from llmpq.kernels.gemm.reference import experts_reference, relative_error
 from llmpq.precision import WeightScheme
 
 pytestmark = [

@@ -70,3 +70,18 @@ def test_broad_packed_programs():
     code = build(packed_kernel, "bf16", constants | {"STAGES": BROAD_STAGES, "BROAD": True})
     assert code.count("HGMMA") == 3 * 2 * 2 * 4
     assert code.count("WARPGROUP.DEPBAR") == 3 * 2 * (2 + 1)
+
+
+@pytest.mark.parametrize(("fuse", "dtype"), [(True, "bf16"), (False, "fp16")])
+def test_mxfp4_programs(fuse, dtype):
+    """As packed ones; and in blocks of 256."""
+    constants = common(fuse) | {"BITS": 4, "GROUPED": True, "SYMMETRIC": "e2m1"}
+    code = build(packed_kernel, dtype, constants | {"STAGES": PACKED_STAGES, "BROAD": False})
+    assert code.count("HGMMA") == 2 * 2 * 4 * 4
+    inner = [loop for loop in product_loops(code) if len(loop) < 800]
+    assert len(inner) == 4
+    for loop in inner:
+        assert sum(op.startswith(("STL", "LDL")) for op, _ in loop) <= 12
+    if not fuse:
+        constants |= {"STAGES": BROAD_STAGES, "BROAD": True}
+        assert build(packed_kernel, "bf16", constants).count("HGMMA") == 3 * 2 * 2 * 4

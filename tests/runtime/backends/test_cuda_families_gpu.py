@@ -23,8 +23,6 @@ def test_tokens_equal_transformers(
     models: Any, make_plan: Any, random_prompts: Any, stage_tokens: Any, family_kind: str
 ) -> None:
     """Prompts beyond windows; heads of an odd size are for the interpreter."""
-    if "dynamic" in family_kind:
-        pytest.skip("refused on GPUs by its feature")
     prompts, directory = random_prompts(7, 19, 2, 9), models.directory(family_kind)
     options = {"prompt_len": 19, "gen_len": NEW}
     plan = make_plan(directory, batch=3, decode_microbatch=3, prefill_microbatch=2, **options)

@@ -15,6 +15,7 @@ from llmpq.runtime.backends.build_stage import build_stage
 from llmpq.runtime.backends.cuda_stage import CudaStageCompute
 from llmpq.runtime.models import layer_tensors
 from llmpq.runtime.models.layers import DecoderLayer, PlainLayers
+from llmpq.runtime.models.rotary import Rotary
 from llmpq.runtime.weights.sources import CheckpointSource
 
 pytestmark = [
@@ -22,8 +23,10 @@ pytestmark = [
     pytest.mark.skipif(not knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1"),
 ]
 CPU, NEW = torch.device("cpu"), 4
-PROMPTS = (7, 14, 2)
+PROMPTS = (14, 7, 2)
+"""The longest first: Transformers goes on with the dynamic frequencies of an earlier one else."""
 KINDS = (
+    "llama with dynamic rope",
     "llama with yarn",
     "gemma2",
     "gemma3",
@@ -84,8 +87,10 @@ def test_tokens_equal_transformers(
 
 
 def test_what_no_kernel_computes_is_refused(
-    models: Any, make_plan: Any, random_prompts: Any, stage_tokens: Any
+    models: Any, make_plan: Any, random_prompts: Any, stage_tokens: Any, monkeypatch: Any
 ) -> None:
+    """Planted: lengths that decide in a way that nothing on a device makes."""
+    monkeypatch.setattr(Rotary, "is_dynamic", False)
     with pytest.raises(ValueError, match="rotary positions"):
         kind = "llama with dynamic rope"
         tokens_of(stage_tokens, models, make_plan, kind, random_prompts(*PROMPTS))

@@ -57,8 +57,6 @@ def near(models: Any, random_prompts: Any, kind: str, kv: KVPrecision) -> None:
 
 
 def test_every_family_in_four_bits(models: Any, random_prompts: Any, family_kind: str) -> None:
-    if "dynamic" in family_kind:
-        pytest.skip("refused on GPUs by its feature")
     near(models, random_prompts, family_kind, KVPrecision.KV4)
 
 

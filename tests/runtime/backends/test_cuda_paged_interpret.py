@@ -32,6 +32,7 @@ from llmpq.runtime.engine.stage_loop import FirstStage
 from llmpq.runtime.models import layer_tensors as parts
 from llmpq.runtime.models.layers import DecoderLayer, PlainLayers
 from llmpq.runtime.models.sampling import TokenChoice
+from llmpq.runtime.paged_step import PagedStep
 from llmpq.runtime.request import PagedRow, Request
 from llmpq.runtime.token_rules import Guide, TokenRules
 from llmpq.runtime.tools.open_stages import OpenStages
@@ -276,6 +277,21 @@ def test_windows_caps_and_sinks(blocks, windowed_model, random_prompts, make_pla
     assert compute.kv.has_windows == bool(blocks)
     got = serve(compute, asked(prompts), **options)
     assert got == windowed_model.greedy(prompts, NEW)
+
+
+def test_frequencies_that_change_with_the_length(models, random_prompts, make_plan, on_gpu_path):
+    """Whole prompts of one step, then rows that decode at lengths of their own: a CPU's tokens."""
+    directory, prompts = models.directory("llama with dynamic rope"), random_prompts(19, 3, 12)
+    compute = stage(make_plan(directory, batch=3, prompt_len=19, gen_len=NEW), directory)
+    want = LocalPipeline.from_directory(directory)
+    assert serve(compute, asked(prompts), step_tokens=40) == [
+        want.generate([prompt], max_new=NEW)[0] for prompt in prompts
+    ]
+    rows = torch.tensor([[2, 0, 1, -1], [5, 9, 0, 0], [1, 3, 2, 2], [0, 1, 4, 6], *[[0] * 4] * 3])
+    step = PagedStep.__new__(PagedStep)
+    for name, value in (("rows_FR", rows.int()), ("q_len", 8)):
+        object.__setattr__(step, name, value)
+    assert step.ends[:6].tolist() == [6, 12, 12, 12, 2, 2]
 
 
 @pytest.mark.parametrize("kind", ["deepseek_v2", "deepseek_v3"])

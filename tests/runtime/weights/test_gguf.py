@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from llmpq.gguf_file import BLOCKS, open_gguf
+from llmpq.kernels.formats.table_weight import TableWeight
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
 from llmpq.planner.inputs.stored_precisions import stored_layers
@@ -377,6 +378,30 @@ def test_quantised_blocks_give_the_logits_of_their_numbers(form: str, tmp_path: 
     write(plain, "llama", common(model.config, "llama"), numbers)
     got, want = logits(path, dtype=torch.float32), logits(plain)
     assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("form", ["MXFP4", "IQ4_NL", "IQ4_XS"])
+def test_codes_of_a_table_are_kept(form: str, tmp_path: Path) -> None:
+    """At 4 and at 8 bits in groups of 32; MXFP4's on any grid."""
+    model, path, plain = wide_llama(), tmp_path / "model.gguf", tmp_path / "plain.gguf"
+    write_model("llama", path, form, model)
+    file = open_gguf(path)
+    numbers = {name: numbers_of(tensor).float() for name, tensor in file.tensors.items()}
+    write(plain, "llama", common(model.config, "llama"), numbers)
+    want, fine = logits(plain), Quantization(group_size=32, symmetric=True)
+    for grid in (fine, Quantization()):
+        for bits in (Precision.W4A16, Precision.W8A16):
+            how = {"precisions": [bits] * 2, "scheme": grid.scheme}
+            found = relative(logits(path, dtype=torch.float32, **how), want)
+            exact = form == "MXFP4" or grid is fine
+            assert (found < 1e-4) == exact, (grid, bits, found)
+    source = open_checkpoint(path, ModelSpec.from_directory(path))
+    source.keep_codes({0: fine.scheme(Precision.W4A16)})
+    for dtype, least in ((torch.float32, 1e-7), (torch.bfloat16, 2.0**-11)):
+        part = source.layer(0, dtype)["down.weight"]
+        assert isinstance(part, TableWeight)
+        rest = part.dequantize(torch.float32)
+        assert relative(rest, numbers["blk.0.ffn_down.weight"]) <= least
 
 
 def test_experts_are_read_one_at_a_time_from_quantised_blocks(tmp_path: Path) -> None:

@@ -1,0 +1,69 @@
+"""y = x w^T on the CPU with a weight kept in E4M3 (kernels/native/fp8.h, else torch).
+
+few rows of x   codes times x, sums and scales in float32
+more            w = code * scale in float32, rounded once to x's dtype, some rows at a time
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from llmpq.kernels.cpu.dense import dense_linear
+from llmpq.kernels.formats.fp8_weight import Fp8Weight
+from llmpq.kernels.native.library import NUMBERS, address, call, library
+
+FEW_ROWS = 16
+_CHUNK_WEIGHTS = 1 << 20
+"""Weights made numbers at a time, as packed_linear.py."""
+
+
+def fp8_linear_cpu(x_MK: Tensor, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
+    """Multiply x [M, K] by a weight whose codes are on the CPU."""
+    native = library() is not None and x_MK.dtype in NUMBERS
+    if native and 0 < x_MK.shape[0] <= FEW_ROWS:
+        return few_rows(x_MK, weight, bias)
+    n = weight.out_features
+    step = max(64, _CHUNK_WEIGHTS // weight.in_features // 64 * 64)
+    y = x_MK.new_empty(x_MK.shape[0], n)
+    made = dequantize_rows if native else _by_torch
+    for start in range(0, n, step):
+        stop = min(n, start + step)
+        w = made(weight, x_MK.dtype, start, stop)
+        y[:, start:stop] = dense_linear(x_MK, w, None if bias is None else bias[start:stop])
+        del w  # or two pieces are alive at once
+    return y
+
+
+def few_rows(x_MK: Tensor, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
+    """Multiply codes as they are."""
+    x_MK, m, n = x_MK.contiguous(), x_MK.shape[0], weight.out_features
+    y = x_MK.new_empty(m, n)
+    bias = bias if bias is None else bias.to(x_MK.dtype)
+    call(
+        "llmpq_fp8_rows",
+        *(address(x_MK), address(weight.codes_NK), address(weight.scale), address(bias)),
+        *(address(y), m, *_sizes(weight)),
+        *(NUMBERS[x_MK.dtype], torch.get_num_threads()),
+    )
+    return y
+
+
+def dequantize_rows(weight: Fp8Weight, dtype: torch.dtype, start: int, stop: int) -> Tensor:
+    """Return rows start..stop of w [N, K], computed in float32."""
+    w = torch.empty(stop - start, weight.in_features, dtype=dtype)
+    call(
+        "llmpq_fp8_dequantize",
+        *(address(weight.codes_NK), address(weight.scale), address(w), start, stop),
+        *(*_sizes(weight), NUMBERS[dtype], torch.get_num_threads()),
+    )
+    return w
+
+
+def _by_torch(weight: Fp8Weight, dtype: torch.dtype, start: int, stop: int) -> Tensor:
+    return weight.dequantize(dtype, start, stop)
+
+
+def _sizes(weight: Fp8Weight) -> tuple[int, ...]:
+    n, k = weight.out_features, weight.in_features
+    return n, k, weight.rows, weight.columns, weight.scale.shape[1]

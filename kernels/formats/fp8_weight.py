@@ -1,0 +1,180 @@
+"""Fp8Weight: one linear layer's weight [N, K] as a checkpoint stores it in E4M3, kept so.
+
+    w[n, k] = e4m3(code[n, k]) scale[n // rows, k // columns]
+
+    rows, columns      scales of
+    all of N, of K     the whole tensor
+    1, all of K        a channel
+    128, 128           blocks (DeepSeek-V3, Qwen3-FP8)
+    1, 128             blocks whose rows a stacked or rearranged linear has moved apart
+
+Codes lie row by row, K neighbours side by side, or on GPUs (`fragment`) as weight_layout.py's
+FRAGMENT does, a byte a code: in a 32-bit word two rows r3 of neighbours k0; the words of h = 0 of
+all blocks and k-groups come first, then those of h = 1. E4M3 is sign, 4 bits of exponent, 3 of
+mantissa:
+the byte's sign to bit 15 and its other bits shifted left by 7 are a float16 of 2^-8 its value,
+subnormals too, so every code is exact in 16 bits. NaN (0x7f, 0xff) is refused when it is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+GROUP, BLOCK_ROWS = 128, 16
+"""Columns and rows of a fragment's block."""
+STEP = 64
+"""What the columns that share a scale are a multiple of, if not all of K: a product's step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fp8Weight:
+    """Codes, float32 scales, and how many rows and columns share one."""
+
+    codes_NK: Tensor
+    """uint8, E4M3 ("fn": no infinities)."""
+    scale: Tensor
+    """float32 [ceil(N / rows), ceil(K / columns)]."""
+    rows: int
+    columns: int
+    dtype: torch.dtype
+    """Of the inputs that it meets."""
+    fragment: bool = False
+    """Whether codes lie as tensor cores take them."""
+
+    def __post_init__(self) -> None:
+        """Refuse what does not belong together."""
+        n, k = self.codes_NK.shape
+        expected = (-(-n // self.rows), -(-k // self.columns))
+        if tuple(self.scale.shape) != expected:
+            raise ValueError(
+                f"FP8 weight [{n}, {k}] with scales of {self.rows} x {self.columns}: they have "
+                f"shape {list(self.scale.shape)}, expected {list(expected)}"
+            )
+        if self.columns < k and self.columns % STEP:
+            raise ValueError(
+                f"FP8 weight: {self.columns} columns share a scale, expected a multiple of {STEP}"
+            )
+
+    @property
+    def bits(self) -> int:
+        """Bits of a weight."""
+        return 8
+
+    @property
+    def out_features(self) -> int:
+        """N."""
+        return self.codes_NK.shape[0]
+
+    @property
+    def in_features(self) -> int:
+        """K."""
+        return self.codes_NK.shape[1]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the codes are."""
+        return self.codes_NK.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes and scales: no more than those of 8 bits in groups of 128 with zeros."""
+        return self.codes_NK.nbytes + self.scale.nbytes
+
+    def to(self, device: torch.device | str) -> Fp8Weight:
+        """Return the weight on a device, as that computes with it fastest."""
+        codes, scale = self.codes_NK.to(device), self.scale.to(device)
+        moved = replace(self, codes_NK=codes, scale=scale)
+        if codes.is_cuda:
+            return moved.in_fragments()
+        return replace(moved, codes_NK=moved.rows_of_codes(), fragment=False)
+
+    def in_fragments(self) -> Fp8Weight:
+        """Return the weight as tensor cores take it, if it has whole blocks."""
+        (n, k), wide = self.codes_NK.shape, self.columns >= self.in_features
+        whole = n % BLOCK_ROWS == 0 and k % GROUP == 0 and (wide or self.columns % GROUP == 0)
+        if self.fragment or not whole:
+            return self
+        laid = self.codes_NK.reshape(_axes(n, k)).permute(_ORDER)
+        return replace(self, codes_NK=laid.reshape(n, k), fragment=True)
+
+    def rows_of_codes(self, start: int = 0, stop: int | None = None) -> Tensor:
+        """Return the codes of rows, one behind the other."""
+        stop = self.out_features if stop is None else stop
+        if not self.fragment:
+            return self.codes_NK[start:stop]
+        n, k = self.codes_NK.shape
+        sizes = [_axes(n, k)[axis] for axis in _ORDER]
+        back = sorted(range(len(_ORDER)), key=_ORDER.__getitem__)
+        return self.codes_NK.view(sizes).permute(back).reshape(n, k)[start:stop]
+
+    def scale_NC(self, start: int = 0, stop: int | None = None) -> Tensor:
+        """Return the scales [stop - start, ceil(K / columns)] of rows, one by one."""
+        stop = self.out_features if stop is None else stop
+        first = start // self.rows
+        held = self.scale[first : -(-stop // self.rows)]
+        return held.repeat_interleave(self.rows, 0)[start - first * self.rows :][: stop - start]
+
+    def dequantize(self, dtype: torch.dtype, start: int = 0, stop: int | None = None) -> Tensor:
+        """Return rows of w in float32 (float64 if asked for), rounded once to `dtype`."""
+        stop = self.out_features if stop is None else stop
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        w = self.rows_of_codes(start, stop).view(torch.float8_e4m3fn).to(wide)
+        scale = self.scale_NC(start, stop).to(wide)
+        if scale.shape[1] > 1:
+            scale = scale.repeat_interleave(self.columns, 1)[:, : self.in_features]
+        return w.mul_(scale).to(dtype)
+
+
+# block, r3, r, group, h, jj/2, jj%2, k3, c, k0  ->  h | block group jj/2 r c jj%2 k3 | k0 r3
+_ORDER = (4, 0, 3, 5, 2, 8, 6, 7, 9, 1)
+
+
+def _axes(n: int, k: int) -> tuple[int, ...]:
+    return (n // BLOCK_ROWS, 2, 8, k // GROUP, 2, 2, 2, 2, 4, 2)
+
+
+def fp8_weight(
+    codes: Tensor, scale: Tensor, block: tuple[int, int] | None, dtype: torch.dtype
+) -> Fp8Weight:
+    """Return a weight of float8_e4m3fn [N, K] and a checkpoint's scales; `ValueError`: they lie.
+
+    `block`: rows and columns of a table of scales; else there is one scale, or one a row.
+    """
+    n, k = codes.shape
+    raw = codes.view(torch.uint8)
+    if bool(((raw & 0x7F) == 0x7F).any()):
+        raise ValueError("FP8 codes that are no numbers (NaN); download the checkpoint again")
+    wide = scale.float()
+    if not bool(wide.isfinite().all()) or bool((wide < 0).any()):
+        raise ValueError("FP8 scales that are negative or no numbers; download it again")
+    if block is not None:
+        return Fp8Weight(
+            codes_NK=raw, scale=wide, rows=block[0], columns=min(block[1], k), dtype=dtype
+        )
+    if scale.numel() not in (1, n):
+        raise ValueError(
+            f"FP8 weight [{n}, {k}] with scales {list(scale.shape)}: expected one, {n} or blocks "
+            "that config.json describes"
+        )
+    rows = n if scale.numel() == 1 else 1
+    return Fp8Weight(codes_NK=raw, scale=wide.reshape(-1, 1), rows=rows, columns=k, dtype=dtype)
+
+
+def stacked(pieces: Sequence[Fp8Weight]) -> Fp8Weight:
+    """Return weights one below the other; scales stay shared where rows still line up."""
+    first = pieces[0]
+    if len(pieces) == 1:
+        return first
+    aligned = all(p.rows == first.rows and p.out_features % p.rows == 0 for p in pieces)
+    shared = aligned and all(p.columns == first.columns for p in pieces)
+    codes = torch.cat([piece.codes_NK for piece in pieces])
+    if shared:
+        return replace(first, codes_NK=codes, scale=torch.cat([p.scale for p in pieces]))
+    if len({piece.columns for piece in pieces}) > 1:
+        raise ValueError("FP8 weights of one product have scales of different widths")
+    scale = torch.cat([piece.scale_NC() for piece in pieces])
+    return replace(first, codes_NK=codes, scale=scale, rows=1)

@@ -1,0 +1,278 @@
+"""TableWeight: a weight [N, K] of 4-bit codes that stand for 16 numbers of a table, kept so.
+
+    w[n, k] = table[code[n, k]] scale[n, k // group] factor[n]
+
+    values   table                                      group   scale            in checkpoints
+    e2m1     0 .5 1 1.5 2 3 4 6 and their negatives     32      E8M0, a byte     MXFP4
+                                                        16      E4M3 and factor  NVFP4
+    nf4      quantiles of a normal distribution         64      float16, 32      bitsandbytes
+    fp4      0 1/192 2/3 1 1/3 1/2 1/6 1/4, negatives   64      float16, 32      bitsandbytes
+    iq4      -127 -104 -83 ... 89 113                   32      float16, 32      GGUF's IQ4
+
+ROWS       bytes as weight_layout.py draws them; scales [N, G]
+FRAGMENT   E2M1 with E8M0 scales: words as weight_layout.py draws them, but each half's four codes
+           i = 0..3 (h0r0, h0r1, h1r0, h1r1) of a sign s and three bits m lie as
+               [ s0 s2 s3 s1 | m2 | m0 | m1 | m3 ]
+           so that few masks bring sign and bits to where a 16-bit float has them;
+           scales [N/16, Kp/128, r (8), part (4), r3 (2)]: a lane's are eight bytes
+Padding behind K has code 0 of E2M1 and FP4, and scale 0 elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from llmpq.kernels.formats import weight_layout
+from llmpq.kernels.formats.weight_layout import BLOCK_ROWS, GROUP, Layout
+from llmpq.precision import padded_k
+
+BITS = 4
+GROUPS = (16, 32, 64, GROUP)
+"""Weights that may share a scale."""
+E8M0, E4M3 = torch.uint8, torch.float8_e4m3fn
+"""Scales of a byte: a power of two by its exponent, biased by 127, and a float."""
+PLAIN = (torch.float16, torch.float32)
+LARGEST = 128
+"""Exponent of the largest E8M0 scale in FRAGMENT: 2. What a kernel multiplies by is 2^126 of it."""
+_PARTS = 4
+"""Scales of a k-group of FRAGMENT."""
+
+
+class Values(Enum):
+    """What the codes of a table stand for."""
+
+    E2M1 = "e2m1"
+    NF4 = "nf4"
+    FP4 = "fp4"
+    IQ4 = "iq4"
+
+    @property
+    def table(self) -> tuple[float, ...]:
+        """The 16 numbers, by code."""
+        return _TABLES[self]
+
+
+def _signed(magnitudes: Sequence[float]) -> tuple[float, ...]:
+    return (*magnitudes, *(-value for value in magnitudes))
+
+
+_TABLES = {
+    Values.E2M1: _signed((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)),
+    Values.NF4: (
+        *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+        *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+        *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+        *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+    ),
+    Values.FP4: _signed(tuple(value / 12 for value in (0, 0.0625, 8, 12, 4, 6, 2, 3))),
+    Values.IQ4: tuple(
+        map(float, (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113))
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableWeight:
+    """Packed codes, scales and, where a scale is of two numbers, a factor of each row."""
+
+    values: Values
+    group_size: int
+    out_features: int
+    in_features: int
+    plane: Tensor
+    """Flat uint8."""
+    scale: Tensor
+    """Flat, in the layout's order: E8M0, E4M3, float16 or float32."""
+    factor: Tensor | None = None
+    """float32 [N]."""
+    layout: Layout = Layout.ROWS
+
+    @property
+    def bits(self) -> int:
+        """Bits of a weight."""
+        return BITS
+
+    @property
+    def groups(self) -> int:
+        """Groups of one row."""
+        return padded_k(self.in_features) // self.group_size
+
+    @property
+    def device(self) -> torch.device:
+        """Where the codes are."""
+        return self.plane.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(t.nbytes for t in (self.plane, self.scale, self.factor) if t is not None)
+
+    def to(self, device: torch.device | str) -> TableWeight:
+        """Return the weight on a device."""
+        return replace(
+            self,
+            plane=self.plane.to(device),
+            scale=self.scale.to(device),
+            factor=None if self.factor is None else self.factor.to(device),
+        )
+
+    def codes(self, start: int = 0, stop: int | None = None) -> Tensor:
+        """Return the uint8 codes [stop - start, Kp] of some rows; in FRAGMENT, of whole blocks."""
+        stop = self.out_features if stop is None else stop
+        row = self.plane.numel() // self.out_features
+        flat = self.plane.view(-1)[start * row : stop * row]
+        if self.layout is Layout.FRAGMENT:
+            flat = _unfolded(flat)
+        return weight_layout.unpack((flat,), BITS, self.layout, stop - start)
+
+    def scale_NG(self) -> Tensor:
+        """Return the scales [N, G] as they are stored."""
+        if self.layout is Layout.ROWS:
+            return self.scale.view(self.out_features, -1)
+        blocks = self.scale.view(self.out_features // BLOCK_ROWS, -1, 8, _PARTS, 2)
+        return blocks.permute(0, 4, 2, 1, 3).reshape(self.out_features, -1)
+
+    def dequantize(self, dtype: torch.dtype, start: int = 0, stop: int | None = None) -> Tensor:
+        """Return rows of w in float32 (float64 if asked for), rounded once to `dtype`."""
+        stop = self.out_features if stop is None else stop
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        table = torch.tensor(self.values.table, dtype=torch.float32, device=self.device).to(wide)
+        w = table[self.codes(start, stop).int()].view(stop - start, self.groups, -1)
+        w *= scale_numbers(self.scale_NG()[start:stop]).to(wide)[:, :, None]
+        if self.factor is not None:
+            w *= self.factor[start:stop].to(wide)[:, None, None]
+        return w.view(stop - start, -1)[:, : self.in_features].to(dtype)
+
+    def in_fragments(self) -> TableWeight:
+        """Return an E2M1 weight in FRAGMENT, where `has_fragments`."""
+        if self.layout is Layout.FRAGMENT:
+            return self
+        assert self.has_fragments()
+        (plane,) = weight_layout.pack(self.codes(), BITS, Layout.FRAGMENT)
+        blocks = self.scale_NG().view(-1, 2, 8, self.groups // _PARTS, _PARTS)
+        scale = blocks.permute(0, 3, 2, 4, 1).reshape(-1)
+        return replace(self, plane=_folded(plane), scale=scale, layout=Layout.FRAGMENT)
+
+    def has_fragments(self) -> bool:
+        """Whether it is MXFP4 in whole blocks of rows, no scale above 2; asks the device."""
+        mx = self.values is Values.E2M1 and self.scale.dtype is E8M0 and self.factor is None
+        whole = self.group_size * _PARTS == GROUP and self.out_features % BLOCK_ROWS == 0
+        return mx and whole and int(self.scale.max()) <= LARGEST
+
+
+def scale_numbers(scale: Tensor) -> Tensor:
+    """Return what stored scales stand for, in float32."""
+    if scale.dtype is not E8M0:
+        return scale.float()
+    bits = (scale.int() << 23).masked_fill(scale == 0, 1 << 22)  # 2^-127 is a subnormal
+    return bits.view(torch.float32)
+
+
+def table_weight(
+    codes_NK: Tensor,
+    scale_NG: Tensor,
+    *,
+    values: Values,
+    group_size: int,
+    factor: Tensor | None = None,
+) -> TableWeight:
+    """Pack uint8 codes [N, K], K even, as `of_pairs` does."""
+    pairs = codes_NK[:, ::2] | codes_NK[:, 1::2] << 4
+    return of_pairs(pairs, scale_NG, values=values, group_size=group_size, factor=factor)
+
+
+def of_pairs(
+    pairs_NJ: Tensor,
+    scale_NG: Tensor,
+    *,
+    values: Values,
+    group_size: int,
+    factor: Tensor | None = None,
+) -> TableWeight:
+    """Return a weight of bytes [N, K / 2], each a code and, in its upper half, the next one.
+
+    Scales are [N, ceil(K / group)]; `ValueError` for what lies.
+    """
+    n, k = pairs_NJ.shape[0], 2 * pairs_NJ.shape[1]
+    expected = (n, -(-k // group_size))
+    if group_size not in GROUPS or tuple(scale_NG.shape) != expected:
+        raise ValueError(
+            f"scales of groups of {group_size} have shape {list(scale_NG.shape)}, expected "
+            f"{list(expected)} for codes [{n}, {k}] in groups of {', '.join(map(str, GROUPS))}"
+        )
+    numbers = scale_NG != 255 if scale_NG.dtype is E8M0 else scale_NG.float().isfinite()
+    if not bool(numbers.all()) or (factor is not None and not bool(factor.isfinite().all())):
+        raise ValueError("scales that are no numbers (NaN or infinite); download it again")
+    zero = values.table.index(0.0) if 0.0 in values.table else 0
+    pairs = functional.pad(pairs_NJ, (0, (padded_k(k) - k) // 2), value=zero * 17)
+    gap = padded_k(k) // group_size - expected[1]
+    if gap:
+        scale_NG = torch.cat((scale_NG, torch.zeros(n, gap).to(scale_NG)), dim=1)
+    low, high = pairs.view(n, -1, 2, GROUP // 4).unbind(2)  # codes 0 to 63 and 64 to 127
+    plane = torch.stack((low & 15 | high << 4, low >> 4 | high & 240), dim=-1)
+    return TableWeight(
+        values=values,
+        group_size=group_size,
+        out_features=n,
+        in_features=k,
+        plane=plane.view(-1),
+        scale=scale_NG.reshape(-1),
+        factor=factor,
+    )
+
+
+def ordered(weight: TableWeight, order: Callable[[Tensor], Tensor]) -> TableWeight:
+    """Return a ROWS weight with its rows in another order."""
+    n = weight.out_features
+    return replace(
+        weight,
+        plane=order(weight.plane.view(n, -1)).reshape(-1),
+        scale=order(weight.scale.view(n, -1)).reshape(-1),
+        factor=None if weight.factor is None else order(weight.factor[:, None]).reshape(-1),
+    )
+
+
+def stacked(pieces: Sequence[TableWeight]) -> TableWeight:
+    """Return ROWS weights of one form, one below the other."""
+    first = pieces[0]
+    factors = [p.factor for p in pieces if p.factor is not None]
+    return replace(
+        first,
+        out_features=sum(piece.out_features for piece in pieces),
+        plane=torch.cat([piece.plane for piece in pieces]),
+        scale=torch.cat([piece.scale for piece in pieces]),
+        factor=torch.cat(factors) if factors else None,
+    )
+
+
+def _folded(plane: Tensor) -> Tensor:
+    """Return FRAGMENT's nibbles with their bits where the file's head draws them."""
+    half = plane.view(torch.int16).int() & 0xFFFF
+    sign = [half >> (4 * i + 3) & 1 for i in range(4)]
+    rest = [half >> (4 * i) & 7 for i in range(4)]
+    folded = sign[0] << 15 | sign[2] << 14 | sign[3] << 13 | sign[1] << 12
+    folded |= rest[2] << 9 | rest[0] << 6 | rest[1] << 3 | rest[3]
+    return _bytes(folded)
+
+
+def _unfolded(plane: Tensor) -> Tensor:
+    """Undo `_folded`."""
+    half = plane.view(torch.int16).int() & 0xFFFF
+    sign = [half >> place & 1 for place in (15, 12, 14, 13)]
+    rest = [half >> place & 7 for place in (6, 3, 9, 0)]
+    whole = torch.zeros_like(half)
+    for i in range(4):
+        whole |= (sign[i] << 3 | rest[i]) << 4 * i
+    return _bytes(whole)
+
+
+def _bytes(half: Tensor) -> Tensor:
+    """Return the bytes of 16 bits in each int32."""
+    signed = torch.where(half >= 1 << 15, half - (1 << 16), half)
+    return signed.to(torch.int16).view(torch.uint8)

@@ -1,0 +1,175 @@
+"""y = x w^T on a GPU with 4-bit codes of a table (formats/table_weight.py), as bytes of ROWS.
+
+    k-group of 128, one row of w     byte j:  [ k=j+64 | k=j ]        (weight_layout.py, ROWS)
+    product      E2M1: program = BM rows of x, BN of w, every `splits`-th k-group: two products of
+                 K = 64
+    dequantise   program = 16 rows of w x one k-group; then cuBLAS, for more rows of x
+
+A code of E2M1 is a float32 of 2^-126 its value once its sign is at bit 31 and its other bits from
+bit 22 on; others are looked up in 16 numbers, which stay in the L1: in a pipelined product that
+took three times as long as making w first (H200). Numbers are rounded to x's
+dtype after their scale. Parts of a split K are float32, added in the order of the splits; a row's
+factor comes last.
+"""
+
+# mypy: ignore-errors
+# (A Triton body is not Python: values change type as it is traced.)
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional
+
+from llmpq.kernels.formats.table_weight import E4M3, E8M0, TableWeight, Values
+from llmpq.kernels.formats.weight_layout import GROUP, Layout
+from llmpq.kernels.multiprocessors import multiprocessors
+
+FEW = 16
+"""Rows of x that the product takes; more are multiplied by cuBLAS, sooner (H200: 32 rows, 28672 x
+4096, 223 us by the product; 128 rows by cuBLAS 171)."""
+BN, HALF = 32, 64
+PROGRAMS_PER_SM = 4
+OLDEST, OLDEST_TRITON = (8, 0), (7, 5)
+"""Compute capability from which products and dequantising run in Triton."""
+
+
+@triton.jit
+def half_numbers(
+    P, S, T, row, inside, group, groups, HALF: tl.constexpr, G: tl.constexpr,
+    E2M1: tl.constexpr, SCALE: tl.constexpr, UPPER: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """w [BN, 64] of the lower or upper half of a k-group, float32, without a row's factor."""
+    PER: tl.constexpr = HALF // G
+    at = (row.to(tl.int64) * groups + group)[:, None] * HALF + tl.arange(0, HALF)[None, :]
+    code = tl.load(P + at, mask=inside[:, None], other=0).to(tl.int32) >> (4 * UPPER) & 15
+    if E2M1:
+        bits = (code & 8) << 28 | (code & 7) << 22
+        w = bits.to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2^126
+    else:
+        w = tl.load(T + code)
+    s_at = (row.to(tl.int64) * groups + group)[:, None] * (2 * PER) + UPPER * PER
+    s_at += tl.arange(0, PER)[None, :]
+    if SCALE == "e8m0":
+        s = tl.load(S + s_at, mask=inside[:, None], other=0).to(tl.int32)
+        scale = (s << 23).to(tl.float32, bitcast=True)
+    elif SCALE == "e4m3":
+        s = tl.load(S + s_at, mask=inside[:, None], other=0).to(tl.int32)
+        s = (s & 128) << 24 | (s & 127) << 20
+        scale = s.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
+    else:
+        scale = tl.load(S + s_at, mask=inside[:, None], other=0.0).to(tl.float32)
+    return tl.reshape(tl.reshape(w, (BN, PER, G)) * scale[:, :, None], (BN, HALF))
+
+
+@triton.jit
+def table_product_kernel(
+    X, P, S, T, OUT, M, N, K, groups, splits,
+    BM: tl.constexpr, BN: tl.constexpr, HALF: tl.constexpr, G: tl.constexpr,
+    E2M1: tl.constexpr, SCALE: tl.constexpr,
+):  # fmt: skip
+    """OUT [splits, M, N] float32; grid (row tiles of w, row tiles of x, splits)."""
+    row = tl.program_id(0) * BN + tl.arange(0, BN)
+    m = tl.program_id(1) * BM + tl.arange(0, BM)
+    split = tl.program_id(2)
+    inside = row < N
+    k = tl.arange(0, HALF)
+    acc = tl.zeros([BM, BN], tl.float32)
+    for group in tl.range(split, groups, splits):
+        for upper in tl.static_range(2):
+            at = group * (2 * HALF) + upper * HALF + k
+            here = (m < M)[:, None] & (at < K)[None, :]
+            x = tl.load(X + m.to(tl.int64)[:, None] * K + at[None, :], mask=here, other=0.0)
+            w = half_numbers(P, S, T, row, inside, group, groups, HALF, G, E2M1, SCALE, upper, BN)
+            acc = tl.dot(x, tl.trans(w.to(x.dtype)), acc, input_precision="ieee")
+    to = (split.to(tl.int64) * M + m)[:, None] * N + row[None, :]
+    tl.store(OUT + to, acc, mask=(m < M)[:, None] & inside[None, :])
+
+
+@triton.jit
+def table_dequantize_kernel(
+    P, S, T, F, OUT, N, K, groups,
+    BN: tl.constexpr, HALF: tl.constexpr, G: tl.constexpr, E2M1: tl.constexpr,
+    SCALE: tl.constexpr, HAS_FACTOR: tl.constexpr,
+):  # fmt: skip
+    """OUT [N, K] = w; grid (row tiles, k-groups)."""
+    row = tl.program_id(0) * BN + tl.arange(0, BN)
+    group = tl.program_id(1)
+    inside = row < N
+    for upper in tl.static_range(2):
+        w = half_numbers(P, S, T, row, inside, group, groups, HALF, G, E2M1, SCALE, upper, BN)
+        if HAS_FACTOR:
+            w *= tl.load(F + row, mask=inside, other=0.0)[:, None]
+        k = group * (2 * HALF) + upper * HALF + tl.arange(0, HALF)
+        to = OUT + row.to(tl.int64)[:, None] * K + k[None, :]
+        tl.store(to, w.to(OUT.dtype.element_ty), mask=inside[:, None] & (k < K)[None, :])
+
+
+def table_linear_gpu(
+    x_MK: Tensor, q: TableWeight, bias: Tensor | None, residual_MN: Tensor | None
+) -> Tensor:
+    """Return y [M, N] = x w^T (+ bias) (+ residual), in x's dtype."""
+    rows = x_MK.shape[0]
+    product = q.values is Values.E2M1 and 0 < rows <= FEW
+    if not product or not _has_programs(q, OLDEST):
+        y_MN = functional.linear(x_MK, dequantized(q, x_MK.dtype), bias)
+        return y_MN if residual_MN is None else y_MN + residual_MN
+    x_MK, (n, k) = x_MK.contiguous(), (q.out_features, q.in_features)
+    bm = max(16, triton.next_power_of_2(rows))
+    tiles, groups = triton.cdiv(n, BN), triton.cdiv(k, GROUP)
+    splits = max(1, min(groups, PROGRAMS_PER_SM * multiprocessors(x_MK.device) // tiles))
+    part = x_MK.new_empty(splits, rows, n, dtype=torch.float32)
+    table_product_kernel[(tiles, 1, splits)](
+        *(x_MK, *_operands(q), part, rows, n, k, groups, splits),
+        **_constants(q) | {"BM": bm, "BN": BN},
+        num_warps=4,
+    )
+    y = part[0] if splits == 1 else part.sum(0)
+    if q.factor is not None:
+        y = y * q.factor
+    for more in (bias, residual_MN):
+        y = y if more is None else y + more
+    return y.to(x_MK.dtype)
+
+
+def dequantized(q: TableWeight, dtype: torch.dtype) -> Tensor:
+    """Return w [N, K]; by torch where Triton may not run, and of an expert's words."""
+    if not _has_programs(q, OLDEST_TRITON):
+        return q.dequantize(dtype)
+    n, k = q.out_features, q.in_features
+    out = torch.empty(n, k, dtype=dtype, device=q.device)
+    groups = triton.cdiv(k, GROUP)
+    plane, scale, table = _operands(q)
+    table_dequantize_kernel[(triton.cdiv(n, 16), groups)](
+        *(plane, scale, table, table if q.factor is None else q.factor, out, n, k, groups),
+        **_constants(q) | {"BN": 16, "HAS_FACTOR": q.factor is not None},
+        num_warps=2,
+    )
+    return out
+
+
+def _has_programs(q: TableWeight, oldest: tuple[int, int]) -> bool:
+    """Whether these kernels take a weight, here."""
+    if q.layout is not Layout.ROWS or q.group_size > HALF:
+        return False
+    return q.device.type != "cuda" or torch.cuda.get_device_capability(q.device) >= oldest
+
+
+@functools.cache
+def _table(values: Values, device: torch.device) -> Tensor:
+    return torch.tensor(values.table, dtype=torch.float32, device=device)
+
+
+def _operands(q: TableWeight) -> tuple[Tensor, Tensor, Tensor]:
+    """Return codes, scales as they are loaded, and the table."""
+    scale = q.scale.view(torch.uint8) if q.scale.dtype is E4M3 else q.scale
+    return q.plane, scale, _table(q.values, q.device)
+
+
+def _constants(q: TableWeight) -> dict[str, object]:
+    kind = {E8M0: "e8m0", E4M3: "e4m3"}.get(q.scale.dtype, "float")
+    e2m1 = q.values is Values.E2M1
+    return {"HALF": HALF, "G": q.group_size, "E2M1": e2m1, "SCALE": kind}

@@ -1,0 +1,37 @@
+"""The source of a model that is to be quantised: numbers, whatever form they are stored in."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from llmpq.families.config_values import section
+from llmpq.gguf_file import is_gguf
+from llmpq.model_config import read_config
+from llmpq.model_spec import ModelSpec
+from llmpq.runtime.weights.gguf_checkpoint import GgufCheckpoint
+from llmpq.runtime.weights.quantized_checkpoint import QuantizedCheckpoint
+from llmpq.runtime.weights.sources import CheckpointSource
+
+_log = logging.getLogger("llmpq.weights")
+
+
+def open_numbers(directory: str | Path, spec: ModelSpec) -> CheckpointSource:
+    """Return the source of a model of 16 or 32 bits, of a GGUF file, or of codes that are numbers.
+
+    Those of FP8, MXFP4, NVFP4 and bitsandbytes are, and what is made of them is rounded a second
+    time. Other quantised directories are refused when they are read.
+    """
+    if is_gguf(directory):
+        return GgufCheckpoint(directory, spec)
+    described = section(read_config(directory), "quantization_config")
+    if described is not None:
+        stored = QuantizedCheckpoint(directory, spec, described)
+        if stored.has_numbers():
+            _log.warning(
+                "'%s' is stored quantised (%s): its numbers are rounded a second time; a plan of "
+                "the directory itself keeps its codes",
+                *(directory, described.get("quant_method")),
+            )
+            return stored
+    return CheckpointSource(directory, spec)

@@ -1,0 +1,189 @@
+"""Stored forms of 4 bits whose codes stand for 16 numbers: kept as TableWeight, or as numbers.
+
+    NAME.weight_packed uint8     MXFP4 (weight_scale uint8) or NVFP4 (and weight_global_scale)
+    NAME_blocks, NAME_scales     MXFP4 of gpt-oss's experts, [E, N, K / 32, 16] and [E, N, K / 32]
+    NAME.weight uint8 [N K/2, 1] bitsandbytes, the first code in the upper half: absmax of 64
+                                 weights each, quant_map, quant_state.bitsandbytes__nf4 or __fp4
+                                 (JSON); of absmax that is quantised itself also nested_absmax
+                                 and nested_quant_map, absmax = map[code] nested + offset
+
+Layers of 4 bits, and of 8, which hold them as well, keep codes; others are made of the numbers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmpq.kernels.formats.table_weight import E4M3, E8M0, TableWeight, Values, of_pairs, stacked
+from llmpq.precision import WeightScheme
+from llmpq.quantization_config import BITSANDBYTES
+from llmpq.runtime.weights.sources import ROW
+
+Read = Callable[[str], Tensor]
+"""A tensor of the checkpoint by its own name."""
+STATES = dict(zip(BITSANDBYTES, (Values.NF4, Values.FP4), strict=True))
+"""Last parts of the names of what says how bitsandbytes quantised a weight."""
+BESIDE = (*STATES, "absmax", "quant_map", "nested_absmax", "nested_quant_map")
+"""What may stand behind `NAME.weight.`"""
+MXFP4_GROUP, NVFP4_GROUP = 32, 16
+WHOLE = 2.0**-11
+"""Of a row's largest scale: what one that float16 rounds coarser may be off by."""
+
+
+def keeps_tables(scheme: WeightScheme | None) -> bool:
+    """Whether a layer stored so keeps 4-bit codes: they are what it has, or say no less."""
+    return scheme is not None and scheme.bits in (4, 8) and scheme.activation_bits == 16
+
+
+def state_of(stem: str, held: Mapping[str, str]) -> str | None:
+    """Return what a bitsandbytes checkpoint calls the state of a weight; None where it has none."""
+    names = (f"{stem}.weight.{last}" for last in STATES)
+    return next((name for name in names if name in held), None)
+
+
+def is_bitsandbytes(name: str, expected: Collection[str]) -> bool:
+    """Whether a tensor says how an expected one is quantised."""
+    stem, _, last = name.rpartition(".weight.")
+    return last in BESIDE and f"{stem}.weight" in expected
+
+
+def stored_table(
+    name: str,
+    form: str | None,
+    held: Mapping[str, str],
+    readers: tuple[Read, Callable[[str, int], Tensor]],
+    dtype: torch.dtype,
+) -> TableWeight | None:
+    """Return a tensor's codes where they stand for numbers of a table.
+
+    `readers`: of tensors, and of rows of their first dimension. `form`: quantized_checkpoint.py's.
+    """
+    read, read_row = readers
+    row = ROW.fullmatch(name)
+    if row is not None:
+        kept = f"{row['name']}_blocks" in held
+        return expert_weight(row["name"], int(row["index"]), read_row) if kept else None
+    stem = name.removesuffix(".weight")
+    if form == "fp4":
+        return fp4_weight(stem, held, read)
+    return bitsandbytes_weight(stem, held, read, dtype) if form == "bitsandbytes" else None
+
+
+def fp4_weight(stem: str, held: Mapping[str, str], read: Read) -> TableWeight:
+    """Return a linear's E2M1 codes as compressed-tensors stores them."""
+    packed, scale = read(f"{stem}.weight_packed"), read(f"{stem}.weight_scale")
+    whole = f"{stem}.weight_global_scale"
+    if whole not in held:
+        _require(scale, E8M0, f"{stem}.weight_scale")
+        return of_pairs(packed, scale, values=Values.E2M1, group_size=MXFP4_GROUP)
+    _require(scale, E4M3, f"{stem}.weight_scale")
+    factor = (1 / read(whole).double()).float().reshape(-1)
+    if factor.numel() != 1:
+        raise ValueError(f"{whole} has shape {list(factor.shape)}, expected one number")
+    rows = factor.repeat(packed.shape[0])
+    return of_pairs(packed, scale, values=Values.E2M1, group_size=NVFP4_GROUP, factor=rows)
+
+
+def expert_weight(name: str, index: int, read_row: Callable[[str, int], Tensor]) -> TableWeight:
+    """Return one expert's MXFP4 blocks as they are."""
+    blocks, exponents = (read_row(f"{name}_{kind}", index) for kind in ("blocks", "scales"))
+    if blocks.dim() != 3 or blocks.shape[2] * 2 != MXFP4_GROUP:
+        raise ValueError(
+            f"{name}_blocks: an expert has shape {list(blocks.shape)}, expected [rows, blocks, 16]"
+        )
+    return of_pairs(blocks.flatten(1), exponents, values=Values.E2M1, group_size=MXFP4_GROUP)
+
+
+def bitsandbytes_weight(
+    stem: str, held: Mapping[str, str], read: Read, dtype: torch.dtype
+) -> TableWeight:
+    """Return a linear's NF4 or FP4 codes; scales are float16, or float32 of a float32 stage."""
+    name = state_of(stem, held)
+    assert name is not None
+    values = STATES[name.removeprefix(f"{stem}.weight.")]
+    state = _state(name, read(name))
+    (n, k), group = state["shape"], state["blocksize"]
+    packed = read(f"{stem}.weight")
+    if packed.dtype != torch.uint8 or packed.numel() * 2 != n * k or k % group:
+        raise ValueError(
+            f"{stem}.weight has {packed.numel()} bytes, its state says [{n}, {k}] in blocks of "
+            f"{group}; expected {n * k // 2}, and rows of whole blocks"
+        )
+    table, told = torch.tensor(values.table), read(f"{stem}.weight.quant_map").float()
+    if told.shape != table.shape or not torch.allclose(told, table, rtol=0, atol=1e-6):
+        raise ValueError(f"{stem}.weight.quant_map is not the table of {values.value}")
+    scale = _absmax(f"{stem}.weight", state, held, read)
+    if scale.numel() != n * k // group:
+        raise ValueError(
+            f"{stem}.weight.absmax has {scale.numel()} scales, expected {n * k // group}"
+        )
+    bytes_NJ = packed.view(n, k // 2)
+    scale_NG = scale.view(n, -1)
+    if dtype != torch.float32 and has_halves(scale_NG):
+        scale_NG = scale_NG.half()
+    pairs = bytes_NJ >> 4 | bytes_NJ << 4
+    return of_pairs(pairs, scale_NG, values=values, group_size=group)
+
+
+def table_of(pieces: Sequence[TableWeight | None], shape: tuple[int, ...]) -> TableWeight | None:
+    """Return pieces one below the other; None where they are not all of one form.
+
+    `ValueError` for another shape than config.json's.
+    """
+    found = [piece for piece in pieces if piece is not None]
+    forms = {(p.values, p.group_size, p.in_features, p.scale.dtype) for p in found}
+    if len(found) < len(pieces) or len(forms) > 1:
+        return None
+    whole = stacked(found)
+    if (whole.out_features, whole.in_features) != tuple(shape):
+        raise ValueError(
+            f"shape [{whole.out_features}, {whole.in_features}], config.json says {list(shape)}"
+        )
+    return whole
+
+
+def _absmax(name: str, state: Mapping[str, Any], held: Mapping[str, str], read: Read) -> Tensor:
+    """Return a weight's float32 scales, made of their own codes where those are quantised."""
+    absmax = read(f"{name}.absmax")
+    if absmax.dtype != torch.uint8:
+        return absmax.float().flatten()
+    for last in ("nested_absmax", "nested_quant_map"):
+        if f"{name}.{last}" not in held:
+            raise ValueError(f"{name}.absmax is quantised itself, {last} is missing")
+    nested, table = read(f"{name}.nested_absmax").float(), read(f"{name}.nested_quant_map").float()
+    size, offset = state.get("nested_blocksize"), state.get("nested_offset")
+    if type(size) is not int or size < 1 or not isinstance(offset, float) or table.numel() != 256:
+        raise ValueError(f"{name}: its state does not say how absmax is quantised")
+    if nested.numel() != -(-absmax.numel() // size):
+        raise ValueError(f"{name}.nested_absmax has {nested.numel()} scales of {size} absmax each")
+    each = nested.flatten().repeat_interleave(size)[: absmax.numel()]
+    return table[absmax.flatten().int()] * each + offset
+
+
+def _state(name: str, stored: Tensor) -> dict[str, Any]:
+    """Return what bitsandbytes says of a weight; `ValueError` where that cannot be."""
+    try:
+        state = json.loads(bytes(stored.flatten().tolist()))
+        shape, size = state["shape"], state["blocksize"]
+        good = len(shape) == 2 and all(type(x) is int and x > 0 for x in (*shape, size))
+    except (ValueError, KeyError, TypeError):
+        good = False
+    if not good or not name.endswith(f"__{state.get('quant_type')}"):
+        raise ValueError(f"{name} does not say how the weight is quantised; download it again")
+    return dict(state)
+
+
+def has_halves(scale_NG: Tensor) -> bool:
+    """Whether float16 holds scales within its rounding of them, or of their row's largest."""
+    off = (scale_NG.half().float() - scale_NG).abs()
+    return bool((off <= WHOLE * scale_NG.abs().amax(1, keepdim=True)).all())
+
+
+def _require(scale: Tensor, dtype: torch.dtype, name: str) -> None:
+    if scale.dtype != dtype:
+        raise ValueError(f"{name} is {scale.dtype}, expected {dtype}; download it again")
