@@ -37,30 +37,6 @@ def relative(got: Tensor, want: Tensor) -> float:
     return float((got - want).norm() / want.norm())
 
 
-@pytest.fixture(scope="module")
-def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A llama whose sizes are multiples of no block."""
-    import transformers
-
-    torch.manual_seed(3)
-    config = transformers.LlamaConfig(
-        vocab_size=199,
-        hidden_size=192,
-        intermediate_size=320,
-        num_hidden_layers=2,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-    )
-    folder = tmp_path_factory.mktemp("dense")
-    model = transformers.LlamaForCausalLM(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    model.save_pretrained(folder)
-    return folder
-
-
 def compressed(name: str, tensors: Tensors, **arguments: Any) -> tuple[Tensors, Tensor]:
     """Compress a weight with its scales by compressed-tensors; return it and what it stands for."""
     compressors = pytest.importorskip("compressed_tensors.compressors")
