@@ -14,6 +14,7 @@ import argparse
 import itertools
 import statistics
 import time
+from typing import Any
 
 import torch
 from rows import write_row
@@ -47,7 +48,9 @@ def blocks(n: int, k: int, kind: str = "blocks", *, whole: bool = True) -> Fp8We
     return made.in_fragments() if whole else made
 
 
-def row(args: argparse.Namespace, bench: str, case: dict, samples: list[float], **more) -> None:
+def row(
+    args: argparse.Namespace, bench: str, case: dict, samples: list[float], **more: Any
+) -> None:
     """Keep a row."""
     name = torch.cuda.get_device_name()
     write_row(args.file, bench=bench, case=case, unit="us", samples=samples, device=name, **more)
