@@ -34,6 +34,11 @@ class PagedStep(Step):
     """Runs of rows (rows, tokens of each) where all are known to be prompts from their start."""
 
     @property
+    def ends_by_place(self) -> bool:
+        """As of `Step`."""
+        return True
+
+    @property
     def ends(self) -> Tensor:
         """Tokens of the request of every place, with this step [T]; padding's mean nothing."""
         starts_R, counts_R, firsts_R = self.rows_FR[1], self.rows_FR[2], self.rows_FR[3]

@@ -95,6 +95,11 @@ class Step:
         return (self.start_B + self.num_new_B)[:, None]
 
     @property
+    def ends_by_place(self) -> bool:
+        """Whether `ends` has every place's."""
+        return False
+
+    @property
     def ends(self) -> Tensor:
         """Tokens of every row's request with this step, [B]; of packed rows every place's, [T]."""
         return self.start_B + self.num_new_B

@@ -26,9 +26,15 @@ def kept_grid(
 ) -> Quantization | None:
     """Return the grid on which codes stay as they are, None where it is the usual one.
 
-    `asked`: weights that shall share a scale, if somebody says so.
+    `asked`: weights that shall share a scale, if somebody says so; `ValueError` where NVFP4's
+    codes, which are kept all the same, would take more than that.
     """
     kept = None if is_gguf(path) else nvfp4_grid(path)
+    if kept is not None and asked not in (None, kept.group_size):
+        raise ValueError(
+            f"'{path}' is NVFP4, whose codes are kept and take what groups of {kept.group_size} "
+            f"do; got --weight-group-size {asked}: leave it out"
+        )
     if kept is None and asked is None and not all(device.spec.is_cpu for device in devices):
         return None
     if kept is None:

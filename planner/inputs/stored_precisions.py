@@ -248,6 +248,9 @@ def _table_layers(file_of: Mapping[str, _Header]) -> set[int]:
 def nvfp4_grid(directory: str | Path) -> Quantization | None:
     """Return the grid of a directory with NVFP4 codes, which counts what those take: half a bit a
     weight for scales."""
+    described = section(read_config(directory), "quantization_config") or {}
+    if described.get("quant_method") != "compressed-tensors":
+        return None
     headers = map(_read_header, _files(Path(directory)))
     names = {name for header in headers for name in header.tensors}
     coded = any(name.endswith(".weight_global_scale") for name in names)

@@ -103,8 +103,8 @@ class Rotary:
         if self._scaling is None or not self._scaling.by_length:
             return self.inv_freq
         if self.is_dynamic and step.start_B.is_cuda:
-            made, (rows, q_len) = self.turning(step), (step.batch, step.q_len)
-            return made[:, None] if made.shape[0] == rows != q_len else made.view(1, q_len, -1)
+            made = self.turning(step)
+            return made[None] if step.ends_by_place else made[:, None]
         longest = self._scaling.original_max_positions
         if step.max_end <= longest:
             return self.inv_freq

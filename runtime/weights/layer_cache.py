@@ -25,6 +25,7 @@ from llmpq.kernels.formats.table_weight import TableWeight
 from llmpq.kernels.formats.weight_layout import Layout
 from llmpq.precision import WeightScheme
 from llmpq.runtime.models.layer_tensors import LayerTensors
+from llmpq.runtime.weights.gguf_checkpoint import GgufCheckpoint
 from llmpq.runtime.weights.quantized_checkpoint import QuantizedCheckpoint
 from llmpq.runtime.weights.sources import CheckpointSource, weight_files
 
@@ -45,7 +46,9 @@ class KeptLayers:
         """`schemes`: how each layer of the stage is stored."""
         self._source, self._schemes, self._device = source, schemes, device
         self._folder = Path(folder)
-        if isinstance(source, QuantizedCheckpoint):
+        self._keeps = isinstance(source, (GgufCheckpoint, QuantizedCheckpoint))
+        """Whether its own codes may be what a layer has."""
+        if isinstance(source, (GgufCheckpoint, QuantizedCheckpoint)):
             source.keep_codes(schemes)
         self.num_read = 0
         """Layers that were found on disk."""
@@ -89,7 +92,7 @@ class KeptLayers:
             repr(scheme),
             str(dtype),
             self._device.type,
-            *(["codes kept"] if isinstance(self._source, QuantizedCheckpoint) else []),
+            *(["codes kept"] if self._keeps else []),
         ]
         mark = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
         return self._folder / mark / f"{index}.safetensors"

@@ -108,8 +108,9 @@ def bitsandbytes_weight(
     values = STATES[name.removeprefix(f"{stem}.weight.")]
     state = _state(name, read(name))
     (n, k), group = state["shape"], state["blocksize"]
-    packed = read(f"{stem}.weight")
-    if packed.dtype != torch.uint8 or packed.numel() * 2 != n * k or k % group:
+    # Stored as bytes, or as the same bytes in another type's name (bnb_4bit_quant_storage).
+    packed = read(f"{stem}.weight").contiguous().flatten().view(torch.uint8)
+    if packed.numel() * 2 != n * k or k % group:
         raise ValueError(
             f"{stem}.weight has {packed.numel()} bytes, its state says [{n}, {k}] in blocks of "
             f"{group}; expected {n * k // 2}, and rows of whole blocks"

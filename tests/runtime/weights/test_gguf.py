@@ -25,6 +25,7 @@ from llmpq.runtime.step import Step
 from llmpq.runtime.text.tokenizer import Tokenizer
 from llmpq.runtime.weights.gguf_checkpoint import numbers_of
 from llmpq.runtime.weights.gguf_codes import codes_of, kept_weight
+from llmpq.runtime.weights.layer_cache import KeptLayers
 from llmpq.runtime.weights.quantized_checkpoint import open_checkpoint
 
 gguf = pytest.importorskip("gguf")
@@ -402,6 +403,23 @@ def test_codes_of_a_table_are_kept(form: str, tmp_path: Path) -> None:
         assert isinstance(part, TableWeight)
         rest = part.dequantize(torch.float32)
         assert relative(rest, numbers["blk.0.ffn_down.weight"]) <= least
+    cpu = torch.device("cpu")
+    kept = KeptLayers(source, tmp_path / "kept", {0: fine.scheme(Precision.W4A16)}, cpu)
+    assert isinstance(kept.layer(0, torch.float32)["down.weight"], TableWeight)
+
+
+def test_layers_kept_on_disk_have_the_files_codes(tmp_path: Path) -> None:
+    path, cpu = tmp_path / "model.gguf", torch.device("cpu")
+    scheme = Quantization(group_size=32).scheme(Precision.W4A16)
+    write_model("llama", path, "Q4_K", wide_llama())
+    source = open_checkpoint(path, ModelSpec.from_directory(path))
+    source.keep_codes({0: scheme})
+    want = source.layer(0, torch.float32)["down.weight"]
+    for number in (0, 1):
+        kept = KeptLayers(source, tmp_path / "kept", {0: scheme}, cpu)
+        got = kept.layer(0, torch.float32)["down.weight"]
+        assert kept.num_read == number
+        assert torch.equal(got.dequantize(torch.float32), want.dequantize(torch.float32))
 
 
 def test_experts_are_read_one_at_a_time_from_quantised_blocks(tmp_path: Path) -> None:

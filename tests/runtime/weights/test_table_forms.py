@@ -12,10 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from llmpq.cluster import Cluster
 from llmpq.kernels.formats.round_to_nearest import quantize_weight
 from llmpq.kernels.formats.table_weight import TableWeight, Values
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
+from llmpq.planner.inputs.kept_grid import kept_grid
 from llmpq.planner.inputs.stored_precisions import nvfp4_grid, stored_layers
 from llmpq.precision import Precision, WeightScheme
 from llmpq.profiler.quantize.layer_walk import random_windows
@@ -26,10 +28,11 @@ from llmpq.runtime.step import Step
 from llmpq.runtime.weights.layer_cache import KeptLayers
 from llmpq.runtime.weights.numbers_source import open_numbers
 from llmpq.runtime.weights.quantized_checkpoint import open_checkpoint
+from llmpq.runtime.weights.table_forms import bitsandbytes_weight
 
 pytestmark = pytest.mark.cpu
 TOKENS = [5, 30, 77, 120, 9, 61, 62, 63, 64]
-FOUR = WeightScheme(bits=4)
+FOUR, FLOAT = WeightScheme(bits=4), torch.float32
 CT = {"quant_method": "compressed-tensors"}
 BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False}
 Stored = tuple[dict[str, Tensor], Tensor]
@@ -191,6 +194,17 @@ def test_stages_and_kept_layers_compute_the_same(dense: Path, tmp_path: Path, na
         assert isinstance(part, TableWeight) and kept.num_read == 0
 
 
+def test_bytes_of_bitsandbytes_under_the_name_of_another_type(dense: Path, tmp_path: Path) -> None:
+    """`bnb_4bit_quant_storage`, as whoever trains adapters on several GPUs has it."""
+    form, _ = write(dense, tmp_path, "nf4")
+    held = load_file(form / "model.safetensors")
+    want = bitsandbytes_weight("model.layers.0.mlp.down_proj", held, held.__getitem__, FLOAT)
+    for name in [name for name in held if name.endswith("_proj.weight")]:
+        held[name] = held[name].flatten().view(torch.bfloat16)[:, None]
+    got = bitsandbytes_weight("model.layers.0.mlp.down_proj", held, held.__getitem__, FLOAT)
+    assert torch.equal(got.dequantize(FLOAT), want.dequantize(FLOAT))
+
+
 @pytest.mark.parametrize(
     ("name", "last", "change", "message"),
     [
@@ -325,7 +339,6 @@ def test_experts_of_gpt_oss_are_quantised_anew(
 def test_bitsandbytes_own_codes(dense: Path) -> None:
     """What the library itself writes and reads, where it is installed."""
     functional = pytest.importorskip("bitsandbytes.functional")
-    from llmpq.runtime.weights.table_forms import bitsandbytes_weight
 
     for kind in ("nf4", "fp4"):
         for nested in (False, True):
@@ -340,14 +353,26 @@ def test_bitsandbytes_own_codes(dense: Path) -> None:
             assert relative(made.dequantize(torch.float32), want) < 1e-6
 
 
+def test_a_directory_whose_weights_are_elsewhere_is_planned(dense: Path, tmp_path: Path) -> None:
+    """Config and index alone: planned before it is downloaded, or on a node with its own slice."""
+    (tmp_path / "config.json").write_text((dense / "config.json").read_text())
+    index = {"weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert kept_grid(tmp_path, Cluster.from_counts(["T4"], [1]).devices) is None
+
+
 @pytest.mark.parametrize("name", FORMS)
 def test_plans_keep_four_bits(dense: Path, tmp_path: Path, name: str) -> None:
     form, _ = write(dense, tmp_path, name)
     layers = stored_layers(form, ModelSpec.from_directory(form))
     assert layers is not None and all(layer.stored is Precision.W4A16 for layer in layers)
     assert all(layer.served == tuple(Precision) for layer in layers)
-    grid = nvfp4_grid(form)
+    grid, cards = nvfp4_grid(form), Cluster.from_counts(["T4"], [1]).devices
     assert (grid is None) == (name != "nvfp4")
+    assert kept_grid(form, cards) == grid
+    if name == "nvfp4":
+        with pytest.raises(ValueError, match="got --weight-group-size 128: leave it out"):
+            kept_grid(form, cards, 128)
     source = open_checkpoint(form, ModelSpec.from_directory(form))
     source.keep_codes({0: FOUR})
     for dtype, scale_bytes in ((torch.bfloat16, 2), (torch.float32, 4)):
