@@ -9,13 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from llmpq.kernels.cpu.dense import dense_linear
+from llmpq.kernels.cpu.dense import dense_in_pieces
 from llmpq.kernels.formats.fp8_weight import Fp8Weight
 from llmpq.kernels.native.library import NUMBERS, address, call, library
 
 FEW_ROWS = 16
-_CHUNK_WEIGHTS = 1 << 20
-"""Weights made numbers at a time, as packed_linear.py."""
 
 
 def fp8_linear_cpu(x_MK: Tensor, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
@@ -23,16 +21,9 @@ def fp8_linear_cpu(x_MK: Tensor, weight: Fp8Weight, bias: Tensor | None) -> Tens
     native = library() is not None and x_MK.dtype in NUMBERS
     if native and 0 < x_MK.shape[0] <= FEW_ROWS:
         return few_rows(x_MK, weight, bias)
-    n = weight.out_features
-    step = max(64, _CHUNK_WEIGHTS // weight.in_features // 64 * 64)
-    y = x_MK.new_empty(x_MK.shape[0], n)
     made = dequantize_rows if native else _by_torch
-    for start in range(0, n, step):
-        stop = min(n, start + step)
-        w = made(weight, x_MK.dtype, start, stop)
-        y[:, start:stop] = dense_linear(x_MK, w, None if bias is None else bias[start:stop])
-        del w  # or two pieces are alive at once
-    return y
+    shape = weight.out_features, weight.in_features
+    return dense_in_pieces(x_MK, shape, lambda *rows: made(weight, x_MK.dtype, *rows), bias)
 
 
 def few_rows(x_MK: Tensor, weight: Fp8Weight, bias: Tensor | None) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from llmpq.kernels.cpu.dense import dense_linear
+from llmpq.kernels.cpu.dense import dense_in_pieces
 from llmpq.kernels.formats.quantized_weight import QuantizedWeight
 from llmpq.kernels.formats.weight_layout import GROUP
 from llmpq.kernels.native.library import NUMBERS, address, call, library
@@ -33,9 +33,6 @@ bfloat16, two busy threads of an Intel Xeon, ms, tiles / dequantise and oneDNN (
             1.8 / 7.1    3.5 / 8.6    21.2 / 26.2
 """
 
-_CHUNK_WEIGHTS = 1 << 20
-"""Weights dequantised at a time: what stays in a core's L2, as packed_linear.py measured."""
-
 
 def native_linear(x_MK: Tensor, qweight: QuantizedWeight, bias: Tensor | None) -> Tensor:
     """Multiply x [M, K] by a weight in the layout `Layout.CPU`."""
@@ -43,17 +40,10 @@ def native_linear(x_MK: Tensor, qweight: QuantizedWeight, bias: Tensor | None) -
         return few_rows(x_MK, qweight, bias)
     if qweight.activation_bits == 8:
         x_MK = in_eight_bits(x_MK)
-    n = qweight.out_features
-    step = max(64, _CHUNK_WEIGHTS // qweight.in_features // 64 * 64)
-    if step >= n:
-        return dense_linear(x_MK, dequantize_rows(qweight, x_MK.dtype, 0, n), bias)
-    y = x_MK.new_empty(x_MK.shape[0], n)
-    for start in range(0, n, step):
-        stop = min(n, start + step)
-        w = dequantize_rows(qweight, x_MK.dtype, start, stop)
-        y[:, start:stop] = dense_linear(x_MK, w, None if bias is None else bias[start:stop])
-        del w  # or two pieces are alive at once
-    return y
+    shape = qweight.out_features, qweight.in_features
+    return dense_in_pieces(
+        x_MK, shape, lambda *rows: dequantize_rows(qweight, x_MK.dtype, *rows), bias
+    )
 
 
 def few_rows(x_MK: Tensor, qweight: QuantizedWeight, bias: Tensor | None) -> Tensor:

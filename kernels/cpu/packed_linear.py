@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from llmpq.kernels.cpu.dense import dense_linear
+from llmpq.kernels.cpu.dense import CHUNK_WEIGHTS, dense_in_pieces
 from llmpq.kernels.cpu.native_linear import native_linear
 from llmpq.kernels.formats.quantized_weight import QuantizedWeight
 from llmpq.kernels.formats.weight_layout import GROUP, Layout
@@ -34,10 +34,6 @@ _INT4_ROWS = 64
 _INT8_ROWS = 64
 _INT8_GROUPED_ROWS = 16
 _CAST_ROWS = 32
-
-# 4 MB of float32: larger temporaries are mapped and page-faulted anew each call (4096 x 4096,
-# M = 1, float32: 35 ms in one piece, 5.4 ms in sixteen).
-_CHUNK_WEIGHTS = 1 << 20
 
 
 def linear_cpu(x_MK: Tensor, qweight: QuantizedWeight, bias: Tensor | None) -> Tensor:
@@ -64,22 +60,15 @@ def _round(total: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
 
 def _cast_wins(rows: int, qweight: QuantizedWeight) -> bool:
     weights = qweight.out_features * qweight.in_features
-    return rows <= _CAST_ROWS and weights <= _CHUNK_WEIGHTS
+    return rows <= _CAST_ROWS and weights <= CHUNK_WEIGHTS
 
 
 def dequantize_product(x_MK: Tensor, qweight: QuantizedWeight, bias: Tensor | None) -> Tensor:
-    """Dequantise and multiply, a few rows of the weight at a time (`_CHUNK_WEIGHTS`)."""
-    n = qweight.out_features
-    step = max(64, _CHUNK_WEIGHTS // qweight.in_features // 64 * 64)
-    if step >= n:
-        return dense_linear(x_MK, dequantize_rows(qweight, x_MK.dtype, 0, n), bias)
-    y = x_MK.new_empty(x_MK.shape[0], n)
-    for start in range(0, n, step):
-        stop = min(n, start + step)
-        w = dequantize_rows(qweight, x_MK.dtype, start, stop)
-        y[:, start:stop] = dense_linear(x_MK, w, None if bias is None else bias[start:stop])
-        del w  # or two pieces are alive at once
-    return y
+    """Dequantise and multiply, a few rows of the weight at a time (`CHUNK_WEIGHTS`)."""
+    shape = qweight.out_features, qweight.in_features
+    return dense_in_pieces(
+        x_MK, shape, lambda *rows: dequantize_rows(qweight, x_MK.dtype, *rows), bias
+    )
 
 
 def dequantize_rows(qweight: QuantizedWeight, dtype: torch.dtype, start: int, stop: int) -> Tensor:

@@ -11,14 +11,12 @@ import functools
 import torch
 from torch import Tensor
 
-from llmpq.kernels.cpu.dense import dense_linear
+from llmpq.kernels.cpu.dense import dense_in_pieces
 from llmpq.kernels.formats.table_weight import E4M3, E8M0, TableWeight, Values
 from llmpq.kernels.formats.weight_layout import Layout
 from llmpq.kernels.native.library import NUMBERS, address, call, library
 
 FEW_ROWS = 16
-_CHUNK_WEIGHTS = 1 << 20
-"""Weights made numbers at a time, as packed_linear.py."""
 KINDS = NUMBERS | {E8M0: 3, E4M3: 4}
 """What table.h calls the scales."""
 
@@ -28,16 +26,9 @@ def table_linear_cpu(x_MK: Tensor, weight: TableWeight, bias: Tensor | None) -> 
     native = library() is not None and x_MK.dtype in NUMBERS and weight.layout is Layout.ROWS
     if native and 0 < x_MK.shape[0] <= FEW_ROWS:
         return few_rows(x_MK, weight, bias)
-    n = weight.out_features
-    step = max(64, _CHUNK_WEIGHTS // weight.in_features // 64 * 64)
-    y = x_MK.new_empty(x_MK.shape[0], n)
     made = dequantize_rows if native else TableWeight.dequantize
-    for start in range(0, n, step):
-        stop = min(n, start + step)
-        w = made(weight, x_MK.dtype, start, stop)
-        y[:, start:stop] = dense_linear(x_MK, w, None if bias is None else bias[start:stop])
-        del w  # or two pieces are alive at once
-    return y
+    shape = weight.out_features, weight.in_features
+    return dense_in_pieces(x_MK, shape, lambda *rows: made(weight, x_MK.dtype, *rows), bias)
 
 
 def few_rows(x_MK: Tensor, weight: TableWeight, bias: Tensor | None) -> Tensor:

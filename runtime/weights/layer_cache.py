@@ -46,10 +46,11 @@ class KeptLayers:
         """`schemes`: how each layer of the stage is stored."""
         self._source, self._schemes, self._device = source, schemes, device
         self._folder = Path(folder)
-        self._keeps = isinstance(source, (GgufCheckpoint, QuantizedCheckpoint))
+        self._keeps = False
         """Whether its own codes may be what a layer has."""
         if isinstance(source, (GgufCheckpoint, QuantizedCheckpoint)):
             source.keep_codes(schemes)
+            self._keeps = True
         self.num_read = 0
         """Layers that were found on disk."""
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from llmpq.kernels.cpu import native_linear
 from llmpq.kernels.cpu.native_linear import dequantize_rows, few_rows
 from llmpq.kernels.formats.round_to_nearest import quantize_weight
 from llmpq.kernels.formats.weight_layout import GROUP, Layout
@@ -93,7 +92,7 @@ def test_rows_dequantise_to_the_nearest_number(level, bits, dtype):
 
 
 def test_many_rows_take_the_weight_in_pieces(level, monkeypatch):
-    monkeypatch.setattr(native_linear, "_CHUNK_WEIGHTS", 64 * 256)
+    monkeypatch.setattr("llmpq.kernels.cpu.dense.CHUNK_WEIGHTS", 64 * 256)
     q = _weight(200, 256, 4, 128, False, torch.float32)
     x, bias = torch.randn(70, 256), torch.randn(200)
     assert relative_error(linear(x, q, bias), linear_reference(x, q, bias, exact=True)) < 2e-6

@@ -95,7 +95,7 @@ def test_planted_bugs_exceed_the_tolerance(dtype):
 
 @pytest.mark.parametrize("bits", [3, 4, 8])
 def test_large_weights_dequantise_in_pieces(bits, monkeypatch):
-    monkeypatch.setattr("llmpq.kernels.cpu.packed_linear._CHUNK_WEIGHTS", 64 * 256)
+    monkeypatch.setattr("llmpq.kernels.cpu.dense.CHUNK_WEIGHTS", 64 * 256)
     _, _, q = _weight(200, 256, bits)
     x, bias = torch.randn(100, 256), torch.randn(200)
     exact = linear_reference(x, q, bias, exact=True)

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from llmpq.errors import StageLostError
-from llmpq.kernels.cpu import native_linear, packed_linear
+from llmpq.kernels.cpu import dense
 from llmpq.kernels.kv import native_attend, reference
 from llmpq.kernels.native import library
 from llmpq.kv_format import kv_cache_bytes, kv_pool_bytes
@@ -411,8 +411,7 @@ def test_a_forgotten_temporary_is_noticed(monkeypatch):
 
 
 def test_the_planner_and_the_kernels_agree_on_the_piece_that_is_dequantised():
-    assert packed_linear._CHUNK_WEIGHTS == DEQUANTIZE_WEIGHTS
-    assert native_linear._CHUNK_WEIGHTS == DEQUANTIZE_WEIGHTS
+    assert dense.CHUNK_WEIGHTS == DEQUANTIZE_WEIGHTS
     assert reference.PIECE_ELEMENTS == KV_PIECE_ELEMENTS
 
 
