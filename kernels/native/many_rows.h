@@ -1,19 +1,18 @@
-// Many rows of bfloat16 x times a quantised weight, by AMX: blocks of the weight become bfloat16 tiles that stay in a
-// core's L2 and meet all rows of x, as an unquantised weight's do.
+// Rows of bfloat16 x times a quantised weight, by AMX: the weight becomes bfloat16 tiles, a unit of 32 rows and 256 of
+// k at a time, in a core's L1, where it meets all rows of x; the next unit is unpacked meanwhile, a few rows of it
+// between two products of tiles, so that vectors and tiles work at the same time.
 //
 // A weight is (code - zero) scale in float32, rounded once. Below 8 bits a group has at most 16 values: they are
 // computed once and looked up by a permutation of words, which takes the word's low bits itself. Sums in float32.
-// A core's loop is two tiles of w x two of x for 8 steps of 32 k: those of x stay in L1, those of w come from L2.
 #pragma once
 #include "dense_tiles.h"
 
 #if defined(__AMX_BF16__) && defined(__AMX_INT8__) && WIDE
 constexpr int64_t PAIR = 2 * TILE, PAIR_BYTES = 2 * TILE_BYTES, PAIR_SUMS = 4 * TILE * TILE;
-constexpr int64_t NEAR_STEPS = 8;     // of a pair's that stay in L1
-constexpr int64_t DEEP_STEPS = 64;    // of w's that stay in L2
-constexpr int64_t WIDE_PAIRS = 8;     // of w's that stay in L2
-constexpr int64_t AHEAD_BYTES = 256;  // of a row of codes, asked for before
-constexpr int64_t STEPS = GROUP / STEP;
+constexpr int64_t STEPS = GROUP / STEP;       // of a k-group
+constexpr int64_t UNIT_STEPS = 2 * STEPS;     // of w's pair that are in L1, twice
+constexpr int64_t WIDE_PAIRS = 8;             // of w that meet the same part of x, which stays in L2:
+constexpr int64_t PART_BYTES = 512 << 10;
 
 // 16 rows of 16 words, `apart` words from each other, as columns.
 static inline void transpose(const __m512i* row, __m512i* column) {
@@ -37,31 +36,33 @@ static inline void transpose(const __m512i* row, __m512i* column) {
   }
 }
 
-// x [M, K] as pairs of tiles: [pairs, steps, 2, 16 pairs of k, 16 rows], zeros past M and K.
+// x [M, K] as pairs of tiles, one tile if there are no more rows: [pairs, steps, 1 or 2, 16 pairs of k, 16 rows],
+// zeros past M and K.
 struct PairedRows {
-  int64_t pairs = 0, steps = 0;
+  int64_t pairs = 0, steps = 0, tiles = 0;
   std::vector<uint8_t> held;
   void reset(int64_t M, int64_t groups) {
-    pairs = (M + PAIR - 1) / PAIR, steps = groups * STEPS;
-    const int64_t size = pairs * steps * PAIR_BYTES + 64;
+    pairs = (M + PAIR - 1) / PAIR, steps = groups * STEPS, tiles = M > TILE ? 2 : 1;
+    const int64_t size = pairs * steps * bytes() + 64;
     if ((int64_t)held.size() < size) held.resize(size);
   }
+  int64_t bytes() const { return tiles * TILE_BYTES; }
   uint8_t* at(int64_t pair, int64_t step) {
-    return held.data() + (64 - (uintptr_t)held.data() % 64) % 64 + (pair * steps + step) * PAIR_BYTES;
+    return held.data() + (64 - (uintptr_t)held.data() % 64) % 64 + (pair * steps + step) * bytes();
   }
 };
 
 static void to_pair(const uint16_t* x, int64_t M, int64_t K, int64_t pair, int64_t step, PairedRows& t) {
   const int64_t k = step * STEP, count = K - k;
   const __mmask32 there = count >= STEP ? ~0u : count > 0 ? (1u << count) - 1 : 0;
-  for (int64_t half = 0; half < 2; ++half) {
+  for (int64_t tile = 0; tile < t.tiles; ++tile) {
     __m512i row[TILE], column[TILE];
     for (int64_t i = 0; i < TILE; ++i) {
-      const int64_t m = pair * PAIR + half * TILE + i;
+      const int64_t m = pair * PAIR + tile * TILE + i;
       row[i] = m < M && there ? _mm512_maskz_loadu_epi16(there, x + m * K + k) : _mm512_setzero_si512();
     }
     transpose(row, column);
-    for (int64_t i = 0; i < TILE; ++i) _mm512_store_si512(t.at(pair, step) + half * TILE_BYTES + i * 64, column[i]);
+    for (int64_t i = 0; i < TILE; ++i) _mm512_store_si512(t.at(pair, step) + tile * TILE_BYTES + i * 64, column[i]);
   }
 }
 
@@ -77,10 +78,10 @@ template <int BITS>
 static inline void numbers_of_group(const uint8_t* p, const float* s, const float* z, bool fine, uint8_t* to) {
   if constexpr (BITS == 8) {
     for (int64_t v = 0; v < STEPS; ++v) {
-      const Floats zero = floats(z[fine ? v : 0]), scale = floats(s[fine ? v : 0]);
+      const Floats scale = floats(s[fine ? v : 0]), off = floats(-s[fine ? v : 0] * z[fine ? v : 0]);
       auto half = [&](int64_t at) {
         const __m512i codes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)(p + v * STEP + at)));
-        return mul(sub(_mm512_cvtepi32_ps(codes), zero), scale);
+        return fma(_mm512_cvtepi32_ps(codes), scale, off);
       };
       _mm512_store_si512(to + v * PAIR_BYTES, (__m512i)_mm512_cvtne2ps_pbh(half(TILE), half(0)));
     }
@@ -94,61 +95,103 @@ static inline void numbers_of_group(const uint8_t* p, const float* s, const floa
   }
 }
 
-// What a thread works in: a block of w as pairs of tiles [pairs, steps, 2, 16, 32], and sums [pairs of x, pairs, 4, 16, 16].
-struct BlockRoom {
-  int64_t pairs, deep, kept;  // pairs of w; steps of w at once; pairs of x whose sums are kept
-  std::vector<uint8_t> held;
-  std::vector<float> grid;
-  void reset(const Weight& w, int64_t most, int64_t x_pairs) {
-    pairs = most, deep = std::min(DEEP_STEPS, w.k_groups * STEPS), kept = w.k_groups * STEPS > deep ? x_pairs : 1;
-    const int64_t size = pairs * (deep * PAIR_BYTES + kept * PAIR_SUMS * 4) + 64;
-    if ((int64_t)held.size() < size) held.resize(size);
-    grid.resize(2 * pairs * PAIR * w.grid_size());
-  }
-  uint8_t* tiles(int64_t pair, int64_t step) {
-    return held.data() + (64 - (uintptr_t)held.data() % 64) % 64 + (pair * deep + step) * PAIR_BYTES;
-  }
-  float* sums(int64_t x_pair, int64_t pair) {
-    return (float*)tiles(pairs, 0) + ((kept == 1 ? 0 : x_pair) * pairs + pair) * PAIR_SUMS;
+// The order of units: 8 steps of a pair of w's tiles, all of a part of k, then the next pair's, then the next part.
+struct Unit {
+  int64_t pairs, steps, part;  // of the block; of all of k, of a part
+  int64_t pair = 0, step = 0, first = 0;
+  Unit(int64_t pairs, const PairedRows& x)
+      : pairs(pairs), steps(x.steps),
+        part(x.pairs == 1 ? x.steps : std::max<int64_t>(1, PART_BYTES / (x.pairs * x.bytes() * UNIT_STEPS)) * UNIT_STEPS) {}
+  int64_t count() const { return std::min(UNIT_STEPS, steps - step); }
+  bool ended() const { return first >= steps; }
+  void next() {
+    step += count();
+    if (step < std::min(steps, first + part)) return;
+    if (++pair == pairs) pair = 0, first += part;
+    step = first;
   }
 };
 
-// Steps first .. last of rows n0 on as tiles; behind the last row that row's again.
+// What a thread works in: two units of w as tiles [steps, 2, 16, 32], sums [pairs, pairs of x, 4, 16, 16], a pair's grids.
+struct BlockRoom {
+  int64_t x_pairs;
+  std::vector<uint8_t> held;
+  std::vector<float> grid;
+  void reset(const Weight& w, int64_t pairs, const PairedRows& x) {
+    x_pairs = x.pairs;
+    const int64_t size = 2 * UNIT_STEPS * PAIR_BYTES + pairs * x_pairs * PAIR_SUMS * 4 + 64;
+    if ((int64_t)held.size() < size) held.resize(size);
+    grid.resize(2 * PAIR * w.grid_size());
+  }
+  uint8_t* tiles(int64_t unit) {
+    return held.data() + (64 - (uintptr_t)held.data() % 64) % 64 + unit % 2 * UNIT_STEPS * PAIR_BYTES;
+  }
+  float* sums(int64_t pair, int64_t x_pair) {
+    return (float*)(tiles(0) + 2 * UNIT_STEPS * PAIR_BYTES) + (pair * x_pairs + x_pair) * PAIR_SUMS;
+  }
+};
+
+// Makes a block's units of w, one k-group of one row at a time; behind the last row that row's again.
 template <int BITS>
-static void block_tiles(const Weight& w, int64_t n0, int64_t rows, int64_t first, int64_t last, BlockRoom& room) {
-  const int64_t pitch = w.grid_size(), parts = w.parts();
-  const float *scales = room.grid.data(), *zeros = scales + rows * pitch;
-  for (int64_t pair = 0; pair < rows / PAIR; ++pair)
-    for (int64_t step = first; step < last; step += STEPS) {
-      const int64_t g = step / STEPS;
-      uint8_t* to = room.tiles(pair, step - first);
-      for (int64_t i = pair * PAIR; i < (pair + 1) * PAIR; ++i, to += 64) {
-        const uint8_t* p = w.row(std::min(n0 + i, w.N - 1)) + g * 16 * BITS;
-        const int64_t at = i * pitch + g * parts;
-        _mm_prefetch((const char*)p + AHEAD_BYTES, _MM_HINT_T0);
-        if (BITS == 8) _mm_prefetch((const char*)p + AHEAD_BYTES + 64, _MM_HINT_T0);
-        numbers_of_group<BITS>(p, scales + at, zeros + at, parts > 1, to);
+struct Unpacker {
+  const Weight& w;
+  BlockRoom& room;
+  Unit unit;
+  const int64_t n0, pitch = w.grid_size(), parts = w.parts();
+  int64_t made = 0, pair = -1, rows = 0, left = 0, g = 0;  // rows: of the pair; left: of the unit's, each k-group by itself
+  const uint8_t* next = nullptr;                           // what is wanted a pair later, in the order of memory
+  uint8_t* to = nullptr;
+  Unpacker(const Weight& w, BlockRoom& room, const Unit& first, int64_t n0) : w(w), room(room), unit(first), n0(n0) {}
+
+  void begin() {
+    if (unit.ended()) return;
+    const int64_t from = n0 + unit.pair * PAIR;
+    if (pair != unit.pair) w.grids(from, from + PAIR, room.grid.data(), room.grid.data() + PAIR * pitch);
+    pair = unit.pair, rows = std::min(PAIR, w.N - from), g = unit.step / STEPS;
+    left = unit.count() / STEPS * PAIR, to = room.tiles(made++);
+    next = w.row(from + PAIR) + g * PAIR * 16 * BITS;
+    unit.next();
+  }
+  inline void some(int64_t count) {
+    for (; count > 0 && left > 0; --count, --left) {
+      const int64_t done = (PAIR - left % PAIR) % PAIR, row = std::min(done, rows - 1);
+      const uint8_t* p = w.row(n0 + pair * PAIR + row) + g * 16 * BITS;
+      const float* s = room.grid.data() + done * pitch + g * parts;
+      for (int64_t line = 0; line < 16 * BITS; line += 64) {
+        _mm_prefetch((const char*)next + line, _MM_HINT_T1);
+        _mm_prefetch((const char*)p + 32 * BITS + line, _MM_HINT_T0);
       }
+      next += 16 * BITS;
+      numbers_of_group<BITS>(p, s, s + PAIR * pitch, parts > 1, to + done * 64);
+      if (done == PAIR - 1) ++g, to += STEPS * PAIR_BYTES;
     }
+  }
+};
+
+static inline void load_sums(const float* sums) {
+  _tile_loadd(0, sums, 64);
+  _tile_loadd(1, sums + 256, 64);
+  _tile_loadd(2, sums + 512, 64);
+  _tile_loadd(3, sums + 768, 64);
 }
 
-// Sums of a pair of w's tiles and one of x's over some steps; `next` is asked for meanwhile, `lines` a step.
-static inline void add_pair(const uint8_t* w, const uint8_t* x, int64_t steps, bool first, float* sums,
-                            const char* next, int64_t lines) {
-  if (first) zero_sums();
-  else { _tile_loadd(0, sums, 64); _tile_loadd(1, sums + 256, 64); _tile_loadd(2, sums + 512, 64); _tile_loadd(3, sums + 768, 64); }
-  for (int64_t i = 0; i < steps; ++i, w += PAIR_BYTES, x += PAIR_BYTES) {
-    for (int64_t line = 0; line < lines; ++line, next += 64) _mm_prefetch(next, _MM_HINT_T1);
+// A unit of w's tiles times as many of x's, whose sums are in tiles 0-3; each step the next unit's rows are made.
+#ifndef EVERY
+#define EVERY 2
+#endif
+template <int BITS, int TILES>
+static inline void add_unit(const uint8_t* w, const uint8_t* x, int64_t steps, Unpacker<BITS>& ahead, int64_t each) {
+  for (int64_t i = 0; i < steps; ++i, w += PAIR_BYTES, x += TILES * TILE_BYTES) {
     _tile_loadd(6, x, 64);
     _tile_loadd(4, w, 64);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_loadd(7, x + TILE_BYTES, 64);
-    _tile_dpbf16ps(1, 4, 7);
+    if constexpr (TILES == 2) _tile_loadd(7, x + TILE_BYTES, 64);
     _tile_loadd(5, w + TILE_BYTES, 64);
+    _tile_dpbf16ps(0, 4, 6);
+    if constexpr (TILES == 2) _tile_dpbf16ps(1, 4, 7);
     _tile_dpbf16ps(2, 5, 6);
-    _tile_dpbf16ps(3, 5, 7);
+    if constexpr (TILES == 2) _tile_dpbf16ps(3, 5, 7);
+    if (i % EVERY == EVERY - 1) ahead.some(EVERY * each);
   }
-  store_sums(sums, sums + 256, sums + 512, sums + 768);
 }
 
 // y of 16 rows of w and up to 16 of x from m on, from their sums.
@@ -166,30 +209,36 @@ static void put_tile(const float* sums, int64_t m, int64_t M, int64_t n0, int64_
   }
 }
 
-// Rows n0 on of w, a block of them, times all rows of x.
-template <int BITS>
-static void multiply_block(const Weight& w, PairedRows& x, const Output& out, int64_t M, int64_t n0, BlockRoom& room) {
-  const int64_t pairs = std::min(room.pairs, (w.N - n0 + PAIR - 1) / PAIR), rows = pairs * PAIR;
-  w.grids(n0, n0 + rows, room.grid.data(), room.grid.data() + rows * w.grid_size());
-  const char* next = (const char*)w.row(n0 + rows);
-  for (int64_t deep = 0; deep < x.steps; deep += room.deep) {
-    const int64_t end = std::min(x.steps, deep + room.deep);
-    block_tiles<BITS>(w, n0, rows, deep, end, room);
+// Rows n0 on of w, a block of pairs, times all rows of x.
+template <int BITS, int TILES>
+static void multiply_block(const Weight& w, PairedRows& x, const Output& out, int64_t M, int64_t n0, int64_t most, BlockRoom& room) {
+  const int64_t pairs = std::min(most, (w.N - n0 + PAIR - 1) / PAIR), each = (PAIR / STEPS + x.pairs - 1) / x.pairs;
+  Unit unit(pairs, x);
+  Unpacker<BITS> ahead(w, room, unit, n0);
+  ahead.begin();
+  ahead.some(ahead.left);
+  for (int64_t number = 0; !unit.ended(); ++number, unit.next()) {
+    ahead.begin();
+    const bool last = unit.step + unit.count() == x.steps;
     for (int64_t i = 0; i < x.pairs; ++i) {
-      for (int64_t step = deep; step < end; step += NEAR_STEPS) {
-        const int64_t steps = std::min(NEAR_STEPS, end - step);
-        for (int64_t pair = 0; pair < pairs; ++pair) {
-          const int64_t lines = i == 0 && x.steps <= DEEP_STEPS ? PAIR * 16 * BITS / STEPS / 64 : 0;
-          add_pair(room.tiles(pair, step - deep), x.at(i, step), steps, step == 0, room.sums(i, pair), next, lines);
-          next += lines * 64 * steps;
-        }
-      }
-      for (int64_t pair = 0; end == x.steps && pair < pairs; ++pair)
-        for (int64_t t = 0; t < 4; ++t)
-          if (n0 + pair * PAIR + t / 2 * TILE < w.N)
-            put_tile(room.sums(i, pair) + t * TILE * TILE, i * PAIR + t % 2 * TILE, M, n0 + pair * PAIR + t / 2 * TILE, w.N, out);
+      float* sums = room.sums(unit.pair, i);
+      if (unit.step == 0) zero_sums();
+      else if (x.pairs > 1) load_sums(sums);
+      add_unit<BITS, TILES>(room.tiles(number), x.at(i, unit.step), unit.count(), ahead, each);
+      if (x.pairs > 1 || last) store_sums(sums, sums + 256, sums + 512, sums + 768);
     }
+    ahead.some(ahead.left);
+    asm volatile("" : : : "memory");  // tiles are read from what was written above
+    const int64_t n = n0 + unit.pair * PAIR;
+    for (int64_t t = 0; last && t < 4 * x.pairs; ++t)
+      if (n + t % 4 / 2 * TILE < w.N)
+        put_tile(room.sums(unit.pair, t / 4) + t % 4 * TILE * TILE, t / 4 * PAIR + t % 2 * TILE, M, n + t % 4 / 2 * TILE, w.N, out);
   }
+}
+
+template <int TILES>
+static auto multiply_block_of(int64_t bits) {
+  return bits == 3 ? multiply_block<3, TILES> : bits == 4 ? multiply_block<4, TILES> : multiply_block<8, TILES>;
 }
 
 // y = x w^T + bias of bfloat16 rows.
@@ -197,28 +246,27 @@ static void multiply_by_blocks(const Weight& w, const void* x, const Output& out
   static thread_local PairedRows held;
   PairedRows& paired = held;  // of the calling thread, for all
   paired.reset(M, w.k_groups);
-  const int64_t each = w.N / (4 * threads) / PAIR, most = paired.pairs > 2 ? WIDE_PAIRS : 1;
-  const int64_t pairs = std::min(most, std::max<int64_t>(1, each)), rows = pairs * PAIR;
-  const int64_t blocks = (w.N + rows - 1) / rows, together = std::max<int64_t>(1, std::min(WIDE_PAIRS / pairs, each / pairs));
+  const int64_t all = (w.N + PAIR - 1) / PAIR, pairs = std::max<int64_t>(1, std::min(WIDE_PAIRS, all / (4 * threads)));
+  auto run = paired.tiles == 1 ? multiply_block_of<1>(w.bits) : multiply_block_of<2>(w.bits);
 #pragma omp parallel num_threads(threads)
   {
 #pragma omp for schedule(static)
-    for (int64_t i = 0; i < paired.pairs * paired.steps; ++i) to_pair((const uint16_t*)x, M, w.K, i / paired.steps, i % paired.steps, paired);
+    for (int64_t i = 0; i < paired.pairs * paired.steps; ++i)
+      to_pair((const uint16_t*)x, M, w.K, i / paired.steps, i % paired.steps, paired);
     static thread_local BlockRoom room;
-    room.reset(w, pairs, paired.pairs);
+    room.reset(w, pairs, paired);
     const TileShape shape(TILE);
     asm volatile("" : : "m"(shape));  // g++ 12 takes the shape for unread
     _tile_loadconfig(&shape);
-    auto run = w.bits == 3 ? multiply_block<3> : w.bits == 4 ? multiply_block<4> : multiply_block<8>;
-#pragma omp for schedule(dynamic, together)
-    for (int64_t n = 0; n < blocks; ++n) run(w, paired, out, M, n * rows, room);
+#pragma omp for schedule(dynamic)
+    for (int64_t n = 0; n < all; n += pairs) run(w, paired, out, M, n * PAIR, pairs, room);
     _tile_release();
   }
 }
 
 // Whether these rows are more than their codes are multiplied for (tiles.h).
 static bool takes_blocks(const Weight& w, int64_t rows, int64_t number, int64_t x_bits) {
-  return number == BFLOAT16 && x_bits == 16 && rows > (w.bits < 8 ? 16 : 32) && tiles_allowed();
+  return number == BFLOAT16 && x_bits == 16 && rows > (w.bits < 8 ? 16 : 24) && tiles_allowed();
 }
 #else
 static bool takes_blocks(const Weight&, int64_t, int64_t, int64_t) { return false; }
