@@ -5,6 +5,9 @@
 // A weight is (code - zero) scale in float32, rounded once. Below 8 bits a group has at most 16 values: they are
 // computed once and looked up by a permutation of words, which takes the word's low bits itself. Sums in float32.
 #pragma once
+#ifndef PREFETCH
+#define PREFETCH(p) _mm_prefetch((const char*)(p), _MM_HINT_T1)
+#endif
 #include "dense_tiles.h"
 
 #if defined(__AMX_BF16__) && defined(__AMX_INT8__) && WIDE
@@ -66,30 +69,30 @@ static void to_pair(const uint16_t* x, int64_t M, int64_t K, int64_t pair, int64
   }
 }
 
-// The values of all codes below 8 bits, over and over.
-static inline __m512i values_of(int64_t bits, float scale, float zero) {
+// The values of all codes below 8 bits in bfloat16, over and over; `off` is -scale zero.
+static inline __m512i values_of(int64_t bits, float scale, float off) {
   const __m512i word = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
   const __m512 code = _mm512_cvtepi32_ps(_mm512_and_si512(word, _mm512_set1_epi32((1 << bits) - 1)));
-  return _mm512_broadcast_i64x4((__m256i)_mm512_cvtneps_pbh(mul(sub(code, floats(zero)), floats(scale))));
+  return _mm512_broadcast_i64x4((__m256i)_mm512_cvtneps_pbh(fma(code, floats(scale), floats(off))));
 }
 
-// A k-group of a row of w: 32 numbers to each of four tiles, `PAIR_BYTES` apart. s and z: of its parts.
+// A k-group of a row of w: 32 numbers to each of four tiles, `PAIR_BYTES` apart. s and off: of its parts.
 template <int BITS>
-static inline void numbers_of_group(const uint8_t* p, const float* s, const float* z, bool fine, uint8_t* to) {
+static inline void numbers_of_group(const uint8_t* p, const float* s, const float* off, bool fine, uint8_t* to) {
   if constexpr (BITS == 8) {
     for (int64_t v = 0; v < STEPS; ++v) {
-      const Floats scale = floats(s[fine ? v : 0]), off = floats(-s[fine ? v : 0] * z[fine ? v : 0]);
+      const Floats scale = floats(s[fine ? v : 0]), zero = floats(off[fine ? v : 0]);
       auto half = [&](int64_t at) {
         const __m512i codes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)(p + v * STEP + at)));
-        return fma(_mm512_cvtepi32_ps(codes), scale, off);
+        return fma(_mm512_cvtepi32_ps(codes), scale, zero);
       };
       _mm512_store_si512(to + v * PAIR_BYTES, (__m512i)_mm512_cvtne2ps_pbh(half(TILE), half(0)));
     }
   } else {
     const __m512i w = BITS == 4 ? _mm512_loadu_si512(p) : words12(p);
-    __m512i values = values_of(BITS, *s, *z);
+    __m512i values = values_of(BITS, *s, *off);
     for (int64_t v = 0; v < STEPS; ++v) {
-      if (fine && v) values = values_of(BITS, s[v], z[v]);
+      if (fine && v) values = values_of(BITS, s[v], off[v]);
       _mm512_store_si512(to + v * PAIR_BYTES, _mm512_permutexvar_epi16(_mm512_srli_epi16(w, BITS * v), values));
     }
   }
@@ -131,40 +134,46 @@ struct BlockRoom {
   }
 };
 
-// Makes a block's units of w, one k-group of one row at a time; behind the last row that row's again.
+// Makes a block's units of w, eight rows of a k-group at a time; behind the last row that row's again.
 template <int BITS>
 struct Unpacker {
   const Weight& w;
   BlockRoom& room;
   Unit unit;
-  const int64_t n0, pitch = w.grid_size(), parts = w.parts();
+  const int64_t n0, pitch = w.grid_size(), parts = w.parts(), apart = w.k_groups * 16 * BITS;
   int64_t made = 0, pair = -1, rows = 0, left = 0, g = 0;  // rows: of the pair; left: of the unit's, each k-group by itself
-  const uint8_t* next = nullptr;                           // what is wanted a pair later, in the order of memory
+  const uint8_t *p = nullptr, *next = nullptr;             // next: what is wanted a pair later, in the order of memory
   uint8_t* to = nullptr;
   Unpacker(const Weight& w, BlockRoom& room, const Unit& first, int64_t n0) : w(w), room(room), unit(first), n0(n0) {}
 
   void begin() {
     if (unit.ended()) return;
     const int64_t from = n0 + unit.pair * PAIR;
-    if (pair != unit.pair) w.grids(from, from + PAIR, room.grid.data(), room.grid.data() + PAIR * pitch);
+    if (pair != unit.pair) take_grids(from);
     pair = unit.pair, rows = std::min(PAIR, w.N - from), g = unit.step / STEPS;
-    left = unit.count() / STEPS * PAIR, to = room.tiles(made++);
+    left = unit.count() / STEPS * PAIR, to = room.tiles(made++), p = w.row(from) + g * 16 * BITS;
     next = w.row(from + PAIR) + g * PAIR * 16 * BITS;
     unit.next();
   }
-  inline void some(int64_t count) {
-    for (; count > 0 && left > 0; --count, --left) {
-      const int64_t done = (PAIR - left % PAIR) % PAIR, row = std::min(done, rows - 1);
-      const uint8_t* p = w.row(n0 + pair * PAIR + row) + g * 16 * BITS;
-      const float* s = room.grid.data() + done * pitch + g * parts;
-      for (int64_t line = 0; line < 16 * BITS; line += 64) {
-        _mm_prefetch((const char*)next + line, _MM_HINT_T1);
-        _mm_prefetch((const char*)p + 32 * BITS + line, _MM_HINT_T0);
-      }
-      next += 16 * BITS;
-      numbers_of_group<BITS>(p, s, s + PAIR * pitch, parts > 1, to + done * 64);
-      if (done == PAIR - 1) ++g, to += STEPS * PAIR_BYTES;
+  void take_grids(int64_t from) {
+    float *s = room.grid.data(), *z = s + PAIR * pitch;
+    w.grids(from, from + PAIR, s, z);
+    for (int64_t i = 0; i < PAIR * pitch; i += LANES) store(z + i, sub(floats(0), mul(load(s + i), load(z + i))));
+  }
+  inline void eight() {
+    if (left == 0) return;
+    const int64_t first = (PAIR - left % PAIR) % PAIR;
+    const float* s = room.grid.data() + first * pitch + g * parts;
+    for (int64_t row = first; row < first + 8; ++row, s += pitch, to += 64, next += 16 * BITS) {
+      for (int64_t line = 0; line < 16 * BITS; line += 64) PREFETCH(next + line);
+      numbers_of_group<BITS>(p, s, s + PAIR * pitch, parts > 1, to);
+      p += row + 1 < rows ? apart : 0;
     }
+    left -= 8;
+    if (left % PAIR == 0) to += (STEPS - 1) * PAIR_BYTES, p = w.row(n0 + pair * PAIR) + ++g * 16 * BITS;
+  }
+  void rest() {
+    while (left > 0) eight();
   }
 };
 
@@ -175,12 +184,10 @@ static inline void load_sums(const float* sums) {
   _tile_loadd(3, sums + 768, 64);
 }
 
-// A unit of w's tiles times as many of x's, whose sums are in tiles 0-3; each step the next unit's rows are made.
-#ifndef EVERY
-#define EVERY 2
-#endif
+// A unit of w's tiles times as many of x's, whose sums are in tiles 0-3; each `every` steps some of the next unit's
+// rows are made, `turn` counts the steps.
 template <int BITS, int TILES>
-static inline void add_unit(const uint8_t* w, const uint8_t* x, int64_t steps, Unpacker<BITS>& ahead, int64_t each) {
+static inline void add_unit(const uint8_t* w, const uint8_t* x, int64_t steps, Unpacker<BITS>& ahead, int64_t every, int64_t& turn) {
   for (int64_t i = 0; i < steps; ++i, w += PAIR_BYTES, x += TILES * TILE_BYTES) {
     _tile_loadd(6, x, 64);
     _tile_loadd(4, w, 64);
@@ -190,7 +197,7 @@ static inline void add_unit(const uint8_t* w, const uint8_t* x, int64_t steps, U
     if constexpr (TILES == 2) _tile_dpbf16ps(1, 4, 7);
     _tile_dpbf16ps(2, 5, 6);
     if constexpr (TILES == 2) _tile_dpbf16ps(3, 5, 7);
-    if (i % EVERY == EVERY - 1) ahead.some(EVERY * each);
+    if (--turn == 0) ahead.eight(), turn = every;
   }
 }
 
@@ -212,22 +219,23 @@ static void put_tile(const float* sums, int64_t m, int64_t M, int64_t n0, int64_
 // Rows n0 on of w, a block of pairs, times all rows of x.
 template <int BITS, int TILES>
 static void multiply_block(const Weight& w, PairedRows& x, const Output& out, int64_t M, int64_t n0, int64_t most, BlockRoom& room) {
-  const int64_t pairs = std::min(most, (w.N - n0 + PAIR - 1) / PAIR), each = (PAIR / STEPS + x.pairs - 1) / x.pairs;
+  const int64_t pairs = std::min(most, (w.N - n0 + PAIR - 1) / PAIR), every = x.pairs;
   Unit unit(pairs, x);
   Unpacker<BITS> ahead(w, room, unit, n0);
   ahead.begin();
-  ahead.some(ahead.left);
+  ahead.rest();
   for (int64_t number = 0; !unit.ended(); ++number, unit.next()) {
     ahead.begin();
+    int64_t turn = 1;
     const bool last = unit.step + unit.count() == x.steps;
     for (int64_t i = 0; i < x.pairs; ++i) {
       float* sums = room.sums(unit.pair, i);
       if (unit.step == 0) zero_sums();
       else if (x.pairs > 1) load_sums(sums);
-      add_unit<BITS, TILES>(room.tiles(number), x.at(i, unit.step), unit.count(), ahead, each);
+      add_unit<BITS, TILES>(room.tiles(number), x.at(i, unit.step), unit.count(), ahead, every, turn);
       if (x.pairs > 1 || last) store_sums(sums, sums + 256, sums + 512, sums + 768);
     }
-    ahead.some(ahead.left);
+    ahead.rest();
     asm volatile("" : : : "memory");  // tiles are read from what was written above
     const int64_t n = n0 + unit.pair * PAIR;
     for (int64_t t = 0; last && t < 4 * x.pairs; ++t)
