@@ -42,6 +42,7 @@ from llmpq.runtime.cache.kv_cache import PagedKV
 from llmpq.runtime.cache.paged_by_precision import make_paged_kv
 from llmpq.runtime.engine.plain_loop import LocalPipeline
 from llmpq.runtime.models.linear import round_activations
+from llmpq.runtime.models.sampling import likeliest
 from llmpq.runtime.models.stage_model import DTYPES
 from llmpq.runtime.ragged_step import RaggedStep
 from llmpq.runtime.request import PagedRow
@@ -184,7 +185,7 @@ def one_step(
     (stage,) = model.stages
     slots, wanted = list(range(len(starts))), [1] * len(starts)
     step = RaggedStep.of_rows(slots, starts, counts, wanted=wanted, width=sum(counts))
-    stage.logits(stage(tokens, step, pool), step).argmax(-1)
+    likeliest(stage.logits(stage(tokens, step, pool), step))
 
 
 def transformers_model(spec: ModelSpec, dtype: str) -> Any:
