@@ -142,3 +142,14 @@ extern "C" void llmpq_layer(const Layer* layer, const Rows* rows, int64_t parts)
   if (parts & ATTENTION) attend_in_pool(*layer, r);
   if (parts & BEHIND) behind_attention(*layer, r);
 }
+
+// All parts of n layers, one after the other: `rows` of each pool, `pools` which of them a layer's k and v are in.
+extern "C" void llmpq_layers(const Layer* const* layers, const Rows* rows, const int64_t* pools, void* const* k,
+                             void* const* v, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) {
+    Rows r = rows[pools[i]];
+    r.k = k[i], r.v = v[i];
+    if (i) r.x = r.y;
+    llmpq_layer(layers[i], &r, BEFORE | ATTENTION | BEHIND);
+  }
+}

@@ -274,7 +274,7 @@ static void multiply_by_blocks(const Weight& w, const void* x, const Output& out
 
 // Whether these rows are more than their codes are multiplied for (tiles.h).
 static bool takes_blocks(const Weight& w, int64_t rows, int64_t number, int64_t x_bits) {
-  return number == BFLOAT16 && x_bits == 16 && rows > (w.bits < 8 ? 8 : 16) && tiles_allowed();
+  return number == BFLOAT16 && x_bits == 16 && rows > TILE && tiles_allowed();
 }
 #else
 static bool takes_blocks(const Weight&, int64_t, int64_t, int64_t) { return false; }
