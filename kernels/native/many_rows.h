@@ -2,13 +2,10 @@
 // k at a time, in a core's L1, where it meets all rows of x; the next unit is unpacked meanwhile, a few rows of it
 // between two products of tiles, so that vectors and tiles work at the same time.
 //
-// A weight is (code - zero) scale in float32, rounded once. Below 8 bits a group has at most 16 values: they are
-// computed once and looked up by a permutation of words, which takes the word's low bits itself. Sums in float32.
+// A weight's numbers are dequantize.h's, sums are in float32.
 #pragma once
-#ifndef PREFETCH
-#define PREFETCH(p) _mm_prefetch((const char*)(p), _MM_HINT_T1)
-#endif
 #include "dense_tiles.h"
+#include "dequantize.h"
 
 #if defined(__AMX_BF16__) && defined(__AMX_INT8__) && WIDE
 constexpr int64_t PAIR = 2 * TILE, PAIR_BYTES = 2 * TILE_BYTES, PAIR_SUMS = 4 * TILE * TILE;
@@ -69,35 +66,6 @@ static void to_pair(const uint16_t* x, int64_t M, int64_t K, int64_t pair, int64
   }
 }
 
-// The values of all codes below 8 bits in bfloat16, over and over; `off` is -scale zero.
-static inline __m512i values_of(int64_t bits, float scale, float off) {
-  const __m512i word = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-  const __m512 code = _mm512_cvtepi32_ps(_mm512_and_si512(word, _mm512_set1_epi32((1 << bits) - 1)));
-  return _mm512_broadcast_i64x4((__m256i)_mm512_cvtneps_pbh(fma(code, floats(scale), floats(off))));
-}
-
-// A k-group of a row of w: 32 numbers to each of four tiles, `PAIR_BYTES` apart. s and off: of its parts.
-template <int BITS>
-static inline void numbers_of_group(const uint8_t* p, const float* s, const float* off, bool fine, uint8_t* to) {
-  if constexpr (BITS == 8) {
-    for (int64_t v = 0; v < STEPS; ++v) {
-      const Floats scale = floats(s[fine ? v : 0]), zero = floats(off[fine ? v : 0]);
-      auto half = [&](int64_t at) {
-        const __m512i codes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)(p + v * STEP + at)));
-        return fma(_mm512_cvtepi32_ps(codes), scale, zero);
-      };
-      _mm512_store_si512(to + v * PAIR_BYTES, (__m512i)_mm512_cvtne2ps_pbh(half(TILE), half(0)));
-    }
-  } else {
-    const __m512i w = BITS == 4 ? _mm512_loadu_si512(p) : words12(p);
-    __m512i values = values_of(BITS, *s, *off);
-    for (int64_t v = 0; v < STEPS; ++v) {
-      if (fine && v) values = values_of(BITS, s[v], off[v]);
-      _mm512_store_si512(to + v * PAIR_BYTES, _mm512_permutexvar_epi16(_mm512_srli_epi16(w, BITS * v), values));
-    }
-  }
-}
-
 // The order of units: 8 steps of a pair of w's tiles, all of a part of k, then the next pair's, then the next part.
 struct Unit {
   int64_t pairs, steps, part;  // of the block; of all of k, of a part
@@ -149,24 +117,19 @@ struct Unpacker {
   void begin() {
     if (unit.ended()) return;
     const int64_t from = n0 + unit.pair * PAIR;
-    if (pair != unit.pair) take_grids(from);
+    if (pair != unit.pair) w.grids(from, from + PAIR, room.grid.data(), room.grid.data() + PAIR * pitch);
     pair = unit.pair, rows = std::min(PAIR, w.N - from), g = unit.step / STEPS;
     left = unit.count() / STEPS * PAIR, to = room.tiles(made++), p = w.row(from) + g * 16 * BITS;
     next = w.row(from + PAIR) + g * PAIR * 16 * BITS;
     unit.next();
-  }
-  void take_grids(int64_t from) {
-    float *s = room.grid.data(), *z = s + PAIR * pitch;
-    w.grids(from, from + PAIR, s, z);
-    for (int64_t i = 0; i < PAIR * pitch; i += LANES) store(z + i, sub(floats(0), mul(load(s + i), load(z + i))));
   }
   inline void eight() {
     if (left == 0) return;
     const int64_t first = (PAIR - left % PAIR) % PAIR;
     const float* s = room.grid.data() + first * pitch + g * parts;
     for (int64_t row = first; row < first + 8; ++row, s += pitch, to += 64, next += 16 * BITS) {
-      for (int64_t line = 0; line < 16 * BITS; line += 64) PREFETCH(next + line);
-      numbers_of_group<BITS>(p, s, s + PAIR * pitch, parts > 1, to);
+      for (int64_t line = 0; line < 16 * BITS; line += 64) _mm_prefetch((const char*)next + line, _MM_HINT_T1);
+      numbers_of_group<BITS>(p, s, s + PAIR * pitch, parts > 1, BFLOAT16, PAIR_BYTES, to);
       p += row + 1 < rows ? apart : 0;
     }
     left -= 8;
