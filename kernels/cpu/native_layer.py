@@ -4,7 +4,8 @@
 
 A user's step is hundreds of small operators; called one by one from Python they take longer than
 their arithmetic. The order and the roundings are those of separate calls: results are the same.
-Attention runs in the call over a pool of 16-bit blocks, else the caller's between two halves.
+Attention runs in the call over a pool of 16-bit blocks, and then several layers are one call, too
+(`NativeStack`); else it is the caller's between two halves.
 
 Legend: M rows of tokens, h hidden, H query heads, G key/value heads, D head_dim, A angles.
 """
