@@ -33,10 +33,15 @@ def native_linear(x_MK: Tensor, qweight: QuantizedWeight, bias: Tensor | None) -
         return few_rows(x_MK, qweight, bias)
     if qweight.activation_bits == 8:
         x_MK = in_eight_bits(x_MK)
-    shape = qweight.out_features, qweight.in_features
-    return dense_in_pieces(
-        x_MK, shape, lambda *rows: dequantize_rows(qweight, x_MK.dtype, *rows), bias
-    )
+    held: list[Tensor] = []
+
+    def rows_of(start: int, stop: int) -> Tensor:
+        # Pieces follow one another in the same memory: fresh pages would cost more than numbers.
+        if not held:
+            held.append(torch.empty(stop - start, qweight.in_features, dtype=x_MK.dtype))
+        return dequantize_rows(qweight, x_MK.dtype, start, stop, out=held[0][: stop - start])
+
+    return dense_in_pieces(x_MK, (qweight.out_features, qweight.in_features), rows_of, bias)
 
 
 def few_rows(x_MK: Tensor, qweight: QuantizedWeight, bias: Tensor | None) -> Tensor:
@@ -91,9 +96,16 @@ def in_eight_bits(x_MK: Tensor) -> Tensor:
     return groups.div_(step).round_().mul_(step).flatten(1)[:, :k].to(x_MK.dtype)
 
 
-def dequantize_rows(qweight: QuantizedWeight, dtype: torch.dtype, start: int, stop: int) -> Tensor:
-    """Return rows start..stop of w [N, K], computed in float32."""
-    w = torch.empty(stop - start, qweight.in_features, dtype=dtype)
+def dequantize_rows(
+    qweight: QuantizedWeight,
+    dtype: torch.dtype,
+    start: int,
+    stop: int,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return rows start..stop of w [N, K], computed in float32, in `out` if there is one."""
+    w = torch.empty(stop - start, qweight.in_features, dtype=dtype) if out is None else out
     call(
         "llmpq_dequantize",
         *_addresses(qweight),
