@@ -1,7 +1,9 @@
 """Decoder layers of few rows by one call of our own code on a CPU, the others by torch's operators.
 
 Where a step is a token a row and KV a pool of 16 bits, all layers of a stage are one call: Python
-between two layers takes 50 to 100 us, in which memory rests. The calls are kernels/cpu/native_layer.py's; here is which layers and steps they serve. Results are
+between two layers takes 50 to 100 us, in which memory rests.
+
+The calls are kernels/cpu/native_layer.py's; here is which layers and steps they serve. Results are
 those of `PlainLayers`, whose products, norms and turns are the same functions one by one.
 """
 
