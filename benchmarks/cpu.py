@@ -311,7 +311,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="bfloat16", help="of ours")
     parser.add_argument("--level", choices=sorted(library.LEVELS), help="force our dispatch")
-    parser.add_argument("--head-bits", type=int, choices=(8, 16), help="of ours (as plans have)")
+    parser.add_argument("--head-bits", type=int, choices=(4, 8, 16), help="of ours (plans: 8, 16)")
     parser.add_argument("--llama-build", default="", help="what llama.cpp was compiled for")
     parser.add_argument("--fill-threads", type=int, help="of llama.cpp with --depth (--threads)")
     parser.add_argument("--head", choices=("same", "f16", "q6_k"), default="same")
