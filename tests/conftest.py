@@ -1,8 +1,10 @@
-"""Tiny random models of every family, made with transformers, the oracle of the runtime."""
+"""What all tests share: tiers, seeds, the interpreter, and tiny random models of every family."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import inspect
+import os
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,70 @@ LONGEST = (
     "hosts/test_placement.py",
 )
 """Files whose tests take longest, the longest first."""
+
+
+@pytest.fixture(scope="session")
+def seeds() -> Callable[[Sequence[int]], Sequence[int]]:
+    """Every third of a test's seeds, or all of them: `make test-all`."""
+    step = 1 if os.environ.get("LLMPQ_ALL_SEEDS") else 3
+    return lambda whole: whole[::step]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _interpreter() -> Iterator[None]:
+    """Triton's interpreter, rounding as a GPU rounds, and without what only costs time.
+
+    By itself it cuts the lower bits of bfloat16 off, twice the error, all of it towards zero: the
+    tests' limits are those of rounding. It also adds every sum a second time in 64 bits, to see
+    whether 32 hold it (a fifth of the time), and makes the language its own anew for each function
+    that a kernel calls (a sixth).
+    """
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        yield
+        return
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    builder = interpreter.InterpreterBuilder
+    plain_cast, plain_patch = builder.cast_impl, interpreter._patch_lang
+    scope_class = interpreter._LangPatchScope
+    plain_restore = scope_class.restore
+    patched: set[tuple[bool, bool]] = set()
+    keys: dict[Any, tuple[bool, bool]] = {}
+
+    def cast_impl(self: Any, src: Any, dst_type: Any) -> Any:
+        if (src.dtype.scalar, dst_type.scalar) != (tl.float32, tl.bfloat16):
+            return plain_cast(self, src, dst_type)
+        values = np.ascontiguousarray(src.data, dtype=np.float32)
+        bits = values.view(np.uint32).astype(np.uint64)
+        rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+        kept = np.where(np.isnan(values), bits >> 16 | 0x40, rounded).astype(np.uint16)
+        return interpreter.TensorHandle(kept, dst_type.scalar)
+
+    def patch_lang(fn: Any) -> Any:
+        """Nothing where what `fn` calls the language is patched already, by its kernel's launch."""
+        key = keys.get(fn)
+        if key is None:
+            seen = [v for v in fn.__globals__.values() if inspect.ismodule(v)]
+            key = keys[fn] = (any(v is tl for v in seen), any(v is tl.core for v in seen))
+        if key in patched:
+            return scope_class()
+        scope = plain_patch(fn)
+        patched.add(key)
+        return scope
+
+    def restore(self: Any) -> None:
+        patched.clear()
+        plain_restore(self)
+
+    options = interpreter.InterpreterOptions(sanitize_overflow=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(builder, "cast_impl", cast_impl)
+        patch.setattr(interpreter, "_patch_lang", patch_lang)
+        patch.setattr(scope_class, "restore", restore)
+        patch.setattr(interpreter.interpreter_builder, "options", options)
+        yield
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
