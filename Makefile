@@ -1,6 +1,7 @@
 # make demo   set up, profile this machine, plan the bundled model over two unequal stages, run the plan
 # make test         every test tier that this machine can run; two processes at once where tests are
 #                   independent (make test WORKERS= for one)
+# make test-all     the same with three times as many drawn problems
 # make test-quick   what needs no torch, and one model on the CPU: a minute, for people at work
 # make lint   ruff and mypy          make clean   remove what make made
 PYTHON ?= python3
@@ -13,7 +14,7 @@ TIMES := .test-seconds
 # Runs $(2), and notes the seconds it took as tier $(1).
 timed = start=$$(date +%s); $(2) && echo "$(1) $$(($$(date +%s) - start))" >> $(TIMES)
 
-.PHONY: demo test test-quick test-cpu test-interpret test-compile test-cluster test-hosts lint clean setup
+.PHONY: demo test test-all test-quick test-cpu test-interpret test-compile test-cluster test-hosts lint clean setup
 setup: $(VENV)/.installed
 
 # torch first and pinned: an unpinned install pulls gigabytes of CUDA on a machine without a GPU.
@@ -35,6 +36,9 @@ demo: setup
 # A file's tests stay together: they share models. In `cluster` each process has one Ray of its own.
 test: test-cpu test-interpret test-compile test-cluster
 	@echo "every tier passed; seconds: $$(cat $(TIMES) | tr '\n' ' ')"; rm -f $(TIMES)
+
+test-all: export LLMPQ_ALL_SEEDS = 1
+test-all: test
 
 # `gpu` tests skip themselves with the reason where there is no CUDA device.
 test-cpu: setup
