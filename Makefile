@@ -1,7 +1,7 @@
 # make demo   set up, profile this machine, plan the bundled model over two unequal stages, run the plan
 # make test         every test tier that this machine can run; two processes at once where tests are
 #                   independent (make test WORKERS= for one)
-# make test-all     the same with three times as many drawn problems
+# make test-all     the same with every drawn problem and CPU level: three times as many
 # make test-quick   what needs no torch, and one model on the CPU: a minute, for people at work
 # make lint   ruff and mypy          make clean   remove what make made
 PYTHON ?= python3
@@ -37,7 +37,7 @@ demo: setup
 test: test-cpu test-interpret test-compile test-cluster
 	@echo "every tier passed; seconds: $$(cat $(TIMES) | tr '\n' ' ')"; rm -f $(TIMES)
 
-test-all: export LLMPQ_ALL_SEEDS = 1
+test-all: export LLMPQ_ALL_TESTS = 1
 test-all: test
 
 # `gpu` tests skip themselves with the reason where there is no CUDA device.

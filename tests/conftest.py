@@ -14,6 +14,8 @@ from hypothesis import settings
 settings.register_profile("seeded", derandomize=True, deadline=None)
 settings.load_profile("seeded")
 
+ALL = "LLMPQ_ALL_TESTS" in os.environ
+"""Whether every drawn problem is tried, at every level of a CPU's instructions: `make test-all`."""
 VOCAB, HIDDEN, LAYERS, POSITIONS = 199, 64, 3, 128
 ALONE = {
     "quick": ("pure", "quick"),
@@ -37,9 +39,8 @@ LONGEST = (
 
 @pytest.fixture(scope="session")
 def seeds() -> Callable[[Sequence[int]], Sequence[int]]:
-    """Every third of a test's seeds, or all of them: `make test-all`."""
-    step = 1 if os.environ.get("LLMPQ_ALL_SEEDS") else 3
-    return lambda whole: whole[::step]
+    """Every third of the seeds of a test, or all of them."""
+    return lambda whole: whole[:: 1 if ALL else 3]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -108,12 +109,21 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None if any(f"mark.{name}" in text for name in wanted) else True
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Begin with the files that take longest: two processes then end at about the same time."""
     places = {name: place for place, name in enumerate(LONGEST)}
     items.sort(
         key=lambda item: places.get(f"{item.path.parent.name}/{item.path.name}", len(places))
     )
+    if not ALL and any(_level(item) == "avx512_bf16" for item in items):
+        # All that a CPU with VNNI runs, one with bfloat16 products runs, too.
+        config.hook.pytest_deselected(items=[i for i in items if _level(i) == "avx512_vnni"])
+        items[:] = [item for item in items if _level(item) != "avx512_vnni"]
+
+
+def _level(item: pytest.Item) -> object:
+    """Return the CPU's instructions that a test is of, if it is of some."""
+    return item.callspec.params.get("level") if hasattr(item, "callspec") else None
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
