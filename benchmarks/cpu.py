@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import os
 import statistics
 import subprocess
 import tempfile
@@ -388,7 +389,7 @@ def _case(
         "threads": args.threads, "level": used.name if used else "torch",
         "llama build": args.llama_build,
         "llama head": args.head, "head bits": _head_bits(args, bits),
-        "cpu activations": args.cpu_activations,
+        "cpu activations": args.cpu_activations, "onednn": os.environ.get("ONEDNN_MAX_CPU_ISA"),
     }  # fmt: skip
 
 
