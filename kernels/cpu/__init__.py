@@ -1,1 +1,1 @@
-"""Products on the CPU: torch's packed operators where they win, else dequantise and multiply."""
+"""Products, layers and attention on the CPU: our own C++ (native_linear.py), else torch's operators."""
