@@ -1,1 +1,1 @@
-"""Products, layers and attention on the CPU: our own C++ (native_linear.py), else torch's operators."""
+"""Work of the CPU: our own C++ (native_linear.py, native_layer.py), else torch's operators."""

@@ -1,4 +1,4 @@
-"""y = x w^T on the CPU: our own C++ where it was compiled (native_linear.py), else torch's operators.
+"""y = x w^T on the CPU: our own C++ where there is a compiler (native_linear.py), else torch.
 
 Those are torch's packed operators where they win, else dequantise and multiply.
 
