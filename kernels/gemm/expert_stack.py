@@ -388,7 +388,7 @@ def stackable(weight: object) -> TypeGuard[Stackable]:
     if isinstance(weight, Fp8Weight):
         return weight.dtype in (torch.float16, torch.bfloat16)
     if isinstance(weight, TableWeight):
-        return weight.has_fragments()
+        return weight.is_mxfp4 and weight.has_fragments()
     if isinstance(weight, QuantizedWeight):
         return weight.layout is Layout.FRAGMENT and weight.out_features % BLOCK_ROWS == 0
     return isinstance(weight, Tensor) and not weight.is_mkldnn
