@@ -90,17 +90,16 @@ def chunk_rows_kernel(
             tiles += (_load(P0, P1, S, Z, left, groups, g, BITS, PARTS, SYMMETRIC, BH, WM, True),)
         words, scales, zeros = tiles[i]
         for c in tl.static_range(4):
-            part: tl.constexpr = c * PARTS // 4
             if c * PARTS % 4 == 0:
                 t = tl.zeros([WM, BH * 16, 8], tl.float32)
             x = _x_part(X, i, c, M, K, groups, WM, EVEN_K, EVEN_G)
             w = chunk(
-                words[c % 2], 0 if len(zeros) == 0 else zeros[part], T, ASM1 if c > 1 else ASM0,
+                words[c % 2], 0 if len(zeros) == 0 else zeros[c * PARTS // 4], T, ASM1 if c > 1 else ASM0,
                 c // 2, BITS, SYMMETRIC, DT, BH, WM, True, True, INTERPRET,
             )  # fmt: skip
             t = dot(w, x, t, INTERPRET)
             if (c + 1) * PARTS % 4 == 0:
-                s = accumulator_scale(scales[part], SDT, BH, WM, True)
+                s = accumulator_scale(scales[c * PARTS // 4], SDT, BH, WM, True)
                 t = tl.reshape(t, (WM, BH * 16, 1, 4, 2)) * s
                 acc += tl.reshape(t, (WM, BH * 16, 8))
     total = tl.sum(acc, axis=0)
@@ -153,17 +152,16 @@ def chunk_tile_kernel(
             P0, P1, S, Z, left, groups, g, BITS, PARTS, SYMMETRIC, BH, WM, False
         )
         for c in tl.static_range(4):
-            part: tl.constexpr = c * PARTS // 4
             if c * PARTS % 4 == 0:
                 t = tl.zeros([BN, BM], tl.float32)
             x = _load_x(at, g * 128 + c * 32 + k, row_ok, K, EVEN_K)
             w = chunk(
-                words[c % 2], 0 if len(zeros) == 0 else zeros[part], T, ASM1 if c > 1 else ASM0,
+                words[c % 2], 0 if len(zeros) == 0 else zeros[c * PARTS // 4], T, ASM1 if c > 1 else ASM0,
                 c // 2, BITS, SYMMETRIC, DT, BH, WM, False, KWIDTH4, INTERPRET,
             )  # fmt: skip
             t = dot(w, x, t, INTERPRET)
             if (c + 1) * PARTS % 4 == 0:
-                s = accumulator_scale(scales[part], SDT, BH, WM, False)
+                s = accumulator_scale(scales[c * PARTS // 4], SDT, BH, WM, False)
                 t = tl.reshape(t, (BN, BM // 8, 4, 2)) * s
                 acc += tl.reshape(t, (BN, BM))
     n0, end = block * 16, blocks * 16
@@ -207,12 +205,11 @@ def chunk_numbers_kernel(
     to = OUT + row.to(tl.int64)[:, None] * K
     keep = (row < blocks * 16)[:, None]
     for c in tl.static_range(4):
-        part: tl.constexpr = c * PARTS // 4
         w = chunk(
-            words[c % 2], 0 if len(zeros) == 0 else zeros[part], T, ASM1 if c > 1 else ASM0,
+            words[c % 2], 0 if len(zeros) == 0 else zeros[c * PARTS // 4], T, ASM1 if c > 1 else ASM0,
             c // 2, BITS, SYMMETRIC, DT, BH, WM, False, False, INTERPRET,
         )  # fmt: skip
-        s = accumulator_scale(scales[part], SDT, BH, WM, False)
+        s = accumulator_scale(scales[c * PARTS // 4], SDT, BH, WM, False)
         w = tl.reshape(tl.reshape(w.to(tl.float32), (BN, 4, 4, 2)) * s, (BN, 32))
         k = g * 128 + c * 32 + tl.arange(0, 32)
         ok = keep if EVEN_K else keep & (k < K)[None, :]

@@ -177,7 +177,7 @@ def _by_shifts(
             if BITS == 0:
                 number = tl.load(T + (words[0] >> (16 * HALF + 8 * r3 + 4 * k0) & 15))
             else:
-                at: tl.constexpr = 16 * k0 + 8 * HALF + 4 * r3
+                at = 16 * k0 + 8 * HALF + 4 * r3
                 code = words[0] >> at & 15
                 if BITS == 8:
                     code = code * 16 + (words[1] >> at & 15)
