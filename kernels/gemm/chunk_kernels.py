@@ -43,7 +43,7 @@ def _load(
 @triton.jit
 def _x_part(
     X, step: tl.constexpr, part: tl.constexpr, M, K, groups, WM: tl.constexpr,
-    EVEN_K: tl.constexpr, EVEN_G: tl.constexpr,
+    EVEN_K: tl.constexpr, EVEN_G: tl.constexpr, KWIDTH4: tl.constexpr,
 ):  # fmt: skip
     """32 k of x of step `step` as [WM, 32, 8], those of groups already done masked to zero."""
     first = _first(step * WM, groups, WM, EVEN_G)
@@ -56,7 +56,11 @@ def _x_part(
     if not EVEN_K:
         keep = keep & (first * 128 + k < K)
     x = tl.load(X + first * 128 + row * K + k, mask=keep, other=0.0)
-    x = tl.permute(tl.reshape(x, (2, 2, WM, 8, 4, 2)), (2, 0, 4, 1, 5, 3))
+    x = tl.reshape(x, (2, 2, WM, 8, 4, 2))
+    if KWIDTH4:
+        x = tl.permute(x, (2, 0, 4, 1, 5, 3))
+    else:
+        x = tl.permute(x, (2, 0, 1, 4, 5, 3))
     return tl.reshape(x, (WM, 32, 8))
 
 
@@ -66,7 +70,8 @@ def chunk_rows_kernel(
     BITS: tl.constexpr, PARTS: tl.constexpr, SYMMETRIC: tl.constexpr, SDT: tl.constexpr,
     ASM0: tl.constexpr, ASM1: tl.constexpr, EVEN_K: tl.constexpr, EVEN_G: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BH: tl.constexpr, WM: tl.constexpr,
-    STEPS: tl.constexpr, D: tl.constexpr, PDL: tl.constexpr, INTERPRET: tl.constexpr,
+    STEPS: tl.constexpr, D: tl.constexpr, PDL: tl.constexpr, KWIDTH4: tl.constexpr,
+    INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """y = x w^T for M <= 8: STEPS * WM >= groups; steps past the last group are multiplied by 0."""
     DT: tl.constexpr = X.dtype.element_ty
@@ -92,10 +97,10 @@ def chunk_rows_kernel(
         for c in tl.static_range(4):
             if c * PARTS % 4 == 0:
                 t = tl.zeros([WM, BH * 16, 8], tl.float32)
-            x = _x_part(X, i, c, M, K, groups, WM, EVEN_K, EVEN_G)
+            x = _x_part(X, i, c, M, K, groups, WM, EVEN_K, EVEN_G, KWIDTH4)
             w = chunk(
                 words[c % 2], 0 if len(zeros) == 0 else zeros[c * PARTS // 4], T, ASM1 if c > 1 else ASM0,
-                c // 2, BITS, SYMMETRIC, DT, BH, WM, True, True, INTERPRET,
+                c // 2, BITS, SYMMETRIC, DT, BH, WM, True, KWIDTH4, INTERPRET,
             )  # fmt: skip
             t = dot(w, x, t, INTERPRET)
             if (c + 1) * PARTS % 4 == 0:

@@ -62,7 +62,8 @@ def rows_form(groups: int) -> tuple[int, int]:
 
 
 def multiply_rows(
-    x_MK: Tensor, q: Coded, bias: Tensor | None, residual_MN: Tensor | None, high: int = 1
+    x_MK: Tensor, q: Coded, bias: Tensor | None, residual_MN: Tensor | None, high: int = 1,
+    kwidth4: bool = False,
 ) -> Tensor:
     """Return y [M, N] of at most 8 rows."""
     x_MK, pdl = x_MK.contiguous(), overlaps(x_MK.device)
@@ -82,6 +83,7 @@ def multiply_rows(
         STEPS=steps,
         D=DEPTH,
         PDL=pdl,
+        KWIDTH4=kwidth4,
         INTERPRET=bool(knobs.runtime.interpret),
         num_warps=warps,
         num_stages=1,

@@ -67,7 +67,7 @@ def tiles(arch, form, dtype, rows):
 def rows(arch, form, dtype, warps=8, steps=4):
     own = {
         "HAS_BIAS": True, "HAS_RESIDUAL": True, "EVEN_G": True, "BH": 1, "WM": warps,
-        "STEPS": steps, "D": DEPTH, "PDL": arch >= 90,
+        "STEPS": steps, "D": DEPTH, "PDL": arch >= 90, "KWIDTH4": False,
     }  # fmt: skip
     return build(chunk_rows_kernel, arch, form, dtype, own, num_warps=warps, num_stages=1)
 
