@@ -27,8 +27,8 @@ from torch.nn import functional
 from llmpq.kernels.arrivals import arrivals
 from llmpq.kernels.formats.quantized_weight import QuantizedWeight
 from llmpq.kernels.formats.weight_layout import BLOCK_ROWS
-from llmpq.kernels.gemm import small_groups
 from llmpq.kernels.gemm.choice import plan, rounded_rows
+from llmpq.kernels.gemm.chunks import small_groups
 from llmpq.kernels.gemm.config import Config, ProductPlan
 from llmpq.kernels.gemm.dequantize import dequantize_triton
 from llmpq.kernels.gemm.gluon import gluon_launch

@@ -27,7 +27,7 @@ from torch.nn import functional
 
 from llmpq.kernels.formats.table_weight import E4M3, E8M0, TableWeight, Values
 from llmpq.kernels.formats.weight_layout import GROUP, Layout
-from llmpq.kernels.gemm import table_tile_launch
+from llmpq.kernels.gemm.float_codes import table_tile_launch
 from llmpq.kernels.multiprocessors import multiprocessors
 
 FEW = 64

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from llmpq.kernels.gemm.chunk_operand import chunk, load_parts, load_quarter
+from llmpq.kernels.gemm.chunks.chunk_operand import chunk, load_parts, load_quarter
 from llmpq.kernels.gemm.packed_operands import accumulator_scale, dot, finish
 from llmpq.kernels.gemm.rows_kernel import _first
 

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from llmpq.kernels.gemm.e2m1_operand import (
+from llmpq.kernels.gemm.float_codes.e2m1_operand import (
     NVFP4_SHARE,
     SCALE_WORDS,
     load_e2m1,

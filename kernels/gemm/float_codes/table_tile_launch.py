@@ -13,7 +13,11 @@ from triton import knobs
 from llmpq.kernels.arrivals import arrivals
 from llmpq.kernels.formats.table_weight import TableWeight, Values
 from llmpq.kernels.formats.weight_layout import BLOCK_ROWS, GROUP
-from llmpq.kernels.gemm.table_tile import lookup_assembly, table_tile_kernel, table_words_kernel
+from llmpq.kernels.gemm.float_codes.table_tile import (
+    lookup_assembly,
+    table_tile_kernel,
+    table_words_kernel,
+)
 from llmpq.kernels.multiprocessors import multiprocessors
 from llmpq.kernels.overlap import overlaps
 

@@ -15,12 +15,12 @@ from llmpq.kernels.arrivals import arrivals
 from llmpq.kernels.formats.quantized_weight import QuantizedWeight
 from llmpq.kernels.formats.table_weight import TableWeight, Values
 from llmpq.kernels.formats.weight_layout import BLOCK_ROWS, GROUP
-from llmpq.kernels.gemm.chunk_kernels import (
+from llmpq.kernels.gemm.chunks.chunk_kernels import (
     chunk_numbers_kernel,
     chunk_rows_kernel,
     chunk_tile_kernel,
 )
-from llmpq.kernels.gemm.chunk_operand import linear_assembly, lookup_assembly
+from llmpq.kernels.gemm.chunks.chunk_operand import linear_assembly, lookup_assembly
 from llmpq.kernels.multiprocessors import multiprocessors
 from llmpq.kernels.overlap import overlaps
 
@@ -62,7 +62,11 @@ def rows_form(groups: int) -> tuple[int, int]:
 
 
 def multiply_rows(
-    x_MK: Tensor, q: Coded, bias: Tensor | None, residual_MN: Tensor | None, high: int = 1,
+    x_MK: Tensor,
+    q: Coded,
+    bias: Tensor | None,
+    residual_MN: Tensor | None,
+    high: int = 1,
     kwidth4: bool = False,
 ) -> Tensor:
     """Return y [M, N] of at most 8 rows."""

@@ -4,12 +4,12 @@ import pytest
 
 pytest.importorskip("triton")
 from llmpq.kernels.formats.table_weight import Values  # noqa: E402
-from llmpq.kernels.gemm.table_tile import (  # noqa: E402
+from llmpq.kernels.gemm.float_codes.table_tile import (  # noqa: E402
     lookup_assembly,
     table_tile_kernel,
     table_words_kernel,
 )
-from llmpq.kernels.gemm.table_tile_launch import (  # noqa: E402
+from llmpq.kernels.gemm.float_codes.table_tile_launch import (  # noqa: E402
     BLOCKS,
     WARPS,
     has_mma_sync,

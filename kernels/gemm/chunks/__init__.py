@@ -1,0 +1,1 @@
+"""Products with codes whose scales are of fewer weights than a k-group."""
