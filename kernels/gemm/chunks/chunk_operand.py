@@ -25,10 +25,11 @@ from llmpq.kernels.gemm.packed_operands import pair_floats
 _MAGIC = {"f16": "0x64006400", "bf16": "0x43004300"}
 
 
-def lookup_assembly(table: tuple[float, ...], kind: str, half: int) -> str:
+def lookup_assembly(table: tuple[float, ...], kind: str, half: int, *, scaled: bool = False) -> str:
     """Return the text that makes four codes of a word's half h numbers: outputs (r3, k0).
 
-    `kind`: "f16" or "bf16".
+    `kind`: "f16" or "bf16". `scaled`: operands behind the word are scales of r3 = 0 and 1, and of
+    bfloat16 what these lack of the float16 that they were.
     """
     if kind == "f16":
         words = [struct.unpack("<H", struct.pack("<e", value))[0] for value in table]
@@ -44,6 +45,12 @@ def lookup_assembly(table: tuple[float, ...], kind: str, half: int) -> str:
             body += f"prmt.b32 {target}, t, u, c;"
         body += f"lop3.b32 {name}, a, b, m, 0xd8;"
     body += "prmt.b32 a, l, h, 0x5140;prmt.b32 b, l, h, 0x7362;"
+    for i, pair in enumerate("ab" if scaled else ""):
+        if kind == "f16":
+            body += f"mul.rn.f16x2 {pair}, {pair}, ${5 + i};"
+        else:
+            body += f"mov.b32 t, 0x80008000;fma.rn.bf16x2 t, {pair}, ${7 + i}, t;"
+            body += f"fma.rn.bf16x2 {pair}, {pair}, ${5 + i}, t;"
     body += "mov.b32 {$0, $1}, a;mov.b32 {$2, $3}, b;"
     return "{.reg .b32 c, m, l, h, a, b, t, u;" + body + "}"
 
@@ -59,10 +66,13 @@ def _pick(target: str, source: str, mask: int, magic: str) -> str:
 
 
 @functools.cache
-def linear_assembly(bits: int, kind: str, half: int, symmetric: bool) -> str:
+def linear_assembly(
+    bits: int, kind: str, half: int, symmetric: bool, *, scaled: bool = False
+) -> str:
     """Return the text that makes four codes of a half code - zero: outputs (r3, k0).
 
-    Operands: words (8 bits: high and low plane), then, not symmetric, zeros of r3 = 0 and 1.
+    Operands: words (8 bits: high and low plane), then, not symmetric, zeros of r3 = 0 and 1, then,
+    `scaled`, scales.
     Code and zero are exact, their difference is rounded where the zero is no whole number.
     """
     magic, z = _MAGIC[kind], 2 ** (bits - 1) if symmetric else 0
@@ -95,6 +105,13 @@ def linear_assembly(bits: int, kind: str, half: int, symmetric: bool) -> str:
                 body += f"fma.rn.bf16x2 {p}, t, k, {p};"
             if not symmetric:
                 body += f"fma.rn.bf16x2 {p}, ${4 + bits // 4 + r}, o, {p};"
+        if scaled:
+            by = f"${4 + bits // 4 + (0 if symmetric else 2) + r}"
+            body += (
+                f"mul.rn.f16x2 {p}, {p}, {by};"
+                if kind == "f16"
+                else f"mov.b32 u, 0x80008000;fma.rn.bf16x2 {p}, {p}, {by}, u;"
+            )
     body += "mov.b32 {$0, $1}, p0;mov.b32 {$2, $3}, p1;"
     return "{.reg .b32 t, u, k, v, o, p0, p1;" + body + "}"
 
