@@ -43,7 +43,7 @@ def _load(
 @triton.jit
 def _x_part(
     X, step: tl.constexpr, part: tl.constexpr, M, K, groups, WM: tl.constexpr,
-    EVEN_K: tl.constexpr, EVEN_G: tl.constexpr, KWIDTH4: tl.constexpr,
+    EVEN_K: tl.constexpr, EVEN_G: tl.constexpr,
 ):  # fmt: skip
     """32 k of x of step `step` as [WM, 32, 8], those of groups already done masked to zero."""
     first = _first(step * WM, groups, WM, EVEN_G)
@@ -57,10 +57,7 @@ def _x_part(
         keep = keep & (first * 128 + k < K)
     x = tl.load(X + first * 128 + row * K + k, mask=keep, other=0.0)
     x = tl.reshape(x, (2, 2, WM, 8, 4, 2))
-    if KWIDTH4:
-        x = tl.permute(x, (2, 0, 4, 1, 5, 3))
-    else:
-        x = tl.permute(x, (2, 0, 1, 4, 5, 3))
+    x = tl.permute(x, (2, 0, 1, 4, 5, 3))
     return tl.reshape(x, (WM, 32, 8))
 
 
@@ -70,7 +67,7 @@ def chunk_rows_kernel(
     BITS: tl.constexpr, PARTS: tl.constexpr, SYMMETRIC: tl.constexpr, SDT: tl.constexpr,
     ASM0: tl.constexpr, ASM1: tl.constexpr, EVEN_K: tl.constexpr, EVEN_G: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BH: tl.constexpr, WM: tl.constexpr,
-    STEPS: tl.constexpr, D: tl.constexpr, PDL: tl.constexpr, KWIDTH4: tl.constexpr,
+    STEPS: tl.constexpr, D: tl.constexpr, PDL: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """y = x w^T for M <= 8: STEPS * WM >= groups; steps past the last group are multiplied by 0."""
@@ -97,10 +94,10 @@ def chunk_rows_kernel(
         for c in tl.static_range(4):
             if c * PARTS % 4 == 0:
                 t = tl.zeros([WM, BH * 16, 8], tl.float32)
-            x = _x_part(X, i, c, M, K, groups, WM, EVEN_K, EVEN_G, KWIDTH4)
+            x = _x_part(X, i, c, M, K, groups, WM, EVEN_K, EVEN_G)
             w = chunk(
                 words[c % 2], 0 if len(zeros) == 0 else zeros[c * PARTS // 4], T, ASM1 if c > 1 else ASM0,
-                c // 2, BITS, SYMMETRIC, DT, BH, WM, True, KWIDTH4, INTERPRET,
+                c // 2, BITS, SYMMETRIC, DT, BH, WM, True, INTERPRET,
             )  # fmt: skip
             t = dot(w, x, t, INTERPRET)
             if (c + 1) * PARTS % 4 == 0:
@@ -129,7 +126,7 @@ def chunk_tile_kernel(
     ASM0: tl.constexpr, ASM1: tl.constexpr, EVEN_K: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, SPLIT: tl.constexpr, BH: tl.constexpr,
     WM: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
-    KWIDTH4: tl.constexpr, INTERPRET: tl.constexpr,
+    INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """y = x w^T, grid (tiles of BM rows of x, tiles of rows of w, split)."""
     DT: tl.constexpr = X.dtype.element_ty
@@ -147,8 +144,6 @@ def chunk_tile_kernel(
         gdc_launch_dependents()
         gdc_wait()
     k = tl.arange(0, 32)
-    if KWIDTH4:  # as tile_kernel.py
-        k = k // 16 * 16 + k // 2 % 2 * 8 + k // 4 % 4 * 2 + k % 2
     row_ok = (m0 + tl.arange(0, BM) < M)[None, :]
     at = X + (m0 + tl.arange(0, BM)).to(tl.int64)[None, :] * K
     acc = tl.zeros([BN, BM], tl.float32)
@@ -162,7 +157,7 @@ def chunk_tile_kernel(
             x = _load_x(at, g * 128 + c * 32 + k, row_ok, K, EVEN_K)
             w = chunk(
                 words[c % 2], 0 if len(zeros) == 0 else zeros[c * PARTS // 4], T, ASM1 if c > 1 else ASM0,
-                c // 2, BITS, SYMMETRIC, DT, BH, WM, False, KWIDTH4, INTERPRET,
+                c // 2, BITS, SYMMETRIC, DT, BH, WM, False, INTERPRET,
             )  # fmt: skip
             t = dot(w, x, t, INTERPRET)
             if (c + 1) * PARTS % 4 == 0:
@@ -212,7 +207,7 @@ def chunk_numbers_kernel(
     for c in tl.static_range(4):
         w = chunk(
             words[c % 2], 0 if len(zeros) == 0 else zeros[c * PARTS // 4], T, ASM1 if c > 1 else ASM0,
-            c // 2, BITS, SYMMETRIC, DT, BH, WM, False, False, INTERPRET,
+            c // 2, BITS, SYMMETRIC, DT, BH, WM, False, INTERPRET,
         )  # fmt: skip
         s = accumulator_scale(scales[c * PARTS // 4], SDT, BH, WM, False)
         w = tl.reshape(tl.reshape(w.to(tl.float32), (BN, 4, 4, 2)) * s, (BN, 32))

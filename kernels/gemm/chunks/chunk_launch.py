@@ -67,7 +67,6 @@ def multiply_rows(
     bias: Tensor | None,
     residual_MN: Tensor | None,
     high: int = 1,
-    kwidth4: bool = False,
 ) -> Tensor:
     """Return y [M, N] of at most 8 rows."""
     x_MK, pdl = x_MK.contiguous(), overlaps(x_MK.device)
@@ -87,7 +86,6 @@ def multiply_rows(
         STEPS=steps,
         D=DEPTH,
         PDL=pdl,
-        KWIDTH4=kwidth4,
         INTERPRET=bool(knobs.runtime.interpret),
         num_warps=warps,
         num_stages=1,
@@ -112,7 +110,6 @@ def multiply(
     y_MN = x_MK.new_empty(m, n)
     bn = BLOCK_ROWS * tile.high * tile.warps
     sums = m_tiles * tiles * split * bn * tile.bm if split > 1 else 1
-    capability = (9, 0) if interpret else torch.cuda.get_device_capability(x_MK.device)
     pdl = overlaps(x_MK.device)
     chunk_tile_kernel[(m_tiles, tiles, split)](
         *(x_MK, *_operands(q), x_MK if bias is None else bias),
@@ -129,18 +126,12 @@ def multiply(
         BM=tile.bm,
         STAGES=tile.stages,
         PDL=pdl,
-        KWIDTH4=has_mma_sync(capability) or tile.bm < 16,
         INTERPRET=interpret,
         num_warps=tile.warps,
         num_stages=tile.stages,
         launch_pdl=pdl,
     )
     return y_MN
-
-
-def has_mma_sync(capability: tuple[int, int]) -> bool:
-    """Whether products of 16 rows and more run by mma.sync there."""
-    return not (9, 0) <= capability < (12, 0)
 
 
 def dequantized(q: Coded, dtype: torch.dtype) -> Tensor:

@@ -210,7 +210,7 @@ def _by_shifts(
 def chunk(
     words, zero, T, ASM: tl.constexpr, HALF: tl.constexpr, BITS: tl.constexpr,
     SYMMETRIC: tl.constexpr, DT: tl.constexpr, BH: tl.constexpr, WM: tl.constexpr,
-    BATCH: tl.constexpr, KWIDTH4: tl.constexpr, INTERPRET: tl.constexpr,
+    BATCH: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """Numbers of half HALF of words (bh, warp, lane, 4): an operand [(warp,) rows, 32 k]."""
     LANES: tl.constexpr = BH * WM * 32
@@ -234,8 +234,6 @@ def chunk(
         t = tl.permute(t, (1, 0, 7, 2, 4, 5, 3, 6))
     else:
         t = tl.permute(t, (0, 1, 7, 2, 4, 5, 3, 6))
-    if KWIDTH4:
-        t = tl.permute(t, (0, 1, 2, 3, 4, 6, 5, 7))
     if BATCH:
         return tl.reshape(t, (WM, BH * 16, 32))
     else:

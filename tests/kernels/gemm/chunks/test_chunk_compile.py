@@ -9,7 +9,7 @@ from llmpq.kernels.gemm.chunks.chunk_kernels import (  # noqa: E402
     chunk_rows_kernel,
     chunk_tile_kernel,
 )
-from llmpq.kernels.gemm.chunks.chunk_launch import DEPTH, has_mma_sync, tile_of  # noqa: E402
+from llmpq.kernels.gemm.chunks.chunk_launch import DEPTH, tile_of  # noqa: E402
 from llmpq.kernels.gemm.chunks.chunk_operand import linear_assembly, lookup_assembly  # noqa: E402
 from llmpq.kernels.tools.cubin import (  # noqa: E402
     ARCHITECTURES,
@@ -58,7 +58,6 @@ def tiles(arch, form, dtype, rows):
     own = {
         "HAS_BIAS": True, "HAS_RESIDUAL": True, "SPLIT": rows <= 64, "BH": tile.high,
         "WM": tile.warps, "BM": tile.bm, "STAGES": tile.stages, "PDL": arch >= 90,
-        "KWIDTH4": has_mma_sync(divmod(arch, 10)) or tile.bm < 16,
     }  # fmt: skip
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
     return build(chunk_tile_kernel, arch, form, dtype, own, **options)
@@ -67,7 +66,7 @@ def tiles(arch, form, dtype, rows):
 def rows(arch, form, dtype, warps=8, steps=4):
     own = {
         "HAS_BIAS": True, "HAS_RESIDUAL": True, "EVEN_G": True, "BH": 1, "WM": warps,
-        "STEPS": steps, "D": DEPTH, "PDL": arch >= 90, "KWIDTH4": False,
+        "STEPS": steps, "D": DEPTH, "PDL": arch >= 90,
     }  # fmt: skip
     return build(chunk_rows_kernel, arch, form, dtype, own, num_warps=warps, num_stages=1)
 
