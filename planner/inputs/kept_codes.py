@@ -25,7 +25,7 @@ def kept_codes(path: str | Path | None, kept: Quantization | None) -> str | None
     if path is None:
         return None
     found = _in_gguf(Path(path), kept) if is_gguf(path) else _in_directory(Path(path))
-    most = max(found, key=lambda name: found[name], default=None)
+    most = max(+found, key=lambda name: found[name], default=None)
     return most or None
 
 
