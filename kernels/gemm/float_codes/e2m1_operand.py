@@ -102,12 +102,18 @@ NVFP4_SHARE = 256.0
 
 
 @triton.jit
-def load_e2m1(P, S, blocks, groups, group, BH: tl.constexpr, WM: tl.constexpr):
+def load_e2m1(
+    P, S, blocks, groups, group, BH: tl.constexpr, WM: tl.constexpr, BATCH: tl.constexpr = False
+):
     """A tile's words and, (bh, warp, r, c, h), the eight bytes of scales of every lane."""
-    words = load_words(P, blocks, groups, group, 256, 0, BH, WM, False)
+    words = load_words(P, blocks, groups, group, 256, 0, BH, WM, BATCH)
     f = tl.arange(0, BH * WM * 64)
-    block = tl.minimum(f // (64 * WM) * WM + f // 64 % WM, blocks - 1)
-    at = block * groups * 16 + f // 8 % 8 * 2 + f % 2
+    if BATCH:
+        at = tl.minimum(f // (64 * WM), blocks - 1) * groups * 16 + f // 64 % WM * 16
+    else:
+        block = tl.minimum(f // (64 * WM) * WM + f // 64 % WM, blocks - 1)
+        at = block * groups * 16
+    at += f // 8 % 8 * 2 + f % 2
     return words, tl.load(S + group * 16 + at)
 
 
@@ -140,12 +146,18 @@ def _multipliers(bytes4, DT: tl.constexpr, INTERPRET: tl.constexpr):
 
 
 @triton.jit
-def load_nvfp4(P, S, blocks, groups, group, BH: tl.constexpr, WM: tl.constexpr):
+def load_nvfp4(
+    P, S, blocks, groups, group, BH: tl.constexpr, WM: tl.constexpr, BATCH: tl.constexpr = False
+):
     """A tile's words and, (bh, warp, r, c, jj), the sixteen bytes of scales of every lane."""
-    words = load_words(P, blocks, groups, group, 256, 0, BH, WM, False)
+    words = load_words(P, blocks, groups, group, 256, 0, BH, WM, BATCH)
     f = tl.arange(0, BH * WM * 128)
-    block = tl.minimum(f // (128 * WM) * WM + f // 128 % WM, blocks - 1)
-    at = block * groups * 32 + f // 16 % 8 * 4 + f % 4
+    if BATCH:
+        at = tl.minimum(f // (128 * WM), blocks - 1) * groups * 32 + f // 128 % WM * 32
+    else:
+        block = tl.minimum(f // (128 * WM) * WM + f // 128 % WM, blocks - 1)
+        at = block * groups * 32
+    at += f // 16 % 8 * 4 + f % 4
     return words, tl.load(S + group * 32 + at)
 
 
@@ -200,20 +212,20 @@ def _interpreted(w, s, DT: tl.constexpr):
 @triton.jit
 def unpack_e2m1(
     words, exponents, DT: tl.constexpr, BH: tl.constexpr, WM: tl.constexpr,
-    KWIDTH4: tl.constexpr, INTERPRET: tl.constexpr,
+    KWIDTH4: tl.constexpr, INTERPRET: tl.constexpr, BATCH: tl.constexpr = False,
 ):  # fmt: skip
     """`load_e2m1` to w as an operand [rows, 128 k], k ordered as packed_operands.unpack says."""
     h0, h1 = tl.split(tl.reshape(exponents, (BH * WM * 32, 2)))
     m0, m1 = _multipliers(h0, DT, INTERPRET), _multipliers(h1, DT, INTERPRET)
     s0, s1 = _spread_parts(m0[0], m0[2], BH, WM), _spread_parts(m0[1], m0[3], BH, WM)
     s2, s3 = _spread_parts(m1[0], m1[2], BH, WM), _spread_parts(m1[1], m1[3], BH, WM)
-    return _times(words, s0, s1, s2, s3, DT, BH, WM, KWIDTH4, INTERPRET)
+    return _times(words, s0, s1, s2, s3, DT, BH, WM, KWIDTH4, INTERPRET, BATCH)
 
 
 @triton.jit
 def unpack_nvfp4(
     words, scales, DT: tl.constexpr, BH: tl.constexpr, WM: tl.constexpr,
-    KWIDTH4: tl.constexpr, INTERPRET: tl.constexpr,
+    KWIDTH4: tl.constexpr, INTERPRET: tl.constexpr, BATCH: tl.constexpr = False,
 ):  # fmt: skip
     """`load_nvfp4` to 1 / NVFP4_SHARE of w, without a row's factor: exact in 16 bits."""
     even, odd = tl.split(tl.reshape(scales, (BH * WM * 32, 2, 2)))
@@ -225,13 +237,13 @@ def unpack_nvfp4(
     s1 = _spread_words(m0[1], m1[1], m2[1], m3[1], BH, WM)
     s2 = _spread_words(m0[2], m1[2], m2[2], m3[2], BH, WM)
     s3 = _spread_words(m0[3], m1[3], m2[3], m3[3], BH, WM)
-    return _times(words, s0, s1, s2, s3, DT, BH, WM, KWIDTH4, INTERPRET)
+    return _times(words, s0, s1, s2, s3, DT, BH, WM, KWIDTH4, INTERPRET, BATCH)
 
 
 @triton.jit
 def _times(
     words, s0, s1, s2, s3, DT: tl.constexpr, BH: tl.constexpr, WM: tl.constexpr,
-    KWIDTH4: tl.constexpr, INTERPRET: tl.constexpr,
+    KWIDTH4: tl.constexpr, INTERPRET: tl.constexpr, BATCH: tl.constexpr = False,
 ):  # fmt: skip
     """Codes times multipliers of (h, r3), one for each word, as an operand [rows, 128 k]."""
     if INTERPRET:
@@ -248,12 +260,23 @@ def _times(
                 pack=1,
             )  # fmt: skip
         t = join8(o[0], o[1], o[2], o[3], o[4], o[5], o[6], o[7])
+    return placed(t, BH, WM, KWIDTH4, BATCH)
+
+
+@triton.jit
+def placed(
+    t, BH: tl.constexpr, WM: tl.constexpr, KWIDTH4: tl.constexpr, BATCH: tl.constexpr
+):  # fmt: skip
+    """Joined numbers of words as an operand [(warp,) rows, 128 k]."""
     # bh, jj/2, warp, r, c, jj%2, k3 | k0, r3, h
     t = tl.permute(tl.reshape(t, (BH, 2, WM, 8, 4, 2, 2, 2, 2, 2)), (2, 0, 8, 3, 9, 1, 5, 6, 4, 7))
     if KWIDTH4:
         t = tl.permute(t, (0, 1, 2, 3, 4, 5, 6, 8, 7, 9))
-    t = tl.permute(t, (1, 0, 2, 3, 4, 5, 6, 7, 8, 9))
-    return tl.reshape(t, (BH * WM * 16, 128))
+    if BATCH:
+        return tl.reshape(t, (WM, BH * 16, 128))
+    else:
+        t = tl.permute(t, (1, 0, 2, 3, 4, 5, 6, 7, 8, 9))
+        return tl.reshape(t, (BH * WM * 16, 128))
 
 
 @triton.jit

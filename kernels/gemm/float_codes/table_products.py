@@ -1,14 +1,16 @@
 """y = x w^T on a GPU with 4-bit codes of a table (formats/table_weight.py).
 
-Words of FRAGMENT are table_tile.py's. Here are bytes of ROWS: NVFP4, rows that are no whole blocks,
-float32 stages.
+Words of FRAGMENT are multiplied as W4's are (scaled/). Here are bytes of ROWS: rows that are no
+whole blocks, groups of 128, float32 scales, MXFP4 with scales above 2.
 
     k-group of 128, one row of w     byte j:  [ k=j+64 | k=j ]        (weight_layout.py, ROWS)
-    product      program = BM rows of x, BN of w, every `splits`-th k-group: two products of K = 64
+    product      E2M1: program = BM rows of x, BN of w, every `splits`-th k-group: two products of
+                 K = 64
     dequantise   program = 16 rows of w x one k-group; then cuBLAS, for more rows of x
 
 A code of E2M1 is a float32 of 2^-126 its value once its sign is at bit 31 and its other bits from
-bit 22 on; others are looked up in 16 numbers, which stay in the L1. Numbers are rounded to x's
+bit 22 on; others are looked up in 16 numbers, which stay in the L1: in a pipelined product that
+took three times as long as making w first (H200). Numbers are rounded to x's
 dtype after their scale. Parts of a split K are float32, added in the order of the splits; a row's
 factor comes last.
 """
@@ -27,27 +29,27 @@ from torch.nn import functional
 
 from llmpq.kernels.formats.table_weight import E4M3, E8M0, TableWeight, Values
 from llmpq.kernels.formats.weight_layout import GROUP, Layout
-from llmpq.kernels.gemm.float_codes import table_tile_launch
+from llmpq.kernels.gemm.linear_gpu import scaled_linear
 from llmpq.kernels.multiprocessors import multiprocessors
 
-FEW = 64
-"""Rows of x that the product takes; more are multiplied by cuBLAS."""
-BN, HALF = 64, 64
+FEW = 16
+"""Rows of x that the product takes; more are multiplied by cuBLAS, sooner (H200: 32 rows, 28672 x
+4096, 223 us by the product; 128 rows by cuBLAS 171)."""
+BN, HALF = 32, 64
 PROGRAMS_PER_SM = 4
-STAGES = 4
-"""k-groups whose codes are on their way."""
 OLDEST, OLDEST_TRITON = (8, 0), (7, 5)
 """Compute capability from which products and dequantising run in Triton."""
 
 
 @triton.jit
 def half_numbers(
-    code, S, T, row, inside, group, groups, HALF: tl.constexpr, G: tl.constexpr,
+    P, S, T, row, inside, group, groups, HALF: tl.constexpr, G: tl.constexpr,
     E2M1: tl.constexpr, SCALE: tl.constexpr, UPPER: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """w [BN, 64] of the lower or upper half of a k-group's bytes, float32, without a factor."""
+    """w [BN, 64] of the lower or upper half of a k-group, float32, without a row's factor."""
     PER: tl.constexpr = HALF // G
-    code = code >> (4 * UPPER) & 15
+    at = (row.to(tl.int64) * groups + group)[:, None] * HALF + tl.arange(0, HALF)[None, :]
+    code = tl.load(P + at, mask=inside[:, None], other=0).to(tl.int32) >> (4 * UPPER) & 15
     if E2M1:
         bits = (code & 8) << 28 | (code & 7) << 22
         w = bits.to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2^126
@@ -68,17 +70,10 @@ def half_numbers(
 
 
 @triton.jit
-def load_codes(P, row, inside, group, groups, HALF: tl.constexpr):
-    """Bytes [BN, 64] of a k-group, as int32."""
-    at = (row.to(tl.int64) * groups + group)[:, None] * HALF + tl.arange(0, HALF)[None, :]
-    return tl.load(P + at, mask=inside[:, None], other=0).to(tl.int32)
-
-
-@triton.jit
 def table_product_kernel(
     X, P, S, T, OUT, M, N, K, groups, splits,
     BM: tl.constexpr, BN: tl.constexpr, HALF: tl.constexpr, G: tl.constexpr,
-    E2M1: tl.constexpr, SCALE: tl.constexpr, STAGES: tl.constexpr,
+    E2M1: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
     """OUT [splits, M, N] float32; grid (row tiles of w, row tiles of x, splits)."""
     row = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -87,15 +82,12 @@ def table_product_kernel(
     inside = row < N
     k = tl.arange(0, HALF)
     acc = tl.zeros([BM, BN], tl.float32)
-    for group in tl.range(split, groups, splits, num_stages=STAGES):
-        code = load_codes(P, row, inside, group, groups, HALF)
+    for group in tl.range(split, groups, splits):
         for upper in tl.static_range(2):
             at = group * (2 * HALF) + upper * HALF + k
             here = (m < M)[:, None] & (at < K)[None, :]
             x = tl.load(X + m.to(tl.int64)[:, None] * K + at[None, :], mask=here, other=0.0)
-            w = half_numbers(
-                code, S, T, row, inside, group, groups, HALF, G, E2M1, SCALE, upper, BN
-            )
+            w = half_numbers(P, S, T, row, inside, group, groups, HALF, G, E2M1, SCALE, upper, BN)
             acc = tl.dot(x, tl.trans(w.to(x.dtype)), acc, input_precision="ieee")
     to = (split.to(tl.int64) * M + m)[:, None] * N + row[None, :]
     tl.store(OUT + to, acc, mask=(m < M)[:, None] & inside[None, :])
@@ -111,9 +103,8 @@ def table_dequantize_kernel(
     row = tl.program_id(0) * BN + tl.arange(0, BN)
     group = tl.program_id(1)
     inside = row < N
-    code = load_codes(P, row, inside, group, groups, HALF)
     for upper in tl.static_range(2):
-        w = half_numbers(code, S, T, row, inside, group, groups, HALF, G, E2M1, SCALE, upper, BN)
+        w = half_numbers(P, S, T, row, inside, group, groups, HALF, G, E2M1, SCALE, upper, BN)
         if HAS_FACTOR:
             w *= tl.load(F + row, mask=inside, other=0.0)[:, None]
         k = group * (2 * HALF) + upper * HALF + tl.arange(0, HALF)
@@ -125,11 +116,11 @@ def table_linear_gpu(
     x_MK: Tensor, q: TableWeight, bias: Tensor | None, residual_MN: Tensor | None
 ) -> Tensor:
     """Return y [M, N] = x w^T (+ bias) (+ residual), in x's dtype."""
-    rows, words = x_MK.shape[0], q.layout is Layout.FRAGMENT
-    sixteen = x_MK.dtype in (torch.float16, torch.bfloat16)
-    if words and sixteen and 0 < rows <= table_tile_launch.MOST_ROWS and _runs(q, OLDEST):
-        return table_tile_launch.multiply(x_MK, q, bias, residual_MN)
-    if not _has_programs(q, OLDEST) or not 0 < rows <= FEW:
+    rows = x_MK.shape[0]
+    if q.layout is Layout.FRAGMENT and x_MK.dtype in (torch.float16, torch.bfloat16):
+        return scaled_linear(x_MK, q, bias, residual_MN)
+    product = q.values is Values.E2M1 and 0 < rows <= FEW
+    if not product or not _has_programs(q, OLDEST):
         y_MN = functional.linear(x_MK, dequantized(q, x_MK.dtype), bias)
         return y_MN if residual_MN is None else y_MN + residual_MN
     x_MK, (n, k) = x_MK.contiguous(), (q.out_features, q.in_features)
@@ -139,7 +130,7 @@ def table_linear_gpu(
     part = x_MK.new_empty(splits, rows, n, dtype=torch.float32)
     table_product_kernel[(tiles, 1, splits)](
         *(x_MK, *_operands(q), part, rows, n, k, groups, splits),
-        **_constants(q) | {"BM": bm, "BN": BN, "STAGES": STAGES},
+        **_constants(q) | {"BM": bm, "BN": BN},
         num_warps=4,
     )
     y = part[0] if splits == 1 else part.sum(0)
@@ -151,10 +142,7 @@ def table_linear_gpu(
 
 
 def dequantized(q: TableWeight, dtype: torch.dtype) -> Tensor:
-    """Return w [N, K]; by torch where Triton may not run."""
-    sixteen = dtype in (torch.float16, torch.bfloat16)
-    if q.layout is Layout.FRAGMENT and sixteen and _runs(q, OLDEST):
-        return table_tile_launch.dequantized(q, dtype)
+    """Return w [N, K]; by torch where Triton may not run, and of an expert's words."""
     if not _has_programs(q, OLDEST_TRITON):
         return q.dequantize(dtype)
     n, k = q.out_features, q.in_features
@@ -171,10 +159,8 @@ def dequantized(q: TableWeight, dtype: torch.dtype) -> Tensor:
 
 def _has_programs(q: TableWeight, oldest: tuple[int, int]) -> bool:
     """Whether these kernels take a weight, here."""
-    return q.layout is Layout.ROWS and q.group_size <= HALF and _runs(q, oldest)
-
-
-def _runs(q: TableWeight, oldest: tuple[int, int]) -> bool:
+    if q.layout is not Layout.ROWS or q.group_size > HALF:
+        return False
     return q.device.type != "cuda" or torch.cuda.get_device_capability(q.device) >= oldest
 
 

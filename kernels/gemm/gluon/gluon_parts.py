@@ -15,10 +15,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from llmpq.kernels.formats.table_weight import Values
-from llmpq.kernels.gemm.chunks.chunk_operand import linear_assembly, lookup_assembly
 from llmpq.kernels.gemm.gluon.gluon_e2m1 import _AXES
 from llmpq.kernels.gemm.gluon.gluon_load import has_zeros
 from llmpq.kernels.gemm.gluon.gluon_unpack import _FOUR, LANES_SHAPE, splat
+from llmpq.kernels.gemm.scaled.code_assembly import SUMS, linear_assembly, lookup_assembly
 
 _ASSEMBLY = {
     (bits, kind, half, symmetric): linear_assembly(bits, kind, half, symmetric, scaled=True)
@@ -34,15 +34,7 @@ _LOOKUPS = {
     for kind in ("f16", "bf16")
     for half in (0, 1)
 }
-_SUMS = gl.constexpr(  # float16 pairs to bfloat16 numbers of r3 = 0 and 1, and what these lack
-    "{.reg .b16 a, b; .reg .f32 f0, f1, g; .reg .b32 t; mov.b32 {a, b}, $4;"
-    + "".join(
-        f"cvt.f32.f16 f{i}, {half};cvt.rn.bf16x2.f32 ${i}, f{i}, f{i};and.b32 t, ${i}, 0xffff0000;"
-        f"mov.b32 g, t;sub.f32 g, f{i}, g;cvt.rn.bf16x2.f32 ${2 + i}, g, g;"
-        for i, half in enumerate("ab")
-    )
-    + "}"
-)
+_SUMS = gl.constexpr(SUMS)
 
 
 @gluon.constexpr_function
@@ -76,7 +68,7 @@ def _part(
     """Words [128, 4] of one jj/2 as [128, 4, k0, r3]."""
     ROW: gl.constexpr = gl.SliceLayout(1, words[0].type.layout)
     pairs = gl.convert_layout(pairs, ROW, assert_trivial=True)
-    if _looks_up(SYMMETRIC) and DT == gl.bfloat16:
+    if _looks_up(SYMMETRIC) and gl.bfloat16 == DT:
         s = gl.inline_asm_elementwise(
             _SUMS, _FOUR, [pairs], dtype=(gl.int32,) * 4, is_pure=True, pack=1
         )

@@ -4,13 +4,13 @@ import pytest
 
 tl = pytest.importorskip("triton.language")
 from llmpq.kernels.formats.table_weight import Values  # noqa: E402
-from llmpq.kernels.gemm.chunks.chunk_kernels import (  # noqa: E402
+from llmpq.kernels.gemm.scaled.chunk_kernels import (  # noqa: E402
     chunk_numbers_kernel,
     chunk_rows_kernel,
     chunk_tile_kernel,
 )
-from llmpq.kernels.gemm.chunks.chunk_launch import DEPTH, tile_of  # noqa: E402
-from llmpq.kernels.gemm.chunks.chunk_operand import linear_assembly, lookup_assembly  # noqa: E402
+from llmpq.kernels.gemm.scaled.chunk_launch import DEPTH, tile_of  # noqa: E402
+from llmpq.kernels.gemm.scaled.code_assembly import linear_assembly, lookup_assembly  # noqa: E402
 from llmpq.kernels.tools.cubin import (  # noqa: E402
     ARCHITECTURES,
     CONSUMER_BLACKWELL,

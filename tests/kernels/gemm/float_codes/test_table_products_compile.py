@@ -7,7 +7,6 @@ from llmpq.kernels.gemm.float_codes.table_products import (  # noqa: E402
     BN,
     FEW,
     HALF,
-    STAGES,
     table_dequantize_kernel,
     table_product_kernel,
 )
@@ -33,8 +32,8 @@ def test_products_fit(arch, form):
     constants, scale = FORMS[form]
     constants = constants | {"HALF": HALF}
     cases = [
-        (table_product_kernel, {"BM": 16, "BN": BN, "STAGES": STAGES}, "*fp32"),
-        (table_product_kernel, {"BM": FEW, "BN": BN, "STAGES": STAGES}, "*fp32"),
+        (table_product_kernel, {"BM": 16, "BN": BN}, "*fp32"),
+        (table_product_kernel, {"BM": FEW, "BN": BN}, "*fp32"),
         (table_dequantize_kernel, {"BN": 16, "HAS_FACTOR": form == "nvfp4"}, "*bf16"),
     ]
     for kernel, own, out in cases:

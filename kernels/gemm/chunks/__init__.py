@@ -1,1 +1,0 @@
-"""Products with codes whose scales are of fewer weights than a k-group."""

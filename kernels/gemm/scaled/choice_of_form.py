@@ -1,0 +1,51 @@
+"""Which of the ways that suit W4 and W8 a weight with more scales or of a table takes.
+
+The plan is that of integers of as many bits in groups of 128 (choice.py), but for what a form has no
+registers or kernel for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from llmpq.kernels.formats.quantized_weight import QuantizedWeight
+from llmpq.kernels.formats.weight_layout import GROUP
+from llmpq.kernels.gemm.config import DENSE, Config, ProductPlan
+from llmpq.kernels.gemm.scaled.forms import Coded, form_of
+from llmpq.kernels.multiprocessors import multiprocessors
+
+MOST_ROWS, PROGRAMS = 256, 3
+"""Of NVFP4: rows of x that words are multiplied with, programs of a multiprocessor."""
+BROAD = Config(kernel="gluon", bm=256, stages=5, cut=1)
+NARROW = Config(kernel="gluon", bm=128, stages=6, cut=1)
+
+
+def for_form(plan: ProductPlan, q: Coded, rows: int) -> ProductPlan:
+    """Return the plan for a weight that `form_of` names."""
+    config = plan.config
+    if config.scale_w:
+        config = replace(config, scale_w=False)
+    if config.kernel == "gluon":
+        config = _gluon(config, q, rows)
+    return replace(plan, config=config)
+
+
+def _gluon(config: Config, q: Coded, rows: int) -> Config:
+    form = form_of(q)
+    if form == "nvfp4":
+        return DENSE if rows > MOST_ROWS else _tile(q, rows)
+    heavy = form != "e2m1" and (
+        q.bits == 8 or not isinstance(q, QuantizedWeight) or not q.symmetric
+    )
+    if config.blocks > 1 and form != "e2m1":
+        return BROAD if rows >= 256 and q.bits == 4 else NARROW
+    return NARROW if heavy and q.bits == 8 and config.bm > 192 else config
+
+
+def _tile(q: Coded, rows: int) -> Config:
+    """Return tiles of words, their K shared out to fill the multiprocessors."""
+    bm = 64 if rows <= 64 else 128
+    tiles = -(-rows // bm) * -(-q.out_features // 64)
+    split = PROGRAMS * multiprocessors(q.device) // tiles
+    groups = -(-q.in_features // GROUP)
+    return Config(kernel="tile", bm=bm, stages=3, split=max(1, min(groups // 3, split)))
