@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import argparse
 import statistics
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,24 +47,23 @@ def main() -> None:
         weights = {form: copies_of(q) for form, q in forms_of(w).items()}
         for rows in ROWS:
             x = torch.randn(rows, k, device="cuda").bfloat16()
-            dense = statistics.median(
-                time_launches(lambda i, x=x: x @ plain[i].t(), len(plain), repeats=8)
-            )
+            dense = statistics.median(timed(torch.mm, x, [each.t() for each in plain]))
             for form, copies in weights.items():
-
-                def product(i: int, x: Tensor = x, copies: list = copies) -> Tensor:  # type: ignore[type-arg]
-                    return linear(x, copies[i])
-
                 write_row(
                     args.rows,
                     bench="table product",
                     case={"n": n, "k": k, "rows": rows, "form": form},
                     unit="us",
-                    samples=time_launches(product, len(copies), repeats=8),
+                    samples=timed(linear, x, copies),
                     baselines={"16 bits": dense},
                     commit=args.commit,
                     program="python benchmarks/table_products_gpu.py",
                 )
+
+
+def timed(product: Callable[..., Tensor], x: Tensor, copies: Sequence[Any]) -> list[float]:
+    """Return the times of a product with a weight and its copies in turn."""
+    return time_launches(lambda i: product(x, copies[i]), len(copies), repeats=8)
 
 
 def forms_of(w: Tensor) -> dict[str, QuantizedWeight | TableWeight]:
