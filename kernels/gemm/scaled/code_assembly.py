@@ -137,7 +137,10 @@ def word_assembly(form: str, bits: int, kind: str, symmetric: bool) -> str:
         place = {i: 4 * half + i for i in range(4)}
         place |= {4 + i: 8 + i for i in range(words)}
         place |= {4 + words + i: 8 + words + half * more + i for i in range(more)}
-        body += re.sub(r"\$(\d+)", lambda found, at=place: f"${at[int(found[1])]}", text)
+        pieces = re.split(r"\$(\d+)", text)
+        body += pieces[0]
+        for number, rest in zip(pieces[1::2], pieces[2::2], strict=True):
+            body += f"${place[int(number)]}{rest}"
     return "{" + body + "}"
 
 

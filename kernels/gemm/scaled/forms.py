@@ -27,13 +27,12 @@ def form_constants(q: Coded, dtype: torch.dtype) -> Constants:
     """Return the constants of rows_kernel.py and tile_kernel.py that a weight decides."""
     form, bits = form_of(q), q.bits
     symmetric = q.symmetric if isinstance(q, QuantizedWeight) else True
-    parts = 0 if q.group_size is None else max(1, GROUP // q.group_size)
-    if form in ("e2m1", "nvfp4"):
-        parts = 1
-    made = {"BITS": bits, "GROUPED": parts, "SYMMETRIC": symmetric}
+    floats = form in ("e2m1", "nvfp4")
+    parts = 0 if q.group_size is None else 1 if floats else max(1, GROUP // q.group_size)
+    made: Constants = {"BITS": bits, "GROUPED": parts, "SYMMETRIC": symmetric}
     if not form:
         return made
-    if parts == 1 and form in ("e2m1", "nvfp4"):
+    if floats:
         return made | {"FORM": form}
     kind = "f16" if dtype == torch.float16 else "bf16"
     return made | {"FORM": form, "ASM": word_assembly(form, bits, kind, symmetric)}

@@ -62,26 +62,3 @@ def test_planted_faults_are_seen(form):
         wrong.append(replace(q, factor=q.factor.roll(1)))
     for planted in wrong:
         assert relative_error(table_products.table_linear_gpu(x, planted, None, None), want) > 0.1
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("rows", [1, 20, 130])
-def test_words(form, dtype, rows):
-    """K of 672 is five k-groups and a quarter, shared out among programs."""
-    q = weight(form, 96, 672)
-    if form == "mxfp4":
-        q = replace(q, scale=q.scale.clamp(min=118, max=128))
-    rows_form, q = q, q.in_fragments()
-    assert torch.equal(q.dequantize(torch.float64), rows_form.dequantize(torch.float64))
-    x = torch.randn(rows, 672).to(dtype)
-    bias, residual = torch.randn(96).to(dtype), torch.randn(rows, 96).to(dtype)
-    want = x.double() @ q.dequantize(torch.float64).T + bias + residual
-    # Numbers of the table are rounded; MXFP4's are exact.
-    tolerance = {torch.float16: 6e-4, torch.bfloat16: 5e-3}[dtype]
-    made = table_products.table_linear_gpu(x, q, bias, residual)
-    assert relative_error(made, want) < tolerance
-    whole = table_products.dequantized(q, dtype)
-    assert relative_error(whole, q.dequantize(torch.float64)) < tolerance
-    wrong = replace(q, scale=q.scale.view(torch.uint8).roll(128).view(q.scale.dtype))
-    assert relative_error(table_products.table_linear_gpu(x, wrong, bias, residual), want) > 0.1
