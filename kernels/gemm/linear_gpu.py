@@ -35,7 +35,7 @@ from llmpq.kernels.gemm.rows_kernel import rows_kernel
 from llmpq.kernels.gemm.scaled import small_groups
 from llmpq.kernels.gemm.scaled.choice_of_form import for_form
 from llmpq.kernels.gemm.scaled.forms import Coded, form_constants, form_of, words_of
-from llmpq.kernels.gemm.scaled.numbers import numbers_of
+from llmpq.kernels.gemm.scaled.scaled_numbers import numbers_of
 from llmpq.kernels.gemm.tile_kernel import tile_kernel
 
 TRITON_CAPABILITY = (7, 5)

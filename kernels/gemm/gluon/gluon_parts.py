@@ -15,9 +15,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from llmpq.kernels.formats.table_weight import Values
-from llmpq.kernels.gemm.gluon.gluon_e2m1 import _AXES
+from llmpq.kernels.gemm.gluon.gluon_e2m1 import _AXES, e2m1_operand
 from llmpq.kernels.gemm.gluon.gluon_load import has_zeros
-from llmpq.kernels.gemm.gluon.gluon_unpack import _FOUR, LANES_SHAPE, splat
+from llmpq.kernels.gemm.gluon.gluon_unpack import (
+    _FOUR,
+    LANES_SHAPE,
+    operand,
+    splat,
+    zero_constants,
+)
 from llmpq.kernels.gemm.scaled.code_assembly import SUMS, linear_assembly, lookup_assembly
 
 _ASSEMBLY = {
@@ -102,3 +108,18 @@ def parts_operand(
     b = _part(second, scales[B], zeros[B], HALF, BITS, DT, SYMMETRIC)
     t = gl.join(a, b).to(DT, bitcast=True)
     return gl.reshape(gl.permute(gl.reshape(t, LANES_SHAPE.value), _AXES.value), (64, 64))
+
+
+@gluon.jit
+def operand_of(
+    words, scale, zero, HALF: gl.constexpr, BITS: gl.constexpr, DT: gl.constexpr,
+    SYMMETRIC: gl.constexpr, GROUPED: gl.constexpr,
+):  # fmt: skip
+    """W of half HALF, of whatever form, as [64 rows, 64 k]."""
+    if SYMMETRIC == "e2m1":
+        return e2m1_operand(words[0], scale, HALF, DT)
+    elif GROUPED > 1:
+        return parts_operand(words, scale, zero, HALF, BITS, DT, SYMMETRIC, GROUPED)
+    else:
+        zeros = zero_constants(zero, BITS, DT, SYMMETRIC)
+        return operand(words, splat(scale), zeros, HALF, BITS, DT, SYMMETRIC)

@@ -1,7 +1,7 @@
 """Which of the ways that suit W4 and W8 a weight with more scales or of a table takes.
 
-The plan is that of integers of as many bits in groups of 128 (choice.py), but for what a form has no
-registers or kernel for.
+The plan is that of integers of as many bits in groups of 128 (choice.py), but for what a form has
+no registers or kernel for.
 """
 
 from __future__ import annotations

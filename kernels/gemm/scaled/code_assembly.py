@@ -4,8 +4,8 @@
                zero is no whole number
     lookup     a number of 16 is found by bytes: two permutations pick from the lower and the upper
                eight entries, the code's top bit chooses; nibbles lie (h, r3, k0), k0 fastest
-    scaled     times a scale of r3, rounded once; of a table in bfloat16 times a pair of numbers that
-               the float16 scale is the sum of
+    scaled     times a scale of r3, rounded once; of a table in bfloat16 times a pair of numbers
+               whose sum is the float16 scale
 
 A text makes four codes of a half h of a word, (r3, k0); `word_assembly` both halves.
 """

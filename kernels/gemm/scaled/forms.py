@@ -1,4 +1,4 @@
-"""What tells the kernels the form of a weight's codes: their constants, and its tensors as words."""
+"""What tells kernels the form of a weight's codes: their constants, and its tensors as words."""
 
 from __future__ import annotations
 

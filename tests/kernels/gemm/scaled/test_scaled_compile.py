@@ -5,7 +5,7 @@ import pytest
 pytest.importorskip("triton")
 from llmpq.kernels.gemm.rows_kernel import rows_kernel  # noqa: E402
 from llmpq.kernels.gemm.scaled.code_assembly import word_assembly  # noqa: E402
-from llmpq.kernels.gemm.scaled.numbers import WARPS, numbers_kernel  # noqa: E402
+from llmpq.kernels.gemm.scaled.scaled_numbers import WARPS, numbers_kernel  # noqa: E402
 from llmpq.kernels.gemm.tile_kernel import tile_kernel  # noqa: E402
 from llmpq.kernels.tools.cubin import (  # noqa: E402
     ARCHITECTURES,

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from llmpq.kernels.formats.round_to_nearest import quantize_weight
-from llmpq.kernels.gemm.scaled import small_groups
 from llmpq.kernels.gemm.reference import relative_error
+from llmpq.kernels.gemm.scaled import small_groups
 from llmpq.kernels.linear import linear
 from llmpq.precision import WeightScheme
 
