@@ -16,7 +16,10 @@ FRAGMENT   (GPU) words as weight_layout.py draws them, but for the order of bits
                      them to where a 16-bit float has them; scales of MXFP4 [N/16, Kp/128, r (8),
                      part (4), r3 (2)], of NVFP4 [N/16, Kp/128, r (8), jj (4), h (2), r3 (2)]: a
                      lane's are 8 and 16 bytes
-           float16 scales, groups of 32 and 64: nibbles (h, r3, k0), k0 fastest; scales as there
+           others    float16 scales, groups of 32 and 64; scales as there. The lower three bits
+                     of codes (h, r3, k0), k0 fastest, in nibbles; their top bits fill the nibbles'
+                     so that those of a half are the top bits of bytes: h = 0 as they are, h = 1
+                     once the word is shifted by 4
 Padding behind K has code 0 of E2M1 and FP4, and scale 0 elsewhere.
 """
 
@@ -137,7 +140,7 @@ class TableWeight:
         flat = self.plane.view(-1)[start * row : stop * row]
         if self.layout is Layout.FRAGMENT:
             e2m1 = self.values is Values.E2M1
-            flat = _unfolded(flat) if e2m1 else _sorted(flat, _FROM_PAIRS)
+            flat = _unfolded(flat) if e2m1 else _unpaired(flat)
         return weight_layout.unpack((flat,), BITS, self.layout, stop - start)
 
     def scale_NG(self) -> Tensor:
@@ -179,7 +182,7 @@ class TableWeight:
         else:
             scale = weight_layout.pack_scales(self.scale_NG(), Layout.FRAGMENT)
         e2m1 = self.values is Values.E2M1
-        plane = _folded(plane) if e2m1 else _sorted(plane, _TO_PAIRS)
+        plane = _folded(plane) if e2m1 else _paired(plane)
         return replace(self, plane=plane, scale=scale, layout=Layout.FRAGMENT)
 
     def has_fragments(self) -> bool:
@@ -305,15 +308,32 @@ def _unfolded(plane: Tensor) -> Tensor:
     return _bytes(whole)
 
 
-_TO_PAIRS = tuple(4 * (i % 2) + 2 * (i // 4) + i // 2 % 2 for i in range(8))
-"""Of a word's nibbles (h, r3, k0), k0 fastest: where weight_layout.py has them (k0, h, r3)."""
-_FROM_PAIRS = tuple(_TO_PAIRS.index(i) for i in range(8))
+def _places() -> list[tuple[int, int, int]]:
+    """Return of a word's codes j = (h, r3, k0), k0 fastest: where weight_layout.py has their bits,
+    where their lower three go, and where their top one goes."""
+    codes = ((h, r3, k0) for h in range(2) for r3 in range(2) for k0 in range(2))
+    return [
+        (16 * k0 + 8 * h + 4 * r3, 16 * h + 8 * r3 + 4 * k0, 16 * r3 + 8 * k0 + 7 - 4 * h)
+        for h, r3, k0 in codes
+    ]
 
 
-def _sorted(plane: Tensor, order: tuple[int, ...]) -> Tensor:
-    """Return words whose nibble i was nibble order[i]."""
-    nibbles = torch.stack((plane & 15, plane >> 4), dim=-1).view(-1, 8)[:, list(order)]
-    return (nibbles[:, ::2] | nibbles[:, 1::2] << 4).reshape(-1)
+def _paired(plane: Tensor) -> Tensor:
+    """Return words of codes whose bits lie where the file's head draws them for lookups."""
+    given = plane.view(torch.int32)
+    made = torch.zeros_like(given)
+    for old, low, top in _places():
+        made |= (given >> old & 7) << low | (given >> (old + 3) & 1) << top
+    return made.view(torch.uint8)
+
+
+def _unpaired(plane: Tensor) -> Tensor:
+    """Undo `_paired`."""
+    given = plane.view(torch.int32)
+    made = torch.zeros_like(given)
+    for old, low, top in _places():
+        made |= (given >> low & 7 | (given >> top & 1) << 3) << old
+    return made.view(torch.uint8)
 
 
 def _bytes(half: Tensor) -> Tensor:

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from llmpq.kernels.formats.quantized_weight import QuantizedWeight
 from llmpq.kernels.formats.weight_layout import GROUP
 from llmpq.kernels.gemm.config import DENSE, Config, ProductPlan
+from llmpq.kernels.gemm.gluon.gluon_plan import tile_rows
 from llmpq.kernels.gemm.scaled.forms import Coded, form_of
 from llmpq.kernels.multiprocessors import multiprocessors
 
 MOST_ROWS, PROGRAMS = 256, 3
 """Of NVFP4: rows of x that words are multiplied with, programs of a multiprocessor."""
+LONG, LEAST_STEPS = 448, 40
+"""Rows of x from which tiles of 256 are the quickest where every multiprocessor has so many k-groups
+to do (H200: 28672 x 4096, 512 rows, MXFP4 155 us, by W4's own plan 170; 4096 x 4096 33 and 25)."""
 BROAD = Config(kernel="gluon", bm=256, stages=5, cut=1)
 NARROW = Config(kernel="gluon", bm=128, stages=6, cut=1)
 
@@ -34,12 +37,15 @@ def _gluon(config: Config, q: Coded, rows: int) -> Config:
     form = form_of(q)
     if form == "nvfp4":
         return DENSE if rows > MOST_ROWS else _tile(q, rows)
-    heavy = form != "e2m1" and (
-        q.bits == 8 or not isinstance(q, QuantizedWeight) or not q.symmetric
-    )
-    if config.blocks > 1 and form != "e2m1":
-        return BROAD if rows >= 256 and q.bits == 4 else NARROW
-    return NARROW if heavy and q.bits == 8 and config.bm > 192 else config
+    if q.bits == 4 and rows >= LONG and _steps(q, rows) >= LEAST_STEPS:
+        return BROAD  # words are unpacked half as often
+    return NARROW if config.blocks > 1 and form != "e2m1" else config
+
+
+def _steps(q: Coded, rows: int) -> int:
+    """Return the k-groups that a multiprocessor has to do in tiles of BROAD."""
+    tiles = -(-rows // BROAD.bm) * -(-q.out_features // tile_rows(BROAD))
+    return tiles * -(-q.in_features // GROUP) // multiprocessors(q.device)
 
 
 def _tile(q: Coded, rows: int) -> Config:

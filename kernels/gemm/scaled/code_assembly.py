@@ -3,7 +3,7 @@
     linear     code - zero by the magic numbers of unpack_assembly.py; exact, rounded once where the
                zero is no whole number
     lookup     a number of 16 is found by bytes: two permutations pick from the lower and the upper
-               eight entries, the code's top bit chooses; nibbles lie (h, r3, k0), k0 fastest
+               eight entries, the code's top bit chooses (bits lie as formats/table_weight.py says)
     scaled     times a scale of r3, rounded once; of a table in bfloat16 times a pair of numbers
                whose sum is the float16 scale
 
@@ -31,9 +31,8 @@ def lookup_assembly(table: tuple[float, ...], kind: str, half: int, *, scaled: b
         words = [struct.unpack("<H", struct.pack("<e", value))[0] for value in table]
     else:
         words = [_bfloat16(value) for value in table]
-    body = f"shr.b32 c, $4, {16 * half};" if half else "mov.b32 c, $4;"
-    body += "shr.b32 m, c, 3;and.b32 m, m, 0x00001111;and.b32 c, c, 0x00007777;"
-    body += "prmt.b32 m, 0x0000ff00, 0, m;"
+    body = "and.b32 c, $4, 0x77777777;" + ("shr.b32 c, c, 16;shl.b32 m, $4, 4;" if half else "")
+    body += f"prmt.b32 m, {'m' if half else '$4'}, 0, 0xba98;"  # bytes of top bits
     for name, shift in (("l", 0), ("h", 8)):
         four = [sum((words[4 * i + j] >> shift & 255) << 8 * j for j in range(4)) for i in range(4)]
         for i, target in enumerate(("a", "b")):

@@ -159,7 +159,9 @@ def _by_shifts(
                     else:
                         number -= zeros[h][r3]
                 else:
-                    number = _chosen(words[0] >> (16 * h + 8 * r3 + 4 * k0) & 15, FORM)
+                    code = words[0] >> (16 * h + 8 * r3 + 4 * k0) & 7
+                    code |= (words[0] >> (16 * r3 + 8 * k0 + 7 - 4 * h) & 1) << 3
+                    number = _chosen(code, FORM)
                 out += (_rounded(_rounded(number, DT).to(tl.float32) * scales[h][r3], DT),)
     return out
 
