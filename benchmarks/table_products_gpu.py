@@ -25,8 +25,8 @@ from llmpq.kernels.linear import linear
 from llmpq.kernels.tools.gpu_timing import copies_for, time_launches, write_row
 from llmpq.precision import WeightScheme
 
-SHAPES = ((4096, 4096), (28672, 4096), (4096, 14336), (22016, 2048), (2048, 11008))
-ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 512, 2048)
+SHAPES = ((28672, 4096), (4096, 4096), (4096, 14336), (2048, 11008), (22016, 2048))
+ROWS = (1, 2, 8, 16, 32, 128, 512, 2048)
 MOST_COPIES = 24
 SCHEMES = {
     "w4": WeightScheme(bits=4, clip_search=False),
