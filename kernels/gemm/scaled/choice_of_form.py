@@ -17,8 +17,8 @@ from llmpq.kernels.multiprocessors import multiprocessors
 MOST_ROWS, PROGRAMS = 256, 3
 """Of NVFP4: rows of x that words are multiplied with, programs of a multiprocessor."""
 LONG, LEAST_STEPS = 448, 40
-"""Rows of x from which tiles of 256 are the quickest where a multiprocessor has so many k-groups to do
-(H200: 28672 x 4096, 512 rows, MXFP4 155 us, by W4's own plan 170; 4096 x 4096 33 and 25)."""
+"""Rows of x from which tiles of 256 are the quickest where a multiprocessor has so many k-groups
+to do (H200: 28672 x 4096, 512 rows, MXFP4 155 us, by W4's plan 170; 4096 x 4096 33 and 25)."""
 BROAD = Config(kernel="gluon", bm=256, stages=5, cut=1)
 NARROW = Config(kernel="gluon", bm=128, stages=6, cut=1)
 
