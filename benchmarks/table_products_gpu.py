@@ -2,7 +2,8 @@
 
     python benchmarks/table_products_gpu.py --rows FILE [--commit HASH]
 
-As `linear` multiplies them; W4 in groups of 128, with zeros. A launch of a replayed graph,
+As `linear` multiplies them; W4 and W8 in groups of 128, with zeros, and FP8 in blocks of 128 x 128.
+A launch of a replayed graph,
 microseconds, weights that are not in the L2.
 """
 
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from llmpq.kernels.formats.fp8_weight import Fp8Weight, fp8_weight
 from llmpq.kernels.formats.quantized_weight import QuantizedWeight
 from llmpq.kernels.formats.round_to_nearest import quantize_weight
 from llmpq.kernels.formats.table_weight import E4M3, E8M0, TableWeight, Values, table_weight
@@ -25,12 +27,14 @@ from llmpq.kernels.linear import linear
 from llmpq.kernels.tools.gpu_timing import copies_for, time_launches, write_row
 from llmpq.precision import WeightScheme
 
-SHAPES = ((28672, 4096), (4096, 4096), (4096, 14336), (2048, 11008), (22016, 2048))
-ROWS = (1, 2, 8, 16, 32, 128, 512, 2048)
+SHAPES = ((28672, 4096), (4096, 14336), (4096, 4096), (2048, 11008), (22016, 2048))
+ROWS = (1, 8, 32, 128, 512, 2048)
 MOST_COPIES = 24
+Weight = QuantizedWeight | TableWeight | Fp8Weight
 SCHEMES = {
     "w4": WeightScheme(bits=4, clip_search=False),
     "w4 in 32": WeightScheme(bits=4, group_size=32, symmetric=True, clip_search=False),
+    "w8": WeightScheme(bits=8, clip_search=False),
     "w8 in 32": WeightScheme(bits=8, group_size=32, symmetric=True, clip_search=False),
 }
 
@@ -66,7 +70,7 @@ def timed(product: Callable[..., Tensor], x: Tensor, copies: Sequence[Any]) -> l
     return time_launches(lambda i: product(x, copies[i]), len(copies), repeats=8)
 
 
-def forms_of(w: Tensor) -> dict[str, QuantizedWeight | TableWeight]:
+def forms_of(w: Tensor) -> dict[str, Weight]:
     """Return weights of every form, in the layout of this device."""
     n, k = w.shape
     codes = torch.randint(0, 16, (n, k), dtype=torch.uint8, device="cuda")
@@ -80,15 +84,21 @@ def forms_of(w: Tensor) -> dict[str, QuantizedWeight | TableWeight]:
         "nf4": table_weight(codes, half[:, ::2], values=Values.NF4, group_size=64),
         "iq4": table_weight(codes, half / 50, values=Values.IQ4, group_size=32),
     }
-    made: dict[str, QuantizedWeight | TableWeight] = {
-        form: q.to("cuda") for form, q in tables.items()
-    }
-    return made | {form: quantize_weight(w, s, dtype=w.dtype) for form, s in SCHEMES.items()}
+    eight = (w * 400).to(E4M3)
+    fp8 = fp8_weight(eight, torch.rand(n // 128, k // 128, device="cuda"), (128, 128), w.dtype)
+    made: dict[str, Weight] = {form: q.to("cuda") for form, q in tables.items()}
+    return (
+        made
+        | {"fp8": fp8.to("cuda")}
+        | {form: quantize_weight(w, s, dtype=w.dtype) for form, s in SCHEMES.items()}
+    )
 
 
-def copies_of(q: QuantizedWeight | TableWeight) -> list[QuantizedWeight | TableWeight]:
+def copies_of(q: Weight) -> list[Weight]:
     """Return a weight and copies of its codes, so many that none is found in the L2."""
     more = min(MOST_COPIES, copies_for(q.nbytes)) - 1
+    if isinstance(q, Fp8Weight):
+        return [q, *(replace(q, codes_NK=q.codes_NK.clone()) for _ in range(more))]
     if isinstance(q, TableWeight):
         return [q, *(replace(q, plane=q.plane.clone()) for _ in range(more))]
     return [q, *(replace(q, planes=tuple(p.clone() for p in q.planes)) for _ in range(more))]
