@@ -34,7 +34,7 @@ from llmpq.kernels.gemm.dequantize import dequantize_triton
 from llmpq.kernels.gemm.gluon import gluon_launch
 from llmpq.kernels.gemm.rows_kernel import rows_kernel
 from llmpq.kernels.gemm.scaled import small_groups
-from llmpq.kernels.gemm.scaled.choice_of_form import for_form
+from llmpq.kernels.gemm.scaled.choice_of_form import for_form, is_narrow
 from llmpq.kernels.gemm.scaled.forms import Coded, form_constants, form_of, words_of
 from llmpq.kernels.gemm.scaled.scaled_numbers import numbers_of
 from llmpq.kernels.gemm.tile_kernel import tile_kernel
@@ -295,7 +295,11 @@ def _plan_of(x_MK: Tensor, q: Coded) -> ProductPlan:
     rows, k = x_MK.shape
     form = (x_MK.dtype, q.symmetric if isinstance(q, QuantizedWeight) else True)
     own = plan(q.bits, q.out_features, k, rounded_rows(rows), x_MK.device, *form)
-    return for_form(own, q, rows) if form_of(q) else own
+    if not form_of(q):
+        return own
+    if is_narrow(own, q):
+        own = plan(q.bits, q.out_features, k, 8, x_MK.device, *form)
+    return for_form(own, q, rows)
 
 
 def scaled_linear(
