@@ -1,6 +1,6 @@
 """Words of small groups and of tables to scaled operands in Gluon registers, half a k-group a time.
 
-chunk_operand.py's numbers times the scale of their 32 or 64, rounded once by the product (and once
+code_assembly.py's numbers times the scale of their 32 or 64, rounded once by the product (and once
 before: a table's number, a code less a zero that is no whole number). A scale of a table is
 float16, for bfloat16 a pair of numbers that it is the sum of. A warpgroup's operand is 64 rows of
 w. Words [128 threads, (jj/2, jj%2, k3)], scales and zeros of rows r and r + 8 of a part, pairs
