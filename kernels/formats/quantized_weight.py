@@ -269,7 +269,8 @@ def best_layout(
 ) -> Layout:
     """Return the layout that `linear` is fastest with on this device."""
     if device.type != "cpu":
-        return Layout.ROWS if bits == 3 and group_size not in (None, GROUP) else Layout.FRAGMENT
+        small = group_size not in (None, GROUP)
+        return Layout.ROWS if small and (bits == 3 or dtype == torch.float32) else Layout.FRAGMENT
     if library() is not None:
         return Layout.CPU
     if group_size not in (None, GROUP):
