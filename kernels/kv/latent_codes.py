@@ -1,0 +1,372 @@
+"""Attention over latents (MLA) of 8, 4 or 2 bits: codes go from words to tensor cores' registers.
+
+    what a step sees   |0 ....... packed blocks ....... line|line .. ring, 16 bits .. end - 1|
+    programs           |   split 0   |   split 1   |    split 2     |   equal shares of both
+
+    scores^T [64 tokens, R] = sum of chunks of 64 channels K_c [64, 64] (q_c scale_c) [64, R]
+    out_c^T [64 channels, R] += V_c [64, 64 tokens] (p scale) [64, R]
+
+K_c and V_c are left operands as kv_block.py draws them, fp16 subnormals of one `and` a pair
+(unpack.py); scales fold into the other operand, zeros are one sum a column each, as attend.py's.
+What attend.py does with one warp for heads of up to 256 channels this does with several for one
+key/value head of any multiple of 64: the sums of 576 channels need more registers than one has.
+
+Cost per output: C * bits / 4 bytes a token, 0.63 integer operations an element, once per R columns.
+
+B requests, Q new tokens, H query heads of the one latent, D channels, C padded ones, R columns
+(query heads x new tokens).  KW: see unpack.py.
+"""
+
+# Triton functions are typed by tl.constexpr alone.
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from llmpq.kernels.formats.kv_block import KVFormat
+from llmpq.kernels.kv.launch_plan import MAX_Q_LEN, capability, shared_memory
+from llmpq.kernels.kv.ops import WORD_K_WIDTH
+from llmpq.kernels.kv.plain_attend import choose_splits, merge_splits
+from llmpq.kernels.kv.register_operands import words
+from llmpq.kernels.kv.ring_attend import BLOCK, LOG2_E, LOWEST, RING, packed_line
+from llmpq.kernels.kv.storage import DeviceRows, KVLayer
+from llmpq.kernels.kv.unpack import TWO_24, _fields
+from llmpq.kernels.multiprocessors import multiprocessors
+from llmpq.kv_format import BLOCK_TOKENS
+
+CHUNK = 64
+"""Channels of an operand."""
+COLUMNS = 16
+P_SHIFT = tl.constexpr(4.0)
+"""Probabilities are kept times 2**4: fp16 keeps its precision down to 2**-14."""
+
+
+@triton.jit
+def _key_halves(at, chunk: tl.constexpr, C: tl.constexpr, BITS: tl.constexpr):
+    """Words of a tile's 64 tokens and one chunk's channels, as halves [32 BITS, 8]."""
+    ROW: tl.constexpr = C * BITS // 64  # words of a thread for 16 tokens
+    halves = at.to(tl.pointer_type(tl.int16))
+    i = tl.arange(0, 32 * BITS)
+    vector, lane = i // 32, i % 32
+    j = tl.arange(0, 8)[None, :]
+    if BITS >= 4 and ROW % 4 == 0:  # whole vectors of four words
+        PART: tl.constexpr = BITS // 4
+        number = vector // PART * (ROW // 4) + chunk * PART + vector % PART
+        return tl.load(halves + ((number * 32 + lane) * 8)[:, None] + j)
+    else:
+        word = (vector * 4)[:, None] + j // 2
+        number = word // BITS * ROW + chunk * BITS + word % BITS
+        where = number // 4 * 128 + (lane * 4)[:, None] + number % 4
+        return tl.load(halves + where * 2 + j % 2)
+
+
+@triton.jit
+def _right(halves, BITS: tl.constexpr, KW: tl.constexpr, EMULATE: tl.constexpr):
+    """Words of 64 rows, 64 columns (kv_block.py) -> right operand [64 columns, 64 rows], fp16.
+
+    Rows lie as (r m g), so that warp m has those of its words.
+    """
+    PLANES: tl.constexpr = 8 // BITS
+    x = _fields(halves, BITS, EMULATE)
+    x = tl.reshape(x, (BITS, 8, 4, 4, 2, 2, PLANES))  # v g t w h r i
+    x = tl.permute(x, (0, 3, 1, 2, 4, 5, 6))  # v w g t h r i
+    x = tl.reshape(x, (4, BITS, 8, 4, 2, 2, PLANES))  # m o g t h r i
+    x = tl.permute(x, (1, 6, 3, 4, 5, 0, 2))  # o i t h r m g
+    x = tl.reshape(x, (4, 2, 4, 2, 2, 4, 8))  # s half t h r m g
+    if KW == 4:
+        x = tl.permute(x, (0, 2, 1, 3, 4, 5, 6))
+    return tl.reshape(x, (64, 64))
+
+
+@triton.jit
+def _in_columns(x, KW: tl.constexpr):
+    """[.., 4 t, 16] by channel -> columns [.., 64] as `_right` has them."""
+    R: tl.constexpr = x.shape[0]
+    x = tl.reshape(x, (R, 4, 4, 2, 2))  # t s half h
+    if KW == 4:
+        x = tl.permute(x, (0, 2, 1, 3, 4))
+    else:
+        x = tl.permute(x, (0, 2, 3, 1, 4))
+    return tl.reshape(x, (R, 64))
+
+
+@triton.jit
+def _by_token(p, KW: tl.constexpr):
+    """Probabilities [R, 64] in rows' order (r m g) -> in the columns' that values have."""
+    R: tl.constexpr = p.shape[0]
+    p = tl.reshape(p, (R, 2, 4, 4, 2))  # r m t h
+    if KW == 4:
+        p = tl.permute(p, (0, 2, 3, 1, 4))
+    else:
+        p = tl.permute(p, (0, 2, 1, 3, 4))
+    return tl.reshape(p, (R, 64))
+
+
+@triton.jit
+def _key_channel(chunk: tl.constexpr, C: tl.constexpr):
+    """Channels [4 t, 16] of a chunk of keys."""
+    return tl.arange(0, 4)[:, None] * (C // 4) + 16 * chunk + tl.arange(0, 16)[None, :]
+
+
+@triton.jit
+def _value_channel(chunk: tl.constexpr, C: tl.constexpr):
+    """Channels [8 g, 8 (m r)] of a chunk of values."""
+    return tl.arange(0, 8)[:, None] * (C // 8) + 8 * chunk + tl.arange(0, 8)[None, :]
+
+
+@triton.jit
+def _tokens():
+    """A tile's tokens in rows' order (r m g)."""
+    i = tl.arange(0, 64)
+    return i // 8 % 4 * 16 + i % 8 * 2 + i // 32
+
+
+@triton.jit
+def _queries(q_ptr, row, used, channel, D: tl.constexpr):
+    """Some channels of the queries [R, 4, 16], fp16."""
+    live = used[:, None, None] & (channel < D)[None, :, :]
+    return tl.load(q_ptr + row[:, None, None] * D + channel[None, :, :], mask=live, other=0.0)
+
+
+@triton.jit
+def _block(
+    q_ptr, row, used, kw, kp, vw, vp, hidden, state, unit, score_unit,
+    D: tl.constexpr, C: tl.constexpr, BITS: tl.constexpr, R: tl.constexpr, Q: tl.constexpr,
+    KW: tl.constexpr, EMULATE: tl.constexpr,
+):  # fmt: skip
+    """Both tiles of a packed block; state: maximum, sums of p and of p zero, sums of values."""
+    m_i, l_p, z_p, accs = state
+    TILE_WORDS: tl.constexpr = 2 * C * BITS
+    x0 = tl.zeros([R, 64], tl.float32)
+    x1 = tl.zeros([R, 64], tl.float32)
+    zero = tl.zeros([R, 4, 16], tl.float32)
+    for c in tl.static_range(C // 64):
+        k0 = _key_halves(kw, c, C, BITS)
+        k1 = _key_halves(kw + TILE_WORDS, c, C, BITS)
+        channel = _key_channel(c, C)
+        q = _queries(q_ptr, row, used, channel, D)
+        zero += q.to(tl.float32) * tl.load(kp + C + channel).to(tl.float32)[None, :, :]
+        q = _in_columns(q * tl.load(kp + channel)[None, :, :], KW)
+        x0 = tl.dot(q, _right(k0, BITS, KW, EMULATE), x0)
+        x1 = tl.dot(q, _right(k1, BITS, KW, EMULATE), x1)
+    start = (tl.sum(tl.reshape(zero, (R, 64)), 1) * score_unit)[:, None]
+    x0 = x0 * unit + start
+    x1 = x1 * unit + start
+    top = tl.max(tl.maximum(x0, x1), 1)
+    if Q > 1:  # the last block may lie beyond the line of the first queries
+        top = tl.where(hidden, LOWEST, top)
+    m_new = tl.maximum(m_i, top)
+    alpha = tl.exp2(m_i - m_new)
+    p0 = tl.exp2(x0 - (m_new - P_SHIFT)[:, None])
+    p1 = tl.exp2(x1 - (m_new - P_SHIFT)[:, None])
+    if Q > 1:
+        p0 = tl.where(hidden[:, None], 0.0, p0)
+        p1 = tl.where(hidden[:, None], 0.0, p1)
+    token = _tokens()
+    token = token % 16 // 2 * 8 + token // 16 * 2 + token % 2  # in thread order
+    late = vp + 128 + token
+    l_p = l_p * alpha[:, None] + (p0 + p1)
+    z_p = z_p * alpha[:, None] + p0 * tl.load(late).to(tl.float32)[None, :]
+    z_p += p1 * tl.load(late + 64).to(tl.float32)[None, :]
+    p0 *= tl.load(vp + token).to(tl.float32)[None, :]
+    p1 *= tl.load(vp + 64 + token).to(tl.float32)[None, :]
+    w0 = _by_token(p0.to(tl.float16), KW)
+    w1 = _by_token(p1.to(tl.float16), KW)
+    made = ()
+    for c in tl.static_range(C // 64):
+        v0 = words(vw + c * (BITS * 128), BITS)
+        v1 = words(vw + TILE_WORDS + c * (BITS * 128), BITS)
+        acc = tl.dot(w0, _right(v0, BITS, KW, EMULATE), accs[c] * alpha[:, None])
+        made += (tl.dot(w1, _right(v1, BITS, KW, EMULATE), acc),)
+    return m_new, l_p, z_p, made
+
+
+@triton.jit
+def _take_newest(
+    q_ptr, row, used, k_ring, v_ring, new, t, start, end, stride, position, line, state,
+    score_unit, D: tl.constexpr, C: tl.constexpr, R: tl.constexpr, KW: tl.constexpr,
+    NEW: tl.constexpr,
+):  # fmt: skip
+    """64 tokens in 16 bits, of the ring or (NEW) behind `start` of a step's own."""
+    m_i, l_p, z_p, accs = state
+    x = tl.zeros([R, 64], tl.float32)
+    live = (t < end)[:, None, None]
+    for c in tl.static_range(C // 64):
+        channel = _key_channel(c, C)
+        k = _recent(k_ring, new, t[:, None, None], start, stride, channel[None, :, :], live, D, NEW)
+        q = tl.reshape(_queries(q_ptr, row, used, channel, D), (R, 64))
+        x = tl.dot(q, tl.trans(tl.reshape(k.to(tl.float16), (64, 64))), x)
+    seen = (t < end)[None, :] & (t[None, :] <= position[:, None]) & (t[None, :] >= line[:, None])
+    x = tl.where(seen, x * score_unit, LOWEST)
+    m_new = tl.maximum(m_i, tl.max(x, 1))
+    alpha = tl.exp2(m_i - m_new)
+    p = tl.where(seen, tl.exp2(x - (m_new - P_SHIFT)[:, None]), 0.0)
+    made = ()
+    for c in tl.static_range(C // 64):
+        channel = _value_channel(c, C)
+        v = _recent(v_ring, new, t[:, None, None], start, stride, channel[None, :, :], live, D, NEW)
+        v = tl.permute(tl.reshape(v.to(tl.float16), (64, 8, 4, 2)), (0, 3, 2, 1))  # g m r -> r m g
+        v = tl.reshape(v, (64, 64))
+        made += (tl.dot(p.to(tl.float16), v, accs[c] * alpha[:, None]),)
+    return m_new, l_p * alpha[:, None] + p, z_p * alpha[:, None], made
+
+
+@triton.jit
+def _recent(ring, new, pos, start, stride, channel, live, D: tl.constexpr, NEW: tl.constexpr):
+    """Channels of tokens of the ring, NEW: those from `start` on of the step's own."""
+    inside = live & (channel < D)
+    at = ring + pos % RING * D + channel
+    if NEW:
+        old = tl.load(at, mask=inside & (pos < start), other=0.0)
+        late = inside & (pos >= start)
+        late = tl.load(new + (pos - start) * stride + channel, mask=late, other=0.0)
+        return tl.where(pos < start, old, late)
+    else:
+        return tl.load(at, mask=inside, other=0.0)
+
+
+@triton.jit
+def _by_channel(acc, z_i, norm, R: tl.constexpr):
+    """A chunk's sums [R, 64] as [R, 8 g, 8 (m r)], values' zeros taken in."""
+    out = (acc + z_i[:, None]) * norm[:, None]
+    out = tl.permute(tl.reshape(out, (R, 2, 4, 8)), (0, 3, 2, 1))  # r m g -> g m r
+    return tl.reshape(out, (R, 8, 8))
+
+
+@triton.jit(do_not_specialize=["table_width", "splits"])
+def latent_codes_kernel(
+    q_ptr, k_words, k_params, v_words, v_params, k_ring, v_ring, table, slots, starts, counts,
+    part_ptr, lse_ptr, scale, table_width, splits,
+    Q: tl.constexpr, H: tl.constexpr, D: tl.constexpr, C: tl.constexpr, BITS: tl.constexpr,
+    R: tl.constexpr, PADDED: tl.constexpr, STAGES: tl.constexpr, KW: tl.constexpr,
+    EMULATE: tl.constexpr,
+):  # fmt: skip
+    """One share of the tokens of one request, for R of its columns; grid (splits, columns, B)."""
+    split, b = tl.program_id(0), tl.program_id(2)
+    start = tl.load(starts + b)
+    end = start + tl.load(counts + b)
+    slot = tl.load(slots + b).to(tl.int64)
+    column = tl.program_id(1) * R + tl.arange(0, R)
+    used = column < H * Q
+    row = (b * Q + column // H).to(tl.int64) * H + column % H
+    position = tl.minimum(start + column // H, end - 1)
+    line = packed_line(position)
+    GAIN: tl.constexpr = 2 ** (8 - BITS)
+    score_unit = scale * LOG2_E
+    unit = score_unit * (TWO_24 / GAIN)
+
+    # ---- shares of packed blocks, and behind them of the ring, two tiles of 64 at a time
+    blocks, since = packed_line(end - 1) // BLOCK, packed_line(start)
+    share = (blocks + (end - since + BLOCK - 1) // BLOCK + splits - 1) // splits
+    first, last = split * share, split * share + share
+    accs = ()
+    for _ in tl.static_range(C // 64):
+        accs += (tl.zeros([R, 64], tl.float32),)
+    m_i = tl.full([R], LOWEST, tl.float32)
+    l_p = tl.zeros([R, 64], tl.float32)
+    z_p = tl.zeros([R, 64], tl.float32)
+    for block in tl.range(first, tl.minimum(last, blocks), num_stages=STAGES):
+        page = tl.load(table + slot * table_width + block).to(tl.int64)
+        m_i, l_p, z_p, accs = _block(
+            q_ptr, row, used, k_words + page * (4 * C * BITS), k_params + page * (2 * C),
+            v_words + page * (4 * C * BITS), v_params + page * (2 * BLOCK),
+            line <= block * BLOCK, (m_i, l_p, z_p, accs), unit, score_unit,
+            D, C, BITS, R, Q, KW, EMULATE,
+        )  # fmt: skip
+    made = ()
+    for c in tl.static_range(C // 64):
+        made += (accs[c] * (TWO_24 / GAIN),)
+    accs = made
+    ring = slot * (RING * D)
+    begin = since + (tl.maximum(first, blocks) - blocks) * BLOCK
+    for t0 in tl.range(begin, tl.minimum(end, since + (last - blocks) * BLOCK), 64, num_stages=1):
+        m_i, l_p, z_p, accs = _take_newest(
+            q_ptr, row, used, k_ring + ring, v_ring + ring, k_ring, t0 + tl.arange(0, 64), start,
+            end, 0, position, line, (m_i, l_p, z_p, accs), score_unit, D, C, R, KW, False,
+        )  # fmt: skip
+
+    # ---- results
+    l_i, z_i = tl.sum(l_p, 1), tl.sum(z_p, 1)
+    norm = 1.0 / tl.maximum(l_i, 1e-30)
+    lse = tl.where(l_i > 0, m_i - P_SHIFT + tl.log2(tl.maximum(l_i, 1e-30)), -1.0e30)
+    to = ((b * tl.num_programs(1) + tl.program_id(1)) * splits + split).to(tl.int64) * R
+    to += tl.arange(0, R)
+    tl.store(lse_ptr + to, lse)
+    for c in tl.static_range(C // 64):
+        channel = _value_channel(c, C)[None, :, :]
+        live = used[:, None, None] & (channel < D)
+        out = _by_channel(accs[c], z_i, norm, R)
+        tl.store(part_ptr + to[:, None, None] * PADDED + channel, out, mask=live)
+
+
+def takes(fmt: KVFormat, layer: KVLayer, q_BQHD: Tensor) -> bool:
+    """Whether this kernel is the way: one key/value head, whole chunks, tensor cores for fp16."""
+    one = layer.k_ring_SGRD.shape[1] == 1 and q_BQHD.shape[1] <= MAX_Q_LEN
+    sixteen = q_BQHD.element_size() == 2 and fmt.head_dim > 256
+    device = q_BQHD.device
+    new = device.type != "cuda" or capability(device) >= (8, 0)
+    return one and sixteen and new and fmt.channels % CHUNK == 0 and fmt.key_group == BLOCK_TOKENS
+
+
+def order_of(device: torch.device) -> int:
+    """Return the consecutive columns that a thread holds of an operand: Hopper reads two."""
+    if device.type == "cuda" and (9, 0) <= capability(device) < (12, 0):
+        return 2
+    return WORD_K_WIDTH
+
+
+def shape_of(bits: int, block: int) -> tuple[int, int]:
+    """Return the warps and stages of a program, of `block` bytes of shared memory at most."""
+    return 4, 1
+
+
+def attend_latent_codes(
+    fmt: KVFormat,
+    layer: KVLayer,
+    table_SN: Tensor,
+    q_BQHD: Tensor,
+    rows: DeviceRows,
+    *,
+    max_end: int,
+    scale: float,
+    splits: int | None = None,
+    warps: int | None = None,
+    stages: int | None = None,
+    columns: int = COLUMNS,
+    order: int | None = None,
+) -> Tensor:
+    """Return o [B, Q, H, D]; the step's own latents are in the cache already."""
+    (batch, q_len, heads, dim), q_BQHD = q_BQHD.shape, q_BQHD.contiguous()
+    chunks = triton.cdiv(heads * q_len, columns)
+    usual = shape_of(fmt.bits, shared_memory(q_BQHD.device)[0])
+    if splits is None:
+        sms = multiprocessors(q_BQHD.device)
+        splits = choose_splits(batch * chunks, max_end, BLOCK_TOKENS, sms)
+    out, q_BQHD = torch.empty_like(q_BQHD), q_BQHD.to(torch.float16)
+    padded, parts = triton.next_power_of_2(dim), batch * chunks * splits * columns
+    part = q_BQHD.new_empty(parts * padded, dtype=torch.float32)
+    lse = part.new_empty(parts)
+    packed = (layer.k_words_PGW, layer.k_params_PG, layer.v_words_PGW, layer.v_params_PG)
+    latent_codes_kernel[(splits, chunks, batch)](
+        *(q_BQHD, *packed, layer.k_ring_SGRD, layer.v_ring_SGRD, table_SN),
+        *(rows.slots, rows.starts, rows.counts, part, lse),
+        *(float(scale), table_SN.shape[1], splits),
+        Q=q_len,
+        H=heads,
+        D=dim,
+        C=fmt.channels,
+        BITS=fmt.bits,
+        R=columns,
+        PADDED=padded,
+        STAGES=stages or usual[1],
+        KW=order or order_of(q_BQHD.device),
+        EMULATE=bool(triton.knobs.runtime.interpret),
+        num_warps=warps or usual[0],
+    )
+    same = {"H": heads, "G": 1, "PADDED": padded, "R": columns, "PDL": False}
+    merge_splits(part, lse, out, splits, same)
+    return out
