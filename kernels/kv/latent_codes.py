@@ -28,10 +28,10 @@ import triton.language as tl
 from torch import Tensor
 
 from llmpq.kernels.formats.kv_block import KVFormat
-from llmpq.kernels.kv.launch_plan import MAX_Q_LEN, capability, shared_memory
+from llmpq.kernels.kv.launch_plan import MAX_Q_LEN, capability
 from llmpq.kernels.kv.ops import WORD_K_WIDTH
 from llmpq.kernels.kv.plain_attend import choose_splits, merge_splits
-from llmpq.kernels.kv.register_operands import words
+from llmpq.kernels.kv.register_operands import prefetch, words
 from llmpq.kernels.kv.ring_attend import BLOCK, LOG2_E, LOWEST, RING, packed_line
 from llmpq.kernels.kv.storage import DeviceRows, KVLayer
 from llmpq.kernels.kv.unpack import TWO_24, _fields
@@ -41,6 +41,8 @@ from llmpq.kv_format import BLOCK_TOKENS
 CHUNK = 64
 """Channels of an operand."""
 COLUMNS = 16
+WARPS = 4
+"""One for each 16 rows of a tile's 64."""
 P_SHIFT = tl.constexpr(4.0)
 """Probabilities are kept times 2**4: fp16 keeps its precision down to 2**-14."""
 
@@ -237,13 +239,23 @@ def _by_channel(acc, z_i, norm, R: tl.constexpr):
     return tl.reshape(out, (R, 8, 8))
 
 
+@triton.jit
+def _ask(k_words, v_words, page, live, C: tl.constexpr, BITS: tl.constexpr):
+    """Ask the L2 for a block's words: each of 128 lanes for a part."""
+    PART: tl.constexpr = C * BITS // 4
+    lane = tl.arange(0, 128)
+    at = page * (16 * C * BITS) + lane % 64 * PART
+    at += tl.where(lane < 64, k_words.to(tl.int64), v_words.to(tl.int64))
+    prefetch(at, tl.where(live, PART, 0) + lane * 0)
+
+
 @triton.jit(do_not_specialize=["table_width", "splits"])
 def latent_codes_kernel(
     q_ptr, k_words, k_params, v_words, v_params, k_ring, v_ring, table, slots, starts, counts,
     part_ptr, lse_ptr, scale, table_width, splits,
     Q: tl.constexpr, H: tl.constexpr, D: tl.constexpr, C: tl.constexpr, BITS: tl.constexpr,
-    R: tl.constexpr, PADDED: tl.constexpr, STAGES: tl.constexpr, KW: tl.constexpr,
-    EMULATE: tl.constexpr,
+    R: tl.constexpr, PADDED: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
+    KW: tl.constexpr, EMULATE: tl.constexpr,
 ):  # fmt: skip
     """One share of the tokens of one request, for R of its columns; grid (splits, columns, B)."""
     split, b = tl.program_id(0), tl.program_id(2)
@@ -271,6 +283,11 @@ def latent_codes_kernel(
     z_p = tl.zeros([R, 64], tl.float32)
     for block in tl.range(first, tl.minimum(last, blocks), num_stages=STAGES):
         page = tl.load(table + slot * table_width + block).to(tl.int64)
+        if AHEAD > 0:
+            then = block + AHEAD
+            live = then < tl.minimum(last, blocks)
+            after = tl.load(table + slot * table_width + then, mask=live, other=0).to(tl.int64)
+            _ask(k_words, v_words, after, live, C, BITS)
         m_i, l_p, z_p, accs = _block(
             q_ptr, row, used, k_words + page * (4 * C * BITS), k_params + page * (2 * C),
             v_words + page * (4 * C * BITS), v_params + page * (2 * BLOCK),
@@ -312,18 +329,6 @@ def takes(fmt: KVFormat, layer: KVLayer, q_BQHD: Tensor) -> bool:
     return one and sixteen and new and fmt.channels % CHUNK == 0 and fmt.key_group == BLOCK_TOKENS
 
 
-def order_of(device: torch.device) -> int:
-    """Return the consecutive columns that a thread holds of an operand: Hopper reads two."""
-    if device.type == "cuda" and (9, 0) <= capability(device) < (12, 0):
-        return 2
-    return WORD_K_WIDTH
-
-
-def shape_of(bits: int, block: int) -> tuple[int, int]:
-    """Return the warps and stages of a program, of `block` bytes of shared memory at most."""
-    return 4, 1
-
-
 def attend_latent_codes(
     fmt: KVFormat,
     layer: KVLayer,
@@ -334,15 +339,13 @@ def attend_latent_codes(
     max_end: int,
     scale: float,
     splits: int | None = None,
-    warps: int | None = None,
-    stages: int | None = None,
+    ahead: int = 1,
+    registers: int | None = None,
     columns: int = COLUMNS,
-    order: int | None = None,
 ) -> Tensor:
     """Return o [B, Q, H, D]; the step's own latents are in the cache already."""
     (batch, q_len, heads, dim), q_BQHD = q_BQHD.shape, q_BQHD.contiguous()
     chunks = triton.cdiv(heads * q_len, columns)
-    usual = shape_of(fmt.bits, shared_memory(q_BQHD.device)[0])
     if splits is None:
         sms = multiprocessors(q_BQHD.device)
         splits = choose_splits(batch * chunks, max_end, BLOCK_TOKENS, sms)
@@ -362,10 +365,12 @@ def attend_latent_codes(
         BITS=fmt.bits,
         R=columns,
         PADDED=padded,
-        STAGES=stages or usual[1],
-        KW=order or order_of(q_BQHD.device),
+        STAGES=1,
+        AHEAD=0 if triton.knobs.runtime.interpret else ahead,
+        KW=WORD_K_WIDTH,
         EMULATE=bool(triton.knobs.runtime.interpret),
-        num_warps=warps or usual[0],
+        num_warps=WARPS,
+        maxnreg=registers,
     )
     same = {"H": heads, "G": 1, "PADDED": padded, "R": columns, "PDL": False}
     merge_splits(part, lse, out, splits, same)

@@ -28,8 +28,8 @@ from llmpq.kernels.kv.latent_codes import (
     _by_channel,
     _take_newest,
     _value_channel,
-    order_of,
 )
+from llmpq.kernels.kv.ops import WORD_K_WIDTH
 from llmpq.kernels.kv.packed_latent_append import append_latents, keep_newest, sizes_of
 from llmpq.kernels.kv.packed_pages import PackedPages, PackedRows
 from llmpq.kernels.kv.paged_latents import LatentPlan, combine_latents
@@ -147,7 +147,7 @@ def attend_packed_latents(
     given = (q, new_TD, *packed, *rings, rows_FR, step.table_SM)
     last = (float(scale), num_rows, columns, new_TD.stride(0))
     same = sizes_of(fmt, num_rows) | {"H": plan.heads, "V": plan.value_dim, "R": plan.rows}
-    same |= {"HEADS": plan.program_heads, "STAGES": 1, "KW": order_of(q.device), "num_warps": 4}
+    same |= {"HEADS": plan.program_heads, "STAGES": 1, "KW": WORD_K_WIDTH, "num_warps": 4}
     same["EMULATE"] = bool(triton.knobs.runtime.interpret)
     attend[(splits, groups, num_rows)](
         *(*given, part, lse, *last), **same, SPLITS=splits, CHUNKS=False
