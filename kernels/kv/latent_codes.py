@@ -329,6 +329,11 @@ def takes(fmt: KVFormat, layer: KVLayer, q_BQHD: Tensor) -> bool:
     return one and sixteen and new and fmt.channels % CHUNK == 0 and fmt.key_group == BLOCK_TOKENS
 
 
+def asks_ahead(device: torch.device) -> bool:
+    """Whether a GPU has the instruction that asks the L2 for many bytes at once."""
+    return device.type == "cuda" and capability(device) >= (9, 0)
+
+
 def attend_latent_codes(
     fmt: KVFormat,
     layer: KVLayer,
@@ -366,7 +371,7 @@ def attend_latent_codes(
         R=columns,
         PADDED=padded,
         STAGES=1,
-        AHEAD=0 if triton.knobs.runtime.interpret else ahead,
+        AHEAD=ahead if asks_ahead(q_BQHD.device) else 0,
         KW=WORD_K_WIDTH,
         EMULATE=bool(triton.knobs.runtime.interpret),
         num_warps=WARPS,

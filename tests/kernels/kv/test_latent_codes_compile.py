@@ -78,7 +78,7 @@ def test_it_fits(arch, bits):
         "R": COLUMNS,
         "PADDED": 1024,
         "STAGES": 1,
-        "AHEAD": 1,
+        "AHEAD": int(arch >= 90),
         "KW": WORD_K_WIDTH,
         "EMULATE": False,
     }
